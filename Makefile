@@ -1,0 +1,33 @@
+# make setup   create .venv and install the pinned CPU packages
+# make demo    pre-train, fine-tune and score a small world; write the calibration table (no GPU, no hub)
+# make test    run the tests
+# make lint    ruff, check only
+SHELL  := /bin/bash
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+
+.PHONY: setup demo test lint
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml configs/constraints-cpu.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("setup: Python 3.10 or later is needed, $(PYTHON) is " + sys.version.split()[0] + "; name another: make PYTHON=/path/to/python3 …")'
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "setup: $(PYTHON) has no venv module; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	@test $$(df -Pk . | awk 'NR==2 {print $$4}') -gt 4000000 || { echo "setup: less than 4 GB free on $$(df -P . | awk 'NR==2 {print $$6}')"; exit 1; }
+	@echo "setup 1/3: virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "setup 2/3: torch (the largest download)"
+	@$(BIN)/pip install --quiet -c configs/constraints-cpu.txt torch
+	@echo "setup 3/3: this project and what it needs"
+	@$(BIN)/pip install --quiet -c configs/constraints-cpu.txt -e '.[train,eval,dev]' triton peft
+	@touch $@
+	@echo "setup: done"
+
+demo: setup
+	$(BIN)/python -m sweeps.demo
+
+test: setup
+	$(BIN)/python -m pytest -m 'not slow'
+
+lint: setup
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -1,0 +1,1 @@
+"""Label-smoothed linear cross-entropy whose logits are never materialised."""

@@ -1,0 +1,1 @@
+"""Sweeps of fine-tuning runs, on one machine or on Slurm."""
