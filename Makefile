@@ -2,13 +2,17 @@
 # make demo    pre-train, fine-tune and score a small world; write the calibration table (no GPU, no hub)
 # make test    run the tests
 # make lint    ruff, check only
-SHELL  := /bin/bash
+SHELL  := /bin/bash -o pipefail
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+PIP    := $(BIN)/pip install --constraint configs/constraints-cpu.txt
+# One line a package instead of silence or pages; pip's errors and warnings stay visible.
+STEPS  := grep --line-buffered -vE '^(Requirement already|Looking in|Obtaining|  |Processing|Using cached|Building wheels)'
 
 .PHONY: setup demo test lint
 setup: $(VENV)/.ready
+	@echo "setup: $(VENV) is ready"
 
 $(VENV)/.ready: pyproject.toml configs/constraints-cpu.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("setup: Python 3.10 or later is needed, $(PYTHON) is " + sys.version.split()[0] + "; name another: make PYTHON=/path/to/python3 …")'
@@ -17,17 +21,16 @@ $(VENV)/.ready: pyproject.toml configs/constraints-cpu.txt
 	@echo "setup 1/3: virtual environment in $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "setup 2/3: torch (the largest download)"
-	@$(BIN)/pip install --quiet -c configs/constraints-cpu.txt torch
+	@$(PIP) torch | $(STEPS)
 	@echo "setup 3/3: this project and what it needs"
-	@$(BIN)/pip install --quiet -c configs/constraints-cpu.txt -e '.[train,eval,dev]' triton peft
+	@$(PIP) --editable '.[train,eval,dev]' triton peft | $(STEPS)
 	@touch $@
-	@echo "setup: done"
 
 demo: setup
-	$(BIN)/python -m sweeps.demo
+	@$(BIN)/python -m sweeps.demo
 
 test: setup
-	$(BIN)/python -m pytest -m 'not slow'
+	@$(BIN)/python -m pytest -m 'not slow'
 
 lint: setup
-	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
