@@ -1,0 +1,165 @@
+"""The loss by row chunks in plain PyTorch: the path for CPUs, and wherever Triton cannot serve.
+
+One chunk's logits (128 × V on a CPU) are the only array that grows like N × V. For a reduced loss
+the forward computes the gradients too, up to the upstream factor, so that the logits are computed
+once: three matrix products in all. Without reduction the backward repeats the forward's product.
+Everything is accumulated in fp32 (fp64 for fp64 inputs).
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from smoothce.options import Options
+
+ROWS = {"cpu": 128}  # the chunk's height; a GPU needs taller ones to be busy
+DEVICE_ROWS = 1024
+CAST_ROWS = 4096  # vocabulary rows of a half-precision weight that are widened at a time
+
+
+def loss(
+    hidden: Tensor,  # (N, D)
+    weight: Tensor,  # (V, D)
+    labels: Tensor,  # (N,)
+    bias: Tensor | None,  # (V,)
+    options: Options,
+) -> Tensor:  # () or (N,)
+    """The loss of `reference.loss`, without its memory."""
+    return _Chunked.apply(hidden, weight, labels, bias, options, torch.is_grad_enabled())
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, bias, options, differentiable):
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        needs = tuple(differentiable and ctx.needs_input_grad[i] for i in (0, 1, 3))
+        ctx.options, ctx.needs = options, needs
+        if options.reduction == "none":
+            losses, _ = _sweep(hidden, weight, labels, bias, options, None, needs)
+            ctx.save_for_backward(hidden, weight, labels, bias)
+            return losses
+        token_weight = options.token_weight(labels, wide)
+        upstream = token_weight.expand(labels.shape) if any(needs) else None
+        losses, gradients = _sweep(hidden, weight, labels, bias, options, upstream, needs)
+        ctx.dtype = hidden.dtype
+        ctx.save_for_backward(*gradients)
+        return losses.sum() * token_weight
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream):
+        if ctx.options.reduction == "none":
+            with torch.autocast(upstream.device.type, enabled=False):
+                _, gradients = _sweep(*ctx.saved_tensors, ctx.options, upstream, ctx.needs)
+            dtype = ctx.saved_tensors[0].dtype
+            gradients = [g if g is None else g.to(dtype) for g in gradients]
+        else:
+            gradients = [_scaled(g, upstream, ctx.dtype) for g in ctx.saved_tensors]
+        d_hidden, d_weight, d_bias = gradients
+        return d_hidden, d_weight, None, d_bias, None, None
+
+
+def _scaled(gradient: Tensor | None, upstream: Tensor, dtype: torch.dtype) -> Tensor | None:
+    if gradient is None:
+        return None
+    # Where the factor is 1 a copy of the weight's size is saved; on a GPU, looking would wait.
+    if gradient.dtype == dtype and upstream.device.type == "cpu" and upstream == 1:
+        return gradient
+    return torch.mul(gradient, upstream, out=torch.empty_like(gradient, dtype=dtype))
+
+
+def _sweep(
+    hidden: Tensor,  # (N, D)
+    weight: Tensor,  # (V, D)
+    labels: Tensor,  # (N,)
+    bias: Tensor | None,  # (V,)
+    options: Options,
+    upstream: Tensor | None,  # (N,) ∂total/∂loss_i; None where no gradient is wanted
+    needs: tuple[bool, bool, bool],  # hidden, weight, bias
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Every token's loss (N,), and the wide gradients of Σ_i upstream_i loss_i that are needed.
+
+    Without a softcap both smoothing terms are linear in E and C, and cost means, not passes:
+    Σ_v z_iv = E_i · Σ_v C_v, so dE_i takes −g_i β c̄ and dC_v takes −(β/V) Σ_i g_i E_i."""
+    beta, cap = options.label_smoothing, options.softcap
+    vocabulary, dim = weight.shape
+    scale = 1.0 if options.logit_scale is None else options.logit_scale
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    rows = options.valid(labels).nonzero().squeeze(1)  # masked tokens cost nothing
+    chunk = min(ROWS.get(hidden.device.type, DEVICE_ROWS), max(rows.numel(), 1))
+    linear = bool(beta) and cap is None
+    wide_bias = None if bias is None else bias.to(wide)
+
+    losses = torch.zeros(labels.shape, dtype=wide, device=hidden.device)
+    want_hidden, want_weight, want_bias = (upstream is not None and need for need in needs)
+    d_hidden = torch.zeros_like(hidden, dtype=wide) if want_hidden else None
+    d_weight = (
+        torch.zeros(vocabulary, dim, dtype=wide, device=hidden.device) if want_weight else None
+    )
+    d_bias = torch.zeros(vocabulary, dtype=wide, device=hidden.device) if want_bias else None
+    if linear:
+        mean_weight = weight.mean(0, dtype=wide)  # c̄, (D,)
+        mean_bias = 0.0 if bias is None else wide_bias.mean()
+    sums = torch.zeros(dim, dtype=wide, device=hidden.device)  # Σ_i g_i E_i
+
+    buffer = torch.empty(chunk, vocabulary, dtype=wide, device=hidden.device)
+    for chosen in rows.split(chunk):
+        e = hidden[chosen].to(wide)
+        if scale != 1.0:
+            e.mul_(scale)
+        y = labels[chosen, None]
+        z = buffer[: len(chosen)]
+        for block, c in _widened(weight, wide):
+            torch.mm(e, c.T, out=z[:, block])
+        if bias is not None:
+            z.add_(wide_bias)
+        if cap is not None:
+            z.div_(cap).tanh_()
+            slope = None if upstream is None else 1 - z * z
+            z.mul_(cap)
+        top, top_at = z.max(1, keepdim=True)
+        value = (beta - 1) * z.gather(1, y)
+        if linear:
+            value -= beta * (e @ mean_weight + mean_bias)[:, None]
+        elif beta:
+            value -= beta * z.mean(1, keepdim=True)
+        p = torch.softmax(z, 1, out=z)
+        value += top - p.gather(1, top_at).log()  # p ≥ 1/V there, so the logarithm is exact
+        losses[chosen] = value.squeeze(1)
+        if upstream is None:
+            continue
+
+        g = upstream[chosen, None].to(wide)
+        p.scatter_add_(1, y, torch.full_like(g, beta - 1))
+        if cap is not None:
+            p.sub_(beta / vocabulary).mul_(slope)
+        if want_hidden:
+            d = torch.zeros_like(e)
+            for block, c in _widened(weight, wide):
+                d.addmm_(p[:, block], c)
+            if linear:
+                d.sub_(mean_weight, alpha=beta)
+            d_hidden[chosen] = d.mul_(g * scale)
+        e.mul_(g)
+        if want_weight:
+            d_weight.addmm_(p.T, e)
+            sums += e.sum(0)
+        if want_bias:
+            d_bias.addmv_(p.T, g.squeeze(1))
+
+    if linear and want_weight:
+        d_weight.sub_(sums, alpha=beta / vocabulary)
+    if linear and want_bias:
+        d_bias.sub_(upstream[rows].sum(), alpha=beta / vocabulary)
+    return losses, [d_hidden, d_weight, d_bias]
+
+
+def _widened(weight: Tensor, wide: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """The weight in the accumulation dtype: itself, or block by block to spare the copy."""
+    if weight.dtype == wide:
+        yield slice(None), weight
+        return
+    for start in range(0, weight.shape[0], CAST_ROWS):
+        yield slice(start, start + CAST_ROWS), weight[start : start + CAST_ROWS].to(wide)

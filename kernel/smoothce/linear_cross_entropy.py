@@ -1,0 +1,161 @@
+"""Start here: the public function validates its inputs, then hands over to one implementation."""
+
+import importlib
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from smoothce.options import Options
+
+# Each module has `loss(hidden, weight, labels, bias, options)` on hidden (N, D), labels (N,) int64,
+# and may have `unsupported(hidden, weight, bias, options)`, which names what it cannot do or
+# returns None. Imported on first use, so that no implementation costs those who use another.
+IMPLEMENTATIONS = {
+    "reference": "smoothce.reference",
+    "chunked": "smoothce.chunked",
+    "triton": "smoothce.triton",
+    "paper": "smoothce.paper",
+}
+
+
+def linear_cross_entropy(
+    hidden: Tensor,  # (..., D)
+    weight: Tensor,  # (V, D)
+    labels: Tensor,  # (...)
+    *,
+    bias: Tensor | None = None,  # (V,)
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    logit_scale: float | None = None,
+    filter_eps: float | str | None = "auto",
+    impl: str = "auto",
+) -> Tensor:  # (), or the labels' shape where reduction is "none"
+    """Cross-entropy with label smoothing β of a linear classifier, without its N × V logits.
+
+        z_iv   = cap(logit_scale · C_v · E_i + b_v),    cap(z) = softcap · tanh(z / softcap)
+        loss_i = logsumexp_v z_iv − (1−β) z_i,y − (β/V) Σ_v z_iv
+
+    Equal to `F.cross_entropy(E @ C.T, y, label_smoothing=β)` computed in fp32, in nats per token;
+    the caller shifts labels. Tokens labelled `ignore_index` have loss 0, and "mean" divides by the
+    number of the others; where there are none the loss is 0 and its gradient zero, not NaN.
+
+    The loss is fp32 (fp64 for fp64 inputs); gradients have their inputs' dtype. Under autocast the
+    inputs are cast as for `F.linear`. `filter_eps` is the threshold below which the Triton kernels
+    approximate the gradient of a block, conserving its mass ("auto": their default, None: exact);
+    the other implementations are always exact. `impl` is "auto" or one of `IMPLEMENTATIONS`;
+    `explain` tells what "auto" takes.
+
+    Raises ValueError or TypeError, naming what was given and what was expected. A label outside
+    [0, V) raises IndexError on CPU and is a device-side assertion on CUDA.
+
+    Source: "Calibrated Language Models and How to Find Them with Label Smoothing", equation 15.
+    """
+    options = Options(label_smoothing, ignore_index, reduction, softcap, logit_scale, filter_eps)
+    hidden, weight, bias = _autocast(hidden, weight, bias)
+    _check(hidden, weight, labels, bias, options)
+    name, _ = _choose(impl, hidden, weight, bias, options)
+    with torch.autocast(hidden.device.type, enabled=False):
+        loss = _module(name).loss(
+            hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1).long(), bias, options
+        )
+    return loss.view(labels.shape) if reduction == "none" else loss
+
+
+def explain(
+    hidden: Tensor,  # (..., D)
+    weight: Tensor,  # (V, D)
+    *,
+    bias: Tensor | None = None,  # (V,)
+    impl: str = "auto",
+    **options: object,
+) -> str:
+    """Which implementation `linear_cross_entropy` takes for these inputs and options, and why."""
+    name, why = _choose(impl, *_autocast(hidden, weight, bias), Options(**options))
+    return f"{name}: {why}"
+
+
+def _choose(
+    impl: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, options: Options
+) -> tuple[str, str]:
+    if impl == "auto":
+        reason = _unsupported("triton", hidden, weight, bias, options)
+        if reason is None:
+            return "triton", "fused Triton kernels support these inputs"
+        return "chunked", f"triton is not used because {reason}"
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl must be auto or one of {', '.join(IMPLEMENTATIONS)}, not {impl!r}")
+    reason = _unsupported(impl, hidden, weight, bias, options)
+    if reason is not None:
+        raise ValueError(f"impl={impl!r} cannot be used: {reason}; impl='auto' can")
+    return impl, "asked for by impl="
+
+
+def _unsupported(
+    name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, options: Options
+) -> str | None:
+    try:
+        module = _module(name)
+    except ImportError as error:
+        return f"{IMPLEMENTATIONS[name]} cannot be imported ({error})"
+    check = getattr(module, "unsupported", None)
+    return check(hidden, weight, bias, options) if check else None
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(IMPLEMENTATIONS[name])
+
+
+def _autocast(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    device = hidden.device.type
+    if not torch.is_autocast_enabled(device) or hidden.dtype == torch.float64:
+        return hidden, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _check(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, options: Options
+) -> None:
+    if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            "hidden must be (..., D) and weight (V, D), "
+            f"not {tuple(hidden.shape)} and {tuple(weight.shape)}"
+        )
+    vocabulary = weight.shape[0]
+    if vocabulary < 1:
+        raise ValueError("weight must have at least one row, one for each vocabulary entry")
+    if labels.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"labels must have the shape of hidden without its last dimension, "
+            f"{tuple(hidden.shape[:-1])}, not {tuple(labels.shape)}"
+        )
+    if bias is not None and bias.shape != (vocabulary,):
+        raise ValueError(f"bias must be ({vocabulary},), not {tuple(bias.shape)}")
+    if not hidden.dtype.is_floating_point:
+        raise TypeError(f"hidden must be floating point, not {hidden.dtype}")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype != hidden.dtype:
+            raise TypeError(f"{name} must have hidden's dtype {hidden.dtype}, not {tensor.dtype}")
+    if labels.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"labels must be int64 or int32, not {labels.dtype}")
+    for name, tensor in (("weight", weight), ("labels", labels), ("bias", bias)):
+        if tensor is not None and tensor.device != hidden.device:
+            raise ValueError(
+                f"{name} must be on hidden's device {hidden.device}, not {tensor.device}"
+            )
+    _check_labels(labels, vocabulary, options.ignore_index)
+
+
+def _check_labels(labels: Tensor, vocabulary: int, ignore_index: int) -> None:
+    fine = ((labels >= 0) & (labels < vocabulary)) | (labels == ignore_index)
+    expected = f"expected 0 to {vocabulary - 1}, or ignore_index {ignore_index}"
+    if labels.device.type != "cpu":
+        # The host must not wait for the device, so the device itself raises.
+        torch._assert_async(fine.all(), f"label out of range: {expected}")
+    elif not fine.all():
+        raise IndexError(f"label {labels[~fine][0].item()} is out of range: {expected}")

@@ -1,0 +1,44 @@
+"""Bad input: one message that names what was given and what was expected."""
+
+import pytest
+import torch
+
+import smoothce
+
+E, C, Y = torch.randn(4, 8), torch.randn(10, 8), torch.tensor([0, 9, -100, 3])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"label_smoothing": 1.5}, ValueError, r"label_smoothing .*\[0, 1\].*1\.5"),
+        ({"label_smoothing": float("nan")}, ValueError, "label_smoothing .*nan"),
+        ({"label_smoothing": True}, ValueError, "label_smoothing .*True"),
+        ({"reduction": "avg"}, ValueError, "none, sum, mean, not 'avg'"),
+        ({"softcap": 0.0}, ValueError, r"softcap .*positive.*0\.0"),
+        ({"logit_scale": float("inf")}, ValueError, "logit_scale .*inf"),
+        ({"ignore_index": 1.0}, ValueError, r"ignore_index .*1\.0"),
+        ({"filter_eps": 2.0}, ValueError, r"filter_eps .*2\.0"),
+        ({"impl": "fast"}, ValueError, "auto or one of reference, chunked, triton, paper"),
+        ({"hidden": E[:, :7]}, ValueError, r"\(4, 7\) and \(10, 8\)"),
+        ({"weight": C[0]}, ValueError, r"weight \(V, D\)"),
+        ({"weight": C[:0]}, ValueError, "at least one row"),
+        ({"weight": C.double()}, TypeError, "weight must have hidden's dtype torch.float32"),
+        ({"bias": torch.zeros(9)}, ValueError, r"bias must be \(10,\), not \(9,\)"),
+        ({"labels": Y[:3]}, ValueError, r"\(4,\), not \(3,\)"),
+        ({"labels": Y.float()}, TypeError, "labels must be int64 or int32, not torch.float32"),
+        ({"labels": torch.tensor([0, 10, 1, 1])}, IndexError, "label 10 .*0 to 9"),
+        ({"labels": torch.tensor([0, -1, 1, 1])}, IndexError, "label -1 .*ignore_index -100"),
+        ({"hidden": E.long(), "weight": C.long()}, TypeError, "hidden must be floating point"),
+        ({"labels": Y.to("meta")}, ValueError, "labels must be on hidden's device cpu"),
+    ],
+)
+def test_message(change, error, message):
+    arguments = {"hidden": E, "weight": C, "labels": Y, **change}
+    with pytest.raises(error, match=message):
+        smoothce.linear_cross_entropy(**arguments)
+
+
+def test_explain_names_the_implementation_and_the_reason():
+    assert smoothce.explain(E, C, impl="reference").startswith("reference: ")
+    assert smoothce.explain(E, C).startswith("chunked: triton is not used because ")
