@@ -64,10 +64,15 @@ class _Chunked(torch.autograd.Function):
 def _scaled(gradient: Tensor | None, upstream: Tensor, dtype: torch.dtype) -> Tensor | None:
     if gradient is None:
         return None
-    # Where the factor is 1 a copy of the weight's size is saved; on a GPU, looking would wait.
-    if gradient.dtype == dtype and upstream.device.type == "cpu" and upstream == 1:
-        return gradient
+    if gradient.dtype == dtype and not _graph_is_kept():
+        return gradient.mul_(upstream)  # its last use: spares a copy of the weight's size
     return torch.mul(gradient, upstream, out=torch.empty_like(gradient, dtype=dtype))
+
+
+def _graph_is_kept() -> bool:
+    """Whether another backward through this graph may follow; True where torch cannot tell."""
+    query = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return query is None or query()
 
 
 def _sweep(
@@ -119,14 +124,14 @@ def _sweep(
             z.div_(cap).tanh_()
             slope = None if upstream is None else 1 - z * z
             z.mul_(cap)
-        top, top_at = z.max(1, keepdim=True)
+        top = z.amax(1, keepdim=True)
         value = (beta - 1) * z.gather(1, y)
         if linear:
             value -= beta * (e @ mean_weight + mean_bias)[:, None]
         elif beta:
             value -= beta * z.mean(1, keepdim=True)
         p = torch.softmax(z, 1, out=z)
-        value += top - p.gather(1, top_at).log()  # p ≥ 1/V there, so the logarithm is exact
+        value += top - p.amax(1, keepdim=True).log()  # that p ≥ 1/V: the logarithm is exact
         losses[chosen] = value.squeeze(1)
         if upstream is None:
             continue

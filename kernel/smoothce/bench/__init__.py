@@ -1,0 +1,1 @@
+"""`python -m smoothce.bench`: time, memory and gradient error of the loss, ours beside others'."""

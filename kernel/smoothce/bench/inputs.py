@@ -1,0 +1,50 @@
+"""What is measured: shapes, by the models they come from, and tensors of such a shape."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Vocabulary and hidden size of each model's classifier.
+CLASSIFIERS = {
+    "small": (32000, 512),
+    "gemma2-2b": (256000, 2304),
+    "gemma2-9b": (256000, 3584),
+    "llama3-8b": (128256, 4096),
+    "qwen2.5-7b": (152064, 3584),
+    "mistral-7b": (32768, 4096),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem: N tokens, V entries, D features, the dtype's name, and the smoothing β."""
+
+    model: str
+    tokens: int
+    dtype: str
+    device: str
+    label_smoothing: float
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.tokens, *CLASSIFIERS[self.model]
+
+    def __str__(self) -> str:
+        n, v, d = self.shape
+        return (
+            f"{self.model} (N={n}, V={v}, D={d}), {self.dtype} on {self.device}, "
+            f"β={self.label_smoothing:g}"
+        )
+
+
+def tensors(case: Case, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden (N, D), weight (V, D), both of which require grad, and labels (N,)."""
+    n, v, d = case.shape
+    generator = torch.Generator(case.device).manual_seed(seed)
+    settings = {"generator": generator, "device": case.device}
+    dtype = getattr(torch, case.dtype)
+    hidden = torch.randn(n, d, **settings).to(dtype)
+    weight = (torch.randn(v, d, **settings) / d**0.5).to(dtype)
+    labels = torch.randint(v, (n,), **settings)
+    return hidden.requires_grad_(), weight.requires_grad_(), labels

@@ -1,0 +1,115 @@
+"""How it is measured: interleaved medians, peak memory beyond the inputs, error against fp64."""
+
+import multiprocessing
+import re
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from smoothce import linear_cross_entropy
+from smoothce.bench.inputs import Case, tensors
+from smoothce.bench.methods import METHODS
+
+
+def times(case: Case, names: list[str], repeats: int) -> dict[str, dict[str, float]]:
+    """Median milliseconds of forward (no gradients) and forward+backward, by method.
+
+    "matmul" is the floor: the product E Cᵀ, once, and three times. The methods take turns, so that
+    a change in the machine's load meets all of them."""
+    hidden, weight, labels = tensors(case)
+    out = torch.empty(hidden.shape[0], weight.shape[0], dtype=hidden.dtype, device=case.device)
+
+    def matmul() -> None:
+        with torch.no_grad():
+            torch.mm(hidden, weight.T, out=out)
+
+    def forward(name: str) -> None:
+        with torch.no_grad():
+            METHODS[name](hidden, weight, labels, case.label_smoothing)
+
+    def both(name: str) -> None:
+        METHODS[name](hidden, weight, labels, case.label_smoothing).backward()
+        hidden.grad = weight.grad = None
+
+    steps = {("matmul", "forward"): matmul}
+    for name in names:
+        steps[name, "forward"] = lambda name=name: forward(name)
+        steps[name, "both"] = lambda name=name: both(name)
+    samples = {key: [] for key in steps}
+    for turn in range(repeats + 1):
+        for key, step in steps.items():
+            elapsed = _milliseconds(step, case.device)
+            if turn:  # the first turn warms up
+                samples[key].append(elapsed)
+    median = {key: statistics.median(values) for key, values in samples.items()}
+    table = {
+        name: {"forward": median[name, "forward"], "both": median[name, "both"]} for name in names
+    }
+    floor = median["matmul", "forward"]
+    return {"matmul": {"forward": floor, "both": 3 * floor}, **table}
+
+
+def _milliseconds(step, device: str) -> float:
+    if device == "cpu":
+        start = time.perf_counter()
+        step()
+        return 1e3 * (time.perf_counter() - start)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    step()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def peak_megabytes(case: Case, name: str) -> float:
+    """Most memory that one forward+backward holds beyond its inputs; the two gradients count.
+
+    On a CPU: growth of the resident set of a fresh process, so scratch memory counts as well."""
+    if case.device == "cpu":
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            return pool.apply(_resident_growth, (case, name))
+    hidden, weight, labels = tensors(case)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    METHODS[name](hidden, weight, labels, case.label_smoothing).backward()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def _resident_growth(case: Case, name: str) -> float:
+    tiny = Case("small", 1, case.dtype, case.device, case.label_smoothing)
+    METHODS[name](*tensors(tiny), case.label_smoothing).backward()  # loads the libraries' code
+    inputs = tensors(case)
+    before = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    METHODS[name](*inputs, case.label_smoothing).backward()
+    return (_status("VmHWM") - before) / 1024
+
+
+def _status(field: str) -> int:
+    """A line of /proc/self/status, in KiB."""
+    return int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+def gradient_errors(case: Case, names: list[str]) -> dict[str, tuple[float, float]]:
+    """‖g − g*‖ / ‖g*‖ for hidden and for weight, g* from the reference on wider inputs."""
+    hidden, weight, labels = tensors(case)
+    wider = torch.float64 if hidden.dtype == torch.float32 else torch.float32
+    wide = [t.detach().to(wider).requires_grad_() for t in (hidden, weight)]
+    truth = torch.autograd.grad(
+        linear_cross_entropy(*wide, labels, label_smoothing=case.label_smoothing, impl="reference"),
+        wide,
+    )
+    errors = {}
+    for name in names:
+        loss = METHODS[name](hidden, weight, labels, case.label_smoothing)
+        gradients = torch.autograd.grad(loss, (hidden, weight))
+        errors[name] = tuple(_relative(g, t) for g, t in zip(gradients, truth, strict=True))
+    return errors
+
+
+def _relative(gradient: Tensor, truth: Tensor) -> float:
+    return ((gradient - truth).norm() / truth.norm()).item()

@@ -1,0 +1,215 @@
+"""`chunked` against the reference in fp64, by the error the reference itself makes in the dtype."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import smoothce
+from smoothce import chunked
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+OPTIONS = st.fixed_dictionaries(
+    {
+        "label_smoothing": st.sampled_from([0.0, 0.1, 1.0]),
+        "reduction": st.sampled_from(["none", "sum", "mean"]),
+        "softcap": st.sampled_from([None, 3.0]),
+        "logit_scale": st.sampled_from([None, 0.0625, -1.5]),
+        "ignore_index": st.sampled_from([-100, 0]),
+    }
+)
+
+
+def inputs(n, v, d, dtype, masked, ignore_index, seed=0):
+    """Hidden, weight, bias and labels, none of them contiguous."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(n, 2 * d, generator=generator)[:, ::2].to(dtype)
+    weight = torch.randn(d, v, generator=generator).to(dtype).T
+    bias = torch.randn(2 * v, generator=generator).to(dtype)[::2]
+    labels = torch.randint(v, (2 * n,), generator=generator)[::2]
+    if masked == "some":
+        labels[::3] = ignore_index
+    elif masked == "all":
+        labels.fill_(ignore_index)
+    elif ignore_index >= 0:
+        labels = labels.where(labels != ignore_index, v - 1)
+    return hidden, weight, bias, labels
+
+
+def run(tensors, labels, needs, options, upstream, impl):
+    """Loss and the needed gradients, twice from one graph."""
+    leaves = [
+        t.detach().clone().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)
+    ]
+    loss = smoothce.linear_cross_entropy(
+        leaves[0], leaves[1], labels, bias=leaves[2], impl=impl, **options
+    )
+    wanted = [t for t in leaves if t.requires_grad]
+    passes = [
+        torch.autograd.grad(loss, wanted, upstream.to(loss.dtype), retain_graph=True)
+        for _ in range(2 if wanted else 0)
+    ]
+    return loss.detach(), *passes
+
+
+def error(actual, truth):
+    return (actual.double() - truth).norm().item()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    n=st.sampled_from([0, 1, 2, 5, 17]),
+    v=st.sampled_from([1, 2, 7, 129]),
+    d=st.sampled_from([1, 8, 33]),
+    dtype=st.sampled_from(DTYPES),
+    masked=st.sampled_from(["none", "some", "all"]),
+    needs=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    options=OPTIONS,
+    chunk=st.sampled_from([1, 4, 128]),
+    unit=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_as_exact_as_the_reference(n, v, d, dtype, masked, needs, options, chunk, unit, seed):
+    *tensors, labels = inputs(n, v, d, dtype, masked, options["ignore_index"], seed)
+    shape = labels.shape if options["reduction"] == "none" else ()
+    generator = torch.Generator().manual_seed(seed + 1)
+    upstream = torch.ones(shape) if unit else torch.randn(shape, generator=generator)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunked, "ROWS", {"cpu": chunk})
+        patch.setattr(chunked, "CAST_ROWS", 50)
+        loss, *passes = run(tensors, labels, needs, options, upstream, "chunked")
+    same_loss, *same_passes = run(tensors, labels, needs, options, upstream, "reference")
+    true_loss, *true_passes = run(
+        [t.double() for t in tensors], labels, needs, options, upstream, "reference"
+    )
+
+    assert loss.dtype == torch.promote_types(dtype, torch.float32) and loss.shape == shape
+    assert loss.isfinite().all()
+    floor = 1e-5 if dtype != torch.float64 else 1e-12
+    bound = 2 * error(same_loss, true_loss) + floor * (1 + true_loss.norm().item())
+    assert error(loss, true_loss) <= bound
+    for gradients, same, true in zip(passes, same_passes, true_passes, strict=True):
+        for g, s, t in zip(gradients, same, true, strict=True):
+            assert g.dtype == dtype and g.shape == t.shape
+            assert error(g, t) <= 2 * error(s, t) + floor * (1 + t.norm().item())
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_gradcheck(reduction, softcap):
+    hidden, weight, bias, labels = inputs(5, 6, 4, torch.float64, "some", -100)
+
+    def loss(hidden, weight, bias):
+        return smoothce.linear_cross_entropy(
+            hidden,
+            weight,
+            labels,
+            bias=bias,
+            label_smoothing=0.3,
+            reduction=reduction,
+            softcap=softcap,
+            impl="chunked",
+        )
+
+    leaves = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
+    assert torch.autograd.gradcheck(loss, leaves)
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("n", [0, 6])
+def test_nothing_valid_gives_zero_and_a_connected_graph(n, reduction):
+    hidden, weight, _, labels = inputs(n, 9, 4, torch.float32, "all", -100)
+    leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
+    loss = smoothce.linear_cross_entropy(
+        *leaves, labels, label_smoothing=0.1, reduction=reduction, impl="chunked"
+    )
+    assert not loss.any()
+    loss.sum().backward()
+    assert all(not leaf.grad.any() for leaf in leaves)
+
+
+@pytest.mark.parametrize("upstream", [torch.tensor(1.0), torch.tensor(2.5)])
+def test_gradients_do_not_share_memory_with_what_is_saved(upstream):
+    """A first backward's .grad, changed in place, leaves the second backward right."""
+    *tensors, labels = inputs(6, 9, 4, torch.float32, "some", -100)
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    loss = smoothce.linear_cross_entropy(
+        leaves[0], leaves[1], labels, bias=leaves[2], impl="chunked"
+    )
+    loss.backward(upstream, retain_graph=True)
+    first = [leaf.grad.clone() for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad.fill_(7)
+        leaf.grad = None
+    loss.backward(upstream)
+    for leaf, gradient in zip(leaves, first, strict=True):
+        assert torch.equal(leaf.grad, gradient)
+
+
+def test_extreme_logits_stay_finite():
+    hidden, weight, _, labels = inputs(6, 9, 4, torch.float32, "none", -100)
+    leaves = [(1e3 * t).requires_grad_() for t in (hidden, weight)]
+    loss = smoothce.linear_cross_entropy(*leaves, labels, label_smoothing=0.1, impl="chunked")
+    expected = smoothce.linear_cross_entropy(*leaves, labels, label_smoothing=0.1, impl="reference")
+    torch.testing.assert_close(loss, expected)
+    for ours, theirs in zip(
+        torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, leaves), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-2)
+
+
+def test_a_forbidden_token_costs_nothing_without_smoothing():
+    """A bias of −∞ removes a token; β = 0 must not turn 0 · ∞ into NaN."""
+    hidden, weight, _, _ = inputs(3, 9, 4, torch.float32, "none", -100)
+    bias = torch.zeros(9)
+    bias[8] = -torch.inf
+    labels = torch.tensor([0, 1, 2])
+    losses = [
+        smoothce.linear_cross_entropy(hidden, weight, labels, bias=bias, impl=impl)
+        for impl in ("chunked", "reference")
+    ]
+    assert losses[0].isfinite()
+    torch.testing.assert_close(*losses)
+
+
+def test_leading_dimensions_and_module():
+    hidden, weight, bias, labels = inputs(6, 9, 4, torch.float32, "some", -100)
+    module = smoothce.LinearCrossEntropy(label_smoothing=0.1, reduction="none", impl="chunked")
+    flat = module(hidden, weight, labels, bias)
+    shaped = module(hidden.reshape(3, 2, 4), weight, labels.reshape(3, 2).int(), bias)
+    assert shaped.shape == (3, 2)
+    assert torch.equal(shaped.flatten(), flat)
+    assert "label_smoothing=0.1" in repr(module)
+    with pytest.raises(ValueError, match="label_smoothing"):
+        smoothce.LinearCrossEntropy(label_smoothing=2)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_autocast_casts_the_inputs_and_nothing_inside(reduction):
+    hidden, weight, _, labels = inputs(6, 9, 64, torch.float32, "some", -100)
+    leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = smoothce.linear_cross_entropy(*leaves, labels, reduction=reduction, impl="chunked")
+        gradients = torch.autograd.grad(loss.sum(), leaves)
+    rounded = [t.detach().bfloat16().requires_grad_() for t in leaves]
+    expected = smoothce.linear_cross_entropy(*rounded, labels, reduction=reduction, impl="chunked")
+    assert torch.equal(loss, expected)
+    for g, e in zip(gradients, torch.autograd.grad(expected.sum(), rounded), strict=True):
+        assert torch.equal(g, e.float())
+
+
+def test_no_gradient_is_computed_that_nobody_asked_for(monkeypatch):
+    """With the classifier frozen, or under no_grad, no buffer of the classifier's size appears."""
+    hidden, weight, _, labels = inputs(40, 5000, 4, torch.float32, "none", -100)
+    allocated = []
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *a, **k: allocated.append(a) or zeros(*a, **k))
+    loss = smoothce.linear_cross_entropy(
+        hidden.clone().requires_grad_(), weight, labels, impl="chunked"
+    )
+    loss.backward()
+    with torch.no_grad():
+        smoothce.linear_cross_entropy(
+            hidden, weight.clone().requires_grad_(), labels, impl="chunked"
+        )
+    assert allocated and (5000, 4) not in allocated
