@@ -1,0 +1,144 @@
+"""Engine on Hugging Face transformers: the shared prefix is computed once a group.
+
+cache ← model(prefix)                              once a group
+log P ← model(suffixes, copy of cache) → lm_head at the last positions only
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import transformers
+from torch import Tensor
+
+from calibeval.engines import Job, Usage
+from calibeval.errors import InputError
+from calibeval.letters import common_prefix
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+
+class TransformersEngine:
+    """Scores batches of questions behind one copy of their prefix's key/value cache."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        batch_size: int = 16,
+        max_length: int | None = None,
+        revision: str | None = None,
+    ):
+        self.device = "cuda" if device == "auto" and torch.cuda.is_available() else device
+        self.device = "cpu" if self.device == "auto" else self.device
+        self.dtype = "float32" if dtype == "auto" and self.device == "cpu" else dtype
+        self.batch_size = batch_size
+        kind = self.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
+        try:
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(model, revision=revision)
+            self.model = transformers.AutoModelForCausalLM.from_pretrained(
+                model, torch_dtype=kind, revision=revision
+            )
+        except (OSError, ValueError, KeyError) as error:
+            reason = str(error).strip().split("\n")[0]
+            raise InputError(
+                f"{model}: cannot be loaded as a causal language model: {reason}"
+            ) from error
+        self.model.to(self.device).eval()
+        positions = getattr(self.model.config, "max_position_embeddings", None)
+        self.max_length = max_length or positions or 2**31
+        self.usage = Usage()
+
+    def describe(self) -> dict:
+        """Engine settings that a record's figures depend on."""
+        return {
+            "engine": "transformers",
+            "device": torch.cuda.get_device_name() if self.device == "cuda" else self.device,
+            "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
+            "attention": self.model.config._attn_implementation,
+            "batch_size": self.batch_size,
+            "max_length": self.max_length,
+        }
+
+    def versions(self) -> dict[str, str]:
+        """Versions of the packages that computed the figures."""
+        return {"torch": torch.__version__, "transformers": transformers.__version__}
+
+    @torch.inference_mode()
+    def score(self, groups: list[list[Job]]) -> Iterator[tuple[int, list[float]]]:
+        """Yield (job index, log-probabilities of its ids) for every job."""
+        for group in groups:
+            yield from self._score_group(group)
+
+    def _score_group(self, group: list[Job]) -> Iterator[tuple[int, list[float]]]:
+        # A job's last token stays out of the cache: its logits are what the job asks for.
+        shortest = min(len(job.tokens) for job in group)
+        prefix = min(common_prefix([job.tokens for job in group]), shortest - 1)
+        cache = self._prefix_cache(group[0].tokens[:prefix]) if prefix and len(group) > 1 else None
+        prefix = prefix if cache is not None else 0
+        self.usage.prompt_tokens += sum(len(job.tokens) + len(job.spine) for job in group)
+        self.usage.computed_tokens += prefix
+        ordered = sorted(group, key=lambda job: len(job.tokens))
+        for start in range(0, len(ordered), self.batch_size):
+            yield from self._score_batch(ordered[start : start + self.batch_size], prefix, cache)
+
+    def _prefix_cache(self, tokens: tuple[int, ...]):
+        ids = torch.tensor([tokens], device=self.device)
+        with self._only_positions(torch.tensor([[len(tokens) - 1]], device=self.device)):
+            cache = self.model(input_ids=ids, use_cache=True).past_key_values
+        # Caches that cannot be copied along the batch (recurrent states) are not shared.
+        return cache if hasattr(cache, "batch_repeat_interleave") else None
+
+    def _score_batch(
+        self, batch: list[Job], prefix: int, cache
+    ) -> Iterator[tuple[int, list[float]]]:
+        suffixes = [job.tokens[prefix:] + job.spine for job in batch]
+        width = max(map(len, suffixes))
+        self.usage.computed_tokens += width * len(batch)
+        # Padding goes right: causal attention keeps real tokens from seeing it; no mask is needed.
+        ids = torch.tensor([s + (0,) * (width - len(s)) for s in suffixes], device=self.device)
+        positions = torch.arange(prefix, prefix + width, device=self.device).expand(len(batch), -1)
+        if cache is not None:
+            cache = copy.deepcopy(cache)
+            cache.batch_repeat_interleave(len(batch))
+        deepest = max(len(job.spine) for job in batch)
+        # Row i reads the logits after its context and after each spine token, padded at the end.
+        read = torch.tensor(
+            [
+                [min(len(s) - 1 - len(job.spine) + d, len(s) - 1) for d in range(deepest + 1)]
+                for job, s in zip(batch, suffixes, strict=True)
+            ],
+            device=self.device,
+        )  # (batch, deepest + 1)
+        with self._only_positions(read):
+            logits = self.model(
+                input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True
+            ).logits
+        logprobs = torch.log_softmax(logits.float(), dim=-1).cpu()  # (batch, deepest + 1, V)
+        for job, rows in zip(batch, logprobs, strict=True):
+            lead = [0.0]
+            for depth, token in enumerate(job.spine):
+                lead.append(lead[-1] + rows[depth, token].item())
+            yield (
+                job.index,
+                [lead[depth] + rows[depth, token].item() for depth, token in job.letters],
+            )
+
+    @contextmanager
+    def _only_positions(self, positions: Tensor):  # (batch, P)
+        """Let the head see only these positions: a vocabulary of logits for each token is waste."""
+
+        def select(module, args):
+            hidden = args[0]
+            index = positions[..., None].expand(-1, -1, hidden.shape[-1])
+            return (hidden.gather(1, index), *args[1:])
+
+        handle = self.model.get_output_embeddings().register_forward_pre_hook(select)
+        try:
+            yield
+        finally:
+            handle.remove()

@@ -1,0 +1,61 @@
+"""Whole files or none: write beside the target, flush to disk, rename."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from calibeval.errors import InputError
+
+
+@contextmanager
+def atomic_write(path: Path, mode: str = "w") -> Iterator[IO]:
+    """Open a temporary file beside `path` that becomes `path` only if the block succeeds."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise InputError(f"{path}: could not be written ({error.strerror or error})") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def sha256(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file's bytes."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 file's text, newlines untouched; unreadable files raise `InputError`."""
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            return file.read()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from error
+    except OSError as error:
+        raise InputError(f"{path}: could not be read ({error.strerror})") from error
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, dict]]:
+    """Yield (line number, object) of a JSON-lines file; blank lines are skipped."""
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise InputError(f"{path}, line {number}: not JSON ({error})") from error
+        if not isinstance(value, dict):
+            raise InputError(
+                f"{path}, line {number}: expected a JSON object, found {type(value).__name__}"
+            )
+        yield number, value

@@ -1,0 +1,159 @@
+"""Every bad input gets one message that names the file, the row, what was found and expected."""
+
+import json
+import resource
+import subprocess
+import sys
+
+import pytest
+from calibeval.__main__ import main
+
+
+def run(capsys, *arguments) -> str:
+    """The error message of a command that must fail with status 2."""
+    assert main([str(a) for a in arguments]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("error: ") and err.count("\n") == 1 and not out
+    return err
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            lambda r: r[3].pop(2),
+            "row 4 (line 4): 5 columns, expected 6 (question, A, B, C, D, answer)",
+        ),
+        (lambda r: r[3].append("x"), "row 4 (line 4): 7 columns, expected 6"),
+        (lambda r: r[2].__setitem__(5, "E"), "row 3 (line 3): answer is 'E', expected one of A, B"),
+        (lambda r: r[2].__setitem__(5, "a"), "answer is 'a'"),
+        (lambda r: r[0].__setitem__(3, " "), "row 1 (line 1): column C is empty"),
+        (lambda r: r.clear(), "no rows; expected columns question, A, B, C, D, answer"),
+    ],
+)
+def test_malformed_csv(mmlu, capsys, table, write_rows, change, expected):
+    rows = table(5)
+    change(rows)
+    path = mmlu / "test" / "light_test.csv"
+    write_rows(path, rows)
+    err = run(capsys, "prompts", "--task", "mmlu", "--data", mmlu)
+    assert f"{path}" in err and expected in err
+
+
+def test_not_csv_and_not_utf8(mmlu, capsys):
+    path = mmlu / "test" / "light_test.csv"
+    path.write_text('"a question that never ends,A,B')
+    assert "line 1: not CSV" in run(capsys, "prompts", "--task", "mmlu", "--data", mmlu)
+    path.write_bytes("é".encode("latin-1"))
+    assert "not UTF-8" in run(capsys, "prompts", "--task", "mmlu", "--data", mmlu)
+
+
+def test_too_few_examples(mmlu, capsys):
+    err = run(capsys, "prompts", "--task", "mmlu", "--data", mmlu, "--shots", "6")
+    assert "light_dev.csv: 5 rows, but --shots 6 needs 6" in err
+    (mmlu / "dev" / "light_dev.csv").unlink()
+    err = run(capsys, "prompts", "--task", "mmlu", "--data", mmlu)
+    assert "light_dev.csv: could not be read (No such file or directory)" in err
+
+
+def test_layout(mmlu, tmp_path, capsys):
+    err = run(capsys, "prompts", "--task", "mmlu", "--data", tmp_path)
+    assert "no folder test/; expected the official layout" in err
+    err = run(capsys, "prompts", "--task", "mmlu", "--data", mmlu, "--subjects", "light,heavy")
+    assert "no heavy_test.csv; subjects there: light, old_kings" in err
+    assert "unknown task 'mlu'; known: mmlu" in run(
+        capsys, "prompts", "--task", "mlu", "--data", mmlu
+    )
+
+
+def score(model, mmlu, out) -> list[str]:
+    return ["score", "--model", model, "--task", "mmlu", "--data", mmlu, "--out", out]
+
+
+def test_model_folder(mmlu, tmp_path, capsys):
+    out = tmp_path / "records.jsonl"
+    assert "no such folder" in run(capsys, *score(tmp_path / "absent", mmlu, out))
+    assert "no config.json" in run(capsys, *score(tmp_path, mmlu, out))
+    run_folder = tmp_path / "run"
+    (run_folder / "model").mkdir(parents=True)
+    for name in ("config.yaml", "manifest.json", "model/config.json"):
+        (run_folder / name).write_text("{}")
+    for model in (run_folder, run_folder / "model"):
+        assert f"{run_folder}: run folder without DONE" in run(capsys, *score(model, mmlu, out))
+    (run_folder / "DONE").touch()
+    assert f"its model is {run_folder / 'model'}" in run(capsys, *score(run_folder, mmlu, out))
+    assert "cannot be loaded" in run(capsys, *score(run_folder / "model", mmlu, out))
+    out.write_text("{}\n")
+    (tmp_path / "config.json").write_text("{}")
+    assert "exists already" in run(capsys, *score(tmp_path, mmlu, out))
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_context_too_short(mmlu, tiny_model, tmp_path, capsys):
+    command = [*score(tiny_model, mmlu, tmp_path / "r.jsonl"), "--max-length", "20"]
+    assert "tokens without examples, but the model's context is 20" in run(capsys, *command)
+
+
+GOOD = {"id": "a/0", "subject": "a", "label": 1, "logprobs": [-1.0, -2.0], "letter_mass": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("second", "expected"),
+    [
+        ("{", "line 2: not JSON"),
+        (json.dumps(GOOD)[:40], "line 2: not JSON"),
+        ("[]", "line 2: expected a JSON object, found list"),
+        (json.dumps(GOOD), "line 2: id 'a/0' is on line 1 already"),
+        (json.dumps(GOOD | {"label": 2}), "line 2: label is 2, expected 0 to 1"),
+        (json.dumps(GOOD | {"logprobs": [-1.0]}), "line 2: 1 log-probabilities, expected 2 to 26"),
+        (json.dumps(GOOD | {"logprobs": [-1, None]}), "expected numbers ≤ 0"),
+        (json.dumps(GOOD | {"logprobs": [-1, 3]}), "expected numbers ≤ 0"),
+        (json.dumps({"id": "b"}), "line 2: no 'subject'; found id"),
+    ],
+)
+def test_malformed_records(tmp_path, capsys, second, expected):
+    path = tmp_path / "r.jsonl"
+    path.write_text(json.dumps(GOOD) + "\n" + second + "\n")
+    assert expected in run(capsys, "metrics", path)
+
+
+def test_absent_and_empty_records(tmp_path, capsys):
+    path = tmp_path / "r.jsonl"
+    assert "no such record file" in run(capsys, "metrics", path)
+    path.touch()
+    assert "no records" in run(capsys, "metrics", path)
+
+
+ENTRY = {"records": "r.jsonl", "dataset": "mmlu", "model": "m", "label_smoothing": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ({k: v for k, v in ENTRY.items() if k != "label_smoothing"}, "no 'label_smoothing'"),
+        (ENTRY | {"label_smoothing": 1.5}, "label_smoothing is 1.5, expected 0 to 1, or null"),
+        (ENTRY | {"label_smoothing": "0.1"}, "label_smoothing is '0.1', expected a number"),
+        (ENTRY | {"records": "absent.jsonl"}, "no record file"),
+    ],
+)
+def test_malformed_index(tmp_path, capsys, line, expected):
+    (tmp_path / "r.jsonl").write_text(json.dumps(GOOD) + "\n")
+    index = tmp_path / "index.jsonl"
+    index.write_text(json.dumps(line) + "\n")
+    err = run(capsys, "collect", index, "--out", tmp_path / "out")
+    assert f"{index}, line 1" in err and expected in err
+
+
+def test_a_disk_that_fills_leaves_nothing_half_written(mmlu, tiny_model, tmp_path):
+    out = tmp_path / "records.jsonl"
+    # A limit on file size fails a write part-way, as a full disk does.
+    code = "import sys; from calibeval.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, score(tiny_model, mmlu, out))],
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)),
+    )
+    assert done.returncode == 2, done.stderr
+    assert f"error: {out}: could not be written (File too large)" in done.stderr
+    assert not out.exists() and not list(tmp_path.glob(".*.tmp"))

@@ -1,0 +1,126 @@
+"""The engine against the plain way: one whole prompt, one forward, all logits."""
+
+import json
+import math
+
+import pytest
+import torch
+from calibeval import prompts, tasks
+from calibeval.__main__ import main
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def score(model, data, out, *options) -> list[dict]:
+    """Records of the command."""
+    command = ["score", "--model", model, "--task", "mmlu", "--data", data, "--out", out, *options]
+    assert main([str(c) for c in command]) == 0
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def plain(folder, text: str, letters: list[list[str]]) -> list[float]:
+    """log P of each letter's tokens after the prompt, one forward a letter."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    context = tokenizer(text)["input_ids"]
+    found = []
+    for names in letters:
+        ids = tokenizer.convert_tokens_to_ids(names)
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([context + ids])).logits[0]
+        logprobs = logits.log_softmax(-1)[len(context) - 1 :]
+        found.append(sum(logprobs[i, token].item() for i, token in enumerate(ids)))
+    return found
+
+
+@pytest.mark.parametrize("options", [(), ("--shots", "0"), ("--batch-size", "1")])
+def test_equals_the_plain_way(mmlu, tiny_model, tmp_path, options):
+    rows = score(tiny_model, mmlu, tmp_path / "r.jsonl", *options)
+    shots = int(options[1]) if "--shots" in options else 5
+    subjects = tasks.load("mmlu", mmlu, shots)
+    questions = [(s, q) for s in subjects for q in s.questions]
+    assert [row["id"] for row in rows] == [q.id for _, q in questions]
+    for (subject, question), row in list(zip(questions, rows, strict=True))[::9]:
+        prompt = prompts.build(subject, question, shots)
+        expected = plain(tiny_model, prompt.text, [["ĠA"], ["ĠB"], ["ĠC"], ["ĠD"]])
+        assert row["logprobs"] == pytest.approx(expected, abs=2e-5)
+        assert row["letter_mass"] == pytest.approx(sum(map(math.exp, expected)), abs=1e-5)
+        assert row["prompt_sha256"] == prompt.sha256 and row["label"] == question.label
+        assert row["model"] == str(tiny_model) and row["versions"]["torch"] == torch.__version__
+
+
+def test_the_prefix_is_computed_once(mmlu, tiny_model, tmp_path, capsys):
+    score(tiny_model, mmlu, tmp_path / "r.jsonl")
+    usage = json.loads((tmp_path / "r.jsonl.meta.json").read_text())["usage"]
+    assert usage["one_prompt_a_choice"] == 4 * usage["prompt_tokens"]
+    assert usage["computed_tokens"] * 5 <= usage["one_prompt_a_choice"]
+    assert "fewer than the" in capsys.readouterr().err
+
+
+def test_shots_are_dropped_until_the_prompt_fits(mmlu, tiny_model, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    subjects = tasks.load("mmlu", mmlu)
+    lengths = [
+        [len(tokenizer(prompts.build(s, q, k).text)["input_ids"]) for k in range(6)]
+        for s in subjects
+        for q in s.questions
+    ]
+    limit = sorted(row[3] for row in lengths)[len(lengths) // 2]
+    rows = score(tiny_model, mmlu, tmp_path / "r.jsonl", "--max-length", limit)
+    expected = [max(k for k in range(6) if row[k] <= limit) for row in lengths]
+    assert [row["shots"] for row in rows] == expected and len(set(expected)) > 1
+    questions = [(s, q) for s in subjects for q in s.questions]
+    for (s, q), row, k in zip(questions, rows, expected, strict=True):
+        assert row["prompt_sha256"] == prompts.build(s, q, k).sha256
+
+
+def test_a_model_that_is_not_finite_is_an_error(mmlu, tiny_model, tmp_path, capsys):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model.model.norm.weight.data.fill_(math.nan)
+    model.save_pretrained(tmp_path / "nan")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "nan")
+    out = tmp_path / "r.jsonl"
+    command = ["score", "--model", tmp_path / "nan", "--task", "mmlu", "--data", mmlu, "--out", out]
+    assert main([str(c) for c in command]) == 2
+    assert "the model's output is not finite" in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.fixture(scope="module")
+def stories(shared_data, tmp_path_factory):
+    """The real small model with positions for five shots."""
+    import runpy
+    from pathlib import Path
+
+    script = runpy.run_path(str(Path(__file__).with_name("stories260k.py")))
+    out = tmp_path_factory.mktemp("stories")
+    script["convert"](shared_data("stories260k.tar.xz") / "stories260k", out, positions=8192)
+    return out
+
+
+def test_converted_stories_model_tells_stories(stories):
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    model = AutoModelForCausalLM.from_pretrained(stories)
+    text = "Once upon a time, there was a little girl named Lily. She loved to play outside."
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    assert tokenizer.decode(ids[0], skip_special_tokens=True).strip() == text
+    assert model(input_ids=ids, labels=ids).loss < 0.5
+    assert sum(p.numel() for p in model.parameters()) == 260032
+
+
+def test_real_model_on_real_mmlu(stories, shared_data, tmp_path):
+    data = shared_data("mmlu.tar.xz")
+    out = tmp_path / "r.jsonl"
+    rows = score(
+        stories, data, out, "--subjects", "astronomy,high_school_us_history", "--limit", 40
+    )
+    assert len(rows) == 80 and {row["shots"] for row in rows} == {5}
+    subject = tasks.load("mmlu", data, subjects=["astronomy"])[0]
+    # This tokenizer has a piece "▁B" but spells " A", " C" and " D" in two.
+    split = AutoTokenizer.from_pretrained(stories).tokenize("x A x B x C x D")
+    assert "▁B" in split and "▁A" not in split
+    for i in (0, 17, 39):
+        text = prompts.build(subject, subject.questions[i], 5).text
+        names = [["▁", c] if f"▁{c}" not in split else [f"▁{c}"] for c in "ABCD"]
+        assert rows[i]["logprobs"] == pytest.approx(plain(stories, text, names), abs=1e-4)
+    usage = json.loads((tmp_path / "r.jsonl.meta.json").read_text())["usage"]
+    assert usage["computed_tokens"] * 5 <= usage["one_prompt_a_choice"]
