@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from calibeval.__main__ import main
 
 

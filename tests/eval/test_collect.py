@@ -9,6 +9,7 @@ import xml.etree.ElementTree as tree
 
 import numpy as np
 import pytest
+
 from calibeval import plots, tables
 from calibeval.__main__ import main
 from calibeval.results import cache_path, result

@@ -1,10 +1,11 @@
 """The letters' token ids come from the tokenised context, whatever the tokenizer does to them."""
 
 import pytest
-from calibeval.errors import InputError
-from calibeval.letters import Plan, common_prefix, encode, plan
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from calibeval.errors import InputError
+from calibeval.letters import Plan, common_prefix, encode, plan
 
 CONTEXT = "light mass\nAnswer:"
 

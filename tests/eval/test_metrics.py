@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from calibeval import metrics
 from calibeval.metrics import binned
 from calibeval.metrics.bootstrap import resamples
 from calibeval.metrics.scores import from_probs
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 
 def draw(n: int, seed: int = 0, choices: int = 4, calibrated: bool = True):

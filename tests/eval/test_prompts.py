@@ -5,6 +5,7 @@ import json
 
 import pandas as pd
 import pytest
+
 from calibeval import prompts, tasks
 from calibeval.__main__ import main
 

@@ -5,9 +5,10 @@ import math
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from calibeval import prompts, tasks
 from calibeval.__main__ import main
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def score(model, data, out, *options) -> list[dict]:
