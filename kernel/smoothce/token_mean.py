@@ -1,0 +1,34 @@
+"""One mean over all valid tokens of an update, however it is split over ranks and micro-batches."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def token_mean_factor(
+    labels: Sequence[Tensor],  # (B, T) each: this rank's micro-batches of one update, not shifted
+    *,
+    steps: int | None = None,
+    ignore_index: int = -100,
+) -> Tensor:  # ()
+    """What each micro-batch's summed loss is multiplied by, for an update of the mean over tokens.
+
+        factor = ranks · steps / max(valid tokens over all ranks and micro-batches, 1)
+
+    DDP and DeepSpeed average gradients over ranks, and Accelerate and DeepSpeed divide a loss by
+    `gradient_accumulation_steps`; the numerator undoes both. `steps` is that divisor, by default
+    the number of micro-batches; give 1 where nothing divides. A first token is never a target, so
+    its label does not count. Every rank calls this once for each update: it sums over the default
+    process group, where there is one. Raises ValueError where there are no labels.
+    """
+    if not labels:
+        raise ValueError("labels must hold this rank's micro-batches of one update, not nothing")
+    tokens = torch.stack([(y[..., 1:] != ignore_index).sum() for y in labels]).sum()
+    ranks = 1
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(tokens)
+        ranks = dist.get_world_size()
+    divided = len(labels) if steps is None else steps
+    return ranks * divided / tokens.clamp(min=1).float()
