@@ -1,0 +1,64 @@
+"""The seam between a sweep and whatever trains its runs."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from pydantic import Field
+
+from sweeps.config import Strict, World
+
+if TYPE_CHECKING:
+    from sweeps.rundir import RunDir
+
+
+class TrainKeys(Strict):
+    """The `train:` keys that every backend has; open-instruct's names and meanings."""
+
+    model_name_or_path: str
+    learning_rate: float = Field(2e-5, gt=0)
+    label_smoothing: float = Field(0.0, ge=0, le=1)
+    seed: int = Field(42, ge=0)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A training program: a Python module or script with its arguments, started in `folder`.
+
+    `accelerate` asks for `accelerate launch` also where one plain process would do.
+    """
+
+    arguments: tuple[str, ...]
+    module: str | None = None
+    script: str | None = None
+    folder: str | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    accelerate: bool = False
+
+
+class Backend(Protocol):
+    """What trains a run.
+
+    The program that `program` names must write checkpoints and resume from the last one, poll
+    `run.stop` and, once that file exists, save a checkpoint and exit 0.
+    """
+
+    name: str
+    Train: type[TrainKeys]
+
+    def missing(self, train: TrainKeys, world: World) -> list[str]:
+        """Everything that would keep a run from starting, one sentence each; empty when ready."""
+
+    def provenance(self, train: TrainKeys) -> dict:
+        """What goes into the manifest: revisions and versions of the code that trains."""
+
+    def program(self, run: "RunDir") -> Program:
+        """The program that trains `run`, resuming whatever an earlier attempt saved."""
+
+    def metrics(self, line: str) -> dict | None:
+        """A row for metrics.jsonl made of one line of the log, or None; called as the log grows."""
+
+    def finish(self, run: "RunDir") -> bool:
+        """After exit 0: put the final model at `run.model` if need be; False if there is none."""
+
+    def clean(self, run: "RunDir") -> None:
+        """After success: delete what only a resume needed."""

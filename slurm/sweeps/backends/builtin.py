@@ -1,0 +1,137 @@
+"""The builtin trainer: open-instruct's finetune keys, a compact loop (sweeps.trainer)."""
+
+import importlib.util
+import json
+import shutil
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from sweeps.backends.base import Program, TrainKeys
+from sweeps.config import World
+from sweeps.rundir import RunDir
+
+SCHEDULERS = (
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+)
+PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "deepspeed", "numpy")
+
+
+class BuiltinKeys(TrainKeys):
+    """The `train:` keys of the builtin trainer; names, defaults and meanings of open-instruct's
+    finetune where it has them, except that nothing is ever uploaded."""
+
+    tokenizer_name: str | None = None
+    train_file: str  # JSON lines, each with `messages`: a list of {role, content}
+    max_train_samples: int | None = Field(None, ge=1)
+    max_seq_length: int | None = Field(None, ge=2)
+    chat_template_name: Literal["tulu"] | None = None  # None: the tokenizer's own, else tulu
+    per_device_train_batch_size: int = Field(8, ge=1)
+    gradient_accumulation_steps: int = Field(1, ge=1)
+    weight_decay: float = Field(0.0, ge=0)
+    warmup_ratio: float = Field(0.03, ge=0, le=1)
+    lr_scheduler_type: Literal[SCHEDULERS] = "linear"
+    num_train_epochs: int = Field(2, ge=1)
+    max_train_steps: int | None = Field(None, ge=1)
+    reduce_loss: Literal["mean", "sum", "token_mean"] = "mean"
+    attention_dropout: float | None = Field(None, ge=0, lt=1)
+    clip_grad_norm: float = -1.0  # not above 0: no clipping
+    fused_optimizer: bool = True
+    gradient_checkpointing: bool = False
+    logging_steps: int = Field(10, ge=1)
+    checkpointing_steps: int | Literal["epoch"] | None = "epoch"
+    keep_last_n_checkpoints: int = Field(3, ge=1)
+    with_tracking: bool = False
+    report_to: Literal["tensorboard", "wandb"] = "tensorboard"
+
+
+class Builtin:
+    """See sweeps.backends.base.Backend."""
+
+    name = "builtin"
+    Train = BuiltinKeys
+
+    def missing(self, train: BuiltinKeys, world: World) -> list[str]:
+        problems = []
+        for package in ("torch", "transformers", "accelerate"):
+            if importlib.util.find_spec(package) is None:
+                problems.append(f"package {package} is not installed: pip install '.[train]'")
+        problems += model_problems("train.model_name_or_path", train.model_name_or_path)
+        if train.tokenizer_name:
+            problems += model_problems("train.tokenizer_name", train.tokenizer_name)
+        problems += train_file_problems(Path(train.train_file))
+        if world.deepspeed and not Path(world.deepspeed).is_file():
+            problems.append(f"world.deepspeed: {world.deepspeed}: no such file")
+        if world.deepspeed and importlib.util.find_spec("deepspeed") is None:
+            problems.append("package deepspeed is not installed, and world.deepspeed asks for it")
+        if train.with_tracking and importlib.util.find_spec(train.report_to) is None:
+            problems.append(
+                f"package {train.report_to} is not installed: pip install {train.report_to}"
+            )
+        return problems
+
+    def provenance(self, train: BuiltinKeys) -> dict:
+        versions = {}
+        for package in PACKAGES:
+            try:
+                versions[package] = version(package)
+            except PackageNotFoundError:
+                continue
+        return {"trainer": "sweeps.trainer", "versions": versions}
+
+    def program(self, run: RunDir) -> Program:
+        return Program(module="sweeps.trainer", arguments=(str(run.path.absolute()),))
+
+    def metrics(self, line: str) -> None:
+        return None  # the trainer writes metrics.jsonl itself
+
+    def finish(self, run: RunDir) -> bool:
+        return (run.model / "config.json").is_file()
+
+    def clean(self, run: RunDir) -> None:
+        shutil.rmtree(run.checkpoints, ignore_errors=True)
+
+
+def model_problems(key: str, name: str) -> list[str]:
+    """Why the model or tokenizer `name` cannot be read without a network; empty when it can."""
+    folder = Path(name)
+    if folder.is_dir():
+        if (folder / "config.json").is_file() or (folder / "tokenizer_config.json").is_file():
+            return []
+        return [f"{key}: {name}: no config.json in this folder; a Hugging Face model was expected"]
+    if folder.is_absolute() or name.startswith(".") or name.count("/") != 1:
+        return [f"{key}: {name}: no such folder"]
+    from sweeps.assets import hub_snapshot
+
+    if hub_snapshot(name) is None:
+        return [
+            f"{key}: {name}: not a folder here and not in the Hugging Face cache; "
+            "`python -m sweeps prefetch SWEEP.yaml` on a machine with internet fetches it"
+        ]
+    return []
+
+
+def train_file_problems(path: Path) -> list[str]:
+    """What is wrong with the head of a `messages` file; empty when nothing is."""
+    if not path.is_file():
+        return [f"train.train_file: {path}: no such file"]
+    with open(path, encoding="utf-8") as lines:
+        first = lines.readline().strip()
+    try:
+        row = json.loads(first)
+    except json.JSONDecodeError:
+        return [f"{path}:1: expected JSON lines, each with a `messages` list; found {first[:60]!r}"]
+    if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
+        found = sorted(row) if isinstance(row, dict) else type(row).__name__
+        return [f"{path}:1: expected a `messages` list, found {found}"]
+    return []
+
+
+BACKEND = Builtin()

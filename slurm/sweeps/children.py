@@ -1,0 +1,130 @@
+"""Starting programs so that they die with their parent, cold (a new interpreter) or warm (forked
+from a server that has torch and transformers loaded, which saves seconds a program)."""
+
+import ctypes
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Protocol
+
+from sweeps.backends.base import Program
+
+PRELOAD = "sweeps.preload"
+PR_SET_PDEATHSIG = 1
+
+
+class Child(Protocol):
+    """A started program."""
+
+    pid: int
+
+    def wait(self, seconds: float) -> int | None:
+        """Its exit code (negative: the signal that killed it), or None if it still runs."""
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the program and its own children."""
+
+
+class Start(Protocol):
+    """How to start a program with its output appended to `log`."""
+
+    def __call__(self, arguments: list[str], program: Program, log: Path) -> Child: ...
+
+
+def environment(program: Program) -> dict[str, str]:
+    """This environment plus the program's, with output that reaches the log at once."""
+    return os.environ | {"PYTHONUNBUFFERED": "1"} | program.environment
+
+
+def _detach() -> None:
+    """An own process group, so that Ctrl-C reaches the supervisor only; killed if that dies."""
+    os.setpgid(0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class _Cold:
+    def __init__(self, process: subprocess.Popen) -> None:
+        self._process, self.pid = process, process.pid
+
+    def wait(self, seconds: float) -> int | None:
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def signal(self, number: int) -> None:
+        _signal_group(self.pid, number)
+
+
+class _Warm:
+    def __init__(self, process: multiprocessing.Process) -> None:
+        self._process, self.pid = process, process.pid
+
+    def wait(self, seconds: float) -> int | None:
+        self._process.join(seconds)
+        return self._process.exitcode
+
+    def signal(self, number: int) -> None:
+        _signal_group(self.pid, number)
+
+
+def _signal_group(pid: int, number: int) -> None:
+    try:
+        os.killpg(pid, number)
+    except (ProcessLookupError, PermissionError):
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            return
+
+
+def start_cold(arguments: list[str], program: Program, log: Path) -> Child:
+    """Start `arguments` as a new process."""
+    with open(log, "ab") as out:
+        process = subprocess.Popen(
+            arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=environment(program),
+            cwd=program.folder,
+            preexec_fn=_detach,
+        )
+    return _Cold(process)
+
+
+def start_warm(arguments: list[str], program: Program, log: Path) -> Child:
+    """Run the program's module in a fork of a server that has the heavy imports done."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([PRELOAD])
+    process = context.Process(
+        target=_run_module, args=(program, str(log), dict(environment(program)))
+    )
+    process.start()
+    return _Warm(process)
+
+
+def _run_module(program: Program, log: str, variables: dict[str, str]) -> None:
+    os.setpgid(0, 0)
+    # The fork server is our parent and outlives the supervisor while we run, so the kernel's
+    # parent-death signal would come too late: watch the supervisor itself.
+    threading.Thread(target=_follow_supervisor, daemon=True).start()
+    out = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 lives as long as we do
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.argv = [program.module, *program.arguments]
+    runpy.run_module(program.module, run_name="__main__", alter_sys=True)
+
+
+def _follow_supervisor() -> None:
+    multiprocessing.parent_process().join()
+    os.killpg(0, signal.SIGKILL)

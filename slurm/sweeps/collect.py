@@ -1,0 +1,94 @@
+"""A sweep's results: which cells have which records, the index for calibeval, the gaps."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+from sweeps import score
+from sweeps.config import Sweep
+from sweeps.errors import SweepError
+from sweeps.files import make_folder, write_text
+from sweeps.grid import Cell, sweep_folder
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A result that the table lacks, and why."""
+
+    name: str
+    task: str
+    reason: str
+
+
+def label(sweep: Sweep, model: str) -> str:
+    """A model's name in tables."""
+    return sweep.model_labels.get(model, PurePath(model).name)
+
+
+def index(sweep: Sweep, cells: list[Cell]) -> tuple[list[dict], list[Gap]]:
+    """One entry for each record file that exists, and the gaps; paths relative to the index."""
+    folder = sweep_folder(sweep)
+    entries, gaps = [], []
+    subjects = [
+        (subject, {"model_name_or_path": model}, None)
+        for model, subject in score.bases(sweep, cells).items()
+    ]
+    subjects += [(score.of_cell(cell), cell.config.train, cell) for cell in cells]
+    for subject, train, cell in subjects:
+        for task in sweep.score.tasks:
+            if not score.scored(subject, task, sweep.score):
+                trained = cell is None or (cell.folder / "DONE").exists()
+                gaps.append(Gap(subject.name, task.key, "not scored" if trained else "not trained"))
+                continue
+            entries.append(
+                {
+                    "records": os.path.relpath(subject.records(task), folder),
+                    "dataset": task.key,
+                    "model": label(sweep, train["model_name_or_path"]),
+                    "label_smoothing": train.get("label_smoothing"),
+                    "learning_rate": train.get("learning_rate"),
+                    "seed": train.get("seed"),
+                    "run": subject.name,
+                }
+            )
+    return entries, gaps
+
+
+def collect(sweep: Sweep, cells: list[Cell]) -> list[Gap]:
+    """Write the index and let calibeval make tables and diagrams of it; returns the gaps.
+
+    Everything goes to `<output_root>/sweeps/<name>/`: index.jsonl and results/.
+    """
+    if sweep.score is None:
+        raise SweepError(
+            f"sweep {sweep.name}: has no `score` section, so there is nothing to collect"
+        )
+    folder = sweep_folder(sweep)
+    make_folder(folder)
+    entries, gaps = index(sweep, cells)
+    if not entries:
+        raise SweepError(f"{folder}: nothing is scored yet; `python -m sweeps status` says why")
+    write_text(folder / "index.jsonl", "".join(json.dumps(entry) + "\n" for entry in entries))
+    arguments = ["collect", str(folder / "index.jsonl"), "--out", str(folder / "results")]
+    done = subprocess.run(
+        [sys.executable, "-m", "calibeval", *arguments], text=True, capture_output=True, check=False
+    )
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1].removeprefix("error: ")
+        raise SweepError(f"collect: {last}")
+    print(done.stdout, end="")
+    return gaps
+
+
+def report(gaps: list[Gap]) -> str:
+    """The gaps by name, or nothing."""
+    lines = [f"gap: {gap.name} · {gap.task}: {gap.reason}" for gap in gaps]
+    return "\n".join(lines)
+
+
+def results_folder(sweep: Sweep) -> Path:
+    """Where tables and diagrams land."""
+    return sweep_folder(sweep) / "results"

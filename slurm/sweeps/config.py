@@ -1,0 +1,236 @@
+"""Sweep files: YAML plus dotted overrides → frozen, checked models.
+
+A wrong key or value ends in one message: the file (or the command line), the key, the value found
+and what was expected; unknown keys come with the nearest known one.
+"""
+
+import difflib
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from sweeps.errors import SweepError
+
+
+class Strict(BaseModel):
+    """A frozen model that refuses unknown keys and never guesses a type."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+M = TypeVar("M", bound=Strict)
+T = TypeVar("T")
+# YAML has lists, the models hold tuples so that they are really frozen.
+Seq = Annotated[tuple[T, ...], Field(strict=False)]
+
+
+class World(Strict):
+    """The processes of one run: their number changes the global batch, so it is part of the run."""
+
+    nodes: int = Field(1, ge=1)
+    processes_per_node: int = Field(1, ge=1)
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    deepspeed: str | None = None  # a DeepSpeed JSON file
+
+    @property
+    def size(self) -> int:
+        return self.nodes * self.processes_per_node
+
+
+class Task(Strict):
+    """One `python -m calibeval score` for each trained model."""
+
+    task: str
+    data: str
+    name: str | None = None  # file name of the records; the task's own name unless given
+    shots: int | None = Field(None, ge=0)
+    split: str | None = None
+    subjects: Seq[str] | None = None
+    limit: int | None = Field(None, ge=1)
+
+    @property
+    def key(self) -> str:
+        return self.name or self.task
+
+
+class Score(Strict):
+    """What is scored, and how."""
+
+    tasks: Seq[Task] = Field(min_length=1)
+    engine: Literal["transformers", "vllm"] = "transformers"
+    batch_size: int | None = Field(None, ge=1)
+    base: bool = True  # also score the model before fine-tuning
+    select_on: str | None = None  # the task that chooses the learning rate (validation, not test)
+
+
+class Sweep(Strict):
+    """A sweep file."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    output_root: str
+    backend: str = "builtin"
+    train: dict[str, Any]
+    grid: dict[str, Annotated[tuple[Any, ...], Field(strict=False, min_length=1)]] = {}
+    world: World = World()
+    score: Score | None = None
+    cluster: str | None = None  # a file of configs/cluster
+    workers: int = Field(1, ge=1)  # runs at a time on this machine
+    throttle: int | None = Field(None, ge=1)  # runs at a time on the cluster
+    max_idle_restarts: int = Field(3, ge=0)  # restarts in a row that make no progress
+    model_labels: dict[str, str] = {}  # model_name_or_path → its name in tables
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's floats: `2e-5` is a number, where YAML 1.1 reads a string."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf)$|^\.(nan|NaN)$"),
+    list("-+0123456789."),
+)
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """Parse YAML; raises SweepError with the source, line and column."""
+    try:
+        # Implicit resolvers are tried in order, so an integer stays one.
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
+        raise SweepError(f"{where}: not YAML: {getattr(error, 'problem', error)}") from error
+
+
+def read_yaml(path: Path) -> dict:
+    """Read a YAML file that must hold a mapping."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SweepError(f"{path}: cannot read ({error.strerror})") from error
+    value = parse_yaml(text, str(path))
+    if not isinstance(value, dict):
+        raise SweepError(f"{path}: expected `key: value` lines, found {type(value).__name__}")
+    return value
+
+
+def dump_yaml(value: dict) -> str:
+    """The one spelling in which this package writes YAML."""
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    return yaml.dump(value, Dumper=dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def override(raw: dict, assignments: Iterable[str]) -> dict[str, str]:
+    """Apply `a.b.0.c=value` in place (values are YAML); returns {dotted key: assignment}."""
+    origins = {}
+    for assignment in assignments:
+        dotted, sign, text = assignment.partition("=")
+        if not sign or not dotted:
+            raise SweepError(
+                f"command line: {assignment!r}: expected key=value, for example train.seed=1"
+            )
+        node: Any = raw
+        parts = dotted.split(".")
+        for depth, part in enumerate(parts):
+            last = depth == len(parts) - 1
+            here = ".".join(parts[: depth + 1])
+            if isinstance(node, list):
+                if not part.isdigit() or int(part) >= len(node):
+                    raise SweepError(
+                        f"command line: {assignment!r}: {here}: expected a position "
+                        f"in 0…{len(node) - 1}"
+                    )
+                part = int(part)
+            elif not isinstance(node, dict):
+                raise SweepError(f"command line: {assignment!r}: {here} lies below a plain value")
+            if last:
+                node[part] = parse_yaml(text, f"command line: {assignment!r}")
+            elif isinstance(node, list):
+                node = node[part]
+            else:
+                node = node.setdefault(part, {})
+        origins[dotted] = assignment
+    return origins
+
+
+def check(
+    model: type[M],
+    raw: Any,
+    source: str,
+    *,
+    section: Callable[[str], str] = lambda key: "",
+    origins: dict[str, str] | None = None,
+) -> M:
+    """Build `model` from `raw`; raises SweepError with one line a problem.
+
+    `section` says under which key of the file a key of `raw` stands; `origins` comes from
+    override.
+    """
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        lines = [_explain(model, item, source, section, origins or {}) for item in error.errors()]
+        raise SweepError("\n       ".join(dict.fromkeys(lines))) from None
+
+
+def _explain(
+    model: type[Strict], item: dict, source: str, section: Callable[[str], str], origins: dict
+) -> str:
+    parts = [str(part) for part in item["loc"]]
+    dotted = ".".join(part for part in (section(parts[0]) if parts else "", *parts) if part)
+    for key, assignment in origins.items():
+        if dotted == key or dotted.startswith(key + ".") or key.startswith(dotted + "."):
+            source = f"command line ({assignment})"
+    if item["type"] == "extra_forbidden":
+        known = sorted(_known_keys(model, item["loc"][:-1]))
+        near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+        return f"{source}: unknown key {dotted!r}; {hint}"
+    if item["type"] == "missing":
+        return f"{source}: key {dotted!r} is missing"
+    expected = item["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    return f"{source}: {dotted}: found {item['input']!r}, expected {expected}"
+
+
+def _known_keys(model: Any, path: tuple) -> list[str]:
+    """The keys of the model that `path` leads to."""
+    if get_origin(model) in (Union, UnionType, Annotated, tuple):
+        return [key for part in get_args(model) for key in _known_keys(part, path)]
+    if not (isinstance(model, type) and issubclass(model, Strict)):
+        return []
+    if not path:
+        return list(model.model_fields)
+    if path[0] not in model.model_fields:
+        return []
+    rest = path[1:]
+    while rest and isinstance(rest[0], int):
+        rest = rest[1:]
+    return _known_keys(model.model_fields[path[0]].annotation, rest)
+
+
+def load_sweep(path: Path, assignments: Iterable[str] = ()) -> tuple[Sweep, dict[str, str]]:
+    """Read a sweep file and apply overrides; returns it and {overridden key: assignment}.
+
+    `train` and `grid` are checked against the backend when the grid is expanded.
+    """
+    raw = read_yaml(path)
+    origins = override(raw, assignments)
+    sweep = check(Sweep, raw, str(path), origins=origins)
+    if sweep.score is not None:
+        names = [task.key for task in sweep.score.tasks]
+        if len(set(names)) != len(names):
+            raise SweepError(
+                f"{path}: score.tasks: two tasks share a name: {names}; give each a `name`"
+            )
+        if sweep.score.select_on not in (None, *names):
+            raise SweepError(
+                f"{path}: score.select_on: found {sweep.score.select_on!r}, expected one of {names}"
+            )
+    return sweep, origins

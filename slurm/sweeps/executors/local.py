@@ -1,0 +1,92 @@
+"""Runs on this machine: `workers` at a time, each trained and then scored."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+
+from tqdm import tqdm
+
+from sweeps import score, supervise
+from sweeps.children import start_warm
+from sweeps.config import Sweep
+from sweeps.errors import SweepError
+from sweeps.grid import Cell
+from sweeps.rundir import RunDir
+from sweeps.supervise import Outcome
+
+
+def launch(sweep: Sweep, cells: list[Cell]) -> list[str]:
+    """Train and score what is missing; returns one line for each run that did not get there.
+
+    Ctrl-C (or TERM) lets every running trainer save a checkpoint first; the same command goes on
+    from there.
+    """
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // sweep.workers)))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    stopping = threading.Event()
+    runs = [RunDir(cell.folder) for cell in cells]
+    jobs: list[tuple[str, Callable[[], str | None]]] = [
+        (subject.name, lambda s=subject: _score(s, sweep, stopping))
+        for subject in score.bases(sweep, cells).values()
+        if score.missing(subject, sweep.score)
+    ]
+    for cell, run in zip(cells, runs, strict=True):
+        unscored = sweep.score is not None and score.missing(score.of_cell(cell), sweep.score)
+        if not run.done or unscored:
+            jobs.append((run.name, lambda c=cell, r=run: _run(c, r, sweep, stopping)))
+    problems = []
+
+    def stop(*_: object) -> None:
+        stopping.set()
+        for run in runs:
+            if run.lock.exists():
+                run.stop.touch()
+
+    before = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with (
+            ThreadPoolExecutor(sweep.workers) as pool,
+            tqdm(total=len(jobs), unit="run", desc=sweep.name, disable=not jobs) as bar,
+        ):
+            futures = {pool.submit(job): name for name, job in jobs}
+            for future in as_completed(futures):
+                problem = future.result()
+                bar.update(1)
+                bar.write(problem or f"finished: {futures[future]}")
+                if problem:
+                    problems.append(problem)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return problems
+
+
+def _run(cell: Cell, run: RunDir, sweep: Sweep, stopping: threading.Event) -> str | None:
+    if stopping.is_set():
+        return f"not started: {run.name}"
+    try:
+        outcome = supervise.train(run, start=start_warm, idle_restarts=sweep.max_idle_restarts)
+    except SweepError as error:
+        return f"failed: {run.name}: {error}"
+    if outcome is Outcome.BUSY:
+        return f"busy: {run.name}: another process trains it"
+    if outcome is Outcome.STOPPED:
+        return f"stopped: {run.name}: saved at step {run.step()}; the same command continues"
+    if outcome is Outcome.FAILED:
+        return f"failed: {run.name}: {run.manifest().get('error')} (log: {run.log})"
+    return _score(score.of_cell(cell), sweep, stopping)
+
+
+def _score(subject: score.Subject, sweep: Sweep, stopping: threading.Event) -> str | None:
+    if sweep.score is None:
+        return None
+    if stopping.is_set():
+        return f"not scored: {subject.name}"
+    try:
+        score.run(subject, sweep.score, start=start_warm)
+    except SweepError as error:
+        return f"failed: {error}"
+    return None

@@ -1,0 +1,76 @@
+"""Files that are never seen half-written."""
+
+import contextlib
+import json
+import os
+import secrets
+from pathlib import Path
+
+from sweeps.errors import SweepError
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make a rename in `folder` survive a power cut, where the file system offers that."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def write_text(path: Path, text: str, *, durable: bool = True) -> None:
+    """Write `text` to a temporary name in the same folder, fsync (if `durable`), rename.
+
+    Raises SweepError naming the path when the disk is full or the folder cannot be written.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(3)}.tmp")
+    try:
+        with open(part, "w", encoding="utf-8") as out:
+            out.write(text)
+            out.flush()
+            if durable:
+                os.fsync(out.fileno())
+        os.replace(part, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise SweepError(
+            f"{path}: cannot write ({error.strerror}); free space or fix the folder's rights, "
+            "then type the same command again"
+        ) from error
+    if durable:
+        fsync_folder(path.parent)
+
+
+def write_json(path: Path, value: object, *, durable: bool = True) -> None:
+    """Write `value` as indented JSON, atomically."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", durable=durable)
+
+
+def read_json(path: Path) -> dict:
+    """Read a JSON object; raises SweepError naming the file when it is not one."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise SweepError(f"{path}: not JSON ({error}); move the file away and repeat") from error
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder with its parents; raises SweepError naming the path."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SweepError(f"{path}: cannot create this folder ({error.strerror})") from error
+
+
+def read_rows(path: Path) -> list[dict]:
+    """Read a JSON-lines file, leaving out a last line that a killed writer cut short."""
+    if not path.exists():
+        return []
+    rows = []
+    with open(path, encoding="utf-8") as lines:
+        for line in lines:
+            with contextlib.suppress(json.JSONDecodeError):
+                rows.append(json.loads(line))
+    return rows

@@ -1,0 +1,89 @@
+"""A sweep → its runs: every combination of the grid, each checked against its backend."""
+
+import hashlib
+import itertools
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+from sweeps.backends import get_backend
+from sweeps.backends.base import TrainKeys
+from sweeps.config import Strict, Sweep, World, check
+from sweeps.errors import SweepError
+
+
+class RunConfig(Strict):
+    """Everything that decides the weights of a run; `config.yaml` of its folder."""
+
+    backend: str
+    train: dict
+    world: World
+
+    @property
+    def digest(self) -> str:
+        canonical = json.dumps(self.model_dump(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+    @property
+    def keys(self) -> TrainKeys:
+        return get_backend(self.backend).Train.model_validate(self.train)
+
+    @property
+    def name(self) -> str:
+        """A readable prefix and a hash: the run's folder is a function of its resolved config."""
+        keys = self.keys
+        model = re.sub(r"[^A-Za-z0-9._-]", "-", PurePath(keys.model_name_or_path).name) or "model"
+        return (
+            f"{model}-lr{keys.learning_rate:g}-beta{keys.label_smoothing:g}-seed{keys.seed}"
+            f"-{self.digest[:8]}"
+        )
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a sweep: its folder, its config and the grid values that it stands for."""
+
+    folder: Path
+    config: RunConfig
+    values: dict
+
+
+def runs_folder(sweep: Sweep) -> Path:
+    """Where runs live; sweeps with the same output_root share the runs they have in common."""
+    return Path(sweep.output_root) / "runs"
+
+
+def sweep_folder(sweep: Sweep) -> Path:
+    """Where this sweep's own files live: index, jobs, results."""
+    return Path(sweep.output_root) / "sweeps" / sweep.name
+
+
+def expand(sweep: Sweep, source: str, origins: dict[str, str] | None = None) -> list[Cell]:
+    """Every combination of `grid`, in the order of the file, the last axis fastest.
+
+    Raises SweepError naming the file and the key for a value that the backend refuses, a key given
+    in both `train` and `grid`, or two cells with the same config.
+    """
+    backend = get_backend(sweep.backend, source)
+    for key in sweep.grid.keys() & sweep.train.keys():
+        raise SweepError(
+            f"{source}: {key!r} is given in both `train` ({sweep.train[key]!r}) and `grid` "
+            f"({list(sweep.grid[key])!r}); keep one"
+        )
+
+    def section(key: str) -> str:
+        return "grid" if key in sweep.grid else "train"
+
+    cells, seen = [], {}
+    for combination in itertools.product(*sweep.grid.values()):
+        values = dict(zip(sweep.grid, combination, strict=True))
+        train = check(backend.Train, sweep.train | values, source, section=section, origins=origins)
+        config = RunConfig(backend=sweep.backend, train=train.model_dump(), world=sweep.world)
+        if config.name in seen:
+            raise SweepError(
+                f"{source}: grid: {values} and {seen[config.name]} are the same run; drop one"
+            )
+        seen[config.name] = values
+        cells.append(Cell(runs_folder(sweep) / config.name, config, values))
+    return cells

@@ -1,0 +1,30 @@
+"""Where code and machine come from, for the manifest; no environment variable is ever copied."""
+
+import platform
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+
+PROJECT = Path(__file__).resolve().parents[2]
+
+
+def _output(*arguments: str) -> str | None:
+    if shutil.which(arguments[0]) is None:
+        return None
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=30, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+@cache
+def provenance() -> dict:
+    """Commit and state of this project, Python, GPUs of this machine."""
+    commit = _output("git", "-C", str(PROJECT), "rev-parse", "HEAD")
+    changed = _output("git", "-C", str(PROJECT), "status", "--porcelain", "--untracked-files=no")
+    gpus = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    return {
+        "commit": commit,
+        "modified": bool(changed) if commit else None,
+        "python": platform.python_version(),
+        "gpus": gpus.splitlines() if gpus else [],
+    }

@@ -1,0 +1,149 @@
+"""The folder of one run.
+
+config.yaml (resolved) · manifest.json (what ran, where, how often) · metrics.jsonl · train.log ·
+checkpoints/step-N/ · model/ (final, Hugging Face) · scores/<task>.jsonl · DONE, written last.
+"""
+
+import os
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from filelock import SoftFileLease
+
+from sweeps.config import check, dump_yaml, read_yaml
+from sweeps.errors import SweepError
+from sweeps.files import make_folder, read_json, write_json, write_text
+from sweeps.locks import lease
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sweeps.grid import RunConfig
+
+
+def now() -> str:
+    """UTC, to the second."""
+    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths and state of a run; all state is in the files, so any number of readers agree."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def manifest_file(self) -> Path:
+        return self.path / "manifest.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "train.log"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def scores(self) -> Path:
+        return self.path / "scores"
+
+    @property
+    def stop(self) -> Path:
+        """Its existence asks the trainer to save a checkpoint and leave."""
+        return self.path / "stop"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "run.lock"
+
+    @property
+    def done(self) -> bool:
+        return (self.path / "DONE").exists()
+
+    def create(self, config: "RunConfig") -> None:
+        """Make the folder with config.yaml and manifest.json; keeps what is there already."""
+        make_folder(self.path)
+        if not self.config_file.exists():
+            write_text(self.config_file, dump_yaml(config.model_dump()), durable=False)
+        if not self.manifest_file.exists():
+            self.write_manifest(
+                {
+                    "run": self.name,
+                    "config_sha256": config.digest,
+                    "created": now(),
+                    "state": "new",
+                    "restarts": 0,
+                    "attempts": [],
+                },
+                durable=False,
+            )
+
+    def config(self) -> "RunConfig":
+        """The resolved config; raises SweepError if the folder was edited or is not a run."""
+        from sweeps.backends import get_backend
+        from sweeps.grid import RunConfig
+
+        if not (self.config_file.exists() and self.manifest_file.exists()):
+            raise SweepError(
+                f"{self.path}: not a run folder: config.yaml and manifest.json expected; "
+                "`python -m sweeps launch SWEEP.yaml` makes them"
+            )
+        config = check(RunConfig, read_yaml(self.config_file), str(self.config_file))
+        backend = get_backend(config.backend, str(self.config_file))
+        check(backend.Train, config.train, str(self.config_file), section=lambda key: "train")
+        if not self.name.endswith(config.digest[:8]):
+            raise SweepError(
+                f"{self.config_file}: was edited: its hash is {config.digest[:8]}, the folder says "
+                f"{self.name[-8:]}; change the sweep file instead, which makes a new folder"
+            )
+        return config
+
+    def manifest(self) -> dict:
+        return read_json(self.manifest_file)
+
+    def write_manifest(self, manifest: dict, *, durable: bool = True) -> None:
+        write_json(self.manifest_file, manifest, durable=durable)
+
+    def lease(self, lost: "Callable[[], None] | None" = None) -> SoftFileLease:
+        """The right to write into this folder: O_EXCL and a heartbeat, so no flock is needed.
+
+        `lost` is called if another process took the lease while this one was frozen.
+        """
+        return lease(self.lock, timeout=0, lost=lost)
+
+    def step(self) -> int:
+        """The last saved step, 0 before the first checkpoint."""
+        steps = [
+            int(folder.name.removeprefix("step-"))
+            for folder in self.checkpoints.glob("step-*")
+            if folder.name.removeprefix("step-").isdigit()
+        ]
+        return max(steps, default=0)
+
+    def log_tail(self, size: int = 16384) -> list[str]:
+        """The last lines of the log, without progress bars' overwritten states."""
+        if not self.log.exists():
+            return []
+        with open(self.log, "rb") as log:
+            log.seek(max(0, os.path.getsize(self.log) - size))
+            text = log.read().decode("utf-8", "replace")
+        return [line.rsplit("\r", 1)[-1].rstrip() for line in text.split("\n") if line.strip()]

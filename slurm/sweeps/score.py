@@ -1,0 +1,120 @@
+"""Scoring a finished run, or the model before fine-tuning, through calibeval's command line."""
+
+import hashlib
+import json
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+from sweeps.backends.base import Program
+from sweeps.children import Start, start_cold
+from sweeps.config import Score, Sweep, Task
+from sweeps.errors import SweepError
+from sweeps.files import make_folder, read_json, write_json
+from sweeps.grid import Cell
+from sweeps.locks import lease
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Something to score: a model folder and where its records go."""
+
+    name: str
+    model: Path | str
+    scores: Path
+    log: Path
+
+    def records(self, task: Task) -> Path:
+        return self.scores / f"{task.key}.jsonl"
+
+
+def of_cell(cell: Cell) -> Subject:
+    """A trained run."""
+    folder = cell.folder
+    return Subject(cell.config.name, folder / "model", folder / "scores", folder / "score.log")
+
+
+def bases(sweep: Sweep, cells: list[Cell]) -> dict[str, Subject]:
+    """The models before fine-tuning, by model_name_or_path; none if `score.base` is off."""
+    if sweep.score is None or not sweep.score.base:
+        return {}
+    found = {}
+    for cell in cells:
+        model = cell.config.train["model_name_or_path"]
+        if model not in found:
+            readable = re.sub(r"[^A-Za-z0-9._-]", "-", PurePath(model).name) or "model"
+            digest = hashlib.sha256(model.encode()).hexdigest()[:8]
+            folder = Path(sweep.output_root) / "base" / f"{readable}-{digest}"
+            found[model] = Subject(
+                f"{readable} (base)", model, folder / "scores", folder / "score.log"
+            )
+    return found
+
+
+def program(subject: Subject, task: Task, score: Score) -> Program:
+    """The command that scores one task, atomic by calibeval's own rename."""
+    arguments = ["score", "--model", str(subject.model), "--task", task.task, "--data", task.data]
+    arguments += ["--out", str(subject.records(task)), "--engine", score.engine]
+    if task.shots is not None:
+        arguments += ["--shots", str(task.shots)]
+    if task.split is not None:
+        arguments += ["--split", task.split]
+    if task.subjects is not None:
+        arguments += ["--subjects", ",".join(task.subjects)]
+    if task.limit is not None:
+        arguments += ["--limit", str(task.limit)]
+    if score.batch_size is not None:
+        arguments += ["--batch-size", str(score.batch_size)]
+    return Program(module="calibeval", arguments=tuple(arguments))
+
+
+def request(task: Task, score: Score) -> dict:
+    """What decides the records; another request makes old records stale."""
+    return {**task.model_dump(), "engine": score.engine}
+
+
+def scored(subject: Subject, task: Task, score: Score) -> bool:
+    """Whether the records of exactly this request exist."""
+    asked = subject.scores / f"{task.key}.request.json"
+    return (
+        subject.records(task).exists()
+        and asked.exists()
+        and read_json(asked) == json.loads(json.dumps(request(task, score)))
+    )
+
+
+def missing(subject: Subject, score: Score) -> list[Task]:
+    """The tasks still to be scored."""
+    return [task for task in score.tasks if not scored(subject, task, score)]
+
+
+def run(subject: Subject, score: Score, *, start: Start = start_cold) -> None:
+    """Score every missing task; raises SweepError with calibeval's own message if one fails.
+
+    Waits while another process scores the same subject, then does what that one left.
+    """
+    make_folder(subject.scores)
+    if not missing(subject, score):
+        return
+    with lease(subject.scores / "score.lock", timeout=-1):
+        for task in missing(subject, score):
+            _run_task(subject, task, score, start)
+
+
+def _run_task(subject: Subject, task: Task, score: Score, start: Start) -> None:
+    todo = program(subject, task, score)
+    asked = subject.scores / f"{task.key}.request.json"
+    subject.records(task).unlink(missing_ok=True)  # answers to another request
+    write_json(asked, request(task, score))
+    offset = subject.log.stat().st_size if subject.log.exists() else 0
+    child = start([sys.executable, "-m", todo.module, *todo.arguments], todo, subject.log)
+    while (code := child.wait(1.0)) is None:
+        continue
+    if code != 0 or not subject.records(task).exists():
+        with open(subject.log, encoding="utf-8", errors="replace") as log:
+            log.seek(offset)
+            lines = [line.strip() for line in log if line.strip()]
+        wrong = [line for line in lines if line.startswith("error: ")]
+        last = (wrong or lines or [f"exit {code}"])[-1].removeprefix("error: ")
+        raise SweepError(f"scoring {subject.name} on {task.key}: {last} (log: {subject.log})")

@@ -1,0 +1,53 @@
+"""Fixtures: a tiny world on disk, and sweep files over it."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+_spec = importlib.util.spec_from_file_location("world", Path(__file__).with_name("world.py"))
+world = importlib.util.module_from_spec(_spec)
+sys.modules["world"] = world
+_spec.loader.exec_module(world)
+
+os.environ["OMP_NUM_THREADS"] = "1"  # tiny models: more threads only wait for each other
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Path:
+    """A folder with model/, chat.jsonl and mmlu/."""
+    folder = tmp_path_factory.mktemp("tiny")
+    world.make_model(folder / "model")
+    world.make_chat(folder / "chat.jsonl")
+    world.make_mmlu(folder / "mmlu")
+    return folder
+
+
+@pytest.fixture
+def sweep_file(tiny, tmp_path):
+    """A factory of sweep files: `sweep_file(grid={…}, train={…}, **top)` → path."""
+
+    def make(grid: dict | None = None, train: dict | None = None, **top) -> Path:
+        raw = {
+            "name": "tiny",
+            "output_root": str(tmp_path / "out"),
+            "train": {
+                "model_name_or_path": str(tiny / "model"),
+                "train_file": str(tiny / "chat.jsonl"),
+                "per_device_train_batch_size": 4,
+                "num_train_epochs": 2,
+                "reduce_loss": "sum",
+                "logging_steps": 2,
+                **(train or {}),
+            },
+            "grid": {"label_smoothing": [0.0, 0.1]} if grid is None else grid,
+            **top,
+        }
+        path = tmp_path / f"{raw['name']}.yaml"
+        path.write_text(yaml.safe_dump(raw, sort_keys=False))
+        return path
+
+    return make

@@ -1,0 +1,132 @@
+"""Sweep files: what is refused, and in which words; what decides a run's folder."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sweeps import launch
+from sweeps.cli import main
+from sweeps.config import load_sweep, override, parse_yaml
+from sweeps.errors import SweepError
+
+
+def refusal(path, *assignments) -> str:
+    with pytest.raises(SweepError) as caught:
+        launch.plan(path, list(assignments))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["2e-5", "2.0e-5", ".00002", "0.00002"])
+def test_floats_are_read_as_people_write_them(text):
+    assert parse_yaml(text, "here") == 2e-5
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_every_float_survives_an_override(value):
+    raw = {"train": {}}
+    override(raw, [f"train.learning_rate={value!r}"])
+    assert raw["train"]["learning_rate"] == value
+
+
+def test_unknown_keys_come_with_the_nearest_known_one(sweep_file):
+    path = sweep_file(train={"learning_rat": 1e-3})
+    text = refusal(path)
+    assert str(path) in text
+    assert "'train.learning_rat'" in text
+    assert "did you mean 'learning_rate'?" in text
+    assert "did you mean 'workers'?" in refusal(sweep_file(worker=2))
+    assert "did you mean 'shots'?" in refusal(
+        sweep_file(score={"tasks": [{"task": "mmlu", "data": "x", "shot": 1}]})
+    )
+
+
+@pytest.mark.parametrize(
+    ("grid", "parts"),
+    [
+        (
+            {"label_smoothing": [0.0, 1.5]},
+            ["grid.label_smoothing", "1.5", "less than or equal to 1"],
+        ),
+        ({"label_smoothing": [True]}, ["grid.label_smoothing", "True", "number"]),
+        ({"learning_rate": [-1e-5]}, ["grid.learning_rate", "-1e-05", "greater than 0"]),
+        ({"learning_rate": ["fast"]}, ["grid.learning_rate", "'fast'", "number"]),
+        ({"learning_rate": [float("nan")]}, ["grid.learning_rate", "nan", "finite"]),
+        ({"sed": [1]}, ["'grid.sed'", "did you mean 'seed'?"]),
+        ({"seed": []}, ["grid.seed", "at least 1 item"]),
+        ({"seed": [1, 1]}, ["same run"]),
+    ],
+)
+def test_a_bad_grid_value_is_named(sweep_file, grid, parts):
+    text = refusal(sweep_file(grid=grid))
+    for part in [*parts, "tiny.yaml"]:
+        assert part in text
+
+
+def test_an_override_is_blamed_on_the_command_line(sweep_file):
+    text = refusal(sweep_file(), "train.num_train_epochs=0")
+    assert "command line (train.num_train_epochs=0)" in text
+    assert "greater than or equal to 1" in text
+    assert "expected key=value" in refusal(sweep_file(), "seed")
+
+
+def test_a_key_in_train_and_grid_is_refused(sweep_file):
+    assert "both" in refusal(sweep_file(train={"label_smoothing": 0.1}))
+
+
+def test_not_yaml_names_line_and_column(tmp_path):
+    path = tmp_path / "bad.yaml"
+    path.write_text("name: a\ntrain: [1,\n")
+    assert f"{path}:3:1" in refusal(path)
+
+
+def test_unknown_backend_lists_the_known(sweep_file):
+    assert "did you mean 'builtin'?" in refusal(sweep_file(backend="buildin"))
+
+
+def test_overrides_reach_into_lists(sweep_file):
+    path = sweep_file(score={"tasks": [{"task": "mmlu", "data": "x"}]})
+    sweep, _ = load_sweep(path, ["score.tasks.0.limit=7", "grid.seed=[1, 2]"])
+    assert sweep.score.tasks[0].limit == 7
+    assert sweep.grid["seed"] == (1, 2)
+
+
+def test_models_are_frozen(sweep_file):
+    sweep, _ = load_sweep(sweep_file())
+    with pytest.raises(ValueError, match="frozen"):
+        sweep.name = "other"
+
+
+def test_the_folder_is_a_function_of_the_resolved_config(sweep_file):
+    names = [cell.folder.name for cell in launch.plan(sweep_file(), []).cells]
+    assert len(set(names)) == 2
+    assert names[0].startswith("model-lr2e-05-beta0-seed42-")
+    # Writing a default out, or asking through the other door, is the same run.
+    again = launch.plan(sweep_file(), ["train.weight_decay=0.0", "train.learning_rate=0.00002"])
+    assert [cell.folder.name for cell in again.cells] == names
+    other = launch.plan(sweep_file(), ["train.num_train_epochs=3"])
+    assert not {cell.folder.name for cell in other.cells} & set(names)
+
+
+def test_bad_input_is_one_line_without_a_traceback(sweep_file, capsys):
+    assert main(["plan", str(sweep_file(grid={"label_smoothing": [2]}))]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert len(captured.err.strip().splitlines()) == 1
+    assert captured.out == ""
+
+
+def test_missing_files_are_all_named_before_anything_starts(sweep_file, tmp_path, capsys):
+    path = sweep_file(
+        train={"model_name_or_path": "./nowhere", "train_file": "gone.jsonl"},
+        score={"tasks": [{"task": "mmlu", "data": "no-such-folder"}]},
+    )
+    assert main(["launch", str(path), "--executor", "local"]) == 2
+    text = capsys.readouterr().err
+    for part in ("./nowhere", "gone.jsonl", "no-such-folder"):
+        assert part in text
+    assert not (tmp_path / "out").exists()
+
+
+def test_overrides_may_follow_options(sweep_file, capsys):
+    assert main(["launch", str(sweep_file()), "--dry-run", "grid.seed=[1,2,3]"]) == 0
+    assert "6 runs, 0 done" in capsys.readouterr().out

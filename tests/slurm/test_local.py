@@ -1,0 +1,223 @@
+"""Runs on this machine: killed, resumed, locked, repeated."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sweeps import launch
+from sweeps.locks import lease
+from sweeps.rundir import RunDir
+
+
+def sweeps(*arguments, **options) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "sweeps", *map(str, arguments)],
+        text=True,
+        capture_output=True,
+        check=False,
+        **options,
+    )
+
+
+def weights(run: RunDir) -> dict:
+    return load_file(run.model / "model.safetensors")
+
+
+def equal(left: dict, right: dict) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+
+
+def prepare(path: Path, *overrides: str) -> RunDir:
+    """The run folder of the first cell, made but not started."""
+    cell = launch.plan(path, list(overrides)).cells[0]
+    run = RunDir(cell.folder)
+    run.create(cell.config)
+    return run
+
+
+def wait_for(condition, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "timed out"
+        time.sleep(0.02)
+
+
+def children(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+LONG = {
+    "num_train_epochs": 24,
+    "checkpointing_steps": 20,
+    "attention_dropout": 0.1,
+    "weight_decay": 0.01,
+    "lr_scheduler_type": "cosine",
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "keep_last_n_checkpoints": 2,
+    "learning_rate": 1e-3,
+}
+
+
+def test_kill_9_and_resume_give_the_same_weights_bit_for_bit(sweep_file, tmp_path):
+    path = sweep_file(grid={}, train=LONG)
+    calm = prepare(path, f"output_root={tmp_path}/calm")
+    assert sweeps("train", calm.path).returncode == 0
+    assert calm.done and not calm.checkpoints.exists()
+
+    killed = prepare(path, f"output_root={tmp_path}/killed")
+    command = [sys.executable, "-m", "sweeps", "train", str(killed.path)]
+    process = subprocess.Popen(command)
+    # Once the trainer alone (the supervisor starts it again) …
+    wait_for(lambda: killed.step() >= 40)
+    os.kill(children(process.pid)[0], signal.SIGKILL)
+    wait_for(lambda: len(killed.manifest()["attempts"]) == 2)
+    # … and once everything: the kernel takes the trainer along, the same command goes on.
+    wait_for(lambda: killed.step() >= 100)
+    trainer = children(process.pid)[0]
+    process.kill()
+    process.wait()
+    wait_for(lambda: not Path(f"/proc/{trainer}").exists())
+    assert not killed.done and not killed.model.exists()
+    assert sweeps("train", killed.path).returncode == 0
+
+    assert killed.manifest()["restarts"] == 2
+    assert killed.manifest()["attempts"][2]["from_step"] >= 100
+    assert equal(weights(calm), weights(killed))
+    rows = [json.loads(line) for line in killed.metrics.read_text().splitlines()]
+    calm_rows = [json.loads(line) for line in calm.metrics.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [row["step"] for row in calm_rows]
+    assert [row["loss"] for row in rows] == [row["loss"] for row in calm_rows]
+    assert (rows[0]["loss"] - rows[-1]["loss"]) > 1.0  # and it learned something
+
+
+@pytest.mark.slow
+def test_a_signal_saves_and_the_same_command_continues(sweep_file):
+    run = prepare(sweep_file(grid={}, train=LONG | {"checkpointing_steps": None}))
+    process = subprocess.Popen([sys.executable, "-m", "sweeps", "train", str(run.path)])
+    wait_for(lambda: run.metrics.exists() and run.metrics.stat().st_size > 300)
+    process.send_signal(signal.SIGUSR2)
+    assert process.wait(60) == 75
+    assert run.step() > 0 and not run.done
+    assert run.manifest()["state"] == "preempted"
+    assert sweeps("train", run.path).returncode == 0
+    assert run.done and run.manifest()["restarts"] == 1
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_set_aside(sweep_file, tmp_path):
+    path = sweep_file(grid={}, train=LONG)
+    run = prepare(path)
+    process = subprocess.Popen([sys.executable, "-m", "sweeps", "train", str(run.path)])
+    wait_for(lambda: run.step() >= 60)
+    process.kill()
+    process.wait()
+    newest = run.checkpoints / f"step-{run.step()}"
+    victim = newest / "model.safetensors"
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    done = sweeps("train", run.path)
+    assert done.returncode == 0 and run.done
+    log = run.log.read_text()
+    assert f"{newest}: model.safetensors: size or checksum differs" in log
+    calm = prepare(path, f"output_root={tmp_path}/calm")
+    assert sweeps("train", calm.path).returncode == 0
+    assert equal(weights(calm), weights(run))
+
+
+def test_a_failing_run_says_why_and_leaves_no_done(sweep_file, tiny):
+    broken = tiny / "broken.jsonl"
+    broken.write_text('{"messages": [{"role": "user", "content": "a"}]}\n{"messages": 3}\n')
+    run = prepare(sweep_file(grid={}, train={"train_file": str(broken)}))
+    assert sweeps("train", run.path).returncode == 1
+    assert not run.done
+    assert "broken.jsonl:2: expected" in run.manifest()["error"]
+
+
+def test_a_held_run_is_left_alone(sweep_file):
+    run = prepare(sweep_file(grid={}))
+    with lease(run.lock, timeout=0):
+        assert sweeps("train", run.path).returncode == 3
+    assert run.manifest()["attempts"] == []
+
+
+def test_an_edited_config_is_refused(sweep_file):
+    run = prepare(sweep_file(grid={}))
+    run.config_file.write_text(run.config_file.read_text().replace("seed: 42", "seed: 43"))
+    done = sweeps("train", run.path)
+    assert done.returncode == 2
+    assert "was edited" in done.stderr
+
+
+def test_a_finished_sweep_starts_nothing(sweep_file):
+    path = sweep_file(workers=2)
+    first = sweeps("launch", path, "--executor", "local")
+    assert first.returncode == 0, first.stderr
+    runs = [RunDir(cell.folder) for cell in launch.plan(path, []).cells]
+    assert all(run.done for run in runs)
+    before = [run.manifest() for run in runs]
+    assert sweeps("launch", path, "--executor", "local").returncode == 0
+    assert [run.manifest() for run in runs] == before
+    assert "2 runs, 2 done, 0 to do" in sweeps("plan", path).stdout
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "token_mean"])
+def test_the_reported_loss_is_torchs(sweep_file, tiny, reduction):
+    """One step's loss and gradient norm, against transformers and torch.nn.functional alone."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from sweeps.trainer.data import load_examples, set_template
+    from sweeps.trainer.loop import train as train_here
+    from sweeps.trainer.order import Order
+
+    train = {
+        "max_train_steps": 1,
+        "logging_steps": 1,
+        "reduce_loss": reduction,
+        "label_smoothing": 0.1,
+        "gradient_accumulation_steps": 3,
+    }
+    run = prepare(sweep_file(grid={}, train=train))
+    train_here(run)
+    row = json.loads(run.metrics.read_text())
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
+    set_template(tokenizer, None)
+    examples = load_examples(tiny / "chat.jsonl", tokenizer, None)
+    model = AutoModelForCausalLM.from_pretrained(tiny / "model").float()
+    order = Order(len(examples), 42, 4, 1, 3)
+    rows, sums, counts = order.rows(0), [], []
+    for number in range(3):
+        batch = examples.collate(order.micro(rows, number, 0), 4, tokenizer.pad_token_id)
+        labels = batch.pop("labels")[:, 1:]
+        logits = model(**batch).logits[:, :-1]
+        sums.append(
+            torch.nn.functional.cross_entropy(
+                logits.reshape(-1, logits.shape[-1]),
+                labels.reshape(-1),
+                label_smoothing=0.1,
+                ignore_index=-100,
+                reduction="sum",
+            )
+        )
+        counts.append((labels != -100).sum())
+    total = {
+        "mean": sum(s / n for s, n in zip(sums, counts, strict=True)) / 3,
+        "sum": sum(sums) / 3,
+        "token_mean": sum(sums) / sum(counts),
+    }[reduction]
+    total.backward()
+    norm = torch.linalg.vector_norm(
+        torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None])
+    )
+    assert row["loss"] == pytest.approx((sum(sums) / sum(counts)).item(), rel=1e-5)
+    assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)

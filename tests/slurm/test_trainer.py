@@ -1,0 +1,104 @@
+"""The builtin trainer: where the loss lies, which rows make a step, what its update is."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from sweeps.errors import SweepError
+from sweeps.trainer.data import TULU_TEMPLATE, load_examples, set_template
+from sweeps.trainer.order import Order
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny):
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
+    set_template(tokenizer, None)
+    return tokenizer
+
+
+def write(path, *conversations):
+    path.write_text("".join(json.dumps({"messages": m}) + "\n" for m in conversations))
+    return path
+
+
+def test_a_tokenizer_without_a_template_gets_tulus(tokenizer):
+    assert tokenizer.chat_template == TULU_TEMPLATE
+
+
+def test_loss_lies_on_the_assistants_tokens_and_nowhere_else(tokenizer, tmp_path):
+    messages = [
+        {"role": "system", "content": "w1 w2"},
+        {"role": "user", "content": "what is w3?"},
+        {"role": "assistant", "content": "A w4"},
+        {"role": "user", "content": "B?"},
+        {"role": "assistant", "content": "C w5"},
+    ]
+    examples = load_examples(write(tmp_path / "a.jsonl", messages), tokenizer, None)
+    said = tokenizer.decode(examples.tokens[examples.supervised])
+    # The newline after an intermediate turn is the template's, written after the assistant's text.
+    assert said.replace("\n", "") == "A w4</s>C w5</s>"
+    assert tokenizer.decode(examples.tokens).startswith("<|system|>\nw1 w2\n<|user|>\nwhat is w3?")
+
+
+def test_truncation_drops_rows_without_a_target(tokenizer, tmp_path):
+    long = [
+        {"role": "user", "content": "w1 " * 50},
+        {"role": "assistant", "content": "A"},
+    ]
+    short = [{"role": "user", "content": "B"}, {"role": "assistant", "content": "A"}]
+    path = write(tmp_path / "a.jsonl", long, short)
+    examples = load_examples(path, tokenizer, 64)
+    assert (len(examples), examples.dropped) == (1, 1)
+    with pytest.raises(SweepError, match="max_seq_length=3"):
+        load_examples(path, tokenizer, 3)
+
+
+@pytest.mark.parametrize("row", ["{", "[]", '{"messages": []}', '{"messages": [{"role": "user"}]}'])
+def test_a_bad_row_is_named(tokenizer, tmp_path, row):
+    path = tmp_path / "a.jsonl"
+    write(path, [{"role": "user", "content": "B"}, {"role": "assistant", "content": "A"}])
+    path.write_text(path.read_text() + row + "\n")
+    with pytest.raises(SweepError, match=r"a\.jsonl:2: expected"):
+        load_examples(path, tokenizer, None)
+
+
+@given(
+    examples=st.integers(1, 200),
+    size=st.integers(1, 5),
+    ranks=st.integers(1, 4),
+    accumulation=st.integers(1, 4),
+    seed=st.integers(0, 2**31),
+)
+def test_an_epoch_visits_every_example_once(examples, size, ranks, accumulation, seed):
+    order = Order(examples, seed, size, ranks, accumulation)
+    seen = []
+    for step in range(order.steps_per_epoch):
+        rows = order.rows(step)
+        for number in range(accumulation):
+            for rank in range(ranks):
+                seen += order.micro(rows, number, rank)
+    assert sorted(seen) == list(range(examples))
+
+
+@given(st.integers(1, 100), st.integers(0, 5))
+def test_a_global_batch_does_not_depend_on_its_split(examples, step):
+    whole = Order(examples, 7, 8, 1, 1)
+    for ranks, accumulation, size in ((2, 1, 4), (1, 2, 4), (2, 2, 2), (1, 8, 1)):
+        assert Order(examples, 7, size, ranks, accumulation).rows(step) == whole.rows(step)
+
+
+def test_targets_leave_out_the_first_token(tokenizer, tmp_path):
+    path = write(
+        tmp_path / "a.jsonl",
+        [{"role": "user", "content": "B"}, {"role": "assistant", "content": "A"}],
+        [{"role": "user", "content": "B"}, {"role": "assistant", "content": "A w1 w2"}],
+    )
+    examples = load_examples(path, tokenizer, None)
+    batch = examples.collate([0, 1], 3, 0)
+    assert batch["labels"].shape[0] == 3
+    assert (batch["labels"][:, 1:] != -100).sum(1).tolist() == [*examples.targets(), 0]
+    torch.testing.assert_close(batch["attention_mask"].sum(1)[2], torch.tensor(1))
