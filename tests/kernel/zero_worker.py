@@ -1,0 +1,219 @@
+"""One rank of tests/kernel/test_zero.py: runs every case under DeepSpeed; rank 0 writes results.
+
+python tests/kernel/zero_worker.py CASES.json RESULTS.json     (RANK, WORLD_SIZE, MASTER_* are set)
+"""
+
+import copy
+import faulthandler
+import gc
+import itertools
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+
+import deepspeed
+import peft
+import torch
+import torch.nn.functional as F
+import transformers
+
+import smoothce
+
+BETA = 0.1
+RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def tiny(case):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=101,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=case["tied"],
+        use_cache=False,
+    )
+    config._attn_implementation = "eager"
+    model = transformers.LlamaForCausalLM(config).train()
+    for parameter in model.parameters():
+        parameter.data.add_(0.2 * torch.randn_like(parameter))
+    if case["lora"]:
+        adapter = peft.LoraConfig(
+            r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False, lora_dropout=0.0
+        )
+        model = peft.get_peft_model(model, adapter).train()
+    return model
+
+
+def batches(case):
+    """{(rank, step): (ids, labels)}: even, ragged lengths, or with the last rank all masked."""
+    generator = torch.Generator().manual_seed(7)
+    out = {}
+    for rank, step in itertools.product(range(RANKS), range(case["accumulation"])):
+        length = 12 if case["batch"] != "ragged" else 5 + 4 * rank + 3 * step
+        ids = torch.randint(3, 101, (2, length), generator=generator)
+        labels = ids.clone()
+        labels[0, : 2 + step] = -100
+        if case["batch"] == "masked" and rank == RANKS - 1:
+            labels.fill_(-100)
+        out[rank, step] = ids, labels
+    return out
+
+
+def reference(case, model):
+    """The gradients of one process with torch's loss on upstream's logits."""
+    model = copy.deepcopy(model)
+    data = batches(case)
+    for ids, labels in data.values():
+        if (labels[:, 1:] != -100).any():
+            logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
+            loss = F.cross_entropy(logits, labels[:, 1:].flatten(), label_smoothing=BETA)
+            (loss / len(data)).backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+
+
+def engine_of(case, model):
+    config = {
+        "train_micro_batch_size_per_gpu": case.get("sequences", 2),
+        "gradient_accumulation_steps": case["accumulation"],
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        # Nothing stays gathered for being small, or for being needed again soon.
+        "zero_optimization": {
+            "stage": case["stage"],
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_live_parameters": 0,
+            "stage3_max_reuse_distance": 0,
+            "stage3_prefetch_bucket_size": 0,
+        },
+    }
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(parameters, lr=case.get("learning_rate", 0.0))
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def gradient(parameter):
+    full = deepspeed.utils.safe_get_full_grad(parameter)
+    return parameter.grad if full is None else full
+
+
+def watch_head(causal, seen):
+    """Records whether the head is gathered when backward has come down to the embeddings."""
+
+    def on_gradient(_):
+        seen.append(causal.lm_head.weight.ds_status.name == "AVAILABLE")
+
+    def on_forward(module, inputs, output):
+        if output.requires_grad:
+            output.register_hook(on_gradient)
+
+    return causal.model.embed_tokens.register_forward_hook(on_forward)
+
+
+def loss_outside_the_head(causal):
+    """The control: reads the weight in the model's forward, which is known to keep it gathered."""
+
+    def forward(input_ids, labels):
+        hidden = causal.model(input_ids=input_ids).last_hidden_state[:, :-1]
+        weight, labels = causal.lm_head.weight, labels[:, 1:]
+        loss = smoothce.linear_cross_entropy(hidden, weight, labels, label_smoothing=BETA)
+        return {"loss": loss}
+
+    causal.forward = forward
+
+
+def run(case):
+    model = tiny(case)
+    causal = model.get_base_model() if case["lora"] else model
+    want = {kind: reference({**case, "batch": kind}, model) for kind in case["batches"]}
+    if case["checkpointing"] != "off":
+        reentrant = case["checkpointing"] == "reentrant"
+        causal.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if case["lora"] or case["checkpointing"] == "reentrant":
+        causal.enable_input_require_grads()
+    if case.get("control"):
+        loss_outside_the_head(causal)
+    else:
+        smoothce.patch_model(model, label_smoothing=BETA)
+    engine = engine_of(case, model)
+    seen = []
+    if case["stage"] == 3 and not case["tied"]:
+        watch_head(causal, seen)
+    results = {}
+    for kind in case["batches"]:
+        data = batches({**case, "batch": kind})
+        seen.clear()
+        for step in range(case["accumulation"]):
+            if case.get("absent") == RANK:
+                time.sleep(3600)  # the other rank waits in vain
+            ids, labels = data[RANK, step]
+            engine.backward(engine(input_ids=ids, labels=labels)["loss"])
+            if step == case["accumulation"] - 1:
+                got = {n: gradient(p) for n, p in model.named_parameters() if p.requires_grad}
+                results[kind] = {**errors(got, want[kind]), "resident": list(seen)}
+            engine.step()
+    engine.destroy()
+    return results
+
+
+def errors(actual, expected):
+    """‖g − g*‖ / ‖g*‖ of all gradients together, and of the worst parameter by itself."""
+    off = {name: (actual[name].float() - expected[name]).norm().item() for name in expected}
+    norm = {name: g.norm().item() for name, g in expected.items()}
+    alone = {name: off[name] / norm[name] for name in expected}
+    worst = max(alone, key=alone.get)
+    total = math.hypot(*off.values()) / math.hypot(*norm.values())
+    return {"error": total, "worst": worst, "worst_error": alone[worst]}
+
+
+def token_mean(case):
+    """The update of one batch of 16 sequences, split over these ranks and `accumulation` steps."""
+    model = smoothce.patch_model(tiny(case), label_smoothing=BETA, reduction="sum")
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    engine = engine_of(case, model)
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 101, (16, 12), generator=generator)
+    labels = ids.clone()
+    for row in range(16):
+        labels[row, : row % 11] = -100
+    share = 16 // RANKS
+    mine = slice(RANK * share, (RANK + 1) * share)
+    micro = [tensor[mine].chunk(case["accumulation"]) for tensor in (ids, labels)]
+    factor = smoothce.token_mean_factor(micro[1])
+    for x, y in zip(*micro, strict=True):
+        engine.backward(engine(input_ids=x, labels=y).loss * factor)
+        engine.step()
+    updates = {}
+    for name, parameter in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=case["stage"] == 3):
+            updates[name] = parameter.detach().clone() - before[name]
+    engine.destroy()
+    if RANK == 0:
+        torch.save(updates, case["path"])
+    return {}
+
+
+def main() -> None:
+    cases, path = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo")
+    results = {}
+    for name, case in cases.items():
+        # A rank that waits for one that will never come ends the test, with every thread's stack.
+        faulthandler.dump_traceback_later(case.get("seconds", 60), exit=True)
+        print(f"rank {RANK}: {name}", flush=True)
+        results[name] = (token_mean if "path" in case else run)(case)
+        gc.collect()
+    faulthandler.cancel_dump_traceback_later()
+    if RANK == 0:
+        path.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
