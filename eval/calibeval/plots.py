@@ -6,10 +6,9 @@ from pathlib import Path
 import numpy as np
 
 from calibeval.files import atomic_write
-from calibeval.metrics.binned import Bins, equal_width
+from calibeval.metrics.binned import BINS
+from calibeval.metrics.samples import Sample
 from calibeval.metrics.scores import Scores
-
-BINS = 15
 
 
 @dataclass(frozen=True)
@@ -25,14 +24,13 @@ class Reliability:
     note: str
 
 
-def bin_counts(sample: Scores, bins: int = BINS) -> dict[str, list]:
+def bin_counts(of: Scores) -> dict[str, list]:
     """Counts, summed confidence and right answers of each equal-width bin; they add over runs."""
-    confidence = sample.confidence[None]
-    b = Bins(confidence, sample.correct[None], equal_width(confidence, bins))
+    b = Sample(of).top.equal_width(BINS)
     return {
-        "count": b.counts[0].tolist(),
-        "confidence": (b.confidence * b.counts)[0].tolist(),
-        "correct": (b.accuracy * b.counts)[0].tolist(),
+        "count": b.count[0].astype(int).tolist(),
+        "confidence": b.confidence_sum[0].tolist(),
+        "correct": b.correct_sum[0].tolist(),
     }
 
 

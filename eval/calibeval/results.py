@@ -6,8 +6,8 @@ from pathlib import Path
 from calibeval import __version__, records
 from calibeval.errors import InputError
 from calibeval.files import atomic_write, sha256
-from calibeval.metrics import CONFIDENCES, RESAMPLES, battery, scores
-from calibeval.plots import BINS, bin_counts
+from calibeval.metrics import CONFIDENCES, METRICS, RESAMPLES, battery, scores
+from calibeval.plots import bin_counts
 
 
 def cache_path(path: Path) -> Path:
@@ -24,7 +24,8 @@ def result(path: Path) -> dict:
     path = Path(path)
     if not path.is_file():
         raise InputError(f"{path}: no such record file")
-    key = {"sha256": sha256(path), "version": __version__, "resamples": RESAMPLES, "bins": BINS}
+    key = {"sha256": sha256(path), "version": __version__, "resamples": RESAMPLES}
+    key |= {"metrics": list(METRICS)}
     kept = cache_path(path)
     try:
         found = json.loads(kept.read_text(encoding="utf-8"))

@@ -4,72 +4,84 @@ Pure NumPy; takes records, never a model.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
-from calibeval.metrics import binned
-from calibeval.metrics.bootstrap import RESAMPLES, resamples
+from calibeval.metrics import binned, proper, ranking
+from calibeval.metrics.bootstrap import RESAMPLES, calibrated, resamples
+from calibeval.metrics.samples import Sample
 from calibeval.metrics.scores import CONFIDENCES, Scores, scores
 from calibeval.records import Records
 
-__all__ = ["CONFIDENCES", "METRICS", "RESAMPLES", "battery", "values"]
+__all__ = ["CALIBRATION", "CONFIDENCES", "METRICS", "RESAMPLES", "battery", "values"]
 
+Metric = Callable[[Sample], np.ndarray]
 
-def accuracy(sample: Scores, at: np.ndarray) -> np.ndarray:
-    """Share of questions whose likeliest choice is right."""
-    return sample.correct[at].mean(1)
-
-
-def nll(sample: Scores, at: np.ndarray) -> np.ndarray:
-    """Mean −log p(right choice), in nats."""
-    right = sample.probs[np.arange(len(sample.labels)), sample.labels]
-    with np.errstate(divide="ignore"):
-        return -np.log(right)[at].mean(1)
-
-
-def brier(sample: Scores, at: np.ndarray) -> np.ndarray:
-    """Mean Σ_k (p_k − y_k)² (Brier 1950), with any mass outside the choices as one more outcome."""
-    rows = np.arange(len(sample.labels))
-    score = (sample.probs**2).sum(1) + 1 - 2 * sample.probs[rows, sample.labels]
-    return (score + (1 - sample.probs.sum(1)) ** 2)[at].mean(1)
-
-
-def _binned(function: Callable) -> Callable:
-    return lambda sample, at: function(sample.confidence[at], sample.correct[at])
-
-
-METRICS: dict[str, Callable[[Scores, np.ndarray], np.ndarray]] = {
-    "accuracy": accuracy,
-    "ece": _binned(binned.ece),
-    "rms": _binned(binned.rms),
-    "rms_hendrycks": _binned(binned.rms_hendrycks),
-    "nll": nll,
-    "brier": brier,
+# Those that read 0 for a perfectly calibrated model with endless questions.
+CALIBRATION: dict[str, Metric] = {
+    "ece": binned.ece,
+    "rms": binned.rms,
+    "rms_hendrycks": binned.rms_hendrycks,
+    "ece_10": partial(binned.ece, bins=10),
+    "ece_30": partial(binned.ece, bins=30),
+    "ece_equal_mass": binned.ece_equal_mass,
+    "ece_debiased": binned.ece_debiased,
+    "ece_signed": binned.ece_signed,
+    "smece": binned.smece,
+    "mce": binned.mce,
+    "sce": binned.sce,
+    "ace": binned.ace,
+    "tace": binned.tace,
+}
+METRICS: dict[str, Metric] = {
+    "accuracy": proper.accuracy,
+    **CALIBRATION,
+    "nll": proper.nll,
+    "brier": proper.brier,
+    "auroc": ranking.auroc,
+    "accuracy_at_50": partial(ranking.accuracy_at_coverage, coverage=0.5),
+    "accuracy_at_80": partial(ranking.accuracy_at_coverage, coverage=0.8),
 }
 
 
-def values(sample: Scores) -> dict[str, float]:
+def values(of: Scores) -> dict[str, float]:
     """Every metric's value on the questions as they are."""
-    whole = np.arange(len(sample.labels))[None]
-    return {name: float(metric(sample, whole)[0]) for name, metric in METRICS.items()}
+    sample = Sample(of)
+    return {name: float(metric(sample)[0]) for name, metric in METRICS.items()}
+
+
+def drawn(of: Scores, count: int = RESAMPLES) -> dict[str, np.ndarray]:
+    """Every metric's value on each bootstrap resample, (count,)."""
+    chunks = [Sample(of, times) for times in resamples(len(of.labels), count)]
+    parts = [{name: metric(sample) for name, metric in METRICS.items()} for sample in chunks]
+    return {name: np.concatenate([part[name] for part in parts]) for name in METRICS}
+
+
+def noise_floor(of: Scores) -> dict[str, float]:
+    """What each calibration error reads, in the mean, for a calibrated model with these answers."""
+    parts = [
+        {name: metric(sample) for name, metric in CALIBRATION.items()} for sample in calibrated(of)
+    ]
+    return {name: float(np.concatenate([p[name] for p in parts]).mean()) for name in CALIBRATION}
 
 
 def battery(records: Records, count: int = RESAMPLES) -> dict:
-    """{confidence: {metric: {value, low, high, sd}}}, intervals from `count` resamples."""
-    result = {}
-    for confidence in CONFIDENCES:
-        sample = scores(records, confidence)
-        drawn = {name: [] for name in METRICS}
-        for at in resamples(sample.order, count):
-            for name, metric in METRICS.items():
-                drawn[name].append(metric(sample, at))
-        result[confidence] = {
-            name: _summary(value, np.concatenate(drawn[name]))
-            for name, value in values(sample).items()
-        }
-    return result
+    """{confidence: {metric: {value, low, high, sd[, floor]}}} from `count` resamples."""
+    return {c: _figures(scores(records, c), count) for c in CONFIDENCES}
 
 
-def _summary(value: float, drawn: np.ndarray) -> dict[str, float]:
-    low, high = np.quantile(drawn, [0.025, 0.975])
-    return {"value": value, "low": float(low), "high": float(high), "sd": float(drawn.std(ddof=1))}
+def _figures(of: Scores, count: int) -> dict:
+    samples, floor = drawn(of, count), noise_floor(of)
+    return {
+        name: summary(value, samples[name]) | ({"floor": floor[name]} if name in floor else {})
+        for name, value in values(of).items()
+    }
+
+
+def summary(value: float, sample: np.ndarray) -> dict[str, float | None]:
+    """Value, 95 % percentile interval and standard deviation; None where not finite."""
+    with np.errstate(invalid="ignore"):
+        low, high = np.quantile(sample, [0.025, 0.975])
+        figures = {"value": value, "low": low, "high": high, "sd": sample.std(ddof=1)}
+    return {key: float(v) if np.isfinite(v) else None for key, v in figures.items()}

@@ -1,91 +1,124 @@
-"""Binned calibration errors of the top label, for many resamples at once.
+"""Binned calibration errors. For bin b: w_b = n_b / N, Δ_b = accuracy_b − confidence_b.
 
-For bin b with n_b of N questions: w_b = n_b / N, Δ_b = accuracy_b − confidence_b.
-All functions take (R, N) arrays whose rows ascend in confidence, and return (R,).
+Every function takes R samples and returns (R,).
 """
+
+import math
 
 import numpy as np
 
+from calibeval.metrics.samples import Bins, Pairs, Sample
 
-class Bins:
-    """Per-bin weight, accuracy and confidence from the bins' boundaries in the sorted rows."""
-
-    def __init__(
-        self,
-        confidence: np.ndarray,  # (R, N) ascending
-        correct: np.ndarray,  # (R, N)
-        bounds: np.ndarray,  # (R, B + 1) int, from 0 to N
-    ):
-        self.counts = np.diff(bounds, axis=1)
-        self.weight = self.counts / confidence.shape[1]
-        safe = np.maximum(self.counts, 1)
-        self.confidence = _segment_sums(confidence, bounds) / safe
-        self.accuracy = _segment_sums(correct, bounds) / safe
-
-    @property
-    def gap(self) -> np.ndarray:
-        """Δ_b, (R, B)."""
-        return self.accuracy - self.confidence
+BINS = 15
 
 
-def _segment_sums(values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    total = np.zeros((values.shape[0], values.shape[1] + 1))
-    np.cumsum(values, axis=1, out=total[:, 1:])
-    return np.diff(np.take_along_axis(total, bounds, axis=1), axis=1)
-
-
-def equal_width(confidence: np.ndarray, bins: int) -> np.ndarray:
-    """Boundaries of [0, 1/B), …, [1 − 1/B, 1]: a confidence of 1 is in the last bin."""
-    edges = np.arange(1, bins) / bins
-    inner = np.stack([np.searchsorted(row, edges) for row in confidence])
-    return _with_ends(inner, confidence.shape[1])
-
-
-def equal_mass(confidence: np.ndarray, bins: int) -> np.ndarray:
-    """Boundaries of B bins of nearly equal counts; equal confidences share a bin.
-
-    The edges are the sorted confidences at round(i N / B), as in hendrycks/test's calib_tools.
-    """
-    n = confidence.shape[1]
-    at = np.minimum(np.round(np.linspace(0, n, bins, endpoint=False)).astype(int), n - 1)[1:]
-    edges = confidence[:, at]
-    inner = np.stack([np.searchsorted(row, e) for row, e in zip(confidence, edges, strict=True)])
-    return _with_ends(inner, n)
-
-
-def _with_ends(inner: np.ndarray, n: int) -> np.ndarray:
-    rows = len(inner)
-    return np.hstack([np.zeros((rows, 1), int), inner, np.full((rows, 1), n)])
-
-
-def by_hundred(n: int) -> int:
+def hundreds(pairs: Pairs) -> int:
     """Number of equal-mass bins of about 100 questions."""
-    return max(1, n // 100)
+    return max(1, pairs.n // 100)
 
 
-def ece(confidence: np.ndarray, correct: np.ndarray, bins: int = 15) -> np.ndarray:
+def expected(bins: Bins) -> np.ndarray:
+    """Σ w_b |Δ_b|."""
+    return (bins.weight * np.abs(bins.gap)).sum(1)
+
+
+def ece(sample: Sample, bins: int = BINS) -> np.ndarray:
     """Expected calibration error, Σ w_b |Δ_b| over equal-width bins (Naeini et al. 2015)."""
-    b = Bins(confidence, correct, equal_width(confidence, bins))
-    return (b.weight * np.abs(b.gap)).sum(1)
+    return expected(sample.top.equal_width(bins))
 
 
-def rms(confidence: np.ndarray, correct: np.ndarray) -> np.ndarray:
-    """Root mean square calibration error, sqrt(Σ w_b Δ_b²) over equal-mass bins of 100."""
-    b = Bins(confidence, correct, equal_mass(confidence, by_hundred(confidence.shape[1])))
-    return np.sqrt((b.weight * b.gap**2).sum(1))
+def ece_equal_mass(sample: Sample, bins: int = BINS) -> np.ndarray:
+    """Expected calibration error over equal-mass bins."""
+    return np.abs(sample.top.equal_mass_gaps(bins)[1]).sum(1)
 
 
-def rms_hendrycks(confidence: np.ndarray, correct: np.ndarray) -> np.ndarray:
+def ece_signed(sample: Sample) -> np.ndarray:
+    """Mean confidence − accuracy, −Σ w_b Δ_b whatever the bins: above 0 is over-confident."""
+    bins = sample.top.equal_width(1)
+    return -bins.gap[:, 0]
+
+
+def mce(sample: Sample, bins: int = BINS) -> np.ndarray:
+    """Maximum calibration error, max_b |Δ_b| over filled equal-width bins (Naeini et al. 2015)."""
+    b = sample.top.equal_width(bins)
+    return np.where(b.count > 0, np.abs(b.gap), 0).max(1)
+
+
+def rms(sample: Sample) -> np.ndarray:
+    """Root mean square calibration error, sqrt(Σ w_b Δ_b²) over equal-mass bins of 100.
+
+    Never below Σ w_b |Δ_b| over the same bins (Hendrycks et al. 2019).
+    """
+    weight, gap = sample.top.equal_mass_gaps(hundreds(sample.top))
+    square = np.divide(gap**2, weight, out=np.zeros_like(gap), where=weight > 0)
+    return np.sqrt(square.sum(1))
+
+
+def rms_hendrycks(sample: Sample) -> np.ndarray:
     """What hendrycks/test's `rmsce` returns: (Σ w_b² Δ_b²)^¼, not a root mean square.
 
     Confidences below ½ are folded to (1 − p, 1 − correct) first, and the weight is squared with the
     gap. Kept for comparison with published tables; it may lie below the expected error.
     """
-    fold = confidence < 0.5
-    folded = np.where(fold, 1 - confidence, confidence)
-    right = np.where(fold, 1 - correct, correct)
-    order = np.argsort(folded, axis=1, kind="stable")
-    folded = np.take_along_axis(folded, order, axis=1)
-    right = np.take_along_axis(right, order, axis=1)
-    b = Bins(folded, right, equal_mass(folded, by_hundred(folded.shape[1])))
-    return ((b.weight * b.gap) ** 2).sum(1) ** 0.25
+    _, gap = sample.folded.equal_mass_gaps(hundreds(sample.folded))
+    return (gap**2).sum(1) ** 0.25
+
+
+def sce(sample: Sample, bins: int = BINS) -> np.ndarray:
+    """Static calibration error, mean over choices of Σ w_b |Δ_b| (Nixon et al. 2019)."""
+    return np.mean([expected(c.equal_width(bins)) for c in sample.classes], axis=0)
+
+
+def ace(sample: Sample, bins: int = BINS, above: float = -1.0) -> np.ndarray:
+    """Adaptive calibration error: `sce` over equal-mass bins (Nixon et al. 2019)."""
+    gaps = [c.equal_mass_gaps(bins, above)[1] for c in sample.classes]
+    return sum(np.abs(gap).sum(1) for gap in gaps) / len(gaps)
+
+
+def tace(sample: Sample, bins: int = BINS, threshold: float = 0.01) -> np.ndarray:
+    """Thresholded adaptive calibration error: `ace` of the probabilities above ε = 0.01 only."""
+    return ace(sample, bins, above=threshold)
+
+
+def ece_debiased(sample: Sample, bins: int = BINS) -> np.ndarray:
+    """`ece` less its bias from few answers a bin (Kumar et al. 2019, section 5, for the l1 error).
+
+    2 Σ w_b |Δ_b| − Σ w_b E|Δ_b + ε_b|, ε_b ~ N(0, accuracy_b (1 − accuracy_b) / n_b), where the
+    expectation of a folded normal is taken in closed form in place of simulation.
+    """
+    b = sample.top.equal_width(bins)
+    gap = np.abs(b.gap)
+    sd = np.sqrt(b.accuracy * (1 - b.accuracy) / np.maximum(b.count, 1))
+    z = np.divide(gap, sd, out=np.full_like(gap, np.inf), where=sd > 0)
+    noisy = sd * math.sqrt(2 / math.pi) * np.exp(-(z**2) / 2) + gap * _erf(z / math.sqrt(2))
+    return (b.weight * (2 * gap - noisy)).sum(1)
+
+
+def _erf(x: np.ndarray) -> np.ndarray:
+    # The table has a few thousand entries at most; NumPy has no error function of its own.
+    return np.vectorize(math.erf, otypes=[float])(x)
+
+
+def smece(sample: Sample, cells: int = 1000) -> np.ndarray:
+    """Smooth ECE (Błasiok & Nakkiran 2023): the fixed point of σ = smECE_σ.
+
+    smECE_σ = ∫₀¹ |1/N Σ_i K_σ(t, p_i) (y_i − p_i)| dt, K_σ a Gaussian reflected at 0 and 1.
+    On a grid, reflection makes this a product with exp(−(π k σ)² / 2) in the cosine basis.
+    """
+    top = sample.top
+    edges = np.searchsorted(top.confidence, np.arange(1, cells) / cells)
+    bounds = np.concatenate([[0], edges, [top.n]])
+    residual = np.diff(top.residuals[:, bounds], axis=1) / top.counts[:, -1:]
+    mirrored = np.fft.rfft(np.hstack([residual, residual[:, ::-1]]), axis=1)
+    wave = np.pi * np.arange(cells + 1)
+
+    def error(sigma: np.ndarray) -> np.ndarray:
+        damping = np.exp(-((wave * sigma[:, None]) ** 2) / 2)
+        return np.abs(np.fft.irfft(mirrored * damping, axis=1)[:, :cells]).sum(1)
+
+    low, high = np.zeros(len(residual)), np.ones(len(residual))
+    for _ in range(12):  # smECE_σ falls in σ, so the sign of σ − smECE_σ brackets the fixed point
+        middle = (low + high) / 2
+        above = error(middle) > middle
+        low, high = np.where(above, middle, low), np.where(above, high, middle)
+    return error(high)

@@ -1,27 +1,44 @@
-"""Bootstrap resamples of the questions, the same ones for every run of as many questions."""
+"""Bootstrap resamples of the questions, and simulated answers of a calibrated model."""
 
 from collections.abc import Iterator
 
 import numpy as np
 
-RESAMPLES, SEED, CHUNK = 1000, 0, 50
+from calibeval.metrics.samples import Sample
+from calibeval.metrics.scores import Scores
+
+RESAMPLES, SIMULATIONS, SEED = 1000, 200, 0
+CELLS = 300_000  # samples × questions at a time: larger arrays cost more page faults than they save
 
 
-def resamples(
-    order: np.ndarray,  # (N,) row of the record file at each sorted place
-    count: int = RESAMPLES,
-) -> Iterator[np.ndarray]:
-    """Yield (R, N) places in the sorted order, each row ascending.
+def resamples(n: int, count: int = RESAMPLES) -> Iterator[np.ndarray]:
+    """Yield (R, n) counts of how often each of n questions is drawn.
 
-    Draws are made on the record file's rows, so runs over the same questions are resampled alike:
-    differences between them are paired.
+    The same for every run over as many questions: differences between runs are paired.
     """
     rng = np.random.default_rng(SEED)
-    n = len(order)
-    places = np.arange(n)
-    for start in range(0, count, CHUNK):
-        rows = []
-        for _ in range(min(CHUNK, count - start)):
-            times = np.bincount(rng.integers(0, n, n, dtype=np.int32), minlength=n)
-            rows.append(np.repeat(places, times[order]))
-        yield np.stack(rows)
+    for rows in _chunks(count, n):
+        drawn = rng.integers(0, n, (rows, n), dtype=np.int32)
+        yield np.stack([np.bincount(row, minlength=n) for row in drawn]).astype(float)
+
+
+def calibrated(scores: Scores, count: int = SIMULATIONS) -> Iterator[Sample]:
+    """Yield samples whose labels are drawn from the stated probabilities.
+
+    They say what a perfectly calibrated model with these confidences reads on as many questions.
+    Mass outside the choices draws the label K: none of them.
+    """
+    rng = np.random.default_rng(SEED)
+    edges = scores.probs.cumsum(1)
+    if np.allclose(edges[:, -1], 1):
+        edges /= edges[:, -1:]
+    for rows in _chunks(count, len(edges)):
+        draws = rng.random((rows, len(edges)))
+        yield Sample(scores, labels=sum((draws >= edge).astype(int) for edge in edges.T))
+
+
+def _chunks(count: int, n: int) -> Iterator[int]:
+    size = max(1, CELLS // n)
+    while count > 0:
+        yield min(size, count)
+        count -= size
