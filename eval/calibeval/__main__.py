@@ -12,6 +12,7 @@ from calibeval.errors import InputError
 def main(argv: list[str] | None = None) -> int:
     """Run one command; bad input prints `error: …` and gives exit status 2."""
     arguments = parser().parse_args(argv)
+    arguments.arguments = sys.argv[1:] if argv is None else argv
     try:
         arguments.run(arguments)
     except InputError as error:
@@ -37,22 +38,35 @@ def parser() -> argparse.ArgumentParser:
 
     p = commands.add_parser("score", help="score a model on a task and write records")
     add_task(p)
+    p.add_argument("--chat-template", action="store_true", help="ask as a user's turn of a chat")
     p.add_argument("--model", required=True, help="model folder or hub name")
     p.add_argument("--revision", help="hub revision of the model")
     p.add_argument("--out", required=True, type=Path, metavar="RECORDS.jsonl")
-    p.add_argument("--engine", choices=("transformers",), default="transformers")
-    p.add_argument("--batch-size", type=positive, default=16)
-    p.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    p.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
+    p.add_argument("--batch-size", type=positive, default=16, help="transformers only")
+    p.add_argument("--device", default="auto", help="transformers only: auto, cpu or cuda")
     p.add_argument(
         "--dtype",
         default="auto",
         choices=("auto", "float32", "bfloat16", "float16"),
         help="auto: the model's own on a GPU, float32 on a CPU",
     )
-    p.add_argument(
-        "--max-length", type=positive, help="context in tokens; default: the model's positions"
+    p.add_argument("--max-length", type=positive, help="longest prompt; default: positions − 1")
+    share = p.add_mutually_exclusive_group()
+    share.add_argument(
+        "--shard",
+        type=share_of,
+        default=(0, 1),
+        metavar="I/N",
+        help="score only the I-th of N parts, counted from 0; the last to finish merges",
     )
-    p.add_argument("--overwrite", action="store_true", help="replace an existing record file")
+    share.add_argument(
+        "--workers",
+        type=positive,
+        default=1,
+        help="processes, each with a part and a GPU of its own",
+    )
+    p.add_argument("--overwrite", action="store_true", help="score anew whatever is there")
     p.set_defaults(run=run_score)
 
     p = commands.add_parser("metrics", help="recompute every metric from records")
@@ -69,12 +83,22 @@ def parser() -> argparse.ArgumentParser:
 
 def add_task(p: argparse.ArgumentParser) -> None:
     """Options that choose questions and prompts."""
-    p.add_argument("--task", required=True, help="mmlu")
-    p.add_argument("--data", required=True, type=Path, help="the task's folder or file")
-    p.add_argument("--split", default="test")
+    p.add_argument("--task", required=True, help="mmlu, hellaswag, arc_easy, arc_challenge, jsonl")
+    p.add_argument("--data", required=True, help="the task's folder or file; mmlu: or hub:NAME")
+    p.add_argument("--split", help="default: test; hellaswag: val")
     p.add_argument("--shots", type=int, default=5)
+    p.add_argument("--examples", metavar="FILE", help="few-shot examples of jsonl, arc, hellaswag")
     p.add_argument("--subjects", type=names, help="comma-separated; default: all")
     p.add_argument("--limit", type=positive, help="only the first N questions of each subject")
+    p.add_argument("--style", choices=("official", "lm-eval"), default="official")
+
+
+def share_of(text: str) -> tuple[int, int]:
+    """I/N with 0 ≤ I < N, or argparse's error."""
+    part, _, parts = text.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and int(part) < int(parts)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with 0 ≤ I < N")
+    return int(part), int(parts)
 
 
 def positive(text: str) -> int:
@@ -84,9 +108,9 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def names(text: str) -> list[str]:
+def names(text: str) -> tuple[str, ...]:
     """Comma-separated names."""
-    return [name.strip() for name in text.split(",") if name.strip()]
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def load_task(a: argparse.Namespace) -> list:
@@ -95,8 +119,9 @@ def load_task(a: argparse.Namespace) -> list:
 
     from calibeval import tasks
 
-    subjects = tasks.load(a.task, a.data, a.shots, a.subjects, a.split)
-    return [replace(s, questions=s.questions[: a.limit]) for s in subjects]
+    source = tasks.Source(a.data, a.shots, a.subjects, a.split, a.examples)
+    loaded = tasks.load(a.task, source)
+    return [replace(s, questions=s.questions[: a.limit]) for s in loaded]
 
 
 def run_prompts(a: argparse.Namespace) -> None:
@@ -105,7 +130,7 @@ def run_prompts(a: argparse.Namespace) -> None:
 
     for subject in load_task(a):
         for q in subject.questions:
-            text = prompts.build(subject, q, a.shots).text
+            text = prompts.build(subject, q, a.shots, a.style).text
             line = {"id": q.id, "subject": q.subject, "prompt": text}
             line |= {"choices": q.choices, "label": q.label}
             print(json.dumps(line, ensure_ascii=False))
@@ -113,25 +138,54 @@ def run_prompts(a: argparse.Namespace) -> None:
 
 def run_score(a: argparse.Namespace) -> None:
     """Check everything that can be checked, then load the model and score."""
-    from calibeval.score import check_model, score
+    from calibeval.models import check_model
 
     check_model(a.model)
-    if a.out.exists() and not a.overwrite:
-        raise InputError(f"{a.out}: exists already; give --overwrite to replace it")
-    subjects = load_task(a)
-    from calibeval.engines.transformers import TransformersEngine
+    if a.workers > 1:
+        from calibeval.store import clear
+        from calibeval.workers import run_workers
 
-    engine = TransformersEngine(
+        if a.overwrite:
+            clear(a.out)
+        return run_workers(a.workers, a.arguments)
+    subjects = load_task(a)
+
+    from calibeval import models, score
+    from calibeval.engines import load_max_length, load_tokenizer
+
+    style = score.Style(a.shots, a.style, a.chat_template)
+    max_length = a.max_length or load_max_length(a.model, a.revision)
+    items = score.fit_prompts(subjects, style, load_tokenizer(a.model, a.revision), max_length)
+
+    def make_engine():
+        options = {"dtype": a.dtype, "max_length": max_length, "revision": a.revision}
+        if a.engine == "vllm":
+            from calibeval.engines.vllm import VllmEngine
+
+            return VllmEngine(a.model, **options)
+        from calibeval.engines.transformers import TransformersEngine
+
+        return TransformersEngine(a.model, device=a.device, batch_size=a.batch_size, **options)
+
+    settings = {
+        "model_sha256": models.digest(a.model),
+        "revision": a.revision,
+        "task": a.task,
+        "style": a.style,
+        "chat_template": a.chat_template,
+        "engine": a.engine,
+        "dtype": a.dtype,
+        "max_length": max_length,
+    }
+    score.score(
         a.model,
-        device=a.device,
-        dtype=a.dtype,
-        batch_size=a.batch_size,
-        max_length=a.max_length,
-        revision=a.revision,
+        items,
+        a.out,
+        make_engine,
+        settings=settings,
+        share=a.shard,
+        overwrite=a.overwrite,
     )
-    settings = {"task": a.task, "data": str(a.data), "split": a.split, "shots": a.shots}
-    settings |= {"subjects": a.subjects, "limit": a.limit, "revision": a.revision}
-    score(engine, a.model, subjects, a.out, shots=a.shots, settings=settings)
 
 
 def run_metrics(a: argparse.Namespace) -> None:

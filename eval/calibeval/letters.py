@@ -26,18 +26,20 @@ class Plan:
     letters: tuple[tuple[int, int], ...]  # (depth, id) of each letter
 
 
-def encode(tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids with the tokenizer's own start token and without an end token it may append."""
-    ids = tokenizer(list(texts), add_special_tokens=True)["input_ids"]
+def encode(tokenizer, texts: Sequence[str], special: bool = True) -> list[list[int]]:
+    """Token ids, by default with the tokenizer's own start token; never with an end token."""
+    ids = tokenizer(list(texts), add_special_tokens=special)["input_ids"]
     end = tokenizer.eos_token_id
-    appended = end is not None and tokenizer("x", add_special_tokens=True)["input_ids"][-1] == end
+    probe = tokenizer("x", add_special_tokens=special)["input_ids"]
+    appended = end is not None and probe[-1:] == [end]
     return [row[:-1] for row in ids] if appended else ids
 
 
-def plan(tokenizer, context: str, n_choices: int, space: str = " ") -> Plan:
+def plan(tokenizer, context: str, n_choices: int, space: str = " ", special: bool = True) -> Plan:
     """Derive the letters' ids after `context`; letters that one forward cannot tell are refused."""
     letters = [space + letter for letter in LETTERS[:n_choices]]
-    bare, *full = encode(tokenizer, [context, *(context + letter for letter in letters)])
+    texts = [context, *(context + letter for letter in letters)]
+    bare, *full = encode(tokenizer, texts, special)
     base = common_prefix([bare, *full])
     rest = [tuple(ids[base:]) for ids in full]
     spine = max((ids[:-1] for ids in rest), key=len)

@@ -43,24 +43,22 @@ def read(path: Path) -> Records:
     """Read and check a record file; the first bad line raises `InputError` with its number."""
     path = Path(path)
     rows, seen = [], {}
-    for number, row in json_lines(path):
-        where = f"{path}, line {number}"
-        for key, kind in FIELDS.items():
-            if key not in row:
-                raise InputError(f"{where}: no {key!r}; found {', '.join(row)}")
-            if not isinstance(row[key], kind):
-                raise InputError(f"{where}: {key} is {row[key]!r}, expected {kind}")
-        logprobs, label = row["logprobs"], row["label"]
-        if not 2 <= len(logprobs) <= 26:
-            raise InputError(f"{where}: {len(logprobs)} log-probabilities, expected 2 to 26")
-        if not all(isinstance(v, (int, float)) and v <= 1e-6 for v in logprobs):
-            raise InputError(f"{where}: logprobs are {logprobs}, expected numbers ≤ 0")
-        if not 0 <= label < len(logprobs):
-            raise InputError(f"{where}: label is {label}, expected 0 to {len(logprobs) - 1}")
-        if row["id"] in seen:
-            raise InputError(f"{where}: id {row['id']!r} is on line {seen[row['id']]} already")
-        seen[row["id"]] = number
-        rows.append(row)
+    try:
+        for number, row in json_lines(path):
+            check(row, f"{path}, line {number}")
+            if row["id"] in seen:
+                raise InputError(
+                    f"{path}, line {number}: id {row['id']!r} is on line {seen[row['id']]} already"
+                )
+            seen[row["id"]] = number
+            rows.append(row)
+    except InputError as error:
+        if rows:
+            raise InputError(
+                f"{error}; the {len(rows)} records before it are intact, and `score` with the same "
+                f"options completes the file"
+            ) from error
+        raise
     if not rows:
         raise InputError(f"{path}: no records")
     width = max(len(row["logprobs"]) for row in rows)
@@ -76,6 +74,35 @@ def read(path: Path) -> Records:
         np.array([row["letter_mass"] for row in rows], dtype=float),
         rows[0].get("model", "?"),
     )
+
+
+def check(row: dict, where: str) -> None:
+    """Raise `InputError` unless the row is a whole record."""
+    for key, kind in FIELDS.items():
+        if key not in row:
+            raise InputError(f"{where}: no {key!r}; found {', '.join(row)}")
+        if not isinstance(row[key], kind):
+            raise InputError(f"{where}: {key} is {row[key]!r}, expected {kind}")
+    logprobs, label = row["logprobs"], row["label"]
+    if not 2 <= len(logprobs) <= 26:
+        raise InputError(f"{where}: {len(logprobs)} log-probabilities, expected 2 to 26")
+    if not all(isinstance(v, (int, float)) and v <= 1e-6 for v in logprobs):
+        raise InputError(f"{where}: logprobs are {logprobs}, expected numbers ≤ 0")
+    if not 0 <= label < len(logprobs):
+        raise InputError(f"{where}: label is {label}, expected 0 to {len(logprobs) - 1}")
+
+
+def intact(path: Path) -> list[dict]:
+    """The whole records of a file that may be cut short or damaged, each id once."""
+    found = {}
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(text)
+            check(row, str(path))
+        except (ValueError, TypeError):  # `InputError` is a ValueError
+            continue
+        found.setdefault(row["id"], row)
+    return list(found.values())
 
 
 def line(record: dict) -> str:

@@ -52,6 +52,11 @@ def mmlu(tmp_path) -> Path:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
     """A random two-layer Llama whose byte-level BPE has tokens " A" to " D"."""
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+def make_tiny_model(out: Path) -> Path:
+    """Write the model of `tiny_model` to `out`."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -69,16 +74,15 @@ def tiny_model(tmp_path_factory) -> Path:
         text,
         trainers.BpeTrainer(vocab_size=400, special_tokens=["<s>"], initial_alphabet=alphabet),
     )
-    out = tmp_path_factory.mktemp("tiny")
     PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>").save_pretrained(out)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(bpe.get_vocab()),
-        hidden_size=32,
+        hidden_size=64,
         intermediate_size=64,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=2,  # heads of 32, the smallest that vLLM's CPU attention takes
+        num_key_value_heads=1,
         max_position_embeddings=2048,
         initializer_range=0.3,
     )

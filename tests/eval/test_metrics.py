@@ -147,6 +147,12 @@ def test_simulated_labels_are_samples_with_those_labels():
             assert metric(sample)[r] == pytest.approx(plain[name], abs=1e-9), name
 
 
+def test_no_probability_above_the_threshold_of_tace():
+    of = Scores(np.full((6, 2), 0.004), np.array([0, 1] * 3))
+    for sample in (Sample(of, np.ones((3, 6))), Sample(of, labels=np.zeros((3, 6), int))):
+        assert binned.tace(sample).tolist() == [0, 0, 0]
+
+
 def test_noise_floor_is_what_calibrated_models_read():
     floor = metrics.noise_floor(Scores(*draw(2000, 0)))
     read = [metrics.values(Scores(*draw(2000, seed))) for seed in range(1, 120)]

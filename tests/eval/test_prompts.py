@@ -38,7 +38,7 @@ def independent(data, subject: str) -> list[str]:
 
 def test_all_official_prompts(shared_data):
     data = shared_data("mmlu.tar.xz")
-    subjects = tasks.load("mmlu", data)
+    subjects = tasks.load("mmlu", tasks.Source(str(data), 5))
     assert len(subjects) == 57
     ours, theirs = hashlib.sha256(), hashlib.sha256()
     for subject in subjects:
@@ -67,7 +67,7 @@ def test_prompts_command(mmlu, capsys):
 
 @pytest.mark.parametrize("shots", [0, 1, 5])
 def test_fewer_shots_are_a_prefix(mmlu, shots):
-    subject = tasks.load("mmlu", mmlu)[0]
+    subject = tasks.load("mmlu", tasks.Source(str(mmlu), 5))[0]
     text = prompts.build(subject, subject.questions[0], shots).text
     full = prompts.build(subject, subject.questions[0], 5).text
     body = prompts.body(subject.questions[0])

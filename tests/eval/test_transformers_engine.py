@@ -37,7 +37,7 @@ def plain(folder, text: str, letters: list[list[str]]) -> list[float]:
 def test_equals_the_plain_way(mmlu, tiny_model, tmp_path, options):
     rows = score(tiny_model, mmlu, tmp_path / "r.jsonl", *options)
     shots = int(options[1]) if "--shots" in options else 5
-    subjects = tasks.load("mmlu", mmlu, shots)
+    subjects = tasks.load("mmlu", tasks.Source(str(mmlu), shots))
     questions = [(s, q) for s in subjects for q in s.questions]
     assert [row["id"] for row in rows] == [q.id for _, q in questions]
     for (subject, question), row in list(zip(questions, rows, strict=True))[::9]:
@@ -51,15 +51,15 @@ def test_equals_the_plain_way(mmlu, tiny_model, tmp_path, options):
 
 def test_the_prefix_is_computed_once(mmlu, tiny_model, tmp_path, capsys):
     score(tiny_model, mmlu, tmp_path / "r.jsonl")
-    usage = json.loads((tmp_path / "r.jsonl.meta.json").read_text())["usage"]
-    assert usage["one_prompt_a_choice"] == 4 * usage["prompt_tokens"]
-    assert usage["computed_tokens"] * 5 <= usage["one_prompt_a_choice"]
+    meta = json.loads((tmp_path / "r.jsonl.meta.json").read_text())
+    usage, four = meta["usage"], meta["one_prompt_a_choice"]
+    assert four == 4 * usage["prompt_tokens"] and usage["computed_tokens"] * 5 <= four
     assert "fewer than the" in capsys.readouterr().err
 
 
 def test_shots_are_dropped_until_the_prompt_fits(mmlu, tiny_model, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    subjects = tasks.load("mmlu", mmlu)
+    subjects = tasks.load("mmlu", tasks.Source(str(mmlu), 5))
     lengths = [
         [len(tokenizer(prompts.build(s, q, k).text)["input_ids"]) for k in range(6)]
         for s in subjects
@@ -115,7 +115,7 @@ def test_real_model_on_real_mmlu(stories, shared_data, tmp_path):
         stories, data, out, "--subjects", "astronomy,high_school_us_history", "--limit", 40
     )
     assert len(rows) == 80 and {row["shots"] for row in rows} == {5}
-    subject = tasks.load("mmlu", data, subjects=["astronomy"])[0]
+    subject = tasks.load("mmlu", tasks.Source(str(data), 5, ("astronomy",)))[0]
     # This tokenizer has a piece "▁B" but spells " A", " C" and " D" in two.
     split = AutoTokenizer.from_pretrained(stories).tokenize("x A x B x C x D")
     assert "▁B" in split and "▁A" not in split
@@ -123,5 +123,5 @@ def test_real_model_on_real_mmlu(stories, shared_data, tmp_path):
         text = prompts.build(subject, subject.questions[i], 5).text
         names = [["▁", c] if f"▁{c}" not in split else [f"▁{c}"] for c in "ABCD"]
         assert rows[i]["logprobs"] == pytest.approx(plain(stories, text, names), abs=1e-4)
-    usage = json.loads((tmp_path / "r.jsonl.meta.json").read_text())["usage"]
-    assert usage["computed_tokens"] * 5 <= usage["one_prompt_a_choice"]
+    meta = json.loads((tmp_path / "r.jsonl.meta.json").read_text())
+    assert meta["usage"]["computed_tokens"] * 5 <= meta["one_prompt_a_choice"]

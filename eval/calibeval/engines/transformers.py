@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from calibeval.engines import Job, Usage
+from calibeval.engines import Job, Usage, context_length, first_line, load_tokenizer
 from calibeval.errors import InputError
 from calibeval.letters import common_prefix
 
@@ -38,19 +38,17 @@ class TransformersEngine:
         self.dtype = "float32" if dtype == "auto" and self.device == "cpu" else dtype
         self.batch_size = batch_size
         kind = self.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
+        self.tokenizer = load_tokenizer(model, revision)
         try:
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(model, revision=revision)
             self.model = transformers.AutoModelForCausalLM.from_pretrained(
                 model, torch_dtype=kind, revision=revision
             )
         except (OSError, ValueError, KeyError) as error:
-            reason = str(error).strip().split("\n")[0]
             raise InputError(
-                f"{model}: cannot be loaded as a causal language model: {reason}"
+                f"{model}: cannot be loaded as a causal language model: {first_line(error)}"
             ) from error
         self.model.to(self.device).eval()
-        positions = getattr(self.model.config, "max_position_embeddings", None)
-        self.max_length = max_length or positions or 2**31
+        self.max_length = max_length or context_length(self.model.config)
         self.usage = Usage()
 
     def describe(self) -> dict:
@@ -68,23 +66,37 @@ class TransformersEngine:
         """Versions of the packages that computed the figures."""
         return {"torch": torch.__version__, "transformers": transformers.__version__}
 
-    @torch.inference_mode()
     def score(self, groups: list[list[Job]]) -> Iterator[tuple[int, list[float]]]:
-        """Yield (job index, log-probabilities of its ids) for every job."""
-        for group in groups:
-            yield from self._score_group(group)
+        """Yield (job index, log-probability of each letter) for every job."""
+        for job, _, logits in self.states(groups):
+            rows = torch.log_softmax(logits.float(), dim=-1)
+            lead = [0.0]
+            for depth, token in enumerate(job.spine):
+                lead.append(lead[-1] + rows[depth, token].item())
+            yield (
+                job.index,
+                [lead[depth] + rows[depth, token].item() for depth, token in job.letters],
+            )
 
-    def _score_group(self, group: list[Job]) -> Iterator[tuple[int, list[float]]]:
-        # A job's last token stays out of the cache: its logits are what the job asks for.
-        shortest = min(len(job.tokens) for job in group)
-        prefix = min(common_prefix([job.tokens for job in group]), shortest - 1)
-        cache = self._prefix_cache(group[0].tokens[:prefix]) if prefix and len(group) > 1 else None
-        prefix = prefix if cache is not None else 0
-        self.usage.prompt_tokens += sum(len(job.tokens) + len(job.spine) for job in group)
-        self.usage.computed_tokens += prefix
-        ordered = sorted(group, key=lambda job: len(job.tokens))
-        for start in range(0, len(ordered), self.batch_size):
-            yield from self._score_batch(ordered[start : start + self.batch_size], prefix, cache)
+    @torch.inference_mode()
+    def states(self, groups: list[list[Job]]) -> Iterator[tuple[Job, Tensor, Tensor]]:
+        """Yield (job, what the output layer is given (P, D), logits (P, V)) for every job.
+
+        Row d of the P = len(job.spine) + 1 rows follows the context and d tokens of the spine.
+        """
+        for group in groups:
+            # A job's last token stays out of the cache: its logits are what the job asks for.
+            shortest = min(len(job.tokens) for job in group)
+            prefix = min(common_prefix([job.tokens for job in group]), shortest - 1)
+            cache = None
+            if prefix and len(group) > 1:
+                cache = self._prefix_cache(group[0].tokens[:prefix])
+                self.usage.computed_tokens += prefix
+            prefix = prefix if cache is not None else 0
+            self.usage.prompt_tokens += sum(len(job.tokens) + len(job.spine) for job in group)
+            ordered = sorted(group, key=lambda job: len(job.tokens))
+            for start in range(0, len(ordered), self.batch_size):
+                yield from self._batch(ordered[start : start + self.batch_size], prefix, cache)
 
     def _prefix_cache(self, tokens: tuple[int, ...]):
         ids = torch.tensor([tokens], device=self.device)
@@ -93,9 +105,7 @@ class TransformersEngine:
         # Caches that cannot be copied along the batch (recurrent states) are not shared.
         return cache if hasattr(cache, "batch_repeat_interleave") else None
 
-    def _score_batch(
-        self, batch: list[Job], prefix: int, cache
-    ) -> Iterator[tuple[int, list[float]]]:
+    def _batch(self, batch: list[Job], prefix: int, cache) -> Iterator[tuple[Job, Tensor, Tensor]]:
         suffixes = [job.tokens[prefix:] + job.spine for job in batch]
         width = max(map(len, suffixes))
         self.usage.computed_tokens += width * len(batch)
@@ -114,31 +124,30 @@ class TransformersEngine:
             ],
             device=self.device,
         )  # (batch, deepest + 1)
-        with self._only_positions(read):
+        with self._only_positions(read) as given:
             logits = self.model(
                 input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True
             ).logits
-        logprobs = torch.log_softmax(logits.float(), dim=-1).cpu()  # (batch, deepest + 1, V)
-        for job, rows in zip(batch, logprobs, strict=True):
-            lead = [0.0]
-            for depth, token in enumerate(job.spine):
-                lead.append(lead[-1] + rows[depth, token].item())
-            yield (
-                job.index,
-                [lead[depth] + rows[depth, token].item() for depth, token in job.letters],
-            )
+        for row, job in enumerate(batch):
+            depth = len(job.spine) + 1
+            yield job, given[0][row, :depth], logits[row, :depth]
 
     @contextmanager
-    def _only_positions(self, positions: Tensor):  # (batch, P)
-        """Let the head see only these positions: a vocabulary of logits for each token is waste."""
+    def _only_positions(self, positions: Tensor) -> Iterator[list[Tensor]]:  # (batch, P)
+        """Let the output layer see only these positions, and keep what it was given.
+
+        A vocabulary of logits for each prompt token would be waste.
+        """
+        given = []
 
         def select(module, args):
             hidden = args[0]
             index = positions[..., None].expand(-1, -1, hidden.shape[-1])
-            return (hidden.gather(1, index), *args[1:])
+            given.append(hidden.gather(1, index))
+            return (given[-1], *args[1:])
 
         handle = self.model.get_output_embeddings().register_forward_pre_hook(select)
         try:
-            yield
+            yield given
         finally:
             handle.remove()

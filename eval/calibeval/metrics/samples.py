@@ -118,7 +118,7 @@ class Pairs:
         """
         start = int(np.searchsorted(self.confidence, above, side="right"))
         if start == self.n:
-            return np.zeros((1, 1)), np.zeros((1, 1))
+            return np.zeros((1, 1)), np.zeros((len(self.residuals), 1))
         before = self.counts[:, start, None]
         total = np.maximum(self.counts[:, -1:] - before, 1)
         at = np.round(np.arange(1, bins) * total / bins)

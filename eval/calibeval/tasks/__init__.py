@@ -1,21 +1,25 @@
 """Tasks: from a data folder or file to subjects of questions."""
 
-from pathlib import Path
-
 from calibeval.errors import InputError
-from calibeval.tasks import mmlu
-from calibeval.tasks.question import LETTERS, Question, Subject
+from calibeval.tasks import arc, hellaswag, jsonl, mmlu
+from calibeval.tasks.question import LETTERS, Question, Source, Subject
 
-LOADERS = {"mmlu": mmlu.load}
-__all__ = ["LETTERS", "LOADERS", "Question", "Subject", "load"]
+LOADERS = {
+    "mmlu": mmlu.load,
+    "hellaswag": hellaswag.load,
+    "arc_easy": arc.easy,
+    "arc_challenge": arc.challenge,
+    "jsonl": jsonl.load,
+}
+__all__ = ["LETTERS", "LOADERS", "Question", "Source", "Subject", "load"]
 
 
-def load(
-    task: str, data: Path, shots: int = 5, subjects: list[str] | None = None, split: str = "test"
-) -> list[Subject]:
-    """Read a task's questions with `shots` examples a subject; bad data raises `InputError`."""
+def load(task: str, source: Source) -> list[Subject]:
+    """Read a task's questions and few-shot examples; bad data raises `InputError`."""
     if task not in LOADERS:
         raise InputError(f"unknown task {task!r}; known: {', '.join(LOADERS)}")
-    if shots < 0:
-        raise InputError(f"--shots is {shots}, expected 0 or more")
-    return LOADERS[task](Path(data), shots, subjects, split)
+    if source.shots < 0:
+        raise InputError(f"--shots is {source.shots}, expected 0 or more")
+    if source.subjects and task not in ("mmlu", "jsonl"):
+        raise InputError(f"--subjects is for mmlu and jsonl; {task} has one subject")
+    return LOADERS[task](source)

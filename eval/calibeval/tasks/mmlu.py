@@ -9,38 +9,73 @@ from pathlib import Path
 
 from calibeval.errors import InputError
 from calibeval.files import read_text
-from calibeval.tasks.question import LETTERS, Question, Subject
+from calibeval.tasks.question import LETTERS, Question, Source, Subject, checked
 
 COLUMNS = ("question", "A", "B", "C", "D", "answer")
+HUB = "hub:"
 
 
-def load(data: Path, shots: int, subjects: list[str] | None, split: str) -> list[Subject]:
-    """Read every subject under `data`, or those named, in alphabetical order."""
-    present = subjects_of(data, split)
-    unknown = sorted(set(subjects or ()) - set(present))
-    if unknown:
-        raise InputError(
-            f"{data / split}: no {unknown[0]}_{split}.csv; subjects there: {', '.join(present)}"
-        )
+def load(source: Source) -> list[Subject]:
+    """Read every subject, or those named, in alphabetical order.
+
+    `source.data` is a folder in the official layout, or hub:NAME for a hub data set with the
+    columns question, choices and answer, such as hub:cais/mmlu.
+    """
+    split = source.split or "test"
+    if source.data.startswith(HUB):
+        return _hub(source, split)
+    data = Path(source.data)
     loaded = []
-    for name in present:
-        if subjects and name not in subjects:
-            continue
-        examples = read_csv(data / "dev" / f"{name}_dev.csv", name) if shots else []
-        if len(examples) < shots:
-            raise InputError(
-                f"{data / 'dev' / f'{name}_dev.csv'}: {len(examples)} rows, "
-                f"but --shots {shots} needs {shots}"
-            )
+    for name in chosen(subjects_of(data, split), source.subjects, f"{data / split}"):
+        examples = data / "dev" / f"{name}_dev.csv"
+        shots = read_csv(examples, name) if source.shots else []
+        _enough(len(shots), source.shots, str(examples))
         questions = read_csv(data / split / f"{name}_{split}.csv", name)
-        loaded.append(Subject(name, header(name), tuple(examples[:shots]), tuple(questions)))
+        loaded.append(_subject(name, shots[: source.shots], questions))
     return loaded
 
 
-def header(subject: str) -> str:
-    """The official first line; its formatter leaves two spaces before the subject."""
-    topic = "".join(f" {word}" for word in subject.split("_"))
-    return f"The following are multiple choice questions (with answers) about {topic}.\n\n"
+def _subject(name: str, shots: list[Question], questions: list[Question]) -> Subject:
+    return Subject(name, name.replace("_", " "), tuple(shots), tuple(questions))
+
+
+def _enough(found: int, shots: int, where: str) -> None:
+    if found < shots:
+        raise InputError(f"{where}: {found} rows, but --shots {shots} needs {shots}")
+
+
+def chosen(present: list[str], wanted: tuple[str, ...] | None, where: str) -> list[str]:
+    """The subjects to read; one that is not present raises `InputError`."""
+    unknown = sorted(set(wanted or ()) - set(present))
+    if unknown:
+        raise InputError(f"{where}: no subject {unknown[0]!r}; there are {', '.join(present)}")
+    return [name for name in present if not wanted or name in wanted]
+
+
+def _hub(source: Source, split: str) -> list[Subject]:
+    from datasets import get_dataset_config_names, load_dataset
+
+    name = source.data.removeprefix(HUB)
+    try:
+        present = sorted(set(get_dataset_config_names(name)) - {"all", "auxiliary_train"})
+        loaded = []
+        for subject in chosen(present, source.subjects, name):
+            parts = [load_dataset(name, subject, split=part) for part in ("dev", split)]
+            shots, questions = ([_row(r, i, subject) for i, r in enumerate(p)] for p in parts)
+            _enough(len(shots), source.shots, f"{name}, {subject}, split dev")
+            loaded.append(_subject(subject, shots[: source.shots], questions))
+    except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{source.data}: cannot be loaded from the hub: {error}") from error
+    return loaded
+
+
+def _row(row: dict, index: int, subject: str) -> Question:
+    where = f"{subject}, row {index}"
+    return checked(
+        where, f"{subject}/{index}", subject, row["question"], row["choices"], row["answer"]
+    )
 
 
 def subjects_of(data: Path, split: str) -> list[str]:

@@ -1,6 +1,8 @@
-"""What a task yields: one multiple-choice question with a known answer."""
+"""What a task yields: multiple-choice questions with known answers, by subject."""
 
 from dataclasses import dataclass
+
+from calibeval.errors import InputError
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -18,9 +20,56 @@ class Question:
 
 @dataclass(frozen=True)
 class Subject:
-    """The questions that share a header and few-shot examples, so also a prompt prefix."""
+    """The questions that share a topic and few-shot examples, so also a prompt prefix."""
 
     name: str
-    header: str
+    topic: str
     shots: tuple[Question, ...]
     questions: tuple[Question, ...]
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a loader is asked for."""
+
+    data: str
+    shots: int
+    subjects: tuple[str, ...] | None = None
+    split: str | None = None
+    examples: str | None = None
+
+
+def checked(where: str, id: str, subject: str, text, choices, label: int) -> Question:
+    """A question whose text and choices are text, filled, and 2 to 26 in number."""
+    if not isinstance(text, str) or not text.strip():
+        raise InputError(f"{where}: question is {text!r}, expected text")
+    if not isinstance(choices, (list, tuple)) or not 2 <= len(choices) <= len(LETTERS):
+        found = len(choices) if isinstance(choices, (list, tuple)) else repr(choices)
+        raise InputError(f"{where}: {found} choices, expected a list of 2 to {len(LETTERS)}")
+    for letter, choice in zip(LETTERS, choices, strict=False):
+        if not isinstance(choice, str) or not choice.strip():
+            raise InputError(f"{where}: choice {letter} is {choice!r}, expected text")
+    return Question(id, subject, text, tuple(choices), label)
+
+
+def unique(questions: list[Question], where: str) -> list[Question]:
+    """The questions, or `InputError` if two share an id."""
+    seen = set()
+    for question in questions:
+        if question.id in seen:
+            raise InputError(f"{where}: id {question.id!r} is there twice; ids must be unique")
+        seen.add(question.id)
+    return questions
+
+
+def split_examples(
+    questions: list[Question], examples: list[Question] | None, shots: int, where: str
+) -> tuple[tuple[Question, ...], tuple[Question, ...]]:
+    """(few-shot examples, questions to score): the first `shots` of the examples.
+
+    Without a file of examples the first questions serve, and are then not scored.
+    """
+    pool = questions if examples is None else examples
+    if len(pool) < shots:
+        raise InputError(f"{where}: {len(pool)} rows, but --shots {shots} needs {shots}")
+    return tuple(pool[:shots]), tuple(questions[shots:] if examples is None else questions)

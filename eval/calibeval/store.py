@@ -1,0 +1,103 @@
+"""Records while they are made: finished shards survive kill -9, half-written ones never count.
+
+RECORDS.jsonl.parts/settings.json     what is being scored, and how
+RECORDS.jsonl.parts/000500.json       a finished shard: {"usage", "seconds", "records"}
+RECORDS.jsonl, RECORDS.jsonl.meta.json   at the end
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+from calibeval import records
+from calibeval.errors import InputError
+from calibeval.files import atomic_write
+
+
+class Store:
+    """The finished records of one scoring run, whoever made them."""
+
+    def __init__(self, out: Path, settings: dict, overwrite: bool = False):
+        self.out, self.settings = out, settings
+        self.folder = out.with_name(out.name + ".parts")
+        if overwrite:
+            clear(out)
+        if out.exists():
+            _same(_settings(records.sidecar(out), out), settings, out)
+        header = self.folder / "settings.json"
+        if header.exists():
+            _same(_settings(header, out), settings, self.folder)
+
+    def finished(self) -> dict[str, dict]:
+        """Records by question id: of the finished shards, and what is intact of the final file."""
+        found = {}
+        if self.out.exists():
+            found |= {row["id"]: row for row in records.intact(self.out)}
+        for part in self._parts():
+            found |= {row["id"]: row for row in part["records"]}
+        return found
+
+    def add(self, first: int, rows: list[dict], usage: dict, seconds: float) -> None:
+        """Keep a finished shard; `first` is the place of its first question in the task."""
+        header = self.folder / "settings.json"
+        if not header.exists():
+            with atomic_write(header) as file:
+                json.dump({"settings": self.settings}, file, indent=1)
+        with atomic_write(self.folder / f"{first:06}.json") as file:
+            json.dump({"usage": usage, "seconds": seconds, "records": rows}, file)
+
+    def finish(self, rows: list[dict], meta: dict) -> dict:
+        """Write the final file and its sidecar, drop the shards, return the sidecar's content."""
+        parts = self._parts()
+        usage: dict[str, int] = {}
+        for part in parts:
+            for key, value in part["usage"].items():
+                usage[key] = usage.get(key, 0) + value
+        seconds = round(sum(part["seconds"] for part in parts), 3)
+        meta = {"settings": self.settings, **meta, "questions": len(rows)}
+        meta |= {"seconds": seconds, "usage": usage}
+        # The sidecar first: records without their settings would be unusable.
+        with atomic_write(records.sidecar(self.out)) as file:
+            json.dump(meta, file, indent=1)
+        with atomic_write(self.out) as file:
+            file.writelines(map(records.line, rows))
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return meta
+
+    def _parts(self) -> list[dict]:
+        found = []
+        for path in sorted(self.folder.glob("[0-9]*.json")):
+            try:
+                found.append(json.loads(path.read_text(encoding="utf-8")))
+            except FileNotFoundError:
+                continue  # another process has just merged and dropped the shards
+            except ValueError as error:
+                raise InputError(
+                    f"{path}: not JSON ({error}); delete it to score it anew"
+                ) from error
+        return found
+
+
+def clear(out: Path) -> None:
+    """Forget what a scoring run has made so far."""
+    shutil.rmtree(out.with_name(out.name + ".parts"), ignore_errors=True)
+    out.unlink(missing_ok=True)
+
+
+def _settings(path: Path, out: Path) -> dict:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["settings"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{out}: exists, but {path.name} does not say how it was made; "
+            f"give --overwrite to replace it"
+        ) from error
+
+
+def _same(found: dict, wanted: dict, where: Path) -> None:
+    for key in wanted:
+        if found.get(key) != wanted[key]:
+            raise InputError(
+                f"{where}: was made with {key} {found.get(key)!r}, now it is {wanted[key]!r}; "
+                f"give --overwrite to score anew, or another --out"
+            )

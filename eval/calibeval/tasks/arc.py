@@ -1,0 +1,52 @@
+"""ARC-Easy and ARC-Challenge in AI2's JSON lines: `<NAME>-Train.jsonl`, `-Dev`, `-Test`.
+
+{"id", "question": {"stem", "choices": [{"text", "label"}]}, "answerKey"}; items have 3 to 5 choices
+and letters or digits as labels. Choices are lettered anew by their place.
+"""
+
+from functools import partial
+from pathlib import Path
+
+from calibeval.errors import InputError
+from calibeval.files import json_lines
+from calibeval.tasks.question import Question, Source, Subject, checked, split_examples, unique
+
+
+def load(name: str, source: Source) -> list[Subject]:
+    """Read a split (default test); few-shot examples are the first of the training split."""
+    data, split = Path(source.data), (source.split or "test").capitalize()
+    path = data / f"{name}-{split}.jsonl"
+    if not path.is_file():
+        raise InputError(f"{data}: no {path.name}; expected AI2's files {name}-Train, -Dev, -Test")
+    examples = Path(source.examples) if source.examples else data / f"{name}-Train.jsonl"
+    subject = name.lower().replace("-", "_")
+    questions = unique(read(path, subject), str(path))
+    pool = read(examples, subject) if source.shots else []
+    shots, questions = split_examples(questions, pool, source.shots, str(examples))
+    return [Subject(subject, "grade-school science", shots, questions)]
+
+
+def read(path: Path, subject: str) -> list[Question]:
+    """Read and check one file."""
+    questions = []
+    for number, row in json_lines(path):
+        where = f"{path}, line {number}"
+        try:
+            stem, choices = row["question"]["stem"], row["question"]["choices"]
+            labels, texts = [c["label"] for c in choices], [c["text"] for c in choices]
+            id, key = row["id"], row["answerKey"]
+        except (KeyError, TypeError) as error:
+            raise InputError(
+                f"{where}: not an ARC item (at {error}); expected id, question with stem and "
+                f"choices of text and label, answerKey"
+            ) from error
+        if labels.count(key) != 1:
+            raise InputError(f"{where}: answerKey is {key!r}, expected one of {labels}")
+        questions.append(checked(where, id, subject, stem, texts, labels.index(key)))
+    if not questions:
+        raise InputError(f"{path}: no questions")
+    return questions
+
+
+easy = partial(load, "ARC-Easy")
+challenge = partial(load, "ARC-Challenge")

@@ -1,0 +1,136 @@
+"""Scoring goes on after kill -9, spreads over processes, and never mixes two runs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from calibeval import score
+from calibeval.__main__ import main
+
+
+@pytest.fixture
+def command(mmlu, tiny_model, tmp_path):
+    """A scoring command; more options are appended by the test."""
+    out = tmp_path / "r.jsonl"
+    return ["score", "--task", "mmlu", "--model", tiny_model, "--data", mmlu, "--out", out]
+
+
+def run(command, *options) -> int:
+    return main([str(c) for c in [*command, *options]])
+
+
+def ids(path) -> list[str]:
+    return [json.loads(line)["id"] for line in path.read_text().splitlines()]
+
+
+def test_kill_loses_at_most_a_shard(mmlu, tiny_model, tmp_path, table, write_rows):
+    write_rows(mmlu / "test" / "light_test.csv", table(1800))
+    out = tmp_path / "r.jsonl"
+    arguments = ["score", "--task", "mmlu", "--model", tiny_model, "--data", mmlu, "--out", out]
+    command = [sys.executable, "-m", "calibeval", *map(str, arguments), "--batch-size", "4"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    parts = tmp_path / "r.jsonl.parts"
+    while len(list(parts.glob("0*.json"))) < 2 and process.poll() is None:
+        time.sleep(0.02)
+    assert process.poll() is None, process.stderr.read()
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not out.exists()
+    finished = sum(len(json.loads(p.read_text())["records"]) for p in parts.glob("0*.json"))
+    assert finished >= 2 * score.SHARD and finished % score.SHARD == 0
+    again = subprocess.run(command, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    assert f"{finished}/1830" in again.stderr  # the progress bar starts where the dead run stopped
+    whole = tmp_path / "whole.jsonl"
+    assert run(arguments[:-1], whole, "--batch-size", "4") == 0
+    rows, expected = (
+        [json.loads(line) for line in p.read_text().splitlines()] for p in (out, whole)
+    )
+    assert len(rows) == 1830 and not parts.exists()
+    for row, other in zip(rows, expected, strict=True):
+        assert row["logprobs"] == pytest.approx(other["logprobs"], abs=1e-5)
+        assert row["id"] == other["id"] and row["prompt_sha256"] == other["prompt_sha256"]
+
+
+def test_finished_is_finished(command, tmp_path, capsys, monkeypatch):
+    assert run(command) == 0
+    before = (tmp_path / "r.jsonl").stat()
+    assert run(command) == 0
+    assert "complete already, 60 questions" in capsys.readouterr().err
+    assert (tmp_path / "r.jsonl").stat().st_mtime_ns == before.st_mtime_ns
+    assert run(command, "--overwrite") == 0
+    assert (tmp_path / "r.jsonl").stat().st_ino != before.st_ino
+
+
+def test_other_settings_are_refused(command, capsys):
+    assert run(command) == 0
+    for options, key in (
+        (["--shots", "2"], "prompts_sha256"),
+        (["--style", "lm-eval"], "style"),
+        (["--max-length", "1500"], "max_length"),
+        (["--dtype", "bfloat16"], "dtype"),
+    ):
+        assert run(command, *options) == 2
+        assert f"was made with {key}" in capsys.readouterr().err
+    assert run(command, "--shots", "2", "--overwrite") == 0
+
+
+def test_every_intact_record_of_a_damaged_file_is_kept(command, tmp_path, capsys):
+    out = tmp_path / "r.jsonl"
+    assert run(command) == 0
+    whole = out.read_text()
+    lines = whole.splitlines(keepends=True)
+    lines[10] = lines[10].replace('"letter_mass": ', '"letter_mass": 7777, "x": ')  # a mark
+    out.write_text("".join(lines[:20]) + lines[20][:50] + "\n" + "".join(lines[30:40]) + '{"id": ')
+    assert main(["metrics", str(out)]) == 2
+    assert "line 21: not JSON" in (err := capsys.readouterr().err)
+    assert "the 20 records before it are intact" in err
+    assert run(command) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["id"] for row in rows] == [json.loads(line)["id"] for line in lines]
+    assert rows[10]["letter_mass"] == 7777  # kept, not scored again
+    meta = json.loads((tmp_path / "r.jsonl.meta.json").read_text())
+    assert 0 < meta["usage"]["prompt_tokens"] < meta["one_prompt_a_choice"] / 4
+
+
+def test_records_without_settings_are_not_touched(command, tmp_path, capsys):
+    out = tmp_path / "r.jsonl"
+    out.write_text("{}\n")
+    assert run(command) == 2
+    assert "does not say how it was made; give --overwrite" in capsys.readouterr().err
+    assert out.read_text() == "{}\n"
+
+
+def test_shards_merge_when_the_last_is_done(command, tmp_path, capsys):
+    out, whole = tmp_path / "r.jsonl", tmp_path / "whole.jsonl"
+    assert run(command, "--shard", "2/3") == 0
+    assert "40 questions are left to other shards" in capsys.readouterr().err
+    assert not out.exists()
+    assert run(command, "--shard", "0/3") == 0
+    assert run(command, "--shard", "1/3") == 0
+    assert run([*command[:-1], whole]) == 0
+    assert ids(out) == ids(whole)
+    assert not (tmp_path / "r.jsonl.parts").exists()
+
+
+def test_workers_are_processes(command, tmp_path):
+    assert run(command, "--workers", "2") == 0
+    assert len(ids(tmp_path / "r.jsonl")) == 60
+
+
+@pytest.mark.slow
+def test_a_failed_worker_is_named(command, capfd):
+    assert run(command, "--workers", "2", "--max-length", "20") == 2
+    assert "worker 0 of 2 failed" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("share", ["3/3", "x", "1", "1/0"])
+def test_bad_shards(command, share, capsys):
+    with pytest.raises(SystemExit):
+        run(command, "--shard", share)
+    assert "is not I/N with 0 ≤ I < N" in capsys.readouterr().err

@@ -1,0 +1,186 @@
+"""HellaSwag, ARC and users' own files, in both prompt styles."""
+
+import json
+
+import pytest
+
+from calibeval import prompts, tasks
+from calibeval.__main__ import main
+from calibeval.errors import InputError
+from calibeval.tasks.hellaswag import clean
+
+
+def load(task, data, shots=0, **options):
+    return tasks.load(task, tasks.Source(str(data), shots, **options))
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_arc_easy(shared_data):
+    (subject,) = load("arc_easy", shared_data("arc_easy.tar.xz"), shots=5)
+    assert len(subject.questions) == 2376 and len(subject.shots) == 5
+    sizes = [len(q.choices) for q in subject.questions]
+    assert (sizes.count(3), sizes.count(4), sizes.count(5)) == (7, 2365, 4)
+    assert not {q.id for q in subject.shots} & {q.id for q in subject.questions}
+    first = subject.questions[0]
+    assert first.id == "Mercury_417466" and first.label == 0
+    text = prompts.build(subject, first, 5).text
+    assert text.startswith("The following are multiple choice questions (with answers) about ")
+    assert text.endswith("\nD. The producers in all ecosystems are plants.\nAnswer:")
+    raw = (shared_data("arc_easy.tar.xz") / "ARC-Easy-Test.jsonl").read_text().splitlines()
+    digits = [json.loads(line) for line in raw]
+    digits = {r["id"]: r for r in digits if r["answerKey"].isdigit()}
+    assert len(digits) == 97
+    for question in subject.questions:
+        if question.id in digits:
+            assert question.label == int(digits[question.id]["answerKey"]) - 1
+
+
+def test_hellaswag(shared_data):
+    path = shared_data("hellaswag_val.jsonl.xz")
+    (subject,) = load("hellaswag", path, shots=5)
+    assert len(subject.questions) == 10042 - 5 and len(subject.shots) == 5
+    assert subject.shots[0].text == "Roof shingle removal: A man is sitting on a roof. he"
+    assert subject.shots[0].label == 3
+    assert not {q.id for q in subject.shots} & {q.id for q in subject.questions}
+    (whole,) = load("hellaswag", path)
+    assert len(whole.questions) == 10042
+
+
+def test_hellaswag_original_markers(tmp_path):
+    assert clean("Ski: [header] How [title] Go  on. [step] Now") == "Ski: How. Go on. Now"
+    row = {"ind": 7, "activity_label": "Ski", "ctx": "A [step] b", "endings": ["c", "d"]}
+    write(tmp_path / "hellaswag_val.jsonl", [row | {"label": "1"}])
+    write(tmp_path / "hellaswag_train.jsonl", [row | {"label": 0}] * 1)
+    (subject,) = load("hellaswag", tmp_path, shots=1)
+    assert subject.questions[0].text == "Ski: A b" and subject.questions[0].label == 1
+    assert subject.shots[0].label == 0
+
+
+ROWS = [
+    {"question": "1 + 1?", "choices": ["1", "2", "3"], "answer": 1, "subject": "sums", "id": "x"},
+    {"question": "Sky?", "choices": ["red", "blue"], "answer": "B"},
+    {"question": "Sea?", "choices": ["red", "blue"], "answer": "blue"},
+    {"question": "Z?", "choices": [f"c{i}" for i in range(26)], "answer": "Z"},
+]
+
+
+def test_jsonl(tmp_path):
+    path = write(tmp_path / "q.jsonl", ROWS)
+    general, sums = load("jsonl", path)
+    assert [q.label for q in general.questions] == [1, 1, 25] and sums.questions[0].id == "x"
+    assert prompts.build(sums, sums.questions[0], 0).text == (
+        "The following are multiple choice questions (with answers) about  sums.\n\n"
+        "1 + 1?\nA. 1\nB. 2\nC. 3\nAnswer:"
+    )
+    examples = write(tmp_path / "e.jsonl", ROWS[1:3])
+    (sums,) = load("jsonl", path, shots=2, examples=str(examples), subjects=("sums",))
+    assert prompts.build(sums, sums.questions[0], 2, "lm-eval").text == (
+        "The following are multiple choice questions (with answers) about sums.\n\n"
+        "Sky?\nA. red\nB. blue\nAnswer: B\n\nSea?\nA. red\nB. blue\nAnswer: B\n\n"
+        "1 + 1?\nA. 1\nB. 2\nC. 3\nAnswer:"
+    )
+
+
+def test_lm_eval_style_strips_the_question(tmp_path):
+    path = write(tmp_path / "q.jsonl", [{"question": " Q? \n", "choices": ["a", "b"], "answer": 0}])
+    (subject,) = load("jsonl", path)
+    built = (prompts.build(subject, subject.questions[0], 0, s).text for s in prompts.STYLES)
+    official, lm_eval = (text.split("\n\n", 1)[1] for text in built)
+    assert official == " Q? \n\nA. a\nB. b\nAnswer:" and lm_eval == "Q?\nA. a\nB. b\nAnswer:"
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"question": "?", "choices": ["a", "b"]}, "line 2: no 'answer'; found question, choices"),
+        (ROWS[1] | {"answer": 2}, "answer is 2, expected 0 to 1, A to B, or the text of one"),
+        (ROWS[1] | {"answer": "C"}, "answer is 'C'"),
+        (ROWS[1] | {"answer": True}, "answer is True"),
+        (ROWS[1] | {"answer": "same", "choices": ["same", "same"]}, "answer is 'same'"),
+        (ROWS[1] | {"choices": ["a"]}, "1 choices, expected a list of 2 to 26"),
+        (ROWS[1] | {"choices": ["a"] * 27}, "27 choices, expected a list of 2 to 26"),
+        (ROWS[1] | {"choices": "ab"}, "'ab' choices, expected a list"),
+        (ROWS[1] | {"choices": ["a", None]}, "choice B is None, expected text"),
+        (ROWS[1] | {"question": ""}, "question is '', expected text"),
+        (ROWS[0], "id 'x' is there twice"),
+    ],
+)
+def test_malformed_jsonl(tmp_path, row, expected):
+    path = write(tmp_path / "q.jsonl", [ROWS[0], row])
+    with pytest.raises(InputError) as raised:
+        load("jsonl", path)
+    assert expected in str(raised.value) and str(path) in str(raised.value)
+
+
+def test_malformed_arc_and_hellaswag(tmp_path):
+    item = {"id": "a", "answerKey": "Q"}
+    item["question"] = {"stem": "s", "choices": [{"text": "t", "label": "A"}] * 2}
+    write(tmp_path / "ARC-Easy-Test.jsonl", [item])
+    with pytest.raises(InputError, match=r"line 1: answerKey is 'Q', expected one of \['A', 'A'\]"):
+        load("arc_easy", tmp_path)
+    write(tmp_path / "ARC-Easy-Test.jsonl", [{"id": "a"}])
+    with pytest.raises(InputError, match=r"line 1: not an ARC item \(at 'question'\)"):
+        load("arc_easy", tmp_path)
+    with pytest.raises(InputError, match=r"no ARC-Challenge-Test\.jsonl"):
+        load("arc_challenge", tmp_path)
+    path = write(tmp_path / "h.jsonl", [{"ctx": "c", "endings": ["a", "b"], "label": ""}])
+    with pytest.raises(InputError, match="label is '', expected the index of an ending"):
+        load("hellaswag", path)
+    with pytest.raises(InputError, match="--shots 5 needs --examples"):
+        load("jsonl", path, shots=5)
+    with pytest.raises(InputError, match="arc_easy has one subject"):
+        load("arc_easy", tmp_path, subjects=("x",))
+
+
+def test_hub_layout(tmp_path):
+    """A data set in the hub's layout, from a folder, through the same loader."""
+    datasets = pytest.importorskip("datasets")
+    row = {"question": "Sky?", "choices": ["a", "b", "c", "d"], "answer": 2, "subject": "s"}
+    for split, count in (("dev", 2), ("test", 3)):
+        folder = tmp_path / "hub" / "old_kings"
+        folder.mkdir(parents=True, exist_ok=True)
+        table = datasets.Dataset.from_list([row] * count)
+        table.to_parquet(str(folder / f"{split}-00000-of-00001.parquet"))
+    (tmp_path / "hub" / "README.md").write_text(
+        "---\nconfigs:\n- config_name: old_kings\n  data_files:\n"
+        "  - split: dev\n    path: old_kings/dev-*\n"
+        "  - split: test\n    path: old_kings/test-*\n---\n"
+    )
+    (subject,) = load("mmlu", f"hub:{tmp_path / 'hub'}", shots=2)
+    assert len(subject.questions) == 3 and subject.questions[0].label == 2
+    assert "about  old kings." in prompts.build(subject, subject.questions[0], 2).text
+    with pytest.raises(InputError, match="split dev: 2 rows, but --shots 3 needs 3"):
+        load("mmlu", f"hub:{tmp_path / 'hub'}", shots=3)
+    with pytest.raises(InputError, match="cannot be loaded from the hub"):
+        load("mmlu", f"hub:{tmp_path / 'absent'}")
+
+
+def test_chat_template(mmlu, tiny_model, tmp_path, capsys):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    command = ["score", "--task", "mmlu", "--data", mmlu, "--out", tmp_path / "r.jsonl"]
+    options = ["--chat-template", "--limit", "2"]
+    assert main([str(c) for c in [*command, *options, "--model", tiny_model]]) == 2
+    assert "has no chat template" in capsys.readouterr().err
+    model = tmp_path / "chat"
+    AutoModelForCausalLM.from_pretrained(tiny_model).save_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = (
+        "<s>{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}[assistant]"
+    )
+    tokenizer.save_pretrained(model)
+    assert main([str(c) for c in [*command, *options, "--model", model]]) == 0
+    row = json.loads((tmp_path / "r.jsonl").read_text().splitlines()[0])
+    subject = load("mmlu", mmlu, 5)[0]
+    text = prompts.build(subject, subject.questions[0], 5).text
+    import torch
+
+    ids = tokenizer(f"<s>[user]{text}\n[assistant]", add_special_tokens=False)["input_ids"]
+    assert ids.count(tokenizer.bos_token_id) == 1
+    logits = AutoModelForCausalLM.from_pretrained(model)(torch.tensor([ids])).logits[0, -1]
+    letters = logits.log_softmax(-1)[tokenizer.convert_tokens_to_ids(list("ABCD"))]
+    assert row["logprobs"] == pytest.approx(letters.tolist(), abs=1e-4)

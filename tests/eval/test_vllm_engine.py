@@ -1,0 +1,109 @@
+"""Real vLLM on CPU against the transformers engine: same records, cached prefixes.
+
+Runs in an environment with vLLM; tests/eval/vllm_env.sh makes one.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytest.importorskip("vllm")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory, shared_data):
+    """Two real subjects of 40 questions each."""
+    import csv
+
+    source, out = shared_data("mmlu.tar.xz"), tmp_path_factory.mktemp("two")
+    for subject in ("astronomy", "college_physics"):
+        for split, count in (("dev", 5), ("test", 40)):
+            name = f"{split}/{subject}_{split}.csv"
+            (out / split).mkdir(exist_ok=True)
+            with open(source / name, newline="") as old, open(out / name, "w", newline="") as new:
+                csv.writer(new).writerows(list(csv.reader(old))[:count])
+    return out
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model, tmp_path_factory):
+    """The tiny model with room for five real shots, which its small vocabulary makes long."""
+    import shutil
+
+    out = tmp_path_factory.mktemp("model") / "tiny"
+    shutil.copytree(tiny_model, out)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
+    return out
+
+
+def score(model, data, out, *options) -> list[dict]:
+    """Records of the command, run as a user runs it."""
+    command = [sys.executable, "-m", "calibeval", "score", "--task", "mmlu"]
+    command += ["--model", model, "--data", data, "--out", out, *options]
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [str(c) for c in command], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def assert_equal(ours: list[dict], theirs: list[dict]) -> None:
+    """Same questions in the same order, log-probabilities within 1e-3."""
+    for a, b in zip(ours, theirs, strict=True):
+        for key in ("id", "subject", "label", "prompt_sha256", "shots"):
+            assert a[key] == b[key]
+        assert a["logprobs"] == pytest.approx(b["logprobs"], abs=1e-3)
+        assert a["letter_mass"] == pytest.approx(b["letter_mass"], abs=1e-3)
+
+
+def test_same_records_and_cached_prefixes(model, data, tmp_path):
+    vllm = score(model, data, tmp_path / "v.jsonl", "--engine", "vllm")
+    transformers = score(model, data, tmp_path / "t.jsonl")
+    assert_equal(vllm, transformers)
+    assert len(vllm) == 80 and vllm[0]["versions"]["vllm"]
+    meta = json.loads((tmp_path / "v.jsonl.meta.json").read_text())
+    usage = meta["usage"]
+    hits = 1 - usage["computed_tokens"] / usage["prompt_tokens"]
+    print(f"prefix cache: {hits:.1%} of {usage['prompt_tokens']} prompt tokens were hits")
+    assert hits >= 0.75
+    assert meta["settings"]["engine_settings"]["engine"] == "vllm"
+
+
+def test_letters_of_two_tokens(model, data, tmp_path):
+    """A tokenizer that spells " A" as "Ġ", "A" gives the same figures in both engines."""
+    path = model.parent / "split"
+    subprocess.run(["cp", "-r", str(model), str(path)], check=True)
+    raw = json.loads((path / "tokenizer.json").read_text())
+    merges = raw["model"]["merges"]
+    raw["model"]["merges"] = [m for m in merges if m not in (["Ġ", "A"], ["Ġ", "C"])]
+    assert len(merges) - len(raw["model"]["merges"]) == 2
+    (path / "tokenizer.json").write_text(json.dumps(raw))
+    vllm = score(path, data, tmp_path / "v.jsonl", "--engine", "vllm", "--limit", "10")
+    assert_equal(vllm, score(path, data, tmp_path / "t.jsonl", "--limit", "10"))
+
+
+def test_a_question_order_that_is_shuffled(model, data, tmp_path):
+    """JSON-lines questions of mixed subjects and 2 to 5 choices."""
+    rng = random.Random(0)
+    rows = [
+        {
+            "question": f"Which number is {i}?",
+            "choices": [str(i + j) for j in range(rng.randint(2, 5))],
+            "answer": 0,
+            "subject": rng.choice(["sums", "kings"]),
+        }
+        for i in range(30)
+    ]
+    path = tmp_path / "q.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--task", "jsonl", "--shots", "0"]
+    vllm = score(model, path, tmp_path / "v.jsonl", "--engine", "vllm", *options)
+    assert_equal(vllm, score(model, path, tmp_path / "t.jsonl", *options))
+    assert {len(row["logprobs"]) for row in vllm} == {2, 3, 4, 5}
