@@ -5,6 +5,7 @@ checkpoints/step-N/ · model/ (final, Hugging Face) · scores/<task>.jsonl · DO
 """
 
 import os
+import re
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -131,13 +132,9 @@ class RunDir:
         return lease(self.lock, timeout=0, lost=lost)
 
     def step(self) -> int:
-        """The last saved step, 0 before the first checkpoint."""
-        steps = [
-            int(folder.name.removeprefix("step-"))
-            for folder in self.checkpoints.glob("step-*")
-            if folder.name.removeprefix("step-").isdigit()
-        ]
-        return max(steps, default=0)
+        """The last saved step, 0 before the first checkpoint; open-instruct writes step_N."""
+        names = (re.fullmatch(r"step[-_](\d+)", path.name) for path in self.checkpoints.glob("*"))
+        return max((int(name[1]) for name in names if name), default=0)
 
     def log_tail(self, size: int = 16384) -> list[str]:
         """The last lines of the log, without progress bars' overwritten states."""

@@ -7,7 +7,10 @@ from sweeps.backends.base import Backend
 from sweeps.errors import SweepError
 
 # name in a sweep file → module; imported only when a sweep asks for it
-REGISTRY = {"builtin": "sweeps.backends.builtin"}
+REGISTRY = {
+    "builtin": "sweeps.backends.builtin",
+    "open-instruct": "sweeps.backends.open_instruct",
+}
 
 
 def get_backend(name: str, source: str = "backend") -> Backend:

@@ -1,5 +1,6 @@
 """The builtin trainer: open-instruct's finetune keys, a compact loop (sweeps.trainer)."""
 
+import contextlib
 import importlib.util
 import json
 import shutil
@@ -78,13 +79,7 @@ class Builtin:
         return problems
 
     def provenance(self, train: BuiltinKeys) -> dict:
-        versions = {}
-        for package in PACKAGES:
-            try:
-                versions[package] = version(package)
-            except PackageNotFoundError:
-                continue
-        return {"trainer": "sweeps.trainer", "versions": versions}
+        return {"trainer": "sweeps.trainer", "versions": versions()}
 
     def program(self, run: RunDir) -> Program:
         return Program(module="sweeps.trainer", arguments=(str(run.path.absolute()),))
@@ -97,6 +92,15 @@ class Builtin:
 
     def clean(self, run: RunDir) -> None:
         shutil.rmtree(run.checkpoints, ignore_errors=True)
+
+
+def versions() -> dict[str, str]:
+    """The installed versions of what decides a run's numbers."""
+    found = {}
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 def model_problems(key: str, name: str) -> list[str]:

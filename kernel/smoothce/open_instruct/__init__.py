@@ -1,0 +1,35 @@
+"""What the patched open-instruct finetune script calls; `patches/` holds the lines that call it."""
+
+from smoothce.open_instruct.arguments import check_arguments, set_attention_dropout
+from smoothce.open_instruct.monitor import Monitor
+from smoothce.open_instruct.offline import (
+    respect_offline,
+    trackable,
+    tracker_or_none,
+    unless_offline,
+)
+from smoothce.open_instruct.resume import (
+    already_trained,
+    get_last_checkpoint_path,
+    mark_trained,
+    resumed_batches,
+)
+from smoothce.open_instruct.stack import accelerator_class, chat_template
+from smoothce.open_instruct.training_loss import training_loss
+
+__all__ = [
+    "Monitor",
+    "accelerator_class",
+    "already_trained",
+    "chat_template",
+    "check_arguments",
+    "get_last_checkpoint_path",
+    "mark_trained",
+    "respect_offline",
+    "resumed_batches",
+    "set_attention_dropout",
+    "trackable",
+    "tracker_or_none",
+    "training_loss",
+    "unless_offline",
+]

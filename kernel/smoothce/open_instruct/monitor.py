@@ -1,0 +1,75 @@
+"""What a sweep needs to see of a run (gradient norms, clipping), and how it asks a run to stop."""
+
+import json
+import logging
+import math
+import os
+import time
+from argparse import Namespace
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+# The launcher reads the JSON that follows this from the log.
+PREFIX = "training statistics: "
+
+
+class Monitor:
+    """Gradient norms, clipping and speed behind `log_statistics`, and the stop-file."""
+
+    def __init__(self, args: Namespace, accelerator: Any) -> None:
+        self.args = args
+        self.accelerator = accelerator
+        self.norms: list[float] = []
+        self.clipped = 0
+        self.tokens, self.time = 0, time.monotonic()
+
+    def observe_gradients(self, model: Any) -> None:
+        """After backward, before upstream clips: the norm of the whole gradient of this step."""
+        if not (self.args.log_statistics and self.accelerator.sync_gradients):
+            return
+        if hasattr(model, "get_global_grad_norm"):  # DeepSpeed has taken its step in backward
+            norm, limit = model.get_global_grad_norm(), model.gradient_clipping()
+        else:
+            # A limit of infinity scales by exactly 1 and works for every kind of sharding.
+            norm = self.accelerator.clip_grad_norm_(model.parameters(), math.inf)
+            limit = self.args.clip_grad_norm
+        if norm is not None:
+            self.norms.append(float(norm))
+            self.clipped += 0 < limit < self.norms[-1]
+
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
+        """Adds this project's statistics to upstream's metrics, and logs both as one JSON line.
+
+        All are of the steps since the last line: the mean norm before clipping and the largest one,
+        the fraction of steps in which the norm was clipped, tokens per second over all ranks.
+        """
+        if not self.args.log_statistics:
+            return
+        if self.norms:
+            metrics["grad_norm"] = sum(self.norms) / len(self.norms)
+            metrics["grad_norm_max"] = max(self.norms)
+            metrics["clipped"] = self.clipped / len(self.norms)
+        tokens, now = metrics["total_tokens"], time.monotonic()
+        metrics["tokens_per_s"] = (tokens - self.tokens) / (now - self.time)
+        self.norms, self.clipped, self.tokens, self.time = [], 0, tokens, now
+        if self.accelerator.is_main_process:
+            logger.info("%s%s", PREFIX, json.dumps({"step": step, **metrics}))
+
+    def stop_requested(self) -> bool:
+        """Whether the stop-file exists, as the main process sees it; the same on every process."""
+        if not self.args.stop_file:
+            return False
+        exists = self.accelerator.is_main_process and os.path.exists(self.args.stop_file)
+        flag = torch.tensor(int(exists), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(flag, "sum").item())
+
+    def stopped(self, step: int) -> None:
+        """Says why the run ends here, after the checkpoint was written."""
+        self.accelerator.print(
+            f"{self.args.stop_file} exists: stopped after step {step}, checkpoint saved; "
+            "the same command continues from it once the file is gone"
+        )
+        self.accelerator.end_training()

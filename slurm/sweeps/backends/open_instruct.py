@@ -1,0 +1,249 @@
+"""open-instruct's own finetune.py, with the patches of this project, in the user's checkout."""
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Literal
+
+import yaml
+
+from sweeps.assets import hub_snapshot
+from sweeps.backends.base import Program
+from sweeps.backends.builtin import BuiltinKeys, model_problems, train_file_problems, versions
+from sweeps.config import Seq, World
+from sweeps.files import write_text
+from sweeps.rundir import RunDir
+
+VARIABLE = "OPEN_INSTRUCT_DIR"
+PATCHES = Path(__file__).resolve().parents[3] / "patches"
+STATISTICS = "training statistics: "
+TRAINED = "TRAINED"
+# What finetune.py imports beyond this project's own training dependencies.
+IMPORTS = ("deepspeed", "peft", "datasets", "nltk", "langdetect", "immutabledict", "antlr4", "rich")
+
+
+class OpenInstructKeys(BuiltinKeys):
+    """The `train:` keys of finetune.py that a sweep may set, and those that the patches add."""
+
+    train_file: str | None = None
+    dataset_name: str | None = None
+    dataset_mixer_list: Seq[str] | None = None  # dataset, weight, dataset, weight, …
+    chat_template_name: str = "tulu"
+    preprocessing_num_workers: int | None = None
+    use_flash_attn: bool = True
+    use_slow_tokenizer: bool = True
+    add_bos: bool = False
+    low_cpu_mem_usage: bool = False
+    use_lora: bool = False
+    lora_rank: int = 64
+    lora_alpha: float = 16
+    lora_dropout: float = 0.1
+    loss_impl: Literal["auto", "fused", "torch"] = "fused"  # also where β is 0: one code for all β
+    filter_eps: float | Literal["auto", "none"] = "auto"
+
+
+class OpenInstruct:
+    """See sweeps.backends.base.Backend. The checkout is the folder that OPEN_INSTRUCT_DIR names,
+    or one that this backend fetches into its own cache."""
+
+    name = "open-instruct"
+    Train = OpenInstructKeys
+
+    def missing(self, train: OpenInstructKeys, world: World) -> list[str]:
+        problems = checkout_problems()
+        for package in IMPORTS:
+            if importlib.util.find_spec(package) is None:
+                problems.append(f"package {package} is not installed, and finetune.py imports it")
+        problems += model_problems("train.model_name_or_path", train.model_name_or_path)
+        problems += data_problems(train)
+        problems += clipping_problems(train, world)
+        if train.use_flash_attn and importlib.util.find_spec("flash_attn") is None:
+            problems.append(
+                "package flash_attn is not installed: install it or set train.use_flash_attn: false"
+            )
+        return problems
+
+    def provenance(self, train: OpenInstructKeys) -> dict:
+        digest = hashlib.sha256()
+        for patch in sorted(PATCHES.glob("*.patch")):
+            digest.update(patch.read_bytes())
+        return {
+            "trainer": "open-instruct",
+            "open_instruct": str(checkout()),
+            "upstream_commit": upstream("commit"),
+            "patches_sha256": digest.hexdigest(),
+            "versions": versions(),
+        }
+
+    def program(self, run: RunDir) -> Program:
+        folder = checkout()
+        forget_rows_after_checkpoint(run)
+        arguments = run.path.absolute() / "finetune.yaml"
+        write_text(arguments, yaml.safe_dump(finetune_arguments(run), sort_keys=False))
+        paths = [str(folder), os.environ.get("PYTHONPATH", "")]
+        return Program(
+            script=str(folder / "open_instruct" / "finetune.py"),
+            arguments=(str(arguments),),
+            folder=str(folder),
+            environment={"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            accelerate=True,
+        )
+
+    def metrics(self, line: str) -> dict | None:
+        _, found, text = line.partition(STATISTICS)
+        if not found:
+            return None
+        row = json.loads(text)
+        names = {"train_loss": "loss", "total_tokens": "tokens"}
+        kept = ("step", "train_loss", "learning_rate", "grad_norm", "grad_norm_max", "clipped")
+        kept += ("total_tokens", "tokens_per_s")
+        return {names.get(key, key): row[key] for key in kept if key in row}
+
+    def finish(self, run: RunDir) -> bool:
+        if (run.checkpoints / TRAINED).is_file():
+            run.checkpoints.rename(run.model)
+        return (run.model / TRAINED).is_file()
+
+    def clean(self, run: RunDir) -> None:
+        """finetune.py has removed its checkpoints itself."""
+
+
+def checkout() -> Path:
+    """The open-instruct checkout that trains: the user's, or else this project's own."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(
+        os.environ.get(VARIABLE) or cache / "calibrated-tuning" / "open-instruct"
+    ).absolute()
+
+
+def upstream(key: str) -> str:
+    """The value of `key` in patches/UPSTREAM."""
+    lines = (PATCHES / "UPSTREAM").read_text(encoding="utf-8").splitlines()
+    return dict(line.split(maxsplit=1) for line in lines)[key]
+
+
+def checkout_problems() -> list[str]:
+    """What keeps the checkout from training; fetches and patches this project's own if absent."""
+    folder = checkout()
+    if VARIABLE not in os.environ and not folder.exists():
+        error = fetch(folder)
+        if error:
+            apply = PATCHES / "apply.sh"
+            return [
+                f"no open-instruct checkout, and it cannot be fetched here ({error}); on a machine "
+                f"with internet: git clone {upstream('repository')} DIR && git -C DIR checkout "
+                f"{upstream('commit')} && {apply} DIR; then export {VARIABLE}=DIR"
+            ]
+    check = subprocess.run(
+        [PATCHES / "apply.sh", folder, "--check"], capture_output=True, text=True, check=False
+    )
+    return [] if check.returncode == 0 else [(check.stderr or check.stdout).strip()]
+
+
+def fetch(folder: Path) -> str | None:
+    """Fetch the one commit into `folder` and patch it; returns why not, or None."""
+    part = folder.with_name(f"{folder.name}.{os.getpid()}.part")
+    git = ["git", "-c", "http.lowSpeedLimit=1000", "-c", "http.lowSpeedTime=20", "-C", str(part)]
+    steps = (
+        [*git, "init", "--quiet"],
+        [*git, "fetch", "--quiet", "--depth=1", upstream("repository"), upstream("commit")],
+        [*git, "checkout", "--quiet", "--detach", "FETCH_HEAD"],
+        [str(PATCHES / "apply.sh"), str(part)],
+    )
+    variables = os.environ | {"GIT_TERMINAL_PROMPT": "0"}
+    try:
+        part.mkdir(parents=True)
+        for step in steps:
+            subprocess.run(
+                step, check=True, capture_output=True, text=True, timeout=300, env=variables
+            )
+        part.rename(folder)
+    except subprocess.CalledProcessError as error:
+        return (error.stderr.strip().splitlines() or ["no message"])[-1]
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return None
+
+
+def data_problems(train: OpenInstructKeys) -> list[str]:
+    """What is wrong with the training data; empty when nothing is."""
+    sources = {
+        "train_file": train.train_file,
+        "dataset_name": train.dataset_name,
+        "dataset_mixer_list": train.dataset_mixer_list,
+    }
+    given = [key for key, value in sources.items() if value]
+    if len(given) != 1:
+        return [f"train: give exactly one of {', '.join(sources)}; found {given or 'none'}"]
+    if train.train_file:
+        if not train.train_file.endswith((".json", ".jsonl")):
+            return [f"train.train_file: {train.train_file}: finetune.py reads .json or .jsonl"]
+        return train_file_problems(Path(train.train_file))
+    names = [train.dataset_name] if train.dataset_name else list(train.dataset_mixer_list[::2])
+    return [
+        f"train.{given[0]}: {name}: not a file or folder here and not in the Hugging Face cache; "
+        f"fetch it on a machine with internet: hf download --repo-type dataset {name}"
+        for name in names
+        if not Path(name).exists() and hub_snapshot(name, "datasets") is None
+    ]
+
+
+def clipping_problems(train: OpenInstructKeys, world: World) -> list[str]:
+    """Gradient clipping that would not be what the sweep file says; empty when it is."""
+    if not world.deepspeed:
+        return []
+    if not Path(world.deepspeed).is_file():
+        return [f"world.deepspeed: {world.deepspeed}: no such file"]
+    limit = json.loads(Path(world.deepspeed).read_text(encoding="utf-8")).get("gradient_clipping")
+    problems = []
+    if isinstance(limit, bool) or not isinstance(limit, int | float):
+        problems.append(
+            f"{world.deepspeed}: gradient_clipping is {limit!r}: give a number (0 for none); "
+            "accelerate makes 1.0 of auto, which clips nearly every step of a summed loss"
+        )
+    if train.clip_grad_norm > 0:
+        problems.append(
+            f"train.clip_grad_norm: found {train.clip_grad_norm}, but DeepSpeed ignores it: leave "
+            f"it out and set gradient_clipping in {world.deepspeed}"
+        )
+    return problems
+
+
+def finetune_arguments(run: RunDir) -> dict:
+    """The argument file of finetune.py: the run's keys, and what this backend decides."""
+    keys = run.config().train
+    arguments = {key: value for key, value in keys.items() if value is not None}
+    for key in ("model_name_or_path", "tokenizer_name", "train_file", "dataset_name"):
+        if key in arguments and Path(arguments[key]).exists():
+            arguments[key] = str(Path(arguments[key]).absolute())
+    if "dataset_mixer_list" in arguments:
+        arguments["dataset_mixer_list"] = [str(word) for word in arguments["dataset_mixer_list"]]
+    if "checkpointing_steps" in arguments:
+        arguments["checkpointing_steps"] = str(arguments["checkpointing_steps"])
+    # A run that was interrupted between its end and DONE finds its model in place, and leaves.
+    trained = (run.model / TRAINED).is_file()
+    return arguments | {
+        "output_dir": str((run.model if trained else run.checkpoints).absolute()),
+        "stop_file": str(run.stop.absolute()),
+        "log_statistics": True,
+        "push_to_hub": False,
+        "try_launch_beaker_eval_jobs": False,
+    }
+
+
+def forget_rows_after_checkpoint(run: RunDir) -> None:
+    """Drop the rows of metrics.jsonl that the resumed run is about to write again."""
+    if run.metrics.exists() and not (run.model / TRAINED).is_file():
+        lines = run.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+        saved = [mark.parent.name for mark in run.checkpoints.glob("step_*/COMPLETED")]
+        last = max((int(name.removeprefix("step_")) for name in saved), default=0)
+        write_text(run.metrics, "".join(row for row in lines if json.loads(row)["step"] <= last))
+
+
+BACKEND = OpenInstruct()

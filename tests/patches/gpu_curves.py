@@ -1,0 +1,214 @@
+"""gpu_curves.py CHECKOUT OUT: the fused loss against torch's in the patched script, on GPUs.
+
+Three runs of a randomly initialised Llama of Llama-3.2-1B's shape under ZeRO-3, one process a GPU:
+fused and torch with β = 0.1 (curves, memory), and the script with its new flags left alone, which
+is upstream's own loss (speed, memory). Writes curves.png, table.md and results.json to OUT.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+PROJECT = HERE.parents[1]
+RUNS = {
+    "fused": ["--label_smoothing", "0.1", "--loss_impl", "fused"],
+    "torch": ["--label_smoothing", "0.1", "--loss_impl", "torch"],
+    "flags off": [],
+}
+STATISTICS = re.compile(r"training statistics: (\{.*\})")
+
+
+def make_world(folder: Path, size: str, steps: int, batch: int, length: int) -> None:
+    """A model, a tokenizer with a word for each id, and chats with a Zipf law over the words."""
+    import numpy as np
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+    )
+    if size == "tiny":  # to try this script on a machine without GPUs
+        config.update({"vocab_size": 9000, "hidden_size": 64, "intermediate_size": 128})
+        config.update({"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2})
+        config.head_dim = 16
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):
+        model = LlamaForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder / "model")
+    special = ["<s>", "</s>", "<pad>", "<unk>", "<|user|>", "<|assistant|>"]
+    words = special + [f"w{i}" for i in range(config.vocab_size - len(special))]
+    raw = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+    ).save_pretrained(folder / "model")
+
+    random = np.random.default_rng(0)
+    zipf = 1 / np.arange(10, 10 + len(words) - len(special))
+    ids = random.choice(len(zipf), size=(steps * batch, length), p=zipf / zipf.sum())
+    # Every other word follows from the one before it, so that there is more to learn than counts.
+    ids[:, 1::2] = (ids[:, 0:-1:2] * 7919 + 13) % len(zipf)
+    with open(folder / "train.jsonl", "w") as out:
+        for row in ids:
+            answer = " ".join(f"w{i}" for i in row[8 : length - 16])
+            question = " ".join(f"w{i}" for i in row[:8])
+            messages = [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ]
+            out.write(json.dumps({"messages": messages}) + "\n")
+
+
+def train(name: str, options: argparse.Namespace, steps: int) -> dict:
+    """One run; returns its statistics by step, its memory and its wall time."""
+    world = options.out / "world"
+    memory = options.out / f"{name.replace(' ', '-')}.memory.json"
+    launch = ["--num_machines=1", f"--num_processes={options.gpus}", "--mixed_precision=bf16"]
+    launch += ["--dynamo_backend=no", "--use_deepspeed"]
+    launch += [f"--deepspeed_config_file={PROJECT / 'configs' / 'deepspeed' / 'zero3.json'}"]
+    script = [str(HERE / "run_finetune.py"), str(options.checkout), "--no-save"]
+    script += [] if options.size == "tiny" else ["--memory", str(memory)]
+    arguments = {
+        "model_name_or_path": world / "model",
+        "train_file": world / "train.jsonl",
+        "output_dir": options.out / name.replace(" ", "-"),
+        "use_flash_attn": False,
+        "use_slow_tokenizer": False,
+        "fused_optimizer": options.size != "tiny",
+        "max_seq_length": options.length,
+        "preprocessing_num_workers": options.workers,
+        "per_device_train_batch_size": options.batch,
+        "max_train_steps": steps,
+        "learning_rate": options.learning_rate,
+        "lr_scheduler_type": "constant_with_warmup",
+        "reduce_loss": "mean",
+        "logging_steps": 1,
+        "log_statistics": True,
+        "push_to_hub": False,
+        "try_launch_beaker_eval_jobs": False,
+    }
+    flags = [str(word) for key, value in arguments.items() for word in (f"--{key}", value)]
+    paths = [str(PROJECT / "kernel"), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_CACHE": str(world / "cache"),
+    }
+    command = [sys.executable, "-m", "accelerate.commands.launch", *launch, *script, "--", *flags]
+    begin = time.monotonic()
+    done = subprocess.run(
+        [*command, *RUNS[name]],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    (options.out / f"{name.replace(' ', '-')}.log").write_text(done.stdout)
+    rows = [json.loads(row) for row in STATISTICS.findall(done.stdout)]
+    if done.returncode or len(rows) != steps:
+        sys.exit(
+            f"error: {name}: exit {done.returncode} after {len(rows)} steps\n{done.stdout[-6000:]}"
+        )
+    print(f"{name}: {len(rows)} steps, {time.monotonic() - begin:.0f} s", flush=True)
+    return {
+        "losses": [row["train_loss"] for row in rows],
+        "grad_norms": [row["grad_norm"] for row in rows],
+        "tokens_per_s": statistics.median(row["tokens_per_s"] for row in rows[len(rows) // 3 :]),
+        "memory": json.loads(memory.read_text()) if memory.exists() else None,
+    }
+
+
+def report(results: dict, options: argparse.Namespace) -> str:
+    """The table, with the figures that the project promises; draws the curves."""
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    fused, torch = (np.array(results[name]["losses"]) for name in ("fused", "torch"))
+    difference = np.abs(fused - torch) / torch
+    figure, (above, below) = plt.subplots(2, 1, figsize=(7, 6), sharex=True, layout="constrained")
+    steps = np.arange(1, len(fused) + 1)
+    above.plot(steps, torch, label="torch, from the logits", linewidth=3, alpha=0.4)
+    above.plot(steps, fused, label="fused", linewidth=1)
+    above.set_ylabel("smoothed loss, β = 0.1")
+    above.legend()
+    below.semilogy(steps, np.maximum(difference, 1e-7))
+    below.axhline(1e-3, linestyle=":", color="black")
+    below.set_ylabel("relative difference")
+    below.set_xlabel("step")
+    figure.savefig(options.out / "curves.png", dpi=110)
+
+    base = results["flags off"]
+    lines = ["| run | tokens/s | against flags off | peak memory a GPU |", "|---|---|---|---|"]
+    for name in RUNS:
+        run, memory = results[name], results[name]["memory"]
+        peak = f"{memory['whole'] / 2**30:.1f} GiB" if memory else "–"
+        ratio = run["tokens_per_s"] / base["tokens_per_s"]
+        lines.append(f"| {name} | {run['tokens_per_s']:,.0f} | {ratio:.2f} | {peak} |")
+    worst = int(difference.argmax())
+    lines.append(
+        f"\nLargest relative difference of the curves over {len(fused)} steps: "
+        f"{difference[worst]:.1e} (step {worst + 1}); loss {torch[0]:.2f} to {torch[-1]:.2f}."
+    )
+    for row in (results["fused"]["memory"] or {"loss_steps": []})["loss_steps"][-1:]:
+        peak = max(row["forward"], row["backward"])
+        lines.append(
+            f"Peak memory of the loss step: {peak / 2**20:.0f} MiB for {row['tokens']} tokens, "
+            f"{peak / row['gradients']:.3f} × (dW + dh); {row['implementation']}."
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("checkout", type=Path, help="a patched open-instruct checkout")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--size", choices=["1b", "tiny"], default="1b")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--baseline-steps", type=int, default=60, help="of the flags-off run")
+    parser.add_argument("--batch", type=int, default=4, help="conversations a GPU")
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--learning-rate", type=float, default=2e-5)
+    parser.add_argument("--workers", type=int, default=8)
+    options = parser.parse_args()
+    options.checkout, options.out = options.checkout.resolve(), options.out.resolve()
+    (options.out / "world").mkdir(parents=True, exist_ok=True)
+    begin = time.monotonic()
+    batch = options.batch * options.gpus
+    make_world(options.out / "world", options.size, options.steps, batch, options.length)
+    print(f"model and data: {time.monotonic() - begin:.0f} s", flush=True)
+    results = {}
+    for name in RUNS:
+        steps = options.baseline_steps if name == "flags off" else options.steps
+        results[name] = train(name, options, steps)
+        (options.out / "results.json").write_text(json.dumps(results))
+    table = report(results, options)
+    (options.out / "table.md").write_text(table + "\n")
+    print(table)
+
+
+if __name__ == "__main__":
+    main()

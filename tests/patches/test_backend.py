@@ -1,0 +1,146 @@
+"""`python -m sweeps` trains with the user's open-instruct checkout."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sweeps.backends import open_instruct
+from sweeps.backends.open_instruct import BACKEND, OpenInstructKeys
+from sweeps.config import World
+
+PROJECT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def train_file(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "?"}]}) + "\n")
+    return path
+
+
+def keys(**given):
+    return OpenInstructKeys(model_name_or_path="absent/model", **given)
+
+
+def test_says_how_to_get_a_checkout_where_there_is_none(tmp_path, monkeypatch):
+    monkeypatch.delenv("OPEN_INSTRUCT_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    # A name that nothing resolves stands for a compute node without internet.
+    monkeypatch.setenv("GIT_CONFIG_COUNT", "1")
+    monkeypatch.setenv("GIT_CONFIG_KEY_0", "url.https://open-instruct.invalid/.insteadOf")
+    monkeypatch.setenv("GIT_CONFIG_VALUE_0", "https://github.com/")
+    (problem,) = open_instruct.checkout_problems()
+    assert "cannot be fetched here" in problem
+    assert "git clone https://github.com/allenai/open-instruct DIR" in problem
+    assert "export OPEN_INSTRUCT_DIR=DIR" in problem
+    assert list(tmp_path.rglob("*.part")) == []
+
+
+def test_says_what_is_wrong_with_the_checkout(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPEN_INSTRUCT_DIR", str(tmp_path / "nowhere"))
+    (problem,) = open_instruct.checkout_problems()
+    assert "nowhere is not a folder" in problem
+
+
+def test_needs_exactly_one_source_of_data(train_file):
+    assert open_instruct.data_problems(keys(train_file=str(train_file))) == []
+    (none,) = open_instruct.data_problems(keys())
+    assert "exactly one of train_file, dataset_name, dataset_mixer_list" in none
+    both = keys(train_file=str(train_file), dataset_name="tatsu-lab/alpaca")
+    (two,) = open_instruct.data_problems(both)
+    assert "found ['train_file', 'dataset_name']" in two
+    (parquet,) = open_instruct.data_problems(keys(train_file="chats.parquet"))
+    assert "finetune.py reads .json or .jsonl" in parquet
+
+
+@pytest.mark.parametrize("limit", ["auto", None, True])
+def test_clipping_must_be_explicit(tmp_path, limit):
+    config = tmp_path / "zero.json"
+    config.write_text(json.dumps({"gradient_clipping": limit}))
+    world = World(deepspeed=str(config))
+    (problem,) = open_instruct.clipping_problems(keys(), world)
+    assert str(config) in problem and "give a number" in problem
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3", "zero3-offload"])
+def test_our_deepspeed_files_clip_explicitly(name):
+    world = World(deepspeed=str(PROJECT / "configs" / "deepspeed" / f"{name}.json"))
+    assert open_instruct.clipping_problems(keys(), world) == []
+    (problem,) = open_instruct.clipping_problems(keys(clip_grad_norm=1.0), world)
+    assert "DeepSpeed ignores it" in problem
+
+
+def test_reads_metrics_from_the_log():
+    row = {"step": 3, "train_loss": 1.5, "learning_rate": 1e-5, "grad_norm": 2.0, "aux": 1}
+    assert BACKEND.metrics("INFO  Step: 3, LR: 1e-05, Loss: 1.5, TPS: 7") is None
+    line = f" 50%|##| 3/6\rINFO:monitor:training statistics: {json.dumps(row)}"
+    assert BACKEND.metrics(line) == {
+        "step": 3,
+        "loss": 1.5,
+        "learning_rate": 1e-5,
+        "grad_norm": 2.0,
+    }
+
+
+@pytest.mark.upstream
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_preempted_sweep_ends_with_the_same_model(today, patched, tmp_path):
+    environment = today.environment | {
+        "OPEN_INSTRUCT_DIR": str(patched),
+        "PYTHONPATH": os.pathsep.join(str(PROJECT / part) for part in ("kernel", "slurm", "eval")),
+    }
+
+    def sweep(root):
+        file = tmp_path / f"{root}.yaml"
+        train = {
+            "model_name_or_path": str(today.world / "model"),
+            "train_file": str(today.world / "train.jsonl"),
+            "use_flash_attn": False,
+            "use_slow_tokenizer": False,
+            "fused_optimizer": False,
+            "max_seq_length": 64,
+            "max_train_steps": 80,
+            "checkpointing_steps": 7,
+            "logging_steps": 1,
+            "reduce_loss": "sum",
+            "attention_dropout": 0.1,
+            "clip_grad_norm": 1.0,
+        }
+        settings = {"name": "tiny", "output_root": str(tmp_path / root), "train": train}
+        settings |= {"backend": "open-instruct", "grid": {"label_smoothing": [0.1]}}
+        file.write_text(yaml.safe_dump(settings))
+        command = [sys.executable, "-m", "sweeps", "launch", str(file)]
+        return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+    whole = sweep("whole")
+    assert whole.wait() == 0, whole.stderr.read()
+    (whole,) = (tmp_path / "whole" / "runs").iterdir()
+
+    stopped = sweep("stopped")
+    while not list((tmp_path / "stopped").glob("runs/*/metrics.jsonl")):
+        assert stopped.poll() is None, stopped.stderr.read()
+        time.sleep(0.05)
+    stopped.send_signal(signal.SIGTERM)
+    assert stopped.wait() != 0
+    (run,) = (tmp_path / "stopped" / "runs").iterdir()
+    assert not (run / "DONE").exists() and list(run.glob("checkpoints/step_*/COMPLETED"))
+    again = sweep("stopped")
+    assert again.wait() == 0, again.stderr.read()
+
+    assert (run / "DONE").is_file() and not (run / "checkpoints").exists()
+    first, second = (
+        [json.loads(line) for line in (folder / "metrics.jsonl").open()] for folder in (whole, run)
+    )
+    assert [row["step"] for row in second] == list(range(1, 81))
+    assert [row["loss"] for row in second] == [row["loss"] for row in first]
+    assert all(row["clipped"] == 1 and row["grad_norm"] > 1 for row in second)
+    weights = "model/model.safetensors"
+    assert (run / weights).read_bytes() == (whole / weights).read_bytes()

@@ -1,0 +1,76 @@
+"""apply.sh on a real checkout: apply, reverse, twice, and what it refuses."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.upstream, pytest.mark.slow]
+APPLY = Path(__file__).parents[2] / "patches" / "apply.sh"
+FILE = "open_instruct/finetune.py"
+
+
+def apply(checkout, *options):
+    return subprocess.run([APPLY, checkout, *options], capture_output=True, text=True)
+
+
+def changed(checkout):
+    status = ["git", "-C", checkout, "status", "--porcelain", "--untracked-files=no"]
+    return subprocess.run(status, capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_apply_check_reverse(checkout):
+    before = (checkout / FILE).read_bytes()
+    assert apply(checkout, "--check").returncode == 1
+    assert apply(checkout).returncode == 0
+    patched = (checkout / FILE).read_bytes()
+    assert changed(checkout) == ["M", FILE]
+    assert apply(checkout, "--check").returncode == 0
+    again = apply(checkout)
+    assert again.returncode == 0 and "already patched" in again.stdout
+    assert (checkout / FILE).read_bytes() == patched
+    assert apply(checkout, "--reverse").returncode == 0
+    assert (checkout / FILE).read_bytes() == before and changed(checkout) == []
+    again = apply(checkout, "--reverse")
+    assert again.returncode == 0 and "nothing to undo" in again.stdout
+
+
+def test_patched_script_keeps_every_upstream_line_in_order(checkout):
+    before = (checkout / FILE).read_text().splitlines()
+    apply(checkout)
+    after = iter((checkout / FILE).read_text().splitlines())
+    assert all(line in after for line in before)
+
+
+@pytest.mark.parametrize("option", [(), ("--reverse",), ("--check",)])
+def test_refuses_a_file_with_other_changes(checkout, option):
+    if option == ("--reverse",):
+        apply(checkout)
+    with open(checkout / FILE, "a") as file:
+        file.write("# mine\n")
+    before = (checkout / FILE).read_bytes()
+    done = apply(checkout, *option)
+    assert done.returncode == 2
+    assert f"{FILE} in {checkout} is neither the upstream file nor the patched one" in done.stderr
+    assert (checkout / FILE).read_bytes() == before
+
+
+def test_refuses_other_changes_in_the_checkout(checkout):
+    with open(checkout / "README.md", "a") as file:
+        file.write("mine\n")
+    done = apply(checkout)
+    assert done.returncode == 2 and "README.md" in done.stderr
+    assert changed(checkout) == ["M", "README.md"]
+
+
+def test_untracked_files_do_not_matter(checkout):
+    (checkout / "output").mkdir()
+    (checkout / "output" / "log").write_text("")
+    assert apply(checkout).returncode == 0
+
+
+def test_refuses_another_commit(checkout):
+    subprocess.run(["git", "-C", checkout, "checkout", "--quiet", "HEAD~1"], check=True)
+    done = apply(checkout)
+    assert done.returncode == 2 and f"git -C {checkout} checkout e363290" in done.stderr
+    assert changed(checkout) == []

@@ -1,0 +1,189 @@
+"""The patched finetune.py trains as it should, on the libraries of then and of today."""
+
+import dataclasses
+import subprocess
+
+import pytest
+
+pytestmark = [pytest.mark.upstream, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize("reduce_loss", ["mean", "sum"])
+def test_flags_off_is_bit_identical(paper, unpatched, patched, tmp_path, reduce_loss):
+    flags = ["--max_train_steps", 20, "--reduce_loss", reduce_loss]
+    before = paper.finetune(unpatched, tmp_path / "before", *flags, fp32=False)
+    after = paper.finetune(patched, tmp_path / "after", *flags, fp32=False)
+    assert list(before.losses) == list(range(1, 21))
+    assert after.losses == before.losses
+    assert after.weights() == before.weights()
+
+
+@pytest.mark.parametrize("loss_impl", ["fused", "torch"])
+@pytest.mark.parametrize("reduce_loss", ["mean", "sum", "token_mean"])
+def test_smoothed_curve_is_torchs(paper, unpatched, patched, tmp_path, reduce_loss, loss_impl):
+    flags = ["--max_train_steps", 50, "--learning_rate", 1e-3]
+    # In one micro-batch on one rank the mean over the step's tokens is torch's mean.
+    theirs = "mean" if reduce_loss == "token_mean" else reduce_loss
+    before = paper.finetune(
+        unpatched, tmp_path / "torch", *flags, "--reduce_loss", theirs, torch_smoothing=0.1
+    )
+    after = paper.finetune(
+        patched,
+        tmp_path / "ours",
+        *flags,
+        *("--reduce_loss", reduce_loss, "--label_smoothing", 0.1, "--loss_impl", loss_impl),
+    )
+    assert list(before.losses) == list(range(1, 51))
+    assert before.losses[50] < 0.9 * before.losses[1]
+    assert after.losses == pytest.approx(before.losses, rel=1e-5)
+
+
+def test_token_mean_does_not_depend_on_the_split(paper, patched, tmp_path):
+    # 120 chats are 15 batches of 8: the last optimizer step of each epoch is a partial one.
+    flags = ["--reduce_loss", "token_mean", "--label_smoothing", 0.1, "--num_train_epochs", 2]
+    # Upstream counts warm-up in steps of all ranks and rounds down: without it the rates agree.
+    flags += ["--learning_rate", 1e-3, "--warmup_ratio", 0]
+    runs = [
+        paper.finetune(
+            patched,
+            tmp_path / f"{ranks}-{accumulation}",
+            *flags,
+            *("--per_device_train_batch_size", 8 // ranks // accumulation),
+            *("--gradient_accumulation_steps", accumulation),
+            ranks=ranks,
+        )
+        for ranks, accumulation in ((1, 1), (1, 2), (1, 8), (2, 1), (2, 4))
+    ]
+    assert len(runs[0].losses) == 30
+    for run in runs[1:]:
+        assert run.losses == pytest.approx(runs[0].losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("zero", ["zero2", "zero3"])
+def test_zero_trains_as_one_process_does(paper, patched, tmp_path, numactl, deepspeed, zero):
+    flags = ["--max_train_steps", 10, "--learning_rate", 1e-3, "--label_smoothing", 0.1]
+    flags += ["--reduce_loss", "token_mean", "--loss_impl", "fused"]
+    one = paper.finetune(patched, tmp_path / "one", *flags, "--clip_grad_norm", 1.0)
+    two = paper.finetune(
+        patched,
+        tmp_path / "two",
+        *flags,
+        *("--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 2),
+        ranks=2,
+        deepspeed=deepspeed(zero),
+    )
+    assert two.losses == pytest.approx(one.losses, rel=1e-4)
+
+
+def test_resumed_after_a_kill_gives_the_same_weights(paper, patched, tmp_path):
+    # Two epochs of 15 batches: 8 steps of 2, the last of one. Killed once in each epoch, with
+    # dropout, so that the order of the data and the random numbers must be continued too.
+    flags = ["--num_train_epochs", 2, "--learning_rate", 1e-3, "--label_smoothing", 0.1]
+    flags += ["--attention_dropout", 0.1, "--gradient_accumulation_steps", 2]
+    flags += ["--checkpointing_steps", 3]
+    whole = paper.finetune(patched, tmp_path / "whole", *flags)
+    assert list(whole.losses) == list(range(1, 17))
+    for step in (5, 11):
+        killed = paper.finetune(patched, tmp_path / "killed", *flags, kill_after_step=step)
+        assert killed.code != 0
+    resumed = paper.finetune(patched, tmp_path / "killed", *flags)
+    assert list(resumed.losses) == list(range(10, 17))
+    assert resumed.losses == {step: whole.losses[step] for step in resumed.losses}
+    assert resumed.weights() == whole.weights()
+
+
+def test_stop_file_saves_and_leaves(paper, patched, tmp_path):
+    stop = tmp_path / "stop"
+    flags = ["--max_train_steps", 12, "--attention_dropout", 0.1, "--stop_file", stop]
+    whole = paper.finetune(patched, tmp_path / "whole", *flags)
+    stop.touch()
+    first = paper.finetune(patched, tmp_path / "stopped", *flags)
+    assert list(first.losses) == [1] and f"{stop} exists" in first.log
+    assert (first.output / "step_1" / "COMPLETED").is_file()
+    assert not (first.output / "TRAINED").exists()
+    stop.unlink()
+    second = paper.finetune(patched, tmp_path / "stopped", *flags)
+    assert first.losses | second.losses == whole.losses
+    assert second.weights() == whole.weights()
+
+
+def test_a_finished_run_is_not_trained_again(paper, patched, tmp_path):
+    flags = ["--max_train_steps", 3, "--checkpointing_steps", 2]
+    first = paper.finetune(patched, tmp_path / "run", *flags)
+    assert len(first.losses) == 3
+    again = paper.finetune(patched, tmp_path / "run", *flags)
+    assert again.losses == {} and "already holds the trained model" in again.log
+    over = paper.finetune(patched, tmp_path / "run", *flags, "--overwrite_output_dir", True)
+    assert over.losses == first.losses
+
+
+def test_offline_node_reaches_for_nothing(paper, patched, tmp_path):
+    flags = ["--max_train_steps", 2, "--push_to_hub", True, "--try_launch_beaker_eval_jobs", True]
+    run = paper.finetune(
+        patched, tmp_path / "run", *flags, "--with_tracking", True, "--report_to", "tensorboard"
+    )
+    assert list(run.output.rglob("events.out.tfevents.*"))
+    assert "push_to_hub and try_launch_beaker_eval_jobs are off" in run.log
+    assert len(run.losses) == 2
+
+
+def test_statistics_say_how_often_the_gradient_is_clipped(paper, patched, tmp_path):
+    flags = ["--max_train_steps", 4, "--reduce_loss", "sum", "--log_statistics", True]
+    runs = [
+        paper.finetune(patched, tmp_path / name, *flags, "--clip_grad_norm", limit)
+        for name, limit in (("never", 1e9), ("always", 1e-3))
+    ]
+    for run, fraction in zip(runs, (0.0, 1.0), strict=True):
+        assert [row["step"] for row in run.statistics] == [1, 2, 3, 4]
+        assert [row["clipped"] for row in run.statistics] == [fraction] * 4
+    first, second = (run.statistics[0]["grad_norm"] for run in runs)
+    assert first == second > 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--label_smoothing", 1.5], "label_smoothing must be a number in [0, 1], not 1.5"),
+        (["--reduce_loss", "max"], "reduce_loss must be one of mean, sum, token_mean, not 'max'"),
+        (["--filter_eps", "2", "--loss_impl", "fused"], "filter_eps must be auto, none"),
+    ],
+)
+def test_wrong_flags_stop_before_anything_is_loaded(paper, patched, tmp_path, flags, message):
+    script = [paper.python, patched / "open_instruct" / "finetune.py"]
+    arguments = ["--train_file", "absent.jsonl", "--model_name_or_path", "absent", *map(str, flags)]
+    environment = dict(paper.environment)
+    environment["PYTHONPATH"] += f":{patched}"
+    done = subprocess.run(
+        [*script, *arguments], env=environment, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode != 0 and message in done.stderr
+
+
+def test_todays_stack_trains_as_the_pinned_one(paper, today, unpatched, patched, tmp_path):
+    flags = ["--max_train_steps", 20, "--learning_rate", 1e-3, "--reduce_loss", "sum"]
+    pinned = paper.finetune(unpatched, tmp_path / "pinned", *flags)
+    now = dataclasses.replace(today, world=paper.world)
+    ours = now.finetune(patched, tmp_path / "today", *flags)
+    assert list(ours.losses) == list(range(1, 21))
+    assert ours.losses == pytest.approx(pinned.losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("zero", ["zero2", "zero3"])
+def test_todays_zero_trains_as_one_process_does(today, patched, tmp_path, deepspeed, zero):
+    flags = ["--max_train_steps", 10, "--learning_rate", 1e-3, "--label_smoothing", 0.1]
+    flags += ["--reduce_loss", "token_mean", "--log_statistics", True]
+    one = today.finetune(
+        patched, tmp_path / "one", *flags, "--clip_grad_norm", 1.0, "--loss_impl", "torch"
+    )
+    two = today.finetune(
+        patched,
+        tmp_path / "two",
+        *flags,
+        *("--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 2),
+        *("--loss_impl", "fused"),
+        ranks=2,
+        deepspeed=deepspeed(zero),
+    )
+    assert two.losses == pytest.approx(one.losses, rel=1e-4)
+    norms = [[row["grad_norm"] for row in run.statistics] for run in (one, two)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-3)

@@ -1,0 +1,89 @@
+"""The patch files hold this project's lines alone; no checkout is needed to see that."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+PATCHES = sorted(Path(__file__).parents[2].glob("patches/*.patch"))
+UPSTREAM = (PATCHES[0].parent / "UPSTREAM").read_text()
+INDEX = re.compile(r"index ([0-9a-f]{40})\.\.([0-9a-f]{40}) 100644")
+# A hunk that only adds, without the heading in which git would quote the upstream file.
+HUNK = re.compile(r"@@ -(\d+),0 \+(\d+)(?:,(\d+))? @@")
+
+
+def body(patch: Path) -> list[str]:
+    lines = patch.read_text().splitlines()
+    return lines[next(i for i, line in enumerate(lines) if line.startswith("diff --git")) :]
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
+def test_adds_lines_and_quotes_none(patch):
+    lines = body(patch)
+    assert lines[0] == "diff --git a/open_instruct/finetune.py b/open_instruct/finetune.py"
+    assert INDEX.fullmatch(lines[1])
+    assert lines[2:4] == ["--- a/open_instruct/finetune.py", "+++ b/open_instruct/finetune.py"]
+    added = 0
+    position = 4
+    while position < len(lines):
+        hunk = HUNK.fullmatch(lines[position])
+        assert hunk, f"{patch.name}: not a hunk that only adds: {lines[position]!r}"
+        count = int(hunk[3] or 1)
+        # Lines are added below line hunk[1], moved down by what earlier hunks added.
+        assert int(hunk[2]) == int(hunk[1]) + added + 1
+        content = lines[position + 1 : position + 1 + count]
+        assert len(content) == count
+        assert all(line.startswith("+") for line in content)
+        added += count
+        position += 1 + count
+    assert added > 0
+
+
+def test_numbered_in_order_from_the_recorded_file():
+    assert [patch.name[:4] for patch in PATCHES] == [f"{n:04}" for n in range(1, len(PATCHES) + 1)]
+    recorded = re.search(r"^blob ([0-9a-f]{40}) open_instruct/finetune.py$", UPSTREAM, re.M)
+    assert re.search(r"^commit e363290[0-9a-f]{33}$", UPSTREAM, re.M)
+    before = recorded[1]
+    for patch in PATCHES:
+        index = INDEX.fullmatch(body(patch)[1])
+        assert index[1] == before, f"{patch.name} does not continue where the one before ended"
+        before = index[2]
+
+
+def test_fewer_than_200_lines_added():
+    added = [line for patch in PATCHES for line in body(patch)[4:] if line.startswith("+")]
+    assert len(added) < 200
+
+
+def test_readme_has_a_paragraph_for_each():
+    readme = (PATCHES[0].parent / "README.md").read_text()
+    for patch in PATCHES:
+        assert f"**{patch.stem}**" in readme, f"patches/README.md says nothing about {patch.name}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "usage:"),
+        (["nowhere/at-all"], "is not a folder"),
+        (["--undo"], "unknown option --undo"),
+        (["."], "is not a git checkout"),
+        (["one", "two"], "one checkout only"),
+    ],
+)
+def test_apply_refuses_what_is_no_checkout(tmp_path, arguments, message):
+    apply = PATCHES[0].parent / "apply.sh"
+    done = subprocess.run([apply, *arguments], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_apply_refuses_another_repository(tmp_path):
+    git = ["git", "-c", "user.name=t", "-c", "user.email=t@example.org", "-C", str(tmp_path)]
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "-m", "other"], check=True)
+    apply = PATCHES[0].parent / "apply.sh"
+    done = subprocess.run([apply, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "the patches are for e363290be272" in done.stderr
