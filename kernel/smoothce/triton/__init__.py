@@ -1,0 +1,46 @@
+"""The loss in Triton kernels; see kernel/DERIVATION.md for the mathematics."""
+
+import torch
+from torch import Tensor
+
+from smoothce.options import Options
+from smoothce.triton.function import Loss
+from smoothce.triton.tiles import INTERPRETED
+
+
+@torch.compiler.disable
+def loss(
+    hidden: Tensor,  # (N, D)
+    weight: Tensor,  # (V, D)
+    labels: Tensor,  # (N,)
+    bias: Tensor | None,  # (V,)
+    options: Options,
+) -> Tensor:  # () or (N,)
+    """The loss of `reference.loss`; gradients are filtered as `options.filter_eps` says.
+
+    Nothing here waits for the device."""
+    hidden, weight = unit_stride(hidden), unit_stride(weight)
+    return Loss.apply(hidden, weight, bias, labels, options, torch.is_grad_enabled())
+
+
+def unit_stride(matrix: Tensor) -> Tensor:
+    return matrix if matrix.stride(-1) == 1 else matrix.contiguous()
+
+
+def unsupported(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, options: Options
+) -> str | None:
+    """Why these inputs cannot be served, or None."""
+    if not (hidden.is_cuda or INTERPRETED):
+        return f"the inputs are on {hidden.device.type}, not on a CUDA device"
+    if hidden.is_cuda and torch.cuda.get_device_capability(hidden.device) < (8, 0):
+        return "the GPU is older than compute capability 8.0"
+    if hidden.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"the inputs are {hidden.dtype}"
+    if len(weight) < 2:
+        return "the vocabulary has fewer than 2 entries"
+    if hidden.shape[1] < 1:
+        return "hidden states have no dimensions"
+    if options.logit_scale == 0:
+        return "logit_scale is 0"
+    return None

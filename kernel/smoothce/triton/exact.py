@@ -1,0 +1,181 @@
+"""The exact backward: every dlogit, recomputed by vocabulary chunks into a bounded workspace.
+
+    S_iv = g_i (p_iv − (1−β) [v = y_i] − β/V) · ∂logit/∂product,   dC = Sᵀ E,   dE = S C
+
+No atomics and no order that depends on timing, so equal inputs give equal bits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from smoothce.options import Options
+from smoothce.triton.logits import base2_logits, product, slope
+from smoothce.triton.tiles import Tiles, aligned, cdiv, descriptor
+
+WORKSPACE = 48 * 2**20  # bytes of dlogits at a time
+
+
+@triton.jit
+def dlogits_kernel(
+    e_desc,
+    c_desc,
+    bias,
+    labels,
+    lse,
+    token,
+    out,
+    d_bias,
+    N,
+    V,
+    vocab,
+    stride_e,
+    stride_c,
+    chunk,
+    smoothing,
+    scale,
+    cap,
+    gain,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    NEED_BIAS: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """S of ROWS tokens and WIDTH entries of the chunk that starts at `vocab`."""
+    row = tl.program_id(0) * ROWS
+    o_v = tl.program_id(1) * WIDTH
+    acc = product(
+        e_desc,
+        c_desc,
+        stride_e,
+        stride_c,
+        row,
+        vocab + o_v,
+        V,
+        D,
+        ROWS,
+        WIDTH,
+        DEPTH,
+        TMA,
+        PRECISION,
+    )
+    r = row + tl.arange(0, ROWS)
+    v = vocab + o_v + tl.arange(0, WIDTH)
+    x = base2_logits(acc, bias, v, V, scale, cap, HAS_BIAS, SOFTCAP)
+    known = r < N
+    total = tl.load(lse + r, mask=known, other=float("inf"))
+    y = tl.load(labels + r, mask=known, other=-1)
+    g = tl.load(token + r, mask=known, other=0.0)
+    s = tl.exp2(x - total[:, None]) - smoothing / V
+    s = tl.where(y[:, None] == v[None, :], s - (1.0 - smoothing), s)
+    s = s * slope(x, scale, cap, SOFTCAP) * g[:, None]
+    inside = (known & (g != 0.0))[:, None] & (v < V)[None, :]
+    s = tl.where(inside, s, 0.0)
+    if NEED_BIAS:
+        # one partial sum a token block: no atomics, so that the order is fixed
+        p_b = d_bias + tl.program_id(0).to(tl.int64) * chunk + o_v + tl.arange(0, WIDTH)
+        tl.store(p_b, tl.sum(s, 0))
+    p_o = out + r.to(tl.int64)[:, None] * chunk + (o_v + tl.arange(0, WIDTH))[None, :]
+    tl.store(p_o, (s * gain).to(out.dtype.element_ty), mask=known[:, None])
+
+
+def backward(
+    hidden: Tensor,  # (N, D)
+    weight: Tensor,  # (V, D)
+    bias: Tensor | None,
+    labels: Tensor,  # (N,) int32, -1 where there is no valid token
+    lse: Tensor,  # (N,) fp32, base 2
+    token: Tensor,  # (N,) fp32, g_i, 0 where there is no valid token
+    options: Options,
+    tiles: Tiles,
+    d_hidden: Tensor | None,  # (N, D)
+    d_weight: Tensor | None,  # (V, D), written, or added to
+    d_bias: Tensor | None,  # (V,) fp32, added to
+    accumulate: bool,
+) -> None:
+    """Gradients of one super-block, whose tokens are in the caller's order."""
+    n, d = hidden.shape
+    v = len(weight)
+    half = hidden.dtype == torch.float16
+    # S of fp16 inputs needs more range than fp16 has; bf16 and fp32 take g as it is
+    top = token.abs().amax().clamp(min=1e-30) if half else None
+    gain = 256.0 if half else 1.0
+    if half:
+        token = token / top
+    chunk = max(WORKSPACE // (n * hidden.element_size()) // tiles.width, 1) * tiles.width
+    chunk = min(chunk, cdiv(v, tiles.width) * tiles.width)
+    s = hidden.new_empty(n, chunk)
+    partial = None
+    if d_bias is not None:
+        partial = torch.empty(cdiv(n, tiles.rows), chunk, device=hidden.device)
+    acc = None if d_hidden is None else torch.zeros(n, d, device=hidden.device)
+    tma = tiles.tma and aligned(hidden)
+    for start in range(0, v, chunk):
+        stop = min(start + chunk, v)
+        width = stop - start
+        dlogits_kernel[(cdiv(n, tiles.rows), cdiv(width, tiles.width))](
+            descriptor(hidden, [tiles.rows, tiles.depth], tma),
+            descriptor(weight, [tiles.width, tiles.depth], tma),
+            bias,
+            labels,
+            lse,
+            token,
+            s,
+            partial,
+            n,
+            v,
+            start,
+            hidden.stride(0),
+            weight.stride(0),
+            chunk,
+            options.label_smoothing,
+            options.logit_scale if options.logit_scale is not None else 1.0,
+            options.softcap or 1.0,
+            gain,
+            D=d,
+            ROWS=tiles.rows,
+            WIDTH=tiles.width,
+            DEPTH=tiles.depth,
+            HAS_BIAS=bias is not None,
+            SOFTCAP=options.softcap is not None,
+            NEED_BIAS=d_bias is not None,
+            TMA=tma,
+            PRECISION=tiles.precision,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )
+        part = s[:, :width]
+        if d_weight is not None:
+            out = d_weight[start:stop]
+            if half:
+                full = product_fp32(part.T, hidden) * (top / gain)
+                out.copy_(full + out if accumulate else full)
+            elif accumulate:
+                out.addmm_(part.T, hidden)
+            else:
+                torch.mm(part.T, hidden, out=out)
+        if acc is not None:
+            acc += product_fp32(part, weight[start:stop])
+        if d_bias is not None:
+            column = partial[:, :width].sum(0) / (options.logit_scale or 1.0)
+            d_bias[start:stop] += column * top if half else column
+    if d_hidden is not None:
+        d_hidden.copy_(acc * (top / gain) if half else acc)
+
+
+def product_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """a · b in fp32, also from half-precision factors where this PyTorch can."""
+    if a.dtype == torch.float32:
+        return a @ b
+    if a.is_cuda and MIXED:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float() if a.dtype == torch.float16 else (a @ b).float()
+
+
+MIXED = "dtype" in torch.ops.aten.mm.overloads()

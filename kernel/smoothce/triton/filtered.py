@@ -1,0 +1,230 @@
+"""The filtered backward: kept pairs are recomputed, dropped ones enter through low-rank products.
+
+For a kept pair, S = (p − (1−β)[v = y]) · f with f = ∂logit/∂product. For a dropped pair of mass P,
+S is modelled as P · q_v, where the profile q is the softmax within the block of the mean hidden
+state's logits: every token's gradient still sums to zero over the vocabulary. The uniform term
+−β/V · f needs no pairs. So with W_j = Σ_{v∈j} q_v C_v and H_j = Σ_{v∈j} f_v C_v,
+
+    dE_i = g_i (Σ_kept S C + Σ_j P_ij W_j − β/V Σ_j H_j)
+    dC_v = Σ_kept g S E + q_v Σ_i P_ij g_i E_i − β/V f_v Σ_i g_i E_i
+
+One kernel works through a queue whose items only wait for earlier items: a tile of kept pairs
+computes S, adds S · C to dE and leaves S in a ring; a slice of a block's dC follows when the block's
+tiles are there. Profile and uniform direction ride along as two more rows of each block's tiles,
+so q, W and H cost no pass of their own over the classifier.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from smoothce.options import Options
+from smoothce.triton.lowrank import block_sums_kernel, hidden_kernel
+from smoothce.triton.plan import Plan, schedule
+from smoothce.triton.prepare import Tokens
+from smoothce.triton.queue import queue_kernel
+from smoothce.triton.tiles import Tiles, cdiv, descriptor, programs
+
+BORROW_FROM = 2**24  # bytes; a smaller accumulator is simply allocated
+
+
+class Scale(NamedTuple):
+    """Upstream gradient, as one factor and what is left of it per token."""
+
+    top: Tensor  # () fp32, the largest |g_i|
+    token: Tensor | None  # (padded,) fp32 g_i / top in the super-block's order; None: all alike
+    total: Tensor  # (D,) fp32, Σ E_i g_i / top
+
+
+def backward(
+    hidden: Tensor,  # (N, D)
+    weight: Tensor,  # (V, D)
+    bias: Tensor | None,
+    tokens: Tokens,
+    lse: Tensor,  # (padded,)
+    plan: Plan,
+    scale: Scale,
+    options: Options,
+    tiles: Tiles,
+    d_hidden: Tensor | None,  # (N, D), the super-block's tokens are written
+    d_weight: Tensor | None,  # (V, D) contiguous, written, or added to
+    d_bias: Tensor | None,  # (V,) fp32, added to
+    accumulate: bool,
+) -> None:
+    """Gradients of one super-block, as in this module's equations."""
+    v, d = weight.shape
+    blocks, padded = plan.mass.shape
+    device = hidden.device
+    need_weight, need_hidden = d_weight is not None, d_hidden is not None
+    smoothing, capped = options.label_smoothing, options.softcap is not None
+    # S of fp16 inputs needs more range than fp16 has
+    gain = 256.0 if hidden.dtype == torch.float16 else 1.0
+    common = {
+        "D": d,
+        "SOFTCAP": capped,
+        "PER_TOKEN": scale.token is not None,
+        "PRECISION": tiles.precision,
+        "num_warps": tiles.warps,
+    }
+
+    rank_one = torch.empty(blocks, d, device=device) if need_weight or d_bias is not None else None
+    lean = torch.empty(blocks, d, device=device) if need_weight and capped else rank_one
+    mass_sum = torch.empty(2, blocks, device=device)
+    if rank_one is not None:
+        block_sums_kernel[(cdiv(blocks, tiles.wide), cdiv(d, tiles.slice))](
+            hidden,
+            plan.mass,
+            tokens.order,
+            scale.token,
+            tokens.count,
+            rank_one,
+            lean,
+            mass_sum,
+            hidden.stride(0),
+            padded,
+            blocks,
+            gain,
+            WIDE=tiles.wide,
+            SLICE=tiles.slice,
+            STEP=tiles.step,
+            NEED_BIAS=d_bias is not None,
+            num_stages=tiles.kept_stages,
+            **common,
+        )
+
+    most = cdiv(padded + 2, tiles.kept_rows)
+    ring = min(max(tiles.ring, most), blocks * most)
+    slices = cdiv(d, tiles.slice) if need_weight else 0
+    ring_s = hidden.new_empty(ring * tiles.kept_rows if need_weight else 0, tiles.width)
+    ring_rows = torch.empty(len(ring_s), device=device, dtype=torch.int32)
+    profile = torch.empty(2, v, device=device)
+    acc, head = None, blocks
+    if need_hidden:
+        borrow = None if accumulate else d_weight
+        acc, head = accumulator((padded + 2 * blocks, d), borrow, blocks, tiles, device)
+    kept_bias = torch.zeros(v, device=device) if d_bias is not None else None
+    index = torch.arange(blocks, device=device)
+
+    def run(wanted: Tensor, skip: Tensor | None, into_hidden: bool, into_bias: bool) -> None:
+        queue = schedule(plan.kept, padded, wanted, slices, tiles, ring, skip)
+        counters = torch.zeros(1 + 2 * blocks, device=device, dtype=torch.int32)
+        queue_kernel[(programs(device),)](
+            queue.items,
+            queue.total,
+            counters,
+            hidden,
+            descriptor(weight, [tiles.width, tiles.kept_depth], tiles.tma),
+            descriptor(weight, [tiles.width, tiles.slice], tiles.tma),
+            bias,
+            tokens.order,
+            tokens.labels,
+            lse,
+            scale.token,
+            scale.top,
+            plan.rows,
+            plan.kept,
+            queue.first,
+            queue.owner,
+            queue.readers,
+            counters[1 : 1 + blocks],
+            counters[1 + blocks :],
+            ring_s,
+            ring_rows,
+            profile[0],
+            profile[1],
+            rank_one,
+            lean,
+            scale.total,
+            acc,
+            d_weight,
+            kept_bias,
+            (tokens.mean.data_ptr() - hidden.data_ptr()) // hidden.element_size(),
+            hidden.stride(0),
+            weight.stride(0),
+            padded,
+            blocks,
+            v,
+            smoothing,
+            options.logit_scale if options.logit_scale is not None else 1.0,
+            options.softcap or 1.0,
+            gain,
+            ROWS=tiles.kept_rows,
+            WIDTH=tiles.width,
+            DEPTH=tiles.kept_depth,
+            SLICE=tiles.slice,
+            STEP=tiles.step,
+            RING=ring,
+            WIDE_STAGES=tiles.wide_stages,
+            HAS_BIAS=bias is not None,
+            RAGGED=v % tiles.width != 0,
+            NEED_HIDDEN=into_hidden,
+            NEED_WEIGHT=need_weight,
+            NEED_BIAS=into_bias,
+            ACCUMULATE=accumulate,
+            TMA=tiles.tma,
+            num_stages=tiles.kept_stages,
+            **common,
+        )
+
+    wanted = torch.where(index < head, slices, 0).to(torch.int32)
+    run(wanted, None, need_hidden, d_bias is not None)
+    if need_hidden:
+        flat = acc[padded + blocks :].sum(0)
+        hidden_kernel[(cdiv(padded, tiles.rows), cdiv(d, tiles.slice))](
+            plan.mass,
+            tokens.order,
+            scale.token,
+            tokens.count,
+            scale.top,
+            acc,
+            flat,
+            d_hidden,
+            len(tokens.order),
+            padded,
+            blocks,
+            d_hidden.stride(0),
+            smoothing,
+            v,
+            gain,
+            ROWS=tiles.rows,
+            SLICE=tiles.slice,
+            STEP=tiles.step,
+            num_stages=tiles.kept_stages,
+            **common,
+        )
+    if head < blocks:
+        # the accumulator is read out, so the blocks whose gradient it lay in can be written
+        run((slices - wanted).to(torch.int32), index < head, False, False)
+    if d_bias is not None:
+        spread = mass_sum[0].repeat_interleave(tiles.width)[:v] * profile[0]
+        if capped:
+            even = mass_sum[1].repeat_interleave(tiles.width)[:v]
+        else:
+            even = tokens.count if scale.token is None else scale.token.sum()
+        kept_bias += spread - smoothing / v * even * profile[1]
+        d_bias += kept_bias * (scale.top / (options.logit_scale or 1.0))
+
+
+def accumulator(
+    shape: tuple[int, int],
+    d_weight: Tensor | None,  # (V, D) not yet written
+    blocks: int,
+    tiles: Tiles,
+    device: torch.device,
+) -> tuple[Tensor, int]:
+    """Zeroed fp32 memory for dE, and the first vocabulary block whose dC must wait for it.
+
+    A large accumulator borrows the last rows of the weight gradient's own memory: they are written
+    last, and their few kept pairs recomputed, which costs less than as much memory again."""
+    size = math.prod(shape)
+    if d_weight is not None and size * 4 >= BORROW_FROM:
+        v, d = d_weight.shape
+        width = d_weight.element_size()
+        start = (v - cdiv(size * 4, d * width)) // tiles.width * tiles.width
+        if start > v // 2 and start * d * width % 16 == 0:
+            tail = d_weight.view(-1)[start * d :]
+            room = tail[: tail.numel() // 2 * 2].view(torch.float32)[:size]
+            return room.zero_().view(shape), start // tiles.width
+    return torch.zeros(shape, device=device), blocks

@@ -1,0 +1,330 @@
+"""Log-sum-exp, Σ_v z and block statistics of every token, in one walk over the vocabulary.
+
+A program owns a block of tokens and a segment of the vocabulary; running maximum and sum stay in
+registers, so logits are never written. How the work is cut follows the number of valid tokens,
+which only the device knows.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from smoothce.options import Options
+from smoothce.triton.logits import base2_logits, product
+from smoothce.triton.prepare import Tokens
+from smoothce.triton.tiles import Tiles, cdiv, descriptor, programs
+
+ROUNDS = 4  # most vocabulary segments a program works through when tokens are few
+
+
+class Statistics(NamedTuple):
+    """Base-2, per token; the block statistics are (blocks, padded) and None unless asked for."""
+
+    lse: Tensor  # (padded,) fp32, +inf where there is no valid token
+    losses: Tensor  # (padded,) fp32 in nats, 0 where there is no valid token
+    mass: Tensor | None  # fp16 log-sum-exp within the block
+    peak: Tensor | None  # fp16 largest logit within the block
+
+
+@triton.jit
+def split(n, n_blocks, workers, ROWS: tl.constexpr, ROUNDS: tl.constexpr):
+    """(token blocks, segments, vocabulary blocks a segment): the cut that keeps workers busiest."""
+    n_rows = tl.cdiv(n, ROWS)
+    per = tl.maximum(n_rows, 1)
+    best = n_blocks
+    cost = tl.cdiv(per, workers) * n_blocks
+    for k in tl.static_range(1, ROUNDS + 1):
+        cuts = tl.minimum(tl.maximum(k * workers // per, 1), n_blocks)
+        length = tl.cdiv(n_blocks, cuts)
+        other = tl.cdiv(per * tl.cdiv(n_blocks, length), workers) * length
+        best = tl.where(other < cost, length, best)
+        cost = tl.minimum(other, cost)
+    return n_rows, tl.cdiv(n_blocks, best), best
+
+
+@triton.jit
+def walk(
+    acc,
+    m,
+    s,
+    z,
+    block,
+    rows,
+    bias,
+    mass,
+    peak,
+    padded,
+    V,
+    scale,
+    cap,
+    WIDTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    RAGGED: tl.constexpr,
+    SUM: tl.constexpr,
+    STATISTICS: tl.constexpr,
+):
+    """Fold one tile of products into the running maximum m, sum s and Σ logits z."""
+    v = block * WIDTH + tl.arange(0, WIDTH)
+    x = base2_logits(acc, bias, v, V, scale, cap, HAS_BIAS, SOFTCAP)
+    if SUM:
+        if RAGGED:
+            z += tl.sum(tl.where((v < V)[None, :], x, 0.0), 1)
+        else:
+            z += tl.sum(x, 1)
+    if RAGGED:
+        x = tl.where((v < V)[None, :], x, -float("inf"))
+    top = tl.max(x, 1)
+    new = tl.maximum(m, top)
+    # a block that a -inf bias closes altogether must not turn into -inf - -inf
+    base = tl.where(new == -float("inf"), 0.0, new)
+    t = tl.sum(tl.exp2(x - base[:, None]), 1)
+    if STATISTICS:
+        o = block * padded + rows  # a super-block keeps this far below 2^31
+        tl.store(mass + o, (base + tl.log2(t)).to(tl.float16))
+        tl.store(peak + o, top.to(tl.float16))
+    s = s * tl.exp2(m - base) + t
+    return new, s, z
+
+
+@triton.jit
+def forward_kernel(
+    e_desc,
+    c_desc,
+    bias,
+    count,
+    mass,
+    peak,
+    part_max,
+    part_sum,
+    part_z,
+    padded,
+    stride_e,
+    stride_c,
+    V,
+    n_blocks,
+    scale,
+    cap,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    RAGGED: tl.constexpr,
+    SUM: tl.constexpr,
+    STATISTICS: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):
+    workers = tl.num_programs(0)
+    n_rows, cuts, length = split(tl.load(count), n_blocks, workers, ROWS, ROUNDS)
+    for unit in range(tl.program_id(0), n_rows * cuts, workers):
+        row = (unit % n_rows) * ROWS
+        first = (unit // n_rows) * length
+        last = tl.minimum(first + length, n_blocks)
+        rows = row + tl.arange(0, ROWS)
+        m = tl.full((ROWS,), -float("inf"), tl.float32)
+        s = tl.zeros((ROWS,), tl.float32)
+        z = tl.zeros((ROWS,), tl.float32)
+        if TMA:
+            # flattened, so that the next tile's loads start during this tile's exponentials
+            for block in tl.range(first, last, flatten=True):
+                acc = product(
+                    e_desc,
+                    c_desc,
+                    stride_e,
+                    stride_c,
+                    row,
+                    block * WIDTH,
+                    V,
+                    D,
+                    ROWS,
+                    WIDTH,
+                    DEPTH,
+                    TMA,
+                    PRECISION,
+                )
+                m, s, z = walk(
+                    acc,
+                    m,
+                    s,
+                    z,
+                    block,
+                    rows,
+                    bias,
+                    mass,
+                    peak,
+                    padded,
+                    V,
+                    scale,
+                    cap,
+                    WIDTH,
+                    HAS_BIAS,
+                    SOFTCAP,
+                    RAGGED,
+                    SUM,
+                    STATISTICS,
+                )
+        else:
+            for block in range(first, last):
+                acc = product(
+                    e_desc,
+                    c_desc,
+                    stride_e,
+                    stride_c,
+                    row,
+                    block * WIDTH,
+                    V,
+                    D,
+                    ROWS,
+                    WIDTH,
+                    DEPTH,
+                    TMA,
+                    PRECISION,
+                )
+                m, s, z = walk(
+                    acc,
+                    m,
+                    s,
+                    z,
+                    block,
+                    rows,
+                    bias,
+                    mass,
+                    peak,
+                    padded,
+                    V,
+                    scale,
+                    cap,
+                    WIDTH,
+                    HAS_BIAS,
+                    SOFTCAP,
+                    RAGGED,
+                    SUM,
+                    STATISTICS,
+                )
+        o = unit * ROWS + tl.arange(0, ROWS)
+        tl.store(part_max + o, m)
+        tl.store(part_sum + o, s)
+        tl.store(part_z + o, z)
+
+
+@triton.jit
+def finish_kernel(
+    part_max,
+    part_sum,
+    part_z,
+    target,
+    count,
+    lse,
+    losses,
+    smoothing,
+    V,
+    n_blocks,
+    workers,
+    ROWS: tl.constexpr,
+    SUM: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):
+    """Join a token block's segments into log-sum-exp and loss."""
+    n = tl.load(count)
+    n_rows, cuts, _ = split(n, n_blocks, workers, ROWS, ROUNDS)
+    i = tl.program_id(0)
+    rows = i * ROWS + tl.arange(0, ROWS)
+    valid = rows < n
+    m = tl.full((ROWS,), -float("inf"), tl.float32)
+    s = tl.zeros((ROWS,), tl.float32)
+    z = tl.zeros((ROWS,), tl.float32)
+    for cut in range(0, cuts):
+        o = (cut * n_rows + i) * ROWS + tl.arange(0, ROWS)
+        m_c = tl.load(part_max + o, mask=valid, other=0.0)
+        new = tl.maximum(m, m_c)
+        base = tl.where(new == -float("inf"), 0.0, new)
+        s_c = tl.load(part_sum + o, mask=valid, other=1.0)
+        s = s * tl.exp2(m - base) + s_c * tl.exp2(m_c - base)
+        if SUM:
+            z += tl.load(part_z + o, mask=valid, other=0.0)
+        m = new
+    total = m + tl.log2(s)
+    loss = total / 1.4426950408889634 - (1.0 - smoothing) * tl.load(target + rows)
+    if SUM:
+        loss -= smoothing / V * (z / 1.4426950408889634)
+    tl.store(lse + rows, tl.where(valid, total, float("inf")))
+    tl.store(losses + rows, tl.where(valid, loss, 0.0))
+
+
+def forward(
+    packed: Tensor,  # (padded, D)
+    weight: Tensor,  # (V, D)
+    bias: Tensor | None,
+    tokens: Tokens,
+    options: Options,
+    tiles: Tiles,
+    statistics: bool,
+) -> Statistics:
+    """Losses and log-sum-exps of one super-block, with block statistics where the plan needs them.
+
+    loss_i = logsumexp_v z_iv − (1−β) z_iy − (β/V) Σ_v z_iv."""
+    padded, d = packed.shape
+    v = len(weight)
+    blocks = cdiv(v, tiles.width)
+    workers = programs(packed.device)
+    size = max(padded, ROUNDS * workers * tiles.rows + padded)
+    parts = torch.empty(3, size, device=packed.device, dtype=torch.float32)
+    mass = peak = None
+    if statistics:
+        mass = torch.empty(blocks, padded, device=packed.device, dtype=torch.float16)
+        peak = torch.empty_like(mass)
+    summed = options.label_smoothing != 0
+    forward_kernel[(workers,)](
+        descriptor(packed, [tiles.rows, tiles.depth], tiles.tma),
+        descriptor(weight, [tiles.width, tiles.depth], tiles.tma),
+        bias,
+        tokens.count,
+        mass,
+        peak,
+        *parts,
+        padded,
+        packed.stride(0),
+        weight.stride(0),
+        v,
+        blocks,
+        options.logit_scale if options.logit_scale is not None else 1.0,
+        options.softcap or 1.0,
+        D=d,
+        ROWS=tiles.rows,
+        WIDTH=tiles.width,
+        DEPTH=tiles.depth,
+        HAS_BIAS=bias is not None,
+        SOFTCAP=options.softcap is not None,
+        RAGGED=v % tiles.width != 0,
+        SUM=summed,
+        STATISTICS=statistics,
+        TMA=tiles.tma,
+        PRECISION=tiles.precision,
+        ROUNDS=ROUNDS,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    lse = torch.empty(padded, device=packed.device, dtype=torch.float32)
+    losses = torch.empty_like(lse)
+    finish_kernel[(cdiv(padded, tiles.rows),)](
+        *parts,
+        tokens.target,
+        tokens.count,
+        lse,
+        losses,
+        options.label_smoothing,
+        v,
+        blocks,
+        workers,
+        ROWS=tiles.rows,
+        SUM=summed,
+        ROUNDS=ROUNDS,
+    )
+    return Statistics(lse, losses, mass, peak)

@@ -1,0 +1,123 @@
+"""Valid tokens first: the order, the gathered hidden states, their sum and the target logits."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from smoothce.options import Options
+from smoothce.triton.logits import LOG2E
+from smoothce.triton.tiles import Tiles, cdiv
+
+
+class Tokens(NamedTuple):
+    """A super-block of tokens, valid ones first; tensors are padded to a multiple of a tile."""
+
+    order: Tensor  # (n,) int32, position in the caller's order
+    count: Tensor  # (1,) int32, how many are valid
+    labels: Tensor  # (padded,) int32, -1 where there is no valid token
+    target: Tensor  # (padded,) fp32, the target's logit in nats
+    total: Tensor  # (D,) fp32, Σ E_i over valid tokens
+    mean: Tensor  # (D,) the mean hidden state in the inputs' dtype
+
+
+def valid_first(
+    labels: Tensor,  # (N,)
+    ignore_index: int,
+) -> tuple[Tensor, Tensor]:
+    """The stable order that puts valid tokens first, (N,) int32, and their number, (1,) int32."""
+    valid = labels != ignore_index
+    rank = valid.cumsum(0)
+    count = rank[-1:]
+    index = torch.arange(len(labels), device=labels.device)
+    place = torch.where(valid, rank - 1, index - rank + count)
+    order = torch.empty_like(index, dtype=torch.int32).scatter_(0, place, index.to(torch.int32))
+    return order, count.to(torch.int32)
+
+
+@triton.jit
+def gather_kernel(
+    hidden,
+    weight,
+    bias,
+    labels,
+    order,
+    count,
+    packed,
+    out_labels,
+    target,
+    stride_n,
+    stride_d,
+    stride_c,
+    scale,
+    cap,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """One token: copy its hidden state to its place and take the product with its target's row."""
+    i = tl.program_id(0)
+    valid = i < tl.load(count)
+    source = tl.load(order + i, mask=valid, other=0).to(tl.int64)
+    y = tl.load(labels + source, mask=valid, other=-1)
+    row = tl.maximum(y, 0).to(tl.int64)
+    z = tl.zeros((BLOCK,), tl.float32)
+    for d in range(0, D, BLOCK):
+        o_d = d + tl.arange(0, BLOCK)
+        m_d = o_d < tl.where(valid, D, 0)
+        e = tl.load(hidden + source * stride_n + o_d * stride_d, mask=m_d, other=0.0)
+        c = tl.load(weight + row * stride_c + o_d, mask=m_d, other=0.0)
+        z += e.to(tl.float32) * c.to(tl.float32)
+        tl.store(packed + i.to(tl.int64) * D + o_d, e, mask=o_d < D)
+    x = tl.sum(z, 0) * scale
+    if HAS_BIAS:
+        x += tl.load(bias + row).to(tl.float32)
+    if SOFTCAP:
+        x = cap * (1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E / cap)) + 1.0))
+    tl.store(target + i, tl.where(valid, x, 0.0))
+    tl.store(out_labels + i, y.to(tl.int32))
+
+
+def gather(
+    hidden: Tensor,  # (N, D)
+    weight: Tensor,  # (V, D)
+    bias: Tensor | None,
+    labels: Tensor,  # (N,)
+    order: Tensor,  # (n,) this super-block's slice of the order
+    count: Tensor,  # (1,)
+    options: Options,
+    tiles: Tiles,
+) -> tuple[Tokens, Tensor]:
+    """The super-block's `Tokens` and its packed hidden states, (padded, D)."""
+    d = hidden.shape[1]
+    padded = cdiv(len(order), tiles.rows) * tiles.rows
+    packed = hidden.new_empty(padded, d)
+    out_labels = torch.empty(padded, device=hidden.device, dtype=torch.int32)
+    target = torch.empty(padded, device=hidden.device, dtype=torch.float32)
+    gather_kernel[(padded,)](
+        hidden,
+        weight,
+        bias,
+        labels,
+        order,
+        count,
+        packed,
+        out_labels,
+        target,
+        hidden.stride(0),
+        hidden.stride(1),
+        weight.stride(0),
+        options.logit_scale if options.logit_scale is not None else 1.0,
+        options.softcap or 1.0,
+        D=d,
+        BLOCK=min(1024, triton.next_power_of_2(d)),
+        HAS_BIAS=bias is not None,
+        SOFTCAP=options.softcap is not None,
+        num_warps=4,
+    )
+    total = packed.sum(0, dtype=torch.float32)
+    mean = (total / count.clamp(min=1)).to(hidden.dtype)
+    return Tokens(order, count, out_labels, target, total, mean), packed
