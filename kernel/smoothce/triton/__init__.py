@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from smoothce.options import Options
-from smoothce.triton.function import Loss
-from smoothce.triton.tiles import INTERPRETED
+from smoothce.triton.function import Loss, filter_statistics
+
+__all__ = ["filter_statistics", "loss", "unsupported"]
 
 
 @torch.compiler.disable
@@ -31,9 +32,9 @@ def unsupported(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, options: Options
 ) -> str | None:
     """Why these inputs cannot be served, or None."""
-    if not (hidden.is_cuda or INTERPRETED):
+    if not hidden.is_cuda:
         return f"the inputs are on {hidden.device.type}, not on a CUDA device"
-    if hidden.is_cuda and torch.cuda.get_device_capability(hidden.device) < (8, 0):
+    if torch.cuda.get_device_capability(hidden.device) < (8, 0):
         return "the GPU is older than compute capability 8.0"
     if hidden.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"the inputs are {hidden.dtype}"

@@ -9,25 +9,25 @@ state's logits: every token's gradient still sums to zero over the vocabulary. T
     dC_v = Σ_kept g S E + q_v Σ_i P_ij g_i E_i − β/V f_v Σ_i g_i E_i
 
 One kernel works through a queue whose items only wait for earlier items: a tile of kept pairs
-computes S, adds S · C to dE and leaves S in a ring; a slice of a block's dC follows when the block's
+One kernel works through a queue whose items only wait for earlier ones: a tile of kept pairs
 tiles are there. Profile and uniform direction ride along as two more rows of each block's tiles,
 so q, W and H cost no pass of their own over the classifier.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from smoothce.options import Options
+from smoothce.triton.accumulator import accumulator
 from smoothce.triton.lowrank import block_sums_kernel, hidden_kernel
 from smoothce.triton.plan import Plan, schedule
 from smoothce.triton.prepare import Tokens
 from smoothce.triton.queue import queue_kernel
 from smoothce.triton.tiles import Tiles, cdiv, descriptor, programs
 
-BORROW_FROM = 2**24  # bytes; a smaller accumulator is simply allocated
+SHARE = 2048  # kept tokens × slices of D a weight-gradient item
 
 
 class Scale(NamedTuple):
@@ -168,10 +168,15 @@ def backward(
             **common,
         )
 
-    wanted = torch.where(index < head, slices, 0).to(torch.int32)
+    # short weight gradients are worked off several slices at a time
+    share = (plan.kept * slices // SHARE + 1).clamp(max=max(slices, 1)).to(torch.int32)
+    share = share if need_weight else torch.zeros_like(share)
+    wanted = torch.where(index < head, share, 0)
     run(wanted, None, need_hidden, d_bias is not None)
     if need_hidden:
-        flat = acc[padded + blocks :].sum(0)
+        profiles = acc[padded : padded + blocks].to(hidden.dtype)
+        evens = acc[padded + blocks :]
+        flat = evens.sum(0)
         hidden_kernel[(cdiv(padded, tiles.rows), cdiv(d, tiles.slice))](
             plan.mass,
             tokens.order,
@@ -179,6 +184,8 @@ def backward(
             tokens.count,
             scale.top,
             acc,
+            profiles,
+            evens.to(hidden.dtype) if capped else profiles,
             flat,
             d_hidden,
             len(tokens.order),
@@ -196,7 +203,7 @@ def backward(
         )
     if head < blocks:
         # the accumulator is read out, so the blocks whose gradient it lay in can be written
-        run((slices - wanted).to(torch.int32), index < head, False, False)
+        run(share - wanted, index < head, False, False)
     if d_bias is not None:
         spread = mass_sum[0].repeat_interleave(tiles.width)[:v] * profile[0]
         if capped:
@@ -205,26 +212,3 @@ def backward(
             even = tokens.count if scale.token is None else scale.token.sum()
         kept_bias += spread - smoothing / v * even * profile[1]
         d_bias += kept_bias * (scale.top / (options.logit_scale or 1.0))
-
-
-def accumulator(
-    shape: tuple[int, int],
-    d_weight: Tensor | None,  # (V, D) not yet written
-    blocks: int,
-    tiles: Tiles,
-    device: torch.device,
-) -> tuple[Tensor, int]:
-    """Zeroed fp32 memory for dE, and the first vocabulary block whose dC must wait for it.
-
-    A large accumulator borrows the last rows of the weight gradient's own memory: they are written
-    last, and their few kept pairs recomputed, which costs less than as much memory again."""
-    size = math.prod(shape)
-    if d_weight is not None and size * 4 >= BORROW_FROM:
-        v, d = d_weight.shape
-        width = d_weight.element_size()
-        start = (v - cdiv(size * 4, d * width)) // tiles.width * tiles.width
-        if start > v // 2 and start * d * width % 16 == 0:
-            tail = d_weight.view(-1)[start * d :]
-            room = tail[: tail.numel() // 2 * 2].view(torch.float32)[:size]
-            return room.zero_().view(shape), start // tiles.width
-    return torch.zeros(shape, device=device), blocks

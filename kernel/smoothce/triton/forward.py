@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from smoothce.options import Options
-from smoothce.triton.logits import base2_logits, product
+from smoothce.triton.logits import LOG2E, base2_logits, product
 from smoothce.triton.prepare import Tokens
 from smoothce.triton.tiles import Tiles, cdiv, descriptor, programs
 
@@ -31,18 +31,39 @@ class Statistics(NamedTuple):
 
 @triton.jit
 def split(n, n_blocks, workers, ROWS: tl.constexpr, ROUNDS: tl.constexpr):
-    """(token blocks, segments, vocabulary blocks a segment): the cut that keeps workers busiest."""
-    n_rows = tl.cdiv(n, ROWS)
-    per = tl.maximum(n_rows, 1)
-    best = n_blocks
-    cost = tl.cdiv(per, workers) * n_blocks
+    """How to cut token blocks × vocabulary blocks into equal shares for all workers.
+
+    Every token block gets `cuts` segments of `length` vocabulary blocks, each one program's share.
+    Programs left over share the vocabulary's end, from `cuts · length` on, for all token blocks.
+    Returns (token blocks, cuts, length, programs left over, rounds)."""
+    n_rows = tl.maximum(tl.cdiv(n, ROWS), 1)
+    best_cuts = 1
+    best_length = n_blocks
+    best_spare = 0
+    best_rounds = tl.cdiv(n_rows, workers)
+    cost = best_rounds * n_blocks
     for k in tl.static_range(1, ROUNDS + 1):
-        cuts = tl.minimum(tl.maximum(k * workers // per, 1), n_blocks)
-        length = tl.cdiv(n_blocks, cuts)
-        other = tl.cdiv(per * tl.cdiv(n_blocks, length), workers) * length
-        best = tl.where(other < cost, length, best)
-        cost = tl.minimum(other, cost)
-    return n_rows, tl.cdiv(n_blocks, best), best
+        slots = k * workers
+        cuts = tl.minimum(slots // n_rows, n_blocks)
+        if cuts > 0:
+            spare = slots - cuts * n_rows
+            share = tl.cdiv(n_rows, tl.maximum(spare, 1))
+            end = tl.where(spare > 0, n_blocks // (cuts * share + 1), 0)
+            length = (n_blocks - end) // cuts
+            end = n_blocks - cuts * length
+            fits = (end == 0) | (spare > 0)
+            length = tl.where(fits, length, tl.cdiv(n_blocks, cuts))
+            cuts = tl.where(fits, cuts, tl.cdiv(n_blocks, length))
+            spare = tl.where(fits, spare, 0)
+            end = tl.where(fits, end, 0)
+            other = k * tl.maximum(length, tl.where(end > 0, end * share, 0))
+            better = other < cost
+            best_cuts = tl.where(better, cuts, best_cuts)
+            best_length = tl.where(better, length, best_length)
+            best_spare = tl.where(better, spare, best_spare)
+            best_rounds = tl.where(better, k, best_rounds)
+            cost = tl.minimum(other, cost)
+    return tl.where(n > 0, n_rows, 0), best_cuts, best_length, best_spare, best_rounds
 
 
 @triton.jit
@@ -64,24 +85,31 @@ def walk(
     HAS_BIAS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     RAGGED: tl.constexpr,
+    PLAIN: tl.constexpr,
     SUM: tl.constexpr,
     STATISTICS: tl.constexpr,
 ):
     """Fold one tile of products into the running maximum m, sum s and Σ logits z."""
     v = block * WIDTH + tl.arange(0, WIDTH)
-    x = base2_logits(acc, bias, v, V, scale, cap, HAS_BIAS, SOFTCAP)
+    if PLAIN:
+        # logits are products times a positive factor, which can join the exponent's subtraction
+        factor = scale * LOG2E
+        x = acc
+    else:
+        factor = 1.0
+        x = base2_logits(acc, bias, v, V, scale, cap, HAS_BIAS, SOFTCAP)
     if SUM:
         if RAGGED:
-            z += tl.sum(tl.where((v < V)[None, :], x, 0.0), 1)
+            z += tl.sum(tl.where((v < V)[None, :], x, 0.0), 1) * factor
         else:
-            z += tl.sum(x, 1)
+            z += tl.sum(x, 1) * factor
     if RAGGED:
         x = tl.where((v < V)[None, :], x, -float("inf"))
-    top = tl.max(x, 1)
+    top = tl.max(x, 1) * factor
     new = tl.maximum(m, top)
     # a block that a -inf bias closes altogether must not turn into -inf - -inf
     base = tl.where(new == -float("inf"), 0.0, new)
-    t = tl.sum(tl.exp2(x - base[:, None]), 1)
+    t = tl.sum(tl.exp2(x * factor - base[:, None]), 1)
     if STATISTICS:
         o = block * padded + rows  # a super-block keeps this far below 2^31
         tl.store(mass + o, (base + tl.log2(t)).to(tl.float16))
@@ -115,6 +143,7 @@ def forward_kernel(
     HAS_BIAS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     RAGGED: tl.constexpr,
+    PLAIN: tl.constexpr,
     SUM: tl.constexpr,
     STATISTICS: tl.constexpr,
     TMA: tl.constexpr,
@@ -122,96 +151,103 @@ def forward_kernel(
     ROUNDS: tl.constexpr,
 ):
     workers = tl.num_programs(0)
-    n_rows, cuts, length = split(tl.load(count), n_blocks, workers, ROWS, ROUNDS)
-    for unit in range(tl.program_id(0), n_rows * cuts, workers):
-        row = (unit % n_rows) * ROWS
-        first = (unit // n_rows) * length
-        last = tl.minimum(first + length, n_blocks)
-        rows = row + tl.arange(0, ROWS)
-        m = tl.full((ROWS,), -float("inf"), tl.float32)
-        s = tl.zeros((ROWS,), tl.float32)
-        z = tl.zeros((ROWS,), tl.float32)
-        if TMA:
-            # flattened, so that the next tile's loads start during this tile's exponentials
-            for block in tl.range(first, last, flatten=True):
-                acc = product(
-                    e_desc,
-                    c_desc,
-                    stride_e,
-                    stride_c,
-                    row,
-                    block * WIDTH,
-                    V,
-                    D,
-                    ROWS,
-                    WIDTH,
-                    DEPTH,
-                    TMA,
-                    PRECISION,
-                )
-                m, s, z = walk(
-                    acc,
-                    m,
-                    s,
-                    z,
-                    block,
-                    rows,
-                    bias,
-                    mass,
-                    peak,
-                    padded,
-                    V,
-                    scale,
-                    cap,
-                    WIDTH,
-                    HAS_BIAS,
-                    SOFTCAP,
-                    RAGGED,
-                    SUM,
-                    STATISTICS,
-                )
-        else:
-            for block in range(first, last):
-                acc = product(
-                    e_desc,
-                    c_desc,
-                    stride_e,
-                    stride_c,
-                    row,
-                    block * WIDTH,
-                    V,
-                    D,
-                    ROWS,
-                    WIDTH,
-                    DEPTH,
-                    TMA,
-                    PRECISION,
-                )
-                m, s, z = walk(
-                    acc,
-                    m,
-                    s,
-                    z,
-                    block,
-                    rows,
-                    bias,
-                    mass,
-                    peak,
-                    padded,
-                    V,
-                    scale,
-                    cap,
-                    WIDTH,
-                    HAS_BIAS,
-                    SOFTCAP,
-                    RAGGED,
-                    SUM,
-                    STATISTICS,
-                )
-        o = unit * ROWS + tl.arange(0, ROWS)
-        tl.store(part_max + o, m)
-        tl.store(part_sum + o, s)
-        tl.store(part_z + o, z)
+    n_rows, cuts, length, spare, rounds = split(tl.load(count), n_blocks, workers, ROWS, ROUNDS)
+    shares = n_rows * cuts
+    for slot in range(tl.program_id(0), tl.where(n_rows > 0, rounds * workers, 0), workers):
+        cut = tl.minimum(slot // n_rows, cuts)
+        first = tl.minimum(cut * length, n_blocks)
+        last = tl.where(cut < cuts, tl.minimum(first + length, n_blocks), n_blocks)
+        begin = tl.where(cut < cuts, slot % n_rows, slot - shares)
+        step = tl.where(cut < cuts, n_rows, tl.maximum(spare, 1))
+        for i in range(begin, tl.where(first < n_blocks, n_rows, 0), step):
+            row = i * ROWS
+            rows = row + tl.arange(0, ROWS)
+            m = tl.full((ROWS,), -float("inf"), tl.float32)
+            s = tl.zeros((ROWS,), tl.float32)
+            z = tl.zeros((ROWS,), tl.float32)
+            if TMA:
+                # flattened, so that the next tile's loads start during this tile's exponentials
+                for block in tl.range(first, last, flatten=True):
+                    acc = product(
+                        e_desc,
+                        c_desc,
+                        stride_e,
+                        stride_c,
+                        row,
+                        block * WIDTH,
+                        V,
+                        D,
+                        ROWS,
+                        WIDTH,
+                        DEPTH,
+                        TMA,
+                        PRECISION,
+                    )
+                    m, s, z = walk(
+                        acc,
+                        m,
+                        s,
+                        z,
+                        block,
+                        rows,
+                        bias,
+                        mass,
+                        peak,
+                        padded,
+                        V,
+                        scale,
+                        cap,
+                        WIDTH,
+                        HAS_BIAS,
+                        SOFTCAP,
+                        RAGGED,
+                        PLAIN,
+                        SUM,
+                        STATISTICS,
+                    )
+            else:
+                for block in range(first, last):
+                    acc = product(
+                        e_desc,
+                        c_desc,
+                        stride_e,
+                        stride_c,
+                        row,
+                        block * WIDTH,
+                        V,
+                        D,
+                        ROWS,
+                        WIDTH,
+                        DEPTH,
+                        TMA,
+                        PRECISION,
+                    )
+                    m, s, z = walk(
+                        acc,
+                        m,
+                        s,
+                        z,
+                        block,
+                        rows,
+                        bias,
+                        mass,
+                        peak,
+                        padded,
+                        V,
+                        scale,
+                        cap,
+                        WIDTH,
+                        HAS_BIAS,
+                        SOFTCAP,
+                        RAGGED,
+                        PLAIN,
+                        SUM,
+                        STATISTICS,
+                    )
+            o = (cut * n_rows + i) * ROWS + tl.arange(0, ROWS)
+            tl.store(part_max + o, m)
+            tl.store(part_sum + o, s)
+            tl.store(part_z + o, z)
 
 
 @triton.jit
@@ -233,7 +269,8 @@ def finish_kernel(
 ):
     """Join a token block's segments into log-sum-exp and loss."""
     n = tl.load(count)
-    n_rows, cuts, _ = split(n, n_blocks, workers, ROWS, ROUNDS)
+    n_rows, cuts, length, _, _ = split(n, n_blocks, workers, ROWS, ROUNDS)
+    cuts += (cuts * length < n_blocks).to(tl.int32)
     i = tl.program_id(0)
     rows = i * ROWS + tl.arange(0, ROWS)
     valid = rows < n
@@ -303,6 +340,7 @@ def forward(
         HAS_BIAS=bias is not None,
         SOFTCAP=options.softcap is not None,
         RAGGED=v % tiles.width != 0,
+        PLAIN=bias is None and options.softcap is None and (options.logit_scale or 1.0) > 0,
         SUM=summed,
         STATISTICS=statistics,
         TMA=tiles.tma,

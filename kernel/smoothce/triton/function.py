@@ -1,5 +1,6 @@
 """The autograd function: super-blocks of tokens, when their gradients are made, what is kept."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -9,12 +10,13 @@ from torch.autograd.function import once_differentiable
 from smoothce.options import Options
 from smoothce.triton import exact, filtered
 from smoothce.triton.filtered import Scale
-from smoothce.triton.forward import forward
+from smoothce.triton.forward import Statistics, forward
 from smoothce.triton.plan import Plan, plan
 from smoothce.triton.prepare import Tokens, gather, valid_first
 from smoothce.triton.tiles import Tiles, cdiv, tiles_for
 
-AUTO_EPS = 2.0**-12
+# filter_eps="auto" is AUTO / √V: 2^-11.5 at 256,000 entries, 2^-12.5 at 60,160
+AUTO = 0.175
 SMALL_VOCABULARY = 8192  # below it there is too little to skip
 STATISTICS = 2**25  # bytes of block statistics that a super-block may have
 MOST_TOKENS = 2**15 - 256  # row lists are int16
@@ -35,116 +37,165 @@ class Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, options, differentiable):
         needs = tuple(differentiable and need for need in ctx.needs_input_grad[:3])
-        eps = threshold(options, len(weight)) if any(needs) else None
-        tiles = tiles_for(hidden, weight)
-        order, count = valid_first(labels, options.ignore_index)
-        size = tokens_at_once(len(weight), tiles) if eps is not None else MOST_TOKENS
-        scalar = options.reduction != "none"
-        # One super-block's statistics fit in the memory bound, several blocks' do not: then a
-        # reduced loss, whose upstream gradient is one factor, makes its gradients on the way.
-        early = eps is not None and scalar and len(labels) > size
-        token_weight = options.token_weight(labels)
-        gradients = Gradients(hidden, weight, bias, needs) if early else None
-        losses = hidden.new_zeros(len(labels), dtype=torch.float32)
-        lse = torch.full_like(losses, float("inf"))
-        blocks = []
-        for start in range(0, len(labels), size):
-            part = order[start : start + size]
-            inside = (count - start).clamp(0, len(part))
-            tokens, packed = gather(hidden, weight, bias, labels, part, inside, options, tiles)
-            statistics = forward(
-                packed, weight, bias, tokens, options, tiles, statistics=eps is not None
-            )
-            del packed
-            losses.scatter_(0, part.long(), statistics.losses[: len(part)])
-            lse.scatter_(0, part.long(), statistics.lse[: len(part)])
-            if eps is not None:
-                kept = plan(statistics, tokens, len(weight), eps, tiles)
-                block = Block(tokens, statistics.lse, kept)
-                if early:
-                    scale = Scale(token_weight, None, tokens.total)
-                    gradients.add(block, scale, options, tiles)
-                else:
-                    blocks.append(block)
-        ctx.save_for_backward(hidden, weight, bias, labels, lse, order)
-        ctx.options, ctx.needs, ctx.tiles, ctx.eps = options, needs, tiles, eps
-        ctx.blocks, ctx.gradients = blocks, gradients
-        return losses.sum() * token_weight if scalar else losses
+        call = Call(hidden, weight, bias, labels, options, needs)
+        losses, lse, ctx.blocks, ctx.gradients = call.forward()
+        ctx.save_for_backward(hidden, weight, bias, labels, lse)
+        ctx.options, ctx.needs = options, needs
+        if options.reduction == "none":
+            return losses
+        return losses.sum() * options.token_weight(labels)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream):
-        hidden, weight, bias, labels, lse, _ = ctx.saved_tensors
-        options, tiles = ctx.options, ctx.tiles
+        hidden, weight, bias, labels, lse = ctx.saved_tensors
+        call = Call(hidden, weight, bias, labels, ctx.options, ctx.needs)
         upstream = upstream.float()
-        if ctx.gradients is not None:
-            gradients, ctx.gradients = ctx.gradients, None
+        if call.eps is None:
+            gradients = call.exact(lse, upstream)
+        elif call.early:
+            # handed over, not kept: the first backward takes them, another makes them again
+            gradients, ctx.gradients = ctx.gradients or call.forward()[3], None
             gradients.scale(upstream)
-        elif ctx.eps is not None:
-            gradients = Gradients(hidden, weight, bias, ctx.needs)
-            for block in ctx.blocks:
-                scale = block_scale(hidden, block, upstream, options, labels)
-                gradients.add(block, scale, options, tiles)
         else:
-            gradients = Gradients(hidden, weight, bias, ctx.needs)
-            gradients.exact(labels, lse, upstream, options, tiles)
+            gradients = call.filtered(ctx.blocks, upstream)
         return *gradients.result(), None, None, None
+
+
+class Call:
+    """One call's inputs, and the decisions that follow from them alone."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        options: Options,
+        needs: tuple[bool, bool, bool],
+    ) -> None:
+        self.hidden, self.weight, self.bias = hidden, weight, bias
+        self.labels, self.options, self.needs = labels, options, needs
+        self.tiles = tiles_for(hidden, weight)
+        self.eps = threshold(options, len(weight)) if any(needs) else None
+        filtering = self.eps is not None
+        self.size = tokens_at_once(len(weight), self.tiles) if filtering else MOST_TOKENS
+        # One super-block's statistics fit in the memory bound, several blocks' do not: then a
+        # reduced loss, whose upstream gradient is one factor, makes its gradients on the way.
+        self.early = filtering and options.reduction != "none" and len(labels) > self.size
+
+    def blocks(self, statistics: bool) -> Iterator[tuple[Tokens, Statistics]]:
+        """The forward, super-block by super-block, valid tokens first."""
+        order, count = valid_first(self.labels, self.options.ignore_index)
+        inputs = self.hidden, self.weight, self.bias
+        for start in range(0, len(self.labels), self.size):
+            part = order[start : start + self.size]
+            inside = (count - start).clamp(0, len(part))
+            tokens, packed = gather(*inputs, self.labels, part, inside, self.options, self.tiles)
+            yield (
+                tokens,
+                forward(packed, *inputs[1:], tokens, self.options, self.tiles, statistics),
+            )
+
+    def forward(self) -> tuple[Tensor, Tensor, list[Block], "Gradients | None"]:
+        """Losses and log-sum-exps in the caller's order, and what the backward will need."""
+        losses = self.hidden.new_zeros(len(self.labels), dtype=torch.float32)
+        lse = torch.full_like(losses, float("inf"))
+        blocks: list[Block] = []
+        gradients = Gradients(self) if self.early else None
+        for tokens, statistics in self.blocks(self.eps is not None):
+            order, n = tokens.order.long(), len(tokens.order)
+            losses.scatter_(0, order, statistics.losses[:n])
+            lse.scatter_(0, order, statistics.lse[:n])
+            if self.eps is None:
+                continue
+            kept = plan(statistics, tokens, len(self.weight), self.eps, self.tiles)
+            block = Block(tokens, statistics.lse, kept)
+            if gradients is None:
+                blocks.append(block)
+            else:
+                weight = self.options.token_weight(self.labels)
+                gradients.add(block, Scale(weight, None, tokens.total))
+        return losses, lse, blocks, gradients
+
+    def filtered(self, blocks: list[Block], upstream: Tensor) -> "Gradients":
+        gradients = Gradients(self)
+        for block in blocks:
+            gradients.add(block, self.scale(block, upstream))
+        return gradients
+
+    def scale(self, block: Block, upstream: Tensor) -> Scale:
+        """The upstream gradient as the kernels take it."""
+        tokens = block.tokens
+        if self.options.reduction != "none":
+            return Scale(upstream * self.options.token_weight(self.labels), None, tokens.total)
+        order = tokens.order.long()
+        g = torch.where(tokens.labels[: len(order)] >= 0, upstream[order], 0.0)
+        top = g.abs().amax().clamp(min=1e-30)
+        token = torch.zeros_like(block.lse)
+        token[: len(order)] = g / top
+        total = torch.zeros_like(tokens.total)
+        for i in range(0, len(order), 1024):
+            part = order[i : i + 1024]
+            total += token[i : i + len(part)] @ self.hidden[part].float()
+        return Scale(top, token, total)
+
+    def exact(self, lse: Tensor, upstream: Tensor) -> "Gradients":
+        gradients = Gradients(self)
+        valid = self.options.valid(self.labels)
+        token = (upstream * self.options.token_weight(self.labels)).expand(valid.shape)
+        token = torch.where(valid, token, 0.0)
+        labels = torch.where(valid, self.labels, -1).to(torch.int32)
+        for start in range(0, len(labels), EXACT_TOKENS):
+            part = slice(start, start + EXACT_TOKENS)
+            exact.backward(
+                self.hidden[part],
+                self.weight,
+                self.bias,
+                labels[part],
+                lse[part],
+                token[part],
+                self.options,
+                self.tiles,
+                None if gradients.hidden is None else gradients.hidden[part],
+                gradients.weight,
+                gradients.bias,
+                accumulate=gradients.begun,
+            )
+            gradients.begun = True
+        return gradients
 
 
 class Gradients:
     """The gradients that are wanted, filled super-block by super-block."""
 
-    def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, ...]
-    ) -> None:
-        self.inputs = hidden, weight, bias
-        self.hidden = torch.empty_like(hidden, memory_format=CONTIGUOUS) if needs[0] else None
-        self.weight = torch.empty_like(weight, memory_format=CONTIGUOUS) if needs[1] else None
-        self.bias = torch.zeros_like(bias, dtype=torch.float32) if needs[2] else None
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        like, needs = {"memory_format": torch.contiguous_format}, call.needs
+        self.hidden = torch.empty_like(call.hidden, **like) if needs[0] else None
+        self.weight = torch.empty_like(call.weight, **like) if needs[1] else None
+        self.bias = torch.zeros_like(call.bias, dtype=torch.float32) if needs[2] else None
         self.begun = False
 
-    def add(self, block: Block, scale: Scale, options: Options, tiles: Tiles) -> None:
+    def add(self, block: Block, scale: Scale) -> None:
         """One super-block by `filtered.backward`."""
+        call = self.call
         filtered.backward(
-            *self.inputs,
+            call.hidden,
+            call.weight,
+            call.bias,
             block.tokens,
             block.lse,
             block.plan,
             scale,
-            options,
-            tiles,
+            call.options,
+            call.tiles,
             self.hidden,
             self.weight,
             self.bias,
             accumulate=self.begun,
         )
         self.begun = True
-
-    def exact(
-        self, labels: Tensor, lse: Tensor, upstream: Tensor, options: Options, tiles: Tiles
-    ) -> None:
-        """All tokens by `exact.backward`."""
-        hidden, weight, bias = self.inputs
-        token = (upstream * options.token_weight(labels)).expand(labels.shape)
-        token = torch.where(options.valid(labels), token, 0.0)
-        labels = torch.where(options.valid(labels), labels, -1).to(torch.int32)
-        for start in range(0, len(labels), EXACT_TOKENS):
-            part = slice(start, start + EXACT_TOKENS)
-            exact.backward(
-                hidden[part],
-                weight,
-                bias,
-                labels[part],
-                lse[part],
-                token[part],
-                options,
-                tiles,
-                None if self.hidden is None else self.hidden[part],
-                self.weight,
-                self.bias,
-                accumulate=self.begun,
-            )
-            self.begun = True
 
     def scale(self, factor: Tensor) -> None:
         for gradient in (self.hidden, self.weight, self.bias):
@@ -153,18 +204,17 @@ class Gradients:
 
     def result(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         if not self.begun:
-            self.scale(torch.zeros((), device=self.inputs[0].device))
+            for gradient in (self.hidden, self.weight):
+                if gradient is not None:
+                    gradient.zero_()
         bias = self.bias
-        return self.hidden, self.weight, bias if bias is None else bias.to(self.inputs[2].dtype)
-
-
-CONTIGUOUS = torch.contiguous_format
+        return self.hidden, self.weight, bias if bias is None else bias.to(self.call.bias.dtype)
 
 
 def threshold(options: Options, vocabulary: int) -> float | None:
     """The probability below which a block of a token's gradient is not recomputed; None: exact."""
     if options.filter_eps == "auto":
-        return AUTO_EPS if vocabulary >= SMALL_VOCABULARY else None
+        return AUTO / vocabulary**0.5 if vocabulary >= SMALL_VOCABULARY else None
     return options.filter_eps
 
 
@@ -174,20 +224,25 @@ def tokens_at_once(vocabulary: int, tiles: Tiles) -> int:
     return max(min(size, MOST_TOKENS) // tiles.rows * tiles.rows, tiles.rows)
 
 
-def block_scale(
-    hidden: Tensor, block: Block, upstream: Tensor, options: Options, labels: Tensor
-) -> Scale:
-    """The upstream gradient as the kernels take it."""
-    tokens = block.tokens
-    if options.reduction != "none":
-        return Scale(upstream * options.token_weight(labels), None, tokens.total)
-    order = tokens.order.long()
-    g = torch.where(tokens.labels[: len(order)] >= 0, upstream[order], 0.0)
-    top = g.abs().amax().clamp(min=1e-30)
-    token = torch.zeros_like(block.lse)
-    token[: len(order)] = g / top
-    total = torch.zeros_like(tokens.total)
-    for i in range(0, len(order), 1024):
-        part = order[i : i + 1024]
-        total += token[i : i + len(part)] @ hidden[part].float()
-    return Scale(top, token, total)
+@torch.no_grad()
+def filter_statistics(
+    hidden: Tensor,  # (N, D)
+    weight: Tensor,  # (V, D)
+    labels: Tensor,  # (N,)
+    bias: Tensor | None,  # (V,)
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """What the filter does to these inputs: the share of (token, block) pairs whose gradient is
+    computed, and the mean over valid tokens of the softmax mass in the others. 0-d, on the device.
+    """
+    call = Call(hidden, weight, bias, labels, options, (True, True, False))
+    kept = torch.zeros((), device=hidden.device)
+    mass = torch.zeros((), device=hidden.device)
+    if call.eps is None:
+        return kept + 1, mass
+    for tokens, statistics in call.blocks(True):
+        block = plan(statistics, tokens, len(weight), call.eps, call.tiles)
+        kept += block.kept.sum()
+        mass += block.mass.sum(dtype=torch.float32)
+    valid = options.valid(labels).sum().clamp(min=1)
+    return kept / (valid * cdiv(len(weight), call.tiles.width)), mass / valid

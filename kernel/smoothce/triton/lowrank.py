@@ -36,34 +36,39 @@ def block_sums_kernel(
     s_mass = tl.zeros((WIDE,), tl.float32)
     s_flat = tl.zeros((WIDE,), tl.float32)
     p_m = mass + tl.minimum(j, blocks - 1).to(tl.int64)[:, None] * padded
+    # indices are read one step ahead, so that the gathers they lead to can be pipelined
+    source = tl.load(order + tl.arange(0, STEP), mask=tl.arange(0, STEP) < n, other=0)
     for i in range(0, n, STEP):
         o_i = i + tl.arange(0, STEP)
         inside = o_i < n
-        p = tl.load(p_m + o_i[None, :], mask=inside[None, :], other=0.0)
-        source = tl.load(order + o_i, mask=inside, other=0).to(tl.int64)
-        e = tl.load(
-            E + source[:, None] * stride_e + o_d[None, :],
-            mask=inside[:, None] & (o_d < D)[None, :],
-            other=0.0,
-        )
-        w = p.to(tl.float32)
-        one = tl.where(w > 0.0, 1.0, 0.0)
-        if PER_TOKEN:
-            g = tl.load(token + o_i, mask=inside, other=0.0)[None, :]
-            w *= g
-            one *= g
-        acc = tl.dot((w * gain).to(e.dtype), e, acc, input_precision=PRECISION)
+        p = tl.load(p_m + o_i[None, :])  # zero past the last token
+        m_e = inside[:, None]
+        if D % SLICE != 0:
+            m_e = m_e & (o_d < D)[None, :]
+        p_e = E + source.to(tl.int64)[:, None] * stride_e + o_d[None, :]
+        e = tl.load(p_e, mask=m_e, other=0.0)
+        if PER_TOKEN | SOFTCAP | NEED_BIAS | (p.dtype != e.dtype):
+            w = p.to(tl.float32)
+            one = tl.where(w > 0.0, 1.0, 0.0)
+            if PER_TOKEN:
+                g = tl.load(token + o_i, mask=inside, other=0.0)[None, :]
+                w *= g
+                one *= g
+            acc = tl.dot((w * gain).to(e.dtype), e, acc, input_precision=PRECISION)
+        else:
+            acc = tl.dot(p, e, acc, input_precision=PRECISION)
         if SOFTCAP:
             flat = tl.dot(one.to(e.dtype), e, flat, input_precision=PRECISION)
         if NEED_BIAS:
             s_mass += tl.sum(w, 1)
             s_flat += tl.sum(one, 1)
+        source = tl.load(order + o_i + STEP, mask=o_i + STEP < n, other=0)
     m_o = (j < blocks)[:, None] & (o_d < D)[None, :]
     o = j.to(tl.int64)[:, None] * D + o_d[None, :]
     tl.store(rank_one + o, acc * (1.0 / gain), mask=m_o)
     if SOFTCAP:
         tl.store(lean + o, flat, mask=m_o)
-    if NEED_BIAS:
+    if NEED_BIAS:  # noqa: SIM102 (compile-time)
         if tl.program_id(1) == 0:
             tl.store(mass_sum + j, s_mass, mask=j < blocks)
             tl.store(mass_sum + blocks + j, s_flat, mask=j < blocks)
@@ -77,6 +82,8 @@ def hidden_kernel(
     count,
     top,
     acc,
+    profiles,
+    evens,
     flat,
     out,
     n_order,
@@ -108,17 +115,17 @@ def hidden_kernel(
             m_j = o_j < blocks
             p = tl.load(
                 mass + o_j.to(tl.int64)[:, None] * padded + r[None, :],
-                mask=m_j[:, None] & (r < n)[None, :],
+                mask=m_j[:, None],
                 other=0.0,
             )
-            p_w = acc + (padded + o_j).to(tl.int64)[:, None] * D + o_d[None, :]
+            o_w = o_j.to(tl.int64)[:, None] * D + o_d[None, :]
             m_w = m_j[:, None] & m_d[None, :]
-            w = tl.load(p_w, mask=m_w, other=0.0)
-            low = tl.dot(tl.trans(p).to(dtype), w.to(dtype), low, input_precision=PRECISION)
+            w = tl.load(profiles + o_w, mask=m_w, other=0.0)
+            low = tl.dot(tl.trans(p).to(dtype), w, low, input_precision=PRECISION)
             if SOFTCAP:
-                h = tl.load(p_w + blocks.to(tl.int64) * D, mask=m_w, other=0.0)
+                h = tl.load(evens + o_w, mask=m_w, other=0.0)
                 one = tl.where(tl.trans(p).to(tl.float32) > 0.0, 1.0, 0.0)
-                even = tl.dot(one.to(dtype), h.to(dtype), even, input_precision=PRECISION)
+                even = tl.dot(one.to(dtype), h, even, input_precision=PRECISION)
         if SOFTCAP:
             low -= even * (smoothing / V)
         else:

@@ -33,7 +33,7 @@ class Schedule(NamedTuple):
     total: Tensor  # (1,) int32, how many are in use
     first: Tensor  # (blocks,) int32, block's first tile
     owner: Tensor  # (·,) int32, tile's block
-    readers: Tensor  # (blocks,) int32, weight-gradient slices of the block
+    readers: Tensor  # (blocks,) int32, weight-gradient items of the block
 
 
 @triton.jit
@@ -75,9 +75,7 @@ def plan_kernel(
     tl.store(kept + j, done)
 
 
-def plan(
-    statistics: Statistics, tokens: Tokens, vocabulary: int, eps: float, tiles: Tiles
-) -> Plan:
+def plan(statistics: Statistics, tokens: Tokens, vocabulary: int, eps: float, tiles: Tiles) -> Plan:
     """Turn block statistics, in place, into kept rows and dropped masses."""
     mass, peak = statistics.mass, statistics.peak
     blocks, padded = mass.shape
@@ -137,15 +135,16 @@ def schedule(
     read_end = slices.cumsum(0)
     read_first = read_end - slices
     index = torch.arange(blocks, device=kept.device)
-    # a block's tiles come right before the readers of the first block still in the ring with it
-    behind = torch.minimum(torch.searchsorted(first, end - ring), index)
+    # A block's tiles come right before the readers of the first block within half a ring of it:
+    # far enough behind those tiles to find them done, and far enough before the reuse of a slot.
+    most_tiles = cdiv(padded + 2, tiles.kept_rows)
+    reach = max(ring // 2, most_tiles)
+    behind = torch.minimum(torch.searchsorted(first, end - reach), index)
     tile_at = read_first[behind] + first
     ahead = torch.searchsorted(behind, index, right=True)
     slice_at = read_first + end[ahead - 1]
-    most_tiles = blocks * cdiv(padded + 2, tiles.kept_rows)
-    items = torch.empty(
-        most_tiles + blocks * most_slices, device=kept.device, dtype=torch.int32
-    )
+    most_tiles *= blocks
+    items = torch.empty(most_tiles + blocks * most_slices, device=kept.device, dtype=torch.int32)
     owner = torch.empty(most_tiles, device=kept.device, dtype=torch.int32)
     to = {"dtype": torch.int32}
     first = first.to(**to)

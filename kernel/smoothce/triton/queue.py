@@ -81,7 +81,7 @@ def pair_tile(
     n = tl.load(kept + j)
     tile = tl.load(first + j) + index
     slot = tile % RING
-    if NEED_WEIGHT:
+    if NEED_WEIGHT:  # noqa: SIM102 (compile-time)
         if tile >= RING:
             before = tl.load(owner + tile - RING)
             wait_for(slices_done + before, tl.load(readers + before))
@@ -169,7 +169,7 @@ def pair_tile(
 
 
 @triton.jit
-def weight_slice(
+def weight_share(
     j,
     index,
     E,
@@ -179,6 +179,7 @@ def weight_slice(
     top,
     kept,
     first,
+    readers,
     tiles_done,
     slices_done,
     ring,
@@ -200,41 +201,48 @@ def weight_slice(
     ACCUMULATE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dC[block j, one slice of D], written once."""
+    """dC[block j, this item's share of D], written once."""
     n = tl.load(kept + j)
     begin = tl.load(first + j)
+    share = tl.load(readers + j)
     wait_for(tiles_done + j, (n + 2 + ROWS - 1) // ROWS)
     v = j * WIDTH + tl.arange(0, WIDTH)
     o_v = tl.arange(0, WIDTH)
     o_k = tl.arange(0, STEP)
-    o_d = index * SLICE + tl.arange(0, SLICE)
-    acc = tl.zeros((WIDTH, SLICE), tl.float32)
-    for k in range(0, n, STEP):
-        at = ((begin + k // ROWS) % RING) * ROWS + k % ROWS + o_k
-        inside = k + o_k < n
-        source = tl.load(ring_rows + at, mask=inside, other=0).to(tl.int64)
-        s = tl.load(ring + at[:, None] * WIDTH + o_v[None, :])
-        e = tl.load(
-            E + source[:, None] * stride_e + o_d[None, :],
-            mask=inside[:, None] & (o_d < D)[None, :],
-            other=0.0,
-        )
-        acc = tl.dot(tl.trans(s), e, acc, input_precision=PRECISION)
-    inside = o_d < D
     q = tl.load(profile + v, mask=v < V, other=0.0)
-    f = tl.load(uniform + v, mask=v < V, other=0.0)
-    low = tl.load(rank_one + j.to(tl.int64) * D + o_d, mask=inside, other=0.0)
-    if SOFTCAP:
-        flat = tl.load(lean + j.to(tl.int64) * D + o_d, mask=inside, other=0.0)
-    else:
-        flat = tl.load(rows_sum + o_d, mask=inside, other=0.0)
-    acc = acc * (1.0 / gain) + q[:, None] * low[None, :]
-    acc = (acc - f[:, None] * (flat * (smoothing / V))[None, :]) * tl.load(top)
-    p_w = d_weight + v.to(tl.int64)[:, None] * D + o_d[None, :]
-    m_w = (v < V)[:, None] & inside[None, :]
-    if ACCUMULATE:
-        acc += tl.load(p_w, mask=m_w, other=0.0).to(tl.float32)
-    tl.store(p_w, acc.to(d_weight.dtype.element_ty), mask=m_w)
+    f = tl.load(uniform + v, mask=v < V, other=0.0) * (smoothing / V)
+    factor = tl.load(top)
+    n_slices: tl.constexpr = (D + SLICE - 1) // SLICE
+    for i in range(index * n_slices // share, (index + 1) * n_slices // share):
+        o_d = i * SLICE + tl.arange(0, SLICE)
+        m_d = o_d < D
+        acc = tl.zeros((WIDTH, SLICE), tl.float32)
+        # indices are read one step ahead, so that the gathers they lead to can be pipelined
+        source = tl.load(ring_rows + (begin % RING) * ROWS + o_k, mask=o_k < n, other=0)
+        for k in range(0, n, STEP):
+            at = ((begin + k // ROWS) % RING) * ROWS + k % ROWS + o_k
+            s = tl.load(ring + at[:, None] * WIDTH + o_v[None, :])
+            m_e = (k + o_k < n)[:, None]
+            if D % SLICE != 0:
+                m_e = m_e & m_d[None, :]
+            p_e = E + source.to(tl.int64)[:, None] * stride_e + o_d[None, :]
+            e = tl.load(p_e, mask=m_e, other=0.0)
+            acc = tl.dot(tl.trans(s), e, acc, input_precision=PRECISION)
+            after = k + STEP
+            at = ((begin + after // ROWS) % RING) * ROWS + after % ROWS + o_k
+            source = tl.load(ring_rows + at, mask=after + o_k < n, other=0)
+        low = tl.load(rank_one + j.to(tl.int64) * D + o_d, mask=m_d, other=0.0)
+        if SOFTCAP:
+            flat = tl.load(lean + j.to(tl.int64) * D + o_d, mask=m_d, other=0.0)
+        else:
+            flat = tl.load(rows_sum + o_d, mask=m_d, other=0.0)
+        acc = acc * (1.0 / gain) + q[:, None] * low[None, :] - f[:, None] * flat[None, :]
+        acc = acc * factor
+        p_w = d_weight + v.to(tl.int64)[:, None] * D + o_d[None, :]
+        m_w = (v < V)[:, None] & m_d[None, :]
+        if ACCUMULATE:
+            acc += tl.load(p_w, mask=m_w, other=0.0).to(tl.float32)
+        tl.store(p_w, acc.to(d_weight.dtype.element_ty), mask=m_w)
     signal(slices_done + j)
 
 
@@ -359,7 +367,7 @@ def queue_kernel(
             )
         else:
             if NEED_WEIGHT:
-                weight_slice(
+                weight_share(
                     j,
                     index,
                     E,
@@ -369,6 +377,7 @@ def queue_kernel(
                     top,
                     kept,
                     first,
+                    readers,
                     tiles_done,
                     slices_done,
                     ring,

@@ -81,9 +81,7 @@ def aligned(matrix: torch.Tensor) -> bool:
     """Whether the copy engine can read this matrix: unit stride, 16-byte rows and base."""
     size = matrix.element_size()
     return (
-        matrix.stride(1) == 1
-        and matrix.stride(0) * size % 16 == 0
-        and matrix.data_ptr() % 16 == 0
+        matrix.stride(1) == 1 and matrix.stride(0) * size % 16 == 0 and matrix.data_ptr() % 16 == 0
     )
 
 

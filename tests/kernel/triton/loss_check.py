@@ -1,0 +1,87 @@
+"""The criterion of all these tests: at most twice the error of PyTorch in the same dtype."""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from smoothce import reference, triton
+from smoothce.options import Options
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FLOOR = {torch.float32: 2e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
+
+
+def inputs(n, v, d, dtype=torch.float32, masked=0.0, bias=False, seed=0, spread=1.0):
+    g = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(n, d, generator=g)
+    weight = torch.randn(v, d, generator=g) * (spread / d**0.5)
+    labels = torch.randint(0, v, (n,), generator=g)
+    labels[torch.rand(n, generator=g) < masked] = -100
+    b = torch.randn(v, generator=g).to(DEVICE, dtype) if bias else None
+    return hidden.to(DEVICE, dtype), weight.to(DEVICE, dtype), labels.to(DEVICE), b
+
+
+def poison():
+    """Freed memory of NaN, for the next allocations to find."""
+    if DEVICE == "cuda":
+        del_me = [torch.full((2**i,), float("nan"), device=DEVICE) for i in range(8, 22)]
+        del del_me
+
+
+def gradients(loss, hidden, weight, labels, bias, options, upstream=None):
+    leaves = [
+        t if t is None else t.detach().clone().requires_grad_() for t in (hidden, weight, bias)
+    ]
+    value = loss(leaves[0], leaves[1], labels, leaves[2], options)
+    value.backward(torch.ones_like(value) if upstream is None else upstream)
+    return [value.detach()] + [t.grad for t in leaves if t is not None]
+
+
+def torch_loss(hidden, weight, labels, bias, options):
+    """What one writes without this package: logits in the inputs' dtype, cross_entropy in fp32."""
+    z = F.linear(hidden, weight)
+    if options.logit_scale is not None:
+        z = z * options.logit_scale
+    if bias is not None:
+        z = z + bias
+    if options.softcap is not None:
+        z = options.softcap * torch.tanh(z / options.softcap)
+    loss = F.cross_entropy(
+        z.float(),
+        labels,
+        ignore_index=options.ignore_index,
+        reduction=options.reduction,
+        label_smoothing=options.label_smoothing,
+    )
+    return loss
+
+
+def error(found, expected):
+    return (
+        (found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-6)
+    ).item()
+
+
+def check(n, v, d, dtype=torch.float32, masked=0.0, bias=False, seed=0, **options):
+    """The Triton loss and gradients against the fp32 reference; a tiny eps drops nothing."""
+    options = Options(**options)
+    data = inputs(n, v, d, dtype, masked, bias, seed)
+    upstream = None
+    if options.reduction == "none":
+        upstream = torch.randn(n, generator=torch.Generator().manual_seed(seed + 1)).to(DEVICE)
+    exact = replace(options, filter_eps=None)
+    wide = [t.float() if t is not None and t.is_floating_point() else t for t in data]
+    expected = gradients(reference.loss, *wide, exact, upstream)
+    plain = gradients(torch_loss, *data, exact, upstream)
+    poison()
+    found = gradients(triton.loss, *data, options, upstream)
+    for name, a, b, c in zip(
+        ("loss", "hidden", "weight", "bias"), found, expected, plain, strict=False
+    ):
+        assert torch.isfinite(a).all(), name
+        if n == 0 or (data[2] == -100).all():
+            assert not a.any(), name
+            continue
+        ours, theirs = error(a, b), error(c, b)
+        assert ours <= 2 * theirs + FLOOR[dtype], (name, ours, theirs)

@@ -1,0 +1,158 @@
+"""Loss and gradients for every option and ragged shapes: exact, and filtered without dropping."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loss_check import DEVICE, check, gradients, inputs
+
+from smoothce import reference, triton
+from smoothce.options import Options
+from smoothce.triton import accumulator, exact, function
+
+KEEP_ALL = 1e-12
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter has no bf16
+FILTERS = pytest.mark.parametrize("eps", [None, KEEP_ALL], ids=["exact", "filtered"])
+
+
+@FILTERS
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_reductions_and_ragged_shapes(eps, reduction):
+    check(37, 100, 24, reduction=reduction, label_smoothing=0.1, filter_eps=eps)
+    check(5, 33, 7, reduction=reduction, label_smoothing=0.3, filter_eps=eps, masked=0.4)
+
+
+@FILTERS
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"label_smoothing": 1.0},
+        {"logit_scale": 0.25, "label_smoothing": 0.1},
+        {"logit_scale": -2.0, "label_smoothing": 0.1},
+        {"softcap": 2.0},
+        {"softcap": 3.0, "label_smoothing": 0.2, "logit_scale": 1.7, "bias": True},
+        {"bias": True, "label_smoothing": 0.1, "masked": 0.5},
+        {"bias": True, "softcap": 2.0, "label_smoothing": 0.1, "reduction": "none", "masked": 0.3},
+    ],
+    ids=str,
+)
+def test_options(eps, options):
+    check(40, 129, 20, filter_eps=eps, **options)
+
+
+@FILTERS
+@pytest.mark.parametrize("dtype", [torch.float16, HALF])
+def test_half_precision(eps, dtype):
+    check(48, 200, 32, dtype, filter_eps=eps, label_smoothing=0.1)
+    check(33, 70, 17, dtype, filter_eps=eps, label_smoothing=0.1, bias=True, masked=0.3)
+
+
+@FILTERS
+@pytest.mark.parametrize(("n", "v"), [(0, 50), (1, 2), (17, 64)])
+def test_nothing_or_next_to_nothing(eps, n, v):
+    check(n, v, 16, filter_eps=eps, label_smoothing=0.1)
+    check(n, v, 16, filter_eps=eps, label_smoothing=0.1, masked=1.0)
+
+
+@FILTERS
+def test_strided_inputs(eps):
+    hidden, weight, labels, _ = inputs(30, 90, 24)
+    options = Options(label_smoothing=0.1, filter_eps=eps)
+    expected = gradients(reference.loss, hidden, weight, labels, None, options)
+    wide = torch.zeros(30, 48, device=DEVICE)
+    wide[:, :24] = hidden
+    for h, w in ((wide[:, :24], weight), (hidden.T.contiguous().T, weight.T.contiguous().T)):
+        leaves = h.detach().requires_grad_(), w.detach().requires_grad_()
+        triton.loss(*leaves, labels, None, options).backward()
+        for leaf, want in zip(leaves, expected[1:], strict=True):
+            torch.testing.assert_close(leaf.grad, want, rtol=1e-4, atol=1e-7)
+
+
+@FILTERS
+@pytest.mark.parametrize("frozen", [0, 1, (0, 1)], ids=["hidden", "weight", "both"])
+def test_frozen_inputs_cost_no_gradient(eps, frozen):
+    hidden, weight, labels, bias = inputs(30, 90, 24, bias=True)
+    options = Options(label_smoothing=0.1, filter_eps=eps)
+    expected = gradients(reference.loss, hidden, weight, labels, bias, options)[1:]
+    leaves = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
+    for i in (frozen,) if isinstance(frozen, int) else frozen:
+        leaves[i].requires_grad_(False)
+    triton.loss(leaves[0], leaves[1], labels, leaves[2], options).backward()
+    for leaf, want in zip(leaves, expected, strict=True):
+        if leaf.requires_grad:
+            torch.testing.assert_close(leaf.grad, want, rtol=1e-4, atol=1e-7)
+        else:
+            assert leaf.grad is None
+
+
+@FILTERS
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_super_blocks_of_tokens(eps, reduction, monkeypatch):
+    monkeypatch.setattr(function, "STATISTICS", 2**9)
+    monkeypatch.setattr(function, "EXACT_TOKENS", 32)
+    monkeypatch.setattr(exact, "WORKSPACE", 2**13)
+    options = {"reduction": reduction, "label_smoothing": 0.1, "filter_eps": eps, "masked": 0.3}
+    check(70, 150, 16, bias=True, **options)
+
+
+@FILTERS
+def test_sum_of_hidden_gradient_in_borrowed_memory(eps, monkeypatch):
+    monkeypatch.setattr(accumulator, "BORROW_FROM", 1)
+    monkeypatch.setattr(exact, "WORKSPACE", 2**13)
+    check(20, 600, 16, filter_eps=eps, label_smoothing=0.1, bias=True)
+
+
+@FILTERS
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("early", [False, True])
+def test_second_backward_repeats_the_first(eps, reduction, early, monkeypatch):
+    if early:
+        monkeypatch.setattr(function, "STATISTICS", 2**9)
+    hidden, weight, labels, _ = inputs(40, 100, 16)
+    hidden.requires_grad_(), weight.requires_grad_()
+    options = Options(label_smoothing=0.1, filter_eps=eps, reduction=reduction)
+    loss = triton.loss(hidden, weight, labels, None, options).sum()
+    first = torch.autograd.grad(loss * 3, (hidden, weight), retain_graph=True)
+    second = torch.autograd.grad(loss * 3, (hidden, weight))
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)
+
+
+def test_exact_mode_gives_equal_bits():
+    hidden, weight, labels, bias = inputs(70, 150, 16, HALF, masked=0.2, bias=True)
+    options = Options(label_smoothing=0.1, filter_eps=None)
+    runs = [gradients(triton.loss, hidden, weight, labels, bias, options) for _ in range(3)]
+    for other in runs[1:]:
+        for a, b in zip(runs[0], other, strict=True):
+            assert torch.equal(a, b)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    n=st.integers(0, 40),
+    v=st.integers(2, 140),
+    d=st.integers(1, 40),
+    beta=st.sampled_from([0.0, 0.1, 0.9]),
+    reduction=st.sampled_from(["mean", "sum", "none"]),
+    softcap=st.sampled_from([None, 1.5]),
+    scale=st.sampled_from([None, 0.5]),
+    bias=st.booleans(),
+    masked=st.sampled_from([0.0, 0.5]),
+    eps=st.sampled_from([None, KEEP_ALL]),
+    seed=st.integers(0, 1000),
+)
+def test_any_shape_and_option(n, v, d, beta, reduction, softcap, scale, bias, masked, eps, seed):
+    check(
+        n,
+        v,
+        d,
+        masked=masked,
+        bias=bias,
+        seed=seed,
+        label_smoothing=beta,
+        reduction=reduction,
+        softcap=softcap,
+        logit_scale=scale,
+        filter_eps=eps,
+    )
