@@ -1,0 +1,332 @@
+"""The parts that the patches call, without a checkout: real accelerate, a tiny model, CPU."""
+
+import copy
+import json
+import logging
+import os
+from argparse import Namespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from smoothce.open_instruct import (
+    Monitor,
+    accelerator_class,
+    already_trained,
+    check_arguments,
+    get_last_checkpoint_path,
+    mark_trained,
+    respect_offline,
+    resumed_batches,
+    set_attention_dropout,
+    trackable,
+    tracker_or_none,
+    training_loss,
+    unless_offline,
+)
+
+
+def arguments(**given):
+    defaults = {
+        "label_smoothing": 0.0,
+        "loss_impl": "auto",
+        "filter_eps": "auto",
+        "reduce_loss": "mean",
+        "attention_dropout": None,
+        "load_balancing_loss": False,
+        "gradient_accumulation_steps": 1,
+        "log_statistics": False,
+        "stop_file": None,
+        "clip_grad_norm": -1,
+        "output_dir": None,
+        "overwrite_output_dir": False,
+        "resume_from_checkpoint": None,
+        "push_to_hub": True,
+        "try_launch_beaker_eval_jobs": True,
+        "with_tracking": False,
+        "report_to": "all",
+    }
+    return Namespace(**{**defaults, **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"label_smoothing": 1.01}, r"label_smoothing must be a number in \[0, 1\], not 1.01"),
+        ({"label_smoothing": float("nan")}, "label_smoothing must be a number"),
+        ({"label_smoothing": "0.1"}, "label_smoothing must be a number"),
+        ({"label_smoothing": True}, "label_smoothing must be a number"),
+        ({"loss_impl": "triton"}, "loss_impl must be one of auto, fused, torch, not 'triton'"),
+        ({"reduce_loss": "none"}, "reduce_loss must be one of mean, sum, token_mean"),
+        ({"filter_eps": "0", "loss_impl": "fused"}, "filter_eps must be auto, none"),
+        ({"filter_eps": 1.5, "loss_impl": "fused"}, "filter_eps must be auto, none"),
+        ({"filter_eps": "1e-3"}, "filter_eps belongs to the fused loss"),
+        (
+            {"filter_eps": "none", "loss_impl": "torch", "label_smoothing": 0.1},
+            "filter_eps belongs to the fused loss",
+        ),
+        ({"attention_dropout": 1.0}, r"attention_dropout must be a number in \[0, 1\), not 1.0"),
+        ({"load_balancing_loss": True, "label_smoothing": 0.1}, "load_balancing_loss"),
+    ],
+)
+def test_refuses_wrong_flags(given, message):
+    with pytest.raises(ValueError, match=message):
+        check_arguments(arguments(**given))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("auto", "auto"), ("None", None), ("1e-3", 1e-3), (2**-12, 2**-12)]
+)
+def test_filter_eps_is_read_from_text_or_yaml(text, value):
+    args = arguments(filter_eps=text, loss_impl="fused")
+    check_arguments(args)
+    assert args.filter_eps == value
+
+
+@pytest.mark.parametrize("given", [{}, {"loss_impl": "torch"}, {"reduce_loss": "sum"}])
+def test_upstreams_loss_stays_where_no_flag_asks_for_another(given):
+    assert training_loss(arguments(**given), Accelerator(cpu=True)) is None
+
+
+def test_attention_dropout_reaches_the_model():
+    config = LlamaConfig()
+    set_attention_dropout(config, None)
+    assert config.attention_dropout == 0.0
+    set_attention_dropout(config, 0.1)
+    assert config.attention_dropout == 0.1
+    with pytest.raises(ValueError, match="gpt2 has no attention dropout"):
+        set_attention_dropout(GPT2Config(), 0.1)
+
+
+def llama():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=40, num_attention_heads=2, **sizes))
+
+
+def example(seed, length=9):
+    ids = torch.randint(40, (length,), generator=torch.Generator().manual_seed(seed))
+    masked = torch.arange(length) < 1 + seed % 7  # from one to seven labels are masked
+    return {"input_ids": ids, "labels": ids.masked_fill(masked, -100)}
+
+
+def expected(model, batch, reduction):
+    logits = model(input_ids=batch["input_ids"]).logits[:, :-1].flatten(0, 1)
+    targets = batch["labels"][:, 1:].flatten()
+    return F.cross_entropy(logits, targets, label_smoothing=0.1, reduction=reduction)
+
+
+def stack(examples):
+    return {key: torch.stack([row[key] for row in examples]) for key in examples[0]}
+
+
+@pytest.mark.parametrize("impl", ["fused", "torch"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_outputs_loss_is_torchs(impl, reduction):
+    batch = stack([example(seed) for seed in range(4)])
+    model = llama().train()
+    args = arguments(label_smoothing=0.1, loss_impl=impl, reduce_loss=reduction)
+    want = expected(model, batch, reduction)
+    training_loss(args, Accelerator(cpu=True)).attach(model)
+    torch.testing.assert_close(model(**batch, use_cache=False).loss, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("impl", ["fused", "torch"])
+def test_a_batch_without_labels_has_loss_zero(impl):
+    batch = stack([example(0)])
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    model = llama().train()
+    training_loss(arguments(label_smoothing=0.1, loss_impl=impl), Accelerator(cpu=True)).attach(
+        model
+    )
+    loss = model(**batch, use_cache=False).loss
+    loss.backward()
+    assert loss.item() == 0
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def test_auto_computes_from_logits_where_the_model_is_unknown(capsys):
+    gpt2 = GPT2LMHeadModel(
+        GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=40, n_positions=16)
+    )
+    gpt2.eval()  # without dropout
+    batch = stack([example(seed) for seed in range(2)])
+    want = expected(gpt2, batch, "mean")
+    with pytest.raises(TypeError, match="GPT2LMHeadModel"):
+        training_loss(arguments(loss_impl="fused"), Accelerator(cpu=True)).attach(gpt2)
+    training_loss(arguments(label_smoothing=0.1), Accelerator(cpu=True)).attach(gpt2)
+    assert "GPT2LMHeadModel" in capsys.readouterr().out
+    torch.testing.assert_close(gpt2(**batch, use_cache=False).loss, want)
+
+
+@pytest.mark.parametrize("impl", ["fused", "torch"])
+@pytest.mark.parametrize("accumulation", [1, 2, 3, 8])
+def test_token_mean_is_the_mean_over_each_steps_tokens(impl, accumulation):
+    # 10 examples in micro-batches of one: the last step of an epoch is short for 3 and 8.
+    examples = [example(seed) for seed in range(10)]
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    args = arguments(
+        label_smoothing=0.1,
+        loss_impl=impl,
+        reduce_loss="token_mean",
+        gradient_accumulation_steps=accumulation,
+    )
+    model = llama().train()
+    plain = copy.deepcopy(model)
+    loss = training_loss(args, accelerator)
+    loss.attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.05)
+    loader = DataLoader(examples, batch_size=1, collate_fn=stack)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    steps = 0
+    for _ in range(2):
+        for batch in loss.batches(loader, model):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch, use_cache=False).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            steps += accelerator.sync_gradients
+        for start in range(0, 10, accumulation):
+            expected(plain, stack(examples[start : start + accumulation]), "mean").backward()
+            reference.step()
+            reference.zero_grad()
+    assert steps == 2 * -(-10 // accumulation)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@given(st.lists(st.integers(0, 3000), min_size=1, max_size=6, unique=True))
+def test_continues_from_the_highest_complete_step(tmp_path_factory, steps):
+    folder = tmp_path_factory.mktemp("run")
+    for step in steps:
+        (folder / f"step_{step}").mkdir()
+        (folder / f"step_{step}" / "COMPLETED").touch()
+    (folder / f"step_{max(steps) + 1}").mkdir()  # killed while it was written
+    (folder / "step_9999.bak").mkdir()
+    args = arguments(output_dir=str(folder))
+    assert get_last_checkpoint_path(args) == str(folder / f"step_{max(steps)}")
+
+
+def test_marks_the_checkpoint_just_written(tmp_path):
+    for age, step in ((20, 900), (10, 1000), (0, 100)):  # 900 and 1000 are of an overwritten run
+        (tmp_path / f"step_{step}").mkdir()
+        stamp = (tmp_path.stat().st_mtime - age,) * 2
+        os.utime(tmp_path / f"step_{step}", stamp)
+    args = arguments(output_dir=str(tmp_path), overwrite_output_dir=True)
+    assert get_last_checkpoint_path(args, incomplete=True) == str(tmp_path / "step_100")
+    assert get_last_checkpoint_path(args) is None
+
+
+def test_resume_from_checkpoint_where_there_is_no_output(tmp_path):
+    given = {"output_dir": str(tmp_path / "new"), "resume_from_checkpoint": "elsewhere/step_3"}
+    assert get_last_checkpoint_path(arguments(**given)) == "elsewhere/step_3"
+    assert get_last_checkpoint_path(arguments(output_dir=str(tmp_path))) is None
+
+
+def test_a_finished_run_is_recognised_until_it_is_overwritten(tmp_path, capsys):
+    args = arguments(output_dir=str(tmp_path))
+    assert not already_trained(args)
+    mark_trained(Accelerator(cpu=True), args, 12)
+    assert (tmp_path / "TRAINED").read_text() == "12\n"
+    assert already_trained(args) and str(tmp_path) in capsys.readouterr().out
+    assert not already_trained(arguments(output_dir=str(tmp_path), overwrite_output_dir=True))
+    assert not already_trained(args)
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 2])
+def test_a_resumed_epoch_has_its_own_order_and_random_numbers(epoch):
+    def loader_of():
+        set_seed(3)
+        accelerator = accelerator_class(Accelerator)(cpu=True, use_seedable_sampler=True)
+        loader = DataLoader(torch.arange(12), batch_size=2, shuffle=True)
+        return accelerator, accelerator.prepare(loader)
+
+    accelerator, loader = loader_of()
+    whole = []
+    for _ in range(epoch + 1):
+        whole = [(batch.tolist(), torch.rand(1).item()) for batch in loader]
+    # The same run, interrupted after two batches of the epoch.
+    accelerator, loader = loader_of()
+    for _ in range(epoch):
+        for _ in loader:
+            torch.rand(1)
+    before = iter(loader)
+    for _ in range(2):
+        next(before)
+        torch.rand(1)
+    saved = torch.get_rng_state()
+    torch.manual_seed(99)
+    torch.set_rng_state(saved)
+    rest = resumed_batches(accelerator.skip_first_batches(loader, 2), epoch, 2)
+    assert [(batch.tolist(), torch.rand(1).item()) for batch in rest] == whole[2:]
+
+
+def test_offline_runs_reach_for_nothing(monkeypatch, capsys):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    args = arguments()
+    respect_offline(args)
+    assert args.push_to_hub and args.try_launch_beaker_eval_jobs
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    respect_offline(args)
+    assert not args.push_to_hub and not args.try_launch_beaker_eval_jobs
+    assert "push_to_hub" in capsys.readouterr().out
+
+    login = unless_offline(lambda: "logged in", instead=None)
+    assert login() == "logged in"
+    respect_offline(arguments(with_tracking=True, report_to=["wandb"]))
+    assert login() == "logged in"
+    monkeypatch.setenv("WANDB_MODE", "online")
+    respect_offline(arguments(with_tracking=True, report_to="tensorboard"))
+    assert login() is None
+
+
+def test_trackers_get_what_they_take():
+    config = {"seed": 1, "names": ["a"], "none": None}
+    assert trackable(config, "wandb") is config
+    assert trackable(config, "tensorboard") == {"seed": 1, "names": "['a']", "none": "None"}
+    accelerator = Accelerator(cpu=True)
+    accelerator.trackers = [Namespace(name="tensorboard", tracker="writer")]
+    get = tracker_or_none(accelerator)
+    assert get("wandb") is None and get("tensorboard", unwrap=True) == "writer"
+
+
+def test_monitor_logs_norms_before_clipping(caplog):
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(1, 1, bias=False))
+    monitor = Monitor(arguments(log_statistics=True, clip_grad_norm=2.5), accelerator)
+    for norm in (1.0, 3.0):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, norm)
+        monitor.observe_gradients(model)
+        assert all(parameter.grad.item() == norm for parameter in model.parameters())
+    metrics = {"train_loss": 1.5, "total_tokens": 10}
+    with caplog.at_level(logging.INFO):
+        monitor.log(2, metrics)
+    row = json.loads(caplog.messages[-1].removeprefix("training statistics: "))
+    assert (row["step"], row["train_loss"]) == (2, 1.5)
+    assert (row["grad_norm"], row["grad_norm_max"], row["clipped"]) == (2.0, 3.0, 0.5)
+    assert row["tokens_per_s"] > 0
+    silent = {"total_tokens": 1}
+    Monitor(arguments(), accelerator).log(1, silent)
+    assert silent == {"total_tokens": 1}
+
+
+def test_monitor_stops_for_the_stop_file(tmp_path, capsys):
+    stop = tmp_path / "stop"
+    accelerator = Accelerator(cpu=True)
+    assert not Monitor(arguments(), accelerator).stop_requested()
+    monitor = Monitor(arguments(stop_file=str(stop)), accelerator)
+    assert not monitor.stop_requested()
+    stop.touch()
+    assert monitor.stop_requested()
+    monitor.stopped(7)
+    assert f"{stop} exists: stopped after step 7" in capsys.readouterr().out
