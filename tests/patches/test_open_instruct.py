@@ -4,6 +4,8 @@ import copy
 import json
 import logging
 import os
+import subprocess
+import sys
 from argparse import Namespace
 
 import pytest
@@ -302,7 +304,7 @@ def test_trackers_get_what_they_take():
 def test_monitor_logs_norms_before_clipping(caplog):
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(torch.nn.Linear(1, 1, bias=False))
-    monitor = Monitor(arguments(log_statistics=True, clip_grad_norm=2.5), accelerator)
+    monitor = Monitor(arguments(log_statistics=True, clip_grad_norm=2.5), accelerator, llama())
     for norm in (1.0, 3.0):
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, norm)
@@ -316,17 +318,50 @@ def test_monitor_logs_norms_before_clipping(caplog):
     assert (row["grad_norm"], row["grad_norm_max"], row["clipped"]) == (2.0, 3.0, 0.5)
     assert row["tokens_per_s"] > 0
     silent = {"total_tokens": 1}
-    Monitor(arguments(), accelerator).log(1, silent)
+    Monitor(arguments(), accelerator, llama()).log(1, silent)
     assert silent == {"total_tokens": 1}
 
 
 def test_monitor_stops_for_the_stop_file(tmp_path, capsys):
     stop = tmp_path / "stop"
     accelerator = Accelerator(cpu=True)
-    assert not Monitor(arguments(), accelerator).stop_requested()
-    monitor = Monitor(arguments(stop_file=str(stop)), accelerator)
+    assert not Monitor(arguments(), accelerator, llama()).stop_requested()
+    monitor = Monitor(arguments(stop_file=str(stop)), accelerator, llama())
     assert not monitor.stop_requested()
     stop.touch()
     assert monitor.stop_requested()
     monitor.stopped(7)
     assert f"{stop} exists: stopped after step 7" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_monitor_tells_what_the_filter_keeps(tmp_path):
+    """The kernels run under Triton's interpreter, in a process of its own."""
+    script = tmp_path / "watch.py"
+    script.write_text(
+        """
+import json, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from smoothce import patch_model, triton
+from smoothce.open_instruct.monitor import FilterSample
+triton.unsupported = lambda *inputs: None  # the interpreter takes CPU tensors
+torch.manual_seed(0)
+sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+model = LlamaForCausalLM(LlamaConfig(vocab_size=300, num_attention_heads=2, **sizes)).train()
+patch_model(model, label_smoothing=0.1, filter_eps=0.5)
+sample = FilterSample()
+sample.watch(model)
+ids = torch.randint(300, (1, 9))
+model(input_ids=ids, labels=ids)
+first = sample.take()
+model(input_ids=ids)
+print(json.dumps([first, sample.take()]))
+"""
+    )
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    first, without_labels = json.loads(done.stdout.splitlines()[-1])
+    # Near-uniform rows never reach a half: of each token's blocks only the target's is kept.
+    assert 0 < first["kept_pairs"] < 1 and 0 < first["dropped_mass"] < 1
+    assert without_labels == {}
