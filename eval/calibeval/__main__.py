@@ -1,4 +1,4 @@
-"""Command line: `python -m calibeval {prompts,score,metrics,collect}`."""
+"""Command line: `python -m calibeval {prompts,score,fit-temperature,fit-ats,metrics,collect}`."""
 
 import argparse
 import json
@@ -38,20 +38,15 @@ def parser() -> argparse.ArgumentParser:
 
     p = commands.add_parser("score", help="score a model on a task and write records")
     add_task(p)
-    p.add_argument("--chat-template", action="store_true", help="ask as a user's turn of a chat")
-    p.add_argument("--model", required=True, help="model folder or hub name")
-    p.add_argument("--revision", help="hub revision of the model")
+    add_model(p)
     p.add_argument("--out", required=True, type=Path, metavar="RECORDS.jsonl")
     p.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
-    p.add_argument("--batch-size", type=positive, default=16, help="transformers only")
-    p.add_argument("--device", default="auto", help="transformers only: auto, cpu or cuda")
     p.add_argument(
-        "--dtype",
-        default="auto",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        help="auto: the model's own on a GPU, float32 on a CPU",
+        "--calibrator",
+        type=Path,
+        metavar="DIR",
+        help="what fit-temperature or fit-ats made of this model; transformers only",
     )
-    p.add_argument("--max-length", type=positive, help="longest prompt; default: positions − 1")
     share = p.add_mutually_exclusive_group()
     share.add_argument(
         "--shard",
@@ -68,6 +63,16 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--overwrite", action="store_true", help="score anew whatever is there")
     p.set_defaults(run=run_score)
+
+    p = commands.add_parser("fit-temperature", help="fit one temperature to a model's answers")
+    add_fit(p)
+    p.set_defaults(run=run_fit, head="constant", alpha=0.5)
+
+    p = commands.add_parser("fit-ats", help="fit a head that predicts each answer's temperature")
+    add_fit(p)
+    p.add_argument("--head", choices=("linear", "mlp", "transformer"), default="linear")
+    p.add_argument("--alpha", type=float, default=0.5, help="weight of wrong answers, 0 to 1")
+    p.set_defaults(run=run_fit)
 
     p = commands.add_parser("metrics", help="recompute every metric from records")
     p.add_argument("records", nargs="+", type=Path, metavar="RECORDS.jsonl")
@@ -91,6 +96,36 @@ def add_task(p: argparse.ArgumentParser) -> None:
     p.add_argument("--subjects", type=names, help="comma-separated; default: all")
     p.add_argument("--limit", type=positive, help="only the first N questions of each subject")
     p.add_argument("--style", choices=("official", "lm-eval"), default="official")
+
+
+def add_model(p: argparse.ArgumentParser) -> None:
+    """Options that choose a model and how it is run."""
+    p.add_argument("--chat-template", action="store_true", help="ask as a user's turn of a chat")
+    p.add_argument("--model", required=True, help="model folder or hub name")
+    p.add_argument("--revision", help="hub revision of the model")
+    p.add_argument("--batch-size", type=positive, default=16, help="transformers only")
+    p.add_argument("--device", default="auto", help="transformers only: auto, cpu or cuda")
+    p.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="auto: the model's own on a GPU, float32 on a CPU",
+    )
+    p.add_argument("--max-length", type=positive, help="longest prompt; default: positions − 1")
+
+
+def add_fit(p: argparse.ArgumentParser) -> None:
+    """Options of the commands that fit a calibrator."""
+    add_task(p)
+    add_model(p)
+    p.set_defaults(split="val")
+    p.add_argument("--out", required=True, type=Path, metavar="DIR", help="the calibrator's folder")
+    p.add_argument(
+        "--over",
+        choices=("choices", "vocabulary"),
+        default="choices",
+        help="fit the probabilities among the choices (default) or among all tokens",
+    )
 
 
 def share_of(text: str) -> tuple[int, int]:
@@ -136,11 +171,25 @@ def run_prompts(a: argparse.Namespace) -> None:
             print(json.dumps(line, ensure_ascii=False))
 
 
+def fit_items(a: argparse.Namespace) -> tuple[list, dict]:
+    """The chosen questions as the model gets them, and the options to load it with."""
+    from calibeval import score
+    from calibeval.engines import load_max_length, load_tokenizer
+
+    subjects = load_task(a)
+    style = score.Style(a.shots, a.style, a.chat_template)
+    max_length = a.max_length or load_max_length(a.model, a.revision)
+    items = score.fit_prompts(subjects, style, load_tokenizer(a.model, a.revision), max_length)
+    return items, {"dtype": a.dtype, "max_length": max_length, "revision": a.revision}
+
+
 def run_score(a: argparse.Namespace) -> None:
     """Check everything that can be checked, then load the model and score."""
     from calibeval.models import check_model
 
     check_model(a.model)
+    if a.calibrator and a.engine != "transformers":
+        raise InputError(f"--calibrator: needs --engine transformers, found {a.engine}")
     if a.workers > 1:
         from calibeval.store import clear
         from calibeval.workers import run_workers
@@ -148,34 +197,36 @@ def run_score(a: argparse.Namespace) -> None:
         if a.overwrite:
             clear(a.out)
         return run_workers(a.workers, a.arguments)
-    subjects = load_task(a)
 
-    from calibeval import models, score
-    from calibeval.engines import load_max_length, load_tokenizer
+    from calibeval import models, posthoc, score
 
-    style = score.Style(a.shots, a.style, a.chat_template)
-    max_length = a.max_length or load_max_length(a.model, a.revision)
-    items = score.fit_prompts(subjects, style, load_tokenizer(a.model, a.revision), max_length)
+    calibrator = posthoc.Calibrator.from_pretrained(a.calibrator) if a.calibrator else None
+    items, options = fit_items(a)
 
     def make_engine():
-        options = {"dtype": a.dtype, "max_length": max_length, "revision": a.revision}
         if a.engine == "vllm":
             from calibeval.engines.vllm import VllmEngine
 
             return VllmEngine(a.model, **options)
         from calibeval.engines.transformers import TransformersEngine
 
-        return TransformersEngine(a.model, device=a.device, batch_size=a.batch_size, **options)
+        local = options | {"device": a.device, "batch_size": a.batch_size}
+        if calibrator is None:
+            return TransformersEngine(a.model, **local)
+        from calibeval.posthoc.engine import CalibratedEngine
+
+        return CalibratedEngine(a.model, calibrator, **local)
 
     settings = {
         "model_sha256": models.digest(a.model),
+        "calibrator_sha256": posthoc.digest(a.calibrator) if a.calibrator else None,
         "revision": a.revision,
         "task": a.task,
         "style": a.style,
         "chat_template": a.chat_template,
         "engine": a.engine,
         "dtype": a.dtype,
-        "max_length": max_length,
+        "max_length": options["max_length"],
     }
     score.score(
         a.model,
@@ -186,6 +237,27 @@ def run_score(a: argparse.Namespace) -> None:
         share=a.shard,
         overwrite=a.overwrite,
     )
+
+
+def run_fit(a: argparse.Namespace) -> None:
+    """Ask the model, fit the head on its answers, save it."""
+    from calibeval import models, posthoc, score
+
+    models.check_model(a.model)
+    if a.split == "test":
+        raise InputError("--split test: a calibrator is fitted on questions that do not test it")
+    items, options = fit_items(a)
+    from calibeval.engines.transformers import TransformersEngine
+    from calibeval.posthoc.engine import answers
+
+    engine = TransformersEngine(a.model, device=a.device, batch_size=a.batch_size, **options)
+    groups = score.groups_of(items, list(range(len(items))))
+    labels = {i: item.prompt.question.label for i, item in enumerate(items)}
+    seen = answers(engine, groups, labels, over=a.over, context=a.head == "transformer")
+    calibrator, report = posthoc.fit(seen, a.head, over=a.over, alpha=a.alpha)
+    report |= {"model": a.model, "model_sha256": models.digest(a.model), "task": a.task}
+    calibrator.save_pretrained(a.out, report | {"split": a.split, "versions": engine.versions()})
+    print(f"{a.out}: {json.dumps(report)}", file=sys.stderr)
 
 
 def run_metrics(a: argparse.Namespace) -> None:

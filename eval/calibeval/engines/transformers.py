@@ -69,7 +69,8 @@ class TransformersEngine:
     def score(self, groups: list[list[Job]]) -> Iterator[tuple[int, list[float]]]:
         """Yield (job index, log-probability of each letter) for every job."""
         for job, _, logits in self.states(groups):
-            rows = torch.log_softmax(logits.float(), dim=-1)
+            # In double, logits that differ never round to equal log-probabilities.
+            rows = torch.log_softmax(logits.double(), dim=-1)
             lead = [0.0]
             for depth, token in enumerate(job.spine):
                 lead.append(lead[-1] + rows[depth, token].item())
@@ -80,30 +81,35 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def states(self, groups: list[list[Job]]) -> Iterator[tuple[Job, Tensor, Tensor]]:
-        """Yield (job, what the output layer is given (P, D), logits (P, V)) for every job.
+        """Yield (job, what the output layer is given (T, D), logits (P, V)) for every job.
 
-        Row d of the P = len(job.spine) + 1 rows follows the context and d tokens of the spine.
+        The T states are those of context and spine. Row d of the P = len(job.spine) + 1 rows of
+        logits follows the context and d tokens of the spine.
         """
         for group in groups:
             # A job's last token stays out of the cache: its logits are what the job asks for.
             shortest = min(len(job.tokens) for job in group)
             prefix = min(common_prefix([job.tokens for job in group]), shortest - 1)
-            cache = None
+            cache, before = None, None
             if prefix and len(group) > 1:
-                cache = self._prefix_cache(group[0].tokens[:prefix])
+                cache, before = self._prefix_cache(group[0].tokens[:prefix])
                 self.usage.computed_tokens += prefix
-            prefix = prefix if cache is not None else 0
+            if cache is None:
+                prefix, before = 0, None
             self.usage.prompt_tokens += sum(len(job.tokens) + len(job.spine) for job in group)
             ordered = sorted(group, key=lambda job: len(job.tokens))
             for start in range(0, len(ordered), self.batch_size):
-                yield from self._batch(ordered[start : start + self.batch_size], prefix, cache)
+                batch = ordered[start : start + self.batch_size]
+                for job, given, logits in self._batch(batch, prefix, cache):
+                    yield job, given if before is None else torch.cat([before, given]), logits
 
     def _prefix_cache(self, tokens: tuple[int, ...]):
         ids = torch.tensor([tokens], device=self.device)
-        with self._only_positions(torch.tensor([[len(tokens) - 1]], device=self.device)):
+        last = torch.tensor([[len(tokens) - 1]], device=self.device)
+        with self._only_positions(last) as given:
             cache = self.model(input_ids=ids, use_cache=True).past_key_values
         # Caches that cannot be copied along the batch (recurrent states) are not shared.
-        return cache if hasattr(cache, "batch_repeat_interleave") else None
+        return cache if hasattr(cache, "batch_repeat_interleave") else None, given[0][0]
 
     def _batch(self, batch: list[Job], prefix: int, cache) -> Iterator[tuple[Job, Tensor, Tensor]]:
         suffixes = [job.tokens[prefix:] + job.spine for job in batch]
@@ -129,12 +135,11 @@ class TransformersEngine:
                 input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True
             ).logits
         for row, job in enumerate(batch):
-            depth = len(job.spine) + 1
-            yield job, given[0][row, :depth], logits[row, :depth]
+            yield job, given[0][row, : len(suffixes[row])], logits[row, : len(job.spine) + 1]
 
     @contextmanager
     def _only_positions(self, positions: Tensor) -> Iterator[list[Tensor]]:  # (batch, P)
-        """Let the output layer see only these positions, and keep what it was given.
+        """Let the output layer see only these positions, and keep what it would have been given.
 
         A vocabulary of logits for each prompt token would be waste.
         """
@@ -142,9 +147,9 @@ class TransformersEngine:
 
         def select(module, args):
             hidden = args[0]
+            given.append(hidden)
             index = positions[..., None].expand(-1, -1, hidden.shape[-1])
-            given.append(hidden.gather(1, index))
-            return (given[-1], *args[1:])
+            return (hidden.gather(1, index), *args[1:])
 
         handle = self.model.get_output_embeddings().register_forward_pre_hook(select)
         try:

@@ -1,0 +1,140 @@
+"""Fitting a calibrator on answers of a frozen model; gradients stay in the head."""
+
+import copy
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from calibeval.errors import InputError
+from calibeval.posthoc.calibrator import LIMIT, Calibrator, Settings
+
+EPOCHS, BATCH, RATE, DECAY, HELD_OUT, PATIENCE = 100, 64, 1e-3, 1e-2, 0.2, 15
+FEWEST = 20
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What the frozen model thought where it was about to answer N questions."""
+
+    hidden: list[
+        Tensor
+    ]  # N of (T_i, D): what the output layer is given; T = 1 where that is enough
+    logits: Tensor  # (N, V), or (N, K) for the choices alone
+    labels: Tensor  # (N,) column of the right answer
+
+    def __len__(self) -> int:
+        return len(self.hidden)
+
+    def take(self, rows: Tensor) -> "Answers":
+        """The answers at `rows`."""
+        return Answers(
+            [self.hidden[i] for i in rows.tolist()], self.logits[rows], self.labels[rows]
+        )
+
+
+def selective_smoothing(
+    logits: Tensor,  # (N, V), already divided by their temperatures
+    labels: Tensor,  # (N,)
+    alpha: float,
+) -> Tensor:
+    """Mean over N of (1 − α) (−log p_label) where argmax p = label, α (−mean_v log p_v) elsewhere.
+
+    Xie et al. 2024, arXiv 2409.19817, selective smoothing loss: be sure where right, and take
+    wrong answers for evidence that nothing was known.
+    """
+    logp = torch.log_softmax(logits.float(), dim=-1)
+    right = logits.argmax(-1) == labels
+    sure = -logp.gather(1, labels[:, None]).squeeze(1)
+    unsure = -logp.mean(-1)
+    return torch.where(right, (1 - alpha) * sure, alpha * unsure).mean()
+
+
+def pad_left(sequences: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Sequences (T_i, D) as (N, T, D) that end together, and their lengths."""
+    lengths = torch.tensor([len(s) for s in sequences])
+    padded = sequences[0].new_zeros(len(sequences), int(lengths.max()), sequences[0].shape[-1])
+    for i, sequence in enumerate(sequences):
+        padded[i, padded.shape[1] - len(sequence) :] = sequence
+    return padded, lengths
+
+
+def temperatures(calibrator: Calibrator, answers: Answers) -> Tensor:
+    """τ of each answer, (N,)."""
+    return calibrator(*pad_left(answers.hidden))
+
+
+def fit(
+    answers: Answers, head: str, *, over: str = "choices", alpha: float = 0.5, seed: int = 0
+) -> tuple[Calibrator, dict]:
+    """The calibrator of a kind for a model's answers, and how the fit went.
+
+    A constant minimises the negative log-likelihood of the right answers; every other head
+    minimises `selective_smoothing`, stopping where a fifth of the answers, held out, does best.
+    """
+    if len(answers) < FEWEST:
+        raise InputError(
+            f"{len(answers)} answers to fit a calibrator on; expected {FEWEST} or more"
+        )
+    if not 0 <= alpha <= 1:
+        raise InputError(f"alpha is {alpha}, expected 0 to 1")
+    torch.manual_seed(seed)
+    calibrator = Calibrator(Settings(head, answers.hidden[0].shape[-1], over))
+    report = (
+        fit_constant(calibrator, answers)
+        if head == "constant"
+        else fit_head(calibrator, answers, alpha, seed)
+    )
+    return calibrator.eval(), {"answers": len(answers), "head": head, "over": over} | report
+
+
+def fit_constant(calibrator: Calibrator, answers: Answers) -> dict:
+    """Temperature scaling: argmin over log τ of the mean −log softmax(logits / τ)_label."""
+    from scipy.optimize import minimize_scalar
+
+    logits = answers.logits.double()
+
+    def nll(log_tau: float) -> float:
+        scaled = logits / math.exp(log_tau)
+        return torch.nn.functional.cross_entropy(scaled, answers.labels).item()
+
+    found = minimize_scalar(
+        nll, bounds=(-0.99 * LIMIT, 0.99 * LIMIT), method="bounded", options={"xatol": 1e-6}
+    )
+    with torch.no_grad():
+        calibrator.out.bias.fill_(LIMIT * math.atanh(found.x / LIMIT))
+    return {"temperature": math.exp(found.x), "nll": [nll(0.0), float(found.fun)]}
+
+
+def fit_head(calibrator: Calibrator, answers: Answers, alpha: float, seed: int) -> dict:
+    """Adaptive temperature scaling: AdamW on `selective_smoothing`, with early stopping."""
+    order = torch.randperm(len(answers), generator=torch.Generator().manual_seed(seed))
+    cut = max(1, int(HELD_OUT * len(answers)))
+    held, used = answers.take(order[:cut]), answers.take(order[cut:])
+    optimizer = torch.optim.AdamW(calibrator.parameters(), RATE, weight_decay=DECAY)
+    best, kept, waited, losses = float("inf"), None, 0, []
+    for epoch in range(EPOCHS + 1):
+        with torch.no_grad():
+            loss = objective(calibrator.eval(), held, alpha).item()
+        losses.append(loss)
+        waited = 0 if loss < best else waited + 1
+        if loss < best:
+            best, kept = loss, copy.deepcopy(calibrator.state_dict())
+        if waited > PATIENCE or epoch == EPOCHS:
+            break
+        shuffled = torch.randperm(len(used), generator=torch.Generator().manual_seed(epoch))
+        calibrator.train()
+        for rows in shuffled.split(BATCH):
+            loss = objective(calibrator, used.take(rows), alpha)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+    calibrator.load_state_dict(kept)
+    return {"alpha": alpha, "epochs": len(losses) - 1, "held_out_loss": [losses[0], best]}
+
+
+def objective(calibrator: Calibrator, answers: Answers, alpha: float) -> Tensor:
+    """The loss that a head minimises."""
+    scaled = answers.logits / temperatures(calibrator, answers)[:, None]
+    return selective_smoothing(scaled, answers.labels, alpha)
