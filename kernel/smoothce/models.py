@@ -160,12 +160,11 @@ def _head_forward(
 
 def _training_forward(upstream: Callable) -> Callable:
     """A patched model's forward. It keeps upstream's signature, by which Trainers pick columns."""
-    signature = inspect.signature(upstream)
+    names = list(inspect.signature(upstream).parameters)[1:]  # without self
 
     @functools.wraps(upstream)
     def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
-        positional = signature.bind_partial(self, *args).arguments
-        given = {key: value for key, value in {**positional, **kwargs}.items() if key != "self"}
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
         if not self.training or given.get("labels") is None:
             return upstream(self, *args, **kwargs)
         head_only = {key: given.pop(key, None) for key in HEAD_ONLY}
@@ -183,7 +182,7 @@ def _training_forward(upstream: Callable) -> Callable:
             labels = F.pad(head_only["labels"][..., 1:], (0, 1), value=options["ignore_index"])
         loss = self.lm_head(outputs.last_hidden_state, labels, head_only["num_items_in_batch"])
         result = _result(self, loss, outputs, given)
-        wants_dict = self.config.use_return_dict if wants_dict is None else wants_dict
+        wants_dict = self.config.return_dict if wants_dict is None else wants_dict
         return result if wants_dict else result.to_tuple()
 
     return forward

@@ -204,6 +204,36 @@ def test_a_copy_trains_its_own_head():
     assert copied.lm_head.weight.grad is not None and model.lm_head.weight.grad is None
 
 
+def test_the_trainer_trains_as_with_upstreams_loss(tmp_path):
+    """Columns, the number of items over accumulation steps, and evaluation, through the Trainer."""
+    pytest.importorskip("accelerate")
+    generator = torch.Generator().manual_seed(2)
+    rows = [{"input_ids": torch.randint(3, 67, (9,), generator=generator)} for _ in range(8)]
+    for i, row in enumerate(rows):
+        row["labels"] = row["input_ids"].where(torch.arange(9) > i, -100)
+        row["unused"] = "a column that the model does not take"
+
+    def history(model):
+        arguments = transformers.TrainingArguments(
+            str(tmp_path),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            max_steps=3,
+            learning_rate=1e-2,
+            logging_steps=1,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        trainer = transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
+        trainer.train()
+        logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return [*logged, trainer.evaluate()["eval_loss"]]
+
+    assert history(patch_model(tiny())) == pytest.approx(history(tiny()), rel=1e-4)
+
+
 def test_lora():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
