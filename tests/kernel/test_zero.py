@@ -47,6 +47,7 @@ CASES |= dict(
         [0, 2], [True, False], [("off", False), ("reentrant", True)]
     )
 )
+CASES |= dict(case(3, tied, 1, "off", False, pretrained=True) for tied in (True, False))
 CONTROL, control = case(3, False, 1, "off", False, control=True)
 SPLITS = [(ranks, accumulation) for ranks in (1, 2) for accumulation in (1, 2, 8)]
 

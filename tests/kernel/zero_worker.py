@@ -78,8 +78,8 @@ def reference(case, model):
     return {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
 
 
-def engine_of(case, model):
-    config = {
+def settings(case):
+    return {
         "train_micro_batch_size_per_gpu": case.get("sequences", 2),
         "gradient_accumulation_steps": case["accumulation"],
         "zero_allow_untested_optimizer": True,
@@ -93,9 +93,24 @@ def engine_of(case, model):
             "stage3_prefetch_bucket_size": 0,
         },
     }
+
+
+def partitioned_from_birth(case, model):
+    """The same model, loaded as a Trainer loads one under ZeRO-3: no rank ever holds all of it."""
+    folder = Path(sys.argv[2]).with_name(f"model-{'tied' if case['tied'] else 'untied'}")
+    if RANK == 0:
+        model.save_pretrained(folder)
+    torch.distributed.barrier()
+    alive = transformers.integrations.HfDeepSpeedConfig(settings(case))
+    loaded = transformers.LlamaForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    del alive
+    return loaded.train()
+
+
+def engine_of(case, model):
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr=case.get("learning_rate", 0.0))
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=settings(case))[0]
 
 
 def gradient(parameter):
@@ -137,6 +152,8 @@ def run(case):
         causal.gradient_checkpointing_enable({"use_reentrant": reentrant})
     if case["lora"] or case["checkpointing"] == "reentrant":
         causal.enable_input_require_grads()
+    if case.get("pretrained"):
+        model = causal = partitioned_from_birth(case, model)
     if case.get("control"):
         loss_outside_the_head(causal)
     else:
@@ -202,6 +219,8 @@ def token_mean(case):
 def main() -> None:
     cases, path = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     torch.set_num_threads(1)
+    # DeepSpeed would compile a shared-memory collective, which training does not use.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")
     results = {}
     for name, case in cases.items():
