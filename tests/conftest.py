@@ -6,6 +6,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Triton decides when it is first imported, which any test's imports may cause.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 TOPLEVEL = Path(__file__).resolve().parents[1]
 
