@@ -77,7 +77,16 @@ def parser() -> argparse.ArgumentParser:
     p = commands.add_parser("metrics", help="recompute every metric from records")
     p.add_argument("records", nargs="+", type=Path, metavar="RECORDS.jsonl")
     p.add_argument("--json", action="store_true", help="one JSON object a record file")
+    p.add_argument(
+        "--by", choices=("subject", "category"), help="break down by subject or category"
+    )
     p.set_defaults(run=run_metrics)
+
+    p = commands.add_parser("compare", help="is run B better than run A, and by how much")
+    p.add_argument("a", type=Path, metavar="A.jsonl")
+    p.add_argument("b", type=Path, metavar="B.jsonl")
+    p.add_argument("--json", action="store_true")
+    p.set_defaults(run=run_compare)
 
     p = commands.add_parser("collect", help="tables and diagrams from an index of record files")
     p.add_argument("index", type=Path, metavar="INDEX.jsonl")
@@ -262,21 +271,53 @@ def run_fit(a: argparse.Namespace) -> None:
 
 def run_metrics(a: argparse.Namespace) -> None:
     """Print every metric of each record file."""
+    from calibeval import records
+    from calibeval.breakdown import breakdown
     from calibeval.results import result
 
     for path in a.records:
         found = result(path)
+        groups = breakdown(records.read(path), a.by) if a.by else {}
         if a.json:
-            print(json.dumps({"records": str(path)} | found, ensure_ascii=False))
+            extra = {f"by_{a.by}": groups} if a.by else {}
+            print(json.dumps({"records": str(path)} | found | extra, ensure_ascii=False))
             continue
-        print(f"{path}: {found['questions']} questions, letter mass {found['letter_mass']:.3f}")
-        print(f"  {'':24}{'among the choices':>26}{'among all tokens':>26}")
-        for name in found["metrics"]["choices"]:
-            cells = []
-            for confidence in ("choices", "vocabulary"):
-                m = found["metrics"][confidence][name]
-                cells.append(f"{m['value']:.4f} [{m['low']:.4f}, {m['high']:.4f}]")
-            print(f"  {name:24}{cells[0]:>26}{cells[1]:>26}")
+        print_metrics(str(path), found)
+        for name, group in groups.items():
+            print_metrics(name, group)
+
+
+def print_metrics(title: str, found: dict) -> None:
+    """A table of metrics in both confidences, with the noise floor where there is one."""
+    mass = f", letter mass {found['letter_mass']:.3f}" if "letter_mass" in found else ""
+    print(f"{title}: {found['questions']} questions{mass}")
+    print(f"  {'':16}{'among the choices':>36}{'among all tokens':>36}")
+    choices, vocabulary = (found["metrics"][c] for c in ("choices", "vocabulary"))
+    for name in choices:
+        print(f"  {name:16}{figure(choices[name]):>36}{figure(vocabulary[name]):>36}")
+
+
+def figure(m: dict) -> str:
+    """Value, interval and noise floor as text."""
+    value, low, high = (
+        f"{m[k]:.4f}" if m[k] is not None else "–" for k in ("value", "low", "high")
+    )
+    floor = f" floor {m['floor']:.3f}" if m.get("floor") is not None else ""
+    return f"{value} [{low}, {high}]{floor}"
+
+
+def run_compare(a: argparse.Namespace) -> None:
+    """Print the paired comparison of two record files."""
+    from calibeval.compare import compare, sentence
+
+    found = compare(a.a, a.b)
+    if a.json:
+        print(json.dumps({"a": str(a.a), "b": str(a.b), "comparison": found}))
+        return
+    print(f"A {a.a}\nB {a.b}")
+    for confidence, metrics in found.items():
+        for name, comparison in metrics.items():
+            print(sentence(name, comparison, confidence))
 
 
 def run_collect(a: argparse.Namespace) -> None:

@@ -3,7 +3,7 @@
 import csv
 from pathlib import Path
 
-from calibeval import plots, tables
+from calibeval import figures, plots, report, tables
 from calibeval.errors import InputError
 from calibeval.files import atomic_write, json_lines
 from calibeval.metrics import CONFIDENCES
@@ -11,10 +11,11 @@ from calibeval.results import result
 
 # Index keys besides β that make rows of their own when they vary.
 DIMENSIONS = ("learning_rate", "calibrator")
+AMONG = {"choices": "the choices", "vocabulary": "all tokens"}
 
 
 def collect(index: Path, out: Path) -> list[tables.Row]:
-    """Write table.md, table.csv, table.tex and reliability_*.svg/.png to `out`; return the rows."""
+    """Write table.md, .csv and .tex, the figures (SVG and PNG) and report.html; return the rows."""
     entries = read_index(index)
     lines = [(entry, result(entry["records"])) for entry in entries]
     varied = tuple(key for key in DIMENSIONS if len(_values(entries, key)) > 1)
@@ -27,7 +28,7 @@ def collect(index: Path, out: Path) -> list[tables.Row]:
         writer = csv.DictWriter(file, list(dict.fromkeys(k for line in columns for k in line)))
         writer.writeheader()
         writer.writerows(columns)
-    diagrams(rows, out)
+    report.write(rows, draw(rows, out), "Calibration", out / "report.html")
     return rows
 
 
@@ -68,29 +69,49 @@ def read_index(index: Path) -> list[dict]:
     return entries
 
 
-def diagrams(rows: list[tables.Row], out: Path) -> None:
-    """One reliability figure for each dataset, model and confidence, a panel a row of the table."""
-    blocks: dict[tuple, list[tables.Row]] = {}
-    for row in rows:
-        blocks.setdefault((row.dataset, row.model), []).append(row)
-    for (dataset, model), block in blocks.items():
+def draw(rows: list[tables.Row], out: Path) -> list[Path]:
+    """Draw every figure that the rows have the data for; return the files' stems."""
+    return [stem for block in _blocks(rows, "dataset") for stem in _draw_dataset(block, out)]
+
+
+def _draw_dataset(rows: list[tables.Row], out: Path) -> list[Path]:
+    dataset, stems = rows[0].dataset, []
+
+    def stem(*parts: str) -> Path:
+        stems.append(out / "_".join(slug(part) for part in parts))
+        return stems[-1]
+
+    for block in _blocks(rows, "model"):
         for confidence in CONFIDENCES:
+            title = f"{dataset}, {block[0].model}: confidence among {AMONG[confidence]}"
             panels = [panel(row, confidence) for row in block]
-            plots.plot_reliability(
-                panels,
-                f"{dataset}, {model}: confidence among the {confidence}",
-                out / f"reliability_{slug(dataset)}_{slug(model)}_{confidence}",
-            )
+            path = stem("reliability", dataset, block[0].model, confidence)
+            plots.plot_reliability(panels, title, path)
+    if len(rows) > 1:
+        figures.plot_bars(rows, dataset, stem("bars", dataset))
+    for name, prepare, label, log in (
+        ("beta", figures.prepare_against_beta, "label smoothing β", False),
+        ("size", figures.prepare_against_size, "parameters", True),
+    ):
+        lines = {AMONG[c]: prepare(rows, c) for c in CONFIDENCES}
+        if any(len(set(series.x)) > 1 for every in lines.values() for series in every):
+            figures.plot_lines(lines, dataset, label, stem("ece", "against", name, dataset), log)
+    return stems
+
+
+def _blocks(rows: list[tables.Row], key: str) -> list[list[tables.Row]]:
+    blocks: dict[str, list[tables.Row]] = {}
+    for row in rows:
+        blocks.setdefault(getattr(row, key), []).append(row)
+    return list(blocks.values())
 
 
 def panel(row: tables.Row, confidence: str) -> plots.Reliability:
     """One row's pooled diagram, titled with what tells it from its neighbours."""
-    name = "base" if row.beta is None else f"β = {row.label}"
-    extra = [f"{key} {value}" for key, value in row.extra.items() if value is not None]
     ece = row.cell("ece", confidence)
     runs = [run["reliability"][confidence] for run in row.runs]
     note = f"ECE {ece.mean:.3f} ±{ece.half:.3f}\nn = {row.runs[0]['questions']:,}"
-    return plots.prepare_reliability(", ".join([name, *extra]), runs, note)
+    return plots.prepare_reliability(figures.name(row), runs, note)
 
 
 def slug(name: str) -> str:

@@ -10,13 +10,16 @@ from calibeval.metrics.binned import BINS
 from calibeval.metrics.samples import Sample
 from calibeval.metrics.scores import Scores
 
+TICKS = (0, 0.5, 1)
+ACROSS = 6  # diagrams in a row
+
 
 @dataclass(frozen=True)
 class Reliability:
     """Equal-width bins of one or several runs over the same questions."""
 
     title: str
-    counts: np.ndarray  # (B,) answers, of all runs
+    counts: np.ndarray  # (B,) questions a run, in the mean
     confidence: np.ndarray  # (B,)
     accuracy: np.ndarray  # (B,)
     low: np.ndarray  # (B,) 95 % Wilson interval of the accuracy
@@ -46,7 +49,7 @@ def prepare_reliability(title: str, runs: list[dict[str, list]], note: str = "")
     with np.errstate(invalid="ignore", divide="ignore"):
         accuracy, mean = correct / counts, confidence / counts
         low, high = wilson(accuracy, counts / len(runs))
-    return Reliability(title, counts, mean, accuracy, low, high, note)
+    return Reliability(title, counts / len(runs), mean, accuracy, low, high, note)
 
 
 def wilson(share: np.ndarray, n: np.ndarray, z: float = 1.959964) -> tuple[np.ndarray, np.ndarray]:
@@ -57,21 +60,29 @@ def wilson(share: np.ndarray, n: np.ndarray, z: float = 1.959964) -> tuple[np.nd
 
 
 def plot_reliability(panels: list[Reliability], title: str, path: Path) -> None:
-    """Draw a row of diagrams with their bin counts below; `path` gets .svg and .png."""
+    """Draw diagrams with their bin counts below, `ACROSS` a row; `path` gets .svg and .png."""
     from matplotlib.figure import Figure
 
-    columns = len(panels)
-    figure = Figure(figsize=(2.6 * columns + 0.6, 3.9), layout="constrained")
-    axes = figure.subplots(2, columns, sharex=True, height_ratios=(3, 1), squeeze=False)
+    columns = min(len(panels), ACROSS)
+    rows = -(-len(panels) // ACROSS)
+    figure = Figure(figsize=(2.3 * columns + 0.7, 3.5 * rows + 0.4), layout="constrained")
+    heights = (3, 1) * rows
+    axes = figure.subplots(2 * rows, columns, sharex=True, height_ratios=heights, squeeze=False)
     most = max(panel.counts.max() for panel in panels)
-    for column, panel in enumerate(panels):
-        draw_reliability(axes[0, column], panel)
-        draw_counts(axes[1, column], panel, most)
-        if column:
-            axes[0, column].tick_params(labelleft=False)
-            axes[1, column].tick_params(labelleft=False)
-    axes[0, 0].set_ylabel("accuracy")
-    axes[1, 0].set_ylabel("answers")
+    for i in range(rows * columns):
+        row, column = divmod(i, columns)
+        above, below = axes[2 * row, column], axes[2 * row + 1, column]
+        if i >= len(panels):
+            above.set_axis_off()
+            below.set_axis_off()
+            continue
+        draw_reliability(above, panels[i])
+        draw_counts(below, panels[i], most)
+        above.tick_params(labelbottom=False, labelleft=not column)
+        below.tick_params(labelbottom=True, labelleft=not column)
+        if not column:
+            above.set_ylabel("accuracy")
+            below.set_ylabel("questions")
     figure.supxlabel("confidence", fontsize="medium")
     figure.suptitle(title, fontsize="medium")
     save(figure, path)
@@ -89,22 +100,24 @@ def draw_reliability(axis, panel: Reliability) -> None:
     error = np.maximum([middle - panel.low[filled], panel.high[filled] - middle], 0)
     axis.errorbar(panel.confidence[filled], middle, error, fmt="o", ms=2.5, lw=0.9, color="#1b2a41")
     axis.plot([0, 1], [0, 1], color="#888", lw=0.9, ls="--")
-    axis.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
+    axis.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", xticks=TICKS, yticks=TICKS)
     axis.set_title(panel.title, fontsize="small")
     axis.text(0.04, 0.95, panel.note, va="top", fontsize="x-small")
 
 
-def draw_counts(axis, panel: Reliability, most: int) -> None:
-    """Bars of the number of answers in each bin."""
+def draw_counts(axis, panel: Reliability, most: float) -> None:
+    """Bars of the number of questions in each bin."""
     bins = len(panel.counts)
     axis.bar(np.arange(bins) / bins, panel.counts, 1 / bins, align="edge", color="#9aa5b1")
-    axis.set(xlim=(0, 1), ylim=(0, most * 1.05))
+    axis.set(xlim=(0, 1), ylim=(0, most * 1.05), xticks=TICKS, yticks=[0, round(most)])
 
 
 def save(figure, path: Path) -> None:
     """Write a figure as SVG and PNG, the same bytes for the same figure."""
     import matplotlib
 
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # laid out once, not once a format
     with matplotlib.rc_context({"svg.hashsalt": "calibeval", "svg.fonttype": "none"}):
         for suffix, options in ((".svg", {"metadata": {"Date": None}}), (".png", {"dpi": 160})):
             with atomic_write(path.with_name(path.name + suffix), "wb") as file:

@@ -39,11 +39,17 @@ class Row:
     beta: float | None
     extra: dict
     runs: list[dict] = field(default_factory=list)
+    parameters: int | None = None
 
     @property
     def label(self) -> str:
         """β as text; the model before fine-tuning is "base"."""
         return "base" if self.beta is None else f"{self.beta:g}"
+
+    @property
+    def notes(self) -> list[str]:
+        """What varies besides β, for titles and legends."""
+        return [f"{key} {value}" for key, value in self.extra.items() if value is not None]
 
     def cell(self, metric: str, confidence: str) -> Cell:
         """Mean over the row's runs with its interval."""
@@ -73,6 +79,7 @@ def group(lines: Iterable[tuple[dict, dict]], varied: tuple[str, ...]) -> list[R
         extra = {key: entry.get(key) for key in varied}
         key = entry["dataset"], entry["model"], entry["label_smoothing"], *extra.values()
         fresh = Row(entry["dataset"], entry["model"], entry["label_smoothing"], extra)
+        fresh.parameters = entry.get("parameters")
         rows.setdefault(key, fresh).runs.append(result)
     return sorted(rows.values(), key=_order)
 

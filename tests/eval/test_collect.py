@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as tree
@@ -10,8 +11,9 @@ import xml.etree.ElementTree as tree
 import numpy as np
 import pytest
 
-from calibeval import plots, tables
+from calibeval import figures, plots, tables
 from calibeval.__main__ import main
+from calibeval.collect import collect
 from calibeval.results import cache_path, result
 
 
@@ -81,8 +83,48 @@ def test_diagrams(index, tmp_path):
         stem = out / f"reliability_toy_m-1_{confidence}"
         svg = stem.with_name(stem.name + ".svg").read_text()
         tree.fromstring(svg)
-        assert "β = 0.1" in svg and "base" in svg and "answers" in svg
+        assert "β = 0.1" in svg and "base" in svg and "questions" in svg
         assert stem.with_name(stem.name + ".png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_report_opens_without_a_network(index, tmp_path):
+    out = tmp_path / "out"
+    assert main(["collect", str(index), "--out", str(out)]) == 0
+    page = (out / "report.html").read_text()
+    assert page.count("<svg") == 4 and page.count("<tr") == 4 and "<b>" in page
+    outside = re.findall(r'(?:src|href|url)\s*[=(]\s*"?(?!#)([^"\s>]+)', page)
+    assert not [link for link in outside if not link.startswith("#")], outside
+    names = re.findall(r' id="([^"]+)"', page)
+    assert len(names) == len(set(names))
+
+
+def test_figures_over_runs(tmp_path):
+    lines = []
+    for model, parameters in (("small", 1e9), ("large", 7e9)):
+        for beta in (0.0, 0.1, 0.2):
+            name = f"{model}-{beta}.jsonl"
+            write_records(tmp_path / name, 300, 2 - 5 * beta, 3)
+            line = {"records": name, "dataset": "toy", "model": model, "label_smoothing": beta}
+            lines.append(line | {"parameters": parameters})
+    (tmp_path / "index.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = collect(tmp_path / "index.jsonl", tmp_path / "out")
+    lines = figures.prepare_against_beta(rows, "choices")
+    assert [(s.name, s.x.tolist()) for s in lines] == [
+        ("large", [0, 0.1, 0.2]),
+        ("small", [0, 0.1, 0.2]),
+    ]
+    ece = result(tmp_path / "large-0.1.jsonl")["metrics"]["choices"]["ece"]
+    assert lines[0].y[1] == ece["value"]
+    assert lines[0].half[1] == pytest.approx((ece["high"] - ece["low"]) / 2)
+    sizes = figures.prepare_against_size(rows, "choices")
+    assert [(s.name, s.x.tolist()) for s in sizes] == [
+        (f"β = {b}", [1e9, 7e9]) for b in ("0", "0.1", "0.2")
+    ]
+    bars = figures.prepare_bars(rows, "accuracy")
+    assert [s.x.tolist() for s in bars] == [[0, 1]] * 3
+    for name in ("bars_toy", "ece_against_beta_toy", "ece_against_size_toy"):
+        assert (tmp_path / "out" / f"{name}.png").stat().st_size > 5000
+        tree.fromstring((tmp_path / "out" / f"{name}.svg").read_text())
 
 
 def test_dimensions(index, tmp_path):

@@ -87,6 +87,38 @@ def test_rms_hendrycks_is_the_published_formula(n):
     assert binned.rms_hendrycks(Sample(of))[0] == pytest.approx(expected, abs=1e-12)
 
 
+def plain_class_errors(probs, labels, bins, adaptive, threshold=-1.0):
+    """Nixon et al. 2019, choice by choice and bin by bin over plain lists."""
+    total = 0.0
+    for k in range(probs.shape[1]):
+        pairs = sorted(
+            (p, y) for p, y in zip(probs[:, k], labels == k, strict=True) if p > threshold
+        )
+        n = len(pairs)
+        if adaptive:
+            edges = [pairs[round(n * b / bins)][0] for b in range(1, bins)] if n >= bins else None
+        else:
+            edges = [b / bins for b in range(1, bins)]
+        groups = [[] for _ in range(bins)]
+        for p, y in pairs:
+            groups[sum(edge <= p for edge in edges)].append((p, y))
+        total += sum(abs(sum(y - p for p, y in group)) / n for group in groups)
+    return total / probs.shape[1]
+
+
+@pytest.mark.parametrize("n", [200, 1300])
+def test_class_wise_errors_are_their_definitions(n):
+    probs, labels = draw(n, seed=n, calibrated=False)
+    sample = Sample(Scores(probs, labels))
+    for metric, options in (
+        (binned.sce, {"adaptive": False}),
+        (binned.ace, {"adaptive": True}),
+        (binned.tace, {"adaptive": True, "threshold": 0.01}),
+    ):
+        expected = plain_class_errors(probs, labels, 15, **options)
+        assert metric(sample)[0] == pytest.approx(expected, abs=1e-12)
+
+
 def test_rms_hendrycks_reads_less_than_the_error_it_is_named_for():
     """Why it is never shown without its name: 14,042 answers that are all 35 points too sure."""
     sure = 0.9 + np.linspace(0, 1e-3, 14042)

@@ -3,7 +3,7 @@
 Pure NumPy; takes records, never a model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -45,17 +45,19 @@ METRICS: dict[str, Metric] = {
 }
 
 
-def values(of: Scores) -> dict[str, float]:
-    """Every metric's value on the questions as they are."""
+def values(of: Scores, names: Sequence[str] = tuple(METRICS)) -> dict[str, float]:
+    """The metrics' values on the questions as they are."""
     sample = Sample(of)
-    return {name: float(metric(sample)[0]) for name, metric in METRICS.items()}
+    return {name: float(METRICS[name](sample)[0]) for name in names}
 
 
-def drawn(of: Scores, count: int = RESAMPLES) -> dict[str, np.ndarray]:
-    """Every metric's value on each bootstrap resample, (count,)."""
-    chunks = [Sample(of, times) for times in resamples(len(of.labels), count)]
-    parts = [{name: metric(sample) for name, metric in METRICS.items()} for sample in chunks]
-    return {name: np.concatenate([part[name] for part in parts]) for name in METRICS}
+def drawn(
+    of: Scores, count: int = RESAMPLES, names: Sequence[str] = tuple(METRICS)
+) -> dict[str, np.ndarray]:
+    """The metrics' values on each bootstrap resample, (count,)."""
+    chunks = (Sample(of, times) for times in resamples(len(of.labels), count))
+    parts = [{name: METRICS[name](sample) for name in names} for sample in chunks]
+    return {name: np.concatenate([part[name] for part in parts]) for name in names}
 
 
 def noise_floor(of: Scores) -> dict[str, float]:

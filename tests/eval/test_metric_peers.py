@@ -1,0 +1,151 @@
+"""The metrics against the packages that people use, off those packages' known bugs.
+
+Runs where the peers are installed (tests/eval/peers_env.sh makes such an environment); each test
+names its peer, and the test's id the version.
+"""
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+
+import numpy as np
+import pytest
+
+from calibeval.metrics import binned, proper, ranking
+from calibeval.metrics.samples import Sample
+from calibeval.metrics.scores import Scores
+
+pytestmark = pytest.mark.slow
+
+
+def peer(package: str):
+    """Parameterise with a peer's version, or skip where it is not installed."""
+    try:
+        name, mark = f"{package} {version(package)}", ()
+    except PackageNotFoundError:
+        name, mark = package, pytest.mark.skip(reason=f"{package} is not installed")
+    return pytest.mark.parametrize("package", [pytest.param(package, id=name, marks=mark)])
+
+
+def draw(n: int, seed: int, temperature: float) -> tuple[np.ndarray, np.ndarray]:
+    """Four-choice answers, over-confident below temperature 1."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(0, 1.5, (n, 4))
+    p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    labels = (rng.random((n, 1)) > p.cumsum(1)).sum(1).clip(max=3)
+    said = np.exp(logits / temperature)
+    return said / said.sum(1, keepdims=True), labels
+
+
+cases = pytest.mark.parametrize(
+    ("n", "temperature"), [(100, 1.0), (1500, 0.5), (1500, 1.0), (5000, 2.0)]
+)
+
+
+@cases
+@peer("torchmetrics")
+def test_torchmetrics(package, n, temperature):
+    """ECE, MCE and AUROC. Its l2 norm takes equal-width bins, so `rms` has no twin there."""
+    import torch
+    from torchmetrics.functional.classification import binary_auroc, multiclass_calibration_error
+
+    probs, labels = draw(n, 1, temperature)
+    of = Scores(probs, labels)
+    tensors = torch.tensor(probs, dtype=torch.float64), torch.tensor(labels)
+    for bins in (10, 15, 30):
+        for norm, metric in (("l1", binned.ece), ("max", binned.mce)):
+            theirs = multiclass_calibration_error(*tensors, num_classes=4, n_bins=bins, norm=norm)
+            assert metric(Sample(of), bins)[0] == pytest.approx(theirs.item(), abs=1e-6)
+    confidence = torch.tensor(of.confidence)
+    theirs = binary_auroc(confidence, torch.tensor(of.correct, dtype=torch.int64))
+    assert ranking.auroc(Sample(of))[0] == pytest.approx(theirs.item(), abs=1e-6)
+
+
+@cases
+@peer("netcal")
+def test_netcal(package, n, temperature):
+    """ECE and MCE. Its ACE is an average over filled equal-width bins, not Nixon's."""
+    from netcal.metrics import ECE, MCE
+
+    probs, labels = draw(n, 2, temperature)
+    of = Scores(probs, labels)
+    for bins in (10, 15, 30):
+        for theirs, metric in ((ECE, binned.ece), (MCE, binned.mce)):
+            expected = theirs(bins).measure(of.confidence, of.correct.astype(int))
+            assert metric(Sample(of), bins)[0] == pytest.approx(float(expected), abs=1e-9)
+
+
+@cases
+@peer("uncertainty-calibration")
+def test_uncertainty_calibration(package, n, temperature):
+    """ECE over equal-width and equal-mass bins, and the debiased ECE of Kumar et al. 2019.
+
+    Its debiased l1 error is a mean over random draws, so agreement is to sampling error. Its
+    equal-mass bins put the remainder elsewhere when the bins do not divide the questions.
+    """
+    import calibration
+    from calibration.utils import bin as fill
+    from calibration.utils import normal_debiased_ce
+
+    probs, labels = draw(n, 3, temperature)
+    of = Scores(probs, labels)
+    theirs = calibration.get_ece(probs, labels, num_bins=15)
+    assert binned.ece(Sample(of))[0] == pytest.approx(theirs, abs=1e-9)
+    theirs = calibration.get_ece_em(probs, labels, num_bins=20)
+    assert binned.ece_equal_mass(Sample(of), 20)[0] == pytest.approx(theirs, abs=1e-9)
+    # It refuses bins with fewer than two answers, so the bins cover the filled range only.
+    edges = np.arange(1, 11) / 10
+    data = list(zip(of.confidence, of.correct, strict=True))
+    filled = [b for b in fill(data, list(edges)) if len(b) > 1]
+    kept = [pair for b in filled for pair in b]
+    confidence, correct = np.array(kept).T
+    sub = Scores(np.stack([confidence, 0 * confidence], 1), np.where(correct == 1, 0, 1))
+    np.random.seed(0)
+    theirs = normal_debiased_ce(filled, power=1, resamples=20000)
+    assert binned.ece_debiased(Sample(sub), 10)[0] == pytest.approx(theirs, abs=2e-3)
+
+
+@cases
+@peer("relplot")
+def test_relplot(package, n, temperature):
+    """Smooth ECE. It halves its bandwidth ten times, so agreement is to 2^-10."""
+    import relplot
+
+    probs, labels = draw(n, 4, temperature)
+    of = Scores(probs, labels)
+    theirs = relplot.smECE(of.confidence, of.correct)
+    assert binned.smece(Sample(of))[0] == pytest.approx(theirs, abs=2**-10)
+
+
+@cases
+@peer("scikit-learn")
+def test_scikit_learn(package, n, temperature):
+    """NLL, Brier and AUROC."""
+    from sklearn.metrics import log_loss, roc_auc_score
+
+    probs, labels = draw(n, 5, temperature)
+    of = Scores(probs, labels)
+    expected = log_loss(labels, probs, labels=range(4))
+    assert proper.nll(Sample(of))[0] == pytest.approx(expected, abs=1e-9)
+    expected = ((probs - np.eye(4)[labels]) ** 2).sum(1).mean()
+    assert proper.brier(Sample(of))[0] == pytest.approx(expected, abs=1e-12)
+    expected = roc_auc_score(of.correct, of.confidence)
+    assert ranking.auroc(Sample(of))[0] == pytest.approx(expected, abs=1e-12)
+
+
+@cases
+@pytest.mark.parametrize("package", [pytest.param(None, id="hendrycks/test at HENDRYCKS_TEST")])
+def test_hendrycks(package, n, temperature, monkeypatch):
+    """`rmsce`, `ece`, `sce`, `ace` and `tace` of its calib_tools.py, from a checkout."""
+    checkout = os.environ.get("HENDRYCKS_TEST")
+    if not checkout:
+        pytest.skip("HENDRYCKS_TEST does not name a checkout of hendrycks/test")
+    monkeypatch.syspath_prepend(checkout)
+    import calib_tools
+
+    probs, labels = draw(n, 6, temperature)
+    of = Scores(probs, labels)
+    theirs = calib_tools.rmsce(of.correct.astype(int), of.confidence)
+    assert binned.rms_hendrycks(Sample(of))[0] == pytest.approx(theirs, abs=1e-12)
+    for name in ("ece", "sce", "ace", "tace"):
+        theirs = getattr(calib_tools, name)(labels, probs, num_bins=30)
+        assert getattr(binned, name)(Sample(of), 30)[0] == pytest.approx(theirs, abs=1e-12), name
