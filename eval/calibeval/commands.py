@@ -1,0 +1,206 @@
+"""What each command of the command line does; heavy imports wait until a command needs them."""
+
+import argparse
+import json
+import sys
+
+from calibeval.errors import InputError
+
+
+def load_task(a: argparse.Namespace) -> list:
+    """The subjects that the options choose, cut to `--limit`."""
+    from dataclasses import replace
+
+    from calibeval import tasks
+
+    source = tasks.Source(a.data, a.shots, a.subjects, a.split, a.examples)
+    loaded = tasks.load(a.task, source)
+    return [replace(s, questions=s.questions[: a.limit]) for s in loaded]
+
+
+def run_prompts(a: argparse.Namespace) -> None:
+    """Print id, subject, prompt, choices and label of every question."""
+    from calibeval import prompts
+
+    for subject in load_task(a):
+        for q in subject.questions:
+            text = prompts.build(subject, q, a.shots, a.style).text
+            line = {"id": q.id, "subject": q.subject, "prompt": text}
+            line |= {"choices": q.choices, "label": q.label}
+            print(json.dumps(line, ensure_ascii=False))
+
+
+def fit_items(a: argparse.Namespace) -> tuple[list, dict]:
+    """The chosen questions as the model gets them, and the options to load it with."""
+    from calibeval import score
+    from calibeval.engines import load_max_length, load_tokenizer
+
+    subjects = load_task(a)
+    style = score.Style(a.shots, a.style, a.chat_template)
+    max_length = a.max_length or load_max_length(a.model, a.revision)
+    items = score.fit_prompts(subjects, style, load_tokenizer(a.model, a.revision), max_length)
+    return items, {"dtype": a.dtype, "max_length": max_length, "revision": a.revision}
+
+
+def local_engine(a: argparse.Namespace, options: dict):
+    """The transformers engine that the options describe."""
+    from calibeval.engines.transformers import TransformersEngine
+
+    return TransformersEngine(a.model, device=a.device, batch_size=a.batch_size, **options)
+
+
+def run_score(a: argparse.Namespace) -> None:
+    """Check everything that can be checked, then load the model and score."""
+    from calibeval.models import check_model
+
+    check_model(a.model)
+    if a.calibrator and a.engine != "transformers":
+        raise InputError(f"--calibrator: needs --engine transformers, found {a.engine}")
+    if a.workers > 1:
+        from calibeval.store import clear
+        from calibeval.workers import run_workers
+
+        if a.overwrite:
+            clear(a.out)
+        return run_workers(a.workers, a.arguments)
+
+    from calibeval import models, posthoc, score
+
+    calibrator = posthoc.Calibrator.from_pretrained(a.calibrator) if a.calibrator else None
+    items, options = fit_items(a)
+
+    def make_engine():
+        if a.engine == "vllm":
+            from calibeval.engines.vllm import VllmEngine
+
+            return VllmEngine(a.model, **options)
+        if calibrator is None:
+            return local_engine(a, options)
+        from calibeval.posthoc.engine import CalibratedEngine
+
+        local = {"device": a.device, "batch_size": a.batch_size}
+        return CalibratedEngine(a.model, calibrator, **options, **local)
+
+    settings = {
+        "model_sha256": models.digest(a.model),
+        "calibrator_sha256": posthoc.digest(a.calibrator) if a.calibrator else None,
+        "revision": a.revision,
+        "task": a.task,
+        "style": a.style,
+        "chat_template": a.chat_template,
+        "engine": a.engine,
+        "dtype": a.dtype,
+        "max_length": options["max_length"],
+    }
+    score.score(
+        a.model,
+        items,
+        a.out,
+        make_engine,
+        settings=settings,
+        share=a.shard,
+        overwrite=a.overwrite,
+    )
+
+
+def run_fit(a: argparse.Namespace) -> None:
+    """Ask the model, fit the head on its answers, save it."""
+    from calibeval import models, posthoc, score
+
+    models.check_model(a.model)
+    if a.split == "test":
+        raise InputError("--split test: a calibrator is fitted on questions that do not test it")
+    items, options = fit_items(a)
+    from calibeval.posthoc.engine import answers
+
+    engine = local_engine(a, options)
+    groups = score.groups_of(items, list(range(len(items))))
+    labels = {i: item.prompt.question.label for i, item in enumerate(items)}
+    seen = answers(engine, groups, labels, over=a.over, context=a.head == "transformer")
+    calibrator, report = posthoc.fit(seen, a.head, over=a.over, alpha=a.alpha)
+    report |= {"model": a.model, "model_sha256": models.digest(a.model), "task": a.task}
+    calibrator.save_pretrained(a.out, report | {"split": a.split, "versions": engine.versions()})
+    print(f"{a.out}: {json.dumps(report)}", file=sys.stderr)
+
+
+def run_diagnose(a: argparse.Namespace) -> None:
+    """Print the diagnosis, and write it with its figure if asked."""
+    from calibeval.models import check_model
+
+    check_model(a.model)
+    if a.temperature <= 0:
+        raise InputError(f"--temperature is {a.temperature}, expected more than 0")
+    items, options = fit_items(a)
+
+    from calibeval import score
+    from calibeval.diagnose import diagnose, plot_bound
+    from calibeval.files import atomic_write
+
+    groups = score.groups_of(items, list(range(len(items))))
+    engine = local_engine(a, options)
+    found = diagnose(engine, groups, a.label_smoothing, a.temperature)
+    text = json.dumps(found.as_dict(), indent=1, ensure_ascii=False)
+    print(text)
+    if a.out:
+        with atomic_write(a.out / "diagnosis.json") as file:
+            file.write(text + "\n")
+        plot_bound(found, a.out / "entropy_bound")
+
+
+def run_metrics(a: argparse.Namespace) -> None:
+    """Print every metric of each record file."""
+    from calibeval import records
+    from calibeval.breakdown import breakdown
+    from calibeval.results import result
+
+    for path in a.records:
+        found = result(path)
+        groups = breakdown(records.read(path), a.by) if a.by else {}
+        if a.json:
+            extra = {f"by_{a.by}": groups} if a.by else {}
+            print(json.dumps({"records": str(path)} | found | extra, ensure_ascii=False))
+            continue
+        print_metrics(str(path), found)
+        for name, group in groups.items():
+            print_metrics(name, group)
+
+
+def print_metrics(title: str, found: dict) -> None:
+    """A table of metrics in both confidences, with the noise floor where there is one."""
+    mass = f", letter mass {found['letter_mass']:.3f}" if "letter_mass" in found else ""
+    print(f"{title}: {found['questions']} questions{mass}")
+    print(f"  {'':16}{'among the choices':>36}{'among all tokens':>36}")
+    choices, vocabulary = (found["metrics"][c] for c in ("choices", "vocabulary"))
+    for name in choices:
+        print(f"  {name:16}{figure(choices[name]):>36}{figure(vocabulary[name]):>36}")
+
+
+def figure(m: dict) -> str:
+    """Value, interval and noise floor as text."""
+    value, low, high = (
+        f"{m[k]:.4f}" if m[k] is not None else "–" for k in ("value", "low", "high")
+    )
+    floor = f" floor {m['floor']:.3f}" if m.get("floor") is not None else ""
+    return f"{value} [{low}, {high}]{floor}"
+
+
+def run_compare(a: argparse.Namespace) -> None:
+    """Print the paired comparison of two record files."""
+    from calibeval.compare import compare, sentence
+
+    found = compare(a.a, a.b)
+    if a.json:
+        print(json.dumps({"a": str(a.a), "b": str(a.b), "comparison": found}))
+        return
+    print(f"A {a.a}\nB {a.b}")
+    for confidence, metrics in found.items():
+        for name, comparison in metrics.items():
+            print(sentence(name, comparison, confidence))
+
+
+def run_collect(a: argparse.Namespace) -> None:
+    """Write the tables and diagrams, and print the table."""
+    from calibeval.collect import collect
+    from calibeval.tables import markdown
+
+    print(markdown(collect(a.index, a.out)))

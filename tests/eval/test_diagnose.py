@@ -1,0 +1,145 @@
+"""The entropy bound holds, is attained, and needs its √D."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from calibeval import diagnose
+from calibeval.__main__ import main
+
+
+def entropy(z: np.ndarray) -> float:
+    p = np.exp(z - z.max())
+    p /= p.sum()
+    return float(-(p * np.log(np.maximum(p, 1e-300))).sum())
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(2, 60),
+    st.integers(1, 40),
+    st.floats(0.01, 8),
+    st.integers(0, 10**6),
+    st.sampled_from([None, 0.5, 5.0]),
+    st.floats(0.3, 3),
+)
+def test_no_logits_are_below_the_bound(vocabulary, hidden, scale, seed, softcap, temperature):
+    rng = np.random.default_rng(seed)
+    c = rng.normal(0, scale, (vocabulary, hidden))
+    h = rng.normal(0, 1, hidden)
+    if seed % 2:  # the worst direction
+        h = np.linalg.svd(c)[2][0] * np.linalg.norm(h)
+    z = c @ h
+    z = softcap * np.tanh(z / softcap) if softcap else z
+    sigma_c, sigma_h = np.linalg.norm(c, 2), np.sqrt((h**2).mean())
+    bound = diagnose.entropy_bound(sigma_c, sigma_h, hidden, vocabulary, temperature, softcap)
+    assert entropy(z / temperature) >= bound - 1e-9
+
+
+@pytest.mark.parametrize("vocabulary", [3, 10, 1000])
+def test_one_logit_above_the_rest_is_the_least_entropy_of_a_norm(vocabulary):
+    """Against every two-level pattern of the same norm."""
+    high = np.arange(1, vocabulary)
+    for radius in np.geomspace(1e-2, 1e2, 30):
+        gaps = radius * np.sqrt(vocabulary / (high * (vocabulary - high)))
+        every = diagnose.two_levels(gaps, high, vocabulary)
+        assert every[0] <= every.min() + 1e-12
+
+
+@pytest.mark.parametrize("vocabulary", [2, 10, 1000])
+def test_the_bound_is_attained(vocabulary):
+    """By one logit above the rest, of mean 0: of norm r the one with the least entropy."""
+    r = 3.0
+    z = np.full(vocabulary, -r / np.sqrt(vocabulary * (vocabulary - 1)))
+    z[0] = r * np.sqrt((vocabulary - 1) / vocabulary)
+    assert np.linalg.norm(z) == pytest.approx(r)
+    assert diagnose.entropy_bound(r, 1.0, 1, vocabulary) == pytest.approx(entropy(z))
+    z = np.where(np.arange(vocabulary) < vocabulary // 2, 0.3, -0.3)
+    capped = diagnose.entropy_bound(1e6, 1.0, 1, vocabulary, softcap=0.3)
+    assert capped == pytest.approx(entropy(z), rel=1e-2) and capped <= entropy(z) + 1e-12
+
+
+def test_without_the_root_of_d_it_is_no_bound():
+    """The form without √D, σ_h the root mean square of the entries, exceeds a real entropy."""
+    vocabulary, hidden = 50, 64
+    h = np.ones(hidden)  # σ_h = 1, ‖h‖ = 8
+    u = np.full(vocabulary, -1 / np.sqrt(vocabulary * (vocabulary - 1)))
+    u[0] = np.sqrt((vocabulary - 1) / vocabulary)
+    c = np.outer(u, h / np.linalg.norm(h))  # σ_C = 1
+    assert np.linalg.norm(c, 2) == pytest.approx(1)
+    observed = entropy(c @ h)
+    assert observed == pytest.approx(diagnose.entropy_bound(1.0, 1.0, hidden, vocabulary))
+    without = diagnose.entropy_bound(1.0, 1.0 / np.sqrt(hidden), hidden, vocabulary)
+    assert observed < 0.5 * without
+
+
+def test_smoothed_entropy():
+    q = np.full(7, 0.2 / 7)
+    q[3] += 0.8
+    assert diagnose.smoothed_entropy(0.2, 7) == pytest.approx(-(q * np.log(q)).sum())
+    assert diagnose.smoothed_entropy(0, 7) == 0
+    assert diagnose.smoothed_entropy(1, 7) == pytest.approx(np.log(7))
+
+
+def run(tiny_model, mmlu, *options) -> list[str]:
+    command = ["diagnose", "--model", tiny_model, "--task", "mmlu", "--data", mmlu, *options]
+    return [str(c) for c in command]
+
+
+def test_command(tiny_model, mmlu, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(run(tiny_model, mmlu, "--out", out)) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads((out / "diagnosis.json").read_text())
+    assert found["questions"] == 60 and found["hidden"] == 64
+    assert found["bound"] <= found["entropy"]["least"] <= found["entropy"]["mean"]
+    assert found["sigma_h"] == pytest.approx(1, abs=0.05)  # the last norm's doing
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    weight = AutoModelForCausalLM.from_pretrained(tiny_model).get_output_embeddings().weight
+    norm = torch.linalg.matrix_norm(weight.float(), 2).item()
+    assert found["sigma_c"] == pytest.approx(norm, rel=1e-4)
+    assert "Smoothing" in found["sentence"]
+    assert (out / "entropy_bound.svg").exists() and (out / "entropy_bound.png").exists()
+
+
+def test_bad_options(tiny_model, mmlu, capsys):
+    assert main(run(tiny_model, mmlu, "--temperature", "0")) == 2
+    assert "--temperature is 0.0, expected more than 0" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(run(tiny_model, mmlu, "--label-smoothing", "1.5"))
+    assert "'1.5' is not a number from 0 to 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("sigma_c", "median", "words"),
+    [
+        (1e-3, 5.0, "cannot be expected to help"),
+        (100.0, 0.1, "can be expected to help"),
+        (100.0, 4.0, "little to restrain"),
+    ],
+)
+def test_sentences(sigma_c, median, words):
+    v, d = 1000, 64
+    bound = diagnose.entropy_bound(sigma_c, 1.0, d, v)
+    values = dict.fromkeys(("least", "median", "mean"), median)
+    found = diagnose.Diagnosis(
+        v,
+        d,
+        sigma_c,
+        1.0,
+        1.0,
+        None,
+        1.0,
+        0.1,
+        bound,
+        diagnose.smoothed_entropy(0.1, v),
+        values,
+        values,
+        10,
+    )
+    assert words in found.sentence
