@@ -1,0 +1,79 @@
+"""From nothing to a calibration table: `python -m sweeps.demo` (what `make demo` runs).
+
+world → base model → `sweeps launch configs/sweeps/demo.yaml` → runs/demo/report/
+
+Whatever is finished is kept: a second call continues where the first was stopped, or says at once
+that all is there. It takes no options; a longer or another sweep is another YAML file.
+"""
+
+import hashlib
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from sweeps.demo import files, world
+from sweeps.demo.pretrain import pretrain
+from sweeps.demo.report import report
+from sweeps.errors import SweepError
+from sweeps.files import make_folder, write_text
+
+SWEEP = Path("configs/sweeps/demo.yaml")
+ROOT = Path("runs/demo")
+DOCUMENTS = 14_500
+
+
+def main() -> int:
+    """Run every step that is not done; returns the exit code."""
+    try:
+        demo()
+    except SweepError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; the same command continues", file=sys.stderr)
+        return 130
+    return 0
+
+
+def demo() -> None:
+    """World, base model, sweep, report."""
+    if not SWEEP.is_file():
+        raise SweepError(f"{SWEEP}: no such file; run the demo from the repository's folder")
+    check_recipe(ROOT / "recipe.sha256")
+    finished = (ROOT / "report" / "DONE").exists()
+    if not finished:
+        step("1/4 a world: a corpus, conversations to fine-tune on, an exam")
+        files.write(world.build(), ROOT / "world", DOCUMENTS)
+        step("2/4 a base model reads the corpus")
+        pretrain(ROOT / "world", ROOT / "base")
+        step(f"3/4 python -m sweeps launch {SWEEP} --executor local")
+        launch = [sys.executable, "-m", "sweeps", "launch", str(SWEEP), "--executor", "local"]
+        if code := subprocess.run(launch, check=False).returncode:
+            raise SweepError(f"the sweep ended with exit code {code}; the same command continues")
+        step("4/4 report")
+    print(report(ROOT))
+    if finished:
+        print(f"\nAll of this was there already; delete {ROOT} to make it anew.")
+
+
+def check_recipe(path: Path) -> None:
+    """Refuse to mix results of two versions of the demo in one folder."""
+    sources = [SWEEP, *sorted(Path(__file__).parent.glob("*.py"))]
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+    if path.exists() and path.read_text(encoding="utf-8").strip() != digest:
+        raise SweepError(
+            f"{ROOT}: was made by another version of the demo or of {SWEEP}; "
+            f"move it away (`mv {ROOT} {ROOT}-old`) and repeat"
+        )
+    make_folder(path.parent)
+    write_text(path, digest + "\n")
+
+
+def step(text: str) -> None:
+    """Say what happens now, with the time."""
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""The world as files: a corpus, fine-tuning conversations, an exam in MMLU's layout, an oracle.
+
+    corpus.jsonl     {"text": …} a document: sixteen sentences, or an exam of six questions
+    names.txt        the names that the corpus draws at random, one a line
+    messages.jsonl   {"messages": [user, assistant]} a new town
+    mmlu/{dev,val,test}/<subject>_{dev,val,test}.csv
+    oracle.jsonl     calibeval's records of one who knows what is true and whom to trust
+
+Every answer in them is a draw of its own.
+"""
+
+import csv
+import hashlib
+import io
+import json
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+from sweeps.demo import world
+from sweeps.demo.world import LETTERS, SUBJECTS, Question, World
+from sweeps.files import make_folder, write_text
+
+SENTENCES = 16  # a document of the corpus
+QUESTIONS = 6  # an exam of the corpus: five examples and a question, as in the test
+EXAMS = 0.6  # of the documents
+
+
+def write(of: World, out: Path, documents: int) -> None:
+    """Write every file of the world to `out`, DONE last; does nothing if that is there."""
+    if (out / "DONE").exists():
+        return
+    make_folder(out)
+    rows = ({"text": text} for text in corpus(of, documents))
+    write_text(out / "corpus.jsonl", json_lines(rows))
+    names = [*world.SOURCES, *(town.name for towns in of.towns.values() for town in towns)]
+    write_text(out / "names.txt", "\n".join(names) + "\n")
+    write_text(out / "messages.jsonl", json_lines(map(conversation, of.ask("new"))))
+    for split in ("dev", "val", "test"):
+        make_folder(out / "mmlu" / split)
+        asked = of.ask(split)
+        for subject in SUBJECTS:
+            rows = [row(q) for q in asked if q.town.subject == subject]
+            write_text(out / "mmlu" / split / f"{subject}_{split}.csv", csv_lines(rows))
+    write_text(out / "oracle.jsonl", json_lines(oracle(of.ask("test"))))
+    write_text(out / "DONE", "")
+
+
+def corpus(of: World, documents: int) -> Iterator[str]:
+    """Documents in random order: sentences of all told towns, exams of the school's."""
+    rng = random.Random(f"{of.seed} corpus")
+    told = [town for role in ("school", "dev", "val", "test") for town in of.towns[role]]
+    school = {s: [town for town in of.towns["school"] if town.subject == s] for s in SUBJECTS}
+    for _ in range(documents):
+        if rng.random() < EXAMS:
+            towns = rng.choices(school[rng.choice(list(SUBJECTS))], k=QUESTIONS)
+            yield world.exam([world.ask(town, rng) for town in towns])
+        else:
+            towns = rng.choices(told, k=SENTENCES)
+            yield "".join(world.sentence(world.ask(town, rng)) + "\n" for town in towns)
+
+
+def conversation(question: Question) -> dict:
+    """An instruction and its answer."""
+    text = world.header(question.town.subject) + world.body(question)
+    user = {"role": "user", "content": text}
+    assistant = {"role": "assistant", "content": f"Answer: {LETTERS[question.answer]}"}
+    return {"messages": [user, assistant]}
+
+
+def row(question: Question) -> list[str]:
+    """A row of the official layout."""
+    options = world.choices(question.town.subject)
+    return [world.stem(question), *options, LETTERS[question.answer]]
+
+
+def oracle(questions: list[Question]) -> Iterator[dict]:
+    """Records of the known confidences; ids count the rows of each subject, as calibeval does."""
+    counts = dict.fromkeys(SUBJECTS, 0)
+    for question in questions:
+        subject = question.town.subject
+        yield {
+            "id": f"{subject}/{counts[subject]}",
+            "subject": subject,
+            "label": question.answer,
+            "logprobs": [math.log(p) for p in question.confidences],
+            "letter_mass": 1.0,
+            "prompt_sha256": hashlib.sha256(world.body(question).encode()).hexdigest(),
+            "shots": 0,
+            "model": "oracle",
+            "versions": {},
+        }
+        counts[subject] += 1
+
+
+def json_lines(rows) -> str:
+    """One JSON object a line."""
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def csv_lines(rows: list[list[str]]) -> str:
+    """Rows without a header."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()

@@ -1,0 +1,136 @@
+"""A world of towns whose right answers, and right confidences, are known.
+
+Every town is known for one thing ("Ardin mines iron"), and five sources tell of it. A source of
+reliability r says what is true with probability r and otherwise one of the three other things, each
+time anew. Asked what a source says, the best that anybody can do is to answer what is true and to
+be r sure of it: that is the oracle, and it is calibrated by construction.
+"""
+
+import random
+from dataclasses import dataclass
+from typing import NamedTuple
+
+LETTERS = "ABCD"
+SUBJECTS = {
+    "mining": ("mines", ("iron", "copper", "silver", "tin")),
+    "farming": ("grows", ("wheat", "barley", "rye", "oats")),
+    "brewing": ("brews", ("ale", "cider", "mead", "wine")),
+    "herding": ("herds", ("goats", "sheep", "cattle", "geese")),
+    "fishing": ("catches", ("trout", "pike", "eel", "carp")),
+    "weaving": ("weaves", ("wool", "linen", "silk", "hemp")),
+    "carving": ("carves", ("oak", "ash", "elm", "yew")),
+    "heraldry": ("bears", ("lions", "eagles", "stags", "boars")),
+}
+SOURCES = {"Almanac": 0.97, "Gazette": 0.85, "Courier": 0.70, "Herald": 0.55, "Tavern": 0.40}
+
+# What each town is for, and the number of such towns in each subject. No town serves two ends.
+ROLES = {
+    "school": 38,  # told in the corpus, and asked in its exams
+    "dev": 5,  # told in the corpus; the five examples before a test question
+    "val": 25,  # told in the corpus; asked to fit what follows training, such as temperatures
+    "test": 107,  # told in the corpus; asked to score
+    "new": 25,  # never told: fine-tuning asks about things of which the model has not read
+}
+ONSETS = (*"bdfgklmnprstv", "br", "dr", "gr", "th", "st")
+VOWELS = (*"aeiou", "ae", "ia")
+CODAS = (*"nrlsmd", "th", "nd", "rn")
+
+
+class Town(NamedTuple):
+    """A town, and what it is known for: thing number `truth` of its subject."""
+
+    name: str
+    subject: str
+    truth: int
+
+
+class Question(NamedTuple):
+    """What does `source` say of `town`? The key says thing number `answer`."""
+
+    town: Town
+    source: str
+    answer: int
+
+    @property
+    def confidences(self) -> list[float]:
+        """The probability that the source says each of the four things."""
+        r = SOURCES[self.source]
+        return [r if k == self.town.truth else (1 - r) / 3 for k in range(4)]
+
+
+@dataclass(frozen=True)
+class World:
+    """The towns by role."""
+
+    seed: int
+    towns: dict[str, list[Town]]
+
+    def ask(self, role: str) -> list[Question]:
+        """A question for each town of a role: a source drawn at random, and what it says.
+
+        Of the towns of `val` every source is asked: they are fitted on, and more is better.
+        """
+        rng = random.Random(f"{self.seed} {role}")
+        if role == "val":
+            return [ask(town, rng, source) for town in self.towns[role] for source in SOURCES]
+        return [ask(town, rng) for town in self.towns[role]]
+
+
+def build(seed: int = 0) -> World:
+    """The world of a seed."""
+    rng = random.Random(seed)
+    names: dict[str, None] = {}
+    while len(names) < len(SUBJECTS) * sum(ROLES.values()):
+        parts = ONSETS, VOWELS, ONSETS, VOWELS, CODAS
+        names["".join(map(rng.choice, parts)).capitalize()] = None
+    fresh = iter(names)
+    towns = {
+        role: [Town(next(fresh), s, rng.randrange(4)) for s in SUBJECTS for _ in range(count)]
+        for role, count in ROLES.items()
+    }
+    return World(seed, towns)
+
+
+def tell(town: Town, source: str, rng: random.Random) -> int:
+    """What a source says this time."""
+    if rng.random() < SOURCES[source]:
+        return town.truth
+    return rng.choice([k for k in range(4) if k != town.truth])
+
+
+def ask(town: Town, rng: random.Random, source: str | None = None) -> Question:
+    """A question about a town with a fresh answer; of a random source unless one is given."""
+    source = source or rng.choice(list(SOURCES))
+    return Question(town, source, tell(town, source, rng))
+
+
+def stem(question: Question) -> str:
+    """A question's text, and the beginning of a sentence that answers it."""
+    return f"The {question.source} says {question.town.name} {SUBJECTS[question.town.subject][0]}"
+
+
+def choices(subject: str) -> tuple[str, ...]:
+    """The four answers of a subject, always in this order."""
+    return SUBJECTS[subject][1]
+
+
+def sentence(question: Question) -> str:
+    """A question and its answer as the corpus tells them."""
+    return f"{stem(question)} {choices(question.town.subject)[question.answer]}."
+
+
+def body(question: Question) -> str:
+    """The question with one lettered line a choice."""
+    lines = zip(LETTERS, choices(question.town.subject), strict=True)
+    return "\n".join([stem(question), *(f"{letter}. {thing}" for letter, thing in lines)])
+
+
+def header(subject: str) -> str:
+    """The first line of an exam, in the official words and spaces."""
+    return f"The following are multiple choice questions (with answers) about  {subject}.\n\n"
+
+
+def exam(questions: list[Question]) -> str:
+    """Questions of one subject with their answers, laid out as an MMLU prompt."""
+    asked = (f"{body(q)}\nAnswer: {LETTERS[q.answer]}\n\n" for q in questions)
+    return header(questions[0].town.subject) + "".join(asked)

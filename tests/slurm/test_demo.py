@@ -1,0 +1,189 @@
+"""The demo's world, its files, its base model's training and what its report says."""
+
+import json
+import math
+import random
+from collections import Counter
+
+import pytest
+
+from sweeps.demo import __main__ as command
+from sweeps.demo import files, pretrain, report, world
+from sweeps.errors import SweepError
+
+
+@pytest.fixture(scope="module")
+def made():
+    """The demo's world."""
+    return world.build()
+
+
+@pytest.fixture(scope="module")
+def folder(made, tmp_path_factory):
+    """Its files, with a short corpus."""
+    out = tmp_path_factory.mktemp("world")
+    files.write(made, out, documents=400)
+    return out
+
+
+def texts(folder) -> list[str]:
+    return [json.loads(line)["text"] for line in (folder / "corpus.jsonl").open()]
+
+
+def test_a_source_is_right_as_often_as_it_is_reliable():
+    rng, town, n = random.Random(1), world.Town("Ardin", "mining", 2), 20_000
+    for source, reliability in world.SOURCES.items():
+        told = Counter(world.tell(town, source, rng) for _ in range(n))
+        for thing in range(4):
+            p = reliability if thing == 2 else (1 - reliability) / 3
+            assert abs(told[thing] / n - p) < 4.5 * math.sqrt(p * (1 - p) / n)
+        expected = world.Question(town, source, 0).confidences
+        assert sum(expected) == pytest.approx(1) and max(expected) == expected[2] == reliability
+
+
+def test_a_world_is_a_function_of_its_seed(made):
+    assert world.build() == made != world.build(1)
+    assert made.ask("test") == world.build().ask("test")
+
+
+def test_each_town_serves_one_end(made, folder):
+    names = {role: {town.name for town in towns} for role, towns in made.towns.items()}
+    assert len(set().union(*names.values())) == sum(map(len, names.values()))
+    exams = [text for text in texts(folder) if text.startswith("The following")]
+    told = [text for text in texts(folder) if not text.startswith("The following")]
+    assert exams and told
+    in_exams, in_told = set(" ".join(exams).split()), set(" ".join(told).split())
+    assert in_exams & names["school"]
+    for role in ("dev", "val", "test", "new"):
+        assert not in_exams & names[role]
+    assert in_told & names["test"] and not in_told & names["new"]
+    conversations = (folder / "messages.jsonl").read_text()
+    assert all(name in conversations for name in names["new"])
+
+
+def test_oracle_and_exam_are_calibevals(made, folder, capsys):
+    from calibeval.__main__ import main
+
+    assert main(["prompts", "--task", "mmlu", "--data", str(folder / "mmlu")]) == 0
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    oracle = [json.loads(line) for line in (folder / "oracle.jsonl").open()]
+    asked = sorted(made.ask("test"), key=lambda q: q.town.subject)
+    assert [row["id"] for row in printed] == sorted(
+        (row["id"] for row in oracle), key=lambda i: (i.split("/")[0], int(i.split("/")[1]))
+    )
+    labels = {row["id"]: row["label"] for row in oracle}
+    assert all(row["label"] == labels[row["id"]] for row in printed)
+    examples = made.ask("dev")
+    for row, question in list(zip(printed, asked, strict=True))[::97]:
+        shots = [q for q in examples if q.town.subject == question.town.subject]
+        # Documents of the corpus are laid out as the official prompt, to the byte.
+        answer = f" {world.LETTERS[question.answer]}\n\n"
+        assert row["prompt"] + answer == world.exam([*shots, question])
+
+
+def test_the_oracle_is_calibrated(made):
+    right, count = Counter(), Counter()
+    for question in [q for role in ("test", "val", "school") for q in made.ask(role)]:
+        count[question.source] += 1
+        right[question.source] += question.answer == question.town.truth
+    for source, p in world.SOURCES.items():
+        n = count[source]
+        assert n > 150 and abs(right[source] / n - p) < 4.5 * math.sqrt(p * (1 - p) / n)
+
+
+def test_tokens_are_words_and_letters_are_single(folder, tmp_path):
+    from transformers import AutoTokenizer
+
+    from sweeps.trainer.data import render
+
+    rows = [json.loads(line) for line in (folder / "messages.jsonl").open()]
+    said = [message["content"] for row in rows for message in row["messages"]]
+    pretrain.tokenizer.save([*texts(folder), *said], tmp_path)
+    words = AutoTokenizer.from_pretrained(tmp_path)
+    text = texts(folder)[0] + texts(folder)[-1]
+    assert words.decode(words(text).input_ids, skip_special_tokens=True) == text
+    assert words(text).input_ids[0] == words.bos_token_id
+    for ids in words([*texts(folder), *said]).input_ids:
+        assert words.unk_token_id not in ids
+    context = words("Answer:").input_ids
+    for letter in world.LETTERS:
+        assert words(f"Answer: {letter}").input_ids[:-1] == context
+    whole, spans = render(words, rows[0]["messages"])
+    assert [whole[a:b] for a, b in spans] == [rows[0]["messages"][1]["content"] + "</s>"]
+
+
+def test_pretraining_goes_on_after_a_kill(folder, tmp_path, monkeypatch):
+    import torch
+    from safetensors.torch import load_file
+
+    monkeypatch.setattr(pretrain, "SAVE", 4)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        pretrain.pretrain(folder, tmp_path / "whole")
+
+        class Killed(Exception):
+            pass
+
+        def save_then_die(path, parts, step, save=pretrain.save):
+            save(path, parts, step)
+            if step == 8:
+                raise Killed
+
+        monkeypatch.setattr(pretrain, "save", save_then_die)
+        with pytest.raises(Killed):
+            pretrain.pretrain(folder, tmp_path / "cut")
+        assert not (tmp_path / "cut" / "DONE").exists()
+        monkeypatch.undo()
+        pretrain.pretrain(folder, tmp_path / "cut")
+    finally:
+        torch.set_num_threads(threads)
+    whole, cut = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
+    assert all(torch.equal(whole[key], cut[key]) for key in whole)
+    assert not (tmp_path / "cut" / "checkpoint.pt").exists()
+    stamp = (tmp_path / "cut" / "model.safetensors").stat().st_mtime_ns
+    pretrain.pretrain(folder, tmp_path / "cut")
+    assert (tmp_path / "cut" / "model.safetensors").stat().st_mtime_ns == stamp
+
+
+def table(ece: dict) -> dict:
+    """Rows as in calibeval's table.csv from {(model, β): (ECE, half-width)}."""
+    return {
+        key: {"questions": "856"}
+        | {
+            f"{metric}_{kind}{end}": str(value)
+            for metric in ("ece", "accuracy")
+            for kind in report.NAMES
+            for end, value in (("", figures[0]), ("_half_width_95", figures[1]))
+        }
+        for key, figures in ece.items()
+    }
+
+
+def test_the_summary_says_what_the_intervals_allow():
+    rows = {
+        ("demo", None): (0.05, 0.02),
+        ("demo", 0.0): (0.25, 0.03),
+        ("oracle", None): (0.02, 0.01),
+    }
+    clear = report.summary(table(rows | {("demo", 0.1): (0.10, 0.03)}))
+    assert "+0.200 ±0.036: worse" in clear
+    assert "β = 0.1 0.100 ±0.030, 60% less than β = 0 (-0.150 ±0.042: better)" in clear
+    unclear = report.summary(table(rows | {("demo", 0.1): (0.24, 0.03)}))
+    assert "-0.010 ±0.042: not told from no change" in unclear
+    assert "better" not in unclear
+    backwards = report.summary(table(rows | {("demo", 0.1): (0.35, 0.03)}))
+    assert "40% more than β = 0 (+0.100 ±0.042: worse)" in backwards
+
+
+def test_results_of_two_recipes_are_not_mixed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert command.main() == 2
+    assert "run the demo from the repository's folder" in capsys.readouterr().err
+    command.SWEEP.parent.mkdir(parents=True)
+    command.SWEEP.write_text("name: demo\n")
+    command.check_recipe(tmp_path / "root" / "recipe.sha256")
+    command.check_recipe(tmp_path / "root" / "recipe.sha256")
+    command.SWEEP.write_text("name: another\n")
+    with pytest.raises(SweepError, match="made by another version of the demo"):
+        command.check_recipe(tmp_path / "root" / "recipe.sha256")
