@@ -4,9 +4,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from sweeps.errors import SweepError
+from sweeps.errors import DISK_ERRORS, SweepError, disk_error
 
 SWEEP = "a sweep file, for example configs/sweeps/beta.yaml"
+IDLE = "give up after this many restarts in a row without a new checkpoint"
 OVERRIDE = "dotted overrides, for example train.num_train_epochs=1 grid.seed=[1,2]"
 
 
@@ -19,15 +20,37 @@ def parser() -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=help, description=help)
         sub.add_argument("config", type=Path, metavar="SWEEP.yaml", help=SWEEP)
         sub.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDE)
+        sub.add_argument("--cluster", help="a profile of configs/cluster")
         return sub
+
+    def executor_option(sub: argparse.ArgumentParser) -> None:
+        help = "auto: Slurm where there is an sbatch, this machine elsewhere"
+        sub.add_argument(
+            "--executor", choices=("auto", "local", "slurm"), default="auto", help=help
+        )
 
     sweep_command("plan", "list the runs of a sweep and what is already done")
     sub = sweep_command("launch", "train, score and collect whatever is missing")
-    sub.add_argument("--executor", choices=("local",), default="local")
-    sub.add_argument("--dry-run", action="store_true", help="show what would happen, do nothing")
-    sweep_command("collect", "make tables and diagrams; exit 1 while there are gaps")
+    executor_option(sub)
+    sub.add_argument("--dry-run", action="store_true", help="print what would be queued and stop")
+    sub.add_argument("--throttle", type=int, metavar="N", help="elements that run at a time")
+    sub = sweep_command("status", "what every run is doing")
+    sub.add_argument("--watch", type=float, metavar="SECONDS", help="show it again and again")
+    sweep_command("cancel", "take this sweep out of the queue; running trainers save first")
+    sub = sweep_command("retry", "queue failed runs again")
+    executor_option(sub)
+    sub = sweep_command("logs", "the end of the runs' logs")
+    sub.add_argument("--run", default="", metavar="TEXT", help="only runs whose name contains TEXT")
+    sub.add_argument("--lines", type=int, default=20)
+    sub = sweep_command("score", "score what is trained and not yet scored")
+    sub.add_argument("--only", metavar="NAME", help="one run or base model")
+    sub = sweep_command("collect", "make tables and diagrams; exit 1 while there are gaps")
+    sub.add_argument("--resubmit", action="store_true", help="queue again what died without a word")
+    sweep_command("prefetch", "fetch models, data and packages, where there is internet")
+    sweep_command("preflight", "name everything that is missing, before anything is queued")
     sub = commands.add_parser("train", help="train one run")
     sub.add_argument("run", type=Path, metavar="RUN_DIR")
+    sub.add_argument("--idle-restarts", type=int, default=3, metavar="N", help=IDLE)
     return top
 
 
@@ -49,42 +72,156 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     except BrokenPipeError:
         return 1
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        print(f"error: {disk_error(error)}", file=sys.stderr)
+        return 2
+
+
+def _planned(a: argparse.Namespace):
+    from sweeps import launch
+
+    assignments = list(a.overrides)
+    if a.cluster is not None:
+        assignments.append(f"cluster={a.cluster}")
+    if getattr(a, "throttle", None) is not None:
+        assignments.append(f"throttle={a.throttle}")
+    return launch.plan(a.config, assignments)
 
 
 def _plan(a: argparse.Namespace) -> int:
     from sweeps import launch
 
-    print(launch.describe(launch.plan(a.config, a.overrides)))
+    print(launch.describe(_planned(a)))
     return 0
 
 
 def _launch(a: argparse.Namespace) -> int:
     from sweeps import launch
 
-    planned = launch.plan(a.config, a.overrides)
+    planned = _planned(a)
+    executor = launch.pick_executor(a.executor, dry_run=a.dry_run)
     if a.dry_run:
-        print(launch.describe(planned))
+        print(launch.dry_run(planned, executor))
         return 0
-    launch.check_assets(planned)
-    print(f"{planned.sweep.name}: {len(planned.cells)} runs, executor {a.executor}")
-    return launch.launch_local(planned)
+    launch.check_assets(planned, executor)
+    print(f"{planned.sweep.name}: {len(planned.cells)} runs, executor {executor}", flush=True)
+    if executor == "local":
+        return launch.launch_local(planned)
+    return launch.launch_slurm(planned)
+
+
+def _status(a: argparse.Namespace) -> int:
+    import time
+
+    from sweeps import status
+
+    planned = _planned(a)
+    while True:
+        table = status.table(status.of_sweep(planned.sweep, planned.cells), planned.sweep.name)
+        print(("\033[2J\033[H" if a.watch else "") + table, flush=True)
+        if not a.watch:
+            return 0
+        time.sleep(a.watch)
+
+
+def _cancel(a: argparse.Namespace) -> int:
+    from sweeps.executors import slurm
+
+    planned = _planned(a)
+    jobs = slurm.cancel(planned.sweep)
+    print(f"cancelled: {', '.join(jobs)}" if jobs else "nothing of this sweep is queued")
+    return 0
+
+
+def _retry(a: argparse.Namespace) -> int:
+    from sweeps import launch
+
+    planned = _planned(a)
+    failed = launch.failed(planned)
+    if not failed:
+        print("no failed runs")
+        return 0
+    print("again: " + ", ".join(cell.config.name for cell in failed), flush=True)
+    chosen = launch.only(planned, failed)
+    executor = launch.pick_executor(a.executor)
+    launch.check_assets(chosen, executor)
+    return (launch.launch_local if executor == "local" else launch.launch_slurm)(chosen)
+
+
+def _logs(a: argparse.Namespace) -> int:
+    from sweeps.rundir import RunDir
+
+    for cell in _planned(a).cells:
+        run = RunDir(cell.folder)
+        if a.run in run.name and run.log.exists():
+            print(f"==> {run.log} <==")
+            print("\n".join(run.log_tail()[-a.lines :]))
+    return 0
+
+
+def _score(a: argparse.Namespace) -> int:
+    from sweeps import launch, score
+
+    planned = _planned(a)
+    if planned.sweep.score is None:
+        raise SweepError(f"{a.config}: has no `score` section")
+    subjects = [s for s in launch.trained(planned) if a.only in (None, s.name)]
+    if a.only is not None and not subjects:
+        raise SweepError(f"{a.config}: no trained run and no base model is called {a.only!r}")
+    for subject in subjects:
+        score.run(subject, planned.sweep.score)
+    return 0
 
 
 def _train(a: argparse.Namespace) -> int:
     from sweeps.rundir import RunDir
     from sweeps.supervise import train
 
-    return train(RunDir(a.run), echo=sys.stderr.isatty()).value
+    run = RunDir(a.run.absolute())
+    return train(run, idle_restarts=a.idle_restarts, echo=sys.stderr.isatty()).value
 
 
 def _collect(a: argparse.Namespace) -> int:
     from sweeps import collect, launch
 
-    planned = launch.plan(a.config, a.overrides)
-    gaps = collect.collect(planned.sweep, planned.cells)
-    if gaps:
-        print(collect.report(gaps))
-    return 1 if gaps else 0
+    planned = _planned(a)
+    if a.resubmit and launch.resubmit(planned):
+        return 0  # the new submission ends with a collect of its own
+    return 1 if collect.collect(planned.sweep, planned.cells) else 0
 
 
-COMMANDS = {"plan": _plan, "launch": _launch, "train": _train, "collect": _collect}
+def _prefetch(a: argparse.Namespace) -> int:
+    from sweeps import assets
+    from sweeps.cluster import load_cluster
+
+    planned = _planned(a)
+    assets.use_cache(load_cluster(planned.sweep.cluster))
+    problems = assets.fetch(assets.of_sweep(planned.sweep, planned.cells))
+    for problem in problems:
+        print(f"failed: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+def _preflight(a: argparse.Namespace) -> int:
+    from sweeps import launch
+
+    launch.check_assets(_planned(a), launch.pick_executor("auto"))
+    print("preflight: nothing is missing")
+    return 0
+
+
+COMMANDS = {
+    "plan": _plan,
+    "launch": _launch,
+    "status": _status,
+    "cancel": _cancel,
+    "retry": _retry,
+    "logs": _logs,
+    "score": _score,
+    "train": _train,
+    "collect": _collect,
+    "prefetch": _prefetch,
+    "preflight": _preflight,
+}

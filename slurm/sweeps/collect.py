@@ -5,9 +5,9 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import PurePath
 
-from sweeps import score
+from sweeps import report, score
 from sweeps.config import Sweep
 from sweeps.errors import SweepError
 from sweeps.files import make_folder, write_text
@@ -58,37 +58,44 @@ def index(sweep: Sweep, cells: list[Cell]) -> tuple[list[dict], list[Gap]]:
 
 
 def collect(sweep: Sweep, cells: list[Cell]) -> list[Gap]:
-    """Write the index and let calibeval make tables and diagrams of it; returns the gaps.
+    """Write everything that can be written from what is there; returns the gaps.
 
-    Everything goes to `<output_root>/sweeps/<name>/`: index.jsonl and results/.
+    To `<output_root>/sweeps/<name>/`: index.jsonl and, in results/, calibeval's tables and
+    diagrams, cells.csv, best_learning_rates.csv, curves.svg, ece_against_beta.svg, report.html.
     """
-    if sweep.score is None:
-        raise SweepError(
-            f"sweep {sweep.name}: has no `score` section, so there is nothing to collect"
-        )
     folder = sweep_folder(sweep)
-    make_folder(folder)
-    entries, gaps = index(sweep, cells)
-    if not entries:
-        raise SweepError(f"{folder}: nothing is scored yet; `python -m sweeps status` says why")
-    write_text(folder / "index.jsonl", "".join(json.dumps(entry) + "\n" for entry in entries))
-    arguments = ["collect", str(folder / "index.jsonl"), "--out", str(folder / "results")]
-    done = subprocess.run(
-        [sys.executable, "-m", "calibeval", *arguments], text=True, capture_output=True, check=False
-    )
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1].removeprefix("error: ")
-        raise SweepError(f"collect: {last}")
-    print(done.stdout, end="")
+    results = folder / "results"
+    make_folder(results)
+    gaps = [
+        Gap(cell.config.name, "train", "not trained")
+        for cell in cells
+        if sweep.score is None and not (cell.folder / "DONE").exists()
+    ]
+    entries = []
+    if sweep.score is not None:
+        entries, gaps = index(sweep, cells)
+    if entries:
+        write_text(folder / "index.jsonl", "".join(json.dumps(entry) + "\n" for entry in entries))
+        arguments = ["collect", str(folder / "index.jsonl"), "--out", str(results)]
+        done = subprocess.run(
+            [sys.executable, "-m", "calibeval", *arguments],
+            text=True,
+            capture_output=True,
+            check=False,
+        )
+        if done.returncode != 0:
+            last = (done.stderr.strip().splitlines() or ["no output"])[-1].removeprefix("error: ")
+            raise SweepError(f"collect: {last}")
+        print(done.stdout, end="")
+        report.ece_against_beta(results / "table.csv", results / "ece_against_beta.svg")
+    rows = report.cells_table(sweep, cells)
+    best = report.best_learning_rates(sweep, cells)
+    report.write_csv(rows, results / "cells.csv")
+    if best:
+        report.write_csv(best, results / "best_learning_rates.csv")
+    report.curves(cells, results / "curves.svg")
+    report.write_html(sweep, rows, best, gaps, results)
+    for gap in gaps:
+        print(f"gap: {gap.name} · {gap.task}: {gap.reason}")
+    print(f"report: {results / 'report.html'}")
     return gaps
-
-
-def report(gaps: list[Gap]) -> str:
-    """The gaps by name, or nothing."""
-    lines = [f"gap: {gap.name} · {gap.task}: {gap.reason}" for gap in gaps]
-    return "\n".join(lines)
-
-
-def results_folder(sweep: Sweep) -> Path:
-    """Where tables and diagrams land."""
-    return sweep_folder(sweep) / "results"

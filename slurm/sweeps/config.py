@@ -70,6 +70,49 @@ class Score(Strict):
     select_on: str | None = None  # the task that chooses the learning rate (validation, not test)
 
 
+class Dataset(Strict):
+    """A hub data set with `messages`, written as JSON lines."""
+
+    hub: str
+    to: str
+    split: str = "train"
+    revision: str | None = None
+
+
+class Archive(Strict):
+    """A tar or zip archive, unpacked into a folder."""
+
+    url: str
+    to: str
+    sha256: str | None = Field(None, pattern="^[0-9a-f]{64}$")
+    strip: int = Field(0, ge=0)  # leading folders of the archive's names to leave out
+
+
+class Checkout(Strict):
+    """A git checkout at a commit, with patches applied by the named script."""
+
+    repository: str
+    commit: str = Field(pattern="^[0-9a-f]{7,40}$")
+    to: str
+    apply: str | None = None  # called with the checkout, for example patches/apply.sh
+
+
+class Wheels(Strict):
+    """Packages for compute nodes without internet."""
+
+    requirements: str
+    to: str
+
+
+class Prefetch(Strict):
+    """What `prefetch` fetches where there is internet, apart from the models of `train`."""
+
+    datasets: Seq[Dataset] = ()
+    archives: Seq[Archive] = ()
+    checkouts: Seq[Checkout] = ()
+    wheels: Seq[Wheels] = ()
+
+
 class Sweep(Strict):
     """A sweep file."""
 
@@ -80,6 +123,7 @@ class Sweep(Strict):
     grid: dict[str, Annotated[tuple[Any, ...], Field(strict=False, min_length=1)]] = {}
     world: World = World()
     score: Score | None = None
+    prefetch: Prefetch = Prefetch()
     cluster: str | None = None  # a file of configs/cluster
     workers: int = Field(1, ge=1)  # runs at a time on this machine
     throttle: int | None = Field(None, ge=1)  # runs at a time on the cluster
@@ -88,14 +132,26 @@ class Sweep(Strict):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's floats: `2e-5` is a number, where YAML 1.1 reads a string."""
+    """YAML 1.2's scalars: `2e-5` is a number and `no` a word, where YAML 1.1 has it otherwise."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 PyYAML's own shape
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":bool")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf)$|^\.(nan|NaN)$"),
-    list("-+0123456789."),
+    "tag:yaml.org,2002:bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
 )
+
+
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):
+    """Quotes what _Loader would not read back as the same text."""
+
+
+FLOAT = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf)$|^\.(nan|NaN)$")
+for _side in (_Loader, _Dumper):
+    _side.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+0123456789."))
 
 
 def parse_yaml(text: str, source: str) -> Any:
@@ -123,8 +179,7 @@ def read_yaml(path: Path) -> dict:
 
 def dump_yaml(value: dict) -> str:
     """The one spelling in which this package writes YAML."""
-    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-    return yaml.dump(value, Dumper=dumper, sort_keys=False, allow_unicode=True, width=100)
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 def override(raw: dict, assignments: Iterable[str]) -> dict[str, str]:

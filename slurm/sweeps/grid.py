@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PurePath
 
 from sweeps.backends import get_backend
@@ -20,16 +21,16 @@ class RunConfig(Strict):
     train: dict
     world: World
 
-    @property
+    @cached_property
     def digest(self) -> str:
         canonical = json.dumps(self.model_dump(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
-    @property
+    @cached_property
     def keys(self) -> TrainKeys:
         return get_backend(self.backend).Train.model_validate(self.train)
 
-    @property
+    @cached_property
     def name(self) -> str:
         """A readable prefix and a hash: the run's folder is a function of its resolved config."""
         keys = self.keys

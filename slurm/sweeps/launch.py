@@ -1,10 +1,10 @@
 """A sweep from file to table: plan → run folders → train → score → collect."""
 
-from dataclasses import dataclass
+import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sweeps import collect, score
-from sweeps.backends import get_backend
+from sweeps import collect, preflight, score, status
 from sweeps.config import Sweep, load_sweep
 from sweeps.errors import SweepError
 from sweeps.grid import Cell, expand
@@ -39,19 +39,30 @@ def describe(planned: Plan) -> str:
     return "\n".join(lines)
 
 
-def check_assets(planned: Plan) -> None:
+def check_assets(planned: Plan, executor: str) -> None:
     """Raise SweepError naming everything that is missing, before any job starts."""
-    sweep = planned.sweep
-    problems: list[str] = []
-    for cell in planned.cells:
-        if not RunDir(cell.folder).done:
-            backend = get_backend(cell.config.backend)
-            problems += backend.missing(cell.config.keys, cell.config.world)
-    for task in sweep.score.tasks if sweep.score else ():
-        if not Path(task.data).exists():
-            problems.append(f"score.tasks: {task.key}: data: {task.data}: no such file or folder")
+    problems = preflight.problems(planned.sweep, planned.cells, executor)
     if problems:
-        raise SweepError(f"{planned.source}: " + "\n       ".join(dict.fromkeys(problems)))
+        raise SweepError(f"{planned.source}: " + "\n       ".join(problems))
+
+
+def pick_executor(name: str, *, dry_run: bool = False) -> str:
+    """`auto` is Slurm where there is an sbatch, this machine elsewhere.
+
+    A dry run shows the cluster's scripts on a laptop too.
+    """
+    if name != "auto":
+        return name
+    return "slurm" if dry_run or shutil.which("sbatch") else "local"
+
+
+def dry_run(planned: Plan, executor: str) -> str:
+    """What a launch would do."""
+    if executor == "local":
+        return describe(planned)
+    from sweeps.executors import slurm
+
+    return slurm.dry_run(planned.sweep, planned.cells) + describe(planned)
 
 
 def launch_local(planned: Plan) -> int:
@@ -61,15 +72,54 @@ def launch_local(planned: Plan) -> int:
     for cell in planned.cells:
         RunDir(cell.folder).create(cell.config)
     problems = local.launch(planned.sweep, planned.cells)
-    if planned.sweep.score is None:
-        return 1 if problems else 0
     gaps = collect.collect(planned.sweep, planned.cells)
-    if gaps:
-        print(collect.report(gaps))
     return 1 if gaps or problems else 0
 
 
-def subjects(planned: Plan) -> list[score.Subject]:
-    """Everything that is scored: base models, then runs."""
+def launch_slurm(planned: Plan) -> int:
+    """Queue what is missing; returns the exit code."""
+    from sweeps.executors import slurm
+
+    ids = slurm.submit(planned.sweep, planned.cells)
+    if not ids:
+        print("nothing to submit: every run is done or queued")
+        return 0
+    print("submitted: " + " ".join(f"{stage}={job}" for stage, job in ids.items()))
+    print(f"watch: python -m sweeps status {planned.source}")
+    return 0
+
+
+def failed(planned: Plan) -> list[Cell]:
+    """Runs that gave up, and runs that died without a word."""
+    return [
+        cell
+        for cell, state in zip(planned.cells, _states(planned), strict=True)
+        if state in ("failed", "interrupted")
+    ]
+
+
+def only(planned: Plan, cells: list[Cell]) -> Plan:
+    """The plan cut to some of its runs."""
+    return replace(planned, cells=cells)
+
+
+def resubmit(planned: Plan) -> bool:
+    """Queue runs that died without a word (their node did); True if any was queued."""
+    from sweeps.executors import slurm
+
+    states = _states(planned)
+    lost = [c for c, state in zip(planned.cells, states, strict=True) if state == "interrupted"]
+    if not lost:
+        return False
+    print("again: " + ", ".join(cell.config.name for cell in lost), flush=True)
+    return bool(slurm.submit(planned.sweep, planned.cells))
+
+
+def _states(planned: Plan) -> list[str]:
+    return [found.state for found in status.of_sweep(planned.sweep, planned.cells)]
+
+
+def trained(planned: Plan) -> list[score.Subject]:
+    """What can be scored: base models, then finished runs."""
     bases = list(score.bases(planned.sweep, planned.cells).values())
-    return bases + [score.of_cell(cell) for cell in planned.cells]
+    return bases + [score.of_cell(c) for c in planned.cells if RunDir(c.folder).done]

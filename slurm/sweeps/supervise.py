@@ -8,26 +8,30 @@ restarts that did not.
 import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 
 from filelock import Timeout
 
+from sweeps import rendezvous
 from sweeps.backends import get_backend
-from sweeps.backends.base import Program
+from sweeps.backends.base import Backend, Program
 from sweeps.children import Child, Start, start_cold
 from sweeps.config import World
 from sweeps.files import write_text
-from sweeps.locks import unlockable
+from sweeps.locks import LEASE_SECONDS, unlockable
 from sweeps.provenance import provenance
 from sweeps.rundir import RunDir, now
 
 POLL = 0.1  # seconds
 EX_TEMPFAIL = 75  # sysexits.h: "try again later"
+KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)  # as a shell reports it
 
 
 class Outcome(Enum):
@@ -47,9 +51,14 @@ def train(
     config = run.config()
     if run.done:
         return Outcome.DONE
+    rendezvous.check_allocation(config.world)
+    if config.world.nodes > 1 and rendezvous.machine() > 0:
+        return Outcome(rendezvous.follow(run, _follower(run, config.world)))
     lease = run.lease(lost=lambda: run.stop.touch())
+    # In a job the former holder may be this very element on a node that died: outwait its lease.
+    patience = 2 * LEASE_SECONDS if job_id() else 0
     try:
-        lease.acquire()
+        lease.acquire(timeout=patience)
     except Timeout:
         return Outcome.BUSY
     except OSError as error:
@@ -61,14 +70,20 @@ def train(
         with _stop_on_signal(run):
             return _attempts(run, config.world, start, idle_restarts, echo)
     finally:
+        if config.world.nodes > 1:
+            rendezvous.publish(run, 0, 0, ended=True)
         lease.release()
 
 
 def _attempts(run: RunDir, world: World, start: Start, idle_restarts: int, echo: bool) -> Outcome:
     backend = get_backend(run.config().backend)
     keys = run.config().keys
+    manifest = run.manifest()
+    if manifest["state"] == "failed":
+        manifest["idle_restarts"] = 0  # someone asked for it again
+    elif manifest["attempts"] and "ended" not in manifest["attempts"][-1]:
+        _count_idle(manifest, manifest["attempts"][-1]["from_step"], run.step())  # all was killed
     while True:
-        manifest = run.manifest()
         before = run.step()
         if manifest["attempts"]:
             manifest["restarts"] += 1
@@ -84,7 +99,7 @@ def _attempts(run: RunDir, world: World, start: Start, idle_restarts: int, echo:
         manifest["provenance"] = provenance() | backend.provenance(keys)
         run.write_manifest(manifest)
 
-        code = _execute(run, world, backend, start, echo)
+        code = _execute(run, world, backend, start, len(manifest["attempts"]), echo)
 
         finished = code == 0 and backend.finish(run)
         reached = run.step()
@@ -95,16 +110,15 @@ def _attempts(run: RunDir, world: World, start: Start, idle_restarts: int, echo:
             backend.clean(run)
             write_text(run.path / "DONE", now() + "\n")
             return Outcome.DONE
-        if run.stop.exists():
+        idle = _count_idle(manifest, before, reached)
+        if run.stop.exists() and idle <= idle_restarts:
             manifest["state"] = "preempted"
             run.write_manifest(manifest)
             return Outcome.STOPPED
-        idle = 0 if reached > before else manifest.get("idle_restarts", 0) + 1
-        manifest["idle_restarts"] = idle
         # A signal kills the innocent (out of memory elsewhere, a lost node); an exit code is a bug
         # or bad input, and would only come again.
-        killed = code < 0 or code in (128 + signal.SIGKILL, 128 + signal.SIGTERM)
-        if killed and idle <= idle_restarts:
+        killed = code <= 0 or code in KILLED or _rank_killed(run)
+        if killed and not run.stop.exists() and idle <= idle_restarts:
             print(
                 f"{run.name}: trainer killed (exit {code}) at step {reached}; restarting",
                 flush=True,
@@ -117,10 +131,40 @@ def _attempts(run: RunDir, world: World, start: Start, idle_restarts: int, echo:
         return Outcome.FAILED
 
 
-def _execute(run: RunDir, world: World, backend, start: Start, echo: bool) -> int:
+def _count_idle(manifest: dict, before: int, reached: int) -> int:
+    """Restarts in a row that added no checkpoint, this one included."""
+    idle = 0 if reached > before else manifest.get("idle_restarts", 0) + 1
+    manifest["idle_restarts"] = idle
+    return idle
+
+
+def _rank_killed(run: RunDir) -> bool:
+    """Whether torch's launcher, which itself exits 1, says that a signal ended a rank."""
+    return any(re.match(r"\s*exitcode\s*: -\d+", line) for line in run.log_tail())
+
+
+def _follower(run: RunDir, world: World) -> Callable[[str, int], Child]:
+    """How a machine that does not supervise starts its part."""
+    backend = get_backend(run.config().backend)
+    number = rendezvous.machine()
+
+    def start(address: str, port: int) -> Child:
+        program = backend.program(run)
+        arguments = command(program, world, machine=number, address=address, port=port)
+        return start_cold(arguments, program, run.path / f"train.node{number}.log")
+
+    return start
+
+
+def _execute(
+    run: RunDir, world: World, backend: Backend, start: Start, attempt: int, echo: bool
+) -> int:
     """Run the program once; returns its exit code."""
     program = backend.program(run)
-    arguments = command(program, world)
+    port = rendezvous.free_port() if world.nodes > 1 else None
+    if port:
+        rendezvous.publish(run, attempt, port)
+    arguments = command(program, world, port=port)
     with open(run.log, "ab") as log:
         log.write(f"--- {now()} {socket.gethostname()} {job_id() or ''}\n".encode())
     offset = run.log.stat().st_size
@@ -160,15 +204,13 @@ def _end(child: Child) -> None:
             child.signal(signal.SIGKILL)
 
 
-def command(program: Program, world: World) -> list[str]:
-    """The command line of one machine's part of a run."""
+def command(program: Program, world: World, **meeting: int | str | None) -> list[str]:
+    """The command line of one machine's part of a run; `meeting`: see launch_arguments."""
     target = ["-m", program.module] if program.module else [program.script]
     target += list(program.arguments)
     if world.size == 1 and not world.deepspeed and not program.accelerate:
         return [sys.executable, *target]
-    from sweeps.rendezvous import launch_arguments
-
-    return [sys.executable, "-m", *launch_arguments(world), *target]
+    return [sys.executable, "-m", *rendezvous.launch_arguments(world, **meeting), *target]
 
 
 @contextlib.contextmanager
@@ -198,5 +240,8 @@ def _reason(run: RunDir, code: int, idle: int | None) -> str:
     lines = [line for line in run.log_tail() if not line.startswith("---")]
     if idle is not None:
         return f"killed (exit {code}) {idle} times in a row without a new checkpoint"
+    free = shutil.disk_usage(run.path).free >> 20
+    if free < 1:
+        return f"exit {code}: the disk of {run.path} is full; make room and type the same again"
     wrong = [line for line in lines if line.startswith("error: ") or "Error" in line]
     return f"exit {code}: {(wrong or lines or ['no output'])[-1][:500]}"

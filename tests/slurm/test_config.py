@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from sweeps import launch
 from sweeps.cli import main
-from sweeps.config import load_sweep, override, parse_yaml
+from sweeps.config import dump_yaml, load_sweep, override, parse_yaml
 from sweeps.errors import SweepError
 
 
@@ -19,6 +19,17 @@ def refusal(path, *assignments) -> str:
 @pytest.mark.parametrize("text", ["2e-5", "2.0e-5", ".00002", "0.00002"])
 def test_floats_are_read_as_people_write_them(text):
     assert parse_yaml(text, "here") == 2e-5
+
+
+@pytest.mark.parametrize("word", ["no", "yes", "on", "off"])
+def test_words_stay_words(word):
+    assert parse_yaml(word, "here") == word
+    assert parse_yaml("[true, False]", "here") == [True, False]
+
+
+@given(st.one_of(st.text("0123456789.eE+-noyftaru", max_size=6), st.floats(allow_nan=False)))
+def test_what_is_written_is_read_back(value):
+    assert parse_yaml(dump_yaml({"key": value}), "here") == {"key": value}
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))

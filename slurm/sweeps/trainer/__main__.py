@@ -1,9 +1,10 @@
 """`python -m sweeps.trainer RUN_DIR`: train one run; `python -m sweeps train` wraps it."""
 
+import contextlib
 import sys
 from pathlib import Path
 
-from sweeps.errors import SweepError
+from sweeps.errors import DISK_ERRORS, SweepError, disk_error
 from sweeps.rundir import RunDir
 
 
@@ -15,6 +16,12 @@ def main() -> int:
         train(run)
     except SweepError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        with contextlib.suppress(OSError):  # the log may lie on that very disk
+            print(f"error: {disk_error(error)}", file=sys.stderr, flush=True)
         return 2
     return 0
 

@@ -44,6 +44,8 @@ def train(run: RunDir) -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     accelerator = Accelerator(
+        # Said aloud, or several CPU processes would each train alone.
+        cpu=config.world.deepspeed is None and not torch.cuda.is_available(),
         mixed_precision=config.world.mixed_precision,
         gradient_accumulation_steps=keys.gradient_accumulation_steps,
         log_with=keys.report_to if keys.with_tracking else None,

@@ -1,0 +1,23 @@
+#!/bin/bash
+#SBATCH --job-name=collect
+#SBATCH --ntasks=1
+#SBATCH --cpus-per-task=1
+#SBATCH --time=00:30:00
+# Tables, diagrams and report of a sweep; exit 1 while there are gaps.
+#
+#   bash   slurm/collect.sh [options] [key=value …]
+#   sbatch slurm/collect.sh [options] [key=value …]     this job does it
+#
+#   --config FILE     the sweep instead of configs/sweeps/grid.yaml
+#   --cluster FILE    a profile of configs/cluster
+#   key=value         the overrides that the sweep was launched with
+
+# sbatch runs a copy of this file from its spool folder: only the submission folder is known.
+project=$(cd "$(dirname "$0")/.." && pwd)
+[[ -f $project/slurm/run.sh ]] || project=${SLURM_SUBMIT_DIR:-$PWD}
+[[ -f $project/slurm/run.sh ]] || {
+    echo "error: $project is not the project's folder; cd there, then: sbatch slurm/collect.sh" >&2
+    exit 2
+}
+cd "$project" || exit 2
+source slurm/run.sh collect configs/sweeps/grid.yaml "$@"

@@ -1,0 +1,27 @@
+#!/bin/bash
+#SBATCH --job-name=sweep_lr
+#SBATCH --ntasks=1
+#SBATCH --cpus-per-task=1
+#SBATCH --time=00:30:00
+# Four learning rates at β = 0 and β = 0.1.
+#
+#   sbatch slurm/sweep_lr.sh [options] [key=value …]     on a cluster: this job queues the rest
+#   bash   slurm/sweep_lr.sh [options] [key=value …]     without one: the same runs on this machine
+#
+#   --config FILE     the sweep instead of configs/sweeps/lr.yaml
+#   --cluster FILE    a profile of configs/cluster
+#   --throttle N      elements that run at a time
+#   --dry-run         print what would be queued and stop
+#   key=value         overrides, for example train.num_train_epochs=1 grid.seed=[1,2,3]
+#
+# Submitting again queues only what is neither finished nor queued.
+
+# sbatch runs a copy of this file from its spool folder: only the submission folder is known.
+project=$(cd "$(dirname "$0")/.." && pwd)
+[[ -f $project/slurm/run.sh ]] || project=${SLURM_SUBMIT_DIR:-$PWD}
+[[ -f $project/slurm/run.sh ]] || {
+    echo "error: $project is not the project's folder; cd there, then: sbatch slurm/sweep_lr.sh" >&2
+    exit 2
+}
+cd "$project" || exit 2
+source slurm/run.sh launch configs/sweeps/lr.yaml "$@"

@@ -1,0 +1,45 @@
+"""Cluster profiles: what differs between clusters, and nothing that belongs to a sweep."""
+
+from pathlib import Path
+
+from pydantic import Field
+
+from sweeps.config import Seq, Strict, check, read_yaml
+
+DURATION = r"^(\d+-)?\d{1,2}(:\d{2}){0,2}$"
+MEMORY = r"^\d+[KMGT]?$"
+NAME = r"^[A-Za-z_][A-Za-z0-9_]*$"
+
+
+class Cluster(Strict):
+    """A file of configs/cluster; generic.yaml documents every key."""
+
+    account: str | None = None
+    partition: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    time: str = Field("1-00:00", pattern=DURATION)  # of one training element
+    score_time: str = Field("4:00:00", pattern=DURATION)
+    cpus_per_process: int = Field(4, ge=1)
+    gpus_per_process: int = Field(1, ge=0)
+    gpu_type: str | None = None
+    memory_per_node: str | None = Field(None, pattern=MEMORY)
+    array_limit: int = Field(1000, ge=1)  # the cluster's MaxArraySize - 1
+    signal_seconds: int = Field(300, ge=1)  # warning before the time limit, for the checkpoint
+    modules: Seq[str] = ()
+    setup: Seq[str] = ()  # shell lines before anything of ours runs
+    python: str = "auto"  # auto: the project's .venv, else the python3 that submitted
+    environment: dict[str, str] = Field({})
+    pass_environment: Seq[str] = ()  # variables copied from the submitting shell
+    secrets_file: str | None = None  # NAME=value lines, mode 0600, read inside the job only
+    offline: bool = False  # compute nodes have no internet
+    cache: str | None = None  # HF_HOME: what `prefetch` fills and the jobs read
+    scratch: str | None = None  # TMPDIR on the node
+    extra: Seq[str] = ()  # more #SBATCH options, for example --mail-type=FAIL
+
+
+def load_cluster(path: str | None) -> Cluster:
+    """Read a profile; None is the defaults. Raises SweepError naming file, key, value, expected."""
+    if path is None:
+        return Cluster()
+    return check(Cluster, read_yaml(Path(path)), path)

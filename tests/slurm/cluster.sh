@@ -1,0 +1,124 @@
+#!/usr/bin/env bash
+# A real one-machine Slurm for tests: its own configuration, state, ports and munge socket.
+#
+#   tests/slurm/cluster.sh start DIR [NODES]   idempotent; then: export SLURM_CONF=DIR/slurm.conf
+#   tests/slurm/cluster.sh restart-slurmd DIR  what an administrator does under running jobs
+#   tests/slurm/cluster.sh stop DIR            ends its jobs and its own daemons, nothing else
+#
+# Needs root, and: apt-get install slurm-wlm munge
+set -euo pipefail
+action=${1:?start, stop or restart-slurmd} dir=${2:?a folder for state and logs} nodes=${3:-1}
+mkdir -p "$dir" && dir=$(cd "$dir" && pwd)
+export SLURM_CONF=$dir/slurm.conf
+
+say() { echo "cluster: $*"; }
+fail() { say "$*" >&2; exit 1; }
+alive() { [[ -s $1 ]] && kill -0 "$(<"$1")" 2>/dev/null; }
+free_port() {
+    python3 -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
+}
+
+start_slurmd() {
+    local i
+    for i in $(seq 1 "$(grep -c '^NodeName=' "$SLURM_CONF")"); do
+        alive "$dir/slurmd.n$i.pid" || slurmd -N "n$i" -L "$dir/slurmd.n$i.log"
+    done
+}
+
+stop_slurmd() {
+    local file pid
+    for file in "$dir"/slurmd.n*.pid; do
+        alive "$file" || continue
+        pid=$(<"$file")
+        kill "$pid"
+        while kill -0 "$pid" 2>/dev/null; do sleep 0.1; done
+    done
+}
+
+case $action in
+start)
+    [[ $(id -u) == 0 ]] || fail "starting slurmd needs root"
+    for tool in slurmctld slurmd munged sbatch; do
+        command -v $tool >/dev/null || fail "$tool is missing: apt-get install slurm-wlm munge"
+    done
+    if alive "$dir/slurmctld.pid" && sinfo -h >/dev/null 2>&1; then
+        say "already running in $dir"
+        exit 0
+    fi
+    mkdir -p "$dir"/{state,spool,munge}
+    for i in $(seq 1 "$nodes"); do mkdir -p "$dir/spool/n$i"; done
+    if ! alive "$dir/munge/munged.pid"; then
+        [[ -s $dir/munge/key ]] || (umask 077 && head -c 1024 /dev/urandom >"$dir/munge/key")
+        # --force: the folder may lie below a world-writable /tmp, which is fine for a test.
+        munged --force --socket="$dir/munge/socket" --key-file="$dir/munge/key" \
+            --pid-file="$dir/munge/munged.pid" --log-file="$dir/munge/log" \
+            --seed-file="$dir/munge/seed" 2>/dev/null
+    fi
+    cores=$(nproc --all) memory=$(awk '/MemTotal/ {print int($2 / 1024 * 0.9)}' /proc/meminfo)
+    {
+        cat <<END
+ClusterName=test
+SlurmctldHost=$(hostname -s)(127.0.0.1)
+SlurmctldPort=$(free_port)
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket=$dir/munge/socket,cred_expire=5
+CryptoType=crypto/munge
+StateSaveLocation=$dir/state
+SlurmdSpoolDir=$dir/spool/%n
+SlurmctldPidFile=$dir/slurmctld.pid
+SlurmdPidFile=$dir/slurmd.%n.pid
+SlurmctldLogFile=$dir/slurmctld.log
+SlurmdLogFile=$dir/slurmd.%n.log
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+ReturnToService=2
+MinJobAge=300
+MaxArraySize=2001
+MaxJobCount=20000
+KillWait=5
+SchedulerParameters=sched_interval=2,sched_min_interval=100000,batch_sched_delay=0,bf_interval=5,max_rpc_cnt=0,default_queue_depth=500
+DefMemPerCPU=512
+END
+        for i in $(seq 1 "$nodes"); do
+            echo "NodeName=n$i NodeHostname=$(hostname -s) NodeAddr=127.0.0.1 Port=$(free_port)" \
+                "CPUs=$cores RealMemory=$memory State=UNKNOWN"
+        done
+        echo "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO"
+    } >"$SLURM_CONF"
+    slurmctld -c -L "$dir/slurmctld.log"
+    start_slurmd
+    for _ in $(seq 100); do
+        if [[ $(sinfo -h -t idle -o %D 2>/dev/null) == "$nodes" ]]; then
+            say "$(scontrol version), $nodes node(s); export SLURM_CONF=$SLURM_CONF"
+            exit 0
+        fi
+        sleep 0.2
+    done
+    tail -n 5 "$dir"/*.log >&2
+    fail "the nodes did not become idle; logs in $dir"
+    ;;
+restart-slurmd)
+    stop_slurmd
+    start_slurmd
+    ;;
+stop)
+    if alive "$dir/slurmctld.pid"; then
+        scancel --user=root 2>/dev/null || true
+        for _ in $(seq 50); do
+            [[ -z $(squeue -h 2>/dev/null) ]] && break
+            sleep 0.2
+        done
+        kill "$(<"$dir/slurmctld.pid")"
+    fi
+    stop_slurmd
+    if alive "$dir/munge/munged.pid"; then kill "$(<"$dir/munge/munged.pid")"; fi
+    say "stopped"
+    ;;
+*) fail "unknown action $action: start, restart-slurmd or stop" ;;
+esac

@@ -1,0 +1,187 @@
+"""Full disks, folders that cannot be written, killed collectors, absent networks."""
+
+import csv
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+
+from sweeps import launch
+from sweeps.rundir import RunDir
+
+root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+PROJECT = Path(__file__).resolve().parents[2]
+
+
+def command(*arguments: object, prefix: tuple = ()) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [*prefix, sys.executable, "-m", "sweeps", *map(str, arguments)],
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+
+
+def mount(*arguments: str) -> None:
+    subprocess.run(["mount", *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A disk of one megabyte."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    try:
+        mount("-t", "tmpfs", "-o", "size=1M", "tmpfs", str(folder))
+    except (subprocess.CalledProcessError, FileNotFoundError):
+        pytest.skip("this machine does not let us mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=False)
+
+
+def prepared(path: Path, output: Path) -> RunDir:
+    cell = launch.plan(path, [f"output_root={output}"]).cells[0]
+    run = RunDir(cell.folder)
+    run.create(cell.config)
+    return run
+
+
+@root
+@pytest.mark.slow
+def test_a_full_disk_is_named_and_the_same_command_continues(sweep_file, disk):
+    run = prepared(sweep_file(grid={}, train={"checkpointing_steps": 4}), disk)
+    full = command("train", run.path)
+    assert full.returncode in (1, 2)
+    assert "Traceback" not in full.stderr
+    said = full.stderr + run.manifest().get("error", "")
+    assert "No space left" in said or "is full" in said, said
+    assert not run.done and not run.model.exists()
+    mount("-o", "remount,size=50M", str(disk))
+    assert command("train", run.path).returncode == 0
+    assert run.done
+
+
+@root
+@pytest.mark.slow
+def test_a_read_only_folder_is_named_and_the_same_command_continues(sweep_file, disk):
+    mount("-o", "remount,size=50M", str(disk))
+    path = sweep_file(grid={}, train={"max_train_steps": 2})
+    run = prepared(path, disk)
+    mount("-o", "remount,ro", str(disk))
+    for refused in (
+        command("train", run.path),
+        command("launch", path, "--executor", "local", f"output_root={disk}"),
+    ):
+        assert refused.returncode == 2
+        assert refused.stderr.startswith("error: ")
+        assert str(disk) in refused.stderr
+        assert "Traceback" not in refused.stderr
+    mount("-o", "remount,rw", str(disk))
+    assert command("train", run.path).returncode == 0
+
+
+def test_too_little_space_is_refused_before_anything_starts(sweep_file, disk):
+    refused = command("launch", sweep_file(), "--executor", "local", f"output_root={disk}")
+    assert refused.returncode == 2
+    assert "MiB free" in refused.stderr
+
+
+@pytest.mark.slow
+def test_a_killed_collector_leaves_whole_files_and_can_be_repeated(sweep_file, tiny, tmp_path):
+    tasks = [{"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 1}]
+    path = sweep_file(train={"max_train_steps": 2}, workers=2, score={"tasks": tasks})
+    assert command("launch", path, "--executor", "local").returncode == 0
+    table = tmp_path / "out" / "sweeps" / "tiny" / "results" / "table.csv"
+    rows = list(csv.reader(table.open(newline="")))
+    report = table.with_name("report.html")
+    for seconds in (0.5, 1.5, 3.0):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "sweeps", "collect", str(path)],
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        time.sleep(seconds)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert list(csv.reader(table.open(newline=""))) == rows
+        assert report.read_text().endswith("</html>\n")
+    done = command("collect", path)
+    assert done.returncode == 0, done.stderr
+    assert 'src="http' not in report.read_text()
+
+    victim = launch.plan(path, []).cells[1]
+    (victim.folder / "scores" / "mmlu.jsonl").unlink()
+    gaps = command("collect", path)
+    assert gaps.returncode == 1
+    assert f"gap: {victim.config.name} · mmlu: not scored" in gaps.stdout
+    assert "not scored" in report.read_text()
+
+
+@root
+@pytest.mark.slow
+def test_the_whole_chain_runs_without_a_network(sweep_file, tiny):
+    """train → score → collect in a network namespace that has not even a loopback."""
+    unshare = ("unshare", "--net")
+    if subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("this machine has no network namespaces")
+    tasks = [{"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 1}]
+    path = sweep_file(
+        grid={},
+        train={"max_train_steps": 2},
+        score={"tasks": tasks},
+    )
+    done = command("launch", path, "--executor", "local", prefix=unshare)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "report: " in done.stdout
+
+
+def test_prefetch_fetches_once_and_preflight_names_what_is_missing(sweep_file, tiny, tmp_path):
+    with tarfile.open(tmp_path / "data.tar", "w") as archive:
+        archive.add(tiny / "mmlu", "data")
+    repository = tmp_path / "repository"
+    git = ["git", "-C", str(repository), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", "init", "--quiet", repository], check=True)
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "-m", "x"], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    archive = {
+        "url": f"file://{tmp_path}/data.tar",
+        "to": str(tmp_path / "fetched" / "mmlu"),
+        "strip": 1,
+        "sha256": hashlib.sha256((tmp_path / "data.tar").read_bytes()).hexdigest(),
+    }
+    checkout = {
+        "repository": str(repository),
+        "commit": commit.stdout.strip(),
+        "to": str(tmp_path / "fetched" / "code"),
+    }
+    path = sweep_file(
+        prefetch={"archives": [archive], "checkouts": [checkout]},
+        score={"tasks": [{"task": "mmlu", "data": archive["to"]}]},
+    )
+    refused = command("launch", path, "--executor", "local")
+    assert refused.returncode == 2
+    for part in ("data.tar", "not fetched", "slurm/prefetch.sh"):
+        assert part in refused.stderr
+    # A sweep that an override points elsewhere does not need what it no longer reads.
+    elsewhere = f"score.tasks.0.data={tiny / 'mmlu'}"
+    assert "nothing is missing" in command("preflight", path, elsewhere).stdout
+    done = subprocess.run(
+        ["bash", PROJECT / "slurm" / "prefetch.sh", "--config", path],
+        text=True, capture_output=True, check=False, env=os.environ | {"PYTHON": sys.executable},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "fetched" / "mmlu" / "test" / "shapes_test.csv").exists()
+    assert command("prefetch", path).stdout.count("here: ") == 2
+    assert command("preflight", path).returncode == 0
+
+    wrong = archive | {"to": str(tmp_path / "other"), "sha256": "0" * 64}
+    path = sweep_file(prefetch={"archives": [wrong]})
+    failed = command("prefetch", path)
+    assert failed.returncode == 1
+    assert "sha256" in failed.stderr and not (tmp_path / "other").exists()

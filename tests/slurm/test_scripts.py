@@ -1,0 +1,143 @@
+"""Generated sbatch scripts: golden files, what they export, and that no Slurm is needed for them.
+
+To accept changed scripts after reading the difference: `python tests/slurm/test_scripts.py`.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sweeps.cluster import Cluster, load_cluster
+from sweeps.config import Sweep, World, read_yaml
+from sweeps.errors import SweepError
+from sweeps.executors import scripts
+from sweeps.executors.scripts import Places
+
+PROJECT = Path(__file__).resolve().parents[2]
+GOLDEN = Path(__file__).with_name("golden")
+CASES = {
+    "generic": World(),
+    "alliance": World(processes_per_node=4, mixed_precision="bf16"),
+    "cloud": World(nodes=2, processes_per_node=8, deepspeed="configs/deepspeed/zero3.json"),
+    "alliance-2-nodes": World(nodes=2, processes_per_node=4, mixed_precision="bf16"),
+    "generic-4-nodes": World(nodes=4, processes_per_node=4),
+}
+
+
+def render(case: str) -> str:
+    """All scripts of a sweep of 24 runs under a profile, with this machine's paths named."""
+    profile = load_cluster(str(PROJECT / "configs" / "cluster" / f"{case.split('-')[0]}.yaml"))
+    sweep = Sweep(name="grid", output_root="runs", train={}, throttle=8, world=CASES[case])
+    places = Places(Path("/project"), Path("/project/runs/sweeps/grid/jobs/a1b2c3"))
+    text = "".join(
+        [
+            scripts.train(sweep, profile, places, 24, 0),
+            scripts.score(sweep, profile, places, 24, "score", 0),
+            scripts.collect(sweep, profile, places),
+        ]
+    )
+    return text.replace(sys.executable, "PYTHON").replace(str(PROJECT), "/project")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_scripts_are_the_golden_ones(case):
+    assert render(case) == (GOLDEN / f"{case}.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bash_can_read_them(case):
+    done = subprocess.run(["bash", "-n"], input=render(case), text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_they_export_a_list_and_never_everything(case):
+    exports = [line for line in render(case).splitlines() if "--export" in line]
+    assert len(exports) == 3
+    assert not any("ALL" in line.split("=", 1)[1].split(",") for line in exports)
+
+
+def test_generic_documents_every_key():
+    path = PROJECT / "configs" / "cluster" / "generic.yaml"
+    assert set(read_yaml(path)) == set(Cluster.model_fields)
+    for line in path.read_text().splitlines():
+        if line and not line.startswith("#"):
+            assert " # " in line, f"{line}: a comment was expected"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("partitoin", "gpu", "did you mean 'partition'?"),
+        ("time", "tomorrow", "match pattern"),
+        ("memory_per_node", "lots", "match pattern"),
+        ("cpus_per_process", 0, "greater than or equal to 1"),
+    ],
+)
+def test_a_bad_profile_is_refused(tmp_path, key, value, expected):
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"{key}: {value}\n")
+    with pytest.raises(SweepError) as caught:
+        load_cluster(str(path))
+    assert str(path) in str(caught.value)
+    assert key in str(caught.value)
+    assert expected in str(caught.value)
+
+
+def test_a_dry_run_needs_no_slurm_and_writes_nothing(sweep_file, tmp_path):
+    path = sweep_file(cluster=str(PROJECT / "configs" / "cluster" / "alliance.yaml"))
+    done = subprocess.run(
+        [sys.executable, "-m", "sweeps", "launch", str(path), "--dry-run"],
+        text=True,
+        capture_output=True,
+        env=os.environ | {"PATH": "/nonexistent"},
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "#SBATCH --array=0-1" in done.stdout
+    assert "#SBATCH --account=def-yourpi" in done.stdout
+    assert "--dependency=afterany:$TRAIN_0" in done.stdout
+    assert "2 runs, 0 done, 2 to do" in done.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_large_sweep_becomes_several_arrays(sweep_file, tmp_path):
+    profile = tmp_path / "small.yaml"
+    profile.write_text("array_limit: 3\n")
+    path = sweep_file(grid={"seed": list(range(7))}, cluster=str(profile))
+    done = subprocess.run(
+        [sys.executable, "-m", "sweeps", "launch", str(path), "--dry-run"],
+        text=True,
+        capture_output=True,
+        cwd=tmp_path,
+    )
+    arrays = [line for line in done.stdout.splitlines() if line.startswith("#SBATCH --array")]
+    assert arrays == ["#SBATCH --array=0-2", "#SBATCH --array=0-2", "#SBATCH --array=0-0"]
+
+
+@pytest.mark.slow
+def test_64_processes_at_once_are_promised_64_ports():
+    code = (
+        "import sys, socket; from sweeps.rendezvous import free_port\n"
+        "p = free_port(); print(p, flush=True); sys.stdin.read()\n"
+        "s = socket.socket(); s.bind(('', p)); s.listen()\n"
+    )
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    started = [subprocess.Popen([sys.executable, "-c", code], **options) for _ in range(64)]
+    ports = [int(process.stdout.readline()) for process in started]
+    codes = []
+    for process in started:
+        process.stdin.close()
+        process.stdout.close()
+        codes.append(process.wait(60))
+    assert len(set(ports)) == 64
+    assert codes == [0] * 64
+
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(exist_ok=True)
+    for name in CASES:
+        (GOLDEN / f"{name}.txt").write_text(render(name), encoding="utf-8")

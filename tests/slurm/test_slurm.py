@@ -1,0 +1,293 @@
+"""The scripts that users type, on a real one-machine Slurm."""
+
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import chaos
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from sweeps import launch
+from sweeps.executors import slurm
+from sweeps.rundir import RunDir
+
+PROJECT = Path(__file__).resolve().parents[2]
+CLUSTER = Path(__file__).with_name("cluster.sh")
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.slow,
+    pytest.mark.timeout(1500),
+    pytest.mark.skipif(os.geteuid() != 0, reason="starting slurmd needs root"),
+    pytest.mark.skipif(
+        not all(map(shutil.which, ("slurmctld", "slurmd", "munged"))),
+        reason="needs: apt-get install slurm-wlm munge",
+    ),
+]
+SECRET = "hf_planted5ecret0000"
+LONG = {"num_train_epochs": 60, "checkpointing_steps": 20, "attention_dropout": 0.1}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """A private Slurm with two nodes (both this machine)."""
+    folder = tmp_path_factory.mktemp("slurm")
+    subprocess.run([CLUSTER, "start", folder, "2"], check=True)
+    before = dict(os.environ)
+    os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
+    os.environ["PYTHON"] = sys.executable
+    os.environ["HF_TOKEN"] = os.environ["WANDB_API_KEY"] = SECRET
+    yield folder
+    subprocess.run([CLUSTER, "stop", folder], check=True)
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
+def profile(tmp_path) -> str:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "cpus_per_process": 1,
+                "gpus_per_process": 0,
+                "memory_per_node": "1G",
+                "time": "20:00",
+                "signal_seconds": 20,
+                "pass_environment": ["OMP_NUM_THREADS"],
+            }
+        )
+    )
+    return str(path)
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "sweeps", *map(str, arguments)],
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+
+
+def wait_for(condition, seconds: float = 400) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "timed out"
+        time.sleep(0.3)
+
+
+def empty() -> bool:
+    return not slurm.queue()
+
+
+def equal(left: Path, right: Path) -> bool:
+    a, b = (load_file(run / "model" / "model.safetensors") for run in (left, right))
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def runs_of(path: Path) -> list[RunDir]:
+    return [RunDir(cell.folder) for cell in launch.plan(path, []).cells]
+
+
+@pytest.mark.parametrize("script", ["sweep_beta.sh", "sweep_lr.sh"])
+def test_sbatch_and_bash_give_the_same_result(cluster, profile, sweep_file, tiny, tmp_path, script):
+    """The scripts' own sweeps, with their model, data and sizes made tiny by overrides."""
+    overrides = [
+        f"train.model_name_or_path={tiny / 'model'}",
+        f"train.train_file={tiny / 'chat.jsonl'}",
+        "train.max_train_steps=20",
+        "train.per_device_train_batch_size=2",
+        "train.gradient_accumulation_steps=2",
+        "train.chat_template_name=null",
+        "train.logging_steps=1",
+        "train.gradient_checkpointing=false",
+        "world.mixed_precision=no",
+        "grid.label_smoothing=[0.0, 0.1]",
+        *(["grid.learning_rate=[1e-3, 1e-2]"] if "lr" in script else ["train.learning_rate=1e-3"]),
+        f'score.tasks=[{{"task": "mmlu", "data": "{tiny / "mmlu"}", "shots": 2}}]',
+        "score.select_on=null",
+        f"cluster={profile}",
+        "workers=2",
+    ]
+    tables = []
+    for how in ("sbatch", "bash"):
+        output = tmp_path / how
+        if how == "sbatch":
+            call = ["sbatch", "--wait", "--mem=500M", f"--output={tmp_path}/job.out"]
+        else:
+            call = ["bash"]
+        done = subprocess.run(
+            [*call, f"slurm/{script}", *overrides, f"output_root={output}",
+             *(["--executor", "local"] if how == "bash" else [])],
+            cwd=PROJECT, text=True, capture_output=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr + _logs(tmp_path)
+        wait_for(empty)
+        name = script.removeprefix("sweep_").removesuffix(".sh")
+        path = output / "sweeps" / name / "results" / "table.csv"
+        assert path.exists(), _logs(tmp_path)
+        with open(path, newline="") as rows:
+            tables.append(list(csv.DictReader(rows)))
+    assert tables[0] == tables[1]
+    assert len(tables[0]) == (5 if "lr" in script else 3)  # the base model is a row
+    ours, theirs = (sorted((tmp_path / how / "runs").iterdir()) for how in ("sbatch", "bash"))
+    assert [run.name for run in ours] == [run.name for run in theirs]
+    assert all(equal(left, right) for left, right in zip(ours, theirs, strict=True))
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            assert SECRET.encode() not in path.read_bytes(), f"{path} holds the planted secret"
+
+
+def _logs(folder: Path) -> str:
+    logs = [p for pattern in ("*.out", "train.log", "score.log") for p in folder.rglob(pattern)]
+    return "\n".join(f"{p}: {p.read_text(errors='replace')[-1500:]}" for p in logs)
+
+
+def test_sbatch_from_another_folder_says_where_to_go(cluster, tmp_path):
+    out = tmp_path / "job.out"
+    subprocess.run(
+        ["sbatch", "--wait", f"--output={out}", str(PROJECT / "slurm" / "sweep_beta.sh")],
+        cwd=tmp_path, capture_output=True, check=False,
+    )  # fmt: skip
+    assert "is not the project's folder; cd there" in out.read_text()
+
+
+def test_a_preempted_element_requeues_itself_alone(cluster, profile, sweep_file, tmp_path):
+    path = sweep_file(train=LONG, cluster=profile)
+    assert command("launch", path, "--executor", "slurm").returncode == 0
+    first, second = runs_of(path)
+    wait_for(lambda: first.step() >= 20 and second.step() >= 20)
+    element = slurm.active(launch.plan(path, []).sweep)["train", first.name].job
+    subprocess.Popen(["timeout", "2", "scancel", "--quiet", "--batch", "--signal=USR2", element])
+    wait_for(lambda: first.manifest()["state"] == "preempted" or first.done)
+    assert "nothing to submit" in command("launch", path, "--executor", "slurm").stdout
+    wait_for(empty)
+    assert first.done and second.done
+    assert (first.manifest()["restarts"], second.manifest()["restarts"]) == (1, 0)
+    attempts = first.manifest()["attempts"]
+    assert attempts[1]["from_step"] == attempts[0]["to_step"] > 0
+    assert [a["job"] for a in attempts] == [element, element]
+    assert "nothing to submit" in command("launch", path, "--executor", "slurm").stdout
+    calm = tmp_path / "calm"
+    assert command("launch", path, "--executor", "local", f"output_root={calm}").returncode == 0
+    assert equal(first.path, calm / "runs" / first.name)
+
+
+def test_restarts_without_progress_end(cluster, profile, sweep_file):
+    """Preempted before the first checkpoint, again and again: the element gives up."""
+    path = sweep_file(
+        grid={}, train=LONG | {"checkpointing_steps": None}, cluster=profile, max_idle_restarts=1
+    )
+    assert command("launch", path, "--executor", "slurm").returncode == 0
+    run = runs_of(path)[0]
+    for count in (1, 2):
+        wait_for(lambda n=count: len(run.manifest()["attempts"]) == n)
+        trainer = _trainer(run)
+        os.kill(trainer, signal.SIGKILL)
+    wait_for(empty)
+    assert not run.done
+    assert "2 times in a row without a new checkpoint" in run.manifest()["error"]
+    shown = command("status", path).stdout
+    assert "1 failed" in shown and "without a new checkpoint" in shown
+    again = command("retry", path, "--executor", "slurm")
+    assert "again: " in again.stdout, again.stderr
+    wait_for(empty)
+    assert run.done
+
+
+def _trainer(run: RunDir) -> int:
+    wait_for(lambda: chaos.processes("sweeps.trainer", run.name))
+    return chaos.processes("sweeps.trainer", run.name)[0]
+
+
+def test_cancel_saves_and_the_same_command_continues(cluster, profile, sweep_file):
+    path = sweep_file(grid={}, train=LONG | {"checkpointing_steps": None}, cluster=profile)
+    assert command("launch", path, "--executor", "slurm").returncode == 0
+    run = runs_of(path)[0]
+    wait_for(lambda: run.metrics.exists() and run.metrics.stat().st_size > 300)
+    assert "1 running" in command("status", path).stdout
+    assert command("cancel", path).stdout.startswith("cancelled: ")
+    wait_for(empty)
+    assert not run.done and run.step() > 0
+    assert "1 preempted" in command("status", path).stdout
+    assert command("launch", path, "--executor", "slurm").returncode == 0
+    wait_for(empty)
+    assert run.done and run.manifest()["attempts"][1]["from_step"] > 0
+
+
+def test_two_submissions_at_once_queue_every_run_once(cluster, profile, sweep_file):
+    path = sweep_file(grid={"seed": [1, 2, 3]}, train={"max_train_steps": 2}, cluster=profile)
+    call = [sys.executable, "-m", "sweeps", "launch", str(path), "--executor", "slurm"]
+    started = [subprocess.Popen(call, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    said = [process.communicate()[0] for process in started]
+    assert sum("submitted: " in text for text in said) == 1
+    assert sum("nothing to submit" in text for text in said) == 2
+    wait_for(empty)
+    assert [len(run.manifest()["attempts"]) for run in runs_of(path)] == [1, 1, 1]
+
+
+def test_an_element_that_died_is_sent_off_again_by_the_collect_job(cluster, profile, sweep_file):
+    """Its supervisor is killed with -9, so that nobody is left to requeue it."""
+    path = sweep_file(grid={}, train=LONG, cluster=profile)
+    assert command("launch", path, "--executor", "slurm").returncode == 0
+    run = runs_of(path)[0]
+    wait_for(lambda: run.step() >= 20)
+    assert chaos.disturb("kill -9 supervisor", "", run.name)
+    wait_for(empty)
+    assert run.done
+    assert len(list(slurm.jobs_root(launch.plan(path, []).sweep).iterdir())) == 2
+
+
+def test_two_nodes_train_one_model(cluster, profile, sweep_file, tmp_path):
+    """One task a node over srun, gloo between them; equal to one node with two processes."""
+    train = {"max_train_steps": 6, "reduce_loss": "token_mean", "logging_steps": 1}
+    paths = {
+        name: sweep_file(
+            grid={}, name=name, train=train, cluster=profile,
+            world={"nodes": nodes, "processes_per_node": per_node},
+        )
+        for name, nodes, per_node in (("two-nodes", 2, 1), ("one-node", 1, 2))
+    }  # fmt: skip
+    losses = []
+    for path in paths.values():
+        assert command("launch", path, "--executor", "slurm").returncode == 0
+        wait_for(empty)
+        run = runs_of(path)[0]
+        assert run.done, _logs(tmp_path)
+        rows = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+        losses.append([row["loss"] for row in rows])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_a_wrong_number_of_tasks_is_refused(cluster, profile, sweep_file, tmp_path):
+    path = sweep_file(grid={}, cluster=profile)
+    cell = launch.plan(path, []).cells[0]
+    run = RunDir(cell.folder)
+    run.create(cell.config)
+    done = subprocess.run(
+        ["srun", "--ntasks=2", "--mem=500M", sys.executable, "-m", "sweeps", "train", run.path],
+        text=True, capture_output=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "1 nodes with one task each were asked for, Slurm started 2 tasks" in done.stderr
+    assert run.manifest()["attempts"] == []
+
+
+def test_chaos(cluster, tmp_path):
+    """24 runs, 30 % of them disturbed: all arrive, with the undisturbed weights."""
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("chaos.py"), tmp_path],
+        text=True, capture_output=True, check=False,
+    )  # fmt: skip
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "24/24 with the undisturbed run's weights" in done.stdout
