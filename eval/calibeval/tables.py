@@ -61,6 +61,8 @@ def aggregate(runs: list[dict[str, float]]) -> Cell:
 
     Every seed answers the same questions, so their noise s_q does not average out over seeds.
     """
+    # A metric may be undefined on few questions (AUROC where all answers are right).
+    runs = [{k: math.nan if v is None else v for k, v in run.items()} for run in runs]
     values = np.array([run["value"] for run in runs])
     one = runs[0]
     if len(runs) == 1:

@@ -60,8 +60,8 @@ def index(sweep: Sweep, cells: list[Cell]) -> tuple[list[dict], list[Gap]]:
 def collect(sweep: Sweep, cells: list[Cell]) -> list[Gap]:
     """Write everything that can be written from what is there; returns the gaps.
 
-    To `<output_root>/sweeps/<name>/`: index.jsonl and, in results/, calibeval's tables and
-    diagrams, cells.csv, best_learning_rates.csv, curves.svg, ece_against_beta.svg, report.html.
+    To `<output_root>/sweeps/<name>/`: index.jsonl, cells.csv, best_learning_rates.csv, curves.svg,
+    report.html and, in results/, calibeval's tables and diagrams.
     """
     folder = sweep_folder(sweep)
     results = folder / "results"
@@ -87,15 +87,14 @@ def collect(sweep: Sweep, cells: list[Cell]) -> list[Gap]:
             last = (done.stderr.strip().splitlines() or ["no output"])[-1].removeprefix("error: ")
             raise SweepError(f"collect: {last}")
         print(done.stdout, end="")
-        report.ece_against_beta(results / "table.csv", results / "ece_against_beta.svg")
     rows = report.cells_table(sweep, cells)
     best = report.best_learning_rates(sweep, cells)
-    report.write_csv(rows, results / "cells.csv")
+    report.write_csv(rows, folder / "cells.csv")
     if best:
-        report.write_csv(best, results / "best_learning_rates.csv")
-    report.curves(cells, results / "curves.svg")
-    report.write_html(sweep, rows, best, gaps, results)
+        report.write_csv(best, folder / "best_learning_rates.csv")
+    report.curves(cells, folder / "curves.svg")
+    report.write_html(sweep, rows, best, gaps, folder)
     for gap in gaps:
         print(f"gap: {gap.name} · {gap.task}: {gap.reason}")
-    print(f"report: {results / 'report.html'}")
+    print(f"report: {folder / 'report.html'}")
     return gaps

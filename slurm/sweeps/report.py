@@ -107,30 +107,6 @@ def curves(cells: list[Cell], path: Path) -> None:
     _save(figure, path)
 
 
-def ece_against_beta(table: Path, path: Path) -> None:
-    """ECE with its 95 % interval against β, one line for each dataset, model and rate, as SVG."""
-    with open(table, newline="", encoding="utf-8") as lines:
-        rows = [row for row in csv.DictReader(lines) if row["label_smoothing"]]
-    figure, axes = _figure()
-    groups = defaultdict(list)
-    for row in rows:
-        rate = f" lr {float(row['learning_rate']):g}" if row.get("learning_rate") else ""
-        groups[f"{row['dataset']} · {row['model']}{rate}"].append(row)
-    for name, group in groups.items():
-        group.sort(key=lambda row: float(row["label_smoothing"]))
-        axes.errorbar(
-            [float(row["label_smoothing"]) for row in group],
-            [float(row["ece_choices"]) for row in group],
-            yerr=[float(row["ece_choices_half_width_95"]) for row in group],
-            marker="o",
-            capsize=3,
-            label=name,
-        )
-    axes.set(xlabel="label smoothing β", ylabel="ECE (15 bins, among the choices)", ylim=(0, None))
-    axes.legend(fontsize=7)
-    _save(figure, path)
-
-
 def _figure():
     import matplotlib
 
@@ -174,7 +150,7 @@ def write_html(sweep: Sweep, cells: list[dict], best: list[dict], gaps: list, fo
             f"<li class=gap>{html.escape(f'{g.name} · {g.task}: {g.reason}')}</li>" for g in gaps
         )
         parts.append(f"<h2>Gaps</h2><ul>{lines}</ul>")
-    table = folder / "table.csv"
+    table = folder / "results" / "table.csv"
     if table.exists():
         with open(table, newline="", encoding="utf-8") as lines:
             rows = [_short(row) for row in csv.DictReader(lines)]
@@ -182,12 +158,11 @@ def write_html(sweep: Sweep, cells: list[dict], best: list[dict], gaps: list, fo
     if best:
         note = f"Chosen on {sweep.score.select_on}, not on the other data sets."
         parts += ["<h2>Best learning rates</h2>", _table(best), f"<p>{html.escape(note)}</p>"]
-    plots = [folder / "ece_against_beta.svg", *sorted(folder.glob("reliability_*.svg"))]
-    titles = {"ece_against_beta": "ECE against β", "curves": "Training"}
-    for path in [*plots, folder / "curves.svg"]:
+    plots = [*sorted((folder / "results").glob("*.svg")), folder / "curves.svg"]
+    for path in plots:
         if path.exists():
             data = base64.b64encode(path.read_bytes()).decode()
-            title = titles.get(path.stem, path.stem.replace("_", " "))
+            title = path.stem.replace("_", " ").replace("beta", "β")
             parts.append(f"<h2>{html.escape(title)}</h2>")
             parts.append(f'<img alt="{html.escape(title)}" src="data:image/svg+xml;base64,{data}">')
     parts += ["<h2>Runs</h2>", _table(cells)]

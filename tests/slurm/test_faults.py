@@ -99,7 +99,7 @@ def test_a_killed_collector_leaves_whole_files_and_can_be_repeated(sweep_file, t
     assert command("launch", path, "--executor", "local").returncode == 0
     table = tmp_path / "out" / "sweeps" / "tiny" / "results" / "table.csv"
     rows = list(csv.reader(table.open(newline="")))
-    report = table.with_name("report.html")
+    report = table.parents[1] / "report.html"
     for seconds in (0.5, 1.5, 3.0):
         process = subprocess.Popen(
             [sys.executable, "-m", "sweeps", "collect", str(path)],
