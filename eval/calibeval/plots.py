@@ -65,13 +65,18 @@ def plot_reliability(panels: list[Reliability], title: str, path: Path) -> None:
 
     columns = min(len(panels), ACROSS)
     rows = -(-len(panels) // ACROSS)
-    figure = Figure(figsize=(2.3 * columns + 0.7, 3.5 * rows + 0.4), layout="constrained")
-    heights = (3, 1) * rows
-    axes = figure.subplots(2 * rows, columns, sharex=True, height_ratios=heights, squeeze=False)
+    width, height = 2.3 * columns + 0.7, 3.5 * rows + 0.6
+    figure = Figure(figsize=(width, height))
+    # Placed by hand: solving for the layout of many diagrams takes longer than drawing them.
+    figure.subplots_adjust(0.62 / width, 0.12 / height, 1 - 0.15 / width, 1 - 0.6 / height)
+    grid = {"height_ratios": (3, 1, 0.5) * rows, "hspace": 0.12, "wspace": 0.12}
+    axes = figure.subplots(3 * rows, columns, squeeze=False, gridspec_kw=grid)
+    for spacer in axes[2::3].flat:
+        spacer.remove()
     most = max(panel.counts.max() for panel in panels)
     for i in range(rows * columns):
         row, column = divmod(i, columns)
-        above, below = axes[2 * row, column], axes[2 * row + 1, column]
+        above, below = axes[3 * row, column], axes[3 * row + 1, column]
         if i >= len(panels):
             above.set_axis_off()
             below.set_axis_off()
@@ -83,8 +88,8 @@ def plot_reliability(panels: list[Reliability], title: str, path: Path) -> None:
         if not column:
             above.set_ylabel("accuracy")
             below.set_ylabel("questions")
-    figure.supxlabel("confidence", fontsize="medium")
-    figure.suptitle(title, fontsize="medium")
+    figure.supxlabel("confidence", fontsize="medium", y=0.15 / height)
+    figure.suptitle(title, fontsize="medium", y=1 - 0.12 / height)
     save(figure, path)
 
 
@@ -100,7 +105,8 @@ def draw_reliability(axis, panel: Reliability) -> None:
     error = np.maximum([middle - panel.low[filled], panel.high[filled] - middle], 0)
     axis.errorbar(panel.confidence[filled], middle, error, fmt="o", ms=2.5, lw=0.9, color="#1b2a41")
     axis.plot([0, 1], [0, 1], color="#888", lw=0.9, ls="--")
-    axis.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", xticks=TICKS, yticks=TICKS)
+    axis.set(xlim=(0, 1), ylim=(0, 1), xticks=TICKS, yticks=TICKS)
+    axis.set_yticklabels(TICKS)
     axis.set_title(panel.title, fontsize="small")
     axis.text(0.04, 0.95, panel.note, va="top", fontsize="x-small")
 
@@ -110,15 +116,17 @@ def draw_counts(axis, panel: Reliability, most: float) -> None:
     bins = len(panel.counts)
     axis.bar(np.arange(bins) / bins, panel.counts, 1 / bins, align="edge", color="#9aa5b1")
     axis.set(xlim=(0, 1), ylim=(0, most * 1.05), xticks=TICKS, yticks=[0, round(most)])
+    axis.set_xticklabels(TICKS)
 
 
 def save(figure, path: Path) -> None:
     """Write a figure as SVG and PNG, the same bytes for the same figure."""
     import matplotlib
 
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # laid out once, not once a format
+    if figure.get_layout_engine():
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # laid out once, not once a format
     with matplotlib.rc_context({"svg.hashsalt": "calibeval", "svg.fonttype": "none"}):
-        for suffix, options in ((".svg", {"metadata": {"Date": None}}), (".png", {"dpi": 160})):
+        for suffix, options in ((".svg", {"metadata": {"Date": None}}), (".png", {"dpi": 130})):
             with atomic_write(path.with_name(path.name + suffix), "wb") as file:
                 figure.savefig(file, format=suffix[1:], **options)

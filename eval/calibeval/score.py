@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from calibeval import __version__, prompts, results
+from calibeval import __version__, models, prompts, results
 from calibeval.engines import Engine, Job, Usage
 from calibeval.errors import InputError
 from calibeval.letters import Plan, encode, plan
@@ -147,6 +147,7 @@ def score(
     rows = [finished[i] for i in ids]
     four = sum(len(item.tokens) * len(item.letters.letters) for item in items)
     extra = {"model": model, "versions": rows[-1]["versions"], "one_prompt_a_choice": four}
+    extra |= {"training": models.training(model)}
     report(store.finish(rows, extra), out)
 
 

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as tree
@@ -32,20 +33,27 @@ def write_records(path, n: int, sharpness: float, seed: int) -> None:
             file.write(json.dumps(row) + "\n")
 
 
-@pytest.fixture
-def index(tmp_path):
-    """A base model and two β, two seeds each."""
-    lines = []
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A base model and two β, two seeds each, with their metrics; tests work on copies."""
+    folder, lines = tmp_path_factory.mktemp("runs"), []
     for beta, sharpness in ((None, 1.5), (0.0, 3.0), (0.1, 1.0)):
         for seed in (0,) if beta is None else (0, 1):
             name = f"r{beta}-{seed}.jsonl"
-            write_records(tmp_path / name, 500, sharpness, seed)
+            write_records(folder / name, 500, sharpness, seed)
             line = {"records": name, "dataset": "toy", "model": "m_1", "label_smoothing": beta}
             line |= {"learning_rate": None if beta is None else 2e-5, "seed": seed}
             lines.append(json.dumps(line))
-    path = tmp_path / "index.jsonl"
-    path.write_text("\n".join(lines) + "\n")
-    return path
+            result(folder / name)
+    (folder / "index.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture
+def index(runs, tmp_path):
+    """The index of a copy of `runs`."""
+    shutil.copytree(runs, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "index.jsonl"
 
 
 def read_csv(path) -> list[dict]:

@@ -99,7 +99,7 @@ def _erf(x: np.ndarray) -> np.ndarray:
     return np.vectorize(math.erf, otypes=[float])(x)
 
 
-def smece(sample: Sample, cells: int = 1000) -> np.ndarray:
+def smece(sample: Sample, cells: int = 400) -> np.ndarray:
     """Smooth ECE (Błasiok & Nakkiran 2023): the fixed point of σ = smECE_σ.
 
     smECE_σ = ∫₀¹ |1/N Σ_i K_σ(t, p_i) (y_i − p_i)| dt, K_σ a Gaussian reflected at 0 and 1.
@@ -117,7 +117,7 @@ def smece(sample: Sample, cells: int = 1000) -> np.ndarray:
         return np.abs(np.fft.irfft(mirrored * damping, axis=1)[:, :cells]).sum(1)
 
     low, high = np.zeros(len(residual)), np.ones(len(residual))
-    for _ in range(12):  # smECE_σ falls in σ, so the sign of σ − smECE_σ brackets the fixed point
+    for _ in range(10):  # smECE_σ falls in σ, so the sign of σ − smECE_σ brackets the fixed point
         middle = (low + high) / 2
         above = error(middle) > middle
         low, high = np.where(above, middle, low), np.where(above, high, middle)
