@@ -19,6 +19,77 @@ WORKSPACE = 112 * 2**20  # bytes of dlogits at a time, and of the sum of dE wher
 
 
 @triton.jit
+def dlogits_tile(
+    tile,
+    n_rows,
+    e_desc,
+    c_desc,
+    bias,
+    labels,
+    lse,
+    token,
+    out,
+    d_bias,
+    N,
+    V,
+    vocab,
+    width,
+    stride_e,
+    stride_c,
+    chunk,
+    smoothing,
+    scale,
+    cap,
+    gain,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    NEED_BIAS: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """S of one tile of the chunk of the vocabulary that starts at `vocab`."""
+    row = (tile % n_rows) * ROWS
+    o_v = (tile // n_rows) * WIDTH
+    acc = product(
+        e_desc,
+        c_desc,
+        stride_e,
+        stride_c,
+        row,
+        vocab + o_v,
+        V,
+        D,
+        ROWS,
+        WIDTH,
+        DEPTH,
+        TMA,
+        PRECISION,
+    )
+    r = row + tl.arange(0, ROWS)
+    v = vocab + o_v + tl.arange(0, WIDTH)
+    x = base2_logits(acc, bias, v, V, scale, cap, HAS_BIAS, SOFTCAP)
+    known = r < N
+    total = tl.load(lse + r, mask=known, other=float("inf"))
+    y = tl.load(labels + r, mask=known, other=-1)
+    g = tl.load(token + r, mask=known, other=0.0)
+    s = tl.exp2(x - total[:, None]) - smoothing / V
+    s = tl.where(y[:, None] == v[None, :], s - (1.0 - smoothing), s)
+    s = s * slope(x, scale, cap, SOFTCAP) * g[:, None]
+    inside = (known & (g != 0.0))[:, None] & (v < V)[None, :]
+    s = tl.where(inside, s, 0.0)
+    if NEED_BIAS:
+        # one partial sum a token block: no atomics, so that the order is fixed
+        p_b = d_bias + (row // ROWS) * chunk + o_v + tl.arange(0, WIDTH)
+        tl.store(p_b, tl.sum(s, 0))
+    p_o = out + r.to(tl.int64)[:, None] * chunk + (o_v + tl.arange(0, WIDTH))[None, :]
+    tl.store(p_o, (s * gain).to(out.dtype.element_ty), mask=known[:, None])
+
+
+@triton.jit
 def dlogits_kernel(
     e_desc,
     c_desc,
@@ -52,42 +123,75 @@ def dlogits_kernel(
     """S of all tokens and of the chunk of the vocabulary that starts at `vocab`."""
     n_rows = tl.cdiv(N, ROWS)
     n_tiles = n_rows * tl.cdiv(width, WIDTH)
-    for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
-        row = (tile % n_rows) * ROWS
-        o_v = (tile // n_rows) * WIDTH
-        acc = product(
-            e_desc,
-            c_desc,
-            stride_e,
-            stride_c,
-            row,
-            vocab + o_v,
-            V,
-            D,
-            ROWS,
-            WIDTH,
-            DEPTH,
-            TMA,
-            PRECISION,
-        )
-        r = row + tl.arange(0, ROWS)
-        v = vocab + o_v + tl.arange(0, WIDTH)
-        x = base2_logits(acc, bias, v, V, scale, cap, HAS_BIAS, SOFTCAP)
-        known = r < N
-        total = tl.load(lse + r, mask=known, other=float("inf"))
-        y = tl.load(labels + r, mask=known, other=-1)
-        g = tl.load(token + r, mask=known, other=0.0)
-        s = tl.exp2(x - total[:, None]) - smoothing / V
-        s = tl.where(y[:, None] == v[None, :], s - (1.0 - smoothing), s)
-        s = s * slope(x, scale, cap, SOFTCAP) * g[:, None]
-        inside = (known & (g != 0.0))[:, None] & (v < V)[None, :]
-        s = tl.where(inside, s, 0.0)
-        if NEED_BIAS:
-            # one partial sum a token block: no atomics, so that the order is fixed
-            p_b = d_bias + (row // ROWS) * chunk + o_v + tl.arange(0, WIDTH)
-            tl.store(p_b, tl.sum(s, 0))
-        p_o = out + r.to(tl.int64)[:, None] * chunk + (o_v + tl.arange(0, WIDTH))[None, :]
-        tl.store(p_o, (s * gain).to(out.dtype.element_ty), mask=known[:, None])
+    if TMA:
+        # flattened, so that the next tile's loads start while this one is written
+        for tile in tl.range(tl.program_id(0), n_tiles, tl.num_programs(0), flatten=True):
+            dlogits_tile(
+                tile,
+                n_rows,
+                e_desc,
+                c_desc,
+                bias,
+                labels,
+                lse,
+                token,
+                out,
+                d_bias,
+                N,
+                V,
+                vocab,
+                width,
+                stride_e,
+                stride_c,
+                chunk,
+                smoothing,
+                scale,
+                cap,
+                gain,
+                D,
+                ROWS,
+                WIDTH,
+                DEPTH,
+                HAS_BIAS,
+                SOFTCAP,
+                NEED_BIAS,
+                TMA,
+                PRECISION,
+            )
+    else:
+        for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
+            dlogits_tile(
+                tile,
+                n_rows,
+                e_desc,
+                c_desc,
+                bias,
+                labels,
+                lse,
+                token,
+                out,
+                d_bias,
+                N,
+                V,
+                vocab,
+                width,
+                stride_e,
+                stride_c,
+                chunk,
+                smoothing,
+                scale,
+                cap,
+                gain,
+                D,
+                ROWS,
+                WIDTH,
+                DEPTH,
+                HAS_BIAS,
+                SOFTCAP,
+                NEED_BIAS,
+                TMA,
+                PRECISION,
+            )
 
 
 def backward(

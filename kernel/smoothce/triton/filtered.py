@@ -27,8 +27,6 @@ from smoothce.triton.prepare import Tokens
 from smoothce.triton.queue import queue_kernel
 from smoothce.triton.tiles import Tiles, cdiv, descriptor, programs
 
-SHARE = 2048  # kept tokens × slices of D a weight-gradient item
-
 
 class Scale(NamedTuple):
     """Upstream gradient, as one factor and what is left of it per token."""
@@ -103,12 +101,13 @@ def backward(
     acc, head = None, blocks
     if need_hidden:
         borrow = None if accumulate else d_weight
-        acc, head = accumulator((padded + 2 * blocks, d), borrow, blocks, tiles, device)
+        acc, head = accumulator(
+            (padded + blocks + (blocks if capped else 1), d), borrow, blocks, tiles, device
+        )
     kept_bias = torch.zeros(v, device=device) if d_bias is not None else None
-    index = torch.arange(blocks, device=device)
 
-    def run(wanted: Tensor, skip: Tensor | None, into_hidden: bool, into_bias: bool) -> None:
-        queue = schedule(plan.kept, padded, wanted, slices, tiles, ring, skip)
+    def run(phase: int, into_hidden: bool, into_bias: bool) -> None:
+        queue = schedule(plan.kept, padded, slices, tiles, ring, phase, head)
         counters = torch.zeros(1 + 2 * blocks, device=device, dtype=torch.int32)
         queue_kernel[(programs(device),)](
             queue.items,
@@ -168,11 +167,7 @@ def backward(
             **common,
         )
 
-    # short weight gradients are worked off several slices at a time
-    share = (plan.kept * slices // SHARE + 1).clamp(max=max(slices, 1)).to(torch.int32)
-    share = share if need_weight else torch.zeros_like(share)
-    wanted = torch.where(index < head, share, 0)
-    run(wanted, None, need_hidden, d_bias is not None)
+    run(1 if head < blocks else 0, need_hidden, d_bias is not None)
     if need_hidden:
         profiles = acc[padded : padded + blocks].to(hidden.dtype)
         evens = acc[padded + blocks :]
@@ -203,7 +198,7 @@ def backward(
         )
     if head < blocks:
         # the accumulator is read out, so the blocks whose gradient it lay in can be written
-        run(share - wanted, index < head, False, False)
+        run(2, False, False)
     if d_bias is not None:
         spread = mass_sum[0].repeat_interleave(tiles.width)[:v] * profile[0]
         if capped:

@@ -24,7 +24,6 @@ class Statistics(NamedTuple):
     """Base-2, per token; the block statistics are (blocks, padded) and None unless asked for."""
 
     lse: Tensor  # (padded,) fp32, +inf where there is no valid token
-    losses: Tensor  # (padded,) fp32 in nats, 0 where there is no valid token
     mass: Tensor | None  # fp16 log-sum-exp within the block
     peak: Tensor | None  # fp16 largest logit within the block
 
@@ -257,8 +256,11 @@ def finish_kernel(
     part_z,
     target,
     count,
+    order,
     lse,
     losses,
+    full_lse,
+    n_order,
     smoothing,
     V,
     n_blocks,
@@ -292,7 +294,10 @@ def finish_kernel(
     if SUM:
         loss -= smoothing / V * (z / 1.4426950408889634)
     tl.store(lse + rows, tl.where(valid, total, float("inf")))
-    tl.store(losses + rows, tl.where(valid, loss, 0.0))
+    known = rows < n_order
+    source = tl.load(order + rows, mask=known, other=0)
+    tl.store(losses + source, tl.where(valid, loss, 0.0), mask=known)
+    tl.store(full_lse + source, tl.where(valid, total, float("inf")), mask=known)
 
 
 def forward(
@@ -303,6 +308,8 @@ def forward(
     options: Options,
     tiles: Tiles,
     statistics: bool,
+    losses: Tensor,  # (N,) fp32 in nats, written at the super-block's tokens
+    full_lse: Tensor,  # (N,) fp32, likewise
 ) -> Statistics:
     """Losses and log-sum-exps of one super-block, with block statistics where the plan needs them.
 
@@ -350,13 +357,15 @@ def forward(
         num_stages=tiles.stages,
     )
     lse = torch.empty(padded, device=packed.device, dtype=torch.float32)
-    losses = torch.empty_like(lse)
     finish_kernel[(cdiv(padded, tiles.rows),)](
         *parts,
         tokens.target,
         tokens.count,
+        tokens.order,
         lse,
         losses,
+        full_lse,
+        len(tokens.order),
         options.label_smoothing,
         v,
         blocks,
@@ -365,4 +374,4 @@ def forward(
         SUM=summed,
         ROUNDS=ROUNDS,
     )
-    return Statistics(lse, losses, mass, peak)
+    return Statistics(lse, mass, peak)

@@ -15,8 +15,9 @@ from smoothce.triton.plan import Plan, plan
 from smoothce.triton.prepare import Tokens, gather, valid_first
 from smoothce.triton.tiles import Tiles, cdiv, tiles_for
 
-# filter_eps="auto" is AUTO / √V: 2^-11.5 at 256,000 entries, 2^-12.5 at 60,160
-AUTO = 0.175
+# filter_eps="auto" is AUTO · V^(1/4): 2^-10.6 at 256,000 entries, 2^-11.1 at 60,160. Chosen so that
+# the gradient error meets the bounds in RESULTS.md on synthetic and on a real model's last layer.
+AUTO = 2.0**-10.6 / 256000**0.25
 SMALL_VOCABULARY = 8192  # below it there is too little to skip
 STATISTICS = 2**25  # bytes of block statistics that a super-block may have
 MOST_TOKENS = 2**15 - 256  # row lists are int16
@@ -39,17 +40,18 @@ class Loss(torch.autograd.Function):
         needs = tuple(differentiable and need for need in ctx.needs_input_grad[:3])
         call = Call(hidden, weight, bias, labels, options, needs)
         losses, lse, ctx.blocks, ctx.gradients = call.forward()
-        ctx.save_for_backward(hidden, weight, bias, labels, lse)
+        ctx.save_for_backward(hidden, weight, bias, labels, lse, call.token_weight)
         ctx.options, ctx.needs = options, needs
         if options.reduction == "none":
             return losses
-        return losses.sum() * options.token_weight(labels)
+        return losses.sum() * call.token_weight if options.reduction == "mean" else losses.sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream):
-        hidden, weight, bias, labels, lse = ctx.saved_tensors
+        hidden, weight, bias, labels, lse, token_weight = ctx.saved_tensors
         call = Call(hidden, weight, bias, labels, ctx.options, ctx.needs)
+        call.token_weight = token_weight
         upstream = upstream.float()
         if call.eps is None:
             gradients = call.exact(lse, upstream)
@@ -84,29 +86,30 @@ class Call:
         # reduced loss, whose upstream gradient is one factor, makes its gradients on the way.
         self.early = filtering and options.reduction != "none" and len(labels) > self.size
 
-    def blocks(self, statistics: bool) -> Iterator[tuple[Tokens, Statistics]]:
+    def blocks(
+        self, statistics: bool, losses: Tensor, lse: Tensor
+    ) -> Iterator[tuple[Tokens, Statistics]]:
         """The forward, super-block by super-block, valid tokens first."""
-        order, count = valid_first(self.labels, self.options.ignore_index)
+        order, count, weight = valid_first(self.labels, self.options.ignore_index)
+        self.token_weight = weight if self.options.reduction == "mean" else torch.ones_like(weight)
         inputs = self.hidden, self.weight, self.bias
         for start in range(0, len(self.labels), self.size):
             part = order[start : start + self.size]
-            inside = (count - start).clamp(0, len(part))
+            inside = count if len(part) == len(order) else (count - start).clamp(0, len(part))
             tokens, packed = gather(*inputs, self.labels, part, inside, self.options, self.tiles)
-            yield (
-                tokens,
-                forward(packed, *inputs[1:], tokens, self.options, self.tiles, statistics),
-            )
+            settings = tokens, self.options, self.tiles, statistics, losses, lse
+            found = forward(packed, *inputs[1:], *settings)
+            del packed
+            yield tokens, found
+            del tokens, found  # before the next super-block takes its memory
 
     def forward(self) -> tuple[Tensor, Tensor, list[Block], "Gradients | None"]:
         """Losses and log-sum-exps in the caller's order, and what the backward will need."""
-        losses = self.hidden.new_zeros(len(self.labels), dtype=torch.float32)
-        lse = torch.full_like(losses, float("inf"))
+        losses = self.hidden.new_empty(len(self.labels), dtype=torch.float32)
+        lse = torch.empty_like(losses)
         blocks: list[Block] = []
         gradients = Gradients(self) if self.early else None
-        for tokens, statistics in self.blocks(self.eps is not None):
-            order, n = tokens.order.long(), len(tokens.order)
-            losses.scatter_(0, order, statistics.losses[:n])
-            lse.scatter_(0, order, statistics.lse[:n])
+        for tokens, statistics in self.blocks(self.eps is not None, losses, lse):
             if self.eps is None:
                 continue
             kept = plan(statistics, tokens, len(self.weight), self.eps, self.tiles)
@@ -114,8 +117,8 @@ class Call:
             if gradients is None:
                 blocks.append(block)
             else:
-                weight = self.options.token_weight(self.labels)
-                gradients.add(block, Scale(weight, None, tokens.total))
+                gradients.add(block, Scale(self.token_weight, None, tokens.total))
+            del tokens, statistics, kept, block  # before the next super-block takes its memory
         return losses, lse, blocks, gradients
 
     def filtered(self, blocks: list[Block], upstream: Tensor) -> "Gradients":
@@ -128,7 +131,7 @@ class Call:
         """The upstream gradient as the kernels take it."""
         tokens = block.tokens
         if self.options.reduction != "none":
-            return Scale(upstream * self.options.token_weight(self.labels), None, tokens.total)
+            return Scale(upstream * self.token_weight, None, tokens.total)
         order = tokens.order.long()
         g = torch.where(tokens.labels[: len(order)] >= 0, upstream[order], 0.0)
         top = g.abs().amax().clamp(min=1e-30)
@@ -143,7 +146,7 @@ class Call:
     def exact(self, lse: Tensor, upstream: Tensor) -> "Gradients":
         gradients = Gradients(self)
         valid = self.options.valid(self.labels)
-        token = (upstream * self.options.token_weight(self.labels)).expand(valid.shape)
+        token = (upstream * self.token_weight).expand(valid.shape)
         token = torch.where(valid, token, 0.0)
         labels = torch.where(valid, self.labels, -1).to(torch.int32)
         for start in range(0, len(labels), EXACT_TOKENS):
@@ -212,9 +215,9 @@ class Gradients:
 
 
 def threshold(options: Options, vocabulary: int) -> float | None:
-    """The probability below which a block of a token's gradient is not recomputed; None: exact."""
+    """The 2-norm of a block's probabilities below which it is not recomputed; None: exact."""
     if options.filter_eps == "auto":
-        return AUTO / vocabulary**0.5 if vocabulary >= SMALL_VOCABULARY else None
+        return AUTO * vocabulary**0.25 if vocabulary >= SMALL_VOCABULARY else None
     return options.filter_eps
 
 
@@ -240,7 +243,8 @@ def filter_statistics(
     mass = torch.zeros((), device=hidden.device)
     if call.eps is None:
         return kept + 1, mass
-    for tokens, statistics in call.blocks(True):
+    losses = torch.empty(2, len(labels), device=hidden.device)
+    for tokens, statistics in call.blocks(True, *losses):
         block = plan(statistics, tokens, len(weight), call.eps, call.tiles)
         kept += block.kept.sum()
         mass += block.mass.sum(dtype=torch.float32)

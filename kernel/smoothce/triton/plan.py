@@ -1,7 +1,8 @@
 """Which (token, vocabulary block) pairs the backward recomputes, and in which order.
 
-A pair is kept when some probability in it reaches the threshold or it holds the target. Kept pairs
-become row lists, the others keep their softmax mass. Everything is decided on the device; the
+A pair is kept when it holds the target or when √(mass · largest probability), which bounds the
+2-norm of its probabilities, reaches the threshold. Kept pairs become row lists, the others keep
+their softmax mass. Everything is decided on the device; the
 lists take the place of the statistics that they are made from.
 """
 
@@ -16,6 +17,8 @@ from torch import Tensor
 from smoothce.triton.forward import Statistics
 from smoothce.triton.prepare import Tokens
 from smoothce.triton.tiles import Tiles, cdiv
+
+SHARE = 2048  # kept tokens × slices of D a weight-gradient item
 
 
 class Plan(NamedTuple):
@@ -62,7 +65,9 @@ def plan_kernel(
         x = tl.load(peak + o_j + o_i, mask=inside, other=0.0).to(tl.float32)
         y = tl.load(labels + o_i, mask=inside, other=-1)
         total = tl.load(lse + o_i, mask=inside, other=0.0)
-        keep = (o_i < n) & ((x - total >= log_eps) | ((y >= 0) & (y // WIDTH == j)))
+        # sum of p² over the block ≤ largest p · mass, so what is dropped has a 2-norm below eps
+        norm = 0.5 * (x + b) - total
+        keep = (o_i < n) & ((norm >= log_eps) | ((y >= 0) & (y // WIDTH == j)))
         # a dropped pair never reads as kept, however small
         p = tl.maximum(tl.exp2(b - total), 1e-30)
         p = tl.where((o_i < n) & (keep == 0), p, 0.0)
@@ -99,64 +104,143 @@ def plan(statistics: Statistics, tokens: Tokens, vocabulary: int, eps: float, ti
 
 
 @triton.jit
-def items_kernel(items, owner, first, tiles, tile_at, slices, slice_at, BLOCK: tl.constexpr):
+def count_kernel(
+    kept,
+    first,
+    last,
+    readers,
+    read_last,
+    total,
+    blocks,
+    head,
+    slices,
+    share,
+    PHASE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Tiles and weight-gradient items of every block, and where each block's begin and end."""
+    tile_sum = 0
+    read_sum = 0
+    for i in range(0, blocks, BLOCK):
+        j = i + tl.arange(0, BLOCK)
+        inside = j < blocks
+        n = tl.load(kept + j, mask=inside, other=0)
+        # two more rows: the block's profile and its uniform direction
+        tiles = (n + 2 + ROWS - 1) // ROWS
+        # short weight gradients are worked off several slices at a time
+        items = tl.minimum(n * slices // share + 1, slices)
+        if PHASE == 1:
+            items = tl.where(j < head, items, 0)
+        if PHASE == 2:
+            items = tl.where(j < head, 0, items)
+            tiles = tl.where(j < head, 0, tiles)
+        tiles = tl.where(inside, tiles, 0)
+        items = tl.where(inside, items, 0)
+        ends = tile_sum + tl.cumsum(tiles, 0)
+        tl.store(last + j, ends, mask=inside)
+        tl.store(first + j, ends - tiles, mask=inside)
+        tl.store(readers + j, items, mask=inside)
+        tl.store(read_last + j, read_sum + tl.cumsum(items, 0), mask=inside)
+        tile_sum += tl.sum(tiles, 0)
+        read_sum += tl.sum(items, 0)
+    tl.store(total, tile_sum + read_sum)
+
+
+@triton.jit
+def items_kernel(
+    first,
+    last,
+    readers,
+    read_last,
+    items,
+    owner,
+    blocks,
+    reach,
+    STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Block j's places in the queue.
+
+    Its tiles come right before the readers of the first block r within `reach` of their end:
+    first[r] ≥ last[j] − reach. That is far enough behind r's tiles to find them done, and far
+    enough before the reuse of a slot of the ring."""
     j = tl.program_id(0)
-    o = tl.arange(0, BLOCK)
-    n_tiles = tl.load(tiles + j)
     begin = tl.load(first + j)
-    at = tl.load(tile_at + j)
-    for i in range(0, n_tiles, BLOCK):
-        inside = i + o < n_tiles
-        tl.store(items + at + i + o, (j << 14) | ((i + o) << 2), mask=inside)
+    end = tl.load(last + j)
+    n_readers = tl.load(readers + j)
+    read_end = tl.load(read_last + j)
+    low, high = 0, j
+    behind, top = j * 0, blocks + j * 0
+    for _ in range(STEPS):
+        # the first block whose tiles begin late enough, if it is before j
+        middle = (low + high) // 2
+        late = tl.load(first + middle) >= end - reach
+        high = tl.where(late, middle, high)
+        low = tl.where(late, low, tl.minimum(middle + 1, high))
+        # how many blocks' tiles are before this block's readers
+        middle = (behind + top) // 2
+        fits = tl.load(last + tl.minimum(middle, blocks - 1)) <= begin + reach
+        behind = tl.where(fits & (middle < top), middle + 1, behind)
+        top = tl.where(fits, top, middle)
+    tile_at = tl.load(read_last + high) - tl.load(readers + high) + begin
+    ahead = tl.maximum(behind, j + 1)
+    read_at = read_end - n_readers + tl.load(last + ahead - 1)
+    o = tl.arange(0, BLOCK)
+    for i in range(0, end - begin, BLOCK):
+        inside = i + o < end - begin
+        tl.store(items + tile_at + i + o, (j << 14) | ((i + o) << 2), mask=inside)
         tl.store(owner + begin + i + o, j, mask=inside)
-    n_slices = tl.load(slices + j)
-    at = tl.load(slice_at + j)
-    for i in range(0, n_slices, BLOCK):
-        tl.store(items + at + i + o, (j << 14) | ((i + o) << 2) | 1, mask=i + o < n_slices)
+    for i in range(0, n_readers, BLOCK):
+        tl.store(items + read_at + i + o, (j << 14) | ((i + o) << 2) | 1, mask=i + o < n_readers)
 
 
 def schedule(
     kept: Tensor,  # (blocks,)
     padded: int,
-    slices: Tensor,  # (blocks,) int32, weight-gradient slices wanted of each block
-    most_slices: int,
+    slices: int,  # of D in a block's weight gradient, 0 where it is not wanted
     tiles: Tiles,
     ring: int,
-    skip: Tensor | None = None,  # (blocks,) bool, blocks whose tiles are not wanted
+    phase: int = 0,
+    head: int = 0,
 ) -> Schedule:
-    """Order the work: tiles run as far ahead of their weight gradient as the ring has room."""
+    """Order the work of one phase.
+
+    Phase 0 is all of it; 1 leaves out the weight gradient of blocks from `head` on, and 2 makes it,
+    for which their tiles come again."""
     blocks = len(kept)
-    # two more rows a tile list: the block's profile and its uniform direction
-    n_tiles = (kept + (2 + tiles.kept_rows - 1)) // tiles.kept_rows
-    if skip is not None:
-        n_tiles = n_tiles * ~skip
-    end = n_tiles.cumsum(0)
-    first = end - n_tiles
-    read_end = slices.cumsum(0)
-    read_first = read_end - slices
-    index = torch.arange(blocks, device=kept.device)
-    # A block's tiles come right before the readers of the first block within half a ring of it:
-    # far enough behind those tiles to find them done, and far enough before the reuse of a slot.
     most_tiles = cdiv(padded + 2, tiles.kept_rows)
     reach = max(ring // 2, most_tiles)
-    behind = torch.minimum(torch.searchsorted(first, end - reach), index)
-    tile_at = read_first[behind] + first
-    ahead = torch.searchsorted(behind, index, right=True)
-    slice_at = read_first + end[ahead - 1]
-    most_tiles *= blocks
-    items = torch.empty(most_tiles + blocks * most_slices, device=kept.device, dtype=torch.int32)
-    owner = torch.empty(most_tiles, device=kept.device, dtype=torch.int32)
-    to = {"dtype": torch.int32}
-    first = first.to(**to)
+    room = blocks * (most_tiles + slices)
+    first, last, readers, read_last, total, owner, items = torch.empty(
+        4 * blocks + 1 + blocks * most_tiles + room, device=kept.device, dtype=torch.int32
+    ).split([blocks] * 4 + [1, blocks * most_tiles, room])
+    count_kernel[(1,)](
+        kept,
+        first,
+        last,
+        readers,
+        read_last,
+        total,
+        blocks,
+        head,
+        slices,
+        SHARE,
+        PHASE=phase,
+        ROWS=tiles.kept_rows,
+        BLOCK=1024,
+    )
     items_kernel[(blocks,)](
+        first,
+        last,
+        readers,
+        read_last,
         items,
         owner,
-        first,
-        n_tiles.to(**to),
-        tile_at.to(**to),
-        slices,
-        slice_at.to(**to),
-        BLOCK=64,
+        blocks,
+        reach,
+        STEPS=blocks.bit_length() + 1,
+        BLOCK=32,
+        num_warps=1,
     )
-    total = (end[-1:] + read_end[-1:]).to(**to)
-    return Schedule(items, total, first, owner, slices)
+    return Schedule(items, total, first, owner, readers)

@@ -23,18 +23,38 @@ class Tokens(NamedTuple):
     mean: Tensor  # (D,) the mean hidden state in the inputs' dtype
 
 
+@triton.jit
+def order_kernel(labels, order, count, weight, ignore, N, BLOCK: tl.constexpr):
+    n = 0
+    for i in range(0, N, BLOCK):
+        o = i + tl.arange(0, BLOCK)
+        y = tl.load(labels + o, mask=o < N, other=0)
+        n += tl.sum(((o < N) & (y != ignore)).to(tl.int32), 0)
+    tl.store(count, n)
+    tl.store(weight, 1.0 / tl.maximum(n, 1).to(tl.float32))
+    done = 0
+    for i in range(0, N, BLOCK):
+        o = i + tl.arange(0, BLOCK)
+        y = tl.load(labels + o, mask=o < N, other=0)
+        valid = ((o < N) & (y != ignore)).to(tl.int32)
+        rank = done + tl.cumsum(valid, 0)
+        place = tl.where(valid > 0, rank - 1, n + o - rank)
+        tl.store(order + place, o, mask=o < N)
+        done += tl.sum(valid, 0)
+
+
 def valid_first(
     labels: Tensor,  # (N,)
     ignore_index: int,
-) -> tuple[Tensor, Tensor]:
-    """The stable order that puts valid tokens first, (N,) int32, and their number, (1,) int32."""
-    valid = labels != ignore_index
-    rank = valid.cumsum(0)
-    count = rank[-1:]
-    index = torch.arange(len(labels), device=labels.device)
-    place = torch.where(valid, rank - 1, index - rank + count)
-    order = torch.empty_like(index, dtype=torch.int32).scatter_(0, place, index.to(torch.int32))
-    return order, count.to(torch.int32)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The stable order that puts valid tokens first, (N,) int32, their number, (1,) int32, and
+    1 / max(number, 1), 0-d fp32."""
+    order = torch.empty(len(labels), device=labels.device, dtype=torch.int32)
+    count = torch.empty(1, device=labels.device, dtype=torch.int32)
+    weight = torch.empty((), device=labels.device, dtype=torch.float32)
+    block = min(4096, triton.next_power_of_2(max(len(labels), 1)))
+    order_kernel[(1,)](labels, order, count, weight, ignore_index, len(labels), BLOCK=block)
+    return order, count, weight
 
 
 @triton.jit

@@ -152,7 +152,9 @@ def pair_tile(
         tl.store(ring + at[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], s)
     signal(tiles_done + j)
     if NEED_HIDDEN:
-        target = tl.where(real, r, tl.where(is_uniform, padded + blocks + j, padded + j))
+        # without a softcap every block adds to the same uniform direction
+        even = padded + blocks + j if SOFTCAP else padded + blocks
+        target = tl.where(real, r, tl.where(is_uniform, even, padded + j))
         o_s = tl.arange(0, SLICE)
         p_h = d_hidden + target.to(tl.int64)[:, None] * D + o_s[None, :]
         inside = (k < n + 2)[:, None]

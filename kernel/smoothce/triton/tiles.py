@@ -27,7 +27,7 @@ class Tiles:
     slice: int = 128  # width along D of a gradient tile
     step: int = 64  # step along tokens of the weight gradient
     wide: int = 128  # vocabulary blocks a low-rank tile
-    ring: int = 256  # backward tiles that may wait for their weight gradient
+    ring: int = 192  # backward tiles that may wait for their weight gradient
     tma: bool = True  # tensor-memory-accelerator loads, else pointer loads
     precision: str = "ieee"  # of fp32 products
 
@@ -65,7 +65,7 @@ def tiles_for(hidden: torch.Tensor, weight: torch.Tensor) -> Tiles:
         )
     if tma:
         return Tiles()
-    return Tiles(depth=32, kept_depth=32, kept_stages=2, slice=64, step=32, tma=False)
+    return Tiles(slice=64, tma=False)
 
 
 def has_tma() -> bool:

@@ -1,0 +1,199 @@
+"""python -m smoothce.bench.lm tokenize alpaca_data.json ids.npz        (needs `tokenizers`)
+python -m smoothce.bench.lm train ids.npz lm.pt --steps 1200             last layer of a real model
+python -m smoothce.bench.lm compare ids.npz --steps 300 --json out.json  losses in training
+
+A small Llama from scratch on instruction text. `train` writes the held-out hidden states, the
+classifier and the labels for `smoothce.bench.gpu --tensors`. `compare` trains the same model from
+the same start with filtered, exact and torch's loss, and reports how far apart they end."""
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from smoothce.bench.peers import dense, ours
+
+VOCABULARY, LENGTH, HELD_OUT = 60160, 512, 32
+FULL = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8, "heads": 12}
+SMALL = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "heads": 8}
+
+
+def tokenize(text: Path, out: Path) -> None:
+    """Instruction records (a JSON list) → ids under a BPE trained on them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    records = json.loads(text.read_text())
+    texts = ["\n\n".join(r[k] for k in ("instruction", "input", "output") if r[k]) for r in records]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=VOCABULARY,
+            special_tokens=["<eos>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
+    ids = [i for e in tokenizer.encode_batch(texts) for i in (*e.ids, 0)]
+    np.savez_compressed(out, ids=np.array(ids, dtype=np.uint16))
+
+
+def load(path: Path) -> tuple[Tensor, Tensor]:
+    """Training and held-out sequences."""
+    ids = torch.from_numpy(np.load(path)["ids"].astype(np.int64))
+    rows = ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH).cuda()
+    return rows[:-HELD_OUT], rows[-HELD_OUT:]
+
+
+def build(size: dict):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    settings = dict(size)
+    heads = settings.pop("heads")
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=LENGTH,
+        tie_word_embeddings=False,
+        **settings,
+    )
+    return LlamaForCausalLM(config).cuda()
+
+
+def fit(model, rows: Tensor, steps: int, batch: int, beta: float, loss) -> list[float]:
+    """Train in bf16 autocast; the curve of losses."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), 6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+    picks = torch.Generator("cuda").manual_seed(1)
+    curve = []
+    for step in range(steps):
+        decay = 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps))
+        for group in optimizer.param_groups:
+            group["lr"] = 6e-4 * min(1, (step + 1) / 100) * decay
+        x = rows[torch.randint(len(rows), (batch,), device="cuda", generator=picks)]
+        with torch.autocast("cuda", torch.bfloat16):
+            hidden = model.model(x).last_hidden_state[:, :-1].reshape(-1, model.config.hidden_size)
+        value = loss(hidden.bfloat16(), model.lm_head.weight.bfloat16(), x[:, 1:].reshape(-1), beta)
+        optimizer.zero_grad()
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        curve.append(value.detach())
+    return torch.stack(curve).tolist()
+
+
+@torch.no_grad()
+def last_layer(model, rows: Tensor) -> dict[str, Tensor]:
+    with torch.autocast("cuda", torch.bfloat16):
+        hidden = model.model(rows).last_hidden_state[:, :-1]
+    return {
+        "hidden": hidden.reshape(-1, hidden.shape[-1])[:8192].bfloat16(),
+        "weight": model.lm_head.weight.detach().bfloat16(),
+        "labels": rows[:, 1:].reshape(-1)[:8192],
+    }
+
+
+def train(ids: Path, out: Path, steps: int) -> None:
+    rows, held_out = load(ids)
+    model = build(FULL)
+    curve = fit(model, rows, steps, 48, 0.0, dense)
+    tensors = last_layer(model.eval(), held_out)
+    nll = F.cross_entropy((tensors["hidden"] @ tensors["weight"].T).float(), tensors["labels"])
+    print(f"trained {steps} steps to loss {curve[-1]:.3f}; held-out {nll.item():.3f}")
+    torch.save(tensors, out)
+
+
+def compare(ids: Path, steps: int, beta: float) -> dict:
+    """Loss curves, and the mean over held-out tokens of log p of tokens that are never a target."""
+    rows, held_out = load(ids)
+    seen = torch.zeros(VOCABULARY, dtype=torch.bool, device="cuda")
+    seen[rows.unique()] = True
+    found = {}
+    losses = {
+        "torch": dense,
+        "torch again, tokens in another order": reordered(dense),
+        "ours, exact": ours(None),
+        "ours, filtered": ours("auto"),
+    }
+    for name, loss in losses.items():
+        model = build(SMALL)
+        curve = fit(model, rows, steps, 16, beta, loss)
+        with torch.no_grad():
+            tensors = last_layer(model.eval(), held_out)
+            z = tensors["hidden"].float() @ tensors["weight"].float().T
+            logp = z.log_softmax(1)
+            unseen = torch.ones(VOCABULARY, dtype=torch.bool, device="cuda")
+            unseen[tensors["labels"]] = False
+            found[name] = {
+                "curve": curve,
+                "held_out": F.nll_loss(logp, tensors["labels"]).item(),
+                "tail": logp[:, unseen].mean().item(),
+            }
+        del model, z, logp
+    base = found["torch"]
+    for row in found.values():
+        gaps = [abs(a - b) / b for a, b in zip(row["curve"], base["curve"], strict=True)]
+        row["largest_gap"], row["mean_gap"] = max(gaps), sum(gaps) / len(gaps)
+    return found
+
+
+def reordered(loss):
+    """The same sum in another order: how far rounding alone drives two runs apart."""
+
+    def other(hidden: Tensor, weight: Tensor, labels: Tensor, beta: float) -> Tensor:
+        return loss(hidden.flip(0), weight, labels.flip(0), beta)
+
+    return other
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m smoothce.bench.lm",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("tokenize", "train", "compare"):
+        command = commands.add_parser(name)
+        command.add_argument("source", type=Path)
+        if name != "compare":
+            command.add_argument("out", type=Path)
+        if name != "tokenize":
+            command.add_argument("--steps", type=int, default=1200 if name == "train" else 300)
+        if name == "compare":
+            command.add_argument("--label-smoothing", type=float, default=0.1)
+            command.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.command == "tokenize":
+        return tokenize(args.source, args.out)
+    if not torch.cuda.is_available():
+        sys.exit("error: training needs a CUDA GPU")
+    if args.command == "train":
+        return train(args.source, args.out, args.steps)
+    found = compare(args.source, args.steps, args.label_smoothing)
+    print(
+        "| loss | last | largest gap to torch | mean gap | held-out NLL | mean log p, no targets |"
+    )
+    print("|---|---|---|---|---|---|")
+    for name, row in found.items():
+        print(
+            f"| {name} | {row['curve'][-1]:.4f} | {row['largest_gap']:.1e} | {row['mean_gap']:.1e} "
+            f"| {row['held_out']:.4f} | {row['tail']:.4f} |"
+        )
+    if args.json:
+        args.json.write_text(json.dumps(found) + "\n")
+    return None
+
+
+if __name__ == "__main__":
+    main()
