@@ -121,7 +121,7 @@ def backward_kernel(
     inside = (known & (g != 0.0))[:, None] & (v < V)[None, :]
     s = tl.where(inside, s, 0.0)
     if tl.max(tl.max(tl.abs(s), 1), 0) >= eps:
-        s = (s * g[:, None]).to(E.dtype.element_ty)
+        scaled = (s * g[:, None]).to(E.dtype.element_ty)
         p_r = tl.minimum(r, N - 1).to(tl.int64)[:, None] * D
         p_v = tl.minimum(v, V - 1).to(tl.int64)[:, None] * D
         acquire(locks + i)
@@ -130,7 +130,7 @@ def backward_kernel(
             c = tl.load(C + p_v + o_d[None, :], mask=(o_d < D)[None, :], other=0.0)
             at = d_hidden + p_r + o_d[None, :]
             m_h = known[:, None] & (o_d < D)[None, :]
-            part = tl.dot(s, c, input_precision="ieee")
+            part = tl.dot(scaled, c, input_precision="ieee")
             part += tl.load(at, mask=m_h, other=0.0).to(tl.float32)
             tl.store(at, part.to(E.dtype.element_ty), mask=m_h)
         release(locks + i)
@@ -140,7 +140,7 @@ def backward_kernel(
             e = tl.load(E + p_r + o_d[None, :], mask=(o_d < D)[None, :], other=0.0)
             at = d_weight + p_v + o_d[None, :]
             m_w = (v < V)[:, None] & (o_d < D)[None, :]
-            part = tl.dot(tl.trans(s), e, input_precision="ieee")
+            part = tl.dot(tl.trans(scaled), e, input_precision="ieee")
             part += tl.load(at, mask=m_w, other=0.0).to(tl.float32)
             tl.store(at, part.to(E.dtype.element_ty), mask=m_w)
         release(locks + n_rows + j)

@@ -61,6 +61,7 @@ def dlogits_tile(
         stride_c,
         row,
         vocab + o_v,
+        N,
         V,
         D,
         ROWS,
@@ -78,9 +79,8 @@ def dlogits_tile(
     g = tl.load(token + r, mask=known, other=0.0)
     s = tl.exp2(x - total[:, None]) - smoothing / V
     s = tl.where(y[:, None] == v[None, :], s - (1.0 - smoothing), s)
-    s = s * slope(x, scale, cap, SOFTCAP) * g[:, None]
-    inside = (known & (g != 0.0))[:, None] & (v < V)[None, :]
-    s = tl.where(inside, s, 0.0)
+    # tokens without a label have g = 0 and p = 0; entries past the chunk are never read
+    s *= slope(x, scale, cap, SOFTCAP) * g[:, None] if SOFTCAP else (g * scale)[:, None]
     if NEED_BIAS:
         # one partial sum a token block: no atomics, so that the order is fixed
         p_b = d_bias + (row // ROWS) * chunk + o_v + tl.arange(0, WIDTH)

@@ -14,6 +14,7 @@ def product(
     stride_c,
     row,
     vocab,
+    N,
     V,
     D: tl.constexpr,
     ROWS: tl.constexpr,
@@ -22,7 +23,7 @@ def product(
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """E[row : row + ROWS] · C[vocab : vocab + WIDTH]ᵀ in fp32; entries past V are arbitrary."""
+    """E[row : row + ROWS] · C[vocab : vocab + WIDTH]ᵀ in fp32; past N and V any finite value."""
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
     if TMA:
         for k in range(0, D, DEPTH):
@@ -31,7 +32,7 @@ def product(
             acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
     else:
         o_d = tl.arange(0, DEPTH)
-        i_e = (row + tl.arange(0, ROWS)).to(tl.int64)
+        i_e = tl.minimum(row + tl.arange(0, ROWS), N - 1).to(tl.int64)
         i_c = tl.minimum(vocab + tl.arange(0, WIDTH), V - 1).to(tl.int64)
         p_e = e_desc + i_e[:, None] * stride_e + o_d[None, :]
         p_c = c_desc + i_c[:, None] * stride_c + o_d[None, :]
