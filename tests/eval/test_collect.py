@@ -167,6 +167,20 @@ def test_interval_over_seeds():
     assert cell.half == pytest.approx(math.hypot(1.959964 * 0.01, 4.302653 * 0.1 / math.sqrt(3)))
 
 
+def test_answers_that_are_all_right(tmp_path):
+    """No pair of a right and a wrong answer: AUROC is undefined, and everything else is there."""
+    row = {"subject": "s", "label": 0, "logprobs": [-0.1, -3.0], "letter_mass": 0.95, "model": "m"}
+    rows = [json.dumps(row | {"id": str(i)}) for i in range(9)]
+    (tmp_path / "r.jsonl").write_text("\n".join(rows))
+    line = {"records": "r.jsonl", "dataset": "d", "model": "m", "label_smoothing": None}
+    (tmp_path / "index.jsonl").write_text(json.dumps(line))
+    assert main(["collect", str(tmp_path / "index.jsonl"), "--out", str(tmp_path / "out")]) == 0
+    (found,) = read_csv(tmp_path / "out" / "table.csv")
+    assert found["auroc_choices"] == "nan" and found["accuracy_choices"] == "1.0"
+    assert main(["metrics", str(tmp_path / "r.jsonl")]) == 0
+    assert main(["compare", *[str(tmp_path / "r.jsonl")] * 2]) == 0
+
+
 def test_metrics_are_kept_and_forgotten_with_the_records(tmp_path):
     path = tmp_path / "r.jsonl"
     write_records(path, 200, 1.0, 0)
