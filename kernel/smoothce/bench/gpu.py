@@ -28,7 +28,7 @@ IN_A_ROW = 3
 
 @dataclass
 class Problem:
-    """Inputs, their name, and the fp32 gradients of the mean loss."""
+    """Inputs and their name."""
 
     name: str
     hidden: Tensor  # (N, D)
