@@ -108,7 +108,10 @@ def curves(cells: list[Cell], path: Path) -> None:
 
 
 def _figure():
-    import matplotlib
+    try:
+        import matplotlib
+    except ImportError:
+        raise SweepError("package matplotlib is not installed: pip install '.[eval]'") from None
 
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "sweeps"  # the same results give the same file

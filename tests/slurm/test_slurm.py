@@ -137,7 +137,10 @@ def test_sbatch_and_bash_give_the_same_result(cluster, profile, sweep_file, tiny
         assert path.exists(), _logs(tmp_path)
         with open(path, newline="") as rows:
             tables.append(list(csv.DictReader(rows)))
-    assert tables[0] == tables[1]
+    # Scores sum in another order where the number of threads differs: equal but for the last bits.
+    for left, right in zip(*tables, strict=True):
+        assert left.keys() == right.keys()
+        assert all(same(left[key], right[key]) for key in left), (left, right)
     assert len(tables[0]) == (5 if "lr" in script else 3)  # the base model is a row
     ours, theirs = (sorted((tmp_path / how / "runs").iterdir()) for how in ("sbatch", "bash"))
     assert [run.name for run in ours] == [run.name for run in theirs]
@@ -145,6 +148,14 @@ def test_sbatch_and_bash_give_the_same_result(cluster, profile, sweep_file, tiny
     for path in tmp_path.rglob("*"):
         if path.is_file():
             assert SECRET.encode() not in path.read_bytes(), f"{path} holds the planted secret"
+
+
+def same(left: str, right: str) -> bool:
+    """Whether two cells of CSV files say the same."""
+    try:
+        return left == right or float(left) == pytest.approx(float(right), rel=1e-9)
+    except ValueError:
+        return False
 
 
 def _logs(folder: Path) -> str:
