@@ -15,6 +15,7 @@ from sweeps.provenance import PROJECT
 
 # What a job may see of the submitting shell, apart from the profile's pass_environment.
 EXPORTED = ("HOME", "USER", "LOGNAME", "PATH", "LANG", "LC_ALL", "TZ", "SLURM_CONF")
+EXPORTED += ("OPEN_INSTRUCT_DIR",)  # where the open-instruct backend finds the checkout
 
 
 @dataclass(frozen=True)
