@@ -147,7 +147,7 @@ def test_pretraining_goes_on_after_a_kill(folder, tmp_path, monkeypatch):
 
 
 def table(ece: dict) -> dict:
-    """Rows as in calibeval's table.csv from {(model, β): (ECE, half-width)}."""
+    """Rows as in calibeval's table.csv from {(model, β, calibrator): (ECE, half-width)}."""
     return {
         key: {"questions": "856"}
         | {
@@ -162,17 +162,20 @@ def table(ece: dict) -> dict:
 
 def test_the_summary_says_what_the_intervals_allow():
     rows = {
-        ("demo", None): (0.05, 0.02),
-        ("demo", 0.0): (0.25, 0.03),
-        ("oracle", None): (0.02, 0.01),
+        ("demo", None, ""): (0.05, 0.02),
+        ("demo", 0.0, ""): (0.25, 0.03),
+        ("oracle", None, ""): (0.02, 0.01),
     }
-    clear = report.summary(table(rows | {("demo", 0.1): (0.10, 0.03)}))
+    rows |= {("demo", beta, "temperature"): (0.08, 0.01) for beta in (0.0, 0.1)}
+    rows |= {("demo", 0.0, "ats"): (0.04, 0.01), ("demo", 0.1, "ats"): (0.08, 0.01)}
+    clear = report.summary(table(rows | {("demo", 0.1, ""): (0.10, 0.03)}))
     assert "+0.200 ±0.036: worse" in clear
     assert "β = 0.1 0.100 ±0.030, 60% less than β = 0 (-0.150 ±0.042: better)" in clear
-    unclear = report.summary(table(rows | {("demo", 0.1): (0.24, 0.03)}))
+    assert "ATS 0.040 ±0.010, 50% less than that (-0.040 ±0.014: better)" in clear
+    assert "ATS 0.080 ±0.010, 0% less than that (+0.000 ±0.014: not told from no change)" in clear
+    unclear = report.summary(table(rows | {("demo", 0.1, ""): (0.24, 0.03)}))
     assert "-0.010 ±0.042: not told from no change" in unclear
-    assert "better" not in unclear
-    backwards = report.summary(table(rows | {("demo", 0.1): (0.35, 0.03)}))
+    backwards = report.summary(table(rows | {("demo", 0.1, ""): (0.35, 0.03)}))
     assert "40% more than β = 0 (+0.100 ±0.042: worse)" in backwards
 
 

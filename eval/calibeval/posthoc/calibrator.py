@@ -24,6 +24,32 @@ class Settings:
     over: str = "choices"
 
 
+class LastOfLayer(nn.Module):
+    """A pre-norm transformer layer at the last position, the only one that a head reads.
+
+    x = h_T + attention(h_T over h_1 … h_T),  (B, T, D) → (B, D): x + MLP(x)
+    """
+
+    def __init__(self, size: int):
+        super().__init__()
+        heads = max(h for h in (1, 2, 4, 8, 16, 32) if size % h == 0 and h * 16 <= max(size, 16))
+        self.attention = nn.MultiheadAttention(size, heads, batch_first=True)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(size), nn.Linear(size, 4 * size), nn.GELU(), nn.Linear(4 * size, size)
+        )
+
+    def forward(self, hidden: Tensor, lengths: Tensor | None) -> Tensor:
+        """(B, D) of sequences (B, T, D) padded on the left."""
+        padding = None
+        if lengths is not None:
+            places = torch.arange(hidden.shape[1], device=hidden.device)
+            padding = places[None] < hidden.shape[1] - lengths.to(hidden.device)[:, None]
+        last = hidden[:, -1:]
+        seen, _ = self.attention(last, hidden, hidden, key_padding_mask=padding, need_weights=False)
+        found = (last + seen).squeeze(1)
+        return found + self.mlp(found)
+
+
 class Calibrator(nn.Module):
     """Temperatures of the answers that follow sequences of hidden states.
 
@@ -43,16 +69,7 @@ class Calibrator(nn.Module):
         if settings.head == "mlp":
             self.inner = nn.Sequential(nn.Linear(size, size), nn.GELU())
         elif settings.head == "transformer":
-            heads = max(h for h in (1, 2, 4, 8, 16, 32) if size % h == 0 and size // h >= 16)
-            self.inner = nn.TransformerEncoderLayer(
-                size,
-                heads,
-                4 * size,
-                dropout=0.0,
-                activation="gelu",
-                batch_first=True,
-                norm_first=True,
-            )
+            self.inner = LastOfLayer(size)
         self.out = nn.Linear(size, 1, bias=True)
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
@@ -71,19 +88,7 @@ class Calibrator(nn.Module):
     ) -> Tensor:
         """Temperatures, (B,)."""
         hidden = self.norm(hidden.float())
-        if self.reads_context:
-            steps = hidden.shape[1]
-            causal = nn.Transformer.generate_square_subsequent_mask(steps, device=hidden.device)
-            padding = None
-            if lengths is not None:
-                places = torch.arange(steps, device=hidden.device)
-                padding = places[None] < steps - lengths[:, None]
-                padding = torch.zeros(padding.shape, device=hidden.device).masked_fill(
-                    padding, float("-inf")
-                )
-            hidden = self.inner(hidden, src_mask=causal, src_key_padding_mask=padding)[:, -1]
-        else:
-            hidden = self.inner(hidden[:, -1])
+        hidden = self.inner(hidden, lengths) if self.reads_context else self.inner(hidden[:, -1])
         return (LIMIT * torch.tanh(self.out(hidden).squeeze(-1) / LIMIT)).exp()
 
     def save_pretrained(self, folder: Path, fitted: dict) -> None:

@@ -51,7 +51,7 @@ def demo() -> None:
         launch = [sys.executable, "-m", "sweeps", "launch", str(SWEEP), "--executor", "local"]
         if code := subprocess.run(launch, check=False).returncode:
             raise SweepError(f"the sweep ended with exit code {code}; the same command continues")
-        step("4/4 report")
+        step("4/4 calibrators fitted after training, and the report")
     print(report(ROOT))
     if finished:
         print(f"\nAll of this was there already; delete {ROOT} to make it anew.")

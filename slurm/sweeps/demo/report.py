@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
+from sweeps.demo.posthoc import BETAS, FITS, calibrate
 from sweeps.errors import SweepError
 from sweeps.files import make_folder, read_rows, write_text
 
@@ -37,11 +38,14 @@ def report(root: Path) -> str:
         make_folder(out)
         sweep = root / "sweeps" / "demo"
         entries = read_rows(sweep / "index.jsonl")
+        fitted = calibrate(entries, sweep, root / "world" / "mmlu", root / "posthoc")
         for entry in entries:
             entry["records"] = os.path.relpath(sweep / entry["records"], out)
+        for entry in fitted:
+            entry["records"] = os.path.relpath(entry["records"], out)
         oracle = {"dataset": "mmlu", "model": "oracle", "label_smoothing": None}
         oracle["records"] = os.path.relpath(root / "world" / "oracle.jsonl", out)
-        index = "".join(json.dumps(entry) + "\n" for entry in [*entries, oracle])
+        index = "".join(json.dumps(entry) + "\n" for entry in [*entries, *fitted, oracle])
         write_text(out / "index.jsonl", index)
         collect(out)
         table = (out / "table.md").read_text(encoding="utf-8")
@@ -62,12 +66,16 @@ def collect(out: Path) -> None:
         raise SweepError(done.stderr.strip().removeprefix("error: "))
 
 
-def read_table(path: Path) -> dict[tuple[str, float | None], dict[str, str]]:
-    """The rows of calibeval's table by model and β."""
+def read_table(path: Path) -> dict[tuple[str, float | None, str], dict[str, str]]:
+    """The rows of calibeval's table by model, β and calibrator ("" for none)."""
     with open(path, newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     return {
-        (row["model"], float(row["label_smoothing"]) if row["label_smoothing"] else None): row
+        (
+            row["model"],
+            float(row["label_smoothing"]) if row["label_smoothing"] else None,
+            row["calibrator"],
+        ): row
         for row in rows
     }
 
@@ -77,11 +85,15 @@ def figure(row: dict[str, str], name: str) -> Figure:
     return Figure(float(row[name]), float(row[f"{name}_half_width_95"]))
 
 
-def summary(table: dict[tuple[str, float | None], dict[str, str]]) -> str:
-    """What the figures say: base against β = 0, β = 0 against each β, in both confidences."""
-    base, plain = table["demo", None], table["demo", 0.0]
-    smoothed = {beta: row for (model, beta), row in table.items() if model == "demo" and beta}
-    oracle = figure(table["oracle", None], "ece_choices")
+def summary(table: dict[tuple[str, float | None, str], dict[str, str]]) -> str:
+    """What the figures say, in both confidences.
+
+    Base against β = 0, β = 0 against each β, and at each of BETAS, ATS against temperature scaling.
+    """
+    base, plain = table["demo", None, ""], table["demo", 0.0, ""]
+    smoothed = {
+        beta: row for (m, beta, fit), row in table.items() if m == "demo" and beta and not fit
+    }
     lines = []
     for kind, name in NAMES.items():
         metric = f"ece_{kind}"
@@ -89,23 +101,31 @@ def summary(table: dict[tuple[str, float | None], dict[str, str]]) -> str:
         parts = [f"ECE {name}: {before} before fine-tuning, {after} at β = 0"]
         parts[0] += f" ({change(after.minus(before))})"
         for beta, row in smoothed.items():
-            found = figure(row, metric)
-            share = 1 - found.value / after.value
-            parts.append(
-                f"β = {beta:g} {found}, {abs(share):.0%} {'less' if share >= 0 else 'more'} "
-                f"than β = 0 ({change(found.minus(after))})"
-            )
+            parts.append(f"β = {beta:g} {against(figure(row, metric), after, 'β = 0')}")
         lines.append("; ".join(parts) + ".")
     accuracy = [f"{figure(base, 'accuracy_choices')} before, "]
     accuracy += [f"{figure(plain, 'accuracy_choices')} at β = 0"]
     accuracy += [f", {figure(r, 'accuracy_choices')} at {b:g}" for b, r in smoothed.items()]
     lines.append(f"Accuracy: {''.join(accuracy)}.")
-    right = figure(table["oracle", None], "accuracy_choices")
+    for beta in BETAS:
+        one, adaptive = (figure(table["demo", beta, fit], "ece_choices") for fit in FITS)
+        lines.append(
+            f"At β = {beta:g}, calibrated after training: ECE among the choices {one} with "
+            f"temperature scaling; ATS {against(adaptive, one, 'that')}."
+        )
+    oracle = table["oracle", None, ""]
     lines.append(
-        f"The oracle, who is calibrated, reads ECE {oracle} and accuracy {right} on these "
-        f"{base['questions']} questions."
+        f"The oracle, who is calibrated, reads ECE {figure(oracle, 'ece_choices')} and accuracy "
+        f"{figure(oracle, 'accuracy_choices')} on these {base['questions']} questions."
     )
     return "\n".join(lines)
+
+
+def against(found: Figure, reference: Figure, name: str) -> str:
+    """A figure as a share of another, with the difference."""
+    share = 1 - found.value / reference.value
+    direction = "less" if share >= 0 else "more"
+    return f"{found}, {abs(share):.0%} {direction} than {name} ({change(found.minus(reference))})"
 
 
 def change(difference: Figure) -> str:

@@ -1,0 +1,62 @@
+"""Post-hoc calibrators beside the sweep: fitted on val/, scored on test/, all through calibeval."""
+
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tqdm import tqdm
+
+from sweeps.backends.base import Program
+from sweeps.children import start_warm
+from sweeps.errors import SweepError
+from sweeps.files import make_folder
+
+BETAS = (0.0, 0.1)
+FITS = {"temperature": ["fit-temperature"], "ats": ["fit-ats", "--head", "linear"]}
+
+
+def calibrate(entries: list[dict], sweep: Path, data: Path, out: Path) -> list[dict]:
+    """Fit and score every calibrator for the runs at BETAS; returns their index entries.
+
+    `entries` are the sweep's index, `sweep` its folder. Records that exist are kept. The paths
+    returned are relative to `out`'s parent.
+    """
+    make_folder(out)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    todo, made = [], []
+    for entry in entries:
+        if entry["label_smoothing"] not in BETAS:
+            continue
+        model = (sweep / entry["records"]).resolve().parents[1] / "model"
+        for name, fit in FITS.items():
+            records = out / f"{entry['run']}-{name}.jsonl"
+            made.append(entry | {"records": str(records), "calibrator": name})
+            if not records.exists():
+                todo.append((fit, model, data, records))
+    with (
+        ThreadPoolExecutor(2) as pool,
+        tqdm(total=len(todo), unit="fit", desc="calibrators", disable=not todo) as bar,
+    ):
+        for _ in pool.map(lambda job: fit_and_score(*job), todo):
+            bar.update()
+    return made
+
+
+def fit_and_score(fit: list[str], model: Path, data: Path, records: Path) -> None:
+    """One calibrator of one model; raises SweepError with calibeval's own message."""
+    folder = records.with_suffix("")
+    asked = ["--model", str(model), "--task", "mmlu", "--data", str(data), "--batch-size", "64"]
+    run([*fit, *asked, "--out", str(folder)], records.with_suffix(".log"))
+    score = ["score", *asked, "--calibrator", str(folder), "--out", str(records)]
+    run(score, records.with_suffix(".log"))
+
+
+def run(arguments: list[str], log: Path) -> None:
+    """One calibeval command."""
+    program = Program(module="calibeval", arguments=tuple(arguments))
+    child = start_warm([sys.executable, "-m", "calibeval", *arguments], program, log)
+    while (code := child.wait(1.0)) is None:
+        continue
+    if code:
+        raise SweepError(f"calibeval {arguments[0]} ended with exit code {code} (log: {log})")
