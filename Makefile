@@ -8,7 +8,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --constraint configs/constraints-cpu.txt
 # One line a package instead of silence or pages; pip's errors and warnings stay visible.
-STEPS  := grep --line-buffered -vE '^(Requirement already|Looking in|Obtaining|  |Processing|Using cached|Building wheels)'
+STEPS  := awk '!/^(Requirement already|Looking in|Obtaining|  |Processing|Using cached|Building wheels)/ {print; fflush()}'
 
 .PHONY: setup demo test lint
 setup: $(VENV)/.ready

@@ -19,6 +19,7 @@ HERE = Path(__file__).resolve().parent
 PROJECT = HERE.parents[1]
 RUNS = {
     "fused": ["--label_smoothing", "0.1", "--loss_impl", "fused"],
+    "filtered": ["--label_smoothing", "0.1", "--loss_impl", "fused", "--filter_eps", "auto"],
     "torch": ["--label_smoothing", "0.1", "--loss_impl", "torch"],
     "flags off": [],
 }

@@ -39,7 +39,7 @@ def arguments(**given):
     defaults = {
         "label_smoothing": 0.0,
         "loss_impl": "auto",
-        "filter_eps": "auto",
+        "filter_eps": None,
         "reduce_loss": "mean",
         "attention_dropout": None,
         "load_balancing_loss": False,
@@ -71,7 +71,7 @@ def arguments(**given):
         ({"filter_eps": 1.5, "loss_impl": "fused"}, "filter_eps must be auto, none"),
         ({"filter_eps": "1e-3"}, "filter_eps belongs to the fused loss"),
         (
-            {"filter_eps": "none", "loss_impl": "torch", "label_smoothing": 0.1},
+            {"filter_eps": "auto", "loss_impl": "torch", "label_smoothing": 0.1},
             "filter_eps belongs to the fused loss",
         ),
         ({"attention_dropout": 1.0}, r"attention_dropout must be a number in \[0, 1\), not 1.0"),

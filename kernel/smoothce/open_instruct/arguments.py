@@ -26,7 +26,7 @@ def check_arguments(args: Namespace) -> None:
             f"reduce_loss must be one of {', '.join(REDUCTIONS)}, not {args.reduce_loss!r}"
         )
     args.filter_eps = _filter_eps(args.filter_eps)
-    if args.filter_eps != "auto" and not (replaces_loss(args) and args.loss_impl != "torch"):
+    if args.filter_eps is not None and not (replaces_loss(args) and args.loss_impl != "torch"):
         raise ValueError(
             "filter_eps belongs to the fused loss: it needs loss_impl fused, or loss_impl auto "
             "with label_smoothing > 0 or reduce_loss token_mean"

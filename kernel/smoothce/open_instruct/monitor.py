@@ -94,7 +94,7 @@ class FilterSample:
 
     def watch(self, model: Any) -> None:
         head = model.get_output_embeddings()
-        if hasattr(head, "_smoothce"):
+        if getattr(head, "_smoothce", {}).get("filter_eps") is not None:
             # First of the hooks: a later one of DeepSpeed's frees the classifier again.
             head.register_forward_hook(self._after_head, prepend=True)
 

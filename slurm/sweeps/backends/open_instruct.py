@@ -43,7 +43,7 @@ class OpenInstructKeys(BuiltinKeys):
     lora_alpha: float = 16
     lora_dropout: float = 0.1
     loss_impl: Literal["auto", "fused", "torch"] = "fused"  # also where β is 0: one code for all β
-    filter_eps: float | Literal["auto", "none"] = "auto"
+    filter_eps: float | Literal["auto", "none"] = "none"
 
 
 class OpenInstruct:
