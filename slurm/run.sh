@@ -7,7 +7,9 @@ shift 2
 arguments=()
 while (($#)); do
     case $1 in
-    --config) config=${2:?--config needs a file}; shift 2 ;;
+    --config)
+        (($# > 1)) || { echo "error: --config needs a file" >&2; exit 2; }
+        config=$2; shift 2 ;;
     --config=*) config=${1#*=}; shift ;;
     *) arguments+=("$1"); shift ;;
     esac

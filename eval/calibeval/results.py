@@ -23,7 +23,8 @@ def result(path: Path) -> dict:
     """
     path = Path(path)
     if not path.is_file():
-        raise InputError(f"{path}: no such record file")
+        found = "is a folder" if path.is_dir() else "no such file"
+        raise InputError(f"{path}: {found}; expected a record file")
     key = {"sha256": sha256(path), "version": __version__, "resamples": RESAMPLES}
     key |= {"metrics": list(METRICS)}
     kept = cache_path(path)

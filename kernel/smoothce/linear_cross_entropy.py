@@ -54,6 +54,9 @@ def linear_cross_entropy(
     Source: "Calibrated Language Models and How to Find Them with Label Smoothing", equation 15.
     """
     options = Options(label_smoothing, ignore_index, reduction, softcap, logit_scale, filter_eps)
+    for name, value in (("hidden", hidden), ("weight", weight), ("labels", labels)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a tensor, not {type(value).__name__}")
     hidden, weight, bias = _autocast(hidden, weight, bias)
     _check(hidden, weight, labels, bias, options)
     name, _ = _choose(impl, hidden, weight, bias, options)

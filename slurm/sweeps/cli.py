@@ -13,7 +13,7 @@ OVERRIDE = "dotted overrides, for example train.num_train_epochs=1 grid.seed=[1,
 
 def parser() -> argparse.ArgumentParser:
     """All commands and their options."""
-    top = argparse.ArgumentParser(prog="python -m sweeps", description=__doc__)
+    top = argparse.ArgumentParser(prog="python -m sweeps", description="Sweeps of fine-tunes.")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def sweep_command(name: str, help: str) -> argparse.ArgumentParser:
@@ -153,11 +153,13 @@ def _retry(a: argparse.Namespace) -> int:
 def _logs(a: argparse.Namespace) -> int:
     from sweeps.rundir import RunDir
 
-    for cell in _planned(a).cells:
-        run = RunDir(cell.folder)
-        if a.run in run.name and run.log.exists():
-            print(f"==> {run.log} <==")
-            print("\n".join(run.log_tail()[-a.lines :]))
+    runs = [RunDir(cell.folder) for cell in _planned(a).cells]
+    found = [run for run in runs if a.run in run.name]
+    if not found:
+        raise SweepError(f"{a.config}: no run's name has {a.run!r} in it; one is {runs[0].name}")
+    for run in found:
+        print(f"==> {run.log} <==" if run.log.exists() else f"{run.name}: has not started")
+        print("\n".join(run.log_tail()[-a.lines :]))
     return 0
 
 

@@ -251,6 +251,7 @@ def _explain(
     if item["type"] == "missing":
         return f"{source}: key {dotted!r} is missing"
     expected = item["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    expected = expected.replace("a valid tuple", "a list, such as [0.0, 0.1]")
     return f"{source}: {dotted}: found {item['input']!r}, expected {expected}"
 
 

@@ -117,7 +117,7 @@ def test_malformed_records(tmp_path, capsys, second, expected):
 
 def test_absent_and_empty_records(tmp_path, capsys):
     path = tmp_path / "r.jsonl"
-    assert "no such record file" in run(capsys, "metrics", path)
+    assert "no such file; expected a record file" in run(capsys, "metrics", path)
     path.touch()
     assert "no records" in run(capsys, "metrics", path)
 

@@ -23,6 +23,8 @@ E, C, Y = torch.randn(4, 8), torch.randn(10, 8), torch.tensor([0, 9, -100, 3])
         ({"hidden": E[:, :7]}, ValueError, r"\(4, 7\) and \(10, 8\)"),
         ({"weight": C[0]}, ValueError, r"weight \(V, D\)"),
         ({"weight": C[:0]}, ValueError, "at least one row"),
+        ({"hidden": E.numpy()}, TypeError, "hidden must be a tensor, not ndarray"),
+        ({"labels": [1, 2]}, TypeError, "labels must be a tensor, not list"),
         ({"weight": C.double()}, TypeError, "weight must have hidden's dtype torch.float32"),
         ({"bias": torch.zeros(9)}, ValueError, r"bias must be \(10,\), not \(9,\)"),
         ({"labels": Y[:3]}, ValueError, r"\(4,\), not \(3,\)"),

@@ -64,6 +64,7 @@ def test_unknown_keys_come_with_the_nearest_known_one(sweep_file):
         ({"learning_rate": [float("nan")]}, ["grid.learning_rate", "nan", "finite"]),
         ({"sed": [1]}, ["'grid.sed'", "did you mean 'seed'?"]),
         ({"seed": []}, ["grid.seed", "at least 1 item"]),
+        ({"seed": 1}, ["grid.seed", "found 1", "a list, such as"]),
         ({"seed": [1, 1]}, ["same run"]),
     ],
 )
@@ -82,6 +83,14 @@ def test_an_override_is_blamed_on_the_command_line(sweep_file):
 
 def test_a_key_in_train_and_grid_is_refused(sweep_file):
     assert "both" in refusal(sweep_file(train={"label_smoothing": 0.1}))
+
+
+def test_logs_of_a_run_that_is_not_there_name_one_that_is(sweep_file, capsys):
+    path = str(sweep_file())
+    assert main(["logs", path, "--run", "nonsense"]) == 2
+    assert "no run's name has 'nonsense' in it; one is" in capsys.readouterr().err
+    assert main(["logs", path]) == 0
+    assert "has not started" in capsys.readouterr().out
 
 
 def test_not_yaml_names_line_and_column(tmp_path):

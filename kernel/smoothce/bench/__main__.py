@@ -29,7 +29,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures there as well")
     args = parser.parse_args()
     if args.device == "cuda" and not gpu:
-        sys.exit("error: --device cuda, but torch finds no CUDA GPU")
+        parser.error("--device cuda, but torch finds no CUDA GPU")
+    if not all(0 <= beta <= 1 for beta in args.label_smoothing):
+        parser.error(f"--label-smoothing {args.label_smoothing}: expected numbers in [0, 1]")
+    if args.repeats < 1 or any(tokens < 1 for tokens in args.tokens or []):
+        parser.error("--tokens and --repeats must be at least 1")
     on_cpu = args.device == "cpu"
     dtype = args.dtype or ("float32" if on_cpu else "bfloat16")
     cases = [
