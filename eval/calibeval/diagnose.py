@@ -5,8 +5,9 @@ For logits z = C h with σ_C = ‖C‖₂ and ‖h‖₂ = √D σ_h, σ_h the r
     ‖z‖₂ ≤ r = σ_C √D σ_h,   g = r √(V / (V − 1)),
     H ≥ log(1 + (V − 1) e^{−g}) + g (V − 1) e^{−g} / (1 + (V − 1) e^{−g})
 
-(Theorem 4.2 of "Calibrated Language Models and How to Find Them with Label Smoothing"). The minimum
-is where one logit stands g above all others. The paper prints r with and without √D; without it,
+(after Theorem 4.2 of "Calibrated Language Models and How to Find Them with Label Smoothing",
+derived anew and not compared with the printed form). The minimum
+is where one logit stands g above all others. Without √D, and
 with σ_h a figure of the entries, the "bound" lies above entropies that exist (tests/eval).
 A temperature τ divides r by τ. A softcap c keeps logits within ±c: then the least entropy has some
 k of them at c and the rest at −c, and both bounds hold.
@@ -140,7 +141,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def prepare_bound(of: Diagnosis, points: int = 60) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """{V: (hidden sizes, bounds)} with the model's own σ_C and σ_h, as in Figure 4 of the paper."""
+    """{V: (hidden sizes, bounds)} with the model's own σ_C and σ_h, the plot behind `diagnose`."""
     sizes = np.geomspace(max(2, of.hidden / 16), of.hidden * 16, points)
     fixed = of.temperature, of.softcap
 
