@@ -51,6 +51,10 @@ case $action:$state in
   apply:patched) echo "already patched: $checkout" ;;
   apply:clean)
     git -C "$root" apply --unidiff-zero "${patches[@]}"
+    if [ "$(git -C "$root" hash-object "$file")" != "$patched" ]; then
+      git -C "$root" checkout --quiet -- "$file"
+      fail "the patches in $here are not as they were recorded (their index lines name another result); $checkout is left unpatched: take $here afresh from this project"
+    fi
     echo "patched: $checkout (${#patches[@]} patches on ${commit:0:12}); its Python needs smoothce: pip install $(dirname "$here")" ;;
   reverse:clean) echo "not patched, nothing to undo: $checkout" ;;
   reverse:patched)

@@ -1,5 +1,6 @@
 """apply.sh on a real checkout: apply, reverse, twice, and what it refuses."""
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -40,6 +41,25 @@ def test_patched_script_keeps_every_upstream_line_in_order(checkout):
     apply(checkout)
     after = iter((checkout / FILE).read_text().splitlines())
     assert all(line in after for line in before)
+
+
+def test_each_patch_names_its_result(checkout):
+    patches = sorted(APPLY.parent.glob("*.patch"))
+    for patch in patches:
+        subprocess.run(["git", "-C", checkout, "apply", "--unidiff-zero", patch], check=True)
+        hashed = ["git", "-C", checkout, "hash-object", FILE]
+        blob = subprocess.run(hashed, capture_output=True, text=True, check=True).stdout.strip()
+        assert f"..{blob} 100644" in patch.read_text()
+
+
+def test_a_changed_series_leaves_the_checkout_alone(checkout, tmp_path):
+    series = tmp_path / "patches"
+    shutil.copytree(APPLY.parent, series)
+    last = sorted(series.glob("*.patch"))[-1]
+    last.write_text(last.read_text().replace("logits.float()", "logits.double()"))
+    done = subprocess.run([series / "apply.sh", checkout], capture_output=True, text=True)
+    assert done.returncode == 2 and "not as they were recorded" in done.stderr
+    assert changed(checkout) == []
 
 
 @pytest.mark.parametrize("option", [(), ("--reverse",), ("--check",)])

@@ -1,5 +1,6 @@
 """The patch files hold this project's lines alone; no checkout is needed to see that."""
 
+import hashlib
 import re
 import subprocess
 from pathlib import Path
@@ -54,6 +55,31 @@ def test_numbered_in_order_from_the_recorded_file():
 def test_fewer_than_200_lines_added():
     added = [line for patch in PATCHES for line in body(patch)[4:] if line.startswith("+")]
     assert len(added) < 200
+
+
+def test_applies_to_a_file_of_the_recorded_length(tmp_path):
+    """Hunks carry no context, so any file of upstream's length takes them and keeps its lines."""
+    length = int(re.search(r"^lines (\d+)$", UPSTREAM, re.M)[1])
+    before = [f"upstream {number}" for number in range(1, length + 1)]
+    script = tmp_path / "open_instruct" / "finetune.py"
+    script.parent.mkdir()
+    script.write_text("\n".join(before) + "\n")
+    git = ["git", "-C", str(tmp_path)]
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    subprocess.run([*git, "apply", "--unidiff-zero", *PATCHES], check=True)
+    after = script.read_text().splitlines()
+    added = [line for patch in PATCHES for line in body(patch)[4:] if line.startswith("+")]
+    assert len(after) == length + len(added)
+    assert [line for line in after if line.startswith("upstream ")] == before
+
+
+def test_series_is_the_one_that_was_tried_on_upstream():
+    """An edited patch names the wrong result, and then apply.sh refuses what it has patched."""
+    series = hashlib.sha256(b"".join(patch.read_bytes() for patch in PATCHES)).hexdigest()
+    assert series == re.search(r"^series (\w+)$", UPSTREAM, re.M)[1], (
+        f"a patch changed: correct its index line (patches/README.md, Tests), run `pytest -m "
+        f"upstream tests/patches/test_checkout.py`, then put {series} into patches/UPSTREAM"
+    )
 
 
 def test_readme_has_a_paragraph_for_each():
