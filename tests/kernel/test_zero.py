@@ -12,7 +12,6 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-import torch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 for module in ("deepspeed", "peft", "transformers"):
@@ -124,23 +123,20 @@ def test_a_rank_that_stays_away_is_a_failure_and_no_hang(folder):
 
 @pytest.fixture(scope="module", params=[2, 3])
 def updates(request, folder):
-    """{(ranks, accumulation): update of one batch}, under ZeRO-2 and ZeRO-3."""
-    stage, paths = request.param, {}
+    """{(ranks, accumulation): how far one batch's update is from torch's, under ZeRO-2 and 3."""
+    stage, found = request.param, {}
     for ranks in (1, 2):
         cases = {}
         for accumulation in (1, 2, 8):
-            paths[ranks, accumulation] = folder / f"zero{stage}-{ranks}x{accumulation}.pt"
-            name, settings = case(stage, False, accumulation, "off", False)
+            _, settings = case(stage, False, accumulation, "off", False, split=True)
             rate = {"learning_rate": 1.0, "sequences": 16 // ranks // accumulation}
-            cases[name] = {**settings, **rate, "path": str(paths[ranks, accumulation])}
-        launch(ranks, cases, folder / f"token-mean-zero{stage}-{ranks}")
-    return {split: torch.load(path, weights_only=True) for split, path in paths.items()}
+            cases[f"{ranks}x{accumulation}"] = {**settings, **rate}
+        found |= launch(ranks, cases, folder / f"token-mean-zero{stage}-{ranks}")
+    return found
 
 
-@pytest.mark.parametrize(("ranks", "accumulation"), SPLITS[1:])
+@pytest.mark.parametrize(("ranks", "accumulation"), SPLITS)
 def test_token_mean_does_not_depend_on_the_split(updates, ranks, accumulation):
     """A batch whose micro-batches hold very different numbers of valid tokens."""
-    whole, split = updates[SPLITS[0]], updates[ranks, accumulation]
-    for name, update in whole.items():
-        error = (split[name] - update).abs().max().item()
-        assert update.any() and error <= 1e-6, (name, error)
+    result = updates[f"{ranks}x{accumulation}"]
+    assert result["error"] <= 1e-6, result

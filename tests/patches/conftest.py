@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
 HERE = Path(__file__).parent
 PROJECT = HERE.parents[1]
@@ -41,8 +43,22 @@ class Run:
 
     def weights(self) -> bytes:
         """The saved weights, byte for byte."""
-        names = ("pytorch_model.bin", "model.safetensors")
-        return next(path.read_bytes() for name in names if (path := self.output / name).is_file())
+        return weights_file(self.output).read_bytes()
+
+    def update(self, start: Path) -> torch.Tensor:
+        """What training added to the weights of the model in `start`, as one fp64 vector."""
+        before, after = (load_weights(folder) for folder in (start, self.output))
+        return torch.cat([(after[key].double() - before[key]).flatten() for key in sorted(before)])
+
+
+def weights_file(folder: Path) -> Path:
+    names = ("pytorch_model.bin", "model.safetensors")
+    return next(path for name in names if (path := folder / name).is_file())
+
+
+def load_weights(folder: Path) -> dict[str, torch.Tensor]:
+    path = weights_file(folder)
+    return load_file(path) if path.suffix == ".safetensors" else torch.load(path)
 
 
 @dataclass
@@ -69,7 +85,7 @@ class Stack:
         *arguments: object,
         ranks: int = 1,
         deepspeed: Path | None = None,
-        fp32: bool = True,
+        dtype: str | None = "float32",
         torch_smoothing: float | None = None,
         kill_after_step: int | None = None,
     ) -> Run:
@@ -86,7 +102,7 @@ class Stack:
             launch = ["torch.distributed.run", "--nproc_per_node", str(ranks)]
             launch += ["--master_port", port]
         script = [str(HERE / "run_finetune.py"), str(checkout)]
-        script += ["--fp32"] if fp32 else []
+        script += ["--dtype", dtype] if dtype else []
         script += ["--torch-smoothing", str(torch_smoothing)] if torch_smoothing is not None else []
         given = {
             "model_name_or_path": self.world / "model",

@@ -1,7 +1,7 @@
 """run_finetune.py CHECKOUT [OPTIONS] -- ARGUMENTS…: finetune.py for tests and measurements.
 
 Run by `accelerate launch` in place of finetune.py, whose arguments follow `--`. Upstream loads
-weights in bf16, whose rounding hides what a test looks for: --fp32 keeps them in fp32.
+weights in bf16, whose rounding hides what a test looks for: --dtype float32 or float64.
 --torch-smoothing gives an unpatched checkout torch's own label smoothing, as the yardstick.
 --memory FILE measures GPU memory; --no-save leaves out the model at the end.
 """
@@ -23,15 +23,15 @@ def main() -> None:
     split = sys.argv.index("--")
     parser = argparse.ArgumentParser()
     parser.add_argument("checkout")
-    parser.add_argument("--fp32", action="store_true")
+    parser.add_argument("--dtype", choices=["float32", "float64"])
     parser.add_argument("--torch-smoothing", type=float)
     parser.add_argument("--memory", type=Path)
     parser.add_argument("--no-save", action="store_true")
     options = parser.parse_args(sys.argv[1:split])
-    if options.fp32:
+    if options.dtype:
         load = transformers.AutoModelForCausalLM.from_pretrained
         transformers.AutoModelForCausalLM.from_pretrained = lambda *args, **kwargs: load(
-            *args, **kwargs | {"torch_dtype": torch.float32}
+            *args, **kwargs | {"torch_dtype": getattr(torch, options.dtype)}
         )
     if options.torch_smoothing is not None:
         dense = F.cross_entropy

@@ -11,8 +11,8 @@ pytestmark = [pytest.mark.upstream, pytest.mark.slow, pytest.mark.timeout(900)]
 @pytest.mark.parametrize("reduce_loss", ["mean", "sum"])
 def test_flags_off_is_bit_identical(paper, unpatched, patched, tmp_path, reduce_loss):
     flags = ["--max_train_steps", 20, "--reduce_loss", reduce_loss]
-    before = paper.finetune(unpatched, tmp_path / "before", *flags, fp32=False)
-    after = paper.finetune(patched, tmp_path / "after", *flags, fp32=False)
+    before = paper.finetune(unpatched, tmp_path / "before", *flags, dtype=None)
+    after = paper.finetune(patched, tmp_path / "after", *flags, dtype=None)
     assert list(before.losses) == list(range(1, 21))
     assert after.losses == before.losses
     assert after.weights() == before.weights()
@@ -38,25 +38,38 @@ def test_smoothed_curve_is_torchs(paper, unpatched, patched, tmp_path, reduce_lo
     assert after.losses == pytest.approx(before.losses, rel=1e-5)
 
 
-def test_token_mean_does_not_depend_on_the_split(paper, patched, tmp_path):
-    # 120 chats are 15 batches of 8: the last optimizer step of each epoch is a partial one.
-    flags = ["--reduce_loss", "token_mean", "--label_smoothing", 0.1, "--num_train_epochs", 2]
+@pytest.mark.parametrize(
+    ("flags", "splits"),
+    [
+        (["--max_train_steps", 3], [(1, 1), (1, 2), (1, 8), (2, 1), (2, 2), (2, 8)]),
+        # 120 chats are seven and a half updates of 16: the last one of an epoch is short.
+        (["--num_train_epochs", 2], [(1, 1), (1, 8), (2, 8)]),
+    ],
+    ids=["whole-steps", "short-steps"],
+)
+def test_token_mean_does_not_depend_on_the_split(paper, patched, tmp_path, flags, splits):
+    """(ranks, accumulation), in fp64: fp32 cannot hold a weight's update to 1e-6 of it."""
+    flags = [*flags, "--reduce_loss", "token_mean", "--label_smoothing", 0.1]
     # Upstream counts warm-up in steps of all ranks and rounds down: without it the rates agree.
     flags += ["--learning_rate", 1e-3, "--warmup_ratio", 0]
-    runs = [
-        paper.finetune(
+    runs = {
+        (ranks, accumulation): paper.finetune(
             patched,
             tmp_path / f"{ranks}-{accumulation}",
             *flags,
-            *("--per_device_train_batch_size", 8 // ranks // accumulation),
+            *("--per_device_train_batch_size", 16 // ranks // accumulation),
             *("--gradient_accumulation_steps", accumulation),
             ranks=ranks,
+            dtype="float64",
         )
-        for ranks, accumulation in ((1, 1), (1, 2), (1, 8), (2, 1), (2, 4))
-    ]
-    assert len(runs[0].losses) == 30
-    for run in runs[1:]:
-        assert run.losses == pytest.approx(runs[0].losses, rel=1e-5)
+        for ranks, accumulation in splits
+    }
+    whole = runs[1, 1]
+    update = whole.update(paper.world / "model")
+    for split, run in runs.items():
+        assert run.losses == pytest.approx(whole.losses, rel=1e-6), split
+        error = (run.update(paper.world / "model") - update).norm() / update.norm()
+        assert error <= 1e-6, (split, error)
 
 
 @pytest.mark.parametrize("zero", ["zero2", "zero3"])
