@@ -157,7 +157,10 @@ def _head_forward(
     divided = divisor is not None and self._smoothce["reduction"] == "mean"
     options = {**self._smoothce, "reduction": "sum"} if divided else self._smoothce
     labels = labels.to(hidden.device)
-    loss = linear_cross_entropy(hidden, self.weight, labels, bias=self.bias, **options)
+    bias, scale = self.bias, options["logit_scale"]
+    if bias is not None and scale is not None:
+        bias = bias * scale  # these models scale the head's whole output
+    loss = linear_cross_entropy(hidden, self.weight, labels, bias=bias, **options)
     return loss / divisor if divided else loss
 
 

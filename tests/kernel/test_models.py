@@ -105,8 +105,10 @@ def test_loss_and_gradients(name, tied):
         unpatch_model(model)
 
 
-def test_bias_of_the_head_counts():
-    model, data = tiny(), batch()
+@pytest.mark.parametrize("name", PRESENT)
+def test_bias_of_the_head_counts(name):
+    """None of them comes with one; what is added is inside softcap and scale."""
+    model, data = tiny(name), batch()
     model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCABULARY))
     loss = expected(model, data, 0.2)
     theirs = gradients(model, loss)
@@ -259,13 +261,40 @@ def test_an_adapter_on_the_head_is_refused(first, where):
             patch_model(peft.get_peft_model(model, peft.LoraConfig(**settings)))
 
 
-def test_refusals():
-    gpt2 = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=9)
-    )
-    with pytest.raises(TypeError, match=r"GPT2LMHeadModel; it knows .*LlamaForCausalLM.*Granite"):
-        patch_model(gpt2)
+def test_known_architectures_are_missing_only_from_versions_before_them():
+    """transformers 4.43 has nine of the thirteen, 5.x has all."""
+    newer = {"Gemma3ForCausalLM", "Qwen3ForCausalLM", "Olmo2ForCausalLM", "GraniteForCausalLM"}
+    missing = set(ARCHITECTURES) - set(PRESENT)
+    assert missing <= newer and (not missing or transformers.__version__.startswith("4."))
 
+
+def test_an_unknown_architecture_is_told_every_known_one():
+    config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=9)
+    with pytest.raises(TypeError) as refusal:
+        patch_model(transformers.GPT2LMHeadModel(config))
+    assert all(name in str(refusal.value) for name in ARCHITECTURES)
+
+
+def test_a_head_that_might_not_come_out_exact_is_refused():
+    model = tiny()
+    model.config.pretraining_tp = 2
+    with pytest.raises(TypeError, match="LlamaForCausalLM with pretraining_tp=2"):
+        patch_model(model)
+
+    class Quantised(torch.nn.Linear):
+        """Stands for the linear layers of bitsandbytes and the like."""
+
+    model = tiny()
+    model.lm_head = Quantised(16, VOCABULARY, bias=False)
+    with pytest.raises(TypeError, match=r"must be a torch.nn.Linear, not .*Quantised"):
+        patch_model(model)
+    model = tiny()
+    model.forward = torch.no_grad()(model.forward)
+    with pytest.raises(TypeError, match="forward is already wrapped"):
+        patch_model(model)
+
+
+def test_refusals():
     class LlamaForCausalLM(transformers.LlamaForCausalLM):
         """Somebody's own variant under a known name."""
 
