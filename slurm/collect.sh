@@ -5,11 +5,13 @@
 #SBATCH --time=00:30:00
 # Tables, diagrams and report of a sweep; exit 1 while there are gaps.
 #
-#   bash   slurm/collect.sh [options] [key=value …]
+#   bash   slurm/collect.sh [options] [key=value …]     right here
 #   sbatch slurm/collect.sh [options] [key=value …]     this job does it
 #
 #   --config FILE     the sweep instead of configs/sweeps/grid.yaml
 #   --cluster FILE    a profile of configs/cluster
+#   --dry-run         print what is there and stop
+#   --throttle N      as at launch; nothing here depends on it
 #   key=value         the overrides that the sweep was launched with
 
 # sbatch runs a copy of this file from its spool folder: only the submission folder is known.

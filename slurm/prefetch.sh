@@ -5,11 +5,13 @@
 #SBATCH --time=00:30:00
 # Fetch models, data and packages; run it where there is internet, before sbatch.
 #
-#   bash   slurm/prefetch.sh [options] [key=value …]
+#   bash   slurm/prefetch.sh [options] [key=value …]     on a login node
 #   sbatch slurm/prefetch.sh [options] [key=value …]     only where compute nodes have internet
 #
 #   --config FILE     the sweep instead of configs/sweeps/grid.yaml
 #   --cluster FILE    a profile of configs/cluster
+#   --dry-run         print what is here and what would be fetched, and stop
+#   --throttle N      as at launch; nothing here depends on it
 #   key=value         the overrides that the sweep was launched with
 
 # sbatch runs a copy of this file from its spool folder: only the submission folder is known.

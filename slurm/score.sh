@@ -3,13 +3,15 @@
 #SBATCH --ntasks=1
 #SBATCH --cpus-per-task=1
 #SBATCH --time=00:30:00
-# Score whatever is trained and not yet scored.
+# Score whatever is trained and not yet scored, without training.
 #
-#   bash   slurm/score.sh [options] [key=value …]
-#   sbatch slurm/score.sh [options] [key=value …]     this job queues them, without training
+#   sbatch slurm/score.sh [options] [key=value …]     on a cluster: this job queues the scoring
+#   bash   slurm/score.sh [options] [key=value …]     queues from here; without Slurm: the scoring itself, here
 #
 #   --config FILE     the sweep instead of configs/sweeps/grid.yaml
 #   --cluster FILE    a profile of configs/cluster
+#   --throttle N      elements that run at a time
+#   --dry-run         print what would be scored and stop
 #   key=value         the overrides that the sweep was launched with
 
 # sbatch runs a copy of this file from its spool folder: only the submission folder is known.

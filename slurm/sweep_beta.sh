@@ -6,7 +6,7 @@
 # Six label-smoothing factors at one learning rate.
 #
 #   sbatch slurm/sweep_beta.sh [options] [key=value …]     on a cluster: this job queues the rest
-#   bash   slurm/sweep_beta.sh [options] [key=value …]     without one: the same runs on this machine
+#   bash   slurm/sweep_beta.sh [options] [key=value …]     queues from here; without Slurm: the same runs, here
 #
 #   --config FILE     the sweep instead of configs/sweeps/beta.yaml
 #   --cluster FILE    a profile of configs/cluster

@@ -6,7 +6,7 @@
 # The paper's grid: 4 learning rates × 6 label-smoothing factors = 24 runs.
 #
 #   sbatch slurm/sweep_grid.sh [options] [key=value …]     on a cluster: this job queues the rest
-#   bash   slurm/sweep_grid.sh [options] [key=value …]     without one: the same runs on this machine
+#   bash   slurm/sweep_grid.sh [options] [key=value …]     queues from here; without Slurm: the same runs, here
 #
 #   --config FILE     the sweep instead of configs/sweeps/grid.yaml
 #   --cluster FILE    a profile of configs/cluster

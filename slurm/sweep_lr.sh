@@ -6,7 +6,7 @@
 # Four learning rates at β = 0 and β = 0.1.
 #
 #   sbatch slurm/sweep_lr.sh [options] [key=value …]     on a cluster: this job queues the rest
-#   bash   slurm/sweep_lr.sh [options] [key=value …]     without one: the same runs on this machine
+#   bash   slurm/sweep_lr.sh [options] [key=value …]     queues from here; without Slurm: the same runs, here
 #
 #   --config FILE     the sweep instead of configs/sweeps/lr.yaml
 #   --cluster FILE    a profile of configs/cluster

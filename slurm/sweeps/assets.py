@@ -4,8 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tarfile
 import tempfile
 import urllib.request
@@ -14,11 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sweeps.cluster import Cluster
-from sweeps.config import Archive, Checkout, Dataset, Sweep, Wheels
+from sweeps.backends import get_backend
+from sweeps.cluster import Cluster, expand
+from sweeps.config import Archive, Dataset, Sweep
 from sweeps.errors import SweepError
-from sweeps.files import fsync_folder, make_folder
+from sweeps.files import fsync_folder, make_folder, read_json
 from sweeps.grid import Cell
+from sweeps.packages import SCORE, TRAIN, fetch_wheels, missing_wheels
 
 
 def hub_cache() -> Path:
@@ -28,20 +28,34 @@ def hub_cache() -> Path:
 
 
 def hub_snapshot(name: str, kind: str = "models") -> Path | None:
-    """The newest complete-looking snapshot of `owner/name`, or None; reads the disk only."""
-    folder = hub_cache() / f"{kind}--{name.replace('/', '--')}" / "snapshots"
-    found = [path for path in folder.glob("*") if any(path.iterdir())] if folder.is_dir() else []
+    """The newest whole snapshot of `owner/name`, or None; reads the disk only."""
+    folder = hub_cache() / f"{kind}--{name.replace('/', '--')}"
+    if any(folder.glob("blobs/*.incomplete")):  # a download that was killed
+        return None
+    found = [path for path in folder.glob("snapshots/*") if _whole(path)]
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _whole(snapshot: Path) -> bool:
+    indices = list(snapshot.glob("*.index.json"))
+    names = {name for path in indices for name in read_json(path).get("weight_map", {}).values()}
+    return any(snapshot.iterdir()) and all((snapshot / name).exists() for name in names)
+
+
+def on_hub(name: str) -> bool:
+    """Whether `name` is `owner/name` of the hub rather than a path."""
+    return not Path(name).exists() and name.count("/") == 1 and name[0] not in "./~"
 
 
 @dataclass(frozen=True)
 class Asset:
-    """Something to fetch: what it is, whether it is here, how to get it, whether it is used.
+    """Something to fetch: what it is, where the sweep names it, whether it is here, how to get it.
 
     An override may point a sweep at other data: then the file that prefetch would make is unused.
     """
 
     name: str
+    place: str  # the path or hub name that config keys hold
     here: Callable[[], bool]
     fetch: Callable[[], None]
     used: bool = True
@@ -50,48 +64,67 @@ class Asset:
 def use_cache(cluster: Cluster) -> None:
     """Look for hub files where the profile's jobs will."""
     if cluster.cache:
-        os.environ["HF_HOME"] = os.path.expandvars(os.path.expanduser(cluster.cache))
+        os.environ["HF_HOME"] = str(expand("cache", cluster.cache))
 
 
-def of_sweep(sweep: Sweep, cells: list[Cell]) -> list[Asset]:
+def hub_model(name: str) -> Asset:
+    """A model or tokenizer of the hub."""
+    return Asset(
+        f"model {name}", name, lambda: hub_snapshot(name) is not None, lambda: _fetch_model(name)
+    )
+
+
+def hub_dataset(name: str) -> Asset:
+    """A data set of the hub, prepared as load_dataset reads it without a network."""
+    return Asset(
+        f"data set {name}",
+        name,
+        lambda: hub_snapshot(name, "datasets") is not None,
+        lambda: _load_dataset(name),
+    )
+
+
+def of_sweep(sweep: Sweep, cells: list[Cell], cluster: Cluster) -> list[Asset]:
     """Everything that the sweep needs and that can be fetched."""
-    models = {}
+    found = {}
     for cell in cells:
         for key in ("model_name_or_path", "tokenizer_name"):
             name = cell.config.train.get(key)
-            if name and not Path(name).exists() and name.count("/") == 1 and name[0] not in "./":
-                models[name] = Asset(
-                    f"model {name}",
-                    lambda n=name: hub_snapshot(n) is not None,
-                    lambda n=name: _fetch_model(n),
-                )
-    wanted = sweep.prefetch
-    items = [
-        *((f"data set {d.hub} → {d.to}", d, _fetch_dataset) for d in wanted.datasets),
-        *((f"archive {a.url} → {a.to}", a, _fetch_archive) for a in wanted.archives),
-        *((f"checkout {c.repository} → {c.to}", c, _fetch_checkout) for c in wanted.checkouts),
-        *((f"wheels of {w.requirements} → {w.to}", w, _fetch_wheels) for w in wanted.wheels),
-    ]
+            if name and on_hub(name):
+                found[name] = hub_model(name)
+    backend = get_backend(sweep.backend)
+    for asset in backend.assets([cell.config.keys for cell in cells]):
+        found[asset.place] = asset
     paths = {value for cell in cells for value in cell.config.train.values() if type(value) is str}
     paths |= {task.data for task in sweep.score.tasks} if sweep.score else set()
-    return list(models.values()) + [
-        Asset(
+    items = [(f"data set {d.hub} → {d.to}", d, _fetch_dataset) for d in sweep.prefetch.datasets]
+    items += [(f"archive {a.url} → {a.to}", a, _fetch_archive) for a in sweep.prefetch.archives]
+    for name, item, how in items:
+        found[item.to] = Asset(
             name,
+            item.to,
             lambda i=item: Path(i.to).exists(),
-            lambda i=item, f=fetch: f(i),
-            any(Path(path).is_relative_to(item.to) for path in paths) or fetch is _fetch_wheels,
+            lambda i=item, h=how: h(i),
+            any(Path(path).is_relative_to(item.to) for path in paths),
         )
-        for name, item, fetch in items
-    ]
+    if cluster.wheels:
+        folder = expand("wheels", cluster.wheels)
+        wanted = [*needed_packages(sweep, cells), *cluster.packages]
+        found["wheels"] = Asset(
+            f"wheels of {', '.join(missing_wheels(wanted, folder)) or 'all packages'} → {folder}",
+            str(folder),
+            lambda: not missing_wheels(wanted, folder),
+            lambda: fetch_wheels(wanted, folder, cluster.modules),
+        )
+    return list(found.values())
 
 
-def missing(assets: list[Asset]) -> list[str]:
-    """One sentence for each asset that is not here."""
-    return [
-        f"{asset.name}: not fetched; `bash slurm/prefetch.sh` where there is internet"
-        for asset in assets
-        if asset.used and not asset.here()
-    ]
+def needed_packages(sweep: Sweep, cells: list[Cell]) -> list[str]:
+    """The requirements of a sweep's jobs, training, scoring and report."""
+    backend = get_backend(sweep.backend)
+    more = [text for cell in cells for text in backend.packages(cell.config.keys, sweep.world)]
+    scoring = ["vllm"] if sweep.score and sweep.score.engine == "vllm" else []
+    return list(dict.fromkeys([*TRAIN, *(SCORE if sweep.score else ()), *more, *scoring]))
 
 
 def fetch(assets: list[Asset]) -> list[str]:
@@ -114,6 +147,12 @@ def _fetch_model(name: str) -> None:
     from huggingface_hub import snapshot_download
 
     snapshot_download(name, ignore_patterns=["*.pth", "*.bin", "original/*", "*.gguf"])
+
+
+def _load_dataset(name: str) -> None:
+    from datasets import load_dataset
+
+    load_dataset(name)
 
 
 def _fetch_dataset(wanted: Dataset) -> None:
@@ -156,35 +195,3 @@ def _fetch_archive(wanted: Archive) -> None:
             (unpacked,) = unpacked.iterdir()
         unpacked.rename(target)
         fsync_folder(target.parent)
-
-
-def _fetch_checkout(wanted: Checkout) -> None:
-    target = Path(wanted.to)
-    make_folder(target.parent)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as scratch:
-        clone = Path(scratch, "clone")
-        _run("git", "clone", "--quiet", wanted.repository, str(clone))
-        _run("git", "-C", str(clone), "checkout", "--quiet", "--detach", wanted.commit)
-        if wanted.apply:
-            _run(os.path.abspath(wanted.apply), str(clone))
-        clone.rename(target)
-
-
-def _fetch_wheels(wanted: Wheels) -> None:
-    target = Path(wanted.to)
-    make_folder(target.parent)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as scratch:
-        wheels = Path(scratch, "wheels")
-        _run(
-            sys.executable, "-m", "pip", "download", "--quiet", "--prefer-binary",
-            "--requirement", wanted.requirements, "--dest", str(wheels),
-        )  # fmt: skip
-        shutil.copy(wanted.requirements, wheels / "requirements.txt")
-        wheels.rename(target)
-
-
-def _run(*arguments: str) -> None:
-    done = subprocess.run(arguments, text=True, capture_output=True, check=False)
-    if done.returncode != 0:
-        lines = (done.stderr or done.stdout).strip().splitlines() or ["no output"]
-        raise SweepError(f"{Path(arguments[0]).name}: {lines[-1]}")

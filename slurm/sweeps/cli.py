@@ -1,10 +1,12 @@
 """The command line: parsing and messages, nothing else."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
 from sweeps.errors import DISK_ERRORS, SweepError, disk_error
+from sweeps.provenance import PROJECT
 
 SWEEP = "a sweep file, for example configs/sweeps/beta.yaml"
 IDLE = "give up after this many restarts in a row without a new checkpoint"
@@ -18,7 +20,7 @@ def parser() -> argparse.ArgumentParser:
 
     def sweep_command(name: str, help: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=help, description=help)
-        sub.add_argument("config", type=Path, metavar="SWEEP.yaml", help=SWEEP)
+        sub.add_argument("config", type=Path, nargs="?", metavar="SWEEP.yaml", help=SWEEP)
         sub.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDE)
         sub.add_argument("--cluster", help="a profile of configs/cluster")
         return sub
@@ -29,11 +31,17 @@ def parser() -> argparse.ArgumentParser:
             "--executor", choices=("auto", "local", "slurm"), default="auto", help=help
         )
 
+    def dry_option(sub: argparse.ArgumentParser, what: str) -> None:
+        sub.add_argument("--dry-run", action="store_true", help=f"print what {what} and stop")
+
+    def throttle_option(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("--throttle", type=int, metavar="N", help="elements that run at a time")
+
     sweep_command("plan", "list the runs of a sweep and what is already done")
     sub = sweep_command("launch", "train, score and collect whatever is missing")
     executor_option(sub)
-    sub.add_argument("--dry-run", action="store_true", help="print what would be queued and stop")
-    sub.add_argument("--throttle", type=int, metavar="N", help="elements that run at a time")
+    dry_option(sub, "would be queued")
+    throttle_option(sub)
     sub = sweep_command("status", "what every run is doing")
     sub.add_argument("--watch", type=float, metavar="SECONDS", help="show it again and again")
     sweep_command("cancel", "take this sweep out of the queue; running trainers save first")
@@ -43,11 +51,19 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--run", default="", metavar="TEXT", help="only runs whose name contains TEXT")
     sub.add_argument("--lines", type=int, default=20)
     sub = sweep_command("score", "score what is trained and not yet scored")
-    sub.add_argument("--only", metavar="NAME", help="one run or base model")
+    executor_option(sub)
+    dry_option(sub, "would be scored")
+    throttle_option(sub)
+    sub.add_argument("--only", metavar="NAME", help="one run or base model, in this process")
     sub = sweep_command("collect", "make tables and diagrams; exit 1 while there are gaps")
+    dry_option(sub, "is there to collect")
+    throttle_option(sub)
     sub.add_argument("--resubmit", action="store_true", help="queue again what died without a word")
-    sweep_command("prefetch", "fetch models, data and packages, where there is internet")
-    sweep_command("preflight", "name everything that is missing, before anything is queued")
+    sub = sweep_command("prefetch", "fetch models, data and packages, where there is internet")
+    dry_option(sub, "is here and what would be fetched")
+    throttle_option(sub)
+    sub = sweep_command("preflight", "name everything that is missing, before anything is queued")
+    executor_option(sub)
     sub = commands.add_parser("train", help="train one run")
     sub.add_argument("run", type=Path, metavar="RUN_DIR")
     sub.add_argument("--idle-restarts", type=int, default=3, metavar="N", help=IDLE)
@@ -65,13 +81,19 @@ def main(arguments: list[str] | None = None) -> int:
         top.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         parsed.overrides += rest
+    if parsed.command != "prefetch":  # all is on the disk; the hub would be asked, and waited for
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
     try:
-        return COMMANDS[parsed.command](parsed)
+        code = COMMANDS[parsed.command](parsed)
+        sys.stdout.flush()
+        return code
     except SweepError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        return 1
+    except BrokenPipeError:  # `… | head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nor may the interpreter's last flush fail
+        return 0
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
@@ -79,9 +101,20 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
 
 
+def _which(command: str) -> str:
+    """The message for a command without its sweep file."""
+    shipped = sorted((PROJECT / "configs").glob("sweeps/*.yaml"))
+    names = " ".join(os.path.relpath(path) for path in shipped)
+    return f"{command}: of which sweep? python -m sweeps {command} SWEEP.yaml; there are: {names}"
+
+
 def _planned(a: argparse.Namespace):
     from sweeps import launch
 
+    if a.config is None:
+        raise SweepError(_which(a.command))
+    if "=" in str(a.config) and not a.config.exists():  # overrides only: argparse took the first
+        raise SweepError(_which(a.command))
     assignments = list(a.overrides)
     if a.cluster is not None:
         assignments.append(f"cluster={a.cluster}")
@@ -103,6 +136,11 @@ def _launch(a: argparse.Namespace) -> int:
     planned = _planned(a)
     executor = launch.pick_executor(a.executor, dry_run=a.dry_run)
     if a.dry_run:
+        if launch.pick_executor(a.executor) != executor:
+            print(
+                "# There is no sbatch here: a cluster gets the following; without --dry-run these "
+                f"runs would train on this machine, {planned.sweep.workers} at a time."
+            )
         print(launch.dry_run(planned, executor))
         return 0
     launch.check_assets(planned, executor)
@@ -169,11 +207,18 @@ def _score(a: argparse.Namespace) -> int:
     planned = _planned(a)
     if planned.sweep.score is None:
         raise SweepError(f"{a.config}: has no `score` section")
+    executor = "local" if a.only else launch.pick_executor(a.executor)
+    if a.dry_run:
+        print(launch.to_score(planned))
+        return 0
+    if executor == "slurm":
+        return launch.queue_scores(planned)
     subjects = [s for s in launch.trained(planned) if a.only in (None, s.name)]
     if a.only is not None and not subjects:
         raise SweepError(f"{a.config}: no trained run and no base model is called {a.only!r}")
     for subject in subjects:
-        score.run(subject, planned.sweep.score)
+        score.run(subject, planned.sweep.score, prefetch=launch.prefetch_command(planned))
+        print(f"scored: {subject.name}", flush=True)
     return 0
 
 
@@ -189,6 +234,9 @@ def _collect(a: argparse.Namespace) -> int:
     from sweeps import collect, launch
 
     planned = _planned(a)
+    if a.dry_run:
+        print(launch.describe(planned))
+        return 0
     if a.resubmit and launch.resubmit(planned):
         return 0  # the new submission ends with a collect of its own
     return 1 if collect.collect(planned.sweep, planned.cells) else 0
@@ -199,8 +247,16 @@ def _prefetch(a: argparse.Namespace) -> int:
     from sweeps.cluster import load_cluster
 
     planned = _planned(a)
-    assets.use_cache(load_cluster(planned.sweep.cluster))
-    problems = assets.fetch(assets.of_sweep(planned.sweep, planned.cells))
+    cluster = load_cluster(planned.sweep.cluster)
+    assets.use_cache(cluster)
+    wanted = [x for x in assets.of_sweep(planned.sweep, planned.cells, cluster) if x.used]
+    if not wanted:
+        print("nothing to fetch: this sweep names files of this machine only")
+    if a.dry_run:
+        for asset in wanted:
+            print(f"{'here' if asset.here() else 'to fetch'}: {asset.name}")
+        return 0
+    problems = assets.fetch(wanted)
     for problem in problems:
         print(f"failed: {problem}", file=sys.stderr)
     return 1 if problems else 0
@@ -209,8 +265,9 @@ def _prefetch(a: argparse.Namespace) -> int:
 def _preflight(a: argparse.Namespace) -> int:
     from sweeps import launch
 
-    launch.check_assets(_planned(a), launch.pick_executor("auto"))
-    print("preflight: nothing is missing")
+    executor = launch.pick_executor(a.executor)
+    launch.check_assets(_planned(a), executor)
+    print(f"preflight: nothing is missing (executor {executor})")
     return 0
 
 

@@ -1,10 +1,13 @@
 """Cluster profiles: what differs between clusters, and nothing that belongs to a sweep."""
 
+import os
+import re
 from pathlib import Path
 
 from pydantic import Field
 
 from sweeps.config import Seq, Strict, check, read_yaml
+from sweeps.errors import SweepError
 
 DURATION = r"^(\d+-)?\d{1,2}(:\d{2}){0,2}$"
 MEMORY = r"^\d+[KMGT]?$"
@@ -34,6 +37,8 @@ class Cluster(Strict):
     secrets_file: str | None = None  # NAME=value lines, mode 0600, read inside the job only
     offline: bool = False  # compute nodes have no internet
     cache: str | None = None  # HF_HOME: what `prefetch` fills and the jobs read
+    wheels: str | None = None  # where `prefetch` puts packages for `setup` to install
+    packages: Seq[str] = ()  # more requirements for `wheels`, for example flash-attn
     scratch: str | None = None  # TMPDIR on the node
     extra: Seq[str] = ()  # more #SBATCH options, for example --mail-type=FAIL
 
@@ -43,3 +48,27 @@ def load_cluster(path: str | None) -> Cluster:
     if path is None:
         return Cluster()
     return check(Cluster, read_yaml(Path(path)), path)
+
+
+def variables(text: str | None) -> list[str]:
+    """The names of the variables in `text`."""
+    return re.findall(r"\$\{?([A-Za-z_][A-Za-z0-9_]*)", text or "")
+
+
+def expand(key: str, text: str) -> Path:
+    """A path of a profile, its variables replaced; raises SweepError naming one that is unset."""
+    for name in variables(text):
+        if name not in os.environ:
+            raise SweepError(
+                f"cluster.{key}: {text}: ${name} is not set in this shell: export "
+                f"{name}=/a/folder, or write the folder itself into the profile"
+            )
+    return Path(os.path.expandvars(text)).expanduser()
+
+
+def seconds(duration: str) -> int:
+    """A time limit as sbatch reads it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S."""
+    days, dash, rest = duration.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    return int(days or 0) * 86400 + sum(a * b for a, b in zip(parts, units, strict=False))

@@ -12,6 +12,7 @@ from sweeps.config import Sweep
 from sweeps.errors import SweepError
 from sweeps.files import make_folder, write_text
 from sweeps.grid import Cell, sweep_folder
+from sweeps.rundir import RunDir
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,6 @@ def collect(sweep: Sweep, cells: list[Cell]) -> list[Gap]:
     """
     folder = sweep_folder(sweep)
     results = folder / "results"
-    make_folder(results)
     gaps = [
         Gap(cell.config.name, "train", "not trained")
         for cell in cells
@@ -74,6 +74,13 @@ def collect(sweep: Sweep, cells: list[Cell]) -> list[Gap]:
     entries = []
     if sweep.score is not None:
         entries, gaps = index(sweep, cells)
+    if not entries and not any(RunDir(cell.folder).metrics.exists() for cell in cells):
+        print(
+            f"{sweep.name}: nothing to collect: none of its {len(cells)} runs has trained yet "
+            f"({cells[0].folder.parent})"
+        )
+        return gaps
+    make_folder(results)
     if entries:
         write_text(folder / "index.jsonl", "".join(json.dumps(entry) + "\n" for entry in entries))
         arguments = ["collect", str(folder / "index.jsonl"), "--out", str(results)]

@@ -88,29 +88,12 @@ class Archive(Strict):
     strip: int = Field(0, ge=0)  # leading folders of the archive's names to leave out
 
 
-class Checkout(Strict):
-    """A git checkout at a commit, with patches applied by the named script."""
-
-    repository: str
-    commit: str = Field(pattern="^[0-9a-f]{7,40}$")
-    to: str
-    apply: str | None = None  # called with the checkout, for example patches/apply.sh
-
-
-class Wheels(Strict):
-    """Packages for compute nodes without internet."""
-
-    requirements: str
-    to: str
-
-
 class Prefetch(Strict):
-    """What `prefetch` fetches where there is internet, apart from the models of `train`."""
+    """What `prefetch` fetches where there is internet, apart from what `train` names."""
 
     datasets: Seq[Dataset] = ()
     archives: Seq[Archive] = ()
-    checkouts: Seq[Checkout] = ()
-    wheels: Seq[Wheels] = ()
+    made_by: str | None = None  # the command that makes what cannot be fetched
 
 
 class Sweep(Strict):
@@ -222,21 +205,30 @@ def check(
     *,
     section: Callable[[str], str] = lambda key: "",
     origins: dict[str, str] | None = None,
+    elsewhere: Iterable[str] = (),
 ) -> M:
     """Build `model` from `raw`; raises SweepError with one line a problem.
 
     `section` says under which key of the file a key of `raw` stands; `origins` comes from
-    override.
+    override; `elsewhere` are dotted keys that a misplaced one may have been meant for.
     """
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        lines = [_explain(model, item, source, section, origins or {}) for item in error.errors()]
+        lines = [
+            _explain(model, item, source, section, origins or {}, elsewhere)
+            for item in error.errors()
+        ]
         raise SweepError("\n       ".join(dict.fromkeys(lines))) from None
 
 
 def _explain(
-    model: type[Strict], item: dict, source: str, section: Callable[[str], str], origins: dict
+    model: type[Strict],
+    item: dict,
+    source: str,
+    section: Callable[[str], str],
+    origins: dict,
+    elsewhere: Iterable[str],
 ) -> str:
     parts = [str(part) for part in item["loc"]]
     dotted = ".".join(part for part in (section(parts[0]) if parts else "", *parts) if part)
@@ -245,14 +237,20 @@ def _explain(
             source = f"command line ({assignment})"
     if item["type"] == "extra_forbidden":
         known = sorted(_known_keys(model, item["loc"][:-1]))
-        near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+        hint = _hint(dotted, known, elsewhere)
         return f"{source}: unknown key {dotted!r}; {hint}"
     if item["type"] == "missing":
         return f"{source}: key {dotted!r} is missing"
     expected = item["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     expected = expected.replace("a valid tuple", "a list, such as [0.0, 0.1]")
     return f"{source}: {dotted}: found {item['input']!r}, expected {expected}"
+
+
+def _hint(dotted: str, known: list[str], elsewhere: Iterable[str]) -> str:
+    leaf = dotted.rpartition(".")[2]
+    moved = [key for key in elsewhere if key.rpartition(".")[2] == leaf and key != dotted]
+    near = [*moved, *difflib.get_close_matches(leaf, known, n=1)]
+    return f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
 
 
 def _known_keys(model: Any, path: tuple) -> list[str]:
@@ -271,6 +269,16 @@ def _known_keys(model: Any, path: tuple) -> list[str]:
     return _known_keys(model.model_fields[path[0]].annotation, rest)
 
 
+def dotted_keys(backend: object) -> list[str]:
+    """Where the keys of a sweep file stand: train.learning_rate, world.nodes, workers, …"""
+    from sweeps.backends import REGISTRY, get_backend
+
+    train = get_backend(backend if backend in REGISTRY else "builtin").Train
+    sections = {"train": train, "world": World, "score": Score, "prefetch": Prefetch}
+    inner = [f"{name}.{key}" for name, model in sections.items() for key in model.model_fields]
+    return [*inner, *Sweep.model_fields]
+
+
 def load_sweep(path: Path, assignments: Iterable[str] = ()) -> tuple[Sweep, dict[str, str]]:
     """Read a sweep file and apply overrides; returns it and {overridden key: assignment}.
 
@@ -278,7 +286,7 @@ def load_sweep(path: Path, assignments: Iterable[str] = ()) -> tuple[Sweep, dict
     """
     raw = read_yaml(path)
     origins = override(raw, assignments)
-    sweep = check(Sweep, raw, str(path), origins=origins)
+    sweep = check(Sweep, raw, str(path), origins=origins, elsewhere=dotted_keys(raw.get("backend")))
     if sweep.score is not None:
         names = [task.key for task in sweep.score.tasks]
         if len(set(names)) != len(names):

@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 
 from sweeps.backends import get_backend
 from sweeps.backends.base import TrainKeys
-from sweeps.config import Strict, Sweep, World, check
+from sweeps.config import Strict, Sweep, World, check, dotted_keys
 from sweeps.errors import SweepError
 
 
@@ -68,9 +68,12 @@ def expand(sweep: Sweep, source: str, origins: dict[str, str] | None = None) -> 
     """
     backend = get_backend(sweep.backend, source)
     for key in sweep.grid.keys() & sweep.train.keys():
+        one, many = sweep.train[key], list(sweep.grid[key])
+        typed = [o for o in (f"train.{key}", f"grid.{key}") if o in (origins or {})]
+        where = f"command line ({origins[typed[0]]})" if typed else source
         raise SweepError(
-            f"{source}: {key!r} is given in both `train` ({sweep.train[key]!r}) and `grid` "
-            f"({list(sweep.grid[key])!r}); keep one"
+            f"{where}: {key!r} is given in both `train` ({one!r}) and `grid` ({many!r}); "
+            + (f"for one value: 'grid.{key}=[{one}]'" if typed else "keep one")
         )
 
     def section(key: str) -> str:
@@ -79,7 +82,14 @@ def expand(sweep: Sweep, source: str, origins: dict[str, str] | None = None) -> 
     cells, seen = [], {}
     for combination in itertools.product(*sweep.grid.values()):
         values = dict(zip(sweep.grid, combination, strict=True))
-        train = check(backend.Train, sweep.train | values, source, section=section, origins=origins)
+        train = check(
+            backend.Train,
+            sweep.train | values,
+            source,
+            section=section,
+            origins=origins,
+            elsewhere=dotted_keys(sweep.backend),
+        )
         config = RunConfig(backend=sweep.backend, train=train.model_dump(), world=sweep.world)
         if config.name in seen:
             raise SweepError(

@@ -1,5 +1,7 @@
 """A sweep from file to table: plan → run folders → train → score → collect."""
 
+import os
+import shlex
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,6 +10,7 @@ from sweeps import collect, preflight, score, status
 from sweeps.config import Sweep, load_sweep
 from sweeps.errors import SweepError
 from sweeps.grid import Cell, expand
+from sweeps.provenance import PROJECT
 from sweeps.rundir import RunDir
 
 
@@ -39,9 +42,16 @@ def describe(planned: Plan) -> str:
     return "\n".join(lines)
 
 
+def prefetch_command(planned: Plan) -> str:
+    """What fetches this very sweep's assets, as it would be typed here."""
+    script = os.path.relpath(PROJECT / "slurm" / "prefetch.sh")
+    script = script if not script.startswith("..") else str(PROJECT / "slurm" / "prefetch.sh")
+    return shlex.join(["bash", script, "--config", *_typed(planned)])
+
+
 def check_assets(planned: Plan, executor: str) -> None:
     """Raise SweepError naming everything that is missing, before any job starts."""
-    problems = preflight.problems(planned.sweep, planned.cells, executor)
+    problems = preflight.problems(planned.sweep, planned.cells, executor, prefetch_command(planned))
     if problems:
         raise SweepError(f"{planned.source}: " + "\n       ".join(problems))
 
@@ -78,15 +88,41 @@ def launch_local(planned: Plan) -> int:
 
 def launch_slurm(planned: Plan) -> int:
     """Queue what is missing; returns the exit code."""
+    return _submit(planned)
+
+
+def _submit(planned: Plan, *, train: bool = True) -> int:
     from sweeps.executors import slurm
 
-    ids = slurm.submit(planned.sweep, planned.cells)
+    ids = slurm.submit(planned.sweep, planned.cells, train=train)
     if not ids:
-        print("nothing to submit: every run is done or queued")
+        every = "every run is done or queued" if train else "every trained run is scored or queued"
+        print(f"nothing to submit: {every}")
         return 0
     print("submitted: " + " ".join(f"{stage}={job}" for stage, job in ids.items()))
-    print(f"watch: python -m sweeps status {planned.source}")
+    print(f"watch: {shlex.join(['python', '-m', 'sweeps', 'status', *_typed(planned)])}")
     return 0
+
+
+def _typed(planned: Plan) -> list[str]:
+    """The sweep as it was typed."""
+    return [str(planned.source), *planned.assignments]
+
+
+def to_score(planned: Plan) -> str:
+    """What `score` would do."""
+    lines = [
+        f"{subject.name}: {', '.join(task.key for task in tasks)}"
+        for subject in trained(planned)
+        if (tasks := score.missing(subject, planned.sweep.score))
+    ]
+    return "\n".join([*lines, f"{len(lines)} to score"])
+
+
+def queue_scores(planned: Plan) -> int:
+    """Queue the scoring of what is trained; returns the exit code."""
+    check_assets(planned, "slurm")
+    return _submit(planned, train=False)
 
 
 def failed(planned: Plan) -> list[Cell]:

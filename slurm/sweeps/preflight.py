@@ -1,39 +1,63 @@
 """Everything that would stop a sweep later, found and named before anything is queued."""
 
+import getpass
 import os
+import re
 import shutil
 import stat
 import subprocess
+import tempfile
 from pathlib import Path
 
-from sweeps import assets
+from sweeps import assets, packages, space
 from sweeps.backends import get_backend
-from sweeps.cluster import Cluster, load_cluster
+from sweeps.cluster import Cluster, expand, load_cluster, variables
 from sweeps.config import Sweep
+from sweeps.executors import scripts
+from sweeps.executors.scripts import Places
 from sweeps.grid import Cell
 from sweeps.rundir import RunDir
 
-FREE_BYTES = 50 << 20  # below this nothing sensible can be written
+PROBE = 1 << 20  # bytes written to see whether a folder takes them
 
 
-def problems(sweep: Sweep, cells: list[Cell], executor: str) -> list[str]:
-    """One sentence a problem; empty when everything is there."""
+def problems(sweep: Sweep, cells: list[Cell], executor: str, prefetch: str) -> list[str]:
+    """One sentence a problem; empty when everything is there. `prefetch`: its command."""
     cluster = load_cluster(sweep.cluster) if executor == "slurm" else Cluster()
+    found = _profile(cluster, sweep.cluster)
+    if found:  # nobody knows where its cache and its wheels would be
+        cluster = cluster.model_copy(update={"cache": None, "wheels": None, "secrets_file": None})
     assets.use_cache(cluster)
-    found: list[str] = assets.missing(assets.of_sweep(sweep, cells))
+    found += _files(sweep, cells, cluster, prefetch)
+    found += packages.problems(assets.needed_packages(sweep, cells), cluster.python)
+    at_once = sweep.workers if executor == "local" else sweep.throttle or len(cells)
+    found += _room(sweep, cells, at_once)
+    if executor == "slurm":
+        found += _slurm(cluster, sweep)
+        if not found:
+            found += _asked(sweep, cells, cluster)
+    return list(dict.fromkeys(found))
+
+
+def _files(sweep: Sweep, cells: list[Cell], cluster: Cluster, prefetch: str) -> list[str]:
+    """Models, data, wheels: what is not here, each once, and the one command that fetches it."""
+    backend, found = get_backend(sweep.backend), []
     kinds = {}  # runs that differ in a number only need the same things
     for cell in cells:
         if not RunDir(cell.folder).done:
             kinds.setdefault(_needs(cell), cell.config)
     for config in kinds.values():
-        found += get_backend(config.backend).missing(config.keys, config.world)
+        found += backend.missing(config.keys, config.world)
     for task in sweep.score.tasks if sweep.score else ():
         if not Path(task.data).exists():
             found.append(f"score.tasks: {task.key}: data: {task.data}: no such file or folder")
-    found += _folder(Path(sweep.output_root))
-    if executor == "slurm":
-        found += _slurm(cluster) + _secrets(cluster)
-    return list(dict.fromkeys(found))
+    absent = [a for a in assets.of_sweep(sweep, cells, cluster) if a.used and not a.here()]
+    # A file that prefetch makes is named by it, not once more by the key that reads it.
+    found = [line for line in found if not any(f": {a.place}" in line for a in absent)]
+    if found and sweep.prefetch.made_by:
+        found.append(f"model and data of this sweep are made by: {sweep.prefetch.made_by}")
+    found += [f"not fetched: {asset.name}" for asset in absent]
+    return found + ([f"where there is internet: {prefetch}"] if absent else [])
 
 
 def _needs(cell: Cell) -> str:
@@ -41,48 +65,114 @@ def _needs(cell: Cell) -> str:
     return repr({k: v for k, v in cell.config.train.items() if k not in numbers})
 
 
-def _folder(root: Path) -> list[str]:
-    place = root.absolute()
-    while not place.exists():
-        place = place.parent
+def _room(sweep: Sweep, cells: list[Cell], at_once: int) -> list[str]:
+    """Whether output_root takes files, and has room for what the sweep writes at its fullest."""
+    key, place = f"output_root: {sweep.output_root}", space.existing(Path(sweep.output_root))
     if not place.is_dir():
-        return [f"output_root: {root}: {place} is a file"]
-    if not os.access(place, os.W_OK | os.X_OK) or os.statvfs(place).f_flag & os.ST_RDONLY:
-        return [f"output_root: {root}: {place} is not writable"]
-    free = shutil.disk_usage(place).free
-    if free < FREE_BYTES:
-        return [f"output_root: {root}: {free >> 20} MiB free, {FREE_BYTES >> 20} MiB expected"]
-    return []
+        return [f"{key}: {place} is a file"]
+    try:
+        with tempfile.TemporaryFile(dir=place) as probe:  # rights, quota, root squash: one truth
+            probe.write(b"\1" * PROBE)
+            probe.flush()
+            os.fsync(probe.fileno())
+    except OSError as error:
+        return [f"{key}: {place}: cannot write ({error.strerror}); make room or fix the rights"]
+    left, who = space.free(place)
+    need, why = space.needed(sweep, cells, at_once)
+    if left >= need:
+        return []
+    return [
+        f"{key}: {space.size(left)} {who}, about {space.size(need)} needed ({why}); make room, or "
+        "lower train.keep_last_n_checkpoints or --throttle"
+    ]
 
 
-def _slurm(cluster: Cluster) -> list[str]:
-    for tool in ("sbatch", "squeue", "scontrol"):
-        if shutil.which(tool) is None:
-            return [f"{tool} is not on the PATH: run this on a login node, or --executor local"]
+def _profile(cluster: Cluster, file: str | None) -> list[str]:
+    """Variables of the profile that this shell, or a job, does not have."""
+    places = {key: getattr(cluster, key) or "" for key in ("cache", "wheels", "secrets_file")}
+    asked = {key: variables(text) for key, text in places.items()}
+    # Set-up lines and modules define variables of their own; those passed on must be there.
+    passed = [name for line in cluster.setup for name in variables(line)]
+    asked["setup"] = [name for name in passed if name in cluster.pass_environment]
+    reach = {*scripts.EXPORTED, *cluster.pass_environment, *cluster.environment}
     found = []
-    if cluster.partition:
+    for name in dict.fromkeys(name for names in asked.values() for name in names):
+        keys = ", ".join(f"cluster.{key}" for key, names in asked.items() if name in names)
+        if name not in os.environ:
+            found.append(
+                f"{keys}: ${name} is not set in this shell: export {name}=/a/folder, or write the "
+                f"folder itself into {file}"
+            )
+        elif name not in reach:
+            found.append(
+                f"{keys}: ${name} does not reach the jobs: add it to pass_environment in {file}"
+            )
+    return found
+
+
+def _slurm(cluster: Cluster, sweep: Sweep) -> list[str]:
+    absent = [tool for tool in ("sbatch", "squeue", "scontrol") if shutil.which(tool) is None]
+    found = _account(cluster, sweep.cluster) + _secrets(cluster)
+    if absent:
+        found.append(
+            f"{', '.join(absent)}: not on the PATH: run this on a login node, or --executor local"
+        )
+    elif cluster.partition:
         known = _lines("sinfo", "--noheader", "--format=%R")
         if known is not None and cluster.partition not in known:
             found.append(
                 f"cluster.partition: {cluster.partition}: unknown; known: {', '.join(known)}"
             )
-    if cluster.account and shutil.which("sacctmgr"):
-        known = _lines(
-            "sacctmgr", "--noheader", "--parsable2", "show", "associations",
-            f"user={os.environ.get('USER', '')}", "format=account",
-        )  # fmt: skip
-        if known and cluster.account not in known:
-            found.append(
-                f"cluster.account: {cluster.account}: not yours; yours: "
-                + ", ".join(sorted(set(known)))
-            )
     return found
+
+
+def _account(cluster: Cluster, file: str | None) -> list[str]:
+    if not cluster.account:
+        return []
+    user = getpass.getuser()
+    listed = f"sacctmgr --noheader --parsable2 show associations user={user} format=account"
+    shared = f"sshare --noheader --parsable2 --users={user} --format=Account"
+    yours = _lines(*listed.split()) or _lines(*shared.split())
+    yours = sorted({name.lower() for name in yours or ()})
+    # The Alliance keeps def-x_gpu and def-x_cpu where its users say def-x.
+    fits = any(re.fullmatch(re.escape(cluster.account.lower()) + "(_[cg]pu)?", n) for n in yours)
+    if "your" in cluster.account and not fits:
+        wrong = "is the example's, not an account"
+    elif yours and not fits:
+        wrong = "not yours"
+    else:
+        return []
+    there = f"; yours: {', '.join(yours)}" if yours else ""
+    return [f"cluster.account: {cluster.account}: {wrong}; put yours into {file}{there}"]
+
+
+def _asked(sweep: Sweep, cells: list[Cell], cluster: Cluster) -> list[str]:
+    """What the controller itself says to the sweep's scripts: accounts, limits, nodes, GPUs."""
+    places = Places(Path.cwd(), Path(tempfile.gettempdir()) / "preflight")
+    texts = {"train": scripts.train(sweep, cluster, places, 1, 0)}
+    if sweep.score is not None:
+        texts["score"] = scripts.score(sweep, cluster, places, 1, "score", 0)
+    said: dict[str, list[str]] = {}
+    for stage, text in texts.items():
+        done = subprocess.run(
+            ["sbatch", "--test-only"], input=text, text=True, capture_output=True, check=False
+        )
+        if done.returncode != 0:
+            lines = [x for x in done.stderr.splitlines() if x.strip()] or ["no reason given"]
+            reason = lines[-1].removeprefix("sbatch: ").removeprefix("error: ").strip()
+            said.setdefault(reason, []).append(stage)
+    file = sweep.cluster or "the cluster's defaults"
+    return [
+        f"{file}: sbatch refuses the {' and the '.join(stages)} job: {reason}"
+        + ("; --executor local needs no Slurm" if "config" in reason or "contact" in reason else "")
+        for reason, stages in said.items()
+    ]
 
 
 def _secrets(cluster: Cluster) -> list[str]:
     if not cluster.secrets_file:
         return []
-    path = Path(os.path.expandvars(cluster.secrets_file)).expanduser()
+    path = expand("secrets_file", cluster.secrets_file)
     if not path.is_file():
         return [f"cluster.secrets_file: {path}: no such file"]
     mode = stat.S_IMODE(path.stat().st_mode)

@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
+from sweeps.assets import hub_cache, hub_snapshot, on_hub
 from sweeps.backends.base import Program
 from sweeps.children import Start, start_cold
 from sweeps.config import Score, Sweep, Task
@@ -89,14 +90,22 @@ def missing(subject: Subject, score: Score) -> list[Task]:
     return [task for task in score.tasks if not scored(subject, task, score)]
 
 
-def run(subject: Subject, score: Score, *, start: Start = start_cold) -> None:
+def run(
+    subject: Subject, score: Score, *, start: Start = start_cold, prefetch: str = "prefetch.sh"
+) -> None:
     """Score every missing task; raises SweepError with calibeval's own message if one fails.
 
-    Waits while another process scores the same subject, then does what that one left.
+    Waits while another process scores the same subject, then does what that one left. `prefetch` is
+    the command that fetches a model which is not here.
     """
-    make_folder(subject.scores)
     if not missing(subject, score):
         return
+    if isinstance(subject.model, str) and on_hub(subject.model) and not hub_snapshot(subject.model):
+        raise SweepError(
+            f"scoring {subject.name}: {subject.model} is not in {hub_cache()}; where there is "
+            f"internet: {prefetch}"
+        )
+    make_folder(subject.scores)
     with lease(subject.scores / "score.lock", timeout=-1):
         for task in missing(subject, score):
             _run_task(subject, task, score, start)

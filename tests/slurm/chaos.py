@@ -136,6 +136,16 @@ def processes(module: str, run: str) -> list[int]:
     return found
 
 
+def trainer(run) -> int:
+    """The process that trains a run on this machine; waits for it to start."""
+    end = time.monotonic() + 120
+    while not (found := processes("sweeps.trainer", run.name)):
+        if time.monotonic() > end:
+            raise RuntimeError(f"{run.name}: no trainer started")
+        time.sleep(0.2)
+    return found[0]
+
+
 def disturb(kind: str, job: str, run: str) -> bool:
     """Do one bad thing to a running element; False if it was too early or too late for it."""
     if kind == "preempt by signal":

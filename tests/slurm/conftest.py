@@ -1,6 +1,7 @@
 """Fixtures: a tiny world on disk, and sweep files over it."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))  # for world.py and chaos.py, which are no tests
+import real
 import world
 
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny models: more threads only wait for each other
@@ -48,3 +50,36 @@ def sweep_file(tiny, tmp_path):
         return path
 
     return make
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """A private Slurm with two nodes (both this machine)."""
+    folder = tmp_path_factory.mktemp("slurm")
+    subprocess.run([real.CLUSTER, "start", folder, "2"], check=True)
+    before = dict(os.environ)
+    os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
+    os.environ["PYTHON"] = sys.executable
+    os.environ["HF_TOKEN"] = os.environ["WANDB_API_KEY"] = real.SECRET
+    yield folder
+    subprocess.run([real.CLUSTER, "stop", folder], check=True)
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
+def profile(tmp_path) -> str:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "cpus_per_process": 1,
+                "gpus_per_process": 0,
+                "memory_per_node": "1G",
+                "time": "20:00",
+                "signal_seconds": 20,
+                "pass_environment": ["OMP_NUM_THREADS"],
+            }
+        )
+    )
+    return str(path)

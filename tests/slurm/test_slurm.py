@@ -3,99 +3,20 @@
 import csv
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import chaos
 import pytest
-import torch
-import yaml
-from safetensors.torch import load_file
+from real import LONG, MARKS, PROJECT, SECRET, command, empty, equal, logs, runs_of, wait_for
 
 from sweeps import launch
 from sweeps.executors import slurm
 from sweeps.rundir import RunDir
 
-PROJECT = Path(__file__).resolve().parents[2]
-CLUSTER = Path(__file__).with_name("cluster.sh")
-pytestmark = [
-    pytest.mark.slurm,
-    pytest.mark.slow,
-    pytest.mark.timeout(1500),
-    pytest.mark.skipif(os.geteuid() != 0, reason="starting slurmd needs root"),
-    pytest.mark.skipif(
-        not all(map(shutil.which, ("slurmctld", "slurmd", "munged"))),
-        reason="needs: apt-get install slurm-wlm munge",
-    ),
-]
-SECRET = "hf_planted5ecret0000"
-LONG = {"num_train_epochs": 60, "checkpointing_steps": 20, "attention_dropout": 0.1}
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    """A private Slurm with two nodes (both this machine)."""
-    folder = tmp_path_factory.mktemp("slurm")
-    subprocess.run([CLUSTER, "start", folder, "2"], check=True)
-    before = dict(os.environ)
-    os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
-    os.environ["PYTHON"] = sys.executable
-    os.environ["HF_TOKEN"] = os.environ["WANDB_API_KEY"] = SECRET
-    yield folder
-    subprocess.run([CLUSTER, "stop", folder], check=True)
-    os.environ.clear()
-    os.environ.update(before)
-
-
-@pytest.fixture
-def profile(tmp_path) -> str:
-    path = tmp_path / "cluster.yaml"
-    path.write_text(
-        yaml.safe_dump(
-            {
-                "cpus_per_process": 1,
-                "gpus_per_process": 0,
-                "memory_per_node": "1G",
-                "time": "20:00",
-                "signal_seconds": 20,
-                "pass_environment": ["OMP_NUM_THREADS"],
-            }
-        )
-    )
-    return str(path)
-
-
-def command(*arguments: object) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "sweeps", *map(str, arguments)],
-        text=True,
-        capture_output=True,
-        check=False,
-    )
-
-
-def wait_for(condition, seconds: float = 400) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "timed out"
-        time.sleep(0.3)
-
-
-def empty() -> bool:
-    return not slurm.queue()
-
-
-def equal(left: Path, right: Path) -> bool:
-    a, b = (load_file(run / "model" / "model.safetensors") for run in (left, right))
-    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
-
-
-def runs_of(path: Path) -> list[RunDir]:
-    return [RunDir(cell.folder) for cell in launch.plan(path, []).cells]
+pytestmark = MARKS
 
 
 @pytest.mark.parametrize("script", ["sweep_beta.sh", "sweep_lr.sh"])
@@ -130,11 +51,11 @@ def test_sbatch_and_bash_give_the_same_result(cluster, profile, sweep_file, tiny
              *(["--executor", "local"] if how == "bash" else [])],
             cwd=PROJECT, text=True, capture_output=True, check=False,
         )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr + _logs(tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr + logs(tmp_path)
         wait_for(empty)
         name = script.removeprefix("sweep_").removesuffix(".sh")
         path = output / "sweeps" / name / "results" / "table.csv"
-        assert path.exists(), _logs(tmp_path)
+        assert path.exists(), logs(tmp_path)
         with open(path, newline="") as rows:
             tables.append(list(csv.DictReader(rows)))
     # Scores sum in another order where the number of threads differs: equal but for the last bits.
@@ -156,11 +77,6 @@ def same(left: str, right: str) -> bool:
         return left == right or float(left) == pytest.approx(float(right), rel=1e-9)
     except ValueError:
         return False
-
-
-def _logs(folder: Path) -> str:
-    logs = [p for pattern in ("*.out", "train.log", "score.log") for p in folder.rglob(pattern)]
-    return "\n".join(f"{p}: {p.read_text(errors='replace')[-1500:]}" for p in logs)
 
 
 def test_sbatch_from_another_folder_says_where_to_go(cluster, tmp_path):
@@ -202,8 +118,7 @@ def test_restarts_without_progress_end(cluster, profile, sweep_file):
     run = runs_of(path)[0]
     for count in (1, 2):
         wait_for(lambda n=count: len(run.manifest()["attempts"]) == n)
-        trainer = _trainer(run)
-        os.kill(trainer, signal.SIGKILL)
+        os.kill(chaos.trainer(run), signal.SIGKILL)
     wait_for(empty)
     assert not run.done
     assert "2 times in a row without a new checkpoint" in run.manifest()["error"]
@@ -213,11 +128,6 @@ def test_restarts_without_progress_end(cluster, profile, sweep_file):
     assert "again: " in again.stdout, again.stderr
     wait_for(empty)
     assert run.done
-
-
-def _trainer(run: RunDir) -> int:
-    wait_for(lambda: chaos.processes("sweeps.trainer", run.name))
-    return chaos.processes("sweeps.trainer", run.name)[0]
 
 
 def test_cancel_saves_and_the_same_command_continues(cluster, profile, sweep_file):
@@ -273,7 +183,7 @@ def test_two_nodes_train_one_model(cluster, profile, sweep_file, tmp_path):
         assert command("launch", path, "--executor", "slurm").returncode == 0
         wait_for(empty)
         run = runs_of(path)[0]
-        assert run.done, _logs(tmp_path)
+        assert run.done, logs(tmp_path)
         rows = [json.loads(line) for line in run.metrics.read_text().splitlines()]
         losses.append([row["loss"] for row in rows])
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)

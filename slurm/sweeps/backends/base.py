@@ -8,6 +8,7 @@ from pydantic import Field
 from sweeps.config import Strict, World
 
 if TYPE_CHECKING:
+    from sweeps.assets import Asset
     from sweeps.rundir import RunDir
 
 
@@ -45,8 +46,14 @@ class Backend(Protocol):
     name: str
     Train: type[TrainKeys]
 
+    def packages(self, train: TrainKeys, world: World) -> list[str]:
+        """Requirements beyond those of every run (sweeps.packages), as pip writes them."""
+
+    def assets(self, trains: list[TrainKeys]) -> "list[Asset]":
+        """What can be fetched for these runs beside the models that they name."""
+
     def missing(self, train: TrainKeys, world: World) -> list[str]:
-        """Everything that would keep a run from starting, one sentence each; empty when ready."""
+        """What else would keep a run from starting, `key: value: reason` each; empty when ready."""
 
     def provenance(self, train: TrainKeys) -> dict:
         """What goes into the manifest: revisions and versions of the code that trains."""

@@ -1,7 +1,6 @@
 """The builtin trainer: open-instruct's finetune keys, a compact loop (sweeps.trainer)."""
 
 import contextlib
-import importlib.util
 import json
 import shutil
 from importlib.metadata import PackageNotFoundError, version
@@ -10,6 +9,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from sweeps.assets import Asset, on_hub
 from sweeps.backends.base import Program, TrainKeys
 from sweeps.config import World
 from sweeps.rundir import RunDir
@@ -59,23 +59,20 @@ class Builtin:
     name = "builtin"
     Train = BuiltinKeys
 
+    def packages(self, train: BuiltinKeys, world: World) -> list[str]:
+        wanted = ["deepspeed"] if world.deepspeed else []
+        return wanted + ([train.report_to] if train.with_tracking else [])
+
+    def assets(self, trains: list[BuiltinKeys]) -> list[Asset]:
+        return []
+
     def missing(self, train: BuiltinKeys, world: World) -> list[str]:
-        problems = []
-        for package in ("torch", "transformers", "accelerate"):
-            if importlib.util.find_spec(package) is None:
-                problems.append(f"package {package} is not installed: pip install '.[train]'")
-        problems += model_problems("train.model_name_or_path", train.model_name_or_path)
+        problems = model_problems("train.model_name_or_path", train.model_name_or_path)
         if train.tokenizer_name:
             problems += model_problems("train.tokenizer_name", train.tokenizer_name)
         problems += train_file_problems(Path(train.train_file))
         if world.deepspeed and not Path(world.deepspeed).is_file():
             problems.append(f"world.deepspeed: {world.deepspeed}: no such file")
-        if world.deepspeed and importlib.util.find_spec("deepspeed") is None:
-            problems.append("package deepspeed is not installed, and world.deepspeed asks for it")
-        if train.with_tracking and importlib.util.find_spec(train.report_to) is None:
-            problems.append(
-                f"package {train.report_to} is not installed: pip install {train.report_to}"
-            )
         return problems
 
     def provenance(self, train: BuiltinKeys) -> dict:
@@ -104,22 +101,13 @@ def versions() -> dict[str, str]:
 
 
 def model_problems(key: str, name: str) -> list[str]:
-    """Why the model or tokenizer `name` cannot be read without a network; empty when it can."""
+    """Why the folder `name` is no model; hub models are the prefetch's business."""
     folder = Path(name)
     if folder.is_dir():
         if (folder / "config.json").is_file() or (folder / "tokenizer_config.json").is_file():
             return []
         return [f"{key}: {name}: no config.json in this folder; a Hugging Face model was expected"]
-    if folder.is_absolute() or name.startswith(".") or name.count("/") != 1:
-        return [f"{key}: {name}: no such folder"]
-    from sweeps.assets import hub_snapshot
-
-    if hub_snapshot(name) is None:
-        return [
-            f"{key}: {name}: not a folder here and not in the Hugging Face cache; "
-            "`python -m sweeps prefetch SWEEP.yaml` on a machine with internet fetches it"
-        ]
-    return []
+    return [] if on_hub(name) else [f"{key}: {name}: no such folder"]
 
 
 def train_file_problems(path: Path) -> list[str]:

@@ -1,7 +1,6 @@
 """open-instruct's own finetune.py, with the patches of this project, in the user's checkout."""
 
 import hashlib
-import importlib.util
 import json
 import os
 import shutil
@@ -11,10 +10,11 @@ from typing import Literal
 
 import yaml
 
-from sweeps.assets import hub_snapshot
+from sweeps.assets import Asset, hub_dataset, on_hub
 from sweeps.backends.base import Program
 from sweeps.backends.builtin import BuiltinKeys, model_problems, train_file_problems, versions
 from sweeps.config import Seq, World
+from sweeps.errors import SweepError
 from sweeps.files import write_text
 from sweeps.rundir import RunDir
 
@@ -23,7 +23,8 @@ PATCHES = Path(__file__).resolve().parents[3] / "patches"
 STATISTICS = "training statistics: "
 TRAINED = "TRAINED"
 # What finetune.py imports beyond this project's own training dependencies.
-IMPORTS = ("deepspeed", "peft", "datasets", "nltk", "langdetect", "immutabledict", "antlr4", "rich")
+PACKAGES = ("deepspeed", "peft", "nltk", "langdetect", "immutabledict", "rich")
+PACKAGES += ("antlr4-python3-runtime",)
 
 
 class OpenInstructKeys(BuiltinKeys):
@@ -53,19 +54,20 @@ class OpenInstruct:
     name = "open-instruct"
     Train = OpenInstructKeys
 
+    def packages(self, train: OpenInstructKeys, world: World) -> list[str]:
+        return [*PACKAGES, *(["flash-attn"] if train.use_flash_attn else [])]
+
+    def assets(self, trains: list[OpenInstructKeys]) -> list[Asset]:
+        found = {name: hub_dataset(name) for train in trains for name in hub_datasets(train)}
+        if VARIABLE not in os.environ:
+            place = str(checkout())
+            found[place] = Asset("open-instruct", place, checkout().exists, fetch_or_raise)
+        return list(found.values())
+
     def missing(self, train: OpenInstructKeys, world: World) -> list[str]:
         problems = checkout_problems()
-        for package in IMPORTS:
-            if importlib.util.find_spec(package) is None:
-                problems.append(f"package {package} is not installed, and finetune.py imports it")
         problems += model_problems("train.model_name_or_path", train.model_name_or_path)
-        problems += data_problems(train)
-        problems += clipping_problems(train, world)
-        if train.use_flash_attn and importlib.util.find_spec("flash_attn") is None:
-            problems.append(
-                "package flash_attn is not installed: install it or set train.use_flash_attn: false"
-            )
-        return problems
+        return problems + data_problems(train) + clipping_problems(train, world)
 
     def provenance(self, train: OpenInstructKeys) -> dict:
         digest = hashlib.sha256()
@@ -171,6 +173,13 @@ def fetch(folder: Path) -> str | None:
     return None
 
 
+def fetch_or_raise() -> None:
+    """`fetch`, for prefetch."""
+    error = fetch(checkout())
+    if error:
+        raise SweepError(error)
+
+
 def data_problems(train: OpenInstructKeys) -> list[str]:
     """What is wrong with the training data; empty when nothing is."""
     sources = {
@@ -185,13 +194,23 @@ def data_problems(train: OpenInstructKeys) -> list[str]:
         if not train.train_file.endswith((".json", ".jsonl")):
             return [f"train.train_file: {train.train_file}: finetune.py reads .json or .jsonl"]
         return train_file_problems(Path(train.train_file))
-    names = [train.dataset_name] if train.dataset_name else list(train.dataset_mixer_list[::2])
     return [
-        f"train.{given[0]}: {name}: not a file or folder here and not in the Hugging Face cache; "
-        f"fetch it on a machine with internet: hf download --repo-type dataset {name}"
-        for name in names
-        if not Path(name).exists() and hub_snapshot(name, "datasets") is None
+        f"train.{given[0]}: {name}: no such file or folder"
+        for name in dataset_names(train)
+        if not Path(name).exists() and not on_hub(name)
     ]
+
+
+def dataset_names(train: OpenInstructKeys) -> list[str]:
+    """The data sets of a run, hub names or paths."""
+    if train.dataset_name:
+        return [train.dataset_name]
+    return list((train.dataset_mixer_list or ())[::2])
+
+
+def hub_datasets(train: OpenInstructKeys) -> list[str]:
+    """Those of them that are the hub's."""
+    return [name for name in dataset_names(train) if on_hub(name)]
 
 
 def clipping_problems(train: OpenInstructKeys, world: World) -> list[str]:

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from sweeps.cluster import Cluster
+from sweeps.cluster import Cluster, seconds
 from sweeps.config import Sweep
 from sweeps.provenance import PROJECT
 
@@ -52,11 +52,12 @@ def train(sweep: Sweep, cluster: Cluster, places: Places, count: int, part: int)
     python = _python(cluster)
     body = f"""
 run=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {_quote(places.jobs / f"train-{part}.txt")})
-asked= child=
+asked= child= limit={seconds(cluster.time)}
+ask() {{ asked=$1; touch "$run/stop"; [[ -z $child ]] || kill "-$2" "$child" 2>/dev/null; }}
 # Before the time limit and on preemption: save, then requeue this element alone.
-trap 'asked=requeue; touch "$run/stop"; [[ -z $child ]] || kill -USR2 "$child" 2>/dev/null' USR2
-# scancel: save and leave.
-trap 'asked=leave; touch "$run/stop"; [[ -z $child ]] || kill -TERM "$child" 2>/dev/null' TERM
+trap 'ask requeue USR2' USR2
+# scancel: save and leave. The limit itself ends in TERM too, where saving outlasts the warning.
+trap 'if ((SECONDS < limit - 60)); then ask leave TERM; else ask requeue TERM; fi' TERM
 srun --nodes={world.nodes} --ntasks={world.nodes} --ntasks-per-node=1 --cpus-per-task={cpus} \\
     --kill-on-bad-exit=1 {python} -m sweeps train "$run" \\
     --idle-restarts {sweep.max_idle_restarts} &

@@ -90,18 +90,25 @@ def active(sweep: Sweep) -> dict[tuple[str, str], Element]:
 
 
 def design(
-    sweep: Sweep, cells: list[Cell], busy: dict[tuple[str, str], Element], tag: str
+    sweep: Sweep,
+    cells: list[Cell],
+    busy: dict[tuple[str, str], Element],
+    tag: str,
+    train: bool = True,
 ) -> tuple[Places, list[Job]]:
-    """The jobs that are missing, in order; none if everything is done or queued."""
+    """The jobs that are missing, in order; none if everything is done or queued.
+
+    Without `train` only what is trained already is scored.
+    """
     cluster = load_cluster(sweep.cluster)
     places = Places(Path.cwd(), (jobs_root(sweep) / tag).absolute())
-    train = [
+    todo = [
         cell
         for cell in cells
-        if not RunDir(cell.folder).done and ("train", cell.config.name) not in busy
+        if train and not RunDir(cell.folder).done and ("train", cell.config.name) not in busy
     ]
     jobs = []
-    for part, chunk in enumerate(_chunks(train, cluster.array_limit)):
+    for part, chunk in enumerate(_chunks(todo, cluster.array_limit)):
         lines = tuple(str(cell.folder.absolute()) for cell in chunk)
         script = scripts.train(sweep, cluster, places, len(chunk), part)
         jobs.append(Job(f"train-{part}", script, lines))
@@ -161,7 +168,7 @@ def _dependency(job: Job, ids: dict[str, str]) -> list[str]:
     return [f"--dependency={','.join(terms)}", "--kill-on-invalid-dep=yes"]
 
 
-def submit(sweep: Sweep, cells: list[Cell]) -> dict[str, str]:
+def submit(sweep: Sweep, cells: list[Cell], *, train: bool = True) -> dict[str, str]:
     """Queue what is neither done nor queued; returns {stage: job id}, empty if nothing was."""
     if shutil.which("sbatch") is None:
         raise SweepError("sbatch is not on the PATH: run this on a login node, or --executor local")
@@ -169,7 +176,7 @@ def submit(sweep: Sweep, cells: list[Cell]) -> dict[str, str]:
     make_folder(root)
     try:
         with lease(root / "submit.lock", timeout=60):
-            return _submit(sweep, cells)
+            return _submit(sweep, cells, train)
     except Timeout:
         raise SweepError(
             f"{root / 'submit.lock'}: another submission holds this lock for a minute already; "
@@ -179,9 +186,9 @@ def submit(sweep: Sweep, cells: list[Cell]) -> dict[str, str]:
         raise unlockable(root / "submit.lock", error) from error
 
 
-def _submit(sweep: Sweep, cells: list[Cell]) -> dict[str, str]:
+def _submit(sweep: Sweep, cells: list[Cell], train: bool) -> dict[str, str]:
     tag = secrets.token_hex(3)
-    places, jobs = design(sweep, cells, active(sweep), tag)
+    places, jobs = design(sweep, cells, active(sweep), tag, train)
     if not jobs:
         return {}
     make_folder(places.jobs / "logs")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import InitProcessGroupKwargs, set_seed
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
 from transformers.utils import logging as transformers_logging
@@ -43,9 +43,11 @@ def train(run: RunDir) -> None:
     keys: BuiltinKeys = config.keys
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    on_cpu, deepspeed = not torch.cuda.is_available(), config.world.deepspeed is not None
     accelerator = Accelerator(
-        # Said aloud, or several CPU processes would each train alone.
-        cpu=config.world.deepspeed is None and not torch.cuda.is_available(),
+        # Said aloud, or several CPU processes would each train alone, with and without DeepSpeed.
+        cpu=on_cpu and not deepspeed,
+        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if on_cpu and deepspeed else [],
         mixed_precision=config.world.mixed_precision,
         gradient_accumulation_steps=keys.gradient_accumulation_steps,
         log_with=keys.report_to if keys.with_tracking else None,

@@ -1,0 +1,324 @@
+"""What preflight sees before anything is queued, and what prefetch does about it."""
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import yaml
+from real import PROJECT, command
+
+from sweeps import packages, space
+from sweeps.cli import main
+from sweeps.cluster import Cluster, seconds
+from sweeps.config import World
+from sweeps.packages import SCORE, TRAIN
+
+
+def say(folder: Path, **programs: str) -> dict[str, str]:
+    """An environment whose PATH starts with programs that print the given text."""
+    folder.mkdir(exist_ok=True)
+    for name, text in programs.items():
+        (folder / name).write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\n")
+        (folder / name).chmod(0o755)
+    return os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+SLURM = {"sbatch": "", "squeue": "", "scontrol": ""}
+
+
+def preflight(path, *overrides, env: dict) -> str:
+    """What preflight says of a sweep on Slurm."""
+    said = io.StringIO()
+    with (
+        mock.patch.dict(os.environ, env, clear=True),
+        contextlib.redirect_stdout(said),
+        contextlib.redirect_stderr(said),
+    ):
+        assert main(["preflight", str(path), "--executor", "slurm", *overrides]) in (0, 2)
+    return said.getvalue()
+
+
+@pytest.fixture
+def profiled(sweep_file, tmp_path):
+    """A factory: keys of a cluster profile → a sweep file that uses it."""
+
+    def make(sweep: dict | None = None, **keys) -> Path:
+        (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"gpus_per_process": 0, **keys}))
+        return sweep_file(cluster=str(tmp_path / "mine.yaml"), **(sweep or {}))
+
+    return make
+
+
+def test_a_whole_profile_passes(profiled, tmp_path):
+    said = preflight(profiled(), env=say(tmp_path / "bin", **SLURM))
+    assert "nothing is missing (executor slurm)" in said
+
+
+def test_the_shipped_alliance_profile_is_not_ready_as_it_is(sweep_file, tmp_path):
+    path = sweep_file(cluster=str(PROJECT / "configs" / "cluster" / "alliance.yaml"))
+    env = say(tmp_path / "bin", **SLURM)
+    env.pop("SCRATCH", None)
+    said = preflight(path, env=env)
+    assert "cluster.account: def-yourpi: is the example's, not an account" in said
+    assert "cluster.cache, cluster.wheels, cluster.setup: $SCRATCH is not set" in said
+    assert said.count("$SCRATCH") == 1
+    refused = command("prefetch", path, env=env)
+    assert refused.returncode == 2
+    assert "$SCRATCH is not set in this shell: export SCRATCH=" in refused.stderr
+
+
+def test_a_variable_that_stays_behind_is_named(profiled, tmp_path):
+    env = say(tmp_path / "bin", **SLURM) | {"WORK": str(tmp_path)}
+    path = profiled(cache="$WORK/hub")
+    assert "cluster.cache: $WORK does not reach the jobs: add it to pass_environment" in preflight(
+        path, env=env
+    )
+    assert "nothing is missing" in preflight(
+        profiled(cache="$WORK/hub", pass_environment=["WORK"]), env=env
+    )
+
+
+@pytest.mark.parametrize("tool", ["sacctmgr", "sshare"])
+@pytest.mark.parametrize(
+    ("account", "yours", "expected"),
+    [
+        ("def-other", "def-ann\nrrg-ann", "not yours; put yours into"),
+        ("def-ann", "def-ann_cpu\ndef-ann_gpu", "nothing is missing"),
+        ("DEF-Ann", "def-ann", "nothing is missing"),
+        ("def-yourpi", "", "is the example's"),
+    ],
+)
+def test_accounts_are_looked_up(profiled, tmp_path, tool, account, yours, expected):
+    env = say(tmp_path / "bin", **SLURM, **({"sacctmgr": ""} | {tool: yours}))
+    said = preflight(profiled(account=account), env=env)
+    assert expected in said
+    if "not yours" in expected:
+        assert "yours: def-ann, rrg-ann" in said
+
+
+def test_what_slurm_refuses_is_said_in_its_words(profiled, tmp_path):
+    env = say(tmp_path / "bin", **SLURM)
+    (tmp_path / "bin" / "sbatch").write_text(
+        "#!/bin/sh\necho 'allocation failure: Requested time limit is invalid' >&2\nexit 1\n"
+    )
+    said = preflight(profiled(), env=env)
+    assert "mine.yaml: sbatch refuses the train job: " in said
+    assert "Requested time limit is invalid" in said
+
+
+@pytest.mark.parametrize("tool", ["lfs", "quota"])
+def test_a_quota_that_is_too_small_is_seen(profiled, tmp_path, tool):
+    line = "Filesystem blocks quota limit\n/somewhere 1048000* 0 1048576 - 12 0 0 -"
+    said = preflight(profiled(), env=say(tmp_path / "bin", **SLURM, **{tool: line}))
+    assert f"1 MiB left of the quota ({tool} " in said
+    assert "needed" in said
+    roomy = line.replace("1048576", "9048576")
+    assert "nothing is missing" in preflight(
+        profiled(), env=say(tmp_path / "bin", **SLURM, **{tool: roomy})
+    )
+
+
+def test_space_is_counted_from_the_models_size(sweep_file, tiny):
+    from transformers import AutoModelForCausalLM
+
+    from sweeps import launch
+
+    count = space.parameters(str(tiny / "model"))
+    exact = sum(
+        p.numel() for p in AutoModelForCausalLM.from_pretrained(tiny / "model").parameters()
+    )
+    assert exact <= count <= 1.2 * exact + 4096  # files have headers
+    planned = launch.plan(sweep_file(grid={"seed": list(range(9))}), [])
+    need, why = space.needed(planned.sweep, planned.cells, 2)
+    assert need == max(space.LEAST, 2 * 4 * 12 * count + 9 * 4 * count)
+    assert "2 runs at a time" in why and "9 models" in why
+
+
+def test_packages_are_those_of_pyproject():
+    text = (PROJECT / "pyproject.toml").read_text(encoding="utf-8")
+    lists = {}
+    for name in ("dependencies", "train", "eval"):
+        body = text.split(f"\n{name} = [", 1)[1].split("]", 1)[0]
+        lists[name] = {part.strip().strip('"') for part in body.split(",") if part.strip()}
+    assert set(TRAIN) == lists["dependencies"] | lists["train"]
+    assert set(SCORE) == lists["eval"]
+
+
+def test_missing_and_old_packages_are_named_with_the_command():
+    assert packages.problems(TRAIN) == []
+    old, absent = packages.problems(["torch>=99", "no-such-package>=1", "pyyaml"])
+    assert "package torch: found 2." in old and "expected >=99" in old
+    assert (
+        absent
+        == f"package no-such-package is not installed: {sys.executable} -m pip install "
+        + ("'no-such-package>=1'")
+    )
+
+
+def test_the_jobs_own_python_is_asked(tmp_path):
+    (wrong,) = packages.problems(["torch>=99"], sys.executable)
+    assert "package torch: found 2." in wrong
+    (gone,) = packages.problems(TRAIN, str(tmp_path / "python"))
+    assert "cluster.python" in gone and "does not start" in gone
+    assert packages.problems(TRAIN, "$SLURM_TMPDIR/env/bin/python") == []
+
+
+def wheel(folder: Path, name: str, version: str) -> None:
+    """A wheel of an empty package."""
+    folder.mkdir(exist_ok=True)
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as out:
+        out.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
+        out.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        out.writestr(f"{info}/RECORD", "")
+
+
+def test_wheels_are_fetched_and_listed_for_the_jobs_pip(tmp_path, monkeypatch):
+    """The profile's set-up lines install from the folder without a network."""
+    wheel(tmp_path / "index", "thing", "1.5")
+    wheel(tmp_path / "index", "other", "2.0")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    folder, wanted = tmp_path / "wheels", ["thing>=1", "other"]
+    assert packages.missing_wheels(wanted, folder) == wanted
+    packages.fetch_wheels(["thing>=1"], folder, ())
+    assert packages.missing_wheels(wanted, folder) == ["other"]
+    packages.fetch_wheels(wanted, folder, ())  # another sweep needs more: nothing is lost
+    assert packages.missing_wheels(wanted, folder) == []
+    assert packages.missing_wheels(["thing>=2"], folder) == ["thing>=2"]
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--find-links", folder,
+         "-r", folder / "requirements.txt", "--target", tmp_path / "env"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    assert {p.name for p in (tmp_path / "env").glob("*.dist-info")} == {
+        "thing-1.5.dist-info", "other-2.0.dist-info"
+    }  # fmt: skip
+
+
+def test_wheels_are_fetched_by_the_python_of_the_modules(tmp_path, monkeypatch):
+    wheel(tmp_path / "index", "thing", "1.5")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    loaded = tmp_path / "loaded"
+    (tmp_path / ".bash_profile").write_text(
+        f'module() {{ echo "$@" > {loaded}; alias python={sys.executable}; }}\n'
+        f"export PATH={Path(sys.executable).parent}:$PATH\n"
+    )
+    packages.fetch_wheels(["thing"], tmp_path / "wheels", ["StdEnv/2023", "python/3.11"])
+    assert loaded.read_text() == "load StdEnv/2023 python/3.11\n"
+    assert packages.missing_wheels(["thing"], tmp_path / "wheels") == []
+    from sweeps.errors import SweepError
+
+    with pytest.raises(SweepError, match="nowhere"):
+        packages.fetch_wheels(["nowhere"], tmp_path / "wheels", ())
+
+
+def test_prefetch_serves_the_profiles_wheels_and_preflight_names_them(profiled, tmp_path):
+    """What the shipped alliance profile installs is what prefetch downloads."""
+    for text in dict.fromkeys((*TRAIN, "thing")):
+        wheel(tmp_path / "index", text.split(">")[0], "99.0")
+    env = say(tmp_path / "bin", **SLURM) | {
+        "SCRATCH": str(tmp_path), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path / "index")
+    }  # fmt: skip
+    path = profiled(wheels="$SCRATCH/wheels", pass_environment=["SCRATCH"], packages=["thing"])
+    said = preflight(path, env=env)
+    assert said.count("not fetched: wheels of torch>=2.4, ") == 1 and ", thing → " in said
+    assert f"where there is internet: bash slurm/prefetch.sh --config {path}" in said
+    fetched = command("prefetch", path, env=env)
+    assert fetched.returncode == 0, fetched.stderr
+    assert "nothing is missing" in preflight(path, env=env)
+    lines = (tmp_path / "wheels" / "requirements.txt").read_text().split()
+    assert lines == sorted((*TRAIN, "thing"))
+    (tmp_path / "wheels" / "torch-99.0-py3-none-any.whl").unlink()
+    assert "not fetched: wheels of torch>=2.4 → " in preflight(path, env=env)
+
+
+def test_the_fix_names_this_very_sweep(sweep_file, tmp_path):
+    profile = tmp_path / "mine.yaml"
+    profile.write_text("gpus_per_process: 0\n")
+    path = sweep_file(train={"model_name_or_path": "owner/absent"})
+    done = command("launch", path, "--cluster", profile, "--executor", "local", "grid.seed=[1, 2]",
+                   env=os.environ | {"HF_HOME": str(tmp_path)})  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.count("owner/absent") == 1
+    assert (
+        f"bash slurm/prefetch.sh --config {path} 'grid.seed=[1, 2]' cluster={profile}\n"
+        in done.stderr
+    )
+
+
+def test_a_model_that_is_half_there_is_not_there(tmp_path, monkeypatch):
+    from sweeps.assets import hub_snapshot
+
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    folder = tmp_path / "hub" / "models--owner--name"
+    snapshot = folder / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    assert hub_snapshot("owner/name") is None
+    index = snapshot / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"w": "a.safetensors"}}')
+    assert hub_snapshot("owner/name") is None
+    (snapshot / "a.safetensors").touch()
+    assert hub_snapshot("owner/name") == snapshot
+    (folder / "blobs").mkdir()
+    (folder / "blobs" / "x.incomplete").touch()
+    assert hub_snapshot("owner/name") is None
+
+
+def test_scoring_a_model_that_is_not_here_fails_at_once_with_the_command(
+    sweep_file, tiny, tmp_path
+):
+    path = sweep_file(
+        train={"model_name_or_path": "owner/absent"},
+        score={"tasks": [{"task": "mmlu", "data": str(tiny / "mmlu")}]},
+    )
+    env = os.environ | {"HF_HOME": str(tmp_path)}
+    done = command("score", path, "--executor", "local", env=env, timeout=20)
+    assert done.returncode == 2
+    assert f"where there is internet: bash slurm/prefetch.sh --config {path}" in done.stderr
+
+
+def test_the_demo_says_how_its_model_is_made(tmp_path):
+    demo = PROJECT / "configs/sweeps/demo.yaml"
+    done = command("preflight", demo, "--executor", "local", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "model and data of this sweep are made by: make demo" in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="asks as another user")
+def test_a_folder_that_others_own_is_named(sweep_file, tmp_path):
+    path = sweep_file(output_root="/proc/out")
+    done = command("launch", path, "--executor", "local")
+    assert done.returncode == 2
+    assert "output_root: /proc/out: /proc: cannot write" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("1", 60), ("20:00", 1200), ("3:00:00", 10800), ("0-12:00", 43200), ("1-0", 86400)],
+)
+def test_time_limits_are_read_as_sbatch_reads_them(text, expected):
+    assert seconds(text) == expected
+    assert Cluster(time=text).time == text
+
+
+def test_deepspeed_is_a_package_of_runs_that_ask_for_it(sweep_file, tmp_path):
+    from sweeps.backends import get_backend
+
+    backend = get_backend("builtin")
+    keys = backend.Train(model_name_or_path="m", train_file="f", with_tracking=True)
+    assert backend.packages(keys, World()) == ["tensorboard"]
+    assert backend.packages(keys, World(deepspeed="x.json")) == ["deepspeed", "tensorboard"]
