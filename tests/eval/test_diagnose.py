@@ -107,6 +107,31 @@ def test_command(tiny_model, mmlu, tmp_path, capsys):
     assert (out / "entropy_bound.svg").exists() and (out / "entropy_bound.png").exists()
 
 
+def test_hidden_states_are_those_that_answer(tiny_model, mmlu, tmp_path, capsys):
+    """σ_h is of the last position's states; unequal gains tell them from another position's."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from calibeval import prompts, tasks
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model.model.norm.weight.data = torch.linspace(0, 4, 64)
+    model.save_pretrained(tmp_path / "m")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.save_pretrained(tmp_path / "m")
+    assert main(run(tmp_path / "m", mmlu, "--limit", "3")) == 0
+    found = json.loads(capsys.readouterr().out)
+    expected = []
+    for subject in tasks.load("mmlu", tasks.Source(str(mmlu), 5)):
+        for question in subject.questions[:3]:
+            ids = tokenizer(prompts.build(subject, question, 5).text, return_tensors="pt").input_ids
+            with torch.no_grad():
+                states = model(input_ids=ids, output_hidden_states=True).hidden_states[-1]
+            expected.append(states[0, -1].square().mean().sqrt().item())
+    assert found["sigma_h"] == pytest.approx(np.mean(expected), rel=1e-4)
+    assert found["sigma_h_largest"] == pytest.approx(max(expected), rel=1e-4)
+
+
 def test_bad_options(tiny_model, mmlu, capsys):
     assert main(run(tiny_model, mmlu, "--temperature", "0")) == 2
     assert "--temperature is 0.0, expected more than 0" in capsys.readouterr().err

@@ -30,9 +30,11 @@ class CalibratedEngine(TransformersEngine):
         return super().describe() | {"calibrator": self.calibrator.settings.head}
 
     @torch.inference_mode()
-    def states(self, groups: list[list[Job]]) -> Iterator[tuple[Job, Tensor, Tensor]]:
+    def states(
+        self, groups: list[list[Job]], context: bool = False
+    ) -> Iterator[tuple[Job, Tensor, Tensor]]:
         """Yield what the engine yields, the logits divided by their temperatures."""
-        for job, hidden, logits in super().states(groups):
+        for job, hidden, logits in super().states(groups, self.calibrator.reads_context):
             one_token(job)
             yield job, hidden, logits.double() / self.calibrator(hidden[None])[:, None]
 
@@ -65,11 +67,11 @@ def answers(
     are all and labels the right letters' ids. `context` keeps the states of the whole prompt.
     """
     hidden, logits, right = [], [], []
-    for job, states, row in engine.states(groups):
+    for job, states, row in engine.states(groups, context):
         one_token(job)
         ids = [token for _, token in job.letters]
         label = labels[job.index]
-        hidden.append((states if context else states[-1:]).cpu().clone())
+        hidden.append(states.cpu().clone())
         logits.append((row[0, ids] if over == "choices" else row[0]).float().cpu().clone())
         right.append(label if over == "choices" else ids[label])
     if len({len(row) for row in logits}) > 1:

@@ -1,0 +1,106 @@
+"""Questions behind a shared prefix read as behind copies of it, or the engine keeps to copies."""
+
+import pytest
+import torch
+import transformers
+
+from calibeval.engines import Job
+from calibeval.engines.shared import can_share
+from calibeval.engines.transformers import TransformersEngine
+
+SMALL = {
+    "vocab_size": 90,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.5,
+    "pad_token_id": 0,
+}
+GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 90}
+KINDS = {
+    "llama": (transformers.LlamaConfig(**SMALL), True),
+    "qwen2": (transformers.Qwen2Config(**SMALL), True),
+    "mistral, wide": (transformers.MistralConfig(**SMALL, sliding_window=4096), True),
+    "mistral, narrow": (transformers.MistralConfig(**SMALL, sliding_window=40), False),
+    "gpt2": (transformers.GPT2Config(**GPT, initializer_range=0.2), True),
+    "gpt-neox": (transformers.GPTNeoXConfig(**SMALL), True),
+    "gemma2": (transformers.Gemma2Config(**SMALL, head_dim=8, sliding_window=40), False),
+    "bloom": (transformers.BloomConfig(vocab_size=90, hidden_size=32, n_layer=2, n_head=4), False),
+}
+
+
+@pytest.fixture
+def engine(tiny_model, tmp_path):
+    """engine(config) → the engine on a random model of that kind."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
+
+    def make(config) -> TransformersEngine:
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "m")
+        tokenizer.save_pretrained(tmp_path / "m")
+        return TransformersEngine(str(tmp_path / "m"), device="cpu", batch_size=4, max_length=127)
+
+    return make
+
+
+def groups() -> list[list[Job]]:
+    """Two prefixes, questions of many lengths, letters of one and of two tokens."""
+    random = torch.Generator().manual_seed(1)
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(1, 90, (count,), generator=random).tolist())
+
+    made = []
+    for length, spine in ((60, ()), (9, (7,))):
+        prefix = tokens(length)
+        letters = tuple((len(spine) if i % 2 else 0, 11 + i) for i in range(4))
+        made.append([Job(i, prefix + tokens(1 + 5 * i), spine, letters) for i in range(7)])
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shared_and_copied_agree_with_whole_prompts(engine, kind):
+    config, shared = KINDS[kind]
+    made = engine(config)
+    got = [list(made.states([group], context=True)) for group in groups()]
+    assert made.describe()["prefix"] == ("shared" if shared else "copied")
+    for found in got:
+        assert len(found) == 7
+        for job, states, logits in found:
+            ids = torch.tensor([job.tokens + job.spine])
+            with torch.no_grad():
+                whole = made.model(input_ids=ids, output_hidden_states=True)
+            rows = slice(len(job.tokens) - 1, None)
+            assert torch.allclose(logits, whole.logits[0, rows], atol=2e-4, rtol=1e-3)
+            assert torch.allclose(states, whole.hidden_states[-1][0], atol=2e-4, rtol=1e-3)
+    for group, found in zip(groups(), got, strict=True):
+        rows = {job.index: states for job, states, _ in found}
+        for job, states, _ in made.states([group]):
+            read = rows[job.index][len(job.tokens) - 1 :]
+            assert torch.allclose(states, read, atol=1e-5)
+
+
+def test_a_model_that_reads_otherwise_is_found_out(engine):
+    """A layer that also looks at its place in the batch's own tokens, which sharing changes."""
+    made = engine(KINDS["llama"][0])
+    layer = made.model.model.layers[0]
+    plain = layer.forward
+
+    def forward(hidden, *args, past_key_values=None, **kwargs):
+        seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+        return plain(hidden * (1 + 0.1 * seen), *args, past_key_values=past_key_values, **kwargs)
+
+    layer.forward = forward
+    list(made.score(groups()))
+    assert made.shares is False
+
+
+def test_which_models_can_share():
+    hybrid = transformers.LlamaConfig(**SMALL)
+    hybrid.layer_types = ["full_attention", "linear_attention"]
+    assert not can_share(hybrid, 100)
+    windows = transformers.Gemma2Config(**SMALL, sliding_window=4096)
+    assert can_share(windows, 4095) and not can_share(windows, 4096)
