@@ -31,6 +31,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     logit_scale: float | None = None,
     filter_eps: float | str | None = "auto",
+    workspace: int = 0,
     impl: str = "auto",
 ) -> Tensor:  # (), or the labels' shape where reduction is "none"
     """Cross-entropy with label smoothing β of a linear classifier, without its N × V logits.
@@ -45,15 +46,19 @@ def linear_cross_entropy(
     The loss is fp32 (fp64 for fp64 inputs); gradients have their inputs' dtype. Under autocast the
     inputs are cast as for `F.linear`. `filter_eps` is the threshold below which the Triton kernels
     approximate the gradient of a block, conserving its mass ("auto": their default, None: exact);
-    the other implementations are always exact. `impl` is "auto" or one of `IMPLEMENTATIONS`;
-    `explain` tells what "auto" takes.
+    the other implementations are always exact. `workspace` is the memory, in bytes, that the exact
+    gradient on the Triton kernels may use to keep logits for the backward instead of computing them
+    again: 0 keeps what fits in the weight gradient's own memory, 2·N·V keeps all. `impl` is "auto"
+    or one of `IMPLEMENTATIONS`; `explain` tells what "auto" takes.
 
     Raises ValueError or TypeError, naming what was given and what was expected. A label outside
     [0, V) raises IndexError on CPU and is a device-side assertion on CUDA.
 
     Source: "Calibrated Language Models and How to Find Them with Label Smoothing", equation 15.
     """
-    options = Options(label_smoothing, ignore_index, reduction, softcap, logit_scale, filter_eps)
+    options = Options(
+        label_smoothing, ignore_index, reduction, softcap, logit_scale, filter_eps, workspace
+    )
     for name, value in (("hidden", hidden), ("weight", weight), ("labels", labels)):
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a tensor, not {type(value).__name__}")

@@ -55,6 +55,7 @@ def patch_model(
     reduction: str = "mean",
     ignore_index: int = -100,
     filter_eps: float | str | None = None,
+    workspace: int = 0,
     impl: str = "auto",
 ) -> nn.Module:
     """Make a causal language model compute `linear_cross_entropy` where it computed its loss.
@@ -65,7 +66,8 @@ def patch_model(
     valid tokens as the mean's divisor. Without labels, or in evaluation mode, nothing changes.
 
     The gradient is exact unless `filter_eps` asks for the Triton kernels' filter, which from random
-    weights was seen to part from the exact training curve.
+    weights was seen to part from the exact training curve. `workspace` bytes make the exact one
+    faster, as `linear_cross_entropy` says.
 
     Softcap, logit scale, bias and tied embeddings are those of the model. A mixture of experts adds
     its auxiliary loss as upstream does, where `output_router_logits` is on. Patch after resizing
@@ -98,6 +100,7 @@ def patch_model(
         reduction=reduction,
         ignore_index=ignore_index,
         filter_eps=filter_eps,
+        workspace=workspace,
         **ARCHITECTURES[name](causal.config),
     )
     if getattr(causal.config, "output_router_logits", False):

@@ -19,6 +19,7 @@ class Options:
     softcap: float | None = None
     logit_scale: float | None = None
     filter_eps: float | str | None = "auto"
+    workspace: int = 0
 
     def __post_init__(self) -> None:
         if not (_is_number(self.label_smoothing) and 0 <= self.label_smoothing <= 1):
@@ -40,6 +41,9 @@ class Options:
             raise ValueError(
                 f"filter_eps must be 'auto', None (exact) or a number in (0, 1), not {eps!r}"
             )
+        size = self.workspace
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise ValueError(f"workspace must be a number of bytes, 0 or more, not {size!r}")
 
     def valid(
         self,

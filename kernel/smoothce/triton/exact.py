@@ -1,9 +1,11 @@
-"""The exact backward: every dlogit, recomputed by vocabulary chunks into a bounded workspace.
+"""The exact backward: every dlogit, from a stored logit or recomputed, chunk by chunk.
 
     S_iv = g_i (p_iv − (1−β) [v = y_i] − β/V) · ∂logit/∂product,   dC = Sᵀ E,   dE = S C
 
 No atomics and no order that depends on timing, so equal inputs give equal bits.
 """
+
+from collections.abc import Iterator
 
 import torch
 import triton
@@ -11,86 +13,66 @@ import triton.language as tl
 from torch import Tensor
 
 from smoothce.options import Options
-from smoothce.triton.accumulator import accumulator
+from smoothce.triton.accumulator import borrowed
 from smoothce.triton.logits import base2_logits, product, slope
-from smoothce.triton.tiles import Tiles, aligned, cdiv, descriptor, programs
-
-WORKSPACE = 112 * 2**20  # bytes of dlogits at a time, and of the sum of dE where it has its own
+from smoothce.triton.stored import Regions, Stored
+from smoothce.triton.tiles import INTERPRETED, Tiles, aligned, cdiv, descriptor, programs
 
 
 @triton.jit
-def dlogits_tile(
-    tile,
-    n_rows,
-    e_desc,
-    c_desc,
-    bias,
+def dlogits(
+    x,  # base-2 logits, (rows, entries)
+    r,
+    v,
+    known,
     labels,
     lse,
     token,
-    out,
-    d_bias,
-    N,
     V,
-    vocab,
-    width,
-    stride_e,
-    stride_c,
-    chunk,
     smoothing,
     scale,
     cap,
-    gain,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    NEED_BIAS: tl.constexpr,
-    TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    """S of one tile of the chunk of the vocabulary that starts at `vocab`."""
-    row = (tile % n_rows) * ROWS
-    o_v = (tile // n_rows) * WIDTH
-    acc = product(
-        e_desc,
-        c_desc,
-        stride_e,
-        stride_c,
-        row,
-        vocab + o_v,
-        N,
-        V,
-        D,
-        ROWS,
-        WIDTH,
-        DEPTH,
-        TMA,
-        PRECISION,
-    )
-    r = row + tl.arange(0, ROWS)
-    v = vocab + o_v + tl.arange(0, WIDTH)
-    x = base2_logits(acc, bias, v, V, scale, cap, HAS_BIAS, SOFTCAP)
-    known = r < N
+    """S of these logits; 0 for tokens without a label, whose g is 0 and whose lse is +inf."""
     total = tl.load(lse + r, mask=known, other=float("inf"))
     y = tl.load(labels + r, mask=known, other=-1)
     g = tl.load(token + r, mask=known, other=0.0)
     s = tl.exp2(x - total[:, None]) - smoothing / V
     s = tl.where(y[:, None] == v[None, :], s - (1.0 - smoothing), s)
-    # tokens without a label have g = 0 and p = 0; entries past the chunk are never read
-    s *= slope(x, scale, cap, SOFTCAP) * g[:, None] if SOFTCAP else (g * scale)[:, None]
+    if SOFTCAP:
+        s *= slope(x, scale, cap, SOFTCAP) * g[:, None]
+    else:
+        s *= (g * scale)[:, None]
+    return s
+
+
+@triton.jit
+def write(
+    s,
+    out,
+    d_bias,
+    r,
+    known,
+    row_block,
+    o_v,
+    stride,
+    chunk,
+    gain,
+    WIDTH: tl.constexpr,
+    NEED_BIAS: tl.constexpr,
+):
+    """Store a tile of S, and its column sums for the bias."""
+    columns = o_v + tl.arange(0, WIDTH)
     if NEED_BIAS:
         # one partial sum a token block: no atomics, so that the order is fixed
-        p_b = d_bias + (row // ROWS) * chunk + o_v + tl.arange(0, WIDTH)
-        tl.store(p_b, tl.sum(s, 0))
-    p_o = out + r.to(tl.int64)[:, None] * chunk + (o_v + tl.arange(0, WIDTH))[None, :]
+        tl.store(d_bias + row_block * chunk + columns, tl.sum(s, 0))
+    p_o = out + r.to(tl.int64)[:, None] * stride + columns[None, :]
     tl.store(p_o, (s * gain).to(out.dtype.element_ty), mask=known[:, None])
 
 
 @triton.jit
-def dlogits_kernel(
+def recompute_kernel(
     e_desc,
     c_desc,
     bias,
@@ -118,182 +100,252 @@ def dlogits_kernel(
     SOFTCAP: tl.constexpr,
     NEED_BIAS: tl.constexpr,
     TMA: tl.constexpr,
+    FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """S of all tokens and of the chunk of the vocabulary that starts at `vocab`."""
     n_rows = tl.cdiv(N, ROWS)
     n_tiles = n_rows * tl.cdiv(width, WIDTH)
-    if TMA:
-        # flattened, so that the next tile's loads start while this one is written
-        for tile in tl.range(tl.program_id(0), n_tiles, tl.num_programs(0), flatten=True):
-            dlogits_tile(
-                tile,
-                n_rows,
-                e_desc,
-                c_desc,
-                bias,
-                labels,
-                lse,
-                token,
-                out,
-                d_bias,
-                N,
-                V,
-                vocab,
-                width,
-                stride_e,
-                stride_c,
-                chunk,
-                smoothing,
-                scale,
-                cap,
-                gain,
-                D,
-                ROWS,
-                WIDTH,
-                DEPTH,
-                HAS_BIAS,
-                SOFTCAP,
-                NEED_BIAS,
-                TMA,
-                PRECISION,
-            )
-    else:
-        for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
-            dlogits_tile(
-                tile,
-                n_rows,
-                e_desc,
-                c_desc,
-                bias,
-                labels,
-                lse,
-                token,
-                out,
-                d_bias,
-                N,
-                V,
-                vocab,
-                width,
-                stride_e,
-                stride_c,
-                chunk,
-                smoothing,
-                scale,
-                cap,
-                gain,
-                D,
-                ROWS,
-                WIDTH,
-                DEPTH,
-                HAS_BIAS,
-                SOFTCAP,
-                NEED_BIAS,
-                TMA,
-                PRECISION,
-            )
+    workers = tl.num_programs(0)
+    # flattened, so that the next tile's loads start while this one is written
+    for tile in (tl.range if FLATTEN else range)(tl.program_id(0), n_tiles, workers, flatten=True):
+        row = (tile % n_rows) * ROWS
+        o_v = (tile // n_rows) * WIDTH
+        acc = product(
+            e_desc,
+            c_desc,
+            stride_e,
+            stride_c,
+            row,
+            vocab + o_v,
+            N,
+            V,
+            D,
+            ROWS,
+            WIDTH,
+            DEPTH,
+            TMA,
+            PRECISION,
+        )
+        r = row + tl.arange(0, ROWS)
+        v = vocab + o_v + tl.arange(0, WIDTH)
+        known = r < N
+        x = base2_logits(acc, bias, v, V, scale, cap, HAS_BIAS, SOFTCAP)
+        s = dlogits(x, r, v, known, labels, lse, token, V, smoothing, scale, cap, SOFTCAP)
+        # entries past the chunk are never read
+        write(s, out, d_bias, r, known, row // ROWS, o_v, chunk, chunk, gain, WIDTH, NEED_BIAS)
 
 
-def backward(
-    hidden: Tensor,  # (N, D)
-    weight: Tensor,  # (V, D)
-    bias: Tensor | None,
-    labels: Tensor,  # (N,) int32, -1 where there is no valid token
-    lse: Tensor,  # (N,) fp32, base 2
-    token: Tensor,  # (N,) fp32, g_i, 0 where there is no valid token
-    options: Options,
-    tiles: Tiles,
-    d_hidden: Tensor | None,  # (N, D)
-    d_weight: Tensor | None,  # (V, D), written, or added to
-    d_bias: Tensor | None,  # (V,) fp32, added to
-    accumulate: bool,
-) -> None:
-    """Gradients of one super-block, whose tokens are in the caller's order."""
-    n, d = hidden.shape
-    v = len(weight)
-    unit = tiles.width
-    half = hidden.dtype == torch.float16
-    # S of fp16 inputs needs more range than fp16 has; bf16 and fp32 take g as it is
-    top = token.abs().amax().clamp(min=1e-30) if half else None
-    gain = 256.0 if half else 1.0
-    if half:
-        token = token / top
-    acc, head = None, v
-    workspace = WORKSPACE
-    if d_hidden is not None:
-        blocks = cdiv(v, unit)
-        borrow = None if accumulate else d_weight
-        acc, head = accumulator((n, d), borrow, blocks, tiles, hidden.device)
-        if head == blocks:
-            workspace = max(WORKSPACE - acc.numel() * 4, WORKSPACE // 4)
-        head = min(head * unit, v)
-    chunk = max(workspace // (n * hidden.element_size()) // unit, 1) * unit
-    chunk = min(chunk, cdiv(v, unit) * unit)
-    s = hidden.new_empty(n, chunk)
-    partial = None
-    if d_bias is not None:
-        partial = torch.empty(cdiv(n, tiles.rows), chunk, device=hidden.device)
-    tma = tiles.tma and aligned(hidden)
+@triton.jit
+def convert_kernel(
+    stored,
+    target,
+    labels,
+    lse,
+    token,
+    out,  # may be the same memory as `stored`
+    d_bias,
+    N,
+    V,
+    vocab,
+    stride_in,
+    stride_out,
+    chunk,
+    smoothing,
+    scale,
+    cap,
+    gain,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    NEED_BIAS: tl.constexpr,
+):
+    """S from stored logits, for the chunk of the vocabulary that starts at `vocab`."""
+    r = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    o_v = tl.program_id(0) * WIDTH
+    v = vocab + o_v + tl.arange(0, WIDTH)
+    known = r < N
+    # tokens without a label have no stored logits
+    valid = known & (tl.load(labels + r, mask=known, other=-1) >= 0)
+    p_x = stored + r.to(tl.int64)[:, None] * stride_in + (o_v + tl.arange(0, WIDTH))[None, :]
+    x = tl.load(p_x, mask=valid[:, None], other=0.0).to(tl.float32)
+    x += tl.load(target + r, mask=known, other=0.0)[:, None]
+    s = dlogits(x, r, v, known, labels, lse, token, V, smoothing, scale, cap, SOFTCAP)
+    block = tl.program_id(1)
+    write(s, out, d_bias, r, known, block, o_v, stride_out, chunk, gain, WIDTH, NEED_BIAS)
 
-    def dlogits(start: int, stop: int) -> Tensor:
-        dlogits_kernel[(programs(hidden.device),)](
+
+class Exact:
+    """The gradients of one super-block, whose tokens are in the caller's order."""
+
+    def __init__(
+        self,
+        hidden: Tensor,  # (N, D)
+        weight: Tensor,  # (V, D)
+        bias: Tensor | None,
+        labels: Tensor,  # (N,) int32, -1 where there is no valid token
+        lse: Tensor,  # (N,) fp32, base 2
+        token: Tensor,  # (N,) fp32, g_i, 0 where there is no valid token
+        options: Options,
+        tiles: Tiles,
+        plan: Regions,
+        stored: Stored | None,  # `far` and `target` of these tokens
+    ) -> None:
+        self.hidden, self.weight, self.bias = hidden, weight, bias
+        self.labels, self.lse, self.options, self.tiles = labels, lse, options, tiles
+        self.plan, self.stored = plan, stored
+        self.half = hidden.dtype == torch.float16
+        # S of fp16 inputs needs more range than fp16 has; bf16 and fp32 take g as it is
+        self.gain = 256.0 if self.half else 1.0
+        self.top = token.abs().amax().clamp(min=1e-30) if self.half else None
+        self.token = token / self.top if self.half else token
+        self.thin = max(tiles.rows // 4, 1)  # tokens a tile of the conversion
+        needed = plan.near + plan.far < len(weight) or plan.near
+        self.space = hidden.new_empty(len(hidden), plan.chunk if needed else 0)
+        self.partial = None
+
+    def backward(
+        self,
+        d_hidden: Tensor | None,  # (N, D)
+        d_weight: Tensor | None,  # (V, D), written, or added to
+        d_bias: Tensor | None,  # (V,) fp32, added to
+        lent: Tensor | None,  # rows that may hold the sum of dE until they are written
+        accumulate: bool,
+    ) -> None:
+        acc = None
+        if d_hidden is not None:
+            if lent is None:
+                acc = torch.zeros(d_hidden.shape, device=d_hidden.device)
+            else:
+                acc = borrowed(lent, tuple(d_hidden.shape))
+        if d_bias is not None:
+            blocks = cdiv(len(self.hidden), self.thin)
+            self.partial = torch.empty(blocks, self.plan.chunk, device=d_bias.device)
+        head = self.plan.head
+        late = chunks(head, len(self.weight), self.plan.chunk)
+        late = late[1:] + late[:1]  # the last one's S is kept, so not what is left over
+        for start, stop, part, sums in self.parts(late):
+            if d_weight is not None and start < head:
+                self.into_weight(d_weight[start:stop], part, accumulate)
+            if acc is not None:
+                add_product(acc, part, self.weight[start:stop])
+            if d_bias is not None:
+                column = sums[:, : stop - start].sum(0) / (self.options.logit_scale or 1.0)
+                d_bias[start:stop] += column * self.top if self.half else column
+        if d_hidden is not None:
+            d_hidden.copy_(acc * (self.top / self.gain) if self.half else acc)
+        if d_weight is not None:
+            for i, (start, stop) in enumerate(reversed(late)):
+                part = self.recompute(start, stop) if i else part  # still in the workspace
+                self.into_weight(d_weight[start:stop], part, accumulate)
+
+    def parts(
+        self, late: list[tuple[int, int]]
+    ) -> Iterator[tuple[int, int, Tensor, Tensor | None]]:
+        """S by chunks [start, stop), each until the next is asked for, with its column sums.
+
+        Chunks in the weight gradient's memory come first, in an order in which that of a chunk may
+        be written once it and those before it are consumed: a chunk's logits take up N numbers an
+        entry, its gradient D."""
+        plan, v, kept = self.plan, len(self.weight), self.stored
+        n, d = self.hidden.shape
+        near, done = min(plan.near, v), 0
+        if kept is not None and kept.near is not None:
+            done = near
+            pieces = range(len(kept.near))
+            for i in pieces if n >= d else reversed(pieces):
+                start, stop = i * plan.near_chunk, min((i + 1) * plan.near_chunk, v)
+                part = self.convert(kept.near[i], self.space, start, stop)
+                yield start, stop, part, self.partial
+        far = near if kept is None or kept.far is None else min(near + plan.far, v)
+        # at once, but for what grows with the chunk: the bias's partial sums, fp16's wide products
+        bounded = self.half or self.partial is not None
+        for start, stop in chunks(near, far, plan.chunk if bounded else max(plan.far, 1)):
+            logits = kept.far[:, start - near : stop - near]
+            part = self.convert(logits, logits.view(self.hidden.dtype), start, stop)
+            yield start, stop, part, self.partial
+        blocks = cdiv(n, self.tiles.rows)
+        sums = None if self.partial is None else self.partial[:blocks]
+        rest = chunks(done, near, plan.chunk) + chunks(far, plan.head, plan.chunk)
+        for start, stop in rest + late:
+            yield start, stop, self.recompute(start, stop), sums
+
+    def convert(self, logits: Tensor, out: Tensor, start: int, stop: int) -> Tensor:
+        """S of entries [start, stop) from their stored logits, which may be in the same memory."""
+        wide = min(self.tiles.width, 256)
+        convert_kernel[(cdiv(stop - start, wide), cdiv(len(self.hidden), self.thin))](
+            logits,
+            self.stored.target,
+            self.labels,
+            self.lse,
+            self.token,
+            out,
+            self.partial,
+            len(self.hidden),
+            len(self.weight),
+            start,
+            logits.stride(0),
+            out.stride(0),
+            self.plan.chunk,
+            *self.numbers(),
+            ROWS=self.thin,
+            WIDTH=wide,
+            SOFTCAP=self.options.softcap is not None,
+            NEED_BIAS=self.partial is not None,
+        )
+        return out[:, : stop - start]
+
+    def recompute(self, start: int, stop: int) -> Tensor:
+        """S of entries [start, stop), from the product."""
+        hidden, weight, tiles = self.hidden, self.weight, self.tiles
+        tma = tiles.tma and aligned(hidden)
+        recompute_kernel[(programs(hidden.device),)](
             descriptor(hidden, [tiles.rows, tiles.depth], tma),
             descriptor(weight, [tiles.width, tiles.depth], tma),
-            bias,
-            labels,
-            lse,
-            token,
-            s,
-            partial,
-            n,
-            v,
+            self.bias,
+            self.labels,
+            self.lse,
+            self.token,
+            self.space,
+            self.partial,
+            len(hidden),
+            len(weight),
             start,
             stop - start,
             hidden.stride(0),
             weight.stride(0),
-            chunk,
-            options.label_smoothing,
-            options.logit_scale if options.logit_scale is not None else 1.0,
-            options.softcap or 1.0,
-            gain,
-            D=d,
+            self.plan.chunk,
+            *self.numbers(),
+            D=hidden.shape[1],
             ROWS=tiles.rows,
             WIDTH=tiles.width,
             DEPTH=tiles.depth,
-            HAS_BIAS=bias is not None,
-            SOFTCAP=options.softcap is not None,
-            NEED_BIAS=d_bias is not None,
+            HAS_BIAS=self.bias is not None,
+            SOFTCAP=self.options.softcap is not None,
+            NEED_BIAS=self.partial is not None,
             TMA=tma,
+            FLATTEN=tma or INTERPRETED,
             PRECISION=tiles.precision,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
         )
-        return s[:, : stop - start]
+        return self.space[:, : stop - start]
 
-    def into_weight(part: Tensor, start: int, stop: int) -> None:
-        out = d_weight[start:stop]
-        if half:
-            full = product_fp32(part.T, hidden) * (top / gain)
+    def numbers(self) -> tuple[float, float, float, float]:
+        """Smoothing, logit scale, softcap and gain, as the kernels take them."""
+        o = self.options
+        scale = 1.0 if o.logit_scale is None else o.logit_scale
+        return o.label_smoothing, scale, o.softcap or 1.0, self.gain
+
+    def into_weight(self, out: Tensor, part: Tensor, accumulate: bool) -> None:
+        """out = Sᵀ E of these entries, or out += Sᵀ E."""
+        if self.half:
+            full = product_fp32(part.T, self.hidden) * (self.top / self.gain)
             out.copy_(full + out if accumulate else full)
         elif accumulate:
-            out.addmm_(part.T, hidden)
+            out.addmm_(part.T, self.hidden)
         else:
-            torch.mm(part.T, hidden, out=out)
-
-    for start, stop in chunks(0, head, chunk) + chunks(head, v, chunk):
-        part = dlogits(start, stop)
-        if d_weight is not None and start < head:
-            into_weight(part, start, stop)
-        if acc is not None:
-            add_product(acc, part, weight[start:stop])
-        if d_bias is not None:
-            column = partial[:, : stop - start].sum(0) / (options.logit_scale or 1.0)
-            d_bias[start:stop] += column * top if half else column
-    if d_hidden is not None:
-        d_hidden.copy_(acc * (top / gain) if half else acc)
-    if d_weight is not None:
-        for start, stop in chunks(head, v, chunk):
-            into_weight(dlogits(start, stop), start, stop)
+            torch.mm(part.T, self.hidden, out=out)
 
 
 def chunks(start: int, stop: int, size: int) -> list[tuple[int, int]]:

@@ -15,7 +15,8 @@ from torch import Tensor
 from smoothce.options import Options
 from smoothce.triton.logits import LOG2E, base2_logits, product
 from smoothce.triton.prepare import Tokens
-from smoothce.triton.tiles import Tiles, cdiv, descriptor, programs
+from smoothce.triton.stored import Stored, store_logits
+from smoothce.triton.tiles import INTERPRETED, Tiles, cdiv, descriptor, programs
 
 ROUNDS = 4  # most vocabulary segments a program works through when tokens are few
 
@@ -77,6 +78,15 @@ def walk(
     mass,
     peak,
     padded,
+    kept,
+    target,
+    source,
+    near,
+    near_chunk,
+    near_rows,
+    far_offset,
+    far,
+    N,
     V,
     scale,
     cap,
@@ -87,6 +97,7 @@ def walk(
     PLAIN: tl.constexpr,
     SUM: tl.constexpr,
     STATISTICS: tl.constexpr,
+    STORE: tl.constexpr,
 ):
     """Fold one tile of products into the running maximum m, sum s and Σ logits z."""
     v = block * WIDTH + tl.arange(0, WIDTH)
@@ -114,6 +125,11 @@ def walk(
         tl.store(mass + o, (base + tl.log2(t)).to(tl.float16))
         tl.store(peak + o, top.to(tl.float16))
     s = s * tl.exp2(m - base) + t
+    if STORE:  # last, so that the tile's registers are free by then
+        z_t = x * factor - target[:, None]
+        store_logits(
+            z_t, kept, source, block, near, near_chunk, near_rows, far_offset, far, N, WIDTH
+        )
     return new, s, z
 
 
@@ -129,6 +145,16 @@ def forward_kernel(
     part_sum,
     part_z,
     padded,
+    order,
+    targets,
+    kept,
+    near,
+    near_chunk,
+    near_rows,
+    far_offset,
+    far,
+    n_order,
+    N,
     stride_e,
     stride_c,
     V,
@@ -145,7 +171,9 @@ def forward_kernel(
     PLAIN: tl.constexpr,
     SUM: tl.constexpr,
     STATISTICS: tl.constexpr,
+    STORE: tl.constexpr,
     TMA: tl.constexpr,
+    FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):
@@ -164,87 +192,61 @@ def forward_kernel(
             m = tl.full((ROWS,), -float("inf"), tl.float32)
             s = tl.zeros((ROWS,), tl.float32)
             z = tl.zeros((ROWS,), tl.float32)
-            if TMA:
-                # flattened, so that the next tile's loads start during this tile's exponentials
-                for block in tl.range(first, last, flatten=True):
-                    acc = product(
-                        e_desc,
-                        c_desc,
-                        stride_e,
-                        stride_c,
-                        row,
-                        block * WIDTH,
-                        padded,
-                        V,
-                        D,
-                        ROWS,
-                        WIDTH,
-                        DEPTH,
-                        TMA,
-                        PRECISION,
-                    )
-                    m, s, z = walk(
-                        acc,
-                        m,
-                        s,
-                        z,
-                        block,
-                        rows,
-                        bias,
-                        mass,
-                        peak,
-                        padded,
-                        V,
-                        scale,
-                        cap,
-                        WIDTH,
-                        HAS_BIAS,
-                        SOFTCAP,
-                        RAGGED,
-                        PLAIN,
-                        SUM,
-                        STATISTICS,
-                    )
-            else:
-                for block in range(first, last):
-                    acc = product(
-                        e_desc,
-                        c_desc,
-                        stride_e,
-                        stride_c,
-                        row,
-                        block * WIDTH,
-                        padded,
-                        V,
-                        D,
-                        ROWS,
-                        WIDTH,
-                        DEPTH,
-                        TMA,
-                        PRECISION,
-                    )
-                    m, s, z = walk(
-                        acc,
-                        m,
-                        s,
-                        z,
-                        block,
-                        rows,
-                        bias,
-                        mass,
-                        peak,
-                        padded,
-                        V,
-                        scale,
-                        cap,
-                        WIDTH,
-                        HAS_BIAS,
-                        SOFTCAP,
-                        RAGGED,
-                        PLAIN,
-                        SUM,
-                        STATISTICS,
-                    )
+            source = rows
+            target = s
+            if STORE:
+                source = tl.load(order + rows, mask=rows < n_order, other=-1)
+                target = tl.load(targets + rows) * LOG2E
+            # flattened, so that the next tile's loads start during this tile's exponentials
+            for block in (tl.range if FLATTEN else range)(first, last, flatten=True):
+                acc = product(
+                    e_desc,
+                    c_desc,
+                    stride_e,
+                    stride_c,
+                    row,
+                    block * WIDTH,
+                    padded,
+                    V,
+                    D,
+                    ROWS,
+                    WIDTH,
+                    DEPTH,
+                    TMA,
+                    PRECISION,
+                )
+                m, s, z = walk(
+                    acc,
+                    m,
+                    s,
+                    z,
+                    block,
+                    rows,
+                    bias,
+                    mass,
+                    peak,
+                    padded,
+                    kept,
+                    target,
+                    source,
+                    near,
+                    near_chunk,
+                    near_rows,
+                    far_offset,
+                    far,
+                    N,
+                    V,
+                    scale,
+                    cap,
+                    WIDTH,
+                    HAS_BIAS,
+                    SOFTCAP,
+                    RAGGED,
+                    PLAIN,
+                    SUM,
+                    STATISTICS,
+                    STORE,
+                )
             o = (cut * n_rows + i) * ROWS + tl.arange(0, ROWS)
             tl.store(part_max + o, m)
             tl.store(part_sum + o, s)
@@ -262,6 +264,7 @@ def finish_kernel(
     lse,
     losses,
     full_lse,
+    full_target,
     n_order,
     smoothing,
     V,
@@ -269,6 +272,7 @@ def finish_kernel(
     workers,
     ROWS: tl.constexpr,
     SUM: tl.constexpr,
+    STORE: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):
     """Join a token block's segments into log-sum-exp and loss."""
@@ -292,7 +296,8 @@ def finish_kernel(
             z += tl.load(part_z + o, mask=valid, other=0.0)
         m = new
     total = m + tl.log2(s)
-    loss = total / 1.4426950408889634 - (1.0 - smoothing) * tl.load(target + rows)
+    z_y = tl.load(target + rows)
+    loss = total / 1.4426950408889634 - (1.0 - smoothing) * z_y
     if SUM:
         loss -= smoothing / V * (z / 1.4426950408889634)
     tl.store(lse + rows, tl.where(valid, total, float("inf")))
@@ -300,6 +305,8 @@ def finish_kernel(
     source = tl.load(order + rows, mask=known, other=0)
     tl.store(losses + source, tl.where(valid, loss, 0.0), mask=known)
     tl.store(full_lse + source, tl.where(valid, total, float("inf")), mask=known)
+    if STORE:
+        tl.store(full_target + source, z_y * LOG2E, mask=known)
 
 
 def forward(
@@ -312,6 +319,7 @@ def forward(
     statistics: bool,
     losses: Tensor,  # (N,) fp32 in nats, written at the super-block's tokens
     full_lse: Tensor,  # (N,) fp32, likewise
+    stored: Stored | None = None,  # its logits and targets are likewise written
 ) -> Statistics:
     """Losses and log-sum-exps of one super-block, with block statistics where the plan needs them.
 
@@ -327,6 +335,13 @@ def forward(
         mass = torch.empty(blocks, padded, device=packed.device, dtype=torch.float16)
         peak = torch.empty_like(mass)
     summed = options.label_smoothing != 0
+    near = far = kept = None
+    offset = 0
+    if stored is not None:
+        near, far = stored.near, stored.far
+        kept = far if near is None else near
+    if near is not None and far is not None:
+        offset = (far.data_ptr() - near.data_ptr()) // near.element_size()
     forward_kernel[(workers,)](
         descriptor(packed, [tiles.rows, tiles.depth], tiles.tma),
         descriptor(weight, [tiles.width, tiles.depth], tiles.tma),
@@ -336,6 +351,16 @@ def forward(
         peak,
         *parts,
         padded,
+        tokens.order,
+        tokens.target,
+        kept,
+        0 if near is None else stored.regions.near,
+        1 if near is None else stored.regions.near_chunk,
+        0 if near is None else stored.regions.rows,
+        offset,
+        0 if far is None else stored.regions.far,
+        len(tokens.order),
+        len(full_lse),
         packed.stride(0),
         weight.stride(0),
         v,
@@ -352,7 +377,9 @@ def forward(
         PLAIN=bias is None and options.softcap is None and (options.logit_scale or 1.0) > 0,
         SUM=summed,
         STATISTICS=statistics,
+        STORE=kept is not None,
         TMA=tiles.tma,
+        FLATTEN=tiles.tma or INTERPRETED,
         PRECISION=tiles.precision,
         ROUNDS=ROUNDS,
         num_warps=tiles.warps,
@@ -367,6 +394,7 @@ def forward(
         lse,
         losses,
         full_lse,
+        None if kept is None else stored.target,
         len(tokens.order),
         options.label_smoothing,
         v,
@@ -374,6 +402,7 @@ def forward(
         workers,
         ROWS=tiles.rows,
         SUM=summed,
+        STORE=kept is not None,
         ROUNDS=ROUNDS,
     )
     return Statistics(lse, mass, peak)

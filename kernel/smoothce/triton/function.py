@@ -8,11 +8,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from smoothce.options import Options
-from smoothce.triton import exact, filtered
+from smoothce.triton import filtered, stored
+from smoothce.triton.exact import Exact
 from smoothce.triton.filtered import Scale
 from smoothce.triton.forward import Statistics, forward
 from smoothce.triton.plan import Plan, plan
 from smoothce.triton.prepare import Tokens, gather, valid_first
+from smoothce.triton.stored import Stored
 from smoothce.triton.tiles import Tiles, cdiv, tiles_for
 
 # filter_eps="auto" is AUTO · V^(1/4): 2^-10.6 at 256,000 entries, 2^-11.1 at 60,160. Chosen so that
@@ -21,7 +23,6 @@ AUTO = 2.0**-10.6 / 256000**0.25
 SMALL_VOCABULARY = 8192  # below it there is too little to skip
 STATISTICS = 2**25  # bytes of block statistics that a super-block may have
 MOST_TOKENS = 2**15 - 256  # row lists are int16
-EXACT_TOKENS = 8192  # tokens a super-block of the exact backward
 
 
 class Block(NamedTuple):
@@ -39,7 +40,7 @@ class Loss(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, labels, options, differentiable):
         needs = tuple(differentiable and need for need in ctx.needs_input_grad[:3])
         call = Call(hidden, weight, bias, labels, options, needs)
-        losses, lse, ctx.blocks, ctx.gradients = call.forward()
+        losses, lse, ctx.blocks, ctx.gradients, ctx.stored = call.forward()
         ctx.save_for_backward(hidden, weight, bias, labels, lse, call.token_weight)
         ctx.options, ctx.needs = options, needs
         if options.reduction == "none":
@@ -54,7 +55,9 @@ class Loss(torch.autograd.Function):
         call.token_weight = token_weight
         upstream = upstream.float()
         if call.eps is None:
-            gradients = call.exact(lse, upstream)
+            # handed over as well: what is stored becomes the gradients
+            kept, ctx.stored = ctx.stored, None
+            gradients = call.exact(lse, upstream, kept)
         elif call.early:
             # handed over, not kept: the first backward takes them, another makes them again
             gradients, ctx.gradients = ctx.gradients or call.forward()[3], None
@@ -81,13 +84,13 @@ class Call:
         self.tiles = tiles_for(hidden, weight)
         self.eps = threshold(options, len(weight)) if any(needs) else None
         filtering = self.eps is not None
-        self.size = tokens_at_once(len(weight), self.tiles) if filtering else MOST_TOKENS
+        self.size = tokens_at_once(len(weight), self.tiles) if filtering else stored.TOKENS
         # One super-block's statistics fit in the memory bound, several blocks' do not: then a
         # reduced loss, whose upstream gradient is one factor, makes its gradients on the way.
         self.early = filtering and options.reduction != "none" and len(labels) > self.size
 
     def blocks(
-        self, statistics: bool, losses: Tensor, lse: Tensor
+        self, statistics: bool, losses: Tensor, lse: Tensor, kept: Stored | None = None
     ) -> Iterator[tuple[Tokens, Statistics]]:
         """The forward, super-block by super-block, valid tokens first."""
         order, count, weight = valid_first(self.labels, self.options.ignore_index)
@@ -97,29 +100,35 @@ class Call:
             part = order[start : start + self.size]
             inside = count if len(part) == len(order) else (count - start).clamp(0, len(part))
             tokens, packed = gather(*inputs, self.labels, part, inside, self.options, self.tiles)
-            settings = tokens, self.options, self.tiles, statistics, losses, lse
+            settings = tokens, self.options, self.tiles, statistics, losses, lse, kept
             found = forward(packed, *inputs[1:], *settings)
             del packed
             yield tokens, found
             del tokens, found  # before the next super-block takes its memory
 
-    def forward(self) -> tuple[Tensor, Tensor, list[Block], "Gradients | None"]:
+    def forward(
+        self,
+    ) -> tuple[Tensor, Tensor, list[Block], "Gradients | None", Stored | None]:
         """Losses and log-sum-exps in the caller's order, and what the backward will need."""
         losses = self.hidden.new_empty(len(self.labels), dtype=torch.float32)
         lse = torch.empty_like(losses)
         blocks: list[Block] = []
         gradients = Gradients(self) if self.early else None
-        for tokens, statistics in self.blocks(self.eps is not None, losses, lse):
+        kept = None
+        if self.eps is None and any(self.needs):
+            inputs = self.hidden, self.weight, self.needs
+            kept = stored.room(*inputs, self.options.workspace, self.tiles)
+        for tokens, statistics in self.blocks(self.eps is not None, losses, lse, kept):
             if self.eps is None:
                 continue
-            kept = plan(statistics, tokens, len(self.weight), self.eps, self.tiles)
-            block = Block(tokens, statistics.lse, kept)
+            pairs = plan(statistics, tokens, len(self.weight), self.eps, self.tiles)
+            block = Block(tokens, statistics.lse, pairs)
             if gradients is None:
                 blocks.append(block)
             else:
                 gradients.add(block, Scale(self.token_weight, None, tokens.total))
-            del tokens, statistics, kept, block  # before the next super-block takes its memory
-        return losses, lse, blocks, gradients
+            del tokens, statistics, pairs, block  # before the next super-block takes its memory
+        return losses, lse, blocks, gradients, kept
 
     def filtered(self, blocks: list[Block], upstream: Tensor) -> "Gradients":
         gradients = Gradients(self)
@@ -143,15 +152,26 @@ class Call:
             total += token[i : i + len(part)] @ self.hidden[part].float()
         return Scale(top, token, total)
 
-    def exact(self, lse: Tensor, upstream: Tensor) -> "Gradients":
-        gradients = Gradients(self)
+    def exact(self, lse: Tensor, upstream: Tensor, kept: Stored | None) -> "Gradients":
+        gradients = Gradients(self, None if kept is None else kept.weight)
         valid = self.options.valid(self.labels)
         token = (upstream * self.token_weight).expand(valid.shape)
         token = torch.where(valid, token, 0.0)
         labels = torch.where(valid, self.labels, -1).to(torch.int32)
-        for start in range(0, len(labels), EXACT_TOKENS):
-            part = slice(start, start + EXACT_TOKENS)
-            exact.backward(
+        shape = len(labels), tuple(self.weight.shape)
+        settings = self.weight.dtype, self.needs, self.options.workspace, self.tiles
+        for start in range(0, len(labels), stored.TOKENS):
+            part = slice(start, start + stored.TOKENS)
+            d_hidden = None if gradients.hidden is None else gradients.hidden[part]
+            plan = stored.regions(*shape, *settings, start)
+            if kept is None:
+                plan = plan._replace(near=0, far=0)
+            lent = None
+            if plan.later:
+                lent = gradients.hidden[part.stop :]
+            elif plan.head < len(self.weight):
+                lent = gradients.weight[plan.head :]
+            block = Exact(
                 self.hidden[part],
                 self.weight,
                 self.bias,
@@ -160,23 +180,25 @@ class Call:
                 token[part],
                 self.options,
                 self.tiles,
-                None if gradients.hidden is None else gradients.hidden[part],
-                gradients.weight,
-                gradients.bias,
-                accumulate=gradients.begun,
+                plan,
+                None if kept is None else kept.part(part),
             )
+            block.backward(d_hidden, gradients.weight, gradients.bias, lent, gradients.begun)
             gradients.begun = True
+            del block  # before the next super-block takes its memory
         return gradients
 
 
 class Gradients:
     """The gradients that are wanted, filled super-block by super-block."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, weight: Tensor | None = None) -> None:
         self.call = call
         like, needs = {"memory_format": torch.contiguous_format}, call.needs
         self.hidden = torch.empty_like(call.hidden, **like) if needs[0] else None
-        self.weight = torch.empty_like(call.weight, **like) if needs[1] else None
+        self.weight = weight
+        if weight is None and needs[1]:
+            self.weight = torch.empty_like(call.weight, **like)
         self.bias = torch.zeros_like(call.bias, dtype=torch.float32) if needs[2] else None
         self.begun = False
 

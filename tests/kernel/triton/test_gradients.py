@@ -8,7 +8,7 @@ from loss_check import DEVICE, check, gradients, inputs
 
 from smoothce import reference, triton
 from smoothce.options import Options
-from smoothce.triton import accumulator, exact, function
+from smoothce.triton import accumulator, function, stored
 
 KEEP_ALL = 1e-12
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter has no bf16
@@ -90,8 +90,8 @@ def test_frozen_inputs_cost_no_gradient(eps, frozen):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_super_blocks_of_tokens(eps, reduction, monkeypatch):
     monkeypatch.setattr(function, "STATISTICS", 2**9)
-    monkeypatch.setattr(function, "EXACT_TOKENS", 32)
-    monkeypatch.setattr(exact, "WORKSPACE", 2**13)
+    monkeypatch.setattr(stored, "TOKENS", 32)
+    monkeypatch.setattr(stored, "WORKSPACE", 2**13)
     options = {"reduction": reduction, "label_smoothing": 0.1, "filter_eps": eps, "masked": 0.3}
     check(70, 150, 16, bias=True, **options)
 
@@ -99,7 +99,7 @@ def test_super_blocks_of_tokens(eps, reduction, monkeypatch):
 @FILTERS
 def test_sum_of_hidden_gradient_in_borrowed_memory(eps, monkeypatch):
     monkeypatch.setattr(accumulator, "BORROW_FROM", 1)
-    monkeypatch.setattr(exact, "WORKSPACE", 2**13)
+    monkeypatch.setattr(stored, "WORKSPACE", 2**13)
     check(20, 600, 16, filter_eps=eps, label_smoothing=0.1, bias=True)
 
 
@@ -119,9 +119,61 @@ def test_second_backward_repeats_the_first(eps, reduction, early, monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)
 
 
-def test_exact_mode_gives_equal_bits():
+SOME, ALL = 8000, 2**30  # bytes of workspace
+BUDGETS = pytest.mark.parametrize("workspace", [0, SOME, ALL], ids=["none", "some", "all"])
+
+
+@BUDGETS
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"label_smoothing": 0.1},
+        {"reduction": "none", "masked": 0.4, "label_smoothing": 0.3},
+        {"softcap": 3.0, "label_smoothing": 0.2, "logit_scale": -1.7, "bias": True, "masked": 0.3},
+        {"dtype": torch.float16, "label_smoothing": 0.1, "bias": True},
+        {"dtype": HALF, "softcap": 2.0, "masked": 0.3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("n", "v", "d"), [(70, 201, 16), (20, 150, 40)], ids=["N>D", "N<D"])
+def test_stored_logits(n, v, d, options, workspace, monkeypatch):
+    monkeypatch.setattr(stored, "WORKSPACE", 2**13)
+    check(n, v, d, filter_eps=None, workspace=workspace, **options)
+
+
+@BUDGETS
+def test_stored_logits_beside_a_borrowed_sum(workspace, monkeypatch):
+    monkeypatch.setattr(accumulator, "BORROW_FROM", 1)
+    monkeypatch.setattr(stored, "WORKSPACE", 2**13)
+    check(20, 600, 16, filter_eps=None, label_smoothing=0.1, bias=True, workspace=workspace)
+    check(20, 600, 24, filter_eps=None, workspace=min(workspace, 1500))
+
+
+@BUDGETS
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_stored_logits_of_super_blocks(reduction, workspace, monkeypatch):
+    monkeypatch.setattr(stored, "TOKENS", 32)
+    options = {"reduction": reduction, "label_smoothing": 0.1, "masked": 0.3}
+    check(150, 170, 16, filter_eps=None, workspace=workspace, bias=True, **options)
+    check(50, 170, 16, filter_eps=None, workspace=workspace, **options)
+
+
+@BUDGETS
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_stored_logits_with_a_frozen_input(frozen, workspace):
+    hidden, weight, labels, _ = inputs(60, 170, 24)
+    options = Options(label_smoothing=0.1, filter_eps=None, workspace=workspace)
+    expected = gradients(reference.loss, hidden, weight, labels, None, options)[1:]
+    leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
+    leaves[frozen].requires_grad_(False)
+    triton.loss(*leaves, labels, None, options).backward()
+    torch.testing.assert_close(leaves[1 - frozen].grad, expected[1 - frozen], rtol=1e-4, atol=1e-7)
+
+
+@BUDGETS
+def test_exact_mode_gives_equal_bits(workspace):
     hidden, weight, labels, bias = inputs(70, 150, 16, HALF, masked=0.2, bias=True)
-    options = Options(label_smoothing=0.1, filter_eps=None)
+    options = Options(label_smoothing=0.1, filter_eps=None, workspace=workspace)
     runs = [gradients(triton.loss, hidden, weight, labels, bias, options) for _ in range(3)]
     for other in runs[1:]:
         for a, b in zip(runs[0], other, strict=True):
@@ -140,9 +192,12 @@ def test_exact_mode_gives_equal_bits():
     bias=st.booleans(),
     masked=st.sampled_from([0.0, 0.5]),
     eps=st.sampled_from([None, KEEP_ALL]),
+    workspace=st.sampled_from([0, SOME, ALL]),
     seed=st.integers(0, 1000),
 )
-def test_any_shape_and_option(n, v, d, beta, reduction, softcap, scale, bias, masked, eps, seed):
+def test_any_shape_and_option(
+    n, v, d, beta, reduction, softcap, scale, bias, masked, eps, workspace, seed
+):
     check(
         n,
         v,
@@ -155,4 +210,5 @@ def test_any_shape_and_option(n, v, d, beta, reduction, softcap, scale, bias, ma
         softcap=softcap,
         logit_scale=scale,
         filter_eps=eps,
+        workspace=workspace,
     )
