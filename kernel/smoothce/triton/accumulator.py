@@ -22,30 +22,12 @@ def accumulator(
     A large accumulator borrows the last rows of the weight gradient's own memory. They are written
     last, from dlogits that are then computed a second time: a few percent of one product."""
     size = math.prod(shape)
-    if d_weight is not None:
-        v = len(d_weight)
-        start = borrowed_from(size, tuple(d_weight.shape), d_weight.element_size(), tiles.width)
-        if start < v:
-            return borrowed(d_weight[start:], shape), start // tiles.width
-    return torch.zeros(shape, device=device), blocks
-
-
-def borrowed_from(size: int, shape: tuple[int, int], width: int, unit: int) -> int:
-    """The first row of a (V, D) gradient of `width` bytes an element that lends its memory to
-    `size` fp32 numbers, a multiple of `unit`; V where none should."""
-    v, d = shape
-    if size * 4 >= BORROW_FROM:
-        start = (v - cdiv(size * 4, d * width)) // unit * unit
+    if d_weight is not None and size * 4 >= BORROW_FROM:
+        v, d = d_weight.shape
+        width = d_weight.element_size()
+        start = (v - cdiv(size * 4, d * width)) // tiles.width * tiles.width
         if start > v // 2 and start * d * width % 16 == 0:
-            return start
-    return v
-
-
-def borrowed(
-    rows: Tensor,  # contiguous, not yet written
-    shape: tuple[int, int],
-) -> Tensor:
-    """Zeroed fp32 numbers in the memory of these rows."""
-    flat = rows.view(-1)
-    flat = flat[: flat.numel() // 2 * 2].view(torch.float32)
-    return flat[: math.prod(shape)].zero_().view(shape)
+            tail = d_weight.view(-1)[start * d :]
+            room = tail[: tail.numel() // 2 * 2].view(torch.float32)[:size]
+            return room.zero_().view(shape), start // tiles.width
+    return torch.zeros(shape, device=device), blocks

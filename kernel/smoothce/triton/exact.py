@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from smoothce.options import Options
-from smoothce.triton.accumulator import borrowed
 from smoothce.triton.logits import base2_logits, product, slope
 from smoothce.triton.stored import Regions, Stored
 from smoothce.triton.tiles import INTERPRETED, Tiles, aligned, cdiv, descriptor, programs
@@ -206,42 +205,30 @@ class Exact:
 
     def backward(
         self,
-        d_hidden: Tensor | None,  # (N, D)
+        d_hidden: Tensor | None,  # (N, D), or (2 N, D), of which half is for the sum: `with_sum`
         d_weight: Tensor | None,  # (V, D), written, or added to
         d_bias: Tensor | None,  # (V,) fp32, added to
-        lent: Tensor | None,  # rows that may hold the sum of dE until they are written
         accumulate: bool,
     ) -> None:
-        acc = None
         if d_hidden is not None:
-            if lent is None:
-                acc = torch.zeros(d_hidden.shape, device=d_hidden.device)
-            else:
-                acc = borrowed(lent, tuple(d_hidden.shape))
+            acc = d_hidden.view(-1).view(torch.float32).view(self.hidden.shape).zero_()
         if d_bias is not None:
             blocks = cdiv(len(self.hidden), self.thin)
             self.partial = torch.empty(blocks, self.plan.chunk, device=d_bias.device)
-        head = self.plan.head
-        late = chunks(head, len(self.weight), self.plan.chunk)
-        late = late[1:] + late[:1]  # the last one's S is kept, so not what is left over
-        for start, stop, part, sums in self.parts(late):
-            if d_weight is not None and start < head:
+        for start, stop, part, sums in self.parts():
+            if d_weight is not None:
                 self.into_weight(d_weight[start:stop], part, accumulate)
-            if acc is not None:
+            if d_hidden is not None:
                 add_product(acc, part, self.weight[start:stop])
             if d_bias is not None:
                 column = sums[:, : stop - start].sum(0) / (self.options.logit_scale or 1.0)
                 d_bias[start:stop] += column * self.top if self.half else column
         if d_hidden is not None:
-            d_hidden.copy_(acc * (self.top / self.gain) if self.half else acc)
-        if d_weight is not None:
-            for i, (start, stop) in enumerate(reversed(late)):
-                part = self.recompute(start, stop) if i else part  # still in the workspace
-                self.into_weight(d_weight[start:stop], part, accumulate)
+            if self.half:
+                acc *= self.top / self.gain
+            narrow(acc, d_hidden)
 
-    def parts(
-        self, late: list[tuple[int, int]]
-    ) -> Iterator[tuple[int, int, Tensor, Tensor | None]]:
+    def parts(self) -> Iterator[tuple[int, int, Tensor, Tensor | None]]:
         """S by chunks [start, stop), each until the next is asked for, with its column sums.
 
         Chunks in the weight gradient's memory come first, in an order in which that of a chunk may
@@ -254,7 +241,7 @@ class Exact:
             done = near
             pieces = range(len(kept.near))
             for i in pieces if n >= d else reversed(pieces):
-                start, stop = i * plan.near_chunk, min((i + 1) * plan.near_chunk, v)
+                start, stop = i * plan.near_chunk, min((i + 1) * plan.near_chunk, near)
                 part = self.convert(kept.near[i], self.space, start, stop)
                 yield start, stop, part, self.partial
         far = near if kept is None or kept.far is None else min(near + plan.far, v)
@@ -266,8 +253,7 @@ class Exact:
             yield start, stop, part, self.partial
         blocks = cdiv(n, self.tiles.rows)
         sums = None if self.partial is None else self.partial[:blocks]
-        rest = chunks(done, near, plan.chunk) + chunks(far, plan.head, plan.chunk)
-        for start, stop in rest + late:
+        for start, stop in chunks(done, near, plan.chunk) + chunks(far, v, plan.chunk):
             yield start, stop, self.recompute(start, stop), sums
 
     def convert(self, logits: Tensor, out: Tensor, start: int, stop: int) -> Tensor:
@@ -371,6 +357,29 @@ def add_product(
         torch.ops.aten.addmm.dtype_out(acc, a, b, torch.float32, out=acc)
     else:
         acc += product_fp32(a, b)
+
+
+def with_sum(like: Tensor, rows: int) -> Tensor:
+    """Memory for a gradient (N, D), its first N rows, in which `rows` tokens at a time are summed
+    in fp32: twice their own size, so that each super-block reaches into the next one's rows."""
+    n = len(like)
+    return like.new_empty(n if like.dtype == torch.float32 else n + min(n, rows), like.shape[1])
+
+
+def narrow(
+    acc: Tensor,  # (N, D) fp32
+    out: Tensor,  # the same memory; its first (N, D) are written
+) -> None:
+    """Round the sum in place: rows in ever larger pieces, each into memory that is read out."""
+    if out.dtype == torch.float32:
+        return
+    n = len(acc)
+    done = min(n, 64)
+    out[:done] = acc[:done].to(out.dtype)
+    while done < n:
+        stop = min(2 * done, n)
+        out[done:stop] = acc[done:stop]
+        done = stop
 
 
 MIXED = "dtype_out" in torch.ops.aten.addmm.overloads()

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from smoothce.options import Options
 from smoothce.triton import filtered, stored
-from smoothce.triton.exact import Exact
+from smoothce.triton.exact import Exact, with_sum
 from smoothce.triton.filtered import Scale
 from smoothce.triton.forward import Statistics, forward
 from smoothce.triton.plan import Plan, plan
@@ -153,24 +153,17 @@ class Call:
         return Scale(top, token, total)
 
     def exact(self, lse: Tensor, upstream: Tensor, kept: Stored | None) -> "Gradients":
-        gradients = Gradients(self, None if kept is None else kept.weight)
+        gradients = Gradients(self, kept)
         valid = self.options.valid(self.labels)
         token = (upstream * self.token_weight).expand(valid.shape)
         token = torch.where(valid, token, 0.0)
         labels = torch.where(valid, self.labels, -1).to(torch.int32)
-        shape = len(labels), tuple(self.weight.shape)
-        settings = self.weight.dtype, self.needs, self.options.workspace, self.tiles
+        inputs = self.hidden, self.weight, self.needs
+        plan = stored.regions(*inputs, self.options.workspace, self.tiles)
+        if kept is None:
+            plan = plan._replace(near=0, far=0)
         for start in range(0, len(labels), stored.TOKENS):
-            part = slice(start, start + stored.TOKENS)
-            d_hidden = None if gradients.hidden is None else gradients.hidden[part]
-            plan = stored.regions(*shape, *settings, start)
-            if kept is None:
-                plan = plan._replace(near=0, far=0)
-            lent = None
-            if plan.later:
-                lent = gradients.hidden[part.stop :]
-            elif plan.head < len(self.weight):
-                lent = gradients.weight[plan.head :]
+            part = slice(start, min(start + stored.TOKENS, len(labels)))
             block = Exact(
                 self.hidden[part],
                 self.weight,
@@ -183,7 +176,11 @@ class Call:
                 plan,
                 None if kept is None else kept.part(part),
             )
-            block.backward(d_hidden, gradients.weight, gradients.bias, lent, gradients.begun)
+            d_hidden = gradients.with_sum
+            if d_hidden is not None:
+                wide = len(d_hidden) > len(labels)
+                d_hidden = d_hidden[start : part.stop + wide * (part.stop - start)]
+            block.backward(d_hidden, gradients.weight, gradients.bias, gradients.begun)
             gradients.begun = True
             del block  # before the next super-block takes its memory
         return gradients
@@ -192,13 +189,17 @@ class Call:
 class Gradients:
     """The gradients that are wanted, filled super-block by super-block."""
 
-    def __init__(self, call: Call, weight: Tensor | None = None) -> None:
+    def __init__(self, call: Call, kept: Stored | None = None) -> None:
         self.call = call
         like, needs = {"memory_format": torch.contiguous_format}, call.needs
-        self.hidden = torch.empty_like(call.hidden, **like) if needs[0] else None
-        self.weight = weight
-        if weight is None and needs[1]:
-            self.weight = torch.empty_like(call.weight, **like)
+        self.hidden = self.with_sum = self.weight = None
+        if needs[0] and call.eps is None:
+            self.with_sum = with_sum(call.hidden, stored.TOKENS)
+            self.hidden = self.with_sum[: len(call.hidden)]
+        elif needs[0]:
+            self.hidden = torch.empty_like(call.hidden, **like)
+        if needs[1]:
+            self.weight = torch.empty_like(call.weight, **like) if kept is None else kept.weight
         self.bias = torch.zeros_like(call.bias, dtype=torch.float32) if needs[2] else None
         self.begun = False
 

@@ -15,12 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smoothce.triton.accumulator import borrowed_from
-from smoothce.triton.tiles import Tiles, cdiv
+from smoothce.triton.tiles import Tiles, cdiv, programs
 
 TOKENS = 8192  # a super-block of the exact mode
-WORKSPACE = 112 * 2**20  # most bytes of dlogits at a time, with the sum of dE where it has its own
-SHARE = 0.09  # and at most this share of the two gradients
+# bytes of dlogits at a time, with what dE's sum takes beyond dE: at most so many, and at most this
+# share of the two gradients; but so many for dlogits alone in any case
+WORKSPACE, SHARE, LEAST = 112 * 2**20, 0.0965, 2**25
 
 
 class Regions(NamedTuple):
@@ -28,8 +28,6 @@ class Regions(NamedTuple):
 
     rows: int  # tokens
     chunk: int  # entries whose dlogits are in the workspace at a time
-    later: bool  # rows of dE that are written later lend their memory to this super-block's sum
-    head: int  # from here on rows of dC do; V: none does
     near: int  # entries stored in the memory of dC
     near_chunk: int  # in pieces of (rows, near_chunk)
     far: int  # entries stored in memory of their own, (N, far)
@@ -38,7 +36,7 @@ class Regions(NamedTuple):
 class Stored(NamedTuple):
     """What the forward leaves."""
 
-    regions: Regions  # of the first super-block
+    regions: Regions
     weight: Tensor | None  # (V, D), the weight gradient to be
     near: Tensor | None  # the same memory as logits, (pieces, rows, near_chunk)
     far: Tensor | None  # (N, far)
@@ -52,42 +50,46 @@ class Stored(NamedTuple):
 
 
 def regions(
-    n: int,
-    shape: tuple[int, int],  # of the weight
-    dtype: torch.dtype,
+    hidden: Tensor,  # (N, D)
+    weight: Tensor,  # (V, D)
     needs: tuple[bool, bool, bool],  # gradients of hidden, weight and bias
     workspace: int,  # bytes
     tiles: Tiles,
-    start: int = 0,  # the super-block's first token
 ) -> Regions:
     """The division for these inputs: the forward and the backward of one call agree on it."""
-    v, d = shape
-    size, unit = dtype.itemsize, tiles.width
+    (n, d), v = hidden.shape, len(weight)
+    size, unit = weight.element_size(), tiles.width
     rows, end = min(n, TOKENS), cdiv(v, unit) * unit
-    total = rows * d * 4 if needs[0] else 0
-    space, head = int(min(WORKSPACE, SHARE * (v + n) * d * size)), v
-    paid = workspace >= total
-    later = not paid and (n - start - rows) * d * size >= total
-    if not paid and not later:
-        if needs[1] and start == 0:
-            head = borrowed_from(rows * d, shape, size, unit)
-        if head == v:
-            space = max(space - total, space // 4)
-    chunk = max(space // (max(rows, 1) * size) // unit, 1) * unit
-    chunk = min(chunk, end)
-    if start:
-        first = regions(n, shape, dtype, needs, workspace, tiles)
-        return first._replace(chunk=chunk, later=later, head=v)
-    end = min(end, cdiv(head, unit) * unit)
+    most = min(WORKSPACE, SHARE * (v + n) * d * size)
+    if needs[0] and size < 4:
+        most -= rows * d * size
+    entries = int(max(most, LEAST)) // (max(rows, 1) * size)
+    chunk = min(best_chunk(entries, rows, d, programs(hidden.device), tiles), end)
     near = near_chunk = 0
     if needs[1] and rows:
-        near = min(head * d // rows, end)
-        pieces = max(cdiv(near, chunk), 1)
-        near_chunk = near // pieces // unit * unit
-        near = pieces * near_chunk
-    spare = workspace - total if paid else workspace
-    far = min(spare // (max(n, 1) * size) // unit * unit, end - near)
-    return Regions(rows, chunk, later, head, near, near_chunk, far)
+        near_chunk = min(chunk, v * d // rows // unit * unit)
+        near = min(v * d // (rows * max(near_chunk, 1)) * near_chunk, end)
+    far = min(workspace // (max(n, 1) * size) // unit * unit, end - near)
+    return Regions(rows, chunk, near, near_chunk, far)
+
+
+def best_chunk(most: int, rows: int, d: int, workers: int, tiles: Tiles) -> int:
+    """Of the numbers of entries from half of `most` to `most`, that whose products leave the fewest
+    multiprocessors idle in their last round: E Cᵀ in this package's tiles, Sᵀ E in 128 × 256."""
+
+    def filled(entries: int) -> float:
+        share = 1.0
+        for work in (
+            cdiv(rows, tiles.rows) * (entries // tiles.width),
+            cdiv(entries, 128) * cdiv(d, 256),
+        ):
+            share *= work / (max(cdiv(work, workers), 1) * workers)
+        return share
+
+    units = max(most // tiles.width, 1)
+    return max(
+        (filled(k * tiles.width), k * tiles.width) for k in range((units + 1) // 2, units + 1)
+    )[1]
 
 
 def room(
@@ -99,14 +101,15 @@ def room(
 ) -> Stored:
     """Memory for the forward to write to."""
     n = len(hidden)
-    plan = regions(n, tuple(weight.shape), weight.dtype, needs, workspace, tiles)
+    plan = regions(hidden, weight, needs, workspace, tiles)
     # of 16-bit numbers fp16 has three more bits than bf16, and logits do not need bf16's range
     kind = torch.float32 if hidden.dtype == torch.float32 else torch.float16
     gradient = near = far = None
     if needs[1]:
         gradient = torch.empty_like(weight, memory_format=torch.contiguous_format)
     if plan.near:
-        near = gradient.view(-1)[: plan.near * plan.rows].view(kind)
+        piece = plan.rows * plan.near_chunk
+        near = gradient.view(-1)[: cdiv(plan.near, plan.near_chunk) * piece].view(kind)
         near = near.view(-1, plan.rows, plan.near_chunk)
     if plan.far:
         far = torch.empty(n, plan.far, device=hidden.device, dtype=kind)

@@ -91,16 +91,14 @@ def test_frozen_inputs_cost_no_gradient(eps, frozen):
 def test_super_blocks_of_tokens(eps, reduction, monkeypatch):
     monkeypatch.setattr(function, "STATISTICS", 2**9)
     monkeypatch.setattr(stored, "TOKENS", 32)
-    monkeypatch.setattr(stored, "WORKSPACE", 2**13)
+    monkeypatch.setattr(stored, "LEAST", 2**12)
     options = {"reduction": reduction, "label_smoothing": 0.1, "filter_eps": eps, "masked": 0.3}
     check(70, 150, 16, bias=True, **options)
 
 
-@FILTERS
-def test_sum_of_hidden_gradient_in_borrowed_memory(eps, monkeypatch):
+def test_sum_of_hidden_gradient_in_borrowed_memory(monkeypatch):
     monkeypatch.setattr(accumulator, "BORROW_FROM", 1)
-    monkeypatch.setattr(stored, "WORKSPACE", 2**13)
-    check(20, 600, 16, filter_eps=eps, label_smoothing=0.1, bias=True)
+    check(20, 600, 16, filter_eps=KEEP_ALL, label_smoothing=0.1, bias=True)
 
 
 @FILTERS
@@ -137,16 +135,8 @@ BUDGETS = pytest.mark.parametrize("workspace", [0, SOME, ALL], ids=["none", "som
 )
 @pytest.mark.parametrize(("n", "v", "d"), [(70, 201, 16), (20, 150, 40)], ids=["N>D", "N<D"])
 def test_stored_logits(n, v, d, options, workspace, monkeypatch):
-    monkeypatch.setattr(stored, "WORKSPACE", 2**13)
+    monkeypatch.setattr(stored, "LEAST", 2**12)
     check(n, v, d, filter_eps=None, workspace=workspace, **options)
-
-
-@BUDGETS
-def test_stored_logits_beside_a_borrowed_sum(workspace, monkeypatch):
-    monkeypatch.setattr(accumulator, "BORROW_FROM", 1)
-    monkeypatch.setattr(stored, "WORKSPACE", 2**13)
-    check(20, 600, 16, filter_eps=None, label_smoothing=0.1, bias=True, workspace=workspace)
-    check(20, 600, 24, filter_eps=None, workspace=min(workspace, 1500))
 
 
 @BUDGETS
