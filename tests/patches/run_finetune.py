@@ -3,7 +3,9 @@
 Run by `accelerate launch` in place of finetune.py, whose arguments follow `--`. Upstream loads
 weights in bf16, whose rounding hides what a test looks for: --dtype float32 or float64.
 --torch-smoothing gives an unpatched checkout torch's own label smoothing, as the yardstick.
---memory FILE measures GPU memory; --no-save leaves out the model at the end.
+--fp32-logits takes the logits from a bf16 model in fp32, --reverse-rows turns each micro-batch
+around: the same update, added up in another order. --memory FILE measures GPU memory; --no-save
+leaves out the model at the end.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import os
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import accelerate.utils
 import torch
@@ -25,6 +28,8 @@ def main() -> None:
     parser.add_argument("checkout")
     parser.add_argument("--dtype", choices=["float32", "float64"])
     parser.add_argument("--torch-smoothing", type=float)
+    parser.add_argument("--fp32-logits", action="store_true")
+    parser.add_argument("--reverse-rows", action="store_true")
     parser.add_argument("--memory", type=Path)
     parser.add_argument("--no-save", action="store_true")
     options = parser.parse_args(sys.argv[1:split])
@@ -37,6 +42,21 @@ def main() -> None:
         dense = F.cross_entropy
         F.cross_entropy = lambda *args, **kwargs: dense(
             *args, **kwargs | {"label_smoothing": options.torch_smoothing}
+        )
+    if options.fp32_logits:
+        load_bf16 = transformers.AutoModelForCausalLM.from_pretrained
+
+        def with_fp32_logits(*args: Any, **kwargs: Any) -> Any:
+            model = load_bf16(*args, **kwargs)
+            head = model.lm_head
+            head.forward = lambda hidden: F.linear(hidden.float(), head.weight.float())
+            return model
+
+        transformers.AutoModelForCausalLM.from_pretrained = with_fp32_logits
+    if options.reverse_rows:
+        collate = transformers.DataCollatorForSeq2Seq.__call__
+        transformers.DataCollatorForSeq2Seq.__call__ = lambda self, rows, *args: collate(
+            self, rows[::-1], *args
         )
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and not torch.cuda.is_available():
         # accelerate 1.x starts DeepSpeed without CUDA only if told which backend to use.
