@@ -117,7 +117,7 @@ def test_a_preempted_sweep_ends_with_the_same_model(today, patched, tmp_path):
         settings = {"name": "tiny", "output_root": str(tmp_path / root), "train": train}
         settings |= {"backend": "open-instruct", "grid": {"label_smoothing": [0.1]}}
         file.write_text(yaml.safe_dump(settings))
-        command = [sys.executable, "-m", "sweeps", "launch", str(file)]
+        command = [sys.executable, "-m", "sweeps", "launch", str(file), "--executor", "local"]
         return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
     whole = sweep("whole")
