@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -78,11 +79,13 @@ def test_our_deepspeed_files_clip_explicitly(name):
 
 
 def test_reads_metrics_from_the_log():
-    row = {"step": 3, "train_loss": 1.5, "learning_rate": 1e-5, "grad_norm": 2.0, "aux": 1}
+    row = {"step": 3, "steps": 6, "train_loss": 1.5, "learning_rate": 1e-5, "grad_norm": 2.0}
+    row["aux"] = 1
     assert BACKEND.metrics("INFO  Step: 3, LR: 1e-05, Loss: 1.5, TPS: 7") is None
     line = f" 50%|##| 3/6\rINFO:monitor:training statistics: {json.dumps(row)}"
     assert BACKEND.metrics(line) == {
         "step": 3,
+        "steps": 6,
         "loss": 1.5,
         "learning_rate": 1e-5,
         "grad_norm": 2.0,
@@ -91,14 +94,30 @@ def test_reads_metrics_from_the_log():
 
 @pytest.mark.upstream
 @pytest.mark.slow
+def test_fetches_and_patches_a_checkout_where_there_is_none(pristine, tmp_path, monkeypatch):
+    monkeypatch.delenv("OPEN_INSTRUCT_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    # The checkout that is already here stands for GitHub.
+    monkeypatch.setenv("GIT_CONFIG_COUNT", "1")
+    monkeypatch.setenv("GIT_CONFIG_KEY_0", f"url.{pristine.as_uri()}.insteadOf")
+    monkeypatch.setenv("GIT_CONFIG_VALUE_0", open_instruct.upstream("repository"))
+    assert open_instruct.checkout_problems() == []
+    assert open_instruct.checkout().is_relative_to(tmp_path)
+    assert open_instruct.checkout_problems() == []  # there and patched
+
+
+@pytest.mark.upstream
+@pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_preempted_sweep_ends_with_the_same_model(today, patched, tmp_path):
+@pytest.mark.parametrize("end", ["SIGTERM", "SIGKILL"])
+def test_an_interrupted_sweep_ends_with_the_same_model(today, patched, tmp_path, end):
+    """plan, launch, status, an end by the scheduler or by force, launch again."""
     environment = today.environment | {
         "OPEN_INSTRUCT_DIR": str(patched),
         "PYTHONPATH": os.pathsep.join(str(PROJECT / part) for part in ("kernel", "slurm", "eval")),
     }
 
-    def sweep(root):
+    def sweeps(command, root, *options):
         file = tmp_path / f"{root}.yaml"
         train = {
             "model_name_or_path": str(today.world / "model"),
@@ -117,23 +136,35 @@ def test_a_preempted_sweep_ends_with_the_same_model(today, patched, tmp_path):
         settings = {"name": "tiny", "output_root": str(tmp_path / root), "train": train}
         settings |= {"backend": "open-instruct", "grid": {"label_smoothing": [0.1]}}
         file.write_text(yaml.safe_dump(settings))
-        command = [sys.executable, "-m", "sweeps", "launch", str(file), "--executor", "local"]
-        return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        words = [sys.executable, "-m", "sweeps", command, str(file), *options]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(words, env=environment, stdout=pipe, stderr=pipe, text=True)
 
-    whole = sweep("whole")
+    def launch(root):
+        return sweeps("launch", root, "--executor", "local")
+
+    def said(command, root):
+        return sweeps(command, root).communicate()[0]
+
+    assert "1 runs, 0 done, 1 to do" in said("plan", "whole")
+    whole = launch("whole")
     assert whole.wait() == 0, whole.stderr.read()
     (whole,) = (tmp_path / "whole" / "runs").iterdir()
 
-    stopped = sweep("stopped")
-    while not list((tmp_path / "stopped").glob("runs/*/metrics.jsonl")):
+    stopped = launch("stopped")
+    runs = tmp_path / "stopped"
+    while not (list(runs.glob("runs/*/checkpoints/step_*/COMPLETED"))):
         assert stopped.poll() is None, stopped.stderr.read()
         time.sleep(0.05)
-    stopped.send_signal(signal.SIGTERM)
+    for process in psutil.Process(stopped.pid).children(recursive=True) * (end == "SIGKILL"):
+        process.kill()
+    stopped.send_signal(getattr(signal, end))
     assert stopped.wait() != 0
-    (run,) = (tmp_path / "stopped" / "runs").iterdir()
+    (run,) = (runs / "runs").iterdir()
     assert not (run / "DONE").exists() and list(run.glob("checkpoints/step_*/COMPLETED"))
-    again = sweep("stopped")
+    again = launch("stopped")
     assert again.wait() == 0, again.stderr.read()
+    assert "1 done" in (status := said("status", "stopped")) and "step 80/80" in status
 
     assert (run / "DONE").is_file() and not (run / "checkpoints").exists()
     first, second = (

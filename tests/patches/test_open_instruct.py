@@ -48,6 +48,7 @@ def arguments(**given):
         "log_statistics": False,
         "stop_file": None,
         "clip_grad_norm": -1,
+        "max_train_steps": 4,
         "output_dir": None,
         "overwrite_output_dir": False,
         "resume_from_checkpoint": None,
@@ -317,7 +318,7 @@ def test_monitor_logs_norms_before_clipping(caplog):
     with caplog.at_level(logging.INFO):
         monitor.log(2, metrics)
     row = json.loads(caplog.messages[-1].removeprefix("training statistics: "))
-    assert (row["step"], row["train_loss"]) == (2, 1.5)
+    assert (row["step"], row["steps"], row["train_loss"]) == (2, 4, 1.5)
     assert (row["grad_norm"], row["grad_norm_max"], row["clipped"]) == (2.0, 3.0, 0.5)
     assert row["tokens_per_s"] > 0
     silent = {"total_tokens": 1}

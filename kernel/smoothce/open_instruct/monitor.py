@@ -66,7 +66,8 @@ class Monitor:
         metrics["tokens_per_s"] = (tokens - self.tokens) / (now - self.time)
         self.norms, self.clipped, self.tokens, self.time = [], 0, tokens, now
         if self.accelerator.is_main_process:
-            logger.info("%s%s", PREFIX, json.dumps({"step": step, **metrics}))
+            row = {"step": step, "steps": self.args.max_train_steps, **metrics}
+            logger.info("%s%s", PREFIX, json.dumps(row))
 
     def stop_requested(self) -> bool:
         """Whether the stop-file exists, as the main process sees it; the same on every process."""

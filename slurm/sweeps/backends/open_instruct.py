@@ -101,7 +101,15 @@ class OpenInstruct:
             return None
         row = json.loads(text)
         names = {"train_loss": "loss", "total_tokens": "tokens"}
-        kept = ("step", "train_loss", "learning_rate", "grad_norm", "grad_norm_max", "clipped")
+        kept = (
+            "step",
+            "steps",
+            "train_loss",
+            "learning_rate",
+            "grad_norm",
+            "grad_norm_max",
+            "clipped",
+        )
         kept += ("kept_pairs", "dropped_mass", "total_tokens", "tokens_per_s")
         return {names.get(key, key): row[key] for key in kept if key in row}
 
