@@ -12,6 +12,7 @@ from calibeval.plots import save
 from calibeval.tables import Row
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#888888")
+BESIDE = {"fontsize": "x-small", "loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
 PANELS = (("accuracy", "Accuracy ↑"), ("ece", "ECE ↓"), ("rms", "RMS ↓"))
 
 
@@ -82,12 +83,19 @@ def legend(row: Row) -> str:
     return ", ".join([row.model, *row.notes])
 
 
+def compact(count: float) -> str:
+    """A number of parameters as papers write it: 6.7B."""
+    power = min(3, max(0, int(np.log10(count) // 3)))
+    return f"{count / 1000**power:.3g}{('', 'K', 'M', 'B')[power]}"
+
+
 def plot_bars(rows: list[Row], title: str, path: Path) -> None:
     """Accuracy, ECE and RMS as groups of bars by model."""
     from matplotlib.figure import Figure
 
     models = sorted({row.model for row in rows})
-    figure = Figure(figsize=(3.2 * len(PANELS), 3.2), layout="constrained")
+    figure = Figure(figsize=(3.2 * len(PANELS) + 1.2, 3.2))
+    figure.subplots_adjust(0.04, 0.09, 0.88, 0.86, wspace=0.16)
     for axis, (metric, label) in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
         every = prepare_bars(rows, metric)
         width = 0.8 / len(every)
@@ -106,7 +114,7 @@ def plot_bars(rows: list[Row], title: str, path: Path) -> None:
         axis.set_xticks(range(len(models)), models, fontsize="small")
         axis.set_title(label, fontsize="small")
         axis.set_ylim(0, None)
-    figure.axes[-1].legend(fontsize="x-small")
+    figure.axes[-1].legend(**BESIDE)
     figure.suptitle(title, fontsize="medium")
     save(figure, path)
 
@@ -117,7 +125,8 @@ def plot_lines(
     """Lines with intervals, a panel a definition of confidence."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(3.6 * len(panels), 3.2), layout="constrained")
+    figure = Figure(figsize=(3.6 * len(panels) + 1.4, 3.2))
+    figure.subplots_adjust(0.08, 0.15, 0.84, 0.84, wspace=0.08)
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axis, (panel, every) in zip(axes, panels.items(), strict=True):
         for i, series in enumerate(every):
@@ -132,9 +141,13 @@ def plot_lines(
                 color=COLOURS[i % len(COLOURS)],
                 label=series.name,
             )
-        axis.set(xlabel=label, ylim=(0, None), xscale="log" if log else "linear")
+        axis.set(xlabel=label, ylim=(0, None))
+        if log:
+            sizes = sorted({x for series in every for x in series.x})
+            axis.set_xscale("log", subs=[])
+            axis.set_xticks(sizes, [compact(x) for x in sizes], minor=False)
         axis.set_title(f"confidence among {panel}", fontsize="small")
     axes[0].set_ylabel("ECE")
-    axes[-1].legend(fontsize="x-small")
+    axes[-1].legend(**BESIDE)
     figure.suptitle(title, fontsize="medium")
     save(figure, path)
