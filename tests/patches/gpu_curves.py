@@ -163,9 +163,10 @@ def report(results: dict, options: argparse.Namespace) -> str:
     steps = np.arange(1, len(torch) + 1)
     figure, (above, below) = plt.subplots(2, 1, figsize=(7, 6.5), sharex=True, layout="constrained")
     for name, losses in curves.items():
-        above.plot(steps, losses, label=name, linewidth=3 if name == "torch" else 1)
+        style = {"label": name, "color": f"C{list(RUNS).index(name)}", "linewidth": 1}
+        above.plot(steps, losses, **style | {"linewidth": 3 if name == "torch" else 1})
         if name != "torch":
-            below.semilogy(steps, np.maximum(np.abs(losses - torch) / torch, 1e-7), label=name)
+            below.semilogy(steps, np.maximum(np.abs(losses - torch) / torch, 1e-7), **style)
     above.set_ylabel("smoothed loss, β = 0.1")
     above.legend()
     below.axhline(1e-3, linestyle=":", color="black")

@@ -39,6 +39,25 @@ def test_smoothed_curve_is_torchs(paper, unpatched, patched, tmp_path, reduce_lo
 
 
 @pytest.mark.parametrize(
+    "flags",
+    [
+        ["--use_lora", True, "--lora_rank", 4, "--lora_dropout", 0],
+        ["--gradient_checkpointing", True],
+        ["--use_lora", True, "--lora_rank", 4, "--gradient_checkpointing", True],
+    ],
+    ids=["lora", "checkpointing", "lora-checkpointing"],
+)
+def test_fused_is_torchs_with(paper, patched, tmp_path, flags):
+    flags = [*flags, "--max_train_steps", 10, "--learning_rate", 1e-3, "--label_smoothing", 0.1]
+    torch, fused = (
+        paper.finetune(patched, tmp_path / impl, *flags, "--loss_impl", impl)
+        for impl in ("torch", "fused")
+    )
+    assert torch.losses[10] < torch.losses[1]
+    assert fused.losses == pytest.approx(torch.losses, rel=1e-5)
+
+
+@pytest.mark.parametrize(
     ("flags", "splits"),
     [
         (["--max_train_steps", 3], [(1, 1), (1, 2), (1, 8), (2, 1), (2, 2), (2, 8)]),
