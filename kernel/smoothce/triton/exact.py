@@ -14,7 +14,7 @@ from torch import Tensor
 
 from smoothce.options import Options
 from smoothce.triton.logits import base2_logits, product, slope
-from smoothce.triton.stored import Regions, Stored
+from smoothce.triton.stored import Regions, Stored, bounded
 from smoothce.triton.tiles import INTERPRETED, Tiles, aligned, cdiv, descriptor, programs
 
 
@@ -86,6 +86,7 @@ def recompute_kernel(
     width,
     stride_e,
     stride_c,
+    stride_out,
     chunk,
     smoothing,
     scale,
@@ -132,7 +133,8 @@ def recompute_kernel(
         x = base2_logits(acc, bias, v, V, scale, cap, HAS_BIAS, SOFTCAP)
         s = dlogits(x, r, v, known, labels, lse, token, V, smoothing, scale, cap, SOFTCAP)
         # entries past the chunk are never read
-        write(s, out, d_bias, r, known, row // ROWS, o_v, chunk, chunk, gain, WIDTH, NEED_BIAS)
+        block = row // ROWS
+        write(s, out, d_bias, r, known, block, o_v, stride_out, chunk, gain, WIDTH, NEED_BIAS)
 
 
 @triton.jit
@@ -187,12 +189,14 @@ class Exact:
         token: Tensor,  # (N,) fp32, g_i, 0 where there is no valid token
         options: Options,
         tiles: Tiles,
+        needs: tuple[bool, bool, bool],  # gradients of hidden, weight and bias
         plan: Regions,
         stored: Stored | None,  # `far` and `target` of these tokens
     ) -> None:
         self.hidden, self.weight, self.bias = hidden, weight, bias
         self.labels, self.lse, self.options, self.tiles = labels, lse, options, tiles
         self.plan, self.stored = plan, stored
+        self.bounded = bounded(hidden, needs)
         self.half = hidden.dtype == torch.float16
         # S of fp16 inputs needs more range than fp16 has; bf16 and fp32 take g as it is
         self.gain = 256.0 if self.half else 1.0
@@ -215,7 +219,8 @@ class Exact:
         if d_bias is not None:
             blocks = cdiv(len(self.hidden), self.thin)
             self.partial = torch.empty(blocks, self.plan.chunk, device=d_bias.device)
-        for start, stop, part, sums in self.parts():
+        idle = None if accumulate or self.bounded else d_weight
+        for start, stop, part, sums in self.parts(idle):
             if d_weight is not None:
                 self.into_weight(d_weight[start:stop], part, accumulate)
             if d_hidden is not None:
@@ -228,33 +233,47 @@ class Exact:
                 acc *= self.top / self.gain
             narrow(acc, d_hidden)
 
-    def parts(self) -> Iterator[tuple[int, int, Tensor, Tensor | None]]:
+    def parts(self, idle: Tensor | None) -> Iterator[tuple[int, int, Tensor, Tensor | None]]:
         """S by chunks [start, stop), each until the next is asked for, with its column sums.
 
-        Chunks in the weight gradient's memory come first, in an order in which that of a chunk may
-        be written once it and those before it are consumed: a chunk's logits take up N numbers an
-        entry, its gradient D."""
+        `idle` is the weight gradient, in whose memory logits and S may lie where rows are not yet
+        written. Logits take up N numbers an entry and gradients D, so stored logits are consumed
+        from that end from which a piece and those before it make room for their gradients."""
         plan, v, kept = self.plan, len(self.weight), self.stored
         n, d = self.hidden.shape
         near, done = min(plan.near, v), 0
         if kept is not None and kept.near is not None:
             done = near
-            pieces = range(len(kept.near))
-            for i in pieces if n >= d else reversed(pieces):
-                start, stop = i * plan.near_chunk, min((i + 1) * plan.near_chunk, near)
-                part = self.convert(kept.near[i], self.space, start, stop)
-                yield start, stop, part, self.partial
+            for first, last in plan.pieces() if n >= d else reversed(plan.pieces()):
+                logits = kept.near[n * first : n * last].view(n, last - first)
+                stays = last * d <= first * n or first * d >= last * n
+                out = logits.view(self.hidden.dtype) if stays else self.space
+                stop = min(last, v)
+                yield first, stop, self.convert(logits, out, first, stop), self.partial
         far = near if kept is None or kept.far is None else min(near + plan.far, v)
-        # at once, but for what grows with the chunk: the bias's partial sums, fp16's wide products
-        bounded = self.half or self.partial is not None
-        for start, stop in chunks(near, far, plan.chunk if bounded else max(plan.far, 1)):
+        for start, stop in chunks(near, far, plan.chunk if self.bounded else max(plan.far, 1)):
             logits = kept.far[:, start - near : stop - near]
             part = self.convert(logits, logits.view(self.hidden.dtype), start, stop)
             yield start, stop, part, self.partial
-        blocks = cdiv(n, self.tiles.rows)
-        sums = None if self.partial is None else self.partial[:blocks]
-        for start, stop in chunks(done, near, plan.chunk) + chunks(far, v, plan.chunk):
-            yield start, stop, self.recompute(start, stop), sums
+        sums = None if self.partial is None else self.partial[: cdiv(n, self.tiles.rows)]
+        for start, stop in chunks(done, near, plan.chunk):
+            yield start, stop, self.recompute(start, stop, self.space), sums
+        while far < v:
+            out = self.space if idle is None else self.end(idle, far)
+            stop = min(far + out.shape[1], v)
+            yield far, stop, self.recompute(far, stop, out), sums
+            far = stop
+
+    def end(self, idle: Tensor, done: int) -> Tensor:
+        """Memory for S of the entries that follow: at the end of dC, so that its rows up to theirs
+        are free, or the workspace where that holds more."""
+        n, d = self.hidden.shape
+        size, chunk = idle.numel(), self.plan.chunk
+        entries = (size - done * d - 8) // (n + d) // chunk * chunk
+        if entries <= chunk:
+            return self.space
+        start = (size - entries * n) // 8 * 8
+        return idle.view(-1)[start : start + entries * n].view(n, entries)
 
     def convert(self, logits: Tensor, out: Tensor, start: int, stop: int) -> Tensor:
         """S of entries [start, stop) from their stored logits, which may be in the same memory."""
@@ -281,7 +300,7 @@ class Exact:
         )
         return out[:, : stop - start]
 
-    def recompute(self, start: int, stop: int) -> Tensor:
+    def recompute(self, start: int, stop: int, out: Tensor) -> Tensor:
         """S of entries [start, stop), from the product."""
         hidden, weight, tiles = self.hidden, self.weight, self.tiles
         tma = tiles.tma and aligned(hidden)
@@ -292,7 +311,7 @@ class Exact:
             self.labels,
             self.lse,
             self.token,
-            self.space,
+            out,
             self.partial,
             len(hidden),
             len(weight),
@@ -300,6 +319,7 @@ class Exact:
             stop - start,
             hidden.stride(0),
             weight.stride(0),
+            out.stride(0),
             self.plan.chunk,
             *self.numbers(),
             D=hidden.shape[1],
@@ -315,7 +335,7 @@ class Exact:
             num_warps=tiles.warps,
             num_stages=tiles.stages,
         )
-        return self.space[:, : stop - start]
+        return out[:, : stop - start]
 
     def numbers(self) -> tuple[float, float, float, float]:
         """Smoothing, logit scale, softcap and gain, as the kernels take them."""

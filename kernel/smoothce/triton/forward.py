@@ -15,7 +15,7 @@ from torch import Tensor
 from smoothce.options import Options
 from smoothce.triton.logits import LOG2E, base2_logits, product
 from smoothce.triton.prepare import Tokens
-from smoothce.triton.stored import Stored, store_logits
+from smoothce.triton.stored import PIECES, Stored, store_logits
 from smoothce.triton.tiles import INTERPRETED, Tiles, cdiv, descriptor, programs
 
 ROUNDS = 4  # most vocabulary segments a program works through when tokens are few
@@ -82,7 +82,7 @@ def walk(
     target,
     source,
     near,
-    near_chunk,
+    chunk,
     near_rows,
     far_offset,
     far,
@@ -98,6 +98,8 @@ def walk(
     SUM: tl.constexpr,
     STATISTICS: tl.constexpr,
     STORE: tl.constexpr,
+    GROWTH: tl.constexpr,
+    PIECES: tl.constexpr,
 ):
     """Fold one tile of products into the running maximum m, sum s and Σ logits z."""
     v = block * WIDTH + tl.arange(0, WIDTH)
@@ -128,7 +130,19 @@ def walk(
     if STORE:  # last, so that the tile's registers are free by then
         z_t = x * factor - target[:, None]
         store_logits(
-            z_t, kept, source, block, near, near_chunk, near_rows, far_offset, far, N, WIDTH
+            z_t,
+            kept,
+            source,
+            block,
+            near,
+            chunk,
+            near_rows,
+            far_offset,
+            far,
+            N,
+            WIDTH,
+            GROWTH,
+            PIECES,
         )
     return new, s, z
 
@@ -149,7 +163,7 @@ def forward_kernel(
     targets,
     kept,
     near,
-    near_chunk,
+    chunk,
     near_rows,
     far_offset,
     far,
@@ -172,6 +186,8 @@ def forward_kernel(
     SUM: tl.constexpr,
     STATISTICS: tl.constexpr,
     STORE: tl.constexpr,
+    GROWTH: tl.constexpr,
+    PIECES: tl.constexpr,
     TMA: tl.constexpr,
     FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -230,7 +246,7 @@ def forward_kernel(
                     target,
                     source,
                     near,
-                    near_chunk,
+                    chunk,
                     near_rows,
                     far_offset,
                     far,
@@ -246,6 +262,8 @@ def forward_kernel(
                     SUM,
                     STATISTICS,
                     STORE,
+                    GROWTH,
+                    PIECES,
                 )
             o = (cut * n_rows + i) * ROWS + tl.arange(0, ROWS)
             tl.store(part_max + o, m)
@@ -355,7 +373,7 @@ def forward(
         tokens.target,
         kept,
         0 if near is None else stored.regions.near,
-        1 if near is None else stored.regions.near_chunk,
+        1 if stored is None else stored.regions.chunk,
         0 if near is None else stored.regions.rows,
         offset,
         0 if far is None else stored.regions.far,
@@ -378,6 +396,8 @@ def forward(
         SUM=summed,
         STATISTICS=statistics,
         STORE=kept is not None,
+        GROWTH=1 if stored is None else stored.regions.growth,
+        PIECES=PIECES,
         TMA=tiles.tma,
         FLATTEN=tiles.tma or INTERPRETED,
         PRECISION=tiles.precision,

@@ -173,6 +173,7 @@ class Call:
                 token[part],
                 self.options,
                 self.tiles,
+                self.needs,
                 plan,
                 None if kept is None else kept.part(part),
             )

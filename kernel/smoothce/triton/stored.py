@@ -23,14 +23,29 @@ TOKENS = 8192  # a super-block of the exact mode
 WORKSPACE, SHARE, LEAST = 112 * 2**20, 0.0965, 2**25
 
 
+PIECES = 8  # most pieces of the logits in dC's memory, where they grow
+
+
 class Regions(NamedTuple):
     """How one super-block's vocabulary is divided: [0, near), [near, near + far) and the rest."""
 
     rows: int  # tokens
     chunk: int  # entries whose dlogits are in the workspace at a time
-    near: int  # entries stored in the memory of dC
-    near_chunk: int  # in pieces of (rows, near_chunk)
+    growth: int  # each piece of `near` ends so many times later than the one before; 1: by `chunk`
+    near: int  # entries stored in the memory of dC, in contiguous pieces (rows, entries)
     far: int  # entries stored in memory of their own, (N, far)
+
+    def pieces(self) -> list[tuple[int, int]]:
+        """Where the pieces of [0, near) begin and end.
+
+        A piece's S may stay in its logits' memory while its gradient is written, if no row of dC
+        is in both: always so where N and D differ by the factor `growth`, but for the first."""
+        found, end = [], 0
+        while end < self.near:
+            stop = max(end * self.growth, end + self.chunk) if end else self.chunk
+            found.append((end, min(stop, self.near)))
+            end = stop
+        return found
 
 
 class Stored(NamedTuple):
@@ -38,7 +53,7 @@ class Stored(NamedTuple):
 
     regions: Regions
     weight: Tensor | None  # (V, D), the weight gradient to be
-    near: Tensor | None  # the same memory as logits, (pieces, rows, near_chunk)
+    near: Tensor | None  # the same memory as logits, rows · near
     far: Tensor | None  # (N, far)
     target: Tensor  # (N,) fp32, the target's base-2 logit
 
@@ -65,12 +80,21 @@ def regions(
         most -= rows * d * size
     entries = int(max(most, LEAST)) // (max(rows, 1) * size)
     chunk = min(best_chunk(entries, rows, d, programs(hidden.device), tiles), end)
-    near = near_chunk = 0
+    growth, near = 1, 0
     if needs[1] and rows:
-        near_chunk = min(chunk, v * d // rows // unit * unit)
-        near = min(v * d // (rows * max(near_chunk, 1)) * near_chunk, end)
+        near = min(v * d // rows // unit * unit, end)
+        if not bounded(hidden, needs):
+            growth = max(rows // d, d // rows)
+        if growth > 1:
+            near = min(near, chunk * growth ** (PIECES - 1))
     far = min(workspace // (max(n, 1) * size) // unit * unit, end - near)
-    return Regions(rows, chunk, near, near_chunk, far)
+    return Regions(rows, chunk, growth, near, far)
+
+
+def bounded(hidden: Tensor, needs: tuple[bool, bool, bool]) -> bool:
+    """Whether every piece must be as small as a chunk, since other memory grows with it: the bias's
+    partial sums, fp16's wide products."""
+    return needs[2] or hidden.dtype == torch.float16
 
 
 def best_chunk(most: int, rows: int, d: int, workers: int, tiles: Tiles) -> int:
@@ -108,9 +132,7 @@ def room(
     if needs[1]:
         gradient = torch.empty_like(weight, memory_format=torch.contiguous_format)
     if plan.near:
-        piece = plan.rows * plan.near_chunk
-        near = gradient.view(-1)[: cdiv(plan.near, plan.near_chunk) * piece].view(kind)
-        near = near.view(-1, plan.rows, plan.near_chunk)
+        near = gradient.view(-1)[: plan.rows * plan.near].view(kind)
     if plan.far:
         far = torch.empty(n, plan.far, device=hidden.device, dtype=kind)
     target = torch.empty(n, device=hidden.device, dtype=torch.float32)
@@ -124,23 +146,37 @@ def store_logits(
     source,
     block,
     near,
-    near_chunk,
+    chunk,
     near_rows,
     far_offset,
     far,
     N,
     WIDTH: tl.constexpr,
+    GROWTH: tl.constexpr,
+    PIECES: tl.constexpr,
 ):
     """Store the tile where its part of the vocabulary is kept, if it is."""
     v = block * WIDTH
     if v < near + far:
+        # the piece [first, last) of the vocabulary, as in `Regions.pieces`
+        if GROWTH > 1:
+            first = v * 0
+            last = first + chunk
+            for _ in tl.static_range(PIECES - 1):
+                after = v >= last
+                first = tl.where(after, last, first)
+                last = tl.where(after, last * GROWTH, last)
+        else:
+            first = v // chunk * chunk
+            last = first + chunk
+        last = tl.minimum(last, near)
         inside = v < near
-        piece = (v // near_chunk).to(tl.int64) * near_rows * near_chunk + v % near_chunk
+        piece = first.to(tl.int64) * near_rows + (v - first)
         offset = tl.multiple_of(tl.where(inside, piece, far_offset + v - near), 16)
-        stride = tl.multiple_of(tl.where(inside, near_chunk, far), 16)
-        last = tl.where(inside, near_rows, N)
+        stride = tl.multiple_of(tl.where(inside, last - first, far), 16)
+        limit = tl.where(inside, near_rows, N)
         p = base + offset + source.to(tl.int64)[:, None] * stride + tl.arange(0, WIDTH)[None, :]
         if base.dtype.element_ty == tl.float16:
             x = tl.minimum(tl.maximum(x, -60000.0), 60000.0)
-        known = (source >= 0) & (source < last)
+        known = (source >= 0) & (source < limit)
         tl.store(p, x.to(base.dtype.element_ty), mask=known[:, None])

@@ -133,7 +133,7 @@ BUDGETS = pytest.mark.parametrize("workspace", [0, SOME, ALL], ids=["none", "som
     ],
     ids=str,
 )
-@pytest.mark.parametrize(("n", "v", "d"), [(70, 201, 16), (20, 150, 40)], ids=["N>D", "N<D"])
+@pytest.mark.parametrize(("n", "v", "d"), [(70, 701, 16), (20, 150, 40)], ids=["N>D", "N<D"])
 def test_stored_logits(n, v, d, options, workspace, monkeypatch):
     monkeypatch.setattr(stored, "LEAST", 2**12)
     check(n, v, d, filter_eps=None, workspace=workspace, **options)
