@@ -14,6 +14,7 @@ from smoothce.triton.filtered import Scale
 from smoothce.triton.forward import Statistics, forward
 from smoothce.triton.plan import Plan, plan
 from smoothce.triton.prepare import Tokens, gather, valid_first
+from smoothce.triton.scale import scale
 from smoothce.triton.stored import Stored
 from smoothce.triton.tiles import Tiles, cdiv, tiles_for
 
@@ -54,14 +55,14 @@ class Loss(torch.autograd.Function):
         call = Call(hidden, weight, bias, labels, ctx.options, ctx.needs)
         call.token_weight = token_weight
         upstream = upstream.float()
-        if call.eps is None:
-            # handed over as well: what is stored becomes the gradients
-            kept, ctx.stored = ctx.stored, None
-            gradients = call.exact(lse, upstream, kept)
-        elif call.early:
+        if call.early:
             # handed over, not kept: the first backward takes them, another makes them again
             gradients, ctx.gradients = ctx.gradients or call.forward()[3], None
             gradients.scale(upstream)
+        elif call.eps is None:
+            # handed over as well: what is stored becomes the gradients
+            kept, ctx.stored = ctx.stored, None
+            gradients = call.exact(lse, upstream, kept)
         else:
             gradients = call.filtered(ctx.blocks, upstream)
         return *gradients.result(), None, None, None
@@ -87,7 +88,12 @@ class Call:
         self.size = tokens_at_once(len(weight), self.tiles) if filtering else stored.TOKENS
         # One super-block's statistics fit in the memory bound, several blocks' do not: then a
         # reduced loss, whose upstream gradient is one factor, makes its gradients on the way.
-        self.early = filtering and options.reduction != "none" and len(labels) > self.size
+        reduced = options.reduction != "none"
+        self.early = filtering and reduced and len(labels) > self.size
+        if not filtering and any(needs) and reduced:
+            inputs = hidden, weight, needs, options.workspace, self.tiles
+            at_once = stored.tokens_at_once(*inputs)
+            self.early, self.size = at_once > 0, at_once or self.size
 
     def blocks(
         self, statistics: bool, losses: Tensor, lse: Tensor, kept: Stored | None = None
@@ -115,6 +121,9 @@ class Call:
         blocks: list[Block] = []
         gradients = Gradients(self) if self.early else None
         kept = None
+        if self.early and self.eps is None:
+            self.exact_at_once(gradients, losses, lse)
+            return losses, lse, blocks, gradients, kept
         if self.eps is None and any(self.needs):
             inputs = self.hidden, self.weight, self.needs
             kept = stored.room(*inputs, self.options.workspace, self.tiles)
@@ -156,35 +165,39 @@ class Call:
         gradients = Gradients(self, kept)
         valid = self.options.valid(self.labels)
         token = (upstream * self.token_weight).expand(valid.shape)
-        token = torch.where(valid, token, 0.0)
-        labels = torch.where(valid, self.labels, -1).to(torch.int32)
         inputs = self.hidden, self.weight, self.needs
         plan = stored.regions(*inputs, self.options.workspace, self.tiles)
         if kept is None:
             plan = plan._replace(near=0, far=0)
-        for start in range(0, len(labels), stored.TOKENS):
-            part = slice(start, min(start + stored.TOKENS, len(labels)))
-            block = Exact(
-                self.hidden[part],
-                self.weight,
-                self.bias,
-                labels[part],
-                lse[part],
-                token[part],
-                self.options,
-                self.tiles,
-                self.needs,
-                plan,
-                None if kept is None else kept.part(part),
-            )
-            d_hidden = gradients.with_sum
-            if d_hidden is not None:
-                wide = len(d_hidden) > len(labels)
-                d_hidden = d_hidden[start : part.stop + wide * (part.stop - start)]
-            block.backward(d_hidden, gradients.weight, gradients.bias, gradients.begun)
-            gradients.begun = True
-            del block  # before the next super-block takes its memory
+        for part in self.parts():
+            inside = None if kept is None else kept.part(part)
+            gradients.add_exact(part, lse[part], token[part], plan, inside)
         return gradients
+
+    def exact_at_once(self, gradients: "Gradients", losses: Tensor, lse: Tensor) -> None:
+        """Losses and, up to the upstream factor, gradients, with all logits of a super-block."""
+        ignore = self.options.ignore_index
+        _, _, weight = valid_first(self.labels, ignore)
+        self.token_weight = weight if self.options.reduction == "mean" else torch.ones_like(weight)
+        room = stored.room_at_once(self.hidden, self.weight, self.size, self.tiles)
+        for part in self.parts():
+            labels = self.labels[part]
+            inputs = self.hidden[part], self.weight, self.bias, labels
+            tokens, packed = gather(
+                *inputs, *valid_first(labels, ignore)[:2], self.options, self.tiles
+            )
+            kept = room.part(slice(0, len(labels)))
+            settings = tokens, self.options, self.tiles, False, losses[part], lse[part], kept
+            forward(packed, self.weight, self.bias, *settings)
+            del tokens, packed, settings
+            token = self.token_weight.expand(labels.shape)
+            gradients.add_exact(part, lse[part], token, room.regions, kept)
+
+    def parts(self) -> Iterator[slice]:
+        """The super-blocks of tokens."""
+        n = len(self.labels)
+        for start in range(0, n, self.size):
+            yield slice(start, min(start + self.size, n))
 
 
 class Gradients:
@@ -195,7 +208,7 @@ class Gradients:
         like, needs = {"memory_format": torch.contiguous_format}, call.needs
         self.hidden = self.with_sum = self.weight = None
         if needs[0] and call.eps is None:
-            self.with_sum = with_sum(call.hidden, stored.TOKENS)
+            self.with_sum = with_sum(call.hidden, call.size)
             self.hidden = self.with_sum[: len(call.hidden)]
         elif needs[0]:
             self.hidden = torch.empty_like(call.hidden, **like)
@@ -224,10 +237,42 @@ class Gradients:
         )
         self.begun = True
 
+    def add_exact(
+        self,
+        part: slice,  # of the tokens
+        lse: Tensor,  # theirs, as all that follows
+        token: Tensor,  # fp32, upstream gradient
+        plan: stored.Regions,
+        kept: Stored | None,
+    ) -> None:
+        """One super-block by `exact`."""
+        call = self.call
+        labels = call.labels[part]
+        valid = call.options.valid(labels)
+        block = Exact(
+            call.hidden[part],
+            call.weight,
+            call.bias,
+            torch.where(valid, labels, -1).to(torch.int32),
+            lse,
+            torch.where(valid, token, 0.0),
+            call.options,
+            call.tiles,
+            call.needs,
+            plan,
+            kept,
+        )
+        d_hidden = self.with_sum
+        if d_hidden is not None:
+            wide = len(d_hidden) > len(call.labels)
+            d_hidden = d_hidden[part.start : part.stop + wide * (part.stop - part.start)]
+        block.backward(d_hidden, self.weight, self.bias, self.begun)
+        self.begun = True
+
     def scale(self, factor: Tensor) -> None:
         for gradient in (self.hidden, self.weight, self.bias):
             if gradient is not None:
-                gradient.mul_(factor)
+                scale(gradient, factor)
 
     def result(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         if not self.begun:

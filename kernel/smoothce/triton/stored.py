@@ -24,6 +24,7 @@ WORKSPACE, SHARE, LEAST = 112 * 2**20, 0.0965, 2**25
 
 
 PIECES = 8  # most pieces of the logits in dC's memory, where they grow
+MOST_PARTS = 4  # each super-block after the first rounds dC once more
 
 
 class Regions(NamedTuple):
@@ -91,6 +92,35 @@ def regions(
     return Regions(rows, chunk, growth, near, far)
 
 
+def tokens_at_once(
+    hidden: Tensor,  # (N, D)
+    weight: Tensor,  # (V, D)
+    needs: tuple[bool, bool, bool],
+    workspace: int,
+    tiles: Tiles,
+) -> int:
+    """Tokens of which the workspace holds every logit, in super-blocks whose gradients are made in
+    the forward one after the other; 0 where that is not the better use of it.
+
+    Few super-blocks, since dC is rounded after each, and such that S C in tiles of 192 × 192 leaves
+    few multiprocessors idle."""
+    n, v = len(hidden), len(weight)
+    most = workspace // (cdiv(v, tiles.width) * tiles.width * weight.element_size())
+    if n == 0 or most * MOST_PARTS < n:
+        return 0
+    plan = regions(hidden, weight, needs, workspace, tiles)
+    if plan.near + plan.far > 0.9 * v:
+        return 0
+    workers = programs(hidden.device)
+    best = 0.0, 0
+    for parts in range(2, MOST_PARTS + 1):
+        size = cdiv(cdiv(n, parts), tiles.rows) * tiles.rows
+        work = cdiv(size, 192) * cdiv(hidden.shape[1], 192)
+        if size <= most:
+            best = max(best, (work / (cdiv(work, workers) * workers), size))
+    return best[1]
+
+
 def bounded(hidden: Tensor, needs: tuple[bool, bool, bool]) -> bool:
     """Whether every piece must be as small as a chunk, since other memory grows with it: the bias's
     partial sums, fp16's wide products."""
@@ -116,6 +146,26 @@ def best_chunk(most: int, rows: int, d: int, workers: int, tiles: Tiles) -> int:
     )[1]
 
 
+def room_at_once(
+    hidden: Tensor,  # (N, D)
+    weight: Tensor,  # (V, D)
+    tokens: int,
+    tiles: Tiles,
+) -> Stored:
+    """Memory for every logit of so many tokens."""
+    width = cdiv(len(weight), tiles.width) * tiles.width
+    chunk = min(width, cdiv(LEAST // (tokens * weight.element_size()), tiles.width) * tiles.width)
+    far = torch.empty(tokens, width, device=hidden.device, dtype=kind(hidden))
+    target = torch.empty(tokens, device=hidden.device, dtype=torch.float32)
+    return Stored(Regions(tokens, chunk, 1, 0, width), None, None, far, target)
+
+
+def kind(hidden: Tensor) -> torch.dtype:
+    """What logits are stored in: fp16 has three more bits than bf16, and logits do
+    not need bf16's range."""
+    return torch.float32 if hidden.dtype == torch.float32 else torch.float16
+
+
 def room(
     hidden: Tensor,  # (N, D)
     weight: Tensor,  # (V, D)
@@ -126,15 +176,13 @@ def room(
     """Memory for the forward to write to."""
     n = len(hidden)
     plan = regions(hidden, weight, needs, workspace, tiles)
-    # of 16-bit numbers fp16 has three more bits than bf16, and logits do not need bf16's range
-    kind = torch.float32 if hidden.dtype == torch.float32 else torch.float16
     gradient = near = far = None
     if needs[1]:
         gradient = torch.empty_like(weight, memory_format=torch.contiguous_format)
     if plan.near:
-        near = gradient.view(-1)[: plan.rows * plan.near].view(kind)
+        near = gradient.view(-1)[: plan.rows * plan.near].view(kind(hidden))
     if plan.far:
-        far = torch.empty(n, plan.far, device=hidden.device, dtype=kind)
+        far = torch.empty(n, plan.far, device=hidden.device, dtype=kind(hidden))
     target = torch.empty(n, device=hidden.device, dtype=torch.float32)
     return Stored(plan, gradient, near, far, target)
 

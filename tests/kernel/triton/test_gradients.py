@@ -148,6 +148,30 @@ def test_stored_logits_of_super_blocks(reduction, workspace, monkeypatch):
     check(50, 170, 16, filter_eps=None, workspace=workspace, **options)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reduction": "sum", "masked": 0.5},
+        {"softcap": 3.0, "logit_scale": -1.7, "bias": True, "masked": 0.3},
+        {"dtype": torch.float16, "bias": True},
+        {"dtype": HALF},
+    ],
+    ids=str,
+)
+def test_gradients_in_the_forward(options):
+    half = options.get("dtype", torch.float32) != torch.float32
+    check(90, 200, 8, filter_eps=None, label_smoothing=0.1, workspace=2**16 >> half, **options)
+    hidden, weight, labels, _ = inputs(90, 200, 8, masked=0.2)
+    hidden.requires_grad_(), weight.requires_grad_()
+    settings = Options(filter_eps=None, workspace=2**15)
+    assert function.Call(hidden, weight, None, labels, settings, (True, True, False)).early
+    loss = triton.loss(hidden, weight, labels, None, settings)
+    first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    second = torch.autograd.grad(loss * 3, (hidden, weight))
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(3 * a, b)
+
+
 @BUDGETS
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_stored_logits_with_a_frozen_input(frozen, workspace):
