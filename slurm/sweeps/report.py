@@ -40,7 +40,7 @@ def cells_table(sweep: Sweep, cells: list[Cell]) -> list[dict]:
 
 
 def best_learning_rates(sweep: Sweep, cells: list[Cell]) -> list[dict]:
-    """For each model and β, the learning rate with the highest accuracy on `score.select_on`.
+    """For each training data, model and β: the learning rate most accurate on `score.select_on`.
 
     Mean over seeds; ties go to the lower NLL. The task chosen on is validation data, so no figure
     of the test tables was used for the choice. Empty unless `select_on` is set.
@@ -63,10 +63,10 @@ def best_learning_rates(sweep: Sweep, cells: list[Cell]) -> list[dict]:
     groups: dict = defaultdict(lambda: defaultdict(list))
     for cell, line in zip(chosen, done.stdout.splitlines(), strict=True):
         train, found = cell.config.train, json.loads(line)["metrics"]["choices"]
-        group = groups[train["model_name_or_path"], train["label_smoothing"]]
+        group = groups[_data(train), train["model_name_or_path"], train["label_smoothing"]]
         group[train["learning_rate"]].append((found["accuracy"]["value"], found["nll"]["value"]))
     rows = []
-    for (model, beta), rates in sorted(groups.items()):
+    for (data, model, beta), rates in sorted(groups.items()):
         means = {
             rate: (fmean(accuracy for accuracy, _ in seeds), fmean(nll for _, nll in seeds))
             for rate, seeds in rates.items()
@@ -74,6 +74,7 @@ def best_learning_rates(sweep: Sweep, cells: list[Cell]) -> list[dict]:
         best = max(means, key=lambda rate: (means[rate][0], -means[rate][1]))
         rows.append(
             {
+                "dataset": data,
                 "model": model,
                 "label_smoothing": beta,
                 "best_learning_rate": best,
@@ -84,6 +85,12 @@ def best_learning_rates(sweep: Sweep, cells: list[Cell]) -> list[dict]:
             }
         )
     return rows
+
+
+def _data(train: dict) -> str:
+    """What a run was trained on."""
+    mixed = "+".join(map(str, (train.get("dataset_mixer_list") or ())[::2]))
+    return train.get("train_file") or train.get("dataset_name") or mixed
 
 
 def curves(cells: list[Cell], path: Path) -> None:

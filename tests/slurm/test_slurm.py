@@ -1,7 +1,6 @@
 """The scripts that users type, on a real one-machine Slurm."""
 
 import csv
-import json
 import os
 import signal
 import subprocess
@@ -14,7 +13,6 @@ from real import LONG, MARKS, PROJECT, SECRET, command, empty, equal, logs, runs
 
 from sweeps import launch
 from sweeps.executors import slurm
-from sweeps.rundir import RunDir
 
 pytestmark = MARKS
 
@@ -166,41 +164,6 @@ def test_an_element_that_died_is_sent_off_again_by_the_collect_job(cluster, prof
     wait_for(empty)
     assert run.done
     assert len(list(slurm.jobs_root(launch.plan(path, []).sweep).iterdir())) == 2
-
-
-def test_two_nodes_train_one_model(cluster, profile, sweep_file, tmp_path):
-    """One task a node over srun, gloo between them; equal to one node with two processes."""
-    train = {"max_train_steps": 6, "reduce_loss": "token_mean", "logging_steps": 1}
-    paths = {
-        name: sweep_file(
-            grid={}, name=name, train=train, cluster=profile,
-            world={"nodes": nodes, "processes_per_node": per_node},
-        )
-        for name, nodes, per_node in (("two-nodes", 2, 1), ("one-node", 1, 2))
-    }  # fmt: skip
-    losses = []
-    for path in paths.values():
-        assert command("launch", path, "--executor", "slurm").returncode == 0
-        wait_for(empty)
-        run = runs_of(path)[0]
-        assert run.done, logs(tmp_path)
-        rows = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-        losses.append([row["loss"] for row in rows])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-
-
-def test_a_wrong_number_of_tasks_is_refused(cluster, profile, sweep_file, tmp_path):
-    path = sweep_file(grid={}, cluster=profile)
-    cell = launch.plan(path, []).cells[0]
-    run = RunDir(cell.folder)
-    run.create(cell.config)
-    done = subprocess.run(
-        ["srun", "--ntasks=2", "--mem=500M", sys.executable, "-m", "sweeps", "train", run.path],
-        text=True, capture_output=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "1 nodes with one task each were asked for, Slurm started 2 tasks" in done.stderr
-    assert run.manifest()["attempts"] == []
 
 
 def test_chaos(cluster, tmp_path):
