@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # A real one-machine Slurm for tests: its own configuration, state, ports and munge socket.
 #
-#   tests/slurm/cluster.sh start DIR [NODES]   idempotent; then: export SLURM_CONF=DIR/slurm.conf
+#   tests/slurm/cluster.sh start DIR [NODES [ACCOUNT]]   idempotent; then: export SLURM_CONF=DIR/slurm.conf
+#                                              with ACCOUNT: accounts are enforced, and this one is yours
 #   tests/slurm/cluster.sh restart-slurmd DIR  what an administrator does under running jobs
 #   tests/slurm/cluster.sh stop DIR            ends its jobs and its own daemons, nothing else
 #
-# Needs root, and: apt-get install slurm-wlm munge
+# Needs root, and: apt-get install slurm-wlm munge; for ACCOUNT also: slurmdbd mariadb-server
 set -euo pipefail
-action=${1:?start, stop or restart-slurmd} dir=${2:?a folder for state and logs} nodes=${3:-1}
+action=${1:?start, stop or restart-slurmd} dir=${2:?a folder for state and logs} nodes=${3:-1} account=${4:-}
 mkdir -p "$dir" && dir=$(cd "$dir" && pwd)
 export SLURM_CONF=$dir/slurm.conf
 
@@ -35,6 +36,49 @@ stop_slurmd() {
     done
 }
 
+until_() { # until_ COMMAND…: try for twenty seconds
+    local i
+    for i in $(seq 50); do timeout 2 "$@" >/dev/null 2>&1 && return; sleep 0.3; done
+    fail "gave up on: $*; logs in $dir"
+}
+
+start_database() { # a private MariaDB on a port of its own, for slurmdbd, on another
+    local port dbd
+    port=$(free_port) dbd=$(free_port)
+    mariadb-install-db --no-defaults --user=root --datadir="$dir/db" \
+        --auth-root-authentication-method=normal --skip-test-db >/dev/null
+    mariadbd --no-defaults --user=root --datadir="$dir/db" --bind-address=127.0.0.1 --port="$port" \
+        --socket="$dir/db.sock" --pid-file="$dir/db.pid" --log-error="$dir/db.log" \
+        --innodb-lock-wait-timeout=900 </dev/null >/dev/null 2>&1 &
+    until_ mariadb --socket="$dir/db.sock" --execute \
+        "create or replace user slurm@localhost identified by 'none'; grant all on *.* to slurm@localhost"
+    (
+        umask 077
+        cat >"$dir/slurmdbd.conf" <<END
+AuthType=auth/munge
+AuthInfo=socket=$dir/munge/socket
+DbdHost=$(hostname -s)
+DbdAddr=127.0.0.1
+DbdPort=$dbd
+SlurmUser=root
+StorageType=accounting_storage/mysql
+StorageHost=127.0.0.1
+StoragePort=$port
+StorageUser=slurm
+StoragePass=none
+PidFile=$dir/slurmdbd.pid
+LogFile=$dir/slurmdbd.log
+END
+    )
+    cat <<END
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=127.0.0.1
+AccountingStoragePort=$dbd
+AccountingStoragePass=$dir/munge/socket
+AccountingStorageEnforce=associations
+END
+}
+
 case $action in
 start)
     [[ $(id -u) == 0 ]] || fail "starting slurmd needs root"
@@ -54,6 +98,8 @@ start)
             --pid-file="$dir/munge/munged.pid" --log-file="$dir/munge/log" \
             --seed-file="$dir/munge/seed" 2>/dev/null
     fi
+    accounting=AccountingStorageType=accounting_storage/none
+    [[ -z $account ]] || accounting=$(start_database)
     cores=$(nproc --all) memory=$(awk '/MemTotal/ {print int($2 / 1024 * 0.9)}' /proc/meminfo)
     {
         cat <<END
@@ -75,7 +121,7 @@ SelectTypeParameters=CR_Core_Memory
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
+$accounting
 MpiDefault=none
 ReturnToService=2
 MinJobAge=300
@@ -91,6 +137,13 @@ END
         done
         echo "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO"
     } >"$SLURM_CONF"
+    if [[ -n $account ]]; then
+        slurmdbd
+        until_ sacctmgr --noheader show cluster
+        sacctmgr --immediate --quiet add cluster test || true
+        sacctmgr --immediate --quiet add account "$account"
+        sacctmgr --immediate --quiet add user root account="$account"
+    fi
     slurmctld -c -L "$dir/slurmctld.log"
     start_slurmd
     for _ in $(seq 100); do
@@ -117,6 +170,9 @@ stop)
         kill "$(<"$dir/slurmctld.pid")"
     fi
     stop_slurmd
+    for file in "$dir"/slurmdbd.pid "$dir"/db.pid; do
+        if alive "$file"; then kill "$(<"$file")"; fi
+    done
     if alive "$dir/munge/munged.pid"; then kill "$(<"$dir/munge/munged.pid")"; fi
     say "stopped"
     ;;
