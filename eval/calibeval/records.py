@@ -15,7 +15,13 @@ import numpy as np
 from calibeval.errors import InputError
 from calibeval.files import json_lines
 
-FIELDS = {"id": str, "subject": str, "label": int, "logprobs": list, "letter_mass": (int, float)}
+FIELDS = {
+    "id": (str, "text in quotes"),
+    "subject": (str, "text in quotes"),
+    "label": (int, "a whole number"),
+    "logprobs": (list, "a list of numbers"),
+    "letter_mass": ((int, float), "a number"),
+}
 
 
 @dataclass(frozen=True)
@@ -78,11 +84,11 @@ def read(path: Path) -> Records:
 
 def check(row: dict, where: str) -> None:
     """Raise `InputError` unless the row is a whole record."""
-    for key, kind in FIELDS.items():
+    for key, (kind, expected) in FIELDS.items():
         if key not in row:
             raise InputError(f"{where}: no {key!r}; found {', '.join(row)}")
-        if not isinstance(row[key], kind):
-            raise InputError(f"{where}: {key} is {row[key]!r}, expected {kind}")
+        if not isinstance(row[key], kind) or isinstance(row[key], bool):
+            raise InputError(f"{where}: {key} is {row[key]!r}, expected {expected}")
     logprobs, label = row["logprobs"], row["label"]
     if not 2 <= len(logprobs) <= 26:
         raise InputError(f"{where}: {len(logprobs)} log-probabilities, expected 2 to 26")

@@ -85,6 +85,27 @@ def test_a_head_finds_where_the_model_overclaims(head):
     assert ece(fresh, adaptive) < 0.7 * ece(fresh)
 
 
+def test_the_layer_is_attention_with_one_query():
+    """Against torch's layer with the same weights, whose keys' bias changes nothing."""
+    from calibeval.posthoc.calibrator import LastOfLayer
+
+    torch.manual_seed(0)
+    layer = LastOfLayer(64)
+    peer = torch.nn.MultiheadAttention(64, layer.heads, batch_first=True)
+    with torch.no_grad():
+        peer.in_proj_weight.copy_(
+            torch.cat([layer.query.weight, layer.key.weight, layer.value.weight])
+        )
+        peer.in_proj_bias.copy_(torch.cat([layer.query.bias, torch.randn(64), layer.value.bias]))
+        peer.out_proj.load_state_dict(layer.mix.state_dict())
+    hidden, lengths = torch.randn(3, 9, 64), torch.tensor([9, 4, 1])
+    padding = torch.arange(9) < 9 - lengths[:, None]
+    seen, _ = peer(hidden[:, -1:], hidden, hidden, key_padding_mask=padding)
+    found = hidden[:, -1] + seen[:, 0]
+    expected = found + layer.mlp(found)
+    assert layer.heads == 4 and torch.allclose(layer(hidden, lengths), expected, atol=1e-5)
+
+
 def test_fitting_is_a_function_of_its_input():
     answers = drawn(300, torch.full((300,), 2.0))
     one, two = (fit(answers, "mlp")[0].state_dict() for _ in range(2))

@@ -1,6 +1,9 @@
 """HellaSwag, ARC and users' own files, in both prompt styles."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -106,7 +109,7 @@ def test_lm_eval_style_strips_the_question(tmp_path):
         (ROWS[1] | {"choices": "ab"}, "'ab' choices, expected a list"),
         (ROWS[1] | {"choices": ["a", None]}, "choice B is None, expected text"),
         (ROWS[1] | {"question": ""}, "question is '', expected text"),
-        (ROWS[0], "id 'x' is there twice"),
+        (ROWS[0], "line 2: id 'x' is in "),
     ],
 )
 def test_malformed_jsonl(tmp_path, row, expected):
@@ -134,6 +137,64 @@ def test_malformed_arc_and_hellaswag(tmp_path):
         load("jsonl", path, shots=5)
     with pytest.raises(InputError, match="arc_easy has one subject"):
         load("arc_easy", tmp_path, subjects=("x",))
+
+
+def hub(path, rows) -> None:
+    """Rows as `datasets` writes what it has read from the hub."""
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list(rows).to_json(str(path))
+
+
+def test_arc_challenge_in_both_schemas(tmp_path):
+    """The hub keeps choices as two columns; AI2's files keep them as a list of items."""
+    rows, items = [], []
+    for i, labels in enumerate(("ABCD", "1234", "ABC", "ABCDE")):
+        texts = [f"t{label}" for label in labels]
+        row = {"id": f"Mercury_{i}", "question": f"Why {i}?", "answerKey": labels[2]}
+        rows.append(row | {"choices": {"text": texts, "label": list(labels)}})
+        choices = [{"text": t, "label": k} for t, k in zip(texts, labels, strict=True)]
+        items.append(row | {"question": {"stem": f"Why {i}?", "choices": choices}})
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "ai2").mkdir()
+    for split, part in (("Train", slice(2)), ("Test", slice(4))):
+        hub(tmp_path / "hub" / f"ARC-Challenge-{split}.jsonl", rows[part])
+        write(tmp_path / "ai2" / f"ARC-Challenge-{split}.jsonl", items[part])
+    found = load("arc_challenge", tmp_path / "hub", shots=2)
+    assert found == load("arc_challenge", tmp_path / "ai2", shots=2)
+    (subject,) = found
+    assert subject.name == "arc_challenge" and [q.label for q in subject.questions] == [2] * 4
+    assert [len(q.choices) for q in subject.questions] == [4, 4, 3, 5]
+    write(tmp_path / "hub" / "ARC-Challenge-Test.jsonl", [rows[0] | {"choices": "A"}])
+    with pytest.raises(InputError, match=r"line 1: not an ARC item .* or the hub's columns"):
+        load("arc_challenge", tmp_path / "hub")
+    write(tmp_path / "hub" / "ARC-Challenge-Test.jsonl", [rows[0], rows[1], rows[0]])
+    with pytest.raises(InputError, match=r"line 3: id 'Mercury_0' is in .*line 1 already"):
+        load("arc_challenge", tmp_path / "hub")
+
+
+def test_hellaswag_from_the_hub(tmp_path):
+    row = {"ind": 24, "activity_label": "Roof", "ctx_a": "A man", "ctx_b": "he", "ctx": "A man he"}
+    row |= {"endings": ["a", "b", "c", "d"], "source_id": "x", "split": "val", "label": "3"}
+    hub(tmp_path / "hellaswag_val.jsonl", [row | {"ind": i} for i in range(3)])
+    (subject,) = load("hellaswag", tmp_path)
+    assert [q.id for q in subject.questions] == [f"hellaswag/{i}" for i in range(3)]
+    assert subject.questions[0].text == "Roof: A man he" and subject.questions[0].label == 3
+
+
+def test_the_hub_is_out_of_reach(tmp_path):
+    """Offline, what is not cached fails at once and in one line."""
+    code = "import sys; from calibeval.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    options = ["prompts", "--task", "mmlu", "--data", "hub:cais/mmlu"]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *options],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "error: hub:cais/mmlu: cannot be loaded from the hub" in done.stderr
 
 
 def test_hub_layout(tmp_path):

@@ -73,7 +73,26 @@ def test_same_records_and_cached_prefixes(model, data, tmp_path):
     hits = 1 - usage["computed_tokens"] / usage["prompt_tokens"]
     print(f"prefix cache: {hits:.1%} of {usage['prompt_tokens']} prompt tokens were hits")
     assert hits >= 0.75
-    assert meta["settings"]["engine_settings"]["engine"] == "vllm"
+    settings = meta["settings"]["engine_settings"]
+    assert settings["engine"] == "vllm" and settings["head_dtype"] == "float32"
+
+
+def test_a_model_that_vllm_cannot_run(model, data, tmp_path):
+    """One line, where an engine's start fails in a process of its own."""
+    import shutil
+
+    path = tmp_path / "unknown"
+    shutil.copytree(model, path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"architectures": ["NoSuchModel"]}))
+    command = ["score", "--task", "mmlu", "--data", data, "--model", path, "--engine", "vllm"]
+    done = subprocess.run(
+        [sys.executable, "-m", "calibeval", *map(str, command), "--out", str(tmp_path / "r.jsonl")],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert f"error: {path}: vLLM " in done.stderr.splitlines()[-1]
 
 
 def test_letters_of_two_tokens(model, data, tmp_path):

@@ -8,7 +8,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator
 
-from calibeval.engines import Job, Usage, context_length, load_tokenizer
+from calibeval.engines import Job, Usage, context_length, first_line, load_tokenizer
 from calibeval.errors import InputError
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -48,32 +48,35 @@ class VllmEngine:
         self.max_length = max_length or context_length(config)
         self.on_gpu = torch.cuda.is_available()
         self.dtype = "float32" if dtype == "auto" and not self.on_gpu else dtype
-        # bfloat16 logits near 20 are 0.125 apart; vLLM computes the head in float32 since 0.30.
-        release = tuple(int(part) for part in vllm.__version__.split(".")[:2])
-        self.head = "float32" if release >= (0, 30) and self.dtype != "float32" else self.dtype
-        options = {"gpu_memory_utilization": gpu_memory} if self.on_gpu else {}
-        if self.head != self.dtype:
-            options["hf_overrides"] = {"head_dtype": "float32"}
-        self.llm = vllm.LLM(
-            model=model,
-            revision=revision,
-            tokenizer_revision=revision,
-            dtype=self.dtype,
-            max_model_len=self.max_length + 1,
-            enable_prefix_caching=True,
-            enforce_eager=True,  # nothing is decoded: graphs and compilation would only delay
-            max_logprobs=32,
-            seed=0,
-            **options,
-        )
+        try:
+            self.llm = vllm.LLM(
+                model=model,
+                revision=revision,
+                tokenizer_revision=revision,
+                dtype=self.dtype,
+                max_model_len=self.max_length + 1,
+                enable_prefix_caching=True,
+                enforce_eager=True,  # nothing is decoded: graphs and compilation would only delay
+                max_logprobs=32,
+                seed=0,
+                # bfloat16 logits near 20 are 0.125 apart. vLLM 0.20 knows the option and leaves
+                # the head of a model that generates as it is; `describe` says what it took.
+                hf_overrides={"head_dtype": "float32"},
+                **({"gpu_memory_utilization": gpu_memory} if self.on_gpu else {}),
+            )
+        except (OSError, RuntimeError, TypeError, ValueError) as error:
+            raise InputError(
+                f"{model}: vLLM {vllm.__version__} cannot run it: {first_line(error)}"
+            ) from error
 
     def describe(self) -> dict:
         """Engine settings that the figures depend on."""
+        config = self.llm.llm_engine.model_config
         return {
             "engine": "vllm",
             "device": "cuda" if self.on_gpu else "cpu",
-            "dtype": str(self.llm.llm_engine.model_config.dtype).removeprefix("torch."),
-            "head_dtype": self.head,
+            "dtype": str(config.dtype).removeprefix("torch."),
+            "head_dtype": str(config.head_dtype).removeprefix("torch."),
             "max_length": self.max_length,
         }
 

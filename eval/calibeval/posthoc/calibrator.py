@@ -28,25 +28,36 @@ class LastOfLayer(nn.Module):
     """A pre-norm transformer layer at the last position, the only one that a head reads.
 
     x = h_T + attention(h_T over h_1 … h_T),  (B, T, D) → (B, D): x + MLP(x)
+
+    With one query, q·(K h_t) = (Kᵀ q)·h_t and Σ a_t (V h_t) = V Σ a_t h_t: no keys or values of all
+    T positions are made, which would be nearly all of the layer's work.
     """
 
     def __init__(self, size: int):
         super().__init__()
-        heads = max(h for h in (1, 2, 4, 8, 16, 32) if size % h == 0 and h * 16 <= max(size, 16))
-        self.attention = nn.MultiheadAttention(size, heads, batch_first=True)
+        counts = (h for h in (1, 2, 4, 8, 16, 32) if size % h == 0)
+        self.heads = max(h for h in counts if h * 16 <= max(size, 16))
+        self.query, self.value, self.mix = (nn.Linear(size, size) for _ in range(3))
+        self.key = nn.Linear(size, size, bias=False)  # one would add the same to every score
         self.mlp = nn.Sequential(
             nn.LayerNorm(size), nn.Linear(size, 4 * size), nn.GELU(), nn.Linear(4 * size, size)
         )
 
     def forward(self, hidden: Tensor, lengths: Tensor | None) -> Tensor:
         """(B, D) of sequences (B, T, D) padded on the left."""
-        padding = None
+        size, last = hidden.shape[-1], hidden[:, -1]
+        per_head = (self.heads, size // self.heads, size)
+        query = self.query(last).unflatten(-1, per_head[:2])
+        asked = torch.einsum("bhe,hed->bhd", query, self.key.weight.view(per_head))
+        scores = asked @ hidden.mT / per_head[1] ** 0.5  # (B, heads, T)
         if lengths is not None:
             places = torch.arange(hidden.shape[1], device=hidden.device)
-            padding = places[None] < hidden.shape[1] - lengths.to(hidden.device)[:, None]
-        last = hidden[:, -1:]
-        seen, _ = self.attention(last, hidden, hidden, key_padding_mask=padding, need_weights=False)
-        found = (last + seen).squeeze(1)
+            padding = places < hidden.shape[1] - lengths.to(hidden.device)[:, None]
+            scores = scores.masked_fill(padding[:, None], -torch.inf)
+        seen = torch.einsum(
+            "bhd,hed->bhe", scores.softmax(-1) @ hidden, self.value.weight.view(per_head)
+        )
+        found = last + self.mix(seen.flatten(1) + self.value.bias)
         return found + self.mlp(found)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from calibeval.errors import InputError
 from calibeval.files import json_lines
-from calibeval.tasks.question import Question, Source, Subject, checked, split_examples, unique
+from calibeval.tasks.question import Question, Source, Subject, checked, split_examples, unseen
 
 NAMES = "hellaswag_{split}.jsonl"
 
@@ -25,7 +25,7 @@ def load(source: Source) -> list[Subject]:
         path = path / NAMES.format(split=source.split or "val")
     train = path.parent / NAMES.format(split="train")
     examples = Path(source.examples) if source.examples else train if train.is_file() else None
-    questions = unique(read(path), str(path))
+    questions = read(path)
     pool = read(examples) if examples and source.shots else None
     shots, questions = split_examples(questions, pool, source.shots, str(examples or path))
     return [Subject("hellaswag", "how an everyday situation goes on", shots, questions)]
@@ -33,7 +33,7 @@ def load(source: Source) -> list[Subject]:
 
 def read(path: Path) -> list[Question]:
     """Read and check one file."""
-    questions = []
+    questions, seen = [], {}
     for number, row in json_lines(path):
         where = f"{path}, line {number}"
         for key in ("ctx", "endings", "label"):
@@ -43,7 +43,7 @@ def read(path: Path) -> list[Question]:
         if not isinstance(endings, list) or str(label) not in map(str, range(len(endings))):
             raise InputError(f"{where}: label is {label!r}, expected the index of an ending")
         activity = f"{row['activity_label']}: " if row.get("activity_label") else ""
-        id = f"hellaswag/{row.get('ind', number - 1)}"
+        id = unseen(f"hellaswag/{row.get('ind', number - 1)}", seen, where)
         question = checked(where, id, "hellaswag", row["ctx"], endings, int(label))
         choices = tuple(clean(ending) for ending in question.choices)
         text = clean(activity + question.text)

@@ -15,7 +15,7 @@ from calibeval.tasks.question import (
     Subject,
     checked,
     split_examples,
-    unique,
+    unseen,
 )
 
 SUBJECT = "general_knowledge"
@@ -31,7 +31,7 @@ def load(source: Source) -> list[Subject]:
         raise InputError(
             f"--shots {source.shots} needs --examples FILE with examples; or --shots 0"
         )
-    questions = unique(read(path), str(path))
+    questions = read(path)
     examples = read(Path(source.examples)) if source.examples else []
     present = sorted({q.subject for q in questions})
     subjects = []
@@ -45,14 +45,14 @@ def load(source: Source) -> list[Subject]:
 
 def read(path: Path) -> list[Question]:
     """Read and check a file of questions."""
-    questions = []
+    questions, seen = [], {}
     for number, row in json_lines(path):
         where = f"{path}, line {number}"
         for key in ("question", "choices", "answer"):
             if key not in row:
                 raise InputError(f"{where}: no {key!r}; found {', '.join(row)}")
         subject = row.get("subject", SUBJECT)
-        id = str(row.get("id", f"{subject}/{len(questions)}"))
+        id = unseen(str(row.get("id", f"{subject}/{len(questions)}")), seen, where)
         question = checked(where, id, subject, row["question"], row["choices"], 0)
         label = answer_index(row["answer"], question.choices, where)
         questions.append(Question(id, subject, question.text, question.choices, label))

@@ -52,14 +52,12 @@ def checked(where: str, id: str, subject: str, text, choices, label: int) -> Que
     return Question(id, subject, text, tuple(choices), label)
 
 
-def unique(questions: list[Question], where: str) -> list[Question]:
-    """The questions, or `InputError` if two share an id."""
-    seen = set()
-    for question in questions:
-        if question.id in seen:
-            raise InputError(f"{where}: id {question.id!r} is there twice; ids must be unique")
-        seen.add(question.id)
-    return questions
+def unseen(id: str, seen: dict[str, str], where: str) -> str:
+    """The id, noted as seen at `where`; one that was seen already raises `InputError`."""
+    if id in seen:
+        raise InputError(f"{where}: id {id!r} is in {seen[id]} already; ids must be unique")
+    seen[id] = where
+    return id
 
 
 def split_examples(
