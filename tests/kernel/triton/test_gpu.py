@@ -50,14 +50,21 @@ def test_addresses_past_two_to_the_31(eps):
 
 
 @EPS
+@pytest.mark.parametrize("workspace", [0, 2**21])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_nothing_waits_for_the_device(eps, reduction):
+def test_nothing_waits_for_the_device(eps, reduction, workspace):
     hidden, weight, labels, bias = inputs(500, 5000, 256, torch.bfloat16, masked=0.3, bias=True)
     leaves = [t.requires_grad_() for t in (hidden, weight, bias)]
 
     def step():
         loss = linear_cross_entropy(
-            leaves[0], leaves[1], labels, bias=leaves[2], filter_eps=eps, reduction=reduction
+            leaves[0],
+            leaves[1],
+            labels,
+            bias=leaves[2],
+            filter_eps=eps,
+            reduction=reduction,
+            workspace=workspace,
         )
         loss.sum().backward()
 
@@ -69,14 +76,43 @@ def test_nothing_waits_for_the_device(eps, reduction):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@EPS
-def test_cuda_graph(eps):
-    hidden, weight, labels, _ = inputs(500, 5000, 256, torch.bfloat16)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("workspace", [0, 2**26, 2**28, 2**30])
+def test_memory_beyond_the_gradients(workspace, reduction):
+    hidden, weight, labels, _ = inputs(8192, 65536, 1024, torch.bfloat16)
     hidden.requires_grad_(), weight.requires_grad_()
 
     def step():
         hidden.grad = weight.grad = None
-        loss = linear_cross_entropy(hidden, weight, labels, label_smoothing=0.1, filter_eps=eps)
+        settings = {"filter_eps": None, "workspace": workspace, "reduction": reduction}
+        linear_cross_entropy(hidden, weight, labels, **settings).sum().backward()
+
+    step()
+    hidden.grad = weight.grad = None
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    gradients = hidden.grad.nbytes + weight.grad.nbytes
+    assert torch.cuda.max_memory_allocated() - before - gradients <= workspace + 128e6
+
+
+@pytest.mark.parametrize("workspace", [0, 2**26])
+def test_cuda_graph_of_the_exact_loss(workspace):
+    check_graph({"filter_eps": None, "workspace": workspace}, 2048, 20000)
+
+
+@EPS
+def test_cuda_graph(eps):
+    check_graph({"filter_eps": eps}, 500, 5000)
+
+
+def check_graph(options, n, v):
+    hidden, weight, labels, _ = inputs(n, v, 256, torch.bfloat16)
+    hidden.requires_grad_(), weight.requires_grad_()
+
+    def step():
+        hidden.grad = weight.grad = None
+        loss = linear_cross_entropy(hidden, weight, labels, label_smoothing=0.1, **options)
         loss.backward()
         return loss.detach()
 
