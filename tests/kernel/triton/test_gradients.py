@@ -159,11 +159,12 @@ def test_stored_logits_of_super_blocks(reduction, workspace, monkeypatch):
     ids=str,
 )
 def test_gradients_in_the_forward(options):
+    shape, workspace = ((600, 1000, 32), 2**20) if DEVICE == "cuda" else ((90, 200, 8), 2**16)
     half = options.get("dtype", torch.float32) != torch.float32
-    check(90, 200, 8, filter_eps=None, label_smoothing=0.1, workspace=2**16 >> half, **options)
-    hidden, weight, labels, _ = inputs(90, 200, 8, masked=0.2)
+    check(*shape, filter_eps=None, label_smoothing=0.1, workspace=workspace >> half, **options)
+    hidden, weight, labels, _ = inputs(*shape, masked=0.2)
     hidden.requires_grad_(), weight.requires_grad_()
-    settings = Options(filter_eps=None, workspace=2**15)
+    settings = Options(filter_eps=None, workspace=workspace)
     assert function.Call(hidden, weight, None, labels, settings, (True, True, False)).early
     loss = triton.loss(hidden, weight, labels, None, settings)
     first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
