@@ -67,87 +67,6 @@ def split(n, n_blocks, workers, ROWS: tl.constexpr, ROUNDS: tl.constexpr):
 
 
 @triton.jit
-def walk(
-    acc,
-    m,
-    s,
-    z,
-    block,
-    rows,
-    bias,
-    mass,
-    peak,
-    padded,
-    kept,
-    target,
-    source,
-    near,
-    chunk,
-    near_rows,
-    far_offset,
-    far,
-    N,
-    V,
-    scale,
-    cap,
-    WIDTH: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    RAGGED: tl.constexpr,
-    PLAIN: tl.constexpr,
-    SUM: tl.constexpr,
-    STATISTICS: tl.constexpr,
-    STORE: tl.constexpr,
-    GROWTH: tl.constexpr,
-    PIECES: tl.constexpr,
-):
-    """Fold one tile of products into the running maximum m, sum s and Σ logits z."""
-    v = block * WIDTH + tl.arange(0, WIDTH)
-    if PLAIN:
-        # logits are products times a positive factor, which can join the exponent's subtraction
-        factor = scale * LOG2E
-        x = acc
-    else:
-        factor = 1.0
-        x = base2_logits(acc, bias, v, V, scale, cap, HAS_BIAS, SOFTCAP)
-    if SUM:
-        if RAGGED:
-            z += tl.sum(tl.where((v < V)[None, :], x, 0.0), 1) * factor
-        else:
-            z += tl.sum(x, 1) * factor
-    if RAGGED:
-        x = tl.where((v < V)[None, :], x, -float("inf"))
-    top = tl.max(x, 1) * factor
-    new = tl.maximum(m, top)
-    # a block that a -inf bias closes altogether must not turn into -inf - -inf
-    base = tl.where(new == -float("inf"), 0.0, new)
-    t = tl.sum(tl.exp2(x * factor - base[:, None]), 1)
-    if STATISTICS:
-        o = block * padded + rows  # a super-block keeps this far below 2^31
-        tl.store(mass + o, (base + tl.log2(t)).to(tl.float16))
-        tl.store(peak + o, top.to(tl.float16))
-    s = s * tl.exp2(m - base) + t
-    if STORE:  # last, so that the tile's registers are free by then
-        z_t = x * factor - target[:, None]
-        store_logits(
-            z_t,
-            kept,
-            source,
-            block,
-            near,
-            chunk,
-            near_rows,
-            far_offset,
-            far,
-            N,
-            WIDTH,
-            GROWTH,
-            PIECES,
-        )
-    return new, s, z
-
-
-@triton.jit
 def forward_kernel(
     e_desc,
     c_desc,
@@ -193,6 +112,7 @@ def forward_kernel(
     PRECISION: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):
+    """Running maximum m, sum s and Σ logits z of every token over its program's tiles."""
     workers = tl.num_programs(0)
     n_rows, cuts, length, spare, rounds = split(tl.load(count), n_blocks, workers, ROWS, ROUNDS)
     shares = n_rows * cuts
@@ -231,40 +151,49 @@ def forward_kernel(
                     TMA,
                     PRECISION,
                 )
-                m, s, z = walk(
-                    acc,
-                    m,
-                    s,
-                    z,
-                    block,
-                    rows,
-                    bias,
-                    mass,
-                    peak,
-                    padded,
-                    kept,
-                    target,
-                    source,
-                    near,
-                    chunk,
-                    near_rows,
-                    far_offset,
-                    far,
-                    N,
-                    V,
-                    scale,
-                    cap,
-                    WIDTH,
-                    HAS_BIAS,
-                    SOFTCAP,
-                    RAGGED,
-                    PLAIN,
-                    SUM,
-                    STATISTICS,
-                    STORE,
-                    GROWTH,
-                    PIECES,
-                )
+                v = block * WIDTH + tl.arange(0, WIDTH)
+                if PLAIN:
+                    # logits are products times a positive factor, which can join the exponent
+                    factor = scale * LOG2E
+                    x = acc
+                else:
+                    factor = 1.0
+                    x = base2_logits(acc, bias, v, V, scale, cap, HAS_BIAS, SOFTCAP)
+                if SUM:
+                    if RAGGED:
+                        z += tl.sum(tl.where((v < V)[None, :], x, 0.0), 1) * factor
+                    else:
+                        z += tl.sum(x, 1) * factor
+                if RAGGED:
+                    x = tl.where((v < V)[None, :], x, -float("inf"))
+                top = tl.max(x, 1) * factor
+                new = tl.maximum(m, top)
+                # a block that a -inf bias closes altogether must not turn into -inf - -inf
+                base = tl.where(new == -float("inf"), 0.0, new)
+                t = tl.sum(tl.exp2(x * factor - base[:, None]), 1)
+                if STATISTICS:
+                    o = block * padded + rows  # a super-block keeps this far below 2^31
+                    tl.store(mass + o, (base + tl.log2(t)).to(tl.float16))
+                    tl.store(peak + o, top.to(tl.float16))
+                s = s * tl.exp2(m - base) + t
+                if STORE:  # last, so that the tile's registers are free by then
+                    z_t = x * factor - target[:, None]
+                    store_logits(
+                        z_t,
+                        kept,
+                        source,
+                        block,
+                        near,
+                        chunk,
+                        near_rows,
+                        far_offset,
+                        far,
+                        N,
+                        WIDTH,
+                        GROWTH,
+                        PIECES,
+                    )
+                m = new
             o = (cut * n_rows + i) * ROWS + tl.arange(0, ROWS)
             tl.store(part_max + o, m)
             tl.store(part_sum + o, s)
