@@ -89,15 +89,22 @@ def compact(count: float) -> str:
     return f"{count / 1000**power:.3g}{('', 'K', 'M', 'B')[power]}"
 
 
+def beside(panels: float, names: list[str]) -> tuple[float, float]:
+    """A figure's width in inches with a legend beside its panels, and the share left of that."""
+    width = panels + 0.5 + 0.065 * max(map(len, names), default=0)
+    return width, panels / width
+
+
 def plot_bars(rows: list[Row], title: str, path: Path) -> None:
     """Accuracy, ECE and RMS as groups of bars by model."""
     from matplotlib.figure import Figure
 
     models = sorted({row.model for row in rows})
-    figure = Figure(figsize=(3.2 * len(PANELS) + 1.2, 3.2))
-    figure.subplots_adjust(0.04, 0.09, 0.88, 0.86, wspace=0.16)
-    for axis, (metric, label) in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
-        every = prepare_bars(rows, metric)
+    sets = [prepare_bars(rows, metric) for metric, _ in PANELS]
+    width, right = beside(3.2 * len(PANELS), [series.name for series in sets[-1]])
+    figure = Figure(figsize=(width, 3.2))
+    figure.subplots_adjust(0.04, 0.09, right, 0.86, wspace=0.16)
+    for axis, (_, label), every in zip(figure.subplots(1, len(PANELS)), PANELS, sets, strict=True):
         width = 0.8 / len(every)
         for i, series in enumerate(every):
             at = series.x - 0.4 + (i + 0.5) * width
@@ -125,8 +132,10 @@ def plot_lines(
     """Lines with intervals, a panel a definition of confidence."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(3.6 * len(panels) + 1.4, 3.2))
-    figure.subplots_adjust(0.08, 0.15, 0.84, 0.84, wspace=0.08)
+    names = [series.name for every in panels.values() for series in every]
+    width, right = beside(3.6 * len(panels), names)
+    figure = Figure(figsize=(width, 3.2))
+    figure.subplots_adjust(0.08, 0.15, right, 0.84, wspace=0.08)
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axis, (panel, every) in zip(axes, panels.items(), strict=True):
         for i, series in enumerate(every):

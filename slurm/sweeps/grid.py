@@ -79,7 +79,7 @@ def expand(sweep: Sweep, source: str, origins: dict[str, str] | None = None) -> 
     def section(key: str) -> str:
         return "grid" if key in sweep.grid else "train"
 
-    cells, seen = [], {}
+    cells, seen, known = [], {}, dotted_keys(sweep.backend)
     for combination in itertools.product(*sweep.grid.values()):
         values = dict(zip(sweep.grid, combination, strict=True))
         train = check(
@@ -88,7 +88,7 @@ def expand(sweep: Sweep, source: str, origins: dict[str, str] | None = None) -> 
             source,
             section=section,
             origins=origins,
-            elsewhere=dotted_keys(sweep.backend),
+            elsewhere=known,
         )
         config = RunConfig(backend=sweep.backend, train=train.model_dump(), world=sweep.world)
         if config.name in seen:

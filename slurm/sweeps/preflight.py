@@ -13,7 +13,7 @@ from sweeps import assets, packages, space
 from sweeps.backends import get_backend
 from sweeps.cluster import Cluster, expand, load_cluster, variables
 from sweeps.config import Sweep
-from sweeps.executors import scripts
+from sweeps.executors import scripts, slurm
 from sweeps.executors.scripts import Places
 from sweeps.grid import Cell
 from sweeps.rundir import RunDir
@@ -155,7 +155,12 @@ def _asked(sweep: Sweep, cells: list[Cell], cluster: Cluster) -> list[str]:
     said: dict[str, list[str]] = {}
     for stage, text in texts.items():
         done = subprocess.run(
-            ["sbatch", "--test-only"], input=text, text=True, capture_output=True, check=False
+            ["sbatch", "--test-only"],
+            input=text,
+            text=True,
+            capture_output=True,
+            check=False,
+            env=slurm.environment(cluster),
         )
         if done.returncode != 0:
             lines = [x for x in done.stderr.splitlines() if x.strip()] or ["no reason given"]

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from dataclasses import asdict
-from pathlib import Path
+from pathlib import Path, PurePath
 from statistics import fmean
 
 from sweeps import score, status
@@ -23,6 +23,7 @@ STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px }
 th, td { border-bottom: 1px solid #ddd; padding: .25rem .7rem; text-align: left }
+td { white-space: nowrap }
 h1 { margin-bottom: 0 } h2 { margin-top: 2.2rem } img { max-width: 100% }
 .done { color: #157347 } .failed, .gap { color: #b02a37; font-weight: 600 }
 .running { color: #0b5ed7 } .preempted, .interrupted { color: #b35900 }
@@ -74,7 +75,7 @@ def best_learning_rates(sweep: Sweep, cells: list[Cell]) -> list[dict]:
         best = max(means, key=lambda rate: (means[rate][0], -means[rate][1]))
         rows.append(
             {
-                "dataset": data,
+                "trained_on": data,
                 "model": model,
                 "label_smoothing": beta,
                 "best_learning_rate": best,
@@ -167,7 +168,9 @@ def write_html(sweep: Sweep, cells: list[dict], best: list[dict], gaps: list, fo
         parts += ["<h2>Calibration</h2>", _table(rows)]
     if best:
         note = f"Chosen on {sweep.score.select_on}, not on the other data sets."
-        parts += ["<h2>Best learning rates</h2>", _table(best), f"<p>{html.escape(note)}</p>"]
+        names = ("trained_on", "model")  # paths, whose last part people know
+        shown = [row | {key: PurePath(row[key]).name for key in names} for row in best]
+        parts += ["<h2>Best learning rates</h2>", _table(shown), f"<p>{html.escape(note)}</p>"]
     plots = [*sorted((folder / "results").glob("*.svg")), folder / "curves.svg"]
     for path in plots:
         if path.exists():

@@ -81,7 +81,7 @@ def test_each_data_set_and_model_has_its_own_choice(sweep_file, tiny):
     path.write_text(text.replace("grid:\n", f"grid:\n  train_file: {json.dumps(files)}\n"))
     best = {files[0]: 1e-5, files[1]: 1e-3}
     rows = choose(path, lambda v, task: 9 if best[v["train_file"]] == v["learning_rate"] else 4)
-    assert {row["dataset"]: row["best_learning_rate"] for row in rows} == best
+    assert {row["trained_on"]: row["best_learning_rate"] for row in rows} == best
 
 
 def test_runs_that_are_not_scored_do_not_count(sweep_file, tiny):

@@ -14,7 +14,7 @@ from pathlib import Path
 from filelock import Timeout
 
 from sweeps import score
-from sweeps.cluster import load_cluster
+from sweeps.cluster import Cluster, load_cluster
 from sweeps.config import Sweep, dump_yaml
 from sweeps.errors import SweepError
 from sweeps.executors import scripts
@@ -168,6 +168,12 @@ def _dependency(job: Job, ids: dict[str, str]) -> list[str]:
     return [f"--dependency={','.join(terms)}", "--kill-on-invalid-dep=yes"]
 
 
+def environment(cluster: Cluster) -> dict[str, str]:
+    """What sbatch itself gets to see: SBATCH_ACCOUNT and the like would override the profile."""
+    allowed = {*scripts.EXPORTED, *cluster.pass_environment}
+    return {key: value for key, value in os.environ.items() if key in allowed}
+
+
 def submit(sweep: Sweep, cells: list[Cell], *, train: bool = True) -> dict[str, str]:
     """Queue what is neither done nor queued; returns {stage: job id}, empty if nothing was."""
     if shutil.which("sbatch") is None:
@@ -196,9 +202,6 @@ def _submit(sweep: Sweep, cells: list[Cell], train: bool) -> dict[str, str]:
         RunDir(cell.folder).create(cell.config)
     # The jobs read this copy: editing the sweep file later does not change what is queued.
     write_text(places.jobs / "sweep.yaml", dump_yaml(sweep.model_dump(mode="json")))
-    cluster = load_cluster(sweep.cluster)
-    allowed = {*scripts.EXPORTED, *cluster.pass_environment}
-    environment = {key: value for key, value in os.environ.items() if key in allowed}
     ids: dict[str, str] = {}
     for job in jobs:
         if job.lines:
@@ -210,7 +213,7 @@ def _submit(sweep: Sweep, cells: list[Cell], train: bool) -> dict[str, str]:
             text=True,
             capture_output=True,
             check=False,
-            env=environment,
+            env=environment(load_cluster(sweep.cluster)),
         )
         if done.returncode != 0:
             raise SweepError(
