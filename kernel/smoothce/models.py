@@ -65,8 +65,8 @@ def patch_model(
     never exist. `num_items_in_batch`, which the Hugging Face Trainer passes, replaces the number of
     valid tokens as the mean's divisor. Without labels, or in evaluation mode, nothing changes.
 
-    The gradient is exact unless `filter_eps` asks for the Triton kernels' filter, which from random
-    weights was seen to part from the exact training curve. `workspace` bytes make the exact one
+    The gradient is exact unless `filter_eps` asks for the Triton kernels' filter, which is right in
+    the mean but not in every step. `workspace` bytes make the exact one
     faster, as `linear_cross_entropy` says.
 
     Softcap, logit scale, bias and tied embeddings are those of the model. A mixture of experts adds

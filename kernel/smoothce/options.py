@@ -19,6 +19,7 @@ class Options:
     softcap: float | None = None
     logit_scale: float | None = None
     filter_eps: float | str | None = "auto"
+    filter_unbiased: bool = True
     workspace: int = 0
 
     def __post_init__(self) -> None:
@@ -44,6 +45,8 @@ class Options:
         size = self.workspace
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise ValueError(f"workspace must be a number of bytes, 0 or more, not {size!r}")
+        if not isinstance(self.filter_unbiased, bool):
+            raise ValueError(f"filter_unbiased must be True or False, not {self.filter_unbiased!r}")
 
     def valid(
         self,

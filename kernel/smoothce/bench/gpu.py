@@ -1,13 +1,12 @@
-"""python -m smoothce.bench.gpu --models gemma2-2b --tokens 8192 --contexts 0.15 2.0 --json out.json
-python -m smoothce.bench.gpu --tensors lm.pt          (hidden, weight, labels of a real last layer)
-python -m smoothce.bench.gpu --models llama3-8b mistral-7b --tokens 2048 8192 --only ours
+"""python -m smoothce.bench --models gemma2-2b --tokens 8192 --contexts 0.15 2.0 --json out.json
+python -m smoothce.bench --tensors lm.pt          (hidden, weight, labels of a real last layer)
+python -m smoothce.bench --models llama3-8b mistral-7b --tokens 2048 8192 --only ours
 
 Every method on the same inputs, in turns with the product E Cᵀ by cuBLAS: its time is the unit."""
 
 import argparse
 import gc
 import json
-import shlex
 import statistics
 import sys
 from collections.abc import Callable
@@ -36,9 +35,9 @@ class Problem:
     labels: Tensor  # (N,)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m smoothce.bench.gpu",
+        prog="python -m smoothce.bench",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -46,17 +45,18 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=[8192])
     parser.add_argument("--contexts", nargs="+", type=float, default=[2.0])
     parser.add_argument("--tensors", type=Path, help="a torch file instead: hidden, weight, labels")
-    parser.add_argument("--only", default="", help="methods whose name has this in it")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="methods whose name has one of these in it"
+    )
     parser.add_argument("--label-smoothing", type=float, default=0.1)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the figures there as well")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        sys.exit("error: this needs a CUDA GPU; python -m smoothce.bench measures on CPUs")
+        sys.exit("error: this needs a CUDA GPU; python -m smoothce.bench --device cpu does not")
     found, missing = peers()
-    found = [peer for peer in found if args.only in peer.name]
+    found = [peer for peer in found if any(part in peer.name for part in args.only)]
     source = report.provenance("cuda")
-    source["command"] = f"python -m smoothce.bench.gpu {shlex.join(sys.argv[1:])}".rstrip()
     print(" · ".join(f"{k}: {v}" for k, v in source.items() if isinstance(v, str)))
     for name, why in missing.items():
         print(f"not measured: {name} ({why})", file=sys.stderr)

@@ -20,7 +20,7 @@ def times(case: Case, names: list[str], repeats: int) -> dict[str, dict[str, flo
     "matmul" is the floor: the product E Cᵀ, once, and three times. The methods take turns, so that
     a change in the machine's load meets all of them."""
     hidden, weight, labels = tensors(case)
-    out = torch.empty(hidden.shape[0], weight.shape[0], dtype=hidden.dtype, device=case.device)
+    out = torch.empty(hidden.shape[0], weight.shape[0], dtype=hidden.dtype)
 
     def matmul() -> None:
         with torch.no_grad():
@@ -41,7 +41,9 @@ def times(case: Case, names: list[str], repeats: int) -> dict[str, dict[str, flo
     samples = {key: [] for key in steps}
     for turn in range(repeats + 1):
         for key, step in steps.items():
-            elapsed = _milliseconds(step, case.device)
+            start = time.perf_counter()
+            step()
+            elapsed = 1e3 * (time.perf_counter() - start)
             if turn:  # the first turn warms up
                 samples[key].append(elapsed)
     median = {key: statistics.median(values) for key, values in samples.items()}
@@ -52,35 +54,16 @@ def times(case: Case, names: list[str], repeats: int) -> dict[str, dict[str, flo
     return {"matmul": {"forward": floor, "both": 3 * floor}, **table}
 
 
-def _milliseconds(step, device: str) -> float:
-    if device == "cpu":
-        start = time.perf_counter()
-        step()
-        return 1e3 * (time.perf_counter() - start)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    step()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
-
-
 def peak_megabytes(case: Case, name: str) -> float:
     """Most memory that one forward+backward holds beyond its inputs; the two gradients count.
 
-    On a CPU: growth of the resident set of a fresh process, so scratch memory counts as well."""
-    if case.device == "cpu":
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            return pool.apply(_resident_growth, (case, name))
-    hidden, weight, labels = tensors(case)
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    METHODS[name](hidden, weight, labels, case.label_smoothing).backward()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
+    Growth of the resident set of a fresh process, so scratch memory counts as well."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_resident_growth, (case, name))
 
 
 def _resident_growth(case: Case, name: str) -> float:
-    tiny = Case("small", 1, case.dtype, case.device, case.label_smoothing)
+    tiny = Case("small", 1, case.dtype, case.label_smoothing)
     METHODS[name](*tensors(tiny), case.label_smoothing).backward()  # loads the libraries' code
     inputs = tensors(case)
     before = _status("VmRSS")

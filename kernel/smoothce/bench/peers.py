@@ -26,7 +26,7 @@ def dense(hidden: Tensor, weight: Tensor, labels: Tensor, beta: float) -> Tensor
     return F.cross_entropy((hidden @ weight.T).float(), labels, label_smoothing=beta)
 
 
-def ours(eps: float | str | None, share: float = 0.0) -> Loss:
+def ours(eps: float | str | None, share: float = 0.0, unbiased: bool = True) -> Loss:
     """`share` of all logits, which are two bytes each, is the workspace."""
     return lambda e, c, y, beta: linear_cross_entropy(
         e,
@@ -34,6 +34,7 @@ def ours(eps: float | str | None, share: float = 0.0) -> Loss:
         y,
         label_smoothing=beta,
         filter_eps=eps,
+        filter_unbiased=unbiased,
         workspace=int(share * 2 * len(e) * len(c)),
         impl="triton",
     )
@@ -51,6 +52,7 @@ def peers() -> tuple[list[Peer], dict[str, str]]:
     """All that can be imported here, and why the others cannot."""
     found = [
         Peer("ours, filtered", ours("auto")),
+        Peer("ours, biased filter", ours("auto", unbiased=False)),
         Peer("ours, exact", ours(None)),
         Peer("ours, exact, workspace for 1/4 of the logits", ours(None, 0.26)),
         Peer("ours, exact, workspace for all", ours(None, 1.1)),

@@ -1,16 +1,17 @@
-"""The filtered backward: kept pairs are recomputed, dropped ones enter through low-rank products.
+"""The filtered backward: some pairs are recomputed, the others enter through low-rank products.
 
 For a kept pair, S = (p − (1−β)[v = y]) · f with f = ∂logit/∂product. For a dropped pair of mass P,
 S is modelled as P · q_v, where the profile q is the softmax within the block of the mean hidden
-state's logits: every token's gradient still sums to zero over the vocabulary. The uniform term
-−β/V · f needs no pairs. So with W_j = Σ_{v∈j} q_v C_v and H_j = Σ_{v∈j} f_v C_v,
+state's logits: every token's gradient still sums to zero over the vocabulary. A drawn pair of
+weight w has w p and (1−w) P q. The uniform term −β/V · f needs no pairs. So with
+W_j = Σ_{v∈j} q_v C_v, H_j = Σ_{v∈j} f_v C_v and the plan's coefficients m_ij (0, P or (1−w) P),
 
-    dE_i = g_i (Σ_kept S C + Σ_j P_ij W_j − β/V Σ_j H_j)
-    dC_v = Σ_kept g S E + q_v Σ_i P_ij g_i E_i − β/V f_v Σ_i g_i E_i
+    dE_i = g_i (Σ_listed S C + Σ_j m_ij W_j − β/V Σ_j H_j)
+    dC_v = Σ_listed g S E + q_v Σ_i m_ij g_i E_i − β/V f_v Σ_i g_i E_i
 
-One kernel works through a queue whose items only wait for earlier items: a tile of kept pairs
-One kernel works through a queue whose items only wait for earlier ones: a tile of kept pairs
-tiles are there. Profile and uniform direction ride along as two more rows of each block's tiles,
+One kernel works through a queue whose items only wait for earlier ones: a tile of listed pairs
+puts S into a ring and adds S · C to dE; a share of a block's dC sums Sᵀ · E over its tiles once
+they are there. Profile and uniform direction ride along as two more rows of each block's tiles,
 so q, W and H cost no pass of their own over the classifier.
 """
 
@@ -123,6 +124,7 @@ def backward(
             scale.token,
             scale.top,
             plan.rows,
+            plan.mass,
             plan.kept,
             queue.first,
             queue.owner,
@@ -162,6 +164,7 @@ def backward(
             NEED_WEIGHT=need_weight,
             NEED_BIAS=into_bias,
             ACCUMULATE=accumulate,
+            UNBIASED=options.filter_unbiased,
             TMA=tiles.tma,
             num_stages=tiles.kept_stages,
             **common,

@@ -48,6 +48,32 @@ def product(
 
 
 @triton.jit
+def classifier(
+    source,  # (V, D) descriptor of (WIDTH, DEPTH) blocks, or a pointer
+    stride,
+    row,
+    column,
+    V,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """C[row : row + WIDTH, column : column + DEPTH]; past V any finite value, past D zero."""
+    if TMA:
+        c = source.load([row, column])
+    else:
+        o_v = tl.minimum(row + tl.arange(0, WIDTH), V - 1).to(tl.int64)
+        o_d = column + tl.arange(0, DEPTH)
+        at = source + o_v[:, None] * stride + o_d[None, :]
+        if D % DEPTH == 0:  # noqa: SIM108 (compile-time)
+            c = tl.load(at)
+        else:
+            c = tl.load(at, mask=(o_d < D)[None, :], other=0.0)
+    return c
+
+
+@triton.jit
 def base2_logits(acc, bias, v, V, scale, cap, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
     """cap(scale · acc + b) · log2(e); `cap` is in nats."""
     x = acc * (scale * LOG2E)

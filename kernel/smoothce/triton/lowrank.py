@@ -1,4 +1,4 @@
-"""The dense low-rank products of the filtered backward, over all (token, block) masses."""
+"""The low-rank products of the filtered backward, over the plan's (token, block) coefficients."""
 
 import triton
 import triton.language as tl
@@ -27,7 +27,7 @@ def block_sums_kernel(
     NEED_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Σ_i P_ij g_i E_i of WIDE blocks and one slice of D; `lean` is the same with P = 1."""
+    """Σ_i m_ij g_i E_i of WIDE blocks and one slice of D; `lean`: with 1 for a dropped pair."""
     n = tl.load(count)
     j = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     o_d = tl.program_id(1) * SLICE + tl.arange(0, SLICE)

@@ -1,9 +1,10 @@
 """Which (token, vocabulary block) pairs the backward recomputes, and in which order.
 
 A pair is kept when it holds the target or when √(mass · largest probability), which bounds the
-2-norm of its probabilities, reaches the threshold. Kept pairs become row lists, the others keep
-their softmax mass. Everything is decided on the device; the
-lists take the place of the statistics that they are made from.
+2-norm of its probabilities, reaches the threshold. The others are drawn with probability
+norm / threshold, so that gradients stay unbiased, or dropped. Kept and drawn pairs become row
+lists; each pair has a coefficient for the low-rank model: 0 if kept, its mass if dropped.
+Everything is decided on the device, and lists take the place of the statistics they are made from.
 """
 
 import math
@@ -19,12 +20,14 @@ from smoothce.triton.prepare import Tokens
 from smoothce.triton.tiles import Tiles, cdiv
 
 SHARE = 2048  # kept tokens × slices of D a weight-gradient item
+DRAWN = 64  # pairs that even a block of small norms has kept or drawn, about: half a tile
 
 
 class Plan(NamedTuple):
-    """Kept pairs and dropped mass of one super-block."""
+    """The pairs of one super-block that are recomputed, and what the low-rank model takes."""
 
-    mass: Tensor  # (blocks, padded) bf16, softmax mass of a dropped pair, 0 for a kept one
+    # (blocks, padded) bf16: mass P of a dropped pair, (1 − w) P of one drawn with weight w, else 0
+    mass: Tensor
     rows: Tensor  # (blocks, padded) int16, the first kept[j] entries are block j's tokens
     kept: Tensor  # (blocks,) int32
 
@@ -40,6 +43,21 @@ class Schedule(NamedTuple):
 
 
 @triton.jit
+def scramble(h):
+    """MurmurHash3's finaliser, of uint32."""
+    h = (h ^ (h >> 16)) * 0x85EBCA6B
+    h = (h ^ (h >> 13)) * 0xC2B2AE35
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def draw(a, b, c):
+    """A number in (0, 1) that follows from three int32 alone."""
+    h = scramble(a.to(tl.uint32, bitcast=True) ^ (b * 65537 + c).to(tl.uint32, bitcast=True))
+    return scramble(h + 0x9E3779B9).to(tl.float32) * 2.0**-32 + 2.0**-33
+
+
+@triton.jit
 def plan_kernel(
     mass,
     dropped,  # the same memory as `mass`
@@ -51,12 +69,27 @@ def plan_kernel(
     count,
     padded,
     log_eps,
+    UNBIASED: tl.constexpr,
+    DRAWN: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     j = tl.program_id(0)
     n = tl.load(count)
     o_j = j.to(tl.int64) * padded
+    if UNBIASED:
+        # a block where all norms are small must not be left to a handful of draws
+        norms = 0.0
+        most = tl.exp2(log_eps)
+        for i in range(0, padded, BLOCK):
+            o_i = i + tl.arange(0, BLOCK)
+            inside = o_i < padded
+            b = tl.load(mass + o_j + o_i, mask=inside, other=0.0).to(tl.float32)
+            x = tl.load(peak + o_j + o_i, mask=inside, other=0.0).to(tl.float32)
+            total = tl.load(lse + o_i, mask=inside, other=0.0)
+            norm = tl.minimum(tl.exp2(0.5 * (x + b) - total), most)
+            norms += tl.sum(tl.where(o_i < n, norm, 0.0), 0)
+        log_eps = tl.minimum(log_eps, tl.log2(tl.maximum(norms / DRAWN, 1e-30)))
     done = 0
     for i in range(0, padded, BLOCK):
         o_i = i + tl.arange(0, BLOCK)
@@ -70,7 +103,15 @@ def plan_kernel(
         keep = (o_i < n) & ((norm >= log_eps) | ((y >= 0) & (y // WIDTH == j)))
         # a dropped pair never reads as kept, however small
         p = tl.maximum(tl.exp2(b - total), 1e-30)
+        if UNBIASED:
+            # 1/w = norm / eps, so that the softmax that is added in the mean is the true one
+            u = draw(total.to(tl.int32, bitcast=True), o_i, j)
+            drawn = u < tl.exp2(norm - log_eps)
+            p = tl.where(drawn, p * (1.0 - tl.exp2(log_eps - norm)), p)
+            drawn = drawn & (o_i < n) & (keep == 0)
         p = tl.where((o_i < n) & (keep == 0), p, 0.0)
+        if UNBIASED:
+            keep = keep | drawn
         flag = keep.to(tl.int32)
         place = done + tl.cumsum(flag, 0) - flag
         tl.debug_barrier()  # the list overwrites statistics of tokens already read, never others
@@ -80,8 +121,8 @@ def plan_kernel(
     tl.store(kept + j, done)
 
 
-def plan(statistics: Statistics, tokens: Tokens, vocabulary: int, eps: float, tiles: Tiles) -> Plan:
-    """Turn block statistics, in place, into kept rows and dropped masses."""
+def plan(statistics: Statistics, tokens: Tokens, eps: float, unbiased: bool, tiles: Tiles) -> Plan:
+    """Turn block statistics, in place, into row lists and coefficients."""
     mass, peak = statistics.mass, statistics.peak
     blocks, padded = mass.shape
     dropped, rows = mass.view(torch.bfloat16), peak.view(torch.int16)
@@ -97,6 +138,8 @@ def plan(statistics: Statistics, tokens: Tokens, vocabulary: int, eps: float, ti
         tokens.count,
         padded,
         math.log2(eps),
+        UNBIASED=unbiased,
+        DRAWN=DRAWN,
         WIDTH=tiles.width,
         BLOCK=min(1024, triton.next_power_of_2(padded)),
     )

@@ -1,4 +1,4 @@
-"""One kernel that works through the backward's queue: tiles of kept pairs, slices of dC.
+"""One kernel that works through the backward's queue: tiles of listed pairs, slices of dC.
 
 Items are taken in order by a ticket and only wait for items before them, so the kernel cannot
 lock up however few of its programs run at a time, and a bounded ring holds S between the two.
@@ -7,7 +7,7 @@ lock up however few of its programs run at a time, and a bounded ring holds S be
 import triton
 import triton.language as tl
 
-from smoothce.triton.logits import base2_logits, slope
+from smoothce.triton.logits import base2_logits, classifier, slope
 
 
 @triton.jit
@@ -38,6 +38,7 @@ def pair_tile(
     lse,
     token,
     rows,
+    mass,
     kept,
     first,
     owner,
@@ -74,6 +75,7 @@ def pair_tile(
     NEED_HIDDEN: tl.constexpr,
     NEED_WEIGHT: tl.constexpr,
     NEED_BIAS: tl.constexpr,
+    UNBIASED: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -96,24 +98,13 @@ def pair_tile(
     o_d = tl.arange(0, DEPTH)
     p_e = E + offset[:, None] + o_d[None, :]
     x = tl.zeros((ROWS, WIDTH), tl.float32)
-    if TMA:
-        for d in range(0, D, DEPTH):
-            if D % DEPTH == 0:
-                e = tl.load(p_e + d)
-            else:
-                e = tl.load(p_e + d, mask=(d + o_d < D)[None, :], other=0.0)
-            c = c_desc.load([j * WIDTH, d])
-            x = tl.dot(e, c.T, x, input_precision=PRECISION)
-    else:
-        p_c = c_desc + tl.minimum(v, V - 1).to(tl.int64)[:, None] * stride_c + o_d[None, :]
-        for d in range(0, D, DEPTH):
-            if D % DEPTH == 0:
-                e = tl.load(p_e + d)
-                c = tl.load(p_c + d)
-            else:
-                e = tl.load(p_e + d, mask=(d + o_d < D)[None, :], other=0.0)
-                c = tl.load(p_c + d, mask=(d + o_d < D)[None, :], other=0.0)
-            x = tl.dot(e, tl.trans(c), x, input_precision=PRECISION)
+    for d in range(0, D, DEPTH):
+        if D % DEPTH == 0:
+            e = tl.load(p_e + d)
+        else:
+            e = tl.load(p_e + d, mask=(d + o_d < D)[None, :], other=0.0)
+        c = classifier(c_desc, stride_c, j * WIDTH, d, V, D, WIDTH, DEPTH, TMA)
+        x = tl.dot(e, c.T, x, input_precision=PRECISION)
     x = base2_logits(x, bias, v, V, scale, cap, HAS_BIAS, SOFTCAP)
     if RAGGED:
         x = tl.where((v < V)[None, :], x, -float("inf"))
@@ -125,6 +116,10 @@ def pair_tile(
         total = tl.where(real, total, top + tl.log2(tl.sum(tl.exp2(x - top[:, None]), 1)))
     y = tl.load(labels + r, mask=real, other=-1)
     s = tl.exp2(x - total[:, None])
+    if UNBIASED:
+        # w from (1 − w) P and this P, so that w P and the low-rank part add up to P exactly
+        low = tl.load(mass + j.to(tl.int64) * padded + r, mask=real, other=0.0).to(tl.float32)
+        s *= (1.0 - low / tl.maximum(tl.sum(s, 1), 1e-30))[:, None]
     s = tl.where(y[:, None] == v[None, :], s - (1.0 - smoothing), s)
     f = slope(x, scale, cap, SOFTCAP)
     if SOFTCAP:
@@ -158,16 +153,10 @@ def pair_tile(
         o_s = tl.arange(0, SLICE)
         p_h = d_hidden + target.to(tl.int64)[:, None] * D + o_s[None, :]
         inside = (k < n + 2)[:, None]
-        if TMA:
-            for d in tl.range(0, D, SLICE, num_stages=WIDE_STAGES):
-                part = tl.dot(s, c_wide.load([j * WIDTH, d]), input_precision=PRECISION)
-                tl.atomic_add(p_h + d, part, mask=inside & (d + o_s < D)[None, :], sem="relaxed")
-        else:
-            p_w = c_wide + tl.minimum(v, V - 1).to(tl.int64)[:, None] * stride_c + o_s[None, :]
-            for d in tl.range(0, D, SLICE, num_stages=WIDE_STAGES):
-                w = tl.load(p_w + d, mask=(d + o_s < D)[None, :], other=0.0)
-                part = tl.dot(s, w, input_precision=PRECISION)
-                tl.atomic_add(p_h + d, part, mask=inside & (d + o_s < D)[None, :], sem="relaxed")
+        for d in tl.range(0, D, SLICE, num_stages=WIDE_STAGES):
+            c = classifier(c_wide, stride_c, j * WIDTH, d, V, D, WIDTH, SLICE, TMA)
+            part = tl.dot(s, c, input_precision=PRECISION)
+            tl.atomic_add(p_h + d, part, mask=inside & (d + o_s < D)[None, :], sem="relaxed")
 
 
 @triton.jit
@@ -263,6 +252,7 @@ def queue_kernel(
     token,
     top,
     rows,
+    mass,
     kept,
     first,
     owner,
@@ -305,6 +295,7 @@ def queue_kernel(
     NEED_WEIGHT: tl.constexpr,
     NEED_BIAS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
+    UNBIASED: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -328,6 +319,7 @@ def queue_kernel(
                 lse,
                 token,
                 rows,
+                mass,
                 kept,
                 first,
                 owner,
@@ -364,6 +356,7 @@ def queue_kernel(
                 NEED_HIDDEN,
                 NEED_WEIGHT,
                 NEED_BIAS,
+                UNBIASED,
                 TMA,
                 PRECISION,
             )
