@@ -69,8 +69,8 @@ def test_fused_is_torchs_with(paper, patched, tmp_path, flags):
 def test_token_mean_does_not_depend_on_the_split(paper, patched, tmp_path, flags, splits):
     """(ranks, accumulation), in fp64: fp32 cannot hold a weight's update to 1e-6 of it."""
     flags = [*flags, "--reduce_loss", "token_mean", "--label_smoothing", 0.1]
-    # Upstream counts warm-up in steps of all ranks and rounds down: without it the rates agree.
-    flags += ["--learning_rate", 1e-3, "--warmup_ratio", 0]
+    # Upstream's schedule counts steps of all ranks and rounds: constant, the rates agree.
+    flags += ["--learning_rate", 1e-3, "--lr_scheduler_type", "constant"]
     runs = {
         (ranks, accumulation): paper.finetune(
             patched,
