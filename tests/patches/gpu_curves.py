@@ -25,9 +25,9 @@ SMOOTHED = ["--label_smoothing", "0.1", "--loss_impl"]
 RUNS = {
     "fused": ([*SMOOTHED, "fused"], []),
     "torch": ([*SMOOTHED, "torch"], []),
-    "torch, fp32 logits": ([*SMOOTHED, "torch"], ["--fp32-logits"]),
-    "flags off": ([], []),
     "filtered": ([*SMOOTHED, "fused", "--filter_eps", "auto"], []),
+    "flags off": ([], []),
+    "torch, fp32 logits": ([*SMOOTHED, "torch"], ["--fp32-logits"]),
     "torch, rows reversed": ([*SMOOTHED, "torch"], ["--reverse-rows"]),
 }
 BASE = "flags off"
