@@ -142,7 +142,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 def prepare_bound(of: Diagnosis, points: int = 60) -> dict[int, tuple[np.ndarray, np.ndarray]]:
     """{V: (hidden sizes, bounds)} with the model's own σ_C and σ_h, the plot behind `diagnose`."""
-    sizes = np.geomspace(max(2, of.hidden / 16), of.hidden * 16, points)
+    sizes = np.geomspace(2, of.hidden * 16, points)
     fixed = of.temperature, of.softcap
 
     def bounds(vocabulary: int) -> np.ndarray:
