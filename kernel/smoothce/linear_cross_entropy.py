@@ -57,10 +57,11 @@ def linear_cross_entropy(
     With `filter_unbiased=False` such blocks are always left out: less error in the weight's
     gradient of one step, 5e-3, and "auto" is 2^-10.6 (V / 256000)^¼, but training drifts.
 
-    `workspace` is the memory, in bytes, that the exact gradient on the Triton kernels may use to
-    keep logits for the backward instead of computing them again: 0 keeps what fits in the weight
-    gradient's own memory, 2·N·V keeps all. `impl` is "auto" or one of `IMPLEMENTATIONS`; `explain`
-    tells what "auto" takes.
+    `workspace` is the memory, in bytes, that the exact gradient on the Triton kernels may use for
+    logits instead of computing them again: with 0 it keeps those that fit in the weight gradient's
+    own memory, with 2·N·V all, and with N·V/2 a reduced loss makes its gradients in the forward, a
+    quarter of the tokens at a time. `impl` is "auto" or one of `IMPLEMENTATIONS`; `explain` tells
+    what "auto" takes.
 
     Raises ValueError or TypeError, naming what was given and what was expected. A label outside
     [0, V) raises IndexError on CPU and is a device-side assertion on CUDA.
