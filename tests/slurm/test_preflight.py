@@ -322,3 +322,22 @@ def test_deepspeed_is_a_package_of_runs_that_ask_for_it(sweep_file, tmp_path):
     keys = backend.Train(model_name_or_path="m", train_file="f", with_tracking=True)
     assert backend.packages(keys, World()) == ["tensorboard"]
     assert backend.packages(keys, World(deepspeed="x.json")) == ["deepspeed", "tensorboard"]
+
+
+def test_open_instruct_is_fetched_with_its_data_sets_and_models(tmp_path, monkeypatch):
+    from sweeps import assets, launch
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    planned = launch.plan(PROJECT / "configs/train/tulu3.yaml", [])
+
+    def names() -> list[str]:
+        wanted = assets.of_sweep(planned.sweep, planned.cells, Cluster())
+        return [asset.name for asset in wanted if asset.used and not asset.here()]
+
+    monkeypatch.delenv("OPEN_INSTRUCT_DIR", raising=False)
+    assert "data set allenai/tulu-3-sft-mixture" in names() and "open-instruct" in names()
+    assert sum(name.startswith("model ") for name in names()) == 6
+    assert sum(name.startswith("archive ") for name in names()) == 1
+    monkeypatch.setenv("OPEN_INSTRUCT_DIR", str(tmp_path))
+    assert "open-instruct" not in names()
