@@ -66,20 +66,19 @@ def patch_model(
     valid tokens as the mean's divisor. Without labels, or in evaluation mode, nothing changes.
 
     The gradient is exact unless `filter_eps` asks for the Triton kernels' filter, which is right in
-    the mean but not in every step. `workspace` bytes make the exact one
-    faster, as `linear_cross_entropy` says.
+    the mean but not in every step. `workspace` bytes make the exact one faster, as
+    `linear_cross_entropy` says.
 
     Softcap, logit scale, bias and tied embeddings are those of the model. A mixture of experts adds
     its auxiliary loss as upstream does, where `output_router_logits` is on. Patch after resizing
     embeddings and before `accelerator.prepare` or `deepspeed.initialize`; a `PeftModel` is patched
-    inside. Returns the model, changed in place; a second call replaces the settings.
+    inside. Returns the model, changed in place; a second call replaces the settings, and one that
+    is refused leaves them.
 
     Raises TypeError for an architecture or a head that is not known to come out exact, and
     ValueError for a setting out of range.
     """
     causal = _unwrapped(model)
-    if hasattr(causal, "_smoothce"):
-        unpatch_model(causal)
     name = type(causal).__name__
     if name not in ARCHITECTURES or not type(causal).__module__.startswith("transformers."):
         raise TypeError(
@@ -90,8 +89,6 @@ def patch_model(
         raise TypeError(
             f"{name} with pretraining_tp={causal.config.pretraining_tp} is not supported"
         )
-    if "forward" in vars(causal):
-        raise TypeError(f"{name}.forward is already wrapped; call patch_model before the wrapper")
     _check_head(causal.lm_head)
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be mean or sum for a model, not {reduction!r}")
@@ -105,6 +102,10 @@ def patch_model(
     )
     if getattr(causal.config, "output_router_logits", False):
         _refuse_summed_router(reduction)
+    if hasattr(causal, "_smoothce"):  # only now: a refused second call leaves the first in place
+        unpatch_model(causal)
+    if "forward" in vars(causal):
+        raise TypeError(f"{name}.forward is already wrapped; call patch_model before the wrapper")
     causal.lm_head._smoothce = {**vars(options), "impl": impl}
     causal.lm_head.forward = types.MethodType(_head_forward, causal.lm_head)
     causal.forward = types.MethodType(_training_forward(type(causal).forward), causal)

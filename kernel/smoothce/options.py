@@ -44,7 +44,7 @@ class Options:
             )
         size = self.workspace
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-            raise ValueError(f"workspace must be a number of bytes, 0 or more, not {size!r}")
+            raise ValueError(f"workspace must be an integer of bytes, 0 or more, not {size!r}")
         if not isinstance(self.filter_unbiased, bool):
             raise ValueError(f"filter_unbiased must be True or False, not {self.filter_unbiased!r}")
 

@@ -21,8 +21,11 @@ def token_mean_factor(
     `gradient_accumulation_steps`; the numerator undoes both. `steps` is that divisor, by default
     the number of micro-batches; give 1 where nothing divides. A first token is never a target, so
     its label does not count. Every rank calls this once for each update: it sums over the default
-    process group, where there is one. Raises ValueError where there are no labels.
+    process group, where there is one. Raises ValueError where there are no labels, TypeError for
+    a tensor in place of the list.
     """
+    if isinstance(labels, Tensor):
+        raise TypeError("labels must be a list of tensors, one a micro-batch, not one tensor")
     if not labels:
         raise ValueError("labels must hold this rank's micro-batches of one update, not nothing")
     tokens = torch.stack([(y[..., 1:] != ignore_index).sum() for y in labels]).sum()

@@ -199,6 +199,15 @@ def test_patching_again_replaces_and_unpatching_restores():
         unpatch_model(model)
 
 
+def test_a_refused_second_call_leaves_the_first_in_place():
+    model, data = patch_model(tiny(), label_smoothing=0.5), batch()
+    before = model(**data).loss
+    for wrong in ({"label_smoothing": 2.0}, {"reduction": "none"}, {"workspace": 1e9}):
+        with pytest.raises(ValueError):
+            patch_model(model, **wrong)
+        assert torch.equal(model(**data).loss, before)
+
+
 def test_a_copy_trains_its_own_head():
     model = patch_model(tiny(), label_smoothing=0.1)
     copied = copy.deepcopy(model)

@@ -19,3 +19,8 @@ def test_counts_shifted_valid_labels():
 def test_no_micro_batch_is_an_error():
     with pytest.raises(ValueError, match="micro-batches"):
         token_mean_factor([])
+
+
+def test_one_tensor_is_not_a_list_of_micro_batches():
+    with pytest.raises(TypeError, match="list of tensors, one a micro-batch"):
+        token_mean_factor(torch.zeros(2, 4, dtype=torch.long))

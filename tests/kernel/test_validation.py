@@ -21,7 +21,7 @@ E, C, Y = torch.randn(4, 8), torch.randn(10, 8), torch.tensor([0, 9, -100, 3])
         ({"filter_eps": 2.0}, ValueError, r"filter_eps .*2\.0"),
         ({"filter_unbiased": 1}, ValueError, r"filter_unbiased .*1"),
         ({"workspace": -1}, ValueError, r"workspace must be .* bytes, .*-1"),
-        ({"workspace": 1.5}, ValueError, r"workspace must be .* bytes, .*1\.5"),
+        ({"workspace": 1.5}, ValueError, r"workspace must be an integer .*1\.5"),
         ({"impl": "fast"}, ValueError, "auto or one of reference, chunked, triton, paper"),
         ({"hidden": E[:, :7]}, ValueError, r"\(4, 7\) and \(10, 8\)"),
         ({"weight": C[0]}, ValueError, r"weight \(V, D\)"),
