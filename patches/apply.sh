@@ -33,6 +33,8 @@ root=$(git -C "$checkout" rev-parse --show-toplevel) || fail "$checkout is not a
 [ "$root" = "$(cd "$checkout" && pwd -P)" ] ||
   fail "$checkout is not the top of a git checkout (that is $root); to get open-instruct: $get"
 head=$(git -C "$root" rev-parse --verify --quiet HEAD) || fail "$checkout has no commit; to get one: $get"
+[ "$head" = "$commit" ] || git -C "$root" cat-file -e "$commit^{commit}" 2>/dev/null ||
+  fail "$checkout is at commit ${head:0:12}, the patches are for ${commit:0:12}, which it lacks (another repository, or a shallow clone); to get one: git clone $repository FOLDER && git -C FOLDER checkout $commit"
 [ "$head" = "$commit" ] ||
   fail "$checkout is at commit ${head:0:12}, the patches are for ${commit:0:12}: git -C $checkout checkout $commit"
 others=$(git -C "$root" status --porcelain --untracked-files=no -- . ":(exclude)$file")

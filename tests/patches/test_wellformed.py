@@ -112,4 +112,5 @@ def test_apply_refuses_another_repository(tmp_path):
     apply = PATCHES[0].parent / "apply.sh"
     done = subprocess.run([apply, tmp_path], capture_output=True, text=True)
     assert done.returncode == 2
-    assert "the patches are for e363290be272" in done.stderr
+    assert "the patches are for e363290be272, which it lacks" in done.stderr
+    assert f"-C {tmp_path} checkout" not in done.stderr

@@ -151,7 +151,9 @@ def checkout_problems() -> list[str]:
     check = subprocess.run(
         [PATCHES / "apply.sh", folder, "--check"], capture_output=True, text=True, check=False
     )
-    return [] if check.returncode == 0 else [(check.stderr or check.stdout).strip()]
+    said = (check.stderr or check.stdout).strip().removeprefix("error: ")
+    named = f"{VARIABLE}: " if VARIABLE in os.environ else ""
+    return [] if check.returncode == 0 else [named + said]
 
 
 def fetch(folder: Path) -> str | None:
