@@ -156,7 +156,8 @@ def read_yaml(path: Path) -> dict:
         raise SweepError(f"{path}: cannot read ({error.strerror})") from error
     value = parse_yaml(text, str(path))
     if not isinstance(value, dict):
-        raise SweepError(f"{path}: expected `key: value` lines, found {type(value).__name__}")
+        found = "nothing" if value is None else type(value).__name__
+        raise SweepError(f"{path}: expected `key: value` lines, found {found}")
     return value
 
 
@@ -187,7 +188,12 @@ def override(raw: dict, assignments: Iterable[str]) -> dict[str, str]:
                     )
                 part = int(part)
             elif not isinstance(node, dict):
-                raise SweepError(f"command line: {assignment!r}: {here} lies below a plain value")
+                above = ".".join(parts[:depth])
+                raise SweepError(
+                    f"command line: {assignment!r}: {above} is the single value {node!r}, "
+                    "which has no keys"
+                    + ("; a profile's keys are changed in its file" if above == "cluster" else "")
+                )
             if last:
                 node[part] = parse_yaml(text, f"command line: {assignment!r}")
             elif isinstance(node, list):
@@ -243,6 +249,9 @@ def _explain(
         return f"{source}: key {dotted!r} is missing"
     expected = item["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     expected = expected.replace("a valid tuple", "a list, such as [0.0, 0.1]")
+    if item["type"] in ("too_short", "string_pattern_mismatch"):  # in words, not pydantic's
+        least, pattern = (item["ctx"].get(key) for key in ("min_length", "pattern"))
+        expected = f"at least {least} item" if least else f"text of the form {pattern}"
     return f"{source}: {dotted}: found {item['input']!r}, expected {expected}"
 
 

@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from calibeval.tasks import LOADERS
 from sweeps import assets, packages, space
 from sweeps.backends import get_backend
 from sweeps.cluster import Cluster, expand, load_cluster, variables
@@ -49,6 +50,11 @@ def _files(sweep: Sweep, cells: list[Cell], cluster: Cluster, prefetch: str) -> 
     for config in kinds.values():
         found += backend.missing(config.keys, config.world)
     for task in sweep.score.tasks if sweep.score else ():
+        if task.task not in LOADERS:
+            found.append(
+                f"score.tasks: {task.key}: task: unknown task {task.task!r}; "
+                f"known: {', '.join(LOADERS)}"
+            )
         if not Path(task.data).exists():
             found.append(f"score.tasks: {task.key}: data: {task.data}: no such file or folder")
     absent = [a for a in assets.of_sweep(sweep, cells, cluster) if a.used and not a.here()]

@@ -63,7 +63,7 @@ def test_unknown_keys_come_with_the_nearest_known_one(sweep_file):
         ({"learning_rate": ["fast"]}, ["grid.learning_rate", "'fast'", "number"]),
         ({"learning_rate": [float("nan")]}, ["grid.learning_rate", "nan", "finite"]),
         ({"sed": [1]}, ["'grid.sed'", "did you mean 'seed'?"]),
-        ({"seed": []}, ["grid.seed", "at least 1 item"]),
+        ({"seed": []}, ["grid.seed", "expected at least 1 item"]),
         ({"seed": 1}, ["grid.seed", "found 1", "a list, such as"]),
         ({"seed": [1, 1]}, ["same run"]),
     ],
@@ -79,6 +79,8 @@ def test_an_override_is_blamed_on_the_command_line(sweep_file):
     assert "command line (train.num_train_epochs=0)" in text
     assert "greater than or equal to 1" in text
     assert "expected key=value" in refusal(sweep_file(), "seed")
+    profile = sweep_file(cluster="my.yaml")
+    assert "cluster is the single value 'my.yaml'" in refusal(profile, "cluster.account=me")
 
 
 def test_a_key_in_train_and_grid_is_refused(sweep_file):

@@ -73,6 +73,12 @@ def test_the_shipped_alliance_profile_is_not_ready_as_it_is(sweep_file, tmp_path
     assert "$SCRATCH is not set in this shell: export SCRATCH=" in refused.stderr
 
 
+def test_a_misspelt_task_is_named_before_anything_trains(profiled, tmp_path):
+    path = profiled({"score": {"tasks": [{"task": "mmul", "data": str(tmp_path)}]}})
+    said = preflight(path, env=say(tmp_path / "bin", **SLURM))
+    assert "score.tasks: mmul: task: unknown task 'mmul'; known: mmlu, hellaswag" in said
+
+
 def test_a_variable_that_stays_behind_is_named(profiled, tmp_path):
     env = say(tmp_path / "bin", **SLURM) | {"WORK": str(tmp_path)}
     path = profiled(cache="$WORK/hub")
