@@ -52,7 +52,8 @@ def valid_first(
     order = torch.empty(len(labels), device=labels.device, dtype=torch.int32)
     count = torch.empty(1, device=labels.device, dtype=torch.int32)
     weight = torch.empty((), device=labels.device, dtype=torch.float32)
-    block = min(4096, triton.next_power_of_2(max(len(labels), 1)))
+    # two at least: Triton 3.0's to 3.3's interpreter makes a tuple of a scan over a single zero
+    block = min(4096, triton.next_power_of_2(max(len(labels), 2)))
     order_kernel[(1,)](labels, order, count, weight, ignore_index, len(labels), BLOCK=block)
     return order, count, weight
 

@@ -104,7 +104,7 @@ def pair_tile(
         else:
             e = tl.load(p_e + d, mask=(d + o_d < D)[None, :], other=0.0)
         c = classifier(c_desc, stride_c, j * WIDTH, d, V, D, WIDTH, DEPTH, TMA)
-        x = tl.dot(e, c.T, x, input_precision=PRECISION)
+        x = tl.dot(e, tl.trans(c), x, input_precision=PRECISION)
     x = base2_logits(x, bias, v, V, scale, cap, HAS_BIAS, SOFTCAP)
     if RAGGED:
         x = tl.where((v < V)[None, :], x, -float("inf"))

@@ -2,13 +2,23 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 import torch.nn.functional as F
+from triton import __version__ as triton_version
 
 from smoothce import reference, triton
 from smoothce.options import Options
+from smoothce.triton.tiles import INTERPRETED
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Before 3.3 the interpreter holds tl.cumsum of int32 in 8-byte elements that it calls int32, and
+# tl.store writes all 8: the last element's upper half falls on what follows. So the filtered
+# backward's schedule loses tiles. Compiled kernels are not affected.
+WIDE_CUMSUM = INTERPRETED and tuple(map(int, triton_version.split(".")[:2])) < (3, 3)
+runs_schedule = pytest.mark.skipif(
+    WIDE_CUMSUM, reason="Triton < 3.3's interpreter stores tl.cumsum of int32 as int64"
+)
 FLOOR = {torch.float32: 2e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loss_check import DEVICE, error, gradients, inputs
+from loss_check import DEVICE, error, gradients, inputs, runs_schedule
 
 from smoothce import reference, triton
 from smoothce.options import Options
@@ -28,6 +28,7 @@ def implied_dlogits(z, labels, eps, beta, width):
     return (model - beta / v) / n
 
 
+@runs_schedule
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 @pytest.mark.parametrize("eps", [0.01, 0.05, 0.9])
 def test_dropped_blocks_keep_their_mass(eps, beta):
@@ -57,6 +58,7 @@ def copies(n, times, v, seed=3):
     return z.repeat(times, 1), labels.repeat(times)
 
 
+@runs_schedule
 @pytest.mark.parametrize(
     ("eps", "options"),
     [(0.1, {}), (0.4, {}), (0.4, {"softcap": 4.0}), (0.4, {"reduction": "none"})],
@@ -147,6 +149,7 @@ def test_statistics_tell_what_was_dropped():
             assert 0 < kept < 1
 
 
+@runs_schedule
 @settings(max_examples=60, deadline=None)
 @given(
     kept=st.lists(st.integers(0, 60), min_size=1, max_size=30),
