@@ -184,6 +184,8 @@ def main() -> None:
             command.add_argument("--trained", type=int, default=0, help="steps before: fine-tuning")
             command.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if not args.source.is_file():
+        sys.exit(f"error: {args.source}: no such file")
     if args.command == "tokenize":
         return tokenize(args.source, args.out)
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""The paper's own kernels, for comparison: `impl="paper"`. Not what one should train with.
+"""The paper's algorithm, for comparison: `impl="paper"`. Not what one should train with.
 
 Algorithm 1 of "Calibrated Language Models and How to Find Them with Label Smoothing": tiles of
 logits update the log-sum-exp, the target and the smoothing term under a lock; the backward
