@@ -76,7 +76,23 @@ def test_the_shipped_alliance_profile_is_not_ready_as_it_is(sweep_file, tmp_path
 def test_a_misspelt_task_is_named_before_anything_trains(profiled, tmp_path):
     path = profiled({"score": {"tasks": [{"task": "mmul", "data": str(tmp_path)}]}})
     said = preflight(path, env=say(tmp_path / "bin", **SLURM))
-    assert "score.tasks: mmul: task: unknown task 'mmul'; known: mmlu, hellaswag" in said
+    assert "score.tasks: mmul: unknown task 'mmul'; known: mmlu, hellaswag" in said
+
+
+def test_questions_that_cannot_be_asked_are_named_before_anything_trains(profiled, tmp_path):
+    folder = tmp_path / "mmlu"
+    for split in ("dev", "test"):
+        (folder / split).mkdir(parents=True)
+        (folder / split / f"anatomy_{split}.csv").write_text("Which?,a,b,c,d,A\n")
+    env = say(tmp_path / "bin", **SLURM)
+    for wrong, expected in (
+        ({"split": "tst"}, "no folder tst/"),
+        ({"shots": 2}, "needs 2"),
+        ({"subjects": ["anatmy"]}, "no subject 'anatmy'"),
+    ):
+        task = {"task": "mmlu", "data": str(folder), "shots": 1} | wrong
+        said = preflight(profiled({"score": {"tasks": [task]}}), env=env)
+        assert "score.tasks: mmlu: " in said and expected in said
 
 
 def test_a_variable_that_stays_behind_is_named(profiled, tmp_path):

@@ -72,8 +72,8 @@ def test_generic_documents_every_key():
     ("key", "value", "expected"),
     [
         ("partitoin", "gpu", "did you mean 'partition'?"),
-        ("time", "tomorrow", "match pattern"),
-        ("memory_per_node", "lots", "match pattern"),
+        ("time", "tomorrow", "text of the form"),
+        ("memory_per_node", "lots", "text of the form"),
         ("cpus_per_process", 0, "greater than or equal to 1"),
     ],
 )
