@@ -142,6 +142,7 @@ def _launch(a: argparse.Namespace) -> int:
                 f"runs would train on this machine, {planned.sweep.workers} at a time."
             )
         print(launch.dry_run(planned, executor))
+        print("Nothing was checked: preflight, given the same, names what a launch would refuse.")
         return 0
     launch.check_assets(planned, executor)
     print(f"{planned.sweep.name}: {len(planned.cells)} runs, executor {executor}", flush=True)
