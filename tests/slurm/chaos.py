@@ -21,15 +21,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
+import real
+import world
 import yaml
-from safetensors.torch import load_file
 
-HERE = Path(__file__).resolve().parent
-PROJECT = HERE.parents[1]
-for folder in (HERE, PROJECT / "slurm"):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+from sweeps import launch
+from sweeps.executors import slurm
 
 KINDS = ("preempt by signal", "kill -9 trainer", "kill -9 supervisor", "requeue by administrator")
 
@@ -66,15 +63,14 @@ class Result:
 
 def make_sweep(folder: Path, runs: int) -> Path:
     """A tiny world and a sweep over it: 4 learning rates × runs/4 smoothing factors."""
-    import world
-
     folder.mkdir(parents=True, exist_ok=True)
     world.make_model(folder / "model")
     world.make_chat(folder / "chat.jsonl")
+    profile = world.make_profile(folder / "cluster.yaml")
     sweep = {
         "name": "chaos",
         "output_root": str(folder / "out"),
-        "cluster": str(folder / "cluster.yaml"),
+        "cluster": str(profile),
         "workers": 2,
         "max_idle_restarts": 5,
         "train": {
@@ -93,15 +89,6 @@ def make_sweep(folder: Path, runs: int) -> Path:
             "label_smoothing": [round(0.1 * i, 1) for i in range(runs // 4)],
         },
     }
-    cluster = {
-        "cpus_per_process": 1,
-        "gpus_per_process": 0,
-        "memory_per_node": "1G",
-        "time": "20:00",
-        "signal_seconds": 20,
-        "pass_environment": ["OMP_NUM_THREADS"],
-    }
-    (folder / "cluster.yaml").write_text(yaml.safe_dump(cluster))
     path = folder / "chaos.yaml"
     path.write_text(yaml.safe_dump(sweep, sort_keys=False))
     return path
@@ -109,9 +96,7 @@ def make_sweep(folder: Path, runs: int) -> Path:
 
 def sweeps(*arguments: str) -> str:
     """Run a command of the package; its output, also when it exits 1."""
-    done = subprocess.run(
-        [sys.executable, "-m", "sweeps", *arguments], text=True, capture_output=True, check=False
-    )
+    done = real.command(*arguments)
     if done.returncode not in (0, 1):
         raise RuntimeError(f"sweeps {' '.join(arguments)}: {done.stderr}")
     return done.stdout
@@ -163,14 +148,14 @@ def disturb(kind: str, job: str, run: str) -> bool:
 def chaos(folder: Path, *, runs: int = 24, share: float = 0.3, seed: int = 0) -> Result:
     """The whole experiment; the cluster is stopped at the end, whatever happens."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["PYTHONPATH"] = ":".join(str(PROJECT / n) for n in ("kernel", "slurm", "eval"))
+    os.environ["PYTHONPATH"] = ":".join(str(real.PROJECT / n) for n in ("kernel", "slurm", "eval"))
     draw = random.Random(seed)
     config = make_sweep(folder, runs)
     calm = folder / "calm"
     os.environ.pop("SLURM_CONF", None)
     sweeps("launch", str(config), "--executor", "local", f"output_root={calm}")
 
-    cluster = [str(HERE / "cluster.sh")]
+    cluster = [str(real.CLUSTER)]
     subprocess.run([*cluster, "start", str(folder / "slurm")], check=True)
     os.environ["SLURM_CONF"] = str(folder / "slurm" / "slurm.conf")
     try:
@@ -185,11 +170,7 @@ def chaos(folder: Path, *, runs: int = 24, share: float = 0.3, seed: int = 0) ->
             result.restarts += manifest["restarts"]
             if (path / "DONE").exists():
                 result.arrived += 1
-                left = load_file(path / "model" / "model.safetensors")
-                right = load_file(calm / "runs" / path.name / "model" / "model.safetensors")
-                result.equal += left.keys() == right.keys() and all(
-                    torch.equal(left[key], right[key]) for key in left
-                )
+                result.equal += real.equal(path, calm / "runs" / path.name)
         result.submissions = len(list((folder / "out" / "sweeps" / "chaos" / "jobs").iterdir()))
         result.queued_again = sweeps("launch", str(config), "--executor", "slurm").splitlines()[-1]
         return result
@@ -199,9 +180,6 @@ def chaos(folder: Path, *, runs: int = 24, share: float = 0.3, seed: int = 0) ->
 
 def _disturb_until_empty(config, runs, share, draw, result, cluster, folder) -> set[str]:
     """Watch the queue until it is empty, disturbing on the way; returns the disturbed runs."""
-    from sweeps import launch
-    from sweeps.executors import slurm
-
     planned = launch.plan(config, [])
     target = max(1, round(share * runs))
     due: dict[str, float] = {}  # every run seen running; when to hit it, or never

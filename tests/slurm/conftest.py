@@ -69,17 +69,4 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture
 def profile(tmp_path) -> str:
-    path = tmp_path / "cluster.yaml"
-    path.write_text(
-        yaml.safe_dump(
-            {
-                "cpus_per_process": 1,
-                "gpus_per_process": 0,
-                "memory_per_node": "1G",
-                "time": "20:00",
-                "signal_seconds": 20,
-                "pass_environment": ["OMP_NUM_THREADS"],
-            }
-        )
-    )
-    return str(path)
+    return str(world.make_profile(tmp_path / "cluster.yaml"))
