@@ -2,11 +2,13 @@
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
 
 REDUCTIONS = ("none", "sum", "mean")
+NUMBERS = ("label_smoothing", "softcap", "logit_scale", "filter_eps")
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,9 @@ class Options:
             raise ValueError(f"workspace must be an integer of bytes, 0 or more, not {size!r}")
         if not isinstance(self.filter_unbiased, bool):
             raise ValueError(f"filter_unbiased must be True or False, not {self.filter_unbiased!r}")
+        for name in NUMBERS:  # NumPy's numbers too; kernels get Python's
+            if isinstance(getattr(self, name), Real):
+                object.__setattr__(self, name, float(getattr(self, name)))
 
     def valid(
         self,
@@ -69,4 +74,4 @@ class Options:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,9 +1,13 @@
 """Bad input: one message that names what was given and what was expected."""
 
+from fractions import Fraction
+
+import numpy as np
 import pytest
 import torch
 
 import smoothce
+from smoothce.options import Options
 
 E, C, Y = torch.randn(4, 8), torch.randn(10, 8), torch.tensor([0, 9, -100, 3])
 
@@ -13,7 +17,10 @@ E, C, Y = torch.randn(4, 8), torch.randn(10, 8), torch.tensor([0, 9, -100, 3])
     [
         ({"label_smoothing": 1.5}, ValueError, r"label_smoothing .*\[0, 1\].*1\.5"),
         ({"label_smoothing": float("nan")}, ValueError, "label_smoothing .*nan"),
+        ({"label_smoothing": np.float32("nan")}, ValueError, "label_smoothing .*nan"),
         ({"label_smoothing": True}, ValueError, "label_smoothing .*True"),
+        ({"label_smoothing": np.bool_(True)}, ValueError, "label_smoothing .*True"),
+        ({"label_smoothing": "0.1"}, ValueError, "label_smoothing .*'0.1'"),
         ({"reduction": "avg"}, ValueError, "none, sum, mean, not 'avg'"),
         ({"softcap": 0.0}, ValueError, r"softcap .*positive.*0\.0"),
         ({"logit_scale": float("inf")}, ValueError, "logit_scale .*inf"),
@@ -42,6 +49,18 @@ def test_message(change, error, message):
     arguments = {"hidden": E, "weight": C, "labels": Y, **change}
     with pytest.raises(error, match=message):
         smoothce.linear_cross_entropy(**arguments)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.float16, Fraction])
+def test_every_real_number_is_taken(kind):
+    options = Options(
+        label_smoothing=kind(0.25), softcap=kind(8), logit_scale=kind(2), filter_eps=kind(0.5)
+    )
+    assert options == Options(label_smoothing=0.25, softcap=8.0, logit_scale=2.0, filter_eps=0.5)
+    assert type(options.label_smoothing) is type(options.filter_eps) is float
+    assert smoothce.linear_cross_entropy(E, C, Y, label_smoothing=kind(0.25)).equal(
+        smoothce.linear_cross_entropy(E, C, Y, label_smoothing=0.25)
+    )
 
 
 def test_explain_names_the_implementation_and_the_reason():
