@@ -5,6 +5,7 @@ import json
 import sys
 
 from calibeval.errors import InputError
+from calibeval.words import counted
 
 
 def load_task(a: argparse.Namespace) -> list:
@@ -168,7 +169,7 @@ def run_metrics(a: argparse.Namespace) -> None:
 def print_metrics(title: str, found: dict) -> None:
     """A table of metrics in both confidences, with the noise floor where there is one."""
     mass = f", letter mass {found['letter_mass']:.3f}" if "letter_mass" in found else ""
-    print(f"{title}: {found['questions']} questions{mass}")
+    print(f"{title}: {counted(found['questions'], 'question')}{mass}")
     print(f"  {'':16}{'among the choices':>36}{'among all tokens':>36}")
     choices, vocabulary = (found["metrics"][c] for c in ("choices", "vocabulary"))
     for name in choices:

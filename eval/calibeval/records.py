@@ -61,8 +61,8 @@ def read(path: Path) -> Records:
     except InputError as error:
         if rows:
             raise InputError(
-                f"{error}; the {len(rows)} records before it are intact, and `score` with the same "
-                f"options completes the file"
+                f"{error}; the records before it ({len(rows)}) are intact, and `score` with the "
+                f"same options completes the file"
             ) from error
         raise
     if not rows:
@@ -91,7 +91,7 @@ def check(row: dict, where: str) -> None:
             raise InputError(f"{where}: {key} is {row[key]!r}, expected {expected}")
     logprobs, label = row["logprobs"], row["label"]
     if not 2 <= len(logprobs) <= 26:
-        raise InputError(f"{where}: {len(logprobs)} log-probabilities, expected 2 to 26")
+        raise InputError(f"{where}: logprobs: found {len(logprobs)}, expected 2 to 26")
     if not all(isinstance(v, (int, float)) and v <= 1e-6 for v in logprobs):
         raise InputError(f"{where}: logprobs are {logprobs}, expected numbers ≤ 0")
     if not 0 <= label < len(logprobs):

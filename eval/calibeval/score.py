@@ -18,6 +18,7 @@ from calibeval.letters import Plan, encode, plan
 from calibeval.prompts import Prompt
 from calibeval.store import Store
 from calibeval.tasks import Subject
+from calibeval.words import counted
 
 LOW_MASS = 0.9  # below this the letters are not what the model wants to say
 SHARD = 500  # questions that an interruption loses at most
@@ -134,7 +135,7 @@ def score(
     mine = range(part * len(items) // parts, (part + 1) * len(items) // parts)
     pending = [i for i in mine if ids[i] not in finished]
     if not pending and out.exists() and len(finished) >= len(items):
-        print(f"{out}: complete already, {len(items)} questions", file=sys.stderr)
+        print(f"{out}: complete already, {counted(len(items), 'question')}", file=sys.stderr)
         return
     if pending:
         engine = make_engine()
@@ -142,7 +143,7 @@ def score(
     finished = store.finished()
     missing = sum(i not in finished for i in ids)
     if missing:
-        print(f"{missing} questions are left to other shards", file=sys.stderr)
+        print(f"questions left to other shards: {missing}", file=sys.stderr)
         return
     rows = [finished[i] for i in ids]
     four = sum(len(item.tokens) * len(item.letters.letters) for item in items)
@@ -197,9 +198,9 @@ def report(meta: dict, out: Path) -> None:
     computed, four = usage.get("computed_tokens", 0), meta["one_prompt_a_choice"]
     if computed:
         print(
-            f"{questions} questions in {seconds:.1f} s ({questions / seconds:.1f} a second); "
-            f"prompt tokens computed: {computed:,}, {four / computed:.1f}x fewer than the {four:,} "
-            f"of one prompt a choice",
+            f"{counted(questions, 'question')} in {seconds:.1f} s "
+            f"({questions / seconds:.1f} a second); prompt tokens computed: {computed:,}, "
+            f"{four / computed:.1f}x fewer than the {four:,} of one prompt a choice",
             file=sys.stderr,
         )
     found = results.result(out)

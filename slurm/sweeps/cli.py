@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+from calibeval.words import counted
 from sweeps.errors import DISK_ERRORS, SweepError, disk_error
 from sweeps.provenance import PROJECT
 
@@ -145,7 +146,8 @@ def _launch(a: argparse.Namespace) -> int:
         print("Nothing was checked: preflight, given the same, names what a launch would refuse.")
         return 0
     launch.check_assets(planned, executor)
-    print(f"{planned.sweep.name}: {len(planned.cells)} runs, executor {executor}", flush=True)
+    runs = counted(len(planned.cells), "run")
+    print(f"{planned.sweep.name}: {runs}, executor {executor}", flush=True)
     if executor == "local":
         return launch.launch_local(planned)
     return launch.launch_slurm(planned)

@@ -76,7 +76,7 @@ def collect(sweep: Sweep, cells: list[Cell]) -> list[Gap]:
         entries, gaps = index(sweep, cells)
     if not entries and not any(RunDir(cell.folder).metrics.exists() for cell in cells):
         print(
-            f"{sweep.name}: nothing to collect: none of its {len(cells)} runs has trained yet "
+            f"{sweep.name}: nothing to collect: no run has trained yet: 0 of {len(cells)} "
             f"({cells[0].folder.parent})"
         )
         return gaps

@@ -6,6 +6,7 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from calibeval.words import counted
 from sweeps import collect, preflight, score, status
 from sweeps.config import Sweep, load_sweep
 from sweeps.errors import SweepError
@@ -38,7 +39,8 @@ def describe(planned: Plan) -> str:
         values = " ".join(f"{key}={value}" for key, value in cell.values.items())
         lines.append(f"{state:6} {cell.folder}  {values}".rstrip())
     done = sum(RunDir(cell.folder).done for cell in planned.cells)
-    lines.append(f"{len(planned.cells)} runs, {done} done, {len(planned.cells) - done} to do")
+    total = len(planned.cells)
+    lines.append(f"{counted(total, 'run')}, {done} done, {total - done} to do")
     return "\n".join(lines)
 
 

@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable
 
+from calibeval.words import counted
 from sweeps.children import Child
 from sweeps.config import World
 from sweeps.errors import SweepError
@@ -59,8 +60,9 @@ def check_allocation(world: World) -> None:
     machines = int(os.environ.get("SLURM_STEP_NUM_NODES", os.environ.get("SLURM_NNODES", "1")))
     if (found, machines) != (world.nodes, world.nodes):
         raise SweepError(
-            f"world: {world.nodes} nodes with one task each were asked for, Slurm started {found} "
-            f"tasks on {machines} nodes; use srun --nodes={world.nodes} --ntasks={world.nodes}"
+            f"world: {counted(world.nodes, 'node')} with one task each asked for, Slurm started "
+            f"{counted(found, 'task')} on {counted(machines, 'node')}; "
+            f"use srun --nodes={world.nodes} --ntasks={world.nodes}"
         )
     if shutil.which("nvidia-smi"):
         listed = subprocess.run(
@@ -69,8 +71,8 @@ def check_allocation(world: World) -> None:
         if 0 < listed < world.processes_per_node:
             raise SweepError(
                 f"world.processes_per_node: {world.processes_per_node} asked for, this node "
-                f"({socket.gethostname()}) shows {listed} GPUs; set gpus_per_process in the "
-                "cluster profile"
+                f"({socket.gethostname()}) shows {counted(listed, 'GPU')}; "
+                "set gpus_per_process in the cluster profile"
             )
 
 

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path, PurePath
 from statistics import fmean
 
+from calibeval.words import counted
 from sweeps import score, status
 from sweeps.config import Sweep
 from sweeps.errors import SweepError
@@ -155,7 +156,8 @@ def write_csv(rows: list[dict], path: Path) -> None:
 
 def write_html(sweep: Sweep, cells: list[dict], best: list[dict], gaps: list, folder: Path) -> None:
     """report.html: everything inline, so it opens from disk and can be sent by mail."""
-    parts = [f"<h1>{html.escape(sweep.name)}</h1>", f"<p>{len(cells)} runs, {len(gaps)} gaps</p>"]
+    counts = f"{counted(len(cells), 'run')}, {counted(len(gaps), 'gap')}"
+    parts = [f"<h1>{html.escape(sweep.name)}</h1>", f"<p>{counts}</p>"]
     if gaps:
         lines = "".join(
             f"<li class=gap>{html.escape(f'{g.name} · {g.task}: {g.reason}')}</li>" for g in gaps

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from calibeval.words import counted
 from sweeps.assets import hub_snapshot
 from sweeps.config import Sweep
 from sweeps.grid import Cell
@@ -57,8 +58,8 @@ def needed(sweep: Sweep, cells: list[Cell], at_once: int) -> tuple[int, str]:
     ]
     busy = sorted(kept, reverse=True)[:at_once]
     why = (
-        f"checkpoints of {len(busy)} runs at a time {size(sum(busy))}, "
-        f"{len(todo)} models {size(4 * sum(each))}"
+        f"checkpoints of {counted(len(busy), 'run')} at a time {size(sum(busy))}, "
+        f"{counted(len(todo), 'model')} {size(4 * sum(each))}"
     )
     return max(LEAST, sum(busy) + 4 * sum(each)), why
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from calibeval.words import counted
 from sweeps import score
 from sweeps.config import Sweep
 from sweeps.errors import SweepError
@@ -136,7 +137,7 @@ def table(statuses: list[Status], title: str) -> str:
     width = max((len(status.name) for status in statuses), default=4)
     room = shutil.get_terminal_size().columns - width - 36
     limit = max(30, room) if sys.stdout.isatty() else None  # a file has no edge
-    lines = [f"{title}: {len(statuses)} runs: {summary}"]
+    lines = [f"{title}: {counted(len(statuses), 'run')}: {summary}"]
     lines.append(f"{'RUN':{width}}  {'STATE':11}  {'RESTARTS':>8}  {'SCORED':>6}  DETAIL")
     for status in sorted(statuses, key=lambda s: (STATES.index(s.state), s.name)):
         lines.append(

@@ -106,7 +106,7 @@ GOOD = {"id": "a/0", "subject": "a", "label": 1, "logprobs": [-1.0, -2.0], "lett
         (json.dumps(GOOD | {"label": "B"}), "line 2: label is 'B', expected a whole number"),
         (json.dumps(GOOD | {"letter_mass": True}), "letter_mass is True, expected a number"),
         (json.dumps(GOOD | {"label": 2}), "line 2: label is 2, expected 0 to 1"),
-        (json.dumps(GOOD | {"logprobs": [-1.0]}), "line 2: 1 log-probabilities, expected 2 to 26"),
+        (json.dumps(GOOD | {"logprobs": [-1.0]}), "line 2: logprobs: found 1, expected 2 to 26"),
         (json.dumps(GOOD | {"logprobs": [-1, None]}), "expected numbers ≤ 0"),
         (json.dumps(GOOD | {"logprobs": [-1, 3]}), "expected numbers ≤ 0"),
         (json.dumps({"id": "b"}), "line 2: no 'subject'; found id"),

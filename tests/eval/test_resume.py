@@ -89,7 +89,7 @@ def test_every_intact_record_of_a_damaged_file_is_kept(command, tmp_path, capsys
     out.write_text("".join(lines[:20]) + lines[20][:50] + "\n" + "".join(lines[30:40]) + '{"id": ')
     assert main(["metrics", str(out)]) == 2
     assert "line 21: not JSON" in (err := capsys.readouterr().err)
-    assert "the 20 records before it are intact" in err
+    assert "the records before it (20) are intact" in err
     assert run(command) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["id"] for row in rows] == [json.loads(line)["id"] for line in lines]
@@ -109,7 +109,7 @@ def test_records_without_settings_are_not_touched(command, tmp_path, capsys):
 def test_shards_merge_when_the_last_is_done(command, tmp_path, capsys):
     out, whole = tmp_path / "r.jsonl", tmp_path / "whole.jsonl"
     assert run(command, "--shard", "2/3") == 0
-    assert "40 questions are left to other shards" in capsys.readouterr().err
+    assert "questions left to other shards: 40" in capsys.readouterr().err
     assert not out.exists()
     assert run(command, "--shard", "0/3") == 0
     assert run(command, "--shard", "1/3") == 0

@@ -152,3 +152,8 @@ def test_missing_files_are_all_named_before_anything_starts(sweep_file, tmp_path
 def test_overrides_may_follow_options(sweep_file, capsys):
     assert main(["launch", str(sweep_file()), "--dry-run", "grid.seed=[1,2,3]"]) == 0
     assert "6 runs, 0 done" in capsys.readouterr().out
+
+
+def test_one_run_is_said_in_the_singular(sweep_file, capsys):
+    assert main(["plan", str(sweep_file(grid={}))]) == 0
+    assert "\n1 run, 0 done, 1 to do" in capsys.readouterr().out

@@ -105,7 +105,7 @@ def test_a_wrong_number_of_tasks_is_refused(cluster, profile, sweep_file, tmp_pa
         text=True, capture_output=True, check=False,
     )  # fmt: skip
     assert done.returncode == 2
-    assert "1 nodes with one task each were asked for, Slurm started 2 tasks" in done.stderr
+    assert "1 node with one task each asked for, Slurm started 2 tasks" in done.stderr
     assert run.manifest()["attempts"] == []
 
 

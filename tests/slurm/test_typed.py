@@ -168,6 +168,6 @@ class TestOnSlurm:
         path = sweep_file(cluster=profile)
         done = command("collect", path)
         assert done.returncode == 1
-        assert "nothing to collect: none of its 2 runs has trained yet" in done.stdout
+        assert "nothing to collect: no run has trained yet: 0 of 2" in done.stdout
         assert not (tmp_path / "out").exists()
         assert not any(run.path.exists() for run in runs_of(path))

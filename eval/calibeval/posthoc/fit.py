@@ -9,6 +9,7 @@ from torch import Tensor
 
 from calibeval.errors import InputError
 from calibeval.posthoc.calibrator import LIMIT, Calibrator, Settings
+from calibeval.words import counted
 
 EPOCHS, BATCH, RATE, DECAY, HELD_OUT, PATIENCE = 100, 64, 1e-3, 1e-2, 0.2, 15
 FEWEST = 20
@@ -75,7 +76,7 @@ def fit(
     """
     if len(answers) < FEWEST:
         raise InputError(
-            f"{len(answers)} answers to fit a calibrator on; expected {FEWEST} or more"
+            f"{counted(len(answers), 'answer')} to fit a calibrator on; expected {FEWEST} or more"
         )
     if not 0 <= alpha <= 1:
         raise InputError(f"alpha is {alpha}, expected 0 to 1")

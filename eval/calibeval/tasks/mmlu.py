@@ -10,6 +10,7 @@ from pathlib import Path
 from calibeval.errors import InputError
 from calibeval.files import read_text
 from calibeval.tasks.question import LETTERS, Question, Source, Subject, checked
+from calibeval.words import counted
 
 COLUMNS = ("question", "A", "B", "C", "D", "answer")
 HUB = "hub:"
@@ -41,7 +42,7 @@ def _subject(name: str, shots: list[Question], questions: list[Question]) -> Sub
 
 def _enough(found: int, shots: int, where: str) -> None:
     if found < shots:
-        raise InputError(f"{where}: {found} rows, but --shots {shots} needs {shots}")
+        raise InputError(f"{where}: {counted(found, 'row')}, but --shots {shots} needs {shots}")
 
 
 def chosen(present: list[str], wanted: tuple[str, ...] | None, where: str) -> list[str]:
@@ -111,7 +112,8 @@ def _question(row: list[str], index: int, subject: str, path: Path, line: int) -
     where = f"{path}, row {index + 1} (line {line})"
     if len(row) != len(COLUMNS):
         raise InputError(
-            f"{where}: {len(row)} columns, expected {len(COLUMNS)} ({', '.join(COLUMNS)})"
+            f"{where}: {counted(len(row), 'column')}, "
+            f"expected {len(COLUMNS)} ({', '.join(COLUMNS)})"
         )
     empty = [name for name, field in zip(COLUMNS, row, strict=True) if not field.strip()]
     if empty:

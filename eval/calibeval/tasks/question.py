@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from calibeval.errors import InputError
+from calibeval.words import counted
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -44,8 +45,9 @@ def checked(where: str, id: str, subject: str, text, choices, label: int) -> Que
     if not isinstance(text, str) or not text.strip():
         raise InputError(f"{where}: question is {text!r}, expected text")
     if not isinstance(choices, (list, tuple)) or not 2 <= len(choices) <= len(LETTERS):
-        found = len(choices) if isinstance(choices, (list, tuple)) else repr(choices)
-        raise InputError(f"{where}: {found} choices, expected a list of 2 to {len(LETTERS)}")
+        several = isinstance(choices, (list, tuple))
+        found = counted(len(choices), "choice") if several else f"choices {choices!r}"
+        raise InputError(f"{where}: {found}, expected a list of 2 to {len(LETTERS)}")
     for letter, choice in zip(LETTERS, choices, strict=False):
         if not isinstance(choice, str) or not choice.strip():
             raise InputError(f"{where}: choice {letter} is {choice!r}, expected text")
@@ -69,5 +71,5 @@ def split_examples(
     """
     pool = questions if examples is None else examples
     if len(pool) < shots:
-        raise InputError(f"{where}: {len(pool)} rows, but --shots {shots} needs {shots}")
+        raise InputError(f"{where}: {counted(len(pool), 'row')}, but --shots {shots} needs {shots}")
     return tuple(pool[:shots]), tuple(questions[shots:] if examples is None else questions)

@@ -55,8 +55,8 @@ def train(run: RunDir) -> None:
     )
     if accelerator.num_processes != config.world.size:
         raise SweepError(
-            f"{run.config_file}: world asks for {config.world.size} processes "
-            f"({config.world.nodes} nodes × {config.world.processes_per_node}), "
+            f"{run.config_file}: processes: world asks for {config.world.size} (nodes × "
+            f"processes_per_node: {config.world.nodes} × {config.world.processes_per_node}), "
             f"{accelerator.num_processes} started; launch with `python -m sweeps train`"
         )
     set_seed(keys.seed, device_specific=True)
