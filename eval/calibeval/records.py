@@ -48,6 +48,7 @@ def sidecar(path: Path) -> Path:
 def read(path: Path) -> Records:
     """Read and check a record file; the first bad line raises `InputError` with its number."""
     path = Path(path)
+    require(path)
     rows, seen = [], {}
     try:
         for number, row in json_lines(path):
@@ -80,6 +81,13 @@ def read(path: Path) -> Records:
         np.array([row["letter_mass"] for row in rows], dtype=float),
         rows[0].get("model", "?"),
     )
+
+
+def require(path: Path) -> None:
+    """Raise `InputError` unless there is such a file."""
+    if not path.is_file():
+        found = "is a folder" if path.is_dir() else "no such file"
+        raise InputError(f"{path}: {found}; expected a record file")
 
 
 def check(row: dict, where: str) -> None:

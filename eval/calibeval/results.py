@@ -22,9 +22,7 @@ def result(path: Path) -> dict:
     version; computed and kept otherwise.
     """
     path = Path(path)
-    if not path.is_file():
-        found = "is a folder" if path.is_dir() else "no such file"
-        raise InputError(f"{path}: {found}; expected a record file")
+    records.require(path)
     key = {"sha256": sha256(path), "version": __version__, "resamples": RESAMPLES}
     key |= {"metrics": list(METRICS)}
     kept = cache_path(path)
