@@ -13,6 +13,10 @@ from calibeval import records
 from calibeval.errors import InputError
 from calibeval.files import atomic_write
 
+# What chooses the questions and examples. The prompts' hash tells whether two choices are the same;
+# these say only in which option two hashes part.
+CHOICE = ("data", "split", "shots", "examples", "subjects", "limit")
+
 
 class Store:
     """The finished records of one scoring run, whoever made them."""
@@ -95,9 +99,14 @@ def _settings(path: Path, out: Path) -> dict:
 
 
 def _same(found: dict, wanted: dict, where: Path) -> None:
-    for key in wanted:
-        if found.get(key) != wanted[key]:
-            raise InputError(
-                f"{where}: was made with {key} {found.get(key)!r}, now it is {wanted[key]!r}; "
-                f"give --overwrite to score anew, or another --out"
-            )
+    differ = [k for k in wanted if k not in CHOICE and found.get(k) != wanted[k]]
+    if not differ:
+        return
+    if "prompts_sha256" in differ:
+        causes = [k for k in CHOICE if k in found and found[k] != wanted.get(k)]
+        differ = [k for k in differ if k != "prompts_sha256"] + causes
+    changes = ", ".join(f"{k} {found.get(k)!r} (now {wanted.get(k)!r})" for k in differ)
+    changes = changes or "other questions or examples"  # the data itself, or an older record
+    raise InputError(
+        f"{where}: was made with {changes}; give --overwrite to score anew, or another --out"
+    )

@@ -69,15 +69,33 @@ def test_finished_is_finished(command, tmp_path, capsys, monkeypatch):
 
 def test_other_settings_are_refused(command, capsys):
     assert run(command) == 0
-    for options, key in (
-        (["--shots", "2"], "prompts_sha256"),
-        (["--style", "lm-eval"], "style"),
+    for options, changes in (
+        (["--shots", "2"], "shots 5 (now 2)"),
+        (["--limit", "7"], "limit None (now 7)"),
+        (["--limit", "7", "--shots", "2"], "shots 5 (now 2), limit None (now 7)"),
+        (["--subjects", "light"], "subjects None (now ['light'])"),
+        (["--style", "lm-eval"], "style 'official' (now 'lm-eval')"),
         (["--max-length", "1500"], "max_length"),
-        (["--dtype", "bfloat16"], "dtype"),
+        (["--dtype", "bfloat16"], "dtype 'auto' (now 'bfloat16')"),
     ):
         assert run(command, *options) == 2
-        assert f"was made with {key}" in capsys.readouterr().err
+        assert f"was made with {changes}" in capsys.readouterr().err
     assert run(command, "--shots", "2", "--overwrite") == 0
+
+
+def test_options_that_choose_the_same_questions_are_the_same(command, capsys):
+    assert run(command) == 0
+    assert run(command, "--limit", "30", "--split", "test", "--subjects", "light,old_kings") == 0
+    assert "complete already, 60 questions" in capsys.readouterr().err
+
+
+def test_data_that_changed_under_the_same_options_are_refused(
+    command, mmlu, table, write_rows, capsys
+):
+    assert run(command) == 0
+    write_rows(mmlu / "test" / "light_test.csv", table(29))
+    assert run(command) == 2
+    assert "was made with other questions or examples" in capsys.readouterr().err
 
 
 def test_every_intact_record_of_a_damaged_file_is_kept(command, tmp_path, capsys):
