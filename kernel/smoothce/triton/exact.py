@@ -190,12 +190,12 @@ class Exact:
         options: Options,
         tiles: Tiles,
         needs: tuple[bool, bool, bool],  # gradients of hidden, weight and bias
-        plan: Regions,
+        regions: Regions,
         stored: Stored | None,  # `far` and `target` of these tokens
     ) -> None:
         self.hidden, self.weight, self.bias = hidden, weight, bias
         self.labels, self.lse, self.options, self.tiles = labels, lse, options, tiles
-        self.plan, self.stored = plan, stored
+        self.regions, self.stored = regions, stored
         self.bounded = bounded(hidden, needs)
         self.half = hidden.dtype == torch.float16
         # S of fp16 inputs needs more range than fp16 has; bf16 and fp32 take g as it is
@@ -203,8 +203,8 @@ class Exact:
         self.top = token.abs().amax().clamp(min=1e-30) if self.half else None
         self.token = token / self.top if self.half else token
         self.thin = max(tiles.rows // 4, 1)  # tokens a tile of the conversion
-        needed = plan.near + plan.far < len(weight) or plan.near
-        self.space = hidden.new_empty(len(hidden), plan.chunk if needed else 0)
+        needed = regions.near + regions.far < len(weight) or regions.near
+        self.space = hidden.new_empty(len(hidden), regions.chunk if needed else 0)
         self.partial = None
 
     def backward(
@@ -218,7 +218,7 @@ class Exact:
             acc = d_hidden.view(-1).view(torch.float32).view(self.hidden.shape).zero_()
         if d_bias is not None:
             blocks = cdiv(len(self.hidden), self.thin)
-            self.partial = torch.empty(blocks, self.plan.chunk, device=d_bias.device)
+            self.partial = torch.empty(blocks, self.regions.chunk, device=d_bias.device)
         idle = None if accumulate or self.bounded else d_weight
         for start, stop, part, sums in self.parts(idle):
             if d_weight is not None:
@@ -239,24 +239,25 @@ class Exact:
         `idle` is the weight gradient, in whose memory logits and S may lie where rows are not yet
         written. Logits take up N numbers an entry and gradients D, so stored logits are consumed
         from that end from which a piece and those before it make room for their gradients."""
-        plan, v, kept = self.plan, len(self.weight), self.stored
+        regions, v, kept = self.regions, len(self.weight), self.stored
         n, d = self.hidden.shape
-        near, done = min(plan.near, v), 0
+        near, done = min(regions.near, v), 0
         if kept is not None and kept.near is not None:
             done = near
-            for first, last in plan.pieces() if n >= d else reversed(plan.pieces()):
+            for first, last in regions.pieces() if n >= d else reversed(regions.pieces()):
                 logits = kept.near[n * first : n * last].view(n, last - first)
                 stays = last * d <= first * n or first * d >= last * n
                 out = logits.view(self.hidden.dtype) if stays else self.space
                 stop = min(last, v)
                 yield first, stop, self.convert(logits, out, first, stop), self.partial
-        far = near if kept is None or kept.far is None else min(near + plan.far, v)
-        for start, stop in chunks(near, far, plan.chunk if self.bounded else max(plan.far, 1)):
+        far = near if kept is None or kept.far is None else min(near + regions.far, v)
+        size = regions.chunk if self.bounded else max(regions.far, 1)
+        for start, stop in chunks(near, far, size):
             logits = kept.far[:, start - near : stop - near]
             part = self.convert(logits, logits.view(self.hidden.dtype), start, stop)
             yield start, stop, part, self.partial
         sums = None if self.partial is None else self.partial[: cdiv(n, self.tiles.rows)]
-        for start, stop in chunks(done, near, plan.chunk):
+        for start, stop in chunks(done, near, regions.chunk):
             yield start, stop, self.recompute(start, stop, self.space), sums
         while far < v:
             out = self.space if idle is None else self.end(idle, far)
@@ -268,7 +269,7 @@ class Exact:
         """Memory for S of the entries that follow: at the end of dC, so that its rows up to theirs
         are free, or the workspace where that holds more."""
         n, d = self.hidden.shape
-        size, chunk = idle.numel(), self.plan.chunk
+        size, chunk = idle.numel(), self.regions.chunk
         entries = (size - done * d - 8) // (n + d) // chunk * chunk
         if entries <= chunk:
             return self.space
@@ -291,7 +292,7 @@ class Exact:
             start,
             logits.stride(0),
             out.stride(0),
-            self.plan.chunk,
+            self.regions.chunk,
             *self.numbers(),
             ROWS=self.thin,
             WIDTH=wide,
@@ -320,7 +321,7 @@ class Exact:
             hidden.stride(0),
             weight.stride(0),
             out.stride(0),
-            self.plan.chunk,
+            self.regions.chunk,
             *self.numbers(),
             D=hidden.shape[1],
             ROWS=tiles.rows,

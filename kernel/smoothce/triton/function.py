@@ -99,17 +99,22 @@ class Call:
             at_once = stored.tokens_at_once(*inputs)
             self.early, self.size = at_once > 0, at_once or self.size
 
+    def valid_first(self) -> tuple[Tensor, Tensor]:
+        """All tokens' order and how many are valid; `token_weight` follows from it."""
+        order, count, weight = valid_first(self.labels, self.options.ignore_index)
+        self.token_weight = weight if self.options.reduction == "mean" else torch.ones_like(weight)
+        return order, count
+
     def blocks(
         self, statistics: bool, losses: Tensor, lse: Tensor, kept: Stored | None = None
     ) -> Iterator[tuple[Tokens, Statistics]]:
         """The forward, super-block by super-block, valid tokens first."""
-        order, count, weight = valid_first(self.labels, self.options.ignore_index)
-        self.token_weight = weight if self.options.reduction == "mean" else torch.ones_like(weight)
+        order, count = self.valid_first()
         inputs = self.hidden, self.weight, self.bias
-        for start in range(0, len(self.labels), self.size):
-            part = order[start : start + self.size]
-            inside = count if len(part) == len(order) else (count - start).clamp(0, len(part))
-            tokens, packed = gather(*inputs, self.labels, part, inside, self.options, self.tiles)
+        for part in self.parts():
+            own = order[part]
+            inside = count if len(own) == len(order) else (count - part.start).clamp(0, len(own))
+            tokens, packed = gather(*inputs, self.labels, own, inside, self.options, self.tiles)
             settings = tokens, self.options, self.tiles, statistics, losses, lse, kept
             found = forward(packed, *inputs[1:], *settings)
             del packed
@@ -171,19 +176,20 @@ class Call:
         valid = self.options.valid(self.labels)
         token = (upstream * self.token_weight).expand(valid.shape)
         inputs = self.hidden, self.weight, self.needs
-        plan = stored.regions(*inputs, self.options.workspace, self.tiles)
         if kept is None:
-            plan = plan._replace(near=0, far=0)
+            regions = stored.regions(*inputs, self.options.workspace, self.tiles)
+            regions = regions._replace(near=0, far=0)
+        else:
+            regions = kept.regions
         for part in self.parts():
             inside = None if kept is None else kept.part(part)
-            gradients.add_exact(part, lse[part], token[part], plan, inside)
+            gradients.add_exact(part, lse[part], token[part], regions, inside)
         return gradients
 
     def exact_at_once(self, gradients: "Gradients", losses: Tensor, lse: Tensor) -> None:
         """Losses and, up to the upstream factor, gradients, with all logits of a super-block."""
         ignore = self.options.ignore_index
-        _, _, weight = valid_first(self.labels, ignore)
-        self.token_weight = weight if self.options.reduction == "mean" else torch.ones_like(weight)
+        self.valid_first()
         room = stored.room_at_once(self.hidden, self.weight, self.size, self.tiles)
         for part in self.parts():
             labels = self.labels[part]
@@ -247,7 +253,7 @@ class Gradients:
         part: slice,  # of the tokens
         lse: Tensor,  # theirs, as all that follows
         token: Tensor,  # fp32, upstream gradient
-        plan: stored.Regions,
+        regions: stored.Regions,
         kept: Stored | None,
     ) -> None:
         """One super-block by `exact`."""
@@ -264,7 +270,7 @@ class Gradients:
             call.options,
             call.tiles,
             call.needs,
-            plan,
+            regions,
             kept,
         )
         d_hidden = self.with_sum

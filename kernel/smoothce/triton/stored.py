@@ -20,8 +20,7 @@ from smoothce.triton.tiles import Tiles, cdiv, programs
 TOKENS = 8192  # a super-block of the exact mode
 # bytes of dlogits at a time, with what dE's sum takes beyond dE: at most so many, and at most this
 # share of the two gradients; but so many for dlogits alone in any case
-WORKSPACE, SHARE, LEAST = 112 * 2**20, 0.0965, 2**25
-
+MOST, SHARE, LEAST = 112 * 2**20, 0.0965, 2**25
 
 PIECES = 8  # most pieces of the logits in dC's memory, where they grow
 MOST_PARTS = 4  # each super-block after the first rounds dC once more
@@ -76,7 +75,7 @@ def regions(
     (n, d), v = hidden.shape, len(weight)
     size, unit = weight.element_size(), tiles.width
     rows, end = min(n, TOKENS), cdiv(v, unit) * unit
-    most = min(WORKSPACE, SHARE * (v + n) * d * size)
+    most = min(MOST, SHARE * (v + n) * d * size)
     if needs[0] and size < 4:
         most -= rows * d * size
     entries = int(max(most, LEAST)) // (max(rows, 1) * size)
@@ -155,14 +154,13 @@ def room_at_once(
     """Memory for every logit of so many tokens."""
     width = cdiv(len(weight), tiles.width) * tiles.width
     chunk = min(width, cdiv(LEAST // (tokens * weight.element_size()), tiles.width) * tiles.width)
-    far = torch.empty(tokens, width, device=hidden.device, dtype=kind(hidden))
+    far = torch.empty(tokens, width, device=hidden.device, dtype=stored_dtype(hidden))
     target = torch.empty(tokens, device=hidden.device, dtype=torch.float32)
     return Stored(Regions(tokens, chunk, 1, 0, width), None, None, far, target)
 
 
-def kind(hidden: Tensor) -> torch.dtype:
-    """What logits are stored in: fp16 has three more bits than bf16, and logits do
-    not need bf16's range."""
+def stored_dtype(hidden: Tensor) -> torch.dtype:
+    """fp16 also for bf16 inputs: it has three more bits, and logits do not need bf16's range."""
     return torch.float32 if hidden.dtype == torch.float32 else torch.float16
 
 
@@ -180,9 +178,9 @@ def room(
     if needs[1]:
         gradient = torch.empty_like(weight, memory_format=torch.contiguous_format)
     if plan.near:
-        near = gradient.view(-1)[: plan.rows * plan.near].view(kind(hidden))
+        near = gradient.view(-1)[: plan.rows * plan.near].view(stored_dtype(hidden))
     if plan.far:
-        far = torch.empty(n, plan.far, device=hidden.device, dtype=kind(hidden))
+        far = torch.empty(n, plan.far, device=hidden.device, dtype=stored_dtype(hidden))
     target = torch.empty(n, device=hidden.device, dtype=torch.float32)
     return Stored(plan, gradient, near, far, target)
 
