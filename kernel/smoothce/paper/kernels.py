@@ -107,8 +107,10 @@ def backward_kernel(
 ):
     """One tile's dlogits, and unless all are below eps their products into dE and dC."""
     n_rows = tl.cdiv(N, ROWS)
+    n_columns = tl.cdiv(V, WIDTH)
     i = tl.program_id(0) % n_rows
-    j = tl.program_id(0) // n_rows
+    # programs that run together are far apart in the vocabulary too: few wait for the same lock
+    j = (tl.program_id(0) // n_rows + i * tl.maximum(n_columns // n_rows, 1)) % n_columns
     r = i * ROWS + tl.arange(0, ROWS)
     o_v = j * WIDTH + tl.arange(0, WIDTH)
     v = tl.load(order + o_v, mask=o_v < V, other=V) if SORTED else o_v

@@ -18,8 +18,6 @@ from smoothce.triton.prepare import Tokens
 from smoothce.triton.stored import PIECES, Stored, store_logits
 from smoothce.triton.tiles import INTERPRETED, Tiles, cdiv, descriptor, programs
 
-ROUNDS = 4  # most vocabulary segments a program works through when tokens are few
-
 
 class Statistics(NamedTuple):
     """Base-2, per token; the block statistics are (blocks, padded) and None unless asked for."""
@@ -30,40 +28,42 @@ class Statistics(NamedTuple):
 
 
 @triton.jit
-def split(n, n_blocks, workers, ROWS: tl.constexpr, ROUNDS: tl.constexpr):
-    """How to cut token blocks × vocabulary blocks into equal shares for all workers.
+def split(n, group, n_blocks, workers, ROWS: tl.constexpr, GROUP: tl.constexpr):
+    """How to cut a group of token blocks × all vocabulary blocks into equal shares for all workers.
+
+    Group after group, so that the tokens' states stay in the L2 cache: as many of them as of rows
+    of C are read at a time, and C is read once for each group.
 
     Every token block gets `cuts` segments of `length` vocabulary blocks, each one program's share.
     Programs left over share the vocabulary's end, from `cuts · length` on, for all token blocks.
-    Returns (token blocks, cuts, length, programs left over, rounds)."""
-    n_rows = tl.maximum(tl.cdiv(n, ROWS), 1)
-    best_cuts = 1
-    best_length = n_blocks
-    best_spare = 0
-    best_rounds = tl.cdiv(n_rows, workers)
-    cost = best_rounds * n_blocks
-    for k in tl.static_range(1, ROUNDS + 1):
-        slots = k * workers
-        cuts = tl.minimum(slots // n_rows, n_blocks)
-        if cuts > 0:
-            spare = slots - cuts * n_rows
-            share = tl.cdiv(n_rows, tl.maximum(spare, 1))
-            end = tl.where(spare > 0, n_blocks // (cuts * share + 1), 0)
-            length = (n_blocks - end) // cuts
-            end = n_blocks - cuts * length
-            fits = (end == 0) | (spare > 0)
-            length = tl.where(fits, length, tl.cdiv(n_blocks, cuts))
-            cuts = tl.where(fits, cuts, tl.cdiv(n_blocks, length))
-            spare = tl.where(fits, spare, 0)
-            end = tl.where(fits, end, 0)
-            other = k * tl.maximum(length, tl.where(end > 0, end * share, 0))
-            better = other < cost
-            best_cuts = tl.where(better, cuts, best_cuts)
-            best_length = tl.where(better, length, best_length)
-            best_spare = tl.where(better, spare, best_spare)
-            best_rounds = tl.where(better, k, best_rounds)
-            cost = tl.minimum(other, cost)
-    return tl.where(n > 0, n_rows, 0), best_cuts, best_length, best_spare, best_rounds
+    Returns (first token block, token blocks, cuts, length, programs left over)."""
+    all_rows = tl.cdiv(n, ROWS)
+    groups = tl.maximum(tl.cdiv(all_rows, GROUP), 1)
+    start = group * all_rows // groups
+    n_rows = tl.maximum((group + 1) * all_rows // groups - start, 1)
+    cuts = tl.minimum(workers // n_rows, n_blocks)
+    spare = workers - cuts * n_rows
+    # a program left over takes this many token blocks: `length` is where it has as much to do
+    share = tl.cdiv(n_rows, tl.maximum(spare, 1))
+    even = tl.cdiv(n_blocks * share, cuts * share + 1)
+    length = tl.where(spare > 0, even, tl.cdiv(n_blocks, cuts))
+    return start, n_rows, tl.minimum(cuts, tl.cdiv(n_blocks, length)), length, spare
+
+
+@triton.jit
+def share(program, n, group, n_blocks, workers, ROWS: tl.constexpr, GROUP: tl.constexpr):
+    """A program's part of `split`.
+
+    Returns (first token block of the group, token blocks in it, the program's segment, where that
+    begins and ends in the vocabulary, its first token block in the group, the step to the next)."""
+    start, n_rows, cuts, length, spare = split(n, group, n_blocks, workers, ROWS, GROUP)
+    cut = tl.minimum(program // n_rows, cuts)
+    first = tl.minimum(cut * length, n_blocks)
+    last = tl.where(cut < cuts, tl.minimum(first + length, n_blocks), n_blocks)
+    begin = tl.where(cut < cuts, program % n_rows, program - cuts * n_rows)
+    begin = tl.where(first < last, begin, n_rows)
+    step = tl.where(cut < cuts, n_rows, tl.maximum(spare, 1))
+    return start, n_rows, cut, first, last, begin, step
 
 
 @triton.jit
@@ -110,20 +110,18 @@ def forward_kernel(
     TMA: tl.constexpr,
     FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr,
-    ROUNDS: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """Running maximum m, sum s and Σ logits z of every token over its program's tiles."""
+    n = tl.load(count)
+    program = tl.program_id(0)
     workers = tl.num_programs(0)
-    n_rows, cuts, length, spare, rounds = split(tl.load(count), n_blocks, workers, ROWS, ROUNDS)
-    shares = n_rows * cuts
-    for slot in range(tl.program_id(0), tl.where(n_rows > 0, rounds * workers, 0), workers):
-        cut = tl.minimum(slot // n_rows, cuts)
-        first = tl.minimum(cut * length, n_blocks)
-        last = tl.where(cut < cuts, tl.minimum(first + length, n_blocks), n_blocks)
-        begin = tl.where(cut < cuts, slot % n_rows, slot - shares)
-        step = tl.where(cut < cuts, n_rows, tl.maximum(spare, 1))
-        for i in range(begin, tl.where(first < n_blocks, n_rows, 0), step):
-            row = i * ROWS
+    for group in range(0, tl.cdiv(n, ROWS * GROUP)):
+        start, n_rows, cut, first, last, begin, step = share(
+            program, n, group, n_blocks, workers, ROWS, GROUP
+        )
+        for i in range(begin, n_rows, step):
+            row = (start + i) * ROWS
             rows = row + tl.arange(0, ROWS)
             m = tl.full((ROWS,), -float("inf"), tl.float32)
             s = tl.zeros((ROWS,), tl.float32)
@@ -194,7 +192,7 @@ def forward_kernel(
                         PIECES,
                     )
                 m = new
-            o = (cut * n_rows + i) * ROWS + tl.arange(0, ROWS)
+            o = (group * (workers + GROUP) + cut * n_rows + i) * ROWS + tl.arange(0, ROWS)
             tl.store(part_max + o, m)
             tl.store(part_sum + o, s)
             tl.store(part_z + o, z)
@@ -220,20 +218,23 @@ def finish_kernel(
     ROWS: tl.constexpr,
     SUM: tl.constexpr,
     STORE: tl.constexpr,
-    ROUNDS: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """Join a token block's segments into log-sum-exp and loss."""
     n = tl.load(count)
-    n_rows, cuts, length, _, _ = split(n, n_blocks, workers, ROWS, ROUNDS)
-    cuts += (cuts * length < n_blocks).to(tl.int32)
     i = tl.program_id(0)
+    all_rows = tl.cdiv(n, ROWS)
+    # the group whose token blocks, from `start` on, have this one among them
+    group = ((i + 1) * tl.cdiv(all_rows, GROUP) - 1) // tl.maximum(all_rows, 1)
+    start, n_rows, cuts, length, _ = split(n, group, n_blocks, workers, ROWS, GROUP)
+    cuts += (cuts * length < n_blocks).to(tl.int32)
     rows = i * ROWS + tl.arange(0, ROWS)
     valid = rows < n
     m = tl.full((ROWS,), -float("inf"), tl.float32)
     s = tl.zeros((ROWS,), tl.float32)
     z = tl.zeros((ROWS,), tl.float32)
     for cut in range(0, cuts):
-        o = (cut * n_rows + i) * ROWS + tl.arange(0, ROWS)
+        o = (group * (workers + GROUP) + cut * n_rows + i - start) * ROWS + tl.arange(0, ROWS)
         m_c = tl.load(part_max + o, mask=valid, other=0.0)
         new = tl.maximum(m, m_c)
         base = tl.where(new == -float("inf"), 0.0, new)
@@ -275,7 +276,9 @@ def forward(
     v = len(weight)
     blocks = cdiv(v, tiles.width)
     workers = programs(packed.device)
-    size = max(padded, ROUNDS * workers * tiles.rows + padded)
+    group = min(tiles.group, workers)
+    groups = cdiv(padded, group * tiles.rows)
+    size = groups * (workers + group) * tiles.rows
     parts = torch.empty(3, size, device=packed.device, dtype=torch.float32)
     mass = peak = None
     if statistics:
@@ -330,7 +333,7 @@ def forward(
         TMA=tiles.tma,
         FLATTEN=tiles.tma or INTERPRETED,
         PRECISION=tiles.precision,
-        ROUNDS=ROUNDS,
+        GROUP=group,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
@@ -352,6 +355,6 @@ def forward(
         ROWS=tiles.rows,
         SUM=summed,
         STORE=kept is not None,
-        ROUNDS=ROUNDS,
+        GROUP=group,
     )
     return Statistics(lse, mass, peak)

@@ -27,7 +27,6 @@ BIASED = 2.0**-10.6 / 256000**0.25
 # was still faster at 8,192 entries; the biased one slower at 32,768, faster at 60,160.
 SMALL, SMALL_BIASED = 8192, 49152
 STATISTICS = 2**25  # bytes of block statistics that a super-block may have
-MOST_TOKENS = 2**15 - 256  # row lists are int16
 
 
 class Block(NamedTuple):
@@ -89,7 +88,9 @@ class Call:
         self.tiles = tiles_for(hidden, weight)
         self.eps = threshold(options, len(weight)) if any(needs) else None
         filtering = self.eps is not None
-        self.size = tokens_at_once(len(weight), self.tiles) if filtering else stored.TOKENS
+        self.size = stored.TOKENS
+        if filtering:
+            self.size = tokens_at_once(len(labels), len(weight), self.tiles)
         # One super-block's statistics fit in the memory bound, several blocks' do not: then a
         # reduced loss, whose upstream gradient is one factor, makes its gradients on the way.
         reduced = options.reduction != "none"
@@ -117,6 +118,8 @@ class Call:
             tokens, packed = gather(*inputs, self.labels, own, inside, self.options, self.tiles)
             settings = tokens, self.options, self.tiles, statistics, losses, lse, kept
             found = forward(packed, *inputs[1:], *settings)
+            if statistics:  # after the large kernel's launch, so that the host's work is hidden
+                tokens = tokens.with_mean(packed, self.tiles)
             del packed
             yield tokens, found
             del tokens, found  # before the next super-block takes its memory
@@ -303,10 +306,11 @@ def threshold(options: Options, vocabulary: int) -> float | None:
     return options.filter_eps
 
 
-def tokens_at_once(vocabulary: int, tiles: Tiles) -> int:
-    """Tokens whose block statistics, 4 bytes a pair, stay within bounds."""
-    size = STATISTICS // (4 * cdiv(vocabulary, tiles.width))
-    return max(min(size, MOST_TOKENS) // tiles.rows * tiles.rows, tiles.rows)
+def tokens_at_once(tokens: int, vocabulary: int, tiles: Tiles) -> int:
+    """Tokens of a super-block, all of about the same size. Statistics are 4 bytes a pair."""
+    most = min(STATISTICS // (4 * cdiv(vocabulary, tiles.width)), stored.TOKENS)
+    each = cdiv(max(tokens, 1), cdiv(max(tokens, 1), max(most, tiles.rows)))
+    return cdiv(each, tiles.rows) * tiles.rows
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Valid tokens first: the order, the gathered hidden states, their sum and the target logits."""
+"""Valid tokens first: the order, the gathered hidden states, their mean and the target logits."""
 
 from typing import NamedTuple
 
@@ -19,8 +19,16 @@ class Tokens(NamedTuple):
     count: Tensor  # (1,) int32, how many are valid
     labels: Tensor  # (padded,) int32, -1 where there is no valid token
     target: Tensor  # (padded,) fp32, the target's logit in nats
-    total: Tensor  # (D,) fp32, Σ E_i over valid tokens
-    mean: Tensor  # (D,) the mean hidden state in the inputs' dtype
+    total: Tensor | None = None  # (D,) fp32, Σ E_i over valid tokens
+    mean: Tensor | None = None  # (D,) the mean hidden state in the inputs' dtype
+
+    def with_mean(self, packed: Tensor, tiles: Tiles) -> "Tokens":
+        """The same with `total` and `mean`, from the packed hidden states, (padded, D)."""
+        # in two steps: torch's reduction of many rows to few sums takes 100 MB of its own
+        blocks = packed.view(-1, tiles.rows, packed.shape[1])
+        total = blocks.sum(1, dtype=torch.float32).sum(0)
+        mean = (total / self.count.clamp(min=1)).to(packed.dtype)
+        return self._replace(total=total, mean=mean)
 
 
 @triton.jit
@@ -139,7 +147,4 @@ def gather(
         SOFTCAP=options.softcap is not None,
         num_warps=4,
     )
-    # in two steps: torch's reduction of many rows to few sums takes 100 MB of its own
-    total = packed.view(-1, tiles.rows, d).sum(1, dtype=torch.float32).sum(0)
-    mean = (total / count.clamp(min=1)).to(hidden.dtype)
-    return Tokens(order, count, out_labels, target, total, mean), packed
+    return Tokens(order, count, out_labels, target), packed

@@ -16,6 +16,7 @@ class Tiles:
     `width` is both the forward's vocabulary tile and the block that the filter keeps or skips."""
 
     rows: int = 128  # tokens a forward tile
+    group: int = 12  # blocks of so many tokens that all programs work on at a time
     width: int = 256  # vocabulary entries a tile
     depth: int = 64  # step along D
     warps: int = 8
@@ -38,6 +39,7 @@ def tiles_for(hidden: torch.Tensor, weight: torch.Tensor) -> Tiles:
     if INTERPRETED:
         return Tiles(
             rows=16,
+            group=2,
             width=32,
             depth=16,
             kept_rows=16,
