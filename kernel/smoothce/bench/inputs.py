@@ -1,10 +1,14 @@
 """What is measured: shapes, by the models they come from, and tensors of such a shape."""
 
+import re
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from smoothce.options import Options
+
+IGNORED = Options().ignore_index  # the label of a masked token
 # Vocabulary and hidden size of each model's classifier.
 CLASSIFIERS = {
     "small": (32000, 512),
@@ -14,6 +18,17 @@ CLASSIFIERS = {
     "qwen2.5-7b": (152064, 3584),
     "mistral-7b": (32768, 4096),
 }
+
+
+def classifier(name: str) -> tuple[int, int]:
+    """Vocabulary and hidden size of a model, or of "VxD". Raises ValueError."""
+    if name in CLASSIFIERS:
+        return CLASSIFIERS[name]
+    sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", name)
+    if not sizes:
+        known = ", ".join(CLASSIFIERS)
+        raise ValueError(f"{name!r} is neither VxD, such as 8192x2048, nor one of {known}")
+    return int(sizes[1]), int(sizes[2])
 
 
 @dataclass(frozen=True)
@@ -27,7 +42,7 @@ class Case:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        return self.tokens, *CLASSIFIERS[self.model]
+        return self.tokens, *classifier(self.model)
 
     def __str__(self) -> str:
         n, v, d = self.shape

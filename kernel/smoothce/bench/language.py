@@ -16,12 +16,18 @@ CONFIDENCE = (2.0, 16.0)  # a target's logit above its prior, uniformly
 
 
 def language_like(
-    tokens: int, vocabulary: int, features: int, context: float, dtype: torch.dtype, seed: int = 0
+    tokens: int,
+    vocabulary: int,
+    features: int,
+    context: float,
+    dtype: torch.dtype,
+    seed: int = 0,
+    device: str = "cuda",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden (N, D), weight (V, D) and labels (N,) on the current CUDA device."""
-    g = torch.Generator("cuda").manual_seed(seed)
-    on = {"device": "cuda", "generator": g}
-    ids = torch.arange(vocabulary, device="cuda", dtype=torch.float32)
+    """Hidden (N, D), weight (V, D) and labels (N,)."""
+    g = torch.Generator(device).manual_seed(seed)
+    on = {"device": device, "generator": g}
+    ids = torch.arange(vocabulary, device=device, dtype=torch.float32)
     by_rank = ((ids + 3).log() + NOISE * torch.randn(vocabulary, **on)).argsort()
     rank = torch.empty_like(ids).scatter_(0, by_rank, ids)
     prior = (-(rank + 3).log()).log_softmax(0)
