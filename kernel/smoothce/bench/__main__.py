@@ -1,24 +1,25 @@
-"""python -m smoothce.bench [--device cuda | cpu] [options; --help lists them]
+"""python -m smoothce.bench --models gemma2-2b --tokens 8192 --contexts 0.15 2.0 --json out.json
+python -m smoothce.bench --tensors lm.pt          (hidden, weight, labels of a real last layer)
+python -m smoothce.bench --models llama3-8b 8192x2048 --only ours --masked 0 0.5
+python -m smoothce.bench --device cpu --tokens 2048 --label-smoothing 0 0.1
 
-Measures the loss beside other methods: on a GPU where there is one (`gpu.py`), else on the CPU
-(`cpu.py`)."""
+Time, memory and gradient error of the loss beside other methods. On a GPU (`gpu.py`) every method
+is measured on the same inputs, in turns with the product E Cᵀ by cuBLAS, whose time is the unit;
+on a CPU (`cpu.py`) on random inputs. Where an option has several values, all are measured."""
 
-import argparse
-import sys
+import importlib
 
 import torch
 
-from smoothce.bench import cpu, gpu
+from smoothce.bench import arguments
 
 
 def main() -> None:
-    present = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(prog="python -m smoothce.bench", add_help=False)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if present else "cpu")
-    chosen, rest = parser.parse_known_args()
-    if chosen.device == "cuda" and not present:
-        sys.exit("error: --device cuda, but torch finds no CUDA GPU; use --device cpu")
-    (gpu if chosen.device == "cuda" else cpu).main(rest)
+    args = arguments.parse(None, torch.cuda.is_available(), __doc__)
+    # the GPU's imports Triton, which a CPU's machine may lack
+    importlib.import_module(f"smoothce.bench.{'gpu' if args.device == 'cuda' else 'cpu'}").main(
+        args
+    )
 
 
 if __name__ == "__main__":

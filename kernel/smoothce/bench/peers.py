@@ -1,43 +1,81 @@
 """What the loss is measured against on a GPU: ours, the paper's, torch's and other libraries'."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from smoothce import linear_cross_entropy, paper
+from smoothce.bench.inputs import IGNORED
 from smoothce.options import Options
+from smoothce.triton import tiles
 
-Loss = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+Loss = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A mean loss (hidden, weight, labels, β), and whether it knows label smoothing."""
+    """A mean loss (hidden, weight, labels, β[, softcap]), and what it knows."""
 
     name: str
     loss: Loss
     smooths: bool = True
+    softcaps: bool = False
+    filter: Options | None = None  # ours: which pairs it computes
+    # Held during the forward and the backward, which chooses its tiles anew.
+    around: Callable[[], AbstractContextManager] = nullcontext
+    option: str | None = None  # that adds it
+
+    @property
+    def ours(self) -> bool:
+        return self.name.startswith("ours")
 
 
-def dense(hidden: Tensor, weight: Tensor, labels: Tensor, beta: float) -> Tensor:
-    return F.cross_entropy((hidden @ weight.T).float(), labels, label_smoothing=beta)
+def dense(
+    hidden: Tensor, weight: Tensor, labels: Tensor, beta: float, softcap: float | None = None
+) -> Tensor:
+    z = (hidden @ weight.T).float()
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    return F.cross_entropy(z, labels, label_smoothing=beta)
 
 
-def ours(eps: float | str | None, share: float = 0.0, unbiased: bool = True) -> Loss:
-    """`share` of all logits, which are two bytes each, is the workspace."""
-    return lambda e, c, y, beta: linear_cross_entropy(
-        e,
-        c,
-        y,
-        label_smoothing=beta,
-        filter_eps=eps,
-        filter_unbiased=unbiased,
-        workspace=int(share * 2 * len(e) * len(c)),
-        impl="triton",
-    )
+def ours(
+    eps: float | str | None,
+    share: float = 0.0,
+    unbiased: bool = True,
+    workspace: int = 0,
+    reduction: str = "mean",
+) -> Loss:
+    """The workspace is `workspace` bytes and `share` of all logits, which are two bytes each."""
+
+    def loss(e: Tensor, c: Tensor, y: Tensor, beta: float, softcap: float | None = None) -> Tensor:
+        found = linear_cross_entropy(
+            e,
+            c,
+            y,
+            label_smoothing=beta,
+            softcap=softcap,
+            reduction=reduction,
+            filter_eps=eps,
+            filter_unbiased=unbiased,
+            workspace=workspace + int(share * 2 * len(e) * len(c)),
+            impl="triton",
+        )
+        return mean(found, y) if reduction == "none" else found
+
+    return loss
+
+
+def mean(losses: Tensor, labels: Tensor) -> Tensor:
+    """Over the tokens that count; the others' losses are 0."""
+    return losses.sum() / (labels != IGNORED).sum()
 
 
 def papers(eps: float | str | None, sort: bool, fused: bool = False) -> Loss:
@@ -48,28 +86,58 @@ def papers(eps: float | str | None, sort: bool, fused: bool = False) -> Loss:
     return loss
 
 
-def peers() -> tuple[list[Peer], dict[str, str]]:
-    """All that can be imported here, and why the others cannot."""
+def peers(
+    filter_eps: Sequence[float] = (), workspace: Sequence[int] = (), pointer: bool = False
+) -> tuple[list[Peer], dict[str, str]]:
+    """All that can be imported here, and why the others cannot. Ours also with these thresholds,
+    with so many bytes of workspace, and with pointer loads."""
+    extra = {"option": "filter_eps"}
     found = [
-        Peer("ours, filtered", ours("auto")),
-        Peer("ours, biased filter", ours("auto", unbiased=False)),
-        Peer("ours, exact", ours(None)),
-        Peer("ours, exact, workspace for 1/4 of the logits", ours(None, 0.26)),
-        Peer("ours, exact, workspace for all", ours(None, 1.1)),
-        Peer("torch", dense),
-        Peer("torch.compile", torch.compile(dense)),
+        _filtered("ours, filtered", "auto"),
+        *(_filtered(f"ours, filtered, {power_of_two(x)}", x, **extra) for x in filter_eps),
+        _filtered("ours, biased filter", "auto", False),
+        *(
+            _filtered(f"ours, biased filter, {power_of_two(x)}", x, False, **extra)
+            for x in filter_eps
+        ),
+        Peer("ours, exact", ours(None), softcaps=True),
+        Peer("ours, exact, workspace for 1/4 of the logits", ours(None, 0.26), softcaps=True),
+        Peer("ours, exact, workspace for all", ours(None, 1.1), softcaps=True),
+    ]
+    for size in workspace:
+        name = f"ours, exact, workspace of {size / 1e6:g} MB"
+        for title, reduction in ((name, "mean"), (f"{name}, per-token losses", "none")):
+            loss = ours(None, workspace=size, reduction=reduction)
+            found.append(Peer(title, loss, softcaps=True, option="workspace"))
+    if pointer:
+        without = partial(patch.object, tiles, "has_tma", lambda: False)
+        pointers = {"around": without, "option": "pointer"}
+        found.append(_filtered("ours, filtered, pointer loads", "auto", **pointers))
+        found.append(Peer("ours, exact, pointer loads", ours(None), softcaps=True, **pointers))
+    found += [
+        Peer("torch", dense, softcaps=True),
+        Peer("torch.compile", torch.compile(dense), softcaps=True),
         Peer("paper", papers("auto", sort=True)),
         Peer("paper, unsorted", papers("auto", sort=False)),
         Peer("paper, no filter", papers(None, sort=False)),
         Peer("paper, fused", papers("auto", sort=True, fused=True)),
     ]
     missing = {}
-    for name, smooths, load in OTHERS:
+    for name, smooths, softcaps, load in OTHERS:
         try:
-            found.append(Peer(name, load(), smooths))
+            found.append(Peer(name, load(), smooths, softcaps))
         except Exception as error:  # a broken optional library must not end the run
             missing[name] = f"{type(error).__name__}: {error}".splitlines()[0][:120]
     return found, missing
+
+
+def _filtered(name: str, eps: float | str, unbiased: bool = True, **more) -> Peer:
+    options = Options(filter_eps=eps, filter_unbiased=unbiased)
+    return Peer(name, ours(eps, unbiased=unbiased), softcaps=True, filter=options, **more)
+
+
+def power_of_two(eps: float) -> str:
+    return f"2^{round(math.log2(eps), 2):g}"
 
 
 def _torch_linear() -> Loss:
@@ -80,9 +148,9 @@ def _torch_linear() -> Loss:
 def _liger() -> Loss:
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
-    def loss(e: Tensor, c: Tensor, y: Tensor, beta: float) -> Tensor:
+    def loss(e: Tensor, c: Tensor, y: Tensor, beta: float, softcap: float | None = None) -> Tensor:
         apply = LigerFusedLinearCrossEntropyFunction.apply
-        found = apply(e, c, y, None, None, -100, 0.0, beta, "mean")
+        found = apply(e, c, y, None, None, IGNORED, 0.0, beta, "mean", softcap)
         return found[0] if isinstance(found, tuple) else found
 
     return loss
@@ -95,7 +163,7 @@ def _liger_hopper() -> Loss:
 
     def loss(e: Tensor, c: Tensor, y: Tensor, beta: float) -> Tensor:
         found = LigerFusedScaledCrossEntropySM90Function.apply(e, c, y)
-        return (found[0] if isinstance(found, tuple) else found).mean()
+        return mean(found[0] if isinstance(found, tuple) else found, y)
 
     return loss
 
@@ -112,7 +180,9 @@ def _cut(filter_eps: str | None) -> Callable[[], Loss]:
     def load() -> Loss:
         from cut_cross_entropy import linear_cross_entropy as function
 
-        return lambda e, c, y, beta: function(e, c, y, filter_eps=filter_eps)
+        return lambda e, c, y, beta, softcap=None: function(
+            e, c, y, softcap=softcap, filter_eps=filter_eps
+        )
 
     return load
 
@@ -123,12 +193,13 @@ def _quack() -> Loss:
     return lambda e, c, y, beta: chunked_linear_cross_entropy(e, c, y)
 
 
+# name, whether it knows label smoothing, whether a softcap; all leave out masked labels
 OTHERS = (
-    ("F.linear_cross_entropy", True, _torch_linear),
-    ("Liger", True, _liger),
-    ("Liger Hopper FLSCE", False, _liger_hopper),
-    ("Liger Hopper FLCE", False, _liger_hopper_chunked),
-    ("cut-cross-entropy", False, _cut("auto")),
-    ("cut-cross-entropy, no filter", False, _cut(None)),
-    ("quack", False, _quack),
+    ("F.linear_cross_entropy", True, False, _torch_linear),
+    ("Liger", True, True, _liger),
+    ("Liger Hopper FLSCE", False, False, _liger_hopper),
+    ("Liger Hopper FLCE", False, False, _liger_hopper_chunked),
+    ("cut-cross-entropy", False, True, _cut("auto")),
+    ("cut-cross-entropy, no filter", False, True, _cut(None)),
+    ("quack", False, False, _quack),
 )

@@ -57,3 +57,45 @@ def _cells(row: dict, rows: dict[str, dict]) -> list[str]:
     times = f"{row['both'] / torchs['both']:.2f}" if torchs else "–"
     less = f"{torchs['peak'] / row['peak']:.1f}" if torchs else "–"
     return [*cells, times, f"{row['peak']:.0f}", less, *(f"{e:.1e}" for e in row["errors"])]
+
+
+def comparison(name: str, rows: Sequence[dict]) -> str:
+    """A GPU's table: one problem's methods, in units of the product E Cᵀ."""
+    lines = [
+        f"\n### {name}\n",
+        "| method | β | forward ms | fwd+bwd ms | forward / GEMM | fwd+bwd / GEMM "
+        "| MB beyond inputs and gradients | dE error | dC error | dC error, no targets "
+        "| pairs computed |",
+        "|---" * 11 + "|",
+    ]
+    for r in rows:
+        if "failed" in r:
+            lines.append(f"| {r['method']} | {r['beta']:g} | {r['failed']} |" + " |" * 8)
+            continue
+        pairs = "–" if r["pairs"] is None else f"{100 * r['pairs']:.1f} %"
+        lines.append(
+            f"| {r['method']} | {r['beta']:g} | {r['forward_ms']:.2f} | {r['both_ms']:.2f} "
+            f"| {r['forward_gemms']:.2f} | {r['both_gemms']:.2f} | {r['extra_mb']:.0f} "
+            f"| {r['error_hidden']:.1e} | {r['error_weight']:.1e} | {r['error_unseen']:.1e} "
+            f"| {pairs} |"
+        )
+    return "\n".join(lines)
+
+
+def kernels(row: dict) -> str:
+    """The kernels of one method's forward+backward."""
+    lines = [
+        f"\n#### {row['method']}, β = {row['beta']:g}: kernels of one forward+backward\n",
+        "| kernel | launches | ms | / GEMM |",
+        "|---|---|---|---|",
+    ]
+    total = {"kernel": "all", "launches": 0, "ms": 0.0}
+    for r in row["kernels"]:
+        total["launches"] += r["launches"]
+        total["ms"] += r["ms"]
+    for r in (*row["kernels"], total):
+        lines.append(
+            f"| {r['kernel'][:80]} | {r['launches']:g} | {r['ms']:.3f} "
+            f"| {r['ms'] / row['gemm_ms']:.3f} |"
+        )
+    return "\n".join(lines)

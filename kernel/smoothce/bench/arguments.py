@@ -1,0 +1,198 @@
+"""The command's options, for both devices, and what is wrong with them."""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from smoothce.bench.inputs import CLASSIFIERS, classifier
+
+# What each device's run takes, and its defaults: an option that is not here is the other device's.
+DEFAULTS = {
+    "cuda": {
+        "models": ["gemma2-2b"],
+        "tokens": [8192],
+        "label_smoothing": [0.1],
+        "repeats": 5,
+        "contexts": [2.0],
+        "tensors": None,
+        "masked": [0.0],
+        "softcap": [None],
+        "filter_eps": [],
+        "workspace": [],
+        "pointer": False,
+        "in_a_row": 3,
+        "profile": False,
+    },
+    "cpu": {
+        "models": ["small"],
+        "tokens": [2048],
+        "label_smoothing": [0.0, 0.1],
+        "repeats": 7,
+        "dtype": "float32",
+    },
+}
+
+
+def parse(arguments: list[str] | None, gpu: bool, description: str) -> argparse.Namespace:
+    """The checked options of a run; `gpu`: whether there is one here."""
+    parser = _parser(description)
+    args = parser.parse_args(arguments)
+    args.device = args.device or ("cuda" if gpu else "cpu")
+    if args.device == "cuda" and not gpu:
+        parser.error("--device cuda, but torch finds no CUDA GPU; use --device cpu")
+    mine, other = DEFAULTS[args.device], "cpu" if args.device == "cuda" else "cuda"
+    for name in DEFAULTS[other].keys() - mine.keys():
+        if getattr(args, name) is not None:
+            parser.error(f"{flag(name)} is for --device {other}; this run is on {args.device}")
+    if args.device == "cuda" and args.tensors is not None:
+        for name in ("models", "tokens", "contexts"):
+            if getattr(args, name) is not None:
+                parser.error(f"{flag(name)} is for inputs that are made; --tensors has its own")
+        if not args.tensors.is_file():
+            parser.error(f"--tensors {args.tensors}: no such file")
+    if args.json and not args.json.absolute().parent.is_dir():
+        parser.error(f"--json {args.json}: no such folder")  # now, not when all is measured
+    for name, default in mine.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+    return args
+
+
+def select(names: Collection[str], only: list[str], missing: Collection[str] = ()) -> list[str]:
+    """The names with one of the parts `only` in them; ends the run where a part is in none."""
+    for part in only:
+        if not any(part in name for name in (*names, *missing)):
+            sys.exit(f"error: --only {part!r}: in no method's name; they are {_listed(names)}")
+    found = [name for name in names if any(part in name for part in only)]
+    if not found:
+        sys.exit(f"error: --only: none of {_listed(missing)} can be imported here")
+    return found
+
+
+def _parser(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m smoothce.bench",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    many = {"nargs": "+"}
+    add = parser.add_argument
+    add("--device", choices=tuple(DEFAULTS), help="default: cuda where there is a GPU, else cpu")
+    add(
+        "--models",
+        **many,
+        type=_model,
+        metavar="MODEL",
+        help=f"the classifier's shape: {', '.join(CLASSIFIERS)}, or VxD, such as 8192x2048 "
+        "(gemma2-2b; on a CPU small)",
+    )
+    add("--tokens", **many, type=_count, metavar="N", help="8192; on a CPU 2048")
+    add("--label-smoothing", **many, type=_beta, metavar="β", help="0.1; on a CPU 0 and 0.1")
+    add(
+        "--only", **many, default=[""], metavar="PART", help="methods with one of these in the name"
+    )
+    add("--repeats", type=_count, metavar="K", help="samples behind each median: 5; on a CPU 7")
+    add("--json", type=Path, metavar="FILE", help="write the figures there as well")
+
+    add = parser.add_argument_group("on a GPU").add_argument
+    add(
+        "--contexts",
+        **many,
+        type=_context,
+        metavar="X",
+        help="standard deviation over the vocabulary of what a position adds to a logit (2)",
+    )
+    add(
+        "--tensors",
+        type=Path,
+        metavar="FILE",
+        help="a torch file as input: hidden, weight, labels",
+    )
+    add("--masked", **many, type=_share, metavar="SHARE", help="of labels that are ignored (0)")
+    add(
+        "--softcap", **many, type=_softcap, metavar="X", help='caps of the logits, or "none" (none)'
+    )
+    add("--in-a-row", type=_count, metavar="K", help="calls that a sample times, back to back (3)")
+    add(
+        "--filter-eps",
+        **many,
+        type=threshold,
+        metavar="EPS",
+        help='methods more: our filters at this threshold, such as 2^-8.6, beside "auto"',
+    )
+    add(
+        "--workspace",
+        **many,
+        type=_bytes,
+        metavar="BYTES",
+        help="methods more: our exact gradient with so much, of the mean and of per-token losses",
+    )
+    add(
+        "--pointer",
+        action="store_true",
+        default=None,
+        help="methods more: ours with pointer loads, as where there is no TMA",
+    )
+    add(
+        "--profile",
+        action="store_true",
+        default=None,
+        help="also each kernel's time in a forward+backward of our methods",
+    )
+
+    add = parser.add_argument_group("on a CPU").add_argument
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="float32; a GPU has bfloat16")
+    return parser
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _listed(names: Collection[str]) -> str:
+    return "; ".join(names)
+
+
+def _model(text: str) -> str:
+    try:
+        classifier(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def _number(
+    convert: Callable[[str], float], allowed: Callable[[float], bool], wanted: str
+) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        try:
+            value = convert(text)
+            fine = allowed(value)
+        except (ValueError, OverflowError):
+            fine = False
+        if not fine:
+            raise argparse.ArgumentTypeError(f"{text!r}: expected {wanted}")
+        return value
+
+    return number
+
+
+def _power(text: str) -> float:
+    """0.00257, or 2^-8.6."""
+    found = re.fullmatch(r"2\^(.+)", text)
+    return 2.0 ** float(found[1]) if found else float(text)
+
+
+_count = _number(int, lambda n: n >= 1, "an integer, 1 or more")
+_beta = _number(float, lambda x: 0 <= x <= 1, "a number in [0, 1]")
+_context = _number(float, lambda x: 0 <= x < float("inf"), "a number, 0 or more")
+_share = _number(float, lambda x: 0 <= x < 1, "a number in [0, 1)")
+threshold = _number(_power, lambda x: 0 < x < 1, "a number in (0, 1), or 2^-X")
+_bytes = _number(lambda text: int(float(text)), lambda n: n >= 1, "bytes, such as 1.5e9")
+_softcap = _number(
+    lambda text: None if text == "none" else float(text),
+    lambda x: x is None or 0 < x < float("inf"),
+    'a positive number or "none"',
+)

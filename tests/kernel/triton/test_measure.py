@@ -1,0 +1,183 @@
+"""The benchmark of a GPU: its methods with every option. Without a GPU, tiny and untimed."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from loss_check import DEVICE, runs_schedule
+
+from smoothce import triton
+from smoothce.bench import arguments, gpu
+from smoothce.bench.peers import dense, peers
+from smoothce.bench.problems import problems
+from smoothce.triton import function
+from smoothce.triton.tiles import tiles_for
+
+# some vocabulary blocks, whose sizes are the tiles'
+SHAPE = ("--models", "96x32" if DEVICE == "cpu" else "2048x64", "--tokens", "24")
+SHAPE += ("--contexts", "1", "--repeats", "1")
+
+
+def parse(*options):
+    args = arguments.parse([*SHAPE, *options], True, "")
+    args.device = DEVICE
+    return args
+
+
+@pytest.fixture
+def untimed(monkeypatch):
+    """The interpreter in the GPU's place, where there is none; true fp32 in any case."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    if DEVICE == "cpu":
+        monkeypatch.setattr(gpu, "milliseconds", lambda step, calls: (step(), 1.0)[1])
+        monkeypatch.setattr(gpu, "peak", lambda step: (step(), 0)[1])
+        monkeypatch.setattr(triton, "unsupported", lambda *_: None)
+    yield
+    torch.set_float32_matmul_precision(precision)
+
+
+def methods(args):
+    found, _ = gpu.chosen(args)
+    return [peer for peer in found if peer.name != "torch.compile"]
+
+
+def rows_of(args):
+    for problem in problems(args, torch.float32):
+        for row in gpu.measure(problem, methods(args), args):
+            assert "failed" not in row, row
+            yield problem, row
+
+
+def test_every_method_of_ours_masked_and_capped(untimed):
+    setting = ("--masked", "0.4", "--softcap", "3")
+    args = parse("--workspace", "6000", "--pointer", "--only", "ours", "torch", *setting)
+    found = [row for _, row in rows_of(args)]
+    assert len(found) == 10
+    for row in found:
+        # so small a vocabulary is not filtered by "auto"
+        assert row["pairs"] == (1 if "filter" in row["method"] else None)
+        assert max(row["error_hidden"], row["error_weight"], row["error_unseen"]) < 1e-4
+
+
+@runs_schedule
+def test_thresholds(untimed):
+    args = parse("--filter-eps", "0.1", "0.4", "--only", "ours, filtered, 2^", "--tokens", "160")
+    low, high = (row for _, row in rows_of(args))
+    assert low["method"] == "ours, filtered, 2^-3.32" and high["method"].endswith("2^-1.32")
+    assert 0 < high["pairs"] < low["pairs"] < 1
+    assert 1e-4 < low["error_weight"] < high["error_weight"] < 1
+
+
+def test_pointer_loads_are_taken_by_both_passes(untimed, monkeypatch):
+    seen = []
+
+    def noted(*inputs):
+        seen.append(tiles_for(*inputs).tma)
+        return tiles_for(*inputs)
+
+    monkeypatch.setattr(function, "tiles_for", noted)
+    x = torch.zeros(40, 32, device=DEVICE)
+    if not tiles_for(x, x).tma:
+        pytest.skip("no TMA here")
+    args = parse("--pointer", "--only", "pointer")
+    assert [peer.name for peer in methods(args)] == [
+        "ours, filtered, pointer loads",
+        "ours, exact, pointer loads",
+    ]
+    list(rows_of(args))
+    assert len(seen) > 4 and not any(seen)
+    assert tiles_for(x, x).tma
+
+
+def test_methods_that_cannot_do_it_say_so(untimed):
+    args = parse("--softcap", "none", "3", "--only", "paper")
+    paper = [peer for peer in methods(args) if peer.name == "paper"]
+    capped = list(problems(args, torch.float32))[1]
+    (row,) = gpu.measure(capped, paper, args)
+    assert row == {"method": "paper", "beta": 0.1, "failed": "knows no softcap"}
+
+
+def test_methods_without_smoothing_are_measured_once(untimed):
+    plain = gpu.Peer("plain", lambda e, c, y, beta: dense(e, c, y, beta), smooths=False)
+    args = parse("--label-smoothing", "0.1", "0.2")
+    (problem,) = problems(args, torch.float32)
+    found = gpu.measure(problem, [plain, gpu.Peer("torch", dense)], args)
+    assert [row["beta"] for row in found] == [0, 0.1, 0.2]
+    assert all(row["error_weight"] < 1e-4 for row in found)
+
+
+def test_what_fails_is_a_row(untimed):
+    def broken(*_):
+        raise RuntimeError("no memory\nat all")
+
+    args = parse()
+    (problem,) = problems(args, torch.float32)
+    first, second = gpu.measure(
+        problem, [gpu.Peer("broken", broken), gpu.Peer("torch", dense)], args
+    )
+    assert first["failed"] == "RuntimeError: no memory" and "failed" not in second
+
+
+def test_calls_in_a_row(untimed, monkeypatch):
+    asked = set()
+    monkeypatch.setattr(gpu, "milliseconds", lambda step, calls: asked.add(calls) or 1.0)
+    args = parse("--in-a-row", "10")
+    (problem,) = problems(args, torch.float32)
+    gpu.measure(problem, [gpu.Peer("torch", dense)], args)
+    assert asked == {10}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--only", "torch", "--workspace", "5"), "--workspace"),
+        (("--only", "ours, exact", "--filter-eps", "0.1"), "--filter-eps"),
+        (("--only", "ours, biased", "--pointer"), "--pointer"),
+        (("--only", "torch", "--profile"), "--profile"),
+        (("--only", "magic"), "ours, exact"),
+    ],
+)
+def test_options_with_nothing_to_do(options, said):
+    with pytest.raises(SystemExit, match=said):
+        gpu.chosen(parse(*options))
+
+
+def test_names_tell_methods_apart():
+    found, missing = peers([2**-8.6, 2**-9.1, 0.01], [1000, 1_500_000_000], True)
+    names = [peer.name for peer in found] + list(missing)
+    assert len(names) == len(set(names))
+    assert {"ours, filtered, 2^-8.6", "ours, exact, workspace of 1500 MB"} < set(names)
+    biased = next(peer for peer in found if peer.name == "ours, biased filter, 2^-9.1")
+    assert biased.filter.filter_eps == 2**-9.1 and not biased.filter.filter_unbiased
+
+
+def test_what_is_printed_and_written(untimed, monkeypatch, capsys, tmp_path):
+    kernels = [{"kernel": "forward_kernel", "launches": 1, "ms": 2.0}]
+    monkeypatch.setattr(gpu, "kernel_times", lambda step, calls: kernels)
+    monkeypatch.setattr(gpu.report, "provenance", lambda device: {"command": "this one"})
+    made = [gpu.Peer("ours, made", dense), gpu.Peer("torch", dense)]
+    monkeypatch.setattr(gpu, "peers", lambda *_: (made, {"quack": "not here"}))
+    path = tmp_path / "out.json"
+    options = ("--profile", "--masked", "0", "0.5", "--label-smoothing", "0", "0.1")
+    gpu.main(parse(*options, "--json", str(path)))
+    out, err = capsys.readouterr()
+    assert "not measured: quack (not here)" in err
+    assert out.count("| torch | 0.1 |") == out.count("| ours, made | 0 |") == 2
+    assert out.count("| forward_kernel | 1 | 2.000 |") == 4  # of ours alone
+    rows = json.loads(path.read_text())["results"]
+    assert len(rows) == 8 and len({row["problem"] for row in rows}) == 2
+    assert ["kernels" in row for row in rows[:4]] == [True, True, False, False]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_the_command_on_a_gpu():
+    options = "--models 16384x256 --tokens 512 --repeats 1 --in-a-row 2 --profile --pointer"
+    options += " --masked 0.5 --softcap 30 --filter-eps 2^-7 --workspace 1e6 --only ours"
+    command = [sys.executable, "-m", "smoothce.bench", *options.split()]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "Error" not in result.stdout and "forward_kernel" in result.stdout
