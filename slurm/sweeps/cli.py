@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     throttle_option(sub)
     sub = sweep_command("status", "what every run is doing")
     sub.add_argument("--watch", type=float, metavar="SECONDS", help="show it again and again")
-    sweep_command("cancel", "take this sweep out of the queue; running trainers save first")
+    sweep_command("cancel", "out of the queue, and stopped here; running trainers save first")
     sub = sweep_command("retry", "queue failed runs again")
     executor_option(sub)
     sub = sweep_command("logs", "the end of the runs' logs")
@@ -168,11 +168,17 @@ def _status(a: argparse.Namespace) -> int:
 
 
 def _cancel(a: argparse.Namespace) -> int:
-    from sweeps.executors import slurm
+    from sweeps.executors import local, slurm
 
     planned = _planned(a)
+    runs = local.cancel(planned.sweep, planned.cells)
+    if runs:
+        print(f"asked to save and stop: {', '.join(runs)}", flush=True)
     jobs = slurm.cancel(planned.sweep)
-    print(f"cancelled: {', '.join(jobs)}" if jobs else "nothing of this sweep is queued")
+    if jobs:
+        print(f"cancelled: {', '.join(jobs)}")
+    if not runs and not jobs:
+        print("nothing of this sweep is queued or running")
     return 0
 
 

@@ -4,6 +4,7 @@ A holder on this machine counts as dead when its process is gone; one elsewhere 
 without a heartbeat, measured on the contender's own clock.
 """
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,6 +29,14 @@ def lease(path: Path, *, timeout: float, lost: Callable[[], None] | None = None)
         timeout=timeout,
         thread_local=False,
     )
+
+
+def held(path: Path) -> bool:
+    """Whether a process keeps the lease on `path`; one just killed seems to for LEASE_SECONDS."""
+    try:
+        return time.time() - path.stat().st_mtime < LEASE_SECONDS
+    except OSError:
+        return False
 
 
 def unlockable(path: Path, error: OSError) -> SweepError:

@@ -124,6 +124,11 @@ class RunDir:
     def write_manifest(self, manifest: dict, *, durable: bool = True) -> None:
         write_json(self.manifest_file, manifest, durable=durable)
 
+    def job(self) -> str | None:
+        """The Slurm job of the last attempt, or None."""
+        attempts = self.manifest()["attempts"]
+        return attempts[-1]["job"] if attempts else None
+
     def lease(self, lost: "Callable[[], None] | None" = None) -> SoftFileLease:
         """The right to write into this folder: O_EXCL and a heartbeat, so no flock is needed.
 

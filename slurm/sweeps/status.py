@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import sys
-import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from sweeps import score
 from sweeps.config import Sweep
 from sweeps.errors import SweepError
 from sweeps.grid import Cell
-from sweeps.locks import LEASE_SECONDS
+from sweeps.locks import held
 from sweeps.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -66,8 +65,7 @@ def _of_run(sweep: Sweep, cell: Cell, element: "Element | None", *, gone: bool) 
     restarts = manifest.get("restarts", 0)
     if run.done:
         return Status(run.name, "done", _progress(run, live=False), restarts, scored)
-    in_job = bool(manifest["attempts"]) and manifest["attempts"][-1]["job"] is not None
-    live = _fresh(run.lock) and not (gone and in_job)  # a lock outlives its killed job for a while
+    live = held(run.lock) and not (gone and run.job())  # a lock outlives its killed job for a while
     if live:
         return Status(run.name, "running", _progress(run, live=True), restarts, scored)
     if element and element.state == "RUNNING":
@@ -82,13 +80,6 @@ def _of_run(sweep: Sweep, cell: Cell, element: "Element | None", *, gone: bool) 
         return Status(run.name, "interrupted", _progress(run, live=False), restarts, scored)
     known = {"new": "to do", "preempted": "preempted"}
     return Status(run.name, known.get(state, state), _progress(run, live=False), restarts, scored)
-
-
-def _fresh(lock: Path) -> bool:
-    try:
-        return time.time() - lock.stat().st_mtime < LEASE_SECONDS
-    except OSError:
-        return False
 
 
 def _progress(run: RunDir, *, live: bool) -> str:

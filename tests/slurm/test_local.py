@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from sweeps import launch
+from sweeps.executors import local
 from sweeps.locks import lease
 from sweeps.rundir import RunDir
 
@@ -110,6 +111,46 @@ def test_a_signal_saves_and_the_same_command_continues(sweep_file):
     assert run.manifest()["state"] == "preempted"
     assert sweeps("train", run.path).returncode == 0
     assert run.done and run.manifest()["restarts"] == 1
+
+
+def test_cancel_stops_a_launch_without_slurm(sweep_file, tmp_path):
+    """The running trainer saves, and the next run is not started."""
+    path = sweep_file(train=LONG)
+    first, second = (RunDir(cell.folder) for cell in launch.plan(path, []).cells)
+    bare = os.environ | {"PATH": str(tmp_path)}  # no Slurm, nor anything else
+    nothing = "nothing of this sweep is queued or running\n"
+    assert sweeps("cancel", path, env=bare).stdout == nothing
+
+    command = [sys.executable, "-m", "sweeps", "launch", str(path), "--executor", "local"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    wait_for(lambda: first.step() >= 20)
+    done = sweeps("cancel", path, env=bare)
+    assert (done.returncode, done.stdout) == (0, f"asked to save and stop: {first.name}\n")
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 1
+    assert f"stopped: {first.name}: saved at step" in said
+    assert f"not started: {second.name}" in said
+    assert first.step() > 20 and not first.done and not second.checkpoints.exists()
+    assert sweeps("cancel", path, env=bare).stdout == nothing
+
+
+def test_cancel_stops_the_launches_under_way_and_no_later_one(sweep_file):
+    run = prepare(path := sweep_file(grid={}))
+    planned = launch.plan(path, [])
+    under_way = local.Stopping(planned.sweep)
+    with lease(run.lock, timeout=0):
+        assert local.cancel(planned.sweep, planned.cells) == [run.name]
+    assert under_way.is_set() and not local.Stopping(planned.sweep).is_set()
+    assert run.stop.exists()
+
+
+def test_cancel_wants_slurm_only_for_what_was_submitted(sweep_file, tmp_path):
+    path = sweep_file()
+    jobs = tmp_path / "out" / "sweeps" / "tiny" / "jobs"
+    (jobs / "abc").mkdir(parents=True)
+    done = sweeps("cancel", path, env=os.environ | {"PATH": str(tmp_path)})
+    assert done.returncode == 2
+    assert f"error: {jobs}: this sweep was submitted to Slurm, and squeue or scancel" in done.stderr
 
 
 @pytest.mark.slow

@@ -1,10 +1,15 @@
-"""Runs on this machine: `workers` at a time, each trained and then scored."""
+"""Runs on this machine: `workers` at a time, each trained and then scored.
+
+`cancel` touches `<output_root>/sweeps/<name>/stop`, and every launch under way then starts nothing
+more, also one on another machine that shares the folder.
+"""
 
 import os
 import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -12,7 +17,9 @@ from sweeps import score, supervise
 from sweeps.children import start_warm
 from sweeps.config import Sweep
 from sweeps.errors import SweepError
-from sweeps.grid import Cell
+from sweeps.files import make_folder
+from sweeps.grid import Cell, sweep_folder
+from sweeps.locks import held
 from sweeps.rundir import RunDir
 from sweeps.supervise import Outcome
 
@@ -26,7 +33,7 @@ def launch(sweep: Sweep, cells: list[Cell]) -> list[str]:
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // sweep.workers)))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    stopping = threading.Event()
+    stopping = Stopping(sweep)
     runs = [RunDir(cell.folder) for cell in cells]
     jobs: list[tuple[str, Callable[[], str | None]]] = [
         (subject.name, lambda s=subject: _score(s, sweep, stopping))
@@ -64,7 +71,46 @@ def launch(sweep: Sweep, cells: list[Cell]) -> list[str]:
     return problems
 
 
-def _run(cell: Cell, run: RunDir, sweep: Sweep, stopping: threading.Event) -> str | None:
+def cancel(sweep: Sweep, cells: list[Cell]) -> list[str]:
+    """Ask running trainers to save and leave, and their launches to start nothing more.
+
+    Returns the names of the runs, without those that a Slurm job trains.
+    """
+    runs = [RunDir(cell.folder) for cell in cells]
+    busy = [run for run in runs if held(run.lock) and run.job() is None]
+    if busy:
+        make_folder(sweep_folder(sweep))
+        _stop_file(sweep).touch()  # before the runs leave, for the next would start then
+    for run in busy:
+        run.stop.touch()
+    return [run.name for run in busy]
+
+
+def _stop_file(sweep: Sweep) -> Path:
+    return sweep_folder(sweep) / "stop"
+
+
+class Stopping:
+    """Whether this launch was asked to stop: by a signal, or by `cancel` since it began."""
+
+    def __init__(self, sweep: Sweep) -> None:
+        self._event, self._file = threading.Event(), _stop_file(sweep)
+        self._before = self._touched()
+
+    def _touched(self) -> int | None:
+        try:
+            return self._file.stat().st_mtime_ns
+        except OSError:
+            return None
+
+    def set(self) -> None:
+        self._event.set()
+
+    def is_set(self) -> bool:
+        return self._event.is_set() or self._touched() != self._before
+
+
+def _run(cell: Cell, run: RunDir, sweep: Sweep, stopping: Stopping) -> str | None:
     if stopping.is_set():
         return f"not started: {run.name}"
     try:
@@ -80,7 +126,7 @@ def _run(cell: Cell, run: RunDir, sweep: Sweep, stopping: threading.Event) -> st
     return _score(score.of_cell(cell), sweep, stopping)
 
 
-def _score(subject: score.Subject, sweep: Sweep, stopping: threading.Event) -> str | None:
+def _score(subject: score.Subject, sweep: Sweep, stopping: Stopping) -> str | None:
     if sweep.score is None:
         return None
     if stopping.is_set():

@@ -227,6 +227,13 @@ def _submit(sweep: Sweep, cells: list[Cell], train: bool) -> dict[str, str]:
 def cancel(sweep: Sweep) -> list[str]:
     """scancel every job of this sweep; running trainers save first. Returns the job ids."""
     names = {folder.name for folder in jobs_root(sweep).glob("*")}
+    if not names:  # never submitted: no matter whether there is a Slurm
+        return []
+    if shutil.which("squeue") is None or shutil.which("scancel") is None:
+        raise SweepError(
+            f"{jobs_root(sweep)}: this sweep was submitted to Slurm, and squeue or scancel is not "
+            "on the PATH: cancel its jobs on a login node"
+        )
     ids = set()
     for name, elements in queue().items():
         sweep_name = name.rpartition(".")[0].rpartition(".")[0]
