@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from sweeps import questions
 from sweeps.backends import get_backend
 from sweeps.cluster import Cluster, expand
 from sweeps.config import Archive, Dataset, Sweep
@@ -107,6 +108,15 @@ def of_sweep(sweep: Sweep, cells: list[Cell], cluster: Cluster) -> list[Asset]:
             lambda i=item, h=how: h(i),
             any(Path(path).is_relative_to(item.to) for path in paths),
         )
+    for task in sweep.score.tasks if sweep.score else ():
+        if questions.on_hub(task):
+            name = f"questions {task.data} ({task.split or 'test'})"
+            found[task] = Asset(
+                name,
+                task.data,
+                lambda t=task: questions.fetched(t),
+                lambda t=task: questions.fetch(t),
+            )
     if cluster.wheels:
         folder = expand("wheels", cluster.wheels)
         wanted = [*needed_packages(sweep, cells), *cluster.packages]

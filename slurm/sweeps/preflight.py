@@ -9,18 +9,15 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from calibeval.errors import InputError
-from calibeval.tasks import LOADERS, Source, load
-from sweeps import assets, packages, space
+from sweeps import assets, packages, questions, space
 from sweeps.backends import get_backend
 from sweeps.cluster import Cluster, expand, load_cluster, variables
-from sweeps.config import Sweep, Task
+from sweeps.config import Sweep
 from sweeps.executors import scripts, slurm
 from sweeps.executors.scripts import Places
 from sweeps.grid import Cell
 from sweeps.rundir import RunDir
 
-SHOTS = 5  # calibeval's default
 PROBE = 1 << 20  # bytes written to see whether a folder takes them
 
 
@@ -52,7 +49,8 @@ def _files(sweep: Sweep, cells: list[Cell], cluster: Cluster, prefetch: str) -> 
     for config in kinds.values():
         found += backend.missing(config.keys, config.world)
     for task in sweep.score.tasks if sweep.score else ():
-        found += _questions(task)
+        if wrong := questions.problem(task):
+            found.append(f"score.tasks: {task.key}: {wrong}")
     absent = [a for a in assets.of_sweep(sweep, cells, cluster) if a.used and not a.here()]
     # A file that prefetch makes is named by it, not once more by the key that reads it.
     found = [line for line in found if not any(f": {a.place}" in line for a in absent)]
@@ -60,18 +58,6 @@ def _files(sweep: Sweep, cells: list[Cell], cluster: Cluster, prefetch: str) -> 
         found.append(f"model and data of this sweep are made by: {sweep.prefetch.made_by}")
     found += [f"not fetched: {asset.name}" for asset in absent]
     return found + ([f"where there is internet: {prefetch}"] if absent else [])
-
-
-def _questions(task: Task) -> list[str]:
-    """What keeps a task from being asked, which would show only after the training."""
-    shots = SHOTS if task.shots is None else task.shots
-    try:
-        if task.task in LOADERS and not Path(task.data).exists():
-            raise InputError(f"data: {task.data}: no such file or folder")
-        load(task.task, Source(task.data, shots, task.subjects, task.split))
-    except InputError as error:
-        return [f"score.tasks: {task.key}: {error}"]
-    return []
 
 
 def _needs(cell: Cell) -> str:

@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
+from sweeps import questions
 from sweeps.assets import hub_cache, hub_snapshot, on_hub
 from sweeps.backends.base import Program
 from sweeps.children import Start, start_cold
@@ -55,16 +56,8 @@ def bases(sweep: Sweep, cells: list[Cell]) -> dict[str, Subject]:
 
 def program(subject: Subject, task: Task, score: Score) -> Program:
     """The command that scores one task, atomic by calibeval's own rename."""
-    arguments = ["score", "--model", str(subject.model), "--task", task.task, "--data", task.data]
+    arguments = ["score", "--model", str(subject.model), *questions.options(task)]
     arguments += ["--out", str(subject.records(task)), "--engine", score.engine]
-    if task.shots is not None:
-        arguments += ["--shots", str(task.shots)]
-    if task.split is not None:
-        arguments += ["--split", task.split]
-    if task.subjects is not None:
-        arguments += ["--subjects", ",".join(task.subjects)]
-    if task.limit is not None:
-        arguments += ["--limit", str(task.limit)]
     if score.batch_size is not None:
         arguments += ["--batch-size", str(score.batch_size)]
     return Program(module="calibeval", arguments=tuple(arguments))

@@ -197,20 +197,66 @@ def test_the_hub_is_out_of_reach(tmp_path):
     assert "error: hub:cais/mmlu: cannot be loaded from the hub" in done.stderr
 
 
-def test_hub_layout(tmp_path):
-    """A data set in the hub's layout, from a folder, through the same loader."""
+def hub_folder(folder, *subjects) -> None:
+    """MMLU in the hub's layout: 2 examples and 3 questions a subject."""
     datasets = pytest.importorskip("datasets")
     row = {"question": "Sky?", "choices": ["a", "b", "c", "d"], "answer": 2, "subject": "s"}
-    for split, count in (("dev", 2), ("test", 3)):
-        folder = tmp_path / "hub" / "old_kings"
-        folder.mkdir(parents=True, exist_ok=True)
-        table = datasets.Dataset.from_list([row] * count)
-        table.to_parquet(str(folder / f"{split}-00000-of-00001.parquet"))
-    (tmp_path / "hub" / "README.md").write_text(
-        "---\nconfigs:\n- config_name: old_kings\n  data_files:\n"
-        "  - split: dev\n    path: old_kings/dev-*\n"
-        "  - split: test\n    path: old_kings/test-*\n---\n"
-    )
+    card = "---\nconfigs:\n"
+    for subject in subjects:
+        (folder / subject).mkdir(parents=True)
+        card += f"- config_name: {subject}\n  data_files:\n"
+        for split, count in (("dev", 2), ("test", 3)):
+            table = datasets.Dataset.from_list([row] * count)
+            table.to_parquet(str(folder / subject / f"{split}-00000-of-00001.parquet"))
+            card += f"  - split: {split}\n    path: {subject}/{split}-*\n"
+    (folder / "README.md").write_text(card + "---\n")
+
+
+def test_the_hubs_cache_is_read_offline(tmp_path):
+    """All subjects of the card, from the folders that a download leaves; one that is absent, or a
+    card that is, ends in one error and never in fewer subjects."""
+    hub_folder(tmp_path / "mmlu", "light", "old_kings")
+    home = tmp_path / "home"
+    for subject in ("light", "old_kings"):
+        for split in ("dev", "test"):
+            pytest.importorskip("datasets").load_dataset(
+                str(tmp_path / "mmlu"), subject, split=split, cache_dir=home / "datasets"
+            )
+    cached = (home / "datasets" / "mmlu").rename(home / "datasets" / "cais___mmlu")
+    repository = home / "hub" / "datasets--cais--mmlu"
+    snapshot = repository / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    (tmp_path / "mmlu" / "README.md").rename(snapshot / "README.md")
+
+    def prompts_of(*options) -> subprocess.CompletedProcess:
+        command = ["-m", "calibeval", "prompts", "--task", "mmlu", "--data", "hub:cais/mmlu"]
+        return subprocess.run(
+            [sys.executable, *command, "--shots", "2", *options],
+            env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(home)},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    done = prompts_of()
+    found = [json.loads(line)["id"] for line in done.stdout.splitlines()]
+    assert found == [f"{s}/{i}" for s in ("light", "old_kings") for i in range(3)], done.stderr
+    assert len(prompts_of("--subjects", "light").stdout.splitlines()) == 3
+    unknown = prompts_of("--subjects", "dark").stderr
+    assert "no subject 'dark'; there are light, old_kings" in unknown
+    (cached / "light").rename(tmp_path / "light")
+    assert "error: hub:cais/mmlu: cannot be loaded from the hub" in prompts_of().stderr
+    (tmp_path / "light").rename(cached / "light")
+    (snapshot / "README.md").unlink()
+    assert "error: hub:cais/mmlu: cannot be loaded from the hub" in prompts_of().stderr
+
+
+def test_hub_layout(tmp_path):
+    """A data set in the hub's layout, from a folder, through the same loader."""
+    hub_folder(tmp_path / "hub", "old_kings")
     (subject,) = load("mmlu", f"hub:{tmp_path / 'hub'}", shots=2)
     assert len(subject.questions) == 3 and subject.questions[0].label == 2
     assert "about  old kings." in prompts.build(subject, subject.questions[0], 2).text

@@ -95,6 +95,46 @@ def test_questions_that_cannot_be_asked_are_named_before_anything_trains(profile
         assert "score.tasks: mmlu: " in said and expected in said
 
 
+def test_questions_of_the_hub_are_fetched_by_prefetch(profiled, tmp_path):
+    env = say(tmp_path / "bin", **SLURM) | {"HF_HOME": str(tmp_path / "hub")}
+    path = profiled({"score": {"tasks": [{"task": "mmlu", "data": "hub:cais/mmlu"}]}})
+    said = preflight(path, env=env)
+    assert "not fetched: questions hub:cais/mmlu (test)" in said and "score.tasks" not in said
+    assert f"where there is internet: bash slurm/prefetch.sh --config {path}" in said
+    listed = command("prefetch", path, "--dry-run", env=env)
+    assert listed.stdout == "to fetch: questions hub:cais/mmlu (test)\n", listed.stderr
+
+
+def test_questions_in_the_hubs_cache_are_read_as_scoring_reads_them(profiled, tmp_path):
+    """Both kinds of answer that calibeval gives without a network; its own tests have the cache."""
+    env = say(tmp_path / "bin", **SLURM) | {"HF_HOME": str(tmp_path / "hub")}
+    path = profiled({"score": {"tasks": [{"task": "mmlu", "data": "hub:cais/mmlu"}]}})
+    for said, expected in (
+        ("", "nothing is missing"),
+        ("cais/mmlu: no subject 'dark'", "score.tasks: mmlu: cais/mmlu: no subject 'dark'"),
+    ):
+        with mock.patch("sweeps.questions._offline", return_value=said):
+            assert expected in (whole := preflight(path, env=env))
+        assert "not fetched" not in whole
+
+
+def test_a_folder_in_the_hubs_layout_is_read(profiled, tmp_path):
+    (tmp_path / "mmlu" / "light").mkdir(parents=True)
+    row = '{"question": "Sky?", "choices": ["a", "b"], "answer": 1}\n'
+    for split in ("dev", "test"):
+        (tmp_path / "mmlu" / "light" / f"{split}.jsonl").write_text(row)
+    (tmp_path / "mmlu" / "README.md").write_text(
+        "---\nconfigs:\n- config_name: light\n  data_files:\n"
+        "  - {split: dev, path: light/dev.jsonl}\n"
+        "  - {split: test, path: light/test.jsonl}\n---\n"
+    )
+    task = {"task": "mmlu", "data": f"hub:{tmp_path / 'mmlu'}", "shots": 1}
+    env = say(tmp_path / "bin", **SLURM)
+    assert "nothing is missing" in preflight(profiled({"score": {"tasks": [task]}}), env=env)
+    said = preflight(profiled({"score": {"tasks": [task | {"shots": 2}]}}), env=env)
+    assert "split dev: 1 row, but --shots 2 needs 2" in said
+
+
 def test_a_variable_that_stays_behind_is_named(profiled, tmp_path):
     env = say(tmp_path / "bin", **SLURM) | {"WORK": str(tmp_path)}
     path = profiled(cache="$WORK/hub")

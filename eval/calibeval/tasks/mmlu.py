@@ -54,11 +54,11 @@ def chosen(present: list[str], wanted: tuple[str, ...] | None, where: str) -> li
 
 
 def _hub(source: Source, split: str) -> list[Subject]:
-    from datasets import get_dataset_config_names, load_dataset
+    from datasets import load_dataset
 
     name = source.data.removeprefix(HUB)
     try:
-        present = sorted(set(get_dataset_config_names(name)) - {"all", "auxiliary_train"})
+        present = sorted(set(_hub_subjects(name)) - {"all", "auxiliary_train"})
         loaded = []
         for subject in chosen(present, source.subjects, name):
             parts = [load_dataset(name, subject, split=part) for part in ("dev", split)]
@@ -70,6 +70,19 @@ def _hub(source: Source, split: str) -> list[Subject]:
             raise
         raise InputError(f"{source.data}: cannot be loaded from the hub: {error}") from error
     return loaded
+
+
+def _hub_subjects(name: str) -> list[str]:
+    """The configurations of a hub data set; offline those of its cached card."""
+    from datasets import config, get_dataset_config_names
+    from huggingface_hub import DatasetCard, hf_hub_download
+
+    if not config.HF_HUB_OFFLINE or Path(name).is_dir():
+        return get_dataset_config_names(name)
+    # Offline, get_dataset_config_names answers ["default"], and the folders of the cache may be
+    # those of some subjects only.
+    card = DatasetCard.load(hf_hub_download(name, "README.md", repo_type="dataset"))
+    return [entry["config_name"] for entry in card.data.to_dict()["configs"]]
 
 
 def _row(row: dict, index: int, subject: str) -> Question:

@@ -1,0 +1,84 @@
+"""A task's questions, read before anything trains: what would keep them from being asked."""
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+from calibeval.errors import InputError
+from calibeval.tasks import LOADERS, Source, load
+from calibeval.tasks.mmlu import HUB
+from sweeps.config import Task
+
+SHOTS = 5  # calibeval's default
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # as the command line sets them
+
+
+def options(task: Task) -> list[str]:
+    """What chooses the task's questions on calibeval's command line."""
+    chosen = ["--task", task.task, "--data", task.data]
+    if task.shots is not None:
+        chosen += ["--shots", str(task.shots)]
+    if task.split is not None:
+        chosen += ["--split", task.split]
+    if task.subjects is not None:
+        chosen += ["--subjects", ",".join(task.subjects)]
+    if task.limit is not None:
+        chosen += ["--limit", str(task.limit)]
+    return chosen
+
+
+def on_hub(task: Task) -> bool:
+    """Whether the questions are a data set of the hub; hub: may also stand before a folder."""
+    name = task.data.removeprefix(HUB)
+    return task.task == "mmlu" and name != task.data and not Path(name).exists()
+
+
+def fetched(task: Task) -> bool:
+    """Whether the hub's cache holds the questions."""
+    return f"{task.data}: cannot be loaded" not in _offline(task, os.environ.get("HF_HOME"))
+
+
+def fetch(task: Task) -> None:
+    """Fill the hub's cache with what scoring will read; bad data raises `InputError`."""
+    _load(task)
+
+
+def problem(task: Task) -> str | None:
+    """What keeps the task from being asked, which would show only after the training."""
+    if on_hub(task):
+        return _offline(task, os.environ.get("HF_HOME")) or None
+    try:
+        if task.task in LOADERS and not Path(task.data.removeprefix(HUB)).exists():
+            raise InputError(f"data: {task.data}: no such file or folder")
+        _load(task)
+    except InputError as error:
+        return str(error)
+    return None
+
+
+def _load(task: Task) -> None:
+    shots = SHOTS if task.shots is None else task.shots
+    load(task.task, Source(task.data, shots, task.subjects, task.split))
+
+
+@cache  # fetched() and problem() ask the same
+def _offline(task: Task, home: str | None) -> str:
+    """The scorer's error without a network, or nothing.
+
+    In a process of its own, for this one may be online: libraries ask once, when they are imported.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "calibeval", "prompts", *options(task)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        env=OFFLINE | os.environ,
+    )
+    if done.returncode == 0:
+        return ""
+    lines = done.stderr.strip().splitlines() or [f"exit {done.returncode}"]
+    wrong = [line for line in lines if line.startswith("error: ")]
+    return (wrong or lines)[-1].removeprefix("error: ")
