@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from sweeps import kinds
 from sweeps.config import Seq, Strict, check, read_yaml
 from sweeps.errors import SweepError
 
@@ -47,7 +48,12 @@ def load_cluster(path: str | None) -> Cluster:
     """Read a profile; None is the defaults. Raises SweepError naming file, key, value, expected."""
     if path is None:
         return Cluster()
-    return check(Cluster, read_yaml(Path(path)), path)
+    raw = read_yaml(Path(path))
+    try:
+        return check(Cluster, raw, path)
+    except SweepError:
+        kinds.refuse_other(raw, kinds.PROFILE, path)
+        raise
 
 
 def variables(text: str | None) -> list[str]:

@@ -293,9 +293,17 @@ def load_sweep(path: Path, assignments: Iterable[str] = ()) -> tuple[Sweep, dict
 
     `train` and `grid` are checked against the backend when the grid is expanded.
     """
+    from sweeps import kinds
+
     raw = read_yaml(path)
+    written = dict(raw)
     origins = override(raw, assignments)
-    sweep = check(Sweep, raw, str(path), origins=origins, elsewhere=dotted_keys(raw.get("backend")))
+    try:
+        elsewhere = dotted_keys(raw.get("backend"))
+        sweep = check(Sweep, raw, str(path), origins=origins, elsewhere=elsewhere)
+    except SweepError:
+        kinds.refuse_other(written, kinds.SWEEP, str(path))
+        raise
     if sweep.score is not None:
         names = [task.key for task in sweep.score.tasks]
         if len(set(names)) != len(names):

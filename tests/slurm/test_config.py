@@ -3,9 +3,11 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from real import PROJECT
 
 from sweeps import launch
 from sweeps.cli import main
+from sweeps.cluster import load_cluster
 from sweeps.config import dump_yaml, load_sweep, override, parse_yaml
 from sweeps.errors import SweepError
 
@@ -49,6 +51,38 @@ def test_unknown_keys_come_with_the_nearest_known_one(sweep_file):
     assert "did you mean 'shots'?" in refusal(
         sweep_file(score={"tasks": [{"task": "mmlu", "data": "x", "shot": 1}]})
     )
+
+
+@pytest.mark.parametrize(
+    ("file", "found"),
+    [
+        ("configs/cluster/cloud.yaml", "this looks like a cluster profile; a sweep is expected"),
+        ("configs/deepspeed/zero3.json", "this looks like a DeepSpeed configuration"),
+    ],
+)
+def test_another_kind_of_file_is_named(file, found):
+    text = refusal(PROJECT / file)
+    assert f"{file}: {found}" in text and "unknown key" not in text
+    assert ("--cluster takes a profile" in text) == ("cluster" in file)
+
+
+@pytest.mark.parametrize(
+    ("keys", "found"),
+    [
+        ({"backend": "builtin", "train": {}, "world": {}}, "the config.yaml of a run"),
+        ({"model_name_or_path": "m", "learning_rate": 1e-5, "seed": 1}, "settings of one training"),
+        ({"apples": 1, "pears": 2}, "none of its keys (apples, pears) is known; a sweep is"),
+    ],
+)
+def test_another_kind_of_keys_is_named(tmp_path, keys, found):
+    path = tmp_path / "file.yaml"
+    path.write_text(dump_yaml(keys))
+    assert found in refusal(path)
+
+
+def test_a_sweep_is_no_cluster_profile(sweep_file):
+    with pytest.raises(SweepError, match="looks like a sweep; a cluster profile is expected"):
+        load_cluster(str(sweep_file()))
 
 
 @pytest.mark.parametrize(
