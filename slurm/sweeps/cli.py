@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     throttle_option(sub)
     sub = sweep_command("status", "what every run is doing")
     sub.add_argument("--watch", type=float, metavar="SECONDS", help="show it again and again")
-    sweep_command("cancel", "out of the queue, and stopped here; running trainers save first")
+    sweep_command("cancel", "end it, queued or on this machine; running trainers save first")
     sub = sweep_command("retry", "queue failed runs again")
     executor_option(sub)
     sub = sweep_command("logs", "the end of the runs' logs")

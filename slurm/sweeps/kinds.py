@@ -12,7 +12,7 @@ EXAMPLES = {SWEEP: "configs/sweeps/beta.yaml", PROFILE: "configs/cluster/generic
 
 
 def refuse_other(raw: dict, expected: str, source: str) -> None:
-    """Raise SweepError if no key of `raw` is `expected`'s, or if it is what a run was given."""
+    """Raise SweepError if no key of `raw` is one of `expected`, or if its keys are a run's."""
     kinds = _kinds()
     known = {kind: sum(key in keys for key in raw) for kind, keys in kinds.items()}
     best = RUN if set(raw) == kinds[RUN] else max(known, key=known.get)

@@ -32,7 +32,8 @@ def options(task: Task) -> list[str]:
 def on_hub(task: Task) -> bool:
     """Whether the questions are a data set of the hub; hub: may also stand before a folder."""
     name = task.data.removeprefix(HUB)
-    return task.task == "mmlu" and name != task.data and not Path(name).exists()
+    local = name[:1] in ("", ".", "/", "~") or Path(name).exists()
+    return task.task == "mmlu" and name != task.data and not local
 
 
 def fetched(task: Task) -> bool:

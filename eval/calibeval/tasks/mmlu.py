@@ -73,16 +73,18 @@ def _hub(source: Source, split: str) -> list[Subject]:
 
 
 def _hub_subjects(name: str) -> list[str]:
-    """The configurations of a hub data set; offline those of its cached card."""
+    """The configurations of a hub data set; offline those that its cached card lists."""
     from datasets import config, get_dataset_config_names
     from huggingface_hub import DatasetCard, hf_hub_download
 
-    if not config.HF_HUB_OFFLINE or Path(name).is_dir():
+    if Path(name).is_dir():
         return get_dataset_config_names(name)
-    # Offline, get_dataset_config_names answers ["default"], and the folders of the cache may be
-    # those of some subjects only.
-    card = DatasetCard.load(hf_hub_download(name, "README.md", repo_type="dataset"))
-    return [entry["config_name"] for entry in card.data.to_dict()["configs"]]
+    card = hf_hub_download(name, "README.md", repo_type="dataset")  # kept for later, if online
+    if not config.HF_HUB_OFFLINE:
+        return get_dataset_config_names(name)
+    # get_dataset_config_names would answer ["default"], and the cache's folders may be those of
+    # some subjects only.
+    return [entry["config_name"] for entry in DatasetCard.load(card).data.to_dict()["configs"]]
 
 
 def _row(row: dict, index: int, subject: str) -> Question:
