@@ -70,12 +70,13 @@ def request(task: Task, score: Score) -> dict:
 
 def scored(subject: Subject, task: Task, score: Score) -> bool:
     """Whether the records of exactly this request exist."""
+    return subject.records(task).exists() and _asked(subject, task, score)
+
+
+def _asked(subject: Subject, task: Task, score: Score) -> bool:
+    """Whether what was last begun for this task is this request."""
     asked = subject.scores / f"{task.key}.request.json"
-    return (
-        subject.records(task).exists()
-        and asked.exists()
-        and read_json(asked) == json.loads(json.dumps(request(task, score)))
-    )
+    return asked.exists() and read_json(asked) == json.loads(json.dumps(request(task, score)))
 
 
 def missing(subject: Subject, score: Score) -> list[Task]:
@@ -105,10 +106,12 @@ def run(
 
 
 def _run_task(subject: Subject, task: Task, score: Score, start: Start) -> None:
+    from calibeval.store import clear  # with NumPy, which `status` does without
+
     todo = program(subject, task, score)
-    asked = subject.scores / f"{task.key}.request.json"
-    subject.records(task).unlink(missing_ok=True)  # answers to another request
-    write_json(asked, request(task, score))
+    if not _asked(subject, task, score):
+        clear(subject.records(task))  # whole or begun, they answer another request
+        write_json(subject.scores / f"{task.key}.request.json", request(task, score))
     offset = subject.log.stat().st_size if subject.log.exists() else 0
     child = start([sys.executable, "-m", todo.module, *todo.arguments], todo, subject.log)
     while (code := child.wait(1.0)) is None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sweeps import launch
+from sweeps import launch, score
 from sweeps.executors import local
 from sweeps.locks import lease
 from sweeps.rundir import RunDir
@@ -151,6 +151,22 @@ def test_cancel_wants_slurm_only_for_what_was_submitted(sweep_file, tmp_path):
     done = sweeps("cancel", path, env=os.environ | {"PATH": str(tmp_path)})
     assert done.returncode == 2
     assert f"error: {jobs}: this sweep was submitted to Slurm, and squeue or scancel" in done.stderr
+
+
+def test_scoring_begun_with_another_limit_is_begun_anew(sweep_file, tiny):
+    """calibeval alone would refuse to go on, and ask for an option that a sweep does not have."""
+    task = {"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 2}
+    path = sweep_file(grid={}, score={"tasks": [task | {"limit": 2}]})
+    planned = launch.plan(path, [])
+    (base,) = score.bases(planned.sweep, planned.cells).values()
+    parts = base.scores / "mmlu.jsonl.parts"
+    parts.mkdir(parents=True)
+    (parts / "settings.json").write_text('{"settings": {"limit": 1, "prompts_sha256": "x"}}')
+    (base.scores / "mmlu.request.json").write_text('{"limit": 1}')
+    done = sweeps("score", path, "--executor", "local")
+    assert done.returncode == 0, done.stderr
+    assert score.scored(base, planned.sweep.score.tasks[0], planned.sweep.score)
+    assert not parts.exists()
 
 
 @pytest.mark.slow
