@@ -81,7 +81,7 @@ def base2_logits(acc, bias, v, V, scale, cap, HAS_BIAS: tl.constexpr, SOFTCAP: t
         x += tl.load(bias + v, mask=v < V, other=0.0).to(tl.float32)[None, :] * LOG2E
     if SOFTCAP:
         # tanh(u) = 1 - 2 / (exp(2u) + 1), which saturates cleanly at both ends
-        x = cap * LOG2E * (1.0 - 2.0 / (tl.exp2(x * (2.0 / cap)) + 1.0))
+        x = (1.0 - 2.0 / (tl.exp2(x * (2.0 / cap)) + 1.0)) * (cap * LOG2E)
     return x
 
 
