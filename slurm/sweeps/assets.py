@@ -200,7 +200,9 @@ def _fetch_archive(wanted: Archive) -> None:
                 archive.extractall(unpacked)
         else:
             with tarfile.open(packed) as archive:
-                archive.extractall(unpacked, filter="data")
+                # Python before 3.10.12 and 3.11.4 (Debian 12 has 3.11.2) knows no filter
+                archive.extraction_filter = getattr(tarfile, "data_filter", None)
+                archive.extractall(unpacked)
         for _ in range(wanted.strip):
             (unpacked,) = unpacked.iterdir()
         unpacked.rename(target)
