@@ -171,13 +171,15 @@ def _cancel(a: argparse.Namespace) -> int:
     from sweeps.executors import local, slurm
 
     planned = _planned(a)
-    runs = local.cancel(planned.sweep, planned.cells)
+    runs, scored = local.cancel(planned.sweep, planned.cells)
     if runs:
         print(f"asked to save and stop: {', '.join(runs)}", flush=True)
+    if scored:
+        print(f"nothing more is started here after the scoring of {', '.join(scored)}", flush=True)
     jobs = slurm.cancel(planned.sweep)
     if jobs:
         print(f"cancelled: {', '.join(jobs)}")
-    if not runs and not jobs:
+    if not runs and not scored and not jobs:
         print("nothing of this sweep is queued or running")
     return 0
 

@@ -27,6 +27,10 @@ class Subject:
     scores: Path
     log: Path
 
+    @property
+    def lock(self) -> Path:
+        return self.scores / "score.lock"
+
     def records(self, task: Task) -> Path:
         return self.scores / f"{task.key}.jsonl"
 
@@ -100,7 +104,7 @@ def run(
             f"internet: {prefetch}"
         )
     make_folder(subject.scores)
-    with lease(subject.scores / "score.lock", timeout=-1):
+    with lease(subject.lock, timeout=-1):
         for task in missing(subject, score):
             _run_task(subject, task, score, start)
 

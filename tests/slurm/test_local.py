@@ -7,12 +7,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from sweeps import launch, score
+from sweeps.cli import main
 from sweeps.executors import local
 from sweeps.locks import lease
 from sweeps.rundir import RunDir
@@ -55,6 +57,7 @@ def children(pid: int) -> list[int]:
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+EXITED = SimpleNamespace(wait=lambda seconds: 1, signal=lambda number: None)
 LONG = {
     "num_train_epochs": 24,
     "checkpointing_steps": 20,
@@ -139,9 +142,56 @@ def test_cancel_stops_the_launches_under_way_and_no_later_one(sweep_file):
     planned = launch.plan(path, [])
     under_way = local.Stopping(planned.sweep)
     with lease(run.lock, timeout=0):
-        assert local.cancel(planned.sweep, planned.cells) == [run.name]
+        assert local.cancel(planned.sweep, planned.cells) == ([run.name], [])
     assert under_way.is_set() and not local.Stopping(planned.sweep).is_set()
     assert run.stop.exists()
+
+
+def test_cancel_reaches_a_launch_while_it_scores(sweep_file, tiny, capsys):
+    """No run is locked then, but the next one would start."""
+    score_section = {"tasks": [{"task": "mmlu", "data": str(tiny / "mmlu")}]}
+    prepare(path := sweep_file(score=score_section))
+    planned = launch.plan(path, [])
+    (base,) = score.bases(planned.sweep, planned.cells).values()
+    under_way = local.Stopping(planned.sweep)
+    base.scores.mkdir(parents=True)
+    with lease(base.lock, timeout=0):
+        assert main(["cancel", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert said == f"nothing more is started here after the scoring of {base.name}\n"
+    assert under_way.is_set()
+
+
+def test_cancel_stops_a_launch_inside_an_allocation(sweep_file):
+    """Of salloc, say: the run has a job's number, but this sweep submitted none."""
+    run = prepare(path := sweep_file(grid={}))
+    planned = launch.plan(path, [])
+    run.write_manifest(run.manifest() | {"attempts": [{"job": "7"}]})
+    with lease(run.lock, timeout=0):
+        assert local.cancel(planned.sweep, planned.cells) == ([run.name], [])
+        (local.jobs_root(planned.sweep) / "abc").mkdir(parents=True)
+        assert local.cancel(planned.sweep, planned.cells) == ([], [])
+
+
+def test_a_stop_that_comes_while_a_run_is_set_up_is_obeyed(sweep_file, monkeypatch):
+    """The set-up removes stop files that earlier attempts left."""
+    run = prepare(path := sweep_file(grid={}))
+    planned = launch.plan(path, [])
+    seen = []
+    monkeypatch.setattr(local, "start_warm", lambda *_: seen.append(run.stop.exists()) or EXITED)
+    asked = SimpleNamespace(is_set=iter([False, True]).__next__)
+    said = local._run(planned.cells[0], run, planned.sweep, asked)
+    assert seen == [True] and said.startswith(f"stopped: {run.name}")
+
+
+def test_a_stop_file_that_goes_away_stops_nothing(sweep_file):
+    planned = launch.plan(sweep_file(grid={}), [])
+    file = local._stop_file(planned.sweep)
+    file.parent.mkdir(parents=True)
+    file.touch()
+    under_way = local.Stopping(planned.sweep)
+    file.unlink()
+    assert not under_way.is_set()
 
 
 def test_cancel_wants_slurm_only_for_what_was_submitted(sweep_file, tmp_path):

@@ -14,9 +14,11 @@ from pathlib import Path
 from tqdm import tqdm
 
 from sweeps import score, supervise
-from sweeps.children import start_warm
+from sweeps.backends.base import Program
+from sweeps.children import Child, start_warm
 from sweeps.config import Sweep
 from sweeps.errors import SweepError
+from sweeps.executors.slurm import jobs_root
 from sweeps.files import make_folder
 from sweeps.grid import Cell, sweep_folder
 from sweeps.locks import held
@@ -71,19 +73,23 @@ def launch(sweep: Sweep, cells: list[Cell]) -> list[str]:
     return problems
 
 
-def cancel(sweep: Sweep, cells: list[Cell]) -> list[str]:
-    """Ask running trainers to save and leave, and their launches to start nothing more.
+def cancel(sweep: Sweep, cells: list[Cell]) -> tuple[list[str], list[str]]:
+    """Ask running trainers to save and leave, and launches under way to start nothing more.
 
-    Returns the names of the runs, without those that a Slurm job trains.
+    Returns the names of the runs that train, without those of this sweep's Slurm jobs, and of what
+    is being scored, which is not interrupted.
     """
     runs = [RunDir(cell.folder) for cell in cells]
-    busy = [run for run in runs if held(run.lock) and run.job() is None]
-    if busy:
+    if any(run.path.exists() for run in runs):  # a launch may be under way that holds no lock now
         make_folder(sweep_folder(sweep))
         _stop_file(sweep).touch()  # before the runs leave, for the next would start then
+    # A launch without Slurm may itself be inside a job, of salloc for example.
+    submitted = any(jobs_root(sweep).glob("*"))
+    busy = [run for run in runs if held(run.lock) and not (submitted and run.job())]
     for run in busy:
         run.stop.touch()
-    return [run.name for run in busy]
+    subjects = [*score.bases(sweep, cells).values(), *map(score.of_cell, cells)]
+    return [run.name for run in busy], [s.name for s in subjects if held(s.lock)]
 
 
 def _stop_file(sweep: Sweep) -> Path:
@@ -107,14 +113,21 @@ class Stopping:
         self._event.set()
 
     def is_set(self) -> bool:
-        return self._event.is_set() or self._touched() != self._before
+        touched = self._touched()  # None: absent, removed by hand, or out of reach for a moment
+        return self._event.is_set() or touched not in (None, self._before)
 
 
 def _run(cell: Cell, run: RunDir, sweep: Sweep, stopping: Stopping) -> str | None:
     if stopping.is_set():
         return f"not started: {run.name}"
+
+    def start(arguments: list[str], program: Program, log: Path) -> Child:
+        if stopping.is_set():  # asked while the run was being set up, which drops old stop files
+            run.stop.touch()
+        return start_warm(arguments, program, log)
+
     try:
-        outcome = supervise.train(run, start=start_warm, idle_restarts=sweep.max_idle_restarts)
+        outcome = supervise.train(run, start=start, idle_restarts=sweep.max_idle_restarts)
     except SweepError as error:
         return f"failed: {run.name}: {error}"
     if outcome is Outcome.BUSY:
