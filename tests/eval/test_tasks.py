@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
 from calibeval import prompts, tasks
 from calibeval.__main__ import main
 from calibeval.errors import InputError
+from calibeval.tasks import mmlu
 from calibeval.tasks.hellaswag import clean
 
 
@@ -250,8 +252,20 @@ def test_the_hubs_cache_is_read_offline(tmp_path):
     (cached / "light").rename(tmp_path / "light")
     assert "error: hub:cais/mmlu: cannot be loaded from the hub" in prompts_of().stderr
     (tmp_path / "light").rename(cached / "light")
+    for card in ("No configurations.\n", "---\nconfigs:\n- data_files: all.csv\n---\n"):
+        (snapshot / "README.md").write_text(card)
+        assert "error: hub:cais/mmlu: its card lists no configurations" in prompts_of().stderr
     (snapshot / "README.md").unlink()
     assert "error: hub:cais/mmlu: cannot be loaded from the hub" in prompts_of().stderr
+
+
+def test_a_hub_data_set_needs_no_card_online(monkeypatch):
+    datasets, hub = map(pytest.importorskip, ("datasets", "huggingface_hub"))
+    gone = hub.utils.EntryNotFoundError.__new__(hub.utils.EntryNotFoundError)  # any version's
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "hf_hub_download", mock.Mock(side_effect=gone))
+    monkeypatch.setattr(datasets, "get_dataset_config_names", lambda name: ["light"])
+    assert mmlu._hub_subjects("cais/mmlu") == ["light"]
 
 
 def test_hub_layout(tmp_path):

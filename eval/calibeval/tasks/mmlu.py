@@ -76,15 +76,29 @@ def _hub_subjects(name: str) -> list[str]:
     """The configurations of a hub data set; offline those that its cached card lists."""
     from datasets import config, get_dataset_config_names
     from huggingface_hub import DatasetCard, hf_hub_download
+    from huggingface_hub.utils import EntryNotFoundError, LocalEntryNotFoundError
 
     if Path(name).is_dir():
         return get_dataset_config_names(name)
-    card = hf_hub_download(name, "README.md", repo_type="dataset")  # kept for later, if online
     if not config.HF_HUB_OFFLINE:
+        try:
+            hf_hub_download(name, "README.md", repo_type="dataset")  # for later, without a network
+        except LocalEntryNotFoundError:  # the hub did not answer
+            raise
+        except EntryNotFoundError:  # it did: this data set does without a card
+            pass
         return get_dataset_config_names(name)
     # get_dataset_config_names would answer ["default"], and the cache's folders may be those of
     # some subjects only.
-    return [entry["config_name"] for entry in DatasetCard.load(card).data.to_dict()["configs"]]
+    card = DatasetCard.load(hf_hub_download(name, "README.md", repo_type="dataset"))
+    listed = card.data.to_dict().get("configs") or []
+    subjects = [entry["config_name"] for entry in listed if "config_name" in entry]
+    if not subjects:
+        raise InputError(
+            f"{HUB}{name}: its card lists no configurations, so that its subjects are unknown "
+            "without a network; give --data a folder in the official layout"
+        )
+    return subjects
 
 
 def _row(row: dict, index: int, subject: str) -> Question:
