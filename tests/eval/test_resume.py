@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from calibeval import score
+from calibeval import score, store
 from calibeval.__main__ import main
 
 
@@ -87,6 +87,20 @@ def test_options_that_choose_the_same_questions_are_the_same(command, capsys):
     assert run(command) == 0
     assert run(command, "--limit", "30", "--split", "test", "--subjects", "light,old_kings") == 0
     assert "complete already, 60 questions" in capsys.readouterr().err
+
+
+def test_records_that_do_not_say_what_chose_their_questions(command, tmp_path, capsys):
+    """As older versions made them: the prompts' hash alone decides."""
+    assert run(command) == 0
+    meta = tmp_path / "r.jsonl.meta.json"
+    made = json.loads(meta.read_text())
+    for key in store.CHOICE:
+        del made["settings"][key]
+    meta.write_text(json.dumps(made))
+    assert run(command) == 0
+    assert "complete already" in capsys.readouterr().err
+    assert run(command, "--shots", "2") == 2
+    assert "was made with other questions or examples" in capsys.readouterr().err
 
 
 def test_data_that_changed_under_the_same_options_are_refused(
