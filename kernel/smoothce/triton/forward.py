@@ -31,8 +31,8 @@ class Statistics(NamedTuple):
 def split(n, group, n_blocks, workers, ROWS: tl.constexpr, GROUP: tl.constexpr):
     """How to cut a group of token blocks × all vocabulary blocks into equal shares for all workers.
 
-    Group after group, so that the tokens' states stay in the L2 cache: as many of them as of rows
-    of C are read at a time, and C is read once for each group.
+    Groups follow one another, and each reads all of C once. A group is small, so that its tokens'
+    hidden states stay in the L2 cache meanwhile.
 
     Every token block gets `cuts` segments of `length` vocabulary blocks, each one program's share.
     Programs left over share the vocabulary's end, from `cuts · length` on, for all token blocks.
@@ -43,9 +43,9 @@ def split(n, group, n_blocks, workers, ROWS: tl.constexpr, GROUP: tl.constexpr):
     n_rows = tl.maximum((group + 1) * all_rows // groups - start, 1)
     cuts = tl.minimum(workers // n_rows, n_blocks)
     spare = workers - cuts * n_rows
-    # a program left over takes this many token blocks: `length` is where it has as much to do
-    share = tl.cdiv(n_rows, tl.maximum(spare, 1))
-    even = tl.cdiv(n_blocks * share, cuts * share + 1)
+    # a program left over takes the end of `each` token blocks: a segment's work, at length `even`
+    each = tl.cdiv(n_rows, tl.maximum(spare, 1))
+    even = tl.cdiv(n_blocks * each, cuts * each + 1)
     length = tl.where(spare > 0, even, tl.cdiv(n_blocks, cuts))
     return start, n_rows, tl.minimum(cuts, tl.cdiv(n_blocks, length)), length, spare
 
@@ -278,6 +278,7 @@ def forward(
     workers = programs(packed.device)
     group = min(tiles.group, workers)
     groups = cdiv(padded, group * tiles.rows)
+    # a group has at most a segment a program, and besides each token block's end of the vocabulary
     size = groups * (workers + group) * tiles.rows
     parts = torch.empty(3, size, device=packed.device, dtype=torch.float32)
     mass = peak = None
