@@ -1,4 +1,4 @@
-"""Which kind of file a YAML file is, told by its keys: the message to whoever gave another one."""
+"""Which kind of file a YAML file is, told by its keys, for whoever gives one in another's place."""
 
 from sweeps.backends import REGISTRY, get_backend
 from sweeps.config import Sweep

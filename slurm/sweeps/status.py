@@ -41,7 +41,7 @@ def of_sweep(sweep: Sweep, cells: list[Cell]) -> list[Status]:
         from sweeps.executors import slurm
 
         try:
-            elements, answered = slurm.active(sweep), True
+            elements, answered = slurm.active(sweep), slurm.submitted(sweep)
         except SweepError:
             elements = {}
     found = []
@@ -52,7 +52,7 @@ def of_sweep(sweep: Sweep, cells: list[Cell]) -> list[Status]:
 
 
 def _of_run(sweep: Sweep, cell: Cell, element: "Element | None", *, gone: bool) -> Status:
-    """`gone`: the queue answered and has no element that trains this run."""
+    """`gone`: the queue answered and has no element that trains this run, as it once had."""
     run = RunDir(cell.folder)
     tasks = sweep.score.tasks if sweep.score else ()
     subject = score.of_cell(cell)

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sweeps import launch, score
+from sweeps import launch, score, status
 from sweeps.cli import main
-from sweeps.executors import local
+from sweeps.executors import local, slurm
 from sweeps.locks import lease
 from sweeps.rundir import RunDir
 
@@ -162,15 +162,23 @@ def test_cancel_reaches_a_launch_while_it_scores(sweep_file, tiny, capsys):
     assert under_way.is_set()
 
 
-def test_cancel_stops_a_launch_inside_an_allocation(sweep_file):
+def test_a_launch_inside_an_allocation_is_no_job_of_the_sweep(sweep_file, tmp_path, monkeypatch):
     """Of salloc, say: the run has a job's number, but this sweep submitted none."""
     run = prepare(path := sweep_file(grid={}))
     planned = launch.plan(path, [])
-    run.write_manifest(run.manifest() | {"attempts": [{"job": "7"}]})
+    run.write_manifest(run.manifest() | {"state": "running", "attempts": [{"job": "7"}]})
+    (tmp_path / "squeue").write_text("#!/bin/sh\n")  # an empty queue
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+    def found() -> tuple:
+        (running,) = status.of_sweep(planned.sweep, planned.cells)
+        return running.state, local.cancel(planned.sweep, planned.cells)
+
     with lease(run.lock, timeout=0):
-        assert local.cancel(planned.sweep, planned.cells) == ([run.name], [])
-        (local.jobs_root(planned.sweep) / "abc").mkdir(parents=True)
-        assert local.cancel(planned.sweep, planned.cells) == ([], [])
+        assert found() == ("running", ([run.name], []))
+        (slurm.jobs_root(planned.sweep) / "abc").mkdir(parents=True)
+        assert found() == ("interrupted", ([], []))
 
 
 def test_a_stop_that_comes_while_a_run_is_set_up_is_obeyed(sweep_file, monkeypatch):

@@ -18,7 +18,7 @@ from sweeps.backends.base import Program
 from sweeps.children import Child, start_warm
 from sweeps.config import Sweep
 from sweeps.errors import SweepError
-from sweeps.executors.slurm import jobs_root
+from sweeps.executors.slurm import submitted
 from sweeps.files import make_folder
 from sweeps.grid import Cell, sweep_folder
 from sweeps.locks import held
@@ -83,9 +83,8 @@ def cancel(sweep: Sweep, cells: list[Cell]) -> tuple[list[str], list[str]]:
     if any(run.path.exists() for run in runs):  # a launch may be under way that holds no lock now
         make_folder(sweep_folder(sweep))
         _stop_file(sweep).touch()  # before the runs leave, for the next would start then
-    # A launch without Slurm may itself be inside a job, of salloc for example.
-    submitted = any(jobs_root(sweep).glob("*"))
-    busy = [run for run in runs if held(run.lock) and not (submitted and run.job())]
+    queued = submitted(sweep)
+    busy = [run for run in runs if held(run.lock) and not (queued and run.job())]
     for run in busy:
         run.stop.touch()
     subjects = [*score.bases(sweep, cells).values(), *map(score.of_cell, cells)]

@@ -51,6 +51,14 @@ def jobs_root(sweep: Sweep) -> Path:
     return sweep_folder(sweep) / "jobs"
 
 
+def submitted(sweep: Sweep) -> bool:
+    """Whether Slurm was ever given this sweep.
+
+    If not, a run's job is not of its making: a launch without Slurm that sits in salloc.
+    """
+    return any(jobs_root(sweep).glob("*"))
+
+
 def queue() -> dict[str, dict[int | None, Element]]:
     """This user's jobs by name and array index; raises SweepError if squeue does not answer."""
     done = subprocess.run(
@@ -226,15 +234,14 @@ def _submit(sweep: Sweep, cells: list[Cell], train: bool) -> dict[str, str]:
 
 def cancel(sweep: Sweep) -> list[str]:
     """scancel every job of this sweep; running trainers save first. Returns the job ids."""
-    names = {folder.name for folder in jobs_root(sweep).glob("*")}
-    if not names:  # never submitted: no matter whether there is a Slurm
+    if not submitted(sweep):  # no matter whether there is a Slurm
         return []
     if shutil.which("squeue") is None or shutil.which("scancel") is None:
         raise SweepError(
             f"{jobs_root(sweep)}: this sweep was submitted to Slurm, and squeue or scancel is not "
             "on the PATH: cancel its jobs on a login node"
         )
-    ids = set()
+    names, ids = {folder.name for folder in jobs_root(sweep).glob("*")}, set()
     for name, elements in queue().items():
         sweep_name = name.rpartition(".")[0].rpartition(".")[0]
         if sweep_name == sweep.name and name.rpartition(".")[2] in names:
