@@ -17,9 +17,8 @@ from smoothce.bench import arguments
 def main() -> None:
     args = arguments.parse(None, torch.cuda.is_available(), __doc__)
     # the GPU's imports Triton, which a CPU's machine may lack
-    importlib.import_module(f"smoothce.bench.{'gpu' if args.device == 'cuda' else 'cpu'}").main(
-        args
-    )
+    module = {"cuda": "gpu", "cpu": "cpu"}[args.device]
+    importlib.import_module(f"smoothce.bench.{module}").main(args)
 
 
 if __name__ == "__main__":
