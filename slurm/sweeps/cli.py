@@ -175,7 +175,10 @@ def _cancel(a: argparse.Namespace) -> int:
     if runs:
         print(f"asked to save and stop: {', '.join(runs)}", flush=True)
     if scored:
-        print(f"nothing more is started here after the scoring of {', '.join(scored)}", flush=True)
+        print(
+            f"a launch without Slurm starts nothing more after scoring {', '.join(scored)}",
+            flush=True,
+        )
     jobs = slurm.cancel(planned.sweep)
     if jobs:
         print(f"cancelled: {', '.join(jobs)}")

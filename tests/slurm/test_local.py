@@ -158,7 +158,7 @@ def test_cancel_reaches_a_launch_while_it_scores(sweep_file, tiny, capsys):
     with lease(base.lock, timeout=0):
         assert main(["cancel", str(path)]) == 0
     said = capsys.readouterr().out
-    assert said == f"nothing more is started here after the scoring of {base.name}\n"
+    assert said == f"a launch without Slurm starts nothing more after scoring {base.name}\n"
     assert under_way.is_set()
 
 
