@@ -17,7 +17,7 @@ from torch import Tensor
 
 from smoothce.triton.tiles import Tiles, cdiv, programs
 
-TOKENS = 8192  # most of a super-block
+TOKENS = 8192  # most of a super-block; the filter's row lists are int16
 # bytes of dlogits at a time, with what dE's sum takes beyond dE: at most so many, and at most this
 # share of the two gradients; but so many for dlogits alone in any case
 MOST, SHARE, LEAST = 112 * 2**20, 0.0965, 2**25

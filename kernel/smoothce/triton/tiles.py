@@ -16,7 +16,7 @@ class Tiles:
     `width` is both the forward's vocabulary tile and the block that the filter keeps or skips."""
 
     rows: int = 128  # tokens a forward tile
-    group: int = 12  # blocks of so many tokens that all programs work on at a time
+    group: int = 12  # such tiles' rows that all programs work on at a time
     width: int = 256  # vocabulary entries a tile
     depth: int = 64  # step along D
     warps: int = 8
