@@ -20,6 +20,9 @@ runs_schedule = pytest.mark.skipif(
     WIDE_CUMSUM, reason="Triton < 3.3's interpreter stores tl.cumsum of int32 as int64"
 )
 FLOOR = {torch.float32: 2e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
+# Of gradients of fewer numbers than FEW: where their terms cancel, which of two errors is the
+# larger is luck.
+FEW, FLOOR_OF_FEW = 16, 1e-4
 
 
 def inputs(n, v, d, dtype=torch.float32, masked=0.0, bias=False, seed=0, spread=1.0):
@@ -74,14 +77,16 @@ def error(found, expected):
 
 
 def check(n, v, d, dtype=torch.float32, masked=0.0, bias=False, seed=0, **options):
-    """The Triton loss and gradients against the fp32 reference; a tiny eps drops nothing."""
+    """The Triton loss and gradients against the reference in wider numbers; a tiny eps drops
+    nothing."""
     options = Options(**options)
     data = inputs(n, v, d, dtype, masked, bias, seed)
     upstream = None
     if options.reduction == "none":
         upstream = torch.randn(n, generator=torch.Generator().manual_seed(seed + 1)).to(DEVICE)
     exact = replace(options, filter_eps=None)
-    wide = [t.float() if t is not None and t.is_floating_point() else t for t in data]
+    wider = torch.float64 if dtype == torch.float32 else torch.float32
+    wide = [t.to(wider) if t is not None and t.is_floating_point() else t for t in data]
     expected = gradients(reference.loss, *wide, exact, upstream)
     plain = gradients(torch_loss, *data, exact, upstream)
     poison()
@@ -94,4 +99,7 @@ def check(n, v, d, dtype=torch.float32, masked=0.0, bias=False, seed=0, **option
             assert not a.any(), name
             continue
         ours, theirs = error(a, b), error(c, b)
-        assert ours <= 2 * theirs + FLOOR[dtype], (name, ours, theirs)
+        floor = FLOOR[dtype]
+        if name != "loss" and a.numel() < FEW:
+            floor = max(floor, FLOOR_OF_FEW)
+        assert ours <= 2 * theirs + floor, (name, ours, theirs)
