@@ -1,14 +1,74 @@
-"""Time, memory and gradient error on a CPU; random inputs."""
+"""Time, memory and gradient error on a CPU; random inputs.
+
+Medians of methods that take turns, peak memory beyond the inputs, errors against fp64."""
 
 import argparse
 import json
+import multiprocessing
+import re
+import statistics
 import sys
-from dataclasses import asdict
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 
-from smoothce.bench import measure, report
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from smoothce import linear_cross_entropy
+from smoothce.bench import report
 from smoothce.bench.arguments import select
-from smoothce.bench.inputs import Case
-from smoothce.bench.methods import METHODS
+from smoothce.bench.inputs import classifier
+
+Loss = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+
+
+def torch_dense(hidden: Tensor, weight: Tensor, labels: Tensor, beta: float) -> Tensor:
+    return F.cross_entropy(hidden @ weight.T, labels, label_smoothing=beta)
+
+
+def ours(impl: str, hidden: Tensor, weight: Tensor, labels: Tensor, beta: float) -> Tensor:
+    return linear_cross_entropy(hidden, weight, labels, label_smoothing=beta, impl=impl)
+
+
+METHODS: dict[str, Loss] = {
+    "torch": torch_dense,
+    "chunked": partial(ours, "chunked"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem: N tokens, V entries, D features, the dtype's name, and the smoothing β."""
+
+    model: str
+    tokens: int
+    dtype: str
+    label_smoothing: float
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.tokens, *classifier(self.model)
+
+    def __str__(self) -> str:
+        n, v, d = self.shape
+        return (
+            f"{self.model} (N={n}, V={v}, D={d}), {self.dtype} on cpu, β={self.label_smoothing:g}"
+        )
+
+
+def tensors(case: Case, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden (N, D), weight (V, D), both of which require grad, and labels (N,)."""
+    n, v, d = case.shape
+    settings = {"generator": torch.Generator().manual_seed(seed)}
+    dtype = getattr(torch, case.dtype)
+    hidden = torch.randn(n, d, **settings).to(dtype)
+    weight = (torch.randn(v, d, **settings) / d**0.5).to(dtype)
+    labels = torch.randint(v, (n,), **settings)
+    return hidden.requires_grad_(), weight.requires_grad_(), labels
 
 
 def main(args: argparse.Namespace) -> None:
@@ -28,12 +88,96 @@ def main(args: argparse.Namespace) -> None:
 
 def run(case: Case, methods: list[str], repeats: int) -> dict:
     print(f"measuring {case}", file=sys.stderr)
-    rows = measure.times(case, methods, repeats)
-    errors = measure.gradient_errors(case, methods)
+    rows = times(case, methods, repeats)
+    errors = gradient_errors(case, methods)
     for name in methods:
-        rows[name] |= {"peak": measure.peak_megabytes(case, name), "errors": errors[name]}
+        rows[name] |= {"peak": peak_megabytes(case, name), "errors": errors[name]}
     return {
         "case": str(case),
         **asdict(case),
         "rows": [{"method": name, **row} for name, row in rows.items()],
     }
+
+
+def times(case: Case, names: list[str], repeats: int) -> dict[str, dict[str, float]]:
+    """Median milliseconds of forward (no gradients) and forward+backward, by method.
+
+    "matmul" is the floor: the product E Cᵀ, once, and three times. The methods take turns, so that
+    a change in the machine's load meets all of them."""
+    hidden, weight, labels = tensors(case)
+    out = torch.empty(hidden.shape[0], weight.shape[0], dtype=hidden.dtype)
+
+    def matmul() -> None:
+        with torch.no_grad():
+            torch.mm(hidden, weight.T, out=out)
+
+    def forward(name: str) -> None:
+        with torch.no_grad():
+            METHODS[name](hidden, weight, labels, case.label_smoothing)
+
+    def both(name: str) -> None:
+        METHODS[name](hidden, weight, labels, case.label_smoothing).backward()
+        hidden.grad = weight.grad = None
+
+    steps = {("matmul", "forward"): matmul}
+    for name in names:
+        steps[name, "forward"] = lambda name=name: forward(name)
+        steps[name, "both"] = lambda name=name: both(name)
+    samples = {key: [] for key in steps}
+    for turn in range(repeats + 1):
+        for key, step in steps.items():
+            start = time.perf_counter()
+            step()
+            elapsed = 1e3 * (time.perf_counter() - start)
+            if turn:  # the first turn warms up
+                samples[key].append(elapsed)
+    median = {key: statistics.median(values) for key, values in samples.items()}
+    table = {
+        name: {"forward": median[name, "forward"], "both": median[name, "both"]} for name in names
+    }
+    floor = median["matmul", "forward"]
+    return {"matmul": {"forward": floor, "both": 3 * floor}, **table}
+
+
+def peak_megabytes(case: Case, name: str) -> float:
+    """Most memory that one forward+backward holds beyond its inputs; the two gradients count.
+
+    Growth of the resident set of a fresh process, so scratch memory counts as well."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_resident_growth, (case, name))
+
+
+def _resident_growth(case: Case, name: str) -> float:
+    tiny = Case("small", 1, case.dtype, case.label_smoothing)
+    METHODS[name](*tensors(tiny), case.label_smoothing).backward()  # loads the libraries' code
+    inputs = tensors(case)
+    before = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    METHODS[name](*inputs, case.label_smoothing).backward()
+    return (_status("VmHWM") - before) / 1024
+
+
+def _status(field: str) -> int:
+    """A line of /proc/self/status, in KiB."""
+    return int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+def gradient_errors(case: Case, names: list[str]) -> dict[str, tuple[float, float]]:
+    """‖g − g*‖ / ‖g*‖ for hidden and for weight, g* from the reference on wider inputs."""
+    hidden, weight, labels = tensors(case)
+    wider = torch.float64 if hidden.dtype == torch.float32 else torch.float32
+    wide = [t.detach().to(wider).requires_grad_() for t in (hidden, weight)]
+    truth = torch.autograd.grad(
+        linear_cross_entropy(*wide, labels, label_smoothing=case.label_smoothing, impl="reference"),
+        wide,
+    )
+    errors = {}
+    for name in names:
+        loss = METHODS[name](hidden, weight, labels, case.label_smoothing)
+        gradients = torch.autograd.grad(loss, (hidden, weight))
+        errors[name] = tuple(_relative(g, t) for g, t in zip(gradients, truth, strict=True))
+    return errors
+
+
+def _relative(gradient: Tensor, truth: Tensor) -> float:
+    return ((gradient - truth).norm() / truth.norm()).item()
