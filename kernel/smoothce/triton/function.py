@@ -90,7 +90,7 @@ class Call:
         filtering = self.eps is not None
         self.size = stored.TOKENS
         if filtering:
-            self.size = tokens_at_once(len(labels), len(weight), self.tiles)
+            self.size = super_block(len(labels), len(weight), self.tiles)
         # One super-block's statistics fit in the memory bound, several blocks' do not: then a
         # reduced loss, whose upstream gradient is one factor, makes its gradients on the way.
         reduced = options.reduction != "none"
@@ -306,7 +306,7 @@ def threshold(options: Options, vocabulary: int) -> float | None:
     return options.filter_eps
 
 
-def tokens_at_once(tokens: int, vocabulary: int, tiles: Tiles) -> int:
+def super_block(tokens: int, vocabulary: int, tiles: Tiles) -> int:
     """Tokens of a super-block, all of about the same size. Statistics are 4 bytes a pair."""
     most = min(STATISTICS // (4 * cdiv(vocabulary, tiles.width)), stored.TOKENS)
     each = cdiv(max(tokens, 1), cdiv(max(tokens, 1), max(most, tiles.rows)))
