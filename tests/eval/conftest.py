@@ -2,9 +2,12 @@
 
 import csv
 import random
+import sys
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for made_records
 
 WORDS = "which of the following is a true statement about force mass light cells kings law"
 
