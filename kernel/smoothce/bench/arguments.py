@@ -86,14 +86,19 @@ def _parser(description: str) -> argparse.ArgumentParser:
         type=_model,
         metavar="MODEL",
         help=f"the classifier's shape: {', '.join(CLASSIFIERS)}, or VxD, such as 8192x2048 "
-        "(gemma2-2b; on a CPU small)",
+        + _default("models"),
     )
-    add("--tokens", **many, type=_count, metavar="N", help="8192; on a CPU 2048")
-    add("--label-smoothing", **many, type=_beta, metavar="β", help="0.1; on a CPU 0 and 0.1")
+    add("--tokens", **many, type=_count, metavar="N", help=_default("tokens"))
+    add("--label-smoothing", **many, type=_beta, metavar="β", help=_default("label_smoothing"))
     add(
         "--only", **many, default=[""], metavar="PART", help="methods with one of these in the name"
     )
-    add("--repeats", type=_count, metavar="K", help="samples behind each median: 5; on a CPU 7")
+    add(
+        "--repeats",
+        type=_count,
+        metavar="K",
+        help="samples behind each median " + _default("repeats"),
+    )
     add("--json", type=Path, metavar="FILE", help="write the figures there as well")
 
     add = parser.add_argument_group("on a GPU").add_argument
@@ -102,7 +107,8 @@ def _parser(description: str) -> argparse.ArgumentParser:
         **many,
         type=_context,
         metavar="X",
-        help="standard deviation over the vocabulary of what a position adds to a logit (2)",
+        help="standard deviation over the vocabulary of what a position adds to a logit "
+        + _default("contexts"),
     )
     add(
         "--tensors",
@@ -110,11 +116,14 @@ def _parser(description: str) -> argparse.ArgumentParser:
         metavar="FILE",
         help="a torch file as input: hidden, weight, labels",
     )
-    add("--masked", **many, type=_share, metavar="SHARE", help="of labels that are ignored (0)")
+    add("--masked", **many, type=_share, metavar="SHARE", help="of labels that are ignored")
+    add("--softcap", **many, type=_softcap, metavar="X", help='caps of the logits, or "none"')
     add(
-        "--softcap", **many, type=_softcap, metavar="X", help='caps of the logits, or "none" (none)'
+        "--in-a-row",
+        type=_count,
+        metavar="K",
+        help="calls that a sample times, back to back " + _default("in_a_row"),
     )
-    add("--in-a-row", type=_count, metavar="K", help="calls that a sample times, back to back (3)")
     add(
         "--filter-eps",
         **many,
@@ -143,8 +152,23 @@ def _parser(description: str) -> argparse.ArgumentParser:
     )
 
     add = parser.add_argument_group("on a CPU").add_argument
-    add("--dtype", choices=("float32", "bfloat16", "float16"), help="float32; a GPU has bfloat16")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the inputs; a GPU's are bfloat16 " + _default("dtype"),
+    )
     return parser
+
+
+def _default(name: str) -> str:
+    """For a help text: (2), or (8192; on a CPU 2048)."""
+    words = []
+    for prefix, device in (("", "cuda"), ("on a CPU ", "cpu")):
+        if name in DEFAULTS[device]:
+            value = DEFAULTS[device][name]
+            values = value if isinstance(value, list) else [value]
+            words.append(prefix + " and ".join(str(v).removesuffix(".0") for v in values))
+    return f"({'; '.join(words)})"
 
 
 def flag(name: str) -> str:
