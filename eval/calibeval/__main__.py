@@ -6,7 +6,7 @@ from pathlib import Path
 
 import calibeval
 from calibeval import commands
-from calibeval.errors import InputError
+from calibeval.io import InputError
 
 
 def main(argv: list[str] | None = None) -> int:

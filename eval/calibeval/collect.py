@@ -4,8 +4,7 @@ import csv
 from pathlib import Path
 
 from calibeval import figures, plots, report, tables
-from calibeval.errors import InputError
-from calibeval.files import atomic_write, json_lines
+from calibeval.io import InputError, atomic_write, json_lines
 from calibeval.metrics import CONFIDENCES
 from calibeval.results import result
 

@@ -4,8 +4,7 @@ import argparse
 import json
 import sys
 
-from calibeval.errors import InputError
-from calibeval.words import counted
+from calibeval.io import InputError, counted
 
 
 def load_task(a: argparse.Namespace) -> list:
@@ -141,7 +140,7 @@ def run_diagnose(a: argparse.Namespace) -> None:
 
     from calibeval import score
     from calibeval.diagnose import diagnose, plot_bound
-    from calibeval.files import atomic_write
+    from calibeval.io import atomic_write
 
     groups = score.groups_of(items, list(range(len(items))))
     engine = local_engine(a, options)

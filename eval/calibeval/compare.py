@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from calibeval import records
-from calibeval.errors import InputError
+from calibeval.io import InputError
 from calibeval.metrics import CONFIDENCES, RESAMPLES, drawn, scores, summary, values
 from calibeval.records import Records
 

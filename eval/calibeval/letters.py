@@ -7,7 +7,7 @@ id in text than alone, and some split it (SentencePiece without a piece "▁A": 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from calibeval.errors import InputError
+from calibeval.io import InputError
 from calibeval.tasks import LETTERS
 
 

@@ -4,7 +4,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from calibeval.errors import InputError
+from calibeval.io import InputError
 
 WEIGHTS = ("*.safetensors", "*.bin")
 SAMPLE = 1 << 20

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from calibeval.files import atomic_write
+from calibeval.io import atomic_write
 from calibeval.metrics.binned import BINS
 from calibeval.metrics.samples import Sample
 from calibeval.metrics.scores import Scores

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from calibeval.errors import InputError
-from calibeval.files import json_lines
+from calibeval.io import InputError, json_lines
 
 FIELDS = {
     "id": (str, "text in quotes"),

@@ -4,7 +4,7 @@ import html
 from pathlib import Path
 
 from calibeval import tables
-from calibeval.files import atomic_write
+from calibeval.io import atomic_write
 
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2em auto;padding:0 1em}
 table{border-collapse:collapse}th,td{padding:.25em .7em;text-align:right}

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 from calibeval import __version__, records
-from calibeval.errors import InputError
-from calibeval.files import atomic_write, sha256
+from calibeval.io import InputError, atomic_write, sha256
 from calibeval.metrics import CONFIDENCES, METRICS, RESAMPLES, battery, scores
 from calibeval.plots import bin_counts
 

@@ -13,12 +13,11 @@ from tqdm import tqdm
 
 from calibeval import __version__, models, prompts, results
 from calibeval.engines import Engine, Job, Usage
-from calibeval.errors import InputError
+from calibeval.io import InputError, counted
 from calibeval.letters import Plan, encode, plan
 from calibeval.prompts import Prompt
 from calibeval.store import Store
 from calibeval.tasks import Subject
-from calibeval.words import counted
 
 LOW_MASS = 0.9  # below this the letters are not what the model wants to say
 SHARD = 500  # questions that an interruption loses at most

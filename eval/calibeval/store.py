@@ -10,8 +10,7 @@ import shutil
 from pathlib import Path
 
 from calibeval import records
-from calibeval.errors import InputError
-from calibeval.files import atomic_write
+from calibeval.io import InputError, atomic_write
 
 # What chooses the questions and examples. The prompts' hash tells whether two choices are the same;
 # these say only in which option two hashes part.

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from calibeval.errors import InputError
+from calibeval.io import InputError
 
 
 def run_workers(count: int, arguments: list[str]) -> None:

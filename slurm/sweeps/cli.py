@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from calibeval.words import counted
+from calibeval.io import counted
 from sweeps.errors import DISK_ERRORS, SweepError, disk_error
 from sweeps.provenance import PROJECT
 

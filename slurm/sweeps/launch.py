@@ -6,7 +6,7 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from calibeval.words import counted
+from calibeval.io import counted
 from sweeps import collect, preflight, score, status
 from sweeps.config import Sweep, load_sweep
 from sweeps.errors import SweepError

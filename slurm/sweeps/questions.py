@@ -6,7 +6,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from calibeval.errors import InputError
+from calibeval.io import InputError
 from calibeval.tasks import LOADERS, Source, load
 from calibeval.tasks.mmlu import HUB
 from sweeps.config import Task

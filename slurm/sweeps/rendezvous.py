@@ -13,7 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable
 
-from calibeval.words import counted
+from calibeval.io import counted
 from sweeps.children import Child
 from sweeps.config import World
 from sweeps.errors import SweepError

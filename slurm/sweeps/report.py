@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path, PurePath
 from statistics import fmean
 
-from calibeval.words import counted
+from calibeval.io import counted
 from sweeps import score, status
 from sweeps.config import Sweep
 from sweeps.errors import SweepError

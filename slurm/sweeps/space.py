@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from calibeval.words import counted
+from calibeval.io import counted
 from sweeps.assets import hub_snapshot
 from sweeps.config import Sweep
 from sweeps.grid import Cell

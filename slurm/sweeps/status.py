@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from calibeval.words import counted
+from calibeval.io import counted
 from sweeps import score
 from sweeps.config import Sweep
 from sweeps.errors import SweepError

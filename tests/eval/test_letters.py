@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from calibeval.errors import InputError
+from calibeval.io import InputError
 from calibeval.letters import Plan, common_prefix, encode, plan
 
 CONTEXT = "light mass\nAnswer:"

@@ -10,7 +10,7 @@ import pytest
 
 from calibeval import prompts, tasks
 from calibeval.__main__ import main
-from calibeval.errors import InputError
+from calibeval.io import InputError
 from calibeval.tasks import mmlu
 from calibeval.tasks.hellaswag import clean
 

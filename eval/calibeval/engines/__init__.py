@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from calibeval.errors import InputError
+from calibeval.io import InputError
 
 
 @dataclass(frozen=True)

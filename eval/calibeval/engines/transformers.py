@@ -15,7 +15,7 @@ from torch import Tensor
 
 from calibeval.engines import Job, Usage, context_length, first_line, load_tokenizer
 from calibeval.engines.shared import Continuing, Recording, can_share
-from calibeval.errors import InputError
+from calibeval.io import InputError
 from calibeval.letters import common_prefix
 
 transformers.logging.set_verbosity_error()

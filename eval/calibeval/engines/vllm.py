@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from calibeval.engines import Job, Usage, context_length, first_line, load_tokenizer
-from calibeval.errors import InputError
+from calibeval.io import InputError
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

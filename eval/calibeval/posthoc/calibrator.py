@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from calibeval.errors import InputError
-from calibeval.files import atomic_write, read_text, sha256
+from calibeval.io import InputError, atomic_write, read_text, sha256
 
 HEADS = ("constant", "linear", "mlp", "transformer")
 LIMIT = 4.0  # of |log τ|

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from calibeval.engines import Job
 from calibeval.engines.transformers import TransformersEngine
-from calibeval.errors import InputError
+from calibeval.io import InputError
 from calibeval.posthoc.calibrator import Calibrator
 from calibeval.posthoc.fit import Answers
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from calibeval.errors import InputError
+from calibeval.io import InputError, counted
 from calibeval.posthoc.calibrator import LIMIT, Calibrator, Settings
-from calibeval.words import counted
 
 EPOCHS, BATCH, RATE, DECAY, HELD_OUT, PATIENCE = 100, 64, 1e-3, 1e-2, 0.2, 15
 FEWEST = 20

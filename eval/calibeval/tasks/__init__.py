@@ -1,6 +1,6 @@
 """Tasks: from a data folder or file to subjects of questions."""
 
-from calibeval.errors import InputError
+from calibeval.io import InputError
 from calibeval.tasks import arc, hellaswag, jsonl, mmlu
 from calibeval.tasks.question import LETTERS, Question, Source, Subject
 

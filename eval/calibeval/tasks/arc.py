@@ -8,8 +8,7 @@ letters or digits as labels. Choices are lettered anew by their place.
 from functools import partial
 from pathlib import Path
 
-from calibeval.errors import InputError
-from calibeval.files import json_lines
+from calibeval.io import InputError, json_lines
 from calibeval.tasks.question import Question, Source, Subject, checked, split_examples, unseen
 
 

@@ -7,8 +7,7 @@ left in the original text ("[title]", "[step]") are taken out.
 import re
 from pathlib import Path
 
-from calibeval.errors import InputError
-from calibeval.files import json_lines
+from calibeval.io import InputError, json_lines
 from calibeval.tasks.question import Question, Source, Subject, checked, split_examples, unseen
 
 NAMES = "hellaswag_{split}.jsonl"

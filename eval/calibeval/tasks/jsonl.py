@@ -5,8 +5,7 @@
 
 from pathlib import Path
 
-from calibeval.errors import InputError
-from calibeval.files import json_lines
+from calibeval.io import InputError, json_lines
 from calibeval.tasks.mmlu import chosen
 from calibeval.tasks.question import (
     LETTERS,

@@ -7,10 +7,8 @@ import csv
 import io
 from pathlib import Path
 
-from calibeval.errors import InputError
-from calibeval.files import read_text
+from calibeval.io import InputError, counted, read_text
 from calibeval.tasks.question import LETTERS, Question, Source, Subject, checked
-from calibeval.words import counted
 
 COLUMNS = ("question", "A", "B", "C", "D", "answer")
 HUB = "hub:"

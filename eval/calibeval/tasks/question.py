@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from calibeval.errors import InputError
-from calibeval.words import counted
+from calibeval.io import InputError, counted
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 

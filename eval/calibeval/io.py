@@ -1,4 +1,4 @@
-"""Whole files or none: write beside the target, flush to disk, rename."""
+"""What every module reads and writes with: whole files or none, JSON lines, the one error."""
 
 import hashlib
 import json
@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from calibeval.errors import InputError
+
+class InputError(ValueError):
+    """The user gave something unusable; the message names the file, the row and the remedy."""
 
 
 @contextmanager
@@ -59,3 +61,8 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict]]:
                 f"{path}, line {number}: expected a JSON object, found {type(value).__name__}"
             )
         yield number, value
+
+
+def counted(number: int, noun: str) -> str:
+    """1 run, 24 runs."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
