@@ -34,10 +34,17 @@ def parser() -> argparse.ArgumentParser:
 
     p = subparsers.add_parser("prompts", help="print a task's prompts as JSON lines")
     add_task(p)
+    add_scoring(p)
     p.set_defaults(run=commands.run_prompts)
 
     p = subparsers.add_parser("score", help="score a model on a task and write records")
     add_task(p)
+    add_scoring(p)
+    p.add_argument(
+        "--unconditional",
+        action="store_true",
+        help="by continuation also score each choice without the question (PMI)",
+    )
     add_model(p)
     p.add_argument("--out", required=True, type=Path, metavar="RECORDS.jsonl")
     p.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
@@ -104,15 +111,27 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_task(p: argparse.ArgumentParser) -> None:
-    """Options that choose questions and prompts."""
+    """Options that choose questions and prompts; letters, unless `add_scoring` asks."""
+    p.set_defaults(scoring="letters", unconditional=False)
     p.add_argument("--task", required=True, help="mmlu, hellaswag, arc_easy, arc_challenge, jsonl")
     p.add_argument("--data", required=True, help="the task's folder or file; mmlu: or hub:NAME")
     p.add_argument("--split", help="default: test; hellaswag: val")
-    p.add_argument("--shots", type=int, default=5)
+    p.add_argument("--shots", type=int, help="default: 5; by continuation 0")
     p.add_argument("--examples", metavar="FILE", help="few-shot examples of jsonl, arc, hellaswag")
     p.add_argument("--subjects", type=names, help="comma-separated; default: all")
     p.add_argument("--limit", type=positive, help="only the first N questions of each subject")
     p.add_argument("--style", choices=("official", "lm-eval"), default="official")
+
+
+def add_scoring(p: argparse.ArgumentParser) -> None:
+    """What is scored: the choices' letters or their texts."""
+    p.add_argument(
+        "--scoring",
+        choices=("letters", "continuation"),
+        default=None,
+        help="the choices' letters, or their texts after the question as lm-evaluation-harness "
+        "scores them; default: mmlu and jsonl letters, hellaswag and arc continuation",
+    )
 
 
 def add_model(p: argparse.ArgumentParser) -> None:
@@ -121,7 +140,7 @@ def add_model(p: argparse.ArgumentParser) -> None:
     p.add_argument("--model", required=True, help="model folder or hub name")
     p.add_argument("--revision", help="hub revision of the model")
     p.add_argument("--batch-size", type=positive, default=16, help="transformers only")
-    p.add_argument("--device", default="auto", help="transformers only: auto, cpu or cuda")
+    p.add_argument("--device", default="auto", help="transformers only: auto, cpu, cuda or cuda:N")
     p.add_argument(
         "--dtype",
         default="auto",

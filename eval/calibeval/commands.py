@@ -8,11 +8,13 @@ from calibeval.io import InputError, counted
 
 
 def load_task(a: argparse.Namespace) -> list:
-    """The subjects that the options choose, cut to `--limit`."""
+    """The subjects that the options choose, cut to `--limit`; sets what `--task` implies."""
     from dataclasses import replace
 
     from calibeval import tasks
 
+    a.scoring, a.normalise = tasks.convention(a.task, a.scoring)
+    a.shots = tasks.SHOTS[a.scoring] if a.shots is None else a.shots
     source = tasks.Source(a.data, a.shots, a.subjects, a.split, a.examples)
     loaded = tasks.load(a.task, source)
     return [replace(s, questions=s.questions[: a.limit]) for s in loaded]
@@ -24,9 +26,9 @@ def run_prompts(a: argparse.Namespace) -> None:
 
     for subject in load_task(a):
         for q in subject.questions:
-            text = prompts.build(subject, q, a.shots, a.style).text
-            line = {"id": q.id, "subject": q.subject, "prompt": text}
-            line |= {"choices": q.choices, "label": q.label}
+            prompt = prompts.build(subject, q, a.shots, a.style, a.scoring)
+            line = {"id": q.id, "subject": q.subject, "prompt": prompt.text}
+            line |= {"choices": prompt.endings or q.choices, "label": q.label}
             print(json.dumps(line, ensure_ascii=False))
 
 
@@ -36,17 +38,20 @@ def fit_items(a: argparse.Namespace) -> tuple[list, dict]:
     from calibeval.engines import load_max_length, load_tokenizer
 
     subjects = load_task(a)
-    style = score.Style(a.shots, a.style, a.chat_template)
-    max_length = a.max_length or load_max_length(a.model, a.revision)
-    items = score.fit_prompts(subjects, style, load_tokenizer(a.model, a.revision), max_length)
-    return items, {"dtype": a.dtype, "max_length": max_length, "revision": a.revision}
+    style = score.Style(a.shots, a.style, a.chat_template, a.scoring, a.normalise, a.unconditional)
+    if a.unconditional and a.scoring == "letters":
+        raise InputError("--unconditional: needs --scoring continuation")
+    a.max_length = a.max_length or load_max_length(a.model, a.revision)
+    items = score.fit_prompts(subjects, style, load_tokenizer(a.model, a.revision), a.max_length)
+    return items, {"dtype": a.dtype, "revision": a.revision}
 
 
 def local_engine(a: argparse.Namespace, options: dict):
     """The transformers engine that the options describe."""
-    from calibeval.engines.transformers import TransformersEngine
+    from calibeval.engines.hf import TransformersEngine
 
-    return TransformersEngine(a.model, device=a.device, batch_size=a.batch_size, **options)
+    local = {"device": a.device, "batch_size": a.batch_size, "max_length": a.max_length}
+    return TransformersEngine(a.model, **local, **options)
 
 
 def run_score(a: argparse.Namespace) -> None:
@@ -57,8 +62,8 @@ def run_score(a: argparse.Namespace) -> None:
     if a.calibrator and a.engine != "transformers":
         raise InputError(f"--calibrator: needs --engine transformers, found {a.engine}")
     if a.workers > 1:
+        from calibeval.score import run_workers
         from calibeval.store import clear
-        from calibeval.workers import run_workers
 
         if a.overwrite:
             clear(a.out)
@@ -68,17 +73,19 @@ def run_score(a: argparse.Namespace) -> None:
 
     calibrator = posthoc.Calibrator.from_pretrained(a.calibrator) if a.calibrator else None
     items, options = fit_items(a)
+    if a.calibrator and a.scoring != "letters":
+        raise InputError(f"--calibrator: needs --scoring letters, found {a.scoring}")
 
     def make_engine():
         if a.engine == "vllm":
             from calibeval.engines.vllm import VllmEngine
 
-            return VllmEngine(a.model, **options)
+            return VllmEngine(a.model, longest=max(item.longest for item in items), **options)
         if calibrator is None:
             return local_engine(a, options)
         from calibeval.posthoc.engine import CalibratedEngine
 
-        local = {"device": a.device, "batch_size": a.batch_size}
+        local = {"device": a.device, "batch_size": a.batch_size, "max_length": a.max_length}
         return CalibratedEngine(a.model, calibrator, **options, **local)
 
     settings = {
@@ -92,11 +99,13 @@ def run_score(a: argparse.Namespace) -> None:
         "examples": a.examples,
         "subjects": list(a.subjects) if a.subjects else None,
         "limit": a.limit,
+        "scoring": a.scoring,
+        "unconditional": a.unconditional,
         "style": a.style,
         "chat_template": a.chat_template,
         "engine": a.engine,
         "dtype": a.dtype,
-        "max_length": options["max_length"],
+        "max_length": a.max_length,
     }
     score.score(
         a.model,

@@ -143,7 +143,7 @@ def our_engine(model: str, subjects: list, backend: str, batch: int):
 
     length = load_max_length(model)
     if backend == "transformers":
-        from calibeval.engines.transformers import TransformersEngine
+        from calibeval.engines.hf import TransformersEngine
 
         engine = TransformersEngine(model, device="cpu", max_length=length)
     else:

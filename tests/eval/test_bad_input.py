@@ -89,7 +89,7 @@ def test_model_folder(mmlu, tmp_path, capsys):
 
 def test_context_too_short(mmlu, tiny_model, tmp_path, capsys):
     command = [*score(tiny_model, mmlu, tmp_path / "r.jsonl"), "--max-length", "20"]
-    assert "tokens without examples, but the model takes 20" in run(capsys, *command)
+    assert "no question fits in the 20 tokens that the model takes" in run(capsys, *command)
 
 
 GOOD = {"id": "a/0", "subject": "a", "label": 1, "logprobs": [-1.0, -2.0], "letter_mass": 0.5}

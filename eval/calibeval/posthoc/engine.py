@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from calibeval.engines import Job
-from calibeval.engines.transformers import TransformersEngine
+from calibeval.engines.hf import TransformersEngine
 from calibeval.io import InputError
 from calibeval.posthoc.calibrator import Calibrator
 from calibeval.posthoc.fit import Answers
@@ -46,7 +46,7 @@ def hidden_size(model) -> int:
 
 def one_token(job: Job) -> None:
     """Refuse letters of several tokens: temperatures of their own could reorder them."""
-    if job.spine:
+    if len(job.nodes) > 1:
         raise InputError(
             "the tokenizer spells a letter in several tokens; temperatures along them could change "
             "which letter is likeliest, so only letters of one token can be calibrated"
@@ -69,7 +69,7 @@ def answers(
     hidden, logits, right = [], [], []
     for job, states, row in engine.states(groups, context):
         one_token(job)
-        ids = [token for _, token in job.letters]
+        ids = [token for (token,) in job.branches]
         label = labels[job.index]
         hidden.append(states.cpu().clone())
         logits.append((row[0, ids] if over == "choices" else row[0]).float().cpu().clone())
