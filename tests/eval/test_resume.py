@@ -166,3 +166,27 @@ def test_bad_shards(command, share, capsys):
     with pytest.raises(SystemExit):
         run(command, "--shard", share)
     assert "is not I/N with 0 ≤ I < N" in capsys.readouterr().err
+
+
+def test_shards_of_another_precision_are_refused(command, tmp_path, capsys):
+    """--dtype auto is float32 on a CPU and the model's own on a GPU."""
+    assert run(command, "--shard", "0/2") == 0
+    header = tmp_path / "r.jsonl.parts" / "settings.json"
+    made = json.loads(header.read_text())
+    assert made["settings"]["engine_settings"]["dtype"] == "float32"
+    made["settings"]["engine_settings"]["dtype"] = "bfloat16"
+    header.write_text(json.dumps(made))
+    assert run(command, "--shard", "1/2") == 2
+    err = capsys.readouterr().err
+    assert "was made with dtype 'bfloat16' (now 'float32'); give --dtype bfloat16" in err
+    assert len(list(header.parent.glob("0*.json"))) == 1
+
+
+def test_a_merge_of_finished_shards_keeps_their_engine(command, tmp_path, monkeypatch):
+    """The process that merges may have had nothing left to score, and no engine."""
+    monkeypatch.setattr(store.Store, "finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert run(command) == 130
+    monkeypatch.undo()
+    assert run(command) == 0
+    meta = json.loads((tmp_path / "r.jsonl.meta.json").read_text())
+    assert meta["settings"]["engine_settings"]["dtype"] == "float32"
