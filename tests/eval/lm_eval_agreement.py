@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import tempfile
+import time
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -33,8 +34,8 @@ def rows_of(task: str, data: Path, limit: int) -> list[dict]:
     return rows
 
 
-def theirs(model: str, task: str, file: Path, folder: Path) -> list[dict]:
-    """lm-eval's samples, in the file's order."""
+def theirs(model: str, task: str, file: Path, folder: Path) -> tuple[list[dict], float]:
+    """lm-eval's samples, in the file's order, and the seconds without loading the model."""
     import lm_eval
     import yaml
     from lm_eval.models.huggingface import HFLM
@@ -55,25 +56,29 @@ def theirs(model: str, task: str, file: Path, folder: Path) -> list[dict]:
         "metric_list": [{"metric": metric} for metric in metrics],
     }
     (folder / "local.yaml").write_text(yaml.safe_dump(config))
+    language_model = HFLM(pretrained=model, batch_size=16, dtype="float32", device="cpu")
+    began = time.perf_counter()
     found = lm_eval.simple_evaluate(
-        model=HFLM(pretrained=model, batch_size=16, dtype="float32", device="cpu"),
+        model=language_model,
         tasks=["local"],
         num_fewshot=0,
         task_manager=TaskManager(include_path=str(folder), include_defaults=False),
         log_samples=True,
         bootstrap_iters=0,
     )
-    return sorted(found["samples"]["local"], key=lambda sample: sample["doc_id"])
+    samples = sorted(found["samples"]["local"], key=lambda sample: sample["doc_id"])
+    return samples, time.perf_counter() - began
 
 
-def ours(model: str, task: str, data: Path, engine: str, out: Path) -> list[dict]:
-    """Our records, by the command line."""
+def ours(model: str, task: str, data: Path, engine: str, out: Path) -> tuple[list[dict], float]:
+    """Our records, by the command line, and the seconds without loading the model."""
     from calibeval.__main__ import main
 
     command = ["score", "--task", task, "--data", data, "--model", model, "--engine", engine]
     if main([str(c) for c in [*command, "--out", out, "--unconditional"]]):
         raise SystemExit("calibeval failed")
-    return [json.loads(line) for line in out.read_text().splitlines()]
+    meta = json.loads(out.with_name(out.name + ".meta.json").read_text())
+    return [json.loads(line) for line in out.read_text().splitlines()], meta["seconds"]
 
 
 def compare(records: list[dict], samples: list[dict]) -> str:
@@ -109,13 +114,14 @@ def main() -> None:
         folder, rows = Path(name), rows_of(a.task, a.data, a.limit)
         file = folder / ("ARC-Easy-Test.jsonl" if a.task == "arc_easy" else "hellaswag_val.jsonl")
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        samples = theirs(a.model, a.task, file, folder)
-        print("| engine | right or wrong as lm-eval | largest difference, nats | lm-eval |")
-        print("|---|---|---|---|")
+        samples, seconds = theirs(a.model, a.task, file, folder)
+        print("| engine | right or wrong as lm-eval | largest difference, nats | lm-eval ", end="")
+        print(f"| seconds (lm-eval, hf: {seconds:.1f}) |")
+        print("|---|---|---|---|---|")
         for engine in a.engines.split(","):
             data = folder if a.task == "arc_easy" else file
-            records = ours(a.model, a.task, data, engine, folder / f"{engine}.jsonl")
-            print(f"| {engine} {compare(records, samples)}", flush=True)
+            records, seconds = ours(a.model, a.task, data, engine, folder / f"{engine}.jsonl")
+            print(f"| {engine} {compare(records, samples)} {seconds:.1f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -149,7 +149,7 @@ def our_engine(model: str, subjects: list, backend: str, batch: int):
     else:
         from calibeval.engines.vllm import VllmEngine
 
-        engine = VllmEngine(model, max_length=length)
+        engine = VllmEngine(model, longest=length)
 
     def run(subjects: list) -> list[bool]:
         style = score.Style(5, "lm-eval")

@@ -4,6 +4,7 @@ Needs vLLM 0.20 to 0.33, the releases with `SamplingParams.logprob_token_ids`. O
 one GPU; `--shard I/N` spreads questions over several.
 """
 
+import atexit
 import os
 from collections.abc import Iterator
 from types import MethodType
@@ -29,7 +30,6 @@ class VllmEngine:
         dtype: str = "auto",
         longest: int | None = None,
         revision: str | None = None,
-        gpu_memory: float = 0.9,
         **options,
     ):
         try:
@@ -51,7 +51,7 @@ class VllmEngine:
         self.tokenizer = load_tokenizer(model, revision)
         self.on_gpu = torch.cuda.is_available()
         try:
-            self.llm = vllm.LLM(
+            settings = dict(
                 model=model,
                 revision=revision,
                 tokenizer_revision=revision,
@@ -63,9 +63,9 @@ class VllmEngine:
                 seed=0,
                 hf_overrides={"head_dtype": "float32"},
                 worker_extension_cls=f"{__name__}.PreciseHead",
-                **({"gpu_memory_utilization": gpu_memory} if self.on_gpu else {}),
-                **options,
             )
+            self.llm = vllm.LLM(**settings | options)
+            atexit.register(self.close)  # before multiprocessing waits for vLLM's process
             (self.head_dtype,) = self.llm.collective_rpc("make_head_precise")
         except (OSError, RuntimeError, TypeError, ValueError) as error:
             raise InputError(
@@ -83,6 +83,10 @@ class VllmEngine:
             "max_length": config.max_model_len - 1,
         }
 
+    def close(self) -> None:
+        """End the process that holds the model."""
+        self.llm.llm_engine.engine_core.shutdown()
+
     def versions(self) -> dict[str, str]:
         """Versions of the packages that compute the figures."""
         return self.packages
@@ -90,66 +94,43 @@ class VllmEngine:
     def score(self, groups: list[list[Job]]) -> Iterator[tuple[int, list[float]]]:
         """Yield (job index, log-probability of each branch) for every job."""
         jobs = [job for group in groups for job in group]
-        # Letters: a prompt a node, and all tokens that may follow. Longer branches: their first
-        # tokens so, which leaves the context in the cache, and the rest from a prompt a branch.
-        asked = [job.nodes if job.is_chain else ((),) for job in jobs]
-        steps = [(job, node) for job, nodes in zip(jobs, asked, strict=True) for node in nodes]
-        outputs = self._generate(
-            [job.tokens + node for job, node in steps],
-            [self._next(_followers(job, node)) for job, node in steps],
-        )
-        first = {
-            (id(job), node): {
-                t: entry.logprob for t, entry in output.outputs[0].logprobs[0].items()
-            }
-            for (job, node), output in zip(steps, outputs, strict=True)
-        }
-        rest = [
-            (job, branch)
-            for job, nodes in zip(jobs, asked, strict=True)
-            for branch in dict.fromkeys(job.branches)
-            if len(nodes) < len(job.nodes) and len(branch) > 1
-        ]
-        along = ((id(job), branch) for job, branch in rest)
-        after = dict(zip(along, self._read_along(rest), strict=True))
+        # Letters: a prompt a node, and all tokens that may follow it. Texts: a prompt a choice.
+        steps = [(job, node) for job in jobs if job.is_chain for node in job.nodes]
+        texts = [(job, b) for job in jobs if not job.is_chain for b in dict.fromkeys(job.branches)]
+        asked = [self._next(_followers(job, node)) for job, node in steps]
+        outputs = self._generate([job.tokens + node for job, node in steps], asked)
+        found: dict[tuple[int, tuple[int, ...]], float] = {(job.index, ()): 0.0 for job in jobs}
+        try:
+            for (job, node), output in zip(steps, outputs, strict=True):
+                given = output.outputs[0].logprobs[0]
+                for token in _followers(job, node):
+                    found[job.index, (*node, token)] = found[job.index, node] + given[token].logprob
+            for (job, branch), output in zip(texts, self._read_along(texts), strict=True):
+                given = zip(branch, output.prompt_logprobs[-len(branch) :], strict=True)
+                found[job.index, branch] = sum(at[token].logprob for token, at in given)
+        except (KeyError, TypeError, ValueError):
+            raise InputError(f"vLLM gave no log-probability of a choice ({job.index})") from None
         for job in jobs:
-            found = []
-            for branch in job.branches:
-                known = 1 if (id(job), branch) in after else len(branch)
-                parts = [first[id(job), branch[:i]].get(branch[i]) for i in range(known)]
-                parts += [after[id(job), branch]] if known < len(branch) else []
-                if None in parts:
-                    raise InputError(f"vLLM gave no log-probability of a choice ({job.index})")
-                found.append(sum(parts))
-            yield job.index, found
+            yield job.index, [found[job.index, branch] for branch in job.branches]
 
-    def _read_along(self, rest: list[tuple[Job, tuple[int, ...]]]) -> Iterator[float]:
-        """log P of each branch's tokens but the first, given the context and those before.
+    def _read_along(self, texts: list[tuple[Job, tuple[int, ...]]]) -> list:
+        """Outputs that have the log-probabilities of each branch's tokens.
 
-        vLLM computes log-probabilities of a prompt's tokens for what it does not find in the cache,
-        and so reads none of it unless told to. Told to, the first of the branch's tokens that it
-        must compute is the context's own last but for what blocks two branches share: these few
-        are asked again without the cache.
+        vLLM gives a prompt's log-probabilities only behind the first token that it computes, and so
+        reads nothing from its cache unless told to. Told to, it finds the context there, seldom to
+        its last token or beyond: what is found so is asked again without the cache.
         """
-        prompts = [job.tokens + branch for job, branch in rest]
-        read = [self._along(False)] * len(prompts)
-        outputs = self._generate(prompts, read)
+        prompts = [job.tokens + branch for job, branch in texts]
+        outputs = self._generate(prompts, [self._along(False)] * len(prompts))
         short = [
             i
-            for i, (job, _) in enumerate(rest)
-            if (outputs[i].num_cached_tokens or 0) > len(job.tokens)
+            for i, (job, _) in enumerate(texts)
+            if (outputs[i].num_cached_tokens or 0) >= len(job.tokens)
         ]
         again = self._generate([prompts[i] for i in short], [self._along(True)] * len(short))
         for i, output in zip(short, again, strict=True):
             outputs[i] = output
-        for (job, branch), output in zip(rest, outputs, strict=True):
-            given = output.prompt_logprobs[1 - len(branch) :]
-            try:
-                yield sum(at[t].logprob for at, t in zip(given, branch[1:], strict=True))
-            except (KeyError, ValueError, TypeError):
-                raise InputError(
-                    f"vLLM gave no log-probability of a choice ({job.index})"
-                ) from None
+        return outputs
 
     def _generate(self, prompts: list[tuple[int, ...]], parameters: list) -> list:
         if not prompts:
@@ -215,7 +196,7 @@ class PreciseHead:
             return model.compute_logits(hidden).dtype
 
 
-def _precise_logits(self, hidden_states, lm_head, embedding_bias):
+def _precise_logits(self, hidden_states, lm_head, embedding_bias, skip_gather=False):
     """`LogitsProcessor._get_logits` with an output in float32, as vLLM 0.30 computes it."""
     import torch
 
@@ -228,5 +209,7 @@ def _precise_logits(self, hidden_states, lm_head, embedding_bias):
         logits = hidden_states.float() @ weight.float()
     if embedding_bias is not None:
         logits = logits + embedding_bias.float()
+    if skip_gather:  # only from 0.31, and without the slice
+        return logits
     logits = self._gather_logits(logits)
     return None if logits is None else logits[..., : self.org_vocab_size]
