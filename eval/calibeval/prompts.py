@@ -114,43 +114,25 @@ def plan(tokenizer, text: str, n_choices: int, space: str = " ", special: bool =
     return Plan(len(bare) - base, tuple(rest))
 
 
-def continuations(
-    tokenizer,
-    pairs: Sequence[tuple[str, Sequence[str]]],
-    space: str = " ",
-    special: bool = True,
-) -> list[tuple[list[int], Plan]]:
-    """(token ids of the context, the endings after it) of each (context, endings).
+def continuation(
+    tokenizer, text: str, endings: Sequence[str], space: str = " ", special: bool = True
+) -> tuple[list[int], Plan]:
+    """(token ids of the context, the endings after it), as lm-evaluation-harness splits them.
 
-    As lm-evaluation-harness splits them: context and ending are tokenised together and parted at
-    the length of the context's own ids; spaces at the context's end go to the ending. An empty
-    context is the start token alone.
+    Context and ending are tokenised together and parted at the length of the context's own ids;
+    spaces at the context's end go to the ending. An empty context is the start token alone.
     """
-    start = tokenizer.bos_token_id
-    start = tokenizer.eos_token_id if start is None else start
-    texts = []
-    for text, endings in pairs:
-        kept = text.rstrip()
-        texts += [kept, *(text + space + ending for ending in endings)]
-    with_start, without = encode(tokenizer, texts, special), []
-    if not all(text for text, _ in pairs):
-        if start is None:
-            raise InputError("the tokenizer has no start or end token to stand for no context")
-        without = encode(tokenizer, texts, False)
-    found, at = [], 0
-    for text, endings in pairs:
-        stop = at + 1 + len(endings)
-        if text:
-            bare, *full = with_start[at:stop]
-            branches = [tuple(ids[len(bare) :]) for ids in full]
-        else:
-            bare, branches = [start], [tuple(ids) for ids in without[at + 1 : stop]]
-        for ending, ids in zip(endings, branches, strict=True):
-            if not ids:
-                raise InputError(f"the tokenizer has no token for {ending!r} after {text[-12:]!r}")
-        found.append((bare, Plan(0, tuple(branches))))
-        at = stop
-    return found
+    kept = text.rstrip()
+    texts = [kept, *(text + space + ending for ending in endings)]
+    bare, *full = encode(tokenizer, texts, special and bool(kept))
+    branches = [tuple(ids[len(bare) :]) for ids in full]
+    if () in branches:
+        ending = endings[branches.index(())]
+        raise InputError(f"the tokenizer has no token for {ending!r} after {text[-12:]!r}")
+    if not kept:
+        ids = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+        bare = [next((i for i in ids if i is not None), 0)]
+    return bare, Plan(0, tuple(branches))
 
 
 def common_prefix(rows: Sequence[Sequence[int]]) -> int:

@@ -52,14 +52,15 @@ class Item:
     plan: Plan
     normalise: str = "sum"
     truncated: int = 0  # tokens cut from the left
-    unconditional: tuple[tuple[int, ...], Plan] | None = None
+    unconditional: tuple[list[int], Plan] | None = None  # the choices without the question
 
     def jobs(self, index: int) -> list[Job]:
         """The engine's view: the question, and as job −1 − index its choices without it."""
         context = self.tokens[: len(self.tokens) - self.plan.merged]
         found = [Job(index, context, self.plan.branches)]
         if self.unconditional:
-            found.append(Job(~index, self.unconditional[0], self.unconditional[1].branches))
+            tokens, plan = self.unconditional
+            found.append(Job(~index, tuple(tokens), plan.branches))
         return found
 
     @property
@@ -97,8 +98,10 @@ def fit_prompts(
                     plans[key] = prompts.plan(tokenizer, prompt.text, n, style.space, special)
                 planned.append((tokens, plans[key]))
         else:
-            pairs = [(p.text, p.endings) for p in built]
-            planned = prompts.continuations(tokenizer, pairs, style.space, special)
+            planned = [
+                prompts.continuation(tokenizer, p.text, p.endings, style.space, special)
+                for p in built
+            ]
         again = []
         for (subject, question, k), prompt, (tokens, plan) in zip(
             pending, built, planned, strict=True
@@ -114,39 +117,33 @@ def fit_prompts(
                     f"question {question.id}: its choices take {after} tokens, but the model "
                     f"takes {max_length}; choose other --subjects or a longer --max-length"
                 )
-            fitted[question.id] = Item(prompt, tuple(tokens[cut:]), plan, style.normalise, cut)
+            alone = None
+            if style.unconditional:
+                text = question.unconditional
+                alone = prompts.continuation(tokenizer, text, prompt.endings)
+            item = Item(prompt, tuple(tokens[cut:]), plan, style.normalise, cut, alone)
+            fitted[question.id] = item
         pending = again
     items = [fitted[i] for i in order]
     warn_of_truncated(items, max_length)
-    return without_question(items, style, tokenizer, special) if style.unconditional else items
+    return items
 
 
 def warn_of_truncated(items: list[Item], max_length: int | None) -> None:
     """Name the questions that do not fit; where none does, raise `InputError`."""
-    cut = [item for item in items if item.truncated]
+    cut = [item.prompt.question.id for item in items if item.truncated]
     if cut and len(cut) == len(items):
         raise InputError(
             f"no question fits in the {max_length} tokens that the model takes, even without "
             f"examples; give a longer --max-length or another model"
         )
     if cut:
-        named = ", ".join(item.prompt.question.id for item in cut[:5])
         print(
             f"warning: {len(cut)} of {counted(len(items), 'question')} do not fit in {max_length} "
-            f"tokens even without examples and lose their beginning: {named}"
-            + (", …" if len(cut) > 5 else ""),
+            f"tokens even without examples and lose their beginning: "
+            f"{', '.join(cut[:5] + ['…'] * (len(cut) > 5))}",
             file=sys.stderr,
         )
-
-
-def without_question(items: list[Item], style: Style, tokenizer, special: bool) -> list[Item]:
-    """The same items with their choices after the unconditional context."""
-    pairs = [(item.prompt.question.unconditional, item.prompt.endings) for item in items]
-    planned = prompts.continuations(tokenizer, pairs, " ", special)
-    return [
-        dataclasses.replace(item, unconditional=(tuple(tokens), plan))
-        for item, (tokens, plan) in zip(items, planned, strict=True)
-    ]
 
 
 def _chat(tokenizer, text: str) -> str:
