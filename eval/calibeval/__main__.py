@@ -135,7 +135,6 @@ def add_fit(p: argparse.ArgumentParser) -> None:
     """Options of the commands that fit a calibrator."""
     add_task(p)
     add_model(p)
-    p.set_defaults(split="val")
     p.add_argument("--out", required=True, type=Path, metavar="DIR", help="the calibrator's folder")
     p.add_argument(
         "--over",

@@ -6,17 +6,25 @@ For logits z = C h with σ_C = ‖C‖₂ and ‖h‖₂ = √D σ_h, σ_h the r
     H ≥ log(1 + (V − 1) e^{−g}) + g (V − 1) e^{−g} / (1 + (V − 1) e^{−g})
 
 (after Theorem 4.2 of "Calibrated Language Models and How to Find Them with Label Smoothing",
-derived anew and not compared with the printed form). The minimum
-is where one logit stands g above all others. Without √D, and
-with σ_h a figure of the entries, the "bound" lies above entropies that exist (tests/eval).
-A temperature τ divides r by τ. A softcap c keeps logits within ±c: then the least entropy has some
-k of them at c and the rest at −c, and both bounds hold.
+derived anew and not compared with the printed form). The minimum is where one logit stands g above
+all others. Without √D, and with σ_h a figure of the entries, the "bound" lies above entropies that
+exist (tests/eval). A temperature τ divides r by τ. A softcap c keeps logits within ±c: then the
+least entropy has some k of them at c and the rest at −c, and both bounds hold.
+
+Where V is large and r is not small, the bound is next to 0 and says nothing. These do, from 0 to 1:
+
+    gap = (median H − bound) / log V     what of all uncertainty the answers keep above the bound
+    target_gap = (H of the smoothed target − bound) / log V
+    reach = (max z − mean z) / g′        what of the largest distance the likeliest token takes,
+                                         g′ = r √((V − 1) / V), or 2c (V − 1) / V where that is less
 """
 
 from dataclasses import asdict, dataclass
 
 import numpy as np
+from scipy.special import entr
 
+VACUOUS = 1e-6  # nats; a bound below it excludes no answer that matters
 
 def two_levels(gap: float | np.ndarray, high: int | np.ndarray, vocabulary: int):
     """Entropy in nats when `high` of V equal logits stand `gap` above all others, equal too."""
@@ -44,9 +52,7 @@ def entropy_bound(
 def smoothed_entropy(label_smoothing: float, vocabulary: int) -> float:
     """Entropy of the smoothed target: 1 − β + β/V on the label, β/V on each other token."""
     rest = label_smoothing / vocabulary
-    top = 1 - label_smoothing + rest
-    tail = (vocabulary - 1) * rest * np.log(rest) if rest else 0.0
-    return float(-(top * np.log(top) if top else 0.0) - tail)
+    return float(entr(1 - label_smoothing + rest) + (vocabulary - 1) * entr(rest))
 
 
 @dataclass(frozen=True)
@@ -63,73 +69,83 @@ class Diagnosis:
     label_smoothing: float
     bound: float
     target_entropy: float
-    entropy: dict[str, float]
-    logit_distance: dict[str, float]
+    entropy: dict[str, float]  # of the answers: least, quartiles, greatest, mean
+    logit_distance: dict[str, float]  # max z − mean z
     questions: int
+
+    def gap(self, entropy: float) -> float:
+        """(entropy − bound) / log V."""
+        return (entropy - self.bound) / float(np.log(self.vocabulary))
+
+    @property
+    def reach(self) -> float:
+        """Median of max z − mean z over the largest that the output layer allows."""
+        share = (self.vocabulary - 1) / self.vocabulary
+        radius = self.sigma_c * np.sqrt(self.hidden) * self.sigma_h_largest / self.temperature
+        largest = radius * np.sqrt(share)
+        if self.softcap:
+            largest = min(largest, 2 * self.softcap / self.temperature * share)
+        return float(self.logit_distance["median"] / largest)
 
     @property
     def sentence(self) -> str:
         """Whether label smoothing can be expected to help this model, in plain words."""
         observed, target = self.entropy["median"], self.target_entropy
+        bound = f"its output layer allows entropies down to {self.bound:.3g} nats"
+        if self.bound < VACUOUS:
+            bound = f"the bound is vacuous here ({self.bound:.3g} nats)"
         facts = (
-            f"its output layer allows entropies down to {self.bound:.3g} nats, the target at "
-            f"β = {self.label_smoothing:g} has {target:.3g}, and half of its answers are below "
-            f"{observed:.3g}"
+            f"{bound}, the target at β = {self.label_smoothing:g} has {target:.3g}, and half of "
+            f"its answers are below {observed:.3g} ({self.gap(observed):.3f} of log |V| above the "
+            f"bound)"
         )
         if self.bound >= target:
-            return (
-                f"Smoothing cannot be expected to help: {facts}; the model cannot become more "
-                f"certain than smoothing asks."
-            )
+            verdict, reason = "cannot be expected to help", "the model cannot become more certain"
+            return f"Smoothing {verdict}: {facts}; {reason} than smoothing asks."
         if observed >= target:
             return (
                 f"Smoothing has little to restrain here: {facts}; the answers are less certain "
                 f"than the smoothed target already. Fine-tuning without it may change that."
             )
-        return (
-            f"Smoothing can be expected to help: {facts}; the answers are more certain than the "
-            f"smoothed target."
-        )
+        verdict, reason = "can be expected to help", "the answers are more certain"
+        return f"Smoothing {verdict}: {facts}; {reason} than the smoothed target."
 
     def as_dict(self) -> dict:
         """Every figure and the sentence."""
-        return asdict(self) | {"sentence": self.sentence}
+        gaps = {"gap": self.gap(self.entropy["median"]), "target_gap": self.gap(self.target_entropy)}
+        return asdict(self) | gaps | {"reach": self.reach, "sentence": self.sentence}
 
 
 def diagnose(engine, groups, label_smoothing: float = 0.1, temperature: float = 1.0) -> Diagnosis:
     """Diagnose the model of a `TransformersEngine` on jobs as scoring makes them."""
     import torch
 
-    head = engine.model.get_output_embeddings()
-    weight = head.weight.detach().float()
+    weight = engine.model.get_output_embeddings().weight.detach().float()
     # σ_C² is the largest eigenvalue of the D × D matrix CᵀC: no V × D decomposition is needed.
     sigma_c = float(torch.linalg.eigvalsh(weight.T @ weight)[-1].clamp(min=0).sqrt())
     softcap = getattr(engine.model.config, "final_logit_softcapping", None)
-    norms, entropies, distances = [], [], []
+    sigma_h, entropies, distances = [], [], []
     for _, hidden, logits in engine.states(groups):
         z = logits[0].float() / temperature
-        logprobs = z.log_softmax(-1)
-        norms.append(hidden[0].float().norm().item())
-        entropies.append(-(logprobs.exp() * logprobs).sum().item())
+        sigma_h.append(hidden[0].float().square().mean().sqrt().item())
+        entropies.append(torch.distributions.Categorical(logits=z).entropy().item())
         distances.append((z.max() - z.mean()).item())
-    vocabulary, hidden_size = weight.shape
-    sigma_h = np.array(norms) / np.sqrt(hidden_size)
+    vocabulary, size = weight.shape
+    largest = max(sigma_h)
     return Diagnosis(
         vocabulary=vocabulary,
-        hidden=hidden_size,
+        hidden=size,
         sigma_c=sigma_c,
-        sigma_h=float(sigma_h.mean()),
-        sigma_h_largest=float(sigma_h.max()),
+        sigma_h=float(np.mean(sigma_h)),
+        sigma_h_largest=largest,
         softcap=softcap,
         temperature=temperature,
         label_smoothing=label_smoothing,
-        bound=entropy_bound(
-            sigma_c, float(sigma_h.max()), hidden_size, vocabulary, temperature, softcap
-        ),
+        bound=entropy_bound(sigma_c, largest, size, vocabulary, temperature, softcap),
         target_entropy=smoothed_entropy(label_smoothing, vocabulary),
         entropy=spread(entropies),
         logit_distance=spread(distances),
-        questions=len(norms),
+        questions=len(sigma_h),
     )
 
 
@@ -140,19 +156,6 @@ def spread(values: list[float]) -> dict[str, float]:
     return dict(zip(names, map(float, quantiles), strict=True)) | {"mean": float(np.mean(values))}
 
 
-def prepare_bound(of: Diagnosis, points: int = 60) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """{V: (hidden sizes, bounds)} with the model's own σ_C and σ_h, the plot behind `diagnose`."""
-    sizes = np.geomspace(2, of.hidden * 16, points)
-    fixed = of.temperature, of.softcap
-
-    def bounds(vocabulary: int) -> np.ndarray:
-        every = [entropy_bound(of.sigma_c, of.sigma_h, d, vocabulary, *fixed) for d in sizes]
-        return np.array(every)
-
-    vocabularies = (max(2, of.vocabulary // 4), of.vocabulary, of.vocabulary * 4)
-    return {vocabulary: (sizes, bounds(vocabulary)) for vocabulary in vocabularies}
-
-
 def plot_bound(of: Diagnosis, path) -> None:
     """Draw the bound against the hidden size for three vocabularies, and mark the model."""
     from matplotlib.figure import Figure
@@ -161,8 +164,11 @@ def plot_bound(of: Diagnosis, path) -> None:
 
     figure = Figure(figsize=(4.6, 3.4), layout="constrained")
     axis = figure.subplots()
-    for vocabulary, (sizes, bounds) in prepare_bound(of).items():
-        axis.plot(sizes, bounds, lw=1.3, label=f"bound, |V| = {vocabulary:,}")
+    sizes = np.geomspace(2, of.hidden * 16, 60)
+    for v in (max(2, of.vocabulary // 4), of.vocabulary, of.vocabulary * 4):
+        fixed = v, of.temperature, of.softcap
+        bounds = [entropy_bound(of.sigma_c, of.sigma_h, size, *fixed) for size in sizes]
+        axis.plot(sizes, bounds, lw=1.3, label=f"bound, |V| = {v:,}")
     axis.plot(of.hidden, of.bound, "o", color="black", ms=5, label="bound of this model")
     low, middle, high = (of.entropy[k] for k in ("lower_quartile", "median", "upper_quartile"))
     error = [[middle - low], [high - middle]]

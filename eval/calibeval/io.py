@@ -53,14 +53,18 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict]]:
         if not line.strip():
             continue
         try:
-            value = json.loads(line)
-        except json.JSONDecodeError as error:
+            value = json.loads(line, parse_constant=_no_number)
+        except ValueError as error:
             raise InputError(f"{path}, line {number}: not JSON ({error})") from error
         if not isinstance(value, dict):
             raise InputError(
                 f"{path}, line {number}: expected a JSON object, found {type(value).__name__}"
             )
         yield number, value
+
+
+def _no_number(name: str):
+    raise ValueError(f"{name} is no JSON number")
 
 
 def counted(number: int, noun: str) -> str:

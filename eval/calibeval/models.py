@@ -2,12 +2,21 @@
 
 import hashlib
 import json
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
-from calibeval.io import InputError
+from calibeval.io import InputError, atomic_write
 
-WEIGHTS = ("*.safetensors", "*.bin")
-SAMPLE = 1 << 20
+# What decides a folder's answers. The rest of *.bin is a trainer's own state.
+PARTS = """config.json adapter_config.json *.safetensors *.bin *.index.json tokenizer* *.model
+    special_tokens_map.json added_tokens.json vocab.* merges.txt chat_template*""".split()
+NOT_WEIGHTS = {"training_args.bin", "optimizer.bin", "scheduler.bin"}
+SETTLED = 2.0  # seconds after which a further write must give a file another time
+ANNOUNCED = 1 << 30  # bytes; reading so many takes a while
 
 
 def check_model(model: str) -> None:
@@ -41,21 +50,70 @@ def training(model: str) -> dict | None:
     return json.loads((folder / "manifest.json").read_text(encoding="utf-8")) if folder else None
 
 
-def digest(model: str) -> str | None:
-    """SHA-256 over a model folder's configuration and a sample of its weight files.
+def digest(model: str, revision: str | None = None) -> str | None:
+    """SHA-256 over names and whole contents of a folder's configuration, tokenizer and weights.
 
-    The sample is each file's name, size, first and last MiB: enough to tell checkpoints apart
-    without reading gigabytes. None for a hub name, which its revision identifies.
+    For a hub name, the commit of its snapshot in the cache; None where there is none.
     """
     folder = Path(model)
     if not folder.is_dir():
+        return commit(model, revision)
+    paths = sorted({p for part in PARTS for p in folder.glob(part) if p.is_file()})
+    paths = [path for path in paths if path.name not in NOT_WEIGHTS]
+    size = sum(path.stat().st_size for path in paths if not cached(path))
+    if size > ANNOUNCED:
+        print(f"{model}: {size / 1e9:.1f} GB to read for a digest, kept", file=sys.stderr)
+    with ThreadPoolExecutor() as pool:  # hashlib lets other threads run
+        found = "".join(f"{p.name} {d}\n" for p, d in zip(paths, pool.map(file_digest, paths), strict=True))
+    return hashlib.sha256(found.encode()).hexdigest()
+
+
+def commit(name: str, revision: str | None) -> str | None:
+    """The commit of a hub model's snapshot in the cache, which its folder is named by."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True)).name
+    except (LocalEntryNotFoundError, HFValidationError):
         return None
-    total = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in sorted(p for pattern in WEIGHTS for p in folder.glob(pattern)):
-        size = path.stat().st_size
-        total.update(f"{path.name} {size}\n".encode())
-        with open(path, "rb") as file:
-            total.update(file.read(SAMPLE))
-            file.seek(max(0, size - SAMPLE))
-            total.update(file.read())
-    return total.hexdigest()
+
+
+def _entry(path: Path) -> tuple[Path, dict]:
+    """The file that remembers a file's digest, and the state of the file that it holds for."""
+    path, home = path.resolve(), os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    name, stat = hashlib.sha256(os.fsencode(path)).hexdigest(), path.stat()
+    # The time of change besides that of modification: cp -p and rsync -t carry the latter over.
+    state = {"path": str(path), "size": stat.st_size, "inode": stat.st_ino}
+    state |= {"mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns}
+    return Path(home) / "calibeval" / "sha256" / f"{name}.json", state
+
+
+def cached(path: Path) -> str | None:
+    """The digest of a file that has not changed since it was read."""
+    entry, state = _entry(path)
+    try:
+        kept = json.loads(entry.read_text(encoding="utf-8"))
+        return kept.pop("sha256") if kept.items() >= state.items() else None
+    except (OSError, ValueError, AttributeError, KeyError):
+        return None
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, kept by path, size and times in the user's cache folder."""
+    if found := cached(path):
+        return found
+    entry, state = _entry(path)
+    total, buffer = hashlib.sha256(), memoryview(bytearray(1 << 20))
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                total.update(buffer[:count])
+    except OSError as error:
+        raise InputError(f"{path}: could not be read ({error.strerror})") from error
+    found = total.hexdigest()
+    if time.time() - state["ctime_ns"] / 1e9 > SETTLED:
+        # Without a place to keep it, the file is read again next time.
+        with suppress(InputError, OSError), atomic_write(entry) as file:
+            json.dump(state | {"sha256": found}, file)
+    return found

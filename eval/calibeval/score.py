@@ -155,6 +155,7 @@ def _score_shards(
     engine: Engine, model: str, items: list[Item], pending: list[int], store: Store, total: int
 ) -> None:
     versions = {"calibeval": __version__, **engine.versions()}
+    store.engine(engine.describe())
     progress = tqdm(total=total, initial=total - len(pending), unit="question", mininterval=0.5)
     with progress:
         for start in range(0, len(pending), SHARD):
@@ -166,7 +167,7 @@ def _score_shards(
                 progress.update()
             seconds = time.perf_counter() - began
             usage = dataclasses.asdict(engine.usage)
-            store.settings.setdefault("engine_settings", engine.describe())
+            store.settings["engine_settings"] = engine.describe()  # the first batch settles some
             store.add(indices[0], [rows[i] for i in indices], usage, seconds)
 
 
