@@ -180,6 +180,13 @@ def run_diagnose(a: argparse.Namespace) -> None:
         plot_bound(found, a.out / "entropy_bound")
 
 
+def run_import(a: argparse.Namespace) -> None:
+    """Turn lm-evaluation-harness's samples into records."""
+    from calibeval import lm_eval
+
+    lm_eval.convert(a.samples, a.out)
+
+
 def run_metrics(a: argparse.Namespace) -> None:
     """Print every metric of each record file."""
     from calibeval import records

@@ -19,12 +19,13 @@ Where V is large and r is not small, the bound is next to 0 and says nothing. Th
                                          g′ = r √((V − 1) / V), or 2c (V − 1) / V where that is less
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 from scipy.special import entr
 
 VACUOUS = 1e-6  # nats; a bound below it excludes no answer that matters
+
 
 def two_levels(gap: float | np.ndarray, high: int | np.ndarray, vocabulary: int):
     """Entropy in nats when `high` of V equal logits stand `gap` above all others, equal too."""
@@ -67,53 +68,60 @@ class Diagnosis:
     softcap: float | None
     temperature: float
     label_smoothing: float
-    bound: float
-    target_entropy: float
     entropy: dict[str, float]  # of the answers: least, quartiles, greatest, mean
     logit_distance: dict[str, float]  # max z − mean z
     questions: int
 
+    @property
+    def bound(self) -> float:
+        """`entropy_bound` at the largest σ_h."""
+        sigmas = self.sigma_c, self.sigma_h_largest
+        return entropy_bound(*sigmas, self.hidden, self.vocabulary, self.temperature, self.softcap)
+
+    @property
+    def target_entropy(self) -> float:
+        """`smoothed_entropy` at this β."""
+        return smoothed_entropy(self.label_smoothing, self.vocabulary)
+
     def gap(self, entropy: float) -> float:
         """(entropy − bound) / log V."""
-        return (entropy - self.bound) / float(np.log(self.vocabulary))
+        return float((entropy - self.bound) / np.log(self.vocabulary))
 
     @property
     def reach(self) -> float:
         """Median of max z − mean z over the largest that the output layer allows."""
         share = (self.vocabulary - 1) / self.vocabulary
-        radius = self.sigma_c * np.sqrt(self.hidden) * self.sigma_h_largest / self.temperature
-        largest = radius * np.sqrt(share)
-        if self.softcap:
-            largest = min(largest, 2 * self.softcap / self.temperature * share)
-        return float(self.logit_distance["median"] / largest)
+        radius = self.sigma_c * np.sqrt(self.hidden) * self.sigma_h_largest
+        largest = min(radius * np.sqrt(share), 2 * (self.softcap or np.inf) * share)
+        return float(self.logit_distance["median"] * self.temperature / largest)
 
     @property
     def sentence(self) -> str:
         """Whether label smoothing can be expected to help this model, in plain words."""
         observed, target = self.entropy["median"], self.target_entropy
-        bound = f"its output layer allows entropies down to {self.bound:.3g} nats"
+        facts = f"its output layer allows entropies down to {self.bound:.3g} nats"
         if self.bound < VACUOUS:
-            bound = f"the bound is vacuous here ({self.bound:.3g} nats)"
-        facts = (
-            f"{bound}, the target at β = {self.label_smoothing:g} has {target:.3g}, and half of "
-            f"its answers are below {observed:.3g} ({self.gap(observed):.3f} of log |V| above the "
-            f"bound)"
+            facts = f"the bound is vacuous here ({self.bound:.3g} nats)"
+        facts += (
+            f", the target at β = {self.label_smoothing:g} has {target:.3g}, and half of its "
+            f"answers are below {observed:.3g}, a gap of {self.gap(observed):.3f} log |V|"
         )
         if self.bound >= target:
-            verdict, reason = "cannot be expected to help", "the model cannot become more certain"
-            return f"Smoothing {verdict}: {facts}; {reason} than smoothing asks."
-        if observed >= target:
-            return (
-                f"Smoothing has little to restrain here: {facts}; the answers are less certain "
-                f"than the smoothed target already. Fine-tuning without it may change that."
-            )
-        verdict, reason = "can be expected to help", "the answers are more certain"
-        return f"Smoothing {verdict}: {facts}; {reason} than the smoothed target."
+            hope, why = "cannot be expected to help", "the model cannot become more certain than"
+            why += " smoothing asks"
+        elif observed >= target:
+            hope, why = "has little to restrain here", "the answers are less certain than the"
+            why += " smoothed target already; fine-tuning without it may change that"
+        else:
+            hope, why = "can be expected to help", "the answers are more certain than the"
+            why += " smoothed target"
+        return f"Smoothing {hope}: {facts}; {why}."
 
     def as_dict(self) -> dict:
         """Every figure and the sentence."""
-        gaps = {"gap": self.gap(self.entropy["median"]), "target_gap": self.gap(self.target_entropy)}
-        return asdict(self) | gaps | {"reach": self.reach, "sentence": self.sentence}
+        found = {k: getattr(self, k) for k in ("bound", "target_entropy", "reach", "sentence")}
+        gaps = {"gap": self.entropy["median"], "target_gap": self.target_entropy}
+        return asdict(self) | found | {name: self.gap(value) for name, value in gaps.items()}
 
 
 def diagnose(engine, groups, label_smoothing: float = 0.1, temperature: float = 1.0) -> Diagnosis:
@@ -130,19 +138,15 @@ def diagnose(engine, groups, label_smoothing: float = 0.1, temperature: float = 
         sigma_h.append(hidden[0].float().square().mean().sqrt().item())
         entropies.append(torch.distributions.Categorical(logits=z).entropy().item())
         distances.append((z.max() - z.mean()).item())
-    vocabulary, size = weight.shape
-    largest = max(sigma_h)
     return Diagnosis(
-        vocabulary=vocabulary,
-        hidden=size,
+        vocabulary=weight.shape[0],
+        hidden=weight.shape[1],
         sigma_c=sigma_c,
         sigma_h=float(np.mean(sigma_h)),
-        sigma_h_largest=largest,
+        sigma_h_largest=max(sigma_h),
         softcap=softcap,
         temperature=temperature,
         label_smoothing=label_smoothing,
-        bound=entropy_bound(sigma_c, largest, size, vocabulary, temperature, softcap),
-        target_entropy=smoothed_entropy(label_smoothing, vocabulary),
         entropy=spread(entropies),
         logit_distance=spread(distances),
         questions=len(sigma_h),
@@ -166,8 +170,7 @@ def plot_bound(of: Diagnosis, path) -> None:
     axis = figure.subplots()
     sizes = np.geomspace(2, of.hidden * 16, 60)
     for v in (max(2, of.vocabulary // 4), of.vocabulary, of.vocabulary * 4):
-        fixed = v, of.temperature, of.softcap
-        bounds = [entropy_bound(of.sigma_c, of.sigma_h, size, *fixed) for size in sizes]
+        bounds = [replace(of, hidden=size, vocabulary=v).bound for size in sizes]
         axis.plot(sizes, bounds, lw=1.3, label=f"bound, |V| = {v:,}")
     axis.plot(of.hidden, of.bound, "o", color="black", ms=5, label="bound of this model")
     low, middle, high = (of.entropy[k] for k in ("lower_quartile", "median", "upper_quartile"))

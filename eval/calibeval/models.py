@@ -11,10 +11,11 @@ from pathlib import Path
 
 from calibeval.io import InputError, atomic_write
 
-# What decides a folder's answers. The rest of *.bin is a trainer's own state.
-PARTS = """config.json adapter_config.json *.safetensors *.bin *.index.json tokenizer* *.model
-    special_tokens_map.json added_tokens.json vocab.* merges.txt chat_template*""".split()
-NOT_WEIGHTS = {"training_args.bin", "optimizer.bin", "scheduler.bin"}
+# What decides a folder's answers; the rest of *.bin is a trainer's own state.
+WEIGHTS = "adapter_config.json *.safetensors *.bin *.index.json"
+WORDS = "tokenizer* *.model special_tokens_map.json added_tokens.json vocab.* merges.txt chat_*"
+PARTS = f"config.json {WEIGHTS} {WORDS}".split()
+STATE = ("training_args.bin", "optimizer.bin", "scheduler.bin")
 SETTLED = 2.0  # seconds after which a further write must give a file another time
 ANNOUNCED = 1 << 30  # bytes; reading so many takes a while
 
@@ -58,14 +59,15 @@ def digest(model: str, revision: str | None = None) -> str | None:
     folder = Path(model)
     if not folder.is_dir():
         return commit(model, revision)
-    paths = sorted({p for part in PARTS for p in folder.glob(part) if p.is_file()})
-    paths = [path for path in paths if path.name not in NOT_WEIGHTS]
+    found = {p for part in PARTS for p in folder.glob(part) if p.is_file()}
+    paths = sorted(path for path in found if path.name not in STATE)
     size = sum(path.stat().st_size for path in paths if not cached(path))
     if size > ANNOUNCED:
         print(f"{model}: {size / 1e9:.1f} GB to read for a digest, kept", file=sys.stderr)
     with ThreadPoolExecutor() as pool:  # hashlib lets other threads run
-        found = "".join(f"{p.name} {d}\n" for p, d in zip(paths, pool.map(file_digest, paths), strict=True))
-    return hashlib.sha256(found.encode()).hexdigest()
+        parts = zip(paths, pool.map(file_digest, paths), strict=True)
+        text = "".join(f"{path.name} {part}\n" for path, part in parts)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def commit(name: str, revision: str | None) -> str | None:

@@ -51,15 +51,10 @@ class Store:
         for where, path in ((self.out, records.sidecar(self.out)), (self.folder, self.header)):
             if where.exists() and path.exists():
                 made.append((where, _settings(path, self.out).get("engine_settings")))
-        wanted = _precision(describe)
-        for where, settings in made:
-            found = _precision(settings or {})
-            if any(found[k] != wanted[k] for k in found.keys() & wanted.keys()):
-                raise InputError(
-                    f"{where}: was computed with {_words(found)}, this run computes with "
-                    f"{_words(wanted)}; give --dtype or --engine as then, --overwrite to score "
-                    f"anew, or another --out"
-                )
+        compared = {k: v for k, v in describe.items() if k == "engine" or k.endswith("dtype")}
+        for where, found in made:
+            found = found or {}
+            _same(found, {k: v for k, v in compared.items() if k in found}, where)
         self.settings["engine_settings"] = describe
 
     def add(self, first: int, rows: list[dict], usage: dict, seconds: float) -> None:
@@ -74,9 +69,8 @@ class Store:
     def finish(self, rows: list[dict], meta: dict) -> dict:
         """Write the final file and its sidecar, drop the shards, return the sidecar's content."""
         parts = self._parts()
-        made = [part["engine_settings"] for part in parts if part.get("engine_settings")]
-        if made:  # processes that started together could not see each other's
-            self.engine(self.settings.get("engine_settings", made[-1]))
+        engine = self.settings.get("engine_settings") or parts[-1].get("engine_settings")
+        self.engine(engine or {})  # processes that started together could not see each other's
         usage: dict[str, int] = {}
         for part in parts:
             for key, value in part["usage"].items():
@@ -120,15 +114,6 @@ def _settings(path: Path, out: Path) -> dict:
             f"{out}: exists, but {path.name} does not say how it was made; "
             f"give --overwrite to replace it"
         ) from error
-
-
-def _precision(engine_settings: dict) -> dict:
-    """What two runs must share for their records to stand in one file."""
-    return {k: v for k, v in engine_settings.items() if k == "engine" or k.endswith("dtype")}
-
-
-def _words(settings: dict) -> str:
-    return ", ".join(f"{key} {value}" for key, value in sorted(settings.items()))
 
 
 def _same(found: dict, wanted: dict, where: Path) -> None:

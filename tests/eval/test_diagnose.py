@@ -158,8 +158,6 @@ def made(sigma_c: float, median: float, v: int = 1000, d: int = 64, **others):
         "softcap": None,
         "temperature": 1.0,
         "label_smoothing": 0.1,
-        "bound": diagnose.entropy_bound(sigma_c, 1.0, d, v),
-        "target_entropy": diagnose.smoothed_entropy(0.1, v),
         "entropy": values,
         "logit_distance": values,
         "questions": 10,

@@ -172,13 +172,13 @@ def test_another_precision_or_engine_is_refused(tmp_path):
     out = tmp_path / "r.jsonl"
     made = shard(out, BF16)
     again = store.Store(out, {"dtype": "auto"})
-    with pytest.raises(InputError, match="dtype bfloat16, engine transformers, this run .* dtype f"):
+    with pytest.raises(InputError, match=r"dtype 'bfloat16' \(now 'float32'\)"):
         again.engine(FP32)
-    with pytest.raises(InputError, match="engine transformers, this run computes with .*vllm"):
+    with pytest.raises(InputError, match=r"engine 'transformers' \(now 'vllm'\)"):
         again.engine(BF16 | {"engine": "vllm"})
     again.engine(BF16 | {"batch_size": 64})
     made.finish([ROW], {})
-    with pytest.raises(InputError, match=f"{out}: was computed with dtype bfloat16"):
+    with pytest.raises(InputError, match=f"{out}: was made with dtype 'bfloat16'"):
         store.Store(out, {"dtype": "auto"}).engine(FP32)
 
 
@@ -212,9 +212,7 @@ def test_float32_does_not_complete_bfloat16_records(command, tmp_path, capsys):
     meta.write_text(meta.read_text().replace('"dtype": "float32"', '"dtype": "bfloat16"'))
     out.write_text("".join(out.read_text().splitlines(keepends=True)[:20]))
     assert run(command) == 2
-    assert "dtype bfloat16, engine transformers, this run computes with dtype float32" in (
-        capsys.readouterr().err
-    )
+    assert "was made with dtype 'bfloat16' (now 'float32')" in capsys.readouterr().err
 
 
 def test_shards_merge_when_the_last_is_done(command, tmp_path, capsys):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from calibeval.engines import Job
 from calibeval.engines.transformers import TransformersEngine
@@ -112,11 +113,8 @@ def selective_smoothing(
 
 def pad_left(sequences: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Sequences (T_i, D) as (N, T, D) that end together, and their lengths."""
-    lengths = torch.tensor([len(s) for s in sequences])
-    padded = sequences[0].new_zeros(len(sequences), int(lengths.max()), sequences[0].shape[-1])
-    for i, sequence in enumerate(sequences):
-        padded[i, padded.shape[1] - len(sequence) :] = sequence
-    return padded, lengths
+    ends = pad_sequence([s.flip(0) for s in sequences], batch_first=True)
+    return ends.flip(1), torch.tensor([len(s) for s in sequences])
 
 
 def temperatures(calibrator: Calibrator, answers: Answers) -> Tensor:
@@ -140,10 +138,9 @@ def fit(
         raise InputError(f"alpha is {alpha}, expected 0 to 1")
     torch.manual_seed(seed)
     calibrator = Calibrator(Settings(head, answers.hidden[0].shape[-1], over))
+    fixed = head == "constant"
     report = (
-        fit_constant(calibrator, answers)
-        if head == "constant"
-        else fit_head(calibrator, answers, alpha, seed)
+        fit_constant(calibrator, answers) if fixed else fit_head(calibrator, answers, alpha, seed)
     )
     return calibrator.eval(), {"answers": len(answers), "head": head, "over": over} | report
 
