@@ -172,7 +172,7 @@ def run_diagnose(a: argparse.Namespace) -> None:
     groups = score.groups_of(items, list(range(len(items))))
     engine = local_engine(a, options)
     found = diagnose(engine, groups, a.label_smoothing, a.temperature)
-    text = json.dumps(found.as_dict(), indent=1, ensure_ascii=False)
+    text = json.dumps(found, indent=1, ensure_ascii=False)
     print(text)
     if a.out:
         with atomic_write(a.out / "diagnosis.json") as file:

@@ -19,8 +19,6 @@ Where V is large and r is not small, the bound is next to 0 and says nothing. Th
                                          g′ = r √((V − 1) / V), or 2c (V − 1) / V where that is less
 """
 
-from dataclasses import asdict, dataclass, replace
-
 import numpy as np
 from scipy.special import entr
 
@@ -56,128 +54,103 @@ def smoothed_entropy(label_smoothing: float, vocabulary: int) -> float:
     return float(entr(1 - label_smoothing + rest) + (vocabulary - 1) * entr(rest))
 
 
-@dataclass(frozen=True)
-class Diagnosis:
-    """A checkpoint's bound and what it says on a task, entropies in nats."""
-
-    vocabulary: int
-    hidden: int
-    sigma_c: float
-    sigma_h: float
-    sigma_h_largest: float
-    softcap: float | None
-    temperature: float
-    label_smoothing: float
-    entropy: dict[str, float]  # of the answers: least, quartiles, greatest, mean
-    logit_distance: dict[str, float]  # max z − mean z
-    questions: int
-
-    @property
-    def bound(self) -> float:
-        """`entropy_bound` at the largest σ_h."""
-        sigmas = self.sigma_c, self.sigma_h_largest
-        return entropy_bound(*sigmas, self.hidden, self.vocabulary, self.temperature, self.softcap)
-
-    @property
-    def target_entropy(self) -> float:
-        """`smoothed_entropy` at this β."""
-        return smoothed_entropy(self.label_smoothing, self.vocabulary)
-
-    def gap(self, entropy: float) -> float:
-        """(entropy − bound) / log V."""
-        return float((entropy - self.bound) / np.log(self.vocabulary))
-
-    @property
-    def reach(self) -> float:
-        """Median of max z − mean z over the largest that the output layer allows."""
-        share = (self.vocabulary - 1) / self.vocabulary
-        radius = self.sigma_c * np.sqrt(self.hidden) * self.sigma_h_largest
-        largest = min(radius * np.sqrt(share), 2 * (self.softcap or np.inf) * share)
-        return float(self.logit_distance["median"] * self.temperature / largest)
-
-    @property
-    def sentence(self) -> str:
-        """Whether label smoothing can be expected to help this model, in plain words."""
-        observed, target = self.entropy["median"], self.target_entropy
-        facts = f"its output layer allows entropies down to {self.bound:.3g} nats"
-        if self.bound < VACUOUS:
-            facts = f"the bound is vacuous here ({self.bound:.3g} nats)"
-        facts += (
-            f", the target at β = {self.label_smoothing:g} has {target:.3g}, and half of its "
-            f"answers are below {observed:.3g}, a gap of {self.gap(observed):.3f} log |V|"
-        )
-        if self.bound >= target:
-            hope, why = "cannot be expected to help", "the model cannot become more certain than"
-            why += " smoothing asks"
-        elif observed >= target:
-            hope, why = "has little to restrain here", "the answers are less certain than the"
-            why += " smoothed target already; fine-tuning without it may change that"
-        else:
-            hope, why = "can be expected to help", "the answers are more certain than the"
-            why += " smoothed target"
-        return f"Smoothing {hope}: {facts}; {why}."
-
-    def as_dict(self) -> dict:
-        """Every figure and the sentence."""
-        found = {k: getattr(self, k) for k in ("bound", "target_entropy", "reach", "sentence")}
-        gaps = {"gap": self.entropy["median"], "target_gap": self.target_entropy}
-        return asdict(self) | found | {name: self.gap(value) for name, value in gaps.items()}
-
-
-def diagnose(engine, groups, label_smoothing: float = 0.1, temperature: float = 1.0) -> Diagnosis:
-    """Diagnose the model of a `TransformersEngine` on jobs as scoring makes them."""
+def diagnose(engine, groups, label_smoothing: float = 0.1, temperature: float = 1.0) -> dict:
+    """`summary` of the model of a `TransformersEngine` on jobs as scoring makes them."""
     import torch
 
     weight = engine.model.get_output_embeddings().weight.detach().float()
     # σ_C² is the largest eigenvalue of the D × D matrix CᵀC: no V × D decomposition is needed.
     sigma_c = float(torch.linalg.eigvalsh(weight.T @ weight)[-1].clamp(min=0).sqrt())
     softcap = getattr(engine.model.config, "final_logit_softcapping", None)
-    sigma_h, entropies, distances = [], [], []
+    answers = []
     for _, hidden, logits in engine.states(groups):
         z = logits[0].float() / temperature
-        sigma_h.append(hidden[0].float().square().mean().sqrt().item())
-        entropies.append(torch.distributions.Categorical(logits=z).entropy().item())
-        distances.append((z.max() - z.mean()).item())
-    return Diagnosis(
-        vocabulary=weight.shape[0],
-        hidden=weight.shape[1],
-        sigma_c=sigma_c,
-        sigma_h=float(np.mean(sigma_h)),
-        sigma_h_largest=max(sigma_h),
-        softcap=softcap,
-        temperature=temperature,
-        label_smoothing=label_smoothing,
-        entropy=spread(entropies),
-        logit_distance=spread(distances),
-        questions=len(sigma_h),
+        sigma_h = hidden[0].float().square().mean().sqrt()
+        entropy = torch.distributions.Categorical(logits=z).entropy()
+        answers.append((sigma_h.item(), entropy.item(), (z.max() - z.mean()).item()))
+    sizes = {"vocabulary": weight.shape[0], "hidden": weight.shape[1]}
+    options = {"softcap": softcap, "temperature": temperature, "label_smoothing": label_smoothing}
+    return summary(answers, sigma_c=sigma_c, **sizes, **options)
+
+
+def summary(
+    answers: list[tuple[float, float, float]],  # σ_h, entropy, max z − mean z of each
+    *,
+    vocabulary: int,
+    hidden: int,
+    sigma_c: float,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    label_smoothing: float = 0.1,
+) -> dict:
+    """What was measured and what it says, in a sentence as well; entropies in nats."""
+    sigma_h, entropies, distances = map(np.array, zip(*answers, strict=True))
+    largest, share = sigma_h.max(), (vocabulary - 1) / vocabulary
+    bound = entropy_bound(sigma_c, largest, hidden, vocabulary, temperature, softcap)
+    target, observed = smoothed_entropy(label_smoothing, vocabulary), float(np.median(entropies))
+    farthest = sigma_c * np.sqrt(hidden) * largest * np.sqrt(share)
+    farthest = min(farthest, 2 * (softcap or np.inf) * share) / temperature
+    gap = (observed - bound) / np.log(vocabulary)
+    facts = f"its output layer allows entropies down to {bound:.3g} nats"
+    if bound < VACUOUS:
+        facts = f"the bound is vacuous here ({bound:.3g} nats)"
+    facts += (
+        f", the target at β = {label_smoothing:g} has {target:.3g}, and half of its answers are "
+        f"below {observed:.3g}, which is {gap:.3f} log |V| above the bound"
     )
+    hope, why = "can be expected to help", "more certain than the smoothed target"
+    if bound >= target:
+        hope, why = "cannot be expected to help", "never more certain than smoothing asks"
+    elif observed >= target:
+        hope = "has little to restrain here"
+        why = "less certain than the smoothed target; fine-tuning without it may change that"
+    return {
+        "vocabulary": vocabulary,
+        "hidden": hidden,
+        "sigma_c": sigma_c,
+        "sigma_h": float(sigma_h.mean()),
+        "sigma_h_largest": float(largest),
+        "softcap": softcap,
+        "temperature": temperature,
+        "label_smoothing": label_smoothing,
+        "questions": len(answers),
+        "bound": bound,
+        "target_entropy": target,
+        "entropy": spread(entropies),
+        "logit_distance": spread(distances),
+        "gap": float(gap),
+        "target_gap": float((target - bound) / np.log(vocabulary)),
+        "reach": float(np.median(distances) / farthest),
+        "sentence": f"Smoothing {hope}: {facts}; the answers are {why}.",
+    }
 
 
-def spread(values: list[float]) -> dict[str, float]:
+def spread(values: np.ndarray) -> dict[str, float]:
     """Least, quartiles, greatest and mean."""
     names = ("least", "lower_quartile", "median", "upper_quartile", "greatest")
     quantiles = np.quantile(values, [0, 0.25, 0.5, 0.75, 1])
-    return dict(zip(names, map(float, quantiles), strict=True)) | {"mean": float(np.mean(values))}
+    return dict(zip(names, map(float, quantiles), strict=True)) | {"mean": float(values.mean())}
 
 
-def plot_bound(of: Diagnosis, path) -> None:
+def plot_bound(of: dict, path) -> None:
     """Draw the bound against the hidden size for three vocabularies, and mark the model."""
     from matplotlib.figure import Figure
 
     from calibeval.plots import save
 
     figure = Figure(figsize=(4.6, 3.4), layout="constrained")
-    axis = figure.subplots()
-    sizes = np.geomspace(2, of.hidden * 16, 60)
-    for v in (max(2, of.vocabulary // 4), of.vocabulary, of.vocabulary * 4):
-        bounds = [replace(of, hidden=size, vocabulary=v).bound for size in sizes]
-        axis.plot(sizes, bounds, lw=1.3, label=f"bound, |V| = {v:,}")
-    axis.plot(of.hidden, of.bound, "o", color="black", ms=5, label="bound of this model")
-    low, middle, high = (of.entropy[k] for k in ("lower_quartile", "median", "upper_quartile"))
+    axis, hidden, v = figure.subplots(), of["hidden"], of["vocabulary"]
+    sigmas, fixed = (of["sigma_c"], of["sigma_h_largest"]), (of["temperature"], of["softcap"])
+    sizes = np.geomspace(2, hidden * 16, 60)
+    for size in (max(2, v // 4), v, v * 4):
+        bounds = [entropy_bound(*sigmas, d, size, *fixed) for d in sizes]
+        axis.plot(sizes, bounds, lw=1.3, label=f"bound, |V| = {size:,}")
+    axis.plot(hidden, of["bound"], "o", color="black", ms=5, label="bound of this model")
+    low, middle, high = (of["entropy"][k] for k in ("lower_quartile", "median", "upper_quartile"))
     error = [[middle - low], [high - middle]]
-    axis.errorbar(of.hidden, middle, error, fmt="s", color="#e45756", ms=4, label="observed")
-    target = f"target, β = {of.label_smoothing:g}"
-    axis.axhline(of.target_entropy, color="#888", ls="--", lw=0.9, label=target)
+    axis.errorbar(hidden, middle, error, fmt="s", color="#e45756", ms=4, label="observed")
+    target = f"target, β = {of['label_smoothing']:g}"
+    axis.axhline(of["target_entropy"], color="#888", ls="--", lw=0.9, label=target)
     axis.set(xscale="log", xlabel="hidden size D", ylabel="entropy (nats)", ylim=(0, None))
     axis.legend(fontsize="x-small")
     save(figure, path)

@@ -146,25 +146,6 @@ def test_bad_options(tiny_model, mmlu, capsys):
     assert "'1.5' is not a number from 0 to 1" in capsys.readouterr().err
 
 
-def made(sigma_c: float, median: float, v: int = 1000, d: int = 64, **others):
-    """A diagnosis of a model with σ_h = 1 whose answers all have one entropy."""
-    values = dict.fromkeys(("least", "median", "mean"), median)
-    figures = {
-        "vocabulary": v,
-        "hidden": d,
-        "sigma_c": sigma_c,
-        "sigma_h": 1.0,
-        "sigma_h_largest": 1.0,
-        "softcap": None,
-        "temperature": 1.0,
-        "label_smoothing": 0.1,
-        "entropy": values,
-        "logit_distance": values,
-        "questions": 10,
-    }
-    return diagnose.Diagnosis(**figures | others)
-
-
 @pytest.mark.parametrize(
     ("sigma_c", "median", "words"),
     [
@@ -174,7 +155,9 @@ def made(sigma_c: float, median: float, v: int = 1000, d: int = 64, **others):
     ],
 )
 def test_sentences(sigma_c, median, words):
-    sentence = made(sigma_c, median).sentence
+    answers = [(1.0, median, 1.0)] * 10
+    found = diagnose.summary(answers, vocabulary=1000, hidden=64, sigma_c=sigma_c)
+    sentence = found["sentence"]
     assert words in sentence
     assert ("the bound is vacuous here" in sentence) == (sigma_c == 100)
 
@@ -188,6 +171,8 @@ def test_reach_is_one_where_the_bound_is_attained(softcap):
     z = r * u
     if softcap:
         z = np.where(np.arange(v) == 0, softcap, -softcap)
-    distance = {"median": float(z.max() - z.mean())}
-    found = made(r / 8, 1.0, v, softcap=softcap, logit_distance=distance)
-    assert found.reach == pytest.approx(1)
+    sizes = {"vocabulary": v, "hidden": 64, "sigma_c": r / 8, "softcap": softcap}
+    found = diagnose.summary([(1.0, entropy(z), z.max() - z.mean())], **sizes)
+    assert found["reach"] == pytest.approx(1)
+    if not softcap:
+        assert found["gap"] == pytest.approx(0, abs=1e-9)
