@@ -22,6 +22,8 @@ Where V is large and r is not small, the bound is next to 0 and says nothing. Th
 import numpy as np
 from scipy.special import entr
 
+from calibeval.io import InputError
+
 VACUOUS = 1e-6  # nats; a bound below it excludes no answer that matters
 
 
@@ -59,6 +61,8 @@ def diagnose(engine, groups, label_smoothing: float = 0.1, temperature: float = 
     import torch
 
     weight = engine.model.get_output_embeddings().weight.detach().float()
+    if not weight.isfinite().all():
+        raise InputError("the model's output layer is not finite: it has no bound")
     # σ_C² is the largest eigenvalue of the D × D matrix CᵀC: no V × D decomposition is needed.
     sigma_c = float(torch.linalg.eigvalsh(weight.T @ weight)[-1].clamp(min=0).sqrt())
     softcap = getattr(engine.model.config, "final_logit_softcapping", None)

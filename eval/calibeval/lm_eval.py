@@ -8,6 +8,7 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 from calibeval import records
@@ -16,13 +17,8 @@ from calibeval.tasks import LETTERS
 
 NAME = re.compile(r"samples_(.+?)(_\d{4}-\d\d-\d\dT[\d.-]+)?\.jsonl")
 # Which choice each of lm-eval's metrics takes: the greatest by this normalisation.
-METRICS = {
-    "acc": "sum",
-    "acc_norm": "characters",
-    "acc_bytes": "bytes",
-    "acc_mutual_info": "unconditional",
-}
-SAME = ("model", "scoring", "normalise")  # in all records of a file
+METRICS = {"acc": "sum", "acc_norm": "characters", "acc_bytes": "bytes"}
+METRICS["acc_mutual_info"] = "unconditional"
 
 
 def convert(paths: list[Path], out: Path) -> None:
@@ -32,7 +28,7 @@ def convert(paths: list[Path], out: Path) -> None:
     `InputError`, naming file and line, where it does not, and for tasks other than multiple choice.
     """
     made: dict[Path, tuple[dict, dict]] = {}  # records by id, and where they are from
-    lost: dict[str, list[Path]] = {"prompts' text": paths}
+    lost = Counter({"prompts' text": len(paths)})
     for path in paths:
         task, rows, source = read(path, lost)
         name = "mmlu" if task.startswith("mmlu_") else task
@@ -42,15 +38,16 @@ def convert(paths: list[Path], out: Path) -> None:
         known, sources = made.setdefault(target, ({}, {}))
         for row in rows:
             first = next(iter(known.values()), row)
-            differ = [k for k in SAME if row.get(k) != first.get(k)]
-            if differ or row["id"] in known:
-                what = ", ".join(f"{k} {row.get(k)!r} after {first.get(k)!r}" for k in differ)
-                what = what or f"id {row['id']!r} was in {', '.join(sources)} already"
-                raise InputError(f"{path}: {what}; import each run to an --out of its own")
+            same = {k: (first.get(k), row.get(k)) for k in ("model", "scoring", "normalise")}
+            differ = [f"{k} {b!r} after {a!r}" for k, (a, b) in same.items() if a != b]
+            if row["id"] in known:
+                differ.append(f"id {row['id']!r} again, after {', '.join(sources)}")
+            if differ:
+                raise InputError(f"{path}: {differ[0]}; import each run to an --out of its own")
             known[row["id"]] = row
         sources[path.name] = source | {"sha256": sha256(path)}
-    for what, files in lost.items():
-        print(f"without {what}: {counted(len(files), 'file')}, {files[0]} first", file=sys.stderr)
+    for what, count in (+lost).items():
+        print(f"without {what}: {count} of {counted(len(paths), 'file')}", file=sys.stderr)
     for target, (rows, sources) in made.items():
         first = next(iter(rows.values()))
         meta = {"settings": {"engine": "lm-evaluation-harness", "samples": sources}}
@@ -63,50 +60,48 @@ def convert(paths: list[Path], out: Path) -> None:
         print(f"{target}: {counted(len(rows), 'question')}, {how}", file=sys.stderr)
 
 
-def read(path: Path, lost: dict[str, list[Path]]) -> tuple[str, list[dict], dict]:
-    """(task, records in the data's order, the run's options); what is lost is added to `lost`."""
+def read(path: Path, lost: Counter) -> tuple[str, list[dict], dict]:
+    """(task, records in the data's order, the run's options); `lost` counts what is missing."""
     if not (name := NAME.fullmatch(path.name)):
         raise InputError(f"{path}: expected a name like samples_<task>_<time>.jsonl")
     task, beside = name[1], path.with_name(f"results{name[2] or ''}.json")
     try:
         run = json.loads(read_text(beside)) if beside.is_file() else {}
-        shots, options = run.get("n-shot", {}).get(task), run.get("config")
+        source = {"task": task, "shots": run.get("n-shot", {}).get(task)}
         delimiter = run.get("configs", {}).get(task, {}).get("target_delimiter", " ")
     except (ValueError, AttributeError) as error:
         raise InputError(f"{beside}: not lm-eval's results ({error})") from error
-    if not run:
-        lost.setdefault("shots, versions and the model's own name", []).append(path)
-    versions = {k: run.get(f"{k}_version") for k in ("lm_eval", "transformers")}
-    model = str(run.get("model_name") or path.absolute().parent.name)
+    lost["shots, versions and the model's own name"] += not run
+    shared = {
+        "shots": source["shots"],
+        "model": run.get("model_name") or path.absolute().parent.name,
+    }
+    shared["versions"] = {k: run.get(f"{k}_version") for k in ("lm_eval", "transformers")}
     rows, first = {}, None
     for number, sample in json_lines(path):
         where, first = f"{path}, line {number}", first or sample
         if sample.get("filter") != first.get("filter"):  # the same answers once more
             continue
         try:
-            row = record(sample, task, delimiter) | {"shots": shots, "model": model}
-            checked = records.check(row, where)
+            row = record(sample, task, delimiter) | shared
+            scored = records.check(row, where)
             if sample["doc_id"] in rows:
                 raise InputError(f"{where}: doc_id {sample['doc_id']} was there already")
-            rows[sample["doc_id"]] = row | {"versions": versions}
-            for metric in METRICS.keys() & sample.keys():
-                if (by := METRICS[metric]) != "sum" and by not in row:
-                    continue
-                found = float(checked.normalised(by).argmax() == row["label"])
-                if found != float(sample[metric]):
-                    raise InputError(
-                        f"{where}: {metric} is {sample[metric]}, but {found} by its "
-                        f"log-probabilities and target"
-                    )
+            rows[sample["doc_id"]] = row
+            for metric in [m for m, by in METRICS.items() if m in sample and by in ("sum", *row)]:
+                right = float(scored.normalised(METRICS[metric]).argmax() == row["label"])
+                if right != float(sample[metric]):
+                    note = f"{metric} is {sample[metric]}, but {right} by its log-probabilities"
+                    raise InputError(f"{where}: {note} and target")
         except InputError:
             raise
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise InputError(f"{where}: not a multiple-choice sample: {error!r}") from error
     if not rows:
         raise InputError(f"{path}: no samples")
-    if "scoring" in row and "unconditional" not in row:
-        lost.setdefault("unconditional log-probabilities (acc_mutual_info)", []).append(path)
-    return task, [rows[i] for i in sorted(rows)], {"task": task, "shots": shots, "options": options}
+    texts = "scoring" in row and "unconditional" not in row
+    lost["unconditional log-probabilities (acc_mutual_info)"] += texts
+    return task, [rows[i] for i in sorted(rows)], source | {"options": run.get("config")}
 
 
 def record(sample: dict, task: str, delimiter: str) -> dict:

@@ -61,9 +61,6 @@ def digest(model: str, revision: str | None = None) -> str | None:
         return commit(model, revision)
     found = {p for part in PARTS for p in folder.glob(part) if p.is_file()}
     paths = sorted(path for path in found if path.name not in STATE)
-    size = sum(path.stat().st_size for path in paths if not cached(path))
-    if size > ANNOUNCED:
-        print(f"{model}: {size / 1e9:.1f} GB to read for a digest, kept", file=sys.stderr)
     with ThreadPoolExecutor() as pool:  # hashlib lets other threads run
         parts = zip(paths, pool.map(file_digest, paths), strict=True)
         text = "".join(f"{path.name} {part}\n" for path, part in parts)
@@ -81,31 +78,22 @@ def commit(name: str, revision: str | None) -> str | None:
         return None
 
 
-def _entry(path: Path) -> tuple[Path, dict]:
-    """The file that remembers a file's digest, and the state of the file that it holds for."""
-    path, home = path.resolve(), os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    name, stat = hashlib.sha256(os.fsencode(path)).hexdigest(), path.stat()
-    # The time of change besides that of modification: cp -p and rsync -t carry the latter over.
-    state = {"path": str(path), "size": stat.st_size, "inode": stat.st_ino}
-    state |= {"mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns}
-    return Path(home) / "calibeval" / "sha256" / f"{name}.json", state
-
-
-def cached(path: Path) -> str | None:
-    """The digest of a file that has not changed since it was read."""
-    entry, state = _entry(path)
-    try:
-        kept = json.loads(entry.read_text(encoding="utf-8"))
-        return kept.pop("sha256") if kept.items() >= state.items() else None
-    except (OSError, ValueError, AttributeError, KeyError):
-        return None
-
-
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file, kept by path, size and times in the user's cache folder."""
-    if found := cached(path):
-        return found
-    entry, state = _entry(path)
+    """SHA-256 of a file, remembered in the user's cache folder while the file does not change."""
+    real, stat = path.resolve(), path.stat()
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    entry = Path(
+        home, "calibeval", "sha256", f"{hashlib.sha256(os.fsencode(real)).hexdigest()}.json"
+    )
+    # The time of change besides that of modification: cp -p and rsync -t carry the latter over.
+    state = {"path": str(real), "size": stat.st_size, "inode": stat.st_ino}
+    state |= {"mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns}
+    with suppress(OSError, ValueError, AttributeError, KeyError):
+        kept = json.loads(entry.read_text(encoding="utf-8"))
+        if kept.items() >= state.items():
+            return kept["sha256"]
+    if stat.st_size > ANNOUNCED:
+        print(f"{path}: {stat.st_size / 1e9:.1f} GB to read for its digest", file=sys.stderr)
     total, buffer = hashlib.sha256(), memoryview(bytearray(1 << 20))
     try:
         with open(path, "rb", buffering=0) as file:
@@ -114,7 +102,7 @@ def file_digest(path: Path) -> str:
     except OSError as error:
         raise InputError(f"{path}: could not be read ({error.strerror})") from error
     found = total.hexdigest()
-    if time.time() - state["ctime_ns"] / 1e9 > SETTLED:
+    if time.time() - stat.st_ctime > SETTLED:
         # Without a place to keep it, the file is read again next time.
         with suppress(InputError, OSError), atomic_write(entry) as file:
             json.dump(state | {"sha256": found}, file)

@@ -98,7 +98,7 @@ def test_without_a_cache_folder_files_are_read_again(model, monkeypatch, tmp_pat
 def test_large_models_are_announced(model, monkeypatch, capsys):
     monkeypatch.setattr(models, "ANNOUNCED", 1 << 20)
     models.digest(str(model))
-    assert "0.0 GB to read" in capsys.readouterr().err
+    assert "model.safetensors: 0.0 GB to read" in capsys.readouterr().err
     models.digest(str(model))
     assert not capsys.readouterr().err
 

@@ -328,6 +328,20 @@ def test_a_calibrator_of_another_checkpoint_is_refused(val, tiny_model, tmp_path
         shutil.move(tmp_path / "moved", tiny_model)
 
 
+def test_a_model_that_diverged_is_refused(val, tiny_model, tmp_path, refused):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model.lm_head.weight.data.fill_(math.nan)
+    for part in (model, AutoTokenizer.from_pretrained(tiny_model)):
+        part.save_pretrained(tmp_path / "m")
+    common = ["--model", tmp_path / "m", "--task", "mmlu", "--data", val]
+    for fit_it in ("fit-temperature", "fit-ats"):
+        assert "output is not finite" in refused(fit_it, *common, "--out", tmp_path / "c")
+    assert "output layer is not finite" in refused("diagnose", *common)
+    assert not (tmp_path / "c").exists()
+
+
 def test_hidden_states_of_another_size_are_refused(tiny_model):
     with pytest.raises(InputError, match="have 64 features, the calibrator was fitted on 8"):
         CalibratedEngine(str(tiny_model), Calibrator(Settings("linear", 8)), device="cpu")

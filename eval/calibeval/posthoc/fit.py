@@ -91,7 +91,10 @@ def answers(
             "questions with different numbers of choices cannot be fitted together over the "
             "choices; give --over vocabulary"
         )
-    return Answers(hidden, torch.stack(logits), torch.tensor(right))
+    stacked = torch.stack(logits)
+    if not stacked.isfinite().all():
+        raise InputError("the model's output is not finite: nothing can be fitted to it")
+    return Answers(hidden, stacked, torch.tensor(right))
 
 
 def selective_smoothing(
@@ -138,10 +141,10 @@ def fit(
         raise InputError(f"alpha is {alpha}, expected 0 to 1")
     torch.manual_seed(seed)
     calibrator = Calibrator(Settings(head, answers.hidden[0].shape[-1], over))
-    fixed = head == "constant"
-    report = (
-        fit_constant(calibrator, answers) if fixed else fit_head(calibrator, answers, alpha, seed)
-    )
+    if head == "constant":
+        report = fit_constant(calibrator, answers)
+    else:
+        report = fit_head(calibrator, answers, alpha, seed)
     return calibrator.eval(), {"answers": len(answers), "head": head, "over": over} | report
 
 
