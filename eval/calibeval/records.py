@@ -74,13 +74,17 @@ class Records:
     labels: np.ndarray  # (N,) int
     logprobs: np.ndarray  # (N, K), normalised; finite where there is a choice
     letter_mass: np.ndarray  # (N,), NaN for continuations
-    n_choices: np.ndarray  # (N,) int
     model: str
-    scoring: str
-    normalise: str
+    scoring: str = "letters"
+    normalise: str = "sum"
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def n_choices(self) -> np.ndarray:
+        """(N,) choices of each question."""
+        return np.isfinite(self.logprobs).sum(1)
 
 
 def sidecar(path: Path) -> Path:
@@ -139,7 +143,6 @@ def read(path: Path, normalise: str | None = None) -> Records:
         np.array([row.label for row in rows]),
         logprobs,
         np.array([row.letter_mass for row in rows], dtype=float),
-        counts,
         rows[0].model,
         rows[0].scoring,
         normalise or rows[0].normalise,
