@@ -102,9 +102,9 @@ def read(path: Path, normalise: str | None = None) -> Records:
     rows: list[Record] = []
     scores, seen = [], {}
     try:
-        for number, line in json_lines(path):
+        for number, raw in json_lines(path):
             where = f"{path}, line {number}"
-            row = check(line, where)
+            row = check(raw, where)
             if row.id in seen:
                 raise InputError(f"{where}: id {row.id!r} is on line {seen[row.id]} already")
             first = rows[0] if rows else row
