@@ -46,11 +46,13 @@ class Record(BaseModel, strict=True):
                 raise ValueError("no 'letter_mass', which records of letters have")
             if (total := sum(map(math.exp, self.logprobs))) > MOST:
                 raise ValueError(f"the probabilities of logprobs sum to {total:.3g}, more than 1")
-        for name in ("bytes", "characters", "unconditional"):
-            values = getattr(self, name)
-            if values is not None and len(values) != k:
-                raise ValueError(f"{name}: found {len(values)}, expected {k}, one a choice")
-        self.normalised(self.normalise)
+        else:
+            for name in ("bytes", "characters", "unconditional"):
+                values = getattr(self, name)
+                if values is not None and len(values) != k:
+                    raise ValueError(f"{name}: found {len(values)}, expected {k}, one a choice")
+        if self.normalise != "sum":
+            self.normalised(self.normalise)
         return self
 
     def normalised(self, by: str) -> np.ndarray:
