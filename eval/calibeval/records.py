@@ -28,7 +28,7 @@ class Record(BaseModel, strict=True):
     subject: str
     label: NonNegativeInt  # index of the right choice
     logprobs: list[LogProbability] = Field(min_length=2, max_length=26)  # natural; sums over tokens
-    letter_mass: float | None = Field(None, ge=0, le=MOST, allow_inf_nan=False)
+    letter_mass: float | None = Field(None, ge=0, allow_inf_nan=False)
     model: str = "?"
     scoring: Literal["letters", "continuation"] = "letters"
     normalise: Literal["sum", "bytes", "characters", "unconditional"] = "sum"  # the convention
@@ -44,6 +44,8 @@ class Record(BaseModel, strict=True):
         if self.scoring == "letters":
             if self.letter_mass is None:
                 raise ValueError("no 'letter_mass', which records of letters have")
+            if self.letter_mass > MOST:
+                raise ValueError(f"letter_mass is {self.letter_mass}, expected 0 to 1")
             if (total := sum(map(math.exp, self.logprobs))) > MOST:
                 raise ValueError(f"the probabilities of logprobs sum to {total:.3g}, more than 1")
         else:
@@ -144,7 +146,7 @@ def read(path: Path, normalise: str | None = None) -> Records:
         np.array([row.subject for row in rows]),
         np.array([row.label for row in rows]),
         logprobs,
-        np.array([row.letter_mass for row in rows], dtype=float),
+        np.array([row.letter_mass if row.scoring == "letters" else np.nan for row in rows]),
         rows[0].model,
         rows[0].scoring,
         normalise or rows[0].normalise,

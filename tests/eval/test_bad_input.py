@@ -115,7 +115,7 @@ def changed(**values) -> str:
         (changed(label=2), "line 2: label is 2, expected 0 to 1"),
         (changed(label=-1), "line 2: label is -1: expected greater than or equal to 0"),
         (changed(letter_mass=True), "letter_mass is True: expected a valid number"),
-        (changed(letter_mass=1.02), "letter_mass is 1.02: expected less than"),
+        (changed(letter_mass=1.02), "letter_mass is 1.02, expected 0 to 1"),
         (changed(letter_mass=-0.1), "letter_mass is -0.1: expected greater than"),
         (changed(letter_mass=math.nan), "line 2: not JSON (NaN is no JSON number)"),
         (changed(letter_mass=None), "line 2: no 'letter_mass'"),

@@ -44,6 +44,13 @@ def test_normalisations(tmp_path, normalise, expected):
     assert np.isnan(found.letter_mass).all()
 
 
+def test_texts_may_begin_alike(tmp_path):
+    """ "Yes" and "Yes, sir": probabilities of texts sum to more than 1, and are no letter mass."""
+    twice = TEXTS | {"logprobs": [-0.1, -0.2, -0.3], "letter_mass": 2.46}
+    found = records.read(write(tmp_path / "r.jsonl", twice), "sum")
+    assert found.logprobs.tolist() == [[-0.1, -0.2, -0.3]] and np.isnan(found.letter_mass[0])
+
+
 def test_absent_choices_are_told_from_unlikely_ones(tmp_path):
     five = LETTERS | {"id": "a/1", "logprobs": [-800.0, -0.1, -3.0, -4.0, -5.0]}
     found = records.read(write(tmp_path / "r.jsonl", LETTERS, five))
