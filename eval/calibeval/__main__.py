@@ -1,4 +1,4 @@
-"""Command line: `python -m calibeval COMMAND`; `--help` lists the commands."""
+"""Command line: `calibeval COMMAND`; `--help` lists the commands."""
 
 import argparse
 import sys
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line's grammar."""
-    top = argparse.ArgumentParser(prog="python -m calibeval", description=calibeval.__doc__)
+    top = argparse.ArgumentParser(prog="calibeval", description=calibeval.__doc__)
     subparsers = top.add_subparsers(required=True, metavar="COMMAND")
 
     p = subparsers.add_parser("prompts", help="print a task's prompts as JSON lines")
@@ -80,6 +80,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--head", choices=("linear", "mlp", "transformer"), default="linear")
     p.add_argument("--alpha", type=float, default=0.5, help="weight of wrong answers, 0 to 1")
     p.set_defaults(run=commands.run_fit)
+
+    p = subparsers.add_parser("import-lm-eval", help="lm-evaluation-harness's samples to records")
+    p.add_argument("samples", nargs="+", type=Path, metavar="samples_<task>_<time>.jsonl")
+    p.add_argument(
+        "--out", required=True, type=Path, metavar="DIR|FILE.jsonl", help="DIR: a file a data set"
+    )
+    p.set_defaults(run=commands.run_import)
 
     p = subparsers.add_parser("metrics", help="recompute every metric from records")
     p.add_argument("records", nargs="+", type=Path, metavar="RECORDS.jsonl")
@@ -154,7 +161,6 @@ def add_fit(p: argparse.ArgumentParser) -> None:
     """Options of the commands that fit a calibrator."""
     add_task(p)
     add_model(p)
-    p.set_defaults(split="val")
     p.add_argument("--out", required=True, type=Path, metavar="DIR", help="the calibrator's folder")
     p.add_argument(
         "--over",

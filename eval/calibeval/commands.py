@@ -3,8 +3,9 @@
 import argparse
 import json
 import sys
+from pathlib import Path
 
-from calibeval.io import InputError, counted
+from calibeval.io import InputError, counted, sha256
 
 
 def load_task(a: argparse.Namespace) -> list:
@@ -32,12 +33,11 @@ def run_prompts(a: argparse.Namespace) -> None:
             print(json.dumps(line, ensure_ascii=False))
 
 
-def fit_items(a: argparse.Namespace) -> tuple[list, dict]:
-    """The chosen questions as the model gets them, and the options to load it with."""
+def fit_items(a: argparse.Namespace, subjects: list) -> tuple[list, dict]:
+    """The questions as the model gets them, and the options to load it with."""
     from calibeval import score
     from calibeval.engines import load_max_length, load_tokenizer
 
-    subjects = load_task(a)
     style = score.Style(a.shots, a.style, a.chat_template, a.scoring, a.normalise, a.unconditional)
     if a.unconditional and a.scoring == "letters":
         raise InputError("--unconditional: needs --scoring continuation")
@@ -56,9 +56,9 @@ def local_engine(a: argparse.Namespace, options: dict):
 
 def run_score(a: argparse.Namespace) -> None:
     """Check everything that can be checked, then load the model and score."""
-    from calibeval.models import check_model
+    from calibeval import models
 
-    check_model(a.model)
+    models.check_model(a.model)
     if a.calibrator and a.engine != "transformers":
         raise InputError(f"--calibrator: needs --engine transformers, found {a.engine}")
     if a.workers > 1:
@@ -67,14 +67,20 @@ def run_score(a: argparse.Namespace) -> None:
 
         if a.overwrite:
             clear(a.out)
+        models.digest(a.model, a.revision)  # read the weights once rather than in every process
         return run_workers(a.workers, a.arguments)
 
-    from calibeval import models, posthoc, score
+    from calibeval import score
+    from calibeval.posthoc.calibrator import WEIGHTS, CalibratedEngine, Calibrator
 
-    calibrator = posthoc.Calibrator.from_pretrained(a.calibrator) if a.calibrator else None
-    items, options = fit_items(a)
     if a.calibrator and a.scoring != "letters":
         raise InputError(f"--calibrator: needs --scoring letters, found {a.scoring}")
+    calibrator = Calibrator.from_pretrained(a.calibrator) if a.calibrator else None
+    items, options = fit_items(a, load_task(a))
+    model_digest = models.digest(a.model, a.revision)
+    if calibrator:
+        questions = [item.prompt.question for item in items]
+        calibrator.check(a.calibrator, a.model, model_digest, questions)
 
     def make_engine():
         if a.engine == "vllm":
@@ -83,14 +89,12 @@ def run_score(a: argparse.Namespace) -> None:
             return VllmEngine(a.model, longest=max(item.longest for item in items), **options)
         if calibrator is None:
             return local_engine(a, options)
-        from calibeval.posthoc.engine import CalibratedEngine
-
         local = {"device": a.device, "batch_size": a.batch_size, "max_length": a.max_length}
         return CalibratedEngine(a.model, calibrator, **options, **local)
 
     settings = {
-        "model_sha256": models.digest(a.model),
-        "calibrator_sha256": posthoc.digest(a.calibrator) if a.calibrator else None,
+        "model_digest": model_digest,
+        "calibrator_sha256": sha256(a.calibrator / WEIGHTS) if a.calibrator else None,
         "revision": a.revision,
         "task": a.task,
         "data": a.data,
@@ -120,22 +124,45 @@ def run_score(a: argparse.Namespace) -> None:
 
 def run_fit(a: argparse.Namespace) -> None:
     """Ask the model, fit the head on its answers, save it."""
-    from calibeval import models, posthoc, score
+    from calibeval import models, score
+    from calibeval.posthoc import fit
+    from calibeval.posthoc.calibrator import question_digest
 
     models.check_model(a.model)
-    if a.split == "test":
-        raise InputError("--split test: a calibrator is fitted on questions that do not test it")
-    items, options = fit_items(a)
-    from calibeval.posthoc.engine import answers
+    a.split = fit.split_to_fit(a.task, a.split)
+    loaded = load_task(a)
+    subjects = fit.unseen(loaded, tested(a))
+    left_out = sum(len(s.questions) for s in loaded) - sum(len(s.questions) for s in subjects)
+    if left_out:
+        note = "examples in the prompts, or among those that test the model"
+        print(f"left out {counted(left_out, 'question')}: {note}", file=sys.stderr)
+    items, options = fit_items(a, subjects)
 
     engine = local_engine(a, options)
     groups = score.groups_of(items, list(range(len(items))))
     labels = {i: item.prompt.question.label for i, item in enumerate(items)}
-    seen = answers(engine, groups, labels, over=a.over, context=a.head == "transformer")
-    calibrator, report = posthoc.fit(seen, a.head, over=a.over, alpha=a.alpha)
-    report |= {"model": a.model, "model_sha256": models.digest(a.model), "task": a.task}
-    calibrator.save_pretrained(a.out, report | {"split": a.split, "versions": engine.versions()})
+    seen = fit.answers(engine, groups, labels, over=a.over, context=a.head == "transformer")
+    calibrator, report = fit.fit(seen, a.head, over=a.over, alpha=a.alpha)
+    report |= {"model": a.model, "task": a.task, "split": a.split, "left_out": left_out}
+    digests = sorted(question_digest(item.prompt.question) for item in items)
+    kept = {"model_digest": models.digest(a.model, a.revision), "versions": engine.versions()}
+    calibrator.save_pretrained(a.out, report | kept | {"questions": digests})
     print(f"{a.out}: {json.dumps(report)}", file=sys.stderr)
+
+
+def tested(a: argparse.Namespace) -> list:
+    """The questions that the task is scored on, where they are beside those to fit on."""
+    from calibeval import tasks
+    from calibeval.posthoc.fit import SPLITS
+
+    scored, _ = SPLITS.get(a.task, (None, None))
+    if not scored or Path(a.data).is_file():  # a single file is of no split
+        return []
+    try:
+        loaded = tasks.load(a.task, tasks.Source(a.data, 0, None, scored))
+    except InputError:  # not there; `score` compares the questions again
+        return []
+    return [question for subject in loaded for question in subject.questions]
 
 
 def run_diagnose(a: argparse.Namespace) -> None:
@@ -143,9 +170,9 @@ def run_diagnose(a: argparse.Namespace) -> None:
     from calibeval.models import check_model
 
     check_model(a.model)
-    if a.temperature <= 0:
-        raise InputError(f"--temperature is {a.temperature}, expected more than 0")
-    items, options = fit_items(a)
+    if not 0 < a.temperature < float("inf"):
+        raise InputError(f"--temperature is {a.temperature}, expected a number more than 0")
+    items, options = fit_items(a, load_task(a))
 
     from calibeval import score
     from calibeval.diagnose import diagnose, plot_bound
@@ -154,12 +181,19 @@ def run_diagnose(a: argparse.Namespace) -> None:
     groups = score.groups_of(items, list(range(len(items))))
     engine = local_engine(a, options)
     found = diagnose(engine, groups, a.label_smoothing, a.temperature)
-    text = json.dumps(found.as_dict(), indent=1, ensure_ascii=False)
+    text = json.dumps(found, indent=1, ensure_ascii=False)
     print(text)
     if a.out:
         with atomic_write(a.out / "diagnosis.json") as file:
             file.write(text + "\n")
         plot_bound(found, a.out / "entropy_bound")
+
+
+def run_import(a: argparse.Namespace) -> None:
+    """Turn lm-evaluation-harness's samples into records."""
+    from calibeval import lm_eval
+
+    lm_eval.convert(a.samples, a.out)
 
 
 def run_metrics(a: argparse.Namespace) -> None:

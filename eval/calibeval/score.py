@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import json
 import math
 import os
 import subprocess
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from calibeval import __version__, models, prompts, records, results
+from calibeval import __version__, models, prompts, results
 from calibeval.engines import Engine, Job, Usage
 from calibeval.io import InputError, counted
 from calibeval.prompts import Plan, Prompt
@@ -23,7 +22,6 @@ from calibeval.tasks import Subject
 
 LOW_MASS = 0.9  # below this the letters are not what the model wants to say
 SHARD = 500  # questions that an interruption loses at most
-PRECISION = ("dtype", "head_dtype")  # engine settings that all records of a file share
 
 
 @dataclass(frozen=True)
@@ -216,8 +214,8 @@ def _score_shards(
     engine: Engine, model: str, items: list[Item], pending: list[int], store: Store, total: int
 ) -> None:
     versions = {"calibeval": __version__, **engine.versions()}
+    store.engine(engine.describe())
     progress = tqdm(total=total, initial=total - len(pending), unit="question", mininterval=0.5)
-    same_precision(store, engine)
     with progress:
         for start in range(0, len(pending), SHARD):
             indices = pending[start : start + SHARD]
@@ -228,30 +226,8 @@ def _score_shards(
                 progress.update(index >= 0)
             rows = [record(items[i], found[i], found.get(~i), model, versions) for i in indices]
             seconds, usage = time.perf_counter() - began, dataclasses.asdict(engine.usage)
-            same_precision(store, engine)  # another process may have begun meanwhile
-            store.settings.setdefault("engine_settings", engine.describe())
+            store.settings["engine_settings"] = engine.describe()  # the first batch settles some
             store.add(indices[0], rows, usage, seconds)
-
-
-def same_precision(store: Store, engine: Engine) -> None:
-    """Refuse to join records whose engine ran in another precision than this one does."""
-    found, now = engine_settings(store), engine.describe()
-    for key in PRECISION:
-        if key in found and found[key] != now[key]:
-            raise InputError(
-                f"{store.out}: was made with {key} {found[key]!r} (now {now[key]!r}); give "
-                f"--dtype {found['dtype']} to go on, --overwrite to score anew, or another --out"
-            )
-
-
-def engine_settings(store: Store) -> dict:
-    """The engine settings of what is scored so far."""
-    for path in (store.folder / "settings.json", records.sidecar(store.out)):
-        try:
-            return json.loads(path.read_text(encoding="utf-8"))["settings"]["engine_settings"]
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-    return {}
 
 
 def record(
