@@ -99,6 +99,20 @@ def parser() -> argparse.ArgumentParser:
     p = subparsers.add_parser("collect", help="tables and diagrams from an index of record files")
     p.add_argument("index", type=Path, metavar="INDEX.jsonl")
     p.add_argument("--out", required=True, type=Path, metavar="DIR")
+    p.add_argument(
+        "--columns",
+        default="accuracy,ece,rms",
+        help="metrics of the printed table, METRIC or METRIC@vocabulary (default: %(default)s)",
+    )
+    p.add_argument("--title", default="Calibration", help="of the HTML report")
+    p.add_argument(
+        "--section",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE.html",
+        help="a part of your own for the HTML report, after the figures; may be repeated",
+    )
     p.set_defaults(run=commands.run_collect)
     return top
 

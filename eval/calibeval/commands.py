@@ -205,8 +205,9 @@ def run_compare(a: argparse.Namespace) -> None:
 
 
 def run_collect(a: argparse.Namespace) -> None:
-    """Write the tables and diagrams, and print the table."""
-    from calibeval.collect import collect
-    from calibeval.tables import markdown
+    """Write the tables, figures and report, and print the tables."""
+    from calibeval.io import read_text
+    from calibeval.report import collect
 
-    print(markdown(collect(a.index, a.out)))
+    sections = [read_text(path) for path in a.section]
+    print(collect(a.index, a.out, a.columns, a.title, sections=sections), end="")
