@@ -76,7 +76,8 @@ def parser() -> argparse.ArgumentParser:
 
     p = subparsers.add_parser("metrics", help="recompute every metric from records")
     p.add_argument("records", nargs="+", type=Path, metavar="RECORDS.jsonl")
-    p.add_argument("--json", action="store_true", help="one JSON object a record file")
+    p.add_argument("--json", action="store_true", help="one JSON object a record file, with all")
+    p.add_argument("--all", action="store_true", help="every metric, not only the usual ones")
     p.add_argument(
         "--by", choices=("subject", "category"), help="break down by subject or category"
     )
@@ -86,6 +87,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("a", type=Path, metavar="A.jsonl")
     p.add_argument("b", type=Path, metavar="B.jsonl")
     p.add_argument("--json", action="store_true")
+    p.add_argument("--all", action="store_true", help="every metric, not only the usual ones")
     p.set_defaults(run=commands.run_compare)
 
     p = subparsers.add_parser("diagnose", help="can label smoothing help this model, and why")

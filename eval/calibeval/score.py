@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from calibeval import __version__, models, prompts, results
+from calibeval import __version__, models, prompts, stats
 from calibeval.engines import Engine, Job, Usage
 from calibeval.io import InputError, counted
 from calibeval.letters import Plan, encode, plan
@@ -202,17 +202,12 @@ def report(meta: dict, out: Path) -> None:
             f"{four / computed:.1f}x fewer than the {four:,} of one prompt a choice",
             file=sys.stderr,
         )
-    found = results.result(out)
-    accuracy, ece = (found["metrics"]["choices"][m] for m in ("accuracy", "ece"))
-    print(
-        f"accuracy {accuracy['value']:.3f} [{accuracy['low']:.3f}, {accuracy['high']:.3f}], "
-        f"ECE {ece['value']:.3f} [{ece['low']:.3f}, {ece['high']:.3f}], "
-        f"noise floor {ece['floor']:.3f}",
-        file=sys.stderr,
-    )
-    if found["letter_mass"] < LOW_MASS:
+    run = stats.load(out)
+    found = {m: stats.estimate([run], m, "choices") for m in ("accuracy", "ece", "rms_debiased")}
+    print(", ".join(f"{name} {figure}" for name, figure in found.items()), file=sys.stderr)
+    if run.letter_mass < LOW_MASS:
         print(
-            f"warning: mean letter mass {found['letter_mass']:.3f} is below {LOW_MASS}: the model "
+            f"warning: mean letter mass {run.letter_mass:.3f} is below {LOW_MASS}: the model "
             f"wants to say something other than a letter, so read the figures with care",
             file=sys.stderr,
         )
