@@ -4,8 +4,12 @@ Each as PDF, SVG and PNG, at a column's width (8.5 cm), a page's (17.5 cm), or b
 """
 
 import math
-from collections.abc import Iterator, Sequence
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +26,7 @@ AXES |= {"vocabulary": "vocabulary"}
 ACROSS = 7  # reliability diagrams in a row, as in the paper's grids
 FEW = 5  # questions below which a bin is drawn without its accuracy
 MARKERS, HATCHES = "osD^vPX*", ("", "////", "....", "xxxx", "\\\\\\\\", "++", "oo", "--")
+DASHES = "-", (0, (5, 1)), "-.", (0, (3, 1, 1, 1, 1, 1))  # of training data; ":" is a floor
 INK, GREY, SHADES = "#222222", "#888888", (0.05, 0.9)
 STYLE = {
     **{"font.size": 7.5, "axes.titlesize": 7.5, "axes.labelsize": 7.5, "legend.fontsize": 7},
@@ -62,17 +67,36 @@ def draw(results: Results, out: Path) -> list[Figure]:
     """Draw every figure that there are data for."""
     import matplotlib
 
+    look = Look(results)
+    jobs = [job for group in results.groups for job in _jobs(results, group, look)]
+    figures = [Figure(out / "_".join(map(slug, parts)), text, w) for _, parts, text, w in jobs]
+
+    def work(share: slice) -> None:
+        for (plot, _, _, width), figure in list(zip(jobs, figures, strict=True))[share]:
+            save(plot(width), figure.stem)
+
     with matplotlib.rc_context(STYLE):
-        look = Look(results)
-        return [
-            save(canvas, Figure(out / "_".join(map(slug, parts)), caption, width))
-            for group in results.groups
-            for canvas, parts, caption, width in _draw(results, group, look)
-        ]
+        _on_all_cores(work, len(jobs))
+    return figures
 
 
-def _draw(results: Results, group: str, look: Look) -> Iterator[tuple]:
-    """(figure, parts of the file's name, caption, width) of each figure of a data set."""
+def _on_all_cores(work: Callable[[slice], None], count: int) -> None:
+    """Run `work` on every share of `count` jobs, each in a process where the system can fork."""
+    can = "fork" in multiprocessing.get_all_start_methods() and threading.active_count() == 1
+    n = max(1, min(os.cpu_count() or 1, count // 2)) if can else 1
+    context = multiprocessing.get_context("fork" if can else None)
+    children = [context.Process(target=work, args=(slice(i, None, n),)) for i in range(1, n)]
+    for child in children:
+        child.start()
+    work(slice(0, None, n))
+    for i, child in enumerate(children, 1):
+        child.join()
+        if child.exitcode:  # the same error again, where the caller can catch it
+            work(slice(i, None, n))
+
+
+def _jobs(results: Results, group: str, look: Look) -> Iterator[tuple]:
+    """(function of the width, parts of the file's name, caption, width) of a data set's figures."""
     rows = [row for row in results.rows if group in row.runs]
     dotted = "dotted: what 95 % of calibrated models read less than"
     dashed = "; dashed: before fine-tuning" if any(row.beta is None for row in rows) else ""
@@ -81,25 +105,32 @@ def _draw(results: Results, group: str, look: Look) -> Iterator[tuple]:
             if len({row.keys.get(key) for row in rows} - {None}) > 1:
                 over = dashed if key == "label_smoothing" else ""
                 text = f"ECE on {group} against {name}; {dotted}{over}."
-                canvas = plot_lines(rows, group, key, look, width)
-                yield canvas, ("ece-against", name, group, width), text, width
+                plot = partial(plot_lines, rows, group, key, look)
+                yield plot, ("ece-against", name, group, width), text, width
         if len(rows) > 1:
             text = (
                 f"Accuracy and calibration errors on {group}, among the choices; {dotted}{dashed}."
             )
-            yield plot_bars(rows, group, look, width), ("bars", group, width), text, width
-    panels = {f"of {m}": [r for r in rows if r.keys["model"] == m] for m in _models(rows)}
+            yield partial(plot_bars, rows, group, look), ("bars", group, width), text, width
+    panels = {m: [row for row in rows if row.keys["model"] == m] for m in _models(rows)}
     named = [row for row in rows if row.keys.get("name")]
     panels |= {"by name": named} if len(named) > 1 and len(panels) > 1 else {}
-    for confidence in rows[0].runs[group][0].confidences:
+    for confidence in _confidences(rows, group):
         for what, shown in panels.items():
             text = (
-                f"Reliability {what} on {group}, confidence among {AMONG[confidence]}: accuracy by "
-                f"bin of confidence with 95 % Wilson intervals, the fuller the bin the darker; "
+                f"Reliability on {group}, {what}, confidence among {AMONG[confidence]}: accuracy "
+                f"by bin of confidence with 95 % Wilson intervals, the fuller the bin the darker; "
                 f"below, where the questions are. Bins of fewer than {FEW} are left out above."
             )
-            canvas, width = plot_reliability(shown, group, confidence, look)
-            yield canvas, ("reliability", group, what.removeprefix("of "), confidence), text, width
+            plot = partial(plot_reliability, shown, group, confidence, look)
+            width = "column" if len(shown) <= 3 else "page"
+            yield plot, ("reliability", group, what, confidence), text, width
+
+
+def _confidences(rows: Sequence[Row], group: str) -> list[str]:
+    """The definitions of confidence that every record file has."""
+    runs = [run for row in rows for run in row.runs[group]]
+    return [c for c in AMONG if all(c in run.confidences for run in runs)]
 
 
 def _models(rows: Sequence[Row]) -> list[str]:
@@ -111,8 +142,8 @@ def slug(text: str) -> str:
     return "".join(c if c.isalnum() or c in "-." else "-" for c in text).strip("-.") or "unnamed"
 
 
-def save(canvas, of: Figure) -> Figure:
-    """Write every format, the same bytes for the same figure."""
+def save(canvas, stem: Path) -> None:
+    """Write `stem`.svg, .pdf and .png, the same bytes for the same figure."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.backends.backend_pdf import FigureCanvasPdf
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -121,13 +152,12 @@ def save(canvas, of: Figure) -> Figure:
     canvas.set_layout_engine("none")
     canvas.set_dpi(200)
     for kind, write, about in (
+        (".png", FigureCanvasAgg(canvas).print_png, None),
         (".svg", FigureCanvasSVG(canvas).print_svg, {"Date": None}),
         (".pdf", FigureCanvasPdf(canvas).print_pdf, {"CreationDate": None}),
-        (".png", FigureCanvasAgg(canvas).print_png, None),
     ):
-        with atomic_write(of.stem.with_name(of.stem.name + kind), "wb") as file:
+        with atomic_write(stem.with_name(stem.name + kind), "wb") as file:
             write(file, metadata=about)
-    return of
 
 
 def _canvas(width: str, height: float):
@@ -156,17 +186,16 @@ def bins(row: Row, group: str, confidence: str) -> tuple[np.ndarray, ...]:
         return n, said / count, share, *wilson(share, n)
 
 
-def plot_reliability(rows: Sequence[Row], group: str, confidence: str, look: Look) -> tuple:
-    """One diagram a row of the table, up to seven across; (figure, "column" or "page")."""
+def plot_reliability(rows: Sequence[Row], group: str, confidence: str, look: Look, width: str):
+    """One diagram a row of the table, up to seven across."""
     from matplotlib.collections import PolyCollection
 
-    width = "column" if len(rows) <= 3 else "page"
     across = min(ACROSS, max(len(rows), 2 if width == "column" else 4))
     down = math.ceil(len(rows) / across)
     leave_out = () if len(_models(rows)) > 1 else ("model",)
     titles = [row.name(*leave_out) for row in rows]
     pitch = (WIDTHS[width] - 1.1) / across  # centimetres from one diagram to the next
-    high = 1.26 * (pitch - 0.38) + 0.31 * max(map(len, titles)) + 0.76
+    high = 1.26 * (pitch - 0.38) + 0.33 * max(map(len, titles)) + 0.9
     canvas = _canvas(width, down * high + 0.6)
     axes = canvas.subplots(down, across, sharex=True, sharey=True, squeeze=False)
     axes[0, 0].set(xlim=(0, 1), ylim=(-0.26, 1), xticks=(0, 0.5, 1), yticks=(0, 0.5, 1))
@@ -198,7 +227,7 @@ def plot_reliability(rows: Sequence[Row], group: str, confidence: str, look: Loo
         axis.set_axis_off()
     canvas.supylabel("accuracy", fontsize=7.5)
     canvas.supxlabel(f"confidence among {AMONG[confidence]}", fontsize=7.5)
-    return canvas, width
+    return canvas
 
 
 def _shorten(text: str, width: int) -> str:
@@ -215,7 +244,9 @@ def plot_bars(rows: Sequence[Row], group: str, look: Look, width: str):
     places, kinds = list(blocks), list(dict.fromkeys((row.beta, row.variant) for row in tuned))
     across, step = 2 if width == "column" else 3, 0.86 / len(kinds)
     down = math.ceil((len(METRICS) + 1) / across)
-    canvas = _canvas(width, (3.6 + 0.3 * (len(blocks) > 1)) * down)
+    names = [*blocks.values()] if len(blocks) > 1 else [""] * len(blocks)
+    crowded = max(map(len, blocks.values())) * len(blocks) > 6 * WIDTHS[width] / across
+    canvas = _canvas(width, 3.6 * down + (2.5 if crowded else 0.6 * (len(blocks) > 1)))
     axes = [*canvas.subplots(down, across).flat]
     for axis, metric in zip(axes, METRICS, strict=False):
         for row in tuned:
@@ -237,10 +268,10 @@ def plot_bars(rows: Sequence[Row], group: str, look: Look, width: str):
                 value = row.estimate(group, metric, "choices").value
                 axis.hlines(value, i - 0.47, i + 0.47, color=GREY, ls="--", lw=1)
         axis.set_title(Column(metric).heading, pad=3)
-        axis.set_xticks(range(len(blocks)), blocks.values() if len(blocks) > 1 else [""])
-        axis.tick_params(axis="x", length=0)
-        if max(map(len, blocks.values())) * len(blocks) > 6 * WIDTHS[width] / across:
-            axis.tick_params(axis="x", rotation=90)
+        bottom = METRICS.index(metric) // across == (len(METRICS) - 1) // across
+        labels = [name.replace("\n", ", " if crowded else "\n") if bottom else "" for name in names]
+        axis.set_xticks(range(len(blocks)), labels)
+        axis.tick_params(axis="x", length=0, rotation=90 if crowded else 0)
         axis.set_xlim(-0.55, len(blocks) - 0.45)
         axis.locator_params(axis="y", nbins=5)
     handles = [
@@ -251,15 +282,21 @@ def plot_bars(rows: Sequence[Row], group: str, look: Look, width: str):
     for variant, row in variants.items() if len(variants) > 1 else ():
         name = ", ".join(row.name("train_data", "model", "label_smoothing")) or "no calibrator"
         handles.append(Patch(fc=GREY, ec="white", hatch=look.hatch[variant], label=name))
-    columns = 1 if len(handles) < 6 else 2
-    handles += _keys(base)
+    handles += _keys(bool(base))
     for axis in axes[len(METRICS) :]:
         axis.set_axis_off()
-    legend = axes[len(METRICS)].legend(
-        handles=handles, loc="center", ncols=columns, columnspacing=1
-    )
-    legend.set_in_layout(False)
+    if len(handles) < 10:
+        legend = axes[len(METRICS)].legend(handles=handles, loc="center")
+        legend.set_in_layout(False)
+    else:
+        _legend(canvas, handles, width)
     return canvas
+
+
+def _legend(canvas, handles: list, width: str) -> None:
+    longest = max(len(handle.get_label()) for handle in handles)
+    columns = min(len(handles), max(1, int(WIDTHS[width] / (0.15 * longest + 1.2))))
+    canvas.legend(handles=handles, loc="outside lower center", ncols=columns)
 
 
 def _keys(base: bool) -> list:
@@ -279,42 +316,42 @@ def plot_lines(rows: Sequence[Row], group: str, key: str, look: Look, width: str
     for row in sorted((r for r in rows if r.keys.get(key) is not None), key=lambda r: r.keys[key]):
         same = row.block if over_beta else (row.beta, row.keys.get("train_data"))
         series.setdefault((row.variant, same), []).append(row)
-    confidences, beside = rows[0].runs[group][0].confidences, width == "page"
+    confidences, beside = _confidences(rows, group), width == "page"
     shape = (1, len(confidences)) if beside else (len(confidences), 1)
     canvas = _canvas(width, 6.4 if beside else 1.5 + 4 * len(confidences))
     axes = [*canvas.subplots(*shape, sharey=beside, sharex=not beside, squeeze=False).flat]
+    own: dict = {}
+    data = list(
+        dict.fromkeys(row.keys.get("train_data") for line in series.values() for row in line)
+    )
     for confidence, axis in zip(confidences, axes, strict=True):
-        for i, ((variant, _), line) in enumerate(series.items()):
+        for i, ((variant, same), line) in enumerate(series.items()):
             colour = colormaps["tab10"](i % 10) if over_beta else look.colours[line[0].beta]
             every = [row.estimate(group, "ece", confidence) for row in line]
             at, name = [row.keys[key] for row in line], line[0].name(key if over_beta else "model")
+            style = "-" if over_beta else DASHES[data.index(same[1]) % len(DASHES)]
             axis.plot(at, [e.value for e in every], marker=look.marker[variant], color=colour,
-                      label=", ".join(name) or line[0].keys["model"])  # fmt: skip
-            if i == 0 or not over_beta:
-                axis.plot(
-                    at, [e.floor for e in every], ":", lw=1.1, color=INK if over_beta else colour
-                )
-            for row in base:
-                if row.keys["model"] == line[0].keys["model"]:
-                    axis.axhline(
-                        row.estimate(group, "ece", confidence).value, color=colour, ls="--", lw=1
-                    )
+                      ls=style, label=", ".join(name) or line[0].keys["model"])  # fmt: skip
+            if i == 0:
+                axis.plot(at, [e.floor for e in every], ":", lw=1.1, color=INK)
+            own.setdefault(line[0].keys["model"], colour)
+        for row in base:
+            colour = GREY if len(base) == 1 else own.get(row.keys["model"], GREY)
+            value = row.estimate(group, "ece", confidence).value
+            axis.axhline(value, color=colour, ls="--", lw=1)
         axis.set_title(f"{group}, confidence among {AMONG[confidence]}", pad=4)
         ticks = sorted({row.keys[key] for line in series.values() for row in line})
         if not over_beta:
-            axis.set_xscale("log", subs=[])
+            axis.set_xscale("log")
+            axis.minorticks_off()
         axis.set_xticks(ticks, _apart(ticks, key), minor=False)
         axis.set_ylim(0, None)
         axis.label_outer()
         axis.set(ylabel="ECE" if not beside or axis is axes[0] else "")
-    axes[len(confidences) - 1].set_xlabel(
-        "label smoothing β" if over_beta else heading(key).lower()
-    )
-    axes[0].set_xlabel("" if not beside else axes[len(confidences) - 1].get_xlabel())
+    for axis in axes if beside else axes[-1:]:
+        axis.set_xlabel("label smoothing β" if over_beta else heading(key).lower())
     handles = [*axes[0].get_legend_handles_labels()[0], *_keys(bool(base))]
-    longest = max(len(handle.get_label()) for handle in handles)
-    columns = min(len(handles), max(1, int(WIDTHS[width] / (0.15 * longest + 1.2))))
-    canvas.legend(handles=handles, loc="outside lower center", ncols=columns)
+    _legend(canvas, handles, width)
     return canvas
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from calibeval.io import atomic_write, counted, read_text
 from calibeval.records import sidecar
 from calibeval.report.figures import AMONG, Figure
-from calibeval.report.index import Results, Row
-from calibeval.report.tables import Column, Table, difference, told_apart
+from calibeval.report.index import Results
+from calibeval.report.tables import Cell, Column, Table, difference, told_apart
+from calibeval.stats import Estimate
 
 STYLE = """:root{color-scheme:light dark;--line:#8886;--soft:#8882}
 body{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:1.5rem auto;padding:0 1rem}
@@ -108,39 +109,35 @@ def plain_table(rows: Sequence[dict]) -> str:
 
 
 def summary(results: Results) -> str:
-    """What changes against β = 0, in words, from paired differences."""
-    lines = []
-    for reference in dict.fromkeys(filter(None, map(results.reference, results.rows))):
-        rows = [row for row in results.rows if results.reference(row) is reference]
-        name = ", ".join(reference.name("label_smoothing")) or reference.keys["model"]
-        for group, runs in reference.runs.items():
-            accuracy = reference.estimate(group, "accuracy", "choices")
-            changed = changes(reference, rows, group, Column("accuracy"))
-            text = f"{name} at β = 0 answers {accuracy.value:.1%} of {group} right; accuracy is "
-            text += f"{changed}. "
-            for confidence in runs[0].confidences:
-                ece = reference.estimate(group, "ece", confidence)
-                changed = changes(reference, rows, group, Column("rms_debiased", confidence))
-                text += f"Its ECE among {AMONG[confidence]} is {ece.value:.3f}; squared "
-                text += f"calibration error is {changed}. "
-            lines.append(f"<li>{escape(text)}")
-    if not lines:
+    """What each setting changes against β = 0, in words, from paired differences."""
+    found: dict[str, dict[str, list]] = {}
+    for row in results.rows:
+        base = results.reference(row)
+        for group in row.runs if base else ():
+            columns = {"accuracy": Column("accuracy")}
+            for confidence in row.runs[group][0].confidences:
+                name = f"squared calibration error among {AMONG[confidence]}"
+                columns[name] = Column("rms_debiased", confidence)
+            every = found.setdefault(", ".join(row.name("train_data", "model")), {})
+            for name, column in columns.items():
+                every.setdefault(name, []).append(difference(base, row, group, column))
+    if not found:
         return "<p>No row has β = 0 beside another of its kind, so there is nothing to compare.</p>"
+    lines = []
+    for setting, every in found.items():
+        said = (f"{name} is {changed(ds)}" for name, ds in every.items())
+        lines.append(f"<li><b>{escape(setting)}</b> against β = 0: {escape('; '.join(said))}.")
     return f"<ul>{''.join(lines)}</ul>"
 
 
-def changes(reference: Row, rows: Sequence[Row], group: str, column: Column) -> str:
-    """Which rows are below, above or not told apart from the reference."""
-    found: dict[str, list[str]] = {"lower": [], "higher": [], "not told apart": []}
-    for row in rows:
-        d = difference(reference, row, group, column)
-        name = ", ".join(row.name("train_data", "model"))
-        if told_apart(d):
-            name += f" ({d.value:+.3f} [{d.low:+.3f}, {d.high:+.3f}])"
-            found["lower" if d.value < 0 else "higher"].append(name)
-        elif d.value is not None:
-            found["not told apart"].append(name)
-    return "; ".join(f"{kind} at {', '.join(names)}" for kind, names in found.items() if names)
+def changed(ds: Sequence[Estimate]) -> str:
+    """Differences as words: lower (−0.1 [−0.2, 0]) for one, in how many of them for several."""
+    lower, higher = ([d for d in ds if told_apart(d) and (d.value > 0) == up] for up in (0, 1))
+    if len(ds) > 1:
+        return f"lower in {len(lower)} and higher in {len(higher)} of {len(ds)} comparisons"
+    word = "lower" if lower else "higher" if higher else "not told apart"
+    cell = Cell(ds[0], Column("accuracy"), sign="+")
+    return f"{word} ({cell.value} {cell.interval})"
 
 
 def settings(results: Results, command: str) -> list[str]:
