@@ -90,6 +90,23 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--all", action="store_true", help="every metric, not only the usual ones")
     p.set_defaults(run=commands.run_compare)
 
+    p = subparsers.add_parser(
+        "conformal", help="prediction sets: do they hold the answer, how large"
+    )
+    p.add_argument("records", nargs="+", type=Path, metavar="RECORDS.jsonl")
+    p.add_argument(
+        "--calibrate", type=Path, metavar="OTHER.jsonl", help="default: random halves of each file"
+    )
+    p.add_argument(
+        "--alpha", type=float, default=0.1, help="share of sets that may miss the answer"
+    )
+    p.add_argument("--score", choices=("lac", "aps", "raps"), default="lac")
+    p.add_argument("--by", choices=("none", "category", "subject"), default="none")
+    p.add_argument("--splits", type=positive, default=100)
+    p.add_argument("--lambda", type=float, default=0.01, dest="penalty", help="raps only")
+    p.add_argument("--k-reg", type=int, default=1, help="raps only: choices without penalty")
+    p.set_defaults(run=commands.run_conformal)
+
     p = subparsers.add_parser("diagnose", help="can label smoothing help this model, and why")
     add_task(p)
     add_model(p)

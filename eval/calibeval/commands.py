@@ -242,6 +242,35 @@ def sentence(name: str, confidence: str, found: dict) -> str:
     return f"{text}: {verdict[found['better']]}"
 
 
+def run_conformal(a: argparse.Namespace) -> None:
+    """Print coverage and mean size of prediction sets for each record file."""
+    from calibeval import conformal, records
+
+    by = None if a.by == "none" else a.by
+    other = records.read(a.calibrate) if a.calibrate else None
+    how = f"calibrated on {a.calibrate}" if other else f"{a.splits} random halves calibrate"
+    print(f"{a.score} sets at 1 − α = {1 - a.alpha:g}, {how}")
+    for path in a.records:
+        of = records.read(path)
+        found = conformal.evaluate(
+            of,
+            alpha=a.alpha,
+            score=a.score,
+            by=by,
+            splits=a.splits,
+            calibrate=other,
+            penalty=a.penalty,
+            free=a.k_reg,
+        )
+        print(f"{path}: {counted(len(of), 'question')}")
+        for name, group in {"all": found, **found.by}.items():
+            print(
+                f"  {name:36} coverage {group.coverage:.3f} ± {group.coverage_sd:.3f}, "
+                f"mean size {group.size:.3f} ± {group.size_sd:.3f}, "
+                f"{counted(group.questions, 'question')} tested"
+            )
+
+
 def run_collect(a: argparse.Namespace) -> None:
     """Write the tables, figures and report, and print the tables."""
     from calibeval.io import read_text

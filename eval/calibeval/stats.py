@@ -2,14 +2,14 @@
 
 Questions are resampled with replacement, the same way for every run over the same questions, so
 that what runs share is counted once over seeds and cancels in a difference. An interval is given
-only where simulation has shown that it covers (tests/eval/coverage.py).
+only where simulation has shown that it covers (tests/eval/interval_coverage.py).
 """
 
 import hashlib
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -61,6 +61,7 @@ class Run:
     """What tables and figures need of one record file."""
 
     path: Path
+    normalise: str | None  # as `load` was told
     model: str
     questions: int
     questions_sha256: str  # of the ids and right answers, whatever their order
@@ -70,84 +71,122 @@ class Run:
     values: dict[str, dict[str, float]]  # [confidence][metric]
     floors: dict[str, dict[str, tuple[float, float]]]  # (floor, p)
     draws: dict[str, dict[str, np.ndarray]] = field(repr=False)  # [confidence][metric] (R,)
-    squares: dict[str, "Squares"] = field(repr=False)
+    errors: dict[str, dict[str, "Squares | Absolutes"]] = field(repr=False)
 
 
 @dataclass(frozen=True)
 class Squares:
-    """T = Σ w_b (Δ_b² − s_b²) and what resamples make of it when the gaps are c times as large.
+    """T = Σ w_b (Δ_b² − s_b²), and what it reads on resamples under another true error.
 
-    On a resample the gaps are c Δ_b + G_b, G_b = Δ*_b − Δ_b being pure noise, so that
-    T*(c) = A + c B + c² D with A = Σ w*_b (G_b² − s*_b²), B = 2 Σ w*_b Δ_b G_b, D = Σ w*_b Δ_b²,
-    while the squared error is c² `size`, size = Σ w_b Δ_b². The mean of several runs' arrays is
-    that of the mean of their T.
+    A resample's noise is G_b = Δ*_b − Δ_b, so with gaps c Δ_b it reads T* = A + c B + c² D with
+    A = Σ w*_b (G_b² − s*_b²), B = 2 Σ w*_b Δ_b G_b, D = Σ w*_b Δ_b², where the error is
+    c sqrt(size), size = Σ w_b Δ_b².
     """
 
-    array: np.ndarray  # (3, R + 1): A, B, D of each resample; last (T, 0, size)
+    array: np.ndarray  # (3, R + 1): A, B, D of each resample, then T, 0, size
+
+    @classmethod
+    def mean(cls, of: Sequence["Squares"]) -> "Squares":
+        """Of the mean of several runs' T."""
+        return cls(np.mean([one.array for one in of], axis=0))
 
     @property
-    def total(self) -> float:
+    def value(self) -> float:
         """T."""
         return float(self.array[0, -1])
 
     @property
-    def size(self) -> float:
-        """Σ w_b Δ_b²."""
-        return float(self.array[2, -1])
+    def scale(self) -> float:
+        """sqrt(size), the error that reads T with the gaps' own noise."""
+        return math.sqrt(self.array[2, -1])
 
-    def at(self, c: float) -> np.ndarray:
-        """T*(c), (R,)."""
+    def at(self, error: float) -> np.ndarray:
+        """T* under this true error, (R,)."""
+        c = error / self.scale if self.scale else 0.0
         a, b, d = self.array[:, :-1]
         return a + c * (b + c * d)
 
     @property
     def drawn(self) -> np.ndarray:
-        """T*(c), (R,), with the gaps shrunk to c² size = max(T, 0): their noise is in G already."""
-        return self.at(math.sqrt(max(self.total, 0) / self.size) if self.size else 0.0)
+        """T* under the error that T itself says, (R,)."""
+        return self.at(math.sqrt(max(self.value, 0)))
 
 
-def squares(observed: Bins, drawn: Sequence[Bins]) -> Squares:
-    """From the bins of the questions as they are (1, B) and of resamples, (R, B) each."""
-    gap, several = observed.gap, observed.count > 1
-    parts = []
-    for b in drawn:
-        # Resampling n_b residuals spreads them by (n_b − 1) / n_b too little.
-        full = np.where(several, observed.count / np.maximum(observed.count - 1, 1), 0)
-        weight = np.where(several & (b.count > 1), b.weight, 0)
-        noise = b.gap - gap
-        a = (weight * full * (noise**2 - b.noise)).sum(1)
-        cross = 2 * (weight * np.sqrt(full) * gap * noise).sum(1)
-        parts.append(np.stack([a, cross, (weight * gap**2).sum(1)]))
-    size = np.where(several, observed.weight * gap**2, 0).sum()
-    last = np.array([[values.squared(observed)[0]], [0], [size]])
-    return Squares(np.hstack([*parts, last]))
+@dataclass(frozen=True)
+class Absolutes:
+    """E = Σ w_b |Δ_b|, and what it reads on resamples under another true error θ.
 
-
-def invert(of: Squares, widening: float = 1.0) -> tuple[float, float]:
-    """95 % interval of sqrt(c² size): the errors under which T is no extreme draw of T*(c).
-
-    P(T* ≥ T | low) = P(T* ≤ max(T, 0) | high) = 0.025. The upper end takes T for no less than 0:
-    else chance alone could make an interval of nothing but 0.
+    Σ w*_b |±θ + G_b|: gaps as large in every bin, with the signs observed. What the observed sizes
+    are besides noise cannot be told near calibration, and equal ones hide best behind noise.
     """
 
-    def error(level: float, total: float) -> float:
-        def below(c: float) -> bool:
-            drawn = of.at(c)
-            mean, factor = drawn.mean(), 1 + min(c, 1.0) * (widening - 1)
-            return mean + factor * (quantile(drawn, level) - mean) < total
+    value: float
+    array: np.ndarray  # (2, R, B): w*_b, and G_b with the sign of Δ_b
 
-        if not of.size or not below(0.0):
-            return 0.0
-        high = 1.0
-        while below(high):
-            high *= 2
-        low = 0.0
-        for _ in range(30):
+    @classmethod
+    def mean(cls, of: Sequence["Absolutes"]) -> "Absolutes":
+        """Of the mean of several runs' E."""
+        array = np.concatenate([one.array for one in of], axis=2)
+        array[0] /= len(of)
+        return cls(float(np.mean([one.value for one in of])), array)
+
+    @property
+    def scale(self) -> float:
+        """E."""
+        return self.value
+
+    def at(self, error: float) -> np.ndarray:
+        """E* under this true error, (R,)."""
+        weight, noise = self.array
+        return (weight * np.abs(error + noise)).sum(1)
+
+    @property
+    def drawn(self) -> np.ndarray:
+        """E* under the error that E itself says, (R,)."""
+        return self.at(self.value)
+
+
+def errors(observed: Bins, drawn: Sequence[Bins]) -> tuple[Squares, Absolutes]:
+    """From the bins of the questions as they are (1, B) and of resamples, (R, B) each."""
+    gap, several = observed.gap, observed.count > 1
+    # Resampling n_b residuals spreads them by (n_b − 1) / n_b too little.
+    full = np.where(several, observed.count / np.maximum(observed.count - 1, 1), 1)
+    squares, absolutes = [], []
+    for b in drawn:
+        noise = np.where(b.count > 0, (b.gap - gap) * np.sqrt(full), 0)
+        weight = np.where(several & (b.count > 1), b.weight, 0)
+        a = (weight * (noise**2 - full * b.noise)).sum(1)
+        cross = 2 * (weight * gap * noise).sum(1)
+        squares.append(np.stack([a, cross, (weight * gap**2).sum(1)]))
+        absolutes.append(np.stack([b.weight, np.where(gap < 0, -noise, noise)]))
+    size = np.where(several, observed.weight * gap**2, 0).sum()
+    last = np.array([[values.squared(observed)[0]], [0], [size]])
+    absolute = Absolutes(float(values.expected(observed)[0]), np.concatenate(absolutes, axis=1))
+    return Squares(np.hstack([*squares, last])), absolute
+
+
+def invert(of: Squares | Absolutes, widening: float = 1.0) -> tuple[float, float]:
+    """95 % interval: the true errors under which the value is no extreme one.
+
+    P(drawn ≥ value | low) = P(drawn ≤ max(value, 0) | high) = 0.025. The upper end takes T for no
+    less than 0: else chance alone could make an interval of nothing but 0.
+    """
+
+    def error(level: float, value: float) -> float:
+        def below(true: float) -> bool:
+            drawn = of.at(true)
+            mean, part = drawn.mean(), min(true / of.scale, 1.0) ** 2 if of.scale else 0.0
+            return mean + (1 + part * (widening - 1)) * (quantile(drawn, level) - mean) < value
+
+        low, high = 0.0, 1.0
+        if not below(low) or below(high):
+            return low if not below(low) else high
+        for _ in range(24):
             middle = (low + high) / 2
             low, high = (middle, high) if below(middle) else (low, middle)
-        return high * math.sqrt(of.size)
+        return high
 
-    return error(HIGH, of.total), error(LOW, max(of.total, 0.0))
+    return error(HIGH, of.value), error(LOW, max(of.value, 0.0))
 
 
 def quantile(drawn: np.ndarray, level: float | list[float]) -> np.ndarray:
@@ -158,9 +197,10 @@ def quantile(drawn: np.ndarray, level: float | list[float]) -> np.ndarray:
 def widening(sides: Sequence[Side]) -> float:
     """How much wider than its question noise an interval of means over seeds must be.
 
-    The variance is that of the resampled mean, plus what the seeds spread beyond their own question
-    noise: q + Σ (max(s², o) − o) / S, with o the mean variance less the mean covariance of the
-    seeds' draws. Student's t takes the degrees of freedom of Welch and Satterthwaite.
+    The variance is q + Σ max(0, s² − o) / S: that of the resampled mean, q, plus what the S
+    figures spread, s², beyond the question noise that each has for itself, o (the mean variance
+    less the mean covariance of their draws). Where s² > o, Student's t takes the degrees of
+    freedom of Welch and Satterthwaite.
     """
     question = joint(sides).var(ddof=1)
     total, uncertain = question, 0.0
@@ -169,9 +209,9 @@ def widening(sides: Sequence[Side]) -> float:
             covariance = np.cov(drawn)
             trace = np.trace(covariance)
             own = max((trace - (covariance.sum() - trace) / (n - 1)) / n, 0.0)
-            seeds = max(found.var(ddof=1), own)
-            total += (seeds - own) / n
-            uncertain += (seeds / n) ** 2 / (n - 1)
+            if (seeds := found.var(ddof=1)) > own:
+                total += (seeds - own) / n
+                uncertain += (seeds / n) ** 2 / (n - 1)
     if not question or not uncertain:
         return 1.0
     from scipy.special import stdtrit  # the quantile alone: scipy.stats takes half a second to load
@@ -204,10 +244,10 @@ def load(path: Path, normalise: str | None = None) -> Run:
         with np.load(kept) as file:
             about = json.loads(bytes(file["about"]).decode())
             if about.pop("key") == key:
-                return unpack(path, about, file["draws"], file["squares"])
+                return unpack(path, normalise, about, file)
     except (OSError, ValueError, KeyError, TypeError, EOFError):
         pass  # absent or of another make: computed anew below
-    run = measure(records.read(path) if normalise is None else records.read(path, normalise))
+    run = measure(read(path, normalise), normalise=normalise)
     try:
         with atomic_write(kept, "wb") as file:
             file.write(pack(run, key))
@@ -226,30 +266,39 @@ def code() -> str:
 
 def pack(run: Run, key: dict) -> bytes:
     """A run as the bytes of an .npz file."""
-    about = {k: v for k, v in vars(run).items() if k not in ("path", "draws", "squares")}
+    about = {
+        k: v for k, v in vars(run).items() if k not in ("path", "normalise", "draws", "errors")
+    }
     buffer = io.BytesIO()
     np.savez(
         buffer,
         about=np.frombuffer(json.dumps(about | {"key": key}).encode(), np.uint8),
         draws=[[run.draws[c][name] for name in REGULAR] for c in run.confidences],
-        squares=[run.squares[c].array for c in run.confidences],
+        squares=[run.errors[c]["rms_debiased"].array for c in run.confidences],
+        absolutes=[run.errors[c]["ece"].array.astype(np.float32) for c in run.confidences],
     )
     return buffer.getvalue()
 
 
-def unpack(path: Path, about: dict, draws: np.ndarray, squares: np.ndarray) -> Run:
+def unpack(path: Path, normalise: str | None, about: dict, file: Mapping) -> Run:
     """The run that `pack` packed."""
-    names = about["confidences"]
-    by_metric = [dict(zip(REGULAR, rows, strict=True)) for rows in draws]
-    return Run(
-        path,
-        **about,
-        draws=dict(zip(names, by_metric, strict=True)),
-        squares=dict(zip(names, map(Squares, squares), strict=True)),
-    )
+    draws, found = {}, {}
+    squares, absolutes, drawn = (file[name] for name in ("squares", "absolutes", "draws"))
+    for i, c in enumerate(about["confidences"]):
+        draws[c] = dict(zip(REGULAR, drawn[i], strict=True))
+        absolute = Absolutes(about["values"][c]["ece"], absolutes[i])
+        found[c] = {"rms_debiased": Squares(squares[i]), "ece": absolute}
+    return Run(path, normalise, **about, draws=draws, errors=found)
 
 
-def measure(of: Records, names: Sequence[str] = tuple(METRICS)) -> Run:
+def read(path: Path, normalise: str | None) -> Records:
+    """The records of a file, by their own convention where `normalise` is None."""
+    return records.read(path) if normalise is None else records.read(path, normalise)
+
+
+def measure(
+    of: Records, names: Sequence[str] = tuple(METRICS), normalise: str | None = None
+) -> Run:
     """The figures of records in memory."""
     # In the order of the ids: the same resamples for every file of these questions.
     of = take(of, np.argsort(np.array(of.ids), kind="stable"))
@@ -265,9 +314,14 @@ def measure(of: Records, names: Sequence[str] = tuple(METRICS)) -> Run:
             bins[c].append(sample.top.equal_width(BINS))
             for name, parts in draws[c].items():
                 parts.append(METRICS[name](sample))
+    found = {}
+    for c, sample in exact.items():
+        square, absolute = errors(sample.top.equal_width(BINS), bins[c])
+        found[c] = {"rms_debiased": square, "ece": absolute}
     asked = json.dumps([*zip(of.ids, of.labels.tolist(), strict=True)], ensure_ascii=False)
     return Run(
         of.path,
+        normalise,
         of.model,
         len(of),
         hashlib.sha256(asked.encode()).hexdigest(),
@@ -277,7 +331,7 @@ def measure(of: Records, names: Sequence[str] = tuple(METRICS)) -> Run:
         {c: {m: finite(METRICS[m](s)[0]) for m in names} for c, s in exact.items()},
         {c: consistency(s, [m for m in names if m in CALIBRATION]) for c, s in exact.items()},
         {c: {m: np.concatenate(parts) for m, parts in draws[c].items()} for c in confidences},
-        {c: squares(exact[c].top.equal_width(BINS), bins[c]) for c in confidences},
+        found,
     )
 
 
@@ -336,11 +390,12 @@ def estimate(runs: Sequence[Run], metric: str, confidence: str) -> Estimate:
     )
     if None in found:
         return Estimate(None, None, None)
-    if metric == "rms_debiased":
-        every = [run.squares[confidence] for run in runs]
-        mean = Squares(np.mean([s.array for s in every], axis=0))
-        side = np.array([s.total for s in every]), np.stack([s.drawn for s in every])
-        return Estimate(math.sqrt(max(mean.total, 0)), *invert(mean, widening([side])), **noise)
+    if metric in ("ece", "rms_debiased"):
+        every = [run.errors[confidence][metric] for run in runs]
+        side = np.array([one.value for one in every]), np.stack([one.drawn for one in every])
+        mean = type(every[0]).mean(every)
+        value = mean.value if metric == "ece" else math.sqrt(max(mean.value, 0))
+        return Estimate(value, *invert(mean, widening([side])), **noise)
     value = float(np.mean(found))
     if metric not in REGULAR:
         return Estimate(value, None, None, **noise)
@@ -359,8 +414,8 @@ def difference(a: Sequence[Run], b: Sequence[Run], metric: str, confidence: str)
     if confidence not in a[0].confidences or confidence not in b[0].confidences:
         return Estimate(None, None, None)
     if metric == "rms_debiased":
-        sides = [[run.squares[confidence] for run in side] for side in (a, b)]
-        found = [np.array([s.total for s in side]) for side in sides]
+        sides = [[run.errors[confidence][metric] for run in side] for side in (a, b)]
+        found = [np.array([s.value for s in side]) for side in sides]
         drawn = [np.stack([s.drawn for s in side]) for side in sides]
     else:
         found = [[run.values[confidence][metric] for run in side] for side in (a, b)]
