@@ -147,7 +147,9 @@ def score(
     rows = [finished[i] for i in ids]
     four = sum(len(item.tokens) * len(item.letters.letters) for item in items)
     extra = {"model": model, "versions": rows[-1]["versions"], "one_prompt_a_choice": four}
+    revision = settings.get("revision")
     extra |= {"training": models.training(model)}
+    extra |= {"architecture": models.architecture(model, revision)}
     report(store.finish(rows, extra), out)
 
 

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from made_records import write_records
 
-from calibeval import stats
+from calibeval import models, stats
 from calibeval.__main__ import main
+from calibeval.conformal import evaluate
 from calibeval.report import figures, index, tables
 from calibeval.report import html as pages
 
@@ -264,7 +265,9 @@ def test_csv_is_tidy(project, tmp_path):
     chosen = [r for r in lines if r["metric"] == "ece" and r["confidence"] == "vocabulary"]
     found = results.rows[1].estimate("toy", "ece", "vocabulary")
     assert float(chosen[1]["value"]) == found.value and float(chosen[1]["p"]) == found.p
-    assert chosen[1]["low"] == "" and float(chosen[1]["floor_95"]) == found.floor
+    assert float(chosen[1]["low"]) == found.low
+    assert float(chosen[1]["floor_95"]) == found.floor
+    assert next(r for r in lines if r["metric"] == "rms")["low"] == ""
     assert chosen[1]["seeds"] == "2" and float(chosen[1]["letter_mass"]) == pytest.approx(0.95)
 
 
@@ -393,3 +396,28 @@ def test_collect_needs_no_model_library(project, tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_set_sizes_are_a_column(project):
+    results = index.read(project())
+    table = tables.main(results, tables.columns("accuracy,set_size"))
+    assert table.heads[1] == "Set size ↓"
+    runs = results.rows[1].runs["toy"]
+    assert table.lines[1][2][1].value == f"{np.mean([evaluate(run).size for run in runs]):.3f}"
+    assert tables.differences(results, tables.columns("set_size")).heads == ["NLL ↓", "MSCE ↓"]
+
+
+def test_what_a_run_says_of_a_model(tiny_model, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(tiny_model, run / "model")
+    (run / "manifest.json").write_text('{"run": "r"}')
+    (run / "config.yaml").write_text("train:\n  train_file: a.jsonl\n  num_train_epochs: 2\n")
+    found = models.training(str(run / "model"))
+    assert found == {"run": "r", "train": {"train_file": "a.jsonl", "num_train_epochs": 2}}
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(tiny_model)
+    sizes = models.architecture(str(tiny_model))
+    assert sizes["vocabulary"] == loaded.config.vocab_size and sizes["hidden_size"] == 64
+    assert sizes["parameters"] == loaded.num_parameters()
+    assert models.architecture("nobody/nothing") == {}

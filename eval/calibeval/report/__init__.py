@@ -19,7 +19,7 @@ def collect(
 ) -> str:
     """Write the tables, the figures and the page (default `out`/report.html); return the tables.
 
-    `note` stands under the title; `sections` are parts of HTML after the figures. Bad input raises
+    `note` is HTML under the title, `sections` are more of it after the figures. Bad input raises
     `InputError` before anything is written.
     """
     chosen = tables.columns(columns)
@@ -33,8 +33,7 @@ def collect(
     drawn = figures.draw(results, out)
     options = [] if columns == tables.DEFAULT else ["--columns", columns]
     words = ["python", "-m", "calibeval", "collect", source, "--out", out, *options]
-    parts = [f"<p>{html.escape(note)}</p>"] if note else []
-    parts += [*html.collected(results, made, drawn), *sections]
+    parts = [note, *html.collected(results, made, drawn), *sections]
     parts += html.settings(results, shlex.join(map(str, words)))
     html.page(title, parts, page or Path(out) / "report.html")
     return "\n".join(map(tables.markdown, made))

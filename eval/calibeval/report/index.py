@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
-from calibeval import stats
+from calibeval import conformal, stats
 from calibeval.io import InputError, json_lines, read_text
 from calibeval.records import sidecar
 
@@ -30,7 +30,6 @@ KEYS = {
 }
 REQUIRED = ("records", "dataset", "model", "label_smoothing")
 SIZES = ("parameters", "vocabulary", "hidden_size")  # of a model, so columns only within one name
-TRAINING = ("train_data", "epochs", "learning_rate")  # what a model before fine-tuning lacks
 # Which records, of which questions and how read, or one row's repetitions: none of them a row.
 NO_ROW = ("records", "dataset", "normalise", "seed", "run")
 FIRST = ("train_data", "model", "label_smoothing")
@@ -97,8 +96,13 @@ class Row:
         key = group, metric, confidence
         if key not in self.kept:
             runs = self.runs.get(group)
-            empty = stats.Estimate(None, None, None)
-            self.kept[key] = stats.estimate(runs, metric, confidence) if runs else empty
+            if metric == "set_size" and runs:
+                size = sum(conformal.evaluate(run).size for run in runs) / len(runs)
+                found = stats.Estimate(size, None, None)
+            else:
+                empty = stats.Estimate(None, None, None)
+                found = stats.estimate(runs, metric, confidence) if runs else empty
+            self.kept[key] = found
         return self.kept[key]
 
 
@@ -114,12 +118,12 @@ class Results:
     def reference(self, row: Row) -> Row | None:
         """β = 0 without a calibrator, otherwise as `row`; None if there is no such row, or it is.
 
-        A model before fine-tuning has no training data: its reference must be the only one.
+        A model before fine-tuning has no training data and the like: any will do, if only one has.
         """
 
         def same(other: Row) -> bool:
             keys = [k for k in self.shown if k not in ("label_smoothing", "calibrator", "name")]
-            keys = [k for k in keys if row.beta is not None or k not in TRAINING]
+            keys = [k for k in keys if row.beta is not None or k in row.keys]
             return all(other.keys.get(key) == row.keys.get(key) for key in keys)
 
         plain = [r for r in self.rows if r.beta == 0 and r.keys.get("calibrator") is None]
@@ -243,13 +247,14 @@ def of_sidecar(path: Path) -> dict:
 
 def columns(lines: list[dict]) -> tuple[str, ...]:
     """The keys that tell rows apart: model, β, and whatever else varies."""
-    tuned = [line for line in lines if line["label_smoothing"] is not None]
     models = {line["model"] for line in lines}
 
     def varies(key: str) -> bool:
         if key in SIZES:
             return len({(line["model"], line.get(key)) for line in lines}) > len(models)
-        return len({line.get(key) for line in (tuned if key in TRAINING else lines)}) > 1
+        # What only fine-tuning has, such as its learning rate, the base model need not lack.
+        tuned = [line for line in lines if key in line or line["label_smoothing"] is not None]
+        return len({line.get(key) for line in tuned}) > 1
 
     every = dict.fromkeys((*FIRST, *KEYS, *(key for line in lines for key in line)))
     free = [key for key in every if key not in NO_ROW and key not in FIRST[1:] and varies(key)]

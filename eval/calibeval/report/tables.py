@@ -11,7 +11,7 @@ import numpy as np
 
 from calibeval import stats
 from calibeval.io import InputError
-from calibeval.metrics.values import CALIBRATION
+from calibeval.metrics.values import CALIBRATION, REGULAR
 from calibeval.report.index import Results, Row, heading
 
 DEFAULT = "accuracy,ece,rms"
@@ -25,6 +25,7 @@ METRICS = {
     "auroc": ("AUROC", 1),
     "accuracy_at_50": ("Acc at 50 %", 1),
     "accuracy_at_80": ("Acc at 80 %", 1),
+    "set_size": ("Set size", -1),
 }
 CALIBRATED = 0.05  # an ECE with a larger p-value is no evidence of miscalibration
 NOTES = {
@@ -32,6 +33,8 @@ NOTES = {
     "rms": "RMS: the root mean square over the same bins.",
     "rms_debiased": "Debiased RMS: the same less what finitely many answers add to it.",
     "rms_hendrycks": "Hendrycks' RMS: what hendrycks/test prints as RMS; not a root mean square.",
+    "auroc": "AUROC: how well confidence tells right answers from wrong ones; ½ is not at all.",
+    "set_size": "Set size: choices in conformal sets that hold the right one 9 times in 10 (LAC).",
 }
 
 
@@ -66,10 +69,12 @@ def columns(text: str = DEFAULT) -> list[Column]:
     found = []
     for word in (part.strip() for part in text.split(",")):
         metric, _, confidence = word.partition("@")
-        if metric not in stats.METRICS:
-            raise InputError(f"--columns: no metric {metric!r}; known: {', '.join(stats.METRICS)}")
-        if confidence not in ("", *stats.CONFIDENCES):
-            expected = " or ".join(stats.CONFIDENCES)
+        known = (*stats.METRICS, "set_size")
+        if metric not in known:
+            raise InputError(f"--columns: no metric {metric!r}; known: {', '.join(known)}")
+        among = ("choices",) if metric == "set_size" else stats.CONFIDENCES
+        if confidence not in ("", *among):
+            expected = " or ".join(among)
             raise InputError(f"--columns: {word}: found {confidence!r}, expected {expected}")
         found.append(Column(metric, confidence or "choices"))
     return list(dict.fromkeys(found))
@@ -156,9 +161,9 @@ def notes(results: Results, chosen: Sequence[Column], lines: list) -> list[str]:
     cells = [cell for *_, every in lines for cell in every]
     if any(cell.interval for cell in cells):
         found.append("[low, high]: 95 % interval over questions and seeds.")
-    names = [c.name for c in chosen if c.metric in CALIBRATION and c.metric != "rms_debiased"]
-    if names:
-        found.append(f"No interval of {', '.join(dict.fromkeys(names))} is known to cover.")
+    bare = {cell.column.name: cell for cell in cells if cell.column.metric in CALIBRATION}
+    if names := [name for name, cell in bare.items() if not cell.interval]:
+        found.append(f"No interval of {', '.join(names)} is known to cover.")
     floors = [f"{cell.estimate.floor:.3f}" for cell in cells if cell.dagger]
     if floors:
         span = " to ".join(dict.fromkeys((min(floors), max(floors))))
@@ -173,7 +178,7 @@ def differences(results: Results, chosen: Sequence[Column]) -> Table | None:
     """Each row less its β = 0, over shared resamples and paired by seed; None without a β = 0."""
     confidences = dict.fromkeys(column.confidence for column in chosen)
     # Of calibration errors only the debiased square differs regularly enough for an interval.
-    chosen = [column for column in chosen if column.metric not in CALIBRATION]
+    chosen = [column for column in chosen if column.metric in REGULAR]
     chosen += [Column(m, c) for c in confidences for m in ("nll", "rms_debiased")]
     chosen = list(dict.fromkeys(chosen))
     lines = []
