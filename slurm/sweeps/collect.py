@@ -53,13 +53,13 @@ def index(sweep: Sweep, cells: list[Cell]) -> tuple[list[dict], list[Gap]]:
                     "learning_rate": train.get("learning_rate"),
                     "seed": train.get("seed"),
                     "run": subject.name,
-                    **(trained(cell) if cell else {}),
+                    **(training(cell) if cell else {}),
                 }
             )
     return entries, gaps
 
 
-def trained(cell: Cell) -> dict:
+def training(cell: Cell) -> dict:
     """What a run was trained on, how long, and what else the grid varies."""
     train = cell.config.train
     found = {"train_data": report.data(train), "epochs": train.get("num_train_epochs")}
