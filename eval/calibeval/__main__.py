@@ -90,7 +90,8 @@ def parser() -> argparse.ArgumentParser:
 
     p = subparsers.add_parser("metrics", help="recompute every metric from records")
     p.add_argument("records", nargs="+", type=Path, metavar="RECORDS.jsonl")
-    p.add_argument("--json", action="store_true", help="one JSON object a record file")
+    p.add_argument("--json", action="store_true", help="one JSON object a record file, with all")
+    p.add_argument("--all", action="store_true", help="every metric, not only the usual ones")
     p.add_argument(
         "--by", choices=("subject", "category"), help="break down by subject or category"
     )
@@ -100,7 +101,25 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("a", type=Path, metavar="A.jsonl")
     p.add_argument("b", type=Path, metavar="B.jsonl")
     p.add_argument("--json", action="store_true")
+    p.add_argument("--all", action="store_true", help="every metric, not only the usual ones")
     p.set_defaults(run=commands.run_compare)
+
+    p = subparsers.add_parser(
+        "conformal", help="prediction sets: do they hold the answer, how large"
+    )
+    p.add_argument("records", nargs="+", type=Path, metavar="RECORDS.jsonl")
+    p.add_argument(
+        "--calibrate", type=Path, metavar="OTHER.jsonl", help="default: random halves of each file"
+    )
+    p.add_argument(
+        "--alpha", type=float, default=0.1, help="share of sets that may miss the answer"
+    )
+    p.add_argument("--score", choices=("lac", "aps", "raps"), default="lac")
+    p.add_argument("--by", choices=("none", "category", "subject"), default="none")
+    p.add_argument("--splits", type=positive, default=100)
+    p.add_argument("--lambda", type=float, default=0.01, dest="penalty", help="raps only")
+    p.add_argument("--k-reg", type=int, default=1, help="raps only: choices without penalty")
+    p.set_defaults(run=commands.run_conformal)
 
     p = subparsers.add_parser("diagnose", help="can label smoothing help this model, and why")
     add_task(p)
@@ -113,6 +132,20 @@ def parser() -> argparse.ArgumentParser:
     p = subparsers.add_parser("collect", help="tables and diagrams from an index of record files")
     p.add_argument("index", type=Path, metavar="INDEX.jsonl")
     p.add_argument("--out", required=True, type=Path, metavar="DIR")
+    p.add_argument(
+        "--columns",
+        default="accuracy,ece,rms",
+        help="metrics of the printed table, METRIC or METRIC@vocabulary (default: %(default)s)",
+    )
+    p.add_argument("--title", default="Calibration", help="of the HTML report")
+    p.add_argument(
+        "--section",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE.html",
+        help="a part of your own for the HTML report, after the figures; may be repeated",
+    )
     p.set_defaults(run=commands.run_collect)
     return top
 

@@ -197,59 +197,127 @@ def run_import(a: argparse.Namespace) -> None:
 
 
 def run_metrics(a: argparse.Namespace) -> None:
-    """Print every metric of each record file."""
-    from calibeval import records
-    from calibeval.breakdown import breakdown
-    from calibeval.results import result
+    """Print the metrics of each record file: what a reader uses, or `--all`."""
+    from calibeval import records, stats
 
+    names = stats.METRICS if a.all or a.json else stats.DEFAULT
     for path in a.records:
-        found = result(path)
-        groups = breakdown(records.read(path), a.by) if a.by else {}
+        run = stats.load(path)
+        groups = stats.breakdown(records.read(path), a.by) if a.by else {}
         if a.json:
-            extra = {f"by_{a.by}": groups} if a.by else {}
-            print(json.dumps({"records": str(path)} | found | extra, ensure_ascii=False))
+            found = {"records": str(path)} | as_dict(run, names)
+            if a.by:
+                found[f"by_{a.by}"] = {k: as_dict(g, stats.DEFAULT) for k, g in groups.items()}
+            print(json.dumps(found, ensure_ascii=False))
             continue
-        print_metrics(str(path), found)
+        print_metrics(str(path), run, names)
         for name, group in groups.items():
-            print_metrics(name, group)
+            print_metrics(name, group, stats.DEFAULT)
 
 
-def print_metrics(title: str, found: dict) -> None:
-    """A table of metrics in both confidences, with the noise floor where there is one."""
-    mass = f", letter mass {found['letter_mass']:.3f}" if "letter_mass" in found else ""
-    print(f"{title}: {counted(found['questions'], 'question')}{mass}")
-    print(f"  {'':16}{'among the choices':>36}{'among all tokens':>36}")
-    choices, vocabulary = (found["metrics"][c] for c in ("choices", "vocabulary"))
-    for name in choices:
-        print(f"  {name:16}{figure(choices[name]):>36}{figure(vocabulary[name]):>36}")
+def as_dict(run, names) -> dict:
+    """A run's figures for JSON."""
+    from dataclasses import asdict
+
+    from calibeval.stats import estimate
+
+    metrics = {c: {m: asdict(estimate([run], m, c)) for m in names} for c in run.confidences}
+    about = {k: getattr(run, k) for k in ("model", "questions", "letter_mass", "reliability")}
+    return about | {"metrics": metrics}
 
 
-def figure(m: dict) -> str:
-    """Value, interval and noise floor as text."""
-    value, low, high = (
-        f"{m[k]:.4f}" if m[k] is not None else "–" for k in ("value", "low", "high")
-    )
-    floor = f" floor {m['floor']:.3f}" if m.get("floor") is not None else ""
-    return f"{value} [{low}, {high}]{floor}"
+def print_metrics(title: str, run, names) -> None:
+    """A table of metrics in each confidence."""
+    from calibeval.stats import estimate
+
+    mass = "" if run.letter_mass is None else f", letter mass {run.letter_mass:.3f}"
+    print(f"{title}: {counted(run.questions, 'question')}{mass}")
+    headings = {"choices": "among the choices", "vocabulary": "among all tokens"}
+    print(f"  {'':16}" + "".join(f"{headings[c]:>46}" for c in run.confidences))
+    for name in names:
+        figures = (str(estimate([run], name, c)) for c in run.confidences)
+        print(f"  {name:16}" + "".join(f"{figure:>46}" for figure in figures))
 
 
 def run_compare(a: argparse.Namespace) -> None:
-    """Print the paired comparison of two record files."""
-    from calibeval.compare import compare, sentence
+    """Print the paired comparison of two record files, the proper scores first."""
+    from dataclasses import asdict
 
-    found = compare(a.a, a.b)
+    from calibeval import stats
+
+    first, second = stats.load(a.a), stats.load(a.b)
+    stats.same_questions([first, second])
+    if not a.json:
+        print(f"A {a.a}\nB {a.b}\nWhich is better calibrated as a whole: read nll and brier first.")
+    found = {}
+    names = stats.METRICS if a.all or a.json else stats.DEFAULT
+    for confidence in first.confidences:
+        found[confidence] = {}
+        for name in sorted(names, key=lambda name: name not in ("nll", "brier")):
+            of_a, of_b = (stats.estimate([run], name, confidence) for run in (first, second))
+            difference = stats.difference([first], [second], name, confidence)
+            better = stats.better(name, difference)
+            line = asdict(difference) | {"difference": difference.value, "better": better}
+            found[confidence][name] = {"a": of_a.value, "b": of_b.value} | {
+                key: line[key] for key in ("difference", "low", "high", "better")
+            }
+            if not a.json:
+                print(sentence(name, confidence, found[confidence][name]))
     if a.json:
         print(json.dumps({"a": str(a.a), "b": str(a.b), "comparison": found}))
-        return
-    print(f"A {a.a}\nB {a.b}")
-    for confidence, metrics in found.items():
-        for name, comparison in metrics.items():
-            print(sentence(name, comparison, confidence))
+
+
+def sentence(name: str, confidence: str, found: dict) -> str:
+    """One metric's comparison in plain words."""
+    if found["difference"] is None:
+        return f"{name} ({confidence}): not comparable, {found['a']} and {found['b']}"
+    minus = "B² − A²" if name == "rms_debiased" else "B − A"
+    text = (
+        f"{name} ({confidence}): A {found['a']:.4f}, B {found['b']:.4f}, {minus} "
+        f"{found['difference']:+.4f}"
+    )
+    if found["low"] is None:
+        return f"{text}; no interval of it is known to cover"
+    text += f" [{found['low']:+.4f}, {found['high']:+.4f}]"
+    if name == "ece_signed" and not found["low"] <= 0 <= found["high"]:
+        return f"{text}: B claims {'more' if found['low'] > 0 else 'less'}"
+    verdict = {"a": "A is better", "b": "B is better", None: "no difference can be told"}
+    return f"{text}: {verdict[found['better']]}"
+
+
+def run_conformal(a: argparse.Namespace) -> None:
+    """Print coverage and mean size of prediction sets for each record file."""
+    from calibeval import conformal, records
+
+    by = None if a.by == "none" else a.by
+    other = records.read(a.calibrate) if a.calibrate else None
+    how = f"calibrated on {a.calibrate}" if other else f"{a.splits} random halves calibrate"
+    print(f"{a.score} sets at 1 − α = {1 - a.alpha:g}, {how}")
+    for path in a.records:
+        of = records.read(path)
+        found = conformal.evaluate(
+            of,
+            alpha=a.alpha,
+            score=a.score,
+            by=by,
+            splits=a.splits,
+            calibrate=other,
+            penalty=a.penalty,
+            free=a.k_reg,
+        )
+        print(f"{path}: {counted(len(of), 'question')}")
+        for name, group in {"all": found, **found.by}.items():
+            print(
+                f"  {name:36} coverage {group.coverage:.3f} ± {group.coverage_sd:.3f}, "
+                f"mean size {group.size:.3f} ± {group.size_sd:.3f}, "
+                f"{counted(group.questions, 'question')} tested"
+            )
 
 
 def run_collect(a: argparse.Namespace) -> None:
-    """Write the tables and diagrams, and print the table."""
-    from calibeval.collect import collect
-    from calibeval.tables import markdown
+    """Write the tables, figures and report, and print the tables."""
+    from calibeval.io import read_text
+    from calibeval.report import collect
 
-    print(markdown(collect(a.index, a.out)))
+    sections = [read_text(path) for path in a.section]
+    print(collect(a.index, a.out, a.columns, a.title, sections=sections), end="")

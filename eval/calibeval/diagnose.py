@@ -140,7 +140,7 @@ def plot_bound(of: dict, path) -> None:
     """Draw the bound against the hidden size for three vocabularies, and mark the model."""
     from matplotlib.figure import Figure
 
-    from calibeval.plots import save
+    from calibeval.report.figures import save
 
     figure = Figure(figsize=(4.6, 3.4), layout="constrained")
     axis, hidden, v = figure.subplots(), of["hidden"], of["vocabulary"]

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import sys
 import time
@@ -46,9 +47,36 @@ def run_folder(path: Path) -> Path | None:
 
 
 def training(model: str) -> dict | None:
-    """The manifest of the run that made a model: its versions, patches and settings."""
+    """The manifest of the run that made a model, and the `train` section of its config."""
     folder = run_folder(Path(model)) if Path(model).is_dir() else None
-    return json.loads((folder / "manifest.json").read_text(encoding="utf-8")) if folder else None
+    if folder is None:
+        return None
+    import yaml  # with transformers
+
+    config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    return manifest | {"train": (config or {}).get("train")}
+
+
+def architecture(model: str, revision: str | None = None) -> dict[str, int]:
+    """Vocabulary, hidden size and number of parameters, as far as files on this machine say."""
+    folder = Path(model)
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(model, "config.json", revision=revision)
+        if not isinstance(found, str):
+            return {}
+        folder = Path(found).parent
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config |= config.get("text_config") or {}
+    sizes = {"vocabulary": config.get("vocab_size"), "hidden_size": config.get("hidden_size")}
+    parameters = 0
+    for path in folder.glob("*.safetensors"):
+        with open(path, "rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        parameters += sum(math.prod(of["shape"]) for of in header.values() if "shape" in of)
+    return {k: v for k, v in (sizes | {"parameters": parameters}).items() if v}
 
 
 def digest(model: str, revision: str | None = None) -> str | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from calibeval import __version__, models, prompts, results
+from calibeval import __version__, models, prompts, stats
 from calibeval.engines import Engine, Job, Usage
 from calibeval.io import InputError, counted
 from calibeval.prompts import Plan, Prompt
@@ -200,14 +200,13 @@ def score(
     if missing:
         print(f"questions left to other shards: {missing}", file=sys.stderr)
         return
-    if used := engine_settings(store):
-        store.settings["engine_settings"] = used
     rows = [finished[i] for i in ids]
     jobs = (job for item in items for job in item.jobs(0))
     apart = sum(len(j.tokens) + len(branch) - 1 for j in jobs for branch in j.branches)
     extra = {"model": model, "versions": rows[-1]["versions"], "one_prompt_a_choice": apart}
     extra |= {"training": models.training(model)}
-    report(store.finish(rows, extra), rows, out)
+    extra |= {"architecture": models.architecture(model, settings.get("revision"))}
+    report(store.finish(rows, extra), out)
 
 
 def _score_shards(
@@ -267,7 +266,7 @@ def record(
     return row | ({"truncated": item.truncated} if item.truncated else {})
 
 
-def report(meta: dict, rows: list[dict], out: Path) -> None:
+def report(meta: dict, out: Path) -> None:
     """Print what was saved and what came out; warn where the letters are not what is meant."""
     usage, seconds, questions = meta["usage"], meta["seconds"], meta["questions"]
     computed, apart = usage.get("computed_tokens", 0), meta["one_prompt_a_choice"]
@@ -278,34 +277,15 @@ def report(meta: dict, rows: list[dict], out: Path) -> None:
             f"{apart / computed:.1f}x fewer than the {apart:,} of one prompt a choice",
             file=sys.stderr,
         )
-    if "scoring" in rows[0]:
-        print(f"accuracy {right(rows):.3f} by the sum, ", end="", file=sys.stderr)
-        print(f"{right(rows, 'characters'):.3f} per character", file=sys.stderr)
-        return
-    found = results.result(out)
-    accuracy, ece = (found["metrics"]["choices"][m] for m in ("accuracy", "ece"))
-    print(
-        f"accuracy {accuracy['value']:.3f} [{accuracy['low']:.3f}, {accuracy['high']:.3f}], "
-        f"ECE {ece['value']:.3f} [{ece['low']:.3f}, {ece['high']:.3f}], "
-        f"noise floor {ece['floor']:.3f}",
-        file=sys.stderr,
-    )
-    if found["letter_mass"] < LOW_MASS:
+    run = stats.load(out)
+    found = {m: stats.estimate([run], m, "choices") for m in ("accuracy", "ece", "rms_debiased")}
+    print(", ".join(f"{name} {figure}" for name, figure in found.items()), file=sys.stderr)
+    if "vocabulary" in run.confidences and run.letter_mass < LOW_MASS:
         print(
-            f"warning: mean letter mass {found['letter_mass']:.3f} is below {LOW_MASS}: the model "
+            f"warning: mean letter mass {run.letter_mass:.3f} is below {LOW_MASS}: the model "
             f"wants to say something other than a letter, so read the figures with care",
             file=sys.stderr,
         )
-
-
-def right(rows: list[dict], lengths: str | None = None) -> float:
-    """Accuracy of continuation records by sum, or per unit of `lengths`: acc and acc_norm."""
-    hits = 0
-    for row in rows:
-        units = row[lengths] if lengths else [1] * len(row["logprobs"])
-        scores = [p / n for p, n in zip(row["logprobs"], units, strict=True)]
-        hits += scores.index(max(scores)) == row["label"]
-    return hits / len(rows)
 
 
 def run_workers(count: int, arguments: list[str]) -> None:

@@ -2,11 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import PurePath
 
+import calibeval.report
+from calibeval.io import InputError
 from sweeps import report, score
 from sweeps.config import Sweep
 from sweeps.errors import SweepError
@@ -53,9 +53,20 @@ def index(sweep: Sweep, cells: list[Cell]) -> tuple[list[dict], list[Gap]]:
                     "learning_rate": train.get("learning_rate"),
                     "seed": train.get("seed"),
                     "run": subject.name,
+                    **(training(cell) if cell else {}),
                 }
             )
     return entries, gaps
+
+
+def training(cell: Cell) -> dict:
+    """What a run was trained on, how long, and what else the grid varies."""
+    train = cell.config.train
+    found = {"train_data": report.data(train), "epochs": train.get("num_train_epochs")}
+    named = {"label_smoothing", "learning_rate", "seed", "model_name_or_path", "num_train_epochs"}
+    named |= {"train_file", "dataset_name", "dataset_mixer_list"}
+    values = {key: value for key, value in cell.values.items() if key not in named}
+    return found | {k: v if isinstance(v, (str, int, float)) else str(v) for k, v in values.items()}
 
 
 def collect(sweep: Sweep, cells: list[Cell]) -> list[Gap]:
@@ -81,26 +92,23 @@ def collect(sweep: Sweep, cells: list[Cell]) -> list[Gap]:
         )
         return gaps
     make_folder(results)
-    if entries:
-        write_text(folder / "index.jsonl", "".join(json.dumps(entry) + "\n" for entry in entries))
-        arguments = ["collect", str(folder / "index.jsonl"), "--out", str(results)]
-        done = subprocess.run(
-            [sys.executable, "-m", "calibeval", *arguments],
-            text=True,
-            capture_output=True,
-            check=False,
-        )
-        if done.returncode != 0:
-            last = (done.stderr.strip().splitlines() or ["no output"])[-1].removeprefix("error: ")
-            raise SweepError(f"collect: {last}")
-        print(done.stdout, end="")
     rows = report.cells_table(sweep, cells)
     best = report.best_learning_rates(sweep, cells)
     report.write_csv(rows, folder / "cells.csv")
     if best:
         report.write_csv(best, folder / "best_learning_rates.csv")
     report.curves(cells, folder / "curves.svg")
-    report.write_html(sweep, rows, best, gaps, folder)
+    page, sections = folder / "report.html", report.sections(sweep, rows, best, folder)
+    note = report.note(rows, gaps)
+    if entries:
+        write_text(folder / "index.jsonl", "".join(json.dumps(entry) + "\n" for entry in entries))
+        options = {"title": sweep.name, "note": note, "sections": sections, "page": page}
+        try:
+            print(calibeval.report.collect(folder / "index.jsonl", results, **options), end="")
+        except InputError as error:
+            raise SweepError(f"collect: {error}") from error
+    else:
+        calibeval.report.html.page(sweep.name, [note, *sections], page)
     for gap in gaps:
         print(f"gap: {gap.name} · {gap.task}: {gap.reason}")
     print(f"report: {folder / 'report.html'}")
