@@ -249,7 +249,6 @@ def run_conformal(a: argparse.Namespace) -> None:
     by = None if a.by == "none" else a.by
     other = records.read(a.calibrate) if a.calibrate else None
     how = f"calibrated on {a.calibrate}" if other else f"{a.splits} random halves calibrate"
-    print(f"{a.score} sets at 1 − α = {1 - a.alpha:g}, {how}")
     for path in a.records:
         of = records.read(path)
         found = conformal.evaluate(
@@ -262,7 +261,8 @@ def run_conformal(a: argparse.Namespace) -> None:
             penalty=a.penalty,
             free=a.k_reg,
         )
-        print(f"{path}: {counted(len(of), 'question')}")
+        questions = counted(len(of), "question")
+        print(f"{path}: {questions}, {a.score} sets at 1 − α = {1 - a.alpha:g}, {how}")
         for name, group in {"all": found, **found.by}.items():
             print(
                 f"  {name:36} coverage {group.coverage:.3f} ± {group.coverage_sd:.3f}, "

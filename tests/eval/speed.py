@@ -14,7 +14,7 @@ from pathlib import Path
 
 from made_records import write_records
 
-from calibeval.results import result
+from calibeval import stats
 
 QUESTIONS = 14042  # as many as MMLU has
 
@@ -37,7 +37,7 @@ def write_runs(folder: Path) -> Path:
         line = {"records": path.name, "dataset": task, "model": model, "seed": seed}
         line |= {"label_smoothing": 0.1 * step, "learning_rate": 2e-5}
         lines.append(json.dumps(line))
-        result(path)
+        stats.load(path)
     index = folder / "index.jsonl"
     index.write_text("\n".join(lines) + "\n")
     return index
