@@ -165,13 +165,13 @@ def test_mapie(score):
 
 @pytest.mark.slow
 def test_crepes():
-    """Identical sets, also by group (Mondrian)."""
+    """Identical sets, also by group (Mondrian); it takes one place more where (n + 1) α is whole."""
     pytest.importorskip("crepes")
     from crepes import ConformalClassifier
 
-    (probs, labels, _), test = draw(999, 3), draw(2000, 4)
-    right = 1 - probs[np.arange(999), labels]
-    groups, asked = np.arange(999) % 3, np.arange(2000) % 3
+    (probs, labels, _), test = draw(1000, 3), draw(2000, 4)
+    right = 1 - probs[np.arange(1000), labels]
+    groups, asked = np.arange(1000) % 3, np.arange(2000) % 3
     for known, bins in ((None, None), (groups, asked)):
         peer = ConformalClassifier().fit(right, bins=known)
         theirs = peer.predict_set(1 - test[0], bins=bins, confidence=0.9, smoothing=False)
