@@ -165,7 +165,7 @@ def test_mapie(score):
 
 @pytest.mark.slow
 def test_crepes():
-    """Identical sets, also by group (Mondrian); it takes one place more where (n + 1) α is whole."""
+    """Identical sets, also by group; where (n + 1) α is whole it takes one place more."""
     pytest.importorskip("crepes")
     from crepes import ConformalClassifier
 
