@@ -155,12 +155,12 @@ def run_diagnose(a: argparse.Namespace) -> None:
 
 def run_metrics(a: argparse.Namespace) -> None:
     """Print the metrics of each record file: what a reader uses, or `--all`."""
-    from calibeval import records, stats
+    from calibeval import stats
 
     names = stats.METRICS if a.all or a.json else stats.DEFAULT
     for path in a.records:
-        run = stats.load(path)
-        groups = stats.breakdown(records.read(path), a.by) if a.by else {}
+        run = stats.load(path, a.normalise)
+        groups = stats.breakdown(stats.read(path, a.normalise), a.by) if a.by else {}
         if a.json:
             found = {"records": str(path)} | as_dict(run, names)
             if a.by:
@@ -202,7 +202,7 @@ def run_compare(a: argparse.Namespace) -> None:
 
     from calibeval import stats
 
-    first, second = stats.load(a.a), stats.load(a.b)
+    first, second = (stats.load(path, a.normalise) for path in (a.a, a.b))
     stats.same_questions([first, second])
     if not a.json:
         print(f"A {a.a}\nB {a.b}\nWhich is better calibrated as a whole: read nll and brier first.")
