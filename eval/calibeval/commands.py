@@ -73,9 +73,10 @@ def run_score(a: argparse.Namespace) -> None:
     from calibeval import score
     from calibeval.posthoc.calibrator import WEIGHTS, CalibratedEngine, Calibrator
 
-    if a.calibrator and a.scoring != "letters":
-        raise InputError(f"--calibrator: needs --scoring letters, found {a.scoring}")
     calibrator = Calibrator.from_pretrained(a.calibrator) if a.calibrator else None
+    if calibrator and a.scoring == "continuation":
+        raise InputError("--calibrator: was fitted to letters, but --scoring is continuation")
+    a.scoring = "letters" if calibrator else a.scoring
     items, options = fit_items(a, load_task(a))
     model_digest = models.digest(a.model, a.revision)
     if calibrator:
