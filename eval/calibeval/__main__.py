@@ -81,6 +81,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--by", choices=("subject", "category"), help="break down by subject or category"
     )
+    add_normalise(p)
     p.set_defaults(run=commands.run_metrics)
 
     p = subparsers.add_parser("compare", help="is run B better than run A, and by how much")
@@ -88,6 +89,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("b", type=Path, metavar="B.jsonl")
     p.add_argument("--json", action="store_true")
     p.add_argument("--all", action="store_true", help="every metric, not only the usual ones")
+    add_normalise(p)
     p.set_defaults(run=commands.run_compare)
 
     p = subparsers.add_parser(
@@ -134,6 +136,15 @@ def parser() -> argparse.ArgumentParser:
     )
     p.set_defaults(run=commands.run_collect)
     return top
+
+
+def add_normalise(p: argparse.ArgumentParser) -> None:
+    """How scores of continuations become comparable."""
+    p.add_argument(
+        "--normalise",
+        choices=("sum", "bytes", "characters", "unconditional"),
+        help="scores of the choices' texts; default: the records' own convention",
+    )
 
 
 def add_task(p: argparse.ArgumentParser) -> None:
