@@ -256,13 +256,12 @@ def plot_bars(rows: Sequence[Row], group: str, look: Look, width: str):
             )
             look_of = {"color": look.colours[row.beta], "hatch": look.hatch[row.variant]}
             axis.bar(at, e.value or 0, 0.92 * step, edgecolor="white", linewidth=0, **look_of)
-            for colour, more in (("white", 1.2), (INK, 0)):
-                if e.low is not None:
-                    axis.vlines(at, e.low, e.high, color=colour, lw=0.8 + more)
-                if e.floor is not None:
-                    style = ":" if colour == INK else "-"
-                    half = step / 2
-                    axis.hlines(e.floor, at - half, at + half, color=colour, ls=style, lw=1.1)
+            if e.low is not None:  # white inside the bar, dark above it
+                axis.vlines(at, e.low, e.value, color="white", lw=0.8)
+                axis.vlines(at, e.value, e.high, color=INK, lw=0.8)
+            if e.floor is not None:
+                inside, ends = e.floor < e.value, (at - step / 2, at + step / 2)
+                axis.hlines(e.floor, *ends, color="white" if inside else INK, ls=":", lw=1.1)
         for row in base:
             for i in (i for i, block in enumerate(places) if block[-1] == row.keys["model"]):
                 value = row.estimate(group, metric, "choices").value
@@ -273,6 +272,7 @@ def plot_bars(rows: Sequence[Row], group: str, look: Look, width: str):
         axis.set_xticks(range(len(blocks)), labels)
         axis.tick_params(axis="x", length=0, rotation=90 if crowded else 0)
         axis.set_xlim(-0.55, len(blocks) - 0.45)
+        axis.set_ylim(0, None)
         axis.locator_params(axis="y", nbins=5)
     handles = [
         Patch(color=look.colours[beta], label="base" if beta is None else f"β = {beta:g}")
@@ -335,10 +335,13 @@ def plot_lines(rows: Sequence[Row], group: str, key: str, look: Look, width: str
             if i == 0:
                 axis.plot(at, [e.floor for e in every], ":", lw=1.1, color=INK)
             own.setdefault(line[0].keys["model"], colour)
+            for place, e in zip(at, every, strict=True):
+                if e.low is not None:
+                    axis.plot((place, place), (e.low, e.high), color=colour, lw=0.8)
         for row in base:
-            colour = GREY if len(base) == 1 else own.get(row.keys["model"], GREY)
-            value = row.estimate(group, "ece", confidence).value
-            axis.axhline(value, color=colour, ls="--", lw=1)
+            if colour := own.get(row.keys["model"]):
+                value = row.estimate(group, "ece", confidence).value
+                axis.axhline(value, color=colour if len(own) > 1 else GREY, ls="--", lw=1)
         axis.set_title(f"{group}, confidence among {AMONG[confidence]}", pad=4)
         ticks = sorted({row.keys[key] for line in series.values() for row in line})
         if not over_beta:

@@ -91,14 +91,16 @@ class Cell:
 
     @property
     def value(self) -> str:
-        value = self.estimate.value
-        return "–" if value is None else format(value, f"{self.sign}.3f")
+        return "–" if self.estimate.value is None else self._text(self.estimate.value)
 
     @property
     def interval(self) -> str:
         """[low, high], or nothing where no interval is proven."""
         ends = self.estimate.low, self.estimate.high
-        return "" if None in ends else "[{:{s}.3f}, {:{s}.3f}]".format(*ends, s=self.sign)
+        return "" if None in ends else f"[{', '.join(map(self._text, ends))}]"
+
+    def _text(self, value: float) -> str:
+        return format(round(value, 3) + 0.0, f"{self.sign}.3f")  # −0.0 + 0.0 is 0
 
     @property
     def dagger(self) -> str:
