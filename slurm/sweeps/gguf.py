@@ -44,7 +44,8 @@ def needed() -> None:
         import gguf  # noqa: F401
     except ImportError as error:
         raise SweepError(
-            f"package {error.name} is not installed: {sys.executable} -m pip install gguf accelerate"
+            f"package {error.name} is not installed: "
+            f"{sys.executable} -m pip install gguf accelerate"
         ) from None
 
 

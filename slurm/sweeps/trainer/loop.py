@@ -476,6 +476,8 @@ class Log:
         }
         if self.peak and self.flops:
             row["model_flops_utilisation"] = round(self.flops / seconds / self.peak, 4)
+        if self.accelerator.device.type == "cuda":
+            row["gpu_memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
         speed = f"{row['tokens_per_second']:.0f}"
         self.bar.set_postfix(loss=f"{row['loss']:.4f}", tok_s=speed, refresh=False)
         self._write(row)
