@@ -13,6 +13,7 @@ import shutil
 import signal
 import zlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -201,15 +202,16 @@ def _tokenised(chunks: list, tokenizer, max_length: int | None, processes: int) 
         return
     # Forked, the tokenizer need not be pickled; nothing here has touched a GPU yet.
     context = multiprocessing.get_context("fork")
-    with context.Pool(processes, _start_worker, (tokenizer, max_length)) as pool:
-        yield from pool.imap(_work, chunks)
+    start = {"initializer": _start_worker, "initargs": (tokenizer, max_length)}
+    with ProcessPoolExecutor(processes, mp_context=context, **start) as pool:
+        yield from pool.map(_work, chunks)
 
 
 def _start_worker(tokenizer, max_length: int | None) -> None:
     global _worker
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the pool ends its processes with it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # they tell the trainer, which ends this process
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker = (tokenizer, max_length)
 

@@ -63,6 +63,11 @@ def train(run: RunDir) -> None:
     )
     accelerator = start_accelerator(run, keys, config.world)
     set_seed(keys.seed, device_specific=True)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    accelerator.print(
+        f"device: {accelerator.device}, {accelerator.num_processes} processes"
+        + (f", CUDA_VISIBLE_DEVICES={visible}" if visible is not None else "")
+    )
     accelerator.print(
         f"data: {len(examples)} conversations, {len(examples.tokens)} tokens, "
         f"{int(examples.targets.sum())} targets, {examples.dropped} dropped"
