@@ -1,6 +1,5 @@
 """What a sweep needs from outside: where it lies, what of it is missing, how it is fetched."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -17,7 +16,7 @@ from sweeps.backends import get_backend
 from sweeps.cluster import Cluster, expand
 from sweeps.config import Archive, Dataset, Model, Sweep
 from sweeps.errors import SweepError
-from sweeps.files import fsync_folder, make_folder, read_json
+from sweeps.files import fsync_folder, make_folder, read_json, sha256
 from sweeps.grid import Cell
 from sweeps.packages import SCORE, TRAIN, fetch_wheels, missing_wheels
 
@@ -195,14 +194,12 @@ def _fetch_archive(wanted: Archive) -> None:
         with urllib.request.urlopen(wanted.url, timeout=60) as source, open(packed, "wb") as out:
             shutil.copyfileobj(source, out)
         if wanted.sha256:
-            digest = hashlib.sha256()
-            with open(packed, "rb") as data:
-                while block := data.read(1 << 20):
-                    digest.update(block)
-            found = digest.hexdigest()
+            found = sha256(packed)
             if found != wanted.sha256:
                 raise SweepError(f"sha256 {found}, expected {wanted.sha256}")
-        if zipfile.is_zipfile(packed):
+        if target.suffix in (".json", ".jsonl"):
+            unpacked = packed
+        elif zipfile.is_zipfile(packed):
             with zipfile.ZipFile(packed) as archive:
                 archive.extractall(unpacked)
         else:

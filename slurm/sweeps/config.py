@@ -81,7 +81,7 @@ class Dataset(Strict):
 
 
 class Archive(Strict):
-    """A tar or zip archive, unpacked into a folder."""
+    """A tar or zip archive, unpacked into a folder; or a file, if `to` ends in .json or .jsonl."""
 
     url: str
     to: str

