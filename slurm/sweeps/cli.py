@@ -235,6 +235,8 @@ def _score(a: argparse.Namespace) -> int:
     for subject in subjects:
         score.run(subject, planned.sweep.score, prefetch=launch.prefetch_command(planned))
         print(f"scored: {subject.name}", flush=True)
+    for cell in planned.cells:
+        score.discard(cell, planned.sweep)
     return 0
 
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -245,6 +247,28 @@ def test_a_model_is_saved_in_the_precision_of_its_base(sweep_file, tiny, tmp_pat
         torch.bfloat16
     }
     assert base_dtype(str(run.model)) == torch.bfloat16
+
+
+@pytest.mark.slow
+def test_two_packed_ranks_make_the_updates_of_one(sweep_file):
+    settings = {"packing": True, "reduce_loss": "token_mean", "max_tokens": 90, "held_out": 5}
+    settings |= {"logging_steps": 1, "max_train_steps": 6}
+    rows = []
+    for ranks in (1, 2):
+        path = sweep_file(
+            grid={},
+            train={**settings, "per_device_train_batch_size": 8 // ranks},
+            world={"processes_per_node": ranks},
+        )
+        cell = launch.plan(path, []).cells[0]
+        run = RunDir(cell.folder)
+        run.create(cell.config)
+        done = subprocess.run([sys.executable, "-m", "sweeps", "train", run.path], check=False)
+        assert done.returncode == 0, run.log.read_text()
+        rows.append(rows_of(run))
+    for one, two in zip(*rows, strict=True):
+        for key in one.keys() & {"loss", "grad_norm", "held_out_loss"}:
+            assert one[key] == pytest.approx(two[key], rel=1e-4), key
 
 
 @pytest.mark.slow
