@@ -14,6 +14,7 @@ The tokenizer of random weights is a BPE trained on the data, so tokens are abou
 """
 
 import argparse
+import contextlib
 import json
 import lzma
 import os
@@ -22,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -274,6 +276,12 @@ def losses(out: Path, arguments: argparse.Namespace) -> int:
     def trl(e, c, y, beta):
         from trl.kernels import ChunkedLogProbFunction
 
+        try:  # its backward asks this module for what gathers weights under ZeRO-3
+            import trl.trainer.utils  # noqa: F401
+        except ImportError:  # which needs packages that the loss does not
+            sys.modules["trl.trainer.utils"] = types.SimpleNamespace(
+                maybe_gather_lm_head_ctx=lambda *_: contextlib.nullcontext()
+            )
         kept = y != IGNORE
         parts = ChunkedLogProbFunction.apply(e[kept], c, None, y[kept], 1.0, 65536, None, 1.0, ())
         return -parts[0].mean()
