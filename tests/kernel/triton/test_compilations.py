@@ -28,7 +28,7 @@ def kernels():
 
 
 def key(kernel, arguments):
-    """What Triton compiles anew for: a pointer's alignment; an integer's width, 1, 16 divides it."""
+    """What Triton compiles anew for: pointers' alignment; integers' width, 1, whether 16 divides."""
     loose = kernel.kwargs.get("do_not_specialize") or ()
     found = []
     for name, value in arguments.items():
