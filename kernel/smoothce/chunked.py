@@ -188,3 +188,28 @@ def _widened(weight: Tensor, wide: torch.dtype) -> Iterator[tuple[slice, Tensor]
         return
     for start in range(0, weight.shape[0], CAST_ROWS):
         yield slice(start, start + CAST_ROWS), weight[start : start + CAST_ROWS].to(wide)
+
+
+def logits(
+    hidden: Tensor,  # (N, D)
+    weight: Tensor,  # (V, D)
+    bias: Tensor | None,  # (V,)
+    options: Options,
+) -> Tensor:  # (N, V)
+    """`reference.logits`, without a widened copy of the weight."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    if hidden.is_cuda and hidden.dtype != wide and MIXED:
+        z = torch.mm(hidden, weight.T, out_dtype=wide)
+    else:
+        z = torch.empty(len(hidden), len(weight), dtype=wide, device=hidden.device)
+        for block, c in _widened(weight, wide):
+            torch.mm(hidden.to(wide), c.T, out=z[:, block])
+    if options.logit_scale is not None:
+        z *= options.logit_scale
+    if bias is not None:
+        z += bias.to(wide)
+    return z if options.softcap is None else z.div_(options.softcap).tanh_().mul_(options.softcap)
+
+
+# Whether this PyTorch takes 16-bit factors to an fp32 product.
+MIXED = "dtype_out" in torch.ops.aten.addmm.overloads()

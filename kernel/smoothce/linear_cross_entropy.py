@@ -84,8 +84,13 @@ def linear_cross_entropy(
     for name, value in (("hidden", hidden), ("weight", weight), ("labels", labels)):
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a tensor, not {type(value).__name__}")
-    hidden, weight, bias = _autocast(hidden, weight, bias)
-    _check(hidden, weight, labels, bias, options)
+        if type(value).__name__ == "DTensor":
+            raise TypeError(
+                f"{name} is a DTensor, a piece on each rank: call the loss where FSDP2 has it "
+                "gathered, in the forward of a module that `fully_shard` wraps, or on full_tensor()"
+            )
+    hidden, weight, bias = autocast(hidden, weight, bias)
+    check(hidden, weight, labels, bias, options)
     name, _ = _choose(impl, hidden, weight, bias, options)
     with torch.autocast(hidden.device.type, enabled=False):
         flat = hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1).long(), bias
@@ -104,7 +109,7 @@ def explain(
     **options: object,
 ) -> str:
     """Which implementation `linear_cross_entropy` takes for these inputs and options, and why."""
-    name, why = _choose(impl, *_autocast(hidden, weight, bias), Options(**options))
+    name, why = _choose(impl, *autocast(hidden, weight, bias), Options(**options))
     return f"{name}: {why}"
 
 
@@ -139,7 +144,7 @@ def _module(name: str) -> ModuleType:
     return importlib.import_module(IMPLEMENTATIONS[name])
 
 
-def _autocast(
+def autocast(
     hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     device = hidden.device.type
@@ -149,7 +154,7 @@ def _autocast(
     return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def _check(
+def check(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, options: Options
 ) -> None:
     if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:

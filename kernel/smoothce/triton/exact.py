@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from smoothce.chunked import MIXED
 from smoothce.options import Options
 from smoothce.triton.logits import LOG2E, base2_logits, product, slope
 from smoothce.triton.stored import Regions, Stored
@@ -353,6 +354,3 @@ def add_product(
         torch.ops.aten.addmm.dtype_out(acc, a, b, torch.float32, out=acc)
     else:
         acc += (a @ b).float()
-
-
-MIXED = "dtype_out" in torch.ops.aten.addmm.overloads()

@@ -28,7 +28,7 @@ def kernels():
 
 
 def key(kernel, arguments):
-    """What Triton compiles anew for: pointers' alignment; integers' width, 1, whether 16 divides."""
+    """What Triton compiles anew for: pointer alignment, integer width, 1, and 16 as a divisor."""
     loose = kernel.kwargs.get("do_not_specialize") or ()
     found = []
     for name, value in arguments.items():
