@@ -18,6 +18,14 @@ FILTERED = pytest.param(KEEP_ALL, marks=runs_schedule)
 FILTERS = pytest.mark.parametrize("eps", [None, FILTERED], ids=["exact", "filtered"])
 
 
+@pytest.fixture(autouse=True)
+def fresh_regions():
+    """Tests change what the cached division of the vocabulary follows from."""
+    stored.regions.cache_clear()
+    yield
+    stored.regions.cache_clear()
+
+
 @FILTERS
 @pytest.mark.parametrize(
     "options",
@@ -81,7 +89,6 @@ def test_frozen_inputs_cost_no_gradient(eps, frozen):
 def test_super_blocks_of_tokens(eps, reduction, monkeypatch):
     monkeypatch.setattr(function, "STATISTICS", 2**9)
     monkeypatch.setattr(stored, "TOKENS", 32)
-    stored.regions.cache_clear()
     options = {"reduction": reduction, "label_smoothing": 0.1, "filter_eps": eps, "masked": 0.3}
     check(70, 150, 16, HALF, bias=True, **options)
 
@@ -107,19 +114,13 @@ def test_second_backward_repeats_the_first(eps, reduction, monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)
 
 
-@pytest.fixture
-def narrow_chunks(monkeypatch):
-    """Chunks of one tile, so that the pieces of stored logits and the rest are many."""
-    monkeypatch.setattr(stored, "LEAST", 2**12)
-    stored.regions.cache_clear()
-    yield
-    stored.regions.cache_clear()
-
-
 @pytest.mark.parametrize("masked", [0.0, 0.2, 0.7])
 @pytest.mark.parametrize(("n", "v", "d"), [(70, 701, 16), (20, 150, 40)], ids=["N>D", "N<D"])
-def test_stored_logits(n, v, d, masked, narrow_chunks):
-    """Logits in dC's memory, dE summed in its own: whole, packed beside it, packed inside it."""
+def test_stored_logits(n, v, d, masked, monkeypatch):
+    """Logits in dC's memory, dE summed in its own: whole, packed beside it, packed inside it.
+
+    Chunks of one tile, so that the pieces of stored logits and the rest are many."""
+    monkeypatch.setattr(stored, "LEAST", 2**12)
     check(n, v, d, HALF, label_smoothing=0.1, masked=masked)
     check(n, v, d, masked=masked, softcap=3.0, logit_scale=-1.7, bias=True, reduction="none")
 
