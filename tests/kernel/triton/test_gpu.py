@@ -66,9 +66,9 @@ def test_masked_super_blocks():
     found = gradients(triton.loss, hidden, weight, labels, None, options)
     chosen = labels >= 0
     want = gradients(triton.loss, hidden[chosen], weight, labels[chosen], None, options)
-    torch.testing.assert_close(found[0], want[0])
-    assert error(found[1][chosen], want[1]) < 3e-3 and not found[1][~chosen].any()
-    assert error(found[2], want[2]) < 6e-3
+    torch.testing.assert_close(found[0], want[0], rtol=1e-5, atol=0)
+    assert error(found[1][chosen], want[1]) < 6e-3 and not found[1][~chosen].any()
+    assert error(found[2], want[2]) < 1e-2  # rounded after each super-block
 
 
 def test_masked_tokens_cost_nothing():
@@ -105,7 +105,7 @@ def test_gradient_of_the_log_sum_exp(reduction):
 
     want = total(hidden.float(), weight.float(), "reference")
     for found, right in zip(total(hidden, weight, "triton"), want, strict=True):
-        assert error(found, right) < 5e-3
+        assert error(found, right) < 8e-3
 
 
 def test_token_statistics():
