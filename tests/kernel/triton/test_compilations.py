@@ -87,7 +87,7 @@ def test_compilations(eps):
         hidden, _, labels, _ = inputs(n, 1, 256, torch.bfloat16, masked=0.4)
         hidden.requires_grad_()
         weight.grad = None
-        linear_cross_entropy(hidden, weight, labels * 8, filter_eps=eps, impl="triton").backward()
+        linear_cross_entropy(hidden, weight, labels, filter_eps=eps, impl="triton").backward()
         assert torch.isfinite(weight.grad).all()
     more = {name: count - before[name] for name, count in compiled().items()}
     assert sum(more.values()) > 4 and max(more.values()) <= MOST, (more, triton.__version__)
