@@ -160,6 +160,7 @@ def test_continuation(model, tmp_path):
     assert hits > 0.3
 
 
+@pytest.mark.timeout(900)  # two engines start
 def test_float32_logits_where_vllm_leaves_them_in_bfloat16(model, tmp_path):
     """vLLM before 0.30 does not heed head_dtype for models that generate."""
     script = tmp_path / "head.py"
