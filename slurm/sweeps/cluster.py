@@ -78,3 +78,9 @@ def seconds(duration: str) -> int:
     parts = [int(part) for part in rest.split(":")]
     units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
     return int(days or 0) * 86400 + sum(a * b for a, b in zip(parts, units, strict=False))
+
+
+def mebibytes(memory: str) -> int:
+    """An amount of memory as sbatch reads it: a number of megabytes, or with K, M, G or T."""
+    number, unit = (memory[:-1], memory[-1]) if memory[-1] in "KMGT" else (memory, "M")
+    return int(number) * 1024 ** "KMGT".index(unit) // 1024

@@ -2,10 +2,11 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 from sweeps import report, score
 from sweeps.config import Sweep
@@ -42,7 +43,8 @@ def index(sweep: Sweep, cells: list[Cell]) -> tuple[list[dict], list[Gap]]:
         for task in sweep.score.tasks:
             if not score.scored(subject, task, sweep.score):
                 trained = cell is None or (cell.folder / "DONE").exists()
-                gaps.append(Gap(subject.name, task.key, "not scored" if trained else "not trained"))
+                why = score.damage(subject, task, sweep.score) or "not scored"
+                gaps.append(Gap(subject.name, task.key, why if trained else "not trained"))
                 continue
             entries.append(
                 {
@@ -56,6 +58,18 @@ def index(sweep: Sweep, cells: list[Cell]) -> tuple[list[dict], list[Gap]]:
                 }
             )
     return entries, gaps
+
+
+def _replace(part: Path, results: Path) -> None:
+    """Put the files of `part` in the place of those in `results`, where no older one stays."""
+    new = {path.relative_to(part) for path in part.rglob("*") if path.is_file()}
+    for name in new:
+        make_folder((results / name).parent)
+        (part / name).replace(results / name)
+    for path in results.rglob("*"):
+        if path.is_file() and path.relative_to(results) not in new:
+            path.unlink()
+    shutil.rmtree(part)
 
 
 def collect(sweep: Sweep, cells: list[Cell]) -> list[Gap]:
@@ -81,9 +95,12 @@ def collect(sweep: Sweep, cells: list[Cell]) -> list[Gap]:
         )
         return gaps
     make_folder(results)
+    part = folder / ".results.part"  # beside the results, whose files are replaced one by one
+    shutil.rmtree(part, ignore_errors=True)
+    make_folder(part)
     if entries:
         write_text(folder / "index.jsonl", "".join(json.dumps(entry) + "\n" for entry in entries))
-        arguments = ["collect", str(folder / "index.jsonl"), "--out", str(results)]
+        arguments = ["collect", str(folder / "index.jsonl"), "--out", str(part)]
         done = subprocess.run(
             [sys.executable, "-m", "calibeval", *arguments],
             text=True,
@@ -93,12 +110,17 @@ def collect(sweep: Sweep, cells: list[Cell]) -> list[Gap]:
         if done.returncode != 0:
             last = (done.stderr.strip().splitlines() or ["no output"])[-1].removeprefix("error: ")
             raise SweepError(f"collect: {last}")
-        print(done.stdout, end="")
+        print(done.stdout.replace(str(part), str(results)), end="")
+    else:
+        (folder / "index.jsonl").unlink(missing_ok=True)
+    _replace(part, results)
     rows = report.cells_table(sweep, cells)
     best = report.best_learning_rates(sweep, cells)
     report.write_csv(rows, folder / "cells.csv")
     if best:
         report.write_csv(best, folder / "best_learning_rates.csv")
+    else:
+        (folder / "best_learning_rates.csv").unlink(missing_ok=True)
     report.curves(cells, folder / "curves.svg")
     report.write_html(sweep, rows, best, gaps, folder)
     for gap in gaps:

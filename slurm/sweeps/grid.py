@@ -56,8 +56,17 @@ def runs_folder(sweep: Sweep) -> Path:
 
 
 def sweep_folder(sweep: Sweep) -> Path:
-    """Where this sweep's own files live: index, jobs, results."""
+    """Where this sweep's own files live: sweep.yaml, index, jobs, results."""
     return Path(sweep.output_root) / "sweeps" / sweep.name
+
+
+def sweep_hash(cells: list[Cell]) -> str:
+    """Which sweep this is: eight digits of the hash of its runs' hashes.
+
+    What is scored, and on which cluster, may change; another run makes another sweep.
+    """
+    digests = sorted(cell.config.digest for cell in cells)
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:8]
 
 
 def expand(sweep: Sweep, source: str, origins: dict[str, str] | None = None) -> list[Cell]:

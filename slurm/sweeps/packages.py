@@ -64,7 +64,7 @@ def _versions_of(python: str, names: list[str]) -> dict[str, str | None]:
         "print(json.dumps({d.metadata['Name']: d.version for d in distributions()}))"
     )
     done = subprocess.run(
-        [os.path.expanduser(python), "-c", code],
+        [os.path.expanduser(word) for word in shlex.split(python)] + ["-c", code],
         text=True, capture_output=True, check=True, timeout=60,
     )  # fmt: skip
     from packaging.utils import canonicalize_name

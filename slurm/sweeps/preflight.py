@@ -152,6 +152,7 @@ def _asked(sweep: Sweep, cells: list[Cell], cluster: Cluster) -> list[str]:
     texts = {"train": scripts.train(sweep, cluster, places, 1, 0)}
     if sweep.score is not None:
         texts["score"] = scripts.score(sweep, cluster, places, 1, "score", 0)
+    texts["collect"] = scripts.collect(sweep, cluster, places)
     said: dict[str, list[str]] = {}
     for stage, text in texts.items():
         done = subprocess.run(

@@ -80,15 +80,6 @@ def same(left: str, right: str) -> bool:
         return False
 
 
-def test_sbatch_from_another_folder_says_where_to_go(cluster, tmp_path):
-    out = tmp_path / "job.out"
-    subprocess.run(
-        ["sbatch", "--wait", f"--output={out}", str(PROJECT / "slurm" / "sweep_beta.sh")],
-        cwd=tmp_path, capture_output=True, check=False,
-    )  # fmt: skip
-    assert "is not the project's folder; cd there" in out.read_text()
-
-
 def test_a_preempted_element_requeues_itself_alone(cluster, profile, sweep_file, tmp_path):
     path = sweep_file(train=LONG, cluster=profile)
     assert command("launch", path, "--executor", "slurm").returncode == 0

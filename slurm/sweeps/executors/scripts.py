@@ -9,13 +9,16 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from sweeps.cluster import Cluster, seconds
+from sweeps.cluster import Cluster, mebibytes, seconds
 from sweeps.config import Sweep
 from sweeps.provenance import PROJECT
 
 # What a job may see of the submitting shell, apart from the profile's pass_environment.
 EXPORTED = ("HOME", "USER", "LOGNAME", "PATH", "LANG", "LC_ALL", "TZ", "SLURM_CONF")
 EXPORTED += ("OPEN_INSTRUCT_DIR",)  # where the open-instruct backend finds the checkout
+
+
+COLLECT_MEMORY = "4G"  # tables over hundreds of record files
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,8 @@ exec {_python(cluster)} -m sweeps score {_quote(places.jobs / "sweep.yaml")} --o
 
 def collect(sweep: Sweep, cluster: Cluster, places: Places) -> str:
     """Tables, diagrams and the list of gaps; first sends off again what died without a word."""
-    head = _head(sweep, cluster, places, "collect", "1:00:00", 1)
+    time = min(cluster.score_time, "1:00:00", key=seconds)  # no queue need take more than scoring
+    head = _head(sweep, cluster, places, "collect", time, 1, memory=COLLECT_MEMORY)
     head += ["#SBATCH --nodes=1", "#SBATCH --ntasks-per-node=1", "#SBATCH --requeue"]
     body = f"""
 exec {_python(cluster)} -m sweeps collect {_quote(places.jobs / "sweep.yaml")} --resubmit
@@ -106,13 +110,19 @@ exec {_python(cluster)} -m sweeps collect {_quote(places.jobs / "sweep.yaml")} -
 
 
 def _head(
-    sweep: Sweep, cluster: Cluster, places: Places, stage: str, time: str, cpus: int
+    sweep: Sweep,
+    cluster: Cluster,
+    places: Places,
+    stage: str,
+    time: str,
+    cpus: int,
+    memory: str | None = None,
 ) -> list[str]:
     element = "%A_%a" if stage != "collect" else "%j"
     lines = [
         "#!/bin/bash -l" if cluster.modules else "#!/bin/bash",  # -l: defines `module`
         f"#SBATCH --job-name={job_name(sweep, stage, places)}",
-        f"#SBATCH --output={places.jobs / 'logs' / f'{stage}-{element}.out'}",
+        f"#SBATCH --output={_quote(places.jobs / 'logs' / f'{stage}-{element}.out')}",
         f"#SBATCH --time={time}",
         f"#SBATCH --cpus-per-task={cpus}",
         # A list, not ALL: the submitting shell's tokens must not travel.
@@ -122,7 +132,8 @@ def _head(
         if getattr(cluster, key):
             lines.append(f"#SBATCH --{key}={getattr(cluster, key)}")
     if cluster.memory_per_node:
-        lines.append(f"#SBATCH --mem={cluster.memory_per_node}")
+        memory = min(memory or cluster.memory_per_node, cluster.memory_per_node, key=mebibytes)
+        lines.append(f"#SBATCH --mem={memory}")
     return [*lines, *(f"#SBATCH {option}" for option in cluster.extra)]
 
 
@@ -175,7 +186,7 @@ def python_path() -> str:
 
 
 def _python(cluster: Cluster) -> str:
-    return sys.executable if cluster.python == "auto" else cluster.python
+    return _quote(sys.executable) if cluster.python == "auto" else cluster.python
 
 
 def _quote(path: Path | str) -> str:

@@ -40,10 +40,18 @@ class Element:
 class Job:
     """One sbatch call: a script, the lists it reads, and what it waits for."""
 
-    stage: str  # train-0, score-0, ready-0, collect
+    stage: str  # train-0, score-0, ready-0, late-0, collect
     script: str
     lines: tuple[str, ...] = ()
-    after: tuple[str, ...] = ()  # aftercorr:train-0, afterany:score-0, …
+    after: tuple[str, ...] = ()  # aftercorr:train-0, afterany:score-0, afterany:12_3, …
+
+
+@dataclass(frozen=True)
+class Past:
+    """The element of the last submission that was to train or score something."""
+
+    label: str  # 12_3
+    output: Path | None  # what the job printed
 
 
 def jobs_root(sweep: Sweep) -> Path:
@@ -97,16 +105,68 @@ def active(sweep: Sweep) -> dict[tuple[str, str], Element]:
     return found
 
 
+def past(sweep: Sweep) -> dict[tuple[str, str], Past]:
+    """(stage, run or subject) → the last element of this sweep that was submitted for it."""
+    found = {}
+    folders = sorted(jobs_root(sweep).glob("*/"), key=lambda path: path.stat().st_mtime_ns)
+    for folder in folders:
+        for known in folder.glob("*.id"):
+            stage, job = known.stem, known.read_text(encoding="utf-8").strip()
+            listing = folder / f"{stage}.txt"
+            lines = listing.read_text(encoding="utf-8").splitlines() if listing.exists() else [""]
+            for index, line in enumerate(lines):
+                label = f"{job}_{index}" if line else job
+                output = folder / "logs" / f"{stage}-{label}.out"
+                kind = "train" if stage.startswith("train") else "score" if line else stage
+                found[kind, Path(line).name] = Past(label, output if output.exists() else None)
+    return found
+
+
+def ends(labels: list[str]) -> dict[str, str]:
+    """How jobs ended, by label, such as `OUT_OF_MEMORY, exit 0:125`; what nobody knows is absent.
+
+    Asked of sacct where there is accounting, of the controller, which soon forgets, elsewhere.
+    """
+    jobs = sorted({label.partition("_")[0] for label in labels})
+    if not jobs:
+        return {}
+    found = {}
+    for line in _lines("sacct", "-nPX", "-o", "JobID,State,ExitCode", "-j", ",".join(jobs)):
+        label, state, code = line.split("|")
+        found[label] = f"{state}, exit {code}"
+    for job in jobs:
+        if any(label.partition("_")[0] == job and label not in found for label in labels):
+            for line in _lines("scontrol", "show", "job", "--oneliner", job):
+                keys = dict(word.split("=", 1) for word in line.split() if "=" in word)
+                index = keys.get("ArrayTaskId", "")
+                label = f"{keys.get('ArrayJobId')}_{index}" if index.isdigit() else keys["JobId"]
+                found[label] = f"{keys['JobState']}, exit {keys['ExitCode']}"
+    return {label: found[label] for label in labels if label in found}
+
+
+def _lines(*command: str) -> list[str]:
+    """What a command of Slurm prints, nothing if it has no answer."""
+    if shutil.which(command[0]) is None:
+        return []
+    done = subprocess.run(command, text=True, capture_output=True, check=False)
+    return done.stdout.splitlines() if done.returncode == 0 else []
+
+
 def design(
     sweep: Sweep,
     cells: list[Cell],
     busy: dict[tuple[str, str], Element],
     tag: str,
+    *,
     train: bool = True,
+    ready: bool = True,
+    collecting: bool = True,
 ) -> tuple[Places, list[Job]]:
     """The jobs that are missing, in order; none if everything is done or queued.
 
-    Without `train` only what is trained already is scored.
+    Without `train` only what is trained already is scored, without `ready` only what is trained
+    now. `collecting` says that a collect job waits for what is queued: a submission that was killed
+    halfway left none, nor the scores of what it trains.
     """
     cluster = load_cluster(sweep.cluster)
     places = Places(Path.cwd(), (jobs_root(sweep) / tag).absolute())
@@ -124,20 +184,30 @@ def design(
             script = scripts.score(sweep, cluster, places, len(chunk), "score", part)
             names = tuple(cell.config.name for cell in chunk)
             jobs.append(Job(f"score-{part}", script, names, (f"aftercorr:train-{part}",)))
-    if sweep.score is not None:
-        ready = list(score.bases(sweep, cells).values())
-        ready += [score.of_cell(cell) for cell in cells if RunDir(cell.folder).done]
-        names = [
-            subject.name
-            for subject in ready
-            if score.missing(subject, sweep.score) and ("score", subject.name) not in busy
-        ]
-        for part, chunk in enumerate(_chunks(names, cluster.array_limit)):
-            script = scripts.score(sweep, cluster, places, len(chunk), "ready", part)
-            jobs.append(Job(f"ready-{part}", script, tuple(chunk)))
-    if jobs:
-        last = tuple(f"afterany:{job.stage}" for job in jobs)
-        jobs.append(Job("collect", scripts.collect(sweep, cluster, places), (), last))
+    training = {
+        c.config.name: busy["train", c.config.name].job
+        for c in cells
+        if ("train", c.config.name) in busy
+    }
+    if sweep.score is not None and ready:
+        subjects = list(score.bases(sweep, cells).values())
+        subjects += [score.of_cell(cell) for cell in cells if RunDir(cell.folder).done]
+        late = [score.of_cell(cell) for cell in cells if train and cell.config.name in training]
+        for stage, those in (("ready", subjects), ("late", late)):
+            names = [
+                subject.name
+                for subject in those
+                if ("score", subject.name) not in busy and score.missing(subject, sweep.score)
+            ]
+            for part, chunk in enumerate(_chunks(names, cluster.array_limit)):
+                script = scripts.score(sweep, cluster, places, len(chunk), stage, part)
+                after = tuple(f"afterany:{training[n]}" for n in chunk if n in training)
+                jobs.append(Job(f"{stage}-{part}", script, tuple(chunk), after))
+    if jobs or (training and not collecting):
+        queued = {element.job.partition("_")[0] for element in busy.values()} if training else ()
+        last = [f"afterany:{job.stage}" for job in jobs]
+        last += [f"afterany:{job}" for job in sorted(queued)] if not collecting else []
+        jobs.append(Job("collect", scripts.collect(sweep, cluster, places), (), tuple(last)))
     return places, jobs
 
 
@@ -171,7 +241,7 @@ def _dependency(job: Job, ids: dict[str, str]) -> list[str]:
     terms = []
     for term in job.after:
         kind, _, stage = term.partition(":")
-        terms.append(f"{kind}:{ids[stage]}")
+        terms.append(f"{kind}:{ids.get(stage, stage)}")
     # A score whose training failed for good must not wait for ever.
     return [f"--dependency={','.join(terms)}", "--kill-on-invalid-dep=yes"]
 
@@ -182,15 +252,20 @@ def environment(cluster: Cluster) -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key in allowed}
 
 
-def submit(sweep: Sweep, cells: list[Cell], *, train: bool = True) -> dict[str, str]:
-    """Queue what is neither done nor queued; returns {stage: job id}, empty if nothing was."""
+def submit(
+    sweep: Sweep, cells: list[Cell], *, train: bool = True, ready: bool = True
+) -> dict[str, str]:
+    """Queue what is neither done nor queued; returns {stage: job id}, empty if nothing was.
+
+    `train`, `ready`: see design.
+    """
     if shutil.which("sbatch") is None:
         raise SweepError("sbatch is not on the PATH: run this on a login node, or --executor local")
     root = Path(sweep.output_root)
     make_folder(root)
     try:
         with lease(root / "submit.lock", timeout=60):
-            return _submit(sweep, cells, train)
+            return _submit(sweep, cells, train, ready)
     except Timeout:
         raise SweepError(
             f"{root / 'submit.lock'}: another submission holds this lock for a minute already; "
@@ -200,9 +275,12 @@ def submit(sweep: Sweep, cells: list[Cell], *, train: bool = True) -> dict[str, 
         raise unlockable(root / "submit.lock", error) from error
 
 
-def _submit(sweep: Sweep, cells: list[Cell], train: bool) -> dict[str, str]:
-    tag = secrets.token_hex(3)
-    places, jobs = design(sweep, cells, active(sweep), tag, train)
+def _submit(sweep: Sweep, cells: list[Cell], train: bool, ready: bool) -> dict[str, str]:
+    tag, mine = secrets.token_hex(3), f"{sweep.name}.collect."
+    collecting = any(name.startswith(mine) for name in queue())
+    places, jobs = design(
+        sweep, cells, active(sweep), tag, train=train, ready=ready, collecting=collecting
+    )
     if not jobs:
         return {}
     make_folder(places.jobs / "logs")
@@ -229,6 +307,7 @@ def _submit(sweep: Sweep, cells: list[Cell], train: bool) -> dict[str, str]:
                 "; `python -m sweeps cancel` takes them back, the same command queues the rest"
             )
         ids[job.stage] = done.stdout.strip().split(";")[0]
+        write_text(places.jobs / f"{job.stage}.id", ids[job.stage] + "\n")
     return ids
 
 
