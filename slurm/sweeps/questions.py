@@ -24,6 +24,8 @@ def options(task: Task) -> list[str]:
         chosen += ["--split", task.split]
     if task.subjects is not None:
         chosen += ["--subjects", ",".join(task.subjects)]
+    if task.scoring is not None:
+        chosen += ["--scoring", task.scoring]
     if task.limit is not None:
         chosen += ["--limit", str(task.limit)]
     return chosen

@@ -63,6 +63,11 @@ class RunDir:
         return self.path / "model"
 
     @property
+    def tokens(self) -> Path:
+        """The tokenised data that the runs of an output_root share."""
+        return self.path.parent.parent / "tokens"
+
+    @property
     def scores(self) -> Path:
         return self.path / "scores"
 

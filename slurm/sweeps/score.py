@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -74,7 +75,8 @@ def program(subject: Subject, task: Task, score: Score) -> Program:
 
 def request(task: Task, score: Score) -> dict:
     """What decides the records; another request makes old records stale."""
-    return {**task.model_dump(), "engine": score.engine}
+    absent = {"scoring"} if task.scoring is None else None  # as before there was this key
+    return {**task.model_dump(exclude=absent), "engine": score.engine}
 
 
 def scored(subject: Subject, task: Task, score: Score) -> bool:
@@ -127,6 +129,11 @@ def run(
             f"scoring {subject.name}: {subject.model} is not in {hub_cache()}; where there is "
             f"internet: {prefetch}"
         )
+    if isinstance(subject.model, Path) and not (subject.model / "config.json").exists():
+        raise SweepError(
+            f"scoring {subject.name}: {subject.model} is gone (deleted after an earlier scoring if "
+            f"the sweep says `keep: scores`); to train it again, delete {subject.model.parent}"
+        )
     make_folder(subject.scores)
     with lease(subject.lock, timeout=-1):
         if not missing(subject, score):
@@ -139,6 +146,16 @@ def run(
             write_json(subject.failure, {"error": str(error)})
             raise
         subject.failure.unlink()
+
+
+def discard(cell: Cell, sweep: Sweep) -> None:
+    """Under `keep: scores`, delete what a finished run no longer needs once all is scored."""
+    subject = of_cell(cell)
+    if sweep.keep != "scores" or missing(subject, sweep.score):
+        return
+    if (cell.folder / "DONE").exists():
+        for name in ("model", "checkpoints"):
+            shutil.rmtree(cell.folder / name, ignore_errors=True)
 
 
 def _run_task(subject: Subject, task: Task, score: Score, start: Start) -> None:

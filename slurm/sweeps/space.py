@@ -57,9 +57,11 @@ def needed(sweep: Sweep, cells: list[Cell], at_once: int) -> tuple[int, str]:
         for count, cell in zip(each, todo, strict=True)
     ]
     busy = sorted(kept, reverse=True)[:at_once]
+    if sweep.keep == "scores":
+        each = sorted(each, reverse=True)[:at_once]
     why = (
         f"checkpoints of {counted(len(busy), 'run')} at a time {size(sum(busy))}, "
-        f"{counted(len(todo), 'model')} {size(4 * sum(each))}"
+        f"{counted(len(each), 'model')} {size(4 * sum(each))}"
     )
     return max(LEAST, sum(busy) + 4 * sum(each)), why
 

@@ -1,5 +1,6 @@
 """What every run of a sweep is doing, from its files and, where there is one, the queue."""
 
+import contextlib
 import json
 import os
 import re
@@ -180,30 +181,35 @@ def _of_run(sweep: Sweep, cell: Cell, queue: _Queue) -> Status:
 
 
 def _progress(run: RunDir, *, live: bool) -> str:
-    row = _last_row(run.metrics)
+    rows = _last_rows(run.metrics)
+    row = next((row for row in rows if "loss" in row), next(iter(rows), None))
     if row is None:
         return "starting" if live else ""
     text = f"step {row.get('step', '?')}/{row.get('steps', '?')}"
     if isinstance(row.get("loss"), (int, float)):
         text += f"  loss {row['loss']:.4f}"
+    if isinstance(row.get("tokens_per_second"), (int, float)):
+        text += f"  {row['tokens_per_second']:,.0f} tokens/s"
+    if isinstance(row.get("model_flops_utilisation"), (int, float)):
+        text += f" ({row['model_flops_utilisation']:.0%} of peak)"
     if live and isinstance(row.get("eta_s"), (int, float)):
         text += f"  ETA {duration(row['eta_s'])}"
     return text
 
 
-def _last_row(path: Path) -> dict | None:
+def _last_rows(path: Path) -> list[dict]:
+    """The last rows of a JSON-lines file, newest first."""
     try:
         with open(path, "rb") as data:
             data.seek(max(0, os.fstat(data.fileno()).st_size - 4096))
             lines = data.read().splitlines()
     except OSError:
-        return None
+        return []
+    rows = []
     for line in reversed(lines):
-        try:
-            return json.loads(line)
-        except json.JSONDecodeError:
-            continue
-    return None
+        with contextlib.suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict)]
 
 
 def duration(seconds: float) -> str:

@@ -24,7 +24,7 @@ from sweeps.backends import get_backend
 from sweeps.backends.base import Backend, Program
 from sweeps.children import Child, Start, start_cold
 from sweeps.config import World
-from sweeps.files import write_text
+from sweeps.files import read_rows, write_text
 from sweeps.locks import LEASE_SECONDS, unlockable
 from sweeps.provenance import provenance
 from sweeps.rundir import RunDir, now
@@ -109,6 +109,9 @@ def _attempts(run: RunDir, world: World, start: Start, idle_restarts: int, echo:
         attempt |= {"ended": now(), "exit": code, "to_step": reached}
         if finished:
             manifest["state"] = "done"
+            held_out = [row for row in read_rows(run.metrics) if "held_out_loss" in row]
+            if held_out:
+                manifest["held_out_loss"] = held_out[-1]["held_out_loss"]
             run.write_manifest(manifest)
             backend.clean(run)
             write_text(run.path / "DONE", now() + "\n")
@@ -178,8 +181,7 @@ def _execute(
     with open(run.log, "ab") as log:
         log.write(f"--- {now()} {socket.gethostname()} {job_id() or ''}\n".encode())
     offset = run.log.stat().st_size
-    in_process = program.module and arguments[1:3] == ["-m", program.module]
-    child = (start if in_process else start_cold)(arguments, program, run.log)
+    child = start(arguments, program, run.log)
     try:
         partial = b""
         while True:

@@ -188,7 +188,7 @@ def test_a_stop_that_comes_while_a_run_is_set_up_is_obeyed(sweep_file, monkeypat
     seen = []
     monkeypatch.setattr(local, "start_warm", lambda *_: seen.append(run.stop.exists()) or EXITED)
     asked = SimpleNamespace(is_set=iter([False, True]).__next__)
-    said = local._run(planned.cells[0], run, planned.sweep, asked)
+    said = local._run(planned.cells[0], run, planned.sweep, asked, local.Machine())
     assert seen == [True] and said.startswith(f"stopped: {run.name}")
 
 
@@ -310,9 +310,10 @@ def test_the_reported_loss_is_torchs(sweep_file, tiny, reduction):
     examples = load_examples(tiny / "chat.jsonl", tokenizer, None)
     model = AutoModelForCausalLM.from_pretrained(tiny / "model").float()
     order = Order(len(examples), 42, 4, 1, 3)
-    rows, sums, counts = order.rows(0), [], []
+    micros = order.padded(0, 0, examples.lengths, mean=reduction == "mean")
+    sums, counts = [], []
     for number in range(3):
-        batch = examples.collate(order.micro(rows, number, 0), 4, tokenizer.pad_token_id)
+        batch = examples.collate(micros[number].rows, 4, tokenizer.pad_token_id)
         labels = batch.pop("labels")[:, 1:]
         logits = model(**batch).logits[:, :-1]
         sums.append(

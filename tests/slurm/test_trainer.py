@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from sweeps.errors import SweepError
-from sweeps.trainer.data import TULU_TEMPLATE, load_examples, set_template
+from sweeps.trainer.chat import TULU
+from sweeps.trainer.data import load_examples, set_template
 from sweeps.trainer.order import Order
 
 
@@ -26,7 +27,7 @@ def write(path, *conversations):
 
 
 def test_a_tokenizer_without_a_template_gets_tulus(tokenizer):
-    assert tokenizer.chat_template == TULU_TEMPLATE
+    assert tokenizer.chat_template == TULU
 
 
 def test_loss_lies_on_the_assistants_tokens_and_nowhere_else(tokenizer, tmp_path):
@@ -100,5 +101,5 @@ def test_targets_leave_out_the_first_token(tokenizer, tmp_path):
     examples = load_examples(path, tokenizer, None)
     batch = examples.collate([0, 1], 3, 0)
     assert batch["labels"].shape[0] == 3
-    assert (batch["labels"][:, 1:] != -100).sum(1).tolist() == [*examples.targets(), 0]
+    assert (batch["labels"][:, 1:] != -100).sum(1).tolist() == [*examples.targets, 0]
     torch.testing.assert_close(batch["attention_mask"].sum(1)[2], torch.tensor(1))

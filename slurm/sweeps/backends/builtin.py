@@ -1,7 +1,6 @@
 """The builtin trainer: open-instruct's finetune keys, a compact loop (sweeps.trainer)."""
 
 import contextlib
-import json
 import shutil
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -12,7 +11,9 @@ from pydantic import Field
 from sweeps.assets import Asset, on_hub
 from sweeps.backends.base import Program, TrainKeys
 from sweeps.config import World
+from sweeps.errors import SweepError
 from sweeps.rundir import RunDir
+from sweeps.trainer.chat import read_messages
 
 SCHEDULERS = (
     "linear",
@@ -30,10 +31,12 @@ class BuiltinKeys(TrainKeys):
     finetune where it has them, except that nothing is ever uploaded."""
 
     tokenizer_name: str | None = None
-    train_file: str  # JSON lines, each with `messages`: a list of {role, content}
-    max_train_samples: int | None = Field(None, ge=1)
+    train_file: str  # rows with `messages` (a list of {role, content}), or Alpaca's
+    max_train_samples: int | None = Field(None, ge=1)  # those held out come on top
+    held_out: int = Field(0, ge=0)  # conversations never trained on, the same for every seed
     max_seq_length: int | None = Field(None, ge=2)
-    chat_template_name: Literal["tulu"] | None = None  # None: the tokenizer's own, else tulu
+    chat_template_name: Literal["tulu", "alpaca"] | None = None  # None: the tokenizer's, else tulu
+    add_bos: bool = False  # begin each conversation with the tokenizer's bos token
     per_device_train_batch_size: int = Field(8, ge=1)
     gradient_accumulation_steps: int = Field(1, ge=1)
     weight_decay: float = Field(0.0, ge=0)
@@ -46,11 +49,14 @@ class BuiltinKeys(TrainKeys):
     clip_grad_norm: float = -1.0  # not above 0: no clipping
     fused_optimizer: bool = True
     gradient_checkpointing: bool = False
+    packing: bool | None = None  # None: on a GPU in 16 bits
+    max_tokens: int = Field(16384, ge=1)  # of a packed micro-batch, on one rank
+    compile: bool | None = None  # None: packed, on a GPU, for 300 steps or more
     logging_steps: int = Field(10, ge=1)
     checkpointing_steps: int | Literal["epoch"] | None = "epoch"
     keep_last_n_checkpoints: int = Field(3, ge=1)
     with_tracking: bool = False
-    report_to: Literal["tensorboard", "wandb"] = "tensorboard"
+    report_to: Literal["tensorboard", "wandb", "trackio"] = "tensorboard"
 
 
 class Builtin:
@@ -111,18 +117,13 @@ def model_problems(key: str, name: str) -> list[str]:
 
 
 def train_file_problems(path: Path) -> list[str]:
-    """What is wrong with the head of a `messages` file; empty when nothing is."""
+    """What is wrong with the head of a file of conversations; empty when nothing is."""
     if not path.is_file():
         return [f"train.train_file: {path}: no such file"]
-    with open(path, encoding="utf-8") as lines:
-        first = lines.readline().strip()
     try:
-        row = json.loads(first)
-    except json.JSONDecodeError:
-        return [f"{path}:1: expected JSON lines, each with a `messages` list; found {first[:60]!r}"]
-    if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
-        found = sorted(row) if isinstance(row, dict) else type(row).__name__
-        return [f"{path}:1: expected a `messages` list, found {found}"]
+        read_messages(path, 1)
+    except SweepError as error:
+        return [str(error)]
     return []
 
 

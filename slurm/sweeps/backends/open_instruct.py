@@ -101,6 +101,7 @@ class OpenInstruct:
             return None
         row = json.loads(text)
         names = {"train_loss": "loss", "total_tokens": "tokens"}
+        names["tokens_per_s"] = "tokens_per_second"
         kept = (
             "step",
             "steps",

@@ -1,21 +1,26 @@
-"""Runs on this machine: `workers` at a time, each trained and then scored.
+"""Runs on this machine: `workers` at a time, each trained and then scored, on GPUs of its own.
 
 `cancel` touches `<output_root>/sweeps/<name>/stop`, and every launch under way then starts nothing
 more, also one on another machine that shares the folder.
 """
 
+import contextlib
 import os
+import shutil
 import signal
+import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from pathlib import Path
 
 from tqdm import tqdm
 
+from calibeval.io import counted
 from sweeps import score, supervise
 from sweeps.backends.base import Program
-from sweeps.children import Child, start_warm
+from sweeps.children import Child, Start, start_cold, start_warm
 from sweeps.config import Sweep
 from sweeps.errors import SweepError
 from sweeps.executors.slurm import submitted
@@ -32,20 +37,24 @@ def launch(sweep: Sweep, cells: list[Cell]) -> list[str]:
     Ctrl-C (or TERM) lets every running trainer save a checkpoint first; the same command goes on
     from there.
     """
-    cores = len(os.sched_getaffinity(0))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // sweep.workers)))
+    cores, workers = len(os.sched_getaffinity(0)), at_once(sweep)
+    if workers < (sweep.workers or 1):
+        print(f"workers: {sweep.workers}: {workers} at a time: {counted(len(gpus()), 'GPU')} here")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    stopping = Stopping(sweep)
+    stopping, machine = Stopping(sweep), Machine()
     runs = [RunDir(cell.folder) for cell in cells]
     jobs: list[tuple[str, Callable[[], str | None]]] = [
-        (subject.name, lambda s=subject: _score(s, sweep, stopping))
+        (subject.name, lambda s=subject: _score(s, sweep, stopping, machine))
         for subject in score.bases(sweep, cells).values()
         if score.missing(subject, sweep.score)
     ]
     for cell, run in zip(cells, runs, strict=True):
         unscored = sweep.score is not None and score.missing(score.of_cell(cell), sweep.score)
         if not run.done or unscored:
-            jobs.append((run.name, lambda c=cell, r=run: _run(c, r, sweep, stopping)))
+            jobs.append((run.name, lambda c=cell, r=run: _run(c, r, sweep, stopping, machine)))
+        else:
+            score.discard(cell, sweep)  # where the last launch did not come to it
     problems = []
 
     def stop(*_: object) -> None:
@@ -57,7 +66,7 @@ def launch(sweep: Sweep, cells: list[Cell]) -> list[str]:
     before = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
         with (
-            ThreadPoolExecutor(sweep.workers) as pool,
+            ThreadPoolExecutor(workers) as pool,
             tqdm(total=len(jobs), unit="run", desc=sweep.name, disable=not jobs) as bar,
         ):
             futures = {pool.submit(job): name for name, job in jobs}
@@ -116,17 +125,71 @@ class Stopping:
         return self._event.is_set() or touched not in (None, self._before)
 
 
-def _run(cell: Cell, run: RunDir, sweep: Sweep, stopping: Stopping) -> str | None:
+def gpus() -> list[str]:
+    """The GPUs that a launch may use, as CUDA_VISIBLE_DEVICES names them; none on a CPU machine."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None and shutil.which("nvidia-smi"):
+        command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+        done = subprocess.run(command, text=True, capture_output=True, check=False)
+        visible = ",".join(done.stdout.split()) if done.returncode == 0 else None
+    names = (name.strip() for name in (visible or "").split(","))
+    return [name for name in names if name not in ("", "-1")]
+
+
+def at_once(sweep: Sweep) -> int:
+    """How many runs train at a time; raises SweepError if the GPUs are too few for even one."""
+    found, each = len(gpus()), sweep.world.processes_per_node
+    if not found:
+        return sweep.workers or 1
+    if found < each:
+        raise SweepError(f"world.processes_per_node: {each}: {counted(found, 'GPU')} here")
+    return min(sweep.workers or found, found // each)
+
+
+class Machine:
+    """The GPUs of this machine, lent out whole; without any, programs start warm and share all."""
+
+    def __init__(self) -> None:
+        self._free, self._changed = gpus(), threading.Condition()
+        self._any = bool(self._free)
+
+    @contextlib.contextmanager
+    def lend(self, count: int) -> Iterator[Start]:
+        """What starts programs on `count` GPUs that nobody else here uses; waits for them."""
+        if not self._any:
+            yield start_warm
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._free) >= count)
+            mine, self._free = self._free[:count], self._free[count:]
+
+        def start(arguments: list[str], program: Program, log: Path) -> Child:
+            # Cold: a fork of a process that looked at the GPUs could not use them.
+            visible = {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
+            program = replace(program, environment=program.environment | visible)
+            return start_cold(arguments, program, log)
+
+        try:
+            yield start
+        finally:
+            with self._changed:
+                self._free += mine
+                self._changed.notify_all()
+
+
+def _run(cell: Cell, run: RunDir, sweep: Sweep, stopping: Stopping, machine: Machine) -> str | None:
     if stopping.is_set():
         return f"not started: {run.name}"
 
-    def start(arguments: list[str], program: Program, log: Path) -> Child:
-        if stopping.is_set():  # asked while the run was being set up, which drops old stop files
-            run.stop.touch()
-        return start_warm(arguments, program, log)
-
     try:
-        outcome = supervise.train(run, start=start, idle_restarts=sweep.max_idle_restarts)
+        with machine.lend(sweep.world.processes_per_node) as begin:
+
+            def start(arguments: list[str], program: Program, log: Path) -> Child:
+                if stopping.is_set():  # asked while the run was set up, which drops stop files
+                    run.stop.touch()
+                return begin(arguments, program, log)
+
+            outcome = supervise.train(run, start=start, idle_restarts=sweep.max_idle_restarts)
     except SweepError as error:
         return f"failed: {run.name}: {error}"
     if outcome is Outcome.BUSY:
@@ -135,16 +198,22 @@ def _run(cell: Cell, run: RunDir, sweep: Sweep, stopping: Stopping) -> str | Non
         return f"stopped: {run.name}: saved at step {run.step()}; the same command continues"
     if outcome is Outcome.FAILED:
         return f"failed: {run.name}: {run.manifest().get('error')} (log: {run.log})"
-    return _score(score.of_cell(cell), sweep, stopping)
+    problem = _score(score.of_cell(cell), sweep, stopping, machine)
+    if sweep.score is not None and problem is None:
+        score.discard(cell, sweep)
+    return problem
 
 
-def _score(subject: score.Subject, sweep: Sweep, stopping: Stopping) -> str | None:
+def _score(
+    subject: score.Subject, sweep: Sweep, stopping: Stopping, machine: Machine
+) -> str | None:
     if sweep.score is None:
         return None
     if stopping.is_set():
         return f"not scored: {subject.name}"
     try:
-        score.run(subject, sweep.score, start=start_warm)
+        with machine.lend(1) as start:
+            score.run(subject, sweep.score, start=start)
     except SweepError as error:
         return f"failed: {error}"
     return None

@@ -1,10 +1,13 @@
 """The training loop: accelerate for devices and ranks, smoothce for the loss, files for the rest.
 
+An update is `per_device_train_batch_size` × ranks × `gradient_accumulation_steps` conversations,
+packed or not: packing changes how they are computed, not what.
+
 Per step, over its micro-batches and ranks, with S the sum of target losses and n their number:
 `mean` averages S/n of each micro-batch, `sum` averages S, `token_mean` is ΣS / Σn.
 """
 
-import hashlib
+import contextlib
 import json
 import math
 import os
@@ -12,8 +15,11 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, set_seed
@@ -23,12 +29,15 @@ from transformers.utils import logging as transformers_logging
 
 from smoothce import patch_model
 from sweeps.backends.builtin import BuiltinKeys
+from sweeps.config import World
 from sweeps.errors import SweepError
 from sweeps.files import fsync_folder, read_rows, write_text
+from sweeps.grid import RunConfig
 from sweeps.rundir import RunDir
-from sweeps.trainer import checkpoint
-from sweeps.trainer.data import Examples, load_examples, set_template
-from sweeps.trainer.order import Order
+from sweeps.trainer import attention, checkpoint
+from sweeps.trainer.data import Examples, cached_examples, lacks_bos, set_template
+from sweeps.trainer.flops import model_flops, peak
+from sweeps.trainer.order import Order, fill, held_out
 
 NO_DECAY = ("bias", "norm.weight", "layernorm.weight", "layer_norm.weight")
 
@@ -43,99 +52,302 @@ def train(run: RunDir) -> None:
     keys: BuiltinKeys = config.keys
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    on_cpu, deepspeed = not torch.cuda.is_available(), config.world.deepspeed is not None
-    accelerator = Accelerator(
-        # Said aloud, or several CPU processes would each train alone, with and without DeepSpeed.
-        cpu=on_cpu and not deepspeed,
-        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if on_cpu and deepspeed else [],
-        mixed_precision=config.world.mixed_precision,
-        gradient_accumulation_steps=keys.gradient_accumulation_steps,
-        log_with=keys.report_to if keys.with_tracking else None,
-        project_dir=str(run.path),
-    )
-    if accelerator.num_processes != config.world.size:
-        raise SweepError(
-            f"{run.config_file}: processes: world asks for {config.world.size} (nodes × "
-            f"processes_per_node: {config.world.nodes} × {config.world.processes_per_node}), "
-            f"{accelerator.num_processes} started; launch with `python -m sweeps train`"
-        )
-    set_seed(keys.seed, device_specific=True)
     tokenizer = AutoTokenizer.from_pretrained(keys.tokenizer_name or keys.model_name_or_path)
-    set_template(tokenizer, keys.chat_template_name)
+    set_template(tokenizer, keys.chat_template_name, add_bos=keys.add_bos)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token  # padding is masked: any existing token will do
-    examples = load_examples(
-        Path(keys.train_file), tokenizer, keys.max_seq_length, keys.max_train_samples
+    # Before the accelerator: processes are forked for it, and ranks may wait for one another long.
+    limit = keys.max_train_samples and keys.max_train_samples + keys.held_out
+    examples, digest = cached_examples(
+        run.tokens, Path(keys.train_file), tokenizer, keys.max_seq_length, limit
+    )
+    accelerator = start_accelerator(run, keys, config.world)
+    set_seed(keys.seed, device_specific=True)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    accelerator.print(
+        f"device: {accelerator.device}, {accelerator.num_processes} processes"
+        + (f", CUDA_VISIBLE_DEVICES={visible}" if visible is not None else "")
     )
     accelerator.print(
         f"data: {len(examples)} conversations, {len(examples.tokens)} tokens, "
-        f"{int(examples.targets().sum())} targets, {examples.dropped} dropped"
+        f"{int(examples.targets.sum())} targets, {examples.dropped} dropped"
     )
-    model = load_model(keys, len(tokenizer))
-    order = Order(
-        len(examples),
-        keys.seed,
-        keys.per_device_train_batch_size,
-        accelerator.num_processes,
-        keys.gradient_accumulation_steps,
-    )
-    total = keys.max_train_steps or keys.num_train_epochs * order.steps_per_epoch
+    if lacks_bos(tokenizer, examples):
+        accelerator.print(
+            f"note: the tokenizer begins texts with {tokenizer.bos_token}, the conversations do "
+            "not; train.add_bos: true"
+        )
+    model = load_model(keys, len(tokenizer), config.world)
+    base = base_dtype(keys.model_name_or_path)
+    work = Work(keys, config.world, accelerator, examples, tokenizer.pad_token_id)
+    flops = model_flops(model, examples) if peak(accelerator.device) else None
+    total = keys.max_train_steps or keys.num_train_epochs * work.order.steps_per_epoch
     optimizer = torch.optim.AdamW(
         decay_groups(model, keys.weight_decay), lr=keys.learning_rate, fused=keys.fused_optimizer
     )
     scheduler = get_scheduler(
         keys.lr_scheduler_type, optimizer, int(total * keys.warmup_ratio), total
     )
+    found = checkpoint.latest(run, work.facts(digest)) if accelerator.is_main_process else None
+    start = from_main(accelerator, found["step"] if found else 0)
+    prepare(model, work, total - start)
     configure_deepspeed(accelerator, keys)
     model, optimizer = accelerator.prepare(model, optimizer)
     accelerator.register_for_checkpointing(scheduler)
 
-    facts = {"processes": accelerator.num_processes, "data": fingerprint(examples)}
-    found = checkpoint.latest(run, facts) if accelerator.is_main_process else None
-    start = from_main(accelerator, found["step"] if found else 0)
     if start:
         threads = from_main(accelerator, found["threads"] if found else 0)
         if accelerator.device.type == "cpu":
             torch.set_num_threads(threads)  # sums split otherwise differ in their last bit
         accelerator.load_state(str(run.checkpoints / f"step-{start}"))
         accelerator.print(f"resumed: step {start} of {total}")
-    log = Log(run, accelerator, start, total, keys, order.steps_per_epoch)
+    log = Log(run, accelerator, start, total, config, work.order.steps_per_epoch)
     every = keys.checkpointing_steps
-    every = order.steps_per_epoch if every == "epoch" else every
+    every = work.order.steps_per_epoch if every == "epoch" else every
     model.train()
-    for step in range(start, total):
-        rows = order.rows(step)
-        count = int(log.targets_of(examples, rows))
-        for number in range(keys.gradient_accumulation_steps):
-            mine = order.micro(rows, number, accelerator.process_index)
-            batch = examples.collate(mine, keys.per_device_train_batch_size, tokenizer.pad_token_id)
-            batch = {key: value.to(accelerator.device) for key, value in batch.items()}
-            with accelerator.accumulate(model):
+    for step, batches in work.steps(start, total):
+        rows, last = work.rows(step), len(batches) - 1
+        count = int(examples.targets[rows].sum())
+        for number, (batch, targets) in enumerate(batches):
+            batch = to_device(batch, accelerator.device)
+            # DeepSpeed counts micro-batches itself; elsewhere gradients meet once, in the last.
+            synced = work.deepspeed or number == last
+            with accelerator.accumulate(model) if synced else accelerator.no_sync(model):
                 summed = model(**batch, use_cache=False).loss
-                here = max(1, int((batch["labels"][:, 1:] != -100).sum()))
-                scale = {
-                    "sum": 1.0,
-                    "mean": 1.0 / here,
-                    "token_mean": accelerator.num_processes
-                    * keys.gradient_accumulation_steps
-                    / max(1, count),
-                }[keys.reduce_loss]
-                accelerator.backward(summed * scale)
-                norm = gradient_norm(accelerator, model, keys.clip_grad_norm)
-                optimizer.step()
-                optimizer.zero_grad()
-            log.add(summed.detach(), sum(batch["attention_mask"].sum(1).tolist()[: len(mine)]))
+                accelerator.backward(summed * work.scale(targets, count))
+                log.add(summed.detach())
+                if synced:
+                    wanted = log.due(step + 1)
+                    norm = gradient_norm(accelerator, model, keys.clip_grad_norm, wanted)
+                    optimizer.step()
+                    optimizer.zero_grad()
         scheduler.step()
-        log.step(step + 1, count, norm, scheduler.get_last_lr()[0])
-        stopping = asked.everywhere(accelerator) and step + 1 < total
-        if stopping or (every and (step + 1) % every == 0 and step + 1 < total):
-            checkpoint.save(run, accelerator, step + 1, facts, keys.keep_last_n_checkpoints)
+        log.step(
+            step + 1,
+            tokens=int(examples.lengths[rows].sum()),
+            targets=count,
+            flops=None if flops is None else float(flops[rows].sum()),
+            norm=norm,
+            learning_rate=scheduler.get_last_lr()[0],
+        )
+        done = step + 1 == total
+        if work.held and (done or (step + 1) % work.order.steps_per_epoch == 0):
+            log.held_out(step + 1, work.held_out_loss(model))
+        stopping = not done and asked.everywhere(accelerator)
+        if stopping or (every and (step + 1) % every == 0 and not done):
+            with log.paused():
+                keep = keys.keep_last_n_checkpoints
+                checkpoint.save(run, accelerator, step + 1, work.facts(digest), keep)
         if stopping:
             accelerator.print(f"stopped: step {step + 1} of {total} is saved")
             log.close()
             return
     log.close()
-    save_model(run, accelerator, model, tokenizer)
+    save_model(run, accelerator, model, tokenizer, base)
+
+
+def start_accelerator(run: RunDir, keys: BuiltinKeys, world: World) -> Accelerator:
+    """The accelerator of this rank; raises SweepError if not all of them were started."""
+    on_cpu, deepspeed = not torch.cuda.is_available(), world.deepspeed is not None
+    accelerator = Accelerator(
+        # Said aloud, or several CPU processes would each train alone, with and without DeepSpeed.
+        cpu=on_cpu and not deepspeed,
+        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if on_cpu and deepspeed else [],
+        mixed_precision=world.mixed_precision,
+        gradient_accumulation_steps=keys.gradient_accumulation_steps if deepspeed else 1,
+        log_with=keys.report_to if keys.with_tracking else None,
+        project_dir=str(run.path),
+    )
+    if accelerator.num_processes != world.size:
+        raise SweepError(
+            f"{run.config_file}: processes: world asks for {world.size} (nodes × "
+            f"processes_per_node: {world.nodes} × {world.processes_per_node}), "
+            f"{accelerator.num_processes} started; launch with `python -m sweeps train`"
+        )
+    return accelerator
+
+
+class Work:
+    """What a rank computes in each step: rows, micro-batches, and the factor of their loss."""
+
+    def __init__(
+        self,
+        keys: BuiltinKeys,
+        world: World,
+        accelerator: Accelerator,
+        examples: Examples,
+        pad: int,
+    ) -> None:
+        self.keys, self.accelerator, self.examples, self.pad = keys, accelerator, examples, pad
+        self.deepspeed, self.gpu = world.deepspeed is not None, accelerator.device.type == "cuda"
+        self.half = world.mixed_precision != "no"
+        kept, self.held = held_out(len(examples), keys.held_out)
+        if not kept:
+            raise SweepError(
+                f"train.held_out: {keys.held_out} of {len(examples)} conversations leave none"
+            )
+        self.kept = np.asarray(kept)
+        self.order = Order(
+            len(kept),
+            keys.seed,
+            keys.per_device_train_batch_size,
+            accelerator.num_processes,
+            keys.gradient_accumulation_steps,
+        )
+        self.lengths = examples.lengths[self.kept].tolist()
+        # One length for all batches, so that compiled code never sees another.
+        self.longest = -int(-examples.lengths.max() // 128) * 128
+        automatic = self.gpu and self.half and not self.deepspeed
+        self.packing = automatic if keys.packing is None else keys.packing
+
+    def facts(self, digest: str) -> dict:
+        """What a checkpoint must have been written with."""
+        return {"processes": self.accelerator.num_processes, "data": digest}
+
+    def rows(self, step: int) -> np.ndarray:
+        """The conversations of a global step, as rows of the examples."""
+        return self.kept[self.order.rows(step)]
+
+    def steps(self, start: int, total: int) -> Iterator[tuple[int, list[tuple[dict, int]]]]:
+        """Each step with this rank's batches and the targets that a `mean` divides them by.
+
+        The next step's batches are made while this one is computed.
+        """
+        with ThreadPoolExecutor(1) as ahead:
+            coming = ahead.submit(self.batches, start)
+            for step in range(start, total):
+                batches = coming.result()
+                if step + 1 < total:
+                    coming = ahead.submit(self.batches, step + 1)
+                yield step, batches
+
+    def batches(self, step: int) -> list[tuple[dict, int]]:
+        """This rank's micro-batches of a step, in memory that a GPU can read."""
+        rank, mean = self.accelerator.process_index, self.keys.reduce_loss == "mean"
+        if self.packing:
+            micros = self.order.packed(
+                step, rank, self.lengths, self.keys.max_tokens, mean=mean, fixed=self.deepspeed
+            )
+        else:
+            micros = self.order.padded(step, rank, self.lengths, mean=mean)
+        targets = self.examples.targets
+        return [
+            (self.collate(self.kept[micro.rows]), int(targets[self.kept[micro.shared]].sum()))
+            for micro in micros
+        ]
+
+    def collate(self, rows: Sequence[int]) -> dict:
+        """One batch of these rows, packed or padded."""
+        if self.packing:
+            multiple = 128 if self.gpu else 1  # whole tiles of a matrix product
+            batch = self.examples.pack(rows, self.pad, self.longest, multiple)
+        else:
+            size = self.keys.per_device_train_batch_size
+            batch = self.examples.collate(rows, size, self.pad)
+        if not self.gpu:
+            return batch
+        return {k: v.pin_memory() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+
+    def scale(self, targets: int, count: int) -> float:
+        """What the summed loss of a micro-batch is multiplied by.
+
+        DDP averages over ranks, and DeepSpeed over micro-batches as well.
+        """
+        accumulation = self.keys.gradient_accumulation_steps
+        factor = {
+            "sum": 1.0 / accumulation,
+            "mean": 1.0 / max(1, targets) / accumulation,
+            "token_mean": self.accelerator.num_processes / max(1, count),
+        }[self.keys.reduce_loss]
+        return factor * accumulation if self.deepspeed else factor
+
+    @torch.no_grad()
+    def held_out_loss(self, model: torch.nn.Module) -> float:
+        """−log p of the held-out conversations' targets without smoothing, in nats a target."""
+        accelerator = self.accelerator
+        # Not through DDP, which would synchronise; DeepSpeed gathers weights in its own forward.
+        module = model if self.deepspeed else accelerator.unwrap_model(model)
+        causal = accelerator.unwrap_model(model)
+        settings, lengths = causal.lm_head._smoothce, self.examples.lengths
+        room = self.keys.max_tokens if self.packing else self.keys.per_device_train_batch_size
+        costs = lengths if self.packing else np.ones_like(lengths)
+        bins = fill(self.held, costs, room, self.order.ranks)
+        total = torch.zeros((), device=accelerator.device, dtype=torch.float64)
+        model.eval()
+        causal.training = (
+            True  # a patched model has its loss in training; its decoder stays in eval
+        )
+        smoothing, settings["label_smoothing"] = settings["label_smoothing"], 0.0
+        try:
+            for rows in bins[accelerator.process_index :: self.order.ranks]:
+                batch = to_device(self.collate(rows), accelerator.device)
+                total += module(**batch, use_cache=False).loss
+        finally:
+            settings["label_smoothing"] = smoothing
+            model.train()
+        total = accelerator.reduce(total.float(), reduction="sum").item()
+        return total / int(self.examples.targets[self.held].sum())
+
+
+def to_device(batch: dict, device: torch.device) -> dict:
+    """The batch's tensors on the device; nothing waits for the copy."""
+    return {
+        key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+        for key, value in batch.items()
+    }
+
+
+def prepare(model: torch.nn.Module, work: Work, steps: int) -> None:
+    """Choose packed attention and compiled layers, and try them on the first step's batch.
+
+    What does not work here is left out, with its reason; the updates stay the same.
+    """
+    say, device = work.accelerator.print, work.accelerator.device
+    if work.packing and (why := attention.unsupported(model, gpu=work.gpu, half=work.half)):
+        say(f"packing: off: {why}")
+        work.packing = False
+    if work.packing:
+        attention.use(model)
+    layers = list(model.model.layers) if hasattr(model.model, "layers") else []
+    compiled = work.keys.compile
+    if compiled is None:  # compiling takes about half a minute
+        compiled = work.gpu and work.packing and not work.deepspeed and steps >= 300
+    if compiled:
+        torch._dynamo.config.cache_size_limit = 64  # layers with and without a window, eval
+        for layer in layers:
+            layer.compile(dynamic=True)
+    if work.gpu and not work.deepspeed and (compiled or work.packing):
+        model.to(device).train()
+        why = _failure(model, work)
+        if why and compiled:
+            say(f"compile: off: {why}")
+            for layer in layers:
+                layer._compiled_call_impl = None
+            compiled, why = False, _failure(model, work)
+        if why:
+            say(f"packing: off: {why}")
+            model.config._attn_implementation, work.packing = "sdpa", False
+    names = [name for name, on in (("packed", work.packing), ("compiled", compiled)) if on]
+    say(f"batches: {', '.join(names) or 'padded'}")
+
+
+def _failure(model: torch.nn.Module, work: Work) -> str | None:
+    """Why a forward and backward of the first batch does not run here, or None."""
+    batch = to_device(work.batches(0)[0][0], work.accelerator.device)
+    try:
+        with torch.random.fork_rng([work.accelerator.device]), work.accelerator.autocast():
+            model(**batch, use_cache=False).loss.backward()
+        torch.cuda.synchronize()
+    except torch.cuda.OutOfMemoryError as error:
+        raise SweepError(
+            f"out of GPU memory ({str(error).splitlines()[0]}); lower train.max_tokens (now "
+            f"{work.keys.max_tokens}) or set train.gradient_checkpointing: true"
+        ) from None
+    except Exception as error:  # compilers and kernels each raise their own kind
+        return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
+    finally:
+        model.zero_grad(set_to_none=True)
+    return None
 
 
 class StopRequest:
@@ -145,6 +357,7 @@ class StopRequest:
 
     def __init__(self, run: RunDir) -> None:
         self._file, self._seen, self._next = run.stop, False, 0.0
+        self._answer: tuple = (None, None)  # of the last step: the flag, and when it has arrived
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
             signal.signal(number, self._note)
 
@@ -152,14 +365,28 @@ class StopRequest:
         self._seen = True
 
     def everywhere(self, accelerator: Accelerator) -> bool:
-        """Whether any rank was asked; every rank gets the same answer."""
+        """Whether any rank was asked; every rank gets the same answer.
+
+        On several GPUs that of the step before, which is known by now: nothing waits for it.
+        """
         if accelerator.is_main_process and time.monotonic() >= self._next:
             self._seen = self._seen or self._file.exists()
             self._next = time.monotonic() + self.PERIOD
         if accelerator.num_processes == 1:
             return self._seen
-        flag = torch.tensor(float(self._seen), device=accelerator.device)
-        return bool(accelerator.reduce(flag, reduction="sum").item() > 0)
+        flag = torch.tensor([float(self._seen)])
+        if accelerator.device.type == "cpu":
+            return bool(accelerator.reduce(flag, reduction="sum").item() > 0)
+        before, arrived = self._answer
+        flag = accelerator.reduce(flag.to(accelerator.device, non_blocking=True), reduction="sum")
+        answer = torch.empty(1, pin_memory=True)
+        answer.copy_(flag, non_blocking=True)
+        self._answer = (answer, torch.cuda.Event())
+        self._answer[1].record()
+        if arrived is None:
+            return False
+        arrived.synchronize()
+        return bool(before.item() > 0)
 
 
 class Log:
@@ -171,16 +398,16 @@ class Log:
         accelerator: Accelerator,
         start: int,
         total: int,
-        keys: BuiltinKeys,
+        config: RunConfig,
         steps_per_epoch: int,
     ) -> None:
-        self.run, self.accelerator, self.keys = run, accelerator, keys
+        self.run, self.accelerator, self.keys = run, accelerator, config.keys
         self.total, self.steps_per_epoch = total, steps_per_epoch
         self.begin, self.first = time.monotonic(), start
-        self.loss = torch.zeros((), device=accelerator.device)
-        self.targets = self.tokens = self.clipped = 0
+        peak_of_one = peak(accelerator.device) if config.world.mixed_precision != "no" else None
+        self.peak = peak_of_one and peak_of_one * accelerator.num_processes
+        self._clear()
         self.last = (self.begin, start)
-        self._targets = None
         self.main = accelerator.is_main_process
         if self.main:  # rows after the checkpoint are about to be computed again
             kept = [row for row in read_rows(run.metrics) if row["step"] <= start]
@@ -193,36 +420,51 @@ class Log:
             unit="step",
             desc=run.name,
         )
-        if keys.with_tracking:
+        if self.keys.with_tracking:
             os.environ.setdefault("WANDB_MODE", "offline")  # compute nodes have no internet
-            accelerator.init_trackers("sweeps", config=None)
+            start_tracker(accelerator, run, config)
 
-    def targets_of(self, examples: Examples, rows: list[int]) -> int:
-        if self._targets is None:
-            self._targets = examples.targets()
-        return self._targets[rows].sum()
+    def _clear(self) -> None:
+        device = self.accelerator.device
+        self.loss = torch.zeros((), device=device)  # read in `step` only: reading waits for the GPU
+        self.clipped = torch.zeros((), device=device)
+        self.targets, self.tokens, self.flops = 0, 0, 0.0
 
-    def add(self, loss: torch.Tensor, tokens: int) -> None:
+    def due(self, step: int) -> bool:
+        """Whether this step's row is written."""
+        return step % self.keys.logging_steps == 0 or step == self.total
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Count a micro-batch's summed loss of this rank."""
         self.loss += loss.float()
-        self.tokens += int(tokens)
 
-    def step(self, step: int, targets: int, norm: float | None, learning_rate: float) -> None:
+    def step(
+        self,
+        step: int,
+        *,
+        tokens: int,
+        targets: int,
+        flops: float | None,
+        norm: torch.Tensor | float | None,
+        learning_rate: float,
+    ) -> None:
+        """Count a step of all ranks; write its row if it is due."""
         self.targets += targets
-        self.clipped += int(norm is not None and 0 < self.keys.clip_grad_norm < norm)
+        self.tokens += tokens
+        self.flops += flops or 0.0
+        if norm is not None and self.keys.clip_grad_norm > 0:
+            self.clipped += norm > self.keys.clip_grad_norm
         self.bar.update(1)
-        if step % self.keys.logging_steps and step != self.total:
+        if not self.due(step):
             return
         summed = self.accelerator.reduce(self.loss, reduction="sum").item()
-        tokens = self.accelerator.reduce(
-            torch.tensor(float(self.tokens), device=self.accelerator.device), reduction="sum"
-        ).item()
         if not math.isfinite(summed):
             raise SweepError(
                 f"{self.run.path}: the loss is {summed} at step {step}; lower the learning rate "
                 f"({self.keys.learning_rate:g}) or set train.clip_grad_norm"
             )
         clock, steps = time.monotonic(), step - self.last[1]
-        speed = tokens / max(clock - self.last[0], 1e-9)
+        seconds = max(clock - self.last[0], 1e-9)
         pace = (clock - self.begin) / max(step - self.first, 1)
         row = {
             "step": step,
@@ -230,13 +472,36 @@ class Log:
             "epoch": round(step / self.steps_per_epoch, 4),
             "loss": summed / max(1, self.targets),
             "learning_rate": learning_rate,
-            "grad_norm": norm,
-            "clipped": self.clipped / steps,
-            "tokens_per_s": round(speed, 1),
+            "grad_norm": None if norm is None else float(norm),
+            "clipped": self.clipped.item() / steps,
+            "tokens_per_second": round(self.tokens / seconds, 1),
+            "seconds_per_step": round(seconds / steps, 5),
             "eta_s": round(pace * (self.total - step), 1),
             "time": round(time.time(), 1),
         }
-        self.bar.set_postfix(loss=f"{row['loss']:.4f}", tok_s=f"{speed:.0f}", refresh=False)
+        if self.peak and self.flops:
+            row["model_flops_utilisation"] = round(self.flops / seconds / self.peak, 4)
+        if self.accelerator.device.type == "cuda":
+            row["gpu_memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        speed = f"{row['tokens_per_second']:.0f}"
+        self.bar.set_postfix(loss=f"{row['loss']:.4f}", tok_s=speed, refresh=False)
+        self._write(row)
+        self._clear()
+        self.last = (clock, step)
+
+    def held_out(self, step: int, loss: float) -> None:
+        """Write the held-out conversations' loss, a row of its own."""
+        row = {"step": step, "steps": self.total, "epoch": round(step / self.steps_per_epoch, 4)}
+        self._write(row | {"held_out_loss": loss, "time": round(time.time(), 1)})
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside counts for no step's time."""
+        began = time.monotonic()
+        yield
+        self.last = (self.last[0] + time.monotonic() - began, self.last[1])
+
+    def _write(self, row: dict) -> None:
         if self.main:
             try:
                 with open(self.run.metrics, "a", encoding="utf-8") as out:
@@ -247,18 +512,25 @@ class Log:
                     "rights and type the same command again"
                 ) from error
         if self.keys.with_tracking:
-            self.accelerator.log({k: v for k, v in row.items() if isinstance(v, float)}, step=step)
-        self.loss.zero_()
-        self.targets = self.tokens = self.clipped = 0
-        self.last = (clock, step)
+            numbers = {k: v for k, v in row.items() if isinstance(v, float)}
+            self.accelerator.log(numbers, step=row["step"])
 
     def close(self) -> None:
+        """End the bar and the tracker."""
         self.bar.close()
         if self.keys.with_tracking:
             self.accelerator.end_training()
 
 
-def load_model(keys: BuiltinKeys, tokens: int) -> torch.nn.Module:
+def start_tracker(accelerator: Accelerator, run: RunDir, config: RunConfig) -> None:
+    """Open the run's page under its own name, with its settings; a resume goes on in it."""
+    settings = {k: v for k, v in config.train.items() if isinstance(v, (bool, int, float, str))}
+    page = {"wandb": {"name": run.name, "id": config.digest[:16], "resume": "allow"}}
+    page["trackio"] = {"name": run.name, "resume": "allow"}
+    accelerator.init_trackers("sweeps", config=settings, init_kwargs=page)
+
+
+def load_model(keys: BuiltinKeys, tokens: int, world: World) -> torch.nn.Module:
     """The causal LM in fp32 with its loss replaced by smoothce's, summed over the targets."""
     config = AutoConfig.from_pretrained(keys.model_name_or_path)
     if keys.attention_dropout is not None:
@@ -272,8 +544,18 @@ def load_model(keys: BuiltinKeys, tokens: int) -> torch.nn.Module:
         model.resize_token_embeddings(tokens, pad_to_multiple_of=8)
     if keys.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    patch_model(model, label_smoothing=keys.label_smoothing, reduction="sum")
+    # Room for a quarter of a 16-bit step's logits lets the exact loss make them once, not twice.
+    room = keys.max_tokens * model.config.vocab_size // 2 if world.mixed_precision != "no" else 0
+    smoothing = keys.label_smoothing
+    patch_model(model, label_smoothing=smoothing, reduction="sum", workspace=room)
     return model
+
+
+def base_dtype(name: str) -> torch.dtype:
+    """The precision in which the base model lies on disk; fp32 where it does not say."""
+    config = AutoConfig.from_pretrained(name)
+    found = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    return getattr(torch, found, None) if isinstance(found, str) else found or torch.float32
 
 
 def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
@@ -295,22 +577,18 @@ def configure_deepspeed(accelerator: Accelerator, keys: BuiltinKeys) -> None:
     plugin.deepspeed_config["gradient_clipping"] = max(0.0, keys.clip_grad_norm)
 
 
-def gradient_norm(accelerator: Accelerator, model: torch.nn.Module, limit: float) -> float | None:
-    """Clip where asked for and return the norm before clipping; None between optimizer steps."""
+def gradient_norm(
+    accelerator: Accelerator, model: torch.nn.Module, limit: float, wanted: bool
+) -> torch.Tensor | float | None:
+    """Clip where asked for and return the norm before clipping; None if it is neither needed nor
+    `wanted`, or between DeepSpeed's optimizer steps."""
     if not accelerator.sync_gradients:
         return None
     if accelerator.state.deepspeed_plugin is not None:
-        norm = model.get_global_grad_norm()
-        return None if norm is None else float(norm)
-    return float(accelerator.clip_grad_norm_(model.parameters(), limit if limit > 0 else math.inf))
-
-
-def fingerprint(examples: Examples) -> str:
-    """A digest of the tokenised data: a resume on other data would be neither run."""
-    digest = hashlib.sha256(examples.tokens.tobytes())
-    digest.update(examples.supervised.tobytes())
-    digest.update(examples.offsets.tobytes())
-    return digest.hexdigest()[:16]
+        return model.get_global_grad_norm()
+    if limit <= 0 and not wanted:
+        return None
+    return accelerator.clip_grad_norm_(model.parameters(), limit if limit > 0 else math.inf)
 
 
 def from_main(accelerator: Accelerator, value: int) -> int:
@@ -321,14 +599,20 @@ def from_main(accelerator: Accelerator, value: int) -> int:
     return int(accelerator.reduce(own, reduction="sum").item())
 
 
-def save_model(run: RunDir, accelerator: Accelerator, model, tokenizer) -> None:
-    """Write model/ in Hugging Face format under a temporary name, then rename."""
+def save_model(run: RunDir, accelerator: Accelerator, model, tokenizer, dtype: torch.dtype) -> None:
+    """Write model/ in Hugging Face format and the base's precision, under a temporary name first.
+
+    In another precision than the base it would be scored in another one, too.
+    """
+    plain = accelerator.unwrap_model(model)
+    if accelerator.state.deepspeed_plugin is None:
+        plain.to(dtype)
     state = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         part = run.path / ".model.part"
         try:
             shutil.rmtree(part, ignore_errors=True)
-            accelerator.unwrap_model(model).save_pretrained(str(part), state_dict=state)
+            plain.save_pretrained(str(part), state_dict=state)
             tokenizer.save_pretrained(str(part))
             shutil.rmtree(run.model, ignore_errors=True)
             part.rename(run.model)

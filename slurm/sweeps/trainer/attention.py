@@ -1,0 +1,152 @@
+"""Attention for packed rows: several conversations end to end, each seeing itself alone.
+
+On a GPU the varlen flash attention that torch itself carries, so no other package is needed; on a
+CPU one call of scaled_dot_product_attention a conversation.
+"""
+
+import itertools
+
+import torch
+from torch import Tensor, nn
+
+NAME = "packed"  # as transformers' attention implementations are called
+
+
+def unsupported(model: nn.Module, *, gpu: bool, half: bool) -> str | None:
+    """Why this model cannot train on packed rows here, or None."""
+    try:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: F401
+    except ImportError:
+        return "transformers 4.48 or newer is needed"
+    if not getattr(model, "_supports_attention_backend", False):
+        return f"{type(model).__name__} does not take other attention implementations"
+    if getattr(model.config, "attn_logit_softcapping", None):
+        return "its attention caps its scores, which flash attention does not"
+    if getattr(model.config, "output_router_logits", False):
+        return "its auxiliary loss counts padding"
+    if gpu and not half:
+        return "flash attention needs 16 bits: world.mixed_precision: bf16"
+    return None
+
+
+def use(model: nn.Module) -> None:
+    """Make the model's attention the packed one; its forward then needs `Examples.pack`'s batch."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, packed_attention)
+    model.config._attn_implementation = NAME
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,  # (1, H, T, d)
+    key: Tensor,  # (1, H_kv, T, d)
+    value: Tensor,
+    attention_mask: None,
+    *,
+    cu_seq_lens_q: Tensor,  # (n + 1,) int32, where conversations begin, then T
+    max_length_q: int,  # at least the longest conversation
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:  # (1, T, H, d)
+    """Causal attention within each conversation: token i sees j with i − window < j ≤ i."""
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    window = sliding_window or 0
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    query, key = query.to(value.dtype), key.to(value.dtype)  # the rotation is computed in fp32
+    if query.is_cuda:
+        out, *_ = flash(query, key, value, cu_seq_lens_q, max_length_q, scaling, window, dropout)
+    else:
+        out = _one_by_one(query, key, value, cu_seq_lens_q, scaling, window, dropout)
+    return out[None], None
+
+
+@torch.library.custom_op("sweeps::flash", mutates_args=(), device_types="cuda")
+def flash(
+    query: Tensor,  # (T, H, d)
+    key: Tensor,  # (T, H_kv, d)
+    value: Tensor,
+    bounds: Tensor,
+    longest: int,
+    scaling: float,
+    window: int,
+    dropout: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Torch's flash attention over packed rows: the output, its log-sum-exp, the random state."""
+    out, lse, state, *_ = torch.ops.aten._flash_attention_forward(
+        query.contiguous(), key.contiguous(), value.contiguous(), bounds, bounds, longest, longest,
+        dropout, True, False, scale=scaling, window_size_left=window - 1 if window else -1,
+        window_size_right=0,
+    )  # fmt: skip
+    return out, lse, state
+
+
+@flash.register_fake
+def _(query, key, value, bounds, longest, scaling, window, dropout):
+    lse = query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
+    state = torch.empty((2,), dtype=torch.uint64, device=query.device)
+    return torch.empty_like(query, memory_format=torch.contiguous_format), lse, state
+
+
+@torch.library.custom_op("sweeps::flash_backward", mutates_args=(), device_types="cuda")
+def flash_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    state: Tensor,
+    bounds: Tensor,
+    longest: int,
+    scaling: float,
+    window: int,
+    dropout: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `flash` in query, key and value."""
+    return torch.ops.aten._flash_attention_backward(
+        gradient.contiguous(), query.contiguous(), key.contiguous(), value.contiguous(), out, lse,
+        bounds, bounds, longest, longest, dropout, True, state, state.new_empty(0), scale=scaling,
+        window_size_left=window - 1 if window else -1, window_size_right=0,
+    )  # fmt: skip
+
+
+@flash_backward.register_fake
+def _(gradient, query, key, value, *_):
+    return tuple(
+        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
+    )
+
+
+def _keep(ctx, inputs, output):
+    query, key, value, bounds, *ctx.options = inputs
+    ctx.save_for_backward(query, key, value, *output, bounds)
+
+
+def _backward(ctx, gradient, *_):
+    return *flash_backward(gradient, *ctx.saved_tensors, *ctx.options), *[None] * 5
+
+
+flash.register_autograd(_backward, setup_context=_keep)
+
+
+@torch.compiler.disable
+def _one_by_one(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scaling: float, window: int, p: float
+) -> Tensor:
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    places, outs = bounds.tolist(), []
+    for first, end in itertools.pairwise(places):
+        length, mask = end - first, None
+        if window and length > window:
+            apart = torch.arange(length)[:, None] - torch.arange(length)
+            mask = (apart >= 0) & (apart < window)
+        one = (x[first:end].transpose(0, 1)[None] for x in (query, key, value))
+        out = nn.functional.scaled_dot_product_attention(
+            *one, attn_mask=mask, dropout_p=p, is_causal=mask is None, scale=scaling
+        )
+        outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs)

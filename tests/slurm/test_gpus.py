@@ -1,0 +1,137 @@
+"""GPUs of a launch without Slurm: each run has its own; and what is kept of a scored run.
+
+No GPU is needed: CUDA_VISIBLE_DEVICES says which there are, and children print what they see.
+"""
+
+import re
+import sys
+
+import pytest
+
+from sweeps import launch, score, status
+from sweeps.backends.base import Program
+from sweeps.cli import main
+from sweeps.config import Sweep
+from sweeps.errors import SweepError
+from sweeps.executors import local
+from sweeps.rundir import RunDir
+
+
+@pytest.fixture
+def visible(monkeypatch):
+    def see(names: str) -> None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
+
+    return see
+
+
+def sweep(**keys) -> Sweep:
+    return Sweep(name="x", output_root="out", train={}, **keys)
+
+
+def test_the_gpus_are_those_that_the_outer_environment_shows(visible, monkeypatch, tmp_path):
+    visible(" 3, GPU-ab12 ,5")
+    assert local.gpus() == ["3", "GPU-ab12", "5"]
+    for nothing in ("", "-1"):
+        visible(nothing)
+        assert local.gpus() == []
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert local.gpus() == []
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 0\necho 1\n")
+    tool.chmod(0o755)
+    assert local.gpus() == ["0", "1"]
+
+
+def test_as_many_runs_at_a_time_as_gpus(visible):
+    visible("0,1,2,3,4")
+    assert local.at_once(sweep()) == 5
+    assert local.at_once(sweep(workers=2)) == 2
+    assert local.at_once(sweep(workers=9)) == 5
+    assert local.at_once(sweep(world={"processes_per_node": 2})) == 2
+    with pytest.raises(SweepError, match=r"world\.processes_per_node: 8: 5 GPUs here"):
+        local.at_once(sweep(world={"processes_per_node": 8}))
+    visible("")
+    assert (local.at_once(sweep()), local.at_once(sweep(workers=9))) == (1, 9)
+
+
+def test_programs_see_only_the_gpus_lent_to_them(visible, tmp_path):
+    visible("4,5,6")
+    machine, log = local.Machine(), tmp_path / "log"
+    say = "import os, sys; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['OTHER'])"
+    program = Program(module="x", arguments=(), environment={"OTHER": "kept"})
+    with machine.lend(2) as first, machine.lend(1) as second:
+        for start in (first, second):
+            child = start([sys.executable, "-c", say], program, log)
+            while child.wait(1) is None:
+                continue
+    assert log.read_text() == "4,5 kept\n6 kept\n"
+    with machine.lend(3):  # all of them came back
+        pass
+
+
+@pytest.mark.slow
+def test_a_launch_gives_each_run_a_gpu_and_says_when_it_queues(
+    visible, sweep_file, tiny, capfd, monkeypatch
+):
+    visible("3,7")
+    path = sweep_file(
+        grid={"seed": [1, 2, 3]},
+        train={"max_train_steps": 2},
+        workers=4,
+        keep="scores",
+        score={"tasks": [{"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 0}]},
+    )
+    assert main(["launch", str(path), "--executor", "local"]) == 0
+    assert "workers: 4: 2 at a time: 2 GPUs here" in capfd.readouterr().out
+    runs = [RunDir(cell.folder) for cell in launch.plan(path, []).cells]
+    seen = [re.search(r"CUDA_VISIBLE_DEVICES=(\S+)", run.log.read_text())[1] for run in runs]
+    assert set(seen) == {"3", "7"}
+    assert not any(run.model.exists() or run.checkpoints.exists() for run in runs)
+    assert all((run.scores / "mmlu.jsonl").exists() and run.done for run in runs)
+
+
+def test_a_model_goes_only_after_every_score_and_later_is_missed_by_name(sweep_file, tiny):
+    task = {"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 0}
+    tasks = [task, task | {"name": "val", "split": "val"}]
+    asked = {"base": False, "tasks": tasks}
+    path = sweep_file(grid={}, train={"max_train_steps": 1}, keep="scores", score=asked)
+    planned = launch.plan(path, [])
+    (cell,) = planned.cells
+    run = RunDir(cell.folder)
+    run.create(cell.config)
+    assert main(["train", str(run.path)]) == 0
+    first = planned.sweep.score.model_copy(update={"tasks": planned.sweep.score.tasks[:1]})
+    score.run(score.of_cell(cell), first)
+    score.discard(cell, planned.sweep)
+    assert run.model.exists()  # one of two tasks is not scored
+    score.run(score.of_cell(cell), planned.sweep.score)
+    (run.path / "DONE").rename(run.path / "away")
+    score.discard(cell, planned.sweep)
+    assert run.model.exists()
+    (run.path / "away").rename(run.path / "DONE")
+    assert run.model.exists()
+    assert local.launch(planned.sweep, planned.cells) == []  # killed before it deleted: now
+    assert not run.model.exists()
+    (run.scores / "val.jsonl").unlink()
+    with pytest.raises(SweepError, match=r"is gone .*keep: scores.*to train it again, delete"):
+        score.run(score.of_cell(cell), planned.sweep.score)
+
+
+def test_keep_scores_needs_scores(sweep_file, capsys):
+    assert main(["plan", str(sweep_file(keep="scores"))]) == 2
+    assert "keep: found 'scores', but this sweep has no `score` section" in capsys.readouterr().err
+
+
+def test_status_shows_speed(sweep_file):
+    path = sweep_file(grid={})
+    planned = launch.plan(path, [])
+    run = RunDir(planned.cells[0].folder)
+    run.create(planned.cells[0].config)
+    run.metrics.write_text(
+        '{"step": 4, "steps": 9, "loss": 2.5, "tokens_per_second": 213456.7, '
+        '"model_flops_utilisation": 0.412}\n{"step": 4, "steps": 9, "held_out_loss": 2.0}\n'
+    )
+    (found,) = status.of_sweep(planned.sweep, planned.cells)
+    assert found.detail == "step 4/9  loss 2.5000  213,457 tokens/s (41% of peak)"
