@@ -59,7 +59,6 @@ def parser() -> argparse.ArgumentParser:
     sub = sweep_command("collect", "make tables and diagrams; exit 1 while there are gaps")
     dry_option(sub, "is there to collect")
     throttle_option(sub)
-    sub.add_argument("--resubmit", action="store_true", help="queue again what died without a word")
     sub = sweep_command("prefetch", "fetch models, data and packages, where there is internet")
     dry_option(sub, "is here and what would be fetched")
     throttle_option(sub)
@@ -302,8 +301,6 @@ def _collect(a: argparse.Namespace) -> int:
     if a.dry_run:
         print(launch.describe(planned))
         return 0
-    if a.resubmit and launch.resubmit(planned):
-        return 0  # the new submission ends with a collect of its own
     launch.claim(planned)
     return 1 if collect.collect(planned.sweep, planned.cells) else 0
 

@@ -3,6 +3,7 @@
 import os
 import re
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field
 
@@ -12,6 +13,7 @@ from sweeps.errors import SweepError
 
 DURATION = r"^(\d+-)?\d{1,2}(:\d{2}){0,2}$"
 MEMORY = r"^\d+[KMGT]?$"
+OPTION = r"^--[a-z-]+(=.+)?$"
 NAME = r"^[A-Za-z_][A-Za-z0-9_]*$"
 
 
@@ -41,7 +43,7 @@ class Cluster(Strict):
     wheels: str | None = None  # where `prefetch` puts packages for `setup` to install
     packages: Seq[str] = ()  # more requirements for `wheels`, for example flash-attn
     scratch: str | None = None  # TMPDIR on the node
-    extra: Seq[str] = ()  # more #SBATCH options, for example --mail-type=FAIL
+    extra: Seq[Annotated[str, Field(pattern=OPTION)]] = ()  # more of sbatch's, --mail-type=FAIL
 
 
 def load_cluster(path: str | None) -> Cluster:

@@ -68,6 +68,7 @@ class Score(Strict):
     engine: Literal["transformers", "vllm"] = "transformers"
     batch_size: int | None = Field(None, ge=1)
     base: bool = True  # also score the model before fine-tuning
+    separate: bool = False  # jobs of their own behind the training, for runs of many GPUs
     select_on: str | None = None  # the task that chooses the learning rate (validation, not test)
 
 

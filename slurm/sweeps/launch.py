@@ -186,6 +186,13 @@ def resubmit(planned: Plan) -> bool:
     return bool(slurm.submit(planned.sweep, lost, ready=False))
 
 
+def collect_job(planned: Plan) -> int:
+    """What the job at the end of a submission does; returns the exit code."""
+    if resubmit(planned):
+        return 0  # the new submission ends with a collect of its own
+    return 1 if collect.collect(planned.sweep, planned.cells) else 0
+
+
 def dead(planned: Plan) -> tuple[list[Cell], list[str]]:
     """What was begun or queued, is neither finished nor under way, and will not go on by itself.
 

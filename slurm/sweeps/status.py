@@ -118,9 +118,10 @@ def _of_score(
     left = score.missing(subject, sweep.score)
     scored = f"{len(sweep.score.tasks) - len(left)}/{len(sweep.score.tasks)}"
     key = ("score", subject.name)
-    if not left or key in queue.elements:
-        return scored, None, ""
-    past = queue.past.get(key)
+    train = ("train", subject.name)  # which goes on to score
+    if not left or key in queue.elements or train in queue.elements:
+        return scored, None, "is being scored" if train in queue.elements and left else ""
+    past = queue.past.get(key) or queue.past.get(train)
     if held(subject.lock) and not (queue.answered and past):
         return scored, None, "is being scored"
     damaged = [d for task in left if (d := score.damage(subject, task, sweep.score))]
@@ -160,7 +161,7 @@ def _of_run(sweep: Sweep, cell: Cell, queue: _Queue) -> Status:
         return found(where, f"{element.job} {element.reason}" if job else element.reason)
     if state == "new":
         if past is None:
-            return found("to do")
+            return found("to do", _progress(run, live=False))
         end, lines = queue.end(past.label), tuple(tail(past.output, LAST))
         over = "cancelled" if "CANCELLED" in end else "failed"
         return found(

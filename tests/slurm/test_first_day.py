@@ -45,8 +45,8 @@ def test_a_wrong_profile_is_named_by_status_and_mended_by_retry(
 
 DIES = """#!/bin/bash
 # Python, but whoever trains is killed with everything it started as soon as it has begun.
-case " $* " in
-*" train "* | *submitit*)
+case $SLURM_JOB_NAME in
+*.train-*)
     setsid {python} "$@" &
     pid=$!
     while kill -0 $pid 2>/dev/null && ! grep -qs '"state": "running"' {run}/manifest.json; do

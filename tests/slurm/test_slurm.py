@@ -86,7 +86,7 @@ def test_a_preempted_element_requeues_itself_alone(cluster, profile, sweep_file,
     first, second = runs_of(path)
     wait_for(lambda: first.step() >= 20 and second.step() >= 20)
     element = slurm.active(launch.plan(path, []).sweep)["train", first.name].job
-    subprocess.Popen(["timeout", "2", "scancel", "--quiet", "--batch", "--signal=USR2", element])
+    subprocess.Popen(["timeout", "2", "scancel", "--quiet", "--signal=USR2", element])
     wait_for(lambda: first.manifest()["state"] == "preempted" or first.done)
     assert "nothing to submit" in command("launch", path, "--executor", "slurm").stdout
     wait_for(empty)
