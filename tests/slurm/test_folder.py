@@ -188,17 +188,22 @@ class Slurm:
         self.queue, self.ended, self.count = bin / "queue", bin / "ended", bin / "count"
         self.queue.touch()
         self.ended.touch()
-        name = 'name=$(sed -n "s/^#SBATCH --job-name=//p" "${@: -1}")'
         self.write(
             bin / "sbatch",
-            f'[ "$1" = --test-only ] && exit 0\necho "$@" >> {bin}/calls\n{name}\n'
-            f"[ ! -e {bin}/full ] || case $name in *score*) kill -9 $PPID; exit 1;; esac\n"
-            f"n=$(($(cat {self.count} 2>/dev/null || echo 0) + 1)); echo $n > {self.count}\n"
-            f'list=$(dirname "${{@: -1}}")/$(basename "${{@: -1}}" .sh).txt\n'
-            f'if [ -e "$list" ]; then i=0; while read -r _; do '
-            f'echo "$n|$i|PENDING|$name|None" >> {self.queue}; i=$((i+1)); done < "$list"\n'
-            f'else echo "$n|N/A|PENDING|$name|Dependency" >> {self.queue}; fi\necho $n',
+            f"""[ "$1" = --test-only ] && exit 0
+script="${{@: -1}}"
+asked() {{ sed -n "s/^#SBATCH --$1=//p" "$script"; }}
+name=$(asked job-name) last=$(asked array | sed 's/^0-//; s/%.*//')
+if [ -e {bin}/full ] && [[ $name == *$(cat {bin}/full)* ]]; then kill -9 $PPID; exit 1; fi
+asked dependency >> {bin}/calls
+n=$(($(cat {self.count} 2>/dev/null || echo 0) + 1)); echo $n > {self.count}
+for i in $(if [ -n "$last" ]; then seq 0 "$last"; else echo N/A; fi); do
+    echo "$n|$i|PENDING|$name|None" >> {self.queue}
+done
+echo Submitted batch job $n
+""",
         )
+        self.write(bin / "srun", "exit 1")
         self.write(bin / "squeue", f"cat {self.queue}")
         self.write(bin / "scontrol", "exit 1")
         self.write(bin / "sacct", f"cat {self.ended}")
@@ -246,7 +251,7 @@ def test_what_is_lost_again_and_again_is_given_up(sweep_file, slurm, monkeypatch
         submissions += 1
         assert submissions < 5
         queued = [line.split("|")[1:4] for line in slurm.queue.read_text().splitlines()]
-        assert [index for index, _, name in queued if ".train-" in name] == ["0"]
+        assert [index for index, _, name in queued if ".train-" in name] == ["N/A"]
         slurm.end("NODE_FAIL|1:0")
     assert submissions == 2
     run = RunDir(first.folder)
@@ -274,30 +279,41 @@ def test_a_job_that_dies_before_training_says_so_in_status(sweep_file, slurm, ca
     slurm.end("FAILED|127:0")
     (jobs,) = (planned.folder / "jobs").iterdir()
     for index in (0, 1):
-        output = jobs / "logs" / f"train-0-1_{index}.out"
+        output = jobs / f"1_{index}_0_log.out"
         output.write_text("slurm_script: line 9: module: command not found\n")
     capsys.readouterr()
     assert main(["status", str(planned.folder)]) == 0
     said = capsys.readouterr().out
     assert "2 failed" in said and "module: command not found" in said
     assert "(and 1 more like it): 1_0 FAILED, exit 127:0, before training" in said
-    assert str(jobs / "logs" / "train-0-1_0.out") in said
+    assert str(jobs / "1_0_0_log.out") in said
     assert "Once that is mended: bash slurm/sweeps.sh retry" in said
     assert main(["logs", str(planned.folder)]) == 0
     assert capsys.readouterr().out.count("module: command not found") == 2
 
 
-def test_a_submission_killed_halfway_is_completed(sweep_file, tiny, slurm):
-    """The trainings are queued, the scores and the collect job behind them are not."""
-    path = sweep_file(score=tasks(tiny) | {"base": False})
-    (slurm.bin / "full").touch()
+LATE = ["afterany:1_0,afterany:1_1", "afterany:2,afterany:1"]
+
+
+@pytest.mark.parametrize(
+    ("separate", "killed", "submitted", "waits"),
+    [
+        (True, "score", "submitted: late-0=2 collect=3", LATE),
+        (False, "collect", "submitted: collect=2", ["afterany:1"]),
+    ],
+)
+def test_a_submission_killed_halfway_is_completed(
+    sweep_file, tiny, slurm, separate, killed, submitted, waits
+):
+    """The trainings are queued, the scores or the collect job behind them are not."""
+    path = sweep_file(score=tasks(tiny) | {"base": False, "separate": separate})
+    (slurm.bin / "full").write_text(killed)
     done = command("launch", path, "--executor", "slurm")
     assert done.returncode == -signal.SIGKILL, done.stderr
     (slurm.bin / "full").unlink()
     again = command("launch", path, "--executor", "slurm")
-    assert "submitted: late-0=2 collect=3" in again.stdout, again.stdout + again.stderr
-    assert any("--dependency=afterany:1_0,afterany:1_1 " in call for call in slurm.calls)
-    assert any("afterany:2,afterany:1 " in call for call in slurm.calls), slurm.calls
+    assert submitted in again.stdout, again.stdout + again.stderr
+    assert slurm.calls[-len(waits) :] == waits
     assert "nothing to submit" in command("launch", path, "--executor", "slurm").stdout
 
 
@@ -305,8 +321,8 @@ def test_the_collect_job_asks_for_no_more_than_scoring(sweep_file, tmp_path):
     profile = tmp_path / "short.yaml"
     profile.write_text("time: '20:00'\nscore_time: '10:00'\nmemory_per_node: 64G\n")
     shown = command("launch", sweep_file(cluster=str(profile)), "--dry-run").stdout
-    collect = shown.split("collect.sh\n", 1)[1]
-    assert "#SBATCH --time=10:00\n" in collect and "#SBATCH --mem=4G\n" in collect
+    collect = shown.split("### collect", 1)[1]
+    assert "#SBATCH --time=10\n" in collect and "#SBATCH --mem=4G\n" in collect
 
 
 def test_the_collect_job_is_shown_to_slurm_too(sweep_file, tmp_path):
