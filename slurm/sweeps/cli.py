@@ -59,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
     sub = sweep_command("collect", "make tables and diagrams; exit 1 while there are gaps")
     dry_option(sub, "is there to collect")
     throttle_option(sub)
+    sub.add_argument("--resubmit", action="store_true", help="queue again what died without a word")
     sub = sweep_command("prefetch", "fetch models, data and packages, where there is internet")
     dry_option(sub, "is here and what would be fetched")
     throttle_option(sub)
@@ -125,7 +126,7 @@ def _which(word: str) -> str:
 
 
 def _planned(a: argparse.Namespace):
-    from sweeps import launch
+    from sweeps import plan
 
     if a.config is None:
         raise SweepError(_which(a.command))
@@ -139,7 +140,7 @@ def _planned(a: argparse.Namespace):
         assignments.append(f"cluster={a.cluster}")
     if getattr(a, "throttle", None) is not None:
         assignments.append(f"throttle={a.throttle}")
-    return launch.plan(a.config, assignments)
+    return plan.plan(a.config, assignments)
 
 
 def _plan(a: argparse.Namespace) -> int:
@@ -176,15 +177,15 @@ def _launch(a: argparse.Namespace) -> int:
 def _status(a: argparse.Namespace) -> int:
     import time
 
-    from sweeps import launch, status
+    from sweeps import plan, status
 
     planned = _planned(a)
     while True:
         found = status.of_sweep(planned.sweep, planned.cells)
         bases = list(status.of_bases(planned.sweep, planned.cells).values())
         text = status.table(found, planned.sweep.name, bases)
-        why = status.troubles([*bases, *found], launch.again(planned, "retry"))
-        parts = (text, why, launch.namesakes(planned))
+        why = status.troubles([*bases, *found], planned.again("retry"))
+        parts = (text, why, plan.namesakes(planned))
         print(("\033[2J\033[H" if a.watch else "") + "\n\n".join(filter(None, parts)), flush=True)
         if not a.watch:
             return 0
@@ -192,7 +193,7 @@ def _status(a: argparse.Namespace) -> int:
 
 
 def _cancel(a: argparse.Namespace) -> int:
-    from sweeps import launch
+    from sweeps import plan
     from sweeps.executors import local, slurm
 
     planned = _planned(a)
@@ -209,7 +210,7 @@ def _cancel(a: argparse.Namespace) -> int:
         print(f"cancelled: {', '.join(jobs)}")
     if not runs and not scored and not jobs:
         print("nothing of this sweep is queued or running")
-        _say(launch.namesakes(planned))
+        _say(plan.namesakes(planned))
     return 0
 
 
@@ -219,13 +220,13 @@ def _say(note: str | None) -> None:
 
 
 def _retry(a: argparse.Namespace) -> int:
-    from sweeps import launch
+    from sweeps import launch, plan
 
     planned = _planned(a)
     cells, names = launch.dead(planned)
     if not names:
         print("nothing to retry: no run and no scoring is dead")
-        _say(launch.namesakes(planned))
+        _say(plan.namesakes(planned))
         return 0
     print("again: " + ", ".join(names), flush=True)
     executor = launch.pick_executor(a.executor)
@@ -234,12 +235,14 @@ def _retry(a: argparse.Namespace) -> int:
 
 
 def _logs(a: argparse.Namespace) -> int:
-    from sweeps import launch, status
+    from sweeps import score, status
     from sweeps.files import tail
 
     planned = _planned(a)
     bases = status.of_bases(planned.sweep, planned.cells)
-    logs = [(bases[model], [s.log]) for model, s in launch.bases(planned).items()]
+    logs = [
+        (bases[model], [s.log]) for model, s in score.bases(planned.sweep, planned.cells).items()
+    ]
     for cell, found in zip(
         planned.cells, status.of_sweep(planned.sweep, planned.cells), strict=True
     ):
@@ -264,7 +267,7 @@ def _logs(a: argparse.Namespace) -> int:
 
 
 def _score(a: argparse.Namespace) -> int:
-    from sweeps import launch, score
+    from sweeps import launch, plan, score
 
     planned = _planned(a)
     if planned.sweep.score is None:
@@ -275,13 +278,13 @@ def _score(a: argparse.Namespace) -> int:
         return 0
     if executor == "slurm":
         return launch.queue_scores(planned)
-    subjects = [s for s in launch.trained(planned) if a.only in (None, s.name)]
+    subjects = [s for s in score.ready(planned.sweep, planned.cells) if a.only in (None, s.name)]
     if a.only is not None and not subjects:
         raise SweepError(f"{a.config}: no trained run and no base model is called {a.only!r}")
     if a.only is None:
-        launch.claim(planned)
+        plan.claim(planned)
     for subject in subjects:
-        score.run(subject, planned.sweep.score, prefetch=launch.prefetch_command(planned))
+        score.run(subject, planned.sweep.score, prefetch=planned.prefetch)
         print(f"scored: {subject.name}", flush=True)
     return 0
 
@@ -295,13 +298,15 @@ def _train(a: argparse.Namespace) -> int:
 
 
 def _collect(a: argparse.Namespace) -> int:
-    from sweeps import collect, launch
+    from sweeps import collect, launch, plan
 
     planned = _planned(a)
     if a.dry_run:
         print(launch.describe(planned))
         return 0
-    launch.claim(planned)
+    if a.resubmit and launch.resubmit(planned):
+        return 0  # the new submission ends with a collect of its own
+    plan.claim(planned)
     return 1 if collect.collect(planned.sweep, planned.cells) else 0
 
 
@@ -326,22 +331,22 @@ def _prefetch(a: argparse.Namespace) -> int:
 
 
 def _gc(a: argparse.Namespace) -> int:
-    from sweeps import folder, launch
+    from sweeps import plan
     from sweeps.space import size
 
     planned = _planned(a)
-    found = folder.orphans(planned.sweep)
+    found = plan.orphans(planned.sweep)
     for run in found:
         total = sum(path.stat().st_size for path in run.rglob("*") if path.is_file())
         print(f"{size(total)}  {shown(run)}")
         if a.delete:
-            folder.remove(run)
+            plan.remove(run)
     root = shown(planned.folder.parent)
     print(f"{counted(len(found), 'run')} that no sweep of {root} holds", end="")
     print(": deleted" if found and a.delete else ": --delete deletes" if found else "")
-    if not a.delete:
+    if planned.launched and not a.delete:
         print(f"To give a sweep up, delete its folder: rm -r {shown(planned.folder)}")
-        _say(launch.namesakes(planned))
+    _say(plan.namesakes(planned))
     return 0
 
 

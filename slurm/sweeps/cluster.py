@@ -7,8 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from sweeps import kinds
-from sweeps.config import Seq, Strict, check, read_yaml
+from sweeps.config import Seq, Strict, check, read_yaml, refuse_other
 from sweeps.errors import SweepError
 
 DURATION = r"^(\d+-)?\d{1,2}(:\d{2}){0,2}$"
@@ -51,11 +50,9 @@ def load_cluster(path: str | None) -> Cluster:
     if path is None:
         return Cluster()
     raw = read_yaml(Path(path))
-    try:
-        return check(Cluster, raw, path)
-    except SweepError:
-        kinds.refuse_other(raw, kinds.PROFILE, path)
-        raise
+    expected = "a cluster profile is expected, for example configs/cluster/generic.yaml"
+    refuse_other(raw, Cluster, expected, str(path))
+    return check(Cluster, raw, path)
 
 
 def variables(text: str | None) -> list[str]:

@@ -64,6 +64,12 @@ def bases(sweep: Sweep, cells: list[Cell]) -> dict[str, Subject]:
     return found
 
 
+def ready(sweep: Sweep, cells: list[Cell]) -> list[Subject]:
+    """What can be scored: base models, then finished runs."""
+    done = [cell for cell in cells if (cell.folder / "DONE").exists()]
+    return [*bases(sweep, cells).values(), *map(of_cell, done)]
+
+
 def program(subject: Subject, task: Task, score: Score) -> Program:
     """The command that scores one task, atomic by calibeval's own rename."""
     arguments = ["score", "--model", str(subject.model), *questions.options(task)]

@@ -12,7 +12,7 @@ import pytest
 from real import command
 from test_preflight import say
 
-from sweeps import folder, launch, status
+from sweeps import launch, plan, score, status
 from sweeps.cli import main
 from sweeps.errors import SweepError
 from sweeps.rundir import RunDir
@@ -28,7 +28,7 @@ def tasks(tiny, **keys) -> dict:
 def claimed(path: Path, *overrides: str) -> launch.Plan:
     """A sweep as its launch leaves it, without any training."""
     planned = launch.plan(path, list(overrides))
-    launch.claim(planned)
+    plan.claim(planned)
     for cell in planned.cells:
         RunDir(cell.folder).create(cell.config)
     return planned
@@ -53,9 +53,9 @@ def test_overrides_make_another_folder_and_the_first_is_left_alone(sweep_file, c
     before = (first.folder / "sweep.yaml").read_text()
     second = claimed(path, "train.seed=2")
     assert f"holds other runs ({path})" in capsys.readouterr().out
-    assert second.folder.name == f"tiny-{folder.recorded(second.folder)[0]}" != first.folder.name
+    assert second.folder.name == f"tiny-{plan.recorded(second.folder)[0]}" != first.folder.name
     assert (first.folder / "sweep.yaml").read_text() == before
-    assert folder.recorded(second.folder)[1] == f"{path} train.seed=2"
+    assert plan.recorded(second.folder)[1] == f"{path} train.seed=2"
     # The same sweep asked for otherwise, or with other settings, is the same folder.
     for again in ("train.seed=42", "train.weight_decay=0.0", "workers=7", "throttle=3"):
         assert launch.plan(path, [again]).folder == first.folder
@@ -78,9 +78,9 @@ def test_of_two_launches_of_one_name_one_gets_it(sweep_file):
     path = sweep_file()
     one, two = launch.plan(path, []), launch.plan(path, ["train.seed=2"])
     assert one.folder == two.folder  # neither is there yet
-    launch.claim(one)
+    plan.claim(one)
     with pytest.raises(SweepError, match="another sweep took this name just now"):
-        launch.claim(two)
+        plan.claim(two)
 
 
 def test_an_edited_file_says_where_its_old_runs_are(sweep_file, capsys):
@@ -127,7 +127,7 @@ def test_retry_here_collects_the_whole_plan(sweep_file, tiny):
     run = RunDir(second.folder)
     attempt = {"started": "", "host": "", "job": None, "from_step": 0}
     run.write_manifest(run.manifest() | {"state": "running", "attempts": [attempt]})
-    scoring = launch.score.of_cell(first)
+    scoring = score.of_cell(first)
     scoring.scores.mkdir()
     scoring.failure.write_text('{"error": "killed, or its machine died"}')
     shown = command("status", planned.folder).stdout
@@ -349,10 +349,10 @@ def test_the_line_to_watch_with_works_without_an_environment(sweep_file, slurm, 
 def test_a_record_of_another_request_is_no_damage(sweep_file, tiny):
     """Other questions are asked anew, which is nothing to name."""
     planned = claimed(sweep_file(grid={}, score=tasks(tiny)))
-    subject = launch.score.of_cell(planned.cells[0])
+    subject = score.of_cell(planned.cells[0])
     subject.scores.mkdir()
     subject.records(planned.sweep.score.tasks[0]).write_text("{}\n")
     (subject.scores / "mmlu.request.json").write_text(json.dumps({"limit": 1, "bytes": 900}))
     task = planned.sweep.score.tasks[0]
-    assert launch.score.damage(subject, task, planned.sweep.score) is None
-    assert not launch.score.scored(subject, task, planned.sweep.score)
+    assert score.damage(subject, task, planned.sweep.score) is None
+    assert not score.scored(subject, task, planned.sweep.score)

@@ -6,6 +6,7 @@ returns and requeues this element alone.
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -13,8 +14,9 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sweeps import launch, rendezvous, score
+from sweeps import rendezvous, score
 from sweeps.errors import SweepError
+from sweeps.plan import plan
 from sweeps.rundir import RunDir
 from sweeps.supervise import Outcome, train
 
@@ -82,10 +84,11 @@ class Element:
             self._over.set()
 
     def _do(self, name: str) -> Outcome:
-        planned = launch.plan(Path(self.sweep), [])
-        sweep = planned.sweep
         if self.what == "collect":
-            return Outcome(launch.collect_job(planned))
+            command = [sys.executable, "-m", "sweeps", "collect", self.sweep, "--resubmit"]
+            return Outcome(subprocess.run(command, check=False).returncode)
+        planned = plan(Path(self.sweep), [])
+        sweep = planned.sweep
         cells = {cell.config.name: cell for cell in planned.cells}
         if self.what == "train":
             self._run = RunDir(cells[name].folder)
@@ -99,10 +102,10 @@ class Element:
                 return outcome
             if self._leaving:
                 return Outcome.STOPPED
-        subjects = {subject.name: subject for subject in launch.trained(planned)}
+        subjects = {one.name: one for one in score.ready(sweep, planned.cells)}
         if name not in subjects:
             raise SweepError(f"{name}: is not trained, so it cannot be scored")
-        score.run(subjects[name], sweep.score, prefetch=launch.prefetch_command(planned))
+        score.run(subjects[name], sweep.score, prefetch=planned.prefetch)
         if name in cells:
             score.discard(cells[name], sweep)
         return Outcome.DONE

@@ -16,6 +16,7 @@ from sweeps import score
 from sweeps.cluster import Cluster, load_cluster
 from sweeps.config import Sweep, dump_yaml, read_yaml
 from sweeps.errors import SweepError
+from sweeps.executors import element as inside
 from sweeps.executors import scripts
 from sweeps.executors.scripts import Places
 from sweeps.files import make_folder, write_text
@@ -194,8 +195,7 @@ def design(
                     (f"after{'corr' if len(job.names) > 1 else 'ok'}:{job.stage}",))
                 for job in jobs
             ]  # fmt: skip
-        subjects = list(score.bases(sweep, cells).values()) if ready else []
-        subjects += [score.of_cell(c) for c in cells if ready and c.config.name in done]
+        subjects = score.ready(sweep, cells) if ready else []
         late = [c for c in cells if train and (e := training.get(c.config.name))
                 and c.config.name not in done and not _scores_itself(e, sweep)]  # fmt: skip
         for stage, those in (("ready", subjects), ("late", map(score.of_cell, late))):
@@ -285,11 +285,11 @@ def _submit(sweep: Sweep, cells: list[Cell], train: bool, ready: bool) -> dict[s
 def _sbatch(sweep: Sweep, cluster: Cluster, places: Places, job: Job, ids: dict[str, str]) -> str:
     from submitit.core.utils import FailedJobError
 
-    from sweeps.executors.element import Element as Work
-
     waits = job.dependency(ids)
     executor = scripts.executor(sweep, cluster, places, job.what, job.stage, dependency=waits)
-    work = Work(str(places.jobs / "sweep.yaml"), job.what, scripts.limit(cluster, job.what))
+    work = inside.Element(
+        str(places.jobs / "sweep.yaml"), job.what, scripts.limit(cluster, job.what)
+    )
     try:
         return executor.map_array(work, job.names or [""])[0].job_id.partition("_")[0]
     except FailedJobError as error:

@@ -1,4 +1,6 @@
-"""A sweep is a folder: sweep.yaml in it says which runs it holds, with every override.
+"""A sweep as it was asked for: by its file and overrides, or by its folder.
+
+sweep.yaml in the folder says which runs it holds, with every override.
 
 `<output_root>/sweeps/<name>/`, or `<name>-<hash>` where that one holds other runs already, so that
 no sweep ever writes into another's tables.
@@ -6,16 +8,52 @@ no sweep ever writes into another's tables.
 
 import re
 import secrets
+import shlex
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
-from sweeps.config import Sweep, dump_yaml, load_sweep
+from sweeps.config import Sweep, dump_yaml
 from sweeps.errors import SweepError
 from sweeps.files import make_folder, write_text
-from sweeps.grid import Cell, expand, runs_folder, sweep_folder, sweep_hash
+from sweeps.grid import Cell, expand, load_sweep, runs_folder, sweep_folder, sweep_hash
+from sweeps.provenance import command, shown
 
 FILE = "sweep.yaml"
 HEAD = re.compile(r"# sweep ([0-9a-f]{8}): (.*)")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A sweep, read and expanded; `name` is its file's, the sweep has its folder's."""
+
+    source: Path
+    assignments: tuple[str, ...]
+    name: str
+    sweep: Sweep
+    cells: list[Cell]
+
+    @property
+    def folder(self) -> Path:
+        return sweep_folder(self.sweep)
+
+    @property
+    def typed(self) -> list[str]:
+        """The sweep as it was typed."""
+        return [str(self.source), *self.assignments]
+
+    @property
+    def prefetch(self) -> str:
+        """What fetches this very sweep's assets, as it would be typed here."""
+        return command("prefetch.sh", "--config", *self.typed)
+
+    def again(self, what: str) -> str:
+        """A command on this sweep, as it would be typed here, with or without an environment."""
+        return command("sweeps.sh", what, shown(self.folder))
+
+    @property
+    def launched(self) -> bool:
+        return recorded(self.folder) is not None
 
 
 def recorded(folder: Path) -> tuple[str, str] | None:
@@ -43,10 +81,26 @@ def placed(sweep: Sweep, cells: list[Cell]) -> Sweep:
     return sweep if found is None or found[0] == mine else other
 
 
-def claim(sweep: Sweep, cells: list[Cell], asked: str) -> None:
-    """Write sweep.yaml; a launch that took the folder for other runs meanwhile is a SweepError."""
-    folder, mine = sweep_folder(sweep), sweep_hash(cells)
-    text = f"# sweep {mine}: {asked}\n" + dump_yaml(sweep.model_dump(mode="json"))
+def plan(source: Path, assignments: list[str]) -> Plan:
+    """Read, override, check and expand a sweep file, or a sweep's folder; touches nothing else."""
+    if source.is_dir():
+        sweep, cells = read(source, assignments)
+        return Plan(source, tuple(assignments), sweep.name, sweep, cells)
+    sweep, origins = load_sweep(source, assignments)
+    cells = expand(sweep, str(source), origins)
+    return Plan(source, tuple(assignments), sweep.name, placed(sweep, cells), cells)
+
+
+def claim(planned: Plan) -> None:
+    """Write sweep.yaml; SweepError where a launch took the folder for other runs meanwhile."""
+    folder, mine = planned.folder, sweep_hash(planned.cells)
+    if planned.name != planned.sweep.name and not planned.launched:
+        taken = folder.with_name(planned.name)
+        here = f"this sweep is {shown(folder)}"
+        print(f"{shown(taken)} holds other runs ({recorded(taken)[1]}); {here}", flush=True)
+    known = recorded(folder) if planned.source.is_dir() else None
+    asked = known[1] if known else shlex.join(planned.typed)
+    text = f"# sweep {mine}: {asked}\n" + dump_yaml(planned.sweep.model_dump(mode="json"))
     make_folder(folder)
     if recorded(folder) is None:
         try:
@@ -77,15 +131,16 @@ def read(folder: Path, assignments: list[str]) -> tuple[Sweep, list[Cell]]:
     return sweep, cells
 
 
-def namesakes(sweep: Sweep, name: str) -> list[Path]:
-    """The other folders of the sweeps called `name`."""
-    found = sweep_folder(sweep).parent.glob(f"{name}*/{FILE}")
-    pattern = re.compile(re.escape(name) + "(-[0-9a-f]{8})?")
-    return sorted(
-        path.parent
-        for path in found
-        if pattern.fullmatch(path.parent.name) and path.parent.name != sweep.name
-    )
+def namesakes(planned: Plan) -> str | None:
+    """Where to look if this very sweep was never launched, but one of its name was."""
+    if planned.launched:
+        return None
+    pattern = re.compile(re.escape(planned.name) + "(-[0-9a-f]{8})?")
+    folders = [path.parent for path in planned.folder.parent.glob(f"{planned.name}*/{FILE}")]
+    found = sorted(path for path in folders if pattern.fullmatch(path.name))
+    others = "".join(f"\n  {shown(path)}  ({recorded(path)[1]})" for path in found)
+    typed = " ".join(planned.typed)
+    return others and f"{typed} was never launched; of this name there are:{others}"
 
 
 def orphans(sweep: Sweep) -> list[Path]:
