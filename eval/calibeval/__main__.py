@@ -1,4 +1,4 @@
-"""Command line: `python -m calibeval COMMAND`; `--help` lists the commands."""
+"""Command line: `calibeval COMMAND`; `--help` lists the commands."""
 
 import argparse
 import sys
@@ -29,15 +29,22 @@ def main(argv: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line's grammar."""
-    top = argparse.ArgumentParser(prog="python -m calibeval", description=calibeval.__doc__)
+    top = argparse.ArgumentParser(prog="calibeval", description=calibeval.__doc__)
     subparsers = top.add_subparsers(required=True, metavar="COMMAND")
 
     p = subparsers.add_parser("prompts", help="print a task's prompts as JSON lines")
     add_task(p)
+    add_scoring(p)
     p.set_defaults(run=commands.run_prompts)
 
     p = subparsers.add_parser("score", help="score a model on a task and write records")
     add_task(p)
+    add_scoring(p)
+    p.add_argument(
+        "--unconditional",
+        action="store_true",
+        help="by continuation also score each choice without the question (PMI)",
+    )
     add_model(p)
     p.add_argument("--out", required=True, type=Path, metavar="RECORDS.jsonl")
     p.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
@@ -74,19 +81,47 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--alpha", type=float, default=0.5, help="weight of wrong answers, 0 to 1")
     p.set_defaults(run=commands.run_fit)
 
+    p = subparsers.add_parser("import-lm-eval", help="lm-evaluation-harness's samples to records")
+    p.add_argument("samples", nargs="+", type=Path, metavar="samples_<task>_<time>.jsonl")
+    p.add_argument(
+        "--out", required=True, type=Path, metavar="DIR|FILE.jsonl", help="DIR: a file a data set"
+    )
+    p.set_defaults(run=commands.run_import)
+
     p = subparsers.add_parser("metrics", help="recompute every metric from records")
     p.add_argument("records", nargs="+", type=Path, metavar="RECORDS.jsonl")
-    p.add_argument("--json", action="store_true", help="one JSON object a record file")
+    p.add_argument("--json", action="store_true", help="one JSON object a record file, with all")
+    p.add_argument("--all", action="store_true", help="every metric, not only the usual ones")
     p.add_argument(
         "--by", choices=("subject", "category"), help="break down by subject or category"
     )
+    add_normalise(p)
     p.set_defaults(run=commands.run_metrics)
 
     p = subparsers.add_parser("compare", help="is run B better than run A, and by how much")
     p.add_argument("a", type=Path, metavar="A.jsonl")
     p.add_argument("b", type=Path, metavar="B.jsonl")
     p.add_argument("--json", action="store_true")
+    p.add_argument("--all", action="store_true", help="every metric, not only the usual ones")
+    add_normalise(p)
     p.set_defaults(run=commands.run_compare)
+
+    p = subparsers.add_parser(
+        "conformal", help="prediction sets: do they hold the answer, how large"
+    )
+    p.add_argument("records", nargs="+", type=Path, metavar="RECORDS.jsonl")
+    p.add_argument(
+        "--calibrate", type=Path, metavar="OTHER.jsonl", help="default: random halves of each file"
+    )
+    p.add_argument(
+        "--alpha", type=float, default=0.1, help="share of sets that may miss the answer"
+    )
+    p.add_argument("--score", choices=("lac", "aps", "raps"), default="lac")
+    p.add_argument("--by", choices=("none", "category", "subject"), default="none")
+    p.add_argument("--splits", type=positive, default=100)
+    p.add_argument("--lambda", type=float, default=0.01, dest="penalty", help="raps only")
+    p.add_argument("--k-reg", type=int, default=1, help="raps only: choices without penalty")
+    p.set_defaults(run=commands.run_conformal)
 
     p = subparsers.add_parser("diagnose", help="can label smoothing help this model, and why")
     add_task(p)
@@ -99,20 +134,55 @@ def parser() -> argparse.ArgumentParser:
     p = subparsers.add_parser("collect", help="tables and diagrams from an index of record files")
     p.add_argument("index", type=Path, metavar="INDEX.jsonl")
     p.add_argument("--out", required=True, type=Path, metavar="DIR")
+    p.add_argument(
+        "--columns",
+        default="accuracy,ece,rms",
+        help="metrics of the printed table, METRIC or METRIC@vocabulary (default: %(default)s)",
+    )
+    p.add_argument("--title", default="Calibration", help="of the HTML report")
+    p.add_argument(
+        "--section",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE.html",
+        help="a part of your own for the HTML report, after the figures; may be repeated",
+    )
     p.set_defaults(run=commands.run_collect)
     return top
 
 
+def add_normalise(p: argparse.ArgumentParser) -> None:
+    """How scores of continuations become comparable."""
+    p.add_argument(
+        "--normalise",
+        choices=("sum", "bytes", "characters", "unconditional"),
+        help="scores of the choices' texts; default: the records' own convention",
+    )
+
+
 def add_task(p: argparse.ArgumentParser) -> None:
-    """Options that choose questions and prompts."""
+    """Options that choose questions and prompts; letters, unless `add_scoring` asks."""
+    p.set_defaults(scoring="letters", unconditional=False)
     p.add_argument("--task", required=True, help="mmlu, hellaswag, arc_easy, arc_challenge, jsonl")
     p.add_argument("--data", required=True, help="the task's folder or file; mmlu: or hub:NAME")
     p.add_argument("--split", help="default: test; hellaswag: val")
-    p.add_argument("--shots", type=int, default=5)
+    p.add_argument("--shots", type=int, help="default: 5; by continuation 0")
     p.add_argument("--examples", metavar="FILE", help="few-shot examples of jsonl, arc, hellaswag")
     p.add_argument("--subjects", type=names, help="comma-separated; default: all")
     p.add_argument("--limit", type=positive, help="only the first N questions of each subject")
     p.add_argument("--style", choices=("official", "lm-eval"), default="official")
+
+
+def add_scoring(p: argparse.ArgumentParser) -> None:
+    """What is scored: the choices' letters or their texts."""
+    p.add_argument(
+        "--scoring",
+        choices=("letters", "continuation"),
+        default=None,
+        help="the choices' letters, or their texts after the question as lm-evaluation-harness "
+        "scores them; default: mmlu and jsonl letters, hellaswag and arc continuation",
+    )
 
 
 def add_model(p: argparse.ArgumentParser) -> None:
@@ -121,7 +191,7 @@ def add_model(p: argparse.ArgumentParser) -> None:
     p.add_argument("--model", required=True, help="model folder or hub name")
     p.add_argument("--revision", help="hub revision of the model")
     p.add_argument("--batch-size", type=positive, default=16, help="transformers only")
-    p.add_argument("--device", default="auto", help="transformers only: auto, cpu or cuda")
+    p.add_argument("--device", default="auto", help="transformers only: auto, cpu, cuda or cuda:N")
     p.add_argument(
         "--dtype",
         default="auto",
@@ -135,7 +205,6 @@ def add_fit(p: argparse.ArgumentParser) -> None:
     """Options of the commands that fit a calibrator."""
     add_task(p)
     add_model(p)
-    p.set_defaults(split="val")
     p.add_argument("--out", required=True, type=Path, metavar="DIR", help="the calibrator's folder")
     p.add_argument(
         "--over",

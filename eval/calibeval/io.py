@@ -47,14 +47,21 @@ def read_text(path: Path) -> str:
         raise InputError(f"{path}: could not be read ({error.strerror})") from error
 
 
+def _no_number(name: str):
+    raise ValueError(f"{name} is no JSON number")
+
+
+STRICT = json.JSONDecoder(parse_constant=_no_number)
+
+
 def json_lines(path: Path) -> Iterator[tuple[int, dict]]:
     """Yield (line number, object) of a JSON-lines file; blank lines are skipped."""
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
             continue
         try:
-            value = json.loads(line)
-        except json.JSONDecodeError as error:
+            value = STRICT.decode(line)
+        except ValueError as error:
             raise InputError(f"{path}, line {number}: not JSON ({error})") from error
         if not isinstance(value, dict):
             raise InputError(

@@ -2,12 +2,23 @@
 
 import hashlib
 import json
+import math
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
-from calibeval.io import InputError
+from calibeval.io import InputError, atomic_write
 
-WEIGHTS = ("*.safetensors", "*.bin")
-SAMPLE = 1 << 20
+# What decides a folder's answers; the rest of *.bin is a trainer's own state.
+WEIGHTS = "adapter_config.json *.safetensors *.bin *.index.json"
+WORDS = "tokenizer* *.model special_tokens_map.json added_tokens.json vocab.* merges.txt chat_*"
+PARTS = f"config.json {WEIGHTS} {WORDS}".split()
+STATE = ("training_args.bin", "optimizer.bin", "scheduler.bin")
+SETTLED = 2.0  # seconds after which a further write must give a file another time
+ANNOUNCED = 1 << 30  # bytes; reading so many takes a while
 
 
 def check_model(model: str) -> None:
@@ -36,26 +47,91 @@ def run_folder(path: Path) -> Path | None:
 
 
 def training(model: str) -> dict | None:
-    """The manifest of the run that made a model: its versions, patches and settings."""
+    """The manifest of the run that made a model, and the `train` section of its config."""
     folder = run_folder(Path(model)) if Path(model).is_dir() else None
-    return json.loads((folder / "manifest.json").read_text(encoding="utf-8")) if folder else None
+    if folder is None:
+        return None
+    import yaml  # with transformers
+
+    config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    return manifest | {"train": (config or {}).get("train")}
 
 
-def digest(model: str) -> str | None:
-    """SHA-256 over a model folder's configuration and a sample of its weight files.
+def architecture(model: str, revision: str | None = None) -> dict[str, int]:
+    """Vocabulary, hidden size and number of parameters, as far as files on this machine say."""
+    folder = Path(model)
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
 
-    The sample is each file's name, size, first and last MiB: enough to tell checkpoints apart
-    without reading gigabytes. None for a hub name, which its revision identifies.
+        found = try_to_load_from_cache(model, "config.json", revision=revision)
+        if not isinstance(found, str):
+            return {}
+        folder = Path(found).parent
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config |= config.get("text_config") or {}
+    sizes = {"vocabulary": config.get("vocab_size"), "hidden_size": config.get("hidden_size")}
+    parameters = 0
+    for path in folder.glob("*.safetensors"):
+        with open(path, "rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        parameters += sum(math.prod(of["shape"]) for of in header.values() if "shape" in of)
+    return {k: v for k, v in (sizes | {"parameters": parameters}).items() if v}
+
+
+def digest(model: str, revision: str | None = None) -> str | None:
+    """SHA-256 over names and whole contents of a folder's configuration, tokenizer and weights.
+
+    For a hub name, the commit of its snapshot in the cache; None where there is none.
     """
     folder = Path(model)
     if not folder.is_dir():
+        return commit(model, revision)
+    found = {p for part in PARTS for p in folder.glob(part) if p.is_file()}
+    paths = sorted(path for path in found if path.name not in STATE)
+    with ThreadPoolExecutor() as pool:  # hashlib lets other threads run
+        parts = zip(paths, pool.map(file_digest, paths), strict=True)
+        text = "".join(f"{path.name} {part}\n" for path, part in parts)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def commit(name: str, revision: str | None) -> str | None:
+    """The commit of a hub model's snapshot in the cache, which its folder is named by."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True)).name
+    except (LocalEntryNotFoundError, HFValidationError):
         return None
-    total = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in sorted(p for pattern in WEIGHTS for p in folder.glob(pattern)):
-        size = path.stat().st_size
-        total.update(f"{path.name} {size}\n".encode())
-        with open(path, "rb") as file:
-            total.update(file.read(SAMPLE))
-            file.seek(max(0, size - SAMPLE))
-            total.update(file.read())
-    return total.hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, remembered in the user's cache folder while the file does not change."""
+    real, stat = path.resolve(), path.stat()
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    entry = Path(
+        home, "calibeval", "sha256", f"{hashlib.sha256(os.fsencode(real)).hexdigest()}.json"
+    )
+    # The time of change besides that of modification: cp -p and rsync -t carry the latter over.
+    state = {"path": str(real), "size": stat.st_size, "inode": stat.st_ino}
+    state |= {"mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns}
+    with suppress(OSError, ValueError, AttributeError, KeyError):
+        kept = json.loads(entry.read_text(encoding="utf-8"))
+        if kept.items() >= state.items():
+            return kept["sha256"]
+    if stat.st_size > ANNOUNCED:
+        print(f"{path}: {stat.st_size / 1e9:.1f} GB to read for its digest", file=sys.stderr)
+    total, buffer = hashlib.sha256(), memoryview(bytearray(1 << 20))
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                total.update(buffer[:count])
+    except OSError as error:
+        raise InputError(f"{path}: could not be read ({error.strerror})") from error
+    found = total.hexdigest()
+    if time.time() - stat.st_ctime > SETTLED:
+        # Without a place to keep it, the file is read again next time.
+        with suppress(InputError, OSError), atomic_write(entry) as file:
+            json.dump(state | {"sha256": found}, file)
+    return found

@@ -1,12 +1,16 @@
-"""From questions to prompt text.
+"""From questions to prompt text and token ids.
 
-official  hendrycks/test's evaluate.py, byte for byte
-lm-eval   lm-evaluation-harness's mmlu tasks: one space in the header, questions stripped
+official      hendrycks/test's evaluate.py, byte for byte
+lm-eval       lm-evaluation-harness's mmlu tasks: one space in the header, questions stripped
+continuation  lm-evaluation-harness's hellaswag, arc_* and mmlu_*_continuation: the choices' own
+              texts follow the context
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from calibeval.io import InputError
 from calibeval.tasks import LETTERS, Question, Subject
 
 HEADER = "The following are multiple choice questions (with answers) about {topic}.\n\n"
@@ -15,20 +19,33 @@ STYLES = ("official", "lm-eval")
 
 @dataclass(frozen=True)
 class Prompt:
-    """A question's prompt text, ready to be followed by " A", " B", …"""
+    """A question's context, ready to be followed by " A", " B", … or by its `endings`."""
 
     question: Question
     text: str
     shots: int
+    endings: tuple[str, ...] | None = None
 
     @property
     def sha256(self) -> str:
-        """Digest of the UTF-8 text, kept in the record."""
-        return hashlib.sha256(self.text.encode()).hexdigest()
+        """Digest of the UTF-8 text, and of the endings where there are any; kept in the record."""
+        return hashlib.sha256("\0".join([self.text, *(self.endings or ())]).encode()).hexdigest()
 
 
-def build(subject: Subject, question: Question, shots: int, style: str = "official") -> Prompt:
-    """Header, the first `shots` examples with their answers, then the question up to `Answer:`."""
+def build(
+    subject: Subject,
+    question: Question,
+    shots: int,
+    style: str = "official",
+    scoring: str = "letters",
+) -> Prompt:
+    """Header, the first `shots` examples with their answers, then the question up to its answer."""
+    if scoring == "continuation":
+        examples = [
+            f"{context(shot)} {endings(shot)[shot.label]}\n\n" for shot in subject.shots[:shots]
+        ]
+        text = subject.header + "".join(examples) + context(question)
+        return Prompt(question, text, shots, endings(question))
     # The official formatter puts a space before each word of the subject, after one of its own.
     topic = f" {subject.topic}" if style == "official" else subject.topic
     examples = [f"{body(shot, style)} {LETTERS[shot.label]}\n\n" for shot in subject.shots[:shots]]
@@ -41,3 +58,87 @@ def body(question: Question, style: str = "official") -> str:
     text = question.text if style == "official" else question.text.strip()
     lines = [f"{LETTERS[i]}. {choice}" for i, choice in enumerate(question.choices)]
     return "\n".join([text, *lines, "Answer:"])
+
+
+def context(question: Question) -> str:
+    """What continuation scoring puts before a choice."""
+    if question.context is not None:
+        return question.context
+    return f"Question: {question.text.strip()}\nAnswer:"
+
+
+def endings(question: Question) -> tuple[str, ...]:
+    """The choices' texts as continuation scoring reads them."""
+    return question.choices if question.endings is None else question.endings
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What stands for a question's choices after its context.
+
+    log P(choice i) = Σ_j log P(branches[i][j] | context, branches[i][<j])
+    """
+
+    merged: int  # tokens at the context's end that the letters change; left out of the context
+    branches: tuple[tuple[int, ...], ...]
+
+
+def encode(tokenizer, texts: Sequence[str], special: bool = True) -> list[list[int]]:
+    """Token ids, by default with the tokenizer's own start token; never with an end token."""
+    ids = tokenizer(list(texts), add_special_tokens=special)["input_ids"]
+    end = tokenizer.eos_token_id
+    probe = tokenizer("x", add_special_tokens=special)["input_ids"]
+    appended = end is not None and probe[-1:] == [end]
+    return [row[:-1] for row in ids] if appended else ids
+
+
+def plan(tokenizer, text: str, n_choices: int, space: str = " ", special: bool = True) -> Plan:
+    """The letters after a context; letters that the tokenizer does not tell apart are refused.
+
+    A letter's ids come from tokenising context and letter together: many tokenizers give " A"
+    another id in text than alone, and some split it (SentencePiece without a piece "▁A": "▁", "A").
+    """
+    letters = [space + letter for letter in LETTERS[:n_choices]]
+    bare, *full = encode(tokenizer, [text, *(text + letter for letter in letters)], special)
+    base = common_prefix([bare, *full])
+    rest = [tuple(ids[base:]) for ids in full]
+    for letter, ids in zip(letters, rest, strict=True):
+        unknown = not ids or tokenizer.unk_token_id in ids
+        if unknown or rest.count(ids) > 1:
+            pieces = tokenizer.convert_ids_to_tokens(list(ids))
+            raise InputError(
+                f"the tokenizer cannot score the letter {letter!r}: after {text[-12:]!r} it "
+                f"becomes {pieces}, "
+                + ("the unknown token" if unknown else "expected tokens that tell it from the rest")
+            )
+    return Plan(len(bare) - base, tuple(rest))
+
+
+def continuation(
+    tokenizer, text: str, endings: Sequence[str], space: str = " ", special: bool = True
+) -> tuple[list[int], Plan]:
+    """(token ids of the context, the endings after it), as lm-evaluation-harness splits them.
+
+    Context and ending are tokenised together and parted at the length of the context's own ids;
+    spaces at the context's end go to the ending. An empty context is the start token alone.
+    """
+    kept = text.rstrip()
+    texts = [kept, *(text + space + ending for ending in endings)]
+    bare, *full = encode(tokenizer, texts, special and bool(kept))
+    branches = [tuple(ids[len(bare) :]) for ids in full]
+    if () in branches:
+        ending = endings[branches.index(())]
+        raise InputError(f"the tokenizer has no token for {ending!r} after {text[-12:]!r}")
+    if not kept:
+        ids = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+        bare = [next((i for i in ids if i is not None), 0)]
+    return bare, Plan(0, tuple(branches))
+
+
+def common_prefix(rows: Sequence[Sequence[int]]) -> int:
+    """Length of the longest prefix that all rows share."""
+    low, high = min(rows), max(rows)  # the rest lie between them in dictionary order
+    for i, (a, b) in enumerate(zip(low, high, strict=False)):
+        if a != b:
+            return i
+    return min(len(low), len(high))

@@ -1,42 +1,94 @@
 """Records: one JSON line a question, from which every metric recomputes.
 
-    {"id", "subject", "label", "logprobs": [natural log, one a choice], "letter_mass",
-     "prompt_sha256", "shots", "model", "versions"}
-
-`RECORDS.jsonl.meta.json` beside them holds the settings and costs of the run.
+`Record` is the line; beside it stand "prompt_sha256", "shots" and "versions".
+`RECORDS.jsonl.meta.json` beside the file holds the settings and costs of the run.
 """
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
-from calibeval.io import InputError, json_lines
+from calibeval.io import InputError, counted, json_lines, read_text
 
-FIELDS = {
-    "id": (str, "text in quotes"),
-    "subject": (str, "text in quotes"),
-    "label": (int, "a whole number"),
-    "logprobs": (list, "a list of numbers"),
-    "letter_mass": ((int, float), "a number"),
-}
+# What probabilities may sum to: lm-evaluation-harness rounds log-probabilities to the model's
+# dtype, and bfloat16's 8 bits turn a sum of 1 into 1.005.
+MOST = 1.01
+LogProbability = Annotated[float, Field(le=1e-6, allow_inf_nan=False)]
+
+
+class Record(BaseModel, strict=True):
+    """How a model answered a question with K choices: by their letters, or by their texts."""
+
+    id: str
+    subject: str
+    label: NonNegativeInt  # index of the right choice
+    logprobs: list[LogProbability] = Field(min_length=2, max_length=26)  # natural; sums over tokens
+    letter_mass: float | None = Field(None, ge=0, allow_inf_nan=False)
+    model: str = "?"
+    scoring: Literal["letters", "continuation"] = "letters"
+    normalise: Literal["sum", "bytes", "characters", "unconditional"] = "sum"  # the convention
+    bytes: list[PositiveInt] | None = None  # lengths of the choices' texts
+    characters: list[PositiveInt] | None = None
+    unconditional: list[LogProbability] | None = None  # of the texts after an empty context
+
+    @model_validator(mode="after")
+    def _whole(self):
+        k = len(self.logprobs)
+        if self.label >= k:
+            raise ValueError(f"label is {self.label}, expected 0 to {k - 1}")
+        if self.scoring == "letters":
+            if self.letter_mass is None:
+                raise ValueError("no 'letter_mass', which records of letters have")
+            if self.letter_mass > MOST:
+                raise ValueError(f"letter_mass is {self.letter_mass}, expected 0 to 1")
+            if (total := sum(map(math.exp, self.logprobs))) > MOST:
+                raise ValueError(f"the probabilities of logprobs sum to {total:.3g}, more than 1")
+        else:
+            for name in ("bytes", "characters", "unconditional"):
+                values = getattr(self, name)
+                if values is not None and len(values) != k:
+                    raise ValueError(f"{name}: found {len(values)}, expected {k}, one a choice")
+        if self.normalise != "sum":
+            self.normalised(self.normalise)
+        return self
+
+    def normalised(self, by: str) -> np.ndarray:
+        """(K,) s = log p(text | question): s, s / bytes, s / characters or s − log p(text)."""
+        scores = np.array(self.logprobs)
+        if by == "sum":
+            return scores
+        other = getattr(self, by, None) if by in Record.model_fields else None
+        if self.scoring == "letters" or not isinstance(other, list):
+            raise ValueError(f"no {by!r} by which to normalise; scoring is {self.scoring!r}")
+        return scores - other if by == "unconditional" else scores / other
 
 
 @dataclass(frozen=True)
 class Records:
-    """A record file as arrays; choices are padded with log-probability −∞."""
+    """A record file as arrays; choices that a question lacks are padded with −∞."""
 
     path: Path
     ids: list[str]
     subjects: np.ndarray  # (N,) str
     labels: np.ndarray  # (N,) int
-    logprobs: np.ndarray  # (N, K)
-    letter_mass: np.ndarray  # (N,)
+    logprobs: np.ndarray  # (N, K), normalised; finite where there is a choice
+    letter_mass: np.ndarray  # (N,), NaN for continuations
     model: str
+    scoring: str = "letters"
+    normalise: str = "sum"
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def n_choices(self) -> np.ndarray:
+        """(N,) choices of each question."""
+        return np.isfinite(self.logprobs).sum(1)
 
 
 def sidecar(path: Path) -> Path:
@@ -44,41 +96,60 @@ def sidecar(path: Path) -> Path:
     return path.with_name(path.name + ".meta.json")
 
 
-def read(path: Path) -> Records:
-    """Read and check a record file; the first bad line raises `InputError` with its number."""
+def read(path: Path, normalise: str | None = None) -> Records:
+    """Read and check a record file; the first bad line raises `InputError` with its number.
+
+    `normalise` is sum, bytes, characters or unconditional; by default the records' convention.
+    """
     path = Path(path)
     require(path)
-    rows, seen = [], {}
+    rows: list[Record] = []
+    scores, seen = [], {}
     try:
-        for number, row in json_lines(path):
-            check(row, f"{path}, line {number}")
-            if row["id"] in seen:
+        for number, raw in json_lines(path):
+            where = f"{path}, line {number}"
+            row = check(raw, where)
+            if row.id in seen:
+                raise InputError(f"{where}: id {row.id!r} is on line {seen[row.id]} already")
+            first = rows[0] if rows else row
+            if (row.scoring, row.normalise) != (first.scoring, first.normalise):
                 raise InputError(
-                    f"{path}, line {number}: id {row['id']!r} is on line {seen[row['id']]} already"
+                    f"{where}: {row.scoring} by {row.normalise} after {first.scoring} by "
+                    f"{first.normalise}; expected one way of scoring a file"
                 )
-            seen[row["id"]] = number
+            try:
+                scores.append(row.normalised(normalise or row.normalise))
+            except ValueError as error:
+                raise InputError(f"{where}: {error}") from error
+            seen[row.id] = number
             rows.append(row)
+        expected = meta(path).get("questions", len(rows))
+        if len(rows) != expected:
+            raise InputError(
+                f"{path}: {counted(len(rows), 'record')}, but {sidecar(path).name} says {expected}"
+            )
+        if not rows:
+            raise InputError(f"{path}: no records")
     except InputError as error:
-        if rows:
+        if rows and normalise is None:
             raise InputError(
                 f"{error}; the records before it ({len(rows)}) are intact, and `score` with the "
                 f"same options completes the file"
             ) from error
         raise
-    if not rows:
-        raise InputError(f"{path}: no records")
-    width = max(len(row["logprobs"]) for row in rows)
-    logprobs = np.full((len(rows), width), -np.inf)
-    for i, row in enumerate(rows):
-        logprobs[i, : len(row["logprobs"])] = row["logprobs"]
+    counts = np.array([len(row.logprobs) for row in rows])
+    logprobs = np.full((len(rows), counts.max()), -np.inf)
+    logprobs[np.arange(logprobs.shape[1]) < counts[:, None]] = np.concatenate(scores)
     return Records(
         path,
-        [row["id"] for row in rows],
-        np.array([row["subject"] for row in rows]),
-        np.array([row["label"] for row in rows]),
+        list(seen),
+        np.array([row.subject for row in rows]),
+        np.array([row.label for row in rows]),
         logprobs,
-        np.array([row["letter_mass"] for row in rows], dtype=float),
-        rows[0].get("model", "?"),
+        np.array([row.letter_mass if row.scoring == "letters" else np.nan for row in rows]),
+        rows[0].model,
+        rows[0].scoring,
+        normalise or rows[0].normalise,
     )
 
 
@@ -89,26 +160,36 @@ def require(path: Path) -> None:
         raise InputError(f"{path}: {found}; expected a record file")
 
 
-def check(row: dict, where: str) -> None:
-    """Raise `InputError` unless the row is a whole record."""
-    for key, (kind, expected) in FIELDS.items():
-        if key not in row:
-            raise InputError(f"{where}: no {key!r}; found {', '.join(row)}")
-        if not isinstance(row[key], kind) or isinstance(row[key], bool):
-            raise InputError(f"{where}: {key} is {row[key]!r}, expected {expected}")
-    logprobs, label = row["logprobs"], row["label"]
-    if not 2 <= len(logprobs) <= 26:
-        raise InputError(f"{where}: logprobs: found {len(logprobs)}, expected 2 to 26")
-    if not all(isinstance(v, (int, float)) and v <= 1e-6 for v in logprobs):
-        raise InputError(f"{where}: logprobs are {logprobs}, expected numbers ≤ 0")
-    if not 0 <= label < len(logprobs):
-        raise InputError(f"{where}: label is {label}, expected 0 to {len(logprobs) - 1}")
+def meta(path: Path) -> dict:
+    """A record file's sidecar; empty where there is none, `InputError` where it is damaged."""
+    if not sidecar(path).is_file():
+        return {}
+    try:
+        return dict(json.loads(read_text(sidecar(path))))
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{sidecar(path)}: not a JSON object ({error})") from error
+
+
+def check(row: dict, where: str) -> Record:
+    """The row as a `Record`; raises `InputError` unless it is a whole one."""
+    try:
+        return Record.model_validate(row)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        reason = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "missing":
+            reason = f"no {first['loc'][0]!r}; found {', '.join(row)}"
+        elif first["loc"]:
+            key = first["loc"][0]
+            reason = f"{key} is {row[key]!r}: {reason.replace('Input should be', 'expected')}"
+        raise InputError(f"{where}: {reason}") from error
 
 
 def intact(path: Path) -> list[dict]:
     """The whole records of a file that may be cut short or damaged, each id once."""
     found = {}
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    # Not splitlines(): ids may hold characters, such as U+2028, that end a line there.
+    for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             row = json.loads(text)
             check(row, str(path))

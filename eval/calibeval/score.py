@@ -3,6 +3,8 @@
 import dataclasses
 import hashlib
 import math
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -11,11 +13,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from calibeval import __version__, models, prompts, results
+from calibeval import __version__, models, prompts, stats
 from calibeval.engines import Engine, Job, Usage
 from calibeval.io import InputError, counted
-from calibeval.letters import Plan, encode, plan
-from calibeval.prompts import Prompt
+from calibeval.prompts import Plan, Prompt
 from calibeval.store import Store
 from calibeval.tasks import Subject
 
@@ -25,15 +26,18 @@ SHARD = 500  # questions that an interruption loses at most
 
 @dataclass(frozen=True)
 class Style:
-    """How questions become tokens."""
+    """How questions become tokens, and their log-probabilities scores."""
 
     shots: int = 5
     prompt: str = "official"
     chat_template: bool = False
+    scoring: str = "letters"
+    normalise: str = "sum"
+    unconditional: bool = False  # also ask for the choices' texts without the question
 
     @property
     def space(self) -> str:
-        """What stands before a letter: a chat turn begins with the letter itself."""
+        """What stands before a letter or ending: a chat turn begins with the text itself."""
         return "" if self.chat_template else " "
 
 
@@ -43,49 +47,101 @@ class Item:
 
     prompt: Prompt
     tokens: tuple[int, ...]
-    letters: Plan
+    plan: Plan
+    normalise: str = "sum"
+    truncated: int = 0  # tokens cut from the left
+    unconditional: tuple[list[int], Plan] | None = None  # the choices without the question
 
-    def job(self, index: int) -> Job:
-        """The engine's view."""
-        context = self.tokens[: len(self.tokens) - self.letters.merged]
-        return Job(index, context, self.letters.spine, self.letters.letters)
+    def jobs(self, index: int) -> list[Job]:
+        """The engine's view: the question, and as job −1 − index its choices without it."""
+        context = self.tokens[: len(self.tokens) - self.plan.merged]
+        found = [Job(index, context, self.plan.branches)]
+        if self.unconditional:
+            tokens, plan = self.unconditional
+            found.append(Job(~index, tuple(tokens), plan.branches))
+        return found
+
+    @property
+    def longest(self) -> int:
+        """Tokens of context and longest choice."""
+        return max(len(j.tokens) + max(map(len, j.branches)) for j in self.jobs(0))
 
 
-def fit_prompts(subjects: list[Subject], style: Style, tokenizer, max_length: int) -> list[Item]:
+def fit_prompts(
+    subjects: list[Subject], style: Style, tokenizer, max_length: int | None
+) -> list[Item]:
     """Every question's prompt, with closing shots dropped until it fits `max_length` tokens.
 
     As the official script does: k-shot, then k−1, … (hendrycks/test, evaluate.py). A question that
-    does not fit even without examples raises `InputError`.
+    does not fit even without examples loses tokens on the left, as lm-evaluation-harness has it;
+    a warning names such questions, and their records say how many tokens.
     """
+    limit = math.inf if max_length is None else max_length
+    special = not style.chat_template  # a chat template writes its own start token
     fitted: dict[str, Item] = {}
-    plans: dict[tuple, Plan] = {}
     pending = [(s, q, style.shots) for s in subjects for q in s.questions]
     order = [q.id for _, q, _ in pending]
+    plans: dict[tuple, Plan] = {}
     while pending:
-        built = [prompts.build(s, q, k, style.prompt) for s, q, k in pending]
+        built = [prompts.build(s, q, k, style.prompt, style.scoring) for s, q, k in pending]
         if style.chat_template:
             built = [dataclasses.replace(p, text=_chat(tokenizer, p.text)) for p in built]
-        special = not style.chat_template  # a chat template writes its own start token
-        ids = encode(tokenizer, [p.text for p in built], special)
+        if style.scoring == "letters":
+            ids = prompts.encode(tokenizer, [p.text for p in built], special)
+            planned = []
+            for prompt, tokens in zip(built, ids, strict=True):
+                # Letters' ids depend on the context's end only: contexts ending alike share them.
+                key = (tuple(tokens[-4:]), n := len(prompt.question.choices))
+                if key not in plans:
+                    plans[key] = prompts.plan(tokenizer, prompt.text, n, style.space, special)
+                planned.append((tokens, plans[key]))
+        else:
+            planned = [
+                prompts.continuation(tokenizer, p.text, p.endings, style.space, special)
+                for p in built
+            ]
         again = []
-        for (subject, question, k), prompt, tokens in zip(pending, built, ids, strict=True):
-            # The letters' ids depend on the context's end only: contexts ending alike share them.
-            key = (tuple(tokens[-4:]), len(question.choices))
-            if key not in plans:
-                n = len(question.choices)
-                plans[key] = plan(tokenizer, prompt.text, n, style.space, special)
-            length = len(tokens) - plans[key].merged + len(plans[key].spine)
-            if length <= max_length:
-                fitted[question.id] = Item(prompt, tuple(tokens), plans[key])
-            elif k:
+        for (subject, question, k), prompt, (tokens, plan) in zip(
+            pending, built, planned, strict=True
+        ):
+            after = max(map(len, plan.branches)) - (style.scoring == "letters")
+            excess = len(tokens) - plan.merged + after - limit
+            if excess > 0 and k:
                 again.append((subject, question, k - 1))
-            else:
+                continue
+            cut = int(max(excess, 0))
+            if cut >= len(tokens) - plan.merged:
                 raise InputError(
-                    f"question {question.id}: {length} tokens without examples, but the model "
+                    f"question {question.id}: its choices take {after} tokens, but the model "
                     f"takes {max_length}; choose other --subjects or a longer --max-length"
                 )
+            alone = None
+            if style.unconditional:
+                text = question.unconditional
+                alone = prompts.continuation(tokenizer, text, prompt.endings)
+            item = Item(prompt, tuple(tokens[cut:]), plan, style.normalise, cut, alone)
+            fitted[question.id] = item
         pending = again
-    return [fitted[i] for i in order]
+    items = [fitted[i] for i in order]
+    warn_of_truncated(items, max_length)
+    return items
+
+
+def warn_of_truncated(items: list[Item], max_length: int | None) -> None:
+    """Name the questions that do not fit; where none does, raise `InputError`."""
+    cut = [item.prompt.question.id for item in items if item.truncated]
+    if cut and len(cut) == len(items):
+        raise InputError(
+            f"no question fits in the {max_length} tokens that the model takes, even without "
+            f"examples; give a longer --max-length or another model"
+        )
+    if cut:
+        print(
+            f"warning: {len(cut)} of {counted(len(items), 'question')} do not fit in {max_length} "
+            f"tokens even without examples and lose their beginning: "
+            f"{', '.join(cut[:5] + ['…'] * (len(cut) > 5))}",
+            file=sys.stderr,
+        )
 
 
 def _chat(tokenizer, text: str) -> str:
@@ -99,9 +155,10 @@ def groups_of(items: list[Item], indices: list[int]) -> list[list[Job]]:
     """Group the questions that share subject and number of shots, so a prompt prefix."""
     groups: dict[tuple, list[Job]] = {}
     for index in indices:
-        prompt = items[index].prompt
-        key = prompt.question.subject, prompt.shots
-        groups.setdefault(key, []).append(items[index].job(index))
+        item = items[index]
+        key = item.prompt.question.subject, item.prompt.shots, item.truncated > 0
+        for job in item.jobs(index):
+            groups.setdefault((*key, job.index < 0), []).append(job)
     return list(groups.values())
 
 
@@ -137,17 +194,18 @@ def score(
         print(f"{out}: complete already, {counted(len(items), 'question')}", file=sys.stderr)
         return
     if pending:
-        engine = make_engine()
-        _score_shards(engine, model, items, pending, store, len(mine))
+        _score_shards(make_engine(), model, items, pending, store, len(mine))
     finished = store.finished()
     missing = sum(i not in finished for i in ids)
     if missing:
         print(f"questions left to other shards: {missing}", file=sys.stderr)
         return
     rows = [finished[i] for i in ids]
-    four = sum(len(item.tokens) * len(item.letters.letters) for item in items)
-    extra = {"model": model, "versions": rows[-1]["versions"], "one_prompt_a_choice": four}
+    jobs = (job for item in items for job in item.jobs(0))
+    apart = sum(len(j.tokens) + len(branch) - 1 for j in jobs for branch in j.branches)
+    extra = {"model": model, "versions": rows[-1]["versions"], "one_prompt_a_choice": apart}
     extra |= {"training": models.training(model)}
+    extra |= {"architecture": models.architecture(model, settings.get("revision"))}
     report(store.finish(rows, extra), out)
 
 
@@ -155,30 +213,41 @@ def _score_shards(
     engine: Engine, model: str, items: list[Item], pending: list[int], store: Store, total: int
 ) -> None:
     versions = {"calibeval": __version__, **engine.versions()}
+    store.engine(engine.describe())
     progress = tqdm(total=total, initial=total - len(pending), unit="question", mininterval=0.5)
     with progress:
         for start in range(0, len(pending), SHARD):
             indices = pending[start : start + SHARD]
             engine.usage, began = Usage(), time.perf_counter()
-            rows = {}
+            found = {}
             for index, logprobs in engine.score(groups_of(items, indices)):
-                rows[index] = record(items[index], logprobs, model, versions)
-                progress.update()
-            seconds = time.perf_counter() - began
-            usage = dataclasses.asdict(engine.usage)
-            store.settings.setdefault("engine_settings", engine.describe())
-            store.add(indices[0], [rows[i] for i in indices], usage, seconds)
+                found[index] = logprobs
+                progress.update(index >= 0)
+            rows = [record(items[i], found[i], found.get(~i), model, versions) for i in indices]
+            seconds, usage = time.perf_counter() - began, dataclasses.asdict(engine.usage)
+            store.settings["engine_settings"] = engine.describe()  # the first batch settles some
+            store.add(indices[0], rows, usage, seconds)
 
 
-def record(item: Item, logprobs: list[float], model: str, versions: dict[str, str]) -> dict:
-    """A question's record; log-probabilities that are not finite raise `InputError`."""
+def record(
+    item: Item,
+    logprobs: list[float],
+    unconditional: list[float] | None,
+    model: str,
+    versions: dict[str, str],
+) -> dict:
+    """A question's record; log-probabilities that are not finite raise `InputError`.
+
+    By continuation `logprobs` are of the choices' texts, whose lengths `bytes` and `characters`
+    leave out the space before them, as lm-evaluation-harness does.
+    """
     prompt, question = item.prompt, item.prompt.question
-    if not all(math.isfinite(value) for value in logprobs):
+    if not all(map(math.isfinite, logprobs + (unconditional or []))):
         raise InputError(
             f"question {question.id}: log-probabilities {logprobs}: the model's output is not "
             f"finite"
         )
-    return {
+    row = {
         "id": question.id,
         "subject": question.subject,
         "label": question.label,
@@ -189,30 +258,74 @@ def record(item: Item, logprobs: list[float], model: str, versions: dict[str, st
         "model": model,
         "versions": versions,
     }
+    if prompt.endings is not None:
+        row |= {"scoring": "continuation", "normalise": item.normalise}
+        row["bytes"] = [len(text.encode()) for text in prompt.endings]
+        row["characters"] = [len(text) for text in prompt.endings]
+        row |= {"unconditional": unconditional} if unconditional else {}
+    return row | ({"truncated": item.truncated} if item.truncated else {})
 
 
 def report(meta: dict, out: Path) -> None:
     """Print what was saved and what came out; warn where the letters are not what is meant."""
     usage, seconds, questions = meta["usage"], meta["seconds"], meta["questions"]
-    computed, four = usage.get("computed_tokens", 0), meta["one_prompt_a_choice"]
+    computed, apart = usage.get("computed_tokens", 0), meta["one_prompt_a_choice"]
     if computed:
         print(
             f"{counted(questions, 'question')} in {seconds:.1f} s "
             f"({questions / seconds:.1f} a second); prompt tokens computed: {computed:,}, "
-            f"{four / computed:.1f}x fewer than the {four:,} of one prompt a choice",
+            f"{apart / computed:.1f}x fewer than the {apart:,} of one prompt a choice",
             file=sys.stderr,
         )
-    found = results.result(out)
-    accuracy, ece = (found["metrics"]["choices"][m] for m in ("accuracy", "ece"))
-    print(
-        f"accuracy {accuracy['value']:.3f} [{accuracy['low']:.3f}, {accuracy['high']:.3f}], "
-        f"ECE {ece['value']:.3f} [{ece['low']:.3f}, {ece['high']:.3f}], "
-        f"noise floor {ece['floor']:.3f}",
-        file=sys.stderr,
-    )
-    if found["letter_mass"] < LOW_MASS:
+    run = stats.load(out)
+    found = {m: stats.estimate([run], m, "choices") for m in ("accuracy", "ece", "rms_debiased")}
+    print(", ".join(f"{name} {figure}" for name, figure in found.items()), file=sys.stderr)
+    if "vocabulary" in run.confidences and run.letter_mass < LOW_MASS:
         print(
-            f"warning: mean letter mass {found['letter_mass']:.3f} is below {LOW_MASS}: the model "
+            f"warning: mean letter mass {run.letter_mass:.3f} is below {LOW_MASS}: the model "
             f"wants to say something other than a letter, so read the figures with care",
             file=sys.stderr,
         )
+
+
+def run_workers(count: int, arguments: list[str]) -> None:
+    """Run this command `count` times with --shard I/N, each on a GPU of its own; the last process
+    to finish merges.
+    """
+    command = [sys.executable, "-m", "calibeval", *_without_workers(arguments)]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    gpus = visible.split(",") if visible else [str(i) for i in range(count)]
+    if len(gpus) < count:
+        raise InputError(
+            f"--workers {count}: CUDA_VISIBLE_DEVICES lists {len(gpus)} GPUs, {visible}"
+        )
+    processes = [
+        subprocess.Popen(
+            [*command, "--shard", f"{i}/{count}"],
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": gpus[i]},
+        )
+        for i in range(count)
+    ]
+    try:
+        failed = [i for i, process in enumerate(processes) if process.wait()]
+    finally:
+        for process in processes:
+            process.terminate()
+    if failed:
+        raise InputError(
+            f"worker {failed[0]} of {count} failed (its message is above); "
+            f"run the same command again to go on from the finished shards"
+        )
+
+
+def _without_workers(arguments: list[str]) -> list[str]:
+    """The command line without --workers, and without --overwrite, which would race."""
+    kept, skip = [], False
+    for argument in arguments:
+        if skip or argument == "--overwrite" or argument.startswith("--workers="):
+            skip = False
+        elif argument == "--workers":
+            skip = True
+        else:
+            kept.append(argument)
+    return kept

@@ -1,7 +1,8 @@
 """Records while they are made: finished shards survive kill -9, half-written ones never count.
 
 RECORDS.jsonl.parts/settings.json     what is being scored, and how
-RECORDS.jsonl.parts/000500.json       a finished shard: {"usage", "seconds", "records"}
+RECORDS.jsonl.parts/000500.json       a finished shard: {"engine_settings", "usage", "seconds",
+                                       "records"}
 RECORDS.jsonl, RECORDS.jsonl.meta.json   at the end
 """
 
@@ -21,15 +22,15 @@ class Store:
     """The finished records of one scoring run, whoever made them."""
 
     def __init__(self, out: Path, settings: dict, overwrite: bool = False):
-        self.out, self.settings = out, settings
+        self.out, self.settings = out, dict(settings)
         self.folder = out.with_name(out.name + ".parts")
         if overwrite:
             clear(out)
         if out.exists():
             _same(_settings(records.sidecar(out), out), settings, out)
-        header = self.folder / "settings.json"
-        if header.exists():
-            _same(_settings(header, out), settings, self.folder)
+        self.header = self.folder / "settings.json"
+        if self.header.exists():
+            _same(_settings(self.header, out), settings, self.folder)
 
     def finished(self) -> dict[str, dict]:
         """Records by question id: of the finished shards, and what is intact of the final file."""
@@ -40,18 +41,36 @@ class Store:
             found |= {row["id"]: row for row in part["records"]}
         return found
 
+    def engine(self, describe: dict) -> None:
+        """Keep the loaded engine's settings: what `dtype=auto` comes to is known only now.
+
+        Raises `InputError`, naming both, where finished records are of another kind of engine or
+        another precision.
+        """
+        made = [(self.folder, part.get("engine_settings")) for part in self._parts()]
+        for where, path in ((self.out, records.sidecar(self.out)), (self.folder, self.header)):
+            if where.exists() and path.exists():
+                made.append((where, _settings(path, self.out).get("engine_settings")))
+        compared = {k: v for k, v in describe.items() if k == "engine" or k.endswith("dtype")}
+        for where, found in made:
+            found = found or {}
+            _same(found, {k: v for k, v in compared.items() if k in found}, where)
+        self.settings["engine_settings"] = describe
+
     def add(self, first: int, rows: list[dict], usage: dict, seconds: float) -> None:
         """Keep a finished shard; `first` is the place of its first question in the task."""
-        header = self.folder / "settings.json"
-        if not header.exists():
-            with atomic_write(header) as file:
+        if not self.header.exists():
+            with atomic_write(self.header) as file:
                 json.dump({"settings": self.settings}, file, indent=1)
+        part = {"engine_settings": self.settings.get("engine_settings"), "usage": usage}
         with atomic_write(self.folder / f"{first:06}.json") as file:
-            json.dump({"usage": usage, "seconds": seconds, "records": rows}, file)
+            json.dump(part | {"seconds": seconds, "records": rows}, file)
 
     def finish(self, rows: list[dict], meta: dict) -> dict:
         """Write the final file and its sidecar, drop the shards, return the sidecar's content."""
         parts = self._parts()
+        engine = self.settings.get("engine_settings") or parts[-1].get("engine_settings")
+        self.engine(engine or {})  # processes that started together could not see each other's
         usage: dict[str, int] = {}
         for part in parts:
             for key, value in part["usage"].items():

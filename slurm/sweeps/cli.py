@@ -286,6 +286,8 @@ def _score(a: argparse.Namespace) -> int:
     for subject in subjects:
         score.run(subject, planned.sweep.score, prefetch=planned.prefetch)
         print(f"scored: {subject.name}", flush=True)
+    for cell in planned.cells:
+        score.discard(cell, planned.sweep)
     return 0
 
 

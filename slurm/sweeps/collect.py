@@ -3,16 +3,17 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
+import calibeval.report
+from calibeval.io import InputError
 from sweeps import report, score
 from sweeps.config import Sweep
 from sweeps.errors import SweepError
 from sweeps.files import make_folder, write_text
 from sweeps.grid import Cell, sweep_folder
+from sweeps.locks import lease
 from sweeps.rundir import RunDir
 
 
@@ -55,9 +56,40 @@ def index(sweep: Sweep, cells: list[Cell]) -> tuple[list[dict], list[Gap]]:
                     "learning_rate": train.get("learning_rate"),
                     "seed": train.get("seed"),
                     "run": subject.name,
+                    **(training(cell) if cell else {}),
                 }
             )
     return entries, gaps
+
+
+def _write(
+    sweep: Sweep, cells: list[Cell], entries: list[dict], gaps: list[Gap], results: Path
+) -> None:
+    folder, part = results.parent, results.with_name(".results.part")
+    shutil.rmtree(part, ignore_errors=True)
+    make_folder(part)
+    rows = report.cells_table(sweep, cells)
+    best = report.best_learning_rates(sweep, cells)
+    report.write_csv(rows, folder / "cells.csv")
+    if best:
+        report.write_csv(best, folder / "best_learning_rates.csv")
+    else:
+        (folder / "best_learning_rates.csv").unlink(missing_ok=True)
+    report.curves(cells, folder / "curves.svg")
+    page, sections = folder / "report.html", report.sections(sweep, rows, best, folder)
+    note = report.note(rows, gaps)
+    if entries:
+        write_text(folder / "index.jsonl", "".join(json.dumps(entry) + "\n" for entry in entries))
+        options = {"title": sweep.name, "note": note, "sections": sections, "page": page}
+        try:
+            said = calibeval.report.collect(folder / "index.jsonl", part, **options)
+        except InputError as error:
+            raise SweepError(f"collect: {error}") from error
+        print(said.replace(str(part), str(results)), end="")
+    else:
+        (folder / "index.jsonl").unlink(missing_ok=True)
+        calibeval.report.html.page(sweep.name, [note, *sections], page)
+    _replace(part, results)
 
 
 def _replace(part: Path, results: Path) -> None:
@@ -70,6 +102,16 @@ def _replace(part: Path, results: Path) -> None:
         if path.is_file() and path.relative_to(results) not in new:
             path.unlink()
     shutil.rmtree(part)
+
+
+def training(cell: Cell) -> dict:
+    """What a run was trained on, how long, and what else the grid varies."""
+    train = cell.config.train
+    found = {"train_data": report.data(train), "epochs": train.get("num_train_epochs")}
+    named = {"label_smoothing", "learning_rate", "seed", "model_name_or_path", "num_train_epochs"}
+    named |= {"train_file", "dataset_name", "dataset_mixer_list"}
+    values = {key: value for key, value in cell.values.items() if key not in named}
+    return found | {k: v if isinstance(v, (str, int, float)) else str(v) for k, v in values.items()}
 
 
 def collect(sweep: Sweep, cells: list[Cell]) -> list[Gap]:
@@ -95,34 +137,8 @@ def collect(sweep: Sweep, cells: list[Cell]) -> list[Gap]:
         )
         return gaps
     make_folder(results)
-    part = folder / ".results.part"  # beside the results, whose files are replaced one by one
-    shutil.rmtree(part, ignore_errors=True)
-    make_folder(part)
-    if entries:
-        write_text(folder / "index.jsonl", "".join(json.dumps(entry) + "\n" for entry in entries))
-        arguments = ["collect", str(folder / "index.jsonl"), "--out", str(part)]
-        done = subprocess.run(
-            [sys.executable, "-m", "calibeval", *arguments],
-            text=True,
-            capture_output=True,
-            check=False,
-        )
-        if done.returncode != 0:
-            last = (done.stderr.strip().splitlines() or ["no output"])[-1].removeprefix("error: ")
-            raise SweepError(f"collect: {last}")
-        print(done.stdout.replace(str(part), str(results)), end="")
-    else:
-        (folder / "index.jsonl").unlink(missing_ok=True)
-    _replace(part, results)
-    rows = report.cells_table(sweep, cells)
-    best = report.best_learning_rates(sweep, cells)
-    report.write_csv(rows, folder / "cells.csv")
-    if best:
-        report.write_csv(best, folder / "best_learning_rates.csv")
-    else:
-        (folder / "best_learning_rates.csv").unlink(missing_ok=True)
-    report.curves(cells, folder / "curves.svg")
-    report.write_html(sweep, rows, best, gaps, folder)
+    with lease(folder / "collect.lock", timeout=-1):  # a person may collect beside a job
+        _write(sweep, cells, entries, gaps, results)
     for gap in gaps:
         print(f"gap: {gap.name} · {gap.task}: {gap.reason}")
     print(f"report: {folder / 'report.html'}")

@@ -50,6 +50,7 @@ class Task(Strict):
     task: str
     data: str
     name: str | None = None  # file name of the records; the task's own name unless given
+    scoring: Literal["letters", "continuation"] | None = None  # the task's own unless given
     shots: int | None = Field(None, ge=0)
     split: str | None = None
     subjects: Seq[str] | None = None

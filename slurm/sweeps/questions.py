@@ -7,11 +7,9 @@ from functools import cache
 from pathlib import Path
 
 from calibeval.io import InputError
-from calibeval.tasks import LOADERS, Source, load
-from calibeval.tasks.mmlu import HUB
+from calibeval.tasks import HUB, LOADERS, SHOTS, Source, convention, load
 from sweeps.config import Task
 
-SHOTS = 5  # calibeval's default
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # as the command line sets them
 
 
@@ -20,6 +18,8 @@ def options(task: Task) -> list[str]:
     chosen = ["--task", task.task, "--data", task.data]
     if task.shots is not None:
         chosen += ["--shots", str(task.shots)]
+    if task.scoring is not None:
+        chosen += ["--scoring", task.scoring]
     if task.split is not None:
         chosen += ["--split", task.split]
     if task.subjects is not None:
@@ -62,7 +62,8 @@ def problem(task: Task) -> str | None:
 
 
 def _load(task: Task) -> None:
-    shots = SHOTS if task.shots is None else task.shots
+    scoring, _ = convention(task.task, task.scoring)
+    shots = SHOTS[scoring] if task.shots is None else task.shots
     load(task.task, Source(task.data, shots, task.subjects, task.split))
 
 

@@ -143,13 +143,13 @@ def our_engine(model: str, subjects: list, backend: str, batch: int):
 
     length = load_max_length(model)
     if backend == "transformers":
-        from calibeval.engines.transformers import TransformersEngine
+        from calibeval.engines.hf import TransformersEngine
 
         engine = TransformersEngine(model, device="cpu", max_length=length)
     else:
         from calibeval.engines.vllm import VllmEngine
 
-        engine = VllmEngine(model, max_length=length)
+        engine = VllmEngine(model, longest=length)
 
     def run(subjects: list) -> list[bool]:
         style = score.Style(5, "lm-eval")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from made_records import write_records
 
-from calibeval.results import result
+from calibeval import stats
 
 QUESTIONS = 14042  # as many as MMLU has
 
@@ -33,11 +33,11 @@ def write_runs(folder: Path) -> Path:
     grid = itertools.product(("one", "two"), ("small", "large"), range(5), range(5))
     for number, (task, model, step, seed) in enumerate(grid):
         path = folder / f"{number}.jsonl"
-        write_records(path, 200, 3.0 - 0.5 * step, number)
+        write_records(path, 200, 3.0 - 0.5 * step + 0.05 * seed, task == "two")
         line = {"records": path.name, "dataset": task, "model": model, "seed": seed}
         line |= {"label_smoothing": 0.1 * step, "learning_rate": 2e-5}
         lines.append(json.dumps(line))
-        result(path)
+        stats.load(path)
     index = folder / "index.jsonl"
     index.write_text("\n".join(lines) + "\n")
     return index

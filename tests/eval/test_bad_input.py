@@ -1,6 +1,7 @@
 """Every bad input gets one message that names the file, the row, what was found and expected."""
 
 import json
+import math
 import resource
 import subprocess
 import sys
@@ -89,10 +90,16 @@ def test_model_folder(mmlu, tmp_path, capsys):
 
 def test_context_too_short(mmlu, tiny_model, tmp_path, capsys):
     command = [*score(tiny_model, mmlu, tmp_path / "r.jsonl"), "--max-length", "20"]
-    assert "tokens without examples, but the model takes 20" in run(capsys, *command)
+    assert "no question fits in the 20 tokens that the model takes" in run(capsys, *command)
 
 
 GOOD = {"id": "a/0", "subject": "a", "label": 1, "logprobs": [-1.0, -2.0], "letter_mass": 0.5}
+TEXTS = {"scoring": "continuation", "normalise": "bytes"}
+
+
+def changed(**values) -> str:
+    """A line of a good record but for these."""
+    return json.dumps(GOOD | {"id": "a/1"} | values)
 
 
 @pytest.mark.parametrize(
@@ -102,13 +109,30 @@ GOOD = {"id": "a/0", "subject": "a", "label": 1, "logprobs": [-1.0, -2.0], "lett
         (json.dumps(GOOD)[:40], "line 2: not JSON"),
         ("[]", "line 2: expected a JSON object, found list"),
         (json.dumps(GOOD), "line 2: id 'a/0' is on line 1 already"),
-        (json.dumps(GOOD | {"id": 1}), "line 2: id is 1, expected text in quotes"),
-        (json.dumps(GOOD | {"label": "B"}), "line 2: label is 'B', expected a whole number"),
-        (json.dumps(GOOD | {"letter_mass": True}), "letter_mass is True, expected a number"),
-        (json.dumps(GOOD | {"label": 2}), "line 2: label is 2, expected 0 to 1"),
-        (json.dumps(GOOD | {"logprobs": [-1.0]}), "line 2: logprobs: found 1, expected 2 to 26"),
-        (json.dumps(GOOD | {"logprobs": [-1, None]}), "expected numbers ≤ 0"),
-        (json.dumps(GOOD | {"logprobs": [-1, 3]}), "expected numbers ≤ 0"),
+        (changed(id=1), "line 2: id is 1: expected a valid string"),
+        (changed(label="B"), "line 2: label is 'B': expected a valid integer"),
+        (changed(label=True), "line 2: label is True: expected a valid integer"),
+        (changed(label=2), "line 2: label is 2, expected 0 to 1"),
+        (changed(label=-1), "line 2: label is -1: expected greater than or equal to 0"),
+        (changed(letter_mass=True), "letter_mass is True: expected a valid number"),
+        (changed(letter_mass=1.02), "letter_mass is 1.02, expected 0 to 1"),
+        (changed(letter_mass=-0.1), "letter_mass is -0.1: expected greater than"),
+        (changed(letter_mass=math.nan), "line 2: not JSON (NaN is no JSON number)"),
+        (changed(letter_mass=None), "line 2: no 'letter_mass'"),
+        (changed(logprobs=[-1.0]), "logprobs is [-1.0]: List should have at least 2 items"),
+        (changed(logprobs=[-1, None]), "logprobs is [-1, None]: expected a valid number"),
+        (changed(logprobs=[-1, 3]), "logprobs is [-1, 3]: expected less than"),
+        (changed(logprobs=[-1, -math.inf]), "line 2: not JSON (-Infinity is no JSON number)"),
+        (changed().replace("-2.0", "-1e999"), "logprobs is [-1.0, -inf]: expected a finite"),
+        (changed().replace("-2.0", "-" + "9" * 5000), "line 2: "),
+        (changed(logprobs=[-0.1, -0.1]), "probabilities of logprobs sum to 1.81, more than 1"),
+        (changed(model=["m"]), "model is ['m']: expected a valid string"),
+        (changed(scoring="texts"), "scoring is 'texts': expected 'letters' or 'continuation'"),
+        (changed(normalise="bytes"), "line 2: no 'bytes' by which to normalise; scoring is 'lett"),
+        (changed(**TEXTS, bytes=[3, 0]), "line 2: bytes is [3, 0]: expected greater than 0"),
+        (changed(**TEXTS, bytes=[3]), "line 2: bytes: found 1, expected 2, one a choice"),
+        (changed(**TEXTS), "line 2: no 'bytes' by which to normalise"),
+        (changed(**TEXTS, bytes=[3, 4]), "line 2: continuation by bytes after letters by sum"),
         (json.dumps({"id": "b"}), "line 2: no 'subject'; found id"),
     ],
 )
@@ -125,7 +149,19 @@ def test_absent_and_empty_records(tmp_path, capsys):
     for command in (["metrics", tmp_path], ["compare", tmp_path, tmp_path]):
         assert f"{tmp_path}: is a folder; expected a record file" in run(capsys, *command)
     path.touch()
-    assert "no records" in run(capsys, "metrics", path)
+    assert f"{path}: no records" in run(capsys, "metrics", path)
+
+
+def test_records_cut_at_the_end_of_a_line(tmp_path, capsys):
+    """The sidecar says how many there were."""
+    path = tmp_path / "r.jsonl"
+    path.with_name("r.jsonl.meta.json").write_text('{"questions": 3}')
+    path.write_text(changed(id="a/0") + "\n" + changed(id="a/1") + "\n")
+    err = run(capsys, "metrics", path)
+    assert f"{path}: 2 records, but r.jsonl.meta.json says 3" in err
+    assert "`score` with the same options completes the file" in err
+    path.with_name("r.jsonl.meta.json").write_text("[1")
+    assert "r.jsonl.meta.json: not a JSON object" in run(capsys, "metrics", path)
 
 
 ENTRY = {"records": "r.jsonl", "dataset": "mmlu", "model": "m", "label_smoothing": 0.1}
@@ -135,8 +171,8 @@ ENTRY = {"records": "r.jsonl", "dataset": "mmlu", "model": "m", "label_smoothing
     ("line", "expected"),
     [
         ({k: v for k, v in ENTRY.items() if k != "label_smoothing"}, "no 'label_smoothing'"),
-        (ENTRY | {"label_smoothing": 1.5}, "label_smoothing is 1.5, expected 0 to 1, or null"),
-        (ENTRY | {"label_smoothing": "0.1"}, "label_smoothing is '0.1', expected a number"),
+        (ENTRY | {"label_smoothing": 1.5}, "label_smoothing is 1.5, expected a number from 0 to 1"),
+        (ENTRY | {"label_smoothing": "0.1"}, 'label_smoothing is "0.1", expected a number'),
         (ENTRY | {"records": "absent.jsonl"}, "no record file"),
     ],
 )

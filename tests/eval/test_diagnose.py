@@ -104,6 +104,10 @@ def test_command(tiny_model, mmlu, tmp_path, capsys):
     norm = torch.linalg.matrix_norm(weight.float(), 2).item()
     assert found["sigma_c"] == pytest.approx(norm, rel=1e-4)
     assert "Smoothing" in found["sentence"]
+    log_v = np.log(found["vocabulary"])
+    assert found["gap"] == pytest.approx((found["entropy"]["median"] - found["bound"]) / log_v)
+    assert found["target_gap"] == pytest.approx((found["target_entropy"] - found["bound"]) / log_v)
+    assert 0 < found["reach"] < 1
     assert (out / "entropy_bound.svg").exists() and (out / "entropy_bound.png").exists()
 
 
@@ -133,8 +137,10 @@ def test_hidden_states_are_those_that_answer(tiny_model, mmlu, tmp_path, capsys)
 
 
 def test_bad_options(tiny_model, mmlu, capsys):
-    assert main(run(tiny_model, mmlu, "--temperature", "0")) == 2
-    assert "--temperature is 0.0, expected more than 0" in capsys.readouterr().err
+    for temperature in ("0", "-1", "nan", "inf"):
+        assert main(run(tiny_model, mmlu, "--temperature", temperature)) == 2
+        expected = f"--temperature is {float(temperature)}, expected a number more than 0"
+        assert expected in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(run(tiny_model, mmlu, "--label-smoothing", "1.5"))
     assert "'1.5' is not a number from 0 to 1" in capsys.readouterr().err
@@ -149,22 +155,24 @@ def test_bad_options(tiny_model, mmlu, capsys):
     ],
 )
 def test_sentences(sigma_c, median, words):
-    v, d = 1000, 64
-    bound = diagnose.entropy_bound(sigma_c, 1.0, d, v)
-    values = dict.fromkeys(("least", "median", "mean"), median)
-    found = diagnose.Diagnosis(
-        v,
-        d,
-        sigma_c,
-        1.0,
-        1.0,
-        None,
-        1.0,
-        0.1,
-        bound,
-        diagnose.smoothed_entropy(0.1, v),
-        values,
-        values,
-        10,
-    )
-    assert words in found.sentence
+    answers = [(1.0, median, 1.0)] * 10
+    found = diagnose.summary(answers, vocabulary=1000, hidden=64, sigma_c=sigma_c)
+    sentence = found["sentence"]
+    assert words in sentence
+    assert ("the bound is vacuous here" in sentence) == (sigma_c == 100)
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7])
+def test_reach_is_one_where_the_bound_is_attained(softcap):
+    """One logit as far above all others as the norm, or the cap, lets it be."""
+    v, r = 50, 3.0
+    u = np.full(v, -1 / np.sqrt(v * (v - 1)))
+    u[0] = np.sqrt((v - 1) / v)
+    z = r * u
+    if softcap:
+        z = np.where(np.arange(v) == 0, softcap, -softcap)
+    sizes = {"vocabulary": v, "hidden": 64, "sigma_c": r / 8, "softcap": softcap}
+    found = diagnose.summary([(1.0, entropy(z), z.max() - z.mean())], **sizes)
+    assert found["reach"] == pytest.approx(1)
+    if not softcap:
+        assert found["gap"] == pytest.approx(0, abs=1e-9)

@@ -5,7 +5,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from calibeval.io import InputError
-from calibeval.letters import Plan, common_prefix, encode, plan
+from calibeval.prompts import Plan, common_prefix, encode, plan
 
 CONTEXT = "light mass\nAnswer:"
 
@@ -28,13 +28,13 @@ def pieces(vocabulary: list[str], merges: list[tuple[str, str]]) -> PreTrainedTo
 def test_byte_level(tiny_model):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     ids = tokenizer.convert_tokens_to_ids(["ĠA", "ĠB", "ĠC", "ĠD"])
-    assert plan(tokenizer, CONTEXT, 4) == Plan(0, (), tuple((0, i) for i in ids))
+    assert plan(tokenizer, CONTEXT, 4) == Plan(0, tuple((i,) for i in ids))
     assert ids != tokenizer.convert_tokens_to_ids(["A", "B", "C", "D"])
 
 
 def test_white_space_split():
     tokenizer = words(["<unk>", "light", "mass", "Answer:", "A", "B", "C"])
-    assert plan(tokenizer, CONTEXT, 3) == Plan(0, (), ((0, 4), (0, 5), (0, 6)))
+    assert plan(tokenizer, CONTEXT, 3) == Plan(0, ((4,), (5,), (6,)))
     with pytest.raises(InputError, match=r"letter ' D'.*\['<unk>'\], the unknown token"):
         plan(tokenizer, CONTEXT, 4)
 
@@ -43,7 +43,7 @@ def test_letters_split_in_two():
     alphabet = sorted(set("light mass\nAnswer:ABCD".replace(" ", "▁")))
     tokenizer = pieces(["<unk>", *alphabet], [])
     space, *letters = (1 + alphabet.index(c) for c in "▁ABC")
-    assert plan(tokenizer, CONTEXT, 3) == Plan(0, (space,), tuple((1, i) for i in letters))
+    assert plan(tokenizer, CONTEXT, 3) == Plan(0, tuple((space, i) for i in letters))
 
 
 def test_some_letters_split_and_some_not():
@@ -51,7 +51,7 @@ def test_some_letters_split_and_some_not():
     tokenizer = pieces(["<unk>", *alphabet, "▁B"], [("▁", "B")])
     space, a, c = (1 + alphabet.index(x) for x in "▁AC")
     whole = 1 + len(alphabet)
-    assert plan(tokenizer, CONTEXT, 3) == Plan(0, (space,), ((1, a), (0, whole), (1, c)))
+    assert plan(tokenizer, CONTEXT, 3) == Plan(0, ((space, a), (whole,), (space, c)))
 
 
 def test_context_end_that_merges_with_the_letter():
@@ -60,15 +60,25 @@ def test_context_end_that_merges_with_the_letter():
     merges = [(":", "▁"), (":▁", "A"), (":▁", "B")]
     tokenizer = pieces(["<unk>", *alphabet, *merged], merges)
     n = len(alphabet)
-    assert plan(tokenizer, CONTEXT, 2) == Plan(1, (), ((0, n + 2), (0, n + 3)))
+    assert plan(tokenizer, CONTEXT, 2) == Plan(1, ((n + 2,), (n + 3,)))
 
 
-def test_letters_on_two_branches_are_refused():
+def test_letters_on_two_branches():
     alphabet = sorted(set("light mass\nAnswer:AB".replace(" ", "▁")))
     tokenizer = pieces(["<unk>", *alphabet, "▁B"], [("▁", "B")])
-    # " A" becomes "▁", "A" but " B" becomes "▁B", ":": no one forward sees both last tokens.
+    # " A" becomes "▁", "A" but " B" becomes "▁B", ":".
     tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Replace(" ", "▁"), normalizers.Replace("▁B", "▁B:")]
+    )
+    ids = tokenizer.get_vocab()
+    expected = tuple((ids[a], ids[b]) for a, b in (("▁", "A"), ("▁B", ":")))
+    assert plan(tokenizer, CONTEXT, 2) == Plan(0, expected)
+
+
+def test_letters_that_look_alike_are_refused():
+    tokenizer = pieces(["<unk>", *sorted(set("light mass\nAnswer:AB".replace(" ", "▁")))], [])
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Replace(" ", "▁"), normalizers.Replace("▁B", "▁A")]
     )
     with pytest.raises(InputError, match="expected tokens that tell it from the rest"):
         plan(tokenizer, CONTEXT, 2)
@@ -80,7 +90,7 @@ def test_appended_end_token_is_left_out():
         single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
     )
     assert encode(tokenizer, ["x Answer:"]) == [[1, 3, 4]]
-    assert plan(tokenizer, "x Answer:", 2).letters == ((0, 5), (0, 6))
+    assert plan(tokenizer, "x Answer:", 2).branches == ((5,), (6,))
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,32 @@
 """Post-hoc calibrators: what they fit, what they leave alone, what they refuse."""
 
+import csv
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
 import torch
 
 from calibeval.__main__ import main
-from calibeval.posthoc import HEADS, Calibrator, fit
-from calibeval.posthoc.calibrator import CONFIG, WEIGHTS, Settings
-from calibeval.posthoc.fit import Answers, objective, pad_left, selective_smoothing, temperatures
+from calibeval.io import InputError
+from calibeval.posthoc.calibrator import (
+    CONFIG,
+    HEADS,
+    WEIGHTS,
+    CalibratedEngine,
+    Calibrator,
+    Settings,
+)
+from calibeval.posthoc.fit import (
+    Answers,
+    fit,
+    objective,
+    pad_left,
+    selective_smoothing,
+    temperatures,
+)
 
 
 def drawn(n: int, sharpness: torch.Tensor, seed: int = 0) -> Answers:
@@ -190,17 +206,150 @@ def test_records_of_another_calibrator_are_not_reused(val, tiny_model, tmp_path,
     assert "calibrator_sha256" in capsys.readouterr().err
 
 
-def test_bad_input_is_one_message(val, tiny_model, tmp_path, capsys):
-    common = ["--model", tiny_model, "--task", "mmlu", "--data", val]
+@pytest.fixture
+def refused(capsys):
+    """refused(*command) → the error of a command that must fail."""
 
-    def refused(*command) -> str:
+    def check(*command) -> str:
+        capsys.readouterr()
         assert run(*command) == 2
         lines = capsys.readouterr().err.strip().splitlines()
         assert lines[-1].startswith("error: ")
         return lines[-1]
 
+    return check
+
+
+def fitted(folder) -> dict:
+    return json.loads((folder / CONFIG).read_text())["fitted"]
+
+
+def test_a_calibrator_never_meets_what_it_was_fitted_on(val, tiny_model, tmp_path, refused):
+    """Whatever the shots and the style: the question is the same."""
+    common = ["--model", tiny_model, "--task", "mmlu", "--data", val]
+    assert run("fit-temperature", *common, "--out", tmp_path / "c", "--subjects", "light") == 0
+    assert fitted(tmp_path / "c")["split"] == "val"
+    score = ["score", *common, "--out", tmp_path / "r.jsonl", "--calibrator", tmp_path / "c"]
+    message = "was fitted on 25 of these 25 questions, light/0 for one"
+    light = [*score, "--split", "val", "--subjects", "light"]
+    assert message in refused(*light)
+    assert message in refused(*light, "--shots", 0, "--style", "lm-eval")
+    # The same rows are old_kings' as well, under other ids.
+    assert "light" not in (err := refused(*score, "--split", "val", "--subjects", "old_kings"))
+    assert "was fitted on 25 of these 25 questions, old_kings/0 for one" in err
+    assert not (tmp_path / "r.jsonl").exists()
+    assert run(*score) == 0
+
+
+def test_questions_that_test_the_model_or_stand_in_prompts_are_left_out(
+    val, tiny_model, tmp_path, table, write_rows, capsys
+):
+    """MMLU has 27 of its validation questions in its test split too."""
+    path = val / "val" / "light_val.csv"
+    first = [(val / split / f"old_kings_{split}.csv").read_text() for split in ("test", "dev")]
+    twins = [next(csv.reader(text.splitlines())) for text in first]
+    question, *choices, answer = twins[0]
+    shuffled = [f"{question} ", *reversed(choices), "DCBA"["ABCD".index(answer)]]
+    write_rows(path, [*table(25), shuffled, twins[1]])
+    common = ["--model", tiny_model, "--task", "mmlu", "--data", val]
+    assert run("fit-temperature", *common, "--out", tmp_path / "c", "--subjects", "light") == 0
+    assert fitted(tmp_path / "c")["answers"] == 26 and fitted(tmp_path / "c")["left_out"] == 1
+    assert "left out 1 question" in capsys.readouterr().err
+    assert run("fit-temperature", *common, "--out", tmp_path / "c") == 0
+    # old_kings' prompts show its example, with which both tables begin as well.
+    assert fitted(tmp_path / "c")["left_out"] == 4
+    assert run("score", *common, "--out", tmp_path / "r.jsonl", "--calibrator", tmp_path / "c") == 0
+
+
+def test_a_file_given_twice(tiny_model, tmp_path, refused, table):
+    rows = [
+        {"question": q, "choices": choices, "answer": answer} for q, *choices, answer in table(25)
+    ]
+    path = tmp_path / "q.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = ["--model", tiny_model, "--task", "jsonl", "--data", path, "--shots", 0]
+    assert run("fit-temperature", *common, "--out", tmp_path / "c") == 0
+    score = ["score", *common, "--out", tmp_path / "r.jsonl", "--calibrator", tmp_path / "c"]
+    assert "was fitted on 25 of these 25 questions" in refused(*score)
+
+
+@pytest.mark.parametrize(
+    ("task", "split"),
+    [("mmlu", "test"), ("mmlu", "TEST"), ("hellaswag", "val"), ("arc_easy", "Test")],
+)
+def test_the_split_that_is_scored_is_not_fitted_on(tiny_model, tmp_path, refused, task, split):
+    command = ["--task", task, "--model", tiny_model, "--data", tmp_path, "--out", tmp_path / "c"]
+    message = f"--split {split}: {task} is scored on it"
+    assert message in refused("fit-temperature", *command, "--split", split)
+
+
+def test_hellaswag_and_arc_are_fitted_on_other_splits(tiny_model, tmp_path, table, capsys):
+    hellaswag, arc = [], []
+    for i, (text, *choices, answer) in enumerate(table(60)):
+        label = "ABCD".index(answer)
+        hellaswag.append({"ctx": text, "endings": choices, "label": label, "ind": i})
+        texts = [{"text": c, "label": n} for c, n in zip(choices, "1234", strict=True)]
+        stem = {"stem": text, "choices": texts}
+        arc.append({"id": f"q{i}", "question": stem, "answerKey": "1234"[label]})
+    for name, rows in (
+        ("hellaswag_train", hellaswag[:30]),
+        ("hellaswag_val", hellaswag[30:]),
+        ("ARC-Easy-Train", arc[:5]),
+        ("ARC-Easy-Dev", arc[5:30]),
+        ("ARC-Easy-Test", arc[30:]),
+    ):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    for task, split, left_out in (("hellaswag", "train", 5), ("arc_easy", "dev", 0)):
+        common = ["--task", task, "--model", tiny_model, "--data", tmp_path]
+        assert run("fit-temperature", *common, "--out", tmp_path / task) == 0
+        assert (found := fitted(tmp_path / task))["split"] == split
+        # HellaSwag's examples are the first of train, which may not be asked as well.
+        assert found["left_out"] == left_out and found["answers"] == 25
+        out = tmp_path / f"{task}.jsonl"
+        assert run("score", *common, "--out", out, "--calibrator", tmp_path / task) == 0
+
+
+def test_a_calibrator_of_another_checkpoint_is_refused(val, tiny_model, tmp_path, refused):
+    """Of the same architecture: nothing but its digest tells."""
+    common = ["--task", "mmlu", "--data", val]
+    assert run("fit-temperature", *common, "--model", tiny_model, "--out", tmp_path / "c") == 0
+    other = tmp_path / "other"
+    shutil.copytree(tiny_model, other)
+    weights = bytearray((other / "model.safetensors").read_bytes())
+    weights[len(weights) // 2] ^= 1
+    (other / "model.safetensors").write_bytes(weights)
+    score = ["score", *common, "--out", tmp_path / "r.jsonl", "--calibrator", tmp_path / "c"]
+    err = refused(*score, "--model", other)
+    assert f"was fitted to {tiny_model} (digest " in err and f"not to {other} (digest " in err
+    shutil.move(tiny_model, tmp_path / "moved")
+    try:
+        assert run(*score, "--model", tmp_path / "moved") == 0
+    finally:
+        shutil.move(tmp_path / "moved", tiny_model)
+
+
+def test_a_model_that_diverged_is_refused(val, tiny_model, tmp_path, refused):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model.lm_head.weight.data.fill_(math.nan)
+    for part in (model, AutoTokenizer.from_pretrained(tiny_model)):
+        part.save_pretrained(tmp_path / "m")
+    common = ["--model", tmp_path / "m", "--task", "mmlu", "--data", val]
+    for fit_it in ("fit-temperature", "fit-ats"):
+        assert "output is not finite" in refused(fit_it, *common, "--out", tmp_path / "c")
+    assert "output layer is not finite" in refused("diagnose", *common)
+    assert not (tmp_path / "c").exists()
+
+
+def test_hidden_states_of_another_size_are_refused(tiny_model):
+    with pytest.raises(InputError, match="have 64 features, the calibrator was fitted on 8"):
+        CalibratedEngine(str(tiny_model), Calibrator(Settings("linear", 8)), device="cpu")
+
+
+def test_bad_input_is_one_message(val, tiny_model, tmp_path, refused):
+    common = ["--model", tiny_model, "--task", "mmlu", "--data", val]
     fit_it = ["fit-temperature", *common, "--out", tmp_path / "c"]
-    assert "do not test it" in refused(*fit_it, "--split", "test")
     assert "expected 20 or more" in refused(*fit_it, "--limit", "5")
     ats = ["fit-ats", *common, "--out", tmp_path / "c", "--alpha", "2"]
     assert "alpha is 2.0, expected 0 to 1" in refused(*ats)
@@ -208,11 +357,11 @@ def test_bad_input_is_one_message(val, tiny_model, tmp_path, capsys):
     assert f"no {CONFIG}" in refused(*score, tmp_path / "nothing")
     assert "needs --engine transformers" in refused(*score, tmp_path / "c", "--engine", "vllm")
     Calibrator(Settings("linear", 8)).save_pretrained(tmp_path / "other", {})
-    assert "have 64 features, the calibrator was fitted on 8" in refused(*score, tmp_path / "other")
+    assert "does not say what it was fitted on" in refused(*score, tmp_path / "other")
     whole = (tmp_path / "other" / WEIGHTS).read_bytes()
     (tmp_path / "other" / WEIGHTS).write_bytes(whole[:-5])
     assert "not a whole calibrator" in refused(*score, tmp_path / "other")
     (tmp_path / "other" / CONFIG).write_text(
-        '{"head": "cubic", "hidden_size": 8, "over": "choices"}'
+        '{"head": "cubic", "hidden_size": 8, "over": "choices", "fitted": {}}'
     )
     assert "head is 'cubic'" in refused(*score, tmp_path / "other")

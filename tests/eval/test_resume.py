@@ -11,6 +11,7 @@ import pytest
 
 from calibeval import score, store
 from calibeval.__main__ import main
+from calibeval.io import InputError
 
 
 @pytest.fixture
@@ -117,7 +118,7 @@ def test_every_intact_record_of_a_damaged_file_is_kept(command, tmp_path, capsys
     assert run(command) == 0
     whole = out.read_text()
     lines = whole.splitlines(keepends=True)
-    lines[10] = lines[10].replace('"letter_mass": ', '"letter_mass": 7777, "x": ')  # a mark
+    lines[10] = lines[10].replace('"letter_mass": ', '"mark": 7777, "letter_mass": ')
     out.write_text("".join(lines[:20]) + lines[20][:50] + "\n" + "".join(lines[30:40]) + '{"id": ')
     assert main(["metrics", str(out)]) == 2
     assert "line 21: not JSON" in (err := capsys.readouterr().err)
@@ -125,7 +126,7 @@ def test_every_intact_record_of_a_damaged_file_is_kept(command, tmp_path, capsys
     assert run(command) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["id"] for row in rows] == [json.loads(line)["id"] for line in lines]
-    assert rows[10]["letter_mass"] == 7777  # kept, not scored again
+    assert rows[10]["mark"] == 7777  # kept, not scored again
     meta = json.loads((tmp_path / "r.jsonl.meta.json").read_text())
     assert 0 < meta["usage"]["prompt_tokens"] < meta["one_prompt_a_choice"] / 4
 
@@ -136,6 +137,82 @@ def test_records_without_settings_are_not_touched(command, tmp_path, capsys):
     assert run(command) == 2
     assert "does not say how it was made; give --overwrite" in capsys.readouterr().err
     assert out.read_text() == "{}\n"
+
+
+def test_ids_with_line_separators_are_scored_once(mmlu, tiny_model, tmp_path, capsys):
+    questions = tmp_path / "q.jsonl"
+    row = {"question": "which light?", "choices": ["a", "b"], "answer": 0}
+    ids = ["one\u2028two", "three\x85four", "five"]
+    questions.write_text(
+        "".join(json.dumps(row | {"id": i}, ensure_ascii=False) + "\n" for i in ids)
+    )
+    command = ["score", "--task", "jsonl", "--model", tiny_model, "--data", questions]
+    command += ["--shots", 0, "--out", tmp_path / "r.jsonl"]
+    assert run(command) == 0
+    assert run(command) == 0
+    assert "complete already, 3 questions" in capsys.readouterr().err
+    assert len(store.records.read(tmp_path / "r.jsonl")) == 3
+
+
+BF16 = {"engine": "transformers", "device": "H100", "dtype": "bfloat16", "batch_size": 16}
+FP32 = BF16 | {"device": "cpu", "dtype": "float32"}
+ROW = {"id": "a/0", "subject": "a", "label": 1, "logprobs": [-1.0, -2.0], "letter_mass": 0.5}
+
+
+def shard(out, engine, first=0):
+    """A store with one finished shard of an engine."""
+    made = store.Store(out, {"dtype": "auto"})
+    made.engine(engine)
+    made.add(first, [ROW | {"id": f"a/{first}"}], {"prompt_tokens": 1}, 1.0)
+    return made
+
+
+def test_another_precision_or_engine_is_refused(tmp_path):
+    """`dtype=auto` is bfloat16 on one machine and float32 on the next."""
+    out = tmp_path / "r.jsonl"
+    made = shard(out, BF16)
+    again = store.Store(out, {"dtype": "auto"})
+    with pytest.raises(InputError, match=r"dtype 'bfloat16' \(now 'float32'\)"):
+        again.engine(FP32)
+    with pytest.raises(InputError, match=r"engine 'transformers' \(now 'vllm'\)"):
+        again.engine(BF16 | {"engine": "vllm"})
+    again.engine(BF16 | {"batch_size": 64})
+    made.finish([ROW], {})
+    with pytest.raises(InputError, match=f"{out}: was made with dtype 'bfloat16'"):
+        store.Store(out, {"dtype": "auto"}).engine(FP32)
+
+
+def test_processes_that_started_together_do_not_mix_precisions(tmp_path):
+    """Neither saw a shard of the other when its engine was loaded."""
+    out = tmp_path / "r.jsonl"
+    one, two = store.Store(out, {"dtype": "auto"}), store.Store(out, {"dtype": "auto"})
+    one.engine(BF16)
+    two.engine(FP32)
+    one.add(0, [ROW], {"prompt_tokens": 1}, 1.0)
+    two.add(1, [ROW | {"id": "a/1"}], {"prompt_tokens": 1}, 1.0)
+    with pytest.raises(InputError, match="bfloat16"):
+        two.finish([ROW, ROW | {"id": "a/1"}], {})
+    assert not out.exists()
+
+
+def test_the_process_that_merges_needs_no_engine(tmp_path):
+    out = tmp_path / "r.jsonl"
+    shard(out, BF16)
+    assert store.Store(out, {"dtype": "auto"}).finish([ROW], {})["settings"] == {
+        "dtype": "auto",
+        "engine_settings": BF16,
+    }
+
+
+def test_float32_does_not_complete_bfloat16_records(command, tmp_path, capsys):
+    """The scorer asks the store as soon as the engine is loaded."""
+    out = tmp_path / "r.jsonl"
+    assert run(command) == 0
+    meta = tmp_path / "r.jsonl.meta.json"
+    meta.write_text(meta.read_text().replace('"dtype": "float32"', '"dtype": "bfloat16"'))
+    out.write_text("".join(out.read_text().splitlines(keepends=True)[:20]))
+    assert run(command) == 2
+    assert "was made with dtype 'bfloat16' (now 'float32')" in capsys.readouterr().err
 
 
 def test_shards_merge_when_the_last_is_done(command, tmp_path, capsys):
@@ -166,3 +243,27 @@ def test_bad_shards(command, share, capsys):
     with pytest.raises(SystemExit):
         run(command, "--shard", share)
     assert "is not I/N with 0 ≤ I < N" in capsys.readouterr().err
+
+
+def test_shards_of_another_precision_are_refused(command, tmp_path, capsys):
+    """--dtype auto is float32 on a CPU and the model's own on a GPU."""
+    assert run(command, "--shard", "0/2") == 0
+    header = tmp_path / "r.jsonl.parts" / "settings.json"
+    made = json.loads(header.read_text())
+    assert made["settings"]["engine_settings"]["dtype"] == "float32"
+    made["settings"]["engine_settings"]["dtype"] = "bfloat16"
+    header.write_text(json.dumps(made))
+    assert run(command, "--shard", "1/2") == 2
+    err = capsys.readouterr().err
+    assert "was made with dtype 'bfloat16' (now 'float32'); give --dtype bfloat16" in err
+    assert len(list(header.parent.glob("0*.json"))) == 1
+
+
+def test_a_merge_of_finished_shards_keeps_their_engine(command, tmp_path, monkeypatch):
+    """The process that merges may have had nothing left to score, and no engine."""
+    monkeypatch.setattr(store.Store, "finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert run(command) == 130
+    monkeypatch.undo()
+    assert run(command) == 0
+    meta = json.loads((tmp_path / "r.jsonl.meta.json").read_text())
+    assert meta["settings"]["engine_settings"]["dtype"] == "float32"

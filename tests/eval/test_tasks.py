@@ -11,8 +11,7 @@ import pytest
 from calibeval import prompts, tasks
 from calibeval.__main__ import main
 from calibeval.io import InputError
-from calibeval.tasks import mmlu
-from calibeval.tasks.hellaswag import clean
+from calibeval.tasks import clean
 
 
 def load(task, data, shots=0, **options):
@@ -265,7 +264,7 @@ def test_a_hub_data_set_needs_no_card_online(monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub, "hf_hub_download", mock.Mock(side_effect=gone))
     monkeypatch.setattr(datasets, "get_dataset_config_names", lambda name: ["light"])
-    assert mmlu._hub_subjects("cais/mmlu") == ["light"]
+    assert tasks._hub_subjects("cais/mmlu") == ["light"]
 
 
 def test_hub_layout(tmp_path):

@@ -125,3 +125,37 @@ def test_real_model_on_real_mmlu(stories, shared_data, tmp_path):
         assert rows[i]["logprobs"] == pytest.approx(plain(stories, text, names), abs=1e-4)
     meta = json.loads((tmp_path / "r.jsonl.meta.json").read_text())
     assert meta["usage"]["computed_tokens"] * 5 <= meta["one_prompt_a_choice"]
+
+
+def test_bfloat16_keeps_logits_in_float32(mmlu, tiny_model, tmp_path):
+    """bfloat16 logits near 20 are 0.125 apart: only the layers below stay in bfloat16."""
+    rows = score(tiny_model, mmlu, tmp_path / "r.jsonl", "--dtype", "bfloat16", "--limit", "3")
+    settings = json.loads((tmp_path / "r.jsonl.meta.json").read_text())["settings"]
+    made = settings["engine_settings"]
+    assert made["dtype"] == "bfloat16" and made["head_dtype"] == "float32"
+    gaps = [row["logprobs"][i] - row["logprobs"][0] for row in rows for i in (1, 2, 3)]
+    assert any(abs(gap * 256 - round(gap * 256)) > 0.01 for gap in gaps)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:7", "gpu"])
+def test_a_device_that_is_not_here(mmlu, tiny_model, tmp_path, capsys, device):
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is one")
+    command = ["score", "--model", tiny_model, "--task", "mmlu", "--data", mmlu, "--device", device]
+    assert main([str(c) for c in [*command, "--out", tmp_path / "r.jsonl"]]) == 2
+    err = capsys.readouterr().err
+    expected = "expected auto, cpu" if device == "gpu" else "CUDA GPUs here; give --device cpu"
+    assert "error: --device" in err and expected in err
+
+
+def test_context_length_of_configs_with_parts():
+    import transformers
+
+    from calibeval.engines import context_length
+
+    small = {"max_position_embeddings": 512}
+    assert context_length(transformers.Gemma3Config(text_config=small)) == 511
+    assert context_length(transformers.Mistral3Config(text_config=small)) == 511
+    assert context_length(transformers.Qwen2VLConfig(text_config=small)) == 511
+    assert context_length(transformers.GPT2Config(n_positions=300)) == 299
+    assert context_length(transformers.BloomConfig()) is None

@@ -126,3 +126,61 @@ def test_a_question_order_that_is_shuffled(model, data, tmp_path):
     vllm = score(model, path, tmp_path / "v.jsonl", "--engine", "vllm", *options)
     assert_equal(vllm, score(model, path, tmp_path / "t.jsonl", *options))
     assert {len(row["logprobs"]) for row in vllm} == {2, 3, 4, 5}
+
+
+def test_continuation(model, tmp_path):
+    """Choices of one to many tokens, some beginning alike, with contexts of whole cache blocks."""
+    rng = random.Random(1)
+    words = ("which", "true", "statement", "about", "force", "mass", "light")
+
+    def some(count: int) -> str:
+        return " ".join(rng.choices(words, k=count))
+
+    rows = [
+        {"question": some(5 + i) + "?", "choices": [*map(some, (1, 7, 20, 18))], "answer": 0}
+        for i in range(40)
+    ]
+    for row in rows:
+        row["choices"].append(row["choices"][3] + " and light")
+    path = tmp_path / "q.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--task", "jsonl", "--scoring", "continuation", "--unconditional"]
+    vllm = score(model, path, tmp_path / "v.jsonl", "--engine", "vllm", *options)
+    transformers = score(model, path, tmp_path / "t.jsonl", *options)
+    for a, b in zip(vllm, transformers, strict=True):
+        for key in ("id", "prompt_sha256", "bytes", "characters", "normalise"):
+            assert a[key] == b[key]
+        for key in ("logprobs", "unconditional"):
+            assert a[key] == pytest.approx(b[key], abs=2e-3)
+    usage = json.loads((tmp_path / "v.jsonl.meta.json").read_text())["usage"]
+    hits = 1 - usage["computed_tokens"] / usage["prompt_tokens"]
+    print(f"prefix cache: {hits:.1%} of {usage['prompt_tokens']} prompt tokens were hits")
+    assert hits > 0.4
+
+
+def test_float32_logits_where_vllm_leaves_them_in_bfloat16(model, tmp_path):
+    """vLLM before 0.30 does not heed head_dtype for models that generate."""
+    script = tmp_path / "head.py"
+    script.write_text(f"""
+from calibeval.engines import Job
+from calibeval.engines.hf import TransformersEngine
+from calibeval.engines.vllm import VllmEngine
+
+if __name__ == "__main__":
+    path, jobs = {str(model)!r}, [[Job(i, (5, 6 + i, 7), ((8,), (9,), (10, 11), (12, 9))) for i in range(9)]]
+    ours = dict(TransformersEngine(path, dtype="bfloat16").score(jobs))
+    for wanted in ("model", "float32"):
+        options = dict(dtype="bfloat16", longest=20)
+        engine = VllmEngine(path, **options, hf_overrides={{"head_dtype": wanted}})
+        found = dict(engine.score(jobs))
+        assert engine.describe()["head_dtype"] == "float32", engine.describe()
+        gaps = [found[i][1] - found[i][0] for i in range(9)]
+        assert any(abs(gap * 256 - round(gap * 256)) > 0.01 for gap in gaps), gaps
+        worst = max(abs(a - b) for i in range(9) for a, b in zip(found[i], ours[i]))
+        assert worst < 0.2, worst
+        engine.close()
+    print("done")
+""")  # noqa: E501
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True)
+    assert done.returncode == 0 and b"done" in done.stdout, done.stderr[-3000:]

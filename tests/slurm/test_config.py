@@ -192,3 +192,14 @@ def test_overrides_may_follow_options(sweep_file, capsys):
 def test_one_run_is_said_in_the_singular(sweep_file, capsys):
     assert main(["plan", str(sweep_file(grid={}))]) == 0
     assert "\n1 run, 0 done, 1 to do" in capsys.readouterr().out
+
+
+def test_a_tasks_scoring_is_passed_on():
+    from sweeps.config import Task
+    from sweeps.questions import options
+
+    task = Task(task="arc_easy", data="arc", scoring="letters")
+    assert options(task) == ["--task", "arc_easy", "--data", "arc", "--scoring", "letters"]
+    assert "--scoring" not in options(Task(task="arc_easy", data="arc"))
+    with pytest.raises(ValueError, match="scoring"):
+        Task(task="arc_easy", data="arc", scoring="letter")

@@ -3,10 +3,16 @@
 import json
 import math
 import random
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "eval"))
+from made_records import write_records
+
+from calibeval.report.index import read
 from sweeps.demo import __main__ as command
 from sweeps.demo import files, pretrain, report, world
 from sweeps.errors import SweepError
@@ -146,37 +152,32 @@ def test_pretraining_goes_on_after_a_kill(folder, tmp_path, monkeypatch):
     assert (tmp_path / "cut" / "model.safetensors").stat().st_mtime_ns == stamp
 
 
-def table(ece: dict) -> dict:
-    """Rows as in calibeval's table.csv from {(model, β, calibrator): (ECE, half-width)}."""
-    return {
-        key: {"questions": "856"}
-        | {
-            f"{metric}_{kind}{end}": str(value)
-            for metric in ("ece", "accuracy")
-            for kind in report.NAMES
-            for end, value in (("", figures[0]), ("_half_width_95", figures[1]))
-        }
-        for key, figures in ece.items()
-    }
+def index_of(folder, sharpness: dict):
+    """An index of made-up records from {(model, β, calibrator): how much too sure, from 1}."""
+    lines = []
+    for number, ((model, beta, fit), sharp) in enumerate(sharpness.items()):
+        write_records(folder / f"{number}.jsonl", 800, sharp, 0)
+        line = {"records": f"{number}.jsonl", "dataset": "mmlu", "model": model}
+        lines.append(line | {"label_smoothing": beta, "calibrator": fit})
+    (folder / "index.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return read(folder / "index.jsonl")
 
 
-def test_the_summary_says_what_the_intervals_allow():
-    rows = {
-        ("demo", None, ""): (0.05, 0.02),
-        ("demo", 0.0, ""): (0.25, 0.03),
-        ("oracle", None, ""): (0.02, 0.01),
-    }
-    rows |= {("demo", beta, "temperature"): (0.08, 0.01) for beta in (0.0, 0.1)}
-    rows |= {("demo", 0.0, "ats"): (0.04, 0.01), ("demo", 0.1, "ats"): (0.08, 0.01)}
-    clear = report.summary(table(rows | {("demo", 0.1, ""): (0.10, 0.03)}))
-    assert "+0.200 ±0.036: worse" in clear
-    assert "β = 0.1 0.100 ±0.030, 60% less than β = 0 (-0.150 ±0.042: better)" in clear
-    assert "ATS 0.040 ±0.010, 50% less than that (-0.040 ±0.014: better)" in clear
-    assert "ATS 0.080 ±0.010, 0% less than that (+0.000 ±0.014: not told from no change)" in clear
-    unclear = report.summary(table(rows | {("demo", 0.1, ""): (0.24, 0.03)}))
-    assert "-0.010 ±0.042: not told from no change" in unclear
-    backwards = report.summary(table(rows | {("demo", 0.1, ""): (0.35, 0.03)}))
-    assert "40% more than β = 0 (+0.100 ±0.042: worse)" in backwards
+def test_the_summary_says_what_the_intervals_allow(tmp_path):
+    rows = {("demo", None, None): 1.0, ("demo", 0.0, None): 3.0, ("oracle", None, None): 1.0}
+    rows |= {("demo", 0.1, None): 1.5, ("demo", 0.2, None): 6.0, ("demo", 0.3, None): 3.0}
+    rows |= {("demo", beta, "temperature"): 1.5 for beta in (0.0, 0.1)}
+    rows |= {("demo", 0.0, "ats"): 1.0, ("demo", 0.1, "ats"): 1.5}
+    results = index_of(tmp_path, rows)
+    choices, tokens, accuracy, one, two, oracle = report.summary(results).splitlines()
+    parts = choices.split("; ")
+    assert parts[0].startswith("- ECE among the choices: ") and "before fine-tuning" in parts[0]
+    ends = ["worse)", "better)", "worse)", "not told from no change)."]
+    assert [part.rsplit(": ", 1)[1] for part in parts[1:]] == ends
+    assert "ECE among all tokens" in tokens and tokens.split("; ")[2].endswith("better)")
+    assert "+0.000 [+0.000, +0.000] at β = 0.1" in accuracy
+    assert one.endswith("better).") and two.endswith("not told from no change).")
+    assert "on these 800 questions" in oracle
 
 
 def test_results_of_two_recipes_are_not_mixed(tmp_path, monkeypatch, capsys):

@@ -180,7 +180,8 @@ def test_the_whole_chain_runs_without_a_network(sweep_file, tiny, tmp_path, exec
         assert "report: " in said.read_text()
     assert done.returncode == 0, done.stdout + done.stderr
     results = tmp_path / "out" / "sweeps" / "tiny"
-    assert len((results / "results" / "table.csv").read_text().splitlines()) == 3
+    table = (results / "results" / "table.md").read_text().split("\n\n")[0]
+    assert len(table.splitlines()) == 4  # two of head, the base model, the run
     assert (results / "report.html").exists()
 
 

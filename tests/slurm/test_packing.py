@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
 from transformers import LlamaConfig as Llama
+from world import make_tokenizer
 
 from smoothce import patch_model
 from sweeps import launch
@@ -219,6 +222,24 @@ def test_training_packed_is_training_padded(sweep_file, reduction):
         torch.testing.assert_close(right[name], value, rtol=1e-3, atol=1e-4)
 
 
+def test_a_packed_run_resumes_bit_for_bit(sweep_file, tmp_path):
+    settings = {"packing": True, "attention_dropout": 0.1, "held_out": 5, "logging_steps": 1}
+    settings |= {"num_train_epochs": 1, "gradient_accumulation_steps": 2, "learning_rate": 1e-3}
+    path = sweep_file(grid={}, train=settings)
+    calm = finished(path)
+    cell = launch.plan(path, [f"output_root={tmp_path}/stopped"]).cells[0]
+    run = RunDir(cell.folder)
+    run.create(cell.config)
+    run.stop.touch()
+    train(run)
+    assert run.step() == 1 and not run.model.exists()
+    run.stop.unlink()
+    train(run)
+    left, right = (load_file(one.model / "model.safetensors") for one in (calm, run))
+    assert all(torch.equal(value, right[name]) for name, value in left.items())
+    assert [row.get("loss") for row in rows_of(run)] == [row.get("loss") for row in rows_of(calm)]
+
+
 def test_held_out_loss_is_torchs_on_conversations_never_trained_on(sweep_file, tiny):
     run = finished(sweep_file(grid={}, train={"held_out": 7, "label_smoothing": 0.2}))
     tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
@@ -245,6 +266,28 @@ def test_a_model_is_saved_in_the_precision_of_its_base(sweep_file, tiny, tmp_pat
         torch.bfloat16
     }
     assert base_dtype(str(run.model)) == torch.bfloat16
+
+
+@pytest.mark.slow
+def test_two_packed_ranks_make_the_updates_of_one(sweep_file):
+    settings = {"packing": True, "reduce_loss": "token_mean", "max_tokens": 90, "held_out": 5}
+    settings |= {"logging_steps": 1, "max_train_steps": 6}
+    rows = []
+    for ranks in (1, 2):
+        path = sweep_file(
+            grid={},
+            train={**settings, "per_device_train_batch_size": 8 // ranks},
+            world={"processes_per_node": ranks},
+        )
+        cell = launch.plan(path, []).cells[0]
+        run = RunDir(cell.folder)
+        run.create(cell.config)
+        done = subprocess.run([sys.executable, "-m", "sweeps", "train", run.path], check=False)
+        assert done.returncode == 0, run.log.read_text()
+        rows.append(rows_of(run))
+    for one, two in zip(*rows, strict=True):
+        for key in one.keys() & {"loss", "grad_norm", "held_out_loss"}:
+            assert one[key] == pytest.approx(two[key], rel=1e-4), key
 
 
 @pytest.mark.slow
@@ -406,3 +449,62 @@ def test_ranks_share_the_cache_folder_of_the_sweep(sweep_file):
     run = finished(sweep_file(grid={}, train={"max_train_steps": 1}))
     assert list(run.tokens.glob("*/DONE")) and run.tokens.parent == run.path.parent.parent
     assert os.path.isdir(run.model)
+
+
+gpu = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+
+def with_gpu(test):
+    for mark in gpu:
+        test = mark(test)
+    return test
+
+
+@with_gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("heads", "groups", "size"), [(4, 4, 256), (8, 4, 64)])
+@pytest.mark.parametrize("window", [0, 5, 96])
+def test_flash_attention_is_attention(heads, groups, size, window, compiled):
+    torch.manual_seed(0)
+    lengths = [130, 1, 37, 300, 44]
+    bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device="cuda")
+    shapes = [(heads, size), (heads // groups, size), (heads // groups, size)]
+    exact = [
+        torch.randn(sum(lengths), *shape, device="cuda").bfloat16().float().requires_grad_()
+        for shape in shapes
+    ]
+    gradient = torch.randn(sum(lengths), heads, size, device="cuda").bfloat16().float()
+    with torch.device("cuda"):  # where the reference makes its masks
+        expected = attention._one_by_one(*exact, bounds, size**-0.5, window, 0.0)
+    expected.backward(gradient)
+    given = [x.detach().bfloat16().requires_grad_() for x in exact]
+    run = torch.compile(attention.flash, dynamic=True) if compiled else attention.flash
+    found = run(*given, bounds, 384, size**-0.5, window, 0.0)[0]
+    found.backward(gradient.bfloat16())
+    for left, right in zip(
+        [found, *(x.grad for x in given)], [expected, *(x.grad for x in exact)], strict=True
+    ):
+        error = (left.float() - right).norm() / right.norm()
+        assert error < 1e-2, error
+
+
+@with_gpu
+def test_training_on_a_gpu_is_packed_compiled_and_the_same(sweep_file, tmp_path, capsys):
+    model = tmp_path / "model"
+    torch.manual_seed(0)
+    shape = {**SMALL, "vocab_size": 512, "hidden_size": 64, "head_dim": 64}
+    LlamaForCausalLM(Llama(**shape)).save_pretrained(model)
+    make_tokenizer().save_pretrained(model)
+    settings = {"model_name_or_path": str(model), "logging_steps": 1, "held_out": 5}
+    path = sweep_file(grid={}, train=settings, world={"mixed_precision": "bf16"})
+    padded = finished(path, "train.packing=false")
+    assert "batches: padded" in capsys.readouterr().out
+    packed = finished(path, "train.compile=true")
+    assert "batches: packed, compiled" in capsys.readouterr().out
+    for left, right in zip(rows_of(padded), rows_of(packed), strict=True):
+        for key in left.keys() & {"loss", "held_out_loss"}:
+            assert left[key] == pytest.approx(right[key], rel=1e-2), key

@@ -1,7 +1,8 @@
-"""Engines: from prompts' token ids to the letters' log-probabilities."""
+"""Engines: from prompts' token ids to the choices' log-probabilities."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from calibeval.io import InputError
@@ -9,12 +10,30 @@ from calibeval.io import InputError
 
 @dataclass(frozen=True)
 class Job:
-    """One question for an engine: the context's tokens and how to read its letters (see `Plan`)."""
+    """One question for an engine: the context's tokens, and those of each choice (see `Plan`)."""
 
     index: int
     tokens: tuple[int, ...]
-    spine: tuple[int, ...]
-    letters: tuple[tuple[int, int], ...]  # (depth, id)
+    branches: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """What follows the context where a branch's next token is asked for: () and, depth first,
+        every beginning of a branch.
+
+        Branches of one token, as most tokenizers make of letters, have the node () alone.
+        """
+        return tuple(sorted({branch[:i] for branch in self.branches for i in range(len(branch))}))
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether each node goes on from the last, so that causal attention is enough."""
+        return all(len(node) == i for i, node in enumerate(self.nodes))
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest prompt: the context and the deepest node."""
+        return len(self.tokens) + max(map(len, self.nodes))
 
 
 @dataclass
@@ -28,15 +47,13 @@ class Usage:
 class Engine(Protocol):
     """What scoring needs of an engine."""
 
-    tokenizer: object
-    max_length: int
     usage: Usage
 
     def score(self, groups: list[list[Job]]) -> Iterator[tuple[int, list[float]]]:
-        """Yield (job index, log-probability of each letter); a group shares a prompt prefix."""
+        """Yield (job index, log-probability of each branch); a group shares a prompt prefix."""
 
     def describe(self) -> dict:
-        """Engine settings that the figures depend on."""
+        """Engine settings that the figures depend on, the precision in use among them."""
 
     def versions(self) -> dict[str, str]:
         """Versions of the packages that compute the figures."""
@@ -52,8 +69,8 @@ def load_tokenizer(model: str, revision: str | None = None):
         raise InputError(f"{model}: its tokenizer cannot be loaded: {first_line(error)}") from error
 
 
-def load_max_length(model: str, revision: str | None = None) -> int:
-    """Longest prompt of a model that is not loaded."""
+def load_max_length(model: str, revision: str | None = None) -> int | None:
+    """Longest prompt of a model that is not loaded; None if its config sets no limit."""
     from transformers import AutoConfig
 
     try:
@@ -62,9 +79,15 @@ def load_max_length(model: str, revision: str | None = None) -> int:
         raise InputError(f"{model}: its config cannot be loaded: {first_line(error)}") from error
 
 
-def context_length(config) -> int:
-    """Longest prompt: the model's positions less one, which the answer takes."""
-    return (getattr(config, "max_position_embeddings", None) or 2**20) - 1
+def text_config(config):
+    """The language model's part of a config that has parts (Gemma 3, Mistral 3, Qwen-VL)."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def context_length(config) -> int | None:
+    """Longest prompt: the model's positions less one, which the answer takes; None: no limit."""
+    positions = getattr(text_config(config), "max_position_embeddings", None)
+    return positions - 1 if positions else None
 
 
 def first_line(error: Exception) -> str:

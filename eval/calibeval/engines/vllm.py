@@ -1,14 +1,15 @@
-"""Engine on vLLM: one prompt a question, prefix cache on, exact token ids' log-probabilities.
+"""Engine on vLLM: whole prompts, prefix cache on, exact token ids' log-probabilities.
 
 Needs vLLM 0.20 to 0.33, the releases with `SamplingParams.logprob_token_ids`. One process drives
 one GPU; `--shard I/N` spreads questions over several.
 """
 
+import atexit
 import os
-from collections import defaultdict
 from collections.abc import Iterator
+from types import MethodType
 
-from calibeval.engines import Job, Usage, context_length, first_line, load_tokenizer
+from calibeval.engines import Job, Usage, first_line, load_tokenizer
 from calibeval.io import InputError
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -16,16 +17,20 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 
 class VllmEngine:
-    """Hands vLLM whole prompts in an order that keeps shared prefixes cached."""
+    """Hands vLLM whole prompts in an order that keeps shared prefixes cached.
+
+    `longest`: tokens of the longest prompt, all that memory is kept for; None: the model's
+    positions. Other options go to `vllm.LLM`.
+    """
 
     def __init__(
         self,
         model: str,
         *,
         dtype: str = "auto",
-        max_length: int | None = None,
+        longest: int | None = None,
         revision: str | None = None,
-        gpu_memory: float = 0.9,
+        **options,
     ):
         try:
             import torch
@@ -44,91 +49,167 @@ class VllmEngine:
         self.vllm, self.usage = vllm, Usage()
         self.packages = {m.__name__: m.__version__ for m in (torch, transformers, vllm)}
         self.tokenizer = load_tokenizer(model, revision)
-        config = transformers.AutoConfig.from_pretrained(model, revision=revision)
-        self.max_length = max_length or context_length(config)
         self.on_gpu = torch.cuda.is_available()
-        self.dtype = "float32" if dtype == "auto" and not self.on_gpu else dtype
         try:
-            self.llm = vllm.LLM(
+            settings = dict(
                 model=model,
                 revision=revision,
                 tokenizer_revision=revision,
-                dtype=self.dtype,
-                max_model_len=self.max_length + 1,
+                dtype="float32" if dtype == "auto" and not self.on_gpu else dtype,
+                max_model_len=longest + 1 if longest else None,
                 enable_prefix_caching=True,
                 enforce_eager=True,  # nothing is decoded: graphs and compilation would only delay
                 max_logprobs=32,
                 seed=0,
-                # bfloat16 logits near 20 are 0.125 apart. vLLM 0.20 knows the option and leaves
-                # the head of a model that generates as it is; `describe` says what it took.
                 hf_overrides={"head_dtype": "float32"},
-                **({"gpu_memory_utilization": gpu_memory} if self.on_gpu else {}),
+                worker_extension_cls=f"{__name__}.PreciseHead",
             )
+            self.llm = vllm.LLM(**settings | options)
+            atexit.register(self.close)  # before multiprocessing waits for vLLM's process
+            (self.head_dtype,) = self.llm.collective_rpc("make_head_precise")
         except (OSError, RuntimeError, TypeError, ValueError) as error:
             raise InputError(
                 f"{model}: vLLM {vllm.__version__} cannot run it: {first_line(error)}"
             ) from error
 
     def describe(self) -> dict:
-        """Engine settings that the figures depend on."""
+        """Engine settings that the figures depend on; `head_dtype` is that of logits it gave."""
         config = self.llm.llm_engine.model_config
         return {
             "engine": "vllm",
             "device": "cuda" if self.on_gpu else "cpu",
             "dtype": str(config.dtype).removeprefix("torch."),
-            "head_dtype": str(config.head_dtype).removeprefix("torch."),
-            "max_length": self.max_length,
+            "head_dtype": self.head_dtype,
+            "max_length": config.max_model_len - 1,
         }
+
+    def close(self) -> None:
+        """End the process that holds the model."""
+        self.llm.llm_engine.engine_core.shutdown()
 
     def versions(self) -> dict[str, str]:
         """Versions of the packages that compute the figures."""
         return self.packages
 
     def score(self, groups: list[list[Job]]) -> Iterator[tuple[int, list[float]]]:
-        """Yield (job index, log-probability of each letter) for every job."""
-        requests = [(job, depth) for group in groups for job in group for depth in _depths(job)]
-        prompts, parameters = [], []
-        for job, depth in requests:
-            ids = sorted(_wanted(job, depth))
-            prompts.append({"prompt_token_ids": list(job.tokens + job.spine[:depth])})
-            parameters.append(
-                self.vllm.SamplingParams(
-                    max_tokens=1,
-                    temperature=0.0,
-                    logprob_token_ids=ids,
-                    logprobs=len(ids),
-                    detokenize=False,
-                )
-            )
-        outputs = self.llm.generate(prompts, parameters, use_tqdm=False)
-        found: dict[int, dict[tuple[int, int], float]] = defaultdict(dict)
-        for (job, depth), output in zip(requests, outputs, strict=True):
+        """Yield (job index, log-probability of each branch) for every job."""
+        jobs = [job for group in groups for job in group]
+        # Letters: a prompt a node, and all tokens that may follow it. Texts: a prompt a choice.
+        steps = [(job, node) for job in jobs if job.is_chain for node in job.nodes]
+        texts = [(job, b) for job in jobs if not job.is_chain for b in dict.fromkeys(job.branches)]
+        asked = [self._next(_followers(job, node)) for job, node in steps]
+        outputs = self._generate([job.tokens + node for job, node in steps], asked)
+        found: dict[tuple[int, tuple[int, ...]], float] = {(job.index, ()): 0.0 for job in jobs}
+        try:
+            for (job, node), output in zip(steps, outputs, strict=True):
+                given = output.outputs[0].logprobs[0]
+                for token in _followers(job, node):
+                    found[job.index, (*node, token)] = found[job.index, node] + given[token].logprob
+            for (job, branch), output in zip(texts, self._read_along(texts), strict=True):
+                given = zip(branch, output.prompt_logprobs[-len(branch) :], strict=True)
+                found[job.index, branch] = sum(at[token].logprob for token, at in given)
+        except (KeyError, TypeError, ValueError):
+            raise InputError(f"vLLM gave no log-probability of a choice ({job.index})") from None
+        for job in jobs:
+            yield job.index, [found[job.index, branch] for branch in job.branches]
+
+    def _read_along(self, texts: list[tuple[Job, tuple[int, ...]]]) -> list:
+        """Outputs that have the log-probabilities of each branch's tokens.
+
+        vLLM gives a prompt's log-probabilities only behind the first token that it computes, and so
+        reads nothing from its cache unless told to. Told to, it finds the context there, seldom to
+        its last token or beyond: what is found so is asked again without the cache.
+        """
+        prompts = [job.tokens + branch for job, branch in texts]
+        outputs = self._generate(prompts, [self._along(False)] * len(prompts))
+        short = [
+            i
+            for i, (job, _) in enumerate(texts)
+            if (outputs[i].num_cached_tokens or 0) >= len(job.tokens)
+        ]
+        again = self._generate([prompts[i] for i in short], [self._along(True)] * len(short))
+        for i, output in zip(short, again, strict=True):
+            outputs[i] = output
+        return outputs
+
+    def _generate(self, prompts: list[tuple[int, ...]], parameters: list) -> list:
+        if not prompts:
+            return []
+        given = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
+        outputs = self.llm.generate(given, parameters, use_tqdm=False)
+        for output in outputs:
             length = len(output.prompt_token_ids)
             self.usage.prompt_tokens += length
             self.usage.computed_tokens += length - (output.num_cached_tokens or 0)
-            given = output.outputs[0].logprobs[0]
-            for token in _wanted(job, depth):
-                if token not in given:
-                    raise InputError(
-                        f"vLLM gave no log-probability for token {token} ({job.index})"
-                    )
-                found[job.index][depth, token] = given[token].logprob
-        for group in groups:
-            for job in group:
-                yield job.index, _letters(job, found[job.index])
+        return outputs
+
+    def _next(self, ids: list[int]):
+        return self.vllm.SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            logprob_token_ids=ids,
+            logprobs=len(ids),
+            detokenize=False,
+        )
+
+    def _along(self, skip_cache: bool):
+        return self.vllm.SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=0,
+            skip_reading_prefix_cache=skip_cache,
+            detokenize=False,
+        )
 
 
-def _depths(job: Job) -> range:
-    return range(len(job.spine) + 1)
+def _followers(job: Job, node: tuple[int, ...]) -> list[int]:
+    """The tokens that branches have after a node."""
+    depth = len(node)
+    return sorted({b[depth] for b in job.branches if len(b) > depth and b[:depth] == node})
 
 
-def _wanted(job: Job, depth: int) -> set[int]:
-    letters = {token for d, token in job.letters if d == depth}
-    return letters | set(job.spine[depth : depth + 1])
+class PreciseHead:
+    """Methods that vLLM adds to its worker, the process that holds the model.
+
+    bfloat16 logits near 20 are 0.125 apart. vLLM 0.30 and later heed `head_dtype`; earlier releases
+    keep the output layer of a model that generates in the model's precision.
+    """
+
+    def make_head_precise(self) -> str:
+        """Let the output layer's product be float32; returns the type of logits that come out."""
+        import torch
+        from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+        model = self.model_runner.get_model()
+        if self._logits_dtype(model) != torch.float32:
+            for module in model.modules():
+                if isinstance(module, LogitsProcessor):
+                    module._get_logits = MethodType(_precise_logits, module)
+        return str(self._logits_dtype(model)).removeprefix("torch.")
+
+    def _logits_dtype(self, model):
+        import torch
+
+        config = self.model_runner.model_config
+        hidden = torch.zeros(1, config.get_hidden_size(), dtype=config.dtype, device=self.device)
+        with torch.inference_mode():
+            return model.compute_logits(hidden).dtype
 
 
-def _letters(job: Job, found: dict[tuple[int, int], float]) -> list[float]:
-    lead = [0.0]
-    for depth, token in enumerate(job.spine):
-        lead.append(lead[-1] + found[depth, token])
-    return [lead[depth] + found[depth, token] for depth, token in job.letters]
+def _precise_logits(self, hidden_states, lm_head, embedding_bias, skip_gather=False):
+    """`LogitsProcessor._get_logits` with an output in float32, as vLLM 0.30 computes it."""
+    import torch
+
+    if not torch.is_floating_point(getattr(lm_head, "weight", torch.zeros(0, dtype=torch.int))):
+        raise ValueError("its output layer is quantised, so that its logits cannot be float32")
+    weight = lm_head.weight.t()
+    if hidden_states.is_cuda and hidden_states.dtype == weight.dtype != torch.float32:
+        logits = torch.mm(hidden_states, weight, out_dtype=torch.float32)
+    else:
+        logits = hidden_states.float() @ weight.float()
+    if embedding_bias is not None:
+        logits = logits + embedding_bias.float()
+    if skip_gather:  # only from 0.31, and without the slice
+        return logits
+    logits = self._gather_logits(logits)
+    return None if logits is None else logits[..., : self.org_vocab_size]

@@ -1,14 +1,87 @@
-"""Many weighted samples of the same questions at once: as drawn, resampled, or simulated.
+"""Scored questions, and many weighted samples of them at once: as drawn, resampled, or simulated.
+
+choices:    p_k = softmax of the choices' log-probabilities (the official way)
+vocabulary: p_k = exp(log-probability): what the model gives the letter among all its tokens
 
 A sample never copies questions; it counts them. R samples of N questions are `times` (R, N).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from calibeval.metrics.scores import Scores
+from calibeval.records import Records
+
+SEED = 0
+CELLS = 300_000  # samples × questions at a time: larger arrays cost more page faults than they save
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Log-probabilities and labels of N questions with up to K choices."""
+
+    logprobs: np.ndarray  # (N, K) natural log, −∞ for a choice that the question lacks
+    labels: np.ndarray  # (N,)
+
+    @cached_property
+    def probs(self) -> np.ndarray:
+        """(N, K); 0 for an absent choice; rows need not sum to 1."""
+        return np.exp(self.logprobs)
+
+    @cached_property
+    def present(self) -> np.ndarray:
+        """Whether the question has that choice, (N, K)."""
+        return np.isfinite(self.logprobs)
+
+    @cached_property
+    def best(self) -> np.ndarray:
+        """Index of the likeliest choice, the first of equals."""
+        return self.logprobs.argmax(1)
+
+    @cached_property
+    def confidence(self) -> np.ndarray:
+        """Probability of the likeliest choice."""
+        return self.probs[np.arange(len(self.probs)), self.best]
+
+    @cached_property
+    def correct(self) -> np.ndarray:
+        """1 where the likeliest choice is right, else 0."""
+        return (self.best == self.labels).astype(float)
+
+    @cached_property
+    def right(self) -> np.ndarray:
+        """Log-probability of the right choice."""
+        return self.logprobs[np.arange(len(self.labels)), self.labels]
+
+    @cached_property
+    def order(self) -> np.ndarray:
+        """Questions by ascending confidence."""
+        return np.argsort(self.confidence, kind="stable")
+
+    @cached_property
+    def folded(self) -> tuple[np.ndarray, np.ndarray]:
+        """max(p, 1 − p) of the confidence, and the questions by it in ascending order."""
+        folded = np.maximum(self.confidence, 1 - self.confidence)
+        return folded, np.argsort(folded, kind="stable")
+
+    @cached_property
+    def classes(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """For each choice, the questions that have it, and these by its probability ascending."""
+        found = []
+        for k, present in enumerate(self.present.T):
+            member = np.flatnonzero(present)
+            found.append((member, np.argsort(self.probs[member, k], kind="stable")))
+        return found
+
+
+def scores(records: Records, confidence: str) -> Scores:
+    """The records' log-probabilities under one definition of confidence."""
+    logprobs = records.logprobs
+    if confidence == "choices":
+        logprobs = logprobs - np.logaddexp.reduce(logprobs, axis=1, keepdims=True)
+    return Scores(logprobs, records.labels)
 
 
 @dataclass(frozen=True)
@@ -18,11 +91,12 @@ class Bins:
     count: np.ndarray
     confidence_sum: np.ndarray
     correct_sum: np.ndarray
+    square_sum: np.ndarray  # of (correct − confidence)²
 
     @property
     def weight(self) -> np.ndarray:
         """w_b = n_b / N."""
-        return self.count / self.count.sum(1, keepdims=True)
+        return self.count / np.maximum(self.count.sum(1, keepdims=True), 1)
 
     @property
     def accuracy(self) -> np.ndarray:
@@ -38,6 +112,12 @@ class Bins:
     def gap(self) -> np.ndarray:
         """Δ_b = accuracy_b − confidence_b."""
         return self.accuracy - self.confidence
+
+    @property
+    def noise(self) -> np.ndarray:
+        """s_b² = Σ (y − p − Δ_b)² / (n_b (n_b − 1)), the variance of Δ_b; 0 below two questions."""
+        spread = self.square_sum / np.maximum(self.count, 1) - self.gap**2
+        return np.where(self.count > 1, spread / np.maximum(self.count - 1, 1), 0)
 
 
 class Pairs:
@@ -55,6 +135,7 @@ class Pairs:
     ):
         self.unsorted = confidence, correct
         self.times, self.order, self.n = times, order, len(confidence)
+        self._equal_width: dict[int, Bins] = {}
 
     @cached_property
     def confidence(self) -> np.ndarray:
@@ -99,16 +180,24 @@ class Pairs:
 
     def equal_width(self, bins: int) -> Bins:
         """Bins [0, 1/B), …, [1 − 1/B, 1]: a confidence of 1 is in the last."""
-        confidence, correct = self.unsorted
-        index = np.searchsorted(np.arange(1, bins) / bins, confidence, side="right")
-        member = np.zeros((self.n, bins))
-        member[np.arange(self.n), index] = 1
-        right = (
-            self.times * correct @ member
-            if correct.ndim == 2
-            else (self.times @ (member * correct[:, None]))
-        )
-        return Bins(self.times @ member, self.times @ (member * confidence[:, None]), right)
+        if bins not in self._equal_width:
+            confidence, correct = self.unsorted
+            index = np.searchsorted(np.arange(1, bins) / bins, confidence, side="right")
+            member = np.zeros((self.n, bins))
+            member[np.arange(self.n), index] = 1
+            p = confidence[:, None]
+            count, total, squares = np.hsplit(
+                self.times @ np.hstack([member, member * p, member * p**2]), 3
+            )
+            # (y − p)² = y (1 − 2 p) + p² for y of 0 or 1
+            of_right = np.hstack([member, member * (1 - 2 * p)])
+            if correct.ndim == 2:
+                right = self.times * correct @ of_right
+            else:
+                right = self.times @ (of_right * correct[:, None])
+            right, rest = np.hsplit(right, 2)
+            self._equal_width[bins] = Bins(count, total, right, rest + squares)
+        return self._equal_width[bins]
 
     def equal_mass_gaps(self, bins: int, above: float = -1.0) -> tuple[np.ndarray, np.ndarray]:
         """(w_b, w_b Δ_b) of bins of nearly equal counts of the confidences above a threshold.
@@ -166,22 +255,54 @@ class Sample:
 
     @cached_property
     def folded(self) -> Pairs:
-        """`top` with confidences below ½ turned into 1 − p of the opposite."""
+        """`top` with confidences of ½ or less turned into 1 − p of the opposite."""
         s = self.scores
-        fold = s.confidence < 0.5
-        right = ((self.labels == s.best) != fold) * 1.0
-        folded = np.where(fold, 1 - s.confidence, s.confidence)
-        return Pairs(folded, right, self.times, s.folded_order)
+        folded, order = s.folded
+        right = ((self.labels == s.best) != (s.confidence <= 0.5)) * 1.0
+        return Pairs(folded, right, self.times, order)
 
     @cached_property
     def classes(self) -> list[Pairs]:
-        """For each choice k, its probability and whether it was the right one."""
+        """For each choice k, over the questions that have it, its probability and truth."""
         s = self.scores
         return [
-            Pairs(s.probs[:, k], (self.labels == k) * 1.0, self.times, s.class_order[k])
-            for k in range(s.probs.shape[1])
+            Pairs(s.probs[m, k], (self.labels[..., m] == k) * 1.0, self.times[:, m], order)
+            for k, (m, order) in enumerate(s.classes)
         ]
 
     def mean(self, values: np.ndarray) -> np.ndarray:
         """Mean over each sample of a figure of every question, (N,) → (R,)."""
         return self.times @ values / self.times.sum(1)
+
+
+def resamples(n: int, count: int) -> Iterator[np.ndarray]:
+    """Yield (R, n) counts of how often each of n questions is drawn, `count` rows in all.
+
+    The same for every run over as many questions: differences between runs are paired.
+    """
+    rng = np.random.default_rng(SEED)
+    for rows in _chunks(count, n):
+        drawn = rng.integers(0, n, (rows, n), dtype=np.int32)
+        yield np.stack([np.bincount(row, minlength=n) for row in drawn]).astype(float)
+
+
+def calibrated(of: Scores, count: int) -> Iterator[Sample]:
+    """Yield `count` samples whose labels are drawn from the stated probabilities.
+
+    They say what a perfectly calibrated model with these confidences reads on as many questions.
+    Mass outside the choices draws the label K: none of them.
+    """
+    rng = np.random.default_rng(SEED)
+    edges = of.probs.cumsum(1)
+    if np.allclose(edges[:, -1], 1):
+        edges /= edges[:, -1:]
+    for rows in _chunks(count, len(edges)):
+        draws = rng.random((rows, len(edges)))
+        yield Sample(of, labels=sum((draws >= edge).astype(int) for edge in edges.T))
+
+
+def _chunks(count: int, n: int) -> Iterator[int]:
+    size = max(1, CELLS // n)
+    while count > 0:
+        yield min(size, count)
+        count -= size

@@ -6,8 +6,3 @@ One head is a constant (temperature scaling, Guo et al. 2017), the others read t
 last hidden states (Adaptive Temperature Scaling, Xie et al. 2024, arXiv 2409.19817). A positive
 temperature never changes the order of the tokens, so accuracy stays what it was.
 """
-
-from calibeval.posthoc.calibrator import HEADS, Calibrator, digest
-from calibeval.posthoc.fit import fit
-
-__all__ = ["HEADS", "Calibrator", "digest", "fit"]

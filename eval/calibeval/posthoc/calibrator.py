@@ -1,13 +1,18 @@
-"""The calibrator: a small head that turns hidden states into a temperature, and its files."""
+"""The calibrator: a small head that turns hidden states into a temperature, its files, its use."""
 
+import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from calibeval.io import InputError, atomic_write, read_text, sha256
+from calibeval.engines import Job
+from calibeval.engines.hf import TransformersEngine
+from calibeval.io import InputError, atomic_write, read_text
+from calibeval.tasks import Question
 
 HEADS = ("constant", "linear", "mlp", "transformer")
 LIMIT = 4.0  # of |log τ|
@@ -68,11 +73,11 @@ class Calibrator(nn.Module):
     Every head starts at τ = 1; the bound, e^±4, keeps different logits different in floating point.
     """
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: Settings, fitted: dict | None = None):
         super().__init__()
         if settings.head not in HEADS:
             raise InputError(f"head is {settings.head!r}, expected one of {', '.join(HEADS)}")
-        self.settings = settings
+        self.settings, self.fitted = settings, fitted or {}
         size = settings.hidden_size
         self.norm = nn.LayerNorm(size)
         self.inner: nn.Module = nn.Identity()
@@ -124,14 +129,73 @@ class Calibrator(nn.Module):
             )
         try:
             found = json.loads(read_text(folder / CONFIG))
-            calibrator = cls(Settings(found["head"], found["hidden_size"], found["over"]))
+            settings = Settings(found["head"], found["hidden_size"], found["over"])
+            calibrator = cls(settings, dict(found["fitted"]))
             calibrator.load_state_dict(load_file(folder / WEIGHTS))
-        except (ValueError, KeyError, RuntimeError, OSError, SafetensorError) as error:
+        except (ValueError, TypeError, KeyError, RuntimeError, OSError, SafetensorError) as error:
             reason = str(error).strip().split("\n")[0]
             raise InputError(f"{folder}: not a whole calibrator: {reason}") from error
         return calibrator.eval()
 
+    def check(self, folder: Path, model: str, model_digest: str, questions: list[Question]) -> None:
+        """Raise `InputError` for another model than it was fitted to, or a question fitted on."""
+        found, seen = self.fitted.get("model_digest"), self.fitted.get("questions")
+        if found is None or seen is None:
+            raise InputError(f"{folder}: does not say what it was fitted on; fit it anew")
+        if found != model_digest:
+            raise InputError(
+                f"{folder}: was fitted to {self.fitted.get('model')} (digest {found[:12]}), not to "
+                f"{model} (digest {str(model_digest)[:12]}); fit one to this model"
+            )
+        seen = set(seen)
+        again = [q.id for q in questions if question_digest(q) in seen]
+        if again:
+            raise InputError(
+                f"{folder}: was fitted on {len(again)} of these {len(questions)} questions, "
+                f"{again[0]} for one; score others, or fit it on others"
+            )
 
-def digest(folder: Path) -> str:
-    """SHA-256 of a saved calibrator's weights."""
-    return sha256(Path(folder) / WEIGHTS)
+
+def question_digest(question: Question) -> str:
+    """SHA-256, 16 digits of it, of a question's text and its choices in any order.
+
+    Its prompt's digest would not do: other shots or another style change that.
+    """
+    parts = [question.text.strip(), *sorted(choice.strip() for choice in question.choices)]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+class CalibratedEngine(TransformersEngine):
+    """The transformers engine with logits / τ in the place of logits."""
+
+    def __init__(self, model: str, calibrator: Calibrator, **options):
+        super().__init__(model, **options)
+        self.calibrator = calibrator.to(self.device).eval()
+        found = self.model.get_output_embeddings().weight.shape[1]
+        if found != (expected := calibrator.settings.hidden_size):
+            raise InputError(
+                f"{model}: its hidden states have {found} features, the calibrator was fitted "
+                f"on {expected}; use the model it was fitted to"
+            )
+
+    def describe(self) -> dict:
+        """Engine settings and the kind of calibrator."""
+        return super().describe() | {"calibrator": self.calibrator.settings.head}
+
+    @torch.inference_mode()
+    def states(
+        self, groups: list[list[Job]], context: bool = False
+    ) -> Iterator[tuple[Job, Tensor, Tensor]]:
+        """Yield what the engine yields, the logits divided by their temperatures."""
+        for job, hidden, logits in super().states(groups, self.calibrator.reads_context):
+            one_token(job)
+            yield job, hidden, logits.double() / self.calibrator(hidden[None])[:, None]
+
+
+def one_token(job: Job) -> None:
+    """Refuse letters of several tokens: temperatures of their own could reorder them."""
+    if len(job.nodes) > 1:
+        raise InputError(
+            "the tokenizer spells a letter in several tokens; temperatures along them could change "
+            "which letter is likeliest, so only letters of one token can be calibrated"
+        )

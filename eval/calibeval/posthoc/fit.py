@@ -2,25 +2,56 @@
 
 import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from calibeval.engines import Job
+from calibeval.engines.hf import TransformersEngine
 from calibeval.io import InputError, counted
-from calibeval.posthoc.calibrator import LIMIT, Calibrator, Settings
+from calibeval.posthoc.calibrator import LIMIT, Calibrator, Settings, one_token, question_digest
+from calibeval.tasks import Question, Subject
 
 EPOCHS, BATCH, RATE, DECAY, HELD_OUT, PATIENCE = 100, 64, 1e-3, 1e-2, 0.2, 15
 FEWEST = 20
+# The split that a task is scored on, and the one to fit on.
+SPLITS = {
+    "mmlu": ("test", "val"),
+    "hellaswag": ("val", "train"),
+    "arc_easy": ("test", "dev"),
+    "arc_challenge": ("test", "dev"),
+}
+
+
+def split_to_fit(task: str, split: str | None) -> str | None:
+    """The split to fit on; the one that the task is scored on raises `InputError`."""
+    scored, default = SPLITS.get(task, (None, None))
+    if split and split.lower() == scored:
+        raise InputError(
+            f"--split {split}: {task} is scored on it; a calibrator is fitted on questions that "
+            f"do not test it, by default {default}"
+        )
+    return split or default
+
+
+def unseen(subjects: list[Subject], tested: list[Question]) -> list[Subject]:
+    """The subjects without questions that are tested, or are examples in their own prompts."""
+    seen = {question_digest(q) for q in tested}
+    seen |= {question_digest(q) for subject in subjects for q in subject.shots}
+
+    def rest(subject: Subject) -> tuple[Question, ...]:
+        return tuple(q for q in subject.questions if question_digest(q) not in seen)
+
+    return [replace(subject, questions=rest(subject)) for subject in subjects]
 
 
 @dataclass(frozen=True)
 class Answers:
     """What the frozen model thought where it was about to answer N questions."""
 
-    hidden: list[
-        Tensor
-    ]  # N of (T_i, D): what the output layer is given; T = 1 where that is enough
+    hidden: list[Tensor]  # N of (T_i, D): the output layer's input; T = 1 where that is enough
     logits: Tensor  # (N, V), or (N, K) for the choices alone
     labels: Tensor  # (N,) column of the right answer
 
@@ -32,6 +63,38 @@ class Answers:
         return Answers(
             [self.hidden[i] for i in rows.tolist()], self.logits[rows], self.labels[rows]
         )
+
+
+def answers(
+    engine: TransformersEngine,
+    groups: list[list[Job]],
+    labels: dict[int, int],
+    *,
+    over: str,
+    context: bool,
+) -> Answers:
+    """What the model thinks where it is about to answer; `labels` by job index.
+
+    Over the choices, logits are the letters' and labels their places; over the vocabulary, logits
+    are all and labels the right letters' ids. `context` keeps the states of the whole prompt.
+    """
+    hidden, logits, right = [], [], []
+    for job, states, row in engine.states(groups, context):
+        one_token(job)
+        ids = [token for (token,) in job.branches]
+        label = labels[job.index]
+        hidden.append(states.cpu().clone())
+        logits.append((row[0, ids] if over == "choices" else row[0]).float().cpu().clone())
+        right.append(label if over == "choices" else ids[label])
+    if len({len(row) for row in logits}) > 1:
+        raise InputError(
+            "questions with different numbers of choices cannot be fitted together over the "
+            "choices; give --over vocabulary"
+        )
+    stacked = torch.stack(logits)
+    if not stacked.isfinite().all():
+        raise InputError("the model's output is not finite: nothing can be fitted to it")
+    return Answers(hidden, stacked, torch.tensor(right))
 
 
 def selective_smoothing(
@@ -53,11 +116,8 @@ def selective_smoothing(
 
 def pad_left(sequences: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Sequences (T_i, D) as (N, T, D) that end together, and their lengths."""
-    lengths = torch.tensor([len(s) for s in sequences])
-    padded = sequences[0].new_zeros(len(sequences), int(lengths.max()), sequences[0].shape[-1])
-    for i, sequence in enumerate(sequences):
-        padded[i, padded.shape[1] - len(sequence) :] = sequence
-    return padded, lengths
+    ends = pad_sequence([s.flip(0) for s in sequences], batch_first=True)
+    return ends.flip(1), torch.tensor([len(s) for s in sequences])
 
 
 def temperatures(calibrator: Calibrator, answers: Answers) -> Tensor:
@@ -81,11 +141,10 @@ def fit(
         raise InputError(f"alpha is {alpha}, expected 0 to 1")
     torch.manual_seed(seed)
     calibrator = Calibrator(Settings(head, answers.hidden[0].shape[-1], over))
-    report = (
-        fit_constant(calibrator, answers)
-        if head == "constant"
-        else fit_head(calibrator, answers, alpha, seed)
-    )
+    if head == "constant":
+        report = fit_constant(calibrator, answers)
+    else:
+        report = fit_head(calibrator, answers, alpha, seed)
     return calibrator.eval(), {"answers": len(answers), "head": head, "over": over} | report
 
 

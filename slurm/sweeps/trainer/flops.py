@@ -43,7 +43,8 @@ def model_flops(model: nn.Module, examples: Examples) -> np.ndarray:
     at the logits) and padding are no model FLOPs (Chowdhery et al. 2022, PaLM, appendix B).
     """
     config, lengths = model.config, examples.lengths.astype(np.float64)
-    decoder = sum(m.weight.numel() for m in model.model.modules() if isinstance(m, nn.Linear))
+    weights = (m.weight for m in model.model.modules() if isinstance(m, nn.Linear))
+    decoder = sum(getattr(w, "ds_numel", w.numel()) for w in weights)  # ZeRO-3 holds a part
     head = config.vocab_size * config.hidden_size
     heads = config.num_attention_heads
     size = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)

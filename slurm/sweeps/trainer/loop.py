@@ -132,7 +132,8 @@ def train(run: RunDir) -> None:
         )
         done = step + 1 == total
         if work.held and (done or (step + 1) % work.order.steps_per_epoch == 0):
-            log.held_out(step + 1, work.held_out_loss(model))
+            with log.paused():
+                log.held_out(step + 1, work.held_out_loss(model))
         stopping = not done and asked.everywhere(accelerator)
         if stopping or (every and (step + 1) % every == 0 and not done):
             with log.paused():
@@ -274,14 +275,15 @@ class Work:
         bins = fill(self.held, costs, room, self.order.ranks)
         total = torch.zeros((), device=accelerator.device, dtype=torch.float64)
         model.eval()
-        causal.training = (
-            True  # a patched model has its loss in training; its decoder stays in eval
-        )
+        causal.training = True  # which has the patched loss; the decoder below stays in eval
         smoothing, settings["label_smoothing"] = settings["label_smoothing"], 0.0
+        # Compiled layers would be compiled once more, without gradients.
+        eager = getattr(torch.compiler, "set_stance", None)
         try:
-            for rows in bins[accelerator.process_index :: self.order.ranks]:
-                batch = to_device(self.collate(rows), accelerator.device)
-                total += module(**batch, use_cache=False).loss
+            with eager("force_eager") if eager else contextlib.nullcontext():
+                for rows in bins[accelerator.process_index :: self.order.ranks]:
+                    batch = to_device(self.collate(rows), accelerator.device)
+                    total += module(**batch, use_cache=False).loss
         finally:
             settings["label_smoothing"] = smoothing
             model.train()
@@ -497,6 +499,8 @@ class Log:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """What happens inside counts for no step's time."""
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.synchronize()  # the steps before it must not be counted here
         began = time.monotonic()
         yield
         self.last = (self.last[0] + time.monotonic() - began, self.last[1])

@@ -1,0 +1,136 @@
+"""lm-evaluation-harness's samples (`lm_eval --log_samples --output_path DIR`) as records.
+
+A file `samples_<task>_<time>.jsonl` has a line a question: the log-probability of each choice after
+its prompt. `results_<time>.json` beside it knows the model, the examples and the versions.
+"""
+
+import json
+import math
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+from calibeval import records
+from calibeval.io import InputError, atomic_write, counted, json_lines, read_text, sha256
+from calibeval.tasks import LETTERS
+
+NAME = re.compile(r"samples_(.+?)(_\d{4}-\d\d-\d\dT[\d.-]+)?\.jsonl")
+# Which choice each of lm-eval's metrics takes: the greatest by this normalisation.
+METRICS = {"acc": "sum", "acc_norm": "characters", "acc_bytes": "bytes"}
+METRICS["acc_mutual_info"] = "unconditional"
+
+
+def convert(paths: list[Path], out: Path) -> None:
+    """Write samples as records: to a file `*.jsonl`, or to a folder with a file a data set.
+
+    Every metric of `METRICS` that a sample has must follow from its log-probabilities. Raises
+    `InputError`, naming file and line, where it does not, and for tasks other than multiple choice.
+    """
+    made: dict[Path, tuple[dict, dict]] = {}  # records by id, and where they are from
+    lost = Counter({"prompts' text": len(paths)})
+    for path in paths:
+        task, rows, source = read(path, lost)
+        name = "mmlu" if task.startswith("mmlu_") else task
+        target = out if out.suffix == ".jsonl" else out / f"{name}.jsonl"
+        if target.exists():
+            raise InputError(f"{target}: exists; give another --out, or delete it")
+        known, sources = made.setdefault(target, ({}, {}))
+        for row in rows:
+            first = next(iter(known.values()), row)
+            same = {k: (first.get(k), row.get(k)) for k in ("model", "scoring", "normalise")}
+            differ = [f"{k} {b!r} after {a!r}" for k, (a, b) in same.items() if a != b]
+            if row["id"] in known:
+                differ.append(f"id {row['id']!r} again, after {', '.join(sources)}")
+            if differ:
+                raise InputError(f"{path}: {differ[0]}; import each run to an --out of its own")
+            known[row["id"]] = row
+        sources[path.name] = source | {"sha256": sha256(path)}
+    for what, count in (+lost).items():
+        print(f"without {what}: {count} of {counted(len(paths), 'file')}", file=sys.stderr)
+    for target, (rows, sources) in made.items():
+        first = next(iter(rows.values()))
+        meta = {"settings": {"engine": "lm-evaluation-harness", "samples": sources}}
+        meta |= {"model": first["model"], "versions": first["versions"], "questions": len(rows)}
+        with atomic_write(records.sidecar(target)) as file:
+            json.dump(meta, file, indent=1)
+        with atomic_write(target) as file:
+            file.writelines(map(records.line, rows.values()))
+        how = f"{first.get('scoring', 'letters')} by {first.get('normalise', 'sum')}"
+        print(f"{target}: {counted(len(rows), 'question')}, {how}", file=sys.stderr)
+
+
+def read(path: Path, lost: Counter) -> tuple[str, list[dict], dict]:
+    """(task, records in the data's order, the run's options); `lost` counts what is missing."""
+    if not (name := NAME.fullmatch(path.name)):
+        raise InputError(f"{path}: expected a name like samples_<task>_<time>.jsonl")
+    task, beside = name[1], path.with_name(f"results{name[2] or ''}.json")
+    try:
+        run = json.loads(read_text(beside)) if beside.is_file() else {}
+        source = {"task": task, "shots": run.get("n-shot", {}).get(task)}
+        delimiter = run.get("configs", {}).get(task, {}).get("target_delimiter", " ")
+    except (ValueError, AttributeError) as error:
+        raise InputError(f"{beside}: not lm-eval's results ({error})") from error
+    lost["shots, versions and the model's own name"] += not run
+    shared = {
+        "shots": source["shots"],
+        "model": run.get("model_name") or path.absolute().parent.name,
+    }
+    shared["versions"] = {k: run.get(f"{k}_version") for k in ("lm_eval", "transformers")}
+    rows, first = {}, None
+    for number, sample in json_lines(path):
+        where, first = f"{path}, line {number}", first or sample
+        if sample.get("filter") != first.get("filter"):  # the same answers once more
+            continue
+        try:
+            row = record(sample, task, delimiter) | shared
+            scored = records.check(row, where)
+            if sample["doc_id"] in rows:
+                raise InputError(f"{where}: doc_id {sample['doc_id']} was there already")
+            rows[sample["doc_id"]] = row
+            for metric in [m for m, by in METRICS.items() if m in sample and by in ("sum", *row)]:
+                right = float(scored.normalised(METRICS[metric]).argmax() == row["label"])
+                if right != float(sample[metric]):
+                    note = f"{metric} is {sample[metric]}, but {right} by its log-probabilities"
+                    raise InputError(f"{where}: {note} and target")
+        except InputError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise InputError(f"{where}: not a multiple-choice sample: {error!r}") from error
+    if not rows:
+        raise InputError(f"{path}: no samples")
+    texts = "scoring" in row and "unconditional" not in row
+    lost["unconditional log-probabilities (acc_mutual_info)"] += texts
+    return task, [rows[i] for i in sorted(rows)], source | {"options": run.get("config")}
+
+
+def record(sample: dict, task: str, delimiter: str) -> dict:
+    """A sample as a record; lengths are of the choices' texts without the delimiter."""
+    pairs = sample["arguments"]
+    if isinstance(pairs, dict):
+        pairs = [(pair["arg_0"], pair["arg_1"]) for pair in pairs.values()]
+    scores = [float(score) for score, _ in sample["filtered_resps"]]
+    half = len(pairs) // 2
+    alone = [("", text) for _, text in pairs[:half]] == [tuple(pair) for pair in pairs[half:]]
+    k = half if alone else len(pairs)
+    if len(scores) != len(pairs) or any(context != pairs[0][0] for context, _ in pairs[:k]):
+        raise ValueError("its choices do not continue one prompt")
+    texts = [text for _, text in pairs[:k]]
+    if all(text.startswith(delimiter) for text in texts):
+        texts = [text[len(delimiter) :] for text in texts]
+    target, doc = str(sample["target"]), sample["doc"]
+    number = sample["doc_id"] if task != "hellaswag" else doc.get("ind", sample["doc_id"])
+    subject = re.sub("^mmlu_(continuation_)?", "", task)
+    row = {
+        "id": doc["id"] if task.startswith("arc_") else f"{subject}/{number}",
+        "subject": subject,
+        "label": int(target) if target.isdecimal() else texts.index(target),
+        "logprobs": scores[:k],
+        "prompt_sha256": sample.get("prompt_hash"),
+    }
+    if texts == list(LETTERS[:k]):
+        return row | {"letter_mass": math.fsum(map(math.exp, scores[:k]))}
+    row |= {"scoring": "continuation", "normalise": "characters" if "acc_norm" in sample else "sum"}
+    row["bytes"] = [len(text.encode()) for text in texts]
+    row["characters"] = [len(text) for text in texts]
+    return row | ({"unconditional": scores[k:]} if alone else {})

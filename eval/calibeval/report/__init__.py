@@ -1,0 +1,45 @@
+"""From an index of record files to tables, figures and one HTML page."""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from calibeval.io import atomic_write
+from calibeval.report import figures, html, index, tables
+
+
+def collect(
+    source: Path,
+    out: Path,
+    columns: str = tables.DEFAULT,
+    title: str = "Calibration",
+    note: str = "",
+    sections: Sequence[str] = (),
+    page: Path | None = None,
+) -> str:
+    """Write the tables, the figures and the page (default `out`/report.html); return the tables.
+
+    `note` is HTML under the title, `sections` are more of it after the figures. Bad input raises
+    `InputError` before anything is written.
+    """
+    chosen = tables.columns(columns)
+    results = index.read(source)
+    main, paired = tables.main(results, chosen), tables.differences(results, chosen)
+    made = [main, *([paired] if paired else [])]
+    for name, one in zip(("table", "differences"), made, strict=False):
+        write(out / f"{name}.md", tables.markdown(one))
+        write(out / f"{name}.tex", tables.latex(one))
+    write(out / "table.csv", tables.tidy(results))
+    drawn = figures.draw(results, out)
+    options = [] if columns == tables.DEFAULT else ["--columns", columns]
+    words = ["python", "-m", "calibeval", "collect", source, "--out", out, *options]
+    parts = [note, *html.collected(results, made, drawn), *sections]
+    parts += html.settings(results, shlex.join(map(str, words)))
+    html.page(title, parts, page or Path(out) / "report.html")
+    return "\n".join(map(tables.markdown, made))
+
+
+def write(path: Path, text: str) -> None:
+    """A text file, whole or not at all."""
+    with atomic_write(path) as file:
+        file.write(text)

@@ -1,0 +1,287 @@
+"""The index of `collect`: one JSON object a record file; lines alike in all but the seed are a row.
+
+What the index leaves out is taken from the records' sidecar: the training data, epochs, learning
+rate and seed of the run that made the model, and the model's sizes.
+"""
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+
+from calibeval import conformal, stats
+from calibeval.io import InputError, json_lines, read_text
+from calibeval.records import sidecar
+
+NORMALISE = ("sum", "bytes", "characters", "unconditional")
+TEXT = (lambda v: isinstance(v, str) and bool(v.strip()), "text")
+NUMBER = (lambda v: _number(v) and v >= 0, "a number of at least 0")
+COUNT = (lambda v: _number(v) and v >= 1 and v % 1 == 0, "a whole number of at least 1")
+KEYS = {
+    "records": (TEXT[0], "a path"),
+    "dataset": TEXT,
+    "model": TEXT,
+    "label_smoothing": (lambda v: _number(v) and 0 <= v <= 1, "a number from 0 to 1"),
+    **dict.fromkeys(("train_data", "calibrator", "name", "run"), TEXT),
+    **dict.fromkeys(("learning_rate", "epochs"), NUMBER),
+    **dict.fromkeys(("parameters", "vocabulary", "hidden_size"), COUNT),
+    "seed": (lambda v: _number(v) and v % 1 == 0, "a whole number"),
+    "normalise": (lambda v: v in NORMALISE, f"one of {', '.join(NORMALISE)}"),
+}
+REQUIRED = ("records", "dataset", "model", "label_smoothing")
+SIZES = ("parameters", "vocabulary", "hidden_size")  # of a model, so columns only within one name
+# Which records, of which questions and how read, or one row's repetitions: none of them a row.
+NO_ROW = ("records", "dataset", "normalise", "seed", "run")
+FIRST = ("train_data", "model", "label_smoothing")
+HEADINGS = {"train_data": "SFT data", "label_smoothing": "β"}
+SHORT = {"learning_rate": "lr", "hidden_size": "D", "vocabulary": "V"}
+
+
+def _number(value) -> bool:
+    real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return real and math.isfinite(value)
+
+
+@dataclass(eq=False)
+class Row:
+    """One setting: its keys, and its runs by column group (data set), in the order of seeds."""
+
+    keys: dict
+    shown: tuple[str, ...]
+    short: dict[str, str]  # training data as people know it
+    runs: dict[str, list[stats.Run]] = field(default_factory=dict)
+    seeds: dict[str, list] = field(default_factory=dict)
+    kept: dict = field(default_factory=dict)
+
+    @property
+    def beta(self) -> float | None:
+        """Label smoothing; None before fine-tuning."""
+        return self.keys["label_smoothing"]
+
+    @property
+    def block(self) -> tuple:
+        """Rows that are compared with each other: the same training data and model."""
+        return tuple(self.keys.get(key) for key in FIRST[:2] if key in self.shown)
+
+    @property
+    def variant(self) -> tuple:
+        """What the row is besides its block and β."""
+        return tuple(self.keys.get(key) for key in self.shown if key not in FIRST)
+
+    def text(self, key: str) -> str:
+        """A key's value as tables print it."""
+        value = self.keys.get(key)
+        if value is None:
+            return "base" if key == "label_smoothing" else "–"
+        if key in ("parameters", "vocabulary"):
+            return compact(value)
+        return f"{value:g}" if isinstance(value, float) else self.short.get(value, str(value))
+
+    def name(self, *leave_out: str) -> list[str]:
+        """What tells the row from others, in parts, for titles and legends."""
+        if self.keys.get("name"):
+            return [self.keys["name"]]
+        parts = []
+        for key in (key for key in self.shown if key not in leave_out):
+            value, text = self.keys.get(key), self.text(key)
+            if key == "label_smoothing":
+                parts.append(text if value is None else f"β = {text}")
+            elif value is not None:
+                said = SHORT.get(key, key.replace("_", " "))
+                parts.append(text if isinstance(value, str) else f"{said} {text}")
+        return parts
+
+    def estimate(self, group: str, metric: str, confidence: str) -> stats.Estimate:
+        """A metric over the row's seeds; its value is None where there is none."""
+        key = group, metric, confidence
+        if key not in self.kept:
+            runs = self.runs.get(group)
+            if metric == "set_size" and runs:
+                size = sum(conformal.evaluate(run).size for run in runs) / len(runs)
+                found = stats.Estimate(size, None, None)
+            else:
+                empty = stats.Estimate(None, None, None)
+                found = stats.estimate(runs, metric, confidence) if runs else empty
+            self.kept[key] = found
+        return self.kept[key]
+
+
+@dataclass(frozen=True)
+class Results:
+    """Every row, the column groups (data sets), the keys that are columns, the record files."""
+
+    rows: list[Row]
+    groups: list[str]
+    shown: tuple[str, ...]
+    records: list[Path]
+
+    def reference(self, row: Row) -> Row | None:
+        """β = 0 without a calibrator, otherwise as `row`; None if there is no such row, or it is.
+
+        A model before fine-tuning has no training data and the like: any will do, if only one has.
+        """
+
+        def same(other: Row) -> bool:
+            keys = [k for k in self.shown if k not in ("label_smoothing", "calibrator", "name")]
+            keys = [k for k in keys if row.beta is not None or k in row.keys]
+            return all(other.keys.get(key) == row.keys.get(key) for key in keys)
+
+        plain = [r for r in self.rows if r.beta == 0 and r.keys.get("calibrator") is None]
+        found = [other for other in plain if same(other)]
+        return found[0] if len(found) == 1 and found[0] is not row else None
+
+
+def heading(key: str) -> str:
+    """A key as a column's heading."""
+    return HEADINGS.get(key, key.replace("_", " ").capitalize())
+
+
+def compact(count: float) -> str:
+    """A count as papers write it: 6.7B."""
+    power = min(3, int(math.log10(count) // 3))
+    return f"{count / 1000**power:.3g}{('', 'K', 'M', 'B')[power]}"
+
+
+def read(index: Path) -> Results:
+    """Rows of an index; refuses lines that cannot be averaged or compared, naming both files."""
+    lines = read_lines(Path(index))
+    runs = [stats.load(line["records"], line.get("normalise")) for line in lines]
+    first: dict[str, stats.Run] = {}
+    for line, run in zip(lines, runs, strict=True):
+        one = first.setdefault(line["dataset"], run)
+        if run.questions_sha256 != one.questions_sha256:
+            raise InputError(
+                f"{one.path} and {run.path}: both are dataset {line['dataset']!r}, but hold other "
+                f"questions or answers ({one.questions:,} and {run.questions:,} questions); give "
+                f"them two dataset names, or score the same questions"
+            )
+    shown = columns(lines)
+    paths = {line["train_data"] for line in lines if line.get("train_data")}
+    last = {path: PurePath(path).name or path for path in paths}
+    short = {path: name for path, name in last.items() if [*last.values()].count(name) == 1}
+    rows: dict[tuple, Row] = {}
+    pairs = zip(lines, runs, strict=True)
+    for line, run in sorted(pairs, key=lambda pair: pair[0].get("seed", -math.inf)):
+        keys = {key: value for key, value in line.items() if key not in NO_ROW}
+        row = rows.setdefault(tuple(line.get(key) for key in shown), Row(keys, shown, short))
+        row.runs.setdefault(group(line), []).append(run)
+        row.seeds.setdefault(group(line), []).append(line.get("seed"))
+    for row in rows.values():
+        check_seeds(row)
+    groups = list(dict.fromkeys(map(group, lines)))
+    return Results(sorted(rows.values(), key=_order), groups, shown, [run.path for run in runs])
+
+
+def group(line: dict) -> str:
+    """The column group: the data set, and how its scores were normalised if the line says."""
+    return line["dataset"] + (f" ({line['normalise']})" if "normalise" in line else "")
+
+
+def read_lines(index: Path) -> list[dict]:
+    """Checked lines with what their sidecars add; record paths relative to the index's folder."""
+    lines, seen = [], {}
+    for number, line in json_lines(index):
+        where = f"{index}, line {number}"
+        check_line(line, where)
+        path = index.parent / line["records"]
+        if not path.is_file():
+            raise InputError(f"{where}: no record file {path}")
+        again = path.resolve(), line.get("normalise")
+        if again in seen:
+            raise InputError(f"{where}: {path} is on line {seen[again]} already")
+        seen[again] = number
+        known = of_sidecar(path)
+        line = {k: v for k, v in line.items() if v is not None or k in REQUIRED}
+        for key in ("label_smoothing", "epochs", "learning_rate"):
+            said, found = line.get(key), known.get(key)
+            if said is not None and found is not None and not math.isclose(said, found):
+                raise InputError(
+                    f"{where}: {key} is {said}, but by {sidecar(path)} the model was trained with "
+                    f"{found}"
+                )
+        if line["label_smoothing"] is None:  # before *this* fine-tuning, whatever made it
+            known = {key: value for key, value in known.items() if key in SIZES}
+        lines.append(known | line | {"records": path})
+    if not lines:
+        raise InputError(f"{index}: no lines; expected one JSON object a record file")
+    for key in SIZES:  # older sidecars lack them; what a model's others agree on holds for all
+        known = {(line["model"], line[key]) for line in lines if key in line}
+        for model, value in known:
+            if sum(other == model for other, _ in known) == 1:
+                for line in lines:
+                    line |= {key: value} if line["model"] == model else {}
+    return lines
+
+
+def check_line(line: dict, where: str) -> None:
+    """Raise `InputError` unless every key has a value of its kind."""
+    for key in REQUIRED:
+        if key not in line:
+            raise InputError(f"{where}: no {key!r}; found {', '.join(line) or 'no key'}")
+    other = (lambda v: isinstance(v, (str, bool)) or _number(v), "text, a number, true or false")
+    for key, value in line.items():
+        fits, expected = KEYS.get(key, other)
+        null = key not in REQUIRED[:3]
+        if not (value is None and null) and (isinstance(value, (list, dict)) or not fits(value)):
+            expected += ", or null" if null else ""
+            raise InputError(f"{where}: {key} is {json.dumps(value)}, expected {expected}")
+
+
+def of_sidecar(path: Path) -> dict:
+    """What a record file's sidecar says of the run that trained the model, and of its sizes."""
+    if not sidecar(path).is_file():
+        return {}
+    try:
+        meta = json.loads(read_text(sidecar(path)))
+        train = (meta.get("training") or {}).get("train") or {}
+        sizes = meta.get("architecture") or {}
+        mixed = "+".join(map(str, (train.get("dataset_mixer_list") or ())[::2]))
+    except (json.JSONDecodeError, AttributeError, TypeError) as error:
+        raise InputError(f"{sidecar(path)}: not what `score` writes there ({error})") from None
+    found = {key: train.get(key) for key in ("learning_rate", "seed", "label_smoothing")}
+    found["train_data"] = train.get("train_file") or train.get("dataset_name") or mixed
+    found["epochs"] = train.get("num_train_epochs")
+    found |= {key: sizes.get(key) for key in SIZES}
+    return {key: value for key, value in found.items() if value not in (None, "")}
+
+
+def columns(lines: list[dict]) -> tuple[str, ...]:
+    """The keys that tell rows apart: model, β, and whatever else varies."""
+    models = {line["model"] for line in lines}
+
+    def varies(key: str) -> bool:
+        if key in SIZES:
+            return len({(line["model"], line.get(key)) for line in lines}) > len(models)
+        # What only fine-tuning has, such as its learning rate, the base model need not lack.
+        tuned = [line for line in lines if key in line or line["label_smoothing"] is not None]
+        return len({line.get(key) for line in tuned}) > 1
+
+    every = dict.fromkeys((*FIRST, *KEYS, *(key for line in lines for key in line)))
+    free = [key for key in every if key not in NO_ROW and key not in FIRST[1:] and varies(key)]
+    data = [key for key in free if key == "train_data"]
+    return (*data, *FIRST[1:], *(key for key in free if key not in data))
+
+
+def check_seeds(row: Row) -> None:
+    """Refuse runs that would be averaged without being one setting's different seeds."""
+    for group, seeds in row.seeds.items():
+        for i, seed in enumerate(seeds[1:], 1):
+            if seed == seeds[i - 1] or seeds[0] is None:
+                one, two = (row.runs[group][at].path for at in (i - 1, i))
+                keys = ", ".join(f"{heading(key)} {row.text(key)}" for key in row.shown)
+                lacking = f"both have seed {seed}" if seed == seeds[i - 1] else "one has no seed"
+                lacking = "neither has a seed" if seed is None else lacking
+                raise InputError(
+                    f"{one} and {two}: both are {group}, {keys}, and {lacking}; give the index the "
+                    f"key that tells them apart: seed, or train_data, learning_rate, name, …"
+                )
+
+
+def _order(row: Row) -> tuple:
+    """By block, calibrators after β, then whatever else varies; absent before numbers, text."""
+    rest = [key for key in row.shown if key not in (*FIRST, "calibrator")]
+    values = [row.keys.get(key) for key in (*FIRST[:2], "calibrator", FIRST[2], *rest)]
+    return tuple(
+        (0, 0, "") if v is None else (1, v, "") if isinstance(v, (int, float)) else (2, 0, v)
+        for v in values
+    )

@@ -1,0 +1,287 @@
+"""Tables in the shape of the paper's Table 1, SFT data × model × β, and what β changes, paired."""
+
+import csv
+import io
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from calibeval import stats
+from calibeval.io import InputError
+from calibeval.metrics.values import CALIBRATION, REGULAR
+from calibeval.report.index import Results, Row, heading
+
+DEFAULT = "accuracy,ece,rms"
+# Heading and direction: 1 the more the better, -1 the less, 0 the nearer to 0.
+METRICS = {
+    "accuracy": ("Acc", 1),
+    "brier": ("Brier", -1),
+    "rms_debiased": ("debiased RMS", -1),
+    "rms_hendrycks": ("Hendrycks' RMS", -1),
+    "ece_signed": ("signed ECE", 0),
+    "auroc": ("AUROC", 1),
+    "accuracy_at_50": ("Acc at 50 %", 1),
+    "accuracy_at_80": ("Acc at 80 %", 1),
+    "set_size": ("Set size", -1),
+}
+CALIBRATED = 0.05  # an ECE with a larger p-value is no evidence of miscalibration
+NOTES = {
+    "ece": "ECE: 15 equal-width bins of the likeliest choice's probability.",
+    "rms": "RMS: the root mean square over the same bins.",
+    "rms_debiased": "Debiased RMS: the same less what finitely many answers add to it.",
+    "rms_hendrycks": "Hendrycks' RMS: what hendrycks/test prints as RMS; not a root mean square.",
+    "auroc": "AUROC: how well confidence tells right answers from wrong ones; ½ is not at all.",
+    "set_size": "Set size: choices in conformal sets that hold the right one 9 times in 10 (LAC).",
+}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A metric in one definition of confidence."""
+
+    metric: str
+    confidence: str = "choices"
+
+    @property
+    def name(self) -> str:
+        return METRICS.get(self.metric, (self.metric.upper().replace("_", " "),))[0]
+
+    @property
+    def direction(self) -> int:
+        return METRICS.get(self.metric, ("", -1))[1]
+
+    @property
+    def heading(self) -> str:
+        """As people read it: ECE ↓, or ECE, all tokens ↓."""
+        among = ", all tokens" if self.confidence == "vocabulary" else ""
+        return f"{self.name}{among} {' ↑↓'[self.direction]}".strip()
+
+    def loss(self, value: float) -> float:
+        """The smaller the better."""
+        return -self.direction * value if self.direction else abs(value)
+
+
+def columns(text: str = DEFAULT) -> list[Column]:
+    """Columns from "accuracy,ece,ece@vocabulary"; an unknown name raises `InputError`."""
+    found = []
+    for word in (part.strip() for part in text.split(",")):
+        metric, _, confidence = word.partition("@")
+        known = (*stats.METRICS, "set_size")
+        if metric not in known:
+            raise InputError(f"--columns: no metric {metric!r}; known: {', '.join(known)}")
+        among = ("choices",) if metric == "set_size" else stats.CONFIDENCES
+        if confidence not in ("", *among):
+            expected = " or ".join(among)
+            raise InputError(f"--columns: {word}: found {confidence!r}, expected {expected}")
+        found.append(Column(metric, confidence or "choices"))
+    return list(dict.fromkeys(found))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """An estimate as it is printed; `bold` is the best, or a difference that is told from 0."""
+
+    estimate: stats.Estimate
+    column: Column
+    bold: bool = False
+    sign: str = ""
+
+    @property
+    def value(self) -> str:
+        return "–" if self.estimate.value is None else self._text(self.estimate.value)
+
+    @property
+    def interval(self) -> str:
+        """[low, high], or nothing where no interval is proven."""
+        ends = self.estimate.low, self.estimate.high
+        return "" if None in ends else f"[{', '.join(map(self._text, ends))}]"
+
+    def _text(self, value: float) -> str:
+        return format(round(value, 3) + 0.0, f"{self.sign}.3f")  # −0.0 + 0.0 is 0
+
+    @property
+    def dagger(self) -> str:
+        """† where an ECE is consistent with calibration."""
+        if self.sign or self.column.metric != "ece" or self.estimate.p is None:
+            return ""
+        return "†" * (self.estimate.p > CALIBRATED)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Headings and lines, ready for every format."""
+
+    keys: list[str]
+    groups: list[str]  # data sets, each over all of `heads`
+    heads: list[str]
+    lines: list[tuple[tuple, list[str], list[Cell]]]  # block, keys, cells
+    notes: list[str]
+
+
+def main(results: Results, chosen: Sequence[Column]) -> Table:
+    """Every row's figures; the best of each block and column is marked, ties included."""
+    groups = results.groups
+    places = [(g, c) for g in (*groups, *(["Mean"] if len(groups) > 1 else [])) for c in chosen]
+    found = [[_estimate(row, groups, *place) for place in places] for row in results.rows]
+    bold = set()
+    for block in dict.fromkeys(row.block for row in results.rows):
+        inside = [i for i, row in enumerate(results.rows) if row.block == block]
+        for j, (_, column) in enumerate(places):
+            values = {i: found[i][j].value for i in inside if found[i][j].value is not None}
+            loss = {i: round(column.loss(v), 3) for i, v in values.items()}  # as printed
+            if len(set(loss.values())) > 1:
+                bold |= {(i, j) for i, value in loss.items() if value == min(loss.values())}
+    lines = []
+    for i, row in enumerate(results.rows):
+        cells = [Cell(found[i][j], c, (i, j) in bold) for j, (_, c) in enumerate(places)]
+        counts = sorted({len(runs) for runs in row.runs.values()})
+        seeds = "–".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+        lines.append((row.block, [*map(row.text, results.shown), seeds], cells))
+    names = list(dict.fromkeys(group for group, _ in places))
+    heads = [column.heading for column in chosen]
+    keys = [*map(heading, results.shown), "Seeds"]
+    return Table(keys, names, heads, lines, notes(results, chosen, lines))
+
+
+def _estimate(row: Row, groups: list[str], group: str, column: Column) -> stats.Estimate:
+    if group in groups:
+        return row.estimate(group, column.metric, column.confidence)
+    values = [row.estimate(g, column.metric, column.confidence).value for g in groups]
+    return stats.Estimate(None if None in values else float(np.mean(values)), None, None)
+
+
+def notes(results: Results, chosen: Sequence[Column], lines: list) -> list[str]:
+    """What the columns mean, in sentences."""
+    counts = {g: runs[0].questions for row in results.rows for g, runs in row.runs.items()}
+    found = [f"Questions: {', '.join(f'{g} {counts[g]:,}' for g in results.groups)}."]
+    found += [NOTES[m] for m in dict.fromkeys(c.metric for c in chosen) if m in NOTES]
+    if any(column.confidence == "vocabulary" for column in chosen):
+        found.append("“All tokens”: its probability among the vocabulary, else among the choices.")
+    cells = [cell for *_, every in lines for cell in every]
+    if any(cell.interval for cell in cells):
+        found.append("[low, high]: 95 % interval over questions and seeds.")
+    bare = {cell.column.name: cell for cell in cells if cell.column.metric in CALIBRATION}
+    if names := [name for name, cell in bare.items() if not cell.interval]:
+        found.append(f"No interval of {', '.join(names)} is known to cover.")
+    floors = [f"{cell.estimate.floor:.3f}" for cell in cells if cell.dagger]
+    if floors:
+        span = " to ".join(dict.fromkeys((min(floors), max(floors))))
+        found.append(
+            f"† ECE consistent with calibration (p > {CALIBRATED}): 95 % of calibrated models with "
+            f"these confidences read less than {span}."
+        )
+    return [*found, "Bold: best of the SFT data and model."]
+
+
+def differences(results: Results, chosen: Sequence[Column]) -> Table | None:
+    """Each row less its β = 0, over shared resamples and paired by seed; None without a β = 0."""
+    confidences = dict.fromkeys(column.confidence for column in chosen)
+    # Of calibration errors only the debiased square differs regularly enough for an interval.
+    chosen = [column for column in chosen if column.metric in REGULAR]
+    chosen += [Column(m, c) for c in confidences for m in ("nll", "rms_debiased")]
+    chosen = list(dict.fromkeys(chosen))
+    lines = []
+    for row in results.rows:
+        if base := results.reference(row):
+            found = [(difference(base, row, g, c), c) for g in results.groups for c in chosen]
+            cells = [Cell(d, c, told_apart(d), "+") for d, c in found]
+            lines.append((row.block, [*map(row.text, results.shown)], cells))
+    note = (
+        "Difference to β = 0 of the same setting without a calibrator; [95 % interval] over the "
+        "same resamples of the questions for both, paired by seed. MSCE: mean squared calibration "
+        "error, the debiased RMS squared. Bold: the interval leaves out 0."
+    )
+    heads = [column.heading.replace("debiased RMS", "MSCE") for column in chosen]
+    keys = [*map(heading, results.shown)]
+    return Table(keys, results.groups, heads, lines, [note]) if lines else None
+
+
+def difference(a: Row, b: Row, group: str, column: Column) -> stats.Estimate:
+    """b − a; its value is None where either lacks the data set or confidence."""
+    if group not in a.runs or group not in b.runs:
+        return stats.Estimate(None, None, None)
+    return stats.difference(a.runs[group], b.runs[group], column.metric, column.confidence)
+
+
+def told_apart(d: stats.Estimate) -> bool:
+    """Whether a difference's interval leaves out 0."""
+    return None not in (d.low, d.high) and (d.low > 0 or d.high < 0)
+
+
+def markdown(table: Table) -> str:
+    """As GitHub Markdown, with its notes below."""
+    heads = [*table.keys, *(f"{g}: {h}" for g in table.groups for h in table.heads)]
+    rows = [heads, ["---"] * len(heads)]
+    for _, keys, cells in table.lines:
+        values = [f"**{c.value}**" if c.bold else c.value for c in cells]
+        shown = [f"{v}{c.dagger} {c.interval}".strip() for v, c in zip(values, cells, strict=True)]
+        rows.append([*keys, *shown])
+    lines = ["| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in rows]
+    return "\n".join([*lines, "", " ".join(table.notes)]) + "\n"
+
+
+def latex(table: Table) -> str:
+    """As a LaTeX `tabular` (booktabs); intervals only in a table of up to four figures a row."""
+    first, each = len(table.keys), len(table.heads)
+    narrow = len(table.groups) * each <= 4
+    spans = [rf"\multicolumn{{{each}}}{{c}}{{{escape(group)}}}" for group in table.groups]
+    ends = [first + i * each for i in range(len(table.groups) + 1)]
+    rules = "".join(rf"\cmidrule(lr){{{a + 1}-{b}}}" for a, b in pairwise(ends))
+    lines = [f"% {escape(note)}" for note in table.notes]
+    lines += [rf"\begin{{tabular}}{{{'l' * first}{'r' * (ends[-1] - first)}}}", r"\toprule"]
+    lines += [" & ".join([""] * first + spans) + r" \\", rules]
+    lines.append(" & ".join(map(escape, [*table.keys, *table.heads * len(spans)])) + r" \\")
+    last = None
+    for block, keys, cells in table.lines:
+        lines += [r"\midrule"] * (block != last)
+        last, shown = block, []
+        for cell in cells:
+            value = rf"\textbf{{{escape(cell.value)}}}" if cell.bold else escape(cell.value)
+            interval = rf" {{\scriptsize {escape(cell.interval)}}}" if narrow else ""
+            shown.append(value + escape(cell.dagger) + interval)
+        lines.append(" & ".join([*map(escape, keys), *shown]) + r" \\")
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+
+SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+SPECIAL |= {c: "\\" + c for c in "&%$#_{}"} | {c: f"{{{c}}}" for c in "[]"}
+SPECIAL |= {c: f"${c}$" for c in "+<>|"} | {"–": "--", "“": "``", "”": "''", "’": "'"}
+MATHS = {"↑": "uparrow", "↓": "downarrow", "†": "dagger", "×": "times", "±": "pm", "·": "cdot"}
+SPECIAL |= {c: rf"$\{name}$" for c, name in MATHS.items()}
+
+
+def escape(text: str) -> str:
+    """Text for pdfLaTeX; a letter that it has no font for becomes its number, U+4E2D."""
+    return "".join(map(_escape, unicodedata.normalize("NFC", text)))
+
+
+def _escape(c: str) -> str:
+    if c in SPECIAL or (c.isascii() and c.isprintable()):
+        return SPECIAL.get(c, c)
+    greek = unicodedata.name(c, "").removeprefix("GREEK SMALL LETTER ").lower()
+    if "α" <= c <= "ω" and c not in "ος":
+        return rf"$\{greek.replace('lamda', 'lambda')}$"
+    return c if "À" <= c <= "ž" and c != "ĸ" and c != "ŉ" else f"U+{ord(c):04X}"
+
+
+def tidy(results: Results) -> str:
+    """CSV: a line a row, data set, confidence and metric, with low, high, floor and p."""
+    text = io.StringIO()
+    keys = list(dict.fromkeys((*results.shown, *(key for row in results.rows for key in row.keys))))
+    writer = csv.writer(text, lineterminator="\n")
+    head = ["dataset", *keys, "seeds", "questions", "letter_mass", "confidence", "metric"]
+    writer.writerow([*head, "value", "low", "high", "floor_95", "p"])
+    for row in results.rows:
+        for group, runs in row.runs.items():
+            start = [group, *map(row.keys.get, keys), len(runs), runs[0].questions]
+            masses = [run.letter_mass for run in runs if run.letter_mass is not None]
+            start.append(float(np.mean(masses)) if masses else None)
+            for confidence in runs[0].confidences:
+                for metric in stats.METRICS:
+                    e = row.estimate(group, metric, confidence)
+                    figures = e.value, e.low, e.high, e.floor, e.p
+                    writer.writerow([*start, confidence, metric, *figures])
+    return text.getvalue()

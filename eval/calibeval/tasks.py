@@ -1,0 +1,410 @@
+"""Tasks: from a data folder or file to subjects of multiple-choice questions.
+
+mmlu      the official layout, `dev/<subject>_dev.csv` and `<split>/<subject>_<split>.csv`, without
+          headers, columns question, A, B, C, D, answer; or hub:NAME
+hellaswag JSON lines {"ctx", "endings", "label", "activity_label"[, "ind", "ctx_a", "ctx_b"]}
+arc_*     AI2's JSON lines {"id", "question": {"stem", "choices": [{"text", "label"}]},
+          "answerKey"} in `<NAME>-Train.jsonl`, `-Dev` and `-Test`, or the hub's columns
+jsonl     any JSON lines {"question", "choices", "answer"[, "id", "subject"]}, the answer as index,
+          letter or text
+
+Convention: mmlu and jsonl are scored by letters (hendrycks/test), hellaswag and arc_* by the
+log-probability of each choice's text per character (lm-evaluation-harness's `acc_norm`).
+`--scoring letters` asks the latter as the paper does, which adapts MMLU's prompt to them.
+"""
+
+import csv
+import io
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from calibeval.io import InputError, counted, json_lines, read_text
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+SCORINGS = ("letters", "continuation")
+SHOTS = {"letters": 5, "continuation": 0}  # hendrycks/test's and lm-evaluation-harness's
+HUB = "hub:"
+COLUMNS = ("question", "A", "B", "C", "D", "answer")
+HELLASWAG = "hellaswag_{split}.jsonl"
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question with 2 to 26 choices; `label` is the index of the right one.
+
+    `context`, `endings`: what continuation scoring reads, where it is not `Question: <stripped
+    text>`, `Answer:` and the choices. `unconditional`: the context that says how likely a choice is
+    without the question.
+    """
+
+    id: str
+    subject: str
+    text: str
+    choices: tuple[str, ...]
+    label: int
+    context: str | None = None
+    endings: tuple[str, ...] | None = None
+    unconditional: str = "Answer:"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The questions that share a topic and few-shot examples, so also a prompt prefix."""
+
+    name: str
+    topic: str
+    shots: tuple[Question, ...]
+    questions: tuple[Question, ...]
+    header: str = ""  # before continuation scoring's examples
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a loader is asked for."""
+
+    data: str
+    shots: int
+    subjects: tuple[str, ...] | None = None
+    split: str | None = None
+    examples: str | None = None
+
+
+def load(task: str, source: Source) -> list[Subject]:
+    """Read a task's questions and few-shot examples; bad data raises `InputError`."""
+    if task not in LOADERS:
+        raise InputError(f"unknown task {task!r}; known: {', '.join(LOADERS)}")
+    if source.shots < 0:
+        raise InputError(f"--shots is {source.shots}, expected 0 or more")
+    if source.subjects and task not in ("mmlu", "jsonl"):
+        raise InputError(f"--subjects is for mmlu and jsonl; {task} has one subject")
+    return LOADERS[task](source)
+
+
+def convention(task: str, scoring: str | None = None) -> tuple[str, str]:
+    """(scoring, normalisation): the task's own, or the one asked for with its normalisation."""
+    per_character = task not in ("mmlu", "jsonl")
+    scoring = scoring or ("continuation" if per_character else "letters")
+    return scoring, "characters" if per_character and scoring == "continuation" else "sum"
+
+
+def mmlu(source: Source) -> list[Subject]:
+    """Every subject of the folder or the hub's data set, or those named, in alphabetical order."""
+    split = source.split or "test"
+    if source.data.startswith(HUB):
+        return _hub(source, split)
+    data = Path(source.data)
+    loaded = []
+    for name in _chosen(_subjects_of(data, split), source.subjects, f"{data / split}"):
+        examples = data / "dev" / f"{name}_dev.csv"
+        shots = _csv(examples, name) if source.shots else []
+        questions = _csv(data / split / f"{name}_{split}.csv", name)
+        loaded.append(_subject(name, shots, questions, source.shots, str(examples)))
+    return loaded
+
+
+def _subject(
+    name: str, pool: list[Question], questions: list[Question], shots: int, where: str
+) -> Subject:
+    topic = name.replace("_", " ")
+    header = f"The following are questions (with answers) about {topic}.\n\n"
+    return Subject(name, topic, *_split(questions, pool, shots, where), header)
+
+
+def _chosen(present: list[str], wanted: tuple[str, ...] | None, where: str) -> list[str]:
+    """The subjects to read; one that is not present raises `InputError`."""
+    unknown = sorted(set(wanted or ()) - set(present))
+    if unknown:
+        raise InputError(f"{where}: no subject {unknown[0]!r}; there are {', '.join(present)}")
+    return [name for name in present if not wanted or name in wanted]
+
+
+def _subjects_of(data: Path, split: str) -> list[str]:
+    """Names of the subjects that have a file in `data/split`."""
+    folder, suffix = data / split, f"_{split}.csv"
+    if not folder.is_dir():
+        raise InputError(
+            f"{data}: no folder {split}/; expected the official layout, "
+            f"dev/<subject>_dev.csv and {split}/<subject>{suffix}"
+        )
+    names = sorted(p.name.removesuffix(suffix) for p in folder.glob(f"*{suffix}"))
+    if not names:
+        raise InputError(f"{folder}: no file named <subject>{suffix}")
+    return names
+
+
+def _csv(path: Path, subject: str) -> list[Question]:
+    """Read one headerless CSV; a malformed row names its line, what it has and what is expected."""
+    reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
+    questions = []
+    try:
+        for row in filter(None, reader):
+            where = f"{path}, row {len(questions) + 1} (line {reader.line_num})"
+            if len(row) != len(COLUMNS):
+                raise InputError(
+                    f"{where}: {counted(len(row), 'column')}, "
+                    f"expected {len(COLUMNS)} ({', '.join(COLUMNS)})"
+                )
+            empty = [name for name, field in zip(COLUMNS, row, strict=True) if not field.strip()]
+            if empty:
+                raise InputError(f"{where}: column {empty[0]} is empty")
+            text, *choices, answer = row
+            if answer not in LETTERS[:4]:
+                raise InputError(f"{where}: answer is {answer!r}, expected one of A, B, C, D")
+            id, label = f"{subject}/{len(questions)}", LETTERS.index(answer)
+            questions.append(Question(id, subject, text, tuple(choices), label))
+    except csv.Error as error:
+        raise InputError(f"{path}, line {reader.line_num}: not CSV ({error})") from error
+    if not questions:
+        raise InputError(f"{path}: no rows; expected columns {', '.join(COLUMNS)}")
+    return questions
+
+
+def _hub(source: Source, split: str) -> list[Subject]:
+    """A hub data set with the columns question, choices and answer, such as hub:cais/mmlu."""
+    from datasets import load_dataset
+
+    name = source.data.removeprefix(HUB)
+
+    def row(subject: str, i: int, r: dict) -> Question:
+        where, id = f"{subject}, row {i}", f"{subject}/{i}"
+        return _checked(where, id, subject, r["question"], r["choices"])(r["answer"])
+
+    try:
+        present = sorted(set(_hub_subjects(name)) - {"all", "auxiliary_train"})
+        loaded = []
+        for subject in _chosen(present, source.subjects, name):
+            parts = [load_dataset(name, subject, split=part) for part in ("dev", split)]
+            shots, questions = ([row(subject, i, r) for i, r in enumerate(p)] for p in parts)
+            where = f"{name}, {subject}, split dev"
+            loaded.append(_subject(subject, shots, questions, source.shots, where))
+        return loaded
+    except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{source.data}: cannot be loaded from the hub: {error}") from error
+
+
+def _hub_subjects(name: str) -> list[str]:
+    """The configurations of a hub data set; offline those that its cached card lists."""
+    from datasets import config, get_dataset_config_names
+    from huggingface_hub import DatasetCard, hf_hub_download
+    from huggingface_hub.utils import EntryNotFoundError, LocalEntryNotFoundError
+
+    if Path(name).is_dir():
+        return get_dataset_config_names(name)
+    if not config.HF_HUB_OFFLINE:
+        try:
+            hf_hub_download(name, "README.md", repo_type="dataset")  # for later, without a network
+        except LocalEntryNotFoundError:  # the hub did not answer
+            raise
+        except EntryNotFoundError:  # it did: this data set does without a card
+            pass
+        return get_dataset_config_names(name)
+    # get_dataset_config_names would answer ["default"], and the cache's folders may be those of
+    # some subjects only.
+    card = DatasetCard.load(hf_hub_download(name, "README.md", repo_type="dataset"))
+    listed = card.data.to_dict().get("configs") or []
+    subjects = [entry["config_name"] for entry in listed if "config_name" in entry]
+    if not subjects:
+        raise InputError(
+            f"{HUB}{name}: its card lists no configurations, so that its subjects are unknown "
+            "without a network; give --data a folder in the official layout"
+        )
+    return subjects
+
+
+def hellaswag(source: Source) -> list[Subject]:
+    """Read a file, or `hellaswag_val.jsonl` of a folder; test labels were never published.
+
+    Few-shot examples are the first of `--examples`, or of hellaswag_train.jsonl beside the file;
+    where neither is, the first questions serve and are not scored.
+    """
+    path = Path(source.data)
+    if path.is_dir():
+        path = path / HELLASWAG.format(split=source.split or "val")
+    train = path.parent / HELLASWAG.format(split="train")
+    examples = Path(source.examples) if source.examples else train if train.is_file() else None
+    questions = _read(path, _hellaswag_row)
+    pool = _read(examples, _hellaswag_row) if examples and source.shots else None
+    parts = _split(questions, pool, source.shots, str(examples or path))
+    return [Subject("hellaswag", "how an everyday situation goes on", *parts)]
+
+
+def _hellaswag_row(row: dict, where: str, number: int) -> Question:
+    """The question is the activity and the beginning, the choices are the endings.
+
+    By continuation the text is lm-evaluation-harness's: ctx_a, then ctx_b with its first letter
+    capital and the others small; a row that has only `ctx` keeps it as it is.
+    """
+    _need(row, ("ctx", "endings", "label"), where)
+    endings, label = row["endings"], row["label"]
+    if not isinstance(endings, list) or str(label) not in map(str, range(len(endings))):
+        raise InputError(f"{where}: label is {label!r}, expected the index of an ending")
+    activity = f"{row['activity_label']}: " if row.get("activity_label") else ""
+    id = f"hellaswag/{row.get('ind', number - 1)}"
+    question = _checked(where, id, "hellaswag", row["ctx"], endings)(int(label))
+    beginning = row["ctx"]
+    if row.get("ctx_a") is not None and row.get("ctx_b") is not None:
+        beginning = f"{row['ctx_a']} {str(row['ctx_b']).capitalize()}"
+    return Question(
+        id,
+        "hellaswag",
+        clean(activity + question.text),
+        tuple(map(clean, question.choices)),
+        question.label,
+        _lm_eval_clean(activity + beginning),
+        tuple(map(_lm_eval_clean, question.choices)),
+        unconditional="",
+    )
+
+
+def clean(text: str) -> str:
+    """Text without WikiHow's markers: a title ends a sentence, other brackets vanish."""
+    text = re.sub(r"\[.*?\]", "", text.replace(" [title]", ". "))
+    return re.sub(r" {2,}", " ", text).strip()
+
+
+def _lm_eval_clean(text: str) -> str:
+    """The same as lm-evaluation-harness does it: of more than two spaces some stay."""
+    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+
+def arc(name: str, source: Source) -> list[Subject]:
+    """Read a split (default test); few-shot examples are the first of the training split."""
+    data, split = Path(source.data), (source.split or "test").capitalize()
+    path = data / f"{name}-{split}.jsonl"
+    if not path.is_file():
+        raise InputError(f"{data}: no {path.name}; expected AI2's files {name}-Train, -Dev, -Test")
+    examples = Path(source.examples) if source.examples else data / f"{name}-Train.jsonl"
+    subject = name.lower().replace("-", "_")
+    row = partial(_arc_row, subject)
+    pool = _read(examples, row) if source.shots else []
+    parts = _split(_read(path, row), pool, source.shots, str(examples))
+    return [Subject(subject, "grade-school science", *parts)]
+
+
+def _arc_row(subject: str, row: dict, where: str, _: int) -> Question:
+    """Items have 3 to 5 choices, labelled by letters or digits; they are lettered by place."""
+    try:
+        stem = row["question"]
+        if isinstance(stem, str):
+            labels, texts = row["choices"]["label"], row["choices"]["text"]
+        else:
+            stem, choices = stem["stem"], stem["choices"]
+            labels, texts = [c["label"] for c in choices], [c["text"] for c in choices]
+        id, key = str(row["id"]), row["answerKey"]
+    except (KeyError, TypeError) as error:
+        raise InputError(
+            f"{where}: not an ARC item (at {error}); expected id, question with stem and "
+            f"choices of text and label, answerKey; or the hub's columns"
+        ) from error
+    if not isinstance(labels, list) or labels.count(key) != 1:
+        raise InputError(f"{where}: answerKey is {key!r}, expected one of {labels}")
+    question = _checked(where, id, subject, stem, texts)
+    return question(labels.index(key), context=f"Question: {stem}\nAnswer:")
+
+
+def jsonl(source: Source) -> list[Subject]:
+    """Read a file; questions without a subject are of general knowledge.
+
+    Few-shot examples come from the file `source.examples`, by subject where it has the subject.
+    """
+    path = Path(source.data)
+    if source.shots and not source.examples:
+        raise InputError(
+            f"--shots {source.shots} needs --examples FILE with examples; or --shots 0"
+        )
+    questions = _read(path, _jsonl_row)
+    examples = _read(Path(source.examples), _jsonl_row) if source.examples else []
+    subjects = []
+    for name in _chosen(sorted({q.subject for q in questions}), source.subjects, str(path)):
+        own = [q for q in questions if q.subject == name]
+        pool = [e for e in examples if e.subject == name] or examples
+        subjects.append(_subject(name, pool, own, source.shots, f"{source.examples}"))
+    return subjects
+
+
+def _jsonl_row(row: dict, where: str, number: int) -> Question:
+    _need(row, ("question", "choices", "answer"), where)
+    subject, answer = row.get("subject", "general_knowledge"), row["answer"]
+    if not isinstance(subject, str):
+        raise InputError(f"{where}: subject is {subject!r}, expected text")
+    id = str(row.get("id", f"{subject}/{number - 1}"))
+    make = _checked(where, id, subject, row["question"], row["choices"])
+    choices = tuple(row["choices"])
+    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices):
+        return make(answer)
+    if isinstance(answer, str):
+        if len(answer) == 1 and answer in LETTERS[: len(choices)]:
+            return make(LETTERS.index(answer))
+        if choices.count(answer) == 1:
+            return make(choices.index(answer))
+    raise InputError(
+        f"{where}: answer is {answer!r}, expected 0 to {len(choices) - 1}, "
+        f"A to {LETTERS[len(choices) - 1]}, or the text of one choice"
+    )
+
+
+def _read(path: Path, question: Callable[[dict, str, int], Question]) -> list[Question]:
+    """The questions of a JSON-lines file; an id that repeats raises `InputError`.
+
+    `question` is given a row, where it stands, and the number it has among the rows, from 1.
+    """
+    questions: dict[str, Question] = {}
+    seen: dict[str, str] = {}
+    for place, (number, row) in enumerate(json_lines(path), 1):
+        where = f"{path}, line {number}"
+        made = question(row, where, place)
+        if made.id in seen:
+            raise InputError(
+                f"{where}: id {made.id!r} is in {seen[made.id]} already; ids must be unique"
+            )
+        seen[made.id], questions[made.id] = where, made
+    if not questions:
+        raise InputError(f"{path}: no questions; expected one JSON object a line")
+    return list(questions.values())
+
+
+def _need(row: dict, keys: tuple[str, ...], where: str) -> None:
+    for key in keys:
+        if key not in row:
+            raise InputError(f"{where}: no {key!r}; found {', '.join(row)}")
+
+
+def _checked(where: str, id: str, subject: str, text, choices) -> Callable[[int], Question]:
+    """label → question, once text and choices are text, filled, and 2 to 26 in number."""
+    if not isinstance(text, str) or not text.strip():
+        raise InputError(f"{where}: question is {text!r}, expected text")
+    if not isinstance(choices, (list, tuple)) or not 2 <= len(choices) <= len(LETTERS):
+        several = isinstance(choices, (list, tuple))
+        found = counted(len(choices), "choice") if several else f"choices {choices!r}"
+        raise InputError(f"{where}: {found}, expected a list of 2 to {len(LETTERS)}")
+    for letter, choice in zip(LETTERS, choices, strict=False):
+        if not isinstance(choice, str) or not choice.strip():
+            raise InputError(f"{where}: choice {letter} is {choice!r}, expected text")
+    return partial(Question, id, subject, text, tuple(choices))
+
+
+def _split(
+    questions: list[Question], examples: list[Question] | None, shots: int, where: str
+) -> tuple[tuple[Question, ...], tuple[Question, ...]]:
+    """(few-shot examples, questions to score): the first `shots` of the examples.
+
+    Without a file of examples the first questions serve, and are then not scored.
+    """
+    pool = questions if examples is None else examples
+    if len(pool) < shots:
+        raise InputError(f"{where}: {counted(len(pool), 'row')}, but --shots {shots} needs {shots}")
+    return tuple(pool[:shots]), tuple(questions[shots:] if examples is None else questions)
+
+
+LOADERS = {
+    "mmlu": mmlu,
+    "hellaswag": hellaswag,
+    "arc_easy": partial(arc, "ARC-Easy"),
+    "arc_challenge": partial(arc, "ARC-Challenge"),
+    "jsonl": jsonl,
+}

@@ -1,0 +1,268 @@
+"""How often 95 % intervals hold the truth: python tests/eval/interval_coverage.py
+
+Prints the Markdown tables of eval/README. In a made-up world every model's true error is known: a
+question's label is seen through two noisy channels, one that all seeds share and one of a seed's
+own; the posterior of the choices is calibrated exactly, and a model states it shifted or sharpened.
+"""
+
+import argparse
+import itertools
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from calibeval import stats
+from calibeval.metrics.samples import Bins, Sample, Scores, resamples
+from calibeval.metrics.values import BINS, METRICS
+
+DRAWS = 400  # resamples a replication
+POOL = 100_000  # questions that stand for the population
+NOISE = {"near chance": (4.0, 2.5), "sure": (1.0, 0.6)}  # sd of the shared and own channel
+REGULAR = ("accuracy", "nll", "brier", "ece_signed", "auroc")
+
+
+@dataclass(frozen=True)
+class World:
+    """Confidences near chance or sure; gaps of one size or growing with the confidence."""
+
+    shape: str = "near chance"
+    pattern: str = "shift"
+
+    def posterior(self, n: int, seeds: int, rng: np.random.Generator) -> tuple:
+        """Labels (n,) and each seed's exact log posterior, (seeds, n, 4)."""
+        labels = rng.integers(0, 4, n)
+        shown = np.eye(4)[labels]
+        shared, own = NOISE[self.shape]
+        evidence = (shown + shared * rng.normal(size=(n, 4))) / shared**2
+        evidence = evidence + (shown + own * rng.normal(size=(seeds, n, 4))) / own**2
+        return labels, evidence - np.logaddexp.reduce(evidence, -1, keepdims=True)
+
+    def said(self, exact: np.ndarray, size: float) -> np.ndarray:
+        """The log-probabilities that a model whose miscalibration has this size states, (n, 4)."""
+        if self.pattern == "sharpen":
+            said = exact * math.exp(size)
+            return said - np.logaddexp.reduce(said, -1, keepdims=True)
+        best = exact.argmax(-1)[:, None]
+        top = np.exp(np.take_along_axis(exact, best, -1))
+        new = np.clip(top + size, 0.001, 0.999)
+        said = exact + np.log((1 - new) / (1 - top))
+        np.put_along_axis(said, best, np.log(new), -1)
+        return said
+
+    def truth(self, size: float) -> dict[str, float]:
+        """Population values of a model; labels are replaced by their exact probabilities."""
+        exact = pool(self.shape)
+        said = self.said(exact, size)
+        p, q = np.exp(said), np.exp(exact)
+        best = said.argmax(1)[:, None]
+        top, right = (np.take_along_axis(x, best, 1)[:, 0] for x in (p, q))
+        index = np.minimum((top * BINS).astype(int), BINS - 1)
+        weight, gap = (np.bincount(index, v, BINS) / len(top) for v in (None, right - top))
+        by = np.argsort(top, kind="stable")
+        wrong = np.cumsum(1 - right[by])
+        below = wrong - (1 - right[by]) / 2
+        return {
+            "accuracy": right.mean(),
+            "nll": -(q * said).sum(1).mean(),
+            "brier": ((p**2).sum(1) + 1 - 2 * (p * q).sum(1)).mean(),
+            "ece_signed": (top - right).mean(),
+            "auroc": (right[by] * below).sum() / (right.sum() * wrong[-1]),
+            "ece": np.abs(gap).sum(),
+            "squared": np.divide(gap**2, weight, out=np.zeros(BINS), where=weight > 0).sum(),
+        }
+
+    def mean_truth(self, size: float, spread: float) -> dict[str, float]:
+        """Mean of `truth` over seeds whose sizes are normal with this standard deviation."""
+        if not spread:
+            return self.truth(size)
+        nodes, weights = np.polynomial.hermite_e.hermegauss(7)
+        found = [self.truth(size + spread * node) for node in nodes]
+        return {k: np.average([f[k] for f in found], weights=weights) for k in found[0]}
+
+    def size_of(self, error: float, spread: float = 0.0) -> float:
+        """The size at which the (mean) l2 calibration error is this."""
+        low, high = 0.0, 2.0 if self.pattern == "sharpen" else 0.3
+        if not error:
+            return 0.0
+        for _ in range(18):
+            middle = (low + high) / 2
+            below = self.mean_truth(middle, spread)["squared"] < error**2
+            low, high = (middle, high) if below else (low, middle)
+        return high
+
+    def cells(self, size: float) -> tuple[np.ndarray, np.ndarray]:
+        """Confidence (C,) and probability (C, wrong and right) of the cells of a fine grid."""
+        exact = pool(self.shape)
+        said = self.said(exact, size)
+        best = said.argmax(1)[:, None]
+        top, right = (np.exp(np.take_along_axis(x, best, 1))[:, 0] for x in (said, exact))
+        index = np.minimum((top * 10 * BINS).astype(int), 10 * BINS - 1)
+        count, confidence, true = (np.bincount(index, v) for v in (None, top, right))
+        use = count > 0
+        shares = np.stack([count - true, true], 1)[use] / len(top)
+        return confidence[use] / count[use], shares.clip(0)
+
+
+@cache
+def pool(shape: str) -> np.ndarray:
+    """The population's exact log posteriors, (POOL, 4)."""
+    return World(shape).posterior(POOL, 1, np.random.default_rng(99))[1][0]
+
+
+@cache
+def times(n: int) -> np.ndarray:
+    """The resamples that every replication shares, as every run does."""
+    return np.concatenate(list(resamples(n, DRAWS)))
+
+
+def run_of(labels: np.ndarray, said: np.ndarray, names: tuple[str, ...]) -> stats.Run:
+    """A run as `stats.measure` makes it, without the simulations of floors."""
+    of = Scores(said, labels)
+    exact, drawn = Sample(of), Sample(of, times(len(labels)))
+    bins = [sample.top.equal_width(BINS) for sample in (exact, drawn)]
+    regular = [name for name in names if name in REGULAR]
+    figures = {name: float(METRICS[name](exact)[0]) for name in regular}
+    return assemble(len(labels), figures, {n: METRICS[n](drawn) for n in regular}, bins)
+
+
+def binned_run(cells: tuple, n: int, rng: np.random.Generator) -> stats.Run:
+    """A run of which only the bins are known: the same bootstrap by multinomial counts."""
+    confidence, shares = cells
+    index = np.minimum((confidence * BINS).astype(int), BINS - 1)
+    member = np.eye(BINS)[index]
+    asked = rng.multinomial(n, (shares / shares.sum()).ravel())
+    drawn = rng.multinomial(n, asked / n, size=DRAWS)
+    bins = []
+    for counts in (asked[None], drawn):
+        wrong, right = counts.reshape(len(counts), -1, 2).transpose(2, 0, 1).astype(float)
+        both = wrong + right
+        square = wrong * confidence**2 + right * (1 - confidence) ** 2
+        bins.append(Bins(*(x @ member for x in (both, both * confidence, right, square))))
+    return assemble(n, {}, {}, bins)
+
+
+def assemble(n: int, figures: dict, draws: dict, bins: list[Bins]) -> stats.Run:
+    """A run from its figures, their draws, and the bins as they are and resampled."""
+    square, absolute = stats.errors(bins[0], bins[1:])
+    figures |= {"rms_debiased": square.value, "ece": absolute.value}
+    noise = dict.fromkeys(figures, (0.0, 1.0))
+    found = {"rms_debiased": square, "ece": absolute}
+    c = "choices"
+    about = Path("simulated"), None, "m", n, "", 1.0, (c,), {c: {}}
+    return stats.Run(*about, {c: figures}, {c: noise}, {c: draws}, {c: found})
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is repeated: an estimate over seeds, or (with `other`) a difference of two rows."""
+
+    error: float
+    n: int
+    seeds: int = 1
+    spread: float = 0.0  # between-seed sd of the gaps, in units of the questions' own
+    other: float | None = None  # row B's error; row A has `error`
+    names: tuple[str, ...] = ("ece", "rms_debiased", *REGULAR)
+
+    def run(self, world: World, replications: int) -> dict[str, tuple[int, int]]:
+        """{metric: how many intervals lie above, and below, the truth}."""
+        spread = self.spread * math.sqrt(0.2 / self.n)
+        sides = [self.error] if self.other is None else [self.error, self.other]
+        sizes = [world.size_of(error, spread) for error in sides]
+        truths = [world.mean_truth(size, spread) for size in sizes]
+        seed = zlib.crc32(repr((self, world)).encode())
+        rng = np.random.default_rng(seed)
+        only_bins = len(self.names) == 2 and self.seeds == len(sides) == 1
+        cells = world.cells(sizes[0]) if only_bins else None
+        missed = {name: [0, 0] for name in self.names}
+        for _ in range(replications):
+            if only_bins:
+                runs = [binned_run(cells, self.n, rng)]
+            else:
+                labels, exact = world.posterior(self.n, self.seeds * len(sides), rng)
+                at = np.repeat(sizes, self.seeds) + spread * rng.normal(size=len(exact))
+                said = [world.said(e, s) for e, s in zip(exact, at, strict=True)]
+                runs = [run_of(labels, one, self.names) for one in said]
+            for name in self.names:
+                key = "squared" if name == "rms_debiased" else name
+                true = [float(truth[key]) for truth in truths]
+                if self.other is None:
+                    found = stats.estimate(runs, name, "choices")
+                    expected = math.sqrt(true[0]) if key == "squared" else true[0]
+                else:
+                    a, b = runs[: self.seeds], runs[self.seeds :]
+                    found = stats.difference(a, b, name, "choices")
+                    expected = true[1] - true[0]
+                if found.low is not None:
+                    missed[name][0] += found.low > expected + 1e-9
+                    missed[name][1] += found.high < expected - 1e-9
+        return {name: tuple(m) for name, m in missed.items()}
+
+
+WORLDS = tuple(World(shape, pattern) for shape in NOISE for pattern in ("shift", "sharpen"))
+SIZES = (500, 2000, 14042)
+BINNED = ("ece", "rms_debiased")
+ONE = [Cell(e, n, names=BINNED) for e in (0, 0.02, 0.035, 0.1) for n in SIZES]
+ORDINARY = [Cell(0.035, n, names=REGULAR) for n in SIZES]
+SEEDS = [Cell(0.035, n, s, spread) for n in SIZES for s in (2, 3, 5) for spread in (0.0, 1.0)]
+PAIRS = [
+    Cell(a, n, s, spread, b, ("rms_debiased", *REGULAR))
+    for n in SIZES
+    for a, b in ((0.0, 0.0), (0.035, 0.035), (0.0, 0.035), (0.035, 0.1))
+    for s, spread in ((1, 0.0), (3, 1.0 if a else 0.0))
+]
+
+
+def covered(job: tuple[Cell, World, int]) -> dict[str, tuple[int, int]]:
+    """One job of the pool."""
+    cell, world, replications = job
+    return cell.run(world, replications)
+
+
+def simulate(cells: list[Cell], worlds: Sequence[World], replications: int) -> Iterator:
+    """Yield (cell, {metric: (coverage, least of the worlds, above, below)})."""
+    with ProcessPoolExecutor() as pool:
+        jobs = [(cell, world, replications) for cell in cells for world in worlds]
+        results = pool.map(covered, jobs)
+        for cell in cells:
+            found = list(itertools.islice(results, len(worlds)))
+            line = {}
+            for name in cell.names:
+                above, below = np.array([one[name] for one in found]).T / replications
+                line[name] = 1 - above.mean() - below.mean(), 1 - (above + below).max()
+            yield cell, line
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--replications", type=int, default=600)
+    parser.add_argument("--only", choices=("one", "ordinary", "seeds", "pairs"))
+    a = parser.parse_args()
+    groups = {"one": ONE, "ordinary": ORDINARY, "seeds": SEEDS, "pairs": PAIRS}
+    for group, cells in groups.items():
+        if a.only not in (None, group):
+            continue
+        worlds = WORLDS if group == "one" else (WORLDS[0], WORLDS[3])
+        names = list(dict.fromkeys(name for cell in cells for name in cell.names))
+        total = a.replications * len(worlds)
+        print(
+            f"\n{group}: {total} replications a cell, standard error of 0.95 "
+            f"{math.sqrt(0.95 * 0.05 / total):.3f}; in brackets the worst of {len(worlds)} worlds\n"
+        )
+        print("| N | true error | seeds | seed sd | " + " | ".join(names) + " |")
+        print("|" + "---|" * (4 + len(names)), flush=True)
+        for cell, line in simulate(cells, worlds, a.replications):
+            error = f"{cell.error:g}" + ("" if cell.other is None else f" and {cell.other:g}")
+            shown = [f"{v[0]:.3f} ({v[1]:.3f})" if (v := line.get(m)) else "–" for m in names]
+            about = f"{cell.n:,}", error, str(cell.seeds), f"{cell.spread:g}"
+            print("| " + " | ".join([*about, *shown]) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""Choices by their own text, as lm-evaluation-harness asks them, against whole prompts."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from calibeval import prompts, score, tasks
+from calibeval.__main__ import main
+from calibeval.tasks import Question, Subject
+
+ARC = [
+    ("Which of the light mass is a force?", ["true cells", "the kings", "a law", "following"], "2"),
+    ("Is the café true?", ["é", "statement about cells", "kings"], "1"),
+    ("Which mass?", ["light light", "light force", "light", "kings law", "true"], "5"),
+]
+
+
+@pytest.fixture
+def arc(tmp_path):
+    """Items of 3, 4 and 5 choices, among them one that begins another, and two examples."""
+    rows = []
+    for i, (text, choices, answer) in enumerate(ARC * 4):
+        listed = [{"text": t, "label": str(j + 1)} for j, t in enumerate(choices)]
+        question = {"stem": f"{text} {i}", "choices": listed}
+        rows.append({"id": f"q{i}", "question": question, "answerKey": answer})
+    for split, part in (("Test", rows), ("Train", rows[:2])):
+        lines = "".join(json.dumps(row | {"id": f"{split}/{row['id']}"}) + "\n" for row in part)
+        (tmp_path / f"ARC-Easy-{split}.jsonl").write_text(lines)
+    return tmp_path
+
+
+def run(model, out, *options) -> list[dict]:
+    command = ["score", "--model", model, "--out", out, *options]
+    assert main([str(c) for c in command]) == 0
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+@pytest.fixture
+def plain(tiny_model):
+    """plain(context, choice) → log P(choice | context), one whole prompt and one forward."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+
+    def ask(context: str, choice: str, cut: int = 0) -> float:
+        bare = tokenizer(context)["input_ids"] if context else [tokenizer.bos_token_id]
+        whole = tokenizer(context + choice)["input_ids"]
+        ending = whole[len(bare) :] if context else whole
+        ids = torch.tensor([(bare + ending)[cut:]])
+        with torch.no_grad():
+            logprobs = model(input_ids=ids).logits[0].log_softmax(-1)
+        at = range(ids.shape[1] - len(ending) - 1, ids.shape[1] - 1)
+        return sum(logprobs[i, ids[0, i + 1]].item() for i in at)
+
+    return ask
+
+
+@pytest.mark.parametrize("shots", [0, 2])
+def test_equals_whole_prompts(arc, tiny_model, tmp_path, plain, shots):
+    options = ["--task", "arc_easy", "--data", arc, "--unconditional"]
+    rows = run(tiny_model, tmp_path / "r.jsonl", *options, *(["--shots", shots] * bool(shots)))
+    assert len(rows) == 12
+    for i, ((text, choices, answer), row) in enumerate(zip(ARC * 4, rows, strict=True)):
+        context = "".join(
+            f"Question: {text} {i}\nAnswer: {choices[int(answer) - 1]}\n\n"
+            for i, (text, choices, answer) in enumerate(ARC[:shots])
+        )
+        context += f"Question: {text} {i}\nAnswer:"
+        assert row["logprobs"] == pytest.approx(
+            [plain(context, f" {c}") for c in choices], abs=1e-4
+        )
+        alone = [plain("Answer:", f" {c}") for c in choices]
+        assert row["unconditional"] == pytest.approx(alone, abs=1e-4)
+        assert row["characters"] == list(map(len, choices))
+        assert row["bytes"] == [len(c.encode()) for c in choices]
+        assert (row["scoring"], row["normalise"], row["shots"]) == (
+            "continuation",
+            "characters",
+            shots,
+        )
+    meta = json.loads((tmp_path / "r.jsonl.meta.json").read_text())
+    assert meta["usage"]["computed_tokens"] * 2 < meta["one_prompt_a_choice"]
+
+
+def test_hellaswag_is_the_hubs_text(tiny_model, tmp_path, plain):
+    row = {"activity_label": "Ski", "ctx_a": "A man [title] sits.", "ctx_b": "he and THE", "ind": 3}
+    row |= {"ctx": "A man [title] sits. he and THE", "endings": ["falls", "[x] goes", "is é", "up"]}
+    data = tmp_path / "hellaswag_val.jsonl"
+    rest = {k: v for k, v in row.items() if k not in ("ctx_a", "ctx_b")} | {"ind": 4}
+    data.write_text("".join(json.dumps(r | {"label": "2"}) + "\n" for r in (row, rest)))
+    out = tmp_path / "r.jsonl"
+    rows = run(tiny_model, out, "--task", "hellaswag", "--data", data, "--unconditional")
+    endings = ["falls", " goes", "is é", "up"]
+    for context, found in zip(("sits. He and the", "sits. he and THE"), rows, strict=True):
+        expected = [plain(f"Ski: A man. {context}", f" {ending}") for ending in endings]
+        assert found["logprobs"] == pytest.approx(expected, abs=1e-4)
+        alone = [plain("", f" {ending}") for ending in endings]
+        assert found["unconditional"] == pytest.approx(alone, abs=1e-4)
+        assert found["characters"] == [5, 5, 4, 2] and found["bytes"] == [5, 5, 5, 2]
+
+
+def test_the_tasks_conventions(arc, mmlu, tiny_model, tmp_path, capsys):
+    assert tasks.convention("arc_challenge") == ("continuation", "characters")
+    assert tasks.convention("hellaswag", "letters") == ("letters", "sum")
+    assert tasks.convention("mmlu") == tasks.convention("jsonl") == ("letters", "sum")
+    assert tasks.convention("mmlu", "continuation") == ("continuation", "sum")
+    letters = ["--task", "arc_easy", "--data", arc, "--scoring", "letters", "--shots", "2"]
+    rows = run(tiny_model, tmp_path / "l.jsonl", *letters)
+    assert "scoring" not in rows[0] and rows[0]["shots"] == 2
+    (subject,) = tasks.load("arc_easy", tasks.Source(str(arc), 2))
+    assert rows[5]["prompt_sha256"] == prompts.build(subject, subject.questions[5], 2).sha256
+    assert main(["prompts", "--task", "arc_easy", "--data", str(arc)]) == 0
+    line = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert line["prompt"] == f"Question: {ARC[0][0]} 0\nAnswer:" and line["choices"] == ARC[0][1]
+    options = ["--task", "mmlu", "--data", mmlu, "--scoring", "continuation", "--shots", "1"]
+    rows = run(tiny_model, tmp_path / "m.jsonl", *options)
+    assert {row["normalise"] for row in rows} == {"sum"} and "unconditional" not in rows[0]
+    subject = tasks.load("mmlu", tasks.Source(str(mmlu), 1))[1]
+    text = prompts.build(subject, subject.questions[0], 1, scoring="continuation").text
+    shot = subject.shots[0]
+    assert text == (
+        f"The following are questions (with answers) about old kings.\n\nQuestion: {shot.text}\n"
+        f"Answer: {shot.choices[shot.label]}\n\nQuestion: {subject.questions[0].text}\nAnswer:"
+    )
+
+
+def test_options_that_need_the_other_scoring(arc, tiny_model, tmp_path, capsys):
+    command = ["score", "--model", tiny_model, "--task", "arc_easy", "--data", arc]
+    command = [str(c) for c in [*command, "--out", tmp_path / "r.jsonl"]]
+    assert main([*command, "--scoring", "letters", "--shots", "0", "--unconditional"]) == 2
+    assert "--unconditional: needs --scoring continuation" in capsys.readouterr().err
+
+
+def test_spaces_at_the_contexts_end_go_to_the_choice(tiny_model):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    context, plan = prompts.continuation(tokenizer, "light  ", ("mass", "cells"))
+    assert context == tokenizer("light")["input_ids"]
+    whole = tokenizer("light   mass")["input_ids"]
+    assert plan.branches[0] == tuple(whole[len(context) :])
+
+
+def test_what_does_not_fit_is_cut_and_named(tiny_model, tmp_path, plain, capsys):
+    rows = [
+        {"question": "which " * n + "?", "choices": ["cells mass", "kings"], "answer": 0}
+        for n in (3, 150, 5)
+    ]
+    data = tmp_path / "q.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--task", "jsonl", "--data", data, "--shots", "0", "--max-length", "120"]
+    for scoring in ("letters", "continuation"):
+        found = run(tiny_model, tmp_path / f"{scoring}.jsonl", *options, "--scoring", scoring)
+        err = capsys.readouterr().err
+        assert "warning: 1 of 3 questions do not fit in 120 tokens" in err
+        assert "lose their beginning: general_knowledge/1\n" in err
+        (cut,) = (row.get("truncated") for row in found if "truncated" in row)
+        assert cut > 0 and [row["id"][-1] for row in found] == ["0", "1", "2"]
+        tokens = score.Style(0, scoring=scoring)
+        (subject,) = tasks.load("jsonl", tasks.Source(str(data), 0))
+        text = prompts.build(subject, subject.questions[1], 0, "official", tokens.scoring).text
+        choices = rows[1]["choices"] if scoring == "continuation" else ("A", "B")
+        expected = [plain(text, f" {choice}", cut) for choice in choices]
+        assert found[1]["logprobs"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_choices_longer_than_the_model_are_refused(tiny_model):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    question = Question("s/0", "s", "which?", ("cells " * 60, "a"), 0)
+    subject = Subject("s", "s", (), (question, Question("s/1", "s", "which?", ("a", "b"), 0)))
+    with pytest.raises(prompts.InputError, match="question s/0: its choices take"):
+        score.fit_prompts([subject], score.Style(0, scoring="continuation"), tokenizer, 40)

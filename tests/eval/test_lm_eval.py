@@ -1,0 +1,156 @@
+"""lm-evaluation-harness's own output becomes records, to the last metric.
+
+lm_eval_samples/ is what lm-eval 0.4.13 wrote for the real model of stories260k.py on questions of
+MMLU and HellaSwag (both MIT): `lm_eval --model hf --tasks mmlu_abstract_algebra,hellaswag
+--num_fewshot 0 --samples … --log_samples`, with its mmlu template and its acc_bytes and
+acc_mutual_info beside HellaSwag's acc and acc_norm, on local files.
+"""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from calibeval import records
+from calibeval.__main__ import main
+from calibeval.lm_eval import METRICS
+
+SAMPLES = Path(__file__).parent / "lm_eval_samples"
+MMLU, HELLASWAG = (next(SAMPLES.glob(f"samples_{t}_*")) for t in ("mmlu_abstract_algebra", "hel*"))
+
+
+def convert(*arguments) -> int:
+    return main(["import-lm-eval", *map(str, arguments)])
+
+
+def samples(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+def test_letters(tmp_path, capsys):
+    assert convert(MMLU, "--out", tmp_path / "r.jsonl") == 0
+    found = records.read(tmp_path / "r.jsonl")
+    given = samples(MMLU)
+    assert found.scoring == "letters" and found.model == "model"
+    assert found.ids == [f"abstract_algebra/{s['doc_id']}" for s in given]
+    assert set(found.subjects) == {"abstract_algebra"}
+    assert found.labels.tolist() == [int(s["target"]) for s in given]
+    sums = [[float(score) for score, _ in s["filtered_resps"]] for s in given]
+    assert found.logprobs.tolist() == sums
+    assert found.letter_mass == pytest.approx([sum(map(math.exp, row)) for row in sums])
+    right = found.logprobs.argmax(1) == found.labels
+    assert right.tolist() == [s["acc"] == 1 for s in given]
+    row = json.loads((tmp_path / "r.jsonl").read_text().split("\n")[0])
+    assert row["shots"] == 0 and row["prompt_sha256"] == given[0]["prompt_hash"]
+    assert row["versions"] == {"lm_eval": "0.4.13", "transformers": "5.19.0"}
+    err = capsys.readouterr().err
+    assert "without prompts' text: 1 of 1 file" in err and "6 questions, letters by sum" in err
+    assert main(["metrics", str(tmp_path / "r.jsonl")]) == 0
+
+
+def test_texts_by_every_normalisation(tmp_path):
+    assert convert(HELLASWAG, "--out", tmp_path) == 0
+    given = sorted(samples(HELLASWAG), key=lambda s: s["doc_id"])
+    for metric, normalise in METRICS.items():
+        found = records.read(tmp_path / "hellaswag.jsonl", normalise)
+        right = found.logprobs.argmax(1) == found.labels
+        assert right.tolist() == [s[metric] == 1 for s in given], metric
+    found = records.read(tmp_path / "hellaswag.jsonl")
+    assert found.scoring == "continuation" and found.normalise == "characters"
+    rows = samples(tmp_path / "hellaswag.jsonl")
+    for row, sample in zip(rows, given, strict=True):
+        assert row["characters"] == [len(c) for c in sample["doc"]["choices"]]
+        assert row["bytes"] == [len(c.encode()) for c in sample["doc"]["choices"]]
+    assert any(row["bytes"] != row["characters"] for row in rows)
+
+
+def test_a_run_becomes_a_file_a_data_set(tmp_path, capsys):
+    """In any order of the lines, and with another filter's lines between them."""
+    folder = tmp_path / "org__model"
+    folder.mkdir()
+    lines = [json.dumps(s) for s in reversed(samples(MMLU))]
+    again = [json.dumps(json.loads(line) | {"filter": "other"}) for line in lines]
+    for task in ("mmlu_anatomy", "mmlu_abstract_algebra"):
+        text = "".join(f"{a}\n{b}\n" for a, b in zip(lines, again, strict=True))
+        (folder / f"samples_{task}_2025-01-01T00-00-00.0.jsonl").write_text(text)
+    shutil.copy(HELLASWAG, folder / "samples_hellaswag.jsonl")
+    assert convert(*folder.iterdir(), "--out", tmp_path / "out") == 0
+    mmlu = records.read(tmp_path / "out" / "mmlu.jsonl")
+    assert len(mmlu) == 12 and set(mmlu.subjects) == {"anatomy", "abstract_algebra"}
+    assert mmlu.model == "org__model"
+    assert [i for i in mmlu.ids if "an" in i] == [f"anatomy/{i}" for i in (0, 8, 12, 17, 21, 31)]
+    assert len(records.read(tmp_path / "out" / "hellaswag.jsonl")) == 8
+    err = capsys.readouterr().err
+    assert err.count("without shots, versions and the model's own name: 3 of 3 files") == 1
+    assert convert(*folder.iterdir(), "--out", tmp_path / "out") == 2
+    assert "exists; give another --out" in capsys.readouterr().err
+    assert convert(*folder.iterdir(), "--out", tmp_path / "all.jsonl") == 2
+    assert "import each run to an --out of its own" in capsys.readouterr().err
+
+
+def test_older_samples(tmp_path):
+    """Lists of arguments, numbers as numbers, a chat's letters without a space."""
+    rows = []
+    for sample in samples(MMLU):
+        pairs = [(a["arg_0"], a["arg_1"].strip()) for a in sample["arguments"].values()]
+        answers = [[float(score), greedy == "True"] for score, greedy in sample["filtered_resps"]]
+        target = int(sample["target"])
+        rows.append(sample | {"arguments": pairs, "filtered_resps": answers, "target": target})
+    path = tmp_path / "samples_mmlu_abstract_algebra.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert convert(MMLU, "--out", tmp_path / "new.jsonl") == 0
+    assert convert(path, "--out", tmp_path / "old.jsonl") == 0
+    new, old = (records.read(tmp_path / f"{n}.jsonl") for n in ("new", "old"))
+    assert new.ids == old.ids and np.array_equal(new.logprobs, old.logprobs)
+    assert old.scoring == "letters"
+
+
+def winograd(sample):
+    for i, pair in enumerate(sample["arguments"].values()):
+        pair.update(arg_0=f"context {i}", arg_1=" same")
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda s: s.update(acc=1.0 - s["acc"]), "acc is 1.0, but 0.0 by its log-probabilities"),
+        (lambda s: s.update(target="[0, 2]"), "not a multiple-choice sample: ValueError"),
+        (lambda s: s.update(target="4"), "label is 4, expected 0 to 3"),
+        (lambda s: s.update(filtered_resps=["some text"]), "not a multiple-choice sample"),
+        (lambda s: s.pop("doc"), "not a multiple-choice sample: KeyError('doc')"),
+        (lambda s: s.update(doc_id=0), "doc_id 0 was there already"),
+        (winograd, "its choices do not continue one prompt"),
+        (lambda s: s["filtered_resps"][0].__setitem__(0, "-inf"), "expected a finite number"),
+        (lambda s: s["filtered_resps"][0].__setitem__(0, "nan"), "expected a finite number"),
+    ],
+)
+def test_bad_samples_are_named_by_line(tmp_path, capsys, change, expected):
+    rows = samples(MMLU)
+    change(rows[2])
+    path = tmp_path / MMLU.name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert convert(path, "--out", tmp_path / "out") == 2
+    err = capsys.readouterr().err
+    assert f"error: {path}, line 3: " in err and expected in err and err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_files(tmp_path, capsys):
+    out = ["--out", tmp_path / "out"]
+    (tmp_path / "r.jsonl").touch()
+    assert convert(tmp_path / "r.jsonl", *out) == 2
+    assert "expected a name like samples_<task>_<time>.jsonl" in capsys.readouterr().err
+    assert convert(tmp_path / "samples_x.jsonl", *out) == 2
+    assert "samples_x.jsonl: could not be read" in capsys.readouterr().err
+    (tmp_path / "samples_x.jsonl").touch()
+    assert convert(tmp_path / "samples_x.jsonl", *out) == 2
+    assert "samples_x.jsonl: no samples" in capsys.readouterr().err
+    (tmp_path / "results.json").write_text("[]")
+    assert convert(tmp_path / "samples_x.jsonl", *out) == 2
+    assert "results.json: not lm-eval's results" in capsys.readouterr().err
+    assert convert(MMLU, HELLASWAG, "--out", tmp_path / "all.jsonl") == 2
+    assert "scoring 'continuation' after None" in capsys.readouterr().err
+    assert not (tmp_path / "all.jsonl").exists()

@@ -1,0 +1,423 @@
+"""From an index to rows, tables, figures and the page."""
+
+import csv
+import json
+import re
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as tree
+
+import numpy as np
+import pytest
+from made_records import write_records
+
+from calibeval import models, stats
+from calibeval.__main__ import main
+from calibeval.conformal import evaluate
+from calibeval.report import figures, index, tables
+from calibeval.report import html as pages
+
+GRID = [  # (records, β, seed, sharpness): a model before fine-tuning and two β, two seeds each
+    ("base", None, 0, 1.0),
+    *(
+        (f"b{beta:g}-{seed}", beta, seed, 3 - 15 * beta + seed)
+        for beta in (0, 0.1)
+        for seed in (0, 1)
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Two data sets' records with their figures kept, and the lines of their index."""
+    folder, lines = tmp_path_factory.mktemp("made"), []
+    for place, dataset in enumerate(("toy", "other")):
+        for name, beta, seed, sharpness in GRID:
+            records = f"{dataset}-{name}.jsonl"
+            write_records(folder / records, 300 + place, sharpness, place)
+            stats.load(folder / records)
+            line = {"records": records, "dataset": dataset, "model": "m_1", "seed": seed}
+            lines.append(line | {"label_smoothing": beta})
+    return folder, lines
+
+
+@pytest.fixture
+def project(made, tmp_path):
+    """project(change, dataset="toy") → an index of copies, each line as `change` returns it."""
+    folder, lines = made
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+
+    def write(change=lambda line: line, datasets=("toy",)):
+        kept = [change(dict(line)) for line in lines if line["dataset"] in datasets]
+        text = "".join(json.dumps(line) + "\n" for line in kept if line)
+        (tmp_path / "index.jsonl").write_text(text)
+        return tmp_path / "index.jsonl"
+
+    return write
+
+
+def refusal(capsys, path) -> str:
+    """What `collect` says where it refuses; it must have written nothing."""
+    out = path.parent / "out"
+    assert main(["collect", str(path), "--out", str(out)]) == 2
+    assert not out.exists()
+    return capsys.readouterr().err
+
+
+def settings(results) -> list[tuple]:
+    """What each row shows of itself, and its seeds."""
+    return [(*map(row.text, results.shown), *row.seeds.values()) for row in results.rows]
+
+
+def test_seeds_are_a_row_and_training_data_are_rows(project):
+    assert settings(index.read(project())) == [
+        ("m_1", "base", [0]),
+        ("m_1", "0", [0, 1]),
+        ("m_1", "0.1", [0, 1]),
+    ]
+
+    def by_data(line):
+        data = None if line["label_smoothing"] is None else f"sets/{'ab'[line['seed']]}.jsonl"
+        return line | {"train_data": data}
+
+    results = index.read(project(by_data))
+    assert results.shown == ("train_data", "model", "label_smoothing")
+    assert settings(results) == [
+        ("–", "m_1", "base", [0]),
+        ("a.jsonl", "m_1", "0", [0]),
+        ("a.jsonl", "m_1", "0.1", [0]),
+        ("b.jsonl", "m_1", "0", [1]),
+        ("b.jsonl", "m_1", "0.1", [1]),
+    ]
+
+
+def test_two_files_of_one_name_are_two_training_sets(project):
+    def by_folder(line):
+        return line | {"train_data": f"{'ab'[line['seed']]}/train.jsonl"}
+
+    shown = {row[0] for row in settings(index.read(project(by_folder)))}
+    assert shown == {"a/train.jsonl", "b/train.jsonl"}
+
+
+@pytest.mark.parametrize("key", ["epochs", "hidden_size", "learning_rate", "weight_decay", "name"])
+def test_any_key_that_varies_is_a_column(project, key):
+    def vary(line):
+        value = line["seed"] + 1
+        return line | {key: f"run {value}" if key == "name" else value}
+
+    results = index.read(project(vary))
+    assert results.shown == ("model", "label_smoothing", key)
+    assert len(results.rows) == len(GRID)
+
+
+def test_sizes_are_columns_only_within_a_model(project):
+    def two(line):
+        return line | {"model": f"m{line['seed']}", "parameters": 10 ** (6 + line["seed"])}
+
+    assert index.read(project(two)).shown == ("model", "label_smoothing")
+
+
+def sidecar(folder, name: str, train: dict, **architecture) -> None:
+    """A sidecar as `score` writes it."""
+    meta = {"settings": {}, "training": {"train": train}, "architecture": architecture}
+    (folder / f"{name}.meta.json").write_text(json.dumps(meta))
+
+
+def test_the_runs_config_says_what_the_index_does_not(project, tmp_path):
+    for name, beta, seed, _ in GRID[1:]:
+        data = {"train_file": "chat.jsonl"} if seed else {"dataset_name": "org/tulu"}
+        train = data | {"label_smoothing": beta, "seed": 7, "num_train_epochs": 2}
+        sidecar(tmp_path, f"toy-{name}.jsonl", train, vocabulary=512, hidden_size=64)
+
+    def without_seed(line):
+        return {key: value for key, value in line.items() if key != "seed"}
+
+    results = index.read(project(without_seed))
+    assert settings(results) == [
+        ("–", "m_1", "base", [None]),
+        ("chat.jsonl", "m_1", "0", [7]),
+        ("chat.jsonl", "m_1", "0.1", [7]),
+        ("tulu", "m_1", "0", [7]),
+        ("tulu", "m_1", "0.1", [7]),
+    ]
+    assert all(row.keys["vocabulary"] == 512 for row in results.rows)
+    assert results.rows[1].keys["epochs"] == 2
+
+
+def test_an_index_that_contradicts_the_run_is_refused(project, tmp_path, capsys):
+    sidecar(tmp_path, "toy-b0.1-0.jsonl", {"label_smoothing": 0.2})
+    said = refusal(capsys, project())
+    assert "line 4: label_smoothing is 0.1" in said and "toy-b0.1-0.jsonl.meta.json" in said
+    (tmp_path / "toy-b0.1-0.jsonl.meta.json").write_text('{"training": 3}')
+    assert "not what `score` writes there" in refusal(capsys, project())
+
+
+@pytest.mark.parametrize("seed", [1, None])
+def test_a_repeated_or_missing_seed_is_refused(project, capsys, seed):
+    said = refusal(capsys, project(lambda line: line | {"seed": seed}))
+    assert "toy-b0-0.jsonl and " in said and "toy-b0-1.jsonl: both are toy" in said
+    assert ("both have seed 1" if seed else "neither has a seed") in said
+    assert "seed, or train_data" in said
+
+
+def test_one_missing_seed_is_refused(project, capsys):
+    def drop(line):
+        return line | {"seed": line["seed"] or None}
+
+    assert "one has no seed" in refusal(capsys, project(drop))
+
+
+def test_other_questions_are_refused(project, tmp_path, capsys):
+    path = project()
+    write_records(tmp_path / "toy-b0.1-1.jsonl", 299, 1.0, 0)
+    said = refusal(capsys, path)
+    assert "toy-base.jsonl and " in said and "toy-b0.1-1.jsonl: both are dataset 'toy'" in said
+    assert "300 and 299 questions" in said
+
+
+@pytest.mark.parametrize(
+    "key, value, expected",
+    [
+        ("parameters", "7B", "expected a whole number of at least 1, or null"),
+        ("parameters", True, "expected a whole number"),
+        ("learning_rate", [2e-5], "expected a number of at least 0, or null"),
+        ("train_data", {"a": 1}, "expected text, or null"),
+        ("hidden_size", float("nan"), "is NaN, expected"),
+        ("seed", 0.5, "expected a whole number, or null"),
+        ("note", [1], "expected text, a number, true or false, or null"),
+        ("note", float("inf"), "is Infinity, expected"),
+        ("dataset", 5, "dataset is 5, expected text"),
+        ("dataset", None, "dataset is null, expected text"),
+        ("model", " ", "expected text"),
+        ("label_smoothing", 1.5, "expected a number from 0 to 1, or null"),
+        ("label_smoothing", "0.1", "expected a number from 0 to 1, or null"),
+        ("normalise", "words", "expected one of sum, bytes, characters, unconditional"),
+    ],
+)
+def test_a_value_of_the_wrong_kind(project, capsys, key, value, expected):
+    said = refusal(capsys, project(lambda line: line | {key: value}))
+    assert "index.jsonl, line 1: " in said and key in said and expected in said
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """The cells of a Markdown table's lines."""
+    lines = [line for line in text.splitlines() if line.startswith("| ") and "| --- |" not in line]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_table_over_data_sets(project, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["collect", str(project(datasets=("toy", "other"))), "--out", str(out)]) == 0
+    text = (out / "table.md").read_text()
+    assert capsys.readouterr().out == text + "\n" + (out / "differences.md").read_text()
+    head, *body = rows_of(text)
+    assert head[:3] == ["Model", "β", "Seeds"]
+    assert head[3:6] == ["toy: Acc ↑", "toy: ECE ↓", "toy: RMS ↓"] and head[-1] == "Mean: RMS ↓"
+    assert [row[1:3] for row in body] == [["base", "1"], ["0", "2"], ["0.1", "2"]]
+    results = index.read(tmp_path / "index.jsonl")
+    plain = results.rows[1]
+    found = stats.estimate(plain.runs["toy"], "accuracy", "choices")
+    assert f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]" in body[1][3]
+    eces = [plain.estimate(group, "ece", "choices").value for group in ("toy", "other")]
+    assert body[1][-2] == f"{np.mean(eces):.3f}"
+    assert "**" in body[0][4] and "†" in body[0][4]  # the base model says what it knows
+    assert "†" not in body[1][4] and "**" not in body[1][4]
+    assert "† ECE consistent with calibration" in text
+
+
+def test_columns(project, tmp_path, capsys):
+    out = ["--out", str(tmp_path / "out"), "--columns"]
+    assert main(["collect", str(project()), *out, "nll,rms_hendrycks,ece@vocabulary"]) == 0
+    head = rows_of((tmp_path / "out" / "table.md").read_text())[0]
+    assert head[3:] == ["toy: NLL ↓", "toy: Hendrycks' RMS ↓", "toy: ECE, all tokens ↓"]
+    for wrong, expected in (("eec", "no metric 'eec'"), ("ece@letters", "expected choices or")):
+        assert main(["collect", str(project()), *out, wrong]) == 2
+        assert expected in capsys.readouterr().err
+
+
+def test_differences_are_paired(project):
+    results = index.read(project())
+    columns = tables.columns("accuracy,ece")
+    table = tables.differences(results, columns)
+    assert [keys[1] for _, keys, _ in table.lines] == ["base", "0.1"]
+    assert table.heads == ["Acc ↑", "NLL ↓", "MSCE ↓"]
+    _, plain, smoothed = results.rows
+    expected = stats.difference(plain.runs["toy"], smoothed.runs["toy"], "nll", "choices")
+    cell = table.lines[1][2][1]
+    assert cell.value == f"{expected.value:+.3f}"
+    assert cell.interval == f"[{expected.low:+.3f}, {expected.high:+.3f}]"
+    assert cell.bold == (expected.high < 0 or expected.low > 0)
+    said = pages.summary(results)
+    assert "<b>β = 0.1</b> against β = 0: accuracy is not told apart (+0.000" in said
+
+
+def test_ties_are_bold_and_a_column_of_ties_is_not(project, tmp_path):
+    table = tables.main(index.read(project()), tables.columns("accuracy,ece"))
+    assert not any(cells[0].bold for *_, cells in table.lines)  # sharpness changes no answer
+    assert sum(cells[1].bold for *_, cells in table.lines) == 1
+
+
+def test_csv_is_tidy(project, tmp_path):
+    results = index.read(project())
+    lines = list(csv.DictReader(tables.tidy(results).splitlines()))
+    assert len(lines) == 3 * 2 * len(stats.METRICS)
+    chosen = [r for r in lines if r["metric"] == "ece" and r["confidence"] == "vocabulary"]
+    found = results.rows[1].estimate("toy", "ece", "vocabulary")
+    assert float(chosen[1]["value"]) == found.value and float(chosen[1]["p"]) == found.p
+    assert float(chosen[1]["low"]) == found.low
+    assert float(chosen[1]["floor_95"]) == found.floor
+    assert next(r for r in lines if r["metric"] == "rms")["low"] == ""
+    assert chosen[1]["seeds"] == "2" and float(chosen[1]["letter_mass"]) == pytest.approx(0.95)
+
+
+def test_latex_compiles(project, tmp_path):
+    def named(line):
+        return line | {
+            "model": "β_1 & 50 % ↑ {Übung} “C:\\x” 模 [a]",
+            "note": f"#{line['seed']}^~$",
+        }
+
+    def compiled(latex: str) -> str:
+        text = rf"\documentclass{{article}}\usepackage{{booktabs}}\begin{{document}}{latex}"
+        (tmp_path / "t.tex").write_text(text + r"\end{document}")
+        command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "t.tex"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, check=False)
+        return done.stdout.decode(errors="replace") if done.returncode else ""
+
+    results = index.read(project(named))
+    chosen = tables.columns("accuracy,ece,ece@vocabulary")
+    made = (
+        tables.latex(tables.main(results, chosen)),
+        tables.latex(tables.differences(results, chosen)),
+    )
+    assert r"$\beta$\_1 \& 50 \% $\uparrow$ \{Übung\}" in made[0] and "U+6A21" in made[0]
+    if not shutil.which("pdflatex") or compiled(""):
+        pytest.skip("needs: apt-get install texlive-latex-recommended")
+    assert "".join(map(compiled, made)) == ""
+
+
+def test_figures(project, tmp_path):
+    sizes = {"a": (1000, 64), "b": (30000, 512)}
+
+    def two_models(line):
+        model = "a" if line["seed"] == 0 else "b"
+        vocabulary, hidden = sizes[model]
+        return line | {"model": model, "vocabulary": vocabulary, "hidden_size": hidden}
+
+    results = index.read(project(two_models))
+    drawn = figures.draw(results, tmp_path / "out")
+    names = {figure.stem.name for figure in drawn}
+    assert names == {
+        *(f"{kind}_toy_{width}" for kind in ("ece-against_beta", "ece-against_vocabulary", "bars",
+          "ece-against_hidden-size") for width in ("column", "page")),
+        *(f"reliability_toy_{m}_{c}" for m in "ab" for c in ("choices", "vocabulary")),
+    }  # fmt: skip
+    for figure in drawn:
+        path = figure.stem.parent / figure.stem.name
+        svg = tree.fromstring(path.with_suffix(".svg").read_text())
+        width = float(svg.get("width").removesuffix("pt")) / 72 * 2.54
+        assert width == pytest.approx(figures.WIDTHS[figure.width], abs=0.01)
+        assert path.with_suffix(".pdf").read_bytes()[:5] == b"%PDF-"
+        assert path.with_suffix(".png").stat().st_size > 5000
+        assert figure.caption.endswith(".")
+    before = {p: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    figures.draw(results, tmp_path / "out")
+    assert {p: p.read_bytes() for p in before} == before
+
+
+def test_one_colour_a_beta_one_hatch_a_calibrator(project):
+    def calibrated(line):
+        return line | ({"calibrator": "ats"} if line["seed"] else {})
+
+    results = index.read(project(calibrated))
+    look = figures.Look(results)
+    base, plain, smoothed, plain_ats, smoothed_ats = results.rows
+    assert look.colours[plain.beta] == look.colours[plain_ats.beta] != look.colours[smoothed.beta]
+    assert look.hatch[plain.variant] == "" != look.hatch[smoothed_ats.variant]
+    assert look.marker[plain.variant] == look.marker[base.variant] != look.marker[plain_ats.variant]
+    assert results.reference(smoothed_ats) is plain and results.reference(base) is plain
+    assert results.reference(plain_ats) is plain and results.reference(plain) is None
+
+
+def test_wilson():
+    low, high = figures.wilson(np.array([0.5, 1.0]), np.array([100, 10]))
+    assert low.tolist() == pytest.approx([0.40383, 0.72247], abs=1e-4)
+    assert high.tolist() == pytest.approx([0.59617, 1.0], abs=1e-4)
+
+
+def test_bins_of_seeds_are_pooled_without_adding_questions(project):
+    row = index.read(project()).rows[1]
+    n, said, share, low, high = figures.bins(row, "toy", "choices")
+    assert n.sum() == pytest.approx(300)
+    filled = n > 0
+    ece = np.sum(n * np.abs(np.where(filled, said - share, 0))) / 300
+    seeds = [stats.estimate([run], "ece", "choices").value for run in row.runs["toy"]]
+    assert ece <= np.mean(seeds) + 1e-9
+    assert (low[filled] <= share[filled]).all() and (share[filled] <= high[filled] + 1e-12).all()
+
+
+def test_the_page_opens_without_a_network(project, tmp_path):
+    meta = {"settings": {"task": "mmlu", "data": "d & e", "engine": "vllm", "subjects": ["a", "b"]}}
+    meta |= {"model": "runs/x/model", "versions": {"torch": "2.11.0"}}
+    (tmp_path / "toy-b0-0.jsonl.meta.json").write_text(json.dumps(meta))
+    (tmp_path / "part.html").write_text("<h2>Runs</h2>")
+    arguments = ["collect", str(project()), "--out", str(tmp_path / "out"), "--title", "A < B"]
+    assert main([*arguments, "--section", str(tmp_path / "part.html")]) == 0
+    page = (tmp_path / "out" / "report.html").read_text()
+    order = [page.index(part) for part in ("In words", "Differences", "Accuracy and calibration",
+             "Figures", "<h2>Runs</h2>", "Settings", "Commands")]  # fmt: skip
+    assert order == sorted(order)
+    assert "<title>A &lt; B</title>" in page and '<meta name="viewport"' in page
+    links = re.findall(r'(?:src|href)="([^"]{0,30})', page)
+    assert links and all(link.startswith("data:image/svg+xml;base64,") for link in links)
+    assert "--subjects a,b --engine vllm" in page and "d &amp; e" in page and "2.11.0" in page
+    assert "4 record files without a sidecar" in page
+    assert main([*arguments, "--section", str(tmp_path / "absent.html")]) == 2
+
+
+def test_answers_that_are_all_right(tmp_path):
+    """No pair of a right and a wrong answer: AUROC is undefined, and everything else is there."""
+    row = {"subject": "s", "label": 0, "logprobs": [-0.1, -3.0], "letter_mass": 0.95, "model": "m"}
+    rows = [json.dumps(row | {"id": str(i)}) for i in range(9)]
+    (tmp_path / "r.jsonl").write_text("\n".join(rows))
+    line = {"records": "r.jsonl", "dataset": "d", "model": "m", "label_smoothing": None}
+    (tmp_path / "index.jsonl").write_text(json.dumps(line))
+    arguments = ["collect", str(tmp_path / "index.jsonl"), "--out", str(tmp_path / "out")]
+    assert main([*arguments, "--columns", "accuracy,auroc"]) == 0
+    assert rows_of((tmp_path / "out" / "table.md").read_text())[1][4] == "–"
+
+
+def test_collect_needs_no_model_library(project, tmp_path):
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        "from calibeval.__main__ import main\n"
+        f"assert main(['collect', {str(project())!r}, '--out', {str(tmp_path / 'o')!r}]) == 0\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_set_sizes_are_a_column(project):
+    results = index.read(project())
+    table = tables.main(results, tables.columns("accuracy,set_size"))
+    assert table.heads[1] == "Set size ↓"
+    runs = results.rows[1].runs["toy"]
+    assert table.lines[1][2][1].value == f"{np.mean([evaluate(run).size for run in runs]):.3f}"
+    assert tables.differences(results, tables.columns("set_size")).heads == ["NLL ↓", "MSCE ↓"]
+
+
+def test_what_a_run_says_of_a_model(tiny_model, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(tiny_model, run / "model")
+    (run / "manifest.json").write_text('{"run": "r"}')
+    (run / "config.yaml").write_text("train:\n  train_file: a.jsonl\n  num_train_epochs: 2\n")
+    found = models.training(str(run / "model"))
+    assert found == {"run": "r", "train": {"train_file": "a.jsonl", "num_train_epochs": 2}}
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(tiny_model)
+    sizes = models.architecture(str(tiny_model))
+    assert sizes["vocabulary"] == loaded.config.vocab_size and sizes["hidden_size"] == 64
+    assert sizes["parameters"] == loaded.num_parameters()
+    assert models.architecture("nobody/nothing") == {}

@@ -1,0 +1,261 @@
+"""Figures with intervals, several seeds, paired differences, breakdowns, and the command line."""
+
+import json
+
+import interval_coverage
+import numpy as np
+import pytest
+from made_records import write_records
+
+from calibeval import records, stats
+from calibeval.__main__ import main
+from calibeval.metrics.samples import Sample, scores
+
+
+def write(path, n=600, sharpness=1.0, seed=0, subjects=("astronomy", "sociology", "new")):
+    """Answers of one model stated with some sharpness; the same seed asks the same questions."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(0, 1.5, (n, 4))
+    p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    labels = (rng.random((n, 1)) > p.cumsum(1)).sum(1).clip(max=3)
+    said = logits * sharpness
+    said -= np.log(np.exp(said).sum(1, keepdims=True))
+    with open(path, "w") as file:
+        for i in range(n):
+            row = {"id": f"q{i}", "subject": subjects[i % len(subjects)], "label": int(labels[i])}
+            row |= {"logprobs": said[i].tolist(), "letter_mass": 1.0}
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
+def test_calibration_errors_of_a_calibrated_model_lie_in_their_intervals(tmp_path):
+    """4,000 calibrated answers: percentile intervals of ECE and RMS excluded their own value."""
+    write_records(tmp_path / "a.jsonl", 4000, 1.0, 0)
+    run = stats.load(tmp_path / "a.jsonl")
+    for name in ("ece", "rms_debiased"):
+        found = stats.estimate([run], name, "choices")
+        assert found.low == 0 <= found.value <= found.high < 0.04, name
+        assert found.value < found.floor and found.p > 0.05
+    for name in ("rms", "sce", "mce"):
+        found = stats.estimate([run], name, "choices")
+        assert found.low is found.high is None and found.floor > 0, name
+    assert stats.estimate([run], "ece", "vocabulary").low > 0.01
+    assert stats.estimate([run], "ece", "vocabulary").p == 1e-3
+
+
+def test_a_sharpened_run_is_worse_calibrated_and_as_accurate(tmp_path, capsys):
+    a, b = write(tmp_path / "a.jsonl"), write(tmp_path / "b.jsonl", sharpness=2.5)
+    runs = stats.load(a), stats.load(b)
+
+    def difference(metric, first=runs[0], second=runs[1]):
+        return stats.difference([first], [second], metric, "choices")
+
+    for metric in ("nll", "rms_debiased"):
+        assert difference(metric).low > 0 and stats.better(metric, difference(metric)) == "a"
+    assert difference("ece").value > 0 and difference("ece").low is None
+    assert difference("ece_signed").low > 0 and stats.better("nll", difference("ece")) is None
+    accuracy = difference("accuracy")
+    assert accuracy.value == accuracy.low == accuracy.high == 0
+    assert difference("nll", *runs[::-1]).value == -difference("nll").value
+    squares = [stats.estimate([run], "rms_debiased", "choices").value ** 2 for run in runs]
+    # The figure of A is 0 where its squared error came out below 0.
+    assert difference("rms_debiased").value == pytest.approx(squares[1] - squares[0], abs=2e-3)
+    assert main(["compare", str(a), str(b)]) == 0
+    out = capsys.readouterr().out
+    assert out.index("nll (choices)") < out.index("brier (choices)") < out.index("ece (choices)")
+    assert "nll (choices): A 0." in out and "A is better" in out and "rms_hendrycks" not in out
+    assert main(["compare", str(a), str(b), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["comparison"]["choices"]
+    assert found["nll"]["better"] == "a" and found["rms_hendrycks"]["low"] is None
+
+
+def test_pairing_ignores_the_order_and_is_narrower(tmp_path):
+    a, b = write(tmp_path / "a.jsonl"), write(tmp_path / "b.jsonl", sharpness=1.2)
+    shuffled = tmp_path / "s.jsonl"
+    shuffled.write_text("".join(reversed(b.read_text().splitlines(keepends=True))))
+    one, other, again = (stats.load(path) for path in (a, b, shuffled))
+    for metric in stats.DEFAULT:
+        found = stats.difference([one], [other], metric, "choices")
+        turned = stats.difference([one], [again], metric, "choices")
+        assert vars(found) == pytest.approx(vars(turned)), metric
+    found = stats.difference([one], [other], "nll", "choices")
+    single = stats.estimate([other], "nll", "choices")
+    assert found.high - found.low < 0.5 * (single.high - single.low)
+
+
+def test_interval_of_accuracy_matches_theory(tmp_path):
+    run = stats.load(write(tmp_path / "a.jsonl", n=900))
+    found = stats.estimate([run], "accuracy", "choices")
+    sd = np.sqrt(found.value * (1 - found.value) / 900)
+    assert (found.high - found.low) / 2 == pytest.approx(1.96 * sd, rel=0.1)
+
+
+def test_seeds_share_the_questions_and_their_noise_is_counted_once(tmp_path):
+    """Equal runs are as uncertain as one; seeds that disagree are more so, two most of all."""
+    path = write(tmp_path / "a.jsonl")
+    one = stats.load(path)
+    far = [stats.load(write(tmp_path / f"{s}.jsonl", sharpness=s)) for s in (1.5, 2.0)]
+    for metric in ("nll", "ece", "rms_debiased"):
+        single = stats.estimate([one], metric, "choices")
+        same = stats.estimate([one] * 3, metric, "choices")
+        for key in ("value", "low", "high"):
+            assert getattr(same, key) == pytest.approx(getattr(single, key), abs=1e-6), metric
+    apart = stats.estimate([one, *far], "nll", "choices")
+    values = [stats.estimate([r], "nll", "choices").value for r in (one, *far)]
+    assert apart.value == pytest.approx(np.mean(values))
+    spread = 4.3 * np.std(values, ddof=1) / np.sqrt(3)
+    assert 0.3 * spread < (apart.high - apart.low) / 2 < 1.5 * spread
+    squares = [stats.estimate([r], "rms_debiased", "choices").value ** 2 for r in (one, *far)]
+    joined = stats.estimate([one, *far], "rms_debiased", "choices")
+    # One squared error is below 0, its figure 0.
+    assert joined.value == pytest.approx(np.sqrt(np.mean(squares)), abs=2e-3)
+    assert joined.p == pytest.approx(min(1, 3 * 1e-3))
+    paired = stats.difference([one, one], far, "nll", "choices")
+    assert paired.value == pytest.approx(np.mean(values[1:]) - values[0])
+
+
+def test_kept_figures_are_made_anew_when_records_or_code_change(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.jsonl", n=200)
+    first = stats.load(path)
+
+    def no_work(*args, **kwargs):
+        raise AssertionError("measured again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stats, "measure", no_work)
+        again = stats.load(path)
+        for metric in stats.METRICS:
+            for confidence in first.confidences:
+                pair = (stats.estimate([run], metric, confidence) for run in (first, again))
+                assert vars(next(pair)) == pytest.approx(vars(next(pair)), abs=1e-6), metric
+        patch.setattr(stats, "code", lambda: "a mended metric")
+        with pytest.raises(AssertionError, match="measured again"):
+            stats.load(path)
+    path.write_text(path.read_text().replace('"label": 0', '"label": 1', 1))
+    assert stats.load(path).questions_sha256 != first.questions_sha256
+    (tmp_path / "a.jsonl.stats.npz").write_bytes(b"damaged")
+    assert stats.load(path).questions == 200
+
+
+def test_a_read_only_folder_only_costs_time(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.jsonl", n=50)
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("read-only")))
+    assert stats.load(path).questions == 50
+    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_other_questions_or_answers_are_refused(tmp_path, capsys):
+    a, b = write(tmp_path / "a.jsonl"), write(tmp_path / "b.jsonl", n=599)
+    assert main(["compare", str(a), str(b)]) == 2
+    assert "'q599' is in one of them only" in capsys.readouterr().err
+    lines = [json.loads(line) for line in a.read_text().splitlines()]
+    lines[3]["label"] = (lines[3]["label"] + 1) % 4
+    b.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["compare", str(a), str(b)]) == 2
+    assert "other answers to 'q3'" in capsys.readouterr().err
+
+
+def test_all_right_leaves_auroc_undefined(tmp_path, capsys):
+    path = write(tmp_path / "a.jsonl", n=40)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        line["label"] = int(np.argmax(line["logprobs"]))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = stats.load(path)
+    assert stats.estimate([run], "auroc", "choices") == stats.Estimate(None, None, None)
+    assert stats.difference([run], [run], "auroc", "choices").value is None
+    assert main(["metrics", str(path)]) == main(["compare", str(path), str(path)]) == 0
+    assert "not comparable" in capsys.readouterr().out
+
+
+def test_metrics_prints_what_a_reader_uses_and_all_on_demand(tmp_path, capsys):
+    path = write(tmp_path / "a.jsonl", n=100)
+    assert main(["metrics", str(path)]) == 0
+    usual = capsys.readouterr().out
+    assert main(["metrics", str(path), "--all"]) == 0
+    every = capsys.readouterr().out
+    names = [line.split()[0] for line in usual.splitlines()[2:]]
+    assert names == list(stats.DEFAULT) and "floor" in usual and "smece" in every
+    assert main(["metrics", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["metrics"]["vocabulary"]) == set(stats.METRICS)
+    assert set(found["metrics"]["choices"]["ece"]) == {"value", "low", "high", "floor", "p"}
+    assert sum(found["reliability"]["choices"]["count"]) == 100
+
+
+def test_breakdown(tmp_path, capsys):
+    path = write(tmp_path / "a.jsonl")
+    of = records.read(path)
+    found = stats.breakdown(of, "subject")
+    assert list(found) == ["astronomy", "new", "sociology"]
+    expected = scores(of, "choices").correct[of.subjects == "new"].mean()
+    accuracy = stats.estimate([found["new"]], "accuracy", "choices")
+    assert found["new"].questions == 200 and accuracy.value == pytest.approx(expected)
+    assert list(stats.breakdown(of, "category")) == ["STEM", "social sciences", "uncategorised"]
+    assert main(["metrics", str(path), "--by", "category"]) == 0
+    assert "social sciences: 200 questions" in capsys.readouterr().out
+
+
+def test_categories_are_the_57_subjects(shared_data):
+    subjects = [name for names in stats.CATEGORIES.values() for name in names.split()]
+    data = shared_data("mmlu.tar.xz") / "test"
+    assert sorted(subjects) == sorted(p.name.removesuffix("_test.csv") for p in data.iterdir())
+
+
+def test_squares_and_absolutes_read_what_they_say_they_read(tmp_path):
+    """With the gaps as observed, T*(scale) is T of the resample, but for (n_b − 1) / n_b."""
+    of = scores(records.read(write(tmp_path / "a.jsonl", n=3000, sharpness=1.5)), "choices")
+    times = np.random.default_rng(1).multinomial(3000, np.full(3000, 1 / 3000), 50).astype(float)
+    bins = [Sample(of, t).top.equal_width(15) for t in (None, times)]
+    square, absolute = stats.errors(bins[0], bins[1:])
+    from calibeval.metrics import values
+
+    assert square.at(square.scale) == pytest.approx(values.squared(bins[1]), rel=0.05)
+    assert absolute.value == pytest.approx(values.expected(bins[0])[0])
+    assert absolute.at(0.0).mean() < absolute.value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cell",
+    [
+        interval_coverage.Cell(error, n, names=interval_coverage.BINNED)
+        for error, n in ((0, 500), (0.02, 2000), (0.02, 14042), (0.1, 500))
+    ],
+    ids=str,
+)
+def test_intervals_of_calibration_errors_cover(cell):
+    """0.93 to 0.98 of the intervals hold the truth, give or take three standard errors."""
+    worlds = interval_coverage.WORLDS
+    missed = [cell.run(world, 150) for world in worlds]
+    for name in cell.names:
+        covered = 1 - sum(sum(m[name]) for m in missed) / (150 * len(worlds))
+        assert 0.93 - 0.027 <= covered <= 0.98 + 0.017, (name, covered)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cell", "names"),
+    [
+        (interval_coverage.Cell(0.035, 500, 2, 1.0), ("ece", "rms_debiased", "nll")),
+        (interval_coverage.Cell(0.035, 500, 3), ("ece", "rms_debiased", "accuracy")),
+    ],
+    ids=("two seeds that differ", "three that do not"),
+)
+def test_intervals_over_seeds_cover(cell, names):
+    missed = cell.run(interval_coverage.WORLDS[3], 250)
+    for name in names:
+        covered = 1 - sum(missed[name]) / 250
+        assert 0.93 - 0.045 <= covered <= 0.98 + 0.02, (name, covered)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", [0.0, 0.035])
+def test_compare_sees_differences_that_are_not_there_6_times_in_100_at_most(error):
+    """The truth is 0 here: an interval that misses it is a false verdict."""
+    names = ("nll", "brier", "accuracy", "auroc", "rms_debiased")
+    missed = interval_coverage.Cell(error, 500, other=error, names=names).run(
+        interval_coverage.WORLDS[0], 300
+    )
+    for name in names:
+        assert sum(missed[name]) / 300 <= 0.06 + 0.03, name
