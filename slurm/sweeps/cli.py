@@ -308,7 +308,8 @@ def _collect(a: argparse.Namespace) -> int:
         return 0
     if a.resubmit and launch.resubmit(planned):
         return 0  # the new submission ends with a collect of its own
-    plan.claim(planned)
+    if any(cell.folder.exists() for cell in planned.cells):
+        plan.claim(planned)
     return 1 if collect.collect(planned.sweep, planned.cells) else 0
 
 
