@@ -14,12 +14,8 @@
 #   --dry-run         print what would be scored and stop
 #   key=value         the overrides that the sweep was launched with
 
-# sbatch runs a copy of this file from its spool folder: only the submission folder is known.
+# sbatch runs a copy of this file from its spool folder; where it lies is the job's Command=.
 project=$(cd "$(dirname "$0")/.." && pwd)
-[[ -f $project/slurm/run.sh ]] || project=${SLURM_SUBMIT_DIR:-$PWD}
-[[ -f $project/slurm/run.sh ]] || {
-    echo "error: $project is not the project's folder; cd there, then: sbatch slurm/score.sh" >&2
-    exit 2
-}
-cd "$project" || exit 2
-source slurm/run.sh score configs/sweeps/grid.yaml "$@"
+[[ -f $project/slurm/run.sh ]] || project=$(scontrol show job "$SLURM_JOB_ID" |
+    sed -n 's|^ *Command=\(.*\)/slurm/score\.sh.*|\1|p')
+source "$project/slurm/run.sh" score configs/sweeps/grid.yaml "$@"

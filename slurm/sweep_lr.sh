@@ -16,12 +16,8 @@
 #
 # Submitting again queues only what is neither finished nor queued.
 
-# sbatch runs a copy of this file from its spool folder: only the submission folder is known.
+# sbatch runs a copy of this file from its spool folder; where it lies is the job's Command=.
 project=$(cd "$(dirname "$0")/.." && pwd)
-[[ -f $project/slurm/run.sh ]] || project=${SLURM_SUBMIT_DIR:-$PWD}
-[[ -f $project/slurm/run.sh ]] || {
-    echo "error: $project is not the project's folder; cd there, then: sbatch slurm/sweep_lr.sh" >&2
-    exit 2
-}
-cd "$project" || exit 2
-source slurm/run.sh launch configs/sweeps/lr.yaml "$@"
+[[ -f $project/slurm/run.sh ]] || project=$(scontrol show job "$SLURM_JOB_ID" |
+    sed -n 's|^ *Command=\(.*\)/slurm/sweep_lr\.sh.*|\1|p')
+source "$project/slurm/run.sh" launch configs/sweeps/lr.yaml "$@"

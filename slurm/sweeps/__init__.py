@@ -1,5 +1,7 @@
 """Sweeps of fine-tuning runs, on one machine or on Slurm.
 
-Read in this order: config (YAML → frozen models) · grid (sweep → runs) · rundir (one run's
-folder) · backends (what trains) · supervise (one run, lock to DONE) · executors · launch.
+One β on its way: plan (the sweep, as asked for) · executors.slurm (what is missing, submitted) ·
+executors.element (inside a job) · supervise (one run, lease to DONE) · backends (what trains) ·
+score (calibeval, on the trained model) · collect (tables and gaps). Below these: grid (sweep →
+runs), rundir (a run's folder), config (YAML → frozen models), files. Imports go down only.
 """

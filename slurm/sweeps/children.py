@@ -44,6 +44,7 @@ def environment(program: Program) -> dict[str, str]:
 def _detach() -> None:
     """An own process group, so that Ctrl-C reaches the supervisor only; killed if that dies."""
     os.setpgid(0, 0)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # Slurm signals all of a step: not for launchers
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

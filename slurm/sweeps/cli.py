@@ -7,9 +7,9 @@ from pathlib import Path
 
 from calibeval.io import counted
 from sweeps.errors import DISK_ERRORS, SweepError, disk_error
-from sweeps.provenance import PROJECT
+from sweeps.provenance import PROJECT, TYPED_IN, command, shown
 
-SWEEP = "a sweep file, for example configs/sweeps/beta.yaml"
+SWEEP = "a sweep file, for example configs/sweeps/beta.yaml, or a sweep's folder"
 IDLE = "give up after this many restarts in a row without a new checkpoint"
 OVERRIDE = "dotted overrides, for example train.num_train_epochs=1 grid.seed=[1,2]"
 
@@ -21,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
 
     def sweep_command(name: str, help: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=help, description=help)
-        sub.add_argument("config", type=Path, nargs="?", metavar="SWEEP.yaml", help=SWEEP)
+        sub.add_argument("config", nargs="?", metavar="SWEEP", help=SWEEP)
         sub.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDE)
         sub.add_argument("--cluster", help="a profile of configs/cluster")
         return sub
@@ -63,10 +63,12 @@ def parser() -> argparse.ArgumentParser:
     sub = sweep_command("prefetch", "fetch models, data and packages, where there is internet")
     dry_option(sub, "is here and what would be fetched")
     throttle_option(sub)
+    sub = sweep_command("gc", "list the runs beside this sweep's that no sweep holds any more")
+    sub.add_argument("--delete", action="store_true", help="and delete them")
     sub = sweep_command("preflight", "name everything that is missing, before anything is queued")
     executor_option(sub)
     sub = commands.add_parser("train", help="train one run")
-    sub.add_argument("run", type=Path, metavar="RUN_DIR")
+    sub.add_argument("folder", metavar="RUN_DIR")
     sub.add_argument("--idle-restarts", type=int, default=3, metavar="N", help=IDLE)
     return top
 
@@ -85,6 +87,11 @@ def main(arguments: list[str] | None = None) -> int:
     if parsed.command != "prefetch":  # all is on the disk; the hub would be asked, and waited for
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+    for name in ("config", "cluster", "folder"):  # typed paths start where they are typed
+        if (value := getattr(parsed, name, None)) is not None:
+            setattr(parsed, name, _place(value))
+    if (PROJECT / "slurm").is_dir():
+        os.chdir(PROJECT)  # those inside a sweep file at the project
     try:
         code = COMMANDS[parsed.command](parsed)
         sys.stdout.flush()
@@ -102,26 +109,38 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
 
 
-def _which(command: str) -> str:
+def _place(typed: Path | str) -> Path:
+    """A path as the project sees it: from the folder where it was typed, or else the project's."""
+    path = TYPED_IN / typed
+    if not path.exists() and (PROJECT / typed).exists():
+        return Path(typed)
+    path = Path(os.path.abspath(path))
+    return path.relative_to(PROJECT) if path.is_relative_to(PROJECT) else path
+
+
+def _which(word: str) -> str:
     """The message for a command without its sweep file."""
     shipped = sorted((PROJECT / "configs").glob("sweeps/*.yaml"))
-    names = " ".join(os.path.relpath(path) for path in shipped)
-    return f"{command}: of which sweep? python -m sweeps {command} SWEEP.yaml; there are: {names}"
+    names = " ".join(str(shown(path)) for path in shipped)
+    return f"{word}: of which sweep? {command('sweeps.sh', word)} SWEEP; there are: {names}"
 
 
 def _planned(a: argparse.Namespace):
-    from sweeps import launch
+    from sweeps import plan
 
     if a.config is None:
         raise SweepError(_which(a.command))
     if "=" in str(a.config) and not a.config.exists():  # overrides only: argparse took the first
         raise SweepError(_which(a.command))
-    assignments = list(a.overrides)
+    assignments = [
+        f"cluster={_place(o.partition('=')[2])}" if o.startswith("cluster=") else o
+        for o in a.overrides
+    ]
     if a.cluster is not None:
         assignments.append(f"cluster={a.cluster}")
     if getattr(a, "throttle", None) is not None:
         assignments.append(f"throttle={a.throttle}")
-    return launch.plan(a.config, assignments)
+    return plan.plan(a.config, assignments)
 
 
 def _plan(a: argparse.Namespace) -> int:
@@ -158,18 +177,23 @@ def _launch(a: argparse.Namespace) -> int:
 def _status(a: argparse.Namespace) -> int:
     import time
 
-    from sweeps import status
+    from sweeps import plan, status
 
     planned = _planned(a)
     while True:
-        table = status.table(status.of_sweep(planned.sweep, planned.cells), planned.sweep.name)
-        print(("\033[2J\033[H" if a.watch else "") + table, flush=True)
+        found = status.of_sweep(planned.sweep, planned.cells)
+        bases = list(status.of_bases(planned.sweep, planned.cells).values())
+        text = status.table(found, planned.sweep.name, bases)
+        why = status.troubles([*bases, *found], planned.again("retry"))
+        parts = (text, why, plan.namesakes(planned))
+        print(("\033[2J\033[H" if a.watch else "") + "\n\n".join(filter(None, parts)), flush=True)
         if not a.watch:
             return 0
         time.sleep(a.watch)
 
 
 def _cancel(a: argparse.Namespace) -> int:
+    from sweeps import plan
     from sweeps.executors import local, slurm
 
     planned = _planned(a)
@@ -186,39 +210,64 @@ def _cancel(a: argparse.Namespace) -> int:
         print(f"cancelled: {', '.join(jobs)}")
     if not runs and not scored and not jobs:
         print("nothing of this sweep is queued or running")
+        _say(plan.namesakes(planned))
     return 0
 
 
+def _say(note: str | None) -> None:
+    if note:
+        print(note)
+
+
 def _retry(a: argparse.Namespace) -> int:
-    from sweeps import launch
+    from sweeps import launch, plan
 
     planned = _planned(a)
-    failed = launch.failed(planned)
-    if not failed:
-        print("no failed runs")
+    cells, names = launch.dead(planned)
+    if not names:
+        print("nothing to retry: no run and no scoring is dead")
+        _say(plan.namesakes(planned))
         return 0
-    print("again: " + ", ".join(cell.config.name for cell in failed), flush=True)
-    chosen = launch.only(planned, failed)
+    print("again: " + ", ".join(names), flush=True)
     executor = launch.pick_executor(a.executor)
-    launch.check_assets(chosen, executor)
-    return (launch.launch_local if executor == "local" else launch.launch_slurm)(chosen)
+    launch.check_assets(planned, executor, cells)
+    return (launch.launch_local if executor == "local" else launch.launch_slurm)(planned, cells)
 
 
 def _logs(a: argparse.Namespace) -> int:
-    from sweeps.rundir import RunDir
+    from sweeps import score, status
+    from sweeps.files import tail
 
-    runs = [RunDir(cell.folder) for cell in _planned(a).cells]
-    found = [run for run in runs if a.run in run.name]
-    if not found:
-        raise SweepError(f"{a.config}: no run's name has {a.run!r} in it; one is {runs[0].name}")
-    for run in found:
-        print(f"==> {run.log} <==" if run.log.exists() else f"{run.name}: has not started")
-        print("\n".join(run.log_tail()[-a.lines :]))
+    planned = _planned(a)
+    bases = status.of_bases(planned.sweep, planned.cells)
+    logs = [
+        (bases[model], [s.log]) for model, s in score.bases(planned.sweep, planned.cells).items()
+    ]
+    for cell, found in zip(
+        planned.cells, status.of_sweep(planned.sweep, planned.cells), strict=True
+    ):
+        logs.append((found, [cell.folder / "train.log", cell.folder / "score.log"]))
+    if not any(a.run in found.name for found, _ in logs):
+        raise SweepError(
+            f"{a.config}: no run's name has {a.run!r} in it; one is {logs[-1][0].name}"
+        )
+    for found, files in logs:
+        if a.run not in found.name or (found.state in ("to do", "queued") and found in bases):
+            continue
+        if found.trouble and found.trouble.file and found.trouble.file not in files:
+            files.append(found.trouble.file)  # what its job printed
+        there = [path for path in files if path.exists()]
+        for path in there:
+            print("\n".join([f"==> {path} <==", *tail(path, a.lines)]))
+        if not there:
+            print(f"{found.name}: has not started")
+        if found.trouble:
+            print(f"{found.name}: {found.state}: {found.trouble.cause}")
     return 0
 
 
 def _score(a: argparse.Namespace) -> int:
-    from sweeps import launch, score
+    from sweeps import launch, plan, score
 
     planned = _planned(a)
     if planned.sweep.score is None:
@@ -229,11 +278,13 @@ def _score(a: argparse.Namespace) -> int:
         return 0
     if executor == "slurm":
         return launch.queue_scores(planned)
-    subjects = [s for s in launch.trained(planned) if a.only in (None, s.name)]
+    subjects = [s for s in score.ready(planned.sweep, planned.cells) if a.only in (None, s.name)]
     if a.only is not None and not subjects:
         raise SweepError(f"{a.config}: no trained run and no base model is called {a.only!r}")
+    if a.only is None:
+        plan.claim(planned)
     for subject in subjects:
-        score.run(subject, planned.sweep.score, prefetch=launch.prefetch_command(planned))
+        score.run(subject, planned.sweep.score, prefetch=planned.prefetch)
         print(f"scored: {subject.name}", flush=True)
     for cell in planned.cells:
         score.discard(cell, planned.sweep)
@@ -244,12 +295,12 @@ def _train(a: argparse.Namespace) -> int:
     from sweeps.rundir import RunDir
     from sweeps.supervise import train
 
-    run = RunDir(a.run.absolute())
+    run = RunDir(a.folder.absolute())
     return train(run, idle_restarts=a.idle_restarts, echo=sys.stderr.isatty()).value
 
 
 def _collect(a: argparse.Namespace) -> int:
-    from sweeps import collect, launch
+    from sweeps import collect, launch, plan
 
     planned = _planned(a)
     if a.dry_run:
@@ -257,6 +308,8 @@ def _collect(a: argparse.Namespace) -> int:
         return 0
     if a.resubmit and launch.resubmit(planned):
         return 0  # the new submission ends with a collect of its own
+    if any(cell.folder.exists() for cell in planned.cells):
+        plan.claim(planned)
     return 1 if collect.collect(planned.sweep, planned.cells) else 0
 
 
@@ -280,6 +333,26 @@ def _prefetch(a: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
+def _gc(a: argparse.Namespace) -> int:
+    from sweeps import plan
+    from sweeps.space import size
+
+    planned = _planned(a)
+    found = plan.orphans(planned.sweep)
+    for run in found:
+        total = sum(path.stat().st_size for path in run.rglob("*") if path.is_file())
+        print(f"{size(total)}  {shown(run)}")
+        if a.delete:
+            plan.remove(run)
+    root = shown(planned.folder.parent)
+    print(f"{counted(len(found), 'run')} that no sweep of {root} holds", end="")
+    print(": deleted" if found and a.delete else ": --delete deletes" if found else "")
+    if planned.launched and not a.delete:
+        print(f"To give a sweep up, delete its folder: rm -r {shown(planned.folder)}")
+    _say(plan.namesakes(planned))
+    return 0
+
+
 def _preflight(a: argparse.Namespace) -> int:
     from sweeps import launch
 
@@ -299,6 +372,7 @@ COMMANDS = {
     "score": _score,
     "train": _train,
     "collect": _collect,
+    "gc": _gc,
     "prefetch": _prefetch,
     "preflight": _preflight,
 }

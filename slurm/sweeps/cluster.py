@@ -3,15 +3,16 @@
 import os
 import re
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field
 
-from sweeps import kinds
-from sweeps.config import Seq, Strict, check, read_yaml
+from sweeps.config import Seq, Strict, check, read_yaml, refuse_other
 from sweeps.errors import SweepError
 
 DURATION = r"^(\d+-)?\d{1,2}(:\d{2}){0,2}$"
 MEMORY = r"^\d+[KMGT]?$"
+OPTION = r"^--[a-z-]+(=.+)?$"
 NAME = r"^[A-Za-z_][A-Za-z0-9_]*$"
 
 
@@ -41,7 +42,7 @@ class Cluster(Strict):
     wheels: str | None = None  # where `prefetch` puts packages for `setup` to install
     packages: Seq[str] = ()  # more requirements for `wheels`, for example flash-attn
     scratch: str | None = None  # TMPDIR on the node
-    extra: Seq[str] = ()  # more #SBATCH options, for example --mail-type=FAIL
+    extra: Seq[Annotated[str, Field(pattern=OPTION)]] = ()  # more of sbatch's, --mail-type=FAIL
 
 
 def load_cluster(path: str | None) -> Cluster:
@@ -49,11 +50,9 @@ def load_cluster(path: str | None) -> Cluster:
     if path is None:
         return Cluster()
     raw = read_yaml(Path(path))
-    try:
-        return check(Cluster, raw, path)
-    except SweepError:
-        kinds.refuse_other(raw, kinds.PROFILE, path)
-        raise
+    expected = "a cluster profile is expected, for example configs/cluster/generic.yaml"
+    refuse_other(raw, Cluster, expected, str(path))
+    return check(Cluster, raw, path)
 
 
 def variables(text: str | None) -> list[str]:
@@ -78,3 +77,9 @@ def seconds(duration: str) -> int:
     parts = [int(part) for part in rest.split(":")]
     units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
     return int(days or 0) * 86400 + sum(a * b for a, b in zip(parts, units, strict=False))
+
+
+def mebibytes(memory: str) -> int:
+    """An amount of memory as sbatch reads it: a number of megabytes, or with K, M, G or T."""
+    number, unit = (memory[:-1], memory[-1]) if memory[-1] in "KMGT" else (memory, "M")
+    return int(number) * 1024 ** "KMGT".index(unit) // 1024

@@ -2,8 +2,9 @@
 
 import json
 import os
+import shutil
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 import calibeval.report
 from calibeval.io import InputError
@@ -12,6 +13,7 @@ from sweeps.config import Sweep
 from sweeps.errors import SweepError
 from sweeps.files import make_folder, write_text
 from sweeps.grid import Cell, sweep_folder
+from sweeps.locks import lease
 from sweeps.rundir import RunDir
 
 
@@ -42,7 +44,8 @@ def index(sweep: Sweep, cells: list[Cell]) -> tuple[list[dict], list[Gap]]:
         for task in sweep.score.tasks:
             if not score.scored(subject, task, sweep.score):
                 trained = cell is None or (cell.folder / "DONE").exists()
-                gaps.append(Gap(subject.name, task.key, "not scored" if trained else "not trained"))
+                why = score.damage(subject, task, sweep.score) or "not scored"
+                gaps.append(Gap(subject.name, task.key, why if trained else "not trained"))
                 continue
             entries.append(
                 {
@@ -57,6 +60,48 @@ def index(sweep: Sweep, cells: list[Cell]) -> tuple[list[dict], list[Gap]]:
                 }
             )
     return entries, gaps
+
+
+def _write(
+    sweep: Sweep, cells: list[Cell], entries: list[dict], gaps: list[Gap], results: Path
+) -> None:
+    folder, part = results.parent, results.with_name(".results.part")
+    shutil.rmtree(part, ignore_errors=True)
+    make_folder(part)
+    rows = report.cells_table(sweep, cells)
+    best = report.best_learning_rates(sweep, cells)
+    report.write_csv(rows, folder / "cells.csv")
+    if best:
+        report.write_csv(best, folder / "best_learning_rates.csv")
+    else:
+        (folder / "best_learning_rates.csv").unlink(missing_ok=True)
+    report.curves(cells, folder / "curves.svg")
+    page, sections = folder / "report.html", report.sections(sweep, rows, best, folder)
+    note = report.note(rows, gaps)
+    if entries:
+        write_text(folder / "index.jsonl", "".join(json.dumps(entry) + "\n" for entry in entries))
+        options = {"title": sweep.name, "note": note, "sections": sections, "page": page}
+        try:
+            said = calibeval.report.collect(folder / "index.jsonl", part, **options)
+        except InputError as error:
+            raise SweepError(f"collect: {error}") from error
+        print(said.replace(str(part), str(results)), end="")
+    else:
+        (folder / "index.jsonl").unlink(missing_ok=True)
+        calibeval.report.html.page(sweep.name, [note, *sections], page)
+    _replace(part, results)
+
+
+def _replace(part: Path, results: Path) -> None:
+    """Put the files of `part` in the place of those in `results`, where no older one stays."""
+    new = {path.relative_to(part) for path in part.rglob("*") if path.is_file()}
+    for name in new:
+        make_folder((results / name).parent)
+        (part / name).replace(results / name)
+    for path in results.rglob("*"):
+        if path.is_file() and path.relative_to(results) not in new:
+            path.unlink()
+    shutil.rmtree(part)
 
 
 def training(cell: Cell) -> dict:
@@ -92,23 +137,8 @@ def collect(sweep: Sweep, cells: list[Cell]) -> list[Gap]:
         )
         return gaps
     make_folder(results)
-    rows = report.cells_table(sweep, cells)
-    best = report.best_learning_rates(sweep, cells)
-    report.write_csv(rows, folder / "cells.csv")
-    if best:
-        report.write_csv(best, folder / "best_learning_rates.csv")
-    report.curves(cells, folder / "curves.svg")
-    page, sections = folder / "report.html", report.sections(sweep, rows, best, folder)
-    note = report.note(rows, gaps)
-    if entries:
-        write_text(folder / "index.jsonl", "".join(json.dumps(entry) + "\n" for entry in entries))
-        options = {"title": sweep.name, "note": note, "sections": sections, "page": page}
-        try:
-            print(calibeval.report.collect(folder / "index.jsonl", results, **options), end="")
-        except InputError as error:
-            raise SweepError(f"collect: {error}") from error
-    else:
-        calibeval.report.html.page(sweep.name, [note, *sections], page)
+    with lease(folder / "collect.lock", timeout=-1):  # a person may collect beside a job
+        _write(sweep, cells, entries, gaps, results)
     for gap in gaps:
         print(f"gap: {gap.name} · {gap.task}: {gap.reason}")
     print(f"report: {folder / 'report.html'}")

@@ -69,6 +69,7 @@ class Score(Strict):
     engine: Literal["transformers", "vllm"] = "transformers"
     batch_size: int | None = Field(None, ge=1)
     base: bool = True  # also score the model before fine-tuning
+    separate: bool = False  # jobs of their own behind the training, for runs of many GPUs
     select_on: str | None = None  # the task that chooses the learning rate (validation, not test)
 
 
@@ -291,42 +292,23 @@ def _known_keys(model: Any, path: tuple) -> list[str]:
     return _known_keys(model.model_fields[path[0]].annotation, rest)
 
 
-def dotted_keys(backend: object) -> list[str]:
-    """Where the keys of a sweep file stand: train.learning_rate, world.nodes, workers, …"""
-    from sweeps.backends import REGISTRY, get_backend
+# A key that files of one kind have, and whoever gives one in another's place.
+KINDS = {
+    "grid": "a sweep",
+    "cpus_per_process": "a cluster profile",
+    "account": "a cluster profile",
+    "zero_optimization": "a DeepSpeed configuration, which a sweep names in `world.deepspeed`",
+    "model_name_or_path": "settings of one training, which a sweep has under `train`",
+}
 
-    train = get_backend(backend if backend in REGISTRY else "builtin").Train
-    sections = {"train": train, "world": World, "score": Score, "prefetch": Prefetch}
-    inner = [f"{name}.{key}" for name, model in sections.items() for key in model.model_fields]
-    return [*inner, *Sweep.model_fields]
 
-
-def load_sweep(path: Path, assignments: Iterable[str] = ()) -> tuple[Sweep, dict[str, str]]:
-    """Read a sweep file and apply overrides; returns it and {overridden key: assignment}.
-
-    `train` and `grid` are checked against the backend when the grid is expanded.
-    """
-    from sweeps import kinds
-
-    raw = read_yaml(path)
-    written = dict(raw)
-    origins = override(raw, assignments)
-    try:
-        elsewhere = dotted_keys(raw.get("backend"))
-        sweep = check(Sweep, raw, str(path), origins=origins, elsewhere=elsewhere)
-    except SweepError:
-        kinds.refuse_other(written, kinds.SWEEP, str(path))
-        raise
-    if sweep.keep == "scores" and sweep.score is None:
-        raise SweepError(f"{path}: keep: found 'scores', but this sweep has no `score` section")
-    if sweep.score is not None:
-        names = [task.key for task in sweep.score.tasks]
-        if len(set(names)) != len(names):
-            raise SweepError(
-                f"{path}: score.tasks: two tasks share a name: {names}; give each a `name`"
-            )
-        if sweep.score.select_on not in (None, *names):
-            raise SweepError(
-                f"{path}: score.select_on: found {sweep.score.select_on!r}, expected one of {names}"
-            )
-    return sweep, origins
+def refuse_other(raw: dict, model: type[Strict], expected: str, source: str) -> None:
+    """Raise SweepError if none of several keys is one of `model`: what the file looks like."""
+    kind = next((KINDS[key] for key in KINDS if key in raw), None)
+    if set(raw) == {"backend", "train", "world"}:
+        kind = "the config.yaml of a run"
+    elif len(raw) < 2 or any(key in model.model_fields for key in raw):
+        return  # perhaps misspelt, or wrong in parts: each is named
+    found = f"this looks like {kind}" if kind else f"none of its keys ({', '.join(raw)}) is known"
+    option = "; --cluster takes a profile" if kind == KINDS["account"] else ""
+    raise SweepError(f"{source}: {found}; {expected}{option}")

@@ -84,3 +84,14 @@ def read_rows(path: Path) -> list[dict]:
             with contextlib.suppress(json.JSONDecodeError):
                 rows.append(json.loads(line))
     return rows
+
+
+def tail(path: Path | None, count: int, size: int = 16384) -> list[str]:
+    """The last `count` lines that say something, without progress bars' overwritten states."""
+    if path is None or not path.exists():
+        return []
+    with open(path, "rb") as data:
+        data.seek(max(0, os.path.getsize(path) - size))
+        text = data.read().decode("utf-8", "replace")
+    lines = [line.rsplit("\r", 1)[-1].rstrip() for line in text.split("\n") if line.strip()]
+    return lines[-count:]

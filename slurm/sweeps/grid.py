@@ -4,14 +4,59 @@ import hashlib
 import itertools
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePath
 
-from sweeps.backends import get_backend
+from sweeps.backends import REGISTRY, get_backend
 from sweeps.backends.base import TrainKeys
-from sweeps.config import Strict, Sweep, World, check, dotted_keys
+from sweeps.config import (
+    Prefetch,
+    Score,
+    Strict,
+    Sweep,
+    World,
+    check,
+    override,
+    read_yaml,
+    refuse_other,
+)
 from sweeps.errors import SweepError
+
+
+def dotted_keys(backend: object) -> list[str]:
+    """Where the keys of a sweep file stand: train.learning_rate, world.nodes, workers, …"""
+    train = get_backend(backend if backend in REGISTRY else "builtin").Train
+    sections = {"train": train, "world": World, "score": Score, "prefetch": Prefetch}
+    inner = [f"{name}.{key}" for name, model in sections.items() for key in model.model_fields]
+    return [*inner, *Sweep.model_fields]
+
+
+def load_sweep(path: Path, assignments: Iterable[str] = ()) -> tuple[Sweep, dict[str, str]]:
+    """Read a sweep file and apply overrides; returns it and {overridden key: assignment}.
+
+    `train` and `grid` are checked against the backend when the grid is expanded.
+    """
+    raw = read_yaml(path)
+    expected = "a sweep is expected, for example configs/sweeps/beta.yaml"
+    refuse_other(raw, Sweep, expected, str(path))
+    origins = override(raw, assignments)
+    elsewhere = dotted_keys(raw.get("backend"))
+    sweep = check(Sweep, raw, str(path), origins=origins, elsewhere=elsewhere)
+    if sweep.keep == "scores" and sweep.score is None:
+        raise SweepError(f"{path}: keep: found 'scores', but this sweep has no `score` section")
+    if sweep.score is not None:
+        names = [task.key for task in sweep.score.tasks]
+        if len(set(names)) != len(names):
+            raise SweepError(
+                f"{path}: score.tasks: two tasks share a name: {names}; give each a `name`"
+            )
+        if sweep.score.select_on not in (None, *names):
+            raise SweepError(
+                f"{path}: score.select_on: found {sweep.score.select_on!r}, expected one of {names}"
+            )
+    return sweep, origins
 
 
 class RunConfig(Strict):
@@ -56,8 +101,17 @@ def runs_folder(sweep: Sweep) -> Path:
 
 
 def sweep_folder(sweep: Sweep) -> Path:
-    """Where this sweep's own files live: index, jobs, results."""
+    """Where this sweep's own files live: sweep.yaml, index, jobs, results."""
     return Path(sweep.output_root) / "sweeps" / sweep.name
+
+
+def sweep_hash(cells: list[Cell]) -> str:
+    """Which sweep this is: eight digits of the hash of its runs' hashes.
+
+    What is scored, and on which cluster, may change; another run makes another sweep.
+    """
+    digests = sorted(cell.config.digest for cell in cells)
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:8]
 
 
 def expand(sweep: Sweep, source: str, origins: dict[str, str] | None = None) -> list[Cell]:

@@ -1,34 +1,14 @@
 """A sweep from file to table: plan → run folders → train → score → collect."""
 
-import os
-import shlex
 import shutil
-from dataclasses import dataclass, replace
-from pathlib import Path
 
 from calibeval.io import counted
 from sweeps import collect, preflight, score, status
-from sweeps.config import Sweep, load_sweep
 from sweeps.errors import SweepError
-from sweeps.grid import Cell, expand
-from sweeps.provenance import PROJECT
+from sweeps.grid import Cell
+from sweeps.plan import Plan, claim
+from sweeps.plan import plan as plan
 from sweeps.rundir import RunDir
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A sweep file, read and expanded."""
-
-    source: Path
-    assignments: tuple[str, ...]
-    sweep: Sweep
-    cells: list[Cell]
-
-
-def plan(source: Path, assignments: list[str]) -> Plan:
-    """Read, override, check and expand; touches nothing but the file."""
-    sweep, origins = load_sweep(source, assignments)
-    return Plan(source, tuple(assignments), sweep, expand(sweep, str(source), origins))
 
 
 def describe(planned: Plan) -> str:
@@ -44,16 +24,10 @@ def describe(planned: Plan) -> str:
     return "\n".join(lines)
 
 
-def prefetch_command(planned: Plan) -> str:
-    """What fetches this very sweep's assets, as it would be typed here."""
-    script = os.path.relpath(PROJECT / "slurm" / "prefetch.sh")
-    script = script if not script.startswith("..") else str(PROJECT / "slurm" / "prefetch.sh")
-    return shlex.join(["bash", script, "--config", *_typed(planned)])
-
-
-def check_assets(planned: Plan, executor: str) -> None:
+def check_assets(planned: Plan, executor: str, cells: list[Cell] | None = None) -> None:
     """Raise SweepError naming everything that is missing, before any job starts."""
-    problems = preflight.problems(planned.sweep, planned.cells, executor, prefetch_command(planned))
+    cells = planned.cells if cells is None else cells
+    problems = preflight.problems(planned.sweep, cells, executor, planned.prefetch)
     if problems:
         raise SweepError(f"{planned.source}: " + "\n       ".join(problems))
 
@@ -77,45 +51,42 @@ def dry_run(planned: Plan, executor: str) -> str:
     return slurm.dry_run(planned.sweep, planned.cells) + describe(planned)
 
 
-def launch_local(planned: Plan) -> int:
-    """Run everything here; returns the exit code."""
+def launch_local(planned: Plan, cells: list[Cell] | None = None) -> int:
+    """Run what is missing, of `cells` or of all, here; returns the exit code."""
     from sweeps.executors import local
 
-    for cell in planned.cells:
+    claim(planned)
+    cells = planned.cells if cells is None else cells
+    for cell in cells:
         RunDir(cell.folder).create(cell.config)
-    problems = local.launch(planned.sweep, planned.cells)
+    problems = local.launch(planned.sweep, cells)
     gaps = collect.collect(planned.sweep, planned.cells)
     return 1 if gaps or problems else 0
 
 
-def launch_slurm(planned: Plan) -> int:
-    """Queue what is missing; returns the exit code."""
-    return _submit(planned)
+def launch_slurm(planned: Plan, cells: list[Cell] | None = None, *, train: bool = True) -> int:
+    """Queue what is missing, of `cells` or of all; returns the exit code.
 
-
-def _submit(planned: Plan, *, train: bool = True) -> int:
+    Without `train` only what is trained already is scored.
+    """
     from sweeps.executors import slurm
 
-    ids = slurm.submit(planned.sweep, planned.cells, train=train)
+    claim(planned)
+    ids = slurm.submit(planned.sweep, planned.cells if cells is None else cells, train=train)
     if not ids:
         every = "every run is done or queued" if train else "every trained run is scored or queued"
         print(f"nothing to submit: {every}")
         return 0
     print("submitted: " + " ".join(f"{stage}={job}" for stage, job in ids.items()))
-    print(f"watch: {shlex.join(['python', '-m', 'sweeps', 'status', *_typed(planned)])}")
+    print(f"watch: {planned.again('status')}")
     return 0
-
-
-def _typed(planned: Plan) -> list[str]:
-    """The sweep as it was typed."""
-    return [str(planned.source), *planned.assignments]
 
 
 def to_score(planned: Plan) -> str:
     """What `score` would do."""
     lines = [
         f"{subject.name}: {', '.join(task.key for task in tasks)}"
-        for subject in trained(planned)
+        for subject in score.ready(planned.sweep, planned.cells)
         if (tasks := score.missing(subject, planned.sweep.score))
     ]
     return "\n".join([*lines, f"{len(lines)} to score"])
@@ -124,40 +95,39 @@ def to_score(planned: Plan) -> str:
 def queue_scores(planned: Plan) -> int:
     """Queue the scoring of what is trained; returns the exit code."""
     check_assets(planned, "slurm")
-    return _submit(planned, train=False)
-
-
-def failed(planned: Plan) -> list[Cell]:
-    """Runs that gave up, and runs that died without a word."""
-    return [
-        cell
-        for cell, state in zip(planned.cells, _states(planned), strict=True)
-        if state in ("failed", "interrupted")
-    ]
-
-
-def only(planned: Plan, cells: list[Cell]) -> Plan:
-    """The plan cut to some of its runs."""
-    return replace(planned, cells=cells)
+    return launch_slurm(planned, train=False)
 
 
 def resubmit(planned: Plan) -> bool:
-    """Queue runs that died without a word (their node did); True if any was queued."""
+    """Queue the runs that died without a word (their node did); True if any was queued.
+
+    A run that is lost again and again without a new checkpoint in between fails instead.
+    """
     from sweeps.executors import slurm
 
-    states = _states(planned)
-    lost = [c for c, state in zip(planned.cells, states, strict=True) if state == "interrupted"]
+    found = status.of_sweep(planned.sweep, planned.cells)
+    lost = [
+        cell
+        for cell, one in zip(planned.cells, found, strict=True)
+        if one.lost and not RunDir(cell.folder).lost_again(planned.sweep.max_idle_restarts)
+    ]
     if not lost:
         return False
     print("again: " + ", ".join(cell.config.name for cell in lost), flush=True)
-    return bool(slurm.submit(planned.sweep, planned.cells))
+    return bool(slurm.submit(planned.sweep, lost, ready=False))
 
 
-def _states(planned: Plan) -> list[str]:
-    return [found.state for found in status.of_sweep(planned.sweep, planned.cells)]
+def dead(planned: Plan) -> tuple[list[Cell], list[str]]:
+    """What was begun or queued, is neither finished nor under way, and will not go on by itself.
 
-
-def trained(planned: Plan) -> list[score.Subject]:
-    """What can be scored: base models, then finished runs."""
-    bases = list(score.bases(planned.sweep, planned.cells).values())
-    return bases + [score.of_cell(c) for c in planned.cells if RunDir(c.folder).done]
+    Returns the cells that stand for it, and the names of the runs and base models.
+    """
+    sweep, cells = planned.sweep, planned.cells
+    found = zip(cells, status.of_sweep(sweep, cells), strict=True)
+    chosen = {one.name: cell for cell, one in found if one.again}
+    for model, one in status.of_bases(sweep, cells).items():
+        if one.again:  # a launch scores the base models of its runs
+            chosen[one.name] = next(
+                c for c in cells if c.config.train["model_name_or_path"] == model
+            )
+    return [c for c in cells if any(c is x for x in chosen.values())], list(chosen)

@@ -15,7 +15,13 @@ from sweeps.files import make_folder, write_text
 
 # pyproject's dependencies and its extras `train` and `eval`: jobs run this checkout, not a wheel.
 TRAIN = ("torch>=2.4", "numpy>=1.24", "pyyaml>=6", "pydantic>=2.4", "tqdm>=4.60")
-TRAIN += ("transformers>=4.43", "accelerate>=0.31", "datasets>=3.0", "filelock>=3.30")
+TRAIN += (
+    "transformers>=4.43",
+    "accelerate>=0.31",
+    "datasets>=3.0",
+    "filelock>=3.30",
+    "submitit>=1.5.4",
+)
 SCORE = ("transformers>=4.43", "scipy>=1.10", "pandas>=2.0", "tabulate>=0.9", "jinja2>=3.1")
 SCORE += ("matplotlib>=3.7",)
 
@@ -64,7 +70,7 @@ def _versions_of(python: str, names: list[str]) -> dict[str, str | None]:
         "print(json.dumps({d.metadata['Name']: d.version for d in distributions()}))"
     )
     done = subprocess.run(
-        [os.path.expanduser(python), "-c", code],
+        [os.path.expanduser(word) for word in shlex.split(python)] + ["-c", code],
         text=True, capture_output=True, check=True, timeout=60,
     )  # fmt: skip
     from packaging.utils import canonicalize_name

@@ -14,7 +14,7 @@ from sweeps.backends import get_backend
 from sweeps.cluster import Cluster, expand, load_cluster, variables
 from sweeps.config import Sweep
 from sweeps.errors import SweepError
-from sweeps.executors import local, scripts, slurm
+from sweeps.executors import local, scripts
 from sweeps.executors.scripts import Places
 from sweeps.grid import Cell
 from sweeps.rundir import RunDir
@@ -153,18 +153,17 @@ def _account(cluster: Cluster, file: str | None) -> list[str]:
 def _asked(sweep: Sweep, cells: list[Cell], cluster: Cluster) -> list[str]:
     """What the controller itself says to the sweep's scripts: accounts, limits, nodes, GPUs."""
     places = Places(Path.cwd(), Path(tempfile.gettempdir()) / "preflight")
-    texts = {"train": scripts.train(sweep, cluster, places, 1, 0)}
-    if sweep.score is not None:
-        texts["score"] = scripts.score(sweep, cluster, places, 1, "score", 0)
+    stages = ["train", *(["score"] if sweep.score else []), "collect"]
     said: dict[str, list[str]] = {}
-    for stage, text in texts.items():
+    for stage in stages:
+        text = scripts.text(sweep, cluster, places, stage, stage)
         done = subprocess.run(
             ["sbatch", "--test-only"],
             input=text,
             text=True,
             capture_output=True,
             check=False,
-            env=slurm.environment(cluster),
+            env=scripts.environment(cluster),
         )
         if done.returncode != 0:
             lines = [x for x in done.stderr.splitlines() if x.strip()] or ["no reason given"]

@@ -1,12 +1,29 @@
 """Where code and machine come from, for the manifest; no environment variable is ever copied."""
 
+import os
 import platform
+import shlex
 import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[2]
+TYPED_IN = Path.cwd()  # the command line goes on in PROJECT, where relative paths of configs start
+
+
+def command(script: str, *words: object) -> str:
+    """A script of slurm/ with its arguments, as it would be typed where this process began."""
+    path = PROJECT / "slurm" / script
+    if path.is_relative_to(TYPED_IN):
+        path = path.relative_to(TYPED_IN)
+    return shlex.join(["bash", str(path), *map(str, words)])
+
+
+def shown(path: Path) -> Path:
+    """A path as it would be typed where this process began."""
+    path = Path(os.path.abspath(path))
+    return path.relative_to(TYPED_IN) if path.is_relative_to(TYPED_IN) else path
 
 
 def _output(*arguments: str) -> str | None:

@@ -4,7 +4,6 @@ import base64
 import csv
 import io
 from collections import defaultdict
-from dataclasses import asdict
 from pathlib import Path, PurePath
 from statistics import fmean
 
@@ -25,7 +24,8 @@ def cells_table(sweep: Sweep, cells: list[Cell]) -> list[dict]:
     for cell, found in zip(cells, status.of_sweep(sweep, cells), strict=True):
         values = {key: cell.values[key] for key in cell.values}
         row = {"run": found.name, **values, "seed": cell.config.train["seed"]}
-        rows.append(row | {key: v for key, v in asdict(found).items() if key != "name"})
+        kept = ("state", "detail", "restarts", "scored")
+        rows.append(row | {key: getattr(found, key) for key in kept})
     return rows
 
 

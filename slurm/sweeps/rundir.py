@@ -4,7 +4,6 @@ config.yaml (resolved) · manifest.json (what ran, where, how often) · metrics.
 checkpoints/step-N/ · model/ (final, Hugging Face) · scores/<task>.jsonl · DONE, written last.
 """
 
-import os
 import re
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -15,7 +14,7 @@ from filelock import SoftFileLease
 
 from sweeps.config import check, dump_yaml, read_yaml
 from sweeps.errors import SweepError
-from sweeps.files import make_folder, read_json, write_json, write_text
+from sweeps.files import make_folder, read_json, tail, write_json, write_text
 from sweeps.locks import lease
 
 if TYPE_CHECKING:
@@ -134,6 +133,22 @@ class RunDir:
         attempts = self.manifest()["attempts"]
         return attempts[-1]["job"] if attempts else None
 
+    def lost_again(self, limit: int) -> bool:
+        """Count that this run's job is gone without a word; True, and failed, if too often.
+
+        Counted are losses in a row without a new checkpoint, by whoever would queue it again: the
+        supervisor that dies before it can count does not.
+        """
+        manifest, step = self.manifest(), self.step()
+        before = manifest.get("lost", {"step": -1, "times": 0})
+        times = before["times"] + 1 if before["step"] == step else 1
+        manifest["lost"] = {"step": step, "times": times}
+        if times > limit:
+            manifest["state"] = "failed"
+            manifest["error"] = f"lost {times} times in a row without a new checkpoint"
+        self.write_manifest(manifest)
+        return times > limit
+
     def lease(self, lost: "Callable[[], None] | None" = None) -> SoftFileLease:
         """The right to write into this folder: O_EXCL and a heartbeat, so no flock is needed.
 
@@ -146,11 +161,6 @@ class RunDir:
         names = (re.fullmatch(r"step[-_](\d+)", path.name) for path in self.checkpoints.glob("*"))
         return max((int(name[1]) for name in names if name), default=0)
 
-    def log_tail(self, size: int = 16384) -> list[str]:
-        """The last lines of the log, without progress bars' overwritten states."""
-        if not self.log.exists():
-            return []
-        with open(self.log, "rb") as log:
-            log.seek(max(0, os.path.getsize(self.log) - size))
-            text = log.read().decode("utf-8", "replace")
-        return [line.rsplit("\r", 1)[-1].rstrip() for line in text.split("\n") if line.strip()]
+    def log_tail(self) -> list[str]:
+        """The last lines of the log."""
+        return tail(self.log, 400)

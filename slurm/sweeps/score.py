@@ -32,6 +32,11 @@ class Subject:
     def lock(self) -> Path:
         return self.scores / "score.lock"
 
+    @property
+    def failure(self) -> Path:
+        """Why the last scoring did not arrive; absent once it has."""
+        return self.scores / "failed.json"
+
     def records(self, task: Task) -> Path:
         return self.scores / f"{task.key}.jsonl"
 
@@ -59,6 +64,12 @@ def bases(sweep: Sweep, cells: list[Cell]) -> dict[str, Subject]:
     return found
 
 
+def ready(sweep: Sweep, cells: list[Cell]) -> list[Subject]:
+    """What can be scored: base models, then finished runs."""
+    done = [cell for cell in cells if (cell.folder / "DONE").exists()]
+    return [*bases(sweep, cells).values(), *map(of_cell, done)]
+
+
 def program(subject: Subject, task: Task, score: Score) -> Program:
     """The command that scores one task, atomic by calibeval's own rename."""
     arguments = ["score", "--model", str(subject.model), *questions.options(task)]
@@ -75,14 +86,33 @@ def request(task: Task, score: Score) -> dict:
 
 
 def scored(subject: Subject, task: Task, score: Score) -> bool:
-    """Whether the records of exactly this request exist."""
-    return subject.records(task).exists() and _asked(subject, task, score)
+    """Whether the records of exactly this request exist, whole."""
+    records = subject.records(task)
+    return records.exists() and _asked(subject, task, score) and not damage(subject, task, score)
+
+
+def damage(subject: Subject, task: Task, score: Score) -> str | None:
+    """What happened to the records since scoring wrote them, told by their size; or nothing."""
+    records = subject.records(task)
+    if not records.exists() or not _asked(subject, task, score):
+        return None
+    found, written = records.stat().st_size, _request_file(subject, task).get("bytes")
+    if found and written in (None, found):
+        return None
+    was = "" if written is None else f", scoring wrote {written:,}"
+    return f"{records}: {found:,} bytes{was}: damaged since"
+
+
+def _request_file(subject: Subject, task: Task) -> dict:
+    asked = subject.scores / f"{task.key}.request.json"
+    return read_json(asked) if asked.exists() else {}
 
 
 def _asked(subject: Subject, task: Task, score: Score) -> bool:
     """Whether what was last begun for this task is this request."""
-    asked = subject.scores / f"{task.key}.request.json"
-    return asked.exists() and read_json(asked) == json.loads(json.dumps(request(task, score)))
+    asked = _request_file(subject, task)
+    asked.pop("bytes", None)
+    return asked == json.loads(json.dumps(request(task, score)))
 
 
 def missing(subject: Subject, score: Score) -> list[Task]:
@@ -112,8 +142,16 @@ def run(
         )
     make_folder(subject.scores)
     with lease(subject.lock, timeout=-1):
-        for task in missing(subject, score):
-            _run_task(subject, task, score, start)
+        if not missing(subject, score):
+            return
+        write_json(subject.failure, {"error": "killed, or its machine died"})
+        try:
+            for task in missing(subject, score):
+                _run_task(subject, task, score, start)
+        except SweepError as error:
+            write_json(subject.failure, {"error": str(error)})
+            raise
+        subject.failure.unlink()
 
 
 def discard(cell: Cell, sweep: Sweep) -> None:
@@ -130,9 +168,10 @@ def _run_task(subject: Subject, task: Task, score: Score, start: Start) -> None:
     from calibeval.store import clear  # with NumPy, which `status` does without
 
     todo = program(subject, task, score)
-    if not _asked(subject, task, score):
+    asked = subject.scores / f"{task.key}.request.json"
+    if not _asked(subject, task, score) or damage(subject, task, score):
         clear(subject.records(task))  # whole or begun, they answer another request
-        write_json(subject.scores / f"{task.key}.request.json", request(task, score))
+        write_json(asked, request(task, score))
     offset = subject.log.stat().st_size if subject.log.exists() else 0
     child = start([sys.executable, "-m", todo.module, *todo.arguments], todo, subject.log)
     while (code := child.wait(1.0)) is None:
@@ -144,3 +183,5 @@ def _run_task(subject: Subject, task: Task, score: Score, start: Start) -> None:
         wrong = [line for line in lines if line.startswith("error: ")]
         last = (wrong or lines or [f"exit {code}"])[-1].removeprefix("error: ")
         raise SweepError(f"scoring {subject.name} on {task.key}: {last} (log: {subject.log})")
+    size = subject.records(task).stat().st_size
+    write_json(asked, request(task, score) | {"bytes": size})

@@ -3,10 +3,11 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,14 +15,25 @@ from calibeval.io import counted
 from sweeps import score
 from sweeps.config import Sweep
 from sweeps.errors import SweepError
+from sweeps.files import read_json, tail
 from sweeps.grid import Cell
 from sweeps.locks import held
 from sweeps.rundir import RunDir
 
 if TYPE_CHECKING:
-    from sweeps.executors.slurm import Element
+    from sweeps.executors.slurm import Element, Past
 
-STATES = ("running", "queued", "preempted", "interrupted", "failed", "to do", "done")
+STATES = ("running", "queued", "preempted", "cancelled", "interrupted", "failed", "to do", "done")
+LAST = 3  # lines of a dead job's output that are shown
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Why something is dead: what is known of its end, where to read more, the last lines there."""
+
+    cause: str
+    file: Path | None = None
+    lines: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -33,54 +45,140 @@ class Status:
     detail: str
     restarts: int
     scored: str
+    trouble: Trouble | None = None  # it is dead, or its scoring is
+    lost: bool = False  # its job died without a word, and nobody cancelled it
+
+    @property
+    def again(self) -> bool:
+        """Whether a retry would start it."""
+        return self.trouble is not None
 
 
-def of_sweep(sweep: Sweep, cells: list[Cell]) -> list[Status]:
-    """The state of every run; a queue that does not answer costs the word `queued`, no more."""
-    elements, answered = {}, False
-    if shutil.which("squeue"):
-        from sweeps.executors import slurm
+@dataclass
+class _Queue:
+    """What Slurm knows of a sweep."""
 
-        try:
-            elements, answered = slurm.active(sweep), slurm.submitted(sweep)
-        except SweepError:
-            elements = {}
-    found = []
+    elements: "dict[tuple[str, str], Element]" = field(default_factory=dict)
+    past: "dict[tuple[str, str], Past]" = field(default_factory=dict)
+    answered: bool = False  # squeue did, and the sweep was submitted once
+    ends: dict[str, str] = field(default_factory=dict)
+
+    def end(self, label: str | None) -> str:
+        """How a job that is queued no more ended."""
+        if label is None:
+            return "no process holds it any more"
+        return f"{label} {self.ends.get(label, 'is not queued any more')}"
+
+
+def _queue(sweep: Sweep, cells: list[Cell]) -> _Queue:
+    from sweeps.executors import slurm
+
+    if not shutil.which("squeue"):
+        return _Queue()
+    try:
+        found = _Queue(slurm.active(sweep), slurm.past(sweep), slurm.submitted(sweep))
+    except SweepError:  # a queue that does not answer costs the word `queued`, no more
+        return _Queue()
+    labels = [past.label for key, past in found.past.items() if key not in found.elements]
     for cell in cells:
-        element = elements.get(("train", cell.config.name))
-        found.append(_of_run(sweep, cell, element, gone=answered and element is None))
+        run = RunDir(cell.folder)
+        if not run.done and run.manifest_file.exists() and (job := run.job()):
+            labels.append(job)
+    found.ends = slurm.ends(sorted(set(labels)))
     return found
 
 
-def _of_run(sweep: Sweep, cell: Cell, element: "Element | None", *, gone: bool) -> Status:
-    """`gone`: the queue answered and has no element that trains this run, as it once had."""
+def of_sweep(sweep: Sweep, cells: list[Cell]) -> list[Status]:
+    """The state of every run."""
+    queue = _queue(sweep, cells)
+    return [_of_run(sweep, cell, queue) for cell in cells]
+
+
+def of_bases(sweep: Sweep, cells: list[Cell]) -> dict[str, Status]:
+    """The state of the base models that are to be scored, by model_name_or_path."""
+    bases = score.bases(sweep, cells)
+    queue = _queue(sweep, []) if bases else _Queue()
+    found = {}
+    for model, subject in bases.items():
+        scored, trouble, detail = _of_score(sweep, subject, queue)
+        busy = "queued" if ("score", subject.name) in queue.elements else "to do"
+        state = "failed" if trouble else "running" if held(subject.lock) else busy
+        if not score.missing(subject, sweep.score):
+            state = "done"
+        found[model] = Status(subject.name, state, detail, 0, scored, trouble)
+    return found
+
+
+def _of_score(
+    sweep: Sweep, subject: score.Subject, queue: _Queue
+) -> tuple[str, Trouble | None, str]:
+    """How many tasks are scored, and why no more, of what was begun and is not under way."""
+    if sweep.score is None:
+        return "-", None, ""
+    left = score.missing(subject, sweep.score)
+    scored = f"{len(sweep.score.tasks) - len(left)}/{len(sweep.score.tasks)}"
+    key = ("score", subject.name)
+    train = ("train", subject.name)  # which goes on to score
+    if not left or key in queue.elements or train in queue.elements:
+        return scored, None, "is being scored" if train in queue.elements and left else ""
+    past = queue.past.get(key) or queue.past.get(train)
+    if held(subject.lock) and not (queue.answered and past):
+        return scored, None, "is being scored"
+    damaged = [d for task in left if (d := score.damage(subject, task, sweep.score))]
+    if damaged:
+        return scored, Trouble(damaged[0]), damaged[0]
+    said = read_json(subject.failure).get("error", "") if subject.failure.exists() else ""
+    if not said and not past:
+        return scored, None, ""
+    lines = (said,) if said else tuple(tail(past.output, LAST))
+    cause = "scoring: " + (queue.end(past.label) if past else "failed here")
+    file = subject.log if said and subject.log.exists() else past and past.output
+    return scored, Trouble(cause, file, lines), f"not scored: {(lines or (cause,))[-1]}"
+
+
+def _of_run(sweep: Sweep, cell: Cell, queue: _Queue) -> Status:
     run = RunDir(cell.folder)
-    tasks = sweep.score.tasks if sweep.score else ()
-    subject = score.of_cell(cell)
-    count = sum(subject.records(task).exists() for task in tasks)
-    scored = f"{count}/{len(tasks)}" if tasks else "-"
-    if not run.manifest_file.exists():
-        state = "queued" if element else "to do"
-        return Status(run.name, state, element.reason if element else "", 0, scored)
-    manifest = run.manifest()
+    key = ("train", cell.config.name)
+    element, past = queue.elements.get(key), queue.past.get(key)
+    scored, unscored, why = _of_score(sweep, score.of_cell(cell), queue)
+    manifest = run.manifest() if run.manifest_file.exists() else {"state": "new", "attempts": []}
     restarts = manifest.get("restarts", 0)
+
+    def found(state: str, detail: str = "", trouble: Trouble | None = None, lost: bool = False):
+        return Status(run.name, state, detail, restarts, scored, trouble, lost)
+
     if run.done:
-        return Status(run.name, "done", _progress(run, live=False), restarts, scored)
-    live = held(run.lock) and not (gone and run.job())  # a lock outlives its killed job for a while
-    if live:
-        return Status(run.name, "running", _progress(run, live=True), restarts, scored)
+        return found("done", why or _progress(run, live=False), unscored)
+    job = manifest["attempts"][-1]["job"] if manifest["attempts"] else None
+    gone = queue.answered and element is None  # it is submitted no more, as it once was
+    if held(run.lock) and not (gone and job):  # a lock outlives its killed job for a while
+        return found("running", _progress(run, live=True))
     if element and element.state == "RUNNING":
-        return Status(run.name, "running", "starting", restarts, scored)
+        return found("running", "starting")
     state = manifest["state"]
-    if state == "failed" and not element:
-        return Status(run.name, "failed", manifest.get("error", ""), restarts, scored)
     if element:
         where = "preempted" if state == "preempted" else "queued"
-        return Status(run.name, where, f"{element.job} {element.reason}", restarts, scored)
+        return found(where, f"{element.job} {element.reason}" if job else element.reason)
+    if state == "new":
+        if past is None:
+            return found("to do", _progress(run, live=False))
+        end, lines = queue.end(past.label), tuple(tail(past.output, LAST))
+        over = "cancelled" if "CANCELLED" in end else "failed"
+        return found(
+            over, (lines or (end,))[-1], Trouble(f"{end}, before training", past.output, lines)
+        )
+    end = queue.end(job if queue.answered else None)
+    if state == "failed":
+        error = manifest.get("error", "")
+        return found("failed", error, Trouble(error, run.log if run.log.exists() else None))
+    progress = _progress(run, live=False)
     if state == "running":  # its files say so, its heartbeat does not
-        return Status(run.name, "interrupted", _progress(run, live=False), restarts, scored)
-    known = {"new": "to do", "preempted": "preempted"}
-    return Status(run.name, known.get(state, state), _progress(run, live=False), restarts, scored)
+        cancelled = "CANCELLED" in end
+        output = past.output if past and past.label == job else None
+        trouble = Trouble(f"{end}, {progress or 'at the start'}", output, tuple(tail(output, LAST)))
+        over = "cancelled" if cancelled else "interrupted"
+        return found(over, f"{progress}  {end}".strip(), trouble, lost=not cancelled)
+    return found(state, progress, Trouble(f"{end}: asked to stop, saved at step {run.step()}"))
 
 
 def _progress(run: RunDir, *, live: bool) -> str:
@@ -127,18 +225,38 @@ def duration(seconds: float) -> str:
     return f"{s // 86400}d{s % 86400 // 3600:02}h"
 
 
-def table(statuses: list[Status], title: str) -> str:
-    """The table with its summary line, most urgent states first."""
+def table(statuses: list[Status], title: str, bases: list[Status] = ()) -> str:
+    """The table with its summary line, most urgent states first; base models where they lack."""
     counts = Counter(status.state for status in statuses)
     summary = " · ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
-    width = max((len(status.name) for status in statuses), default=4)
+    shown = [*statuses, *(base for base in bases if base.state != "done")]
+    width = max((len(status.name) for status in shown), default=4)
     room = shutil.get_terminal_size().columns - width - 36
     limit = max(30, room) if sys.stdout.isatty() else None  # a file has no edge
     lines = [f"{title}: {counted(len(statuses), 'run')}: {summary}"]
     lines.append(f"{'RUN':{width}}  {'STATE':11}  {'RESTARTS':>8}  {'SCORED':>6}  DETAIL")
-    for status in sorted(statuses, key=lambda s: (STATES.index(s.state), s.name)):
+    for status in sorted(shown, key=lambda s: (STATES.index(s.state), s.name)):
         lines.append(
             f"{status.name:{width}}  {status.state:11}  {status.restarts:>8}  {status.scored:>6}  "
             f"{status.detail[:limit]}".rstrip()
         )
     return "\n".join(lines)
+
+
+def troubles(statuses: list[Status], retry: str) -> str:
+    """What is dead and why, alike ones together, and the command that mends it; or nothing."""
+    alike: dict[tuple, list[Status]] = {}
+    for status in statuses:
+        if status.trouble:
+            said = (status.trouble.cause, *status.trouble.lines[-1:])
+            key = tuple(re.sub(r"\d+(_\d+)?", "#", text) for text in said)  # whatever the job's id
+            alike.setdefault(key, []).append(status)
+    lines = []
+    for those in alike.values():
+        first, more = those[0], len(those) - 1
+        count = f" (and {more} more like it)" if more else ""
+        lines.append(f"{first.name}{count}: {first.trouble.cause}")
+        lines += [f"    | {line}" for line in first.trouble.lines]
+        if first.trouble.file:
+            lines.append(f"    {first.trouble.file}")
+    return "\n".join([*lines, f"Once that is mended: {retry}"]) if lines else ""

@@ -81,8 +81,11 @@ def _attempts(run: RunDir, world: World, start: Start, idle_restarts: int, echo:
     manifest = run.manifest()
     if manifest["state"] == "failed":
         manifest["idle_restarts"] = 0  # someone asked for it again
+        manifest.pop("lost", None)
     elif manifest["attempts"] and "ended" not in manifest["attempts"][-1]:
-        _count_idle(manifest, manifest["attempts"][-1]["from_step"], run.step())  # all was killed
+        idle = _count_idle(manifest, manifest["attempts"][-1]["from_step"], run.step())
+        if idle > idle_restarts:  # all was killed with it, again and again: nobody else counts
+            return _failed(run, manifest, _killed(idle))
     while True:
         before = run.step()
         if manifest["attempts"]:
@@ -128,10 +131,17 @@ def _attempts(run: RunDir, world: World, start: Start, idle_restarts: int, echo:
             )
             run.write_manifest(manifest)
             continue
-        manifest["state"] = "failed"
-        manifest["error"] = _reason(run, code, idle if killed else None)
-        run.write_manifest(manifest)
-        return Outcome.FAILED
+        return _failed(run, manifest, _killed(idle, code) if killed else _reason(run, code))
+
+
+def _failed(run: RunDir, manifest: dict, error: str) -> Outcome:
+    run.write_manifest(manifest | {"state": "failed", "error": error})
+    return Outcome.FAILED
+
+
+def _killed(times: int, code: int | None = None) -> str:
+    exit_ = "" if code is None else f" (exit {code})"
+    return f"killed{exit_} {times} times in a row without a new checkpoint"
 
 
 def _count_idle(manifest: dict, before: int, reached: int) -> int:
@@ -238,10 +248,8 @@ def job_id() -> str | None:
     return os.environ.get("SLURM_JOB_ID")
 
 
-def _reason(run: RunDir, code: int, idle: int | None) -> str:
+def _reason(run: RunDir, code: int) -> str:
     lines = [line for line in run.log_tail() if not line.startswith("---")]
-    if idle is not None:
-        return f"killed (exit {code}) {idle} times in a row without a new checkpoint"
     free = shutil.disk_usage(run.path).free >> 20
     if free < 1:
         return f"exit {code}: the disk of {run.path} is full; make room and type the same again"

@@ -121,6 +121,11 @@ def processes(module: str, run: str) -> list[int]:
     return found
 
 
+def parent(pid: int) -> int:
+    """The process that started `pid`."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def trainer(run) -> int:
     """The process that trains a run on this machine; waits for it to start."""
     end = time.monotonic() + 120
@@ -135,11 +140,13 @@ def disturb(kind: str, job: str, run: str) -> bool:
     """Do one bad thing to a running element; False if it was too early or too late for it."""
     if kind == "preempt by signal":
         # scancel reports and repeats for a minute when the answer comes after the requeue.
-        subprocess.Popen(["timeout", "2", "scancel", "--quiet", "--batch", "--signal=USR2", job])
+        subprocess.Popen(["timeout", "2", "scancel", "--quiet", "--signal=USR2", job])
         return True
     if kind == "requeue by administrator":
         return subprocess.run(["scontrol", "requeue", job]).returncode == 0
-    pids = processes("sweeps.trainer" if kind == "kill -9 trainer" else "train", run)
+    pids = processes("sweeps.trainer", run)
+    if kind == "kill -9 supervisor":
+        pids = [parent(pid) for pid in pids]
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     return bool(pids)

@@ -54,7 +54,9 @@ def main() -> None:
         path.write_text(yaml.safe_dump(sweep))
         tools = folder / "bin"
         tools.mkdir()
-        for name, line in (("sbatch", "echo 1"), ("squeue", "exit 0"), ("scontrol", "exit 0")):
+        answer = {"sbatch": "echo Submitted batch job 1"}
+        for name in ("sbatch", "squeue", "scontrol", "srun"):
+            line = answer.get(name, "exit 0")
             (tools / name).write_text(f"#!/bin/sh\n{line}\n")
             (tools / name).chmod(0o755)
         quiet = {

@@ -45,7 +45,7 @@ def test_only_ones_own_account_passes_and_slurm_agrees(accounts, profile, sweep_
     assert "is the example's, not an account; put yours into" in with_keys(account="def-yourpi")
     # What preflight does not look at itself, the controller does, before anything is queued.
     said = with_keys(account="def-ann", time="900-00:00", extra=["--constraint=no-such-node"])
-    assert f"{profile}: sbatch refuses the train job: " in said
+    assert f"{profile}: sbatch refuses the train and the collect job: " in said
     assert "no-such-node" in said or "feature" in said.lower(), said
     assert not (tmp_path / "out").exists() and empty()
     with_keys(account="def-ann")

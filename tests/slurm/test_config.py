@@ -8,8 +8,9 @@ from real import PROJECT
 from sweeps import launch
 from sweeps.cli import main
 from sweeps.cluster import load_cluster
-from sweeps.config import dump_yaml, load_sweep, override, parse_yaml
+from sweeps.config import dump_yaml, override, parse_yaml
 from sweeps.errors import SweepError
+from sweeps.grid import load_sweep
 
 
 def refusal(path, *assignments) -> str:

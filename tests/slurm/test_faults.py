@@ -175,7 +175,8 @@ def test_the_whole_chain_runs_without_a_network(sweep_file, tiny, tmp_path, exec
             [*unshare, "bash", "-c", inside], text=True, capture_output=True, check=False
         )
         assert "submitted: train-0=" in done.stdout
-        (said,) = (tmp_path / "out").rglob("collect-*.out")
+        (job,) = (tmp_path / "out").rglob("collect.id")
+        said = job.with_name(f"{job.read_text().strip()}_0_log.out")
         assert "report: " in said.read_text()
     assert done.returncode == 0, done.stdout + done.stderr
     results = tmp_path / "out" / "sweeps" / "tiny"

@@ -1,8 +1,10 @@
 """A real time limit that expires: Slurm's shortest is one minute."""
 
+import contextlib
 import itertools
 import os
 import signal
+import time
 from pathlib import Path
 
 import chaos
@@ -33,11 +35,19 @@ def test_at_the_limit_an_element_saves_and_goes_on_alone(cluster, profile, sweep
         frozen[run.name] = chaos.trainer(run)
         os.kill(frozen[run.name], signal.SIGSTOP)
     busy = slurm.active(launch.plan(path, []).sweep)
-    wait_for(warned.stop.exists)  # Slurm's own warning came
-    os.kill(frozen[warned.name], signal.SIGCONT)
+    (submission,) = (launch.plan(path, []).folder / "jobs").iterdir()
+    output = submission / f"{busy['train', late.name].job}_0_log.out"
+    wait_for(warned.stop.exists)  # Slurm's own warning came, and woke both
+    end = time.monotonic() + 120
+    while "DUE TO TIME LIMIT" not in output.read_text() and time.monotonic() < end:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(frozen[late.name], signal.SIGSTOP)
+        time.sleep(0.001)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(frozen[late.name], signal.SIGCONT)
     wait_for(empty)
 
-    assert "DUE TO TIME LIMIT" in logs(tmp_path)
+    assert "DUE TO TIME LIMIT" in output.read_text(), logs(tmp_path)
     for run in (warned, late):
         assert run.done, logs(tmp_path)
         attempts = run.manifest()["attempts"]

@@ -141,7 +141,7 @@ class Cluster(RuleBasedStateMachine):
     def missing(self) -> list[str]:
         busy = {("train", run): Element("1_0", s, "") for run, s in self.queue.items()}
         _, jobs = slurm.design(self.plan.sweep, self.plan.cells, busy, f"t{self.tag}")
-        return [Path(line).name for job in jobs if job.stage[:5] == "train" for line in job.lines]
+        return [name for job in jobs if job.what == "train" for name in job.names]
 
     @rule()
     def submit(self) -> None:

@@ -170,7 +170,7 @@ def test_what_slurm_refuses_is_said_in_its_words(profiled, tmp_path):
         "#!/bin/sh\necho 'allocation failure: Requested time limit is invalid' >&2\nexit 1\n"
     )
     said = preflight(profiled(), env=env)
-    assert "mine.yaml: sbatch refuses the train job: " in said
+    assert "mine.yaml: sbatch refuses the train and the collect job: " in said
     assert "Requested time limit is invalid" in said
 
 
@@ -355,7 +355,8 @@ def test_scoring_a_model_that_is_not_here_fails_at_once_with_the_command(
 
 def test_the_demo_says_how_its_model_is_made(tmp_path):
     demo = PROJECT / "configs/sweeps/demo.yaml"
-    done = command("preflight", demo, "--executor", "local", cwd=tmp_path)
+    absent = f"train.model_name_or_path={tmp_path / 'none'}"
+    done = command("preflight", demo, "--executor", "local", absent)
     assert done.returncode == 2
     assert "model and data of this sweep are made by: make demo" in done.stderr
 

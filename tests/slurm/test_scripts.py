@@ -34,9 +34,9 @@ def render(case: str) -> str:
     places = Places(Path("/project"), Path("/project/runs/sweeps/grid/jobs/a1b2c3"))
     text = "".join(
         [
-            scripts.train(sweep, profile, places, 24, 0),
-            scripts.score(sweep, profile, places, 24, "score", 0),
-            scripts.collect(sweep, profile, places),
+            scripts.text(sweep, profile, places, "train", "train-0", 24),
+            scripts.text(sweep, profile, places, "score", "ready-0", 24),
+            scripts.text(sweep, profile, places, "collect", "collect", dependency="afterany:7"),
         ]
     )
     return text.replace(sys.executable, "PYTHON").replace(str(PROJECT), "/project")
@@ -75,6 +75,7 @@ def test_generic_documents_every_key():
         ("time", "tomorrow", "text of the form"),
         ("memory_per_node", "lots", "text of the form"),
         ("cpus_per_process", 0, "greater than or equal to 1"),
+        ("extra", "[-C gpu]", "text of the form"),
     ],
 )
 def test_a_bad_profile_is_refused(tmp_path, key, value, expected):
@@ -99,7 +100,7 @@ def test_a_dry_run_needs_no_slurm_and_writes_nothing(sweep_file, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "#SBATCH --array=0-1" in done.stdout
     assert "#SBATCH --account=def-yourpi" in done.stdout
-    assert "--dependency=afterany:$TRAIN_0" in done.stdout
+    assert "--dependency=afterany:TRAIN_0\n" in done.stdout
     assert "2 runs, 0 done, 2 to do" in done.stdout
     assert not (tmp_path / "out").exists()
 
@@ -115,7 +116,7 @@ def test_a_large_sweep_becomes_several_arrays(sweep_file, tmp_path):
         cwd=tmp_path,
     )
     arrays = [line for line in done.stdout.splitlines() if line.startswith("#SBATCH --array")]
-    assert arrays == ["#SBATCH --array=0-2", "#SBATCH --array=0-2", "#SBATCH --array=0-0"]
+    assert arrays == ["#SBATCH --array=0-2%3"] * 2  # the seventh run is a job by itself
 
 
 if __name__ == "__main__":

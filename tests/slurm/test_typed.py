@@ -59,7 +59,7 @@ def test_paths_start_where_they_are_typed(tmp_path):
     # What is not there is the project's.
     done = typed("sweep_beta", "--cluster=configs/cluster/alliance.yaml", "--dry-run", cwd=tmp_path)
     assert "#SBATCH --account=def-yourpi" in done.stdout
-    assert "--cluster needs a file" in typed("sweep_beta", "--cluster").stderr
+    assert "--cluster: expected one argument" in typed("sweep_beta", "--cluster").stderr
 
 
 def test_head_may_stop_reading():

@@ -1,21 +1,21 @@
-"""The sbatch scripts of a sweep, as text: a pure function of plan, profile and places.
+"""What submitit is told about a job: a pure function of sweep, profile and places."""
 
-They are written here rather than by submitit because every line matters: what is exported, what a
-signal does, which element is requeued (slurm/README.md says more).
-"""
-
+import os
 import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from sweeps.cluster import Cluster, seconds
+from sweeps.cluster import Cluster, mebibytes, seconds
 from sweeps.config import Sweep
+from sweeps.errors import SweepError
 from sweeps.provenance import PROJECT
 
 # What a job may see of the submitting shell, apart from the profile's pass_environment.
 EXPORTED = ("HOME", "USER", "LOGNAME", "PATH", "LANG", "LC_ALL", "TZ", "SLURM_CONF")
 EXPORTED += ("OPEN_INSTRUCT_DIR",)  # where the open-instruct backend finds the checkout
+COLLECT_TIME, COLLECT_MEMORY = "1:00:00", "4G"  # tables over hundreds of record files
+ENDLESS = 1_000_000  # timeouts that submitit allows; the supervisor gives up without progress
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Places:
     """Absolute paths that the scripts mention."""
 
     project: Path  # where relative paths of the sweep file start
-    jobs: Path  # this submission's folder: sweep.yaml, lists, scripts, logs
+    jobs: Path  # this submission's folder: sweep.yaml, lists, and submitit's scripts and outputs
 
     @property
     def tag(self) -> str:
@@ -35,111 +35,117 @@ def job_name(sweep: Sweep, stage: str, places: Places) -> str:
     return f"{sweep.name}.{stage}.{places.tag}"
 
 
-def train(sweep: Sweep, cluster: Cluster, places: Places, count: int, part: int) -> str:
-    """An array of training elements; line i of train-<part>.txt is element i's run folder."""
+def limit(cluster: Cluster, what: str) -> int:
+    """Seconds that a job of this kind may take."""
+    if what == "collect":  # a queue that takes scoring takes this
+        return min(seconds(cluster.score_time), seconds(COLLECT_TIME))
+    return seconds(cluster.time if what == "train" else cluster.score_time)
+
+
+def parameters(
+    sweep: Sweep, cluster: Cluster, places: Places, what: str, stage: str, dependency: str = ""
+) -> dict:
+    """The parameters of submitit's SlurmExecutor for a job that does `what`."""
     world = sweep.world
-    cpus = cluster.cpus_per_process * world.processes_per_node
-    head = _head(sweep, cluster, places, f"train-{part}", cluster.time, cpus)
-    head += [
-        f"#SBATCH --array=0-{count - 1}" + (f"%{sweep.throttle}" if sweep.throttle else ""),
-        f"#SBATCH --nodes={world.nodes}",
-        "#SBATCH --ntasks-per-node=1",
-        *_gpus(cluster, world.processes_per_node),
-        "#SBATCH --requeue",
-        "#SBATCH --open-mode=append",
-        f"#SBATCH --signal=B:USR2@{cluster.signal_seconds}",
-    ]
-    python = _python(cluster)
-    body = f"""
-run=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {_quote(places.jobs / f"train-{part}.txt")})
-asked= child= limit={seconds(cluster.time)}
-ask() {{ asked=$1; touch "$run/stop"; [[ -z $child ]] || kill "-$2" "$child" 2>/dev/null; }}
-# Before the time limit and on preemption: save, then requeue this element alone.
-trap 'ask requeue USR2' USR2
-# scancel: save and leave. The limit itself ends in TERM too, where saving outlasts the warning.
-trap 'if ((SECONDS < limit - 60)); then ask leave TERM; else ask requeue TERM; fi' TERM
-srun --nodes={world.nodes} --ntasks={world.nodes} --ntasks-per-node=1 --cpus-per-task={cpus} \\
-    --kill-on-bad-exit=1 {python} -m sweeps train "$run" \\
-    --idle-restarts {sweep.max_idle_restarts} &
-child=$!
-while :; do
-    wait "$child" && code=0 || code=$?
-    kill -0 "$child" 2>/dev/null || break
-done
-if [[ $asked == requeue && $code != 0 && $code != 1 && ! -e $run/DONE ]]; then
-    echo "requeue: ${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID"
-    scontrol requeue "${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID" && exit 75
-fi
-exit "$code"
-"""
-    return _assemble(head, _preamble(cluster, places, world.nodes), body)
-
-
-def score(sweep: Sweep, cluster: Cluster, places: Places, count: int, stage: str, part: int) -> str:
-    """An array of scoring elements; line i of <stage>-<part>.txt is what element i scores."""
-    head = _head(
-        sweep, cluster, places, f"{stage}-{part}", cluster.score_time, cluster.cpus_per_process
-    )
-    head += [
-        f"#SBATCH --array=0-{count - 1}" + (f"%{sweep.throttle}" if sweep.throttle else ""),
-        "#SBATCH --nodes=1",
-        "#SBATCH --ntasks-per-node=1",
-        *_gpus(cluster, 1),
-        "#SBATCH --requeue",
-        "#SBATCH --open-mode=append",
-    ]
-    body = f"""
-subject=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {_quote(places.jobs / f"{stage}-{part}.txt")})
-exec {_python(cluster)} -m sweeps score {_quote(places.jobs / "sweep.yaml")} --only "$subject"
-"""
-    return _assemble(head, _preamble(cluster, places), body)
-
-
-def collect(sweep: Sweep, cluster: Cluster, places: Places) -> str:
-    """Tables, diagrams and the list of gaps; first sends off again what died without a word."""
-    head = _head(sweep, cluster, places, "collect", "1:00:00", 1)
-    head += ["#SBATCH --nodes=1", "#SBATCH --ntasks-per-node=1", "#SBATCH --requeue"]
-    body = f"""
-exec {_python(cluster)} -m sweeps collect {_quote(places.jobs / "sweep.yaml")} --resubmit
-"""
-    return _assemble(head, _preamble(cluster, places), body)
-
-
-def _head(
-    sweep: Sweep, cluster: Cluster, places: Places, stage: str, time: str, cpus: int
-) -> list[str]:
-    element = "%A_%a" if stage != "collect" else "%j"
-    lines = [
-        "#!/bin/bash -l" if cluster.modules else "#!/bin/bash",  # -l: defines `module`
-        f"#SBATCH --job-name={job_name(sweep, stage, places)}",
-        f"#SBATCH --output={places.jobs / 'logs' / f'{stage}-{element}.out'}",
-        f"#SBATCH --time={time}",
-        f"#SBATCH --cpus-per-task={cpus}",
+    nodes, processes = (world.nodes, world.processes_per_node) if what == "train" else (1, 1)
+    cpus = 1 if what == "collect" else cluster.cpus_per_process * processes
+    gpus = 0 if what == "collect" else cluster.gpus_per_process * processes
+    memory = cluster.memory_per_node
+    if memory and what == "collect":
+        memory = min(memory, COLLECT_MEMORY, key=mebibytes)
+    more = {
         # A list, not ALL: the submitting shell's tokens must not travel.
-        f"#SBATCH --export={','.join([*EXPORTED, *cluster.pass_environment])}",
-    ]
-    for key in ("account", "partition", "qos", "constraint"):
-        if getattr(cluster, key):
-            lines.append(f"#SBATCH --{key}={getattr(cluster, key)}")
-    if cluster.memory_per_node:
-        lines.append(f"#SBATCH --mem={cluster.memory_per_node}")
-    return [*lines, *(f"#SBATCH {option}" for option in cluster.extra)]
+        "export": ",".join([*EXPORTED, *cluster.pass_environment]),
+        "requeue": True,
+    }
+    if dependency:  # a job that waits for what can never be must not wait for ever
+        more |= {"dependency": dependency, "kill-on-invalid-dep": "yes"}
+    for option in cluster.extra:
+        key, _, value = option.removeprefix("--").partition("=")
+        more[key] = value or True
+    found = {
+        "job_name": job_name(sweep, stage, places),
+        "account": cluster.account,
+        "partition": cluster.partition,
+        "qos": cluster.qos,
+        "constraint": cluster.constraint,
+        "time": max(1, limit(cluster, what) // 60),
+        "nodes": nodes,
+        "ntasks_per_node": 1,
+        "cpus_per_task": cpus,
+        "gpus_per_node": f"{cluster.gpu_type}:{gpus}" if gpus and cluster.gpu_type else gpus,
+        "mem": memory,
+        "array_parallelism": sweep.throttle or cluster.array_limit,
+        "signal_delay_s": cluster.signal_seconds,
+        "stderr_to_stdout": True,
+        "wckey": None,
+        "setup": _setup(cluster, places, nodes),
+        # srun takes this from nobody since 22.05
+        "srun_args": [f"--cpus-per-task={cpus}", "--kill-on-bad-exit=1"],
+        "additional_parameters": more,
+    }
+    return {key: value for key, value in found.items() if value or key == "wckey"}
 
 
-def _gpus(cluster: Cluster, processes: int) -> list[str]:
-    count = cluster.gpus_per_process * processes
-    kind = f"{cluster.gpu_type}:" if cluster.gpu_type else ""
-    return [f"#SBATCH --gpus-per-node={kind}{count}"] if count else []
+def executor(sweep: Sweep, cluster: Cluster, places: Places, what: str, stage: str, **more: str):
+    """submitit's executor for a job; raises SweepError without submitit or without Slurm."""
+    submitit = _submitit()
+
+    class Executor(submitit.SlurmExecutor):
+        def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+            # SBATCH_ACCOUNT and the like, of the shell, would override the profile.
+            seen = [f"{key}={value}" for key, value in environment(cluster).items()]
+            return ["env", "-i", *seen, *super()._make_submission_command(submission_file_path)]
+
+    made = Executor(places.jobs, max_num_timeout=ENDLESS, python=_python(cluster))
+    made.update_parameters(**parameters(sweep, cluster, places, what, stage, **more))
+    return made
 
 
-def _preamble(cluster: Cluster, places: Places, nodes: int = 1) -> list[str]:
+def text(
+    sweep: Sweep,
+    cluster: Cluster,
+    places: Places,
+    what: str,
+    stage: str,
+    count: int = 1,
+    **more: str,
+) -> str:
+    """The script that submitit hands to sbatch for `count` elements; needs no Slurm."""
+    _submitit()
+    from submitit.slurm.slurm import _make_sbatch_string
+
+    command = f"{_python(cluster)} -u -m submitit.core._submit {shlex.quote(str(places.jobs))}"
+    asked = parameters(sweep, cluster, places, what, stage, **more)
+    return _make_sbatch_string(
+        command, places.jobs, map_count=count if count > 1 else None, **asked
+    )
+
+
+def environment(cluster: Cluster) -> dict[str, str]:
+    """What sbatch itself gets to see."""
+    allowed = {*EXPORTED, *cluster.pass_environment}
+    return {key: value for key, value in os.environ.items() if key in allowed}
+
+
+def _submitit():
+    try:
+        import submitit
+    except ImportError:
+        wanted = f"{sys.executable} -m pip install 'submitit>=1.5.4'"
+        raise SweepError(f"package submitit is not installed: {wanted}") from None
+    return submitit
+
+
+def _setup(cluster: Cluster, places: Places, nodes: int = 1) -> list[str]:
     lines = [
         "unset SLURM_EXPORT_ENV  # srun hands on what this job has, which is the list above",
-        f"cd {_quote(places.project)} || exit 1",
-        f"export PYTHONPATH={_quote(python_path())}",
+        f"cd {shlex.quote(str(places.project))} || exit 1",
+        f"export PYTHONPATH={shlex.quote(python_path())}",
     ]
     if cluster.modules:
-        lines.append("module load " + " ".join(shlex.quote(name) for name in cluster.modules))
+        lines.append("command -v module >/dev/null || . /etc/profile")
+        lines.append(f"module load {shlex.join(cluster.modules)}")
     if cluster.offline:
         lines.append("export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1")
         lines.append("export WANDB_MODE=offline")
@@ -156,9 +162,8 @@ def _preamble(cluster: Cluster, places: Places, nodes: int = 1) -> list[str]:
         )
         lines += [*cluster.setup, "SETUP"]
     if cluster.secrets_file:
-        secrets = cluster.secrets_file
         lines += [
-            f'secrets="{secrets}"',
+            f'secrets="{cluster.secrets_file}"',
             'if [[ $(stat -c %a "$secrets") != 600 ]]; then',
             '    echo "error: $secrets: expected mode 600; chmod 600 it" >&2; exit 2',
             "fi",
@@ -175,12 +180,4 @@ def python_path() -> str:
 
 
 def _python(cluster: Cluster) -> str:
-    return sys.executable if cluster.python == "auto" else cluster.python
-
-
-def _quote(path: Path | str) -> str:
-    return shlex.quote(str(path))
-
-
-def _assemble(head: list[str], preamble: list[str], body: str) -> str:
-    return "\n".join([*head, *preamble]) + "\n" + body.lstrip("\n")
+    return shlex.quote(sys.executable) if cluster.python == "auto" else cluster.python

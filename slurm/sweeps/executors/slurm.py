@@ -1,22 +1,22 @@
-"""Runs on Slurm: one submission is train arrays, score arrays behind them, and a collect job.
+"""Runs on Slurm: one submission is arrays of elements and a collect job behind them, by submitit.
 
 What is queued is read off squeue by job name, so a submission that was killed halfway is seen by
 the next one, and nothing is submitted twice.
 """
 
-import os
 import secrets
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from filelock import Timeout
 
 from sweeps import score
 from sweeps.cluster import Cluster, load_cluster
-from sweeps.config import Sweep, dump_yaml
+from sweeps.config import Sweep, dump_yaml, read_yaml
 from sweeps.errors import SweepError
+from sweeps.executors import element as inside
 from sweeps.executors import scripts
 from sweeps.executors.scripts import Places
 from sweeps.files import make_folder, write_text
@@ -34,16 +34,30 @@ class Element:
     job: str  # as squeue prints it: 12_3
     state: str
     reason: str
+    folder: Path | None = None  # of its submission
 
 
 @dataclass(frozen=True)
 class Job:
-    """One sbatch call: a script, the lists it reads, and what it waits for."""
+    """One sbatch call: what it does, for which runs or base models, and what it waits for."""
 
-    stage: str  # train-0, score-0, ready-0, collect
-    script: str
-    lines: tuple[str, ...] = ()
-    after: tuple[str, ...] = ()  # aftercorr:train-0, afterany:score-0, …
+    stage: str  # train-0, score-0, late-0, collect
+    what: str  # train, score, collect
+    names: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()  # aftercorr:train-0, afterany:score-0, afterany:12_3, …
+
+    def dependency(self, ids: dict[str, str]) -> str:
+        """The same with the jobs' ids."""
+        terms = [term.partition(":")[::2] for term in self.after]
+        return ",".join(f"{kind}:{ids.get(stage, stage)}" for kind, stage in terms)
+
+
+@dataclass(frozen=True)
+class Past:
+    """The element of the last submission that was to train or score something."""
+
+    label: str  # 12_3
+    output: Path | None  # what the job printed
 
 
 def jobs_root(sweep: Sweep) -> Path:
@@ -90,11 +104,58 @@ def active(sweep: Sweep) -> dict[tuple[str, str], Element]:
         if not listing.is_file():
             continue
         lines = listing.read_text(encoding="utf-8").splitlines()
-        for index, element in elements.items():
-            if index is not None and index < len(lines):
+        for index, element in elements.items():  # one element is no array
+            if (index or 0) < len(lines):
                 kind = "train" if stage.startswith("train") else "score"
-                found[kind, Path(lines[index]).name] = element
+                found[kind, lines[index or 0]] = replace(element, folder=folder)
     return found
+
+
+def past(sweep: Sweep) -> dict[tuple[str, str], Past]:
+    """(stage, run or subject) → the last element of this sweep that was submitted for it."""
+    found = {}
+    folders = sorted(jobs_root(sweep).glob("*/"), key=lambda path: path.stat().st_mtime_ns)
+    for folder in folders:
+        for known in folder.glob("*.id"):
+            stage, job = known.stem, known.read_text(encoding="utf-8").strip()
+            listing = folder / f"{stage}.txt"
+            lines = listing.read_text(encoding="utf-8").splitlines() if listing.exists() else [""]
+            for index, line in enumerate(lines):
+                label = f"{job}_{index}" if len(lines) > 1 else job
+                output = folder / f"{label}_0_log.out"
+                kind = "train" if stage.startswith("train") else "score" if line else stage
+                found[kind, line] = Past(label, output if output.exists() else None)
+    return found
+
+
+def ends(labels: list[str]) -> dict[str, str]:
+    """How jobs ended, by label, such as `OUT_OF_MEMORY, exit 0:125`; what nobody knows is absent.
+
+    Asked of sacct where there is accounting, of the controller, which soon forgets, elsewhere.
+    """
+    jobs = sorted({label.partition("_")[0] for label in labels})
+    if not jobs:
+        return {}
+    found = {}
+    for line in _lines("sacct", "-nPX", "-o", "JobID,State,ExitCode", "-j", ",".join(jobs)):
+        label, state, code = line.split("|")
+        found[label] = f"{state}, exit {code}"
+    for job in jobs:
+        if any(label.partition("_")[0] == job and label not in found for label in labels):
+            for line in _lines("scontrol", "show", "job", "--oneliner", job):
+                keys = dict(word.split("=", 1) for word in line.split() if "=" in word)
+                index = keys.get("ArrayTaskId", "")
+                label = f"{keys.get('ArrayJobId')}_{index}" if index.isdigit() else keys["JobId"]
+                found[label] = f"{keys['JobState']}, exit {keys['ExitCode']}"
+    return {label: found[label] for label in labels if label in found}
+
+
+def _lines(*command: str) -> list[str]:
+    """What a command of Slurm prints, nothing if it has no answer."""
+    if shutil.which(command[0]) is None:
+        return []
+    done = subprocess.run(command, text=True, capture_output=True, check=False)
+    return done.stdout.splitlines() if done.returncode == 0 else []
 
 
 def design(
@@ -102,43 +163,59 @@ def design(
     cells: list[Cell],
     busy: dict[tuple[str, str], Element],
     tag: str,
+    *,
     train: bool = True,
+    ready: bool = True,
+    collecting: bool = True,
 ) -> tuple[Places, list[Job]]:
     """The jobs that are missing, in order; none if everything is done or queued.
 
-    Without `train` only what is trained already is scored.
+    Without `train` only what is trained already is scored, without `ready` only what is trained
+    now. `collecting` says that a collect job waits for what is queued: a submission that was killed
+    halfway left none, nor the scores of what it trains.
     """
-    cluster = load_cluster(sweep.cluster)
+    limit = load_cluster(sweep.cluster).array_limit
     places = Places(Path.cwd(), (jobs_root(sweep) / tag).absolute())
-    todo = [
-        cell
-        for cell in cells
-        if train and not RunDir(cell.folder).done and ("train", cell.config.name) not in busy
-    ]
-    jobs = []
-    for part, chunk in enumerate(_chunks(todo, cluster.array_limit)):
-        lines = tuple(str(cell.folder.absolute()) for cell in chunk)
-        script = scripts.train(sweep, cluster, places, len(chunk), part)
-        jobs.append(Job(f"train-{part}", script, lines))
-        if sweep.score is not None:
-            script = scripts.score(sweep, cluster, places, len(chunk), "score", part)
-            names = tuple(cell.config.name for cell in chunk)
-            jobs.append(Job(f"score-{part}", script, names, (f"aftercorr:train-{part}",)))
+    training = {n: busy["train", n] for c in cells if ("train", n := c.config.name) in busy}
+    jobs: list[Job] = []
+
+    def add(stage: str, what: str, names: list[str]) -> None:
+        for part, chunk in enumerate(_chunks(names, limit)):
+            after = tuple(f"afterany:{training[n].job}" for n in chunk if n in training)
+            jobs.append(Job(f"{stage}-{part}", what, tuple(chunk), after))
+
+    done = {cell.config.name for cell in cells if RunDir(cell.folder).done}
+    todo = [n for c in cells if (n := c.config.name) not in done and n not in training]
+    if train:
+        add("train", "train", todo)
     if sweep.score is not None:
-        ready = list(score.bases(sweep, cells).values())
-        ready += [score.of_cell(cell) for cell in cells if RunDir(cell.folder).done]
-        names = [
-            subject.name
-            for subject in ready
-            if score.missing(subject, sweep.score) and ("score", subject.name) not in busy
-        ]
-        for part, chunk in enumerate(_chunks(names, cluster.array_limit)):
-            script = scripts.score(sweep, cluster, places, len(chunk), "ready", part)
-            jobs.append(Job(f"ready-{part}", script, tuple(chunk)))
-    if jobs:
-        last = tuple(f"afterany:{job.stage}" for job in jobs)
-        jobs.append(Job("collect", scripts.collect(sweep, cluster, places), (), last))
+        if sweep.score.separate:  # aftercorr is for arrays
+            jobs += [
+                Job(job.stage.replace("train", "score"), "score", job.names,
+                    (f"after{'corr' if len(job.names) > 1 else 'ok'}:{job.stage}",))
+                for job in jobs
+            ]  # fmt: skip
+        subjects = score.ready(sweep, cells) if ready else []
+        late = [c for c in cells if train and (e := training.get(c.config.name))
+                and c.config.name not in done and not _scores_itself(e, sweep)]  # fmt: skip
+        for stage, those in (("ready", subjects), ("late", map(score.of_cell, late))):
+            add(stage, "score", [
+                x.name for x in those if ("score", x.name) not in busy
+                and (stage == "late" or x.name not in training)
+                and score.missing(x, sweep.score)
+            ])  # fmt: skip
+    if jobs or (training and not collecting):
+        last = [f"afterany:{job.stage}" for job in jobs]
+        if not collecting:
+            last += [f"afterany:{j}" for j in sorted({e.job.split("_")[0] for e in busy.values()})]
+        jobs.append(Job("collect", "collect", (), tuple(last)))
     return places, jobs
+
+
+def _scores_itself(element: Element, sweep: Sweep) -> bool:
+    """Whether a queued training goes on to score what this sweep asks for."""
+    queued = read_yaml(element.folder / "sweep.yaml").get("score")
+    return not sweep.score.separate and queued == sweep.model_dump(mode="json")["score"]
 
 
 def _chunks(items: list, size: int) -> list[list]:
@@ -146,51 +223,34 @@ def _chunks(items: list, size: int) -> list[list]:
 
 
 def dry_run(sweep: Sweep, cells: list[Cell]) -> str:
-    """Every script and every sbatch call, exactly as a launch would make them; needs no Slurm."""
+    """What submitit would hand to sbatch, in order; needs no Slurm."""
+    cluster = load_cluster(sweep.cluster)
     places, jobs = design(sweep, cells, {}, "TAG")
+    ids = {job.stage: job.stage.replace("-", "_").upper() for job in jobs}
     parts = []
     for job in jobs:
-        flags = " ".join(_dependency(job, {j.stage: f"${_variable(j.stage)}" for j in jobs}))
-        path = places.jobs / f"{job.stage}.sh"
-        parts.append(f"### {path}\n{job.script}")
-        for number, line in enumerate(job.lines):
-            parts.append(f"# element {number}: {line}\n")
-        parts.append(
-            f"{_variable(job.stage)}=$(sbatch --parsable {flags} {path})\n".replace("  ", " ")
-        )
+        waits = job.dependency(ids)
+        count = max(1, len(job.names))
+        script = scripts.text(sweep, cluster, places, job.what, job.stage, count, dependency=waits)
+        parts.append(f"### {job.stage}, whose job is called {ids[job.stage]} here\n{script}")
+        parts += [f"# element {number}: {name}\n" for number, name in enumerate(job.names)]
     return "".join(parts)
 
 
-def _variable(stage: str) -> str:
-    return stage.replace("-", "_").upper()
+def submit(
+    sweep: Sweep, cells: list[Cell], *, train: bool = True, ready: bool = True
+) -> dict[str, str]:
+    """Queue what is neither done nor queued; returns {stage: job id}, empty if nothing was.
 
-
-def _dependency(job: Job, ids: dict[str, str]) -> list[str]:
-    if not job.after:
-        return []
-    terms = []
-    for term in job.after:
-        kind, _, stage = term.partition(":")
-        terms.append(f"{kind}:{ids[stage]}")
-    # A score whose training failed for good must not wait for ever.
-    return [f"--dependency={','.join(terms)}", "--kill-on-invalid-dep=yes"]
-
-
-def environment(cluster: Cluster) -> dict[str, str]:
-    """What sbatch itself gets to see: SBATCH_ACCOUNT and the like would override the profile."""
-    allowed = {*scripts.EXPORTED, *cluster.pass_environment}
-    return {key: value for key, value in os.environ.items() if key in allowed}
-
-
-def submit(sweep: Sweep, cells: list[Cell], *, train: bool = True) -> dict[str, str]:
-    """Queue what is neither done nor queued; returns {stage: job id}, empty if nothing was."""
+    `train`, `ready`: see design.
+    """
     if shutil.which("sbatch") is None:
         raise SweepError("sbatch is not on the PATH: run this on a login node, or --executor local")
     root = Path(sweep.output_root)
     make_folder(root)
     try:
         with lease(root / "submit.lock", timeout=60):
-            return _submit(sweep, cells, train)
+            return _submit(sweep, cells, train, ready)
     except Timeout:
         raise SweepError(
             f"{root / 'submit.lock'}: another submission holds this lock for a minute already; "
@@ -200,36 +260,44 @@ def submit(sweep: Sweep, cells: list[Cell], *, train: bool = True) -> dict[str, 
         raise unlockable(root / "submit.lock", error) from error
 
 
-def _submit(sweep: Sweep, cells: list[Cell], train: bool) -> dict[str, str]:
-    tag = secrets.token_hex(3)
-    places, jobs = design(sweep, cells, active(sweep), tag, train)
+def _submit(sweep: Sweep, cells: list[Cell], train: bool, ready: bool) -> dict[str, str]:
+    tag, mine = secrets.token_hex(3), f"{sweep.name}.collect."
+    collecting = any(name.startswith(mine) for name in queue())
+    places, jobs = design(
+        sweep, cells, active(sweep), tag, train=train, ready=ready, collecting=collecting
+    )
     if not jobs:
         return {}
-    make_folder(places.jobs / "logs")
+    make_folder(places.jobs)
     for cell in cells:
         RunDir(cell.folder).create(cell.config)
     # The jobs read this copy: editing the sweep file later does not change what is queued.
     write_text(places.jobs / "sweep.yaml", dump_yaml(sweep.model_dump(mode="json")))
-    ids: dict[str, str] = {}
+    cluster, ids = load_cluster(sweep.cluster), {}
     for job in jobs:
-        if job.lines:
-            write_text(places.jobs / f"{job.stage}.txt", "\n".join(job.lines) + "\n")
-        path = places.jobs / f"{job.stage}.sh"
-        write_text(path, job.script)
-        done = subprocess.run(
-            ["sbatch", "--parsable", *_dependency(job, ids), str(path)],
-            text=True,
-            capture_output=True,
-            check=False,
-            env=environment(load_cluster(sweep.cluster)),
-        )
-        if done.returncode != 0:
-            raise SweepError(
-                f"{path}: sbatch refused it: {done.stderr.strip()}; queued so far: {ids or 'none'}"
-                "; `python -m sweeps cancel` takes them back, the same command queues the rest"
-            )
-        ids[job.stage] = done.stdout.strip().split(";")[0]
+        if job.names:
+            write_text(places.jobs / f"{job.stage}.txt", "\n".join(job.names) + "\n")
+        ids[job.stage] = _sbatch(sweep, cluster, places, job, ids)
+        write_text(places.jobs / f"{job.stage}.id", ids[job.stage] + "\n")
     return ids
+
+
+def _sbatch(sweep: Sweep, cluster: Cluster, places: Places, job: Job, ids: dict[str, str]) -> str:
+    from submitit.core.utils import FailedJobError
+
+    waits = job.dependency(ids)
+    executor = scripts.executor(sweep, cluster, places, job.what, job.stage, dependency=waits)
+    work = inside.Element(
+        str(places.jobs / "sweep.yaml"), job.what, scripts.limit(cluster, job.what)
+    )
+    try:
+        return executor.map_array(work, job.names or [""])[0].job_id.partition("_")[0]
+    except FailedJobError as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise SweepError(
+            f"{places.jobs}: sbatch refused {job.stage}: {reason}; queued so far: {ids or 'none'}; "
+            "`cancel` takes them back, the same command queues the rest"
+        ) from None
 
 
 def cancel(sweep: Sweep) -> list[str]:

@@ -1,0 +1,164 @@
+"""A sweep as it was asked for: by its file and overrides, or by its folder.
+
+sweep.yaml in the folder says which runs it holds, with every override.
+
+`<output_root>/sweeps/<name>/`, or `<name>-<hash>` where that one holds other runs already, so that
+no sweep ever writes into another's tables.
+"""
+
+import re
+import secrets
+import shlex
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from sweeps.config import Sweep, dump_yaml
+from sweeps.errors import SweepError
+from sweeps.files import make_folder, write_text
+from sweeps.grid import Cell, expand, load_sweep, runs_folder, sweep_folder, sweep_hash
+from sweeps.provenance import command, shown
+
+FILE = "sweep.yaml"
+HEAD = re.compile(r"# sweep ([0-9a-f]{8}): (.*)")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A sweep, read and expanded; `name` is its file's, the sweep has its folder's."""
+
+    source: Path
+    assignments: tuple[str, ...]
+    name: str
+    sweep: Sweep
+    cells: list[Cell]
+
+    @property
+    def folder(self) -> Path:
+        return sweep_folder(self.sweep)
+
+    @property
+    def typed(self) -> list[str]:
+        """The sweep as it was typed."""
+        return [str(self.source), *self.assignments]
+
+    @property
+    def prefetch(self) -> str:
+        """What fetches this very sweep's assets, as it would be typed here."""
+        return command("prefetch.sh", "--config", *self.typed)
+
+    def again(self, what: str) -> str:
+        """A command on this sweep, as it would be typed here, with or without an environment."""
+        return command("sweeps.sh", what, shown(self.folder))
+
+    @property
+    def launched(self) -> bool:
+        return recorded(self.folder) is not None
+
+
+def recorded(folder: Path) -> tuple[str, str] | None:
+    """The hash of the sweep that `folder` holds and how it was asked for, or None."""
+    try:
+        with open(folder / FILE, encoding="utf-8") as lines:
+            first = lines.readline()
+    except FileNotFoundError:
+        return None
+    if not first:  # whoever claims it was killed, or is about to write
+        return None
+    head = HEAD.fullmatch(first.rstrip("\n"))
+    if head is None:
+        raise SweepError(f"{folder / FILE}: line 1: expected `# sweep <hash>: …`; was it edited?")
+    return head[1], head[2]
+
+
+def placed(sweep: Sweep, cells: list[Cell]) -> Sweep:
+    """The sweep under its folder's name."""
+    mine = sweep_hash(cells)
+    other = sweep.model_copy(update={"name": f"{sweep.name}-{mine}"})
+    if recorded(sweep_folder(other)) is not None:
+        return other
+    found = recorded(sweep_folder(sweep))
+    return sweep if found is None or found[0] == mine else other
+
+
+def plan(source: Path, assignments: list[str]) -> Plan:
+    """Read, override, check and expand a sweep file, or a sweep's folder; touches nothing else."""
+    if source.is_dir():
+        sweep, cells = read(source, assignments)
+        return Plan(source, tuple(assignments), sweep.name, sweep, cells)
+    sweep, origins = load_sweep(source, assignments)
+    cells = expand(sweep, str(source), origins)
+    return Plan(source, tuple(assignments), sweep.name, placed(sweep, cells), cells)
+
+
+def claim(planned: Plan) -> None:
+    """Write sweep.yaml; SweepError where a launch took the folder for other runs meanwhile."""
+    folder, mine = planned.folder, sweep_hash(planned.cells)
+    if planned.name != planned.sweep.name and not planned.launched:
+        taken = folder.with_name(planned.name)
+        here = f"this sweep is {shown(folder)}"
+        print(f"{shown(taken)} holds other runs ({recorded(taken)[1]}); {here}", flush=True)
+    known = recorded(folder) if planned.source.is_dir() else None
+    asked = known[1] if known else shlex.join(planned.typed)
+    text = f"# sweep {mine}: {asked}\n" + dump_yaml(planned.sweep.model_dump(mode="json"))
+    make_folder(folder)
+    if recorded(folder) is None:
+        try:
+            with open(folder / FILE, "x", encoding="utf-8") as out:  # not where another was quicker
+                out.write(text)
+        except FileExistsError:
+            if recorded(folder) is None:
+                write_text(folder / FILE, text)
+    found = recorded(folder)
+    if found is None or found[0] != mine:
+        raise SweepError(f"{folder}: another sweep took this name just now; type the same again")
+    if (folder / FILE).read_text(encoding="utf-8").partition("\n")[2] != text.partition("\n")[2]:
+        write_text(folder / FILE, text)  # the same runs with other scores or another cluster
+
+
+def read(folder: Path, assignments: list[str]) -> tuple[Sweep, list[Cell]]:
+    """The sweep of a folder. Overrides may change how it runs and what is scored, not its runs."""
+    found = recorded(folder)
+    if found is None:
+        raise SweepError(f"{folder}: no {FILE} in this folder; a sweep's own folder, or its file?")
+    sweep, origins = load_sweep(folder / FILE, assignments)
+    cells = expand(sweep, str(folder / FILE), origins)
+    if sweep_hash(cells) != found[0] or Path(sweep_folder(sweep)).name != folder.name:
+        why = f"with {' '.join(assignments)} it" if assignments else "its runs changed: it"
+        raise SweepError(
+            f"{folder}: {why} would be another sweep; launch the sweep file ({found[1]}) anew"
+        )
+    return sweep, cells
+
+
+def namesakes(planned: Plan) -> str | None:
+    """Where to look if this very sweep was never launched, but one of its name was."""
+    if planned.launched:
+        return None
+    pattern = re.compile(re.escape(planned.name) + "(-[0-9a-f]{8})?")
+    folders = [path.parent for path in planned.folder.parent.glob(f"{planned.name}*/{FILE}")]
+    found = sorted(path for path in folders if pattern.fullmatch(path.name))
+    others = "".join(f"\n  {shown(path)}  ({recorded(path)[1]})" for path in found)
+    typed = " ".join(planned.typed)
+    return others and f"{typed} was never launched; of this name there are:{others}"
+
+
+def orphans(sweep: Sweep) -> list[Path]:
+    """Run folders in the sweep's output_root that no sweep folder there holds any more."""
+    held = set()
+    for folder in sweep_folder(sweep).parent.glob("*/"):
+        path = folder / FILE
+        if recorded(folder) is None:
+            if not (folder / "jobs").exists():
+                continue
+            raise SweepError(f"{folder}: has jobs but no {FILE}, so nobody knows its runs")
+        one, _ = load_sweep(path)
+        held |= {cell.folder.name for cell in expand(one, str(path))}
+    return sorted(p for p in runs_folder(sweep).glob("*") if p.is_dir() and p.name not in held)
+
+
+def remove(run: Path) -> None:
+    """Delete a run folder; under another name first, so that a kill leaves no half of a run."""
+    going = run.with_name(f".{run.name}.{secrets.token_hex(3)}.removed")
+    run.rename(going)
+    shutil.rmtree(going)

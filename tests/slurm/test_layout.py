@@ -1,0 +1,75 @@
+"""Who imports whom in sweeps: downwards only, from what a person types to the files on the disk."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import sweeps
+
+ROOT = Path(sweeps.__file__).parent
+# The floors of the house, from the top; a module imports from floors below its own.
+FLOORS = (
+    "__main__",
+    "cli",
+    "launch",
+    "collect preflight",
+    "report executors.local",
+    "status space",
+    "executors.slurm",
+    "executors.scripts executors.element",
+    "supervise",
+    "score rendezvous",
+    "assets",
+    "packages questions children gguf plan",
+    "rundir",
+    "grid",
+    "backends",
+    "backends.base cluster",
+    "config locks",
+    "files provenance",
+    "errors",
+)
+FREE = ("__init__", "executors", "preload")  # import nothing of sweeps
+PLUGINS = ("backends.builtin", "backends.open_instruct")  # imported by name, from backends.REGISTRY
+FLOOR = {name: number for number, line in enumerate(FLOORS) for name in line.split()}
+
+
+def modules() -> dict[str, Path]:
+    """The package's modules; trainer and demo are programs of their own."""
+    found = {}
+    for path in ROOT.rglob("*.py"):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        if name.partition(".")[0] not in ("trainer", "demo"):
+            found[name] = path
+    return found
+
+
+def imported(path: Path, known: set[str]) -> set[str]:
+    """Modules of this package that `path` imports, anywhere in it; types' sake does not count."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            node.body = []
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "sweeps":
+            base = node.module.removeprefix("sweeps").removeprefix(".")
+            names = [f"{base}.{alias.name}".removeprefix(".") for alias in node.names]
+            found |= {name if name in known else base for name in names}
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(set(modules()) - set(FREE)))
+def test_imports_go_down(name):
+    below = imported(modules()[name], set(modules()) | {"trainer.chat"}) - {"trainer.chat"}
+    if name in PLUGINS:
+        assert not any(FLOOR.get(other, 99) < FLOOR["assets"] for other in below), below
+        return
+    up = sorted(other for other in below if FLOOR[other] <= FLOOR[name])
+    assert not up, f"{name} (floor {FLOOR[name]}) imports {up}, which are not below it"
+
+
+def test_what_imports_nothing_of_ours():
+    for name in FREE:
+        assert not imported(modules()[name], set(modules()))
