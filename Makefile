@@ -1,6 +1,6 @@
 # make setup   create .venv and install the pinned CPU packages
 # make demo    pre-train, fine-tune and score a small world; write the calibration table (no GPU, no hub)
-# make test    run the tests
+# make test    run the tests, one process for each core
 # make lint    ruff, check only
 SHELL  := /bin/bash -o pipefail
 PYTHON ?= python3
@@ -30,7 +30,7 @@ demo: setup
 	@$(BIN)/python -m sweeps.demo
 
 test: setup
-	@$(BIN)/python -m pytest -m 'not slow'
+	@$(BIN)/python -m pytest -m 'not slow' -n auto --dist loadfile
 
 lint: setup
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors, and a process for each core
 import pytest
 import torch
 

@@ -26,7 +26,7 @@ from calibeval.records import Records
 CONFIDENCES = ("choices", "vocabulary")
 DEFAULT = ("accuracy", "nll", "brier", "ece", "rms_debiased", "auroc")
 HIGHER_IS_BETTER = {"accuracy", "auroc", "accuracy_at_50", "accuracy_at_80"}
-RESAMPLES, SIMULATIONS = 1000, 999
+RESAMPLES, SIMULATIONS = 1000, 499
 LOW, HIGH = 0.025, 0.975
 Side = tuple[np.ndarray, np.ndarray]  # (S,) figures of S runs, (S, R) their draws
 

@@ -1,15 +1,19 @@
 """Linear cross-entropy with label smoothing that never holds the N × V logits."""
 
 from smoothce.linear_cross_entropy import explain, linear_cross_entropy
-from smoothce.models import patch_model, unpatch_model
+from smoothce.models import patch_model, patch_trainer, unpatch_model
 from smoothce.module import LinearCrossEntropy
 from smoothce.token_mean import token_mean_factor
+from smoothce.token_statistics import TokenStatistics, token_statistics
 
 __all__ = [
     "LinearCrossEntropy",
+    "TokenStatistics",
     "explain",
     "linear_cross_entropy",
     "patch_model",
+    "patch_trainer",
     "token_mean_factor",
+    "token_statistics",
     "unpatch_model",
 ]

@@ -30,11 +30,11 @@ def linear_cross_entropy(
     reduction: str = "mean",
     softcap: float | None = None,
     logit_scale: float | None = None,
-    filter_eps: float | str | None = "auto",
-    filter_unbiased: bool = True,
+    filter_eps: float | str | None = None,
     workspace: int = 0,
+    return_lse: bool = False,
     impl: str = "auto",
-) -> Tensor:  # (), or the labels' shape where reduction is "none"
+) -> Tensor | tuple[Tensor, Tensor]:  # (), or the labels' shape where reduction is "none"
     """Cross-entropy with label smoothing β of a linear classifier, without its N × V logits.
 
         z_iv   = cap(logit_scale · C_v · E_i + b_v),    cap(z) = softcap · tanh(z / softcap)
@@ -47,21 +47,24 @@ def linear_cross_entropy(
     The loss is fp32 (fp64 for fp64 inputs); gradients have their inputs' dtype. Under autocast the
     inputs are cast as for `F.linear`.
 
-    `filter_eps` lets the Triton kernels leave out small parts of the gradient; the other
-    implementations are always exact, and so is None. Where the 2-norm of a token's probabilities in
-    a block of 256 entries is below it, the block is computed with probability norm / filter_eps and
-    weighted accordingly, so that the gradient is right in the mean; a model of it stands in
-    otherwise. "auto" is 2^-8.3 (256000 / V)^¼, exact under 8192 entries. A step's gradient is then
-    off by 1.4e-2 (hidden) and 1.5e-2 (weight) on inputs like a language model's, without a bias:
-    training curves were within rounding of torch's (kernel/RESULTS.md). Equal inputs draw alike.
-    With `filter_unbiased=False` such blocks are always left out: less error in the weight's
-    gradient of one step, 5e-3, and "auto" is 2^-10.6 (V / 256000)^¼, but training drifts.
+    The gradient is exact unless `filter_eps` asks for speed from the Triton kernels; the other
+    implementations are always exact. With a number, or "auto", which is 2^-8.3 (256000 / V)^¼ and
+    exact under 8192 entries, they leave out small parts: where the 2-norm of a token's
+    probabilities in a block of 256 entries is below it, the block is computed with probability
+    norm / filter_eps and weighted accordingly, so that the gradient is right in the mean; a model
+    of it stands in otherwise. A step's gradient is then off by 1.4e-2 (hidden) and 1.5e-2 (weight)
+    on inputs like a language model's: training curves were within rounding of torch's
+    (kernel/RESULTS.md). Equal inputs draw alike. The filter adds in an order that depends on
+    timing; under `torch.use_deterministic_algorithms(True)` the gradient is exact.
 
     `workspace` is the memory, in bytes, that the exact gradient on the Triton kernels may use for
-    logits instead of computing them again: with 0 it keeps those that fit in the weight gradient's
-    own memory, with 2·N·V all, and with N·V/2 a reduced loss makes its gradients in the forward, a
-    quarter of the tokens at a time. `impl` is "auto" or one of `IMPLEMENTATIONS`; `explain` tells
-    what "auto" takes.
+    logits instead of computing them again: from N·V/2 on (16-bit inputs) a reduced loss makes its
+    gradients in the forward, a quarter of the tokens at a time; less is not used. `impl` is "auto"
+    or one of `IMPLEMENTATIONS`; `explain` tells what "auto" takes.
+
+    With `return_lse` the result is (loss, lse), where lse_i = logsumexp_v z_iv in the labels'
+    shape, 0 for tokens labelled `ignore_index`. It is differentiable, as a z-loss needs:
+    `loss + 1e-4 * lse.square().sum() / tokens`. The gradient is exact then.
 
     Raises ValueError or TypeError, naming what was given and what was expected. A label outside
     [0, V) raises IndexError on CPU and is a device-side assertion on CUDA.
@@ -75,20 +78,26 @@ def linear_cross_entropy(
         softcap,
         logit_scale,
         filter_eps,
-        filter_unbiased,
         workspace,
+        return_lse,
     )
     for name, value in (("hidden", hidden), ("weight", weight), ("labels", labels)):
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a tensor, not {type(value).__name__}")
-    hidden, weight, bias = _autocast(hidden, weight, bias)
-    _check(hidden, weight, labels, bias, options)
+        if type(value).__name__ == "DTensor":
+            raise TypeError(
+                f"{name} is a DTensor, a piece on each rank: call the loss where FSDP2 has it "
+                "gathered, in the forward of a module that `fully_shard` wraps, or on full_tensor()"
+            )
+    hidden, weight, bias = autocast(hidden, weight, bias)
+    check(hidden, weight, labels, bias, options)
     name, _ = _choose(impl, hidden, weight, bias, options)
     with torch.autocast(hidden.device.type, enabled=False):
-        loss = _module(name).loss(
-            hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1).long(), bias, options
-        )
-    return loss.view(labels.shape) if reduction == "none" else loss
+        flat = hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1).long(), bias
+        found = _module(name).loss(*flat, options)
+    loss, lse = found if return_lse else (found, None)
+    loss = loss.view(labels.shape) if reduction == "none" else loss
+    return (loss, lse.view(labels.shape)) if return_lse else loss
 
 
 def explain(
@@ -100,7 +109,7 @@ def explain(
     **options: object,
 ) -> str:
     """Which implementation `linear_cross_entropy` takes for these inputs and options, and why."""
-    name, why = _choose(impl, *_autocast(hidden, weight, bias), Options(**options))
+    name, why = _choose(impl, *autocast(hidden, weight, bias), Options(**options))
     return f"{name}: {why}"
 
 
@@ -135,7 +144,7 @@ def _module(name: str) -> ModuleType:
     return importlib.import_module(IMPLEMENTATIONS[name])
 
 
-def _autocast(
+def autocast(
     hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     device = hidden.device.type
@@ -145,7 +154,7 @@ def _autocast(
     return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def _check(
+def check(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, options: Options
 ) -> None:
     if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:

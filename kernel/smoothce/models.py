@@ -1,4 +1,4 @@
-"""The loss inside Hugging Face causal language models: `patch_model`, `unpatch_model`.
+"""The loss inside Hugging Face causal language models: `patch_model`, and `patch_trainer`.
 
 A patched model in training mode, given labels, runs its own decoder and then calls its `lm_head`
 with hidden states and labels; the head's forward returns the loss. Going through
@@ -11,13 +11,16 @@ import functools
 import inspect
 import sys
 import types
+import warnings
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smoothce.linear_cross_entropy import linear_cross_entropy
 from smoothce.options import Options
+from smoothce.token_statistics import token_statistics
 
 
 def _plain(config: object) -> dict[str, float]:
@@ -37,9 +40,14 @@ ARCHITECTURES = {
     "Gemma2ForCausalLM": _softcap,
     "Gemma3ForCausalLM": _softcap,
     "Qwen2ForCausalLM": _plain,
+    "Qwen2MoeForCausalLM": _plain,
     "Qwen3ForCausalLM": _plain,
+    "Qwen3MoeForCausalLM": _plain,
     "OlmoForCausalLM": _plain,
     "Olmo2ForCausalLM": _plain,
+    "Olmo3ForCausalLM": _plain,
+    "OlmoeForCausalLM": _plain,
+    "SmolLM3ForCausalLM": _plain,
     "Phi3ForCausalLM": _plain,
     "CohereForCausalLM": lambda config: {"logit_scale": config.logit_scale},
     "GraniteForCausalLM": lambda config: {"logit_scale": 1 / config.logits_scaling},
@@ -57,19 +65,25 @@ def patch_model(
     filter_eps: float | str | None = None,
     workspace: int = 0,
     impl: str = "auto",
+    eval_logits: bool = True,
+    **head: float | None,
 ) -> nn.Module:
     """Make a causal language model compute `linear_cross_entropy` where it computed its loss.
 
     In training mode with `labels` (B, T), which the model shifts as ever, `outputs.loss` is the
     smoothed loss ("mean" over the valid tokens, or "sum") and `outputs.logits` is None, for they
     never exist. `num_items_in_batch`, which the Hugging Face Trainer passes, replaces the number of
-    valid tokens as the mean's divisor. Without labels, or in evaluation mode, nothing changes.
+    valid tokens as the mean's divisor. Without labels, or in evaluation mode, nothing changes; with
+    `eval_logits=False` an evaluation with labels has upstream's loss, without smoothing, and no
+    logits either. Training without labels warns once: it has no fused loss.
 
     The gradient is exact unless `filter_eps` asks for the Triton kernels' filter, which is right in
     the mean but not in every step. `workspace` bytes make the exact one faster, as
     `linear_cross_entropy` says.
 
-    Softcap, logit scale, bias and tied embeddings are those of the model. A mixture of experts adds
+    Softcap, logit scale, bias and tied embeddings are those of the model. For an architecture that
+    is not known, give both `softcap=` and `logit_scale=` (a number, or None for none) for what its
+    forward does to the output of `lm_head`, which nothing checks. A mixture of experts adds
     its auxiliary loss as upstream does, where `output_router_logits` is on. Patch after resizing
     embeddings and before `accelerator.prepare` or `deepspeed.initialize`; a `PeftModel` is patched
     inside. Returns the model, changed in place; a second call replaces the settings, and one that
@@ -80,10 +94,18 @@ def patch_model(
     """
     causal = _unwrapped(model)
     name = type(causal).__name__
-    if name not in ARCHITECTURES or not type(causal).__module__.startswith("transformers."):
+    if not head.keys() <= {"softcap", "logit_scale"}:
+        raise TypeError(f"patch_model has no setting {', '.join(sorted(head))}")
+    if name.startswith("FSDP"):
+        raise TypeError(f"{name} is sharded already: call patch_model before fully_shard")
+    known = name in ARCHITECTURES and type(causal).__module__.startswith("transformers.")
+    if known:
+        head = {**ARCHITECTURES[name](causal.config), **head}
+    elif len(head) < 2 or not isinstance(getattr(causal, "lm_head", None), nn.Module):
         raise TypeError(
-            f"patch_model does not know {type(causal).__module__}.{name}; "
-            f"it knows transformers' {', '.join(ARCHITECTURES)}"
+            f"patch_model does not know {type(causal).__module__}.{name}; it knows transformers' "
+            f"{', '.join(ARCHITECTURES)}, and a model with an lm_head whose softcap= and "
+            "logit_scale= are both given"
         )
     if getattr(causal.config, "pretraining_tp", 1) > 1:
         raise TypeError(
@@ -98,18 +120,22 @@ def patch_model(
         ignore_index=ignore_index,
         filter_eps=filter_eps,
         workspace=workspace,
-        **ARCHITECTURES[name](causal.config),
+        **head,
     )
     if getattr(causal.config, "output_router_logits", False):
         _refuse_summed_router(reduction)
     if hasattr(causal, "_smoothce"):  # only now: a refused second call leaves the first in place
         unpatch_model(causal)
-    if "forward" in vars(causal):
+    if vars(causal).get(_slot(causal), _plain_forward(causal)) != _plain_forward(causal):
         raise TypeError(f"{name}.forward is already wrapped; call patch_model before the wrapper")
-    causal.lm_head._smoothce = {**vars(options), "impl": impl}
-    causal.lm_head.forward = types.MethodType(_head_forward, causal.lm_head)
-    causal.forward = types.MethodType(_training_forward(type(causal).forward), causal)
-    causal._smoothce = causal.forward
+    head = causal.lm_head
+    head._smoothce = {**vars(options), "impl": impl}
+    setattr(head, _slot(head), types.MethodType(_head_forward, head))
+    forward = types.MethodType(_training_forward(type(causal).forward, eval_logits), causal)
+    setattr(causal, _slot(causal), forward)
+    causal._smoothce = forward
+    decoder = _decoder(causal)
+    decoder._smoothce = decoder.register_forward_pre_hook(_expect)
     return model
 
 
@@ -119,12 +145,90 @@ def unpatch_model(model: nn.Module) -> nn.Module:
     name = type(causal).__name__
     if "_smoothce" not in vars(causal):
         raise TypeError(f"{name} is not patched")
-    if vars(causal).get("forward") is not causal._smoothce:
+    if vars(causal).get(_slot(causal)) is not causal._smoothce:
         raise TypeError(f"{name}.forward was wrapped after patch_model; remove the wrapper first")
-    for module in (causal, causal.lm_head):
-        vars(module).pop("forward", None)
+    _decoder(causal)._smoothce.remove()
+    for module in (causal, causal.lm_head, _decoder(causal)):
         vars(module).pop("_smoothce", None)
+        if module is _decoder(causal):
+            continue
+        if _slot(module) == "forward":
+            vars(module).pop("forward", None)
+        else:
+            module._old_forward = _plain_forward(module)
     return model
+
+
+def patch_trainer(trainer: object, **settings: object) -> object:
+    """`patch_model` for the model of a Hugging Face `Trainer` or TRL `SFTTrainer`, made already.
+
+    `TrainingArguments(label_smoothing_factor=β)` becomes the fused loss's β, where the trainer
+    would take the labels away and smooth dense logits; `settings` are `patch_model`'s others.
+    Evaluation reports the loss without smoothing. TRL's own fused head gives way: its entropy and
+    accuracy come from `token_statistics`, at the price of one more product.
+
+        trainer = Trainer(model, TrainingArguments(…, label_smoothing_factor=0.1), …)
+        patch_trainer(trainer)
+
+    Returns the trainer. Raises ValueError for a loss of the trainer's that this one cannot be, and
+    what `patch_model` raises.
+    """
+    beta = settings.setdefault("label_smoothing", trainer.args.label_smoothing_factor)
+    if trainer.args.label_smoothing_factor not in (0, beta):
+        raise ValueError(
+            f"label_smoothing={beta} and the trainer's label_smoothing_factor="
+            f"{trainer.args.label_smoothing_factor} differ: give one"
+        )
+    if getattr(trainer, "compute_loss_func", None) is not None:
+        raise ValueError("the trainer's compute_loss_func needs logits, which never exist: drop it")
+    if getattr(trainer.args, "loss_type", "nll") != "nll":
+        raise ValueError(f"loss_type must be 'nll', not {trainer.args.loss_type!r}")
+    causal = _unwrapped(trainer.model)
+    wrapper = vars(causal).get("forward")
+    if wrapper is not None and _is_trls(wrapper):
+        del causal.forward  # add_fused_lm_head's, which computes a loss of its own
+        if "_smoothce" in vars(causal):
+            causal.forward = causal._smoothce
+    patch_model(trainer.model, **settings)
+    trainer.label_smoother = None
+    return trainer
+
+
+def _is_trls(forward: Callable) -> bool:
+    code = getattr(getattr(forward, "__func__", forward), "__code__", None)
+    return code is not None and code.co_name == "_fused_forward"
+
+
+def _slot(module: nn.Module) -> str:
+    """The attribute that holds a module's own forward: accelerate's `device_map` hooks wrap it."""
+    return "_old_forward" if "_hf_hook" in vars(module) else "forward"
+
+
+def _plain_forward(module: nn.Module) -> Callable:
+    return types.MethodType(type(module).forward, module)
+
+
+def _decoder(causal: nn.Module) -> nn.Module:
+    return causal.model if hasattr(causal, "model") else causal.base_model
+
+
+def _expect(decoder: nn.Module, inputs: tuple) -> None:
+    """Warn where a patched model's decoder trains, but not for its loss."""
+    if torch.compiler.is_compiling():
+        return
+    expected = vars(decoder).pop("_smoothce_expected", False)
+    if not expected and decoder.training and torch.is_grad_enabled():
+        _warn(
+            decoder,
+            "something trains a patched model around its loss, so that patch_model's settings have "
+            "no effect: for TRL's SFTTrainer call smoothce.patch_trainer(trainer)",
+        )
+
+
+def _warn(module: nn.Module, message: str) -> None:
+    if "_smoothce_warned" not in vars(module):
+        module._smoothce_warned = True
+        warnings.warn(message, stacklevel=3)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -155,27 +259,50 @@ def _head_forward(
     hidden: Tensor,  # (B, T, D)
     labels: Tensor | None = None,  # (B, T), shifted
     divisor: Tensor | int | None = None,  # of a mean, instead of the number of valid labels
-) -> Tensor:  # (), or without labels the logits (B, T, V)
+    smoothed: bool = True,
+    each: bool = False,  # every token's loss, and its statistics
+) -> Tensor | tuple:  # (), or without labels the logits (B, T, V)
     if labels is None:
         return type(self).forward(self, hidden)
-    divided = divisor is not None and self._smoothce["reduction"] == "mean"
-    options = {**self._smoothce, "reduction": "sum"} if divided else self._smoothce
+    options = dict(self._smoothce)
+    divided = divisor is not None and options["reduction"] == "mean" and not each
+    if each or divided:
+        options["reduction"] = "none" if each else "sum"
+    if not smoothed:
+        options["label_smoothing"] = 0.0
     labels = labels.to(hidden.device)
     bias, scale = self.bias, options["logit_scale"]
     if bias is not None and scale is not None:
         bias = bias * scale  # these models scale the head's whole output
     loss = linear_cross_entropy(hidden, self.weight, labels, bias=bias, **options)
+    if each:
+        own = {key: options[key] for key in ("softcap", "logit_scale", "ignore_index")}
+        return loss, token_statistics(hidden, self.weight, labels, bias=bias, **own), labels
     return loss / divisor if divided else loss
 
 
-def _training_forward(upstream: Callable) -> Callable:
+def _training_forward(upstream: Callable, eval_logits: bool) -> Callable:
     """A patched model's forward. It keeps upstream's signature, by which Trainers pick columns."""
     names = list(inspect.signature(upstream).parameters)[1:]  # without self
 
     @functools.wraps(upstream)
     def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
+        decoder = _decoder(self)
+        if not torch.compiler.is_compiling():
+            decoder._smoothce_expected = True
+        each = kwargs.pop("fused_lm_head", False)  # as TRL's trainers ask
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if not self.training or given.get("labels") is None:
+        smoothed = self.training
+        if given.get("labels") is None and given.get("shift_labels") is None:
+            if self.training and torch.is_grad_enabled():
+                _warn(
+                    self,
+                    "a patched model in training got no labels, so it computes dense logits and no "
+                    "loss. Hugging Face's Trainer takes labels away where TrainingArguments has a "
+                    "label_smoothing_factor: call smoothce.patch_trainer(trainer)",
+                )
+            return upstream(self, *args, **kwargs)
+        if not (self.training or each) and eval_logits:
             return upstream(self, *args, **kwargs)
         head_only = {key: given.pop(key, None) for key in HEAD_ONLY}
         if isinstance(head_only["logits_to_keep"], Tensor) or head_only["logits_to_keep"]:
@@ -185,17 +312,34 @@ def _training_forward(upstream: Callable) -> Callable:
             raise TypeError("lm_head was replaced after patch_model; call patch_model again")
 
         wants_dict = given.pop("return_dict", None)
-        outputs = self.model(**given, return_dict=True)
+        outputs = decoder(**given, return_dict=True)
         labels = head_only["shift_labels"]
         if labels is None:
             options = self.lm_head._smoothce
             labels = F.pad(head_only["labels"][..., 1:], (0, 1), value=options["ignore_index"])
-        loss = self.lm_head(outputs.last_hidden_state, labels, head_only["num_items_in_batch"])
+        divisor = head_only["num_items_in_batch"]
+        loss = self.lm_head(outputs.last_hidden_state, labels, divisor, smoothed, each)
+        if each:
+            return _trls(self, *loss, outputs, given)
         result = _result(self, loss, outputs, given)
         wants_dict = self.config.return_dict if wants_dict is None else wants_dict
         return result if wants_dict else result.to_tuple()
 
     return forward
+
+
+def _trls(
+    model: nn.Module, loss: Tensor, statistics: tuple, labels: Tensor, outputs: object, given: dict
+) -> object:
+    """What TRL's trainers read: their loss is the sum of −log_probs over the number of tokens."""
+    mask = labels != model.lm_head._smoothce["ignore_index"]
+    return sys.modules["trl.trainer.utils"].FusedCausalLMOutput(
+        log_probs=-loss,
+        entropy=statistics.entropy,
+        is_top1=(statistics.argmax == labels) & mask,
+        label_mask=mask,
+        aux_loss=_auxiliary(model, outputs, given),
+    )
 
 
 def _result(model: nn.Module, loss: Tensor, outputs: object, given: dict) -> object:
@@ -210,20 +354,24 @@ def _result(model: nn.Module, loss: Tensor, outputs: object, given: dict) -> obj
     }
     if not hasattr(outputs, "router_logits"):
         return modeling_outputs.CausalLMOutputWithPast(**shared)
-    balanced = given.get("output_router_logits")
-    if balanced is None:
-        balanced = model.config.output_router_logits
-    auxiliary = None
-    if balanced:
+    auxiliary = _auxiliary(model, outputs, given)
+    if auxiliary is not None:
         _refuse_summed_router(model.lm_head._smoothce["reduction"])
-        upstream = sys.modules[type(model).__module__]
-        auxiliary = upstream.load_balancing_loss_func(
-            outputs.router_logits,
-            model.num_experts,
-            model.num_experts_per_tok,
-            given.get("attention_mask"),
-        )
         shared["loss"] = loss + model.router_aux_loss_coef * auxiliary.to(loss.device)
     return modeling_outputs.MoeCausalLMOutputWithPast(
         **shared, aux_loss=auxiliary, router_logits=outputs.router_logits
+    )
+
+
+def _auxiliary(model: nn.Module, outputs: object, given: dict) -> Tensor | None:
+    balanced = given.get("output_router_logits")
+    if balanced is None:
+        balanced = getattr(model.config, "output_router_logits", False)
+    if not balanced or not hasattr(outputs, "router_logits"):
+        return None
+    return sys.modules[type(model).__module__].load_balancing_loss_func(
+        outputs.router_logits,
+        model.num_experts,
+        model.num_experts_per_tok,
+        given.get("attention_mask"),
     )

@@ -20,9 +20,9 @@ class Options:
     reduction: str = "mean"
     softcap: float | None = None
     logit_scale: float | None = None
-    filter_eps: float | str | None = "auto"
-    filter_unbiased: bool = True
+    filter_eps: float | str | None = None
     workspace: int = 0
+    return_lse: bool = False
 
     def __post_init__(self) -> None:
         if not (_is_number(self.label_smoothing) and 0 <= self.label_smoothing <= 1):
@@ -47,8 +47,8 @@ class Options:
         size = self.workspace
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise ValueError(f"workspace must be an integer of bytes, 0 or more, not {size!r}")
-        if not isinstance(self.filter_unbiased, bool):
-            raise ValueError(f"filter_unbiased must be True or False, not {self.filter_unbiased!r}")
+        if not isinstance(self.return_lse, bool):
+            raise ValueError(f"return_lse must be True or False, not {self.return_lse!r}")
         for name in NUMBERS:  # NumPy's numbers too; kernels get Python's
             if isinstance(getattr(self, name), Real):
                 object.__setattr__(self, name, float(getattr(self, name)))

@@ -31,16 +31,17 @@ def loss(
     labels: Tensor,  # (N,)
     bias: Tensor | None,  # (V,)
     options: Options,
-) -> Tensor:  # () or (N,)
+) -> Tensor | tuple[Tensor, Tensor]:  # () or (N,), and with return_lse the log-sum-exps (N,)
     """logsumexp_v z_v − (1−β) z_y − (β/V) Σ_v z_v per valid token, 0 for the others; reduced."""
     beta = options.label_smoothing
     z = logits(hidden, weight, bias, options)
     valid = options.valid(labels)
     target = labels.where(valid, 0)
-    losses = z.logsumexp(-1) - (1 - beta) * z.gather(1, target[:, None]).squeeze(1)
+    lse = z.logsumexp(-1)
+    losses = lse - (1 - beta) * z.gather(1, target[:, None]).squeeze(1)
     if beta:
         losses = losses - beta * z.mean(-1)
     losses = losses.where(valid, 0)
-    if options.reduction == "none":
-        return losses
-    return losses.sum() * options.token_weight(labels, losses.dtype)
+    if options.reduction != "none":
+        losses = losses.sum() * options.token_weight(labels, losses.dtype)
+    return (losses, lse.where(valid, 0)) if options.return_lse else losses

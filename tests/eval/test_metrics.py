@@ -144,7 +144,7 @@ def test_laws(n, seed, choices, ties):
     if ties:
         probs = (probs + 0.05).round(1)
         probs /= probs.sum(1, keepdims=True)
-    of = Scores(probs, labels)
+    of = scored(probs, labels)
     found = figures(of)
     overall = abs(of.correct.mean() - of.confidence.mean())
     for name in ("ece", "ece_10", "ece_30", "ece_equal_mass", "mce"):
@@ -193,16 +193,19 @@ def test_no_probability_above_the_threshold_of_tace():
         assert values.tace(sample).tolist() == [0, 0, 0]
 
 
-def test_floor_and_p_are_what_calibrated_models_read():
-    """A new calibrated model is below the 95 % floor 19 times in 20, and its p is uniform."""
-    names = ["ece", "rms_debiased", "sce", "ace", "smece", "rms_hendrycks"]
-    found = [stats.consistency(Sample(scored(*draw(300, s))), names) for s in range(80)]
+def test_floor_and_p_are_what_calibrated_models_read(monkeypatch):
+    """A calibrated model's p is uniform, and it is below the 95 % floor 19 times in 20."""
+    monkeypatch.setattr(stats, "SIMULATIONS", 99)
+    names = ["ece", "sce", "smece", "rms_hendrycks"]
+    found = [stats.consistency(Sample(scored(*draw(200, s))), names) for s in range(60)]
     for name in names:
         p = np.array([f[name][1] for f in found])
-        assert abs(p.mean() - 0.5) < 0.12 or name == "rms_debiased", name
-        assert (p <= 0.05).mean() < 0.13 and p.min() >= 1e-3, name
+        assert abs(p.mean() - 0.5) < 0.15 and (p <= 0.05).mean() < 0.15 and p.min() >= 0.01, name
+    floors = [f["ece"][0] for f in found]
+    read = [figures(scored(*draw(200, s)))["ece"] for s in range(100, 220)]
+    assert np.mean(floors) == pytest.approx(np.quantile(read, 0.95), rel=0.15)
     over = stats.consistency(Sample(scored(*draw(300, 1, calibrated=False))), names)
-    assert all(p == 1e-3 for _, p in over.values())
+    assert all(p == 0.01 for _, p in over.values())
 
 
 def test_ranking():
@@ -242,7 +245,7 @@ def test_absent_choices_are_not_counted():
     wide[:4] = np.log(0.2)
     four, five = Scores(np.log(probs), labels), Scores(wide, labels)
     for metric in (values.sce, values.ace, values.tace):
-        assert metric(Sample(five))[0] == pytest.approx(metric(Sample(four))[0], rel=0.03), metric
+        assert metric(Sample(five))[0] == pytest.approx(metric(Sample(four))[0], rel=0.08), metric
     times = next(resamples(2376, 2))
     assert np.isfinite(values.tace(Sample(five, times))).all()
 

@@ -40,7 +40,7 @@ def test_calibration_errors_of_a_calibrated_model_lie_in_their_intervals(tmp_pat
         found = stats.estimate([run], name, "choices")
         assert found.low is found.high is None and found.floor > 0, name
     assert stats.estimate([run], "ece", "vocabulary").low > 0.01
-    assert stats.estimate([run], "ece", "vocabulary").p == 1e-3
+    assert stats.estimate([run], "ece", "vocabulary").p == 2e-3
 
 
 def test_a_sharpened_run_is_worse_calibrated_and_as_accurate(tmp_path, capsys):
@@ -109,7 +109,7 @@ def test_seeds_share_the_questions_and_their_noise_is_counted_once(tmp_path):
     joined = stats.estimate([one, *far], "rms_debiased", "choices")
     # One squared error is below 0, its figure 0.
     assert joined.value == pytest.approx(np.sqrt(np.mean(squares)), abs=2e-3)
-    assert joined.p == pytest.approx(min(1, 3 * 1e-3))
+    assert joined.p == pytest.approx(min(1, 3 * 2e-3))
     paired = stats.difference([one, one], far, "nll", "choices")
     assert paired.value == pytest.approx(np.mean(values[1:]) - values[0])
 

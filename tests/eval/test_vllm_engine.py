@@ -129,7 +129,9 @@ def test_a_question_order_that_is_shuffled(model, data, tmp_path):
 
 
 def test_continuation(model, tmp_path):
-    """Choices of one to many tokens, some beginning alike, with contexts of whole cache blocks."""
+    """Choices of one to many tokens, some beginning alike, with contexts around the two blocks of
+    128 tokens that vLLM caches on a CPU.
+    """
     rng = random.Random(1)
     words = ("which", "true", "statement", "about", "force", "mass", "light")
 
@@ -137,7 +139,7 @@ def test_continuation(model, tmp_path):
         return " ".join(rng.choices(words, k=count))
 
     rows = [
-        {"question": some(5 + i) + "?", "choices": [*map(some, (1, 7, 20, 18))], "answer": 0}
+        {"question": some(235 + i) + "?", "choices": [*map(some, (1, 7, 20, 18))], "answer": 0}
         for i in range(40)
     ]
     for row in rows:
@@ -155,9 +157,10 @@ def test_continuation(model, tmp_path):
     usage = json.loads((tmp_path / "v.jsonl.meta.json").read_text())["usage"]
     hits = 1 - usage["computed_tokens"] / usage["prompt_tokens"]
     print(f"prefix cache: {hits:.1%} of {usage['prompt_tokens']} prompt tokens were hits")
-    assert hits > 0.4
+    assert hits > 0.3
 
 
+@pytest.mark.timeout(900)  # two engines start
 def test_float32_logits_where_vllm_leaves_them_in_bfloat16(model, tmp_path):
     """vLLM before 0.30 does not heed head_dtype for models that generate."""
     script = tmp_path / "head.py"

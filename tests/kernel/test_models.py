@@ -2,15 +2,17 @@
 
 import copy
 import inspect
+import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from smoothce import patch_model, unpatch_model
+from smoothce import linear_cross_entropy, patch_model, patch_trainer, unpatch_model
 from smoothce.models import ARCHITECTURES
 
 transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
 
 VOCABULARY = 67
 SHAPE = {
@@ -35,6 +37,18 @@ EXTRA = {
     "GraniteForCausalLM": {"logits_scaling": 6.0},
     "OlmoForCausalLM": {"num_key_value_heads": 2},
     "MixtralForCausalLM": {"num_local_experts": 3, "num_experts_per_tok": 2},
+    "OlmoeForCausalLM": {"num_experts": 3, "num_experts_per_tok": 2, "num_key_value_heads": 2},
+    "Qwen2MoeForCausalLM": {
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
+    "Qwen3MoeForCausalLM": {
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
 }
 PRESENT = [name for name in ARCHITECTURES if hasattr(transformers, name)]
 
@@ -130,8 +144,9 @@ def test_without_labels_or_training_nothing_changes(name):
     assert torch.equal(copied.generate(prompt, **options), model.generate(prompt, **options))
 
 
-def test_auxiliary_loss_of_a_mixture():
-    model, data = tiny("MixtralForCausalLM", output_router_logits=True), batch()
+@pytest.mark.parametrize("name", [name for name in PRESENT if "Mixtral" in name or "oe" in name])
+def test_auxiliary_loss_of_a_mixture(name):
+    model, data = tiny(name, output_router_logits=True), batch()
     theirs = model(**data)
     assert theirs.aux_loss > 0
     want = gradients(model, theirs.loss)
@@ -142,7 +157,7 @@ def test_auxiliary_loss_of_a_mixture():
     assert_same(gradients(model, ours.loss), want)
     with pytest.raises(ValueError, match=r"output_router_logits.*reduction='mean'"):
         patch_model(model, reduction="sum")
-    patch_model(tiny("MixtralForCausalLM"), reduction="sum")
+    patch_model(tiny(name), reduction="sum")
 
 
 @pytest.mark.parametrize("items", [7, torch.tensor(7)])
@@ -215,8 +230,11 @@ def test_a_copy_trains_its_own_head():
     assert copied.lm_head.weight.grad is not None and model.lm_head.weight.grad is None
 
 
-def test_the_trainer_trains_as_with_upstreams_loss(tmp_path):
-    """Columns, the number of items over accumulation steps, and evaluation, through the Trainer."""
+@pytest.mark.parametrize("beta", [0.0, 0.2])
+def test_the_trainer_trains_as_with_upstreams_loss(beta, tmp_path):
+    """Columns, the number of items over accumulation steps, and evaluation, through the Trainer.
+
+    With smoothing, evaluation reports the plain loss and upstream the smoothed one."""
     pytest.importorskip("accelerate")
     generator = torch.Generator().manual_seed(2)
     rows = [{"input_ids": torch.randint(3, 67, (9,), generator=generator)} for _ in range(8)]
@@ -224,7 +242,7 @@ def test_the_trainer_trains_as_with_upstreams_loss(tmp_path):
         row["labels"] = row["input_ids"].where(torch.arange(9) > i, -100)
         row["unused"] = "a column that the model does not take"
 
-    def history(model):
+    def history(model, patch=lambda trainer: trainer):
         arguments = transformers.TrainingArguments(
             str(tmp_path),
             per_device_train_batch_size=2,
@@ -236,13 +254,95 @@ def test_the_trainer_trains_as_with_upstreams_loss(tmp_path):
             save_strategy="no",
             disable_tqdm=True,
             use_cpu=True,
+            label_smoothing_factor=beta,
         )
         trainer = transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
+        patch(trainer)
         trainer.train()
         logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         return [*logged, trainer.evaluate()["eval_loss"]]
 
-    assert history(patch_model(tiny())) == pytest.approx(history(tiny()), rel=1e-4)
+    want = history(tiny())
+    found = history(tiny(), patch_trainer)
+    assert found[:-1] == pytest.approx(want[:-1], rel=1e-4)
+    if beta:
+        with pytest.warns(UserWarning, match="got no labels"):
+            assert history(patch_model(tiny())) == pytest.approx(want, rel=1e-4)
+    else:
+        assert found[-1] == pytest.approx(want[-1], rel=1e-4)
+        assert history(patch_model(tiny())) == pytest.approx(want, rel=1e-4)
+
+
+def test_a_loss_that_needs_logits_is_refused(tmp_path):
+    pytest.importorskip("accelerate")
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), use_cpu=True, label_smoothing_factor=0.1, report_to=[]
+    )
+    with pytest.raises(ValueError, match="compute_loss_func needs logits"):
+        patch_trainer(transformers.Trainer(tiny(), arguments, compute_loss_func=lambda *_: None))
+    with pytest.raises(ValueError, match=r"label_smoothing=0.3 and .*=0.1 differ"):
+        patch_trainer(transformers.Trainer(tiny(), arguments), label_smoothing=0.3)
+
+
+# Where TRL itself smooths, it leaves out a mixture's auxiliary loss.
+@pytest.mark.parametrize(
+    ("name", "beta"),
+    [("LlamaForCausalLM", 0.0), ("LlamaForCausalLM", 0.2), ("OlmoeForCausalLM", 0.0)],
+)
+def test_trls_trainer_and_its_metrics(name, beta, tmp_path):
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    generator = torch.Generator().manual_seed(2)
+    ids = [torch.randint(3, 67, (9,), generator=generator).tolist() for _ in range(8)]
+    rows = datasets.Dataset.from_list([{"input_ids": row, "labels": row} for row in ids])
+
+    class Tokenizer(transformers.PreTrainedTokenizerFast):
+        def __init__(self):
+            vocabulary = {f"t{i}": i for i in range(VOCABULARY)}
+            model = tokenizers.models.WordLevel(vocabulary, unk_token="t3")
+            super().__init__(
+                tokenizer_object=tokenizers.Tokenizer(model), pad_token="t0", eos_token="t2"
+            )
+
+    def history(patch=lambda trainer: None, model=None):
+        arguments = trl.SFTConfig(
+            str(tmp_path),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            max_steps=3,
+            learning_rate=1e-2,
+            logging_steps=1,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            label_smoothing_factor=beta,
+            dataset_kwargs={"skip_prepare_dataset": True},
+        )
+        model = model or tiny(name)
+        trainer = trl.SFTTrainer(
+            model, arguments, train_dataset=rows, eval_dataset=rows, processing_class=Tokenizer()
+        )
+        patch(trainer)
+        trainer.train()
+        kinds = ("loss", "entropy", "mean_token_accuracy")
+        entries = [e for e in trainer.state.log_history if "loss" in e]
+        evaluated = trainer.evaluate()
+        return [e[kind] for e in entries for kind in kinds], [
+            evaluated[f"eval_{kind}"] for kind in kinds[beta > 0 :]
+        ]
+
+    want, found = history(), history(patch_trainer)
+    for a, b in zip(found, want, strict=True):
+        assert a == pytest.approx(b, rel=1e-3)
+    if not beta:
+        with pytest.warns(UserWarning, match="around its loss"):
+            history(model=patch_model(tiny(name), label_smoothing=0.1))
+    # patched before as well as after
+    again = history(patch_trainer, patch_model(tiny(name), label_smoothing=0.5))
+    assert again[0] == pytest.approx(want[0], rel=1e-3)
 
 
 def test_lora():
@@ -271,8 +371,9 @@ def test_an_adapter_on_the_head_is_refused(first, where):
 
 
 def test_known_architectures_are_missing_only_from_versions_before_them():
-    """transformers 4.43 has nine of the thirteen, 5.x has all."""
+    """transformers 4.43 has ten of the eighteen, 5.x has all."""
     newer = {"Gemma3ForCausalLM", "Qwen3ForCausalLM", "Olmo2ForCausalLM", "GraniteForCausalLM"}
+    newer |= {"Qwen3MoeForCausalLM", "Olmo3ForCausalLM", "OlmoeForCausalLM", "SmolLM3ForCausalLM"}
     missing = set(ARCHITECTURES) - set(PRESENT)
     assert missing <= newer and (not missing or transformers.__version__.startswith("4."))
 
@@ -282,6 +383,103 @@ def test_an_unknown_architecture_is_told_every_known_one():
     with pytest.raises(TypeError) as refusal:
         patch_model(transformers.GPT2LMHeadModel(config))
     assert all(name in str(refusal.value) for name in ARCHITECTURES)
+
+
+def test_an_unknown_architecture_with_its_head_described():
+    config = transformers.GPT2Config(
+        n_embd=8, n_layer=1, n_head=1, vocab_size=VOCABULARY, resid_pdrop=0, attn_pdrop=0
+    )
+    config.embd_pdrop = 0
+    torch.manual_seed(0)
+    model, data = transformers.GPT2LMHeadModel(config).train(), batch()
+    theirs = gradients(model, expected(model, data, 0.1))
+    patch_model(model, label_smoothing=0.1, softcap=None, logit_scale=None)
+    assert_same(gradients(model, model(**data).loss), theirs)
+    with pytest.raises(TypeError, match="no setting smoothing"):
+        patch_model(model, smoothing=0.1)
+
+
+def test_evaluation_without_logits():
+    """The loss is upstream's, without smoothing."""
+    model, data = tiny().eval(), batch()
+    want = model(**data).loss
+    patch_model(model, label_smoothing=0.3, eval_logits=False)
+    found = model(**data)
+    assert found.logits is None
+    torch.testing.assert_close(found.loss, want)
+    assert model(data["input_ids"]).logits is not None
+
+
+def test_training_without_the_fused_loss_warns_once():
+    model, data = patch_model(tiny(), label_smoothing=0.1), batch()
+    with pytest.warns(UserWarning, match=r"no labels.*label_smoothing_factor.*patch_trainer"):
+        model(data["input_ids"])
+    with pytest.warns(UserWarning, match=r"around its loss.*SFTTrainer.*patch_trainer"):
+        model.model(data["input_ids"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(data["input_ids"])
+        model.model(data["input_ids"])
+        model(**data).loss.backward()
+        patch_model(tiny()).eval()(**data)
+        model.generate(data["input_ids"], max_new_tokens=2)
+
+
+def test_a_model_spread_over_devices():
+    """accelerate's hooks of a device_map stay around the patched forwards."""
+    accelerate = pytest.importorskip("accelerate")
+    model, data = tiny(), batch()
+    theirs = gradients(model, expected(model, data, 0.1))
+    where = {"model": "cpu", "lm_head": "cpu"}
+    accelerate.dispatch_model(model, where, main_device="cpu", force_hooks=True)
+    seen = []
+    hook = model.lm_head._hf_hook
+    before = hook.pre_forward
+    hook.pre_forward = lambda *args, **kw: seen.append(args) or before(*args, **kw)
+    patch_model(model, label_smoothing=0.1)
+    found = model(**data)
+    assert found.logits is None and len(seen) == 1
+    assert_same(gradients(model, found.loss), theirs)
+    unpatch_model(model)
+    assert model(**data).logits is not None
+
+
+@pytest.mark.parametrize("patched", ["before", "after"])
+def test_fsdp2(patched, tmp_path):
+    """The head is gathered for its forward and its gradient is sharded again."""
+    import torch.distributed as dist
+
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    if not hasattr(fsdp, "fully_shard"):
+        pytest.skip("this PyTorch has no FSDP2")
+    model, data = tiny(), batch()
+    theirs = gradients(model, expected(model, data, 0.1))
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        if patched == "before":
+            patch_model(model, label_smoothing=0.1)
+        for layer in (*model.model.layers, model.lm_head, model):
+            fsdp.fully_shard(layer, mesh=mesh)
+        if patched == "after":
+            with pytest.raises(TypeError, match="call patch_model before fully_shard"):
+                patch_model(model, label_smoothing=0.1)
+            return
+        ours = gradients(model, model(**data).loss)
+        assert type(ours["lm_head.weight"]).__name__ == "DTensor"
+        assert_same({name: g.full_tensor() for name, g in ours.items()}, theirs)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_sharded_weight_is_refused_by_name():
+    class DTensor(torch.Tensor):
+        """Stands for a parameter of FSDP2 that is not gathered."""
+
+    weight = torch.randn(9, 4).as_subclass(DTensor)
+    with pytest.raises(TypeError, match=r"weight is a DTensor.*fully_shard"):
+        linear_cross_entropy(torch.randn(3, 4), weight, torch.tensor([0, 1, 2]))
 
 
 def test_a_head_that_might_not_come_out_exact_is_refused():

@@ -26,7 +26,7 @@ E, C, Y = torch.randn(4, 8), torch.randn(10, 8), torch.tensor([0, 9, -100, 3])
         ({"logit_scale": float("inf")}, ValueError, "logit_scale .*inf"),
         ({"ignore_index": 1.0}, ValueError, r"ignore_index .*1\.0"),
         ({"filter_eps": 2.0}, ValueError, r"filter_eps .*2\.0"),
-        ({"filter_unbiased": 1}, ValueError, r"filter_unbiased .*1"),
+        ({"return_lse": 1}, ValueError, r"return_lse .*1"),
         ({"workspace": -1}, ValueError, r"workspace must be .* bytes, .*-1"),
         ({"workspace": 1.5}, ValueError, r"workspace must be an integer .*1\.5"),
         ({"impl": "fast"}, ValueError, "auto or one of reference, chunked, triton, paper"),

@@ -508,3 +508,15 @@ def test_training_on_a_gpu_is_packed_compiled_and_the_same(sweep_file, tmp_path,
     for left, right in zip(rows_of(padded), rows_of(packed), strict=True):
         for key in left.keys() & {"loss", "held_out_loss"}:
             assert left[key] == pytest.approx(right[key], rel=1e-2), key
+
+
+@with_gpu
+def test_padding_behind_a_short_conversation_is_no_nan():
+    """Padding further behind than a layer's window would see nothing if padding were masked."""
+    torch.manual_seed(0)
+    model = patch_model(gemma().cuda(), label_smoothing=0.1, reduction="sum").train()
+    batch = made_up([90, 3]).collate([0, 1], 3, 0)
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = model(**{k: v.cuda() for k, v in batch.items()}, use_cache=False).loss
+    loss.backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())

@@ -128,7 +128,6 @@ LOSSES = {
     "torch, fp32 logits": lambda e, c, y, beta: dense(e.float(), c.float(), y, beta),
     "ours, exact": ours(None),
     "ours, filtered": ours("auto"),
-    "ours, biased filter": ours("auto", unbiased=False),
 }
 
 

@@ -49,26 +49,21 @@ def dense(
 def ours(
     eps: float | str | None,
     share: float = 0.0,
-    unbiased: bool = True,
     workspace: int = 0,
-    reduction: str = "mean",
 ) -> Loss:
     """The workspace is `workspace` bytes and `share` of all logits, which are two bytes each."""
 
     def loss(e: Tensor, c: Tensor, y: Tensor, beta: float, softcap: float | None = None) -> Tensor:
-        found = linear_cross_entropy(
+        return linear_cross_entropy(
             e,
             c,
             y,
             label_smoothing=beta,
             softcap=softcap,
-            reduction=reduction,
             filter_eps=eps,
-            filter_unbiased=unbiased,
             workspace=workspace + int(share * 2 * len(e) * len(c)),
             impl="triton",
         )
-        return mean(found, y) if reduction == "none" else found
 
     return loss
 
@@ -95,20 +90,12 @@ def peers(
     found = [
         _filtered("ours, filtered", "auto"),
         *(_filtered(f"ours, filtered, {power_of_two(x)}", x, **extra) for x in filter_eps),
-        _filtered("ours, biased filter", "auto", False),
-        *(
-            _filtered(f"ours, biased filter, {power_of_two(x)}", x, False, **extra)
-            for x in filter_eps
-        ),
         Peer("ours, exact", ours(None), softcaps=True),
         Peer("ours, exact, workspace for 1/4 of the logits", ours(None, 0.26), softcaps=True),
-        Peer("ours, exact, workspace for all", ours(None, 1.1), softcaps=True),
     ]
     for size in workspace:
         name = f"ours, exact, workspace of {size / 1e6:g} MB"
-        for title, reduction in ((name, "mean"), (f"{name}, per-token losses", "none")):
-            loss = ours(None, workspace=size, reduction=reduction)
-            found.append(Peer(title, loss, softcaps=True, option="workspace"))
+        found.append(Peer(name, ours(None, workspace=size), softcaps=True, option="workspace"))
     if pointer:
         without = partial(patch.object, tiles, "has_tma", lambda: False)
         pointers = {"around": without, "option": "pointer"}
@@ -131,9 +118,9 @@ def peers(
     return found, missing
 
 
-def _filtered(name: str, eps: float | str, unbiased: bool = True, **more) -> Peer:
-    options = Options(filter_eps=eps, filter_unbiased=unbiased)
-    return Peer(name, ours(eps, unbiased=unbiased), softcaps=True, filter=options, **more)
+def _filtered(name: str, eps: float | str, **more) -> Peer:
+    options = Options(filter_eps=eps)
+    return Peer(name, ours(eps), softcaps=True, filter=options, **more)
 
 
 def power_of_two(eps: float) -> str:

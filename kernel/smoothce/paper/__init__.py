@@ -45,6 +45,8 @@ def unsupported(
         return f"the inputs are on {hidden.device.type}, not on a CUDA device"
     if bias is not None or options.softcap is not None or options.logit_scale is not None:
         return "the paper's kernels know no bias, softcap or logit_scale"
+    if options.return_lse:
+        return "the paper's kernels do not return log-sum-exps"
     return None
 
 

@@ -16,12 +16,14 @@ def loss(
     labels: Tensor,  # (N,)
     bias: Tensor | None,  # (V,)
     options: Options,
-) -> Tensor:  # () or (N,)
+) -> Tensor | tuple[Tensor, Tensor]:
     """The loss of `reference.loss`; gradients are filtered as `options.filter_eps` says.
 
-    Nothing here waits for the device."""
+    Nothing waits for the device but the exact gradient, for the number of valid tokens alone: it is
+    counted before the forward's product, which keeps the device busy meanwhile."""
     hidden, weight = unit_stride(hidden), unit_stride(weight)
-    return Loss.apply(hidden, weight, bias, labels, options, torch.is_grad_enabled())
+    found, lse = Loss.apply(hidden, weight, bias, labels, options, torch.is_grad_enabled())
+    return (found, lse) if options.return_lse else found
 
 
 def unit_stride(matrix: Tensor) -> Tensor:
@@ -36,8 +38,10 @@ def unsupported(
         return f"the inputs are on {hidden.device.type}, not on a CUDA device"
     if torch.cuda.get_device_capability(hidden.device) < (8, 0):
         return "the GPU is older than compute capability 8.0"
-    if hidden.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"the inputs are {hidden.dtype}"
+    if hidden.dtype not in (torch.float32, torch.bfloat16):
+        return f"the inputs are {hidden.dtype}"  # fp16 has not the range of dlogits
+    if bias is not None and bias.requires_grad and torch.is_grad_enabled():
+        return "the bias needs a gradient"
     if len(weight) < 2:
         return "the vocabulary has fewer than 2 entries"
     if hidden.shape[1] < 1:

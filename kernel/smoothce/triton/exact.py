@@ -1,8 +1,11 @@
 """The exact backward: every dlogit, from a stored logit or recomputed, chunk by chunk.
 
-    S_iv = g_i (p_iv − (1−β) [v = y_i] − β/V) · ∂logit/∂product,   dC = Sᵀ E,   dE = S C
+    S_iv = (g_i (p_iv − (1−β) [v = y_i] − β/V) + h_i p_iv) · ∂logit/∂product,  dC = Sᵀ E,  dE = S C
 
-No atomics and no order that depends on timing, so equal inputs give equal bits.
+with the upstream gradients g of the losses and h of the log-sum-exps.
+
+Only valid tokens are in E and S: they are packed before and spread out again afterwards. No atomics
+and no order that depends on timing, so a first backward on equal inputs gives equal bits.
 """
 
 from collections.abc import Iterator
@@ -12,9 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from smoothce.chunked import MIXED
 from smoothce.options import Options
-from smoothce.triton.logits import base2_logits, product, slope
-from smoothce.triton.stored import Regions, Stored, bounded
+from smoothce.triton.logits import LOG2E, base2_logits, product, slope
+from smoothce.triton.stored import Regions, Stored
 from smoothce.triton.tiles import INTERPRETED, Tiles, aligned, cdiv, descriptor, programs
 
 
@@ -27,50 +31,33 @@ def dlogits(
     labels,
     lse,
     token,
+    of_lse,
     V,
     smoothing,
     scale,
     cap,
     SOFTCAP: tl.constexpr,
+    HAS_LSE: tl.constexpr,
 ):
     """S of these logits; 0 for tokens without a label, whose g is 0 and whose lse is +inf."""
     total = tl.load(lse + r, mask=known, other=float("inf"))
     y = tl.load(labels + r, mask=known, other=-1)
     g = tl.load(token + r, mask=known, other=0.0)
-    s = tl.exp2(x - total[:, None]) - smoothing / V
+    p = tl.exp2(x - total[:, None])
+    s = p - smoothing / V
     s = tl.where(y[:, None] == v[None, :], s - (1.0 - smoothing), s)
-    if SOFTCAP:
-        s *= slope(x, scale, cap, SOFTCAP) * g[:, None]
+    f = slope(x, scale, cap, SOFTCAP) if SOFTCAP else scale
+    if HAS_LSE:
+        h = tl.load(of_lse + r, mask=known, other=0.0)
+        s = (s * g[:, None] + p * h[:, None]) * f
+    elif SOFTCAP:
+        s *= f * g[:, None]
     else:
-        s *= (g * scale)[:, None]
+        s *= (g * f)[:, None]
     return s
 
 
-@triton.jit
-def write(
-    s,
-    out,
-    d_bias,
-    r,
-    known,
-    row_block,
-    o_v,
-    stride,
-    chunk,
-    gain,
-    WIDTH: tl.constexpr,
-    NEED_BIAS: tl.constexpr,
-):
-    """Store a tile of S, and its column sums for the bias."""
-    columns = o_v + tl.arange(0, WIDTH)
-    if NEED_BIAS:
-        # one partial sum a token block: no atomics, so that the order is fixed
-        tl.store(d_bias + row_block * chunk + columns, tl.sum(s, 0))
-    p_o = out + r.to(tl.int64)[:, None] * stride + columns[None, :]
-    tl.store(p_o, (s * gain).to(out.dtype.element_ty), mask=known[:, None])
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["N", "width"])
 def recompute_kernel(
     e_desc,
     c_desc,
@@ -78,8 +65,8 @@ def recompute_kernel(
     labels,
     lse,
     token,
+    of_lse,
     out,
-    d_bias,
     N,
     V,
     vocab,
@@ -87,18 +74,16 @@ def recompute_kernel(
     stride_e,
     stride_c,
     stride_out,
-    chunk,
     smoothing,
     scale,
     cap,
-    gain,
     D: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     DEPTH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    NEED_BIAS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
     TMA: tl.constexpr,
     FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -131,35 +116,35 @@ def recompute_kernel(
         v = vocab + o_v + tl.arange(0, WIDTH)
         known = r < N
         x = base2_logits(acc, bias, v, V, scale, cap, HAS_BIAS, SOFTCAP)
-        s = dlogits(x, r, v, known, labels, lse, token, V, smoothing, scale, cap, SOFTCAP)
+        s = dlogits(
+            x, r, v, known, labels, lse, token, of_lse, V, smoothing, scale, cap, SOFTCAP, HAS_LSE
+        )
         # entries past the chunk are never read
-        block = row // ROWS
-        write(s, out, d_bias, r, known, block, o_v, stride_out, chunk, gain, WIDTH, NEED_BIAS)
+        p_o = out + r.to(tl.int64)[:, None] * stride_out + (o_v + tl.arange(0, WIDTH))[None, :]
+        tl.store(p_o, s.to(out.dtype.element_ty), mask=known[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def convert_kernel(
     stored,
     target,
     labels,
     lse,
     token,
+    of_lse,
     out,  # may be the same memory as `stored`
-    d_bias,
     N,
     V,
     vocab,
     stride_in,
     stride_out,
-    chunk,
     smoothing,
     scale,
     cap,
-    gain,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    NEED_BIAS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
 ):
     """S from stored logits, for the chunk of the vocabulary that starts at `vocab`."""
     r = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -168,102 +153,118 @@ def convert_kernel(
     known = r < N
     # tokens without a label have no stored logits
     valid = known & (tl.load(labels + r, mask=known, other=-1) >= 0)
-    p_x = stored + r.to(tl.int64)[:, None] * stride_in + (o_v + tl.arange(0, WIDTH))[None, :]
+    columns = o_v + tl.arange(0, WIDTH)
+    p_x = stored + r.to(tl.int64)[:, None] * stride_in + columns[None, :]
     x = tl.load(p_x, mask=valid[:, None], other=0.0).to(tl.float32)
-    x += tl.load(target + r, mask=known, other=0.0)[:, None]
-    s = dlogits(x, r, v, known, labels, lse, token, V, smoothing, scale, cap, SOFTCAP)
-    block = tl.program_id(1)
-    write(s, out, d_bias, r, known, block, o_v, stride_out, chunk, gain, WIDTH, NEED_BIAS)
+    x += tl.load(target + r, mask=known, other=0.0)[:, None] * LOG2E
+    s = dlogits(
+        x, r, v, known, labels, lse, token, of_lse, V, smoothing, scale, cap, SOFTCAP, HAS_LSE
+    )
+    p_o = out + r.to(tl.int64)[:, None] * stride_out + columns[None, :]
+    tl.store(p_o, s.to(out.dtype.element_ty), mask=known[:, None])
+
+
+@triton.jit
+def spread_kernel(source, rank, out, first, D, BLOCK: tl.constexpr):
+    """One row of `out`: the sum of the token's place in the packed order, 0 where it is masked."""
+    row = (first + tl.program_id(0)).to(tl.int64)
+    place = tl.load(rank + row).to(tl.int64)
+    known = tl.where(place >= 0, D, 0)
+    for d in range(0, D, BLOCK):
+        o = d + tl.arange(0, BLOCK)
+        x = tl.load(source + place * D + o, mask=o < known, other=0.0)
+        tl.store(out + row * D + o, x.to(out.dtype.element_ty), mask=o < D)
+
+
+def spread(
+    acc: Tensor,  # (n, D) fp32, packed; where `out` has 16 bits, the end of (2 N, D) of them ...
+    rank: Tensor,  # (N,) int32
+    out: Tensor,  # (N, D), the beginning of the same memory
+) -> None:
+    """Round the packed sum into every token's row, in place.
+
+    Token s comes at place i ≥ s − (N − n), so its fp32 row begins at or behind row 2 s of `out`.
+    Rows [a, b) can thus be written while b ≤ 2 a: in ever larger pieces, the first from a copy."""
+    n, d = out.shape
+    block = min(1024, triton.next_power_of_2(d))
+    if out.dtype == torch.float32:
+        pieces = [(acc, 0, n)]
+    else:
+        done = min(n, 64)
+        pieces = [(acc[:done].clone(), 0, done)]
+        while done < n:
+            pieces.append((acc, done, min(2 * done, n)))
+            done = pieces[-1][2]
+    for source, first, stop in pieces:
+        spread_kernel[(stop - first,)](source, rank, out, first, d, BLOCK=block)
 
 
 class Exact:
-    """The gradients of one super-block, whose tokens are in the caller's order."""
+    """The gradients of one super-block's packed tokens."""
 
     def __init__(
         self,
-        hidden: Tensor,  # (N, D)
+        hidden: Tensor,  # (n, D)
         weight: Tensor,  # (V, D)
         bias: Tensor | None,
-        labels: Tensor,  # (N,) int32, -1 where there is no valid token
-        lse: Tensor,  # (N,) fp32, base 2
-        token: Tensor,  # (N,) fp32, g_i, 0 where there is no valid token
+        labels: Tensor,  # (≥ n,) int32, -1 where there is no valid token
+        target: Tensor,  # (≥ n,) fp32, the target's logit in nats
+        lse: Tensor,  # (≥ n,) fp32, base 2
+        token: Tensor,  # (n,) fp32, g_i, 0 where there is no valid token
+        of_lse: Tensor | None,  # (n,) fp32, h_i, likewise
         options: Options,
         tiles: Tiles,
-        needs: tuple[bool, bool, bool],  # gradients of hidden, weight and bias
         regions: Regions,
-        stored: Stored | None,  # `far` and `target` of these tokens
+        stored: Stored | None,
     ) -> None:
         self.hidden, self.weight, self.bias = hidden, weight, bias
-        self.labels, self.lse, self.options, self.tiles = labels, lse, options, tiles
+        self.labels, self.target, self.lse = labels, target, lse
+        self.token, self.of_lse = token, of_lse
+        self.options, self.tiles = options, tiles
         self.regions, self.stored = regions, stored
-        self.bounded = bounded(hidden, needs)
-        self.half = hidden.dtype == torch.float16
-        # S of fp16 inputs needs more range than fp16 has; bf16 and fp32 take g as it is
-        self.gain = 256.0 if self.half else 1.0
-        self.top = token.abs().amax().clamp(min=1e-30) if self.half else None
-        self.token = token / self.top if self.half else token
         self.thin = max(tiles.rows // 4, 1)  # tokens a tile of the conversion
-        needed = regions.near + regions.far < len(weight) or regions.near
-        self.space = hidden.new_empty(len(hidden), regions.chunk if needed else 0)
-        self.partial = None
+        apart = stored is not None and stored.apart
+        self.space = hidden.new_empty(len(hidden), 0 if apart else regions.chunk)
 
     def backward(
         self,
-        d_hidden: Tensor | None,  # (N, D), or (2 N, D), of which half is for the sum: `with_sum`
+        acc: Tensor | None,  # (n, D) fp32, written
         d_weight: Tensor | None,  # (V, D), written, or added to
-        d_bias: Tensor | None,  # (V,) fp32, added to
         accumulate: bool,
     ) -> None:
-        if d_hidden is not None:
-            acc = d_hidden.view(-1).view(torch.float32).view(self.hidden.shape).zero_()
-        if d_bias is not None:
-            blocks = cdiv(len(self.hidden), self.thin)
-            self.partial = torch.empty(blocks, self.regions.chunk, device=d_bias.device)
-        idle = None if accumulate or self.bounded else d_weight
-        for start, stop, part, sums in self.parts(idle):
+        if acc is not None:
+            acc.zero_()
+        for start, stop, part in self.parts(None if accumulate else d_weight):
             if d_weight is not None:
-                self.into_weight(d_weight[start:stop], part, accumulate)
-            if d_hidden is not None:
+                if accumulate:
+                    d_weight[start:stop].addmm_(part.T, self.hidden)
+                else:
+                    torch.mm(part.T, self.hidden, out=d_weight[start:stop])
+            if acc is not None:
                 add_product(acc, part, self.weight[start:stop])
-            if d_bias is not None:
-                column = sums[:, : stop - start].sum(0) / (self.options.logit_scale or 1.0)
-                d_bias[start:stop] += column * self.top if self.half else column
-        if d_hidden is not None:
-            if self.half:
-                acc *= self.top / self.gain
-            narrow(acc, d_hidden)
 
-    def parts(self, idle: Tensor | None) -> Iterator[tuple[int, int, Tensor, Tensor | None]]:
-        """S by chunks [start, stop), each until the next is asked for, with its column sums.
+    def parts(self, idle: Tensor | None) -> Iterator[tuple[int, int, Tensor]]:
+        """S by chunks [start, stop), each until the next is asked for.
 
         `idle` is the weight gradient, in whose memory logits and S may lie where rows are not yet
         written. Logits take up N numbers an entry and gradients D, so stored logits are consumed
         from that end from which a piece and those before it make room for their gradients."""
-        regions, v, kept = self.regions, len(self.weight), self.stored
-        n, d = self.hidden.shape
-        near, done = min(regions.near, v), 0
-        if kept is not None and kept.near is not None:
-            done = near
-            for first, last in regions.pieces() if n >= d else reversed(regions.pieces()):
-                logits = kept.near[n * first : n * last].view(n, last - first)
-                stays = last * d <= first * n or first * d >= last * n
+        v, kept, done = len(self.weight), self.stored, 0
+        n, d = len(self.hidden), self.hidden.shape[1]
+        if kept is not None:
+            rows, pieces = kept.regions.rows, kept.regions.pieces()
+            done = min(kept.regions.near, v)
+            for first, last in pieces if rows >= d else reversed(pieces):
+                logits = kept.piece(first, last, n)
+                stays = kept.apart or last * d <= first * rows or first * d >= last * rows
                 out = logits.view(self.hidden.dtype) if stays else self.space
                 stop = min(last, v)
-                yield first, stop, self.convert(logits, out, first, stop), self.partial
-        far = near if kept is None or kept.far is None else min(near + regions.far, v)
-        size = regions.chunk if self.bounded else max(regions.far, 1)
-        for start, stop in chunks(near, far, size):
-            logits = kept.far[:, start - near : stop - near]
-            part = self.convert(logits, logits.view(self.hidden.dtype), start, stop)
-            yield start, stop, part, self.partial
-        sums = None if self.partial is None else self.partial[: cdiv(n, self.tiles.rows)]
-        for start, stop in chunks(done, near, regions.chunk):
-            yield start, stop, self.recompute(start, stop, self.space), sums
-        while far < v:
-            out = self.space if idle is None else self.end(idle, far)
-            stop = min(far + out.shape[1], v)
-            yield far, stop, self.recompute(far, stop, out), sums
-            far = stop
+                yield first, stop, self.convert(logits, out, first, stop)
+        while done < v:
+            out = self.space if idle is None else self.end(idle, done)
+            stop = min(done + out.shape[1], v)
+            yield done, stop, self.recompute(done, stop, out)
+            done = stop
 
     def end(self, idle: Tensor, done: int) -> Tensor:
         """Memory for S of the entries that follow: at the end of dC, so that its rows up to theirs
@@ -281,23 +282,22 @@ class Exact:
         wide = min(self.tiles.width, 256)
         convert_kernel[(cdiv(stop - start, wide), cdiv(len(self.hidden), self.thin))](
             logits,
-            self.stored.target,
+            self.target,
             self.labels,
             self.lse,
             self.token,
+            self.of_lse,
             out,
-            self.partial,
             len(self.hidden),
             len(self.weight),
             start,
             logits.stride(0),
             out.stride(0),
-            self.regions.chunk,
             *self.numbers(),
             ROWS=self.thin,
             WIDTH=wide,
             SOFTCAP=self.options.softcap is not None,
-            NEED_BIAS=self.partial is not None,
+            HAS_LSE=self.of_lse is not None,
         )
         return out[:, : stop - start]
 
@@ -312,8 +312,8 @@ class Exact:
             self.labels,
             self.lse,
             self.token,
+            self.of_lse,
             out,
-            self.partial,
             len(hidden),
             len(weight),
             start,
@@ -321,7 +321,6 @@ class Exact:
             hidden.stride(0),
             weight.stride(0),
             out.stride(0),
-            self.regions.chunk,
             *self.numbers(),
             D=hidden.shape[1],
             ROWS=tiles.rows,
@@ -329,7 +328,7 @@ class Exact:
             DEPTH=tiles.depth,
             HAS_BIAS=self.bias is not None,
             SOFTCAP=self.options.softcap is not None,
-            NEED_BIAS=self.partial is not None,
+            HAS_LSE=self.of_lse is not None,
             TMA=tma,
             FLATTEN=tma or INTERPRETED,
             PRECISION=tiles.precision,
@@ -338,34 +337,11 @@ class Exact:
         )
         return out[:, : stop - start]
 
-    def numbers(self) -> tuple[float, float, float, float]:
-        """Smoothing, logit scale, softcap and gain, as the kernels take them."""
+    def numbers(self) -> tuple[float, float, float]:
+        """Smoothing, logit scale and softcap, as the kernels take them."""
         o = self.options
         scale = 1.0 if o.logit_scale is None else o.logit_scale
-        return o.label_smoothing, scale, o.softcap or 1.0, self.gain
-
-    def into_weight(self, out: Tensor, part: Tensor, accumulate: bool) -> None:
-        """out = Sᵀ E of these entries, or out += Sᵀ E."""
-        if self.half:
-            full = product_fp32(part.T, self.hidden) * (self.top / self.gain)
-            out.copy_(full + out if accumulate else full)
-        elif accumulate:
-            out.addmm_(part.T, self.hidden)
-        else:
-            torch.mm(part.T, self.hidden, out=out)
-
-
-def chunks(start: int, stop: int, size: int) -> list[tuple[int, int]]:
-    return [(i, min(i + size, stop)) for i in range(start, stop, size)]
-
-
-def product_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """a · b in fp32, also from half-precision factors where this PyTorch can."""
-    if a.dtype == torch.float32:
-        return a @ b
-    if a.is_cuda and MIXED:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float() if a.dtype == torch.float16 else (a @ b).float()
+        return o.label_smoothing, scale, o.softcap or 1.0
 
 
 def add_product(
@@ -377,30 +353,4 @@ def add_product(
     if a.dtype != torch.float32 and a.is_cuda and MIXED:
         torch.ops.aten.addmm.dtype_out(acc, a, b, torch.float32, out=acc)
     else:
-        acc += product_fp32(a, b)
-
-
-def with_sum(like: Tensor, rows: int) -> Tensor:
-    """Memory for a gradient (N, D), its first N rows, in which `rows` tokens at a time are summed
-    in fp32: twice their own size, so that each super-block reaches into the next one's rows."""
-    n = len(like)
-    return like.new_empty(n if like.dtype == torch.float32 else n + min(n, rows), like.shape[1])
-
-
-def narrow(
-    acc: Tensor,  # (N, D) fp32
-    out: Tensor,  # the same memory; its first (N, D) are written
-) -> None:
-    """Round the sum in place: rows in ever larger pieces, each into memory that is read out."""
-    if out.dtype == torch.float32:
-        return
-    n = len(acc)
-    done = min(n, 64)
-    out[:done] = acc[:done].to(out.dtype)
-    while done < n:
-        stop = min(2 * done, n)
-        out[done:stop] = acc[done:stop]
-        done = stop
-
-
-MIXED = "dtype_out" in torch.ops.aten.addmm.overloads()
+        acc += (a @ b).float()

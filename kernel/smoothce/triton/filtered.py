@@ -49,7 +49,6 @@ def backward(
     tiles: Tiles,
     d_hidden: Tensor | None,  # (N, D), the super-block's tokens are written
     d_weight: Tensor | None,  # (V, D) contiguous, written, or added to
-    d_bias: Tensor | None,  # (V,) fp32, added to
     accumulate: bool,
 ) -> None:
     """Gradients of one super-block, as in this module's equations."""
@@ -58,8 +57,6 @@ def backward(
     device = hidden.device
     need_weight, need_hidden = d_weight is not None, d_hidden is not None
     smoothing, capped = options.label_smoothing, options.softcap is not None
-    # S of fp16 inputs needs more range than fp16 has
-    gain = 256.0 if hidden.dtype == torch.float16 else 1.0
     common = {
         "D": d,
         "SOFTCAP": capped,
@@ -68,9 +65,8 @@ def backward(
         "num_warps": tiles.warps,
     }
 
-    rank_one = torch.empty(blocks, d, device=device) if need_weight or d_bias is not None else None
+    rank_one = torch.empty(blocks, d, device=device) if need_weight else None
     lean = torch.empty(blocks, d, device=device) if need_weight and capped else rank_one
-    mass_sum = torch.empty(2, blocks, device=device)
     if rank_one is not None:
         block_sums_kernel[(cdiv(blocks, tiles.wide), cdiv(d, tiles.slice))](
             hidden,
@@ -80,34 +76,31 @@ def backward(
             tokens.count,
             rank_one,
             lean,
-            mass_sum,
             hidden.stride(0),
             padded,
             blocks,
-            gain,
             WIDE=tiles.wide,
             SLICE=tiles.slice,
             STEP=tiles.step,
-            NEED_BIAS=d_bias is not None,
             num_stages=tiles.kept_stages,
             **common,
         )
 
     most = cdiv(padded + 2, tiles.kept_rows)
-    ring = min(max(tiles.ring, most), blocks * most)
+    ring = max(tiles.ring, most)
     slices = cdiv(d, tiles.slice) if need_weight else 0
     ring_s = hidden.new_empty(ring * tiles.kept_rows if need_weight else 0, tiles.width)
     ring_rows = torch.empty(len(ring_s), device=device, dtype=torch.int32)
     profile = torch.empty(2, v, device=device)
+    mean_offset = (tokens.mean.data_ptr() - hidden.data_ptr()) // hidden.element_size()
     acc, head = None, blocks
     if need_hidden:
         borrow = None if accumulate else d_weight
         acc, head = accumulator(
             (padded + blocks + (blocks if capped else 1), d), borrow, blocks, tiles, device
         )
-    kept_bias = torch.zeros(v, device=device) if d_bias is not None else None
 
-    def run(phase: int, into_hidden: bool, into_bias: bool) -> None:
+    def run(phase: int, into_hidden: bool) -> None:
         queue = schedule(plan.kept, padded, slices, tiles, ring, phase, head)
         counters = torch.zeros(1 + 2 * blocks, device=device, dtype=torch.int32)
         queue_kernel[(programs(device),)](
@@ -140,8 +133,7 @@ def backward(
             scale.total,
             acc,
             d_weight,
-            kept_bias,
-            (tokens.mean.data_ptr() - hidden.data_ptr()) // hidden.element_size(),
+            mean_offset,
             hidden.stride(0),
             weight.stride(0),
             padded,
@@ -150,7 +142,8 @@ def backward(
             smoothing,
             options.logit_scale if options.logit_scale is not None else 1.0,
             options.softcap or 1.0,
-            gain,
+            # whether rows of `hidden` and the mean are whole pieces of 8 numbers apart
+            ALIGNED=mean_offset % 8 == 0 and hidden.stride(0) % 8 == 0,
             ROWS=tiles.kept_rows,
             WIDTH=tiles.width,
             DEPTH=tiles.kept_depth,
@@ -162,15 +155,13 @@ def backward(
             RAGGED=v % tiles.width != 0,
             NEED_HIDDEN=into_hidden,
             NEED_WEIGHT=need_weight,
-            NEED_BIAS=into_bias,
             ACCUMULATE=accumulate,
-            UNBIASED=options.filter_unbiased,
             TMA=tiles.tma,
             num_stages=tiles.kept_stages,
             **common,
         )
 
-    run(1 if head < blocks else 0, need_hidden, d_bias is not None)
+    run(1 if head < blocks else 0, need_hidden)
     if need_hidden:
         profiles = acc[padded : padded + blocks].to(hidden.dtype)
         evens = acc[padded + blocks :]
@@ -192,7 +183,6 @@ def backward(
             d_hidden.stride(0),
             smoothing,
             v,
-            gain,
             ROWS=tiles.rows,
             SLICE=tiles.slice,
             STEP=tiles.step,
@@ -201,12 +191,4 @@ def backward(
         )
     if head < blocks:
         # the accumulator is read out, so the blocks whose gradient it lay in can be written
-        run(2, False, False)
-    if d_bias is not None:
-        spread = mass_sum[0].repeat_interleave(tiles.width)[:v] * profile[0]
-        if capped:
-            even = mass_sum[1].repeat_interleave(tiles.width)[:v]
-        else:
-            even = tokens.count if scale.token is None else scale.token.sum()
-        kept_bias += spread - smoothing / v * even * profile[1]
-        d_bias += kept_bias * (scale.top / (options.logit_scale or 1.0))
+        run(2, False)

@@ -15,7 +15,7 @@ from torch import Tensor
 from smoothce.options import Options
 from smoothce.triton.logits import LOG2E, base2_logits, product
 from smoothce.triton.prepare import Tokens
-from smoothce.triton.stored import PIECES, Stored, store_logits
+from smoothce.triton.stored import PIECES, Regions, Stored, store_logits
 from smoothce.triton.tiles import INTERPRETED, Tiles, cdiv, descriptor, programs
 
 
@@ -66,7 +66,7 @@ def share(program, n, group, n_blocks, workers, ROWS: tl.constexpr, GROUP: tl.co
     return start, n_rows, cut, first, last, begin, step
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["growth", "stored_rows"])
 def forward_kernel(
     e_desc,
     c_desc,
@@ -78,16 +78,12 @@ def forward_kernel(
     part_sum,
     part_z,
     padded,
-    order,
     targets,
-    kept,
+    memory,
     near,
     chunk,
-    near_rows,
-    far_offset,
-    far,
-    n_order,
-    N,
+    growth,
+    stored_rows,
     stride_e,
     stride_c,
     V,
@@ -105,7 +101,6 @@ def forward_kernel(
     SUM: tl.constexpr,
     STATISTICS: tl.constexpr,
     STORE: tl.constexpr,
-    GROWTH: tl.constexpr,
     PIECES: tl.constexpr,
     TMA: tl.constexpr,
     FLATTEN: tl.constexpr,
@@ -126,10 +121,8 @@ def forward_kernel(
             m = tl.full((ROWS,), -float("inf"), tl.float32)
             s = tl.zeros((ROWS,), tl.float32)
             z = tl.zeros((ROWS,), tl.float32)
-            source = rows
             target = s
             if STORE:
-                source = tl.load(order + rows, mask=rows < n_order, other=-1)
                 target = tl.load(targets + rows) * LOG2E
             # flattened, so that the next tile's loads start during this tile's exponentials
             for block in (tl.range if FLATTEN else range)(first, last, flatten=True):
@@ -178,17 +171,15 @@ def forward_kernel(
                     z_t = x * factor - target[:, None]
                     store_logits(
                         z_t,
-                        kept,
-                        source,
+                        memory,
+                        rows,
+                        n,
                         block,
                         near,
                         chunk,
-                        near_rows,
-                        far_offset,
-                        far,
-                        N,
+                        growth,
+                        stored_rows,
                         WIDTH,
-                        GROWTH,
                         PIECES,
                     )
                 m = new
@@ -198,7 +189,7 @@ def forward_kernel(
             tl.store(part_z + o, z)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_order"])
 def finish_kernel(
     part_max,
     part_sum,
@@ -209,7 +200,6 @@ def finish_kernel(
     lse,
     losses,
     full_lse,
-    full_target,
     n_order,
     smoothing,
     V,
@@ -217,7 +207,6 @@ def finish_kernel(
     workers,
     ROWS: tl.constexpr,
     SUM: tl.constexpr,
-    STORE: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     """Join a token block's segments into log-sum-exp and loss."""
@@ -252,9 +241,7 @@ def finish_kernel(
     known = rows < n_order
     source = tl.load(order + rows, mask=known, other=0)
     tl.store(losses + source, tl.where(valid, loss, 0.0), mask=known)
-    tl.store(full_lse + source, tl.where(valid, total, float("inf")), mask=known)
-    if STORE:
-        tl.store(full_target + source, z_y * LOG2E, mask=known)
+    tl.store(full_lse + source, tl.where(valid, total / 1.4426950408889634, 0.0), mask=known)
 
 
 def forward(
@@ -267,7 +254,7 @@ def forward(
     statistics: bool,
     losses: Tensor,  # (N,) fp32 in nats, written at the super-block's tokens
     full_lse: Tensor,  # (N,) fp32, likewise
-    stored: Stored | None = None,  # its logits and targets are likewise written
+    stored: Stored | None = None,  # its logits are written, at the packed tokens' places
 ) -> Statistics:
     """Losses and log-sum-exps of one super-block, with block statistics where the plan needs them.
 
@@ -286,13 +273,7 @@ def forward(
         mass = torch.empty(blocks, padded, device=packed.device, dtype=torch.float16)
         peak = torch.empty_like(mass)
     summed = options.label_smoothing != 0
-    near = far = kept = None
-    offset = 0
-    if stored is not None:
-        near, far = stored.near, stored.far
-        kept = far if near is None else near
-    if near is not None and far is not None:
-        offset = (far.data_ptr() - near.data_ptr()) // near.element_size()
+    plan = Regions(0, 1, 1, 0) if stored is None else stored.regions
     forward_kernel[(workers,)](
         descriptor(packed, [tiles.rows, tiles.depth], tiles.tma),
         descriptor(weight, [tiles.width, tiles.depth], tiles.tma),
@@ -302,16 +283,12 @@ def forward(
         peak,
         *parts,
         padded,
-        tokens.order,
         tokens.target,
-        kept,
-        0 if near is None else stored.regions.near,
-        1 if stored is None else stored.regions.chunk,
-        0 if near is None else stored.regions.rows,
-        offset,
-        0 if far is None else stored.regions.far,
-        len(tokens.order),
-        len(full_lse),
+        None if stored is None else stored.memory,
+        plan.near,
+        plan.chunk,
+        plan.growth,
+        plan.rows,
         packed.stride(0),
         weight.stride(0),
         v,
@@ -328,8 +305,7 @@ def forward(
         PLAIN=bias is None and options.softcap is None and (options.logit_scale or 1.0) > 0,
         SUM=summed,
         STATISTICS=statistics,
-        STORE=kept is not None,
-        GROWTH=1 if stored is None else stored.regions.growth,
+        STORE=stored is not None,
         PIECES=PIECES,
         TMA=tiles.tma,
         FLATTEN=tiles.tma or INTERPRETED,
@@ -347,7 +323,6 @@ def forward(
         lse,
         losses,
         full_lse,
-        None if kept is None else stored.target,
         len(tokens.order),
         options.label_smoothing,
         v,
@@ -355,7 +330,6 @@ def forward(
         workers,
         ROWS=tiles.rows,
         SUM=summed,
-        STORE=kept is not None,
         GROUP=group,
     )
     return Statistics(lse, mass, peak)

@@ -1,4 +1,10 @@
-"""The autograd function: super-blocks of tokens, when their gradients are made, what is kept."""
+"""The autograd function, and the two ways to its gradients: exact and filtered.
+
+Tokens are worked off in super-blocks. The exact way's are slices of the caller's tokens, each with
+its valid tokens packed; how many those are reaches the host while the forward runs, so that the
+backward's products cost nothing for masked tokens. The filtered way's are slices of all tokens with
+the valid ones first, and only the device knows how many are valid.
+"""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -7,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from smoothce.chunked import graph_is_kept
 from smoothce.options import Options
 from smoothce.triton import filtered, stored
-from smoothce.triton.exact import Exact, with_sum
+from smoothce.triton.exact import Exact, spread
 from smoothce.triton.filtered import Scale
 from smoothce.triton.forward import Statistics, forward
 from smoothce.triton.plan import Plan, plan
@@ -18,15 +25,241 @@ from smoothce.triton.scale import scale
 from smoothce.triton.stored import Stored
 from smoothce.triton.tiles import Tiles, cdiv, tiles_for
 
-# What filter_eps="auto" is. Unbiased: AUTO · V^(-1/4), 2^-8.3 at 256,000 entries and 2^-7.6 at
-# 32,768, which gives about the same error for all. Biased: BIASED · V^(1/4), 2^-10.6 at 256,000:
-# what is dropped for good must be little, and all the less the fewer blocks there are.
+# filter_eps="auto" is AUTO · V^(-1/4): 2^-8.3 at 256,000 entries and 2^-7.6 at 32,768, which gives
+# about the same error for all. It was still faster than the exact gradient at 8,192 entries.
 AUTO = 2.0**-8.3 * 256000**0.25
-BIASED = 2.0**-10.6 / 256000**0.25
-# Vocabularies under these sizes have too little to skip: "auto" is exact there. The unbiased filter
-# was still faster at 8,192 entries; the biased one slower at 32,768, faster at 60,160.
-SMALL, SMALL_BIASED = 8192, 49152
+SMALL = 8192  # entries under which there is too little to skip: "auto" is exact
 STATISTICS = 2**25  # bytes of block statistics that a super-block may have
+
+
+class Loss(torch.autograd.Function):
+    """The loss and the log-sum-exps, differentiable once in hidden and weight."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, labels, options, differentiable):
+        needs = tuple(differentiable and need for need in ctx.needs_input_grad[:2])
+        with torch.cuda.device_of(hidden):
+            call = call_for(hidden, weight, bias, labels, options, needs)
+            losses, lse, token_weight, ctx.state = call.forward()
+        ctx.save_for_backward(hidden, weight, bias, labels, token_weight)
+        ctx.options, ctx.needs = options, needs
+        ctx.set_materialize_grads(False)
+        if not options.return_lse:
+            ctx.mark_non_differentiable(lse)
+        if options.reduction == "none":
+            return losses, lse
+        return losses.sum() * token_weight, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream, of_lse):
+        if upstream is None and of_lse is None:
+            return (None,) * 6
+        hidden, weight, bias, labels, token_weight = ctx.saved_tensors
+        device = torch.autocast(hidden.device.type, enabled=False)
+        with torch.cuda.device_of(hidden), device:
+            if upstream is None:
+                upstream = torch.zeros((), device=hidden.device)
+            call = call_for(hidden, weight, bias, labels, ctx.options, ctx.needs)
+            found = call.backward(ctx.state, upstream.float(), token_weight, of_lse)
+        if not graph_is_kept():
+            ctx.state = None
+        return *found, None, None, None, None
+
+
+def call_for(
+    hidden: Tensor,  # (N, D)
+    weight: Tensor,  # (V, D)
+    bias: Tensor | None,
+    labels: Tensor,  # (N,)
+    options: Options,
+    needs: tuple[bool, bool],  # gradients of hidden and weight
+) -> "ExactCall | FilteredCall":
+    eps = threshold(options, len(weight)) if any(needs) else None
+    kind = ExactCall if eps is None else FilteredCall
+    return kind(hidden, weight, bias, labels, options, needs)
+
+
+class Part(NamedTuple):
+    """What the forward leaves of one exact super-block."""
+
+    tokens: Tokens
+    lse: Tensor  # (padded,) base 2
+    rank: Tensor  # (n,) int32
+
+
+class ExactState(NamedTuple):
+    """What the forward leaves for the exact backward; what is handed over becomes the gradients."""
+
+    parts: list[Part]
+    counts: "Counts"
+    weight: list[Tensor]  # the weight gradient to be, until it is handed over
+    stored: Stored | None  # logits of the first super-block
+    made: list[tuple[Tensor | None, Tensor | None]]  # gradients made in the forward, likewise
+
+
+class Counts:
+    """Numbers of valid tokens, on their way to the host: None while a CUDA graph is captured."""
+
+    def __init__(self, counts: list[Tensor]) -> None:
+        self.event, self.host = None, None
+        if not counts or not counts[0].is_cuda:
+            self.host = counts
+        elif not torch.cuda.is_current_stream_capturing():
+            self.host = [count.to("cpu", non_blocking=True) for count in counts]
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def values(self, parts: int) -> list[int | None]:
+        """The numbers. The host waits for their kernel alone, which ran before the forward's."""
+        if self.event is not None:
+            self.event.synchronize()
+        return [None] * parts if self.host is None else [count.item() for count in self.host]
+
+
+class ExactCall:
+    """The exact gradient, as `exact` makes it."""
+
+    def __init__(self, hidden, weight, bias, labels, options, needs) -> None:
+        self.hidden, self.weight, self.bias = hidden, weight, bias
+        self.labels, self.options, self.needs = labels, options, needs
+        self.tiles = tiles_for(hidden, weight)
+        self.at_once = 0
+        if any(needs) and options.reduction != "none" and not options.return_lse:
+            self.at_once = stored.tokens_at_once(
+                hidden, weight, needs, options.workspace, self.tiles
+            )
+        size = self.at_once or stored.TOKENS
+        n = len(labels)
+        self.slices = [slice(start, min(start + size, n)) for start in range(0, n, size)]
+
+    def forward(self) -> tuple[Tensor, Tensor, Tensor, ExactState | None]:
+        """Losses and log-sum-exps in the caller's order, 1 / tokens, and the backward's state."""
+        labels, ignore = self.labels, self.options.ignore_index
+        found = [valid_first(labels[part], ignore) for part in self.slices]
+        one = len(found) == 1
+        token_weight = found[0][3] if one else valid_first(labels, ignore)[3]
+        if self.options.reduction != "mean":
+            token_weight = torch.ones_like(token_weight)
+        losses = self.hidden.new_empty(len(labels), dtype=torch.float32)
+        lse = torch.empty_like(losses)
+        training = any(self.needs)
+        counts = Counts([count for _, _, count, _ in found]) if training else None
+        gradient = kept = gradients = None
+        if training:
+            inputs = self.hidden, self.weight, self.needs, self.at_once, self.tiles
+            gradient, kept = stored.room(*inputs)
+            if self.at_once:
+                gradients = Gradients(self, gradient)
+        parts = []
+        for i, (part, (order, rank, count, _)) in enumerate(zip(self.slices, found, strict=True)):
+            inputs = self.hidden[part], self.weight, self.bias, labels[part], order, count
+            tokens, packed = gather(*inputs, self.options, self.tiles)
+            room = kept if i == 0 or self.at_once else None
+            inputs = packed, self.weight, self.bias, tokens, self.options, self.tiles
+            statistics = forward(*inputs, False, losses[part], lse[part], room)
+            parts.append(Part(tokens, statistics.lse, rank))
+            if gradients is not None:
+                # asked for after the large kernel's launch, so that the device is busy meanwhile
+                n = counts.values(len(self.slices))[i]
+                gradients.add(part, parts[-1], n, token_weight, None, room, packed)
+            del packed
+        if not training:
+            return losses, lse, token_weight, None
+        made = [] if gradients is None else [gradients.result()]
+        left = [gradient] if gradients is None else []
+        return losses, lse, token_weight, ExactState(parts, counts, left, kept, made)
+
+    def backward(
+        self, state: ExactState, upstream: Tensor, token_weight: Tensor, of_lse: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if self.at_once:
+            # the first backward takes what there is, another makes it again
+            made = state.made.pop() if state.made else self.forward()[3].made.pop()
+            for gradient in made:
+                if gradient is not None:
+                    scale(gradient, upstream)
+            return made
+        kept = state.stored if state.weight else None
+        gradients = Gradients(self, state.weight.pop() if state.weight else None)
+        counts = state.counts.values(len(self.slices))
+        token = upstream * token_weight
+        for part, left, n in zip(self.slices, state.parts, counts, strict=True):
+            g = token[part] if token.dim() else token
+            h = None if of_lse is None else of_lse[part]
+            gradients.add(part, left, n, g, h, kept)
+            kept = None
+        return gradients.result()
+
+
+class Gradients:
+    """The exact gradients that are wanted, filled super-block by super-block."""
+
+    def __init__(self, call: ExactCall, weight: Tensor | None) -> None:
+        self.call, self.weight, self.begun = call, weight, False
+        hidden, (n, d) = call.hidden, call.hidden.shape
+        self.wide = hidden.dtype != torch.float32
+        self.memory = None
+        if call.needs[0]:
+            # A super-block's sum is fp32, twice the size of its part of dE: each reaches into the
+            # next one's rows.
+            most = max((part.stop - part.start for part in call.slices), default=0)
+            self.memory = hidden.new_empty(n + most * self.wide, d)
+        if call.needs[1] and weight is None:
+            self.weight = torch.empty_like(call.weight, memory_format=torch.contiguous_format)
+        self.regions = stored.regions_for(hidden, call.weight, call.needs, call.tiles)
+
+    def add(
+        self,
+        where: slice,  # of the caller's tokens
+        part: Part,
+        count: int | None,  # valid tokens; None: as many as there may be
+        token: Tensor,  # fp32, upstream gradient of the losses; () where all are alike
+        of_lse: Tensor | None,  # of the log-sum-exps
+        kept: Stored | None,
+        packed: Tensor | None = None,  # the hidden states, valid ones first
+    ) -> None:
+        call, tokens = self.call, part.tokens
+        size = where.stop - where.start
+        n = size if count is None else count
+        out = acc = None
+        if self.memory is not None:
+            out = self.memory[where.start : where.stop]
+        if n == 0:
+            if out is not None:
+                out.zero_()
+            return
+        hidden, d = call.hidden[where], call.hidden.shape[1]
+        order, labels = tokens.order[:n], tokens.labels[:n]
+        if out is not None and self.wide:
+            room = self.memory[where.start : where.stop + size]
+            acc = room.view(-1).view(torch.float32).view(size, d)[size - n :]
+        elif out is not None:
+            acc = out if count == size else torch.empty_like(hidden[:n])
+        if count != size and packed is not None:
+            hidden = packed[:n]
+        elif count != size:
+            # in what the sum leaves of its memory, where they fit
+            fits = acc is not None and self.wide and 3 * n <= 2 * size
+            hidden = torch.index_select(
+                hidden, 0, order, out=room[:n] if fits else hidden.new_empty(n, d)
+            )
+        g, h = (
+            None if x is None else torch.where(labels >= 0, x[order] if x.dim() else x, 0.0)
+            for x in (token, of_lse)
+        )
+        inputs = hidden, call.weight, call.bias, tokens.labels, tokens.target, part.lse, g, h
+        settings = call.options, call.tiles, self.regions, kept
+        Exact(*inputs, *settings).backward(acc, self.weight, self.begun)
+        self.begun = True
+        if acc is not None and acc is not out:
+            spread(acc, part.rank, out)
+
+    def result(self) -> tuple[Tensor | None, Tensor | None]:
+        if self.weight is not None and not self.begun:
+            self.weight.zero_()
+        hidden = None if self.memory is None else self.memory[: len(self.call.hidden)]
+        return hidden, self.weight
 
 
 class Block(NamedTuple):
@@ -37,132 +270,78 @@ class Block(NamedTuple):
     plan: Plan
 
 
-class Loss(torch.autograd.Function):
-    """The loss, differentiable once in hidden, weight and bias."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, options, differentiable):
-        needs = tuple(differentiable and need for need in ctx.needs_input_grad[:3])
-        call = Call(hidden, weight, bias, labels, options, needs)
-        losses, lse, ctx.blocks, ctx.gradients, ctx.stored = call.forward()
-        ctx.save_for_backward(hidden, weight, bias, labels, lse, call.token_weight)
-        ctx.options, ctx.needs = options, needs
-        if options.reduction == "none":
-            return losses
-        return losses.sum() * call.token_weight if options.reduction == "mean" else losses.sum()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, upstream):
-        hidden, weight, bias, labels, lse, token_weight = ctx.saved_tensors
-        call = Call(hidden, weight, bias, labels, ctx.options, ctx.needs)
-        call.token_weight = token_weight
-        upstream = upstream.float()
-        if call.early:
-            # handed over, not kept: the first backward takes them, another makes them again
-            gradients, ctx.gradients = ctx.gradients or call.forward()[3], None
-            gradients.scale(upstream)
-        elif call.eps is None:
-            # handed over as well: what is stored becomes the gradients
-            kept, ctx.stored = ctx.stored, None
-            gradients = call.exact(lse, upstream, kept)
-        else:
-            gradients = call.filtered(ctx.blocks, upstream)
-        return *gradients.result(), None, None, None
+class FilteredState(NamedTuple):
+    blocks: list[Block]
+    made: list["FilteredGradients"]  # gradients made in the forward, until they are handed over
 
 
-class Call:
-    """One call's inputs, and the decisions that follow from them alone."""
+class FilteredCall:
+    """The filtered gradient, as `filtered` makes it."""
 
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        options: Options,
-        needs: tuple[bool, bool, bool],
-    ) -> None:
+    def __init__(self, hidden, weight, bias, labels, options, needs) -> None:
         self.hidden, self.weight, self.bias = hidden, weight, bias
         self.labels, self.options, self.needs = labels, options, needs
         self.tiles = tiles_for(hidden, weight)
-        self.eps = threshold(options, len(weight)) if any(needs) else None
-        filtering = self.eps is not None
-        self.size = stored.TOKENS
-        if filtering:
-            self.size = super_block(len(labels), len(weight), self.tiles)
+        self.eps = threshold(options, len(weight))
+        self.size = super_block(len(labels), len(weight), self.tiles)
         # One super-block's statistics fit in the memory bound, several blocks' do not: then a
         # reduced loss, whose upstream gradient is one factor, makes its gradients on the way.
-        reduced = options.reduction != "none"
-        self.early = filtering and reduced and len(labels) > self.size
-        if not filtering and any(needs) and reduced:
-            inputs = hidden, weight, needs, options.workspace, self.tiles
-            at_once = stored.tokens_at_once(*inputs)
-            self.early, self.size = at_once > 0, at_once or self.size
-
-    def valid_first(self) -> tuple[Tensor, Tensor]:
-        """All tokens' order and how many are valid; `token_weight` follows from it."""
-        order, count, weight = valid_first(self.labels, self.options.ignore_index)
-        self.token_weight = weight if self.options.reduction == "mean" else torch.ones_like(weight)
-        return order, count
+        self.early = options.reduction != "none" and len(labels) > self.size
 
     def blocks(
-        self, statistics: bool, losses: Tensor, lse: Tensor, kept: Stored | None = None
+        self, losses: Tensor, lse: Tensor, order: Tensor, count: Tensor
     ) -> Iterator[tuple[Tokens, Statistics]]:
         """The forward, super-block by super-block, valid tokens first."""
-        order, count = self.valid_first()
         inputs = self.hidden, self.weight, self.bias
-        for part in self.parts():
-            own = order[part]
-            inside = count if len(own) == len(order) else (count - part.start).clamp(0, len(own))
+        for start in range(0, len(order), self.size):
+            own = order[start : start + self.size]
+            inside = count if len(own) == len(order) else (count - start).clamp(0, len(own))
             tokens, packed = gather(*inputs, self.labels, own, inside, self.options, self.tiles)
-            settings = tokens, self.options, self.tiles, statistics, losses, lse, kept
+            settings = tokens, self.options, self.tiles, True, losses, lse
             found = forward(packed, *inputs[1:], *settings)
-            if statistics:  # after the large kernel's launch, so that the host's work is hidden
-                tokens = tokens.with_mean(packed, self.tiles)
+            # after the large kernel's launch, so that the host's work is hidden
+            tokens = tokens.with_mean(packed, self.tiles)
             del packed
             yield tokens, found
             del tokens, found  # before the next super-block takes its memory
 
-    def forward(
-        self,
-    ) -> tuple[Tensor, Tensor, list[Block], "Gradients | None", Stored | None]:
-        """Losses and log-sum-exps in the caller's order, and what the backward will need."""
+    def forward(self) -> tuple[Tensor, Tensor, Tensor, FilteredState]:
+        """Losses and log-sum-exps in the caller's order, 1 / tokens, and the backward's state."""
         losses = self.hidden.new_empty(len(self.labels), dtype=torch.float32)
         lse = torch.empty_like(losses)
+        order, _, count, token_weight = valid_first(self.labels, self.options.ignore_index)
+        if self.options.reduction != "mean":
+            token_weight = torch.ones_like(token_weight)
         blocks: list[Block] = []
-        gradients = Gradients(self) if self.early else None
-        kept = None
-        if self.early and self.eps is None:
-            self.exact_at_once(gradients, losses, lse)
-            return losses, lse, blocks, gradients, kept
-        if self.eps is None and any(self.needs):
-            inputs = self.hidden, self.weight, self.needs
-            kept = stored.room(*inputs, self.options.workspace, self.tiles)
-        for tokens, statistics in self.blocks(self.eps is not None, losses, lse, kept):
-            if self.eps is None:
-                continue
-            unbiased = self.options.filter_unbiased
-            pairs = plan(statistics, tokens, self.eps, unbiased, self.tiles)
-            block = Block(tokens, statistics.lse, pairs)
+        gradients = FilteredGradients(self) if self.early else None
+        for tokens, statistics in self.blocks(losses, lse, order, count):
+            block = Block(tokens, statistics.lse, plan(statistics, tokens, self.eps, self.tiles))
             if gradients is None:
                 blocks.append(block)
             else:
-                gradients.add(block, Scale(self.token_weight, None, tokens.total))
-            del tokens, statistics, pairs, block  # before the next super-block takes its memory
-        return losses, lse, blocks, gradients, kept
+                gradients.add(block, Scale(token_weight, None, tokens.total))
+            del tokens, statistics, block  # before the next super-block takes its memory
+        made = [] if gradients is None else [gradients]
+        return losses, lse, token_weight, FilteredState(blocks, made)
 
-    def filtered(self, blocks: list[Block], upstream: Tensor) -> "Gradients":
-        gradients = Gradients(self)
-        for block in blocks:
-            gradients.add(block, self.scale(block, upstream))
-        return gradients
+    def backward(
+        self, state: FilteredState, upstream: Tensor, token_weight: Tensor, of_lse: None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if self.early:
+            # the first backward takes what there is, another makes it again
+            gradients = state.made.pop() if state.made else self.forward()[3].made.pop()
+            gradients.scale(upstream)
+        else:
+            gradients = FilteredGradients(self)
+            for block in state.blocks:
+                gradients.add(block, self.scale(block, upstream, token_weight))
+        return gradients.result()
 
-    def scale(self, block: Block, upstream: Tensor) -> Scale:
+    def scale(self, block: Block, upstream: Tensor, token_weight: Tensor) -> Scale:
         """The upstream gradient as the kernels take it."""
         tokens = block.tokens
         if self.options.reduction != "none":
-            return Scale(upstream * self.token_weight, None, tokens.total)
+            return Scale(upstream * token_weight, None, tokens.total)
         order = tokens.order.long()
         g = torch.where(tokens.labels[: len(order)] >= 0, upstream[order], 0.0)
         top = g.abs().amax().clamp(min=1e-30)
@@ -174,135 +353,44 @@ class Call:
             total += token[i : i + len(part)] @ self.hidden[part].float()
         return Scale(top, token, total)
 
-    def exact(self, lse: Tensor, upstream: Tensor, kept: Stored | None) -> "Gradients":
-        gradients = Gradients(self, kept)
-        valid = self.options.valid(self.labels)
-        token = (upstream * self.token_weight).expand(valid.shape)
-        inputs = self.hidden, self.weight, self.needs
-        if kept is None:
-            regions = stored.regions(*inputs, self.options.workspace, self.tiles)
-            regions = regions._replace(near=0, far=0)
-        else:
-            regions = kept.regions
-        for part in self.parts():
-            inside = None if kept is None else kept.part(part)
-            gradients.add_exact(part, lse[part], token[part], regions, inside)
-        return gradients
 
-    def exact_at_once(self, gradients: "Gradients", losses: Tensor, lse: Tensor) -> None:
-        """Losses and, up to the upstream factor, gradients, with all logits of a super-block."""
-        ignore = self.options.ignore_index
-        self.valid_first()
-        room = stored.room_at_once(self.hidden, self.weight, self.size, self.tiles)
-        for part in self.parts():
-            labels = self.labels[part]
-            inputs = self.hidden[part], self.weight, self.bias, labels
-            tokens, packed = gather(
-                *inputs, *valid_first(labels, ignore)[:2], self.options, self.tiles
-            )
-            kept = room.part(slice(0, len(labels)))
-            settings = tokens, self.options, self.tiles, False, losses[part], lse[part], kept
-            forward(packed, self.weight, self.bias, *settings)
-            del tokens, packed, settings
-            token = self.token_weight.expand(labels.shape)
-            gradients.add_exact(part, lse[part], token, room.regions, kept)
+class FilteredGradients:
+    """The filtered gradients that are wanted, filled super-block by super-block."""
 
-    def parts(self) -> Iterator[slice]:
-        """The super-blocks of tokens."""
-        n = len(self.labels)
-        for start in range(0, n, self.size):
-            yield slice(start, min(start + self.size, n))
-
-
-class Gradients:
-    """The gradients that are wanted, filled super-block by super-block."""
-
-    def __init__(self, call: Call, kept: Stored | None = None) -> None:
-        self.call = call
-        like, needs = {"memory_format": torch.contiguous_format}, call.needs
-        self.hidden = self.with_sum = self.weight = None
-        if needs[0] and call.eps is None:
-            self.with_sum = with_sum(call.hidden, call.size)
-            self.hidden = self.with_sum[: len(call.hidden)]
-        elif needs[0]:
-            self.hidden = torch.empty_like(call.hidden, **like)
-        if needs[1]:
-            self.weight = torch.empty_like(call.weight, **like) if kept is None else kept.weight
-        self.bias = torch.zeros_like(call.bias, dtype=torch.float32) if needs[2] else None
-        self.begun = False
+    def __init__(self, call: FilteredCall) -> None:
+        self.call, self.begun = call, False
+        self.hidden, self.weight = (
+            torch.empty_like(like, memory_format=torch.contiguous_format) if need else None
+            for like, need in zip((call.hidden, call.weight), call.needs, strict=True)
+        )
 
     def add(self, block: Block, scale: Scale) -> None:
-        """One super-block by `filtered.backward`."""
         call = self.call
-        filtered.backward(
-            call.hidden,
-            call.weight,
-            call.bias,
-            block.tokens,
-            block.lse,
-            block.plan,
-            scale,
-            call.options,
-            call.tiles,
-            self.hidden,
-            self.weight,
-            self.bias,
-            accumulate=self.begun,
-        )
-        self.begun = True
-
-    def add_exact(
-        self,
-        part: slice,  # of the tokens
-        lse: Tensor,  # theirs, as all that follows
-        token: Tensor,  # fp32, upstream gradient
-        regions: stored.Regions,
-        kept: Stored | None,
-    ) -> None:
-        """One super-block by `exact`."""
-        call = self.call
-        labels = call.labels[part]
-        valid = call.options.valid(labels)
-        block = Exact(
-            call.hidden[part],
-            call.weight,
-            call.bias,
-            torch.where(valid, labels, -1).to(torch.int32),
-            lse,
-            torch.where(valid, token, 0.0),
-            call.options,
-            call.tiles,
-            call.needs,
-            regions,
-            kept,
-        )
-        d_hidden = self.with_sum
-        if d_hidden is not None:
-            wide = len(d_hidden) > len(call.labels)
-            d_hidden = d_hidden[part.start : part.stop + wide * (part.stop - part.start)]
-        block.backward(d_hidden, self.weight, self.bias, self.begun)
+        inputs = call.hidden, call.weight, call.bias, *block, scale, call.options, call.tiles
+        filtered.backward(*inputs, self.hidden, self.weight, accumulate=self.begun)
         self.begun = True
 
     def scale(self, factor: Tensor) -> None:
-        for gradient in (self.hidden, self.weight, self.bias):
+        for gradient in (self.hidden, self.weight):
             if gradient is not None:
                 scale(gradient, factor)
 
-    def result(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        if not self.begun:
-            for gradient in (self.hidden, self.weight):
-                if gradient is not None:
-                    gradient.zero_()
-        bias = self.bias
-        return self.hidden, self.weight, bias if bias is None else bias.to(self.call.bias.dtype)
+    def result(self) -> tuple[Tensor | None, Tensor | None]:
+        for gradient in (self.hidden, self.weight):
+            if gradient is not None and not self.begun:
+                gradient.zero_()
+        return self.hidden, self.weight
 
 
 def threshold(options: Options, vocabulary: int) -> float | None:
-    """The 2-norm of a block's probabilities below which it may be left out; None: exact."""
+    """The 2-norm of a block's probabilities below which it may be left out; None: exact.
+
+    The filter adds with atomics, in an order that depends on timing, and knows no upstream gradient
+    of the log-sum-exps."""
+    if options.return_lse or torch.are_deterministic_algorithms_enabled():
+        return None
     if options.filter_eps == "auto":
-        if options.filter_unbiased:
-            return AUTO * vocabulary**-0.25 if vocabulary >= SMALL else None
-        return BIASED * vocabulary**0.25 if vocabulary >= SMALL_BIASED else None
+        return AUTO * vocabulary**-0.25 if vocabulary >= SMALL else None
     return options.filter_eps
 
 
@@ -324,15 +412,17 @@ def filter_statistics(
     """What the filter does to these inputs: the share of (token, block) pairs whose gradient is
     computed, kept or drawn, and the mean over valid tokens of the softmax mass in the others, which
     the profiles stand in for. 0-d, on the device."""
-    call = Call(hidden, weight, bias, labels, options, (True, True, False))
     kept = torch.zeros((), device=hidden.device)
     mass = torch.zeros((), device=hidden.device)
-    if call.eps is None:
+    call = call_for(hidden, weight, bias, labels, options, (True, True))
+    if isinstance(call, ExactCall):
         return kept + 1, mass
-    losses = torch.empty(2, len(labels), device=hidden.device)
-    for tokens, statistics in call.blocks(True, *losses):
-        block = plan(statistics, tokens, call.eps, options.filter_unbiased, call.tiles)
-        kept += block.kept.sum()
-        mass += block.mass.clamp(min=0).sum(dtype=torch.float32)
-    valid = options.valid(labels).sum().clamp(min=1)
-    return kept / (valid * cdiv(len(weight), call.tiles.width)), mass / valid
+    with torch.cuda.device_of(hidden):
+        losses, lse = torch.empty(2, len(labels), device=hidden.device)
+        order, _, count, _ = valid_first(labels, options.ignore_index)
+        for tokens, statistics in call.blocks(losses, lse, order, count):
+            block = plan(statistics, tokens, call.eps, call.tiles)
+            kept += block.kept.sum()
+            mass += block.mass.clamp(min=0).sum(dtype=torch.float32)
+        valid = count.clamp(min=1)[0]
+        return kept / (valid * cdiv(len(weight), call.tiles.width)), mass / valid

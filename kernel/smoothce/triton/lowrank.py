@@ -13,18 +13,15 @@ def block_sums_kernel(
     count,
     rank_one,
     lean,
-    mass_sum,
     stride_e,
     padded,
     blocks,
-    gain,
     D: tl.constexpr,
     WIDE: tl.constexpr,
     SLICE: tl.constexpr,
     STEP: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PER_TOKEN: tl.constexpr,
-    NEED_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Σ_i m_ij g_i E_i of WIDE blocks and one slice of D; `lean`: with 1 for a dropped pair."""
@@ -33,8 +30,6 @@ def block_sums_kernel(
     o_d = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
     acc = tl.zeros((WIDE, SLICE), tl.float32)
     flat = tl.zeros((WIDE, SLICE), tl.float32)
-    s_mass = tl.zeros((WIDE,), tl.float32)
-    s_flat = tl.zeros((WIDE,), tl.float32)
     p_m = mass + tl.minimum(j, blocks - 1).to(tl.int64)[:, None] * padded
     # indices are read one step ahead, so that the gathers they lead to can be pipelined
     source = tl.load(order + tl.arange(0, STEP), mask=tl.arange(0, STEP) < n, other=0)
@@ -47,34 +42,27 @@ def block_sums_kernel(
             m_e = m_e & (o_d < D)[None, :]
         p_e = E + source.to(tl.int64)[:, None] * stride_e + o_d[None, :]
         e = tl.load(p_e, mask=m_e, other=0.0)
-        if PER_TOKEN | SOFTCAP | NEED_BIAS | (p.dtype != e.dtype):
+        if PER_TOKEN | SOFTCAP | (p.dtype != e.dtype):
             w = p.to(tl.float32)
             one = tl.where(w > 0.0, 1.0, 0.0)
             if PER_TOKEN:
                 g = tl.load(token + o_i, mask=inside, other=0.0)[None, :]
                 w *= g
                 one *= g
-            acc = tl.dot((w * gain).to(e.dtype), e, acc, input_precision=PRECISION)
+            acc = tl.dot(w.to(e.dtype), e, acc, input_precision=PRECISION)
         else:
             acc = tl.dot(p, e, acc, input_precision=PRECISION)
         if SOFTCAP:
             flat = tl.dot(one.to(e.dtype), e, flat, input_precision=PRECISION)
-        if NEED_BIAS:
-            s_mass += tl.sum(w, 1)
-            s_flat += tl.sum(one, 1)
         source = tl.load(order + o_i + STEP, mask=o_i + STEP < n, other=0)
     m_o = (j < blocks)[:, None] & (o_d < D)[None, :]
     o = j.to(tl.int64)[:, None] * D + o_d[None, :]
-    tl.store(rank_one + o, acc * (1.0 / gain), mask=m_o)
+    tl.store(rank_one + o, acc, mask=m_o)
     if SOFTCAP:
         tl.store(lean + o, flat, mask=m_o)
-    if NEED_BIAS:  # noqa: SIM102 (compile-time)
-        if tl.program_id(1) == 0:
-            tl.store(mass_sum + j, s_mass, mask=j < blocks)
-            tl.store(mass_sum + blocks + j, s_flat, mask=j < blocks)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_order"])
 def hidden_kernel(
     mass,
     order,
@@ -92,7 +80,6 @@ def hidden_kernel(
     stride_o,
     smoothing,
     V,
-    gain,
     D: tl.constexpr,
     ROWS: tl.constexpr,
     SLICE: tl.constexpr,
@@ -134,7 +121,7 @@ def hidden_kernel(
             low *= tl.load(token + r, mask=r < n, other=0.0)[:, None]
         m_a = (r < n)[:, None] & m_d[None, :]
         low += tl.load(acc + r.to(tl.int64)[:, None] * D + o_d[None, :], mask=m_a, other=0.0)
-        low = tl.where((r < n)[:, None], low * (tl.load(top) / gain), 0.0)
+        low = tl.where((r < n)[:, None], low * tl.load(top), 0.0)
     known = r < n_order
     source = tl.load(order + r, mask=known, other=0).to(tl.int64)
     p_o = out + source[:, None] * stride_o + o_d[None, :]

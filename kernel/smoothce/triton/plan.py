@@ -2,7 +2,7 @@
 
 A pair is kept when it holds the target or when √(mass · largest probability), which bounds the
 2-norm of its probabilities, reaches the threshold. The others are drawn with probability
-norm / threshold, so that gradients stay unbiased, or dropped. Kept and drawn pairs become row
+norm / threshold, so that gradients stay unbiased. Kept and drawn pairs become row
 lists; each pair has a coefficient for the low-rank model: 0 if kept, its mass if dropped.
 Everything is decided on the device, and lists take the place of the statistics they are made from.
 """
@@ -69,7 +69,6 @@ def plan_kernel(
     count,
     padded,
     log_eps,
-    UNBIASED: tl.constexpr,
     DRAWN: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -77,19 +76,18 @@ def plan_kernel(
     j = tl.program_id(0)
     n = tl.load(count)
     o_j = j.to(tl.int64) * padded
-    if UNBIASED:
-        # a block where all norms are small must not be left to a handful of draws
-        norms = 0.0
-        most = tl.exp2(log_eps)
-        for i in range(0, padded, BLOCK):
-            o_i = i + tl.arange(0, BLOCK)
-            inside = o_i < padded
-            b = tl.load(mass + o_j + o_i, mask=inside, other=0.0).to(tl.float32)
-            x = tl.load(peak + o_j + o_i, mask=inside, other=0.0).to(tl.float32)
-            total = tl.load(lse + o_i, mask=inside, other=0.0)
-            norm = tl.minimum(tl.exp2(0.5 * (x + b) - total), most)
-            norms += tl.sum(tl.where(o_i < n, norm, 0.0), 0)
-        log_eps = tl.minimum(log_eps, tl.log2(tl.maximum(norms / DRAWN, 1e-30)))
+    # a block where all norms are small must not be left to a handful of draws
+    norms = 0.0
+    most = tl.exp2(log_eps)
+    for i in range(0, padded, BLOCK):
+        o_i = i + tl.arange(0, BLOCK)
+        inside = o_i < padded
+        b = tl.load(mass + o_j + o_i, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(peak + o_j + o_i, mask=inside, other=0.0).to(tl.float32)
+        total = tl.load(lse + o_i, mask=inside, other=0.0)
+        norm = tl.minimum(tl.exp2(0.5 * (x + b) - total), most)
+        norms += tl.sum(tl.where(o_i < n, norm, 0.0), 0)
+    log_eps = tl.minimum(log_eps, tl.log2(tl.maximum(norms / DRAWN, 1e-30)))
     done = 0
     for i in range(0, padded, BLOCK):
         o_i = i + tl.arange(0, BLOCK)
@@ -103,15 +101,12 @@ def plan_kernel(
         keep = (o_i < n) & ((norm >= log_eps) | ((y >= 0) & (y // WIDTH == j)))
         # a dropped pair never reads as kept, however small
         p = tl.maximum(tl.exp2(b - total), 1e-30)
-        if UNBIASED:
-            # 1/w = norm / eps, so that the softmax that is added in the mean is the true one
-            u = draw(total.to(tl.int32, bitcast=True), o_i, j)
-            drawn = u < tl.exp2(norm - log_eps)
-            p = tl.where(drawn, p * (1.0 - tl.exp2(log_eps - norm)), p)
-            drawn = drawn & (o_i < n) & (keep == 0)
+        # 1/w = norm / eps, so that the softmax that is added in the mean is the true one
+        u = draw(total.to(tl.int32, bitcast=True), o_i, j)
+        drawn = u < tl.exp2(norm - log_eps)
+        p = tl.where(drawn, p * (1.0 - tl.exp2(log_eps - norm)), p)
         p = tl.where((o_i < n) & (keep == 0), p, 0.0)
-        if UNBIASED:
-            keep = keep | drawn
+        keep = keep | (drawn & (o_i < n))
         flag = keep.to(tl.int32)
         place = done + tl.cumsum(flag, 0) - flag
         tl.debug_barrier()  # the list overwrites statistics of tokens already read, never others
@@ -121,7 +116,7 @@ def plan_kernel(
     tl.store(kept + j, done)
 
 
-def plan(statistics: Statistics, tokens: Tokens, eps: float, unbiased: bool, tiles: Tiles) -> Plan:
+def plan(statistics: Statistics, tokens: Tokens, eps: float, tiles: Tiles) -> Plan:
     """Turn block statistics, in place, into row lists and coefficients."""
     mass, peak = statistics.mass, statistics.peak
     blocks, padded = mass.shape
@@ -138,10 +133,9 @@ def plan(statistics: Statistics, tokens: Tokens, eps: float, unbiased: bool, til
         tokens.count,
         padded,
         math.log2(eps),
-        UNBIASED=unbiased,
         DRAWN=DRAWN,
         WIDTH=tiles.width,
-        BLOCK=min(1024, triton.next_power_of_2(padded)),
+        BLOCK=1024,
     )
     return Plan(dropped, rows, kept)
 
@@ -255,9 +249,10 @@ def schedule(
     most_tiles = cdiv(padded + 2, tiles.kept_rows)
     reach = max(ring // 2, most_tiles)
     room = blocks * (most_tiles + slices)
-    first, last, readers, read_last, total, owner, items = torch.empty(
-        4 * blocks + 1 + blocks * most_tiles + room, device=kept.device, dtype=torch.int32
-    ).split([blocks] * 4 + [1, blocks * most_tiles, room])
+    first, last, readers, read_last, total, items = torch.empty(
+        4 * blocks + 1 + room, device=kept.device, dtype=torch.int32
+    ).split([blocks] * 4 + [1, room])
+    owner = torch.empty(blocks * most_tiles, device=kept.device, dtype=torch.int32)
     count_kernel[(1,)](
         kept,
         first,

@@ -31,8 +31,8 @@ class Tokens(NamedTuple):
         return self._replace(total=total, mean=mean)
 
 
-@triton.jit
-def order_kernel(labels, order, count, weight, ignore, N, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["N"])
+def order_kernel(labels, order, ranks, count, weight, ignore, N, BLOCK: tl.constexpr):
     n = 0
     for i in range(0, N, BLOCK):
         o = i + tl.arange(0, BLOCK)
@@ -48,22 +48,22 @@ def order_kernel(labels, order, count, weight, ignore, N, BLOCK: tl.constexpr):
         rank = done + tl.cumsum(valid, 0)
         place = tl.where(valid > 0, rank - 1, n + o - rank)
         tl.store(order + place, o, mask=o < N)
+        tl.store(ranks + o, tl.where(valid > 0, rank - 1, -1), mask=o < N)
         done += tl.sum(valid, 0)
 
 
 def valid_first(
     labels: Tensor,  # (N,)
     ignore_index: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The stable order that puts valid tokens first, (N,) int32, their number, (1,) int32, and
-    1 / max(number, 1), 0-d fp32."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The stable order that puts valid tokens first, (N,) int32; each token's place in it, -1 where
+    it is masked; the number of valid ones, (1,) int32, and 1 / max(number, 1), 0-d fp32."""
     order = torch.empty(len(labels), device=labels.device, dtype=torch.int32)
+    rank = torch.empty_like(order)
     count = torch.empty(1, device=labels.device, dtype=torch.int32)
     weight = torch.empty((), device=labels.device, dtype=torch.float32)
-    # two at least: Triton 3.0's to 3.3's interpreter makes a tuple of a scan over a single zero
-    block = min(4096, triton.next_power_of_2(max(len(labels), 2)))
-    order_kernel[(1,)](labels, order, count, weight, ignore_index, len(labels), BLOCK=block)
-    return order, count, weight
+    order_kernel[(1,)](labels, order, rank, count, weight, ignore_index, len(labels), BLOCK=4096)
+    return order, rank, count, weight
 
 
 @triton.jit

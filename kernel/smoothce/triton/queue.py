@@ -50,7 +50,6 @@ def pair_tile(
     profile,
     uniform,
     d_hidden,
-    d_bias,
     mean_offset,
     stride_e,
     stride_c,
@@ -60,8 +59,8 @@ def pair_tile(
     smoothing,
     scale,
     cap,
-    gain,
     D: tl.constexpr,
+    ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -74,8 +73,6 @@ def pair_tile(
     PER_TOKEN: tl.constexpr,
     NEED_HIDDEN: tl.constexpr,
     NEED_WEIGHT: tl.constexpr,
-    NEED_BIAS: tl.constexpr,
-    UNBIASED: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -93,7 +90,7 @@ def pair_tile(
     source = tl.load(order + r, mask=real, other=0)
     # rows past the kept ones read the mean hidden state, at its distance from `hidden`
     offset = tl.where(real, source.to(tl.int64) * stride_e, mean_offset)
-    offset = tl.multiple_of(offset, 8) if D % 8 == 0 else offset
+    offset = tl.multiple_of(offset, 8) if ALIGNED else offset
     v = j * WIDTH + tl.arange(0, WIDTH)
     o_d = tl.arange(0, DEPTH)
     p_e = E + offset[:, None] + o_d[None, :]
@@ -111,15 +108,17 @@ def pair_tile(
     total = tl.load(lse + r, mask=real, other=0.0)
     tail = (index + 1) * ROWS > n
     if tail:
-        # the profile's row is a softmax within the block
+        # the profile's row is a softmax within the block, and 0 where a -inf bias closes all of it
         top = tl.max(x, 1)
-        total = tl.where(real, total, top + tl.log2(tl.sum(tl.exp2(x - top[:, None]), 1)))
+        base = tl.where(top == -float("inf"), 0.0, top)
+        own = base + tl.log2(tl.sum(tl.exp2(x - base[:, None]), 1))
+        own = tl.where(top == -float("inf"), float("inf"), own)
+        total = tl.where(real, total, own)
     y = tl.load(labels + r, mask=real, other=-1)
     s = tl.exp2(x - total[:, None])
-    if UNBIASED:
-        # w from (1 − w) P and this P, so that w P and the low-rank part add up to P exactly
-        low = tl.load(mass + j.to(tl.int64) * padded + r, mask=real, other=0.0).to(tl.float32)
-        s *= (1.0 - low / tl.maximum(tl.sum(s, 1), 1e-30))[:, None]
+    # w from (1 − w) P and this P, so that w P and the low-rank part add up to P exactly
+    low = tl.load(mass + j.to(tl.int64) * padded + r, mask=real, other=0.0).to(tl.float32)
+    s *= (1.0 - low / tl.maximum(tl.sum(s, 1), 1e-30))[:, None]
     s = tl.where(y[:, None] == v[None, :], s - (1.0 - smoothing), s)
     f = slope(x, scale, cap, SOFTCAP)
     if SOFTCAP:
@@ -137,10 +136,7 @@ def pair_tile(
             tl.store(profile + v, tl.sum(tl.where((k == n)[:, None], s, 0.0), 0), mask=v < V)
         if (index * ROWS <= n + 1) & (n + 1 < (index + 1) * ROWS):
             tl.store(uniform + v, tl.sum(tl.where(is_uniform[:, None], s, 0.0), 0), mask=v < V)
-    if NEED_BIAS:
-        column = tl.sum(tl.where(real[:, None], s, 0.0), 0)
-        tl.atomic_add(d_bias + v, column, mask=v < V, sem="relaxed")
-    s = (s * gain).to(E.dtype.element_ty)
+    s = s.to(E.dtype.element_ty)
     if NEED_WEIGHT:
         at = slot * ROWS + tl.arange(0, ROWS)
         tl.store(ring_rows + at, source)
@@ -181,7 +177,6 @@ def weight_share(
     stride_e,
     V,
     smoothing,
-    gain,
     D: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -227,7 +222,7 @@ def weight_share(
             flat = tl.load(lean + j.to(tl.int64) * D + o_d, mask=m_d, other=0.0)
         else:
             flat = tl.load(rows_sum + o_d, mask=m_d, other=0.0)
-        acc = acc * (1.0 / gain) + q[:, None] * low[None, :] - f[:, None] * flat[None, :]
+        acc = acc + q[:, None] * low[None, :] - f[:, None] * flat[None, :]
         acc = acc * factor
         p_w = d_weight + v.to(tl.int64)[:, None] * D + o_d[None, :]
         m_w = (v < V)[:, None] & m_d[None, :]
@@ -237,7 +232,7 @@ def weight_share(
     signal(slices_done + j)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["mean_offset"])
 def queue_kernel(
     items,
     total,
@@ -268,8 +263,7 @@ def queue_kernel(
     rows_sum,
     d_hidden,
     d_weight,
-    d_bias,
-    mean_offset,
+    mean_offset: tl.int64,
     stride_e,
     stride_c,
     padded,
@@ -278,8 +272,8 @@ def queue_kernel(
     smoothing,
     scale,
     cap,
-    gain,
     D: tl.constexpr,
+    ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -293,9 +287,7 @@ def queue_kernel(
     PER_TOKEN: tl.constexpr,
     NEED_HIDDEN: tl.constexpr,
     NEED_WEIGHT: tl.constexpr,
-    NEED_BIAS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
-    UNBIASED: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -331,7 +323,6 @@ def queue_kernel(
                 profile,
                 uniform,
                 d_hidden,
-                d_bias,
                 mean_offset,
                 stride_e,
                 stride_c,
@@ -341,8 +332,8 @@ def queue_kernel(
                 smoothing,
                 scale,
                 cap,
-                gain,
                 D,
+                ALIGNED,
                 ROWS,
                 WIDTH,
                 DEPTH,
@@ -355,8 +346,6 @@ def queue_kernel(
                 PER_TOKEN,
                 NEED_HIDDEN,
                 NEED_WEIGHT,
-                NEED_BIAS,
-                UNBIASED,
                 TMA,
                 PRECISION,
             )
@@ -383,7 +372,6 @@ def queue_kernel(
                     stride_e,
                     V,
                     smoothing,
-                    gain,
                     D,
                     ROWS,
                     WIDTH,

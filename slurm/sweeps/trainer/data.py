@@ -58,20 +58,21 @@ class Examples:
         return np.add.reduceat(inner.astype(np.int64), self.offsets[:-1])
 
     def collate(self, rows: Sequence[int], size: int, pad: int) -> dict[str, Tensor]:
-        """A right-padded batch of `size` rows; missing rows become one token without a target."""
+        """A right-padded batch of `size` rows; missing rows become padding without a target.
+
+        Without a mask: causal tokens never see what follows them, while a window that holds nothing
+        but masked padding makes attention NaN on a GPU.
+        """
         lengths = [int(self.lengths[row]) for row in rows]
         width = max(lengths, default=1)
         ids = torch.full((size, width), pad, dtype=torch.long)
         labels = torch.full((size, width), IGNORE, dtype=torch.long)
-        mask = torch.zeros((size, width), dtype=torch.long)
-        mask[:, 0] = 1
         for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
             span = slice(int(self.offsets[row]), int(self.offsets[row + 1]))
             ids[i, :length] = torch.from_numpy(self.tokens[span].astype(np.int64))
             keep = torch.from_numpy(np.array(self.supervised[span]))
             labels[i, :length] = torch.where(keep, ids[i, :length], IGNORE)
-            mask[i, :length] = 1
-        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        return {"input_ids": ids, "labels": labels}
 
     def pack(
         self, rows: Sequence[int], pad: int, longest: int, multiple: int = 1

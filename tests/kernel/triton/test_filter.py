@@ -8,42 +8,8 @@ from loss_check import DEVICE, error, gradients, inputs, runs_schedule
 
 from smoothce import reference, triton
 from smoothce.options import Options
-from smoothce.triton import function, plan
+from smoothce.triton import function, plan, prepare
 from smoothce.triton.tiles import tiles_for
-
-
-def implied_dlogits(z, labels, eps, beta, width):
-    """The definition: kept blocks as they are, dropped ones as mass times profile."""
-    n, v = z.shape
-    p = z.softmax(1)
-    a = z.mean(0)
-    model = torch.empty_like(p)
-    for start in range(0, v, width):
-        block = slice(start, start + width)
-        has_target = (labels >= start) & (labels < start + width)
-        keep = ((p[:, block].amax(1) * p[:, block].sum(1)).sqrt() >= eps) | has_target
-        dropped = p[:, block].sum(1, keepdim=True) * a[block].softmax(0)
-        model[:, block] = torch.where(keep[:, None], p[:, block], dropped)
-    model[torch.arange(n), labels] -= 1 - beta
-    return (model - beta / v) / n
-
-
-@runs_schedule
-@pytest.mark.parametrize("beta", [0.0, 0.1])
-@pytest.mark.parametrize("eps", [0.01, 0.05, 0.9])
-def test_dropped_blocks_keep_their_mass(eps, beta):
-    v = 150
-    z, _, labels, _ = inputs(45, 1, v, spread=1.0)
-    labels = torch.randint(0, v, (45,), generator=torch.Generator().manual_seed(3)).to(DEVICE)
-    eye = torch.eye(v, device=DEVICE)
-    width = tiles_for(z, eye).width
-    options = Options(label_smoothing=beta, filter_eps=eps, filter_unbiased=False)
-    _, found, d_weight = gradients(triton.loss, z, eye, labels, None, options)
-    expected = implied_dlogits(z, labels, eps, beta, width)
-    # masses are kept with fp16 and bf16 precision, relative to themselves
-    torch.testing.assert_close(found, expected, rtol=8e-3, atol=1e-5 / len(z))
-    torch.testing.assert_close(d_weight, expected.T @ z, rtol=2e-2, atol=2e-4)
-    assert found.sum(1).abs().max() <= 8e-3 * found.abs().sum(1).max()
 
 
 def width_for():
@@ -69,19 +35,18 @@ def test_unbiased_filter_is_right_in_the_mean(eps, options):
     v = 3 * width_for()
     z, labels = copies(n, times, v)
     eye = torch.eye(v, device=DEVICE)
-    both = {}
-    for unbiased in (True, False):
-        settings = Options(label_smoothing=0.1, filter_eps=eps, filter_unbiased=unbiased, **options)
-        upstream = torch.ones(len(z), device=DEVICE) if "reduction" in options else None
-        both[unbiased] = gradients(triton.loss, z, eye, labels, None, settings, upstream)[1:]
+    settings = Options(label_smoothing=0.1, filter_eps=eps, **options)
+    upstream = torch.ones(len(z), device=DEVICE) if "reduction" in options else None
+    both = gradients(triton.loss, z, eye, labels, None, settings, upstream)[1:]
     want = gradients(reference.loss, z, eye, labels, None, settings, upstream)[1:]
-    found = both[True][0].view(times, n, v)
+    found = both[0].view(times, n, v)
     mean, spread = found.mean(0), found.std(0) / times**0.5
     off = (mean - want[0][:n]) / (spread + 1e-3 * want[0][:n].abs() + 1e-9)
     assert off.pow(2).mean() < 2.0  # in standard errors; what fp16 statistics round comes on top
-    biased = both[False][0][:n]
-    assert error(mean, want[0][:n]) < 0.5 * error(biased, want[0][:n])
-    assert error(both[True][1], want[1]) < 0.5 * error(both[False][1], want[1])
+    single = error(found[0], want[0][:n])
+    assert single > 0.01  # else nothing was left out
+    assert error(mean, want[0][:n]) < 0.35 * single
+    assert error(both[1], want[1]) < 0.35 * single
     if "softcap" not in options:  # every token's row sums to zero all the same
         assert found.sum(2).abs().max() <= 8e-3 * found.abs().sum(2).max()
 
@@ -92,12 +57,13 @@ def test_drawn_pairs_and_their_weights(monkeypatch):
     v, eps = 3 * width_for(), 0.2
     z, labels = copies(5, 60, v)
     eye = torch.eye(v, device=DEVICE)
-    call = function.Call(z, eye, None, labels, Options(filter_eps=eps), (True, True, False))
+    call = function.FilteredCall(z, eye, None, labels, Options(filter_eps=eps), (True, True))
     plans = []
     for _ in range(2):
         losses = torch.empty(2, len(labels), device=DEVICE)
-        ((tokens, statistics),) = call.blocks(True, *losses)
-        plans.append(plan.plan(statistics, tokens, eps, True, call.tiles))
+        order, _, count, _ = prepare.valid_first(labels, -100)
+        ((tokens, statistics),) = call.blocks(*losses, order, count)
+        plans.append(plan.plan(statistics, tokens, eps, call.tiles))
     assert torch.equal(plans[0].kept, plans[1].kept)
     assert torch.equal(plans[0].mass, plans[1].mass)
     width = call.tiles.width
@@ -128,25 +94,19 @@ def test_blocks_of_small_norms_are_drawn_from_all_the_same():
     assert abs(kept.item() - (1 + 2 * plan.DRAWN / n) / 3) < 0.05
 
 
-def test_statistics_tell_what_was_dropped():
-    hidden, weight, labels, _ = inputs(45, 150, 16, masked=0.3)
+def test_statistics_tell_what_was_left_out():
+    hidden, weight, labels, _ = inputs(300, 150, 16, masked=0.3)
     for eps in (1e-12, 0.9):
-        options = Options(filter_eps=eps, filter_unbiased=False)
-        kept, mass = triton.filter_statistics(hidden, weight, labels, None, options)
-        drawn = Options(filter_eps=eps)
-        kept_drawn, mass_drawn = triton.filter_statistics(hidden, weight, labels, None, drawn)
-        assert kept_drawn >= kept and mass_drawn <= mass
+        kept, mass = triton.filter_statistics(hidden, weight, labels, None, Options(filter_eps=eps))
         if eps < 1e-6:
             assert kept == 1 and mass == 0
         else:
             p = (hidden @ weight.T).softmax(1)
             valid = labels >= 0
-            width = tiles_for(hidden, weight).width
-            block = labels.clamp(min=0) // width
-            inside = torch.arange(150, device=DEVICE)[None] // width == block[:, None]
-            expected = (p * ~inside).sum(1)[valid].mean()
-            torch.testing.assert_close(mass, expected, rtol=1e-2, atol=1e-3)
-            assert 0 < kept < 1
+            block = labels.clamp(min=0) // tiles_for(hidden, weight).width
+            inside = torch.arange(150, device=DEVICE)[None] // tiles_for(hidden, weight).width
+            most = (p * (inside != block[:, None])).sum(1)[valid].mean()
+            assert 0 < mass < most and 0 < kept < 1
 
 
 @runs_schedule
@@ -185,16 +145,17 @@ def test_queue_items_wait_only_for_earlier_ones(kept, slices, ring):
             slices_done[block] += 1
 
 
-@pytest.mark.parametrize(
-    ("unbiased", "v", "eps"),
-    [
-        (True, 256000, 2**-8.3),
-        (True, 16000, 2**-7.3),
-        (True, 8000, None),
-        (False, 256000, 2**-10.6),
-        (False, 32768, None),
-    ],
-)
-def test_auto_is_exact_where_filtering_would_lose(unbiased, v, eps):
-    found = function.threshold(Options(filter_unbiased=unbiased), v)
+@pytest.mark.parametrize(("v", "eps"), [(256000, 2**-8.3), (16000, 2**-7.3), (8000, None)])
+def test_auto_is_exact_where_filtering_would_lose(v, eps):
+    found = function.threshold(Options(filter_eps="auto"), v)
     assert found == (eps if eps is None else pytest.approx(eps))
+
+
+def test_deterministic_algorithms_have_the_exact_gradient():
+    """The filter's atomics add in an order that depends on timing."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert function.threshold(Options(filter_eps=0.1), 256000) is None
+    finally:
+        torch.use_deterministic_algorithms(before)

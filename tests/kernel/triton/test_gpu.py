@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from loss_check import check, error, gradients, inputs
 
-from smoothce import linear_cross_entropy, triton
+from smoothce import explain, linear_cross_entropy, token_statistics, triton
 from smoothce.options import Options
 
 pytestmark = [
@@ -49,12 +49,118 @@ def test_addresses_past_two_to_the_31(eps):
     assert error(d_weight, want_weight) < bound
 
 
+@pytest.mark.parametrize("masked", [0.0, 0.1, 0.5, 0.95, 1.0])
+@pytest.mark.parametrize("options", [{}, {"workspace": 2**24}, {"reduction": "none"}], ids=str)
+def test_masked_tokens_in_the_exact_gradient(masked, options):
+    """Packed, and spread again in the memory of the sum: all the ways that memory is used."""
+    check(2000, 16384, 512, torch.bfloat16, masked=masked, label_smoothing=0.1, **options)
+
+
+def test_masked_super_blocks():
+    """One of them wholly masked, one not at all."""
+    n, v, d = 20000, 10000, 256
+    hidden, weight, labels, _ = inputs(n, v, d, torch.bfloat16, masked=0.5)
+    labels[8192:16384] = -100
+    labels[:8192].clamp_(min=0)
+    options = Options(label_smoothing=0.1)
+    found = gradients(triton.loss, hidden, weight, labels, None, options)
+    chosen = labels >= 0
+    want = gradients(triton.loss, hidden[chosen], weight, labels[chosen], None, options)
+    torch.testing.assert_close(found[0], want[0], rtol=1e-5, atol=0)
+    assert error(found[1][chosen], want[1]) < 6e-3 and not found[1][~chosen].any()
+    assert error(found[2], want[2]) < 1e-2  # rounded after each super-block
+
+
+def test_masked_tokens_cost_nothing():
+    def milliseconds(masked):
+        hidden, weight, labels, _ = inputs(8192, 65536, 1024, torch.bfloat16, masked=masked)
+        hidden.requires_grad_(), weight.requires_grad_()
+        times = []
+        for _ in range(6):
+            hidden.grad = weight.grad = None
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(3):
+                linear_cross_entropy(hidden, weight, labels, label_smoothing=0.1).backward()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end))
+        return min(times)
+
+    whole = milliseconds(0.0)
+    assert milliseconds(0.5) < 0.65 * whole
+    assert milliseconds(0.75) < 0.45 * whole
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradient_of_the_log_sum_exp(reduction):
+    settings = {"label_smoothing": 0.1, "reduction": reduction, "return_lse": True}
+    hidden, weight, labels, _ = inputs(1000, 8200, 256, torch.bfloat16, masked=0.4)
+
+    def total(hidden, weight, impl):
+        leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
+        loss, lse = linear_cross_entropy(*leaves, labels, impl=impl, **settings)
+        (loss.sum() + 1e-2 * lse.square().sum()).backward()
+        return loss.detach(), lse.detach(), *(leaf.grad for leaf in leaves)
+
+    want = total(hidden.float(), weight.float(), "reference")
+    for found, right in zip(total(hidden, weight, "triton"), want, strict=True):
+        assert error(found, right) < 8e-3
+
+
+def test_token_statistics():
+    hidden, weight, labels, _ = inputs(1000, 50000, 256, torch.bfloat16, masked=0.4)
+    found = token_statistics(hidden, weight, labels)
+    want = token_statistics(hidden.float(), weight.float(), labels, impl="reference")
+    for a, b in zip(found[:3], want[:3], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+    assert (found.argmax == want.argmax).float().mean() > 0.99
+
+
+def test_deterministic_algorithms():
+    hidden, weight, labels, _ = inputs(1000, 16384, 256, torch.bfloat16, masked=0.4)
+    options = Options(label_smoothing=0.1, filter_eps="auto")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        runs = [gradients(triton.loss, hidden, weight, labels, None, options) for _ in range(2)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for a, b in zip(*runs, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("change", [{"dtype": torch.float16}, {"bias": True}], ids=str)
+def test_what_the_kernels_leave_to_others(change):
+    """fp16, whose gradients a scaler's factor must reach unrounded, and a bias that trains."""
+    hidden, weight, labels, bias = inputs(300, 9000, 128, **{"dtype": torch.bfloat16, **change})
+    leaves = [t.requires_grad_() for t in (hidden, weight, bias) if t is not None]
+    assert explain(hidden, weight, bias=bias).startswith("chunked: ")
+    loss = linear_cross_entropy(hidden, weight, labels, bias=bias, label_smoothing=0.1)
+    found = torch.autograd.grad(loss * 1024, leaves)
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    loss = linear_cross_entropy(
+        *wide[:2], labels, bias=(wide[2:] or [None])[0], label_smoothing=0.1, impl="reference"
+    )
+    for a, b in zip(found, torch.autograd.grad(loss * 1024, wide), strict=True):
+        assert error(a, b) < (1e-3 if "dtype" in change else 8e-3)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @EPS
-@pytest.mark.parametrize("workspace", [0, 1_400_000, 2**24])
+def test_inputs_on_another_device_than_the_current(eps):
+    data = [t.to("cuda:1") for t in inputs(500, 9000, 256, torch.bfloat16, masked=0.3)[:3]]
+    options = Options(label_smoothing=0.1, filter_eps=eps)
+    for found in gradients(triton.loss, *data, None, options):
+        assert found.device.index == 1 and torch.isfinite(found).all()
+
+
+@EPS
+@pytest.mark.parametrize("workspace", [0, 2**23])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_nothing_waits_for_the_device(eps, reduction, workspace):
+    """But the exact gradient for an event that precedes the forward's product."""
     hidden, weight, labels, bias = inputs(500, 5000, 256, torch.bfloat16, masked=0.3, bias=True)
-    leaves = [t.requires_grad_() for t in (hidden, weight, bias)]
+    leaves = [hidden.requires_grad_(), weight.requires_grad_(), bias]
 
     def step():
         loss = linear_cross_entropy(
@@ -65,6 +171,7 @@ def test_nothing_waits_for_the_device(eps, reduction, workspace):
             filter_eps=eps,
             reduction=reduction,
             workspace=workspace,
+            impl="triton",
         )
         loss.sum().backward()
 
@@ -76,15 +183,15 @@ def test_nothing_waits_for_the_device(eps, reduction, workspace):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("masked", [0.0, 0.2, 0.6])
 @pytest.mark.parametrize("workspace", [0, 2**26, 2**28, 2**30])
-def test_memory_beyond_the_gradients(workspace, reduction):
-    hidden, weight, labels, _ = inputs(8192, 65536, 1024, torch.bfloat16)
+def test_memory_beyond_the_gradients(workspace, masked):
+    hidden, weight, labels, _ = inputs(8192, 65536, 1024, torch.bfloat16, masked=masked)
     hidden.requires_grad_(), weight.requires_grad_()
 
     def step():
         hidden.grad = weight.grad = None
-        settings = {"filter_eps": None, "workspace": workspace, "reduction": reduction}
+        settings = {"workspace": workspace}
         linear_cross_entropy(hidden, weight, labels, **settings).sum().backward()
 
     step()
