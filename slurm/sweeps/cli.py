@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -258,7 +259,7 @@ def _logs(a: argparse.Namespace) -> int:
             files.append(found.trouble.file)  # what its job printed
         there = [path for path in files if path.exists()]
         for path in there:
-            print("\n".join([f"==> {path} <==", *tail(path, a.lines)]))
+            print("\n".join([f"==> {shown(path)} <==", *tail(path, a.lines)]))
         if not there:
             print(f"{found.name}: has not started")
         if found.trouble:
@@ -348,7 +349,8 @@ def _gc(a: argparse.Namespace) -> int:
     print(f"{counted(len(found), 'run')} that no sweep of {root} holds", end="")
     print(": deleted" if found and a.delete else ": --delete deletes" if found else "")
     if planned.launched and not a.delete:
-        print(f"To give a sweep up, delete its folder: rm -r {shown(planned.folder)}")
+        give_up = shlex.join(["rm", "-r", str(shown(planned.folder))])
+        print(f"To give a sweep up, delete its folder: {give_up}")
     _say(plan.namesakes(planned))
     return 0
 

@@ -55,7 +55,6 @@ class Task(Strict):
     split: str | None = None
     subjects: Seq[str] | None = None
     limit: int | None = Field(None, ge=1)
-    scoring: Literal["letters", "continuation"] | None = None  # None: calibeval's default
 
     @property
     def key(self) -> str:

@@ -18,8 +18,6 @@ def options(task: Task) -> list[str]:
     chosen = ["--task", task.task, "--data", task.data]
     if task.shots is not None:
         chosen += ["--shots", str(task.shots)]
-    if task.scoring is not None:
-        chosen += ["--scoring", task.scoring]
     if task.split is not None:
         chosen += ["--split", task.split]
     if task.subjects is not None:

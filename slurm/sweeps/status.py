@@ -18,6 +18,7 @@ from sweeps.errors import SweepError
 from sweeps.files import read_json, tail
 from sweeps.grid import Cell
 from sweeps.locks import held
+from sweeps.provenance import shown
 from sweeps.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -258,5 +259,5 @@ def troubles(statuses: list[Status], retry: str) -> str:
         lines.append(f"{first.name}{count}: {first.trouble.cause}")
         lines += [f"    | {line}" for line in first.trouble.lines]
         if first.trouble.file:
-            lines.append(f"    {first.trouble.file}")
+            lines.append(f"    {shown(first.trouble.file)}")
     return "\n".join([*lines, f"Once that is mended: {retry}"]) if lines else ""

@@ -145,7 +145,7 @@ def _setup(cluster: Cluster, places: Places, nodes: int = 1) -> list[str]:
     ]
     if cluster.modules:
         lines.append("command -v module >/dev/null || . /etc/profile")
-        lines.append(f"module load {shlex.join(cluster.modules)}")
+        lines.append(f"module load {shlex.join(cluster.modules)} || exit 1")
     if cluster.offline:
         lines.append("export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1")
         lines.append("export WANDB_MODE=offline")

@@ -244,8 +244,11 @@ def submit(
 
     `train`, `ready`: see design.
     """
-    if shutil.which("sbatch") is None:
-        raise SweepError("sbatch is not on the PATH: run this on a login node, or --executor local")
+    for tool in ("sbatch", "srun", "squeue"):
+        if shutil.which(tool) is None:
+            raise SweepError(
+                f"{tool} is not on the PATH: run this on a login node, or --executor local"
+            )
     root = Path(sweep.output_root)
     make_folder(root)
     try:
