@@ -293,7 +293,8 @@ def test_prefetch_serves_the_profiles_wheels_and_preflight_names_them(profiled, 
     for text in dict.fromkeys((*TRAIN, "thing")):
         wheel(tmp_path / "index", text.split(">")[0], "99.0")
     env = say(tmp_path / "bin", **SLURM) | {
-        "SCRATCH": str(tmp_path), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path / "index")
+        "SCRATCH": str(tmp_path), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path / "index"),
+        "PIP_CONFIG_FILE": os.devnull,  # the machine's may cap a version
     }  # fmt: skip
     path = profiled(wheels="$SCRATCH/wheels", pass_environment=["SCRATCH"], packages=["thing"])
     said = preflight(path, env=env)
