@@ -6,6 +6,7 @@
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,7 +14,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
-from calibeval.io import InputError, counted, json_lines, read_text
+from calibeval.io import InputError, atomic_write, counted, json_lines, read_text
 
 # What probabilities may sum to: lm-evaluation-harness rounds log-probabilities to the model's
 # dtype, and bfloat16's 8 bits turn a sum of 1 into 1.005.
@@ -62,8 +63,9 @@ class Record(BaseModel, strict=True):
         scores = np.array(self.logprobs)
         if by == "sum":
             return scores
-        other = getattr(self, by, None) if by in Record.model_fields else None
-        if self.scoring == "letters" or not isinstance(other, list):
+        lengths = {"bytes": self.bytes, "characters": self.characters}
+        other = (lengths | {"unconditional": self.unconditional}).get(by)
+        if self.scoring == "letters" or other is None:
             raise ValueError(f"no {by!r} by which to normalise; scoring is {self.scoring!r}")
         return scores - other if by == "unconditional" else scores / other
 
@@ -199,6 +201,13 @@ def intact(path: Path) -> list[dict]:
     return list(found.values())
 
 
-def line(record: dict) -> str:
-    """One record as a line of JSON."""
-    return json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+def write(path: Path, rows: Iterable[dict], about: dict) -> dict:
+    """Write a record file and its sidecar, with the number of questions; return the latter."""
+    lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
+    about = about | {"questions": len(lines)}
+    # The sidecar first: records without their settings would be unusable.
+    with atomic_write(sidecar(path)) as file:
+        json.dump(about, file, indent=1)
+    with atomic_write(path) as file:
+        file.writelines(lines)
+    return about
