@@ -68,15 +68,14 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="calibeval", description=calibeval.__doc__)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
-    def shared() -> argparse.ArgumentParser:
-        return argparse.ArgumentParser(add_help=False)
-
-    def command(name: str, run: Callable, help: str, *options, **defaults):
-        p = commands.add_parser(name, help=help, parents=options)
+    def command(name: str, run: Callable, *options, help: str = "", **defaults) -> Callable:
+        p = commands.add_parser(name, help=help or run.__doc__, parents=options)
         p.set_defaults(run=run, **defaults)
-        return p
+        return p.add_argument
 
-    task = shared()
+    # What several commands have.
+    apart = (argparse.ArgumentParser(add_help=False) for _ in range(5))
+    task, scoring, model, fit, metrics = apart
     task.set_defaults(scoring="letters", unconditional=False)
     add = task.add_argument
     add("--task", required=True, help="mmlu, hellaswag, arc_easy, arc_challenge, jsonl")
@@ -88,12 +87,10 @@ def parser() -> argparse.ArgumentParser:
     add("--limit", type=positive, help="only the first N questions of each subject")
     add("--style", choices=("official", "lm-eval"), default="official")
 
-    scoring = shared()
     help = "the choices' letters, or their texts after the question as lm-evaluation-harness scores"
     help += " them; default: mmlu and jsonl letters, hellaswag and arc continuation"
     scoring.add_argument("--scoring", choices=("letters", "continuation"), default=None, help=help)
 
-    model = shared()
     model.set_defaults(engine="transformers")
     add = model.add_argument
     add("--chat-template", action="store_true", help="ask as a user's turn of a chat")
@@ -105,23 +102,19 @@ def parser() -> argparse.ArgumentParser:
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help=help)
     add("--max-length", type=positive, help="longest prompt; default: positions − 1")
 
-    fit = shared()
     fit.add_argument("--out", required=True, type=Path, metavar="DIR", help="the calibrator's")
     help = "fit the probabilities among the choices (default) or among all tokens"
     fit.add_argument("--over", choices=("choices", "vocabulary"), default="choices", help=help)
 
-    metrics = shared()
     add = metrics.add_argument
     add("--json", action="store_true", help="one JSON object a line, with every metric")
     add("--all", action="store_true", help="every metric, not only the usual ones")
     help = "scores of the choices' texts; default: the records' own convention"
-    ways = ("sum", "bytes", "characters", "unconditional")
-    add("--normalise", choices=ways, help=help)
+    add("--normalise", choices=("sum", "bytes", "characters", "unconditional"), help=help)
 
-    command("prompts", run_prompts, "print a task's prompts as JSON lines", task, scoring)
+    command("prompts", run_prompts, task, scoring)
 
-    help = "score a model on a task and write records"
-    add = command("score", run_score, help, task, scoring, model).add_argument
+    add = command("score", run_score, task, scoring, model)
     help = "by continuation also score each choice without the question (PMI)"
     add("--unconditional", action="store_true", help=help)
     add("--out", required=True, type=Path, metavar="RECORDS.jsonl")
@@ -135,35 +128,27 @@ def parser() -> argparse.ArgumentParser:
     help = "score anew whatever is there"
     add("--overwrite", action=argparse.BooleanOptionalAction, default=False, help=help)
 
-    help = "fit one temperature to a model's answers"
-    constant = {"head": "constant", "alpha": 0.5}
-    command("fit-temperature", run_fit, help, task, model, fit, **constant)
-
-    help = "fit a head that predicts each answer's temperature"
-    add = command("fit-ats", run_fit, help, task, model, fit).add_argument
+    help = "Fit one temperature to a model's answers."
+    command("fit-temperature", run_fit, task, model, fit, help=help, head="constant", alpha=0.5)
+    add = command("fit-ats", run_fit, task, model, fit)
     add("--head", choices=("linear", "mlp", "transformer"), default="linear")
     add("--alpha", type=float, default=0.5, help="weight of wrong answers, 0 to 1")
 
-    help = "lm-evaluation-harness's samples to records"
-    add = command("import-lm-eval", run_import, help).add_argument
+    add = command("import-lm-eval", run_import)
     add("samples", nargs="+", type=Path, metavar="samples_<task>_<time>.jsonl")
-    help = "DIR: a file a data set"
-    add("--out", required=True, type=Path, metavar="DIR|FILE.jsonl", help=help)
+    add("--out", required=True, type=Path, metavar="DIR|FILE.jsonl", help="DIR: a file a data set")
 
-    add = command("metrics", run_metrics, "recompute metrics from records", metrics).add_argument
+    add = command("metrics", run_metrics, metrics)
     add("records", nargs="+", type=Path, metavar="RECORDS.jsonl")
     add("--by", choices=("subject", "category"), help="break down by subject or category")
 
-    help = "is run B better than run A, and by how much"
-    add = command("compare", run_compare, help, metrics).add_argument
+    add = command("compare", run_compare, metrics)
     add("a", type=Path, metavar="A.jsonl")
     add("b", type=Path, metavar="B.jsonl")
 
-    help = "prediction sets: do they hold the answer, how large"
-    add = command("conformal", run_conformal, help).add_argument
+    add = command("conformal", run_conformal)
     add("records", nargs="+", type=Path, metavar="RECORDS.jsonl")
-    help = "default: random halves of each file"
-    add("--calibrate", type=Path, metavar="OTHER.jsonl", help=help)
+    add("--calibrate", type=Path, metavar="OTHER.jsonl", help="default: halves of each file")
     add("--alpha", type=float, default=0.1, help="share of sets that may miss the answer")
     add("--score", choices=("lac", "aps", "raps"), default="lac")
     add("--by", choices=("none", "category", "subject"), default="none")
@@ -171,14 +156,12 @@ def parser() -> argparse.ArgumentParser:
     add("--lambda", type=float, default=0.01, dest="penalty", help="raps only")
     add("--k-reg", type=int, default=1, help="raps only: choices without penalty")
 
-    help = "can label smoothing help this model, and why"
-    add = command("diagnose", run_diagnose, help, task, model).add_argument
+    add = command("diagnose", run_diagnose, task, model)
     add("--label-smoothing", type=fraction, default=0.1, metavar="β")
     add("--temperature", type=float, default=1.0)
     add("--out", type=Path, metavar="DIR", help="write diagnosis.json and the figure")
 
-    help = "tables and diagrams from an index of record files"
-    add = command("collect", run_collect, help).add_argument
+    add = command("collect", run_collect)
     add("index", type=Path, metavar="INDEX.jsonl")
     add("--out", required=True, type=Path, metavar="DIR")
     help = "metrics of the printed table, METRIC or METRIC@vocabulary (default: %(default)s)"
@@ -229,7 +212,7 @@ def load_engine(a: argparse.Namespace, items: list, calibrator=None):
 
 
 def run_prompts(a: argparse.Namespace) -> None:
-    """Print id, subject, prompt, choices and label of every question."""
+    """Print a task's prompts, with choices and label, as JSON lines."""
     from calibeval import prompts
 
     for subject in load_task(a):
@@ -241,7 +224,7 @@ def run_prompts(a: argparse.Namespace) -> None:
 
 
 def run_score(a: argparse.Namespace) -> None:
-    """Check everything that can be checked, then load the model and score."""
+    """Score a model on a task and write records."""
     from calibeval import models, score, store
 
     models.check_model(a.model)
@@ -279,7 +262,7 @@ def run_score(a: argparse.Namespace) -> None:
 
 
 def run_fit(a: argparse.Namespace) -> None:
-    """Ask the model, fit the head on its answers, save it."""
+    """Fit a head that predicts each answer's temperature."""
     from calibeval import models, score
     from calibeval.posthoc import fit
     from calibeval.posthoc.calibrator import question_digest
@@ -323,7 +306,7 @@ def tested(a: argparse.Namespace) -> list:
 
 
 def run_diagnose(a: argparse.Namespace) -> None:
-    """Print the diagnosis, and write it with its figure if asked."""
+    """Say whether label smoothing can help a model, and why."""
     from calibeval import diagnose, models, score
 
     models.check_model(a.model)
@@ -348,7 +331,7 @@ def run_import(a: argparse.Namespace) -> None:
 
 
 def run_metrics(a: argparse.Namespace) -> None:
-    """Print the metrics of each record file: what a reader uses, or `--all`."""
+    """Recompute metrics from records."""
     from calibeval import stats
 
     names = stats.METRICS if a.all or a.json else stats.DEFAULT
@@ -360,10 +343,10 @@ def run_metrics(a: argparse.Namespace) -> None:
             if a.by:
                 found[f"by_{a.by}"] = {k: as_dict(g, stats.DEFAULT) for k, g in groups.items()}
             print(json.dumps(found, ensure_ascii=False))
-            continue
-        print_metrics(str(path), run, names)
-        for name, group in groups.items():
-            print_metrics(name, group, stats.DEFAULT)
+        else:
+            print_metrics(str(path), run, names)
+            for name, group in groups.items():
+                print_metrics(name, group, stats.DEFAULT)
 
 
 def as_dict(run, names) -> dict:
@@ -389,7 +372,7 @@ def print_metrics(title: str, run, names) -> None:
 
 
 def run_compare(a: argparse.Namespace) -> None:
-    """Print the paired comparison of two record files, the proper scores first."""
+    """Say whether run B is better than run A, and by how much."""
     from calibeval import stats
 
     runs = [stats.load(path, a.normalise) for path in (a.a, a.b)]
@@ -432,11 +415,11 @@ def sentence(name: str, confidence: str, found: dict) -> str:
 
 
 def run_conformal(a: argparse.Namespace) -> None:
-    """Print coverage and mean size of prediction sets for each record file."""
+    """Say how often prediction sets hold the answer, and how large they are."""
     from calibeval import conformal, records
 
-    options = {"alpha": a.alpha, "score": a.score, "by": None if a.by == "none" else a.by}
-    options |= {"splits": a.splits, "penalty": a.penalty, "free": a.k_reg}
+    options = {"alpha": a.alpha, "score": a.score, "splits": a.splits}
+    options |= {"by": None if a.by == "none" else a.by, "penalty": a.penalty, "free": a.k_reg}
     other = records.read(a.calibrate) if a.calibrate else None
     how = f"calibrated on {a.calibrate}" if other else f"{a.splits} random halves calibrate"
     for path in a.records:
@@ -453,7 +436,7 @@ def run_conformal(a: argparse.Namespace) -> None:
 
 
 def run_collect(a: argparse.Namespace) -> None:
-    """Write the tables, figures and report, and print the tables."""
+    """Make tables, figures and a report from an index of record files."""
     from calibeval.report import collect
 
     sections = [read_text(path) for path in a.section]

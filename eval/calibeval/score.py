@@ -73,33 +73,29 @@ def fit_prompts(
     space = " " if special else ""  # a chat turn begins with the text itself
     letters = style.scoring == "letters"
     plans: dict[tuple, Plan] = {}
-    fitted: dict[int, Item] = {}
-    pending = list(enumerate((s, q, style.shots) for s in subjects for q in s.questions))
+    fitted: dict[str, Item] = {}
+    pending = [(s, q, style.shots) for s in subjects for q in s.questions]
     while pending:
-        built = [prompts.build(s, q, k, style.prompt, style.scoring) for _, (s, q, k) in pending]
+        built = [prompts.build(s, q, k, style.prompt, style.scoring) for s, q, k in pending]
         if style.chat_template:
             built = [dataclasses.replace(p, text=_chat(tokenizer, p.text)) for p in built]
-        if letters:
-            rows = prompts.encode(tokenizer, [p.text for p in built], special)
+        texts = [prompt.text for prompt in built]
+        rows = prompts.encode(tokenizer, texts, special) if letters else texts
         again = []
-        for place, (index, (subject, question, k)) in enumerate(pending):
-            prompt = built[place]
+        for (subject, question, k), prompt, tokens in zip(pending, built, rows, strict=True):
             if letters:
-                tokens = rows[place]
                 # Letters' ids depend on the context's end only: contexts ending alike share them.
                 key = (tuple(tokens[-4:]), n := len(question.choices))
                 if key not in plans:
                     plans[key] = prompts.plan(tokenizer, prompt.text, n, space, special)
                 plan = plans[key]
             else:
-                tokens, plan = prompts.continuation(
-                    tokenizer, prompt.text, prompt.endings, space, special
-                )
-            after = max(map(len, plan.branches)) - letters
-            context = len(tokens) - plan.merged
+                choices = prompt.endings, space, special
+                tokens, plan = prompts.continuation(tokenizer, prompt.text, *choices)
+            context, after = len(tokens) - plan.merged, max(map(len, plan.branches)) - letters
             cut = max(context + after - max_length, 0) if max_length else 0
             if cut and k:
-                again.append((index, (subject, question, k - 1)))
+                again.append((subject, question, k - 1))
                 continue
             if cut >= context:
                 raise InputError(
@@ -109,9 +105,10 @@ def fit_prompts(
             alone = None
             if style.unconditional:
                 alone = prompts.continuation(tokenizer, question.unconditional, prompt.endings)
-            fitted[index] = Item(prompt, tuple(tokens[cut:]), plan, style.normalise, cut, alone)
+            tokens = tuple(tokens[cut:])
+            fitted[question.id] = Item(prompt, tokens, plan, style.normalise, cut, alone)
         pending = again
-    items = [fitted[i] for i in range(len(fitted))]
+    items = [fitted[q.id] for s in subjects for q in s.questions]
     warn_of_truncated(items, max_length)
     return items
 
@@ -125,10 +122,10 @@ def warn_of_truncated(items: list[Item], max_length: int | None) -> None:
             f"examples; give a longer --max-length or another model"
         )
     if cut:
+        named = ", ".join(cut[:5] + ["…"] * (len(cut) > 5))
         print(
             f"warning: {len(cut)} of {counted(len(items), 'question')} do not fit in {max_length} "
-            f"tokens even without examples and lose their beginning: "
-            f"{', '.join(cut[:5] + ['…'] * (len(cut) > 5))}",
+            f"tokens even without examples and lose their beginning: {named}",
             file=sys.stderr,
         )
 
@@ -218,10 +215,8 @@ def record(item: Item, logprobs: list[float], unconditional: list[float] | None)
     """
     prompt, question = item.prompt, item.prompt.question
     if not all(map(math.isfinite, logprobs + (unconditional or []))):
-        raise InputError(
-            f"question {question.id}: log-probabilities {logprobs}: the model's output is not "
-            f"finite"
-        )
+        found = f"log-probabilities {logprobs}"
+        raise InputError(f"question {question.id}: {found}: the model's output is not finite")
     row = {"id": question.id, "subject": question.subject, "label": question.label}
     row |= {"logprobs": logprobs, "letter_mass": math.fsum(map(math.exp, logprobs))}
     row |= {"prompt_sha256": prompt.sha256, "shots": prompt.shots}
@@ -237,21 +232,17 @@ def report(meta: dict, out: Path) -> None:
     """Print what was saved and what came out; warn where the letters are not what is meant."""
     seconds, questions, apart = meta["seconds"], meta["questions"], meta["one_prompt_a_choice"]
     if computed := meta["usage"].get("computed_tokens"):
-        print(
-            f"{counted(questions, 'question')} in {seconds:.1f} s "
-            f"({questions / seconds:.1f} a second); prompt tokens computed: {computed:,}, "
-            f"{apart / computed:.1f}x fewer than the {apart:,} of one prompt a choice",
-            file=sys.stderr,
-        )
+        speed = f"{counted(questions, 'question')} in {seconds:.1f} s"
+        speed += f" ({questions / seconds:.1f} a second); prompt tokens computed: {computed:,}"
+        speed += f", {apart / computed:.1f}x fewer than the {apart:,} of one prompt a choice"
+        print(speed, file=sys.stderr)
     run = stats.load(out)
     found = {m: stats.estimate([run], m, "choices") for m in ("accuracy", "ece", "rms_debiased")}
     print(", ".join(f"{name} {figure}" for name, figure in found.items()), file=sys.stderr)
     if "vocabulary" in run.confidences and run.letter_mass < LOW_MASS:
-        print(
-            f"warning: mean letter mass {run.letter_mass:.3f} is below {LOW_MASS}: the model "
-            f"wants to say something other than a letter, so read the figures with care",
-            file=sys.stderr,
-        )
+        low = f"warning: mean letter mass {run.letter_mass:.3f} is below {LOW_MASS}: the model"
+        low += " wants to say something other than a letter, so read the figures with care"
+        print(low, file=sys.stderr)
 
 
 def run_workers(count: int, arguments: list[str]) -> None:
@@ -261,19 +252,15 @@ def run_workers(count: int, arguments: list[str]) -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     gpus = visible.split(",") if visible else [str(i) for i in range(count)]
     if len(gpus) < count:
-        raise InputError(
-            f"--workers {count}: CUDA_VISIBLE_DEVICES lists {len(gpus)} GPUs, {visible}"
-        )
+        found = f"CUDA_VISIBLE_DEVICES lists {len(gpus)} GPUs, {visible}"
+        raise InputError(f"--workers {count}: {found}")
     # The last of an option given twice holds; --overwrite would race.
     command = [sys.executable, "-m", "calibeval", *arguments, "--no-overwrite", "--workers", "1"]
-    processes = [
-        subprocess.Popen(
-            [*command, "--shard", f"{i}/{count}"],
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": gpus[i]},
-        )
-        for i in range(count)
-    ]
+    processes = []
     try:
+        for i in range(count):
+            alone = os.environ | {"CUDA_VISIBLE_DEVICES": gpus[i]}
+            processes.append(subprocess.Popen([*command, "--shard", f"{i}/{count}"], env=alone))
         failed = [i for i, process in enumerate(processes) if process.wait()]
     finally:
         for process in processes:

@@ -87,9 +87,8 @@ class Store:
             except FileNotFoundError:
                 continue  # another process has just merged and dropped the shards
             except ValueError as error:
-                raise InputError(
-                    f"{path}: not JSON ({error}); delete it to score it anew"
-                ) from error
+                note = f"not JSON ({error}); delete it to score it anew"
+                raise InputError(f"{path}: {note}") from error
         return found
 
 
@@ -107,10 +106,8 @@ def _settings(path: Path, out: Path) -> dict:
     try:
         return json.loads(path.read_text(encoding="utf-8"))["settings"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"{out}: exists, but {path.name} does not say how it was made; "
-            f"give --overwrite to replace it"
-        ) from error
+        note = f"exists, but {path.name} does not say how it was made"
+        raise InputError(f"{out}: {note}; give --overwrite to replace it") from error
 
 
 def _same(found: dict, wanted: dict, where: Path) -> None:
@@ -122,8 +119,7 @@ def _same(found: dict, wanted: dict, where: Path) -> None:
         differ = [k for k in differ if k != "prompts_sha256"] + causes
     changes = ", ".join(f"{k} {found.get(k)!r} (now {wanted.get(k)!r})" for k in differ)
     changes = changes or "other questions or examples"  # the data itself, or an older record
-    precision = f"--dtype {found['dtype']} to go on, " if "dtype" in differ else ""
-    raise InputError(
-        f"{where}: was made with {changes}; give {precision}--overwrite to score anew, or another "
-        f"--out"
-    )
+    remedy = "--overwrite to score anew, or another --out"
+    if "dtype" in differ:
+        remedy = f"--dtype {found.get('dtype')} to go on, {remedy}"
+    raise InputError(f"{where}: was made with {changes}; give {remedy}")
