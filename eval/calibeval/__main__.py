@@ -1,248 +1,446 @@
-"""Command line: `calibeval COMMAND`; `--help` lists the commands."""
+"""Command line: `calibeval COMMAND`; `--help` lists the commands.
+
+A command imports what it needs itself: NumPy and the model libraries take seconds to load.
+"""
 
 import argparse
+import json
 import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import calibeval
-from calibeval import commands
-from calibeval.io import InputError
+from calibeval.io import InputError, atomic_write, counted, read_text, sha256
+
+# The options that decide what is scored and how.
+SETTINGS = "revision task data split shots examples subjects limit scoring unconditional style"
+SETTINGS += " chat_template engine dtype max_length"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; bad input prints `error: …` and gives exit status 2."""
-    arguments = parser().parse_args(argv)
-    arguments.arguments = sys.argv[1:] if argv is None else argv
+    a = parser().parse_args(argv)
+    a.arguments = sys.argv[1:] if argv is None else argv
     try:
-        arguments.run(arguments)
+        a.run(a)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         sys.stderr.close()
-        return 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line's grammar."""
-    top = argparse.ArgumentParser(prog="calibeval", description=calibeval.__doc__)
-    subparsers = top.add_subparsers(required=True, metavar="COMMAND")
+def valid(convert: Callable, test: Callable, expected: str) -> Callable:
+    """An option's type: `convert`, and argparse's error unless it succeeds and `test` holds."""
 
-    p = subparsers.add_parser("prompts", help="print a task's prompts as JSON lines")
-    add_task(p)
-    add_scoring(p)
-    p.set_defaults(run=commands.run_prompts)
+    def read(text: str):
+        try:
+            if test(value := convert(text)):
+                return value
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
 
-    p = subparsers.add_parser("score", help="score a model on a task and write records")
-    add_task(p)
-    add_scoring(p)
-    p.add_argument(
-        "--unconditional",
-        action="store_true",
-        help="by continuation also score each choice without the question (PMI)",
-    )
-    add_model(p)
-    p.add_argument("--out", required=True, type=Path, metavar="RECORDS.jsonl")
-    p.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
-    p.add_argument(
-        "--calibrator",
-        type=Path,
-        metavar="DIR",
-        help="what fit-temperature or fit-ats made of this model; transformers only",
-    )
-    share = p.add_mutually_exclusive_group()
-    share.add_argument(
-        "--shard",
-        type=share_of,
-        default=(0, 1),
-        metavar="I/N",
-        help="score only the I-th of N parts, counted from 0; the last to finish merges",
-    )
-    share.add_argument(
-        "--workers",
-        type=positive,
-        default=1,
-        help="processes, each with a part and a GPU of its own",
-    )
-    p.add_argument("--overwrite", action="store_true", help="score anew whatever is there")
-    p.set_defaults(run=commands.run_score)
-
-    p = subparsers.add_parser("fit-temperature", help="fit one temperature to a model's answers")
-    add_fit(p)
-    p.set_defaults(run=commands.run_fit, head="constant", alpha=0.5)
-
-    p = subparsers.add_parser("fit-ats", help="fit a head that predicts each answer's temperature")
-    add_fit(p)
-    p.add_argument("--head", choices=("linear", "mlp", "transformer"), default="linear")
-    p.add_argument("--alpha", type=float, default=0.5, help="weight of wrong answers, 0 to 1")
-    p.set_defaults(run=commands.run_fit)
-
-    p = subparsers.add_parser("import-lm-eval", help="lm-evaluation-harness's samples to records")
-    p.add_argument("samples", nargs="+", type=Path, metavar="samples_<task>_<time>.jsonl")
-    p.add_argument(
-        "--out", required=True, type=Path, metavar="DIR|FILE.jsonl", help="DIR: a file a data set"
-    )
-    p.set_defaults(run=commands.run_import)
-
-    p = subparsers.add_parser("metrics", help="recompute every metric from records")
-    p.add_argument("records", nargs="+", type=Path, metavar="RECORDS.jsonl")
-    p.add_argument("--json", action="store_true", help="one JSON object a record file, with all")
-    p.add_argument("--all", action="store_true", help="every metric, not only the usual ones")
-    p.add_argument(
-        "--by", choices=("subject", "category"), help="break down by subject or category"
-    )
-    add_normalise(p)
-    p.set_defaults(run=commands.run_metrics)
-
-    p = subparsers.add_parser("compare", help="is run B better than run A, and by how much")
-    p.add_argument("a", type=Path, metavar="A.jsonl")
-    p.add_argument("b", type=Path, metavar="B.jsonl")
-    p.add_argument("--json", action="store_true")
-    p.add_argument("--all", action="store_true", help="every metric, not only the usual ones")
-    add_normalise(p)
-    p.set_defaults(run=commands.run_compare)
-
-    p = subparsers.add_parser(
-        "conformal", help="prediction sets: do they hold the answer, how large"
-    )
-    p.add_argument("records", nargs="+", type=Path, metavar="RECORDS.jsonl")
-    p.add_argument(
-        "--calibrate", type=Path, metavar="OTHER.jsonl", help="default: random halves of each file"
-    )
-    p.add_argument(
-        "--alpha", type=float, default=0.1, help="share of sets that may miss the answer"
-    )
-    p.add_argument("--score", choices=("lac", "aps", "raps"), default="lac")
-    p.add_argument("--by", choices=("none", "category", "subject"), default="none")
-    p.add_argument("--splits", type=positive, default=100)
-    p.add_argument("--lambda", type=float, default=0.01, dest="penalty", help="raps only")
-    p.add_argument("--k-reg", type=int, default=1, help="raps only: choices without penalty")
-    p.set_defaults(run=commands.run_conformal)
-
-    p = subparsers.add_parser("diagnose", help="can label smoothing help this model, and why")
-    add_task(p)
-    add_model(p)
-    p.add_argument("--label-smoothing", type=fraction, default=0.1, metavar="β")
-    p.add_argument("--temperature", type=float, default=1.0)
-    p.add_argument("--out", type=Path, metavar="DIR", help="write diagnosis.json and the figure")
-    p.set_defaults(run=commands.run_diagnose)
-
-    p = subparsers.add_parser("collect", help="tables and diagrams from an index of record files")
-    p.add_argument("index", type=Path, metavar="INDEX.jsonl")
-    p.add_argument("--out", required=True, type=Path, metavar="DIR")
-    p.add_argument(
-        "--columns",
-        default="accuracy,ece,rms",
-        help="metrics of the printed table, METRIC or METRIC@vocabulary (default: %(default)s)",
-    )
-    p.add_argument("--title", default="Calibration", help="of the HTML report")
-    p.add_argument(
-        "--section",
-        action="append",
-        default=[],
-        type=Path,
-        metavar="FILE.html",
-        help="a part of your own for the HTML report, after the figures; may be repeated",
-    )
-    p.set_defaults(run=commands.run_collect)
-    return top
+    return read
 
 
-def add_normalise(p: argparse.ArgumentParser) -> None:
-    """How scores of continuations become comparable."""
-    p.add_argument(
-        "--normalise",
-        choices=("sum", "bytes", "characters", "unconditional"),
-        help="scores of the choices' texts; default: the records' own convention",
-    )
-
-
-def add_task(p: argparse.ArgumentParser) -> None:
-    """Options that choose questions and prompts; letters, unless `add_scoring` asks."""
-    p.set_defaults(scoring="letters", unconditional=False)
-    p.add_argument("--task", required=True, help="mmlu, hellaswag, arc_easy, arc_challenge, jsonl")
-    p.add_argument("--data", required=True, help="the task's folder or file; mmlu: or hub:NAME")
-    p.add_argument("--split", help="default: test; hellaswag: val")
-    p.add_argument("--shots", type=int, help="default: 5; by continuation 0")
-    p.add_argument("--examples", metavar="FILE", help="few-shot examples of jsonl, arc, hellaswag")
-    p.add_argument("--subjects", type=names, help="comma-separated; default: all")
-    p.add_argument("--limit", type=positive, help="only the first N questions of each subject")
-    p.add_argument("--style", choices=("official", "lm-eval"), default="official")
-
-
-def add_scoring(p: argparse.ArgumentParser) -> None:
-    """What is scored: the choices' letters or their texts."""
-    p.add_argument(
-        "--scoring",
-        choices=("letters", "continuation"),
-        default=None,
-        help="the choices' letters, or their texts after the question as lm-evaluation-harness "
-        "scores them; default: mmlu and jsonl letters, hellaswag and arc continuation",
-    )
-
-
-def add_model(p: argparse.ArgumentParser) -> None:
-    """Options that choose a model and how it is run."""
-    p.add_argument("--chat-template", action="store_true", help="ask as a user's turn of a chat")
-    p.add_argument("--model", required=True, help="model folder or hub name")
-    p.add_argument("--revision", help="hub revision of the model")
-    p.add_argument("--batch-size", type=positive, default=16, help="transformers only")
-    p.add_argument("--device", default="auto", help="transformers only: auto, cpu, cuda or cuda:N")
-    p.add_argument(
-        "--dtype",
-        default="auto",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        help="auto: the model's own on a GPU, float32 on a CPU",
-    )
-    p.add_argument("--max-length", type=positive, help="longest prompt; default: positions − 1")
-
-
-def add_fit(p: argparse.ArgumentParser) -> None:
-    """Options of the commands that fit a calibrator."""
-    add_task(p)
-    add_model(p)
-    p.add_argument("--out", required=True, type=Path, metavar="DIR", help="the calibrator's folder")
-    p.add_argument(
-        "--over",
-        choices=("choices", "vocabulary"),
-        default="choices",
-        help="fit the probabilities among the choices (default) or among all tokens",
-    )
-
-
-def fraction(text: str) -> float:
-    """A number from 0 to 1, or argparse's error."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
-    return value
-
-
-def share_of(text: str) -> tuple[int, int]:
-    """I/N with 0 ≤ I < N, or argparse's error."""
-    part, _, parts = text.partition("/")
-    if not (part.isdecimal() and parts.isdecimal() and int(part) < int(parts)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with 0 ≤ I < N")
-    return int(part), int(parts)
-
-
-def positive(text: str) -> int:
-    """An integer of at least 1, or argparse's error."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+positive = valid(int, lambda n: n >= 1, "a whole number of at least 1")
+fraction = valid(float, lambda x: 0 <= x <= 1, "a number from 0 to 1")
+share = valid(
+    lambda text: tuple(map(int, text.split("/"))),
+    lambda found: len(found) == 2 and 0 <= found[0] < found[1],
+    "I/N with 0 ≤ I < N",
+)
 
 
 def names(text: str) -> tuple[str, ...]:
     """Comma-separated names."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line's grammar."""
+    top = argparse.ArgumentParser(prog="calibeval", description=calibeval.__doc__)
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable, *options, help: str = "", **defaults) -> Callable:
+        p = commands.add_parser(name, help=help or run.__doc__, parents=options)
+        p.set_defaults(run=run, **defaults)
+        return p.add_argument
+
+    # What several commands have.
+    apart = (argparse.ArgumentParser(add_help=False) for _ in range(5))
+    task, scoring, model, fit, metrics = apart
+    task.set_defaults(scoring="letters", unconditional=False)
+    add = task.add_argument
+    add("--task", required=True, help="mmlu, hellaswag, arc_easy, arc_challenge, jsonl")
+    add("--data", required=True, help="the task's folder or file; mmlu: or hub:NAME")
+    add("--split", help="default: test; hellaswag: val")
+    add("--shots", type=int, help="default: 5; by continuation 0")
+    add("--examples", metavar="FILE", help="few-shot examples of jsonl, arc, hellaswag")
+    add("--subjects", type=names, help="comma-separated; default: all")
+    add("--limit", type=positive, help="only the first N questions of each subject")
+    add("--style", choices=("official", "lm-eval"), default="official")
+
+    help = "the choices' letters, or their texts after the question as lm-evaluation-harness scores"
+    help += " them; default: mmlu and jsonl letters, hellaswag and arc continuation"
+    scoring.add_argument("--scoring", choices=("letters", "continuation"), default=None, help=help)
+
+    model.set_defaults(engine="transformers")
+    add = model.add_argument
+    add("--chat-template", action="store_true", help="ask as a user's turn of a chat")
+    add("--model", required=True, help="model folder or hub name")
+    add("--revision", help="hub revision of the model")
+    add("--batch-size", type=positive, default=16, help="transformers only")
+    add("--device", default="auto", help="transformers only: auto, cpu, cuda or cuda:N")
+    help = "auto: the model's own on a GPU, float32 on a CPU"
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help=help)
+    add("--max-length", type=positive, help="longest prompt; default: positions − 1")
+
+    fit.add_argument("--out", required=True, type=Path, metavar="DIR", help="the calibrator's")
+    help = "fit the probabilities among the choices (default) or among all tokens"
+    fit.add_argument("--over", choices=("choices", "vocabulary"), default="choices", help=help)
+
+    add = metrics.add_argument
+    add("--json", action="store_true", help="one JSON object a line, with every metric")
+    add("--all", action="store_true", help="every metric, not only the usual ones")
+    help = "scores of the choices' texts; default: the records' own convention"
+    add("--normalise", choices=("sum", "bytes", "characters", "unconditional"), help=help)
+
+    command("prompts", run_prompts, task, scoring)
+
+    add = command("score", run_score, task, scoring, model)
+    help = "by continuation also score each choice without the question (PMI)"
+    add("--unconditional", action="store_true", help=help)
+    add("--out", required=True, type=Path, metavar="RECORDS.jsonl")
+    add("--engine", choices=("transformers", "vllm"), default="transformers")
+    help = "what fit-temperature or fit-ats made of this model; transformers only"
+    add("--calibrator", type=Path, metavar="DIR", help=help)
+    help = "score only the I-th of N parts, counted from 0; the last to finish merges"
+    add("--shard", type=share, default=(0, 1), metavar="I/N", help=help)
+    help = "processes, each with a part and a GPU of its own"
+    add("--workers", type=positive, default=1, help=help)
+    help = "score anew whatever is there"
+    add("--overwrite", action=argparse.BooleanOptionalAction, default=False, help=help)
+
+    help = "Fit one temperature to a model's answers."
+    command("fit-temperature", run_fit, task, model, fit, help=help, head="constant", alpha=0.5)
+    add = command("fit-ats", run_fit, task, model, fit)
+    add("--head", choices=("linear", "mlp", "transformer"), default="linear")
+    add("--alpha", type=float, default=0.5, help="weight of wrong answers, 0 to 1")
+
+    add = command("import-lm-eval", run_import)
+    add("samples", nargs="+", type=Path, metavar="samples_<task>_<time>.jsonl")
+    add("--out", required=True, type=Path, metavar="DIR|FILE.jsonl", help="DIR: a file a data set")
+
+    add = command("metrics", run_metrics, metrics)
+    add("records", nargs="+", type=Path, metavar="RECORDS.jsonl")
+    add("--by", choices=("subject", "category"), help="break down by subject or category")
+
+    add = command("compare", run_compare, metrics)
+    add("a", type=Path, metavar="A.jsonl")
+    add("b", type=Path, metavar="B.jsonl")
+
+    add = command("conformal", run_conformal)
+    add("records", nargs="+", type=Path, metavar="RECORDS.jsonl")
+    add("--calibrate", type=Path, metavar="OTHER.jsonl", help="default: halves of each file")
+    add("--alpha", type=float, default=0.1, help="share of sets that may miss the answer")
+    add("--score", choices=("lac", "aps", "raps"), default="lac")
+    add("--by", choices=("none", "category", "subject"), default="none")
+    add("--splits", type=positive, default=100)
+    add("--lambda", type=float, default=0.01, dest="penalty", help="raps only")
+    add("--k-reg", type=int, default=1, help="raps only: choices without penalty")
+
+    add = command("diagnose", run_diagnose, task, model)
+    add("--label-smoothing", type=fraction, default=0.1, metavar="β")
+    add("--temperature", type=float, default=1.0)
+    add("--out", type=Path, metavar="DIR", help="write diagnosis.json and the figure")
+
+    add = command("collect", run_collect)
+    add("index", type=Path, metavar="INDEX.jsonl")
+    add("--out", required=True, type=Path, metavar="DIR")
+    help = "metrics of the printed table, METRIC or METRIC@vocabulary (default: %(default)s)"
+    add("--columns", default="accuracy,ece,rms", help=help)
+    add("--title", default="Calibration", help="of the HTML report")
+    help = "a part of your own for the HTML report, after the figures; may be repeated"
+    add("--section", action="append", default=[], type=Path, metavar="FILE.html", help=help)
+    return top
+
+
+def load_task(a: argparse.Namespace) -> list:
+    """The subjects that the options choose, cut to `--limit`; sets what `--task` implies."""
+    from calibeval import tasks
+
+    a.scoring, a.normalise = tasks.convention(a.task, a.scoring)
+    a.shots = tasks.SHOTS[a.scoring] if a.shots is None else a.shots
+    source = tasks.Source(a.data, a.shots, a.subjects, a.split, a.examples)
+    return [replace(s, questions=s.questions[: a.limit]) for s in tasks.load(a.task, source)]
+
+
+def fit_items(a: argparse.Namespace, subjects: list) -> list:
+    """The questions as the model gets them."""
+    from calibeval import score
+    from calibeval.engines import load_max_length, load_tokenizer
+
+    style = score.Style(a.shots, a.style, a.chat_template, a.scoring, a.normalise, a.unconditional)
+    if a.unconditional and a.scoring == "letters":
+        raise InputError("--unconditional: needs --scoring continuation")
+    a.max_length = a.max_length or load_max_length(a.model, a.revision)
+    return score.fit_prompts(subjects, style, load_tokenizer(a.model, a.revision), a.max_length)
+
+
+def load_engine(a: argparse.Namespace, items: list, calibrator=None):
+    """The engine that the options describe, for these questions."""
+    options = {"dtype": a.dtype, "revision": a.revision}
+    if a.engine == "vllm":
+        from calibeval.engines.vllm import VllmEngine
+
+        return VllmEngine(a.model, longest=max(item.longest for item in items), **options)
+    options |= {"device": a.device, "batch_size": a.batch_size, "max_length": a.max_length}
+    if calibrator:
+        from calibeval.posthoc.calibrator import CalibratedEngine
+
+        return CalibratedEngine(a.model, calibrator, **options)
+    from calibeval.engines.hf import TransformersEngine
+
+    return TransformersEngine(a.model, **options)
+
+
+def run_prompts(a: argparse.Namespace) -> None:
+    """Print a task's prompts, with choices and label, as JSON lines."""
+    from calibeval import prompts
+
+    for subject in load_task(a):
+        for q in subject.questions:
+            prompt = prompts.build(subject, q, a.shots, a.style, a.scoring)
+            line = {"id": q.id, "subject": q.subject, "prompt": prompt.text}
+            line |= {"choices": prompt.endings or q.choices, "label": q.label}
+            print(json.dumps(line, ensure_ascii=False))
+
+
+def run_score(a: argparse.Namespace) -> None:
+    """Score a model on a task and write records."""
+    from calibeval import models, score, store
+
+    models.check_model(a.model)
+    if a.calibrator and a.engine != "transformers":
+        raise InputError(f"--calibrator: needs --engine transformers, found {a.engine}")
+    if a.workers > 1:
+        if a.shard != (0, 1):
+            raise InputError("--workers: gives each process its --shard; give one or the other")
+        if a.overwrite:
+            store.clear(a.out)
+        models.digest(a.model, a.revision)  # read the weights once rather than in every process
+        return score.run_workers(a.workers, a.arguments)
+
+    calibrator = None
+    if a.calibrator:
+        from calibeval.posthoc.calibrator import WEIGHTS, Calibrator
+
+        calibrator = Calibrator.from_pretrained(a.calibrator)
+        if a.scoring == "continuation":
+            raise InputError("--calibrator: was fitted to letters, but --scoring is continuation")
+        a.scoring = "letters"
+    items = fit_items(a, load_task(a))
+    settings = {"model_digest": models.digest(a.model, a.revision), "calibrator_sha256": None}
+    if calibrator:
+        questions = [item.prompt.question for item in items]
+        calibrator.check(a.calibrator, a.model, settings["model_digest"], questions)
+        settings["calibrator_sha256"] = sha256(a.calibrator / WEIGHTS)
+    settings |= {name: getattr(a, name) for name in SETTINGS.split()}
+    settings["subjects"] = list(a.subjects) if a.subjects else None
+
+    def engine():
+        return load_engine(a, items, calibrator)
+
+    score.score(a.model, items, a.out, engine, settings, a.shard, a.overwrite)
+
+
+def run_fit(a: argparse.Namespace) -> None:
+    """Fit a head that predicts each answer's temperature."""
+    from calibeval import models, score
+    from calibeval.posthoc import fit
+    from calibeval.posthoc.calibrator import question_digest
+
+    models.check_model(a.model)
+    a.split = fit.split_to_fit(a.task, a.split)
+    loaded = load_task(a)
+    subjects = fit.unseen(loaded, tested(a))
+    left_out = sum(len(s.questions) for s in loaded) - sum(len(s.questions) for s in subjects)
+    if left_out:
+        note = "examples in the prompts, or among those that test the model"
+        print(f"left out {counted(left_out, 'question')}: {note}", file=sys.stderr)
+    items = fit_items(a, subjects)
+
+    engine = load_engine(a, items)
+    questions = [item.prompt.question for item in items]
+    labels = {i: question.label for i, question in enumerate(questions)}
+    context = a.head == "transformer"
+    seen = fit.answers(engine, score.groups_of(items), labels, over=a.over, context=context)
+    calibrator, report = fit.fit(seen, a.head, over=a.over, alpha=a.alpha)
+    report |= {"model": a.model, "task": a.task, "split": a.split, "left_out": left_out}
+    kept = {"model_digest": models.digest(a.model, a.revision), "versions": engine.versions()}
+    kept["questions"] = sorted(map(question_digest, questions))
+    calibrator.save_pretrained(a.out, report | kept)
+    print(f"{a.out}: {json.dumps(report)}", file=sys.stderr)
+
+
+def tested(a: argparse.Namespace) -> list:
+    """The questions that the task is scored on, where they are beside those to fit on."""
+    from calibeval import tasks
+    from calibeval.posthoc.fit import SPLITS
+
+    scored, _ = SPLITS.get(a.task, (None, None))
+    if not scored or Path(a.data).is_file():  # a single file is of no split
+        return []
+    try:
+        loaded = tasks.load(a.task, tasks.Source(a.data, 0, None, scored))
+    except InputError:  # not there; `score` compares the questions again
+        return []
+    return [question for subject in loaded for question in subject.questions]
+
+
+def run_diagnose(a: argparse.Namespace) -> None:
+    """Say whether label smoothing can help a model, and why."""
+    from calibeval import diagnose, models, score
+
+    models.check_model(a.model)
+    if not 0 < a.temperature < float("inf"):
+        raise InputError(f"--temperature is {a.temperature}, expected a number more than 0")
+    items = fit_items(a, load_task(a))
+    groups, engine = score.groups_of(items), load_engine(a, items)
+    found = diagnose.diagnose(engine, groups, a.label_smoothing, a.temperature)
+    text = json.dumps(found, indent=1, ensure_ascii=False)
+    print(text)
+    if a.out:
+        with atomic_write(a.out / "diagnosis.json") as file:
+            file.write(text + "\n")
+        diagnose.plot_bound(found, a.out / "entropy_bound")
+
+
+def run_import(a: argparse.Namespace) -> None:
+    """Turn lm-evaluation-harness's samples into records."""
+    from calibeval import lm_eval
+
+    lm_eval.convert(a.samples, a.out)
+
+
+def run_metrics(a: argparse.Namespace) -> None:
+    """Recompute metrics from records."""
+    from calibeval import stats
+
+    names = stats.METRICS if a.all or a.json else stats.DEFAULT
+    for path in a.records:
+        run = stats.load(path, a.normalise)
+        groups = stats.breakdown(stats.read(path, a.normalise), a.by) if a.by else {}
+        if a.json:
+            found = {"records": str(path)} | as_dict(run, names)
+            if a.by:
+                found[f"by_{a.by}"] = {k: as_dict(g, stats.DEFAULT) for k, g in groups.items()}
+            print(json.dumps(found, ensure_ascii=False))
+        else:
+            print_metrics(str(path), run, names)
+            for name, group in groups.items():
+                print_metrics(name, group, stats.DEFAULT)
+
+
+def as_dict(run, names) -> dict:
+    """A run's figures for JSON."""
+    from calibeval.stats import estimate
+
+    metrics = {c: {m: asdict(estimate([run], m, c)) for m in names} for c in run.confidences}
+    about = {k: getattr(run, k) for k in ("model", "questions", "letter_mass", "reliability")}
+    return about | {"metrics": metrics}
+
+
+def print_metrics(title: str, run, names) -> None:
+    """A table of metrics in each confidence."""
+    from calibeval.stats import estimate
+
+    mass = "" if run.letter_mass is None else f", letter mass {run.letter_mass:.3f}"
+    print(f"{title}: {counted(run.questions, 'question')}{mass}")
+    headings = {"choices": "among the choices", "vocabulary": "among all tokens"}
+    print(f"  {'':16}" + "".join(f"{headings[c]:>46}" for c in run.confidences))
+    for name in names:
+        figures = (str(estimate([run], name, c)) for c in run.confidences)
+        print(f"  {name:16}" + "".join(f"{figure:>46}" for figure in figures))
+
+
+def run_compare(a: argparse.Namespace) -> None:
+    """Say whether run B is better than run A, and by how much."""
+    from calibeval import stats
+
+    runs = [stats.load(path, a.normalise) for path in (a.a, a.b)]
+    stats.same_questions(runs)
+    names = stats.METRICS if a.all or a.json else stats.DEFAULT
+    names = sorted(names, key=lambda name: name not in ("nll", "brier"))
+    found = {c: {name: compared(*runs, name, c) for name in names} for c in runs[0].confidences}
+    if a.json:
+        return print(json.dumps({"a": str(a.a), "b": str(a.b), "comparison": found}))
+    print(f"A {a.a}\nB {a.b}\nWhich is better calibrated as a whole: read nll and brier first.")
+    for confidence, metrics in found.items():
+        for name, line in metrics.items():
+            print(sentence(name, confidence, line))
+
+
+def compared(first, second, name: str, confidence: str) -> dict:
+    """One metric of two runs and its difference."""
+    from calibeval.stats import better, difference, estimate
+
+    a, b = (estimate([run], name, confidence).value for run in (first, second))
+    found = difference([first], [second], name, confidence)
+    line = {"a": a, "b": b, "difference": found.value, "low": found.low, "high": found.high}
+    return line | {"better": better(name, found)}
+
+
+def sentence(name: str, confidence: str, found: dict) -> str:
+    """One metric's comparison in plain words."""
+    a, b, difference, low, high, better = found.values()
+    if difference is None:
+        return f"{name} ({confidence}): not comparable, {a} and {b}"
+    minus = "B² − A²" if name == "rms_debiased" else "B − A"
+    text = f"{name} ({confidence}): A {a:.4f}, B {b:.4f}, {minus} {difference:+.4f}"
+    if low is None:
+        return f"{text}; no interval of it is known to cover"
+    text += f" [{low:+.4f}, {high:+.4f}]"
+    if name == "ece_signed" and not low <= 0 <= high:
+        return f"{text}: B claims {'more' if low > 0 else 'less'}"
+    verdict = {"a": "A is better", "b": "B is better", None: "no difference can be told"}
+    return f"{text}: {verdict[better]}"
+
+
+def run_conformal(a: argparse.Namespace) -> None:
+    """Say how often prediction sets hold the answer, and how large they are."""
+    from calibeval import conformal, records
+
+    options = {"alpha": a.alpha, "score": a.score, "splits": a.splits}
+    options |= {"by": None if a.by == "none" else a.by, "penalty": a.penalty, "free": a.k_reg}
+    other = records.read(a.calibrate) if a.calibrate else None
+    how = f"calibrated on {a.calibrate}" if other else f"{a.splits} random halves calibrate"
+    for path in a.records:
+        of = records.read(path)
+        found = conformal.evaluate(of, calibrate=other, **options)
+        questions = counted(len(of), "question")
+        print(f"{path}: {questions}, {a.score} sets at 1 − α = {1 - a.alpha:g}, {how}")
+        for name, group in {"all": found, **found.by}.items():
+            print(
+                f"  {name:36} coverage {group.coverage:.3f} ± {group.coverage_sd:.3f}, "
+                f"mean size {group.size:.3f} ± {group.size_sd:.3f}, "
+                f"{counted(group.questions, 'question')} tested"
+            )
+
+
+def run_collect(a: argparse.Namespace) -> None:
+    """Make tables, figures and a report from an index of record files."""
+    from calibeval.report import collect
+
+    sections = [read_text(path) for path in a.section]
+    print(collect(a.index, a.out, a.columns, a.title, sections=sections), end="")
 
 
 if __name__ == "__main__":

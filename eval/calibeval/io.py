@@ -64,9 +64,8 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict]]:
         except ValueError as error:
             raise InputError(f"{path}, line {number}: not JSON ({error})") from error
         if not isinstance(value, dict):
-            raise InputError(
-                f"{path}, line {number}: expected a JSON object, found {type(value).__name__}"
-            )
+            found = type(value).__name__
+            raise InputError(f"{path}, line {number}: expected a JSON object, found {found}")
         yield number, value
 
 

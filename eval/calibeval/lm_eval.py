@@ -12,13 +12,13 @@ from collections import Counter
 from pathlib import Path
 
 from calibeval import records
-from calibeval.io import InputError, atomic_write, counted, json_lines, read_text, sha256
+from calibeval.io import InputError, counted, json_lines, read_text, sha256
 from calibeval.tasks import LETTERS
 
 NAME = re.compile(r"samples_(.+?)(_\d{4}-\d\d-\d\dT[\d.-]+)?\.jsonl")
 # Which choice each of lm-eval's metrics takes: the greatest by this normalisation.
 METRICS = {"acc": "sum", "acc_norm": "characters", "acc_bytes": "bytes"}
-METRICS["acc_mutual_info"] = "unconditional"
+METRICS |= {"acc_mutual_info": "unconditional"}
 
 
 def convert(paths: list[Path], out: Path) -> None:
@@ -51,11 +51,8 @@ def convert(paths: list[Path], out: Path) -> None:
     for target, (rows, sources) in made.items():
         first = next(iter(rows.values()))
         meta = {"settings": {"engine": "lm-evaluation-harness", "samples": sources}}
-        meta |= {"model": first["model"], "versions": first["versions"], "questions": len(rows)}
-        with atomic_write(records.sidecar(target)) as file:
-            json.dump(meta, file, indent=1)
-        with atomic_write(target) as file:
-            file.writelines(map(records.line, rows.values()))
+        meta |= {"model": first["model"], "versions": first["versions"]}
+        records.write(target, rows.values(), meta)
         how = f"{first.get('scoring', 'letters')} by {first.get('normalise', 'sum')}"
         print(f"{target}: {counted(len(rows), 'question')}, {how}", file=sys.stderr)
 
@@ -72,11 +69,9 @@ def read(path: Path, lost: Counter) -> tuple[str, list[dict], dict]:
     except (ValueError, AttributeError) as error:
         raise InputError(f"{beside}: not lm-eval's results ({error})") from error
     lost["shots, versions and the model's own name"] += not run
-    shared = {
-        "shots": source["shots"],
-        "model": run.get("model_name") or path.absolute().parent.name,
-    }
-    shared["versions"] = {k: run.get(f"{k}_version") for k in ("lm_eval", "transformers")}
+    model = run.get("model_name") or path.absolute().parent.name
+    versions = {k: run.get(f"{k}_version") for k in ("lm_eval", "transformers")}
+    shared = {"shots": source["shots"], "model": model, "versions": versions}
     rows, first = {}, None
     for number, sample in json_lines(path):
         where, first = f"{path}, line {number}", first or sample

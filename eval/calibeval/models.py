@@ -28,8 +28,7 @@ def check_model(model: str) -> None:
         if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
             raise InputError(f"{path}: no such folder")
         return  # a hub name; the loader says if it is not one
-    run = run_folder(path)
-    if run:
+    if run := run_folder(path):
         if not (run / "DONE").is_file():
             raise InputError(f"{run}: run folder without DONE; its training has not finished")
         if run == path:
@@ -58,16 +57,22 @@ def training(model: str) -> dict | None:
     return manifest | {"train": (config or {}).get("train")}
 
 
+def snapshot(model: str, revision: str | None) -> Path | None:
+    """The folder of a hub model in the cache, named by its commit; None where there is none."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+
+
 def architecture(model: str, revision: str | None = None) -> dict[str, int]:
     """Vocabulary, hidden size and number of parameters, as far as files on this machine say."""
-    folder = Path(model)
-    if not folder.is_dir():
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(model, "config.json", revision=revision)
-        if not isinstance(found, str):
-            return {}
-        folder = Path(found).parent
+    folder = Path(model) if Path(model).is_dir() else snapshot(model, revision)
+    if folder is None or not (folder / "config.json").is_file():
+        return {}
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config |= config.get("text_config") or {}
     sizes = {"vocabulary": config.get("vocab_size"), "hidden_size": config.get("hidden_size")}
@@ -86,7 +91,8 @@ def digest(model: str, revision: str | None = None) -> str | None:
     """
     folder = Path(model)
     if not folder.is_dir():
-        return commit(model, revision)
+        cached = snapshot(model, revision)
+        return cached.name if cached else None
     found = {p for part in PARTS for p in folder.glob(part) if p.is_file()}
     paths = sorted(path for path in found if path.name not in STATE)
     with ThreadPoolExecutor() as pool:  # hashlib lets other threads run
@@ -95,24 +101,12 @@ def digest(model: str, revision: str | None = None) -> str | None:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def commit(name: str, revision: str | None) -> str | None:
-    """The commit of a hub model's snapshot in the cache, which its folder is named by."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=True)).name
-    except (LocalEntryNotFoundError, HFValidationError):
-        return None
-
-
 def file_digest(path: Path) -> str:
     """SHA-256 of a file, remembered in the user's cache folder while the file does not change."""
     real, stat = path.resolve(), path.stat()
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    entry = Path(
-        home, "calibeval", "sha256", f"{hashlib.sha256(os.fsencode(real)).hexdigest()}.json"
-    )
+    name = f"{hashlib.sha256(os.fsencode(real)).hexdigest()}.json"
+    entry = Path(home, "calibeval", "sha256", name)
     # The time of change besides that of modification: cp -p and rsync -t carry the latter over.
     state = {"path": str(real), "size": stat.st_size, "inode": stat.st_ino}
     state |= {"mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns}

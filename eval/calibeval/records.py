@@ -6,6 +6,8 @@
 
 import json
 import math
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,7 +15,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
-from calibeval.io import InputError, counted, json_lines, read_text
+from calibeval.io import InputError, atomic_write, counted, json_lines, read_text
 
 # What probabilities may sum to: lm-evaluation-harness rounds log-probabilities to the model's
 # dtype, and bfloat16's 8 bits turn a sum of 1 into 1.005.
@@ -36,6 +38,11 @@ class Record(BaseModel, strict=True):
     characters: list[PositiveInt] | None = None
     unconditional: list[LogProbability] | None = None  # of the texts after an empty context
 
+    @property
+    def offsets(self) -> dict[str, list | None]:
+        """What there is to normalise by."""
+        return {k: getattr(self, k) for k in ("bytes", "characters", "unconditional")}
+
     @model_validator(mode="after")
     def _whole(self):
         k = len(self.logprobs)
@@ -49,8 +56,7 @@ class Record(BaseModel, strict=True):
             if (total := sum(map(math.exp, self.logprobs))) > MOST:
                 raise ValueError(f"the probabilities of logprobs sum to {total:.3g}, more than 1")
         else:
-            for name in ("bytes", "characters", "unconditional"):
-                values = getattr(self, name)
+            for name, values in self.offsets.items():
                 if values is not None and len(values) != k:
                     raise ValueError(f"{name}: found {len(values)}, expected {k}, one a choice")
         if self.normalise != "sum":
@@ -62,8 +68,8 @@ class Record(BaseModel, strict=True):
         scores = np.array(self.logprobs)
         if by == "sum":
             return scores
-        other = getattr(self, by, None) if by in Record.model_fields else None
-        if self.scoring == "letters" or not isinstance(other, list):
+        other = self.offsets.get(by)
+        if self.scoring == "letters" or other is None:
             raise ValueError(f"no {by!r} by which to normalise; scoring is {self.scoring!r}")
         return scores - other if by == "unconditional" else scores / other
 
@@ -85,11 +91,6 @@ class Records:
     def __len__(self) -> int:
         return len(self.ids)
 
-    @property
-    def n_choices(self) -> np.ndarray:
-        """(N,) choices of each question."""
-        return np.isfinite(self.logprobs).sum(1)
-
 
 def sidecar(path: Path) -> Path:
     """Where a record file's settings are."""
@@ -104,38 +105,31 @@ def read(path: Path, normalise: str | None = None) -> Records:
     path = Path(path)
     require(path)
     rows: list[Record] = []
-    scores, seen = [], {}
+    scores, seen, first = [], {}, None
     try:
         for number, raw in json_lines(path):
             where = f"{path}, line {number}"
             row = check(raw, where)
             if row.id in seen:
                 raise InputError(f"{where}: id {row.id!r} is on line {seen[row.id]} already")
-            first = rows[0] if rows else row
-            if (row.scoring, row.normalise) != (first.scoring, first.normalise):
-                raise InputError(
-                    f"{where}: {row.scoring} by {row.normalise} after {first.scoring} by "
-                    f"{first.normalise}; expected one way of scoring a file"
-                )
+            how = f"{row.scoring} by {row.normalise}"
+            if how != (first := first or how):
+                raise InputError(f"{where}: {how} after {first}; expected one way of scoring")
             try:
                 scores.append(row.normalised(normalise or row.normalise))
             except ValueError as error:
                 raise InputError(f"{where}: {error}") from error
             seen[row.id] = number
             rows.append(row)
-        expected = meta(path).get("questions", len(rows))
-        if len(rows) != expected:
-            raise InputError(
-                f"{path}: {counted(len(rows), 'record')}, but {sidecar(path).name} says {expected}"
-            )
+        if len(rows) != (expected := meta(path).get("questions", len(rows))):
+            found = counted(len(rows), "record")
+            raise InputError(f"{path}: {found}, but {sidecar(path).name} says {expected}")
         if not rows:
             raise InputError(f"{path}: no records")
     except InputError as error:
         if rows and normalise is None:
-            raise InputError(
-                f"{error}; the records before it ({len(rows)}) are intact, and `score` with the "
-                f"same options completes the file"
-            ) from error
+            hint = "are intact, and `score` with the same options completes the file"
+            raise InputError(f"{error}; the records before it ({len(rows)}) {hint}") from error
         raise
     counts = np.array([len(row.logprobs) for row in rows])
     logprobs = np.full((len(rows), counts.max()), -np.inf)
@@ -190,15 +184,19 @@ def intact(path: Path) -> list[dict]:
     found = {}
     # Not splitlines(): ids may hold characters, such as U+2028, that end a line there.
     for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        try:
+        with suppress(ValueError, TypeError):  # `InputError` is a ValueError
             row = json.loads(text)
-            check(row, str(path))
-        except (ValueError, TypeError):  # `InputError` is a ValueError
-            continue
-        found.setdefault(row["id"], row)
+            found.setdefault(check(row, "").id, row)
     return list(found.values())
 
 
-def line(record: dict) -> str:
-    """One record as a line of JSON."""
-    return json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+def write(path: Path, rows: Iterable[dict], about: dict) -> dict:
+    """Write a record file and its sidecar, with the number of questions; return the latter."""
+    lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
+    about = about | {"questions": len(lines)}
+    # The sidecar first: records without their settings would be unusable.
+    with atomic_write(sidecar(path)) as file:
+        json.dump(about, file, indent=1)
+    with atomic_write(path) as file:
+        file.writelines(lines)
+    return about

@@ -7,9 +7,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from tqdm import tqdm
 
@@ -24,8 +24,7 @@ LOW_MASS = 0.9  # below this the letters are not what the model wants to say
 SHARD = 500  # questions that an interruption loses at most
 
 
-@dataclass(frozen=True)
-class Style:
+class Style(NamedTuple):
     """How questions become tokens, and their log-probabilities scores."""
 
     shots: int = 5
@@ -35,14 +34,8 @@ class Style:
     normalise: str = "sum"
     unconditional: bool = False  # also ask for the choices' texts without the question
 
-    @property
-    def space(self) -> str:
-        """What stands before a letter or ending: a chat turn begins with the text itself."""
-        return "" if self.chat_template else " "
 
-
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """A question as the engine gets it."""
 
     prompt: Prompt
@@ -76,53 +69,46 @@ def fit_prompts(
     does not fit even without examples loses tokens on the left, as lm-evaluation-harness has it;
     a warning names such questions, and their records say how many tokens.
     """
-    limit = math.inf if max_length is None else max_length
     special = not style.chat_template  # a chat template writes its own start token
+    space = " " if special else ""  # a chat turn begins with the text itself
+    letters = style.scoring == "letters"
+    plans: dict[tuple, Plan] = {}
     fitted: dict[str, Item] = {}
     pending = [(s, q, style.shots) for s in subjects for q in s.questions]
-    order = [q.id for _, q, _ in pending]
-    plans: dict[tuple, Plan] = {}
     while pending:
         built = [prompts.build(s, q, k, style.prompt, style.scoring) for s, q, k in pending]
         if style.chat_template:
             built = [dataclasses.replace(p, text=_chat(tokenizer, p.text)) for p in built]
-        if style.scoring == "letters":
-            ids = prompts.encode(tokenizer, [p.text for p in built], special)
-            planned = []
-            for prompt, tokens in zip(built, ids, strict=True):
-                # Letters' ids depend on the context's end only: contexts ending alike share them.
-                key = (tuple(tokens[-4:]), n := len(prompt.question.choices))
-                if key not in plans:
-                    plans[key] = prompts.plan(tokenizer, prompt.text, n, style.space, special)
-                planned.append((tokens, plans[key]))
-        else:
-            planned = [
-                prompts.continuation(tokenizer, p.text, p.endings, style.space, special)
-                for p in built
-            ]
+        texts = [prompt.text for prompt in built]
+        rows = prompts.encode(tokenizer, texts, special) if letters else texts
         again = []
-        for (subject, question, k), prompt, (tokens, plan) in zip(
-            pending, built, planned, strict=True
-        ):
-            after = max(map(len, plan.branches)) - (style.scoring == "letters")
-            excess = len(tokens) - plan.merged + after - limit
-            if excess > 0 and k:
+        for (subject, question, k), prompt, tokens in zip(pending, built, rows, strict=True):
+            if letters:
+                # Letters' ids depend on the context's end only: contexts ending alike share them.
+                key = (tuple(tokens[-4:]), n := len(question.choices))
+                if key not in plans:
+                    plans[key] = prompts.plan(tokenizer, prompt.text, n, space, special)
+                plan = plans[key]
+            else:
+                choices = prompt.endings, space, special
+                tokens, plan = prompts.continuation(tokenizer, prompt.text, *choices)
+            context, after = len(tokens) - plan.merged, max(map(len, plan.branches)) - letters
+            cut = max(context + after - max_length, 0) if max_length else 0
+            if cut and k:
                 again.append((subject, question, k - 1))
                 continue
-            cut = int(max(excess, 0))
-            if cut >= len(tokens) - plan.merged:
+            if cut >= context:
                 raise InputError(
                     f"question {question.id}: its choices take {after} tokens, but the model "
                     f"takes {max_length}; choose other --subjects or a longer --max-length"
                 )
             alone = None
             if style.unconditional:
-                text = question.unconditional
-                alone = prompts.continuation(tokenizer, text, prompt.endings)
-            item = Item(prompt, tuple(tokens[cut:]), plan, style.normalise, cut, alone)
-            fitted[question.id] = item
+                alone = prompts.continuation(tokenizer, question.unconditional, prompt.endings)
+            tokens = tuple(tokens[cut:])
+            fitted[question.id] = Item(prompt, tokens, plan, style.normalise, cut, alone)
         pending = again
-    items = [fitted[i] for i in order]
+    items = [fitted[q.id] for s in subjects for q in s.questions]
     warn_of_truncated(items, max_length)
     return items
 
@@ -136,10 +122,10 @@ def warn_of_truncated(items: list[Item], max_length: int | None) -> None:
             f"examples; give a longer --max-length or another model"
         )
     if cut:
+        named = ", ".join(cut[:5] + ["…"] * (len(cut) > 5))
         print(
             f"warning: {len(cut)} of {counted(len(items), 'question')} do not fit in {max_length} "
-            f"tokens even without examples and lose their beginning: "
-            f"{', '.join(cut[:5] + ['…'] * (len(cut) > 5))}",
+            f"tokens even without examples and lose their beginning: {named}",
             file=sys.stderr,
         )
 
@@ -151,10 +137,10 @@ def _chat(tokenizer, text: str) -> str:
     return tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
 
 
-def groups_of(items: list[Item], indices: list[int]) -> list[list[Job]]:
-    """Group the questions that share subject and number of shots, so a prompt prefix."""
+def groups_of(items: list[Item], indices: Sequence[int] | None = None) -> list[list[Job]]:
+    """Jobs, of all items by default, in groups of a subject and shots: they share a prefix."""
     groups: dict[tuple, list[Job]] = {}
-    for index in indices:
+    for index in range(len(items)) if indices is None else indices:
         item = items[index]
         key = item.prompt.question.subject, item.prompt.shots, item.truncated > 0
         for job in item.jobs(index):
@@ -162,20 +148,11 @@ def groups_of(items: list[Item], indices: list[int]) -> list[list[Job]]:
     return list(groups.values())
 
 
-def digest(items: list[Item]) -> str:
-    """SHA-256 over the prompts' digests and labels, in order."""
-    total = hashlib.sha256()
-    for item in items:
-        total.update(f"{item.prompt.sha256} {item.prompt.question.label}\n".encode())
-    return total.hexdigest()
-
-
 def score(
     model: str,
     items: list[Item],
     out: Path,
     make_engine: Callable[[], Engine],
-    *,
     settings: dict,
     share: tuple[int, int] = (0, 1),
     overwrite: bool = False,
@@ -184,7 +161,9 @@ def score(
 
     `make_engine` is called only if there is something to score.
     """
-    store = Store(out, settings | {"prompts_sha256": digest(items)}, overwrite)
+    asked = "".join(f"{i.prompt.sha256} {i.prompt.question.label}\n" for i in items)
+    settings = settings | {"prompts_sha256": hashlib.sha256(asked.encode()).hexdigest()}
+    store = Store(out, settings, overwrite)
     finished = store.finished()
     ids = [item.prompt.question.id for item in items]
     part, parts = share
@@ -195,9 +174,8 @@ def score(
         return
     if pending:
         _score_shards(make_engine(), model, items, pending, store, len(mine))
-    finished = store.finished()
-    missing = sum(i not in finished for i in ids)
-    if missing:
+        finished = store.finished()
+    if missing := sum(i not in finished for i in ids):
         print(f"questions left to other shards: {missing}", file=sys.stderr)
         return
     rows = [finished[i] for i in ids]
@@ -212,10 +190,10 @@ def score(
 def _score_shards(
     engine: Engine, model: str, items: list[Item], pending: list[int], store: Store, total: int
 ) -> None:
-    versions = {"calibeval": __version__, **engine.versions()}
+    shared = {"model": model, "versions": {"calibeval": __version__, **engine.versions()}}
     store.engine(engine.describe())
-    progress = tqdm(total=total, initial=total - len(pending), unit="question", mininterval=0.5)
-    with progress:
+    done = total - len(pending)
+    with tqdm(total=total, initial=done, unit="question", mininterval=0.5) as progress:
         for start in range(0, len(pending), SHARD):
             indices = pending[start : start + SHARD]
             engine.usage, began = Usage(), time.perf_counter()
@@ -223,19 +201,13 @@ def _score_shards(
             for index, logprobs in engine.score(groups_of(items, indices)):
                 found[index] = logprobs
                 progress.update(index >= 0)
-            rows = [record(items[i], found[i], found.get(~i), model, versions) for i in indices]
+            rows = [record(items[i], found[i], found.get(~i)) | shared for i in indices]
             seconds, usage = time.perf_counter() - began, dataclasses.asdict(engine.usage)
             store.settings["engine_settings"] = engine.describe()  # the first batch settles some
             store.add(indices[0], rows, usage, seconds)
 
 
-def record(
-    item: Item,
-    logprobs: list[float],
-    unconditional: list[float] | None,
-    model: str,
-    versions: dict[str, str],
-) -> dict:
+def record(item: Item, logprobs: list[float], unconditional: list[float] | None) -> dict:
     """A question's record; log-probabilities that are not finite raise `InputError`.
 
     By continuation `logprobs` are of the choices' texts, whose lengths `bytes` and `characters`
@@ -243,21 +215,11 @@ def record(
     """
     prompt, question = item.prompt, item.prompt.question
     if not all(map(math.isfinite, logprobs + (unconditional or []))):
-        raise InputError(
-            f"question {question.id}: log-probabilities {logprobs}: the model's output is not "
-            f"finite"
-        )
-    row = {
-        "id": question.id,
-        "subject": question.subject,
-        "label": question.label,
-        "logprobs": logprobs,
-        "letter_mass": math.fsum(map(math.exp, logprobs)),
-        "prompt_sha256": prompt.sha256,
-        "shots": prompt.shots,
-        "model": model,
-        "versions": versions,
-    }
+        found = f"log-probabilities {logprobs}"
+        raise InputError(f"question {question.id}: {found}: the model's output is not finite")
+    row = {"id": question.id, "subject": question.subject, "label": question.label}
+    row |= {"logprobs": logprobs, "letter_mass": math.fsum(map(math.exp, logprobs))}
+    row |= {"prompt_sha256": prompt.sha256, "shots": prompt.shots}
     if prompt.endings is not None:
         row |= {"scoring": "continuation", "normalise": item.normalise}
         row["bytes"] = [len(text.encode()) for text in prompt.endings]
@@ -268,45 +230,37 @@ def record(
 
 def report(meta: dict, out: Path) -> None:
     """Print what was saved and what came out; warn where the letters are not what is meant."""
-    usage, seconds, questions = meta["usage"], meta["seconds"], meta["questions"]
-    computed, apart = usage.get("computed_tokens", 0), meta["one_prompt_a_choice"]
-    if computed:
-        print(
-            f"{counted(questions, 'question')} in {seconds:.1f} s "
-            f"({questions / seconds:.1f} a second); prompt tokens computed: {computed:,}, "
-            f"{apart / computed:.1f}x fewer than the {apart:,} of one prompt a choice",
-            file=sys.stderr,
-        )
+    seconds, questions, apart = meta["seconds"], meta["questions"], meta["one_prompt_a_choice"]
+    if computed := meta["usage"].get("computed_tokens"):
+        speed = f"{counted(questions, 'question')} in {seconds:.1f} s"
+        speed += f" ({questions / seconds:.1f} a second); prompt tokens computed: {computed:,}"
+        speed += f", {apart / computed:.1f}x fewer than the {apart:,} of one prompt a choice"
+        print(speed, file=sys.stderr)
     run = stats.load(out)
     found = {m: stats.estimate([run], m, "choices") for m in ("accuracy", "ece", "rms_debiased")}
     print(", ".join(f"{name} {figure}" for name, figure in found.items()), file=sys.stderr)
     if "vocabulary" in run.confidences and run.letter_mass < LOW_MASS:
-        print(
-            f"warning: mean letter mass {run.letter_mass:.3f} is below {LOW_MASS}: the model "
-            f"wants to say something other than a letter, so read the figures with care",
-            file=sys.stderr,
-        )
+        low = f"warning: mean letter mass {run.letter_mass:.3f} is below {LOW_MASS}: the model"
+        low += " wants to say something other than a letter, so read the figures with care"
+        print(low, file=sys.stderr)
 
 
 def run_workers(count: int, arguments: list[str]) -> None:
     """Run this command `count` times with --shard I/N, each on a GPU of its own; the last process
     to finish merges.
     """
-    command = [sys.executable, "-m", "calibeval", *_without_workers(arguments)]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     gpus = visible.split(",") if visible else [str(i) for i in range(count)]
     if len(gpus) < count:
-        raise InputError(
-            f"--workers {count}: CUDA_VISIBLE_DEVICES lists {len(gpus)} GPUs, {visible}"
-        )
-    processes = [
-        subprocess.Popen(
-            [*command, "--shard", f"{i}/{count}"],
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": gpus[i]},
-        )
-        for i in range(count)
-    ]
+        found = f"CUDA_VISIBLE_DEVICES lists {len(gpus)} GPUs, {visible}"
+        raise InputError(f"--workers {count}: {found}")
+    # The last of an option given twice holds; --overwrite would race.
+    command = [sys.executable, "-m", "calibeval", *arguments, "--no-overwrite", "--workers", "1"]
+    processes = []
     try:
+        for i in range(count):
+            alone = os.environ | {"CUDA_VISIBLE_DEVICES": gpus[i]}
+            processes.append(subprocess.Popen([*command, "--shard", f"{i}/{count}"], env=alone))
         failed = [i for i, process in enumerate(processes) if process.wait()]
     finally:
         for process in processes:
@@ -316,16 +270,3 @@ def run_workers(count: int, arguments: list[str]) -> None:
             f"worker {failed[0]} of {count} failed (its message is above); "
             f"run the same command again to go on from the finished shards"
         )
-
-
-def _without_workers(arguments: list[str]) -> list[str]:
-    """The command line without --workers, and without --overwrite, which would race."""
-    kept, skip = [], False
-    for argument in arguments:
-        if skip or argument == "--overwrite" or argument.startswith("--workers="):
-            skip = False
-        elif argument == "--workers":
-            skip = True
-        else:
-            kept.append(argument)
-    return kept

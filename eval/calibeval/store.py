@@ -8,6 +8,7 @@ RECORDS.jsonl, RECORDS.jsonl.meta.json   at the end
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 
 from calibeval import records
@@ -22,24 +23,25 @@ class Store:
     """The finished records of one scoring run, whoever made them."""
 
     def __init__(self, out: Path, settings: dict, overwrite: bool = False):
-        self.out, self.settings = out, dict(settings)
-        self.folder = out.with_name(out.name + ".parts")
+        self.out, self.settings, self.folder = out, dict(settings), _parts_of(out)
+        self.header = self.folder / "settings.json"
         if overwrite:
             clear(out)
-        if out.exists():
-            _same(_settings(records.sidecar(out), out), settings, out)
-        self.header = self.folder / "settings.json"
+        for where, made in self._made():
+            _same(made, settings, where)
+
+    def _made(self) -> list[tuple[Path, dict]]:
+        """The settings of the final file and of the shards, as far as there are any."""
+        found = [(self.out, records.sidecar(self.out))] if self.out.exists() else []
         if self.header.exists():
-            _same(_settings(self.header, out), settings, self.folder)
+            found.append((self.folder, self.header))
+        return [(where, _settings(path, self.out)) for where, path in found]
 
     def finished(self) -> dict[str, dict]:
         """Records by question id: of the finished shards, and what is intact of the final file."""
-        found = {}
-        if self.out.exists():
-            found |= {row["id"]: row for row in records.intact(self.out)}
-        for part in self._parts():
-            found |= {row["id"]: row for row in part["records"]}
-        return found
+        rows = records.intact(self.out) if self.out.exists() else []
+        rows += [row for part in self._parts() for row in part["records"]]
+        return {row["id"]: row for row in rows}
 
     def engine(self, describe: dict) -> None:
         """Keep the loaded engine's settings: what `dtype=auto` comes to is known only now.
@@ -47,14 +49,11 @@ class Store:
         Raises `InputError`, naming both, where finished records are of another kind of engine or
         another precision.
         """
-        made = [(self.folder, part.get("engine_settings")) for part in self._parts()]
-        for where, path in ((self.out, records.sidecar(self.out)), (self.folder, self.header)):
-            if where.exists() and path.exists():
-                made.append((where, _settings(path, self.out).get("engine_settings")))
-        compared = {k: v for k, v in describe.items() if k == "engine" or k.endswith("dtype")}
-        for where, found in made:
-            found = found or {}
-            _same(found, {k: v for k, v in compared.items() if k in found}, where)
+        made = [(self.folder, part) for part in self._parts()] + self._made()
+        for where, settings in made:
+            found = settings.get("engine_settings") or {}
+            compared = (k for k in found if k == "engine" or k.endswith("dtype"))
+            _same(found, {k: describe[k] for k in compared if k in describe}, where)
         self.settings["engine_settings"] = describe
 
     def add(self, first: int, rows: list[dict], usage: dict, seconds: float) -> None:
@@ -71,18 +70,12 @@ class Store:
         parts = self._parts()
         engine = self.settings.get("engine_settings") or parts[-1].get("engine_settings")
         self.engine(engine or {})  # processes that started together could not see each other's
-        usage: dict[str, int] = {}
+        usage = Counter()
         for part in parts:
-            for key, value in part["usage"].items():
-                usage[key] = usage.get(key, 0) + value
+            usage.update(part["usage"])
         seconds = round(sum(part["seconds"] for part in parts), 3)
-        meta = {"settings": self.settings, **meta, "questions": len(rows)}
-        meta |= {"seconds": seconds, "usage": usage}
-        # The sidecar first: records without their settings would be unusable.
-        with atomic_write(records.sidecar(self.out)) as file:
-            json.dump(meta, file, indent=1)
-        with atomic_write(self.out) as file:
-            file.writelines(map(records.line, rows))
+        meta = {"settings": self.settings, **meta, "seconds": seconds, "usage": usage}
+        meta = records.write(self.out, rows, meta)
         shutil.rmtree(self.folder, ignore_errors=True)
         return meta
 
@@ -94,15 +87,18 @@ class Store:
             except FileNotFoundError:
                 continue  # another process has just merged and dropped the shards
             except ValueError as error:
-                raise InputError(
-                    f"{path}: not JSON ({error}); delete it to score it anew"
-                ) from error
+                note = f"not JSON ({error}); delete it to score it anew"
+                raise InputError(f"{path}: {note}") from error
         return found
+
+
+def _parts_of(out: Path) -> Path:
+    return out.with_name(out.name + ".parts")
 
 
 def clear(out: Path) -> None:
     """Forget what a scoring run has made so far."""
-    shutil.rmtree(out.with_name(out.name + ".parts"), ignore_errors=True)
+    shutil.rmtree(_parts_of(out), ignore_errors=True)
     out.unlink(missing_ok=True)
 
 
@@ -110,10 +106,8 @@ def _settings(path: Path, out: Path) -> dict:
     try:
         return json.loads(path.read_text(encoding="utf-8"))["settings"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"{out}: exists, but {path.name} does not say how it was made; "
-            f"give --overwrite to replace it"
-        ) from error
+        note = f"exists, but {path.name} does not say how it was made"
+        raise InputError(f"{out}: {note}; give --overwrite to replace it") from error
 
 
 def _same(found: dict, wanted: dict, where: Path) -> None:
@@ -125,6 +119,7 @@ def _same(found: dict, wanted: dict, where: Path) -> None:
         differ = [k for k in differ if k != "prompts_sha256"] + causes
     changes = ", ".join(f"{k} {found.get(k)!r} (now {wanted.get(k)!r})" for k in differ)
     changes = changes or "other questions or examples"  # the data itself, or an older record
-    raise InputError(
-        f"{where}: was made with {changes}; give --overwrite to score anew, or another --out"
-    )
+    remedy = "--overwrite to score anew, or another --out"
+    if "dtype" in differ:
+        remedy = f"--dtype {found.get('dtype')} to go on, {remedy}"
+    raise InputError(f"{where}: was made with {changes}; give {remedy}")
