@@ -148,7 +148,7 @@ def save(canvas, stem: Path) -> None:
     from matplotlib.backends.backend_pdf import FigureCanvasPdf
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
-    canvas.draw_without_rendering()  # lays it out, which `savefig` would do again for each format
+    canvas.get_layout_engine().execute(canvas)  # which `savefig` would do again for each format
     canvas.set_layout_engine("none")
     canvas.set_dpi(200)
     for kind, write, about in (
