@@ -130,7 +130,7 @@ def prepare(
     of = take(of, np.argsort(np.array(of.ids), kind="stable"))
     scored = scores(of, "choices")
     uniform = np.random.default_rng(SEED + 1).random(len(of))
-    found = nonconformity(scored.probs, scored.present, score, uniform, penalty, free)
+    found = nonconformity(scored.probs, np.isfinite(of.logprobs), score, uniform, penalty, free)
     return found, groups(of, by) if by else np.full(len(of), ""), of.labels
 
 
