@@ -332,12 +332,12 @@ def run_import(a: argparse.Namespace) -> None:
 
 def run_metrics(a: argparse.Namespace) -> None:
     """Recompute metrics from records."""
-    from calibeval import stats
+    from calibeval import records, stats
 
     names = stats.METRICS if a.all or a.json else stats.DEFAULT
     for path in a.records:
         run = stats.load(path, a.normalise)
-        groups = stats.breakdown(stats.read(path, a.normalise), a.by) if a.by else {}
+        groups = stats.breakdown(records.read(path, a.normalise), a.by) if a.by else {}
         if a.json:
             found = {"records": str(path)} | as_dict(run, names)
             if a.by:

@@ -13,8 +13,8 @@ import numpy as np
 
 from calibeval.io import InputError, counted
 from calibeval.metrics.samples import SEED, scores
-from calibeval.records import Records
-from calibeval.stats import Run, groups, read, take
+from calibeval.records import Records, read
+from calibeval.stats import Run, groups, take
 
 SCORES = ("lac", "aps", "raps")
 
@@ -130,7 +130,7 @@ def prepare(
     of = take(of, np.argsort(np.array(of.ids), kind="stable"))
     scored = scores(of, "choices")
     uniform = np.random.default_rng(SEED + 1).random(len(of))
-    found = nonconformity(scored.probs, scored.present, score, uniform, penalty, free)
+    found = nonconformity(scored.probs, np.isfinite(of.logprobs), score, uniform, penalty, free)
     return found, groups(of, by) if by else np.full(len(of), ""), of.labels
 
 
@@ -148,17 +148,15 @@ def limits(
 def summarise(found: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Sets:
     """From each split's sets (M, K), right choices (M,) and groups (M,)."""
     every = [(s[np.arange(len(p)), p], s.sum(1), keys) for s, p, keys in found]
-    names = sorted({name for _, _, keys in every for name in np.unique(keys).tolist()})
+    names = np.unique(np.concatenate([keys for *_, keys in every])).tolist()
 
     def sets(name: str | None, by: dict[str, Sets]) -> Sets:
-        held, size, count = [], [], []
-        for hit, width, keys in every:
-            member = slice(None) if name is None else keys == name
-            if count_of := len(hit[member]):
-                held.append(hit[member].mean())
-                size.append(width[member].mean())
-                count.append(count_of)
+        inside = [np.full(len(keys), True) if name is None else keys == name for *_, keys in every]
+        filled = [
+            (hit[m], size[m]) for (hit, size, _), m in zip(every, inside, strict=True) if m.any()
+        ]
+        held, size = ([one[i].mean() for one in filled] for i in (0, 1))
         figures = (float(f(x)) for x in (held, size) for f in (np.mean, np.std))
-        return Sets(round(np.mean(count)), *figures, by)
+        return Sets(round(np.mean([len(hit) for hit, _ in filled])), *figures, by)
 
     return sets(None, {name: sets(name, {}) for name in names} if len(names) > 1 else {})

@@ -6,7 +6,6 @@ only where simulation has shown that it covers (tests/eval/interval_coverage.py)
 """
 
 import hashlib
-import io
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -26,6 +25,7 @@ from calibeval.records import Records
 CONFIDENCES = ("choices", "vocabulary")
 DEFAULT = ("accuracy", "nll", "brier", "ece", "rms_debiased", "auroc")
 HIGHER_IS_BETTER = {"accuracy", "auroc", "accuracy_at_50", "accuracy_at_80"}
+INVERTED = ("ece", "rms_debiased")  # whose intervals `invert` makes
 RESAMPLES, SIMULATIONS = 1000, 499
 LOW, HIGH = 0.025, 0.975
 Side = tuple[np.ndarray, np.ndarray]  # (S,) figures of S runs, (S, R) their draws
@@ -39,9 +39,9 @@ class Estimate:
     these confidences read, and the share of them that read as much as this one.
     """
 
-    value: float | None
-    low: float | None
-    high: float | None
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
     floor: float | None = None
     p: float | None = None
 
@@ -255,10 +255,10 @@ def load(path: Path, normalise: str | None = None) -> Run:
                 return unpack(path, normalise, about, file)
     except (OSError, ValueError, KeyError, TypeError, EOFError):
         pass  # absent or of another make: computed anew below
-    run = measure(read(path, normalise), normalise=normalise)
+    run = measure(records.read(path, normalise), normalise=normalise)
     try:
         with atomic_write(kept, "wb") as file:
-            file.write(pack(run, key))
+            np.savez(file, **pack(run, key))
     except InputError:
         pass  # a read-only folder only costs the time to compute it again
     return run
@@ -272,20 +272,17 @@ def code() -> str:
     return hashlib.sha256(text).hexdigest()
 
 
-def pack(run: Run, key: dict) -> bytes:
-    """A run as the bytes of an .npz file."""
-    about = {
-        k: v for k, v in vars(run).items() if k not in ("path", "normalise", "draws", "errors")
+def pack(run: Run, key: dict) -> dict:
+    """A run as arrays: what JSON can hold as its bytes, and the rest."""
+    arrays = "path", "normalise", "draws", "errors"
+    about = {k: v for k, v in vars(run).items() if k not in arrays} | {"key": key}
+    errors = run.errors.values()
+    return {
+        "about": np.frombuffer(json.dumps(about).encode(), np.uint8),
+        "draws": [[of[name] for name in REGULAR] for of in run.draws.values()],
+        "squares": [of["rms_debiased"].array for of in errors],
+        "absolutes": [of["ece"].array.astype(np.float32) for of in errors],
     }
-    buffer = io.BytesIO()
-    np.savez(
-        buffer,
-        about=np.frombuffer(json.dumps(about | {"key": key}).encode(), np.uint8),
-        draws=[[run.draws[c][name] for name in REGULAR] for c in run.confidences],
-        squares=[run.errors[c]["rms_debiased"].array for c in run.confidences],
-        absolutes=[run.errors[c]["ece"].array.astype(np.float32) for c in run.confidences],
-    )
-    return buffer.getvalue()
 
 
 def unpack(path: Path, normalise: str | None, about: dict, file: Mapping) -> Run:
@@ -299,19 +296,13 @@ def unpack(path: Path, normalise: str | None, about: dict, file: Mapping) -> Run
     return Run(path, normalise, **about, draws=draws, errors=found)
 
 
-def read(path: Path, normalise: str | None) -> Records:
-    """The records of a file, by their own convention where `normalise` is None."""
-    return records.read(path) if normalise is None else records.read(path, normalise)
-
-
 def measure(
     of: Records, names: Sequence[str] = tuple(METRICS), normalise: str | None = None
 ) -> Run:
     """The figures of records in memory."""
     # In the order of the ids: the same resamples for every file of these questions.
     of = take(of, np.argsort(np.array(of.ids), kind="stable"))
-    letters = getattr(of, "scoring", "letters") == "letters"
-    confidences = CONFIDENCES if letters else CONFIDENCES[:1]
+    confidences = CONFIDENCES if of.scoring == "letters" else CONFIDENCES[:1]
     scored = {c: scores(of, c) for c in confidences}
     exact = {c: Sample(s) for c, s in scored.items()}
     draws = {c: {name: [] for name in REGULAR if name in names} for c in confidences}
@@ -386,29 +377,33 @@ def estimate(runs: Sequence[Run], metric: str, confidence: str) -> Estimate:
     """
     same_questions(runs)
     if confidence not in runs[0].confidences:
-        return Estimate(None, None, None)
-    found = [run.values[confidence][metric] for run in runs]
-    floors = [run.floors[confidence][metric] for run in runs if metric in CALIBRATION]
-    # Seeds answer the same questions, so their p-values depend on each other: Bonferroni's bound.
-    noise = (
-        {"floor": float(np.mean([f for f, _ in floors]))}
-        | {"p": min(1.0, len(runs) * min(p for _, p in floors))}
-        if floors
-        else {}
-    )
-    if None in found:
-        return Estimate(None, None, None)
-    if metric in ("ece", "rms_debiased"):
+        return Estimate()
+    noise = {}
+    if metric in CALIBRATION:
+        floors, ps = zip(*(run.floors[confidence][metric] for run in runs), strict=True)
+        # Seeds answer the same questions, so their p-values depend on each other: Bonferroni's
+        # bound.
+        noise = {"floor": float(np.mean(floors)), "p": min(1.0, len(runs) * min(ps))}
+    found, drawn = side(runs, metric, confidence)
+    if metric in INVERTED:
         every = [run.errors[confidence][metric] for run in runs]
-        side = np.array([one.value for one in every]), np.stack([one.drawn for one in every])
         mean = type(every[0]).mean(every)
         value = mean.value if metric == "ece" else math.sqrt(max(mean.value, 0))
-        return Estimate(value, *invert(mean, widening([side])), **noise)
-    value = float(np.mean(found))
-    if metric not in REGULAR:
-        return Estimate(value, None, None, **noise)
-    drawn = np.stack([run.draws[confidence][metric] for run in runs])
-    return Estimate(value, *interval(value, [(np.array(found), drawn)]))
+        return Estimate(value, *invert(mean, widening([(found, drawn)])), **noise)
+    value = finite(found.mean())
+    if value is None or drawn is None:
+        return Estimate(value, **noise)
+    return Estimate(value, *interval(value, [(found, drawn)]))
+
+
+def side(runs: Sequence[Run], metric: str, confidence: str) -> tuple:
+    """(S,) figures, of `rms_debiased` squared, NaN where undefined; (S, R) their draws or None."""
+    if metric in INVERTED:
+        every = [run.errors[confidence][metric] for run in runs]
+        return np.array([one.value for one in every]), np.stack([one.drawn for one in every])
+    found = np.array([run.values[confidence][metric] for run in runs], float)
+    regular = metric in REGULAR
+    return found, np.stack([run.draws[confidence][metric] for run in runs]) if regular else None
 
 
 def difference(a: Sequence[Run], b: Sequence[Run], metric: str, confidence: str) -> Estimate:
@@ -420,23 +415,14 @@ def difference(a: Sequence[Run], b: Sequence[Run], metric: str, confidence: str)
     """
     same_questions([*a, *b])
     if confidence not in a[0].confidences or confidence not in b[0].confidences:
-        return Estimate(None, None, None)
-    if metric == "rms_debiased":
-        sides = [[run.errors[confidence][metric] for run in side] for side in (a, b)]
-        found = [np.array([s.value for s in side]) for side in sides]
-        drawn = [np.stack([s.drawn for s in side]) for side in sides]
-    else:
-        found = [[run.values[confidence][metric] for run in side] for side in (a, b)]
-        if None in found[0] or None in found[1]:
-            return Estimate(None, None, None)
-        found = [np.array(side) for side in found]
-        if metric not in REGULAR:
-            return Estimate(float(found[1].mean() - found[0].mean()), None, None)
-        drawn = [np.stack([run.draws[confidence][metric] for run in side]) for side in (a, b)]
+        return Estimate()
+    found, drawn = zip(*(side(runs, metric, confidence) for runs in (a, b)), strict=True)
+    value = finite(found[1].mean() - found[0].mean())
+    if value is None or drawn[0] is None or metric == "ece":
+        return Estimate(value)
     sides = list(zip(found, drawn, strict=True))
     if len(a) == len(b):
-        sides = [tuple(second - first for first, second in zip(*sides, strict=True))]
-    value = float(found[1].mean() - found[0].mean())
+        sides = [(found[1] - found[0], drawn[1] - drawn[0])]
     return Estimate(value, *interval(value, sides))
 
 
@@ -498,7 +484,4 @@ def groups(of: Records, by: str) -> np.ndarray:
 def breakdown(of: Records, by: str) -> dict[str, Run]:
     """The `DEFAULT` metrics of each subject or category."""
     keys = groups(of, by)
-    return {
-        name: measure(take(of, np.flatnonzero(keys == name)), DEFAULT)
-        for name in sorted(set(keys.tolist()))
-    }
+    return {str(g): measure(take(of, np.flatnonzero(keys == g)), DEFAULT) for g in np.unique(keys)}

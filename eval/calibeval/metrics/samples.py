@@ -18,62 +18,27 @@ SEED = 0
 CELLS = 300_000  # samples × questions at a time: larger arrays cost more page faults than they save
 
 
-@dataclass(frozen=True)
 class Scores:
-    """Log-probabilities and labels of N questions with up to K choices."""
+    """N questions with up to K choices, and orders of them; arrays are (N,) where not said."""
 
-    logprobs: np.ndarray  # (N, K) natural log, −∞ for a choice that the question lacks
-    labels: np.ndarray  # (N,)
-
-    @cached_property
-    def probs(self) -> np.ndarray:
-        """(N, K); 0 for an absent choice; rows need not sum to 1."""
-        return np.exp(self.logprobs)
-
-    @cached_property
-    def present(self) -> np.ndarray:
-        """Whether the question has that choice, (N, K)."""
-        return np.isfinite(self.logprobs)
-
-    @cached_property
-    def best(self) -> np.ndarray:
-        """Index of the likeliest choice, the first of equals."""
-        return self.logprobs.argmax(1)
-
-    @cached_property
-    def confidence(self) -> np.ndarray:
-        """Probability of the likeliest choice."""
-        return self.probs[np.arange(len(self.probs)), self.best]
-
-    @cached_property
-    def correct(self) -> np.ndarray:
-        """1 where the likeliest choice is right, else 0."""
-        return (self.best == self.labels).astype(float)
-
-    @cached_property
-    def right(self) -> np.ndarray:
-        """Log-probability of the right choice."""
-        return self.logprobs[np.arange(len(self.labels)), self.labels]
-
-    @cached_property
-    def order(self) -> np.ndarray:
-        """Questions by ascending confidence."""
-        return np.argsort(self.confidence, kind="stable")
-
-    @cached_property
-    def folded(self) -> tuple[np.ndarray, np.ndarray]:
-        """max(p, 1 − p) of the confidence, and the questions by it in ascending order."""
-        folded = np.maximum(self.confidence, 1 - self.confidence)
-        return folded, np.argsort(folded, kind="stable")
+    def __init__(self, logprobs: np.ndarray, labels: np.ndarray):
+        each = np.arange(len(labels))
+        self.logprobs = logprobs  # (N, K) natural log, −∞ for a choice that the question lacks
+        self.labels = labels
+        self.probs = np.exp(logprobs)  # (N, K); rows need not sum to 1
+        self.best = logprobs.argmax(1)  # the likeliest choice, the first of equals
+        self.confidence = self.probs[each, self.best]
+        self.correct = (self.best == labels).astype(float)
+        self.right = logprobs[each, labels]  # log-probability of the right choice
+        self.order = np.argsort(self.confidence, kind="stable")
+        self.folded = np.maximum(self.confidence, 1 - self.confidence)
+        self.folded_order = np.argsort(self.folded, kind="stable")
 
     @cached_property
     def classes(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """For each choice, the questions that have it, and these by its probability ascending."""
-        found = []
-        for k, present in enumerate(self.present.T):
-            member = np.flatnonzero(present)
-            found.append((member, np.argsort(self.probs[member, k], kind="stable")))
-        return found
+        members = [np.flatnonzero(present) for present in np.isfinite(self.logprobs).T]
+        return [(m, np.argsort(self.probs[m, k], kind="stable")) for k, m in enumerate(members)]
 
 
 def scores(records: Records, confidence: str) -> Scores:
@@ -99,19 +64,10 @@ class Bins:
         return self.count / np.maximum(self.count.sum(1, keepdims=True), 1)
 
     @property
-    def accuracy(self) -> np.ndarray:
-        """Mean of `correct`; 0 in an empty bin."""
-        return self.correct_sum / np.maximum(self.count, 1)
-
-    @property
-    def confidence(self) -> np.ndarray:
-        """Mean confidence; 0 in an empty bin."""
-        return self.confidence_sum / np.maximum(self.count, 1)
-
-    @property
     def gap(self) -> np.ndarray:
-        """Δ_b = accuracy_b − confidence_b."""
-        return self.accuracy - self.confidence
+        """Δ_b = accuracy_b − confidence_b; 0 in an empty bin."""
+        filled = np.maximum(self.count, 1)
+        return self.correct_sum / filled - self.confidence_sum / filled
 
     @property
     def noise(self) -> np.ndarray:
@@ -133,40 +89,37 @@ class Pairs:
         times: np.ndarray,  # (R, N) or (1, N): how often each sample has each question
         order: np.ndarray,  # (N,) places by ascending confidence
     ):
-        self.unsorted = confidence, correct
-        self.times, self.order, self.n = times, order, len(confidence)
+        self.unsorted, self.times, self.n = (confidence, correct), times, len(confidence)
+        self.confidence = confidence[order]  # ascending
+        self.order, self._times = order, times[:, order]
         self._equal_width: dict[int, Bins] = {}
 
-    @cached_property
-    def confidence(self) -> np.ndarray:
-        """Ascending confidences, (N,)."""
-        return self.unsorted[0][self.order]
-
-    @cached_property
-    def _times(self) -> np.ndarray:
-        return self.times[:, self.order]
+    def _cumulative(self, values: np.ndarray) -> np.ndarray:
+        """Over places by ascending confidence, from 0 on, (R, N + 1)."""
+        each = self._times * values[..., self.order]
+        total = np.zeros((len(each), self.n + 1))
+        np.cumsum(each, axis=1, out=total[:, 1:])
+        return total
 
     @cached_property
     def counts(self) -> np.ndarray:
         """Cumulative counts by ascending confidence, (R or 1, N + 1)."""
-        return _cumulative(self._times)
+        return self._cumulative(np.ones(self.n))
 
     @cached_property
     def corrects(self) -> np.ndarray:
         """Cumulative number of right answers, (R, N + 1)."""
-        return _cumulative(self._times * self.unsorted[1][..., self.order])
+        return self._cumulative(self.unsorted[1])
 
     @cached_property
     def residuals(self) -> np.ndarray:
         """Cumulative sum of correct − confidence, (R, N + 1)."""
-        residual = self.unsorted[1][..., self.order] - self.confidence
-        return _cumulative(self._times * residual)
+        return self._cumulative(self.unsorted[1] - self.unsorted[0])
 
     @cached_property
     def run_start(self) -> np.ndarray:
         """First place of the run of equal confidences that each place is in, (N,)."""
-        fresh = np.diff(self.confidence, prepend=-1.0) != 0
-        return np.maximum.accumulate(np.where(fresh, np.arange(self.n), 0))
+        return np.searchsorted(self.confidence, self.confidence)
 
     @cached_property
     def run_end(self) -> np.ndarray:
@@ -174,8 +127,9 @@ class Pairs:
         return np.searchsorted(self.confidence, self.confidence, side="right")
 
     def places(self, at: np.ndarray) -> np.ndarray:
-        """Place of the sample's question number `at` (A,) by ascending confidence, (R or 1, A)."""
-        found = np.stack([np.searchsorted(row, at, side="right") - 1 for row in self.counts])
+        """Places by ascending confidence of the samples' questions number `at`, (R or 1, A)."""
+        rows = zip(self.counts, at, strict=True)
+        found = np.stack([np.searchsorted(row, a, side="right") - 1 for row, a in rows])
         return np.minimum(found, self.n - 1)
 
     def equal_width(self, bins: int) -> Bins:
@@ -191,11 +145,7 @@ class Pairs:
             )
             # (y − p)² = y (1 − 2 p) + p² for y of 0 or 1
             of_right = np.hstack([member, member * (1 - 2 * p)])
-            if correct.ndim == 2:
-                right = self.times * correct @ of_right
-            else:
-                right = self.times @ (of_right * correct[:, None])
-            right, rest = np.hsplit(right, 2)
+            right, rest = np.hsplit(self.times * correct @ of_right, 2)
             self._equal_width[bins] = Bins(count, total, right, rest + squares)
         return self._equal_width[bins]
 
@@ -211,26 +161,15 @@ class Pairs:
         before = self.counts[:, start, None]
         total = np.maximum(self.counts[:, -1:] - before, 1)
         at = np.round(np.arange(1, bins) * total / bins)
-        at = before + np.minimum(at, total - 1)
-        place = np.stack(
-            [np.searchsorted(row, a, "right") - 1 for row, a in zip(self.counts, at, strict=True)]
-        )
-        inner = self.run_start[np.minimum(place, self.n - 1)]
-        ends = np.full((len(inner), 1), start), np.full((len(inner), 1), self.n)
-        bounds = np.hstack([ends[0], np.maximum(inner, start), ends[1]])
-        weight = _differences(self.counts, bounds) / total
-        return weight, _differences(self.residuals, bounds) / total
-
-
-def _cumulative(values: np.ndarray) -> np.ndarray:
-    total = np.zeros((values.shape[0], values.shape[1] + 1))
-    np.cumsum(values, axis=1, out=total[:, 1:])
-    return total
+        inner = self.run_start[self.places(before + np.minimum(at, total - 1))]
+        bounds = np.pad(np.maximum(inner, start), ((0, 0), (1, 1)), constant_values=(start, self.n))
+        return _differences(self.counts, bounds) / total, _differences(
+            self.residuals, bounds
+        ) / total
 
 
 def _differences(cumulative: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    if len(bounds) == 1:
-        return np.diff(cumulative[:, bounds[0]], axis=1)
+    bounds = np.broadcast_to(bounds, (len(cumulative), bounds.shape[1]))
     return np.diff(np.take_along_axis(cumulative, bounds, axis=1), axis=1)
 
 
@@ -257,9 +196,8 @@ class Sample:
     def folded(self) -> Pairs:
         """`top` with confidences of ½ or less turned into 1 − p of the opposite."""
         s = self.scores
-        folded, order = s.folded
         right = ((self.labels == s.best) != (s.confidence <= 0.5)) * 1.0
-        return Pairs(folded, right, self.times, order)
+        return Pairs(s.folded, right, self.times, s.folded_order)
 
     @cached_property
     def classes(self) -> list[Pairs]:

@@ -144,8 +144,8 @@ def smece(sample: Sample, cells: int = 400) -> np.ndarray:
 def auroc(sample: Sample) -> np.ndarray:
     """P(confidence right > wrong) + ½ P(equal), over pairs of answers; NaN without such pairs."""
     top = sample.top
-    starts = np.flatnonzero(np.diff(top.run_start, prepend=-1))
-    runs = slice(None) if len(starts) == top.n else np.append(starts, top.n)
+    starts = np.unique(top.run_start)
+    runs = slice(None) if len(starts) == top.n else np.append(starts, top.n)  # a view is faster
     right = np.diff(top.corrects[:, runs], axis=1)
     wrong = (top.counts - top.corrects)[:, runs]
     below = (wrong[:, :-1] + wrong[:, 1:]) / 2
@@ -161,13 +161,14 @@ def accuracy_at_coverage(sample: Sample, coverage: float) -> np.ndarray:
     top = sample.top
     total = top.counts[0, -1]
     cut = total * (1 - coverage)
-    place = top.places(np.array([cut]))  # (R or 1, 1)
-    start, end = top.run_start[place], top.run_end[place]
-    counts = [np.take_along_axis(top.counts, at, 1) for at in (start, end)]
-    corrects = [np.take_along_axis(top.corrects, at, 1) for at in (start, end)]
+    place = top.places(np.full((len(top.counts), 1), cut))
+    ends = np.hstack([top.run_start[place], top.run_end[place]])
+    counts, corrects = (
+        np.take_along_axis(of, ends, 1).T for of in (top.counts, top.corrects)
+    )  # (2, R)
     share = (cut - counts[0]) / np.maximum(counts[1] - counts[0], 1)
     below = corrects[0] + share * (corrects[1] - corrects[0])
-    return (top.corrects[:, -1] - below[:, 0]) / (total - cut)
+    return (top.corrects[:, -1] - below) / (total - cut)
 
 
 # Smooth in the sample, so that plain bootstrap intervals cover.

@@ -45,6 +45,7 @@ class Figure:
     stem: Path
     caption: str
     width: str
+    plot: Callable
 
 
 class Look:
@@ -68,15 +69,18 @@ def draw(results: Results, out: Path) -> list[Figure]:
     import matplotlib
 
     look = Look(results)
-    jobs = [job for group in results.groups for job in _jobs(results, group, look)]
-    figures = [Figure(out / "_".join(map(slug, parts)), text, w) for _, parts, text, w in jobs]
+    figures = [
+        Figure(out / "_".join(map(slug, parts)), caption, width, partial(plot, width=width))
+        for group in results.groups
+        for plot, parts, caption, width in _jobs(results, group, look)
+    ]
 
     def work(share: slice) -> None:
-        for (plot, _, _, width), figure in list(zip(jobs, figures, strict=True))[share]:
-            save(plot(width), figure.stem)
+        for figure in figures[share]:
+            save(figure.plot(), figure.stem)
 
     with matplotlib.rc_context(STYLE):
-        _on_all_cores(work, len(jobs))
+        _on_all_cores(work, len(figures))
     return figures
 
 
@@ -108,10 +112,9 @@ def _jobs(results: Results, group: str, look: Look) -> Iterator[tuple]:
                 plot = partial(plot_lines, rows, group, key, look)
                 yield plot, ("ece-against", name, group, width), text, width
         if len(rows) > 1:
-            text = (
-                f"Accuracy and calibration errors on {group}, among the choices; {dotted}{dashed}."
-            )
-            yield partial(plot_bars, rows, group, look), ("bars", group, width), text, width
+            text = f"Accuracy and calibration errors on {group}, among the choices; {dotted}"
+            plot = partial(plot_bars, rows, group, look)
+            yield plot, ("bars", group, width), f"{text}{dashed}.", width
     panels = {m: [row for row in rows if row.keys["model"] == m] for m in _models(rows)}
     named = [row for row in rows if row.keys.get("name")]
     panels |= {"by name": named} if len(named) > 1 and len(panels) > 1 else {}
@@ -148,7 +151,7 @@ def save(canvas, stem: Path) -> None:
     from matplotlib.backends.backend_pdf import FigureCanvasPdf
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
-    canvas.draw_without_rendering()  # lays it out, which `savefig` would do again for each format
+    canvas.get_layout_engine().execute(canvas)  # which `savefig` would do again for each format
     canvas.set_layout_engine("none")
     canvas.set_dpi(200)
     for kind, write, about in (
@@ -215,9 +218,9 @@ def plot_reliability(rows: Sequence[Row], group: str, confidence: str, look: Loo
         axis.stairs(-0.24 * n / n.max(), edges, fill=True, color=GREY)
         axis.axhline(0, color=INK, lw=0.6)
         ece = f"ECE {row.estimate(group, 'ece', confidence).value:.3f}"
-        axis.set_title(
-            "\n".join(_shorten(text, int(pitch / 0.17)) for text in [*title, ece]), pad=3
-        )
+        most = int(pitch / 0.17)
+        lines = [s if len(s) <= most else s[: max(1, most - 1)] + "…" for s in (*title, ece)]
+        axis.set_title("\n".join(lines), pad=3)
         axis.set_aspect("equal")
         axis.spines[:].set_visible(True)
         axis.tick_params(labelbottom=i + across >= len(rows))
@@ -228,10 +231,6 @@ def plot_reliability(rows: Sequence[Row], group: str, confidence: str, look: Loo
     canvas.supylabel("accuracy", fontsize=7.5)
     canvas.supxlabel(f"confidence among {AMONG[confidence]}", fontsize=7.5)
     return canvas
-
-
-def _shorten(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: max(1, width - 1)] + "…"
 
 
 def plot_bars(rows: Sequence[Row], group: str, look: Look, width: str):
@@ -251,9 +250,8 @@ def plot_bars(rows: Sequence[Row], group: str, look: Look, width: str):
     for axis, metric in zip(axes, METRICS, strict=False):
         for row in tuned:
             e = row.estimate(group, metric, "choices")
-            at = (
-                places.index(row.block) - 0.43 + step * (kinds.index((row.beta, row.variant)) + 0.5)
-            )
+            place = kinds.index((row.beta, row.variant)) + 0.5
+            at = places.index(row.block) - 0.43 + step * place
             look_of = {"color": look.colours[row.beta], "hatch": look.hatch[row.variant]}
             axis.bar(at, e.value or 0, 0.92 * step, edgecolor="white", linewidth=0, **look_of)
             if e.low is not None:  # white inside the bar, dark above it
@@ -321,9 +319,9 @@ def plot_lines(rows: Sequence[Row], group: str, key: str, look: Look, width: str
     canvas = _canvas(width, 6.4 if beside else 1.5 + 4 * len(confidences))
     axes = [*canvas.subplots(*shape, sharey=beside, sharex=not beside, squeeze=False).flat]
     own: dict = {}
-    data = list(
-        dict.fromkeys(row.keys.get("train_data") for line in series.values() for row in line)
-    )
+    shown = [row for line in series.values() for row in line]
+    data = list(dict.fromkeys(row.keys.get("train_data") for row in shown))
+    ticks = sorted({row.keys[key] for row in shown})
     for confidence, axis in zip(confidences, axes, strict=True):
         for i, ((variant, same), line) in enumerate(series.items()):
             colour = colormaps["tab10"](i % 10) if over_beta else look.colours[line[0].beta]
@@ -343,7 +341,6 @@ def plot_lines(rows: Sequence[Row], group: str, key: str, look: Look, width: str
                 value = row.estimate(group, "ece", confidence).value
                 axis.axhline(value, color=colour if len(own) > 1 else GREY, ls="--", lw=1)
         axis.set_title(f"{group}, confidence among {AMONG[confidence]}", pad=4)
-        ticks = sorted({row.keys[key] for line in series.values() for row in line})
         if not over_beta:
             axis.set_xscale("log")
             axis.minorticks_off()

@@ -95,14 +95,13 @@ class Row:
         """A metric over the row's seeds; its value is None where there is none."""
         key = group, metric, confidence
         if key not in self.kept:
-            runs = self.runs.get(group)
-            if metric == "set_size" and runs:
-                size = sum(conformal.evaluate(run).size for run in runs) / len(runs)
-                found = stats.Estimate(size, None, None)
+            if not (runs := self.runs.get(group)):
+                return stats.Estimate()
+            if metric == "set_size":
+                sizes = [conformal.evaluate(run).size for run in runs]
+                self.kept[key] = stats.Estimate(sum(sizes) / len(sizes))
             else:
-                empty = stats.Estimate(None, None, None)
-                found = stats.estimate(runs, metric, confidence) if runs else empty
-            self.kept[key] = found
+                self.kept[key] = stats.estimate(runs, metric, confidence)
         return self.kept[key]
 
 
@@ -256,10 +255,9 @@ def columns(lines: list[dict]) -> tuple[str, ...]:
         tuned = [line for line in lines if key in line or line["label_smoothing"] is not None]
         return len({line.get(key) for line in tuned}) > 1
 
-    every = dict.fromkeys((*FIRST, *KEYS, *(key for line in lines for key in line)))
-    free = [key for key in every if key not in NO_ROW and key not in FIRST[1:] and varies(key)]
-    data = [key for key in free if key == "train_data"]
-    return (*data, *FIRST[1:], *(key for key in free if key not in data))
+    every = dict.fromkeys((*KEYS, *(key for line in lines for key in line)))
+    free = [key for key in every if key not in (*NO_ROW, *FIRST) and varies(key)]
+    return (*FIRST[:1] * varies("train_data"), *FIRST[1:], *free)
 
 
 def check_seeds(row: Row) -> None:

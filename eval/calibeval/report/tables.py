@@ -125,7 +125,14 @@ def main(results: Results, chosen: Sequence[Column]) -> Table:
     """Every row's figures; the best of each block and column is marked, ties included."""
     groups = results.groups
     places = [(g, c) for g in (*groups, *(["Mean"] if len(groups) > 1 else [])) for c in chosen]
-    found = [[_estimate(row, groups, *place) for place in places] for row in results.rows]
+
+    def estimate(row: Row, group: str, column: Column) -> stats.Estimate:
+        if group in groups:
+            return row.estimate(group, column.metric, column.confidence)
+        values = [estimate(row, g, column).value for g in groups]
+        return stats.Estimate(None if None in values else float(np.mean(values)))
+
+    found = [[estimate(row, *place) for place in places] for row in results.rows]
     bold = set()
     for block in dict.fromkeys(row.block for row in results.rows):
         inside = [i for i, row in enumerate(results.rows) if row.block == block]
@@ -144,13 +151,6 @@ def main(results: Results, chosen: Sequence[Column]) -> Table:
     heads = [column.heading for column in chosen]
     keys = [*map(heading, results.shown), "Seeds"]
     return Table(keys, names, heads, lines, notes(results, chosen, lines))
-
-
-def _estimate(row: Row, groups: list[str], group: str, column: Column) -> stats.Estimate:
-    if group in groups:
-        return row.estimate(group, column.metric, column.confidence)
-    values = [row.estimate(g, column.metric, column.confidence).value for g in groups]
-    return stats.Estimate(None if None in values else float(np.mean(values)), None, None)
 
 
 def notes(results: Results, chosen: Sequence[Column], lines: list) -> list[str]:
@@ -202,7 +202,7 @@ def differences(results: Results, chosen: Sequence[Column]) -> Table | None:
 def difference(a: Row, b: Row, group: str, column: Column) -> stats.Estimate:
     """b − a; its value is None where either lacks the data set or confidence."""
     if group not in a.runs or group not in b.runs:
-        return stats.Estimate(None, None, None)
+        return stats.Estimate()
     return stats.difference(a.runs[group], b.runs[group], column.metric, column.confidence)
 
 
