@@ -11,7 +11,7 @@ import math
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -21,10 +21,10 @@ from calibeval import stats
 from calibeval.metrics.samples import Bins, Sample, Scores, resamples
 from calibeval.metrics.values import BINS, METRICS
 
-DRAWS = 400  # resamples a replication
-POOL = 100_000  # questions that stand for the population
+DRAWS = 199  # resamples a replication: `stats.quantile` keeps its level whatever their number
+POOL, TYPES = 40_000, 400  # questions that stand for the population, and for one drawn by counts
 NOISE = {"near chance": (4.0, 2.5), "sure": (1.0, 0.6)}  # sd of the shared and own channel
-REGULAR = ("accuracy", "nll", "brier", "ece_signed", "auroc")
+REGULAR, BINNED = tuple(stats.REGULAR), ("ece", "rms_debiased")
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class World:
 
     shape: str = "near chance"
     pattern: str = "shift"
+    questions: int = POOL
 
     def posterior(self, n: int, seeds: int, rng: np.random.Generator) -> tuple:
         """Labels (n,) and each seed's exact log posterior, (seeds, n, 4)."""
@@ -57,22 +58,30 @@ class World:
 
     def truth(self, size: float) -> dict[str, float]:
         """Population values of a model; labels are replaced by their exact probabilities."""
-        exact = pool(self.shape)
+        exact = pool(self.shape, self.questions)
         said = self.said(exact, size)
         p, q = np.exp(said), np.exp(exact)
         best = said.argmax(1)[:, None]
         top, right = (np.take_along_axis(x, best, 1)[:, 0] for x in (p, q))
         index = np.minimum((top * BINS).astype(int), BINS - 1)
         weight, gap = (np.bincount(index, v, BINS) / len(top) for v in (None, right - top))
-        by = np.argsort(top, kind="stable")
-        wrong = np.cumsum(1 - right[by])
-        below = wrong - (1 - right[by]) / 2
-        return {
+        _, equal = np.unique(top, return_inverse=True)
+        rights, counts = np.bincount(equal, right), np.bincount(equal)
+        wrongs = counts - rights
+        # Of equal confidences a cut takes a share.
+        below = [np.insert(np.cumsum(x), 0, 0) / len(top) for x in (counts, rights)]
+        answered = {
+            f"accuracy_at_{share}": (right.mean() - np.interp(1 - share / 100, *below))
+            / (share / 100)
+            for share in (50, 80)
+        }
+        return answered | {
             "accuracy": right.mean(),
             "nll": -(q * said).sum(1).mean(),
             "brier": ((p**2).sum(1) + 1 - 2 * (p * q).sum(1)).mean(),
             "ece_signed": (top - right).mean(),
-            "auroc": (right[by] * below).sum() / (right.sum() * wrong[-1]),
+            "auroc": (rights * (np.cumsum(wrongs) - wrongs / 2)).sum()
+            / (rights.sum() * wrongs.sum()),
             "ece": np.abs(gap).sum(),
             "squared": np.divide(gap**2, weight, out=np.zeros(BINS), where=weight > 0).sum(),
         }
@@ -81,10 +90,11 @@ class World:
         """Mean of `truth` over seeds whose sizes are normal with this standard deviation."""
         if not spread:
             return self.truth(size)
-        nodes, weights = np.polynomial.hermite_e.hermegauss(7)
+        nodes, weights = np.polynomial.hermite_e.hermegauss(5)
         found = [self.truth(size + spread * node) for node in nodes]
         return {k: np.average([f[k] for f in found], weights=weights) for k in found[0]}
 
+    @cache  # noqa: B019
     def size_of(self, error: float, spread: float = 0.0) -> float:
         """The size at which the (mean) l2 calibration error is this."""
         low, high = 0.0, 2.0 if self.pattern == "sharpen" else 0.3
@@ -98,7 +108,7 @@ class World:
 
     def cells(self, size: float) -> tuple[np.ndarray, np.ndarray]:
         """Confidence (C,) and probability (C, wrong and right) of the cells of a fine grid."""
-        exact = pool(self.shape)
+        exact = pool(self.shape, self.questions)
         said = self.said(exact, size)
         best = said.argmax(1)[:, None]
         top, right = (np.exp(np.take_along_axis(x, best, 1))[:, 0] for x in (said, exact))
@@ -110,9 +120,9 @@ class World:
 
 
 @cache
-def pool(shape: str) -> np.ndarray:
-    """The population's exact log posteriors, (POOL, 4)."""
-    return World(shape).posterior(POOL, 1, np.random.default_rng(99))[1][0]
+def pool(shape: str, questions: int) -> np.ndarray:
+    """The population's exact log posteriors, (questions, 4)."""
+    return World(shape).posterior(questions, 1, np.random.default_rng(99))[1][0]
 
 
 @cache
@@ -121,14 +131,23 @@ def times(n: int) -> np.ndarray:
     return np.concatenate(list(resamples(n, DRAWS)))
 
 
-def run_of(labels: np.ndarray, said: np.ndarray, names: tuple[str, ...]) -> stats.Run:
+def run_of(exact: Sample, drawn: Sample, names: tuple[str, ...]) -> stats.Run:
     """A run as `stats.measure` makes it, without the simulations of floors."""
-    of = Scores(said, labels)
-    exact, drawn = Sample(of), Sample(of, times(len(labels)))
     bins = [sample.top.equal_width(BINS) for sample in (exact, drawn)]
     regular = [name for name in names if name in REGULAR]
     figures = {name: float(METRICS[name](exact)[0]) for name in regular}
-    return assemble(len(labels), figures, {n: METRICS[n](drawn) for n in regular}, bins)
+    return assemble(
+        len(exact.scores.labels), figures, {n: METRICS[n](drawn) for n in regular}, bins
+    )
+
+
+def counted_run(said: np.ndarray, world: World, n: int, names: tuple, rng) -> stats.Run:
+    """A run over few types of questions, asked many times: a bootstrap by multinomial counts."""
+    true = np.exp(pool(world.shape, world.questions)).ravel()
+    of = Scores(said.repeat(4, 0), np.tile(np.arange(4), len(said)))
+    asked = rng.multinomial(n, true / true.sum())
+    drawn = rng.multinomial(n, asked / n, size=DRAWS)
+    return run_of(*(Sample(of, times.astype(float)) for times in (asked[None], drawn)), names)
 
 
 def binned_run(cells: tuple, n: int, rng: np.random.Generator) -> stats.Run:
@@ -167,27 +186,36 @@ class Cell:
     seeds: int = 1
     spread: float = 0.0  # between-seed sd of the gaps, in units of the questions' own
     other: float | None = None  # row B's error; row A has `error`
-    names: tuple[str, ...] = ("ece", "rms_debiased", *REGULAR)
+    names: tuple[str, ...] = BINNED + REGULAR
 
     def run(self, world: World, replications: int) -> dict[str, tuple[int, int]]:
         """{metric: how many intervals lie above, and below, the truth}."""
         spread = self.spread * math.sqrt(0.2 / self.n)
+        single = self.seeds == 1 and self.other is None
+        only_bins = single and self.names == BINNED
+        counted = single and not only_bins and self.n > 10_000
+        if counted:
+            world = replace(world, questions=TYPES)
         sides = [self.error] if self.other is None else [self.error, self.other]
         sizes = [world.size_of(error, spread) for error in sides]
         truths = [world.mean_truth(size, spread) for size in sizes]
         seed = zlib.crc32(repr((self, world)).encode())
         rng = np.random.default_rng(seed)
-        only_bins = len(self.names) == 2 and self.seeds == len(sides) == 1
         cells = world.cells(sizes[0]) if only_bins else None
         missed = {name: [0, 0] for name in self.names}
         for _ in range(replications):
             if only_bins:
                 runs = [binned_run(cells, self.n, rng)]
+            elif counted:
+                said = world.said(pool(world.shape, TYPES), sizes[0])
+                runs = [counted_run(said, world, self.n, self.names, rng)]
             else:
                 labels, exact = world.posterior(self.n, self.seeds * len(sides), rng)
                 at = np.repeat(sizes, self.seeds) + spread * rng.normal(size=len(exact))
                 said = [world.said(e, s) for e, s in zip(exact, at, strict=True)]
-                runs = [run_of(labels, one, self.names) for one in said]
+                every = [Scores(one, labels) for one in said]
+                draws = times(self.n)
+                runs = [run_of(Sample(s), Sample(s, draws), self.names) for s in every]
             for name in self.names:
                 key = "squared" if name == "rms_debiased" else name
                 true = [float(truth[key]) for truth in truths]
@@ -206,16 +234,24 @@ class Cell:
 
 WORLDS = tuple(World(shape, pattern) for shape in NOISE for pattern in ("shift", "sharpen"))
 SIZES = (500, 2000, 14042)
-BINNED = ("ece", "rms_debiased")
-ONE = [Cell(e, n, names=BINNED) for e in (0, 0.02, 0.035, 0.1) for n in SIZES]
-ORDINARY = [Cell(0.035, n, names=REGULAR) for n in SIZES]
-SEEDS = [Cell(0.035, n, s, spread) for n in SIZES for s in (2, 3, 5) for spread in (0.0, 1.0)]
-PAIRS = [
-    Cell(a, n, s, spread, b, ("rms_debiased", *REGULAR))
-    for n in SIZES
-    for a, b in ((0.0, 0.0), (0.035, 0.035), (0.0, 0.035), (0.035, 0.1))
-    for s, spread in ((1, 0.0), (3, 1.0 if a else 0.0))
-]
+ERRORS = (0.0, 0.02, 0.035, 0.1)
+GROUPS = {
+    "one": [Cell(e, n, names=BINNED) for e in ERRORS for n in SIZES],
+    "ordinary": [Cell(e, n, names=REGULAR) for e in ERRORS for n in SIZES],
+    "seeds": [
+        Cell(e, n, s, spread)
+        for n in SIZES[:2]
+        for e in (0.0, 0.035)
+        for s in (2, 3, 5)
+        for spread in (0.0, 1.0)
+    ],
+    "pairs": [
+        Cell(a, n, s, spread, b, ("rms_debiased", *REGULAR))
+        for n in SIZES[:2]
+        for s, spread in ((1, 0.0), (3, 1.0))
+        for a, b in ((0.0, 0.0), (0.035, 0.035), (0.0, 0.035), (0.035, 0.1))
+    ],
+}
 
 
 def covered(job: tuple[Cell, World, int]) -> dict[str, tuple[int, int]]:
@@ -226,7 +262,7 @@ def covered(job: tuple[Cell, World, int]) -> dict[str, tuple[int, int]]:
 
 def simulate(cells: list[Cell], worlds: Sequence[World], replications: int) -> Iterator:
     """Yield (cell, {metric: (coverage, least of the worlds, above, below)})."""
-    with ProcessPoolExecutor() as pool:
+    with ProcessPoolExecutor(2) as pool:
         jobs = [(cell, world, replications) for cell in cells for world in worlds]
         results = pool.map(covered, jobs)
         for cell in cells:
@@ -241,23 +277,25 @@ def simulate(cells: list[Cell], worlds: Sequence[World], replications: int) -> I
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--replications", type=int, default=600)
-    parser.add_argument("--only", choices=("one", "ordinary", "seeds", "pairs"))
+    parser.add_argument("--replications", type=int, default=500, help="of a cell, all worlds")
+    parser.add_argument("--questions", type=int, choices=SIZES, help="cells of this N only")
+    parser.add_argument("--only", choices=GROUPS)
     a = parser.parse_args()
-    groups = {"one": ONE, "ordinary": ORDINARY, "seeds": SEEDS, "pairs": PAIRS}
-    for group, cells in groups.items():
+    for group, cells in GROUPS.items():
         if a.only not in (None, group):
             continue
-        worlds = WORLDS if group == "one" else (WORLDS[0], WORLDS[3])
+        cells = [cell for cell in cells if a.questions in (None, cell.n)]
+        worlds = WORLDS if group in ("one", "ordinary") else (WORLDS[0], WORLDS[3])
+        each = a.replications // len(worlds)
         names = list(dict.fromkeys(name for cell in cells for name in cell.names))
-        total = a.replications * len(worlds)
+        total = each * len(worlds)
         print(
             f"\n{group}: {total} replications a cell, standard error of 0.95 "
             f"{math.sqrt(0.95 * 0.05 / total):.3f}; in brackets the worst of {len(worlds)} worlds\n"
         )
         print("| N | true error | seeds | seed sd | " + " | ".join(names) + " |")
         print("|" + "---|" * (4 + len(names)), flush=True)
-        for cell, line in simulate(cells, worlds, a.replications):
+        for cell, line in simulate(cells, worlds, each):
             error = f"{cell.error:g}" + ("" if cell.other is None else f" and {cell.other:g}")
             shown = [f"{v[0]:.3f} ({v[1]:.3f})" if (v := line.get(m)) else "–" for m in names]
             about = f"{cell.n:,}", error, str(cell.seeds), f"{cell.spread:g}"
