@@ -90,17 +90,15 @@ def evaluate(
     Raises:
         InputError: an option out of its range, or a group with nothing to calibrate it.
     """
-    for name, valid, expected in (
-        ("alpha", 0 < alpha < 1, "more than 0 and less than 1"),
-        ("splits", splits >= 1, "1 or more"),
-        ("lambda", penalty >= 0, "0 or more"),
-        ("k-reg", free >= 0, "0 or more"),
-        ("score", score in SCORES, ", ".join(SCORES)),
+    for name, value, valid, expected in (
+        ("alpha", alpha, 0 < alpha < 1, "more than 0 and less than 1"),
+        ("splits", splits, splits >= 1, "1 or more"),
+        ("lambda", penalty, penalty >= 0, "0 or more"),
+        ("k-reg", free, free >= 0, "0 or more"),
+        ("score", score, score in SCORES, ", ".join(SCORES)),
     ):
         if not valid:
-            value = {"lambda": penalty, "k-reg": free}.get(name, locals().get(name))
             raise InputError(f"--{name} is {value}, expected {expected}")
-
     tested, keys, places = prepare(of, score, by, penalty, free)
     if calibrate is not None:
         other, other_keys, other_places = prepare(calibrate, score, by, penalty, free)

@@ -340,13 +340,10 @@ def take(of: Records, at: np.ndarray) -> Records:
     return replace(of, ids=[of.ids[i] for i in at], **arrays)
 
 
-def reliability(bins: Bins) -> dict[str, list]:
+def reliability(b: Bins) -> dict[str, list]:
     """Counts, summed confidence and right answers of each bin; they add over runs."""
-    return {
-        "count": bins.count[0].astype(int).tolist(),
-        "confidence": bins.confidence_sum[0].tolist(),
-        "correct": bins.correct_sum[0].tolist(),
-    }
+    sums = {"confidence": b.confidence_sum[0].tolist(), "correct": b.correct_sum[0].tolist()}
+    return {"count": b.count[0].astype(int).tolist()} | sums
 
 
 def consistency(sample: Sample, names: Sequence[str]) -> dict[str, tuple[float, float]]:
@@ -360,7 +357,7 @@ def consistency(sample: Sample, names: Sequence[str]) -> dict[str, tuple[float, 
         read, value = np.concatenate(parts), CALIBRATION[name](sample)[0]
         # Sums in another order differ in the last digits; a tie is as much.
         reached = (read >= value - 1e-12).sum()
-        floor = np.quantile(read, 0.95, method="weibull")
+        floor = quantile(read, 0.95)
         found[name] = float(floor), float((1 + reached) / (1 + len(read)))
     return found
 

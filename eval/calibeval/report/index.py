@@ -199,16 +199,16 @@ def read_lines(index: Path) -> list[dict]:
                     f"{found}"
                 )
         if line["label_smoothing"] is None:  # before *this* fine-tuning, whatever made it
-            known = {key: value for key, value in known.items() if key in SIZES}
+            known = {key: known[key] for key in SIZES if key in known}
         lines.append(known | line | {"records": path})
     if not lines:
         raise InputError(f"{index}: no lines; expected one JSON object a record file")
     for key in SIZES:  # older sidecars lack them; what a model's others agree on holds for all
         known = {(line["model"], line[key]) for line in lines if key in line}
-        for model, value in known:
-            if sum(other == model for other, _ in known) == 1:
-                for line in lines:
-                    line |= {key: value} if line["model"] == model else {}
+        models = [model for model, _ in known]
+        agreed = {model: value for model, value in known if models.count(model) == 1}
+        for line in lines:
+            line |= {key: agreed[line["model"]]} if line["model"] in agreed else {}
     return lines
 
 
