@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from calibeval.io import InputError, counted, sha256
@@ -83,11 +84,14 @@ def run_score(a: argparse.Namespace) -> None:
         questions = [item.prompt.question for item in items]
         calibrator.check(a.calibrator, a.model, model_digest, questions)
 
+    at_end = ExitStack()
+
     def make_engine():
         if a.engine == "vllm":
             from calibeval.engines.vllm import VllmEngine
 
-            return VllmEngine(a.model, longest=max(item.longest for item in items), **options)
+            engine = VllmEngine(a.model, longest=max(item.longest for item in items), **options)
+            return at_end.enter_context(closing(engine))
         if calibrator is None:
             return local_engine(a, options)
         local = {"device": a.device, "batch_size": a.batch_size, "max_length": a.max_length}
@@ -112,15 +116,9 @@ def run_score(a: argparse.Namespace) -> None:
         "dtype": a.dtype,
         "max_length": a.max_length,
     }
-    score.score(
-        a.model,
-        items,
-        a.out,
-        make_engine,
-        settings=settings,
-        share=a.shard,
-        overwrite=a.overwrite,
-    )
+    how = {"settings": settings, "share": a.shard, "overwrite": a.overwrite}
+    with at_end:  # with the records on disk
+        score.score(a.model, items, a.out, make_engine, **how)
 
 
 def run_fit(a: argparse.Namespace) -> None:
