@@ -53,13 +53,11 @@ class TransformersEngine:
         dtype = dtype if dtype == "auto" else getattr(torch, dtype)
         self.batch_size = batch_size
         self.tokenizer = load_tokenizer(model, revision)
-        self.model = load(
+        kind, failed = (
             transformers.AutoModelForCausalLM,
-            model,
             "cannot be loaded as a causal language model",
-            revision,
-            torch_dtype=dtype,
         )
+        self.model = load(kind, model, failed, revision, torch_dtype=dtype)
         self.model.to(self.device).eval()
         self.max_length = max_length or context_length(self.model.config)
         self.usage = Usage()
@@ -157,10 +155,11 @@ class TransformersEngine:
     def _apart(self, job: Job, prefix: Prefix) -> tuple[Job, Tensor, Tensor]:
         """A question whose branches are computed one by one, each behind its own context."""
         found = {}
-        for branch in job.branches:
-            alone = Job(job.index, job.tokens, (branch,))
-            ((_, states, logits),) = self._batch([alone], prefix, False)
-            found |= zip(alone.nodes, zip(states, logits, strict=True), strict=True)
+        alone = [Job(job.index, job.tokens, (branch,)) for branch in job.branches]
+        for start in range(0, len(alone), self.batch_size):
+            batch = alone[start : start + self.batch_size]
+            for chain, states, logits in self._batch(batch, prefix, False):
+                found |= zip(chain.nodes, zip(states, logits, strict=True), strict=True)
         return job, *map(torch.stack, zip(*(found[node] for node in job.nodes), strict=True))
 
     def _batch(
