@@ -7,6 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -255,10 +256,16 @@ def run_score(a: argparse.Namespace) -> None:
     settings |= {name: getattr(a, name) for name in SETTINGS.split()}
     settings["subjects"] = list(a.subjects) if a.subjects else None
 
-    def engine():
-        return load_engine(a, items, calibrator)
+    at_end = ExitStack()
 
-    score.score(a.model, items, a.out, engine, settings, a.shard, a.overwrite)
+    def engine():
+        loaded = load_engine(a, items, calibrator)
+        if a.engine == "vllm":
+            at_end.callback(loaded.close)  # ends a process of its own
+        return loaded
+
+    with at_end:  # with the records on disk
+        score.score(a.model, items, a.out, engine, settings, a.shard, a.overwrite)
 
 
 def run_fit(a: argparse.Namespace) -> None:

@@ -56,7 +56,7 @@ def smoothed_entropy(label_smoothing: float, vocabulary: int) -> float:
     return float(entr(1 - label_smoothing + rest) + (vocabulary - 1) * entr(rest))
 
 
-def diagnose(engine, groups, label_smoothing: float = 0.1, temperature: float = 1.0) -> dict:
+def diagnose(engine, groups, label_smoothing: float, temperature: float) -> dict:
     """`summary` of the model of a `TransformersEngine` on jobs as scoring makes them."""
     import torch
 

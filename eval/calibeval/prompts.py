@@ -40,15 +40,14 @@ def build(
     scoring: str = "letters",
 ) -> Prompt:
     """Header, the first `shots` examples with their answers, then the question up to its answer."""
+    chosen = subject.shots[:shots]
     if scoring == "continuation":
-        examples = [
-            f"{context(shot)} {endings(shot)[shot.label]}\n\n" for shot in subject.shots[:shots]
-        ]
+        examples = [f"{context(shot)} {endings(shot)[shot.label]}\n\n" for shot in chosen]
         text = subject.header + "".join(examples) + context(question)
         return Prompt(question, text, shots, endings(question))
     # The official formatter puts a space before each word of the subject, after one of its own.
     topic = f" {subject.topic}" if style == "official" else subject.topic
-    examples = [f"{body(shot, style)} {LETTERS[shot.label]}\n\n" for shot in subject.shots[:shots]]
+    examples = [f"{body(shot, style)} {LETTERS[shot.label]}\n\n" for shot in chosen]
     text = HEADER.format(topic=topic) + "".join(examples) + body(question, style)
     return Prompt(question, text, shots)
 
@@ -138,7 +137,5 @@ def continuation(
 def common_prefix(rows: Sequence[Sequence[int]]) -> int:
     """Length of the longest prefix that all rows share."""
     low, high = min(rows), max(rows)  # the rest lie between them in dictionary order
-    for i, (a, b) in enumerate(zip(low, high, strict=False)):
-        if a != b:
-            return i
-    return min(len(low), len(high))
+    differ = (i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b)
+    return next(differ, min(len(low), len(high)))

@@ -17,14 +17,13 @@ import csv
 import io
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from calibeval.io import InputError, counted, json_lines, read_text
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-SCORINGS = ("letters", "continuation")
 SHOTS = {"letters": 5, "continuation": 0}  # hendrycks/test's and lm-evaluation-harness's
 HUB = "hub:"
 COLUMNS = ("question", "A", "B", "C", "D", "answer")
@@ -92,25 +91,38 @@ def convention(task: str, scoring: str | None = None) -> tuple[str, str]:
 
 def mmlu(source: Source) -> list[Subject]:
     """Every subject of the folder or the hub's data set, or those named, in alphabetical order."""
-    split = source.split or "test"
-    if source.data.startswith(HUB):
-        return _hub(source, split)
-    data = Path(source.data)
-    loaded = []
-    for name in _chosen(_subjects_of(data, split), source.subjects, f"{data / split}"):
-        examples = data / "dev" / f"{name}_dev.csv"
-        shots = _csv(examples, name) if source.shots else []
-        questions = _csv(data / split / f"{name}_{split}.csv", name)
-        loaded.append(_subject(name, shots, questions, source.shots, str(examples)))
-    return loaded
+    split, hub = source.split or "test", source.data.startswith(HUB)
+    name = source.data.removeprefix(HUB)
+    rows = partial(_hub if hub else _csv, name)
+    subjects = []
+    try:
+        present = _hub_subjects(name) if hub else _subjects_of(Path(name), split)
+        present = sorted({*present} - {"all", "auxiliary_train"})
+        for subject in _chosen(present, source.subjects, name):
+            pool = rows(subject, "dev") if source.shots else []
+            where = f"{name}, {subject}, split dev" if hub else str(_csv_path(name, subject, "dev"))
+            subjects.append(_topic(subject, pool, rows(subject, split), source.shots, where))
+    except InputError:
+        raise
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"{source.data}: cannot be loaded from the hub: {error}") from error
+    return subjects
 
 
-def _subject(
+def _topic(
     name: str, pool: list[Question], questions: list[Question], shots: int, where: str
 ) -> Subject:
+    """A subject whose name is its topic."""
     topic = name.replace("_", " ")
     header = f"The following are questions (with answers) about {topic}.\n\n"
-    return Subject(name, topic, *_split(questions, pool, shots, where), header)
+    return Subject(name, topic, _first(pool, shots, where), tuple(questions), header)
+
+
+def _first(pool: list[Question], shots: int, where: str) -> tuple[Question, ...]:
+    """The few-shot examples; raises `InputError` where there are too few."""
+    if len(pool) < shots:
+        raise InputError(f"{where}: {counted(len(pool), 'row')}, but --shots {shots} needs {shots}")
+    return tuple(pool[:shots])
 
 
 def _chosen(present: list[str], wanted: tuple[str, ...] | None, where: str) -> list[str]:
@@ -122,21 +134,25 @@ def _chosen(present: list[str], wanted: tuple[str, ...] | None, where: str) -> l
 
 
 def _subjects_of(data: Path, split: str) -> list[str]:
-    """Names of the subjects that have a file in `data/split`."""
     folder, suffix = data / split, f"_{split}.csv"
     if not folder.is_dir():
         raise InputError(
             f"{data}: no folder {split}/; expected the official layout, "
             f"dev/<subject>_dev.csv and {split}/<subject>{suffix}"
         )
-    names = sorted(p.name.removesuffix(suffix) for p in folder.glob(f"*{suffix}"))
+    names = [p.name.removesuffix(suffix) for p in folder.glob(f"*{suffix}")]
     if not names:
         raise InputError(f"{folder}: no file named <subject>{suffix}")
     return names
 
 
-def _csv(path: Path, subject: str) -> list[Question]:
+def _csv_path(data: str, subject: str, split: str) -> Path:
+    return Path(data) / split / f"{subject}_{split}.csv"
+
+
+def _csv(data: str, subject: str, split: str) -> list[Question]:
     """Read one headerless CSV; a malformed row names its line, what it has and what is expected."""
+    path = _csv_path(data, subject, split)
     reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
     questions = []
     try:
@@ -162,29 +178,16 @@ def _csv(path: Path, subject: str) -> list[Question]:
     return questions
 
 
-def _hub(source: Source, split: str) -> list[Subject]:
-    """A hub data set with the columns question, choices and answer, such as hub:cais/mmlu."""
+def _hub(name: str, subject: str, split: str) -> list[Question]:
+    """A hub data set's rows with the columns question, choices and answer, such as cais/mmlu's."""
     from datasets import load_dataset
 
-    name = source.data.removeprefix(HUB)
-
-    def row(subject: str, i: int, r: dict) -> Question:
+    questions = []
+    for i, row in enumerate(load_dataset(name, subject, split=split)):
         where, id = f"{subject}, row {i}", f"{subject}/{i}"
-        return _checked(where, id, subject, r["question"], r["choices"])(r["answer"])
-
-    try:
-        present = sorted(set(_hub_subjects(name)) - {"all", "auxiliary_train"})
-        loaded = []
-        for subject in _chosen(present, source.subjects, name):
-            parts = [load_dataset(name, subject, split=part) for part in ("dev", split)]
-            shots, questions = ([row(subject, i, r) for i, r in enumerate(p)] for p in parts)
-            where = f"{name}, {subject}, split dev"
-            loaded.append(_subject(subject, shots, questions, source.shots, where))
-        return loaded
-    except (OSError, ValueError, KeyError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{source.data}: cannot be loaded from the hub: {error}") from error
+        make = _checked(where, id, subject, row["question"], row["choices"])
+        questions.append(make(row["answer"]))
+    return questions
 
 
 def _hub_subjects(name: str) -> list[str]:
@@ -193,20 +196,17 @@ def _hub_subjects(name: str) -> list[str]:
     from huggingface_hub import DatasetCard, hf_hub_download
     from huggingface_hub.utils import EntryNotFoundError, LocalEntryNotFoundError
 
-    if Path(name).is_dir():
-        return get_dataset_config_names(name)
-    if not config.HF_HUB_OFFLINE:
+    if not Path(name).is_dir():
         try:
-            hf_hub_download(name, "README.md", repo_type="dataset")  # for later, without a network
-        except LocalEntryNotFoundError:  # the hub did not answer
-            raise
-        except EntryNotFoundError:  # it did: this data set does without a card
-            pass
+            card = hf_hub_download(name, "README.md", repo_type="dataset")
+        except EntryNotFoundError as error:  # online, a data set does without a card
+            if config.HF_HUB_OFFLINE or isinstance(error, LocalEntryNotFoundError):
+                raise
+    if Path(name).is_dir() or not config.HF_HUB_OFFLINE:
         return get_dataset_config_names(name)
     # get_dataset_config_names would answer ["default"], and the cache's folders may be those of
     # some subjects only.
-    card = DatasetCard.load(hf_hub_download(name, "README.md", repo_type="dataset"))
-    listed = card.data.to_dict().get("configs") or []
+    listed = DatasetCard.load(card).data.to_dict().get("configs") or []
     subjects = [entry["config_name"] for entry in listed if "config_name" in entry]
     if not subjects:
         raise InputError(
@@ -228,9 +228,12 @@ def hellaswag(source: Source) -> list[Subject]:
     train = path.parent / HELLASWAG.format(split="train")
     examples = Path(source.examples) if source.examples else train if train.is_file() else None
     questions = _read(path, _hellaswag_row)
-    pool = _read(examples, _hellaswag_row) if examples and source.shots else None
-    parts = _split(questions, pool, source.shots, str(examples or path))
-    return [Subject("hellaswag", "how an everyday situation goes on", *parts)]
+    pool = questions
+    if examples:
+        pool = _read(examples, _hellaswag_row) if source.shots else []
+    shots = _first(pool, source.shots, str(examples or path))
+    asked = questions if examples else questions[source.shots :]
+    return [Subject("hellaswag", "how an everyday situation goes on", shots, tuple(asked))]
 
 
 def _hellaswag_row(row: dict, where: str, number: int) -> Question:
@@ -244,19 +247,17 @@ def _hellaswag_row(row: dict, where: str, number: int) -> Question:
     if not isinstance(endings, list) or str(label) not in map(str, range(len(endings))):
         raise InputError(f"{where}: label is {label!r}, expected the index of an ending")
     activity = f"{row['activity_label']}: " if row.get("activity_label") else ""
-    id = f"hellaswag/{row.get('ind', number - 1)}"
+    id = f"hellaswag/{row.get('ind', number)}"
     question = _checked(where, id, "hellaswag", row["ctx"], endings)(int(label))
     beginning = row["ctx"]
     if row.get("ctx_a") is not None and row.get("ctx_b") is not None:
         beginning = f"{row['ctx_a']} {str(row['ctx_b']).capitalize()}"
-    return Question(
-        id,
-        "hellaswag",
-        clean(activity + question.text),
-        tuple(map(clean, question.choices)),
-        question.label,
-        _lm_eval_clean(activity + beginning),
-        tuple(map(_lm_eval_clean, question.choices)),
+    return replace(
+        question,
+        text=clean(activity + question.text),
+        choices=tuple(map(clean, endings)),
+        context=_lm_eval_clean(activity + beginning),
+        endings=tuple(map(_lm_eval_clean, endings)),
         unconditional="",
     )
 
@@ -282,8 +283,8 @@ def arc(name: str, source: Source) -> list[Subject]:
     subject = name.lower().replace("-", "_")
     row = partial(_arc_row, subject)
     pool = _read(examples, row) if source.shots else []
-    parts = _split(_read(path, row), pool, source.shots, str(examples))
-    return [Subject(subject, "grade-school science", *parts)]
+    shots = _first(pool, source.shots, str(examples))
+    return [Subject(subject, "grade-school science", shots, tuple(_read(path, row)))]
 
 
 def _arc_row(subject: str, row: dict, where: str, _: int) -> Question:
@@ -323,7 +324,7 @@ def jsonl(source: Source) -> list[Subject]:
     for name in _chosen(sorted({q.subject for q in questions}), source.subjects, str(path)):
         own = [q for q in questions if q.subject == name]
         pool = [e for e in examples if e.subject == name] or examples
-        subjects.append(_subject(name, pool, own, source.shots, f"{source.examples}"))
+        subjects.append(_topic(name, pool, own, source.shots, f"{source.examples}"))
     return subjects
 
 
@@ -332,40 +333,36 @@ def _jsonl_row(row: dict, where: str, number: int) -> Question:
     subject, answer = row.get("subject", "general_knowledge"), row["answer"]
     if not isinstance(subject, str):
         raise InputError(f"{where}: subject is {subject!r}, expected text")
-    id = str(row.get("id", f"{subject}/{number - 1}"))
+    id = str(row.get("id", f"{subject}/{number}"))
     make = _checked(where, id, subject, row["question"], row["choices"])
-    choices = tuple(row["choices"])
-    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices):
-        return make(answer)
-    if isinstance(answer, str):
-        if len(answer) == 1 and answer in LETTERS[: len(choices)]:
-            return make(LETTERS.index(answer))
-        if choices.count(answer) == 1:
-            return make(choices.index(answer))
+    last = len(row["choices"]) - 1
+    if type(answer) in (int, str):  # and not bool, which is an int
+        for spelled in ([*range(last + 1)], [*LETTERS[: last + 1]], row["choices"]):
+            if spelled.count(answer) == 1:
+                return make(spelled.index(answer))
     raise InputError(
-        f"{where}: answer is {answer!r}, expected 0 to {len(choices) - 1}, "
-        f"A to {LETTERS[len(choices) - 1]}, or the text of one choice"
+        f"{where}: answer is {answer!r}, expected 0 to {last}, A to {LETTERS[last]}, or the text "
+        f"of one choice"
     )
 
 
 def _read(path: Path, question: Callable[[dict, str, int], Question]) -> list[Question]:
     """The questions of a JSON-lines file; an id that repeats raises `InputError`.
 
-    `question` is given a row, where it stands, and the number it has among the rows, from 1.
+    `question` is given a row, where it stands, and the number it has among the rows, from 0.
     """
-    questions: dict[str, Question] = {}
-    seen: dict[str, str] = {}
-    for place, (number, row) in enumerate(json_lines(path), 1):
+    found: dict[str, tuple[Question, str]] = {}
+    for place, (number, row) in enumerate(json_lines(path)):
         where = f"{path}, line {number}"
         made = question(row, where, place)
-        if made.id in seen:
+        if made.id in found:
             raise InputError(
-                f"{where}: id {made.id!r} is in {seen[made.id]} already; ids must be unique"
+                f"{where}: id {made.id!r} is in {found[made.id][1]} already; ids must be unique"
             )
-        seen[made.id], questions[made.id] = where, made
-    if not questions:
+        found[made.id] = made, where
+    if not found:
         raise InputError(f"{path}: no questions; expected one JSON object a line")
-    return list(questions.values())
+    return [made for made, _ in found.values()]
 
 
 def _need(row: dict, keys: tuple[str, ...], where: str) -> None:
@@ -378,27 +375,14 @@ def _checked(where: str, id: str, subject: str, text, choices) -> Callable[[int]
     """label → question, once text and choices are text, filled, and 2 to 26 in number."""
     if not isinstance(text, str) or not text.strip():
         raise InputError(f"{where}: question is {text!r}, expected text")
-    if not isinstance(choices, (list, tuple)) or not 2 <= len(choices) <= len(LETTERS):
-        several = isinstance(choices, (list, tuple))
+    several = isinstance(choices, list)
+    if not several or not 2 <= len(choices) <= len(LETTERS):
         found = counted(len(choices), "choice") if several else f"choices {choices!r}"
         raise InputError(f"{where}: {found}, expected a list of 2 to {len(LETTERS)}")
     for letter, choice in zip(LETTERS, choices, strict=False):
         if not isinstance(choice, str) or not choice.strip():
             raise InputError(f"{where}: choice {letter} is {choice!r}, expected text")
     return partial(Question, id, subject, text, tuple(choices))
-
-
-def _split(
-    questions: list[Question], examples: list[Question] | None, shots: int, where: str
-) -> tuple[tuple[Question, ...], tuple[Question, ...]]:
-    """(few-shot examples, questions to score): the first `shots` of the examples.
-
-    Without a file of examples the first questions serve, and are then not scored.
-    """
-    pool = questions if examples is None else examples
-    if len(pool) < shots:
-        raise InputError(f"{where}: {counted(len(pool), 'row')}, but --shots {shots} needs {shots}")
-    return tuple(pool[:shots]), tuple(questions[shots:] if examples is None else questions)
 
 
 LOADERS = {

@@ -59,24 +59,26 @@ class Engine(Protocol):
         """Versions of the packages that compute the figures."""
 
 
+def load(auto, model: str, what: str, revision: str | None = None, **options):
+    """`auto.from_pretrained`; a folder without a usable part raises `InputError`."""
+    try:
+        return auto.from_pretrained(model, revision=revision, **options)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"{model}: {what}: {first_line(error)}") from error
+
+
 def load_tokenizer(model: str, revision: str | None = None):
-    """The model's tokenizer; a folder without a usable one raises `InputError`."""
+    """The model's tokenizer."""
     from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(model, revision=revision)
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"{model}: its tokenizer cannot be loaded: {first_line(error)}") from error
+    return load(AutoTokenizer, model, "its tokenizer cannot be loaded", revision)
 
 
 def load_max_length(model: str, revision: str | None = None) -> int | None:
     """Longest prompt of a model that is not loaded; None if its config sets no limit."""
     from transformers import AutoConfig
 
-    try:
-        return context_length(AutoConfig.from_pretrained(model, revision=revision))
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"{model}: its config cannot be loaded: {first_line(error)}") from error
+    return context_length(load(AutoConfig, model, "its config cannot be loaded", revision))
 
 
 def text_config(config):

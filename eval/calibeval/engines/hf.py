@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from calibeval.engines import Job, Usage, context_length, first_line, load_tokenizer, text_config
+from calibeval.engines import Job, Usage, context_length, load, load_tokenizer, text_config
 from calibeval.io import InputError
 from calibeval.prompts import common_prefix
 
@@ -50,18 +50,14 @@ class TransformersEngine:
         self.device = _device(device)
         on_cpu = self.device.type == "cpu"
         dtype = "float32" if dtype == "auto" and on_cpu else dtype
+        dtype = dtype if dtype == "auto" else getattr(torch, dtype)
         self.batch_size = batch_size
         self.tokenizer = load_tokenizer(model, revision)
-        try:
-            self.model = transformers.AutoModelForCausalLM.from_pretrained(
-                model,
-                torch_dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-                revision=revision,
-            )
-        except (OSError, ValueError, KeyError) as error:
-            raise InputError(
-                f"{model}: cannot be loaded as a causal language model: {first_line(error)}"
-            ) from error
+        kind, failed = (
+            transformers.AutoModelForCausalLM,
+            "cannot be loaded as a causal language model",
+        )
+        self.model = load(kind, model, failed, revision, torch_dtype=dtype)
         self.model.to(self.device).eval()
         self.max_length = max_length or context_length(self.model.config)
         self.usage = Usage()
@@ -93,8 +89,8 @@ class TransformersEngine:
         """Yield (job index, log-probability of each branch) for every job."""
         for job, _, logits in self.states(groups):
             row = {node: i for i, node in enumerate(job.nodes)}
-            steps = [(row[b[:j]], b[j]) for b in job.branches for j in range(len(b))]
-            at, tokens = map(list, zip(*steps, strict=True))
+            at = [row[b[:j]] for b in job.branches for j in range(len(b))]
+            tokens = [token for branch in job.branches for token in branch]
             # In double, logits that differ never round to equal log-probabilities.
             logits = logits.double()
             found = (logits[at, tokens] - logits.logsumexp(dim=-1)[at]).cpu()
@@ -134,13 +130,10 @@ class TransformersEngine:
             cache = self.model(input_ids=ids, use_cache=True).past_key_values
         if not hasattr(cache, "batch_repeat_interleave"):
             return Prefix()  # recurrent states, which cannot be copied along the batch
-        layers = recording.layers if self._can_share(recording) else None
-        return Prefix(len(tokens), given[0][0], cache, layers)
-
-    def _can_share(self, recording: "Recording") -> bool:
-        layers = getattr(self.model.config, "num_hidden_layers", None)
-        whole = recording.plain and recording.calls == layers
-        return self.shares is not False and whole and sees_all(self.model.config, self.longest)
+        config = self.model.config
+        plain = recording.plain and recording.calls == getattr(config, "num_hidden_layers", None)
+        share = self.shares is not False and plain and sees_all(config, self.longest)
+        return Prefix(len(tokens), given[0][0], cache, recording.layers if share else None)
 
     def _can_pack(self, job: Job, prefix: Prefix) -> bool:
         """Whether the model reads a tree of tokens as it reads each branch alone.
@@ -161,16 +154,13 @@ class TransformersEngine:
 
     def _apart(self, job: Job, prefix: Prefix) -> tuple[Job, Tensor, Tensor]:
         """A question whose branches are computed one by one, each behind its own context."""
-        found: dict[tuple[int, ...], Tensor] = {}
-        states: dict[tuple[int, ...], Tensor] = {}
-        ends = [n for n in job.nodes if not any(m[: len(n)] == n != m for m in job.nodes)]
-        chains = [Job(job.index, job.tokens, ((*end, 0),)) for end in ends]
-        for start in range(0, len(chains), self.batch_size):
-            some = chains[start : start + self.batch_size]
-            for chain, at, logits in self._batch(some, prefix, False):
-                found |= dict(zip(chain.nodes, logits, strict=True))
-                states |= dict(zip(chain.nodes, at, strict=True))
-        return job, *(torch.stack([kept[n] for n in job.nodes]) for kept in (states, found))
+        found = {}
+        alone = [Job(job.index, job.tokens, (branch,)) for branch in job.branches]
+        for start in range(0, len(alone), self.batch_size):
+            batch = alone[start : start + self.batch_size]
+            for chain, states, logits in self._batch(batch, prefix, False):
+                found |= zip(chain.nodes, zip(states, logits, strict=True), strict=True)
+        return job, *map(torch.stack, zip(*(found[node] for node in job.nodes), strict=True))
 
     def _batch(
         self, batch: list[Job], prefix: Prefix, context: bool
@@ -183,15 +173,11 @@ class TransformersEngine:
         self.usage.computed_tokens += width * len(batch)
         # Padding goes right: causal attention keeps real tokens from seeing it; no mask is needed.
         ids = torch.tensor([s + (0,) * (width - len(s)) for s in suffixes], device=self.device)
-        most = max(len(job.nodes) for job in batch)
-        # Row i reads the logits after its context and after each node, padded at the end.
-        read = torch.tensor(
-            [
-                [min(len(s) - len(job.nodes) + i, len(s) - 1) for i in range(most)]
-                for job, s in zip(batch, suffixes, strict=True)
-            ],
-            device=self.device,
-        )  # (batch, most)
+        # Of each row, the places of its context's end and of its nodes, padded with the last.
+        ends = torch.tensor([[len(s) - 1] for s in suffixes])
+        counts = torch.tensor([[len(job.nodes)] for job in batch])
+        read = ends + 1 - counts + torch.arange(int(counts.max()))  # (batch, most nodes)
+        read = read.minimum(ends).to(self.device)
         with self._only_positions(read) as given:
             logits = self._logits(batch, ids, prefix)
         hidden = given[0 if self.shares else -1]
@@ -199,8 +185,8 @@ class TransformersEngine:
             rows = len(job.nodes)
             states = hidden[row, read[row, :rows]]
             if context:
-                states = hidden[row, : len(suffixes[row])]
-                states = states if prefix.states is None else torch.cat([prefix.states, states])
+                before = hidden[row, :0] if prefix.states is None else prefix.states
+                states = torch.cat([before, hidden[row, : len(suffixes[row])]])
             yield job, states, logits[row, :rows]
 
     def _logits(self, batch: list[Job], ids: Tensor, prefix: Prefix) -> Tensor:
@@ -246,13 +232,8 @@ class TransformersEngine:
         cache = copy.deepcopy(prefix.cache)
         if cache is not None:
             cache.batch_repeat_interleave(len(ids))
-        return self.model(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=True,
-        ).logits
+        given = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
+        return self.model(**given, past_key_values=cache, use_cache=True).logits
 
     def _near(self, found: Tensor, expected: Tensor) -> bool:
         """Whether two ways to compute the same logits differ by rounding only."""
@@ -306,20 +287,14 @@ def _device(name: str) -> torch.device:
     return device
 
 
-class _Attention(TorchFunctionMode):
-    """Sends the model's calls of scaled_dot_product_attention to `attend`.
-
-    Behind a prefix that all questions of a batch share, its keys are read and never copied:
-        o = σ(l₁ − l₂) o₁ + σ(l₂ − l₁) o₂
-    o₁, l₁: attention over the prefix and its log-sum-exp, for every query of the batch in one call;
-    o₂, l₂: causal attention among each question's own tokens. A copy of the keys a question, and
-    the mask that keys of two origins need, cost more than the attention itself.
-    """
+class Recording(TorchFunctionMode):
+    """Keeps each layer's keys and values, (1, heads, P, d), while the model reads the prefix."""
 
     def __init__(self):
         super().__init__()
         self.calls = 0
         self.plain = True  # whether every call was causal without a mask
+        self.layers: list[tuple[Tensor, Tensor]] = []
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is not scaled_dot_product_attention:
@@ -327,14 +302,6 @@ class _Attention(TorchFunctionMode):
         found = self.attend(*args, **(kwargs or {}))
         self.calls += 1
         return found
-
-
-class Recording(_Attention):
-    """Keeps each layer's keys and values, (1, heads, P, d), while the model reads the prefix."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers: list[tuple[Tensor, Tensor]] = []
 
     def attend(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
         """Attention as it is."""
@@ -345,8 +312,15 @@ class Recording(_Attention):
         )
 
 
-class Continuing(_Attention):
-    """Lets queries (B, heads, S, d) see a recorded prefix and then their own question."""
+class Continuing(Recording):
+    """Lets queries (B, heads, S, d) see a recorded prefix and then their own question.
+
+    Behind a prefix that all questions of a batch share, its keys are read and never copied:
+        o = σ(l₁ − l₂) o₁ + σ(l₂ − l₁) o₂
+    o₁, l₁: attention over the prefix and its log-sum-exp, for every query of the batch in one call;
+    o₂, l₂: causal attention among each question's own tokens. A copy of the keys a question, and
+    the mask that keys of two origins need, cost more than the attention itself.
+    """
 
     def __init__(self, layers: list[tuple[Tensor, Tensor]]):
         super().__init__()

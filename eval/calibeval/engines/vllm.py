@@ -6,6 +6,7 @@ one GPU; `--shard I/N` spreads questions over several.
 
 import atexit
 import os
+import threading
 from collections.abc import Iterator
 from types import MethodType
 
@@ -50,6 +51,7 @@ class VllmEngine:
         self.packages = {m.__name__: m.__version__ for m in (torch, transformers, vllm)}
         self.tokenizer = load_tokenizer(model, revision)
         self.on_gpu = torch.cuda.is_available()
+        before = set(threading.enumerate())
         try:
             settings = dict(
                 model=model,
@@ -65,6 +67,7 @@ class VllmEngine:
                 worker_extension_cls=f"{__name__}.PreciseHead",
             )
             self.llm = vllm.LLM(**settings | options)
+            self.threads = set(threading.enumerate()) - before
             atexit.register(self.close)  # before multiprocessing waits for vLLM's process
             (self.head_dtype,) = self.llm.collective_rpc("make_head_precise")
         except (OSError, RuntimeError, TypeError, ValueError) as error:
@@ -84,8 +87,14 @@ class VllmEngine:
         }
 
     def close(self) -> None:
-        """End the process that holds the model."""
+        """End the process that holds the model, and the threads that speak with it.
+
+        They are daemons: one that is in C++ while Python ends aborts the whole process.
+        """
+        atexit.unregister(self.close)
         self.llm.llm_engine.engine_core.shutdown()
+        for thread in self.threads:
+            thread.join(timeout=5)
 
     def versions(self) -> dict[str, str]:
         """Versions of the packages that compute the figures."""
@@ -122,11 +131,8 @@ class VllmEngine:
         """
         prompts = [job.tokens + branch for job, branch in texts]
         outputs = self._generate(prompts, [self._along(False)] * len(prompts))
-        short = [
-            i
-            for i, (job, _) in enumerate(texts)
-            if (outputs[i].num_cached_tokens or 0) >= len(job.tokens)
-        ]
+        cached = [output.num_cached_tokens or 0 for output in outputs]
+        short = [i for i, (job, _) in enumerate(texts) if cached[i] >= len(job.tokens)]
         again = self._generate([prompts[i] for i in short], [self._along(True)] * len(short))
         for i, output in zip(short, again, strict=True):
             outputs[i] = output
@@ -144,22 +150,13 @@ class VllmEngine:
         return outputs
 
     def _next(self, ids: list[int]):
-        return self.vllm.SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            logprob_token_ids=ids,
-            logprobs=len(ids),
-            detokenize=False,
-        )
+        return self._ask(logprob_token_ids=ids, logprobs=len(ids))
 
     def _along(self, skip_cache: bool):
-        return self.vllm.SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            prompt_logprobs=0,
-            skip_reading_prefix_cache=skip_cache,
-            detokenize=False,
-        )
+        return self._ask(prompt_logprobs=0, skip_reading_prefix_cache=skip_cache)
+
+    def _ask(self, **what):
+        return self.vllm.SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, **what)
 
 
 def _followers(job: Job, node: tuple[int, ...]) -> list[int]:

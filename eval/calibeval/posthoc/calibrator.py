@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from calibeval.engines import Job
+from calibeval.engines import Job, first_line
 from calibeval.engines.hf import TransformersEngine
 from calibeval.io import InputError, atomic_write, read_text
 from calibeval.tasks import Question
@@ -39,8 +39,8 @@ class LastOfLayer(nn.Module):
 
     def __init__(self, size: int):
         super().__init__()
-        counts = (h for h in (1, 2, 4, 8, 16, 32) if size % h == 0)
-        self.heads = max(h for h in counts if h * 16 <= max(size, 16))
+        fits = (h for h in (1, 2, 4, 8, 16, 32) if size % h == 0 and h * 16 <= max(size, 16))
+        self.heads = max(fits)
         self.query, self.value, self.mix = (nn.Linear(size, size) for _ in range(3))
         self.key = nn.Linear(size, size, bias=False)  # one would add the same to every score
         self.mlp = nn.Sequential(
@@ -58,9 +58,8 @@ class LastOfLayer(nn.Module):
             places = torch.arange(hidden.shape[1], device=hidden.device)
             padding = places < hidden.shape[1] - lengths.to(hidden.device)[:, None]
             scores = scores.masked_fill(padding[:, None], -torch.inf)
-        seen = torch.einsum(
-            "bhd,hed->bhe", scores.softmax(-1) @ hidden, self.value.weight.view(per_head)
-        )
+        seen = scores.softmax(-1) @ hidden
+        seen = torch.einsum("bhd,hed->bhe", seen, self.value.weight.view(per_head))
         found = last + self.mix(seen.flatten(1) + self.value.bias)
         return found + self.mlp(found)
 
@@ -78,30 +77,22 @@ class Calibrator(nn.Module):
         if settings.head not in HEADS:
             raise InputError(f"head is {settings.head!r}, expected one of {', '.join(HEADS)}")
         self.settings, self.fitted = settings, fitted or {}
+        self.reads_context = settings.head == "transformer"  # not only its last position
         size = settings.hidden_size
         self.norm = nn.LayerNorm(size)
         self.inner: nn.Module = nn.Identity()
         if settings.head == "mlp":
             self.inner = nn.Sequential(nn.Linear(size, size), nn.GELU())
-        elif settings.head == "transformer":
+        elif self.reads_context:
             self.inner = LastOfLayer(size)
-        self.out = nn.Linear(size, 1, bias=True)
+        self.out = nn.Linear(size, 1)
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
         if settings.head == "constant":
             self.out.weight.requires_grad_(False)
 
-    @property
-    def reads_context(self) -> bool:
-        """Whether the head needs the whole sequence rather than its last position."""
-        return self.settings.head == "transformer"
-
-    def forward(
-        self,
-        hidden: Tensor,  # (B, T, D), padded on the left
-        lengths: Tensor | None = None,  # (B,), T each unless given
-    ) -> Tensor:
-        """Temperatures, (B,)."""
+    def forward(self, hidden: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Temperatures (B,) of (B, T, D) padded on the left; `lengths` (B,) are T by default."""
         hidden = self.norm(hidden.float())
         hidden = self.inner(hidden, lengths) if self.reads_context else self.inner(hidden[:, -1])
         return (LIMIT * torch.tanh(self.out(hidden).squeeze(-1) / LIMIT)).exp()
@@ -110,7 +101,6 @@ class Calibrator(nn.Module):
         """Write weights, then `calibrator.json` with `fitted`: on what and with which result."""
         from safetensors.torch import save
 
-        folder = Path(folder)
         with atomic_write(folder / WEIGHTS, "wb") as file:
             file.write(save(self.state_dict()))
         with atomic_write(folder / CONFIG) as file:
@@ -122,7 +112,6 @@ class Calibrator(nn.Module):
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        folder = Path(folder)
         if not (folder / CONFIG).is_file():
             raise InputError(
                 f"{folder}: no {CONFIG}; `calibeval fit-temperature` or fit-ats makes one"
@@ -133,8 +122,7 @@ class Calibrator(nn.Module):
             calibrator = cls(settings, dict(found["fitted"]))
             calibrator.load_state_dict(load_file(folder / WEIGHTS))
         except (ValueError, TypeError, KeyError, RuntimeError, OSError, SafetensorError) as error:
-            reason = str(error).strip().split("\n")[0]
-            raise InputError(f"{folder}: not a whole calibrator: {reason}") from error
+            raise InputError(f"{folder}: not a whole calibrator: {first_line(error)}") from error
         return calibrator.eval()
 
     def check(self, folder: Path, model: str, model_digest: str, questions: list[Question]) -> None:
@@ -147,8 +135,8 @@ class Calibrator(nn.Module):
                 f"{folder}: was fitted to {self.fitted.get('model')} (digest {found[:12]}), not to "
                 f"{model} (digest {str(model_digest)[:12]}); fit one to this model"
             )
-        seen = set(seen)
-        again = [q.id for q in questions if question_digest(q) in seen]
+        digests = set(seen)
+        again = [q.id for q in questions if question_digest(q) in digests]
         if again:
             raise InputError(
                 f"{folder}: was fitted on {len(again)} of these {len(questions)} questions, "

@@ -4,6 +4,7 @@ import copy
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -38,13 +39,12 @@ def split_to_fit(task: str, split: str | None) -> str | None:
 
 def unseen(subjects: list[Subject], tested: list[Question]) -> list[Subject]:
     """The subjects without questions that are tested, or are examples in their own prompts."""
-    seen = {question_digest(q) for q in tested}
-    seen |= {question_digest(q) for subject in subjects for q in subject.shots}
-
-    def rest(subject: Subject) -> tuple[Question, ...]:
-        return tuple(q for q in subject.questions if question_digest(q) not in seen)
-
-    return [replace(subject, questions=rest(subject)) for subject in subjects]
+    examples = (question for subject in subjects for question in subject.shots)
+    seen = {question_digest(question) for question in (*tested, *examples)}
+    return [
+        replace(s, questions=tuple(q for q in s.questions if question_digest(q) not in seen))
+        for s in subjects
+    ]
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,8 @@ class Answers:
 
     def take(self, rows: Tensor) -> "Answers":
         """The answers at `rows`."""
-        return Answers(
-            [self.hidden[i] for i in rows.tolist()], self.logits[rows], self.labels[rows]
-        )
+        hidden = [self.hidden[i] for i in rows.tolist()]
+        return Answers(hidden, self.logits[rows], self.labels[rows])
 
 
 def answers(
@@ -97,20 +96,15 @@ def answers(
     return Answers(hidden, stacked, torch.tensor(right))
 
 
-def selective_smoothing(
-    logits: Tensor,  # (N, V), already divided by their temperatures
-    labels: Tensor,  # (N,)
-    alpha: float,
-) -> Tensor:
+def selective_smoothing(logits: Tensor, labels: Tensor, alpha: float) -> Tensor:
     """Mean over N of (1 − α) (−log p_label) where argmax p = label, α (−mean_v log p_v) elsewhere.
 
-    Xie et al. 2024, arXiv 2409.19817, selective smoothing loss: be sure where right, and take
-    wrong answers for evidence that nothing was known.
+    `logits` (N, V) are divided by their temperatures already. Xie et al. 2024, arXiv 2409.19817:
+    be sure where right, and take wrong answers for evidence that nothing was known.
     """
-    logp = torch.log_softmax(logits.float(), dim=-1)
+    sure = torch.nn.functional.cross_entropy(logits.float(), labels, reduction="none")
+    unsure = -torch.log_softmax(logits.float(), dim=-1).mean(-1)
     right = logits.argmax(-1) == labels
-    sure = -logp.gather(1, labels[:, None]).squeeze(1)
-    unsure = -logp.mean(-1)
     return torch.where(right, (1 - alpha) * sure, alpha * unsure).mean()
 
 
@@ -118,11 +112,6 @@ def pad_left(sequences: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Sequences (T_i, D) as (N, T, D) that end together, and their lengths."""
     ends = pad_sequence([s.flip(0) for s in sequences], batch_first=True)
     return ends.flip(1), torch.tensor([len(s) for s in sequences])
-
-
-def temperatures(calibrator: Calibrator, answers: Answers) -> Tensor:
-    """τ of each answer, (N,)."""
-    return calibrator(*pad_left(answers.hidden))
 
 
 def fit(
@@ -141,10 +130,11 @@ def fit(
         raise InputError(f"alpha is {alpha}, expected 0 to 1")
     torch.manual_seed(seed)
     calibrator = Calibrator(Settings(head, answers.hidden[0].shape[-1], over))
-    if head == "constant":
-        report = fit_constant(calibrator, answers)
-    else:
-        report = fit_head(calibrator, answers, alpha, seed)
+    report = (
+        fit_constant(calibrator, answers)
+        if head == "constant"
+        else fit_head(calibrator, answers, alpha, seed)
+    )
     return calibrator.eval(), {"answers": len(answers), "head": head, "over": over} | report
 
 
@@ -158,9 +148,8 @@ def fit_constant(calibrator: Calibrator, answers: Answers) -> dict:
         scaled = logits / math.exp(log_tau)
         return torch.nn.functional.cross_entropy(scaled, answers.labels).item()
 
-    found = minimize_scalar(
-        nll, bounds=(-0.99 * LIMIT, 0.99 * LIMIT), method="bounded", options={"xatol": 1e-6}
-    )
+    bounds = (-0.99 * LIMIT, 0.99 * LIMIT)
+    found = minimize_scalar(nll, bounds=bounds, method="bounded", options={"xatol": 1e-6})
     with torch.no_grad():
         calibrator.out.bias.fill_(LIMIT * math.atanh(found.x / LIMIT))
     return {"temperature": math.exp(found.x), "nll": [nll(0.0), float(found.fun)]}
@@ -172,25 +161,27 @@ def fit_head(calibrator: Calibrator, answers: Answers, alpha: float, seed: int) 
     cut = max(1, int(HELD_OUT * len(answers)))
     held, used = answers.take(order[:cut]), answers.take(order[cut:])
     optimizer = torch.optim.AdamW(calibrator.parameters(), RATE, weight_decay=DECAY)
-    best, kept, waited, losses = float("inf"), None, 0, []
+    kept, losses = None, []
     for epoch in range(EPOCHS + 1):
         with torch.no_grad():
-            loss = objective(calibrator.eval(), held, alpha).item()
-        losses.append(loss)
-        waited = 0 if loss < best else waited + 1
-        if loss < best:
-            best, kept = loss, copy.deepcopy(calibrator.state_dict())
-        if waited > PATIENCE or epoch == EPOCHS:
+            losses.append(objective(calibrator, held, alpha).item())
+        best = int(np.nanargmin(losses))
+        if best == epoch:
+            kept = copy.deepcopy(calibrator.state_dict())
+        if epoch - best > PATIENCE or epoch == EPOCHS:
             break
         shuffled = torch.randperm(len(used), generator=torch.Generator().manual_seed(epoch))
-        calibrator.train()
         for rows in shuffled.split(BATCH):
-            loss = objective(calibrator, used.take(rows), alpha)
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
+            optimizer.zero_grad()
+            objective(calibrator, used.take(rows), alpha).backward()
             optimizer.step()
     calibrator.load_state_dict(kept)
-    return {"alpha": alpha, "epochs": len(losses) - 1, "held_out_loss": [losses[0], best]}
+    return {"alpha": alpha, "epochs": len(losses) - 1, "held_out_loss": [losses[0], losses[best]]}
+
+
+def temperatures(calibrator: Calibrator, answers: Answers) -> Tensor:
+    """τ of each answer, (N,)."""
+    return calibrator(*pad_left(answers.hidden))
 
 
 def objective(calibrator: Calibrator, answers: Answers, alpha: float) -> Tensor:
