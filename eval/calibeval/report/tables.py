@@ -165,7 +165,7 @@ def notes(results: Results, chosen: Sequence[Column], lines: list) -> list[str]:
         found.append("[low, high]: 95 % interval over questions and seeds.")
     bare = {cell.column.name: cell for cell in cells if cell.column.metric in CALIBRATION}
     if names := [name for name, cell in bare.items() if not cell.interval]:
-        found.append(f"No interval of {', '.join(names)} is known to cover.")
+        found.append(f"Where {', '.join(names)} has no interval, none is known to cover.")
     floors = [f"{cell.estimate.floor:.3f}" for cell in cells if cell.dagger]
     if floors:
         span = " to ".join(dict.fromkeys((min(floors), max(floors))))
