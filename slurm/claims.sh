@@ -91,22 +91,27 @@ report() { # everything that the parts have indexed, in one place
     "$PYTHON" -m calibeval collect "$sweeps/all/index.jsonl" --out "$sweeps/all/results"
 }
 
+# What the verdicts rest on; the grid and its seeds are scored by letters everywhere, too.
+tasks='score.tasks=[
+    {task: mmlu, data: data/mmlu, shots: 5, scoring: letters},
+    {task: arc_easy, name: arc-continuation, data: data/arc/ARC-Easy, shots: 0, scoring: continuation},
+    {task: hellaswag, name: hellaswag-continuation, data: data/hellaswag/hellaswag_val.jsonl, shots: 0, scoring: continuation}]'
 for part in "${parts[@]}"; do
-    at=() small='grid.label_smoothing=[0.0,0.1]' seeds='grid.seed=[0,1,2]'
+    at=() pair=('grid.label_smoothing=[0.0,0.1]' 'grid.seed=[0,1,2]' "$tasks")
     [[ $part == @(grid|after|report) ]] || { chosen=$(rate); at=("grid.learning_rate=[$chosen]"); }
     case $part in
     grid) sweep grid keep=all ;;
     seeds) sweep seeds keep=all "${at[@]}" 'grid.seed=[0,1,2,3,4]' ;;
-    vocabulary) sweep vocabulary "${at[@]}" "$small" "$seeds" 'grid.model_name_or_path=[models/gemma-64k,models/gemma-32k]' ;;
-    softcap) sweep softcap "${at[@]}" "$small" "$seeds" 'grid.final_logit_softcapping=[30.0,50.0]' ;;
+    vocabulary) sweep vocabulary "${at[@]}" "${pair[@]}" 'grid.model_name_or_path=[models/gemma-64k,models/gemma-32k]' ;;
+    softcap) sweep softcap "${at[@]}" "${pair[@]}" 'grid.final_logit_softcapping=[30.0,50.0]' ;;
     reduction)
-        sweep sum "${at[@]}" "$small" "$seeds" 'grid.reduce_loss=[sum]' 'grid.clip_grad_norm=[1.0]'
-        sweep mean "${at[@]}" "$small" "$seeds" 'grid.reduce_loss=[mean]' \
+        sweep sum "${at[@]}" "${pair[@]}" 'grid.reduce_loss=[sum]' 'grid.clip_grad_norm=[1.0]'
+        sweep mean "${at[@]}" "${pair[@]}" 'grid.reduce_loss=[mean]' \
             train.per_device_train_batch_size=16 train.gradient_accumulation_steps=4 ;;
     filter)
-        sweep filtered "${at[@]}" "$small" "$seeds" 'grid.filter_eps=[auto]'
-        sweep paper-filter "${at[@]}" "$small" "$seeds" 'grid.filter_eps=[auto]' 'grid.loss_implementation=[paper]' ;;
-    epochs) sweep epochs "${at[@]}" "$small" "$seeds" train.max_train_samples=null 'grid.num_train_epochs=[1,2]' ;;
+        sweep filtered "${at[@]}" "${pair[@]}" 'grid.filter_eps=[auto]'
+        sweep paper-filter "${at[@]}" "${pair[@]}" 'grid.filter_eps=[auto]' 'grid.loss_implementation=[paper]' ;;
+    epochs) sweep epochs "${at[@]}" "${pair[@]}" train.max_train_samples=null 'grid.num_train_epochs=[1,2]' ;;
     *) $part ;;
     esac
 done
