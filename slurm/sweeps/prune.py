@@ -1,7 +1,7 @@
-"""A model on fewer vocabulary entries: its tokens for given texts, and its hidden size, stay.
+"""A model on fewer vocabulary entries, for what smoothing owes to their number at one hidden size.
 
-Between two vocabularies of one model only the number of entries differs, which is what smoothing
-depends on; the softmax over fewer entries has another normaliser.
+The texts of a sweep fall into the tokens they did, if there is room; logits of what is kept stay,
+while the softmax over fewer entries has another normaliser.
 """
 
 import copy
@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,9 +30,10 @@ ABOUT_TOKENS = ("tokenizer_config.json", "special_tokens_map.json", "chat_templa
 
 def make(wanted: Pruned, sweep: Sweep, cells: list[Cell]) -> None:
     """Write the folder `wanted.to`: `wanted.model` with the entries that this sweep's conversations
-    and prompts need, filled up with those of the lowest ids.
+    and prompts need, the most frequent first, filled up with those of the lowest ids.
 
-    Raises SweepError where they are more than `wanted.vocabulary`; the folder appears whole.
+    Tokens for which there is no room fall into smaller ones; it is said how many. The folder
+    appears whole.
     """
     from transformers import AutoTokenizer
 
@@ -40,33 +42,34 @@ def make(wanted: Pruned, sweep: Sweep, cells: list[Cell]) -> None:
     affixes = ("continuing_subword_prefix", "end_of_word_suffix")
     if state["model"]["type"] != "BPE" or any(state["model"].get(name) for name in affixes):
         raise SweepError(f"{wanted.model}: a BPE tokenizer without affixes is expected")
-    used = used_tokens(tokenizer, sweep, cells) | set(tokenizer.all_special_ids)
-    needed = closed(state, {tokenizer.convert_ids_to_tokens(int(i)) for i in used})
-    ids = sorted(tokenizer.convert_tokens_to_ids(sorted(needed)))
-    if len(ids) > wanted.vocabulary:
-        raise SweepError(
-            f"prefetch.pruned: {wanted.to}: vocabulary: found {wanted.vocabulary}, expected at "
-            f"least {len(ids)}: so many entries this sweep's texts need"
-        )
+    counts = used_tokens(tokenizer, sweep, cells)
+    names = {tokenizer.convert_ids_to_tokens(i): count for i, count in counts.most_common()}
+    kept, split = choose(state, names, set(tokenizer.all_special_tokens), wanted.vocabulary)
+    ids = sorted(tokenizer.convert_tokens_to_ids(sorted(kept)))
     rest = sorted(set(range(len(tokenizer))) - set(ids))
-    ids = sorted(ids + rest[: wanted.vocabulary - len(ids)])
+    ids = sorted(ids + rest[: max(0, wanted.vocabulary - len(ids))])
+    said = (
+        f"{wanted.model}: {len(ids)} of {len(tokenizer)} entries, {len(kept)} of them for the "
+        f"texts; {split / counts.total():.3%} of the texts' tokens fall into smaller ones"
+    )
     target = Path(wanted.to)
     make_folder(target.parent)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".prune-") as scratch:
         folder = Path(scratch, "model")
         write_model(Path(wanted.model), folder, ids)
         write_tokenizer(Path(wanted.model), folder, state, tokenizer.convert_ids_to_tokens(ids))
-        write_text(folder / "DONE", f"{wanted.model}: {len(ids)} entries, {len(needed)} needed\n")
+        write_text(folder / "DONE", f"{said}\n")
         folder.rename(target)
     fsync_folder(target.parent)
+    print(said)
 
 
-def used_tokens(tokenizer, sweep: Sweep, cells: list[Cell]) -> set[int]:
-    """The ids of every conversation to train on and of every prompt and choice to score."""
+def used_tokens(tokenizer, sweep: Sweep, cells: list[Cell]) -> Counter[int]:
+    """How often each id occurs in conversations to train on, and in prompts and their choices."""
     from calibeval import score
     from sweeps.trainer.data import load_examples, set_template
 
-    found: set[int] = set()
+    found: Counter[int] = Counter()
     keys = [cell.config.keys for cell in cells]
     names = ("train_file", "chat_template_name", "add_bos", "max_seq_length")
     for file, template, add_bos, length in {tuple(getattr(k, n) for n in names) for k in keys}:
@@ -74,32 +77,47 @@ def used_tokens(tokenizer, sweep: Sweep, cells: list[Cell]) -> set[int]:
         set_template(one, template, add_bos=add_bos)
         cores = len(os.sched_getaffinity(0))
         examples = load_examples(Path(file), one, length, processes=cores)
-        found.update(np.unique(examples.tokens).tolist())
+        ids, counts = np.unique(examples.tokens, return_counts=True)
+        found.update(dict(zip(ids.tolist(), counts.tolist(), strict=True)))
     for task in sweep.score.tasks if sweep.score else ():
         subjects, shots, scoring = questions.read(task)
         style = score.Style(shots, scoring=scoring)
         for item in score.fit_prompts(subjects, style, tokenizer, None):
-            found.update(item.tokens, *item.plan.branches)
+            for tokens in (item.tokens, *item.plan.branches):
+                found.update(tokens)
     return found
 
 
-def closed(state: dict, tokens: set[str]) -> set[str]:
-    """The tokens, bytes, and all that merging comes by on its way to each token.
+def choose(
+    state: dict, counts: dict[str, int], special: set[str], vocabulary: int
+) -> tuple[set[str], int]:
+    """Special tokens, bytes, and of the counted tokens, in their order, those for which there is
+    room with all that merging comes by on its way to them; and the others' summed count.
 
-    With these the same merges happen in the same order: what merging a text comes by lies within
-    one of its tokens, and the merges left are some of those there were, in their order.
+    So the same merges happen in the same order: what merging a text comes by lies within one of its
+    tokens, and the merges left are some of those there were.
     """
     from tokenizers.pre_tokenizers import ByteLevel
 
-    vocabulary = state["model"]["vocab"]
-    by_bytes = "ByteLevel" in json.dumps(state["decoder"])
+    known = state["model"]["vocab"]
+    kept = special | {token for token in known if BYTE.fullmatch(token)}
+    if "ByteLevel" in json.dumps(state["decoder"]):
+        kept |= set(ByteLevel.alphabet()) & known.keys()
+    if len(kept) > vocabulary:
+        raise SweepError(
+            f"prefetch.pruned: vocabulary: found {vocabulary}, expected at least {len(kept)}, the "
+            "number of bytes and special tokens"
+        )
     ranks = {tuple(pair): rank for rank, pair in enumerate(state["model"]["merges"])}
-    added = {token["content"] for token in state["added_tokens"]}
-    found = tokens | {token for token in vocabulary if BYTE.fullmatch(token)}
-    found |= set(ByteLevel.alphabet()) & vocabulary.keys() if by_bytes else set()
-    for token in tokens - added:
-        found.update(part for part in _derivation(token, ranks) if part in vocabulary)
-    return found
+    whole, split = {token["content"] for token in state["added_tokens"]}, 0
+    for token, count in counts.items():
+        parts = () if token in whole else _derivation(token, ranks)
+        new = {token, *(part for part in parts if part in known)} - kept
+        if len(kept) + len(new) <= vocabulary:
+            kept |= new
+        else:
+            split += count
+    return kept, split
 
 
 def _derivation(token: str, ranks: dict[tuple[str, str], int]) -> Iterator[str]:
