@@ -364,7 +364,7 @@ def run_entropy(a: argparse.Namespace) -> None:
     names = "skip limit max_new_tokens seed batch_size device dtype overwrite"
     options = {name: getattr(a, name) for name in names.split()}
     entropy.measure(a.model, a.data, a.out, settings, **options)
-    print(entropy.report(a.out), end="")
+    print(entropy.collect([{"records": a.out}]), end="")
 
 
 def run_import(a: argparse.Namespace) -> None:

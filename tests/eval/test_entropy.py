@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from calibeval import entropy
+from calibeval import entropy, references
 from calibeval.__main__ import main
 from calibeval.engines.sampling import Sampler, Setting
 from calibeval.io import InputError
@@ -102,17 +102,17 @@ def test_smoothed_source_in_closed_form():
     def error(of):
         return entropy.curve(rows, of, POSITIONS).mean(1).std(ddof=1) / math.sqrt(n)
 
-    assert abs(found["log_loss"] - expected_loss) < 3 * error("reference_logprobs")
+    assert abs(found["log loss"] - expected_loss) < 3 * error("reference_logprobs")
     assert abs(found["entropy"] - expected_entropy) < 3 * error("entropies")
     assert abs(found["surprisal"] - expected_entropy) < 3 * error("logprobs")
-    assert found["surprisal_less_entropy"]["low"] < 0 < found["surprisal_less_entropy"]["high"]
+    _, low, high = found["surprisal − entropy"]
+    assert low < 0 < high
     # the bootstrap's interval is as wide as the two standard errors say
-    width = found["entce"]["high"] - found["entce"]["low"]
-    assert width == pytest.approx(
-        2 * 1.96 * math.hypot(error("reference_logprobs"), error("entropies")), rel=0.1
-    )
+    value, low, high = found[entropy.ENTCE]
+    both = math.hypot(error("reference_logprobs"), error("entropies"))
+    assert high - low == pytest.approx(2 * 1.96 * both, rel=0.1)
+    assert abs(value - expected_entropy + expected_loss) < 3 * both
     assert expected_entropy - expected_loss > 0.5  # smoothing has its price
-    assert found["entce"]["low"] < expected_entropy - expected_loss < found["entce"]["high"]
 
 
 def test_fused_against_double(model):
@@ -198,8 +198,8 @@ def test_references_end_and_are_cut(model, data, tmp_path):
     assert not any(None in row["logprobs"] for row in cut)
     first, second = entropy.summaries(out)
     assert first["cut"] == 0 and 0 < second["cut"] <= 1
-    assert second["log_loss"] == math.inf and second["entce"] is None
-    assert "inf" in entropy.report(out)
+    assert second["log loss"] == math.inf and second[entropy.ENTCE] is None
+    assert "|      inf |" in entropy.collect([{"records": out}])
 
 
 def test_ended_documents_count_as_zero():
@@ -208,34 +208,50 @@ def test_ended_documents_count_as_zero():
         {"reference_logprobs": [-3.0, -5.0], "logprobs": [-1.0], "entropies": [1.0]},
     ]
     found = entropy.summary(rows, 4)
-    assert found["log_loss"] == pytest.approx(9 / 3) and found["entropy"] == pytest.approx(4 / 3)
-    assert found["entce_document"]["value"] == pytest.approx(4 / 2 - 9 / 2)
-    assert found["entce_first_quarter"] == pytest.approx(3 / 2 - 4 / 2)
-    assert found["alive_last_quarter"] == {"reference": 0, "own": 0}
+    assert found["log loss"] == pytest.approx(9 / 3) and found["entropy"] == pytest.approx(4 / 3)
+    assert found["EntCE a document"][0] == pytest.approx(4 / 2 - 9 / 2)
+    assert found[entropy.FIRST] == pytest.approx(3 / 2 - 4 / 2)
+    assert found["references alive in it"] == found["own texts alive in it"] == 0
+    assert entropy.summary(rows, 2)["references alive in it"] == 1 / 2
 
 
 def test_temperature_of_zero_entce():
     settings = [
-        {"temperature": t, "top_p": 1, "min_p": 0, "log_loss": loss, "entce": {"value": e}}
+        {"temperature": t, "top_p": 1, "min_p": 0, "log loss": loss, entropy.ENTCE: (e, e, e)}
         for t, loss, e in ((1.0, 2.1, 1.5), (0.9, 2.0, 0.5), (0.8, 2.4, -0.5))
     ]
-    assert entropy.zero(settings, "entce") == pytest.approx((0.85, 2.2))
-    assert entropy.zero(settings[:2], "entce") is None
+    assert entropy.zero(settings) == pytest.approx((0.85, 2.2))
+    assert entropy.zero(settings[:2]) is None
 
 
-def test_alpaca_prompt_is_the_trainers(model):
+def test_seeds_together():
+    assert entropy.figure([(1.0, 0.5, 1.5)]) == "+1.000 [+0.500, +1.500]"
+    assert entropy.figure([1.0, 2.0]) == "1.000, 2.000"
+    assert entropy.figure([(1.0, 0, 2), (2.0, 1, 3), (3.0, 2, 4)]) == "2.000 ± 2.484"  # t: 4.303
+    assert entropy.figure([1.0, None]) == "–"
+
+
+def test_conversations_read_as_the_trainer_has_them(model):
     from transformers import AutoTokenizer
 
-    from sweeps.trainer.chat import ALPACA
+    from sweeps.trainer.chat import ALPACA, TULU
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    for given in ("", "an input"):
-        row = {"instruction": "Do {this}.", "input": given, "output": "Done."}
+    turns = [{"role": r, "content": c} for r, c in zip("uaua", "abcd", strict=True)]
+    for turn in turns:
+        turn["role"] = {"u": "user", "a": "assistant"}[turn["role"]]
+    alpaca = {"instruction": "Do {this}.", "output": "Done."}
+    for row, template in (
+        (alpaca, ALPACA),
+        (alpaca | {"input": "an input"}, ALPACA),
+        ({"messages": turns}, TULU),
+    ):
         tokenizer.chat_template = None
-        prompt, reference, plain = entropy.pair(row, "", tokenizer)
+        prompt, reference, plain = references.texts(row, "", tokenizer)
         assert plain
-        tokenizer.chat_template = ALPACA
-        assert entropy.pair(row, "", tokenizer) == (prompt, reference + tokenizer.eos_token, False)
+        tokenizer.chat_template = template
+        templated = prompt, reference + tokenizer.eos_token, False
+        assert references.texts(row, "", tokenizer) == templated
 
 
 @pytest.mark.parametrize(
@@ -243,10 +259,7 @@ def test_alpaca_prompt_is_the_trainers(model):
     [
         ({"prompt": "kings"}, r'line 2: expected \{"prompt": …, "reference": …\}'),
         ({"messages": [{"role": "user", "content": "kings"}]}, "line 2: expected"),
-        (
-            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
-            "line 2: `messages` need the model's chat template",
-        ),
+        ({"messages": [{"content": "a"}, {"role": "assistant", "content": "b"}]}, "line 2: exp"),
     ],
 )
 def test_bad_rows_are_named(model, tmp_path, capsys, row, message):
@@ -260,9 +273,8 @@ def test_bad_rows_are_named(model, tmp_path, capsys, row, message):
 def test_empty_references_are_left_out(model, tmp_path, capsys):
     data = write(tmp_path / "data.jsonl", [{"prompt": "kings", "reference": ""}, *ROWS])
     assert run(model, data, tmp_path / "r.jsonl", "--limit", 2) == 0
-    assert (
-        f"left out 1 row, the first {data}, line 1: an empty reference" in capsys.readouterr().err
-    )
+    said = f"1 row left out, the first {data}, line 1: empty reference"
+    assert said in capsys.readouterr().err
     assert [row["document"] for row in lines(tmp_path / "r.jsonl")] == [2, 3]
     write(data, [{"prompt": "kings", "reference": " "}])
     assert run(model, data, tmp_path / "other.jsonl") == 2

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from calibeval.engines import text_config
 from calibeval.io import InputError
+from calibeval.references import until
 from smoothce import chunked, token_statistics
 from smoothce.models import ARCHITECTURES
 from smoothce.options import Options
@@ -30,6 +31,9 @@ class Setting:
     temperature: float = 1.0
     top_p: float = 1.0
     min_p: float = 0.0
+
+    def __str__(self) -> str:
+        return f"temperature {self.temperature:g}, top-p {self.top_p:g}, min-p {self.min_p:g}"
 
     @property
     def truncates(self) -> bool:
@@ -147,9 +151,3 @@ class Sampler:
             entropy = torch.special.entr(log_p.exp()).sum(-1)
             found.append((log_p.gather(1, y[:, None])[:, 0], entropy))
         return tuple(map(torch.cat, zip(*found, strict=True)))
-
-
-def until(tokens: Sequence[int], ends: Sequence[int]) -> list[int]:
-    """The tokens up to and including the first that is one of `ends`."""
-    length = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
-    return list(tokens[:length])
