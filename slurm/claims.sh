@@ -7,8 +7,8 @@
 #
 #   grid        4 learning rates × 6 label-smoothing factors; the rate with the lowest held-out loss
 #               at β = 0 is that of all other parts (or RATE=2e-5)
-#   seeds       6 factors × 5 seeds
-#   vocabulary  embedding and head cut to 65,536 and 32,768 entries
+#   seeds       6 factors × 5 seeds, and the entropy of what they write
+#   vocabulary  embedding and head cut to 73,728 and 8,192 entries
 #   softcap     logits capped at 30 and 50
 #   reduction   the summed loss, clipped, and the mean of micro-batches
 #   filter      the filtered gradient, and the paper's own filter
@@ -96,13 +96,14 @@ tasks='score.tasks=[
     {task: mmlu, data: data/mmlu, shots: 5, scoring: letters},
     {task: arc_easy, name: arc-continuation, data: data/arc/ARC-Easy, shots: 0, scoring: continuation},
     {task: hellaswag, name: hellaswag-continuation, data: data/hellaswag/hellaswag_val.jsonl, shots: 0, scoring: continuation}]'
+entropy='score.entropy={data: data/alpaca/alpaca_data.json, skip: 30000, temperatures: [1.0, 0.9, 0.8]}'
 for part in "${parts[@]}"; do
     at=() pair=('grid.label_smoothing=[0.0,0.1]' 'grid.seed=[0,1,2]' "$tasks")
     [[ $part == @(grid|after|report) ]] || { chosen=$(rate); at=("grid.learning_rate=[$chosen]"); }
     case $part in
     grid) sweep grid keep=all ;;
-    seeds) sweep seeds keep=all "${at[@]}" 'grid.seed=[0,1,2,3,4]' ;;
-    vocabulary) sweep vocabulary "${at[@]}" "${pair[@]}" 'grid.model_name_or_path=[models/gemma-64k,models/gemma-32k]' ;;
+    seeds) sweep seeds keep=all "${at[@]}" 'grid.seed=[0,1,2,3,4]' "$entropy" ;;
+    vocabulary) sweep vocabulary "${at[@]}" "${pair[@]}" 'grid.model_name_or_path=[models/gemma-74k,models/gemma-8k]' ;;
     softcap) sweep softcap "${at[@]}" "${pair[@]}" 'grid.final_logit_softcapping=[30.0,50.0]' ;;
     reduction)
         sweep sum "${at[@]}" "${pair[@]}" 'grid.reduce_loss=[sum]' 'grid.clip_grad_norm=[1.0]'
