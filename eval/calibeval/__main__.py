@@ -53,6 +53,7 @@ def valid(convert: Callable, test: Callable, expected: str) -> Callable:
 
 
 positive = valid(int, lambda n: n >= 1, "a whole number of at least 1")
+natural = valid(int, lambda n: n >= 0, "a whole number of at least 0")
 fraction = valid(float, lambda x: 0 <= x <= 1, "a number from 0 to 1")
 share = valid(
     lambda text: tuple(map(int, text.split("/"))),
@@ -142,7 +143,7 @@ def parser() -> argparse.ArgumentParser:
     help = "prompts with references: JSON lines or a JSON list; Alpaca's and `messages` rows too"
     add("--data", required=True, type=Path, metavar="FILE", help=help)
     add("--out", required=True, type=Path, metavar="RECORDS.jsonl")
-    add("--skip", type=int, default=0, metavar="N", help="leave out the first N rows")
+    add("--skip", type=natural, default=0, metavar="N", help="leave out the first N rows")
     add("--limit", type=positive, default=256, metavar="N", help="documents")
     add("--max-new-tokens", type=positive, default=128, help="of references and own texts")
     positive_number = valid(float, lambda x: 0 < x < math.inf, "a number more than 0")
@@ -152,7 +153,7 @@ def parser() -> argparse.ArgumentParser:
     add("--top-p", type=share_kept, default=[1.0], help="with each temperature", **several)
     least = valid(float, lambda x: 0 <= x < 1, "a number from 0 to below 1")
     add("--min-p", type=least, default=[0.0], help="with each top-p", **several)
-    add("--seed", type=int, default=0)
+    add("--seed", type=natural, default=0)
     add("--batch-size", type=positive, default=128)
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     help = "auto: the model's own on a GPU, float32 on a CPU"

@@ -80,21 +80,18 @@ def measure(
         of = sorted((d for _, d in group), key=lambda d: len(d.context))
         for start in range(0, len(of), batch_size):
             batch, began = of[start : start + batch_size], time.perf_counter()
-            contexts = [d.context for d in batch]
             random = [np.random.default_rng([seed, d.number]).random(max_new_tokens) for d in batch]
-            own = sampler.sample(contexts, setting, np.stack(random), ends)
-            read_references = sampler.read(contexts, [d.reference for d in batch], setting)
             made = []
-            for d, tokens, (expected, _), (log_p, entropy) in zip(
-                batch, own, read_references, sampler.read(contexts, own, setting), strict=True
-            ):
+            texts_found = texts_of(sampler, batch, setting, np.stack(random), ends)
+            for d, tokens, expected, log_p, entropy in texts_found:
                 if np.isnan(expected).any() or not np.isfinite([log_p, entropy]).all():
                     raise InputError(f"{data}, row {d.number}: the model's output is not finite")
                 row = {"id": ids[setting, d.number], "document": d.number} | vars(setting)
                 row["reference_logprobs"] = [x if x > -math.inf else None for x in expected]
                 row |= {"logprobs": log_p.tolist(), "entropies": entropy.tolist()}
-                made.append(row | {"text": tokenizer.decode(tokens), "ended": tokens[-1] in ends})
-            usage = {"generated_tokens": sum(map(len, own))}
+                text = {"text": tokenizer.decode(tokens), "ended": tokens[-1] in ends}
+                made.append(row | text)
+            usage = {"generated_tokens": sum(len(row["logprobs"]) for row in made)}
             store.add(len(finished), made, usage, time.perf_counter() - began)
             finished |= {row["id"]: row for row in made}
             progress.update(len(made))
@@ -102,6 +99,22 @@ def measure(
     versions = {"calibeval": __version__, **engine.versions()}
     about = {"model": model, "versions": versions, "training": models.training(model)}
     store.finish(sorted(finished.values(), key=lambda row: (order(row), row["document"])), about)
+
+
+def texts_of(sampler, batch, setting, random: np.ndarray, ends) -> list[tuple]:
+    """(document, own text, log p of the reference, log p and entropies of the own text) of each."""
+    import torch
+
+    contexts = [d.context for d in batch]
+    try:
+        own = sampler.sample(contexts, setting, random, ends)
+        references_read = sampler.read(contexts, [d.reference for d in batch], setting)
+        own_read = sampler.read(contexts, own, setting)
+    except torch.cuda.OutOfMemoryError as error:
+        remedy = f"give less than --batch-size {len(batch)}; what is finished is kept"
+        raise InputError(f"the GPU has too little memory: {remedy}") from error
+    pairs = zip(batch, own, references_read, own_read, strict=True)
+    return [(d, tokens, expected, *along) for d, tokens, (expected, _), along in pairs]
 
 
 def order(row: dict) -> tuple[float, float, float]:
@@ -132,39 +145,36 @@ def curve(rows: Sequence[dict], of: str, positions: int) -> np.ndarray:
     return found if of == "entropies" else -found
 
 
-def summary(rows: Sequence[dict], positions: int) -> dict:
-    """Figures of one setting, in nats; [value, low, high] by a bootstrap of whole documents, 95 %.
+def summary(rows: Sequence[dict], positions: int) -> dict[str, float | None]:
+    """Figures of one setting in nats, "… low" and "… high" by a bootstrap of whole documents, 95 %.
 
     A token: the sum over all documents over the number of their tokens. A document: the mean sum.
     A quarter of the positions: the mean of EntCE a document and position.
     """
     loss, own, entropy = (curve(rows, of, positions) for of in CURVES)
     lengths = np.array([[len(row[of]) for row in rows] for of in CURVES])
-    cut, n = np.isinf(loss).sum() / lengths[0].sum(), len(rows)
+    cut, n = float(np.isinf(loss).sum() / lengths[0].sum()), len(rows)
     sums = np.stack([loss.sum(1), lengths[0], entropy.sum(1), lengths[2], own.sum(1)])
     drawn = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
+    quarter = max(positions // 4, 1)
     with np.errstate(invalid="ignore"):  # 0 × ∞, of references that are cut
         sums = np.hstack([sums.sum(1, keepdims=True), sums @ drawn.T])
         log_loss, h, surprisal = sums[0] / sums[1], sums[2] / sums[3], sums[4] / sums[3]
-        gap, quarter = entropy - loss, max(positions // 4, 1)
-        found = {
-            "log loss": math.inf if cut else log_loss[0],
-            "entropy": h[0],
-            "surprisal": surprisal[0],
-            "surprisal − entropy": interval(surprisal - h),
-            ENTCE: interval(h - log_loss),
-            "EntCE a document": interval((sums[2] - sums[0]) / n),
-            FIRST: gap[:, :quarter].mean(),
-            LAST: gap[:, -quarter:].mean(),
-        }
+        gap = (entropy - loss).mean(0)
+        found = {"log loss": math.inf if cut else log_loss[0], "entropy": h[0]}
+        found |= {"surprisal": surprisal[0]} | interval("surprisal − entropy", surprisal - h)
+        found |= interval(ENTCE, h - log_loss)
+        found |= interval("EntCE a document", (sums[2] - sums[0]) / n)
+        found |= {FIRST: gap[:quarter].mean(), LAST: gap[-quarter:].mean()}
     alive = (lengths[:, :, None] > np.arange(positions - quarter, positions)).mean((1, 2))
     found |= {"references alive in it": alive[0], "own texts alive in it": alive[2], "cut": cut}
-    return {k: None if cut and k.startswith("EntCE") else v for k, v in found.items()}
+    return {k: None if cut and k.startswith("EntCE") else float(v) for k, v in found.items()}
 
 
-def interval(values: np.ndarray) -> tuple[float, float, float]:
-    """The first value, and the middle 95 % of the others."""
-    return values[0], *np.quantile(values[1:], [0.025, 0.975])
+def interval(name: str, values: np.ndarray) -> dict[str, float]:
+    """The first value, and the ends of the middle 95 % of the others."""
+    low, high = np.quantile(values[1:], [0.025, 0.975])
+    return {name: values[0], f"{name} low": low, f"{name} high": high}
 
 
 def summaries(path: Path) -> list[dict]:
@@ -175,80 +185,69 @@ def summaries(path: Path) -> list[dict]:
     return [{k: g[0][k] for k in SETTING} | summary(g, positions) for g in groups]
 
 
-def zero(settings: Sequence[dict]) -> tuple[float, float] | None:
-    """(temperature, log loss a token) at which EntCE a token is 0, between two temperatures."""
+def zero(settings: Sequence[dict]) -> dict[str, float | None]:
+    """Where EntCE a token is 0 between two temperatures, and the log loss a token there."""
+    at = {"temperature of EntCE 0": None, "log loss there": None}
     plain = [s for s in settings if s["top_p"] == 1 and s["min_p"] == 0]
     for hot, cold in itertools.pairwise(plain):
-        above, below = hot[ENTCE][0], cold[ENTCE][0]
-        if above * below <= 0 and above != below:
-            share = above / (above - below)
-            return tuple(hot[k] + share * (cold[k] - hot[k]) for k in ("temperature", "log loss"))
-    return None
+        if hot[ENTCE] * cold[ENTCE] <= 0 and hot[ENTCE] != cold[ENTCE]:
+            share = hot[ENTCE] / (hot[ENTCE] - cold[ENTCE])
+            values = (hot[k] + share * (cold[k] - hot[k]) for k in ("temperature", "log loss"))
+            return dict(zip(at, values, strict=True))
+    return at
 
 
 def collect(entries: Sequence[dict], csv_file: Path | None = None) -> str:
     """Two Markdown tables, by setting and of the temperature where EntCE is 0, seeds together.
 
     An entry has "records", "run", "seed" and what else tells models apart. Three seeds or more: the
-    mean ± half of its 95 % t interval; else the values, with their documents' interval if there is
-    one. `csv_file` gets a line a run and setting.
+    mean ± half of its 95 % t interval; else the values, one with its documents' interval if there
+    is one. `csv_file` gets a line a run and setting.
     """
-    about = [{k: v for k, v in e.items() if k not in ("records", "dataset")} for e in entries]
-    found = [summaries(e["records"]) for e in entries]
-    rows = [a | s for a, of in zip(about, found, strict=True) for s in of]
-    at = [zero(of) or (None, None) for of in found]
-    recommended = [
-        a | {"temperature of EntCE 0": x, "log loss there": y}
-        for a, (x, y) in zip(about, at, strict=True)
-    ]
+    rows, recommended = [], []
+    for entry in entries:
+        about = {k: v for k, v in entry.items() if k not in ("records", "dataset")}
+        found = summaries(entry["records"])
+        rows += [about | of for of in found]
+        recommended.append(about | zero(found))
     if csv_file:
-        flat = []
-        for row in rows:
-            ends = {
-                f"{k} {e}": x
-                for k, v in row.items()
-                if isinstance(v, tuple)
-                for e, x in zip(("low", "high"), v[1:], strict=True)
-            }
-            flat.append({k: v[0] if isinstance(v, tuple) else v for k, v in row.items()} | ends)
         with atomic_write(csv_file) as file:
-            writer = csv.DictWriter(file, list(dict.fromkeys(k for r in flat for k in r)))
+            writer = csv.DictWriter(file, list(dict.fromkeys(k for row in rows for k in row)))
             writer.writeheader()
-            writer.writerows(flat)
-    names = {k for a in about for k in a} - {"run", "seed"}
+            writer.writerows(rows)
+    names = {k for entry in entries for k in entry} - {"run", "seed"} | {*SETTING}
     return "\n".join(markdown(over_seeds(of, names)) for of in (rows, recommended))
 
 
 def over_seeds(rows: Sequence[dict], names: set[str]) -> list[dict[str, str]]:
-    """Rows alike in `names` and setting as one, each figure as text."""
-    groups = {}
+    """Rows alike in all of `names` as one, as text."""
+    groups: dict[tuple, list[dict]] = {}
     for row in rows:
-        key = {k: v for k, v in row.items() if k in names or k in SETTING}
-        groups.setdefault(json.dumps(key), (key, []))[1].append(row)
+        groups.setdefault(tuple((k, v) for k, v in row.items() if k in names), []).append(row)
     said = []
-    for key, group in groups.values():
-        figures = [k for k in group[0] if k not in key and k not in ("run", "seed")]
-        one = {
-            k: "" if v is None else f"{v:g}" if isinstance(v, float) else str(v)
-            for k, v in key.items()
+    for key, group in groups.items():
+        line = {
+            k: "" if v is None else f"{v:g}" if isinstance(v, float) else str(v) for k, v in key
         }
-        if "seed" in group[0]:
-            one["seeds"] = str(len(group))
-        said.append(one | {k: figure([row[k] for row in group]) for k in figures})
+        line |= {"seeds": str(len(group))} if "seed" in group[0] else {}
+        hidden = {*line, "run", "seed"}
+        figures = [k for k in group[0] if k not in hidden and not k.endswith((" low", " high"))]
+        said.append(line | {k: figure(group, k) for k in figures})
     return said
 
 
-def figure(values: list) -> str:
+def figure(rows: Sequence[dict], name: str) -> str:
     """A figure over seeds."""
+    values = [row[name] for row in rows]
     if None in values:
         return "–"
-    if len(values) == 1 and isinstance(values[0], tuple):
-        return "{:+.3f} [{:+.3f}, {:+.3f}]".format(*values[0])
-    values = [v[0] if isinstance(v, tuple) else v for v in values]
-    if (n := len(values)) < 3:
-        return ", ".join(f"{v:.3f}" for v in values)
-    half = student.ppf(0.975, n - 1) * np.std(values, ddof=1) / math.sqrt(n)
-    return f"{np.mean(values):.3f} ± {half:.3f}"
+    if (n := len(values)) >= 3:
+        half = student.ppf(0.975, n - 1) * np.std(values, ddof=1) / math.sqrt(n)
+        return f"{np.mean(values):.3f} ± {half:.3f}"
+    low, high = (rows[0].get(f"{name} {end}") for end in ("low", "high"))
+    if n == 1 and low is not None:
+        return f"{values[0]:+.3f} [{low:+.3f}, {high:+.3f}]"
+    return ", ".join(f"{v:.3f}" for v in values)
 
 
 def markdown(rows: Sequence[dict[str, str]]) -> str:

@@ -105,10 +105,9 @@ def test_smoothed_source_in_closed_form():
     assert abs(found["log loss"] - expected_loss) < 3 * error("reference_logprobs")
     assert abs(found["entropy"] - expected_entropy) < 3 * error("entropies")
     assert abs(found["surprisal"] - expected_entropy) < 3 * error("logprobs")
-    _, low, high = found["surprisal − entropy"]
-    assert low < 0 < high
+    assert found["surprisal − entropy low"] < 0 < found["surprisal − entropy high"]
     # the bootstrap's interval is as wide as the two standard errors say
-    value, low, high = found[entropy.ENTCE]
+    value, low, high = (found[entropy.ENTCE + end] for end in ("", " low", " high"))
     both = math.hypot(error("reference_logprobs"), error("entropies"))
     assert high - low == pytest.approx(2 * 1.96 * both, rel=0.1)
     assert abs(value - expected_entropy + expected_loss) < 3 * both
@@ -209,7 +208,7 @@ def test_ended_documents_count_as_zero():
     ]
     found = entropy.summary(rows, 4)
     assert found["log loss"] == pytest.approx(9 / 3) and found["entropy"] == pytest.approx(4 / 3)
-    assert found["EntCE a document"][0] == pytest.approx(4 / 2 - 9 / 2)
+    assert found["EntCE a document"] == pytest.approx(4 / 2 - 9 / 2)
     assert found[entropy.FIRST] == pytest.approx(3 / 2 - 4 / 2)
     assert found["references alive in it"] == found["own texts alive in it"] == 0
     assert entropy.summary(rows, 2)["references alive in it"] == 1 / 2
@@ -217,18 +216,20 @@ def test_ended_documents_count_as_zero():
 
 def test_temperature_of_zero_entce():
     settings = [
-        {"temperature": t, "top_p": 1, "min_p": 0, "log loss": loss, entropy.ENTCE: (e, e, e)}
+        {"temperature": t, "top_p": 1, "min_p": 0, "log loss": loss, entropy.ENTCE: e}
         for t, loss, e in ((1.0, 2.1, 1.5), (0.9, 2.0, 0.5), (0.8, 2.4, -0.5))
     ]
-    assert entropy.zero(settings) == pytest.approx((0.85, 2.2))
-    assert entropy.zero(settings[:2]) is None
+    assert [*entropy.zero(settings).values()] == pytest.approx([0.85, 2.2])
+    assert [*entropy.zero(settings[:2]).values()] == [None, None]
 
 
 def test_seeds_together():
-    assert entropy.figure([(1.0, 0.5, 1.5)]) == "+1.000 [+0.500, +1.500]"
-    assert entropy.figure([1.0, 2.0]) == "1.000, 2.000"
-    assert entropy.figure([(1.0, 0, 2), (2.0, 1, 3), (3.0, 2, 4)]) == "2.000 ± 2.484"  # t: 4.303
-    assert entropy.figure([1.0, None]) == "–"
+    rows = [{"x": x, "x low": x - 0.5, "x high": x + 0.5, "y": x} for x in (1.0, 2.0, 3.0)]
+    assert entropy.figure(rows[:1], "x") == "+1.000 [+0.500, +1.500]"
+    assert entropy.figure(rows[:1], "y") == "1.000"
+    assert entropy.figure(rows[:2], "x") == "1.000, 2.000"
+    assert entropy.figure(rows, "x") == "2.000 ± 2.484"  # t of 2 degrees of freedom: 4.303
+    assert entropy.figure([{"x": None}], "x") == "–"
 
 
 def test_conversations_read_as_the_trainer_has_them(model):
@@ -278,6 +279,28 @@ def test_empty_references_are_left_out(model, tmp_path, capsys):
     assert [row["document"] for row in lines(tmp_path / "r.jsonl")] == [2, 3]
     write(data, [{"prompt": "kings", "reference": " "}])
     assert run(model, data, tmp_path / "other.jsonl") == 2
+
+
+def test_what_a_tired_student_types(model, data, tmp_path, capsys, monkeypatch):
+    def full(*_):
+        raise torch.cuda.OutOfMemoryError
+
+    with pytest.raises(SystemExit):
+        run(model, data, tmp_path / "r.jsonl", "--skip", -1)
+    with pytest.raises(SystemExit):
+        run(model, data, tmp_path / "r.jsonl", "--temperature", 0)
+    assert run(model, data, tmp_path / "r.jsonl", "--skip", 4) == 2
+    assert "no usable row behind the first 4" in capsys.readouterr().err
+    assert run(model, data, tmp_path / "r.jsonl", "--max-new-tokens", 3000) == 2
+    said = (
+        f"4 rows left out, the first {data}, line 1: prompt and 3000 tokens exceed the model's 2048"
+    )
+    assert said in capsys.readouterr().err
+    monkeypatch.setattr(Sampler, "sample", full)
+    assert run(model, data, tmp_path / "r.jsonl") == 2
+    assert "error: the GPU has too little memory: give less than --batch-size 4" in (
+        capsys.readouterr().err
+    )
 
 
 def test_no_end_of_text(tiny_model, data, tmp_path, capsys):

@@ -6,6 +6,7 @@ The product with the output layer, in sampling and in reading alike, is float32'
 another precision than the samples' would not be theirs. Nothing is as large as texts × tokens × V.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,15 +44,14 @@ class Setting:
     def temper(self, z: Tensor) -> Tensor:  # (N, V), overwritten
         """Logits (N, V) over the temperature, −∞ where the token is cut."""
         z = z.div_(self.temperature)
-        least = z.amax(-1, keepdim=True)
-        least = least + np.log(self.min_p) if self.min_p else torch.full_like(least, -torch.inf)
         if self.top_p < 1:
             ordered = z.sort(-1, descending=True).values
-            before = ordered.softmax(-1).cumsum(-1).roll(1, -1)
-            before[:, 0] = 0
-            kept = (before < self.top_p).sum(-1, keepdim=True)
-            least = least.maximum(ordered.gather(-1, kept - 1))
-        return z.masked_fill_(z < least, -torch.inf)
+            last = (ordered.softmax(-1).cumsum(-1) < self.top_p).sum(-1, keepdim=True)
+            z = z.masked_fill_(z < ordered.gather(-1, last), -torch.inf)
+        if self.min_p > 0:
+            least = z.amax(-1, keepdim=True) + math.log(self.min_p)
+            z = z.masked_fill_(z < least, -torch.inf)
+        return z
 
 
 @dataclass(frozen=True)
