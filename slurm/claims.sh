@@ -65,7 +65,7 @@ calibrate() { # RUN SEED RATE: both calibrators of a run, its test questions wit
 after() {
     local index=$sweeps/gemma-seeds/index.jsonl gpus number=0 waiting=() run
     [[ -f $index ]] || { echo "error: $index: no such file: run the part seeds first" >&2; exit 2; }
-    gpus=$(nvidia-smi --query-gpu=index --format=csv,noheader | wc -l)
+    gpus=$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | wc -l)
     mkdir -p "$sweeps/gemma-after"
     "$PYTHON" - "$index" "$sweeps/gemma-after" <<'END'
 import json, pathlib, sys
