@@ -96,6 +96,11 @@ def measure(
             finished |= {row["id"]: row for row in made}
             progress.update(len(made))
     progress.close()
+    empty = [row for row in finished.values() if row["ended"] and len(row["logprobs"]) == 1]
+    if empty:
+        of = f"{len(empty)} of {counted(len(finished), 'own text')} begin with end-of-text"
+        first = f"{data}, row {empty[0]['id']}"  # and its setting
+        print(f"warning: {of}, the first that of {first}", file=sys.stderr)
     versions = {"calibeval": __version__, **engine.versions()}
     about = {"model": model, "versions": versions, "training": models.training(model)}
     store.finish(sorted(finished.values(), key=lambda row: (order(row), row["document"])), about)

@@ -106,7 +106,8 @@ def documents(
     Prompt and reference are tokenised together; a token belongs to where its text begins.
     """
     if not tokenizer.is_fast:
-        raise InputError("the tokenizer has no tokenizer.json, which says where its tokens begin")
+        lacks = "no tokenizer.json, without which no token's place in the text is known"
+        raise InputError(f"{tokenizer.name_or_path}: {lacks}")
     found, left_out = [], {}
     for number, where, row in rows(path, skip):
         if len(found) == limit:
@@ -151,7 +152,7 @@ def end_tokens(model: str, tokenizer) -> list[int]:
     from transformers import GenerationConfig
 
     if tokenizer.eos_token_id is None:
-        raise InputError(f"{model}: the tokenizer has no end-of-text (eos_token), so no text ends")
+        raise InputError(f"{model}: tokenizer_config.json has no end-of-text (eos_token)")
     try:
         more = GenerationConfig.from_pretrained(model).eos_token_id
     except OSError:  # no such file

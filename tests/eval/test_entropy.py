@@ -303,6 +303,13 @@ def test_what_a_tired_student_types(model, data, tmp_path, capsys, monkeypatch):
     )
 
 
+def test_empty_own_texts_are_named(model, data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Sampler, "sample", lambda _, contexts, *__: [[5]] * len(contexts))
+    assert run(model, data, tmp_path / "r.jsonl") == 0
+    said = f"4 of 4 own texts begin with end-of-text, the first that of {data}, row 2 at temp"
+    assert said in capsys.readouterr().err
+
+
 def test_no_end_of_text(tiny_model, data, tmp_path, capsys):
     assert run(tiny_model, data, tmp_path / "r.jsonl") == 2
-    assert f"{tiny_model}: the tokenizer has no end-of-text" in capsys.readouterr().err
+    assert f"{tiny_model}: tokenizer_config.json has no end-of-text" in capsys.readouterr().err
