@@ -25,8 +25,8 @@ class Document(NamedTuple):
     """A prompt and its reference as tokens, end-of-text included unless it was cut."""
 
     number: int  # of its line or row in the file
-    context: list[int]
-    reference: list[int]
+    context: tuple[int, ...]
+    reference: tuple[int, ...]
 
 
 def rows(path: Path, skip: int = 0) -> Iterator[tuple[int, str, dict]]:
@@ -132,7 +132,7 @@ def documents(
             why = f"prompt and {most} tokens exceed the model's {longest}"
             left_out.setdefault(why, []).append(where)
             continue
-        found.append(Document(number, ids[:first], text[:most]))
+        found.append(Document(number, tuple(ids[:first]), tuple(text[:most])))
     for why, places in left_out.items():
         dropped = counted(len(places), "row")
         print(f"warning: {dropped} left out, the first {places[0]}: {why}", file=sys.stderr)

@@ -169,6 +169,9 @@ def test_resumed_is_uninterrupted(model, data, tmp_path, monkeypatch):
     assert run(model, data, whole, *options) == 0
     sample, calls = Sampler.sample, []
 
+    def breaks_at_once(*_):
+        raise KeyboardInterrupt
+
     def breaks(*given):
         calls.append(given)
         if len(calls) == 3:
@@ -180,6 +183,15 @@ def test_resumed_is_uninterrupted(model, data, tmp_path, monkeypatch):
     assert not out.exists()
     assert run(model, data, out, *options) == 0
     assert len(calls) == 3 + 2  # two batches of four were there
+    assert out.read_text() == whole.read_text()
+    # killed between the last batch and the file
+    out.unlink()
+    finish = entropy.Store.finish
+    monkeypatch.setattr(entropy.Store, "finish", breaks_at_once)
+    assert run(model, data, out, *options) == 130 and not out.exists()
+    monkeypatch.setattr(entropy.Store, "finish", finish)
+    calls.clear()
+    assert run(model, data, out, *options) == 0 and not calls
     assert out.read_text() == whole.read_text()
     # another temperature is added to finished records, which are not made again
     assert run(model, data, out, "--temperature", 0.9) == 0
