@@ -85,7 +85,7 @@ def measure(
             random = [np.random.default_rng([seed, d.number]).random(max_new_tokens) for d in batch]
             made = ask(sampler, batch, setting, np.stack(random), ends)
             for d, row in zip(batch, made, strict=True):
-                if not np.isfinite(row["logprobs"] + row["entropies"]).all():
+                if not np.isfinite([x for of in CURVES for x in row[of] if x is not None]).all():
                     raise InputError(f"{data}, row {d.number}: the model's output is not finite")
                 row |= {"id": ids[setting, d], "document": d.number, "versions": versions}
                 row |= vars(setting) | {"text": tokenizer.decode(row.pop("tokens"))}
@@ -110,23 +110,18 @@ def ask(sampler, batch: Sequence, setting, random: np.ndarray, ends: Sequence[in
     contexts = [d.context for d in batch]
     try:
         own = sampler.sample(contexts, setting, random, ends)
-        of_references = sampler.read(contexts, [d.reference for d in batch], setting)
-        of_own = sampler.read(contexts, own, setting)
+        given = sampler.read(contexts, [d.reference for d in batch], setting)
+        along = sampler.read(contexts, own, setting)
     except torch.cuda.OutOfMemoryError as error:
         remedy = f"give less than --batch-size {len(batch)}; what is finished is kept"
         raise InputError(f"the GPU has too little memory: {remedy}") from error
-    return [
-        {
-            "reference_logprobs": [x if x > -math.inf else None for x in expected],
-            "logprobs": log_p.tolist(),
-            "entropies": entropies.tolist(),
-            "ended": tokens[-1] in ends,
-            "tokens": tokens,
-        }
-        for tokens, (expected, _), (log_p, entropies) in zip(
-            own, of_references, of_own, strict=True
-        )
-    ]
+    made = []
+    for tokens, (expected, _), (log_p, entropies) in zip(own, given, along, strict=True):
+        curves = expected, log_p, entropies  # to 1e-6, for there are many
+        row = {of: [*map(float, x.round(6))] for of, x in zip(CURVES, curves, strict=True)}
+        row[CURVES[0]] = [x if x != -math.inf else None for x in row[CURVES[0]]]
+        made.append(row | {"ended": tokens[-1] in ends, "tokens": tokens})
+    return made
 
 
 def order(row: dict) -> tuple[float, float, float]:

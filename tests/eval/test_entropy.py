@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -320,6 +321,18 @@ def test_empty_own_texts_are_named(model, data, tmp_path, capsys, monkeypatch):
     assert run(model, data, tmp_path / "r.jsonl") == 0
     said = f"4 of 4 own texts begin with end-of-text, the first that of {data}, row 2 at temp"
     assert said in capsys.readouterr().err
+
+
+def test_output_that_is_not_finite(model, data, tmp_path, capsys):
+    from transformers import AutoModelForCausalLM
+
+    broken = AutoModelForCausalLM.from_pretrained(model)
+    torch.nn.init.constant_(broken.get_output_embeddings().weight[7], math.nan)
+    shutil.copytree(model, tmp_path / "broken")
+    broken.save_pretrained(tmp_path / "broken")
+    assert run(tmp_path / "broken", data, tmp_path / "r.jsonl") == 2
+    assert f"{data}, row 2: the model's output is not finite" in capsys.readouterr().err
+    assert not (tmp_path / "r.jsonl").exists()
 
 
 def test_no_end_of_text(tiny_model, data, tmp_path, capsys):
