@@ -70,7 +70,6 @@ def measure(
     ids = {(s, d): f"{d.number} at {s}" for s in settings for d in texts}
     pending = [of for of in ids if ids[of] not in finished]
     if not pending and out.exists():
-        print(f"{out}: complete already, {counted(len(finished), 'record')}", file=sys.stderr)
         return
     if pending:
         engine = TransformersEngine(model, device=device, dtype=dtype)
@@ -96,8 +95,8 @@ def measure(
     progress.close()
     empty = [row["id"] for row in finished.values() if row["ended"] and len(row["logprobs"]) == 1]
     if empty:
-        of = f"{len(empty)} of {counted(len(finished), 'own text')} begin with end-of-text"
-        print(f"warning: {of}, the first that of {data}, row {empty[0]}", file=sys.stderr)
+        many = f"{len(empty)} of {counted(len(finished), 'own text')} begin with end-of-text"
+        print(f"warning: {many}, the first that of {data}, row {empty[0]}", file=sys.stderr)
     rows = sorted(finished.values(), key=lambda row: (order(row), row["document"]))
     about = {"model": model, "versions": rows[-1]["versions"], "training": models.training(model)}
     store.finish(rows, about)
@@ -132,23 +131,21 @@ def order(row: dict) -> tuple[float, float, float]:
 def read(path: Path) -> list[dict]:
     """The records of a file; a damaged one raises `InputError` with its line."""
     records.require(path)
-    rows = []
-    for number, row in json_lines(path):
+    found = [*json_lines(path)]
+    for number, row in found:
         if not {"id", "document", *SETTING, *CURVES} <= row.keys():
             raise InputError(f"{path}, line {number}: is no record of `calibeval entropy`")
-        rows.append(row)
-    if len(rows) != records.meta(path).get("questions"):
-        found = counted(len(rows), "record")
-        raise InputError(f"{path}: {found}, not what was made; give --overwrite to make them anew")
-    return rows
+    if len(found) != records.meta(path).get("questions"):
+        rows = counted(len(found), "record")
+        raise InputError(f"{path}: {rows}, not what was made; give --overwrite to make them anew")
+    return [row for _, row in found]
 
 
 def curve(rows: Sequence[dict], of: str, positions: int) -> np.ndarray:
     """(documents, positions) entropies or −log p: 0 after the end, ∞ where a token is cut."""
     found = np.zeros((len(rows), positions))
     for i, row in enumerate(rows):
-        values = [-math.inf if x is None else x for x in row[of]]
-        found[i, : len(values)] = values
+        found[i, : len(row[of])] = [-math.inf if x is None else x for x in row[of]]
     return found if of == "entropies" else -found
 
 
