@@ -293,7 +293,9 @@ def _score(a: argparse.Namespace) -> int:
         print(f"scored: {subject.name}", flush=True)
     for cell in planned.cells:
         score.discard(cell, planned.sweep)
-    return 1 if problems else 0
+    if problems:
+        raise SweepError("\n       ".join(one.removeprefix("failed: ") for one in problems))
+    return 0
 
 
 def _train(a: argparse.Namespace) -> int:
