@@ -14,10 +14,10 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from calibeval import __version__, models, prompts, stats
-from calibeval.engines import Engine, Job, Usage
+from calibeval.engines import Job, Usage
 from calibeval.io import InputError, counted
 from calibeval.prompts import Plan, Prompt
-from calibeval.store import Store
+from calibeval.store import Store, clear
 from calibeval.tasks import Subject
 
 LOW_MASS = 0.9  # below this the letters are not what the model wants to say
@@ -57,7 +57,7 @@ class Item(NamedTuple):
     @property
     def longest(self) -> int:
         """Tokens of context and longest choice."""
-        return max(len(j.tokens) + max(map(len, j.branches)) for j in self.jobs(0))
+        return max(job.length for job in self.jobs(0)) + 1
 
 
 def fit_prompts(
@@ -90,8 +90,8 @@ def fit_prompts(
                     plans[key] = prompts.plan(tokenizer, prompt.text, n, space, special)
                 plan = plans[key]
             else:
-                choices = prompt.endings, space, special
-                tokens, plan = prompts.continuation(tokenizer, prompt.text, *choices)
+                texts = prompt.text, prompt.endings
+                tokens, plan = prompts.continuation(tokenizer, *texts, space, special)
             context, after = len(tokens) - plan.merged, max(map(len, plan.branches)) - letters
             cut = max(context + after - max_length, 0) if max_length else 0
             if cut and k:
@@ -116,18 +116,19 @@ def fit_prompts(
 def warn_of_truncated(items: list[Item], max_length: int | None) -> None:
     """Name the questions that do not fit; where none does, raise `InputError`."""
     cut = [item.prompt.question.id for item in items if item.truncated]
-    if cut and len(cut) == len(items):
+    if not cut:
+        return
+    if len(cut) == len(items):
         raise InputError(
             f"no question fits in the {max_length} tokens that the model takes, even without "
-            f"examples; give a longer --max-length or another model"
+            "examples; give a longer --max-length or another model"
         )
-    if cut:
-        named = ", ".join(cut[:5] + ["…"] * (len(cut) > 5))
-        print(
-            f"warning: {len(cut)} of {counted(len(items), 'question')} do not fit in {max_length} "
-            f"tokens even without examples and lose their beginning: {named}",
-            file=sys.stderr,
-        )
+    print(
+        f"warning: {len(cut)} of {counted(len(items), 'question')} do not fit in {max_length} "
+        "tokens even without examples and lose their beginning: "
+        + ", ".join(cut[:5] + ["…"] * (len(cut) > 5)),
+        file=sys.stderr,
+    )
 
 
 def _chat(tokenizer, text: str) -> str:
@@ -152,19 +153,21 @@ def score(
     model: str,
     items: list[Item],
     out: Path,
-    make_engine: Callable[[], Engine],
+    make_engine: Callable,
     settings: dict,
     share: tuple[int, int] = (0, 1),
     overwrite: bool = False,
 ) -> None:
     """Score the questions that are not scored yet, of share i of n, and merge when all are.
 
-    `make_engine` is called only if there is something to score.
+    `make_engine()` is called only if there is something to score.
     """
     asked = "".join(f"{i.prompt.sha256} {i.prompt.question.label}\n" for i in items)
     settings = settings | {"prompts_sha256": hashlib.sha256(asked.encode()).hexdigest()}
-    store = Store(out, settings, overwrite)
-    finished = store.finished()
+    store = Store(out, settings)
+    if not overwrite:
+        store.compare()
+    finished = {} if overwrite else store.finished()
     ids = [item.prompt.question.id for item in items]
     part, parts = share
     mine = range(part * len(items) // parts, (part + 1) * len(items) // parts)
@@ -173,37 +176,38 @@ def score(
         print(f"{out}: complete already, {counted(len(items), 'question')}", file=sys.stderr)
         return
     if pending:
-        _score_shards(make_engine(), model, items, pending, store, len(mine))
+        engine = make_engine()
+        if overwrite:  # nothing before what it takes is there
+            clear(out)
+        _score_shards(engine, model, items, pending, store, len(mine))
         finished = store.finished()
     if missing := sum(i not in finished for i in ids):
         print(f"questions left to other shards: {missing}", file=sys.stderr)
         return
     rows = [finished[i] for i in ids]
-    jobs = (job for item in items for job in item.jobs(0))
-    apart = sum(len(j.tokens) + len(branch) - 1 for j in jobs for branch in j.branches)
-    extra = {"model": model, "versions": rows[-1]["versions"], "one_prompt_a_choice": apart}
-    extra |= {"training": models.training(model)}
-    extra |= {"architecture": models.architecture(model, settings.get("revision"))}
-    report(store.finish(rows, extra), out)
+    jobs = [job for item in items for job in item.jobs(0)]
+    apart = sum(len(job.tokens) + len(branch) - 1 for job in jobs for branch in job.branches)
+    about = {"model": model, "versions": rows[-1]["versions"], "one_prompt_a_choice": apart}
+    about |= {"training": models.training(model)}
+    about |= {"architecture": models.architecture(model, settings.get("revision"))}
+    report(store.finish(rows, about), out)
 
 
 def _score_shards(
-    engine: Engine, model: str, items: list[Item], pending: list[int], store: Store, total: int
+    engine, model: str, items: list[Item], pending: list[int], store: Store, total: int
 ) -> None:
     shared = {"model": model, "versions": {"calibeval": __version__, **engine.versions()}}
     store.engine(engine.describe())
-    done = total - len(pending)
-    with tqdm(total=total, initial=done, unit="question", mininterval=0.5) as progress:
+    with tqdm(total=total, initial=total - len(pending), unit="question", mininterval=0.5) as bar:
         for start in range(0, len(pending), SHARD):
             indices = pending[start : start + SHARD]
             engine.usage, began = Usage(), time.perf_counter()
             found = {}
             for index, logprobs in engine.score(groups_of(items, indices)):
                 found[index] = logprobs
-                progress.update(index >= 0)
+                bar.update(index >= 0)
             rows = [record(items[i], found[i], found.get(~i)) | shared for i in indices]
             seconds, usage = time.perf_counter() - began, dataclasses.asdict(engine.usage)
-            store.settings["engine_settings"] = engine.describe()  # the first batch settles some
             store.add(indices[0], rows, usage, seconds)
 
 
@@ -232,17 +236,21 @@ def report(meta: dict, out: Path) -> None:
     """Print what was saved and what came out; warn where the letters are not what is meant."""
     seconds, questions, apart = meta["seconds"], meta["questions"], meta["one_prompt_a_choice"]
     if computed := meta["usage"].get("computed_tokens"):
-        speed = f"{counted(questions, 'question')} in {seconds:.1f} s"
-        speed += f" ({questions / seconds:.1f} a second); prompt tokens computed: {computed:,}"
-        speed += f", {apart / computed:.1f}x fewer than the {apart:,} of one prompt a choice"
-        print(speed, file=sys.stderr)
+        print(
+            f"{counted(questions, 'question')} in {seconds:.1f} s ({questions / seconds:.1f} a "
+            f"second); prompt tokens computed: {computed:,}, {apart / computed:.1f}x fewer than "
+            f"the {apart:,} of one prompt a choice",
+            file=sys.stderr,
+        )
     run = stats.load(out)
     found = {m: stats.estimate([run], m, "choices") for m in ("accuracy", "ece", "rms_debiased")}
     print(", ".join(f"{name} {figure}" for name, figure in found.items()), file=sys.stderr)
     if "vocabulary" in run.confidences and run.letter_mass < LOW_MASS:
-        low = f"warning: mean letter mass {run.letter_mass:.3f} is below {LOW_MASS}: the model"
-        low += " wants to say something other than a letter, so read the figures with care"
-        print(low, file=sys.stderr)
+        print(
+            f"warning: mean letter mass {run.letter_mass:.3f} is below {LOW_MASS}: the model "
+            "wants to say something other than a letter, so read the figures with care",
+            file=sys.stderr,
+        )
 
 
 def run_workers(count: int, arguments: list[str]) -> None:
@@ -254,7 +262,7 @@ def run_workers(count: int, arguments: list[str]) -> None:
     if len(gpus) < count:
         found = f"CUDA_VISIBLE_DEVICES lists {len(gpus)} GPUs, {visible}"
         raise InputError(f"--workers {count}: {found}")
-    # The last of an option given twice holds; --overwrite would race.
+    # The last of an option given twice holds; each would delete what the others have made.
     command = [sys.executable, "-m", "calibeval", *arguments, "--no-overwrite", "--workers", "1"]
     processes = []
     try:
