@@ -16,8 +16,8 @@ from tqdm import tqdm
 from calibeval import __version__, models, prompts, stats
 from calibeval.engines import Job, Usage
 from calibeval.io import InputError, counted
-from calibeval.prompts import Plan, Prompt
-from calibeval.store import Store, clear
+from calibeval.prompts import Branches, Prompt
+from calibeval.store import Store
 from calibeval.tasks import Subject
 
 LOW_MASS = 0.9  # below this the letters are not what the model wants to say
@@ -40,18 +40,17 @@ class Item(NamedTuple):
 
     prompt: Prompt
     tokens: tuple[int, ...]
-    plan: Plan
+    branches: Branches
     normalise: str = "sum"
     truncated: int = 0  # tokens cut from the left
-    unconditional: tuple[list[int], Plan] | None = None  # the choices without the question
+    unconditional: tuple[list[int], Branches] | None = None  # the choices without the question
 
     def jobs(self, index: int) -> list[Job]:
         """The engine's view: the question, and as job −1 − index its choices without it."""
-        context = self.tokens[: len(self.tokens) - self.plan.merged]
-        found = [Job(index, context, self.plan.branches)]
+        found = [Job(index, self.tokens, self.branches)]
         if self.unconditional:
-            tokens, plan = self.unconditional
-            found.append(Job(~index, tuple(tokens), plan.branches))
+            tokens, branches = self.unconditional
+            found.append(Job(~index, tuple(tokens), branches))
         return found
 
     @property
@@ -72,7 +71,7 @@ def fit_prompts(
     special = not style.chat_template  # a chat template writes its own start token
     space = " " if special else ""  # a chat turn begins with the text itself
     letters = style.scoring == "letters"
-    plans: dict[tuple, Plan] = {}
+    ids: dict[tuple, Branches] = {}
     fitted: dict[str, Item] = {}
     pending = [(s, q, style.shots) for s in subjects for q in s.questions]
     while pending:
@@ -86,18 +85,18 @@ def fit_prompts(
             if letters:
                 # Letters' ids depend on the context's end only: contexts ending alike share them.
                 key = (tuple(tokens[-4:]), n := len(question.choices))
-                if key not in plans:
-                    plans[key] = prompts.plan(tokenizer, prompt.text, n, space, special)
-                plan = plans[key]
+                if key not in ids:
+                    ids[key] = prompts.letters(tokenizer, prompt.text, n, space, special)
+                branches = ids[key]
             else:
                 texts = prompt.text, prompt.endings
-                tokens, plan = prompts.continuation(tokenizer, *texts, space, special)
-            context, after = len(tokens) - plan.merged, max(map(len, plan.branches)) - letters
-            cut = max(context + after - max_length, 0) if max_length else 0
+                tokens, branches = prompts.continuation(tokenizer, *texts, space, special)
+            after = max(map(len, branches)) - letters
+            cut = max(len(tokens) + after - max_length, 0) if max_length else 0
             if cut and k:
                 again.append((subject, question, k - 1))
                 continue
-            if cut >= context:
+            if cut >= len(tokens):
                 raise InputError(
                     f"question {question.id}: its choices take {after} tokens, but the model "
                     f"takes {max_length}; choose other --subjects or a longer --max-length"
@@ -106,7 +105,7 @@ def fit_prompts(
             if style.unconditional:
                 alone = prompts.continuation(tokenizer, question.unconditional, prompt.endings)
             tokens = tuple(tokens[cut:])
-            fitted[question.id] = Item(prompt, tokens, plan, style.normalise, cut, alone)
+            fitted[question.id] = Item(prompt, tokens, branches, style.normalise, cut, alone)
         pending = again
     items = [fitted[q.id] for s in subjects for q in s.questions]
     warn_of_truncated(items, max_length)
@@ -164,10 +163,9 @@ def score(
     """
     asked = "".join(f"{i.prompt.sha256} {i.prompt.question.label}\n" for i in items)
     settings = settings | {"prompts_sha256": hashlib.sha256(asked.encode()).hexdigest()}
-    store = Store(out, settings)
-    if not overwrite:
-        store.compare()
-    finished = {} if overwrite else store.finished()
+    engine = make_engine() if overwrite else None  # before anything is deleted
+    store = Store(out, settings, overwrite)
+    finished = store.finished()
     ids = [item.prompt.question.id for item in items]
     part, parts = share
     mine = range(part * len(items) // parts, (part + 1) * len(items) // parts)
@@ -176,10 +174,7 @@ def score(
         print(f"{out}: complete already, {counted(len(items), 'question')}", file=sys.stderr)
         return
     if pending:
-        engine = make_engine()
-        if overwrite:  # nothing before what it takes is there
-            clear(out)
-        _score_shards(engine, model, items, pending, store, len(mine))
+        _score_shards(engine or make_engine(), model, items, pending, store, len(mine))
         finished = store.finished()
     if missing := sum(i not in finished for i in ids):
         print(f"questions left to other shards: {missing}", file=sys.stderr)

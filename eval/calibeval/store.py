@@ -21,14 +21,13 @@ CHOICE = ("data", "split", "shots", "examples", "subjects", "limit")
 
 
 class Store:
-    """The finished records of one scoring run, whoever made them."""
+    """The finished records of one scoring run, whoever made them; other settings are refused."""
 
-    def __init__(self, out: Path, settings: dict):
+    def __init__(self, out: Path, settings: dict, overwrite: bool = False):
         self.out, self.settings, self.folder = out, dict(settings), _parts_of(out)
         self.header = self.folder / "settings.json"
-
-    def compare(self) -> None:
-        """Raise `InputError` where records were made with other settings."""
+        if overwrite:
+            clear(out)
         for where, made in self._made():
             _same(made, self.settings, where)
 

@@ -14,7 +14,7 @@ from calibeval.io import InputError
 
 @dataclass(frozen=True)
 class Job:
-    """One question for an engine: the context's tokens, and those of each choice (see `Plan`)."""
+    """One question for an engine: the context's tokens, and those of each choice."""
 
     index: int
     tokens: tuple[int, ...]
