@@ -83,16 +83,17 @@ def encode(tokenizer, texts: Sequence[str], special: bool = True) -> list[list[i
 
 
 def continuation(
-    tokenizer, text: str, endings: Sequence[str], space: str = " ", special: bool = True
+    tokenizer, text: str, endings: Sequence[str], chat: bool = False
 ) -> tuple[list[int], Branches]:
     """(token ids of the context, of each ending after it), as lm-evaluation-harness splits them.
 
     Context and ending are tokenised together and parted at the length of the context's own ids;
     spaces at the context's end go to the ending. An empty context is the start token alone.
+    A `chat` has a start token in its text, and its turn begins with the ending itself.
     """
-    kept = text.rstrip()
-    texts = [kept, *(text + space + ending for ending in endings)]
-    bare, *full = encode(tokenizer, texts, special and bool(kept))
+    kept, text = text.rstrip(), text if chat else f"{text} "
+    full = [text + ending for ending in endings]
+    bare, *full = encode(tokenizer, [kept, *full], bool(kept) and not chat)
     branches = tuple(tuple(ids[len(bare) :]) for ids in full)
     if () in branches:
         ending = endings[branches.index(())]
@@ -103,16 +104,14 @@ def continuation(
     return bare, branches
 
 
-def letters(
-    tokenizer, text: str, n_choices: int, space: str = " ", special: bool = True
-) -> Branches:
+def letters(tokenizer, text: str, n_choices: int, chat: bool = False) -> Branches:
     """The letters' ids after a context; those that the tokenizer does not tell apart are refused.
 
     Many tokenizers give " A" another id in text than alone, and some split it (SentencePiece
     without a piece "▁A": "▁", "A").
     """
-    asked = [space + letter for letter in LETTERS[:n_choices]]
-    bare, *full = encode(tokenizer, [text, *(text + letter for letter in asked)], special)
+    asked = [letter if chat else f" {letter}" for letter in LETTERS[:n_choices]]
+    bare, *full = encode(tokenizer, [text, *(text + letter for letter in asked)], not chat)
     branches = tuple(tuple(ids[len(bare) :]) for ids in full)
     for letter, whole, ids in zip(asked, full, branches, strict=True):
         merged = not ids or whole[: len(bare)] != bare

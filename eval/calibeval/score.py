@@ -68,29 +68,27 @@ def fit_prompts(
     does not fit even without examples loses tokens on the left, as lm-evaluation-harness has it;
     a warning names such questions, and their records say how many tokens.
     """
-    special = not style.chat_template  # a chat template writes its own start token
-    space = " " if special else ""  # a chat turn begins with the text itself
-    letters = style.scoring == "letters"
-    ids: dict[tuple, Branches] = {}
+    letters, chat = style.scoring == "letters", style.chat_template
+    known: dict[tuple, Branches] = {}
     fitted: dict[str, Item] = {}
     pending = [(s, q, style.shots) for s in subjects for q in s.questions]
     while pending:
         built = [prompts.build(s, q, k, style.prompt, style.scoring) for s, q, k in pending]
-        if style.chat_template:
+        if chat:
             built = [dataclasses.replace(p, text=_chat(tokenizer, p.text)) for p in built]
         texts = [prompt.text for prompt in built]
-        rows = prompts.encode(tokenizer, texts, special) if letters else texts
+        rows = prompts.encode(tokenizer, texts, not chat) if letters else texts
         again = []
         for (subject, question, k), prompt, tokens in zip(pending, built, rows, strict=True):
             if letters:
                 # Letters' ids depend on the context's end only: contexts ending alike share them.
                 key = (tuple(tokens[-4:]), n := len(question.choices))
-                if key not in ids:
-                    ids[key] = prompts.letters(tokenizer, prompt.text, n, space, special)
-                branches = ids[key]
+                if key not in known:
+                    known[key] = prompts.letters(tokenizer, prompt.text, n, chat)
+                branches = known[key]
             else:
-                texts = prompt.text, prompt.endings
-                tokens, branches = prompts.continuation(tokenizer, *texts, space, special)
+                given = prompt.text, prompt.endings
+                tokens, branches = prompts.continuation(tokenizer, *given, chat)
             after = max(map(len, branches)) - letters
             cut = max(len(tokens) + after - max_length, 0) if max_length else 0
             if cut and k:
@@ -107,27 +105,20 @@ def fit_prompts(
             tokens = tuple(tokens[cut:])
             fitted[question.id] = Item(prompt, tokens, branches, style.normalise, cut, alone)
         pending = again
-    items = [fitted[q.id] for s in subjects for q in s.questions]
-    warn_of_truncated(items, max_length)
-    return items
-
-
-def warn_of_truncated(items: list[Item], max_length: int | None) -> None:
-    """Name the questions that do not fit; where none does, raise `InputError`."""
-    cut = [item.prompt.question.id for item in items if item.truncated]
-    if not cut:
-        return
-    if len(cut) == len(items):
+    cut = [id for id, item in fitted.items() if item.truncated]
+    if cut and len(cut) == len(fitted):
         raise InputError(
             f"no question fits in the {max_length} tokens that the model takes, even without "
             "examples; give a longer --max-length or another model"
         )
-    print(
-        f"warning: {len(cut)} of {counted(len(items), 'question')} do not fit in {max_length} "
-        "tokens even without examples and lose their beginning: "
-        + ", ".join(cut[:5] + ["…"] * (len(cut) > 5)),
-        file=sys.stderr,
-    )
+    if cut:
+        print(
+            f"warning: {len(cut)} of {counted(len(fitted), 'question')} do not fit in "
+            f"{max_length} tokens even without examples and lose their beginning: "
+            + ", ".join(cut[:5] + ["…"] * (len(cut) > 5)),
+            file=sys.stderr,
+        )
+    return [fitted[q.id] for s in subjects for q in s.questions]
 
 
 def _chat(tokenizer, text: str) -> str:
@@ -249,15 +240,13 @@ def report(meta: dict, out: Path) -> None:
 
 
 def run_workers(count: int, arguments: list[str]) -> None:
-    """Run this command `count` times with --shard I/N, each on a GPU of its own; the last process
-    to finish merges.
-    """
+    """Run this command `count` times with --shard I/N, each on a GPU of its own."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     gpus = visible.split(",") if visible else [str(i) for i in range(count)]
     if len(gpus) < count:
         found = f"CUDA_VISIBLE_DEVICES lists {len(gpus)} GPUs, {visible}"
         raise InputError(f"--workers {count}: {found}")
-    # The last of an option given twice holds; each would delete what the others have made.
+    # Of an option given twice the last holds.
     command = [sys.executable, "-m", "calibeval", *arguments, "--no-overwrite", "--workers", "1"]
     processes = []
     try:
