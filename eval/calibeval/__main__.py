@@ -99,29 +99,27 @@ def parser() -> argparse.ArgumentParser:
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help=help)
     add("--max-length", type=positive, help="longest prompt; default: positions − 1")
 
-    fit.add_argument("--out", required=True, type=Path, metavar="DIR", help="the calibrator's")
-    help = "fit the probabilities among the choices (default) or among all tokens"
-    fit.add_argument("--over", choices=("choices", "vocabulary"), default="choices", help=help)
+    add = fit.add_argument
+    add("--out", required=True, type=Path, metavar="DIR", help="the calibrator's")
+    add("--over", choices=("choices", "vocabulary"), default="choices", help="probabilities to fit")
 
     add = metrics.add_argument
     add("--json", action="store_true", help="one JSON object a line, with every metric")
     add("--all", action="store_true", help="every metric, not only the usual ones")
-    help = "scores of the choices' texts; default: the records' own convention"
-    add("--normalise", choices=("sum", "bytes", "characters", "unconditional"), help=help)
+    normalised = ("sum", "bytes", "characters", "unconditional")
+    add("--normalise", choices=normalised, help="texts' scores; default: the records' convention")
 
     command("prompts", run_prompts, task, scoring)
 
     add = command("score", run_score, task, scoring, model)
-    help = "by continuation also score each choice without the question (PMI)"
-    add("--unconditional", action="store_true", help=help)
+    add("--unconditional", action="store_true", help="also score choices without the question")
     add("--out", required=True, type=Path, metavar="RECORDS.jsonl")
     add("--engine", choices=("transformers", "vllm"), default="transformers")
     add("--calibrator", type=Path, metavar="DIR", help="of this model; transformers only")
-    help = "score only the I-th of N parts, counted from 0; the last to finish merges"
+    help = "only part I of N, counted from 0; the last to finish merges"
     add("--shard", type=share, default=(0, 1), metavar="I/N", help=help)
     add("--workers", type=positive, default=1, help="processes, each with a GPU of its own")
-    help = "score anew whatever is there"
-    add("--overwrite", action=argparse.BooleanOptionalAction, default=False, help=help)
+    add("--overwrite", action=argparse.BooleanOptionalAction, default=False, help="score anew")
 
     command("fit-temperature", run_fit, task, model, fit, head="constant", alpha=0.5)
     add = command("fit-ats", run_fit, task, model, fit, head="linear")
@@ -156,10 +154,9 @@ def parser() -> argparse.ArgumentParser:
     add = command("collect", run_collect)
     add("index", type=Path, metavar="INDEX.jsonl")
     add("--out", required=True, type=Path, metavar="DIR")
-    help = "metrics of the printed table, METRIC or METRIC@vocabulary (default: %(default)s)"
-    add("--columns", default="accuracy,ece,rms", help=help)
+    add("--columns", default="accuracy,ece,rms", help="METRIC or METRIC@vocabulary; %(default)s")
     add("--title", default="Calibration", help="of the HTML report")
-    help = "a part of your own for the HTML report, after the figures; may be repeated"
+    help = "a part of your own for the report, after the figures; may be repeated"
     add("--section", action="append", default=[], type=Path, metavar="FILE.html", help=help)
     return top
 
@@ -325,37 +322,33 @@ def run_metrics(a: argparse.Namespace) -> None:
     for path in a.records:
         run = stats.load(path, a.normalise)
         groups = stats.breakdown(records.read(path, a.normalise), a.by) if a.by else {}
+        parts = {"": figures(run, names)} | {
+            k: figures(g, stats.DEFAULT) for k, g in groups.items()
+        }
         if a.json:
-            found = {"records": str(path)} | as_dict(run, names)
+            found = {"records": str(path)} | parts.pop("")
             if a.by:
-                found[f"by_{a.by}"] = {k: as_dict(g, stats.DEFAULT) for k, g in groups.items()}
-            print(json.dumps(found, ensure_ascii=False))
-        else:
-            print_metrics(str(path), run, names)
-            for name, group in groups.items():
-                print_metrics(name, group, stats.DEFAULT)
+                found[f"by_{a.by}"] = parts
+            print(json.dumps(found, default=asdict, ensure_ascii=False))
+            continue
+        for name, part in parts.items():
+            mass = part["letter_mass"]
+            mass = "" if mass is None else f", letter mass {mass:.3f}"
+            print(f"{name or path}: {counted(part['questions'], 'question')}{mass}")
+            headings = {"choices": "among the choices", "vocabulary": "among all tokens"}
+            print(f"  {'':16}" + "".join(f"{headings[c]:>46}" for c in part["metrics"]))
+            for metric in next(iter(part["metrics"].values())):
+                row = (str(of[metric]) for of in part["metrics"].values())
+                print(f"  {metric:16}" + "".join(f"{figure:>46}" for figure in row))
 
 
-def as_dict(run, names) -> dict:
-    """A run's figures for JSON."""
+def figures(run, names) -> dict:
+    """A run's metrics in each confidence."""
     from calibeval.stats import estimate
 
-    metrics = {c: {m: asdict(estimate([run], m, c)) for m in names} for c in run.confidences}
     about = {k: getattr(run, k) for k in ("model", "questions", "letter_mass", "reliability")}
+    metrics = {c: {m: estimate([run], m, c) for m in names} for c in run.confidences}
     return about | {"metrics": metrics}
-
-
-def print_metrics(title: str, run, names) -> None:
-    """A table of metrics in each confidence."""
-    from calibeval.stats import estimate
-
-    mass = "" if run.letter_mass is None else f", letter mass {run.letter_mass:.3f}"
-    print(f"{title}: {counted(run.questions, 'question')}{mass}")
-    headings = {"choices": "among the choices", "vocabulary": "among all tokens"}
-    print(f"  {'':16}" + "".join(f"{headings[c]:>46}" for c in run.confidences))
-    for name in names:
-        figures = (str(estimate([run], name, c)) for c in run.confidences)
-        print(f"  {name:16}" + "".join(f"{figure:>46}" for figure in figures))
 
 
 def run_compare(a: argparse.Namespace) -> None:
@@ -372,7 +365,7 @@ def run_compare(a: argparse.Namespace) -> None:
     print(f"A {a.a}\nB {a.b}\nWhich is better calibrated as a whole: read nll and brier first.")
     for confidence, metrics in found.items():
         for name, line in metrics.items():
-            print(sentence(name, confidence, line))
+            print(f"{name} ({confidence}): {sentence(name, **line)}")
 
 
 def compared(first, second, name: str, confidence: str) -> dict:
@@ -385,13 +378,12 @@ def compared(first, second, name: str, confidence: str) -> dict:
     return line | {"better": better(name, found)}
 
 
-def sentence(name: str, confidence: str, found: dict) -> str:
+def sentence(name: str, a, b, difference, low, high, better) -> str:
     """One metric's comparison in plain words."""
-    a, b, difference, low, high, better = found.values()
     if difference is None:
-        return f"{name} ({confidence}): not comparable, {a} and {b}"
+        return f"not comparable, {a} and {b}"
     minus = "B² − A²" if name == "rms_debiased" else "B − A"
-    text = f"{name} ({confidence}): A {a:.4f}, B {b:.4f}, {minus} {difference:+.4f}"
+    text = f"A {a:.4f}, B {b:.4f}, {minus} {difference:+.4f}"
     if low is None:
         return f"{text}; no interval of it is known to cover"
     text += f" [{low:+.4f}, {high:+.4f}]"

@@ -83,12 +83,9 @@ class Store:
     def _parts(self) -> list[dict]:
         found = []
         for path in sorted(self.folder.glob("[0-9]*.json")):
-            try:
-                with suppress(FileNotFoundError):  # another process has just merged the shards
-                    found.append(json.loads(path.read_text(encoding="utf-8")))
-            except ValueError as error:
-                note = f"not JSON ({error}); delete it to score it anew"
-                raise InputError(f"{path}: {note}") from error
+            # One that a disk has damaged is scored anew; another process may just have merged all.
+            with suppress(FileNotFoundError, ValueError):
+                found.append(json.loads(path.read_text(encoding="utf-8")))
         return found
 
 
