@@ -8,8 +8,7 @@ For logits z = C h with σ_C = ‖C‖₂ and ‖h‖₂ = √D σ_h, σ_h the r
 (after Theorem 4.2 of "Calibrated Language Models and How to Find Them with Label Smoothing",
 derived anew and not compared with the printed form). The minimum is where one logit stands g above
 all others. Without √D, and with σ_h a figure of the entries, the "bound" lies above entropies that
-exist (tests/eval). A softcap c keeps logits within ±c: then the least entropy has some k of them at
-c and the rest at −c, and both bounds hold.
+exist (tests/eval). A softcap only shortens z.
 
 Where V is large and r is not small, the bound is next to 0 and says nothing. These do, from 0 to 1:
 
@@ -25,21 +24,11 @@ from calibeval.io import InputError
 VACUOUS = 1e-6  # nats; a bound below it excludes no answer that matters
 
 
-def two_levels(gap: float | np.ndarray, high: int | np.ndarray, vocabulary: int):
-    """Entropy in nats when `high` of V equal logits stand `gap` above all others, equal too."""
-    rest = (vocabulary - high) * np.exp(-gap)
-    return np.log(high + rest) + gap * rest / (high + rest)
-
-
-def entropy_bound(
-    sigma_c: float, sigma_h: float, hidden: int, vocabulary: int, softcap: float | None = None
-) -> float:
+def entropy_bound(sigma_c: float, sigma_h: float, hidden: int, vocabulary: int) -> float:
     """Least entropy in nats of the distribution over V tokens."""
-    radius = sigma_c * np.sqrt(hidden) * sigma_h
-    bound = two_levels(radius * np.sqrt(vocabulary / (vocabulary - 1)), 1, vocabulary)
-    if softcap:
-        bound = max(bound, two_levels(2 * softcap, np.arange(1, vocabulary), vocabulary).min())
-    return float(bound)
+    gap = sigma_c * np.sqrt(hidden) * sigma_h * np.sqrt(vocabulary / (vocabulary - 1))
+    rest = (vocabulary - 1) * np.exp(-gap)
+    return float(np.log1p(rest) + gap * rest / (1 + rest))
 
 
 def smoothed_entropy(label_smoothing: float, vocabulary: int) -> float:
@@ -57,12 +46,11 @@ def diagnose(engine, groups, label_smoothing: float) -> dict:
         raise InputError("the model's output layer is not finite: it has no bound")
     # σ_C² is the largest eigenvalue of the D × D matrix CᵀC: no V × D decomposition is needed.
     sigma_c = float(torch.linalg.eigvalsh(weight.T @ weight)[-1].clamp(min=0).sqrt())
-    softcap = getattr(engine.model.config, "final_logit_softcapping", None)
     answers = []
     for _, hidden, logits in engine.states(groups):
         entropy = torch.distributions.Categorical(logits=logits[0].float()).entropy()
         answers.append((hidden[0].float().square().mean().sqrt().item(), entropy.item()))
-    return summary(answers, *weight.shape, sigma_c, label_smoothing, softcap)
+    return summary(answers, *weight.shape, sigma_c, label_smoothing)
 
 
 def summary(
@@ -71,11 +59,10 @@ def summary(
     hidden: int,
     sigma_c: float,
     label_smoothing: float = 0.1,
-    softcap: float | None = None,
 ) -> dict:
     """What was measured and what it says, in a sentence as well; entropies in nats."""
     sigma_h, entropies = map(np.array, zip(*answers, strict=True))
-    bound = entropy_bound(sigma_c, sigma_h.max(), hidden, vocabulary, softcap)
+    bound = entropy_bound(sigma_c, sigma_h.max(), hidden, vocabulary)
     target, observed = smoothed_entropy(label_smoothing, vocabulary), float(np.median(entropies))
     gap = (observed - bound) / np.log(vocabulary)
     facts = f"its output layer allows entropies down to {bound:.3g} nats"
@@ -87,20 +74,17 @@ def summary(
     elif observed >= target:
         hope = "has little to restrain here"
         why = "less certain than the smoothed target; fine-tuning without it may change that"
-    names = ("least", "lower_quartile", "median", "upper_quartile", "greatest")
-    quantiles = map(float, np.quantile(entropies, [0, 0.25, 0.5, 0.75, 1]))
     return {
         "vocabulary": vocabulary,
         "hidden": hidden,
         "sigma_c": sigma_c,
         "sigma_h": float(sigma_h.mean()),
         "sigma_h_largest": float(sigma_h.max()),
-        "softcap": softcap,
         "label_smoothing": label_smoothing,
         "questions": len(answers),
         "bound": bound,
         "target_entropy": target,
-        "entropy": dict(zip(names, quantiles, strict=True)) | {"mean": float(entropies.mean())},
+        "entropy": {k: float(getattr(np, k)(entropies)) for k in ("min", "median", "mean", "max")},
         "gap": float(gap),
         "target_gap": float((target - bound) / np.log(vocabulary)),
         "sentence": (
