@@ -266,9 +266,12 @@ def run_fit(a: argparse.Namespace) -> None:
     from calibeval import models, posthoc, score, tasks
 
     models.check_model(a.model)
-    a.split = posthoc.split_to_fit(a.task, a.split)
+    scored, default = tasks.SPLITS.get(a.task, (None, None))
+    if scored and scored == (a.split or "").lower():
+        note = f"{a.task} is scored on it; fit on another split, by default {default}"
+        raise InputError(f"--split {a.split}: {note}")
+    a.split = a.split or default
     loaded, tested = load_task(a), []
-    scored, _ = tasks.SPLITS.get(a.task, (None, None))
     if scored and not Path(a.data).is_file():  # a single file is of no split
         with suppress(InputError):  # not there; `score` compares the questions again
             for subject in tasks.load(a.task, tasks.Source(a.data, 0, None, scored)):

@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy
 from calibeval.engines import Job, first_line
 from calibeval.engines.hf import TransformersEngine
 from calibeval.io import InputError, atomic_write, counted, read_text
-from calibeval.tasks import SPLITS, Question, Subject
+from calibeval.tasks import Question, Subject
 
 HEADS = ("constant", "linear")
 LIMIT = 4.0  # of |log τ|
@@ -140,17 +140,6 @@ def question_digest(question: Question) -> str:
     """
     parts = [question.text.strip(), *sorted(choice.strip() for choice in question.choices)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
-
-
-def split_to_fit(task: str, split: str | None) -> str | None:
-    """The split to fit on; the one that the task is scored on raises `InputError`."""
-    scored, default = SPLITS.get(task, (None, None))
-    if split and split.lower() == scored:
-        raise InputError(
-            f"--split {split}: {task} is scored on it; a calibrator is fitted on questions that "
-            f"do not test it, by default {default}"
-        )
-    return split or default
 
 
 def unseen(subjects: list[Subject], tested: list[Question]) -> list[Subject]:

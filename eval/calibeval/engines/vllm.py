@@ -37,16 +37,14 @@ class VllmEngine:
             import torch
             import transformers
             import vllm
+
+            if not hasattr(vllm.SamplingParams(), "logprob_token_ids"):
+                raise ImportError(f"found {vllm.__version__}")
         except ImportError as error:
             raise InputError(
-                f"--engine vllm needs vLLM 0.20 to 0.33, which cannot be imported ({error}); "
-                "install it, or use --engine transformers"
+                f"--engine vllm needs vLLM 0.20 to 0.33 for the log-probabilities of chosen "
+                f"tokens ({error}); install it, or use --engine transformers"
             ) from error
-        if not hasattr(vllm.SamplingParams(), "logprob_token_ids"):
-            raise InputError(
-                f"vLLM {vllm.__version__} cannot give the log-probabilities of chosen tokens; "
-                "vLLM 0.20 to 0.33 can"
-            )
         self.parameters, self.usage = vllm.SamplingParams, Usage()
         self.packages = {m.__name__: m.__version__ for m in (torch, transformers, vllm)}
         self.tokenizer = load_tokenizer(model, revision)
