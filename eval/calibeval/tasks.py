@@ -158,10 +158,8 @@ def _csv(path: Path, subject: str) -> list[Question]:
                 found = counted(len(row), "column")
                 raise InputError(f"{where}: {found}, expected 6 ({', '.join(COLUMNS)})")
             text, *choices, answer = row
-            make = _checked(where, f"{subject}/{len(questions)}", subject, text, choices)
-            if answer not in COLUMNS[1:5]:
-                raise InputError(f"{where}: answer is {answer!r}, expected one of A, B, C, D")
-            questions.append(make(LETTERS.index(answer)))
+            asked = {"question": text, "choices": choices, "answer": answer, "subject": subject}
+            questions.append(_question(asked, where, len(questions)))
     except csv.Error as error:
         raise InputError(f"{path}, line {reader.line_num}: not CSV ({error})") from error
     if not questions:
@@ -180,7 +178,7 @@ def _hub(name: str, split: str, wanted: tuple[str, ...] | None) -> dict[str, lis
         raise InputError(f"{HUB}{name}: cannot be loaded from the hub: {error}") from error
     for place, row in enumerate(rows):
         own = found.setdefault(row.get("subject"), [])
-        own.append(_jsonl_row(row, f"{HUB}{name}, split {split}, row {place}", len(own)))
+        own.append(_question(row, f"{HUB}{name}, split {split}, row {place}", len(own)))
     return {subject: found[subject] for subject in _chosen(sorted(found), wanted, HUB + name)}
 
 
@@ -214,9 +212,10 @@ def _hellaswag_row(row: dict, where: str, number: int) -> Question:
     endings, label = row["endings"], row["label"]
     if not isinstance(endings, list) or str(label) not in map(str, range(len(endings))):
         raise InputError(f"{where}: label is {label!r}, expected the index of an ending")
+    asked = {"id": f"hellaswag/{row.get('ind', number)}", "subject": "hellaswag"}
+    asked |= {"question": row["ctx"], "choices": endings, "answer": int(label)}
+    question = _question(asked, where, number)
     activity = f"{row['activity_label']}: " if row.get("activity_label") else ""
-    id = f"hellaswag/{row.get('ind', number)}"
-    question = _checked(where, id, "hellaswag", row["ctx"], endings)(int(label))
     beginning = row["ctx"]
     if row.get("ctx_a") is not None and row.get("ctx_b") is not None:
         beginning = f"{row['ctx_a']} {str(row['ctx_b']).capitalize()}"
@@ -255,7 +254,7 @@ def arc(name: str, source: Source) -> list[Subject]:
     return [Subject(subject, "grade-school science", shots, tuple(_read(path, row)))]
 
 
-def _arc_row(subject: str, row: dict, where: str, _: int) -> Question:
+def _arc_row(subject: str, row: dict, where: str, number: int) -> Question:
     """Items have 3 to 5 choices, labelled by letters or digits; they are lettered by place."""
     try:
         stem = row["question"]
@@ -264,7 +263,7 @@ def _arc_row(subject: str, row: dict, where: str, _: int) -> Question:
         else:
             stem, choices = stem["stem"], stem["choices"]
             labels, texts = [c["label"] for c in choices], [c["text"] for c in choices]
-        id, key = str(row["id"]), row["answerKey"]
+        asked, key = {"id": row["id"], "subject": subject}, row["answerKey"]
     except (KeyError, TypeError) as error:
         raise InputError(
             f"{where}: not an ARC item (at {error}); expected id, question with stem and "
@@ -272,8 +271,8 @@ def _arc_row(subject: str, row: dict, where: str, _: int) -> Question:
         ) from error
     if not isinstance(labels, list) or labels.count(key) != 1:
         raise InputError(f"{where}: answerKey is {key!r}, expected one of {labels}")
-    question = _checked(where, id, subject, stem, texts)
-    return question(labels.index(key), context=f"Question: {stem}\nAnswer:")
+    asked |= {"question": stem, "choices": texts, "answer": labels.index(key)}
+    return replace(_question(asked, where, number), context=f"Question: {stem}\nAnswer:")
 
 
 def jsonl(source: Source) -> list[Subject]:
@@ -284,8 +283,8 @@ def jsonl(source: Source) -> list[Subject]:
     path = Path(source.data)
     if source.shots and not source.examples:
         raise InputError(f"--shots {source.shots} needs --examples FILE; or --shots 0")
-    questions = _read(path, _jsonl_row)
-    examples = _read(Path(source.examples), _jsonl_row) if source.examples else []
+    questions = _read(path, _question)
+    examples = _read(Path(source.examples), _question) if source.examples else []
     subjects = []
     for name in _chosen(sorted({q.subject for q in questions}), source.subjects, str(path)):
         own = [q for q in questions if q.subject == name]
@@ -294,21 +293,31 @@ def jsonl(source: Source) -> list[Subject]:
     return subjects
 
 
-def _jsonl_row(row: dict, where: str, number: int) -> Question:
+def _question(row: dict, where: str, number: int) -> Question:
+    """A row of jsonl, which the others are turned into; a bad one raises `InputError`."""
     _need(row, ("question", "choices", "answer"), where)
-    subject, answer = row.get("subject", "general_knowledge"), row["answer"]
+    text, choices, answer = row["question"], row["choices"], row["answer"]
+    subject = row.get("subject", "general_knowledge")
     if not isinstance(subject, str):
         raise InputError(f"{where}: subject is {subject!r}, expected text")
-    id = str(row.get("id", f"{subject}/{number}"))
-    make = _checked(where, id, subject, row["question"], row["choices"])
-    last = len(row["choices"]) - 1
+    if not isinstance(text, str) or not text.strip():
+        raise InputError(f"{where}: question is {text!r}, expected text")
+    several = isinstance(choices, list)
+    if not several or not 2 <= len(choices) <= len(LETTERS):
+        found = counted(len(choices), "choice") if several else f"choices {choices!r}"
+        raise InputError(f"{where}: {found}, expected a list of 2 to {len(LETTERS)}")
+    for letter, choice in zip(LETTERS, choices, strict=False):
+        if not isinstance(choice, str) or not choice.strip():
+            raise InputError(f"{where}: choice {letter} is {choice!r}, expected text")
+    letters = LETTERS[: len(choices)]
     if type(answer) in (int, str):  # and not bool, which is an int
-        for spelled in ([*range(last + 1)], [*LETTERS[: last + 1]], row["choices"]):
+        for spelled in (range(len(choices)), list(letters), choices):
             if spelled.count(answer) == 1:
-                return make(spelled.index(answer))
+                id = str(row.get("id", f"{subject}/{number}"))
+                return Question(id, subject, text, tuple(choices), spelled.index(answer))
     raise InputError(
-        f"{where}: answer is {answer!r}, expected 0 to {last}, A to {LETTERS[last]}, or the text "
-        f"of one choice"
+        f"{where}: answer is {answer!r}, expected 0 to {len(choices) - 1}, A to {letters[-1]}, or "
+        "the text of one choice"
     )
 
 
@@ -335,20 +344,6 @@ def _need(row: dict, keys: tuple[str, ...], where: str) -> None:
     for key in keys:
         if key not in row:
             raise InputError(f"{where}: no {key!r}; found {', '.join(row)}")
-
-
-def _checked(where: str, id: str, subject: str, text, choices) -> Callable[[int], Question]:
-    """label → question, once text and choices are text, filled, and 2 to 26 in number."""
-    if not isinstance(text, str) or not text.strip():
-        raise InputError(f"{where}: question is {text!r}, expected text")
-    several = isinstance(choices, list)
-    if not several or not 2 <= len(choices) <= len(LETTERS):
-        found = counted(len(choices), "choice") if several else f"choices {choices!r}"
-        raise InputError(f"{where}: {found}, expected a list of 2 to {len(LETTERS)}")
-    for letter, choice in zip(LETTERS, choices, strict=False):
-        if not isinstance(choice, str) or not choice.strip():
-            raise InputError(f"{where}: choice {letter} is {choice!r}, expected text")
-    return partial(Question, id, subject, text, tuple(choices))
 
 
 LOADERS = {
