@@ -166,6 +166,8 @@ def score(
         return
     if pending:
         _score_shards(engine or make_engine(), model, items, pending, store, len(mine))
+        if not store.folder.exists():  # another process has just merged all
+            return
         finished = store.finished()
     if missing := sum(i not in finished for i in ids):
         print(f"questions left to other shards: {missing}", file=sys.stderr)

@@ -247,6 +247,22 @@ def test_overwrite_deletes_nothing_before_the_input_is_read(command, tmp_path, w
     assert (tmp_path / "r.jsonl").read_bytes() == before
 
 
+def test_two_processes_may_both_be_the_last(command, tmp_path, monkeypatch):
+    """The second finds all merged, and its sidecar would say that nothing had been computed."""
+    assert run(command, "--shard", "0/2") == 0
+    plain = score._score_shards
+
+    def overtaken(*arguments):
+        plain(*arguments)
+        monkeypatch.undo()
+        assert run(command, "--shard", "0/2") == 0
+
+    monkeypatch.setattr(score, "_score_shards", overtaken)
+    assert run(command, "--shard", "1/2") == 0
+    meta = json.loads((tmp_path / "r.jsonl.meta.json").read_text())
+    assert len(ids(tmp_path / "r.jsonl")) == 60 and meta["usage"]["prompt_tokens"] > 0
+
+
 def test_workers_are_processes(command, tmp_path):
     assert run(command, "--workers", "2") == 0
     assert len(ids(tmp_path / "r.jsonl")) == 60
