@@ -217,10 +217,8 @@ def run_score(a: argparse.Namespace) -> None:
     from calibeval import models, score, store
 
     models.check_model(a.model)
-    if a.calibrator and a.engine != "transformers":
-        raise InputError(f"--calibrator: needs --engine transformers, found {a.engine}")
-    if a.calibrator and a.scoring == "continuation":
-        raise InputError("--calibrator: was fitted to letters, but --scoring is continuation")
+    if a.calibrator and (a.engine != "transformers" or a.scoring == "continuation"):
+        raise InputError("--calibrator: needs --engine transformers and --scoring letters")
     if a.workers > 1 and a.shard != (0, 1):
         raise InputError("--workers: gives each process its --shard; give one or the other")
     if a.overwrite and a.shard != (0, 1):
