@@ -22,8 +22,7 @@ TRAIN += (
     "filelock>=3.30",
     "submitit>=1.5.4",
 )
-SCORE = ("transformers>=4.43", "scipy>=1.10", "pandas>=2.0", "tabulate>=0.9", "jinja2>=3.1")
-SCORE += ("matplotlib>=3.7",)
+SCORE = ("transformers>=4.43", "scipy>=1.10", "tabulate>=0.9", "matplotlib>=3.7")
 
 
 def problems(needed: Iterable[str], python: str = "auto") -> list[str]:

@@ -13,7 +13,7 @@ from sweeps.errors import SweepError
 from sweeps.files import make_folder
 
 BETAS = (0.0, 0.1)
-FITS = {"temperature": ["fit-temperature"], "ats": ["fit-ats", "--head", "linear"]}
+FITS = {"temperature": ["fit-temperature"], "ats": ["fit-ats"]}
 
 
 def calibrate(entries: list[dict], sweep: Path, data: Path, out: Path) -> list[dict]:
