@@ -31,6 +31,11 @@ def atomic_write(path: Path, mode: str = "w") -> Iterator[IO]:
         temporary.unlink(missing_ok=True)
 
 
+def cache_folder() -> Path:
+    """Where what can be made again is kept between commands."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "calibeval"
+
+
 def sha256(path: Path) -> str:
     """Hexadecimal SHA-256 of a file's bytes; an unreadable file raises `InputError`."""
     total, buffer = hashlib.sha256(), memoryview(bytearray(1 << 20))

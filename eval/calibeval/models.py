@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from calibeval.io import InputError, atomic_write, sha256
+from calibeval.io import InputError, atomic_write, cache_folder, sha256
 
 # What decides a folder's answers; the rest of *.bin is a trainer's own state.
 WEIGHTS = "adapter_config.json *.safetensors *.bin *.index.json"
@@ -104,9 +104,8 @@ def digest(model: str, revision: str | None = None) -> str | None:
 def file_digest(path: Path) -> str:
     """SHA-256 of a file, remembered in the user's cache folder while the file does not change."""
     real, stat = path.resolve(), path.stat()
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     name = f"{hashlib.sha256(os.fsencode(real)).hexdigest()}.json"
-    entry = Path(home, "calibeval", "sha256", name)
+    entry = cache_folder() / "sha256" / name
     # The time of change besides that of modification: cp -p and rsync -t carry the latter over.
     state = {"path": str(real), "size": stat.st_size, "inode": stat.st_ino}
     state |= {"mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns}

@@ -7,14 +7,21 @@ continuation  lm-evaluation-harness's hellaswag, arc_* and mmlu_*_continuation: 
 """
 
 import hashlib
+import itertools
+import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from zipfile import BadZipFile
 
-from calibeval.io import InputError
+import numpy as np
+
+from calibeval.io import InputError, atomic_write, cache_folder
 from calibeval.tasks import LETTERS, Question, Subject
 
 HEADER = "The following are multiple choice questions (with answers) about {topic}.\n\n"
 STYLES = ("official", "lm-eval")
+MANY = 1000  # texts whose tokens are worth a file
 # Tokens of each choice: log P(choice i) = Σ_j log P(branches[i][j] | context, branches[i][<j])
 Branches = tuple[tuple[int, ...], ...]
 
@@ -75,11 +82,30 @@ def endings(question: Question) -> tuple[str, ...]:
 
 def encode(tokenizer, texts: Sequence[str], special: bool = True) -> list[list[int]]:
     """Token ids, by default with the tokenizer's own start token; never with an end token."""
-    ids = tokenizer(list(texts), add_special_tokens=special)["input_ids"]
+    ids = _ids(tokenizer, list(texts), special)
     end = tokenizer.eos_token_id
     probe = tokenizer("x", add_special_tokens=special)["input_ids"]
     appended = end is not None and probe[-1:] == [end]
     return [row[:-1] for row in ids] if appended else ids
+
+
+def _ids(tokenizer, texts: list[str], special: bool) -> list[list[int]]:
+    """The ids of texts; of many, kept in the user's cache folder for the next model's scoring."""
+    if len(texts) < MANY or not getattr(tokenizer, "is_fast", False):
+        return tokenizer(texts, add_special_tokens=special)["input_ids"]
+    asked = json.dumps([tokenizer.backend_tokenizer.to_str(), special, texts])
+    path = cache_folder() / "tokens" / f"{hashlib.sha256(asked.encode()).hexdigest()}.npz"
+    with suppress(OSError, ValueError, KeyError, BadZipFile):
+        with np.load(path) as kept:
+            lengths, flat = kept["lengths"], kept["flat"]
+        if len(lengths) == len(texts) and lengths.sum() == len(flat):
+            return [row.tolist() for row in np.split(flat, np.cumsum(lengths)[:-1])]
+    ids = tokenizer(texts, add_special_tokens=special)["input_ids"]
+    # Without a place to keep them, they are made again next time.
+    with suppress(InputError, OSError), atomic_write(path, "wb") as file:
+        flat = np.fromiter(itertools.chain.from_iterable(ids), np.int32)
+        np.savez(file, lengths=np.array([len(row) for row in ids]), flat=flat)
+    return ids
 
 
 def continuation(

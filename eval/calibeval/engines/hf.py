@@ -100,14 +100,13 @@ class TransformersEngine:
             prefix = self._read(group[0].tokens[:length]) if length and len(group) > 1 else Prefix()
             self.usage.prompt_tokens += sum(len(job.tokens) + len(job.nodes) - 1 for job in group)
             ordered = sorted(group, key=lambda job: len(job.tokens) + len(job.nodes))
-            for start in range(0, len(ordered), self.batch_size):
-                batch = ordered[start : start + self.batch_size]
-                trees = [job for job in batch if not job.is_chain]
-                if not trees or self._can_pack(trees[0], prefix):
-                    yield from self._batch(batch, prefix)
-                else:
-                    for job in batch:
-                        yield self._apart(job, prefix)
+            trees = [job for job in ordered if not job.is_chain]
+            packed = not trees or self._can_pack(trees[0], prefix)
+            rows = 1 if packed else max(len(job.branches) for job in ordered)
+            size = max(1, self.batch_size // rows)  # questions
+            for start in range(0, len(ordered), size):
+                batch = ordered[start : start + size]
+                yield from self._batch(batch, prefix) if packed else self._apart(batch, prefix)
 
     def _read(self, tokens: tuple[int, ...]) -> Prefix:
         ids = torch.tensor([tokens], device=self.device)
@@ -127,7 +126,7 @@ class TransformersEngine:
             return False
         if self.packs is None:
             self.packs = False
-            _, _, expected = self._apart(job, prefix)
+            ((_, _, expected),) = self._apart([job], prefix)
             try:
                 ((_, _, found),) = self._batch([job], prefix)
             except Exception:  # whatever a model that takes no such mask raises
@@ -135,15 +134,19 @@ class TransformersEngine:
             self.packs = self._near(found, expected)
         return self.packs
 
-    def _apart(self, job: Job, prefix: Prefix) -> tuple[Job, Tensor, Tensor]:
-        """A question whose branches are computed one by one, each behind its own context."""
-        found = {}
-        alone = [Job(job.index, job.tokens, (branch,)) for branch in job.branches]
+    def _apart(self, batch: list[Job], prefix: Prefix) -> Iterator[tuple[Job, Tensor, Tensor]]:
+        """Questions whose branches are rows of their own, each behind its own context."""
+        alone = [(job, Job(job.index, job.tokens, (b,))) for job in batch for b in job.branches]
+        found: dict[int, dict] = {job.index: {} for job in batch}
         for start in range(0, len(alone), self.batch_size):
-            batch = alone[start : start + self.batch_size]
-            for chain, states, logits in self._batch(batch, prefix):
-                found |= zip(chain.nodes, zip(states, logits, strict=True), strict=True)
-        return job, *map(torch.stack, zip(*(found[node] for node in job.nodes), strict=True))
+            some = alone[start : start + self.batch_size]
+            read = self._batch([chain for _, chain in some], prefix)
+            for (job, _), (chain, states, logits) in zip(some, read, strict=True):
+                nodes = zip(states, logits, strict=True)
+                found[job.index] |= zip(chain.nodes, nodes, strict=True)
+        for job in batch:
+            of = found.pop(job.index)
+            yield job, *map(torch.stack, zip(*(of[node] for node in job.nodes), strict=True))
 
     def _batch(self, batch: list[Job], prefix: Prefix) -> Iterator[tuple[Job, Tensor, Tensor]]:
         # A node's last token stands for it; those before are in its ancestors' places.
