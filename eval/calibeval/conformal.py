@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from calibeval.io import InputError, counted
-from calibeval.metrics.samples import SEED, scores
+from calibeval.metrics import SEED, scores
 from calibeval.records import Records, read
 from calibeval.stats import Run, groups, take
 

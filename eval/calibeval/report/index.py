@@ -7,11 +7,12 @@ rate and seed of the run that made the model, and the model's sizes.
 import json
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path, PurePath
 
 from calibeval import conformal, stats
-from calibeval.io import InputError, json_lines, read_text
-from calibeval.records import sidecar
+from calibeval.io import InputError, json_lines
+from calibeval.records import meta, sidecar
 
 NORMALISE = ("sum", "bytes", "characters", "unconditional")
 TEXT = (lambda v: isinstance(v, str) and bool(v.strip()), "text")
@@ -145,15 +146,9 @@ def read(index: Path) -> Results:
     """Rows of an index; refuses lines that cannot be averaged or compared, naming both files."""
     lines = read_lines(Path(index))
     runs = [stats.load(line["records"], line.get("normalise")) for line in lines]
-    first: dict[str, stats.Run] = {}
-    for line, run in zip(lines, runs, strict=True):
-        one = first.setdefault(line["dataset"], run)
-        if run.questions_sha256 != one.questions_sha256:
-            raise InputError(
-                f"{one.path} and {run.path}: both are dataset {line['dataset']!r}, but hold other "
-                f"questions or answers ({one.questions:,} and {run.questions:,} questions); give "
-                f"them two dataset names, or score the same questions"
-            )
+    for dataset in {line["dataset"] for line in lines}:
+        pairs = zip(lines, runs, strict=True)
+        stats.same_questions([run for line, run in pairs if line["dataset"] == dataset])
     shown = columns(lines)
     paths = {line["train_data"] for line in lines if line.get("train_data")}
     last = {path: PurePath(path).name or path for path in paths}
@@ -203,12 +198,6 @@ def read_lines(index: Path) -> list[dict]:
         lines.append(known | line | {"records": path})
     if not lines:
         raise InputError(f"{index}: no lines; expected one JSON object a record file")
-    for key in SIZES:  # older sidecars lack them; what a model's others agree on holds for all
-        known = {(line["model"], line[key]) for line in lines if key in line}
-        models = [model for model, _ in known]
-        agreed = {model: value for model, value in known if models.count(model) == 1}
-        for line in lines:
-            line |= {key: agreed[line["model"]]} if line["model"] in agreed else {}
     return lines
 
 
@@ -228,14 +217,12 @@ def check_line(line: dict, where: str) -> None:
 
 def of_sidecar(path: Path) -> dict:
     """What a record file's sidecar says of the run that trained the model, and of its sizes."""
-    if not sidecar(path).is_file():
-        return {}
+    known = meta(path)
     try:
-        meta = json.loads(read_text(sidecar(path)))
-        train = (meta.get("training") or {}).get("train") or {}
-        sizes = meta.get("architecture") or {}
+        train = (known.get("training") or {}).get("train") or {}
+        sizes = known.get("architecture") or {}
         mixed = "+".join(map(str, (train.get("dataset_mixer_list") or ())[::2]))
-    except (json.JSONDecodeError, AttributeError, TypeError) as error:
+    except (AttributeError, TypeError) as error:
         raise InputError(f"{sidecar(path)}: not what `score` writes there ({error})") from None
     found = {key: train.get(key) for key in ("learning_rate", "seed", "label_smoothing")}
     found["train_data"] = train.get("train_file") or train.get("dataset_name") or mixed
@@ -246,11 +233,11 @@ def of_sidecar(path: Path) -> dict:
 
 def columns(lines: list[dict]) -> tuple[str, ...]:
     """The keys that tell rows apart: model, β, and whatever else varies."""
-    models = {line["model"] for line in lines}
 
     def varies(key: str) -> bool:
         if key in SIZES:
-            return len({(line["model"], line.get(key)) for line in lines}) > len(models)
+            sized = {(line["model"], line[key]) for line in lines if key in line}
+            return len(sized) > len({model for model, _ in sized})
         # What only fine-tuning has, such as its learning rate, the base model need not lack.
         tuned = [line for line in lines if key in line or line["label_smoothing"] is not None]
         return len({line.get(key) for line in tuned}) > 1
@@ -263,15 +250,12 @@ def columns(lines: list[dict]) -> tuple[str, ...]:
 def check_seeds(row: Row) -> None:
     """Refuse runs that would be averaged without being one setting's different seeds."""
     for group, seeds in row.seeds.items():
-        for i, seed in enumerate(seeds[1:], 1):
-            if seed == seeds[i - 1] or seeds[0] is None:
-                one, two = (row.runs[group][at].path for at in (i - 1, i))
+        for (one, a), (two, b) in pairwise(zip(row.runs[group], seeds, strict=True)):
+            if a == b or a is None:
                 keys = ", ".join(f"{heading(key)} {row.text(key)}" for key in row.shown)
-                lacking = f"both have seed {seed}" if seed == seeds[i - 1] else "one has no seed"
-                lacking = "neither has a seed" if seed is None else lacking
                 raise InputError(
-                    f"{one} and {two}: both are {group}, {keys}, and {lacking}; give the index the "
-                    f"key that tells them apart: seed, or train_data, learning_rate, name, …"
+                    f"{one.path} and {two.path}: both are {group}, {keys}, with seeds {a} and {b}; "
+                    f"give the index the key that tells them apart: seed, train_data, name, …"
                 )
 
 

@@ -5,27 +5,23 @@ import io
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 
 from calibeval import stats
 from calibeval.io import InputError
-from calibeval.metrics.values import CALIBRATION, REGULAR
+from calibeval.metrics import REGULAR
 from calibeval.report.index import Results, Row, heading
 
 DEFAULT = "accuracy,ece,rms"
-# Heading and direction: 1 the more the better, -1 the less, 0 the nearer to 0.
-METRICS = {
-    "accuracy": ("Acc", 1),
-    "brier": ("Brier", -1),
-    "rms_debiased": ("debiased RMS", -1),
-    "rms_hendrycks": ("Hendrycks' RMS", -1),
-    "ece_signed": ("signed ECE", 0),
-    "auroc": ("AUROC", 1),
-    "accuracy_at_50": ("Acc at 50 %", 1),
-    "accuracy_at_80": ("Acc at 80 %", 1),
-    "set_size": ("Set size", -1),
+NAMES = {
+    "accuracy": "Acc",
+    "brier": "Brier",
+    "rms_debiased": "debiased RMS",
+    "rms_hendrycks": "Hendrycks' RMS",
+    "ece_signed": "signed ECE",
+    "set_size": "Set size",
 }
 CALIBRATED = 0.05  # an ECE with a larger p-value is no evidence of miscalibration
 NOTES = {
@@ -47,11 +43,12 @@ class Column:
 
     @property
     def name(self) -> str:
-        return METRICS.get(self.metric, (self.metric.upper().replace("_", " "),))[0]
+        return NAMES.get(self.metric, self.metric.upper())
 
     @property
     def direction(self) -> int:
-        return METRICS.get(self.metric, ("", -1))[1]
+        """1 the more the better, -1 the less, 0 the nearer to 0."""
+        return {"accuracy": 1, "auroc": 1, "ece_signed": 0}.get(self.metric, -1)
 
     @property
     def heading(self) -> str:
@@ -162,17 +159,11 @@ def notes(results: Results, chosen: Sequence[Column], lines: list) -> list[str]:
         found.append("“All tokens”: its probability among the vocabulary, else among the choices.")
     cells = [cell for *_, every in lines for cell in every]
     if any(cell.interval for cell in cells):
-        found.append("[low, high]: 95 % interval over questions and seeds.")
-    bare = {cell.column.name: cell for cell in cells if cell.column.metric in CALIBRATION}
-    if names := [name for name, cell in bare.items() if not cell.interval]:
-        found.append(f"Where {', '.join(names)} has no interval, none is known to cover.")
-    floors = [f"{cell.estimate.floor:.3f}" for cell in cells if cell.dagger]
-    if floors:
-        span = " to ".join(dict.fromkeys((min(floors), max(floors))))
         found.append(
-            f"† ECE consistent with calibration (p > {CALIBRATED}): 95 % of calibrated models with "
-            f"these confidences read less than {span}."
+            "[low, high]: 95 % interval over questions and seeds, where one is known to cover."
         )
+    if any(cell.dagger for cell in cells):
+        found.append(f"† ECE consistent with calibration (p > {CALIBRATED}).")
     return [*found, "Bold: best of the SFT data and model."]
 
 
@@ -246,42 +237,35 @@ def latex(table: Table) -> str:
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
 
-SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-SPECIAL |= {c: "\\" + c for c in "&%$#_{}"} | {c: f"{{{c}}}" for c in "[]"}
+SPECIAL = {c: "\\" + c for c in "&%$#_{}"} | {c: f"{{{c}}}" for c in "[]"}
 SPECIAL |= {c: f"${c}$" for c in "+<>|"} | {"–": "--", "“": "``", "”": "''", "’": "'"}
-MATHS = {"↑": "uparrow", "↓": "downarrow", "†": "dagger", "×": "times", "±": "pm", "·": "cdot"}
-SPECIAL |= {c: rf"$\{name}$" for c, name in MATHS.items()}
+NAMED = {"\\": "backslash", "^": "hat{}", "~": "sim", "↑": "uparrow", "↓": "downarrow"}
+NAMED |= {"†": "dagger", "×": "times", "±": "pm", "α": "alpha", "β": "beta", "λ": "lambda"}
+SPECIAL |= {c: rf"$\{name}$" for c, name in NAMED.items()}
 
 
 def escape(text: str) -> str:
     """Text for pdfLaTeX; a letter that it has no font for becomes its number, U+4E2D."""
-    return "".join(map(_escape, unicodedata.normalize("NFC", text)))
-
-
-def _escape(c: str) -> str:
-    if c in SPECIAL or (c.isascii() and c.isprintable()):
-        return SPECIAL.get(c, c)
-    greek = unicodedata.name(c, "").removeprefix("GREEK SMALL LETTER ").lower()
-    if "α" <= c <= "ω" and c not in "ος":
-        return rf"$\{greek.replace('lamda', 'lambda')}$"
-    return c if "À" <= c <= "ž" and c != "ĸ" and c != "ŉ" else f"U+{ord(c):04X}"
+    return "".join(
+        SPECIAL.get(c, c if c.isascii() or "À" <= c <= "ÿ" else f"U+{ord(c):04X}")
+        for c in unicodedata.normalize("NFC", text)
+    )
 
 
 def tidy(results: Results) -> str:
     """CSV: a line a row, data set, confidence and metric, with low, high, floor and p."""
+    keys = dict.fromkeys((*results.shown, *(key for row in results.rows for key in row.keys)))
+    figures = ("value", "low", "high", "floor", "p")
     text = io.StringIO()
-    keys = list(dict.fromkeys((*results.shown, *(key for row in results.rows for key in row.keys))))
     writer = csv.writer(text, lineterminator="\n")
-    head = ["dataset", *keys, "seeds", "questions", "letter_mass", "confidence", "metric"]
-    writer.writerow([*head, "value", "low", "high", "floor_95", "p"])
+    about = ("seeds", "questions", "letter_mass", "confidence", "metric")
+    writer.writerow(["dataset", *keys, *about, *figures])
     for row in results.rows:
         for group, runs in row.runs.items():
             start = [group, *map(row.keys.get, keys), len(runs), runs[0].questions]
             masses = [run.letter_mass for run in runs if run.letter_mass is not None]
             start.append(float(np.mean(masses)) if masses else None)
-            for confidence in runs[0].confidences:
-                for metric in stats.METRICS:
-                    e = row.estimate(group, metric, confidence)
-                    figures = e.value, e.low, e.high, e.floor, e.p
-                    writer.writerow([*start, confidence, metric, *figures])
+            for c, metric in product(runs[0].confidences, stats.METRICS):
+                e = vars(row.estimate(group, metric, c))
+                writer.writerow([*start, c, metric, *map(e.get, figures)])
     return text.getvalue()
