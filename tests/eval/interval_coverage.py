@@ -6,13 +6,13 @@ own; the posterior of the choices is calibrated exactly, and a model states it s
 """
 
 import argparse
-import itertools
 import math
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import islice, product
 from pathlib import Path
 
 import numpy as np
@@ -227,16 +227,16 @@ GROUPS = {
     "one": [Cell(e, n, names=BINNED) for e in ERRORS for n in SIZES],
     "ordinary": [Cell(e, n, names=REGULAR) for e in ERRORS for n in SIZES],
     "seeds": [
-        Cell(error, n, seeds, spread)
+        Cell(error, n, seeds, spread, names=REGULAR)
         for n, error in ((500, 0.035), (500, 0.1), (2000, 0.035))
         for seeds in (2, 3, 5)
         for spread in (0.0, 1.0, 3.0)
         if n == 500 or spread
     ],
     "pairs": [
-        Cell(a, n, seeds, spread, b)
+        Cell(a, n, seeds, spread, b, ("rms_debiased", *REGULAR))
         for n in SIZES[:2]
-        for seeds, spread in ((1, 0.0), (2, 1.0), (3, 1.0), (5, 1.0))
+        for seeds, spread in ((1, 0.0), *product((2, 3, 5), (1.0, 3.0)))
         for a, b in ((0.0, 0.0), (0.035, 0.035), (0.0, 0.035), (0.035, 0.1))
     ],
 }
@@ -254,7 +254,7 @@ def simulate(cells: list[Cell], worlds: Sequence[World], replications: int) -> I
         jobs = [(cell, world, replications) for cell in cells for world in worlds]
         results = pool.map(covered, jobs)
         for cell in cells:
-            found = list(itertools.islice(results, len(worlds)))
+            found = list(islice(results, len(worlds)))
             line = {}
             for name in (name for name in cell.names if found[0][name]):
                 above, below = np.array([one[name] for one in found]).T / replications

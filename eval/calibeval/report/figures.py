@@ -33,7 +33,7 @@ STYLE = {
     **{"xtick.labelsize": 7, "ytick.labelsize": 7, "axes.linewidth": 0.6, "hatch.linewidth": 0.5},
     **{"xtick.major.width": 0.6, "ytick.major.width": 0.6, "lines.linewidth": 1.1},
     **{"lines.markersize": 4, "legend.frameon": False, "legend.handlelength": 1.6},
-    **{"axes.spines.top": False, "axes.spines.right": False},
+    **{"axes.spines.top": False, "axes.spines.right": False, "axes.titley": 1.0},
     **{"pdf.fonttype": 42, "svg.hashsalt": "calibeval"},
 }
 
@@ -75,28 +75,24 @@ def draw(results: Results, out: Path) -> list[Figure]:
         for plot, parts, caption, width in _jobs(results, group, look)
     ]
 
-    def work(share: slice) -> None:
-        for figure in figures[share]:
+    def work(place: int) -> None:
+        """Every n-th figure; closures reach a forked process without being pickled."""
+        for figure in figures[place::n]:
             save(figure.plot(), figure.stem)
 
-    with matplotlib.rc_context(STYLE):
-        _on_all_cores(work, len(figures))
-    return figures
-
-
-def _on_all_cores(work: Callable[[slice], None], count: int) -> None:
-    """Run `work` on every share of `count` jobs, each in a process where the system can fork."""
     can = "fork" in multiprocessing.get_all_start_methods() and threading.active_count() == 1
-    n = max(1, min(os.cpu_count() or 1, count // 2)) if can else 1
-    context = multiprocessing.get_context("fork" if can else None)
-    children = [context.Process(target=work, args=(slice(i, None, n),)) for i in range(1, n)]
-    for child in children:
-        child.start()
-    work(slice(0, None, n))
-    for i, child in enumerate(children, 1):
-        child.join()
-        if child.exitcode:  # the same error again, where the caller can catch it
-            work(slice(i, None, n))
+    n = min(os.cpu_count() or 1, max(1, len(figures) // 2)) if can else 1
+    with matplotlib.rc_context(STYLE):
+        fork = multiprocessing.get_context("fork" if can else None).Process
+        children = [fork(target=work, args=(place,)) for place in range(1, n)]
+        for child in children:
+            child.start()
+        work(0)
+        for place, child in enumerate(children, 1):
+            child.join()
+            if child.exitcode:  # the same error again, where the caller can catch it
+                work(place)
+    return figures
 
 
 def _jobs(results: Results, group: str, look: Look) -> Iterator[tuple]:
@@ -154,13 +150,13 @@ def save(canvas, stem: Path) -> None:
     canvas.get_layout_engine().execute(canvas)  # which `savefig` would do again for each format
     canvas.set_layout_engine("none")
     canvas.set_dpi(200)
-    for kind, write, about in (
+    for kind, draw, about in (
         (".png", FigureCanvasAgg(canvas).print_png, None),
         (".svg", FigureCanvasSVG(canvas).print_svg, {"Date": None}),
         (".pdf", FigureCanvasPdf(canvas).print_pdf, {"CreationDate": None}),
     ):
         with atomic_write(stem.with_name(stem.name + kind), "wb") as file:
-            write(file, metadata=about)
+            draw(file, metadata=about)
 
 
 def _canvas(width: str, height: float):
@@ -280,28 +276,21 @@ def plot_bars(rows: Sequence[Row], group: str, look: Look, width: str):
     for variant, row in variants.items() if len(variants) > 1 else ():
         name = ", ".join(row.name("train_data", "model", "label_smoothing")) or "no calibrator"
         handles.append(Patch(fc=GREY, ec="white", hatch=look.hatch[variant], label=name))
-    handles += _keys(bool(base))
     for axis in axes[len(METRICS) :]:
         axis.set_axis_off()
-    if len(handles) < 10:
-        legend = axes[len(METRICS)].legend(handles=handles, loc="center")
-        legend.set_in_layout(False)
-    else:
-        _legend(canvas, handles, width)
+    _legend(canvas, handles, width, bool(base))
     return canvas
 
 
-def _legend(canvas, handles: list, width: str) -> None:
+def _legend(canvas, handles: list, width: str, base: bool) -> None:
+    """Below the axes, in as many columns as the longest label lets."""
+    from matplotlib.lines import Line2D
+
+    handles += [Line2D([], [], color=GREY, ls="--", lw=1, label="base")] * base
+    handles += [Line2D([], [], color=INK, ls=":", lw=1.1, label="95 % floor")]
     longest = max(len(handle.get_label()) for handle in handles)
     columns = min(len(handles), max(1, int(WIDTHS[width] / (0.15 * longest + 1.2))))
     canvas.legend(handles=handles, loc="outside lower center", ncols=columns)
-
-
-def _keys(base: bool) -> list:
-    from matplotlib.lines import Line2D
-
-    handles = [Line2D([], [], color=GREY, ls="--", lw=1, label="base")] if base else []
-    return [*handles, Line2D([], [], color=INK, ls=":", lw=1.1, label="95 % floor")]
 
 
 def plot_lines(rows: Sequence[Row], group: str, key: str, look: Look, width: str):
@@ -350,8 +339,7 @@ def plot_lines(rows: Sequence[Row], group: str, key: str, look: Look, width: str
         axis.set(ylabel="ECE" if not beside or axis is axes[0] else "")
     for axis in axes if beside else axes[-1:]:
         axis.set_xlabel("label smoothing β" if over_beta else heading(key).lower())
-    handles = [*axes[0].get_legend_handles_labels()[0], *_keys(bool(base))]
-    _legend(canvas, handles, width)
+    _legend(canvas, axes[0].get_legend_handles_labels()[0], width, bool(base))
     return canvas
 
 

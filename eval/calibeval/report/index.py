@@ -4,43 +4,48 @@ What the index leaves out is taken from the records' sidecar: the training data,
 rate and seed of the run that made the model, and the model's sizes.
 """
 
-import json
 import math
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path, PurePath
+from typing import Annotated, Literal
 
-from calibeval import conformal, stats
+from pydantic import BaseModel, Field, NonNegativeFloat, PositiveInt
+
+from calibeval import conformal, records, stats
 from calibeval.io import InputError, json_lines
-from calibeval.records import meta, sidecar
+from calibeval.records import check, meta, sidecar
 
-NORMALISE = ("sum", "bytes", "characters", "unconditional")
-TEXT = (lambda v: isinstance(v, str) and bool(v.strip()), "text")
-NUMBER = (lambda v: _number(v) and v >= 0, "a number of at least 0")
-COUNT = (lambda v: _number(v) and v >= 1 and v % 1 == 0, "a whole number of at least 1")
-KEYS = {
-    "records": (TEXT[0], "a path"),
-    "dataset": TEXT,
-    "model": TEXT,
-    "label_smoothing": (lambda v: _number(v) and 0 <= v <= 1, "a number from 0 to 1"),
-    **dict.fromkeys(("train_data", "calibrator", "name", "run"), TEXT),
-    **dict.fromkeys(("learning_rate", "epochs"), NUMBER),
-    **dict.fromkeys(("parameters", "vocabulary", "hidden_size"), COUNT),
-    "seed": (lambda v: _number(v) and v % 1 == 0, "a whole number"),
-    "normalise": (lambda v: v in NORMALISE, f"one of {', '.join(NORMALISE)}"),
-}
-REQUIRED = ("records", "dataset", "model", "label_smoothing")
+Text = Annotated[str, Field(pattern=r"\S")]
+
+
+class Line(BaseModel, strict=True, extra="allow"):
+    """One record file, and what is known of the run behind it; any other key is a scalar."""
+
+    records: Text  # a path, from the index's folder
+    dataset: Text
+    model: Text
+    label_smoothing: Annotated[float, Field(ge=0, le=1)] | None
+    train_data: Text | None = None
+    calibrator: Text | None = None
+    name: Text | None = None
+    run: Text | None = None
+    epochs: NonNegativeFloat | None = None
+    learning_rate: NonNegativeFloat | None = None
+    parameters: PositiveInt | None = None
+    vocabulary: PositiveInt | None = None
+    hidden_size: PositiveInt | None = None
+    seed: int | None = None
+    normalise: Literal["sum", "bytes", "characters", "unconditional"] | None = None
+    __pydantic_extra__: dict[str, bool | int | float | str | None]
+
+
 SIZES = ("parameters", "vocabulary", "hidden_size")  # of a model, so columns only within one name
 # Which records, of which questions and how read, or one row's repetitions: none of them a row.
 NO_ROW = ("records", "dataset", "normalise", "seed", "run")
 FIRST = ("train_data", "model", "label_smoothing")
 HEADINGS = {"train_data": "SFT data", "label_smoothing": "β"}
 SHORT = {"learning_rate": "lr", "hidden_size": "D", "vocabulary": "V"}
-
-
-def _number(value) -> bool:
-    real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return real and math.isfinite(value)
 
 
 @dataclass(eq=False)
@@ -99,7 +104,8 @@ class Row:
             if not (runs := self.runs.get(group)):
                 return stats.Estimate()
             if metric == "set_size":
-                sizes = [conformal.evaluate(run).size for run in runs]
+                read = [records.read(run.path, run.normalise) for run in runs]
+                sizes = [conformal.evaluate(of).size for of in read]
                 self.kept[key] = stats.Estimate(sum(sizes) / len(sizes))
             else:
                 self.kept[key] = stats.estimate(runs, metric, confidence)
@@ -176,7 +182,7 @@ def read_lines(index: Path) -> list[dict]:
     lines, seen = [], {}
     for number, line in json_lines(index):
         where = f"{index}, line {number}"
-        check_line(line, where)
+        check(line, where, Line)
         path = index.parent / line["records"]
         if not path.is_file():
             raise InputError(f"{where}: no record file {path}")
@@ -185,7 +191,7 @@ def read_lines(index: Path) -> list[dict]:
             raise InputError(f"{where}: {path} is on line {seen[again]} already")
         seen[again] = number
         known = of_sidecar(path)
-        line = {k: v for k, v in line.items() if v is not None or k in REQUIRED}
+        line = {k: v for k, v in line.items() if v is not None or k == "label_smoothing"}
         for key in ("label_smoothing", "epochs", "learning_rate"):
             said, found = line.get(key), known.get(key)
             if said is not None and found is not None and not math.isclose(said, found):
@@ -199,20 +205,6 @@ def read_lines(index: Path) -> list[dict]:
     if not lines:
         raise InputError(f"{index}: no lines; expected one JSON object a record file")
     return lines
-
-
-def check_line(line: dict, where: str) -> None:
-    """Raise `InputError` unless every key has a value of its kind."""
-    for key in REQUIRED:
-        if key not in line:
-            raise InputError(f"{where}: no {key!r}; found {', '.join(line) or 'no key'}")
-    other = (lambda v: isinstance(v, (str, bool)) or _number(v), "text, a number, true or false")
-    for key, value in line.items():
-        fits, expected = KEYS.get(key, other)
-        null = key not in REQUIRED[:3]
-        if not (value is None and null) and (isinstance(value, (list, dict)) or not fits(value)):
-            expected += ", or null" if null else ""
-            raise InputError(f"{where}: {key} is {json.dumps(value)}, expected {expected}")
 
 
 def of_sidecar(path: Path) -> dict:
@@ -242,7 +234,7 @@ def columns(lines: list[dict]) -> tuple[str, ...]:
         tuned = [line for line in lines if key in line or line["label_smoothing"] is not None]
         return len({line.get(key) for line in tuned}) > 1
 
-    every = dict.fromkeys((*KEYS, *(key for line in lines for key in line)))
+    every = dict.fromkeys((*Line.model_fields, *(key for line in lines for key in line)))
     free = [key for key in every if key not in (*NO_ROW, *FIRST) and varies(key)]
     return (*FIRST[:1] * varies("train_data"), *FIRST[1:], *free)
 

@@ -3,9 +3,9 @@
 import csv
 import io
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import groupby, pairwise, product
 
 import numpy as np
 
@@ -98,6 +98,12 @@ class Cell:
 
     def _text(self, value: float) -> str:
         return format(round(value, 3) + 0.0, f"{self.sign}.3f")  # −0.0 + 0.0 is 0
+
+    def text(self, bold: str, small: str, escape: Callable = str) -> str:
+        """Value, dagger and interval in the markup of a format."""
+        value = bold.format(escape(self.value)) if self.bold else escape(self.value)
+        interval = small.format(escape(self.interval)) if self.interval else ""
+        return value + escape(self.dagger) + interval
 
     @property
     def dagger(self) -> str:
@@ -206,10 +212,7 @@ def markdown(table: Table) -> str:
     """As GitHub Markdown, with its notes below."""
     heads = [*table.keys, *(f"{g}: {h}" for g in table.groups for h in table.heads)]
     rows = [heads, ["---"] * len(heads)]
-    for _, keys, cells in table.lines:
-        values = [f"**{c.value}**" if c.bold else c.value for c in cells]
-        shown = [f"{v}{c.dagger} {c.interval}".strip() for v, c in zip(values, cells, strict=True)]
-        rows.append([*keys, *shown])
+    rows += [[*keys, *(c.text("**{}**", " {}") for c in cells)] for _, keys, cells in table.lines]
     lines = ["| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in rows]
     return "\n".join([*lines, "", " ".join(table.notes)]) + "\n"
 
@@ -217,23 +220,20 @@ def markdown(table: Table) -> str:
 def latex(table: Table) -> str:
     """As a LaTeX `tabular` (booktabs); intervals only in a table of up to four figures a row."""
     first, each = len(table.keys), len(table.heads)
-    narrow = len(table.groups) * each <= 4
+    small = r" {{\scriptsize {}}}" if len(table.groups) * each <= 4 else ""
     spans = [rf"\multicolumn{{{each}}}{{c}}{{{escape(group)}}}" for group in table.groups]
-    ends = [first + i * each for i in range(len(table.groups) + 1)]
+    ends = [first + i * each for i in range(len(spans) + 1)]
     rules = "".join(rf"\cmidrule(lr){{{a + 1}-{b}}}" for a, b in pairwise(ends))
+    columns = f"{'l' * first}{'r' * (ends[-1] - first)}"
+    heads = map(escape, [*table.keys, *table.heads * len(spans)])
     lines = [f"% {escape(note)}" for note in table.notes]
-    lines += [rf"\begin{{tabular}}{{{'l' * first}{'r' * (ends[-1] - first)}}}", r"\toprule"]
-    lines += [" & ".join([""] * first + spans) + r" \\", rules]
-    lines.append(" & ".join(map(escape, [*table.keys, *table.heads * len(spans)])) + r" \\")
-    last = None
-    for block, keys, cells in table.lines:
-        lines += [r"\midrule"] * (block != last)
-        last, shown = block, []
-        for cell in cells:
-            value = rf"\textbf{{{escape(cell.value)}}}" if cell.bold else escape(cell.value)
-            interval = rf" {{\scriptsize {escape(cell.interval)}}}" if narrow else ""
-            shown.append(value + escape(cell.dagger) + interval)
-        lines.append(" & ".join([*map(escape, keys), *shown]) + r" \\")
+    lines += [rf"\begin{{tabular}}{{{columns}}}", r"\toprule"]
+    lines += [" & ".join([""] * first + spans) + r" \\", rules, " & ".join(heads) + r" \\"]
+    for _, block in groupby(table.lines, key=lambda line: line[0]):
+        lines.append(r"\midrule")
+        for _, keys, cells in block:
+            shown = [cell.text(r"\textbf{{{}}}", small, escape) for cell in cells]
+            lines.append(" & ".join([*map(escape, keys), *shown]) + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
 
