@@ -253,8 +253,8 @@ def check_seeds(row: Row) -> None:
 
 def _order(row: Row) -> tuple:
     """By block, calibrators after β, then whatever else varies; absent before numbers, text."""
-    rest = [key for key in row.shown if key not in (*FIRST, "calibrator")]
-    values = [row.keys.get(key) for key in (*FIRST[:2], "calibrator", FIRST[2], *rest)]
+    keys = dict.fromkeys(("train_data", "model", "calibrator", "label_smoothing", *row.shown))
+    values = [row.keys.get(key) for key in keys if key in row.shown]
     return tuple(
         (0, 0, "") if v is None else (1, v, "") if isinstance(v, (int, float)) else (2, 0, v)
         for v in values

@@ -56,24 +56,27 @@ class Column:
         among = ", all tokens" if self.confidence == "vocabulary" else ""
         return f"{self.name}{among} {' ↑↓'[self.direction]}".strip()
 
-    def loss(self, value: float) -> float:
-        """The smaller the better."""
-        return -self.direction * value if self.direction else abs(value)
+    def loss(self, e: stats.Estimate) -> float | None:
+        """The smaller the better, as printed."""
+        if e.value is not None:
+            return round(-self.direction * e.value if self.direction else abs(e.value), 3)
+
+    def best(self, estimates: Sequence[stats.Estimate]) -> float | None:
+        """The smallest loss; None where all are alike."""
+        losses = {self.loss(e) for e in estimates} - {None}
+        return min(losses) if len(losses) > 1 else None
 
 
 def columns(text: str = DEFAULT) -> list[Column]:
     """Columns from "accuracy,ece,ece@vocabulary"; an unknown name raises `InputError`."""
+    known = {"set_size": Column("set_size")} | {m: Column(m) for m in stats.METRICS}
+    known |= {f"{m}@{c}": Column(m, c) for m, c in product(stats.METRICS, stats.CONFIDENCES)}
     found = []
     for word in (part.strip() for part in text.split(",")):
-        metric, _, confidence = word.partition("@")
-        known = (*stats.METRICS, "set_size")
-        if metric not in known:
-            raise InputError(f"--columns: no metric {metric!r}; known: {', '.join(known)}")
-        among = ("choices",) if metric == "set_size" else stats.CONFIDENCES
-        if confidence not in ("", *among):
-            expected = " or ".join(among)
-            raise InputError(f"--columns: {word}: found {confidence!r}, expected {expected}")
-        found.append(Column(metric, confidence or "choices"))
+        if word not in known:
+            names = ", ".join(("set_size", *stats.METRICS))
+            raise InputError(f"--columns: no {word!r}; expected {names}, also with @vocabulary")
+        found.append(known[word])
     return list(dict.fromkeys(found))
 
 
@@ -135,21 +138,20 @@ def main(results: Results, chosen: Sequence[Column]) -> Table:
         values = [estimate(row, g, column).value for g in groups]
         return stats.Estimate(None if None in values else float(np.mean(values)))
 
-    found = [[estimate(row, *place) for place in places] for row in results.rows]
-    bold = set()
-    for block in dict.fromkeys(row.block for row in results.rows):
-        inside = [i for i, row in enumerate(results.rows) if row.block == block]
-        for j, (_, column) in enumerate(places):
-            values = {i: found[i][j].value for i in inside if found[i][j].value is not None}
-            loss = {i: round(column.loss(v), 3) for i, v in values.items()}  # as printed
-            if len(set(loss.values())) > 1:
-                bold |= {(i, j) for i, value in loss.items() if value == min(loss.values())}
     lines = []
-    for i, row in enumerate(results.rows):
-        cells = [Cell(found[i][j], c, (i, j) in bold) for j, (_, c) in enumerate(places)]
-        counts = sorted({len(runs) for runs in row.runs.values()})
-        seeds = "–".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-        lines.append((row.block, [*map(row.text, results.shown), seeds], cells))
+    for block, of_block in groupby(results.rows, key=lambda row: row.block):
+        rows = list(of_block)
+        found = [[estimate(row, *place) for place in places] for row in rows]
+        best = [column.best([e[j] for e in found]) for j, (_, column) in enumerate(places)]
+        for row, estimates in zip(rows, found, strict=True):
+            columns = (column for _, column in places)
+            cells = [
+                Cell(e, c, least is not None and c.loss(e) == least)
+                for e, c, least in zip(estimates, columns, best, strict=True)
+            ]
+            counts = sorted({len(runs) for runs in row.runs.values()})
+            seeds = "–".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+            lines.append((block, [*map(row.text, results.shown), seeds], cells))
     names = list(dict.fromkeys(group for group, _ in places))
     heads = [column.heading for column in chosen]
     keys = [*map(heading, results.shown), "Seeds"]
