@@ -278,8 +278,7 @@ def test_differences_are_paired(project):
     # One seed each: the two that differ so much tell nothing apart.
     results = index.read(project(lambda line: line if line["seed"] == 0 else None))
     said = pages.summary(tables.differences(results, columns))
-    assert "<b>m_1</b> against β = 0: Acc ↑ lower in 0 and higher in 0 of 2 comparisons" in said
-    assert "NLL ↓ lower in 2 and higher in 0 of 2 comparisons" in said
+    assert "<b>m_1</b>, 2 comparisons: Acc lower in 0, higher in 0; NLL lower in 2, hi" in said
 
 
 def test_ties_are_bold_and_a_column_of_ties_is_not(project, tmp_path):
@@ -297,7 +296,7 @@ def test_csv_is_tidy(project, tmp_path):
     found = results.rows[1].estimate("toy", name, "vocabulary")
     assert float(chosen[1]["value"]) == found.value and float(chosen[1]["p"]) == found.p
     assert float(chosen[0]["low"]) == results.rows[0].estimate("toy", name, "vocabulary").low
-    assert float(chosen[1]["floor"]) == found.floor
+    assert float(chosen[1]["floor_95"]) == found.floor
     assert chosen[1]["low"] == next(r for r in lines if r["metric"] == "rms")["low"] == ""
     assert chosen[1]["seeds"] == "2" and float(chosen[1]["letter_mass"]) == pytest.approx(0.95)
 

@@ -107,10 +107,10 @@ def summary(differences: Table) -> str:
             of = [cell for cells in every for cell in cells[i :: len(differences.heads)]]
             up = sum(cell.bold and cell.estimate.value > 0 for cell in of)
             down = sum(cell.bold for cell in of) - up
-            said.append(f"{head} lower in {down} and higher in {up} of {len(of)} comparisons")
-        setting = ", ".join(str(part) for part in block)
-        lines.append(f"<li><b>{escape(setting)}</b> against β = 0: {escape('; '.join(said))}.")
-    return f"<ul>{''.join(lines)}</ul>"
+            said.append(f"{head.rstrip(' ↑↓')} lower in {down}, higher in {up}")
+        setting, number = ", ".join(map(str, block)), counted(len(of), "comparison")
+        lines.append(f"<li><b>{escape(setting)}</b>, {number}: {escape('; '.join(said))}.")
+    return f"<p>Told apart from β = 0:</p><ul>{''.join(lines)}</ul>"
 
 
 def settings(results: Results) -> str:

@@ -261,7 +261,7 @@ def tidy(results: Results) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     about = ("seeds", "questions", "letter_mass", "confidence", "metric")
-    writer.writerow(["dataset", *keys, *about, *figures])
+    writer.writerow(["dataset", *keys, *about, "value", "low", "high", "floor_95", "p"])
     for row in results.rows:
         for group, runs in row.runs.items():
             start = [group, *map(row.keys.get, keys), len(runs), runs[0].questions]
