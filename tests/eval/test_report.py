@@ -137,7 +137,7 @@ def test_any_key_that_varies_is_a_column(project, key):
 
 def test_sizes_are_columns_only_within_a_model(project):
     def two(line):
-        return line | {"model": f"m{line['seed']}", "parameters": 10 ** (6 + line["seed"])}
+        return line | {"model": f"m{line['seed']}", "parameters": 1e6 * 10 ** line["seed"]}
 
     assert index.read(project(two)).shown == ("model", "label_smoothing")
 
@@ -202,11 +202,13 @@ def test_other_questions_are_refused(project, tmp_path, capsys):
 @pytest.mark.parametrize(
     "key, value, expected",
     [
-        ("parameters", "7B", "expected a valid integer"),
-        ("parameters", True, "expected a valid integer"),
+        ("parameters", "7B", "expected a valid number"),
+        ("parameters", True, "expected a valid number"),
+        ("parameters", 1.5, "expected a multiple of 1"),
+        ("parameters", 0, "expected greater than or equal to 1"),
         ("learning_rate", [2e-5], "expected a valid number"),
         ("train_data", {"a": 1}, "expected a valid string"),
-        ("seed", 0.5, "expected a valid integer"),
+        ("seed", 0.5, "expected a multiple of 1"),
         ("note", [1], "note is [1]: expected a valid"),
         ("dataset", 5, "dataset is 5: expected a valid string"),
         ("dataset", None, "dataset is None: expected a valid string"),

@@ -102,13 +102,14 @@ def summary(differences: Table) -> str:
     """How often each figure is told from that of β = 0, in words, from the paired differences."""
     lines = []
     for block, rows in groupby(differences.lines, key=lambda line: line[0]):
-        said, every = [], [cells for *_, cells in rows]
+        _, keys, every = zip(*rows, strict=True)
+        said = []
         for i, head in enumerate(differences.heads):
             of = [cell for cells in every for cell in cells[i :: len(differences.heads)]]
             up = sum(cell.bold and cell.estimate.value > 0 for cell in of)
             down = sum(cell.bold for cell in of) - up
             said.append(f"{head.rstrip(' ↑↓')} lower in {down}, higher in {up}")
-        setting, number = ", ".join(map(str, block)), counted(len(of), "comparison")
+        setting, number = ", ".join(keys[0][: len(block)]), counted(len(of), "comparison")
         lines.append(f"<li><b>{escape(setting)}</b>, {number}: {escape('; '.join(said))}.")
     return f"<p>Told apart from β = 0:</p><ul>{''.join(lines)}</ul>"
 

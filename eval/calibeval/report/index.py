@@ -10,13 +10,14 @@ from itertools import pairwise
 from pathlib import Path, PurePath
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, NonNegativeFloat, PositiveInt
+from pydantic import BaseModel, Field, NonNegativeFloat
 
 from calibeval import conformal, records, stats
 from calibeval.io import InputError, json_lines
 from calibeval.records import check, meta, sidecar
 
 Text = Annotated[str, Field(pattern=r"\S")]
+Count = Annotated[float, Field(ge=1, multiple_of=1)]  # 1.2e9 is one as well
 
 
 class Line(BaseModel, strict=True, extra="allow"):
@@ -32,10 +33,10 @@ class Line(BaseModel, strict=True, extra="allow"):
     run: Text | None = None
     epochs: NonNegativeFloat | None = None
     learning_rate: NonNegativeFloat | None = None
-    parameters: PositiveInt | None = None
-    vocabulary: PositiveInt | None = None
-    hidden_size: PositiveInt | None = None
-    seed: int | None = None
+    parameters: Count | None = None
+    vocabulary: Count | None = None
+    hidden_size: Count | None = None
+    seed: Annotated[float, Field(multiple_of=1)] | None = None
     normalise: Literal["sum", "bytes", "characters", "unconditional"] | None = None
     __pydantic_extra__: dict[str, bool | int | float | str | None]
 
