@@ -233,7 +233,7 @@ def plot_bars(rows: Sequence[Row], group: str, look: Look, width: str):
     down = math.ceil((len(METRICS) + 1) / across)
     names = [*blocks.values()] if len(blocks) > 1 else [""] * len(blocks)
     crowded = max(map(len, blocks.values())) * len(blocks) > 6 * WIDTHS[width] / across
-    canvas = _canvas(width, 3.6 * down + (2.5 if crowded else 0.6 * (len(blocks) > 1)))
+    canvas = _canvas(width, 3.2 * down + (2.5 if crowded else 0.6 * (len(blocks) > 1)))
     axes = [*canvas.subplots(down, across).flat]
     for axis, metric in zip(axes, METRICS, strict=False):
         for row in tuned:
@@ -277,7 +277,7 @@ def plot_bars(rows: Sequence[Row], group: str, look: Look, width: str):
 
 
 def _legend(canvas, handles: list, width: str, base: bool) -> None:
-    """Below the axes, in as many columns as the longest label lets."""
+    """Below the axes, where the figure grows by its rows; in as many columns as labels let."""
     from matplotlib.lines import Line2D
 
     handles += [Line2D([], [], color=GREY, ls="--", lw=1, label="base")] * base
@@ -285,6 +285,8 @@ def _legend(canvas, handles: list, width: str, base: bool) -> None:
     longest = max(len(handle.get_label()) for handle in handles)
     columns = min(len(handles), max(1, int(WIDTHS[width] / (0.15 * longest + 1.2))))
     canvas.legend(handles=handles, loc="outside lower center", ncols=columns)
+    rows = math.ceil(len(handles) / columns)
+    canvas.set_figheight(canvas.get_figheight() + (0.3 + 0.37 * rows) / 2.54)
 
 
 def plot_lines(rows: Sequence[Row], group: str, key: str, look: Look, width: str):
@@ -302,7 +304,7 @@ def plot_lines(rows: Sequence[Row], group: str, key: str, look: Look, width: str
         series.setdefault((row.variant, same), []).append(row)
     confidences, beside = _confidences(rows, group), width == "page"
     shape = (1, len(confidences)) if beside else (len(confidences), 1)
-    canvas = _canvas(width, 6.4 if beside else 1.5 + 4 * len(confidences))
+    canvas = _canvas(width, 5 if beside else 1 + 3.6 * len(confidences))
     axes = [*canvas.subplots(*shape, sharey=beside, sharex=not beside, squeeze=False).flat]
     for confidence, axis in zip(confidences, axes, strict=True):
         own: dict = {}  # each model's first colour
