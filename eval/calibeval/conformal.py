@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from calibeval.io import InputError, counted
-from calibeval.metrics.samples import SEED, scores
-from calibeval.records import Records, read
-from calibeval.stats import Run, groups, take
+from calibeval.metrics import SEED, scores
+from calibeval.records import Records
+from calibeval.stats import groups, take
 
 SCORES = ("lac", "aps", "raps")
 
@@ -70,13 +70,13 @@ def threshold(right: np.ndarray, alpha: float) -> float:
 
 
 def evaluate(
-    of: Run | Records,
+    of: Records,
     *,
     alpha: float = 0.1,
     score: str = "lac",
     by: str | None = None,
     splits: int = 100,
-    calibrate: Run | Records | None = None,
+    calibrate: Records | None = None,
     penalty: float = 0.01,
     free: int = 1,
 ) -> Sets:
@@ -92,69 +92,56 @@ def evaluate(
     """
     for name, value, valid, expected in (
         ("alpha", alpha, 0 < alpha < 1, "more than 0 and less than 1"),
-        ("splits", splits, splits >= 1, "1 or more"),
         ("lambda", penalty, penalty >= 0, "0 or more"),
         ("k-reg", free, free >= 0, "0 or more"),
-        ("score", score, score in SCORES, ", ".join(SCORES)),
     ):
         if not valid:
             raise InputError(f"--{name} is {value}, expected {expected}")
-    tested, keys, places = prepare(of, score, by, penalty, free)
+    found, places, keys = prepare(of, score, by, penalty, free)
     if calibrate is not None:
-        other, other_keys, other_places = prepare(calibrate, score, by, penalty, free)
-        right = other[np.arange(len(other)), other_places]
-        limit = limits(right, other_keys, keys, alpha, by)
-        return summarise([(tested <= limit[:, None], places, keys)])
+        known, labels, known_keys = prepare(calibrate, score, by, penalty, free)
+        if missing := sorted(set(keys.tolist()) - set(known_keys.tolist())):
+            raise InputError(f"--calibrate: no question of {by} {missing[0]!r} to calibrate it")
+        limit = limits(known[np.arange(len(labels)), labels], known_keys, keys, alpha)
+        return summarise([(found <= limit[:, None], places, keys)])
     n = len(places)
     if n < 2:
         raise InputError(f"{counted(n, 'question')}: expected 2 or more to split")
-    right = tested[np.arange(n), places]
+    right = found[np.arange(n), places]
     rng = np.random.default_rng(SEED)
-    found = []
+    tested = []
     for _ in range(splits):
-        drawn = rng.permutation(n)
-        known, rest = drawn[: n // 2], drawn[n // 2 :]
-        limit = limits(right[known], keys[known], keys[rest], alpha, None)
-        found.append((tested[rest] <= limit[:, None], places[rest], keys[rest]))
-    return summarise(found)
+        known, rest = np.split(rng.permutation(n), [n // 2])
+        limit = limits(right[known], keys[known], keys[rest], alpha)
+        tested.append((found[rest] <= limit[:, None], places[rest], keys[rest]))
+    return summarise(tested)
 
 
 def prepare(
-    of: Run | Records, score: str, by: str | None, penalty: float, free: int
+    of: Records, score: str, by: str | None, penalty: float, free: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Scores (N, K), groups (N,) and right choices (N,), in the order of the ids."""
-    if isinstance(of, Run):
-        of = read(of.path, of.normalise)
+    """Scores (N, K), right choices (N,) and groups (N,), in the order of the ids."""
     of = take(of, np.argsort(np.array(of.ids), kind="stable"))
-    scored = scores(of, "choices")
     uniform = np.random.default_rng(SEED + 1).random(len(of))
-    found = nonconformity(scored.probs, np.isfinite(of.logprobs), score, uniform, penalty, free)
-    return found, groups(of, by) if by else np.full(len(of), ""), of.labels
+    probs, present = scores(of, "choices").probs, np.isfinite(of.logprobs)
+    found = nonconformity(probs, present, score, uniform, penalty, free)
+    return found, of.labels, groups(of, by) if by else np.full(len(of), "")
 
 
-def limits(
-    right: np.ndarray, known: np.ndarray, asked: np.ndarray, alpha: float, by: str | None
-) -> np.ndarray:
+def limits(right: np.ndarray, known: np.ndarray, asked: np.ndarray, alpha: float) -> np.ndarray:
     """The threshold of each question asked, from the right choices' scores of its own group."""
     names, place = np.unique(asked, return_inverse=True)
-    missing = sorted(set(names.tolist()) - set(known.tolist()))
-    if missing and by:
-        raise InputError(f"--calibrate: no question of {by} {missing[0]!r} to calibrate it")
     return np.array([threshold(right[known == name], alpha) for name in names])[place]
 
 
-def summarise(found: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Sets:
+def summarise(splits: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Sets:
     """From each split's sets (M, K), right choices (M,) and groups (M,)."""
-    every = [(s[np.arange(len(p)), p], s.sum(1), keys) for s, p, keys in found]
-    names = np.unique(np.concatenate([keys for *_, keys in every])).tolist()
-
-    def sets(name: str | None, by: dict[str, Sets]) -> Sets:
-        inside = [np.full(len(keys), True) if name is None else keys == name for *_, keys in every]
-        filled = [
-            (hit[m], size[m]) for (hit, size, _), m in zip(every, inside, strict=True) if m.any()
-        ]
-        held, size = ([one[i].mean() for one in filled] for i in (0, 1))
-        figures = (float(f(x)) for x in (held, size) for f in (np.mean, np.std))
-        return Sets(round(np.mean([len(hit) for hit, _ in filled])), *figures, by)
-
-    return sets(None, {name: sets(name, {}) for name in names} if len(names) > 1 else {})
+    held = [sets[np.arange(len(places)), places].mean() for sets, places, _ in splits]
+    sizes = [sets.sum(1).mean() for sets, *_ in splits]
+    figures = (float(f(x)) for x in (held, sizes) for f in (np.mean, np.std))
+    names = np.unique(np.concatenate([keys for *_, keys in splits])).tolist()
+    by = {}
+    for name in names if len(names) > 1 else ():
+        inside = [[x[split[2] == name] for x in split] for split in splits]
+        by[name] = summarise([split for split in inside if len(split[0])])
+    return Sets(round(np.mean([len(places) for _, places, _ in splits])), *figures, by)

@@ -161,10 +161,10 @@ def meta(path: Path) -> dict:
         raise InputError(f"{sidecar(path)}: not a JSON object ({error})") from error
 
 
-def check(row: dict, where: str) -> Record:
-    """The row as a `Record`; raises `InputError` unless it is a whole one."""
+def check(row: dict, where: str, kind: type[BaseModel] = Record) -> BaseModel:
+    """The row as a `Record`, or another model; raises `InputError` unless it is a whole one."""
     try:
-        return Record.model_validate(row)
+        return kind.model_validate(row)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         reason = first["msg"].removeprefix("Value error, ")

@@ -8,24 +8,21 @@ only where simulation has shown that it covers (tests/eval/interval_coverage.py)
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 
-from calibeval import records
+from calibeval import metrics, records
 from calibeval.io import InputError, atomic_write, sha256
-from calibeval.metrics import samples, values
-from calibeval.metrics.samples import Bins, Sample, calibrated, resamples, scores
-from calibeval.metrics.values import BINS, CALIBRATION, METRICS, REGULAR
+from calibeval.metrics import CALIBRATION, METRICS, REGULAR, Bins, Sample
 from calibeval.records import Records
 
 CONFIDENCES = ("choices", "vocabulary")
 DEFAULT = ("accuracy", "nll", "brier", "ece", "rms_debiased", "auroc")
-HIGHER_IS_BETTER = {"accuracy", "auroc", "accuracy_at_50", "accuracy_at_80"}
-INVERTED = ("ece", "rms_debiased")  # whose intervals `invert` makes
+HIGHER_IS_BETTER = {"accuracy", "auroc"}
 RESAMPLES, SIMULATIONS = 1000, 499
 LOW, HIGH = 0.025, 0.975
 Side = tuple[np.ndarray, np.ndarray]  # (S,) figures of S runs, (S, R) their draws
@@ -70,8 +67,8 @@ class Run:
     reliability: dict[str, dict[str, list]]
     values: dict[str, dict[str, float]]  # [confidence][metric]
     floors: dict[str, dict[str, tuple[float, float]]]  # (floor, p)
-    draws: dict[str, dict[str, np.ndarray]] = field(repr=False)  # [confidence][metric] (R,)
-    errors: dict[str, dict[str, "Squares | Absolutes"]] = field(repr=False)
+    # [confidence][metric] (R,); of rms_debiased the array of its `Squares`
+    draws: dict[str, dict[str, np.ndarray]] = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -84,13 +81,22 @@ class Squares:
     """
 
     array: np.ndarray  # (3, R + 1): A, B, D of each resample, then T, 0, size
-    # Near 0 only the lower end can miss: over seeds that differ 0.975 covers more than 0.99.
-    lower, upper = 0.96, LOW
 
     @classmethod
-    def mean(cls, of: Sequence["Squares"]) -> "Squares":
-        """Of the mean of several runs' T."""
-        return cls(np.mean([one.array for one in of], axis=0))
+    def of(cls, observed: Bins, drawn: Sequence[Bins]) -> "Squares":
+        """From the bins of the questions as they are (1, B) and of resamples, (R, B) each."""
+        gap, several = observed.gap, observed.count > 1
+        # Resampling n_b residuals spreads them by (n_b − 1) / n_b too little.
+        full = np.where(several, observed.count / np.maximum(observed.count - 1, 1), 1)
+        found = []
+        for b in drawn:
+            noise = np.where(b.count > 0, (b.gap - gap) * np.sqrt(full), 0)
+            weight = np.where(several & (b.count > 1), b.weight, 0)
+            a = (weight * (noise**2 - full * b.noise)).sum(1)
+            cross = 2 * (weight * gap * noise).sum(1)
+            found.append(np.stack([a, cross, (weight * gap**2).sum(1)]))
+        size = np.where(several, observed.weight * gap**2, 0).sum()
+        return cls(np.hstack([*found, [[metrics.squared(observed)[0]], [0], [size]]]))
 
     @property
     def value(self) -> float:
@@ -117,84 +123,26 @@ class Squares:
         """
         return self.at(math.sqrt(max(self.value - self.array[0, :-1].std() / 2, 0)))
 
+    def interval(self) -> tuple[float, float]:
+        """95 % interval: the true errors under which T is no extreme one.
 
-@dataclass(frozen=True)
-class Absolutes:
-    """E = Σ w_b |Δ_b|, and what it reads on resamples under another true error θ.
+        P(T* ≥ T | low) = P(T* ≤ max(T, 0) | high) = 0.025. The upper end takes T for no less than
+        0: else chance alone could make an interval of nothing but 0.
+        """
 
-    Σ w*_b |±θ + G_b|: gaps as large in every bin, with the signs observed. What the observed sizes
-    are besides noise cannot be told near calibration, and equal ones hide best behind noise.
-    """
+        def error(level: float, value: float) -> float:
+            low, high = 0.0, 1.0
+            if quantile(self.at(low), level) >= value:
+                return low
+            if quantile(self.at(high), level) < value:
+                return high
+            for _ in range(24):
+                middle = (low + high) / 2
+                below = quantile(self.at(middle), level) < value
+                low, high = (middle, high) if below else (low, middle)
+            return high
 
-    value: float
-    array: np.ndarray  # (2, R, B): w*_b, and G_b with the sign of Δ_b
-    # Gaps that are not alike raise the upper end's misses from 0.025 to 0.04 in simulation.
-    lower, upper = HIGH, 0.0175
-
-    @classmethod
-    def mean(cls, of: Sequence["Absolutes"]) -> "Absolutes":
-        """Of the mean of several runs' E."""
-        array = np.concatenate([one.array for one in of], axis=2)
-        array[0] /= len(of)
-        return cls(float(np.mean([one.value for one in of])), array)
-
-    @property
-    def scale(self) -> float:
-        """E."""
-        return self.value
-
-    def at(self, error: float) -> np.ndarray:
-        """E* under this true error, (R,)."""
-        weight, noise = self.array
-        return (weight * np.abs(error + noise)).sum(1)
-
-    @property
-    def drawn(self) -> np.ndarray:
-        """E* under the error that E itself says, (R,)."""
-        return self.at(self.value)
-
-
-def errors(observed: Bins, drawn: Sequence[Bins]) -> tuple[Squares, Absolutes]:
-    """From the bins of the questions as they are (1, B) and of resamples, (R, B) each."""
-    gap, several = observed.gap, observed.count > 1
-    # Resampling n_b residuals spreads them by (n_b − 1) / n_b too little.
-    full = np.where(several, observed.count / np.maximum(observed.count - 1, 1), 1)
-    squares, absolutes = [], []
-    for b in drawn:
-        noise = np.where(b.count > 0, (b.gap - gap) * np.sqrt(full), 0)
-        weight = np.where(several & (b.count > 1), b.weight, 0)
-        a = (weight * (noise**2 - full * b.noise)).sum(1)
-        cross = 2 * (weight * gap * noise).sum(1)
-        squares.append(np.stack([a, cross, (weight * gap**2).sum(1)]))
-        absolutes.append(np.stack([b.weight, np.where(gap < 0, -noise, noise)]))
-    size = np.where(several, observed.weight * gap**2, 0).sum()
-    last = np.array([[values.squared(observed)[0]], [0], [size]])
-    absolute = Absolutes(float(values.expected(observed)[0]), np.concatenate(absolutes, axis=1))
-    return Squares(np.hstack([*squares, last])), absolute
-
-
-def invert(of: Squares | Absolutes, widening: float = 1.0) -> tuple[float, float]:
-    """95 % interval: the true errors under which the value is no extreme one.
-
-    P(drawn ≥ value | low) = P(drawn ≤ max(value, 0) | high) = 0.025. The upper end takes T for no
-    less than 0: else chance alone could make an interval of nothing but 0.
-    """
-
-    def error(level: float, value: float) -> float:
-        def below(true: float) -> bool:
-            drawn = of.at(true)
-            mean, part = drawn.mean(), min(true / of.scale, 1.0) ** 2 if of.scale else 0.0
-            return mean + (1 + part * (widening - 1)) * (quantile(drawn, level) - mean) < value
-
-        low, high = 0.0, 1.0
-        if not below(low) or below(high):
-            return low if not below(low) else high
-        for _ in range(24):
-            middle = (low + high) / 2
-            low, high = (middle, high) if below(middle) else (low, middle)
-        return high
-
-    return error(of.lower if widening > 1 else HIGH, of.value), error(of.upper, max(of.value, 0.0))
+        return error(HIGH, self.value), error(LOW, max(self.value, 0.0))
 
 
 def quantile(drawn: np.ndarray, level: float | list[float]) -> np.ndarray:
@@ -205,9 +153,11 @@ def quantile(drawn: np.ndarray, level: float | list[float]) -> np.ndarray:
 def widening(sides: Sequence[Side]) -> float:
     """How much wider than its question noise an interval of means over seeds must be.
 
-    sqrt(1 + Σ max(0, t² s² / z² − o) / (S q)) for the resampled mean's variance q, where s² is the
-    variance of the S figures, o the question noise that each has for itself (the mean variance
-    less the mean covariance of their draws), and t Student's quantile of S − 1 degrees of freedom.
+    sqrt(1 + Σ max(0, r² s² − r^1.5 o) / (S q)) for the resampled mean's variance q, where s² is
+    the variance of the S figures, o the question noise that each has for itself (the mean variance
+    less the mean covariance of their draws), and r = t/z, Student's quantile of S − 1 degrees of
+    freedom over the normal one. Taking off o makes seeds that do not differ cover more than 0.98,
+    and r² o makes seeds that differ by about o cover less than 0.93.
     """
     question = joint(sides).var(ddof=1)
     extra = 0.0
@@ -218,8 +168,8 @@ def widening(sides: Sequence[Side]) -> float:
             own = max((trace - (covariance.sum() - trace) / (n - 1)) / n, 0.0)
             from scipy.special import stdtrit  # scipy.stats takes half a second to load
 
-            t = float(stdtrit(n - 1, HIGH)) / 1.959964
-            extra += max(t**2 * found.var(ddof=1) - own, 0.0) / n
+            ratio = float(stdtrit(n - 1, HIGH)) / 1.959964
+            extra += max(ratio**2 * found.var(ddof=1) - ratio**1.5 * own, 0.0) / n
     return math.sqrt(1 + extra / question) if question else 1.0
 
 
@@ -248,48 +198,30 @@ def load(path: Path, normalise: str | None = None) -> Run:
         with np.load(kept) as file:
             about = json.loads(bytes(file["about"]).decode())
             if about.pop("key") == key:
-                return unpack(path, normalise, about, file)
+                drawn = {c: {m: file[f"{c} {m}"] for m in DRAWN} for c in about["confidences"]}
+                return Run(path, normalise, **about, draws=drawn)
     except (OSError, ValueError, KeyError, TypeError, EOFError):
         pass  # absent or of another make: computed anew below
     run = measure(records.read(path, normalise), normalise=normalise)
+    about = {k: v for k, v in vars(run).items() if k not in ("path", "normalise", "draws")}
+    arrays = {f"{c} {m}": drawn for c, of in run.draws.items() for m, drawn in of.items()}
     try:
         with atomic_write(kept, "wb") as file:
-            np.savez(file, **pack(run, key))
+            text = json.dumps(about | {"key": key}).encode()
+            np.savez(file, about=np.frombuffer(text, np.uint8), **arrays)
     except InputError:
         pass  # a read-only folder only costs the time to compute it again
     return run
 
 
+DRAWN = (*REGULAR, "rms_debiased")
+
+
 @cache
 def code() -> str:
     """SHA-256 of the sources that say what a figure is."""
-    sources = (Path(module.__file__) for module in (samples, values, records))
-    text = b"".join(path.read_bytes() for path in (*sources, Path(__file__)))
-    return hashlib.sha256(text).hexdigest()
-
-
-def pack(run: Run, key: dict) -> dict:
-    """A run as arrays: what JSON can hold as its bytes, and the rest."""
-    arrays = "path", "normalise", "draws", "errors"
-    about = {k: v for k, v in vars(run).items() if k not in arrays} | {"key": key}
-    errors = run.errors.values()
-    return {
-        "about": np.frombuffer(json.dumps(about).encode(), np.uint8),
-        "draws": [[of[name] for name in REGULAR] for of in run.draws.values()],
-        "squares": [of["rms_debiased"].array for of in errors],
-        "absolutes": [of["ece"].array.astype(np.float32) for of in errors],
-    }
-
-
-def unpack(path: Path, normalise: str | None, about: dict, file: Mapping) -> Run:
-    """The run that `pack` packed."""
-    draws, found = {}, {}
-    squares, absolutes, drawn = (file[name] for name in ("squares", "absolutes", "draws"))
-    for i, c in enumerate(about["confidences"]):
-        draws[c] = dict(zip(REGULAR, drawn[i], strict=True))
-        absolute = Absolutes(about["values"][c]["ece"], absolutes[i])
-        found[c] = {"rms_debiased": Squares(squares[i]), "ece": absolute}
-    return Run(path, normalise, **about, draws=draws, errors=found)
+    sources = (metrics.__file__, records.__file__, __file__)
+    return hashlib.sha256(b"".join(Path(source).read_bytes() for source in sources)).hexdigest()
 
 
 def measure(
@@ -299,20 +231,15 @@ def measure(
     # In the order of the ids: the same resamples for every file of these questions.
     of = take(of, np.argsort(np.array(of.ids), kind="stable"))
     confidences = CONFIDENCES if of.scoring == "letters" else CONFIDENCES[:1]
-    scored = {c: scores(of, c) for c in confidences}
-    exact = {c: Sample(s) for c, s in scored.items()}
+    exact = {c: Sample(metrics.scores(of, c)) for c in confidences}
     draws = {c: {name: [] for name in REGULAR if name in names} for c in confidences}
     bins = {c: [] for c in confidences}
-    for times in resamples(len(of), RESAMPLES):
-        for c, s in scored.items():
-            sample = Sample(s, times)
-            bins[c].append(sample.top.equal_width(BINS))
+    for times in metrics.resamples(len(of), RESAMPLES):
+        for c, observed in exact.items():
+            sample = Sample(observed.scores, times)
+            bins[c].append(sample.top())
             for name, parts in draws[c].items():
                 parts.append(METRICS[name](sample))
-    found = {}
-    for c, sample in exact.items():
-        square, absolute = errors(sample.top.equal_width(BINS), bins[c])
-        found[c] = {"rms_debiased": square, "ece": absolute}
     asked = json.dumps([*zip(of.ids, of.labels.tolist(), strict=True)], ensure_ascii=False)
     return Run(
         of.path,
@@ -322,11 +249,14 @@ def measure(
         hashlib.sha256(asked.encode()).hexdigest(),
         finite(of.letter_mass.mean()),
         confidences,
-        {c: reliability(sample.top.equal_width(BINS)) for c, sample in exact.items()},
+        {c: reliability(sample.top()) for c, sample in exact.items()},
         {c: {m: finite(METRICS[m](s)[0]) for m in names} for c, s in exact.items()},
         {c: consistency(s, [m for m in names if m in CALIBRATION]) for c, s in exact.items()},
-        {c: {m: np.concatenate(parts) for m, parts in draws[c].items()} for c in confidences},
-        found,
+        {
+            c: {m: np.concatenate(parts) for m, parts in draws[c].items()}
+            | {"rms_debiased": Squares.of(sample.top(), bins[c]).array}
+            for c, sample in exact.items()
+        },
     )
 
 
@@ -345,7 +275,7 @@ def reliability(b: Bins) -> dict[str, list]:
 def consistency(sample: Sample, names: Sequence[str]) -> dict[str, tuple[float, float]]:
     """{metric: (95 % floor, p)} under "these confidences are right", p = (1 + k) / (1 + n)."""
     drawn = {name: [] for name in names}
-    for simulated in calibrated(sample.scores, SIMULATIONS):
+    for simulated in metrics.calibrated(sample.scores, SIMULATIONS):
         for name, parts in drawn.items():
             parts.append(CALIBRATION[name](simulated))
     found = {}
@@ -353,8 +283,7 @@ def consistency(sample: Sample, names: Sequence[str]) -> dict[str, tuple[float, 
         read, value = np.concatenate(parts), CALIBRATION[name](sample)[0]
         # Sums in another order differ in the last digits; a tie is as much.
         reached = (read >= value - 1e-12).sum()
-        floor = quantile(read, 0.95)
-        found[name] = float(floor), float((1 + reached) / (1 + len(read)))
+        found[name] = float(quantile(read, 0.95)), float((1 + reached) / (1 + len(read)))
     return found
 
 
@@ -378,15 +307,11 @@ def estimate(runs: Sequence[Run], metric: str, confidence: str) -> Estimate:
         # bound.
         noise = {"floor": float(np.mean(floors)), "p": min(1.0, len(runs) * min(ps))}
     found, drawn = side(runs, metric, confidence)
-    if metric in INVERTED:
-        every = [run.errors[confidence][metric] for run in runs]
-        mean = type(every[0]).mean(every)
-        value = mean.value if metric == "ece" else math.sqrt(max(mean.value, 0))
-        if metric == "ece" and len(runs) > 1:
-            # Its bias differs from seed to seed: where they differ, 0.82 to 0.94 in simulation.
-            return Estimate(value, **noise)
-        return Estimate(value, *invert(mean, widening([(found, drawn)])), **noise)
     value = finite(found.mean())
+    if metric == "rms_debiased":
+        # Over seeds that differ by as much as the error itself, 0.81 to 0.84 in simulation.
+        square, root = Squares(runs[0].draws[confidence][metric]), math.sqrt(max(value, 0))
+        return Estimate(root, *(square.interval() if len(runs) == 1 else ()), **noise)
     if value is None or drawn is None:
         return Estimate(value, **noise)
     return Estimate(value, *interval(value, [(found, drawn)]))
@@ -394,8 +319,8 @@ def estimate(runs: Sequence[Run], metric: str, confidence: str) -> Estimate:
 
 def side(runs: Sequence[Run], metric: str, confidence: str) -> tuple:
     """(S,) figures, of `rms_debiased` squared, NaN where undefined; (S, R) their draws or None."""
-    if metric in INVERTED:
-        every = [run.errors[confidence][metric] for run in runs]
+    if metric == "rms_debiased":
+        every = [Squares(run.draws[confidence][metric]) for run in runs]
         return np.array([one.value for one in every]), np.stack([one.drawn for one in every])
     found = np.array([run.values[confidence][metric] for run in runs], float)
     regular = metric in REGULAR
@@ -414,7 +339,7 @@ def difference(a: Sequence[Run], b: Sequence[Run], metric: str, confidence: str)
         return Estimate()
     found, drawn = zip(*(side(runs, metric, confidence) for runs in (a, b)), strict=True)
     value = finite(found[1].mean() - found[0].mean())
-    if value is None or drawn[0] is None or metric == "ece":
+    if value is None or drawn[0] is None:
         return Estimate(value)
     sides = list(zip(found, drawn, strict=True))
     if len(a) == len(b):
@@ -427,16 +352,14 @@ def same_questions(runs: Sequence[Run]) -> None:
     for run in runs[1:]:
         if run.questions_sha256 == runs[0].questions_sha256:
             continue
-        first, second = (records.read(r.path) for r in (runs[0], run))
-        labels = [dict(zip(r.ids, r.labels.tolist(), strict=True)) for r in (first, second)]
-        both = f"{runs[0].path} and {run.path}"
-        if alone := sorted(set(labels[0]) ^ set(labels[1])):
-            raise InputError(
-                f"{both}: {alone[0]!r} is in one of them only; "
-                f"a comparison needs the same questions in both"
-            )
-        other = next(id for id in labels[0] if labels[0][id] != labels[1][id])
-        raise InputError(f"{both}: other answers to {other!r}")
+        of = [records.read(r.path) for r in (runs[0], run)]
+        first, second = (set(zip(r.ids, r.labels.tolist(), strict=True)) for r in of)
+        id = min(first ^ second)[0]
+        what = "other answers to" if all(id in r.ids for r in of) else "only one of them has"
+        raise InputError(
+            f"{runs[0].path} and {run.path}: {what} {id!r} ({len(first):,} and {len(second):,} "
+            f"questions); expected the same questions in both"
+        )
 
 
 def better(metric: str, found: Estimate) -> str | None:

@@ -6,25 +6,24 @@ own; the posterior of the choices is calibrated exactly, and a model states it s
 """
 
 import argparse
-import itertools
 import math
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import islice, product
 from pathlib import Path
 
 import numpy as np
 
 from calibeval import stats
-from calibeval.metrics.samples import Bins, Sample, Scores, resamples
-from calibeval.metrics.values import BINS, METRICS
+from calibeval.metrics import BINS, METRICS, Bins, Sample, Scores, resamples
 
 DRAWS = 199  # resamples a replication: `stats.quantile` keeps its level whatever their number
 POOL, TYPES = 40_000, 400  # questions that stand for the population, and for one drawn by counts
 NOISE = {"near chance": (4.0, 2.5), "sure": (1.0, 0.6)}  # sd of the shared and own channel
-REGULAR, BINNED = tuple(stats.REGULAR), ("ece", "rms_debiased")
+REGULAR, BINNED = tuple(stats.REGULAR), ("rms_debiased",)
 
 
 @dataclass(frozen=True)
@@ -68,21 +67,13 @@ class World:
         _, equal = np.unique(top, return_inverse=True)
         rights, counts = np.bincount(equal, right), np.bincount(equal)
         wrongs = counts - rights
-        # Of equal confidences a cut takes a share.
-        below = [np.insert(np.cumsum(x), 0, 0) / len(top) for x in (counts, rights)]
-        answered = {
-            f"accuracy_at_{share}": (right.mean() - np.interp(1 - share / 100, *below))
-            / (share / 100)
-            for share in (50, 80)
-        }
-        return answered | {
+        return {
             "accuracy": right.mean(),
             "nll": -(q * said).sum(1).mean(),
             "brier": ((p**2).sum(1) + 1 - 2 * (p * q).sum(1)).mean(),
             "ece_signed": (top - right).mean(),
             "auroc": (rights * (np.cumsum(wrongs) - wrongs / 2)).sum()
             / (rights.sum() * wrongs.sum()),
-            "ece": np.abs(gap).sum(),
             "squared": np.divide(gap**2, weight, out=np.zeros(BINS), where=weight > 0).sum(),
         }
 
@@ -133,12 +124,10 @@ def times(n: int) -> np.ndarray:
 
 def run_of(exact: Sample, drawn: Sample, names: tuple[str, ...]) -> stats.Run:
     """A run as `stats.measure` makes it, without the simulations of floors."""
-    bins = [sample.top.equal_width(BINS) for sample in (exact, drawn)]
     regular = [name for name in names if name in REGULAR]
     figures = {name: float(METRICS[name](exact)[0]) for name in regular}
-    return assemble(
-        len(exact.scores.labels), figures, {n: METRICS[n](drawn) for n in regular}, bins
-    )
+    draws = {name: METRICS[name](drawn) for name in regular}
+    return assemble(len(exact.scores.labels), figures, draws, [exact.top(), drawn.top()])
 
 
 def counted_run(said: np.ndarray, world: World, n: int, names: tuple, rng) -> stats.Run:
@@ -168,13 +157,10 @@ def binned_run(cells: tuple, n: int, rng: np.random.Generator) -> stats.Run:
 
 def assemble(n: int, figures: dict, draws: dict, bins: list[Bins]) -> stats.Run:
     """A run from its figures, their draws, and the bins as they are and resampled."""
-    square, absolute = stats.errors(bins[0], bins[1:])
-    figures |= {"rms_debiased": square.value, "ece": absolute.value}
-    noise = dict.fromkeys(figures, (0.0, 1.0))
-    found = {"rms_debiased": square, "ece": absolute}
-    c = "choices"
+    noise, c = {"rms_debiased": (0.0, 1.0)}, "choices"
+    draws["rms_debiased"] = stats.Squares.of(bins[0], bins[1:]).array
     about = Path("simulated"), None, "m", n, "", 1.0, (c,), {c: {}}
-    return stats.Run(*about, {c: figures}, {c: noise}, {c: draws}, {c: found})
+    return stats.Run(*about, {c: figures}, {c: noise}, {c: draws})
 
 
 @dataclass(frozen=True)
@@ -188,8 +174,8 @@ class Cell:
     other: float | None = None  # row B's error; row A has `error`
     names: tuple[str, ...] = BINNED + REGULAR
 
-    def run(self, world: World, replications: int) -> dict[str, tuple[int, int]]:
-        """{metric: how many intervals lie above, and below, the truth}."""
+    def run(self, world: World, replications: int) -> dict[str, list[int] | None]:
+        """{metric: how many intervals lie above and below the truth, None where there is none}."""
         spread = self.spread * math.sqrt(0.2 / self.n)
         single = self.seeds == 1 and self.other is None
         only_bins = single and self.names == BINNED
@@ -226,10 +212,12 @@ class Cell:
                     a, b = runs[: self.seeds], runs[self.seeds :]
                     found = stats.difference(a, b, name, "choices")
                     expected = true[1] - true[0]
-                if found.low is not None:
+                if found.low is None:
+                    missed[name] = None
+                else:
                     missed[name][0] += found.low > expected + 1e-9
                     missed[name][1] += found.high < expected - 1e-9
-        return {name: tuple(m) for name, m in missed.items()}
+        return missed
 
 
 WORLDS = tuple(World(shape, pattern) for shape in NOISE for pattern in ("shift", "sharpen"))
@@ -239,22 +227,22 @@ GROUPS = {
     "one": [Cell(e, n, names=BINNED) for e in ERRORS for n in SIZES],
     "ordinary": [Cell(e, n, names=REGULAR) for e in ERRORS for n in SIZES],
     "seeds": [
-        Cell(e, n, s, spread)
-        for n in SIZES[:2]
-        for e in (0.0, 0.035)
-        for s in (2, 3, 5)
-        for spread in (0.0, 1.0)
+        Cell(error, n, seeds, spread, names=REGULAR)
+        for n, error in ((500, 0.035), (500, 0.1), (2000, 0.035))
+        for seeds in (2, 3, 5)
+        for spread in (0.0, 1.0, 3.0)
+        if n == 500 or spread
     ],
     "pairs": [
-        Cell(a, n, s, spread, b, ("rms_debiased", *REGULAR))
+        Cell(a, n, seeds, spread, b, ("rms_debiased", *REGULAR))
         for n in SIZES[:2]
-        for s, spread in ((1, 0.0), (3, 1.0))
+        for seeds, spread in ((1, 0.0), *product((2, 3, 5), (1.0, 3.0)))
         for a, b in ((0.0, 0.0), (0.035, 0.035), (0.0, 0.035), (0.035, 0.1))
     ],
 }
 
 
-def covered(job: tuple[Cell, World, int]) -> dict[str, tuple[int, int]]:
+def covered(job: tuple[Cell, World, int]) -> dict[str, list[int] | None]:
     """One job of the pool."""
     cell, world, replications = job
     return cell.run(world, replications)
@@ -266,9 +254,9 @@ def simulate(cells: list[Cell], worlds: Sequence[World], replications: int) -> I
         jobs = [(cell, world, replications) for cell in cells for world in worlds]
         results = pool.map(covered, jobs)
         for cell in cells:
-            found = list(itertools.islice(results, len(worlds)))
+            found = list(islice(results, len(worlds)))
             line = {}
-            for name in cell.names:
+            for name in (name for name in cell.names if found[0][name]):
                 above, below = np.array([one[name] for one in found]).T / replications
                 line[name] = 1 - above.mean() - below.mean(), 1 - (above + below).max()
             yield cell, line

@@ -175,8 +175,8 @@ ENTRY = {"records": "r.jsonl", "dataset": "mmlu", "model": "m", "label_smoothing
     ("line", "expected"),
     [
         ({k: v for k, v in ENTRY.items() if k != "label_smoothing"}, "no 'label_smoothing'"),
-        (ENTRY | {"label_smoothing": 1.5}, "label_smoothing is 1.5, expected a number from 0 to 1"),
-        (ENTRY | {"label_smoothing": "0.1"}, 'label_smoothing is "0.1", expected a number'),
+        (ENTRY | {"label_smoothing": 1.5}, "label_smoothing is 1.5: expected less than or equal"),
+        (ENTRY | {"label_smoothing": "0.1"}, "label_smoothing is '0.1': expected a valid number"),
         (ENTRY | {"records": "absent.jsonl"}, "no record file"),
     ],
 )

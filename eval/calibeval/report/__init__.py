@@ -1,6 +1,5 @@
 """From an index of record files to tables, figures and one HTML page."""
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,10 +30,7 @@ def collect(
         write(out / f"{name}.tex", tables.latex(one))
     write(out / "table.csv", tables.tidy(results))
     drawn = figures.draw(results, out)
-    options = [] if columns == tables.DEFAULT else ["--columns", columns]
-    words = ["python", "-m", "calibeval", "collect", source, "--out", out, *options]
-    parts = [note, *html.collected(results, made, drawn), *sections]
-    parts += html.settings(results, shlex.join(map(str, words)))
+    parts = [note, *html.collected(made, drawn), *sections, html.settings(results)]
     html.page(title, parts, page or Path(out) / "report.html")
     return "\n".join(map(tables.markdown, made))
 

@@ -10,12 +10,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 
 from calibeval.io import atomic_write
-from calibeval.report.index import Results, Row, compact, heading
+from calibeval.report.index import Results, Row, heading
 from calibeval.report.tables import Column
 
 WIDTHS = {"column": 8.5, "page": 17.5}  # centimetres
@@ -33,7 +34,7 @@ STYLE = {
     **{"xtick.labelsize": 7, "ytick.labelsize": 7, "axes.linewidth": 0.6, "hatch.linewidth": 0.5},
     **{"xtick.major.width": 0.6, "ytick.major.width": 0.6, "lines.linewidth": 1.1},
     **{"lines.markersize": 4, "legend.frameon": False, "legend.handlelength": 1.6},
-    **{"axes.spines.top": False, "axes.spines.right": False},
+    **{"axes.spines.top": False, "axes.spines.right": False, "axes.titley": 1.0},
     **{"pdf.fonttype": 42, "svg.hashsalt": "calibeval"},
 }
 
@@ -75,59 +76,52 @@ def draw(results: Results, out: Path) -> list[Figure]:
         for plot, parts, caption, width in _jobs(results, group, look)
     ]
 
-    def work(share: slice) -> None:
-        for figure in figures[share]:
+    def work(place: int) -> None:
+        """Every n-th figure; closures reach a forked process without being pickled."""
+        for figure in figures[place::n]:
             save(figure.plot(), figure.stem)
 
-    with matplotlib.rc_context(STYLE):
-        _on_all_cores(work, len(figures))
-    return figures
-
-
-def _on_all_cores(work: Callable[[slice], None], count: int) -> None:
-    """Run `work` on every share of `count` jobs, each in a process where the system can fork."""
     can = "fork" in multiprocessing.get_all_start_methods() and threading.active_count() == 1
-    n = max(1, min(os.cpu_count() or 1, count // 2)) if can else 1
-    context = multiprocessing.get_context("fork" if can else None)
-    children = [context.Process(target=work, args=(slice(i, None, n),)) for i in range(1, n)]
-    for child in children:
-        child.start()
-    work(slice(0, None, n))
-    for i, child in enumerate(children, 1):
-        child.join()
-        if child.exitcode:  # the same error again, where the caller can catch it
-            work(slice(i, None, n))
+    n = min(os.cpu_count() or 1, max(1, len(figures) // 2)) if can else 1
+    with matplotlib.rc_context(STYLE):
+        fork = multiprocessing.get_context("fork" if can else None).Process
+        children = [fork(target=work, args=(place,)) for place in range(1, n)]
+        for child in children:
+            child.start()
+        work(0)
+        for place, child in enumerate(children, 1):
+            child.join()
+            if child.exitcode:  # the same error again, where the caller can catch it
+                work(place)
+    return figures
 
 
 def _jobs(results: Results, group: str, look: Look) -> Iterator[tuple]:
     """(function of the width, parts of the file's name, caption, width) of a data set's figures."""
     rows = [row for row in results.rows if group in row.runs]
-    dotted = "dotted: what 95 % of calibrated models read less than"
-    dashed = "; dashed: before fine-tuning" if any(row.beta is None for row in rows) else ""
+    lines = "dotted: what 95 % of calibrated models read less than"
+    lines += "; dashed: before fine-tuning" * any(row.beta is None for row in rows)
     for width in WIDTHS:
         for key, name in AXES.items():
             if len({row.keys.get(key) for row in rows} - {None}) > 1:
-                over = dashed if key == "label_smoothing" else ""
-                text = f"ECE on {group} against {name}; {dotted}{over}."
                 plot = partial(plot_lines, rows, group, key, look)
-                yield plot, ("ece-against", name, group, width), text, width
+                said = f"ECE on {group} against {name}; {lines}."
+                yield plot, ("ece-against", name, group, width), said, width
         if len(rows) > 1:
-            text = f"Accuracy and calibration errors on {group}, among the choices; {dotted}"
-            plot = partial(plot_bars, rows, group, look)
-            yield plot, ("bars", group, width), f"{text}{dashed}.", width
+            said = f"Accuracy and calibration errors on {group}, among the choices; {lines}."
+            yield partial(plot_bars, rows, group, look), ("bars", group, width), said, width
     panels = {m: [row for row in rows if row.keys["model"] == m] for m in _models(rows)}
     named = [row for row in rows if row.keys.get("name")]
     panels |= {"by name": named} if len(named) > 1 and len(panels) > 1 else {}
-    for confidence in _confidences(rows, group):
-        for what, shown in panels.items():
-            text = (
-                f"Reliability on {group}, {what}, confidence among {AMONG[confidence]}: accuracy "
-                f"by bin of confidence with 95 % Wilson intervals, the fuller the bin the darker; "
-                f"below, where the questions are. Bins of fewer than {FEW} are left out above."
-            )
-            plot = partial(plot_reliability, shown, group, confidence, look)
-            width = "column" if len(shown) <= 3 else "page"
-            yield plot, ("reliability", group, what, confidence), text, width
+    for confidence, (what, shown) in product(_confidences(rows, group), panels.items()):
+        said = (
+            f"Reliability on {group}, {what}, confidence among {AMONG[confidence]}: accuracy by "
+            f"bin of confidence with 95 % Wilson intervals, the fuller the bin the darker; below, "
+            f"where the questions are. Bins of fewer than {FEW} are left out above."
+        )
+        plot = partial(plot_reliability, shown, group, confidence, look)
+        width = "column" if len(shown) <= 3 else "page"
+        yield plot, ("reliability", group, what, confidence), said, width
 
 
 def _confidences(rows: Sequence[Row], group: str) -> list[str]:
@@ -154,13 +148,13 @@ def save(canvas, stem: Path) -> None:
     canvas.get_layout_engine().execute(canvas)  # which `savefig` would do again for each format
     canvas.set_layout_engine("none")
     canvas.set_dpi(200)
-    for kind, write, about in (
+    for kind, draw, about in (
         (".png", FigureCanvasAgg(canvas).print_png, None),
         (".svg", FigureCanvasSVG(canvas).print_svg, {"Date": None}),
         (".pdf", FigureCanvasPdf(canvas).print_pdf, {"CreationDate": None}),
     ):
         with atomic_write(stem.with_name(stem.name + kind), "wb") as file:
-            write(file, metadata=about)
+            draw(file, metadata=about)
 
 
 def _canvas(width: str, height: float):
@@ -191,8 +185,6 @@ def bins(row: Row, group: str, confidence: str) -> tuple[np.ndarray, ...]:
 
 def plot_reliability(rows: Sequence[Row], group: str, confidence: str, look: Look, width: str):
     """One diagram a row of the table, up to seven across."""
-    from matplotlib.collections import PolyCollection
-
     across = min(ACROSS, max(len(rows), 2 if width == "column" else 4))
     down = math.ceil(len(rows) / across)
     leave_out = () if len(_models(rows)) > 1 else ("model",)
@@ -205,13 +197,9 @@ def plot_reliability(rows: Sequence[Row], group: str, confidence: str, look: Loo
     for i, (axis, row, title) in enumerate(zip(axes.flat, rows, titles, strict=False)):
         n, said, share, low, top = bins(row, group, confidence)
         enough, edges = n >= FEW, np.linspace(0, 1, len(n) + 1)
-        corners = [
-            [(a, 0), (a, y), (b, y), (b, 0)]
-            for a, b, y in zip(edges[:-1][enough], edges[1:][enough], share[enough], strict=True)
-        ]
         alpha = 0.2 + 0.75 * np.sqrt(n[enough] / n.max())
         shades = [(*look.colours[row.beta][:3], a) for a in alpha]
-        axis.add_collection(PolyCollection(corners, facecolors=shades, linewidths=0))
+        axis.bar(edges[:-1][enough], share[enough], 1 / len(n), align="edge", color=shades, lw=0)
         axis.plot([0, 1], [0, 1], "--", color=INK, lw=0.6)
         axis.vlines(said[enough], low[enough], top[enough], color=INK, lw=0.7)
         axis.plot(said[enough], share[enough], "o", ms=1.6, color=INK)
@@ -245,7 +233,7 @@ def plot_bars(rows: Sequence[Row], group: str, look: Look, width: str):
     down = math.ceil((len(METRICS) + 1) / across)
     names = [*blocks.values()] if len(blocks) > 1 else [""] * len(blocks)
     crowded = max(map(len, blocks.values())) * len(blocks) > 6 * WIDTHS[width] / across
-    canvas = _canvas(width, 3.6 * down + (2.5 if crowded else 0.6 * (len(blocks) > 1)))
+    canvas = _canvas(width, 3.2 * down + (2.5 if crowded else 0.6 * (len(blocks) > 1)))
     axes = [*canvas.subplots(down, across).flat]
     for axis, metric in zip(axes, METRICS, strict=False):
         for row in tuned:
@@ -254,12 +242,14 @@ def plot_bars(rows: Sequence[Row], group: str, look: Look, width: str):
             at = places.index(row.block) - 0.43 + step * place
             look_of = {"color": look.colours[row.beta], "hatch": look.hatch[row.variant]}
             axis.bar(at, e.value or 0, 0.92 * step, edgecolor="white", linewidth=0, **look_of)
-            if e.low is not None:  # white inside the bar, dark above it
-                axis.vlines(at, e.low, e.value, color="white", lw=0.8)
-                axis.vlines(at, e.value, e.high, color=INK, lw=0.8)
+            # White inside the bar, dark above it.
+            if e.low is not None:
+                axis.vlines(
+                    [at, at], [e.low, e.value], [e.value, e.high], color=["white", INK], lw=0.8
+                )
             if e.floor is not None:
-                inside, ends = e.floor < e.value, (at - step / 2, at + step / 2)
-                axis.hlines(e.floor, *ends, color="white" if inside else INK, ls=":", lw=1.1)
+                colour = "white" if e.floor < e.value else INK
+                axis.hlines(e.floor, at - step / 2, at + step / 2, color=colour, ls=":", lw=1.1)
         for row in base:
             for i in (i for i, block in enumerate(places) if block[-1] == row.keys["model"]):
                 value = row.estimate(group, metric, "choices").value
@@ -280,28 +270,23 @@ def plot_bars(rows: Sequence[Row], group: str, look: Look, width: str):
     for variant, row in variants.items() if len(variants) > 1 else ():
         name = ", ".join(row.name("train_data", "model", "label_smoothing")) or "no calibrator"
         handles.append(Patch(fc=GREY, ec="white", hatch=look.hatch[variant], label=name))
-    handles += _keys(bool(base))
     for axis in axes[len(METRICS) :]:
         axis.set_axis_off()
-    if len(handles) < 10:
-        legend = axes[len(METRICS)].legend(handles=handles, loc="center")
-        legend.set_in_layout(False)
-    else:
-        _legend(canvas, handles, width)
+    _legend(canvas, handles, width, bool(base))
     return canvas
 
 
-def _legend(canvas, handles: list, width: str) -> None:
+def _legend(canvas, handles: list, width: str, base: bool) -> None:
+    """Below the axes, where the figure grows by its rows; in as many columns as labels let."""
+    from matplotlib.lines import Line2D
+
+    handles += [Line2D([], [], color=GREY, ls="--", lw=1, label="base")] * base
+    handles += [Line2D([], [], color=INK, ls=":", lw=1.1, label="95 % floor")]
     longest = max(len(handle.get_label()) for handle in handles)
     columns = min(len(handles), max(1, int(WIDTHS[width] / (0.15 * longest + 1.2))))
     canvas.legend(handles=handles, loc="outside lower center", ncols=columns)
-
-
-def _keys(base: bool) -> list:
-    from matplotlib.lines import Line2D
-
-    handles = [Line2D([], [], color=GREY, ls="--", lw=1, label="base")] if base else []
-    return [*handles, Line2D([], [], color=INK, ls=":", lw=1.1, label="95 % floor")]
+    rows = math.ceil(len(handles) / columns)
+    canvas.set_figheight(canvas.get_figheight() + (0.3 + 0.37 * rows) / 2.54)
 
 
 def plot_lines(rows: Sequence[Row], group: str, key: str, look: Look, width: str):
@@ -310,58 +295,40 @@ def plot_lines(rows: Sequence[Row], group: str, key: str, look: Look, width: str
 
     over_beta = key == "label_smoothing"
     base = [row for row in rows if row.beta is None] if over_beta else []
+    shown = sorted((r for r in rows if r.keys.get(key) is not None), key=lambda r: r.keys[key])
+    data = list(dict.fromkeys(row.keys.get("train_data") for row in shown))
+    ticks = {row.text(key): row.keys[key] for row in shown}
     series: dict[tuple, list[Row]] = {}
-    for row in sorted((r for r in rows if r.keys.get(key) is not None), key=lambda r: r.keys[key]):
+    for row in shown:
         same = row.block if over_beta else (row.beta, row.keys.get("train_data"))
         series.setdefault((row.variant, same), []).append(row)
     confidences, beside = _confidences(rows, group), width == "page"
     shape = (1, len(confidences)) if beside else (len(confidences), 1)
-    canvas = _canvas(width, 6.4 if beside else 1.5 + 4 * len(confidences))
+    canvas = _canvas(width, 5 if beside else 1 + 3.6 * len(confidences))
     axes = [*canvas.subplots(*shape, sharey=beside, sharex=not beside, squeeze=False).flat]
-    own: dict = {}
-    shown = [row for line in series.values() for row in line]
-    data = list(dict.fromkeys(row.keys.get("train_data") for row in shown))
-    ticks = sorted({row.keys[key] for row in shown})
     for confidence, axis in zip(confidences, axes, strict=True):
+        own: dict = {}  # each model's first colour
         for i, ((variant, same), line) in enumerate(series.items()):
             colour = colormaps["tab10"](i % 10) if over_beta else look.colours[line[0].beta]
+            own.setdefault(line[0].keys["model"], colour)
             every = [row.estimate(group, "ece", confidence) for row in line]
             at, name = [row.keys[key] for row in line], line[0].name(key if over_beta else "model")
             style = "-" if over_beta else DASHES[data.index(same[1]) % len(DASHES)]
-            axis.plot(at, [e.value for e in every], marker=look.marker[variant], color=colour,
-                      ls=style, label=", ".join(name) or line[0].keys["model"])  # fmt: skip
+            label = ", ".join(name) or line[0].keys["model"]
+            look_of = {"color": colour, "ls": style, "marker": look.marker[variant]}
+            axis.plot(at, [e.value for e in every], label=label, **look_of)
             if i == 0:
                 axis.plot(at, [e.floor for e in every], ":", lw=1.1, color=INK)
-            own.setdefault(line[0].keys["model"], colour)
-            for place, e in zip(at, every, strict=True):
-                if e.low is not None:
-                    axis.plot((place, place), (e.low, e.high), color=colour, lw=0.8)
         for row in base:
             if colour := own.get(row.keys["model"]):
                 value = row.estimate(group, "ece", confidence).value
                 axis.axhline(value, color=colour if len(own) > 1 else GREY, ls="--", lw=1)
         axis.set_title(f"{group}, confidence among {AMONG[confidence]}", pad=4)
-        if not over_beta:
-            axis.set_xscale("log")
-            axis.minorticks_off()
-        axis.set_xticks(ticks, _apart(ticks, key), minor=False)
+        axis.set_xscale("linear" if over_beta else "log")
+        axis.minorticks_off()
+        axis.set_xticks([*ticks.values()], [*ticks], rotation=0 if over_beta else 30)
         axis.set_ylim(0, None)
+        axis.set(xlabel="label smoothing β" if over_beta else heading(key).lower(), ylabel="ECE")
         axis.label_outer()
-        axis.set(ylabel="ECE" if not beside or axis is axes[0] else "")
-    for axis in axes if beside else axes[-1:]:
-        axis.set_xlabel("label smoothing β" if over_beta else heading(key).lower())
-    handles = [*axes[0].get_legend_handles_labels()[0], *_keys(bool(base))]
-    _legend(canvas, handles, width)
+    _legend(canvas, axes[0].get_legend_handles_labels()[0], width, bool(base))
     return canvas
-
-
-def _apart(ticks: list[float], key: str) -> list[str]:
-    """The ticks' labels, but those that would touch the one before."""
-    if key == "label_smoothing":
-        return [f"{tick:g}" for tick in ticks]
-    text = [compact(tick) if key != "hidden_size" else f"{tick:g}" for tick in ticks]
-    last = -math.inf
-    for i, tick in enumerate(ticks):
-        at = math.log(tick / ticks[0]) / math.log(ticks[-1] / ticks[0])
-        text[i], last = (text[i], at) if at - last > 0.13 else ("", last)
-    return text

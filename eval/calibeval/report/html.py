@@ -3,35 +3,30 @@
 import base64
 import html
 import json
-import shlex
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
-from calibeval.io import atomic_write, counted, read_text
-from calibeval.records import sidecar
-from calibeval.report.figures import AMONG, Figure
-from calibeval.report.index import Results
-from calibeval.report.tables import Cell, Column, Table, difference, told_apart
-from calibeval.stats import Estimate
+from tabulate import tabulate
 
-STYLE = """:root{color-scheme:light dark;--line:#8886;--soft:#8882}
+from calibeval.io import atomic_write, counted
+from calibeval.records import meta
+from calibeval.report.figures import Figure
+from calibeval.report.index import Results
+from calibeval.report.tables import Table
+
+STYLE = """:root{color-scheme:light dark;--line:#8886}
 body{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:1.5rem auto;padding:0 1rem}
-h1{line-height:1.2;margin-bottom:.3rem}h2{margin:2.2rem 0 .6rem}
 .box{overflow-x:auto;max-width:100%}
 table{border-collapse:collapse;font-size:.87rem;font-variant-numeric:tabular-nums}
 th,td{padding:.22rem .6rem;text-align:left;white-space:nowrap;border-bottom:1px solid var(--line)}
-th{vertical-align:bottom}.n{text-align:right}tr.block td{border-top:2px solid var(--line)}
-.i{opacity:.65;font-size:.85em}.first{border-left:1px solid var(--line)}.note{font-size:.87rem}
+th{vertical-align:bottom}.n{text-align:right}tbody{border-top:2px solid var(--line)}
+.plain td{white-space:normal;overflow-wrap:anywhere;min-width:4rem}
+.i{opacity:.65;font-size:.85em}.first{border-left:1px solid var(--line)}
+.note,figcaption{font-size:.87rem}.gap{color:#d6455a;font-weight:600}
 figure{margin:1.2rem 0}figure img{background:#fff;border-radius:4px}
 figure img.column{width:min(100%,34rem)}figure img.page{width:100%;min-width:40rem}
-figcaption{font-size:.87rem;opacity:.85}.pair{display:grid;gap:0 2rem}
-@media(min-width:60rem){.pair{grid-template-columns:1fr 1fr}}
-code,pre{font-size:.82rem}pre{white-space:pre-wrap;overflow-wrap:anywhere;background:var(--soft)}
-pre{padding:.5rem .7rem}td.long{white-space:normal;overflow-wrap:anywhere;min-width:16rem}
-.done{color:#198754}.failed,.gap{color:#d6455a;font-weight:600}.running{color:#3d8bfd}
-.preempted,.interrupted{color:#c76a10}"""
-OPTIONS = ("task", "data", "split", "shots", "examples", "subjects", "limit", "style", "engine")
-OPTIONS += ("dtype", "max_length", "revision")
+.pair{display:grid;gap:0 2rem}@media(min-width:60rem){.pair{grid-template-columns:1fr 1fr}}"""
 
 
 def escape(value: object) -> str:
@@ -50,11 +45,14 @@ def page(title: str, parts: Sequence[str], path: Path) -> None:
         )
 
 
-def collected(results: Results, tables: Sequence[Table], figures: Sequence[Figure]) -> list[str]:
+def collected(tables: Sequence[Table], figures: Sequence[Figure]) -> list[str]:
     """Summary and differences first, then the table and the figures with their captions."""
     main, *paired = tables
-    parts = [f"<h2>In words</h2>{summary(results)}"]
-    parts += ["<h2>Differences to β = 0</h2>" + table(one) for one in paired]
+    parts = []
+    for one in paired:
+        parts += ["<h2>In words</h2>", summary(one), "<h2>Differences to β = 0</h2>", table(one)]
+    if not paired:
+        parts.append("<p>No row has β = 0 beside another of its kind: nothing to compare.</p>")
     parts += ["<h2>Accuracy and calibration</h2>" + table(main), "<h2>Figures</h2>"]
     # Of what is there in both widths, a column's: it can be read on a phone.
     twins = {figure.stem.name.removesuffix("_column") + "_page" for figure in figures}
@@ -78,96 +76,59 @@ def _figure(number: int, figure: Figure) -> str:
 def table(of: Table) -> str:
     """A table in a box of its own that scrolls."""
     each = len(of.heads)
-    edge = [" class='n first'"] + [" class=n"] * (each - 1)
+    edge = ["'n first'", *["n"] * (each - 1)] * len(of.groups)
     spans = "".join(f"<th class=first colspan={each}>{escape(group)}</th>" for group in of.groups)
-    heads = "".join(f"<th{c}>{escape(h)}</th>" for c, h in zip(edge, of.heads, strict=True))
-    keys = "".join(f"<th>{escape(key)}</th>" for key in of.keys)
-    lines = [f"<tr><th colspan={len(of.keys)}></th>{spans}</tr><tr>{keys}{heads * len(of.groups)}"]
-    last = None
-    for block, keys, cells in of.lines:
-        shown = [f"<td>{escape(key)}</td>" for key in keys]
-        for c, cell in zip(edge * len(of.groups), cells, strict=False):
-            value = f"<b>{cell.value}</b>" if cell.bold else cell.value
-            interval = f" <span class=i>{cell.interval}</span>" if cell.interval else ""
-            shown.append(f"<td{c}>{value}{cell.dagger}{interval}</td>")
-        lines.append(f"<tr{' class=block' * (block != last)}>{''.join(shown)}")
-        last = block
+    heads = zip(edge, of.heads * len(of.groups), strict=True)
+    lines = [f"<tr><th colspan={len(of.keys)}></th>{spans}</tr><tr>"]
+    lines += [f"<th>{escape(key)}</th>" for key in of.keys]
+    lines += [f"<th class={c}>{escape(head)}</th>" for c, head in heads]
+    for _, block in groupby(of.lines, key=lambda line: line[0]):
+        lines.append("<tbody>")
+        for _, keys, cells in block:
+            lines += ["<tr>", *(f"<td>{escape(key)}</td>" for key in keys)]
+            shown = (cell.text("<b>{}</b>", " <span class=i>{}</span>") for cell in cells)
+            lines += [f"<td class={c}>{text}</td>" for c, text in zip(edge, shown, strict=True)]
     body = f"<div class=box><table>{''.join(lines)}</table></div>"
     return f"{body}<p class=note>{escape(' '.join(of.notes))}</p>"
 
 
 def plain_table(rows: Sequence[dict]) -> str:
-    """Dictionaries as a table; a cell under `state` has its value as its class."""
-    keys = list(dict.fromkeys(key for row in rows for key in row))
-    lines = ["".join(f"<th>{escape(key)}</th>" for key in keys)]
-    for row in rows:
-        state = [f" class={escape(row[k])}" if k == "state" and row[k] else "" for k in keys]
-        cells = [escape(row.get(key)) for key in keys]
-        long = [s or " class=long" * (len(c) > 60) for s, c in zip(state, cells, strict=True)]
-        lines.append("".join(f"<td{c}>{text}</td>" for c, text in zip(long, cells, strict=True)))
-    return f"<div class=box><table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table></div>"
+    """Dictionaries as a table."""
+    shown = tabulate(rows, headers="keys", tablefmt="html", disable_numparse=True)
+    return f'<div class="box plain">{shown}</div>'
 
 
-def summary(results: Results) -> str:
-    """What each setting changes against β = 0, in words, from paired differences."""
-    found: dict[str, dict[str, list]] = {}
-    for row in results.rows:
-        base = results.reference(row)
-        for group in row.runs if base else ():
-            columns = {"accuracy": Column("accuracy")}
-            for confidence in row.runs[group][0].confidences:
-                name = f"squared calibration error among {AMONG[confidence]}"
-                columns[name] = Column("rms_debiased", confidence)
-            every = found.setdefault(", ".join(row.name("train_data", "model")), {})
-            for name, column in columns.items():
-                every.setdefault(name, []).append(difference(base, row, group, column))
-    if not found:
-        return "<p>No row has β = 0 beside another of its kind, so there is nothing to compare.</p>"
+def summary(differences: Table) -> str:
+    """How often each figure is told from that of β = 0, in words, from the paired differences."""
     lines = []
-    for setting, every in found.items():
-        said = (f"{name} is {changed(ds)}" for name, ds in every.items())
-        lines.append(f"<li><b>{escape(setting)}</b> against β = 0: {escape('; '.join(said))}.")
-    return f"<ul>{''.join(lines)}</ul>"
+    for block, rows in groupby(differences.lines, key=lambda line: line[0]):
+        _, keys, every = zip(*rows, strict=True)
+        said = []
+        for i, head in enumerate(differences.heads):
+            of = [cell for cells in every for cell in cells[i :: len(differences.heads)]]
+            up = sum(cell.bold and cell.estimate.value > 0 for cell in of)
+            down = sum(cell.bold for cell in of) - up
+            said.append(f"{head.rstrip(' ↑↓')} lower in {down}, higher in {up}")
+        setting, number = ", ".join(keys[0][: len(block)]), counted(len(of), "comparison")
+        lines.append(f"<li><b>{escape(setting)}</b>, {number}: {escape('; '.join(said))}.")
+    return f"<p>Told apart from β = 0:</p><ul>{''.join(lines)}</ul>"
 
 
-def changed(ds: Sequence[Estimate]) -> str:
-    """Differences as words: lower (−0.1 [−0.2, 0]) for one, in how many of them for several."""
-    lower, higher = ([d for d in ds if told_apart(d) and (d.value > 0) == up] for up in (0, 1))
-    if len(ds) > 1:
-        return f"lower in {len(lower)} and higher in {len(higher)} of {len(ds)} comparisons"
-    word = "lower" if lower else "higher" if higher else "not told apart"
-    cell = Cell(ds[0], Column("accuracy"), sign="+")
-    return f"{word} ({cell.value} {cell.interval})"
-
-
-def settings(results: Results, command: str) -> list[str]:
-    """How the records were made, the versions, and the commands that make all of it again."""
+def settings(results: Results) -> str:
+    """How the records were made, and with which versions."""
     found = []
-    for path in filter(lambda path: sidecar(path).is_file(), results.records):
-        meta = json.loads(read_text(sidecar(path)))
-        flat = {"records": str(path), "model": meta.get("model")} | (meta.get("settings") or {})
-        flat |= {f"{name} version": text for name, text in (meta.get("versions") or {}).items()}
-        found.append({k: v if isinstance(v, str) else json.dumps(v) for k, v in flat.items()})
-    keys = list(dict.fromkeys(key for flat in found for key in flat))
-    same = [key for key in keys if len({flat.get(key) for flat in found}) == 1]
-    parts = ["<h2>Settings</h2>"]
-    if found:
-        parts.append(plain_table([{"setting": k, "of every run": found[0][k]} for k in same]))
-        other = [{key: flat.get(key) for key in keys if key not in same} for flat in found]
-        parts.append(f"<details><summary>by record file</summary>{plain_table(other)}</details>")
-    if bare := len(results.records) - len(found):
-        parts.append(f"<p>{counted(bare, 'record file')} without a sidecar that says how.</p>")
-    parts.append(f"<h2>Commands</h2><pre>{escape(command)}</pre>")
-    scores = "\n".join(score_command(flat) for flat in found if "task" in flat)
-    return [*parts, f"<details><summary>scoring</summary><pre>{escape(scores)}</pre></details>"]
-
-
-def score_command(flat: dict) -> str:
-    """The command that scores these records anew."""
-    words = ["python", "-m", "calibeval", "score", "--model", flat["model"]]
-    for key in OPTIONS:
-        if (value := flat.get(key, "null")) != "null":
-            value = ",".join(json.loads(value)) if key == "subjects" else value
-            words += [f"--{key.replace('_', '-')}", value]
-    words += ["--chat-template"] if flat.get("chat_template") == "true" else []
-    return shlex.join([*words, "--out", flat["records"]])
+    for path in results.records:
+        if known := meta(path):
+            versions = {f"{name} version": v for name, v in (known.get("versions") or {}).items()}
+            about = {"model": known.get("model")} | (known.get("settings") or {}) | versions
+            text = {k: v if isinstance(v, str) else json.dumps(v) for k, v in about.items()}
+            found.append({"records": str(path)} | text)
+    keys = dict.fromkeys(key for line in found for key in line)
+    same = [key for key in keys if len({line.get(key) for line in found}) == 1]
+    shared = [{"setting": key, "of every run": found[0][key]} for key in same]
+    own = [{key: line.get(key) for key in keys if key not in same} for line in found]
+    bare = counted(len(results.records) - len(found), "record file")
+    return (
+        f"<h2>Settings</h2>{plain_table(shared)}<p>{bare} without a sidecar that says how.</p>"
+        f"<details><summary>by record file</summary>{plain_table(own)}</details>"
+    )

@@ -4,42 +4,49 @@ What the index leaves out is taken from the records' sidecar: the training data,
 rate and seed of the run that made the model, and the model's sizes.
 """
 
-import json
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path, PurePath
+from typing import Annotated, Literal
 
-from calibeval import conformal, stats
-from calibeval.io import InputError, json_lines, read_text
-from calibeval.records import sidecar
+from pydantic import BaseModel, Field, NonNegativeFloat
 
-NORMALISE = ("sum", "bytes", "characters", "unconditional")
-TEXT = (lambda v: isinstance(v, str) and bool(v.strip()), "text")
-NUMBER = (lambda v: _number(v) and v >= 0, "a number of at least 0")
-COUNT = (lambda v: _number(v) and v >= 1 and v % 1 == 0, "a whole number of at least 1")
-KEYS = {
-    "records": (TEXT[0], "a path"),
-    "dataset": TEXT,
-    "model": TEXT,
-    "label_smoothing": (lambda v: _number(v) and 0 <= v <= 1, "a number from 0 to 1"),
-    **dict.fromkeys(("train_data", "calibrator", "name", "run"), TEXT),
-    **dict.fromkeys(("learning_rate", "epochs"), NUMBER),
-    **dict.fromkeys(("parameters", "vocabulary", "hidden_size"), COUNT),
-    "seed": (lambda v: _number(v) and v % 1 == 0, "a whole number"),
-    "normalise": (lambda v: v in NORMALISE, f"one of {', '.join(NORMALISE)}"),
-}
-REQUIRED = ("records", "dataset", "model", "label_smoothing")
+from calibeval import conformal, records, stats
+from calibeval.io import InputError, json_lines
+from calibeval.records import check, meta, sidecar
+
+Text = Annotated[str, Field(pattern=r"\S")]
+Count = Annotated[float, Field(ge=1, multiple_of=1)]  # 1.2e9 is one as well
+
+
+class Line(BaseModel, strict=True, extra="allow"):
+    """One record file, and what is known of the run behind it; any other key is a scalar."""
+
+    records: Text  # a path, from the index's folder
+    dataset: Text
+    model: Text
+    label_smoothing: Annotated[float, Field(ge=0, le=1)] | None
+    train_data: Text | None = None
+    calibrator: Text | None = None
+    name: Text | None = None
+    run: Text | None = None
+    epochs: NonNegativeFloat | None = None
+    learning_rate: NonNegativeFloat | None = None
+    parameters: Count | None = None
+    vocabulary: Count | None = None
+    hidden_size: Count | None = None
+    seed: Annotated[float, Field(multiple_of=1)] | None = None
+    normalise: Literal["sum", "bytes", "characters", "unconditional"] | None = None
+    __pydantic_extra__: dict[str, bool | int | float | str | None]
+
+
 SIZES = ("parameters", "vocabulary", "hidden_size")  # of a model, so columns only within one name
 # Which records, of which questions and how read, or one row's repetitions: none of them a row.
 NO_ROW = ("records", "dataset", "normalise", "seed", "run")
 FIRST = ("train_data", "model", "label_smoothing")
 HEADINGS = {"train_data": "SFT data", "label_smoothing": "β"}
 SHORT = {"learning_rate": "lr", "hidden_size": "D", "vocabulary": "V"}
-
-
-def _number(value) -> bool:
-    real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return real and math.isfinite(value)
 
 
 @dataclass(eq=False)
@@ -98,7 +105,8 @@ class Row:
             if not (runs := self.runs.get(group)):
                 return stats.Estimate()
             if metric == "set_size":
-                sizes = [conformal.evaluate(run).size for run in runs]
+                read = [records.read(run.path, run.normalise) for run in runs]
+                sizes = [conformal.evaluate(of).size for of in read]
                 self.kept[key] = stats.Estimate(sum(sizes) / len(sizes))
             else:
                 self.kept[key] = stats.estimate(runs, metric, confidence)
@@ -145,15 +153,9 @@ def read(index: Path) -> Results:
     """Rows of an index; refuses lines that cannot be averaged or compared, naming both files."""
     lines = read_lines(Path(index))
     runs = [stats.load(line["records"], line.get("normalise")) for line in lines]
-    first: dict[str, stats.Run] = {}
-    for line, run in zip(lines, runs, strict=True):
-        one = first.setdefault(line["dataset"], run)
-        if run.questions_sha256 != one.questions_sha256:
-            raise InputError(
-                f"{one.path} and {run.path}: both are dataset {line['dataset']!r}, but hold other "
-                f"questions or answers ({one.questions:,} and {run.questions:,} questions); give "
-                f"them two dataset names, or score the same questions"
-            )
+    for dataset in {line["dataset"] for line in lines}:
+        pairs = zip(lines, runs, strict=True)
+        stats.same_questions([run for line, run in pairs if line["dataset"] == dataset])
     shown = columns(lines)
     paths = {line["train_data"] for line in lines if line.get("train_data")}
     last = {path: PurePath(path).name or path for path in paths}
@@ -181,7 +183,7 @@ def read_lines(index: Path) -> list[dict]:
     lines, seen = [], {}
     for number, line in json_lines(index):
         where = f"{index}, line {number}"
-        check_line(line, where)
+        check(line, where, Line)
         path = index.parent / line["records"]
         if not path.is_file():
             raise InputError(f"{where}: no record file {path}")
@@ -190,7 +192,7 @@ def read_lines(index: Path) -> list[dict]:
             raise InputError(f"{where}: {path} is on line {seen[again]} already")
         seen[again] = number
         known = of_sidecar(path)
-        line = {k: v for k, v in line.items() if v is not None or k in REQUIRED}
+        line = {k: v for k, v in line.items() if v is not None or k == "label_smoothing"}
         for key in ("label_smoothing", "epochs", "learning_rate"):
             said, found = line.get(key), known.get(key)
             if said is not None and found is not None and not math.isclose(said, found):
@@ -203,39 +205,17 @@ def read_lines(index: Path) -> list[dict]:
         lines.append(known | line | {"records": path})
     if not lines:
         raise InputError(f"{index}: no lines; expected one JSON object a record file")
-    for key in SIZES:  # older sidecars lack them; what a model's others agree on holds for all
-        known = {(line["model"], line[key]) for line in lines if key in line}
-        models = [model for model, _ in known]
-        agreed = {model: value for model, value in known if models.count(model) == 1}
-        for line in lines:
-            line |= {key: agreed[line["model"]]} if line["model"] in agreed else {}
     return lines
-
-
-def check_line(line: dict, where: str) -> None:
-    """Raise `InputError` unless every key has a value of its kind."""
-    for key in REQUIRED:
-        if key not in line:
-            raise InputError(f"{where}: no {key!r}; found {', '.join(line) or 'no key'}")
-    other = (lambda v: isinstance(v, (str, bool)) or _number(v), "text, a number, true or false")
-    for key, value in line.items():
-        fits, expected = KEYS.get(key, other)
-        null = key not in REQUIRED[:3]
-        if not (value is None and null) and (isinstance(value, (list, dict)) or not fits(value)):
-            expected += ", or null" if null else ""
-            raise InputError(f"{where}: {key} is {json.dumps(value)}, expected {expected}")
 
 
 def of_sidecar(path: Path) -> dict:
     """What a record file's sidecar says of the run that trained the model, and of its sizes."""
-    if not sidecar(path).is_file():
-        return {}
+    known = meta(path)
     try:
-        meta = json.loads(read_text(sidecar(path)))
-        train = (meta.get("training") or {}).get("train") or {}
-        sizes = meta.get("architecture") or {}
+        train = (known.get("training") or {}).get("train") or {}
+        sizes = known.get("architecture") or {}
         mixed = "+".join(map(str, (train.get("dataset_mixer_list") or ())[::2]))
-    except (json.JSONDecodeError, AttributeError, TypeError) as error:
+    except (AttributeError, TypeError) as error:
         raise InputError(f"{sidecar(path)}: not what `score` writes there ({error})") from None
     found = {key: train.get(key) for key in ("learning_rate", "seed", "label_smoothing")}
     found["train_data"] = train.get("train_file") or train.get("dataset_name") or mixed
@@ -246,16 +226,16 @@ def of_sidecar(path: Path) -> dict:
 
 def columns(lines: list[dict]) -> tuple[str, ...]:
     """The keys that tell rows apart: model, β, and whatever else varies."""
-    models = {line["model"] for line in lines}
 
     def varies(key: str) -> bool:
         if key in SIZES:
-            return len({(line["model"], line.get(key)) for line in lines}) > len(models)
+            sized = {(line["model"], line[key]) for line in lines if key in line}
+            return len(sized) > len({model for model, _ in sized})
         # What only fine-tuning has, such as its learning rate, the base model need not lack.
         tuned = [line for line in lines if key in line or line["label_smoothing"] is not None]
         return len({line.get(key) for line in tuned}) > 1
 
-    every = dict.fromkeys((*KEYS, *(key for line in lines for key in line)))
+    every = dict.fromkeys((*Line.model_fields, *(key for line in lines for key in line)))
     free = [key for key in every if key not in (*NO_ROW, *FIRST) and varies(key)]
     return (*FIRST[:1] * varies("train_data"), *FIRST[1:], *free)
 
@@ -263,22 +243,19 @@ def columns(lines: list[dict]) -> tuple[str, ...]:
 def check_seeds(row: Row) -> None:
     """Refuse runs that would be averaged without being one setting's different seeds."""
     for group, seeds in row.seeds.items():
-        for i, seed in enumerate(seeds[1:], 1):
-            if seed == seeds[i - 1] or seeds[0] is None:
-                one, two = (row.runs[group][at].path for at in (i - 1, i))
+        for (one, a), (two, b) in pairwise(zip(row.runs[group], seeds, strict=True)):
+            if a == b or a is None:
                 keys = ", ".join(f"{heading(key)} {row.text(key)}" for key in row.shown)
-                lacking = f"both have seed {seed}" if seed == seeds[i - 1] else "one has no seed"
-                lacking = "neither has a seed" if seed is None else lacking
                 raise InputError(
-                    f"{one} and {two}: both are {group}, {keys}, and {lacking}; give the index the "
-                    f"key that tells them apart: seed, or train_data, learning_rate, name, …"
+                    f"{one.path} and {two.path}: both are {group}, {keys}, with seeds {a} and {b}; "
+                    f"give the index the key that tells them apart: seed, train_data, name, …"
                 )
 
 
 def _order(row: Row) -> tuple:
     """By block, calibrators after β, then whatever else varies; absent before numbers, text."""
-    rest = [key for key in row.shown if key not in (*FIRST, "calibrator")]
-    values = [row.keys.get(key) for key in (*FIRST[:2], "calibrator", FIRST[2], *rest)]
+    keys = dict.fromkeys(("train_data", "model", "calibrator", "label_smoothing", *row.shown))
+    values = [row.keys.get(key) for key in keys if key in row.shown]
     return tuple(
         (0, 0, "") if v is None else (1, v, "") if isinstance(v, (int, float)) else (2, 0, v)
         for v in values

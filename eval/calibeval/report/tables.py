@@ -3,29 +3,25 @@
 import csv
 import io
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise, product
 
 import numpy as np
 
 from calibeval import stats
 from calibeval.io import InputError
-from calibeval.metrics.values import CALIBRATION, REGULAR
+from calibeval.metrics import REGULAR
 from calibeval.report.index import Results, Row, heading
 
 DEFAULT = "accuracy,ece,rms"
-# Heading and direction: 1 the more the better, -1 the less, 0 the nearer to 0.
-METRICS = {
-    "accuracy": ("Acc", 1),
-    "brier": ("Brier", -1),
-    "rms_debiased": ("debiased RMS", -1),
-    "rms_hendrycks": ("Hendrycks' RMS", -1),
-    "ece_signed": ("signed ECE", 0),
-    "auroc": ("AUROC", 1),
-    "accuracy_at_50": ("Acc at 50 %", 1),
-    "accuracy_at_80": ("Acc at 80 %", 1),
-    "set_size": ("Set size", -1),
+NAMES = {
+    "accuracy": "Acc",
+    "brier": "Brier",
+    "rms_debiased": "debiased RMS",
+    "rms_hendrycks": "Hendrycks' RMS",
+    "ece_signed": "signed ECE",
+    "set_size": "Set size",
 }
 CALIBRATED = 0.05  # an ECE with a larger p-value is no evidence of miscalibration
 NOTES = {
@@ -47,11 +43,12 @@ class Column:
 
     @property
     def name(self) -> str:
-        return METRICS.get(self.metric, (self.metric.upper().replace("_", " "),))[0]
+        return NAMES.get(self.metric, self.metric.upper())
 
     @property
     def direction(self) -> int:
-        return METRICS.get(self.metric, ("", -1))[1]
+        """1 the more the better, -1 the less, 0 the nearer to 0."""
+        return {"accuracy": 1, "auroc": 1, "ece_signed": 0}.get(self.metric, -1)
 
     @property
     def heading(self) -> str:
@@ -59,24 +56,27 @@ class Column:
         among = ", all tokens" if self.confidence == "vocabulary" else ""
         return f"{self.name}{among} {' ↑↓'[self.direction]}".strip()
 
-    def loss(self, value: float) -> float:
-        """The smaller the better."""
-        return -self.direction * value if self.direction else abs(value)
+    def loss(self, e: stats.Estimate) -> float | None:
+        """The smaller the better, as printed."""
+        if e.value is not None:
+            return round(-self.direction * e.value if self.direction else abs(e.value), 3)
+
+    def best(self, estimates: Sequence[stats.Estimate]) -> float | None:
+        """The smallest loss; None where all are alike."""
+        losses = {self.loss(e) for e in estimates} - {None}
+        return min(losses) if len(losses) > 1 else None
 
 
 def columns(text: str = DEFAULT) -> list[Column]:
     """Columns from "accuracy,ece,ece@vocabulary"; an unknown name raises `InputError`."""
+    known = {"set_size": Column("set_size")} | {m: Column(m) for m in stats.METRICS}
+    known |= {f"{m}@{c}": Column(m, c) for m, c in product(stats.METRICS, stats.CONFIDENCES)}
     found = []
     for word in (part.strip() for part in text.split(",")):
-        metric, _, confidence = word.partition("@")
-        known = (*stats.METRICS, "set_size")
-        if metric not in known:
-            raise InputError(f"--columns: no metric {metric!r}; known: {', '.join(known)}")
-        among = ("choices",) if metric == "set_size" else stats.CONFIDENCES
-        if confidence not in ("", *among):
-            expected = " or ".join(among)
-            raise InputError(f"--columns: {word}: found {confidence!r}, expected {expected}")
-        found.append(Column(metric, confidence or "choices"))
+        if word not in known:
+            names = ", ".join(("set_size", *stats.METRICS))
+            raise InputError(f"--columns: no {word!r}; expected {names}, also with @vocabulary")
+        found.append(known[word])
     return list(dict.fromkeys(found))
 
 
@@ -101,6 +101,12 @@ class Cell:
 
     def _text(self, value: float) -> str:
         return format(round(value, 3) + 0.0, f"{self.sign}.3f")  # −0.0 + 0.0 is 0
+
+    def text(self, bold: str, small: str, escape: Callable = str) -> str:
+        """Value, dagger and interval in the markup of a format."""
+        value = bold.format(escape(self.value)) if self.bold else escape(self.value)
+        interval = small.format(escape(self.interval)) if self.interval else ""
+        return value + escape(self.dagger) + interval
 
     @property
     def dagger(self) -> str:
@@ -132,21 +138,20 @@ def main(results: Results, chosen: Sequence[Column]) -> Table:
         values = [estimate(row, g, column).value for g in groups]
         return stats.Estimate(None if None in values else float(np.mean(values)))
 
-    found = [[estimate(row, *place) for place in places] for row in results.rows]
-    bold = set()
-    for block in dict.fromkeys(row.block for row in results.rows):
-        inside = [i for i, row in enumerate(results.rows) if row.block == block]
-        for j, (_, column) in enumerate(places):
-            values = {i: found[i][j].value for i in inside if found[i][j].value is not None}
-            loss = {i: round(column.loss(v), 3) for i, v in values.items()}  # as printed
-            if len(set(loss.values())) > 1:
-                bold |= {(i, j) for i, value in loss.items() if value == min(loss.values())}
     lines = []
-    for i, row in enumerate(results.rows):
-        cells = [Cell(found[i][j], c, (i, j) in bold) for j, (_, c) in enumerate(places)]
-        counts = sorted({len(runs) for runs in row.runs.values()})
-        seeds = "–".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-        lines.append((row.block, [*map(row.text, results.shown), seeds], cells))
+    for block, of_block in groupby(results.rows, key=lambda row: row.block):
+        rows = list(of_block)
+        found = [[estimate(row, *place) for place in places] for row in rows]
+        best = [column.best([e[j] for e in found]) for j, (_, column) in enumerate(places)]
+        for row, estimates in zip(rows, found, strict=True):
+            columns = (column for _, column in places)
+            cells = [
+                Cell(e, c, least is not None and c.loss(e) == least)
+                for e, c, least in zip(estimates, columns, best, strict=True)
+            ]
+            counts = sorted({len(runs) for runs in row.runs.values()})
+            seeds = "–".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+            lines.append((block, [*map(row.text, results.shown), seeds], cells))
     names = list(dict.fromkeys(group for group, _ in places))
     heads = [column.heading for column in chosen]
     keys = [*map(heading, results.shown), "Seeds"]
@@ -162,17 +167,11 @@ def notes(results: Results, chosen: Sequence[Column], lines: list) -> list[str]:
         found.append("“All tokens”: its probability among the vocabulary, else among the choices.")
     cells = [cell for *_, every in lines for cell in every]
     if any(cell.interval for cell in cells):
-        found.append("[low, high]: 95 % interval over questions and seeds.")
-    bare = {cell.column.name: cell for cell in cells if cell.column.metric in CALIBRATION}
-    if names := [name for name, cell in bare.items() if not cell.interval]:
-        found.append(f"Where {', '.join(names)} has no interval, none is known to cover.")
-    floors = [f"{cell.estimate.floor:.3f}" for cell in cells if cell.dagger]
-    if floors:
-        span = " to ".join(dict.fromkeys((min(floors), max(floors))))
         found.append(
-            f"† ECE consistent with calibration (p > {CALIBRATED}): 95 % of calibrated models with "
-            f"these confidences read less than {span}."
+            "[low, high]: 95 % interval over questions and seeds, where one is known to cover."
         )
+    if any(cell.dagger for cell in cells):
+        found.append(f"† ECE consistent with calibration (p > {CALIBRATED}).")
     return [*found, "Bold: best of the SFT data and model."]
 
 
@@ -215,10 +214,7 @@ def markdown(table: Table) -> str:
     """As GitHub Markdown, with its notes below."""
     heads = [*table.keys, *(f"{g}: {h}" for g in table.groups for h in table.heads)]
     rows = [heads, ["---"] * len(heads)]
-    for _, keys, cells in table.lines:
-        values = [f"**{c.value}**" if c.bold else c.value for c in cells]
-        shown = [f"{v}{c.dagger} {c.interval}".strip() for v, c in zip(values, cells, strict=True)]
-        rows.append([*keys, *shown])
+    rows += [[*keys, *(c.text("**{}**", " {}") for c in cells)] for _, keys, cells in table.lines]
     lines = ["| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in rows]
     return "\n".join([*lines, "", " ".join(table.notes)]) + "\n"
 
@@ -226,62 +222,52 @@ def markdown(table: Table) -> str:
 def latex(table: Table) -> str:
     """As a LaTeX `tabular` (booktabs); intervals only in a table of up to four figures a row."""
     first, each = len(table.keys), len(table.heads)
-    narrow = len(table.groups) * each <= 4
+    small = r" {{\scriptsize {}}}" if len(table.groups) * each <= 4 else ""
     spans = [rf"\multicolumn{{{each}}}{{c}}{{{escape(group)}}}" for group in table.groups]
-    ends = [first + i * each for i in range(len(table.groups) + 1)]
+    ends = [first + i * each for i in range(len(spans) + 1)]
     rules = "".join(rf"\cmidrule(lr){{{a + 1}-{b}}}" for a, b in pairwise(ends))
+    columns = f"{'l' * first}{'r' * (ends[-1] - first)}"
+    heads = map(escape, [*table.keys, *table.heads * len(spans)])
     lines = [f"% {escape(note)}" for note in table.notes]
-    lines += [rf"\begin{{tabular}}{{{'l' * first}{'r' * (ends[-1] - first)}}}", r"\toprule"]
-    lines += [" & ".join([""] * first + spans) + r" \\", rules]
-    lines.append(" & ".join(map(escape, [*table.keys, *table.heads * len(spans)])) + r" \\")
-    last = None
-    for block, keys, cells in table.lines:
-        lines += [r"\midrule"] * (block != last)
-        last, shown = block, []
-        for cell in cells:
-            value = rf"\textbf{{{escape(cell.value)}}}" if cell.bold else escape(cell.value)
-            interval = rf" {{\scriptsize {escape(cell.interval)}}}" if narrow else ""
-            shown.append(value + escape(cell.dagger) + interval)
-        lines.append(" & ".join([*map(escape, keys), *shown]) + r" \\")
+    lines += [rf"\begin{{tabular}}{{{columns}}}", r"\toprule"]
+    lines += [" & ".join([""] * first + spans) + r" \\", rules, " & ".join(heads) + r" \\"]
+    for _, block in groupby(table.lines, key=lambda line: line[0]):
+        lines.append(r"\midrule")
+        for _, keys, cells in block:
+            shown = [cell.text(r"\textbf{{{}}}", small, escape) for cell in cells]
+            lines.append(" & ".join([*map(escape, keys), *shown]) + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
 
-SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-SPECIAL |= {c: "\\" + c for c in "&%$#_{}"} | {c: f"{{{c}}}" for c in "[]"}
+SPECIAL = {c: "\\" + c for c in "&%$#_{}"} | {c: f"{{{c}}}" for c in "[]"}
 SPECIAL |= {c: f"${c}$" for c in "+<>|"} | {"–": "--", "“": "``", "”": "''", "’": "'"}
-MATHS = {"↑": "uparrow", "↓": "downarrow", "†": "dagger", "×": "times", "±": "pm", "·": "cdot"}
-SPECIAL |= {c: rf"$\{name}$" for c, name in MATHS.items()}
+NAMED = {"\\": "backslash", "^": "hat{}", "~": "sim", "↑": "uparrow", "↓": "downarrow"}
+NAMED |= {"†": "dagger", "×": "times", "±": "pm", "α": "alpha", "β": "beta", "λ": "lambda"}
+SPECIAL |= {c: rf"$\{name}$" for c, name in NAMED.items()}
 
 
 def escape(text: str) -> str:
     """Text for pdfLaTeX; a letter that it has no font for becomes its number, U+4E2D."""
-    return "".join(map(_escape, unicodedata.normalize("NFC", text)))
-
-
-def _escape(c: str) -> str:
-    if c in SPECIAL or (c.isascii() and c.isprintable()):
-        return SPECIAL.get(c, c)
-    greek = unicodedata.name(c, "").removeprefix("GREEK SMALL LETTER ").lower()
-    if "α" <= c <= "ω" and c not in "ος":
-        return rf"$\{greek.replace('lamda', 'lambda')}$"
-    return c if "À" <= c <= "ž" and c != "ĸ" and c != "ŉ" else f"U+{ord(c):04X}"
+    return "".join(
+        SPECIAL.get(c, c if c.isascii() or "À" <= c <= "ÿ" else f"U+{ord(c):04X}")
+        for c in unicodedata.normalize("NFC", text)
+    )
 
 
 def tidy(results: Results) -> str:
     """CSV: a line a row, data set, confidence and metric, with low, high, floor and p."""
+    keys = dict.fromkeys((*results.shown, *(key for row in results.rows for key in row.keys)))
+    figures = ("value", "low", "high", "floor", "p")
     text = io.StringIO()
-    keys = list(dict.fromkeys((*results.shown, *(key for row in results.rows for key in row.keys))))
     writer = csv.writer(text, lineterminator="\n")
-    head = ["dataset", *keys, "seeds", "questions", "letter_mass", "confidence", "metric"]
-    writer.writerow([*head, "value", "low", "high", "floor_95", "p"])
+    about = ("seeds", "questions", "letter_mass", "confidence", "metric")
+    writer.writerow(["dataset", *keys, *about, "value", "low", "high", "floor_95", "p"])
     for row in results.rows:
         for group, runs in row.runs.items():
             start = [group, *map(row.keys.get, keys), len(runs), runs[0].questions]
             masses = [run.letter_mass for run in runs if run.letter_mass is not None]
             start.append(float(np.mean(masses)) if masses else None)
-            for confidence in runs[0].confidences:
-                for metric in stats.METRICS:
-                    e = row.estimate(group, metric, confidence)
-                    figures = e.value, e.low, e.high, e.floor, e.p
-                    writer.writerow([*start, confidence, metric, *figures])
+            for c, metric in product(runs[0].confidences, stats.METRICS):
+                e = vars(row.estimate(group, metric, c))
+                writer.writerow([*start, c, metric, *map(e.get, figures)])
     return text.getvalue()

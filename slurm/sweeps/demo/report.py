@@ -85,9 +85,8 @@ def summary(results: Results) -> str:
 
 
 def ece(row: Row, confidence: str = "choices") -> str:
-    """An ECE with its interval, if it has one."""
-    e = row.estimate("mmlu", "ece", confidence)
-    return f"{e.value:.3f}" if e.low is None else f"{e.value:.3f} [{e.low:.3f}, {e.high:.3f}]"
+    """An ECE as it is printed."""
+    return f"{row.estimate('mmlu', 'ece', confidence).value:.3f}"
 
 
 def change(a: Row, b: Row, confidence: str = "choices") -> str:

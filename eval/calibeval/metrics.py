@@ -1,0 +1,287 @@
+"""Scored questions, many samples of them at once, and every metric. NumPy alone; never a model.
+
+choices:    p_k = softmax of the choices' log-probabilities (the official way)
+vocabulary: p_k = exp(log-probability): what the model gives the letter among all its tokens
+
+A metric takes R samples of N questions and returns (R,). A sample never copies questions: it counts
+them (`times`) or gives them other labels. For bin b of n_b of N questions: w_b = n_b / N,
+Δ_b = accuracy − confidence.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from calibeval.records import Records
+
+BINS = 15
+SEED = 0
+CELLS = 300_000  # samples × questions at a time: larger arrays cost more page faults than they save
+
+
+class Scores:
+    """N questions with up to K choices; arrays are (N,) where not said."""
+
+    def __init__(self, logprobs: np.ndarray, labels: np.ndarray):
+        each = np.arange(len(labels))
+        self.logprobs = logprobs  # (N, K) natural log, −∞ for a choice that the question lacks
+        self.labels = labels
+        self.probs = np.exp(logprobs)  # (N, K); rows need not sum to 1
+        self.best = logprobs.argmax(1)  # the likeliest choice, the first of equals
+        self.confidence = self.probs[each, self.best]
+        self.correct = (self.best == labels).astype(float)
+        self.right = logprobs[each, labels]  # log-probability of the right choice
+        self._binnings: dict[tuple, Binning] = {}
+
+    def binning(self, name: str | int, p: np.ndarray, bins: int, edges: Callable) -> "Binning":
+        """Bins of one kind of probabilities, made once for all samples."""
+        key = name, bins, edges
+        if key not in self._binnings:
+            self._binnings[key] = Binning(p, edges(p, bins))
+        return self._binnings[key]
+
+    @cached_property
+    def ranks(self) -> tuple[np.ndarray, np.ndarray]:
+        """Places by ascending confidence, and where runs of equal confidence start there."""
+        order = np.argsort(self.confidence, kind="stable")
+        return order, np.unique(self.confidence[order], return_index=True)[1]
+
+
+def scores(records: Records, confidence: str) -> Scores:
+    """The records' log-probabilities under one definition of confidence."""
+    logprobs = records.logprobs
+    if confidence == "choices":
+        logprobs = logprobs - np.logaddexp.reduce(logprobs, axis=1, keepdims=True)
+    return Scores(logprobs, records.labels)
+
+
+@dataclass(frozen=True)
+class Bins:
+    """Per-bin count and sums of R samples, (R, B)."""
+
+    count: np.ndarray
+    confidence_sum: np.ndarray
+    correct_sum: np.ndarray
+    square_sum: np.ndarray  # of (correct − confidence)²
+
+    @property
+    def weight(self) -> np.ndarray:
+        """w_b = n_b / N."""
+        return self.count / np.maximum(self.count.sum(1, keepdims=True), 1)
+
+    @property
+    def gap(self) -> np.ndarray:
+        """Δ_b = accuracy_b − confidence_b; 0 in an empty bin."""
+        return (self.correct_sum - self.confidence_sum) / np.maximum(self.count, 1)
+
+    @property
+    def noise(self) -> np.ndarray:
+        """s_b² = Σ (y − p − Δ_b)² / (n_b (n_b − 1)), the variance of Δ_b; 0 below two questions."""
+        spread = self.square_sum / np.maximum(self.count, 1) - self.gap**2
+        return np.where(self.count > 1, spread / np.maximum(self.count - 1, 1), 0)
+
+
+def equal_width(p: np.ndarray, bins: int) -> np.ndarray:
+    """Inner edges 1/B, …, 1 − 1/B: a probability of 1 is in the last bin."""
+    return np.arange(1, bins) / bins
+
+
+def equal_mass(p: np.ndarray, bins: int) -> np.ndarray:
+    """Inner edges p_(round(i N / B)) as in hendrycks/test: equal probabilities share a bin."""
+    at = np.round(np.arange(1, bins) * len(p) / bins).astype(int)
+    return np.sort(p)[np.minimum(at, len(p) - 1)]
+
+
+class Binning:
+    """Bins [0, e_1), [e_1, e_2), …, [e_B−1, 1] of probabilities p (N,)."""
+
+    def __init__(self, p: np.ndarray, edges: np.ndarray):
+        member = np.eye(len(edges) + 1)[np.searchsorted(edges, p, side="right")]
+        p = p[:, None]
+        self.all = np.hstack([member, member * p, member * p**2])
+        # (y − p)² = y (1 − 2 p) + p² for y of 0 or 1
+        self.right = np.hstack([member, member * (1 - 2 * p)])
+
+    def of(self, y: np.ndarray, times: np.ndarray) -> Bins:
+        """The bins of samples: whether p came true, (N,) or (R, N); times (R, N) or (1, N)."""
+        count, total, squares = np.hsplit(times @ self.all, 3)
+        right, rest = np.hsplit(times * y @ self.right, 2)
+        return Bins(count, total, right, rest + squares)
+
+
+class Sample:
+    """R samples of the scored questions."""
+
+    def __init__(
+        self,
+        scores: Scores,
+        times: np.ndarray | None = None,  # (R, N); default: each question once
+        labels: np.ndarray | None = None,  # (R, N) labels to use in place of the scores' own
+    ):
+        self.scores = scores
+        self.times = np.ones((1, len(scores.labels))) if times is None else times
+        self.labels = scores.labels if labels is None else labels
+        self._top: dict[int, Bins] = {}
+
+    @cached_property
+    def correct(self) -> np.ndarray:
+        """Whether the likeliest choice is right, (N,) or (R, N)."""
+        return (self.labels == self.scores.best).astype(float)
+
+    def top(self, bins: int = BINS) -> Bins:
+        """Equal-width bins of the likeliest choice's probability."""
+        if bins not in self._top:
+            of = self.scores.binning("top", self.scores.confidence, bins, equal_width)
+            self._top[bins] = of.of(self.correct, self.times)
+        return self._top[bins]
+
+    def mean(self, values: np.ndarray) -> np.ndarray:
+        """Mean over each sample of a figure of every question, (N,) → (R,)."""
+        return self.times @ values / self.times.sum(1)
+
+
+def resamples(n: int, count: int) -> Iterator[np.ndarray]:
+    """Yield (R, n) counts of how often each of n questions is drawn, `count` rows in all.
+
+    The same for every run over as many questions: differences between runs are paired.
+    """
+    rng = np.random.default_rng(SEED)
+    for rows in _chunks(count, n):
+        drawn = rng.integers(0, n, (rows, n), dtype=np.int32)
+        yield np.stack([np.bincount(row, minlength=n) for row in drawn]).astype(float)
+
+
+def calibrated(of: Scores, count: int) -> Iterator[Sample]:
+    """Yield `count` samples whose labels are drawn from the stated probabilities.
+
+    They say what a perfectly calibrated model with these confidences reads on as many questions.
+    Mass outside the choices draws the label K: none of them.
+    """
+    rng = np.random.default_rng(SEED)
+    edges = of.probs.cumsum(1)
+    if np.allclose(edges[:, -1], 1):
+        edges /= edges[:, -1:]
+    for rows in _chunks(count, len(edges)):
+        draws = rng.random((rows, len(edges)))
+        yield Sample(of, labels=sum((draws >= edge).astype(int) for edge in edges.T))
+
+
+def _chunks(count: int, n: int) -> Iterator[int]:
+    size = max(1, CELLS // n)
+    while count > 0:
+        yield min(size, count)
+        count -= size
+
+
+def accuracy(sample: Sample) -> np.ndarray:
+    """Share of questions whose likeliest choice is right."""
+    return sample.mean(sample.scores.correct)
+
+
+def nll(sample: Sample) -> np.ndarray:
+    """Mean −log p(right choice), in nats."""
+    return -sample.mean(sample.scores.right)
+
+
+def brier(sample: Sample) -> np.ndarray:
+    """Mean Σ_k (p_k − y_k)² (Brier 1950), with any mass outside the choices as one more outcome."""
+    p = sample.scores.probs
+    rest = 1 - p.sum(1)
+    return sample.mean((p**2).sum(1) + 1 - 2 * np.exp(sample.scores.right) + rest**2)
+
+
+def ece_signed(sample: Sample) -> np.ndarray:
+    """Mean confidence − accuracy, −Σ w_b Δ_b whatever the bins: above 0 is over-confident."""
+    return sample.mean(sample.scores.confidence - sample.scores.correct)
+
+
+def auroc(sample: Sample) -> np.ndarray:
+    """P(confidence right > wrong) + ½ P(equal), over pairs of answers; NaN without such pairs."""
+    order, starts = sample.scores.ranks
+    times = sample.times[:, order]
+    correct = sample.scores.correct[order]
+    right, every = (np.add.reduceat(x, starts, axis=1) for x in (times * correct, times))
+    wrong = every - right
+    below = wrong.cumsum(1) - wrong / 2
+    pairs = right.sum(1) * wrong.sum(1)
+    return np.einsum("rn,rn->r", right, below) / np.where(pairs > 0, pairs, np.nan)
+
+
+def expected(bins: Bins) -> np.ndarray:
+    """Σ w_b |Δ_b|."""
+    return (bins.weight * np.abs(bins.gap)).sum(1)
+
+
+def ece(sample: Sample, bins: int = BINS) -> np.ndarray:
+    """Expected calibration error, Σ w_b |Δ_b| over equal-width bins (Naeini et al. 2015)."""
+    return expected(sample.top(bins))
+
+
+def mce(sample: Sample, bins: int = BINS) -> np.ndarray:
+    """Maximum calibration error, max_b |Δ_b| over filled equal-width bins (Naeini et al. 2015)."""
+    return np.abs(sample.top(bins).gap).max(1)
+
+
+def rms(sample: Sample) -> np.ndarray:
+    """Root mean square calibration error, sqrt(Σ w_b Δ_b²) over the bins of `ece`, never below it.
+
+    The definition of Hendrycks et al. 2019; their bins of 100 questions alone read 0.045 at any N.
+    """
+    b = sample.top()
+    return np.sqrt((b.weight * b.gap**2).sum(1))
+
+
+def rms_debiased(sample: Sample) -> np.ndarray:
+    """sqrt(max(0, Σ w_b (Δ_b² − s_b²))), s_b² = Σ_b (y − p − Δ_b)² / (n_b (n_b − 1)).
+
+    s_b² estimates the noise of Δ_b without bias, also where confidences differ within a bin; with
+    one confidence a bin it is a_b (1 − a_b) / (n_b − 1) (Kumar et al. 2019, section 5). A bin of
+    one question does not tell its noise and counts as 0.
+    """
+    return np.sqrt(np.maximum(squared(sample.top()), 0))
+
+
+def squared(b: Bins) -> np.ndarray:
+    """Σ w_b (Δ_b² − s_b²), the debiased squared l2 calibration error; it may be below 0."""
+    return np.where(b.count > 1, b.weight * (b.gap**2 - b.noise), 0).sum(1)
+
+
+def rms_hendrycks(sample: Sample) -> np.ndarray:
+    """What hendrycks/test's `rmsce` returns: (Σ w_b² Δ_b²)^¼, not a root mean square.
+
+    Confidences of ½ or less are folded to (1 − p, 1 − correct) first, bins have about 100
+    questions, and the weight is squared with the gap. For comparison with published tables; it may
+    lie below the expected error.
+    """
+    p = sample.scores.confidence
+    bins = max(1, len(p) // 100)
+    binning = sample.scores.binning("folded", np.maximum(p, 1 - p), bins, equal_mass)
+    b = binning.of((sample.correct != (p <= 0.5)).astype(float), sample.times)
+    return ((b.weight * b.gap) ** 2).sum(1) ** 0.25
+
+
+def sce(sample: Sample, bins: int = BINS, edges: Callable = equal_width) -> np.ndarray:
+    """Static calibration error, mean over choices of Σ w_b |Δ_b| (Nixon et al. 2019).
+
+    A choice weighs as many times as questions have it: all the same where all have K choices.
+    """
+    total = weight = 0.0
+    for k, has in enumerate(np.isfinite(sample.scores.logprobs).T):
+        binning = sample.scores.binning(k, sample.scores.probs[has, k], bins, edges)
+        b = binning.of((sample.labels[..., has] == k).astype(float), sample.times[:, has])
+        total, weight = total + b.count.sum(1) * expected(b), weight + b.count.sum(1)
+    return total / weight
+
+
+def ace(sample: Sample, bins: int = BINS) -> np.ndarray:
+    """Adaptive calibration error: `sce` over equal-mass bins (Nixon et al. 2019)."""
+    return sce(sample, bins, equal_mass)
+
+
+# Smooth in the sample, so that plain bootstrap intervals cover.
+REGULAR = {m.__name__: m for m in (accuracy, nll, brier, ece_signed, auroc)}
+# Never below 0: a calibrated model reads more than 0 on few questions.
+CALIBRATION = {m.__name__: m for m in (ece, rms, rms_debiased, rms_hendrycks, mce, sce, ace)}
+METRICS = REGULAR | CALIBRATION

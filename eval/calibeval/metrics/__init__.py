@@ -1,1 +1,0 @@
-"""Every metric, of many samples of the same questions at once. NumPy alone; never a model."""
