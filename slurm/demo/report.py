@@ -11,7 +11,7 @@ from calibeval.io import InputError
 from calibeval.report.figures import AMONG
 from calibeval.report.index import Results, Row, read
 from calibeval.report.tables import Column, difference, told_apart
-from sweeps.demo.posthoc import BETAS, FITS, calibrate
+from demo.posthoc import BETAS, FITS, calibrate
 from sweeps.errors import SweepError
 from sweeps.files import make_folder, read_rows, write_text
 

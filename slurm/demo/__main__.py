@@ -1,4 +1,4 @@
-"""From nothing to a calibration table: `python -m sweeps.demo` (what `make demo` runs).
+"""From nothing to a calibration table: `python -m demo` (what `make demo` runs).
 
 world → base model → `sweeps launch configs/sweeps/demo.yaml` → runs/demo/report/
 
@@ -12,9 +12,9 @@ import sys
 import time
 from pathlib import Path
 
-from sweeps.demo import files, world
-from sweeps.demo.pretrain import pretrain
-from sweeps.demo.report import report
+from demo import files, world
+from demo.pretrain import pretrain
+from demo.report import report
 from sweeps.errors import SweepError
 from sweeps.files import make_folder, write_text
 
