@@ -162,5 +162,5 @@ class RunDir:
         return max((int(name[1]) for name in names if name), default=0)
 
     def log_tail(self) -> list[str]:
-        """The last lines of the log."""
-        return tail(self.log, 400)
+        """The last lines of the log, on all machines: torchrun chooses where rank 0 is."""
+        return [line for log in sorted(self.path.glob("train*.log")) for line in tail(log, 400)]

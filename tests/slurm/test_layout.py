@@ -19,7 +19,7 @@ FLOORS = (
     "executors.slurm",
     "executors.scripts executors.element",
     "supervise",
-    "score rendezvous",
+    "score",
     "assets",
     "packages questions children gguf plan",
     "rundir",

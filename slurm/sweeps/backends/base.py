@@ -23,17 +23,13 @@ class TrainKeys(Strict):
 
 @dataclass(frozen=True)
 class Program:
-    """A training program: a Python module or script with its arguments, started in `folder`.
-
-    `accelerate` asks for `accelerate launch` also where one plain process would do.
-    """
+    """A training program: a Python module or script with its arguments, started in `folder`."""
 
     arguments: tuple[str, ...]
     module: str | None = None
     script: str | None = None
     folder: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
-    accelerate: bool = False
 
 
 class Backend(Protocol):

@@ -92,7 +92,6 @@ class OpenInstruct:
             arguments=(str(arguments),),
             folder=str(folder),
             environment={"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-            accelerate=True,
         )
 
     def metrics(self, line: str) -> dict | None:
