@@ -18,7 +18,7 @@ from sweeps.config import Archive, Dataset, Model, Sweep
 from sweeps.errors import SweepError
 from sweeps.files import fsync_folder, make_folder, read_json, sha256
 from sweeps.grid import Cell
-from sweeps.packages import SCORE, TRAIN, fetch_wheels, missing_wheels
+from sweeps.packages import fetch_wheels, missing_wheels, requirements
 
 
 def hub_cache() -> Path:
@@ -134,7 +134,8 @@ def needed_packages(sweep: Sweep, cells: list[Cell]) -> list[str]:
     backend = get_backend(sweep.backend)
     more = [text for cell in cells for text in backend.packages(cell.config.keys, sweep.world)]
     scoring = ["vllm"] if sweep.score and sweep.score.engine == "vllm" else []
-    return list(dict.fromkeys([*TRAIN, *(SCORE if sweep.score else ()), *more, *scoring]))
+    own = requirements("train", *(["eval"] if sweep.score else []))
+    return list(dict.fromkeys([*own, *more, *scoring]))
 
 
 def fetch(assets: list[Asset]) -> list[str]:

@@ -95,3 +95,9 @@ def tail(path: Path | None, count: int, size: int = 16384) -> list[str]:
         text = data.read().decode("utf-8", "replace")
     lines = [line.rsplit("\r", 1)[-1].rstrip() for line in text.split("\n") if line.strip()]
     return lines[-count:]
+
+
+def last_error(said: str, *marks: str) -> str:
+    """The last line of a program's output that has one of `marks` in it, else the last one."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()] or ["no output"]
+    return ([line for line in lines if any(mark in line for mark in marks)] or lines)[-1]

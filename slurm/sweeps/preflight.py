@@ -16,6 +16,7 @@ from sweeps.config import Sweep
 from sweeps.errors import SweepError
 from sweeps.executors import local, scripts
 from sweeps.executors.scripts import Places
+from sweeps.files import last_error
 from sweeps.grid import Cell
 from sweeps.rundir import RunDir
 
@@ -71,7 +72,8 @@ def _needs(cell: Cell) -> str:
 
 def _room(sweep: Sweep, cells: list[Cell], at_once: int) -> list[str]:
     """Whether output_root takes files, and has room for what the sweep writes at its fullest."""
-    key, place = f"output_root: {sweep.output_root}", space.existing(Path(sweep.output_root))
+    key, place = f"output_root: {sweep.output_root}", Path(sweep.output_root).absolute()
+    place = next(path for path in (place, *place.parents) if path.exists())
     if not place.is_dir():
         return [f"{key}: {place} is a file"]
     try:
@@ -93,8 +95,7 @@ def _room(sweep: Sweep, cells: list[Cell], at_once: int) -> list[str]:
 
 def _profile(cluster: Cluster, file: str | None) -> list[str]:
     """Variables of the profile that this shell, or a job, does not have."""
-    places = {key: getattr(cluster, key) or "" for key in ("cache", "wheels", "secrets_file")}
-    asked = {key: variables(text) for key, text in places.items()}
+    asked = {key: variables(getattr(cluster, key)) for key in ("cache", "wheels", "secrets_file")}
     # Set-up lines and modules define variables of their own; those passed on must be there.
     passed = [name for line in cluster.setup for name in variables(line)]
     asked["setup"] = [name for name in passed if name in cluster.pass_environment]
@@ -115,29 +116,27 @@ def _profile(cluster: Cluster, file: str | None) -> list[str]:
 
 
 def _slurm(cluster: Cluster, sweep: Sweep) -> list[str]:
-    absent = [tool for tool in ("sbatch", "squeue", "scontrol") if shutil.which(tool) is None]
     found = _account(cluster, sweep.cluster) + _secrets(cluster)
+    absent = [tool for tool in ("sbatch", "squeue", "scontrol") if shutil.which(tool) is None]
     if absent:
-        found.append(
-            f"{', '.join(absent)}: not on the PATH: run this on a login node, or --executor local"
-        )
-    elif cluster.partition:
-        known = _lines("sinfo", "--noheader", "--format=%R")
-        if known is not None and cluster.partition not in known:
-            found.append(
-                f"cluster.partition: {cluster.partition}: unknown; known: {', '.join(known)}"
-            )
+        where = "not on the PATH: run this on a login node, or --executor local"
+        found.append(f"{', '.join(absent)}: {where}")
     return found
 
 
 def _account(cluster: Cluster, file: str | None) -> list[str]:
     if not cluster.account:
         return []
-    user = getpass.getuser()
-    listed = f"sacctmgr --noheader --parsable2 show associations user={user} format=account"
-    shared = f"sshare --noheader --parsable2 --users={user} --format=Account"
-    yours = _lines(*listed.split()) or _lines(*shared.split())
-    yours = sorted({name.lower() for name in yours or ()})
+    user, found = getpass.getuser(), set()
+    for tool, words in (
+        ("sacctmgr", ["show", "associations", f"user={user}", "format=account"]),
+        ("sshare", [f"--users={user}", "--format=Account"]),
+    ):
+        if not found and shutil.which(tool):  # neither need answer: there may be no accounting
+            command = [tool, "--noheader", "--parsable2", *words]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            found = {name.lower() for name in done.stdout.split() if done.returncode == 0}
+    yours = sorted(found)
     # The Alliance keeps def-x_gpu and def-x_cpu where its users say def-x.
     fits = any(re.fullmatch(re.escape(cluster.account.lower()) + "(_[cg]pu)?", n) for n in yours)
     if "your" in cluster.account and not fits:
@@ -158,17 +157,12 @@ def _asked(sweep: Sweep, cells: list[Cell], cluster: Cluster) -> list[str]:
     for stage in stages:
         text = scripts.text(sweep, cluster, places, stage, stage)
         done = subprocess.run(
-            ["sbatch", "--test-only"],
-            input=text,
-            text=True,
-            capture_output=True,
-            check=False,
+            ["sbatch", "--test-only"], input=text, text=True, capture_output=True, check=False,
             env=scripts.environment(cluster),
-        )
+        )  # fmt: skip
         if done.returncode != 0:
-            lines = [x for x in done.stderr.splitlines() if x.strip()] or ["no reason given"]
-            reason = lines[-1].removeprefix("sbatch: ").removeprefix("error: ").strip()
-            said.setdefault(reason, []).append(stage)
+            reason = last_error(done.stderr).removeprefix("sbatch: ").removeprefix("error: ")
+            said.setdefault(reason.strip(), []).append(stage)
     file = sweep.cluster or "the cluster's defaults"
     return [
         f"{file}: sbatch refuses the {' and the '.join(stages)} job: {reason}"
@@ -187,12 +181,3 @@ def _secrets(cluster: Cluster) -> list[str]:
     if mode != 0o600:
         return [f"cluster.secrets_file: {path}: mode {mode:o}, expected 600; chmod 600 {path}"]
     return []
-
-
-def _lines(*arguments: str) -> list[str] | None:
-    """A command's output, or None where it does not answer (no accounting, no controller)."""
-    try:
-        done = subprocess.run(arguments, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.split() if done.returncode == 0 else None

@@ -1,8 +1,8 @@
 """Disk space: what a sweep will need at its fullest, and what the disk and the quotas leave."""
 
 import getpass
-import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,6 +10,7 @@ from pathlib import Path
 from calibeval.io import counted
 from sweeps.assets import hub_snapshot
 from sweeps.config import Sweep
+from sweeps.files import read_json
 from sweeps.grid import Cell
 from sweeps.rundir import RunDir
 
@@ -25,15 +26,12 @@ def size(count: float) -> str:
 def parameters(model: str) -> int:
     """Parameters of a model on this disk, from its files' sizes; 0 if it is not here."""
     folder = Path(model) if Path(model).is_dir() else hub_snapshot(model)
-    if folder is None:
+    if folder is None or not (folder / "config.json").is_file():
         return 0
-    for pattern in ("*.safetensors", "*.bin"):
-        total = sum(path.stat().st_size for path in folder.glob(pattern))
-        if total:
-            config = folder / "config.json"
-            read = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-            return total // WIDTHS.get(read.get("dtype") or read.get("torch_dtype"), 2)
-    return 0
+    config = read_json(folder / "config.json")
+    files = list(folder.glob("*.safetensors")) or list(folder.glob("*.bin"))
+    width = WIDTHS.get(config.get("dtype") or config.get("torch_dtype"), 2)
+    return sum(path.stat().st_size for path in files) // width
 
 
 def needed(sweep: Sweep, cells: list[Cell], at_once: int) -> tuple[int, str]:
@@ -42,19 +40,16 @@ def needed(sweep: Sweep, cells: list[Cell], at_once: int) -> tuple[int, str]:
     A checkpoint holds fp32 weights and two AdamW moments, 12 bytes a parameter (with DeepSpeed's
     bf16 copy 14); a run holds one more than it keeps while it writes the next. A model: 4 bytes.
     """
-    todo = [cell for cell in cells if not RunDir(cell.folder).done]
+    todo = [cell.config.train for cell in cells if not RunDir(cell.folder).done]
     if not todo:
         return 0, ""
-    sizes = {}
-    for cell in todo:
-        name = cell.config.train["model_name_or_path"]
-        if name not in sizes:
-            sizes[name] = parameters(name)
-    each = [sizes[cell.config.train["model_name_or_path"]] for cell in todo]
+    models = {train["model_name_or_path"] for train in todo}
+    sizes = {model: parameters(model) for model in models}
+    each = [sizes[train["model_name_or_path"]] for train in todo]
     width = 14 if sweep.world.deepspeed else 12
     kept = [
-        width * count * (cell.config.train.get("keep_last_n_checkpoints", 3) + 1)
-        for count, cell in zip(each, todo, strict=True)
+        width * count * (train.get("keep_last_n_checkpoints", 3) + 1)
+        for count, train in zip(each, todo, strict=True)
     ]
     busy = sorted(kept, reverse=True)[:at_once]
     if sweep.keep == "scores":
@@ -66,43 +61,24 @@ def needed(sweep: Sweep, cells: list[Cell], at_once: int) -> tuple[int, str]:
     return max(LEAST, sum(busy) + 4 * sum(each)), why
 
 
-def existing(folder: Path) -> Path:
-    """`folder`, or the nearest folder above it that exists."""
-    place = folder.absolute()
-    while not place.exists():
-        place = place.parent
-    return place
-
-
 def free(folder: Path) -> tuple[int, str]:
     """Bytes that may still be written below `folder`, and what says so: the disk, or a quota."""
     found = [(shutil.disk_usage(folder).free, "free on the disk")]
-    mount = folder
-    while not os.path.ismount(mount):
-        mount = mount.parent
-    user = getpass.getuser()
-    for command in (
-        ["lfs", "quota", "-q", "-u", user, str(mount)],
-        ["quota", "--no-wrap", "--filesystem", str(mount)],
-    ):
-        left = _quota(command)
-        if left is not None:
-            found.append((left, f"left of the quota ({' '.join(command)})"))
+    mount = next(str(place) for place in (folder, *folder.parents) if os.path.ismount(place))
+    lustre = ["lfs", "quota", "-q", "-u", getpass.getuser(), mount]
+    for command in (lustre, ["quota", "--no-wrap", "--filesystem", mount]):
+        # Both print a line of file system, KiB used, soft limit, hard limit, …
+        for numbers in re.findall(r"^\s*\S+\s+(\d+)\*?\s+(\d+)\*?\s+(\d+)", _said(command), re.M):
+            used, soft, hard = map(int, numbers)
+            if soft or hard:
+                left = max(0, (hard or soft) - used) << 10
+                found.append((left, f"left of the quota ({' '.join(command)})"))
     return min(found)
 
 
-def _quota(command: list[str]) -> int | None:
-    """What both tools print: a line of file system, KiB used, soft limit, hard limit, …"""
-    if shutil.which(command[0]) is None:
-        return None
+def _said(command: list[str]) -> str:
     try:
         done = subprocess.run(command, text=True, capture_output=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    for line in done.stdout.splitlines():
-        numbers = [word.rstrip("*") for word in line.split()[1:4]]
-        if len(numbers) == 3 and all(word.isdigit() for word in numbers):
-            used, soft, hard = map(int, numbers)
-            if soft or hard:
-                return max(0, (hard or soft) - used) << 10
-    return None
+        return ""
+    return done.stdout

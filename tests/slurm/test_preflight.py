@@ -17,7 +17,10 @@ from sweeps import packages, space
 from sweeps.cli import main
 from sweeps.cluster import Cluster, seconds
 from sweeps.config import World
-from sweeps.packages import SCORE, TRAIN
+from sweeps.errors import SweepError
+from sweeps.packages import requirements
+
+TRAIN = requirements("train")
 
 
 def say(folder: Path, **programs: str) -> dict[str, str]:
@@ -202,14 +205,18 @@ def test_space_is_counted_from_the_models_size(sweep_file, tiny):
     assert "2 runs at a time" in why and "9 models" in why
 
 
-def test_packages_are_those_of_pyproject():
-    text = (PROJECT / "pyproject.toml").read_text(encoding="utf-8")
-    lists = {}
-    for name in ("dependencies", "train", "eval"):
-        body = text.split(f"\n{name} = [", 1)[1].split("]", 1)[0]
-        lists[name] = {part.strip().strip('"') for part in body.split(",") if part.strip()}
-    assert set(TRAIN) == lists["dependencies"] | lists["train"]
-    assert set(SCORE) == lists["eval"]
+def test_packages_are_those_of_the_project_and_its_extras(monkeypatch):
+    listed = ["torch>=2.4", "datasets>=3; extra == 'train'", "datasets>=3; extra == 'eval'"]
+    listed += ["scipy>=1.10; extra == 'eval'", "pytest; extra == 'dev'"]
+    monkeypatch.setattr(packages, "requires", {packages.PROJECT: listed}.get)
+    assert requirements("train") == ["torch>=2.4", "datasets>=3"]
+    assert requirements("train", "eval") == ["torch>=2.4", "datasets>=3", "scipy>=1.10"]
+
+
+def test_a_project_that_is_not_installed_is_named_with_the_command(monkeypatch):
+    monkeypatch.setattr(packages, "PROJECT", "calibrated-absent")
+    with pytest.raises(SweepError, match=r"is not installed: .* -m pip install --editable '\.\[t"):
+        requirements("train")
 
 
 def test_missing_and_old_packages_are_named_with_the_command():
@@ -282,8 +289,6 @@ def test_wheels_are_fetched_by_the_python_of_the_modules(tmp_path, monkeypatch):
     packages.fetch_wheels(["thing"], tmp_path / "wheels", ["StdEnv/2023", "python/3.11"])
     assert loaded.read_text() == "load StdEnv/2023 python/3.11\n"
     assert packages.missing_wheels(["thing"], tmp_path / "wheels") == []
-    from sweeps.errors import SweepError
-
     with pytest.raises(SweepError, match="nowhere"):
         packages.fetch_wheels(["nowhere"], tmp_path / "wheels", ())
 
@@ -298,15 +303,15 @@ def test_prefetch_serves_the_profiles_wheels_and_preflight_names_them(profiled, 
     }  # fmt: skip
     path = profiled(wheels="$SCRATCH/wheels", pass_environment=["SCRATCH"], packages=["thing"])
     said = preflight(path, env=env)
-    assert said.count("not fetched: wheels of torch>=2.4, ") == 1 and ", thing → " in said
+    assert said.count(f"not fetched: wheels of {TRAIN[0]}, ") == 1 and ", thing → " in said
     assert f"where there is internet: bash slurm/prefetch.sh --config {path}" in said
     fetched = command("prefetch", path, env=env)
     assert fetched.returncode == 0, fetched.stderr
     assert "nothing is missing" in preflight(path, env=env)
     lines = (tmp_path / "wheels" / "requirements.txt").read_text().split()
     assert lines == sorted((*TRAIN, "thing"))
-    (tmp_path / "wheels" / "torch-99.0-py3-none-any.whl").unlink()
-    assert "not fetched: wheels of torch>=2.4 → " in preflight(path, env=env)
+    (tmp_path / "wheels" / "requirements.txt").write_text("\n".join(lines[:-1]))
+    assert f"not fetched: wheels of {lines[-1]} → " in preflight(path, env=env)
 
 
 def test_the_fix_names_this_very_sweep(sweep_file, tmp_path):
