@@ -17,8 +17,8 @@ from sweeps.cluster import Cluster, expand
 from sweeps.config import Archive, Dataset, Model, Sweep
 from sweeps.errors import SweepError
 from sweeps.files import fsync_folder, make_folder, read_json, sha256
-from sweeps.grid import Cell
 from sweeps.packages import fetch_wheels, missing_wheels, requirements
+from sweeps.plan import Cell
 
 
 def hub_cache() -> Path:

@@ -12,8 +12,8 @@ from sweeps import report, score
 from sweeps.config import Sweep
 from sweeps.errors import SweepError
 from sweeps.files import make_folder, write_text
-from sweeps.grid import Cell, sweep_folder
 from sweeps.locks import lease
+from sweeps.plan import Cell, sweep_folder
 from sweeps.rundir import RunDir
 
 

@@ -5,8 +5,7 @@ import shutil
 from calibeval.io import counted
 from sweeps import collect, preflight, score, status
 from sweeps.errors import SweepError
-from sweeps.grid import Cell
-from sweeps.plan import Plan, claim
+from sweeps.plan import Cell, Plan, claim
 from sweeps.plan import plan as plan
 from sweeps.rundir import RunDir
 

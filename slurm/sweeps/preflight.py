@@ -17,7 +17,8 @@ from sweeps.errors import SweepError
 from sweeps.executors import local, scripts
 from sweeps.executors.scripts import Places
 from sweeps.files import last_error
-from sweeps.grid import Cell
+from sweeps.plan import Cell
+from sweeps.provenance import output
 from sweeps.rundir import RunDir
 
 PROBE = 1 << 20  # bytes written to see whether a folder takes them
@@ -132,10 +133,9 @@ def _account(cluster: Cluster, file: str | None) -> list[str]:
         ("sacctmgr", ["show", "associations", f"user={user}", "format=account"]),
         ("sshare", [f"--users={user}", "--format=Account"]),
     ):
-        if not found and shutil.which(tool):  # neither need answer: there may be no accounting
-            command = [tool, "--noheader", "--parsable2", *words]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            found = {name.lower() for name in done.stdout.split() if done.returncode == 0}
+        if not found:  # neither need answer: there may be no accounting
+            said = output(tool, "--noheader", "--parsable2", *words) or ""
+            found = {name.lower() for name in said.split()}
     yours = sorted(found)
     # The Alliance keeps def-x_gpu and def-x_cpu where its users say def-x.
     fits = any(re.fullmatch(re.escape(cluster.account.lower()) + "(_[cg]pu)?", n) for n in yours)

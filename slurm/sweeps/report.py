@@ -14,7 +14,7 @@ from sweeps import score, status
 from sweeps.config import Sweep
 from sweeps.errors import SweepError
 from sweeps.files import read_rows, write_text
-from sweeps.grid import Cell
+from sweeps.plan import Cell
 from sweeps.rundir import RunDir
 
 

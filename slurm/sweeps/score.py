@@ -15,8 +15,8 @@ from sweeps.children import Start, start_cold
 from sweeps.config import Score, Sweep, Task
 from sweeps.errors import SweepError
 from sweeps.files import make_folder, read_json, write_json
-from sweeps.grid import Cell
 from sweeps.locks import lease
+from sweeps.plan import Cell
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,14 @@ import getpass
 import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 from calibeval.io import counted
 from sweeps.assets import hub_snapshot
 from sweeps.config import Sweep
 from sweeps.files import read_json
-from sweeps.grid import Cell
+from sweeps.plan import Cell
+from sweeps.provenance import output
 from sweeps.rundir import RunDir
 
 LEAST = 50 << 20  # below this nothing sensible can be written
@@ -68,17 +68,11 @@ def free(folder: Path) -> tuple[int, str]:
     lustre = ["lfs", "quota", "-q", "-u", getpass.getuser(), mount]
     for command in (lustre, ["quota", "--no-wrap", "--filesystem", mount]):
         # Both print a line of file system, KiB used, soft limit, hard limit, …
-        for numbers in re.findall(r"^\s*\S+\s+(\d+)\*?\s+(\d+)\*?\s+(\d+)", _said(command), re.M):
+        for numbers in re.findall(
+            r"^\s*\S+\s+(\d+)\*?\s+(\d+)\*?\s+(\d+)", output(*command) or "", re.M
+        ):
             used, soft, hard = map(int, numbers)
             if soft or hard:
                 left = max(0, (hard or soft) - used) << 10
                 found.append((left, f"left of the quota ({' '.join(command)})"))
     return min(found)
-
-
-def _said(command: list[str]) -> str:
-    try:
-        done = subprocess.run(command, text=True, capture_output=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout

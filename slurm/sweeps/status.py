@@ -16,8 +16,8 @@ from sweeps import score
 from sweeps.config import Sweep
 from sweeps.errors import SweepError
 from sweeps.files import read_json, tail
-from sweeps.grid import Cell
 from sweeps.locks import held
+from sweeps.plan import Cell
 from sweeps.provenance import shown
 from sweeps.rundir import RunDir
 

@@ -13,7 +13,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -31,7 +30,7 @@ from sweeps.config import World
 from sweeps.errors import SweepError
 from sweeps.files import read_rows, write_text
 from sweeps.locks import LEASE_SECONDS, unlockable
-from sweeps.provenance import provenance
+from sweeps.provenance import output, provenance
 from sweeps.rundir import RunDir, now
 
 POLL = 0.1  # seconds
@@ -248,10 +247,10 @@ def _endpoint() -> str:
 
 
 def _scontrol(*words: str) -> str:
-    done = subprocess.run(["scontrol", "show", *words], text=True, capture_output=True, check=False)
-    if done.returncode != 0:
-        raise SweepError(f"scontrol show {' '.join(words)}: {done.stderr.strip() or 'no answer'}")
-    return done.stdout
+    said = output("scontrol", "show", *words)
+    if said is None:
+        raise SweepError(f"scontrol show {' '.join(words)} does not answer")
+    return said
 
 
 def check_allocation(world: World) -> None:
@@ -269,16 +268,13 @@ def check_allocation(world: World) -> None:
             f"{counted(found, 'task')} on {counted(machines, 'node')}; "
             f"use srun --nodes={world.nodes} --ntasks={world.nodes}"
         )
-    if shutil.which("nvidia-smi"):
-        listed = subprocess.run(
-            ["nvidia-smi", "-L"], text=True, capture_output=True, check=False
-        ).stdout.count("GPU ")
-        if 0 < listed < world.processes_per_node:
-            raise SweepError(
-                f"world.processes_per_node: {world.processes_per_node} asked for, this node "
-                f"({socket.gethostname()}) shows {counted(listed, 'GPU')}; "
-                "set gpus_per_process in the cluster profile"
-            )
+    listed = (output("nvidia-smi", "-L") or "").count("GPU ")
+    if 0 < listed < world.processes_per_node:
+        raise SweepError(
+            f"world.processes_per_node: {world.processes_per_node} asked for, this node "
+            f"({socket.gethostname()}) shows {counted(listed, 'GPU')}; "
+            "set gpus_per_process in the cluster profile"
+        )
 
 
 def machine() -> int:

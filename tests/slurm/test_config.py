@@ -10,7 +10,7 @@ from sweeps.cli import main
 from sweeps.cluster import load_cluster
 from sweeps.config import dump_yaml, override, parse_yaml
 from sweeps.errors import SweepError
-from sweeps.grid import load_sweep
+from sweeps.plan import load_sweep
 
 
 def refusal(path, *assignments) -> str:

@@ -25,8 +25,8 @@ from sweeps.config import Sweep
 from sweeps.errors import SweepError
 from sweeps.executors.slurm import submitted
 from sweeps.files import make_folder
-from sweeps.grid import Cell, sweep_folder
 from sweeps.locks import held
+from sweeps.plan import Cell, sweep_folder
 from sweeps.rundir import RunDir
 from sweeps.supervise import Outcome
 

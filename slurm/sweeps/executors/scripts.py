@@ -117,9 +117,8 @@ def text(
 
     command = f"{_python(cluster)} -u -m submitit.core._submit {shlex.quote(str(places.jobs))}"
     asked = parameters(sweep, cluster, places, what, stage, **more)
-    return _make_sbatch_string(
-        command, places.jobs, map_count=count if count > 1 else None, **asked
-    )
+    array = count if count > 1 else None
+    return _make_sbatch_string(command, places.jobs, map_count=array, **asked)
 
 
 def environment(cluster: Cluster) -> dict[str, str]:
