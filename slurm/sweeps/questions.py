@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from calibeval.io import InputError
-from calibeval.tasks import HUB, LOADERS, SHOTS, Source, convention, load
+from calibeval.tasks import HUB, LOADERS, SHOTS, Source, Subject, convention, load
 from sweeps.config import Task
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # as the command line sets them
@@ -43,7 +43,7 @@ def fetched(task: Task) -> bool:
 
 def fetch(task: Task) -> None:
     """Fill the hub's cache with what scoring will read; bad data raises `InputError`."""
-    _load(task)
+    read(task)
 
 
 def problem(task: Task) -> str | None:
@@ -53,16 +53,17 @@ def problem(task: Task) -> str | None:
     try:
         if task.task in LOADERS and not Path(task.data.removeprefix(HUB)).exists():
             raise InputError(f"data: {task.data}: no such file or folder")
-        _load(task)
+        read(task)
     except InputError as error:
         return str(error)
     return None
 
 
-def _load(task: Task) -> None:
+def read(task: Task) -> tuple[list[Subject], int, str]:
+    """The task's questions by subject, the number of shots, and how answers are scored."""
     scoring, _ = convention(task.task, task.scoring)
     shots = SHOTS[scoring] if task.shots is None else task.shots
-    load(task.task, Source(task.data, shots, task.subjects, task.split))
+    return load(task.task, Source(task.data, shots, task.subjects, task.split)), shots, scoring
 
 
 @cache  # fetched() and problem() ask the same

@@ -11,7 +11,7 @@ from calibeval import stats
 from calibeval.io import InputError, counted
 from calibeval.report import html
 from sweeps import score, status
-from sweeps.config import Sweep
+from sweeps.config import HELD_OUT, Sweep
 from sweeps.errors import SweepError
 from sweeps.files import read_rows, write_text
 from sweeps.plan import Cell
@@ -30,34 +30,27 @@ def cells_table(sweep: Sweep, cells: list[Cell]) -> list[dict]:
 
 
 def best_learning_rates(sweep: Sweep, cells: list[Cell]) -> list[dict]:
-    """For each training data, model and β: the learning rate most accurate on `score.select_on`.
+    """For each training data, model and β: the learning rate most accurate on `score.select_on`,
+    or that of the lowest held-out loss.
 
-    Mean over seeds; ties go to the lower NLL. The task chosen on is validation data, so no figure
-    of the test tables was used for the choice. Empty unless `select_on` is set.
+    Mean over seeds; ties go to the lower NLL. The choice is made on validation data, so no figure
+    of the test tables was used for it. Empty unless `select_on` is set.
     """
     if sweep.score is None or sweep.score.select_on is None:
         return []
-    task = next(t for t in sweep.score.tasks if t.key == sweep.score.select_on)
-    chosen = [c for c in cells if score.scored(score.of_cell(c), task, sweep.score)]
-    if not chosen:
-        return []
+    on = sweep.score.select_on
+    names = (on,) if on == HELD_OUT else (f"accuracy on {on}", f"nll on {on}")
     groups: dict = defaultdict(lambda: defaultdict(list))
-    for cell in chosen:
-        train = cell.config.train
-        try:
-            run = stats.load(score.of_cell(cell).records(task))
-        except InputError as error:
-            raise SweepError(f"metrics: {error}") from error
-        found = [stats.estimate([run], name, "choices").value for name in ("accuracy", "nll")]
+    for cell in cells:
+        train, found = cell.config.train, _chosen_on(sweep, cell)
+        if found is None:
+            continue
         group = groups[data(train), train["model_name_or_path"], train["label_smoothing"]]
         group[train["learning_rate"]].append(found)
     rows = []
     for (trained_on, model, beta), rates in sorted(groups.items()):
-        means = {
-            rate: (fmean(accuracy for accuracy, _ in seeds), fmean(nll for _, nll in seeds))
-            for rate, seeds in rates.items()
-        }
-        best = max(means, key=lambda rate: (means[rate][0], -means[rate][1]))
+        means = {rate: tuple(map(fmean, zip(*seeds, strict=True))) for rate, seeds in rates.items()}
+        best = min(means, key=lambda r: means[r] if on == HELD_OUT else (-means[r][0], means[r][1]))
         rows.append(
             {
                 "trained_on": trained_on,
@@ -66,11 +59,26 @@ def best_learning_rates(sweep: Sweep, cells: list[Cell]) -> list[dict]:
                 "best_learning_rate": best,
                 "of": len(means),
                 "seeds": len(rates[best]),
-                f"accuracy on {task.key}": round(means[best][0], 4),
-                f"nll on {task.key}": round(means[best][1], 4),
+                **{name: round(mean, 4) for name, mean in zip(names, means[best], strict=True)},
             }
         )
     return rows
+
+
+def _chosen_on(sweep: Sweep, cell: Cell) -> tuple[float, ...] | None:
+    """Accuracy and NLL of a run on the validation task, or its held-out loss; None if absent."""
+    if sweep.score.select_on == HELD_OUT:
+        run = RunDir(cell.folder)
+        loss = run.manifest().get(HELD_OUT) if run.done else None
+        return None if loss is None else (loss,)
+    task = next(t for t in sweep.score.tasks if t.key == sweep.score.select_on)
+    if not score.scored(score.of_cell(cell), task, sweep.score):
+        return None
+    try:
+        run = stats.load(score.of_cell(cell).records(task))
+    except InputError as error:
+        raise SweepError(f"metrics: {error}") from error
+    return tuple(stats.estimate([run], name, "choices").value for name in ("accuracy", "nll"))
 
 
 def data(train: dict) -> str:

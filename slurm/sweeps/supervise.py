@@ -34,6 +34,7 @@ from sweeps.provenance import output, provenance
 from sweeps.rundir import RunDir, now
 
 POLL = 0.1  # seconds
+REPORTED = ("held_out_loss", "held_out_entropy", "seconds")  # what the manifest says of metrics
 EX_TEMPFAIL = 75  # sysexits.h: "try again later"
 PATIENCE = 600  # seconds that a machine waits for the first one
 KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)  # as a shell reports it
@@ -107,9 +108,8 @@ def _attempts(run: RunDir, world: World, start: Start, idle_restarts: int, echo:
         manifest["attempts"][-1] |= {"ended": now(), "exit": code, "to_step": reached}
         if finished:
             manifest["state"] = "done"
-            held_out = [row for row in read_rows(run.metrics) if "held_out_loss" in row]
-            if held_out:
-                manifest["held_out_loss"] = held_out[-1]["held_out_loss"]
+            for row in read_rows(run.metrics):
+                manifest |= {key: row[key] for key in row if key in REPORTED}
             run.write_manifest(manifest)
             backend.clean(run)
             write_text(run.path / "DONE", now() + "\n")

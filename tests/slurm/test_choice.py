@@ -4,7 +4,9 @@ import json
 import math
 
 from sweeps import launch, report, score
+from sweeps.cli import main
 from sweeps.files import make_folder, write_json
+from sweeps.rundir import RunDir
 
 
 def answer(cell, task, sweep, right: int, confidence: float) -> None:
@@ -88,6 +90,29 @@ def test_runs_that_are_not_scored_do_not_count(sweep_file, tiny):
     path = graded(sweep_file, tiny, label_smoothing=[0.0])
     (row,) = choose(path, lambda v, task: None if v["learning_rate"] == 1e-3 else 5)
     assert row["of"] == 2
+
+
+def test_the_held_out_loss_chooses_where_it_is_asked_to(sweep_file, capsys):
+    """Mean over seeds; runs that are not finished do not count."""
+    losses = {1e-5: (2.5, 2.1), 1e-4: (2.2, 2.2), 1e-3: (2.0, None)}
+    score = {"tasks": [{"task": "mmlu", "data": "x"}], "select_on": "held_out_loss"}
+    grid = {"learning_rate": list(losses), "seed": [1, 2]}
+    assert main(["plan", str(sweep_file(grid=grid, score=score))]) == 2
+    assert "score.select_on: held_out_loss needs train.held_out" in capsys.readouterr().err
+    planned = launch.plan(sweep_file(grid=grid, train={"held_out": 4}, score=score), [])
+    for cell in planned.cells:
+        loss = losses[cell.values["learning_rate"]][cell.values["seed"] - 1]
+        run = RunDir(cell.folder)
+        run.create(cell.config)
+        run.write_manifest(run.manifest() | {"held_out_loss": loss or 1.0})
+        if loss:
+            (run.path / "DONE").touch()
+    (row,) = report.best_learning_rates(planned.sweep, planned.cells)
+    assert (row["best_learning_rate"], row["held_out_loss"], row["seeds"]) == (1e-3, 2.0, 1)
+    (cell.folder / "DONE").touch()
+    run.write_manifest(run.manifest() | {"held_out_loss": 2.5})
+    (row,) = report.best_learning_rates(planned.sweep, planned.cells)
+    assert (row["best_learning_rate"], row["held_out_loss"], row["seeds"]) == (1e-4, 2.2, 2)
 
 
 def test_nothing_is_chosen_without_a_validation_task(sweep_file, tiny):

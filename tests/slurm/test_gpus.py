@@ -3,6 +3,7 @@
 No GPU is needed: CUDA_VISIBLE_DEVICES says which there are, and children print what they see.
 """
 
+import contextlib
 import re
 import sys
 
@@ -48,8 +49,9 @@ def test_as_many_runs_at_a_time_as_gpus(visible):
     visible("0,1,2,3,4")
     assert local.at_once(sweep()) == 5
     assert local.at_once(sweep(workers=2)) == 2
-    assert local.at_once(sweep(workers=9)) == 5
-    assert local.at_once(sweep(world={"processes_per_node": 2})) == 2
+    assert local.at_once(sweep(workers=9)) == 9
+    pairs = {"processes_per_node": 2}
+    assert local.at_once(sweep(world=pairs)) == local.at_once(sweep(world=pairs, workers=9)) == 2
     with pytest.raises(SweepError, match=r"world\.processes_per_node: 8: 5 GPUs here"):
         local.at_once(sweep(world={"processes_per_node": 8}))
     visible("")
@@ -58,7 +60,7 @@ def test_as_many_runs_at_a_time_as_gpus(visible):
 
 def test_programs_see_only_the_gpus_lent_to_them(visible, tmp_path):
     visible("4,5,6")
-    machine, log = local.Machine(), tmp_path / "log"
+    machine, log = local.Machine(sweep(world={"processes_per_node": 2})), tmp_path / "log"
     say = "import os, sys; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['OTHER'])"
     program = Program(module="x", arguments=(), environment={"OTHER": "kept"})
     with machine.lend(2) as first, machine.lend(1) as second:
@@ -71,20 +73,65 @@ def test_programs_see_only_the_gpus_lent_to_them(visible, tmp_path):
         pass
 
 
+def test_more_workers_than_gpus_share_them_evenly(visible, tmp_path, capsys):
+    visible("4,5")
+    machine, log = local.Machine(sweep(workers=4)), tmp_path / "log"
+    assert capsys.readouterr().out == "4 runs at a time on 2 GPUs\n"
+    program = Program(module="x", arguments=())
+    say = [sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"]
+    with contextlib.ExitStack() as lent:
+        loans = [lent.enter_context(machine.lend(1)) for _ in range(3)]
+        with machine.lend(1) as start:
+            loans.append(start)
+            assert machine._idlest() == []
+        loans.append(lent.enter_context(machine.lend(1)))  # what came back is lent again
+        for start in loans:
+            child = start(say, program, log)
+            while child.wait(1) is None:
+                continue
+    assert log.read_text().split() == ["4", "5", "4", "5", "5"]
+
+
+def test_score_works_on_every_gpu_and_says_what_failed(
+    visible, sweep_file, tiny, capsys, monkeypatch
+):
+    """The base model and one run; the run's model is broken."""
+    visible("3,7")
+    task = {"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 0}
+    path = sweep_file(grid={}, score={"tasks": [task]})
+    (cell,) = launch.plan(path, []).cells
+    run = RunDir(cell.folder)
+    run.create(cell.config)
+    run.model.mkdir()
+    (run.model / "config.json").write_text("{")
+    (run.path / "DONE").touch()
+    started, start_cold = [], local.start_cold
+
+    def start(arguments, program, log):
+        started.append(program.environment["CUDA_VISIBLE_DEVICES"])
+        return start_cold(arguments, program, log)
+
+    monkeypatch.setattr(local, "start_cold", start)
+    assert main(["score", str(path), "--executor", "local"]) == 1
+    assert sorted(started) == ["3", "7"]
+    said = capsys.readouterr().out
+    assert "scored: model (base)" in said and f"failed: scoring {run.name}" in said
+
+
 @pytest.mark.slow
-def test_a_launch_gives_each_run_a_gpu_and_says_when_it_queues(
+def test_a_launch_gives_each_run_a_gpu_and_says_how_many_it_has(
     visible, sweep_file, tiny, capfd, monkeypatch
 ):
     visible("3,7")
     path = sweep_file(
         grid={"seed": [1, 2, 3]},
         train={"max_train_steps": 2},
-        workers=4,
+        workers=2,
         keep="scores",
         score={"tasks": [{"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 0}]},
     )
     assert main(["launch", str(path), "--executor", "local"]) == 0
-    assert "workers: 4: 2 at a time: 2 GPUs here" in capfd.readouterr().out
+    assert "2 runs at a time on 2 GPUs" in capfd.readouterr().out
     runs = [RunDir(cell.folder) for cell in launch.plan(path, []).cells]
     seen = [re.search(r"CUDA_VISIBLE_DEVICES=(\S+)", run.log.read_text())[1] for run in runs]
     assert set(seen) == {"3", "7"}

@@ -1,6 +1,5 @@
 """Runs on this machine: killed, resumed, locked, repeated."""
 
-import json
 import os
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from safetensors.torch import load_file
 from sweeps import launch, score, status
 from sweeps.cli import main
 from sweeps.executors import local, slurm
+from sweeps.files import read_rows
 from sweeps.locks import lease
 from sweeps.rundir import RunDir
 
@@ -96,8 +96,7 @@ def test_kill_9_and_resume_give_the_same_weights_bit_for_bit(sweep_file, tmp_pat
     assert killed.manifest()["restarts"] == 2
     assert killed.manifest()["attempts"][2]["from_step"] >= 100
     assert equal(weights(calm), weights(killed))
-    rows = [json.loads(line) for line in killed.metrics.read_text().splitlines()]
-    calm_rows = [json.loads(line) for line in calm.metrics.read_text().splitlines()]
+    rows, calm_rows = ([r for r in read_rows(run.metrics) if "loss" in r] for run in (killed, calm))
     assert [row["step"] for row in rows] == [row["step"] for row in calm_rows]
     assert [row["loss"] for row in rows] == [row["loss"] for row in calm_rows]
     assert (rows[0]["loss"] - rows[-1]["loss"]) > 1.0  # and it learned something
@@ -188,7 +187,7 @@ def test_a_stop_that_comes_while_a_run_is_set_up_is_obeyed(sweep_file, monkeypat
     seen = []
     monkeypatch.setattr(local, "start_warm", lambda *_: seen.append(run.stop.exists()) or EXITED)
     asked = SimpleNamespace(is_set=iter([False, True]).__next__)
-    said = local._run(planned.cells[0], run, planned.sweep, asked, local.Machine())
+    said = local._run(planned.cells[0], run, planned.sweep, asked, local.Machine(planned.sweep))
     assert seen == [True] and said.startswith(f"stopped: {run.name}")
 
 
@@ -303,7 +302,7 @@ def test_the_reported_loss_is_torchs(sweep_file, tiny, reduction):
     }
     run = prepare(sweep_file(grid={}, train=train))
     train_here(run)
-    row = json.loads(run.metrics.read_text())
+    row = read_rows(run.metrics)[0]
 
     tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
     set_template(tokenizer, None)

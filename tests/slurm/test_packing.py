@@ -19,12 +19,13 @@ from world import make_tokenizer
 
 from smoothce import patch_model
 from sweeps import launch
+from sweeps.cli import main
 from sweeps.errors import SweepError
 from sweeps.rundir import RunDir
 from sweeps.trainer import attention, data
 from sweeps.trainer.data import Examples, cached_examples, lacks_bos, load_examples, set_template
 from sweeps.trainer.flops import model_flops
-from sweeps.trainer.loop import base_dtype, train
+from sweeps.trainer.loop import base_dtype, load_model, train
 from sweeps.trainer.order import Order, fill, held_out
 
 SMALL = {
@@ -196,7 +197,8 @@ def finished(path, *overrides) -> RunDir:
 
 
 def rows_of(run: RunDir) -> list[dict]:
-    return [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    rows = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    return [row for row in rows if "seconds" not in row]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "token_mean"])
@@ -241,7 +243,11 @@ def test_a_packed_run_resumes_bit_for_bit(sweep_file, tmp_path):
 
 
 def test_held_out_loss_is_torchs_on_conversations_never_trained_on(sweep_file, tiny):
-    run = finished(sweep_file(grid={}, train={"held_out": 7, "label_smoothing": 0.2}))
+    path = sweep_file(grid={}, train={"held_out": 7, "label_smoothing": 0.2})
+    (cell,) = launch.plan(path, []).cells
+    run = RunDir(cell.folder)
+    run.create(cell.config)
+    assert main(["train", str(run.path)]) == 0
     tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
     set_template(tokenizer, None)
     examples = load_examples(tiny / "chat.jsonl", tokenizer, None)
@@ -250,9 +256,70 @@ def test_held_out_loss_is_torchs_on_conversations_never_trained_on(sweep_file, t
     batch = examples.collate(held, 7, 0)
     model = LlamaForCausalLM.from_pretrained(run.model).eval()
     with torch.no_grad():
-        expected = model(**batch).loss.item()
-    found = [row["held_out_loss"] for row in rows_of(run) if "held_out_loss" in row]
-    assert len(found) == 2 and found[-1] == pytest.approx(expected, rel=1e-4)
+        said = model(**batch)
+    spread = torch.distributions.Categorical(logits=said.logits[:, :-1])
+    entropy = spread.entropy()[batch["labels"][:, 1:] != -100].mean().item()
+    found = [row for row in rows_of(run) if "held_out_loss" in row]
+    assert len(found) == 2
+    manifest = run.manifest()
+    for key, expected in (("held_out_loss", said.loss.item()), ("held_out_entropy", entropy)):
+        assert found[-1][key] == manifest[key] == pytest.approx(expected, rel=1e-4)
+    assert manifest["seconds"].keys() == {"starting", "training", "held_out", "saving"}
+    assert all(0 < seconds < 100 for seconds in manifest["seconds"].values())
+
+
+def test_a_softcap_is_trained_with_and_saved(sweep_file, tiny, tmp_path, capsys):
+    """The loss of the first step is torch's on capped logits; Llama's configuration has no cap."""
+    torch.manual_seed(0)
+    folder = tmp_path / "gemma"
+    made = gemma()
+    made.config.vocab_size = len(AutoTokenizer.from_pretrained(tiny / "model"))
+    made.resize_token_embeddings(made.config.vocab_size)
+    made.model.embed_tokens.weight.data *= 50  # logits that a cap of 3 matters to
+    made.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny / "model").save_pretrained(folder)
+    train = {"model_name_or_path": str(folder), "max_train_steps": 1, "label_smoothing": 0.1}
+    train |= {"final_logit_softcapping": 3.0, "per_device_train_batch_size": 64}
+    train |= {"reduce_loss": "token_mean", "logging_steps": 1, "learning_rate": 1e-9}
+    run = finished(sweep_file(grid={}, train=train))
+    saved = Gemma3ForCausalLM.from_pretrained(run.model).eval()
+    assert saved.config.final_logit_softcapping == 3.0
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    set_template(tokenizer, None)
+    examples = load_examples(tiny / "chat.jsonl", tokenizer, None)
+    batch = examples.collate(range(len(examples)), len(examples), 0)
+    with torch.no_grad():
+        hidden = saved.model(batch["input_ids"]).last_hidden_state[:, :-1]
+        capped = 3 * torch.tanh(saved.lm_head(hidden) / 3)
+        expected = torch.nn.functional.cross_entropy(
+            capped.flatten(0, 1), batch["labels"][:, 1:].flatten(), label_smoothing=0.1
+        )
+        scored = saved(batch["input_ids"]).logits[:, :-1]
+    assert rows_of(run)[0]["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert torch.allclose(scored, capped, atol=1e-5) and scored.abs().max() > 2.5
+    path = sweep_file(grid={}, train={"final_logit_softcapping": 30.0})
+    assert main(["launch", str(path), "--executor", "local"]) == 1
+    said = capsys.readouterr()
+    assert "final_logit_softcapping: llama models have no such setting" in said.out + said.err
+
+
+def test_the_loss_and_its_filter_can_be_chosen(sweep_file, capsys):
+    """Each an axis of the grid; what cannot be had here is refused before the first step."""
+    grid = {"filter_eps": [None, "auto", 0.001], "loss_implementation": ["chunked", "reference"]}
+    cells = launch.plan(sweep_file(grid=grid), []).cells
+    assert len({cell.folder for cell in cells}) == 6
+    keys = [cell.config.keys for cell in cells]
+    assert load_model(keys[-1], 1, cells[-1].config.world).lm_head._smoothce["filter_eps"] == 1e-3
+    assert main(["plan", str(sweep_file(train={"filter_eps": 2.0}))]) == 2
+    losses = []
+    for name in grid["loss_implementation"]:
+        train = {"loss_implementation": name, "max_train_steps": 2}
+        run = finished(sweep_file(grid={}, train=train))
+        assert f"loss: {name}: asked for" in capsys.readouterr().out
+        losses.append([row["loss"] for row in rows_of(run) if "loss" in row])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    with pytest.raises(SweepError, match=r"train\.loss_implementation: .*'paper' cannot be used: "):
+        finished(sweep_file(grid={}, train={"loss_implementation": "paper"}))
 
 
 def test_a_model_is_saved_in_the_precision_of_its_base(sweep_file, tiny, tmp_path):

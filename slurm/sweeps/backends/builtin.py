@@ -4,7 +4,7 @@ import contextlib
 import shutil
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -24,6 +24,7 @@ SCHEDULERS = (
     "constant_with_warmup",
 )
 PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "deepspeed", "numpy")
+FilterEps = Annotated[float, Field(gt=0, lt=1)]
 
 
 class BuiltinKeys(TrainKeys):
@@ -45,6 +46,9 @@ class BuiltinKeys(TrainKeys):
     num_train_epochs: int = Field(2, ge=1)
     max_train_steps: int | None = Field(None, ge=1)
     reduce_loss: Literal["mean", "sum", "token_mean"] = "mean"
+    loss_implementation: Literal["auto", "triton", "chunked", "reference", "paper"] = "auto"
+    filter_eps: FilterEps | Literal["auto"] | None = None  # None: the exact gradient
+    final_logit_softcapping: float | None = Field(None, gt=0)  # None: the model's own
     attention_dropout: float | None = Field(None, ge=0, lt=1)
     clip_grad_norm: float = -1.0  # not above 0: no clipping
     fused_optimizer: bool = True

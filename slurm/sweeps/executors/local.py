@@ -1,10 +1,14 @@
-"""Runs on this machine: `workers` at a time, each trained and then scored, on GPUs of its own.
+"""Runs on this machine: `workers` at a time, each trained and then scored.
+
+Each run has GPUs of its own, unless more workers than GPUs share them evenly: the launches of a
+small model's kernels keep a GPU busy for part of a step only.
 
 `cancel` touches `<output_root>/sweeps/<name>/stop`, and every launch under way then starts nothing
 more, also one on another machine that shares the folder.
 """
 
 import contextlib
+import math
 import os
 import shutil
 import signal
@@ -30,6 +34,8 @@ from sweeps.plan import Cell, sweep_folder
 from sweeps.rundir import RunDir
 from sweeps.supervise import Outcome
 
+Job = Callable[[], str | None]  # returns what went wrong
+
 
 def launch(sweep: Sweep, cells: list[Cell]) -> list[str]:
     """Train and score what is missing; returns one line for each run that did not get there.
@@ -37,14 +43,9 @@ def launch(sweep: Sweep, cells: list[Cell]) -> list[str]:
     Ctrl-C (or TERM) lets every running trainer save a checkpoint first; the same command goes on
     from there.
     """
-    cores, workers = len(os.sched_getaffinity(0)), at_once(sweep)
-    if workers < (sweep.workers or 1):
-        print(f"workers: {sweep.workers}: {workers} at a time: {counted(len(gpus()), 'GPU')} here")
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    stopping, machine = Stopping(sweep), Machine()
+    machine, stopping = Machine(sweep), Stopping(sweep)
     runs = [RunDir(cell.folder) for cell in cells]
-    jobs: list[tuple[str, Callable[[], str | None]]] = [
+    jobs: list[tuple[str, Job]] = [
         (subject.name, lambda s=subject: _score(s, sweep, stopping, machine))
         for subject in score.bases(sweep, cells).values()
         if score.missing(subject, sweep.score)
@@ -55,7 +56,6 @@ def launch(sweep: Sweep, cells: list[Cell]) -> list[str]:
             jobs.append((run.name, lambda c=cell, r=run: _run(c, r, sweep, stopping, machine)))
         else:
             score.discard(cell, sweep)  # where the last launch did not come to it
-    problems = []
 
     def stop(*_: object) -> None:
         stopping.set()
@@ -63,17 +63,40 @@ def launch(sweep: Sweep, cells: list[Cell]) -> list[str]:
             if run.lock.exists():
                 run.stop.touch()
 
+    return _work(jobs, sweep.name, machine.workers, stop, "finished")
+
+
+def score_all(sweep: Sweep, subjects: list[score.Subject], prefetch: str) -> list[str]:
+    """Score what is missing of the subjects; returns one line for each that failed.
+
+    Ctrl-C lets what is being scored come to its end.
+    """
+    machine, stopping = Machine(sweep), Stopping(sweep)
+    jobs = [
+        (one.name, lambda s=one: _score(s, sweep, stopping, machine, prefetch)) for one in subjects
+    ]
+    return _work(jobs, sweep.name, machine.workers, lambda *_: stopping.set(), "scored")
+
+
+def _work(
+    jobs: list[tuple[str, Job]], title: str, workers: int, stop: Callable, done: str
+) -> list[str]:
+    """Do the jobs, `workers` at a time, and say of each how it went; returns the problems.
+
+    `stop` is what Ctrl-C and TERM call.
+    """
+    problems = []
     before = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
         with (
             ThreadPoolExecutor(workers) as pool,
-            tqdm(total=len(jobs), unit="run", desc=sweep.name, disable=not jobs) as bar,
+            tqdm(total=len(jobs), unit="run", desc=title, disable=not jobs) as bar,
         ):
             futures = {pool.submit(job): name for name, job in jobs}
             for future in as_completed(futures):
                 problem = future.result()
                 bar.update(1)
-                bar.write(problem or f"finished: {futures[future]}")
+                bar.write(problem or f"{done}: {futures[future]}")
                 if problem:
                     problems.append(problem)
     finally:
@@ -143,25 +166,38 @@ def at_once(sweep: Sweep) -> int:
         return sweep.workers or 1
     if found < each:
         raise SweepError(f"world.processes_per_node: {each}: {counted(found, 'GPU')} here")
-    return min(sweep.workers or found, found // each)
+    return min(sweep.workers or found, found // each) if each > 1 else sweep.workers or found
 
 
 class Machine:
-    """The GPUs of this machine, lent out whole; without any, programs start warm and share all."""
+    """The GPUs of this machine, lent to `workers` at a time; without any, programs start warm."""
 
-    def __init__(self) -> None:
-        self._free, self._changed = gpus(), threading.Condition()
-        self._any = bool(self._free)
+    def __init__(self, sweep: Sweep) -> None:
+        self.workers, self._lent = at_once(sweep), dict.fromkeys(gpus(), 0)
+        self._changed = threading.Condition()
+        here, cores = len(self._lent), len(os.sched_getaffinity(0))
+        self._share = math.ceil(self.workers / max(here, 1))  # programs on a GPU
+        if here and sweep.workers:
+            print(f"{counted(self.workers, 'run')} at a time on {counted(here, 'GPU')}", flush=True)
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // self.workers)))
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+    def _idlest(self) -> list[str]:
+        """The GPUs that have room for another program, those with the most first."""
+        free = [gpu for gpu, programs in self._lent.items() if programs < self._share]
+        return sorted(free, key=self._lent.get)
 
     @contextlib.contextmanager
     def lend(self, count: int) -> Iterator[Start]:
-        """What starts programs on `count` GPUs that nobody else here uses; waits for them."""
-        if not self._any:
+        """What starts programs on `count` GPUs that have room for them; waits for it."""
+        if not self._lent:
             yield start_warm
             return
         with self._changed:
-            self._changed.wait_for(lambda: len(self._free) >= count)
-            mine, self._free = self._free[:count], self._free[count:]
+            self._changed.wait_for(lambda: len(self._idlest()) >= count)
+            mine = self._idlest()[:count]
+            for gpu in mine:
+                self._lent[gpu] += 1
 
         def start(arguments: list[str], program: Program, log: Path) -> Child:
             # Cold: a fork of a process that looked at the GPUs could not use them.
@@ -173,7 +209,8 @@ class Machine:
             yield start
         finally:
             with self._changed:
-                self._free += mine
+                for gpu in mine:
+                    self._lent[gpu] -= 1
                 self._changed.notify_all()
 
 
@@ -205,7 +242,11 @@ def _run(cell: Cell, run: RunDir, sweep: Sweep, stopping: Stopping, machine: Mac
 
 
 def _score(
-    subject: score.Subject, sweep: Sweep, stopping: Stopping, machine: Machine
+    subject: score.Subject,
+    sweep: Sweep,
+    stopping: Stopping,
+    machine: Machine,
+    prefetch: str = "prefetch.sh",
 ) -> str | None:
     if sweep.score is None:
         return None
@@ -213,7 +254,7 @@ def _score(
         return f"not scored: {subject.name}"
     try:
         with machine.lend(1) as start:
-            score.run(subject, sweep.score, start=start)
+            score.run(subject, sweep.score, start=start, prefetch=prefetch)
     except SweepError as error:
         return f"failed: {error}"
     return None

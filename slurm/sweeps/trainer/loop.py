@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, set_seed
@@ -27,7 +28,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
 from transformers.utils import logging as transformers_logging
 
-from smoothce import patch_model
+from smoothce import explain, patch_model
 from sweeps.backends.builtin import BuiltinKeys
 from sweeps.config import World
 from sweeps.errors import SweepError
@@ -77,6 +78,7 @@ def train(run: RunDir) -> None:
             "not; train.add_bos: true"
         )
     model = load_model(keys, len(tokenizer), config.world)
+    accelerator.print(f"loss: {chosen_loss(model, keys, accelerator)}")
     base = base_dtype(keys.model_name_or_path)
     work = Work(keys, config.world, accelerator, examples, tokenizer.pad_token_id)
     flops = model_flops(model, examples) if peak(accelerator.device) else None
@@ -131,19 +133,20 @@ def train(run: RunDir) -> None:
         )
         done = step + 1 == total
         if work.held and (done or (step + 1) % work.order.steps_per_epoch == 0):
-            with log.paused():
-                log.held_out(step + 1, work.held_out_loss(model))
+            with log.paused("held_out"):
+                log.held_out(step + 1, *work.held_out(model))
         stopping = not done and asked.everywhere(accelerator)
         if stopping or (every and (step + 1) % every == 0 and not done):
-            with log.paused():
+            with log.paused("saving"):
                 keep = keys.keep_last_n_checkpoints
                 checkpoint.save(run, accelerator, step + 1, work.facts(digest), keep)
         if stopping:
             accelerator.print(f"stopped: step {step + 1} of {total} is saved")
             log.close()
             return
+    with log.paused("saving"):
+        save_model(run, accelerator, model, tokenizer, base)
     log.close()
-    save_model(run, accelerator, model, tokenizer, base)
 
 
 def start_accelerator(run: RunDir, keys: BuiltinKeys, world: World) -> Accelerator:
@@ -262,32 +265,41 @@ class Work:
         return factor * accumulation if self.deepspeed else factor
 
     @torch.no_grad()
-    def held_out_loss(self, model: torch.nn.Module) -> float:
-        """−log p of the held-out conversations' targets without smoothing, in nats a target."""
+    def held_out(self, model: torch.nn.Module) -> tuple[float, float]:
+        """Mean −log p of the held-out conversations' targets, without smoothing, and mean entropy
+        of the distributions that they were drawn from, both in nats."""
         accelerator = self.accelerator
         # Not through DDP, which would synchronise; DeepSpeed gathers weights in its own forward.
         module = model if self.deepspeed else accelerator.unwrap_model(model)
         causal = accelerator.unwrap_model(model)
-        settings, lengths = causal.lm_head._smoothce, self.examples.lengths
+        lengths = self.examples.lengths
         room = self.keys.max_tokens if self.packing else self.keys.per_device_train_batch_size
         costs = lengths if self.packing else np.ones_like(lengths)
         bins = fill(self.held, costs, room, self.order.ranks)
-        total = torch.zeros((), device=accelerator.device, dtype=torch.float64)
+        totals = torch.zeros(2, device=accelerator.device, dtype=torch.float64)
+
+        def measure(head: torch.nn.Module, inputs: tuple) -> None:
+            hidden, labels = inputs[:2]
+            loss, found, _ = head.forward(hidden, labels, smoothed=False, each=True)
+            totals.add_(torch.stack((loss.sum(), found.entropy.sum())))
+
         model.eval()
         causal.training = True  # which has the patched loss; the decoder below stays in eval
-        smoothing, settings["label_smoothing"] = settings["label_smoothing"], 0.0
+        # Before the head's own forward, where ZeRO-3 has its weights together.
+        hook = causal.lm_head.register_forward_pre_hook(measure)
         # Compiled layers would be compiled once more, without gradients.
         eager = getattr(torch.compiler, "set_stance", None)
         try:
             with eager("force_eager") if eager else contextlib.nullcontext():
                 for rows in bins[accelerator.process_index :: self.order.ranks]:
                     batch = to_device(self.collate(rows), accelerator.device)
-                    total += module(**batch, use_cache=False).loss
+                    module(**batch, use_cache=False)
         finally:
-            settings["label_smoothing"] = smoothing
+            hook.remove()
             model.train()
-        total = accelerator.reduce(total.float(), reduction="sum").item()
-        return total / int(self.examples.targets[self.held].sum())
+        totals = accelerator.reduce(totals.float(), reduction="sum").tolist()
+        loss, entropy = (total / int(self.examples.targets[self.held].sum()) for total in totals)
+        return loss, entropy
 
 
 def to_device(batch: dict, device: torch.device) -> dict:
@@ -409,6 +421,7 @@ class Log:
         self.peak = peak_of_one and peak_of_one * accelerator.num_processes
         self._clear()
         self.last = (self.begin, start)
+        self.seconds = {"held_out": 0.0, "saving": 0.0}
         self.main = accelerator.is_main_process
         if self.main:  # rows after the checkpoint are about to be computed again
             kept = [row for row in read_rows(run.metrics) if row["step"] <= start]
@@ -490,19 +503,22 @@ class Log:
         self._clear()
         self.last = (clock, step)
 
-    def held_out(self, step: int, loss: float) -> None:
-        """Write the held-out conversations' loss, a row of its own."""
+    def held_out(self, step: int, loss: float, entropy: float) -> None:
+        """Write what the held-out conversations say, a row of its own."""
         row = {"step": step, "steps": self.total, "epoch": round(step / self.steps_per_epoch, 4)}
-        self._write(row | {"held_out_loss": loss, "time": round(time.time(), 1)})
+        row |= {"held_out_loss": loss, "held_out_entropy": entropy}
+        self._write(row | {"time": round(time.time(), 1)})
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """What happens inside counts for no step's time."""
+    def paused(self, name: str) -> Iterator[None]:
+        """What happens inside counts for no step's time, but as seconds of that name."""
         if self.accelerator.device.type == "cuda":
             torch.cuda.synchronize()  # the steps before it must not be counted here
         began = time.monotonic()
         yield
-        self.last = (self.last[0] + time.monotonic() - began, self.last[1])
+        took = time.monotonic() - began
+        self.seconds[name] += took
+        self.last = (self.last[0] + took, self.last[1])
 
     def _write(self, row: dict) -> None:
         if self.main:
@@ -519,8 +535,13 @@ class Log:
             self.accelerator.log(numbers, step=row["step"])
 
     def close(self) -> None:
-        """End the bar and the tracker."""
+        """End the bar and the tracker, and write where the seconds of this process went."""
         self.bar.close()
+        lived, since = time.time() - psutil.Process().create_time(), time.monotonic() - self.begin
+        training = since - sum(self.seconds.values())
+        took = {"starting": lived - since, "training": training, **self.seconds}
+        took = {name: round(value, 2) for name, value in took.items()}
+        self._write({"step": self.last[1], "steps": self.total, "seconds": took})
         if self.keys.with_tracking:
             self.accelerator.end_training()
 
@@ -536,12 +557,12 @@ def start_tracker(accelerator: Accelerator, run: RunDir, config: RunConfig) -> N
 def load_model(keys: BuiltinKeys, tokens: int, world: World) -> torch.nn.Module:
     """The causal LM in fp32 with its loss replaced by smoothce's, summed over the targets."""
     config = AutoConfig.from_pretrained(keys.model_name_or_path)
-    if keys.attention_dropout is not None:
-        if not hasattr(config, "attention_dropout"):
-            raise SweepError(
-                f"train.attention_dropout: {config.model_type} models have no such setting"
-            )
-        config.attention_dropout = keys.attention_dropout
+    for name in ("attention_dropout", "final_logit_softcapping"):
+        if (value := getattr(keys, name)) is None:
+            continue
+        if not hasattr(config, name):
+            raise SweepError(f"train.{name}: {config.model_type} models have no such setting")
+        setattr(config, name, value)
     model = AutoModelForCausalLM.from_pretrained(keys.model_name_or_path, config=config).float()
     if tokens > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(tokens, pad_to_multiple_of=8)
@@ -550,8 +571,21 @@ def load_model(keys: BuiltinKeys, tokens: int, world: World) -> torch.nn.Module:
     # Room for a quarter of a 16-bit step's logits lets the exact loss make them once, not twice.
     room = keys.max_tokens * model.config.vocab_size // 2 if world.mixed_precision != "no" else 0
     smoothing = keys.label_smoothing
-    patch_model(model, label_smoothing=smoothing, reduction="sum", workspace=room)
+    options = {"filter_eps": keys.filter_eps, "impl": keys.loss_implementation}
+    patch_model(model, label_smoothing=smoothing, reduction="sum", workspace=room, **options)
     return model
+
+
+def chosen_loss(model: torch.nn.Module, keys: BuiltinKeys, accelerator: Accelerator) -> str:
+    """Which implementation of the loss trains this model here, and why; raises SweepError if the
+    one asked for cannot."""
+    head, rows = model.lm_head, torch.empty(2, model.config.hidden_size, device=accelerator.device)
+    options = {name: head._smoothce[name] for name in ("softcap", "logit_scale", "filter_eps")}
+    try:
+        with accelerator.autocast():
+            return explain(rows, rows, bias=head.bias, impl=keys.loss_implementation, **options)
+    except ValueError as error:
+        raise SweepError(f"train.loss_implementation: {error}") from None
 
 
 def base_dtype(name: str) -> torch.dtype:
