@@ -4,7 +4,9 @@ A command imports what it needs itself: NumPy and the model libraries take secon
 """
 
 import argparse
+import itertools
 import json
+import math
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -51,6 +53,7 @@ def valid(convert: Callable, test: Callable, expected: str) -> Callable:
 
 
 positive = valid(int, lambda n: n >= 1, "a whole number of at least 1")
+natural = valid(int, lambda n: n >= 0, "a whole number of at least 0")
 fraction = valid(float, lambda x: 0 <= x <= 1, "a number from 0 to 1")
 share = valid(
     lambda text: tuple(map(int, text.split("/"))),
@@ -134,6 +137,28 @@ def parser() -> argparse.ArgumentParser:
     add = command("fit-ats", run_fit, task, model, fit)
     add("--head", choices=("linear", "mlp", "transformer"), default="linear")
     add("--alpha", type=float, default=0.5, help="weight of wrong answers, 0 to 1")
+
+    add = command("entropy", run_entropy)
+    add("--model", required=True, help="model folder or hub name")
+    help = "prompts with references: JSON lines or a JSON list; Alpaca's and `messages` rows too"
+    add("--data", required=True, type=Path, metavar="FILE", help=help)
+    add("--out", required=True, type=Path, metavar="RECORDS.jsonl")
+    add("--skip", type=natural, default=0, metavar="N", help="leave out the first N rows")
+    add("--limit", type=positive, default=256, metavar="N", help="documents")
+    add("--max-new-tokens", type=positive, default=128, help="of references and own texts")
+    positive_number = valid(float, lambda x: 0 < x < math.inf, "a number more than 0")
+    several = {"nargs": "+", "metavar": "X"}
+    add("--temperature", type=positive_number, default=[1.0], **several)
+    share_kept = valid(float, lambda x: 0 < x <= 1, "a number above 0, up to 1")
+    add("--top-p", type=share_kept, default=[1.0], help="with each temperature", **several)
+    least = valid(float, lambda x: 0 <= x < 1, "a number from 0 to below 1")
+    add("--min-p", type=least, default=[0.0], help="with each top-p", **several)
+    add("--seed", type=natural, default=0)
+    add("--batch-size", type=positive, default=128)
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    help = "auto: the model's own on a GPU, float32 on a CPU"
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help=help)
+    add("--overwrite", action="store_true", help="measure anew whatever is there")
 
     add = command("import-lm-eval", run_import)
     add("samples", nargs="+", type=Path, metavar="samples_<task>_<time>.jsonl")
@@ -328,6 +353,19 @@ def run_diagnose(a: argparse.Namespace) -> None:
         with atomic_write(a.out / "diagnosis.json") as file:
             file.write(text + "\n")
         diagnose.plot_bound(found, a.out / "entropy_bound")
+
+
+def run_entropy(a: argparse.Namespace) -> None:
+    """Compare the entropy of a model's own text with its log loss on references."""
+    from calibeval import entropy
+    from calibeval.engines.sampling import Setting
+
+    grid = itertools.product(a.temperature, a.top_p, a.min_p)
+    settings = [Setting(*values) for values in dict.fromkeys(grid)]
+    names = "skip limit max_new_tokens seed batch_size device dtype overwrite"
+    options = {name: getattr(a, name) for name in names.split()}
+    entropy.measure(a.model, a.data, a.out, settings, **options)
+    print(entropy.collect([{"records": a.out}]), end="")
 
 
 def run_import(a: argparse.Namespace) -> None:

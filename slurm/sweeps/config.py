@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -61,6 +61,20 @@ class Task(Strict):
         return self.name or self.task
 
 
+class Entropy(Strict):
+    """One `python -m calibeval entropy` for each trained model, by transformers."""
+
+    key: ClassVar[str] = "entropy"
+    data: str
+    skip: int = Field(0, ge=0)
+    limit: int = Field(256, ge=1)
+    max_new_tokens: int = Field(128, ge=1)
+    temperatures: Seq[float] = Field((1.0,), min_length=1)
+    top_p: Seq[float] = Field((1.0,), min_length=1)
+    min_p: Seq[float] = Field((0.0,), min_length=1)
+    batch_size: int = Field(128, ge=1)
+
+
 HELD_OUT = "held_out_loss"  # of conversations that are never trained on, without smoothing
 
 
@@ -68,11 +82,17 @@ class Score(Strict):
     """What is scored, and how."""
 
     tasks: Seq[Task] = Field(min_length=1)
+    entropy: Entropy | None = None
     engine: Literal["transformers", "vllm"] = "transformers"
     batch_size: int | None = Field(None, ge=1)
     base: bool = True  # also score the model before fine-tuning
     separate: bool = False  # jobs of their own behind the training, for runs of many GPUs
     select_on: str | None = None  # chooses the learning rate: a validation task, or HELD_OUT
+
+    @property
+    def measured(self) -> tuple[Task | Entropy, ...]:
+        """All that a model is asked, each to its own records."""
+        return (*self.tasks, self.entropy) if self.entropy else self.tasks
 
 
 class Dataset(Strict):

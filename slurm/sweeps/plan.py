@@ -18,6 +18,7 @@ from pathlib import Path
 from sweeps.backends import REGISTRY, get_backend
 from sweeps.config import (
     HELD_OUT,
+    Entropy,
     Prefetch,
     Score,
     Sweep,
@@ -102,6 +103,8 @@ def load_sweep(path: Path, assignments: Iterable[str] = ()) -> tuple[Sweep, dict
         raise SweepError(f"{path}: keep: found 'scores', but this sweep has no `score` section")
     if sweep.score is not None:
         names = [task.key for task in sweep.score.tasks]
+        if Entropy.key in names:
+            raise SweepError(f"{path}: score.tasks: a task is called entropy; give it another name")
         if len(set(names)) != len(names):
             raise SweepError(
                 f"{path}: score.tasks: two tasks share a name: {names}; give each a `name`"

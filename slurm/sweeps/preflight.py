@@ -54,9 +54,11 @@ def _files(sweep: Sweep, cells: list[Cell], cluster: Cluster, prefetch: str) -> 
             kinds.setdefault(_needs(cell), cell.config)
     for config in kinds.values():
         found += backend.missing(config.keys, config.world)
-    for task in sweep.score.tasks if sweep.score else ():
+    for task in sweep.score.measured if sweep.score else ():
         if wrong := questions.problem(task):
-            found.append(f"score.tasks: {task.key}: {wrong}")
+            found.append(
+                f"score.{'' if task is sweep.score.entropy else 'tasks: '}{task.key}: {wrong}"
+            )
     absent = [a for a in assets.of_sweep(sweep, cells, cluster) if a.used and not a.here()]
     # A file that prefetch makes is named by it, not once more by the key that reads it.
     found = [line for line in found if not any(f": {a.place}" in line for a in absent)]

@@ -4,11 +4,13 @@ import os
 import subprocess
 import sys
 from functools import cache
+from itertools import islice
 from pathlib import Path
 
+from calibeval import references
 from calibeval.io import InputError
 from calibeval.tasks import HUB, LOADERS, SHOTS, Source, Subject, convention, load
-from sweeps.config import Task
+from sweeps.config import Entropy, Task
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # as the command line sets them
 
@@ -46,11 +48,16 @@ def fetch(task: Task) -> None:
     read(task)
 
 
-def problem(task: Task) -> str | None:
+def problem(task: Task | Entropy) -> str | None:
     """What keeps the task from being asked, which would show only after the training."""
-    if on_hub(task):
+    if isinstance(task, Task) and on_hub(task):
         return _offline(task, os.environ.get("HF_HOME")) or None
     try:
+        if isinstance(task, Entropy):
+            some = islice(references.rows(Path(task.data), task.skip), task.limit)
+            if not [references.parse(row, where) for _, where, row in some]:
+                raise InputError(f"{task.data}: no row behind the first {task.skip}")
+            return None
         if task.task in LOADERS and not Path(task.data.removeprefix(HUB)).exists():
             raise InputError(f"data: {task.data}: no such file or folder")
         read(task)

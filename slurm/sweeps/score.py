@@ -12,7 +12,7 @@ from sweeps import questions
 from sweeps.assets import hub_cache, hub_snapshot, on_hub
 from sweeps.backends.base import Program
 from sweeps.children import Start, start_cold
-from sweeps.config import Score, Sweep, Task
+from sweeps.config import Entropy, Score, Sweep, Task
 from sweeps.errors import SweepError
 from sweeps.files import make_folder, read_json, write_json
 from sweeps.locks import lease
@@ -70,8 +70,14 @@ def ready(sweep: Sweep, cells: list[Cell]) -> list[Subject]:
     return [*bases(sweep, cells).values(), *map(of_cell, done)]
 
 
-def program(subject: Subject, task: Task, score: Score) -> Program:
+def program(subject: Subject, task: Task | Entropy, score: Score) -> Program:
     """The command that scores one task, atomic by calibeval's own rename."""
+    if isinstance(task, Entropy):
+        arguments = ["entropy", "--model", str(subject.model), "--out", str(subject.records(task))]
+        for key, value in task.model_dump().items():
+            option = "--" + key.replace("temperatures", "temperature").replace("_", "-")
+            arguments += [option, *map(str, value if isinstance(value, tuple) else [value])]
+        return Program(module="calibeval", arguments=tuple(arguments))
     arguments = ["score", "--model", str(subject.model), *questions.options(task)]
     arguments += ["--out", str(subject.records(task)), "--engine", score.engine]
     if score.batch_size is not None:
@@ -79,8 +85,10 @@ def program(subject: Subject, task: Task, score: Score) -> Program:
     return Program(module="calibeval", arguments=tuple(arguments))
 
 
-def request(task: Task, score: Score) -> dict:
+def request(task: Task | Entropy, score: Score) -> dict:
     """What decides the records; another request makes old records stale."""
+    if isinstance(task, Entropy):
+        return task.model_dump(exclude={"batch_size"})
     absent = {"scoring"} if task.scoring is None else None  # as before there was this key
     return {**task.model_dump(exclude=absent), "engine": score.engine}
 
@@ -115,9 +123,9 @@ def _asked(subject: Subject, task: Task, score: Score) -> bool:
     return asked == json.loads(json.dumps(request(task, score)))
 
 
-def missing(subject: Subject, score: Score) -> list[Task]:
+def missing(subject: Subject, score: Score) -> list[Task | Entropy]:
     """The tasks still to be scored."""
-    return [task for task in score.tasks if not scored(subject, task, score)]
+    return [task for task in score.measured if not scored(subject, task, score)]
 
 
 def run(

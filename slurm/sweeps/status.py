@@ -117,7 +117,7 @@ def _of_score(
     if sweep.score is None:
         return "-", None, ""
     left = score.missing(subject, sweep.score)
-    scored = f"{len(sweep.score.tasks) - len(left)}/{len(sweep.score.tasks)}"
+    scored = f"{len(sweep.score.measured) - len(left)}/{len(sweep.score.measured)}"
     key = ("score", subject.name)
     train = ("train", subject.name)  # which goes on to score
     if not left or key in queue.elements or train in queue.elements:

@@ -1,0 +1,260 @@
+"""Entropy calibration: is a model's own text as random as reference text is surprising to it?
+
+    L = E Σ_t −log p(Y_t | x, Y_<t)      log loss of the references Y to prompts x
+    H = E Σ_t H(p(· | x, Ŷ_<t))          entropy along the model's own texts Ŷ ~ p
+    EntCE = H − L                        nats; above 0: the model's own text is the more random
+
+("On the Entropy Calibration of Language Models", arXiv 2511.11966.) Sums run over a document, its
+end-of-text included, both cut at the same number of tokens; a document that has ended adds 0 to
+every later position, so that no position's mean is of the survivors alone.
+"""
+
+import csv
+import hashlib
+import itertools
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from scipy.stats import t as student
+from tqdm import tqdm
+
+from calibeval import __version__, models, records, references
+from calibeval.io import InputError, atomic_write, counted, json_lines
+from calibeval.store import Store
+
+SETTING = ("temperature", "top_p", "min_p")
+CURVES = ("reference_logprobs", "logprobs", "entropies")
+RESAMPLES = 2000
+ENTCE, FIRST, LAST = "EntCE a token", "EntCE first quarter", "EntCE last quarter"
+
+
+def measure(
+    model: str,
+    data: Path,
+    out: Path,
+    settings: Sequence,  # of `Setting`
+    *,
+    skip: int = 0,
+    limit: int | None = 256,
+    max_new_tokens: int = 128,
+    seed: int = 0,
+    batch_size: int = 128,
+    device: str = "auto",
+    dtype: str = "auto",
+    overwrite: bool = False,
+) -> None:
+    """Write a record for each document and setting, in addition to those that are there.
+
+    A document's random numbers are the same in every setting and for every model, which makes
+    differences between them less noisy.
+    """
+    from calibeval.engines import load_max_length, load_tokenizer
+    from calibeval.engines.hf import TransformersEngine
+    from calibeval.engines.sampling import Sampler
+
+    models.check_model(model)
+    tokenizer, longest = load_tokenizer(model), load_max_length(model)
+    ends, longest = references.end_tokens(model, tokenizer), longest and longest + 1
+    room = {"most": max_new_tokens, "longest": longest, "skip": skip, "limit": limit}
+    texts = references.documents(data, tokenizer, ends, **room)
+    asked = {"model_digest": models.digest(model), "data": str(data), "skip": skip, "limit": limit}
+    asked |= {"max_new_tokens": max_new_tokens, "seed": seed, "dtype": dtype}
+    asked["prompts_sha256"] = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
+    store = Store(out, asked, overwrite)
+    finished = store.finished() | ({row["id"]: row for row in read(out)} if out.exists() else {})
+    ids = {(s, d.number): f"{d.number} at {s}" for s in settings for d in texts}
+    pending = [(s, d) for s in settings for d in texts if ids[s, d.number] not in finished]
+    if not pending:
+        print(f"{out}: complete already, {counted(len(finished), 'record')}", file=sys.stderr)
+        return
+    engine = TransformersEngine(model, device=device, dtype=dtype)
+    sampler = Sampler.of(engine.model)
+    store.engine(engine.describe() | {"batch_size": batch_size})
+    progress = tqdm(total=len(ids), initial=len(ids) - len(pending), unit="text")
+    for setting, group in itertools.groupby(pending, key=lambda entry: entry[0]):
+        of = sorted((d for _, d in group), key=lambda d: len(d.context))
+        for start in range(0, len(of), batch_size):
+            batch, began = of[start : start + batch_size], time.perf_counter()
+            random = [np.random.default_rng([seed, d.number]).random(max_new_tokens) for d in batch]
+            made = []
+            texts_found = texts_of(sampler, batch, setting, np.stack(random), ends)
+            for d, tokens, expected, log_p, entropy in texts_found:
+                if np.isnan(expected).any() or not np.isfinite([log_p, entropy]).all():
+                    raise InputError(f"{data}, row {d.number}: the model's output is not finite")
+                row = {"id": ids[setting, d.number], "document": d.number} | vars(setting)
+                row["reference_logprobs"] = [x if x > -math.inf else None for x in expected]
+                row |= {"logprobs": log_p.tolist(), "entropies": entropy.tolist()}
+                text = {"text": tokenizer.decode(tokens), "ended": tokens[-1] in ends}
+                made.append(row | text)
+            usage = {"generated_tokens": sum(len(row["logprobs"]) for row in made)}
+            store.add(len(finished), made, usage, time.perf_counter() - began)
+            finished |= {row["id"]: row for row in made}
+            progress.update(len(made))
+    progress.close()
+    versions = {"calibeval": __version__, **engine.versions()}
+    about = {"model": model, "versions": versions, "training": models.training(model)}
+    store.finish(sorted(finished.values(), key=lambda row: (order(row), row["document"])), about)
+
+
+def texts_of(sampler, batch, setting, random: np.ndarray, ends) -> list[tuple]:
+    """(document, own text, log p of the reference, log p and entropies of the own text) of each."""
+    import torch
+
+    contexts = [d.context for d in batch]
+    try:
+        own = sampler.sample(contexts, setting, random, ends)
+        references_read = sampler.read(contexts, [d.reference for d in batch], setting)
+        own_read = sampler.read(contexts, own, setting)
+    except torch.cuda.OutOfMemoryError as error:
+        remedy = f"give less than --batch-size {len(batch)}; what is finished is kept"
+        raise InputError(f"the GPU has too little memory: {remedy}") from error
+    pairs = zip(batch, own, references_read, own_read, strict=True)
+    return [(d, tokens, expected, *along) for d, tokens, (expected, _), along in pairs]
+
+
+def order(row: dict) -> tuple[float, float, float]:
+    """The hottest and least truncated settings first."""
+    return -row["temperature"], -row["top_p"], row["min_p"]
+
+
+def read(path: Path) -> list[dict]:
+    """The records of a file; a damaged one raises `InputError` with its line."""
+    records.require(path)
+    rows = []
+    for number, row in json_lines(path):
+        if not {"id", "document", *SETTING, *CURVES} <= row.keys():
+            raise InputError(f"{path}, line {number}: is no record of `calibeval entropy`")
+        rows.append(row)
+    if len(rows) != records.meta(path).get("questions"):
+        found = counted(len(rows), "record")
+        raise InputError(f"{path}: {found}, not what was made; give --overwrite to make them anew")
+    return rows
+
+
+def curve(rows: Sequence[dict], of: str, positions: int) -> np.ndarray:
+    """(documents, positions) entropies or −log p: 0 after the end, ∞ where a token is cut."""
+    found = np.zeros((len(rows), positions))
+    for i, row in enumerate(rows):
+        values = [-math.inf if x is None else x for x in row[of]]
+        found[i, : len(values)] = values
+    return found if of == "entropies" else -found
+
+
+def summary(rows: Sequence[dict], positions: int) -> dict[str, float | None]:
+    """Figures of one setting in nats, "… low" and "… high" by a bootstrap of whole documents, 95 %.
+
+    A token: the sum over all documents over the number of their tokens. A document: the mean sum.
+    A quarter of the positions: the mean of EntCE a document and position.
+    """
+    loss, own, entropy = (curve(rows, of, positions) for of in CURVES)
+    lengths = np.array([[len(row[of]) for row in rows] for of in CURVES])
+    cut, n = float(np.isinf(loss).sum() / lengths[0].sum()), len(rows)
+    sums = np.stack([loss.sum(1), lengths[0], entropy.sum(1), lengths[2], own.sum(1)])
+    drawn = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
+    quarter = max(positions // 4, 1)
+    with np.errstate(invalid="ignore"):  # 0 × ∞, of references that are cut
+        sums = np.hstack([sums.sum(1, keepdims=True), sums @ drawn.T])
+        log_loss, h, surprisal = sums[0] / sums[1], sums[2] / sums[3], sums[4] / sums[3]
+        gap = (entropy - loss).mean(0)
+        found = {"log loss": math.inf if cut else log_loss[0], "entropy": h[0]}
+        found |= {"surprisal": surprisal[0]} | interval("surprisal − entropy", surprisal - h)
+        found |= interval(ENTCE, h - log_loss)
+        found |= interval("EntCE a document", (sums[2] - sums[0]) / n)
+        found |= {FIRST: gap[:quarter].mean(), LAST: gap[-quarter:].mean()}
+    alive = (lengths[:, :, None] > np.arange(positions - quarter, positions)).mean((1, 2))
+    found |= {"references alive in it": alive[0], "own texts alive in it": alive[2], "cut": cut}
+    return {k: None if cut and k.startswith("EntCE") else float(v) for k, v in found.items()}
+
+
+def interval(name: str, values: np.ndarray) -> dict[str, float]:
+    """The first value, and the ends of the middle 95 % of the others."""
+    low, high = np.quantile(values[1:], [0.025, 0.975])
+    return {name: values[0], f"{name} low": low, f"{name} high": high}
+
+
+def summaries(path: Path) -> list[dict]:
+    """The settings of a record file, each with its `summary`."""
+    rows = sorted(read(path), key=order)
+    positions = records.meta(path)["settings"]["max_new_tokens"]
+    groups = [list(group) for _, group in itertools.groupby(rows, key=order)]
+    return [{k: g[0][k] for k in SETTING} | summary(g, positions) for g in groups]
+
+
+def zero(settings: Sequence[dict]) -> dict[str, float | None]:
+    """Where EntCE a token is 0 between two temperatures, and the log loss a token there."""
+    at = {"temperature of EntCE 0": None, "log loss there": None}
+    plain = [s for s in settings if s["top_p"] == 1 and s["min_p"] == 0]
+    for hot, cold in itertools.pairwise(plain):
+        if hot[ENTCE] * cold[ENTCE] <= 0 and hot[ENTCE] != cold[ENTCE]:
+            share = hot[ENTCE] / (hot[ENTCE] - cold[ENTCE])
+            values = (hot[k] + share * (cold[k] - hot[k]) for k in ("temperature", "log loss"))
+            return dict(zip(at, values, strict=True))
+    return at
+
+
+def collect(entries: Sequence[dict], csv_file: Path | None = None) -> str:
+    """Two Markdown tables, by setting and of the temperature where EntCE is 0, seeds together.
+
+    An entry has "records", "run", "seed" and what else tells models apart. Three seeds or more: the
+    mean ± half of its 95 % t interval; else the values, one with its documents' interval if there
+    is one. `csv_file` gets a line a run and setting.
+    """
+    rows, recommended = [], []
+    for entry in entries:
+        about = {k: v for k, v in entry.items() if k not in ("records", "dataset")}
+        found = summaries(entry["records"])
+        rows += [about | of for of in found]
+        recommended.append(about | zero(found))
+    if csv_file:
+        with atomic_write(csv_file) as file:
+            writer = csv.DictWriter(file, list(dict.fromkeys(k for row in rows for k in row)))
+            writer.writeheader()
+            writer.writerows(rows)
+    names = {k for entry in entries for k in entry} - {"run", "seed"} | {*SETTING}
+    return "\n".join(markdown(over_seeds(of, names)) for of in (rows, recommended))
+
+
+def over_seeds(rows: Sequence[dict], names: set[str]) -> list[dict[str, str]]:
+    """Rows alike in all of `names` as one, as text."""
+    groups: dict[tuple, list[dict]] = {}
+    for row in rows:
+        groups.setdefault(tuple((k, v) for k, v in row.items() if k in names), []).append(row)
+    said = []
+    for key, group in groups.items():
+        line = {
+            k: "" if v is None else f"{v:g}" if isinstance(v, float) else str(v) for k, v in key
+        }
+        line |= {"seeds": str(len(group))} if "seed" in group[0] else {}
+        hidden = {*line, "run", "seed"}
+        figures = [k for k in group[0] if k not in hidden and not k.endswith((" low", " high"))]
+        said.append(line | {k: figure(group, k) for k in figures})
+    return said
+
+
+def figure(rows: Sequence[dict], name: str) -> str:
+    """A figure over seeds."""
+    values = [row[name] for row in rows]
+    if None in values:
+        return "–"
+    if (n := len(values)) >= 3:
+        half = student.ppf(0.975, n - 1) * np.std(values, ddof=1) / math.sqrt(n)
+        return f"{np.mean(values):.3f} ± {half:.3f}"
+    low, high = (rows[0].get(f"{name} {end}") for end in ("low", "high"))
+    if n == 1 and low is not None:
+        return f"{values[0]:+.3f} [{low:+.3f}, {high:+.3f}]"
+    return ", ".join(f"{v:.3f}" for v in values)
+
+
+def markdown(rows: Sequence[dict[str, str]]) -> str:
+    """A Markdown table that is aligned in a terminal as well."""
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [keys, *([row.get(key, "") for key in keys] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    cells = ([f"{c:>{w}}" for c, w in zip(line, widths, strict=True)] for line in lines)
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)

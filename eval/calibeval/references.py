@@ -1,0 +1,160 @@
+"""Prompts with reference texts: the rows of a file, and their tokens."""
+
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from calibeval.io import InputError, counted, json_lines, read_text
+
+EXPECTED = (
+    '{"prompt": …, "reference": …}, {"instruction": …, "input": …, "output": …} or '
+    '{"messages": […, {"role": "assistant", "content": …}]}'
+)
+# For tokenizers without a chat template: Stanford Alpaca's prompt (train.py, PROMPT_DICT).
+ALPACA = (
+    "Below is an instruction that describes a task{further}. Write a response that appropriately "
+    "completes the request.\n\n### Instruction:\n{content}\n\n### Response:"
+)
+FURTHER = ", paired with an input that provides further context"
+
+
+class Document(NamedTuple):
+    """A prompt and its reference as tokens, end-of-text included unless it was cut."""
+
+    number: int  # of its line or row in the file
+    context: list[int]
+    reference: list[int]
+
+
+def rows(path: Path, skip: int = 0) -> Iterator[tuple[int, str, dict]]:
+    """(number, place, row) behind the first `skip`, of JSON lines or of one JSON list."""
+    text = read_text(path)
+    if not text.lstrip().startswith("["):
+        found = ((n, f"{path}, line {n}", row) for n, row in json_lines(path))
+    else:
+        try:
+            listed = enumerate(json.loads(text), 1)
+        except ValueError as error:
+            raise InputError(f"{path}: not JSON ({error})") from error
+        found = ((n, f"{path}, row {n}", row) for n, row in listed)
+    yield from itertools.islice(found, skip, None)
+
+
+def parse(row: dict, where: str) -> tuple[str | None, list[dict] | None, str]:
+    """(prompt, conversation, reference): a prompt/reference row has no conversation, `messages` no
+    prompt of their own; another row raises `InputError`."""
+    match row:
+        case {"prompt": str(prompt), "reference": str(reference)}:
+            return prompt, None, reference
+        case {"instruction": str(content), "output": str(reference)}:
+            given = row.get("input")
+            content += f"\n\n### Input:\n{given}" if given else ""
+            prompt = ALPACA.format(content=content, further=FURTHER if given else "")
+            last = {"role": "assistant", "content": reference}
+            return prompt, [{"role": "user", "content": content}, last], reference
+        case {"messages": [_, *_, {"role": "assistant", "content": str(reference)}] as turns} if (
+            all(isinstance(t, dict) and {"role", "content"} <= t.keys() for t in turns)
+        ):
+            return None, turns, reference
+    raise InputError(f"{where}: expected {EXPECTED}, found {json.dumps(row)[:80]}")
+
+
+def texts(row: dict, where: str, tokenizer) -> tuple[str, str, bool]:
+    """(prompt, reference, whether both are without special tokens).
+
+    Conversations go through the tokenizer's chat template, which writes special tokens itself.
+    Without one Alpaca's rows have Stanford's prompt, `messages` the Tulu format.
+    """
+    prompt, turns, reference = parse(row, where)
+    if not turns or not reference.strip():
+        return prompt, reference, True
+    if not tokenizer.chat_template:
+        if prompt is None:
+            ends = {"assistant": tokenizer.eos_token}
+            said = (
+                f"<|{t['role']}|>\n{t['content']}{ends.get(t['role'], '')}\n" for t in turns[:-1]
+            )
+            prompt = "".join(said) + "<|assistant|>\n"
+        return prompt, reference, True
+    try:
+        chat = tokenizer.apply_chat_template
+        prompt = chat(turns[:-1], tokenize=False, add_generation_prompt=True)
+        whole = chat(turns, tokenize=False)
+    except Exception as error:  # whatever a template raises
+        raise InputError(f"{where}: the chat template refuses it: {error}") from error
+    if not whole.startswith(prompt):
+        raise InputError(f"{where}: the chat template rewrites the prompt when the answer follows")
+    return prompt, whole[len(prompt) :], False
+
+
+def documents(
+    path: Path,
+    tokenizer,
+    ends: Sequence[int],  # tokens that end a text
+    *,
+    most: int,  # tokens of a reference
+    longest: int | None,  # tokens that the model takes
+    skip: int = 0,
+    limit: int | None = None,
+) -> list[Document]:
+    """The first `limit` documents behind `skip` rows.
+
+    Empty references, and prompts that leave no room for `most` tokens, are left out with a warning.
+    Prompt and reference are tokenised together; a token belongs to where its text begins.
+    """
+    if not tokenizer.is_fast:
+        raise InputError("the tokenizer has no tokenizer.json, which says where its tokens begin")
+    found, left_out = [], {}
+    for number, where, row in rows(path, skip):
+        if len(found) == limit:
+            break
+        prompt, reference, plain = texts(row, where, tokenizer)
+        if not reference.strip():
+            left_out.setdefault("empty reference", []).append(where)
+            continue
+        both = {"add_special_tokens": plain, "return_offsets_mapping": True}
+        encoded = tokenizer(prompt + reference, **both)
+        ids, places = encoded["input_ids"], encoded["offset_mapping"]
+        begins = (i for i, (start, end) in enumerate(places) if len(prompt) <= start < end)
+        first = next(begins, len(ids))
+        text = until(ids[first:], ends)
+        if not text or text[-1] not in ends:
+            if not plain:
+                raise InputError(f"{where}: the chat template ends the answer without end-of-text")
+            text.append(tokenizer.eos_token_id)
+        if not first:
+            raise InputError(f"{where}: the prompt is empty, and the tokenizer has no start token")
+        if longest and first + most > longest:
+            why = f"prompt and {most} tokens exceed the model's {longest}"
+            left_out.setdefault(why, []).append(where)
+            continue
+        found.append(Document(number, ids[:first], text[:most]))
+    for why, places in left_out.items():
+        dropped = counted(len(places), "row")
+        print(f"warning: {dropped} left out, the first {places[0]}: {why}", file=sys.stderr)
+    if not found:
+        raise InputError(f"{path}: no usable row behind the first {skip}; expected {EXPECTED}")
+    return found
+
+
+def until(tokens: Sequence[int], ends: Sequence[int]) -> list[int]:
+    """The tokens up to and including the first that is one of `ends`."""
+    length = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
+    return list(tokens[:length])
+
+
+def end_tokens(model: str, tokenizer) -> list[int]:
+    """The tokens that end a text: the tokenizer's, and those of generation_config.json."""
+    from transformers import GenerationConfig
+
+    if tokenizer.eos_token_id is None:
+        raise InputError(f"{model}: the tokenizer has no end-of-text (eos_token), so no text ends")
+    try:
+        more = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:  # no such file
+        more = None
+    more = more if isinstance(more, list) else [more]
+    return sorted({tokenizer.eos_token_id, *more} - {None})

@@ -1,0 +1,308 @@
+"""Entropy calibration: a source in closed form, fused against double, resuming, bad input."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from calibeval import entropy, references
+from calibeval.__main__ import main
+from calibeval.engines.sampling import Sampler, Setting
+from calibeval.io import InputError
+
+V, BETA, POSITIONS = 512, 0.1, 32
+ROWS = [
+    {"prompt": "which of the following", "reference": " is a true statement"},
+    {"prompt": "kings", "reference": " law light mass about the force of cells"},
+    {"prompt": "a statement about", "reference": " law"},
+    {"prompt": "force mass light cells kings law is a", "reference": " true true true"},
+]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model, tmp_path_factory):
+    """`tiny_model` with an end-of-text token, rare under its own distribution."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    out = tmp_path_factory.mktemp("ending")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.eos_token = tokenizer.decode([5])
+    tokenizer.save_pretrained(out)
+    AutoModelForCausalLM.from_pretrained(tiny_model).save_pretrained(out)
+    return out
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write(tmp_path / "data.jsonl", ROWS)
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run(model, data, out, *options) -> int:
+    command = ["entropy", "--model", model, "--data", data, "--out", out, "--max-new-tokens", 8]
+    return main([str(c) for c in [*command, *options]])
+
+
+def lines(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def markov():
+    """P (V, V) of a first-order source, and Q = (1 − β) P + β/V, double."""
+    rng = np.random.default_rng(0)
+    p = np.zeros((V, V))
+    for row in p:  # seven successors a state
+        row[rng.choice(V, 7, replace=False)] = rng.dirichlet(np.full(7, 0.8))
+    return p, (1 - BETA) * p + BETA / V
+
+
+def sampler(q) -> Sampler:
+    """A model whose hidden state is the last token, and whose logits are log Q behind it."""
+
+    def decoder(input_ids, **_):
+        hidden = torch.nn.functional.one_hot(input_ids, V).float()
+        return SimpleNamespace(last_hidden_state=hidden)
+
+    return Sampler(decoder, torch.from_numpy(np.log(q).T).float(), None, {})
+
+
+def test_smoothed_source_in_closed_form():
+    p, q = markov()
+    rng, n = np.random.default_rng(1), 400
+    references = np.zeros((n, POSITIONS + 1), dtype=int)
+    for t in range(POSITIONS):
+        cumulative = p[references[:, t]].cumsum(1)
+        references[:, t + 1] = (cumulative < rng.random((n, 1)) * cumulative[:, -1:]).sum(1)
+    model, contexts = sampler(q), [[0]] * n
+    own = model.sample(contexts, Setting(), rng.random((n, POSITIONS)), ends=())
+    seen = model.read(contexts, references[:, 1:].tolist(), Setting())
+    along = model.read(contexts, own, Setting())
+    rows = [
+        {"reference_logprobs": list(a), "logprobs": list(b), "entropies": list(c)}
+        for (a, _), (b, c) in zip(seen, along, strict=True)
+    ]
+    # In closed form: E Σ_t f(state at t), the chain started in state 0.
+    loss = -(p * np.log(q)).sum(1)
+    entropies = -(q * np.log(q)).sum(1)
+    expected_loss = expected_entropy = 0
+    at_p = at_q = np.eye(V)[0]
+    for _ in range(POSITIONS):
+        expected_loss += at_p @ loss / POSITIONS
+        expected_entropy += at_q @ entropies / POSITIONS
+        at_p, at_q = at_p @ p, at_q @ q
+    found = entropy.summary(rows, POSITIONS)
+
+    def error(of):
+        return entropy.curve(rows, of, POSITIONS).mean(1).std(ddof=1) / math.sqrt(n)
+
+    assert abs(found["log loss"] - expected_loss) < 3 * error("reference_logprobs")
+    assert abs(found["entropy"] - expected_entropy) < 3 * error("entropies")
+    assert abs(found["surprisal"] - expected_entropy) < 3 * error("logprobs")
+    assert found["surprisal − entropy low"] < 0 < found["surprisal − entropy high"]
+    # the bootstrap's interval is as wide as the two standard errors say
+    value, low, high = (found[entropy.ENTCE + end] for end in ("", " low", " high"))
+    both = math.hypot(error("reference_logprobs"), error("entropies"))
+    assert high - low == pytest.approx(2 * 1.96 * both, rel=0.1)
+    assert abs(value - expected_entropy + expected_loss) < 3 * both
+    assert expected_entropy - expected_loss > 0.5  # smoothing has its price
+
+
+def test_fused_against_double(model):
+    from transformers import AutoModelForCausalLM
+
+    own = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    contexts, texts = [[3, 9, 20], [7]], [[30, 31, 32, 5], [40, 41]]
+    double = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
+    hidden = own.base_model(torch.tensor([contexts[0] + texts[0]])).last_hidden_state[0, 2:6]
+    hidden, weight = hidden.detach().double(), double.get_output_embeddings().weight.detach()
+    for setting in (Setting(), Setting(0.8), Setting(0.9, 0.9), Setting(1.1, 1.0, 0.02)):
+        z = hidden @ weight.T / setting.temperature
+        if setting.top_p < 1:
+            order = z.argsort(-1, descending=True)
+            for i, best in enumerate(order):
+                total = z[i].softmax(0)[best].cumsum(0)
+                z[i, best[int((total < setting.top_p).sum()) + 1 :]] = -math.inf
+        likely = z.softmax(-1)
+        z[likely < setting.min_p * likely.amax(-1, keepdim=True)] = -math.inf
+        expected = torch.distributions.Categorical(logits=z)
+        log_p, entropies = Sampler.of(own).read(contexts, texts, setting)[0]
+        assert entropies == pytest.approx(
+            torch.special.entr(expected.probs).sum(-1).numpy(), abs=1e-5
+        )
+        wanted = z.log_softmax(-1)[range(4), texts[0]].numpy()
+        assert log_p == pytest.approx(wanted, abs=1e-5)
+        if setting.truncates:
+            assert np.isinf(log_p).any()
+
+
+def test_samples_follow_the_setting():
+    _, q = markov()
+    n, model = 20_000, sampler(q)
+    setting = Setting(0.7, 0.8, 0.05)
+    uniforms = (np.arange(n)[:, None] + 0.5) / n
+    drawn = [t for (t,) in model.sample([[3]] * n, setting, uniforms, ends=())]
+    z = setting.temper(torch.from_numpy(np.log(q[3:4])))
+    frequencies = np.bincount(drawn, minlength=V) / n
+    assert frequencies == pytest.approx(z.softmax(-1)[0].numpy(), abs=2 / n)
+
+
+def test_padded_prompts_are_read_as_alone(model, data, tmp_path):
+    together, alone = tmp_path / "together.jsonl", tmp_path / "alone.jsonl"
+    assert run(model, data, together) == 0
+    assert run(model, data, alone, "--batch-size", 1) == 0
+    for a, b in zip(lines(together), lines(alone), strict=True):
+        assert a["text"] == b["text"]
+        for of in ("reference_logprobs", "logprobs", "entropies"):
+            assert a[of] == pytest.approx(b[of], abs=1e-4)
+
+
+def test_resumed_is_uninterrupted(model, data, tmp_path, monkeypatch):
+    options = ("--temperature", 1, 0.8, "--batch-size", 2)
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "r.jsonl"
+    assert run(model, data, whole, *options) == 0
+    sample, calls = Sampler.sample, []
+
+    def breaks(*given):
+        calls.append(given)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return sample(*given)
+
+    monkeypatch.setattr(Sampler, "sample", breaks)
+    assert run(model, data, out, *options) == 130
+    assert not out.exists()
+    assert run(model, data, out, *options) == 0
+    assert len(calls) == 3 + 2  # two batches of four were there
+    assert out.read_text() == whole.read_text()
+    # another temperature is added to finished records, which are not made again
+    assert run(model, data, out, "--temperature", 0.9) == 0
+    assert [row["temperature"] for row in lines(out)] == [1] * 4 + [0.9] * 4 + [0.8] * 4
+    with pytest.raises(InputError, match=r"made with seed 0 \(now 1\)"):
+        entropy.measure(str(model), data, out, [Setting()], max_new_tokens=8, seed=1, limit=256)
+
+
+def test_references_end_and_are_cut(model, data, tmp_path):
+    out = tmp_path / "r.jsonl"
+    assert run(model, data, out, "--max-new-tokens", 3, "--min-p", 0, 0.3) == 0
+    plain, cut = lines(out)[:4], lines(out)[4:]
+    assert [len(row["reference_logprobs"]) for row in plain] == [3, 3, 2, 3]  # " law" and its end
+    assert any(None in row["reference_logprobs"] for row in cut)
+    assert not any(None in row["logprobs"] for row in cut)
+    first, second = entropy.summaries(out)
+    assert first["cut"] == 0 and 0 < second["cut"] <= 1
+    assert second["log loss"] == math.inf and second[entropy.ENTCE] is None
+    assert "|      inf |" in entropy.collect([{"records": out}])
+
+
+def test_ended_documents_count_as_zero():
+    rows = [
+        {"reference_logprobs": [-1.0], "logprobs": [-2.0, -2.0], "entropies": [2.0, 1.0]},
+        {"reference_logprobs": [-3.0, -5.0], "logprobs": [-1.0], "entropies": [1.0]},
+    ]
+    found = entropy.summary(rows, 4)
+    assert found["log loss"] == pytest.approx(9 / 3) and found["entropy"] == pytest.approx(4 / 3)
+    assert found["EntCE a document"] == pytest.approx(4 / 2 - 9 / 2)
+    assert found[entropy.FIRST] == pytest.approx(3 / 2 - 4 / 2)
+    assert found["references alive in it"] == found["own texts alive in it"] == 0
+    assert entropy.summary(rows, 2)["references alive in it"] == 1 / 2
+
+
+def test_temperature_of_zero_entce():
+    settings = [
+        {"temperature": t, "top_p": 1, "min_p": 0, "log loss": loss, entropy.ENTCE: e}
+        for t, loss, e in ((1.0, 2.1, 1.5), (0.9, 2.0, 0.5), (0.8, 2.4, -0.5))
+    ]
+    assert [*entropy.zero(settings).values()] == pytest.approx([0.85, 2.2])
+    assert [*entropy.zero(settings[:2]).values()] == [None, None]
+
+
+def test_seeds_together():
+    rows = [{"x": x, "x low": x - 0.5, "x high": x + 0.5, "y": x} for x in (1.0, 2.0, 3.0)]
+    assert entropy.figure(rows[:1], "x") == "+1.000 [+0.500, +1.500]"
+    assert entropy.figure(rows[:1], "y") == "1.000"
+    assert entropy.figure(rows[:2], "x") == "1.000, 2.000"
+    assert entropy.figure(rows, "x") == "2.000 ± 2.484"  # t of 2 degrees of freedom: 4.303
+    assert entropy.figure([{"x": None}], "x") == "–"
+
+
+def test_conversations_read_as_the_trainer_has_them(model):
+    from transformers import AutoTokenizer
+
+    from sweeps.trainer.chat import ALPACA, TULU
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    turns = [{"role": r, "content": c} for r, c in zip("uaua", "abcd", strict=True)]
+    for turn in turns:
+        turn["role"] = {"u": "user", "a": "assistant"}[turn["role"]]
+    alpaca = {"instruction": "Do {this}.", "output": "Done."}
+    for row, template in (
+        (alpaca, ALPACA),
+        (alpaca | {"input": "an input"}, ALPACA),
+        ({"messages": turns}, TULU),
+    ):
+        tokenizer.chat_template = None
+        prompt, reference, plain = references.texts(row, "", tokenizer)
+        assert plain
+        tokenizer.chat_template = template
+        templated = prompt, reference + tokenizer.eos_token, False
+        assert references.texts(row, "", tokenizer) == templated
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"prompt": "kings"}, r'line 2: expected \{"prompt": …, "reference": …\}'),
+        ({"messages": [{"role": "user", "content": "kings"}]}, "line 2: expected"),
+        ({"messages": [{"content": "a"}, {"role": "assistant", "content": "b"}]}, "line 2: exp"),
+    ],
+)
+def test_bad_rows_are_named(model, tmp_path, capsys, row, message):
+    data = write(tmp_path / "data.jsonl", [ROWS[0], row])
+    assert run(model, data, tmp_path / "r.jsonl") == 2
+    with pytest.raises(InputError, match=message):
+        entropy.measure(str(model), data, tmp_path / "r.jsonl", [Setting()])
+    assert not (tmp_path / "r.jsonl").exists()
+
+
+def test_empty_references_are_left_out(model, tmp_path, capsys):
+    data = write(tmp_path / "data.jsonl", [{"prompt": "kings", "reference": ""}, *ROWS])
+    assert run(model, data, tmp_path / "r.jsonl", "--limit", 2) == 0
+    said = f"1 row left out, the first {data}, line 1: empty reference"
+    assert said in capsys.readouterr().err
+    assert [row["document"] for row in lines(tmp_path / "r.jsonl")] == [2, 3]
+    write(data, [{"prompt": "kings", "reference": " "}])
+    assert run(model, data, tmp_path / "other.jsonl") == 2
+
+
+def test_what_a_tired_student_types(model, data, tmp_path, capsys, monkeypatch):
+    def full(*_):
+        raise torch.cuda.OutOfMemoryError
+
+    with pytest.raises(SystemExit):
+        run(model, data, tmp_path / "r.jsonl", "--skip", -1)
+    with pytest.raises(SystemExit):
+        run(model, data, tmp_path / "r.jsonl", "--temperature", 0)
+    assert run(model, data, tmp_path / "r.jsonl", "--skip", 4) == 2
+    assert "no usable row behind the first 4" in capsys.readouterr().err
+    assert run(model, data, tmp_path / "r.jsonl", "--max-new-tokens", 3000) == 2
+    said = (
+        f"4 rows left out, the first {data}, line 1: prompt and 3000 tokens exceed the model's 2048"
+    )
+    assert said in capsys.readouterr().err
+    monkeypatch.setattr(Sampler, "sample", full)
+    assert run(model, data, tmp_path / "r.jsonl") == 2
+    assert "error: the GPU has too little memory: give less than --batch-size 4" in (
+        capsys.readouterr().err
+    )
+
+
+def test_no_end_of_text(tiny_model, data, tmp_path, capsys):
+    assert run(tiny_model, data, tmp_path / "r.jsonl") == 2
+    assert f"{tiny_model}: the tokenizer has no end-of-text" in capsys.readouterr().err
