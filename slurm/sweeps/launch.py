@@ -31,23 +31,29 @@ def check_assets(planned: Plan, executor: str, cells: list[Cell] | None = None) 
         raise SweepError(f"{planned.source}: " + "\n       ".join(problems))
 
 
-def pick_executor(name: str, *, dry_run: bool = False) -> str:
-    """`auto` is Slurm where there is an sbatch, this machine elsewhere.
-
-    A dry run shows the cluster's scripts on a laptop too.
-    """
-    if name != "auto":
-        return name
-    return "slurm" if dry_run or shutil.which("sbatch") else "local"
+def pick_executor(name: str) -> str:
+    """`auto` is Slurm where there is an sbatch, this machine elsewhere."""
+    return name if name != "auto" else "slurm" if shutil.which("sbatch") else "local"
 
 
 def dry_run(planned: Plan, executor: str) -> str:
-    """What a launch would do."""
+    """What a launch would do; for `auto` a cluster's scripts on a laptop too."""
     if executor == "local":
         return describe(planned)
-    from sweeps.executors import slurm
+    from sweeps.executors import local, slurm
 
-    return slurm.dry_run(planned.sweep, planned.cells) + describe(planned)
+    note = ""
+    if executor == "auto" and pick_executor("auto") == "local":
+        note = (
+            "# There is no sbatch here: a cluster gets the following; without --dry-run these "
+            f"runs would train on this machine, {local.at_once(planned.sweep)} at a time.\n"
+        )
+    return note + slurm.dry_run(planned.sweep, planned.cells) + describe(planned)
+
+
+def start(planned: Plan, executor: str, cells: list[Cell] | None = None) -> int:
+    """Do what is missing, of `cells` or of all; returns the exit code."""
+    return (launch_local if executor == "local" else launch_slurm)(planned, cells)
 
 
 def launch_local(planned: Plan, cells: list[Cell] | None = None) -> int:

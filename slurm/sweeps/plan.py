@@ -245,16 +245,16 @@ def read(folder: Path, assignments: list[str]) -> tuple[Sweep, list[Cell]]:
     return sweep, cells
 
 
-def namesakes(planned: Plan) -> str | None:
-    """Where to look if this very sweep was never launched, but one of its name was."""
+def namesakes(planned: Plan) -> str:
+    """Where to look if this very sweep was never launched, but one of its name was; or nothing."""
     if planned.launched:
-        return None
+        return ""
     pattern = re.compile(re.escape(planned.name) + "(-[0-9a-f]{8})?")
     folders = [path.parent for path in planned.folder.parent.glob(f"{planned.name}*/{FILE}")]
     found = sorted(path for path in folders if pattern.fullmatch(path.name))
     others = "".join(f"\n  {shown(path)}  ({recorded(path)[1]})" for path in found)
     typed = " ".join(planned.typed)
-    return others and f"{typed} was never launched; of this name there are:{others}"
+    return others and f"{typed} was never launched; of this name there are:{others}\n"
 
 
 def orphans(sweep: Sweep) -> list[Path]:

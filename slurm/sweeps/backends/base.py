@@ -8,7 +8,6 @@ from pydantic import Field
 from sweeps.config import Strict, World
 
 if TYPE_CHECKING:
-    from sweeps.assets import Asset
     from sweeps.rundir import RunDir
 
 
@@ -44,9 +43,6 @@ class Backend(Protocol):
 
     def packages(self, train: TrainKeys, world: World) -> list[str]:
         """Requirements beyond those of every run (sweeps.packages), as pip writes them."""
-
-    def assets(self, trains: list[TrainKeys]) -> "list[Asset]":
-        """What can be fetched for these runs beside the models that they name."""
 
     def missing(self, train: TrainKeys, world: World) -> list[str]:
         """What else would keep a run from starting, `key: value: reason` each; empty when ready."""
