@@ -119,8 +119,7 @@ def needed_packages(sweep: Sweep, cells: list[Cell]) -> list[str]:
     backend = get_backend(sweep.backend)
     more = [text for cell in cells for text in backend.packages(cell.config.keys, sweep.world)]
     scoring = ["vllm"] if sweep.score and sweep.score.engine == "vllm" else []
-    own = requirements("train", *(["eval"] if sweep.score else []))
-    return list(dict.fromkeys([*own, *more, *scoring]))
+    return list(dict.fromkeys([*requirements("train", "eval"), *more, *scoring]))
 
 
 def fetch(assets: list[Asset]) -> list[str]:

@@ -16,6 +16,10 @@ from typing import Protocol
 from sweeps.backends.base import Program
 
 PR_SET_PDEATHSIG = 1
+# What a fork has loaded already; imports alone start no threads.
+PRELOAD = ["accelerate", "torch", "transformers.optimization"]
+PRELOAD += [f"transformers.models.auto.{name}_auto" for name in ("modeling", "tokenization")]
+PRELOAD += ["transformers.models.llama.modeling_llama"]
 
 
 class Child:
@@ -83,7 +87,7 @@ def start_warm(arguments: list[str], program: Program, log: Path) -> Child:
     if program.module is None or arguments[1:3] != ["-m", program.module]:
         return start_cold(arguments, program, log)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["sweeps.preload"])
+    context.set_forkserver_preload(PRELOAD)
     process = context.Process(target=_run_module, args=(program, str(log), environment(program)))
     process.start()
     return Child(process)

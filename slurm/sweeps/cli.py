@@ -245,7 +245,7 @@ def _train(a: argparse.Namespace) -> int:
 
 
 def _collect(a: argparse.Namespace) -> int:
-    from sweeps import collect, launch, plan
+    from sweeps import launch, plan, results
 
     planned = _planned(a)
     if a.dry_run:
@@ -255,7 +255,7 @@ def _collect(a: argparse.Namespace) -> int:
         return 0  # the new submission ends with a collect of its own
     if any(cell.folder.exists() for cell in planned.cells):
         plan.claim(planned)
-    return 1 if collect.collect(planned.sweep, planned.cells) else 0
+    return 1 if results.collect(planned.sweep, planned.cells) else 0
 
 
 def _prefetch(a: argparse.Namespace) -> int:

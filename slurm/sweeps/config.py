@@ -221,30 +221,23 @@ def override(raw: dict, assignments: Iterable[str]) -> dict[str, str]:
                 f"command line: {assignment!r}: expected key=value, for example train.seed=1"
             )
         node: Any = raw
-        parts = dotted.split(".")
-        for depth, part in enumerate(parts):
-            last = depth == len(parts) - 1
-            here = ".".join(parts[: depth + 1])
+        *parts, last = dotted.split(".")
+        said = f"command line: {assignment!r}"
+        for depth, part in enumerate([*parts, last]):
+            above = ".".join(parts[:depth])
             if isinstance(node, list):
                 if not part.isdigit() or int(part) >= len(node):
-                    raise SweepError(
-                        f"command line: {assignment!r}: {here}: expected a position "
-                        f"in 0…{len(node) - 1}"
-                    )
+                    expected = f"expected a position in 0…{len(node) - 1}"
+                    raise SweepError(f"{said}: {above}.{part}: {expected}")
                 part = int(part)
             elif not isinstance(node, dict):
-                above = ".".join(parts[:depth])
-                raise SweepError(
-                    f"command line: {assignment!r}: {above} is the single value {node!r}, "
-                    "which has no keys"
-                    + ("; a profile's keys are changed in its file" if above == "cluster" else "")
-                )
-            if last:
-                node[part] = parse_yaml(text, f"command line: {assignment!r}")
-            elif isinstance(node, list):
-                node = node[part]
+                more = "; a profile's keys are changed in its file" if above == "cluster" else ""
+                single = f"{above} is the single value {node!r}, which has no keys"
+                raise SweepError(f"{said}: {single}{more}")
+            if depth == len(parts):
+                node[part] = parse_yaml(text, said)
             else:
-                node = node.setdefault(part, {})
+                node = node[part] if isinstance(node, list) else node.setdefault(part, {})
         origins[dotted] = assignment
     return origins
 

@@ -3,7 +3,7 @@
 import shutil
 
 from calibeval.io import counted
-from sweeps import collect, preflight, score, status
+from sweeps import preflight, results, score, status
 from sweeps.errors import SweepError
 from sweeps.plan import Cell, Plan, claim
 from sweeps.plan import plan as plan
@@ -65,7 +65,7 @@ def launch_local(planned: Plan, cells: list[Cell] | None = None) -> int:
     for cell in cells:
         RunDir(cell.folder).create(cell.config)
     problems = local.launch(planned.sweep, cells)
-    gaps = collect.collect(planned.sweep, planned.cells)
+    gaps = results.collect(planned.sweep, planned.cells)
     return 1 if gaps or problems else 0
 
 

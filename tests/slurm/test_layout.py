@@ -13,8 +13,8 @@ FLOORS = (
     "__main__",
     "cli",
     "launch",
-    "collect preflight",
-    "report executors.local",
+    "results preflight",
+    "executors.local",
     "status space",
     "executors.slurm",
     "executors.scripts executors.element",
@@ -30,7 +30,7 @@ FLOORS = (
     "files provenance",
     "errors",
 )
-FREE = ("__init__", "executors", "preload")  # import nothing of sweeps
+FREE = ("__init__", "executors")  # import nothing of sweeps
 PLUGINS = ("backends.builtin", "backends.open_instruct")  # imported by name, from backends.REGISTRY
 FLOOR = {name: number for number, line in enumerate(FLOORS) for name in line.split()}
 

@@ -20,7 +20,7 @@ from sweeps.config import World
 from sweeps.errors import SweepError
 from sweeps.packages import requirements
 
-TRAIN = requirements("train")
+ALL = requirements("train", "eval")
 
 
 def say(folder: Path, **programs: str) -> dict[str, str]:
@@ -220,7 +220,7 @@ def test_a_project_that_is_not_installed_is_named_with_the_command(monkeypatch):
 
 
 def test_missing_and_old_packages_are_named_with_the_command():
-    assert packages.problems(TRAIN) == []
+    assert packages.problems(ALL) == []
     old, absent = packages.problems(["torch>=99", "no-such-package>=1", "pyyaml"])
     assert "package torch: found 2." in old and "expected >=99" in old
     assert (
@@ -233,9 +233,9 @@ def test_missing_and_old_packages_are_named_with_the_command():
 def test_the_jobs_own_python_is_asked(tmp_path):
     (wrong,) = packages.problems(["torch>=99"], sys.executable)
     assert "package torch: found 2." in wrong
-    (gone,) = packages.problems(TRAIN, str(tmp_path / "python"))
+    (gone,) = packages.problems(ALL, str(tmp_path / "python"))
     assert "cluster.python" in gone and "does not start" in gone
-    assert packages.problems(TRAIN, "$SLURM_TMPDIR/env/bin/python") == []
+    assert packages.problems(ALL, "$SLURM_TMPDIR/env/bin/python") == []
 
 
 def wheel(folder: Path, name: str, version: str) -> None:
@@ -295,7 +295,7 @@ def test_wheels_are_fetched_by_the_python_of_the_modules(tmp_path, monkeypatch):
 
 def test_prefetch_serves_the_profiles_wheels_and_preflight_names_them(profiled, tmp_path):
     """What the shipped alliance profile installs is what prefetch downloads."""
-    for text in dict.fromkeys((*TRAIN, "thing")):
+    for text in dict.fromkeys((*ALL, "thing")):
         wheel(tmp_path / "index", text.split(">")[0], "99.0")
     env = say(tmp_path / "bin", **SLURM) | {
         "SCRATCH": str(tmp_path), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path / "index"),
@@ -303,13 +303,13 @@ def test_prefetch_serves_the_profiles_wheels_and_preflight_names_them(profiled, 
     }  # fmt: skip
     path = profiled(wheels="$SCRATCH/wheels", pass_environment=["SCRATCH"], packages=["thing"])
     said = preflight(path, env=env)
-    assert said.count(f"not fetched: wheels of {TRAIN[0]}, ") == 1 and ", thing → " in said
+    assert said.count(f"not fetched: wheels of {ALL[0]}, ") == 1 and ", thing → " in said
     assert f"where there is internet: bash slurm/prefetch.sh --config {path}" in said
     fetched = command("prefetch", path, env=env)
     assert fetched.returncode == 0, fetched.stderr
     assert "nothing is missing" in preflight(path, env=env)
     lines = (tmp_path / "wheels" / "requirements.txt").read_text().split()
-    assert lines == sorted((*TRAIN, "thing"))
+    assert lines == sorted((*ALL, "thing"))
     (tmp_path / "wheels" / "requirements.txt").write_text("\n".join(lines[:-1]))
     assert f"not fetched: wheels of {lines[-1]} → " in preflight(path, env=env)
 
