@@ -15,8 +15,7 @@ from pathlib import Path
 from demo import files, world
 from demo.pretrain import pretrain
 from demo.report import report
-from sweeps.errors import SweepError
-from sweeps.files import make_folder, write_text
+from sweeps.files import SweepError, make_folder, write_text
 
 SWEEP = Path("configs/sweeps/demo.yaml")
 ROOT = Path("runs/demo")

@@ -16,8 +16,7 @@ from sweeps import questions
 from sweeps.backends import get_backend
 from sweeps.cluster import Cluster, expand
 from sweeps.config import Archive, Dataset, Model, Pruned, Sweep
-from sweeps.errors import SweepError
-from sweeps.files import fsync_folder, make_folder, read_json, sha256
+from sweeps.files import SweepError, fsync_folder, make_folder, read_json, sha256
 from sweeps.packages import fetch_wheels, missing_wheels, requirements
 from sweeps.plan import Cell
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from calibeval.io import counted
-from sweeps.errors import DISK_ERRORS, SweepError, disk_error
+from sweeps.files import DISK_ERRORS, SweepError, disk_error
 from sweeps.provenance import PROJECT, TYPED_IN, command, shown
 
 SWEEP = "a sweep file, for example configs/sweeps/beta.yaml, or a sweep's folder"
@@ -225,7 +225,8 @@ def _score(a: argparse.Namespace) -> int:
         print(launch.to_score(planned))
         return 0
     if launch.pick_executor(a.executor) == "slurm":
-        return launch.queue_scores(planned)
+        launch.check_assets(planned, "slurm")
+        return launch.launch_slurm(planned, train=False)
     from sweeps.executors import local
 
     plan.claim(planned)
@@ -280,7 +281,7 @@ def _prefetch(a: argparse.Namespace) -> int:
 
 def _gc(a: argparse.Namespace) -> int:
     from sweeps import plan
-    from sweeps.space import size
+    from sweeps.preflight import size
 
     planned = _planned(a)
     found = plan.orphans(planned.sweep)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from sweeps.errors import SweepError
+from sweeps.files import SweepError
 
 
 class Strict(BaseModel):
@@ -221,9 +221,9 @@ def override(raw: dict, assignments: Iterable[str]) -> dict[str, str]:
                 f"command line: {assignment!r}: expected key=value, for example train.seed=1"
             )
         node: Any = raw
-        *parts, last = dotted.split(".")
+        parts = dotted.split(".")
         said = f"command line: {assignment!r}"
-        for depth, part in enumerate([*parts, last]):
+        for depth, part in enumerate(parts):
             above = ".".join(parts[:depth])
             if isinstance(node, list):
                 if not part.isdigit() or int(part) >= len(node):
@@ -234,7 +234,7 @@ def override(raw: dict, assignments: Iterable[str]) -> dict[str, str]:
                 more = "; a profile's keys are changed in its file" if above == "cluster" else ""
                 single = f"{above} is the single value {node!r}, which has no keys"
                 raise SweepError(f"{said}: {single}{more}")
-            if depth == len(parts):
+            if depth == len(parts) - 1:
                 node[part] = parse_yaml(text, said)
             else:
                 node = node[part] if isinstance(node, list) else node.setdefault(part, {})
@@ -259,38 +259,32 @@ def check(
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        lines = [
-            _explain(model, item, source, section, origins or {}, elsewhere)
-            for item in error.errors()
-        ]
-        raise SweepError("\n       ".join(dict.fromkeys(lines))) from None
+        items = error.errors()
+    lines = []
+    for item in items:
+        parts = [str(part) for part in item["loc"]]
+        dotted = ".".join(part for part in (section(parts[0]) if parts else "", *parts) if part)
+        where = source
+        for key, assignment in (origins or {}).items():
+            if dotted == key or dotted.startswith(key + ".") or key.startswith(dotted + "."):
+                where = f"command line ({assignment})"
+        lines.append(f"{where}: {_explain(model, item, dotted, elsewhere)}")
+    raise SweepError("\n       ".join(dict.fromkeys(lines)))
 
 
-def _explain(
-    model: type[Strict],
-    item: dict,
-    source: str,
-    section: Callable[[str], str],
-    origins: dict,
-    elsewhere: Iterable[str],
-) -> str:
-    parts = [str(part) for part in item["loc"]]
-    dotted = ".".join(part for part in (section(parts[0]) if parts else "", *parts) if part)
-    for key, assignment in origins.items():
-        if dotted == key or dotted.startswith(key + ".") or key.startswith(dotted + "."):
-            source = f"command line ({assignment})"
+def _explain(model: type[Strict], item: dict, dotted: str, elsewhere: Iterable[str]) -> str:
     if item["type"] == "extra_forbidden":
         known = sorted(_known_keys(model, item["loc"][:-1]))
         hint = _hint(dotted, known, elsewhere)
-        return f"{source}: unknown key {dotted!r}; {hint}"
+        return f"unknown key {dotted!r}; {hint}"
     if item["type"] == "missing":
-        return f"{source}: key {dotted!r} is missing"
+        return f"key {dotted!r} is missing"
     expected = item["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     expected = expected.replace("a valid tuple", "a list, such as [0.0, 0.1]")
     if item["type"] in ("too_short", "string_pattern_mismatch"):  # in words, not pydantic's
         least, pattern = (item["ctx"].get(key) for key in ("min_length", "pattern"))
         expected = f"at least {least} item" if least else f"text of the form {pattern}"
-    return f"{source}: {dotted}: found {item['input']!r}, expected {expected}"
+    return f"{dotted}: found {item['input']!r}, expected {expected}"
 
 
 def _hint(dotted: str, known: list[str], elsewhere: Iterable[str]) -> str:

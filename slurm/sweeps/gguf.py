@@ -7,8 +7,7 @@ import tempfile
 from pathlib import Path
 
 from sweeps.config import Model
-from sweeps.errors import SweepError
-from sweeps.files import fsync_folder, last_error, make_folder, sha256, write_text
+from sweeps.files import SweepError, fsync_folder, last_error, make_folder, sha256, write_text
 
 ASSEMBLE = "import importlib, sys; importlib.import_module(sys.argv[1]).assemble(sys.argv[2])"
 

@@ -4,7 +4,7 @@ import shutil
 
 from calibeval.io import counted
 from sweeps import preflight, results, score, status
-from sweeps.errors import SweepError
+from sweeps.files import SweepError
 from sweeps.plan import Cell, Plan, claim
 from sweeps.plan import plan as plan
 from sweeps.rundir import RunDir
@@ -95,12 +95,6 @@ def to_score(planned: Plan) -> str:
         if (tasks := score.missing(subject, planned.sweep.score))
     ]
     return "\n".join([*lines, f"{len(lines)} to score"])
-
-
-def queue_scores(planned: Plan) -> int:
-    """Queue the scoring of what is trained; returns the exit code."""
-    check_assets(planned, "slurm")
-    return launch_slurm(planned, train=False)
 
 
 def resubmit(planned: Plan) -> bool:

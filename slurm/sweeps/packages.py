@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
-from sweeps.errors import SweepError
-from sweeps.files import last_error, make_folder, write_text
+from sweeps.files import SweepError, last_error, make_folder, write_text
 
 PROJECT = "calibrated-tuning"
 VERSIONS = """

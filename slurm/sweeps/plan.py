@@ -29,8 +29,7 @@ from sweeps.config import (
     read_yaml,
     refuse_other,
 )
-from sweeps.errors import SweepError
-from sweeps.files import make_folder, write_text
+from sweeps.files import SweepError, make_folder, write_text
 from sweeps.provenance import command, shown
 from sweeps.rundir import RunConfig
 

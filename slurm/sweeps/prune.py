@@ -20,8 +20,7 @@ import numpy as np
 
 from sweeps import questions
 from sweeps.config import Pruned, Sweep
-from sweeps.errors import SweepError
-from sweeps.files import fsync_folder, make_folder, write_text
+from sweeps.files import SweepError, fsync_folder, make_folder, write_text
 from sweeps.plan import Cell
 
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # what a character without an entry of its own becomes

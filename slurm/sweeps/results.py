@@ -18,9 +18,7 @@ from calibeval.report import html
 from sweeps import score, status
 from sweeps.assets import dataset_names
 from sweeps.config import HELD_OUT, Entropy, Sweep
-from sweeps.errors import SweepError
-from sweeps.files import make_folder, read_rows, write_text
-from sweeps.locks import lease
+from sweeps.files import SweepError, lease, make_folder, read_rows, write_text
 from sweeps.plan import Cell, sweep_folder
 from sweeps.rundir import RunDir
 

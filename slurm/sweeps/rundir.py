@@ -7,19 +7,14 @@ checkpoints/step-N/ · model/ (final, Hugging Face) · scores/<task>.jsonl · DO
 import hashlib
 import json
 import re
-from collections.abc import Callable
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path, PurePath
 
-from filelock import SoftFileLease
-
 from sweeps.backends import get_backend
 from sweeps.backends.base import TrainKeys
 from sweeps.config import Strict, World, check, dump_yaml, read_yaml
-from sweeps.errors import SweepError
-from sweeps.files import make_folder, read_json, tail, write_json, write_text
-from sweeps.locks import lease
+from sweeps.files import SweepError, make_folder, read_json, tail, write_json, write_text
 
 
 def now() -> str:
@@ -129,13 +124,6 @@ class RunDir:
             manifest["error"] = f"lost {times} times in a row without a new checkpoint"
         self.write_manifest(manifest)
         return times > limit
-
-    def lease(self, lost: Callable[[], None] | None = None) -> SoftFileLease:
-        """The right to write into this folder: O_EXCL and a heartbeat, so no flock is needed.
-
-        `lost` is called if another process took the lease while this one was frozen.
-        """
-        return lease(self.lock, timeout=0, lost=lost)
 
     def step(self) -> int:
         """The last saved step, 0 before the first checkpoint; open-instruct writes step_N."""

@@ -12,9 +12,7 @@ from sweeps.assets import hub_cache, hub_snapshot, on_hub
 from sweeps.backends.base import Program
 from sweeps.children import Start, start_cold
 from sweeps.config import Entropy, Score, Sweep, Task
-from sweeps.errors import SweepError
-from sweeps.files import last_error, make_folder, read_json, write_json
-from sweeps.locks import lease
+from sweeps.files import SweepError, last_error, lease, make_folder, read_json, write_json
 from sweeps.plan import Cell
 from sweeps.rundir import RunDir, readable
 

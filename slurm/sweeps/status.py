@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING
 from calibeval.io import counted
 from sweeps import score
 from sweeps.config import Sweep
-from sweeps.errors import SweepError
-from sweeps.files import read_json, tail
-from sweeps.locks import held
+from sweeps.files import SweepError, held, read_json, tail
 from sweeps.plan import Cell
 from sweeps.provenance import shown
 from sweeps.rundir import RunDir

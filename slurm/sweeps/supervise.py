@@ -27,9 +27,7 @@ from sweeps.backends import get_backend
 from sweeps.backends.base import Backend, Program
 from sweeps.children import Child, Start, start_cold
 from sweeps.config import World
-from sweeps.errors import SweepError
-from sweeps.files import read_rows, write_text
-from sweeps.locks import LEASE_SECONDS, unlockable
+from sweeps.files import LEASE_SECONDS, SweepError, lease, read_rows, unlockable, write_text
 from sweeps.provenance import output, provenance
 from sweeps.rundir import RunDir, now
 
@@ -61,11 +59,11 @@ def train(
     check_allocation(world)
     if world.nodes > 1 and machine() > 0:
         return _take_part(run, world)
-    lease = run.lease(lost=lambda: run.stop.touch())
+    mine = lease(run.lock, timeout=0, lost=run.stop.touch)
     # In a job the former holder may be this very element on a node that died: outwait its lease.
     patience = 2 * LEASE_SECONDS if job_id() else 0
     try:
-        lease.acquire(timeout=patience)
+        mine.acquire(timeout=patience)
     except Timeout:
         return Outcome.BUSY
     except OSError as error:
@@ -77,7 +75,7 @@ def train(
         with _stop_on_signal(run):
             return _attempts(run, world, start, idle_restarts, echo)
     finally:
-        lease.release()
+        mine.release()
 
 
 def _attempts(run: RunDir, world: World, start: Start, idle_restarts: int, echo: bool) -> Outcome:

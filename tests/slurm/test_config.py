@@ -9,7 +9,7 @@ from sweeps import launch
 from sweeps.cli import main
 from sweeps.cluster import load_cluster
 from sweeps.config import dump_yaml, override, parse_yaml
-from sweeps.errors import SweepError
+from sweeps.files import SweepError
 from sweeps.plan import load_sweep
 
 

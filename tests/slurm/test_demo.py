@@ -15,7 +15,7 @@ from made_records import write_records
 from calibeval.report.index import read
 from demo import __main__ as command
 from demo import files, pretrain, report, world
-from sweeps.errors import SweepError
+from sweeps.files import SweepError
 
 
 @pytest.fixture(scope="module")

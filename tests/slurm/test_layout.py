@@ -15,7 +15,7 @@ FLOORS = (
     "launch",
     "results preflight",
     "executors.local",
-    "status space",
+    "status",
     "executors.slurm",
     "executors.scripts executors.element",
     "supervise",
@@ -26,9 +26,8 @@ FLOORS = (
     "rundir",
     "backends",
     "backends.base cluster",
-    "config locks",
+    "config",
     "files provenance",
-    "errors",
 )
 FREE = ("__init__", "executors")  # import nothing of sweeps
 PLUGINS = ("backends.builtin", "backends.open_instruct")  # imported by name, from backends.REGISTRY

@@ -13,11 +13,12 @@ import pytest
 import yaml
 from real import PROJECT, command
 
-from sweeps import packages, space
+from sweeps import packages
+from sweeps import preflight as checks
 from sweeps.cli import main
 from sweeps.cluster import Cluster, seconds
 from sweeps.config import World
-from sweeps.errors import SweepError
+from sweeps.files import SweepError
 from sweeps.packages import requirements
 
 ALL = requirements("train", "eval")
@@ -194,14 +195,14 @@ def test_space_is_counted_from_the_models_size(sweep_file, tiny):
 
     from sweeps import launch
 
-    count = space.parameters(str(tiny / "model"))
+    count = checks.parameters(str(tiny / "model"))
     exact = sum(
         p.numel() for p in AutoModelForCausalLM.from_pretrained(tiny / "model").parameters()
     )
     assert exact <= count <= 1.2 * exact + 4096  # files have headers
     planned = launch.plan(sweep_file(grid={"seed": list(range(9))}), [])
-    need, why = space.needed(planned.sweep, planned.cells, 2)
-    assert need == max(space.LEAST, 2 * 4 * 12 * count + 9 * 4 * count)
+    need, why = checks.needed(planned.sweep, planned.cells, 2)
+    assert need == max(checks.LEAST, 2 * 4 * 12 * count + 9 * 4 * count)
     assert "2 runs at a time" in why and "9 models" in why
 
 

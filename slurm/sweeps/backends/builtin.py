@@ -11,7 +11,7 @@ from pydantic import Field
 from sweeps.assets import on_hub
 from sweeps.backends.base import Program, TrainKeys
 from sweeps.config import World
-from sweeps.errors import SweepError
+from sweeps.files import SweepError
 from sweeps.rundir import RunDir
 from sweeps.trainer.chat import read_messages
 

@@ -13,8 +13,7 @@ from sweeps.assets import dataset_names, on_hub
 from sweeps.backends.base import Program
 from sweeps.backends.builtin import BuiltinKeys, model_problems, train_file_problems, versions
 from sweeps.config import Seq, World
-from sweeps.errors import SweepError
-from sweeps.files import write_text
+from sweeps.files import SweepError, write_text
 from sweeps.rundir import RunDir
 
 VARIABLE = "OPEN_INSTRUCT_DIR"

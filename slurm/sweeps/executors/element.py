@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sweeps import score
-from sweeps.errors import SweepError
+from sweeps.files import SweepError
 from sweeps.plan import plan
 from sweeps.rundir import RunDir
 from sweeps.supervise import Outcome, machine, train

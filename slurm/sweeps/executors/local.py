@@ -24,10 +24,8 @@ from sweeps import score, supervise
 from sweeps.backends.base import Program
 from sweeps.children import Child, Start, start_cold, start_warm
 from sweeps.config import Sweep
-from sweeps.errors import SweepError
 from sweeps.executors.slurm import submitted
-from sweeps.files import make_folder
-from sweeps.locks import held
+from sweeps.files import SweepError, held, make_folder
 from sweeps.plan import Cell, sweep_folder
 from sweeps.provenance import output
 from sweeps.rundir import RunDir

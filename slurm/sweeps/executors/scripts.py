@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sweeps.cluster import Cluster, mebibytes, seconds
 from sweeps.config import Sweep
-from sweeps.errors import SweepError
+from sweeps.files import SweepError
 from sweeps.provenance import PROJECT
 
 # What a job may see of the submitting shell, apart from the profile's pass_environment.

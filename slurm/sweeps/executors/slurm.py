@@ -15,12 +15,10 @@ from filelock import Timeout
 from sweeps import score
 from sweeps.cluster import Cluster, load_cluster
 from sweeps.config import Sweep, dump_yaml, read_yaml
-from sweeps.errors import SweepError
 from sweeps.executors import element as inside
 from sweeps.executors import scripts
 from sweeps.executors.scripts import Places
-from sweeps.files import last_error, make_folder, write_text
-from sweeps.locks import lease, unlockable
+from sweeps.files import SweepError, last_error, lease, make_folder, unlockable, write_text
 from sweeps.plan import Cell, sweep_folder
 from sweeps.provenance import output
 from sweeps.rundir import RunDir
