@@ -234,7 +234,9 @@ def _score(a: argparse.Namespace) -> int:
     problems = local.score_all(planned.sweep, subjects, planned.prefetch)
     for cell in planned.cells:
         score.discard(cell, planned.sweep)
-    return 1 if problems else 0
+    if problems:
+        raise SweepError("\n       ".join(one.removeprefix("failed: ") for one in problems))
+    return 0
 
 
 def _train(a: argparse.Namespace) -> int:

@@ -112,10 +112,10 @@ def test_score_works_on_every_gpu_and_says_what_failed(
         return start_cold(arguments, program, log)
 
     monkeypatch.setattr(local, "start_cold", start)
-    assert main(["score", str(path), "--executor", "local"]) == 1
+    assert main(["score", str(path), "--executor", "local"]) == 2
     assert sorted(started) == ["3", "7"]
-    said = capsys.readouterr().out
-    assert "scored: model (base)" in said and f"failed: scoring {run.name}" in said
+    said = capsys.readouterr()
+    assert "scored: model (base)" in said.out and f"error: scoring {run.name}" in said.err
 
 
 @pytest.mark.slow

@@ -356,8 +356,8 @@ def test_scoring_a_model_that_is_not_here_fails_at_once_with_the_command(
     )
     env = os.environ | {"HF_HOME": str(tmp_path)}
     done = command("score", path, "--executor", "local", env=env, timeout=20)
-    assert done.returncode == 1
-    assert f"where there is internet: bash slurm/prefetch.sh --config {path}" in done.stdout
+    assert done.returncode == 2
+    assert f"where there is internet: bash slurm/prefetch.sh --config {path}" in done.stderr
 
 
 def test_the_demo_says_how_its_model_is_made(tmp_path):
