@@ -67,54 +67,60 @@ def measure(
     asked["prompts_sha256"] = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
     store = Store(out, asked, overwrite)
     finished = store.finished() | ({row["id"]: row for row in read(out)} if out.exists() else {})
-    ids = {(s, d.number): f"{d.number} at {s}" for s in settings for d in texts}
-    pending = [(s, d) for s in settings for d in texts if ids[s, d.number] not in finished]
-    if not pending:
-        print(f"{out}: complete already, {counted(len(finished), 'record')}", file=sys.stderr)
+    ids = {(s, d): f"{d.number} at {s}" for s in settings for d in texts}
+    pending = [of for of in ids if ids[of] not in finished]
+    if not pending and out.exists():
         return
-    engine = TransformersEngine(model, device=device, dtype=dtype)
-    sampler = Sampler.of(engine.model)
-    store.engine(engine.describe() | {"batch_size": batch_size})
+    if pending:
+        engine = TransformersEngine(model, device=device, dtype=dtype)
+        sampler = Sampler.of(engine.model)
+        store.engine(engine.describe() | {"batch_size": batch_size})
+        versions = {"calibeval": __version__, **engine.versions()}
     progress = tqdm(total=len(ids), initial=len(ids) - len(pending), unit="text")
     for setting, group in itertools.groupby(pending, key=lambda entry: entry[0]):
         of = sorted((d for _, d in group), key=lambda d: len(d.context))
         for start in range(0, len(of), batch_size):
             batch, began = of[start : start + batch_size], time.perf_counter()
             random = [np.random.default_rng([seed, d.number]).random(max_new_tokens) for d in batch]
-            made = []
-            texts_found = texts_of(sampler, batch, setting, np.stack(random), ends)
-            for d, tokens, expected, log_p, entropy in texts_found:
-                if np.isnan(expected).any() or not np.isfinite([log_p, entropy]).all():
+            made = ask(sampler, batch, setting, np.stack(random), ends)
+            for d, row in zip(batch, made, strict=True):
+                if not np.isfinite([x for of in CURVES for x in row[of] if x is not None]).all():
                     raise InputError(f"{data}, row {d.number}: the model's output is not finite")
-                row = {"id": ids[setting, d.number], "document": d.number} | vars(setting)
-                row["reference_logprobs"] = [x if x > -math.inf else None for x in expected]
-                row |= {"logprobs": log_p.tolist(), "entropies": entropy.tolist()}
-                text = {"text": tokenizer.decode(tokens), "ended": tokens[-1] in ends}
-                made.append(row | text)
+                row |= {"id": ids[setting, d], "document": d.number, "versions": versions}
+                row |= vars(setting) | {"text": tokenizer.decode(row.pop("tokens"))}
             usage = {"generated_tokens": sum(len(row["logprobs"]) for row in made)}
             store.add(len(finished), made, usage, time.perf_counter() - began)
             finished |= {row["id"]: row for row in made}
             progress.update(len(made))
     progress.close()
-    versions = {"calibeval": __version__, **engine.versions()}
-    about = {"model": model, "versions": versions, "training": models.training(model)}
-    store.finish(sorted(finished.values(), key=lambda row: (order(row), row["document"])), about)
+    empty = [row["id"] for row in finished.values() if row["ended"] and len(row["logprobs"]) == 1]
+    if empty:
+        many = f"{len(empty)} of {counted(len(finished), 'own text')} begin with end-of-text"
+        print(f"warning: {many}, the first that of {data}, row {empty[0]}", file=sys.stderr)
+    rows = sorted(finished.values(), key=lambda row: (order(row), row["document"]))
+    about = {"model": model, "versions": rows[-1]["versions"], "training": models.training(model)}
+    store.finish(rows, about)
 
 
-def texts_of(sampler, batch, setting, random: np.ndarray, ends) -> list[tuple]:
-    """(document, own text, log p of the reference, log p and entropies of the own text) of each."""
+def ask(sampler, batch: Sequence, setting, random: np.ndarray, ends: Sequence[int]) -> list[dict]:
+    """Of each document of a batch: a text of the model's own, and what the model says of both."""
     import torch
 
     contexts = [d.context for d in batch]
     try:
         own = sampler.sample(contexts, setting, random, ends)
-        references_read = sampler.read(contexts, [d.reference for d in batch], setting)
-        own_read = sampler.read(contexts, own, setting)
+        given = sampler.read(contexts, [d.reference for d in batch], setting)
+        along = sampler.read(contexts, own, setting)
     except torch.cuda.OutOfMemoryError as error:
         remedy = f"give less than --batch-size {len(batch)}; what is finished is kept"
         raise InputError(f"the GPU has too little memory: {remedy}") from error
-    pairs = zip(batch, own, references_read, own_read, strict=True)
-    return [(d, tokens, expected, *along) for d, tokens, (expected, _), along in pairs]
+    made = []
+    for tokens, (expected, _), (log_p, entropies) in zip(own, given, along, strict=True):
+        curves = expected, log_p, entropies  # to 1e-6, for there are many
+        row = {of: [*map(float, x.round(6))] for of, x in zip(CURVES, curves, strict=True)}
+        row[CURVES[0]] = [x if x != -math.inf else None for x in row[CURVES[0]]]
+        made.append(row | {"ended": tokens[-1] in ends, "tokens": tokens})
+    return made
 
 
 def order(row: dict) -> tuple[float, float, float]:
@@ -125,23 +131,21 @@ def order(row: dict) -> tuple[float, float, float]:
 def read(path: Path) -> list[dict]:
     """The records of a file; a damaged one raises `InputError` with its line."""
     records.require(path)
-    rows = []
-    for number, row in json_lines(path):
+    found = [*json_lines(path)]
+    for number, row in found:
         if not {"id", "document", *SETTING, *CURVES} <= row.keys():
             raise InputError(f"{path}, line {number}: is no record of `calibeval entropy`")
-        rows.append(row)
-    if len(rows) != records.meta(path).get("questions"):
-        found = counted(len(rows), "record")
-        raise InputError(f"{path}: {found}, not what was made; give --overwrite to make them anew")
-    return rows
+    if len(found) != records.meta(path).get("questions"):
+        rows = counted(len(found), "record")
+        raise InputError(f"{path}: {rows}, not what was made; give --overwrite to make them anew")
+    return [row for _, row in found]
 
 
 def curve(rows: Sequence[dict], of: str, positions: int) -> np.ndarray:
     """(documents, positions) entropies or −log p: 0 after the end, ∞ where a token is cut."""
     found = np.zeros((len(rows), positions))
     for i, row in enumerate(rows):
-        values = [-math.inf if x is None else x for x in row[of]]
-        found[i, : len(values)] = values
+        found[i, : len(row[of])] = [-math.inf if x is None else x for x in row[of]]
     return found if of == "entropies" else -found
 
 

@@ -25,8 +25,8 @@ class Document(NamedTuple):
     """A prompt and its reference as tokens, end-of-text included unless it was cut."""
 
     number: int  # of its line or row in the file
-    context: list[int]
-    reference: list[int]
+    context: tuple[int, ...]
+    reference: tuple[int, ...]
 
 
 def rows(path: Path, skip: int = 0) -> Iterator[tuple[int, str, dict]]:
@@ -106,7 +106,8 @@ def documents(
     Prompt and reference are tokenised together; a token belongs to where its text begins.
     """
     if not tokenizer.is_fast:
-        raise InputError("the tokenizer has no tokenizer.json, which says where its tokens begin")
+        lacks = "no tokenizer.json, without which no token's place in the text is known"
+        raise InputError(f"{tokenizer.name_or_path}: {lacks}")
     found, left_out = [], {}
     for number, where, row in rows(path, skip):
         if len(found) == limit:
@@ -131,7 +132,7 @@ def documents(
             why = f"prompt and {most} tokens exceed the model's {longest}"
             left_out.setdefault(why, []).append(where)
             continue
-        found.append(Document(number, ids[:first], text[:most]))
+        found.append(Document(number, tuple(ids[:first]), tuple(text[:most])))
     for why, places in left_out.items():
         dropped = counted(len(places), "row")
         print(f"warning: {dropped} left out, the first {places[0]}: {why}", file=sys.stderr)
@@ -151,7 +152,7 @@ def end_tokens(model: str, tokenizer) -> list[int]:
     from transformers import GenerationConfig
 
     if tokenizer.eos_token_id is None:
-        raise InputError(f"{model}: the tokenizer has no end-of-text (eos_token), so no text ends")
+        raise InputError(f"{model}: tokenizer_config.json has no end-of-text (eos_token)")
     try:
         more = GenerationConfig.from_pretrained(model).eos_token_id
     except OSError:  # no such file

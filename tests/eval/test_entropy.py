@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -169,6 +170,9 @@ def test_resumed_is_uninterrupted(model, data, tmp_path, monkeypatch):
     assert run(model, data, whole, *options) == 0
     sample, calls = Sampler.sample, []
 
+    def breaks_at_once(*_):
+        raise KeyboardInterrupt
+
     def breaks(*given):
         calls.append(given)
         if len(calls) == 3:
@@ -180,6 +184,15 @@ def test_resumed_is_uninterrupted(model, data, tmp_path, monkeypatch):
     assert not out.exists()
     assert run(model, data, out, *options) == 0
     assert len(calls) == 3 + 2  # two batches of four were there
+    assert out.read_text() == whole.read_text()
+    # killed between the last batch and the file
+    out.unlink()
+    finish = entropy.Store.finish
+    monkeypatch.setattr(entropy.Store, "finish", breaks_at_once)
+    assert run(model, data, out, *options) == 130 and not out.exists()
+    monkeypatch.setattr(entropy.Store, "finish", finish)
+    calls.clear()
+    assert run(model, data, out, *options) == 0 and not calls
     assert out.read_text() == whole.read_text()
     # another temperature is added to finished records, which are not made again
     assert run(model, data, out, "--temperature", 0.9) == 0
@@ -303,6 +316,25 @@ def test_what_a_tired_student_types(model, data, tmp_path, capsys, monkeypatch):
     )
 
 
+def test_empty_own_texts_are_named(model, data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Sampler, "sample", lambda _, contexts, *__: [[5]] * len(contexts))
+    assert run(model, data, tmp_path / "r.jsonl") == 0
+    said = f"4 of 4 own texts begin with end-of-text, the first that of {data}, row 2 at temp"
+    assert said in capsys.readouterr().err
+
+
+def test_output_that_is_not_finite(model, data, tmp_path, capsys):
+    from transformers import AutoModelForCausalLM
+
+    broken = AutoModelForCausalLM.from_pretrained(model)
+    torch.nn.init.constant_(broken.get_output_embeddings().weight[7], math.nan)
+    shutil.copytree(model, tmp_path / "broken")
+    broken.save_pretrained(tmp_path / "broken")
+    assert run(tmp_path / "broken", data, tmp_path / "r.jsonl") == 2
+    assert f"{data}, row 2: the model's output is not finite" in capsys.readouterr().err
+    assert not (tmp_path / "r.jsonl").exists()
+
+
 def test_no_end_of_text(tiny_model, data, tmp_path, capsys):
     assert run(tiny_model, data, tmp_path / "r.jsonl") == 2
-    assert f"{tiny_model}: the tokenizer has no end-of-text" in capsys.readouterr().err
+    assert f"{tiny_model}: tokenizer_config.json has no end-of-text" in capsys.readouterr().err
