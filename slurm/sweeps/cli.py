@@ -197,11 +197,10 @@ def _logs(a: argparse.Namespace) -> int:
     runs = zip(planned.cells, status.of_sweep(planned.sweep, planned.cells), strict=True)
     logs += [(found, [c.folder / "train.log", c.folder / "score.log"]) for c, found in runs]
     if not any(a.run in found.name for found, _ in logs):
-        raise SweepError(
-            f"{a.config}: no run's name has {a.run!r} in it; one is {logs[-1][0].name}"
-        )
+        one = logs[-1][0].name
+        raise SweepError(f"{a.config}: no run's name has {a.run!r} in it; one is {one}")
     for found, files in logs:
-        if a.run not in found.name or (found.state in ("to do", "queued") and found in bases):
+        if a.run not in found.name:
             continue
         if found.trouble and found.trouble.file and found.trouble.file not in files:
             files.append(found.trouble.file)  # what its job printed
@@ -313,11 +312,7 @@ def _preflight(a: argparse.Namespace) -> int:
 
 COMMANDS = {  # name → what does it, what it does, its options
     "plan": (_plan, "list the runs of a sweep and what is already done", ""),
-    "launch": (
-        _launch,
-        "train, score and collect whatever is missing",
-        "executor dry-run throttle",
-    ),
+    "launch": (_launch, "train, score and collect what is missing", "executor dry-run throttle"),
     "status": (_status, "what every run is doing", "watch"),
     "cancel": (_cancel, "end it, queued or on this machine; running trainers save first", ""),
     "retry": (_retry, "start again what is dead", "executor"),

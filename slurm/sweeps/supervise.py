@@ -34,6 +34,7 @@ from sweeps.rundir import RunDir, now
 POLL = 0.1  # seconds
 REPORTED = ("held_out_loss", "held_out_entropy", "seconds")  # what the manifest says of metrics
 EX_TEMPFAIL = 75  # sysexits.h: "try again later"
+UNSEEN = 30  # seconds until another machine's log is surely seen on this one
 PATIENCE = 600  # seconds that a machine waits for the first one
 KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)  # as a shell reports it
 PORTS = range(10000, 32000)  # below Linux's ephemeral range, so no outgoing connection takes one
@@ -118,7 +119,7 @@ def _attempts(run: RunDir, world: World, start: Start, idle_restarts: int, echo:
             return Outcome.STOPPED
         # A signal kills the innocent (out of memory elsewhere, a lost node); an exit code is a bug
         # or bad input, and would only come again.
-        killed = code <= 0 or code in KILLED or _rank_killed(run)
+        killed = code <= 0 or code in KILLED or _rank_killed(run, world.nodes)
         if run.stop.exists() or not killed or idle > idle_restarts:
             return _failed(run, manifest, _killed(idle, code) if killed else _reason(run, code))
         print(f"{run.name}: trainer killed (exit {code}) at step {reached}; restarting", flush=True)
@@ -141,9 +142,14 @@ def _count_idle(manifest: dict, before: int, reached: int) -> int:
     return idle
 
 
-def _rank_killed(run: RunDir) -> bool:
+def _rank_killed(run: RunDir, nodes: int) -> bool:
     """Whether torchrun, which itself exits 1, says that a signal ended a rank."""
-    return any(re.match(r"\s*exitcode\s*: -\d+", line) for line in run.log_tail())
+    end = time.monotonic() + (UNSEEN if nodes > 1 else 0)
+    while not any(re.match(r"\s*exitcode\s*: -\d+", line) for line in run.log_tail()):
+        if time.monotonic() >= end:
+            return False
+        time.sleep(1)
+    return True
 
 
 def _reason(run: RunDir, code: int) -> str:

@@ -3,14 +3,16 @@
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import chaos
 import pytest
 import yaml
-from real import MARKS, command, empty, logs, runs_of, wait_for
+from real import LONG, MARKS, command, empty, equal, logs, runs_of, wait_for
 
 from sweeps import launch, supervise
 from sweeps.backends.base import Program
@@ -104,6 +106,32 @@ def test_two_nodes_train_one_model(cluster, profile, sweep_file, tmp_path, deeps
     parts = logs(both.path)
     assert "train.node1.log" in parts
     assert ("deepspeed" in parts.lower()) == deepspeed
+
+
+@on_slurm
+@pytest.mark.parametrize("number", [0, 1], ids=["first", "second"])
+def test_a_killed_rank_starts_all_machines_again(cluster, profile, sweep_file, tmp_path, number):
+    """From the last checkpoint, whichever machine it was on; with an undisturbed run's weights."""
+    path = sweep_file(grid={}, train=LONG, cluster=profile, world={"nodes": 2})
+    calm = ("--executor", "slurm", f"output_root={tmp_path / 'calm'}")
+    assert command("launch", path, "--executor", "slurm").returncode == 0
+    (run,) = runs_of(path)
+    wait_for(lambda: run.step() >= 20)
+    ranks = {rank(pid): pid for pid in chaos.processes("sweeps.trainer", run.name)}
+    os.kill(ranks[str(number)], signal.SIGKILL)
+    wait_for(empty)
+    assert run.done, logs(tmp_path)
+    attempts = run.manifest()["attempts"]
+    assert len(attempts) == 2 and attempts[1]["from_step"] >= 20
+    assert command("launch", path, *calm).returncode == 0
+    wait_for(empty)
+    assert equal(run.path, tmp_path / "calm" / "runs" / run.name), logs(tmp_path)
+
+
+def rank(pid: int) -> str | None:
+    """The global rank of a trainer's process; torchrun itself has none."""
+    variables = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(line.split("=", 1) for line in variables if "=" in line).get("RANK")
 
 
 @on_slurm
