@@ -72,4 +72,6 @@ def _offline(task: Task, home: str | None) -> str:
     done = subprocess.run(
         command, text=True, capture_output=True, check=False, env=OFFLINE | os.environ
     )
-    return done.returncode and last_error(done.stderr, "error: ").removeprefix("error: ")
+    if done.returncode == 0:
+        return ""
+    return last_error(done.stderr, "error: ").removeprefix("error: ")

@@ -13,11 +13,11 @@ import pytest
 import yaml
 from real import PROJECT, command
 
-from sweeps import packages
+from sweeps import packages, questions
 from sweeps import preflight as checks
 from sweeps.cli import main
 from sweeps.cluster import Cluster, seconds
-from sweeps.config import World
+from sweeps.config import Task, World
 from sweeps.files import SweepError
 from sweeps.packages import requirements
 
@@ -120,6 +120,14 @@ def test_questions_in_the_hubs_cache_are_read_as_scoring_reads_them(profiled, tm
         with mock.patch("sweeps.questions._offline", return_value=said):
             assert expected in (whole := preflight(path, env=env))
         assert "not fetched" not in whole
+
+
+def test_questions_that_can_be_read_offline_are_fetched(tiny):
+    """The scorer's own answer, of a folder that stands for the cache."""
+    task = Task(task="mmlu", data=str(tiny / "mmlu"), shots=1)
+    assert questions._offline(task, None) == "" and questions.fetched(task)
+    other = task.model_copy(update={"split": "tst"})
+    assert "no folder tst/" in questions._offline(other, None)
 
 
 def test_a_folder_in_the_hubs_layout_is_read(profiled, tmp_path):
