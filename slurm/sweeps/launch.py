@@ -126,7 +126,6 @@ def dead(planned: Plan) -> tuple[list[Cell], list[str]]:
     chosen = {one.name: cell for cell, one in found if one.again}
     for model, one in status.of_bases(sweep, cells).items():
         if one.again:  # a launch scores the base models of its runs
-            chosen[one.name] = next(
-                c for c in cells if c.config.train["model_name_or_path"] == model
-            )
+            its = (c for c in cells if c.config.train["model_name_or_path"] == model)
+            chosen[one.name] = next(its)
     return [c for c in cells if any(c is x for x in chosen.values())], list(chosen)

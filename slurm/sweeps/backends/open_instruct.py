@@ -46,8 +46,7 @@ class OpenInstructKeys(BuiltinKeys):
 
 
 class OpenInstruct:
-    """See sweeps.backends.base.Backend. The checkout is the folder that OPEN_INSTRUCT_DIR
-    names."""
+    """See sweeps.backends.base.Backend; the checkout is the one OPEN_INSTRUCT_DIR names."""
 
     name = "open-instruct"
     Train = OpenInstructKeys
