@@ -55,7 +55,7 @@ END
 }
 
 calibrate() { # RUN SEED RATE: both calibrators of a run, its test questions with each, two lines for the index
-    local method task=(--task mmlu --data data/mmlu --shots 5 --model "$1/model" --batch-size 64)
+    local method task=(--task mmlu --data data/mmlu --shots 5 --model "$1/model" --batch-size 128)
     for method in temperature ats; do
         [[ -e $1/$method ]] || "$PYTHON" -m calibeval "fit-$method" "${task[@]}" --split val --out "$1/$method"
         "$PYTHON" -m calibeval score "${task[@]}" --calibrator "$1/$method" --out "$1/scores/mmlu-$method.jsonl"

@@ -9,7 +9,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -42,11 +42,9 @@ def valid(convert: Callable, test: Callable, expected: str) -> Callable:
     """An option's type: `convert`, and argparse's error unless it succeeds and `test` holds."""
 
     def read(text: str):
-        try:
+        with suppress(ValueError):
             if test(value := convert(text)):
                 return value
-        except ValueError:
-            pass
         raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
 
     return read
@@ -72,14 +70,13 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="calibeval", description=calibeval.__doc__)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, run: Callable, *options, help: str = "", **defaults) -> Callable:
-        p = commands.add_parser(name, help=help or run.__doc__, parents=options)
+    def command(name: str, run: Callable, *shared, **defaults) -> Callable:
+        p = commands.add_parser(name, help=run.__doc__, parents=shared)
         p.set_defaults(run=run, **defaults)
         return p.add_argument
 
     # What several commands have.
-    apart = (argparse.ArgumentParser(add_help=False) for _ in range(5))
-    task, scoring, model, fit, metrics = apart
+    task, scoring, model, fit, metrics = (argparse.ArgumentParser(add_help=False) for _ in range(5))
     task.set_defaults(scoring="letters", unconditional=False)
     add = task.add_argument
     add("--task", required=True, help="mmlu, hellaswag, arc_easy, arc_challenge, jsonl")
@@ -89,10 +86,9 @@ def parser() -> argparse.ArgumentParser:
     add("--examples", metavar="FILE", help="few-shot examples of jsonl, arc, hellaswag")
     add("--subjects", type=names, help="comma-separated; default: all")
     add("--limit", type=positive, help="only the first N questions of each subject")
-    add("--style", choices=("official", "lm-eval"), default="official")
+    add("--style", choices=("official", "lm-eval"), default="official", help="of letters' prompts")
 
-    help = "the choices' letters, or their texts after the question as lm-evaluation-harness scores"
-    help += " them; default: mmlu and jsonl letters, hellaswag and arc continuation"
+    help = "the choices' letters, or their texts; default: mmlu and jsonl letters, others texts"
     scoring.add_argument("--scoring", choices=("letters", "continuation"), default=None, help=help)
 
     model.set_defaults(engine="transformers")
@@ -106,37 +102,31 @@ def parser() -> argparse.ArgumentParser:
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help=help)
     add("--max-length", type=positive, help="longest prompt; default: positions − 1")
 
-    fit.add_argument("--out", required=True, type=Path, metavar="DIR", help="the calibrator's")
-    help = "fit the probabilities among the choices (default) or among all tokens"
-    fit.add_argument("--over", choices=("choices", "vocabulary"), default="choices", help=help)
+    add = fit.add_argument
+    add("--out", required=True, type=Path, metavar="DIR", help="the calibrator's")
+    add("--over", choices=("choices", "vocabulary"), default="choices", help="probabilities to fit")
 
     add = metrics.add_argument
     add("--json", action="store_true", help="one JSON object a line, with every metric")
     add("--all", action="store_true", help="every metric, not only the usual ones")
-    help = "scores of the choices' texts; default: the records' own convention"
-    add("--normalise", choices=("sum", "bytes", "characters", "unconditional"), help=help)
+    normalised = ("sum", "bytes", "characters", "unconditional")
+    add("--normalise", choices=normalised, help="texts' scores; default: the records' convention")
 
     command("prompts", run_prompts, task, scoring)
 
     add = command("score", run_score, task, scoring, model)
-    help = "by continuation also score each choice without the question (PMI)"
-    add("--unconditional", action="store_true", help=help)
+    add("--unconditional", action="store_true", help="also score choices without the question")
     add("--out", required=True, type=Path, metavar="RECORDS.jsonl")
     add("--engine", choices=("transformers", "vllm"), default="transformers")
-    help = "what fit-temperature or fit-ats made of this model; transformers only"
-    add("--calibrator", type=Path, metavar="DIR", help=help)
-    help = "score only the I-th of N parts, counted from 0; the last to finish merges"
+    add("--calibrator", type=Path, metavar="DIR", help="of this model; transformers only")
+    help = "only part I of N, counted from 0; the last to finish merges"
     add("--shard", type=share, default=(0, 1), metavar="I/N", help=help)
-    help = "processes, each with a part and a GPU of its own"
-    add("--workers", type=positive, default=1, help=help)
-    help = "score anew whatever is there"
-    add("--overwrite", action=argparse.BooleanOptionalAction, default=False, help=help)
+    add("--workers", type=positive, default=1, help="processes, each with a GPU of its own")
+    add("--overwrite", action=argparse.BooleanOptionalAction, default=False, help="score anew")
 
-    help = "Fit one temperature to a model's answers."
-    command("fit-temperature", run_fit, task, model, fit, help=help, head="constant", alpha=0.5)
-    add = command("fit-ats", run_fit, task, model, fit)
-    add("--head", choices=("linear", "mlp", "transformer"), default="linear")
-    add("--alpha", type=float, default=0.5, help="weight of wrong answers, 0 to 1")
+    command("fit-temperature", run_fit, task, model, fit, head="constant", alpha=0.5)
+    add = command("fit-ats", run_fit, task, model, fit, head="linear")
+    add("--alpha", type=fraction, default=0.5, help="weight of wrong answers, 0 to 1")
 
     add = command("entropy", run_entropy)
     add("--model", required=True, help="model folder or hub name")
@@ -184,16 +174,14 @@ def parser() -> argparse.ArgumentParser:
 
     add = command("diagnose", run_diagnose, task, model)
     add("--label-smoothing", type=fraction, default=0.1, metavar="β")
-    add("--temperature", type=float, default=1.0)
-    add("--out", type=Path, metavar="DIR", help="write diagnosis.json and the figure")
+    add("--out", type=Path, metavar="DIR", help="write diagnosis.json")
 
     add = command("collect", run_collect)
     add("index", type=Path, metavar="INDEX.jsonl")
     add("--out", required=True, type=Path, metavar="DIR")
-    help = "metrics of the printed table, METRIC or METRIC@vocabulary (default: %(default)s)"
-    add("--columns", default="accuracy,ece,rms", help=help)
+    add("--columns", default="accuracy,ece,rms", help="METRIC or METRIC@vocabulary; %(default)s")
     add("--title", default="Calibration", help="of the HTML report")
-    help = "a part of your own for the HTML report, after the figures; may be repeated"
+    help = "a part of your own for the report, after the figures; may be repeated"
     add("--section", action="append", default=[], type=Path, metavar="FILE.html", help=help)
     return top
 
@@ -213,9 +201,9 @@ def fit_items(a: argparse.Namespace, subjects: list) -> list:
     from calibeval import score
     from calibeval.engines import load_max_length, load_tokenizer
 
-    style = score.Style(a.shots, a.style, a.chat_template, a.scoring, a.normalise, a.unconditional)
     if a.unconditional and a.scoring == "letters":
         raise InputError("--unconditional: needs --scoring continuation")
+    style = score.Style(a.shots, a.style, a.chat_template, a.scoring, a.normalise, a.unconditional)
     a.max_length = a.max_length or load_max_length(a.model, a.revision)
     return score.fit_prompts(subjects, style, load_tokenizer(a.model, a.revision), a.max_length)
 
@@ -229,7 +217,7 @@ def load_engine(a: argparse.Namespace, items: list, calibrator=None):
         return VllmEngine(a.model, longest=max(item.longest for item in items), **options)
     options |= {"device": a.device, "batch_size": a.batch_size, "max_length": a.max_length}
     if calibrator:
-        from calibeval.posthoc.calibrator import CalibratedEngine
+        from calibeval.posthoc import CalibratedEngine
 
         return CalibratedEngine(a.model, calibrator, **options)
     from calibeval.engines.hf import TransformersEngine
@@ -254,32 +242,35 @@ def run_score(a: argparse.Namespace) -> None:
     from calibeval import models, score, store
 
     models.check_model(a.model)
-    if a.calibrator and a.engine != "transformers":
-        raise InputError(f"--calibrator: needs --engine transformers, found {a.engine}")
-    if a.workers > 1:
-        if a.shard != (0, 1):
-            raise InputError("--workers: gives each process its --shard; give one or the other")
-        if a.overwrite:
-            store.clear(a.out)
-        models.digest(a.model, a.revision)  # read the weights once rather than in every process
+    if a.calibrator and (a.engine != "transformers" or a.scoring == "continuation"):
+        raise InputError("--calibrator: needs --engine transformers and --scoring letters")
+    if a.workers > 1 and a.shard != (0, 1):
+        raise InputError("--workers: gives each process its --shard; give one or the other")
+    if a.overwrite and a.shard != (0, 1):
+        kept = f"{a.out}, {a.out}.meta.json and {a.out}.parts"
+        note = "each shard would delete what the others have made"
+        raise InputError(f"--overwrite: {note}; delete {kept} before the first starts")
+    digest = models.digest(a.model, a.revision)  # the weights are read once, not by every worker
+    if a.workers > 1 and not a.overwrite:
         return score.run_workers(a.workers, a.arguments)
 
     calibrator = None
     if a.calibrator:
-        from calibeval.posthoc.calibrator import WEIGHTS, Calibrator
+        from calibeval.posthoc import WEIGHTS, Calibrator
 
         calibrator = Calibrator.from_pretrained(a.calibrator)
-        if a.scoring == "continuation":
-            raise InputError("--calibrator: was fitted to letters, but --scoring is continuation")
         a.scoring = "letters"
     items = fit_items(a, load_task(a))
-    settings = {"model_digest": models.digest(a.model, a.revision), "calibrator_sha256": None}
+    settings = {"model_digest": digest, "calibrator_sha256": None}
     if calibrator:
         questions = [item.prompt.question for item in items]
-        calibrator.check(a.calibrator, a.model, settings["model_digest"], questions)
+        calibrator.check(a.calibrator, a.model, digest, questions)
         settings["calibrator_sha256"] = sha256(a.calibrator / WEIGHTS)
     settings |= {name: getattr(a, name) for name in SETTINGS.split()}
     settings["subjects"] = list(a.subjects) if a.subjects else None
+    if a.workers > 1:  # nothing is deleted before the questions have been read
+        store.clear(a.out)
+        return score.run_workers(a.workers, a.arguments)
 
     at_end = ExitStack()
 
@@ -294,15 +285,21 @@ def run_score(a: argparse.Namespace) -> None:
 
 
 def run_fit(a: argparse.Namespace) -> None:
-    """Fit a head that predicts each answer's temperature."""
-    from calibeval import models, score
-    from calibeval.posthoc import fit
-    from calibeval.posthoc.calibrator import question_digest
+    """Fit one temperature, or a head that predicts each answer's, to a model's answers."""
+    from calibeval import models, posthoc, score, tasks
 
     models.check_model(a.model)
-    a.split = fit.split_to_fit(a.task, a.split)
-    loaded = load_task(a)
-    subjects = fit.unseen(loaded, tested(a))
+    scored, default = tasks.SPLITS.get(a.task, (None, None))
+    if scored and scored == (a.split or "").lower():
+        note = f"{a.task} is scored on it; fit on another split, by default {default}"
+        raise InputError(f"--split {a.split}: {note}")
+    a.split = a.split or default
+    loaded, tested = load_task(a), []
+    if scored and not Path(a.data).is_file():  # a single file is of no split
+        with suppress(InputError):  # not there; `score` compares the questions again
+            for subject in tasks.load(a.task, tasks.Source(a.data, 0, None, scored)):
+                tested += subject.questions
+    subjects = posthoc.unseen(loaded, tested)
     left_out = sum(len(s.questions) for s in loaded) - sum(len(s.questions) for s in subjects)
     if left_out:
         note = "examples in the prompts, or among those that test the model"
@@ -311,30 +308,15 @@ def run_fit(a: argparse.Namespace) -> None:
 
     engine = load_engine(a, items)
     questions = [item.prompt.question for item in items]
-    labels = {i: question.label for i, question in enumerate(questions)}
-    context = a.head == "transformer"
-    seen = fit.answers(engine, score.groups_of(items), labels, over=a.over, context=context)
-    calibrator, report = fit.fit(seen, a.head, over=a.over, alpha=a.alpha)
+    labels = [question.label for question in questions]
+    seen = posthoc.answers(engine, score.groups_of(items), labels, a.over)
+    calibrator, report = posthoc.fit(seen, a.head, a.over, a.alpha)
     report |= {"model": a.model, "task": a.task, "split": a.split, "left_out": left_out}
     kept = {"model_digest": models.digest(a.model, a.revision), "versions": engine.versions()}
-    kept["questions"] = sorted(map(question_digest, questions))
-    calibrator.save_pretrained(a.out, report | kept)
+    kept["questions"] = sorted(map(posthoc.question_digest, questions))
+    calibrator.fitted = report | kept
+    calibrator.save_pretrained(a.out)
     print(f"{a.out}: {json.dumps(report)}", file=sys.stderr)
-
-
-def tested(a: argparse.Namespace) -> list:
-    """The questions that the task is scored on, where they are beside those to fit on."""
-    from calibeval import tasks
-    from calibeval.posthoc.fit import SPLITS
-
-    scored, _ = SPLITS.get(a.task, (None, None))
-    if not scored or Path(a.data).is_file():  # a single file is of no split
-        return []
-    try:
-        loaded = tasks.load(a.task, tasks.Source(a.data, 0, None, scored))
-    except InputError:  # not there; `score` compares the questions again
-        return []
-    return [question for subject in loaded for question in subject.questions]
 
 
 def run_diagnose(a: argparse.Namespace) -> None:
@@ -342,17 +324,13 @@ def run_diagnose(a: argparse.Namespace) -> None:
     from calibeval import diagnose, models, score
 
     models.check_model(a.model)
-    if not 0 < a.temperature < float("inf"):
-        raise InputError(f"--temperature is {a.temperature}, expected a number more than 0")
     items = fit_items(a, load_task(a))
-    groups, engine = score.groups_of(items), load_engine(a, items)
-    found = diagnose.diagnose(engine, groups, a.label_smoothing, a.temperature)
+    found = diagnose.diagnose(load_engine(a, items), score.groups_of(items), a.label_smoothing)
     text = json.dumps(found, indent=1, ensure_ascii=False)
     print(text)
     if a.out:
         with atomic_write(a.out / "diagnosis.json") as file:
             file.write(text + "\n")
-        diagnose.plot_bound(found, a.out / "entropy_bound")
 
 
 def run_entropy(a: argparse.Namespace) -> None:
@@ -383,37 +361,33 @@ def run_metrics(a: argparse.Namespace) -> None:
     for path in a.records:
         run = stats.load(path, a.normalise)
         groups = stats.breakdown(records.read(path, a.normalise), a.by) if a.by else {}
+        parts = {"": figures(run, names)} | {
+            k: figures(g, stats.DEFAULT) for k, g in groups.items()
+        }
         if a.json:
-            found = {"records": str(path)} | as_dict(run, names)
+            found = {"records": str(path)} | parts.pop("")
             if a.by:
-                found[f"by_{a.by}"] = {k: as_dict(g, stats.DEFAULT) for k, g in groups.items()}
-            print(json.dumps(found, ensure_ascii=False))
-        else:
-            print_metrics(str(path), run, names)
-            for name, group in groups.items():
-                print_metrics(name, group, stats.DEFAULT)
+                found[f"by_{a.by}"] = parts
+            print(json.dumps(found, default=asdict, ensure_ascii=False))
+            continue
+        for name, part in parts.items():
+            mass = part["letter_mass"]
+            mass = "" if mass is None else f", letter mass {mass:.3f}"
+            print(f"{name or path}: {counted(part['questions'], 'question')}{mass}")
+            headings = {"choices": "among the choices", "vocabulary": "among all tokens"}
+            print(f"  {'':16}" + "".join(f"{headings[c]:>46}" for c in part["metrics"]))
+            for metric in next(iter(part["metrics"].values())):
+                row = (str(of[metric]) for of in part["metrics"].values())
+                print(f"  {metric:16}" + "".join(f"{figure:>46}" for figure in row))
 
 
-def as_dict(run, names) -> dict:
-    """A run's figures for JSON."""
+def figures(run, names) -> dict:
+    """A run's metrics in each confidence."""
     from calibeval.stats import estimate
 
-    metrics = {c: {m: asdict(estimate([run], m, c)) for m in names} for c in run.confidences}
     about = {k: getattr(run, k) for k in ("model", "questions", "letter_mass", "reliability")}
+    metrics = {c: {m: estimate([run], m, c) for m in names} for c in run.confidences}
     return about | {"metrics": metrics}
-
-
-def print_metrics(title: str, run, names) -> None:
-    """A table of metrics in each confidence."""
-    from calibeval.stats import estimate
-
-    mass = "" if run.letter_mass is None else f", letter mass {run.letter_mass:.3f}"
-    print(f"{title}: {counted(run.questions, 'question')}{mass}")
-    headings = {"choices": "among the choices", "vocabulary": "among all tokens"}
-    print(f"  {'':16}" + "".join(f"{headings[c]:>46}" for c in run.confidences))
-    for name in names:
-        figures = (str(estimate([run], name, c)) for c in run.confidences)
-        print(f"  {name:16}" + "".join(f"{figure:>46}" for figure in figures))
 
 
 def run_compare(a: argparse.Namespace) -> None:
@@ -430,7 +404,7 @@ def run_compare(a: argparse.Namespace) -> None:
     print(f"A {a.a}\nB {a.b}\nWhich is better calibrated as a whole: read nll and brier first.")
     for confidence, metrics in found.items():
         for name, line in metrics.items():
-            print(sentence(name, confidence, line))
+            print(f"{name} ({confidence}): {sentence(name, **line)}")
 
 
 def compared(first, second, name: str, confidence: str) -> dict:
@@ -443,13 +417,12 @@ def compared(first, second, name: str, confidence: str) -> dict:
     return line | {"better": better(name, found)}
 
 
-def sentence(name: str, confidence: str, found: dict) -> str:
+def sentence(name: str, a, b, difference, low, high, better) -> str:
     """One metric's comparison in plain words."""
-    a, b, difference, low, high, better = found.values()
     if difference is None:
-        return f"{name} ({confidence}): not comparable, {a} and {b}"
+        return f"not comparable, {a} and {b}"
     minus = "B² − A²" if name == "rms_debiased" else "B − A"
-    text = f"{name} ({confidence}): A {a:.4f}, B {b:.4f}, {minus} {difference:+.4f}"
+    text = f"A {a:.4f}, B {b:.4f}, {minus} {difference:+.4f}"
     if low is None:
         return f"{text}; no interval of it is known to cover"
     text += f" [{low:+.4f}, {high:+.4f}]"

@@ -219,23 +219,27 @@ def collect(entries: Sequence[dict], csv_file: Path | None = None) -> str:
             writer = csv.DictWriter(file, list(dict.fromkeys(k for row in rows for k in row)))
             writer.writeheader()
             writer.writerows(rows)
-    names = {k for entry in entries for k in entry} - {"run", "seed"} | {*SETTING}
-    return "\n".join(markdown(over_seeds(of, names)) for of in (rows, recommended))
+    about = {k for entry in entries for k in entry} | {*SETTING}
+    return "\n".join(markdown(over_seeds(of, about)) for of in (rows, recommended))
 
 
-def over_seeds(rows: Sequence[dict], names: set[str]) -> list[dict[str, str]]:
-    """Rows alike in all of `names` as one, as text."""
+def over_seeds(rows: Sequence[dict], about: set[str]) -> list[dict[str, str]]:
+    """Rows alike in all of `about` but run and seed as one, as text; what never varies is left out,
+    but for model, β and temperature."""
+    values = {k: {row[k] for row in rows if row.get(k) is not None} for k in about}
+    kept = {"model", "label_smoothing", "temperature"}
+    names = {k for k in about - {"run", "seed"} if k in kept or len(values[k]) > 1}
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
-        groups.setdefault(tuple((k, v) for k, v in row.items() if k in names), []).append(row)
+        groups.setdefault(tuple((k, row[k]) for k in row if k in names), []).append(row)
     said = []
     for key, group in groups.items():
         line = {
             k: "" if v is None else f"{v:g}" if isinstance(v, float) else str(v) for k, v in key
         }
         line |= {"seeds": str(len(group))} if "seed" in group[0] else {}
-        hidden = {*line, "run", "seed"}
-        figures = [k for k in group[0] if k not in hidden and not k.endswith((" low", " high"))]
+        ends = (" low", " high")
+        figures = [k for k in group[0] if k not in about and not k.endswith(ends)]
         said.append(line | {k: figure(group, k) for k in figures})
     return said
 

@@ -31,9 +31,21 @@ def atomic_write(path: Path, mode: str = "w") -> Iterator[IO]:
         temporary.unlink(missing_ok=True)
 
 
+def cache_folder() -> Path:
+    """Where what can be made again is kept between commands."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "calibeval"
+
+
 def sha256(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file's bytes."""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    """Hexadecimal SHA-256 of a file's bytes; an unreadable file raises `InputError`."""
+    total, buffer = hashlib.sha256(), memoryview(bytearray(1 << 20))
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                total.update(buffer[:count])
+    except OSError as error:
+        raise InputError(f"{path}: could not be read ({error.strerror})") from error
+    return total.hexdigest()
 
 
 def read_text(path: Path) -> str:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from calibeval.io import InputError, atomic_write
+from calibeval.io import InputError, atomic_write, cache_folder, sha256
 
 # What decides a folder's answers; the rest of *.bin is a trainer's own state.
 WEIGHTS = "adapter_config.json *.safetensors *.bin *.index.json"
@@ -28,11 +28,11 @@ def check_model(model: str) -> None:
         if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
             raise InputError(f"{path}: no such folder")
         return  # a hub name; the loader says if it is not one
-    if run := run_folder(path):
-        if not (run / "DONE").is_file():
-            raise InputError(f"{run}: run folder without DONE; its training has not finished")
-        if run == path:
-            raise InputError(f"{run}: is a run folder; its model is {run / 'model'}")
+    run = run_folder(path)
+    if run and not (run / "DONE").is_file():
+        raise InputError(f"{run}: run folder without DONE; its training has not finished")
+    if run == path:
+        raise InputError(f"{run}: is a run folder; its model is {run / 'model'}")
     if not (path / "config.json").is_file():
         raise InputError(f"{path}: no config.json; expected a Hugging Face model folder")
 
@@ -104,9 +104,8 @@ def digest(model: str, revision: str | None = None) -> str | None:
 def file_digest(path: Path) -> str:
     """SHA-256 of a file, remembered in the user's cache folder while the file does not change."""
     real, stat = path.resolve(), path.stat()
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     name = f"{hashlib.sha256(os.fsencode(real)).hexdigest()}.json"
-    entry = Path(home, "calibeval", "sha256", name)
+    entry = cache_folder() / "sha256" / name
     # The time of change besides that of modification: cp -p and rsync -t carry the latter over.
     state = {"path": str(real), "size": stat.st_size, "inode": stat.st_ino}
     state |= {"mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns}
@@ -116,14 +115,7 @@ def file_digest(path: Path) -> str:
             return kept["sha256"]
     if stat.st_size > ANNOUNCED:
         print(f"{path}: {stat.st_size / 1e9:.1f} GB to read for its digest", file=sys.stderr)
-    total, buffer = hashlib.sha256(), memoryview(bytearray(1 << 20))
-    try:
-        with open(path, "rb", buffering=0) as file:
-            while count := file.readinto(buffer):
-                total.update(buffer[:count])
-    except OSError as error:
-        raise InputError(f"{path}: could not be read ({error.strerror})") from error
-    found = total.hexdigest()
+    found = sha256(path)
     if time.time() - stat.st_ctime > SETTLED:
         # Without a place to keep it, the file is read again next time.
         with suppress(InputError, OSError), atomic_write(entry) as file:

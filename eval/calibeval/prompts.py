@@ -7,14 +7,23 @@ continuation  lm-evaluation-harness's hellaswag, arc_* and mmlu_*_continuation: 
 """
 
 import hashlib
+import itertools
+import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from zipfile import BadZipFile
 
-from calibeval.io import InputError
+import numpy as np
+
+from calibeval.io import InputError, atomic_write, cache_folder
 from calibeval.tasks import LETTERS, Question, Subject
 
 HEADER = "The following are multiple choice questions (with answers) about {topic}.\n\n"
 STYLES = ("official", "lm-eval")
+MANY = 1000  # texts whose tokens are worth a file
+# Tokens of each choice: log P(choice i) = Σ_j log P(branches[i][j] | context, branches[i][<j])
+Branches = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -71,67 +80,74 @@ def endings(question: Question) -> tuple[str, ...]:
     return question.choices if question.endings is None else question.endings
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What stands for a question's choices after its context.
-
-    log P(choice i) = Σ_j log P(branches[i][j] | context, branches[i][<j])
-    """
-
-    merged: int  # tokens at the context's end that the letters change; left out of the context
-    branches: tuple[tuple[int, ...], ...]
-
-
 def encode(tokenizer, texts: Sequence[str], special: bool = True) -> list[list[int]]:
     """Token ids, by default with the tokenizer's own start token; never with an end token."""
-    ids = tokenizer(list(texts), add_special_tokens=special)["input_ids"]
+    ids = _ids(tokenizer, list(texts), special)
     end = tokenizer.eos_token_id
     probe = tokenizer("x", add_special_tokens=special)["input_ids"]
     appended = end is not None and probe[-1:] == [end]
     return [row[:-1] for row in ids] if appended else ids
 
 
-def plan(tokenizer, text: str, n_choices: int, space: str = " ", special: bool = True) -> Plan:
-    """The letters after a context; letters that the tokenizer does not tell apart are refused.
-
-    A letter's ids come from tokenising context and letter together: many tokenizers give " A"
-    another id in text than alone, and some split it (SentencePiece without a piece "▁A": "▁", "A").
-    """
-    letters = [space + letter for letter in LETTERS[:n_choices]]
-    bare, *full = encode(tokenizer, [text, *(text + letter for letter in letters)], special)
-    base = common_prefix([bare, *full])
-    rest = [tuple(ids[base:]) for ids in full]
-    for letter, ids in zip(letters, rest, strict=True):
-        unknown = not ids or tokenizer.unk_token_id in ids
-        if unknown or rest.count(ids) > 1:
-            pieces = tokenizer.convert_ids_to_tokens(list(ids))
-            raise InputError(
-                f"the tokenizer cannot score the letter {letter!r}: after {text[-12:]!r} it "
-                f"becomes {pieces}, "
-                + ("the unknown token" if unknown else "expected tokens that tell it from the rest")
-            )
-    return Plan(len(bare) - base, tuple(rest))
+def _ids(tokenizer, texts: list[str], special: bool) -> list[list[int]]:
+    """The ids of texts; of many, kept in the user's cache folder for the next model's scoring."""
+    if len(texts) < MANY or not getattr(tokenizer, "is_fast", False):
+        return tokenizer(texts, add_special_tokens=special)["input_ids"]
+    asked = json.dumps([tokenizer.backend_tokenizer.to_str(), special, texts])
+    path = cache_folder() / "tokens" / f"{hashlib.sha256(asked.encode()).hexdigest()}.npz"
+    with suppress(OSError, ValueError, KeyError, BadZipFile):
+        with np.load(path) as kept:
+            lengths, flat = kept["lengths"], kept["flat"]
+        if len(lengths) == len(texts) and lengths.sum() == len(flat):
+            return [row.tolist() for row in np.split(flat, np.cumsum(lengths)[:-1])]
+    ids = tokenizer(texts, add_special_tokens=special)["input_ids"]
+    # Without a place to keep them, they are made again next time.
+    with suppress(InputError, OSError), atomic_write(path, "wb") as file:
+        flat = np.fromiter(itertools.chain.from_iterable(ids), np.int32)
+        np.savez(file, lengths=np.array([len(row) for row in ids]), flat=flat)
+    return ids
 
 
 def continuation(
-    tokenizer, text: str, endings: Sequence[str], space: str = " ", special: bool = True
-) -> tuple[list[int], Plan]:
-    """(token ids of the context, the endings after it), as lm-evaluation-harness splits them.
+    tokenizer, text: str, endings: Sequence[str], chat: bool = False
+) -> tuple[list[int], Branches]:
+    """(token ids of the context, of each ending after it), as lm-evaluation-harness splits them.
 
     Context and ending are tokenised together and parted at the length of the context's own ids;
     spaces at the context's end go to the ending. An empty context is the start token alone.
+    A `chat` has a start token in its text, and its turn begins with the ending itself.
     """
-    kept = text.rstrip()
-    texts = [kept, *(text + space + ending for ending in endings)]
-    bare, *full = encode(tokenizer, texts, special and bool(kept))
-    branches = [tuple(ids[len(bare) :]) for ids in full]
+    kept, text = text.rstrip(), text if chat else f"{text} "
+    full = [text + ending for ending in endings]
+    bare, *full = encode(tokenizer, [kept, *full], bool(kept) and not chat)
+    branches = tuple(tuple(ids[len(bare) :]) for ids in full)
     if () in branches:
         ending = endings[branches.index(())]
         raise InputError(f"the tokenizer has no token for {ending!r} after {text[-12:]!r}")
     if not kept:
         ids = (tokenizer.bos_token_id, tokenizer.eos_token_id)
         bare = [next((i for i in ids if i is not None), 0)]
-    return bare, Plan(0, tuple(branches))
+    return bare, branches
+
+
+def letters(tokenizer, text: str, n_choices: int, chat: bool = False) -> Branches:
+    """The letters' ids after a context; those that the tokenizer does not tell apart are refused.
+
+    Many tokenizers give " A" another id in text than alone, and some split it (SentencePiece
+    without a piece "▁A": "▁", "A").
+    """
+    asked = [letter if chat else f" {letter}" for letter in LETTERS[:n_choices]]
+    bare, *full = encode(tokenizer, [text, *(text + letter for letter in asked)], not chat)
+    branches = tuple(tuple(ids[len(bare) :]) for ids in full)
+    for letter, whole, ids in zip(asked, full, branches, strict=True):
+        merged = not ids or whole[: len(bare)] != bare
+        if merged or tokenizer.unk_token_id in ids or branches.count(ids) > 1:
+            raise InputError(
+                f"the tokenizer cannot score the letter {letter!r}: {text[-12:]!r} and it become "
+                f"{tokenizer.convert_ids_to_tokens(whole[-6:])}, expected the tokens of the former "
+                "and then others for each letter"
+            )
+    return branches
 
 
 def common_prefix(rows: Sequence[Sequence[int]]) -> int:

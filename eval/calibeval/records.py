@@ -20,6 +20,7 @@ from calibeval.io import InputError, atomic_write, counted, json_lines, read_tex
 # What probabilities may sum to: lm-evaluation-harness rounds log-probabilities to the model's
 # dtype, and bfloat16's 8 bits turn a sum of 1 into 1.005.
 MOST = 1.01
+OFFSETS = ("bytes", "characters", "unconditional")  # what there is to normalise by
 LogProbability = Annotated[float, Field(le=1e-6, allow_inf_nan=False)]
 
 
@@ -38,11 +39,6 @@ class Record(BaseModel, strict=True):
     characters: list[PositiveInt] | None = None
     unconditional: list[LogProbability] | None = None  # of the texts after an empty context
 
-    @property
-    def offsets(self) -> dict[str, list | None]:
-        """What there is to normalise by."""
-        return {k: getattr(self, k) for k in ("bytes", "characters", "unconditional")}
-
     @model_validator(mode="after")
     def _whole(self):
         k = len(self.logprobs)
@@ -56,7 +52,8 @@ class Record(BaseModel, strict=True):
             if (total := sum(map(math.exp, self.logprobs))) > MOST:
                 raise ValueError(f"the probabilities of logprobs sum to {total:.3g}, more than 1")
         else:
-            for name, values in self.offsets.items():
+            for name in OFFSETS:
+                values = getattr(self, name)
                 if values is not None and len(values) != k:
                     raise ValueError(f"{name}: found {len(values)}, expected {k}, one a choice")
         if self.normalise != "sum":
@@ -68,7 +65,7 @@ class Record(BaseModel, strict=True):
         scores = np.array(self.logprobs)
         if by == "sum":
             return scores
-        other = self.offsets.get(by)
+        other = getattr(self, by) if by in OFFSETS else None
         if self.scoring == "letters" or other is None:
             raise ValueError(f"no {by!r} by which to normalise; scoring is {self.scoring!r}")
         return scores - other if by == "unconditional" else scores / other

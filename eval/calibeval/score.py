@@ -14,9 +14,9 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from calibeval import __version__, models, prompts, stats
-from calibeval.engines import Engine, Job, Usage
+from calibeval.engines import Job, Usage
 from calibeval.io import InputError, counted
-from calibeval.prompts import Plan, Prompt
+from calibeval.prompts import Branches, Prompt
 from calibeval.store import Store
 from calibeval.tasks import Subject
 
@@ -40,24 +40,23 @@ class Item(NamedTuple):
 
     prompt: Prompt
     tokens: tuple[int, ...]
-    plan: Plan
+    branches: Branches
     normalise: str = "sum"
     truncated: int = 0  # tokens cut from the left
-    unconditional: tuple[list[int], Plan] | None = None  # the choices without the question
+    unconditional: tuple[list[int], Branches] | None = None  # the choices without the question
 
     def jobs(self, index: int) -> list[Job]:
         """The engine's view: the question, and as job −1 − index its choices without it."""
-        context = self.tokens[: len(self.tokens) - self.plan.merged]
-        found = [Job(index, context, self.plan.branches)]
+        found = [Job(index, self.tokens, self.branches)]
         if self.unconditional:
-            tokens, plan = self.unconditional
-            found.append(Job(~index, tuple(tokens), plan.branches))
+            tokens, branches = self.unconditional
+            found.append(Job(~index, tuple(tokens), branches))
         return found
 
     @property
     def longest(self) -> int:
         """Tokens of context and longest choice."""
-        return max(len(j.tokens) + max(map(len, j.branches)) for j in self.jobs(0))
+        return max(job.length for job in self.jobs(0)) + 1
 
 
 def fit_prompts(
@@ -69,35 +68,33 @@ def fit_prompts(
     does not fit even without examples loses tokens on the left, as lm-evaluation-harness has it;
     a warning names such questions, and their records say how many tokens.
     """
-    special = not style.chat_template  # a chat template writes its own start token
-    space = " " if special else ""  # a chat turn begins with the text itself
-    letters = style.scoring == "letters"
-    plans: dict[tuple, Plan] = {}
+    letters, chat = style.scoring == "letters", style.chat_template
+    known: dict[tuple, Branches] = {}
     fitted: dict[str, Item] = {}
     pending = [(s, q, style.shots) for s in subjects for q in s.questions]
     while pending:
         built = [prompts.build(s, q, k, style.prompt, style.scoring) for s, q, k in pending]
-        if style.chat_template:
+        if chat:
             built = [dataclasses.replace(p, text=_chat(tokenizer, p.text)) for p in built]
         texts = [prompt.text for prompt in built]
-        rows = prompts.encode(tokenizer, texts, special) if letters else texts
+        rows = prompts.encode(tokenizer, texts, not chat) if letters else texts
         again = []
         for (subject, question, k), prompt, tokens in zip(pending, built, rows, strict=True):
             if letters:
                 # Letters' ids depend on the context's end only: contexts ending alike share them.
                 key = (tuple(tokens[-4:]), n := len(question.choices))
-                if key not in plans:
-                    plans[key] = prompts.plan(tokenizer, prompt.text, n, space, special)
-                plan = plans[key]
+                if key not in known:
+                    known[key] = prompts.letters(tokenizer, prompt.text, n, chat)
+                branches = known[key]
             else:
-                choices = prompt.endings, space, special
-                tokens, plan = prompts.continuation(tokenizer, prompt.text, *choices)
-            context, after = len(tokens) - plan.merged, max(map(len, plan.branches)) - letters
-            cut = max(context + after - max_length, 0) if max_length else 0
+                given = prompt.text, prompt.endings
+                tokens, branches = prompts.continuation(tokenizer, *given, chat)
+            after = max(map(len, branches)) - letters
+            cut = max(len(tokens) + after - max_length, 0) if max_length else 0
             if cut and k:
                 again.append((subject, question, k - 1))
                 continue
-            if cut >= context:
+            if cut >= len(tokens):
                 raise InputError(
                     f"question {question.id}: its choices take {after} tokens, but the model "
                     f"takes {max_length}; choose other --subjects or a longer --max-length"
@@ -106,28 +103,22 @@ def fit_prompts(
             if style.unconditional:
                 alone = prompts.continuation(tokenizer, question.unconditional, prompt.endings)
             tokens = tuple(tokens[cut:])
-            fitted[question.id] = Item(prompt, tokens, plan, style.normalise, cut, alone)
+            fitted[question.id] = Item(prompt, tokens, branches, style.normalise, cut, alone)
         pending = again
-    items = [fitted[q.id] for s in subjects for q in s.questions]
-    warn_of_truncated(items, max_length)
-    return items
-
-
-def warn_of_truncated(items: list[Item], max_length: int | None) -> None:
-    """Name the questions that do not fit; where none does, raise `InputError`."""
-    cut = [item.prompt.question.id for item in items if item.truncated]
-    if cut and len(cut) == len(items):
+    cut = [id for id, item in fitted.items() if item.truncated]
+    if cut and len(cut) == len(fitted):
         raise InputError(
             f"no question fits in the {max_length} tokens that the model takes, even without "
-            f"examples; give a longer --max-length or another model"
+            "examples; give a longer --max-length or another model"
         )
     if cut:
-        named = ", ".join(cut[:5] + ["…"] * (len(cut) > 5))
         print(
-            f"warning: {len(cut)} of {counted(len(items), 'question')} do not fit in {max_length} "
-            f"tokens even without examples and lose their beginning: {named}",
+            f"warning: {len(cut)} of {counted(len(fitted), 'question')} do not fit in "
+            f"{max_length} tokens even without examples and lose their beginning: "
+            + ", ".join(cut[:5] + ["…"] * (len(cut) > 5)),
             file=sys.stderr,
         )
+    return [fitted[q.id] for s in subjects for q in s.questions]
 
 
 def _chat(tokenizer, text: str) -> str:
@@ -152,17 +143,18 @@ def score(
     model: str,
     items: list[Item],
     out: Path,
-    make_engine: Callable[[], Engine],
+    make_engine: Callable,
     settings: dict,
     share: tuple[int, int] = (0, 1),
     overwrite: bool = False,
 ) -> None:
     """Score the questions that are not scored yet, of share i of n, and merge when all are.
 
-    `make_engine` is called only if there is something to score.
+    `make_engine()` is called only if there is something to score.
     """
     asked = "".join(f"{i.prompt.sha256} {i.prompt.question.label}\n" for i in items)
     settings = settings | {"prompts_sha256": hashlib.sha256(asked.encode()).hexdigest()}
+    engine = make_engine() if overwrite else None  # before anything is deleted
     store = Store(out, settings, overwrite)
     finished = store.finished()
     ids = [item.prompt.question.id for item in items]
@@ -173,37 +165,37 @@ def score(
         print(f"{out}: complete already, {counted(len(items), 'question')}", file=sys.stderr)
         return
     if pending:
-        _score_shards(make_engine(), model, items, pending, store, len(mine))
+        _score_shards(engine or make_engine(), model, items, pending, store, len(mine))
+        if not store.folder.exists():  # another process has just merged all
+            return
         finished = store.finished()
     if missing := sum(i not in finished for i in ids):
         print(f"questions left to other shards: {missing}", file=sys.stderr)
         return
     rows = [finished[i] for i in ids]
-    jobs = (job for item in items for job in item.jobs(0))
-    apart = sum(len(j.tokens) + len(branch) - 1 for j in jobs for branch in j.branches)
-    extra = {"model": model, "versions": rows[-1]["versions"], "one_prompt_a_choice": apart}
-    extra |= {"training": models.training(model)}
-    extra |= {"architecture": models.architecture(model, settings.get("revision"))}
-    report(store.finish(rows, extra), out)
+    jobs = [job for item in items for job in item.jobs(0)]
+    apart = sum(len(job.tokens) + len(branch) - 1 for job in jobs for branch in job.branches)
+    about = {"model": model, "versions": rows[-1]["versions"], "one_prompt_a_choice": apart}
+    about |= {"training": models.training(model)}
+    about |= {"architecture": models.architecture(model, settings.get("revision"))}
+    report(store.finish(rows, about), out)
 
 
 def _score_shards(
-    engine: Engine, model: str, items: list[Item], pending: list[int], store: Store, total: int
+    engine, model: str, items: list[Item], pending: list[int], store: Store, total: int
 ) -> None:
     shared = {"model": model, "versions": {"calibeval": __version__, **engine.versions()}}
     store.engine(engine.describe())
-    done = total - len(pending)
-    with tqdm(total=total, initial=done, unit="question", mininterval=0.5) as progress:
+    with tqdm(total=total, initial=total - len(pending), unit="question", mininterval=0.5) as bar:
         for start in range(0, len(pending), SHARD):
             indices = pending[start : start + SHARD]
             engine.usage, began = Usage(), time.perf_counter()
             found = {}
             for index, logprobs in engine.score(groups_of(items, indices)):
                 found[index] = logprobs
-                progress.update(index >= 0)
+                bar.update(index >= 0)
             rows = [record(items[i], found[i], found.get(~i)) | shared for i in indices]
             seconds, usage = time.perf_counter() - began, dataclasses.asdict(engine.usage)
-            store.settings["engine_settings"] = engine.describe()  # the first batch settles some
             store.add(indices[0], rows, usage, seconds)
 
 
@@ -232,29 +224,31 @@ def report(meta: dict, out: Path) -> None:
     """Print what was saved and what came out; warn where the letters are not what is meant."""
     seconds, questions, apart = meta["seconds"], meta["questions"], meta["one_prompt_a_choice"]
     if computed := meta["usage"].get("computed_tokens"):
-        speed = f"{counted(questions, 'question')} in {seconds:.1f} s"
-        speed += f" ({questions / seconds:.1f} a second); prompt tokens computed: {computed:,}"
-        speed += f", {apart / computed:.1f}x fewer than the {apart:,} of one prompt a choice"
-        print(speed, file=sys.stderr)
+        print(
+            f"{counted(questions, 'question')} in {seconds:.1f} s ({questions / seconds:.1f} a "
+            f"second); prompt tokens computed: {computed:,}, {apart / computed:.1f}x fewer than "
+            f"the {apart:,} of one prompt a choice",
+            file=sys.stderr,
+        )
     run = stats.load(out)
     found = {m: stats.estimate([run], m, "choices") for m in ("accuracy", "ece", "rms_debiased")}
     print(", ".join(f"{name} {figure}" for name, figure in found.items()), file=sys.stderr)
     if "vocabulary" in run.confidences and run.letter_mass < LOW_MASS:
-        low = f"warning: mean letter mass {run.letter_mass:.3f} is below {LOW_MASS}: the model"
-        low += " wants to say something other than a letter, so read the figures with care"
-        print(low, file=sys.stderr)
+        print(
+            f"warning: mean letter mass {run.letter_mass:.3f} is below {LOW_MASS}: the model "
+            "wants to say something other than a letter, so read the figures with care",
+            file=sys.stderr,
+        )
 
 
 def run_workers(count: int, arguments: list[str]) -> None:
-    """Run this command `count` times with --shard I/N, each on a GPU of its own; the last process
-    to finish merges.
-    """
+    """Run this command `count` times with --shard I/N, each on a GPU of its own."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     gpus = visible.split(",") if visible else [str(i) for i in range(count)]
     if len(gpus) < count:
         found = f"CUDA_VISIBLE_DEVICES lists {len(gpus)} GPUs, {visible}"
         raise InputError(f"--workers {count}: {found}")
-    # The last of an option given twice holds; --overwrite would race.
+    # Of an option given twice the last holds.
     command = [sys.executable, "-m", "calibeval", *arguments, "--no-overwrite", "--workers", "1"]
     processes = []
     try:

@@ -9,6 +9,7 @@ RECORDS.jsonl, RECORDS.jsonl.meta.json   at the end
 import json
 import shutil
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 from calibeval import records
@@ -20,7 +21,7 @@ CHOICE = ("data", "split", "shots", "examples", "subjects", "limit")
 
 
 class Store:
-    """The finished records of one scoring run, whoever made them."""
+    """The finished records of one scoring run, whoever made them; other settings are refused."""
 
     def __init__(self, out: Path, settings: dict, overwrite: bool = False):
         self.out, self.settings, self.folder = out, dict(settings), _parts_of(out)
@@ -28,14 +29,14 @@ class Store:
         if overwrite:
             clear(out)
         for where, made in self._made():
-            _same(made, settings, where)
+            _same(made, self.settings, where)
 
     def _made(self) -> list[tuple[Path, dict]]:
         """The settings of the final file and of the shards, as far as there are any."""
         found = [(self.out, records.sidecar(self.out))] if self.out.exists() else []
         if self.header.exists():
             found.append((self.folder, self.header))
-        return [(where, _settings(path, self.out)) for where, path in found]
+        return [(where, _settings(path, where)) for where, path in found]
 
     def finished(self) -> dict[str, dict]:
         """Records by question id: of the finished shards, and what is intact of the final file."""
@@ -65,7 +66,7 @@ class Store:
         with atomic_write(self.folder / f"{first:06}.json") as file:
             json.dump(part | {"seconds": seconds, "records": rows}, file)
 
-    def finish(self, rows: list[dict], meta: dict) -> dict:
+    def finish(self, rows: list[dict], about: dict) -> dict:
         """Write the final file and its sidecar, drop the shards, return the sidecar's content."""
         parts = self._parts()
         engine = self.settings.get("engine_settings") or parts[-1].get("engine_settings")
@@ -74,21 +75,17 @@ class Store:
         for part in parts:
             usage.update(part["usage"])
         seconds = round(sum(part["seconds"] for part in parts), 3)
-        meta = {"settings": self.settings, **meta, "seconds": seconds, "usage": usage}
-        meta = records.write(self.out, rows, meta)
+        about = {"settings": self.settings, **about, "seconds": seconds, "usage": usage}
+        about = records.write(self.out, rows, about)
         shutil.rmtree(self.folder, ignore_errors=True)
-        return meta
+        return about
 
     def _parts(self) -> list[dict]:
         found = []
         for path in sorted(self.folder.glob("[0-9]*.json")):
-            try:
+            # One that a disk has damaged is scored anew; another process may just have merged all.
+            with suppress(FileNotFoundError, ValueError):
                 found.append(json.loads(path.read_text(encoding="utf-8")))
-            except FileNotFoundError:
-                continue  # another process has just merged and dropped the shards
-            except ValueError as error:
-                note = f"not JSON ({error}); delete it to score it anew"
-                raise InputError(f"{path}: {note}") from error
         return found
 
 
@@ -102,15 +99,16 @@ def clear(out: Path) -> None:
     out.unlink(missing_ok=True)
 
 
-def _settings(path: Path, out: Path) -> dict:
+def _settings(path: Path, where: Path) -> dict:
     try:
         return json.loads(path.read_text(encoding="utf-8"))["settings"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         note = f"exists, but {path.name} does not say how it was made"
-        raise InputError(f"{out}: {note}; give --overwrite to replace it") from error
+        raise InputError(f"{where}: {note}; give --overwrite to replace it") from error
 
 
 def _same(found: dict, wanted: dict, where: Path) -> None:
+    """Raise `InputError` where settings differ, naming each with both values."""
     differ = [k for k in wanted if k not in CHOICE and found.get(k) != wanted[k]]
     if not differ:
         return

@@ -1,7 +1,8 @@
 """Tasks: from a data folder or file to subjects of multiple-choice questions.
 
 mmlu      the official layout, `dev/<subject>_dev.csv` and `<split>/<subject>_<split>.csv`, without
-          headers, columns question, A, B, C, D, answer; or hub:NAME
+          headers, columns question, A, B, C, D, answer; or hub:NAME, rows as of jsonl with their
+          subjects in the configuration `all`
 hellaswag JSON lines {"ctx", "endings", "label", "activity_label"[, "ind", "ctx_a", "ctx_b"]}
 arc_*     AI2's JSON lines {"id", "question": {"stem", "choices": [{"text", "label"}]},
           "answerKey"} in `<NAME>-Train.jsonl`, `-Dev` and `-Test`, or the hub's columns
@@ -25,6 +26,13 @@ from calibeval.io import InputError, counted, json_lines, read_text
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 SHOTS = {"letters": 5, "continuation": 0}  # hendrycks/test's and lm-evaluation-harness's
+# The split that a task is scored on, and the one to fit a calibrator on.
+SPLITS = {
+    "mmlu": ("test", "val"),
+    "hellaswag": ("val", "train"),
+    "arc_easy": ("test", "dev"),
+    "arc_challenge": ("test", "dev"),
+}
 HUB = "hub:"
 COLUMNS = ("question", "A", "B", "C", "D", "answer")
 HELLASWAG = "hellaswag_{split}.jsonl"
@@ -91,22 +99,14 @@ def convention(task: str, scoring: str | None = None) -> tuple[str, str]:
 
 def mmlu(source: Source) -> list[Subject]:
     """Every subject of the folder or the hub's data set, or those named, in alphabetical order."""
-    split, hub = source.split or "test", source.data.startswith(HUB)
-    name = source.data.removeprefix(HUB)
-    rows = partial(_hub if hub else _csv, name)
-    subjects = []
-    try:
-        present = _hub_subjects(name) if hub else _subjects_of(Path(name), split)
-        present = sorted({*present} - {"all", "auxiliary_train"})
-        for subject in _chosen(present, source.subjects, name):
-            pool = rows(subject, "dev") if source.shots else []
-            where = f"{name}, {subject}, split dev" if hub else str(_csv_path(name, subject, "dev"))
-            subjects.append(_topic(subject, pool, rows(subject, split), source.shots, where))
-    except InputError:
-        raise
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"{source.data}: cannot be loaded from the hub: {error}") from error
-    return subjects
+    split, name = source.split or "test", source.data.removeprefix(HUB)
+    read = _folder if name == source.data else _hub
+    asked = read(name, split, source.subjects)
+    shown = read(name, "dev", tuple(asked)) if source.shots else {}
+    return [
+        _topic(subject, shown.get(subject, []), asked[subject], source.shots, f"{name}, split dev")
+        for subject in asked
+    ]
 
 
 def _topic(
@@ -115,7 +115,8 @@ def _topic(
     """A subject whose name is its topic."""
     topic = name.replace("_", " ")
     header = f"The following are questions (with answers) about {topic}.\n\n"
-    return Subject(name, topic, _first(pool, shots, where), tuple(questions), header)
+    chosen = _first(pool, shots, f"{where}, {name}")
+    return Subject(name, topic, chosen, tuple(questions), header)
 
 
 def _first(pool: list[Question], shots: int, where: str) -> tuple[Question, ...]:
@@ -133,44 +134,32 @@ def _chosen(present: list[str], wanted: tuple[str, ...] | None, where: str) -> l
     return [name for name in present if not wanted or name in wanted]
 
 
-def _subjects_of(data: Path, split: str) -> list[str]:
-    folder, suffix = data / split, f"_{split}.csv"
-    if not folder.is_dir():
+def _folder(data: str, split: str, wanted: tuple[str, ...] | None) -> dict[str, list[Question]]:
+    """Questions by subject, of files in the official layout."""
+    suffix = f"_{split}.csv"
+    present = [path.name.removesuffix(suffix) for path in Path(data, split).glob(f"*{suffix}")]
+    if not present:
         raise InputError(
-            f"{data}: no folder {split}/; expected the official layout, "
-            f"dev/<subject>_dev.csv and {split}/<subject>{suffix}"
+            f"{data}: no folder {split}/ with files <subject>{suffix}; expected the official "
+            "layout, which also has dev/<subject>_dev.csv"
         )
-    names = [p.name.removesuffix(suffix) for p in folder.glob(f"*{suffix}")]
-    if not names:
-        raise InputError(f"{folder}: no file named <subject>{suffix}")
-    return names
+    chosen = _chosen(sorted(present), wanted, f"{data}, split {split}")
+    return {subject: _csv(Path(data, split, subject + suffix), subject) for subject in chosen}
 
 
-def _csv_path(data: str, subject: str, split: str) -> Path:
-    return Path(data) / split / f"{subject}_{split}.csv"
-
-
-def _csv(data: str, subject: str, split: str) -> list[Question]:
+def _csv(path: Path, subject: str) -> list[Question]:
     """Read one headerless CSV; a malformed row names its line, what it has and what is expected."""
-    path = _csv_path(data, subject, split)
     reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
     questions = []
     try:
         for row in filter(None, reader):
             where = f"{path}, row {len(questions) + 1} (line {reader.line_num})"
             if len(row) != len(COLUMNS):
-                raise InputError(
-                    f"{where}: {counted(len(row), 'column')}, "
-                    f"expected {len(COLUMNS)} ({', '.join(COLUMNS)})"
-                )
-            empty = [name for name, field in zip(COLUMNS, row, strict=True) if not field.strip()]
-            if empty:
-                raise InputError(f"{where}: column {empty[0]} is empty")
+                found = counted(len(row), "column")
+                raise InputError(f"{where}: {found}, expected 6 ({', '.join(COLUMNS)})")
             text, *choices, answer = row
-            if answer not in LETTERS[:4]:
-                raise InputError(f"{where}: answer is {answer!r}, expected one of A, B, C, D")
-            id, label = f"{subject}/{len(questions)}", LETTERS.index(answer)
-            questions.append(Question(id, subject, text, tuple(choices), label))
+            asked = {"question": text, "choices": choices, "answer": answer, "subject": subject}
+            questions.append(_question(asked, where, len(questions)))
     except csv.Error as error:
         raise InputError(f"{path}, line {reader.line_num}: not CSV ({error})") from error
     if not questions:
@@ -178,42 +167,19 @@ def _csv(data: str, subject: str, split: str) -> list[Question]:
     return questions
 
 
-def _hub(name: str, subject: str, split: str) -> list[Question]:
-    """A hub data set's rows with the columns question, choices and answer, such as cais/mmlu's."""
-    from datasets import load_dataset
+def _hub(name: str, split: str, wanted: tuple[str, ...] | None) -> dict[str, list[Question]]:
+    """Questions by subject, of a data set of the hub such as cais/mmlu, or of its folder."""
+    found: dict[str, list[Question]] = {}
+    try:
+        from datasets import load_dataset
 
-    questions = []
-    for i, row in enumerate(load_dataset(name, subject, split=split)):
-        where, id = f"{subject}, row {i}", f"{subject}/{i}"
-        make = _checked(where, id, subject, row["question"], row["choices"])
-        questions.append(make(row["answer"]))
-    return questions
-
-
-def _hub_subjects(name: str) -> list[str]:
-    """The configurations of a hub data set; offline those that its cached card lists."""
-    from datasets import config, get_dataset_config_names
-    from huggingface_hub import DatasetCard, hf_hub_download
-    from huggingface_hub.utils import EntryNotFoundError, LocalEntryNotFoundError
-
-    if not Path(name).is_dir():
-        try:
-            card = hf_hub_download(name, "README.md", repo_type="dataset")
-        except EntryNotFoundError as error:  # online, a data set does without a card
-            if config.HF_HUB_OFFLINE or isinstance(error, LocalEntryNotFoundError):
-                raise
-    if Path(name).is_dir() or not config.HF_HUB_OFFLINE:
-        return get_dataset_config_names(name)
-    # get_dataset_config_names would answer ["default"], and the cache's folders may be those of
-    # some subjects only.
-    listed = DatasetCard.load(card).data.to_dict().get("configs") or []
-    subjects = [entry["config_name"] for entry in listed if "config_name" in entry]
-    if not subjects:
-        raise InputError(
-            f"{HUB}{name}: its card lists no configurations, so that its subjects are unknown "
-            "without a network; give --data a folder in the official layout"
-        )
-    return subjects
+        rows = load_dataset(name, "all", split=split)
+    except (ImportError, OSError, ValueError, KeyError) as error:
+        raise InputError(f"{HUB}{name}: cannot be loaded from the hub: {error}") from error
+    for place, row in enumerate(rows):
+        own = found.setdefault(row.get("subject"), [])
+        own.append(_question(row, f"{HUB}{name}, split {split}, row {place}", len(own)))
+    return {subject: found[subject] for subject in _chosen(sorted(found), wanted, HUB + name)}
 
 
 def hellaswag(source: Source) -> list[Subject]:
@@ -246,9 +212,10 @@ def _hellaswag_row(row: dict, where: str, number: int) -> Question:
     endings, label = row["endings"], row["label"]
     if not isinstance(endings, list) or str(label) not in map(str, range(len(endings))):
         raise InputError(f"{where}: label is {label!r}, expected the index of an ending")
+    asked = {"id": f"hellaswag/{row.get('ind', number)}", "subject": "hellaswag"}
+    asked |= {"question": row["ctx"], "choices": endings, "answer": int(label)}
+    question = _question(asked, where, number)
     activity = f"{row['activity_label']}: " if row.get("activity_label") else ""
-    id = f"hellaswag/{row.get('ind', number)}"
-    question = _checked(where, id, "hellaswag", row["ctx"], endings)(int(label))
     beginning = row["ctx"]
     if row.get("ctx_a") is not None and row.get("ctx_b") is not None:
         beginning = f"{row['ctx_a']} {str(row['ctx_b']).capitalize()}"
@@ -287,7 +254,7 @@ def arc(name: str, source: Source) -> list[Subject]:
     return [Subject(subject, "grade-school science", shots, tuple(_read(path, row)))]
 
 
-def _arc_row(subject: str, row: dict, where: str, _: int) -> Question:
+def _arc_row(subject: str, row: dict, where: str, number: int) -> Question:
     """Items have 3 to 5 choices, labelled by letters or digits; they are lettered by place."""
     try:
         stem = row["question"]
@@ -296,16 +263,16 @@ def _arc_row(subject: str, row: dict, where: str, _: int) -> Question:
         else:
             stem, choices = stem["stem"], stem["choices"]
             labels, texts = [c["label"] for c in choices], [c["text"] for c in choices]
-        id, key = str(row["id"]), row["answerKey"]
+        asked, key = {"id": row["id"], "subject": subject}, row["answerKey"]
     except (KeyError, TypeError) as error:
         raise InputError(
             f"{where}: not an ARC item (at {error}); expected id, question with stem and "
-            f"choices of text and label, answerKey; or the hub's columns"
+            "choices of text and label, answerKey; or the hub's columns"
         ) from error
     if not isinstance(labels, list) or labels.count(key) != 1:
         raise InputError(f"{where}: answerKey is {key!r}, expected one of {labels}")
-    question = _checked(where, id, subject, stem, texts)
-    return question(labels.index(key), context=f"Question: {stem}\nAnswer:")
+    asked |= {"question": stem, "choices": texts, "answer": labels.index(key)}
+    return replace(_question(asked, where, number), context=f"Question: {stem}\nAnswer:")
 
 
 def jsonl(source: Source) -> list[Subject]:
@@ -315,11 +282,9 @@ def jsonl(source: Source) -> list[Subject]:
     """
     path = Path(source.data)
     if source.shots and not source.examples:
-        raise InputError(
-            f"--shots {source.shots} needs --examples FILE with examples; or --shots 0"
-        )
-    questions = _read(path, _jsonl_row)
-    examples = _read(Path(source.examples), _jsonl_row) if source.examples else []
+        raise InputError(f"--shots {source.shots} needs --examples FILE; or --shots 0")
+    questions = _read(path, _question)
+    examples = _read(Path(source.examples), _question) if source.examples else []
     subjects = []
     for name in _chosen(sorted({q.subject for q in questions}), source.subjects, str(path)):
         own = [q for q in questions if q.subject == name]
@@ -328,21 +293,31 @@ def jsonl(source: Source) -> list[Subject]:
     return subjects
 
 
-def _jsonl_row(row: dict, where: str, number: int) -> Question:
+def _question(row: dict, where: str, number: int) -> Question:
+    """A row of jsonl, which the others are turned into; a bad one raises `InputError`."""
     _need(row, ("question", "choices", "answer"), where)
-    subject, answer = row.get("subject", "general_knowledge"), row["answer"]
+    text, choices, answer = row["question"], row["choices"], row["answer"]
+    subject = row.get("subject", "general_knowledge")
     if not isinstance(subject, str):
         raise InputError(f"{where}: subject is {subject!r}, expected text")
-    id = str(row.get("id", f"{subject}/{number}"))
-    make = _checked(where, id, subject, row["question"], row["choices"])
-    last = len(row["choices"]) - 1
+    if not isinstance(text, str) or not text.strip():
+        raise InputError(f"{where}: question is {text!r}, expected text")
+    several = isinstance(choices, list)
+    if not several or not 2 <= len(choices) <= len(LETTERS):
+        found = counted(len(choices), "choice") if several else f"choices {choices!r}"
+        raise InputError(f"{where}: {found}, expected a list of 2 to {len(LETTERS)}")
+    for letter, choice in zip(LETTERS, choices, strict=False):
+        if not isinstance(choice, str) or not choice.strip():
+            raise InputError(f"{where}: choice {letter} is {choice!r}, expected text")
+    letters = LETTERS[: len(choices)]
     if type(answer) in (int, str):  # and not bool, which is an int
-        for spelled in ([*range(last + 1)], [*LETTERS[: last + 1]], row["choices"]):
+        for spelled in (range(len(choices)), list(letters), choices):
             if spelled.count(answer) == 1:
-                return make(spelled.index(answer))
+                id = str(row.get("id", f"{subject}/{number}"))
+                return Question(id, subject, text, tuple(choices), spelled.index(answer))
     raise InputError(
-        f"{where}: answer is {answer!r}, expected 0 to {last}, A to {LETTERS[last]}, or the text "
-        f"of one choice"
+        f"{where}: answer is {answer!r}, expected 0 to {len(choices) - 1}, A to {letters[-1]}, or "
+        "the text of one choice"
     )
 
 
@@ -369,20 +344,6 @@ def _need(row: dict, keys: tuple[str, ...], where: str) -> None:
     for key in keys:
         if key not in row:
             raise InputError(f"{where}: no {key!r}; found {', '.join(row)}")
-
-
-def _checked(where: str, id: str, subject: str, text, choices) -> Callable[[int], Question]:
-    """label → question, once text and choices are text, filled, and 2 to 26 in number."""
-    if not isinstance(text, str) or not text.strip():
-        raise InputError(f"{where}: question is {text!r}, expected text")
-    several = isinstance(choices, list)
-    if not several or not 2 <= len(choices) <= len(LETTERS):
-        found = counted(len(choices), "choice") if several else f"choices {choices!r}"
-        raise InputError(f"{where}: {found}, expected a list of 2 to {len(LETTERS)}")
-    for letter, choice in zip(LETTERS, choices, strict=False):
-        if not isinstance(choice, str) or not choice.strip():
-            raise InputError(f"{where}: choice {letter} is {choice!r}, expected text")
-    return partial(Question, id, subject, text, tuple(choices))
 
 
 LOADERS = {

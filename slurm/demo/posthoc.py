@@ -12,7 +12,7 @@ from sweeps.children import start_warm
 from sweeps.files import SweepError, make_folder
 
 BETAS = (0.0, 0.1)
-FITS = {"temperature": ["fit-temperature"], "ats": ["fit-ats", "--head", "linear"]}
+FITS = {"temperature": ["fit-temperature"], "ats": ["fit-ats"]}
 
 
 def calibrate(entries: list[dict], sweep: Path, data: Path, out: Path) -> list[dict]:

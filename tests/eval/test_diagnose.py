@@ -24,9 +24,8 @@ def entropy(z: np.ndarray) -> float:
     st.floats(0.01, 8),
     st.integers(0, 10**6),
     st.sampled_from([None, 0.5, 5.0]),
-    st.floats(0.3, 3),
 )
-def test_no_logits_are_below_the_bound(vocabulary, hidden, scale, seed, softcap, temperature):
+def test_no_logits_are_below_the_bound(vocabulary, hidden, scale, seed, softcap):
     rng = np.random.default_rng(seed)
     c = rng.normal(0, scale, (vocabulary, hidden))
     h = rng.normal(0, 1, hidden)
@@ -35,8 +34,8 @@ def test_no_logits_are_below_the_bound(vocabulary, hidden, scale, seed, softcap,
     z = c @ h
     z = softcap * np.tanh(z / softcap) if softcap else z
     sigma_c, sigma_h = np.linalg.norm(c, 2), np.sqrt((h**2).mean())
-    bound = diagnose.entropy_bound(sigma_c, sigma_h, hidden, vocabulary, temperature, softcap)
-    assert entropy(z / temperature) >= bound - 1e-9
+    bound = diagnose.entropy_bound(sigma_c, sigma_h, hidden, vocabulary)
+    assert entropy(z) >= bound - 1e-9
 
 
 @pytest.mark.parametrize("vocabulary", [3, 10, 1000])
@@ -45,7 +44,9 @@ def test_one_logit_above_the_rest_is_the_least_entropy_of_a_norm(vocabulary):
     high = np.arange(1, vocabulary)
     for radius in np.geomspace(1e-2, 1e2, 30):
         gaps = radius * np.sqrt(vocabulary / (high * (vocabulary - high)))
-        every = diagnose.two_levels(gaps, high, vocabulary)
+        rest = (vocabulary - high) * np.exp(-gaps)
+        every = np.log(high + rest) + gaps * rest / (high + rest)
+        assert diagnose.entropy_bound(radius, 1.0, 1, vocabulary) == pytest.approx(every[0])
         assert every[0] <= every.min() + 1e-12
 
 
@@ -57,9 +58,6 @@ def test_the_bound_is_attained(vocabulary):
     z[0] = r * np.sqrt((vocabulary - 1) / vocabulary)
     assert np.linalg.norm(z) == pytest.approx(r)
     assert diagnose.entropy_bound(r, 1.0, 1, vocabulary) == pytest.approx(entropy(z))
-    z = np.where(np.arange(vocabulary) < vocabulary // 2, 0.3, -0.3)
-    capped = diagnose.entropy_bound(1e6, 1.0, 1, vocabulary, softcap=0.3)
-    assert capped == pytest.approx(entropy(z), rel=1e-2) and capped <= entropy(z) + 1e-12
 
 
 def test_without_the_root_of_d_it_is_no_bound():
@@ -95,7 +93,7 @@ def test_command(tiny_model, mmlu, tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found == json.loads((out / "diagnosis.json").read_text())
     assert found["questions"] == 60 and found["hidden"] == 64
-    assert found["bound"] <= found["entropy"]["least"] <= found["entropy"]["mean"]
+    assert found["bound"] <= found["entropy"]["min"] <= found["entropy"]["mean"]
     assert found["sigma_h"] == pytest.approx(1, abs=0.05)  # the last norm's doing
     import torch
     from transformers import AutoModelForCausalLM
@@ -107,8 +105,6 @@ def test_command(tiny_model, mmlu, tmp_path, capsys):
     log_v = np.log(found["vocabulary"])
     assert found["gap"] == pytest.approx((found["entropy"]["median"] - found["bound"]) / log_v)
     assert found["target_gap"] == pytest.approx((found["target_entropy"] - found["bound"]) / log_v)
-    assert 0 < found["reach"] < 1
-    assert (out / "entropy_bound.svg").exists() and (out / "entropy_bound.png").exists()
 
 
 def test_hidden_states_are_those_that_answer(tiny_model, mmlu, tmp_path, capsys):
@@ -137,10 +133,6 @@ def test_hidden_states_are_those_that_answer(tiny_model, mmlu, tmp_path, capsys)
 
 
 def test_bad_options(tiny_model, mmlu, capsys):
-    for temperature in ("0", "-1", "nan", "inf"):
-        assert main(run(tiny_model, mmlu, "--temperature", temperature)) == 2
-        expected = f"--temperature is {float(temperature)}, expected a number more than 0"
-        assert expected in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(run(tiny_model, mmlu, "--label-smoothing", "1.5"))
     assert "'1.5' is not a number from 0 to 1" in capsys.readouterr().err
@@ -155,24 +147,17 @@ def test_bad_options(tiny_model, mmlu, capsys):
     ],
 )
 def test_sentences(sigma_c, median, words):
-    answers = [(1.0, median, 1.0)] * 10
+    answers = [(1.0, median)] * 10
     found = diagnose.summary(answers, vocabulary=1000, hidden=64, sigma_c=sigma_c)
     sentence = found["sentence"]
     assert words in sentence
     assert ("the bound is vacuous here" in sentence) == (sigma_c == 100)
 
 
-@pytest.mark.parametrize("softcap", [None, 0.7])
-def test_reach_is_one_where_the_bound_is_attained(softcap):
-    """One logit as far above all others as the norm, or the cap, lets it be."""
+def test_the_gap_is_zero_where_the_bound_is_attained():
+    """One logit as far above all others as the norm lets it be."""
     v, r = 50, 3.0
-    u = np.full(v, -1 / np.sqrt(v * (v - 1)))
-    u[0] = np.sqrt((v - 1) / v)
-    z = r * u
-    if softcap:
-        z = np.where(np.arange(v) == 0, softcap, -softcap)
-    sizes = {"vocabulary": v, "hidden": 64, "sigma_c": r / 8, "softcap": softcap}
-    found = diagnose.summary([(1.0, entropy(z), z.max() - z.mean())], **sizes)
-    assert found["reach"] == pytest.approx(1)
-    if not softcap:
-        assert found["gap"] == pytest.approx(0, abs=1e-9)
+    z = np.full(v, -r / np.sqrt(v * (v - 1)))
+    z[0] = r * np.sqrt((v - 1) / v)
+    found = diagnose.summary([(1.0, entropy(z))], vocabulary=v, hidden=64, sigma_c=r / 8)
+    assert found["gap"] == pytest.approx(0, abs=1e-9)

@@ -243,6 +243,16 @@ def test_seeds_together():
     assert entropy.figure(rows[:2], "x") == "1.000, 2.000"
     assert entropy.figure(rows, "x") == "2.000 ± 2.484"  # t of 2 degrees of freedom: 4.303
     assert entropy.figure([{"x": None}], "x") == "–"
+    about = {"model": "m", "learning_rate": 1e-5, "temperature": 1.0, "top_p": 1.0}
+    runs = [
+        about | {"label_smoothing": beta, "seed": seed, "run": f"{beta}-{seed}", "x": beta + seed}
+        for beta in (0.0, 0.1)
+        for seed in (1, 2)
+    ]
+    first, second = entropy.over_seeds(runs, {*runs[0]} - {"x"})
+    same = {"model": "m", "temperature": "1", "seeds": "2"}  # one learning rate and top-p
+    assert first == same | {"label_smoothing": "0", "x": "1.000, 2.000"}
+    assert second == same | {"label_smoothing": "0.1", "x": "1.100, 2.100"}
 
 
 def test_conversations_read_as_the_trainer_has_them(model):

@@ -5,7 +5,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from calibeval.io import InputError
-from calibeval.prompts import Plan, common_prefix, encode, plan
+from calibeval.prompts import common_prefix, encode, letters
 
 CONTEXT = "light mass\nAnswer:"
 
@@ -28,22 +28,22 @@ def pieces(vocabulary: list[str], merges: list[tuple[str, str]]) -> PreTrainedTo
 def test_byte_level(tiny_model):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     ids = tokenizer.convert_tokens_to_ids(["ĠA", "ĠB", "ĠC", "ĠD"])
-    assert plan(tokenizer, CONTEXT, 4) == Plan(0, tuple((i,) for i in ids))
+    assert letters(tokenizer, CONTEXT, 4) == tuple((i,) for i in ids)
     assert ids != tokenizer.convert_tokens_to_ids(["A", "B", "C", "D"])
 
 
 def test_white_space_split():
     tokenizer = words(["<unk>", "light", "mass", "Answer:", "A", "B", "C"])
-    assert plan(tokenizer, CONTEXT, 3) == Plan(0, ((4,), (5,), (6,)))
-    with pytest.raises(InputError, match=r"letter ' D'.*\['<unk>'\], the unknown token"):
-        plan(tokenizer, CONTEXT, 4)
+    assert letters(tokenizer, CONTEXT, 3) == ((4,), (5,), (6,))
+    with pytest.raises(InputError, match=r"letter ' D'.*'<unk>'\]"):
+        letters(tokenizer, CONTEXT, 4)
 
 
 def test_letters_split_in_two():
     alphabet = sorted(set("light mass\nAnswer:ABCD".replace(" ", "▁")))
     tokenizer = pieces(["<unk>", *alphabet], [])
-    space, *letters = (1 + alphabet.index(c) for c in "▁ABC")
-    assert plan(tokenizer, CONTEXT, 3) == Plan(0, tuple((space, i) for i in letters))
+    space, *ids = (1 + alphabet.index(c) for c in "▁ABC")
+    assert letters(tokenizer, CONTEXT, 3) == tuple((space, i) for i in ids)
 
 
 def test_some_letters_split_and_some_not():
@@ -51,16 +51,15 @@ def test_some_letters_split_and_some_not():
     tokenizer = pieces(["<unk>", *alphabet, "▁B"], [("▁", "B")])
     space, a, c = (1 + alphabet.index(x) for x in "▁AC")
     whole = 1 + len(alphabet)
-    assert plan(tokenizer, CONTEXT, 3) == Plan(0, ((space, a), (whole,), (space, c)))
+    assert letters(tokenizer, CONTEXT, 3) == ((space, a), (whole,), (space, c))
 
 
-def test_context_end_that_merges_with_the_letter():
+def test_letters_that_merge_with_the_contexts_end_are_refused():
     alphabet = sorted(set("light mass\nAnswer:ABCD".replace(" ", "▁")))
-    merged = [":▁", ":▁A", ":▁B"]
     merges = [(":", "▁"), (":▁", "A"), (":▁", "B")]
-    tokenizer = pieces(["<unk>", *alphabet, *merged], merges)
-    n = len(alphabet)
-    assert plan(tokenizer, CONTEXT, 2) == Plan(1, ((n + 2,), (n + 3,)))
+    tokenizer = pieces(["<unk>", *alphabet, ":▁", ":▁A", ":▁B"], merges)
+    with pytest.raises(InputError, match="cannot score the letter ' A'"):
+        letters(tokenizer, CONTEXT, 2)
 
 
 def test_letters_on_two_branches():
@@ -72,7 +71,7 @@ def test_letters_on_two_branches():
     )
     ids = tokenizer.get_vocab()
     expected = tuple((ids[a], ids[b]) for a, b in (("▁", "A"), ("▁B", ":")))
-    assert plan(tokenizer, CONTEXT, 2) == Plan(0, expected)
+    assert letters(tokenizer, CONTEXT, 2) == expected
 
 
 def test_letters_that_look_alike_are_refused():
@@ -80,8 +79,8 @@ def test_letters_that_look_alike_are_refused():
     tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Replace(" ", "▁"), normalizers.Replace("▁B", "▁A")]
     )
-    with pytest.raises(InputError, match="expected tokens that tell it from the rest"):
-        plan(tokenizer, CONTEXT, 2)
+    with pytest.raises(InputError, match=r"letter ' A'.* others for each letter"):
+        letters(tokenizer, CONTEXT, 2)
 
 
 def test_appended_end_token_is_left_out():
@@ -90,7 +89,7 @@ def test_appended_end_token_is_left_out():
         single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
     )
     assert encode(tokenizer, ["x Answer:"]) == [[1, 3, 4]]
-    assert plan(tokenizer, "x Answer:", 2).branches == ((5,), (6,))
+    assert letters(tokenizer, "x Answer:", 2) == ((5,), (6,))
 
 
 @pytest.mark.parametrize(

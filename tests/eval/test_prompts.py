@@ -8,6 +8,7 @@ import pytest
 
 from calibeval import prompts, tasks
 from calibeval.__main__ import main
+from calibeval.engines import load_tokenizer
 
 # SHA-256 over the concatenated SHA-256 digests (hex, one a line) of all 14,042 5-shot test prompts,
 # subjects in alphabetical order, as `independent` below builds them from the official format.
@@ -72,3 +73,19 @@ def test_fewer_shots_are_a_prefix(mmlu, shots):
     full = prompts.build(subject, subject.questions[0], 5).text
     body = prompts.body(subject.questions[0])
     assert text.endswith(body) and full.startswith(text.removesuffix(body))
+
+
+def test_tokens_of_many_texts_are_made_once(tiny_model, tmp_path, monkeypatch):
+    tokenizer = load_tokenizer(str(tiny_model))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(prompts, "MANY", 3)
+    texts = ["one", "", "two\u2028and a line", "three"]
+    plain = [tokenizer(text)["input_ids"] for text in texts]
+    first = prompts.encode(tokenizer, texts)
+    (kept,) = (tmp_path / "calibeval" / "tokens").iterdir()
+    made = kept.stat().st_mtime_ns
+    assert prompts.encode(tokenizer, texts) == first == plain
+    assert kept.stat().st_mtime_ns == made
+    kept.write_bytes(kept.read_bytes()[:100])  # cut short: made anew
+    assert prompts.encode(tokenizer, texts) == first
+    assert kept.stat().st_mtime_ns != made

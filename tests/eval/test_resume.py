@@ -227,6 +227,42 @@ def test_shards_merge_when_the_last_is_done(command, tmp_path, capsys):
     assert not (tmp_path / "r.jsonl.parts").exists()
 
 
+def test_shards_do_not_delete_each_others_parts(command, tmp_path, capsys):
+    """Both may be started with --overwrite at once, and neither knows which of them is first."""
+    assert run(command, "--shard", "0/2") == 0
+    parts = list((tmp_path / "r.jsonl.parts").iterdir())
+    assert run(command, "--shard", "1/2", "--overwrite") == 2
+    err = capsys.readouterr().err
+    assert "--overwrite: each shard would delete what the others have made; delete " in err
+    assert list((tmp_path / "r.jsonl.parts").iterdir()) == parts
+
+
+@pytest.mark.parametrize(
+    "wrong", [("--subjects", "dark"), ("--device", "cuda:99"), ("--subjects", "x", "--workers", 2)]
+)
+def test_overwrite_deletes_nothing_before_the_input_is_read(command, tmp_path, wrong):
+    assert run(command) == 0
+    before = (tmp_path / "r.jsonl").read_bytes()
+    assert run(command, "--overwrite", *wrong) == 2
+    assert (tmp_path / "r.jsonl").read_bytes() == before
+
+
+def test_two_processes_may_both_be_the_last(command, tmp_path, monkeypatch):
+    """The second finds all merged, and its sidecar would say that nothing had been computed."""
+    assert run(command, "--shard", "0/2") == 0
+    plain = score._score_shards
+
+    def overtaken(*arguments):
+        plain(*arguments)
+        monkeypatch.undo()
+        assert run(command, "--shard", "0/2") == 0
+
+    monkeypatch.setattr(score, "_score_shards", overtaken)
+    assert run(command, "--shard", "1/2") == 0
+    meta = json.loads((tmp_path / "r.jsonl.meta.json").read_text())
+    assert len(ids(tmp_path / "r.jsonl")) == 60 and meta["usage"]["prompt_tokens"] > 0
+
+
 def test_workers_are_processes(command, tmp_path):
     assert run(command, "--workers", "2") == 0
     assert len(ids(tmp_path / "r.jsonl")) == 60

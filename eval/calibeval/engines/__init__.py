@@ -1,16 +1,20 @@
-"""Engines: from prompts' token ids to the choices' log-probabilities."""
+"""Engines: from prompts' token ids to the choices' log-probabilities.
 
-from collections.abc import Iterator
+score(groups)   yields (job index, log-probability of each branch); a group shares a prefix
+usage           prompt tokens given and computed
+describe()      settings that the figures depend on, the precision in use among them
+versions()      of the packages that compute the figures
+"""
+
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 from calibeval.io import InputError
 
 
 @dataclass(frozen=True)
 class Job:
-    """One question for an engine: the context's tokens, and those of each choice (see `Plan`)."""
+    """One question for an engine: the context's tokens, and those of each choice."""
 
     index: int
     tokens: tuple[int, ...]
@@ -44,41 +48,26 @@ class Usage:
     computed_tokens: int = 0
 
 
-class Engine(Protocol):
-    """What scoring needs of an engine."""
-
-    usage: Usage
-
-    def score(self, groups: list[list[Job]]) -> Iterator[tuple[int, list[float]]]:
-        """Yield (job index, log-probability of each branch); a group shares a prompt prefix."""
-
-    def describe(self) -> dict:
-        """Engine settings that the figures depend on, the precision in use among them."""
-
-    def versions(self) -> dict[str, str]:
-        """Versions of the packages that compute the figures."""
-
-
 def load(auto, model: str, what: str, revision: str | None = None, **options):
     """`auto.from_pretrained`; a folder without a usable part raises `InputError`."""
     try:
         return auto.from_pretrained(model, revision=revision, **options)
     except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"{model}: {what}: {first_line(error)}") from error
+        raise InputError(f"{model}: cannot be loaded as {what}: {first_line(error)}") from error
 
 
 def load_tokenizer(model: str, revision: str | None = None):
     """The model's tokenizer."""
     from transformers import AutoTokenizer
 
-    return load(AutoTokenizer, model, "its tokenizer cannot be loaded", revision)
+    return load(AutoTokenizer, model, "a tokenizer", revision)
 
 
 def load_max_length(model: str, revision: str | None = None) -> int | None:
     """Longest prompt of a model that is not loaded; None if its config sets no limit."""
     from transformers import AutoConfig
 
-    return context_length(load(AutoConfig, model, "its config cannot be loaded", revision))
+    return context_length(load(AutoConfig, model, "a config", revision))
 
 
 def text_config(config):

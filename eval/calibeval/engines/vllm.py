@@ -37,35 +37,33 @@ class VllmEngine:
             import torch
             import transformers
             import vllm
+
+            if not hasattr(vllm.SamplingParams(), "logprob_token_ids"):
+                raise ImportError(f"found {vllm.__version__}")
         except ImportError as error:
             raise InputError(
-                f"--engine vllm needs vLLM 0.20 to 0.33, which cannot be imported ({error}); "
-                f"install it, or use --engine transformers"
+                f"--engine vllm needs vLLM 0.20 to 0.33 for the log-probabilities of chosen "
+                f"tokens ({error}); install it, or use --engine transformers"
             ) from error
-        if not hasattr(vllm.SamplingParams(), "logprob_token_ids"):
-            raise InputError(
-                f"vLLM {vllm.__version__} cannot give the log-probabilities of chosen tokens; "
-                f"vLLM 0.20 to 0.33 can"
-            )
-        self.vllm, self.usage = vllm, Usage()
+        self.parameters, self.usage = vllm.SamplingParams, Usage()
         self.packages = {m.__name__: m.__version__ for m in (torch, transformers, vllm)}
         self.tokenizer = load_tokenizer(model, revision)
         self.on_gpu = torch.cuda.is_available()
         before = set(threading.enumerate())
+        settings = {
+            "model": model,
+            "revision": revision,
+            "tokenizer_revision": revision,
+            "dtype": "float32" if dtype == "auto" and not self.on_gpu else dtype,
+            "max_model_len": longest + 1 if longest else None,
+            "enable_prefix_caching": True,
+            "enforce_eager": True,  # nothing is decoded: graphs and compilation would only delay
+            "max_logprobs": 32,
+            "seed": 0,
+            "hf_overrides": {"head_dtype": "float32"},
+            "worker_extension_cls": f"{__name__}.PreciseHead",
+        }
         try:
-            settings = dict(
-                model=model,
-                revision=revision,
-                tokenizer_revision=revision,
-                dtype="float32" if dtype == "auto" and not self.on_gpu else dtype,
-                max_model_len=longest + 1 if longest else None,
-                enable_prefix_caching=True,
-                enforce_eager=True,  # nothing is decoded: graphs and compilation would only delay
-                max_logprobs=32,
-                seed=0,
-                hf_overrides={"head_dtype": "float32"},
-                worker_extension_cls=f"{__name__}.PreciseHead",
-            )
             self.llm = vllm.LLM(**settings | options)
             self.threads = set(threading.enumerate()) - before
             atexit.register(self.close)  # before multiprocessing waits for vLLM's process
@@ -106,13 +104,14 @@ class VllmEngine:
         # Letters: a prompt a node, and all tokens that may follow it. Texts: a prompt a choice.
         steps = [(job, node) for job in jobs if job.is_chain for node in job.nodes]
         texts = [(job, b) for job in jobs if not job.is_chain for b in dict.fromkeys(job.branches)]
-        asked = [self._next(_followers(job, node)) for job, node in steps]
+        after = [sorted({b[len(n)] for b in j.branches if b[: len(n)] == n != b}) for j, n in steps]
+        asked = [{"logprob_token_ids": ids, "logprobs": len(ids)} for ids in after]
         outputs = self._generate([job.tokens + node for job, node in steps], asked)
         found: dict[tuple[int, tuple[int, ...]], float] = {(job.index, ()): 0.0 for job in jobs}
         try:
-            for (job, node), output in zip(steps, outputs, strict=True):
+            for (job, node), ids, output in zip(steps, after, outputs, strict=True):
                 given = output.outputs[0].logprobs[0]
-                for token in _followers(job, node):
+                for token in ids:
                     found[job.index, (*node, token)] = found[job.index, node] + given[token].logprob
             for (job, branch), output in zip(texts, self._read_along(texts), strict=True):
                 given = zip(branch, output.prompt_logprobs[-len(branch) :], strict=True)
@@ -129,40 +128,31 @@ class VllmEngine:
         reads nothing from its cache unless told to. Told to, it finds the context there, seldom to
         its last token or beyond: what is found so is asked again without the cache.
         """
+        along = {"prompt_logprobs": 0, "skip_reading_prefix_cache": False}
         prompts = [job.tokens + branch for job, branch in texts]
-        outputs = self._generate(prompts, [self._along(False)] * len(prompts))
+        outputs = self._generate(prompts, [along] * len(prompts))
         cached = [output.num_cached_tokens or 0 for output in outputs]
         short = [i for i, (job, _) in enumerate(texts) if cached[i] >= len(job.tokens)]
-        again = self._generate([prompts[i] for i in short], [self._along(True)] * len(short))
+        along = along | {"skip_reading_prefix_cache": True}
+        again = self._generate([prompts[i] for i in short], [along] * len(short))
         for i, output in zip(short, again, strict=True):
             outputs[i] = output
         return outputs
 
-    def _generate(self, prompts: list[tuple[int, ...]], parameters: list) -> list:
+    def _generate(self, prompts: list[tuple[int, ...]], asked: list[dict]) -> list:
         if not prompts:
             return []
-        given = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
-        outputs = self.llm.generate(given, parameters, use_tqdm=False)
+        fixed = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": list(tokens)} for tokens in prompts],
+            [self.parameters(**fixed, **what) for what in asked],
+            use_tqdm=False,
+        )
         for output in outputs:
             length = len(output.prompt_token_ids)
             self.usage.prompt_tokens += length
             self.usage.computed_tokens += length - (output.num_cached_tokens or 0)
         return outputs
-
-    def _next(self, ids: list[int]):
-        return self._ask(logprob_token_ids=ids, logprobs=len(ids))
-
-    def _along(self, skip_cache: bool):
-        return self._ask(prompt_logprobs=0, skip_reading_prefix_cache=skip_cache)
-
-    def _ask(self, **what):
-        return self.vllm.SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, **what)
-
-
-def _followers(job: Job, node: tuple[int, ...]) -> list[int]:
-    """The tokens that branches have after a node."""
-    depth = len(node)
-    return sorted({b[depth] for b in job.branches if len(b) > depth and b[:depth] == node})
 
 
 class PreciseHead:

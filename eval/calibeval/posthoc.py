@@ -1,0 +1,268 @@
+"""Post-hoc calibrators: a temperature for every answer, fitted after training on other questions.
+
+    log P(token) = log_softmax(logits / τ),   τ = exp(4 tanh(head(LayerNorm(h)) / 4))
+
+`h` (D,) is the frozen model's last hidden state where it answers. The head is a constant
+(temperature scaling, Guo et al. 2017) or linear (adaptive temperature scaling, Xie et al. 2024,
+arXiv 2409.19817); it starts at τ = 1. A positive temperature never changes the order of the tokens,
+so accuracy stays what it was; the bound, e^±4, keeps different logits different in floating point.
+"""
+
+import copy
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from calibeval.engines import Job, first_line
+from calibeval.engines.hf import TransformersEngine
+from calibeval.io import InputError, atomic_write, counted, read_text
+from calibeval.tasks import Question, Subject
+
+HEADS = ("constant", "linear")
+LIMIT = 4.0  # of |log τ|
+CONFIG, WEIGHTS = "calibrator.json", "calibrator.safetensors"
+EPOCHS, BATCH, RATE, DECAY, HELD_OUT, PATIENCE = 100, 64, 1e-3, 1e-2, 0.2, 15
+FEWEST = 20
+
+
+class Calibrator(nn.Module):
+    """Temperatures (B,) of hidden states (B, D); `fitted` says on what and with which result."""
+
+    def __init__(self, head: str, hidden_size: int, over: str = "choices", fitted=None):
+        super().__init__()
+        if head not in HEADS:
+            raise InputError(f"head is {head!r}, expected one of {', '.join(HEADS)}")
+        self.settings = {"head": head, "hidden_size": hidden_size, "over": over}
+        self.fitted = fitted or {}
+        self.norm, self.out = nn.LayerNorm(hidden_size), nn.Linear(hidden_size, 1)
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+        self.out.weight.requires_grad_(head != "constant")
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Temperatures (B,) of hidden states (B, D)."""
+        log_tau = self.out(self.norm(hidden.float())).squeeze(-1)
+        return (LIMIT * torch.tanh(log_tau / LIMIT)).exp()
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write the weights, then `calibrator.json`."""
+        from safetensors.torch import save
+
+        with atomic_write(folder / WEIGHTS, "wb") as file:
+            file.write(save(self.state_dict()))
+        with atomic_write(folder / CONFIG) as file:
+            json.dump(self.settings | {"fitted": self.fitted}, file, indent=1)
+
+    @classmethod
+    def from_pretrained(cls, folder: Path) -> "Calibrator":
+        """Read what `save_pretrained` wrote; raises `InputError` if it is absent or not whole."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        if not (folder / CONFIG).is_file():
+            made = "`calibeval fit-temperature` or fit-ats makes one"
+            raise InputError(f"{folder}: no {CONFIG}; {made}")
+        try:
+            found = json.loads(read_text(folder / CONFIG))
+            fitted = dict(found["fitted"])
+            calibrator = cls(found["head"], found["hidden_size"], found["over"], fitted)
+            calibrator.load_state_dict(load_file(folder / WEIGHTS))
+        except (ValueError, TypeError, KeyError, RuntimeError, OSError, SafetensorError) as error:
+            raise InputError(f"{folder}: not a whole calibrator: {first_line(error)}") from error
+        return calibrator.eval()
+
+    def check(self, folder: Path, model: str, model_digest: str, questions: list[Question]) -> None:
+        """Raise `InputError` for another model than it was fitted to, or a question fitted on."""
+        found, seen = self.fitted.get("model_digest"), self.fitted.get("questions")
+        if found is None or seen is None:
+            raise InputError(f"{folder}: does not say what it was fitted on; fit it anew")
+        if found != model_digest:
+            raise InputError(
+                f"{folder}: was fitted to {self.fitted.get('model')} (digest {found[:12]}), not to "
+                f"{model} (digest {str(model_digest)[:12]}); fit one to this model"
+            )
+        digests = set(seen)
+        again = [q.id for q in questions if question_digest(q) in digests]
+        if again:
+            raise InputError(
+                f"{folder}: was fitted on {len(again)} of these {len(questions)} questions, "
+                f"{again[0]} for one; score others, or fit it on others"
+            )
+
+
+class CalibratedEngine(TransformersEngine):
+    """The transformers engine with logits / τ in the place of logits."""
+
+    def __init__(self, model: str, calibrator: Calibrator, **options):
+        super().__init__(model, **options)
+        self.calibrator = calibrator.to(self.device).eval()
+        found = self.model.get_output_embeddings().weight.shape[1]
+        if found != (expected := calibrator.settings["hidden_size"]):
+            raise InputError(
+                f"{model}: its hidden states have {found} features, the calibrator was fitted "
+                f"on {expected}; use the model it was fitted to"
+            )
+
+    def describe(self) -> dict:
+        """Engine settings and the kind of calibrator."""
+        return super().describe() | {"calibrator": self.calibrator.settings["head"]}
+
+    @torch.inference_mode()
+    def states(self, groups: list[list[Job]]) -> Iterator[tuple[Job, Tensor, Tensor]]:
+        """Yield what the engine yields, the logits divided by their temperatures."""
+        for job, hidden, logits in super().states(groups):
+            one_token(job)
+            yield job, hidden, logits.double() / self.calibrator(hidden)[:, None]
+
+
+def one_token(job: Job) -> None:
+    """Refuse letters of several tokens: temperatures of their own could reorder them."""
+    if len(job.nodes) > 1:
+        raise InputError(
+            "the tokenizer spells a letter in several tokens; temperatures along them could change "
+            "which letter is likeliest, so only letters of one token can be calibrated"
+        )
+
+
+def question_digest(question: Question) -> str:
+    """SHA-256, 16 digits of it, of a question's text and its choices in any order.
+
+    Its prompt's digest would not do: other shots or another style change that.
+    """
+    parts = [question.text.strip(), *sorted(choice.strip() for choice in question.choices)]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def unseen(subjects: list[Subject], tested: list[Question]) -> list[Subject]:
+    """The subjects without questions that are tested, or are examples in their own prompts."""
+    examples = (question for subject in subjects for question in subject.shots)
+    seen = {question_digest(question) for question in (*tested, *examples)}
+    return [
+        replace(s, questions=tuple(q for q in s.questions if question_digest(q) not in seen))
+        for s in subjects
+    ]
+
+
+class Answers(NamedTuple):
+    """What the frozen model thought where it was about to answer N questions."""
+
+    hidden: Tensor  # (N, D): the output layer's input
+    logits: Tensor  # (N, V), or (N, K) for the choices alone
+    labels: Tensor  # (N,) column of the right answer
+
+    def take(self, rows: Tensor) -> "Answers":
+        """The answers at `rows`."""
+        return Answers(*(part[rows] for part in self))
+
+
+def answers(
+    engine: TransformersEngine, groups: list[list[Job]], labels: list[int], over: str
+) -> Answers:
+    """What the model thinks where it is about to answer; `labels` by job index.
+
+    Over the choices, logits are the letters' and labels their places; over the vocabulary, logits
+    are all and labels the right letters' ids.
+    """
+    found = []
+    for job, hidden, logits in engine.states(groups):
+        one_token(job)
+        ids, label = [token for (token,) in job.branches], labels[job.index]
+        if over == "choices":
+            logits, ids = logits[:, ids], range(len(ids))
+        found.append((hidden[0].cpu().clone(), logits[0].float().cpu().clone(), ids[label]))
+    if len({len(logits) for _, logits, _ in found}) > 1:
+        raise InputError(
+            "questions with different numbers of choices cannot be fitted together over the "
+            "choices; give --over vocabulary"
+        )
+    if len(found) < FEWEST:
+        found = counted(len(found), "answer")
+        raise InputError(f"{found} to fit a calibrator on; expected {FEWEST} or more")
+    hidden, logits, right = zip(*found, strict=True)
+    if not (stacked := torch.stack(logits)).isfinite().all():
+        raise InputError("the model's output is not finite: nothing can be fitted to it")
+    return Answers(torch.stack(hidden), stacked, torch.tensor(right))
+
+
+def selective_smoothing(logits: Tensor, labels: Tensor, alpha: float) -> Tensor:
+    """Mean over N of (1 − α) (−log p_label) where argmax p = label, α (−mean_v log p_v) elsewhere.
+
+    `logits` (N, V) are divided by their temperatures already. Xie et al. 2024, arXiv 2409.19817:
+    be sure where right, and take wrong answers for evidence that nothing was known.
+    """
+    sure = cross_entropy(logits.float(), labels, reduction="none")
+    unsure = -torch.log_softmax(logits.float(), dim=-1).mean(-1)
+    right = logits.argmax(-1) == labels
+    return torch.where(right, (1 - alpha) * sure, alpha * unsure).mean()
+
+
+def fit(
+    answers: Answers, head: str, over: str = "choices", alpha: float = 0.5, seed: int = 0
+) -> tuple[Calibrator, dict]:
+    """The calibrator of a kind for a model's answers, and how the fit went.
+
+    A constant minimises the negative log-likelihood of the right answers; a linear head minimises
+    `selective_smoothing`, stopping where a fifth of the answers, held out, does best.
+    """
+    torch.manual_seed(seed)
+    calibrator = Calibrator(head, answers.hidden.shape[-1], over)
+    if head == "constant":
+        report = fit_constant(calibrator, answers)
+    else:
+        report = fit_head(calibrator, answers, alpha, seed)
+    return calibrator.eval(), {"answers": len(answers.labels), "head": head, "over": over} | report
+
+
+def fit_constant(calibrator: Calibrator, answers: Answers) -> dict:
+    """Temperature scaling: argmin over log τ of the mean −log softmax(logits / τ)_label."""
+    from scipy.optimize import minimize_scalar
+
+    logits = answers.logits.double()
+
+    def nll(log_tau: float) -> float:
+        return cross_entropy(logits / math.exp(log_tau), answers.labels).item()
+
+    bounds = (-0.99 * LIMIT, 0.99 * LIMIT)
+    found = minimize_scalar(nll, bounds=bounds, method="bounded", options={"xatol": 1e-6})
+    with torch.no_grad():
+        calibrator.out.bias.fill_(LIMIT * math.atanh(found.x / LIMIT))
+    return {"temperature": math.exp(found.x), "nll": [nll(0.0), float(found.fun)]}
+
+
+def fit_head(calibrator: Calibrator, answers: Answers, alpha: float, seed: int) -> dict:
+    """Adaptive temperature scaling: AdamW on `selective_smoothing`, with early stopping."""
+    order = torch.randperm(len(answers.labels), generator=torch.Generator().manual_seed(seed))
+    cut = max(1, int(HELD_OUT * len(order)))
+    held, used = answers.take(order[:cut]), answers.take(order[cut:])
+    optimizer = torch.optim.AdamW(calibrator.parameters(), RATE, weight_decay=DECAY)
+    losses = []
+    for epoch in range(EPOCHS + 1):
+        with torch.no_grad():
+            losses.append(objective(calibrator, held, alpha).item())
+        best = int(np.nanargmin(losses))
+        if best == epoch:
+            kept = copy.deepcopy(calibrator.state_dict())
+        if epoch - best > PATIENCE or epoch == EPOCHS:
+            break
+        shuffled = torch.randperm(len(used.labels), generator=torch.Generator().manual_seed(epoch))
+        for rows in shuffled.split(BATCH):
+            optimizer.zero_grad()
+            objective(calibrator, used.take(rows), alpha).backward()
+            optimizer.step()
+    calibrator.load_state_dict(kept)
+    return {"alpha": alpha, "epochs": len(losses) - 1, "held_out_loss": [losses[0], losses[best]]}
+
+
+def objective(calibrator: Calibrator, answers: Answers, alpha: float) -> Tensor:
+    """The loss that a head minimises."""
+    scaled = answers.logits / calibrator(answers.hidden)[:, None]
+    return selective_smoothing(scaled, answers.labels, alpha)
