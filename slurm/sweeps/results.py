@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 from statistics import fmean
 
 import calibeval.report
-from calibeval import entropy, stats
+from calibeval import stats
 from calibeval.io import InputError, counted
 from calibeval.report import html
 from sweeps import score, status
@@ -95,6 +95,8 @@ def _write(sweep: Sweep, cells: list[Cell], entries: list[dict], gaps: list[Gap]
     own = [e | {"records": folder / e["records"]} for e in entries if e["dataset"] == Entropy.key]
     entries = [entry for entry in entries if entry["dataset"] != Entropy.key]
     if own:
+        from calibeval import entropy  # with scipy.stats, for which every command would wait
+
         text = entropy.collect(own, part / "entropy.csv")
         write_text(part / "entropy.md", text)
         sections.append(f"<h2>Entropy calibration</h2><pre>{html.escape(text)}</pre>")
