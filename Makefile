@@ -27,7 +27,7 @@ $(VENV)/.ready: pyproject.toml configs/constraints-cpu.txt
 	@touch $@
 
 demo: setup
-	@$(BIN)/python -m sweeps.demo
+	@$(BIN)/python -m demo
 
 test: setup
 	@$(BIN)/python -m pytest -m 'not slow' -n auto --dist loadfile

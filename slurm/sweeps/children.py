@@ -1,6 +1,7 @@
 """Starting programs so that they die with their parent, cold (a new interpreter) or warm (forked
 from a server that has torch and transformers loaded, which saves seconds a program)."""
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -14,20 +15,35 @@ from typing import Protocol
 
 from sweeps.backends.base import Program
 
-PRELOAD = "sweeps.preload"
 PR_SET_PDEATHSIG = 1
+# What a fork has loaded already; imports alone start no threads.
+PRELOAD = ["accelerate", "torch", "transformers.optimization"]
+PRELOAD += [f"transformers.models.auto.{name}_auto" for name in ("modeling", "tokenization")]
+PRELOAD += ["transformers.models.llama.modeling_llama"]
 
 
-class Child(Protocol):
-    """A started program."""
+class Child:
+    """A started program, in a process group of its own."""
 
-    pid: int
+    def __init__(self, process: subprocess.Popen | multiprocessing.Process) -> None:
+        self._process, self.pid = process, process.pid
 
     def wait(self, seconds: float) -> int | None:
         """Its exit code (negative: the signal that killed it), or None if it still runs."""
+        if isinstance(self._process, subprocess.Popen):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(seconds)
+            return self._process.returncode
+        self._process.join(seconds)
+        return self._process.exitcode
 
     def signal(self, number: int) -> None:
         """Send a signal to the program and its own children."""
+        try:
+            os.killpg(self.pid, number)
+        except (ProcessLookupError, PermissionError):  # it has not made its group yet
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
 
 class Start(Protocol):
@@ -48,42 +64,6 @@ def _detach() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-class _Cold:
-    def __init__(self, process: subprocess.Popen) -> None:
-        self._process, self.pid = process, process.pid
-
-    def wait(self, seconds: float) -> int | None:
-        try:
-            return self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return None
-
-    def signal(self, number: int) -> None:
-        _signal_group(self.pid, number)
-
-
-class _Warm:
-    def __init__(self, process: multiprocessing.Process) -> None:
-        self._process, self.pid = process, process.pid
-
-    def wait(self, seconds: float) -> int | None:
-        self._process.join(seconds)
-        return self._process.exitcode
-
-    def signal(self, number: int) -> None:
-        _signal_group(self.pid, number)
-
-
-def _signal_group(pid: int, number: int) -> None:
-    try:
-        os.killpg(pid, number)
-    except (ProcessLookupError, PermissionError):
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            return
-
-
 def start_cold(arguments: list[str], program: Program, log: Path) -> Child:
     """Start `arguments` as a new process."""
     with open(log, "ab") as out:
@@ -96,7 +76,7 @@ def start_cold(arguments: list[str], program: Program, log: Path) -> Child:
             cwd=program.folder,
             preexec_fn=_detach,
         )
-    return _Cold(process)
+    return Child(process)
 
 
 def start_warm(arguments: list[str], program: Program, log: Path) -> Child:
@@ -107,12 +87,10 @@ def start_warm(arguments: list[str], program: Program, log: Path) -> Child:
     if program.module is None or arguments[1:3] != ["-m", program.module]:
         return start_cold(arguments, program, log)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([PRELOAD])
-    process = context.Process(
-        target=_run_module, args=(program, str(log), dict(environment(program)))
-    )
+    context.set_forkserver_preload(PRELOAD)
+    process = context.Process(target=_run_module, args=(program, str(log), environment(program)))
     process.start()
-    return _Warm(process)
+    return Child(process)
 
 
 def _run_module(program: Program, log: str, variables: dict[str, str]) -> None:

@@ -7,70 +7,44 @@ import sys
 from pathlib import Path
 
 from calibeval.io import counted
-from sweeps.errors import DISK_ERRORS, SweepError, disk_error
+from sweeps.files import DISK_ERRORS, SweepError, disk_error
 from sweeps.provenance import PROJECT, TYPED_IN, command, shown
 
 SWEEP = "a sweep file, for example configs/sweeps/beta.yaml, or a sweep's folder"
-IDLE = "give up after this many restarts in a row without a new checkpoint"
 OVERRIDE = "dotted overrides, for example train.num_train_epochs=1 grid.seed=[1,2]"
+YES = {"action": "store_true"}
+OPTIONS = {
+    "--executor": {
+        "choices": ("auto", "local", "slurm"),
+        "default": "auto",
+        "help": "auto: Slurm where there is an sbatch, this machine elsewhere",
+    },
+    "--dry-run": YES | {"help": "print what would be done, and stop"},
+    "--throttle": {"type": int, "metavar": "N", "help": "elements that run at a time"},
+    "--watch": {"type": float, "metavar": "SECONDS", "help": "show it again and again"},
+    "--run": {"default": "", "metavar": "TEXT", "help": "only runs whose name contains TEXT"},
+    "--lines": {"type": int, "default": 20},
+    "--resubmit": YES | {"help": "queue again what died without a word"},
+    "--delete": YES | {"help": "and delete them"},
+}
 
 
 def parser() -> argparse.ArgumentParser:
     """All commands and their options."""
     top = argparse.ArgumentParser(prog="python -m sweeps", description="Sweeps of fine-tunes.")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    def sweep_command(name: str, help: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=help, description=help)
+    for name, (_, what, options) in COMMANDS.items():
+        sub = commands.add_parser(name, help=what, description=what)
+        if name == "train":
+            idle = "give up after this many restarts in a row without a new checkpoint"
+            sub.add_argument("folder", metavar="RUN_DIR")
+            sub.add_argument("--idle-restarts", type=int, default=3, metavar="N", help=idle)
+            continue
         sub.add_argument("config", nargs="?", metavar="SWEEP", help=SWEEP)
         sub.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDE)
         sub.add_argument("--cluster", help="a profile of configs/cluster")
-        return sub
-
-    def executor_option(sub: argparse.ArgumentParser) -> None:
-        help = "auto: Slurm where there is an sbatch, this machine elsewhere"
-        sub.add_argument(
-            "--executor", choices=("auto", "local", "slurm"), default="auto", help=help
-        )
-
-    def dry_option(sub: argparse.ArgumentParser, what: str) -> None:
-        sub.add_argument("--dry-run", action="store_true", help=f"print what {what} and stop")
-
-    def throttle_option(sub: argparse.ArgumentParser) -> None:
-        sub.add_argument("--throttle", type=int, metavar="N", help="elements that run at a time")
-
-    sweep_command("plan", "list the runs of a sweep and what is already done")
-    sub = sweep_command("launch", "train, score and collect whatever is missing")
-    executor_option(sub)
-    dry_option(sub, "would be queued")
-    throttle_option(sub)
-    sub = sweep_command("status", "what every run is doing")
-    sub.add_argument("--watch", type=float, metavar="SECONDS", help="show it again and again")
-    sweep_command("cancel", "end it, queued or on this machine; running trainers save first")
-    sub = sweep_command("retry", "queue failed runs again")
-    executor_option(sub)
-    sub = sweep_command("logs", "the end of the runs' logs")
-    sub.add_argument("--run", default="", metavar="TEXT", help="only runs whose name contains TEXT")
-    sub.add_argument("--lines", type=int, default=20)
-    sub = sweep_command("score", "score what is trained and not yet scored")
-    executor_option(sub)
-    dry_option(sub, "would be scored")
-    throttle_option(sub)
-    sub.add_argument("--only", metavar="NAME", help="one run or base model, in this process")
-    sub = sweep_command("collect", "make tables and diagrams; exit 1 while there are gaps")
-    dry_option(sub, "is there to collect")
-    throttle_option(sub)
-    sub.add_argument("--resubmit", action="store_true", help="queue again what died without a word")
-    sub = sweep_command("prefetch", "fetch models, data and packages, where there is internet")
-    dry_option(sub, "is here and what would be fetched")
-    throttle_option(sub)
-    sub = sweep_command("gc", "list the runs beside this sweep's that no sweep holds any more")
-    sub.add_argument("--delete", action="store_true", help="and delete them")
-    sub = sweep_command("preflight", "name everything that is missing, before anything is queued")
-    executor_option(sub)
-    sub = commands.add_parser("train", help="train one run")
-    sub.add_argument("folder", metavar="RUN_DIR")
-    sub.add_argument("--idle-restarts", type=int, default=3, metavar="N", help=IDLE)
+        for option in options.split():
+            sub.add_argument(f"--{option}", **OPTIONS[f"--{option}"])
     return top
 
 
@@ -94,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     if (PROJECT / "slurm").is_dir():
         os.chdir(PROJECT)  # those inside a sweep file at the project
     try:
-        code = COMMANDS[parsed.command](parsed)
+        code = COMMANDS[parsed.command][0](parsed)
         sys.stdout.flush()
         return code
     except SweepError as error:
@@ -119,20 +93,15 @@ def _place(typed: Path | str) -> Path:
     return path.relative_to(PROJECT) if path.is_relative_to(PROJECT) else path
 
 
-def _which(word: str) -> str:
-    """The message for a command without its sweep file."""
-    shipped = sorted((PROJECT / "configs").glob("sweeps/*.yaml"))
-    names = " ".join(str(shown(path)) for path in shipped)
-    return f"{word}: of which sweep? {command('sweeps.sh', word)} SWEEP; there are: {names}"
-
-
 def _planned(a: argparse.Namespace):
     from sweeps import plan
 
-    if a.config is None:
-        raise SweepError(_which(a.command))
-    if "=" in str(a.config) and not a.config.exists():  # overrides only: argparse took the first
-        raise SweepError(_which(a.command))
+    # Overrides only: argparse took the first.
+    if a.config is None or ("=" in str(a.config) and not a.config.exists()):
+        shipped = sorted((PROJECT / "configs").glob("sweeps/*.yaml"))
+        there = " ".join(str(shown(path)) for path in shipped)
+        example = command("sweeps.sh", a.command)
+        raise SweepError(f"{a.command}: of which sweep? {example} SWEEP; there are: {there}")
     assignments = [
         f"cluster={_place(o.partition('=')[2])}" if o.startswith("cluster=") else o
         for o in a.overrides
@@ -154,25 +123,15 @@ def _plan(a: argparse.Namespace) -> int:
 def _launch(a: argparse.Namespace) -> int:
     from sweeps import launch
 
-    planned = _planned(a)
-    executor = launch.pick_executor(a.executor, dry_run=a.dry_run)
+    planned, executor = _planned(a), launch.pick_executor(a.executor)
     if a.dry_run:
-        if launch.pick_executor(a.executor) != executor:
-            from sweeps.executors import local
-
-            print(
-                "# There is no sbatch here: a cluster gets the following; without --dry-run these "
-                f"runs would train on this machine, {local.at_once(planned.sweep)} at a time."
-            )
-        print(launch.dry_run(planned, executor))
+        print(launch.dry_run(planned, a.executor))
         print("Nothing was checked: preflight, given the same, names what a launch would refuse.")
         return 0
     launch.check_assets(planned, executor)
     runs = counted(len(planned.cells), "run")
     print(f"{planned.sweep.name}: {runs}, executor {executor}", flush=True)
-    if executor == "local":
-        return launch.launch_local(planned)
-    return launch.launch_slurm(planned)
+    return launch.start(planned, executor)
 
 
 def _status(a: argparse.Namespace) -> int:
@@ -186,7 +145,7 @@ def _status(a: argparse.Namespace) -> int:
         bases = list(status.of_bases(planned.sweep, planned.cells).values())
         text = status.table(found, planned.sweep.name, bases)
         why = status.troubles([*bases, *found], planned.again("retry"))
-        parts = (text, why, plan.namesakes(planned))
+        parts = (text, why, plan.namesakes(planned).rstrip())
         print(("\033[2J\033[H" if a.watch else "") + "\n\n".join(filter(None, parts)), flush=True)
         if not a.watch:
             return 0
@@ -202,22 +161,14 @@ def _cancel(a: argparse.Namespace) -> int:
     if runs:
         print(f"asked to save and stop: {', '.join(runs)}", flush=True)
     if scored:
-        print(
-            f"a launch without Slurm starts nothing more after scoring {', '.join(scored)}",
-            flush=True,
-        )
+        print(f"a launch without Slurm starts nothing more after scoring {', '.join(scored)}")
     jobs = slurm.cancel(planned.sweep)
     if jobs:
         print(f"cancelled: {', '.join(jobs)}")
     if not runs and not scored and not jobs:
         print("nothing of this sweep is queued or running")
-        _say(plan.namesakes(planned))
+        print(plan.namesakes(planned), end="")
     return 0
-
-
-def _say(note: str | None) -> None:
-    if note:
-        print(note)
 
 
 def _retry(a: argparse.Namespace) -> int:
@@ -227,12 +178,12 @@ def _retry(a: argparse.Namespace) -> int:
     cells, names = launch.dead(planned)
     if not names:
         print("nothing to retry: no run and no scoring is dead")
-        _say(plan.namesakes(planned))
+        print(plan.namesakes(planned), end="")
         return 0
     print("again: " + ", ".join(names), flush=True)
     executor = launch.pick_executor(a.executor)
     launch.check_assets(planned, executor, cells)
-    return (launch.launch_local if executor == "local" else launch.launch_slurm)(planned, cells)
+    return launch.start(planned, executor, cells)
 
 
 def _logs(a: argparse.Namespace) -> int:
@@ -241,19 +192,15 @@ def _logs(a: argparse.Namespace) -> int:
 
     planned = _planned(a)
     bases = status.of_bases(planned.sweep, planned.cells)
-    logs = [
-        (bases[model], [s.log]) for model, s in score.bases(planned.sweep, planned.cells).items()
-    ]
-    for cell, found in zip(
-        planned.cells, status.of_sweep(planned.sweep, planned.cells), strict=True
-    ):
-        logs.append((found, [cell.folder / "train.log", cell.folder / "score.log"]))
+    subjects = score.bases(planned.sweep, planned.cells)
+    logs = [(bases[model], [one.log]) for model, one in subjects.items()]
+    runs = zip(planned.cells, status.of_sweep(planned.sweep, planned.cells), strict=True)
+    logs += [(found, [c.folder / "train.log", c.folder / "score.log"]) for c, found in runs]
     if not any(a.run in found.name for found, _ in logs):
-        raise SweepError(
-            f"{a.config}: no run's name has {a.run!r} in it; one is {logs[-1][0].name}"
-        )
+        one = logs[-1][0].name
+        raise SweepError(f"{a.config}: no run's name has {a.run!r} in it; one is {one}")
     for found, files in logs:
-        if a.run not in found.name or (found.state in ("to do", "queued") and found in bases):
+        if a.run not in found.name:
             continue
         if found.trouble and found.trouble.file and found.trouble.file not in files:
             files.append(found.trouble.file)  # what its job printed
@@ -273,24 +220,17 @@ def _score(a: argparse.Namespace) -> int:
     planned = _planned(a)
     if planned.sweep.score is None:
         raise SweepError(f"{a.config}: has no `score` section")
-    executor = "local" if a.only else launch.pick_executor(a.executor)
     if a.dry_run:
         print(launch.to_score(planned))
         return 0
-    if executor == "slurm":
-        return launch.queue_scores(planned)
-    subjects = [s for s in score.ready(planned.sweep, planned.cells) if a.only in (None, s.name)]
-    if a.only is not None and not subjects:
-        raise SweepError(f"{a.config}: no trained run and no base model is called {a.only!r}")
-    problems = []
-    if a.only is None:
-        from sweeps.executors import local
+    if launch.pick_executor(a.executor) == "slurm":
+        launch.check_assets(planned, "slurm")
+        return launch.launch_slurm(planned, train=False)
+    from sweeps.executors import local
 
-        plan.claim(planned)
-        problems = local.score_all(planned.sweep, subjects, planned.prefetch)
-    for subject in subjects if a.only else ():
-        score.run(subject, planned.sweep.score, prefetch=planned.prefetch)
-        print(f"scored: {subject.name}", flush=True)
+    plan.claim(planned)
+    subjects = score.ready(planned.sweep, planned.cells)
+    problems = local.score_all(planned.sweep, subjects, planned.prefetch)
     for cell in planned.cells:
         score.discard(cell, planned.sweep)
     if problems:
@@ -307,7 +247,7 @@ def _train(a: argparse.Namespace) -> int:
 
 
 def _collect(a: argparse.Namespace) -> int:
-    from sweeps import collect, launch, plan
+    from sweeps import launch, plan, results
 
     planned = _planned(a)
     if a.dry_run:
@@ -317,7 +257,7 @@ def _collect(a: argparse.Namespace) -> int:
         return 0  # the new submission ends with a collect of its own
     if any(cell.folder.exists() for cell in planned.cells):
         plan.claim(planned)
-    return 1 if collect.collect(planned.sweep, planned.cells) else 0
+    return 1 if results.collect(planned.sweep, planned.cells) else 0
 
 
 def _prefetch(a: argparse.Namespace) -> int:
@@ -342,7 +282,7 @@ def _prefetch(a: argparse.Namespace) -> int:
 
 def _gc(a: argparse.Namespace) -> int:
     from sweeps import plan
-    from sweeps.space import size
+    from sweeps.preflight import size
 
     planned = _planned(a)
     found = plan.orphans(planned.sweep)
@@ -357,7 +297,7 @@ def _gc(a: argparse.Namespace) -> int:
     if planned.launched and not a.delete:
         give_up = shlex.join(["rm", "-r", str(shown(planned.folder))])
         print(f"To give a sweep up, delete its folder: {give_up}")
-    _say(plan.namesakes(planned))
+    print(plan.namesakes(planned), end="")
     return 0
 
 
@@ -370,17 +310,17 @@ def _preflight(a: argparse.Namespace) -> int:
     return 0
 
 
-COMMANDS = {
-    "plan": _plan,
-    "launch": _launch,
-    "status": _status,
-    "cancel": _cancel,
-    "retry": _retry,
-    "logs": _logs,
-    "score": _score,
-    "train": _train,
-    "collect": _collect,
-    "gc": _gc,
-    "prefetch": _prefetch,
-    "preflight": _preflight,
+COMMANDS = {  # name → what does it, what it does, its options
+    "plan": (_plan, "list the runs of a sweep and what is already done", ""),
+    "launch": (_launch, "train, score and collect what is missing", "executor dry-run throttle"),
+    "status": (_status, "what every run is doing", "watch"),
+    "cancel": (_cancel, "end it, queued or on this machine; running trainers save first", ""),
+    "retry": (_retry, "start again what is dead", "executor"),
+    "logs": (_logs, "the end of the runs' logs", "run lines"),
+    "score": (_score, "score what is trained and not yet scored", "executor dry-run throttle"),
+    "collect": (_collect, "make tables; exit 1 while there are gaps", "dry-run throttle resubmit"),
+    "prefetch": (_prefetch, "fetch models, data and packages", "dry-run throttle"),
+    "gc": (_gc, "list the runs beside this sweep's that no sweep holds any more", "delete"),
+    "preflight": (_preflight, "name all that is missing, before anything is queued", "executor"),
+    "train": (_train, "train one run", ""),
 }

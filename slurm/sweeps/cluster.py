@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from sweeps.config import Seq, Strict, check, read_yaml, refuse_other
-from sweeps.errors import SweepError
+from sweeps.files import SweepError
 
 DURATION = r"^(\d+-)?\d{1,2}(:\d{2}){0,2}$"
 MEMORY = r"^\d+[KMGT]?$"

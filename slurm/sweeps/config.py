@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from sweeps.errors import SweepError
+from sweeps.files import SweepError
 
 
 class Strict(BaseModel):
@@ -61,9 +61,6 @@ class Task(Strict):
         return self.name or self.task
 
 
-HELD_OUT = "held_out_loss"  # of conversations that are never trained on, without smoothing
-
-
 class Entropy(Strict):
     """One `python -m calibeval entropy` for each trained model, by transformers."""
 
@@ -76,6 +73,9 @@ class Entropy(Strict):
     top_p: Seq[float] = Field((1.0,), min_length=1)
     min_p: Seq[float] = Field((0.0,), min_length=1)
     batch_size: int = Field(128, ge=1)
+
+
+HELD_OUT = "held_out_loss"  # of conversations that are never trained on, without smoothing
 
 
 class Score(Strict):
@@ -222,29 +222,22 @@ def override(raw: dict, assignments: Iterable[str]) -> dict[str, str]:
             )
         node: Any = raw
         parts = dotted.split(".")
+        said = f"command line: {assignment!r}"
         for depth, part in enumerate(parts):
-            last = depth == len(parts) - 1
-            here = ".".join(parts[: depth + 1])
+            above = ".".join(parts[:depth])
             if isinstance(node, list):
                 if not part.isdigit() or int(part) >= len(node):
-                    raise SweepError(
-                        f"command line: {assignment!r}: {here}: expected a position "
-                        f"in 0…{len(node) - 1}"
-                    )
+                    expected = f"expected a position in 0…{len(node) - 1}"
+                    raise SweepError(f"{said}: {above}.{part}: {expected}")
                 part = int(part)
             elif not isinstance(node, dict):
-                above = ".".join(parts[:depth])
-                raise SweepError(
-                    f"command line: {assignment!r}: {above} is the single value {node!r}, "
-                    "which has no keys"
-                    + ("; a profile's keys are changed in its file" if above == "cluster" else "")
-                )
-            if last:
-                node[part] = parse_yaml(text, f"command line: {assignment!r}")
-            elif isinstance(node, list):
-                node = node[part]
+                more = "; a profile's keys are changed in its file" if above == "cluster" else ""
+                single = f"{above} is the single value {node!r}, which has no keys"
+                raise SweepError(f"{said}: {single}{more}")
+            if depth == len(parts) - 1:
+                node[part] = parse_yaml(text, said)
             else:
-                node = node.setdefault(part, {})
+                node = node[part] if isinstance(node, list) else node.setdefault(part, {})
         origins[dotted] = assignment
     return origins
 
@@ -266,38 +259,32 @@ def check(
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        lines = [
-            _explain(model, item, source, section, origins or {}, elsewhere)
-            for item in error.errors()
-        ]
-        raise SweepError("\n       ".join(dict.fromkeys(lines))) from None
+        items = error.errors()
+    lines = []
+    for item in items:
+        parts = [str(part) for part in item["loc"]]
+        dotted = ".".join(part for part in (section(parts[0]) if parts else "", *parts) if part)
+        where = source
+        for key, assignment in (origins or {}).items():
+            if dotted == key or dotted.startswith(key + ".") or key.startswith(dotted + "."):
+                where = f"command line ({assignment})"
+        lines.append(f"{where}: {_explain(model, item, dotted, elsewhere)}")
+    raise SweepError("\n       ".join(dict.fromkeys(lines)))
 
 
-def _explain(
-    model: type[Strict],
-    item: dict,
-    source: str,
-    section: Callable[[str], str],
-    origins: dict,
-    elsewhere: Iterable[str],
-) -> str:
-    parts = [str(part) for part in item["loc"]]
-    dotted = ".".join(part for part in (section(parts[0]) if parts else "", *parts) if part)
-    for key, assignment in origins.items():
-        if dotted == key or dotted.startswith(key + ".") or key.startswith(dotted + "."):
-            source = f"command line ({assignment})"
+def _explain(model: type[Strict], item: dict, dotted: str, elsewhere: Iterable[str]) -> str:
     if item["type"] == "extra_forbidden":
         known = sorted(_known_keys(model, item["loc"][:-1]))
         hint = _hint(dotted, known, elsewhere)
-        return f"{source}: unknown key {dotted!r}; {hint}"
+        return f"unknown key {dotted!r}; {hint}"
     if item["type"] == "missing":
-        return f"{source}: key {dotted!r} is missing"
+        return f"key {dotted!r} is missing"
     expected = item["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     expected = expected.replace("a valid tuple", "a list, such as [0.0, 0.1]")
     if item["type"] in ("too_short", "string_pattern_mismatch"):  # in words, not pydantic's
         least, pattern = (item["ctx"].get(key) for key in ("min_length", "pattern"))
         expected = f"at least {least} item" if least else f"text of the form {pattern}"
-    return f"{source}: {dotted}: found {item['input']!r}, expected {expected}"
+    return f"{dotted}: found {item['input']!r}, expected {expected}"
 
 
 def _hint(dotted: str, known: list[str], elsewhere: Iterable[str]) -> str:

@@ -1,13 +1,39 @@
-"""Files that are never seen half-written."""
+"""The one error, files that are never seen half-written, and locks that need no flock.
+
+A lock is a file made with O_EXCL and kept fresh by a heartbeat. A holder on this machine counts as
+dead when its process is gone; one elsewhere after LEASE_SECONDS without a heartbeat, measured on
+the contender's own clock.
+"""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import secrets
+import time
+from collections.abc import Callable
 from pathlib import Path
 
-from sweeps.errors import SweepError
+from filelock import SoftFileLease
+
+LEASE_SECONDS = 120.0  # every contender must use the same value
+
+
+class SweepError(Exception):
+    """Something the user can put right: file, key or row, what was found, what was expected."""
+
+
+# A disk that is full, over quota or read-only, and folders of other people.
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+def disk_error(error: OSError) -> str:
+    """The message for an error of the file system."""
+    return (
+        f"{error.filename or 'the file system'}: {error.strerror}; make room or fix the rights and "
+        "type the same command again"
+    )
 
 
 def fsync_folder(folder: Path) -> None:
@@ -95,3 +121,41 @@ def tail(path: Path | None, count: int, size: int = 16384) -> list[str]:
         text = data.read().decode("utf-8", "replace")
     lines = [line.rsplit("\r", 1)[-1].rstrip() for line in text.split("\n") if line.strip()]
     return lines[-count:]
+
+
+def last_error(said: str, *marks: str) -> str:
+    """The last line of a program's output that has one of `marks` in it, else the last one."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()] or ["no output"]
+    return ([line for line in lines if any(mark in line for mark in marks)] or lines)[-1]
+
+
+def lease(path: Path, *, timeout: float, lost: Callable[[], None] | None = None) -> SoftFileLease:
+    """A lease on `path`; waits `timeout` seconds for it (-1: for ever), then filelock.Timeout.
+
+    `lost` is called from the heartbeat's thread if another process took the lease over, which
+    can only happen while this one was frozen or cut off from the file system.
+    """
+    return SoftFileLease(
+        path,
+        lease_duration=LEASE_SECONDS,
+        heartbeat_interval=LEASE_SECONDS / 8,
+        on_compromise=(lambda _: lost()) if lost else None,
+        timeout=timeout,
+        thread_local=False,
+    )
+
+
+def held(path: Path) -> bool:
+    """Whether a process keeps the lease on `path`; one just killed seems to for LEASE_SECONDS."""
+    try:
+        return time.time() - path.stat().st_mtime < LEASE_SECONDS
+    except OSError:
+        return False
+
+
+def unlockable(path: Path, error: OSError) -> SweepError:
+    """The message for a lock file that cannot even be created."""
+    return SweepError(
+        f"{path}: cannot create this lock ({error.strerror}); make room or fix the folder's rights "
+        "and type the same command again"
+    )

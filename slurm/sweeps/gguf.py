@@ -7,8 +7,7 @@ import tempfile
 from pathlib import Path
 
 from sweeps.config import Model
-from sweeps.errors import SweepError
-from sweeps.files import fsync_folder, make_folder, sha256, write_text
+from sweeps.files import SweepError, fsync_folder, last_error, make_folder, sha256, write_text
 
 ASSEMBLE = "import importlib, sys; importlib.import_module(sys.argv[1]).assemble(sys.argv[2])"
 
@@ -86,6 +85,4 @@ def _run(*arguments: str, folder: Path | None = None) -> None:
         [sys.executable, *arguments], text=True, capture_output=True, check=False, cwd=folder
     )
     if done.returncode != 0:
-        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no output"]
-        wrong = [line for line in lines if "ERROR" in line]
-        raise SweepError((wrong or lines)[-1].strip())
+        raise SweepError(last_error(done.stderr, "ERROR"))

@@ -3,10 +3,9 @@
 import shutil
 
 from calibeval.io import counted
-from sweeps import collect, preflight, score, status
-from sweeps.errors import SweepError
-from sweeps.grid import Cell
-from sweeps.plan import Plan, claim
+from sweeps import preflight, results, score, status
+from sweeps.files import SweepError
+from sweeps.plan import Cell, Plan, claim
 from sweeps.plan import plan as plan
 from sweeps.rundir import RunDir
 
@@ -32,23 +31,29 @@ def check_assets(planned: Plan, executor: str, cells: list[Cell] | None = None) 
         raise SweepError(f"{planned.source}: " + "\n       ".join(problems))
 
 
-def pick_executor(name: str, *, dry_run: bool = False) -> str:
-    """`auto` is Slurm where there is an sbatch, this machine elsewhere.
-
-    A dry run shows the cluster's scripts on a laptop too.
-    """
-    if name != "auto":
-        return name
-    return "slurm" if dry_run or shutil.which("sbatch") else "local"
+def pick_executor(name: str) -> str:
+    """`auto` is Slurm where there is an sbatch, this machine elsewhere."""
+    return name if name != "auto" else "slurm" if shutil.which("sbatch") else "local"
 
 
 def dry_run(planned: Plan, executor: str) -> str:
-    """What a launch would do."""
+    """What a launch would do; for `auto` a cluster's scripts on a laptop too."""
     if executor == "local":
         return describe(planned)
-    from sweeps.executors import slurm
+    from sweeps.executors import local, slurm
 
-    return slurm.dry_run(planned.sweep, planned.cells) + describe(planned)
+    note = ""
+    if executor == "auto" and pick_executor("auto") == "local":
+        note = (
+            "# There is no sbatch here: a cluster gets the following; without --dry-run these "
+            f"runs would train on this machine, {local.at_once(planned.sweep)} at a time.\n"
+        )
+    return note + slurm.dry_run(planned.sweep, planned.cells) + describe(planned)
+
+
+def start(planned: Plan, executor: str, cells: list[Cell] | None = None) -> int:
+    """Do what is missing, of `cells` or of all; returns the exit code."""
+    return (launch_local if executor == "local" else launch_slurm)(planned, cells)
 
 
 def launch_local(planned: Plan, cells: list[Cell] | None = None) -> int:
@@ -60,7 +65,7 @@ def launch_local(planned: Plan, cells: list[Cell] | None = None) -> int:
     for cell in cells:
         RunDir(cell.folder).create(cell.config)
     problems = local.launch(planned.sweep, cells)
-    gaps = collect.collect(planned.sweep, planned.cells)
+    gaps = results.collect(planned.sweep, planned.cells)
     return 1 if gaps or problems else 0
 
 
@@ -92,12 +97,6 @@ def to_score(planned: Plan) -> str:
     return "\n".join([*lines, f"{len(lines)} to score"])
 
 
-def queue_scores(planned: Plan) -> int:
-    """Queue the scoring of what is trained; returns the exit code."""
-    check_assets(planned, "slurm")
-    return launch_slurm(planned, train=False)
-
-
 def resubmit(planned: Plan) -> bool:
     """Queue the runs that died without a word (their node did); True if any was queued.
 
@@ -127,7 +126,6 @@ def dead(planned: Plan) -> tuple[list[Cell], list[str]]:
     chosen = {one.name: cell for cell, one in found if one.again}
     for model, one in status.of_bases(sweep, cells).items():
         if one.again:  # a launch scores the base models of its runs
-            chosen[one.name] = next(
-                c for c in cells if c.config.train["model_name_or_path"] == model
-            )
+            its = (c for c in cells if c.config.train["model_name_or_path"] == model)
+            chosen[one.name] = next(its)
     return [c for c in cells if any(c is x for x in chosen.values())], list(chosen)

@@ -1,26 +1,49 @@
-"""A sweep as it was asked for: by its file and overrides, or by its folder.
+"""A sweep as it was asked for, by its file and overrides or by its folder → its runs.
 
-sweep.yaml in the folder says which runs it holds, with every override.
-
+Every combination of the grid is a run, checked against its backend. The sweep's folder is
 `<output_root>/sweeps/<name>/`, or `<name>-<hash>` where that one holds other runs already, so that
-no sweep ever writes into another's tables.
+no sweep ever writes into another's tables; its sweep.yaml says which runs it holds.
 """
 
+import hashlib
+import itertools
 import re
 import secrets
 import shlex
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sweeps.config import Sweep, dump_yaml
-from sweeps.errors import SweepError
-from sweeps.files import make_folder, write_text
-from sweeps.grid import Cell, expand, load_sweep, runs_folder, sweep_folder, sweep_hash
+from sweeps.backends import REGISTRY, get_backend
+from sweeps.config import (
+    HELD_OUT,
+    Entropy,
+    Prefetch,
+    Score,
+    Sweep,
+    World,
+    check,
+    dump_yaml,
+    override,
+    read_yaml,
+    refuse_other,
+)
+from sweeps.files import SweepError, make_folder, write_text
 from sweeps.provenance import command, shown
+from sweeps.rundir import RunConfig
 
 FILE = "sweep.yaml"
 HEAD = re.compile(r"# sweep ([0-9a-f]{8}): (.*)")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a sweep: its folder, its config and the grid values that it stands for."""
+
+    folder: Path
+    config: RunConfig
+    values: dict
 
 
 @dataclass(frozen=True)
@@ -54,6 +77,96 @@ class Plan:
     @property
     def launched(self) -> bool:
         return recorded(self.folder) is not None
+
+
+def dotted_keys(backend: object) -> list[str]:
+    """Where the keys of a sweep file stand: train.learning_rate, world.nodes, workers, …"""
+    train = get_backend(backend if backend in REGISTRY else "builtin").Train
+    sections = {"train": train, "world": World, "score": Score, "prefetch": Prefetch}
+    inner = [f"{name}.{key}" for name, model in sections.items() for key in model.model_fields]
+    return [*inner, *Sweep.model_fields]
+
+
+def load_sweep(path: Path, assignments: Iterable[str] = ()) -> tuple[Sweep, dict[str, str]]:
+    """Read a sweep file and apply overrides; returns it and {overridden key: assignment}.
+
+    `train` and `grid` are checked against the backend when the grid is expanded.
+    """
+    raw = read_yaml(path)
+    expected = "a sweep is expected, for example configs/sweeps/beta.yaml"
+    refuse_other(raw, Sweep, expected, str(path))
+    origins = override(raw, assignments)
+    elsewhere = dotted_keys(raw.get("backend"))
+    sweep = check(Sweep, raw, str(path), origins=origins, elsewhere=elsewhere)
+    if sweep.keep == "scores" and sweep.score is None:
+        raise SweepError(f"{path}: keep: found 'scores', but this sweep has no `score` section")
+    if sweep.score is not None:
+        names = [task.key for task in sweep.score.tasks]
+        if Entropy.key in names:
+            raise SweepError(f"{path}: score.tasks: a task is called entropy; give it another name")
+        if len(set(names)) != len(names):
+            raise SweepError(
+                f"{path}: score.tasks: two tasks share a name: {names}; give each a `name`"
+            )
+        if sweep.score.select_on == HELD_OUT and not {**sweep.train, **sweep.grid}.get("held_out"):
+            raise SweepError(f"{path}: score.select_on: {HELD_OUT} needs train.held_out")
+        names.append(HELD_OUT)
+        if sweep.score.select_on not in (None, *names):
+            raise SweepError(
+                f"{path}: score.select_on: found {sweep.score.select_on!r}, expected one of {names}"
+            )
+    return sweep, origins
+
+
+def runs_folder(sweep: Sweep) -> Path:
+    """Where runs live; sweeps with the same output_root share the runs they have in common."""
+    return Path(sweep.output_root) / "runs"
+
+
+def sweep_folder(sweep: Sweep) -> Path:
+    """Where this sweep's own files live: sweep.yaml, index, jobs, results."""
+    return Path(sweep.output_root) / "sweeps" / sweep.name
+
+
+def sweep_hash(cells: list[Cell]) -> str:
+    """Which sweep this is: eight digits of the hash of its runs' hashes.
+
+    What is scored, and on which cluster, may change; another run makes another sweep.
+    """
+    digests = sorted(cell.config.digest for cell in cells)
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:8]
+
+
+def expand(sweep: Sweep, source: str, origins: dict[str, str] | None = None) -> list[Cell]:
+    """Every combination of `grid`, in the order of the file, the last axis fastest.
+
+    Raises SweepError naming the file and the key for a value that the backend refuses, a key given
+    in both `train` and `grid`, or two cells with the same config.
+    """
+    backend = get_backend(sweep.backend, source)
+    for key in sweep.grid.keys() & sweep.train.keys():
+        one, many = sweep.train[key], list(sweep.grid[key])
+        raise SweepError(
+            f"{source}: {key!r} is given in both `train` ({one!r}) and `grid` ({many!r}); keep "
+            f"one, on the command line 'grid.{key}=[{one}]'"
+        )
+
+    def section(key: str) -> str:
+        return "grid" if key in sweep.grid else "train"
+
+    cells, seen, known = [], {}, dotted_keys(sweep.backend)
+    for combination in itertools.product(*sweep.grid.values()):
+        values = dict(zip(sweep.grid, combination, strict=True))
+        raw, where = sweep.train | values, {"section": section, "origins": origins}
+        train = check(backend.Train, raw, source, elsewhere=known, **where)
+        config = RunConfig(backend=sweep.backend, train=train.model_dump(), world=sweep.world)
+        if config.name in seen:
+            raise SweepError(
+                f"{source}: grid: {values} and {seen[config.name]} are the same run; drop one"
+            )
+        seen[config.name] = values
+        cells.append(Cell(runs_folder(sweep) / config.name, config, values))
+    return cells
 
 
 def recorded(folder: Path) -> tuple[str, str] | None:
@@ -131,16 +244,16 @@ def read(folder: Path, assignments: list[str]) -> tuple[Sweep, list[Cell]]:
     return sweep, cells
 
 
-def namesakes(planned: Plan) -> str | None:
-    """Where to look if this very sweep was never launched, but one of its name was."""
+def namesakes(planned: Plan) -> str:
+    """Where to look if this very sweep was never launched, but one of its name was; or nothing."""
     if planned.launched:
-        return None
+        return ""
     pattern = re.compile(re.escape(planned.name) + "(-[0-9a-f]{8})?")
     folders = [path.parent for path in planned.folder.parent.glob(f"{planned.name}*/{FILE}")]
     found = sorted(path for path in folders if pattern.fullmatch(path.name))
     others = "".join(f"\n  {shown(path)}  ({recorded(path)[1]})" for path in found)
     typed = " ".join(planned.typed)
-    return others and f"{typed} was never launched; of this name there are:{others}"
+    return others and f"{typed} was never launched; of this name there are:{others}\n"
 
 
 def orphans(sweep: Sweep) -> list[Path]:

@@ -9,17 +9,22 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from sweeps import assets, packages, questions, space
+from calibeval.io import counted
+from sweeps import assets, packages, questions
+from sweeps.assets import hub_snapshot
 from sweeps.backends import get_backend
 from sweeps.cluster import Cluster, expand, load_cluster, variables
 from sweeps.config import Sweep
-from sweeps.errors import SweepError
 from sweeps.executors import local, scripts
 from sweeps.executors.scripts import Places
-from sweeps.grid import Cell
+from sweeps.files import SweepError, last_error, read_json
+from sweeps.plan import Cell
+from sweeps.provenance import output
 from sweeps.rundir import RunDir
 
 PROBE = 1 << 20  # bytes written to see whether a folder takes them
+LEAST = 50 << 20  # below this nothing sensible can be written
+WIDTHS = {"float32": 4, "float64": 8}  # bytes a parameter of other types: 2
 
 
 def problems(sweep: Sweep, cells: list[Cell], executor: str, prefetch: str) -> list[str]:
@@ -73,7 +78,8 @@ def _needs(cell: Cell) -> str:
 
 def _room(sweep: Sweep, cells: list[Cell], at_once: int) -> list[str]:
     """Whether output_root takes files, and has room for what the sweep writes at its fullest."""
-    key, place = f"output_root: {sweep.output_root}", space.existing(Path(sweep.output_root))
+    key, place = f"output_root: {sweep.output_root}", Path(sweep.output_root).absolute()
+    place = next(path for path in (place, *place.parents) if path.exists())
     if not place.is_dir():
         return [f"{key}: {place} is a file"]
     try:
@@ -83,20 +89,19 @@ def _room(sweep: Sweep, cells: list[Cell], at_once: int) -> list[str]:
             os.fsync(probe.fileno())
     except OSError as error:
         return [f"{key}: {place}: cannot write ({error.strerror}); make room or fix the rights"]
-    left, who = space.free(place)
-    need, why = space.needed(sweep, cells, at_once)
+    left, who = free(place)
+    need, why = needed(sweep, cells, at_once)
     if left >= need:
         return []
     return [
-        f"{key}: {space.size(left)} {who}, about {space.size(need)} needed ({why}); make room, or "
+        f"{key}: {size(left)} {who}, about {size(need)} needed ({why}); make room, or "
         "lower train.keep_last_n_checkpoints or --throttle"
     ]
 
 
 def _profile(cluster: Cluster, file: str | None) -> list[str]:
     """Variables of the profile that this shell, or a job, does not have."""
-    places = {key: getattr(cluster, key) or "" for key in ("cache", "wheels", "secrets_file")}
-    asked = {key: variables(text) for key, text in places.items()}
+    asked = {key: variables(getattr(cluster, key)) for key in ("cache", "wheels", "secrets_file")}
     # Set-up lines and modules define variables of their own; those passed on must be there.
     passed = [name for line in cluster.setup for name in variables(line)]
     asked["setup"] = [name for name in passed if name in cluster.pass_environment]
@@ -117,29 +122,26 @@ def _profile(cluster: Cluster, file: str | None) -> list[str]:
 
 
 def _slurm(cluster: Cluster, sweep: Sweep) -> list[str]:
-    absent = [tool for tool in ("sbatch", "squeue", "scontrol") if shutil.which(tool) is None]
     found = _account(cluster, sweep.cluster) + _secrets(cluster)
+    absent = [tool for tool in ("sbatch", "squeue", "scontrol") if shutil.which(tool) is None]
     if absent:
-        found.append(
-            f"{', '.join(absent)}: not on the PATH: run this on a login node, or --executor local"
-        )
-    elif cluster.partition:
-        known = _lines("sinfo", "--noheader", "--format=%R")
-        if known is not None and cluster.partition not in known:
-            found.append(
-                f"cluster.partition: {cluster.partition}: unknown; known: {', '.join(known)}"
-            )
+        where = "not on the PATH: run this on a login node, or --executor local"
+        found.append(f"{', '.join(absent)}: {where}")
     return found
 
 
 def _account(cluster: Cluster, file: str | None) -> list[str]:
     if not cluster.account:
         return []
-    user = getpass.getuser()
-    listed = f"sacctmgr --noheader --parsable2 show associations user={user} format=account"
-    shared = f"sshare --noheader --parsable2 --users={user} --format=Account"
-    yours = _lines(*listed.split()) or _lines(*shared.split())
-    yours = sorted({name.lower() for name in yours or ()})
+    user, found = getpass.getuser(), set()
+    for tool, words in (
+        ("sacctmgr", ["show", "associations", f"user={user}", "format=account"]),
+        ("sshare", [f"--users={user}", "--format=Account"]),
+    ):
+        if not found:  # neither need answer: there may be no accounting
+            said = output(tool, "--noheader", "--parsable2", *words) or ""
+            found = {name.lower() for name in said.split()}
+    yours = sorted(found)
     # The Alliance keeps def-x_gpu and def-x_cpu where its users say def-x.
     fits = any(re.fullmatch(re.escape(cluster.account.lower()) + "(_[cg]pu)?", n) for n in yours)
     if "your" in cluster.account and not fits:
@@ -160,17 +162,12 @@ def _asked(sweep: Sweep, cells: list[Cell], cluster: Cluster) -> list[str]:
     for stage in stages:
         text = scripts.text(sweep, cluster, places, stage, stage)
         done = subprocess.run(
-            ["sbatch", "--test-only"],
-            input=text,
-            text=True,
-            capture_output=True,
-            check=False,
+            ["sbatch", "--test-only"], input=text, text=True, capture_output=True, check=False,
             env=scripts.environment(cluster),
-        )
+        )  # fmt: skip
         if done.returncode != 0:
-            lines = [x for x in done.stderr.splitlines() if x.strip()] or ["no reason given"]
-            reason = lines[-1].removeprefix("sbatch: ").removeprefix("error: ").strip()
-            said.setdefault(reason, []).append(stage)
+            reason = last_error(done.stderr).removeprefix("sbatch: ").removeprefix("error: ")
+            said.setdefault(reason.strip(), []).append(stage)
     file = sweep.cluster or "the cluster's defaults"
     return [
         f"{file}: sbatch refuses the {' and the '.join(stages)} job: {reason}"
@@ -191,10 +188,61 @@ def _secrets(cluster: Cluster) -> list[str]:
     return []
 
 
-def _lines(*arguments: str) -> list[str] | None:
-    """A command's output, or None where it does not answer (no accounting, no controller)."""
-    try:
-        done = subprocess.run(arguments, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.split() if done.returncode == 0 else None
+def size(count: float) -> str:
+    """Bytes as people say them."""
+    return f"{count / (1 << 20):.0f} MiB" if count < 1 << 30 else f"{count / (1 << 30):.1f} GiB"
+
+
+def parameters(model: str) -> int:
+    """Parameters of a model on this disk, from its files' sizes; 0 if it is not here."""
+    folder = Path(model) if Path(model).is_dir() else hub_snapshot(model)
+    if folder is None or not (folder / "config.json").is_file():
+        return 0
+    config = read_json(folder / "config.json")
+    files = list(folder.glob("*.safetensors")) or list(folder.glob("*.bin"))
+    width = WIDTHS.get(config.get("dtype") or config.get("torch_dtype"), 2)
+    return sum(path.stat().st_size for path in files) // width
+
+
+def needed(sweep: Sweep, cells: list[Cell], at_once: int) -> tuple[int, str]:
+    """Bytes that the runs still to do write at their fullest, and how that comes about.
+
+    A checkpoint holds fp32 weights and two AdamW moments, 12 bytes a parameter (with DeepSpeed's
+    bf16 copy 14); a run holds one more than it keeps while it writes the next. A model: 4 bytes.
+    """
+    todo = [cell.config.train for cell in cells if not RunDir(cell.folder).done]
+    if not todo:
+        return 0, ""
+    models = {train["model_name_or_path"] for train in todo}
+    sizes = {model: parameters(model) for model in models}
+    each = [sizes[train["model_name_or_path"]] for train in todo]
+    width = 14 if sweep.world.deepspeed else 12
+    kept = [
+        width * count * (train.get("keep_last_n_checkpoints", 3) + 1)
+        for count, train in zip(each, todo, strict=True)
+    ]
+    busy = sorted(kept, reverse=True)[:at_once]
+    if sweep.keep == "scores":
+        each = sorted(each, reverse=True)[:at_once]
+    why = (
+        f"checkpoints of {counted(len(busy), 'run')} at a time {size(sum(busy))}, "
+        f"{counted(len(each), 'model')} {size(4 * sum(each))}"
+    )
+    return max(LEAST, sum(busy) + 4 * sum(each)), why
+
+
+def free(folder: Path) -> tuple[int, str]:
+    """Bytes that may still be written below `folder`, and what says so: the disk, or a quota."""
+    found = [(shutil.disk_usage(folder).free, "free on the disk")]
+    mount = next(str(place) for place in (folder, *folder.parents) if os.path.ismount(place))
+    lustre = ["lfs", "quota", "-q", "-u", getpass.getuser(), mount]
+    for command in (lustre, ["quota", "--no-wrap", "--filesystem", mount]):
+        # Both print a line of file system, KiB used, soft limit, hard limit, …
+        for numbers in re.findall(
+            r"^\s*\S+\s+(\d+)\*?\s+(\d+)\*?\s+(\d+)", output(*command) or "", re.M
+        ):
+            used, soft, hard = map(int, numbers)
+            if soft or hard:
+                left = max(0, (hard or soft) - used) << 10
+                found.append((left, f"left of the quota ({' '.join(command)})"))
+    return min(found)

@@ -3,7 +3,6 @@
 import os
 import platform
 import shlex
-import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -26,19 +25,21 @@ def shown(path: Path) -> Path:
     return path.relative_to(TYPED_IN) if path.is_relative_to(TYPED_IN) else path
 
 
-def _output(*arguments: str) -> str | None:
-    if shutil.which(arguments[0]) is None:
+def output(*command: str) -> str | None:
+    """What a program prints; None where it is absent, fails or does not answer."""
+    try:
+        done = subprocess.run(command, text=True, capture_output=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
         return None
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=30, check=False)
     return done.stdout.strip() if done.returncode == 0 else None
 
 
 @cache
 def provenance() -> dict:
     """Commit and state of this project, Python, GPUs of this machine."""
-    commit = _output("git", "-C", str(PROJECT), "rev-parse", "HEAD")
-    changed = _output("git", "-C", str(PROJECT), "status", "--porcelain", "--untracked-files=no")
-    gpus = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    commit = output("git", "-C", str(PROJECT), "rev-parse", "HEAD")
+    changed = output("git", "-C", str(PROJECT), "status", "--porcelain", "--untracked-files=no")
+    gpus = output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
     return {
         "commit": commit,
         "modified": bool(changed) if commit else None,

@@ -20,9 +20,8 @@ import numpy as np
 
 from sweeps import questions
 from sweeps.config import Pruned, Sweep
-from sweeps.errors import SweepError
-from sweeps.files import fsync_folder, make_folder, write_text
-from sweeps.grid import Cell
+from sweeps.files import SweepError, fsync_folder, make_folder, write_text
+from sweeps.plan import Cell
 
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # what a character without an entry of its own becomes
 ABOUT_TOKENS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")

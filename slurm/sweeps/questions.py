@@ -11,6 +11,7 @@ from calibeval import references
 from calibeval.io import InputError
 from calibeval.tasks import HUB, LOADERS, SHOTS, Source, Subject, convention, load
 from sweeps.config import Entropy, Task
+from sweeps.files import last_error
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # as the command line sets them
 
@@ -18,17 +19,10 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # as the command 
 def options(task: Task) -> list[str]:
     """What chooses the task's questions on calibeval's command line."""
     chosen = ["--task", task.task, "--data", task.data]
-    if task.shots is not None:
-        chosen += ["--shots", str(task.shots)]
-    if task.split is not None:
-        chosen += ["--split", task.split]
-    if task.subjects is not None:
-        chosen += ["--subjects", ",".join(task.subjects)]
-    if task.scoring is not None:
-        chosen += ["--scoring", task.scoring]
-    if task.limit is not None:
-        chosen += ["--limit", str(task.limit)]
-    return chosen
+    for key in ("shots", "split", "scoring", "limit"):
+        if (value := getattr(task, key)) is not None:
+            chosen += [f"--{key}", str(value)]
+    return chosen if task.subjects is None else [*chosen, "--subjects", ",".join(task.subjects)]
 
 
 def on_hub(task: Task) -> bool:
@@ -41,11 +35,6 @@ def on_hub(task: Task) -> bool:
 def fetched(task: Task) -> bool:
     """Whether the hub's cache holds the questions."""
     return f"{task.data}: cannot be loaded" not in _offline(task, os.environ.get("HF_HOME"))
-
-
-def fetch(task: Task) -> None:
-    """Fill the hub's cache with what scoring will read; bad data raises `InputError`."""
-    read(task)
 
 
 def problem(task: Task | Entropy) -> str | None:
@@ -79,16 +68,10 @@ def _offline(task: Task, home: str | None) -> str:
 
     In a process of its own, for this one may be online: libraries ask once, when they are imported.
     """
+    command = [sys.executable, "-m", "calibeval", "prompts", *options(task)]
     done = subprocess.run(
-        [sys.executable, "-m", "calibeval", "prompts", *options(task)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-        env=OFFLINE | os.environ,
+        command, text=True, capture_output=True, check=False, env=OFFLINE | os.environ
     )
     if done.returncode == 0:
         return ""
-    lines = done.stderr.strip().splitlines() or [f"exit {done.returncode}"]
-    wrong = [line for line in lines if line.startswith("error: ")]
-    return (wrong or lines)[-1].removeprefix("error: ")
+    return last_error(done.stderr, "error: ").removeprefix("error: ")

@@ -4,23 +4,17 @@ config.yaml (resolved) · manifest.json (what ran, where, how often) · metrics.
 checkpoints/step-N/ · model/ (final, Hugging Face) · scores/<task>.jsonl · DONE, written last.
 """
 
+import hashlib
+import json
 import re
-from dataclasses import dataclass
 from datetime import datetime, timezone
-from pathlib import Path
-from typing import TYPE_CHECKING
+from functools import cached_property
+from pathlib import Path, PurePath
 
-from filelock import SoftFileLease
-
-from sweeps.config import check, dump_yaml, read_yaml
-from sweeps.errors import SweepError
-from sweeps.files import make_folder, read_json, tail, write_json, write_text
-from sweeps.locks import lease
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from sweeps.grid import RunConfig
+from sweeps.backends import get_backend
+from sweeps.backends.base import TrainKeys
+from sweeps.config import Strict, World, check, dump_yaml, read_yaml
+from sweeps.files import SweepError, make_folder, read_json, tail, write_json, write_text
 
 
 def now() -> str:
@@ -28,85 +22,67 @@ def now() -> str:
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-@dataclass(frozen=True)
+class RunConfig(Strict):
+    """Everything that decides the weights of a run; `config.yaml` of its folder."""
+
+    backend: str
+    train: dict
+    world: World
+
+    @cached_property
+    def digest(self) -> str:
+        canonical = json.dumps(self.model_dump(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+    @cached_property
+    def keys(self) -> TrainKeys:
+        return get_backend(self.backend).Train.model_validate(self.train)
+
+    @cached_property
+    def name(self) -> str:
+        """A readable prefix and a hash: the run's folder is a function of its resolved config."""
+        k, model = self.keys, readable(self.keys.model_name_or_path)
+        numbers = f"lr{k.learning_rate:g}-beta{k.label_smoothing:g}-seed{k.seed}"
+        return f"{model}-{numbers}-{self.digest[:8]}"
+
+
+def readable(model: str) -> str:
+    """A model's name as part of a folder's."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", PurePath(model).name) or "model"
+
+
 class RunDir:
     """Paths and state of a run; all state is in the files, so any number of readers agree."""
 
-    path: Path
-
-    @property
-    def name(self) -> str:
-        return self.path.name
-
-    @property
-    def config_file(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def manifest_file(self) -> Path:
-        return self.path / "manifest.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def log(self) -> Path:
-        return self.path / "train.log"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
-
-    @property
-    def tokens(self) -> Path:
-        """The tokenised data that the runs of an output_root share."""
-        return self.path.parent.parent / "tokens"
-
-    @property
-    def scores(self) -> Path:
-        return self.path / "scores"
-
-    @property
-    def stop(self) -> Path:
-        """Its existence asks the trainer to save a checkpoint and leave."""
-        return self.path / "stop"
-
-    @property
-    def lock(self) -> Path:
-        return self.path / "run.lock"
+    def __init__(self, path: Path) -> None:
+        self.path, self.name = path, path.name
+        self.config_file = path / "config.yaml"
+        self.manifest_file = path / "manifest.json"
+        self.metrics = path / "metrics.jsonl"
+        self.log = path / "train.log"
+        self.checkpoints = path / "checkpoints"
+        self.model = path / "model"
+        self.scores = path / "scores"
+        self.tokens = path.parent.parent / "tokens"  # of all runs of an output_root
+        self.stop = path / "stop"  # while it exists, the trainer is to save and leave
+        self.lock = path / "run.lock"
 
     @property
     def done(self) -> bool:
         return (self.path / "DONE").exists()
 
-    def create(self, config: "RunConfig") -> None:
+    def create(self, config: RunConfig) -> None:
         """Make the folder with config.yaml and manifest.json; keeps what is there already."""
         make_folder(self.path)
         if not self.config_file.exists():
             write_text(self.config_file, dump_yaml(config.model_dump()), durable=False)
         if not self.manifest_file.exists():
-            self.write_manifest(
-                {
-                    "run": self.name,
-                    "config_sha256": config.digest,
-                    "created": now(),
-                    "state": "new",
-                    "restarts": 0,
-                    "attempts": [],
-                },
-                durable=False,
-            )
+            manifest = {"run": self.name, "config_sha256": config.digest, "created": now()}
+            manifest |= {"state": "new", "restarts": 0, "attempts": []}
+            self.write_manifest(manifest, durable=False)
 
-    def config(self) -> "RunConfig":
+    def config(self) -> RunConfig:
         """The resolved config; raises SweepError if the folder was edited or is not a run."""
-        from sweeps.backends import get_backend
-        from sweeps.grid import RunConfig
-
         if not (self.config_file.exists() and self.manifest_file.exists()):
             raise SweepError(
                 f"{self.path}: not a run folder: config.yaml and manifest.json expected; "
@@ -149,18 +125,11 @@ class RunDir:
         self.write_manifest(manifest)
         return times > limit
 
-    def lease(self, lost: "Callable[[], None] | None" = None) -> SoftFileLease:
-        """The right to write into this folder: O_EXCL and a heartbeat, so no flock is needed.
-
-        `lost` is called if another process took the lease while this one was frozen.
-        """
-        return lease(self.lock, timeout=0, lost=lost)
-
     def step(self) -> int:
         """The last saved step, 0 before the first checkpoint; open-instruct writes step_N."""
         names = (re.fullmatch(r"step[-_](\d+)", path.name) for path in self.checkpoints.glob("*"))
         return max((int(name[1]) for name in names if name), default=0)
 
     def log_tail(self) -> list[str]:
-        """The last lines of the log."""
-        return tail(self.log, 400)
+        """The last lines of the log, on all machines: torchrun chooses where rank 0 is."""
+        return [line for log in sorted(self.path.glob("train*.log")) for line in tail(log, 400)]

@@ -2,21 +2,19 @@
 
 import hashlib
 import json
-import re
 import shutil
 import sys
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from sweeps import questions
 from sweeps.assets import hub_cache, hub_snapshot, on_hub
 from sweeps.backends.base import Program
 from sweeps.children import Start, start_cold
 from sweeps.config import Entropy, Score, Sweep, Task
-from sweeps.errors import SweepError
-from sweeps.files import make_folder, read_json, write_json
-from sweeps.grid import Cell
-from sweeps.locks import lease
+from sweeps.files import SweepError, last_error, lease, make_folder, read_json, write_json
+from sweeps.plan import Cell
+from sweeps.rundir import RunDir, readable
 
 
 @dataclass(frozen=True)
@@ -55,18 +53,16 @@ def bases(sweep: Sweep, cells: list[Cell]) -> dict[str, Subject]:
     for cell in cells:
         model = cell.config.train["model_name_or_path"]
         if model not in found:
-            readable = re.sub(r"[^A-Za-z0-9._-]", "-", PurePath(model).name) or "model"
-            digest = hashlib.sha256(model.encode()).hexdigest()[:8]
-            folder = Path(sweep.output_root) / "base" / f"{readable}-{digest}"
-            found[model] = Subject(
-                f"{readable} (base)", model, folder / "scores", folder / "score.log"
-            )
+            name, digest = readable(model), hashlib.sha256(model.encode()).hexdigest()[:8]
+            folder = Path(sweep.output_root) / "base" / f"{name}-{digest}"
+            log = folder / "score.log"
+            found[model] = Subject(f"{name} (base)", model, folder / "scores", log)
     return found
 
 
 def ready(sweep: Sweep, cells: list[Cell]) -> list[Subject]:
     """What can be scored: base models, then finished runs."""
-    done = [cell for cell in cells if (cell.folder / "DONE").exists()]
+    done = [cell for cell in cells if RunDir(cell.folder).done]
     return [*bases(sweep, cells).values(), *map(of_cell, done)]
 
 
@@ -165,9 +161,8 @@ def run(
 def discard(cell: Cell, sweep: Sweep) -> None:
     """Under `keep: scores`, delete what a finished run no longer needs once all is scored."""
     subject = of_cell(cell)
-    if sweep.keep != "scores" or missing(subject, sweep.score):
-        return
-    if (cell.folder / "DONE").exists():
+    done = sweep.keep == "scores" and RunDir(cell.folder).done
+    if done and not missing(subject, sweep.score):
         for name in ("model", "checkpoints"):
             shutil.rmtree(cell.folder / name, ignore_errors=True)
 
@@ -187,9 +182,7 @@ def _run_task(subject: Subject, task: Task, score: Score, start: Start) -> None:
     if code != 0 or not subject.records(task).exists():
         with open(subject.log, encoding="utf-8", errors="replace") as log:
             log.seek(offset)
-            lines = [line.strip() for line in log if line.strip()]
-        wrong = [line for line in lines if line.startswith("error: ")]
-        last = (wrong or lines or [f"exit {code}"])[-1].removeprefix("error: ")
+            last = last_error(log.read(), "error: ").removeprefix("error: ")
         raise SweepError(f"scoring {subject.name} on {task.key}: {last} (log: {subject.log})")
     size = subject.records(task).stat().st_size
     write_json(asked, request(task, score) | {"bytes": size})

@@ -2,22 +2,20 @@
 
 import contextlib
 import json
-import os
 import re
 import shutil
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from calibeval.io import counted
 from sweeps import score
 from sweeps.config import Sweep
-from sweeps.errors import SweepError
-from sweeps.files import read_json, tail
-from sweeps.grid import Cell
-from sweeps.locks import held
+from sweeps.files import SweepError, held, read_json, tail
+from sweeps.plan import Cell
 from sweeps.provenance import shown
 from sweeps.rundir import RunDir
 
@@ -80,12 +78,10 @@ def _queue(sweep: Sweep, cells: list[Cell]) -> _Queue:
         found = _Queue(slurm.active(sweep), slurm.past(sweep), slurm.submitted(sweep))
     except SweepError:  # a queue that does not answer costs the word `queued`, no more
         return _Queue()
-    labels = [past.label for key, past in found.past.items() if key not in found.elements]
-    for cell in cells:
-        run = RunDir(cell.folder)
-        if not run.done and run.manifest_file.exists() and (job := run.job()):
-            labels.append(job)
-    found.ends = slurm.ends(sorted(set(labels)))
+    labels = {past.label for key, past in found.past.items() if key not in found.elements}
+    begun = [run for cell in cells if (run := RunDir(cell.folder)).manifest_file.exists()]
+    labels |= {job for run in begun if not run.done and (job := run.job())}
+    found.ends = slurm.ends(sorted(labels))
     return found
 
 
@@ -183,47 +179,23 @@ def _of_run(sweep: Sweep, cell: Cell, queue: _Queue) -> Status:
 
 
 def _progress(run: RunDir, *, live: bool) -> str:
-    rows = _last_rows(run.metrics)
+    rows = []
+    for line in reversed(tail(run.metrics, 99, 4096)):
+        with contextlib.suppress(json.JSONDecodeError):  # cut off by a kill, or by the window
+            rows.append(json.loads(line))
     row = next((row for row in rows if "loss" in row), next(iter(rows), None))
     if row is None:
         return "starting" if live else ""
     text = f"step {row.get('step', '?')}/{row.get('steps', '?')}"
-    if isinstance(row.get("loss"), (int, float)):
+    if row.get("loss") is not None:
         text += f"  loss {row['loss']:.4f}"
-    if isinstance(row.get("tokens_per_second"), (int, float)):
+    if row.get("tokens_per_second") is not None:
         text += f"  {row['tokens_per_second']:,.0f} tokens/s"
-    if isinstance(row.get("model_flops_utilisation"), (int, float)):
+    if row.get("model_flops_utilisation") is not None:
         text += f" ({row['model_flops_utilisation']:.0%} of peak)"
-    if live and isinstance(row.get("eta_s"), (int, float)):
-        text += f"  ETA {duration(row['eta_s'])}"
+    if live and row.get("eta_s") is not None:
+        text += f"  ETA {timedelta(seconds=round(row['eta_s']))}"
     return text
-
-
-def _last_rows(path: Path) -> list[dict]:
-    """The last rows of a JSON-lines file, newest first."""
-    try:
-        with open(path, "rb") as data:
-            data.seek(max(0, os.fstat(data.fileno()).st_size - 4096))
-            lines = data.read().splitlines()
-    except OSError:
-        return []
-    rows = []
-    for line in reversed(lines):
-        with contextlib.suppress(json.JSONDecodeError):
-            rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict)]
-
-
-def duration(seconds: float) -> str:
-    """Seconds as people say them: 42s, 7m12s, 3h05m, 2d04h."""
-    s = int(seconds)
-    if s < 60:
-        return f"{s}s"
-    if s < 3600:
-        return f"{s // 60}m{s % 60:02}s"
-    if s < 86400:
-        return f"{s // 3600}h{s % 3600 // 60:02}m"
-    return f"{s // 86400}d{s % 86400 // 3600:02}h"
 
 
 def table(statuses: list[Status], title: str, bases: list[Status] = ()) -> str:

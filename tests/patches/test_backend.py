@@ -30,18 +30,11 @@ def keys(**given):
     return OpenInstructKeys(model_name_or_path="absent/model", **given)
 
 
-def test_says_how_to_get_a_checkout_where_there_is_none(tmp_path, monkeypatch):
+def test_says_how_to_get_a_checkout_where_there_is_none(monkeypatch):
     monkeypatch.delenv("OPEN_INSTRUCT_DIR", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    # A name that nothing resolves stands for a compute node without internet.
-    monkeypatch.setenv("GIT_CONFIG_COUNT", "1")
-    monkeypatch.setenv("GIT_CONFIG_KEY_0", "url.https://open-instruct.invalid/.insteadOf")
-    monkeypatch.setenv("GIT_CONFIG_VALUE_0", "https://github.com/")
     (problem,) = open_instruct.checkout_problems()
-    assert "cannot be fetched here" in problem
     assert "git clone https://github.com/allenai/open-instruct DIR" in problem
     assert "export OPEN_INSTRUCT_DIR=DIR" in problem
-    assert list(tmp_path.rglob("*.part")) == []
 
 
 def test_says_what_is_wrong_with_the_checkout(tmp_path, monkeypatch):
@@ -90,20 +83,6 @@ def test_reads_metrics_from_the_log():
         "learning_rate": 1e-5,
         "grad_norm": 2.0,
     }
-
-
-@pytest.mark.upstream
-@pytest.mark.slow
-def test_fetches_and_patches_a_checkout_where_there_is_none(pristine, tmp_path, monkeypatch):
-    monkeypatch.delenv("OPEN_INSTRUCT_DIR", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    # The checkout that is already here stands for GitHub.
-    monkeypatch.setenv("GIT_CONFIG_COUNT", "1")
-    monkeypatch.setenv("GIT_CONFIG_KEY_0", f"url.{pristine.as_uri()}.insteadOf")
-    monkeypatch.setenv("GIT_CONFIG_VALUE_0", open_instruct.upstream("repository"))
-    assert open_instruct.checkout_problems() == []
-    assert open_instruct.checkout().is_relative_to(tmp_path)
-    assert open_instruct.checkout_problems() == []  # there and patched
 
 
 @pytest.mark.upstream

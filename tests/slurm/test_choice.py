@@ -3,7 +3,7 @@
 import json
 import math
 
-from sweeps import launch, report, score
+from sweeps import launch, results, score
 from sweeps.cli import main
 from sweeps.files import make_folder, write_json
 from sweeps.rundir import RunDir
@@ -34,7 +34,7 @@ def choose(path, right, confidence=lambda cell, task: 0.7) -> list[dict]:
             count = right(cell.values, task.key)
             if count is not None:
                 answer(cell, task, planned.sweep, count, confidence(cell.values, task.key))
-    return report.best_learning_rates(planned.sweep, planned.cells)
+    return results.best_learning_rates(planned.sweep, planned.cells)
 
 
 def graded(sweep_file, tiny, **grid):
@@ -107,11 +107,11 @@ def test_the_held_out_loss_chooses_where_it_is_asked_to(sweep_file, capsys):
         run.write_manifest(run.manifest() | {"held_out_loss": loss or 1.0})
         if loss:
             (run.path / "DONE").touch()
-    (row,) = report.best_learning_rates(planned.sweep, planned.cells)
+    (row,) = results.best_learning_rates(planned.sweep, planned.cells)
     assert (row["best_learning_rate"], row["held_out_loss"], row["seeds"]) == (1e-3, 2.0, 1)
     (cell.folder / "DONE").touch()
     run.write_manifest(run.manifest() | {"held_out_loss": 2.5})
-    (row,) = report.best_learning_rates(planned.sweep, planned.cells)
+    (row,) = results.best_learning_rates(planned.sweep, planned.cells)
     assert (row["best_learning_rate"], row["held_out_loss"], row["seeds"]) == (1e-4, 2.2, 2)
 
 

@@ -9,8 +9,8 @@ from sweeps import launch
 from sweeps.cli import main
 from sweeps.cluster import load_cluster
 from sweeps.config import dump_yaml, override, parse_yaml
-from sweeps.errors import SweepError
-from sweeps.grid import load_sweep
+from sweeps.files import SweepError
+from sweeps.plan import load_sweep
 
 
 def refusal(path, *assignments) -> str:

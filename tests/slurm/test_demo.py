@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "eval"))
 from made_records import write_records
 
 from calibeval.report.index import read
-from sweeps.demo import __main__ as command
-from sweeps.demo import files, pretrain, report, world
-from sweeps.errors import SweepError
+from demo import __main__ as command
+from demo import files, pretrain, report, world
+from sweeps.files import SweepError
 
 
 @pytest.fixture(scope="module")

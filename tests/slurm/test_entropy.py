@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from sweeps import collect, launch, questions, score, status
+from sweeps import launch, questions, results, score, status
 from sweeps.cli import main
 from sweeps.rundir import RunDir
 
@@ -37,18 +37,18 @@ def test_entropy_is_a_task(made, capsys):
     assert [task.key for task in score.missing(subject, sweep.score)] == ["entropy"]
     assert run.model.exists()
     assert [found.scored for found in status.of_sweep(sweep, planned.cells)] == ["1/2"]
-    gaps = collect.collect(sweep, planned.cells)
+    gaps = results.collect(sweep, planned.cells)
     assert [(gap.task, gap.reason) for gap in gaps] == [("entropy", "not scored")]
-    results = planned.folder / "results"
-    assert not (results / "entropy.md").exists()
+    tables = planned.folder / "results"
+    assert not (tables / "entropy.md").exists()
     score.run(subject, sweep.score)
     score.discard(cell, sweep)
     assert not run.model.exists()
-    assert collect.collect(sweep, planned.cells) == []
+    assert results.collect(sweep, planned.cells) == []
     seed = str(cell.config.train["seed"])
-    rows = list(csv.DictReader((results / "entropy.csv").read_text().splitlines()))
+    rows = list(csv.DictReader((tables / "entropy.csv").read_text().splitlines()))
     assert [(row["seed"], row["temperature"]) for row in rows] == [(seed, "1.0"), (seed, "0.8")]
-    heading, _, hot, *_ = (results / "entropy.md").read_text().splitlines()
+    heading, _, hot, *_ = (tables / "entropy.md").read_text().splitlines()
     cells = ([cell.strip() for cell in line.split("|")] for line in (heading, hot))
     seen = dict(zip(*cells, strict=True))
     assert seen["temperature"] == "1" and seen["seeds"] == "1"
@@ -56,7 +56,7 @@ def test_entropy_is_a_task(made, capsys):
     low, high = (float(rows[0][f"EntCE a token {end}"]) for end in ("low", "high"))
     assert seen["EntCE a token"].endswith(f"[{low:+.3f}, {high:+.3f}]")
     assert "Entropy calibration" in (planned.folder / "report.html").read_text()
-    assert "mmlu" in (results / "table.csv").read_text()
+    assert "mmlu" in (tables / "table.csv").read_text()
     # other temperatures are another request; another batch size is not
     assert not score.missing(subject, made(batch_size=3).sweep.score)
     assert score.missing(subject, made(temperatures=[0.7]).sweep.score)

@@ -14,7 +14,7 @@ from test_preflight import say
 
 from sweeps import launch, plan, score, status
 from sweeps.cli import main
-from sweeps.errors import SweepError
+from sweeps.files import SweepError
 from sweeps.rundir import RunDir
 from sweeps.supervise import Outcome, train
 

@@ -9,7 +9,7 @@ import pytest
 from sweeps import gguf
 from sweeps.cli import main
 from sweeps.config import Model
-from sweeps.errors import SweepError
+from sweeps.files import SweepError
 
 CONTENT = b"weights"
 INFO = "tiny_gguf-0.1.dist-info"

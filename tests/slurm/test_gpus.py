@@ -13,8 +13,8 @@ from sweeps import launch, score, status
 from sweeps.backends.base import Program
 from sweeps.cli import main
 from sweeps.config import Sweep
-from sweeps.errors import SweepError
 from sweeps.executors import local
+from sweeps.files import SweepError
 from sweeps.rundir import RunDir
 
 

@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from sweeps import launch, score, status
 from sweeps.cli import main
 from sweeps.executors import local, slurm
-from sweeps.files import read_rows
-from sweeps.locks import lease
+from sweeps.files import lease, read_rows
 from sweeps.rundir import RunDir
 
 

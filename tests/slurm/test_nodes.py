@@ -3,16 +3,19 @@
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import chaos
 import pytest
 import yaml
-from real import MARKS, command, empty, logs, runs_of, wait_for
+from real import LONG, MARKS, command, empty, equal, logs, runs_of, wait_for
 
-from sweeps import launch, rendezvous
+from sweeps import launch, supervise
+from sweeps.backends.base import Program
 from sweeps.config import World
 from sweeps.files import read_rows
 from sweeps.rundir import RunDir
@@ -33,29 +36,40 @@ def on_slurm(test):
     return test
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 4])
 @pytest.mark.parametrize("deepspeed", [None, "zero.json"])
-def test_every_machine_launches_its_own_part(nodes, deepspeed, monkeypatch):
-    monkeypatch.setattr(rendezvous, "_has_gpu", lambda: True)
-    world = World(nodes=nodes, processes_per_node=4, mixed_precision="bf16", deepspeed=deepspeed)
-    for machine in range(nodes):
-        words = rendezvous.launch_arguments(world, machine=machine, address="first", port=12345)
-        assert words[0] == "accelerate.commands.launch"
-        for flag in (
-            f"--num_processes={4 * nodes}",
-            f"--num_machines={nodes}",
-            f"--machine_rank={machine}",
-            "--main_process_ip=first",
-            "--main_process_port=12345",
-            "--mixed_precision=bf16",
-        ):
-            assert flag in words
-        assert ("--use_deepspeed" in words) == bool(deepspeed)
-        assert ("--multi_gpu" in words) == (not deepspeed)
-        # pdsh, accelerate's default, would start every machine again over ssh
-        assert ("--deepspeed_multinode_launcher=standard" in words) == (
-            nodes > 1 and bool(deepspeed)
-        )
+def test_every_machine_launches_its_own_part(deepspeed, monkeypatch):
+    world = World(nodes=4, processes_per_node=8, mixed_precision="bf16", deepspeed=deepspeed)
+    said = {("hostnames", "n[7-10]"): "n7\nn8\nn9\nn10\n", ("node", "n7"): "NodeAddr=10.0.0.7 P=1"}
+    monkeypatch.setattr(supervise, "_scontrol", lambda *words: said[words])
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "n[7-10]")
+    endpoints = set()
+    for job in ("64", "65"):  # two elements of one array, perhaps on the same machines
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        for machine in range(4):
+            monkeypatch.setenv("SLURM_PROCID", str(machine))
+            words = supervise.command(Program(module="x", arguments=("run",)), world)
+            assert words[1:3] == ["-m", "torch.distributed.run"] and words[-3:] == [
+                "-m",
+                "x",
+                "run",
+            ]
+            assert {"--nnodes=4", "--nproc-per-node=8", "--rdzv-backend=c10d"} <= set(words)
+            (conf,) = [word for word in words if word.startswith("--rdzv-conf=")]
+            assert ("is_host=true" in conf) == (machine == 0)
+            endpoints |= {word for word in words if word.startswith("--rdzv-endpoint=10.0.0.7:")}
+    assert len(endpoints) == 2
+
+
+def test_a_program_is_told_what_accelerate_launch_would_tell_it(tmp_path):
+    program = Program(module="x", arguments=(), environment={"OTHER": "1"})
+    plain = supervise._told(program, World(mixed_precision="bf16"))
+    assert plain.environment == {"OTHER": "1", "ACCELERATE_MIXED_PRECISION": "bf16"}
+    assert supervise.command(plain, World())[1:] == ["-m", "x"]
+    zero = World(deepspeed=str(tmp_path / "zero.json"))
+    told = supervise._told(program, zero).environment
+    assert told["ACCELERATE_USE_DEEPSPEED"] == "true"
+    assert told["ACCELERATE_DEEPSPEED_CONFIG_FILE"] == zero.deepspeed
+    assert "--standalone" in supervise.command(program, zero)
 
 
 @on_slurm
@@ -95,6 +109,32 @@ def test_two_nodes_train_one_model(cluster, profile, sweep_file, tmp_path, deeps
 
 
 @on_slurm
+@pytest.mark.parametrize("number", [0, 1], ids=["first", "second"])
+def test_a_killed_rank_starts_all_machines_again(cluster, profile, sweep_file, tmp_path, number):
+    """From the last checkpoint, whichever machine it was on; with an undisturbed run's weights."""
+    path = sweep_file(grid={}, train=LONG, cluster=profile, world={"nodes": 2})
+    calm = ("--executor", "slurm", f"output_root={tmp_path / 'calm'}")
+    assert command("launch", path, "--executor", "slurm").returncode == 0
+    (run,) = runs_of(path)
+    wait_for(lambda: run.step() >= 20)
+    ranks = {rank(pid): pid for pid in chaos.processes("sweeps.trainer", run.name)}
+    os.kill(ranks[str(number)], signal.SIGKILL)
+    wait_for(empty)
+    assert run.done, logs(tmp_path)
+    attempts = run.manifest()["attempts"]
+    assert len(attempts) == 2 and attempts[1]["from_step"] >= 20
+    assert command("launch", path, *calm).returncode == 0
+    wait_for(empty)
+    assert equal(run.path, tmp_path / "calm" / "runs" / run.name), logs(tmp_path)
+
+
+def rank(pid: int) -> str | None:
+    """The global rank of a trainer's process; torchrun itself has none."""
+    variables = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(line.split("=", 1) for line in variables if "=" in line).get("RANK")
+
+
+@on_slurm
 def test_a_wrong_number_of_tasks_is_refused(cluster, profile, sweep_file, tmp_path):
     path = sweep_file(grid={}, cluster=profile)
     cell = launch.plan(path, []).cells[0]
@@ -127,8 +167,7 @@ def test_64_starts_at_once_on_one_machine_meet_each_on_its_own_port(tmp_path):
     """64 launchers, started at the same moment with the flags that runs get, all up together.
 
     Each is torch's launcher in a fork of this process (64 interpreters with torch would not fit
-    everywhere): it probes its port as a run does, opens the store on it and starts its worker,
-    which holds on until all 64 are up.
+    everywhere): it opens its store and starts its worker, which holds on until all 64 are up.
     """
     (tmp_path / "hold.py").write_text(HOLD)
     (tmp_path / "log").mkdir()
@@ -144,9 +183,10 @@ def test_64_starts_at_once_on_one_machine_meet_each_on_its_own_port(tmp_path):
                 os.dup2(out, 1)
                 os.dup2(out, 2)
                 time.sleep(max(0.0, begin - time.time()))
-                _, *flags = rendezvous.launch_arguments(World(processes_per_node=2))
-                flags[1] = "--nproc_per_node=1"
-                launcher.main([*flags, str(tmp_path / "hold.py"), str(tmp_path)])
+                hold = Program(script=str(tmp_path / "hold.py"), arguments=(str(tmp_path),))
+                _, _, _, *words = supervise.command(hold, World(processes_per_node=2))
+                words[words.index("--nproc-per-node=2")] = "--nproc-per-node=1"
+                launcher.main(words)
                 code = 0
             finally:
                 os._exit(code)

@@ -21,7 +21,7 @@ from world import make_tokenizer
 from smoothce import patch_model
 from sweeps import launch
 from sweeps.cli import main
-from sweeps.errors import SweepError
+from sweeps.files import SweepError
 from sweeps.rundir import RunDir
 from sweeps.trainer import attention, data
 from sweeps.trainer.data import Examples, cached_examples, lacks_bos, load_examples, set_template

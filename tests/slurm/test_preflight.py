@@ -13,11 +13,15 @@ import pytest
 import yaml
 from real import PROJECT, command
 
-from sweeps import packages, space
+from sweeps import packages, questions
+from sweeps import preflight as checks
 from sweeps.cli import main
 from sweeps.cluster import Cluster, seconds
-from sweeps.config import World
-from sweeps.packages import SCORE, TRAIN
+from sweeps.config import Task, World
+from sweeps.files import SweepError
+from sweeps.packages import requirements
+
+ALL = requirements("train", "eval")
 
 
 def say(folder: Path, **programs: str) -> dict[str, str]:
@@ -118,6 +122,14 @@ def test_questions_in_the_hubs_cache_are_read_as_scoring_reads_them(profiled, tm
         assert "not fetched" not in whole
 
 
+def test_questions_that_can_be_read_offline_are_fetched(tiny):
+    """The scorer's own answer, of a folder that stands for the cache."""
+    task = Task(task="mmlu", data=str(tiny / "mmlu"), shots=1)
+    assert questions._offline(task, None) == "" and questions.fetched(task)
+    other = task.model_copy(update={"split": "tst"})
+    assert "no folder tst/" in questions._offline(other, None)
+
+
 def test_a_folder_in_the_hubs_layout_is_read(profiled, tmp_path):
     (tmp_path / "mmlu" / "light").mkdir(parents=True)
     row = '{"question": "Sky?", "choices": ["a", "b"], "answer": 1, "subject": "light"}\n'
@@ -191,29 +203,33 @@ def test_space_is_counted_from_the_models_size(sweep_file, tiny):
 
     from sweeps import launch
 
-    count = space.parameters(str(tiny / "model"))
+    count = checks.parameters(str(tiny / "model"))
     exact = sum(
         p.numel() for p in AutoModelForCausalLM.from_pretrained(tiny / "model").parameters()
     )
     assert exact <= count <= 1.2 * exact + 4096  # files have headers
     planned = launch.plan(sweep_file(grid={"seed": list(range(9))}), [])
-    need, why = space.needed(planned.sweep, planned.cells, 2)
-    assert need == max(space.LEAST, 2 * 4 * 12 * count + 9 * 4 * count)
+    need, why = checks.needed(planned.sweep, planned.cells, 2)
+    assert need == max(checks.LEAST, 2 * 4 * 12 * count + 9 * 4 * count)
     assert "2 runs at a time" in why and "9 models" in why
 
 
-def test_packages_are_those_of_pyproject():
-    text = (PROJECT / "pyproject.toml").read_text(encoding="utf-8")
-    lists = {}
-    for name in ("dependencies", "train", "eval"):
-        body = text.split(f"\n{name} = [", 1)[1].split("]", 1)[0]
-        lists[name] = {part.strip().strip('"') for part in body.split(",") if part.strip()}
-    assert set(TRAIN) == lists["dependencies"] | lists["train"]
-    assert set(SCORE) == lists["eval"]
+def test_packages_are_those_of_the_project_and_its_extras(monkeypatch):
+    listed = ["torch>=2.4", "datasets>=3; extra == 'train'", "datasets>=3; extra == 'eval'"]
+    listed += ["scipy>=1.10; extra == 'eval'", "pytest; extra == 'dev'"]
+    monkeypatch.setattr(packages, "requires", {packages.PROJECT: listed}.get)
+    assert requirements("train") == ["torch>=2.4", "datasets>=3"]
+    assert requirements("train", "eval") == ["torch>=2.4", "datasets>=3", "scipy>=1.10"]
+
+
+def test_a_project_that_is_not_installed_is_named_with_the_command(monkeypatch):
+    monkeypatch.setattr(packages, "PROJECT", "calibrated-absent")
+    with pytest.raises(SweepError, match=r"is not installed: .* -m pip install --editable '\.\[t"):
+        requirements("train")
 
 
 def test_missing_and_old_packages_are_named_with_the_command():
-    assert packages.problems(TRAIN) == []
+    assert packages.problems(ALL) == []
     old, absent = packages.problems(["torch>=99", "no-such-package>=1", "pyyaml"])
     assert "package torch: found 2." in old and "expected >=99" in old
     assert (
@@ -226,9 +242,9 @@ def test_missing_and_old_packages_are_named_with_the_command():
 def test_the_jobs_own_python_is_asked(tmp_path):
     (wrong,) = packages.problems(["torch>=99"], sys.executable)
     assert "package torch: found 2." in wrong
-    (gone,) = packages.problems(TRAIN, str(tmp_path / "python"))
+    (gone,) = packages.problems(ALL, str(tmp_path / "python"))
     assert "cluster.python" in gone and "does not start" in gone
-    assert packages.problems(TRAIN, "$SLURM_TMPDIR/env/bin/python") == []
+    assert packages.problems(ALL, "$SLURM_TMPDIR/env/bin/python") == []
 
 
 def wheel(folder: Path, name: str, version: str) -> None:
@@ -282,15 +298,13 @@ def test_wheels_are_fetched_by_the_python_of_the_modules(tmp_path, monkeypatch):
     packages.fetch_wheels(["thing"], tmp_path / "wheels", ["StdEnv/2023", "python/3.11"])
     assert loaded.read_text() == "load StdEnv/2023 python/3.11\n"
     assert packages.missing_wheels(["thing"], tmp_path / "wheels") == []
-    from sweeps.errors import SweepError
-
     with pytest.raises(SweepError, match="nowhere"):
         packages.fetch_wheels(["nowhere"], tmp_path / "wheels", ())
 
 
 def test_prefetch_serves_the_profiles_wheels_and_preflight_names_them(profiled, tmp_path):
     """What the shipped alliance profile installs is what prefetch downloads."""
-    for text in dict.fromkeys((*TRAIN, "thing")):
+    for text in dict.fromkeys((*ALL, "thing")):
         wheel(tmp_path / "index", text.split(">")[0], "99.0")
     env = say(tmp_path / "bin", **SLURM) | {
         "SCRATCH": str(tmp_path), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path / "index"),
@@ -298,15 +312,15 @@ def test_prefetch_serves_the_profiles_wheels_and_preflight_names_them(profiled, 
     }  # fmt: skip
     path = profiled(wheels="$SCRATCH/wheels", pass_environment=["SCRATCH"], packages=["thing"])
     said = preflight(path, env=env)
-    assert said.count("not fetched: wheels of torch>=2.4, ") == 1 and ", thing → " in said
+    assert said.count(f"not fetched: wheels of {ALL[0]}, ") == 1 and ", thing → " in said
     assert f"where there is internet: bash slurm/prefetch.sh --config {path}" in said
     fetched = command("prefetch", path, env=env)
     assert fetched.returncode == 0, fetched.stderr
     assert "nothing is missing" in preflight(path, env=env)
     lines = (tmp_path / "wheels" / "requirements.txt").read_text().split()
-    assert lines == sorted((*TRAIN, "thing"))
-    (tmp_path / "wheels" / "torch-99.0-py3-none-any.whl").unlink()
-    assert "not fetched: wheels of torch>=2.4 → " in preflight(path, env=env)
+    assert lines == sorted((*ALL, "thing"))
+    (tmp_path / "wheels" / "requirements.txt").write_text("\n".join(lines[:-1]))
+    assert f"not fetched: wheels of {lines[-1]} → " in preflight(path, env=env)
 
 
 def test_the_fix_names_this_very_sweep(sweep_file, tmp_path):
@@ -388,20 +402,13 @@ def test_deepspeed_is_a_package_of_runs_that_ask_for_it(sweep_file, tmp_path):
     assert backend.packages(keys, World(deepspeed="x.json")) == ["deepspeed", "tensorboard"]
 
 
-def test_open_instruct_is_fetched_with_its_data_sets_and_models(tmp_path, monkeypatch):
+def test_open_instructs_data_sets_and_models_are_fetched(tmp_path, monkeypatch):
     from sweeps import assets, launch
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     planned = launch.plan(PROJECT / "configs/train/tulu3.yaml", [])
-
-    def names() -> list[str]:
-        wanted = assets.of_sweep(planned.sweep, planned.cells, Cluster())
-        return [asset.name for asset in wanted if asset.used and not asset.here()]
-
-    monkeypatch.delenv("OPEN_INSTRUCT_DIR", raising=False)
-    assert "data set allenai/tulu-3-sft-mixture" in names() and "open-instruct" in names()
-    assert sum(name.startswith("model ") for name in names()) == 6
-    assert sum(name.startswith("archive ") for name in names()) == 1
-    monkeypatch.setenv("OPEN_INSTRUCT_DIR", str(tmp_path))
-    assert "open-instruct" not in names()
+    wanted = assets.of_sweep(planned.sweep, planned.cells, Cluster())
+    names = [asset.name for asset in wanted if asset.used and not asset.here()]
+    assert "data set allenai/tulu-3-sft-mixture" in names
+    assert sum(name.startswith("model ") for name in names) == 6
+    assert sum(name.startswith("archive ") for name in names) == 1

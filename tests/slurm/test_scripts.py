@@ -12,9 +12,9 @@ import pytest
 
 from sweeps.cluster import Cluster, load_cluster
 from sweeps.config import Sweep, World, read_yaml
-from sweeps.errors import SweepError
 from sweeps.executors import scripts
 from sweeps.executors.scripts import Places
+from sweeps.files import SweepError
 
 PROJECT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).with_name("golden")

@@ -4,7 +4,7 @@ import difflib
 from importlib import import_module
 
 from sweeps.backends.base import Backend
-from sweeps.errors import SweepError
+from sweeps.files import SweepError
 
 # name in a sweep file → module; imported only when a sweep asks for it
 REGISTRY = {

@@ -8,7 +8,6 @@ from pydantic import Field
 from sweeps.config import Strict, World
 
 if TYPE_CHECKING:
-    from sweeps.assets import Asset
     from sweeps.rundir import RunDir
 
 
@@ -23,17 +22,13 @@ class TrainKeys(Strict):
 
 @dataclass(frozen=True)
 class Program:
-    """A training program: a Python module or script with its arguments, started in `folder`.
-
-    `accelerate` asks for `accelerate launch` also where one plain process would do.
-    """
+    """A training program: a Python module or script with its arguments, started in `folder`."""
 
     arguments: tuple[str, ...]
     module: str | None = None
     script: str | None = None
     folder: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
-    accelerate: bool = False
 
 
 class Backend(Protocol):
@@ -48,9 +43,6 @@ class Backend(Protocol):
 
     def packages(self, train: TrainKeys, world: World) -> list[str]:
         """Requirements beyond those of every run (sweeps.packages), as pip writes them."""
-
-    def assets(self, trains: list[TrainKeys]) -> "list[Asset]":
-        """What can be fetched for these runs beside the models that they name."""
 
     def missing(self, train: TrainKeys, world: World) -> list[str]:
         """What else would keep a run from starting, `key: value: reason` each; empty when ready."""

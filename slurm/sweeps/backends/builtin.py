@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from sweeps.assets import Asset, on_hub
+from sweeps.assets import on_hub
 from sweeps.backends.base import Program, TrainKeys
 from sweeps.config import World
-from sweeps.errors import SweepError
+from sweeps.files import SweepError
 from sweeps.rundir import RunDir
 from sweeps.trainer.chat import read_messages
 
@@ -73,9 +73,6 @@ class Builtin:
     def packages(self, train: BuiltinKeys, world: World) -> list[str]:
         wanted = ["deepspeed"] if world.deepspeed else []
         return wanted + ([train.report_to] if train.with_tracking else [])
-
-    def assets(self, trains: list[BuiltinKeys]) -> list[Asset]:
-        return []
 
     def missing(self, train: BuiltinKeys, world: World) -> list[str]:
         problems = model_problems("train.model_name_or_path", train.model_name_or_path)

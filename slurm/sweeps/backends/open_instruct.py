@@ -3,19 +3,17 @@
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Literal
 
 import yaml
 
-from sweeps.assets import Asset, hub_dataset, on_hub
+from sweeps.assets import dataset_names, on_hub
 from sweeps.backends.base import Program
 from sweeps.backends.builtin import BuiltinKeys, model_problems, train_file_problems, versions
 from sweeps.config import Seq, World
-from sweeps.errors import SweepError
-from sweeps.files import write_text
+from sweeps.files import SweepError, write_text
 from sweeps.rundir import RunDir
 
 VARIABLE = "OPEN_INSTRUCT_DIR"
@@ -48,21 +46,13 @@ class OpenInstructKeys(BuiltinKeys):
 
 
 class OpenInstruct:
-    """See sweeps.backends.base.Backend. The checkout is the folder that OPEN_INSTRUCT_DIR names,
-    or one that this backend fetches into its own cache."""
+    """See sweeps.backends.base.Backend; the checkout is the one OPEN_INSTRUCT_DIR names."""
 
     name = "open-instruct"
     Train = OpenInstructKeys
 
     def packages(self, train: OpenInstructKeys, world: World) -> list[str]:
         return [*PACKAGES, *(["flash-attn"] if train.use_flash_attn else [])]
-
-    def assets(self, trains: list[OpenInstructKeys]) -> list[Asset]:
-        found = {name: hub_dataset(name) for train in trains for name in hub_datasets(train)}
-        if VARIABLE not in os.environ:
-            place = str(checkout())
-            found[place] = Asset("open-instruct", place, checkout().exists, fetch_or_raise)
-        return list(found.values())
 
     def missing(self, train: OpenInstructKeys, world: World) -> list[str]:
         problems = checkout_problems()
@@ -92,7 +82,6 @@ class OpenInstruct:
             arguments=(str(arguments),),
             folder=str(folder),
             environment={"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-            accelerate=True,
         )
 
     def metrics(self, line: str) -> dict | None:
@@ -102,17 +91,9 @@ class OpenInstruct:
         row = json.loads(text)
         names = {"train_loss": "loss", "total_tokens": "tokens"}
         names["tokens_per_s"] = "tokens_per_second"
-        kept = (
-            "step",
-            "steps",
-            "train_loss",
-            "learning_rate",
-            "grad_norm",
-            "grad_norm_max",
-            "clipped",
-        )
-        kept += ("kept_pairs", "dropped_mass", "total_tokens", "tokens_per_s")
-        return {names.get(key, key): row[key] for key in kept if key in row}
+        kept = "step steps train_loss learning_rate grad_norm grad_norm_max clipped kept_pairs "
+        kept += "dropped_mass total_tokens tokens_per_s"
+        return {names.get(key, key): row[key] for key in kept.split() if key in row}
 
     def finish(self, run: RunDir) -> bool:
         if (run.checkpoints / TRAINED).is_file():
@@ -124,11 +105,13 @@ class OpenInstruct:
 
 
 def checkout() -> Path:
-    """The open-instruct checkout that trains: the user's, or else this project's own."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(
-        os.environ.get(VARIABLE) or cache / "calibrated-tuning" / "open-instruct"
-    ).absolute()
+    """The user's open-instruct checkout; raises SweepError saying how to make one."""
+    if VARIABLE not in os.environ:
+        raise SweepError(
+            f"{VARIABLE} is not set: git clone {upstream('repository')} DIR && git -C DIR checkout "
+            f"{upstream('commit')} && {PATCHES / 'apply.sh'} DIR; then export {VARIABLE}=DIR"
+        )
+    return Path(os.environ[VARIABLE]).absolute()
 
 
 def upstream(key: str) -> str:
@@ -138,57 +121,14 @@ def upstream(key: str) -> str:
 
 
 def checkout_problems() -> list[str]:
-    """What keeps the checkout from training; fetches and patches this project's own if absent."""
-    folder = checkout()
-    if VARIABLE not in os.environ and not folder.exists():
-        error = fetch(folder)
-        if error:
-            apply = PATCHES / "apply.sh"
-            return [
-                f"no open-instruct checkout, and it cannot be fetched here ({error}); on a machine "
-                f"with internet: git clone {upstream('repository')} DIR && git -C DIR checkout "
-                f"{upstream('commit')} && {apply} DIR; then export {VARIABLE}=DIR"
-            ]
-    check = subprocess.run(
-        [PATCHES / "apply.sh", folder, "--check"], capture_output=True, text=True, check=False
-    )
-    said = (check.stderr or check.stdout).strip().removeprefix("error: ")
-    named = f"{VARIABLE}: " if VARIABLE in os.environ else ""
-    return [] if check.returncode == 0 else [named + said]
-
-
-def fetch(folder: Path) -> str | None:
-    """Fetch the one commit into `folder` and patch it; returns why not, or None."""
-    part = folder.with_name(f"{folder.name}.{os.getpid()}.part")
-    git = ["git", "-c", "http.lowSpeedLimit=1000", "-c", "http.lowSpeedTime=20", "-C", str(part)]
-    steps = (
-        [*git, "init", "--quiet"],
-        [*git, "fetch", "--quiet", "--depth=1", upstream("repository"), upstream("commit")],
-        [*git, "checkout", "--quiet", "--detach", "FETCH_HEAD"],
-        [str(PATCHES / "apply.sh"), str(part)],
-    )
-    variables = os.environ | {"GIT_TERMINAL_PROMPT": "0"}
+    """What keeps the checkout from training."""
     try:
-        part.mkdir(parents=True)
-        for step in steps:
-            subprocess.run(
-                step, check=True, capture_output=True, text=True, timeout=300, env=variables
-            )
-        part.rename(folder)
-    except subprocess.CalledProcessError as error:
-        return (error.stderr.strip().splitlines() or ["no message"])[-1]
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    return None
-
-
-def fetch_or_raise() -> None:
-    """`fetch`, for prefetch."""
-    error = fetch(checkout())
-    if error:
-        raise SweepError(error)
+        command = [PATCHES / "apply.sh", checkout(), "--check"]
+    except SweepError as error:
+        return [str(error)]
+    check = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = (check.stderr or check.stdout).strip().removeprefix("error: ")
+    return [] if check.returncode == 0 else [f"{VARIABLE}: {said}"]
 
 
 def data_problems(train: OpenInstructKeys) -> list[str]:
@@ -207,21 +147,9 @@ def data_problems(train: OpenInstructKeys) -> list[str]:
         return train_file_problems(Path(train.train_file))
     return [
         f"train.{given[0]}: {name}: no such file or folder"
-        for name in dataset_names(train)
+        for name in dataset_names(train.model_dump())
         if not Path(name).exists() and not on_hub(name)
     ]
-
-
-def dataset_names(train: OpenInstructKeys) -> list[str]:
-    """The data sets of a run, hub names or paths."""
-    if train.dataset_name:
-        return [train.dataset_name]
-    return list((train.dataset_mixer_list or ())[::2])
-
-
-def hub_datasets(train: OpenInstructKeys) -> list[str]:
-    """Those of them that are the hub's."""
-    return [name for name in dataset_names(train) if on_hub(name)]
 
 
 def clipping_problems(train: OpenInstructKeys, world: World) -> list[str]:

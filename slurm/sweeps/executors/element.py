@@ -14,11 +14,11 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sweeps import rendezvous, score
-from sweeps.errors import SweepError
+from sweeps import score
+from sweeps.files import SweepError
 from sweeps.plan import plan
 from sweeps.rundir import RunDir
-from sweeps.supervise import Outcome, train
+from sweeps.supervise import Outcome, machine, train
 
 if TYPE_CHECKING:
     from submitit.helpers import DelayedSubmission
@@ -97,7 +97,7 @@ class Element:
             if outcome is Outcome.FAILED:
                 error = RunDir(cells[name].folder).manifest().get("error")
                 print(f"error: {name}: {error}", file=sys.stderr, flush=True)
-            apart = sweep.score is None or sweep.score.separate or rendezvous.machine() > 0
+            apart = sweep.score is None or sweep.score.separate or machine() > 0
             if outcome is not Outcome.DONE or apart:
                 return outcome
             if self._leaving:

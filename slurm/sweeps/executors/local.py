@@ -10,9 +10,7 @@ more, also one on another machine that shares the folder.
 import contextlib
 import math
 import os
-import shutil
 import signal
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -26,11 +24,10 @@ from sweeps import score, supervise
 from sweeps.backends.base import Program
 from sweeps.children import Child, Start, start_cold, start_warm
 from sweeps.config import Sweep
-from sweeps.errors import SweepError
 from sweeps.executors.slurm import submitted
-from sweeps.files import make_folder
-from sweeps.grid import Cell, sweep_folder
-from sweeps.locks import held
+from sweeps.files import SweepError, held, make_folder
+from sweeps.plan import Cell, sweep_folder
+from sweeps.provenance import output
 from sweeps.rundir import RunDir
 from sweeps.supervise import Outcome
 
@@ -151,11 +148,10 @@ class Stopping:
 def gpus() -> list[str]:
     """The GPUs that a launch may use, as CUDA_VISIBLE_DEVICES names them; none on a CPU machine."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None and shutil.which("nvidia-smi"):
-        command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-        done = subprocess.run(command, text=True, capture_output=True, check=False)
-        visible = ",".join(done.stdout.split()) if done.returncode == 0 else None
-    names = (name.strip() for name in (visible or "").split(","))
+    if visible is None:
+        listed = output("nvidia-smi", "--query-gpu=index", "--format=csv,noheader") or ""
+        visible = ",".join(listed.split())
+    names = (name.strip() for name in visible.split(","))
     return [name for name in names if name not in ("", "-1")]
 
 

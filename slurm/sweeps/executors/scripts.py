@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sweeps.cluster import Cluster, mebibytes, seconds
 from sweeps.config import Sweep
-from sweeps.errors import SweepError
+from sweeps.files import SweepError
 from sweeps.provenance import PROJECT
 
 # What a job may see of the submitting shell, apart from the profile's pass_environment.
@@ -24,15 +24,6 @@ class Places:
 
     project: Path  # where relative paths of the sweep file start
     jobs: Path  # this submission's folder: sweep.yaml, lists, and submitit's scripts and outputs
-
-    @property
-    def tag(self) -> str:
-        return self.jobs.name
-
-
-def job_name(sweep: Sweep, stage: str, places: Places) -> str:
-    """Unique to this submission, so that squeue alone tells which runs are queued."""
-    return f"{sweep.name}.{stage}.{places.tag}"
 
 
 def limit(cluster: Cluster, what: str) -> int:
@@ -53,18 +44,16 @@ def parameters(
     memory = cluster.memory_per_node
     if memory and what == "collect":
         memory = min(memory, COLLECT_MEMORY, key=mebibytes)
-    more = {
-        # A list, not ALL: the submitting shell's tokens must not travel.
-        "export": ",".join([*EXPORTED, *cluster.pass_environment]),
-        "requeue": True,
-    }
+    # A list, not ALL: the submitting shell's tokens must not travel.
+    more = {"export": ",".join([*EXPORTED, *cluster.pass_environment]), "requeue": True}
     if dependency:  # a job that waits for what can never be must not wait for ever
         more |= {"dependency": dependency, "kill-on-invalid-dep": "yes"}
     for option in cluster.extra:
         key, _, value = option.removeprefix("--").partition("=")
         more[key] = value or True
     found = {
-        "job_name": job_name(sweep, stage, places),
+        # Unique to this submission, so that squeue alone tells which runs are queued.
+        "job_name": f"{sweep.name}.{stage}.{places.jobs.name}",
         "account": cluster.account,
         "partition": cluster.partition,
         "qos": cluster.qos,
@@ -117,9 +106,8 @@ def text(
 
     command = f"{_python(cluster)} -u -m submitit.core._submit {shlex.quote(str(places.jobs))}"
     asked = parameters(sweep, cluster, places, what, stage, **more)
-    return _make_sbatch_string(
-        command, places.jobs, map_count=count if count > 1 else None, **asked
-    )
+    array = count if count > 1 else None
+    return _make_sbatch_string(command, places.jobs, map_count=array, **asked)
 
 
 def environment(cluster: Cluster) -> dict[str, str]:

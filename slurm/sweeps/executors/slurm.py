@@ -15,13 +15,12 @@ from filelock import Timeout
 from sweeps import score
 from sweeps.cluster import Cluster, load_cluster
 from sweeps.config import Sweep, dump_yaml, read_yaml
-from sweeps.errors import SweepError
 from sweeps.executors import element as inside
 from sweeps.executors import scripts
 from sweeps.executors.scripts import Places
-from sweeps.files import make_folder, write_text
-from sweeps.grid import Cell, sweep_folder
-from sweeps.locks import lease, unlockable
+from sweeps.files import SweepError, last_error, lease, make_folder, unlockable, write_text
+from sweeps.plan import Cell, sweep_folder
+from sweeps.provenance import output
 from sweeps.rundir import RunDir
 
 FINISHED = {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL"}
@@ -34,7 +33,13 @@ class Element:
     job: str  # as squeue prints it: 12_3
     state: str
     reason: str
+    name: str = ""  # of the job: sweep.stage.submission
     folder: Path | None = None  # of its submission
+
+    @property
+    def number(self) -> int:
+        """Its place in the array; one element is no array."""
+        return int(self.job.partition("_")[2] or 0)
 
 
 @dataclass(frozen=True)
@@ -73,58 +78,53 @@ def submitted(sweep: Sweep) -> bool:
     return any(jobs_root(sweep).glob("*"))
 
 
-def queue() -> dict[str, dict[int | None, Element]]:
-    """This user's jobs by name and array index; raises SweepError if squeue does not answer."""
-    done = subprocess.run(
-        ["squeue", "--noheader", "--array", "--me", "--format=%F|%K|%T|%j|%r"],
-        text=True,
-        capture_output=True,
-        check=False,
-    )
+def queue() -> list[Element]:
+    """This user's jobs; raises SweepError if squeue does not answer."""
+    command = ["squeue", "--noheader", "--array", "--me", "--format=%F|%K|%T|%j|%r"]
+    done = subprocess.run(command, text=True, capture_output=True, check=False)
     if done.returncode != 0:
         raise SweepError(f"squeue does not answer: {done.stderr.strip()}; try again in a minute")
-    found: dict[str, dict[int | None, Element]] = {}
+    found = []
     for line in done.stdout.splitlines():
         job, index, state, name, reason = line.split("|", 4)
-        number = int(index) if index.isdigit() else None
-        label = f"{job}_{index}" if number is not None else job
         if state not in FINISHED:
-            found.setdefault(name, {})[number] = Element(label, state, reason)
+            label = f"{job}_{index}" if index.isdigit() else job
+            found.append(Element(label, state, reason, name))
     return found
 
 
 def active(sweep: Sweep) -> dict[tuple[str, str], Element]:
     """(stage, run or subject) → its queued or running element, over every sweep in output_root."""
     found = {}
-    for name, elements in queue().items():
-        sweep_name, _, rest = name.rpartition(".")[0].rpartition(".")
-        stage, tag = rest, name.rpartition(".")[2]
-        folder = Path(sweep.output_root) / "sweeps" / sweep_name / "jobs" / tag
-        listing = folder / f"{stage}.txt"
-        if not listing.is_file():
-            continue
-        lines = listing.read_text(encoding="utf-8").splitlines()
-        for index, element in elements.items():  # one element is no array
-            if (index or 0) < len(lines):
-                kind = "train" if stage.startswith("train") else "score"
-                found[kind, lines[index or 0]] = replace(element, folder=folder)
+    for element in queue():
+        rest, _, tag = element.name.rpartition(".")
+        name, _, stage = rest.rpartition(".")
+        folder = sweep_folder(sweep).parent / name / "jobs" / tag
+        names = _names(folder, stage)
+        if element.number < len(names):
+            found[_kind(stage), names[element.number]] = replace(element, folder=folder)
     return found
+
+
+def _names(folder: Path, stage: str) -> list[str]:
+    """What the elements of a submission's array work on."""
+    listing = folder / f"{stage}.txt"
+    return listing.read_text(encoding="utf-8").splitlines() if listing.is_file() else []
+
+
+def _kind(stage: str) -> str:
+    return "train" if stage.startswith("train") else "score"
 
 
 def past(sweep: Sweep) -> dict[tuple[str, str], Past]:
     """(stage, run or subject) → the last element of this sweep that was submitted for it."""
     found = {}
-    folders = sorted(jobs_root(sweep).glob("*/"), key=lambda path: path.stat().st_mtime_ns)
-    for folder in folders:
-        for known in folder.glob("*.id"):
-            stage, job = known.stem, known.read_text(encoding="utf-8").strip()
-            listing = folder / f"{stage}.txt"
-            lines = listing.read_text(encoding="utf-8").splitlines() if listing.exists() else [""]
-            for index, line in enumerate(lines):
-                label = f"{job}_{index}" if len(lines) > 1 else job
-                output = folder / f"{label}_0_log.out"
-                kind = "train" if stage.startswith("train") else "score" if line else stage
-                found[kind, line] = Past(label, output if output.exists() else None)
+    for known in sorted(jobs_root(sweep).glob("*/*.id"), key=lambda path: path.stat().st_mtime_ns):
+        job, names = known.read_text(encoding="utf-8").strip(), _names(known.parent, known.stem)
+        for number, name in enumerate(names):
+            label = f"{job}_{number}" if len(names) > 1 else job
+            printed = known.parent / f"{label}_0_log.out"
+            found[_kind(known.stem), name] = Past(label, printed if printed.exists() else None)
     return found
 
 
@@ -134,28 +134,18 @@ def ends(labels: list[str]) -> dict[str, str]:
     Asked of sacct where there is accounting, of the controller, which soon forgets, elsewhere.
     """
     jobs = sorted({label.partition("_")[0] for label in labels})
-    if not jobs:
-        return {}
+    asked = ("sacct", "-nPX", "-o", "JobID,State,ExitCode", "-j", ",".join(jobs))
     found = {}
-    for line in _lines("sacct", "-nPX", "-o", "JobID,State,ExitCode", "-j", ",".join(jobs)):
+    for line in (output(*asked) or "").splitlines() if jobs else ():
         label, state, code = line.split("|")
         found[label] = f"{state}, exit {code}"
-    for job in jobs:
-        if any(label.partition("_")[0] == job and label not in found for label in labels):
-            for line in _lines("scontrol", "show", "job", "--oneliner", job):
-                keys = dict(word.split("=", 1) for word in line.split() if "=" in word)
-                index = keys.get("ArrayTaskId", "")
-                label = f"{keys.get('ArrayJobId')}_{index}" if index.isdigit() else keys["JobId"]
-                found[label] = f"{keys['JobState']}, exit {keys['ExitCode']}"
+    for job in sorted({label.partition("_")[0] for label in labels if label not in found}):
+        for line in (output("scontrol", "show", "job", "--oneliner", job) or "").splitlines():
+            keys = dict(word.split("=", 1) for word in line.split() if "=" in word)
+            index = keys.get("ArrayTaskId", "")
+            label = f"{keys.get('ArrayJobId')}_{index}" if index.isdigit() else keys["JobId"]
+            found[label] = f"{keys['JobState']}, exit {keys['ExitCode']}"
     return {label: found[label] for label in labels if label in found}
-
-
-def _lines(*command: str) -> list[str]:
-    """What a command of Slurm prints, nothing if it has no answer."""
-    if shutil.which(command[0]) is None:
-        return []
-    done = subprocess.run(command, text=True, capture_output=True, check=False)
-    return done.stdout.splitlines() if done.returncode == 0 else []
 
 
 def design(
@@ -180,9 +170,10 @@ def design(
     jobs: list[Job] = []
 
     def add(stage: str, what: str, names: list[str]) -> None:
-        for part, chunk in enumerate(_chunks(names, limit)):
+        for part, first in enumerate(range(0, len(names), limit)):
+            chunk = tuple(names[first : first + limit])
             after = tuple(f"afterany:{training[n].job}" for n in chunk if n in training)
-            jobs.append(Job(f"{stage}-{part}", what, tuple(chunk), after))
+            jobs.append(Job(f"{stage}-{part}", what, chunk, after))
 
     done = {cell.config.name for cell in cells if RunDir(cell.folder).done}
     todo = [n for c in cells if (n := c.config.name) not in done and n not in training]
@@ -218,10 +209,6 @@ def _scores_itself(element: Element, sweep: Sweep) -> bool:
     return not sweep.score.separate and queued == sweep.model_dump(mode="json")["score"]
 
 
-def _chunks(items: list, size: int) -> list[list]:
-    return [items[i : i + size] for i in range(0, len(items), size)]
-
-
 def dry_run(sweep: Sweep, cells: list[Cell]) -> str:
     """What submitit would hand to sbatch, in order; needs no Slurm."""
     cluster = load_cluster(sweep.cluster)
@@ -229,8 +216,7 @@ def dry_run(sweep: Sweep, cells: list[Cell]) -> str:
     ids = {job.stage: job.stage.replace("-", "_").upper() for job in jobs}
     parts = []
     for job in jobs:
-        waits = job.dependency(ids)
-        count = max(1, len(job.names))
+        count, waits = max(1, len(job.names)), job.dependency(ids)
         script = scripts.text(sweep, cluster, places, job.what, job.stage, count, dependency=waits)
         parts.append(f"### {job.stage}, whose job is called {ids[job.stage]} here\n{script}")
         parts += [f"# element {number}: {name}\n" for number, name in enumerate(job.names)]
@@ -249,26 +235,26 @@ def submit(
             raise SweepError(
                 f"{tool} is not on the PATH: run this on a login node, or --executor local"
             )
-    root = Path(sweep.output_root)
-    make_folder(root)
+    lock = Path(sweep.output_root) / "submit.lock"
+    make_folder(lock.parent)
     try:
-        with lease(root / "submit.lock", timeout=60):
+        with lease(lock, timeout=60):
             return _submit(sweep, cells, train, ready)
     except Timeout:
         raise SweepError(
-            f"{root / 'submit.lock'}: another submission holds this lock for a minute already; "
+            f"{lock}: another submission holds this lock for a minute already; "
             "wait for it, or type the same command again"
         ) from None
     except OSError as error:
-        raise unlockable(root / "submit.lock", error) from error
+        raise unlockable(lock, error) from error
 
 
 def _submit(sweep: Sweep, cells: list[Cell], train: bool, ready: bool) -> dict[str, str]:
-    tag, mine = secrets.token_hex(3), f"{sweep.name}.collect."
-    collecting = any(name.startswith(mine) for name in queue())
+    collecting = any(element.name.startswith(f"{sweep.name}.collect.") for element in queue())
     places, jobs = design(
-        sweep, cells, active(sweep), tag, train=train, ready=ready, collecting=collecting
-    )
+        sweep, cells, active(sweep), secrets.token_hex(3),
+        train=train, ready=ready, collecting=collecting,
+    )  # fmt: skip
     if not jobs:
         return {}
     make_folder(places.jobs)
@@ -290,16 +276,14 @@ def _sbatch(sweep: Sweep, cluster: Cluster, places: Places, job: Job, ids: dict[
 
     waits = job.dependency(ids)
     executor = scripts.executor(sweep, cluster, places, job.what, job.stage, dependency=waits)
-    work = inside.Element(
-        str(places.jobs / "sweep.yaml"), job.what, scripts.limit(cluster, job.what)
-    )
+    file = str(places.jobs / "sweep.yaml")
+    work = inside.Element(file, job.what, scripts.limit(cluster, job.what))
     try:
         return executor.map_array(work, job.names or [""])[0].job_id.partition("_")[0]
     except FailedJobError as error:
-        reason = str(error).strip().splitlines()[-1]
         raise SweepError(
-            f"{places.jobs}: sbatch refused {job.stage}: {reason}; queued so far: {ids or 'none'}; "
-            "`cancel` takes them back, the same command queues the rest"
+            f"{places.jobs}: sbatch refused {job.stage}: {last_error(str(error))}; queued "
+            f"so far: {ids or 'none'}; `cancel` takes them back, the same command queues the rest"
         ) from None
 
 
@@ -312,15 +296,14 @@ def cancel(sweep: Sweep) -> list[str]:
             f"{jobs_root(sweep)}: this sweep was submitted to Slurm, and squeue or scancel is not "
             "on the PATH: cancel its jobs on a login node"
         )
-    names, ids = {folder.name for folder in jobs_root(sweep).glob("*")}, set()
-    for name, elements in queue().items():
-        sweep_name = name.rpartition(".")[0].rpartition(".")[0]
-        if sweep_name == sweep.name and name.rpartition(".")[2] in names:
-            ids |= {element.job.partition("_")[0] for element in elements.values()}
+    ids = set()
+    for element in queue():
+        name, _, tag = element.name.rpartition(".")
+        if name.rpartition(".")[0] == sweep.name and (jobs_root(sweep) / tag).is_dir():
+            ids.add(element.job.partition("_")[0])
     if ids:
-        done = subprocess.run(
-            ["scancel", "--full", *sorted(ids)], text=True, capture_output=True, check=False
-        )
+        command = ["scancel", "--full", *sorted(ids)]
+        done = subprocess.run(command, text=True, capture_output=True, check=False)
         if done.returncode != 0:
             raise SweepError(f"scancel: {done.stderr.strip()}")
     return sorted(ids)

@@ -4,7 +4,7 @@ import contextlib
 import sys
 from pathlib import Path
 
-from sweeps.errors import DISK_ERRORS, SweepError, disk_error
+from sweeps.files import DISK_ERRORS, SweepError, disk_error
 from sweeps.rundir import RunDir
 
 

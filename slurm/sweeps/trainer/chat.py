@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from sweeps.errors import SweepError
+from sweeps.files import SweepError
 
 EXPECTED = (
     'expected {"messages": [{"role": …, "content": …}, …]} or '

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch
 
-from sweeps.errors import SweepError
-from sweeps.files import fsync_folder, read_json, write_json
+from sweeps.files import SweepError, fsync_folder, read_json, write_json
 from sweeps.rundir import RunDir
 
 BLOCK = 1 << 24

@@ -22,9 +22,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sweeps.errors import SweepError
-from sweeps.files import fsync_folder, make_folder, read_json, sha256, write_json
-from sweeps.locks import lease, unlockable
+from sweeps.files import (
+    SweepError,
+    fsync_folder,
+    lease,
+    make_folder,
+    read_json,
+    sha256,
+    unlockable,
+    write_json,
+)
 from sweeps.trainer.chat import TEMPLATES, read_messages
 
 IGNORE = -100

@@ -31,10 +31,8 @@ from transformers.utils import logging as transformers_logging
 from smoothce import explain, patch_model
 from sweeps.backends.builtin import BuiltinKeys
 from sweeps.config import World
-from sweeps.errors import SweepError
-from sweeps.files import fsync_folder, read_rows, write_text
-from sweeps.grid import RunConfig
-from sweeps.rundir import RunDir
+from sweeps.files import SweepError, fsync_folder, read_rows, write_text
+from sweeps.rundir import RunConfig, RunDir
 from sweeps.trainer import attention, checkpoint
 from sweeps.trainer.data import Examples, cached_examples, lacks_bos, set_template
 from sweeps.trainer.flops import model_flops, peak

@@ -11,9 +11,8 @@ from calibeval.io import InputError
 from calibeval.report.figures import AMONG
 from calibeval.report.index import Results, Row, read
 from calibeval.report.tables import Column, difference, told_apart
-from sweeps.demo.posthoc import BETAS, FITS, calibrate
-from sweeps.errors import SweepError
-from sweeps.files import make_folder, read_rows, write_text
+from demo.posthoc import BETAS, FITS, calibrate
+from sweeps.files import SweepError, make_folder, read_rows, write_text
 
 # AUROC and the size of prediction sets beside ECE: a model equally unsure of all is no use.
 COLUMNS = "accuracy,ece,auroc,set_size,ece@vocabulary"

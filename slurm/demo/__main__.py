@@ -1,4 +1,4 @@
-"""From nothing to a calibration table: `python -m sweeps.demo` (what `make demo` runs).
+"""From nothing to a calibration table: `python -m demo` (what `make demo` runs).
 
 world → base model → `sweeps launch configs/sweeps/demo.yaml` → runs/demo/report/
 
@@ -12,11 +12,10 @@ import sys
 import time
 from pathlib import Path
 
-from sweeps.demo import files, world
-from sweeps.demo.pretrain import pretrain
-from sweeps.demo.report import report
-from sweeps.errors import SweepError
-from sweeps.files import make_folder, write_text
+from demo import files, world
+from demo.pretrain import pretrain
+from demo.report import report
+from sweeps.files import SweepError, make_folder, write_text
 
 SWEEP = Path("configs/sweeps/demo.yaml")
 ROOT = Path("runs/demo")

@@ -9,8 +9,7 @@ from tqdm import tqdm
 
 from sweeps.backends.base import Program
 from sweeps.children import start_warm
-from sweeps.errors import SweepError
-from sweeps.files import make_folder
+from sweeps.files import SweepError, make_folder
 
 BETAS = (0.0, 0.1)
 FITS = {"temperature": ["fit-temperature"], "ats": ["fit-ats"]}

@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from sweeps.demo import tokenizer
+from demo import tokenizer
 from sweeps.files import make_folder, write_text
 
 CONTEXT, BATCH, SAVE = 136, 16, 250
