@@ -82,7 +82,7 @@ def used_tokens(tokenizer, sweep: Sweep, cells: list[Cell]) -> Counter[int]:
         subjects, shots, scoring = questions.read(task)
         style = score.Style(shots, scoring=scoring)
         for item in score.fit_prompts(subjects, style, tokenizer, None):
-            for tokens in (item.tokens, *item.plan.branches):
+            for tokens in (item.tokens, *item.branches):
                 found.update(tokens)
     return found
 
