@@ -77,7 +77,7 @@ def pieces(folder: Path, path: Path, tiny: Path) -> list[list[str]]:
         subjects, shots, scoring = questions.read(task)
         style = score.Style(shots, scoring=scoring)
         for item in score.fit_prompts(subjects, style, tokenizer, None):
-            rows += [item.tokens, *item.plan.branches]
+            rows += [item.tokens, *item.branches]
     set_template(tokenizer, "tulu")
     rows.insert(0, load_examples(tiny / "chat.jsonl", tokenizer, None).tokens.tolist())
     return [tokenizer.convert_ids_to_tokens(list(row)) for row in rows]
