@@ -2,7 +2,7 @@
 # What the scripts beside this one share: find a Python and hand over to `sweeps`.
 #   project=… && source slurm/run.sh COMMAND DEFAULT_CONFIG "$@"
 set -euo pipefail
-command=$1 config=$2
+project=$(cd "$project" && pwd) command=$1 config=$2
 shift 2
 
 usage() { sed -n '/^# /,$ { /^$/q; s/^#\( \|$\)//p }' "$0"; } # the head of the script that was typed

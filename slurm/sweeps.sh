@@ -10,5 +10,6 @@
 # SWEEP is a sweep's folder, or its file with the overrides of its launch.
 
 project=$(cd "$(dirname "$0")/.." && pwd)
+[[ -f $project/slurm/run.sh ]] || { echo "error: not by sbatch: bash slurm/sweeps.sh …" >&2; exit 2; }
 [[ $# -gt 0 ]] || set -- --help
 source "$project/slurm/run.sh" "$1" "" "${@:2}"

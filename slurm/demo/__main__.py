@@ -6,6 +6,7 @@ Whatever is finished is kept: a second call continues where the first was stoppe
 that all is there. It takes no options; a longer or another sweep is another YAML file.
 """
 
+import argparse
 import hashlib
 import subprocess
 import sys
@@ -22,8 +23,12 @@ ROOT = Path("runs/demo")
 DOCUMENTS = 14_500
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Run every step that is not done; returns the exit code."""
+    raw = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser("python -m demo", description=__doc__, formatter_class=raw).parse_args(
+        arguments
+    )
     try:
         demo()
     except SweepError as error:

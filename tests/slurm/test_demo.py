@@ -182,7 +182,7 @@ def test_the_summary_says_what_the_intervals_allow(tmp_path):
 
 def test_results_of_two_recipes_are_not_mixed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert command.main() == 2
+    assert command.main([]) == 2
     assert "run the demo from the repository's folder" in capsys.readouterr().err
     command.SWEEP.parent.mkdir(parents=True)
     command.SWEEP.write_text("name: demo\n")
@@ -191,3 +191,11 @@ def test_results_of_two_recipes_are_not_mixed(tmp_path, monkeypatch, capsys):
     command.SWEEP.write_text("name: another\n")
     with pytest.raises(SweepError, match="made by another version of the demo"):
         command.check_recipe(tmp_path / "root" / "recipe.sha256")
+
+
+@pytest.mark.parametrize(("typed", "code", "said"), [("--help", 0, "usage:"), ("x", 2, "unrec")])
+def test_the_demo_takes_no_arguments(typed, code, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as left:
+        command.main([typed])
+    assert left.value.code == code and said in "".join(capsys.readouterr())

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -60,6 +61,20 @@ def test_paths_start_where_they_are_typed(tmp_path):
     done = typed("sweep_beta", "--cluster=configs/cluster/alliance.yaml", "--dry-run", cwd=tmp_path)
     assert "#SBATCH --account=def-yourpi" in done.stdout
     assert "--cluster: expected one argument" in typed("sweep_beta", "--cluster").stderr
+
+
+def test_what_scripts_refuse_names_what_to_type(tmp_path):
+    spool = shutil.copy(
+        PROJECT / "slurm" / "sweeps.sh", tmp_path / "slurm_script"
+    )  # as sbatch does
+    done = subprocess.run(["bash", spool, "status"], text=True, capture_output=True, check=False)
+    assert done.returncode == 2 and done.stderr == "error: not by sbatch: bash slurm/sweeps.sh …\n"
+    line = 'project=.. && source ../slurm/run.sh launch ""'  # Slurm keeps a relative Command=
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=PROJECT / "slurm", env=os.environ | {"PYTHON": "false"},
+        text=True, capture_output=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2 and f"'make setup' in {PROJECT}, or" in done.stderr
 
 
 def test_head_may_stop_reading():
