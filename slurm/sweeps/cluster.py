@@ -23,12 +23,12 @@ class Cluster(Strict):
     partition: str | None = None
     qos: str | None = None
     constraint: str | None = None
-    time: str = Field("1-00:00", pattern=DURATION)  # of one training element
-    score_time: str = Field("4:00:00", pattern=DURATION)
+    time: str = Field("1-00:00", pattern=DURATION, examples=["0-12:00"])  # of a training element
+    score_time: str = Field("4:00:00", pattern=DURATION, examples=["4:00:00"])
     cpus_per_process: int = Field(4, ge=1)
     gpus_per_process: int = Field(1, ge=0)
     gpu_type: str | None = None
-    memory_per_node: str | None = Field(None, pattern=MEMORY)
+    memory_per_node: str | None = Field(None, pattern=MEMORY, examples=["64G"])
     array_limit: int = Field(1000, ge=1)  # the cluster's MaxArraySize - 1
     signal_seconds: int = Field(300, ge=1)  # warning before the time limit, for the checkpoint
     modules: Seq[str] = ()

@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sweeps.files import SweepError
+from sweeps.provenance import PROJECT, shown
 
 
 class Strict(BaseModel):
@@ -198,7 +199,11 @@ def read_yaml(path: Path) -> dict:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise SweepError(f"{path}: cannot read ({error.strerror})") from error
+        beside = [*path.parent.glob("*.y*ml"), *PROJECT.glob("configs/*/*.yaml")]
+        near = difflib.get_close_matches(path.name, [one.name for one in beside], n=1)
+        found = [one for one in beside if one.name in near and not path.exists()]
+        hint = f"; did you mean {shown(found[0])}?" if found else ""
+        raise SweepError(f"{path}: cannot read ({error.strerror}){hint}") from error
     value = parse_yaml(text, str(path))
     if not isinstance(value, dict):
         found = "nothing" if value is None else type(value).__name__
@@ -284,7 +289,9 @@ def _explain(model: type[Strict], item: dict, dotted: str, elsewhere: Iterable[s
     if item["type"] in ("too_short", "string_pattern_mismatch"):  # in words, not pydantic's
         least, pattern = (item["ctx"].get(key) for key in ("min_length", "pattern"))
         expected = f"at least {least} item" if least else f"text of the form {pattern}"
-    return f"{dotted}: found {item['input']!r}, expected {expected}"
+    field = model.model_fields.get(dotted)
+    example = f', such as "{field.examples[0]}"' if field and field.examples else ""
+    return f"{dotted}: found {item['input']!r}, expected {expected}{example}"
 
 
 def _hint(dotted: str, known: list[str], elsewhere: Iterable[str]) -> str:

@@ -72,7 +72,12 @@ def test_generic_documents_every_key():
     ("key", "value", "expected"),
     [
         ("partitoin", "gpu", "did you mean 'partition'?"),
-        ("time", "tomorrow", "text of the form"),
+        (
+            "time",
+            "tomorrow",
+            'text of the form ^(\\d+-)?\\d{1,2}(:\\d{2}){0,2}$, such as "0-12:00"',
+        ),
+        ("time", "12:00", 'a valid string, such as "0-12:00"'),  # 720 to YAML
         ("memory_per_node", "lots", "text of the form"),
         ("cpus_per_process", 0, "greater than or equal to 1"),
         ("extra", "[-C gpu]", "text of the form"),
