@@ -1,9 +1,11 @@
 """The command line: parsing and messages, nothing else."""
 
 import argparse
+import difflib
 import os
 import shlex
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from calibeval.io import counted
@@ -51,12 +53,18 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 something failed, 2 bad input."""
     top = parser()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0][:1] != "-" and arguments[0] not in COMMANDS:
+        hint = _near(arguments[0], COMMANDS) or f"; commands: {' '.join(COMMANDS)}"
+        top.error(f"unknown command {arguments[0]!r}{hint}")
     parsed, rest = top.parse_known_args(arguments)
     # argparse takes positionals in one stretch only; overrides may also follow an option.
     if rest and (
         not hasattr(parsed, "overrides") or any("=" not in r or r[0] == "-" for r in rest)
     ):
-        top.error(f"unrecognized arguments: {' '.join(rest)}")
+        known = [f"--{name}" for name in ["cluster", *COMMANDS[parsed.command][2].split()]]
+        hints = "".join(_near(r.partition("=")[0], known) for r in rest if r[:1] == "-")
+        top.error(f"unrecognized arguments: {' '.join(rest)}{hints}")
     if rest:
         parsed.overrides += rest
     if parsed.command != "prefetch":  # all is on the disk; the hub would be asked, and waited for
@@ -77,11 +85,20 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # `… | head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nor may the interpreter's last flush fail
         return 0
+    except KeyboardInterrupt:
+        if getattr(parsed, "watch", None) is None:
+            raise
+        return 0  # how one stops watching
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
         print(f"error: {disk_error(error)}", file=sys.stderr)
         return 2
+
+
+def _near(typed: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(typed, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _place(typed: Path | str) -> Path:
@@ -98,8 +115,9 @@ def _planned(a: argparse.Namespace):
 
     # Overrides only: argparse took the first.
     if a.config is None or ("=" in str(a.config) and not a.config.exists()):
-        shipped = sorted((PROJECT / "configs").glob("sweeps/*.yaml"))
-        there = " ".join(str(shown(path)) for path in shipped)
+        found = sorted((PROJECT / "configs").glob("sweeps/*.yaml"))
+        found += plan.launched_in(PROJECT / "runs")
+        there = " ".join(str(shown(path)) for path in found)
         example = command("sweeps.sh", a.command)
         raise SweepError(f"{a.command}: of which sweep? {example} SWEEP; there are: {there}")
     assignments = [
@@ -261,7 +279,7 @@ def _collect(a: argparse.Namespace) -> int:
 
 
 def _prefetch(a: argparse.Namespace) -> int:
-    from sweeps import assets
+    from sweeps import assets, preflight
     from sweeps.cluster import load_cluster
 
     planned = _planned(a)
@@ -269,7 +287,13 @@ def _prefetch(a: argparse.Namespace) -> int:
     assets.use_cache(cluster)
     wanted = [x for x in assets.of_sweep(planned.sweep, planned.cells, cluster) if x.used]
     if not wanted:
-        print("nothing to fetch: this sweep names files of this machine only")
+        print("nothing to fetch: this sweep names files of this machine only", flush=True)
+        absent = preflight.files(
+            planned.sweep, planned.cells, cluster, planned.prefetch, planned.assignments
+        )
+        for line in absent:
+            print(line, file=sys.stderr)
+        return 1 if absent else 0
     if a.dry_run:
         for asset in wanted:
             print(f"{'here' if asset.here() else 'to fetch'}: {asset.name}")

@@ -7,6 +7,7 @@ from sweeps import preflight, results, score, status
 from sweeps.files import SweepError
 from sweeps.plan import Cell, Plan, claim
 from sweeps.plan import plan as plan
+from sweeps.provenance import shown
 from sweeps.rundir import RunDir
 
 
@@ -16,7 +17,7 @@ def describe(planned: Plan) -> str:
     for cell in planned.cells:
         state = "done" if RunDir(cell.folder).done else "to do"
         values = " ".join(f"{key}={value}" for key, value in cell.values.items())
-        lines.append(f"{state:6} {cell.folder}  {values}".rstrip())
+        lines.append(f"{state:6} {shown(cell.folder)}  {values}".rstrip())
     done = sum(RunDir(cell.folder).done for cell in planned.cells)
     total = len(planned.cells)
     lines.append(f"{counted(total, 'run')}, {done} done, {total - done} to do")
@@ -26,7 +27,9 @@ def describe(planned: Plan) -> str:
 def check_assets(planned: Plan, executor: str, cells: list[Cell] | None = None) -> None:
     """Raise SweepError naming everything that is missing, before any job starts."""
     cells = planned.cells if cells is None else cells
-    problems = preflight.problems(planned.sweep, cells, executor, planned.prefetch)
+    problems = preflight.problems(
+        planned.sweep, cells, executor, planned.prefetch, planned.assignments
+    )
     if problems:
         raise SweepError(f"{planned.source}: " + "\n       ".join(problems))
 

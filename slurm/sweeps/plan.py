@@ -229,11 +229,19 @@ def claim(planned: Plan) -> None:
         write_text(folder / FILE, text)  # the same runs with other scores or another cluster
 
 
+def launched_in(folder: Path) -> list[Path]:
+    """The sweeps' folders in a folder: sweeps, an output_root, or a folder of those."""
+    patterns = (f"*/{FILE}", f"sweeps/*/{FILE}", f"*/sweeps/*/{FILE}")
+    return sorted(path.parent for pattern in patterns for path in folder.glob(pattern))
+
+
 def read(folder: Path, assignments: list[str]) -> tuple[Sweep, list[Cell]]:
     """The sweep of a folder. Overrides may change how it runs and what is scored, not its runs."""
     found = recorded(folder)
     if found is None:
-        raise SweepError(f"{folder}: no {FILE} in this folder; a sweep's own folder, or its file?")
+        there = " ".join(str(shown(path)) for path in launched_in(folder))
+        expected = f"there are: {there}" if there else "a sweep's own folder, or its file?"
+        raise SweepError(f"{folder}: no {FILE} in this folder; {expected}")
     sweep, origins = load_sweep(folder / FILE, assignments)
     cells = expand(sweep, str(folder / FILE), origins)
     if sweep_hash(cells) != found[0] or Path(sweep_folder(sweep)).name != folder.name:

@@ -7,6 +7,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from calibeval.io import counted
@@ -19,7 +20,7 @@ from sweeps.executors import local, scripts
 from sweeps.executors.scripts import Places
 from sweeps.files import SweepError, last_error, read_json
 from sweeps.plan import Cell
-from sweeps.provenance import output
+from sweeps.provenance import TYPED_IN, output
 from sweeps.rundir import RunDir
 
 PROBE = 1 << 20  # bytes written to see whether a folder takes them
@@ -27,14 +28,16 @@ LEAST = 50 << 20  # below this nothing sensible can be written
 WIDTHS = {"float32": 4, "float64": 8}  # bytes a parameter of other types: 2
 
 
-def problems(sweep: Sweep, cells: list[Cell], executor: str, prefetch: str) -> list[str]:
+def problems(
+    sweep: Sweep, cells: list[Cell], executor: str, prefetch: str, overrides: Iterable[str] = ()
+) -> list[str]:
     """One sentence a problem; empty when everything is there. `prefetch`: its command."""
     cluster = load_cluster(sweep.cluster) if executor == "slurm" else Cluster()
     found = _profile(cluster, sweep.cluster)
     if found:  # nobody knows where its cache and its wheels would be
         cluster = cluster.model_copy(update={"cache": None, "wheels": None, "secrets_file": None})
     assets.use_cache(cluster)
-    found += _files(sweep, cells, cluster, prefetch)
+    found += files(sweep, cells, cluster, prefetch, overrides)
     found += packages.problems(assets.needed_packages(sweep, cells), cluster.python)
     try:
         at_once = local.at_once(sweep) if executor == "local" else sweep.throttle or len(cells)
@@ -48,7 +51,9 @@ def problems(sweep: Sweep, cells: list[Cell], executor: str, prefetch: str) -> l
     return list(dict.fromkeys(found))
 
 
-def _files(sweep: Sweep, cells: list[Cell], cluster: Cluster, prefetch: str) -> list[str]:
+def files(
+    sweep: Sweep, cells: list[Cell], cluster: Cluster, prefetch: str, overrides: Iterable[str]
+) -> list[str]:
     """Models, data, wheels: what is not here, each once, and the one command that fetches it."""
     backend, found = get_backend(sweep.backend), []
     kinds = {}  # runs that differ in a number only need the same things
@@ -65,10 +70,24 @@ def _files(sweep: Sweep, cells: list[Cell], cluster: Cluster, prefetch: str) -> 
     absent = [a for a in assets.of_sweep(sweep, cells, cluster) if a.used and not a.here()]
     # A file that prefetch makes is named by it, not once more by the key that reads it.
     found = [line for line in found if not any(f": {a.place}" in line for a in absent)]
-    if found and sweep.prefetch.made_by:
+    typed = {line: told for line in found if (told := _typed(line, overrides))}
+    if sweep.prefetch.made_by and any(line not in typed for line in found):
         found.append(f"model and data of this sweep are made by: {sweep.prefetch.made_by}")
+    found = [typed.get(line, line) for line in found]
     found += [f"not fetched: {asset.name}" for asset in absent]
     return found + ([f"where there is internet: {prefetch}"] if absent else [])
+
+
+def _typed(line: str, overrides: Iterable[str]) -> str | None:
+    """What to say of a missing path that an override names; None of another."""
+    absent = re.search(r": ([^:]+): no such (file|folder)", line)
+    if absent is None or not any(absent[1] in one.partition("=")[2] for one in overrides):
+        return None
+    if Path(absent[1]).is_absolute():
+        return line
+    there = TYPED_IN / absent[1]
+    give = f"; give {there}" if there.exists() else ""
+    return f"{line} in {Path.cwd()}, where paths in overrides start{give}"
 
 
 def _needs(cell: Cell) -> str:

@@ -54,6 +54,26 @@ def test_unknown_keys_come_with_the_nearest_known_one(sweep_file):
     )
 
 
+def test_a_misspelt_file_comes_with_the_nearest_one(sweep_file):
+    path = sweep_file()
+    assert refusal(path.with_name("tinny.yaml")).endswith(f"; did you mean {path}?")
+    assert "did you mean configs/sweeps/beta.yaml?" in refusal(path.with_name("betta.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (["statsu", "tiny.yaml"], "'status'"),
+        (["launch", "tiny.yaml", "--executer", "local"], "'--executor'"),
+        (["status", "--wacht=5", "tiny.yaml"], "'--watch'"),
+    ],
+)
+def test_a_misspelt_command_or_option_comes_with_the_nearest_one(typed, meant, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(typed)
+    assert left.value.code == 2 and f"did you mean {meant}?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("file", "found"),
     [

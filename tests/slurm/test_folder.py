@@ -3,13 +3,14 @@
 import csv
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from real import command
+from real import PROJECT, command
 from test_preflight import say
 
 from sweeps import launch, plan, score, status
@@ -71,8 +72,32 @@ def test_a_folder_takes_no_override_that_makes_another_sweep(sweep_file):
     assert launch.plan(planned.folder, ["workers=3"]).sweep.workers == 3
     with pytest.raises(SweepError, match=r"with train.seed=2 it would be another sweep; launch"):
         launch.plan(planned.folder, ["train.seed=2"])
-    with pytest.raises(SweepError, match=r"no sweep.yaml in this folder"):
-        launch.plan(planned.folder.parent, [])
+    for above in (planned.folder.parent, planned.folder.parent.parent):
+        with pytest.raises(SweepError, match=rf"no sweep.yaml in this folder.*: {planned.folder}$"):
+            launch.plan(above, [])
+
+
+def test_a_command_without_a_sweep_lists_those_launched(sweep_file, tmp_path, monkeypatch, capsys):
+    planned = claimed(sweep_file(output_root=str(tmp_path / "runs" / "out")))
+    monkeypatch.setattr("sweeps.cli.PROJECT", tmp_path)
+    assert main(["status"]) == 2
+    said = capsys.readouterr().err
+    assert "status: of which sweep?" in said and said.endswith(f" {planned.folder}\n")
+
+
+def test_ctrl_c_ends_without_a_traceback(sweep_file, monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", interrupt)
+    assert main(["status", str(sweep_file()), "--watch", "1"]) == 0
+    # Elsewhere, also while modules are imported.
+    monkeypatch.setitem(sys.modules, "sweeps.cli", type("", (), {"main": property(interrupt)})())
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as left:
+        runpy.run_module("sweeps", run_name="__main__")
+    assert left.value.code == 130
+    assert capsys.readouterr().err == "stopped; the same command continues\n"
 
 
 def test_of_two_launches_of_one_name_one_gets_it(sweep_file):
@@ -117,7 +142,9 @@ def test_relative_paths_start_where_they_are_typed_else_at_the_project(sweep_fil
     here = command("plan", path.name, cwd=path.parent)
     assert here.returncode == 0, here.stderr
     shipped = command("plan", "configs/sweeps/beta.yaml", cwd=tmp_path)
-    assert shipped.returncode == 0 and "to do  runs/paper/runs/" in shipped.stdout, shipped.stderr
+    assert shipped.returncode == 0 and f"to do  {PROJECT}/runs/paper" in shipped.stdout, (
+        shipped.stderr
+    )
 
 
 def test_retry_here_collects_the_whole_plan(sweep_file, tiny):

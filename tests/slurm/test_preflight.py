@@ -368,12 +368,25 @@ def test_scoring_a_model_that_is_not_here_fails_at_once_with_the_command(
     assert f"where there is internet: bash slurm/prefetch.sh --config {path}" in done.stderr
 
 
-def test_the_demo_says_how_its_model_is_made(tmp_path):
-    demo = PROJECT / "configs/sweeps/demo.yaml"
-    absent = f"train.model_name_or_path={tmp_path / 'none'}"
-    done = command("preflight", demo, "--executor", "local", absent)
+def test_what_a_sweep_file_names_is_made_by_its_command(sweep_file, tmp_path):
+    path = sweep_file(train={"train_file": "made.jsonl"}, prefetch={"made_by": "make demo"})
+    done = command("preflight", path, "--executor", "local")
     assert done.returncode == 2
     assert "model and data of this sweep are made by: make demo" in done.stderr
+    done = command("prefetch", path)
+    assert done.returncode == 1 and "nothing to fetch" in done.stdout
+    assert "made.jsonl: no such file" in done.stderr and "made by: make demo" in done.stderr
+
+
+def test_what_an_override_names_is_looked_for_at_the_project(sweep_file, tmp_path):
+    path = sweep_file(prefetch={"made_by": "make demo"})
+    (tmp_path / "mine.jsonl").touch()
+    typed = ("preflight", path, "--executor", "local", "train.train_file=mine.jsonl")
+    done = command(*typed, cwd=tmp_path)
+    assert done.returncode == 2 and "made by" not in done.stderr
+    where = f"mine.jsonl: no such file in {PROJECT}, where paths in overrides start"
+    assert f"{where}; give {tmp_path}/mine.jsonl\n" in done.stderr
+    assert done.stderr.count("mine.jsonl: no such file") == 1
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="asks as another user")
