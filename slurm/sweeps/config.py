@@ -200,8 +200,8 @@ def read_yaml(path: Path) -> dict:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         beside = [*path.parent.glob("*.y*ml"), *PROJECT.glob("configs/*/*.yaml")]
-        near = difflib.get_close_matches(path.name, [one.name for one in beside], n=1)
-        found = [one for one in beside if one.name in near and not path.exists()]
+        near = difflib.get_close_matches(path.stem, [one.stem for one in beside], n=1)
+        found = [one for one in beside if one.stem in near and not path.exists()]
         hint = f"; did you mean {shown(found[0])}?" if found else ""
         raise SweepError(f"{path}: cannot read ({error.strerror}){hint}") from error
     value = parse_yaml(text, str(path))

@@ -11,6 +11,7 @@ from sweeps.cluster import load_cluster
 from sweeps.config import dump_yaml, override, parse_yaml
 from sweeps.files import SweepError
 from sweeps.plan import load_sweep
+from sweeps.provenance import shown
 
 
 def refusal(path, *assignments) -> str:
@@ -57,7 +58,9 @@ def test_unknown_keys_come_with_the_nearest_known_one(sweep_file):
 def test_a_misspelt_file_comes_with_the_nearest_one(sweep_file):
     path = sweep_file()
     assert refusal(path.with_name("tinny.yaml")).endswith(f"; did you mean {path}?")
-    assert "did you mean configs/sweeps/beta.yaml?" in refusal(path.with_name("betta.yaml"))
+    shipped = shown(PROJECT / "configs/sweeps/beta.yaml")
+    assert f"did you mean {shipped}?" in refusal(path.with_name("betta.yaml"))
+    assert "did you mean" not in refusal(path.with_name("config.yaml"))
 
 
 @pytest.mark.parametrize(
