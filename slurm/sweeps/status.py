@@ -230,16 +230,8 @@ def table(statuses: list[Status], title: str, bases: list[Status] = ()) -> str:
     return "\n".join(lines)
 
 
-def retry(planned: Plan) -> str:
-    """The command that starts again what is dead, where it ran."""
-    from sweeps.executors import slurm
-
-    here = shutil.which("sbatch") and not slurm.submitted(planned.sweep)
-    return planned.again("retry") + (" --executor local" if here else "")
-
-
-def troubles(statuses: list[Status], retry: str) -> str:
-    """What is dead and why, alike ones together, and the command that mends it; or nothing."""
+def troubles(statuses: list[Status], planned: Plan) -> str:
+    """What is dead and why, alike ones together, and the command that goes on; or nothing."""
     alike: dict[tuple, list[Status]] = {}
     for status in statuses:
         if status.trouble:
@@ -256,6 +248,18 @@ def troubles(statuses: list[Status], retry: str) -> str:
             lines.append(f"    {shown(first.trouble.file)}")
     if error := next((status.error for status in statuses if status.error), ""):
         return "\n".join([*lines, f"{error}; what is queued is not known"])
-    stopped = all(status.trouble.stopped for status in statuses if status.trouble)
-    when = "To go on" if stopped else "Once that is mended"
-    return "\n".join([*lines, f"{when}: {retry}"]) if lines else ""
+    if not lines:
+        return ""
+    when, what = "Once that is mended", "retry"
+    if all(status.trouble.stopped for status in statuses if status.trouble):
+        unbegun = any(status.state == "to do" for status in statuses)
+        when, what = "To go on", "launch" if unbegun else "retry"
+    return "\n".join([*lines, f"{when}: {_again(planned, what)}"])
+
+
+def _again(planned: Plan, what: str) -> str:
+    """A command on this sweep that goes where its launch went."""
+    from sweeps.executors import slurm
+
+    here = shutil.which("sbatch") and not slurm.submitted(planned.sweep)
+    return planned.again(what) + (" --executor local" if here else "")

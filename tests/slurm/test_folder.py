@@ -327,6 +327,11 @@ def test_what_somebody_stopped_needs_no_mending(sweep_file, slurm, capsys):
     assert "2 runs: 2 stopped" in said and "asked to stop, saved at step 0" in said
     retry = f"To go on: bash slurm/sweeps.sh retry {planned.folder}"
     assert said.rstrip().endswith(f"{retry} --executor local")
+    # What the launch had not begun yet is not dead, but goes on too.
+    run.write_manifest(run.manifest() | {"state": "new", "attempts": []})
+    assert main(["status", str(planned.folder)]) == 0
+    launching = f"To go on: bash slurm/sweeps.sh launch {planned.folder} --executor local"
+    assert capsys.readouterr().out.rstrip().endswith(launching)
 
     for cell in planned.cells:
         RunDir(cell.folder).write_manifest(run.manifest() | {"state": "new", "attempts": []})
