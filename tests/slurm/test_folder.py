@@ -302,7 +302,9 @@ def test_a_queue_that_does_not_answer_makes_nothing_dead(sweep_file, slurm, caps
     run.write_manifest(run.manifest() | {"state": "preempted"})
     run = RunDir(broken.folder)
     run.write_manifest(run.manifest() | {"state": "failed", "error": "out of ideas"})
-    slurm.write(slurm.bin / "squeue", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    slurm.write(
+        slurm.bin / "squeue", "printf 'retrying\\nUnable to contact slurm controller' >&2; exit 1"
+    )
     capsys.readouterr()
     assert main(["status", str(planned.folder)]) == 0
     said = capsys.readouterr().out
