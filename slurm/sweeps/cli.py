@@ -162,7 +162,7 @@ def _status(a: argparse.Namespace) -> int:
         found = status.of_sweep(planned.sweep, planned.cells)
         bases = list(status.of_bases(planned.sweep, planned.cells).values())
         text = status.table(found, planned.sweep.name, bases)
-        why = status.troubles([*bases, *found], planned.again("retry"))
+        why = status.troubles([*bases, *found], planned)
         parts = (text, why, plan.namesakes(planned).rstrip())
         print(("\033[2J\033[H" if a.watch else "") + "\n\n".join(filter(None, parts)), flush=True)
         if not a.watch:

@@ -108,6 +108,8 @@ def resubmit(planned: Plan) -> bool:
     from sweeps.executors import slurm
 
     found = status.of_sweep(planned.sweep, planned.cells)
+    if error := found[0].error:
+        print(f"{error}; nothing is queued again")
     lost = [
         cell
         for cell, one in zip(planned.cells, found, strict=True)
@@ -122,11 +124,14 @@ def resubmit(planned: Plan) -> bool:
 def dead(planned: Plan) -> tuple[list[Cell], list[str]]:
     """What was begun or queued, is neither finished nor under way, and will not go on by itself.
 
-    Returns the cells that stand for it, and the names of the runs and base models.
+    Returns the cells that stand for it, and the names of the runs and base models; raises
+    SweepError if the queue does not answer.
     """
     sweep, cells = planned.sweep, planned.cells
-    found = zip(cells, status.of_sweep(sweep, cells), strict=True)
-    chosen = {one.name: cell for cell, one in found if one.again}
+    found = status.of_sweep(sweep, cells)
+    if error := found[0].error:
+        raise SweepError(f"{error}; what is queued is not known")
+    chosen = {one.name: cell for cell, one in zip(cells, found, strict=True) if one.again}
     for model, one in status.of_bases(sweep, cells).items():
         if one.again:  # a launch scores the base models of its runs
             its = (c for c in cells if c.config.train["model_name_or_path"] == model)

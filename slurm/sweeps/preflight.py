@@ -141,7 +141,8 @@ def _profile(cluster: Cluster, file: str | None) -> list[str]:
 
 
 def _slurm(cluster: Cluster, sweep: Sweep) -> list[str]:
-    found = _account(cluster, sweep.cluster) + _secrets(cluster)
+    found = _account(cluster, sweep.cluster) + _partition(cluster, sweep.cluster)
+    found += _secrets(cluster)
     absent = [tool for tool in ("sbatch", "squeue", "scontrol") if shutil.which(tool) is None]
     if absent:
         where = "not on the PATH: run this on a login node, or --executor local"
@@ -173,6 +174,18 @@ def _account(cluster: Cluster, file: str | None) -> list[str]:
     return [f"cluster.account: {cluster.account}: {wrong}; put yours into {file}{there}"]
 
 
+def _partition(cluster: Cluster, file: str | None) -> list[str]:
+    there = set((output("sinfo", "--all", "--noheader", "--format=%R") or "").split())
+    asked = cluster.partition.split(",") if cluster.partition else []
+    if not there or there.issuperset(asked):  # sinfo need not answer
+        return []
+    valid = ", ".join(sorted(there))
+    return [
+        f"cluster.partition: {cluster.partition}: there is no such partition; put one into {file}: "
+        f"{valid}"
+    ]
+
+
 def _asked(sweep: Sweep, cells: list[Cell], cluster: Cluster) -> list[str]:
     """What the controller itself says to the sweep's scripts: accounts, limits, nodes, GPUs."""
     places = Places(Path.cwd(), Path(tempfile.gettempdir()) / "preflight")
@@ -190,9 +203,25 @@ def _asked(sweep: Sweep, cells: list[Cell], cluster: Cluster) -> list[str]:
     file = sweep.cluster or "the cluster's defaults"
     return [
         f"{file}: sbatch refuses the {' and the '.join(stages)} job: {reason}"
-        + ("; --executor local needs no Slurm" if "config" in reason or "contact" in reason else "")
+        + _advice(reason, sweep, cluster)
         for reason, stages in said.items()
     ]
+
+
+def _advice(reason: str, sweep: Sweep, cluster: Cluster) -> str:
+    """What to do about a refusal whose words do not say it."""
+    if re.search("contact|configuration (file|source)", reason):
+        return "; --executor local needs no Slurm"
+    if re.search("gres|node configuration|CPU count|[Mm]emory", reason):
+        count = sweep.world.processes_per_node
+        asked = [
+            counted(cluster.gpus_per_process * count, "GPU"),
+            counted(cluster.cpus_per_process * count, "CPU"),
+            *filter(None, [cluster.memory_per_node]),
+        ]
+        keys = "gpus_per_process, cpus_per_process, memory_per_node"
+        return f"; a node was asked for {', '.join(asked)}: {keys}"
+    return ""
 
 
 def _secrets(cluster: Cluster) -> list[str]:

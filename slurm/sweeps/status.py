@@ -15,14 +15,15 @@ from calibeval.io import counted
 from sweeps import score
 from sweeps.config import Sweep
 from sweeps.files import SweepError, held, read_json, tail
-from sweeps.plan import Cell
+from sweeps.plan import Cell, Plan
 from sweeps.provenance import shown
 from sweeps.rundir import RunDir
 
 if TYPE_CHECKING:
     from sweeps.executors.slurm import Element, Past
 
-STATES = ("running", "queued", "preempted", "cancelled", "interrupted", "failed", "to do", "done")
+STATES = ("running", "queued", "preempted", "cancelled", "stopped", "interrupted", "failed")
+STATES += ("unknown", "to do", "done")
 LAST = 3  # lines of a dead job's output that are shown
 
 
@@ -33,6 +34,7 @@ class Trouble:
     cause: str
     file: Path | None = None
     lines: tuple[str, ...] = ()
+    stopped: bool = False  # somebody wanted it so: there is nothing to mend
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Status:
     scored: str
     trouble: Trouble | None = None  # it is dead, or its scoring is
     lost: bool = False  # its job died without a word, and nobody cancelled it
+    error: str = ""  # why nobody knows whether it is queued
 
     @property
     def again(self) -> bool:
@@ -60,6 +63,7 @@ class _Queue:
     elements: "dict[tuple[str, str], Element]" = field(default_factory=dict)
     past: "dict[tuple[str, str], Past]" = field(default_factory=dict)
     answered: bool = False  # squeue did, and the sweep was submitted once
+    error: str = ""  # what squeue said instead
     ends: dict[str, str] = field(default_factory=dict)
 
     def end(self, label: str | None) -> str:
@@ -76,8 +80,8 @@ def _queue(sweep: Sweep, cells: list[Cell]) -> _Queue:
         return _Queue()
     try:
         found = _Queue(slurm.active(sweep), slurm.past(sweep), slurm.submitted(sweep))
-    except SweepError:  # a queue that does not answer costs the word `queued`, no more
-        return _Queue()
+    except SweepError as error:
+        return _Queue(past=slurm.past(sweep), error=str(error) if slurm.submitted(sweep) else "")
     labels = {past.label for key, past in found.past.items() if key not in found.elements}
     begun = [run for cell in cells if (run := RunDir(cell.folder)).manifest_file.exists()]
     labels |= {job for run in begun if not run.done and (job := run.job())}
@@ -86,23 +90,25 @@ def _queue(sweep: Sweep, cells: list[Cell]) -> _Queue:
 
 
 def of_sweep(sweep: Sweep, cells: list[Cell]) -> list[Status]:
-    """The state of every run."""
+    """The state of every run; `unknown` where it is the queue's to say, which does not answer."""
     queue = _queue(sweep, cells)
     return [_of_run(sweep, cell, queue) for cell in cells]
 
 
 def of_bases(sweep: Sweep, cells: list[Cell]) -> dict[str, Status]:
-    """The state of the base models that are to be scored, by model_name_or_path."""
+    """The state of the base models that are to be scored, by model_name_or_path; see of_sweep."""
     bases = score.bases(sweep, cells)
     queue = _queue(sweep, []) if bases else _Queue()
     found = {}
     for model, subject in bases.items():
         scored, trouble, detail = _of_score(sweep, subject, queue)
         busy = "queued" if ("score", subject.name) in queue.elements else "to do"
+        if queue.error and ("score", subject.name) in queue.past:
+            busy = "unknown"
         state = "failed" if trouble else "running" if held(subject.lock) else busy
         if not score.missing(subject, sweep.score):
             state = "done"
-        found[model] = Status(subject.name, state, detail, 0, scored, trouble)
+        found[model] = Status(subject.name, state, detail, 0, scored, trouble, error=queue.error)
     return found
 
 
@@ -125,12 +131,13 @@ def _of_score(
     if damaged:
         return scored, Trouble(damaged[0]), damaged[0]
     said = read_json(subject.failure).get("error", "") if subject.failure.exists() else ""
-    if not said and not past:
+    if not said and (not past or queue.error):
         return scored, None, ""
     lines = (said,) if said else tuple(tail(past.output, LAST))
     cause = "scoring: " + (queue.end(past.label) if past else "failed here")
     file = subject.log if said and subject.log.exists() else past and past.output
-    return scored, Trouble(cause, file, lines), f"not scored: {(lines or (cause,))[-1]}"
+    trouble = Trouble(cause, file, lines, "CANCELLED" in cause)
+    return scored, trouble, f"not scored: {(lines or (cause,))[-1]}"
 
 
 def _of_run(sweep: Sweep, cell: Cell, queue: _Queue) -> Status:
@@ -142,7 +149,7 @@ def _of_run(sweep: Sweep, cell: Cell, queue: _Queue) -> Status:
     restarts = manifest.get("restarts", 0)
 
     def found(state: str, detail: str = "", trouble: Trouble | None = None, lost: bool = False):
-        return Status(run.name, state, detail, restarts, scored, trouble, lost)
+        return Status(run.name, state, detail, restarts, scored, trouble, lost, queue.error)
 
     if run.done:
         return found("done", why or _progress(run, live=False), unscored)
@@ -156,26 +163,33 @@ def _of_run(sweep: Sweep, cell: Cell, queue: _Queue) -> Status:
     if element:
         where = "preempted" if state == "preempted" else "queued"
         return found(where, f"{element.job} {element.reason}" if job else element.reason)
+    if state == "new" and past is None:
+        return found("to do", _progress(run, live=False))
+    if queue.error and state != "failed" and (past or job):
+        return found("unknown", _progress(run, live=False))
     if state == "new":
-        if past is None:
-            return found("to do", _progress(run, live=False))
         end, lines = queue.end(past.label), tuple(tail(past.output, LAST))
-        over = "cancelled" if "CANCELLED" in end else "failed"
-        return found(
-            over, (lines or (end,))[-1], Trouble(f"{end}, before training", past.output, lines)
-        )
+        cancelled = "CANCELLED" in end
+        over = "cancelled" if cancelled else "failed"
+        trouble = Trouble(f"{end}, before training", past.output, lines, cancelled)
+        return found(over, (lines or (end,))[-1], trouble)
     end = queue.end(job if queue.answered else None)
+    cancelled = "CANCELLED" in end
     if state == "failed":
         error = manifest.get("error", "")
         return found("failed", error, Trouble(error, run.log if run.log.exists() else None))
     progress = _progress(run, live=False)
     if state == "running":  # its files say so, its heartbeat does not
-        cancelled = "CANCELLED" in end
         output = past.output if past and past.label == job else None
-        trouble = Trouble(f"{end}, {progress or 'at the start'}", output, tuple(tail(output, LAST)))
+        cause = f"{end}, {progress or 'at the start'}"
+        trouble = Trouble(cause, output, tuple(tail(output, LAST)), cancelled)
         over = "cancelled" if cancelled else "interrupted"
         return found(over, f"{progress}  {end}".strip(), trouble, lost=not cancelled)
-    return found(state, progress, Trouble(f"{end}: asked to stop, saved at step {run.step()}"))
+    saved = f"asked to stop, saved at step {run.step()}"
+    if job is None:  # without Slurm only a person asks
+        return found("stopped", progress, Trouble(saved, stopped=True))
+    over = "cancelled" if cancelled else state
+    return found(over, progress, Trouble(f"{end}: {saved}", stopped=cancelled))
 
 
 def _progress(run: RunDir, *, live: bool) -> str:
@@ -216,8 +230,8 @@ def table(statuses: list[Status], title: str, bases: list[Status] = ()) -> str:
     return "\n".join(lines)
 
 
-def troubles(statuses: list[Status], retry: str) -> str:
-    """What is dead and why, alike ones together, and the command that mends it; or nothing."""
+def troubles(statuses: list[Status], planned: Plan) -> str:
+    """What is dead and why, alike ones together, and the command that goes on; or nothing."""
     alike: dict[tuple, list[Status]] = {}
     for status in statuses:
         if status.trouble:
@@ -232,4 +246,20 @@ def troubles(statuses: list[Status], retry: str) -> str:
         lines += [f"    | {line}" for line in first.trouble.lines]
         if first.trouble.file:
             lines.append(f"    {shown(first.trouble.file)}")
-    return "\n".join([*lines, f"Once that is mended: {retry}"]) if lines else ""
+    if error := next((status.error for status in statuses if status.error), ""):
+        return "\n".join([*lines, f"{error}; what is queued is not known"])
+    if not lines:
+        return ""
+    when, what = "Once that is mended", "retry"
+    if all(status.trouble.stopped for status in statuses if status.trouble):
+        unbegun = any(status.state == "to do" for status in statuses)
+        when, what = "To go on", "launch" if unbegun else "retry"
+    return "\n".join([*lines, f"{when}: {_again(planned, what)}"])
+
+
+def _again(planned: Plan, what: str) -> str:
+    """A command on this sweep that goes where its launch went."""
+    from sweeps.executors import slurm
+
+    here = shutil.which("sbatch") and not slurm.submitted(planned.sweep)
+    return planned.again(what) + (" --executor local" if here else "")

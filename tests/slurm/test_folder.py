@@ -320,6 +320,62 @@ def test_a_job_that_dies_before_training_says_so_in_status(sweep_file, slurm, ca
     assert capsys.readouterr().out.count("module: command not found") == 2
 
 
+def test_a_queue_that_does_not_answer_makes_nothing_dead(sweep_file, slurm, capsys):
+    planned = launch.plan(sweep_file(grid={"seed": [1, 2, 3]}), [])
+    launch.launch_slurm(planned)
+    waits, broken, _ = planned.cells
+    start(waits, "1_0")
+    run = RunDir(waits.folder)
+    run.write_manifest(run.manifest() | {"state": "preempted"})
+    run = RunDir(broken.folder)
+    run.write_manifest(run.manifest() | {"state": "failed", "error": "out of ideas"})
+    slurm.write(
+        slurm.bin / "squeue", "printf 'retrying\\nUnable to contact slurm controller' >&2; exit 1"
+    )
+    capsys.readouterr()
+    assert main(["status", str(planned.folder)]) == 0
+    said = capsys.readouterr().out
+    assert "3 runs: 1 failed · 2 unknown" in said and "out of ideas" in said
+    assert "squeue does not answer: Unable to contact slurm controller" in said
+    assert said.rstrip().endswith("what is queued is not known") and "retry" not in said
+    with pytest.raises(SweepError, match="squeue does not answer"):
+        launch.dead(planned)
+    assert not launch.resubmit(planned)  # the collect job goes on to its tables
+    assert "controller" in capsys.readouterr().out
+
+
+def test_what_somebody_stopped_needs_no_mending(sweep_file, slurm, capsys):
+    """Neither out of the queue nor by Ctrl-C, whose retry goes on without Slurm."""
+    planned = claimed(sweep_file())
+    for cell in planned.cells:
+        run = RunDir(cell.folder)
+        attempt = {"started": "", "host": "", "job": None, "from_step": 0}
+        run.write_manifest(run.manifest() | {"state": "preempted", "attempts": [attempt]})
+    assert main(["status", str(planned.folder)]) == 0
+    said = capsys.readouterr().out
+    assert "2 runs: 2 stopped" in said and "asked to stop, saved at step 0" in said
+    retry = f"To go on: bash slurm/sweeps.sh retry {planned.folder}"
+    assert said.rstrip().endswith(f"{retry} --executor local")
+    # What the launch had not begun yet is not dead, but goes on too.
+    run.write_manifest(run.manifest() | {"state": "new", "attempts": []})
+    assert main(["status", str(planned.folder)]) == 0
+    launching = f"To go on: bash slurm/sweeps.sh launch {planned.folder} --executor local"
+    assert capsys.readouterr().out.rstrip().endswith(launching)
+
+    for cell in planned.cells:
+        RunDir(cell.folder).write_manifest(run.manifest() | {"state": "new", "attempts": []})
+    launch.launch_slurm(planned)
+    slurm.end("CANCELLED by 0|0:0")
+    for cell, job in zip(planned.cells, ("1_0", "1_1"), strict=True):
+        start(cell, job)
+        run = RunDir(cell.folder)
+        run.write_manifest(run.manifest() | {"state": "preempted"})
+    capsys.readouterr()
+    assert main(["status", str(planned.folder)]) == 0
+    said = capsys.readouterr().out
+    assert "2 runs: 2 cancelled" in said and said.rstrip().endswith(retry)
+
+
 LATE = ["afterany:1_0,afterany:1_1", "afterany:2,afterany:1"]
 
 

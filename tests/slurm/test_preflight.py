@@ -186,6 +186,39 @@ def test_what_slurm_refuses_is_said_in_its_words(profiled, tmp_path):
     assert "Requested time limit is invalid" in said
 
 
+NODES = "sbatch: error: Batch job submission failed: Requested node configuration is not available"
+
+
+@pytest.mark.parametrize(
+    ("refusal", "asked", "local"),
+    [
+        ("sbatch: error: Invalid generic resource (gres) specification", True, False),
+        (NODES, True, False),
+        ("sbatch: fatal: Could not establish a configuration source", False, True),
+        ("sbatch: error: Unable to contact slurm controller (connect failure)", False, True),
+    ],
+)
+def test_a_refusal_says_what_was_asked_for_or_how_to_do_without(
+    profiled, tmp_path, refusal, asked, local
+):
+    env = say(tmp_path / "bin", **SLURM)
+    (tmp_path / "bin" / "sbatch").write_text(f"#!/bin/sh\necho '{refusal}' >&2\nexit 1\n")
+    profile = profiled(gpus_per_process=2, memory_per_node="64G")
+    said = preflight(profile, "world.processes_per_node=2", env=env)
+    wanted = "a node was asked for 4 GPUs, 8 CPUs, 64G: gpus_per_process, cpus_per_process, memory_"
+    assert (wanted in said) is asked, said
+    assert ("--executor local needs no Slurm" in said) is local, said
+
+
+def test_a_partition_that_is_not_there_is_named_with_those_that_are(profiled, tmp_path):
+    env = say(tmp_path / "bin", **SLURM, sinfo="gpu\ncpu\ncpu")
+    said = preflight(profiled(partition="h100"), env=env)
+    assert "cluster.partition: h100: there is no such partition; put one into " in said
+    assert "mine.yaml: cpu, gpu" in said
+    for known in ("gpu", "gpu,cpu"):
+        assert "nothing is missing" in preflight(profiled(partition=known), env=env)
+
+
 @pytest.mark.parametrize("tool", ["lfs", "quota"])
 def test_a_quota_that_is_too_small_is_seen(profiled, tmp_path, tool):
     line = "Filesystem blocks quota limit\n/somewhere 1048000* 0 1048576 - 12 0 0 -"

@@ -29,8 +29,11 @@ CASES = {
 
 def render(case: str) -> str:
     """All scripts of a sweep of 24 runs under a profile, with this machine's paths named."""
-    profile = load_cluster(str(PROJECT / "configs" / "cluster" / f"{case.split('-')[0]}.yaml"))
-    sweep = Sweep(name="grid", output_root="runs", train={}, throttle=8, world=CASES[case])
+    file = f"configs/cluster/{case.split('-')[0]}.yaml"
+    profile = load_cluster(str(PROJECT / file))
+    sweep = Sweep(
+        name="grid", output_root="runs", train={}, throttle=8, world=CASES[case], cluster=file
+    )
     places = Places(Path("/project"), Path("/project/runs/sweeps/grid/jobs/a1b2c3"))
     text = "".join(
         [
@@ -108,6 +111,22 @@ def test_a_dry_run_needs_no_slurm_and_writes_nothing(sweep_file, tmp_path):
     assert "--dependency=afterany:TRAIN_0\n" in done.stdout
     assert "2 runs, 0 done, 2 to do" in done.stdout
     assert not (tmp_path / "out").exists()
+
+
+def test_a_module_that_does_not_load_is_named_with_its_key(tmp_path):
+    """The job's last line is what `status` shows."""
+    sweep = Sweep(name="grid", output_root="runs", train={}, cluster="my profile.yaml")
+    places = Places(tmp_path, tmp_path / "jobs")
+    text = scripts.text(sweep, Cluster(modules=("python/9",)), places, "train", "train-0")
+    module = "module() { echo 'Lmod: these are unknown: python/9' >&2; return 1; }\n"
+    done = subprocess.run(
+        ["bash"], input=module + text, text=True, capture_output=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "Lmod: these are unknown: python/9",
+        "error: module load python/9 failed (modules: in my profile.yaml)",
+    ]
 
 
 def test_a_large_sweep_becomes_several_arrays(sweep_file, tmp_path):

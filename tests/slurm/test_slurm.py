@@ -132,7 +132,8 @@ def test_cancel_saves_and_the_same_command_continues(cluster, profile, sweep_fil
     assert command("cancel", path).stdout.startswith("cancelled: ")
     wait_for(empty)
     assert not run.done and run.step() > 0
-    assert "1 preempted" in command("status", path).stdout
+    shown = command("status", path).stdout
+    assert "1 cancelled" in shown and "To go on: " in shown
     assert command("launch", path, "--executor", "slurm").returncode == 0
     wait_for(empty)
     assert run.done and run.manifest()["attempts"][1]["from_step"] > 0

@@ -68,7 +68,7 @@ def parameters(
         "signal_delay_s": cluster.signal_seconds,
         "stderr_to_stdout": True,
         "wckey": None,
-        "setup": _setup(cluster, places, nodes),
+        "setup": _setup(cluster, sweep.cluster, places, nodes),
         # srun takes this from nobody since 22.05
         "srun_args": [f"--cpus-per-task={cpus}", "--kill-on-bad-exit=1"],
         "additional_parameters": more,
@@ -125,7 +125,7 @@ def _submitit():
     return submitit
 
 
-def _setup(cluster: Cluster, places: Places, nodes: int = 1) -> list[str]:
+def _setup(cluster: Cluster, file: str | None, places: Places, nodes: int) -> list[str]:
     lines = [
         "unset SLURM_EXPORT_ENV  # srun hands on what this job has, which is the list above",
         f"cd {shlex.quote(str(places.project))} || exit 1",
@@ -133,7 +133,9 @@ def _setup(cluster: Cluster, places: Places, nodes: int = 1) -> list[str]:
     ]
     if cluster.modules:
         lines.append("command -v module >/dev/null || . /etc/profile")
-        lines.append(f"module load {shlex.join(cluster.modules)} || exit 1")
+        load = f"module load {shlex.join(cluster.modules)}"
+        failed = shlex.quote(f"error: {load} failed (modules: in {file})")
+        lines.append(f"{load} || {{ echo {failed} >&2; exit 1; }}")
     if cluster.offline:
         lines.append("export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1")
         lines.append("export WANDB_MODE=offline")

@@ -83,7 +83,9 @@ def queue() -> list[Element]:
     command = ["squeue", "--noheader", "--array", "--me", "--format=%F|%K|%T|%j|%r"]
     done = subprocess.run(command, text=True, capture_output=True, check=False)
     if done.returncode != 0:
-        raise SweepError(f"squeue does not answer: {done.stderr.strip()}; try again in a minute")
+        raise SweepError(
+            f"squeue does not answer: {last_error(done.stderr)}; try again in a minute"
+        )
     found = []
     for line in done.stdout.splitlines():
         job, index, state, name, reason = line.split("|", 4)
