@@ -104,8 +104,8 @@ def test_a_killed_collector_leaves_whole_files_and_can_be_repeated(sweep_file, t
     whole = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
     def seen() -> set:
-        files = [p for p in folder.rglob("*") if p.is_file()]
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError):  # folders go while they are listed
+            files = [p for p in folder.rglob("*") if p.is_file()]
             return {(p.name, p.stat().st_mtime_ns, p.stat().st_size) for p in files}
 
     for changes in (1, 2, 4, 8, 16):  # killed at the moment of its first, second, … write
