@@ -55,8 +55,7 @@ class BuiltinKeys(TrainKeys):
     gradient_checkpointing: bool = False
     packing: bool | None = None  # None: on a GPU in 16 bits
     max_tokens: int = Field(16384, ge=1)  # of a packed micro-batch, on one rank
-    # None: the layers, packed, on a GPU, for 300 steps or more; the decoder is one graph
-    compile: Literal["layers", "decoder", "no"] | None = None
+    compile: bool | None = None  # None: packed, on a GPU, for 300 steps or more
     logging_steps: int = Field(10, ge=1)
     checkpointing_steps: int | Literal["epoch"] | None = "epoch"
     keep_last_n_checkpoints: int = Field(3, ge=1)

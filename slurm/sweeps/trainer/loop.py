@@ -310,7 +310,7 @@ def to_device(batch: dict, device: torch.device) -> dict:
 
 
 def prepare(model: torch.nn.Module, work: Work, steps: int) -> None:
-    """Choose packed attention and what is compiled, and try them on the first step's batch.
+    """Choose packed attention and compiled layers, and try them on the first step's batch.
 
     What does not work here is left out, with its reason; the updates stay the same.
     """
@@ -320,29 +320,26 @@ def prepare(model: torch.nn.Module, work: Work, steps: int) -> None:
         work.packing = False
     if work.packing:
         attention.use(model)
+    layers = list(model.model.layers) if hasattr(model.model, "layers") else []
     compiled = work.keys.compile
     if compiled is None:  # compiling takes about half a minute
-        automatic = work.gpu and work.packing and not work.deepspeed and steps >= 300
-        compiled = "layers" if automatic else "no"
-    layers = getattr(model.model, "layers", ())
-    parts = {"layers": list(layers), "decoder": [model.model], "no": []}[compiled]
-    if parts:
+        compiled = work.gpu and work.packing and not work.deepspeed and steps >= 300
+    if compiled:
         torch._dynamo.config.cache_size_limit = 64  # layers with and without a window, eval
-    for part in parts:
-        part.compile(dynamic=True)
-    if work.gpu and not work.deepspeed and (parts or work.packing):
+        for layer in layers:
+            layer.compile(dynamic=True)
+    if work.gpu and not work.deepspeed and (compiled or work.packing):
         model.to(device).train()
         why = _failure(model, work)
-        if why and parts:
+        if why and compiled:
             say(f"compile: off: {why}")
-            for part in parts:
-                part._compiled_call_impl = None
-            parts, why = [], _failure(model, work)
+            for layer in layers:
+                layer._compiled_call_impl = None
+            compiled, why = False, _failure(model, work)
         if why:
             say(f"packing: off: {why}")
             model.config._attn_implementation, work.packing = "sdpa", False
-    on = {"packed": work.packing, f"compiled {compiled}": parts}
-    names = [name for name in on if on[name]]
+    names = [name for name, on in (("packed", work.packing), ("compiled", compiled)) if on]
     say(f"batches: {', '.join(names) or 'padded'}")
 
 
