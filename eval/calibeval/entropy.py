@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 from scipy.stats import t as student
+from tabulate import tabulate
 from tqdm import tqdm
 
 from calibeval import __version__, models, records, references
@@ -220,7 +221,9 @@ def collect(entries: Sequence[dict], csv_file: Path | None = None) -> str:
             writer.writeheader()
             writer.writerows(rows)
     about = {k for entry in entries for k in entry} | {*SETTING}
-    return "\n".join(markdown(over_seeds(of, about)) for of in (rows, recommended))
+    tables = (over_seeds(of, about) for of in (rows, recommended))
+    options = {"headers": "keys", "tablefmt": "github", "stralign": "right"}
+    return "\n".join(f"{tabulate(of, disable_numparse=True, **options)}\n" for of in tables)
 
 
 def over_seeds(rows: Sequence[dict], about: set[str]) -> list[dict[str, str]]:
@@ -256,13 +259,3 @@ def figure(rows: Sequence[dict], name: str) -> str:
     if n == 1 and low is not None:
         return f"{values[0]:+.3f} [{low:+.3f}, {high:+.3f}]"
     return ", ".join(f"{v:.3f}" for v in values)
-
-
-def markdown(rows: Sequence[dict[str, str]]) -> str:
-    """A Markdown table that is aligned in a terminal as well."""
-    keys = list(dict.fromkeys(key for row in rows for key in row))
-    lines = [keys, *([row.get(key, "") for key in keys] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * width for width in widths])
-    cells = ([f"{c:>{w}}" for c, w in zip(line, widths, strict=True)] for line in lines)
-    return "".join(f"| {' | '.join(line)} |\n" for line in cells)

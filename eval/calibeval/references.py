@@ -4,6 +4,7 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,12 +14,28 @@ EXPECTED = (
     '{"prompt": …, "reference": …}, {"instruction": …, "input": …, "output": …} or '
     '{"messages": […, {"role": "assistant", "content": …}]}'
 )
-# For tokenizers without a chat template: Stanford Alpaca's prompt (train.py, PROMPT_DICT).
-ALPACA = (
-    "Below is an instruction that describes a task{further}. Write a response that appropriately "
-    "completes the request.\n\n### Instruction:\n{content}\n\n### Response:"
+# The Tulu format, for tokenizers without a template of their own.
+TULU = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' }}"
+    "{% if message['role'] == 'assistant' %}{{ message['content'] + eos_token }}"
+    "{% if not loop.last %}{{ '\n' }}{% endif %}"
+    "{% else %}{{ message['content'] + '\n' }}{% endif %}"
+    "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}"
 )
-FURTHER = ", paired with an input that provides further context"
+# The prompt of Stanford Alpaca (train.py, PROMPT_DICT), which its own rows were published with; a
+# row's input stands in the user's message under its heading, as `alpaca` writes it.
+ALPACA = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}"
+    "{{ 'Below is an instruction that describes a task' }}"
+    "{% if '\n\n### Input:\n' in message['content'] %}"
+    "{{ ', paired with an input that provides further context' }}{% endif %}"
+    "{{ '. Write a response that appropriately completes the request.\n\n### Instruction:\n' }}"
+    "{{ message['content'] + '\n\n### Response:' }}"
+    "{% elif message['role'] == 'assistant' %}{{ message['content'] + eos_token }}"
+    "{% if not loop.last %}{{ '\n\n' }}{% endif %}"
+    "{% else %}{{ message['content'] + '\n\n' }}{% endif %}{% endfor %}"
+)
+TEMPLATES = {"tulu": TULU, "alpaca": ALPACA}
 
 
 class Document(NamedTuple):
@@ -43,18 +60,23 @@ def rows(path: Path, skip: int = 0) -> Iterator[tuple[int, str, dict]]:
     yield from itertools.islice(found, skip, None)
 
 
-def parse(row: dict, where: str) -> tuple[str | None, list[dict] | None, str]:
-    """(prompt, conversation, reference): a prompt/reference row has no conversation, `messages` no
-    prompt of their own; another row raises `InputError`."""
+def alpaca(row: dict) -> list[dict]:
+    """The conversation of a row of Alpaca's."""
+    given = f"\n\n### Input:\n{row['input']}" if row.get("input") else ""
+    return [
+        {"role": "user", "content": row["instruction"] + given},
+        {"role": "assistant", "content": row["output"]},
+    ]
+
+
+def parse(row: dict, where: str) -> tuple[str | None, list[dict], str]:
+    """(prompt, conversation, reference): a row has a prompt, or a conversation that the reference
+    ends; another one raises `InputError`."""
     match row:
         case {"prompt": str(prompt), "reference": str(reference)}:
-            return prompt, None, reference
-        case {"instruction": str(content), "output": str(reference)}:
-            given = row.get("input")
-            content += f"\n\n### Input:\n{given}" if given else ""
-            prompt = ALPACA.format(content=content, further=FURTHER if given else "")
-            last = {"role": "assistant", "content": reference}
-            return prompt, [{"role": "user", "content": content}, last], reference
+            return prompt, [], reference
+        case {"instruction": str(), "output": str(reference)}:
+            return None, alpaca(row), reference
         case {"messages": [_, *_, {"role": "assistant", "content": str(reference)}] as turns} if (
             all(isinstance(t, dict) and {"role", "content"} <= t.keys() for t in turns)
         ):
@@ -63,31 +85,24 @@ def parse(row: dict, where: str) -> tuple[str | None, list[dict] | None, str]:
 
 
 def texts(row: dict, where: str, tokenizer) -> tuple[str, str, bool]:
-    """(prompt, reference, whether both are without special tokens).
+    """(prompt, reference, whether both are without the tokenizer's start token).
 
-    Conversations go through the tokenizer's chat template, which writes special tokens itself.
-    Without one Alpaca's rows have Stanford's prompt, `messages` the Tulu format.
+    Conversations go through the tokenizer's chat template, which writes that token itself. Without
+    one Alpaca's rows have Stanford's prompt, `messages` the Tulu format.
     """
     prompt, turns, reference = parse(row, where)
     if not turns or not reference.strip():
-        return prompt, reference, True
-    if not tokenizer.chat_template:
-        if prompt is None:
-            ends = {"assistant": tokenizer.eos_token}
-            said = (
-                f"<|{t['role']}|>\n{t['content']}{ends.get(t['role'], '')}\n" for t in turns[:-1]
-            )
-            prompt = "".join(said) + "<|assistant|>\n"
-        return prompt, reference, True
+        return prompt or "", reference, True
+    own = tokenizer.chat_template
+    options = {"chat_template": own or TEMPLATES["alpaca" if "instruction" in row else "tulu"]}
+    chat = partial(tokenizer.apply_chat_template, tokenize=False, **options)
     try:
-        chat = tokenizer.apply_chat_template
-        prompt = chat(turns[:-1], tokenize=False, add_generation_prompt=True)
-        whole = chat(turns, tokenize=False)
+        prompt, whole = chat(turns[:-1], add_generation_prompt=True), chat(turns)
     except Exception as error:  # whatever a template raises
         raise InputError(f"{where}: the chat template refuses it: {error}") from error
     if not whole.startswith(prompt):
         raise InputError(f"{where}: the chat template rewrites the prompt when the answer follows")
-    return prompt, whole[len(prompt) :], False
+    return prompt, whole[len(prompt) :], not own
 
 
 def documents(

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from calibeval.references import TULU
 from sweeps.files import SweepError
-from sweeps.trainer.chat import TULU
 from sweeps.trainer.data import load_examples, set_template
 from sweeps.trainer.order import Order
 

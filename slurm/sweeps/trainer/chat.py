@@ -1,39 +1,17 @@
-"""Conversations: the files that hold them, and the chat templates for tokenizers without one."""
+"""Conversations to train on: the files that hold them."""
 
 import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from calibeval.references import alpaca
 from sweeps.files import SweepError
 
 EXPECTED = (
     'expected {"messages": [{"role": …, "content": …}, …]} or '
     '{"instruction": …, "input": …, "output": …}'
 )
-
-# The Tulu format, for tokenizers without a template of their own.
-TULU = (
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' }}"
-    "{% if message['role'] == 'assistant' %}{{ message['content'] + eos_token }}"
-    "{% if not loop.last %}{{ '\n' }}{% endif %}"
-    "{% else %}{{ message['content'] + '\n' }}{% endif %}"
-    "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}"
-)
-# The prompt of Stanford Alpaca (train.py, PROMPT_DICT), which its own rows were published with; a
-# row's input stands in the user's message under its heading, as `_alpaca` writes it.
-ALPACA = (
-    "{% for message in messages %}{% if message['role'] == 'user' %}"
-    "{{ 'Below is an instruction that describes a task' }}"
-    "{% if '\n\n### Input:\n' in message['content'] %}"
-    "{{ ', paired with an input that provides further context' }}{% endif %}"
-    "{{ '. Write a response that appropriately completes the request.\n\n### Instruction:\n' }}"
-    "{{ message['content'] + '\n\n### Response:' }}"
-    "{% elif message['role'] == 'assistant' %}{{ message['content'] + eos_token }}"
-    "{% if not loop.last %}{{ '\n\n' }}{% endif %}"
-    "{% else %}{{ message['content'] + '\n\n' }}{% endif %}{% endfor %}"
-)
-TEMPLATES = {"tulu": TULU, "alpaca": ALPACA}
 
 
 def read_messages(path: Path, limit: int | None = None) -> list[list[dict]]:
@@ -74,7 +52,7 @@ def _rows(path: Path) -> Iterator[tuple[str, object, str]]:
 
 def _messages(row: object, where: str, shown: str) -> list[dict]:
     try:
-        messages = row["messages"] if "messages" in row else _alpaca(row)
+        messages = row["messages"] if "messages" in row else alpaca(row)
         fine = bool(messages) and all(
             isinstance(m["role"], str) and isinstance(m["content"], str) for m in messages
         )
@@ -83,11 +61,3 @@ def _messages(row: object, where: str, shown: str) -> list[dict]:
     if not fine:
         raise SweepError(f"{where}: {EXPECTED}, found {shown[:80]!r}")
     return messages
-
-
-def _alpaca(row: dict) -> list[dict]:
-    given = f"\n\n### Input:\n{row['input']}" if row.get("input") else ""
-    return [
-        {"role": "user", "content": row["instruction"] + given},
-        {"role": "assistant", "content": row["output"]},
-    ]

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from calibeval.references import TEMPLATES
 from sweeps.files import (
     SweepError,
     fsync_folder,
@@ -32,7 +33,7 @@ from sweeps.files import (
     unlockable,
     write_json,
 )
-from sweeps.trainer.chat import TEMPLATES, read_messages
+from sweeps.trainer.chat import read_messages
 
 IGNORE = -100
 CHUNK = 1000  # conversations a tokenizer call: large enough for its threads, small for memory
