@@ -11,22 +11,19 @@ from sweeps.backends.base import Program
 from sweeps.children import start_warm
 from sweeps.files import SweepError, make_folder
 
-BETAS = (0.0, 0.1)
 FITS = {"temperature": ["fit-temperature"], "ats": ["fit-ats"]}
 
 
 def calibrate(entries: list[dict], sweep: Path, data: Path, out: Path) -> list[dict]:
-    """Fit and score every calibrator for the runs at BETAS; returns their index entries.
+    """Fit every calibrator to each run, and score the test with it; returns their index entries.
 
-    `entries` are the sweep's index, `sweep` its folder. Records that exist are kept. The paths
-    returned are relative to `out`'s parent.
+    `entries` are runs of the sweep's index, `sweep` its folder. Records that exist are kept; the
+    paths returned lie in `out`.
     """
     make_folder(out)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     todo, made = [], []
     for entry in entries:
-        if entry["label_smoothing"] not in BETAS:
-            continue
         model = (sweep / entry["records"]).resolve().parents[1] / "model"
         for name, fit in FITS.items():
             records = out / f"{entry['run']}-{name}.jsonl"

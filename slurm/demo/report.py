@@ -11,9 +11,10 @@ from calibeval.io import InputError
 from calibeval.report.figures import AMONG
 from calibeval.report.index import Results, Row, read
 from calibeval.report.tables import Column, difference, told_apart
-from demo.posthoc import BETAS, FITS, calibrate
+from demo.posthoc import FITS, calibrate
 from sweeps.files import SweepError, make_folder, read_rows, write_text
 
+BETAS = (0.0, 0.1)  # whose runs are also calibrated after training
 # AUROC and the size of prediction sets beside ECE: a model equally unsure of all is no use.
 COLUMNS = "accuracy,ece,auroc,set_size,ece@vocabulary"
 
@@ -25,7 +26,8 @@ def report(root: Path) -> str:
         make_folder(out)
         sweep = root / "sweeps" / "demo"
         entries = read_rows(sweep / "index.jsonl")
-        fitted = calibrate(entries, sweep, root / "world" / "mmlu", root / "posthoc")
+        chosen = [entry for entry in entries if entry["label_smoothing"] in BETAS]
+        fitted = calibrate(chosen, sweep, root / "world" / "mmlu", root / "posthoc")
         for entry in entries:
             entry["records"] = os.path.relpath(sweep / entry["records"], out)
         for entry in fitted:

@@ -1,0 +1,134 @@
+"""The paper's claims on Gemma 3 270M, as eval/RESULTS.md reports them, on this machine's GPUs.
+
+    bash slurm/prefetch.sh --config configs/sweeps/gemma.yaml      where there is internet
+    .venv/bin/python slurm/claims.py [PART …] [key=value …]        all parts, or those named
+
+    grid        4 learning rates × 6 label-smoothing factors; the rate with the lowest held-out loss
+                at β = 0 is that of all other parts
+    seeds       6 factors × 5 seeds, and the entropy of what they write
+    vocabulary  embedding and head cut to 73,728 and 8,192 entries
+    softcap     logits capped at 30 and 50
+    reduction   the summed loss, clipped, and the mean of micro-batches
+    filter      the filtered gradient, and the paper's own filter
+    epochs      the whole of Alpaca once and twice
+    after       temperature and ATS fitted on MMLU's val questions after β = 0
+    report      one report of what there is
+
+Finished runs are kept: the same command goes on. key=value overrides the sweep of every part, for
+example workers=8 for eight runs at a time.
+"""
+
+import csv
+import json
+import os
+import sys
+from pathlib import Path
+
+import calibeval.report
+from calibeval.io import InputError
+from demo.posthoc import calibrate
+from sweeps.cli import main as sweeps
+from sweeps.files import SweepError, read_rows, write_text
+from sweeps.provenance import PROJECT
+
+SWEEPS = Path("runs/gemma/sweeps")
+# What the verdicts rest on; the grid and its seeds are scored by letters everywhere, too.
+TASKS = """score.tasks=[
+    {task: mmlu, data: data/mmlu, shots: 5, scoring: letters},
+    {task: arc_easy, name: arc-continuation, data: data/arc/ARC-Easy, shots: 0,
+     scoring: continuation},
+    {task: hellaswag, name: hellaswag-continuation, data: data/hellaswag/hellaswag_val.jsonl,
+     shots: 0, scoring: continuation}]"""
+ENTROPY = """score.entropy={
+    data: data/alpaca/alpaca_data.json, skip: 30000, temperatures: [1.0, 0.9, 0.8]}"""
+PAIR = ["grid.label_smoothing=[0.0,0.1]", "grid.seed=[0,1,2]", TASKS]
+# part → its sweeps, each with what it changes in configs/sweeps/gemma.yaml
+PARTS = {
+    "grid": {"grid": ["keep=all"]},
+    "seeds": {"seeds": ["keep=all", "grid.seed=[0,1,2,3,4]", ENTROPY]},
+    "vocabulary": {
+        "vocabulary": [*PAIR, "grid.model_name_or_path=[models/gemma-74k,models/gemma-8k]"]
+    },
+    "softcap": {"softcap": [*PAIR, "grid.final_logit_softcapping=[30.0,50.0]"]},
+    "reduction": {
+        "sum": [*PAIR, "grid.reduce_loss=[sum]", "grid.clip_grad_norm=[1.0]"],
+        "mean": [
+            *PAIR,
+            "grid.reduce_loss=[mean]",
+            "train.per_device_train_batch_size=16",
+            "train.gradient_accumulation_steps=4",
+        ],
+    },
+    "filter": {
+        "filtered": [*PAIR, "grid.filter_eps=[auto]"],
+        "paper-filter": [*PAIR, "grid.filter_eps=[auto]", "grid.loss_implementation=[paper]"],
+    },
+    "epochs": {
+        "epochs": [*PAIR, "train.max_train_samples=null", "grid.num_train_epochs=[1,2]"]
+    },
+}  # fmt: skip
+
+
+def main(words: list[str]) -> int:
+    """Do the parts named, or all; returns the exit code."""
+    if "-h" in words or "--help" in words:
+        print(__doc__)
+        return 0
+    known = [*PARTS, "after", "report"]
+    overrides = [word for word in words if "=" in word]
+    parts = [word for word in words if "=" not in word]
+    if unknown := set(parts) - set(known):
+        raise SweepError(f"{', '.join(sorted(unknown))}: no such part; known: {', '.join(known)}")
+    os.chdir(PROJECT)
+    code = 0
+    for part in parts or known:
+        if part == "after":
+            after()
+        elif part == "report":
+            report()
+        for name, changes in PARTS.get(part, {}).items():
+            at = [] if part == "grid" else [f"grid.learning_rate=[{chosen_rate()}]"]
+            asked = [f"name=gemma-{name}", *at, *changes, *overrides]
+            code |= sweeps(["launch", "configs/sweeps/gemma.yaml", "--executor", "local", *asked])
+    return code
+
+
+def chosen_rate() -> str:
+    """The learning rate that `grid` chose at β = 0."""
+    path = SWEEPS / "gemma-grid" / "best_learning_rates.csv"
+    if path.exists():
+        with open(path, encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                if float(row["label_smoothing"]) == 0:
+                    return row["best_learning_rate"]
+    raise SweepError(f"{path} names no rate at β = 0; python slurm/claims.py grid comes first")
+
+
+def after() -> None:
+    """Fit both calibrators to the runs of `seeds` at β = 0, and score MMLU with them."""
+    folder, out = SWEEPS / "gemma-seeds", SWEEPS / "gemma-after"
+    entries = read_rows(folder / "index.jsonl")
+    plain = [e for e in entries if e["dataset"] == "mmlu" and e["label_smoothing"] == 0]
+    if not plain:
+        raise SweepError(f"{folder}: nothing is scored there; python slurm/claims.py seeds first")
+    made = calibrate(plain, folder, Path("data/mmlu"), out / "records")
+    for entry in made:
+        entry["records"] = os.path.relpath(entry["records"], out)
+    write_text(out / "index.jsonl", "".join(json.dumps(entry) + "\n" for entry in made))
+
+
+def report() -> None:
+    """Everything that the parts have indexed, in one place."""
+    paths = SWEEPS.glob("gemma-*/index.jsonl")
+    lines = {line for path in paths for line in path.read_text("utf-8").splitlines(True)}
+    index = SWEEPS / "all" / "index.jsonl"
+    index.parent.mkdir(parents=True, exist_ok=True)
+    write_text(index, "".join(sorted(lines)))
+    print(calibeval.report.collect(index, index.parent / "results"))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except (SweepError, InputError) as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,54 @@
+"""slurm/claims.py: its sweeps are what configs/sweeps/gemma.yaml takes, and share their runs."""
+
+import json
+
+import pytest
+
+import claims
+from sweeps import launch
+from sweeps.files import SweepError
+from sweeps.provenance import PROJECT
+
+RUNS = {"grid": 24, "seeds": 30, "vocabulary": 12, "softcap": 12, "sum": 6, "mean": 6}
+RUNS |= {"filtered": 6, "paper-filter": 6, "epochs": 12}
+
+
+def test_every_part_is_a_sweep_and_equal_runs_are_shared():
+    path, names = PROJECT / "configs" / "sweeps" / "gemma.yaml", {}
+    for part, sweeps in claims.PARTS.items():
+        at = [] if part == "grid" else ["grid.learning_rate=[2e-5]"]
+        for name, changes in sweeps.items():
+            found = launch.plan(path, [f"name=gemma-{name}", *at, *changes])
+            names[name] = {cell.config.name for cell in found.cells}
+    assert {name: len(runs) for name, runs in names.items()} == RUNS
+    assert len(names["grid"] & names["seeds"]) == 6  # seed 0 at that rate
+    assert sum(RUNS.values()) - 6 == len(set.union(*names.values()))
+
+
+def test_the_rate_is_that_of_beta_0(tmp_path, monkeypatch):
+    monkeypatch.setattr(claims, "SWEEPS", tmp_path)
+    with pytest.raises(SweepError, match="grid comes first"):
+        claims.chosen_rate()
+    (tmp_path / "gemma-grid").mkdir()
+    table = "label_smoothing,best_learning_rate\n0.1,0.0002\n0.0,5e-05\n"
+    (tmp_path / "gemma-grid" / "best_learning_rates.csv").write_text(table)
+    assert claims.chosen_rate() == "5e-05"
+
+
+def test_the_report_is_of_all_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(claims, "SWEEPS", tmp_path)
+    monkeypatch.setattr(claims.calibeval.report, "collect", lambda index, out: "")
+    for name, seeds in (("gemma-grid", (0,)), ("gemma-seeds", (0, 1))):
+        (tmp_path / name).mkdir()
+        lines = "".join(json.dumps({"seed": seed}) + "\n" for seed in seeds)
+        (tmp_path / name / "index.jsonl").write_text(lines)
+    claims.report()
+    assert (tmp_path / "all" / "index.jsonl").read_text().splitlines() == [
+        '{"seed": 0}',
+        '{"seed": 1}',
+    ]
+
+
+def test_an_unknown_part_is_named():
+    with pytest.raises(SweepError, match=r"gird: no such part; known: grid, seeds"):
+        claims.main(["gird"])
