@@ -125,7 +125,7 @@ def test_an_interrupted_sweep_ends_with_the_same_model(today, patched, tmp_path,
     def said(command, root):
         return sweeps(command, root).communicate()[0]
 
-    assert "1 runs, 0 done, 1 to do" in said("plan", "whole")
+    assert "1 run, 0 done, 1 to do" in said("plan", "whole")
     whole = launch("whole")
     assert whole.wait() == 0, whole.stderr.read()
     (whole,) = (tmp_path / "whole" / "runs").iterdir()
