@@ -197,7 +197,16 @@ def paper(tmp_path_factory: pytest.TempPathFactory) -> Stack:
 @pytest.fixture(scope="session")
 def today(tmp_path_factory: pytest.TempPathFactory) -> Stack:
     """This project's own environment, with DeepSpeed and what finetune.py imports besides."""
-    for name in ("deepspeed", "peft", "rich", "nltk", "langdetect", "immutabledict", "antlr4"):
+    for name in (
+        "deepspeed",
+        "peft",
+        "requests",
+        "rich",
+        "nltk",
+        "langdetect",
+        "immutabledict",
+        "antlr4",
+    ):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"finetune.py needs {name}, which is not installed here")
     return _stack(sys.executable, tmp_path_factory)
