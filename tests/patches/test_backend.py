@@ -12,9 +12,11 @@ import psutil
 import pytest
 import yaml
 
+from sweeps import launch
 from sweeps.backends import open_instruct
 from sweeps.backends.open_instruct import BACKEND, OpenInstructKeys
 from sweeps.config import World
+from sweeps.rundir import RunDir
 
 PROJECT = Path(__file__).parents[2]
 
@@ -52,6 +54,39 @@ def test_needs_exactly_one_source_of_data(train_file):
     assert "found ['train_file', 'dataset_name']" in two
     (parquet,) = open_instruct.data_problems(keys(train_file="chats.parquet"))
     assert "finetune.py reads .json or .jsonl" in parquet
+
+
+def test_finetune_is_given_no_key_that_it_does_not_know(train_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "sweep.yaml"
+    train = {"model_name_or_path": "absent/model", "train_file": str(train_file)}
+    sweep = {"name": "tiny", "output_root": "out", "backend": "open-instruct", "train": train}
+    file.write_text(yaml.safe_dump(sweep))
+    (cell,) = launch.plan(file, []).cells
+    run = RunDir(cell.folder)
+    run.create(cell.config)
+    known = """
+        model_name_or_path train_file use_flash_attn use_slow_tokenizer add_bos low_cpu_mem_usage
+        chat_template_name use_lora lora_rank lora_alpha lora_dropout learning_rate seed
+        weight_decay warmup_ratio lr_scheduler_type num_train_epochs reduce_loss clip_grad_norm
+        per_device_train_batch_size gradient_accumulation_steps fused_optimizer
+        gradient_checkpointing logging_steps checkpointing_steps keep_last_n_checkpoints
+        with_tracking report_to output_dir push_to_hub try_launch_beaker_eval_jobs
+        label_smoothing loss_impl filter_eps stop_file log_statistics
+    """  # the last line: those of the patches
+    assert set(open_instruct.finetune_arguments(run)) == set(known.split())
+    more = """
+        tokenizer_name dataset_name dataset_mixer_list max_train_samples max_train_steps
+        max_seq_length attention_dropout preprocessing_num_workers
+    """  # without a value unless given
+    own = [
+        "output_dir",
+        "push_to_hub",
+        "try_launch_beaker_eval_jobs",
+        "stop_file",
+        "log_statistics",
+    ]
+    assert set(OpenInstructKeys.model_fields) == {*known.split(), *more.split()} - {*own}
 
 
 @pytest.mark.parametrize("limit", ["auto", None, True])
@@ -119,18 +154,18 @@ def test_an_interrupted_sweep_ends_with_the_same_model(today, patched, tmp_path,
         pipe = subprocess.PIPE
         return subprocess.Popen(words, env=environment, stdout=pipe, stderr=pipe, text=True)
 
-    def launch(root):
+    def launched(root):
         return sweeps("launch", root, "--executor", "local")
 
     def said(command, root):
         return sweeps(command, root).communicate()[0]
 
     assert "1 run, 0 done, 1 to do" in said("plan", "whole")
-    whole = launch("whole")
+    whole = launched("whole")
     assert whole.wait() == 0, whole.stderr.read()
     (whole,) = (tmp_path / "whole" / "runs").iterdir()
 
-    stopped = launch("stopped")
+    stopped = launched("stopped")
     runs = tmp_path / "stopped"
     while not (list(runs.glob("runs/*/checkpoints/step_*/COMPLETED"))):
         assert stopped.poll() is None, stopped.stderr.read()
@@ -141,7 +176,7 @@ def test_an_interrupted_sweep_ends_with_the_same_model(today, patched, tmp_path,
     assert stopped.wait() != 0
     (run,) = (runs / "runs").iterdir()
     assert not (run / "DONE").exists() and list(run.glob("checkpoints/step_*/COMPLETED"))
-    again = launch("stopped")
+    again = launched("stopped")
     assert again.wait() == 0, again.stderr.read()
     assert "1 done" in (status := said("status", "stopped")) and "step 80/80" in status
 

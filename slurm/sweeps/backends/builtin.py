@@ -9,57 +9,29 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from sweeps.assets import on_hub
-from sweeps.backends.base import Program, TrainKeys
+from sweeps.backends.base import FinetuneKeys, Program
 from sweeps.config import World
 from sweeps.files import SweepError
 from sweeps.rundir import RunDir
 from sweeps.trainer.chat import read_messages
 
-SCHEDULERS = (
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "constant",
-    "constant_with_warmup",
-)
 PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "deepspeed", "numpy")
 FilterEps = Annotated[float, Field(gt=0, lt=1)]
 
 
-class BuiltinKeys(TrainKeys):
-    """The `train:` keys of the builtin trainer; names, defaults and meanings of open-instruct's
-    finetune where it has them, except that nothing is ever uploaded."""
+class BuiltinKeys(FinetuneKeys):
+    """The `train:` keys of the builtin trainer: finetune's, and its own; it uploads nothing."""
 
-    tokenizer_name: str | None = None
     train_file: str  # rows with `messages` (a list of {role, content}), or Alpaca's
-    max_train_samples: int | None = Field(None, ge=1)  # those held out come on top
-    held_out: int = Field(0, ge=0)  # conversations never trained on, the same for every seed
-    max_seq_length: int | None = Field(None, ge=2)
+    # Conversations never trained on, the same for every seed; on top of max_train_samples.
+    held_out: int = Field(0, ge=0)
     chat_template_name: Literal["tulu", "alpaca"] | None = None  # None: the tokenizer's, else tulu
-    add_bos: bool = False  # begin each conversation with the tokenizer's bos token
-    per_device_train_batch_size: int = Field(8, ge=1)
-    gradient_accumulation_steps: int = Field(1, ge=1)
-    weight_decay: float = Field(0.0, ge=0)
-    warmup_ratio: float = Field(0.03, ge=0, le=1)
-    lr_scheduler_type: Literal[SCHEDULERS] = "linear"
-    num_train_epochs: int = Field(2, ge=1)
-    max_train_steps: int | None = Field(None, ge=1)
-    reduce_loss: Literal["mean", "sum", "token_mean"] = "mean"
     loss_implementation: Literal["auto", "triton", "chunked", "reference", "paper"] = "auto"
     filter_eps: FilterEps | Literal["auto"] | None = None  # None: the exact gradient
     final_logit_softcapping: float | None = Field(None, gt=0)  # None: the model's own
-    attention_dropout: float | None = Field(None, ge=0, lt=1)
-    clip_grad_norm: float = -1.0  # not above 0: no clipping
-    fused_optimizer: bool = True
-    gradient_checkpointing: bool = False
     packing: bool | None = None  # None: on a GPU in 16 bits
     max_tokens: int = Field(16384, ge=1)  # of a packed micro-batch, on one rank
     compile: bool | None = None  # None: packed, on a GPU, for 300 steps or more
-    logging_steps: int = Field(10, ge=1)
-    checkpointing_steps: int | Literal["epoch"] | None = "epoch"
-    keep_last_n_checkpoints: int = Field(3, ge=1)
-    with_tracking: bool = False
     report_to: Literal["tensorboard", "wandb", "trackio"] = "tensorboard"
 
 

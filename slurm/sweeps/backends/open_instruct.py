@@ -10,8 +10,8 @@ from typing import Literal
 import yaml
 
 from sweeps.assets import dataset_names, on_hub
-from sweeps.backends.base import Program
-from sweeps.backends.builtin import BuiltinKeys, model_problems, train_file_problems, versions
+from sweeps.backends.base import FinetuneKeys, Program
+from sweeps.backends.builtin import model_problems, train_file_problems, versions
 from sweeps.config import Seq, World
 from sweeps.files import SweepError, write_text
 from sweeps.rundir import RunDir
@@ -25,17 +25,15 @@ PACKAGES = ("deepspeed", "peft", "nltk", "langdetect", "immutabledict", "rich")
 PACKAGES += ("antlr4-python3-runtime",)
 
 
-class OpenInstructKeys(BuiltinKeys):
+class OpenInstructKeys(FinetuneKeys):
     """The `train:` keys of finetune.py that a sweep may set, and those that the patches add."""
 
-    train_file: str | None = None
     dataset_name: str | None = None
     dataset_mixer_list: Seq[str] | None = None  # dataset, weight, dataset, weight, …
     chat_template_name: str = "tulu"
     preprocessing_num_workers: int | None = None
     use_flash_attn: bool = True
     use_slow_tokenizer: bool = True
-    add_bos: bool = False
     low_cpu_mem_usage: bool = False
     use_lora: bool = False
     lora_rank: int = 64
