@@ -120,6 +120,23 @@ def test_reads_metrics_from_the_log():
     }
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_rows_that_only_the_log_has_are_recovered(tmp_path, trained):
+    run = RunDir(tmp_path)
+    said = [f"{open_instruct.STATISTICS}{json.dumps({'step': step})}" for step in range(1, 10)]
+    run.log.write_text("\n".join(said))  # the last line was cut short
+    run.metrics.write_text("".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in range(1, 6)))
+    (run.checkpoints / "step_7").mkdir(parents=True)
+    (run.checkpoints / "step_7" / "COMPLETED").touch()
+    if trained:
+        run.model.mkdir()
+        (run.model / open_instruct.TRAINED).touch()
+    open_instruct.recover_rows(run)
+    rows = [json.loads(line) for line in run.metrics.open()]
+    assert [row["step"] for row in rows] == list(range(1, 9 if trained else 8))
+    assert ["loss" in row for row in rows[:6]] == [True] * 5 + [False]
+
+
 @pytest.mark.upstream
 @pytest.mark.slow
 @pytest.mark.timeout(900)

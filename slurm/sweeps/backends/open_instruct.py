@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import subprocess
 from pathlib import Path
@@ -13,7 +14,7 @@ from sweeps.assets import dataset_names, on_hub
 from sweeps.backends.base import FinetuneKeys, Program
 from sweeps.backends.builtin import model_problems, train_file_problems, versions
 from sweeps.config import Seq, World
-from sweeps.files import SweepError, write_text
+from sweeps.files import SweepError, read_rows, write_text
 from sweeps.rundir import RunDir
 
 VARIABLE = "OPEN_INSTRUCT_DIR"
@@ -71,7 +72,7 @@ class OpenInstruct:
 
     def program(self, run: RunDir) -> Program:
         folder = checkout()
-        forget_rows_after_checkpoint(run)
+        recover_rows(run)
         arguments = run.path.absolute() / "finetune.yaml"
         write_text(arguments, yaml.safe_dump(finetune_arguments(run), sort_keys=False))
         paths = [str(folder), os.environ.get("PYTHONPATH", "")]
@@ -193,13 +194,22 @@ def finetune_arguments(run: RunDir) -> dict:
     }
 
 
-def forget_rows_after_checkpoint(run: RunDir) -> None:
-    """Drop the rows of metrics.jsonl that the resumed run is about to write again."""
-    if run.metrics.exists() and not (run.model / TRAINED).is_file():
-        lines = run.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-        saved = [mark.parent.name for mark in run.checkpoints.glob("step_*/COMPLETED")]
-        last = max((int(name.removeprefix("step_")) for name in saved), default=0)
-        write_text(run.metrics, "".join(row for row in lines if json.loads(row)["step"] <= last))
+def recover_rows(run: RunDir) -> None:
+    """Cut metrics.jsonl at the checkpoint that the run resumes from, after which its rows come
+    anew, and add those that only the log has: who copies them may have been killed first."""
+    saved = [mark.parent.name for mark in run.checkpoints.glob("step_*/COMPLETED")]
+    last = max((int(name.removeprefix("step_")) for name in saved), default=0)
+    if (run.model / TRAINED).is_file():
+        last = math.inf
+    found = {}
+    for log in sorted(run.path.glob("train*.log")):
+        for line in log.read_bytes().split(b"\n")[:-1]:
+            if row := BACKEND.metrics(line.decode("utf-8", "replace")):
+                found[row["step"]] = row
+    found |= {row["step"]: row for row in read_rows(run.metrics)}
+    if found:
+        kept = (json.dumps(found[step]) + "\n" for step in sorted(found) if step <= last)
+        write_text(run.metrics, "".join(kept))
 
 
 BACKEND = OpenInstruct()
