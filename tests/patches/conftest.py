@@ -1,6 +1,5 @@
 """Fixtures for the tests against a real open-instruct checkout, which is cloned, never changed."""
 
-import importlib.util
 import json
 import os
 import re
@@ -10,12 +9,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from sweeps.backends.open_instruct import PACKAGES
 
 HERE = Path(__file__).parent
 PROJECT = HERE.parents[1]
@@ -197,17 +199,10 @@ def paper(tmp_path_factory: pytest.TempPathFactory) -> Stack:
 @pytest.fixture(scope="session")
 def today(tmp_path_factory: pytest.TempPathFactory) -> Stack:
     """This project's own environment, with DeepSpeed and what finetune.py imports besides."""
-    for name in (
-        "deepspeed",
-        "peft",
-        "requests",
-        "rich",
-        "nltk",
-        "langdetect",
-        "immutabledict",
-        "antlr4",
-    ):
-        if importlib.util.find_spec(name) is None:
+    for name in PACKAGES:
+        try:
+            metadata.version(name)
+        except metadata.PackageNotFoundError:
             pytest.skip(f"finetune.py needs {name}, which is not installed here")
     return _stack(sys.executable, tmp_path_factory)
 

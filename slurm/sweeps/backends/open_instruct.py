@@ -23,7 +23,7 @@ STATISTICS = "training statistics: "
 TRAINED = "TRAINED"
 # What finetune.py imports beyond this project's own training dependencies.
 PACKAGES = ("deepspeed", "peft", "nltk", "langdetect", "immutabledict", "rich")
-PACKAGES += ("antlr4-python3-runtime",)
+PACKAGES += ("antlr4-python3-runtime", "requests")
 
 
 class OpenInstructKeys(FinetuneKeys):
