@@ -1,6 +1,6 @@
 """A real time limit that expires: Slurm's shortest is one minute."""
 
-import contextlib
+import ctypes
 import itertools
 import os
 import signal
@@ -15,10 +15,21 @@ from sweeps import launch
 from sweeps.executors import slurm
 
 pytestmark = MARKS
+ATTACH, DETACH = 16, 17  # ptrace(2)
+
+
+def trace(request: int, pid: int) -> None:
+    """Hold a process, or let it go: unlike SIGSTOP's, no SIGCONT of Slurm's ends this stop."""
+    ptrace = ctypes.CDLL(None, use_errno=True).ptrace
+    ptrace.argtypes = (ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+    if ptrace(request, pid, None, None):
+        raise OSError(ctypes.get_errno(), f"ptrace({request}, {pid})")
+    if request == ATTACH:
+        os.waitpid(pid, 0)
 
 
 def test_at_the_limit_an_element_saves_and_goes_on_alone(cluster, profile, sweep_file, tmp_path):
-    """Two trainers freeze; one wakes at the warning, the other only at the limit's own TERM.
+    """Two trainers stop; Slurm's warning wakes one, the other is held until the limit's own TERM.
 
     Both save, requeue their element and end with an undisturbed run's weights. A third element,
     done before the warning, is left alone.
@@ -29,22 +40,20 @@ def test_at_the_limit_an_element_saves_and_goes_on_alone(cluster, profile, sweep
     launched = command("launch", path, "--executor", "slurm")
     assert launched.returncode == 0, launched.stderr
     warned, late, short = runs_of(path)
-    frozen = {}
-    for run in (warned, late):
-        wait_for(lambda r=run: r.step() >= 20)
-        frozen[run.name] = chaos.trainer(run)
-        os.kill(frozen[run.name], signal.SIGSTOP)
+    stop = {warned.name: lambda pid: os.kill(pid, signal.SIGSTOP)}
+    stop[late.name] = lambda pid: trace(ATTACH, pid)
+    trainers = {}
+    while len(trainers) < 2:  # whichever comes first: each would be done in some seconds
+        for run in (warned, late):
+            if run.name not in trainers and run.step() >= 20:
+                trainers[run.name] = chaos.trainer(run)
+                stop[run.name](trainers[run.name])
+        time.sleep(0.1)
     busy = slurm.active(launch.plan(path, []).sweep)
     (submission,) = (launch.plan(path, []).folder / "jobs").iterdir()
     output = submission / f"{busy['train', late.name].job}_0_log.out"
-    wait_for(warned.stop.exists)  # Slurm's own warning came, and woke both
-    end = time.monotonic() + 120
-    while "DUE TO TIME LIMIT" not in output.read_text() and time.monotonic() < end:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(frozen[late.name], signal.SIGSTOP)
-        time.sleep(0.001)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(frozen[late.name], signal.SIGCONT)
+    wait_for(lambda: "DUE TO TIME LIMIT" in output.read_text(), 120)
+    trace(DETACH, trainers[late.name])
     wait_for(empty)
 
     assert "DUE TO TIME LIMIT" in output.read_text(), logs(tmp_path)
