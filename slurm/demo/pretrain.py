@@ -32,7 +32,6 @@ def pretrain(world: Path, out: Path) -> None:
     if (out / "DONE").exists():
         return
     import torch
-    from tqdm import tqdm
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     from sweeps.trainer.data import IGNORE
@@ -56,19 +55,29 @@ def pretrain(world: Path, out: Path) -> None:
         **SHAPE,
     )
     model = LlamaForCausalLM(config)
+    fit(model, blocks, targets, BATCH, out / "checkpoint.pt")
+    model.save_pretrained(out)
+    (out / "checkpoint.pt").unlink(missing_ok=True)
+    write_text(out / "DONE", "")
+
+
+def fit(model, blocks, targets, batch: int, kept: Path) -> None:
+    """Train on (rows, tokens) ids, each row once; `kept` is the checkpoint while it lasts."""
+    import torch
+    from tqdm import tqdm
+
     optimizer = torch.optim.AdamW(
         model.parameters(), LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01, fused=True
     )
-    steps = len(blocks) // BATCH
+    steps = len(blocks) // batch
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda s: min(1, (s + 1) / WARMUP) * (1 - s / steps)
     )
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
-    kept = out / "checkpoint.pt"
     start = load(kept, parts) if kept.exists() else 0
     progress = tqdm(range(start, steps), "pre-training", steps, initial=start, file=sys.stderr)
     for step in progress:
-        rows = slice(step * BATCH, (step + 1) * BATCH)
+        rows = slice(step * batch, (step + 1) * batch)
         loss = model(input_ids=blocks[rows], labels=targets[rows]).loss
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -79,9 +88,6 @@ def pretrain(world: Path, out: Path) -> None:
             progress.set_postfix(loss=f"{loss.item():.3f}")
         if (step + 1) % SAVE == 0:
             save(kept, parts, step + 1)
-    model.save_pretrained(out)
-    kept.unlink(missing_ok=True)
-    write_text(out / "DONE", "")
 
 
 def read_lines(path: Path) -> list[dict]:

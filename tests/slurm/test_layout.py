@@ -30,8 +30,10 @@ FLOORS = (
     "files provenance",
 )
 FREE = ("__init__", "executors")  # import nothing of sweeps
-PLUGINS = ("backends.builtin", "backends.open_instruct")  # imported by name, from backends.REGISTRY
-SHARED = {"trainer.chat", "trainer.data"}  # conversations, which others read too
+# Imported by name, from backends.REGISTRY.
+PLUGINS = ("backends.builtin", "backends.open_instruct", "backends.policy_gradient")
+# Conversations and problems, which others read too.
+SHARED = {"trainer.chat", "trainer.data", "trainer.countdown"}
 FLOOR = {name: number for number, line in enumerate(FLOORS) for name in line.split()}
 
 
@@ -75,9 +77,9 @@ def test_what_imports_nothing_of_ours():
         assert not imported(modules()[name], set(modules()))
 
 
-def test_the_demo_is_a_user():
-    """It imports sweeps, as anyone may; nothing of sweeps knows of it."""
+def test_the_demo_and_countdown_are_users():
+    """They import sweeps, as anyone may; nothing of sweeps knows of them."""
     found = [node for path in ROOT.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
     names = {n.module or "" for n in found if isinstance(n, ast.ImportFrom)}
     names |= {a.name for n in found if isinstance(n, ast.Import) for a in n.names}
-    assert not any(name.partition(".")[0] == "demo" for name in names)
+    assert not {name.partition(".")[0] for name in names} & {"demo", "countdown"}

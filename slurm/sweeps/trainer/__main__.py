@@ -11,8 +11,10 @@ from sweeps.rundir import RunDir
 def main() -> int:
     run = RunDir(Path(sys.argv[1]))
     try:
-        from sweeps.trainer.loop import train
-
+        if run.config().backend == "policy-gradient":
+            from sweeps.trainer.policy_gradient import train
+        else:
+            from sweeps.trainer.loop import train
         train(run)
     except SweepError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)

@@ -460,8 +460,9 @@ class Log:
         flops: float | None,
         norm: torch.Tensor | float | None,
         learning_rate: float,
+        **more: float,
     ) -> None:
-        """Count a step of all ranks; write its row if it is due."""
+        """Count a step of all ranks; write its row, with `more` of this step, if it is due."""
         self.targets += targets
         self.tokens += tokens
         self.flops += flops or 0.0
@@ -485,6 +486,7 @@ class Log:
             "epoch": round(step / self.steps_per_epoch, 4),
             "loss": summed / max(1, self.targets),
             "learning_rate": learning_rate,
+            **more,
             "grad_norm": None if norm is None else float(norm),
             "clipped": self.clipped.item() / steps,
             "tokens_per_second": round(self.tokens / seconds, 1),

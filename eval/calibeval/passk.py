@@ -1,0 +1,122 @@
+"""pass@k: the chance that one of k sampled answers is right, over problems and seeds.
+
+    pass@k = mean over problems of 1 − C(n − c, k) / C(n, k),    c of n ≥ k answers right
+
+Without bias for every k (Chen et al. 2021, arXiv 2107.03374, equation 1). Records are JSON lines
+`{"id", "samples": n, "correct": c}`; their sidecar has the `train` keys of the run behind them.
+"""
+
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+from tabulate import tabulate
+
+from calibeval import metrics, records, stats
+from calibeval.io import InputError, atomic_write, counted, json_lines
+from calibeval.report import figures
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """1 − C(n − c, k) / C(n, k) as 1 − Π_{i=n−c+1}^{n} (1 − k/i), without large factorials."""
+    return 1.0 if n - c < k else 1 - float(np.prod(1 - k / np.arange(n - c + 1, n + 1)))
+
+
+def read(path: Path, ks: Sequence[int]) -> dict[str, list[float]]:
+    """pass@k of each problem by its id; a k above its samples raises `InputError`."""
+    records.require(path)
+    found = {}
+    for number, row in json_lines(path):
+        id, n, c = (row.get(key) for key in ("id", "samples", "correct"))
+        if not (isinstance(id, str) and type(n) is type(c) is int and 0 <= c <= n):
+            raise InputError(f"{path}, line {number}: expected id, samples and correct ≤ samples")
+        if wrong := [k for k in ks if not 1 <= k <= n]:
+            raise InputError(f"{path}, line {number}: k = {wrong[0]}, expected 1 to {n} samples")
+        found[id] = [pass_at_k(n, c, k) for k in ks]
+    if len(found) != records.meta(path).get("questions"):
+        raise InputError(f"{path}: {counted(len(found), 'problem')}, not what was written")
+    return dict(sorted(found.items()))
+
+
+def collect(paths: Sequence[Path], ks: Sequence[int], out: Path | None = None) -> str:
+    """Tables of pass@k by setting and of every two settings' difference, as Markdown.
+
+    [low, high] is a 95 % interval over problems and seeds (`stats.interval`), and a difference is
+    paired by problem, and by seed where both sides have as many. With `out` also passk.md and
+    passk.pdf, .svg and .png.
+    """
+    ks, asked, runs = sorted({*ks}), None, {}
+    trains = [records.meta(path).get("train") or {} for path in paths]
+    keys = dict.fromkeys(key for train in trains for key in train if key != "seed")
+    varying = [k for k in keys if len({repr(train[k]) for train in trains if k in train}) > 1]
+    for path, train in sorted(zip(paths, trains, strict=True), key=lambda x: x[1].get("seed", -1)):
+        found = read(path, ks)
+        if found.keys() != (asked or found).keys():
+            raise InputError(f"{path}: other problems than in {paths[0]}")
+        asked = found
+        name = ", ".join(said(train[k]) for k in varying if k in train) if train else "start"
+        runs.setdefault(name, []).append([*found.values()])
+    draws = np.concatenate([*metrics.resamples(len(asked), stats.RESAMPLES)]) / len(asked)
+    sides = {}  # of each setting and k: the runs' means (S,), and their draws (S, R)
+    for name, of in runs.items():
+        values = np.array(of).transpose(2, 0, 1)  # (k, S, problems)
+        sides[name] = [(one.mean(1), one @ draws.T) for one in values]
+    single = {name: [estimate([one]) for one in of] for name, of in sides.items()}
+    rows = [[name, len(runs[name]), *map(text, of)] for name, of in single.items()]
+    pairs = [
+        [b, a, *map(text, map(difference, sides[a], sides[b]))] for a, b in combinations(sides, 2)
+    ]
+    tables = [
+        tabulate(of, ["", head, *(f"pass@{k}" for k in ks)], "github", disable_numparse=True)
+        for of, head in ((rows, "seeds"), (pairs, "less"))
+        if of
+    ]
+    tables.append(f"{counted(len(asked), 'problem')}; [low, high]: 95 % over problems and seeds.\n")
+    if out:
+        with atomic_write(out / "passk.md") as file:
+            file.write("\n\n".join(tables))
+        plot(single, ks, out / "passk")
+    return "\n\n".join(tables)
+
+
+def said(value: object) -> str:
+    """A setting: differential, gamma_p 0.1."""
+    if not isinstance(value, dict):
+        return str(value)
+    return ", ".join(v if isinstance(v, str) else f"{k} {v}" for k, v in value.items() if v)
+
+
+def estimate(sides: Sequence[stats.Side]) -> stats.Estimate:
+    """A mean over seeds, or the second side's less the first's."""
+    value = sides[-1][0].mean() - (sides[0][0].mean() if len(sides) == 2 else 0)
+    return stats.Estimate(value, *stats.interval(value, sides))
+
+
+def difference(a: stats.Side, b: stats.Side) -> stats.Estimate:
+    """b − a, paired by seed where both have as many."""
+    return estimate([(b[0] - a[0], b[1] - a[1])] if len(a[0]) == len(b[0]) else [a, b])
+
+
+def text(e: stats.Estimate) -> str:
+    return f"{e.value:.3f} [{e.low:.3f}, {e.high:.3f}]"
+
+
+def plot(single: dict[str, list[stats.Estimate]], ks: Sequence[int], stem: Path) -> None:
+    """pass@k over k, a line with intervals a setting."""
+    from matplotlib import colormaps, rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(figures.STYLE):
+        canvas = Figure(figsize=(figures.WIDTHS["page"] / 2.54, 3), layout="constrained")
+        axis = canvas.subplots()
+        for i, (name, of) in enumerate(single.items()):
+            at = np.array(ks) * 2 ** (0.1 * (i - (len(single) - 1) / 2))  # not over one another
+            ends = [[e.value - e.low for e in of], [e.high - e.value for e in of]]
+            look = {"color": colormaps["tab10"](i % 10), "marker": figures.MARKERS[i % 8]}
+            axis.errorbar(at, [e.value for e in of], ends, label=name, elinewidth=0.8, **look)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ks, [str(k) for k in ks])
+        axis.set(xlabel="k", ylabel="pass@k")
+        axis.legend(loc="lower right")
+        figures.save(canvas, stem)
