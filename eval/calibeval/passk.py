@@ -57,6 +57,7 @@ def collect(paths: Sequence[Path], ks: Sequence[int], out: Path | None = None) -
         asked = found
         name = ", ".join(said(train[k]) for k in varying if k in train) if train else "start"
         runs.setdefault(name, []).append([*found.values()])
+    runs = dict(sorted(runs.items(), key=lambda item: (item[0] != "start", item[0])))
     draws = np.concatenate([*metrics.resamples(len(asked), stats.RESAMPLES)]) / len(asked)
     sides = {}  # of each setting and k: the runs' means (S,), and their draws (S, R)
     for name, of in runs.items():
@@ -111,10 +112,10 @@ def plot(single: dict[str, list[stats.Estimate]], ks: Sequence[int], stem: Path)
         canvas = Figure(figsize=(figures.WIDTHS["page"] / 2.54, 3), layout="constrained")
         axis = canvas.subplots()
         for i, (name, of) in enumerate(single.items()):
+            colour, values = colormaps["tab10"](i % 10), [e.value for e in of]
+            axis.plot(ks, values, label=name, color=colour, marker=figures.MARKERS[i % 8])
             at = np.array(ks) * 2 ** (0.1 * (i - (len(single) - 1) / 2))  # not over one another
-            ends = [[e.value - e.low for e in of], [e.high - e.value for e in of]]
-            look = {"color": colormaps["tab10"](i % 10), "marker": figures.MARKERS[i % 8]}
-            axis.errorbar(at, [e.value for e in of], ends, label=name, elinewidth=0.8, **look)
+            axis.vlines(at, [e.low for e in of], [e.high for e in of], color=colour, lw=0.8)
         axis.set_xscale("log", base=2)
         axis.set_xticks(ks, [str(k) for k in ks])
         axis.set(xlabel="k", ylabel="pass@k")
