@@ -100,6 +100,7 @@ def difference(a: stats.Side, b: stats.Side) -> stats.Estimate:
 
 
 def text(e: stats.Estimate) -> str:
+    """An estimate as the tables print it."""
     return f"{e.value:.3f} [{e.low:.3f}, {e.high:.3f}]"
 
 
