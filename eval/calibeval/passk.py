@@ -114,8 +114,8 @@ def plot(single: dict[str, list[stats.Estimate]], ks: Sequence[int], stem: Path)
         axis = canvas.subplots()
         for i, (name, of) in enumerate(single.items()):
             colour, values = colormaps["tab10"](i % 10), [e.value for e in of]
-            axis.plot(ks, values, label=name, color=colour, marker=figures.MARKERS[i % 8])
             at = np.array(ks) * 2 ** (0.1 * (i - (len(single) - 1) / 2))  # not over one another
+            axis.plot(at, values, label=name, color=colour, marker=figures.MARKERS[i % 8])
             axis.vlines(at, [e.low for e in of], [e.high for e in of], color=colour, lw=0.8)
         axis.set_xscale("log", base=2)
         axis.set_xticks(ks, [str(k) for k in ks])
