@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from scipy.optimize import brentq
 
 from calibeval import entropy, references
 from calibeval.__main__ import main
@@ -55,64 +56,112 @@ def lines(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def markov():
+def source(size: int, beta: float, seed: int = 0):
     """P (V, V) of a first-order source, and Q = (1 − β) P + β/V, double."""
-    rng = np.random.default_rng(0)
-    p = np.zeros((V, V))
+    rng = np.random.default_rng(seed)
+    p = np.zeros((size, size))
     for row in p:  # seven successors a state
-        row[rng.choice(V, 7, replace=False)] = rng.dirichlet(np.full(7, 0.8))
-    return p, (1 - BETA) * p + BETA / V
+        row[rng.choice(size, 7, replace=False)] = rng.dirichlet(np.full(7, 0.8))
+    return p, (1 - beta) * p + beta / size
 
 
 def sampler(q) -> Sampler:
-    """A model whose hidden state is the last token, and whose logits are log Q behind it."""
+    """A model whose logits behind token x at place t are log q[t % len(q), x], q (T, V, V)."""
+    steps, size, _ = q.shape
 
-    def decoder(input_ids, **_):
-        hidden = torch.nn.functional.one_hot(input_ids, V).float()
+    def decoder(input_ids, position_ids=None, **_):
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1])
+        state = position_ids % steps * size + input_ids
+        hidden = torch.nn.functional.one_hot(state, steps * size).float()
         return SimpleNamespace(last_hidden_state=hidden)
 
-    return Sampler(decoder, torch.from_numpy(np.log(q).T).float(), None, {})
+    weight = torch.from_numpy(np.log(q).reshape(steps * size, size).T)
+    return Sampler(decoder, weight.float(), None, {})
 
 
-def test_smoothed_source_in_closed_form():
-    p, q = markov()
-    rng, n = np.random.default_rng(1), 400
-    references = np.zeros((n, POSITIONS + 1), dtype=int)
-    for t in range(POSITIONS):
-        cumulative = p[references[:, t]].cumsum(1)
-        references[:, t + 1] = (cumulative < rng.random((n, 1)) * cumulative[:, -1:]).sum(1)
+def measured(p, q, n: int, positions: int):
+    """`summary` of n references of P and n own texts of q, all behind token 0, and the records."""
+    rng = np.random.default_rng(1)
+    texts = np.zeros((n, positions + 1), dtype=int)
+    for t in range(positions):
+        cumulative = p[texts[:, t]].cumsum(1)
+        texts[:, t + 1] = (cumulative < rng.random((n, 1)) * cumulative[:, -1:]).sum(1)
     model, contexts = sampler(q), [[0]] * n
-    own = model.sample(contexts, Setting(), rng.random((n, POSITIONS)), ends=())
-    seen = model.read(contexts, references[:, 1:].tolist(), Setting())
+    own = model.sample(contexts, Setting(), rng.random((n, positions)), ends=())
+    seen = model.read(contexts, texts[:, 1:].tolist(), Setting())
     along = model.read(contexts, own, Setting())
     rows = [
         {"reference_logprobs": list(a), "logprobs": list(b), "entropies": list(c)}
         for (a, _), (b, c) in zip(seen, along, strict=True)
     ]
-    # In closed form: E Σ_t f(state at t), the chain started in state 0.
-    loss = -(p * np.log(q)).sum(1)
-    entropies = -(q * np.log(q)).sum(1)
-    expected_loss = expected_entropy = 0
-    at_p = at_q = np.eye(V)[0]
-    for _ in range(POSITIONS):
-        expected_loss += at_p @ loss / POSITIONS
-        expected_entropy += at_q @ entropies / POSITIONS
-        at_p, at_q = at_p @ p, at_q @ q
-    found = entropy.summary(rows, POSITIONS)
+    return entropy.summary(rows, positions), rows
+
+
+def closed_form(p, q, positions: int) -> tuple[float, float]:
+    """Log loss of P's texts under q and the entropy of q's own, a text behind token 0."""
+    loss = entropies = 0
+    at_p = at_q = np.eye(len(p))[0]
+    for t in range(positions):
+        now = q[t % len(q)]
+        loss -= at_p @ (p * np.log(now)).sum(1)
+        entropies -= at_q @ (now * np.log(now)).sum(1)
+        at_p, at_q = at_p @ p, at_q @ now
+    return loss, entropies
+
+
+def agrees(p, q, n: int, positions: int) -> dict:
+    """`measured` within 3 standard errors of `closed_form`."""
+    found, rows = measured(p, q, n, positions)
+    loss, entropies = (x / positions for x in closed_form(p, q, positions))
 
     def error(of):
-        return entropy.curve(rows, of, POSITIONS).mean(1).std(ddof=1) / math.sqrt(n)
+        return entropy.curve(rows, of, positions).mean(1).std(ddof=1) / math.sqrt(n)
 
-    assert abs(found["log loss"] - expected_loss) < 3 * error("reference_logprobs")
-    assert abs(found["entropy"] - expected_entropy) < 3 * error("entropies")
-    assert abs(found["surprisal"] - expected_entropy) < 3 * error("logprobs")
+    assert abs(found["log loss"] - loss) < 3 * error("reference_logprobs")
+    assert abs(found["entropy"] - entropies) < 3 * error("entropies")
+    assert abs(found["surprisal"] - entropies) < 3 * error("logprobs")
     assert found["surprisal − entropy low"] < 0 < found["surprisal − entropy high"]
     # the bootstrap's interval is as wide as the two standard errors say
     value, low, high = (found[entropy.ENTCE + end] for end in ("", " low", " high"))
     both = math.hypot(error("reference_logprobs"), error("entropies"))
     assert high - low == pytest.approx(2 * 1.96 * both, rel=0.1)
-    assert abs(value - expected_entropy + expected_loss) < 3 * both
-    assert expected_entropy - expected_loss > 0.5  # smoothing has its price
+    assert abs(value - entropies + loss) < 3 * both
+    return found
+
+
+def test_smoothed_source_in_closed_form():
+    p, q = source(V, BETA)
+    agrees(p, q[None], 400, POSITIONS)
+    loss, entropies = closed_form(p, q[None], POSITIONS)
+    assert entropies - loss > 0.5 * POSITIONS  # smoothing has its price
+
+
+def test_future_entropy_adjustment():
+    """p_α(y | x, t) ∝ exp((1 + α) log p(y | x) − α H(Y_{>t} | Y_t = y)), arXiv 2511.11966: the α
+    where EntCE is 0 is one where the log loss is lower, too.
+    """
+    size, positions, n = 64, 16, 400
+    p, q = source(size, BETA)
+    future = np.zeros((positions + 1, size))  # of what follows, behind each token
+    for t in range(positions - 1, -1, -1):
+        future[t] = q @ future[t + 1] - (q * np.log(q)).sum(1)
+
+    def adjusted(alpha):
+        z = (1 + alpha) * np.log(q) - alpha * future[1:, None, :]
+        e = np.exp(z - z.max(-1, keepdims=True))
+        return e / e.sum(-1, keepdims=True)
+
+    def entce(alpha):
+        loss, entropies = closed_form(p, adjusted(alpha), positions)
+        return entropies - loss
+
+    alpha = brentq(entce, 0, 1, xtol=1e-12)
+    before, after = agrees(p, q[None], n, positions), agrees(p, adjusted(alpha), n, positions)
+    assert before[entropy.ENTCE + " low"] > 0.3
+    assert after[entropy.ENTCE + " low"] < 0 < after[entropy.ENTCE + " high"]
+    assert closed_form(p, adjusted(alpha), positions)[0] < closed_form(p, q[None], positions)[0]
+    assert after["log loss"] < before["log loss"]
 
 
 def test_fused_against_double(model):
@@ -144,8 +193,8 @@ def test_fused_against_double(model):
 
 
 def test_samples_follow_the_setting():
-    _, q = markov()
-    n, model = 20_000, sampler(q)
+    _, q = source(V, BETA)
+    n, model = 20_000, sampler(q[None])
     setting = Setting(0.7, 0.8, 0.05)
     uniforms = (np.arange(n)[:, None] + 0.5) / n
     drawn = [t for (t,) in model.sample([[3]] * n, setting, uniforms, ends=())]
