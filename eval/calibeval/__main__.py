@@ -79,8 +79,10 @@ def parser() -> argparse.ArgumentParser:
     task, scoring, model, fit, metrics = (argparse.ArgumentParser(add_help=False) for _ in range(5))
     task.set_defaults(scoring="letters", unconditional=False)
     add = task.add_argument
-    add("--task", required=True, help="mmlu, hellaswag, arc_easy, arc_challenge, jsonl")
-    add("--data", required=True, help="the task's folder or file; mmlu: or hub:NAME")
+    help = "mmlu, hellaswag, arc_easy, arc_challenge, jsonl; fit-…: or responses"
+    add("--task", required=True, help=help)
+    help = "the task's folder or file; mmlu: or hub:NAME; responses: a file as for entropy"
+    add("--data", required=True, help=help)
     add("--split", help="default: test; hellaswag: val")
     add("--shots", type=int, help="default: 5; by continuation 0")
     add("--examples", metavar="FILE", help="few-shot examples of jsonl, arc, hellaswag")
@@ -104,7 +106,9 @@ def parser() -> argparse.ArgumentParser:
 
     add = fit.add_argument
     add("--out", required=True, type=Path, metavar="DIR", help="the calibrator's")
-    add("--over", choices=("choices", "vocabulary"), default="choices", help="probabilities to fit")
+    add("--over", choices=("choices", "vocabulary"), help="probabilities to fit; default: choices")
+    help = "with --task responses: leave out the first N rows, which the model was trained on"
+    add("--skip", type=natural, default=0, metavar="N", help=help)
 
     add = metrics.add_argument
     add("--json", action="store_true", help="one JSON object a line, with every metric")
@@ -124,9 +128,13 @@ def parser() -> argparse.ArgumentParser:
     add("--workers", type=positive, default=1, help="processes, each with a GPU of its own")
     add("--overwrite", action=argparse.BooleanOptionalAction, default=False, help="score anew")
 
-    command("fit-temperature", run_fit, task, model, fit, head="constant", alpha=0.5)
+    other = {"alpha": 0.5, "loss": "cross-entropy"}
+    command("fit-temperature", run_fit, task, model, fit, head="constant", **other)
     add = command("fit-ats", run_fit, task, model, fit, head="linear")
-    add("--alpha", type=fraction, default=0.5, help="weight of wrong answers, 0 to 1")
+    losses = ("selective", "smoothing", "cross-entropy")
+    add("--loss", choices=losses, default="selective", help="default: %(default)s")
+    help = "weight of wrong answers, or of smoothing, 0 to 1; default: %(default)s"
+    add("--alpha", type=fraction, default=0.5, help=help)
 
     add = command("entropy", run_entropy)
     add("--model", required=True, help="model folder or hub name")
@@ -144,6 +152,8 @@ def parser() -> argparse.ArgumentParser:
     least = valid(float, lambda x: 0 <= x < 1, "a number from 0 to below 1")
     add("--min-p", type=least, default=[0.0], help="with each top-p", **several)
     add("--seed", type=natural, default=0)
+    help = "what writes the texts; transformers reads them"
+    add("--engine", choices=("transformers", "vllm"), default="transformers", help=help)
     add("--batch-size", type=positive, default=128)
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     help = "auto: the model's own on a GPU, float32 on a CPU"
@@ -291,9 +301,37 @@ def run_score(a: argparse.Namespace) -> None:
 
 def run_fit(a: argparse.Namespace) -> None:
     """Fit one temperature, or a head that predicts each answer's, to a model's answers."""
-    from calibeval import models, posthoc, score, tasks
+    from calibeval import models, posthoc
 
     models.check_model(a.model)
+    seen, kept = (fit_responses if a.task == "responses" else fit_questions)(a)
+    calibrator, report = posthoc.fit(seen, a.head, a.over, a.alpha, a.loss)
+    report |= {"model": a.model, "task": a.task, "split": a.split}
+    kept["model_digest"] = models.digest(a.model, a.revision)
+    calibrator.fitted = report | kept
+    calibrator.save_pretrained(a.out)
+    print(f"{a.out}: {json.dumps(report)}", file=sys.stderr)
+
+
+def fit_responses(a: argparse.Namespace) -> tuple:
+    """Every token of responses to instructions, and what they are of."""
+    from calibeval import posthoc
+
+    if a.over == "choices":
+        raise InputError("--over choices: a response's tokens are of the vocabulary")
+    a.over = "vocabulary"
+    engine = load_engine(a, [])
+    a.limit = a.limit or posthoc.RESPONSES
+    seen = posthoc.responses(engine, Path(a.data), a.skip, a.limit)
+    kept = {"versions": engine.versions(), "questions": []}
+    return seen, kept | {"data": a.data, "skip": a.skip, "limit": a.limit}
+
+
+def fit_questions(a: argparse.Namespace) -> tuple:
+    """The answers to multiple-choice questions that no score is made of, and which they are."""
+    from calibeval import posthoc, score, tasks
+
+    a.over = a.over or "choices"
     scored, default = tasks.SPLITS.get(a.task, (None, None))
     if scored and scored == (a.split or "").lower():
         note = f"{a.task} is scored on it; fit on another split, by default {default}"
@@ -310,18 +348,12 @@ def run_fit(a: argparse.Namespace) -> None:
         note = "examples in the prompts, or among those that test the model"
         print(f"left out {counted(left_out, 'question')}: {note}", file=sys.stderr)
     items = fit_items(a, subjects)
-
     engine = load_engine(a, items)
     questions = [item.prompt.question for item in items]
     labels = [question.label for question in questions]
     seen = posthoc.answers(engine, score.groups_of(items), labels, a.over)
-    calibrator, report = posthoc.fit(seen, a.head, a.over, a.alpha)
-    report |= {"model": a.model, "task": a.task, "split": a.split, "left_out": left_out}
-    kept = {"model_digest": models.digest(a.model, a.revision), "versions": engine.versions()}
-    kept["questions"] = sorted(map(posthoc.question_digest, questions))
-    calibrator.fitted = report | kept
-    calibrator.save_pretrained(a.out)
-    print(f"{a.out}: {json.dumps(report)}", file=sys.stderr)
+    digests = sorted(map(posthoc.question_digest, questions))
+    return seen, {"versions": engine.versions(), "left_out": left_out, "questions": digests}
 
 
 def run_diagnose(a: argparse.Namespace) -> None:
@@ -345,7 +377,7 @@ def run_entropy(a: argparse.Namespace) -> None:
 
     grid = itertools.product(a.temperature, a.top_p, a.min_p)
     settings = [Setting(*values) for values in dict.fromkeys(grid)]
-    names = "skip limit max_new_tokens seed batch_size device dtype overwrite"
+    names = "skip limit max_new_tokens seed engine batch_size device dtype overwrite"
     options = {name: getattr(a, name) for name in names.split()}
     entropy.measure(a.model, a.data, a.out, settings, **options)
     print(entropy.collect([{"records": a.out}]), end="")

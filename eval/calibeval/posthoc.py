@@ -1,4 +1,4 @@
-"""Post-hoc calibrators: a temperature for every answer, fitted after training on other questions.
+"""Post-hoc calibrators: a temperature for every answer, fitted after training on other text.
 
     log P(token) = log_softmax(logits / τ),   τ = exp(4 tanh(head(LayerNorm(h)) / 4))
 
@@ -12,7 +12,7 @@ import copy
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -22,8 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from calibeval import references
 from calibeval.engines import Job, first_line
 from calibeval.engines.hf import TransformersEngine
+from calibeval.engines.sampling import Sampler
 from calibeval.io import InputError, atomic_write, counted, read_text
 from calibeval.tasks import Question, Subject
 
@@ -32,6 +34,8 @@ LIMIT = 4.0  # of |log τ|
 CONFIG, WEIGHTS = "calibrator.json", "calibrator.safetensors"
 EPOCHS, BATCH, RATE, DECAY, HELD_OUT, PATIENCE = 100, 64, 1e-3, 1e-2, 0.2, 15
 FEWEST = 20
+RESPONSES, LONGEST = 1000, 256  # responses that are fitted on unless asked for more, tokens of one
+CHUNK = 256  # answers whose logits are made at a time
 
 
 class Calibrator(nn.Module):
@@ -153,15 +157,18 @@ def unseen(subjects: list[Subject], tested: list[Question]) -> list[Subject]:
 
 
 class Answers(NamedTuple):
-    """What the frozen model thought where it was about to answer N questions."""
+    """What the frozen model thought where it was about to give N answers."""
 
     hidden: Tensor  # (N, D): the output layer's input
-    logits: Tensor  # (N, V), or (N, K) for the choices alone
+    logits: Tensor | None  # (N, V), or (N, K) for the choices alone
     labels: Tensor  # (N,) column of the right answer
+    head: Callable | None = None  # what makes them from `hidden`, where all would be too many
 
-    def take(self, rows: Tensor) -> "Answers":
-        """The answers at `rows`."""
-        return Answers(*(part[rows] for part in self))
+    def take(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states, logits and labels of the answers at `rows`."""
+        hidden = self.hidden[rows]
+        logits = self.logits[rows] if self.head is None else self.head(hidden)
+        return hidden, logits, self.labels[rows]
 
 
 def answers(
@@ -184,41 +191,76 @@ def answers(
             "questions with different numbers of choices cannot be fitted together over the "
             "choices; give --over vocabulary"
         )
-    if len(found) < FEWEST:
-        found = counted(len(found), "answer")
-        raise InputError(f"{found} to fit a calibrator on; expected {FEWEST} or more")
+    enough(len(found))
     hidden, logits, right = zip(*found, strict=True)
     if not (stacked := torch.stack(logits)).isfinite().all():
         raise InputError("the model's output is not finite: nothing can be fitted to it")
     return Answers(torch.stack(hidden), stacked, torch.tensor(right))
 
 
-def selective_smoothing(logits: Tensor, labels: Tensor, alpha: float) -> Tensor:
-    """Mean over N of (1 − α) (−log p_label) where argmax p = label, α (−mean_v log p_v) elsewhere.
+def enough(answers: int) -> None:
+    """Refuse to fit on next to nothing."""
+    if answers < FEWEST:
+        found = counted(answers, "answer")
+        raise InputError(f"{found} to fit a calibrator on; expected {FEWEST} or more")
 
-    `logits` (N, V) are divided by their temperatures already. Xie et al. 2024, arXiv 2409.19817:
-    be sure where right, and take wrong answers for evidence that nothing was known.
+
+def responses(engine: TransformersEngine, data: Path, skip: int, limit: int) -> Answers:
+    """Every token of a file's reference responses, in its order; see `references.documents`."""
+    model, tokenizer = engine.tokenizer.name_or_path, engine.tokenizer
+    room = {"most": LONGEST, "longest": engine.max_length and engine.max_length + 1}
+    ends = references.end_tokens(model, tokenizer)
+    texts = references.documents(data, tokenizer, ends, **room, skip=skip, limit=limit)
+    sampler, size = Sampler.of(engine.model), engine.batch_size
+    batches = (texts[start : start + size] for start in range(0, len(texts), size))
+    read = [sampler.states([d.context for d in b], [d.reference for d in b]) for b in batches]
+    hidden, labels = (torch.cat(part).clone() for part in zip(*read, strict=True))
+    enough(len(labels))
+    if not hidden.isfinite().all():
+        raise InputError(f"{data}: the model's output is not finite: nothing can be fitted to it")
+    return Answers(hidden, None, labels, sampler.logits)
+
+
+def objective(logits: Tensor, labels: Tensor, alpha: float, loss: str = "selective") -> Tensor:
+    """Mean over N of a loss of logits (N, V) that are divided by their temperatures already.
+
+    cross-entropy  −log p_label
+    smoothing      (1 − α) (−log p_label) + α (−mean_v log p_v)
+    selective      the former term where argmax p = label, the latter elsewhere: be sure where
+                   right, and take wrong answers for evidence that nothing was known
+
+    Xie et al. 2024, arXiv 2409.19817, compare these three.
     """
     sure = cross_entropy(logits.float(), labels, reduction="none")
+    if loss == "cross-entropy":
+        return sure.mean()
     unsure = -torch.log_softmax(logits.float(), dim=-1).mean(-1)
+    if loss == "smoothing":
+        return torch.lerp(sure, unsure, alpha).mean()
     right = logits.argmax(-1) == labels
     return torch.where(right, (1 - alpha) * sure, alpha * unsure).mean()
 
 
 def fit(
-    answers: Answers, head: str, over: str = "choices", alpha: float = 0.5, seed: int = 0
+    answers: Answers,
+    head: str,
+    over: str = "choices",
+    alpha: float = 0.5,
+    loss: str = "selective",
+    seed: int = 0,
 ) -> tuple[Calibrator, dict]:
     """The calibrator of a kind for a model's answers, and how the fit went.
 
     A constant minimises the negative log-likelihood of the right answers; a linear head minimises
-    `selective_smoothing`, stopping where a fifth of the answers, held out, does best.
+    `objective`, stopping where a fifth of the answers, held out, does best.
     """
     torch.manual_seed(seed)
-    calibrator = Calibrator(head, answers.hidden.shape[-1], over)
+    calibrator = Calibrator(head, answers.hidden.shape[-1], over).to(answers.hidden.device)
     if head == "constant":
         report = fit_constant(calibrator, answers)
     else:
-        report = fit_head(calibrator, answers, alpha, seed)
+        report = {"alpha": alpha, "loss": loss}
+        report |= fit_head(calibrator, answers, lambda *of: objective(*of, alpha, loss), seed)
     return calibrator.eval(), {"answers": len(answers.labels), "head": head, "over": over} | report
 
 
@@ -226,10 +268,15 @@ def fit_constant(calibrator: Calibrator, answers: Answers) -> dict:
     """Temperature scaling: argmin over log τ of the mean −log softmax(logits / τ)_label."""
     from scipy.optimize import minimize_scalar
 
-    logits = answers.logits.double()
+    rows = torch.arange(len(answers.labels)).split(CHUNK)
 
+    @torch.no_grad()
     def nll(log_tau: float) -> float:
-        return cross_entropy(logits / math.exp(log_tau), answers.labels).item()
+        total = 0.0
+        for _, logits, labels in map(answers.take, rows):
+            scaled = logits.double() / math.exp(log_tau)
+            total += cross_entropy(scaled, labels, reduction="sum").item()
+        return total / len(answers.labels)
 
     bounds = (-0.99 * LIMIT, 0.99 * LIMIT)
     found = minimize_scalar(nll, bounds=bounds, method="bounded", options={"xatol": 1e-6})
@@ -238,31 +285,32 @@ def fit_constant(calibrator: Calibrator, answers: Answers) -> dict:
     return {"temperature": math.exp(found.x), "nll": [nll(0.0), float(found.fun)]}
 
 
-def fit_head(calibrator: Calibrator, answers: Answers, alpha: float, seed: int) -> dict:
-    """Adaptive temperature scaling: AdamW on `selective_smoothing`, with early stopping."""
+def fit_head(calibrator: Calibrator, answers: Answers, loss: Callable, seed: int) -> dict:
+    """Adaptive temperature scaling: AdamW on a loss of scaled logits, with early stopping."""
     order = torch.randperm(len(answers.labels), generator=torch.Generator().manual_seed(seed))
+    if answers.head is not None:  # tokens in the order of their texts, which are held out whole
+        order = torch.arange(len(order))
     cut = max(1, int(HELD_OUT * len(order)))
-    held, used = answers.take(order[:cut]), answers.take(order[cut:])
+    held, used = order[:cut], order[cut:]
+
+    def scaled(rows: Tensor) -> Tensor:
+        hidden, logits, labels = answers.take(rows)
+        return loss(logits / calibrator(hidden)[:, None], labels)
+
     optimizer = torch.optim.AdamW(calibrator.parameters(), RATE, weight_decay=DECAY)
     losses = []
     for epoch in range(EPOCHS + 1):
         with torch.no_grad():
-            losses.append(objective(calibrator, held, alpha).item())
+            losses.append(sum(scaled(r).item() * len(r) for r in held.split(CHUNK)) / cut)
         best = int(np.nanargmin(losses))
         if best == epoch:
             kept = copy.deepcopy(calibrator.state_dict())
         if epoch - best > PATIENCE or epoch == EPOCHS:
             break
-        shuffled = torch.randperm(len(used.labels), generator=torch.Generator().manual_seed(epoch))
-        for rows in shuffled.split(BATCH):
+        shuffled = torch.randperm(len(used), generator=torch.Generator().manual_seed(epoch))
+        for rows in used[shuffled].split(BATCH):
             optimizer.zero_grad()
-            objective(calibrator, used.take(rows), alpha).backward()
+            scaled(rows).backward()
             optimizer.step()
     calibrator.load_state_dict(kept)
-    return {"alpha": alpha, "epochs": len(losses) - 1, "held_out_loss": [losses[0], losses[best]]}
-
-
-def objective(calibrator: Calibrator, answers: Answers, alpha: float) -> Tensor:
-    """The loss that a head minimises."""
-    scaled = answers.logits / calibrator(answers.hidden)[:, None]
-    return selective_smoothing(scaled, answers.labels, alpha)
+    return {"epochs": len(losses) - 1, "held_out_loss": [losses[0], losses[best]]}

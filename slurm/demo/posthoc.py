@@ -27,7 +27,7 @@ def calibrate(entries: list[dict], sweep: Path, data: Path, out: Path) -> list[d
         model = (sweep / entry["records"]).resolve().parents[1] / "model"
         for name, fit in FITS.items():
             records = out / f"{entry['run']}-{name}.jsonl"
-            made.append(entry | {"records": str(records), "calibrator": name})
+            made.append(entry | {"records": str(records), "calibrator": name, "entropy": None})
             if not records.exists():
                 todo.append((fit, model, data, records))
     with (

@@ -15,8 +15,9 @@ from demo.posthoc import FITS, calibrate
 from sweeps.files import SweepError, make_folder, read_rows, write_text
 
 BETAS = (0.0, 0.1)  # whose runs are also calibrated after training
-# AUROC and the size of prediction sets beside ECE: a model equally unsure of all is no use.
-COLUMNS = "accuracy,ece,auroc,set_size,ece@vocabulary"
+# AUROC and the size of prediction sets beside ECE: a model equally unsure of all is no use. EntCE:
+# what smoothing does to the model's own text.
+COLUMNS = "accuracy,ece,auroc,set_size,ece@vocabulary,entce"
 
 
 def report(root: Path) -> str:
@@ -29,7 +30,8 @@ def report(root: Path) -> str:
         chosen = [entry for entry in entries if entry["label_smoothing"] in BETAS]
         fitted = calibrate(chosen, sweep, root / "world" / "mmlu", root / "posthoc")
         for entry in entries:
-            entry["records"] = os.path.relpath(sweep / entry["records"], out)
+            for key in ("records", "entropy"):
+                entry[key] = os.path.relpath(sweep / entry[key], out)
         for entry in fitted:
             entry["records"] = os.path.relpath(entry["records"], out)
         oracle = {"dataset": "mmlu", "model": "oracle", "label_smoothing": None}

@@ -93,7 +93,9 @@ def _write(sweep: Sweep, cells: list[Cell], entries: list[dict], gaps: list[Gap]
     page, said = folder / "report.html", note(rows, gaps)
     sections = report_sections(sweep, rows, best, folder)
     own = [e | {"records": folder / e["records"]} for e in entries if e["dataset"] == Entropy.key]
+    texts = {e["run"]: e["records"] for e in entries if e["dataset"] == Entropy.key}
     entries = [entry for entry in entries if entry["dataset"] != Entropy.key]
+    entries = [e | ({"entropy": texts[e["run"]]} if e["run"] in texts else {}) for e in entries]
     if own:
         from calibeval import entropy  # with scipy.stats, for which every command would wait
 

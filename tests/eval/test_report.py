@@ -262,7 +262,8 @@ def test_columns(project, tmp_path, capsys):
     assert head[3:] == ["toy: NLL ↓", "toy: Hendrycks' RMS ↓", "toy: ECE, all tokens ↓"]
     for wrong in ("eec", "ece@letters"):
         assert main(["collect", str(project()), *out, wrong]) == 2
-        assert f"--columns: no {wrong!r}; expected set_size, accuracy" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert f"--columns: no {wrong!r}; expected set_size, entce, accuracy" in said
 
 
 def test_differences_are_paired(project):
@@ -438,6 +439,27 @@ def test_set_sizes_are_a_column(project):
     sizes = [evaluate(read(run.path)).size for run in runs]
     assert table.lines[1][2][1].value == f"{np.mean(sizes):.3f}"
     assert tables.differences(results, tables.columns("set_size")).heads == ["NLL ↓", "MSCE ↓"]
+
+
+def test_entce_is_a_column(project, tmp_path, capsys):
+    """The mean over a row's models, whatever the number of its data sets; absent is no number."""
+
+    def texts(line):
+        seed, path = line["seed"], tmp_path / f"texts-{line['seed']}.jsonl"
+        row = {"id": "0", "document": 0, "temperature": 1.0, "top_p": 1.0, "min_p": 0.0}
+        row |= {"reference_logprobs": [-1.0], "logprobs": [-1.0], "entropies": [2.0 + seed]}
+        path.write_text(json.dumps(row) + "\n")
+        about = {"questions": 1, "settings": {"max_new_tokens": 1}}
+        (tmp_path / f"{path.name}.meta.json").write_text(json.dumps(about))
+        return line | ({"entropy": path.name} if line["label_smoothing"] else {})
+
+    results = index.read(project(texts, ("toy", "other")))
+    table = tables.main(results, tables.columns("ece,entce"))
+    assert table.heads[1] == "EntCE"
+    values = {keys[1]: cells[1].value for _, keys, cells in table.lines}
+    assert values == {"base": "–", "0": "–", "0.1": "1.500"}
+    (tmp_path / "texts-1.jsonl").unlink()
+    assert "line 5: no record file" in refusal(capsys, tmp_path / "index.jsonl")
 
 
 def test_what_a_run_says_of_a_model(tiny_model, tmp_path):

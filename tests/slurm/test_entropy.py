@@ -1,6 +1,7 @@
 """A sweep that measures its models' entropy: scored with the tasks, collected beside them."""
 
 import csv
+import json
 import shutil
 
 import pytest
@@ -45,6 +46,8 @@ def test_entropy_is_a_task(made, capsys):
     score.discard(cell, sweep)
     assert not run.model.exists()
     assert results.collect(sweep, planned.cells) == []
+    indexed = json.loads((planned.folder / "index.jsonl").read_text())
+    assert (planned.folder / indexed["entropy"]).samefile(cell.folder / "scores" / "entropy.jsonl")
     seed = str(cell.config.train["seed"])
     rows = list(csv.DictReader((tables / "entropy.csv").read_text().splitlines()))
     assert [(row["seed"], row["temperature"]) for row in rows] == [(seed, "1.0"), (seed, "0.8")]

@@ -75,6 +75,7 @@ class Sampler:
         bias = bias if bias is None else bias * (scales.get("logit_scale") or 1)
         return cls(model.base_model, head.weight, bias, scales)
 
+    @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits (N, V) of hidden states (N, D), float32."""
         return chunked.logits(hidden, self.weight, self.bias, Options(**self.scales))
@@ -118,12 +119,10 @@ class Sampler:
         return [until(tokens, ends) for tokens in torch.cat(drawn, 1).tolist()]
 
     @torch.inference_mode()
-    def read(
-        self, contexts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], setting: Setting
-    ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Of each text (T tokens) behind its context: log p of its tokens (T,), −∞ where cut, and
-        the entropies (T,) of the distributions that they were drawn from, in nats.
-        """
+    def states(
+        self, contexts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states (N, D) that the texts' tokens are predicted from, and the tokens (N,)."""
         rows = [[*context, *text] for context, text in zip(contexts, texts, strict=True)]
         width = max(map(len, rows))
         # Padding goes right: causal attention keeps real tokens from seeing it.
@@ -133,7 +132,16 @@ class Sampler:
         asked = ((places >= first) & (places < stop)).to(self.weight.device)
         ids = ids.to(self.weight.device)
         hidden = self.decoder(input_ids=ids, use_cache=False).last_hidden_state
-        found = self.statistics(hidden[:, :-1][asked], ids[:, 1:][asked], setting)
+        return hidden[:, :-1][asked], ids[:, 1:][asked]
+
+    @torch.inference_mode()
+    def read(
+        self, contexts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], setting: Setting
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Of each text (T tokens) behind its context: log p of its tokens (T,), −∞ where cut, and
+        the entropies (T,) of the distributions that they were drawn from, in nats.
+        """
+        found = self.statistics(*self.states(contexts, texts), setting)
         lengths = [*map(len, texts)]
         parts = (part.double().cpu().split(lengths) for part in found)
         return [(p.numpy(), h.numpy()) for p, h in zip(*parts, strict=True)]

@@ -1,4 +1,4 @@
-"""Engine on vLLM: whole prompts, prefix cache on, exact token ids' log-probabilities.
+"""Engine on vLLM: whole prompts, prefix cache on, exact token ids' log-probabilities; texts.
 
 Needs vLLM 0.20 to 0.33, the releases with `SamplingParams.logprob_token_ids`. One process drives
 one GPU; `--shard I/N` spreads questions over several.
@@ -7,8 +7,10 @@ one GPU; `--shard I/N` spreads questions over several.
 import atexit
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import MethodType
+
+import numpy as np
 
 from calibeval.engines import Job, Usage, first_line, load_tokenizer
 from calibeval.io import InputError
@@ -57,7 +59,7 @@ class VllmEngine:
             "dtype": "float32" if dtype == "auto" and not self.on_gpu else dtype,
             "max_model_len": longest + 1 if longest else None,
             "enable_prefix_caching": True,
-            "enforce_eager": True,  # nothing is decoded: graphs and compilation would only delay
+            "enforce_eager": True,  # little is decoded: graphs and compilation would only delay
             "max_logprobs": 32,
             "seed": 0,
             "hf_overrides": {"head_dtype": "float32"},
@@ -139,13 +141,31 @@ class VllmEngine:
             outputs[i] = output
         return outputs
 
-    def _generate(self, prompts: list[tuple[int, ...]], asked: list[dict]) -> list:
+    def sample(
+        self,
+        contexts: Sequence[Sequence[int]],
+        setting,
+        seeds: Sequence[int],
+        most: int,
+        ends: Sequence[int],
+    ) -> list[tuple[list[int], np.ndarray]]:
+        """Of each context: up to `most` tokens behind it, the one of `ends` that ended it included,
+        and log p of each as it was drawn, of an engine with logprobs_mode="processed_logprobs".
+        """
+        fixed = vars(setting) | {"max_tokens": most, "stop_token_ids": [*ends], "logprobs": 0}
+        found = self._generate(contexts, [fixed | {"seed": seed} for seed in seeds])
+        texts = [output.outputs[0] for output in found]
+        steps = [zip(text.token_ids, text.logprobs, strict=True) for text in texts]
+        log_p = [np.array([at[token].logprob for token, at in of]) for of in steps]
+        return [([*text.token_ids], of) for text, of in zip(texts, log_p, strict=True)]
+
+    def _generate(self, prompts: Sequence[Sequence[int]], asked: list[dict]) -> list:
         if not prompts:
             return []
         fixed = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
         outputs = self.llm.generate(
             [{"prompt_token_ids": list(tokens)} for tokens in prompts],
-            [self.parameters(**fixed, **what) for what in asked],
+            [self.parameters(**fixed | what) for what in asked],
             use_tqdm=False,
         )
         for output in outputs:

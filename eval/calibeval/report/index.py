@@ -38,12 +38,13 @@ class Line(BaseModel, strict=True, extra="allow"):
     hidden_size: Count | None = None
     seed: Annotated[float, Field(multiple_of=1)] | None = None
     normalise: Literal["sum", "bytes", "characters", "unconditional"] | None = None
+    entropy: Text | None = None  # the model's records of `calibeval entropy`
     __pydantic_extra__: dict[str, bool | int | float | str | None]
 
 
 SIZES = ("parameters", "vocabulary", "hidden_size")  # of a model, so columns only within one name
 # Which records, of which questions and how read, or one row's repetitions: none of them a row.
-NO_ROW = ("records", "dataset", "normalise", "seed", "run")
+NO_ROW = ("records", "dataset", "normalise", "seed", "run", "entropy")
 FIRST = ("train_data", "model", "label_smoothing")
 HEADINGS = {"train_data": "SFT data", "label_smoothing": "β"}
 SHORT = {"learning_rate": "lr", "hidden_size": "D", "vocabulary": "V"}
@@ -58,6 +59,7 @@ class Row:
     short: dict[str, str]  # training data as people know it
     runs: dict[str, list[stats.Run]] = field(default_factory=dict)
     seeds: dict[str, list] = field(default_factory=dict)
+    entropy: list[Path] = field(default_factory=list)  # records of its models' own texts
     kept: dict = field(default_factory=dict)
 
     @property
@@ -108,6 +110,14 @@ class Row:
                 read = [records.read(run.path, run.normalise) for run in runs]
                 sizes = [conformal.evaluate(of).size for of in read]
                 self.kept[key] = stats.Estimate(sum(sizes) / len(sizes))
+            elif metric == "entce":
+                from calibeval import (
+                    entropy,
+                )  # with scipy.stats, for which every command would wait
+
+                found = [entropy.plain(path) for path in self.entropy]
+                none = not found or None in found
+                self.kept[key] = stats.Estimate(None if none else sum(found) / len(found))
             else:
                 self.kept[key] = stats.estimate(runs, metric, confidence)
         return self.kept[key]
@@ -167,6 +177,7 @@ def read(index: Path) -> Results:
         row = rows.setdefault(tuple(line.get(key) for key in shown), Row(keys, shown, short))
         row.runs.setdefault(group(line), []).append(run)
         row.seeds.setdefault(group(line), []).append(line.get("seed"))
+        row.entropy += [p for p in (line.get("entropy"),) if p and p not in row.entropy]
     for row in rows.values():
         check_seeds(row)
     groups = list(dict.fromkeys(map(group, lines)))
@@ -185,8 +196,11 @@ def read_lines(index: Path) -> list[dict]:
         where = f"{index}, line {number}"
         check(line, where, Line)
         path = index.parent / line["records"]
-        if not path.is_file():
-            raise InputError(f"{where}: no record file {path}")
+        if line.get("entropy"):
+            line["entropy"] = index.parent / line["entropy"]
+        for asked in (path, line.get("entropy")):
+            if asked and not asked.is_file():
+                raise InputError(f"{where}: no record file {asked}")
         again = path.resolve(), line.get("normalise")
         if again in seen:
             raise InputError(f"{where}: {path} is on line {seen[again]} already")

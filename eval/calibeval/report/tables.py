@@ -22,7 +22,9 @@ NAMES = {
     "rms_hendrycks": "Hendrycks' RMS",
     "ece_signed": "signed ECE",
     "set_size": "Set size",
+    "entce": "EntCE",
 }
+ALONE = ("set_size", "entce")  # which have one value whatever the confidence
 CALIBRATED = 0.05  # an ECE with a larger p-value is no evidence of miscalibration
 NOTES = {
     "ece": "ECE: 15 equal-width bins of the likeliest choice's probability.",
@@ -31,6 +33,7 @@ NOTES = {
     "rms_hendrycks": "Hendrycks' RMS: what hendrycks/test prints as RMS; not a root mean square.",
     "auroc": "AUROC: how well confidence tells right answers from wrong ones; ½ is not at all.",
     "set_size": "Set size: choices in conformal sets that hold the right one 9 times in 10 (LAC).",
+    "entce": "EntCE: entropy of a model's own text less the log loss of references, nats a token.",
 }
 
 
@@ -48,7 +51,7 @@ class Column:
     @property
     def direction(self) -> int:
         """1 the more the better, -1 the less, 0 the nearer to 0."""
-        return {"accuracy": 1, "auroc": 1, "ece_signed": 0}.get(self.metric, -1)
+        return {"accuracy": 1, "auroc": 1, "ece_signed": 0, "entce": 0}.get(self.metric, -1)
 
     @property
     def heading(self) -> str:
@@ -69,12 +72,12 @@ class Column:
 
 def columns(text: str = DEFAULT) -> list[Column]:
     """Columns from "accuracy,ece,ece@vocabulary"; an unknown name raises `InputError`."""
-    known = {"set_size": Column("set_size")} | {m: Column(m) for m in stats.METRICS}
+    known = {m: Column(m) for m in (*ALONE, *stats.METRICS)}
     known |= {f"{m}@{c}": Column(m, c) for m, c in product(stats.METRICS, stats.CONFIDENCES)}
     found = []
     for word in (part.strip() for part in text.split(",")):
         if word not in known:
-            names = ", ".join(("set_size", *stats.METRICS))
+            names = ", ".join((*ALONE, *stats.METRICS))
             raise InputError(f"--columns: no {word!r}; expected {names}, also with @vocabulary")
         found.append(known[word])
     return list(dict.fromkeys(found))
