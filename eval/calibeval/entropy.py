@@ -255,7 +255,7 @@ def collect(entries: Sequence[dict], csv_file: Path | None = None) -> str:
 
     An entry has "records", "run", "seed" and what else tells models apart. Three seeds or more: the
     mean ± half of its 95 % t interval; else the values, one with its documents' interval if there
-    is one. `csv_file` gets a line a run and setting.
+    is one. `csv_file` gets a line a run and setting, beside what `draw` makes.
     """
     rows, recommended = [], []
     for entry in entries:
@@ -268,10 +268,61 @@ def collect(entries: Sequence[dict], csv_file: Path | None = None) -> str:
             writer = csv.DictWriter(file, list(dict.fromkeys(k for row in rows for k in row)))
             writer.writeheader()
             writer.writerows(rows)
+        draw(entries, csv_file.with_suffix(""))
     about = {k for entry in entries for k in entry} | {*SETTING}
     tables = (over_seeds(of, about) for of in (rows, recommended))
     options = {"headers": "keys", "tablefmt": "github", "stralign": "right"}
     return "\n".join(f"{tabulate(of, disable_numparse=True, **options)}\n" for of in tables)
+
+
+def draw(entries: Sequence[dict], stem: Path) -> None:
+    """EntCE against log loss, a point a temperature; and by position at the highest temperature.
+
+    Without truncation, means over seeds; by position nats a document, a point a sixteenth.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    from calibeval.report.figures import SHADES, STYLE, save
+
+    models = {entry.get("model") for entry in entries}
+    groups: dict[str, list[Path]] = {}
+    for entry in sorted(entries, key=lambda entry: entry.get("label_smoothing") or -1):
+        about = {"learning_rate": "lr ", "label_smoothing": "β = "}
+        name = [f"{said}{entry[k]:g}" for k, said in about.items() if entry.get(k) is not None]
+        name = [entry["model"]] * (len(models) > 1 or not name) + name
+        groups.setdefault(", ".join(name), []).append(entry["records"])
+    with matplotlib.rc_context(STYLE):
+        page = Figure(figsize=(6.9, 2.6), layout="constrained")
+        trade, along = page.subplots(1, 2)
+        shades = matplotlib.colormaps["viridis"](np.linspace(*SHADES, len(groups)))
+        for (name, paths), colour in zip(groups.items(), shades, strict=True):
+            by: dict[float, list[dict]] = {}
+            for found in map(summaries, paths):
+                for s in (s for s in found if s["top_p"] == 1 and s["min_p"] == 0):
+                    by.setdefault(s["temperature"], []).append(s)
+            x, y = (
+                [np.mean([s[k] for s in of]) for of in by.values()] for k in ("log loss", ENTCE)
+            )
+            trade.plot(x, y, "o-", color=colour, label=name)
+            for temperature, *at in zip(by, x, y, strict=True):
+                trade.annotate(f"{temperature:g}", at, (3, 3), textcoords="offset points", size=6)
+            gaps = np.mean([positions(path, max(by)) for path in paths], axis=0)
+            parts = np.array_split(np.arange(1, len(gaps) + 1), min(16, len(gaps)))
+            along.plot([p.mean() for p in parts], [gaps[p - 1].mean() for p in parts], color=colour)
+        for axis in (trade, along):
+            axis.axhline(0, color="#888888", lw=0.6)
+        trade.set(xlabel="log loss, nats a token", ylabel=ENTCE)
+        along.set(xlabel="position", ylabel="EntCE, nats a document")
+        page.legend(loc="outside lower center", ncols=min(len(groups), 5))
+        save(page, stem)
+
+
+def positions(path: Path, temperature: float) -> np.ndarray:
+    """Mean over documents of EntCE (T,) at each position, of samples that nothing truncates."""
+    rows = [row for row in read(path) if order(row) == (-temperature, -1, 0)]
+    most = records.meta(path)["settings"]["max_new_tokens"]
+    return np.mean(curve(rows, "entropies", most) - curve(rows, CURVES[0], most), axis=0)
 
 
 def over_seeds(rows: Sequence[dict], about: set[str]) -> list[dict[str, str]]:

@@ -101,7 +101,8 @@ def _write(sweep: Sweep, cells: list[Cell], entries: list[dict], gaps: list[Gap]
 
         text = entropy.collect(own, part / "entropy.csv")
         write_text(part / "entropy.md", text)
-        sections.append(f"<h2>Entropy calibration</h2><pre>{html.escape(text)}</pre>")
+        drawn = picture(part / "entropy.svg", "EntCE against log loss, and by position")
+        sections.append(f"<h2>Entropy calibration</h2>{drawn}<pre>{html.escape(text)}</pre>")
     if entries:
         write_text(folder / "index.jsonl", "".join(json.dumps(entry) + "\n" for entry in entries))
         options = {"title": sweep.name, "note": said, "sections": sections, "page": page}
@@ -111,6 +112,13 @@ def _write(sweep: Sweep, cells: list[Cell], entries: list[dict], gaps: list[Gap]
         (folder / "index.jsonl").unlink(missing_ok=True)
         html.page(sweep.name, [said, *sections], page)
     _replace(part, results)
+
+
+def picture(path: Path, alt: str) -> str:
+    """An SVG file inside the page."""
+    svg = base64.b64encode(path.read_bytes()).decode()
+    image = f'<img class=page alt="{alt}" src="data:image/svg+xml;base64,{svg}">'
+    return f"<figure><div class=box>{image}</div></figure>"
 
 
 def _replace(part: Path, results: Path) -> None:
@@ -243,7 +251,5 @@ def report_sections(sweep: Sweep, cells: list[dict], best: list[dict], folder: P
         names = ("trained_on", "model")  # paths, whose last part people know
         shown = [row | {key: PurePath(row[key]).name for key in names} for row in best]
         parts.append(f"<h2>Best learning rates</h2>{html.plain_table(shown)}<p>{said}</p>")
-    svg = base64.b64encode((folder / "curves.svg").read_bytes()).decode()
-    picture = f'<img class=page alt="training loss" src="data:image/svg+xml;base64,{svg}">'
-    parts.append(f"<h2>Training loss</h2><figure><div class=box>{picture}</div></figure>")
+    parts.append(f"<h2>Training loss</h2>{picture(folder / 'curves.svg', 'training loss')}")
     return [*parts, f"<h2>Runs</h2>{html.plain_table(cells)}"]

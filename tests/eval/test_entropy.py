@@ -260,8 +260,10 @@ def test_references_end_and_are_cut(model, data, tmp_path):
     first, second = entropy.summaries(out)
     assert first["cut"] == 0 and 0 < second["cut"] <= 1
     assert second["log loss"] == math.inf and second[entropy.ENTCE] is None
-    cells = [cell.strip() for cell in entropy.collect([{"records": out}]).split("|")]
-    assert cells.count("inf") == 1
+    text = entropy.collect([{"records": out, "model": "m"}], tmp_path / "entropy.csv")
+    assert [cell.strip() for cell in text.split("|")].count("inf") == 1
+    assert entropy.positions(out, 1).sum() == pytest.approx(first["EntCE a document"])
+    assert {path.suffix for path in tmp_path.glob("entropy.*")} == {".csv", ".png", ".svg", ".pdf"}
 
 
 def test_ended_documents_count_as_zero():

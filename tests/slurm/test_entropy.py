@@ -58,7 +58,8 @@ def test_entropy_is_a_task(made, capsys):
     assert seen["log loss"] == f"{float(rows[0]['log loss']):.3f}"
     low, high = (float(rows[0][f"EntCE a token {end}"]) for end in ("low", "high"))
     assert seen["EntCE a token"].endswith(f"[{low:+.3f}, {high:+.3f}]")
-    assert "Entropy calibration" in (planned.folder / "report.html").read_text()
+    page = (planned.folder / "report.html").read_text()
+    assert "Entropy calibration</h2><figure>" in page
     assert "mmlu" in (tables / "table.csv").read_text()
     # other temperatures are another request; another batch size is not
     assert not score.missing(subject, made(batch_size=3).sweep.score)
