@@ -331,6 +331,8 @@ def fit_questions(a: argparse.Namespace) -> tuple:
     """The answers to multiple-choice questions that no score is made of, and which they are."""
     from calibeval import posthoc, score, tasks
 
+    if a.skip:
+        raise InputError("--skip: is for --task responses; --subjects and --limit choose questions")
     a.over = a.over or "choices"
     scored, default = tasks.SPLITS.get(a.task, (None, None))
     if scored and scored == (a.split or "").lower():

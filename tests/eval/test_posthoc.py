@@ -172,6 +172,8 @@ def test_responses_that_cannot_be_fitted_on(ending, tiny_model, tmp_path, refuse
     assert "no end-of-text" in refused(*command, "--data", data, "--model", tiny_model)
     command += ["--model", model]
     assert "--over choices" in refused(*command, "--data", data, "--over", "choices")
+    fit = ["fit-ats", "--task", "mmlu", "--data", tmp_path, "--model", model, "--out", tmp_path]
+    assert "--skip: is for --task responses" in refused(*fit, "--skip", 5)
     data.write_text('{"prompt": "kings", "reference": " law"}\n{"prompt": "kings"}\n')
     assert f"{data}, line 2: expected" in refused(*command, "--data", data)
     data.write_text('{"prompt": "kings", "reference": " law"}\n')
