@@ -351,6 +351,8 @@ def figure(rows: Sequence[dict], name: str) -> str:
     values = [row[name] for row in rows]
     if None in values:
         return "–"
+    if math.inf in values:
+        return "inf"
     if (n := len(values)) >= 3:
         half = student.ppf(0.975, n - 1) * np.std(values, ddof=1) / math.sqrt(n)
         return f"{np.mean(values):.3f} ± {half:.3f}"

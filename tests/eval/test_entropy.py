@@ -295,6 +295,7 @@ def test_seeds_together():
     assert entropy.figure(rows[:2], "x") == "1.000, 2.000"
     assert entropy.figure(rows, "x") == "2.000 ± 2.484"  # t of 2 degrees of freedom: 4.303
     assert entropy.figure([{"x": None}], "x") == "–"
+    assert entropy.figure([{"x": math.inf}] * 3, "x") == "inf"  # a reference token is cut
     about = {"model": "m", "learning_rate": 1e-5, "temperature": 1.0, "top_p": 1.0}
     runs = [
         about | {"label_smoothing": beta, "seed": seed, "run": f"{beta}-{seed}", "x": beta + seed}
