@@ -278,7 +278,7 @@ def collect(entries: Sequence[dict], csv_file: Path | None = None) -> str:
 def draw(entries: Sequence[dict], stem: Path) -> None:
     """EntCE against log loss, a point a temperature; and by position at the highest temperature.
 
-    Without truncation, means over seeds; by position nats a document, a point a sixteenth.
+    Without truncation, means over runs of one β; by position nats a document, a point a sixteenth.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -286,35 +286,36 @@ def draw(entries: Sequence[dict], stem: Path) -> None:
     from calibeval.report.figures import SHADES, STYLE, save
 
     models = {entry.get("model") for entry in entries}
-    groups: dict[str, list[Path]] = {}
+    groups: dict[str, list[tuple[Path, list[dict]]]] = {}
     for entry in sorted(entries, key=lambda entry: entry.get("label_smoothing") or -1):
         about = {"learning_rate": "lr ", "label_smoothing": "β = "}
         name = [f"{said}{entry[k]:g}" for k, said in about.items() if entry.get(k) is not None]
-        name = [entry["model"]] * (len(models) > 1 or not name) + name
-        groups.setdefault(", ".join(name), []).append(entry["records"])
+        name = [str(entry.get("model"))] * (len(models) > 1 or not name) + name
+        found = [s for s in summaries(entry["records"]) if s["top_p"] == 1 and s["min_p"] == 0]
+        if found:
+            groups.setdefault(", ".join(name), []).append((entry["records"], found))
     with matplotlib.rc_context(STYLE):
         page = Figure(figsize=(6.9, 2.6), layout="constrained")
         trade, along = page.subplots(1, 2)
         shades = matplotlib.colormaps["viridis"](np.linspace(*SHADES, len(groups)))
-        for (name, paths), colour in zip(groups.items(), shades, strict=True):
+        for (name, runs), colour in zip(groups.items(), shades, strict=True):
             by: dict[float, list[dict]] = {}
-            for found in map(summaries, paths):
-                for s in (s for s in found if s["top_p"] == 1 and s["min_p"] == 0):
-                    by.setdefault(s["temperature"], []).append(s)
+            for s in itertools.chain(*(found for _, found in runs)):
+                by.setdefault(s["temperature"], []).append(s)
             x, y = (
                 [np.mean([s[k] for s in of]) for of in by.values()] for k in ("log loss", ENTCE)
             )
             trade.plot(x, y, "o-", color=colour, label=name)
             for temperature, *at in zip(by, x, y, strict=True):
                 trade.annotate(f"{temperature:g}", at, (3, 3), textcoords="offset points", size=6)
-            gaps = np.mean([positions(path, max(by)) for path in paths], axis=0)
+            gaps = np.mean([positions(path, of[0]["temperature"]) for path, of in runs], axis=0)
             parts = np.array_split(np.arange(1, len(gaps) + 1), min(16, len(gaps)))
             along.plot([p.mean() for p in parts], [gaps[p - 1].mean() for p in parts], color=colour)
         for axis in (trade, along):
             axis.axhline(0, color="#888888", lw=0.6)
         trade.set(xlabel="log loss, nats a token", ylabel=ENTCE)
         along.set(xlabel="position", ylabel="EntCE, nats a document")
-        page.legend(loc="outside lower center", ncols=min(len(groups), 5))
+        page.legend(loc="outside lower center", ncols=min(len(groups) or 1, 5))
         save(page, stem)
 
 

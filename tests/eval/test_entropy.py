@@ -266,6 +266,17 @@ def test_references_end_and_are_cut(model, data, tmp_path):
     assert {path.suffix for path in tmp_path.glob("entropy.*")} == {".csv", ".png", ".svg", ".pdf"}
 
 
+def test_drawn_is_what_nothing_truncates(model, data, tmp_path):
+    one, two, out = tmp_path / "one.jsonl", tmp_path / "two.jsonl", tmp_path / "e.csv"
+    assert run(model, data, one, "--top-p", 0.9) == 0
+    assert run(model, data, two, "--temperature", 0.8) == 0
+    runs = [{"records": path, "model": "m", "label_smoothing": 0.1} for path in (one, two)]
+    entropy.collect(runs[:1], out)
+    assert "β = 0.1" not in (tmp_path / "e.svg").read_text()
+    entropy.collect(runs, out)
+    assert "β = 0.1" in (tmp_path / "e.svg").read_text()
+
+
 def test_ended_documents_count_as_zero():
     rows = [
         {"reference_logprobs": [-1.0], "logprobs": [-2.0, -2.0], "entropies": [2.0, 1.0]},
