@@ -315,7 +315,8 @@ def draw(entries: Sequence[dict], stem: Path) -> None:
             axis.axhline(0, color="#888888", lw=0.6)
         trade.set(xlabel="log loss, nats a token", ylabel=ENTCE)
         along.set(xlabel="position", ylabel="EntCE, nats a document")
-        page.legend(loc="outside lower center", ncols=min(len(groups) or 1, 5))
+        if groups:
+            page.legend(loc="outside lower center", ncols=min(len(groups), 5))
         save(page, stem)
 
 
