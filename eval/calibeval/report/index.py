@@ -111,9 +111,7 @@ class Row:
                 sizes = [conformal.evaluate(of).size for of in read]
                 self.kept[key] = stats.Estimate(sum(sizes) / len(sizes))
             elif metric == "entce":
-                from calibeval import (
-                    entropy,
-                )  # with scipy.stats, for which every command would wait
+                from calibeval import entropy  # and scipy.stats, for which each command would wait
 
                 found = [entropy.plain(path) for path in self.entropy]
                 none = not found or None in found
