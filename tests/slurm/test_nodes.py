@@ -116,9 +116,9 @@ def test_a_killed_rank_starts_all_machines_again(cluster, profile, sweep_file, t
     calm = ("--executor", "slurm", f"output_root={tmp_path / 'calm'}")
     assert command("launch", path, "--executor", "slurm").returncode == 0
     (run,) = runs_of(path)
-    wait_for(lambda: run.step() >= 20)
-    ranks = {rank(pid): pid for pid in chaos.processes("sweeps.trainer", run.name)}
-    os.kill(ranks[str(number)], signal.SIGKILL)
+    with chaos.held(run):  # torchrun or a rank: of either the others wait for it
+        ranks = {rank(pid): pid for pid in chaos.processes("sweeps.trainer", run.name)}
+        os.kill(ranks[str(number)], signal.SIGKILL)
     wait_for(empty)
     assert run.done, logs(tmp_path)
     attempts = run.manifest()["attempts"]
@@ -155,14 +155,14 @@ from pathlib import Path
 folder = Path(sys.argv[1])
 import os
 (folder / f"up-{os.environ['MASTER_PORT']}").touch()
-end = time.monotonic() + 120
+end = time.monotonic() + 300
 while not (folder / "go").exists() and time.monotonic() < end:
     time.sleep(0.1)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_64_starts_at_once_on_one_machine_meet_each_on_its_own_port(tmp_path):
     """64 launchers, started at the same moment with the flags that runs get, all up together.
 
@@ -191,7 +191,7 @@ def test_64_starts_at_once_on_one_machine_meet_each_on_its_own_port(tmp_path):
             finally:
                 os._exit(code)
         pids.append(pid)
-    end = time.monotonic() + 150
+    end = time.monotonic() + 300
     while (up := len(list(tmp_path.glob("up-*")))) < 64 and time.monotonic() < end:
         time.sleep(0.2)
     (tmp_path / "go").touch()
