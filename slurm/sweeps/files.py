@@ -11,8 +11,9 @@ import hashlib
 import json
 import os
 import secrets
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from filelock import SoftFileLease
@@ -98,6 +99,16 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SweepError(f"{path}: cannot create this folder ({error.strerror})") from error
+
+
+@contextlib.contextmanager
+def appearing(target: Path) -> Iterator[Path]:
+    """A path beside `target` to make a file or folder at, which then takes its place, whole."""
+    make_folder(target.parent)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as scratch:
+        yield Path(scratch, "made")
+        Path(scratch, "made").rename(target)
+    fsync_folder(target.parent)
 
 
 def read_rows(path: Path) -> list[dict]:

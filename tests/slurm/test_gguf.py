@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sweeps import gguf
+from sweeps.models import gguf
 from sweeps.cli import main
 from sweeps.config import Model
 from sweeps.files import SweepError

@@ -21,15 +21,15 @@ FLOORS = (
     "supervise",
     "score",
     "assets",
-    "prune",
-    "packages questions children gguf plan",
+    "models.prune",
+    "packages questions children models.gguf plan",
     "rundir",
     "backends",
     "backends.base cluster",
     "config",
     "files provenance",
 )
-FREE = ("__init__", "executors")  # import nothing of sweeps
+FREE = ("__init__", "executors", "models")  # import nothing of sweeps
 PLUGINS = ("backends.builtin", "backends.open_instruct")  # imported by name, from backends.REGISTRY
 SHARED = {"trainer.chat", "trainer.data"}  # conversations, which others read too
 FLOOR = {name: number for number, line in enumerate(FLOORS) for name in line.split()}
