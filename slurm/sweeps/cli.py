@@ -263,9 +263,7 @@ def _prefetch(a: argparse.Namespace) -> int:
     wanted = [x for x in assets.of_sweep(planned.sweep, planned.cells, cluster) if x.used]
     if not wanted:
         print("nothing to fetch: this sweep names files of this machine only", flush=True)
-        absent = preflight.files(
-            planned.sweep, planned.cells, cluster, planned.prefetch, planned.assignments
-        )
+        absent = preflight.files(planned, planned.cells, cluster)
         for line in absent:
             print(line, file=sys.stderr)
         return 1 if absent else 0

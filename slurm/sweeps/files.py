@@ -29,12 +29,11 @@ class SweepError(Exception):
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
-def disk_error(error: OSError) -> str:
-    """The message for an error of the file system."""
-    return (
-        f"{error.filename or 'the file system'}: {error.strerror}; make room or fix the rights and "
-        "type the same command again"
-    )
+def disk_error(error: OSError, path: Path | None = None) -> str:
+    """The message for an error of the file system, at `path` or where it says itself."""
+    where = path or error.filename or "the file system"
+    said = f"{where}: {error.strerror}"
+    return f"{said}; make room or fix the rights and type the same command again"
 
 
 def fsync_folder(folder: Path) -> None:
@@ -63,10 +62,7 @@ def write_text(path: Path, text: str, *, durable: bool = True) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
-        raise SweepError(
-            f"{path}: cannot write ({error.strerror}); free space or fix the folder's rights, "
-            "then type the same command again"
-        ) from error
+        raise SweepError(disk_error(error, path)) from error
     if durable:
         fsync_folder(path.parent)
 
@@ -98,7 +94,7 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SweepError(f"{path}: cannot create this folder ({error.strerror})") from error
+        raise SweepError(disk_error(error, path)) from error
 
 
 @contextlib.contextmanager
@@ -166,7 +162,4 @@ def held(path: Path) -> bool:
 
 def unlockable(path: Path, error: OSError) -> SweepError:
     """The message for a lock file that cannot even be created."""
-    return SweepError(
-        f"{path}: cannot create this lock ({error.strerror}); make room or fix the folder's rights "
-        "and type the same command again"
-    )
+    return SweepError(f"this lock cannot be made: {disk_error(error, path)}")

@@ -27,11 +27,7 @@ def describe(planned: Plan) -> str:
 
 def check_assets(planned: Plan, executor: str, cells: list[Cell] | None = None) -> None:
     """Raise SweepError naming everything that is missing, before any job starts."""
-    cells = planned.cells if cells is None else cells
-    problems = preflight.problems(
-        planned.sweep, cells, executor, planned.prefetch, planned.assignments
-    )
-    if problems:
+    if problems := preflight.problems(planned, executor, cells):
         raise SweepError(f"{planned.source}: " + "\n       ".join(problems))
 
 

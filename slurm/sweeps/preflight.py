@@ -19,7 +19,7 @@ from sweeps.config import Sweep, parse_yaml
 from sweeps.executors import local, scripts, slurm
 from sweeps.executors.scripts import Places
 from sweeps.files import SweepError, last_error, read_json
-from sweeps.plan import Cell
+from sweeps.plan import Cell, Plan
 from sweeps.provenance import TYPED_IN, output
 from sweeps.rundir import RunDir
 
@@ -28,16 +28,15 @@ LEAST = 50 << 20  # below this nothing sensible can be written
 WIDTHS = {"float32": 4, "float64": 8}  # bytes a parameter of other types: 2
 
 
-def problems(
-    sweep: Sweep, cells: list[Cell], executor: str, prefetch: str, overrides: Iterable[str] = ()
-) -> list[str]:
-    """One sentence a problem; empty when everything is there. `prefetch`: its command."""
+def problems(planned: Plan, executor: str, cells: list[Cell] | None = None) -> list[str]:
+    """One sentence a problem of `cells`, or of all; empty when everything is there."""
+    sweep, cells = planned.sweep, planned.cells if cells is None else cells
     cluster = load_cluster(sweep.cluster) if executor == "slurm" else Cluster()
     found = _profile(cluster, sweep.cluster)
     if found:  # nobody knows where its cache and its wheels would be
         cluster = cluster.model_copy(update={"cache": None, "wheels": None, "secrets_file": None})
     assets.use_cache(cluster)
-    found += files(sweep, cells, cluster, prefetch, overrides)
+    found += files(planned, cells, cluster)
     found += packages.problems(assets.needed_packages(sweep, cells), cluster.python)
     try:
         at_once = local.at_once(sweep) if executor == "local" else sweep.throttle or len(cells)
@@ -49,17 +48,15 @@ def problems(
     return list(dict.fromkeys(found))
 
 
-def files(
-    sweep: Sweep, cells: list[Cell], cluster: Cluster, prefetch: str, overrides: Iterable[str]
-) -> list[str]:
+def files(planned: Plan, cells: list[Cell], cluster: Cluster) -> list[str]:
     """Models, data, wheels: what is not here, each once, and the one command that fetches it."""
-    backend, found = get_backend(sweep.backend), []
+    sweep, found = planned.sweep, []
     kinds = {}  # runs that differ in a number only need the same things
     for cell in cells:
         if not RunDir(cell.folder).done:
             kinds.setdefault(_needs(cell), cell.config)
     for config in kinds.values():
-        found += backend.missing(config.keys, config.world)
+        found += get_backend(sweep.backend).missing(config.keys, config.world)
     for task in sweep.score.measured if sweep.score else ():
         if wrong := questions.problem(task):
             found.append(
@@ -68,12 +65,12 @@ def files(
     absent = [a for a in assets.of_sweep(sweep, cells, cluster) if a.used and not a.here()]
     # A file that prefetch makes is named by it, not once more by the key that reads it.
     found = [line for line in found if not any(f": {a.place}" in line for a in absent)]
-    typed = {line: told for line in found if (told := _typed(line, overrides))}
+    typed = {line: told for line in found if (told := _typed(line, planned.assignments))}
     if sweep.prefetch.made_by and any(line not in typed for line in found):
         found.append(f"model and data of this sweep are made by: {sweep.prefetch.made_by}")
     found = [typed.get(line, line) for line in found]
     found += [f"not fetched: {asset.name}" for asset in absent]
-    return found + ([f"where there is internet: {prefetch}"] if absent else [])
+    return found + ([f"where there is internet: {planned.prefetch}"] if absent else [])
 
 
 def _typed(line: str, overrides: Iterable[str]) -> str | None:
