@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import tarfile
-import urllib.request
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -172,9 +171,11 @@ def _fetch_dataset(wanted: Dataset) -> None:
 
 
 def _fetch_archive(wanted: Archive) -> None:
+    from urllib.request import urlopen  # which takes a moment to import
+
     with appearing(Path(wanted.to)) as made:
         packed = unpacked = made.with_name("archive")
-        with urllib.request.urlopen(wanted.url, timeout=60) as source, open(packed, "wb") as out:
+        with urlopen(wanted.url, timeout=60) as source, open(packed, "wb") as out:
             shutil.copyfileobj(source, out)
         if wanted.sha256 and (found := sha256(packed)) != wanted.sha256:
             raise SweepError(f"sha256 {found}, expected {wanted.sha256}")

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from calibeval.io import counted
-from sweeps import assets, launch, plan, preflight, results, score, status
+from sweeps import assets, launch, plan, preflight, score, status
 from sweeps.cluster import load_cluster
 from sweeps.executors import local, slurm
 from sweeps.files import DISK_ERRORS, SweepError, disk_error, tail
@@ -226,15 +226,12 @@ def _score(a: argparse.Namespace) -> int:
     if a.dry_run:
         print(launch.to_score(planned))
         return 0
-    if launch.pick_executor(a.executor) == "slurm":
-        launch.check_assets(planned, "slurm")
+    executor = launch.pick_executor(a.executor)
+    launch.check_assets(planned, executor)
+    if executor == "slurm":
         return launch.launch_slurm(planned, train=False)
     plan.claim(planned)
-    subjects = score.ready(planned.sweep, planned.cells)
-    problems = local.score_all(planned.sweep, subjects, planned.prefetch)
-    for cell in planned.cells:
-        score.discard(cell, planned.sweep)
-    if problems:
+    if problems := local.launch(planned.sweep, planned.cells, train=False):
         raise SweepError("\n       ".join(one.removeprefix("failed: ") for one in problems))
     return 0
 
@@ -245,6 +242,8 @@ def _train(a: argparse.Namespace) -> int:
 
 
 def _collect(a: argparse.Namespace) -> int:
+    from sweeps import results  # with NumPy, for which every command would wait
+
     planned = _planned(a)
     if a.dry_run:
         print(launch.describe(planned))

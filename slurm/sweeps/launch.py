@@ -3,7 +3,7 @@
 import shutil
 
 from calibeval.io import counted
-from sweeps import preflight, results, score, status
+from sweeps import preflight, score, status
 from sweeps.executors import local, slurm
 from sweeps.files import SweepError
 from sweeps.plan import Cell, Plan, claim
@@ -56,6 +56,8 @@ def start(planned: Plan, executor: str, cells: list[Cell] | None = None) -> int:
 
 def launch_local(planned: Plan, cells: list[Cell] | None = None) -> int:
     """Run what is missing, of `cells` or of all, here; returns the exit code."""
+    from sweeps import results  # with NumPy, for which every command would wait
+
     claim(planned)
     cells = planned.cells if cells is None else cells
     for cell in cells:
