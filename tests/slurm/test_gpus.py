@@ -17,6 +17,8 @@ from sweeps.executors import local
 from sweeps.files import SweepError
 from sweeps.rundir import RunDir
 
+pytestmark = pytest.mark.timeout(1200)  # whole trainings, on a machine that others keep busy
+
 
 @pytest.fixture
 def visible(monkeypatch):

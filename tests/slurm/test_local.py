@@ -18,6 +18,8 @@ from sweeps.executors import local, slurm
 from sweeps.files import lease, read_rows
 from sweeps.rundir import RunDir
 
+pytestmark = pytest.mark.timeout(1200)  # whole trainings, on a machine that others keep busy
+
 
 def sweeps(*arguments, **options) -> subprocess.CompletedProcess:
     return subprocess.run(
