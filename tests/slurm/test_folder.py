@@ -20,6 +20,7 @@ from sweeps.files import SweepError
 from sweeps.rundir import RunDir
 from sweeps.supervise import Outcome, train
 
+pytestmark = pytest.mark.timeout(1200)  # whole sweeps, on a machine that others keep busy
 TINY = {"max_train_steps": 1}
 
 
