@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import tarfile
-import tempfile
-import urllib.request
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +14,7 @@ from sweeps import questions
 from sweeps.backends import get_backend
 from sweeps.cluster import Cluster, expand
 from sweeps.config import Archive, Dataset, Model, Pruned, Sweep
-from sweeps.files import SweepError, fsync_folder, make_folder, read_json, sha256
+from sweeps.files import SweepError, appearing, read_json, sha256
 from sweeps.packages import fetch_wheels, missing_wheels, requirements
 from sweeps.plan import Cell
 
@@ -144,13 +142,13 @@ def _fetch_model(name: str) -> None:
 
 
 def _fetch_gguf(wanted: Model) -> None:
-    from sweeps import gguf
+    from sweeps.models import gguf
 
     gguf.fetch(wanted)
 
 
 def _prune(sweep: Sweep, cells: list[Cell], wanted: Pruned) -> None:
-    from sweeps import prune
+    from sweeps.models import prune
 
     prune.make(wanted, sweep, cells)
 
@@ -165,29 +163,24 @@ def _fetch_dataset(wanted: Dataset) -> None:
     from datasets import load_dataset
 
     rows = load_dataset(wanted.hub, split=wanted.split, revision=wanted.revision)
-    target = Path(wanted.to)
-    make_folder(target.parent)
-    part = target.with_name(f".{target.name}.part")
-    with open(part, "w", encoding="utf-8") as out:
+    with appearing(Path(wanted.to)) as part, open(part, "w", encoding="utf-8") as out:
         for row in rows:
             out.write(json.dumps({"messages": row["messages"]}, ensure_ascii=False) + "\n")
         out.flush()
         os.fsync(out.fileno())
-    part.replace(target)
 
 
 def _fetch_archive(wanted: Archive) -> None:
-    target = Path(wanted.to)
-    make_folder(target.parent)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as scratch:
-        packed, unpacked = Path(scratch, "archive"), Path(scratch, "unpacked")
-        with urllib.request.urlopen(wanted.url, timeout=60) as source, open(packed, "wb") as out:
+    from urllib.request import urlopen  # which takes a moment to import
+
+    with appearing(Path(wanted.to)) as made:
+        packed = unpacked = made.with_name("archive")
+        with urlopen(wanted.url, timeout=60) as source, open(packed, "wb") as out:
             shutil.copyfileobj(source, out)
         if wanted.sha256 and (found := sha256(packed)) != wanted.sha256:
             raise SweepError(f"sha256 {found}, expected {wanted.sha256}")
-        if target.suffix in (".json", ".jsonl"):
-            unpacked = packed
-        else:
+        if Path(wanted.to).suffix not in (".json", ".jsonl"):
+            unpacked = made.with_name("unpacked")
             opened = zipfile.ZipFile if zipfile.is_zipfile(packed) else tarfile.open
             with opened(packed) as archive:
                 # Python before 3.10.12 and 3.11.4 (Debian 12 has 3.11.2) knows no filter
@@ -195,5 +188,4 @@ def _fetch_archive(wanted: Archive) -> None:
                 archive.extractall(unpacked)
         for _ in range(wanted.strip):
             (unpacked,) = unpacked.iterdir()
-        unpacked.rename(target)
-        fsync_folder(target.parent)
+        unpacked.rename(made)

@@ -3,14 +3,19 @@
 import argparse
 import difflib
 import os
-import shlex
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 from calibeval.io import counted
-from sweeps.files import DISK_ERRORS, SweepError, disk_error
+from sweeps import assets, launch, plan, preflight, score, status
+from sweeps.cluster import load_cluster
+from sweeps.executors import local, slurm
+from sweeps.files import DISK_ERRORS, SweepError, disk_error, tail
 from sweeps.provenance import PROJECT, TYPED_IN, command, shown
+from sweeps.rundir import RunDir
+from sweeps.supervise import train
 
 SWEEP = "a sweep file, for example configs/sweeps/beta.yaml, or a sweep's folder"
 OVERRIDE = "dotted overrides, for example train.num_train_epochs=1 grid.seed=[1,2]"
@@ -111,8 +116,6 @@ def _place(typed: Path | str) -> Path:
 
 
 def _planned(a: argparse.Namespace):
-    from sweeps import plan
-
     # Overrides only: argparse took the first.
     if a.config is None or ("=" in str(a.config) and not a.config.exists()):
         found = sorted((PROJECT / "configs").glob("sweeps/*.yaml"))
@@ -132,15 +135,11 @@ def _planned(a: argparse.Namespace):
 
 
 def _plan(a: argparse.Namespace) -> int:
-    from sweeps import launch
-
     print(launch.describe(_planned(a)))
     return 0
 
 
 def _launch(a: argparse.Namespace) -> int:
-    from sweeps import launch
-
     planned, executor = _planned(a), launch.pick_executor(a.executor)
     if a.dry_run:
         print(launch.dry_run(planned, a.executor))
@@ -153,16 +152,11 @@ def _launch(a: argparse.Namespace) -> int:
 
 
 def _status(a: argparse.Namespace) -> int:
-    import time
-
-    from sweeps import plan, status
-
     planned = _planned(a)
     while True:
-        found = status.of_sweep(planned.sweep, planned.cells)
-        bases = list(status.of_bases(planned.sweep, planned.cells).values())
-        text = status.table(found, planned.sweep.name, bases)
-        why = status.troubles([*bases, *found], planned)
+        runs, bases = status.of_sweep(planned.sweep, planned.cells)
+        text = status.table(runs, planned.sweep.name, [*bases.values()])
+        why = status.troubles([*bases.values(), *runs], planned)
         parts = (text, why, plan.namesakes(planned).rstrip())
         print(("\033[2J\033[H" if a.watch else "") + "\n\n".join(filter(None, parts)), flush=True)
         if not a.watch:
@@ -171,9 +165,6 @@ def _status(a: argparse.Namespace) -> int:
 
 
 def _cancel(a: argparse.Namespace) -> int:
-    from sweeps import plan
-    from sweeps.executors import local, slurm
-
     planned = _planned(a)
     runs, scored = local.cancel(planned.sweep, planned.cells)
     if runs:
@@ -190,8 +181,6 @@ def _cancel(a: argparse.Namespace) -> int:
 
 
 def _retry(a: argparse.Namespace) -> int:
-    from sweeps import launch, plan
-
     planned = _planned(a)
     cells, names = launch.dead(planned)
     if not names:
@@ -199,21 +188,19 @@ def _retry(a: argparse.Namespace) -> int:
         print(plan.namesakes(planned), end="")
         return 0
     print("again: " + ", ".join(names), flush=True)
-    executor = launch.pick_executor(a.executor)
+    here = a.executor == "auto" and not slurm.submitted(planned.sweep)  # where the launch went
+    executor = "local" if here else launch.pick_executor(a.executor)
     launch.check_assets(planned, executor, cells)
     return launch.start(planned, executor, cells)
 
 
 def _logs(a: argparse.Namespace) -> int:
-    from sweeps import score, status
-    from sweeps.files import tail
-
     planned = _planned(a)
-    bases = status.of_bases(planned.sweep, planned.cells)
+    runs, bases = status.of_sweep(planned.sweep, planned.cells)
     subjects = score.bases(planned.sweep, planned.cells)
     logs = [(bases[model], [one.log]) for model, one in subjects.items()]
-    runs = zip(planned.cells, status.of_sweep(planned.sweep, planned.cells), strict=True)
-    logs += [(found, [c.folder / "train.log", c.folder / "score.log"]) for c, found in runs]
+    for cell, found in zip(planned.cells, runs, strict=True):
+        logs.append((found, [cell.folder / "train.log", cell.folder / "score.log"]))
     if not any(a.run in found.name for found, _ in logs):
         one = logs[-1][0].name
         raise SweepError(f"{a.config}: no run's name has {a.run!r} in it; one is {one}")
@@ -233,39 +220,29 @@ def _logs(a: argparse.Namespace) -> int:
 
 
 def _score(a: argparse.Namespace) -> int:
-    from sweeps import launch, plan, score
-
     planned = _planned(a)
     if planned.sweep.score is None:
         raise SweepError(f"{a.config}: has no `score` section")
     if a.dry_run:
         print(launch.to_score(planned))
         return 0
-    if launch.pick_executor(a.executor) == "slurm":
-        launch.check_assets(planned, "slurm")
+    executor = launch.pick_executor(a.executor)
+    launch.check_assets(planned, executor)
+    if executor == "slurm":
         return launch.launch_slurm(planned, train=False)
-    from sweeps.executors import local
-
     plan.claim(planned)
-    subjects = score.ready(planned.sweep, planned.cells)
-    problems = local.score_all(planned.sweep, subjects, planned.prefetch)
-    for cell in planned.cells:
-        score.discard(cell, planned.sweep)
-    if problems:
+    if problems := local.launch(planned.sweep, planned.cells, train=False):
         raise SweepError("\n       ".join(one.removeprefix("failed: ") for one in problems))
     return 0
 
 
 def _train(a: argparse.Namespace) -> int:
-    from sweeps.rundir import RunDir
-    from sweeps.supervise import train
-
     run = RunDir(a.folder.absolute())
     return train(run, idle_restarts=a.idle_restarts, echo=sys.stderr.isatty()).value
 
 
 def _collect(a: argparse.Namespace) -> int:
-    from sweeps import launch, plan, results
+    from sweeps import results  # with NumPy, for which every command would wait
 
     planned = _planned(a)
     if a.dry_run:
@@ -279,18 +256,13 @@ def _collect(a: argparse.Namespace) -> int:
 
 
 def _prefetch(a: argparse.Namespace) -> int:
-    from sweeps import assets, preflight
-    from sweeps.cluster import load_cluster
-
     planned = _planned(a)
     cluster = load_cluster(planned.sweep.cluster)
     assets.use_cache(cluster)
     wanted = [x for x in assets.of_sweep(planned.sweep, planned.cells, cluster) if x.used]
     if not wanted:
         print("nothing to fetch: this sweep names files of this machine only", flush=True)
-        absent = preflight.files(
-            planned.sweep, planned.cells, cluster, planned.prefetch, planned.assignments
-        )
+        absent = preflight.files(planned, planned.cells, cluster)
         for line in absent:
             print(line, file=sys.stderr)
         return 1 if absent else 0
@@ -305,29 +277,20 @@ def _prefetch(a: argparse.Namespace) -> int:
 
 
 def _gc(a: argparse.Namespace) -> int:
-    from sweeps import plan
-    from sweeps.preflight import size
-
     planned = _planned(a)
     found = plan.orphans(planned.sweep)
     for run in found:
         total = sum(path.stat().st_size for path in run.rglob("*") if path.is_file())
-        print(f"{size(total)}  {shown(run)}")
+        print(f"{preflight.size(total)}  {shown(run)}")
         if a.delete:
             plan.remove(run)
     root = shown(planned.folder.parent)
     print(f"{counted(len(found), 'run')} that no sweep of {root} holds", end="")
     print(": deleted" if found and a.delete else ": --delete deletes" if found else "")
-    if planned.launched and not a.delete:
-        give_up = shlex.join(["rm", "-r", str(shown(planned.folder))])
-        print(f"To give a sweep up, delete its folder: {give_up}")
-    print(plan.namesakes(planned), end="")
     return 0
 
 
 def _preflight(a: argparse.Namespace) -> int:
-    from sweeps import launch
-
     executor = launch.pick_executor(a.executor)
     launch.check_assets(_planned(a), executor)
     print(f"preflight: nothing is missing (executor {executor})")

@@ -317,23 +317,8 @@ def _known_keys(model: Any, path: tuple) -> list[str]:
     return _known_keys(model.model_fields[path[0]].annotation, rest)
 
 
-# A key that files of one kind have, and whoever gives one in another's place.
-KINDS = {
-    "grid": "a sweep",
-    "cpus_per_process": "a cluster profile",
-    "account": "a cluster profile",
-    "zero_optimization": "a DeepSpeed configuration, which a sweep names in `world.deepspeed`",
-    "model_name_or_path": "settings of one training, which a sweep has under `train`",
-}
-
-
 def refuse_other(raw: dict, model: type[Strict], expected: str, source: str) -> None:
-    """Raise SweepError if none of several keys is one of `model`: what the file looks like."""
-    kind = next((KINDS[key] for key in KINDS if key in raw), None)
-    if set(raw) == {"backend", "train", "world"}:
-        kind = "the config.yaml of a run"
-    elif len(raw) < 2 or any(key in model.model_fields for key in raw):
-        return  # perhaps misspelt, or wrong in parts: each is named
-    found = f"this looks like {kind}" if kind else f"none of its keys ({', '.join(raw)}) is known"
-    option = "; --cluster takes a profile" if kind == KINDS["account"] else ""
-    raise SweepError(f"{source}: {found}; {expected}{option}")
+    """Raise SweepError if the file is of another kind: of its several keys `model` has none."""
+    if len(raw) > 1 and not any(key in model.model_fields for key in raw):
+        keys = ", ".join(list(raw)[:4]) + (", …" if len(raw) > 4 else "")
+        raise SweepError(f"{source}: none of its keys ({keys}) is known; {expected}")

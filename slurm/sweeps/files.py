@@ -11,8 +11,9 @@ import hashlib
 import json
 import os
 import secrets
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from filelock import SoftFileLease
@@ -28,12 +29,11 @@ class SweepError(Exception):
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
-def disk_error(error: OSError) -> str:
-    """The message for an error of the file system."""
-    return (
-        f"{error.filename or 'the file system'}: {error.strerror}; make room or fix the rights and "
-        "type the same command again"
-    )
+def disk_error(error: OSError, path: Path | None = None) -> str:
+    """The message for an error of the file system, at `path` or where it says itself."""
+    where = path or error.filename or "the file system"
+    said = f"{where}: {error.strerror}"
+    return f"{said}; make room or fix the rights and type the same command again"
 
 
 def fsync_folder(folder: Path) -> None:
@@ -62,10 +62,7 @@ def write_text(path: Path, text: str, *, durable: bool = True) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
-        raise SweepError(
-            f"{path}: cannot write ({error.strerror}); free space or fix the folder's rights, "
-            "then type the same command again"
-        ) from error
+        raise SweepError(disk_error(error, path)) from error
     if durable:
         fsync_folder(path.parent)
 
@@ -97,7 +94,17 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SweepError(f"{path}: cannot create this folder ({error.strerror})") from error
+        raise SweepError(disk_error(error, path)) from error
+
+
+@contextlib.contextmanager
+def appearing(target: Path) -> Iterator[Path]:
+    """A path beside `target` to make a file or folder at, which then takes its place, whole."""
+    make_folder(target.parent)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as scratch:
+        yield Path(scratch, "made")
+        Path(scratch, "made").rename(target)
+    fsync_folder(target.parent)
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -155,7 +162,4 @@ def held(path: Path) -> bool:
 
 def unlockable(path: Path, error: OSError) -> SweepError:
     """The message for a lock file that cannot even be created."""
-    return SweepError(
-        f"{path}: cannot create this lock ({error.strerror}); make room or fix the folder's rights "
-        "and type the same command again"
-    )
+    return SweepError(f"this lock cannot be made: {disk_error(error, path)}")

@@ -3,7 +3,8 @@
 import shutil
 
 from calibeval.io import counted
-from sweeps import preflight, results, score, status
+from sweeps import preflight, score, status
+from sweeps.executors import local, slurm
 from sweeps.files import SweepError
 from sweeps.plan import Cell, Plan, claim
 from sweeps.plan import plan as plan
@@ -26,11 +27,7 @@ def describe(planned: Plan) -> str:
 
 def check_assets(planned: Plan, executor: str, cells: list[Cell] | None = None) -> None:
     """Raise SweepError naming everything that is missing, before any job starts."""
-    cells = planned.cells if cells is None else cells
-    problems = preflight.problems(
-        planned.sweep, cells, executor, planned.prefetch, planned.assignments
-    )
-    if problems:
+    if problems := preflight.problems(planned, executor, cells):
         raise SweepError(f"{planned.source}: " + "\n       ".join(problems))
 
 
@@ -43,8 +40,6 @@ def dry_run(planned: Plan, executor: str) -> str:
     """What a launch would do; for `auto` a cluster's scripts on a laptop too."""
     if executor == "local":
         return describe(planned)
-    from sweeps.executors import local, slurm
-
     note = ""
     if executor == "auto" and pick_executor("auto") == "local":
         note = (
@@ -61,7 +56,7 @@ def start(planned: Plan, executor: str, cells: list[Cell] | None = None) -> int:
 
 def launch_local(planned: Plan, cells: list[Cell] | None = None) -> int:
     """Run what is missing, of `cells` or of all, here; returns the exit code."""
-    from sweeps.executors import local
+    from sweeps import results  # with NumPy, for which every command would wait
 
     claim(planned)
     cells = planned.cells if cells is None else cells
@@ -77,8 +72,6 @@ def launch_slurm(planned: Plan, cells: list[Cell] | None = None, *, train: bool 
 
     Without `train` only what is trained already is scored.
     """
-    from sweeps.executors import slurm
-
     claim(planned)
     ids = slurm.submit(planned.sweep, planned.cells if cells is None else cells, train=train)
     if not ids:
@@ -105,9 +98,7 @@ def resubmit(planned: Plan) -> bool:
 
     A run that is lost again and again without a new checkpoint in between fails instead.
     """
-    from sweeps.executors import slurm
-
-    found = status.of_sweep(planned.sweep, planned.cells)
+    found, _ = status.of_sweep(planned.sweep, planned.cells)
     if error := found[0].error:
         print(f"{error}; nothing is queued again")
     lost = [
@@ -128,11 +119,11 @@ def dead(planned: Plan) -> tuple[list[Cell], list[str]]:
     SweepError if the queue does not answer.
     """
     sweep, cells = planned.sweep, planned.cells
-    found = status.of_sweep(sweep, cells)
+    found, bases = status.of_sweep(sweep, cells)
     if error := found[0].error:
         raise SweepError(f"{error}; what is queued is not known")
     chosen = {one.name: cell for cell, one in zip(cells, found, strict=True) if one.again}
-    for model, one in status.of_bases(sweep, cells).items():
+    for model, one in bases.items():
         if one.again:  # a launch scores the base models of its runs
             its = (c for c in cells if c.config.train["model_name_or_path"] == model)
             chosen[one.name] = next(its)

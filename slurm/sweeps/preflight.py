@@ -15,11 +15,11 @@ from sweeps import assets, packages, questions
 from sweeps.assets import hub_snapshot
 from sweeps.backends import get_backend
 from sweeps.cluster import Cluster, expand, load_cluster, variables
-from sweeps.config import Sweep
-from sweeps.executors import local, scripts
+from sweeps.config import Sweep, parse_yaml
+from sweeps.executors import local, scripts, slurm
 from sweeps.executors.scripts import Places
 from sweeps.files import SweepError, last_error, read_json
-from sweeps.plan import Cell
+from sweeps.plan import Cell, Plan
 from sweeps.provenance import TYPED_IN, output
 from sweeps.rundir import RunDir
 
@@ -28,16 +28,15 @@ LEAST = 50 << 20  # below this nothing sensible can be written
 WIDTHS = {"float32": 4, "float64": 8}  # bytes a parameter of other types: 2
 
 
-def problems(
-    sweep: Sweep, cells: list[Cell], executor: str, prefetch: str, overrides: Iterable[str] = ()
-) -> list[str]:
-    """One sentence a problem; empty when everything is there. `prefetch`: its command."""
+def problems(planned: Plan, executor: str, cells: list[Cell] | None = None) -> list[str]:
+    """One sentence a problem of `cells`, or of all; empty when everything is there."""
+    sweep, cells = planned.sweep, planned.cells if cells is None else cells
     cluster = load_cluster(sweep.cluster) if executor == "slurm" else Cluster()
     found = _profile(cluster, sweep.cluster)
     if found:  # nobody knows where its cache and its wheels would be
         cluster = cluster.model_copy(update={"cache": None, "wheels": None, "secrets_file": None})
     assets.use_cache(cluster)
-    found += files(sweep, cells, cluster, prefetch, overrides)
+    found += files(planned, cells, cluster)
     found += packages.problems(assets.needed_packages(sweep, cells), cluster.python)
     try:
         at_once = local.at_once(sweep) if executor == "local" else sweep.throttle or len(cells)
@@ -46,22 +45,18 @@ def problems(
         found.append(str(error))
     if executor == "slurm":
         found += _slurm(cluster, sweep)
-        if not found:
-            found += _asked(sweep, cells, cluster)
     return list(dict.fromkeys(found))
 
 
-def files(
-    sweep: Sweep, cells: list[Cell], cluster: Cluster, prefetch: str, overrides: Iterable[str]
-) -> list[str]:
+def files(planned: Plan, cells: list[Cell], cluster: Cluster) -> list[str]:
     """Models, data, wheels: what is not here, each once, and the one command that fetches it."""
-    backend, found = get_backend(sweep.backend), []
+    sweep, found = planned.sweep, []
     kinds = {}  # runs that differ in a number only need the same things
     for cell in cells:
         if not RunDir(cell.folder).done:
             kinds.setdefault(_needs(cell), cell.config)
     for config in kinds.values():
-        found += backend.missing(config.keys, config.world)
+        found += get_backend(sweep.backend).missing(config.keys, config.world)
     for task in sweep.score.measured if sweep.score else ():
         if wrong := questions.problem(task):
             found.append(
@@ -70,24 +65,28 @@ def files(
     absent = [a for a in assets.of_sweep(sweep, cells, cluster) if a.used and not a.here()]
     # A file that prefetch makes is named by it, not once more by the key that reads it.
     found = [line for line in found if not any(f": {a.place}" in line for a in absent)]
-    typed = {line: told for line in found if (told := _typed(line, overrides))}
+    typed = {line: told for line in found if (told := _typed(line, planned.assignments))}
     if sweep.prefetch.made_by and any(line not in typed for line in found):
         found.append(f"model and data of this sweep are made by: {sweep.prefetch.made_by}")
     found = [typed.get(line, line) for line in found]
     found += [f"not fetched: {asset.name}" for asset in absent]
-    return found + ([f"where there is internet: {prefetch}"] if absent else [])
+    return found + ([f"where there is internet: {planned.prefetch}"] if absent else [])
 
 
 def _typed(line: str, overrides: Iterable[str]) -> str | None:
-    """What to say of a missing path that an override names; None of another."""
-    absent = re.search(r": ([^:]+): no such (file|folder)", line)
-    if absent is None or not any(absent[1] in one.partition("=")[2] for one in overrides):
-        return None
-    if Path(absent[1]).is_absolute():
-        return line
-    there = TYPED_IN / absent[1]
-    give = f"; give {there}" if there.exists() else ""
-    return f"{line} in {Path.cwd()}, where paths in overrides start{give}"
+    """What to say of a missing path that an override gave to this key; None of another."""
+    for dotted, _, text in (one.partition("=") for one in overrides):
+        given = parse_yaml(text, dotted)
+        for path in given if isinstance(given, list) else [given]:
+            key, absent = line.partition(": ")[0], f": {path}: no such"
+            if not dotted.replace("grid.", "train.", 1).startswith(key) or absent not in line:
+                continue
+            if Path(path).is_absolute():
+                return line
+            there = TYPED_IN / path
+            give = f"; give {there}" if there.exists() else ""
+            return f"{line} in {Path.cwd()}, where paths in overrides start{give}"
+    return None
 
 
 def _needs(cell: Cell) -> str:
@@ -108,12 +107,11 @@ def _room(sweep: Sweep, cells: list[Cell], at_once: int) -> list[str]:
             os.fsync(probe.fileno())
     except OSError as error:
         return [f"{key}: {place}: cannot write ({error.strerror}); make room or fix the rights"]
-    left, who = free(place)
-    need, why = needed(sweep, cells, at_once)
+    left, (need, why) = shutil.disk_usage(place).free, needed(sweep, cells, at_once)
     if left >= need:
         return []
     return [
-        f"{key}: {size(left)} {who}, about {size(need)} needed ({why}); make room, or "
+        f"{key}: {size(left)} free on the disk, about {size(need)} needed ({why}); make room, or "
         "lower train.keep_last_n_checkpoints or --throttle"
     ]
 
@@ -141,57 +139,22 @@ def _profile(cluster: Cluster, file: str | None) -> list[str]:
 
 
 def _slurm(cluster: Cluster, sweep: Sweep) -> list[str]:
-    found = _account(cluster, sweep.cluster) + _partition(cluster, sweep.cluster)
-    found += _secrets(cluster)
     absent = [tool for tool in ("sbatch", "squeue", "scontrol") if shutil.which(tool) is None]
     if absent:
         where = "not on the PATH: run this on a login node, or --executor local"
-        found.append(f"{', '.join(absent)}: {where}")
-    return found
+        return [*_secrets(cluster), f"{', '.join(absent)}: {where}"]
+    try:
+        slurm.queue()  # sbatch would wait for a minute where there is no controller
+    except SweepError as error:
+        return [*_secrets(cluster), f"{error}; --executor local needs no Slurm"]
+    return _secrets(cluster) + _asked(sweep, cluster)
 
 
-def _account(cluster: Cluster, file: str | None) -> list[str]:
-    if not cluster.account:
-        return []
-    user, found = getpass.getuser(), set()
-    for tool, words in (
-        ("sacctmgr", ["show", "associations", f"user={user}", "format=account"]),
-        ("sshare", [f"--users={user}", "--format=Account"]),
-    ):
-        if not found:  # neither need answer: there may be no accounting
-            said = output(tool, "--noheader", "--parsable2", *words) or ""
-            found = {name.lower() for name in said.split()}
-    yours = sorted(found)
-    # The Alliance keeps def-x_gpu and def-x_cpu where its users say def-x.
-    fits = any(re.fullmatch(re.escape(cluster.account.lower()) + "(_[cg]pu)?", n) for n in yours)
-    if "your" in cluster.account and not fits:
-        wrong = "is the example's, not an account"
-    elif yours and not fits:
-        wrong = "not yours"
-    else:
-        return []
-    there = f"; yours: {', '.join(yours)}" if yours else ""
-    return [f"cluster.account: {cluster.account}: {wrong}; put yours into {file}{there}"]
-
-
-def _partition(cluster: Cluster, file: str | None) -> list[str]:
-    there = set((output("sinfo", "--all", "--noheader", "--format=%R") or "").split())
-    asked = cluster.partition.split(",") if cluster.partition else []
-    if not there or there.issuperset(asked):  # sinfo need not answer
-        return []
-    valid = ", ".join(sorted(there))
-    return [
-        f"cluster.partition: {cluster.partition}: there is no such partition; put one into {file}: "
-        f"{valid}"
-    ]
-
-
-def _asked(sweep: Sweep, cells: list[Cell], cluster: Cluster) -> list[str]:
-    """What the controller itself says to the sweep's scripts: accounts, limits, nodes, GPUs."""
+def _asked(sweep: Sweep, cluster: Cluster) -> list[str]:
+    """What the controller says to the sweep's scripts: accounts, partitions, limits, GPUs, …"""
     places = Places(Path.cwd(), Path(tempfile.gettempdir()) / "preflight")
-    stages = ["train", *(["score"] if sweep.score else []), "collect"]
     said: dict[str, list[str]] = {}
-    for stage in stages:
+    for stage in ["train", *(["score"] if sweep.score else []), "collect"]:
         text = scripts.text(sweep, cluster, places, stage, stage)
         done = subprocess.run(
             ["sbatch", "--test-only"], input=text, text=True, capture_output=True, check=False,
@@ -210,8 +173,6 @@ def _asked(sweep: Sweep, cells: list[Cell], cluster: Cluster) -> list[str]:
 
 def _advice(reason: str, sweep: Sweep, cluster: Cluster) -> str:
     """What to do about a refusal whose words do not say it."""
-    if re.search("contact|configuration (file|source)", reason):
-        return "; --executor local needs no Slurm"
     if re.search("gres|node configuration|CPU count|[Mm]emory", reason):
         count = sweep.world.processes_per_node
         asked = [
@@ -221,7 +182,16 @@ def _advice(reason: str, sweep: Sweep, cluster: Cluster) -> str:
         ]
         keys = "gpus_per_process, cpus_per_process, memory_per_node"
         return f"; a node was asked for {', '.join(asked)}: {keys}"
-    return ""
+    mine = ["show", "associations", f"user={getpass.getuser()}", "format=account"]
+    known = {
+        "account": output("sacctmgr", "--noheader", "--parsable2", *mine),
+        "partition": output("sinfo", "--all", "--noheader", "--format=%R"),
+    }
+    return "".join(
+        f"; {key}: found {getattr(cluster, key)}, there is {', '.join(sorted({*names.split()}))}"
+        for key, names in known.items()
+        if key in reason.lower() and names
+    )
 
 
 def _secrets(cluster: Cluster) -> list[str]:
@@ -277,20 +247,3 @@ def needed(sweep: Sweep, cells: list[Cell], at_once: int) -> tuple[int, str]:
         f"{counted(len(each), 'model')} {size(4 * sum(each))}"
     )
     return max(LEAST, sum(busy) + 4 * sum(each)), why
-
-
-def free(folder: Path) -> tuple[int, str]:
-    """Bytes that may still be written below `folder`, and what says so: the disk, or a quota."""
-    found = [(shutil.disk_usage(folder).free, "free on the disk")]
-    mount = next(str(place) for place in (folder, *folder.parents) if os.path.ismount(place))
-    lustre = ["lfs", "quota", "-q", "-u", getpass.getuser(), mount]
-    for command in (lustre, ["quota", "--no-wrap", "--filesystem", mount]):
-        # Both print a line of file system, KiB used, soft limit, hard limit, …
-        for numbers in re.findall(
-            r"^\s*\S+\s+(\d+)\*?\s+(\d+)\*?\s+(\d+)", output(*command) or "", re.M
-        ):
-            used, soft, hard = map(int, numbers)
-            if soft or hard:
-                left = max(0, (hard or soft) - used) << 10
-                found.append((left, f"left of the quota ({' '.join(command)})"))
-    return min(found)

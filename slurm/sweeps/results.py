@@ -1,4 +1,4 @@
-"""A sweep's results: calibeval's tables, best learning rates, loss curves, what is missing."""
+"""A sweep's results: calibeval's tables, best learning rates, what is missing."""
 
 import base64
 import csv
@@ -18,7 +18,7 @@ from calibeval.report import html
 from sweeps import score, status
 from sweeps.assets import dataset_names
 from sweeps.config import HELD_OUT, Entropy, Sweep
-from sweeps.files import SweepError, lease, make_folder, read_rows, write_text
+from sweeps.files import SweepError, lease, make_folder, write_text
 from sweeps.plan import Cell, sweep_folder
 from sweeps.rundir import RunDir
 
@@ -35,7 +35,7 @@ class Gap:
 def collect(sweep: Sweep, cells: list[Cell]) -> list[Gap]:
     """Write everything that can be written from what is there; returns the gaps.
 
-    To `<output_root>/sweeps/<name>/`: index.jsonl, cells.csv, best_learning_rates.csv, curves.svg,
+    To `<output_root>/sweeps/<name>/`: index.jsonl, cells.csv, best_learning_rates.csv,
     report.html and, in results/, calibeval's tables and diagrams.
     """
     folder = sweep_folder(sweep)
@@ -89,9 +89,8 @@ def _write(sweep: Sweep, cells: list[Cell], entries: list[dict], gaps: list[Gap]
     rows, best = cells_table(sweep, cells), best_learning_rates(sweep, cells)
     write_csv(rows, folder / "cells.csv")
     write_csv(best, folder / "best_learning_rates.csv")
-    curves(cells, folder / "curves.svg")
     page, said = folder / "report.html", note(rows, gaps)
-    sections = report_sections(sweep, rows, best, folder)
+    sections = report_sections(sweep, rows, best)
     own = [e | {"records": folder / e["records"]} for e in entries if e["dataset"] == Entropy.key]
     texts = {e["run"]: e["records"] for e in entries if e["dataset"] == Entropy.key}
     entries = [entry for entry in entries if entry["dataset"] != Entropy.key]
@@ -146,7 +145,7 @@ def training(cell: Cell) -> dict:
 def cells_table(sweep: Sweep, cells: list[Cell]) -> list[dict]:
     """One row a run: grid values, state, restarts, last loss."""
     rows = []
-    for cell, found in zip(cells, status.of_sweep(sweep, cells), strict=True):
+    for cell, found in zip(cells, status.of_sweep(sweep, cells)[0], strict=True):
         row = {"run": found.name, **cell.values, "seed": cell.config.train["seed"]}
         kept = ("state", "detail", "restarts", "scored")
         rows.append(row | {key: getattr(found, key) for key in kept})
@@ -200,29 +199,6 @@ def data(train: dict) -> str:
     return train.get("train_file") or "+".join(map(str, dataset_names(train)))
 
 
-def curves(cells: list[Cell], path: Path) -> None:
-    """Training loss against step, one line a run, as SVG; the same results give the same file."""
-    from matplotlib import colormaps, rc_context
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.2), layout="constrained")
-    axes, text = figure.subplots(), io.StringIO()
-    for cell in cells:
-        rows = [row for row in read_rows(RunDir(cell.folder).metrics) if "loss" in row]
-        if rows:
-            train = cell.config.train
-            beta, rate, seed = (train[k] for k in ("label_smoothing", "learning_rate", "seed"))
-            look = {"color": colormaps["viridis"](min(1.0, beta / 0.6)), "alpha": 0.8}
-            look |= {"linewidth": 1, "label": f"β={beta:g}, lr={rate:g}, seed {seed}"}
-            axes.plot([row["step"] for row in rows], [row["loss"] for row in rows], **look)
-    axes.set(xlabel="step", ylabel="training loss a target (smoothed by the run's own β)")
-    if 0 < len(axes.lines) <= 24:
-        axes.legend(fontsize=6, ncols=2)
-    with rc_context({"svg.hashsalt": "sweeps"}):
-        figure.savefig(text, format="svg", metadata={"Date": None})
-    write_text(path, text.getvalue())
-
-
 def write_csv(rows: list[dict], path: Path) -> None:
     """Rows as CSV, atomically; without any, the file goes."""
     if not rows:
@@ -243,13 +219,12 @@ def note(cells: list[dict], gaps: list) -> str:
     return f"<p>{counted(len(cells), 'run')}, {counted(len(gaps), 'gap')}</p><ul>{items}</ul>"
 
 
-def report_sections(sweep: Sweep, cells: list[dict], best: list[dict], folder: Path) -> list[str]:
-    """The report's parts that only a sweep has: learning rates, loss curves, runs."""
+def report_sections(sweep: Sweep, cells: list[dict], best: list[dict]) -> list[str]:
+    """The report's parts that only a sweep has: learning rates, runs."""
     parts = []
     if best:
         said = html.escape(f"Chosen on {sweep.score.select_on}, not on the other data sets.")
         names = ("trained_on", "model")  # paths, whose last part people know
         shown = [row | {key: PurePath(row[key]).name for key in names} for row in best]
         parts.append(f"<h2>Best learning rates</h2>{html.plain_table(shown)}<p>{said}</p>")
-    parts.append(f"<h2>Training loss</h2>{picture(folder / 'curves.svg', 'training loss')}")
     return [*parts, f"<h2>Runs</h2>{html.plain_table(cells)}"]

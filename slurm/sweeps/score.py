@@ -124,20 +124,17 @@ def missing(subject: Subject, score: Score) -> list[Task | Entropy]:
     return [task for task in score.measured if not scored(subject, task, score)]
 
 
-def run(
-    subject: Subject, score: Score, *, start: Start = start_cold, prefetch: str = "prefetch.sh"
-) -> None:
+def run(subject: Subject, score: Score, *, start: Start = start_cold) -> None:
     """Score every missing task; raises SweepError with calibeval's own message if one fails.
 
-    Waits while another process scores the same subject, then does what that one left. `prefetch` is
-    the command that fetches a model which is not here.
+    Waits while another process scores the same subject, then does what that one left.
     """
     if not missing(subject, score):
         return
     if isinstance(subject.model, str) and on_hub(subject.model) and not hub_snapshot(subject.model):
         raise SweepError(
-            f"scoring {subject.name}: {subject.model} is not in {hub_cache()}; where there is "
-            f"internet: {prefetch}"
+            f"scoring {subject.name}: {subject.model} is not in {hub_cache()}; `prefetch` fetches "
+            "it where there is internet"
         )
     if isinstance(subject.model, Path) and not (subject.model / "config.json").exists():
         raise SweepError(

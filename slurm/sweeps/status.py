@@ -9,18 +9,15 @@ from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from calibeval.io import counted
 from sweeps import score
 from sweeps.config import Sweep
+from sweeps.executors import slurm
 from sweeps.files import SweepError, held, read_json, tail
 from sweeps.plan import Cell, Plan
 from sweeps.provenance import shown
 from sweeps.rundir import RunDir
-
-if TYPE_CHECKING:
-    from sweeps.executors.slurm import Element, Past
 
 STATES = ("running", "queued", "preempted", "cancelled", "stopped", "interrupted", "failed")
 STATES += ("unknown", "to do", "done")
@@ -60,9 +57,10 @@ class Status:
 class _Queue:
     """What Slurm knows of a sweep."""
 
-    elements: "dict[tuple[str, str], Element]" = field(default_factory=dict)
-    past: "dict[tuple[str, str], Past]" = field(default_factory=dict)
-    answered: bool = False  # squeue did, and the sweep was submitted once
+    submitted: bool  # once at least; else a run's job is not its own, but salloc's
+    elements: dict[tuple[str, str], slurm.Element] = field(default_factory=dict)
+    past: dict[tuple[str, str], slurm.Past] = field(default_factory=dict)
+    answered: bool = False  # squeue did, of jobs that were its own
     error: str = ""  # what squeue said instead
     ends: dict[str, str] = field(default_factory=dict)
 
@@ -74,14 +72,15 @@ class _Queue:
 
 
 def _queue(sweep: Sweep, cells: list[Cell]) -> _Queue:
-    from sweeps.executors import slurm
-
+    found = _Queue(slurm.submitted(sweep))
     if not shutil.which("squeue"):
-        return _Queue()
+        return found
+    found.past = slurm.past(sweep)
     try:
-        found = _Queue(slurm.active(sweep), slurm.past(sweep), slurm.submitted(sweep))
+        found.elements, found.answered = slurm.active(sweep), found.submitted
     except SweepError as error:
-        return _Queue(past=slurm.past(sweep), error=str(error) if slurm.submitted(sweep) else "")
+        found.error = str(error) if found.submitted else ""
+        return found
     labels = {past.label for key, past in found.past.items() if key not in found.elements}
     begun = [run for cell in cells if (run := RunDir(cell.folder)).manifest_file.exists()]
     labels |= {job for run in begun if not run.done and (job := run.job())}
@@ -89,18 +88,18 @@ def _queue(sweep: Sweep, cells: list[Cell]) -> _Queue:
     return found
 
 
-def of_sweep(sweep: Sweep, cells: list[Cell]) -> list[Status]:
-    """The state of every run; `unknown` where it is the queue's to say, which does not answer."""
+def of_sweep(sweep: Sweep, cells: list[Cell]) -> tuple[list[Status], dict[str, Status]]:
+    """The state of every run, and of the base models to be scored, by model_name_or_path.
+
+    It is `unknown` where that is the queue's to say, which does not answer.
+    """
     queue = _queue(sweep, cells)
-    return [_of_run(sweep, cell, queue) for cell in cells]
+    return [_of_run(sweep, cell, queue) for cell in cells], _of_bases(sweep, cells, queue)
 
 
-def of_bases(sweep: Sweep, cells: list[Cell]) -> dict[str, Status]:
-    """The state of the base models that are to be scored, by model_name_or_path; see of_sweep."""
-    bases = score.bases(sweep, cells)
-    queue = _queue(sweep, []) if bases else _Queue()
+def _of_bases(sweep: Sweep, cells: list[Cell], queue: _Queue) -> dict[str, Status]:
     found = {}
-    for model, subject in bases.items():
+    for model, subject in score.bases(sweep, cells).items():
         scored, trouble, detail = _of_score(sweep, subject, queue)
         busy = "queued" if ("score", subject.name) in queue.elements else "to do"
         if queue.error and ("score", subject.name) in queue.past:
@@ -153,7 +152,7 @@ def _of_run(sweep: Sweep, cell: Cell, queue: _Queue) -> Status:
 
     if run.done:
         return found("done", why or _progress(run, live=False), unscored)
-    job = manifest["attempts"][-1]["job"] if manifest["attempts"] else None
+    job = manifest["attempts"][-1]["job"] if manifest["attempts"] and queue.submitted else None
     gone = queue.answered and element is None  # it is submitted no more, as it once was
     if held(run.lock) and not (gone and job):  # a lock outlives its killed job for a while
         return found("running", _progress(run, live=True))
@@ -186,7 +185,7 @@ def _of_run(sweep: Sweep, cell: Cell, queue: _Queue) -> Status:
         over = "cancelled" if cancelled else "interrupted"
         return found(over, f"{progress}  {end}".strip(), trouble, lost=not cancelled)
     saved = f"asked to stop, saved at step {run.step()}"
-    if job is None:  # without Slurm only a person asks
+    if job is None:  # outside of Slurm's jobs only a person asks
         return found("stopped", progress, Trouble(saved, stopped=True))
     over = "cancelled" if cancelled else state
     return found(over, progress, Trouble(f"{end}: {saved}", stopped=cancelled))
@@ -250,16 +249,11 @@ def troubles(statuses: list[Status], planned: Plan) -> str:
         return "\n".join([*lines, f"{error}; what is queued is not known"])
     if not lines:
         return ""
-    when, what = "Once that is mended", "retry"
-    if all(status.trouble.stopped for status in statuses if status.trouble):
-        unbegun = any(status.state == "to do" for status in statuses)
-        when, what = "To go on", "launch" if unbegun else "retry"
-    return "\n".join([*lines, f"{when}: {_again(planned, what)}"])
-
-
-def _again(planned: Plan, what: str) -> str:
-    """A command on this sweep that goes where its launch went."""
-    from sweeps.executors import slurm
-
-    here = shutil.which("sbatch") and not slurm.submitted(planned.sweep)
-    return planned.again(what) + (" --executor local" if here else "")
+    if not all(status.trouble.stopped for status in statuses if status.trouble):
+        return "\n".join([*lines, f"Once that is mended: {planned.again('retry')}"])
+    again = planned.again("retry")  # which goes where the launch went
+    if any(status.state == "to do" for status in statuses):
+        again = planned.again("launch")
+        if shutil.which("sbatch") and not slurm.submitted(planned.sweep):
+            again += " --executor local"
+    return "\n".join([*lines, f"To go on: {again}"])

@@ -9,6 +9,7 @@ the running jobs. Prints a summary; exits 1 unless every run arrived with the un
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -27,6 +28,7 @@ import yaml
 
 from sweeps import launch
 from sweeps.executors import slurm
+from sweeps.files import SweepError
 
 KINDS = ("preempt by signal", "kill -9 trainer", "kill -9 supervisor", "requeue by administrator")
 
@@ -126,9 +128,16 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+def tell(pids: list[int], number: int) -> None:
+    """Send a signal to those processes that are still there."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
 def trainer(run) -> int:
     """The process that trains a run on this machine; waits for it to start."""
-    end = time.monotonic() + 120
+    end = time.monotonic() + 300
     while not (found := processes("sweeps.trainer", run.name)):
         if time.monotonic() > end:
             raise RuntimeError(f"{run.name}: no trainer started")
@@ -136,19 +145,38 @@ def trainer(run) -> int:
     return found[0]
 
 
+@contextlib.contextmanager
+def held(run, step: int = 20):
+    """A run in Slurm whose trainer stands still once it has saved, however busy the machine is.
+
+    So what is done to it meanwhile comes before its end; it goes on afterwards, if it lives.
+    """
+    real.wait_for(lambda: run.step() >= step, pause=0.02)
+    pid = trainer(run)
+    tell([pid], signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        tell([pid], signal.SIGCONT)
+
+
 def disturb(kind: str, job: str, run: str) -> bool:
     """Do one bad thing to a running element; False if it was too early or too late for it."""
-    if kind == "preempt by signal":
-        # scancel reports and repeats for a minute when the answer comes after the requeue.
-        subprocess.Popen(["timeout", "2", "scancel", "--quiet", "--signal=USR2", job])
-        return True
     if kind == "requeue by administrator":
-        return subprocess.run(["scontrol", "requeue", job]).returncode == 0
+        return subprocess.run(["scontrol", "requeue", job], check=False).returncode == 0
     pids = processes("sweeps.trainer", run)
+    if kind == "preempt by signal":
+        # scancel repeats itself for a minute if it hears of a requeue first: there is none yet.
+        tell(pids, signal.SIGSTOP)
+        subprocess.run(["scancel", "--quiet", "--signal=USR2", job], check=False)
+        tell(pids, signal.SIGCONT)
+        return bool(pids)
     if kind == "kill -9 supervisor":
-        pids = [parent(pid) for pid in pids]
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+        try:
+            pids = [parent(pid) for pid in pids]
+        except OSError:  # they have ended meanwhile
+            return False
+    tell(pids, signal.SIGKILL)
     return bool(pids)
 
 
@@ -196,10 +224,13 @@ def _disturb_until_empty(config, runs, share, draw, result, cluster, folder) -> 
     while True:
         if time.monotonic() > end:
             raise RuntimeError("the sweep did not end within half an hour")
-        elements = slurm.queue()
-        if not elements:
-            return hit
-        busy = slurm.active(planned.sweep)
+        time.sleep(0.5)
+        try:
+            if not slurm.queue():
+                return hit
+            busy = slurm.active(planned.sweep)
+        except SweepError:  # the controller has too much to do
+            continue
         running = {run for _, run in busy if due.get(run, math.inf) < math.inf}
         for (_, run), element in busy.items():
             if element.state != "RUNNING":
@@ -220,7 +251,6 @@ def _disturb_until_empty(config, runs, share, draw, result, cluster, folder) -> 
             restarts, last = restarts - 1, time.monotonic()
             result.disturbed["slurmd restart"] += 1
             print("chaos: slurmd restart", flush=True)
-        time.sleep(0.5)
 
 
 def main() -> int:

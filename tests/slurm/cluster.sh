@@ -16,7 +16,16 @@ say() { echo "cluster: $*"; }
 fail() { say "$*" >&2; exit 1; }
 alive() { [[ -s $1 ]] && kill -0 "$(<"$1")" 2>/dev/null; }
 free_port() {
-    python3 -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
+    # Below the kernel's ephemeral ones, which any program may take before the daemon does.
+    python3 - <<'END'
+import contextlib, random, socket
+while True:
+    port = random.randrange(22000, 32000)
+    with contextlib.suppress(OSError), socket.socket() as s:
+        s.bind(("", port))
+        print(port)
+        break
+END
 }
 
 start_slurmd() {
@@ -36,9 +45,9 @@ stop_slurmd() {
     done
 }
 
-until_() { # until_ COMMAND…: try for twenty seconds
+until_() { # until_ COMMAND…: try for a while
     local i
-    for i in $(seq 50); do timeout 2 "$@" >/dev/null 2>&1 && return; sleep 0.3; done
+    for i in $(seq 50); do timeout 20 "$@" >/dev/null 2>&1 && return; sleep 0.5; done
     fail "gave up on: $*; logs in $dir"
 }
 
@@ -108,7 +117,7 @@ SlurmctldHost=$(hostname -s)(127.0.0.1)
 SlurmctldPort=$(free_port)
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket=$dir/munge/socket,cred_expire=5
+AuthInfo=socket=$dir/munge/socket,cred_expire=15
 CryptoType=crypto/munge
 StateSaveLocation=$dir/state
 SlurmdSpoolDir=$dir/spool/%n
@@ -127,7 +136,7 @@ ReturnToService=2
 MinJobAge=300
 MaxArraySize=2001
 MaxJobCount=20000
-KillWait=5
+KillWait=30
 SchedulerParameters=sched_interval=2,sched_min_interval=100000,batch_sched_delay=0,bf_interval=5,max_rpc_cnt=0,default_queue_depth=500
 DefMemPerCPU=512
 END
@@ -146,7 +155,7 @@ END
     fi
     slurmctld -c -L "$dir/slurmctld.log"
     start_slurmd
-    for _ in $(seq 100); do
+    for _ in $(seq 600); do
         if [[ $(sinfo -h -t idle -o %D 2>/dev/null) == "$nodes" ]]; then
             say "$(scontrol version), $nodes node(s); export SLURM_CONF=$SLURM_CONF"
             exit 0
@@ -163,8 +172,8 @@ restart-slurmd)
 stop)
     if alive "$dir/slurmctld.pid"; then
         scancel --user=root 2>/dev/null || true
-        for _ in $(seq 50); do
-            [[ -z $(squeue -h 2>/dev/null) ]] && break
+        for _ in $(seq 300); do
+            left=$(squeue -h 2>/dev/null) && [[ -z $left ]] && break
             sleep 0.2
         done
         kill "$(<"$dir/slurmctld.pid")"

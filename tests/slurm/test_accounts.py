@@ -39,13 +39,14 @@ def test_only_ones_own_account_passes_and_slurm_agrees(accounts, profile, sweep_
         assert (done.returncode == 0) == ("submitted: " in done.stdout)
         return done.stdout + done.stderr
 
-    assert f"cluster.account: def-bob: not yours; put yours into {profile}; yours: def-ann" in (
-        with_keys(account="def-bob")
-    )
-    assert "is the example's, not an account; put yours into" in with_keys(account="def-yourpi")
-    # What preflight does not look at itself, the controller does, before anything is queued.
+    refused = f"{profile}: sbatch refuses the train and the collect job: "
+    for wrong in ("def-bob", "def-yourpi"):
+        said = with_keys(account=wrong)
+        assert refused in said and f"account: found {wrong}, there is def-ann" in said, said
+    said = with_keys(account="def-ann", partition="h100")
+    assert refused in said and "partition: found h100, there is all" in said, said
     said = with_keys(account="def-ann", time="900-00:00", extra=["--constraint=no-such-node"])
-    assert f"{profile}: sbatch refuses the train and the collect job: " in said
+    assert refused in said, said
     assert "no-such-node" in said or "feature" in said.lower(), said
     assert not (tmp_path / "out").exists() and empty()
     with_keys(account="def-ann")

@@ -37,7 +37,7 @@ def test_entropy_is_a_task(made, capsys):
     score.discard(cell, sweep)
     assert [task.key for task in score.missing(subject, sweep.score)] == ["entropy"]
     assert run.model.exists()
-    assert [found.scored for found in status.of_sweep(sweep, planned.cells)] == ["1/2"]
+    assert [found.scored for found in status.of_sweep(sweep, planned.cells)[0]] == ["1/2"]
     gaps = results.collect(sweep, planned.cells)
     assert [(gap.task, gap.reason) for gap in gaps] == [("entropy", "not scored")]
     tables = planned.folder / "results"

@@ -15,10 +15,12 @@ from test_preflight import say
 
 from sweeps import launch, plan, score, status
 from sweeps.cli import main
+from sweeps.executors import slurm as executor
 from sweeps.files import SweepError
 from sweeps.rundir import RunDir
 from sweeps.supervise import Outcome, train
 
+pytestmark = pytest.mark.timeout(1200)  # whole sweeps, on a machine that others keep busy
 TINY = {"max_train_steps": 1}
 
 
@@ -284,7 +286,7 @@ def test_what_is_lost_again_and_again_is_given_up(sweep_file, slurm, monkeypatch
     assert submissions == 2
     run = RunDir(first.folder)
     assert run.manifest()["error"] == "lost 3 times in a row without a new checkpoint"
-    found = status.of_sweep(planned.sweep, planned.cells)
+    found, _ = status.of_sweep(planned.sweep, planned.cells)
     assert [one.state for one in found] == ["failed", "failed"] and all(o.again for o in found)
 
 
@@ -293,7 +295,7 @@ def test_what_was_cancelled_stays_cancelled(sweep_file, slurm):
     launch.launch_slurm(planned)
     slurm.end("CANCELLED by 0|0:15")
     start(planned.cells[0], "1_0")
-    found = status.of_sweep(planned.sweep, planned.cells)
+    found, _ = status.of_sweep(planned.sweep, planned.cells)
     assert [one.state for one in found] == ["cancelled", "cancelled"]
     assert "1_0 CANCELLED by 0, exit 0:15" in found[0].trouble.cause
     assert not launch.resubmit(planned)
@@ -355,7 +357,7 @@ def test_what_somebody_stopped_needs_no_mending(sweep_file, slurm, capsys):
     said = capsys.readouterr().out
     assert "2 runs: 2 stopped" in said and "asked to stop, saved at step 0" in said
     retry = f"To go on: bash slurm/sweeps.sh retry {planned.folder}"
-    assert said.rstrip().endswith(f"{retry} --executor local")
+    assert said.rstrip().endswith(retry)
     # What the launch had not begun yet is not dead, but goes on too.
     run.write_manifest(run.manifest() | {"state": "new", "attempts": []})
     assert main(["status", str(planned.folder)]) == 0
@@ -374,6 +376,46 @@ def test_what_somebody_stopped_needs_no_mending(sweep_file, slurm, capsys):
     assert main(["status", str(planned.folder)]) == 0
     said = capsys.readouterr().out
     assert "2 runs: 2 cancelled" in said and said.rstrip().endswith(retry)
+
+
+def test_retry_goes_where_the_launch_went(sweep_file, slurm, monkeypatch):
+    """After Ctrl-C in salloc, say, whose shell has an sbatch."""
+    planned, went = claimed(sweep_file(train=TINY)), []
+    monkeypatch.setattr(launch, "launch_local", lambda *_: went.append("local") or 0)
+    monkeypatch.setattr(launch, "launch_slurm", lambda *_: went.append("slurm") or 0)
+    start(planned.cells[0], "7")
+    for typed in ([], ["--executor", "slurm"]):
+        assert main(["retry", str(planned.folder), *typed]) == 0
+    (planned.folder / "jobs" / "abc").mkdir(parents=True)
+    assert main(["retry", str(planned.folder)]) == 0
+    assert went == ["local", "slurm", "slurm"]
+
+
+def test_a_stop_inside_an_allocation_is_a_stop(sweep_file, slurm, capsys):
+    """The run has the number of salloc's job, of which this sweep knows nothing."""
+    planned = claimed(sweep_file(grid={}))
+    run = RunDir(planned.cells[0].folder)
+    attempt = {"started": "", "host": "", "job": "7", "from_step": 0}
+    run.write_manifest(run.manifest() | {"state": "preempted", "attempts": [attempt]})
+    assert main(["status", str(planned.folder)]) == 0
+    said = capsys.readouterr().out
+    assert "1 run: 1 stopped" in said and "asked to stop, saved at step 0" in said
+    assert "To go on: bash slurm/sweeps.sh retry" in said
+
+
+def test_a_squeue_that_waits_for_ever_is_given_up(sweep_file, slurm, monkeypatch, capsys):
+    """So does the real one where SLURM_CONF names no file: for a minute, each time."""
+    planned = launch.plan(sweep_file(), [])
+    launch.launch_slurm(planned)
+    slurm.write(slurm.bin / "squeue", f"echo >> {slurm.bin}/asked; exec sleep 60")
+    monkeypatch.setattr(executor, "PATIENCE", 0.5)
+    monkeypatch.setenv("SLURM_CONF", "/no/slurm.conf")
+    capsys.readouterr()
+    assert main(["status", str(planned.folder)]) == 0
+    said = capsys.readouterr().out
+    assert "2 unknown" in said
+    assert "squeue does not answer: nothing for 0.5 s (SLURM_CONF=/no/slurm.conf); try" in said
+    assert (slurm.bin / "asked").read_text() == "\n"  # once
 
 
 LATE = ["afterany:1_0,afterany:1_1", "afterany:2,afterany:1"]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from sweeps import gguf
 from sweeps.cli import main
 from sweeps.config import Model
 from sweeps.files import SweepError
+from sweeps.models import gguf
 
 CONTENT = b"weights"
 INFO = "tiny_gguf-0.1.dist-info"

@@ -17,6 +17,8 @@ from sweeps.executors import local
 from sweeps.files import SweepError
 from sweeps.rundir import RunDir
 
+pytestmark = pytest.mark.timeout(1200)  # whole trainings, on a machine that others keep busy
+
 
 @pytest.fixture
 def visible(monkeypatch):
@@ -180,5 +182,5 @@ def test_status_shows_speed(sweep_file):
         '{"step": 4, "steps": 9, "loss": 2.5, "tokens_per_second": 213456.7, '
         '"model_flops_utilisation": 0.412}\n{"step": 4, "steps": 9, "held_out_loss": 2.0}\n'
     )
-    (found,) = status.of_sweep(planned.sweep, planned.cells)
+    ((found,), _) = status.of_sweep(planned.sweep, planned.cells)
     assert found.detail == "step 4/9  loss 2.5000  213,457 tokens/s (41% of peak)"

@@ -21,15 +21,15 @@ FLOORS = (
     "supervise",
     "score",
     "assets",
-    "prune",
-    "packages questions children gguf plan",
+    "models.prune",
+    "packages questions children models.gguf plan",
     "rundir",
     "backends",
     "backends.base cluster",
     "config",
     "files provenance",
 )
-FREE = ("__init__", "executors")  # import nothing of sweeps
+FREE = ("__init__", "executors", "models")  # import nothing of sweeps
 # Imported by name, from backends.REGISTRY.
 PLUGINS = ("backends.builtin", "backends.open_instruct", "backends.policy_gradient")
 # Conversations and problems, which others read too.

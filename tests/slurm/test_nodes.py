@@ -116,9 +116,9 @@ def test_a_killed_rank_starts_all_machines_again(cluster, profile, sweep_file, t
     calm = ("--executor", "slurm", f"output_root={tmp_path / 'calm'}")
     assert command("launch", path, "--executor", "slurm").returncode == 0
     (run,) = runs_of(path)
-    wait_for(lambda: run.step() >= 20)
-    ranks = {rank(pid): pid for pid in chaos.processes("sweeps.trainer", run.name)}
-    os.kill(ranks[str(number)], signal.SIGKILL)
+    with chaos.held(run):  # torchrun or a rank: of either the others wait for it
+        ranks = {rank(pid): pid for pid in chaos.processes("sweeps.trainer", run.name)}
+        os.kill(ranks[str(number)], signal.SIGKILL)
     wait_for(empty)
     assert run.done, logs(tmp_path)
     attempts = run.manifest()["attempts"]
@@ -149,32 +149,33 @@ def test_a_wrong_number_of_tasks_is_refused(cluster, profile, sweep_file, tmp_pa
     assert run.manifest()["attempts"] == []
 
 
+COUNT = 16  # launchers; each takes seconds of a core to start
 HOLD = """
 import sys, time
 from pathlib import Path
 folder = Path(sys.argv[1])
 import os
 (folder / f"up-{os.environ['MASTER_PORT']}").touch()
-end = time.monotonic() + 120
+end = time.monotonic() + 300
 while not (folder / "go").exists() and time.monotonic() < end:
     time.sleep(0.1)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
-def test_64_starts_at_once_on_one_machine_meet_each_on_its_own_port(tmp_path):
-    """64 launchers, started at the same moment with the flags that runs get, all up together.
+@pytest.mark.timeout(600)
+def test_many_starts_at_once_on_one_machine_meet_each_on_its_own_port(tmp_path):
+    """Launchers, started at the same moment with the flags that runs get, all up together.
 
-    Each is torch's launcher in a fork of this process (64 interpreters with torch would not fit
-    everywhere): it opens its store and starts its worker, which holds on until all 64 are up.
+    Each is torch's launcher in a fork of this process (as many interpreters with torch would not
+    fit everywhere): it opens its store and starts its worker, which holds on until all are up.
     """
     (tmp_path / "hold.py").write_text(HOLD)
     (tmp_path / "log").mkdir()
     import torch.distributed.run as launcher
 
     pids, begin = [], time.time() + 2
-    for number in range(64):
+    for number in range(COUNT):
         pid = os.fork()
         if pid == 0:
             code = 1
@@ -191,10 +192,12 @@ def test_64_starts_at_once_on_one_machine_meet_each_on_its_own_port(tmp_path):
             finally:
                 os._exit(code)
         pids.append(pid)
-    end = time.monotonic() + 150
-    while (up := len(list(tmp_path.glob("up-*")))) < 64 and time.monotonic() < end:
+    end = time.monotonic() + 300
+    while (up := len(list(tmp_path.glob("up-*")))) < COUNT and time.monotonic() < end:
         time.sleep(0.2)
     (tmp_path / "go").touch()
+    if up < COUNT:
+        chaos.tell(pids, signal.SIGKILL)
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     said = "".join(path.read_text()[-300:] for path in (tmp_path / "log").iterdir())
-    assert (up, codes) == (64, [0] * 64), said
+    assert (up, codes) == (COUNT, [0] * COUNT), said

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -28,7 +29,7 @@ def say(folder: Path, **programs: str) -> dict[str, str]:
     """An environment whose PATH starts with programs that print the given text."""
     folder.mkdir(exist_ok=True)
     for name, text in programs.items():
-        (folder / name).write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\n")
+        (folder / name).write_text("#!/bin/sh\n" + (f"cat <<'END'\n{text}\nEND\n" if text else ""))
         (folder / name).chmod(0o755)
     return os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
 
@@ -66,10 +67,10 @@ def test_a_whole_profile_passes(profiled, tmp_path):
 
 def test_the_shipped_alliance_profile_is_not_ready_as_it_is(sweep_file, tmp_path):
     path = sweep_file(cluster=str(PROJECT / "configs" / "cluster" / "alliance.yaml"))
-    env = say(tmp_path / "bin", **SLURM)
+    env = refusing(tmp_path / "bin", "Invalid account", sacctmgr="def-ann")
     env.pop("SCRATCH", None)
     said = preflight(path, env=env)
-    assert "cluster.account: def-yourpi: is the example's, not an account" in said
+    assert "Invalid account; account: found def-yourpi, there is def-ann" in said
     assert "cluster.cache, cluster.wheels, cluster.setup: $SCRATCH is not set" in said
     assert said.count("$SCRATCH") == 1
     refused = command("prefetch", path, env=env)
@@ -158,77 +159,54 @@ def test_a_variable_that_stays_behind_is_named(profiled, tmp_path):
     )
 
 
-@pytest.mark.parametrize("tool", ["sacctmgr", "sshare"])
+def refusing(folder: Path, why: str, **programs: str) -> dict[str, str]:
+    """An environment whose sbatch refuses everything."""
+    env = say(folder, **SLURM, **programs)
+    (folder / "sbatch").write_text(f"#!/bin/sh\necho '{why}' >&2\nexit 1\n")
+    return env
+
+
 @pytest.mark.parametrize(
-    ("account", "yours", "expected"),
+    ("refusal", "expected"),
     [
-        ("def-other", "def-ann\nrrg-ann", "not yours; put yours into"),
-        ("def-ann", "def-ann_cpu\ndef-ann_gpu", "nothing is missing"),
-        ("DEF-Ann", "def-ann", "nothing is missing"),
-        ("def-yourpi", "", "is the example's"),
+        ("Invalid account or account/partition combination specified", ["account", "partition"]),
+        ("invalid partition specified: h100", ["partition"]),
+        ("Requested time limit is invalid", []),
     ],
 )
-def test_accounts_are_looked_up(profiled, tmp_path, tool, account, yours, expected):
-    env = say(tmp_path / "bin", **SLURM, **({"sacctmgr": ""} | {tool: yours}))
-    said = preflight(profiled(account=account), env=env)
-    assert expected in said
-    if "not yours" in expected:
-        assert "yours: def-ann, rrg-ann" in said
-
-
-def test_what_slurm_refuses_is_said_in_its_words(profiled, tmp_path):
-    env = say(tmp_path / "bin", **SLURM)
-    (tmp_path / "bin" / "sbatch").write_text(
-        "#!/bin/sh\necho 'allocation failure: Requested time limit is invalid' >&2\nexit 1\n"
-    )
-    said = preflight(profiled(), env=env)
-    assert "mine.yaml: sbatch refuses the train and the collect job: " in said
-    assert "Requested time limit is invalid" in said
+def test_a_refusal_of_account_or_partition_names_those_there_are(
+    profiled, tmp_path, refusal, expected
+):
+    env = refusing(tmp_path / "bin", refusal, sacctmgr="def-ann\nrrg-ann", sinfo="gpu\ncpu\ncpu")
+    said = preflight(profiled(account="def-yourpi", partition="h100"), env=env)
+    assert f"mine.yaml: sbatch refuses the train and the collect job: {refusal}" in said
+    there = {
+        "account": "account: found def-yourpi, there is def-ann, rrg-ann",
+        "partition": "partition: found h100, there is cpu, gpu",
+    }
+    assert [key for key, text in there.items() if text in said] == expected, said
 
 
 NODES = "sbatch: error: Batch job submission failed: Requested node configuration is not available"
 
 
 @pytest.mark.parametrize(
-    ("refusal", "asked", "local"),
-    [
-        ("sbatch: error: Invalid generic resource (gres) specification", True, False),
-        (NODES, True, False),
-        ("sbatch: fatal: Could not establish a configuration source", False, True),
-        ("sbatch: error: Unable to contact slurm controller (connect failure)", False, True),
-    ],
+    "refusal", ["sbatch: error: Invalid generic resource (gres) specification", NODES]
 )
-def test_a_refusal_says_what_was_asked_for_or_how_to_do_without(
-    profiled, tmp_path, refusal, asked, local
-):
-    env = say(tmp_path / "bin", **SLURM)
-    (tmp_path / "bin" / "sbatch").write_text(f"#!/bin/sh\necho '{refusal}' >&2\nexit 1\n")
+def test_a_refusal_says_what_was_asked_for(profiled, tmp_path, refusal):
+    env = refusing(tmp_path / "bin", refusal)
     profile = profiled(gpus_per_process=2, memory_per_node="64G")
     said = preflight(profile, "world.processes_per_node=2", env=env)
     wanted = "a node was asked for 4 GPUs, 8 CPUs, 64G: gpus_per_process, cpus_per_process, memory_"
-    assert (wanted in said) is asked, said
-    assert ("--executor local needs no Slurm" in said) is local, said
+    assert wanted in said
 
 
-def test_a_partition_that_is_not_there_is_named_with_those_that_are(profiled, tmp_path):
-    env = say(tmp_path / "bin", **SLURM, sinfo="gpu\ncpu\ncpu")
-    said = preflight(profiled(partition="h100"), env=env)
-    assert "cluster.partition: h100: there is no such partition; put one into " in said
-    assert "mine.yaml: cpu, gpu" in said
-    for known in ("gpu", "gpu,cpu"):
-        assert "nothing is missing" in preflight(profiled(partition=known), env=env)
-
-
-@pytest.mark.parametrize("tool", ["lfs", "quota"])
-def test_a_quota_that_is_too_small_is_seen(profiled, tmp_path, tool):
-    line = "Filesystem blocks quota limit\n/somewhere 1048000* 0 1048576 - 12 0 0 -"
-    said = preflight(profiled(), env=say(tmp_path / "bin", **SLURM, **{tool: line}))
-    assert f"1 MiB left of the quota ({tool} " in said
-    assert "needed" in said
-    roomy = line.replace("1048576", "9048576")
-    assert "nothing is missing" in preflight(
-        profiled(), env=say(tmp_path / "bin", **SLURM, **{tool: roomy})
-    )
+def test_a_controller_that_does_not_answer_is_named_with_how_to_do_without(profiled, tmp_path):
+    env = refusing(tmp_path / "bin", "sbatch was asked")
+    (tmp_path / "bin" / "squeue").write_text("#!/bin/sh\necho 'no configuration' >&2; exit 1\n")
+    said = preflight(profiled(), env=env)
+    assert "squeue does not answer: no configuration" in said and "was asked" not in said
+    assert "--executor local needs no Slurm" in said
 
 
 def test_space_is_counted_from_the_models_size(sweep_file, tiny):
@@ -396,7 +374,7 @@ def test_scoring_a_model_that_is_not_here_fails_at_once_with_the_command(
         score={"tasks": [{"task": "mmlu", "data": str(tiny / "mmlu")}]},
     )
     env = os.environ | {"HF_HOME": str(tmp_path)}
-    done = command("score", path, "--executor", "local", env=env, timeout=20)
+    done = command("score", path, "--executor", "local", env=env, timeout=60)
     assert done.returncode == 2
     assert f"where there is internet: bash slurm/prefetch.sh --config {path}" in done.stderr
 
@@ -420,6 +398,24 @@ def test_what_an_override_names_is_looked_for_at_the_project(sweep_file, tmp_pat
     where = f"mine.jsonl: no such file in {PROJECT}, where paths in overrides start"
     assert f"{where}; give {tmp_path}/mine.jsonl\n" in done.stderr
     assert done.stderr.count("mine.jsonl: no such file") == 1
+    # By its key: another key's path is not meant, whatever text it shares with the override.
+    made = sweep_file(train={"train_file": "made.jsonl"}, prefetch={"made_by": "make demo"})
+    done = command("preflight", made, "--executor", "local", "output_root=./made.jsonl.out")
+    assert "made by: make demo" in done.stderr and "overrides start" not in done.stderr
+    for more, key in (
+        ("grid.train_file=[a.jsonl]", "train_file"),
+        ("score.tasks.0.data=b", "data"),
+    ):
+        asked = {"tasks": [{"task": "mmlu", "data": "x"}]} if key == "data" else None
+        path = sweep_file(grid={}, score=asked)
+        text = (
+            path.read_text()
+            if key == "data"
+            else re.sub(r"  train_file: .*\n", "", path.read_text())
+        )
+        path.write_text(text)
+        said = command("preflight", path, "--executor", "local", more, cwd=tmp_path).stderr
+        assert f" in {PROJECT}, where paths in overrides start\n" in said, said
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="asks as another user")

@@ -85,10 +85,10 @@ def test_a_preempted_element_requeues_itself_alone(cluster, profile, sweep_file,
     path = sweep_file(train=LONG, cluster=profile)
     assert command("launch", path, "--executor", "slurm").returncode == 0
     first, second = runs_of(path)
-    wait_for(lambda: first.step() >= 20 and second.step() >= 20)
-    element = slurm.active(launch.plan(path, []).sweep)["train", first.name].job
-    subprocess.Popen(["timeout", "2", "scancel", "--quiet", "--signal=USR2", element])
-    wait_for(lambda: first.manifest()["state"] == "preempted" or first.done)
+    with chaos.held(first):
+        element = slurm.active(launch.plan(path, []).sweep)["train", first.name].job
+        assert chaos.disturb("preempt by signal", element, first.name)
+    wait_for(lambda: first.manifest()["state"] == "preempted")
     assert "nothing to submit" in command("launch", path, "--executor", "slurm").stdout
     wait_for(empty)
     assert first.done and second.done
@@ -128,8 +128,9 @@ def test_cancel_saves_and_the_same_command_continues(cluster, profile, sweep_fil
     assert command("launch", path, "--executor", "slurm").returncode == 0
     run = runs_of(path)[0]
     wait_for(lambda: run.metrics.exists() and run.metrics.stat().st_size > 300)
-    assert "1 running" in command("status", path).stdout
-    assert command("cancel", path).stdout.startswith("cancelled: ")
+    with chaos.held(run, step=0):
+        assert "1 running" in command("status", path).stdout
+        assert command("cancel", path).stdout.startswith("cancelled: ")
     wait_for(empty)
     assert not run.done and run.step() > 0
     shown = command("status", path).stdout
@@ -155,8 +156,8 @@ def test_an_element_that_died_is_sent_off_again_by_the_collect_job(cluster, prof
     path = sweep_file(grid={}, train=LONG, cluster=profile)
     assert command("launch", path, "--executor", "slurm").returncode == 0
     run = runs_of(path)[0]
-    wait_for(lambda: run.step() >= 20)
-    assert chaos.disturb("kill -9 supervisor", "", run.name)
+    with chaos.held(run):
+        assert chaos.disturb("kill -9 supervisor", "", run.name)
     wait_for(empty)
     assert run.done
     assert len(list(slurm.jobs_root(launch.plan(path, []).sweep).iterdir())) == 2

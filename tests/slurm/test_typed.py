@@ -135,9 +135,6 @@ def tiny_grid(tiny, profile: str, output) -> list[str]:
     ]
 
 
-@pytest.mark.slurm
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 class TestOnSlurm:
     """The stages one after the other, each by its own script."""
 

@@ -105,7 +105,7 @@ class Element:
         subjects = {one.name: one for one in score.ready(sweep, planned.cells)}
         if name not in subjects:
             raise SweepError(f"{name}: is not trained, so it cannot be scored")
-        score.run(subjects[name], sweep.score, prefetch=planned.prefetch)
+        score.run(subjects[name], sweep.score)
         if name in cells:
             score.discard(cells[name], sweep)
         return Outcome.DONE

@@ -34,11 +34,12 @@ from sweeps.supervise import Outcome
 Job = Callable[[], str | None]  # returns what went wrong
 
 
-def launch(sweep: Sweep, cells: list[Cell]) -> list[str]:
+def launch(sweep: Sweep, cells: list[Cell], *, train: bool = True) -> list[str]:
     """Train and score what is missing; returns one line for each run that did not get there.
 
-    Ctrl-C (or TERM) lets every running trainer save a checkpoint first; the same command goes on
-    from there.
+    Without `train` only what is trained already is scored. Ctrl-C (or TERM) lets every running
+    trainer save a checkpoint first, and scoring come to its end; the same command goes on from
+    there.
     """
     machine, stopping = Machine(sweep), Stopping(sweep)
     runs = [RunDir(cell.folder) for cell in cells]
@@ -49,7 +50,7 @@ def launch(sweep: Sweep, cells: list[Cell]) -> list[str]:
     ]
     for cell, run in zip(cells, runs, strict=True):
         unscored = sweep.score is not None and score.missing(score.of_cell(cell), sweep.score)
-        if not run.done or unscored:
+        if unscored if run.done else train:
             jobs.append((run.name, lambda c=cell, r=run: _run(c, r, sweep, stopping, machine)))
         else:
             score.discard(cell, sweep)  # where the last launch did not come to it
@@ -60,34 +61,12 @@ def launch(sweep: Sweep, cells: list[Cell]) -> list[str]:
             if run.lock.exists():
                 run.stop.touch()
 
-    return _work(jobs, sweep.name, machine.workers, stop, "finished")
-
-
-def score_all(sweep: Sweep, subjects: list[score.Subject], prefetch: str) -> list[str]:
-    """Score what is missing of the subjects; returns one line for each that failed.
-
-    Ctrl-C lets what is being scored come to its end.
-    """
-    machine, stopping = Machine(sweep), Stopping(sweep)
-    jobs = [
-        (one.name, lambda s=one: _score(s, sweep, stopping, machine, prefetch)) for one in subjects
-    ]
-    return _work(jobs, sweep.name, machine.workers, lambda *_: stopping.set(), "scored")
-
-
-def _work(
-    jobs: list[tuple[str, Job]], title: str, workers: int, stop: Callable, done: str
-) -> list[str]:
-    """Do the jobs, `workers` at a time, and say of each how it went; returns the problems.
-
-    `stop` is what Ctrl-C and TERM call.
-    """
-    problems = []
+    problems, done = [], "finished" if train else "scored"
     before = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
         with (
-            ThreadPoolExecutor(workers) as pool,
-            tqdm(total=len(jobs), unit="run", desc=title, disable=not jobs) as bar,
+            ThreadPoolExecutor(machine.workers) as pool,
+            tqdm(total=len(jobs), unit="run", desc=sweep.name, disable=not jobs) as bar,
         ):
             futures = {pool.submit(job): name for name, job in jobs}
             for future in as_completed(futures):
@@ -211,6 +190,15 @@ class Machine:
 
 
 def _run(cell: Cell, run: RunDir, sweep: Sweep, stopping: Stopping, machine: Machine) -> str | None:
+    if not run.done and (problem := _train(run, sweep, stopping, machine)):
+        return problem
+    problem = _score(score.of_cell(cell), sweep, stopping, machine)
+    if problem is None:
+        score.discard(cell, sweep)
+    return problem
+
+
+def _train(run: RunDir, sweep: Sweep, stopping: Stopping, machine: Machine) -> str | None:
     if stopping.is_set():
         return f"not started: {run.name}"
 
@@ -231,18 +219,11 @@ def _run(cell: Cell, run: RunDir, sweep: Sweep, stopping: Stopping, machine: Mac
         return f"stopped: {run.name}: saved at step {run.step()}; the same command continues"
     if outcome is Outcome.FAILED:
         return f"failed: {run.name}: {run.manifest().get('error')} (log: {run.log})"
-    problem = _score(score.of_cell(cell), sweep, stopping, machine)
-    if sweep.score is not None and problem is None:
-        score.discard(cell, sweep)
-    return problem
+    return None
 
 
 def _score(
-    subject: score.Subject,
-    sweep: Sweep,
-    stopping: Stopping,
-    machine: Machine,
-    prefetch: str = "prefetch.sh",
+    subject: score.Subject, sweep: Sweep, stopping: Stopping, machine: Machine
 ) -> str | None:
     if sweep.score is None:
         return None
@@ -250,7 +231,7 @@ def _score(
         return f"not scored: {subject.name}"
     try:
         with machine.lend(1) as start:
-            score.run(subject, sweep.score, start=start, prefetch=prefetch)
+            score.run(subject, sweep.score, start=start)
     except SweepError as error:
         return f"failed: {error}"
     return None

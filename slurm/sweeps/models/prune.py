@@ -11,7 +11,6 @@ import math
 import os
 import re
 import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ import numpy as np
 
 from sweeps import questions
 from sweeps.config import Pruned, Sweep
-from sweeps.files import SweepError, fsync_folder, make_folder, write_text
+from sweeps.files import SweepError, appearing, write_text
 from sweeps.plan import Cell
 
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # what a character without an entry of its own becomes
@@ -51,15 +50,10 @@ def make(wanted: Pruned, sweep: Sweep, cells: list[Cell]) -> None:
         f"{wanted.model}: {len(ids)} of {len(tokenizer)} entries, {len(kept)} of them for the "
         f"texts; {split / counts.total():.3%} of the texts' tokens fall into smaller ones"
     )
-    target = Path(wanted.to)
-    make_folder(target.parent)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".prune-") as scratch:
-        folder = Path(scratch, "model")
+    with appearing(Path(wanted.to)) as folder:
         write_model(Path(wanted.model), folder, ids)
         write_tokenizer(Path(wanted.model), folder, state, tokenizer.convert_ids_to_tokens(ids))
         write_text(folder / "DONE", f"{said}\n")
-        folder.rename(target)
-    fsync_folder(target.parent)
     print(said)
 
 
