@@ -42,8 +42,8 @@ def tracker_or_none(accelerator: Any) -> Callable[..., Any]:
 
 
 def trackable(config: dict[str, Any], report_to: str | list[str]) -> dict[str, Any]:
-    """The settings as a tracker other than wandb takes them: TensorBoard refuses lists and None."""
-    if wants_wandb(report_to):
+    """The settings as every tracker takes them: TensorBoard, in `all` too, refuses lists, None."""
+    if report_to in ("wandb", ["wandb"]):
         return config
     plain = (bool, int, float, str)
     return {key: value if isinstance(value, plain) else str(value) for key, value in config.items()}
