@@ -14,12 +14,13 @@ input is a run as JSON (ranks, environment, arguments, log), answered by its exi
 """
 
 import argparse
+import contextlib
 import functools
+import importlib
 import json
 import logging
 import os
 import runpy
-import shutil
 import signal
 import sys
 import time
@@ -100,7 +101,7 @@ def inject(fault: str, step: str = "") -> None:
     import smoothce.open_instruct as ours
 
     rank = int(os.environ["RANK"])
-    save, mark, rmtree = accelerate.Accelerator.save_state, ours.mark_trained, shutil.rmtree
+    save, mark, rmdir = accelerate.Accelerator.save_state, ours.mark_trained, os.rmdir
 
     def die(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -118,13 +119,6 @@ def inject(fault: str, step: str = "") -> None:
         if fault == "skew" and rank > 0:
             time.sleep(0.2)
 
-    def slow_rmtree(folder: str, *args: Any, **kwargs: Any) -> None:
-        for path in Path(folder).iterdir():
-            if path.is_file():
-                path.unlink()
-                time.sleep(0.1)
-        rmtree(folder, *args, **kwargs)
-
     class AtStep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if f"Step: {step}," in record.getMessage():
@@ -137,16 +131,15 @@ def inject(fault: str, step: str = "") -> None:
     else:
         accelerate.Accelerator.save_state = save_state
     if fault == "skew":
-        shutil.rmtree = slow_rmtree
+        os.rmdir = lambda *args, **kwargs: (time.sleep(0.5), rmdir(*args, **kwargs))
 
 
 def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")  # DeepSpeed prints while it is imported
     os.dup2(2, 1)
-    import datasets  # noqa: F401
-    import deepspeed  # noqa: F401
-    import peft  # noqa: F401
-
+    for name in ("datasets", "deepspeed", "peft", "wandb", "smoothce.open_instruct"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     for line in sys.stdin:
         run = json.loads(line)
         ranks = {start(run, rank) for rank in range(run["ranks"])}

@@ -59,13 +59,14 @@ class OpenInstruct:
         return problems + data_problems(train) + clipping_problems(train, world)
 
     def provenance(self, train: OpenInstructKeys) -> dict:
-        digest = hashlib.sha256()
+        digest, finetune = hashlib.sha256(), checkout() / "open_instruct" / "finetune.py"
         for patch in sorted(PATCHES.glob("*.patch")):
             digest.update(patch.read_bytes())
         return {
             "trainer": "open-instruct",
             "open_instruct": str(checkout()),
             "upstream_commit": upstream("commit"),
+            "finetune_sha256": hashlib.sha256(finetune.read_bytes()).hexdigest(),  # own changes too
             "patches_sha256": digest.hexdigest(),
             "versions": versions(),
         }
