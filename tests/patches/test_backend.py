@@ -70,14 +70,14 @@ def test_finetune_is_given_no_key_that_it_does_not_know(train_file, tmp_path, mo
         chat_template_name use_lora lora_rank lora_alpha lora_dropout learning_rate seed
         weight_decay warmup_ratio lr_scheduler_type num_train_epochs reduce_loss clip_grad_norm
         per_device_train_batch_size gradient_accumulation_steps fused_optimizer
-        gradient_checkpointing logging_steps checkpointing_steps keep_last_n_checkpoints
+        gradient_checkpointing logging_steps checkpointing_steps keep_last_n_checkpoints timeout
         with_tracking report_to output_dir push_to_hub try_launch_beaker_eval_jobs
         label_smoothing loss_impl filter_eps stop_file log_statistics
     """  # the last line: those of the patches
     assert set(open_instruct.finetune_arguments(run)) == set(known.split())
     more = """
         tokenizer_name dataset_name dataset_mixer_list max_train_samples max_train_steps
-        max_seq_length attention_dropout preprocessing_num_workers
+        max_seq_length attention_dropout preprocessing_num_workers attn_implementation
     """  # without a value unless given
     own = [
         "output_dir",
@@ -87,6 +87,19 @@ def test_finetune_is_given_no_key_that_it_does_not_know(train_file, tmp_path, mo
         "log_statistics",
     ]
     assert set(OpenInstructKeys.model_fields) == {*known.split(), *more.split()} - {*own}
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, True),
+        ({"use_flash_attn": False}, False),
+        ({"attn_implementation": "sdpa"}, False),
+        ({"use_flash_attn": False, "attn_implementation": "flash_attention_2"}, True),
+    ],
+)
+def test_flash_attention_is_asked_for_where_it_is_used(given, wanted):
+    assert ("flash-attn" in BACKEND.packages(keys(**given), World())) is wanted
 
 
 @pytest.mark.parametrize("limit", ["auto", None, True])

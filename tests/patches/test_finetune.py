@@ -225,6 +225,23 @@ def test_todays_stack_trains_as_the_pinned_one(paper, today, unpatched, patched,
     assert ours.losses == pytest.approx(pinned.losses, rel=1e-5)
 
 
+@pytest.mark.parametrize("stack", ["paper", "today"])
+def test_attention_by_name_and_data_tokenised_once(request, patched, tmp_path, stack):
+    stack = request.getfixturevalue(stack)
+    flags = ["--max_train_steps", 3, "--max_seq_length", 57, "--preprocessing_num_workers", 2]
+    eager = stack.finetune(patched, tmp_path / "eager", *flags)
+    tokenised = {path: path.stat().st_mtime_ns for path in stack.world.glob("cache/**/cache-*")}
+    assert tokenised
+    flags += ["--label_smoothing", 0.1, "--attn_implementation", "sdpa"]
+    sdpa = stack.finetune(patched, tmp_path / "sdpa", *flags)
+    assert {path: path.stat().st_mtime_ns for path in stack.world.glob("cache/**/cache-*")} == (
+        tokenised
+    )
+    assert sdpa.losses.keys() == eager.losses.keys()
+    wrong = stack.finetune(patched, tmp_path / "wrong", *flags[:-1], "no-such", faults=("none",))
+    assert wrong.code == 1 and "no-such" in wrong.log
+
+
 @pytest.mark.parametrize("zero", ["zero2", "zero3"])
 def test_todays_zero_trains_as_one_process_does(today, patched, tmp_path, deepspeed, zero):
     flags = ["--max_train_steps", 10, "--learning_rate", 1e-3, "--label_smoothing", 0.1]

@@ -14,7 +14,7 @@ from smoothce.open_instruct.resume import (
     mark_trained,
     resumed_batches,
 )
-from smoothce.open_instruct.stack import accelerator_class, chat_template
+from smoothce.open_instruct.stack import accelerator_class, chat_template, model_class
 from smoothce.open_instruct.training_loss import training_loss
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "chat_template",
     "check_arguments",
     "mark_trained",
+    "model_class",
     "respect_offline",
     "resumed_batches",
     "set_attention_dropout",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 import yaml
+from pydantic import Field
 
 from sweeps.assets import dataset_names, on_hub
 from sweeps.backends.base import FinetuneKeys, Program
@@ -32,8 +33,10 @@ class OpenInstructKeys(FinetuneKeys):
     dataset_name: str | None = None
     dataset_mixer_list: Seq[str] | None = None  # dataset, weight, dataset, weight, …
     chat_template_name: str = "tulu"
-    preprocessing_num_workers: int | None = None
+    preprocessing_num_workers: int | None = Field(None, ge=1)  # None: tokenises in one process
+    timeout: int = Field(1800, ge=1)  # seconds that other ranks wait for the first to tokenise
     use_flash_attn: bool = True
+    attn_implementation: str | None = None  # such as sdpa; None: use_flash_attn decides
     use_slow_tokenizer: bool = True
     low_cpu_mem_usage: bool = False
     use_lora: bool = False
@@ -51,7 +54,9 @@ class OpenInstruct:
     Train = OpenInstructKeys
 
     def packages(self, train: OpenInstructKeys, world: World) -> list[str]:
-        return [*PACKAGES, *(["flash-attn"] if train.use_flash_attn else [])]
+        chosen = train.attn_implementation
+        flash = train.use_flash_attn if chosen is None else chosen == "flash_attention_2"
+        return [*PACKAGES, *(["flash-attn"] if flash else [])]
 
     def missing(self, train: OpenInstructKeys, world: World) -> list[str]:
         problems = checkout_problems()
