@@ -150,6 +150,17 @@ def test_rows_that_only_the_log_has_are_recovered(tmp_path, trained):
     assert ["loss" in row for row in rows[:6]] == [True] * 5 + [False]
 
 
+def test_rows_before_an_epochs_checkpoint_stay(tmp_path):
+    run = RunDir(tmp_path)
+    run.metrics.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 20)))
+    for name, step in (("step_1", 1), ("epoch_0", 8), ("epoch_1", 16)):
+        (run.checkpoints / name).mkdir(parents=True)
+        (run.checkpoints / name / "COMPLETED").touch()
+        (run.checkpoints / name / "statistics.json").write_text(json.dumps({"step": step}))
+    open_instruct.recover_rows(run)
+    assert [json.loads(line)["step"] for line in run.metrics.open()] == list(range(1, 17))
+
+
 @pytest.mark.upstream
 @pytest.mark.slow
 @pytest.mark.timeout(900)

@@ -357,7 +357,7 @@ def test_monitor_logs_what_came_since_the_last_line(caplog, tmp_path):
     args = arguments(log_statistics=True, clip_grad_norm=2.5)
     monitor = Monitor(args, accelerator, llama())
     observed(monitor, model, loss=2.0, norm=1.0, tokens=3)
-    monitor.save(str(tmp_path))
+    monitor.save(str(tmp_path), 1)
     resumed = Monitor(args, accelerator, llama())
     resumed.load(str(tmp_path))
     for each in (monitor, resumed):

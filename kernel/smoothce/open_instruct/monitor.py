@@ -89,13 +89,13 @@ class Monitor:
             row = {"step": step, "steps": self.args.max_train_steps, **metrics}
             logger.info("%s%s", PREFIX, json.dumps(row))
 
-    def save(self, folder: str) -> None:
+    def save(self, folder: str, step: int) -> None:
         """Puts what the next line is made of into a checkpoint, before it is complete."""
         if not self.args.log_statistics:
             return
         losses, tokens = self._gathered()
         if self.accelerator.is_main_process:
-            state = {"losses": losses, "tokens": tokens, **self.counts}
+            state = {"step": step, "losses": losses, "tokens": tokens, **self.counts}
             (Path(folder) / STATE).write_text(json.dumps(state))
 
     def load(self, folder: str) -> None:
@@ -104,9 +104,9 @@ class Monitor:
         if not (self.args.log_statistics and path.is_file()):
             return
         state = json.loads(path.read_text())
-        losses, tokens = state.pop("losses"), state.pop("tokens")
+        losses, tokens = state["losses"], state["tokens"]
         if len(losses) == self.accelerator.num_processes:
-            self.counts = state
+            self.counts = {key: state[key] for key in self.counts}
             self.loss += losses[self.accelerator.process_index]
         if self.accelerator.is_main_process:
             self.tokens += torch.tensor(tokens, device=self.tokens.device)

@@ -15,7 +15,7 @@ from sweeps.assets import dataset_names, on_hub
 from sweeps.backends.base import FinetuneKeys, Program
 from sweeps.backends.builtin import model_problems, train_file_problems, versions
 from sweeps.config import Seq, World
-from sweeps.files import SweepError, read_rows, write_text
+from sweeps.files import SweepError, read_json, read_rows, write_text
 from sweeps.rundir import RunDir
 
 VARIABLE = "OPEN_INSTRUCT_DIR"
@@ -203,8 +203,7 @@ def finetune_arguments(run: RunDir) -> dict:
 def recover_rows(run: RunDir) -> None:
     """Cut metrics.jsonl at the checkpoint that the run resumes from, after which its rows come
     anew, and add those that only the log has: who copies them may have been killed first."""
-    saved = [mark.parent.name for mark in run.checkpoints.glob("step_*/COMPLETED")]
-    last = max((int(name.removeprefix("step_")) for name in saved), default=0)
+    last = max((_step(mark.parent) for mark in run.checkpoints.glob("*_*/COMPLETED")), default=0)
     if (run.model / TRAINED).is_file():
         last = math.inf
     found = {}
@@ -216,6 +215,15 @@ def recover_rows(run: RunDir) -> None:
     if found:
         kept = (json.dumps(found[step]) + "\n" for step in sorted(found) if step <= last)
         write_text(run.metrics, "".join(kept))
+
+
+def _step(checkpoint: Path) -> int:
+    """The step at which a checkpoint was saved; the name of one of an epoch does not say it."""
+    state = checkpoint / "statistics.json"  # since the patches count over resumes
+    if state.is_file():
+        return read_json(state)["step"]
+    kind, number = checkpoint.name.split("_")
+    return int(number) if kind == "step" else 0
 
 
 BACKEND = OpenInstruct()
