@@ -76,6 +76,7 @@ class Stack:
         ours = {
             "PYTHONPATH": str(PROJECT / "kernel"),
             "HF_HUB_OFFLINE": "1",
+            "WANDB_MODE": "disabled",
             "OMP_NUM_THREADS": "1",
             "HF_DATASETS_CACHE": str(self.world / "cache"),
         }

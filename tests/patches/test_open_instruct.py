@@ -317,6 +317,10 @@ def test_offline_runs_reach_for_nothing(monkeypatch, capsys):
     assert not args.push_to_hub and not args.try_launch_beaker_eval_jobs
     assert "push_to_hub" in capsys.readouterr().out
 
+    unsaid = arguments(with_tracking=True, report_to=None)  # what the parser makes of the default
+    respect_offline(unsaid)
+    assert unsaid.report_to == "all"
+
     login = unless_offline(lambda: "logged in", instead=None)
     assert login() == "logged in"
     respect_offline(arguments(with_tracking=True, report_to=["wandb"]))

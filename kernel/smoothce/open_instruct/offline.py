@@ -17,6 +17,8 @@ def respect_offline(args: Namespace) -> None:
     if _is_set("HF_HUB_OFFLINE") and (args.push_to_hub or args.try_launch_beaker_eval_jobs):
         print("HF_HUB_OFFLINE is set: push_to_hub and try_launch_beaker_eval_jobs are off")
         args.push_to_hub = args.try_launch_beaker_eval_jobs = False
+    if args.report_to is None:  # what the parser makes of upstream's default
+        args.report_to = "all"
     if args.with_tracking and not wants_wandb(args.report_to):
         os.environ["WANDB_MODE"] = "disabled"
 
