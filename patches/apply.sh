@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # patches/apply.sh CHECKOUT            apply the series to an open-instruct checkout
-# patches/apply.sh CHECKOUT --check    say whether it is applied: exit 0 yes, 1 no, 2 cannot tell
+# patches/apply.sh CHECKOUT --check    say whether it is applied: exit 0 yes, 1 no, 2 it cannot be
 # patches/apply.sh CHECKOUT --reverse  undo it
 #
-# CHECKOUT must be a git checkout at the commit that UPSTREAM names, with no other changes.
+# The file that they change decides, not the commit. It is merged with the one that UPSTREAM names, so that changes
+# of its own stay; where they touch a place at which the patches add lines, nothing is written.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 usage="usage: apply.sh CHECKOUT [--check|--reverse]"
@@ -21,47 +22,58 @@ for argument; do
 done
 [ -n "$checkout" ] || fail "$usage"
 
-repository=$(awk '$1 == "repository" {print $2}' "$here/UPSTREAM")
 commit=$(awk '$1 == "commit" {print $2}' "$here/UPSTREAM")
 read -r blob file < <(awk '$1 == "blob" {print $2, $3}' "$here/UPSTREAM")
 patches=("$here"/[0-9]*.patch)
 patched=$(sed -n 's/^index [0-9a-f]*\.\.\([0-9a-f]*\) .*/\1/p' "${patches[-1]}")
-get="git clone $repository $checkout && git -C $checkout checkout $commit"
+repository=$(awk '$1 == "repository" {print $2}' "$here/UPSTREAM")
+get="git clone $repository FOLDER && git -C FOLDER checkout $commit"
 
-[ -d "$checkout" ] || fail "$checkout is not a folder; to get it: $get"
-root=$(git -C "$checkout" rev-parse --show-toplevel) || fail "$checkout is not a git checkout; to get one: $get"
-[ "$root" = "$(cd "$checkout" && pwd -P)" ] ||
-  fail "$checkout is not the top of a git checkout (that is $root); to get open-instruct: $get"
-head=$(git -C "$root" rev-parse --verify --quiet HEAD) || fail "$checkout has no commit; to get one: $get"
-[ "$head" = "$commit" ] || git -C "$root" cat-file -e "$commit^{commit}" 2>/dev/null ||
-  fail "$checkout is at commit ${head:0:12}, the patches are for ${commit:0:12}, which it lacks (another repository, or a shallow clone); to get one: git clone $repository FOLDER && git -C FOLDER checkout $commit"
-[ "$head" = "$commit" ] ||
-  fail "$checkout is at commit ${head:0:12}, the patches are for ${commit:0:12}: git -C $checkout checkout $commit"
-others=$(git -C "$root" status --porcelain --untracked-files=no -- . ":(exclude)$file")
-[ -z "$others" ] ||
-  fail "$checkout has changes of its own (commit or stash them first):"$'\n'"$others"
-[ -f "$root/$file" ] || fail "$checkout lacks $file: git -C $checkout checkout $file"
-case $(git -C "$root" hash-object "$file") in
-  "$blob") state=clean ;;
-  "$patched") state=patched ;;
-  *) fail "$file in $checkout is neither the upstream file nor the patched one (git -C $checkout diff $file shows how); to start over: git -C $checkout checkout $file" ;;
-esac
+[ -d "$checkout" ] || fail "$checkout is not a folder; to get a checkout: $get"
+target=$checkout/$file
+[ -f "$target" ] || fail "$checkout has no $file, so it is no open-instruct checkout; to get one: $get"
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+export GIT_CEILING_DIRECTORIES=$work # git apply works in $work, whatever repository that is in
+mkdir -p "$work/${file%/*}"
+before=$work/before after=$work/$file merged=$work/merged
 
-case $action:$state in
-  check:patched) echo "patched: $checkout (${#patches[@]} patches on ${commit:0:12})" ;;
-  check:clean) echo "not patched: $checkout; to patch it: $here/apply.sh $checkout"; exit 1 ;;
-  apply:patched) echo "already patched: $checkout" ;;
-  apply:clean)
-    git -C "$root" apply --unidiff-zero "${patches[@]}"
-    if [ "$(git -C "$root" hash-object "$file")" != "$patched" ]; then
-      git -C "$root" checkout --quiet -- "$file"
-      fail "the patches in $here are not as they were recorded (their index lines name another result); $checkout is left unpatched: take $here afresh from this project"
-    fi
-    echo "patched: $checkout (${#patches[@]} patches on ${commit:0:12}); its Python needs smoothce: pip install $(dirname "$here")" ;;
-  reverse:clean) echo "not patched, nothing to undo: $checkout" ;;
-  reverse:patched)
-    reversed=()
-    for ((i = ${#patches[@]} - 1; i >= 0; i--)); do reversed+=("${patches[i]}"); done
-    git -C "$root" apply --unidiff-zero --reverse "${reversed[@]}"
-    echo "patches undone: $checkout" ;;
+case $(git hash-object --no-filters "$target") in
+  "$blob") cp "$target" "$before" ;;
+  "$patched")
+    cp "$target" "$after"
+    for ((i = ${#patches[@]} - 1; i >= 0; i--)); do (cd "$work" && git apply --unidiff-zero --reverse "${patches[i]}"); done
+    mv "$after" "$before" ;;
+  *) git -C "$checkout" cat-file blob "$blob" > "$before" 2> /dev/null ||
+    fail "$file in $checkout is not that of ${commit:0:12}, and its repository lacks that commit (another project, a shallow clone or an archive), so that it cannot be merged with the patches; in full: $get" ;;
 esac
+cp "$before" "$after"
+(cd "$work" && git apply --unidiff-zero "${patches[@]}") && [ "$(git hash-object --no-filters "$after")" = "$patched" ] ||
+  fail "the patches in $here are not as they were recorded (their index lines name another result); $checkout is left as it is: take $here afresh from this project"
+
+ours='from smoothce import|\bours\.'
+strange=$(grep -E "$ours" "$target" | grep -vxF -f <(grep -E "$ours" "$after") || true)
+[ -z "$strange" ] ||
+  fail "$file in $checkout holds lines of another version of these patches; undo them with the apply.sh that came with them, or patch a second checkout ($get):"$'\n'"$strange"
+
+[ "$action" = reverse ] && versions=("$after" "$before") || versions=("$before" "$after")
+if ! git merge-file -p --quiet "$target" "${versions[@]}" > "$merged"; then
+  clash=$(awk '/^<{7} /{mine = 1; next} /^={7}$/{mine = 0} /^>{7} / && n <= 40 {print "  ..."} mine && ++n <= 40 {print "  " $0}' "$merged")
+  fail "$file in $checkout differs from that of ${commit:0:12} where the patches add lines, so nothing was changed. Move your changes off these lines, or patch a second checkout ($get) and carry them over. Your lines there:"$'\n'"$clash"
+fi
+
+if cmp -s "$target" "$merged"; then
+  case $action in
+    check) echo "patched: $checkout (${#patches[@]} patches for ${commit:0:12})" ;;
+    apply) echo "already patched: $checkout" ;;
+    reverse) echo "not patched, nothing to undo: $checkout" ;;
+  esac
+  exit
+fi
+[ "$action" = check ] && { echo "not patched: $checkout; to patch it: $here/apply.sh $checkout"; exit 1; }
+cp -p "$target" "$target.new"
+cat "$merged" > "$target.new"
+mv "$target.new" "$target"
+[ "$action" = reverse ] && { echo "patches undone: $checkout"; exit; }
+echo "patched: $checkout (${#patches[@]} patches for ${commit:0:12}); its Python needs smoothce: pip install $(dirname "$here")"
+cmp -s "$target" "$after" || echo "its $file has other changes too, which were kept: look at \`git -C $checkout diff\`"

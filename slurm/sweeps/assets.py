@@ -112,11 +112,16 @@ def dataset_names(train: dict) -> list[str]:
 
 
 def needed_packages(sweep: Sweep, cells: list[Cell]) -> list[str]:
-    """The requirements of a sweep's jobs, training, scoring and report."""
+    """The requirements of a sweep's jobs, training, scoring and report, but of no second Python."""
     backend = get_backend(sweep.backend)
     more = [text for cell in cells for text in backend.packages(cell.config.keys, sweep.world)]
-    scoring = ["vllm"] if sweep.score and sweep.score.engine == "vllm" else []
+    scoring = [] if sweep.score and sweep.score.python else scoring_packages(sweep)
     return list(dict.fromkeys([*requirements("train", "eval"), *more, *scoring]))
+
+
+def scoring_packages(sweep: Sweep) -> list[str]:
+    """What scoring needs beyond this project's own requirements."""
+    return ["vllm"] if sweep.score and sweep.score.engine == "vllm" else []
 
 
 def fetch(assets: list[Asset]) -> list[str]:

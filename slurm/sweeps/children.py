@@ -82,9 +82,9 @@ def start_cold(arguments: list[str], program: Program, log: Path) -> Child:
 def start_warm(arguments: list[str], program: Program, log: Path) -> Child:
     """Run the program's module in a fork of a server that has the heavy imports done.
 
-    A launcher, or a script, starts cold.
+    A launcher, a script, or another Python starts cold.
     """
-    if program.module is None or arguments[1:3] != ["-m", program.module]:
+    if program.module is None or arguments[:3] != [sys.executable, "-m", program.module]:
         return start_cold(arguments, program, log)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)

@@ -85,6 +85,7 @@ class Score(Strict):
     tasks: Seq[Task] = Field(min_length=1)
     entropy: Entropy | None = None
     engine: Literal["transformers", "vllm"] = "transformers"
+    python: str | None = None  # that scores, if the training one cannot; None: the same
     batch_size: int | None = Field(None, ge=1)
     base: bool = True  # also score the model before fine-tuning
     separate: bool = False  # jobs of their own behind the training, for runs of many GPUs

@@ -44,7 +44,7 @@ def requirements(*extras: str) -> list[str]:
     return list(dict.fromkeys(asked))
 
 
-def problems(needed: Iterable[str], python: str = "auto") -> list[str]:
+def problems(needed: Iterable[str], python: str = "auto", key: str = "cluster.python") -> list[str]:
     """One sentence for each requirement that the interpreter `python` does not meet.
 
     `auto` is this one; a path with variables is only known inside a job and is not looked at.
@@ -60,7 +60,7 @@ def problems(needed: Iterable[str], python: str = "auto") -> list[str]:
         done = subprocess.run(asked, text=True, capture_output=True, check=True, timeout=60)
         found = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        return [f"cluster.python: {python}: does not start ({error})"]
+        return [f"{key}: {python}: does not start ({error})"]
     lines = []
     for one in wanted:
         there, install = found[one.name], f"{shlex.join(words)} -m pip install '{one}'"

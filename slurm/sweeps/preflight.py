@@ -38,6 +38,9 @@ def problems(planned: Plan, executor: str, cells: list[Cell] | None = None) -> l
     assets.use_cache(cluster)
     found += files(planned, cells, cluster)
     found += packages.problems(assets.needed_packages(sweep, cells), cluster.python)
+    if sweep.score and sweep.score.python:
+        wanted = [*packages.requirements("eval"), *assets.scoring_packages(sweep)]
+        found += packages.problems(wanted, sweep.score.python, "score.python")
     try:
         at_once = local.at_once(sweep) if executor == "local" else sweep.throttle or len(cells)
         found += _room(sweep, cells, at_once)

@@ -2,9 +2,10 @@
 
 import hashlib
 import json
+import os
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sweeps import questions
@@ -14,6 +15,7 @@ from sweeps.children import Start, start_cold
 from sweeps.config import Entropy, Score, Sweep, Task
 from sweeps.files import SweepError, last_error, lease, make_folder, read_json, write_json
 from sweeps.plan import Cell
+from sweeps.provenance import PROJECT
 from sweeps.rundir import RunDir, readable
 
 
@@ -79,6 +81,11 @@ def program(subject: Subject, task: Task | Entropy, score: Score) -> Program:
     if score.batch_size is not None:
         arguments += ["--batch-size", str(score.batch_size)]
     return Program(module="calibeval", arguments=tuple(arguments))
+
+
+def interpreter(score: Score) -> str:
+    """The Python that scores."""
+    return os.path.abspath(os.path.expanduser(score.python)) if score.python else sys.executable
 
 
 def request(task: Task | Entropy, score: Score) -> dict:
@@ -173,7 +180,11 @@ def _run_task(subject: Subject, task: Task, score: Score, start: Start) -> None:
         clear(subject.records(task))  # whole or begun, they answer another request
         write_json(asked, request(task, score))
     offset = subject.log.stat().st_size if subject.log.exists() else 0
-    child = start([sys.executable, "-m", todo.module, *todo.arguments], todo, subject.log)
+    words = [interpreter(score), "-m", todo.module, *todo.arguments]
+    if score.python:
+        paths = [str(PROJECT / part) for part in ("eval", "kernel")]
+        todo = replace(todo, environment={"PYTHONPATH": os.pathsep.join(paths)})
+    child = start(words, todo, subject.log)
     while (code := child.wait(1.0)) is None:
         continue
     if code != 0 or not subject.records(task).exists():

@@ -7,12 +7,12 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -76,9 +76,23 @@ class Stack:
         ours = {
             "PYTHONPATH": str(PROJECT / "kernel"),
             "HF_HUB_OFFLINE": "1",
+            "WANDB_MODE": "disabled",
             "OMP_NUM_THREADS": "1",
+            "HF_DATASETS_CACHE": str(self.world / "cache"),
         }
         return os.environ | ours
+
+    @cached_property
+    def server(self) -> subprocess.Popen:
+        """run_finetune.py --serve, which ends with its standard input."""
+        return subprocess.Popen(
+            [self.python, HERE / "run_finetune.py", "--serve"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=self.environment,
+            cwd=self.world,
+        )
 
     def finetune(
         self,
@@ -89,23 +103,20 @@ class Stack:
         deepspeed: Path | None = None,
         dtype: str | None = "float32",
         torch_smoothing: float | None = None,
-        kill_after_step: int | None = None,
+        faults: tuple[str, ...] = (),
     ) -> Run:
-        """Train the tiny model; fails the test if the script does, unless it was to be killed."""
-        port = str(_free_port())
-        environment = self.environment | {"HF_DATASETS_CACHE": str(self.world / "cache")}
+        """Train the tiny model; fails the test if the script does, unless `faults` were to come."""
+        environment = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
         if deepspeed:
-            launch = ["accelerate.commands.launch", "--num_machines", "1", "--dynamo_backend", "no"]
-            launch += ["--num_processes", str(ranks), "--main_process_port", port]
-            launch += ["--use_deepspeed", "--deepspeed_config_file", str(deepspeed)]
+            environment["ACCELERATE_USE_DEEPSPEED"] = "true"
+            environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = deepspeed
         else:
-            # `accelerate launch --cpu` starts one process, whatever --num_processes says.
             environment["ACCELERATE_USE_CPU"] = "true"
-            launch = ["torch.distributed.run", "--nproc_per_node", str(ranks)]
-            launch += ["--master_port", port]
-        script = [str(HERE / "run_finetune.py"), str(checkout)]
+        script = [checkout]
         script += ["--dtype", dtype] if dtype else []
-        script += ["--torch-smoothing", str(torch_smoothing)] if torch_smoothing is not None else []
+        script += ["--torch-smoothing", torch_smoothing] if torch_smoothing is not None else []
+        script += [word for fault in faults for word in ("--fault", fault)]
         given = {
             "model_name_or_path": self.world / "model",
             "train_file": self.world / "train.jsonl",
@@ -119,29 +130,20 @@ class Stack:
             "push_to_hub": False,
             "try_launch_beaker_eval_jobs": False,
         }
-        flags = [str(word) for key, value in given.items() for word in (f"--{key}", value)]
-        process = subprocess.Popen(
-            [self.python, "-m", *launch, *script, "--", *flags, *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-            cwd=self.world,
-        )
-        log = []
-        for line in process.stdout:
-            log.append(line)
-            match = LOSS.search(line)
-            if match and kill_after_step is not None and int(match[1]) >= kill_after_step:
-                # The launcher puts its workers into sessions of their own.
-                for child in psutil.Process(process.pid).children(recursive=True):
-                    child.kill()
-                process.kill()
-                break
-        log += process.stdout.readlines()
-        code = process.wait()
-        run = Run(output, "".join(log), code)
-        assert code == 0 or kill_after_step is not None, run.log[-6000:]
+        flags = [word for key, value in given.items() for word in (f"--{key}", value)]
+        log = output.parent / f"{output.name}.log"
+        log.unlink(missing_ok=True)
+        run = {
+            "ranks": ranks,
+            "environment": {key: str(value) for key, value in environment.items()},
+            "arguments": [str(word) for word in (*script, "--", *flags, *arguments)],
+            "log": str(log),
+        }
+        self.server.stdin.write(json.dumps(run) + "\n")
+        self.server.stdin.flush()
+        code = int(self.server.stdout.readline())
+        run = Run(output, log.read_text(), code)
+        assert run.code == 0 or faults, run.log[-6000:]
         return run
 
 
@@ -189,28 +191,31 @@ def clone(source: Path, target: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def paper(tmp_path_factory: pytest.TempPathFactory) -> Stack:
+def paper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """The libraries that open-instruct e363290 pins; upstream_venv.sh makes such a Python."""
     if "OPEN_INSTRUCT_PYTHON" not in os.environ:
         pytest.skip("OPEN_INSTRUCT_PYTHON names no Python with open-instruct's pins")
-    return _stack(os.environ["OPEN_INSTRUCT_PYTHON"], tmp_path_factory)
+    yield from _stack(os.environ["OPEN_INSTRUCT_PYTHON"], tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
-def today(tmp_path_factory: pytest.TempPathFactory) -> Stack:
+def today(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """This project's own environment, with DeepSpeed and what finetune.py imports besides."""
     for name in PACKAGES:
         try:
             metadata.version(name)
         except metadata.PackageNotFoundError:
             pytest.skip(f"finetune.py needs {name}, which is not installed here")
-    return _stack(sys.executable, tmp_path_factory)
+    yield from _stack(sys.executable, tmp_path_factory)
 
 
-def _stack(python: str, tmp_path_factory: pytest.TempPathFactory) -> Stack:
+def _stack(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     world = tmp_path_factory.mktemp("world")
     subprocess.run([python, HERE / "tiny_world.py", world], check=True)
-    return Stack(python, world)
+    stack = Stack(python, world)
+    yield stack
+    if "server" in vars(stack):
+        stack.server.communicate()
 
 
 @pytest.fixture(scope="session")

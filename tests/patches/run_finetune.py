@@ -5,14 +5,26 @@ weights in bf16, whose rounding hides what a test looks for: --dtype float32 or 
 --torch-smoothing gives an unpatched checkout torch's own label smoothing, as the yardstick.
 --fp32-logits takes the logits from a bf16 model in fp32, --reverse-rows turns each micro-batch
 around: the same update, added up in another order. --memory FILE measures GPU memory; --no-save
-leaves out the model at the end.
+leaves out the model at the end. --fault makes happen what a test will not wait for (`inject`).
+
+    run_finetune.py --serve
+
+starts such runs without the ten seconds that importing their libraries takes: each line of standard
+input is a run as JSON (ranks, environment, arguments, log), answered by its exit status.
 """
 
 import argparse
+import contextlib
 import functools
+import importlib
+import json
+import logging
 import os
 import runpy
+import signal
 import sys
+import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +44,7 @@ def main() -> None:
     parser.add_argument("--reverse-rows", action="store_true")
     parser.add_argument("--memory", type=Path)
     parser.add_argument("--no-save", action="store_true")
+    parser.add_argument("--fault", action="append", default=[])
     options = parser.parse_args(sys.argv[1:split])
     if options.dtype:
         load = transformers.AutoModelForCausalLM.from_pretrained
@@ -53,6 +66,8 @@ def main() -> None:
             return model
 
         transformers.AutoModelForCausalLM.from_pretrained = with_fp32_logits
+    for fault in options.fault:
+        inject(*fault.split(":"))
     if options.reverse_rows:
         collate = transformers.DataCollatorForSeq2Seq.__call__
         transformers.DataCollatorForSeq2Seq.__call__ = lambda self, rows, *args: collate(
@@ -79,5 +94,87 @@ def main() -> None:
         memory.write(options.memory)
 
 
+def inject(fault: str, step: str = "") -> None:
+    """step:N kills the run after that step; saved:N when checkpoint N is written, but not marked;
+    saving:N while the first process still writes it, slowly; trained when the model is marked.
+    skew: the first process deletes slowly, and the others are late after each checkpoint."""
+    import smoothce.open_instruct as ours
+
+    rank = int(os.environ["RANK"])
+    save, mark, rmdir = accelerate.Accelerator.save_state, ours.mark_trained, os.rmdir
+
+    def die(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def save_state(self: Any, folder: str) -> None:
+        wanted = folder.endswith(f"_{step}")
+        if (fault, rank, wanted) == ("saving", 0, True):
+            os.makedirs(folder, exist_ok=True)
+            time.sleep(3)
+            die()
+        save(self, folder)
+        if fault == "saved" and wanted:
+            self.wait_for_everyone()
+            die()
+        if fault == "skew" and rank > 0:
+            time.sleep(0.2)
+
+    class AtStep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if f"Step: {step}," in record.getMessage():
+                die()
+
+    if fault == "step":
+        logging.getLogger("__main__").addHandler(AtStep())
+    elif fault == "trained":
+        ours.mark_trained = lambda *args: (mark(*args), die())
+    else:
+        accelerate.Accelerator.save_state = save_state
+    if fault == "skew":
+        os.rmdir = lambda *args, **kwargs: (time.sleep(0.5), rmdir(*args, **kwargs))
+
+
+def serve() -> None:
+    answers = os.fdopen(os.dup(1), "w")  # DeepSpeed prints while it is imported
+    os.dup2(2, 1)
+    for name in ("datasets", "deepspeed", "peft", "wandb", "smoothce.open_instruct"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    for line in sys.stdin:
+        run = json.loads(line)
+        ranks = {start(run, rank) for rank in range(run["ranks"])}
+        status = 0
+        while ranks:
+            child, ended = os.wait()
+            if child in ranks:
+                ranks.remove(child)
+                if ended and not status:
+                    status = ended
+                    for other in ranks:
+                        os.kill(other, signal.SIGKILL)
+        print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
+
+
+def start(run: dict[str, Any], rank: int) -> int:
+    """A process of the run, as torchrun would have started it; returns its id."""
+    if child := os.fork():
+        return child
+    code = 1
+    try:
+        log = os.open(run["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        os.environ.update(run["environment"] | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        sys.argv = [__file__, *run["arguments"]]
+        main()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
 if __name__ == "__main__":
-    main()
+    serve() if sys.argv[1:] == ["--serve"] else main()

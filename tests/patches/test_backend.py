@@ -70,14 +70,14 @@ def test_finetune_is_given_no_key_that_it_does_not_know(train_file, tmp_path, mo
         chat_template_name use_lora lora_rank lora_alpha lora_dropout learning_rate seed
         weight_decay warmup_ratio lr_scheduler_type num_train_epochs reduce_loss clip_grad_norm
         per_device_train_batch_size gradient_accumulation_steps fused_optimizer
-        gradient_checkpointing logging_steps checkpointing_steps keep_last_n_checkpoints
+        gradient_checkpointing logging_steps checkpointing_steps keep_last_n_checkpoints timeout
         with_tracking report_to output_dir push_to_hub try_launch_beaker_eval_jobs
         label_smoothing loss_impl filter_eps stop_file log_statistics
     """  # the last line: those of the patches
     assert set(open_instruct.finetune_arguments(run)) == set(known.split())
     more = """
         tokenizer_name dataset_name dataset_mixer_list max_train_samples max_train_steps
-        max_seq_length attention_dropout preprocessing_num_workers
+        max_seq_length attention_dropout preprocessing_num_workers attn_implementation
     """  # without a value unless given
     own = [
         "output_dir",
@@ -87,6 +87,19 @@ def test_finetune_is_given_no_key_that_it_does_not_know(train_file, tmp_path, mo
         "log_statistics",
     ]
     assert set(OpenInstructKeys.model_fields) == {*known.split(), *more.split()} - {*own}
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, True),
+        ({"use_flash_attn": False}, False),
+        ({"attn_implementation": "sdpa"}, False),
+        ({"use_flash_attn": False, "attn_implementation": "flash_attention_2"}, True),
+    ],
+)
+def test_flash_attention_is_asked_for_where_it_is_used(given, wanted):
+    assert ("flash-attn" in BACKEND.packages(keys(**given), World())) is wanted
 
 
 @pytest.mark.parametrize("limit", ["auto", None, True])
@@ -135,6 +148,17 @@ def test_rows_that_only_the_log_has_are_recovered(tmp_path, trained):
     rows = [json.loads(line) for line in run.metrics.open()]
     assert [row["step"] for row in rows] == list(range(1, 9 if trained else 8))
     assert ["loss" in row for row in rows[:6]] == [True] * 5 + [False]
+
+
+def test_rows_before_an_epochs_checkpoint_stay(tmp_path):
+    run = RunDir(tmp_path)
+    run.metrics.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 20)))
+    for name, step in (("step_1", 1), ("epoch_0", 8), ("epoch_1", 16)):
+        (run.checkpoints / name).mkdir(parents=True)
+        (run.checkpoints / name / "COMPLETED").touch()
+        (run.checkpoints / name / "statistics.json").write_text(json.dumps({"step": step}))
+    open_instruct.recover_rows(run)
+    assert [json.loads(line)["step"] for line in run.metrics.open()] == list(range(1, 17))
 
 
 @pytest.mark.upstream

@@ -1,4 +1,4 @@
-"""apply.sh on a real checkout: apply, reverse, twice, and what it refuses."""
+"""apply.sh on a real checkout: apply, reverse, twice, beside other changes, and refusals."""
 
 import shutil
 import subprocess
@@ -62,35 +62,90 @@ def test_a_changed_series_leaves_the_checkout_alone(checkout, tmp_path):
     assert changed(checkout) == []
 
 
-@pytest.mark.parametrize("option", [(), ("--reverse",), ("--check",)])
-def test_refuses_a_file_with_other_changes(checkout, option):
-    if option == ("--reverse",):
-        apply(checkout)
-    with open(checkout / FILE, "a") as file:
-        file.write("# mine\n")
-    before = (checkout / FILE).read_bytes()
-    done = apply(checkout, *option)
-    assert done.returncode == 2
-    assert f"{FILE} in {checkout} is neither the upstream file nor the patched one" in done.stderr
-    assert (checkout / FILE).read_bytes() == before
+def git(checkout, *words):
+    mine = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    subprocess.run(["git", *mine, "-C", checkout, *words], check=True)
 
 
-def test_refuses_other_changes_in_the_checkout(checkout):
+@pytest.mark.parametrize("committed", [False, True])
+def test_changes_of_ones_own_are_kept(checkout, committed):
+    """In other files, and in the same one away from the patches' places, committed or not."""
     with open(checkout / "README.md", "a") as file:
         file.write("mine\n")
+    lines = (checkout / FILE).read_text().splitlines(keepends=True)
+    # Lines above the first hunk and between others; the file grows, so that numbers are no guide.
+    own = [*["# mine\n"] * 40, *lines[:120], "# mine\n", *lines[120:-1], "# mine\n", lines[-1]]
+    (checkout / FILE).write_text("".join(own))
+    if committed:
+        git(checkout, "commit", "--quiet", "-am", "mine")
+    assert apply(checkout, "--check").returncode == 1
     done = apply(checkout)
-    assert done.returncode == 2 and "README.md" in done.stderr
-    assert changed(checkout) == ["M", "README.md"]
+    assert done.returncode == 0 and "other changes too, which were kept" in done.stdout
+    after = (checkout / FILE).read_text()
+    compile(after, FILE, "exec")
+    added = [
+        line[1:]
+        for patch in sorted(APPLY.parent.glob("*.patch"))
+        for line in patch.read_text().splitlines(keepends=True)
+        if line.startswith("+") and not line.startswith("+++")
+    ]
+    assert sorted(after.splitlines(keepends=True)) == sorted(own + added)
+    assert apply(checkout, "--check").returncode == 0
+    assert apply(checkout, "--reverse").returncode == 0
+    assert (checkout / FILE).read_text() == "".join(own)
 
 
-def test_untracked_files_do_not_matter(checkout):
-    (checkout / "output").mkdir()
-    (checkout / "output" / "log").write_text("")
+def place():
+    """The number of the line under which the first patch adds its import."""
+    text = next(iter(sorted(APPLY.parent.glob("*.patch")))).read_text()
+    return int(text.split("@@ -")[1].split(",")[0])
+
+
+@pytest.mark.parametrize("option", [(), ("--reverse",), ("--check",)])
+def test_a_change_in_the_patches_place_is_refused_and_kept(checkout, option):
+    number = place()
+    if option == ("--reverse",):
+        apply(checkout)
+    lines = (checkout / FILE).read_text().splitlines(keepends=True)
+    lines[number - 1 : number] = [lines[number - 1].rstrip() + "  # mine\n"]
+    (checkout / FILE).write_text("".join(lines))
+    done = apply(checkout, *option)
+    assert done.returncode == 2 and "nothing was changed" in done.stderr
+    assert "# mine" in done.stderr
+    assert not any(word in done.stderr for word in ("checkout --", "stash", "restore", "reset"))
+    assert f"-C {checkout} checkout" not in done.stderr
+    assert (checkout / FILE).read_text() == "".join(lines)
+
+
+def test_lines_of_another_series_are_named(checkout):
+    apply(checkout)
+    text = (checkout / FILE).read_text()
+    (checkout / FILE).write_text(text.replace("ours.Checkpoints(", "ours.OlderCheckpoints("))
+    done = apply(checkout)
+    assert done.returncode == 2 and "another version of these patches" in done.stderr
+    assert "ours.OlderCheckpoints(" in done.stderr
+
+
+def test_the_commit_does_not_matter_where_the_file_is_the_same(checkout):
+    git(checkout, "commit", "--quiet", "--allow-empty", "-m", "later")
     assert apply(checkout).returncode == 0
 
 
-def test_refuses_another_commit(checkout):
-    subprocess.run(["git", "-C", checkout, "checkout", "--quiet", "HEAD~1"], check=True)
+def test_an_archive_will_do(checkout):
+    shutil.rmtree(checkout / ".git")
+    assert apply(checkout, "--check").returncode == 1
+    assert apply(checkout).returncode == 0
+    assert apply(checkout, "--check").returncode == 0
+    with open(checkout / FILE, "a") as file:
+        file.write("# mine\n")
+    done = apply(checkout, "--reverse")
+    assert done.returncode == 2 and "cannot be merged" in done.stderr
+
+
+def test_a_file_of_other_lines_is_refused(checkout):
+    """Of the same length, so that patches without context would go in silently."""
+    lines = (checkout / FILE).read_text().splitlines()
+    (checkout / FILE).write_text("pass\n" * len(lines))
     done = apply(checkout)
-    assert done.returncode == 2 and f"git -C {checkout} checkout e363290" in done.stderr
-    assert changed(checkout) == []
+    assert done.returncode == 2 and "nothing was changed" in done.stderr
+    assert (checkout / FILE).read_text() == "pass\n" * len(lines)

@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from smoothce.open_instruct import (
+    Checkpoints,
     Monitor,
     accelerator_class,
     already_trained,
     check_arguments,
-    get_last_checkpoint_path,
     mark_trained,
     respect_offline,
     resumed_batches,
@@ -101,10 +101,12 @@ def test_upstreams_loss_stays_where_no_flag_asks_for_another(given):
 
 def test_attention_dropout_reaches_the_model():
     config = LlamaConfig()
-    set_attention_dropout(config, None)
+    set_attention_dropout(config, None)(config)
     assert config.attention_dropout == 0.0
-    set_attention_dropout(config, 0.1)
+    restore = set_attention_dropout(config, 0.1)
     assert config.attention_dropout == 0.1
+    restore(config)
+    assert config.attention_dropout == 0.0
     with pytest.raises(ValueError, match="gpt2 has no attention dropout"):
         set_attention_dropout(GPT2Config(), 0.1)
 
@@ -209,32 +211,57 @@ def test_token_mean_is_the_mean_over_each_steps_tokens(impl, accumulation):
     assert (ours - theirs).norm() <= 1e-6 * (theirs - before).norm()
 
 
-@given(st.lists(st.integers(0, 3000), min_size=1, max_size=6, unique=True))
-def test_continues_from_the_highest_complete_step(tmp_path_factory, steps):
+def checkpoints(**given):
+    return Checkpoints(arguments(**given), Accelerator(cpu=True), steps_per_epoch=100)
+
+
+def put(folder, name, complete=True):
+    (folder / name).mkdir(parents=True)
+    if complete:
+        (folder / name / "COMPLETED").touch()
+    return str(folder / name)
+
+
+def names(folder):
+    return {path.name for path in folder.iterdir()}
+
+
+@given(
+    st.lists(st.integers(0, 3000), min_size=1, max_size=6, unique=True),
+    st.none() | st.integers(0, 30),
+)
+def test_continues_from_the_furthest_complete_checkpoint(tmp_path_factory, steps, epoch):
     folder = tmp_path_factory.mktemp("run")
-    for step in steps:
-        (folder / f"step_{step}").mkdir()
-        (folder / f"step_{step}" / "COMPLETED").touch()
-    (folder / f"step_{max(steps) + 1}").mkdir()  # killed while it was written
-    (folder / "step_9999.bak").mkdir()
+    found = {step: put(folder, f"step_{step}") for step in steps}
+    if epoch is not None and (epoch + 1) * 100 not in found:
+        found[(epoch + 1) * 100] = put(folder, f"epoch_{epoch}")
+    put(folder, f"step_{max(steps) + 3001}", complete=False)  # killed while it was written
+    put(folder, "step_9999.bak")
     args = arguments(output_dir=str(folder))
-    assert get_last_checkpoint_path(args) == str(folder / f"step_{max(steps)}")
+    assert checkpoints().last(args) == found[max(found)]
+    args.overwrite_output_dir = True
+    assert checkpoints().last(args) is None
 
 
-def test_marks_the_checkpoint_just_written(tmp_path):
-    for age, step in ((20, 900), (10, 1000), (0, 100)):  # 900 and 1000 are of an overwritten run
-        (tmp_path / f"step_{step}").mkdir()
-        stamp = (tmp_path.stat().st_mtime - age,) * 2
-        os.utime(tmp_path / f"step_{step}", stamp)
-    args = arguments(output_dir=str(tmp_path), overwrite_output_dir=True)
-    assert get_last_checkpoint_path(args, incomplete=True) == str(tmp_path / "step_100")
-    assert get_last_checkpoint_path(args) is None
+def test_keeps_the_furthest_and_marks_the_one_just_written(tmp_path):
+    made = checkpoints()
+    put(tmp_path, "step_1")  # by a stop-file, where epochs are saved
+    put(tmp_path, "epoch_2", complete=False)
+    put(tmp_path, "epoch_0")
+    put(tmp_path, "step_9999.bak")
+    made.saved(put(tmp_path, "epoch_1"))
+    os.utime(tmp_path / "step_1")  # as deleting something in it would
+    assert made.last(arguments(), incomplete=True) == str(tmp_path / "epoch_1")
+    made.clean(str(tmp_path), keep_last_n_checkpoints=2)
+    assert names(tmp_path) == {"epoch_0", "epoch_1", "step_9999.bak"}
+    made.clean(str(tmp_path), keep_last_n_checkpoints=0)
+    assert names(tmp_path) == {"step_9999.bak"}
 
 
 def test_resume_from_checkpoint_where_there_is_no_output(tmp_path):
     given = {"output_dir": str(tmp_path / "new"), "resume_from_checkpoint": "elsewhere/step_3"}
-    assert get_last_checkpoint_path(arguments(**given)) == "elsewhere/step_3"
-    assert get_last_checkpoint_path(arguments(output_dir=str(tmp_path))) is None
+    assert checkpoints().last(arguments(**given)) == "elsewhere/step_3"
+    assert checkpoints().last(arguments(output_dir=str(tmp_path))) is None
 
 
 def test_a_finished_run_is_recognised_until_it_is_overwritten(tmp_path, capsys):
@@ -242,9 +269,13 @@ def test_a_finished_run_is_recognised_until_it_is_overwritten(tmp_path, capsys):
     assert not already_trained(args)
     mark_trained(Accelerator(cpu=True), args, 12)
     assert (tmp_path / "TRAINED").read_text() == "12\n"
+    put(tmp_path, "step_12")  # killed before upstream deletes it
     assert already_trained(args) and str(tmp_path) in capsys.readouterr().out
+    assert names(tmp_path) == {"TRAINED"}
+    kept = put(tmp_path, "step_6")
     assert not already_trained(arguments(output_dir=str(tmp_path), overwrite_output_dir=True))
     assert not already_trained(args)
+    assert checkpoints().last(args) is None and os.listdir(kept) == []
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 2])
@@ -286,6 +317,10 @@ def test_offline_runs_reach_for_nothing(monkeypatch, capsys):
     assert not args.push_to_hub and not args.try_launch_beaker_eval_jobs
     assert "push_to_hub" in capsys.readouterr().out
 
+    unsaid = arguments(with_tracking=True, report_to=None)  # what the parser makes of the default
+    respect_offline(unsaid)
+    assert unsaid.report_to == "all"
+
     login = unless_offline(lambda: "logged in", instead=None)
     assert login() == "logged in"
     respect_offline(arguments(with_tracking=True, report_to=["wandb"]))
@@ -298,29 +333,48 @@ def test_offline_runs_reach_for_nothing(monkeypatch, capsys):
 def test_trackers_get_what_they_take():
     config = {"seed": 1, "names": ["a"], "none": None}
     assert trackable(config, "wandb") is config
-    assert trackable(config, "tensorboard") == {"seed": 1, "names": "['a']", "none": "None"}
+    for more in ("tensorboard", "all", ["wandb", "tensorboard"]):
+        assert trackable(config, more) == {"seed": 1, "names": "['a']", "none": "None"}
     accelerator = Accelerator(cpu=True)
     accelerator.trackers = [Namespace(name="tensorboard", tracker="writer")]
     get = tracker_or_none(accelerator)
     assert get("wandb") is None and get("tensorboard", unwrap=True) == "writer"
 
 
-def test_monitor_logs_norms_before_clipping(caplog):
+def observed(monitor, model, loss, norm, tokens):
+    mask = torch.tensor([[1] * tokens + [0] * (8 - tokens)])
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, norm)
+    monitor.observe(model, torch.tensor(loss), {"attention_mask": mask})
+    assert all(parameter.grad.item() == norm for parameter in model.parameters())
+
+
+def logged(monitor, caplog, step):
+    with caplog.at_level(logging.INFO):
+        monitor.log(step, {"train_loss": 0.0, "total_tokens": 0})
+    return json.loads(caplog.messages[-1].removeprefix("training statistics: "))
+
+
+def test_monitor_logs_what_came_since_the_last_line(caplog, tmp_path):
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(torch.nn.Linear(1, 1, bias=False))
-    monitor = Monitor(arguments(log_statistics=True, clip_grad_norm=2.5), accelerator, llama())
-    for norm in (1.0, 3.0):
-        for parameter in model.parameters():
-            parameter.grad = torch.full_like(parameter, norm)
-        monitor.observe_gradients(model)
-        assert all(parameter.grad.item() == norm for parameter in model.parameters())
-    metrics = {"train_loss": 1.5, "total_tokens": 10}
-    with caplog.at_level(logging.INFO):
-        monitor.log(2, metrics)
-    row = json.loads(caplog.messages[-1].removeprefix("training statistics: "))
-    assert (row["step"], row["steps"], row["train_loss"]) == (2, 4, 1.5)
-    assert (row["grad_norm"], row["grad_norm_max"], row["clipped"]) == (2.0, 3.0, 0.5)
-    assert row["tokens_per_s"] > 0
+    args = arguments(log_statistics=True, clip_grad_norm=2.5)
+    monitor = Monitor(args, accelerator, llama())
+    observed(monitor, model, loss=2.0, norm=1.0, tokens=3)
+    monitor.save(str(tmp_path), 1)
+    resumed = Monitor(args, accelerator, llama())
+    resumed.load(str(tmp_path))
+    for each in (monitor, resumed):
+        observed(each, model, loss=3.0, norm=3.0, tokens=8)
+        row = logged(each, caplog, 2)
+        assert (row["step"], row["steps"], row["train_loss"]) == (2, 4, 2.5)
+        assert (row["grad_norm"], row["grad_norm_max"], row["clipped"]) == (2.0, 3.0, 0.5)
+        assert (row["total_tokens"], row["total_tokens_including_padding"]) == (11, 16)
+        assert row["tokens_per_s"] > 0
+    observed(monitor, model, loss=7.0, norm=1.0, tokens=1)
+    row = logged(monitor, caplog, 3)
+    assert (row["train_loss"], row["grad_norm"], row["clipped"]) == (7.0, 1.0, 0.0)
+    assert row["total_tokens"] == 12
     silent = {"total_tokens": 1}
     Monitor(arguments(), accelerator, llama()).log(1, silent)
     assert silent == {"total_tokens": 1}

@@ -94,7 +94,7 @@ def test_readme_has_a_paragraph_for_each():
         ([], "usage:"),
         (["nowhere/at-all"], "is not a folder"),
         (["--undo"], "unknown option --undo"),
-        (["."], "is not a git checkout"),
+        (["."], "has no open_instruct/finetune.py"),
         (["one", "two"], "one checkout only"),
     ],
 )
@@ -105,12 +105,12 @@ def test_apply_refuses_what_is_no_checkout(tmp_path, arguments, message):
     assert message in done.stderr
 
 
-def test_apply_refuses_another_repository(tmp_path):
-    git = ["git", "-c", "user.name=t", "-c", "user.email=t@example.org", "-C", str(tmp_path)]
-    subprocess.run([*git, "init", "--quiet"], check=True)
-    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "-m", "other"], check=True)
+def test_apply_refuses_another_finetune(tmp_path):
+    (tmp_path / "open_instruct").mkdir()
+    (tmp_path / "open_instruct" / "finetune.py").write_text("pass\n")
+    subprocess.run(["git", "-C", tmp_path, "init", "--quiet"], check=True)
     apply = PATCHES[0].parent / "apply.sh"
     done = subprocess.run([apply, tmp_path], capture_output=True, text=True)
     assert done.returncode == 2
-    assert "the patches are for e363290be272, which it lacks" in done.stderr
+    assert "not that of e363290be272, and its repository lacks that commit" in done.stderr
     assert f"-C {tmp_path} checkout" not in done.stderr

@@ -120,6 +120,23 @@ def test_score_works_on_every_gpu_and_says_what_failed(
     assert "scored: model (base)" in said.out and f"error: scoring {run.name}" in said.err
 
 
+def test_another_python_scores(sweep_file, tiny, tmp_path, capsys, monkeypatch):
+    """One with vLLM, which what trains may not have beside it; this project need not be in it."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "scored by $0"\nexec {sys.executable} "$@"\n')
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    task = {"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 0}
+    path = sweep_file(grid={}, score={"tasks": [task], "python": str(python)})
+    assert main(["preflight", str(path), "--executor", "local"]) == 2
+    assert f"score.python: {python}: does not start" in capsys.readouterr().err
+    python.chmod(0o755)
+    planned = launch.plan(path, [])
+    (base,) = score.bases(planned.sweep, planned.cells).values()
+    score.run(base, planned.sweep.score, start=local.start_warm)
+    assert f"scored by {python}" in base.log.read_text()
+    assert not score.missing(base, planned.sweep.score)
+
+
 @pytest.mark.slow
 def test_a_launch_gives_each_run_a_gpu_and_says_how_many_it_has(
     visible, sweep_file, tiny, capfd, monkeypatch

@@ -9,22 +9,23 @@ from smoothce.open_instruct.offline import (
     unless_offline,
 )
 from smoothce.open_instruct.resume import (
+    Checkpoints,
     already_trained,
-    get_last_checkpoint_path,
     mark_trained,
     resumed_batches,
 )
-from smoothce.open_instruct.stack import accelerator_class, chat_template
+from smoothce.open_instruct.stack import accelerator_class, chat_template, model_class
 from smoothce.open_instruct.training_loss import training_loss
 
 __all__ = [
+    "Checkpoints",
     "Monitor",
     "accelerator_class",
     "already_trained",
     "chat_template",
     "check_arguments",
-    "get_last_checkpoint_path",
     "mark_trained",
+    "model_class",
     "respect_offline",
     "resumed_batches",
     "set_attention_dropout",

@@ -1,6 +1,7 @@
 """The flags that the patches add to finetune.py, checked before anything is loaded."""
 
 from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
 LOSS_IMPLEMENTATIONS = ("auto", "fused", "torch")
@@ -46,16 +47,18 @@ def replaces_loss(args: Namespace) -> bool:
     return args.label_smoothing > 0 or args.loss_impl == "fused" or args.reduce_loss == "token_mean"
 
 
-def set_attention_dropout(config: Any, probability: float | None) -> None:
+def set_attention_dropout(config: Any, probability: float | None) -> Callable[[Any], None]:
     """Sets the attention dropout of a Hugging Face configuration; None leaves it as it is.
 
-    Raises ValueError for a model whose configuration has no such setting.
+    What it returns puts the former value back into a configuration that is to be saved. Raises
+    ValueError for a model whose configuration has no such setting.
     """
     if probability is None:
-        return
+        return lambda saved: None
     if not hasattr(config, "attention_dropout"):
         raise ValueError(f"attention_dropout: {config.model_type} has no attention dropout to set")
-    config.attention_dropout = probability
+    former, config.attention_dropout = config.attention_dropout, probability
+    return lambda saved: setattr(saved, "attention_dropout", former)
 
 
 def _filter_eps(value: Any) -> float | str | None:

@@ -6,6 +6,7 @@ import math
 import os
 import time
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 # The launcher reads the JSON that follows this from the log.
 PREFIX = "training statistics: "
+STATE = "statistics.json"
+COUNTS = {"batches": 0, "updates": 0, "clipped": 0}
 EVERY = 20  # micro-batches for each look at the filter
 
 
@@ -27,17 +30,26 @@ class Monitor:
     def __init__(self, args: Namespace, accelerator: Any, model: Any) -> None:
         self.args = args
         self.accelerator = accelerator
-        self.norms: list[float] = []
-        self.clipped = 0
-        self.tokens, self.time = 0, time.monotonic()
+        self.counts = dict(COUNTS, norms=[])
+        self.loss = torch.zeros(1, device=accelerator.device)  # of this process's micro-batches
+        self.tokens = torch.zeros(2, dtype=torch.int64, device=accelerator.device)  # and padded
+        self.logged, self.time = 0, time.monotonic()
         self.filter = FilterSample()
         if args.log_statistics:
             self.filter.watch(accelerator.unwrap_model(model))
 
-    def observe_gradients(self, model: Any) -> None:
-        """After backward, before upstream clips: the norm of the whole gradient of this step."""
-        if not (self.args.log_statistics and self.accelerator.sync_gradients):
+    def observe(self, model: Any, loss: Tensor, batch: dict[str, Tensor]) -> None:
+        """After backward, before upstream clips: loss, tokens, and a whole step's gradient norm."""
+        if not self.args.log_statistics:
             return
+        mask = batch["attention_mask"]
+        self.loss += loss.detach().float()
+        self.tokens[0] += mask.sum()
+        self.tokens[1] += mask.numel()
+        self.counts["batches"] += 1
+        if not self.accelerator.sync_gradients:
+            return
+        self.counts["updates"] += 1
         if hasattr(model, "get_global_grad_norm"):  # DeepSpeed has taken its step in backward
             norm, limit = model.get_global_grad_norm(), model.gradient_clipping()
         else:
@@ -45,29 +57,65 @@ class Monitor:
             norm = self.accelerator.clip_grad_norm_(model.parameters(), math.inf)
             limit = self.args.clip_grad_norm
         if norm is not None:
-            self.norms.append(float(norm))
-            self.clipped += 0 < limit < self.norms[-1]
+            self.counts["norms"].append(float(norm))
+            self.counts["clipped"] += 0 < limit < float(norm)
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         """Adds this project's statistics to upstream's metrics, and logs both as one JSON line.
 
-        All are of the steps since the last line: the mean norm before clipping and the largest one,
-        the fraction of steps in which the norm was clipped, tokens per second over all ranks, and
-        what the fused loss's filter did in the last micro-batch that the main process looked at.
+        All are of the steps since the last line: the mean loss (upstream's sum begins again with
+        each epoch), the mean norm before clipping and the largest one, the fraction of steps in
+        which the norm was clipped, tokens per second over all ranks, and what the fused loss's
+        filter did in the last micro-batch that the main process looked at; but the tokens are those
+        of the whole run, also of what came before a resume.
         """
         if not self.args.log_statistics:
             return
-        if self.norms:
-            metrics["grad_norm"] = sum(self.norms) / len(self.norms)
-            metrics["grad_norm_max"] = max(self.norms)
-            metrics["clipped"] = self.clipped / len(self.norms)
+        losses, tokens, now = *self._gathered(), time.monotonic()
+        batches = self.counts["batches"]
+        if self.args.reduce_loss == "token_mean":  # a short step's losses add up to its mean too
+            batches = self.counts["updates"] * self.args.gradient_accumulation_steps
+        metrics["train_loss"] = sum(losses) / len(losses) / batches
+        metrics["total_tokens"], metrics["total_tokens_including_padding"] = tokens
+        if norms := self.counts["norms"]:
+            metrics["grad_norm"] = sum(norms) / len(norms)
+            metrics["grad_norm_max"] = max(norms)
+            metrics["clipped"] = self.counts["clipped"] / len(norms)
         metrics.update(self.filter.take())
-        tokens, now = metrics["total_tokens"], time.monotonic()
-        metrics["tokens_per_s"] = (tokens - self.tokens) / (now - self.time)
-        self.norms, self.clipped, self.tokens, self.time = [], 0, tokens, now
+        metrics["tokens_per_s"] = (tokens[0] - self.logged) / (now - self.time)
+        self.counts, self.logged, self.time = dict(COUNTS, norms=[]), tokens[0], now
+        self.loss.zero_()
         if self.accelerator.is_main_process:
             row = {"step": step, "steps": self.args.max_train_steps, **metrics}
             logger.info("%s%s", PREFIX, json.dumps(row))
+
+    def save(self, folder: str, step: int) -> None:
+        """Puts what the next line is made of into a checkpoint, before it is complete."""
+        if not self.args.log_statistics:
+            return
+        losses, tokens = self._gathered()
+        if self.accelerator.is_main_process:
+            state = {"step": step, "losses": losses, "tokens": tokens, **self.counts}
+            (Path(folder) / STATE).write_text(json.dumps(state))
+
+    def load(self, folder: str) -> None:
+        """Goes on from a checkpoint; one without statistics, or of other ranks, counts from 0."""
+        path = Path(folder) / STATE
+        if not (self.args.log_statistics and path.is_file()):
+            return
+        state = json.loads(path.read_text())
+        losses, tokens = state["losses"], state["tokens"]
+        if len(losses) == self.accelerator.num_processes:
+            self.counts = {key: state[key] for key in self.counts}
+            self.loss += losses[self.accelerator.process_index]
+        if self.accelerator.is_main_process:
+            self.tokens += torch.tensor(tokens, device=self.tokens.device)
+        self.logged = tokens[0]
+
+    def _gathered(self) -> tuple[list[float], list[int]]:
+        """Each process's loss, and the tokens of all, without and with padding."""
+        losses = self.accelerator.gather(self.loss).tolist()
+        return losses, self.accelerator.reduce(self.tokens, "sum").tolist()
 
     def stop_requested(self) -> bool:
         """Whether the stop-file exists, as the main process sees it; the same on every process."""

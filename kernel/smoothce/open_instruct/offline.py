@@ -17,6 +17,8 @@ def respect_offline(args: Namespace) -> None:
     if _is_set("HF_HUB_OFFLINE") and (args.push_to_hub or args.try_launch_beaker_eval_jobs):
         print("HF_HUB_OFFLINE is set: push_to_hub and try_launch_beaker_eval_jobs are off")
         args.push_to_hub = args.try_launch_beaker_eval_jobs = False
+    if args.report_to is None:  # what the parser makes of upstream's default
+        args.report_to = "all"
     if args.with_tracking and not wants_wandb(args.report_to):
         os.environ["WANDB_MODE"] = "disabled"
 
@@ -42,8 +44,8 @@ def tracker_or_none(accelerator: Any) -> Callable[..., Any]:
 
 
 def trackable(config: dict[str, Any], report_to: str | list[str]) -> dict[str, Any]:
-    """The settings as a tracker other than wandb takes them: TensorBoard refuses lists and None."""
-    if wants_wandb(report_to):
+    """The settings as every tracker takes them: TensorBoard, in `all` too, refuses lists, None."""
+    if report_to in ("wandb", ["wandb"]):
         return config
     plain = (bool, int, float, str)
     return {key: value if isinstance(value, plain) else str(value) for key, value in config.items()}

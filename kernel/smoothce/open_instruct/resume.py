@@ -2,36 +2,56 @@
 
 import os
 import re
+import shutil
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 TRAINED = "TRAINED"
+COMPLETED = "COMPLETED"  # in a checkpoint that every process has written
 
 
-def get_last_checkpoint_path(args: Namespace, incomplete: bool = False) -> str | None:
-    """The checkpoint to continue from, or with `incomplete` the one just written; None if none.
+class Checkpoints:
+    """The checkpoints of one run: which to continue from, which is whole, which are to go."""
 
-    Steps are compared as numbers (upstream compares them as text, so that step_900 comes after
-    step_1000), and steps are preferred to epochs, as upstream does.
-    """
-    output = Path(args.output_dir) if args.output_dir else None
-    if output is not None and output.is_dir() and (incomplete or not args.overwrite_output_dir):
-        folders = [path for path in output.iterdir() if _number(path) is not None]
+    def __init__(self, args: Namespace, accelerator: Any, steps_per_epoch: int) -> None:
+        self.args = args
+        self.accelerator = accelerator
+        self.steps_per_epoch = steps_per_epoch
+        self.written: str | None = None
+
+    def last(self, args: Namespace, incomplete: bool = False) -> str | None:
+        """The furthest complete checkpoint, or with `incomplete` the one just written; or None.
+
+        Upstream compares numbers as text, so that step_900 comes after step_1000, prefers any step
+        to any epoch, and takes the folder changed last for the one just written: while another
+        process deletes an old one, that is the wrong one.
+        """
         if incomplete:
-            newest = max(folders, key=lambda path: path.stat().st_mtime_ns, default=None)
-        else:
-            complete = [path for path in folders if (path / "COMPLETED").is_file()]
-            newest = max(
-                complete,
-                key=lambda path: (path.name.startswith("step_"), _number(path)),
-                default=None,
-            )
-        return None if newest is None else str(newest)
-    return args.resume_from_checkpoint or None
+            return self.written
+        if os.path.isdir(args.output_dir or "") and not args.overwrite_output_dir:
+            complete = [path for path in _folders(args.output_dir) if (path / COMPLETED).is_file()]
+            return str(max(complete, key=self._steps)) if complete else None
+        return args.resume_from_checkpoint or None
+
+    def saved(self, folder: str) -> None:
+        """Waits until every process has written its part of `folder`, which then is complete."""
+        self.accelerator.wait_for_everyone()
+        self.written = folder
+
+    def clean(self, output_dir: str, keep_last_n_checkpoints: int) -> None:
+        """Deletes all but the furthest checkpoints; first those that a kill left incomplete."""
+        folders = sorted(
+            _folders(output_dir), key=lambda path: ((path / COMPLETED).is_file(), self._steps(path))
+        )
+        delete(folders[: max(len(folders) - keep_last_n_checkpoints, 0)])
+
+    def _steps(self, folder: Path) -> int:
+        kind, number = folder.name.split("_")
+        return int(number) if kind == "step" else (int(number) + 1) * self.steps_per_epoch
 
 
 def resumed_batches(loader: Any, epoch: int, skipped: int) -> Iterator[Any]:
@@ -52,13 +72,17 @@ def resumed_batches(loader: Any, epoch: int, skipped: int) -> Iterator[Any]:
 def already_trained(args: Namespace) -> bool:
     """Whether this output folder holds the finished model of an earlier run of the same job.
 
-    Where that model is to be overwritten, its mark goes first.
+    Checkpoints that a kill has left beside the model go. Where the model is to be overwritten, its
+    mark goes first, and those of the checkpoints with it.
     """
-    mark = Path(args.output_dir or os.devnull) / TRAINED
+    output = Path(args.output_dir or os.devnull)
     if args.overwrite_output_dir and args.output_dir:
-        mark.unlink(missing_ok=True)
-    if not mark.is_file():
+        for mark in (output / TRAINED, *output.glob(f"*_*/{COMPLETED}")):
+            mark.unlink(missing_ok=True)
+    if not (output / TRAINED).is_file():
         return False
+    if os.environ.get("RANK", "0") == "0":
+        delete(_folders(output))
     print(
         f"{args.output_dir} already holds the trained model: nothing to do "
         "(--overwrite_output_dir trains it again)"
@@ -78,6 +102,13 @@ def mark_trained(accelerator: Any, args: Namespace, completed_steps: int) -> Non
         temporary.rename(Path(args.output_dir) / TRAINED)
 
 
-def _number(path: Path) -> int | None:
-    match = re.fullmatch(r"(?:step|epoch)_(\d+)", path.name)
-    return int(match[1]) if match and path.is_dir() else None
+def delete(folders: Iterable[Path]) -> None:
+    """Deletes checkpoints; one that is half deleted when a kill comes is no complete one."""
+    for folder in folders:
+        (folder / COMPLETED).unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)  # another machine may delete it too
+
+
+def _folders(output: str | Path) -> list[Path]:
+    name = re.compile(r"(step|epoch)_\d+")
+    return [path for path in Path(output).iterdir() if name.fullmatch(path.name) and path.is_dir()]

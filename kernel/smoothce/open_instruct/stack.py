@@ -20,6 +20,23 @@ def accelerator_class(accelerator: type) -> Any:
     return construct
 
 
+def model_class(attn_implementation: str | None) -> Any:
+    """transformers' AutoModelForCausalLM, loading with this attention where one is named.
+
+    Upstream takes flash_attention_2 or eager, whose memory grows with the square of the length.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if attn_implementation is None:
+        return AutoModelForCausalLM
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        chosen = {"attn_implementation": attn_implementation}
+        return AutoModelForCausalLM.from_pretrained(*args, **kwargs | chosen)
+
+    return SimpleNamespace(from_pretrained=load, from_config=AutoModelForCausalLM.from_config)
+
+
 def chat_template(tokenizer: Any) -> Any:
     """Something whose `apply_chat_template` returns the ids themselves.
 

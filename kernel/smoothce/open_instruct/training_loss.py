@@ -12,6 +12,8 @@ from smoothce.models import patch_model
 from smoothce.open_instruct.arguments import replaces_loss
 from smoothce.token_mean import token_mean_factor
 
+BOUNDARY = "set_gradient_accumulation_boundary"  # of DeepSpeed's engine
+
 
 def training_loss(args: Namespace, accelerator: Any) -> "TrainingLoss | None":
     """The loss that the flags ask for, or None where upstream's own loss stays."""
@@ -61,7 +63,17 @@ class TrainingLoss:
 
     def batches(self, loader: Iterable[Any], model: Any) -> Iterable[Any]:
         """The micro-batches; for token_mean each carries its step's share of tokens as divisor."""
-        return self._counted(loader, model) if self.args.reduce_loss == "token_mean" else loader
+        if self.args.reduce_loss == "token_mean":
+            return self._counted(loader, model)
+        return self._bounded(loader, model) if hasattr(model, BOUNDARY) else loader
+
+    def _bounded(self, loader: Iterable[Any], model: Any) -> Iterator[Any]:
+        """DeepSpeed counts micro-batches itself, over the end of an epoch; accelerate does not."""
+        accumulation = self.args.gradient_accumulation_steps
+        state = self.accelerator.gradient_state
+        for position, batch in enumerate(loader, 1):
+            getattr(model, BOUNDARY)(position % accumulation == 0 or state.end_of_dataloader)
+            yield batch
 
     def _counted(self, loader: Iterable[Any], model: Any) -> Iterator[dict[str, Tensor]]:
         accumulation = self.args.gradient_accumulation_steps
@@ -82,9 +94,8 @@ class TrainingLoss:
             for position, batch in enumerate(group, 1):
                 last = position == len(group)
                 state.active_dataloader.end_of_dataloader = ended and last
-                if hasattr(model, "set_gradient_accumulation_boundary"):
-                    # DeepSpeed counts micro-batches itself, over the end of an epoch.
-                    model.set_gradient_accumulation_boundary(last)
+                if hasattr(model, BOUNDARY):
+                    getattr(model, BOUNDARY)(last)
                 yield {**batch, "num_items_in_batch": 1 / factor}
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Literal
 
 import yaml
+from pydantic import Field
 
 from sweeps.assets import dataset_names, on_hub
 from sweeps.backends.base import FinetuneKeys, Program
 from sweeps.backends.builtin import model_problems, train_file_problems, versions
 from sweeps.config import Seq, World
-from sweeps.files import SweepError, read_rows, write_text
+from sweeps.files import SweepError, read_json, read_rows, write_text
 from sweeps.rundir import RunDir
 
 VARIABLE = "OPEN_INSTRUCT_DIR"
@@ -32,8 +33,10 @@ class OpenInstructKeys(FinetuneKeys):
     dataset_name: str | None = None
     dataset_mixer_list: Seq[str] | None = None  # dataset, weight, dataset, weight, …
     chat_template_name: str = "tulu"
-    preprocessing_num_workers: int | None = None
+    preprocessing_num_workers: int | None = Field(None, ge=1)  # None: tokenises in one process
+    timeout: int = Field(1800, ge=1)  # seconds that other ranks wait for the first to tokenise
     use_flash_attn: bool = True
+    attn_implementation: str | None = None  # such as sdpa; None: use_flash_attn decides
     use_slow_tokenizer: bool = True
     low_cpu_mem_usage: bool = False
     use_lora: bool = False
@@ -51,7 +54,9 @@ class OpenInstruct:
     Train = OpenInstructKeys
 
     def packages(self, train: OpenInstructKeys, world: World) -> list[str]:
-        return [*PACKAGES, *(["flash-attn"] if train.use_flash_attn else [])]
+        chosen = train.attn_implementation
+        flash = train.use_flash_attn if chosen is None else chosen == "flash_attention_2"
+        return [*PACKAGES, *(["flash-attn"] if flash else [])]
 
     def missing(self, train: OpenInstructKeys, world: World) -> list[str]:
         problems = checkout_problems()
@@ -59,13 +64,14 @@ class OpenInstruct:
         return problems + data_problems(train) + clipping_problems(train, world)
 
     def provenance(self, train: OpenInstructKeys) -> dict:
-        digest = hashlib.sha256()
+        digest, finetune = hashlib.sha256(), checkout() / "open_instruct" / "finetune.py"
         for patch in sorted(PATCHES.glob("*.patch")):
             digest.update(patch.read_bytes())
         return {
             "trainer": "open-instruct",
             "open_instruct": str(checkout()),
             "upstream_commit": upstream("commit"),
+            "finetune_sha256": hashlib.sha256(finetune.read_bytes()).hexdigest(),  # own changes too
             "patches_sha256": digest.hexdigest(),
             "versions": versions(),
         }
@@ -197,8 +203,7 @@ def finetune_arguments(run: RunDir) -> dict:
 def recover_rows(run: RunDir) -> None:
     """Cut metrics.jsonl at the checkpoint that the run resumes from, after which its rows come
     anew, and add those that only the log has: who copies them may have been killed first."""
-    saved = [mark.parent.name for mark in run.checkpoints.glob("step_*/COMPLETED")]
-    last = max((int(name.removeprefix("step_")) for name in saved), default=0)
+    last = max((_step(mark.parent) for mark in run.checkpoints.glob("*_*/COMPLETED")), default=0)
     if (run.model / TRAINED).is_file():
         last = math.inf
     found = {}
@@ -210,6 +215,15 @@ def recover_rows(run: RunDir) -> None:
     if found:
         kept = (json.dumps(found[step]) + "\n" for step in sorted(found) if step <= last)
         write_text(run.metrics, "".join(kept))
+
+
+def _step(checkpoint: Path) -> int:
+    """The step at which a checkpoint was saved; the name of one of an epoch does not say it."""
+    state = checkpoint / "statistics.json"  # since the patches count over resumes
+    if state.is_file():
+        return read_json(state)["step"]
+    kind, number = checkpoint.name.split("_")
+    return int(number) if kind == "step" else 0
 
 
 BACKEND = OpenInstruct()
