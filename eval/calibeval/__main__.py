@@ -162,7 +162,7 @@ def parser() -> argparse.ArgumentParser:
 
     add = command("passk", run_passk)
     add("records", nargs="+", type=Path, metavar="RECORDS.jsonl")
-    add("--k", type=positive, nargs="+", default=[1, 4, 16, 64], metavar="K")
+    add("--k", type=positive, nargs="+", metavar="K", help="default: the runs' train.k, else 1")
     add("--out", type=Path, metavar="DIR", help="also write the tables and a plot over k")
 
     add = command("import-lm-eval", run_import)

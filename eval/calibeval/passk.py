@@ -39,16 +39,17 @@ def read(path: Path, ks: Sequence[int]) -> dict[str, list[float]]:
     return dict(sorted(found.items()))
 
 
-def collect(paths: Sequence[Path], ks: Sequence[int], out: Path | None = None) -> str:
+def collect(paths: Sequence[Path], ks: Sequence[int] | None, out: Path | None = None) -> str:
     """Tables of pass@k by setting and of every two settings' difference, as Markdown.
 
     [low, high] is a 95 % interval over problems and seeds (`stats.interval`), and a difference is
     paired by problem, and by seed where both sides have as many. With `out` also passk.md and
-    passk.pdf, .svg and .png.
+    passk.pdf, .svg and .png. Without `ks` those that the runs' key `train.k` names, else 1.
     """
-    ks, asked, runs = sorted({*ks}), None, {}
     trains = [records.meta(path).get("train") or {} for path in paths]
-    keys = dict.fromkeys(key for train in trains for key in train if key != "seed")
+    ks = sorted({*(ks or [k for train in trains for k in train.get("k", ())] or [1])})
+    asked, runs = None, {}
+    keys = dict.fromkeys(key for train in trains for key in train if key not in ("seed", "k"))
     varying = [k for k in keys if len({repr(train[k]) for train in trains if k in train}) > 1]
     for path, train in sorted(zip(paths, trains, strict=True), key=lambda x: x[1].get("seed", -1)):
         found = read(path, ks)

@@ -65,6 +65,12 @@ def test_a_difference_is_paired_by_seed(tmp_path):
     assert low <= 0 <= high and high - low < 0.06  # seeds differ by 0.2 each, their pairs by none
 
 
+def test_k_is_what_the_runs_asked_for(tmp_path):
+    paths = [write(tmp_path / "start", [1, 2]), write(tmp_path / "a", [1, 2], {"k": [2, 8]})]
+    assert "| pass@2 | pass@8 |" in " ".join(passk.collect(paths, None).split())
+    assert "pass@1 |" in passk.collect(paths[:1], None).replace("  ", "")
+
+
 def test_what_cannot_be_compared_is_named(tmp_path):
     a, b = write(tmp_path / "a", [1, 2]), write(tmp_path / "b", [1, 2, 3])
     with pytest.raises(InputError, match="b: other problems than in"):
