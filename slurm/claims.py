@@ -10,7 +10,7 @@
     softcap     logits capped at 30 and 50
     reduction   the summed loss, clipped, and the mean of micro-batches
     filter      the filtered gradient, and the paper's own filter
-    epochs      the whole of Alpaca once and twice
+    epochs      half the conversations, and all of them twice, at β = 0
     after       temperature and ATS fitted on MMLU's val questions after β = 0
     report      one report of what there is
 
@@ -38,7 +38,7 @@ TASKS = """score.tasks=[
     {task: arc_easy, name: arc-continuation, data: data/arc/ARC-Easy, shots: 0,
      scoring: continuation},
     {task: hellaswag, name: hellaswag-continuation, data: data/hellaswag/hellaswag_val.jsonl,
-     shots: 0, scoring: continuation}]"""
+     shots: 0, scoring: continuation, limit: 2000}]"""
 ENTROPY = """score.entropy={
     data: data/alpaca/alpaca_data.json, skip: 30000, temperatures: [1.0, 0.9, 0.8]}"""
 PAIR = ["grid.label_smoothing=[0.0,0.1]", "grid.seed=[0,1,2]", TASKS]
@@ -64,7 +64,8 @@ PARTS = {
         "paper-filter": [*PAIR, "grid.filter_eps=[auto]", "grid.loss_implementation=[paper]"],
     },
     "epochs": {
-        "epochs": [*PAIR, "train.max_train_samples=null", "grid.num_train_epochs=[1,2]"]
+        "half": [*PAIR, "train.max_train_samples=12800", "grid.label_smoothing=[0.0]"],
+        "twice": [*PAIR, "grid.num_train_epochs=[2]", "grid.label_smoothing=[0.0]"],
     },
 }  # fmt: skip
 
@@ -111,7 +112,7 @@ def after() -> None:
     plain = [e for e in entries if e["dataset"] == "mmlu" and e["label_smoothing"] == 0]
     if not plain:
         raise SweepError(f"{folder}: nothing is scored there; python slurm/claims.py seeds first")
-    made = calibrate(plain, folder, Path("data/mmlu"), out / "records")
+    made = calibrate(plain, folder, Path("data/mmlu"), out / "records", 5)
     for entry in made:
         entry["records"] = os.path.relpath(entry["records"], out)
     write_text(out / "index.jsonl", "".join(json.dumps(entry) + "\n" for entry in made))

@@ -14,7 +14,9 @@ from sweeps.files import SweepError, make_folder
 FITS = {"temperature": ["fit-temperature"], "ats": ["fit-ats"]}
 
 
-def calibrate(entries: list[dict], sweep: Path, data: Path, out: Path) -> list[dict]:
+def calibrate(
+    entries: list[dict], sweep: Path, data: Path, out: Path, workers: int = 2
+) -> list[dict]:
     """Fit every calibrator to each run, and score the test with it; returns their index entries.
 
     `entries` are runs of the sweep's index, `sweep` its folder. Records that exist are kept; the
@@ -31,7 +33,7 @@ def calibrate(entries: list[dict], sweep: Path, data: Path, out: Path) -> list[d
             if not records.exists():
                 todo.append((fit, model, data, records))
     with (
-        ThreadPoolExecutor(2) as pool,
+        ThreadPoolExecutor(workers) as pool,
         tqdm(total=len(todo), unit="fit", desc="calibrators", disable=not todo) as bar,
     ):
         for _ in pool.map(lambda job: fit_and_score(*job), todo):

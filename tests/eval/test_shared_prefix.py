@@ -119,6 +119,37 @@ def test_choices_as_a_tree_agree_with_whole_prompts(engine, kind):
         assert made.usage.computed_tokens < whole / 3
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_holds_no_more_logits_than_memory_is_kept_for(engine, kind, monkeypatch):
+    made, jobs = engine(KINDS[kind][0]), trees()
+    expected = dict(made.score([jobs]))
+    vocabulary = made.model.config.vocab_size
+    shapes = []
+    made.model.get_output_embeddings().register_forward_hook(
+        lambda module, given, output: shapes.append(output.shape[0] * output.shape[1])
+    )
+    most = max(len(job.nodes) for job in jobs)
+    monkeypatch.setattr("calibeval.engines.hf.LOGITS", 2 * most * vocabulary)
+    found = dict(made.score([jobs]))
+    assert max(shapes) <= 2 * most < sum(shapes)
+    for job in jobs:
+        assert found[job.index] == pytest.approx(expected[job.index], abs=2e-4)
+
+
+def test_a_model_that_takes_no_tree_says_so_once(engine, capsys, monkeypatch):
+    made, jobs = engine(KINDS["llama"][0]), trees()
+
+    def refuse(*_):
+        raise RuntimeError("No available kernel")
+
+    expected = dict(made.score([jobs]))
+    made.packs = None
+    monkeypatch.setattr(made, "_tree", refuse)
+    assert dict(made.score([jobs, jobs])).keys() == expected.keys()
+    said = capsys.readouterr().err
+    assert said.count("RuntimeError: No available kernel") == 1
+
+
 def test_which_models_see_all():
     hybrid = transformers.LlamaConfig(**SMALL)
     hybrid.layer_types = ["full_attention", "linear_attention"]

@@ -10,7 +10,7 @@ from sweeps.files import SweepError
 from sweeps.provenance import PROJECT
 
 RUNS = {"grid": 24, "seeds": 30, "vocabulary": 12, "softcap": 12, "sum": 6, "mean": 6}
-RUNS |= {"filtered": 6, "paper-filter": 6, "epochs": 12}
+RUNS |= {"filtered": 6, "paper-filter": 6, "half": 3, "twice": 3}
 
 
 def test_every_part_is_a_sweep_and_equal_runs_are_shared():

@@ -6,6 +6,7 @@ logits ← hidden states at the places asked for, in float32
 """
 
 import copy
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -15,12 +16,22 @@ import transformers
 from torch import Tensor
 from torch.nn.functional import linear
 
-from calibeval.engines import Job, Usage, context_length, load, load_tokenizer, text_config
+from calibeval.engines import (
+    Job,
+    Usage,
+    context_length,
+    first_line,
+    load,
+    load_tokenizer,
+    text_config,
+)
 from calibeval.io import InputError
 from calibeval.prompts import common_prefix
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
+
+LOGITS = 2**30  # of a batch: some 6 GB in bfloat16 and float32
 
 
 class Prefix(NamedTuple):
@@ -103,10 +114,23 @@ class TransformersEngine:
             trees = [job for job in ordered if not job.is_chain]
             packed = not trees or self._can_pack(trees[0], prefix)
             rows = 1 if packed else max(len(job.branches) for job in ordered)
-            size = max(1, self.batch_size // rows)  # questions
-            for start in range(0, len(ordered), size):
-                batch = ordered[start : start + size]
+            for batch in self._batches(ordered, rows):
                 yield from self._batch(batch, prefix) if packed else self._apart(batch, prefix)
+
+    def _batches(self, jobs: list[Job], rows: int = 1) -> Iterator[list[Job]]:
+        """`jobs` in batches of `batch_size` rows, `rows` a job, and `LOGITS` logits at most."""
+        room = LOGITS // text_config(self.model.config).vocab_size
+        batch, most = [], 0
+        for job in jobs:
+            nodes = max(most, len(job.nodes))
+            full = (len(batch) + 1) * rows > self.batch_size
+            if batch and (full or (len(batch) + 1) * nodes > room):
+                yield batch
+                batch, nodes = [], len(job.nodes)
+            batch.append(job)
+            most = nodes
+        if batch:
+            yield batch
 
     def _read(self, tokens: tuple[int, ...]) -> Prefix:
         ids = torch.tensor([tokens], device=self.device)
@@ -129,21 +153,20 @@ class TransformersEngine:
             ((_, _, expected),) = self._apart([job], prefix)
             try:
                 ((_, _, found),) = self._batch([job], prefix)
-            except Exception:  # whatever a model that takes no such mask raises
-                return False
-            self.packs = self._near(found, expected)
+                self.packs = self._near(found, expected)
+            except Exception as error:  # whatever a model that takes no such mask raises
+                why = f"{type(error).__name__}: {first_line(error)}"
+                print(f"note: choices are read one by one, not as a tree: {why}", file=sys.stderr)
         return self.packs
 
     def _apart(self, batch: list[Job], prefix: Prefix) -> Iterator[tuple[Job, Tensor, Tensor]]:
         """Questions whose branches are rows of their own, each behind its own context."""
-        alone = [(job, Job(job.index, job.tokens, (b,))) for job in batch for b in job.branches]
+        alone = [Job(job.index, job.tokens, (b,)) for job in batch for b in job.branches]
         found: dict[int, dict] = {job.index: {} for job in batch}
-        for start in range(0, len(alone), self.batch_size):
-            some = alone[start : start + self.batch_size]
-            read = self._batch([chain for _, chain in some], prefix)
-            for (job, _), (chain, states, logits) in zip(some, read, strict=True):
+        for some in self._batches(alone):
+            for chain, states, logits in self._batch(some, prefix):
                 nodes = zip(states, logits, strict=True)
-                found[job.index] |= zip(chain.nodes, nodes, strict=True)
+                found[chain.index] |= zip(chain.nodes, nodes, strict=True)
         for job in batch:
             of = found.pop(job.index)
             yield job, *map(torch.stack, zip(*(of[node] for node in job.nodes), strict=True))
