@@ -229,7 +229,8 @@ def needed(sweep: Sweep, cells: list[Cell], at_once: int) -> tuple[int, str]:
     """Bytes that the runs still to do write at their fullest, and how that comes about.
 
     A checkpoint holds fp32 weights and two AdamW moments, 12 bytes a parameter (with DeepSpeed's
-    bf16 copy 14); a run holds one more than it keeps while it writes the next. A model: 4 bytes.
+    bf16 copy 14); a run holds one more than it keeps while it writes the next, and that of a stop
+    alone if it writes no others. A model: 4 bytes.
     """
     todo = [cell.config.train for cell in cells if not RunDir(cell.folder).done]
     if not todo:
@@ -238,10 +239,11 @@ def needed(sweep: Sweep, cells: list[Cell], at_once: int) -> tuple[int, str]:
     sizes = {model: parameters(model) for model in models}
     each = [sizes[train["model_name_or_path"]] for train in todo]
     width = 14 if sweep.world.deepspeed else 12
-    kept = [
-        width * count * (train.get("keep_last_n_checkpoints", 3) + 1)
-        for count, train in zip(each, todo, strict=True)
-    ]
+    kept = []
+    for count, train in zip(each, todo, strict=True):
+        saves = train.get("checkpointing_steps", "epoch") is not None
+        most = train.get("keep_last_n_checkpoints", 3) + 1 if saves else 1
+        kept.append(width * count * most)
     busy = sorted(kept, reverse=True)[:at_once]
     if sweep.keep == "scores":
         each = sorted(each, reverse=True)[:at_once]

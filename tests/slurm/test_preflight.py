@@ -223,6 +223,11 @@ def test_space_is_counted_from_the_models_size(sweep_file, tiny):
     need, why = checks.needed(planned.sweep, planned.cells, 2)
     assert need == max(checks.LEAST, 2 * 4 * 12 * count + 9 * 4 * count)
     assert "2 runs at a time" in why and "9 models" in why
+    planned = launch.plan(
+        sweep_file(grid={"seed": list(range(9))}), ["train.checkpointing_steps=null"]
+    )
+    need, _ = checks.needed(planned.sweep, planned.cells, 2)  # none but that of a stop
+    assert need == max(checks.LEAST, 2 * 12 * count + 9 * 4 * count)
 
 
 def test_packages_are_those_of_the_project_and_its_extras(monkeypatch):
