@@ -180,12 +180,17 @@ def parser() -> argparse.ArgumentParser:
     add = command("conformal", run_conformal)
     add("records", nargs="+", type=Path, metavar="RECORDS.jsonl")
     add("--calibrate", type=Path, metavar="OTHER.jsonl", help="default: halves of each file")
-    add("--alpha", type=float, default=0.1, help="share of sets that may miss the answer")
-    add("--score", choices=("lac", "aps", "raps"), default="lac")
-    add("--by", choices=("none", "category", "subject"), default="none")
+    inside = valid(float, lambda x: 0 < x < 1, "a number between 0 and 1")
+    add("--alpha", type=inside, default=0.1, help="share of sets that may miss the answer")
+    add("--score", choices=("lac", "aps", "raps", "cumulative", "rank"), default="lac")
+    help = "a threshold for each; length and entities are of sentences, in records of labelings"
+    add("--by", choices=("category", "subject", "length", "entities"), help=help)
+    help = "of records of labelings: sets of entities, a threshold for each class"
+    add("--entities", action="store_true", help=help)
     add("--splits", type=positive, default=100)
-    add("--lambda", type=float, default=0.01, dest="penalty", help="raps only")
-    add("--k-reg", type=int, default=1, help="raps only: choices without penalty")
+    penalty = valid(float, lambda x: 0 <= x < math.inf, "a number of at least 0")
+    add("--lambda", type=penalty, default=0.01, dest="penalty", help="raps only")
+    add("--k-reg", type=natural, default=1, help="raps only: choices without penalty")
 
     add = command("diagnose", run_diagnose, task, model)
     add("--label-smoothing", type=fraction, default=0.1, metavar="β")
@@ -480,23 +485,33 @@ def sentence(name: str, a, b, difference, low, high, better) -> str:
 
 def run_conformal(a: argparse.Namespace) -> None:
     """Say how often prediction sets hold the answer, and how large they are."""
-    from calibeval import conformal, records
+    from calibeval import conformal, records, sequences
 
-    options = {"alpha": a.alpha, "score": a.score, "splits": a.splits}
-    options |= {"by": None if a.by == "none" else a.by, "penalty": a.penalty, "free": a.k_reg}
-    other = records.read(a.calibrate) if a.calibrate else None
-    how = f"calibrated on {a.calibrate}" if other else f"{a.splits} random halves calibrate"
+    if a.entities and (a.by or a.score != "lac"):
+        raise InputError("--entities: has a threshold for each class; leave out --by and --score")
+    other = sequences.stratify(records.read(a.calibrate), a.by) if a.calibrate else None
+    options = {"alpha": a.alpha, "splits": a.splits, "calibrate": other}
+    how = f"calibrated on {a.calibrate}" if a.calibrate else f"{a.splits} random halves calibrate"
     for path in a.records:
-        of = records.read(path)
-        found = conformal.evaluate(of, calibrate=other, **options)
-        questions = counted(len(of), "question")
-        print(f"{path}: {questions}, {a.score} sets at 1 − α = {1 - a.alpha:g}, {how}")
-        for name, group in {"all": found, **found.by}.items():
-            print(
-                f"  {name:36} coverage {group.coverage:.3f} ± {group.coverage_sd:.3f}, "
-                f"mean size {group.size:.3f} ± {group.size_sd:.3f}, "
-                f"{counted(group.questions, 'question')} tested"
-            )
+        of = sequences.stratify(records.read(path), a.by)
+        if a.entities:
+            found = sequences.entity_sets(of, **options)
+        else:
+            options |= {"score": a.score, "penalty": a.penalty, "free": a.k_reg}
+            by = "subject" if a.by in ("length", "entities") else a.by
+            found = {"all": conformal.evaluate(of, by=by, **options)}
+        many = counted(len(of), "sentence" if of.scoring == "labelings" else "question")
+        kind = "entity" if a.entities else a.score
+        print(f"{path}: {many}, {kind} sets at 1 − α = {1 - a.alpha:g}, {how}")
+        for kind, every in found.items():
+            for name, group in {kind: every, **{f"  {k}": v for k, v in every.by.items()}}.items():
+                size = f"{group.size:.3f} ± {group.size_sd:.3f}"
+                if group.size == math.inf:
+                    size = "∞ (too few calibrate it, or too many lack the right one)"
+                print(
+                    f"  {name:36} coverage {group.coverage:.3f} ± {group.coverage_sd:.3f}, "
+                    f"mean size {size}, {group.questions} tested"
+                )
 
 
 def run_collect(a: argparse.Namespace) -> None:

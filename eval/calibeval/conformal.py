@@ -1,12 +1,13 @@
-"""Prediction sets for multiple choice by split conformal prediction, from records alone.
+"""Prediction sets by split conformal prediction, from records alone.
 
-Every choice of every question gets a nonconformity score s; the threshold q is the
-⌈(n + 1)(1 − α)⌉-th smallest score of the right choices of n calibration questions, and a question's
-set is {k: s_k ≤ q}. Where questions are exchangeable, a set holds the right choice with probability
-1 − α to 1 − α + 1/(n + 1) (Vovk et al. 2005).
+Every choice of a question (labeling of a sentence) gets a nonconformity score s; the threshold q is
+the ⌈(n + 1)(1 − α)⌉-th smallest score of the right choices of n calibration questions, and a
+question's set is {k: s_k ≤ q}. Where questions are exchangeable, a set holds the right choice with
+probability 1 − α to 1 − α + 1/(n + 1) (Vovk et al. 2005).
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +17,7 @@ from calibeval.metrics import SEED, scores
 from calibeval.records import Records
 from calibeval.stats import groups, take
 
-SCORES = ("lac", "aps", "raps")
+SCORES = ("lac", "aps", "raps", "cumulative", "rank")
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Sets:
     """How well prediction sets did, over all test questions of each split and by group.
 
     Figures are means over splits, `coverage_sd` and `size_sd` the standard deviations between them
-    (0 where another file calibrates).
+    (0 where another file calibrates). Where q is ∞ a set of labelings holds all, and its size is ∞.
     """
 
     questions: int  # tested in one split
@@ -48,13 +49,17 @@ def nonconformity(
     lac:  1 − p_k (Sadinle et al. 2019)
     aps:  Σ_{o_j < o_k} p_j + (1 − u) p_k, one uniform u a question (Romano et al. 2020)
     raps: aps + λ max(0, o_k − k_reg), `penalty` λ and `free` k_reg (Angelopoulos et al. 2021)
+    cumulative: aps with u = 0;  rank: o_k
     """
     if score == "lac":
         return np.where(present, 1 - probs, np.inf)
     order = np.argsort(np.where(present, -probs, np.inf), axis=1, kind="stable")
     rank = np.argsort(order, axis=1)
-    total = np.take_along_axis(np.take_along_axis(probs, order, 1).cumsum(1), rank, 1)
-    found = total - uniform[:, None] * probs
+    if score == "rank":
+        return np.where(present, rank + 1, np.inf)
+    found = np.take_along_axis(np.take_along_axis(probs, order, 1).cumsum(1), rank, 1)
+    if score != "cumulative":
+        found = found - uniform[:, None] * probs
     if score == "raps":
         found = found + penalty * np.maximum(0, rank + 1 - free)
     return np.where(present, found, np.inf)
@@ -88,33 +93,40 @@ def evaluate(
     same questions.
 
     Raises:
-        InputError: an option out of its range, or a group with nothing to calibrate it.
+        InputError: a group with nothing to calibrate it, or fewer than two questions to split.
     """
-    for name, value, valid, expected in (
-        ("alpha", alpha, 0 < alpha < 1, "more than 0 and less than 1"),
-        ("lambda", penalty, penalty >= 0, "0 or more"),
-        ("k-reg", free, free >= 0, "0 or more"),
-    ):
-        if not valid:
-            raise InputError(f"--{name} is {value}, expected {expected}")
     found, places, keys = prepare(of, score, by, penalty, free)
     if calibrate is not None:
         known, labels, known_keys = prepare(calibrate, score, by, penalty, free)
         if missing := sorted(set(keys.tolist()) - set(known_keys.tolist())):
             raise InputError(f"--calibrate: no question of {by} {missing[0]!r} to calibrate it")
         limit = limits(known[np.arange(len(labels)), labels], known_keys, keys, alpha)
-        return summarise([(found <= limit[:, None], places, keys)])
+        return summarise([(*judge(found, places, limit, of.scoring), keys)])
     n = len(places)
+    right = found[np.arange(n), places]
+    tested = []
+    for known, rest in halves(n, splits):
+        limit = limits(right[known], keys[known], keys[rest], alpha)
+        tested.append((*judge(found[rest], places[rest], limit, of.scoring), keys[rest]))
+    return summarise(tested)
+
+
+def halves(n: int, splits: int) -> Iterator[list[np.ndarray]]:
+    """Random halves of n places, to calibrate and to test."""
     if n < 2:
         raise InputError(f"{counted(n, 'question')}: expected 2 or more to split")
-    right = found[np.arange(n), places]
     rng = np.random.default_rng(SEED)
-    tested = []
     for _ in range(splits):
-        known, rest = np.split(rng.permutation(n), [n // 2])
-        limit = limits(right[known], keys[known], keys[rest], alpha)
-        tested.append((found[rest] <= limit[:, None], places[rest], keys[rest]))
-    return summarise(tested)
+        yield np.split(rng.permutation(n), [n // 2])
+
+
+def judge(found: np.ndarray, places: np.ndarray, limit: np.ndarray, scoring: str) -> tuple:
+    """Whether each question's set holds its right choice, and how many choices it has, (M,)."""
+    inside = found <= limit[:, None]
+    sizes = (inside & np.isfinite(found)).sum(1, dtype=float)
+    if scoring == "labelings":
+        sizes[np.isinf(limit)] = np.inf
+    return inside[np.arange(len(places)), places], sizes
 
 
 def prepare(
@@ -123,7 +135,8 @@ def prepare(
     """Scores (N, K), right choices (N,) and groups (N,), in the order of the ids."""
     of = take(of, np.argsort(np.array(of.ids), kind="stable"))
     uniform = np.random.default_rng(SEED + 1).random(len(of))
-    probs, present = scores(of, "choices").probs, np.isfinite(of.logprobs)
+    among = "vocabulary" if of.scoring == "labelings" else "choices"
+    probs, present = scores(of, among).probs, np.isfinite(of.logprobs)
     found = nonconformity(probs, present, score, uniform, penalty, free)
     return found, of.labels, groups(of, by) if by else np.full(len(of), "")
 
@@ -135,13 +148,13 @@ def limits(right: np.ndarray, known: np.ndarray, asked: np.ndarray, alpha: float
 
 
 def summarise(splits: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Sets:
-    """From each split's sets (M, K), right choices (M,) and groups (M,)."""
-    held = [sets[np.arange(len(places)), places].mean() for sets, places, _ in splits]
-    sizes = [sets.sum(1).mean() for sets, *_ in splits]
-    figures = (float(f(x)) for x in (held, sizes) for f in (np.mean, np.std))
+    """From each split's hits (M,), sizes (M,) and groups (M,)."""
+    hits, sizes = ([of[i].mean() for of in splits] for i in (0, 1))
+    with np.errstate(invalid="ignore"):  # sizes of ∞ have no standard deviation
+        figures = (float(f(x)) for x in (hits, sizes) for f in (np.mean, np.std))
+        of = Sets(round(np.mean([len(held) for held, *_ in splits])), *figures)
     names = np.unique(np.concatenate([keys for *_, keys in splits])).tolist()
-    by = {}
     for name in names if len(names) > 1 else ():
         inside = [[x[split[2] == name] for x in split] for split in splits]
-        by[name] = summarise([split for split in inside if len(split[0])])
-    return Sets(round(np.mean([len(places) for _, places, _ in splits])), *figures, by)
+        of.by[name] = summarise([split for split in inside if len(split[0])])
+    return of

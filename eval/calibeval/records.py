@@ -25,30 +25,35 @@ LogProbability = Annotated[float, Field(le=1e-6, allow_inf_nan=False)]
 
 
 class Record(BaseModel, strict=True):
-    """How a model answered a question with K choices: by their letters, or by their texts."""
+    """A question's K choices, answered by their letters or texts, or a sentence's K labelings."""
 
     id: str
     subject: str
-    label: NonNegativeInt  # index of the right choice
-    logprobs: list[LogProbability] = Field(min_length=2, max_length=26)  # natural; sums over tokens
+    label: NonNegativeInt  # index of the right choice; of labelings K where it is not there
+    logprobs: list[LogProbability] = Field(min_length=2)  # natural; sums over tokens
     letter_mass: float | None = Field(None, ge=0, allow_inf_nan=False)
     model: str = "?"
-    scoring: Literal["letters", "continuation"] = "letters"
+    scoring: Literal["letters", "continuation", "labelings"] = "letters"
     normalise: Literal["sum", "bytes", "characters", "unconditional"] = "sum"  # the convention
     bytes: list[PositiveInt] | None = None  # lengths of the choices' texts
     characters: list[PositiveInt] | None = None
     unconditional: list[LogProbability] | None = None  # of the texts after an empty context
+    gold: str | None = None  # of labelings: the right one, a label a word between spaces
+    labelings: list[str] | None = None
 
     @model_validator(mode="after")
     def _whole(self):
         k = len(self.logprobs)
-        if self.label >= k:
+        if self.scoring == "labelings":
+            self._labelings(k)
+        elif self.label >= k:
             raise ValueError(f"label is {self.label}, expected 0 to {k - 1}")
         if self.scoring == "letters":
             if self.letter_mass is None:
                 raise ValueError("no 'letter_mass', which records of letters have")
             if self.letter_mass > MOST:
                 raise ValueError(f"letter_mass is {self.letter_mass}, expected 0 to 1")
+        if self.scoring != "continuation":
             if (total := sum(map(math.exp, self.logprobs))) > MOST:
                 raise ValueError(f"the probabilities of logprobs sum to {total:.3g}, more than 1")
         else:
@@ -60,13 +65,24 @@ class Record(BaseModel, strict=True):
             self.normalised(self.normalise)
         return self
 
+    def _labelings(self, k: int) -> None:
+        if self.gold is None or self.labelings is None or self.normalise != "sum":
+            raise ValueError("expected 'gold', 'labelings' and no 'normalise', as labelings have")
+        if len(self.labelings) != k or len(set(self.labelings)) != k:
+            raise ValueError(f"expected {k} different labelings, one a log-probability")
+        every = [self.gold, *self.labelings]
+        if odd := [x for x in every if len(x.split(" ")) != len(self.gold.split(" "))]:
+            raise ValueError(f"labeling {odd[0]!r} is not as long as gold {self.gold!r}")
+        if self.label != (place := [*self.labelings, self.gold].index(self.gold)):
+            raise ValueError(f"label is {self.label}, but gold is labeling {place}")
+
     def normalised(self, by: str) -> np.ndarray:
         """(K,) s = log p(text | question): s, s / bytes, s / characters or s − log p(text)."""
         scores = np.array(self.logprobs)
         if by == "sum":
             return scores
         other = getattr(self, by) if by in OFFSETS else None
-        if self.scoring == "letters" or other is None:
+        if self.scoring != "continuation" or other is None:
             raise ValueError(f"no {by!r} by which to normalise; scoring is {self.scoring!r}")
         return scores - other if by == "unconditional" else scores / other
 
@@ -124,12 +140,13 @@ def read(path: Path, normalise: str | None = None) -> Records:
         if not rows:
             raise InputError(f"{path}: no records")
     except InputError as error:
-        if rows and normalise is None:
+        if rows and normalise is None and rows[0].scoring != "labelings":
             hint = "are intact, and `score` with the same options completes the file"
             raise InputError(f"{error}; the records before it ({len(rows)}) {hint}") from error
         raise
     counts = np.array([len(row.logprobs) for row in rows])
-    logprobs = np.full((len(rows), counts.max()), -np.inf)
+    width = max(counts.max(), 1 + max(row.label for row in rows))
+    logprobs = np.full((len(rows), width), -np.inf)
     logprobs[np.arange(logprobs.shape[1]) < counts[:, None]] = np.concatenate(scores)
     return Records(
         path,

@@ -34,6 +34,8 @@ def test_scores_are_their_definitions():
         above = [j for j in range(4) if present[i, j] and probs[i, j] > probs[i, k]]
         aps = sum(probs[i, j] for j in above) + (1 - uniform[i]) * probs[i, k]
         assert found["lac"][i, k] == 1 - probs[i, k]
+        assert found["rank"][i, k] == len(above) + 1
+        assert found["cumulative"][i, k] == pytest.approx(sum(probs[i, [*above, k]]))
         assert found["aps"][i, k] == pytest.approx(aps)
         assert found["raps"][i, k] == pytest.approx(aps + 0.1 * max(0, len(above) + 1 - 2))
 
@@ -49,7 +51,7 @@ def made(path, n=600, seed=0, sharpness=1.0):
     return records.read(path)
 
 
-@pytest.mark.parametrize("score", conformal.SCORES)
+@pytest.mark.parametrize("score", [s for s in conformal.SCORES if s != "rank"])  # ranks tie
 def test_coverage_over_splits_is_beta_binomial(tmp_path, score):
     """Mean and sd within 0.002 over 2,000 splits, whatever the model's calibration."""
     of = made(tmp_path / "a.jsonl", sharpness=3.0)
@@ -65,6 +67,13 @@ def test_every_call_gives_the_same_whatever_the_order(tmp_path):
     turned = stats.take(of, np.arange(len(of))[::-1])
     found = conformal.evaluate(of, score="aps", splits=20)
     assert found == conformal.evaluate(turned, score="aps", splits=20)
+
+
+def test_a_set_without_threshold_has_the_choices_that_there_are(tmp_path):
+    of = made(tmp_path / "a.jsonl", 20)
+    of.labels[:] = 0
+    of.logprobs[:10, 2:] = -np.inf
+    assert conformal.evaluate(of, alpha=0.01).size == pytest.approx(3, abs=0.2)
 
 
 def test_groups_have_thresholds_of_their_own(tmp_path):
@@ -100,14 +109,16 @@ def test_another_file_calibrates(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (["--alpha", "1"], "--alpha is 1.0, expected more than 0 and less than 1"),
-        (["--lambda", "-1"], "--lambda is -1.0, expected 0 or more"),
-        (["--k-reg", "-1"], "--k-reg is -1, expected 0 or more"),
+        (["--alpha", "1"], "--alpha: '1' is not a number between 0 and 1"),
+        (["--lambda", "-1"], "--lambda: '-1' is not a number of at least 0"),
+        (["--k-reg", "-1"], "--k-reg: '-1' is not a whole number of at least 0"),
     ],
 )
 def test_options_out_of_range_are_refused(tmp_path, capsys, option, message):
     made(tmp_path / "a.jsonl", 20)
-    assert main(["conformal", str(tmp_path / "a.jsonl"), *option]) == 2
+    with pytest.raises(SystemExit) as stopped:
+        main(["conformal", str(tmp_path / "a.jsonl"), *option])
+    assert stopped.value.code == 2
     captured = capsys.readouterr()
     assert message in captured.err and not captured.out
 
