@@ -484,7 +484,7 @@ def sentence(name: str, a, b, difference, low, high, better) -> str:
 
 
 def run_conformal(a: argparse.Namespace) -> None:
-    """Say how often prediction sets hold the answer, and how large they are."""
+    """Say how often prediction sets hold the answer or labeling, and how large they are."""
     from calibeval import conformal, records, sequences
 
     if a.entities and (a.by or a.score != "lac"):
@@ -505,12 +505,10 @@ def run_conformal(a: argparse.Namespace) -> None:
         print(f"{path}: {many}, {kind} sets at 1 − α = {1 - a.alpha:g}, {how}")
         for kind, every in found.items():
             for name, group in {kind: every, **{f"  {k}": v for k, v in every.by.items()}}.items():
-                size = f"{group.size:.3f} ± {group.size_sd:.3f}"
-                if group.size == math.inf:
-                    size = "∞ (too few calibrate it, or too many lack the right one)"
+                bound = f", {group.unbounded:.2%} hold all" if group.unbounded else ""
                 print(
-                    f"  {name:36} coverage {group.coverage:.3f} ± {group.coverage_sd:.3f}, "
-                    f"mean size {size}, {group.questions} tested"
+                    f"  {name:36} coverage {group.coverage:.3f} ± {group.coverage_sd:.3f}, mean "
+                    f"size {group.size:.3f} ± {group.size_sd:.3f}{bound}, {group.questions} tested"
                 )
 
 

@@ -25,7 +25,8 @@ class Sets:
     """How well prediction sets did, over all test questions of each split and by group.
 
     Figures are means over splits, `coverage_sd` and `size_sd` the standard deviations between them
-    (0 where another file calibrates). Where q is ∞ a set of labelings holds all, and its size is ∞.
+    (0 where another file calibrates). Where q is ∞ a set of labelings holds every labeling: these
+    are `unbounded`, and sizes are of the others.
     """
 
     questions: int  # tested in one split
@@ -33,6 +34,7 @@ class Sets:
     coverage_sd: float
     size: float
     size_sd: float
+    unbounded: float = 0.0  # share of the sets
     by: dict[str, "Sets"] = field(default_factory=dict)
 
 
@@ -148,11 +150,13 @@ def limits(right: np.ndarray, known: np.ndarray, asked: np.ndarray, alpha: float
 
 
 def summarise(splits: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Sets:
-    """From each split's hits (M,), sizes (M,) and groups (M,)."""
-    hits, sizes = ([of[i].mean() for of in splits] for i in (0, 1))
-    with np.errstate(invalid="ignore"):  # sizes of ∞ have no standard deviation
-        figures = (float(f(x)) for x in (hits, sizes) for f in (np.mean, np.std))
-        of = Sets(round(np.mean([len(held) for held, *_ in splits])), *figures)
+    """From each split's hits (M,), sizes (M,), ∞ without a bound, and groups (M,)."""
+    bounded = [sizes[np.isfinite(sizes)] for _, sizes, _ in splits]
+    means = [x.mean() for x in bounded if len(x)] or [np.inf]
+    hits, n = ([f(hit) for hit, *_ in splits] for f in (np.mean, len))
+    spread = float(np.std(means)) if len(means) > 1 else 0.0
+    found = float(np.mean(hits)), float(np.std(hits)), float(np.mean(means)), spread
+    of = Sets(round(np.mean(n)), *found, 1 - sum(map(len, bounded)) / sum(n))
     names = np.unique(np.concatenate([keys for *_, keys in splits])).tolist()
     for name in names if len(names) > 1 else ():
         inside = [[x[split[2] == name] for x in split] for split in splits]

@@ -90,7 +90,7 @@ def stratify(of: Records, by: str | None) -> Records:
     strata = []
     for labels in map(likeliest, lines(of)):
         words = next(name for least, name in LENGTHS.items() if len(labels) >= least)
-        strata.append(words if by == "length" else f"{amount(len(entities(labels)))} entities")
+        strata.append(words if by == "length" else f"entities: {amount(len(entities(labels)))}")
     return replace(of, subjects=np.array(strata))
 
 

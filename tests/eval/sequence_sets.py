@@ -86,13 +86,14 @@ def crf_rows(path: Path, model: Path, k: int):
 def figure(found: list[conformal.Sets]) -> list[str]:
     """Coverage and size of several files, mean ± standard deviation; of one, over its splits."""
     if len(found) == 1:
-        pairs = ((found[0].coverage, found[0].coverage_sd), (found[0].size, found[0].size_sd))
+        pairs = [(found[0].coverage, found[0].coverage_sd), (found[0].size, found[0].size_sd)]
     else:
-        pairs = (
-            (np.mean(x), np.std(x, ddof=1))
-            for x in zip(*((s.coverage, s.size) for s in found), strict=True)
-        )
-    return [f"{a:.{n}f} ± {b:.{n}f}" for n, (a, b) in zip((3, 2), pairs, strict=True)]
+        values = np.array([(of.coverage, of.size) for of in found])
+        pairs = list(zip(values.mean(0), values.std(0, ddof=1), strict=True))
+    unbounded = np.mean([of.unbounded for of in found])
+    return [f"{a:.{n}f} ± {b:.{n}f}" for n, (a, b) in zip((3, 2), pairs, strict=True)] + [
+        f"{unbounded:.2%}"
+    ]
 
 
 def table(files: list[records.Records], alpha: float) -> str:
@@ -110,7 +111,9 @@ def table(files: list[records.Records], alpha: float) -> str:
     missing = np.mean([(of.labels == (np.isfinite(of.logprobs).sum(1))).mean() for of in files])
     right = np.mean([(of.logprobs.argmax(1) == of.labels).mean() for of in files])
     head = f"α = {alpha}, likeliest labeling right {right:.3f}, right one missing {missing:.4f}\n"
-    return head + tabulate(rows, ["sets", "coverage", "size"], "github", disable_numparse=True)
+    return head + tabulate(
+        rows, ["sets", "coverage", "size", "hold all"], "github", disable_numparse=True
+    )
 
 
 def main() -> None:
