@@ -128,13 +128,15 @@ def parser() -> argparse.ArgumentParser:
     add("--workers", type=positive, default=1, help="processes, each with a GPU of its own")
     add("--overwrite", action=argparse.BooleanOptionalAction, default=False, help="score anew")
 
-    other = {"alpha": 0.5, "loss": "cross-entropy"}
+    other = {"alpha": 0.5, "loss": "cross-entropy", "level": "token"}
     command("fit-temperature", run_fit, task, model, fit, head="constant", **other)
     add = command("fit-ats", run_fit, task, model, fit, head="linear")
     losses = ("selective", "smoothing", "cross-entropy")
     add("--loss", choices=losses, default="selective", help="default: %(default)s")
     help = "weight of wrong answers, or of smoothing, 0 to 1; default: %(default)s"
     add("--alpha", type=fraction, default=0.5, help=help)
+    help = "of responses: a temperature for each token, or one where the response begins"
+    add("--level", choices=("token", "sequence"), default="token", help=help)
 
     add = command("entropy", run_entropy)
     add("--model", required=True, help="model folder or hub name")
@@ -327,8 +329,8 @@ def fit_responses(a: argparse.Namespace) -> tuple:
     a.over = "vocabulary"
     engine = load_engine(a, [])
     a.limit = a.limit or posthoc.RESPONSES
-    seen = posthoc.responses(engine, Path(a.data), a.skip, a.limit)
-    kept = {"versions": engine.versions(), "questions": []}
+    seen = posthoc.responses(engine, Path(a.data), a.skip, a.limit, a.level)
+    kept = {"versions": engine.versions(), "questions": [], "level": a.level}
     return seen, kept | {"data": a.data, "skip": a.skip, "limit": a.limit}
 
 

@@ -163,12 +163,14 @@ class Answers(NamedTuple):
     logits: Tensor | None  # (N, V), or (N, K) for the choices alone
     labels: Tensor  # (N,) column of the right answer
     head: Callable | None = None  # what makes them from `hidden`, where all would be too many
+    first: Tensor | None = None  # (N,) row whose state has the temperature, where not the own one
 
     def take(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Hidden states, logits and labels of the answers at `rows`."""
+        """States that have the temperatures, logits and labels of the answers at `rows`."""
         hidden = self.hidden[rows]
         logits = self.logits[rows] if self.head is None else self.head(hidden)
-        return hidden, logits, self.labels[rows]
+        states = hidden if self.first is None else self.hidden[self.first[rows]]
+        return states, logits, self.labels[rows]
 
 
 def answers(
@@ -205,8 +207,13 @@ def enough(answers: int) -> None:
         raise InputError(f"{found} to fit a calibrator on; expected {FEWEST} or more")
 
 
-def responses(engine: TransformersEngine, data: Path, skip: int, limit: int) -> Answers:
-    """Every token of a file's reference responses, in its order; see `references.documents`."""
+def responses(
+    engine: TransformersEngine, data: Path, skip: int, limit: int, level: str = "token"
+) -> Answers:
+    """Every token of a file's reference responses, in its order; see `references.documents`.
+
+    At the level "sequence" all of a response's have the temperature of the state it begins in.
+    """
     model, tokenizer = engine.tokenizer.name_or_path, engine.tokenizer
     room = {"most": LONGEST, "longest": engine.max_length and engine.max_length + 1}
     ends = references.end_tokens(model, tokenizer)
@@ -218,7 +225,9 @@ def responses(engine: TransformersEngine, data: Path, skip: int, limit: int) -> 
     enough(len(labels))
     if not hidden.isfinite().all():
         raise InputError(f"{data}: the model's output is not finite: nothing can be fitted to it")
-    return Answers(hidden, None, labels, sampler.logits)
+    lengths = torch.tensor([len(d.reference) for d in texts])
+    first = (lengths.cumsum(0) - lengths).repeat_interleave(lengths).to(labels.device)
+    return Answers(hidden, None, labels, sampler.logits, first if level == "sequence" else None)
 
 
 def objective(logits: Tensor, labels: Tensor, alpha: float, loss: str = "selective") -> Tensor:

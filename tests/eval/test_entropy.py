@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -352,7 +353,7 @@ def test_conversations_read_as_the_trainer_has_them(model):
 def test_bad_rows_are_named(model, tmp_path, capsys, row, message):
     data = write(tmp_path / "data.jsonl", [ROWS[0], row])
     assert run(model, data, tmp_path / "r.jsonl") == 2
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=f"{re.escape(str(data))}, {message}"):
         entropy.measure(str(model), data, tmp_path / "r.jsonl", [Setting()])
     assert not (tmp_path / "r.jsonl").exists()
 

@@ -142,6 +142,14 @@ def test_every_token_of_responses_is_an_answer(ending):
         _, ours, labels = found.take(torch.arange(start, start := start + len(text)))
         assert labels.tolist() == text and torch.allclose(ours, logits, atol=1e-4)
     assert start == len(found.labels)
+    # one temperature a response: that of the state in which it begins
+    both = responses(engine, data, 1, 5, "sequence")
+    states, logits, labels = both.take(torch.arange(start))
+    own, ours, _ = found.take(torch.arange(start))
+    assert torch.equal(logits, ours) and torch.equal(labels, found.labels)
+    ends = (labels == tokenizer.eos_token_id).nonzero().squeeze(1) + 1
+    for begin, end in zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True):
+        assert (states[begin:end] == own[begin]).all() and end - begin > 1
     # logits made when they are asked for are fitted as those at hand
     whole = responses(engine, data, 0, 36)
     at_hand = whole._replace(logits=whole.take(torch.arange(len(whole.labels)))[1], head=None)
@@ -149,14 +157,18 @@ def test_every_token_of_responses_is_an_answer(ending):
     assert next(temperatures) == pytest.approx(next(temperatures), rel=1e-4)
 
 
-@pytest.mark.parametrize("loss", ["selective", "smoothing", "cross-entropy"])
-def test_fitted_on_responses(ending, val, tmp_path, loss):
+@pytest.mark.parametrize(
+    "loss, level", [("selective", "sequence"), ("smoothing", "token"), ("cross-entropy", "token")]
+)
+def test_fitted_on_responses(ending, val, tmp_path, loss, level):
     model, data = ending
     before = scored(model, val, tmp_path / "before.jsonl")
     command = ["fit-ats", "--task", "responses", "--data", data, "--model", model, "--skip", 2]
-    assert run(*command, "--loss", loss, "--out", tmp_path / "c") == 0
+    command += ["--loss", loss, "--level", level]
+    assert run(*command, "--out", tmp_path / "c") == 0
     about = json.loads((tmp_path / "c" / CONFIG).read_text())
     assert about["over"] == "vocabulary" and about["fitted"]["loss"] == loss
+    assert about["fitted"]["level"] == level
     assert about["fitted"]["skip"] == 2 and about["fitted"]["answers"] > 34
     first, best = about["fitted"]["held_out_loss"]
     assert best < first
