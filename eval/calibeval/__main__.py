@@ -185,10 +185,8 @@ def parser() -> argparse.ArgumentParser:
     inside = valid(float, lambda x: 0 < x < 1, "a number between 0 and 1")
     add("--alpha", type=inside, default=0.1, help="share of sets that may miss the answer")
     add("--score", choices=("lac", "aps", "raps", "cumulative", "rank"), default="lac")
-    help = "a threshold for each; length and entities are of sentences, in records of labelings"
-    add("--by", choices=("category", "subject", "length", "entities"), help=help)
-    help = "of records of labelings: sets of entities, a threshold for each class"
-    add("--entities", action="store_true", help=help)
+    add("--by", choices=("category", "subject", "length", "entities"), help="a threshold for each")
+    add("--entities", action="store_true", help="of records of labelings: sets of entities")
     add("--splits", type=positive, default=100)
     penalty = valid(float, lambda x: 0 <= x < math.inf, "a number of at least 0")
     add("--lambda", type=penalty, default=0.01, dest="penalty", help="raps only")

@@ -125,9 +125,8 @@ def halves(n: int, splits: int) -> Iterator[list[np.ndarray]]:
 def judge(found: np.ndarray, places: np.ndarray, limit: np.ndarray, scoring: str) -> tuple:
     """Whether each question's set holds its right choice, and how many choices it has, (M,)."""
     inside = found <= limit[:, None]
-    sizes = (inside & np.isfinite(found)).sum(1, dtype=float)
-    if scoring == "labelings":
-        sizes[np.isinf(limit)] = np.inf
+    sizes = (inside & np.isfinite(found)).sum(1)
+    sizes = np.where(np.isinf(limit) & (scoring == "labelings"), np.inf, sizes)
     return inside[np.arange(len(places)), places], sizes
 
 

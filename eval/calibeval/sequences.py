@@ -20,6 +20,7 @@ from calibeval.io import InputError, json_lines
 from calibeval.records import Records
 
 LENGTHS = {32: "32 words or more", 16: "16 to 31 words", 8: " 8 to 15 words", 1: " 1 to 7 words"}
+NUMBERS = ("0", "1", "2", "3", "4", "5+")
 EACH, ALL, SIDAK = "each entity", "all entities", "all entities, Šidák"  # of a sentence
 
 
@@ -30,6 +31,7 @@ def k_best(emissions: np.ndarray, transitions: np.ndarray, k: int) -> tuple[np.n
     the k best ways to each label. Emissions e (T, L) include what starts and ends a labeling,
     transitions a are (L, L). Impossible labelings (−∞) are left out: there may be fewer than k.
     """
+    emissions, transitions = np.asarray(emissions, float), np.asarray(transitions, float)
     score, total, back = emissions[0][:, None], emissions[0], []
     for now in emissions[1:]:
         total = np.logaddexp.reduce(total[:, None] + transitions, axis=0) + now
@@ -90,13 +92,10 @@ def stratify(of: Records, by: str | None) -> Records:
     strata = []
     for labels in map(likeliest, lines(of)):
         words = next(name for least, name in LENGTHS.items() if len(labels) >= least)
-        strata.append(words if by == "length" else f"entities: {amount(len(entities(labels)))}")
+        strata.append(
+            words if by == "length" else f"entities: {NUMBERS[min(len(entities(labels)), 5)]}"
+        )
     return replace(of, subjects=np.array(strata))
-
-
-def amount(n: int) -> str:
-    """0 to 4, 5+."""
-    return str(n) if n < 5 else "5+"
 
 
 def spans(of: Records) -> np.recarray:
@@ -109,7 +108,7 @@ def spans(of: Records) -> np.recarray:
                 mass[entity] = mass.get(entity, 0.0) + np.exp(logprob)
         for entity in sorted(mass.keys() | gold):
             score = 1 - mass.get(entity, -np.inf)
-            found.append((i, entity[2], score, entity in gold, amount(len(gold)), guess))
+            found.append((i, entity[2], score, entity in gold, NUMBERS[min(len(gold), 5)], guess))
     if not any(row[3] for row in found):
         raise InputError(f"{of.path}: no gold labeling has an entity (B-X, I-X)")
     return np.rec.fromrecords(found, names="sentence, name, score, gold, number, guess")

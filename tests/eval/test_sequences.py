@@ -63,6 +63,9 @@ def test_k_best_of_the_hmm(length):
     assert (found == paths).all()
     np.testing.assert_allclose(logprobs, exact, atol=1e-12)
     assert np.exp(logprobs).sum() == pytest.approx(1)
+    single = sequences.k_best(emissions.astype("f"), transitions.astype("f"), 3)
+    np.testing.assert_allclose(single[1], exact[:3], atol=1e-5)
+    assert single[1].dtype == float and single[1].max() < 1e-12  # as records ask
 
 
 @pytest.mark.parametrize(
