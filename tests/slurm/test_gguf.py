@@ -5,6 +5,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from tokenizers.normalizers import Replace
+from transformers import PreTrainedTokenizerFast
 
 from sweeps.cli import main
 from sweeps.config import Model
@@ -65,3 +69,20 @@ def test_a_sweep_names_its_model_once(sweep_file, capsys):
     path = sweep_file(grid={}, train=train, prefetch={"models": models})
     assert main(["prefetch", str(path), "--dry-run"]) == 0
     assert capsys.readouterr().out == "to fetch: model tiny-gguf==0.1 → models/x\n"
+
+
+def test_a_tokenizer_without_its_merges_is_refused(tmp_path):
+    """What transformers 5.17 makes of Gemma's GGUF file: all entries, and characters are read."""
+    letters = sorted("▁words")
+    words = ["▁word" + "s" * i for i in range(1, 300)]
+    pairs = [("▁", "w"), ("▁w", "o"), ("▁wo", "r"), ("▁wor", "d"), ("▁word", "s")]
+    merges = pairs + [(word, "s") for word in words[:-1]]
+    known = [a + b for a, b in pairs[:-1]] + words
+    vocabulary = {entry: i for i, entry in enumerate(["<unk>", *letters, *known])}
+    for name, rules in (("whole", merges), ("split", [])):
+        core = Tokenizer(BPE(vocabulary, rules, unk_token="<unk>"))
+        core.normalizer, core.decoder = Replace(" ", "▁"), decoders.Replace("▁", " ")
+        PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(tmp_path / name)
+    gguf.check_tokenizer(tmp_path / "whole")
+    with pytest.raises(SweepError, match=r"transformers .* splits words: of \d+ .* reads 0 whole"):
+        gguf.check_tokenizer(tmp_path / "split")

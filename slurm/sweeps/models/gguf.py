@@ -71,6 +71,28 @@ def convert(file: Path, folder: Path, dtype: str) -> None:
             special_tokens=[(bos, tokenizer.bos_token_id)],
         )
     tokenizer.save_pretrained(folder)
+    check_tokenizer(folder)
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raise SweepError if the tokenizer splits words that are entries of its own vocabulary.
+
+    Some versions of transformers lose the merges of a GGUF file: Gemma's texts then fall into
+    characters, five times as many tokens, and nothing else says so.
+    """
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    words = {id: tokenizer.decode([id]) for id in range(0, len(tokenizer), 97)}
+    words = {id: word for id, word in words.items() if len(word) > 3 and word.strip().isalpha()}
+    read = tokenizer(list(words.values()), add_special_tokens=False)["input_ids"] if words else []
+    whole = sum(ids == [id] for id, ids in zip(words, read, strict=True))
+    if 2 * whole < len(words):
+        raise SweepError(
+            f"transformers {transformers.__version__} makes a tokenizer of the GGUF file that "
+            f"splits words: of {len(words)} in its vocabulary it reads {whole} whole; install "
+            "another version, 5.19 is known to work"
+        )
 
 
 def _run(*arguments: str, folder: Path | None = None) -> None:
