@@ -25,6 +25,7 @@ APPLY = PROJECT / "patches" / "apply.sh"
 UPSTREAM = dict(
     line.split(maxsplit=1) for line in (PROJECT / "patches" / "UPSTREAM").read_text().splitlines()
 )
+MAIN = "e6c3044aa6201c8bfa4573c1b03142af599e730d"
 LOSS = re.compile(r"Step: (\d+), LR: \S+, Loss: ([^,]+),")
 STATISTICS = re.compile(r"training statistics: (\{.*\})")
 
@@ -54,7 +55,7 @@ class Run:
 
 
 def weights_file(folder: Path) -> Path:
-    names = ("pytorch_model.bin", "model.safetensors")
+    names = ("pytorch_model.bin", "model.safetensors", "adapter_model.safetensors")
     return next(path for name in names if (path := folder / name).is_file())
 
 
@@ -82,6 +83,22 @@ class Stack:
         }
         return os.environ | ours
 
+    @property
+    def given(self) -> dict[str, object]:
+        """finetune.py's arguments unless a test says otherwise."""
+        return {
+            "model_name_or_path": self.world / "model",
+            "train_file": self.world / "train.jsonl",
+            "use_flash_attn": False,
+            "use_slow_tokenizer": False,
+            "fused_optimizer": False,
+            "max_seq_length": 64,
+            "per_device_train_batch_size": 8,
+            "logging_steps": 1,
+            "push_to_hub": False,
+            "try_launch_beaker_eval_jobs": False,
+        }
+
     @cached_property
     def server(self) -> subprocess.Popen:
         """run_finetune.py --serve, which ends with its standard input."""
@@ -104,6 +121,7 @@ class Stack:
         dtype: str | None = "float32",
         torch_smoothing: float | None = None,
         faults: tuple[str, ...] = (),
+        runner: bool = False,
     ) -> Run:
         """Train the tiny model; fails the test if the script does, unless `faults` were to come."""
         environment = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
@@ -115,21 +133,10 @@ class Stack:
             environment["ACCELERATE_USE_CPU"] = "true"
         script = [checkout]
         script += ["--dtype", dtype] if dtype else []
+        script += ["--runner"] if runner else []
         script += ["--torch-smoothing", torch_smoothing] if torch_smoothing is not None else []
         script += [word for fault in faults for word in ("--fault", fault)]
-        given = {
-            "model_name_or_path": self.world / "model",
-            "train_file": self.world / "train.jsonl",
-            "output_dir": output,
-            "use_flash_attn": False,
-            "use_slow_tokenizer": False,
-            "fused_optimizer": False,
-            "max_seq_length": 64,
-            "per_device_train_batch_size": 8,
-            "logging_steps": 1,
-            "push_to_hub": False,
-            "try_launch_beaker_eval_jobs": False,
-        }
+        given = self.given | {"output_dir": output}
         flags = [word for key, value in given.items() for word in (f"--{key}", value)]
         log = output.parent / f"{output.name}.log"
         log.unlink(missing_ok=True)
@@ -181,10 +188,19 @@ def patched(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def clone(source: Path, target: Path) -> Path:
+@pytest.fixture(scope="session")
+def main_checkout(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """open-instruct's main of August 2026, for the runner."""
+    return clone(
+        pristine, tmp_path_factory.mktemp("main") / "open-instruct", MAIN, "--", "open_instruct"
+    )
+
+
+def clone(source: Path, target: Path, *what: str) -> Path:
+    what = what or ("--detach", UPSTREAM["commit"])
     for command in (
         ["git", "clone", "--quiet", "--shared", "--no-checkout", source, target],
-        ["git", "-C", target, "checkout", "--quiet", "--detach", UPSTREAM["commit"]],
+        ["git", "-C", target, "checkout", "--quiet", *what],
     ):
         subprocess.run(command, check=True)
     return target
@@ -209,10 +225,43 @@ def today(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     yield from _stack(sys.executable, tmp_path_factory)
 
 
-def _stack(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+class MainStack(Stack):
+    """The libraries of open-instruct's main, whose finetune.py asks the hub's cache for a model."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return super().environment | {"HF_HUB_CACHE": str(self.world / "hub")}
+
+    @property
+    def given(self) -> dict[str, object]:
+        cached = self.world / "hub" / "models--tiny--llama"
+        if not cached.exists():
+            shutil.copytree(self.world / "model", cached / "snapshots" / "0")
+            (cached / "refs").mkdir()
+            (cached / "refs" / "main").write_text("0")
+        own = {
+            "model_name_or_path": "tiny/llama",
+            "chat_template_name": "tulu",
+            "dataset_local_cache_dir": self.world / "tokenised",
+            "do_not_randomize_output_dir": True,
+        }
+        absent = ("train_file", "use_flash_attn", "use_slow_tokenizer", "logging_steps")
+        return {key: value for key, value in super().given.items() if key not in absent} | own
+
+
+@pytest.fixture(scope="session")
+def main_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    if "OPEN_INSTRUCT_MAIN_PYTHON" not in os.environ:
+        pytest.skip("OPEN_INSTRUCT_MAIN_PYTHON names no Python with open-instruct's main's needs")
+    yield from _stack(os.environ["OPEN_INSTRUCT_MAIN_PYTHON"], tmp_path_factory, MainStack)
+
+
+def _stack(
+    python: str, tmp_path_factory: pytest.TempPathFactory, kind: type[Stack] = Stack
+) -> Iterator[Stack]:
     world = tmp_path_factory.mktemp("world")
     subprocess.run([python, HERE / "tiny_world.py", world], check=True)
-    stack = Stack(python, world)
+    stack = kind(python, world)
     yield stack
     if "server" in vars(stack):
         stack.server.communicate()

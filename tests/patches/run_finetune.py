@@ -6,6 +6,7 @@ weights in bf16, whose rounding hides what a test looks for: --dtype float32 or 
 --fp32-logits takes the logits from a bf16 model in fp32, --reverse-rows turns each micro-batch
 around: the same update, added up in another order. --memory FILE measures GPU memory; --no-save
 leaves out the model at the end. --fault makes happen what a test will not wait for (`inject`).
+--runner has smoothce.open_instruct run an unpatched checkout.
 
     run_finetune.py --serve
 
@@ -33,6 +34,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 
+import smoothce.open_instruct.__main__
+
 
 def main() -> None:
     split = sys.argv.index("--")
@@ -45,11 +48,12 @@ def main() -> None:
     parser.add_argument("--memory", type=Path)
     parser.add_argument("--no-save", action="store_true")
     parser.add_argument("--fault", action="append", default=[])
+    parser.add_argument("--runner", action="store_true")
     options = parser.parse_args(sys.argv[1:split])
     if options.dtype:
         load = transformers.AutoModelForCausalLM.from_pretrained
-        transformers.AutoModelForCausalLM.from_pretrained = lambda *args, **kwargs: load(
-            *args, **kwargs | {"torch_dtype": getattr(torch, options.dtype)}
+        transformers.AutoModelForCausalLM.from_pretrained = lambda *args, dtype=None, **kwargs: (
+            load(*args, **kwargs | {"torch_dtype": getattr(torch, options.dtype)})
         )
     if options.torch_smoothing is not None:
         dense = F.cross_entropy
@@ -89,7 +93,11 @@ def main() -> None:
         from loss_memory import LossMemory
 
         memory = LossMemory()
-    runpy.run_path(script, run_name="__main__")
+    if options.runner:
+        sys.argv[0] = options.checkout
+        smoothce.open_instruct.__main__.main(sys.argv)
+    else:
+        runpy.run_path(script, run_name="__main__")
     if options.memory and os.environ.get("RANK", "0") == "0":
         memory.write(options.memory)
 

@@ -32,7 +32,7 @@ def check_arguments(args: Namespace) -> None:
             "filter_eps belongs to the fused loss: it needs loss_impl fused, or loss_impl auto "
             "with label_smoothing > 0 or reduce_loss token_mean"
         )
-    dropout = args.attention_dropout
+    dropout = getattr(args, "attention_dropout", None)  # a flag of the patches alone
     if dropout is not None and not (_is_number(dropout) and 0 <= dropout < 1):
         raise ValueError(f"attention_dropout must be a number in [0, 1), not {dropout!r}")
     if replaces_loss(args) and args.load_balancing_loss:

@@ -1,23 +1,26 @@
 """Differences between the libraries that open-instruct e363290 pins and today's."""
 
 import inspect
-from functools import partial
+from functools import partial, partialmethod
 from types import SimpleNamespace
 from typing import Any
 
 
-def accelerator_class(accelerator: type) -> Any:
+def accelerator_class(accelerator: type) -> type:
     """The class, or one that takes `use_seedable_sampler` where accelerate 1.x dropped it."""
     if "use_seedable_sampler" in inspect.signature(accelerator).parameters:
         return accelerator
 
-    def construct(*args: Any, use_seedable_sampler: bool = False, **kwargs: Any) -> Any:
-        from accelerate.utils import DataLoaderConfiguration
+    class Accelerator(accelerator):
+        def __init__(self, *args: Any, use_seedable_sampler: bool = False, **kwargs: Any) -> None:
+            from accelerate.utils import DataLoaderConfiguration
 
-        loading = DataLoaderConfiguration(use_seedable_sampler=use_seedable_sampler)
-        return accelerator(*args, dataloader_config=loading, **kwargs)
+            if use_seedable_sampler:
+                loading = DataLoaderConfiguration(use_seedable_sampler=True)
+                kwargs["dataloader_config"] = loading
+            super().__init__(*args, **kwargs)
 
-    return construct
+    return Accelerator
 
 
 def model_class(attn_implementation: str | None) -> Any:
@@ -45,3 +48,23 @@ def chat_template(tokenizer: Any) -> Any:
     return SimpleNamespace(
         apply_chat_template=partial(tokenizer.apply_chat_template, return_dict=False)
     )
+
+
+def todays_libraries() -> None:
+    """What the patches change in the script for today's libraries, made the libraries' default.
+
+    Chat templates return ids, and AdamW has no empty group of parameters.
+    """
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+    PreTrainedTokenizerBase.apply_chat_template = partialmethod(
+        PreTrainedTokenizerBase.apply_chat_template, return_dict=False
+    )
+    construct = torch.optim.AdamW.__init__
+
+    def without_empty(self: Any, groups: Any, *args: Any, **kwargs: Any) -> None:
+        kept = [one for one in groups if not isinstance(one, dict) or one["params"]]
+        construct(self, kept, *args, **kwargs)
+
+    torch.optim.AdamW.__init__ = without_empty

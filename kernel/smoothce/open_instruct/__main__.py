@@ -1,0 +1,146 @@
+"""The runner: open-instruct's finetune.py with the smoothed loss, and no file changed.
+
+    python -m smoothce.open_instruct CHECKOUT ARGUMENTS…
+    accelerate launch … -m smoothce.open_instruct CHECKOUT ARGUMENTS…
+
+ARGUMENTS are finetune.py's, with `--label_smoothing`, `--loss_impl`, `--filter_eps` and the
+`--reduce_loss` of the patches. Exit status 2, and nothing loaded, where one is wrong.
+"""
+
+import dataclasses
+import runpy
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch import nn
+from torch.utils.data import DataLoader
+
+from smoothce.open_instruct.arguments import check_arguments, replaces_loss
+from smoothce.open_instruct.stack import accelerator_class, todays_libraries
+from smoothce.open_instruct.training_loss import TrainingLoss
+
+# What the hooks rest on: without one of these the loss would silently stay what it was.
+HOOKED = ("class FlatArguments", "ArgumentParserPlus(", "accelerate import Accelerator")
+HOOKED += ("accelerator.prepare(", "accelerator.accumulate(", "outputs.loss")
+RUN = Namespace(args=None, replaces=False)  # what the script of this process has parsed
+
+
+def main(words: list[str]) -> None:
+    """Hook what the script of the checkout `words[0]` imports; then run it with the others."""
+    if not words or words[0].startswith("-"):
+        print(__doc__)
+        sys.exit(0 if words[:1] in (["-h"], ["--help"]) else 2)
+    checkout = Path(words[0]).absolute()
+    script = script_of(checkout)
+    sys.path.insert(0, str(checkout))
+    sys.argv = [str(script), *words[1:]]
+    import accelerate
+    from open_instruct import utils
+
+    todays_libraries()
+    parser = utils.ArgumentParserPlus
+    utils.ArgumentParserPlus = lambda types: parser(with_flags(types))
+    accelerate.Accelerator = accelerator_class(with_loss(accelerate.Accelerator))
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def script_of(checkout: Path) -> Path:
+    """The checkout's finetune.py; ends the process where its loss cannot be changed from here."""
+    script = checkout / "open_instruct" / "finetune.py"
+    if not script.is_file():
+        fail(f"{checkout} has no open_instruct/finetune.py, so it is no open-instruct checkout")
+    text = script.read_text(encoding="utf-8")
+    if "smoothce" in text:
+        undo = f"patches/apply.sh {checkout} --reverse"
+        fail(f"{checkout} is patched: run its finetune.py itself, or undo the patches with {undo}")
+    if absent := [words for words in HOOKED if words not in text]:
+        fail(f"{script} has no `{'`, no `'.join(absent)}`: its loss cannot be changed from outside")
+    return script
+
+
+def fail(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def with_flags(types: Any) -> list[type]:
+    """The script's argument classes, with this project's flags in finetune.py's own."""
+    if not isinstance(types, type):
+        return [each for one in types for each in with_flags(one)]
+    if types.__name__ != "FlatArguments":
+        return [types]
+    only_mean = "reduce_loss" not in types.__dataclass_fields__
+
+    @dataclasses.dataclass
+    class FlatArguments(types):
+        reduce_loss: str = "mean"
+        label_smoothing: float = 0.0
+        loss_impl: str = "auto"
+        filter_eps: str = "none"
+
+        def __post_init__(self) -> None:
+            try:
+                check_arguments(self)
+            except ValueError as error:
+                fail(str(error))
+            reduction, self.reduce_loss = self.reduce_loss, "mean"  # which every script takes
+            super().__post_init__()
+            self.reduce_loss = reduction
+            RUN.args = self
+            RUN.replaces = replaces_loss(self) or (only_mean and reduction == "sum")
+            if RUN.replaces and getattr(self, "sequence_parallel_size", 1) > 1:
+                fail("this loss cannot be combined with sequence_parallel_size above 1")
+
+    return [FlatArguments]
+
+
+def with_loss(base: type) -> type:
+    """accelerate's class, whose `prepare` gives the model the loss that was asked for."""
+
+    class Accelerator(base):
+        def prepare(self, *objects: Any, **options: Any) -> Any:
+            models = [one for one in objects if isinstance(one, nn.Module)]
+            if not (RUN.replaces and models):
+                return super().prepare(*objects, **options)
+            loss = TrainingLoss(Namespace(**vars(RUN.args)), self)
+            loss.attach(models[0])
+            ready = super().prepare(*objects, **options)
+            model = ready[objects.index(models[0])]
+            return tuple(
+                Batches(new, loss, model) if isinstance(old, DataLoader) else new
+                for old, new in zip(objects, ready, strict=True)
+            )
+
+        def skip_first_batches(self, loader: Any, num_batches: int = 0) -> Any:
+            if not isinstance(loader, Batches):
+                return super().skip_first_batches(loader, num_batches)
+            rest = super().skip_first_batches(loader.loader, num_batches)
+            return dataclasses.replace(loader, loader=rest)
+
+    return Accelerator
+
+
+@dataclasses.dataclass
+class Batches:
+    """A data loader with what `TrainingLoss.batches` adds to its micro-batches."""
+
+    loader: Any
+    loss: TrainingLoss
+    model: Any
+
+    def __iter__(self) -> Iterator[Any]:
+        RUN.args.reduce_loss = "mean"  # so that the script takes `outputs.loss` as it is
+        return iter(self.loss.batches(self.loader, self.model))
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
