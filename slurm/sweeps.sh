@@ -1,6 +1,7 @@
 #!/bin/bash
 # Any command on a sweep, with the Python that the scripts beside this one take.
 #
+#   bash slurm/sweeps.sh smoke SWEEP              one run in small, before a launch
 #   bash slurm/sweeps.sh status SWEEP             what every run is doing, why a dead one died
 #   bash slurm/sweeps.sh logs SWEEP --run TEXT    the end of its logs
 #   bash slurm/sweeps.sh retry SWEEP              start what is dead again

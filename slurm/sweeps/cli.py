@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from calibeval.io import counted
-from sweeps import assets, launch, plan, preflight, score, status
+from sweeps import assets, launch, plan, preflight, score, smoke, status
 from sweeps.cluster import load_cluster
 from sweeps.executors import local, slurm
 from sweeps.files import DISK_ERRORS, SweepError, disk_error, tail
@@ -149,6 +149,12 @@ def _launch(a: argparse.Namespace) -> int:
     runs = counted(len(planned.cells), "run")
     print(f"{planned.sweep.name}: {runs}, executor {executor}", flush=True)
     return launch.start(planned, executor)
+
+
+def _smoke(a: argparse.Namespace) -> int:
+    planned, executor = _planned(a), launch.pick_executor(a.executor)
+    launch.check_assets(planned, executor)
+    return smoke.run(planned, executor)
 
 
 def _status(a: argparse.Namespace) -> int:
@@ -300,6 +306,7 @@ def _preflight(a: argparse.Namespace) -> int:
 COMMANDS = {  # name → what does it, what it does, its options
     "plan": (_plan, "list the runs of a sweep and what is already done", ""),
     "launch": (_launch, "train, score and collect what is missing", "executor dry-run throttle"),
+    "smoke": (_smoke, "before a launch: one run's whole chain, ten steps of it", "executor"),
     "status": (_status, "what every run is doing", "watch"),
     "cancel": (_cancel, "end it, queued or on this machine; running trainers save first", ""),
     "retry": (_retry, "start again what is dead", "executor"),

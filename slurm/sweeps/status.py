@@ -229,8 +229,8 @@ def table(statuses: list[Status], title: str, bases: list[Status] = ()) -> str:
     return "\n".join(lines)
 
 
-def troubles(statuses: list[Status], planned: Plan) -> str:
-    """What is dead and why, alike ones together, and the command that goes on; or nothing."""
+def causes(statuses: list[Status]) -> list[str]:
+    """What is dead and why, alike ones together."""
     alike: dict[tuple, list[Status]] = {}
     for status in statuses:
         if status.trouble:
@@ -245,6 +245,12 @@ def troubles(statuses: list[Status], planned: Plan) -> str:
         lines += [f"    | {line}" for line in first.trouble.lines]
         if first.trouble.file:
             lines.append(f"    {shown(first.trouble.file)}")
+    return lines
+
+
+def troubles(statuses: list[Status], planned: Plan) -> str:
+    """The causes, and the command that goes on; or nothing."""
+    lines = causes(statuses)
     if error := next((status.error for status in statuses if status.error), ""):
         return "\n".join([*lines, f"{error}; what is queued is not known"])
     if not lines:

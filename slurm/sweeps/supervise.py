@@ -156,7 +156,8 @@ def _reason(run: RunDir, code: int) -> str:
     lines = [line for line in run.log_tail() if not line.startswith("---")]
     if shutil.disk_usage(run.path).free < 1 << 20:
         return f"exit {code}: the disk of {run.path} is full; make room and type the same again"
-    wrong = [line for line in lines if line.startswith("error: ") or "Error" in line]
+    # A progress bar leaves no line of its own for what is said after it.
+    wrong = [found[0] for line in lines if (found := re.search("error: .*|.*Error.*", line))]
     wrong = [line for line in wrong if "ChildFailedError" not in line] or wrong  # torchrun's own
     return f"exit {code}: {(wrong or lines or ['no output'])[-1][:500]}"
 

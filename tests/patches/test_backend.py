@@ -161,18 +161,15 @@ def test_rows_before_an_epochs_checkpoint_stay(tmp_path):
     assert [json.loads(line)["step"] for line in run.metrics.open()] == list(range(1, 17))
 
 
-@pytest.mark.upstream
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("end", ["SIGTERM", "SIGKILL"])
-def test_an_interrupted_sweep_ends_with_the_same_model(today, patched, tmp_path, end):
-    """plan, launch, status, an end by the scheduler or by force, launch again."""
+@pytest.fixture
+def sweeps(today, patched, tmp_path):
+    """sweeps(COMMAND, NAME, OPTION…) → its process, on a sweep of that name over the checkout."""
     environment = today.environment | {
         "OPEN_INSTRUCT_DIR": str(patched),
         "PYTHONPATH": os.pathsep.join(str(PROJECT / part) for part in ("kernel", "slurm", "eval")),
     }
 
-    def sweeps(command, root, *options):
+    def start(command, root, *options):
         file = tmp_path / f"{root}.yaml"
         train = {
             "model_name_or_path": str(today.world / "model"),
@@ -194,6 +191,24 @@ def test_an_interrupted_sweep_ends_with_the_same_model(today, patched, tmp_path,
         words = [sys.executable, "-m", "sweeps", command, str(file), *options]
         pipe = subprocess.PIPE
         return subprocess.Popen(words, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+    return start
+
+
+@pytest.mark.upstream
+@pytest.mark.slow
+def test_smoke_trains_ten_steps(sweeps, tmp_path):
+    said, error = sweeps("smoke", "whole", "--executor", "local").communicate()
+    assert "smoke: passed" in said and "step 10/10" in said, said + error
+    assert not (tmp_path / "whole" / "runs").exists()
+
+
+@pytest.mark.upstream
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("end", ["SIGTERM", "SIGKILL"])
+def test_an_interrupted_sweep_ends_with_the_same_model(sweeps, tmp_path, end):
+    """plan, launch, status, an end by the scheduler or by force, launch again."""
 
     def launched(root):
         return sweeps("launch", root, "--executor", "local")

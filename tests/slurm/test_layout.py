@@ -12,6 +12,7 @@ ROOT = Path(sweeps.__file__).parent
 FLOORS = (
     "__main__",
     "cli",
+    "smoke",
     "launch",
     "results preflight",
     "executors.local",

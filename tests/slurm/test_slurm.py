@@ -9,6 +9,7 @@ from pathlib import Path
 
 import chaos
 import pytest
+import yaml
 from real import LONG, MARKS, PROJECT, SECRET, command, empty, equal, logs, runs_of, wait_for
 
 from sweeps import launch
@@ -79,6 +80,20 @@ def same(left: str, right: str) -> bool:
         return left == right or float(left) == pytest.approx(float(right), rel=1e-9)
     except ValueError:
         return False
+
+
+def test_smoke_queues_waits_and_says(cluster, profile, sweep_file, tiny, tmp_path):
+    tasks = [{"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 2}]
+    path = sweep_file(score={"tasks": tasks}, cluster=profile)
+    done = command("smoke", path, "--executor", "slurm")
+    assert done.returncode == 0, done.stdout + done.stderr + logs(tmp_path)
+    assert "submitted: train-0=" in done.stdout and "smoke: passed; to go on: " in done.stdout
+    assert done.stdout.count("\nok ") == 4 and not runs_of(path)[0].path.exists()
+    keys = yaml.safe_load(Path(profile).read_text())
+    Path(profile).write_text(yaml.safe_dump(keys | {"setup": ["module load no-such || exit 1"]}))
+    done = command("smoke", path, "--executor", "slurm")
+    assert done.returncode == 1 and "module: command not found" in done.stdout, done.stdout
+    assert "FAILED  train model-" in done.stdout and "before training" in done.stdout
 
 
 def test_a_preempted_element_requeues_itself_alone(cluster, profile, sweep_file, tmp_path):

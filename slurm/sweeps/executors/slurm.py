@@ -303,6 +303,16 @@ def _sbatch(sweep: Sweep, cluster: Cluster, places: Places, job: Job, ids: dict[
         ) from None
 
 
+def queued(sweep: Sweep) -> list[str]:
+    """The ids of this sweep's jobs, collect included, that wait or run."""
+    ids = set()
+    for element in queue():
+        name, _, tag = element.name.rpartition(".")
+        if name.rpartition(".")[0] == sweep.name and (jobs_root(sweep) / tag).is_dir():
+            ids.add(element.job.partition("_")[0])
+    return sorted(ids)
+
+
 def cancel(sweep: Sweep) -> list[str]:
     """scancel every job of this sweep; running trainers save first. Returns the job ids."""
     if not submitted(sweep):  # no matter whether there is a Slurm
@@ -312,14 +322,10 @@ def cancel(sweep: Sweep) -> list[str]:
             f"{jobs_root(sweep)}: this sweep was submitted to Slurm, and squeue or scancel is not "
             "on the PATH: cancel its jobs on a login node"
         )
-    ids = set()
-    for element in queue():
-        name, _, tag = element.name.rpartition(".")
-        if name.rpartition(".")[0] == sweep.name and (jobs_root(sweep) / tag).is_dir():
-            ids.add(element.job.partition("_")[0])
+    ids = queued(sweep)
     if ids:
-        command = ["scancel", "--full", *sorted(ids)]
+        command = ["scancel", "--full", *ids]
         done = subprocess.run(command, text=True, capture_output=True, check=False)
         if done.returncode != 0:
             raise SweepError(f"scancel: {done.stderr.strip()}")
-    return sorted(ids)
+    return ids

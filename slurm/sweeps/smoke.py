@@ -1,0 +1,99 @@
+"""One run's whole chain in small, before a sweep is queued: ten steps, few questions, a table."""
+
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from sweeps import launch, preflight, status
+from sweeps.config import Score
+from sweeps.executors import slurm
+from sweeps.files import SweepError, held
+from sweeps.plan import Plan, expand
+from sweeps.provenance import command, shown
+from sweeps.rundir import RunDir
+
+STEPS = 10
+QUESTIONS = 4  # of each subject of a task
+PAUSE = 2.0  # seconds between looks at the queue
+
+
+def plan(planned: Plan) -> Plan:
+    """The largest model's run with the most smoothing, cut down, with an output_root of its own."""
+    sweep = planned.sweep
+    train = max(
+        (cell.config.train for cell in planned.cells),
+        key=lambda t: (preflight.parameters(t["model_name_or_path"]), t["label_smoothing"]),
+    )
+    batch = sweep.world.size * train.get("gradient_accumulation_steps", 1)
+    batch *= train.get("per_device_train_batch_size", 1)
+    most = {"max_train_steps": STEPS, "max_train_samples": STEPS * batch, "held_out": batch}
+    most |= {"checkpointing_steps": STEPS // 2, "logging_steps": 1, "keep_last_n_checkpoints": 1}
+    less = {key: _less(train[key], limit) for key, limit in most.items() if key in train}
+    small = sweep.model_copy(
+        update={
+            "name": f"{sweep.name}-smoke",
+            "output_root": str(Path(sweep.output_root) / "smoke" / sweep.name),
+            "train": train | less,
+            "grid": {},
+            "score": sweep.score and _few(sweep.score),
+        }
+    )
+    cells = expand(small, str(planned.source))
+    return replace(planned, name=small.name, sweep=small, cells=cells)
+
+
+def _less(value: int | str | None, limit: int) -> int:
+    return min(value, limit) if isinstance(value, int) else limit
+
+
+def _few(asked: Score) -> Score:
+    tasks = [
+        task.model_copy(update={"limit": _less(task.limit, QUESTIONS)}) for task in asked.tasks
+    ]
+    entropy = asked.entropy and asked.entropy.model_copy(update={"limit": QUESTIONS})
+    return asked.model_copy(update={"tasks": tuple(tasks), "entropy": entropy})
+
+
+def run(planned: Plan, executor: str) -> int:
+    """Train, score and collect `plan(planned)` anew, wait for it, and say what of it worked.
+
+    What is queued already is only waited for. Returns 0 if a launch may follow, else 1.
+    """
+    small = plan(planned)
+    if executor == "local" or not slurm.queued(small.sweep):
+        if any(held(RunDir(cell.folder).lock) for cell in small.cells):
+            raise SweepError(f"{shown(small.folder)}: another process tries this just now")
+        shutil.rmtree(small.sweep.output_root, ignore_errors=True)
+        launch.start(small, executor)
+    try:
+        while executor == "slurm" and slurm.queued(small.sweep):
+            time.sleep(PAUSE)
+    except KeyboardInterrupt:
+        print(f"\nstill queued: the same waits again, {small.again('cancel')} takes it back")
+        return 1
+    worked = verdict(small)
+    if worked:
+        for cell in small.cells:
+            shutil.rmtree(cell.folder / "model", ignore_errors=True)
+        print(f"smoke: passed; to go on: {command('sweeps.sh', 'launch', *planned.typed)}")
+    else:
+        print(f"smoke: FAILED; its logs: {small.again('logs')}")
+    return 0 if worked else 1
+
+
+def verdict(small: Plan) -> bool:
+    """Print which stages worked, and why the others did not; returns whether all did."""
+    runs, bases = status.of_sweep(small.sweep, small.cells)
+    report = small.folder / "report.html"
+    stages = {f"train {runs[0].name}: {runs[0].detail}": runs[0].state == "done"}
+    for one in [*bases.values(), *runs] if small.sweep.score else []:
+        done, _, of = one.scored.partition("/")
+        stages[f"score {one.name}: {one.scored} tasks"] = done == of
+    stages[f"collect: {shown(report)}"] = report.exists()
+    print()
+    for stage, good in stages.items():
+        print(f"{'ok' if good else 'FAILED':8}{stage}")
+    for line in status.causes([*runs, *bases.values()]):
+        print(line)
+    return all(stages.values())
