@@ -146,6 +146,8 @@ def _launch(a: argparse.Namespace) -> int:
         print("Nothing was checked: preflight, given the same, names what a launch would refuse.")
         return 0
     launch.check_assets(planned, executor)
+    for line in preflight.estimates(planned, executor):
+        print(line)
     runs = counted(len(planned.cells), "run")
     print(f"{planned.sweep.name}: {runs}, executor {executor}", flush=True)
     return launch.start(planned, executor)
@@ -298,7 +300,9 @@ def _gc(a: argparse.Namespace) -> int:
 
 def _preflight(a: argparse.Namespace) -> int:
     executor = launch.pick_executor(a.executor)
-    launch.check_assets(_planned(a), executor)
+    planned = _planned(a)
+    launch.check_assets(planned, executor)
+    print("".join(f"{line}\n" for line in preflight.estimates(planned, executor)), end="")
     print(f"preflight: nothing is missing (executor {executor})")
     return 0
 

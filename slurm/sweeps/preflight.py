@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from calibeval.io import counted
-from sweeps import assets, packages, questions
+from sweeps import assets, estimate, packages, questions
 from sweeps.assets import hub_snapshot
 from sweeps.backends import get_backend
 from sweeps.cluster import Cluster, expand, load_cluster, variables
@@ -214,12 +214,18 @@ def size(count: float) -> str:
     return f"{count / (1 << 20):.0f} MiB" if count < 1 << 30 else f"{count / (1 << 30):.1f} GiB"
 
 
+def _config(model: str) -> tuple[Path | None, dict]:
+    """The folder of a model on this disk, and its config.json; empty if it is not here."""
+    folder = Path(model) if Path(model).is_dir() else hub_snapshot(model)
+    file = folder and folder / "config.json"
+    return folder, read_json(file) if file and file.is_file() else {}
+
+
 def parameters(model: str) -> int:
     """Parameters of a model on this disk, from its files' sizes; 0 if it is not here."""
-    folder = Path(model) if Path(model).is_dir() else hub_snapshot(model)
-    if folder is None or not (folder / "config.json").is_file():
+    folder, config = _config(model)
+    if not config:
         return 0
-    config = read_json(folder / "config.json")
     files = list(folder.glob("*.safetensors")) or list(folder.glob("*.bin"))
     width = WIDTHS.get(config.get("dtype") or config.get("torch_dtype"), 2)
     return sum(path.stat().st_size for path in files) // width
@@ -252,3 +258,32 @@ def needed(sweep: Sweep, cells: list[Cell], at_once: int) -> tuple[int, str]:
         f"{counted(len(each), 'model')} {size(4 * sum(each))}"
     )
     return max(LEAST, sum(busy) + 4 * sum(each)), why
+
+
+def estimates(planned: Plan, executor: str) -> list[str]:
+    """Memory and time of a step on the profile's or this machine's GPUs, a line for each model."""
+    sweep, world, found = planned.sweep, planned.sweep.world, []
+    if executor == "slurm":
+        cluster = load_cluster(sweep.cluster)
+        name = cluster.gpus_per_process and (cluster.gpu_type or "GPU")
+    else:
+        name = output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "--id=0")
+    zero = read_json(Path(world.deepspeed)).get("zero_optimization", {}) if world.deepspeed else {}
+    for train in {_needs(cell): cell.config.train for cell in planned.cells}.values():
+        model, count = train["model_name_or_path"], parameters(train["model_name_or_path"])
+        if not (name and count and train.get("max_seq_length")) or train.get("use_lora"):
+            continue  # a CPU, or nothing is known of the adapters or of how long sequences are
+        config = _config(model)[1]
+        given = (config.get("text_config", config), count, train)
+        parts = estimate.memory(*given, world.size, zero)
+        need, fits = sum(parts.values()) / 1e9, estimate.gpu(name)
+        text = f"about {need:.0f} GB a GPU ± {estimate.MARGIN:.0%}: "
+        text += ", ".join(f"{part} {size / 1e9:.1f}" for part, size in parts.items())
+        if fits:
+            seconds = estimate.seconds(*given, fits[1])
+            text += f"; a full update {seconds:.1f} s at {estimate.UTILISATION:.0%} of the peak"
+        if fits and need > fits[0]:
+            text = f"warning: {text}. A {name} has {fits[0]} GB: lower per_device_train_batch_size,"
+            text += " turn gradient_checkpointing on, or share the states among more GPUs by ZeRO-3"
+        found.append(f"{model}: {text}")
+    return list(dict.fromkeys(found))

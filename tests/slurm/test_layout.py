@@ -28,7 +28,7 @@ FLOORS = (
     "backends",
     "backends.base cluster",
     "config",
-    "files provenance",
+    "files provenance estimate",
 )
 FREE = ("__init__", "executors", "models")  # import nothing of sweeps
 # Imported by name, from backends.REGISTRY.

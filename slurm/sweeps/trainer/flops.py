@@ -4,33 +4,16 @@ import numpy as np
 import torch
 from torch import nn
 
+from sweeps.estimate import gpu
 from sweeps.trainer.data import Examples
-
-# Dense bf16 tensor-core peaks, FLOP/s, from NVIDIA's data sheets; the first name that fits counts.
-PEAKS = {
-    "B200": 2250e12,
-    "GH200": 989e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "A40": 150e12,
-    "A30": 165e12,
-    "A10": 125e12,
-    "L4": 121e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-}
 
 
 def peak(device: torch.device) -> float | None:
     """The device's peak in FLOP/s, or None for a CPU and for a GPU that is not in the table."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((value for known, value in PEAKS.items() if known in name), None)
+    known = gpu(torch.cuda.get_device_name(device))
+    return known and known[1]
 
 
 def model_flops(model: nn.Module, examples: Examples) -> np.ndarray:
