@@ -271,10 +271,12 @@ def estimates(planned: Plan, executor: str) -> list[str]:
     zero = read_json(Path(world.deepspeed)).get("zero_optimization", {}) if world.deepspeed else {}
     for train in {_needs(cell): cell.config.train for cell in planned.cells}.values():
         model, count = train["model_name_or_path"], parameters(train["model_name_or_path"])
-        if not (name and count and train.get("max_seq_length")) or train.get("use_lora"):
-            continue  # a CPU, or nothing is known of the adapters or of how long sequences are
         config = _config(model)[1]
-        given = (config.get("text_config", config), count, train)
+        config = config.get("text_config", config)
+        dense = "intermediate_size" in config and not any("experts" in key for key in config)
+        if not (name and dense and train.get("max_seq_length")) or train.get("use_lora"):
+            continue  # a CPU, or what the formulae do not know
+        given = (config, count, train)
         parts = estimate.memory(*given, world.size, zero)
         need, fits = sum(parts.values()) / 1e9, estimate.gpu(name)
         text = f"about {need:.0f} GB a GPU ± {estimate.MARGIN:.0%}: "

@@ -120,5 +120,9 @@ def test_preflight_says_it_and_warns(tmp_path, kind, said):
     (line,) = preflight.estimates(planned, "slurm")  # one for both runs
     assert line.startswith(f"{model}: {said}")
     assert ("A l4 has 24 GB: lower per_device_train_batch_size" in line) == (kind == "l4")
+    for other in ({"n_embd": 768, "n_layer": 12}, LLAMA_8B | {"num_local_experts": 8}):
+        (model / "config.json").write_text(json.dumps(other))
+        assert preflight.estimates(planned, "slurm") == []
+    (model / "config.json").write_text(json.dumps(LLAMA_8B))
     profile.write_text(yaml.safe_dump({"gpus_per_process": 0}))
     assert preflight.estimates(planned, "slurm") == []
