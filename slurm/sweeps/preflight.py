@@ -262,30 +262,27 @@ def needed(sweep: Sweep, cells: list[Cell], at_once: int) -> tuple[int, str]:
 
 def estimates(planned: Plan, executor: str) -> list[str]:
     """Memory and time of a step on the profile's or this machine's GPUs, a line for each model."""
-    sweep, world, found = planned.sweep, planned.sweep.world, []
+    world, found = planned.sweep.world, []
+    name = output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "--id=0")
     if executor == "slurm":
-        cluster = load_cluster(sweep.cluster)
+        cluster = load_cluster(planned.sweep.cluster)
         name = cluster.gpus_per_process and (cluster.gpu_type or "GPU")
-    else:
-        name = output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "--id=0")
     zero = read_json(Path(world.deepspeed)).get("zero_optimization", {}) if world.deepspeed else {}
     for train in {_needs(cell): cell.config.train for cell in planned.cells}.values():
-        model, count = train["model_name_or_path"], parameters(train["model_name_or_path"])
-        config = _config(model)[1]
+        config = _config(train["model_name_or_path"])[1]
         config = config.get("text_config", config)
         dense = "intermediate_size" in config and not any("experts" in key for key in config)
         if not (name and dense and train.get("max_seq_length")) or train.get("use_lora"):
             continue  # a CPU, or what the formulae do not know
-        given = (config, count, train)
-        parts = estimate.memory(*given, world.size, zero)
-        need, fits = sum(parts.values()) / 1e9, estimate.gpu(name)
-        text = f"about {need:.0f} GB a GPU ± {estimate.MARGIN:.0%}: "
-        text += ", ".join(f"{part} {size / 1e9:.1f}" for part, size in parts.items())
+        given = (config, parameters(train["model_name_or_path"]), train)
+        parts, fits = estimate.memory(*given, world.size, zero), estimate.gpu(name)
+        text = f"about {sum(parts.values()) / 1e9:.0f} GB a GPU ± {estimate.MARGIN:.0%}: "
+        text += ", ".join(f"{part} {count / 1e9:.1f}" for part, count in parts.items())
         if fits:
             seconds = estimate.seconds(*given, fits[1])
             text += f"; a full update {seconds:.1f} s at {estimate.UTILISATION:.0%} of the peak"
-        if fits and need > fits[0]:
+        if fits and sum(parts.values()) / 1e9 > fits[0]:
             text = f"warning: {text}. A {name} has {fits[0]} GB: lower per_device_train_batch_size,"
             text += " turn gradient_checkpointing on, or share the states among more GPUs by ZeRO-3"
-        found.append(f"{model}: {text}")
+        found.append(f"{train['model_name_or_path']}: {text}")
     return list(dict.fromkeys(found))

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from sweeps import launch, preflight, status
-from sweeps.config import Score
 from sweeps.executors import slurm
 from sweeps.files import SweepError, held
 from sweeps.plan import Plan, expand
@@ -14,13 +13,13 @@ from sweeps.provenance import command, shown
 from sweeps.rundir import RunDir
 
 STEPS = 10
-QUESTIONS = 4  # of each subject of a task
+LIMIT = {"limit": 4}  # questions of each subject of a task
 PAUSE = 2.0  # seconds between looks at the queue
 
 
 def plan(planned: Plan) -> Plan:
     """The largest model's run with the most smoothing, cut down, with an output_root of its own."""
-    sweep = planned.sweep
+    sweep, score = planned.sweep, planned.sweep.score
     train = max(
         (cell.config.train for cell in planned.cells),
         key=lambda t: (preflight.parameters(t["model_name_or_path"]), t["label_smoothing"]),
@@ -29,30 +28,23 @@ def plan(planned: Plan) -> Plan:
     batch *= train.get("per_device_train_batch_size", 1)
     most = {"max_train_steps": STEPS, "max_train_samples": STEPS * batch, "held_out": batch}
     most |= {"checkpointing_steps": STEPS // 2, "logging_steps": 1, "keep_last_n_checkpoints": 1}
-    less = {key: _less(train[key], limit) for key, limit in most.items() if key in train}
-    small = sweep.model_copy(
-        update={
-            "name": f"{sweep.name}-smoke",
-            "output_root": str(Path(sweep.output_root) / "smoke" / sweep.name),
-            "train": train | less,
-            "grid": {},
-            "score": sweep.score and _few(sweep.score),
-        }
-    )
+    cut = {"name": f"{sweep.name}-smoke", "grid": {}, "train": _cut(train, most)}
+    cut["output_root"] = str(Path(sweep.output_root) / "smoke" / sweep.name)
+    if score:
+        few = [one.model_copy(update=_cut(vars(one), LIMIT)) for one in score.measured]
+        entropy = few.pop() if score.entropy else None
+        cut["score"] = score.model_copy(update={"tasks": tuple(few), "entropy": entropy})
+    small = sweep.model_copy(update=cut)
     cells = expand(small, str(planned.source))
     return replace(planned, name=small.name, sweep=small, cells=cells)
 
 
-def _less(value: int | str | None, limit: int) -> int:
-    return min(value, limit) if isinstance(value, int) else limit
-
-
-def _few(asked: Score) -> Score:
-    tasks = [
-        task.model_copy(update={"limit": _less(task.limit, QUESTIONS)}) for task in asked.tasks
-    ]
-    entropy = asked.entropy and asked.entropy.model_copy(update={"limit": QUESTIONS})
-    return asked.model_copy(update={"tasks": tuple(tasks), "entropy": entropy})
+def _cut(given: dict, most: dict[str, int]) -> dict:
+    """The same with these limits, where they are keys and no number is smaller already."""
+    cut = dict(given)
+    for key in most.keys() & given.keys():
+        cut[key] = min(given[key], most[key]) if isinstance(given[key], int) else most[key]
+    return cut
 
 
 def run(planned: Plan, executor: str) -> int:
@@ -85,15 +77,12 @@ def run(planned: Plan, executor: str) -> int:
 def verdict(small: Plan) -> bool:
     """Print which stages worked, and why the others did not; returns whether all did."""
     runs, bases = status.of_sweep(small.sweep, small.cells)
-    report = small.folder / "report.html"
+    subjects, report = [*bases.values(), *runs], small.folder / "report.html"
     stages = {f"train {runs[0].name}: {runs[0].detail}": runs[0].state == "done"}
-    for one in [*bases.values(), *runs] if small.sweep.score else []:
+    for one in subjects if small.sweep.score else []:
         done, _, of = one.scored.partition("/")
         stages[f"score {one.name}: {one.scored} tasks"] = done == of
     stages[f"collect: {shown(report)}"] = report.exists()
-    print()
-    for stage, good in stages.items():
-        print(f"{'ok' if good else 'FAILED':8}{stage}")
-    for line in status.causes([*runs, *bases.values()]):
-        print(line)
+    lines = [f"{'ok' if good else 'FAILED':8}{stage}" for stage, good in stages.items()]
+    print("", *lines, *status.causes(subjects), sep="\n")
     return all(stages.values())

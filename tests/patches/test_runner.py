@@ -137,9 +137,7 @@ def test_refuses(tmp_path, text, message):
     assert message.format(folder=folder) in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "code"), [([], 2), (["--label_smoothing", "0.1"], 2), (["-h"], 0)]
-)
-def test_says_how_it_is_used(words, code):
+@pytest.mark.parametrize("words", [[], ["--label_smoothing", "0.1"], ["-h"]])
+def test_says_how_it_is_used(words):
     done = runner(*words)
-    assert done.returncode == code and "smoothce.open_instruct CHECKOUT ARGUMENTS" in done.stdout
+    assert done.returncode == 2 and "smoothce.open_instruct CHECKOUT ARGUMENTS" in done.stderr

@@ -15,9 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torch import nn
-from torch.utils.data import DataLoader
-
 from smoothce.open_instruct.arguments import check_arguments, replaces_loss
 from smoothce.open_instruct.stack import accelerator_class, todays_libraries
 from smoothce.open_instruct.training_loss import TrainingLoss
@@ -31,8 +28,7 @@ RUN = Namespace(args=None, replaces=False)  # what the script of this process ha
 def main(words: list[str]) -> None:
     """Hook what the script of the checkout `words[0]` imports; then run it with the others."""
     if not words or words[0].startswith("-"):
-        print(__doc__)
-        sys.exit(0 if words[:1] in (["-h"], ["--help"]) else 2)
+        fail(f"which checkout?\n{__doc__}")
     checkout = Path(words[0]).absolute()
     script = script_of(checkout)
     sys.path.insert(0, str(checkout))
@@ -42,7 +38,9 @@ def main(words: list[str]) -> None:
 
     todays_libraries()
     parser = utils.ArgumentParserPlus
-    utils.ArgumentParserPlus = lambda types: parser(with_flags(types))
+    utils.ArgumentParserPlus = lambda types: parser(
+        [with_flags(one) for one in (types if isinstance(types, tuple) else [types])]
+    )
     accelerate.Accelerator = accelerator_class(with_loss(accelerate.Accelerator))
     runpy.run_path(str(script), run_name="__main__")
 
@@ -66,16 +64,14 @@ def fail(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def with_flags(types: Any) -> list[type]:
-    """The script's argument classes, with this project's flags in finetune.py's own."""
-    if not isinstance(types, type):
-        return [each for one in types for each in with_flags(one)]
-    if types.__name__ != "FlatArguments":
-        return [types]
-    only_mean = "reduce_loss" not in types.__dataclass_fields__
+def with_flags(base: type) -> type:
+    """The script's argument class with this project's flags; another class as it is."""
+    if base.__name__ != "FlatArguments":
+        return base
+    only_mean = "reduce_loss" not in base.__dataclass_fields__
 
     @dataclasses.dataclass
-    class FlatArguments(types):
+    class FlatArguments(base):
         reduce_loss: str = "mean"
         label_smoothing: float = 0.0
         loss_impl: str = "auto"
@@ -94,31 +90,26 @@ def with_flags(types: Any) -> list[type]:
             if RUN.replaces and getattr(self, "sequence_parallel_size", 1) > 1:
                 fail("this loss cannot be combined with sequence_parallel_size above 1")
 
-    return [FlatArguments]
+    return FlatArguments
 
 
 def with_loss(base: type) -> type:
     """accelerate's class, whose `prepare` gives the model the loss that was asked for."""
 
     class Accelerator(base):
-        def prepare(self, *objects: Any, **options: Any) -> Any:
-            models = [one for one in objects if isinstance(one, nn.Module)]
-            if not (RUN.replaces and models):
-                return super().prepare(*objects, **options)
+        def prepare(self, *objects: Any) -> Any:
+            if not RUN.replaces:
+                return super().prepare(*objects)
             loss = TrainingLoss(Namespace(**vars(RUN.args)), self)
-            loss.attach(models[0])
-            ready = super().prepare(*objects, **options)
-            model = ready[objects.index(models[0])]
-            return tuple(
-                Batches(new, loss, model) if isinstance(old, DataLoader) else new
-                for old, new in zip(objects, ready, strict=True)
-            )
+            loss.attach(objects[0])
+            model, optimizer, loader, scheduler = super().prepare(*objects)
+            return model, optimizer, Batches(loader, loss, model), scheduler
 
         def skip_first_batches(self, loader: Any, num_batches: int = 0) -> Any:
             if not isinstance(loader, Batches):
                 return super().skip_first_batches(loader, num_batches)
             rest = super().skip_first_batches(loader.loader, num_batches)
-            return dataclasses.replace(loader, loader=rest)
+            return Batches(rest, loader.loss, loader.model)
 
     return Accelerator
 
