@@ -17,18 +17,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+)
 
 from smoothce.open_instruct import (
     Checkpoints,
     Monitor,
-    accelerator_class,
     already_trained,
     check_arguments,
     mark_trained,
     respect_offline,
     resumed_batches,
     set_attention_dropout,
+    todays_libraries,
     trackable,
     tracker_or_none,
     training_loss,
@@ -279,10 +285,16 @@ def test_a_finished_run_is_recognised_until_it_is_overwritten(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 2])
-def test_a_resumed_epoch_has_its_own_order_and_random_numbers(epoch):
+def test_a_resumed_epoch_has_its_own_order_and_random_numbers(epoch, monkeypatch):
+    for kind in (Accelerator, torch.optim.AdamW):  # to be as before, afterwards
+        monkeypatch.setattr(kind, "__init__", kind.__init__)
+    template = PreTrainedTokenizerBase.apply_chat_template
+    monkeypatch.setattr(PreTrainedTokenizerBase, "apply_chat_template", template)
+    todays_libraries()
+
     def loader_of():
         set_seed(3)
-        accelerator = accelerator_class(Accelerator)(cpu=True, use_seedable_sampler=True)
+        accelerator = Accelerator(cpu=True, use_seedable_sampler=True)
         loader = DataLoader(torch.arange(12), batch_size=2, shuffle=True)
         return accelerator, accelerator.prepare(loader)
 

@@ -14,21 +14,20 @@ from smoothce.open_instruct.resume import (
     mark_trained,
     resumed_batches,
 )
-from smoothce.open_instruct.stack import accelerator_class, chat_template, model_class
+from smoothce.open_instruct.stack import model_class, todays_libraries
 from smoothce.open_instruct.training_loss import training_loss
 
 __all__ = [
     "Checkpoints",
     "Monitor",
-    "accelerator_class",
     "already_trained",
-    "chat_template",
     "check_arguments",
     "mark_trained",
     "model_class",
     "respect_offline",
     "resumed_batches",
     "set_attention_dropout",
+    "todays_libraries",
     "trackable",
     "tracker_or_none",
     "training_loss",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from smoothce.open_instruct.arguments import check_arguments, replaces_loss
-from smoothce.open_instruct.stack import accelerator_class, todays_libraries
+from smoothce.open_instruct.stack import todays_libraries
 from smoothce.open_instruct.training_loss import TrainingLoss
 
 # What the hooks rest on: without one of these the loss would silently stay what it was.
@@ -41,7 +41,7 @@ def main(words: list[str]) -> None:
     utils.ArgumentParserPlus = lambda types: parser(
         [with_flags(one) for one in (types if isinstance(types, tuple) else [types])]
     )
-    accelerate.Accelerator = accelerator_class(with_loss(accelerate.Accelerator))
+    accelerate.Accelerator = with_loss(accelerate.Accelerator)
     runpy.run_path(str(script), run_name="__main__")
 
 

@@ -1,26 +1,38 @@
 """Differences between the libraries that open-instruct e363290 pins and today's."""
 
 import inspect
-from functools import partial, partialmethod
+from functools import partialmethod
 from types import SimpleNamespace
 from typing import Any
 
 
-def accelerator_class(accelerator: type) -> type:
-    """The class, or one that takes `use_seedable_sampler` where accelerate 1.x dropped it."""
-    if "use_seedable_sampler" in inspect.signature(accelerator).parameters:
-        return accelerator
+def todays_libraries() -> None:
+    """Gives today's libraries what the script expects of the pinned ones.
 
-    class Accelerator(accelerator):
-        def __init__(self, *args: Any, use_seedable_sampler: bool = False, **kwargs: Any) -> None:
-            from accelerate.utils import DataLoaderConfiguration
+    accelerate's class takes `use_seedable_sampler`, chat templates return ids, and AdamW is made
+    without empty groups of parameters, which DeepSpeed drops and torch's schedulers then miss.
+    """
+    import torch
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
+    from transformers import PreTrainedTokenizerBase
 
-            if use_seedable_sampler:
-                loading = DataLoaderConfiguration(use_seedable_sampler=True)
-                kwargs["dataloader_config"] = loading
-            super().__init__(*args, **kwargs)
+    make_accelerator, make_adamw = Accelerator.__init__, torch.optim.AdamW.__init__
 
-    return Accelerator
+    def seedable(self: Any, *args: Any, use_seedable_sampler: bool = False, **kwargs: Any) -> None:
+        if use_seedable_sampler:
+            kwargs["dataloader_config"] = DataLoaderConfiguration(use_seedable_sampler=True)
+        make_accelerator(self, *args, **kwargs)
+
+    def without_empty(self: Any, groups: Any, *args: Any, **kwargs: Any) -> None:
+        kept = [one for one in groups if not isinstance(one, dict) or one["params"]]
+        make_adamw(self, kept, *args, **kwargs)
+
+    if "use_seedable_sampler" not in inspect.signature(Accelerator).parameters:
+        Accelerator.__init__ = seedable
+    torch.optim.AdamW.__init__ = without_empty
+    template = PreTrainedTokenizerBase.apply_chat_template
+    PreTrainedTokenizerBase.apply_chat_template = partialmethod(template, return_dict=False)
 
 
 def model_class(attn_implementation: str | None) -> Any:
@@ -38,33 +50,3 @@ def model_class(attn_implementation: str | None) -> Any:
         return AutoModelForCausalLM.from_pretrained(*args, **kwargs | chosen)
 
     return SimpleNamespace(from_pretrained=load, from_config=AutoModelForCausalLM.from_config)
-
-
-def chat_template(tokenizer: Any) -> Any:
-    """Something whose `apply_chat_template` returns the ids themselves.
-
-    transformers 5 returns a dictionary unless told otherwise; earlier versions return the ids.
-    """
-    return SimpleNamespace(
-        apply_chat_template=partial(tokenizer.apply_chat_template, return_dict=False)
-    )
-
-
-def todays_libraries() -> None:
-    """What the patches change in the script for today's libraries, made the libraries' default.
-
-    Chat templates return ids, and AdamW has no empty group of parameters.
-    """
-    import torch
-    from transformers import PreTrainedTokenizerBase
-
-    PreTrainedTokenizerBase.apply_chat_template = partialmethod(
-        PreTrainedTokenizerBase.apply_chat_template, return_dict=False
-    )
-    construct = torch.optim.AdamW.__init__
-
-    def without_empty(self: Any, groups: Any, *args: Any, **kwargs: Any) -> None:
-        kept = [one for one in groups if not isinstance(one, dict) or one["params"]]
-        construct(self, kept, *args, **kwargs)
-
-    torch.optim.AdamW.__init__ = without_empty
