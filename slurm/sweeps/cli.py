@@ -91,9 +91,9 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nor may the interpreter's last flush fail
         return 0
     except KeyboardInterrupt:
-        if getattr(parsed, "watch", None) is None:
+        if parsed.command not in ("status", "smoke"):
             raise
-        return 0  # how one stops watching
+        return int(parsed.command == "smoke")  # how one stops watching, or waiting
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
@@ -139,24 +139,28 @@ def _plan(a: argparse.Namespace) -> int:
     return 0
 
 
-def _launch(a: argparse.Namespace) -> int:
+def _checked(a: argparse.Namespace) -> tuple[plan.Plan, str]:
+    """The plan, of which nothing is missing, and where it is to run; says what a step will need."""
     planned, executor = _planned(a), launch.pick_executor(a.executor)
-    if a.dry_run:
-        print(launch.dry_run(planned, a.executor))
-        print("Nothing was checked: preflight, given the same, names what a launch would refuse.")
-        return 0
     launch.check_assets(planned, executor)
     for line in preflight.estimates(planned, executor):
         print(line)
+    return planned, executor
+
+
+def _launch(a: argparse.Namespace) -> int:
+    if a.dry_run:
+        print(launch.dry_run(_planned(a), a.executor))
+        print("Nothing was checked: preflight, given the same, names what a launch would refuse.")
+        return 0
+    planned, executor = _checked(a)
     runs = counted(len(planned.cells), "run")
     print(f"{planned.sweep.name}: {runs}, executor {executor}", flush=True)
     return launch.start(planned, executor)
 
 
 def _smoke(a: argparse.Namespace) -> int:
-    planned, executor = _planned(a), launch.pick_executor(a.executor)
-    launch.check_assets(planned, executor)
-    return smoke.run(planned, executor)
+    return smoke.run(*_checked(a))
 
 
 def _status(a: argparse.Namespace) -> int:
@@ -299,11 +303,7 @@ def _gc(a: argparse.Namespace) -> int:
 
 
 def _preflight(a: argparse.Namespace) -> int:
-    executor = launch.pick_executor(a.executor)
-    planned = _planned(a)
-    launch.check_assets(planned, executor)
-    print("".join(f"{line}\n" for line in preflight.estimates(planned, executor)), end="")
-    print(f"preflight: nothing is missing (executor {executor})")
+    print(f"preflight: nothing is missing (executor {_checked(a)[1]})")
     return 0
 
 

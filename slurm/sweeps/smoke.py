@@ -58,12 +58,8 @@ def run(planned: Plan, executor: str) -> int:
             raise SweepError(f"{shown(small.folder)}: another process tries this just now")
         shutil.rmtree(small.sweep.output_root, ignore_errors=True)
         launch.start(small, executor)
-    try:
-        while executor == "slurm" and slurm.queued(small.sweep):
-            time.sleep(PAUSE)
-    except KeyboardInterrupt:
-        print(f"\nstill queued: the same waits again, {small.again('cancel')} takes it back")
-        return 1
+    while executor == "slurm" and slurm.queued(small.sweep):
+        time.sleep(PAUSE)
     worked = verdict(small)
     if worked:
         for cell in small.cells:
@@ -84,5 +80,5 @@ def verdict(small: Plan) -> bool:
         stages[f"score {one.name}: {one.scored} tasks"] = done == of
     stages[f"collect: {shown(report)}"] = report.exists()
     lines = [f"{'ok' if good else 'FAILED':8}{stage}" for stage, good in stages.items()]
-    print("", *lines, *status.causes(subjects), sep="\n")
+    print("", *lines, status.troubles(subjects), sep="\n")
     return all(stages.values())

@@ -229,8 +229,8 @@ def table(statuses: list[Status], title: str, bases: list[Status] = ()) -> str:
     return "\n".join(lines)
 
 
-def causes(statuses: list[Status]) -> list[str]:
-    """What is dead and why, alike ones together."""
+def troubles(statuses: list[Status], planned: Plan | None = None) -> str:
+    """What is dead and why, alike ones together, and how `planned` goes on; or nothing."""
     alike: dict[tuple, list[Status]] = {}
     for status in statuses:
         if status.trouble:
@@ -245,16 +245,10 @@ def causes(statuses: list[Status]) -> list[str]:
         lines += [f"    | {line}" for line in first.trouble.lines]
         if first.trouble.file:
             lines.append(f"    {shown(first.trouble.file)}")
-    return lines
-
-
-def troubles(statuses: list[Status], planned: Plan) -> str:
-    """The causes, and the command that goes on; or nothing."""
-    lines = causes(statuses)
     if error := next((status.error for status in statuses if status.error), ""):
         return "\n".join([*lines, f"{error}; what is queued is not known"])
-    if not lines:
-        return ""
+    if not lines or planned is None:
+        return "\n".join(lines)
     if not all(status.trouble.stopped for status in statuses if status.trouble):
         return "\n".join([*lines, f"Once that is mended: {planned.again('retry')}"])
     again = planned.again("retry")  # which goes where the launch went

@@ -14,12 +14,14 @@ def respect_offline(args: Namespace) -> None:
     Both are on by default upstream, and fail at the start of an offline run; so does the login to
     wandb, which upstream tries also where `report_to` names other trackers only.
     """
-    if _is_set("HF_HUB_OFFLINE") and (args.push_to_hub or args.try_launch_beaker_eval_jobs):
+    offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in TRUE
+    if offline and (args.push_to_hub or args.try_launch_beaker_eval_jobs):
         print("HF_HUB_OFFLINE is set: push_to_hub and try_launch_beaker_eval_jobs are off")
         args.push_to_hub = args.try_launch_beaker_eval_jobs = False
     if args.report_to is None:  # what the parser makes of upstream's default
         args.report_to = "all"
-    if args.with_tracking and not wants_wandb(args.report_to):
+    trackers = [args.report_to] if isinstance(args.report_to, str) else args.report_to
+    if args.with_tracking and not {"all", "wandb"} & set(trackers):
         os.environ["WANDB_MODE"] = "disabled"
 
 
@@ -49,12 +51,3 @@ def trackable(config: dict[str, Any], report_to: str | list[str]) -> dict[str, A
         return config
     plain = (bool, int, float, str)
     return {key: value if isinstance(value, plain) else str(value) for key, value in config.items()}
-
-
-def wants_wandb(report_to: str | list[str]) -> bool:
-    """Whether wandb is among the trackers."""
-    return bool({"all", "wandb"} & set([report_to] if isinstance(report_to, str) else report_to))
-
-
-def _is_set(variable: str) -> bool:
-    return os.environ.get(variable, "").lower() in TRUE
