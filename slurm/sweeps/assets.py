@@ -25,12 +25,14 @@ def hub_cache() -> Path:
     return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
 
 
-def hub_snapshot(name: str, kind: str = "models") -> Path | None:
-    """The newest whole snapshot of `owner/name`, or None; reads the disk only."""
+def hub_snapshot(name: str, kind: str = "models", revision: str | None = None) -> Path | None:
+    """The newest whole snapshot of `owner/name`, or that revision's; None if there is none here."""
     folder = hub_cache() / f"{kind}--{name.replace('/', '--')}"
     if any(folder.glob("blobs/*.incomplete")):  # a download that was killed
         return None
-    found = [path for path in folder.glob("snapshots/*") if _whole(path)]
+    branch = folder / "refs" / str(revision)
+    commit = branch.read_text() if branch.is_file() else revision
+    found = [p for p in folder.glob("snapshots/*") if commit in (None, p.name) and _whole(p)]
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
@@ -69,15 +71,16 @@ def of_sweep(sweep: Sweep, cells: list[Cell], cluster: Cluster) -> list[Asset]:
     """Everything that the sweep needs and that can be fetched."""
     found, trains = {}, [cell.config.train for cell in cells]
     keys = ("model_name_or_path", "tokenizer_name")
-    models = dict.fromkeys(train.get(key) for train in trains for key in keys)
-    datasets = dict.fromkeys(name for train in trains for name in dataset_names(train))
+    models = dict.fromkeys((t.get(key), t.get("model_revision")) for t in trains for key in keys)
+    datasets = dict.fromkeys((name, None) for train in trains for name in dataset_names(train))
     kinds = [(models, "model", "models", _fetch_model)]
     kinds += [(datasets, "data set", "datasets", _load_dataset)]
     for names, what, kind, how in kinds:
-        for name in filter(None, names):
-            if on_hub(name):
-                here = partial(hub_snapshot, name, kind)
-                found[name] = Asset(f"{what} {name}", name, here, partial(how, name))
+        for name, revision in names:
+            if name and on_hub(name):
+                label = f"{what} {name}" + (f" at {revision}" if revision else "")
+                here = partial(hub_snapshot, name, kind, revision)
+                found[label] = Asset(label, name, here, partial(how, name, revision))
     paths = {value for train in trains for value in train.values() if type(value) is str}
     paths |= {task.data for task in sweep.score.measured} if sweep.score else set()
     pruned = sweep.prefetch.pruned  # of what was fetched
@@ -140,10 +143,11 @@ def fetch(assets: list[Asset]) -> list[str]:
     return problems
 
 
-def _fetch_model(name: str) -> None:
+def _fetch_model(name: str, revision: str | None) -> None:
     from huggingface_hub import snapshot_download
 
-    snapshot_download(name, ignore_patterns=["*.pth", "*.bin", "original/*", "*.gguf"])
+    unused = ["*.pth", "*.bin", "original/*", "*.gguf"]
+    snapshot_download(name, revision=revision, ignore_patterns=unused)
 
 
 def _fetch_gguf(wanted: Model) -> None:
@@ -158,10 +162,10 @@ def _prune(sweep: Sweep, cells: list[Cell], wanted: Pruned) -> None:
     prune.make(wanted, sweep, cells)
 
 
-def _load_dataset(name: str) -> None:
+def _load_dataset(name: str, revision: str | None) -> None:
     from datasets import load_dataset
 
-    load_dataset(name)
+    load_dataset(name, revision=revision)
 
 
 def _fetch_dataset(wanted: Dataset) -> None:

@@ -48,17 +48,23 @@ def of_cell(cell: Cell) -> Subject:
 
 
 def bases(sweep: Sweep, cells: list[Cell]) -> dict[str, Subject]:
-    """The models before fine-tuning, by model_name_or_path; none if `score.base` is off."""
+    """The models before fine-tuning, by model_name_or_path; none if `score.base` is off.
+
+    One at a revision of the hub is its snapshot's folder, which holds nothing else.
+    """
     if sweep.score is None or not sweep.score.base:
         return {}
     found = {}
     for cell in cells:
         model = cell.config.train["model_name_or_path"]
+        revision = cell.config.train.get("model_revision")
         if model not in found:
-            name, digest = readable(model), hashlib.sha256(model.encode()).hexdigest()[:8]
+            key = f"{model}@{revision}" if revision else model
+            place = str((revision and hub_snapshot(model, revision=revision)) or key)
+            name, digest = readable(model), hashlib.sha256(key.encode()).hexdigest()[:8]
             folder = Path(sweep.output_root) / "base" / f"{name}-{digest}"
             log = folder / "score.log"
-            found[model] = Subject(f"{name} (base)", model, folder / "scores", log)
+            found[model] = Subject(f"{name} (base)", place, folder / "scores", log)
     return found
 
 

@@ -14,7 +14,6 @@ from sweeps.rundir import RunDir
 
 STEPS = 10
 LIMIT = {"limit": 4}  # questions of each subject of a task
-PAUSE = 2.0  # seconds between looks at the queue
 
 
 def plan(planned: Plan) -> Plan:
@@ -59,7 +58,7 @@ def run(planned: Plan, executor: str) -> int:
         shutil.rmtree(small.sweep.output_root, ignore_errors=True)
         launch.start(small, executor)
     while executor == "slurm" and slurm.queued(small.sweep):
-        time.sleep(PAUSE)
+        time.sleep(2)
     worked = verdict(small)
     if worked:
         for cell in small.cells:

@@ -78,6 +78,7 @@ def test_finetune_is_given_no_key_that_it_does_not_know(train_file, tmp_path, mo
     more = """
         tokenizer_name dataset_name dataset_mixer_list max_train_samples max_train_steps
         max_seq_length attention_dropout preprocessing_num_workers attn_implementation
+        model_revision
     """  # without a value unless given
     own = [
         "output_dir",

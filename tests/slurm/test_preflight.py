@@ -14,7 +14,7 @@ import pytest
 import yaml
 from real import PROJECT, command
 
-from sweeps import packages, questions
+from sweeps import assets, launch, packages, questions, score
 from sweeps import preflight as checks
 from sweeps.cli import main
 from sweeps.cluster import Cluster, seconds
@@ -369,6 +369,36 @@ def test_a_model_that_is_half_there_is_not_there(tmp_path, monkeypatch):
     (folder / "blobs").mkdir()
     (folder / "blobs" / "x.incomplete").touch()
     assert hub_snapshot("owner/name") is None
+
+
+def test_a_model_at_a_revision(sweep_file, tmp_path, monkeypatch):
+    """It is fetched, looked for and, before the fine-tuning, scored at that revision."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    folder = tmp_path / "hub" / "models--owner--name"
+    (folder / "snapshots" / "newer").mkdir(parents=True)
+    (folder / "snapshots" / "newer" / "config.json").touch()
+    train = {"model_name_or_path": "owner/name", "model_revision": "v1", "use_flash_attn": False}
+    tasks = [{"task": "mmlu", "data": "mmlu"}]
+    path = sweep_file(train=train, backend="open-instruct", score={"tasks": tasks})
+    planned = launch.plan(path, [])
+
+    def asked():
+        (model,) = assets.of_sweep(planned.sweep, planned.cells, Cluster())
+        (base,) = score.bases(planned.sweep, planned.cells).values()
+        return model.name, bool(model.here()), base.model
+
+    assert asked() == ("model owner/name at v1", False, "owner/name@v1")
+    older = folder / "snapshots" / "older"
+    older.mkdir()
+    (older / "config.json").touch()
+    (folder / "refs").mkdir()
+    (folder / "refs" / "v1").write_text("older")
+    assert asked() == ("model owner/name at v1", True, str(older))
+    assert assets.hub_snapshot("owner/name", revision="newer").name == "newer"
+    plain = launch.plan(path, ["train.model_revision=null"])
+    (other,) = score.bases(plain.sweep, plain.cells).values()
+    (base,) = score.bases(planned.sweep, planned.cells).values()
+    assert other.model == "owner/name" and other.scores != base.scores
 
 
 def test_scoring_a_model_that_is_not_here_fails_at_once_with_the_command(

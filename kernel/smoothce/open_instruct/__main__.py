@@ -106,10 +106,9 @@ def with_loss(base: type) -> type:
             return model, optimizer, Batches(loader, loss, model), scheduler
 
         def skip_first_batches(self, loader: Any, num_batches: int = 0) -> Any:
-            if not isinstance(loader, Batches):
-                return super().skip_first_batches(loader, num_batches)
-            rest = super().skip_first_batches(loader.loader, num_batches)
-            return Batches(rest, loader.loss, loader.model)
+            ours = isinstance(loader, Batches)
+            rest = super().skip_first_batches(loader.loader if ours else loader, num_batches)
+            return dataclasses.replace(loader, loader=rest) if ours else rest
 
     return Accelerator
 

@@ -30,6 +30,7 @@ PACKAGES += ("antlr4-python3-runtime", "requests")
 class OpenInstructKeys(FinetuneKeys):
     """The `train:` keys of finetune.py that a sweep may set, and those that the patches add."""
 
+    model_revision: str | None = None  # a branch, tag or commit of the hub
     dataset_name: str | None = None
     dataset_mixer_list: Seq[str] | None = None  # dataset, weight, dataset, weight, …
     chat_template_name: str = "tulu"
