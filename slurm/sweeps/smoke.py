@@ -54,7 +54,9 @@ def run(planned: Plan, executor: str) -> int:
     small = plan(planned)
     if executor == "local" or not slurm.queued(small.sweep):
         if any(held(RunDir(cell.folder).lock) for cell in small.cells):
-            raise SweepError(f"{shown(small.folder)}: another process tries this just now")
+            raise SweepError(
+                f"{shown(small.folder)}: another process tries this, or did until just now"
+            )
         shutil.rmtree(small.sweep.output_root, ignore_errors=True)
         launch.start(small, executor)
     while executor == "slurm" and slurm.queued(small.sweep):
