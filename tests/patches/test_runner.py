@@ -63,6 +63,19 @@ def test_wrong_flags_stop_before_anything_is_loaded(paper, unpatched, tmp_path, 
     assert run.code != 0 and message in run.log
 
 
+@pytest.mark.upstream
+@pytest.mark.slow
+def test_a_resume_within_an_epoch_counts_its_batches_too(paper, unpatched, tmp_path):
+    flags = [*SPLIT, *SMOOTHED, "--reduce_loss", "token_mean", "--num_train_epochs", 1]
+    flags += ["--checkpointing_steps", 4]
+    given = {"runner": True}
+    whole = paper.finetune(unpatched, tmp_path / "whole", *flags, **given)
+    paper.finetune(unpatched, tmp_path / "killed", *flags, **given, faults=("step:6",))
+    again = paper.finetune(unpatched, tmp_path / "killed", *flags, **given)
+    assert list(again.losses)[0] == 5
+    assert again.weights() == whole.weights()
+
+
 def train_on_main(stack, checkout, output, *flags, **options):
     flags = ["--dataset_mixer_list", stack.world / "train.jsonl", "1.0", *flags]
     flags += ["--max_train_steps", 4, "--learning_rate", 1e-3, "--lr_scheduler_type", "constant"]
