@@ -72,7 +72,7 @@ def test_a_resume_within_an_epoch_counts_its_batches_too(paper, unpatched, tmp_p
     whole = paper.finetune(unpatched, tmp_path / "whole", *flags, **given)
     paper.finetune(unpatched, tmp_path / "killed", *flags, **given, faults=("step:6",))
     again = paper.finetune(unpatched, tmp_path / "killed", *flags, **given)
-    assert list(again.losses)[0] == 5
+    assert min(again.losses) == 5
     assert again.weights() == whole.weights()
 
 
