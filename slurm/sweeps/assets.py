@@ -78,9 +78,10 @@ def of_sweep(sweep: Sweep, cells: list[Cell], cluster: Cluster) -> list[Asset]:
     for names, what, kind, how in kinds:
         for name, revision in names:
             if name and on_hub(name):
-                label = f"{what} {name}" + (f" at {revision}" if revision else "")
+                at = f" at {revision}" if revision else ""
                 here = partial(hub_snapshot, name, kind, revision)
-                found[label] = Asset(label, name, here, partial(how, name, revision))
+                fetch_it = partial(how, name, revision)
+                found[name + at] = Asset(f"{what} {name}{at}", name, here, fetch_it)
     paths = {value for train in trains for value in train.values() if type(value) is str}
     paths |= {task.data for task in sweep.score.measured} if sweep.score else set()
     pruned = sweep.prefetch.pruned  # of what was fetched

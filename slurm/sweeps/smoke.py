@@ -30,6 +30,7 @@ def plan(planned: Plan) -> Plan:
     cut = {"name": f"{sweep.name}-smoke", "grid": {}, "train": _cut(train, most)}
     cut["output_root"] = str(Path(sweep.output_root) / "smoke" / sweep.name)
     if score:
+        cut["keep"] = "scores"
         few = [one.model_copy(update=_cut(vars(one), LIMIT)) for one in score.measured]
         entropy = few.pop() if score.entropy else None
         cut["score"] = score.model_copy(update={"tasks": tuple(few), "entropy": entropy})
@@ -62,12 +63,10 @@ def run(planned: Plan, executor: str) -> int:
     while executor == "slurm" and slurm.queued(small.sweep):
         time.sleep(2)
     worked = verdict(small)
-    if worked:
-        for cell in small.cells:
-            shutil.rmtree(cell.folder / "model", ignore_errors=True)
-        print(f"smoke: passed; to go on: {command('sweeps.sh', 'launch', *planned.typed)}")
-    else:
-        print(f"smoke: FAILED; its logs: {small.again('logs')}")
+    again = command("sweeps.sh", "launch", *planned.typed)
+    print(
+        f"smoke: passed; to go on: {again}" if worked else f"smoke: FAILED: {small.again('logs')}"
+    )
     return 0 if worked else 1
 
 

@@ -56,7 +56,7 @@ def test_says_what_failed_and_why(whole, capsys, monkeypatch, override, stage, w
     monkeypatch.setattr(launch, "check_assets", lambda *given: None)  # gone after the preflight
     assert cli.main(["smoke", str(whole()), override, "--executor", "local"]) == 1
     said = capsys.readouterr().out
-    assert "smoke: FAILED; its logs: " in said
+    assert "smoke: FAILED: bash slurm/sweeps.sh logs " in said
     assert f"FAILED  {stage} model" in said and why in said.partition("FAILED  ")[2]
 
 
