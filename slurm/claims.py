@@ -1,7 +1,9 @@
 """The paper's claims on Gemma 3 270M, as eval/RESULTS.md reports them, on this machine's GPUs.
 
     bash slurm/prefetch.sh --config configs/sweeps/gemma.yaml      where there is internet
-    .venv/bin/python slurm/claims.py [PART …] [key=value …]        all parts, or those named
+    .venv/bin/python slurm/claims.py [PART …] [key=value …]
+
+Those parts one after another; without any the grid, then the others side by side, then the report:
 
     grid        4 learning rates × 6 label-smoothing factors; the rate with the lowest held-out loss
                 at β = 0 is that of all other parts
@@ -21,6 +23,7 @@ example workers=8 for eight runs at a time.
 import csv
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -81,8 +84,12 @@ def main(words: list[str]) -> int:
     if unknown := set(parts) - set(known):
         raise SweepError(f"{', '.join(sorted(unknown))}: no such part; known: {', '.join(known)}")
     os.chdir(PROJECT)
+    if not parts:
+        code = main(["grid", *overrides])
+        code |= together([part for part in PARTS if part != "grid"], overrides)
+        return code | main(["after", "report"])
     code = 0
-    for part in parts or known:
+    for part in parts:
         if part == "after":
             after()
         elif part == "report":
@@ -92,6 +99,13 @@ def main(words: list[str]) -> int:
             asked = [f"name=gemma-{name}", *at, *changes, *overrides]
             code |= sweeps(["launch", "configs/sweeps/gemma.yaml", "--executor", "local", *asked])
     return code
+
+
+def together(parts: list[str], overrides: list[str]) -> int:
+    """Do parts that need nothing of one another side by side: a GPU would wait for each scoring."""
+    commands = [[sys.executable, __file__, part, *overrides] for part in parts]
+    started = [subprocess.Popen(command) for command in commands]
+    return int(any([process.wait() for process in started]))
 
 
 def chosen_rate() -> str:

@@ -35,6 +35,37 @@ def test_the_rate_is_that_of_beta_0(tmp_path, monkeypatch):
     assert claims.chosen_rate() == "5e-05"
 
 
+def test_without_parts_all_but_the_grid_start_at_once(tmp_path, monkeypatch):
+    script = tmp_path / "claims.py"
+    script.write_text(
+        "import pathlib, sys, time\n"
+        f"here = pathlib.Path({str(tmp_path)!r})\n"
+        "(here / sys.argv[1]).write_text(sys.argv[2])\n"
+        "while len(list(here.iterdir())) < 7: time.sleep(0.01)\n"  # itself and the six parts
+        "sys.exit(sys.argv[1] == 'filter')\n"
+    )
+    monkeypatch.setattr(claims, "__file__", str(script))
+    parts = [part for part in claims.PARTS if part != "grid"]
+    assert claims.together(parts, ["workers=2"]) == 1  # as one of them failed
+    assert {path.name for path in tmp_path.iterdir()} == {"claims.py", *parts}
+    assert (tmp_path / "seeds").read_text() == "workers=2"
+    done = []
+    monkeypatch.setattr(claims, "together", lambda parts, overrides: done.append(parts) or 0)
+    monkeypatch.setattr(claims, "sweeps", lambda words: done.append(words[3:]) or 0)
+    monkeypatch.setattr(claims, "after", lambda: done.append("after"))
+    monkeypatch.setattr(claims, "report", lambda: done.append("report"))
+    monkeypatch.chdir(tmp_path)
+    assert claims.main(["workers=2"]) == 0
+    assert [*done[0][1:], *done[1:]] == [
+        "name=gemma-grid",
+        "keep=all",
+        "workers=2",
+        parts,
+        "after",
+        "report",
+    ]
+
+
 def test_the_report_is_of_all_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(claims, "SWEEPS", tmp_path)
     monkeypatch.setattr(claims.calibeval.report, "collect", lambda index, out: "")
