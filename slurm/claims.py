@@ -28,6 +28,7 @@ import sys
 from pathlib import Path
 
 import calibeval.report
+from calibeval import stats
 from calibeval.io import InputError
 from demo.posthoc import calibrate
 from sweeps.cli import main as sweeps
@@ -71,6 +72,43 @@ PARTS = {
         "twice": [*PAIR, "grid.num_train_epochs=[2]", "grid.label_smoothing=[0.0]"],
     },
 }  # fmt: skip
+
+
+# What is compared, each difference with the settings that it adds (1) and takes away (−1).
+def effect(part: str, label_smoothing: float = 0.1, **setting: object) -> list[tuple]:
+    """Smoothing's: that factor less none, in one setting of a part."""
+    both = ((1, label_smoothing), (-1, 0.0))
+    return [(weight, part, {"label_smoothing": beta} | setting) for weight, beta in both]
+
+
+SMOOTHED = {"label_smoothing": 0.1}
+SETTINGS = {
+    "V = 73,728": ("vocabulary", {"model": "Gemma 3 270M, V = 74k"}),
+    "V = 8,192": ("vocabulary", {"model": "Gemma 3 270M, V = 8k"}),
+    "softcap 30": ("softcap", {"final_logit_softcapping": 30.0}),
+    "softcap 50": ("softcap", {"final_logit_softcapping": 50.0}),
+    "sum, clipped": ("sum", {}),
+    "mean of micro-batches": ("mean", {}),
+}
+ROWS = {
+    "β = 0 less base": [
+        (1, "seeds", {"label_smoothing": 0.0}),
+        (-1, "seeds", {"label_smoothing": None}),
+    ],
+    "half the conversations less base": [
+        (1, "half", {"label_smoothing": 0.0}),
+        (-1, "half", {"label_smoothing": None}),
+    ],
+}
+ROWS |= {f"β = {beta} less 0": effect("seeds", beta) for beta in (0.1, 0.2, 0.3, 0.4, 0.5)}
+for name, (part, setting) in SETTINGS.items():
+    ROWS[f"{name}: 0.1 less 0"] = effect(part, **setting)
+    other = [(-weight, part, match) for weight, part, match in effect("seeds")]
+    ROWS["– less that of `seeds`, " + name] = effect(part, **setting) + other
+for name in ("filtered", "paper-filter"):
+    ROWS[f"{name} less exact, β = 0.1"] = [(1, name, SMOOTHED), (-1, "seeds", SMOOTHED)]
+COLUMNS = [("mmlu", None), ("arc-continuation", None), ("hellaswag-continuation", None)]
+COLUMNS += [(dataset, "sum") for dataset, _ in COLUMNS[1:]]  # as their texts' probabilities
 
 
 def main(words: list[str]) -> int:
@@ -140,6 +178,48 @@ def report() -> None:
     index.parent.mkdir(parents=True, exist_ok=True)
     write_text(index, "".join(sorted(lines)))
     print(calibeval.report.collect(index, index.parent / "results"))
+    table = verdicts()
+    write_text(index.parent / "verdicts.md", table)
+    print(table)
+
+
+def verdicts() -> str:
+    """`ROWS` by `COLUMNS`: differences of squared calibration errors, ×1000, in Markdown."""
+    heads = [f"{dataset}, {normalise}" if normalise else dataset for dataset, normalise in COLUMNS]
+    lines = [f"| | {' | '.join(heads)} |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for name, terms in ROWS.items():
+        cells = [str(verdict(terms, *column)) for column in COLUMNS]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def verdict(terms: list[tuple], dataset: str, normalise: str | None) -> str:
+    """One difference with its interval, bold if that leaves out 0, over the seeds in all terms."""
+    found = [(weight, records(part, dataset, match)) for weight, part, match in terms]
+    tuned = [set(paths) for _, paths in found if None not in paths]
+    seeds = sorted(set.intersection(*tuned))
+    if not all(paths for _, paths in found) or not seeds:
+        return "–"
+    runs = [
+        (weight, [stats.load(paths.get(seed) or paths[None], normalise) for seed in seeds])
+        for weight, paths in found
+    ]
+    of = stats.contrast(runs, "rms_debiased")
+    value, low, high = (f"{1000 * figure:+.1f}" for figure in (of.value, of.low, of.high))
+    bold = "**" if of.low > 0 or of.high < 0 else ""
+    return f"{bold}{value}{bold} [{low}, {high}] ({len(seeds)})"
+
+
+def records(part: str, dataset: str, match: dict) -> dict[int | None, Path]:
+    """The record files of a part's runs in a setting, by seed; of a base model by None."""
+    folder = SWEEPS / f"gemma-{part}"
+    path = folder / "index.jsonl"
+    wanted = {"dataset": dataset} | match
+    return {
+        entry["seed"]: folder / entry["records"]
+        for entry in (read_rows(path) if path.exists() else [])
+        if all(entry.get(key) == value for key, value in wanted.items())
+    }
 
 
 if __name__ == "__main__":

@@ -349,6 +349,21 @@ def difference(a: Sequence[Run], b: Sequence[Run], metric: str, confidence: str)
     return Estimate(value, *interval(value, sides))
 
 
+def contrast(
+    terms: Sequence[tuple[float, Sequence[Run]]], metric: str, confidence: str = "choices"
+) -> Estimate:
+    """Σ weight × figure, mean over as many runs a term, paired in their order; 95 % interval.
+
+    How far an effect is another one in another setting: (1, b′), (−1, a′), (−1, b), (1, a). Of
+    `rms_debiased` the squares, as in `difference`.
+    """
+    same_questions([run for _, runs in terms for run in runs])
+    sides = [(weight, side(runs, metric, confidence)) for weight, runs in terms]
+    found = sum(weight * figures for weight, (figures, _) in sides)
+    drawn = sum(weight * draws for weight, (_, draws) in sides)
+    return Estimate(float(found.mean()), *interval(found.mean(), [(found, drawn)]))
+
+
 def same_questions(runs: Sequence[Run]) -> None:
     """Raise `InputError` unless all runs answered the same questions, and say which differs."""
     for run in runs[1:]:

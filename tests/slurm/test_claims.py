@@ -1,10 +1,17 @@
 """slurm/claims.py: its sweeps are what configs/sweeps/gemma.yaml takes, and share their runs."""
 
 import json
+import re
+import sys
+from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "eval"))
+from made_records import write_records
+
 import claims
+from calibeval import stats
 from sweeps import launch
 from sweeps.files import SweepError
 from sweeps.provenance import PROJECT
@@ -78,6 +85,39 @@ def test_the_report_is_of_all_parts(tmp_path, monkeypatch):
         '{"seed": 0}',
         '{"seed": 1}',
     ]
+
+
+def test_the_verdicts_are_differences_paired_by_seed(tmp_path, monkeypatch):
+    """Of sharpened models, which miscalibration is known to part; rows without runs are dashes."""
+    monkeypatch.setattr(claims, "SWEEPS", tmp_path)
+    sharpness = {("seeds", None): 1.0, ("seeds", 0.0): 2.0, ("seeds", 0.1): 1.5}
+    sharpness |= {("sum", 0.0): 2.0, ("sum", 0.1): 2.0}
+    for (part, beta), sharp in sharpness.items():
+        folder = tmp_path / f"gemma-{part}"
+        folder.mkdir(exist_ok=True)
+        for seed in (None,) if beta is None else (0, 1):
+            name = f"{beta}-{seed}.jsonl"
+            write_records(folder / name, 400, sharp * (1 + 0.02 * (seed or 0)), seed=7)
+            entry = {"records": name, "dataset": "mmlu", "label_smoothing": beta, "seed": seed}
+            with open(folder / "index.jsonl", "a") as index:
+                index.write(json.dumps(entry) + "\n")
+    rows = [line.split(" | ") for line in claims.verdicts().splitlines()[2:]]
+    found = {row[0].removeprefix("| "): row[1] for row in rows}
+    cell = re.compile(r"(\*\*)?([+-][\d.]+)(\*\*)? \[([+-][\d.]+), ([+-][\d.]+)\] \(2\)")
+    runs = {
+        beta: [stats.load(tmp_path / "gemma-seeds" / f"{beta}-{seed}.jsonl") for seed in (0, 1)]
+        for beta in (0.0, 0.1)
+    }
+    expected = stats.difference(runs[0.0], runs[0.1], "rms_debiased", "choices")
+    bold, *figures = cell.fullmatch(found["β = 0.1 less 0"]).group(1, 2, 4, 5)
+    assert figures == [f"{1000 * x:+.1f}" for x in (expected.value, expected.low, expected.high)]
+    assert bold and expected.high < 0
+    assert cell.fullmatch(found["β = 0 less base"]).group(1, 2)[1].startswith("+")
+    nothing = cell.fullmatch(found["sum, clipped: 0.1 less 0"]).group(2, 4, 5)
+    assert [*map(float, nothing)] == [0.0, 0.0, 0.0]
+    other = cell.fullmatch(found["– less that of `seeds`, sum, clipped"]).group(2)
+    assert float(other) == -float(figures[0])
+    assert found["β = 0.2 less 0"] == found["softcap 30: 0.1 less 0"] == "–"
 
 
 def test_an_unknown_part_is_named():
