@@ -14,7 +14,7 @@ Those parts one after another; without any the grid, then the others side by sid
     filter      the filtered gradient, and the paper's own filter
     epochs      half the conversations, and all of them twice, at β = 0
     after       temperature and ATS fitted on MMLU's val questions after β = 0
-    report      one report of what there is
+    report      the verdicts: what smoothing does in each setting, and what that differs by
 
 Finished runs are kept: the same command goes on. key=value overrides the sweep of every part, for
 example workers=8 for eight runs at a time.
@@ -27,12 +27,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import calibeval.report
 from calibeval import stats
 from calibeval.io import InputError
 from demo.posthoc import calibrate
 from sweeps.cli import main as sweeps
-from sweeps.files import SweepError, read_rows, write_text
+from sweeps.files import SweepError, make_folder, read_rows, write_text
 from sweeps.provenance import PROJECT
 
 SWEEPS = Path("runs/gemma/sweeps")
@@ -171,26 +170,14 @@ def after() -> None:
 
 
 def report() -> None:
-    """Everything that the parts have indexed, in one place."""
-    paths = SWEEPS.glob("gemma-*/index.jsonl")
-    lines = {line for path in paths for line in path.read_text("utf-8").splitlines(True)}
-    index = SWEEPS / "all" / "index.jsonl"
-    index.parent.mkdir(parents=True, exist_ok=True)
-    write_text(index, "".join(sorted(lines)))
-    print(calibeval.report.collect(index, index.parent / "results"))
-    table = verdicts()
-    write_text(index.parent / "verdicts.md", table)
-    print(table)
-
-
-def verdicts() -> str:
-    """`ROWS` by `COLUMNS`: differences of squared calibration errors, ×1000, in Markdown."""
+    """Write and print `ROWS` by `COLUMNS`: differences of squared calibration errors, ×1000."""
     heads = [f"{dataset}, {normalise}" if normalise else dataset for dataset, normalise in COLUMNS]
     lines = [f"| | {' | '.join(heads)} |", "|---" * (len(COLUMNS) + 1) + "|"]
     for name, terms in ROWS.items():
-        cells = [str(verdict(terms, *column)) for column in COLUMNS]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        lines.append(f"| {name} | {' | '.join(verdict(terms, *column) for column in COLUMNS)} |")
+    make_folder(SWEEPS)
+    write_text(SWEEPS / "verdicts.md", "\n".join(lines) + "\n")
+    print(*lines, sep="\n")
 
 
 def verdict(terms: list[tuple], dataset: str, normalise: str | None) -> str:

@@ -73,20 +73,6 @@ def test_without_parts_all_but_the_grid_start_at_once(tmp_path, monkeypatch):
     ]
 
 
-def test_the_report_is_of_all_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(claims, "SWEEPS", tmp_path)
-    monkeypatch.setattr(claims.calibeval.report, "collect", lambda index, out: "")
-    for name, seeds in (("gemma-grid", (0,)), ("gemma-seeds", (0, 1))):
-        (tmp_path / name).mkdir()
-        lines = "".join(json.dumps({"seed": seed}) + "\n" for seed in seeds)
-        (tmp_path / name / "index.jsonl").write_text(lines)
-    claims.report()
-    assert (tmp_path / "all" / "index.jsonl").read_text().splitlines() == [
-        '{"seed": 0}',
-        '{"seed": 1}',
-    ]
-
-
 def test_the_verdicts_are_differences_paired_by_seed(tmp_path, monkeypatch):
     """Of sharpened models, which miscalibration is known to part; rows without runs are dashes."""
     monkeypatch.setattr(claims, "SWEEPS", tmp_path)
@@ -101,7 +87,9 @@ def test_the_verdicts_are_differences_paired_by_seed(tmp_path, monkeypatch):
             entry = {"records": name, "dataset": "mmlu", "label_smoothing": beta, "seed": seed}
             with open(folder / "index.jsonl", "a") as index:
                 index.write(json.dumps(entry) + "\n")
-    rows = [line.split(" | ") for line in claims.verdicts().splitlines()[2:]]
+    claims.report()
+    table = (tmp_path / "verdicts.md").read_text().splitlines()
+    rows = [line.split(" | ") for line in table[2:]]
     found = {row[0].removeprefix("| "): row[1] for row in rows}
     cell = re.compile(r"(\*\*)?([+-][\d.]+)(\*\*)? \[([+-][\d.]+), ([+-][\d.]+)\] \(2\)")
     runs = {
