@@ -80,7 +80,6 @@ def effect(part: str, label_smoothing: float = 0.1, **setting: object) -> list[t
     return [(weight, part, {"label_smoothing": beta} | setting) for weight, beta in both]
 
 
-SMOOTHED = {"label_smoothing": 0.1}
 SETTINGS = {
     "V = 73,728": ("vocabulary", {"model": "Gemma 3 270M, V = 74k"}),
     "V = 8,192": ("vocabulary", {"model": "Gemma 3 270M, V = 8k"}),
@@ -89,16 +88,9 @@ SETTINGS = {
     "sum, clipped": ("sum", {}),
     "mean of micro-batches": ("mean", {}),
 }
-ROWS = {
-    "β = 0 less base": [
-        (1, "seeds", {"label_smoothing": 0.0}),
-        (-1, "seeds", {"label_smoothing": None}),
-    ],
-    "half the conversations less base": [
-        (1, "half", {"label_smoothing": 0.0}),
-        (-1, "half", {"label_smoothing": None}),
-    ],
-}
+BASE, PLAIN, SMOOTHED = ({"label_smoothing": beta} for beta in (None, 0.0, 0.1))
+TUNED = {"β = 0": "seeds", "β = 0, half the conversations": "half", "β = 0, twice": "twice"}
+ROWS = {f"{name} less base": [(1, part, PLAIN), (-1, part, BASE)] for name, part in TUNED.items()}
 ROWS |= {f"β = {beta} less 0": effect("seeds", beta) for beta in (0.1, 0.2, 0.3, 0.4, 0.5)}
 for name, (part, setting) in SETTINGS.items():
     ROWS[f"{name}: 0.1 less 0"] = effect(part, **setting)
