@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from calibeval.io import InputError, counted
+from calibeval.io import InputError
 from calibeval.metrics import SEED, scores
 from calibeval.records import Records
 from calibeval.stats import groups, take
@@ -100,26 +100,28 @@ def evaluate(
     found, places, keys = prepare(of, score, by, penalty, free)
     if calibrate is not None:
         known, labels, known_keys = prepare(calibrate, score, by, penalty, free)
+        where, kind = calibrate.path, calibrate.scoring
+        if kind != of.scoring:
+            raise InputError(f"{where}: records of {kind}, but of {of.scoring} in {of.path}")
         if missing := sorted(set(keys.tolist()) - set(known_keys.tolist())):
-            raise InputError(f"--calibrate: no question of {by} {missing[0]!r} to calibrate it")
+            raise InputError(f"{where}: nothing in it calibrates {missing[0]!r} of {of.path}")
         limit = limits(known[np.arange(len(labels)), labels], known_keys, keys, alpha)
         return summarise([(*judge(found, places, limit, of.scoring), keys)])
-    n = len(places)
-    right = found[np.arange(n), places]
+    right = found[np.arange(len(places)), places]
     tested = []
-    for known, rest in halves(n, splits):
+    for known, rest in halves(of, splits):
         limit = limits(right[known], keys[known], keys[rest], alpha)
         tested.append((*judge(found[rest], places[rest], limit, of.scoring), keys[rest]))
     return summarise(tested)
 
 
-def halves(n: int, splits: int) -> Iterator[list[np.ndarray]]:
-    """Random halves of n places, to calibrate and to test."""
-    if n < 2:
-        raise InputError(f"{counted(n, 'question')}: expected 2 or more to split")
+def halves(of: Records, splits: int) -> Iterator[list[np.ndarray]]:
+    """Random halves of the records' places, to calibrate and to test."""
+    if len(of) < 2:
+        raise InputError(f"{of.path}: 1 record, expected 2 or more to split")
     rng = np.random.default_rng(SEED)
     for _ in range(splits):
-        yield np.split(rng.permutation(n), [n // 2])
+        yield np.split(rng.permutation(len(of)), [len(of) // 2])
 
 
 def judge(found: np.ndarray, places: np.ndarray, limit: np.ndarray, scoring: str) -> tuple:
@@ -152,7 +154,7 @@ def summarise(splits: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Sets:
     """From each split's hits (M,), sizes (M,), ∞ without a bound, and groups (M,)."""
     bounded = [sizes[np.isfinite(sizes)] for _, sizes, _ in splits]
     means = [x.mean() for x in bounded if len(x)] or [np.inf]
-    hits, n = ([f(hit) for hit, *_ in splits] for f in (np.mean, len))
+    hits, n = [hit.mean() for hit, *_ in splits], [len(hit) for hit, *_ in splits]
     spread = float(np.std(means)) if len(means) > 1 else 0.0
     found = float(np.mean(hits)), float(np.std(hits)), float(np.mean(means)), spread
     of = Sets(round(np.mean(n)), *found, 1 - sum(map(len, bounded)) / sum(n))

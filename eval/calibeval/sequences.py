@@ -89,12 +89,11 @@ def stratify(of: Records, by: str | None) -> Records:
     """
     if by not in ("length", "entities"):
         return of
-    strata = []
-    for labels in map(likeliest, lines(of)):
-        words = next(name for least, name in LENGTHS.items() if len(labels) >= least)
-        strata.append(
-            words if by == "length" else f"entities: {NUMBERS[min(len(entities(labels)), 5)]}"
-        )
+    found = [likeliest(row) for row in lines(of)]
+    if by == "entities":
+        strata = [f"entities: {NUMBERS[min(len(entities(labels)), 5)]}" for labels in found]
+    else:
+        strata = [next(LENGTHS[n] for n in LENGTHS if len(labels) >= n) for labels in found]
     return replace(of, subjects=np.array(strata))
 
 
@@ -128,7 +127,7 @@ def entity_sets(
     if calibrate:
         parts = [(spans(calibrate), asked)]
     else:
-        chosen = (np.isin(asked.sentence, x) for x, _ in conformal.halves(len(of), splits))
+        chosen = (np.isin(asked.sentence, x) for x, _ in conformal.halves(of, splits))
         parts = ((asked[at], asked[~at]) for at in chosen)
     for known, rest in parts:
         right, sentence = known[known.gold], rest.sentence

@@ -85,35 +85,29 @@ def crf_rows(path: Path, model: Path, k: int):
 
 def figure(found: list[conformal.Sets]) -> list[str]:
     """Coverage and size of several files, mean ± standard deviation; of one, over its splits."""
-    if len(found) == 1:
-        pairs = [(found[0].coverage, found[0].coverage_sd), (found[0].size, found[0].size_sd)]
-    else:
-        values = np.array([(of.coverage, of.size) for of in found])
-        pairs = list(zip(values.mean(0), values.std(0, ddof=1), strict=True))
-    unbounded = np.mean([of.unbounded for of in found])
-    return [f"{a:.{n}f} ± {b:.{n}f}" for n, (a, b) in zip((3, 2), pairs, strict=True)] + [
-        f"{unbounded:.2%}"
-    ]
+    values = np.array([(of.coverage, of.size, of.unbounded) for of in found])
+    coverage, size, unbounded = values.mean(0)
+    a, b = found[0].coverage_sd, found[0].size_sd
+    if len(found) > 1:
+        a, b, _ = values.std(0, ddof=1)
+    return [f"{coverage:.3f} ± {a:.3f}", f"{size:.2f} ± {b:.2f}", f"{unbounded:.2%}"]
 
 
 def table(files: list[records.Records], alpha: float) -> str:
     """Every kind of set, one row each."""
+    found = [sequences.entity_sets(of, alpha=alpha) for of in files]
+    for sets, of in zip(found, files, strict=True):
+        sets |= {score: conformal.evaluate(of, alpha=alpha, score=score) for score in SCORES}
     rows = []
-    for score in SCORES:
-        rows.append(
-            [score, *figure([conformal.evaluate(of, alpha=alpha, score=score) for of in files])]
-        )
-    entities = [sequences.entity_sets(of, alpha=alpha) for of in files]
-    for kind in entities[0]:
-        rows.append([kind, *figure([of[kind] for of in entities])])
-        for name in entities[0][kind].by:
-            rows.append([f"{kind}: {name}", *figure([of[kind].by[name] for of in entities])])
-    missing = np.mean([(of.labels == (np.isfinite(of.logprobs).sum(1))).mean() for of in files])
+    for kind in (*SCORES, sequences.EACH, sequences.ALL, sequences.SIDAK):
+        rows.append([kind, *figure([sets[kind] for sets in found])])
+        for name in found[0][kind].by:
+            rows.append([f"{kind}: {name}", *figure([sets[kind].by[name] for sets in found])])
+    missing = np.mean([(of.labels == np.isfinite(of.logprobs).sum(1)).mean() for of in files])
     right = np.mean([(of.logprobs.argmax(1) == of.labels).mean() for of in files])
     head = f"α = {alpha}, likeliest labeling right {right:.3f}, right one missing {missing:.4f}\n"
-    return head + tabulate(
-        rows, ["sets", "coverage", "size", "hold all"], "github", disable_numparse=True
-    )
+    columns = ["sets", "coverage", "size", "hold all"]
+    return head + tabulate(rows, columns, "github", disable_numparse=True)
 
 
 def main() -> None:

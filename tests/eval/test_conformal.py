@@ -126,8 +126,10 @@ def test_options_out_of_range_are_refused(tmp_path, capsys, option, message):
 def test_a_group_that_nothing_calibrates_is_refused(tmp_path):
     a, b = made(tmp_path / "a.jsonl", 20), made(tmp_path / "b.jsonl", 20)
     a.subjects[:] = "other"
-    with pytest.raises(InputError, match="no question of subject 's' to calibrate it"):
+    with pytest.raises(InputError, match=r"a\.jsonl: nothing in it calibrates 's' of .*b\.jsonl"):
         conformal.evaluate(b, calibrate=a, by="subject")
+    with pytest.raises(InputError, match=r"one\.jsonl: 1 record, expected 2 or more to split"):
+        conformal.evaluate(made(tmp_path / "one.jsonl", 1))
 
 
 class Fixed:

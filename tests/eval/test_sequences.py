@@ -210,7 +210,7 @@ def test_entities_are_held_by_class_and_together_with_sidak(tmp_path):
 
 def test_a_class_that_too_few_calibrate_is_held_whole(tmp_path):
     rows_ = list(rows(100, 0))
-    rows_[0] |= {"gold": rows_[0]["gold"].replace("O", "B-C", 1), "label": 40}
+    rows_[0]["gold"] = rows_[0]["gold"].replace("O", "B-C", 1)
     rows_[0]["label"] = [*rows_[0]["labelings"], rows_[0]["gold"]].index(rows_[0]["gold"])
     records.write(tmp_path / "a.jsonl", rows_, {})
     of = records.read(tmp_path / "a.jsonl")
@@ -264,6 +264,8 @@ def test_what_is_not_for_labelings_is_refused(tmp_path, capsys):
     for option in (["--entities"], ["--by", "length"]):
         message = refused("conformal", questions, *option)
         assert f"{questions}: records of letters, expected labelings of sentences" in message
+    message = refused("conformal", labelings, "--calibrate", questions)
+    assert f"{questions}: records of letters, but of labelings in {labelings}" in message
     assert "--entities: " in refused("conformal", labelings, "--entities", "--by", "length")
     pair = [sequences.record(x, "s", [x], [["O"], ["B-A"]], [-0.1, -3]) for x in ("O", "B-A")]
     records.write(labelings, pair, {})

@@ -122,15 +122,12 @@ class TransformersEngine:
         room = LOGITS // text_config(self.model.config).vocab_size
         batch, most = [], 0
         for job in jobs:
-            nodes = max(most, len(job.nodes))
-            full = (len(batch) + 1) * rows > self.batch_size
-            if batch and (full or (len(batch) + 1) * nodes > room):
+            n, most = len(batch) + 1, max(most, len(job.nodes))
+            if batch and (n * rows > self.batch_size or n * most > room):
                 yield batch
-                batch, nodes = [], len(job.nodes)
+                batch, most = [], len(job.nodes)
             batch.append(job)
-            most = nodes
-        if batch:
-            yield batch
+        yield batch
 
     def _read(self, tokens: tuple[int, ...]) -> Prefix:
         ids = torch.tensor([tokens], device=self.device)
