@@ -30,7 +30,7 @@ class Record(BaseModel, strict=True):
     id: str
     subject: str
     label: NonNegativeInt  # index of the right choice; of labelings K where it is not there
-    logprobs: list[LogProbability] = Field(min_length=2)  # natural; sums over tokens
+    logprobs: list[LogProbability] = Field(min_length=1)  # natural; sums over tokens
     letter_mass: float | None = Field(None, ge=0, allow_inf_nan=False)
     model: str = "?"
     scoring: Literal["letters", "continuation", "labelings"] = "letters"
@@ -46,6 +46,8 @@ class Record(BaseModel, strict=True):
         k = len(self.logprobs)
         if self.scoring == "labelings":
             self._labelings(k)
+        elif k < 2:
+            raise ValueError("logprobs: found 1, expected 2 or more, one a choice")
         elif self.label >= k:
             raise ValueError(f"label is {self.label}, expected 0 to {k - 1}")
         if self.scoring == "letters":

@@ -123,7 +123,7 @@ def changed(**values) -> str:
         (changed(letter_mass=-0.1), "letter_mass is -0.1: expected greater than"),
         (changed(letter_mass=math.nan), "line 2: not JSON (NaN is no JSON number)"),
         (changed(letter_mass=None), "line 2: no 'letter_mass'"),
-        (changed(logprobs=[-1.0]), "logprobs is [-1.0]: List should have at least 2 items"),
+        (changed(logprobs=[-1.0]), "logprobs: found 1, expected 2 or more, one a choice"),
         (changed(logprobs=[-1, None]), "logprobs is [-1, None]: expected a valid number"),
         (changed(logprobs=[-1, 3]), "logprobs is [-1, 3]: expected less than"),
         (changed(logprobs=[-1, -math.inf]), "line 2: not JSON (-Infinity is no JSON number)"),

@@ -272,7 +272,7 @@ def test_what_is_not_for_labelings_is_refused(tmp_path, capsys):
     of = records.read(labelings)
     found = sequences.entity_sets(of, alpha=0.1, splits=9)  # some halves have no entity
     assert found[sequences.EACH].coverage == 1
-    rows_ = [sequences.record(str(i), "s", ["O"], [["O"], ["B-A"]], [-0.1, -3]) for i in range(9)]
+    rows_ = [sequences.record(str(i), "s", ["O"], [["O"]], [-0.1]) for i in range(9)]
     records.write(labelings, rows_, {})
     assert f"{labelings}: no gold labeling has an entity" in refused(
         "conformal", labelings, "--entities"
