@@ -25,10 +25,24 @@ UTILISATION = 0.4  # of the peak, by model FLOPs; 0.39 and 0.49 in sweeps/traine
 
 
 def gpu(name: str) -> tuple[int, float] | None:
-    """GB and FLOP/s of a GPU, as nvidia-smi or a cluster calls it; a size in the name counts."""
-    found = next((GPUS[known] for known in GPUS if known.lower() in name.lower()), None)
-    size = re.search(r"(\d+)[ _]?gb", name.lower())
-    return (int(size[1]), found[1]) if found and size else found
+    """GB and FLOP/s of a GPU, as nvidia-smi or a cluster calls it; a size in the name counts.
+
+    Of a part of one (3g.40gb) the size that stands last, and so many sevenths of the peak.
+    """
+    named = (known for known in GPUS if re.search(rf"{known}(?!\d)", name, re.IGNORECASE))
+    if (known := next(named, None)) is None:
+        return None
+    sizes = re.findall(r"(\d+)[ _]?gb", name.lower())
+    part = re.search(r"(\d)g\.\d", name)
+    whole, peak = GPUS[known]
+    return int(sizes[-1]) if sizes else whole, peak * int(part[1]) / 7 if part else peak
+
+
+def known_shape(model: dict) -> bool:
+    """Whether a config.json is of a dense decoder, which `memory` and `seconds` describe."""
+    shape = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+    whole = all(type(model.get(key)) is int for key in (*shape, "vocab_size"))
+    return whole and not any("experts" in key for key in model)
 
 
 def memory(model: dict, parameters: int, train: dict, ranks: int, zero: dict) -> dict[str, float]:

@@ -226,7 +226,7 @@ def parameters(model: str) -> int:
     folder, config = _config(model)
     if not config:
         return 0
-    files = list(folder.glob("*.safetensors")) or list(folder.glob("*.bin"))
+    files = list(folder.glob("model*.safetensors")) or list(folder.glob("*.bin"))
     width = WIDTHS.get(config.get("dtype") or config.get("torch_dtype"), 2)
     return sum(path.stat().st_size for path in files) // width
 
@@ -271,8 +271,8 @@ def estimates(planned: Plan, executor: str) -> list[str]:
     for train in {_needs(cell): cell.config.train for cell in planned.cells}.values():
         config = _config(train["model_name_or_path"])[1]
         config = config.get("text_config", config)
-        dense = "intermediate_size" in config and not any("experts" in key for key in config)
-        if not (name and dense and train.get("max_seq_length")) or train.get("use_lora"):
+        known = estimate.known_shape(config) and not train.get("use_lora")
+        if not (name and known and train.get("max_seq_length")):
             continue  # a CPU, or what the formulae do not know
         given = (config, parameters(train["model_name_or_path"]), train)
         parts, fits = estimate.memory(*given, world.size, zero), estimate.gpu(name)
@@ -282,7 +282,8 @@ def estimates(planned: Plan, executor: str) -> list[str]:
             seconds = estimate.seconds(*given, fits[1])
             text += f"; a full update {seconds:.1f} s at {estimate.UTILISATION:.0%} of the peak"
         if fits and sum(parts.values()) / 1e9 > fits[0]:
-            text = f"warning: {text}. A {name} has {fits[0]} GB: lower per_device_train_batch_size,"
-            text += " turn gradient_checkpointing on, or share the states among more GPUs by ZeRO-3"
+            text = f"warning: {text}. A {name} counts as {fits[0]} GB: "
+            text += "lower per_device_train_batch_size, turn gradient_checkpointing on, or share "
+            text += "the states among more GPUs by ZeRO-3"
         found.append(f"{train['model_name_or_path']}: {text}")
     return list(dict.fromkeys(found))

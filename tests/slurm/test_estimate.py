@@ -85,6 +85,10 @@ def test_measured_peaks_are_within_the_margin(train, ranks, zero, measured):
         ("a100", (40, 312e12)),
         ("nvidia_a100-sxm4-80gb", (80, 312e12)),
         ("v100", None),
+        ("l40", None),  # no l4
+        ("NVIDIA RTX A4000", None),  # no a40
+        ("nvidia_h100_80gb_hbm3_1g.10gb", (10, 989e12 / 7)),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", (20, 312e12 * 3 / 7)),
     ],
 )
 def test_gpus_by_their_names(name, known):
@@ -109,6 +113,7 @@ def test_preflight_says_it_and_warns(tmp_path, kind, said):
     save_file({}, model / "model.safetensors")
     with open(model / "model.safetensors", "r+b") as weights:
         weights.truncate(2 * P8)  # sparse
+    (model / "consolidated.safetensors").write_bytes(bytes(2 * P1 // 1000))  # the same, once more
     profile.write_text(yaml.safe_dump({"gpu_type": kind}))
     train = {key: value for key, value in PAPER.items() if value is not None}
     train |= {"model_name_or_path": str(model), "train_file": "chats.jsonl"}
@@ -119,8 +124,11 @@ def test_preflight_says_it_and_warns(tmp_path, kind, said):
     planned = plan.plan(file, [])
     (line,) = preflight.estimates(planned, "slurm")  # one for both runs
     assert line.startswith(f"{model}: {said}")
-    assert ("A l4 has 24 GB: lower per_device_train_batch_size" in line) == (kind == "l4")
-    for other in ({"n_embd": 768, "n_layer": 12}, LLAMA_8B | {"num_local_experts": 8}):
+    assert ("A l4 counts as 24 GB: lower per_device_train_batch_size" in line) == (kind == "l4")
+    mamba = {key: LLAMA_8B[key] for key in LLAMA_8B if "heads" not in key}
+    gemma_3n = LLAMA_8B | {"intermediate_size": [14336] * 32}
+    gpt2, experts = {"n_embd": 768, "n_layer": 12}, LLAMA_8B | {"num_local_experts": 8}
+    for other in (gpt2, mamba, gemma_3n, experts):
         (model / "config.json").write_text(json.dumps(other))
         assert preflight.estimates(planned, "slurm") == []
     (model / "config.json").write_text(json.dumps(LLAMA_8B))
