@@ -57,10 +57,14 @@ def problems(needed: Iterable[str], python: str = "auto", key: str = "cluster.py
     words = [sys.executable] if python == "auto" else shlex.split(os.path.expanduser(python))
     asked = [*words, "-c", VERSIONS, *(one.name for one in wanted)]
     try:
-        done = subprocess.run(asked, text=True, capture_output=True, check=True, timeout=60)
-        found = json.loads(done.stdout)
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
-        return [f"{key}: {python}: does not start ({error})"]
+        done = subprocess.run(asked, text=True, capture_output=True, check=False, timeout=60)
+        found = json.loads(last_error(done.stdout))  # behind what a module may print
+    except OSError as error:
+        return [f"{key}: {python}: does not start ({error.strerror})"]
+    except subprocess.TimeoutExpired:
+        return [f"{key}: {python}: does not start (nothing for a minute)"]
+    except ValueError:
+        return [f"{key}: {python}: does not start ({last_error(done.stderr or done.stdout)})"]
     lines = []
     for one in wanted:
         there, install = found[one.name], f"{shlex.join(words)} -m pip install '{one}'"

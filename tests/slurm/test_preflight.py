@@ -260,6 +260,16 @@ def test_the_jobs_own_python_is_asked(tmp_path):
     assert "package torch: found 2." in wrong
     (gone,) = packages.problems(ALL, str(tmp_path / "python"))
     assert "cluster.python" in gone and "does not start" in gone
+    broken = tmp_path / "broken"
+    broken.write_text(
+        "#!/bin/sh\necho 'loading python' >&2; echo 'no libpython.so' >&2; exit 127\n"
+    )
+    broken.chmod(0o755)
+    assert packages.problems(ALL, str(broken), "score.python") == [
+        f"score.python: {broken}: does not start (no libpython.so)"
+    ]
+    broken.write_text(f'#!/bin/sh\necho "Lmod is loaded"\nexec {sys.executable} "$@"\n')
+    assert packages.problems(["torch"], str(broken)) == []
     assert packages.problems(ALL, "$SLURM_TMPDIR/env/bin/python") == []
 
 
