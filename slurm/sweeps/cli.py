@@ -64,12 +64,11 @@ def main(arguments: list[str] | None = None) -> int:
         top.error(f"unknown command {arguments[0]!r}{hint}")
     parsed, rest = top.parse_known_args(arguments)
     # argparse takes positionals in one stretch only; overrides may also follow an option.
-    if rest and (
-        not hasattr(parsed, "overrides") or any("=" not in r or r[0] == "-" for r in rest)
-    ):
+    takes = hasattr(parsed, "overrides")
+    if wrong := [r for r in rest if not takes or "=" not in r or r[0] == "-"]:
         known = [f"--{name}" for name in ["cluster", *COMMANDS[parsed.command][2].split()]]
-        hints = "".join(_near(r.partition("=")[0], known) for r in rest if r[:1] == "-")
-        top.error(f"unrecognized arguments: {' '.join(rest)}{hints}")
+        hints = "".join(_near(r.partition("=")[0], known) for r in wrong if r[:1] == "-")
+        top.error(f"unrecognized arguments: {' '.join(wrong)}{hints}")
     if rest:
         parsed.overrides += rest
     if parsed.command != "prefetch":  # all is on the disk; the hub would be asked, and waited for
@@ -91,9 +90,9 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nor may the interpreter's last flush fail
         return 0
     except KeyboardInterrupt:
-        if parsed.command not in ("status", "smoke"):
+        if parsed.command != "status":  # how one stops watching
             raise
-        return int(parsed.command == "smoke")  # how one stops watching, or waiting
+        return 0
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise

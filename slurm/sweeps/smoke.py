@@ -13,6 +13,7 @@ from sweeps.provenance import command, shown
 from sweeps.rundir import RunDir
 
 STEPS = 10
+PERIOD = 10  # seconds between questions to squeue
 LIMIT = {"limit": 4}  # questions of each subject of a task
 
 
@@ -53,28 +54,36 @@ def run(planned: Plan, executor: str) -> int:
     What is queued already is only waited for. Returns 0 if a launch may follow, else 1.
     """
     small = plan(planned)
-    if executor == "local" or not slurm.queued(small.sweep):
+    if executor == "slurm" and slurm.queued(small.sweep):
+        print(f"queued already, and waited for; {small.again('cancel')} ends it", flush=True)
+    else:
         if any(held(RunDir(cell.folder).lock) for cell in small.cells):
             raise SweepError(
-                f"{shown(small.folder)}: another process tries this, or did until just now"
+                f"{shown(small.folder)}: another process tries this, or did until just now: "
+                "the same again in two minutes"
             )
         shutil.rmtree(small.sweep.output_root, ignore_errors=True)
         launch.start(small, executor)
-    while executor == "slurm" and slurm.queued(small.sweep):
-        time.sleep(2)
-    worked = verdict(small)
-    again = command("sweeps.sh", "launch", *planned.typed)
-    print(
-        f"smoke: passed; to go on: {again}" if worked else f"smoke: FAILED: {small.again('logs')}"
-    )
-    return 0 if worked else 1
+    try:
+        while executor == "slurm" and slurm.queued(small.sweep):
+            time.sleep(PERIOD)
+    except KeyboardInterrupt:
+        print(f"\nstill queued: the same command waits on, {small.again('cancel')} ends it")
+        return 1
+    if not verdict(small):
+        print(f"smoke: FAILED; all that it printed: {small.again('logs')}")
+        return 1
+    here = ["--executor", "local"] if executor == "local" else []
+    print(f"smoke: passed; to go on: {command('sweeps.sh', 'launch', *planned.typed, *here)}")
+    return 0
 
 
 def verdict(small: Plan) -> bool:
     """Print which stages worked, and why the others did not; returns whether all did."""
     runs, bases = status.of_sweep(small.sweep, small.cells)
     subjects, report = [*bases.values(), *runs], small.folder / "report.html"
-    stages = {f"train {runs[0].name}: {runs[0].detail}": runs[0].state == "done"}
+    reached = "" if runs[0].trouble else f": {runs[0].detail}"  # why not, stands below
+    stages = {f"train {runs[0].name}{reached}": runs[0].state == "done"}
     for one in subjects if small.sweep.score else []:
         done, _, of = one.scored.partition("/")
         stages[f"score {one.name}: {one.scored} tasks"] = done == of

@@ -27,7 +27,7 @@ def test_the_chain_in_small(whole, capsys):
     path = whole()
     assert cli.main(["smoke", str(path), "--executor", "local"]) == 0
     said = capsys.readouterr().out
-    assert "smoke: passed; to go on: " in said and f"launch {path}" in said
+    assert f"smoke: passed; to go on: bash slurm/sweeps.sh launch {path} --executor local" in said
     assert said.count("\nok ") == 4 and "step 10/10" in said and ": 3/3 tasks" in said
     small = smoke.plan(plan.plan(path, []))
     (cell,) = small.cells
@@ -56,8 +56,10 @@ def test_says_what_failed_and_why(whole, capsys, monkeypatch, override, stage, w
     monkeypatch.setattr(launch, "check_assets", lambda *given: None)  # gone after the preflight
     assert cli.main(["smoke", str(whole()), override, "--executor", "local"]) == 1
     said = capsys.readouterr().out
-    assert "smoke: FAILED: bash slurm/sweeps.sh logs " in said
+    assert "smoke: FAILED; all that it printed: bash slurm/sweeps.sh logs " in said
     assert f"FAILED  {stage} model" in said and why in said.partition("FAILED  ")[2]
+    for line in said.splitlines():
+        assert not (line.startswith("ok ") and why in line)
 
 
 def test_keeps_what_is_smaller_already(sweep_file, tiny):
@@ -78,6 +80,18 @@ def test_our_sweeps_have_one(file):
     small = smoke.plan(planned)
     assert len(small.cells) == 1 and small.cells[0].config.train["max_train_steps"] == 10
     assert small.folder != planned.folder
+
+
+def test_ctrl_c_says_that_the_jobs_go_on(whole, capsys, monkeypatch):
+    def stop(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(smoke.slurm, "queued", lambda sweep: ["7"])
+    monkeypatch.setattr(smoke.time, "sleep", stop)
+    assert smoke.run(plan.plan(whole(), []), "slurm") == 1
+    first, still = capsys.readouterr().out.strip().split("\n\n")
+    assert first.startswith("queued already, and waited for; bash slurm/sweeps.sh cancel ")
+    assert still.startswith("still queued: the same command waits on, bash slurm/sweeps.sh cancel ")
 
 
 def test_while_another_tries_it(whole, capsys):
