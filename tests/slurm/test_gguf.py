@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
-from tokenizers.normalizers import Replace
+from tokenizers.normalizers import Prepend, Replace, Sequence
 from transformers import PreTrainedTokenizerFast
 
 from sweeps.cli import main
@@ -74,15 +74,20 @@ def test_a_sweep_names_its_model_once(sweep_file, capsys):
 def test_a_tokenizer_without_its_merges_is_refused(tmp_path):
     """What transformers 5.17 makes of Gemma's GGUF file: all entries, and characters are read."""
     letters = sorted("▁words")
-    words = ["▁word" + "s" * i for i in range(1, 300)]
-    pairs = [("▁", "w"), ("▁w", "o"), ("▁wo", "r"), ("▁wor", "d"), ("▁word", "s")]
-    merges = pairs + [(word, "s") for word in words[:-1]]
-    known = [a + b for a, b in pairs[:-1]] + words
+    pairs = [("▁", "w"), ("▁w", "o"), ("▁wo", "r"), ("▁wor", "d")]
+    pairs += [("w", "o"), ("wo", "r"), ("wor", "d")]
+    pairs += [(start + "s" * i, "s") for start in ("▁word", "word") for i in range(269)]
+    known = [a + b for a, b in pairs]
     vocabulary = {entry: i for i, entry in enumerate(["<unk>", *letters, *known])}
-    for name, rules in (("whole", merges), ("split", [])):
+    for name, rules in (("whole", pairs), ("split", [])):
         core = Tokenizer(BPE(vocabulary, rules, unk_token="<unk>"))
         core.normalizer, core.decoder = Replace(" ", "▁"), decoders.Replace("▁", " ")
         PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(tmp_path / name)
+        core.normalizer = Sequence([Prepend("▁"), core.normalizer])  # as Llama's
+        core.decoder = decoders.Sequence([core.decoder, decoders.Strip(" ", 1, 0)])
+        llama = PreTrainedTokenizerFast(tokenizer_object=core)
+        llama.save_pretrained(tmp_path / f"{name}-llama")
     gguf.check_tokenizer(tmp_path / "whole")
+    gguf.check_tokenizer(tmp_path / "whole-llama")
     with pytest.raises(SweepError, match=r"transformers .* splits words: of \d+ .* reads 0 whole"):
         gguf.check_tokenizer(tmp_path / "split")
