@@ -25,6 +25,7 @@ from torch import Tensor
 from calibeval.references import TEMPLATES
 from sweeps.files import (
     SweepError,
+    disk_error,
     fsync_folder,
     lease,
     make_folder,
@@ -302,7 +303,7 @@ def _cached(place: Path) -> tuple[Examples, str] | None:
         facts = read_json(place / "DONE")
         for name in ARRAYS:
             with open(place / f"{name}.npy", "rb") as data:
-                if _crc(data.read()) != facts[name]:
+                if zlib.crc32(data.read()) != facts[name]:
                     return None
         arrays = (np.load(place / f"{name}.npy", mmap_mode="r") for name in ARRAYS)
         return Examples(*arrays, facts["dropped"]), facts["digest"]
@@ -317,20 +318,14 @@ def _store(place: Path, made: Examples) -> None:
         facts = {"dropped": made.dropped, "digest": fingerprint(made)}
         for name in ARRAYS:
             np.save(part / f"{name}.npy", getattr(made, name))
-            facts[name] = _crc((part / f"{name}.npy").read_bytes())
+            facts[name] = zlib.crc32((part / f"{name}.npy").read_bytes())
         write_json(part / "DONE", facts)
         shutil.rmtree(place, ignore_errors=True)
         part.rename(place)
         fsync_folder(place.parent)
     except OSError as error:
         shutil.rmtree(part, ignore_errors=True)
-        raise SweepError(
-            f"{place}: cannot write ({error.strerror}); make room or fix the rights"
-        ) from error
-
-
-def _crc(data: bytes) -> int:
-    return zlib.crc32(data)
+        raise SweepError(disk_error(error, place)) from error
 
 
 def fingerprint(examples: Examples) -> str:

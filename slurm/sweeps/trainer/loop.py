@@ -23,7 +23,12 @@ import numpy as np
 import psutil
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, set_seed
+from accelerate.utils import (
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+    send_to_device,
+    set_seed,
+)
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
 from transformers.utils import logging as transformers_logging
@@ -31,7 +36,7 @@ from transformers.utils import logging as transformers_logging
 from smoothce import explain, patch_model
 from sweeps.backends.builtin import BuiltinKeys
 from sweeps.config import World
-from sweeps.files import SweepError, fsync_folder, read_rows, write_text
+from sweeps.files import SweepError, disk_error, fsync_folder, read_rows, write_text
 from sweeps.rundir import RunConfig, RunDir
 from sweeps.trainer import attention, checkpoint
 from sweeps.trainer.data import Examples, cached_examples, lacks_bos, set_template
@@ -88,17 +93,19 @@ def train(run: RunDir) -> None:
     scheduler = get_scheduler(
         keys.lr_scheduler_type, optimizer, int(total * keys.warmup_ratio), total
     )
-    found = checkpoint.latest(run, work.facts(digest)) if accelerator.is_main_process else None
-    start = from_main(accelerator, found["step"] if found else 0)
+    # What a checkpoint must have been written with.
+    facts = {"processes": accelerator.num_processes, "data": digest}
+    found = checkpoint.latest(run, facts) if accelerator.is_main_process else None
+    (found,) = broadcast_object_list([found])
+    start = found["step"] if found else 0
     prepare(model, work, total - start)
     configure_deepspeed(accelerator, keys)
     model, optimizer = accelerator.prepare(model, optimizer)
     accelerator.register_for_checkpointing(scheduler)
 
     if start:
-        threads = from_main(accelerator, found["threads"] if found else 0)
         if accelerator.device.type == "cpu":
-            torch.set_num_threads(threads)  # sums split otherwise differ in their last bit
+            torch.set_num_threads(found["threads"])  # sums split otherwise differ in their last bit
         accelerator.load_state(str(run.checkpoints / f"step-{start}"))
         accelerator.print(f"resumed: step {start} of {total}")
     log = Log(run, accelerator, start, total, config, work.order.steps_per_epoch)
@@ -109,7 +116,7 @@ def train(run: RunDir) -> None:
         rows, last = work.rows(step), len(batches) - 1
         count = int(examples.targets[rows].sum())
         for number, (batch, targets) in enumerate(batches):
-            batch = to_device(batch, accelerator.device)
+            batch = send_to_device(batch, accelerator.device, non_blocking=True)
             # DeepSpeed counts micro-batches itself; elsewhere gradients meet once, in the last.
             synced = work.deepspeed or number == last
             with accelerator.accumulate(model) if synced else accelerator.no_sync(model):
@@ -137,8 +144,7 @@ def train(run: RunDir) -> None:
         stopping = not done and asked.everywhere(accelerator)
         if stopping or (every and (step + 1) % every == 0 and not done):
             with log.paused("saving"):
-                keep = keys.keep_last_n_checkpoints
-                checkpoint.save(run, accelerator, step + 1, work.facts(digest), keep)
+                checkpoint.save(run, accelerator, step + 1, facts, keys.keep_last_n_checkpoints)
         if stopping:
             accelerator.print(f"stopped: step {step + 1} of {total} is saved")
             log.close()
@@ -201,10 +207,6 @@ class Work:
         self.longest = -int(-examples.lengths.max() // 128) * 128
         automatic = self.gpu and self.half and not self.deepspeed
         self.packing = automatic if keys.packing is None else keys.packing
-
-    def facts(self, digest: str) -> dict:
-        """What a checkpoint must have been written with."""
-        return {"processes": self.accelerator.num_processes, "data": digest}
 
     def rows(self, step: int) -> np.ndarray:
         """The conversations of a global step, as rows of the examples."""
@@ -291,7 +293,9 @@ class Work:
         try:
             with eager("force_eager") if eager else contextlib.nullcontext():
                 for rows in bins[accelerator.process_index :: self.order.ranks]:
-                    batch = to_device(self.collate(rows), accelerator.device)
+                    batch = send_to_device(
+                        self.collate(rows), accelerator.device, non_blocking=True
+                    )
                     module(**batch, use_cache=False)
         finally:
             hook.remove()
@@ -299,14 +303,6 @@ class Work:
         totals = accelerator.reduce(totals.float(), reduction="sum").tolist()
         loss, entropy = (total / int(self.examples.targets[self.held].sum()) for total in totals)
         return loss, entropy
-
-
-def to_device(batch: dict, device: torch.device) -> dict:
-    """The batch's tensors on the device; nothing waits for the copy."""
-    return {
-        key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-        for key, value in batch.items()
-    }
 
 
 def prepare(model: torch.nn.Module, work: Work, steps: int) -> None:
@@ -345,7 +341,7 @@ def prepare(model: torch.nn.Module, work: Work, steps: int) -> None:
 
 def _failure(model: torch.nn.Module, work: Work) -> str | None:
     """Why a forward and backward of the first batch does not run here, or None."""
-    batch = to_device(work.batches(0)[0][0], work.accelerator.device)
+    batch = send_to_device(work.batches(0)[0][0], work.accelerator.device, non_blocking=True)
     try:
         with torch.random.fork_rng([work.accelerator.device]), work.accelerator.autocast():
             model(**batch, use_cache=False).loss.backward()
@@ -527,10 +523,7 @@ class Log:
                 with open(self.run.metrics, "a", encoding="utf-8") as out:
                     out.write(json.dumps(row) + "\n")
             except OSError as error:
-                raise SweepError(
-                    f"{self.run.metrics}: cannot write ({error.strerror}); make room or fix the "
-                    "rights and type the same command again"
-                ) from error
+                raise SweepError(disk_error(error, self.run.metrics)) from error
         if self.keys.with_tracking:
             numbers = {k: v for k, v in row.items() if isinstance(v, float)}
             self.accelerator.log(numbers, step=row["step"])
@@ -627,14 +620,6 @@ def gradient_norm(
     if limit <= 0 and not wanted:
         return None
     return accelerator.clip_grad_norm_(model.parameters(), limit if limit > 0 else math.inf)
-
-
-def from_main(accelerator: Accelerator, value: int) -> int:
-    """The main process's value, on every rank."""
-    if accelerator.num_processes == 1:
-        return value
-    own = torch.tensor(value if accelerator.is_main_process else 0, device=accelerator.device)
-    return int(accelerator.reduce(own, reduction="sum").item())
 
 
 def save_model(run: RunDir, accelerator: Accelerator, model, tokenizer, dtype: torch.dtype) -> None:

@@ -91,14 +91,11 @@ class Order:
                 for filled in ([own] if fixed else fill(own, lengths, room, 1))
             ]
         if fixed:
-            bins = fill(rows, lengths, sum(lengths[row] for row in rows), self._count)
+            whole, count = sum(lengths[row] for row in rows), self.ranks * self.accumulation
+            bins = fill(rows, lengths, whole, count)
         else:
             bins = fill(rows, lengths, room, self.ranks)
         return [Micro(filled, filled) for filled in bins[rank :: self.ranks]]
-
-    @property
-    def _count(self) -> int:
-        return self.ranks * self.accumulation
 
     def _split(self, rows: list[int], rank: int) -> list[list[int]]:
         return [self.micro(rows, number, rank) for number in range(self.accumulation)]
