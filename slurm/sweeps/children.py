@@ -10,8 +10,8 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from sweeps.backends.base import Program
 
@@ -46,10 +46,8 @@ class Child:
                 os.kill(self.pid, number)
 
 
-class Start(Protocol):
-    """How to start a program with its output appended to `log`."""
-
-    def __call__(self, arguments: list[str], program: Program, log: Path) -> Child: ...
+# How to start a program by these words, with its output appended to the file.
+Start = Callable[[list[str], Program, Path], Child]
 
 
 def environment(program: Program) -> dict[str, str]:

@@ -43,9 +43,7 @@ def parser() -> argparse.ArgumentParser:
     for name, (_, what, options) in COMMANDS.items():
         sub = commands.add_parser(name, help=what, description=what)
         if name == "train":
-            idle = "give up after this many restarts in a row without a new checkpoint"
             sub.add_argument("folder", metavar="RUN_DIR")
-            sub.add_argument("--idle-restarts", type=int, default=3, metavar="N", help=idle)
             continue
         sub.add_argument("config", nargs="?", metavar="SWEEP", help=SWEEP)
         sub.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDE)
@@ -248,8 +246,7 @@ def _score(a: argparse.Namespace) -> int:
 
 
 def _train(a: argparse.Namespace) -> int:
-    run = RunDir(a.folder.absolute())
-    return train(run, idle_restarts=a.idle_restarts, echo=sys.stderr.isatty()).value
+    return train(RunDir(a.folder.absolute()), echo=sys.stderr.isatty()).value
 
 
 def _collect(a: argparse.Namespace) -> int:

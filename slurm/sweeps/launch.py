@@ -14,15 +14,13 @@ from sweeps.rundir import RunDir
 
 def describe(planned: Plan) -> str:
     """Every run of the plan, with what is already there."""
-    lines = []
+    lines, total, done = [], len(planned.cells), 0
     for cell in planned.cells:
-        state = "done" if RunDir(cell.folder).done else "to do"
+        finished = RunDir(cell.folder).done
+        done += finished
         values = " ".join(f"{key}={value}" for key, value in cell.values.items())
-        lines.append(f"{state:6} {shown(cell.folder)}  {values}".rstrip())
-    done = sum(RunDir(cell.folder).done for cell in planned.cells)
-    total = len(planned.cells)
-    lines.append(f"{counted(total, 'run')}, {done} done, {total - done} to do")
-    return "\n".join(lines)
+        lines.append(f"{'done' if finished else 'to do':6} {shown(cell.folder)}  {values}".rstrip())
+    return "\n".join([*lines, f"{counted(total, 'run')}, {done} done, {total - done} to do"])
 
 
 def check_assets(planned: Plan, executor: str, cells: list[Cell] | None = None) -> None:
@@ -122,9 +120,9 @@ def dead(planned: Plan) -> tuple[list[Cell], list[str]]:
     found, bases = status.of_sweep(sweep, cells)
     if error := found[0].error:
         raise SweepError(f"{error}; what is queued is not known")
-    chosen = {one.name: cell for cell, one in zip(cells, found, strict=True) if one.again}
+    chosen = {one.name: cell for cell, one in zip(cells, found, strict=True) if one.trouble}
     for model, one in bases.items():
-        if one.again:  # a launch scores the base models of its runs
+        if one.trouble:  # a launch scores the base models of its runs
             its = (c for c in cells if c.config.train["model_name_or_path"] == model)
             chosen[one.name] = next(its)
     return [c for c in cells if any(c is x for x in chosen.values())], list(chosen)

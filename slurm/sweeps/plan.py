@@ -65,13 +65,8 @@ class Plan:
         """The sweep as it was typed."""
         return [str(self.source), *self.assignments]
 
-    @property
-    def prefetch(self) -> str:
-        """What fetches this very sweep's assets, as it would be typed here."""
-        return command("prefetch.sh", "--config", *self.typed)
-
     def again(self, what: str) -> str:
-        """A command on this sweep, as it would be typed here, with or without an environment."""
+        """A command on this sweep's folder, as it would be typed here."""
         return command("sweeps.sh", what, shown(self.folder))
 
     @property

@@ -20,7 +20,7 @@ from sweeps.executors import local, scripts, slurm
 from sweeps.executors.scripts import Places
 from sweeps.files import SweepError, last_error, read_json
 from sweeps.plan import Cell, Plan
-from sweeps.provenance import TYPED_IN, output
+from sweeps.provenance import TYPED_IN, command, output
 from sweeps.rundir import RunDir
 
 PROBE = 1 << 20  # bytes written to see whether a folder takes them
@@ -47,7 +47,7 @@ def problems(planned: Plan, executor: str, cells: list[Cell] | None = None) -> l
     except SweepError as error:
         found.append(str(error))
     if executor == "slurm":
-        found += _slurm(cluster, sweep)
+        found += _secrets(cluster) + _slurm(cluster, sweep)
     return list(dict.fromkeys(found))
 
 
@@ -73,7 +73,8 @@ def files(planned: Plan, cells: list[Cell], cluster: Cluster) -> list[str]:
         found.append(f"model and data of this sweep are made by: {sweep.prefetch.made_by}")
     found = [typed.get(line, line) for line in found]
     found += [f"not fetched: {asset.name}" for asset in absent]
-    return found + ([f"where there is internet: {planned.prefetch}"] if absent else [])
+    fetch = command("prefetch.sh", "--config", *planned.typed)
+    return found + ([f"where there is internet: {fetch}"] if absent else [])
 
 
 def _typed(line: str, overrides: Iterable[str]) -> str | None:
@@ -144,13 +145,14 @@ def _profile(cluster: Cluster, file: str | None) -> list[str]:
 def _slurm(cluster: Cluster, sweep: Sweep) -> list[str]:
     absent = [tool for tool in ("sbatch", "squeue", "scontrol") if shutil.which(tool) is None]
     if absent:
-        where = "not on the PATH: run this on a login node, or --executor local"
-        return [*_secrets(cluster), f"{', '.join(absent)}: {where}"]
+        return [
+            f"{', '.join(absent)}: not on the PATH: run this on a login node, or --executor local"
+        ]
     try:
         slurm.queue()  # sbatch would wait for a minute where there is no controller
     except SweepError as error:
-        return [*_secrets(cluster), f"{error}; --executor local needs no Slurm"]
-    return _secrets(cluster) + _asked(sweep, cluster)
+        return [f"{error}; --executor local needs no Slurm"]
+    return _asked(sweep, cluster)
 
 
 def _asked(sweep: Sweep, cluster: Cluster) -> list[str]:

@@ -43,14 +43,9 @@ class Status:
     detail: str
     restarts: int
     scored: str
-    trouble: Trouble | None = None  # it is dead, or its scoring is
+    trouble: Trouble | None = None  # it is dead, or its scoring is: a retry starts it
     lost: bool = False  # its job died without a word, and nobody cancelled it
     error: str = ""  # why nobody knows whether it is queued
-
-    @property
-    def again(self) -> bool:
-        """Whether a retry would start it."""
-        return self.trouble is not None
 
 
 @dataclass

@@ -287,7 +287,7 @@ def test_what_is_lost_again_and_again_is_given_up(sweep_file, slurm, monkeypatch
     run = RunDir(first.folder)
     assert run.manifest()["error"] == "lost 3 times in a row without a new checkpoint"
     found, _ = status.of_sweep(planned.sweep, planned.cells)
-    assert [one.state for one in found] == ["failed", "failed"] and all(o.again for o in found)
+    assert [one.state for one in found] == ["failed", "failed"] and all(o.trouble for o in found)
 
 
 def test_what_was_cancelled_stays_cancelled(sweep_file, slurm):

@@ -126,10 +126,11 @@ def _submitit():
 
 
 def _setup(cluster: Cluster, file: str | None, places: Places, nodes: int) -> list[str]:
+    packages = ":".join(str(PROJECT / name) for name in ("kernel", "slurm", "eval"))
     lines = [
         "unset SLURM_EXPORT_ENV  # srun hands on what this job has, which is the list above",
         f"cd {shlex.quote(str(places.project))} || exit 1",
-        f"export PYTHONPATH={shlex.quote(python_path())}",
+        f"export PYTHONPATH={shlex.quote(packages)}",
     ]
     if cluster.modules:
         lines.append("command -v module >/dev/null || . /etc/profile")
@@ -162,11 +163,6 @@ def _setup(cluster: Cluster, file: str | None, places: Places, nodes: int) -> li
     lines.append("set -u")  # not before: module files and set-up lines rarely stand it
     lines.append(f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{cluster.cpus_per_process}}}"')
     return lines
-
-
-def python_path() -> str:
-    """This checkout's packages, whatever is installed."""
-    return ":".join(str(PROJECT / name) for name in ("kernel", "slurm", "eval"))
 
 
 def _python(cluster: Cluster) -> str:
