@@ -237,12 +237,7 @@ def _score(a: argparse.Namespace) -> int:
         return 0
     executor = launch.pick_executor(a.executor)
     launch.check_assets(planned, executor)
-    if executor == "slurm":
-        return launch.launch_slurm(planned, train=False)
-    plan.claim(planned)
-    if problems := local.launch(planned.sweep, planned.cells, train=False):
-        raise SweepError("\n       ".join(one.removeprefix("failed: ") for one in problems))
-    return 0
+    return launch.start(planned, executor, train=False)
 
 
 def _train(a: argparse.Namespace) -> int:

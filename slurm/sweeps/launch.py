@@ -47,37 +47,29 @@ def dry_run(planned: Plan, executor: str) -> str:
     return note + slurm.dry_run(planned.sweep, planned.cells) + describe(planned)
 
 
-def start(planned: Plan, executor: str, cells: list[Cell] | None = None) -> int:
-    """Do what is missing, of `cells` or of all; returns the exit code."""
-    return (launch_local if executor == "local" else launch_slurm)(planned, cells)
+def start(
+    planned: Plan, executor: str, cells: list[Cell] | None = None, *, train: bool = True
+) -> int:
+    """Do what is missing, of `cells` or of all, and collect it; returns the exit code.
 
-
-def launch_local(planned: Plan, cells: list[Cell] | None = None) -> int:
-    """Run what is missing, of `cells` or of all, here; returns the exit code."""
-    from sweeps import results  # with NumPy, for which every command would wait
-
-    claim(planned)
-    cells = planned.cells if cells is None else cells
-    for cell in cells:
-        RunDir(cell.folder).create(cell.config)
-    problems = local.launch(planned.sweep, cells)
-    gaps = results.collect(planned.sweep, planned.cells)
-    return 1 if gaps or problems else 0
-
-
-def launch_slurm(planned: Plan, cells: list[Cell] | None = None, *, train: bool = True) -> int:
-    """Queue what is missing, of `cells` or of all; returns the exit code.
-
-    Without `train` only what is trained already is scored.
+    Without `train` only what is trained already is scored, and on this machine nothing collected.
     """
     claim(planned)
-    ids = slurm.submit(planned.sweep, planned.cells if cells is None else cells, train=train)
-    if not ids:
+    cells = planned.cells if cells is None else cells
+    if executor == "local":
+        from sweeps import results  # with NumPy, for which every command would wait
+
+        for cell in cells if train else ():
+            RunDir(cell.folder).create(cell.config)
+        problems = local.launch(planned.sweep, cells, train=train)
+        gaps = results.collect(planned.sweep, planned.cells) if train else []
+        return 1 if gaps or problems else 0
+    if ids := slurm.submit(planned.sweep, cells, train=train):
+        print("submitted: " + " ".join(f"{stage}={job}" for stage, job in ids.items()))
+        print(f"watch: {planned.again('status')}")
+    else:
         every = "every run is done or queued" if train else "every trained run is scored or queued"
         print(f"nothing to submit: {every}")
-        return 0
-    print("submitted: " + " ".join(f"{stage}={job}" for stage, job in ids.items()))
-    print(f"watch: {planned.again('status')}")
     return 0
 
 

@@ -272,7 +272,7 @@ def start(cell, job: str) -> None:
 def test_what_is_lost_again_and_again_is_given_up(sweep_file, slurm, monkeypatch):
     """Its supervisor never gets as far as counting; only the lost run is queued, not the others."""
     planned = launch.plan(sweep_file(max_idle_restarts=2), [])
-    launch.launch_slurm(planned)
+    launch.start(planned, "slurm")
     first, _ = planned.cells
     submissions = 0
     slurm.end("NODE_FAIL|1:0")
@@ -292,7 +292,7 @@ def test_what_is_lost_again_and_again_is_given_up(sweep_file, slurm, monkeypatch
 
 def test_what_was_cancelled_stays_cancelled(sweep_file, slurm):
     planned = launch.plan(sweep_file(), [])
-    launch.launch_slurm(planned)
+    launch.start(planned, "slurm")
     slurm.end("CANCELLED by 0|0:15")
     start(planned.cells[0], "1_0")
     found, _ = status.of_sweep(planned.sweep, planned.cells)
@@ -305,7 +305,7 @@ def test_what_was_cancelled_stays_cancelled(sweep_file, slurm):
 
 def test_a_job_that_dies_before_training_says_so_in_status(sweep_file, slurm, capsys):
     planned = launch.plan(sweep_file(), [])
-    launch.launch_slurm(planned)
+    launch.start(planned, "slurm")
     slurm.end("FAILED|127:0")
     (jobs,) = (planned.folder / "jobs").iterdir()
     for index in (0, 1):
@@ -324,7 +324,7 @@ def test_a_job_that_dies_before_training_says_so_in_status(sweep_file, slurm, ca
 
 def test_a_queue_that_does_not_answer_makes_nothing_dead(sweep_file, slurm, capsys):
     planned = launch.plan(sweep_file(grid={"seed": [1, 2, 3]}), [])
-    launch.launch_slurm(planned)
+    launch.start(planned, "slurm")
     waits, broken, _ = planned.cells
     start(waits, "1_0")
     run = RunDir(waits.folder)
@@ -366,7 +366,7 @@ def test_what_somebody_stopped_needs_no_mending(sweep_file, slurm, capsys):
 
     for cell in planned.cells:
         RunDir(cell.folder).write_manifest(run.manifest() | {"state": "new", "attempts": []})
-    launch.launch_slurm(planned)
+    launch.start(planned, "slurm")
     slurm.end("CANCELLED by 0|0:0")
     for cell, job in zip(planned.cells, ("1_0", "1_1"), strict=True):
         start(cell, job)
@@ -381,8 +381,7 @@ def test_what_somebody_stopped_needs_no_mending(sweep_file, slurm, capsys):
 def test_retry_goes_where_the_launch_went(sweep_file, slurm, monkeypatch):
     """After Ctrl-C in salloc, say, whose shell has an sbatch."""
     planned, went = claimed(sweep_file(train=TINY)), []
-    monkeypatch.setattr(launch, "launch_local", lambda *_: went.append("local") or 0)
-    monkeypatch.setattr(launch, "launch_slurm", lambda *_: went.append("slurm") or 0)
+    monkeypatch.setattr(launch, "start", lambda _, executor, cells: went.append(executor) or 0)
     start(planned.cells[0], "7")
     for typed in ([], ["--executor", "slurm"]):
         assert main(["retry", str(planned.folder), *typed]) == 0
@@ -406,7 +405,7 @@ def test_a_stop_inside_an_allocation_is_a_stop(sweep_file, slurm, capsys):
 def test_a_squeue_that_waits_for_ever_is_given_up(sweep_file, slurm, monkeypatch, capsys):
     """So does the real one where SLURM_CONF names no file: for a minute, each time."""
     planned = launch.plan(sweep_file(), [])
-    launch.launch_slurm(planned)
+    launch.start(planned, "slurm")
     slurm.write(slurm.bin / "squeue", f"echo >> {slurm.bin}/asked; exec sleep 60")
     monkeypatch.setattr(executor, "PATIENCE", 0.5)
     monkeypatch.setenv("SLURM_CONF", "/no/slurm.conf")
