@@ -2,8 +2,8 @@
 
 world → base model → `sweeps launch configs/sweeps/demo.yaml` → runs/demo/report/
 
-Whatever is finished is kept: a second call continues where the first was stopped, or says at once
-that all is there. It takes no options; a longer or another sweep is another YAML file.
+A second call continues where the first was stopped. It takes no options: another sweep is another
+YAML file.
 """
 
 import argparse

@@ -53,8 +53,6 @@ def fit_and_score(fit: list[str], model: Path, data: Path, records: Path) -> Non
 def run(arguments: list[str], log: Path) -> None:
     """One calibeval command."""
     program = Program(module="calibeval", arguments=tuple(arguments))
-    child = start_warm([sys.executable, "-m", "calibeval", *arguments], program, log)
-    while (code := child.wait(1.0)) is None:
-        continue
-    if code:
+    words = [sys.executable, "-m", "calibeval", *arguments]
+    if code := start_warm(words, program, log).wait():
         raise SweepError(f"calibeval {arguments[0]} ended with exit code {code} (log: {log})")

@@ -1,9 +1,7 @@
 """Pre-training of a small Llama on the world's corpus, each document read once.
 
 The corpus is one stream of tokens in blocks of CONTEXT. The loss leaves out names, which are drawn
-at random: nothing predicts them, and their noise would only delay what there is to learn. A
-checkpoint every SAVE steps lets a killed run go on; the data are a function of the step, so the
-final weights are the same.
+at random: nothing predicts them. A killed run goes on from its last checkpoint to the same weights.
 """
 
 import os
@@ -73,7 +71,10 @@ def fit(model, blocks, targets, batch: int, kept: Path) -> None:
         optimizer, lambda s: min(1, (s + 1) / WARMUP) * (1 - s / steps)
     )
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
-    start = load(kept, parts) if kept.exists() else 0
+    found = torch.load(kept, weights_only=True) if kept.exists() else {}
+    for name in parts.keys() & found.keys():
+        parts[name].load_state_dict(found[name])
+    start = found.get("step", 0)
     progress = tqdm(range(start, steps), "pre-training", steps, initial=start, file=sys.stderr)
     for step in progress:
         rows = slice(step * batch, (step + 1) * batch)
@@ -105,13 +106,3 @@ def save(path: Path, parts: dict, step: int) -> None:
     part = path.with_suffix(".tmp")
     torch.save({"step": step} | {name: p.state_dict() for name, p in parts.items()}, part)
     os.replace(part, path)
-
-
-def load(path: Path, parts: dict) -> int:
-    """Load a checkpoint; returns its step."""
-    import torch
-
-    found = torch.load(path, weights_only=True)
-    for name, p in parts.items():
-        p.load_state_dict(found[name])
-    return found["step"]

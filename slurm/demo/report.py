@@ -40,7 +40,9 @@ def report(root: Path) -> str:
         write_text(out / "index.jsonl", lines)
         try:
             table = calibeval.report.collect(out / "index.jsonl", out, COLUMNS, "Demo")
-            text = f"{table}\n{summary(read(out / 'index.jsonl'))}\n\n{made_with()}\n"
+            text = f"{table}\n{summary(read(out / 'index.jsonl'))}\n\n`make demo`, CPU, "
+            packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+            text += f"Python {sys.version.split()[0]}, {packages}.\n"
         except InputError as error:
             raise SweepError(str(error)) from error
         write_text(out / "summary.md", text)
@@ -97,9 +99,3 @@ def change(a: Row, b: Row, confidence: str = "choices") -> str:
     d = difference(a, b, "mmlu", Column("rms_debiased", confidence))
     words = ("better", "worse")[d.value > 0] if told_apart(d) else "not told from no change"
     return f"squared error {d.value:+.3f} [{d.low:+.3f}, {d.high:+.3f}]: {words}"
-
-
-def made_with() -> str:
-    """The command and the versions behind the figures."""
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
-    return f"`make demo`, CPU, Python {sys.version.split()[0]}, {packages}."

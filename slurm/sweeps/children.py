@@ -28,8 +28,8 @@ class Child:
     def __init__(self, process: subprocess.Popen | multiprocessing.Process) -> None:
         self._process, self.pid = process, process.pid
 
-    def wait(self, seconds: float) -> int | None:
-        """Its exit code (negative: the signal that killed it), or None if it still runs."""
+    def wait(self, seconds: float | None = None) -> int | None:
+        """Its exit code (negative: the signal that killed it), or None if it still runs then."""
         if isinstance(self._process, subprocess.Popen):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(seconds)

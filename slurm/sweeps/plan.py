@@ -1,8 +1,7 @@
 """A sweep as it was asked for, by its file and overrides or by its folder → its runs.
 
-Every combination of the grid is a run, checked against its backend. The sweep's folder is
-`<output_root>/sweeps/<name>/`, or `<name>-<hash>` where that one holds other runs already, so that
-no sweep ever writes into another's tables; its sweep.yaml says which runs it holds.
+The sweep's folder is `<output_root>/sweeps/<name>/`, or `<name>-<hash>` where that one holds other
+runs already, so that no sweep ever writes into another's tables.
 """
 
 import hashlib

@@ -190,9 +190,7 @@ def _run_task(subject: Subject, task: Task, score: Score, start: Start) -> None:
     if score.python:
         paths = [str(PROJECT / part) for part in ("eval", "kernel")]
         todo = replace(todo, environment={"PYTHONPATH": os.pathsep.join(paths)})
-    child = start(words, todo, subject.log)
-    while (code := child.wait(1.0)) is None:
-        continue
+    code = start(words, todo, subject.log).wait()
     if code != 0 or not subject.records(task).exists():
         with open(subject.log, encoding="utf-8", errors="replace") as log:
             log.seek(offset)

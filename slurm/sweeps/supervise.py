@@ -1,9 +1,8 @@
 """One run from lock to DONE: what `python -m sweeps train RUN_DIR` does, here or in a job.
 
-lease → manifest → start the backend's program → wait → model/ → DONE. The program may be killed at
-any moment: it is started again while that makes progress, and gives up after a set number of
-restarts that did not. Of several machines each does this under torchrun, and they meet at the
-first, which alone writes; torchrun's own restarts would repeat bad input as readily as bad luck.
+lease → manifest → start the backend's program → wait → model/ → DONE. A killed program is started
+again while that makes progress. Of several machines each does this under torchrun, and the first
+alone writes; torchrun's own restarts would repeat bad input as readily as bad luck.
 """
 
 import contextlib

@@ -2,9 +2,6 @@
 
 Each run has GPUs of its own, unless more workers than GPUs share them evenly: the launches of a
 small model's kernels keep a GPU busy for part of a step only.
-
-`cancel` touches `<output_root>/sweeps/<name>/stop`, and every launch under way then starts nothing
-more, also one on another machine that shares the folder.
 """
 
 import contextlib
@@ -37,9 +34,8 @@ Job = Callable[[], str | None]  # returns what went wrong
 def launch(sweep: Sweep, cells: list[Cell], *, train: bool = True) -> list[str]:
     """Train and score what is missing; returns one line for each run that did not get there.
 
-    Without `train` only what is trained already is scored. Ctrl-C (or TERM) lets every running
-    trainer save a checkpoint first, and scoring come to its end; the same command goes on from
-    there.
+    Without `train` only what is trained already is scored. Ctrl-C (or TERM) lets running trainers
+    save a checkpoint first, and scoring come to its end.
     """
     machine, stopping = Machine(sweep), Stopping(sweep)
     runs = [RunDir(cell.folder) for cell in cells]
@@ -104,7 +100,8 @@ def _stop_file(sweep: Sweep) -> Path:
 
 
 class Stopping:
-    """Whether this launch was asked to stop: by a signal, or by `cancel` since it began."""
+    """Whether this launch was asked to stop: by a signal, or since it began by a `cancel` on any
+    machine that shares the folder."""
 
     def __init__(self, sweep: Sweep) -> None:
         self._event, self._file = threading.Event(), _stop_file(sweep)

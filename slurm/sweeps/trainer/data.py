@@ -96,7 +96,8 @@ class Examples:
         filler = -sum(lengths) % multiple if lengths else multiple
         ids = [self.tokens[span] for span in spans] + [np.full(filler, pad, dtype=np.int32)]
         keep = np.concatenate([self.supervised[span] for span in spans] + [np.zeros(filler, bool)])
-        lengths += _cut(filler, longest)
+        whole, rest = divmod(filler, longest)
+        lengths += [longest] * whole + [rest] * bool(rest)
         bounds = np.concatenate([[0], np.cumsum(lengths)])
         keep[bounds[:-1]] = False  # the token before belongs to another conversation
         ids = np.concatenate(ids).astype(np.int64)
@@ -111,12 +112,6 @@ class Examples:
             "max_length_q": longest,
             "max_length_k": longest,
         }
-
-
-def _cut(length: int, longest: int) -> list[int]:
-    """A length in pieces of at most `longest`."""
-    whole, rest = divmod(length, longest)
-    return [longest] * whole + [rest] * bool(rest)
 
 
 def set_template(tokenizer, name: str | None, *, add_bos: bool = False) -> None:
