@@ -71,7 +71,7 @@ def run(planned: Plan, executor: str) -> int:
         print(f"\nstill queued: the same command waits on, {small.again('cancel')} ends it")
         return 1
     if not verdict(small):
-        print(f"smoke: FAILED; all that it printed: {small.again('logs')}")
+        print(f"smoke: FAILED; the end of its logs: {small.again('logs')}")
         return 1
     here = ["--executor", "local"] if executor == "local" else []
     print(f"smoke: passed; to go on: {command('sweeps.sh', 'launch', *planned.typed, *here)}")

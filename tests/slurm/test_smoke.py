@@ -56,7 +56,7 @@ def test_says_what_failed_and_why(whole, capsys, monkeypatch, override, stage, w
     monkeypatch.setattr(launch, "check_assets", lambda *given: None)  # gone after the preflight
     assert cli.main(["smoke", str(whole()), override, "--executor", "local"]) == 1
     said = capsys.readouterr().out
-    assert "smoke: FAILED; all that it printed: bash slurm/sweeps.sh logs " in said
+    assert "smoke: FAILED; the end of its logs: bash slurm/sweeps.sh logs " in said
     assert f"FAILED  {stage} model" in said and why in said.partition("FAILED  ")[2]
     for line in said.splitlines():
         assert not (line.startswith("ok ") and why in line)
