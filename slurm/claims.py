@@ -3,7 +3,8 @@
     bash slurm/prefetch.sh --config configs/sweeps/gemma.yaml      where there is internet
     .venv/bin/python slurm/claims.py [PART …] [key=value …]
 
-Those parts one after another; without any the grid, then the others side by side, then the report:
+Those parts one after another; without any the grid, then the others side by side (six runs on each
+GPU, of some 10 GB), then the report:
 
     grid        4 learning rates × 6 label-smoothing factors; the rate with the lowest held-out loss
                 at β = 0 is that of all other parts
