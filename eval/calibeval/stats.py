@@ -336,21 +336,20 @@ def difference(a: Sequence[Run], b: Sequence[Run], metric: str, confidence: str)
     difference of the *squared* errors (what miscalibration adds to the Brier score of the likeliest
     choice): roots differ irregularly near 0, so that no interval of theirs is known to cover.
     """
+    if len(a) == len(b):
+        return contrast([(-1, a), (1, b)], metric, confidence)
     same_questions([*a, *b])
     if confidence not in a[0].confidences or confidence not in b[0].confidences:
         return Estimate()
-    found, drawn = zip(*(side(runs, metric, confidence) for runs in (a, b)), strict=True)
-    value = finite(found[1].mean() - found[0].mean())
-    if value is None or drawn[0] is None:
+    sides = [side(runs, metric, confidence) for runs in (a, b)]
+    value = finite(sides[1][0].mean() - sides[0][0].mean())
+    if value is None or sides[0][1] is None:
         return Estimate(value)
-    sides = list(zip(found, drawn, strict=True))
-    if len(a) == len(b):
-        sides = [(found[1] - found[0], drawn[1] - drawn[0])]
     return Estimate(value, *interval(value, sides))
 
 
 def contrast(
-    terms: Sequence[tuple[float, Sequence[Run]]], metric: str, confidence: str = "choices"
+    terms: Sequence[tuple[int, Sequence[Run]]], metric: str, confidence: str = "choices"
 ) -> Estimate:
     """Σ weight × figure, mean over as many runs a term, paired in their order; 95 % interval.
 
@@ -358,10 +357,15 @@ def contrast(
     `rms_debiased` the squares, as in `difference`.
     """
     same_questions([run for _, runs in terms for run in runs])
-    sides = [(weight, side(runs, metric, confidence)) for weight, runs in terms]
-    found = sum(weight * figures for weight, (figures, _) in sides)
-    drawn = sum(weight * draws for weight, (_, draws) in sides)
-    return Estimate(float(found.mean()), *interval(found.mean(), [(found, drawn)]))
+    if any(confidence not in runs[0].confidences for _, runs in terms):
+        return Estimate()
+    sides = [(weight, *side(runs, metric, confidence)) for weight, runs in terms]
+    found = sum(weight * figures for weight, figures, _ in sides)
+    value = finite(found.mean())
+    if value is None or sides[0][2] is None:
+        return Estimate(value)
+    drawn = sum(weight * draws for weight, _, draws in sides)
+    return Estimate(value, *interval(value, [(found, drawn)]))
 
 
 def same_questions(runs: Sequence[Run]) -> None:
