@@ -74,9 +74,8 @@ PARTS = {
 }  # fmt: skip
 
 
-# What is compared, each difference with the settings that it adds (1) and takes away (−1).
 def effect(part: str, label_smoothing: float = 0.1, **setting: object) -> list[tuple]:
-    """Smoothing's: that factor less none, in one setting of a part."""
+    """Smoothing's: what is added (1) and taken away (−1), that factor and none in one setting."""
     both = ((1, label_smoothing), (-1, 0.0))
     return [(weight, part, {"label_smoothing": beta} | setting) for weight, beta in both]
 
@@ -156,7 +155,7 @@ def after() -> None:
     plain = [e for e in entries if e["dataset"] == "mmlu" and e["label_smoothing"] == 0]
     if not plain:
         raise SweepError(f"{folder}: nothing is scored there; python slurm/claims.py seeds first")
-    made = calibrate(plain, folder, Path("data/mmlu"), out / "records", 5)
+    made = calibrate(plain, folder, Path("data/mmlu"), out / "records", workers=5)
     for entry in made:
         entry["records"] = os.path.relpath(entry["records"], out)
     write_text(out / "index.jsonl", "".join(json.dumps(entry) + "\n" for entry in made))

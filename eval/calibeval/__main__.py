@@ -501,8 +501,8 @@ def run_conformal(a: argparse.Namespace) -> None:
             by = "subject" if a.by in ("length", "entities") else a.by
             found = {"all": conformal.evaluate(of, by=by, **options)}
         many = counted(len(of), "sentence" if of.scoring == "labelings" else "question")
-        kind = "entity" if a.entities else a.score
-        print(f"{path}: {many}, {kind} sets at 1 − α = {1 - a.alpha:g}, {how}")
+        score = "entity" if a.entities else a.score
+        print(f"{path}: {many}, {score} sets at 1 − α = {1 - a.alpha:g}, {how}")
         for kind, every in found.items():
             for name, group in {kind: every, **{f"  {k}": v for k, v in every.by.items()}}.items():
                 bound = f", {group.unbounded:.2%} hold all" if group.unbounded else ""

@@ -81,8 +81,8 @@ def of_sweep(sweep: Sweep, cells: list[Cell], cluster: Cluster) -> list[Asset]:
             if name and on_hub(name):
                 at = f" at {revision}" if revision else ""
                 here = partial(hub_snapshot, name, kind, revision)
-                fetch_it = partial(how, name, revision)
-                found[name + at] = Asset(f"{what} {name}{at}", name, here, fetch_it)
+                get = partial(how, name, revision)
+                found[name + at] = Asset(f"{what} {name}{at}", name, here, get)
     paths = {value for train in trains for value in train.values() if type(value) is str}
     paths |= {task.data for task in sweep.score.measured} if sweep.score else set()
     pruned = sweep.prefetch.pruned  # of what was fetched

@@ -10,8 +10,14 @@ from sweeps.config import Strict, World
 if TYPE_CHECKING:
     from sweeps.rundir import RunDir
 
-SCHEDULERS = ("linear", "cosine", "cosine_with_restarts", "polynomial")
-SCHEDULERS += ("constant", "constant_with_warmup")
+SCHEDULERS = (
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+)
 
 
 class TrainKeys(Strict):
