@@ -24,8 +24,8 @@ def todays_libraries() -> None:
             kwargs["dataloader_config"] = DataLoaderConfiguration(use_seedable_sampler=True)
         make_accelerator(self, *args, **kwargs)
 
-    def without_empty(self: Any, groups: Any, *args: Any, **kwargs: Any) -> None:
-        kept = [one for one in groups if not isinstance(one, dict) or one["params"]]
+    def without_empty(self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+        kept = [one for one in params if not isinstance(one, dict) or one["params"]]
         make_adamw(self, kept, *args, **kwargs)
 
     if "use_seedable_sampler" not in inspect.signature(Accelerator).parameters:
