@@ -3,19 +3,20 @@
     bash slurm/prefetch.sh --config configs/sweeps/gemma.yaml      where there is internet
     .venv/bin/python slurm/claims.py [PART …] [key=value …]
 
-Those parts one after another; without any the grid, then the others side by side (six runs on each
-GPU, of some 10 GB), then the report:
+Those parts, or all of them: the grid first, then the other sweeps side by side (six runs on each
+GPU, of some 10 GB), then what rests on them:
 
-    grid        4 learning rates × 6 label-smoothing factors; the rate with the lowest held-out loss
-                at β = 0 is that of all other parts
-    seeds       6 factors × 5 seeds, and the entropy of what they write
-    vocabulary  embedding and head cut to 73,728 and 8,192 entries
-    softcap     logits capped at 30 and 50
-    reduction   the summed loss, clipped, and the mean of micro-batches
-    filter      the filtered gradient, and the paper's own filter
-    epochs      half the conversations, and all of them twice, at β = 0
-    after       temperature and ATS fitted on MMLU's val questions after β = 0
-    report      the verdicts: what smoothing does in each setting, and what that differs by
+    grid          4 learning rates × 6 label-smoothing factors; the rate with the lowest held-out
+                  loss at β = 0 is that of all other parts
+    seeds         6 factors × 5 seeds, and the entropy of what they write
+    vocabulary    embedding and head cut to 73,728 and 8,192 entries
+    softcap       logits capped at 30 and 50
+    sum, mean     the summed loss, clipped; the mean of micro-batches
+    filtered, paper-filter
+                  the filtered gradient; the paper's own filter
+    half, twice   half the conversations, and all of them twice, at β = 0
+    after         temperature and ATS fitted on MMLU's val questions after β = 0
+    report        the verdicts: what smoothing does in each setting, and what that differs by
 
 Finished runs are kept: the same command goes on. key=value overrides the sweep of every part, for
 example workers=8 for eight runs at a time.
@@ -32,6 +33,7 @@ from calibeval import stats
 from calibeval.io import InputError
 from demo.posthoc import calibrate
 from sweeps.cli import main as sweeps
+from sweeps.executors.local import gpus
 from sweeps.files import SweepError, make_folder, read_rows, write_text
 from sweeps.provenance import PROJECT
 
@@ -46,32 +48,24 @@ TASKS = """score.tasks=[
 ENTROPY = """score.entropy={
     data: data/alpaca/alpaca_data.json, skip: 30000, temperatures: [1.0, 0.9, 0.8]}"""
 PAIR = ["grid.label_smoothing=[0.0,0.1]", "grid.seed=[0,1,2]", TASKS]
-# part → its sweeps, each with what it changes in configs/sweeps/gemma.yaml
+# part → what its sweep changes in configs/sweeps/gemma.yaml
 PARTS = {
-    "grid": {"grid": ["keep=all"]},
-    "seeds": {"seeds": ["keep=all", "grid.seed=[0,1,2,3,4]", ENTROPY]},
-    "vocabulary": {
-        "vocabulary": [*PAIR, "grid.model_name_or_path=[models/gemma-74k,models/gemma-8k]"]
-    },
-    "softcap": {"softcap": [*PAIR, "grid.final_logit_softcapping=[30.0,50.0]"]},
-    "reduction": {
-        "sum": [*PAIR, "grid.reduce_loss=[sum]", "grid.clip_grad_norm=[1.0]"],
-        "mean": [
-            *PAIR,
-            "grid.reduce_loss=[mean]",
-            "train.per_device_train_batch_size=16",
-            "train.gradient_accumulation_steps=4",
-        ],
-    },
-    "filter": {
-        "filtered": [*PAIR, "grid.filter_eps=[auto]"],
-        "paper-filter": [*PAIR, "grid.filter_eps=[auto]", "grid.loss_implementation=[paper]"],
-    },
-    "epochs": {
-        "half": [*PAIR, "train.max_train_samples=12800", "grid.label_smoothing=[0.0]"],
-        "twice": [*PAIR, "grid.num_train_epochs=[2]", "grid.label_smoothing=[0.0]"],
-    },
-}  # fmt: skip
+    "grid": ["keep=all"],
+    "seeds": ["keep=all", "grid.seed=[0,1,2,3,4]", ENTROPY],
+    "vocabulary": [*PAIR, "grid.model_name_or_path=[models/gemma-74k,models/gemma-8k]"],
+    "softcap": [*PAIR, "grid.final_logit_softcapping=[30.0,50.0]"],
+    "sum": [*PAIR, "grid.reduce_loss=[sum]", "grid.clip_grad_norm=[1.0]"],
+    "mean": [
+        *PAIR,
+        "grid.reduce_loss=[mean]",
+        "train.per_device_train_batch_size=16",
+        "train.gradient_accumulation_steps=4",
+    ],
+    "filtered": [*PAIR, "grid.filter_eps=[auto]"],
+    "paper-filter": [*PAIR, "grid.filter_eps=[auto]", "grid.loss_implementation=[paper]"],
+    "half": [*PAIR, "train.max_train_samples=12800", "grid.label_smoothing=[0.0]"],
+    "twice": [*PAIR, "grid.num_train_epochs=[2]", "grid.label_smoothing=[0.0]"],
+}
 
 
 def effect(part: str, label_smoothing: float = 0.1, **setting: object) -> list[tuple]:
@@ -96,6 +90,12 @@ for name, (part, setting) in SETTINGS.items():
     ROWS[f"{name}: 0.1 less 0"] = effect(part, **setting)
     other = [(-weight, part, match) for weight, part, match in effect("seeds")]
     ROWS["– less that of `seeds`, " + name] = effect(part, **setting) + other
+for name in ("temperature", "ats"):
+    for beta, tuned in ((0, PLAIN), (0.1, SMOOTHED)):
+        ROWS[f"{name} after β = 0, less β = {beta}"] = [
+            (1, "after", {"calibrator": name}),
+            (-1, "seeds", tuned),
+        ]
 for name in ("filtered", "paper-filter"):
     ROWS[f"{name} less exact, β = 0.1"] = [(1, name, SMOOTHED), (-1, "seeds", SMOOTHED)]
 COLUMNS = [("mmlu", None), ("arc-continuation", None), ("hellaswag-continuation", None)]
@@ -109,31 +109,38 @@ def main(words: list[str]) -> int:
         return 0
     known = [*PARTS, "after", "report"]
     overrides = [word for word in words if "=" in word]
-    parts = [word for word in words if "=" not in word]
+    parts = [word for word in words if "=" not in word] or known
     if unknown := set(parts) - set(known):
         raise SweepError(f"{', '.join(sorted(unknown))}: no such part; known: {', '.join(known)}")
     os.chdir(PROJECT)
-    if not parts:
-        code = main(["grid", *overrides])
-        code |= together([part for part in PARTS if part != "grid"], overrides)
-        return code | main(["after", "report"])
-    code = 0
-    for part in parts:
-        if part == "after":
-            after()
-        elif part == "report":
-            report()
-        for name, changes in PARTS.get(part, {}).items():
-            at = [] if part == "grid" else [f"grid.learning_rate=[{chosen_rate()}]"]
-            asked = [f"name=gemma-{name}", *at, *changes, *overrides]
-            code |= sweeps(["launch", "configs/sweeps/gemma.yaml", "--executor", "local", *asked])
+    code = sweep("grid", overrides) if "grid" in parts else 0
+    match [part for part in PARTS if part in parts and part != "grid"]:
+        case [part]:
+            code |= sweep(part, overrides)
+        case others:
+            code |= together(others, overrides)
+    if "after" in parts:
+        after()
+    if "report" in parts:
+        report()
     return code
+
+
+def sweep(part: str, overrides: list[str]) -> int:
+    """Train and score one part's runs; returns the exit code."""
+    at = [] if part == "grid" else [f"grid.learning_rate=[{chosen_rate()}]"]
+    asked = [f"name=gemma-{part}", *at, *PARTS[part], *overrides]
+    return sweeps(["launch", "configs/sweeps/gemma.yaml", "--executor", "local", *asked])
 
 
 def together(parts: list[str], overrides: list[str]) -> int:
     """Do parts that need nothing of one another side by side: a GPU would wait for each scoring."""
-    commands = [[sys.executable, __file__, part, *overrides] for part in parts]
-    started = [subprocess.Popen(command) for command in commands]
+    started, found = [], gpus()
+    for part in parts:
+        where = {"CUDA_VISIBLE_DEVICES": ",".join(found)} if found else {}
+        command = [sys.executable, __file__, part, *overrides]
+        started.append(subprocess.Popen(command, env=os.environ | where))
+        found = found[1:] + found[:1]  # each begins at another, or all would share the first
     return int(any([process.wait() for process in started]))
 
 

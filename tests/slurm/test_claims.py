@@ -22,11 +22,10 @@ RUNS |= {"filtered": 6, "paper-filter": 6, "half": 3, "twice": 3}
 
 def test_every_part_is_a_sweep_and_equal_runs_are_shared():
     path, names = PROJECT / "configs" / "sweeps" / "gemma.yaml", {}
-    for part, sweeps in claims.PARTS.items():
+    for part, changes in claims.PARTS.items():
         at = [] if part == "grid" else ["grid.learning_rate=[2e-5]"]
-        for name, changes in sweeps.items():
-            found = launch.plan(path, [f"name=gemma-{name}", *at, *changes])
-            names[name] = {cell.config.name for cell in found.cells}
+        found = launch.plan(path, [f"name=gemma-{part}", *at, *changes])
+        names[part] = {cell.config.name for cell in found.cells}
     assert {name: len(runs) for name, runs in names.items()} == RUNS
     assert len(names["grid"] & names["seeds"]) == 6  # seed 0 at that rate
     assert sum(RUNS.values()) - 6 == len(set.union(*names.values()))
@@ -42,42 +41,46 @@ def test_the_rate_is_that_of_beta_0(tmp_path, monkeypatch):
     assert claims.chosen_rate() == "5e-05"
 
 
-def test_without_parts_all_but_the_grid_start_at_once(tmp_path, monkeypatch):
+def test_all_but_the_grid_start_at_once_each_at_another_gpu(tmp_path, monkeypatch):
     script = tmp_path / "claims.py"
     script.write_text(
-        "import pathlib, sys, time\n"
+        "import os, pathlib, sys, time\n"
         f"here = pathlib.Path({str(tmp_path)!r})\n"
-        "(here / sys.argv[1]).write_text(sys.argv[2])\n"
-        "while len(list(here.iterdir())) < 7: time.sleep(0.01)\n"  # itself and the six parts
-        "sys.exit(sys.argv[1] == 'filter')\n"
+        "(here / sys.argv[1]).write_text(sys.argv[2] + os.environ['CUDA_VISIBLE_DEVICES'])\n"
+        "while len(list(here.iterdir())) < 10: time.sleep(0.01)\n"  # itself and the nine parts
+        "sys.exit(sys.argv[1] == 'filtered')\n"
     )
     monkeypatch.setattr(claims, "__file__", str(script))
+    monkeypatch.setattr(claims, "gpus", lambda: ["4", "5", "7"])
     parts = [part for part in claims.PARTS if part != "grid"]
-    assert claims.together(parts, ["workers=2"]) == 1  # as one of them failed
+    assert claims.together(parts, ["workers=2 "]) == 1  # as one of them failed
     assert {path.name for path in tmp_path.iterdir()} == {"claims.py", *parts}
-    assert (tmp_path / "seeds").read_text() == "workers=2"
+    begun = [(tmp_path / part).read_text() for part in parts]
+    assert begun[:4] == [f"workers=2 {gpus}" for gpus in ("4,5,7", "5,7,4", "7,4,5", "4,5,7")]
+
+
+def test_the_grid_comes_first_and_the_report_last(monkeypatch, tmp_path):
     done = []
     monkeypatch.setattr(claims, "together", lambda parts, overrides: done.append(parts) or 0)
-    monkeypatch.setattr(claims, "sweeps", lambda words: done.append(words[3:]) or 0)
+    monkeypatch.setattr(claims, "sweep", lambda part, overrides: done.append(part) or 0)
     monkeypatch.setattr(claims, "after", lambda: done.append("after"))
     monkeypatch.setattr(claims, "report", lambda: done.append("report"))
     monkeypatch.chdir(tmp_path)
     assert claims.main(["workers=2"]) == 0
-    assert [*done[0][1:], *done[1:]] == [
-        "name=gemma-grid",
-        "keep=all",
-        "workers=2",
-        parts,
-        "after",
-        "report",
-    ]
+    assert done == ["grid", [part for part in claims.PARTS if part != "grid"], "after", "report"]
+    done.clear()
+    assert claims.main(["report", "twice", "mean"]) == 0
+    assert done == [["mean", "twice"], "report"]
+    done.clear()
+    assert claims.main(["after", "seeds"]) == 0
+    assert done == ["seeds", "after"]
 
 
 def test_the_verdicts_are_differences_paired_by_seed(tmp_path, monkeypatch):
     """Of sharpened models, which miscalibration is known to part; rows without runs are dashes."""
     monkeypatch.setattr(claims, "SWEEPS", tmp_path)
     sharpness = {("seeds", None): 1.0, ("seeds", 0.0): 2.0, ("seeds", 0.1): 1.5}
-    sharpness |= {("sum", 0.0): 2.0, ("sum", 0.1): 2.0}
+    sharpness |= {("sum", 0.0): 2.0, ("sum", 0.1): 2.0, ("after", 0.0): 1.5}
     for (part, beta), sharp in sharpness.items():
         folder = tmp_path / f"gemma-{part}"
         folder.mkdir(exist_ok=True)
@@ -85,6 +88,8 @@ def test_the_verdicts_are_differences_paired_by_seed(tmp_path, monkeypatch):
             name = f"{beta}-{seed}.jsonl"
             write_records(folder / name, 400, sharp * (1 + 0.02 * (seed or 0)), seed=7)
             entry = {"records": name, "dataset": "mmlu", "label_smoothing": beta, "seed": seed}
+            if part == "after":
+                entry["calibrator"] = "temperature"
             with open(folder / "index.jsonl", "a") as index:
                 index.write(json.dumps(entry) + "\n")
     claims.report()
@@ -105,6 +110,8 @@ def test_the_verdicts_are_differences_paired_by_seed(tmp_path, monkeypatch):
     assert [*map(float, nothing)] == [0.0, 0.0, 0.0]
     other = cell.fullmatch(found["– less that of `seeds`, sum, clipped"]).group(2)
     assert float(other) == -float(figures[0])
+    posthoc = found["temperature after β = 0, less β = 0"]
+    assert posthoc == found["β = 0.1 less 0"]  # sharpened as much
     assert found["β = 0.2 less 0"] == found["softcap 30: 0.1 less 0"] == "–"
 
 
