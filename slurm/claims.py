@@ -162,7 +162,7 @@ def after() -> None:
     plain = [e for e in entries if e["dataset"] == "mmlu" and e["label_smoothing"] == 0]
     if not plain:
         raise SweepError(f"{folder}: nothing is scored there; python slurm/claims.py seeds first")
-    made = calibrate(plain, folder, Path("data/mmlu"), out / "records", workers=5)
+    made = calibrate(plain, folder, Path("data/mmlu"), out / "records", workers=8)
     for entry in made:
         entry["records"] = os.path.relpath(entry["records"], out)
     write_text(out / "index.jsonl", "".join(json.dumps(entry) + "\n" for entry in made))

@@ -8,7 +8,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from sweeps.backends.base import Program
-from sweeps.children import start_warm
+from sweeps.children import Start
+from sweeps.executors.local import Machine
 from sweeps.files import SweepError, make_folder
 
 FITS = {"temperature": ["fit-temperature"], "ats": ["fit-ats"]}
@@ -24,7 +25,7 @@ def calibrate(
     """
     make_folder(out)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    todo, made = [], []
+    machine, todo, made = Machine(workers), [], []
     for entry in entries:
         model = (sweep / entry["records"]).resolve().parents[1] / "model"
         for name, fit in FITS.items():
@@ -36,23 +37,24 @@ def calibrate(
         ThreadPoolExecutor(workers) as pool,
         tqdm(total=len(todo), unit="fit", desc="calibrators", disable=not todo) as bar,
     ):
-        for _ in pool.map(lambda job: fit_and_score(*job), todo):
+        for _ in pool.map(lambda job: fit_and_score(machine, *job), todo):
             bar.update()
     return made
 
 
-def fit_and_score(fit: list[str], model: Path, data: Path, records: Path) -> None:
+def fit_and_score(machine: Machine, fit: list[str], model: Path, data: Path, records: Path) -> None:
     """One calibrator of one model; raises SweepError with calibeval's own message."""
     folder = records.with_suffix("")
     asked = ["--model", str(model), "--task", "mmlu", "--data", str(data), "--batch-size", "64"]
-    run([*fit, *asked, "--out", str(folder)], records.with_suffix(".log"))
     score = ["score", *asked, "--calibrator", str(folder), "--out", str(records)]
-    run(score, records.with_suffix(".log"))
+    with machine.lend(1) as start:
+        run(start, [*fit, *asked, "--out", str(folder)], records.with_suffix(".log"))
+        run(start, score, records.with_suffix(".log"))
 
 
-def run(arguments: list[str], log: Path) -> None:
+def run(start: Start, arguments: list[str], log: Path) -> None:
     """One calibeval command."""
     program = Program(module="calibeval", arguments=tuple(arguments))
     words = [sys.executable, "-m", "calibeval", *arguments]
-    if code := start_warm(words, program, log).wait():
+    if code := start(words, program, log).wait():
         raise SweepError(f"calibeval {arguments[0]} ended with exit code {code} (log: {log})")

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from demo import posthoc
 from sweeps import launch, score, status
 from sweeps.backends.base import Program
 from sweeps.cli import main
@@ -62,7 +63,7 @@ def test_as_many_runs_at_a_time_as_gpus(visible):
 
 def test_programs_see_only_the_gpus_lent_to_them(visible, tmp_path):
     visible("4,5,6")
-    machine, log = local.Machine(sweep(world={"processes_per_node": 2})), tmp_path / "log"
+    machine, log = local.Machine(1), tmp_path / "log"
     say = "import os, sys; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['OTHER'])"
     program = Program(module="x", arguments=(), environment={"OTHER": "kept"})
     with machine.lend(2) as first, machine.lend(1) as second:
@@ -75,10 +76,9 @@ def test_programs_see_only_the_gpus_lent_to_them(visible, tmp_path):
         pass
 
 
-def test_more_workers_than_gpus_share_them_evenly(visible, tmp_path, capsys):
+def test_more_workers_than_gpus_share_them_evenly(visible, tmp_path):
     visible("4,5")
-    machine, log = local.Machine(sweep(workers=4)), tmp_path / "log"
-    assert capsys.readouterr().out == "4 runs at a time on 2 GPUs\n"
+    machine, log = local.Machine(4), tmp_path / "log"
     program = Program(module="x", arguments=())
     say = [sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"]
     with contextlib.ExitStack() as lent:
@@ -100,7 +100,7 @@ def test_score_works_on_every_gpu_and_says_what_failed(
     """The base model and one run; the run's model is broken."""
     visible("3,7")
     task = {"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 0}
-    path = sweep_file(grid={}, score={"tasks": [task]})
+    path = sweep_file(workers=4, grid={}, score={"tasks": [task]})
     (cell,) = launch.plan(path, []).cells
     run = RunDir(cell.folder)
     run.create(cell.config)
@@ -117,7 +117,27 @@ def test_score_works_on_every_gpu_and_says_what_failed(
     assert main(["score", str(path), "--executor", "local"]) == 1
     assert sorted(started) == ["3", "7"]
     said = capsys.readouterr().out
+    assert said.count("4 runs at a time on 2 GPUs") == 1
     assert "scored: model (base)" in said and f"failed: scoring {run.name}" in said
+
+
+def test_calibrators_are_fitted_on_every_gpu(visible, tmp_path, monkeypatch):
+    visible("3,7")
+    started, entries = {}, [{"run": f"r{i}", "records": f"r{i}/scores/x.jsonl"} for i in (0, 1)]
+
+    def start(arguments, program, log):
+        started.setdefault(log.stem, []).append(
+            (arguments[3], program.environment["CUDA_VISIBLE_DEVICES"])
+        )
+        return start_cold([sys.executable, "-c", ""], program, log)
+
+    start_cold = local.start_cold
+    monkeypatch.setattr(local, "start_cold", start)
+    posthoc.calibrate(entries, tmp_path, tmp_path / "mmlu", tmp_path / "out", workers=4)
+    assert {log: [word for word, _ in did] for log, did in started.items()} == {
+        f"r{i}-{name}": [f"fit-{name}", "score"] for i in (0, 1) for name in ("temperature", "ats")
+    }
+    assert sorted(gpu for did in started.values() for _, gpu in did) == ["3"] * 4 + ["7"] * 4
 
 
 def test_another_python_scores(sweep_file, tiny, tmp_path, capsys, monkeypatch):

@@ -188,7 +188,7 @@ def test_a_stop_that_comes_while_a_run_is_set_up_is_obeyed(sweep_file, monkeypat
     seen = []
     monkeypatch.setattr(local, "start_warm", lambda *_: seen.append(run.stop.exists()) or EXITED)
     asked = SimpleNamespace(is_set=iter([False, True]).__next__)
-    said = local._run(planned.cells[0], run, planned.sweep, asked, local.Machine(planned.sweep))
+    said = local._run(planned.cells[0], run, planned.sweep, asked, local.Machine(1))
     assert seen == [True] and said.startswith(f"stopped: {run.name}")
 
 

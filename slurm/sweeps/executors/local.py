@@ -37,7 +37,9 @@ def launch(sweep: Sweep, cells: list[Cell], *, train: bool = True) -> list[str]:
     Without `train` only what is trained already is scored. Ctrl-C (or TERM) lets running trainers
     save a checkpoint first, and scoring come to its end.
     """
-    machine, stopping = Machine(sweep), Stopping(sweep)
+    machine, stopping = Machine(at_once(sweep)), Stopping(sweep)
+    if sweep.workers and (found := len(gpus())):
+        print(f"{counted(machine.workers, 'run')} at a time on {counted(found, 'GPU')}", flush=True)
     runs = [RunDir(cell.folder) for cell in cells]
     jobs: list[tuple[str, Job]] = [
         (subject.name, lambda s=subject: _score(s, sweep, stopping, machine))
@@ -144,13 +146,11 @@ def at_once(sweep: Sweep) -> int:
 class Machine:
     """The GPUs of this machine, lent to `workers` at a time; without any, programs start warm."""
 
-    def __init__(self, sweep: Sweep) -> None:
-        self.workers, self._lent = at_once(sweep), dict.fromkeys(gpus(), 0)
+    def __init__(self, workers: int) -> None:
+        self.workers, self._lent = workers, dict.fromkeys(gpus(), 0)
         self._changed = threading.Condition()
         here, cores = len(self._lent), len(os.sched_getaffinity(0))
         self._share = math.ceil(self.workers / max(here, 1))  # programs on a GPU
-        if here and sweep.workers:
-            print(f"{counted(self.workers, 'run')} at a time on {counted(here, 'GPU')}", flush=True)
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // self.workers)))
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
