@@ -20,8 +20,12 @@ GPUS = {
     "RTX 4090": (24, 165e12),
     "RTX 3090": (24, 71e12),
 }
-MARGIN = 0.15  # of `memory`: it is 5 to 14 % above the four peaks in patches/ and sweeps/trainer/
-UTILISATION = 0.4  # of the peak, by model FLOPs; 0.39 and 0.49 in sweeps/trainer/README.md
+# Of `memory`: 1 to 14 % above six peaks of usual settings in patches/ and sweeps/trainer/, and
+# 5 % below that of 32 conversations of 2,048 tokens at a time.
+MARGIN = 0.15
+# Of the peak, by model FLOPs: the least of 0.34 (patches/README.md), 0.39 and 0.49
+# (sweeps/trainer/README.md), for a time limit has to hold.
+UTILISATION = 0.34
 
 
 def gpu(name: str) -> tuple[int, float] | None:
