@@ -15,180 +15,328 @@ they are there. Profile and uniform direction ride along as two more rows of eac
 so q, W and H cost no pass of their own over the classifier.
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from smoothce.options import Options
-from smoothce.triton.accumulator import accumulator
-from smoothce.triton.lowrank import block_sums_kernel, hidden_kernel
-from smoothce.triton.plan import Plan, schedule
-from smoothce.triton.prepare import Tokens
-from smoothce.triton.queue import queue_kernel
-from smoothce.triton.tiles import Tiles, cdiv, descriptor, programs
+from smoothce.chunked import graph_is_kept
+from smoothce.triton import stored
+from smoothce.triton.filter_kernels import block_sums_kernel, hidden_kernel, queue_kernel
+from smoothce.triton.filter_plan import Plan, plan, schedule
+from smoothce.triton.forward import Statistics, forward
+from smoothce.triton.scale import scale
+from smoothce.triton.tiles import cdiv, descriptor, programs
+from smoothce.triton.tokens import Inputs, Tokens, gather, outputs, valid_first
+
+STATISTICS = 2**25  # bytes of block statistics that a super-block may have
+BORROW_FROM = 2**24  # bytes; a smaller sum of dE is simply allocated
 
 
-class Scale(NamedTuple):
-    """Upstream gradient, as one factor and what is left of it per token."""
+class Upstream(NamedTuple):
+    """Upstream gradient g, as one factor and what is left of it per token."""
 
-    top: Tensor  # () fp32, the largest |g_i|
-    token: Tensor | None  # (padded,) fp32 g_i / top in the super-block's order; None: all alike
-    total: Tensor  # (D,) fp32, Σ E_i g_i / top
+    relative: Tensor | None  # (padded,) fp32 g_i / largest, packed; None: all alike
+    largest: Tensor  # () fp32, the largest |g_i|
+    hidden_sum: Tensor  # (D,) fp32, Σ E_i g_i / largest
+
+
+class Block(NamedTuple):
+    """What one super-block's backward needs."""
+
+    tokens: Tokens
+    lse: Tensor  # (padded,)
+    plan: Plan
+
+
+@dataclass
+class State:
+    """What the forward leaves for the backward, which takes the gradients that are in it."""
+
+    blocks: list[Block]
+    made: "Gradients | None"  # gradients made in the forward
+
+
+class Filtered(torch.autograd.Function):
+    """The loss and the log-sum-exps; the loss is differentiable once in hidden and weight."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        *inputs, eps = inputs
+        inputs = Inputs(*inputs)
+        with torch.cuda.device_of(inputs.hidden):
+            losses, lse, token_weight, ctx.state = forward_all(inputs, eps)
+        ctx.eps = eps
+        return outputs(ctx, inputs, losses, lse, token_weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, of_loss, _):
+        if of_loss is None:
+            return (None,) * 8
+        *tensors, token_weight = ctx.saved_tensors
+        inputs, state = Inputs(*tensors, *ctx.settings), ctx.state
+        autocast = torch.autocast(of_loss.device.type, enabled=False)
+        with torch.cuda.device_of(inputs.hidden), autocast:
+            of_loss = of_loss.float()
+            if early(inputs):
+                # the first backward takes what there is, another makes it again
+                gradients, state.made = state.made or forward_all(inputs, ctx.eps)[3].made, None
+                gradients.scale(of_loss)
+            else:
+                gradients = Gradients(inputs)
+                for block in state.blocks:
+                    gradients.add(block, upstream(inputs, block, of_loss, token_weight))
+            found = gradients.result()
+        if not graph_is_kept():
+            ctx.state = None
+        return *found, None, None, None, None, None, None
+
+
+def super_block(inputs: Inputs) -> int:
+    """Tokens of a super-block, all of about the same size. Statistics are 4 bytes a pair."""
+    n, rows = max(len(inputs.labels), 1), inputs.tiles.rows
+    most = min(STATISTICS // (4 * inputs.blocks), stored.TOKENS)
+    return cdiv(cdiv(n, cdiv(n, max(most, rows))), rows) * rows
+
+
+def early(inputs: Inputs) -> bool:
+    """Whether gradients are made in the forward: one super-block's statistics fit in the memory
+    bound, several blocks' do not, and a reduced loss's upstream gradient is one factor."""
+    return inputs.options.reduction != "none" and len(inputs.labels) > super_block(inputs)
+
+
+def walk(
+    inputs: Inputs, losses: Tensor, lse: Tensor, order: Tensor, count: Tensor
+) -> Iterator[tuple[Tokens, Statistics]]:
+    """The forward, super-block by super-block, valid tokens first."""
+    size = super_block(inputs)
+    for start in range(0, len(order), size):
+        own = order[start : start + size]
+        inside = count if len(own) == len(order) else (count - start).clamp(0, len(own))
+        tokens, packed = gather(inputs, own, inside)
+        found = forward(inputs, packed, tokens, losses, lse, statistics=True)
+        # after the large kernel's launch, so that the host's work is hidden
+        tokens = tokens.with_mean(packed, inputs.tiles)
+        del packed
+        yield tokens, found
+        del tokens, found  # before the next super-block takes its memory
+
+
+def forward_all(inputs: Inputs, eps: float) -> tuple[Tensor, Tensor, Tensor, State]:
+    """Losses and log-sum-exps in the caller's order, 1 / tokens, and the backward's state."""
+    losses = inputs.hidden.new_empty(len(inputs.labels), dtype=torch.float32)
+    lse = torch.empty_like(losses)
+    order, _, count, token_weight = valid_first(inputs.labels, inputs.options.ignore_index)
+    if inputs.options.reduction != "mean":
+        token_weight = torch.ones_like(token_weight)
+    state = State([], Gradients(inputs) if early(inputs) else None)
+    for tokens, statistics in walk(inputs, losses, lse, order, count):
+        block = Block(tokens, statistics.lse, plan(statistics, tokens, eps, inputs.tiles))
+        if state.made is None:
+            state.blocks.append(block)
+        else:
+            state.made.add(block, Upstream(None, token_weight, tokens.total))
+        del tokens, statistics, block  # before the next super-block takes its memory
+    return losses, lse, token_weight, state
+
+
+def upstream(inputs: Inputs, block: Block, of_loss: Tensor, token_weight: Tensor) -> Upstream:
+    """The upstream gradient as the kernels take it."""
+    tokens = block.tokens
+    if inputs.options.reduction != "none":
+        return Upstream(None, of_loss * token_weight, tokens.total)
+    order = tokens.order.long()
+    g = torch.where(tokens.labels[: len(order)] >= 0, of_loss[order], 0.0)
+    largest = g.abs().amax().clamp(min=1e-30)
+    relative = torch.zeros_like(block.lse)
+    relative[: len(order)] = g / largest
+    total = torch.zeros_like(tokens.total)
+    for i in range(0, len(order), 1024):
+        part = order[i : i + 1024]
+        total += relative[i : i + len(part)] @ inputs.hidden[part].float()
+    return Upstream(relative, largest, total)
+
+
+class Gradients:
+    """The filtered gradients that are wanted, filled super-block by super-block."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs, self.begun = inputs, False
+        self.hidden, self.weight = (
+            torch.empty_like(like) if need else None
+            for like, need in zip(inputs[:2], inputs.needs, strict=True)
+        )
+
+    def add(self, block: Block, upstream: Upstream) -> None:
+        backward(self.inputs, *block, upstream, self.hidden, self.weight, self.begun)
+        self.begun = True
+
+    def scale(self, factor: Tensor) -> None:
+        for gradient in (self.hidden, self.weight):
+            if gradient is not None:
+                scale(gradient, factor)
+
+    def result(self) -> tuple[Tensor | None, Tensor | None]:
+        for gradient in (self.hidden, self.weight):
+            if gradient is not None and not self.begun:
+                gradient.zero_()
+        return self.hidden, self.weight
+
+
+def accumulator(
+    rows: int,
+    inputs: Inputs,
+    d_weight: Tensor | None,  # (V, D) not yet written
+) -> tuple[Tensor, int]:
+    """Zeroed fp32 memory (rows, D) for dE, and the first vocabulary block whose dC must wait for
+    it.
+
+    A large one borrows the last rows of the weight gradient's own memory. They are written last,
+    from dlogits that are then computed a second time: a few percent of one product."""
+    (v, d), width = inputs.weight.shape, inputs.tiles.width
+    if d_weight is not None and rows * d * 4 >= BORROW_FROM:
+        size = d_weight.element_size()
+        start = (v - cdiv(rows * 4, size)) // width * width
+        if start > v // 2 and start * d * size % 16 == 0:
+            tail = d_weight.view(-1)[start * d :]
+            room = tail[: tail.numel() // 2 * 2].view(torch.float32)[: rows * d]
+            return room.zero_().view(rows, d), start // width
+    return torch.zeros(rows, d, device=inputs.weight.device), inputs.blocks
 
 
 def backward(
-    hidden: Tensor,  # (N, D)
-    weight: Tensor,  # (V, D)
-    bias: Tensor | None,
+    inputs: Inputs,
     tokens: Tokens,
     lse: Tensor,  # (padded,)
     plan: Plan,
-    scale: Scale,
-    options: Options,
-    tiles: Tiles,
+    upstream: Upstream,
     d_hidden: Tensor | None,  # (N, D), the super-block's tokens are written
-    d_weight: Tensor | None,  # (V, D) contiguous, written, or added to
+    d_weight: Tensor | None,  # (V, D), written, or added to
     accumulate: bool,
 ) -> None:
     """Gradients of one super-block, as in this module's equations."""
-    v, d = weight.shape
-    blocks, padded = plan.mass.shape
-    device = hidden.device
-    need_weight, need_hidden = d_weight is not None, d_hidden is not None
-    smoothing, capped = options.label_smoothing, options.softcap is not None
+    hidden, weight, tiles = inputs.hidden, inputs.weight, inputs.tiles
+    (v, d), device, softcap = weight.shape, hidden.device, inputs.options.softcap
+    smoothing = inputs.options.label_smoothing
+    blocks, padded = plan.coefficient.shape
     common = {
         "D": d,
-        "SOFTCAP": capped,
-        "PER_TOKEN": scale.token is not None,
+        "SLICE": tiles.slice,
+        "STEP": tiles.step,
         "PRECISION": tiles.precision,
         "num_warps": tiles.warps,
+        "num_stages": tiles.pair_stages,
     }
-
-    rank_one = torch.empty(blocks, d, device=device) if need_weight else None
-    lean = torch.empty(blocks, d, device=device) if need_weight and capped else rank_one
-    if rank_one is not None:
+    rank_one = lean = acc = None
+    if d_weight is not None:
+        rank_one = torch.empty(blocks, d, device=device)
+        lean = torch.empty_like(rank_one) if softcap is not None else None
         block_sums_kernel[(cdiv(blocks, tiles.wide), cdiv(d, tiles.slice))](
             hidden,
-            plan.mass,
+            plan.coefficient,
             tokens.order,
-            scale.token,
+            upstream.relative,
             tokens.count,
             rank_one,
             lean,
-            hidden.stride(0),
             padded,
             blocks,
             WIDE=tiles.wide,
-            SLICE=tiles.slice,
-            STEP=tiles.step,
-            num_stages=tiles.kept_stages,
             **common,
         )
 
-    most = cdiv(padded + 2, tiles.kept_rows)
-    ring = max(tiles.ring, most)
-    slices = cdiv(d, tiles.slice) if need_weight else 0
-    ring_s = hidden.new_empty(ring * tiles.kept_rows if need_weight else 0, tiles.width)
-    ring_rows = torch.empty(len(ring_s), device=device, dtype=torch.int32)
+    ring = max(tiles.ring, cdiv(padded + 2, tiles.pair_rows))
+    slices = cdiv(d, tiles.slice) if d_weight is not None else 0
+    ring_s = hidden.new_empty(ring * tiles.pair_rows if slices else 0, tiles.width)
+    ring_source = torch.empty(len(ring_s), device=device, dtype=torch.int32)
     profile = torch.empty(2, v, device=device)
     mean_offset = (tokens.mean.data_ptr() - hidden.data_ptr()) // hidden.element_size()
-    acc, head = None, blocks
-    if need_hidden:
-        borrow = None if accumulate else d_weight
-        acc, head = accumulator(
-            (padded + blocks + (blocks if capped else 1), d), borrow, blocks, tiles, device
-        )
+    head = blocks  # blocks whose dC is written in the first run
+    if d_hidden is not None:
+        rows = padded + blocks + (1 if softcap is None else blocks)
+        acc, head = accumulator(rows, inputs, None if accumulate else d_weight)
 
-    def run(phase: int, into_hidden: bool) -> None:
-        queue = schedule(plan.kept, padded, slices, tiles, ring, phase, head)
+    def run(phase: int, acc: Tensor | None) -> None:
         counters = torch.zeros(1 + 2 * blocks, device=device, dtype=torch.int32)
         queue_kernel[(programs(device),)](
-            queue.items,
-            queue.total,
-            counters,
+            *schedule(plan.listed, padded, slices, tiles, ring, phase, head),
+            *counters.split([1, blocks, blocks]),
             hidden,
-            descriptor(weight, [tiles.width, tiles.kept_depth], tiles.tma),
+            descriptor(weight, [tiles.width, tiles.pair_depth], tiles.tma),
             descriptor(weight, [tiles.width, tiles.slice], tiles.tma),
-            bias,
+            inputs.bias,
             tokens.order,
             tokens.labels,
             lse,
-            scale.token,
-            scale.top,
-            plan.rows,
-            plan.mass,
-            plan.kept,
-            queue.first,
-            queue.owner,
-            queue.readers,
-            counters[1 : 1 + blocks],
-            counters[1 + blocks :],
+            *upstream,
+            *plan,
             ring_s,
-            ring_rows,
-            profile[0],
-            profile[1],
+            ring_source,
+            profile,
             rank_one,
             lean,
-            scale.total,
             acc,
             d_weight,
             mean_offset,
-            hidden.stride(0),
-            weight.stride(0),
             padded,
             blocks,
             v,
             smoothing,
-            options.logit_scale if options.logit_scale is not None else 1.0,
-            options.softcap or 1.0,
+            inputs.scale,
+            softcap,
             # whether rows of `hidden` and the mean are whole pieces of 8 numbers apart
-            ALIGNED=mean_offset % 8 == 0 and hidden.stride(0) % 8 == 0,
-            ROWS=tiles.kept_rows,
+            ALIGNED=mean_offset % 8 == 0 and d % 8 == 0,
+            ROWS=tiles.pair_rows,
             WIDTH=tiles.width,
-            DEPTH=tiles.kept_depth,
-            SLICE=tiles.slice,
-            STEP=tiles.step,
+            DEPTH=tiles.pair_depth,
             RING=ring,
             WIDE_STAGES=tiles.wide_stages,
-            HAS_BIAS=bias is not None,
             RAGGED=v % tiles.width != 0,
-            NEED_HIDDEN=into_hidden,
-            NEED_WEIGHT=need_weight,
             ACCUMULATE=accumulate,
             TMA=tiles.tma,
-            num_stages=tiles.kept_stages,
             **common,
         )
 
-    run(1 if head < blocks else 0, need_hidden)
-    if need_hidden:
-        profiles = acc[padded : padded + blocks].to(hidden.dtype)
+    run(1 if head < blocks else 0, acc)
+    if acc is not None:
         evens = acc[padded + blocks :]
-        flat = evens.sum(0)
         hidden_kernel[(cdiv(padded, tiles.rows), cdiv(d, tiles.slice))](
-            plan.mass,
+            plan.coefficient,
             tokens.order,
-            scale.token,
+            upstream.relative,
+            upstream.largest,
             tokens.count,
-            scale.top,
             acc,
-            profiles,
-            evens.to(hidden.dtype) if capped else profiles,
-            flat,
+            acc[padded : padded + blocks].to(hidden.dtype),
+            None if softcap is None else evens.to(hidden.dtype),
+            evens.sum(0),
             d_hidden,
             len(tokens.order),
             padded,
             blocks,
-            d_hidden.stride(0),
             smoothing,
             v,
             ROWS=tiles.rows,
-            SLICE=tiles.slice,
-            STEP=tiles.step,
-            num_stages=tiles.kept_stages,
             **common,
         )
     if head < blocks:
-        # the accumulator is read out, so the blocks whose gradient it lay in can be written
-        run(2, False)
+        # the sum of dE is read out, so the blocks whose gradient it lay in can be written
+        run(2, None)
+
+
+@torch.no_grad()
+def filter_statistics(inputs: Inputs, eps: float) -> tuple[Tensor, Tensor]:
+    """The share of pairs listed, and the mean over valid tokens of the mass in the others."""
+    with torch.cuda.device_of(inputs.hidden):
+        losses, lse, sums = torch.zeros(3, max(len(inputs.labels), 2), device=inputs.hidden.device)
+        order, _, count, _ = valid_first(inputs.labels, inputs.options.ignore_index)
+        for tokens, statistics in walk(inputs, losses, lse, order, count):
+            found = plan(statistics, tokens, eps, inputs.tiles)
+            sums[0] += found.listed.sum()
+            sums[1] += found.coefficient.clamp(min=0).sum(dtype=torch.float32)
+        valid = count.clamp(min=1)[0]
+        return sums[0] / (valid * inputs.blocks), sums[1] / valid

@@ -12,19 +12,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smoothce.options import Options
-from smoothce.triton.logits import LOG2E, base2_logits, product
-from smoothce.triton.prepare import Tokens
 from smoothce.triton.stored import PIECES, Regions, Stored, store_logits
-from smoothce.triton.tiles import INTERPRETED, Tiles, cdiv, descriptor, programs
+from smoothce.triton.tiles import LOG2E, base2_logits, cdiv, descriptor, product, programs
+from smoothce.triton.tokens import Inputs, Tokens
 
 
 class Statistics(NamedTuple):
     """Base-2, per token; the block statistics are (blocks, padded) and None unless asked for."""
 
     lse: Tensor  # (padded,) fp32, +inf where there is no valid token
-    mass: Tensor | None  # fp16 log-sum-exp within the block
-    peak: Tensor | None  # fp16 largest logit within the block
+    block_lse: Tensor | None  # fp16 log-sum-exp within the block
+    block_max: Tensor | None  # fp16 largest logit within the block
 
 
 @triton.jit
@@ -68,44 +66,37 @@ def share(program, n, group, n_blocks, workers, ROWS: tl.constexpr, GROUP: tl.co
 
 @triton.jit(do_not_specialize=["growth", "stored_rows"])
 def forward_kernel(
-    e_desc,
-    c_desc,
-    bias,
-    count,
-    mass,
-    peak,
-    part_max,
-    part_sum,
-    part_z,
+    hidden,  # (padded, D) packed
+    weight,  # (V, D)
+    bias,  # (V,) or None
+    count,  # (1,) valid tokens
+    block_lse,  # (blocks, padded), or None with the next
+    block_max,
+    parts,  # (3, n_parts): maximum, sum and Σ logits of each segment's tokens
+    n_parts,
     padded,
-    targets,
-    memory,
+    targets,  # (padded,)
+    memory,  # of stored logits, or None; divided as `Regions` says
     near,
     chunk,
     growth,
     stored_rows,
-    stride_e,
-    stride_c,
     V,
     n_blocks,
     scale,
-    cap,
+    softcap,
     D: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     DEPTH: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    GROUP: tl.constexpr,
     RAGGED: tl.constexpr,
     PLAIN: tl.constexpr,
     SUM: tl.constexpr,
-    STATISTICS: tl.constexpr,
-    STORE: tl.constexpr,
     PIECES: tl.constexpr,
     TMA: tl.constexpr,
     FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr,
-    GROUP: tl.constexpr,
 ):
     """Running maximum m, sum s and Σ logits z of every token over its program's tiles."""
     n = tl.load(count)
@@ -122,15 +113,13 @@ def forward_kernel(
             s = tl.zeros((ROWS,), tl.float32)
             z = tl.zeros((ROWS,), tl.float32)
             target = s
-            if STORE:
+            if memory is not None:
                 target = tl.load(targets + rows) * LOG2E
             # flattened, so that the next tile's loads start during this tile's exponentials
             for block in (tl.range if FLATTEN else range)(first, last, flatten=True):
                 acc = product(
-                    e_desc,
-                    c_desc,
-                    stride_e,
-                    stride_c,
+                    hidden,
+                    weight,
                     row,
                     block * WIDTH,
                     padded,
@@ -149,7 +138,7 @@ def forward_kernel(
                     x = acc
                 else:
                     factor = 1.0
-                    x = base2_logits(acc, bias, v, V, scale, cap, HAS_BIAS, SOFTCAP)
+                    x = base2_logits(acc, bias, v, V, scale, softcap)
                 if SUM:
                     if RAGGED:
                         z += tl.sum(tl.where((v < V)[None, :], x, 0.0), 1) * factor
@@ -162,38 +151,27 @@ def forward_kernel(
                 # a block that a -inf bias closes altogether must not turn into -inf - -inf
                 base = tl.where(new == -float("inf"), 0.0, new)
                 t = tl.sum(tl.exp2(x * factor - base[:, None]), 1)
-                if STATISTICS:
+                if block_lse is not None:
                     o = block * padded + rows  # a super-block keeps this far below 2^31
-                    tl.store(mass + o, (base + tl.log2(t)).to(tl.float16))
-                    tl.store(peak + o, top.to(tl.float16))
+                    tl.store(block_lse + o, (base + tl.log2(t)).to(tl.float16))
+                    tl.store(block_max + o, top.to(tl.float16))
                 s = s * tl.exp2(m - base) + t
-                if STORE:  # last, so that the tile's registers are free by then
+                if memory is not None:  # last, so that the tile's registers are free by then
                     z_t = x * factor - target[:, None]
                     store_logits(
-                        z_t,
-                        memory,
-                        rows,
-                        n,
-                        block,
-                        near,
-                        chunk,
-                        growth,
-                        stored_rows,
-                        WIDTH,
-                        PIECES,
+                        z_t, memory, rows, n, block, near, chunk, growth, stored_rows, WIDTH, PIECES
                     )
                 m = new
             o = (group * (workers + GROUP) + cut * n_rows + i) * ROWS + tl.arange(0, ROWS)
-            tl.store(part_max + o, m)
-            tl.store(part_sum + o, s)
-            tl.store(part_z + o, z)
+            tl.store(parts + o, m)
+            tl.store(parts + n_parts + o, s)
+            tl.store(parts + 2 * n_parts + o, z)
 
 
 @triton.jit(do_not_specialize=["n_order"])
 def finish_kernel(
-    part_max,
-    part_sum,
-    part_z,
+    parts,
+    n_parts,
     target,
     count,
     order,
@@ -206,8 +184,8 @@ def finish_kernel(
     n_blocks,
     workers,
     ROWS: tl.constexpr,
-    SUM: tl.constexpr,
     GROUP: tl.constexpr,
+    SUM: tl.constexpr,
 ):
     """Join a token block's segments into log-sum-exp and loss."""
     n = tl.load(count)
@@ -224,13 +202,13 @@ def finish_kernel(
     z = tl.zeros((ROWS,), tl.float32)
     for cut in range(0, cuts):
         o = (group * (workers + GROUP) + cut * n_rows + i - start) * ROWS + tl.arange(0, ROWS)
-        m_c = tl.load(part_max + o, mask=valid, other=0.0)
+        m_c = tl.load(parts + o, mask=valid, other=0.0)
         new = tl.maximum(m, m_c)
         base = tl.where(new == -float("inf"), 0.0, new)
-        s_c = tl.load(part_sum + o, mask=valid, other=1.0)
+        s_c = tl.load(parts + n_parts + o, mask=valid, other=1.0)
         s = s * tl.exp2(m - base) + s_c * tl.exp2(m_c - base)
         if SUM:
-            z += tl.load(part_z + o, mask=valid, other=0.0)
+            z += tl.load(parts + 2 * n_parts + o, mask=valid, other=0.0)
         m = new
     total = m + tl.log2(s)
     z_y = tl.load(target + rows)
@@ -245,78 +223,62 @@ def finish_kernel(
 
 
 def forward(
+    inputs: Inputs,
     packed: Tensor,  # (padded, D)
-    weight: Tensor,  # (V, D)
-    bias: Tensor | None,
     tokens: Tokens,
-    options: Options,
-    tiles: Tiles,
-    statistics: bool,
     losses: Tensor,  # (N,) fp32 in nats, written at the super-block's tokens
     full_lse: Tensor,  # (N,) fp32, likewise
+    statistics: bool = False,
     stored: Stored | None = None,  # its logits are written, at the packed tokens' places
 ) -> Statistics:
     """Losses and log-sum-exps of one super-block, with block statistics where the plan needs them.
 
     loss_i = logsumexp_v z_iv − (1−β) z_iy − (β/V) Σ_v z_iv."""
-    padded, d = packed.shape
-    v = len(weight)
-    blocks = cdiv(v, tiles.width)
+    weight, tiles, options = inputs.weight, inputs.tiles, inputs.options
+    (padded, d), v, blocks = packed.shape, len(weight), inputs.blocks
     workers = programs(packed.device)
     group = min(tiles.group, workers)
-    groups = cdiv(padded, group * tiles.rows)
     # a group has at most a segment a program, and besides each token block's end of the vocabulary
-    size = groups * (workers + group) * tiles.rows
-    parts = torch.empty(3, size, device=packed.device, dtype=torch.float32)
-    mass = peak = None
+    n_parts = cdiv(padded, group * tiles.rows) * (workers + group) * tiles.rows
+    parts = torch.empty(3, n_parts, device=packed.device, dtype=torch.float32)
+    block_lse = block_max = None
     if statistics:
-        mass = torch.empty(blocks, padded, device=packed.device, dtype=torch.float16)
-        peak = torch.empty_like(mass)
-    summed = options.label_smoothing != 0
-    plan = Regions(0, 1, 1, 0) if stored is None else stored.regions
+        block_lse = torch.empty(blocks, padded, device=packed.device, dtype=torch.float16)
+        block_max = torch.empty_like(block_lse)
+    regions = Regions(0, 1, 1, 0) if stored is None else stored.regions
+    positive = inputs.bias is None and options.softcap is None and inputs.scale > 0
     forward_kernel[(workers,)](
         descriptor(packed, [tiles.rows, tiles.depth], tiles.tma),
         descriptor(weight, [tiles.width, tiles.depth], tiles.tma),
-        bias,
+        inputs.bias,
         tokens.count,
-        mass,
-        peak,
-        *parts,
+        block_lse,
+        block_max,
+        parts,
+        n_parts,
         padded,
         tokens.target,
         None if stored is None else stored.memory,
-        plan.near,
-        plan.chunk,
-        plan.growth,
-        plan.rows,
-        packed.stride(0),
-        weight.stride(0),
+        regions.near,
+        regions.chunk,
+        regions.growth,
+        regions.rows,
         v,
         blocks,
-        options.logit_scale if options.logit_scale is not None else 1.0,
-        options.softcap or 1.0,
+        inputs.scale,
+        options.softcap,
         D=d,
-        ROWS=tiles.rows,
-        WIDTH=tiles.width,
-        DEPTH=tiles.depth,
-        HAS_BIAS=bias is not None,
-        SOFTCAP=options.softcap is not None,
-        RAGGED=v % tiles.width != 0,
-        PLAIN=bias is None and options.softcap is None and (options.logit_scale or 1.0) > 0,
-        SUM=summed,
-        STATISTICS=statistics,
-        STORE=stored is not None,
-        PIECES=PIECES,
-        TMA=tiles.tma,
-        FLATTEN=tiles.tma or INTERPRETED,
-        PRECISION=tiles.precision,
         GROUP=group,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        RAGGED=v % tiles.width != 0,
+        PLAIN=positive,
+        SUM=options.label_smoothing != 0,
+        PIECES=PIECES,
+        **tiles.product,
     )
     lse = torch.empty(padded, device=packed.device, dtype=torch.float32)
     finish_kernel[(cdiv(padded, tiles.rows),)](
-        *parts,
+        parts,
+        n_parts,
         tokens.target,
         tokens.count,
         tokens.order,
@@ -329,7 +291,7 @@ def forward(
         blocks,
         workers,
         ROWS=tiles.rows,
-        SUM=summed,
         GROUP=group,
+        SUM=options.label_smoothing != 0,
     )
-    return Statistics(lse, mass, peak)
+    return Statistics(lse, block_lse, block_max)

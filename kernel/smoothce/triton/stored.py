@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from smoothce.triton.tiles import Tiles, cdiv, programs
+from smoothce.triton.tokens import Inputs
 
 TOKENS = 8192  # most of a super-block; the filter's row lists are int16
 # bytes of dlogits at a time, with what dE's sum takes beyond dE: at most so many, and at most this
@@ -90,37 +91,30 @@ def regions(
     return Regions(rows, chunk, growth, near)
 
 
-def regions_for(
-    hidden: Tensor,  # (N, D)
-    weight: Tensor,  # (V, D)
-    needs: tuple[bool, bool],
-    tiles: Tiles,
-) -> Regions:
-    shape = *hidden.shape, len(weight), weight.element_size()
-    return regions(*shape, needs, programs(hidden.device), tiles)
+def regions_for(inputs: Inputs) -> Regions:
+    weight, workers = inputs.weight, programs(inputs.hidden.device)
+    shape = *inputs.hidden.shape, len(weight), weight.element_size()
+    return regions(*shape, inputs.needs, workers, inputs.tiles)
 
 
-def tokens_at_once(
-    hidden: Tensor,  # (N, D)
-    weight: Tensor,  # (V, D)
-    needs: tuple[bool, bool],
-    workspace: int,  # bytes
-    tiles: Tiles,
-) -> int:
+def tokens_at_once(inputs: Inputs) -> int:
     """Tokens of which the workspace holds every logit, in super-blocks whose gradients are made in
     the forward one after the other; 0 where that is not the better use of it.
 
     Few super-blocks, since dC is rounded after each, and such that S C in tiles of 192 × 192 leaves
     few multiprocessors idle."""
-    n, v = len(hidden), len(weight)
-    most = workspace // (cdiv(v, tiles.width) * tiles.width * weight.element_size())
-    if n == 0 or most * MOST_PARTS < n or regions_for(hidden, weight, needs, tiles).near > 0.9 * v:
+    options, tiles = inputs.options, inputs.tiles
+    if not any(inputs.needs) or options.reduction == "none" or options.return_lse:
         return 0
-    workers = programs(hidden.device)
+    (n, d), v = inputs.hidden.shape, len(inputs.weight)
+    most = options.workspace // (inputs.blocks * tiles.width * inputs.weight.element_size())
+    if n == 0 or most * MOST_PARTS < n or regions_for(inputs).near > 0.9 * v:
+        return 0
+    workers = programs(inputs.hidden.device)
     best = 0.0, 0
     for parts in range(2, MOST_PARTS + 1):
         size = cdiv(cdiv(n, parts), tiles.rows) * tiles.rows
-        work = cdiv(size, 192) * cdiv(hidden.shape[1], 192)
+        work = cdiv(size, 192) * cdiv(d, 192)
         if size <= most:
             best = max(best, (work / (cdiv(work, workers) * workers), size))
     return best[1]
@@ -145,27 +139,23 @@ def best_chunk(most: int, rows: int, d: int, workers: int, tiles: Tiles) -> int:
 
 
 def room(
-    hidden: Tensor,  # (N, D)
-    weight: Tensor,  # (V, D)
-    needs: tuple[bool, bool],
+    inputs: Inputs,
     tokens: int,  # `tokens_at_once`
-    tiles: Tiles,
 ) -> tuple[Tensor | None, Stored | None]:
     """The weight gradient to be, and memory for the forward to write logits to."""
-    gradient = None
-    if needs[1]:
-        gradient = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    weight, gradient = inputs.weight, None
+    if inputs.needs[1]:
+        gradient = torch.empty_like(weight)
     # fp16 also for bf16 inputs: it has three more bits, and logits do not need bf16's range
-    dtype = torch.float32 if hidden.dtype == torch.float32 else torch.float16
+    dtype = torch.float32 if weight.dtype == torch.float32 else torch.float16
     if tokens:
-        width = cdiv(len(weight), tiles.width) * tiles.width
-        memory = torch.empty(tokens * width, device=hidden.device, dtype=dtype)
+        width = inputs.blocks * inputs.tiles.width
+        memory = torch.empty(tokens * width, device=weight.device, dtype=dtype)
         return gradient, Stored(Regions(tokens, width, 1, width), memory, True)
-    plan = regions_for(hidden, weight, needs, tiles)
+    plan = regions_for(inputs)
     if gradient is None or not plan.near:
         return gradient, None
-    memory = gradient.view(-1)[: plan.rows * plan.near].view(dtype)
-    return gradient, Stored(plan, memory, False)
+    return gradient, Stored(plan, gradient.view(-1)[: plan.rows * plan.near].view(dtype), False)
 
 
 @triton.jit

@@ -1,12 +1,14 @@
-"""Tile shapes: one set for GPUs, one small set for Triton's interpreter."""
+"""Tile shapes, and what the kernels share: a tile of the product, and from it base-2 logits."""
 
 import os
 from dataclasses import dataclass
 
 import torch
 import triton
+import triton.language as tl
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @dataclass(frozen=True)
@@ -21,29 +23,43 @@ class Tiles:
     depth: int = 64  # step along D
     warps: int = 8
     stages: int = 3
-    kept_rows: int = 128  # gathered tokens a backward tile
-    kept_depth: int = 64
-    kept_stages: int = 3
+    pair_rows: int = 128  # gathered tokens a tile of the filtered backward
+    pair_depth: int = 64
+    pair_stages: int = 3
     wide_stages: int = 2  # of the loop over D that takes S to dE
     slice: int = 128  # width along D of a gradient tile
     step: int = 64  # step along tokens of the weight gradient
     wide: int = 128  # vocabulary blocks a low-rank tile
-    ring: int = 192  # backward tiles that may wait for their weight gradient
+    ring: int = 192  # tiles of pairs that may wait for their weight gradient
     tma: bool = True  # tensor-memory-accelerator loads, else pointer loads
     precision: str = "ieee"  # of fp32 products
+
+    @property
+    def product(self) -> dict[str, object]:
+        """The settings of a kernel that walks tiles of E Cᵀ."""
+        return {
+            "ROWS": self.rows,
+            "WIDTH": self.width,
+            "DEPTH": self.depth,
+            "TMA": self.tma,
+            "FLATTEN": self.tma or INTERPRETED,
+            "PRECISION": self.precision,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
 
 
 def tiles_for(hidden: torch.Tensor, weight: torch.Tensor) -> Tiles:
     """The tile set for these inputs on this machine."""
-    tma = has_tma() and aligned(weight) and hidden.shape[1] * hidden.element_size() % 16 == 0
+    tma = has_tma() and aligned(weight) and aligned(hidden)
     if INTERPRETED:
         return Tiles(
             rows=16,
             group=2,
             width=32,
             depth=16,
-            kept_rows=16,
-            kept_depth=16,
+            pair_rows=16,
+            pair_depth=16,
             slice=16,
             step=16,
             wide=16,
@@ -57,9 +73,9 @@ def tiles_for(hidden: torch.Tensor, weight: torch.Tensor) -> Tiles:
             width=128,
             depth=32,
             warps=4,
-            kept_rows=64,
-            kept_depth=32,
-            kept_stages=2,
+            pair_rows=64,
+            pair_depth=32,
+            pair_stages=2,
             slice=64,
             step=32,
             tma=tma,
@@ -80,11 +96,8 @@ def has_tma() -> bool:
 
 
 def aligned(matrix: torch.Tensor) -> bool:
-    """Whether the copy engine can read this matrix: unit stride, 16-byte rows and base."""
-    size = matrix.element_size()
-    return (
-        matrix.stride(1) == 1 and matrix.stride(0) * size % 16 == 0 and matrix.data_ptr() % 16 == 0
-    )
+    """Whether the copy engine can read this contiguous matrix: 16-byte rows and base."""
+    return matrix.shape[1] * matrix.element_size() % 16 == 0 and matrix.data_ptr() % 16 == 0
 
 
 def descriptor(matrix: torch.Tensor, block: list[int], tma: bool) -> object:
@@ -105,3 +118,73 @@ def programs(device: torch.device) -> int:
 
 def cdiv(a: int, b: int) -> int:
     return triton.cdiv(a, b)
+
+
+@triton.jit
+def load_tile(
+    source,  # (rows, D) descriptor of (ROWS, DEPTH) tiles, or a pointer
+    row,
+    column,
+    rows,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """source[row : row + ROWS, column : column + DEPTH]; past `rows` anything finite, past D 0."""
+    if TMA:
+        found = source.load([row, column])
+    else:
+        o_r = tl.minimum(row + tl.arange(0, ROWS), rows - 1).to(tl.int64)
+        o_d = column + tl.arange(0, DEPTH)
+        at = source + o_r[:, None] * D + o_d[None, :]
+        if D % DEPTH == 0:  # noqa: SIM108 (compile-time)
+            found = tl.load(at)
+        else:
+            found = tl.load(at, mask=(o_d < D)[None, :], other=0.0)
+    return found
+
+
+@triton.jit
+def product(
+    hidden,
+    weight,
+    row,
+    entry,
+    N,
+    V,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """E[row : row + ROWS] · C[entry : entry + WIDTH]ᵀ in fp32; past N and V any finite value."""
+    acc = tl.zeros((ROWS, WIDTH), tl.float32)
+    for k in range(0, D, DEPTH):
+        e = load_tile(hidden, row, k, N, D, ROWS, DEPTH, TMA)
+        c = load_tile(weight, entry, k, V, D, WIDTH, DEPTH, TMA)
+        acc = tl.dot(e, tl.trans(c), acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def base2_logits(acc, bias, v, V, scale, softcap):
+    """softcap(scale · acc + b) · log2(e); a cap in nats, or None."""
+    x = acc * (scale * LOG2E)
+    if bias is not None:
+        x += tl.load(bias + v, mask=v < V, other=0.0).to(tl.float32)[None, :] * LOG2E
+    if softcap is not None:
+        # tanh(u) = 1 - 2 / (exp(2u) + 1), which saturates cleanly at both ends
+        x = (1.0 - 2.0 / (tl.exp2(x * (2.0 / softcap)) + 1.0)) * (softcap * LOG2E)
+    return x
+
+
+@triton.jit
+def slope(x, scale, softcap):
+    """∂logit/∂product at the base-2 logits x."""
+    if softcap is not None:
+        t = x / (softcap * LOG2E)
+        return scale * (1.0 - t * t)
+    return tl.zeros_like(x) + scale

@@ -12,7 +12,6 @@ from smoothce import triton
 from smoothce.bench import arguments, gpu
 from smoothce.bench.peers import dense, peers
 from smoothce.bench.problems import problems
-from smoothce.triton import function
 from smoothce.triton.tiles import tiles_for
 
 # some vocabulary blocks, whose sizes are the tiles'
@@ -71,14 +70,14 @@ def test_thresholds(untimed):
     assert 1e-4 < low["error_weight"] < high["error_weight"] < 1
 
 
-def test_pointer_loads_are_taken_by_both_passes(untimed, monkeypatch):
+def test_pointer_loads_are_taken(untimed, monkeypatch):
     seen = []
 
     def noted(*inputs):
         seen.append(tiles_for(*inputs).tma)
         return tiles_for(*inputs)
 
-    monkeypatch.setattr(function, "tiles_for", noted)
+    monkeypatch.setattr(triton, "tiles_for", noted)
     x = torch.zeros(40, 32, device=DEVICE)
     if not tiles_for(x, x).tma:
         pytest.skip("no TMA here")

@@ -13,11 +13,11 @@ from triton.runtime import interpreter
 from smoothce import linear_cross_entropy
 from smoothce import triton as ours
 from smoothce.options import Options
-from smoothce.triton import exact, forward, function, lowrank, plan, prepare, queue, scale
+from smoothce.triton import exact, filter_kernels, filter_plan, forward, scale, tokens
 
 MOST = 4
 NUMBERS = random.Random(0).sample(range(1, 4097), 200)
-MODULES = exact, forward, lowrank, plan, prepare, queue, scale
+MODULES = exact, filter_kernels, filter_plan, forward, scale, tokens
 
 
 def kernels():
@@ -61,8 +61,8 @@ def test_specialisations(eps, monkeypatch):
 
     monkeypatch.setattr(interpreter.InterpretedFunction, "__getitem__", launch)
     # as on a GPU, no super-block has more tiles a block than the ring holds
-    wide = replace(function.tiles_for(*inputs(1, 2, 32)[:2]), ring=300)
-    monkeypatch.setattr(function, "tiles_for", lambda *_: wide)
+    wide = replace(ours.tiles_for(*inputs(1, 2, 32)[:2]), ring=300)
+    monkeypatch.setattr(ours, "tiles_for", lambda *_: wide)
     for n in NUMBERS[:: 1 if eps else 2]:
         hidden, weight, labels, _ = inputs(n, 600, 32, masked=0.4)
         hidden.requires_grad_(), weight.requires_grad_()

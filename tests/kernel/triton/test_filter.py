@@ -8,8 +8,9 @@ from loss_check import DEVICE, error, gradients, inputs, runs_schedule
 
 from smoothce import reference, triton
 from smoothce.options import Options
-from smoothce.triton import function, plan, prepare
+from smoothce.triton import filter_plan, filtered, inputs_for, threshold
 from smoothce.triton.tiles import tiles_for
+from smoothce.triton.tokens import valid_first
 
 
 def width_for():
@@ -53,23 +54,25 @@ def test_unbiased_filter_is_right_in_the_mean(eps, options):
 
 def test_drawn_pairs_and_their_weights(monkeypatch):
     """1 − coefficient / mass is the weight, 1 / probability; equal inputs have equal plans."""
-    monkeypatch.setattr(plan, "DRAWN", 1e-6)  # the threshold alone
+    monkeypatch.setattr(filter_plan, "DRAWN", 1e-6)  # the threshold alone
     v, eps = 3 * width_for(), 0.2
     z, labels = copies(5, 60, v)
     eye = torch.eye(v, device=DEVICE)
-    call = function.FilteredCall(z, eye, None, labels, Options(filter_eps=eps), (True, True))
+    call = inputs_for(z, eye, labels, None, Options(filter_eps=eps))
     plans = []
     for _ in range(2):
         losses = torch.empty(2, len(labels), device=DEVICE)
-        order, _, count, _ = prepare.valid_first(labels, -100)
-        ((tokens, statistics),) = call.blocks(*losses, order, count)
-        plans.append(plan.plan(statistics, tokens, eps, call.tiles))
-    assert torch.equal(plans[0].kept, plans[1].kept)
-    assert torch.equal(plans[0].mass, plans[1].mass)
+        order, _, count, _ = valid_first(labels, -100)
+        ((tokens, statistics),) = filtered.walk(call, *losses, order, count)
+        plans.append(filter_plan.plan(statistics, tokens, eps, call.tiles))
+    assert torch.equal(plans[0].listed, plans[1].listed)
+    assert torch.equal(plans[0].coefficient, plans[1].coefficient)
     width = call.tiles.width
-    for j, (kept, mass) in enumerate(zip(plans[0].kept.tolist(), plans[0].mass, strict=True)):
-        rows = plans[0].rows[j, :kept].long()
-        assert torch.equal(rows, plans[1].rows[j, :kept].long())
+    for j, (kept, mass) in enumerate(
+        zip(plans[0].listed.tolist(), plans[0].coefficient, strict=True)
+    ):
+        rows = plans[0].tokens[j, :kept].long()
+        assert torch.equal(rows, plans[1].tokens[j, :kept].long())
         p = z.softmax(1)[:, j * width : (j + 1) * width]
         norm = (p.amax(1) * p.sum(1)).sqrt()
         target = (labels >= j * width) & (labels < (j + 1) * width)
@@ -91,7 +94,7 @@ def test_blocks_of_small_norms_are_drawn_from_all_the_same():
     eye = torch.eye(v, device=DEVICE)
     options = Options(filter_eps=0.1)
     kept, _ = triton.filter_statistics(z, eye, labels, None, options)
-    assert abs(kept.item() - (1 + 2 * plan.DRAWN / n) / 3) < 0.05
+    assert abs(kept.item() - (1 + 2 * filter_plan.DRAWN / n) / 3) < 0.05
 
 
 def test_statistics_tell_what_was_left_out():
@@ -120,13 +123,13 @@ def test_queue_items_wait_only_for_earlier_ones(kept, slices, ring):
     hidden = torch.zeros(64, 16, device=DEVICE)
     tiles = tiles_for(hidden, hidden)
     counts = torch.tensor(kept, dtype=torch.int32, device=DEVICE)
-    most = -(-62 // tiles.kept_rows)
+    most = -(-62 // tiles.pair_rows)
     ring = max(ring, most)
-    queue = plan.schedule(counts, 60, slices, tiles, ring)
+    queue = filter_plan.schedule(counts, 60, slices, tiles, ring)
     readers = queue.readers.tolist()
     items = queue.items[: queue.total.item()].tolist()
     first, owner = queue.first.tolist(), queue.owner.tolist()
-    n_tiles = [-(-(k + 2) // tiles.kept_rows) for k in kept]
+    n_tiles = [-(-(k + 2) // tiles.pair_rows) for k in kept]
     assert all(min(slices, 1) <= r <= slices for r in readers)
     assert len(items) == sum(n_tiles) + sum(readers)
     assert len(set(items)) == len(items)
@@ -147,7 +150,7 @@ def test_queue_items_wait_only_for_earlier_ones(kept, slices, ring):
 
 @pytest.mark.parametrize(("v", "eps"), [(256000, 2**-8.3), (16000, 2**-7.3), (8000, None)])
 def test_auto_is_exact_where_filtering_would_lose(v, eps):
-    found = function.threshold(Options(filter_eps="auto"), v)
+    found = threshold(Options(filter_eps="auto"), v)
     assert found == (eps if eps is None else pytest.approx(eps))
 
 
@@ -156,6 +159,6 @@ def test_deterministic_algorithms_have_the_exact_gradient():
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
-        assert function.threshold(Options(filter_eps=0.1), 256000) is None
+        assert threshold(Options(filter_eps=0.1), 256000) is None
     finally:
         torch.use_deterministic_algorithms(before)

@@ -10,7 +10,7 @@ from loss_check import DEVICE, WIDE_CUMSUM, check, gradients, inputs, runs_sched
 
 from smoothce import reference, triton
 from smoothce.options import Options
-from smoothce.triton import accumulator, exact, function, stored
+from smoothce.triton import exact, filtered, inputs_for, stored
 
 KEEP_ALL = 1e-12
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter has no bf16
@@ -87,7 +87,7 @@ def test_frozen_inputs_cost_no_gradient(eps, frozen):
 @FILTERS
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_super_blocks_of_tokens(eps, reduction, monkeypatch):
-    monkeypatch.setattr(function, "STATISTICS", 2**9)
+    monkeypatch.setattr(filtered, "STATISTICS", 2**9)
     monkeypatch.setattr(stored, "TOKENS", 32)
     options = {"reduction": reduction, "label_smoothing": 0.1, "filter_eps": eps, "masked": 0.3}
     check(70, 150, 16, HALF, bias=True, **options)
@@ -95,7 +95,7 @@ def test_super_blocks_of_tokens(eps, reduction, monkeypatch):
 
 @runs_schedule
 def test_sum_of_hidden_gradient_in_borrowed_memory(monkeypatch):
-    monkeypatch.setattr(accumulator, "BORROW_FROM", 1)
+    monkeypatch.setattr(filtered, "BORROW_FROM", 1)
     check(20, 600, 16, filter_eps=KEEP_ALL, label_smoothing=0.1, bias=True)
 
 
@@ -103,7 +103,7 @@ def test_sum_of_hidden_gradient_in_borrowed_memory(monkeypatch):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_second_backward_repeats_the_first(eps, reduction, monkeypatch):
     if reduction == "mean":
-        monkeypatch.setattr(function, "STATISTICS", 2**9)
+        monkeypatch.setattr(filtered, "STATISTICS", 2**9)
     hidden, weight, labels, _ = inputs(40, 100, 16, masked=0.3)
     hidden.requires_grad_(), weight.requires_grad_()
     options = Options(label_smoothing=0.1, filter_eps=eps, reduction=reduction)
@@ -137,7 +137,7 @@ def test_gradients_in_the_forward(options):
     hidden, weight, labels, _ = inputs(*shape, masked=0.2)
     hidden.requires_grad_(), weight.requires_grad_()
     settings = Options(workspace=workspace)
-    assert function.ExactCall(hidden, weight, None, labels, settings, (True, True)).at_once
+    assert stored.tokens_at_once(inputs_for(hidden, weight, labels, None, settings))
     loss = triton.loss(hidden, weight, labels, None, settings)
     first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
     second = torch.autograd.grad(loss * 3, (hidden, weight))
@@ -150,12 +150,12 @@ def test_masked_tokens_are_in_no_product(workspace, monkeypatch):
     """The exact gradient's products have a row for each valid token, in the forward and after."""
     rows = []
 
-    class Noted(exact.Exact):
-        def __init__(self, hidden, *rest):
-            rows.append(len(hidden))
-            super().__init__(hidden, *rest)
+    class Noted(exact.Block):
+        def backward(self, *rest):
+            rows.append(len(self.hidden))
+            super().backward(*rest)
 
-    monkeypatch.setattr(function, "Exact", Noted)
+    monkeypatch.setattr(exact, "Block", Noted)
     hidden, weight, labels, _ = inputs(96, 150, 16, masked=0.6)
     labels[:50] = -100
     options = Options(label_smoothing=0.1, workspace=workspace)
@@ -165,7 +165,7 @@ def test_masked_tokens_are_in_no_product(workspace, monkeypatch):
 
 def test_an_unknown_number_of_valid_tokens(monkeypatch):
     """While a CUDA graph is captured nothing reaches the host: then there is room for all."""
-    monkeypatch.setattr(function.Counts, "values", lambda self, parts: [None] * parts)
+    monkeypatch.setattr(exact.Counts, "values", lambda self: [None] * len(self.host))
     for dtype in (torch.float32, HALF):
         check(70, 150, 16, dtype, label_smoothing=0.1, masked=0.4)
 

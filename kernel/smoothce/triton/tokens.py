@@ -1,4 +1,4 @@
-"""Valid tokens first: the order, the gathered hidden states, their mean and the target logits."""
+"""What a call works on; valid tokens first: their order, hidden states, mean, target logits."""
 
 from typing import NamedTuple
 
@@ -8,8 +8,30 @@ import triton.language as tl
 from torch import Tensor
 
 from smoothce.options import Options
-from smoothce.triton.logits import LOG2E
-from smoothce.triton.tiles import Tiles, cdiv
+from smoothce.triton.tiles import LOG2E, Tiles, cdiv
+
+
+class Inputs(NamedTuple):
+    """One call's tensors and settings, as every step of it takes them."""
+
+    hidden: Tensor  # (N, D) contiguous
+    weight: Tensor  # (V, D) contiguous
+    bias: Tensor | None  # (V,)
+    labels: Tensor  # (N,)
+    options: Options
+    needs: tuple[bool, bool]  # gradients of hidden and weight
+    tiles: Tiles
+
+    @property
+    def scale(self) -> float:
+        return 1.0 if self.options.logit_scale is None else self.options.logit_scale
+
+    @property
+    def blocks(self) -> int:
+        return cdiv(len(self.weight), self.tiles.width)
+
+    def part(self, tokens: slice) -> "Inputs":
+        return self._replace(hidden=self.hidden[tokens], labels=self.labels[tokens])
 
 
 class Tokens(NamedTuple):
@@ -77,15 +99,10 @@ def gather_kernel(
     packed,
     out_labels,
     target,
-    stride_n,
-    stride_d,
-    stride_c,
     scale,
-    cap,
+    softcap,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
 ):
     """One token: copy its hidden state to its place and take the product with its target's row."""
     i = tl.program_id(0)
@@ -97,54 +114,60 @@ def gather_kernel(
     for d in range(0, D, BLOCK):
         o_d = d + tl.arange(0, BLOCK)
         m_d = o_d < tl.where(valid, D, 0)
-        e = tl.load(hidden + source * stride_n + o_d * stride_d, mask=m_d, other=0.0)
-        c = tl.load(weight + row * stride_c + o_d, mask=m_d, other=0.0)
+        e = tl.load(hidden + source * D + o_d, mask=m_d, other=0.0)
+        c = tl.load(weight + row * D + o_d, mask=m_d, other=0.0)
         z += e.to(tl.float32) * c.to(tl.float32)
         tl.store(packed + i.to(tl.int64) * D + o_d, e, mask=o_d < D)
     x = tl.sum(z, 0) * scale
-    if HAS_BIAS:
+    if bias is not None:
         x += tl.load(bias + row).to(tl.float32)
-    if SOFTCAP:
-        x = cap * (1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E / cap)) + 1.0))
+    if softcap is not None:
+        x = softcap * (1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E / softcap)) + 1.0))
     tl.store(target + i, tl.where(valid, x, 0.0))
     tl.store(out_labels + i, y.to(tl.int32))
 
 
 def gather(
-    hidden: Tensor,  # (N, D)
-    weight: Tensor,  # (V, D)
-    bias: Tensor | None,
-    labels: Tensor,  # (N,)
+    inputs: Inputs,
     order: Tensor,  # (n,) this super-block's slice of the order
     count: Tensor,  # (1,)
-    options: Options,
-    tiles: Tiles,
 ) -> tuple[Tokens, Tensor]:
     """The super-block's `Tokens` and its packed hidden states, (padded, D)."""
-    d = hidden.shape[1]
-    padded = cdiv(len(order), tiles.rows) * tiles.rows
+    hidden, d = inputs.hidden, inputs.hidden.shape[1]
+    padded = cdiv(len(order), inputs.tiles.rows) * inputs.tiles.rows
     packed = hidden.new_empty(padded, d)
-    out_labels = torch.empty(padded, device=hidden.device, dtype=torch.int32)
+    labels = torch.empty(padded, device=hidden.device, dtype=torch.int32)
     target = torch.empty(padded, device=hidden.device, dtype=torch.float32)
     gather_kernel[(padded,)](
         hidden,
-        weight,
-        bias,
-        labels,
+        inputs.weight,
+        inputs.bias,
+        inputs.labels,
         order,
         count,
         packed,
-        out_labels,
+        labels,
         target,
-        hidden.stride(0),
-        hidden.stride(1),
-        weight.stride(0),
-        options.logit_scale if options.logit_scale is not None else 1.0,
-        options.softcap or 1.0,
+        inputs.scale,
+        inputs.options.softcap,
         D=d,
         BLOCK=min(1024, triton.next_power_of_2(d)),
-        HAS_BIAS=bias is not None,
-        SOFTCAP=options.softcap is not None,
         num_warps=4,
     )
-    return Tokens(order, count, out_labels, target), packed
+    return Tokens(order, count, labels, target), packed
+
+
+def outputs(
+    ctx,
+    inputs: Inputs,
+    losses: Tensor,  # (N,)
+    lse: Tensor,  # (N,)
+    token_weight: Tensor,  # ()
+) -> tuple[Tensor, Tensor]:
+    """What an autograd function returns, once its context has what its backward needs."""
+    ctx.save_for_backward(*inputs[:4], token_weight)
+    ctx.settings = inputs[4:]
+    ctx.set_materialize_grads(False)
+    if not inputs.options.return_lse:
+        ctx.mark_non_differentiable(lse)
+    return losses if inputs.options.reduction == "none" else losses.sum() * token_weight, lse

@@ -16,10 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from smoothce.triton.forward import Statistics
-from smoothce.triton.prepare import Tokens
 from smoothce.triton.tiles import Tiles, cdiv
+from smoothce.triton.tokens import Tokens
 
-SHARE = 2048  # kept tokens × slices of D a weight-gradient item
+SHARE = 2048  # listed tokens × slices of D a weight-gradient item
 DRAWN = 64  # pairs that even a block of small norms has kept or drawn, about: half a tile
 
 
@@ -27,13 +27,13 @@ class Plan(NamedTuple):
     """The pairs of one super-block that are recomputed, and what the low-rank model takes."""
 
     # (blocks, padded) bf16: mass P of a dropped pair, (1 − w) P of one drawn with weight w, else 0
-    mass: Tensor
-    rows: Tensor  # (blocks, padded) int16, the first kept[j] entries are block j's tokens
-    kept: Tensor  # (blocks,) int32
+    coefficient: Tensor
+    tokens: Tensor  # (blocks, padded) int16, the first listed[j] entries are block j's
+    listed: Tensor  # (blocks,) int32
 
 
 class Schedule(NamedTuple):
-    """The queue of the backward: tiles of kept pairs, and weight-gradient slices behind them."""
+    """The queue of the backward: tiles of listed pairs, and weight-gradient slices behind them."""
 
     items: Tensor  # (·,) int32, block << 14 | index << 2 | kind
     total: Tensor  # (1,) int32, how many are in use
@@ -59,11 +59,11 @@ def draw(a, b, c):
 
 @triton.jit
 def plan_kernel(
-    mass,
-    dropped,  # the same memory as `mass`
-    peak,
-    rows,  # the same memory as `peak`
-    kept,
+    block_lse,
+    coefficient,  # the same memory as `block_lse`
+    block_max,
+    tokens,  # the same memory as `block_max`
+    listed,
     lse,
     labels,
     count,
@@ -82,8 +82,8 @@ def plan_kernel(
     for i in range(0, padded, BLOCK):
         o_i = i + tl.arange(0, BLOCK)
         inside = o_i < padded
-        b = tl.load(mass + o_j + o_i, mask=inside, other=0.0).to(tl.float32)
-        x = tl.load(peak + o_j + o_i, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(block_lse + o_j + o_i, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(block_max + o_j + o_i, mask=inside, other=0.0).to(tl.float32)
         total = tl.load(lse + o_i, mask=inside, other=0.0)
         norm = tl.minimum(tl.exp2(0.5 * (x + b) - total), most)
         norms += tl.sum(tl.where(o_i < n, norm, 0.0), 0)
@@ -92,8 +92,8 @@ def plan_kernel(
     for i in range(0, padded, BLOCK):
         o_i = i + tl.arange(0, BLOCK)
         inside = o_i < padded
-        b = tl.load(mass + o_j + o_i, mask=inside, other=0.0).to(tl.float32)
-        x = tl.load(peak + o_j + o_i, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(block_lse + o_j + o_i, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(block_max + o_j + o_i, mask=inside, other=0.0).to(tl.float32)
         y = tl.load(labels + o_i, mask=inside, other=-1)
         total = tl.load(lse + o_i, mask=inside, other=0.0)
         # sum of p² over the block ≤ largest p · mass, so what is dropped has a 2-norm below eps
@@ -110,25 +110,28 @@ def plan_kernel(
         flag = keep.to(tl.int32)
         place = done + tl.cumsum(flag, 0) - flag
         tl.debug_barrier()  # the list overwrites statistics of tokens already read, never others
-        tl.store(dropped + o_j + o_i, p.to(tl.bfloat16), mask=inside)
-        tl.store(rows + o_j + place, o_i.to(tl.int16), mask=keep)
+        tl.store(coefficient + o_j + o_i, p.to(tl.bfloat16), mask=inside)
+        tl.store(tokens + o_j + place, o_i.to(tl.int16), mask=keep)
         done += tl.sum(flag, 0)
-    tl.store(kept + j, done)
+    tl.store(listed + j, done)
 
 
 def plan(statistics: Statistics, tokens: Tokens, eps: float, tiles: Tiles) -> Plan:
-    """Turn block statistics, in place, into row lists and coefficients."""
-    mass, peak = statistics.mass, statistics.peak
-    blocks, padded = mass.shape
-    dropped, rows = mass.view(torch.bfloat16), peak.view(torch.int16)
-    kept = torch.empty(blocks, device=mass.device, dtype=torch.int32)
+    """Turn block statistics, in place, into lists of tokens and coefficients."""
+    lse, block_lse, block_max = statistics
+    blocks, padded = block_lse.shape
+    found = Plan(
+        block_lse.view(torch.bfloat16),
+        block_max.view(torch.int16),
+        torch.empty(blocks, device=lse.device, dtype=torch.int32),
+    )
     plan_kernel[(blocks,)](
-        mass,
-        dropped,
-        peak,
-        rows,
-        kept,
-        statistics.lse,
+        block_lse,
+        found.coefficient,
+        block_max,
+        found.tokens,
+        found.listed,
+        lse,
         tokens.labels,
         tokens.count,
         padded,
@@ -137,12 +140,12 @@ def plan(statistics: Statistics, tokens: Tokens, eps: float, tiles: Tiles) -> Pl
         WIDTH=tiles.width,
         BLOCK=1024,
     )
-    return Plan(dropped, rows, kept)
+    return found
 
 
 @triton.jit
 def count_kernel(
-    kept,
+    listed,
     first,
     last,
     readers,
@@ -162,7 +165,7 @@ def count_kernel(
     for i in range(0, blocks, BLOCK):
         j = i + tl.arange(0, BLOCK)
         inside = j < blocks
-        n = tl.load(kept + j, mask=inside, other=0)
+        n = tl.load(listed + j, mask=inside, other=0)
         # two more rows: the block's profile and its uniform direction
         tiles = (n + 2 + ROWS - 1) // ROWS
         # short weight gradients are worked off several slices at a time
@@ -233,7 +236,7 @@ def items_kernel(
 
 
 def schedule(
-    kept: Tensor,  # (blocks,)
+    listed: Tensor,  # (blocks,)
     padded: int,
     slices: int,  # of D in a block's weight gradient, 0 where it is not wanted
     tiles: Tiles,
@@ -245,16 +248,16 @@ def schedule(
 
     Phase 0 is all of it; 1 leaves out the weight gradient of blocks from `head` on, and 2 makes it,
     for which their tiles come again."""
-    blocks = len(kept)
-    most_tiles = cdiv(padded + 2, tiles.kept_rows)
+    blocks = len(listed)
+    most_tiles = cdiv(padded + 2, tiles.pair_rows)
     reach = max(ring // 2, most_tiles)
     room = blocks * (most_tiles + slices)
     first, last, readers, read_last, total, items = torch.empty(
-        4 * blocks + 1 + room, device=kept.device, dtype=torch.int32
+        4 * blocks + 1 + room, device=listed.device, dtype=torch.int32
     ).split([blocks] * 4 + [1, room])
-    owner = torch.empty(blocks * most_tiles, device=kept.device, dtype=torch.int32)
+    owner = torch.empty(blocks * most_tiles, device=listed.device, dtype=torch.int32)
     count_kernel[(1,)](
-        kept,
+        listed,
         first,
         last,
         readers,
@@ -265,7 +268,7 @@ def schedule(
         slices,
         SHARE,
         PHASE=phase,
-        ROWS=tiles.kept_rows,
+        ROWS=tiles.pair_rows,
         BLOCK=1024,
     )
     items_kernel[(blocks,)](
