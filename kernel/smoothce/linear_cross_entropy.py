@@ -91,7 +91,7 @@ def linear_cross_entropy(
             )
     hidden, weight, bias = autocast(hidden, weight, bias)
     check(hidden, weight, labels, bias, options)
-    name, _ = _choose(impl, hidden, weight, bias, options)
+    name, _ = choose(impl, hidden, weight, bias, options)
     with torch.autocast(hidden.device.type, enabled=False):
         flat = hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1).long(), bias
         found = _module(name).loss(*flat, options)
@@ -109,11 +109,11 @@ def explain(
     **options: object,
 ) -> str:
     """Which implementation `linear_cross_entropy` takes for these inputs and options, and why."""
-    name, why = _choose(impl, *autocast(hidden, weight, bias), Options(**options))
+    name, why = choose(impl, *autocast(hidden, weight, bias), Options(**options))
     return f"{name}: {why}"
 
 
-def _choose(
+def choose(
     impl: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, options: Options
 ) -> tuple[str, str]:
     if impl == "auto":

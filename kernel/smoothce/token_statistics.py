@@ -1,15 +1,16 @@
 """What a model says of each token, without its logits in memory."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from smoothce import chunked, reference
-from smoothce.linear_cross_entropy import autocast, check
+from smoothce.linear_cross_entropy import autocast, check, choose
 from smoothce.options import Options
 
-NUMBERS = 2**25  # logits at a time on a GPU
+NUMBERS = 2**25  # logits at a time on a GPU, where they are chunked
 
 
 class TokenStatistics(NamedTuple):
@@ -40,25 +41,35 @@ def token_statistics(
         log p_i = z_i,y − lse_i,    H_i = lse_i − Σ_v p_iv z_iv,    argmax_i = argmax_v z_iv
 
     Without a gradient, fp32 (fp64 for fp64 inputs); the caller shifts labels. Tokens labelled
-    `ignore_index` cost nothing. `impl` is "auto", "chunked" (at most 2^25 logits at a time on a
-    GPU, 128 tokens' on a CPU) or "reference" (dense).
+    `ignore_index` cost nothing. `impl` is "auto", "triton" (one walk over the vocabulary, without
+    logits in memory), "chunked" (at most 2^25 logits at a time on a GPU, 128 tokens' on a CPU) or
+    "reference" (dense).
 
     Raises ValueError, TypeError or IndexError as `linear_cross_entropy` does.
     """
     options = Options(softcap=softcap, logit_scale=logit_scale, ignore_index=ignore_index)
     if not (isinstance(temperature, int | float) and 0 < temperature < float("inf")):
         raise ValueError(f"temperature must be a positive number, not {temperature!r}")
-    if impl not in ("auto", "chunked", "reference"):
-        raise ValueError(f"impl must be auto, chunked or reference, not {impl!r}")
+    if impl not in ("auto", "triton", "chunked", "reference"):
+        raise ValueError(f"impl must be auto, triton, chunked or reference, not {impl!r}")
     shape = hidden.shape[:-1]
     any_label = torch.zeros(shape, dtype=torch.int64, device=hidden.device)
     hidden, weight, bias = autocast(hidden, weight, bias)
     check(hidden, weight, any_label if labels is None else labels, bias, options)
+    impl, _ = choose(impl, hidden, weight, bias, options)
     y = (any_label if labels is None else labels).reshape(-1).long()
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    if impl == "triton":
+        from smoothce import triton
+
+        options = options if labels is not None else replace(options, ignore_index=-1)
+        found = triton.token_statistics(flat, weight, y, bias, options, temperature)
+        *found, argmax = (x.view(shape) for x in found)
+        return TokenStatistics(None if labels is None else found[0], found[1], found[2], argmax)
     rows = torch.arange(len(y), device=y.device)
     if labels is not None:
         rows = rows[options.valid(y)]
-    flat, size = hidden.reshape(-1, hidden.shape[-1]), max(len(rows), 1)
+    size = max(len(rows), 1)
     if impl != "reference":
         on_cpu = hidden.device.type == "cpu"
         size = chunked.ROWS["cpu"] if on_cpu else max(NUMBERS // len(weight), 1)

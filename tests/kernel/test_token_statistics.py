@@ -56,7 +56,9 @@ def test_messages():
     for wrong in (0, -1.0, "1", float("inf")):
         with pytest.raises(ValueError, match="temperature must be a positive number"):
             token_statistics(hidden, weight, labels, temperature=wrong)
-    with pytest.raises(ValueError, match="auto, chunked or reference, not 'triton'"):
+    with pytest.raises(ValueError, match="auto, triton, chunked or reference, not 'dense'"):
+        token_statistics(hidden, weight, labels, impl="dense")
+    with pytest.raises(ValueError, match="impl='triton' cannot be used: the inputs are on cpu"):
         token_statistics(hidden, weight, labels, impl="triton")
     with pytest.raises(IndexError, match="label 61 is out of range"):
         token_statistics(hidden, weight, labels.where(labels < 0, 61))

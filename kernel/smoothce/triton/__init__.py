@@ -1,16 +1,19 @@
 """The loss in Triton kernels; see kernel/DERIVATION.md for the mathematics."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from smoothce.options import Options
-from smoothce.triton import filtered
+from smoothce.triton import filtered, stored
 from smoothce.triton.exact import Exact
 from smoothce.triton.filtered import Filtered
+from smoothce.triton.forward import forward
 from smoothce.triton.tiles import tiles_for
-from smoothce.triton.tokens import Inputs
+from smoothce.triton.tokens import Inputs, gather, valid_first
 
-__all__ = ["filter_statistics", "loss", "unsupported"]
+__all__ = ["filter_statistics", "loss", "token_statistics", "unsupported"]
 
 # filter_eps="auto" is AUTO · V^(-1/4): 2^-8.3 at 256,000 entries and 2^-7.6 at 32,768, which gives
 # about the same error for all. It was still faster than the exact gradient at 8,192 entries.
@@ -54,6 +57,39 @@ def threshold(options: Options, vocabulary: int) -> float | None:
     if options.filter_eps == "auto":
         return AUTO * vocabulary**-0.25 if vocabulary >= SMALL else None
     return options.filter_eps
+
+
+def token_statistics(
+    hidden: Tensor,  # (N, D)
+    weight: Tensor,  # (V, D)
+    labels: Tensor,  # (N,)
+    bias: Tensor | None,  # (V,)
+    options: Options,
+    temperature: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probability, entropy, log-sum-exp and argmax of each token, (N,), in one forward.
+
+    The temperature goes into what makes logits of products: z / τ is a softcap of c / τ applied to
+    products times s / τ, with a bias of b / τ."""
+    cap, scale = options.softcap, options.logit_scale
+    options = replace(
+        options,
+        softcap=None if cap is None else cap / temperature,
+        logit_scale=(1.0 if scale is None else scale) / temperature,
+    )
+    bias = bias if bias is None or temperature == 1 else bias.float() / temperature
+    inputs = inputs_for(hidden, weight, labels, bias, options)
+    losses, lse, entropy = torch.empty(3, len(labels), device=hidden.device)
+    argmax = torch.empty_like(labels)
+    with torch.cuda.device_of(hidden):
+        for start in range(0, len(labels), stored.TOKENS):
+            part = slice(start, start + stored.TOKENS)
+            mine = inputs.part(part)
+            order, _, count, _ = valid_first(mine.labels, options.ignore_index)
+            tokens, packed = gather(mine, order, count)
+            found = losses[part], lse[part]
+            forward(mine, packed, tokens, *found, entropies=entropy[part], argmaxes=argmax[part])
+    return -losses, entropy, lse, argmax
 
 
 def filter_statistics(

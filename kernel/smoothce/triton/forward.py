@@ -1,4 +1,5 @@
-"""Log-sum-exp, Σ_v z and block statistics of every token, in one walk over the vocabulary.
+"""Log-sum-exp, Σ_v z and block statistics of every token, in one walk over the vocabulary; where
+asked for, entropy and argmax instead of the two latter.
 
 A program owns a block of tokens and a segment of the vocabulary; running maximum and sum stay in
 registers, so logits are never written. How the work is cut follows the number of valid tokens,
@@ -72,7 +73,8 @@ def forward_kernel(
     count,  # (1,) valid tokens
     block_lse,  # (blocks, padded), or None with the next
     block_max,
-    parts,  # (3, n_parts): maximum, sum and Σ logits of each segment's tokens
+    parts,  # (3, n_parts): maximum m, sum s and z of each segment's tokens
+    best,  # (n_parts,) its argmax; or None, and then z is Σ logits instead of Σ e^(logit − m) logit
     n_parts,
     padded,
     targets,  # (padded,)
@@ -98,7 +100,7 @@ def forward_kernel(
     FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Running maximum m, sum s and Σ logits z of every token over its program's tiles."""
+    """Running maximum, sum and z of every token over its program's tiles."""
     n = tl.load(count)
     program = tl.program_id(0)
     workers = tl.num_programs(0)
@@ -113,25 +115,16 @@ def forward_kernel(
             s = tl.zeros((ROWS,), tl.float32)
             z = tl.zeros((ROWS,), tl.float32)
             target = s
+            argmax = tl.zeros((ROWS,), tl.int32)
             if memory is not None:
                 target = tl.load(targets + rows) * LOG2E
             # flattened, so that the next tile's loads start during this tile's exponentials
             for block in (tl.range if FLATTEN else range)(first, last, flatten=True):
+                entry = block * WIDTH
                 acc = product(
-                    hidden,
-                    weight,
-                    row,
-                    block * WIDTH,
-                    padded,
-                    V,
-                    D,
-                    ROWS,
-                    WIDTH,
-                    DEPTH,
-                    TMA,
-                    PRECISION,
+                    hidden, weight, row, entry, padded, V, D, ROWS, WIDTH, DEPTH, TMA, PRECISION
                 )
-                v = block * WIDTH + tl.arange(0, WIDTH)
+                v = entry + tl.arange(0, WIDTH)
                 if PLAIN:
                     # logits are products times a positive factor, which can join the exponent
                     factor = scale * LOG2E
@@ -146,11 +139,20 @@ def forward_kernel(
                         z += tl.sum(x, 1) * factor
                 if RAGGED:
                     x = tl.where((v < V)[None, :], x, -float("inf"))
-                top = tl.max(x, 1) * factor
+                if best is not None:
+                    top, where = tl.max(x, 1, return_indices=True)
+                    top *= factor
+                    argmax = tl.where(top > m, entry + where, argmax)
+                else:
+                    top = tl.max(x, 1) * factor
                 new = tl.maximum(m, top)
                 # a block that a -inf bias closes altogether must not turn into -inf - -inf
                 base = tl.where(new == -float("inf"), 0.0, new)
-                t = tl.sum(tl.exp2(x * factor - base[:, None]), 1)
+                e = tl.exp2(x * factor - base[:, None])
+                t = tl.sum(e, 1)
+                if best is not None:
+                    # a logit of −∞ has no part in it
+                    z = z * tl.exp2(m - base) + tl.sum(tl.where(e > 0, e * x, 0.0), 1) * factor
                 if block_lse is not None:
                     o = block * padded + rows  # a super-block keeps this far below 2^31
                     tl.store(block_lse + o, (base + tl.log2(t)).to(tl.float16))
@@ -166,11 +168,14 @@ def forward_kernel(
             tl.store(parts + o, m)
             tl.store(parts + n_parts + o, s)
             tl.store(parts + 2 * n_parts + o, z)
+            if best is not None:
+                tl.store(best + o, argmax)
 
 
 @triton.jit(do_not_specialize=["n_order"])
 def finish_kernel(
-    parts,
+    parts,  # as the forward's kernel has left these three
+    best,
     n_parts,
     target,
     count,
@@ -178,6 +183,8 @@ def finish_kernel(
     lse,
     losses,
     full_lse,
+    entropies,  # (N,), or None with the next
+    argmaxes,  # (N,)
     n_order,
     smoothing,
     V,
@@ -187,7 +194,7 @@ def finish_kernel(
     GROUP: tl.constexpr,
     SUM: tl.constexpr,
 ):
-    """Join a token block's segments into log-sum-exp and loss."""
+    """Join a token block's segments into log-sum-exp and loss, or entropy and argmax besides."""
     n = tl.load(count)
     i = tl.program_id(0)
     all_rows = tl.cdiv(n, ROWS)
@@ -200,6 +207,7 @@ def finish_kernel(
     m = tl.full((ROWS,), -float("inf"), tl.float32)
     s = tl.zeros((ROWS,), tl.float32)
     z = tl.zeros((ROWS,), tl.float32)
+    argmax = tl.zeros((ROWS,), tl.int32)
     for cut in range(0, cuts):
         o = (group * (workers + GROUP) + cut * n_rows + i - start) * ROWS + tl.arange(0, ROWS)
         m_c = tl.load(parts + o, mask=valid, other=0.0)
@@ -209,17 +217,25 @@ def finish_kernel(
         s = s * tl.exp2(m - base) + s_c * tl.exp2(m_c - base)
         if SUM:
             z += tl.load(parts + 2 * n_parts + o, mask=valid, other=0.0)
+        if best is not None:
+            z_c = tl.load(parts + 2 * n_parts + o, mask=valid, other=0.0)
+            z = z * tl.exp2(m - base) + z_c * tl.exp2(m_c - base)
+            argmax = tl.where(m_c > m, tl.load(best + o, mask=valid, other=0), argmax)
         m = new
     total = m + tl.log2(s)
     z_y = tl.load(target + rows)
-    loss = total / 1.4426950408889634 - (1.0 - smoothing) * z_y
+    loss = total / LOG2E - (1.0 - smoothing) * z_y
     if SUM:
-        loss -= smoothing / V * (z / 1.4426950408889634)
+        loss -= smoothing / V * (z / LOG2E)
     tl.store(lse + rows, tl.where(valid, total, float("inf")))
     known = rows < n_order
     source = tl.load(order + rows, mask=known, other=0)
     tl.store(losses + source, tl.where(valid, loss, 0.0), mask=known)
-    tl.store(full_lse + source, tl.where(valid, total / 1.4426950408889634, 0.0), mask=known)
+    tl.store(full_lse + source, tl.where(valid, total / LOG2E, 0.0), mask=known)
+    if best is not None:
+        entropy = (total - z / s) / LOG2E
+        tl.store(entropies + source, tl.where(valid, entropy, 0.0), mask=known)
+        tl.store(argmaxes + source, tl.where(valid, argmax, -1), mask=known)
 
 
 def forward(
@@ -230,6 +246,8 @@ def forward(
     full_lse: Tensor,  # (N,) fp32, likewise
     statistics: bool = False,
     stored: Stored | None = None,  # its logits are written, at the packed tokens' places
+    entropies: Tensor | None = None,  # (N,) fp32 in nats, written like the losses ...
+    argmaxes: Tensor | None = None,  # ... and (N,) int64; both, without smoothing, or none
 ) -> Statistics:
     """Losses and log-sum-exps of one super-block, with block statistics where the plan needs them.
 
@@ -241,7 +259,9 @@ def forward(
     # a group has at most a segment a program, and besides each token block's end of the vocabulary
     n_parts = cdiv(padded, group * tiles.rows) * (workers + group) * tiles.rows
     parts = torch.empty(3, n_parts, device=packed.device, dtype=torch.float32)
-    block_lse = block_max = None
+    block_lse = block_max = best = None
+    if argmaxes is not None:
+        best = torch.empty(n_parts, device=packed.device, dtype=torch.int32)
     if statistics:
         block_lse = torch.empty(blocks, padded, device=packed.device, dtype=torch.float16)
         block_max = torch.empty_like(block_lse)
@@ -255,6 +275,7 @@ def forward(
         block_lse,
         block_max,
         parts,
+        best,
         n_parts,
         padded,
         tokens.target,
@@ -278,6 +299,7 @@ def forward(
     lse = torch.empty(padded, device=packed.device, dtype=torch.float32)
     finish_kernel[(cdiv(padded, tiles.rows),)](
         parts,
+        best,
         n_parts,
         tokens.target,
         tokens.count,
@@ -285,6 +307,8 @@ def forward(
         lse,
         losses,
         full_lse,
+        entropies,
+        argmaxes,
         len(tokens.order),
         options.label_smoothing,
         v,

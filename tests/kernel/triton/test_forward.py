@@ -1,12 +1,17 @@
-"""How the forward's work is cut: every tile is some program's, and none is two programs'."""
+"""How the forward's work is cut: every tile is some program's, and none is two programs'. What it
+says of each token besides the loss."""
 
+import pytest
 import torch
 import triton
 import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loss_check import DEVICE
+from loss_check import DEVICE, inputs
 
+from smoothce import token_statistics
+from smoothce import triton as ours
+from smoothce.triton import stored
 from smoothce.triton.forward import share
 
 
@@ -56,3 +61,48 @@ def test_shares_are_even():
     """132 programs do not divide 64 token blocks; nobody has 4 % more than the mean."""
     _, work = cover(1024, 120, 132, 16, 12)
     assert work.max() <= 1.04 * work.float().mean()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.5},
+        {"softcap": 2.0, "logit_scale": -1.7, "temperature": 3.0, "bias": True, "masked": 0.4},
+        {"bias": True, "closed": True, "masked": 1.0},
+        {"bias": True, "closed": True},
+        {"labels": False},
+    ],
+    ids=str,
+)
+def test_token_statistics(options, monkeypatch):
+    """Several segments a token, super-blocks, a ragged vocabulary, blocks closed by a bias."""
+    options = {**options}
+    monkeypatch.setattr(ours, "unsupported", lambda *_: None)
+    monkeypatch.setattr(stored, "TOKENS", 64)
+    bias, masked = options.pop("bias", False), options.pop("masked", 0.3)
+    size = 1100 if DEVICE == "cuda" else 301
+    hidden, weight, labels, bias = inputs(100, size, 16, masked=masked, bias=bias)
+    if options.pop("closed", False):
+        bias[:64] = -torch.inf
+        labels[(labels >= 0) & (labels < 64)] = 70
+    if not options.pop("labels", True):
+        labels = None
+    found, want = (
+        token_statistics(hidden, weight, labels, bias=bias, impl=impl, **options)
+        for impl in ("triton", "reference")
+    )
+    assert torch.equal(found.argmax, want.argmax)
+    for a, b in zip(found[:3], want[:3], strict=True):
+        if labels is None and b is None:
+            assert a is None
+        else:
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-5)
+
+
+def test_equal_largest_logits_have_the_first_as_argmax(monkeypatch):
+    monkeypatch.setattr(ours, "unsupported", lambda *_: None)
+    weight = torch.ones(700, 16, device=DEVICE)
+    hidden = torch.ones(3, 16, device=DEVICE)
+    found = token_statistics(hidden, weight, impl="triton")
+    assert not found.argmax.any()
+    torch.testing.assert_close(found.entropy, torch.full_like(found.entropy, 700).log())
