@@ -6,6 +6,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from smoothce import compiled
 from smoothce.options import Options
 
 # Each module has `loss(hidden, weight, labels, bias, options)` on hidden (N, D), labels (N,) int64,
@@ -71,16 +72,46 @@ def linear_cross_entropy(
 
     Source: "Calibrated Language Models and How to Find Them with Label Smoothing", equation 15.
     """
-    options = Options(
-        label_smoothing,
-        ignore_index,
-        reduction,
-        softcap,
-        logit_scale,
-        filter_eps,
-        workspace,
-        return_lse,
-    )
+    settings = {
+        "label_smoothing": label_smoothing,
+        "ignore_index": ignore_index,
+        "reduction": reduction,
+        "softcap": softcap,
+        "logit_scale": logit_scale,
+        "filter_eps": filter_eps,
+        "workspace": workspace,
+        "return_lse": return_lse,
+    }
+    hidden, weight, bias = autocast(*tensors(hidden, weight, labels), bias)
+    if torch.compiler.is_compiling() and impl != "reference":
+        flat = hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), bias
+        loss, lse = compiled.loss(*flat, impl, settings)
+    else:
+        options = Options(**settings)
+        check(hidden, weight, labels, bias, options)
+        flat = hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), bias
+        found = run(*flat, impl, options)
+        loss, lse = found if return_lse else (found, None)
+    loss = loss.view(labels.shape) if reduction == "none" else loss
+    return (loss, lse.view(labels.shape)) if return_lse else loss
+
+
+def run(
+    hidden: Tensor,  # (N, D)
+    weight: Tensor,  # (V, D)
+    labels: Tensor,  # (N,)
+    bias: Tensor | None,  # (V,)
+    impl: str,
+    options: Options,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """What the chosen implementation finds, of checked inputs."""
+    name, _ = choose(impl, hidden, weight, bias, options)
+    with torch.autocast(hidden.device.type, enabled=False):
+        return _module(name).loss(hidden, weight, labels.long(), bias, options)
+
+
+def tensors(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The first two. Raises TypeError where one is no tensor, or a piece of one."""
     for name, value in (("hidden", hidden), ("weight", weight), ("labels", labels)):
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a tensor, not {type(value).__name__}")
@@ -89,15 +120,7 @@ def linear_cross_entropy(
                 f"{name} is a DTensor, a piece on each rank: call the loss where FSDP2 has it "
                 "gathered, in the forward of a module that `fully_shard` wraps, or on full_tensor()"
             )
-    hidden, weight, bias = autocast(hidden, weight, bias)
-    check(hidden, weight, labels, bias, options)
-    name, _ = choose(impl, hidden, weight, bias, options)
-    with torch.autocast(hidden.device.type, enabled=False):
-        flat = hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1).long(), bias
-        found = _module(name).loss(*flat, options)
-    loss, lse = found if return_lse else (found, None)
-    loss = loss.view(labels.shape) if reduction == "none" else loss
-    return (loss, lse.view(labels.shape)) if return_lse else loss
+    return hidden, weight
 
 
 def explain(

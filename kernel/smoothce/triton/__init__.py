@@ -21,7 +21,6 @@ AUTO = 2.0**-8.3 * 256000**0.25
 SMALL = 8192  # entries under which there is too little to skip: "auto" is exact
 
 
-@torch.compiler.disable
 def loss(
     hidden: Tensor,  # (N, D)
     weight: Tensor,  # (V, D)

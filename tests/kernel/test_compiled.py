@@ -1,0 +1,87 @@
+"""`torch.compile` takes the loss into its graph whole, and finds what is found without it."""
+
+import pytest
+import torch
+
+from smoothce import linear_cross_entropy, patch_model
+
+OPTIONS = [
+    {},
+    {"label_smoothing": 0.1, "reduction": "none"},
+    {"return_lse": True, "softcap": 3.0},
+    {"reduction": "sum", "logit_scale": 0.5, "filter_eps": "auto"},
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+
+
+def problem(dtype=torch.float32):
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(8, 16, dtype=dtype)
+    weight, bias = torch.randn(50, 16, dtype=dtype), torch.randn(50, dtype=dtype)
+    labels = torch.randint(50, (3, 4))
+    labels[0, 0] = -100
+    return layer, weight.requires_grad_(), bias.requires_grad_(), labels
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_in_one_graph(options):
+    layer, weight, bias, labels = problem()
+
+    def total(x):
+        given = layer(x) * 2, weight, labels
+        found = linear_cross_entropy(*given, bias=bias, **options)
+        if options.get("return_lse"):
+            return found[0] * 3 + found[1].square().mean()
+        return (found * torch.arange(12.0).view(3, 4)).sum() if found.dim() else found * 3
+
+    x, leaves = torch.randn(3, 4, 8), [weight, bias, *layer.parameters()]
+    compiled = torch.compile(total, fullgraph=True, backend="aot_eager")
+    found, want = compiled(x), total(x)
+    torch.testing.assert_close(found, want)
+    for a, b in zip(*(torch.autograd.grad(t, leaves) for t in (found, want)), strict=True):
+        torch.testing.assert_close(a, b)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), want.detach())
+
+
+def test_what_needs_no_gradient_gets_none():
+    layer, weight, bias, labels = problem(torch.bfloat16)
+    weight.requires_grad_(False)
+    x = torch.randn(3, 4, 8, dtype=torch.bfloat16)
+
+    def loss(x):
+        return linear_cross_entropy(layer(x), weight, labels, bias=bias)
+
+    found = torch.compile(loss, fullgraph=True, backend="aot_eager")(x)
+    torch.testing.assert_close(*(torch.autograd.grad(t, [bias]) for t in (found, loss(x))))
+
+
+def test_mistakes_are_named():
+    _, weight, _, labels = problem()
+    compiled = torch.compile(linear_cross_entropy, backend="aot_eager")
+    with pytest.raises(IndexError, match="label 50 is out of range"):
+        compiled(torch.randn(3, 4, 16), weight, torch.full_like(labels, 50))
+    with pytest.raises(Exception, match=r"reduction must be one of none, sum, mean, not 'all'"):
+        compiled(torch.randn(3, 4, 16), weight, labels, reduction="all")
+
+
+def test_around_a_model():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(vocab_size=100, num_attention_heads=2, **sizes)
+    model = patch_model(transformers.LlamaForCausalLM(config).train(), label_smoothing=0.1)
+    ids = torch.randint(100, (2, 9))
+
+    def found(model):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
+        return loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for a, b in zip(found(compiled), found(model), strict=True):
+        torch.testing.assert_close(a, b)
