@@ -37,18 +37,8 @@ from smoothce.triton.tokens import Inputs, Tokens, gather, outputs, valid_first
 @triton.jit
 def dlogits(
     x,  # base-2 logits, (rows, entries)
-    r,
-    v,
-    known,
-    labels,
-    lse,
-    of_loss,
-    of_lse,
-    V,
-    smoothing,
-    scale,
-    softcap,
-):
+    r, v, known, labels, lse, of_loss, of_lse, V, smoothing, scale, softcap,
+):  # fmt: skip
     """S of these logits; 0 for tokens without a label, whose g is 0 and whose lse is +inf."""
     total = tl.load(lse + r, mask=known, other=float("inf"))
     y = tl.load(labels + r, mask=known, other=-1)
@@ -69,30 +59,13 @@ def dlogits(
 
 @triton.jit(do_not_specialize=["N", "width"])
 def recompute_kernel(
-    hidden,  # (N, D)
-    weight,  # (V, D)
-    bias,
-    labels,
-    lse,
-    of_loss,  # (N,) g
-    of_lse,  # (N,) h, or None
-    out,
-    N,
-    V,
-    vocab,
-    width,
-    stride_out,
-    smoothing,
-    scale,
-    softcap,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr,
-    TMA: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    hidden, weight, bias, labels, lse,  # (N, D), (V, D), (V,) or None, (N,), (N,)
+    of_loss, of_lse,  # (N,) g, and h or None
+    out, N, V, vocab, width, stride_out,  # S of entries [vocab, vocab + width)
+    smoothing, scale, softcap, D: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
+    TMA: tl.constexpr, FLATTEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """S of all tokens and of the chunk of the vocabulary that starts at `vocab`."""
     n_rows = tl.cdiv(N, ROWS)
     n_tiles = n_rows * tl.cdiv(width, WIDTH)
@@ -114,24 +87,11 @@ def recompute_kernel(
 
 @triton.jit(do_not_specialize=["N"])
 def convert_kernel(
-    stored,
-    target,
-    labels,
-    lse,
-    of_loss,
-    of_lse,
+    stored, target, labels, lse, of_loss, of_lse,
     out,  # may be the same memory as `stored`
-    N,
-    V,
-    vocab,
-    stride_in,
-    stride_out,
-    smoothing,
-    scale,
-    softcap,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    N, V, vocab, stride_in, stride_out,
+    smoothing, scale, softcap, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """S from stored logits, for the chunk of the vocabulary that starts at `vocab`."""
     r = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     o_v = tl.program_id(0) * WIDTH
@@ -450,24 +410,12 @@ class Block:
         inputs, left, n = self.inputs, self.left, len(self.hidden)
         thin, wide = max(inputs.tiles.rows // 4, 1), min(inputs.tiles.width, 256)
         convert_kernel[(cdiv(stop - start, wide), cdiv(n, thin))](
-            logits,
-            left.tokens.target,
-            left.tokens.labels,
-            left.lse,
-            self.of_loss,
-            self.of_lse,
+            logits, left.tokens.target, left.tokens.labels, left.lse, self.of_loss, self.of_lse,
             out,
-            n,
-            len(inputs.weight),
-            start,
-            logits.stride(0),
-            out.stride(0),
-            inputs.options.label_smoothing,
-            inputs.scale,
-            inputs.options.softcap,
-            ROWS=thin,
-            WIDTH=wide,
-        )
+            n, len(inputs.weight), start, logits.stride(0), out.stride(0),
+            inputs.options.label_smoothing, inputs.scale, inputs.options.softcap,
+            ROWS=thin, WIDTH=wide,
+        )  # fmt: skip
         return out[:, : stop - start]
 
     def recompute(self, start: int, stop: int, out: Tensor) -> Tensor:
@@ -475,24 +423,12 @@ class Block:
         inputs, tiles = self.inputs, self.inputs.tiles
         recompute_kernel[(programs(self.hidden.device),)](
             descriptor(self.hidden, [tiles.rows, tiles.depth], tiles.tma),
-            descriptor(inputs.weight, [tiles.width, tiles.depth], tiles.tma),
-            inputs.bias,
-            self.left.tokens.labels,
-            self.left.lse,
-            self.of_loss,
-            self.of_lse,
-            out,
-            len(self.hidden),
-            len(inputs.weight),
-            start,
-            stop - start,
-            out.stride(0),
-            inputs.options.label_smoothing,
-            inputs.scale,
-            inputs.options.softcap,
-            D=self.hidden.shape[1],
-            **tiles.product,
-        )
+            descriptor(inputs.weight, [tiles.width, tiles.depth], tiles.tma), inputs.bias,
+            self.left.tokens.labels, self.left.lse, self.of_loss, self.of_lse,
+            out, len(self.hidden), len(inputs.weight), start, stop - start, out.stride(0),
+            inputs.options.label_smoothing, inputs.scale, inputs.options.softcap,
+            D=self.hidden.shape[1], **tiles.product,
+        )  # fmt: skip
         return out[:, : stop - start]
 
 

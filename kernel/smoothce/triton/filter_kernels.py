@@ -28,55 +28,26 @@ def signal(flag):
 
 @triton.jit(do_not_specialize=["mean_offset"])
 def queue_kernel(
-    items,  # these five: the `Schedule`
-    total,
-    first,
-    owner,
-    readers,
-    ticket,  # zeros, as the next two
-    tiles_done,  # (blocks,)
-    slices_done,  # (blocks,)
+    items, total, first, owner, readers,  # the `Schedule`
+    ticket, tiles_done, slices_done,  # zeros: (1,), (blocks,), (blocks,)
     hidden,  # (N, D)
-    weight,  # (V, D), in tiles of WIDTH × DEPTH
-    weight_wide,  # (V, D), in tiles of WIDTH × SLICE
-    bias,
-    order,  # of the `Tokens`, as labels and lse
-    labels,
-    lse,
-    relative,  # these three: the `Upstream`
-    largest,
-    hidden_sum,
-    coefficient,  # these three: the `Plan`
-    tokens,
-    listed,
-    ring,  # (RING, ROWS, WIDTH) S of tiles
-    ring_source,  # (RING, ROWS) where their hidden states are
+    weight, weight_wide,  # (V, D), in tiles of WIDTH × DEPTH and of WIDTH × SLICE
+    bias, order, labels, lse,  # (V,) or None; of the super-block's tokens
+    relative, largest, hidden_sum,  # the `Upstream`
+    coefficient, tokens, listed,  # the `Plan`
+    ring, ring_source,  # (RING, ROWS, WIDTH) S of tiles, (RING, ROWS) where their hidden states are
     profile,  # (2, V): q, and f of the uniform direction
     rank_one,  # (blocks, D) Σ_i m_ij g_i E_i
-    lean,  # (blocks, D) Σ_i g_i E_i of dropped pairs, where there is a softcap
+    lean,  # (blocks, D) Σ_i g_i E_i of dropped pairs; None without a softcap
     acc,  # (padded + blocks + 1 or blocks, D): sums of dE, then W, then H; or None
     d_weight,  # (V, D), or None
     mean_offset: tl.int64,  # of the mean hidden state, from `hidden`
-    padded,
-    blocks,
-    V,
-    smoothing,
-    scale,
-    softcap,
-    D: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr,
-    SLICE: tl.constexpr,
-    STEP: tl.constexpr,
-    RING: tl.constexpr,
-    WIDE_STAGES: tl.constexpr,
-    RAGGED: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    padded, blocks, V, smoothing, scale, softcap,
+    ALIGNED: tl.constexpr, RAGGED: tl.constexpr, ACCUMULATE: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, TMA: tl.constexpr,
+    RING: tl.constexpr, WIDE_STAGES: tl.constexpr,
+    D: tl.constexpr, SLICE: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Take items in order until none is left; no item waits for a later one."""
     last = tl.load(total)
     turn = tl.atomic_add(ticket, 1)
@@ -214,21 +185,12 @@ def queue_kernel(
 
 @triton.jit
 def block_sums_kernel(
-    hidden,
-    coefficient,
-    order,
-    relative,
-    count,
+    hidden, coefficient, order, relative, count,
     rank_one,  # (blocks, D) Σ_i m_ij g_i E_i
     lean,  # (blocks, D) the same with 1 for m_ij of a dropped pair; None without a softcap
-    padded,
-    blocks,
-    D: tl.constexpr,
-    WIDE: tl.constexpr,
-    SLICE: tl.constexpr,
-    STEP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    padded, blocks, WIDE: tl.constexpr,
+    D: tl.constexpr, SLICE: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Sums over the tokens, of WIDE blocks and one slice of D."""
     n = tl.load(count)
     j = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
@@ -247,7 +209,7 @@ def block_sums_kernel(
             m_e = m_e & (o_d < D)[None, :]
         p_e = hidden + source.to(tl.int64)[:, None] * D + o_d[None, :]
         e = tl.load(p_e, mask=m_e, other=0.0)
-        if relative is not None or lean is not None or p.dtype != e.dtype:
+        if (relative is not None) | (lean is not None) | (p.dtype != e.dtype):
             w = p.to(tl.float32)
             one = tl.where(w > 0.0, 1.0, 0.0)
             if relative is not None:
@@ -269,27 +231,14 @@ def block_sums_kernel(
 
 @triton.jit(do_not_specialize=["n_order"])
 def hidden_kernel(
-    coefficient,
-    order,
-    relative,
-    largest,
-    count,
+    coefficient, order, relative, largest, count,
     acc,  # (padded, D) sums over listed pairs
     profiles,  # (blocks, D) W
-    evens,  # (blocks, D) H of each block, where there is a softcap
-    flat,  # (D,) H
+    evens, flat,  # H: (blocks, D) of each block, or None without a softcap; (D,) of all
     out,  # (N, D)
-    n_order,
-    padded,
-    blocks,
-    smoothing,
-    V,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    SLICE: tl.constexpr,
-    STEP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    n_order, padded, blocks, smoothing, V, ROWS: tl.constexpr,
+    D: tl.constexpr, SLICE: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """dE of ROWS tokens and one slice of D: listed pairs' sums, dropped mass, uniform term."""
     n = tl.load(count)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -59,20 +59,11 @@ def draw(a, b, c):
 
 @triton.jit
 def plan_kernel(
-    block_lse,
-    coefficient,  # the same memory as `block_lse`
-    block_max,
-    tokens,  # the same memory as `block_max`
-    listed,
-    lse,
-    labels,
-    count,
-    padded,
-    log_eps,
-    DRAWN: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    block_lse, coefficient,  # the same memory
+    block_max, tokens,  # the same memory
+    listed, lse, labels, count, padded, log_eps,
+    DRAWN: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     j = tl.program_id(0)
     n = tl.load(count)
     o_j = j.to(tl.int64) * padded
@@ -126,39 +117,19 @@ def plan(statistics: Statistics, tokens: Tokens, eps: float, tiles: Tiles) -> Pl
         torch.empty(blocks, device=lse.device, dtype=torch.int32),
     )
     plan_kernel[(blocks,)](
-        block_lse,
-        found.coefficient,
-        block_max,
-        found.tokens,
-        found.listed,
-        lse,
-        tokens.labels,
-        tokens.count,
-        padded,
-        math.log2(eps),
-        DRAWN=DRAWN,
-        WIDTH=tiles.width,
-        BLOCK=1024,
-    )
+        block_lse, found.coefficient,
+        block_max, found.tokens,
+        found.listed, lse, tokens.labels, tokens.count, padded, math.log2(eps),
+        DRAWN=DRAWN, WIDTH=tiles.width, BLOCK=1024,
+    )  # fmt: skip
     return found
 
 
 @triton.jit
 def count_kernel(
-    listed,
-    first,
-    last,
-    readers,
-    read_last,
-    total,
-    blocks,
-    head,
-    slices,
-    share,
-    PHASE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    listed, first, last, readers, read_last, total, blocks, head, slices, share,
+    PHASE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Tiles and weight-gradient items of every block, and where each block's begin and end."""
     tile_sum = 0
     read_sum = 0
@@ -189,17 +160,9 @@ def count_kernel(
 
 @triton.jit
 def items_kernel(
-    first,
-    last,
-    readers,
-    read_last,
-    items,
-    owner,
-    blocks,
-    reach,
-    STEPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    first, last, readers, read_last, items, owner, blocks, reach,
+    STEPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Block j's places in the queue.
 
     Its tiles come right before the readers of the first block r within `reach` of their end:
@@ -257,31 +220,11 @@ def schedule(
     ).split([blocks] * 4 + [1, room])
     owner = torch.empty(blocks * most_tiles, device=listed.device, dtype=torch.int32)
     count_kernel[(1,)](
-        listed,
-        first,
-        last,
-        readers,
-        read_last,
-        total,
-        blocks,
-        head,
-        slices,
-        SHARE,
-        PHASE=phase,
-        ROWS=tiles.pair_rows,
-        BLOCK=1024,
-    )
+        listed, first, last, readers, read_last, total, blocks, head, slices, SHARE,
+        PHASE=phase, ROWS=tiles.pair_rows, BLOCK=1024,
+    )  # fmt: skip
     items_kernel[(blocks,)](
-        first,
-        last,
-        readers,
-        read_last,
-        items,
-        owner,
-        blocks,
-        reach,
-        STEPS=blocks.bit_length() + 1,
-        BLOCK=32,
-        num_warps=1,
-    )
+        first, last, readers, read_last, items, owner, blocks, reach,
+        STEPS=blocks.bit_length() + 1, BLOCK=32, num_warps=1,
+    )  # fmt: skip
     return Schedule(items, total, first, owner, readers)

@@ -236,18 +236,12 @@ def backward(
         rank_one = torch.empty(blocks, d, device=device)
         lean = torch.empty_like(rank_one) if softcap is not None else None
         block_sums_kernel[(cdiv(blocks, tiles.wide), cdiv(d, tiles.slice))](
-            hidden,
-            plan.coefficient,
-            tokens.order,
-            upstream.relative,
-            tokens.count,
+            hidden, plan.coefficient, tokens.order, upstream.relative, tokens.count,
             rank_one,
             lean,
-            padded,
-            blocks,
-            WIDE=tiles.wide,
+            padded, blocks, WIDE=tiles.wide,
             **common,
-        )
+        )  # fmt: skip
 
     ring = max(tiles.ring, cdiv(padded + 2, tiles.pair_rows))
     slices = cdiv(d, tiles.slice) if d_weight is not None else 0
@@ -268,61 +262,32 @@ def backward(
             hidden,
             descriptor(weight, [tiles.width, tiles.pair_depth], tiles.tma),
             descriptor(weight, [tiles.width, tiles.slice], tiles.tma),
-            inputs.bias,
-            tokens.order,
-            tokens.labels,
-            lse,
+            inputs.bias, tokens.order, tokens.labels, lse,
             *upstream,
             *plan,
-            ring_s,
-            ring_source,
-            profile,
-            rank_one,
-            lean,
-            acc,
-            d_weight,
+            ring_s, ring_source, profile, rank_one, lean, acc, d_weight,
             mean_offset,
-            padded,
-            blocks,
-            v,
-            smoothing,
-            inputs.scale,
-            softcap,
+            padded, blocks, v, smoothing, inputs.scale, softcap,
             # whether rows of `hidden` and the mean are whole pieces of 8 numbers apart
             ALIGNED=mean_offset % 8 == 0 and d % 8 == 0,
-            ROWS=tiles.pair_rows,
-            WIDTH=tiles.width,
-            DEPTH=tiles.pair_depth,
-            RING=ring,
-            WIDE_STAGES=tiles.wide_stages,
-            RAGGED=v % tiles.width != 0,
-            ACCUMULATE=accumulate,
-            TMA=tiles.tma,
+            RAGGED=v % tiles.width != 0, ACCUMULATE=accumulate,
+            ROWS=tiles.pair_rows, WIDTH=tiles.width, DEPTH=tiles.pair_depth, TMA=tiles.tma,
+            RING=ring, WIDE_STAGES=tiles.wide_stages,
             **common,
-        )
+        )  # fmt: skip
 
     run(1 if head < blocks else 0, acc)
     if acc is not None:
         evens = acc[padded + blocks :]
         hidden_kernel[(cdiv(padded, tiles.rows), cdiv(d, tiles.slice))](
-            plan.coefficient,
-            tokens.order,
-            upstream.relative,
-            upstream.largest,
-            tokens.count,
+            plan.coefficient, tokens.order, upstream.relative, upstream.largest, tokens.count,
             acc,
             acc[padded : padded + blocks].to(hidden.dtype),
-            None if softcap is None else evens.to(hidden.dtype),
-            evens.sum(0),
+            None if softcap is None else evens.to(hidden.dtype), evens.sum(0),
             d_hidden,
-            len(tokens.order),
-            padded,
-            blocks,
-            smoothing,
-            v,
-            ROWS=tiles.rows,
+            len(tokens.order), padded, blocks, smoothing, v, ROWS=tiles.rows,
             **common,
-        )
+        )  # fmt: skip
     if head < blocks:
         # the sum of dE is read out, so the blocks whose gradient it lay in can be written
         run(2, None)

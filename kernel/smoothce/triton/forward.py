@@ -67,39 +67,19 @@ def share(program, n, group, n_blocks, workers, ROWS: tl.constexpr, GROUP: tl.co
 
 @triton.jit(do_not_specialize=["growth", "stored_rows"])
 def forward_kernel(
-    hidden,  # (padded, D) packed
-    weight,  # (V, D)
-    bias,  # (V,) or None
-    count,  # (1,) valid tokens
-    block_lse,  # (blocks, padded), or None with the next
-    block_max,
+    hidden, weight, bias, count,  # (padded, D) packed, (V, D), (V,) or None, (1,)
+    block_lse, block_max,  # (blocks, padded), or None
     parts,  # (3, n_parts): maximum m, sum s and z of each segment's tokens
     best,  # (n_parts,) its argmax; or None, and then z is Σ logits instead of Σ e^(logit − m) logit
-    n_parts,
-    padded,
-    targets,  # (padded,)
-    memory,  # of stored logits, or None; divided as `Regions` says
-    near,
-    chunk,
-    growth,
-    stored_rows,
-    V,
-    n_blocks,
-    scale,
-    softcap,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    RAGGED: tl.constexpr,
-    PLAIN: tl.constexpr,
-    SUM: tl.constexpr,
-    PIECES: tl.constexpr,
-    TMA: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    n_parts, padded,
+    targets, memory,  # (padded,), and of stored logits, or None: divided as `Regions` says
+    near, chunk, growth, stored_rows,
+    V, n_blocks, scale, softcap,
+    D: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr,
+    RAGGED: tl.constexpr, PLAIN: tl.constexpr, SUM: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
+    TMA: tl.constexpr, FLATTEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Running maximum, sum and z of every token over its program's tiles."""
     n = tl.load(count)
     program = tl.program_id(0)
@@ -174,26 +154,13 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=["n_order"])
 def finish_kernel(
-    parts,  # as the forward's kernel has left these three
-    best,
-    n_parts,
-    target,
-    count,
-    order,
-    lse,
-    losses,
-    full_lse,
-    entropies,  # (N,), or None with the next
-    argmaxes,  # (N,)
-    n_order,
-    smoothing,
-    V,
-    n_blocks,
-    workers,
-    ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SUM: tl.constexpr,
-):
+    parts, best, n_parts,  # as the forward's kernel has left them
+    target, count, order,
+    lse, losses, full_lse,  # written
+    entropies, argmaxes,  # written where there is `best`, else None
+    n_order, smoothing, V, n_blocks, workers,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
     """Join a token block's segments into log-sum-exp and loss, or entropy and argmax besides."""
     n = tl.load(count)
     i = tl.program_id(0)
@@ -269,53 +236,23 @@ def forward(
     positive = inputs.bias is None and options.softcap is None and inputs.scale > 0
     forward_kernel[(workers,)](
         descriptor(packed, [tiles.rows, tiles.depth], tiles.tma),
-        descriptor(weight, [tiles.width, tiles.depth], tiles.tma),
-        inputs.bias,
-        tokens.count,
-        block_lse,
-        block_max,
-        parts,
-        best,
-        n_parts,
-        padded,
-        tokens.target,
-        None if stored is None else stored.memory,
-        regions.near,
-        regions.chunk,
-        regions.growth,
-        regions.rows,
-        v,
-        blocks,
-        inputs.scale,
-        options.softcap,
-        D=d,
-        GROUP=group,
-        RAGGED=v % tiles.width != 0,
-        PLAIN=positive,
-        SUM=options.label_smoothing != 0,
-        PIECES=PIECES,
+        descriptor(weight, [tiles.width, tiles.depth], tiles.tma), inputs.bias, tokens.count,
+        block_lse, block_max,
+        parts, best, n_parts, padded,
+        tokens.target, None if stored is None else stored.memory,
+        regions.near, regions.chunk, regions.growth, regions.rows,
+        v, blocks, inputs.scale, options.softcap,
+        D=d, GROUP=group, PIECES=PIECES,
+        RAGGED=v % tiles.width != 0, PLAIN=positive, SUM=options.label_smoothing != 0,
         **tiles.product,
-    )
+    )  # fmt: skip
     lse = torch.empty(padded, device=packed.device, dtype=torch.float32)
     finish_kernel[(cdiv(padded, tiles.rows),)](
-        parts,
-        best,
-        n_parts,
-        tokens.target,
-        tokens.count,
-        tokens.order,
-        lse,
-        losses,
-        full_lse,
-        entropies,
-        argmaxes,
-        len(tokens.order),
-        options.label_smoothing,
-        v,
-        blocks,
-        workers,
-        ROWS=tiles.rows,
-        GROUP=group,
-        SUM=options.label_smoothing != 0,
-    )
+        parts, best, n_parts,
+        tokens.target, tokens.count, tokens.order,
+        lse, losses, full_lse,
+        entropies, argmaxes,
+        len(tokens.order), options.label_smoothing, v, blocks, workers,
+        ROWS=tiles.rows, GROUP=group, SUM=options.label_smoothing != 0,
+    )  # fmt: skip
     return Statistics(lse, block_lse, block_max)

@@ -101,23 +101,15 @@ def tokens_at_once(inputs: Inputs) -> int:
     """Tokens of which the workspace holds every logit, in super-blocks whose gradients are made in
     the forward one after the other; 0 where that is not the better use of it.
 
-    Few super-blocks, since dC is rounded after each, and such that S C in tiles of 192 × 192 leaves
-    few multiprocessors idle."""
-    options, tiles = inputs.options, inputs.tiles
-    if not any(inputs.needs) or options.reduction == "none" or options.return_lse:
+    Two super-blocks or as many more as must be, since dC is rounded after each."""
+    options, tiles, n = inputs.options, inputs.tiles, len(inputs.hidden)
+    if not any(inputs.needs) or options.reduction == "none" or options.return_lse or n == 0:
         return 0
-    (n, d), v = inputs.hidden.shape, len(inputs.weight)
     most = options.workspace // (inputs.blocks * tiles.width * inputs.weight.element_size())
-    if n == 0 or most * MOST_PARTS < n or regions_for(inputs).near > 0.9 * v:
+    if most * MOST_PARTS < n or regions_for(inputs).near > 0.9 * len(inputs.weight):
         return 0
-    workers = programs(inputs.hidden.device)
-    best = 0.0, 0
-    for parts in range(2, MOST_PARTS + 1):
-        size = cdiv(cdiv(n, parts), tiles.rows) * tiles.rows
-        work = cdiv(size, 192) * cdiv(d, 192)
-        if size <= most:
-            best = max(best, (work / (cdiv(work, workers) * workers), size))
-    return best[1]
+    sizes = (cdiv(cdiv(n, parts), tiles.rows) * tiles.rows for parts in range(2, MOST_PARTS + 1))
+    return next((size for size in sizes if size <= most), 0)
 
 
 def best_chunk(most: int, rows: int, d: int, workers: int, tiles: Tiles) -> int:
@@ -161,17 +153,9 @@ def room(
 @triton.jit
 def store_logits(
     x,  # base-2 logits of a tile
-    memory,
-    rows,  # places of its tokens
-    n,  # how many places there are
-    block,
-    near,
-    chunk,
-    growth,
-    stored_rows,
-    WIDTH: tl.constexpr,
-    PIECES: tl.constexpr,
-):
+    memory, rows, n, block,  # of stored logits, the tokens' places, how many there are
+    near, chunk, growth, stored_rows, WIDTH: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
     """Store the tile where its part of the vocabulary is kept, if it is."""
     v = block * WIDTH
     if v < near:

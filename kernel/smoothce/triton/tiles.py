@@ -122,15 +122,10 @@ def cdiv(a: int, b: int) -> int:
 
 @triton.jit
 def load_tile(
-    source,  # (rows, D) descriptor of (ROWS, DEPTH) tiles, or a pointer
-    row,
-    column,
-    rows,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    TMA: tl.constexpr,
-):
+    source,  # (rows, D): a descriptor of (ROWS, DEPTH) tiles, or a pointer
+    row, column, rows,
+    D: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
     """source[row : row + ROWS, column : column + DEPTH]; past `rows` anything finite, past D 0."""
     if TMA:
         found = source.load([row, column])
@@ -147,19 +142,11 @@ def load_tile(
 
 @triton.jit
 def product(
-    hidden,
-    weight,
-    row,
-    entry,
-    N,
-    V,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr,
-    TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+
+    hidden, weight, row, entry, N, V,
+    D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """E[row : row + ROWS] · C[entry : entry + WIDTH]ᵀ in fp32; past N and V any finite value."""
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
     for k in range(0, D, DEPTH):

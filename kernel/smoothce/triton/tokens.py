@@ -90,20 +90,10 @@ def valid_first(
 
 @triton.jit
 def gather_kernel(
-    hidden,
-    weight,
-    bias,
-    labels,
-    order,
-    count,
-    packed,
-    out_labels,
-    target,
-    scale,
-    softcap,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    hidden, weight, bias, labels, order, count,
+    packed, out_labels, target,  # written, at the token's place
+    scale, softcap, D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One token: copy its hidden state to its place and take the product with its target's row."""
     i = tl.program_id(0)
     valid = i < tl.load(count)
@@ -139,21 +129,11 @@ def gather(
     labels = torch.empty(padded, device=hidden.device, dtype=torch.int32)
     target = torch.empty(padded, device=hidden.device, dtype=torch.float32)
     gather_kernel[(padded,)](
-        hidden,
-        inputs.weight,
-        inputs.bias,
-        inputs.labels,
-        order,
-        count,
-        packed,
-        labels,
-        target,
-        inputs.scale,
-        inputs.options.softcap,
-        D=d,
-        BLOCK=min(1024, triton.next_power_of_2(d)),
+        hidden, inputs.weight, inputs.bias, inputs.labels, order, count,
+        packed, labels, target,
+        inputs.scale, inputs.options.softcap, D=d, BLOCK=min(1024, triton.next_power_of_2(d)),
         num_warps=4,
-    )
+    )  # fmt: skip
     return Tokens(order, count, labels, target), packed
 
 
