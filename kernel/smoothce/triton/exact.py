@@ -20,7 +20,6 @@ from torch.autograd.function import once_differentiable
 from smoothce.chunked import MIXED, graph_is_kept
 from smoothce.triton import stored
 from smoothce.triton.forward import forward
-from smoothce.triton.scale import scale
 from smoothce.triton.stored import Regions, Stored
 from smoothce.triton.tiles import (
     LOG2E,
@@ -31,7 +30,7 @@ from smoothce.triton.tiles import (
     programs,
     slope,
 )
-from smoothce.triton.tokens import Inputs, Tokens, gather, outputs, valid_first
+from smoothce.triton.tokens import Inputs, Tokens, gather, outputs, scale, valid_first
 
 
 @triton.jit

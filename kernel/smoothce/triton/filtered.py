@@ -28,9 +28,8 @@ from smoothce.triton import stored
 from smoothce.triton.filter_kernels import block_sums_kernel, hidden_kernel, queue_kernel
 from smoothce.triton.filter_plan import Plan, plan, schedule
 from smoothce.triton.forward import Statistics, forward
-from smoothce.triton.scale import scale
 from smoothce.triton.tiles import cdiv, descriptor, programs
-from smoothce.triton.tokens import Inputs, Tokens, gather, outputs, valid_first
+from smoothce.triton.tokens import Inputs, Tokens, gather, outputs, scale, valid_first
 
 STATISTICS = 2**25  # bytes of block statistics that a super-block may have
 BORROW_FROM = 2**24  # bytes; a smaller sum of dE is simply allocated

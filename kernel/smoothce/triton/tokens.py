@@ -1,4 +1,4 @@
-"""What a call works on; valid tokens first: their order, hidden states, mean, target logits."""
+"""What a call works on and gives back; its valid tokens first: their order, hidden states, mean."""
 
 from typing import NamedTuple
 
@@ -151,3 +151,22 @@ def outputs(
     if not inputs.options.return_lse:
         ctx.mark_non_differentiable(lse)
     return losses if inputs.options.reduction == "none" else losses.sum() * token_weight, lse
+
+
+@triton.jit
+def scale_kernel(x, factor, size, BLOCK: tl.constexpr):
+    f = tl.load(factor)
+    if f != 1.0:  # as it is in `loss.backward()`: then nothing is read
+        o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(x + o, mask=o < size, other=0.0).to(tl.float32) * f
+        tl.store(x + o, value.to(x.dtype.element_ty), mask=o < size)
+
+
+def scale(
+    gradient: Tensor,  # contiguous, multiplied in place
+    factor: Tensor,  # () fp32
+) -> None:
+    """A gradient made in the forward, times the upstream factor that the backward brings."""
+    if gradient.numel():
+        grid = (cdiv(gradient.numel(), 4096),)
+        scale_kernel[grid](gradient, factor, gradient.numel(), BLOCK=4096, num_warps=8)

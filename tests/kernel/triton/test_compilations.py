@@ -13,11 +13,11 @@ from triton.runtime import interpreter
 from smoothce import linear_cross_entropy
 from smoothce import triton as ours
 from smoothce.options import Options
-from smoothce.triton import exact, filter_kernels, filter_plan, forward, scale, tokens
+from smoothce.triton import exact, filter_kernels, filter_plan, forward, tokens
 
 MOST = 4
 NUMBERS = random.Random(0).sample(range(1, 4097), 200)
-MODULES = exact, filter_kernels, filter_plan, forward, scale, tokens
+MODULES = exact, filter_kernels, filter_plan, forward, tokens
 
 
 def kernels():
