@@ -4,12 +4,43 @@ A reduced loss makes its gradients with its forward, up to the upstream factor. 
 its log-sum-exps, computes its forward again in the backward.
 """
 
-import json
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from smoothce.options import Options
+
+# Numbers are arguments of their own, since a graph may hold them as symbols.
+ARGUMENTS = """Tensor hidden, Tensor weight, Tensor labels, Tensor? bias,
+    float label_smoothing, SymInt ignore_index, str reduction, float? softcap, float? logit_scale,
+    float? filter_eps, bool filter_auto, SymInt workspace, bool return_lse,
+    str impl, bool[] needs"""
+
+
+class Settings(NamedTuple):
+    """The operators' arguments that are not tensors."""
+
+    label_smoothing: float
+    ignore_index: int
+    reduction: str
+    softcap: float | None
+    logit_scale: float | None
+    filter_eps: float | None
+    filter_auto: bool  # filter_eps is "auto", which is no number
+    workspace: int
+    return_lse: bool
+    impl: str
+    needs: list[bool]  # gradients of hidden, weight and bias
+
+    def options(self) -> Options:
+        """Checked."""
+        options = {name: getattr(self, name) for name in Options.__dataclass_fields__}
+        return Options(**options | ({"filter_eps": "auto"} if self.filter_auto else {}))
+
+    def with_forward(self) -> bool:
+        """Whether gradients are made with the forward."""
+        return any(self.needs) and self.reduction != "none" and not self.return_lse
 
 
 def loss(
@@ -18,45 +49,40 @@ def loss(
     labels: Tensor,  # (N,)
     bias: Tensor | None,  # (V,)
     impl: str,
-    settings: dict[str, object],
+    options: dict[str, object],
 ) -> tuple[Tensor, Tensor]:  # () or (N,); (N,)
     """Loss and log-sum-exps of `linear_cross_entropy`, in a graph that is being compiled."""
-    grad = torch.is_grad_enabled()
+    grad, auto = torch.is_grad_enabled(), options["filter_eps"] == "auto"
     needs = [grad and x is not None and x.requires_grad for x in (hidden, weight, bias)]
-    inputs = hidden, weight, labels, bias, packed(**settings), impl, needs
-    return forward(*inputs)[:2]
-
-
-@torch.compiler.assume_constant_result
-def packed(**options: object) -> str:
-    """Checked options as an operator's argument, made while the graph is."""
-    return json.dumps(vars(Options(**options)))
+    eps = None if auto else options["filter_eps"]
+    settings = Settings(**{**options, "filter_eps": eps}, filter_auto=auto, impl=impl, needs=needs)
+    return forward(hidden, weight, labels, bias, *settings)[:2]
 
 
 def eager(
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    options: str,
-    impl: str,
-    needs: list[bool],
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    settings: Settings,
     upstream: tuple[Tensor | None, Tensor | None] | None,  # None: no gradient
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Loss, log-sum-exps and gradients of hidden, weight and bias, empty where not needed."""
     from smoothce.linear_cross_entropy import check, run
 
-    settings = Options(**json.loads(options))
-    hidden, weight, bias = (
+    options, needs = settings.options(), settings.needs
+    leaves = hidden, weight, bias = [
         None if x is None else x.detach().contiguous().requires_grad_(need)
-        for x, need in zip((inputs[0], inputs[1], inputs[3]), needs, strict=True)
-    )
-    check(hidden, weight, inputs[2], bias, settings)
+        for x, need in zip((hidden, weight, bias), needs, strict=True)
+    ]
+    check(hidden, weight, labels, bias, options)
     with torch.set_grad_enabled(upstream is not None):
-        found = run(hidden, weight, inputs[2], bias, impl, settings)
-    found = found if settings.return_lse else (found, hidden.new_empty(0))
-    made = [hidden.new_empty(0) for _ in range(3)]
+        found = run(hidden, weight, labels, bias, settings.impl, options)
+    found = found if options.return_lse else (found, hidden.new_empty(0))
+    made = [hidden.new_empty(0) for _ in leaves]
     if upstream is not None:
         wanted = [i for i in range(3) if needs[i]]
         terms = [i for i in range(2) if upstream[i] is not None]
-        leaves = hidden, weight, bias
         gradients = torch.autograd.grad(
             [found[i] for i in terms], [leaves[i] for i in wanted], [upstream[i] for i in terms]
         )
@@ -65,50 +91,43 @@ def eager(
     return found[0].detach(), found[1].detach(), made
 
 
-def with_forward(options: str, needs: list[bool]) -> bool:
-    """Whether gradients are made with the forward."""
-    settings = json.loads(options)
-    return any(needs) and settings["reduction"] != "none" and not settings["return_lse"]
-
-
-INPUTS = "Tensor hidden, Tensor weight, Tensor labels, Tensor? bias"
-INPUTS += ", str options, str impl, bool[] needs"
-
-
 @torch.library.custom_op(
     "smoothce::loss",
     mutates_args=(),
-    schema=f"({INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def forward(hidden, weight, labels, bias, options, impl, needs):
+def forward(hidden, weight, labels, bias, *settings):
+    settings = Settings(*settings)
     one = torch.ones((), device=hidden.device, dtype=accumulated(hidden))
-    upstream = (one, None) if with_forward(options, needs) else None
-    found, lse, made = eager((hidden, weight, labels, bias), options, impl, needs, upstream)
+    upstream = (one, None) if settings.with_forward() else None
+    found, lse, made = eager(hidden, weight, labels, bias, settings, upstream)
     return found, lse, *made
 
 
 @forward.register_fake
-def _(hidden, weight, labels, bias, options, impl, needs):
-    settings, made = json.loads(options), with_forward(options, needs)
-    shape = labels.shape if settings["reduction"] == "none" else ()
+def _(hidden, weight, labels, bias, *settings):
+    settings = Settings(*settings)
+    shape = labels.shape if settings.reduction == "none" else ()
     found = hidden.new_empty(shape, dtype=accumulated(hidden))
-    lse = hidden.new_empty(labels.shape if settings["return_lse"] else 0, dtype=found.dtype)
-    return found, lse, *gradients_like((hidden, weight, bias), [made and need for need in needs])
+    lse = found.new_empty(labels.shape if settings.return_lse else 0)
+    made = [need and settings.with_forward() for need in settings.needs]
+    return found, lse, *gradients_like((hidden, weight, bias), made)
 
 
 @torch.library.custom_op(
     "smoothce::loss_backward",
     mutates_args=(),
-    schema=f"({INPUTS}, Tensor? of_loss, Tensor? of_lse) -> (Tensor, Tensor, Tensor)",
+    schema=f"({ARGUMENTS}, Tensor? of_loss, Tensor? of_lse) -> (Tensor, Tensor, Tensor)",
 )
-def backward(hidden, weight, labels, bias, options, impl, needs, of_loss, of_lse):
-    inputs = hidden, weight, labels, bias
-    return tuple(eager(inputs, options, impl, needs, (of_loss, of_lse))[2])
+def backward(hidden, weight, labels, bias, *settings_and_upstream):
+    *settings, of_loss, of_lse = settings_and_upstream
+    upstream = of_loss, of_lse
+    return tuple(eager(hidden, weight, labels, bias, Settings(*settings), upstream)[2])
 
 
 @backward.register_fake
-def _(hidden, weight, labels, bias, options, impl, needs, of_loss, of_lse):
-    return gradients_like((hidden, weight, bias), needs)
+def _(hidden, weight, labels, bias, *settings_and_upstream):
+    return gradients_like((hidden, weight, bias), Settings(*settings_and_upstream[:-2]).needs)
 
 
 def accumulated(hidden: Tensor) -> torch.dtype:
@@ -124,22 +143,21 @@ def gradients_like(
 
 
 def save(ctx, inputs, output):
-    *tensors, options, impl, needs = inputs
-    ctx.settings, ctx.made = (options, impl, needs), with_forward(options, needs)
+    ctx.settings = Settings(*inputs[4:])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*(output[2:] if ctx.made else tensors))
+    ctx.save_for_backward(*(output[2:] if ctx.settings.with_forward() else inputs[:4]))
 
 
 def differentiate(ctx, of_loss, of_lse, *_):
-    saved, needs = ctx.saved_tensors, ctx.settings[2]
+    saved, settings = ctx.saved_tensors, ctx.settings
     if of_loss is None and of_lse is None:
         made = [None] * 3
-    elif ctx.made:
+    elif settings.with_forward():
         made = [(gradient.to(of_loss.dtype) * of_loss).to(gradient.dtype) for gradient in saved]
     else:
-        made = backward(*saved, *ctx.settings, of_loss, of_lse)
-    hidden, weight, bias = (x if need else None for x, need in zip(made, needs, strict=True))
-    return hidden, weight, None, bias, None, None, None
+        made = backward(*saved, *settings, of_loss, of_lse)
+    hidden, weight, bias = (x if y else None for x, y in zip(made, settings.needs, strict=True))
+    return hidden, weight, None, bias, *[None] * len(settings)
 
 
 forward.register_autograd(differentiate, setup_context=save)

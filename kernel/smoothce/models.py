@@ -344,8 +344,8 @@ def _trls(
 
 def _result(model: nn.Module, loss: Tensor, outputs: object, given: dict) -> object:
     """What upstream returns, without logits; a mixture's auxiliary loss added as it adds it."""
-    from transformers import modeling_outputs
-
+    # the model's own module has imported it; an import here would break torch.compile's graph
+    modeling_outputs = sys.modules["transformers.modeling_outputs"]
     shared = {
         "loss": loss,
         "past_key_values": outputs.past_key_values,

@@ -48,6 +48,28 @@ def test_in_one_graph(options):
         torch.testing.assert_close(compiled(x), want.detach())
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_numbers_that_change(reduction):
+    """A number that is another in the next call is a symbol in the graph from then on."""
+    layer, weight, bias, labels = problem()
+
+    def loss(x, **options):
+        options = {**options, "reduction": reduction}
+        return linear_cross_entropy(layer(x), weight, labels, bias=bias, **options)
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    x, leaves = torch.randn(3, 4, 8), [weight, bias, *layer.parameters()]
+    for beta, c, ignore in [(0.1, 3.0, -100), (0.2, 5.0, 7), (0.0, 6.0, 9)]:
+        options = {"label_smoothing": beta, "softcap": c, "ignore_index": ignore}
+        options["filter_eps"] = beta / 10 or None
+        labels[0, 0] = ignore
+        found, want = compiled(x, **options), loss(x, **options)
+        torch.testing.assert_close(found, want)
+        pair = (torch.autograd.grad(t.square().sum(), leaves) for t in (found, want))
+        for a, b in zip(*pair, strict=True):
+            torch.testing.assert_close(a, b)
+
+
 def test_what_needs_no_gradient_gets_none():
     layer, weight, bias, labels = problem(torch.bfloat16)
     weight.requires_grad_(False)
