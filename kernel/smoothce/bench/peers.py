@@ -97,7 +97,7 @@ def peers(
         name = f"ours, exact, workspace of {size / 1e6:g} MB"
         found.append(Peer(name, ours(None, workspace=size), softcaps=True, option="workspace"))
     if pointer:
-        without = partial(patch.object, tiles, "has_tma", lambda: False)
+        without = partial(patch.object, tiles, "TensorDescriptor", None)
         pointers = {"around": without, "option": "pointer"}
         found.append(_filtered("ours, filtered, pointer loads", "auto", **pointers))
         found.append(Peer("ours, exact, pointer loads", ours(None), softcaps=True, **pointers))

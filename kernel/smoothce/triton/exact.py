@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from triton import cdiv
 
 from smoothce.chunked import MIXED, graph_is_kept
 from smoothce.triton import stored
@@ -24,7 +25,6 @@ from smoothce.triton.stored import Regions, Stored
 from smoothce.triton.tiles import (
     LOG2E,
     base2_logits,
-    cdiv,
     descriptor,
     product,
     programs,
@@ -129,17 +129,13 @@ def spread(
     Token s comes at place i ≥ s − (N − n), so its fp32 row begins at or behind row 2 s of `out`.
     Rows [a, b) can thus be written while b ≤ 2 a: in ever larger pieces, the first from a copy."""
     n, d = out.shape
-    block = min(1024, triton.next_power_of_2(d))
-    if out.dtype == torch.float32:
-        pieces = [(acc, 0, n)]
-    else:
-        done = min(n, 64)
-        pieces = [(acc[:done].clone(), 0, done)]
-        while done < n:
-            pieces.append((acc, done, min(2 * done, n)))
-            done = pieces[-1][2]
-    for source, first, stop in pieces:
+    source, first, stop = acc, 0, n
+    if out.dtype != torch.float32:
+        source, stop = acc[:64].clone(), min(n, 64)
+    while first < n:
+        block = min(1024, triton.next_power_of_2(d))
         spread_kernel[(stop - first,)](source, rank, out, first, d, BLOCK=block)
+        source, first, stop = acc, stop, min(2 * stop, n)
 
 
 @dataclass
@@ -256,9 +252,7 @@ def backward_all(
     if stored.tokens_at_once(inputs):
         # the first backward takes what there is, another makes it again
         made, state.made = state.made or forward_all(inputs)[3].made, None
-        for gradient in made:
-            if gradient is not None:
-                scale(gradient, of_loss)
+        scale(made, of_loss)
         return made
     parts, token = slices(inputs), of_loss * token_weight
     kept = state.stored if state.d_weight is not None else None

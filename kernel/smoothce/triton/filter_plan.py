@@ -14,9 +14,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import cdiv
 
 from smoothce.triton.forward import Statistics
-from smoothce.triton.tiles import Tiles, cdiv
+from smoothce.triton.tiles import Tiles
 from smoothce.triton.tokens import Tokens
 
 SHARE = 2048  # listed tokens × slices of D a weight-gradient item

@@ -22,13 +22,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from triton import cdiv
 
 from smoothce.chunked import graph_is_kept
 from smoothce.triton import stored
 from smoothce.triton.filter_kernels import block_sums_kernel, hidden_kernel, queue_kernel
 from smoothce.triton.filter_plan import Plan, plan, schedule
 from smoothce.triton.forward import Statistics, forward
-from smoothce.triton.tiles import cdiv, descriptor, programs
+from smoothce.triton.tiles import descriptor, programs
 from smoothce.triton.tokens import Inputs, Tokens, gather, outputs, scale, valid_first
 
 STATISTICS = 2**25  # bytes of block statistics that a super-block may have
@@ -84,7 +85,7 @@ class Filtered(torch.autograd.Function):
             if early(inputs):
                 # the first backward takes what there is, another makes it again
                 gradients, state.made = state.made or forward_all(inputs, ctx.eps)[3].made, None
-                gradients.scale(of_loss)
+                scale((gradients.hidden, gradients.weight), of_loss)
             else:
                 gradients = Gradients(inputs)
                 for block in state.blocks:
@@ -173,11 +174,6 @@ class Gradients:
     def add(self, block: Block, upstream: Upstream) -> None:
         backward(self.inputs, *block, upstream, self.hidden, self.weight, self.begun)
         self.begun = True
-
-    def scale(self, factor: Tensor) -> None:
-        for gradient in (self.hidden, self.weight):
-            if gradient is not None:
-                scale(gradient, factor)
 
     def result(self) -> tuple[Tensor | None, Tensor | None]:
         for gradient in (self.hidden, self.weight):

@@ -12,9 +12,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import cdiv
 
 from smoothce.triton.stored import PIECES, Regions, Stored, store_logits
-from smoothce.triton.tiles import LOG2E, base2_logits, cdiv, descriptor, product, programs
+from smoothce.triton.tiles import LOG2E, base2_logits, descriptor, product, programs
 from smoothce.triton.tokens import Inputs, Tokens
 
 

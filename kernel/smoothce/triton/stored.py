@@ -16,8 +16,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import cdiv
 
-from smoothce.triton.tiles import Tiles, cdiv, programs
+from smoothce.triton.tiles import Tiles, programs
 from smoothce.triton.tokens import Inputs
 
 TOKENS = 8192  # most of a super-block; the filter's row lists are int16

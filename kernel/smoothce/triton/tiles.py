@@ -7,6 +7,11 @@ import torch
 import triton
 import triton.language as tl
 
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # Triton before 3.4
+    TensorDescriptor = None
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -51,48 +56,16 @@ class Tiles:
 
 def tiles_for(hidden: torch.Tensor, weight: torch.Tensor) -> Tiles:
     """The tile set for these inputs on this machine."""
-    tma = has_tma() and aligned(weight) and aligned(hidden)
+    tma = TensorDescriptor is not None and aligned(weight) and aligned(hidden)
     if INTERPRETED:
-        return Tiles(
-            rows=16,
-            group=2,
-            width=32,
-            depth=16,
-            pair_rows=16,
-            pair_depth=16,
-            slice=16,
-            step=16,
-            wide=16,
-            ring=8,
-            tma=tma,
-        )
+        small = ("rows", "depth", "pair_rows", "pair_depth", "slice", "step", "wide")
+        return Tiles(group=2, width=32, ring=8, tma=tma, **dict.fromkeys(small, 16))
     tma = tma and torch.cuda.get_device_capability(hidden.device)[0] == 9
     if hidden.dtype == torch.float32:
-        return Tiles(
-            rows=64,
-            width=128,
-            depth=32,
-            warps=4,
-            pair_rows=64,
-            pair_depth=32,
-            pair_stages=2,
-            slice=64,
-            step=32,
-            tma=tma,
-            precision="tf32x3",
-        )
-    if tma:
-        return Tiles()
-    return Tiles(slice=64, tma=False)
-
-
-def has_tma() -> bool:
-    """Whether this Triton has host-made tensor descriptors (3.4 and later)."""
-    try:
-        from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: F401
-    except ImportError:
-        return False
-    return True
+        half = {"rows": 64, "width": 128, "depth": 32, "warps": 4, "slice": 64, "step": 32}
+        pairs = {"pair_rows": 64, "pair_depth": 32, "pair_stages": 2}
+        return Tiles(**half, **pairs, tma=tma, precision="tf32x3")
+    return Tiles() if tma else Tiles(slice=64, tma=False)
 
 
 def aligned(matrix: torch.Tensor) -> bool:
@@ -102,11 +75,7 @@ def aligned(matrix: torch.Tensor) -> bool:
 
 def descriptor(matrix: torch.Tensor, block: list[int], tma: bool) -> object:
     """A descriptor of `matrix` for loads of `block`; the matrix itself where there is no TMA."""
-    if not tma:
-        return matrix
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor.from_tensor(matrix, block)
+    return TensorDescriptor.from_tensor(matrix, block) if tma else matrix
 
 
 def programs(device: torch.device) -> int:
@@ -114,10 +83,6 @@ def programs(device: torch.device) -> int:
     if device.type != "cuda":
         return 3
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def cdiv(a: int, b: int) -> int:
-    return triton.cdiv(a, b)
 
 
 @triton.jit
@@ -142,7 +107,6 @@ def load_tile(
 
 @triton.jit
 def product(
-
     hidden, weight, row, entry, N, V,
     D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,

@@ -6,9 +6,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import cdiv
 
 from smoothce.options import Options
-from smoothce.triton.tiles import LOG2E, Tiles, cdiv
+from smoothce.triton.tiles import LOG2E, Tiles
 
 
 class Inputs(NamedTuple):
@@ -163,10 +164,10 @@ def scale_kernel(x, factor, size, BLOCK: tl.constexpr):
 
 
 def scale(
-    gradient: Tensor,  # contiguous, multiplied in place
+    gradients: tuple[Tensor | None, Tensor | None],  # contiguous, multiplied in place
     factor: Tensor,  # () fp32
 ) -> None:
-    """A gradient made in the forward, times the upstream factor that the backward brings."""
-    if gradient.numel():
-        grid = (cdiv(gradient.numel(), 4096),)
-        scale_kernel[grid](gradient, factor, gradient.numel(), BLOCK=4096, num_warps=8)
+    """Gradients made in the forward, times the upstream factor that the backward brings."""
+    for x in gradients:
+        if x is not None and x.numel():
+            scale_kernel[(cdiv(x.numel(), 4096),)](x, factor, x.numel(), BLOCK=4096, num_warps=8)
