@@ -21,7 +21,7 @@ from triton import cdiv
 from smoothce.chunked import MIXED, graph_is_kept
 from smoothce.triton import stored
 from smoothce.triton.forward import forward
-from smoothce.triton.stored import Regions, Stored
+from smoothce.triton.stored import Stored
 from smoothce.triton.tiles import (
     LOG2E,
     base2_logits,
@@ -139,19 +139,10 @@ def spread(
 
 
 @dataclass
-class Left:
-    """What the forward leaves of one super-block for its backward."""
-
-    tokens: Tokens
-    lse: Tensor  # (padded,) base 2
-    rank: Tensor  # (n,) int32, a token's place in the packed order
-
-
-@dataclass
 class State:
     """What the forward leaves for the backward, which takes the gradients that are in it."""
 
-    left: list[Left]
+    tokens: list[Tokens]  # of each super-block
     counts: "Counts"
     d_weight: Tensor | None  # the weight gradient to be, in whose memory logits may be stored
     stored: Stored | None  # logits of the first super-block
@@ -228,14 +219,14 @@ def forward_all(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, State | None]:
         mine = inputs.part(part)
         tokens, packed = gather(mine, order, count)
         room = kept if i == 0 or at_once else None
-        block = forward(mine, packed, tokens, losses[part], lse[part], stored=room)
-        left = Left(tokens, block.lse, rank)
+        tokens, _ = forward(mine, packed, tokens, losses[part], lse[part], stored=room)
+        tokens = tokens._replace(rank=rank)
         if gradients is not None:
             # asked for after the large kernel's launch, so that the device is busy meanwhile
             n = state.counts.values()[i]
-            gradients.add(part, left, n, token_weight, None, room, packed)
+            gradients.add(part, tokens, n, token_weight, None, room, packed)
         elif state is not None:
-            state.left.append(left)
+            state.tokens.append(tokens)
         del packed
     if gradients is not None:
         state.made, state.stored = gradients.result(), None
@@ -257,10 +248,10 @@ def backward_all(
     parts, token = slices(inputs), of_loss * token_weight
     kept = state.stored if state.d_weight is not None else None
     gradients, state.d_weight = Gradients(inputs, parts, state.d_weight), None
-    for part, left, n in zip(parts, state.left, state.counts.values(), strict=True):
+    for part, tokens, n in zip(parts, state.tokens, state.counts.values(), strict=True):
         g = token[part] if token.dim() else token
         h = None if of_lse is None else of_lse[part]
-        gradients.add(part, left, n, g, h, kept)
+        gradients.add(part, tokens, n, g, h, kept)
         kept = None
     return gradients.result()
 
@@ -280,19 +271,18 @@ class Gradients:
             self.memory = hidden.new_empty(n + most * self.wide, d)
         if inputs.needs[1] and d_weight is None:
             self.d_weight = torch.empty_like(inputs.weight)
-        self.regions = stored.regions_for(inputs)
 
     def add(
         self,
         where: slice,  # of the caller's tokens
-        left: Left,
+        tokens: Tokens,
         count: int | None,  # valid tokens; None: as many as there may be
         of_loss: Tensor,  # fp32, upstream gradient of the losses; () where all are alike
         of_lse: Tensor | None,  # of the log-sum-exps
         kept: Stored | None,
         packed: Tensor | None = None,  # the hidden states, valid ones first
     ) -> None:
-        tokens, size = left.tokens, where.stop - where.start
+        size = where.stop - where.start
         n = size if count is None else count
         out = acc = None
         if self.memory is not None:
@@ -320,11 +310,11 @@ class Gradients:
             None if x is None else torch.where(labels >= 0, x[order] if x.dim() else x, 0.0)
             for x in (of_loss, of_lse)
         )
-        block = Block(self.inputs, hidden, left, g, h, self.regions, kept)
+        block = Block(self.inputs, hidden, tokens, g, h, kept)
         block.backward(acc, self.d_weight, self.begun)
         self.begun = True
         if acc is not None and acc is not out:
-            spread(acc, left.rank, out)
+            spread(acc, tokens.rank, out)
 
     def result(self) -> tuple[Tensor | None, Tensor | None]:
         if self.d_weight is not None and not self.begun:
@@ -339,10 +329,9 @@ class Block:
 
     inputs: Inputs
     hidden: Tensor  # (n, D) packed
-    left: Left
+    tokens: Tokens
     of_loss: Tensor  # (n,) fp32, g_i, 0 where there is no valid token
     of_lse: Tensor | None  # (n,) fp32, h_i, likewise
-    regions: Regions
     stored: Stored | None
 
     def backward(
@@ -371,10 +360,11 @@ class Block:
         v, kept, done = len(self.inputs.weight), self.stored, 0
         n, d = self.hidden.shape
         apart = kept is not None and kept.apart
-        space = self.hidden.new_empty(n, 0 if apart else self.regions.chunk)
+        chunk = 0 if apart else stored.regions_for(self.inputs).chunk
+        space = self.hidden.new_empty(n, chunk)
         if kept is not None:
             rows, pieces = kept.regions.rows, kept.regions.pieces()
-            done = min(kept.regions.near, v)
+            done = min(kept.regions.entries, v)
             for first, last in pieces if rows >= d else reversed(pieces):
                 logits = kept.piece(first, last, n)
                 stays = kept.apart or last * d <= first * rows or first * d >= last * rows
@@ -391,7 +381,7 @@ class Block:
         """Memory for S of the entries that follow: at the end of dC, so that its rows up to theirs
         are free, or the workspace where that holds more."""
         n, d = self.hidden.shape
-        size, chunk = idle.numel(), self.regions.chunk
+        size, chunk = idle.numel(), space.shape[1]
         entries = (size - done * d - 8) // (n + d) // chunk * chunk
         if entries <= chunk:
             return space
@@ -400,10 +390,10 @@ class Block:
 
     def convert(self, logits: Tensor, out: Tensor, start: int, stop: int) -> Tensor:
         """S of entries [start, stop) from their stored logits, which may be in the same memory."""
-        inputs, left, n = self.inputs, self.left, len(self.hidden)
+        inputs, tokens, n = self.inputs, self.tokens, len(self.hidden)
         thin, wide = max(inputs.tiles.rows // 4, 1), min(inputs.tiles.width, 256)
         convert_kernel[(cdiv(stop - start, wide), cdiv(n, thin))](
-            logits, left.tokens.target, left.tokens.labels, left.lse, self.of_loss, self.of_lse,
+            logits, tokens.target, tokens.labels, tokens.lse, self.of_loss, self.of_lse,
             out,
             n, len(inputs.weight), start, logits.stride(0), out.stride(0),
             inputs.options.label_smoothing, inputs.scale, inputs.options.softcap,
@@ -417,7 +407,7 @@ class Block:
         recompute_kernel[(programs(self.hidden.device),)](
             descriptor(self.hidden, [tiles.rows, tiles.depth], tiles.tma),
             descriptor(inputs.weight, [tiles.width, tiles.depth], tiles.tma), inputs.bias,
-            self.left.tokens.labels, self.left.lse, self.of_loss, self.of_lse,
+            self.tokens.labels, self.tokens.lse, self.of_loss, self.of_lse,
             out, len(self.hidden), len(inputs.weight), start, stop - start, out.stride(0),
             inputs.options.label_smoothing, inputs.scale, inputs.options.softcap,
             D=self.hidden.shape[1], **tiles.product,

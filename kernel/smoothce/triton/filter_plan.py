@@ -65,6 +65,7 @@ def plan_kernel(
     listed, lse, labels, count, padded, log_eps,
     DRAWN: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """One block: its threshold, then the tokens that are kept or drawn and all coefficients."""
     j = tl.program_id(0)
     n = tl.load(count)
     o_j = j.to(tl.int64) * padded
@@ -110,17 +111,17 @@ def plan_kernel(
 
 def plan(statistics: Statistics, tokens: Tokens, eps: float, tiles: Tiles) -> Plan:
     """Turn block statistics, in place, into lists of tokens and coefficients."""
-    lse, block_lse, block_max = statistics
+    block_lse, block_max = statistics
     blocks, padded = block_lse.shape
     found = Plan(
         block_lse.view(torch.bfloat16),
         block_max.view(torch.int16),
-        torch.empty(blocks, device=lse.device, dtype=torch.int32),
+        torch.empty(blocks, device=block_lse.device, dtype=torch.int32),
     )
     plan_kernel[(blocks,)](
         block_lse, found.coefficient,
         block_max, found.tokens,
-        found.listed, lse, tokens.labels, tokens.count, padded, math.log2(eps),
+        found.listed, tokens.lse, tokens.labels, tokens.count, padded, math.log2(eps),
         DRAWN=DRAWN, WIDTH=tiles.width, BLOCK=1024,
     )  # fmt: skip
     return found

@@ -48,7 +48,6 @@ class Block(NamedTuple):
     """What one super-block's backward needs."""
 
     tokens: Tokens
-    lse: Tensor  # (padded,)
     plan: Plan
 
 
@@ -118,7 +117,7 @@ def walk(
         own = order[start : start + size]
         inside = count if len(own) == len(order) else (count - start).clamp(0, len(own))
         tokens, packed = gather(inputs, own, inside)
-        found = forward(inputs, packed, tokens, losses, lse, statistics=True)
+        tokens, found = forward(inputs, packed, tokens, losses, lse, statistics=True)
         # after the large kernel's launch, so that the host's work is hidden
         tokens = tokens.with_mean(packed, inputs.tiles)
         del packed
@@ -135,7 +134,7 @@ def forward_all(inputs: Inputs, eps: float) -> tuple[Tensor, Tensor, Tensor, Sta
         token_weight = torch.ones_like(token_weight)
     state = State([], Gradients(inputs) if early(inputs) else None)
     for tokens, statistics in walk(inputs, losses, lse, order, count):
-        block = Block(tokens, statistics.lse, plan(statistics, tokens, eps, inputs.tiles))
+        block = Block(tokens, plan(statistics, tokens, eps, inputs.tiles))
         if state.made is None:
             state.blocks.append(block)
         else:
@@ -152,7 +151,7 @@ def upstream(inputs: Inputs, block: Block, of_loss: Tensor, token_weight: Tensor
     order = tokens.order.long()
     g = torch.where(tokens.labels[: len(order)] >= 0, of_loss[order], 0.0)
     largest = g.abs().amax().clamp(min=1e-30)
-    relative = torch.zeros_like(block.lse)
+    relative = torch.zeros_like(tokens.lse)
     relative[: len(order)] = g / largest
     total = torch.zeros_like(tokens.total)
     for i in range(0, len(order), 1024):
@@ -206,7 +205,6 @@ def accumulator(
 def backward(
     inputs: Inputs,
     tokens: Tokens,
-    lse: Tensor,  # (padded,)
     plan: Plan,
     upstream: Upstream,
     d_hidden: Tensor | None,  # (N, D), the super-block's tokens are written
@@ -257,7 +255,7 @@ def backward(
             hidden,
             descriptor(weight, [tiles.width, tiles.pair_depth], tiles.tma),
             descriptor(weight, [tiles.width, tiles.slice], tiles.tma),
-            inputs.bias, tokens.order, tokens.labels, lse,
+            inputs.bias, tokens.order, tokens.labels, tokens.lse,
             *upstream,
             *plan,
             ring_s, ring_source, profile, rank_one, lean, acc, d_weight,

@@ -20,11 +20,10 @@ from smoothce.triton.tokens import Inputs, Tokens
 
 
 class Statistics(NamedTuple):
-    """Base-2, per token; the block statistics are (blocks, padded) and None unless asked for."""
+    """Base-2, (blocks, padded) fp16; None unless asked for."""
 
-    lse: Tensor  # (padded,) fp32, +inf where there is no valid token
-    block_lse: Tensor | None  # fp16 log-sum-exp within the block
-    block_max: Tensor | None  # fp16 largest logit within the block
+    block_lse: Tensor | None  # log-sum-exp within the block
+    block_max: Tensor | None  # largest logit within the block
 
 
 @triton.jit
@@ -74,7 +73,7 @@ def forward_kernel(
     best,  # (n_parts,) its argmax; or None, and then z is Σ logits instead of Σ e^(logit − m) logit
     n_parts, padded,
     targets, memory,  # (padded,), and of stored logits, or None: divided as `Regions` says
-    near, chunk, growth, stored_rows,
+    stored_entries, chunk, growth, stored_rows,
     V, n_blocks, scale, softcap,
     D: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr,
     RAGGED: tl.constexpr, PLAIN: tl.constexpr, SUM: tl.constexpr,
@@ -142,8 +141,9 @@ def forward_kernel(
                 if memory is not None:  # last, so that the tile's registers are free by then
                     z_t = x * factor - target[:, None]
                     store_logits(
-                        z_t, memory, rows, n, block, near, chunk, growth, stored_rows, WIDTH, PIECES
-                    )
+                        z_t, memory, rows, n, block, stored_entries, chunk, growth, stored_rows,
+                        WIDTH, PIECES
+                    )  # fmt: skip
                 m = new
             o = (group * (workers + GROUP) + cut * n_rows + i) * ROWS + tl.arange(0, ROWS)
             tl.store(parts + o, m)
@@ -216,8 +216,8 @@ def forward(
     stored: Stored | None = None,  # its logits are written, at the packed tokens' places
     entropies: Tensor | None = None,  # (N,) fp32 in nats, written like the losses ...
     argmaxes: Tensor | None = None,  # ... and (N,) int64; both, without smoothing, or none
-) -> Statistics:
-    """Losses and log-sum-exps of one super-block, with block statistics where the plan needs them.
+) -> tuple[Tokens, Statistics]:
+    """Losses of one super-block, and its tokens with their log-sum-exps.
 
     loss_i = logsumexp_v z_iv − (1−β) z_iy − (β/V) Σ_v z_iv."""
     weight, tiles, options = inputs.weight, inputs.tiles, inputs.options
@@ -241,7 +241,7 @@ def forward(
         block_lse, block_max,
         parts, best, n_parts, padded,
         tokens.target, None if stored is None else stored.memory,
-        regions.near, regions.chunk, regions.growth, regions.rows,
+        regions.entries, regions.chunk, regions.growth, regions.rows,
         v, blocks, inputs.scale, options.softcap,
         D=d, GROUP=group, PIECES=PIECES,
         RAGGED=v % tiles.width != 0, PLAIN=positive, SUM=options.label_smoothing != 0,
@@ -256,4 +256,4 @@ def forward(
         len(tokens.order), options.label_smoothing, v, blocks, workers,
         ROWS=tiles.rows, GROUP=group, SUM=options.label_smoothing != 0,
     )  # fmt: skip
-    return Statistics(lse, block_lse, block_max)
+    return tokens._replace(lse=lse), Statistics(block_lse, block_max)

@@ -32,22 +32,22 @@ CHUNKS = 32  # sizes of a chunk that are weighed up, from the largest down
 
 
 class Regions(NamedTuple):
-    """How one super-block's vocabulary is divided: [0, near), whose logits are stored, the rest."""
+    """Which of the vocabulary's logits are stored for one super-block, and where."""
 
     rows: int  # tokens, the masked ones included
     chunk: int  # entries whose dlogits are in the workspace at a time
-    growth: int  # each piece of `near` ends so many times later than the one before; 1: by `chunk`
-    near: int  # entries stored, in contiguous pieces (rows, entries)
+    growth: int  # each stored piece ends so many times later than the one before; 1: by `chunk`
+    entries: int  # stored ones, from the first on, in contiguous pieces (rows, ·)
 
     def pieces(self) -> list[tuple[int, int]]:
-        """Where the pieces of [0, near) begin and end.
+        """Where the pieces of the stored entries begin and end.
 
         A piece's S may stay in its logits' memory while its gradient is written, if no row of dC
         is in both: always so where N and D differ by the factor `growth`, but for the first."""
         found, end = [], 0
-        while end < self.near:
+        while end < self.entries:
             stop = max(end * self.growth, end + self.chunk) if end else self.chunk
-            found.append((end, min(stop, self.near)))
+            found.append((end, min(stop, self.entries)))
             end = stop
         return found
 
@@ -56,7 +56,7 @@ class Stored(NamedTuple):
     """Memory for one super-block's logits."""
 
     regions: Regions
-    memory: Tensor  # (rows · near,)
+    memory: Tensor  # (rows · entries,)
     apart: bool  # not in the memory of dC
 
     def piece(self, first: int, last: int, tokens: int) -> Tensor:
@@ -81,15 +81,15 @@ def regions(
     most = min(MOST, SHARE * (v + n) * d * size)
     if needs[0] and size < 4:
         most -= rows * d * size
-    entries = int(max(most, LEAST)) // (max(rows, 1) * size)
-    chunk = min(best_chunk(entries, rows, d, workers, tiles), end)
-    growth, near = 1, 0
+    at_most = int(max(most, LEAST)) // (max(rows, 1) * size)
+    chunk = min(best_chunk(at_most, rows, d, workers, tiles), end)
+    growth, entries = 1, 0
     if needs[1] and rows:
-        near = min(v * d // rows // unit * unit, end)
+        entries = min(v * d // rows // unit * unit, end)
         growth = max(rows // d, d // rows)
         if growth > 1:
-            near = min(near, chunk * growth ** (PIECES - 1))
-    return Regions(rows, chunk, growth, near)
+            entries = min(entries, chunk * growth ** (PIECES - 1))
+    return Regions(rows, chunk, growth, entries)
 
 
 def regions_for(inputs: Inputs) -> Regions:
@@ -107,7 +107,7 @@ def tokens_at_once(inputs: Inputs) -> int:
     if not any(inputs.needs) or options.reduction == "none" or options.return_lse or n == 0:
         return 0
     most = options.workspace // (inputs.blocks * tiles.width * inputs.weight.element_size())
-    if most * MOST_PARTS < n or regions_for(inputs).near > 0.9 * len(inputs.weight):
+    if most * MOST_PARTS < n or regions_for(inputs).entries > 0.9 * len(inputs.weight):
         return 0
     sizes = (cdiv(cdiv(n, parts), tiles.rows) * tiles.rows for parts in range(2, MOST_PARTS + 1))
     return next((size for size in sizes if size <= most), 0)
@@ -146,20 +146,20 @@ def room(
         memory = torch.empty(tokens * width, device=weight.device, dtype=dtype)
         return gradient, Stored(Regions(tokens, width, 1, width), memory, True)
     plan = regions_for(inputs)
-    if gradient is None or not plan.near:
+    if gradient is None or not plan.entries:
         return gradient, None
-    return gradient, Stored(plan, gradient.view(-1)[: plan.rows * plan.near].view(dtype), False)
+    return gradient, Stored(plan, gradient.view(-1)[: plan.rows * plan.entries].view(dtype), False)
 
 
 @triton.jit
 def store_logits(
     x,  # base-2 logits of a tile
     memory, rows, n, block,  # of stored logits, the tokens' places, how many there are
-    near, chunk, growth, stored_rows, WIDTH: tl.constexpr, PIECES: tl.constexpr,
+    stored_entries, chunk, growth, stored_rows, WIDTH: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """Store the tile where its part of the vocabulary is kept, if it is."""
     v = block * WIDTH
-    if v < near:
+    if v < stored_entries:
         # the piece [first, last) of the vocabulary, as in `Regions.pieces`
         first = v * 0
         last = first + chunk
@@ -168,7 +168,7 @@ def store_logits(
             first = tl.where(after, last, first)
             last = tl.where(after, last * growth, last)
         first = tl.where(growth > 1, first, v // chunk * chunk)
-        last = tl.minimum(tl.where(growth > 1, last, first + chunk), near)
+        last = tl.minimum(tl.where(growth > 1, last, first + chunk), stored_entries)
         offset = tl.multiple_of(first.to(tl.int64) * stored_rows + (v - first), 16)
         stride = tl.multiple_of(last - first, 16)
         p = memory + offset + rows.to(tl.int64)[:, None] * stride + tl.arange(0, WIDTH)[None, :]

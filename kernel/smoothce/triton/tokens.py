@@ -42,6 +42,8 @@ class Tokens(NamedTuple):
     count: Tensor  # (1,) int32, how many are valid
     labels: Tensor  # (padded,) int32, -1 where there is no valid token
     target: Tensor  # (padded,) fp32, the target's logit in nats
+    lse: Tensor | None = None  # (padded,) fp32 base 2, +inf where there is no valid token
+    rank: Tensor | None = None  # (n,) int32, a token's place in the order, -1 where it is masked
     total: Tensor | None = None  # (D,) fp32, Σ E_i over valid tokens
     mean: Tensor | None = None  # (D,) the mean hidden state in the inputs' dtype
 
@@ -56,6 +58,7 @@ class Tokens(NamedTuple):
 
 @triton.jit(do_not_specialize=["N"])
 def order_kernel(labels, order, ranks, count, weight, ignore, N, BLOCK: tl.constexpr):
+    """One program counts the valid tokens, then gives each token its place."""
     n = 0
     for i in range(0, N, BLOCK):
         o = i + tl.arange(0, BLOCK)
