@@ -52,11 +52,18 @@ def loss(
     options: dict[str, object],
 ) -> tuple[Tensor, Tensor]:  # () or (N,); (N,)
     """Loss and log-sum-exps of `linear_cross_entropy`, in a graph that is being compiled."""
+    check_constants(**{k: v for k, v in options.items() if not isinstance(v, int | float)})
     grad, auto = torch.is_grad_enabled(), options["filter_eps"] == "auto"
     needs = [grad and x is not None and x.requires_grad for x in (hidden, weight, bias)]
     eps = None if auto else options["filter_eps"]
     settings = Settings(**{**options, "filter_eps": eps}, filter_auto=auto, impl=impl, needs=needs)
     return forward(hidden, weight, labels, bias, *settings)[:2]
+
+
+@torch.compiler.assume_constant_result
+def check_constants(**options: object) -> None:
+    """What is no number is checked while the graph is made, and numbers when it runs."""
+    Options(**options)
 
 
 def eager(

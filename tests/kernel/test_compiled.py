@@ -89,6 +89,10 @@ def test_mistakes_are_named():
         compiled(torch.randn(3, 4, 16), weight, torch.full_like(labels, 50))
     with pytest.raises(Exception, match=r"reduction must be one of none, sum, mean, not 'all'"):
         compiled(torch.randn(3, 4, 16), weight, labels, reduction="all")
+    with pytest.raises(Exception, match=r"label_smoothing must be a number in \[0, 1\], not '0.1'"):
+        compiled(torch.randn(3, 4, 16), weight, labels, label_smoothing="0.1")
+    with pytest.raises(ValueError, match=r"label_smoothing must be a number in \[0, 1\], not 1.5"):
+        compiled(torch.randn(3, 4, 16), weight, labels, label_smoothing=1.5)
 
 
 def test_around_a_model():
