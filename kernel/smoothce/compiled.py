@@ -52,7 +52,7 @@ def loss(
     options: dict[str, object],
 ) -> tuple[Tensor, Tensor]:  # () or (N,); (N,)
     """Loss and log-sum-exps of `linear_cross_entropy`, in a graph that is being compiled."""
-    check_constants(**{k: v for k, v in options.items() if not isinstance(v, int | float)})
+    check_constants(**{k: v for k, v in options.items() if not isinstance(v, (int, float))})
     grad, auto = torch.is_grad_enabled(), options["filter_eps"] == "auto"
     needs = [grad and x is not None and x.requires_grad for x in (hidden, weight, bias)]
     eps = None if auto else options["filter_eps"]
