@@ -53,6 +53,7 @@ def valid(convert: Callable, test: Callable, expected: str) -> Callable:
 positive = valid(int, lambda n: n >= 1, "a whole number of at least 1")
 natural = valid(int, lambda n: n >= 0, "a whole number of at least 0")
 fraction = valid(float, lambda x: 0 <= x <= 1, "a number from 0 to 1")
+part = valid(float, lambda x: 0 < x <= 1, "a number above 0, up to 1")
 share = valid(
     lambda text: tuple(map(int, text.split("/"))),
     lambda found: len(found) == 2 and 0 <= found[0] < found[1],
@@ -122,6 +123,8 @@ def parser() -> argparse.ArgumentParser:
     add("--unconditional", action="store_true", help="also score choices without the question")
     add("--out", required=True, type=Path, metavar="RECORDS.jsonl")
     add("--engine", choices=("transformers", "vllm"), default="transformers")
+    help = "vllm only: share of the GPU to take, where others use it too; default: vLLM's own"
+    add("--gpu-memory-utilization", type=part, metavar="X", help=help)
     add("--calibrator", type=Path, metavar="DIR", help="of this model; transformers only")
     help = "only part I of N, counted from 0; the last to finish merges"
     add("--shard", type=share, default=(0, 1), metavar="I/N", help=help)
@@ -149,8 +152,7 @@ def parser() -> argparse.ArgumentParser:
     positive_number = valid(float, lambda x: 0 < x < math.inf, "a number more than 0")
     several = {"nargs": "+", "metavar": "X"}
     add("--temperature", type=positive_number, default=[1.0], **several)
-    share_kept = valid(float, lambda x: 0 < x <= 1, "a number above 0, up to 1")
-    add("--top-p", type=share_kept, default=[1.0], help="with each temperature", **several)
+    add("--top-p", type=part, default=[1.0], help="with each temperature", **several)
     least = valid(float, lambda x: 0 <= x < 1, "a number from 0 to below 1")
     add("--min-p", type=least, default=[0.0], help="with each top-p", **several)
     add("--seed", type=natural, default=0)
@@ -234,6 +236,8 @@ def load_engine(a: argparse.Namespace, items: list, calibrator=None):
     if a.engine == "vllm":
         from calibeval.engines.vllm import VllmEngine
 
+        if a.gpu_memory_utilization is not None:
+            options["gpu_memory_utilization"] = a.gpu_memory_utilization
         return VllmEngine(a.model, longest=max(item.longest for item in items), **options)
     options |= {"device": a.device, "batch_size": a.batch_size, "max_length": a.max_length}
     if calibrator:

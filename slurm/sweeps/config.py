@@ -87,6 +87,7 @@ class Score(Strict):
     engine: Literal["transformers", "vllm"] = "transformers"
     python: str | None = None  # that scores, if the training one cannot; None: the same
     batch_size: int | None = Field(None, ge=1)
+    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)  # vLLM's; None: as it likes
     base: bool = True  # also score the model before fine-tuning
     separate: bool = False  # jobs of their own behind the training, for runs of many GPUs
     select_on: str | None = None  # chooses the learning rate: a validation task, or HELD_OUT

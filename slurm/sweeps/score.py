@@ -86,6 +86,8 @@ def program(subject: Subject, task: Task | Entropy, score: Score) -> Program:
     arguments += ["--out", str(subject.records(task)), "--engine", score.engine]
     if score.batch_size is not None:
         arguments += ["--batch-size", str(score.batch_size)]
+    if score.gpu_memory_utilization is not None:
+        arguments += ["--gpu-memory-utilization", str(score.gpu_memory_utilization)]
     return Program(module="calibeval", arguments=tuple(arguments))
 
 

@@ -6,14 +6,17 @@ No GPU is needed: CUDA_VISIBLE_DEVICES says which there are, and children print 
 import contextlib
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from calibeval.__main__ import load_engine, parser
+from calibeval.engines import vllm
 from demo import posthoc
 from sweeps import launch, score, status
 from sweeps.backends.base import Program
 from sweeps.cli import main
-from sweeps.config import Sweep
+from sweeps.config import Score, Sweep
 from sweeps.executors import local
 from sweeps.files import SweepError
 from sweeps.rundir import RunDir
@@ -158,6 +161,17 @@ def test_another_python_scores(sweep_file, tiny, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.slow
+def test_vllm_takes_the_share_of_a_gpu_that_the_sweep_gives_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(vllm, "VllmEngine", lambda model, **options: options)
+    subject = score.Subject("x", tmp_path / "model", tmp_path, tmp_path / "score.log")
+    item = SimpleNamespace(longest=9)
+    for given in ({}, {"gpu_memory_utilization": 0.25}):
+        keys = {"engine": "vllm", "tasks": [{"task": "mmlu", "data": "data"}], **given}
+        words = score.program(subject, (asked := Score(**keys)).tasks[0], asked).arguments
+        options = load_engine(parser().parse_args(words), [item])
+        assert {k: v for k, v in options.items() if k.startswith("gpu")} == given
+
+
 def test_a_launch_gives_each_run_a_gpu_and_says_how_many_it_has(
     visible, sweep_file, tiny, capfd, monkeypatch
 ):
