@@ -17,6 +17,7 @@ from sweeps.backends.builtin import model_problems, train_file_problems, version
 from sweeps.config import Seq, World
 from sweeps.files import SweepError, read_json, read_rows, write_text
 from sweeps.rundir import RunDir
+from sweeps.trainer.chat import rows
 
 VARIABLE = "OPEN_INSTRUCT_DIR"
 PATCHES = Path(__file__).resolve().parents[3] / "patches"
@@ -150,7 +151,12 @@ def data_problems(train: OpenInstructKeys) -> list[str]:
     if train.train_file:
         if not train.train_file.endswith((".json", ".jsonl")):
             return [f"train.train_file: {train.train_file}: finetune.py reads .json or .jsonl"]
-        return train_file_problems(Path(train.train_file))
+        path = Path(train.train_file)
+        if found := train_file_problems(path):
+            return found
+        where, row, _ = next(rows(path))  # Alpaca's rows are the builtin trainer's alone
+        only = f"train.train_file: {where}: finetune.py reads rows with `messages` only"
+        return [] if "messages" in row else [only]
     return [
         f"train.{given[0]}: {name}: no such file or folder"
         for name in dataset_names(train.model_dump())

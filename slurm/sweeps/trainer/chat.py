@@ -21,24 +21,24 @@ def read_messages(path: Path, limit: int | None = None) -> list[list[dict]]:
     Raises SweepError naming the line (of a list: the row) that is neither.
     """
     found = [
-        _messages(row, where, shown) for where, row, shown in itertools.islice(_rows(path), limit)
+        _messages(row, where, shown) for where, row, shown in itertools.islice(rows(path), limit)
     ]
     if not found:
         raise SweepError(f"{path}: no examples in this file")
     return found
 
 
-def _rows(path: Path) -> Iterator[tuple[str, object, str]]:
+def rows(path: Path) -> Iterator[tuple[str, object, str]]:
     """Each row with the place to name and the text to show if it is wrong."""
     with open(path, encoding="utf-8") as lines:
         first = lines.readline()
         lines.seek(0)
         if first.lstrip().startswith("["):
             try:
-                rows = json.load(lines)
+                listed = json.load(lines)
             except json.JSONDecodeError as error:
                 raise SweepError(f"{path}:{error.lineno}: {EXPECTED}, found {error.msg}") from None
-            for number, row in enumerate(rows, start=1):
+            for number, row in enumerate(listed, start=1):
                 yield f"{path}: row {number}", row, json.dumps(row, ensure_ascii=False)
             return
         for number, line in enumerate(lines, start=1):
