@@ -59,6 +59,10 @@ def _detach() -> None:
     """An own process group, so that Ctrl-C reaches the supervisor only; killed if that dies."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # Slurm signals all of a step: not for launchers
+    _end_with_parent()
+
+
+def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -110,3 +114,20 @@ def _run_module(program: Program, log: str, variables: dict[str, str]) -> None:
 def _follow_supervisor() -> None:
     multiprocessing.parent_process().join()
     os.killpg(0, signal.SIGKILL)
+
+
+def rank(words: list[str]) -> None:
+    """Run `-m MODULE …` or `SCRIPT …` as a rank of torchrun, which gives it a session of its own:
+    left behind by a killed one it would train on, in the folder that the next one resumes."""
+    _end_with_parent()
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        sys.path[0] = os.path.dirname(words[0])
+        runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    rank(sys.argv[1:])

@@ -228,6 +228,7 @@ def command(program: Program, world: World) -> list[str]:
         host = "true" if machine() == 0 else "false"
         meeting.append(f"--rdzv-conf=is_host={host},read_timeout={PATIENCE}")
     workers = f"--nproc-per-node={world.processes_per_node}"
+    target = ["-m", "sweeps.children", *target]  # ends with torchrun
     return [sys.executable, "-m", "torch.distributed.run", *meeting, workers, *target]
 
 

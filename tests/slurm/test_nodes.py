@@ -48,11 +48,8 @@ def test_every_machine_launches_its_own_part(deepspeed, monkeypatch):
         for machine in range(4):
             monkeypatch.setenv("SLURM_PROCID", str(machine))
             words = supervise.command(Program(module="x", arguments=("run",)), world)
-            assert words[1:3] == ["-m", "torch.distributed.run"] and words[-3:] == [
-                "-m",
-                "x",
-                "run",
-            ]
+            assert words[1:3] == ["-m", "torch.distributed.run"]
+            assert words[-5:] == ["-m", "sweeps.children", "-m", "x", "run"]
             assert {"--nnodes=4", "--nproc-per-node=8", "--rdzv-backend=c10d"} <= set(words)
             (conf,) = [word for word in words if word.startswith("--rdzv-conf=")]
             assert ("is_host=true" in conf) == (machine == 0)
@@ -70,6 +67,53 @@ def test_a_program_is_told_what_accelerate_launch_would_tell_it(tmp_path):
     assert told["ACCELERATE_USE_DEEPSPEED"] == "true"
     assert told["ACCELERATE_DEEPSPEED_CONFIG_FILE"] == zero.deepspeed
     assert "--standalone" in supervise.command(program, zero)
+
+
+SUPERVISOR = """
+import sys
+from pathlib import Path
+
+from sweeps import children, supervise
+from sweeps.backends.base import Program
+from sweeps.config import World
+
+script, log = sys.argv[1:]
+program = Program(script=script, arguments=(str(Path(log).parent),))
+words = supervise.command(program, World(processes_per_node=2))
+children.start_cold(words, program, Path(log)).wait()
+"""
+RANK = """
+import os, pathlib, sys, time
+assert sys.path[0] == os.path.dirname(__file__) and __name__ == "__main__"
+(pathlib.Path(sys.argv[1]) / f"pid-{os.getpid()}").touch()
+time.sleep(120)
+"""
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_no_rank_outlives_a_killed_supervisor(tmp_path):
+    script, log = tmp_path / "rank.py", tmp_path / "log"
+    script.write_text(RANK)
+    supervisor = subprocess.Popen([sys.executable, "-c", SUPERVISOR, str(script), str(log)])
+
+    def ranks() -> list[int]:
+        return [int(path.name[4:]) for path in tmp_path.glob("pid-*")]
+
+    try:
+        wait_for(lambda: len(ranks()) == 2, 120)
+    finally:
+        supervisor.kill()
+        supervisor.wait()
+    try:
+        wait_for(lambda: not any(map(running, ranks())), 10)
+    finally:
+        chaos.tell(ranks(), signal.SIGKILL)
 
 
 @on_slurm
