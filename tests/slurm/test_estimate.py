@@ -44,8 +44,8 @@ def test_llama_3_8b_under_zero_3(ranks, states):
     assert parts["loss"] == pytest.approx(2.101e9, rel=1e-3)
     logits = estimate.memory(LLAMA_8B, P8, PAPER | {"loss_impl": "torch"}, ranks, {"stage": 3})
     assert logits["loss"] - parts["loss"] == 12 * 8192 * 128256
-    # 262,144 tokens of 4.98e10 FLOPs, among 8 GPUs of 3.96e14 a second: 4.1 s.
-    assert estimate.seconds(LLAMA_8B, P8, PAPER, 989e12) == pytest.approx(4.12, rel=1e-2)
+    # 262,144 tokens of 4.98e10 FLOPs, among 8 GPUs of 3.36e14 a second: 4.9 s.
+    assert estimate.seconds(LLAMA_8B, P8, PAPER, 989e12) == pytest.approx(4.85, rel=1e-2)
 
 
 @pytest.mark.parametrize(
