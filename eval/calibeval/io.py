@@ -48,15 +48,23 @@ def sha256(path: Path) -> str:
     return total.hexdigest()
 
 
-def read_text(path: Path) -> str:
-    """A UTF-8 file's text, newlines untouched; unreadable files raise `InputError`."""
+@contextmanager
+def reading(path: Path) -> Iterator[IO[str]]:
+    """Open a UTF-8 file, newlines untouched; unreadable files raise `InputError`."""
     try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            return file.read()
+        with open(path, encoding="utf-8-sig", newline="\n") as file:
+            yield file
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from error
+        found = error.object[error.start]
+        raise InputError(f"{path}: not UTF-8 text (found the byte {found:#04x})") from error
     except OSError as error:
         raise InputError(f"{path}: could not be read ({error.strerror})") from error
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 file's text, newlines untouched; unreadable files raise `InputError`."""
+    with reading(path) as file:
+        return file.read()
 
 
 def _no_number(name: str):
@@ -68,17 +76,18 @@ STRICT = json.JSONDecoder(parse_constant=_no_number)
 
 def json_lines(path: Path) -> Iterator[tuple[int, dict]]:
     """Yield (line number, object) of a JSON-lines file; blank lines are skipped."""
-    for number, line in enumerate(read_text(path).split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            value = STRICT.decode(line)
-        except ValueError as error:
-            raise InputError(f"{path}, line {number}: not JSON ({error})") from error
-        if not isinstance(value, dict):
-            found = type(value).__name__
-            raise InputError(f"{path}, line {number}: expected a JSON object, found {found}")
-        yield number, value
+    with reading(path) as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                value = STRICT.decode(line)
+            except ValueError as error:
+                raise InputError(f"{path}, line {number}: not JSON ({error})") from error
+            if not isinstance(value, dict):
+                found = type(value).__name__
+                raise InputError(f"{path}, line {number}: expected a JSON object, found {found}")
+            yield number, value
 
 
 def counted(number: int, noun: str) -> str:

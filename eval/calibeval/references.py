@@ -1,4 +1,4 @@
-"""Prompts with reference texts: the rows of a file, and their tokens."""
+"""Conversations, and prompts with reference texts: the rows of a file, and their tokens."""
 
 import itertools
 import json
@@ -8,11 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from calibeval.io import InputError, counted, json_lines, read_text
+from calibeval.io import InputError, counted, json_lines, read_text, reading
 
 EXPECTED = (
-    '{"prompt": …, "reference": …}, {"instruction": …, "input": …, "output": …} or '
-    '{"messages": […, {"role": "assistant", "content": …}]}'
+    '{"messages": [{"role": …, "content": …}, …]} or {"instruction": …, "input": …, "output": …}'
 )
 # The Tulu format, for tokenizers without a template of their own.
 TULU = (
@@ -48,12 +47,13 @@ class Document(NamedTuple):
 
 def rows(path: Path, skip: int = 0) -> Iterator[tuple[int, str, dict]]:
     """(number, place, row) behind the first `skip`, of JSON lines or of one JSON list."""
-    text = read_text(path)
-    if not text.lstrip().startswith("["):
+    with reading(path) as lines:
+        first = next(filter(str.strip, lines), "")
+    if not first.lstrip().startswith("["):
         found = ((n, f"{path}, line {n}", row) for n, row in json_lines(path))
     else:
         try:
-            listed = enumerate(json.loads(text), 1)
+            listed = enumerate(json.loads(read_text(path)), 1)
         except ValueError as error:
             raise InputError(f"{path}: not JSON ({error})") from error
         found = ((n, f"{path}, row {n}", row) for n, row in listed)
@@ -69,19 +69,42 @@ def alpaca(row: dict) -> list[dict]:
     ]
 
 
+def conversation(row: dict, where: str, expected: str = EXPECTED) -> list[dict]:
+    """The turns of `messages`, or of Alpaca's row; another one raises `InputError`."""
+    match row:
+        case {"messages": [_, *_] as turns} if all(map(is_turn, turns)):
+            return turns
+        case {"instruction": str(), "output": str()}:
+            return alpaca(row)
+    raise InputError(f"{where}: expected {expected}, found {json.dumps(row)[:80]}")
+
+
+def is_turn(value: object) -> bool:
+    """Whether it is a conversation's turn."""
+    match value:
+        case {"role": str(), "content": str()}:
+            return True
+    return False
+
+
+def conversations(path: Path, limit: int | None = None) -> list[list[dict]]:
+    """The first `limit` conversations of a file; the first bad row raises `InputError`."""
+    found = [conversation(row, where) for _, where, row in itertools.islice(rows(path), limit)]
+    if not found:
+        raise InputError(f"{path}: no examples in this file")
+    return found
+
+
 def parse(row: dict, where: str) -> tuple[str | None, list[dict], str]:
     """(prompt, conversation, reference): a row has a prompt, or a conversation that the reference
     ends; another one raises `InputError`."""
     match row:
         case {"prompt": str(prompt), "reference": str(reference)}:
             return prompt, [], reference
-        case {"instruction": str(), "output": str(reference)}:
-            return None, alpaca(row), reference
-        case {"messages": [_, *_, {"role": "assistant", "content": str(reference)}] as turns} if (
-            all(isinstance(t, dict) and {"role", "content"} <= t.keys() for t in turns)
-        ):
-            return None, turns, reference
-    raise InputError(f"{where}: expected {EXPECTED}, found {json.dumps(row)[:80]}")
+    turns = conversation(row, where, f'{{"prompt": …, "reference": …}}, {EXPECTED}')
+    if len(turns) < 2 or turns[-1]["role"] != "assistant":
+        raise InputError(f"{where}: expected an assistant's turn at the end, behind a user's")
+    return None, turns, turns[-1]["content"]
 
 
 def texts(row: dict, where: str, tokenizer) -> tuple[str, str, bool]:

@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+from calibeval.io import InputError
 from demo import files, world
 from demo.pretrain import pretrain
 from demo.report import report
@@ -31,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     try:
         demo()
-    except SweepError as error:
+    except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from calibeval.io import counted
+from calibeval.io import InputError, counted
 from sweeps import assets, launch, plan, preflight, score, smoke, status
 from sweeps.cluster import load_cluster
 from sweeps.executors import local, slurm
@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
         code = COMMANDS[parsed.command][0](parsed)
         sys.stdout.flush()
         return code
-    except SweepError as error:
+    except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `… | head` has read enough

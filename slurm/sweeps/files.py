@@ -18,10 +18,12 @@ from pathlib import Path
 
 from filelock import SoftFileLease
 
+from calibeval.io import InputError
+
 LEASE_SECONDS = 120.0  # every contender must use the same value
 
 
-class SweepError(Exception):
+class SweepError(InputError):
     """Something the user can put right: file, key or row, what was found, what was expected."""
 
 

@@ -13,12 +13,12 @@ from statistics import fmean
 
 import calibeval.report
 from calibeval import stats
-from calibeval.io import InputError, counted
+from calibeval.io import counted
 from calibeval.report import html
 from sweeps import score, status
 from sweeps.assets import dataset_names
 from sweeps.config import HELD_OUT, Entropy, Sweep
-from sweeps.files import SweepError, lease, make_folder, write_text
+from sweeps.files import lease, make_folder, write_text
 from sweeps.plan import Cell, sweep_folder
 from sweeps.rundir import RunDir
 
@@ -45,11 +45,8 @@ def collect(sweep: Sweep, cells: list[Cell]) -> list[Gap]:
         print(f"{sweep.name}: nothing to collect: {none}")
         return gaps
     make_folder(folder / "results")
-    try:
-        with lease(folder / "collect.lock", timeout=-1):  # a person may collect beside a job
-            _write(sweep, cells, entries, gaps)
-    except InputError as error:
-        raise SweepError(f"collect: {error}") from error
+    with lease(folder / "collect.lock", timeout=-1):  # a person may collect beside a job
+        _write(sweep, cells, entries, gaps)
     for gap in gaps:
         print(f"gap: {gap.name} · {gap.task}: {gap.reason}")
     print(f"report: {folder / 'report.html'}")

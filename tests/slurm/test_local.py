@@ -255,7 +255,7 @@ def test_a_failing_run_says_why_and_leaves_no_done(sweep_file, tiny):
     run = prepare(sweep_file(grid={}, train={"train_file": str(broken)}))
     assert sweeps("train", run.path).returncode == 1
     assert not run.done
-    assert "broken.jsonl:2: expected" in run.manifest()["error"]
+    assert "broken.jsonl, line 2: expected" in run.manifest()["error"]
 
 
 def test_a_held_run_is_left_alone(sweep_file):

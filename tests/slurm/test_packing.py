@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig, Lla
 from transformers import LlamaConfig as Llama
 from world import make_tokenizer
 
+from calibeval.io import InputError
 from smoothce import patch_model
 from sweeps import launch
 from sweeps.cli import main
@@ -461,10 +462,10 @@ def test_alpacas_rows_read_as_its_own_prompt(tiny, tokenizer, tmp_path):
     ]
     assert tokenizer.decode(examples.tokens[examples.supervised]) == "3</s>A</s>"
     path.write_text(json.dumps([*rows, {"instruction": "x"}]))
-    with pytest.raises(SweepError, match=r"alpaca\.json: row 3: expected"):
+    with pytest.raises(InputError, match=r"alpaca\.json, row 3: expected"):
         load_examples(path, tokenizer, None)
     path.write_text("[{")
-    with pytest.raises(SweepError, match=r"alpaca\.json:1: expected"):
+    with pytest.raises(InputError, match=r"alpaca\.json: not JSON"):
         load_examples(path, tokenizer, None)
 
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from calibeval.io import InputError
 from calibeval.references import TULU
 from sweeps.files import SweepError
 from sweeps.trainer.data import load_examples, set_template
@@ -62,7 +63,7 @@ def test_a_bad_row_is_named(tokenizer, tmp_path, row):
     path = tmp_path / "a.jsonl"
     write(path, [{"role": "user", "content": "B"}, {"role": "assistant", "content": "A"}])
     path.write_text(path.read_text() + row + "\n")
-    with pytest.raises(SweepError, match=r"a\.jsonl:2: expected"):
+    with pytest.raises(InputError, match=r"a\.jsonl, line 2: "):
         load_examples(path, tokenizer, None)
 
 

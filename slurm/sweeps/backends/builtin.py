@@ -8,12 +8,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from calibeval import references
+from calibeval.io import InputError
 from sweeps.assets import on_hub
 from sweeps.backends.base import FinetuneKeys, Program
 from sweeps.config import World
-from sweeps.files import SweepError
 from sweeps.rundir import RunDir
-from sweeps.trainer.chat import read_messages
 
 PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "deepspeed", "numpy")
 FilterEps = Annotated[float, Field(gt=0, lt=1)]
@@ -94,8 +94,8 @@ def train_file_problems(path: Path) -> list[str]:
     if not path.is_file():
         return [f"train.train_file: {path}: no such file"]
     try:
-        read_messages(path, 1)
-    except SweepError as error:
+        references.conversations(path, 1)
+    except InputError as error:
         return [str(error)]
     return []
 

@@ -11,13 +11,13 @@ from typing import Literal
 import yaml
 from pydantic import Field
 
+from calibeval import references
 from sweeps.assets import dataset_names, on_hub
 from sweeps.backends.base import FinetuneKeys, Program
 from sweeps.backends.builtin import model_problems, train_file_problems, versions
 from sweeps.config import Seq, World
 from sweeps.files import SweepError, read_json, read_rows, write_text
 from sweeps.rundir import RunDir
-from sweeps.trainer.chat import rows
 
 VARIABLE = "OPEN_INSTRUCT_DIR"
 PATCHES = Path(__file__).resolve().parents[3] / "patches"
@@ -154,7 +154,7 @@ def data_problems(train: OpenInstructKeys) -> list[str]:
         path = Path(train.train_file)
         if found := train_file_problems(path):
             return found
-        where, row, _ = next(rows(path))  # Alpaca's rows are the builtin trainer's alone
+        _, where, row = next(references.rows(path))  # Alpaca's rows are the builtin trainer's alone
         only = f"train.train_file: {where}: finetune.py reads rows with `messages` only"
         return [] if "messages" in row else [only]
     return [

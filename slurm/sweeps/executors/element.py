@@ -14,6 +14,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from calibeval.io import InputError
 from sweeps import score
 from sweeps.files import SweepError
 from sweeps.plan import plan
@@ -77,7 +78,7 @@ class Element:
     def _work(self, name: str) -> None:
         try:
             self._code = self._do(name)
-        except SweepError as error:
+        except InputError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             self._code = Outcome.REFUSED
         finally:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from calibeval.io import counted
+from calibeval.io import InputError, counted
 from sweeps import score, supervise
 from sweeps.backends.base import Program
 from sweeps.children import Child, Start, start_cold, start_warm
@@ -208,7 +208,7 @@ def _train(run: RunDir, sweep: Sweep, stopping: Stopping, machine: Machine) -> s
                 return begin(arguments, program, log)
 
             outcome = supervise.train(run, start=start, idle_restarts=sweep.max_idle_restarts)
-    except SweepError as error:
+    except InputError as error:
         return f"failed: {run.name}: {error}"
     if outcome is Outcome.BUSY:
         return f"busy: {run.name}: another process trains it"
@@ -229,6 +229,6 @@ def _score(
     try:
         with machine.lend(1) as start:
             score.run(subject, sweep.score, start=start)
-    except SweepError as error:
+    except InputError as error:
         return f"failed: {error}"
     return None

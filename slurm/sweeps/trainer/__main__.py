@@ -4,7 +4,8 @@ import contextlib
 import sys
 from pathlib import Path
 
-from sweeps.files import DISK_ERRORS, SweepError, disk_error
+from calibeval.io import InputError
+from sweeps.files import DISK_ERRORS, disk_error
 from sweeps.rundir import RunDir
 
 
@@ -16,7 +17,7 @@ def main() -> int:
         else:
             from sweeps.trainer.loop import train
         train(run)
-    except SweepError as error:
+    except InputError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
     except OSError as error:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from calibeval.references import TEMPLATES
+from calibeval.references import TEMPLATES, conversations
 from sweeps.files import (
     SweepError,
     disk_error,
@@ -34,7 +34,6 @@ from sweeps.files import (
     unlockable,
     write_json,
 )
-from sweeps.trainer.chat import read_messages
 
 IGNORE = -100
 CHUNK = 1000  # conversations a tokenizer call: large enough for its threads, small for memory
@@ -182,11 +181,11 @@ def load_examples(
             f"{tokenizer.name_or_path}: a fast tokenizer (tokenizer.json) is needed to find the "
             "assistant's tokens; convert it with transformers' AutoTokenizer"
         )
-    conversations = read_messages(path, limit)
-    chunks = [conversations[i : i + CHUNK] for i in range(0, len(conversations), CHUNK)]
+    rows = conversations(path, limit)
+    chunks = [rows[i : i + CHUNK] for i in range(0, len(rows), CHUNK)]
     parts = list(_tokenised(chunks, tokenizer, max_length, min(processes, len(chunks))))
     lengths = np.concatenate([part[2] for part in parts])
-    dropped = len(conversations) - len(lengths)
+    dropped = len(rows) - len(lengths)
     if not len(lengths):
         raise SweepError(
             f"{path}: none of the {dropped} conversations has an assistant's token within "
