@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from calibeval.io import sha256
 from sweeps import questions
 from sweeps.backends import get_backend
 from sweeps.cluster import Cluster, expand
 from sweeps.config import Archive, Dataset, Pruned, Sweep
-from sweeps.files import SweepError, appearing, read_json, sha256
+from sweeps.files import SweepError, appearing, read_json
 from sweeps.models import gguf
 from sweeps.packages import fetch_wheels, missing_wheels, requirements
 from sweeps.plan import Cell

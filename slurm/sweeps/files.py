@@ -7,7 +7,6 @@ the contender's own clock.
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import secrets
@@ -80,15 +79,6 @@ def read_json(path: Path) -> dict:
         return json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise SweepError(f"{path}: not JSON ({error}); move the file away and repeat") from error
-
-
-def sha256(path: Path) -> str:
-    """A file's digest, in hexadecimal."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as data:
-        while block := data.read(1 << 24):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def make_folder(path: Path) -> None:

@@ -4,8 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from calibeval.io import sha256
 from sweeps.config import Model
-from sweeps.files import SweepError, appearing, last_error, sha256, write_text
+from sweeps.files import SweepError, appearing, last_error, write_text
 
 ASSEMBLE = "import importlib, sys; importlib.import_module(sys.argv[1]).assemble(sys.argv[2])"
 

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from calibeval.io import sha256
 from calibeval.references import TEMPLATES, conversations
 from sweeps.files import (
     SweepError,
@@ -30,7 +31,6 @@ from sweeps.files import (
     lease,
     make_folder,
     read_json,
-    sha256,
     unlockable,
     write_json,
 )

@@ -26,10 +26,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from calibeval import records
 from calibeval.engines.sampling import Sampler, Setting
+from calibeval.io import sha256
 from calibeval.references import end_tokens
 from smoothce import linear_cross_entropy, token_statistics
 from sweeps.backends.policy_gradient import Method, PolicyGradientKeys
-from sweeps.files import sha256
 from sweeps.rundir import RunDir
 from sweeps.trainer import checkpoint, countdown, loop
 from sweeps.trainer.data import IGNORE
