@@ -1,9 +1,10 @@
-"""Command line: `calibeval COMMAND`; `--help` lists the commands.
+"""Command line: `calibeval COMMAND [then COMMAND …]`; `--help` lists the commands.
 
 A command imports what it needs itself: NumPy and the model libraries take seconds to load.
 """
 
 import argparse
+import gc
 import itertools
 import json
 import math
@@ -22,11 +23,14 @@ SETTINGS += " chat_template engine dtype max_length"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; bad input prints `error: …` and gives exit status 2."""
-    a = parser().parse_args(argv)
-    a.arguments = sys.argv[1:] if argv is None else argv
+    """Run commands in turn; bad input prints `error: …`, ends them and gives exit status 2."""
+    words, grammar = sys.argv[1:] if argv is None else argv, parser()
+    parts = [list(part) for then, part in itertools.groupby(words, "then".__eq__) if not then]
+    every = [grammar.parse_args(p, argparse.Namespace(arguments=p)) for p in parts or [[]]]
     try:
-        a.run(a)
+        for a in every:
+            a.run(a)
+            gc.collect()  # models hold cycles, and on a GPU the next one needs the room
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

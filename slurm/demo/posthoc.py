@@ -8,7 +8,6 @@ from pathlib import Path
 from tqdm import tqdm
 
 from sweeps.backends.base import Program
-from sweeps.children import Start
 from sweeps.executors.local import Machine
 from sweeps.files import SweepError, make_folder
 
@@ -47,14 +46,9 @@ def fit_and_score(machine: Machine, fit: list[str], model: Path, data: Path, rec
     folder = records.with_suffix("")
     asked = ["--model", str(model), "--task", "mmlu", "--data", str(data), "--batch-size", "64"]
     score = ["score", *asked, "--calibrator", str(folder), "--out", str(records)]
+    arguments = [*fit, *asked, "--out", str(folder), "then", *score]
+    program, log = Program(tuple(arguments), module="calibeval"), records.with_suffix(".log")
     with machine.lend(1) as start:
-        run(start, [*fit, *asked, "--out", str(folder)], records.with_suffix(".log"))
-        run(start, score, records.with_suffix(".log"))
-
-
-def run(start: Start, arguments: list[str], log: Path) -> None:
-    """One calibeval command."""
-    program = Program(module="calibeval", arguments=tuple(arguments))
-    words = [sys.executable, "-m", "calibeval", *arguments]
-    if code := start(words, program, log).wait():
-        raise SweepError(f"calibeval {arguments[0]} ended with exit code {code} (log: {log})")
+        code = start([sys.executable, "-m", "calibeval", *arguments], program, log).wait()
+    if code:
+        raise SweepError(f"calibeval {fit[0]} and score ended with exit code {code} (log: {log})")

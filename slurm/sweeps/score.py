@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from sweeps import questions
@@ -74,21 +74,20 @@ def ready(sweep: Sweep, cells: list[Cell]) -> list[Subject]:
     return [*bases(sweep, cells).values(), *map(of_cell, done)]
 
 
-def program(subject: Subject, task: Task | Entropy, score: Score) -> Program:
-    """The command that scores one task, atomic by calibeval's own rename."""
+def words(subject: Subject, task: Task | Entropy, score: Score) -> list[str]:
+    """calibeval's command that scores one task, atomic by its own rename."""
+    common = ["--model", str(subject.model), "--out", str(subject.records(task))]
     if isinstance(task, Entropy):
-        arguments = ["entropy", "--model", str(subject.model), "--out", str(subject.records(task))]
+        found = ["entropy", *common]
         for key, value in task.model_dump().items():
             option = "--" + key.replace("temperatures", "temperature").replace("_", "-")
-            arguments += [option, *map(str, value if isinstance(value, tuple) else [value])]
-        return Program(module="calibeval", arguments=tuple(arguments))
-    arguments = ["score", "--model", str(subject.model), *questions.options(task)]
-    arguments += ["--out", str(subject.records(task)), "--engine", score.engine]
-    if score.batch_size is not None:
-        arguments += ["--batch-size", str(score.batch_size)]
-    if score.gpu_memory_utilization is not None:
-        arguments += ["--gpu-memory-utilization", str(score.gpu_memory_utilization)]
-    return Program(module="calibeval", arguments=tuple(arguments))
+            found += [option, *map(str, value if isinstance(value, tuple) else [value])]
+        return found
+    found = ["score", *common, *questions.options(task), "--engine", score.engine]
+    for option in ("batch_size", "gpu_memory_utilization"):
+        if (value := getattr(score, option)) is not None:
+            found += ["--" + option.replace("_", "-"), str(value)]
+    return found
 
 
 def interpreter(score: Score) -> str:
@@ -115,21 +114,22 @@ def damage(subject: Subject, task: Task, score: Score) -> str | None:
     records = subject.records(task)
     if not records.exists() or not _asked(subject, task, score):
         return None
-    found, written = records.stat().st_size, _request_file(subject, task).get("bytes")
+    found = records.stat().st_size
+    written = read_json(_request_file(subject, task)).get("bytes")
     if found and written in (None, found):
         return None
     was = "" if written is None else f", scoring wrote {written:,}"
     return f"{records}: {found:,} bytes{was}: damaged since"
 
 
-def _request_file(subject: Subject, task: Task) -> dict:
-    asked = subject.scores / f"{task.key}.request.json"
-    return read_json(asked) if asked.exists() else {}
+def _request_file(subject: Subject, task: Task) -> Path:
+    return subject.scores / f"{task.key}.request.json"
 
 
 def _asked(subject: Subject, task: Task, score: Score) -> bool:
     """Whether what was last begun for this task is this request."""
-    asked = _request_file(subject, task)
+    file = _request_file(subject, task)
+    asked = read_json(file) if file.exists() else {}
     asked.pop("bytes", None)
     return asked == json.loads(json.dumps(request(task, score)))
 
@@ -162,8 +162,7 @@ def run(subject: Subject, score: Score, *, start: Start = start_cold) -> None:
             return
         write_json(subject.failure, {"error": "killed, or its machine died"})
         try:
-            for task in missing(subject, score):
-                _run_task(subject, task, score, start)
+            _run_tasks(subject, missing(subject, score), score, start)
         except SweepError as error:
             write_json(subject.failure, {"error": str(error)})
             raise
@@ -179,24 +178,26 @@ def discard(cell: Cell, sweep: Sweep) -> None:
             shutil.rmtree(cell.folder / name, ignore_errors=True)
 
 
-def _run_task(subject: Subject, task: Task, score: Score, start: Start) -> None:
+def _run_tasks(subject: Subject, tasks: list, score: Score, start: Start) -> None:
+    """All in one process: to load torch and reach a GPU takes longer than many a task."""
     from calibeval.store import clear  # with NumPy, which `status` does without
 
-    todo = program(subject, task, score)
-    asked = subject.scores / f"{task.key}.request.json"
-    if not _asked(subject, task, score) or damage(subject, task, score):
-        clear(subject.records(task))  # whole or begun, they answer another request
-        write_json(asked, request(task, score))
+    arguments: list[str] = []
+    for task in tasks:
+        if not _asked(subject, task, score) or damage(subject, task, score):
+            clear(subject.records(task))  # whole or begun, they answer another request
+        write_json(_request_file(subject, task), request(task, score))
+        arguments += ["then"] * bool(arguments) + words(subject, task, score)
     offset = subject.log.stat().st_size if subject.log.exists() else 0
-    words = [interpreter(score), "-m", todo.module, *todo.arguments]
-    if score.python:
-        paths = [str(PROJECT / part) for part in ("eval", "kernel")]
-        todo = replace(todo, environment={"PYTHONPATH": os.pathsep.join(paths)})
-    code = start(words, todo, subject.log).wait()
-    if code != 0 or not subject.records(task).exists():
-        with open(subject.log, encoding="utf-8", errors="replace") as log:
-            log.seek(offset)
-            last = last_error(log.read(), "error: ").removeprefix("error: ")
-        raise SweepError(f"scoring {subject.name} on {task.key}: {last} (log: {subject.log})")
-    size = subject.records(task).stat().st_size
-    write_json(asked, request(task, score) | {"bytes": size})
+    paths = os.pathsep.join(str(PROJECT / part) for part in ("eval", "kernel"))
+    found = {"PYTHONPATH": paths} if score.python else {}
+    todo = Program(tuple(arguments), module="calibeval", environment=found)
+    start([interpreter(score), "-m", "calibeval", *arguments], todo, subject.log).wait()
+    for task in tasks:
+        if not subject.records(task).exists():
+            with open(subject.log, encoding="utf-8", errors="replace") as log:
+                log.seek(offset)
+                last = last_error(log.read(), "error: ").removeprefix("error: ")
+            raise SweepError(f"scoring {subject.name} on {task.key}: {last} (log: {subject.log})")
+        size = subject.records(task).stat().st_size
+        write_json(_request_file(subject, task), request(task, score) | {"bytes": size})

@@ -16,7 +16,7 @@ from demo import posthoc
 from sweeps import launch, score, status
 from sweeps.backends.base import Program
 from sweeps.cli import main
-from sweeps.config import Score, Sweep
+from sweeps.config import Score, Sweep, Task
 from sweeps.executors import local
 from sweeps.files import SweepError
 from sweeps.rundir import RunDir
@@ -149,15 +149,21 @@ def test_another_python_scores(sweep_file, tiny, tmp_path, capsys, monkeypatch):
     python.write_text(f'#!/bin/sh\necho "scored by $0"\nexec {sys.executable} "$@"\n')
     monkeypatch.delenv("PYTHONPATH", raising=False)
     task = {"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 0}
-    path = sweep_file(grid={}, score={"tasks": [task], "python": str(python)})
+    tasks = [task, task | {"name": "val", "split": "val"}, task | {"name": "long", "shots": 99}]
+    path = sweep_file(grid={}, score={"tasks": tasks[:2], "python": str(python)})
     assert main(["preflight", str(path), "--executor", "local"]) == 2
     assert f"score.python: {python}: does not start" in capsys.readouterr().err
     python.chmod(0o755)
     planned = launch.plan(path, [])
     (base,) = score.bases(planned.sweep, planned.cells).values()
     score.run(base, planned.sweep.score, start=local.start_warm)
-    assert f"scored by {python}" in base.log.read_text()
+    assert base.log.read_text().count(f"scored by {python}") == 1  # one process for both
     assert not score.missing(base, planned.sweep.score)
+    asked = planned.sweep.score.model_copy(update={"tasks": (Task(**tasks[0]), Task(**tasks[2]))})
+    base.records(asked.tasks[0]).unlink()
+    with pytest.raises(SweepError, match=r"on long: .*--shots 99 needs 99"):
+        score.run(base, asked)
+    assert score.missing(base, asked) == [asked.tasks[1]]  # what was done before it is kept
 
 
 @pytest.mark.slow
@@ -167,7 +173,7 @@ def test_vllm_takes_the_share_of_a_gpu_that_the_sweep_gives_it(monkeypatch, tmp_
     item = SimpleNamespace(longest=9)
     for given in ({}, {"gpu_memory_utilization": 0.25}):
         keys = {"engine": "vllm", "tasks": [{"task": "mmlu", "data": "data"}], **given}
-        words = score.program(subject, (asked := Score(**keys)).tasks[0], asked).arguments
+        words = score.words(subject, (asked := Score(**keys)).tasks[0], asked)
         options = load_engine(parser().parse_args(words), [item])
         assert {k: v for k, v in options.items() if k.startswith("gpu")} == given
 
