@@ -168,26 +168,6 @@ def test_records_cut_at_the_end_of_a_line(tmp_path, capsys):
     assert "r.jsonl.meta.json: not a JSON object" in run(capsys, "metrics", path)
 
 
-ENTRY = {"records": "r.jsonl", "dataset": "mmlu", "model": "m", "label_smoothing": 0.1}
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ({k: v for k, v in ENTRY.items() if k != "label_smoothing"}, "no 'label_smoothing'"),
-        (ENTRY | {"label_smoothing": 1.5}, "label_smoothing is 1.5: expected less than or equal"),
-        (ENTRY | {"label_smoothing": "0.1"}, "label_smoothing is '0.1': expected a valid number"),
-        (ENTRY | {"records": "absent.jsonl"}, "no record file"),
-    ],
-)
-def test_malformed_index(tmp_path, capsys, line, expected):
-    (tmp_path / "r.jsonl").write_text(json.dumps(GOOD) + "\n")
-    index = tmp_path / "index.jsonl"
-    index.write_text(json.dumps(line) + "\n")
-    err = run(capsys, "collect", index, "--out", tmp_path / "out")
-    assert f"{index}, line 1" in err and expected in err
-
-
 def test_a_disk_that_fills_leaves_nothing_half_written(mmlu, tiny_model, tmp_path):
     out = tmp_path / "records.jsonl"
     # A limit on file size fails a write part-way, as a full disk does.

@@ -50,16 +50,6 @@ def test_one_logit_above_the_rest_is_the_least_entropy_of_a_norm(vocabulary):
         assert every[0] <= every.min() + 1e-12
 
 
-@pytest.mark.parametrize("vocabulary", [2, 10, 1000])
-def test_the_bound_is_attained(vocabulary):
-    """By one logit above the rest, of mean 0: of norm r the one with the least entropy."""
-    r = 3.0
-    z = np.full(vocabulary, -r / np.sqrt(vocabulary * (vocabulary - 1)))
-    z[0] = r * np.sqrt((vocabulary - 1) / vocabulary)
-    assert np.linalg.norm(z) == pytest.approx(r)
-    assert diagnose.entropy_bound(r, 1.0, 1, vocabulary) == pytest.approx(entropy(z))
-
-
 def test_without_the_root_of_d_it_is_no_bound():
     """The form without √D, σ_h the root mean square of the entries, exceeds a real entropy."""
     vocabulary, hidden = 50, 64
@@ -152,12 +142,3 @@ def test_sentences(sigma_c, median, words):
     sentence = found["sentence"]
     assert words in sentence
     assert ("the bound is vacuous here" in sentence) == (sigma_c == 100)
-
-
-def test_the_gap_is_zero_where_the_bound_is_attained():
-    """One logit as far above all others as the norm lets it be."""
-    v, r = 50, 3.0
-    z = np.full(v, -r / np.sqrt(v * (v - 1)))
-    z[0] = r * np.sqrt((v - 1) / v)
-    found = diagnose.summary([(1.0, entropy(z))], vocabulary=v, hidden=64, sigma_c=r / 8)
-    assert found["gap"] == pytest.approx(0, abs=1e-9)

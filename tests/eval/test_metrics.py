@@ -251,11 +251,3 @@ def test_resamples_draw_as_many_questions_and_repeat():
     assert drawn.shape == (200, 400) and (drawn.sum(1) == 400).all()
     assert abs(drawn.var() - 1) < 0.05
     assert (drawn == np.vstack(list(resamples(400, 200)))).all()
-
-
-def test_bootstrap_interval_matches_theory():
-    """Accuracy's bootstrap standard error is that of a share."""
-    of = scored(*draw(900, 5))
-    drawn = np.concatenate([metrics.accuracy(Sample(of, times)) for times in resamples(900, 1000)])
-    p = of.correct.mean()
-    assert drawn.std() == pytest.approx(np.sqrt(p * (1 - p) / 900), rel=0.1)

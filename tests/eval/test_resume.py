@@ -195,26 +195,6 @@ def test_processes_that_started_together_do_not_mix_precisions(tmp_path):
     assert not out.exists()
 
 
-def test_the_process_that_merges_needs_no_engine(tmp_path):
-    out = tmp_path / "r.jsonl"
-    shard(out, BF16)
-    assert store.Store(out, {"dtype": "auto"}).finish([ROW], {})["settings"] == {
-        "dtype": "auto",
-        "engine_settings": BF16,
-    }
-
-
-def test_float32_does_not_complete_bfloat16_records(command, tmp_path, capsys):
-    """The scorer asks the store as soon as the engine is loaded."""
-    out = tmp_path / "r.jsonl"
-    assert run(command) == 0
-    meta = tmp_path / "r.jsonl.meta.json"
-    meta.write_text(meta.read_text().replace('"dtype": "float32"', '"dtype": "bfloat16"'))
-    out.write_text("".join(out.read_text().splitlines(keepends=True)[:20]))
-    assert run(command) == 2
-    assert "was made with dtype 'bfloat16' (now 'float32')" in capsys.readouterr().err
-
-
 def test_shards_merge_when_the_last_is_done(command, tmp_path, capsys):
     out, whole = tmp_path / "r.jsonl", tmp_path / "whole.jsonl"
     assert run(command, "--shard", "2/3") == 0
