@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from calibeval import metrics
 from calibeval.__main__ import main
 from calibeval.engines.hf import TransformersEngine
 from calibeval.io import InputError
@@ -40,17 +41,8 @@ def ece(answers: Answers, calibrator: Calibrator | None = None) -> float:
     if calibrator is not None:
         with torch.no_grad():
             logits = logits / calibrator(answers.hidden)[:, None]
-    confidence, choice = logits.softmax(-1).max(-1)
-    order = np.argsort(confidence.numpy(), kind="stable")
-    right = (choice == answers.labels).numpy().astype(float)
-    return float(expected(confidence.double().numpy()[order], right[order]))
-
-
-def expected(confidence: np.ndarray, right: np.ndarray, bins: int = 15) -> float:
-    """ECE by its definition."""
-    place = np.minimum((confidence * bins).astype(int), bins - 1)
-    inside = [place == b for b in range(bins)]
-    return sum(abs((right - confidence)[i].sum()) for i in inside) / len(right)
+    of = metrics.Scores(logits.double().log_softmax(-1).numpy(), answers.labels.numpy())
+    return float(metrics.ece(metrics.Sample(of))[0])
 
 
 def test_temperature_scaling_finds_the_temperature():
