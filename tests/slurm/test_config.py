@@ -157,12 +157,6 @@ def test_overrides_reach_into_lists(sweep_file):
     assert sweep.grid["seed"] == (1, 2)
 
 
-def test_models_are_frozen(sweep_file):
-    sweep, _ = load_sweep(sweep_file())
-    with pytest.raises(ValueError, match="frozen"):
-        sweep.name = "other"
-
-
 def test_the_folder_is_a_function_of_the_resolved_config(sweep_file):
     names = [cell.folder.name for cell in launch.plan(sweep_file(), []).cells]
     assert len(set(names)) == 2

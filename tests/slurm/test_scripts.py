@@ -56,13 +56,6 @@ def test_bash_can_read_them(case):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_they_export_a_list_and_never_everything(case):
-    exports = [line for line in render(case).splitlines() if "--export" in line]
-    assert len(exports) == 3
-    assert not any("ALL" in line.split("=", 1)[1].split(",") for line in exports)
-
-
 def test_generic_documents_every_key():
     path = PROJECT / "configs" / "cluster" / "generic.yaml"
     assert set(read_yaml(path)) == set(Cluster.model_fields)
