@@ -1,4 +1,4 @@
-"""What the tests on a real Slurm share."""
+"""What tests of whole sweeps share, on a real Slurm and without."""
 
 import contextlib
 import os
@@ -33,10 +33,10 @@ SECRET = "hf_planted5ecret0000"
 LONG = {"num_train_epochs": 60, "checkpointing_steps": 20, "attention_dropout": 0.1}
 
 
-def command(*arguments: object, **options) -> subprocess.CompletedProcess:
+def command(*arguments: object, prefix: tuple = (), **options) -> subprocess.CompletedProcess:
     """`python -m sweeps …`."""
     return subprocess.run(
-        [sys.executable, "-m", "sweeps", *map(str, arguments)],
+        [*prefix, sys.executable, "-m", "sweeps", *map(str, arguments)],
         text=True,
         capture_output=True,
         check=False,
@@ -63,6 +63,14 @@ def equal(left: Path, right: Path) -> bool:
     """Whether two runs ended with the same weights, bit for bit."""
     a, b = (load_file(run / "model" / "model.safetensors") for run in (left, right))
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def prepare(path: Path, *overrides: str) -> RunDir:
+    """The run folder of a sweep's first run, made but not started."""
+    cell = launch.plan(path, list(overrides)).cells[0]
+    run = RunDir(cell.folder)
+    run.create(cell.config)
+    return run
 
 
 def runs_of(path: Path) -> list[RunDir]:

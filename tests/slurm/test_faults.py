@@ -10,22 +10,12 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from real import PROJECT, command, prepare
 
 from sweeps import launch
-from sweeps.rundir import RunDir
 
 pytestmark = pytest.mark.timeout(1200)  # whole sweeps, on a machine that others keep busy
 root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
-PROJECT = Path(__file__).resolve().parents[2]
-
-
-def command(*arguments: object, prefix: tuple = ()) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [*prefix, sys.executable, "-m", "sweeps", *map(str, arguments)],
-        text=True,
-        capture_output=True,
-        check=False,
-    )
 
 
 def mount(*arguments: str) -> None:
@@ -45,17 +35,10 @@ def disk(tmp_path):
     subprocess.run(["umount", "-l", folder], check=False)
 
 
-def prepared(path: Path, output: Path) -> RunDir:
-    cell = launch.plan(path, [f"output_root={output}"]).cells[0]
-    run = RunDir(cell.folder)
-    run.create(cell.config)
-    return run
-
-
 @root
 @pytest.mark.slow
 def test_a_full_disk_is_named_and_the_same_command_continues(sweep_file, disk):
-    run = prepared(sweep_file(grid={}, train={"checkpointing_steps": 4}), disk)
+    run = prepare(sweep_file(grid={}, train={"checkpointing_steps": 4}), f"output_root={disk}")
     full = command("train", run.path)
     assert full.returncode in (1, 2)
     assert "Traceback" not in full.stderr
@@ -73,7 +56,7 @@ def test_a_full_disk_is_named_and_the_same_command_continues(sweep_file, disk):
 def test_a_read_only_folder_is_named_and_the_same_command_continues(sweep_file, disk):
     mount("-o", "remount,size=50M", str(disk))
     path = sweep_file(grid={}, train={"max_train_steps": 2})
-    run = prepared(path, disk)
+    run = prepare(path, f"output_root={disk}")
     mount("-o", "remount,ro", str(disk))
     for refused in (
         command("train", run.path),

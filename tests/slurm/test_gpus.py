@@ -9,6 +9,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from real import prepare
 
 from calibeval.__main__ import load_engine, parser
 from calibeval.engines import vllm
@@ -104,9 +105,7 @@ def test_score_works_on_every_gpu_and_says_what_failed(
     visible("3,7")
     task = {"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 0}
     path = sweep_file(workers=4, grid={}, score={"tasks": [task]})
-    (cell,) = launch.plan(path, []).cells
-    run = RunDir(cell.folder)
-    run.create(cell.config)
+    run = prepare(path)
     run.model.mkdir()
     (run.model / "config.json").write_text("{")
     (run.path / "DONE").touch()
@@ -129,18 +128,17 @@ def test_calibrators_are_fitted_on_every_gpu(visible, tmp_path, monkeypatch):
     started, entries = {}, [{"run": f"r{i}", "records": f"r{i}/scores/x.jsonl"} for i in (0, 1)]
 
     def start(arguments, program, log):
-        started.setdefault(log.stem, []).append(
-            (arguments[3], program.environment["CUDA_VISIBLE_DEVICES"])
-        )
+        did = [word for word in arguments if word.startswith(("fit-", "score"))]
+        started[log.stem] = did, program.environment["CUDA_VISIBLE_DEVICES"]
         return start_cold([sys.executable, "-c", ""], program, log)
 
     start_cold = local.start_cold
     monkeypatch.setattr(local, "start_cold", start)
     posthoc.calibrate(entries, tmp_path, tmp_path / "mmlu", tmp_path / "out", workers=4)
-    assert {log: [word for word, _ in did] for log, did in started.items()} == {
+    assert {log: did for log, (did, _) in started.items()} == {
         f"r{i}-{name}": [f"fit-{name}", "score"] for i in (0, 1) for name in ("temperature", "ats")
     }
-    assert sorted(gpu for did in started.values() for _, gpu in did) == ["3"] * 4 + ["7"] * 4
+    assert sorted(gpu for _, gpu in started.values()) == ["3", "3", "7", "7"]
 
 
 def test_another_python_scores(sweep_file, tiny, tmp_path, capsys, monkeypatch):
@@ -205,8 +203,7 @@ def test_a_model_goes_only_after_every_score_and_later_is_missed_by_name(sweep_f
     path = sweep_file(grid={}, train={"max_train_steps": 1}, keep="scores", score=asked)
     planned = launch.plan(path, [])
     (cell,) = planned.cells
-    run = RunDir(cell.folder)
-    run.create(cell.config)
+    run = prepare(path)
     assert main(["train", str(run.path)]) == 0
     first = planned.sweep.score.model_copy(update={"tasks": planned.sweep.score.tasks[:1]})
     score.run(score.of_cell(cell), first)
@@ -233,8 +230,7 @@ def test_keep_scores_needs_scores(sweep_file, capsys):
 def test_status_shows_speed(sweep_file):
     path = sweep_file(grid={})
     planned = launch.plan(path, [])
-    run = RunDir(planned.cells[0].folder)
-    run.create(planned.cells[0].config)
+    run = prepare(path)
     run.metrics.write_text(
         '{"step": 4, "steps": 9, "loss": 2.5, "tokens_per_second": 213456.7, '
         '"model_flops_utilisation": 0.412}\n{"step": 4, "steps": 9, "held_out_loss": 2.0}\n'

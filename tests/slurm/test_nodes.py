@@ -12,13 +12,12 @@ from pathlib import Path
 import chaos
 import pytest
 import yaml
-from real import LONG, MARKS, command, empty, equal, logs, runs_of, wait_for
+from real import LONG, MARKS, command, empty, equal, logs, prepare, runs_of, wait_for
 
-from sweeps import launch, supervise
+from sweeps import supervise
 from sweeps.backends.base import Program
 from sweeps.config import World
 from sweeps.files import read_rows
-from sweeps.rundir import RunDir
 
 ZERO2 = {
     "zero_optimization": {"stage": 2},
@@ -138,9 +137,7 @@ def test_two_nodes_train_one_model(cluster, profile, sweep_file, tmp_path, deeps
     both = runs_of(path)[0]
     assert both.done, logs(tmp_path)
     whole = train | {"per_device_train_batch_size": 8}
-    cell = launch.plan(sweep_file(grid={}, name="one-process", train=whole), []).cells[0]
-    alone = RunDir(cell.folder)
-    alone.create(cell.config)
+    alone = prepare(sweep_file(grid={}, name="one-process", train=whole))
     assert command("train", alone.path).returncode == 0
     losses = [
         [row["loss"] for row in read_rows(run.metrics) if "loss" in row] for run in (both, alone)
@@ -181,9 +178,7 @@ def rank(pid: int) -> str | None:
 @on_slurm
 def test_a_wrong_number_of_tasks_is_refused(cluster, profile, sweep_file, tmp_path):
     path = sweep_file(grid={}, cluster=profile)
-    cell = launch.plan(path, []).cells[0]
-    run = RunDir(cell.folder)
-    run.create(cell.config)
+    run = prepare(path)
     done = subprocess.run(
         ["srun", "--ntasks=2", "--mem=500M", sys.executable, "-m", "sweeps", "train", run.path],
         text=True, capture_output=True, check=False,

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from real import prepare
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
 from transformers import LlamaConfig as Llama
@@ -190,10 +191,7 @@ def test_an_update_is_the_same_conversations_packed_or_not(
 
 
 def finished(path, *overrides) -> RunDir:
-    cell = launch.plan(path, list(overrides)).cells[0]
-    run = RunDir(cell.folder)
-    run.create(cell.config)
-    train(run)
+    train(run := prepare(path, *overrides))
     return run
 
 
@@ -230,9 +228,7 @@ def test_a_packed_run_resumes_bit_for_bit(sweep_file, tmp_path):
     settings |= {"num_train_epochs": 1, "gradient_accumulation_steps": 2, "learning_rate": 1e-3}
     path = sweep_file(grid={}, train=settings)
     calm = finished(path)
-    cell = launch.plan(path, [f"output_root={tmp_path}/stopped"]).cells[0]
-    run = RunDir(cell.folder)
-    run.create(cell.config)
+    run = prepare(path, f"output_root={tmp_path}/stopped")
     run.stop.touch()
     train(run)
     assert run.step() == 1 and not run.model.exists()
@@ -245,9 +241,7 @@ def test_a_packed_run_resumes_bit_for_bit(sweep_file, tmp_path):
 
 def test_held_out_loss_is_torchs_on_conversations_never_trained_on(sweep_file, tiny):
     path = sweep_file(grid={}, train={"held_out": 7, "label_smoothing": 0.2})
-    (cell,) = launch.plan(path, []).cells
-    run = RunDir(cell.folder)
-    run.create(cell.config)
+    run = prepare(path)
     assert main(["train", str(run.path)]) == 0
     tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
     set_template(tokenizer, None)
@@ -347,9 +341,7 @@ def test_two_packed_ranks_make_the_updates_of_one(sweep_file):
             train={**settings, "per_device_train_batch_size": 8 // ranks},
             world={"processes_per_node": ranks},
         )
-        cell = launch.plan(path, []).cells[0]
-        run = RunDir(cell.folder)
-        run.create(cell.config)
+        run = prepare(path)
         done = subprocess.run([sys.executable, "-m", "sweeps", "train", run.path], check=False)
         assert done.returncode == 0, run.log.read_text()
         rows.append(rows_of(run))

@@ -6,6 +6,7 @@ from itertools import chain
 import pytest
 import torch
 import yaml
+from real import prepare
 
 from calibeval import passk
 from countdown import __main__ as world
@@ -127,14 +128,6 @@ def sweep(small, tmp_path):
     return make
 
 
-def made(path, *changes):
-    """The run of a sweep of one run, and its folder."""
-    (cell,) = plan(path, changes).cells
-    run = RunDir(cell.folder)
-    run.create(cell.config)
-    return run
-
-
 def test_the_world(small):
     solved = world.problems()
     assert all(p.solved_by(answer) for p in solved for answer in solved[p])
@@ -191,7 +184,7 @@ def test_rewards_rise(sweep, small, tmp_path):
     few = tmp_path / "few.jsonl"
     few.write_text("".join((small / "train.jsonl").read_text().splitlines(keepends=True)[:8]))
     keys = {"max_train_steps": 40, "problems_per_step": 16, "answers_per_problem": 8}
-    run = made(sweep(train_file=str(few), learning_rate=6e-4, **keys))
+    run = prepare(sweep(train_file=str(few), learning_rate=6e-4, **keys))
     assert train(run) is Outcome.DONE
     rewards = [row["reward"] for row in read_rows(run.metrics) if "reward" in row]
     assert sum(rewards[-10:]) > sum(rewards[:10]) + 1
@@ -211,7 +204,7 @@ def test_killed_and_resumed_ends_with_the_same_weights(sweep, tmp_path):
         return child
 
     for name in ("whole", "killed"):
-        run = made(path, f"output_root={tmp_path / name}")
+        run = prepare(path, f"output_root={tmp_path / name}")
         assert train(run, start=begin) is Outcome.DONE
         steps = [row["step"] for row in read_rows(run.metrics) if "reward" in row]
         assert steps == [*range(1, 41)]
