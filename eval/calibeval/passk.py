@@ -42,7 +42,7 @@ def read(path: Path, ks: Sequence[int]) -> dict[str, list[float]]:
 def collect(paths: Sequence[Path], ks: Sequence[int] | None, out: Path | None = None) -> str:
     """Tables of pass@k by setting and of every two settings' difference, as Markdown.
 
-    [low, high] is a 95 % interval over problems and seeds (`stats.interval`), and a difference is
+    [low, high] is a 95 % interval over problems and seeds (`stats.of_sides`), and a difference is
     paired by problem, and by seed where both sides have as many. With `out` also passk.md and
     passk.pdf, .svg and .png. Without `ks` those that the runs' key `train.k` names, else 1.
     """
@@ -64,10 +64,11 @@ def collect(paths: Sequence[Path], ks: Sequence[int] | None, out: Path | None = 
     for name, of in runs.items():
         values = np.array(of).transpose(2, 0, 1)  # (k, S, problems)
         sides[name] = [(one.mean(1), one @ draws.T) for one in values]
-    single = {name: [estimate([one]) for one in of] for name, of in sides.items()}
+    single = {name: [*map(stats.of_sides, of)] for name, of in sides.items()}
     rows = [[name, len(runs[name]), *map(text, of)] for name, of in single.items()]
     pairs = [
-        [b, a, *map(text, map(difference, sides[a], sides[b]))] for a, b in combinations(sides, 2)
+        [b, a, *map(text, map(stats.of_sides, sides[a], sides[b]))]
+        for a, b in combinations(sides, 2)
     ]
     tables = [
         tabulate(of, ["", head, *(f"pass@{k}" for k in ks)], "github", disable_numparse=True)
@@ -87,17 +88,6 @@ def said(value: object) -> str:
     if not isinstance(value, dict):
         return str(value)
     return ", ".join(v if isinstance(v, str) else f"{k} {v}" for k, v in value.items() if v)
-
-
-def estimate(sides: Sequence[stats.Side]) -> stats.Estimate:
-    """A mean over seeds, or the second side's less the first's."""
-    value = sides[-1][0].mean() - (sides[0][0].mean() if len(sides) == 2 else 0)
-    return stats.Estimate(value, *stats.interval(value, sides))
-
-
-def difference(a: stats.Side, b: stats.Side) -> stats.Estimate:
-    """b − a, paired by seed where both have as many."""
-    return estimate([(b[0] - a[0], b[1] - a[1])] if len(a[0]) == len(b[0]) else [a, b])
 
 
 def text(e: stats.Estimate) -> str:

@@ -309,14 +309,25 @@ def estimate(runs: Sequence[Run], metric: str, confidence: str) -> Estimate:
         # bound.
         noise = {"floor": float(np.mean(floors)), "p": min(1.0, len(runs) * min(ps))}
     found, drawn = side(runs, metric, confidence)
-    value = finite(found.mean())
     if metric == "rms_debiased":
         # Over seeds that differ by as much as the error itself, 0.81 to 0.84 in simulation.
-        square, root = Squares(runs[0].draws[confidence][metric]), math.sqrt(max(value, 0))
+        square, root = Squares(runs[0].draws[confidence][metric]), math.sqrt(max(found.mean(), 0))
         return Estimate(root, *(square.interval() if len(runs) == 1 else ()), **noise)
-    if value is None or drawn is None:
-        return Estimate(value, **noise)
-    return Estimate(value, *interval(value, [(found, drawn)]))
+    return replace(of_sides((found, drawn)), **noise)
+
+
+def of_sides(*sides: Side) -> Estimate:
+    """A side's mean over seeds, or the second's less the first's, with a 95 % interval.
+
+    Sides of as many runs are paired in their order; without draws there is no interval.
+    """
+    if len(sides) == 2 and len(sides[0][0]) == len(sides[1][0]):
+        sides = (tuple(None if b is None else b - a for a, b in zip(*sides, strict=True)),)
+    first, last = sides[0], sides[-1]
+    value = finite(last[0].mean() - (first[0].mean() if len(sides) == 2 else 0))
+    if value is None or first[1] is None:
+        return Estimate(value)
+    return Estimate(value, *interval(value, sides))
 
 
 def side(runs: Sequence[Run], metric: str, confidence: str) -> tuple:
@@ -336,16 +347,10 @@ def difference(a: Sequence[Run], b: Sequence[Run], metric: str, confidence: str)
     difference of the *squared* errors (what miscalibration adds to the Brier score of the likeliest
     choice): roots differ irregularly near 0, so that no interval of theirs is known to cover.
     """
-    if len(a) == len(b):
-        return contrast([(-1, a), (1, b)], metric, confidence)
     same_questions([*a, *b])
     if confidence not in a[0].confidences or confidence not in b[0].confidences:
         return Estimate()
-    sides = [side(runs, metric, confidence) for runs in (a, b)]
-    value = finite(sides[1][0].mean() - sides[0][0].mean())
-    if value is None or sides[0][1] is None:
-        return Estimate(value)
-    return Estimate(value, *interval(value, sides))
+    return of_sides(*(side(runs, metric, confidence) for runs in (a, b)))
 
 
 def contrast(
@@ -361,11 +366,9 @@ def contrast(
         return Estimate()
     sides = [(weight, *side(runs, metric, confidence)) for weight, runs in terms]
     found = sum(weight * figures for weight, figures, _ in sides)
-    value = finite(found.mean())
-    if value is None or sides[0][2] is None:
-        return Estimate(value)
-    drawn = sum(weight * draws for weight, _, draws in sides)
-    return Estimate(value, *interval(value, [(found, drawn)]))
+    regular = sides[0][2] is not None
+    drawn = sum(weight * draws for weight, _, draws in sides) if regular else None
+    return of_sides((found, drawn))
 
 
 def same_questions(runs: Sequence[Run]) -> None:
