@@ -1,7 +1,6 @@
 """Post-hoc calibrators beside the sweep: fitted on val/, scored on test/, all through calibeval."""
 
 import os
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -49,6 +48,6 @@ def fit_and_score(machine: Machine, fit: list[str], model: Path, data: Path, rec
     arguments = [*fit, *asked, "--out", str(folder), "then", *score]
     program, log = Program(tuple(arguments), module="calibeval"), records.with_suffix(".log")
     with machine.lend(1) as start:
-        code = start([sys.executable, "-m", "calibeval", *arguments], program, log).wait()
+        code = start(program, log).wait()
     if code:
         raise SweepError(f"calibeval {fit[0]} and score ended with exit code {code} (log: {log})")

@@ -46,8 +46,8 @@ class Child:
                 os.kill(self.pid, number)
 
 
-# How to start a program by these words, with its output appended to the file.
-Start = Callable[[list[str], Program, Path], Child]
+# How to start a program, with its output appended to the file.
+Start = Callable[[Program, Path], Child]
 
 
 def environment(program: Program) -> dict[str, str]:
@@ -66,11 +66,11 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def start_cold(arguments: list[str], program: Program, log: Path) -> Child:
-    """Start `arguments` as a new process."""
+def start_cold(program: Program, log: Path) -> Child:
+    """Start the program as a new process."""
     with open(log, "ab") as out:
         process = subprocess.Popen(
-            arguments,
+            program.words,
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -81,13 +81,13 @@ def start_cold(arguments: list[str], program: Program, log: Path) -> Child:
     return Child(process)
 
 
-def start_warm(arguments: list[str], program: Program, log: Path) -> Child:
+def start_warm(program: Program, log: Path) -> Child:
     """Run the program's module in a fork of a server that has the heavy imports done.
 
     A launcher, a script, or another Python starts cold.
     """
-    if program.module is None or arguments[:3] != [sys.executable, "-m", program.module]:
-        return start_cold(arguments, program, log)
+    if program.launcher or program.script or program.python != sys.executable:
+        return start_cold(program, log)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     process = context.Process(target=_run_module, args=(program, str(log), environment(program)))

@@ -191,8 +191,8 @@ def _run_tasks(subject: Subject, tasks: list, score: Score, start: Start) -> Non
     offset = subject.log.stat().st_size if subject.log.exists() else 0
     paths = os.pathsep.join(str(PROJECT / part) for part in ("eval", "kernel"))
     found = {"PYTHONPATH": paths} if score.python else {}
-    todo = Program(tuple(arguments), module="calibeval", environment=found)
-    start([interpreter(score), "-m", "calibeval", *arguments], todo, subject.log).wait()
+    todo = Program(tuple(arguments), "calibeval", environment=found, python=interpreter(score))
+    start(todo, subject.log).wait()
     for task in tasks:
         if not subject.records(task).exists():
             with open(subject.log, encoding="utf-8", errors="replace") as log:

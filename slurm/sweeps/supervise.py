@@ -163,13 +163,13 @@ def _reason(run: RunDir, code: int) -> str:
 
 def _execute(run: RunDir, world: World, backend: Backend, start: Start, echo: bool = False) -> int:
     """Run this machine's part of the program once; returns its exit code."""
-    program, path = _told(backend.program(run), world), run.log
+    program, path = launched(backend.program(run), world), run.log
     if world.nodes > 1 and machine() > 0:
         path = run.path / f"train.node{machine()}.log"
     with open(path, "ab") as log:
         log.write(f"--- {now()} {socket.gethostname()} {job_id() or ''}\n".encode())
     offset = path.stat().st_size
-    child = start(command(program, world), program, path)
+    child = start(program, path)
     try:
         partial = b""
         while True:
@@ -214,12 +214,16 @@ def _take_part(run: RunDir, world: World) -> Outcome:
         time.sleep(1)
 
 
-def command(program: Program, world: World) -> list[str]:
-    """The command line of this machine's part of a run."""
-    target = ["-m", program.module] if program.module else [program.script]
-    target += program.arguments
+def launched(program: Program, world: World) -> Program:
+    """This machine's part of a run: under torchrun, unless it is a single process, and with what
+    `accelerate launch` would put into its environment."""
+    told = {"ACCELERATE_MIXED_PRECISION": world.mixed_precision}
+    if world.deepspeed:
+        told["ACCELERATE_USE_DEEPSPEED"] = "true"
+        told["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = os.path.abspath(world.deepspeed)
+    program = replace(program, environment=told | program.environment)
     if world.size == 1 and not world.deepspeed:
-        return [sys.executable, *target]
+        return program
     if world.nodes == 1:
         meeting = ["--standalone"]  # on a port that the kernel chooses
     else:
@@ -228,17 +232,9 @@ def command(program: Program, world: World) -> list[str]:
         host = "true" if machine() == 0 else "false"
         meeting.append(f"--rdzv-conf=is_host={host},read_timeout={PATIENCE}")
     workers = f"--nproc-per-node={world.processes_per_node}"
-    target = ["-m", "sweeps.children", *target]  # ends with torchrun
-    return [sys.executable, "-m", "torch.distributed.run", *meeting, workers, *target]
-
-
-def _told(program: Program, world: World) -> Program:
-    """The program with what `accelerate launch` would put into its environment."""
-    told = {"ACCELERATE_MIXED_PRECISION": world.mixed_precision}
-    if world.deepspeed:
-        told["ACCELERATE_USE_DEEPSPEED"] = "true"
-        told["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = os.path.abspath(world.deepspeed)
-    return replace(program, environment=told | program.environment)
+    rank = ("-m", "sweeps.children")  # which ends with torchrun
+    torchrun = ("-m", "torch.distributed.run", *meeting, workers, *rank)
+    return replace(program, launcher=torchrun)
 
 
 def _endpoint() -> str:

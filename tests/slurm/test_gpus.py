@@ -69,10 +69,10 @@ def test_programs_see_only_the_gpus_lent_to_them(visible, tmp_path):
     visible("4,5,6")
     machine, log = local.Machine(1), tmp_path / "log"
     say = "import os, sys; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['OTHER'])"
-    program = Program(module="x", arguments=(), environment={"OTHER": "kept"})
+    program = Program(("-c", say), script="-B", environment={"OTHER": "kept"})
     with machine.lend(2) as first, machine.lend(1) as second:
         for start in (first, second):
-            child = start([sys.executable, "-c", say], program, log)
+            child = start(program, log)
             while child.wait(1) is None:
                 continue
     assert log.read_text() == "4,5 kept\n6 kept\n"
@@ -83,8 +83,8 @@ def test_programs_see_only_the_gpus_lent_to_them(visible, tmp_path):
 def test_more_workers_than_gpus_share_them_evenly(visible, tmp_path):
     visible("4,5")
     machine, log = local.Machine(4), tmp_path / "log"
-    program = Program(module="x", arguments=())
-    say = [sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"]
+    say = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    program = Program(("-c", say), script="-B")
     with contextlib.ExitStack() as lent:
         loans = [lent.enter_context(machine.lend(1)) for _ in range(3)]
         with machine.lend(1) as start:
@@ -92,7 +92,7 @@ def test_more_workers_than_gpus_share_them_evenly(visible, tmp_path):
             assert machine._idlest() == []
         loans.append(lent.enter_context(machine.lend(1)))  # what came back is lent again
         for start in loans:
-            child = start(say, program, log)
+            child = start(program, log)
             while child.wait(1) is None:
                 continue
     assert log.read_text().split() == ["4", "5", "4", "5", "5"]
@@ -111,9 +111,9 @@ def test_score_works_on_every_gpu_and_says_what_failed(
     (run.path / "DONE").touch()
     started, start_cold = [], local.start_cold
 
-    def start(arguments, program, log):
+    def start(program, log):
         started.append(program.environment["CUDA_VISIBLE_DEVICES"])
-        return start_cold(arguments, program, log)
+        return start_cold(program, log)
 
     monkeypatch.setattr(local, "start_cold", start)
     assert main(["score", str(path), "--executor", "local"]) == 1
@@ -127,10 +127,10 @@ def test_calibrators_are_fitted_on_every_gpu(visible, tmp_path, monkeypatch):
     visible("3,7")
     started, entries = {}, [{"run": f"r{i}", "records": f"r{i}/scores/x.jsonl"} for i in (0, 1)]
 
-    def start(arguments, program, log):
-        did = [word for word in arguments if word.startswith(("fit-", "score"))]
+    def start(program, log):
+        did = [word for word in program.arguments if word.startswith(("fit-", "score"))]
         started[log.stem] = did, program.environment["CUDA_VISIBLE_DEVICES"]
-        return start_cold([sys.executable, "-c", ""], program, log)
+        return start_cold(Program(("-c", ""), script="-B"), log)
 
     start_cold = local.start_cold
     monkeypatch.setattr(local, "start_cold", start)

@@ -46,7 +46,7 @@ def test_every_machine_launches_its_own_part(deepspeed, monkeypatch):
         monkeypatch.setenv("SLURM_JOB_ID", job)
         for machine in range(4):
             monkeypatch.setenv("SLURM_PROCID", str(machine))
-            words = supervise.command(Program(module="x", arguments=("run",)), world)
+            words = supervise.launched(Program(module="x", arguments=("run",)), world).words
             assert words[1:3] == ["-m", "torch.distributed.run"]
             assert words[-5:] == ["-m", "sweeps.children", "-m", "x", "run"]
             assert {"--nnodes=4", "--nproc-per-node=8", "--rdzv-backend=c10d"} <= set(words)
@@ -58,14 +58,14 @@ def test_every_machine_launches_its_own_part(deepspeed, monkeypatch):
 
 def test_a_program_is_told_what_accelerate_launch_would_tell_it(tmp_path):
     program = Program(module="x", arguments=(), environment={"OTHER": "1"})
-    plain = supervise._told(program, World(mixed_precision="bf16"))
+    plain = supervise.launched(program, World(mixed_precision="bf16"))
     assert plain.environment == {"OTHER": "1", "ACCELERATE_MIXED_PRECISION": "bf16"}
-    assert supervise.command(plain, World())[1:] == ["-m", "x"]
+    assert plain.words[1:] == ["-m", "x"]
     zero = World(deepspeed=str(tmp_path / "zero.json"))
-    told = supervise._told(program, zero).environment
+    told = supervise.launched(program, zero).environment
     assert told["ACCELERATE_USE_DEEPSPEED"] == "true"
     assert told["ACCELERATE_DEEPSPEED_CONFIG_FILE"] == zero.deepspeed
-    assert "--standalone" in supervise.command(program, zero)
+    assert "--standalone" in supervise.launched(program, zero).words
 
 
 SUPERVISOR = """
@@ -78,8 +78,8 @@ from sweeps.config import World
 
 script, log = sys.argv[1:]
 program = Program(script=script, arguments=(str(Path(log).parent),))
-words = supervise.command(program, World(processes_per_node=2))
-children.start_cold(words, program, Path(log)).wait()
+program = supervise.launched(program, World(processes_per_node=2))
+children.start_cold(program, Path(log)).wait()
 """
 RANK = """
 import os, pathlib, sys, time
@@ -224,7 +224,7 @@ def test_many_starts_at_once_on_one_machine_meet_each_on_its_own_port(tmp_path):
                 os.dup2(out, 2)
                 time.sleep(max(0.0, begin - time.time()))
                 hold = Program(script=str(tmp_path / "hold.py"), arguments=(str(tmp_path),))
-                _, _, _, *words = supervise.command(hold, World(processes_per_node=2))
+                _, _, _, *words = supervise.launched(hold, World(processes_per_node=2)).words
                 words[words.index("--nproc-per-node=2")] = "--nproc-per-node=1"
                 launcher.main(words)
                 code = 0

@@ -195,8 +195,8 @@ def test_killed_and_resumed_ends_with_the_same_weights(sweep, tmp_path):
     path = sweep(max_train_steps=40, checkpointing_steps=3, method=method, kl_weight=0.1)
     victims, ends = [], []
 
-    def begin(arguments, program, log):
-        child = children.start_cold(arguments, program, log)
+    def begin(program, log):
+        child = children.start_cold(program, log)
         while len(ends) == 1 and not victims and child.wait(0.01) is None:
             if run.step() >= 3:
                 victims.append(child.pid)

@@ -1,5 +1,6 @@
 """The seam between a sweep and whatever trains its runs."""
 
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -61,13 +62,21 @@ class FinetuneKeys(TrainKeys):
 
 @dataclass(frozen=True)
 class Program:
-    """A training program: a Python module or script with its arguments, started in `folder`."""
+    """A program: a Python module or script with its arguments, started in `folder`."""
 
     arguments: tuple[str, ...]
     module: str | None = None
     script: str | None = None
     folder: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
+    python: str = sys.executable
+    launcher: tuple[str, ...] = ()  # torchrun's words
+
+    @property
+    def words(self) -> list[str]:
+        """Its command line."""
+        target = ["-m", self.module] if self.module else [self.script]
+        return [self.python, *self.launcher, *target, *self.arguments]
 
 
 class Backend(Protocol):

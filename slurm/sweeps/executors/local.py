@@ -171,11 +171,10 @@ class Machine:
             for gpu in mine:
                 self._lent[gpu] += 1
 
-        def start(arguments: list[str], program: Program, log: Path) -> Child:
+        def start(program: Program, log: Path) -> Child:
             # Cold: a fork of a process that looked at the GPUs could not use them.
-            visible = {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
-            program = replace(program, environment=program.environment | visible)
-            return start_cold(arguments, program, log)
+            visible = program.environment | {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
+            return start_cold(replace(program, environment=visible), log)
 
         try:
             yield start
@@ -202,10 +201,10 @@ def _train(run: RunDir, sweep: Sweep, stopping: Stopping, machine: Machine) -> s
     try:
         with machine.lend(sweep.world.processes_per_node) as begin:
 
-            def start(arguments: list[str], program: Program, log: Path) -> Child:
+            def start(program: Program, log: Path) -> Child:
                 if stopping.is_set():  # asked while the run was set up, which drops stop files
                     run.stop.touch()
-                return begin(arguments, program, log)
+                return begin(program, log)
 
             outcome = supervise.train(run, start=start, idle_restarts=sweep.max_idle_restarts)
     except InputError as error:
