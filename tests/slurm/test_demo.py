@@ -1,20 +1,14 @@
-"""The demo's world, its files, its base model's training and what its report says."""
+"""The demo's world, its files and its base model's training."""
 
 import json
 import math
 import random
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "eval"))
-from made_records import write_records
-
-from calibeval.report.index import read
 from demo import __main__ as command
-from demo import files, pretrain, report, world
+from demo import files, pretrain, world
 from sweeps.files import SweepError
 
 
@@ -152,34 +146,6 @@ def test_pretraining_goes_on_after_a_kill(folder, tmp_path, monkeypatch):
     stamp = (tmp_path / "cut" / "model.safetensors").stat().st_mtime_ns
     pretrain.pretrain(folder, tmp_path / "cut")
     assert (tmp_path / "cut" / "model.safetensors").stat().st_mtime_ns == stamp
-
-
-def index_of(folder, sharpness: dict):
-    """An index of made-up records from {(model, β, calibrator): how much too sure, from 1}."""
-    lines = []
-    for number, ((model, beta, fit), sharp) in enumerate(sharpness.items()):
-        write_records(folder / f"{number}.jsonl", 800, sharp, 0)
-        line = {"records": f"{number}.jsonl", "dataset": "mmlu", "model": model}
-        lines.append(line | {"label_smoothing": beta, "calibrator": fit})
-    (folder / "index.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return read(folder / "index.jsonl")
-
-
-def test_the_summary_says_what_the_intervals_allow(tmp_path):
-    rows = {("demo", None, None): 1.0, ("demo", 0.0, None): 3.0, ("oracle", None, None): 1.0}
-    rows |= {("demo", 0.1, None): 1.5, ("demo", 0.2, None): 6.0, ("demo", 0.3, None): 3.0}
-    rows |= {("demo", beta, "temperature"): 1.5 for beta in (0.0, 0.1)}
-    rows |= {("demo", 0.0, "ats"): 1.0, ("demo", 0.1, "ats"): 1.5}
-    results = index_of(tmp_path, rows)
-    choices, tokens, accuracy, one, two, oracle = report.summary(results).splitlines()
-    parts = choices.split("; ")
-    assert parts[0].startswith("- ECE among the choices: ") and "before fine-tuning" in parts[0]
-    ends = ["worse)", "better)", "worse)", "not told from no change)."]
-    assert [part.rsplit(": ", 1)[1] for part in parts[1:]] == ends
-    assert "ECE among all tokens" in tokens and tokens.split("; ")[2].endswith("better)")
-    assert "+0.000 [+0.000, +0.000] at β = 0.1" in accuracy
-    assert one.endswith("better).") and two.endswith("not told from no change).")
-    assert "on these 800 questions" in oracle
 
 
 def test_results_of_two_recipes_are_not_mixed(tmp_path, monkeypatch, capsys):
