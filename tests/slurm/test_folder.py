@@ -45,6 +45,14 @@ def finish(cell, tiny) -> None:
     (run.path / "DONE").touch()
 
 
+def start(cell, job: str | None = None, **more) -> RunDir:
+    """A run that was begun, in a job or not; `more` of its manifest."""
+    run = RunDir(cell.folder)
+    attempt = {"started": "", "host": "", "job": job, "from_step": 0}
+    run.write_manifest(run.manifest() | {"state": "running", "attempts": [attempt]} | more)
+    return run
+
+
 def rows(planned: launch.Plan) -> set[str]:
     """The smoothing factors that the table has; the base model's is empty."""
     with open(planned.folder / "results" / "table.csv", newline="") as lines:
@@ -154,9 +162,7 @@ def test_retry_here_collects_the_whole_plan(sweep_file, tiny):
     planned = claimed(sweep_file(score=tasks(tiny), train=TINY))
     first, second = planned.cells
     finish(first, tiny)
-    run = RunDir(second.folder)
-    attempt = {"started": "", "host": "", "job": None, "from_step": 0}
-    run.write_manifest(run.manifest() | {"state": "running", "attempts": [attempt]})
+    run = start(second)
     scoring = score.of_cell(first)
     scoring.scores.mkdir()
     scoring.failure.write_text('{"error": "killed, or its machine died"}')
@@ -199,11 +205,7 @@ def test_figures_and_records_of_old_do_not_pass_for_new(sweep_file, tiny):
 def test_a_run_that_dies_with_its_supervisor_is_not_started_for_ever(sweep_file):
     """Each start counts the one before, which nobody else could, and compares before it begins."""
     planned = claimed(sweep_file(grid={}))
-    run = RunDir(planned.cells[0].folder)
-    attempt = {"started": "", "host": "", "job": None, "from_step": 0}
-    run.write_manifest(
-        run.manifest() | {"state": "running", "idle_restarts": 1, "attempts": [attempt]}
-    )
+    run = start(planned.cells[0], idle_restarts=1)
     assert train(run, idle_restarts=1) is Outcome.FAILED
     manifest = run.manifest()
     assert manifest["state"] == "failed" and len(manifest["attempts"]) == 1
@@ -263,12 +265,6 @@ def slurm(tmp_path, monkeypatch):
     return Slurm(tmp_path / "bin")
 
 
-def start(cell, job: str) -> None:
-    run = RunDir(cell.folder)
-    attempt = {"started": "", "host": "", "job": job, "from_step": 0}
-    run.write_manifest(run.manifest() | {"state": "running", "attempts": [attempt]})
-
-
 def test_what_is_lost_again_and_again_is_given_up(sweep_file, slurm, monkeypatch):
     """Its supervisor never gets as far as counting; only the lost run is queued, not the others."""
     planned = launch.plan(sweep_file(max_idle_restarts=2), [])
@@ -326,9 +322,7 @@ def test_a_queue_that_does_not_answer_makes_nothing_dead(sweep_file, slurm, caps
     planned = launch.plan(sweep_file(grid={"seed": [1, 2, 3]}), [])
     launch.start(planned, "slurm")
     waits, broken, _ = planned.cells
-    start(waits, "1_0")
-    run = RunDir(waits.folder)
-    run.write_manifest(run.manifest() | {"state": "preempted"})
+    start(waits, "1_0", state="preempted")
     run = RunDir(broken.folder)
     run.write_manifest(run.manifest() | {"state": "failed", "error": "out of ideas"})
     slurm.write(
@@ -350,9 +344,7 @@ def test_what_somebody_stopped_needs_no_mending(sweep_file, slurm, capsys):
     """Neither out of the queue nor by Ctrl-C, whose retry goes on without Slurm."""
     planned = claimed(sweep_file())
     for cell in planned.cells:
-        run = RunDir(cell.folder)
-        attempt = {"started": "", "host": "", "job": None, "from_step": 0}
-        run.write_manifest(run.manifest() | {"state": "preempted", "attempts": [attempt]})
+        run = start(cell, state="preempted")
     assert main(["status", str(planned.folder)]) == 0
     said = capsys.readouterr().out
     assert "2 runs: 2 stopped" in said and "asked to stop, saved at step 0" in said
@@ -369,9 +361,7 @@ def test_what_somebody_stopped_needs_no_mending(sweep_file, slurm, capsys):
     launch.start(planned, "slurm")
     slurm.end("CANCELLED by 0|0:0")
     for cell, job in zip(planned.cells, ("1_0", "1_1"), strict=True):
-        start(cell, job)
-        run = RunDir(cell.folder)
-        run.write_manifest(run.manifest() | {"state": "preempted"})
+        start(cell, job, state="preempted")
     capsys.readouterr()
     assert main(["status", str(planned.folder)]) == 0
     said = capsys.readouterr().out
@@ -393,9 +383,7 @@ def test_retry_goes_where_the_launch_went(sweep_file, slurm, monkeypatch):
 def test_a_stop_inside_an_allocation_is_a_stop(sweep_file, slurm, capsys):
     """The run has the number of salloc's job, of which this sweep knows nothing."""
     planned = claimed(sweep_file(grid={}))
-    run = RunDir(planned.cells[0].folder)
-    attempt = {"started": "", "host": "", "job": "7", "from_step": 0}
-    run.write_manifest(run.manifest() | {"state": "preempted", "attempts": [attempt]})
+    start(planned.cells[0], "7", state="preempted")
     assert main(["status", str(planned.folder)]) == 0
     said = capsys.readouterr().out
     assert "1 run: 1 stopped" in said and "asked to stop, saved at step 0" in said
