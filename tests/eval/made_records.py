@@ -6,16 +6,19 @@ import math
 import numpy as np
 
 
-def write_records(path, n: int, sharpness: float, seed: int) -> None:
-    """A model that says its noisy logits times `sharpness`: 1 is calibrated."""
+def write_records(
+    path, n: int, sharpness: float, seed: int, mass: float = 0.95, subjects: tuple = ("s",)
+) -> None:
+    """A model that says its noisy logits times `sharpness`: 1 is calibrated; the same seed asks the
+    same questions, and the letters have `mass` of the probability."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, 1.5, (n, 4))
     p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     labels = (rng.random((n, 1)) > p.cumsum(1)).sum(1).clip(max=3)
     said = logits * sharpness
-    logprobs = said - np.log(np.exp(said).sum(1, keepdims=True)) + math.log(0.95)
+    logprobs = said - np.log(np.exp(said).sum(1, keepdims=True)) + math.log(mass)
     with open(path, "w") as file:
         for i in range(n):
-            row = {"id": f"s/{i}", "subject": "s", "label": int(labels[i]), "model": "m"}
-            row |= {"logprobs": logprobs[i].tolist(), "letter_mass": 0.95}
+            row = {"id": f"q{i}", "subject": subjects[i % len(subjects)], "model": "m"}
+            row |= {"label": int(labels[i]), "logprobs": logprobs[i].tolist(), "letter_mass": mass}
             file.write(json.dumps(row) + "\n")

@@ -12,19 +12,9 @@ from calibeval.__main__ import main
 from calibeval.metrics import Sample, scores
 
 
-def write(path, n=600, sharpness=1.0, seed=0, subjects=("astronomy", "sociology", "new")):
-    """Answers of one model stated with some sharpness; the same seed asks the same questions."""
-    rng = np.random.default_rng(seed)
-    logits = rng.normal(0, 1.5, (n, 4))
-    p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-    labels = (rng.random((n, 1)) > p.cumsum(1)).sum(1).clip(max=3)
-    said = logits * sharpness
-    said -= np.log(np.exp(said).sum(1, keepdims=True))
-    with open(path, "w") as file:
-        for i in range(n):
-            row = {"id": f"q{i}", "subject": subjects[i % len(subjects)], "label": int(labels[i])}
-            row |= {"logprobs": said[i].tolist(), "letter_mass": 1.0}
-            file.write(json.dumps(row) + "\n")
+def write(path, n=600, sharpness=1.0):
+    """Answers to the same questions, stated with some sharpness."""
+    write_records(path, n, sharpness, 0, 1.0, ("astronomy", "sociology", "new"))
     return path
 
 
