@@ -2,12 +2,13 @@
 
 import csv
 import random
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # for made_records
+sys.path.insert(0, str(Path(__file__).parent))  # for what is made, made_records and others
 
 WORDS = "which of the following is a true statement about force mass light cells kings law"
 
@@ -58,29 +59,33 @@ def tiny_model(tmp_path_factory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.fixture(scope="session")
+def ending_model(tiny_model, tmp_path_factory) -> Path:
+    """`tiny_model` with an end-of-text token, rare under its own distribution."""
+    from transformers import AutoTokenizer
+
+    out = tmp_path_factory.mktemp("ending") / "model"
+    shutil.copytree(tiny_model, out)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    tokenizer.eos_token = tokenizer.decode([5])
+    tokenizer.save_pretrained(out)
+    return out
+
+
 def make_tiny_model(out: Path) -> Path:
     """Write the model of `tiny_model` to `out`."""
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from made_tokenizer import write_tokenizer
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     rng = random.Random(1)
     text = [
         f"{' '.join(rng.choices(WORDS.split(), k=9))}\nAnswer: {rng.choice('ABCD')}"
         for _ in range(500)
     ]
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator(
-        text,
-        trainers.BpeTrainer(vocab_size=400, special_tokens=["<s>"], initial_alphabet=alphabet),
-    )
-    PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>").save_pretrained(out)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(bpe.get_vocab()),
+        vocab_size=write_tokenizer(out, text, 400),
         hidden_size=64,
         intermediate_size=64,
         num_hidden_layers=2,

@@ -23,31 +23,23 @@ from importlib import metadata
 from importlib.metadata import version
 from pathlib import Path
 
+from made_tokenizer import write_tokenizer
+
 WARM_UP = 4  # questions
 
 
 def make_model(out: Path, data: Path, hidden: int, layers: int) -> None:
     """A Llama with random weights, and a byte-level BPE of the data's own words."""
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     from calibeval import prompts, tasks
 
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=16_000, special_tokens=["<s>"], initial_alphabet=alphabet, show_progress=False
-    )
     subjects = tasks.load("mmlu", tasks.Source(str(data), 0))
     rows = (prompts.body(q) for subject in subjects for q in subject.questions)
-    bpe.train_from_iterator(rows, trainer)
-    PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>").save_pretrained(out)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=bpe.get_vocab_size(),
+        vocab_size=write_tokenizer(out, rows, 16_000),
         hidden_size=hidden,
         intermediate_size=hidden * 11 // 4,
         num_hidden_layers=layers,

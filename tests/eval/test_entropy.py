@@ -25,17 +25,9 @@ ROWS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def model(tiny_model, tmp_path_factory):
-    """`tiny_model` with an end-of-text token, rare under its own distribution."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    out = tmp_path_factory.mktemp("ending")
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    tokenizer.eos_token = tokenizer.decode([5])
-    tokenizer.save_pretrained(out)
-    AutoModelForCausalLM.from_pretrained(tiny_model).save_pretrained(out)
-    return out
+@pytest.fixture
+def model(ending_model):
+    return ending_model
 
 
 @pytest.fixture

@@ -105,19 +105,13 @@ def test_fitting_is_a_function_of_its_input():
 
 
 @pytest.fixture
-def ending(tiny_model, tmp_path):
-    """`tiny_model` with an end-of-text token, and instructions with responses."""
-    from transformers import AutoTokenizer
-
-    model, data = tmp_path / "ending", tmp_path / "data.jsonl"
-    shutil.copytree(tiny_model, model)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.eos_token = tokenizer.decode([5])
-    tokenizer.save_pretrained(model)
+def ending(ending_model, tmp_path):
+    """A model with an end-of-text token, and instructions with responses."""
+    data = tmp_path / "data.jsonl"
     words = ("force", "mass", "light", "cells", "kings", "law")
     rows = [{"prompt": f"{a} about", "reference": f" {b} of {a}"} for a in words for b in words]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return model, data
+    return ending_model, data
 
 
 def test_every_token_of_responses_is_an_answer(ending):

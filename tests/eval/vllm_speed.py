@@ -13,24 +13,17 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from made_tokenizer import write_tokenizer
+
 
 def make_folder(out: Path, data: Path, hidden: int, layers: int) -> None:
     """A model folder with config and tokenizer and without weights."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, PreTrainedTokenizerFast
+    from transformers import LlamaConfig
 
     from calibeval import prompts, tasks
 
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=32_000, special_tokens=["<s>"], initial_alphabet=alphabet, show_progress=False
-    )
     subjects = tasks.load("mmlu", tasks.Source(str(data), 0, split="val"))
-    bpe.train_from_iterator((prompts.body(q) for s in subjects for q in s.questions), trainer)
-    PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>").save_pretrained(out)
+    write_tokenizer(out, (prompts.body(q) for s in subjects for q in s.questions), 32_000)
     config = LlamaConfig(
         vocab_size=32_000,
         hidden_size=hidden,
