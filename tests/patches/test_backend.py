@@ -60,7 +60,7 @@ def test_rows_that_only_the_builtin_trainer_reads_are_refused(tmp_path):
     path = tmp_path / "alpaca.json"
     path.write_text(json.dumps([{"instruction": "Add 1 and 1.", "input": "", "output": "2"}]))
     (problem,) = open_instruct.data_problems(keys(train_file=str(path)))
-    assert f"train.train_file: {path}: row 1: finetune.py reads rows with `messages`" in problem
+    assert f"train.train_file: {path}, row 1: finetune.py reads rows with `messages`" in problem
 
 
 def test_finetune_is_given_no_key_that_it_does_not_know(train_file, tmp_path, monkeypatch):
