@@ -54,6 +54,19 @@ class Setting:
         return z
 
 
+def padded(
+    contexts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
+) -> tuple[Tensor, Tensor]:
+    """Ids (B, T) of texts behind their contexts, and which of ids[:, 1:] are the texts'."""
+    rows = [[*context, *text] for context, text in zip(contexts, texts, strict=True)]
+    width = max(map(len, rows))
+    # Padding goes right: causal attention keeps real tokens from seeing it.
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    places = torch.arange(1, width)
+    first, stop = (torch.tensor([*map(len, of)])[:, None] for of in (contexts, rows))
+    return ids, (places >= first) & (places < stop)
+
+
 @dataclass(frozen=True)
 class Sampler:
     """A decoder with its output layer."""
@@ -123,14 +136,7 @@ class Sampler:
         self, contexts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
     ) -> tuple[Tensor, Tensor]:
         """Hidden states (N, D) that the texts' tokens are predicted from, and the tokens (N,)."""
-        rows = [[*context, *text] for context, text in zip(contexts, texts, strict=True)]
-        width = max(map(len, rows))
-        # Padding goes right: causal attention keeps real tokens from seeing it.
-        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-        places = torch.arange(1, width)
-        first, stop = (torch.tensor([*map(len, of)])[:, None] for of in (contexts, rows))
-        asked = ((places >= first) & (places < stop)).to(self.weight.device)
-        ids = ids.to(self.weight.device)
+        ids, asked = (x.to(self.weight.device) for x in padded(contexts, texts))
         hidden = self.decoder(input_ids=ids, use_cache=False).last_hidden_state
         return hidden[:, :-1][asked], ids[:, 1:][asked]
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from calibeval import records
-from calibeval.engines.sampling import Sampler, Setting
+from calibeval.engines.sampling import Sampler, Setting, padded
 from calibeval.io import sha256
 from calibeval.references import end_tokens
 from smoothce import linear_cross_entropy, token_statistics
@@ -76,13 +76,9 @@ class Policy:
 
     def read(self, prompts: list[list[int]], answers: list[list[int]]) -> tuple[Tensor, ...]:
         """Of N answers, (N, T): −log π of their tokens, and entropies, in nats; the lengths."""
-        rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-        width, device = max(map(len, rows)), self.sampler.weight.device
-        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])  # causal: never seen
-        first, stop = (torch.tensor([*map(len, of)])[:, None] for of in (prompts, rows))
-        outside = (torch.arange(width) < first) | (torch.arange(width) >= stop)
-        labels = ids.masked_fill(outside, IGNORE)[:, 1:].to(device)
-        hidden = self.sampler.decoder(input_ids=ids.to(device), use_cache=False).last_hidden_state
+        ids, asked = (x.to(self.sampler.weight.device) for x in padded(prompts, answers))
+        labels = ids[:, 1:].masked_fill(~asked, IGNORE)
+        hidden = self.sampler.decoder(input_ids=ids, use_cache=False).last_hidden_state
         inputs = hidden[:, :-1], self.sampler.weight, labels
         nll = linear_cross_entropy(*inputs, reduction="none", **self.head)
         return nll, token_statistics(*inputs, **self.head).entropy, (labels != IGNORE).sum(1)
