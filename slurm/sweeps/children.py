@@ -59,10 +59,11 @@ def _detach() -> None:
     """An own process group, so that Ctrl-C reaches the supervisor only; killed if that dies."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # Slurm signals all of a step: not for launchers
-    _end_with_parent()
+    end_with_parent()
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """Let the kernel kill this process once the one that started it is gone."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -119,7 +120,7 @@ def _follow_supervisor() -> None:
 def rank(words: list[str]) -> None:
     """Run `-m MODULE …` or `SCRIPT …` as a rank of torchrun, which gives it a session of its own:
     left behind by a killed one it would train on, in the folder that the next one resumes."""
-    _end_with_parent()
+    end_with_parent()
     if words[0] == "-m":
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)

@@ -5,7 +5,6 @@ and runs share: `cached_examples`.
 """
 
 import contextlib
-import ctypes
 import hashlib
 import multiprocessing
 import os
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from calibeval.io import sha256
 from calibeval.references import TEMPLATES, conversations
+from sweeps.children import end_with_parent
 from sweeps.files import (
     SweepError,
     disk_error,
@@ -38,7 +38,6 @@ from sweeps.files import (
 IGNORE = -100
 CHUNK = 1000  # conversations a tokenizer call: large enough for its threads, small for memory
 CACHE_FORMAT = 1  # raise it when the same input gives other tokens
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -213,7 +212,7 @@ def _tokenised(chunks: list, tokenizer, max_length: int | None, processes: int) 
 
 def _start_worker(tokenizer, max_length: int | None) -> None:
     global _worker
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # they tell the trainer, which ends this process
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
