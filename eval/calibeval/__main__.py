@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import calibeval
-from calibeval.io import InputError, atomic_write, counted, read_text, sha256
+from calibeval.io import InputError, counted, read_text, sha256, write_text
 
 # The options that decide what is scored and how.
 SETTINGS = "revision task data split shots examples subjects limit scoring unconditional style"
@@ -381,8 +381,7 @@ def run_diagnose(a: argparse.Namespace) -> None:
     text = json.dumps(found, indent=1, ensure_ascii=False)
     print(text)
     if a.out:
-        with atomic_write(a.out / "diagnosis.json") as file:
-            file.write(text + "\n")
+        write_text(a.out / "diagnosis.json", text + "\n")
 
 
 def run_entropy(a: argparse.Namespace) -> None:

@@ -31,6 +31,12 @@ def atomic_write(path: Path, mode: str = "w") -> Iterator[IO]:
         temporary.unlink(missing_ok=True)
 
 
+def write_text(path: Path, text: str) -> None:
+    """A text file, whole or not at all."""
+    with atomic_write(path) as file:
+        file.write(text)
+
+
 def cache_folder() -> Path:
     """Where what can be made again is kept between commands."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "calibeval"

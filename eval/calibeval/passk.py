@@ -14,7 +14,7 @@ import numpy as np
 from tabulate import tabulate
 
 from calibeval import metrics, records, stats
-from calibeval.io import InputError, atomic_write, counted, json_lines
+from calibeval.io import InputError, counted, json_lines, write_text
 from calibeval.report import figures
 
 
@@ -77,8 +77,7 @@ def collect(paths: Sequence[Path], ks: Sequence[int] | None, out: Path | None = 
     ]
     tables.append(f"{counted(len(asked), 'problem')}; [low, high]: 95 % over problems and seeds.\n")
     if out:
-        with atomic_write(out / "passk.md") as file:
-            file.write("\n\n".join(tables))
+        write_text(out / "passk.md", "\n\n".join(tables))
         plot(single, ks, out / "passk")
     return "\n\n".join(tables)
 

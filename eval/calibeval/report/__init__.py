@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from calibeval.io import atomic_write
+from calibeval.io import write_text
 from calibeval.report import figures, html, index, tables
 
 
@@ -26,16 +26,10 @@ def collect(
     main, paired = tables.main(results, chosen), tables.differences(results, chosen)
     made = [main, *([paired] if paired else [])]
     for name, one in zip(("table", "differences"), made, strict=False):
-        write(out / f"{name}.md", tables.markdown(one))
-        write(out / f"{name}.tex", tables.latex(one))
-    write(out / "table.csv", tables.tidy(results))
+        write_text(out / f"{name}.md", tables.markdown(one))
+        write_text(out / f"{name}.tex", tables.latex(one))
+    write_text(out / "table.csv", tables.tidy(results))
     drawn = figures.draw(results, out)
     parts = [note, *html.collected(made, drawn), *sections, html.settings(results)]
     html.page(title, parts, page or Path(out) / "report.html")
     return "\n".join(map(tables.markdown, made))
-
-
-def write(path: Path, text: str) -> None:
-    """A text file, whole or not at all."""
-    with atomic_write(path) as file:
-        file.write(text)

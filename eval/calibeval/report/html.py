@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from calibeval.io import atomic_write, counted
+from calibeval.io import counted, write_text
 from calibeval.records import meta
 from calibeval.report.figures import Figure
 from calibeval.report.index import Results
@@ -37,12 +37,9 @@ def escape(value: object) -> str:
 def page(title: str, parts: Sequence[str], path: Path) -> None:
     """Write a report of HTML parts under its title."""
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-    with atomic_write(path) as file:
-        file.write(
-            f'<!doctype html><html lang="en"><head>{head}<title>{escape(title)}</title>'
-            f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1>{''.join(parts)}"
-            f"</body></html>\n"
-        )
+    text = f'<!doctype html><html lang="en"><head>{head}<title>{escape(title)}</title>'
+    text += f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1>{''.join(parts)}"
+    write_text(path, f"{text}</body></html>\n")
 
 
 def collected(tables: Sequence[Table], figures: Sequence[Figure]) -> list[str]:
