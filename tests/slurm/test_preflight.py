@@ -131,23 +131,6 @@ def test_questions_that_can_be_read_offline_are_fetched(tiny):
     assert "no folder tst/" in questions._offline(other, None)
 
 
-def test_a_folder_in_the_hubs_layout_is_read(profiled, tmp_path):
-    (tmp_path / "mmlu" / "light").mkdir(parents=True)
-    row = '{"question": "Sky?", "choices": ["a", "b"], "answer": 1, "subject": "light"}\n'
-    for split in ("dev", "test"):
-        (tmp_path / "mmlu" / "light" / f"{split}.jsonl").write_text(row)
-    (tmp_path / "mmlu" / "README.md").write_text(
-        "---\nconfigs:\n- config_name: all\n  data_files:\n"
-        "  - {split: dev, path: light/dev.jsonl}\n"
-        "  - {split: test, path: light/test.jsonl}\n---\n"
-    )
-    task = {"task": "mmlu", "data": f"hub:{tmp_path / 'mmlu'}", "shots": 1}
-    env = say(tmp_path / "bin", **SLURM)
-    assert "nothing is missing" in preflight(profiled({"score": {"tasks": [task]}}), env=env)
-    said = preflight(profiled({"score": {"tasks": [task | {"shots": 2}]}}), env=env)
-    assert "split dev, light: 1 row, but --shots 2 needs 2" in said
-
-
 def test_a_variable_that_stays_behind_is_named(profiled, tmp_path):
     env = say(tmp_path / "bin", **SLURM) | {"WORK": str(tmp_path)}
     path = profiled(cache="$WORK/hub")
