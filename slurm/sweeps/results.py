@@ -1,6 +1,5 @@
 """A sweep's results: calibeval's tables, best learning rates, what is missing."""
 
-import base64
 import csv
 import io
 import json
@@ -97,8 +96,9 @@ def _write(sweep: Sweep, cells: list[Cell], entries: list[dict], gaps: list[Gap]
 
         text = entropy.collect(own, part / "entropy.csv")
         write_text(part / "entropy.md", text)
-        drawn = picture(part / "entropy.svg", "EntCE against log loss, and by position")
-        sections.append(f"<h2>Entropy calibration</h2>{drawn}<pre>{html.escape(text)}</pre>")
+        drawn = html.picture(part / "entropy.svg", "EntCE against log loss, and by position")
+        figure = f"<figure>{drawn}</figure><pre>{html.escape(text)}</pre>"
+        sections.append(f"<h2>Entropy calibration</h2>{figure}")
     if entries:
         write_text(folder / "index.jsonl", "".join(json.dumps(entry) + "\n" for entry in entries))
         options = {"title": sweep.name, "note": said, "sections": sections, "page": page}
@@ -108,13 +108,6 @@ def _write(sweep: Sweep, cells: list[Cell], entries: list[dict], gaps: list[Gap]
         (folder / "index.jsonl").unlink(missing_ok=True)
         html.page(sweep.name, [said, *sections], page)
     _replace(part, results)
-
-
-def picture(path: Path, alt: str) -> str:
-    """An SVG file inside the page."""
-    svg = base64.b64encode(path.read_bytes()).decode()
-    image = f'<img class=page alt="{alt}" src="data:image/svg+xml;base64,{svg}">'
-    return f"<figure><div class=box>{image}</div></figure>"
 
 
 def _replace(part: Path, results: Path) -> None:

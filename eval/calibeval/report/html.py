@@ -61,13 +61,16 @@ def collected(tables: Sequence[Table], figures: Sequence[Figure]) -> list[str]:
 
 
 def _figure(number: int, figure: Figure) -> str:
-    svg = figure.stem.with_name(figure.stem.name + ".svg").read_bytes()
-    caption = escape(f"{number}. {figure.caption}")
-    return (
-        f'<figure><div class=box><img class={figure.width} alt="{caption}" '
-        f'src="data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"></div>'
-        f"<figcaption>{caption} <code>{escape(figure.stem.name)}.pdf</code></figcaption></figure>"
-    )
+    caption, name = f"{number}. {figure.caption}", f"{figure.stem.name}.pdf"
+    said = f"<figcaption>{escape(caption)} <code>{escape(name)}</code></figcaption>"
+    svg = figure.stem.with_name(figure.stem.name + ".svg")
+    return f"<figure>{picture(svg, caption, figure.width)}{said}</figure>"
+
+
+def picture(path: Path, alt: str, width: str = "page") -> str:
+    """An SVG file inside the page, in a box of its own that scrolls."""
+    data = f"data:image/svg+xml;base64,{base64.b64encode(path.read_bytes()).decode()}"
+    return f'<div class=box><img class={width} alt="{escape(alt)}" src="{data}"></div>'
 
 
 def table(of: Table) -> str:
