@@ -39,13 +39,6 @@ def test_white_space_split():
         letters(tokenizer, CONTEXT, 4)
 
 
-def test_letters_split_in_two():
-    alphabet = sorted(set("light mass\nAnswer:ABCD".replace(" ", "▁")))
-    tokenizer = pieces(["<unk>", *alphabet], [])
-    space, *ids = (1 + alphabet.index(c) for c in "▁ABC")
-    assert letters(tokenizer, CONTEXT, 3) == tuple((space, i) for i in ids)
-
-
 def test_some_letters_split_and_some_not():
     alphabet = sorted(set("light mass\nAnswer:ABCD".replace(" ", "▁")))
     tokenizer = pieces(["<unk>", *alphabet, "▁B"], [("▁", "B")])

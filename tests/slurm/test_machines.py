@@ -16,7 +16,6 @@ from sweeps.executors import slurm
 from sweeps.executors.slurm import Element
 from sweeps.files import write_text
 from sweeps.rundir import RunDir
-from sweeps.supervise import _count_idle
 from sweeps.trainer import checkpoint
 
 FACTS = {"processes": 1, "data": "d"}
@@ -181,24 +180,7 @@ class Cluster(RuleBasedStateMachine):
                 shutil.rmtree(cell.folder, ignore_errors=True)
 
 
-class Restarts(RuleBasedStateMachine):
-    """The cap counts restarts in a row without a new checkpoint, over processes and jobs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.manifest: dict = {}
-        self.step = self.idle = 0
-
-    @rule(ahead=st.integers(0, 3))
-    def attempt(self, ahead: int) -> None:
-        before, self.step = self.step, self.step + ahead
-        self.idle = 0 if ahead else self.idle + 1
-        assert _count_idle(self.manifest, before, self.step) == self.idle
-        self.manifest = json.loads(json.dumps(self.manifest))  # another process reads it
-
-
-for machine, count in ((Checkpoints, 60), (Cluster, 40), (Restarts, 20)):
+for machine, count in ((Checkpoints, 60), (Cluster, 40)):
     machine.TestCase.settings = settings(max_examples=count, stateful_step_count=25, deadline=None)
 TestCheckpoints = Checkpoints.TestCase
 TestCluster = Cluster.TestCase
-TestRestarts = Restarts.TestCase
