@@ -22,6 +22,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import real
 import world
 import yaml
@@ -106,26 +107,9 @@ def sweeps(*arguments: str) -> str:
 
 def processes(module: str, run: str) -> list[int]:
     """Processes of `python -m module … run`."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                words = (folder / "cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            text = [word.decode("utf-8", "replace") for word in words]
-            if (
-                module in text
-                and any(word.endswith(run) for word in text)
-                and "srun" not in text[0]
-            ):
-                found.append(int(folder.name))
-    return found
-
-
-def parent(pid: int) -> int:
-    """The process that started `pid`."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    every = [(p.pid, p.info["cmdline"] or [""]) for p in psutil.process_iter(["cmdline"])]
+    mine = [(pid, words) for pid, words in every if module in words and "srun" not in words[0]]
+    return [pid for pid, words in mine if any(word.endswith(run) for word in words)]
 
 
 def tell(pids: list[int], number: int) -> None:
@@ -173,8 +157,8 @@ def disturb(kind: str, job: str, run: str) -> bool:
         return bool(pids)
     if kind == "kill -9 supervisor":
         try:
-            pids = [parent(pid) for pid in pids]
-        except OSError:  # they have ended meanwhile
+            pids = [psutil.Process(pid).ppid() for pid in pids]
+        except psutil.NoSuchProcess:  # they have ended meanwhile
             return False
     tell(pids, signal.SIGKILL)
     return bool(pids)

@@ -5,9 +5,9 @@ import signal
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import real
 import torch
@@ -23,10 +23,6 @@ pytestmark = pytest.mark.timeout(1200)  # whole trainings, on a machine that oth
 
 
 wait_for = partial(real.wait_for, pause=0.02)
-
-
-def children(pid: int) -> list[int]:
-    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 EXITED = SimpleNamespace(wait=lambda seconds: 1, signal=lambda number: None)
@@ -54,14 +50,14 @@ def test_kill_9_and_resume_give_the_same_weights_bit_for_bit(sweep_file, tmp_pat
     process = subprocess.Popen(words)
     # Once the trainer alone (the supervisor starts it again) …
     wait_for(lambda: killed.step() >= 20)
-    os.kill(children(process.pid)[0], signal.SIGKILL)
+    psutil.Process(process.pid).children()[0].kill()
     wait_for(lambda: len(killed.manifest()["attempts"]) == 2)
     # … and once everything: the kernel takes the trainer along, the same command goes on.
     wait_for(lambda: killed.step() >= 60)
-    trainer = children(process.pid)[0]
+    trainer = psutil.Process(process.pid).children()[0]
     process.kill()
     process.wait()
-    wait_for(lambda: not Path(f"/proc/{trainer}").exists())
+    trainer.wait(300)
     assert not killed.done and not killed.model.exists()
     assert command("train", killed.path).returncode == 0
 
