@@ -187,7 +187,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.timeout(900)  # two engines start
-def test_entropy_of_texts_that_vllm_writes(tiny_model, tmp_path):
+def test_entropy_of_texts_that_vllm_writes(ending_model, tmp_path):
     """Log p of what vLLM drew is transformers' of the same tokens, and estimates their entropy."""
     from transformers import AutoTokenizer
 
@@ -195,11 +195,8 @@ def test_entropy_of_texts_that_vllm_writes(tiny_model, tmp_path):
     from calibeval.engines.hf import TransformersEngine
     from calibeval.engines.sampling import Sampler, Setting
 
-    model, data, out = tmp_path / "model", tmp_path / "data.jsonl", tmp_path / "r.jsonl"
-    shutil.copytree(tiny_model, model)
+    model, data, out = ending_model, tmp_path / "data.jsonl", tmp_path / "r.jsonl"
     tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.eos_token = tokenizer.decode([5])
-    tokenizer.save_pretrained(model)
     words = ["which", "true", "statement", "about", "force", "mass", "light"]
     pairs = [f"{a} {b}" for a in words for b in words]
     rows = [{"prompt": pair, "reference": f" {end}"} for pair in pairs for end in "AB"]

