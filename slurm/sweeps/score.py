@@ -158,11 +158,15 @@ def run(subject: Subject, score: Score, *, start: Start = start_cold) -> None:
         )
     make_folder(subject.scores)
     with lease(subject.lock, timeout=-1):
-        if not missing(subject, score):
+        if not (todo := missing(subject, score)):
             return
         write_json(subject.failure, {"error": "killed, or its machine died"})
+        # Loading torch and reaching a GPU takes longer than many a task: one process for all, but
+        # vLLM's own, which holds the GPU's memory, ends only with the one that started it.
+        parts = [[task] for task in todo] if score.engine == "vllm" else [todo]
         try:
-            _run_tasks(subject, missing(subject, score), score, start)
+            for tasks in parts:
+                _run_tasks(subject, tasks, score, start)
         except SweepError as error:
             write_json(subject.failure, {"error": str(error)})
             raise
@@ -179,7 +183,7 @@ def discard(cell: Cell, sweep: Sweep) -> None:
 
 
 def _run_tasks(subject: Subject, tasks: list, score: Score, start: Start) -> None:
-    """All in one process: to load torch and reach a GPU takes longer than many a task."""
+    """Score these tasks in one process, which does one after another."""
     from calibeval.store import clear  # with NumPy, which `status` does without
 
     arguments: list[str] = []

@@ -141,6 +141,24 @@ def test_calibrators_are_fitted_on_every_gpu(visible, tmp_path, monkeypatch):
     assert sorted(gpu for _, gpu in started.values()) == ["3", "3", "7", "7"]
 
 
+@pytest.mark.parametrize(("engine", "counts"), [("transformers", [2]), ("vllm", [1, 1])])
+def test_vllm_scores_each_task_in_a_process_of_its_own(engine, counts, sweep_file, tiny, tmp_path):
+    """Its first engine would still hold the GPU's memory when the second asks for it."""
+    task, started = {"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 0}, []
+    tasks = [task, task | {"name": "val", "split": "val"}]
+    planned = launch.plan(sweep_file(grid={}, score={"tasks": tasks, "engine": engine}), [])
+    (base,) = score.bases(planned.sweep, planned.cells).values()
+
+    def start(program, log):
+        started.append(program.arguments.count("--out"))
+        made = [base.records(t) for t in planned.sweep.score.tasks[: sum(started)]]
+        touch = f"import pathlib; [pathlib.Path(p).write_text('x') for p in {[*map(str, made)]}]"
+        return local.start_cold(Program(("-c", touch), script="-B"), log)
+
+    score.run(base, planned.sweep.score, start=start)
+    assert started == counts
+
+
 def test_another_python_scores(sweep_file, tiny, tmp_path, capsys, monkeypatch):
     """One with vLLM, which what trains may not have beside it; this project need not be in it."""
     python = tmp_path / "python"
