@@ -1,7 +1,7 @@
 """The loss as operators of torch's, which `torch.compile` takes into its graph without a break.
 
-A reduced loss makes its gradients with its forward, up to the upstream factor. Another, or one with
-its log-sum-exps, computes its forward again in the backward.
+A reduced loss makes its gradients with its forward, up to the upstream factor. Another, one with
+its log-sum-exps or one in fp16 computes its forward again in the backward.
 """
 
 from typing import NamedTuple
@@ -38,9 +38,13 @@ class Settings(NamedTuple):
         options = {name: getattr(self, name) for name in Options.__dataclass_fields__}
         return Options(**options | ({"filter_eps": "auto"} if self.filter_auto else {}))
 
-    def with_forward(self) -> bool:
-        """Whether gradients are made with the forward."""
-        return any(self.needs) and self.reduction != "none" and not self.return_lse
+    def with_forward(self, dtype: torch.dtype) -> bool:
+        """Whether gradients are made with the forward.
+
+        fp16 has no range for them before a gradient scaler's factor.
+        """
+        reduced = self.reduction != "none" and not self.return_lse
+        return any(self.needs) and reduced and dtype != torch.float16
 
 
 def loss(
@@ -52,7 +56,7 @@ def loss(
     options: dict[str, object],
 ) -> tuple[Tensor, Tensor]:  # () or (N,); (N,)
     """Loss and log-sum-exps of `linear_cross_entropy`, in a graph that is being compiled."""
-    check_constants(**{k: v for k, v in options.items() if not isinstance(v, (int, float))})
+    check_constants(**{k: v for k, v in options.items() if type(v) not in (int, float)})
     grad, auto = torch.is_grad_enabled(), options["filter_eps"] == "auto"
     needs = [grad and x is not None and x.requires_grad for x in (hidden, weight, bias)]
     eps = None if auto else options["filter_eps"]
@@ -85,7 +89,7 @@ def eager(
     check(hidden, weight, labels, bias, options)
     with torch.set_grad_enabled(upstream is not None):
         found = run(hidden, weight, labels, bias, settings.impl, options)
-    found = found if options.return_lse else (found, hidden.new_empty(0))
+    found = found if options.return_lse else (found, found.new_empty(0))
     made = [hidden.new_empty(0) for _ in leaves]
     if upstream is not None:
         wanted = [i for i in range(3) if needs[i]]
@@ -106,7 +110,7 @@ def eager(
 def forward(hidden, weight, labels, bias, *settings):
     settings = Settings(*settings)
     one = torch.ones((), device=hidden.device, dtype=accumulated(hidden))
-    upstream = (one, None) if settings.with_forward() else None
+    upstream = (one, None) if settings.with_forward(hidden.dtype) else None
     found, lse, made = eager(hidden, weight, labels, bias, settings, upstream)
     return found, lse, *made
 
@@ -117,7 +121,7 @@ def _(hidden, weight, labels, bias, *settings):
     shape = labels.shape if settings.reduction == "none" else ()
     found = hidden.new_empty(shape, dtype=accumulated(hidden))
     lse = found.new_empty(labels.shape if settings.return_lse else 0)
-    made = [need and settings.with_forward() for need in settings.needs]
+    made = [need and settings.with_forward(hidden.dtype) for need in settings.needs]
     return found, lse, *gradients_like((hidden, weight, bias), made)
 
 
@@ -152,14 +156,15 @@ def gradients_like(
 def save(ctx, inputs, output):
     ctx.settings = Settings(*inputs[4:])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*(output[2:] if ctx.settings.with_forward() else inputs[:4]))
+    early = ctx.settings.with_forward(inputs[0].dtype)
+    ctx.save_for_backward(*(output[2:] if early else inputs[:4]))
 
 
 def differentiate(ctx, of_loss, of_lse, *_):
     saved, settings = ctx.saved_tensors, ctx.settings
     if of_loss is None and of_lse is None:
         made = [None] * 3
-    elif settings.with_forward():
+    elif settings.with_forward(saved[0].dtype):
         made = [(gradient.to(of_loss.dtype) * of_loss).to(gradient.dtype) for gradient in saved]
     else:
         made = backward(*saved, *settings, of_loss, of_lse)

@@ -84,6 +84,7 @@ def linear_cross_entropy(
     }
     hidden, weight, bias = autocast(*tensors(hidden, weight, labels), bias)
     if torch.compiler.is_compiling() and impl != "reference":
+        check_shapes(hidden, weight, labels, bias)
         flat = hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), bias
         loss, lse = compiled.loss(*flat, impl, settings)
     else:
@@ -177,9 +178,7 @@ def autocast(
     return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def check(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, options: Options
-) -> None:
+def check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
     if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             "hidden must be (..., D) and weight (V, D), "
@@ -195,6 +194,12 @@ def check(
         )
     if bias is not None and bias.shape != (vocabulary,):
         raise ValueError(f"bias must be ({vocabulary},), not {tuple(bias.shape)}")
+
+
+def check(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, options: Options
+) -> None:
+    check_shapes(hidden, weight, labels, bias)
     if not hidden.dtype.is_floating_point:
         raise TypeError(f"hidden must be floating point, not {hidden.dtype}")
     for name, tensor in (("weight", weight), ("bias", bias)):
@@ -207,7 +212,7 @@ def check(
             raise ValueError(
                 f"{name} must be on hidden's device {hidden.device}, not {tensor.device}"
             )
-    _check_labels(labels, vocabulary, options.ignore_index)
+    _check_labels(labels, len(weight), options.ignore_index)
 
 
 def _check_labels(labels: Tensor, vocabulary: int, ignore_index: int) -> None:

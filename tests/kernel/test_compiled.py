@@ -50,7 +50,7 @@ def test_in_one_graph(options):
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_numbers_that_change(reduction):
-    """A number that is another in the next call is a symbol in the graph from then on."""
+    """An integer that is another in the next call becomes a symbol, a float is compiled anew."""
     layer, weight, bias, labels = problem()
 
     def loss(x, **options):
@@ -82,9 +82,27 @@ def test_what_needs_no_gradient_gets_none():
     torch.testing.assert_close(*(torch.autograd.grad(t, [bias]) for t in (found, loss(x))))
 
 
+def test_fp16_gradients_are_not_rounded_before_the_scalers_factor():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(64, 16).half(), (torch.randn(2000, 16) / 4).half().requires_grad_()
+    labels = torch.randint(10, (64,))
+
+    def loss(x):
+        return linear_cross_entropy(x, weight, labels, label_smoothing=0.1) * 2.0**13
+
+    found = torch.compile(loss, fullgraph=True, backend="aot_eager")(hidden)
+    (a,), (b,) = (torch.autograd.grad(t, [weight]) for t in (found, loss(hidden)))
+    assert torch.equal(a, b)
+
+
 def test_mistakes_are_named():
     _, weight, _, labels = problem()
     compiled = torch.compile(linear_cross_entropy, backend="aot_eager")
+    for given in (labels.T, labels.reshape(-1)):
+        with pytest.raises(Exception, match="labels must have the shape"):
+            compiled(torch.randn(3, 4, 16), weight, given)
+    with pytest.raises(Exception, match=r"label_smoothing must be a number in \[0, 1\], not True"):
+        compiled(torch.randn(3, 4, 16), weight, labels, label_smoothing=True)
     with pytest.raises(IndexError, match="label 50 is out of range"):
         compiled(torch.randn(3, 4, 16), weight, torch.full_like(labels, 50))
     with pytest.raises(Exception, match=r"reduction must be one of none, sum, mean, not 'all'"):

@@ -33,7 +33,7 @@ def loss(
     forward, for a reduced loss. `options.filter_eps` None keeps every tile."""
     differentiable = torch.is_grad_enabled()
     return _Paper.apply(
-        hidden.contiguous(), weight.contiguous(), labels, options, sort, fused and differentiable
+        *(x.contiguous() for x in (hidden, weight, labels)), options, sort, fused and differentiable
     )
 
 

@@ -41,7 +41,8 @@ def loss(
 def inputs_for(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, options: Options
 ) -> Inputs:
-    hidden, weight = hidden.contiguous(), weight.contiguous()
+    hidden, weight, labels = hidden.contiguous(), weight.contiguous(), labels.contiguous()
+    bias = None if bias is None else bias.contiguous()
     needs = tuple(torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight))
     return Inputs(hidden, weight, bias, labels, options, needs, tiles_for(hidden, weight))
 
@@ -58,6 +59,7 @@ def threshold(options: Options, vocabulary: int) -> float | None:
     return options.filter_eps
 
 
+@torch.compiler.disable
 def token_statistics(
     hidden: Tensor,  # (N, D)
     weight: Tensor,  # (V, D)
@@ -78,7 +80,7 @@ def token_statistics(
     )
     bias = bias if bias is None or temperature == 1 else bias.float() / temperature
     inputs = inputs_for(hidden, weight, labels, bias, options)
-    losses, lse, entropy = torch.empty(3, len(labels), device=hidden.device)
+    losses, lse, entropy = hidden.new_empty(3, len(labels), dtype=torch.float32)
     argmax = torch.empty_like(labels)
     with torch.cuda.device_of(hidden):
         for start in range(0, len(labels), stored.TOKENS):
@@ -103,7 +105,7 @@ def filter_statistics(
     the profiles stand in for. 0-d, on the device."""
     eps = threshold(options, len(weight))
     if eps is None:
-        return torch.ones((), device=hidden.device), torch.zeros((), device=hidden.device)
+        return hidden.new_ones((), dtype=torch.float32), hidden.new_zeros((), dtype=torch.float32)
     return filtered.filter_statistics(inputs_for(hidden, weight, labels, bias, options), eps)
 
 

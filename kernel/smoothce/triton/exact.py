@@ -187,7 +187,8 @@ class Exact(torch.autograd.Function):
         inputs, device = Inputs(*tensors, *ctx.settings), tensors[0].device
         autocast = torch.autocast(device.type, enabled=False)
         with torch.cuda.device_of(inputs.hidden), autocast:
-            of_loss = torch.zeros((), device=device) if of_loss is None else of_loss.float()
+            of_loss = torch.zeros((), device=device) if of_loss is None else of_loss
+            of_loss = of_loss.float()
             found = backward_all(inputs, ctx.state, of_loss, of_lse, token_weight)
         if not graph_is_kept():
             ctx.state = None

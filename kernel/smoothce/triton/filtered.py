@@ -199,7 +199,7 @@ def accumulator(
             tail = d_weight.view(-1)[start * d :]
             room = tail[: tail.numel() // 2 * 2].view(torch.float32)[: rows * d]
             return room.zero_().view(rows, d), start // width
-    return torch.zeros(rows, d, device=inputs.weight.device), inputs.blocks
+    return inputs.weight.new_zeros(rows, d, dtype=torch.float32), inputs.blocks
 
 
 def backward(
@@ -226,7 +226,7 @@ def backward(
     }
     rank_one = lean = acc = None
     if d_weight is not None:
-        rank_one = torch.empty(blocks, d, device=device)
+        rank_one = torch.empty(blocks, d, dtype=torch.float32, device=device)
         lean = torch.empty_like(rank_one) if softcap is not None else None
         block_sums_kernel[(cdiv(blocks, tiles.wide), cdiv(d, tiles.slice))](
             hidden, plan.coefficient, tokens.order, upstream.relative, tokens.count,
@@ -240,7 +240,7 @@ def backward(
     slices = cdiv(d, tiles.slice) if d_weight is not None else 0
     ring_s = hidden.new_empty(ring * tiles.pair_rows if slices else 0, tiles.width)
     ring_source = torch.empty(len(ring_s), device=device, dtype=torch.int32)
-    profile = torch.empty(2, v, device=device)
+    profile = torch.empty(2, v, dtype=torch.float32, device=device)
     mean_offset = (tokens.mean.data_ptr() - hidden.data_ptr()) // hidden.element_size()
     head = blocks  # blocks whose dC is written in the first run
     if d_hidden is not None:
@@ -290,7 +290,8 @@ def backward(
 def filter_statistics(inputs: Inputs, eps: float) -> tuple[Tensor, Tensor]:
     """The share of pairs listed, and the mean over valid tokens of the mass in the others."""
     with torch.cuda.device_of(inputs.hidden):
-        losses, lse, sums = torch.zeros(3, max(len(inputs.labels), 2), device=inputs.hidden.device)
+        rows = 3, max(len(inputs.labels), 2)  # the last one holds two sums
+        losses, lse, sums = inputs.hidden.new_zeros(rows, dtype=torch.float32)
         order, _, count, _ = valid_first(inputs.labels, inputs.options.ignore_index)
         for tokens, statistics in walk(inputs, losses, lse, order, count):
             found = plan(statistics, tokens, eps, inputs.tiles)

@@ -56,14 +56,16 @@ def test_nothing_or_next_to_nothing(eps, n, v):
 
 @FILTERS
 def test_strided_inputs(eps):
-    hidden, weight, labels, _ = inputs(30, 90, 24, masked=0.3)
+    hidden, weight, labels, bias = inputs(30, 90, 24, masked=0.3, bias=True)
     options = Options(label_smoothing=0.1, filter_eps=eps)
-    expected = gradients(reference.loss, hidden, weight, labels, None, options)
+    expected = gradients(reference.loss, hidden, weight, labels, bias, options)
     wide = torch.zeros(30, 48, device=DEVICE)
     wide[:, :24] = hidden
+    every_third = torch.stack([labels, labels + 1, labels + 2], 1)[:, 0]
+    apart = torch.stack([bias, bias + 1], 1)[:, 0]
     for h, w in ((wide[:, :24], weight), (hidden.T.contiguous().T, weight.T.contiguous().T)):
         leaves = h.detach().requires_grad_(), w.detach().requires_grad_()
-        triton.loss(*leaves, labels, None, options).backward()
+        triton.loss(*leaves, every_third, apart, options).backward()
         for leaf, want in zip(leaves, expected[1:], strict=True):
             torch.testing.assert_close(leaf.grad, want, rtol=1e-4, atol=1e-7)
 
