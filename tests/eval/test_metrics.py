@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from calibeval import metrics, stats
@@ -133,6 +133,7 @@ def test_rms_hendrycks_reads_less_than_the_error_it_is_named_for():
 
 
 @settings(max_examples=60, deadline=None)
+@example(3, 10082, 3, True)
 @given(st.integers(1, 600), st.integers(0, 10**6), st.integers(2, 6), st.booleans())
 def test_laws(n, seed, choices, ties):
     probs, labels = draw(n, seed, choices, calibrated=bool(seed % 2))
@@ -150,7 +151,8 @@ def test_laws(n, seed, choices, ties):
     shuffled = np.random.default_rng(seed).permutation(n)
     again = figures(scored(probs[shuffled], labels[shuffled]))
     for name, value in found.items():
-        assert again[name] == pytest.approx(value, abs=1e-9, nan_ok=True), name
+        near = 1e-7 if "rms" in name else 1e-9  # the root of a rounding error of 1e-16
+        assert again[name] == pytest.approx(value, abs=near, nan_ok=True), name
 
 
 @settings(max_examples=40, deadline=None)
