@@ -3,8 +3,8 @@
     bash slurm/prefetch.sh --config configs/sweeps/gemma.yaml      where there is internet
     .venv/bin/python slurm/claims.py [PART …] [key=value …]
 
-Those parts, or all of them: the grid first, then the other sweeps side by side (six runs on each
-GPU, of some 10 GB), then what rests on them:
+Those parts, or all of them: the grid first, then the other sweeps side by side (up to nine runs on
+a GPU, of some 10 GB; name fewer parts where they do not fit), then what rests on them:
 
     grid          4 learning rates × 6 label-smoothing factors; the rate with the lowest held-out
                   loss at β = 0 is that of all other parts
@@ -19,7 +19,7 @@ GPU, of some 10 GB), then what rests on them:
     report        the verdicts: what smoothing does in each setting, and what that differs by
 
 Finished runs are kept: the same command goes on. key=value overrides the sweep of every part, for
-example workers=8 for eight runs at a time.
+example workers=8 for eight runs of each part at a time.
 """
 
 import csv
@@ -140,8 +140,12 @@ def together(parts: list[str], overrides: list[str]) -> int:
         where = {"CUDA_VISIBLE_DEVICES": ",".join(found)} if found else {}
         command = [sys.executable, __file__, part, *overrides]
         started.append(subprocess.Popen(command, env=os.environ | where))
-        found = found[1:] + found[:1]  # each begins at another, or all would share the first
-    return int(any([process.wait() for process in started]))
+        turn = 6 % max(len(found), 1) or 1  # most parts have six runs: the next begins behind them
+        found = found[turn:] + found[:turn]
+    try:
+        return int(any([process.wait() for process in started]))
+    except KeyboardInterrupt:  # they were told as well, and save first
+        return int(any([process.wait() for process in started])) or 130
 
 
 def chosen_rate() -> str:
@@ -162,7 +166,8 @@ def after() -> None:
     plain = [e for e in entries if e["dataset"] == "mmlu" and e["label_smoothing"] == 0]
     if not plain:
         raise SweepError(f"{folder}: nothing is scored there; python slurm/claims.py seeds first")
-    made = calibrate(plain, folder, Path("data/mmlu"), out / "records", workers=8)
+    workers = min(8, 5 * max(1, len(gpus())))
+    made = calibrate(plain, folder, Path("data/mmlu"), out / "records", workers)
     for entry in made:
         entry["records"] = os.path.relpath(entry["records"], out)
     write_text(out / "index.jsonl", "".join(json.dumps(entry) + "\n" for entry in made))
@@ -211,5 +216,5 @@ def records(part: str, dataset: str, match: dict) -> dict[int | None, Path]:
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except (SweepError, InputError) as error:
+    except InputError as error:
         sys.exit(f"error: {error}")

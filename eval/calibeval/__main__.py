@@ -57,7 +57,7 @@ def valid(convert: Callable, test: Callable, expected: str) -> Callable:
 positive = valid(int, lambda n: n >= 1, "a whole number of at least 1")
 natural = valid(int, lambda n: n >= 0, "a whole number of at least 0")
 fraction = valid(float, lambda x: 0 <= x <= 1, "a number from 0 to 1")
-part = valid(float, lambda x: 0 < x <= 1, "a number above 0, up to 1")
+above_zero = valid(float, lambda x: 0 < x <= 1, "a number above 0, up to 1")
 share = valid(
     lambda text: tuple(map(int, text.split("/"))),
     lambda found: len(found) == 2 and 0 <= found[0] < found[1],
@@ -72,7 +72,8 @@ def names(text: str) -> tuple[str, ...]:
 
 def parser() -> argparse.ArgumentParser:
     """The command line's grammar."""
-    top = argparse.ArgumentParser(prog="calibeval", description=calibeval.__doc__)
+    note = "COMMAND … then COMMAND …: in turn, in one process; a file called then is ./then"
+    top = argparse.ArgumentParser(prog="calibeval", description=calibeval.__doc__, epilog=note)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable, *shared, **defaults) -> Callable:
@@ -128,7 +129,7 @@ def parser() -> argparse.ArgumentParser:
     add("--out", required=True, type=Path, metavar="RECORDS.jsonl")
     add("--engine", choices=("transformers", "vllm"), default="transformers")
     help = "vllm only: share of the GPU to take, where others use it too; default: vLLM's own"
-    add("--gpu-memory-utilization", type=part, metavar="X", help=help)
+    add("--gpu-memory-utilization", type=above_zero, metavar="X", help=help)
     add("--calibrator", type=Path, metavar="DIR", help="of this model; transformers only")
     help = "only part I of N, counted from 0; the last to finish merges"
     add("--shard", type=share, default=(0, 1), metavar="I/N", help=help)
@@ -156,7 +157,7 @@ def parser() -> argparse.ArgumentParser:
     positive_number = valid(float, lambda x: 0 < x < math.inf, "a number more than 0")
     several = {"nargs": "+", "metavar": "X"}
     add("--temperature", type=positive_number, default=[1.0], **several)
-    add("--top-p", type=part, default=[1.0], help="with each temperature", **several)
+    add("--top-p", type=above_zero, default=[1.0], help="with each temperature", **several)
     least = valid(float, lambda x: 0 <= x < 1, "a number from 0 to below 1")
     add("--min-p", type=least, default=[0.0], help="with each top-p", **several)
     add("--seed", type=natural, default=0)

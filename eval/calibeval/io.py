@@ -61,8 +61,10 @@ def reading(path: Path) -> Iterator[IO[str]]:
         with open(path, encoding="utf-8-sig", newline="\n") as file:
             yield file
     except UnicodeDecodeError as error:
-        found = error.object[error.start]
-        raise InputError(f"{path}: not UTF-8 text (found the byte {found:#04x})") from error
+        found = error.object[error.start]  # of a part of the file
+        with open(path, encoding="utf-8", errors="replace", newline="\n") as text:
+            line = next((n for n, line in enumerate(text, 1) if "\ufffd" in line), 1)
+        raise InputError(f"{path}, line {line}: not UTF-8 text (byte {found:#04x})") from error
     except OSError as error:
         raise InputError(f"{path}: could not be read ({error.strerror})") from error
 

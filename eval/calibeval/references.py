@@ -74,7 +74,7 @@ def conversation(row: dict, where: str, expected: str = EXPECTED) -> list[dict]:
     match row:
         case {"messages": [_, *_] as turns} if all(map(is_turn, turns)):
             return turns
-        case {"instruction": str(), "output": str()}:
+        case {"instruction": str(), "output": str()} if isinstance(row.get("input") or "", str):
             return alpaca(row)
     raise InputError(f"{where}: expected {expected}, found {json.dumps(row)[:80]}")
 
@@ -103,7 +103,8 @@ def parse(row: dict, where: str) -> tuple[str | None, list[dict], str]:
             return prompt, [], reference
     turns = conversation(row, where, f'{{"prompt": …, "reference": …}}, {EXPECTED}')
     if len(turns) < 2 or turns[-1]["role"] != "assistant":
-        raise InputError(f"{where}: expected an assistant's turn at the end, behind a user's")
+        expected = "an assistant's turn at the end, behind a user's"
+        raise InputError(f"{where}: expected {expected}, found {json.dumps(row)[:80]}")
     return None, turns, turns[-1]["content"]
 
 

@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from sweeps.backends.base import Program
 from sweeps.executors.local import Machine
-from sweeps.files import SweepError, make_folder
+from sweeps.files import SweepError, last_error, make_folder
 
 FITS = {"temperature": ["fit-temperature"], "ats": ["fit-ats"]}
 
@@ -50,4 +50,5 @@ def fit_and_score(machine: Machine, fit: list[str], model: Path, data: Path, rec
     with machine.lend(1) as start:
         code = start(program, log).wait()
     if code:
-        raise SweepError(f"calibeval {fit[0]} and score ended with exit code {code} (log: {log})")
+        said = last_error(log.read_text("utf-8", "replace"), "error: ").removeprefix("error: ")
+        raise SweepError(f"{records.stem}: {said} (exit code {code}, log: {log})")

@@ -1,4 +1,4 @@
-"""The sweep's tables with the calibrators and the oracle beside it."""
+"""The sweep's tables with the calibrators and the oracle beside them."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def report(root: Path) -> str:
         write_text(out / "index.jsonl", lines)
         table = calibeval.report.collect(out / "index.jsonl", out, COLUMNS, "Demo")
         packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
-        made = f"`make demo`, CPU, Python {sys.version.split()[0]}, {packages}.\n"
+        made = f"`make demo`, Python {sys.version.split()[0]}, {packages}.\n"
         write_text(out / "summary.md", f"{table}\n{made}")
         write_text(out / "DONE", "")
     pictures = sorted(path.name for path in out.glob("*.png"))

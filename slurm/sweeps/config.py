@@ -12,7 +12,14 @@ from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from sweeps.files import SweepError
 from sweeps.provenance import PROJECT, shown
@@ -91,6 +98,13 @@ class Score(Strict):
     base: bool = True  # also score the model before fine-tuning
     separate: bool = False  # jobs of their own behind the training, for runs of many GPUs
     select_on: str | None = None  # chooses the learning rate: a validation task, or HELD_OUT
+
+    @field_validator("gpu_memory_utilization")
+    @classmethod
+    def _of_vllm(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and info.data.get("engine") != "vllm":
+            raise ValueError("is for engine: vllm")
+        return value
 
     @property
     def measured(self) -> tuple[Task | Entropy, ...]:

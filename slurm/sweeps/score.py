@@ -196,12 +196,13 @@ def _run_tasks(subject: Subject, tasks: list, score: Score, start: Start) -> Non
     paths = os.pathsep.join(str(PROJECT / part) for part in ("eval", "kernel"))
     found = {"PYTHONPATH": paths} if score.python else {}
     todo = Program(tuple(arguments), "calibeval", environment=found, python=interpreter(score))
-    start(todo, subject.log).wait()
+    code = start(todo, subject.log).wait()
     for task in tasks:
         if not subject.records(task).exists():
             with open(subject.log, encoding="utf-8", errors="replace") as log:
                 log.seek(offset)
                 last = last_error(log.read(), "error: ").removeprefix("error: ")
+            last = f"killed by signal {-code}" if code < 0 else last
             raise SweepError(f"scoring {subject.name} on {task.key}: {last} (log: {subject.log})")
         size = subject.records(task).stat().st_size
         write_json(_request_file(subject, task), request(task, score) | {"bytes": size})

@@ -142,7 +142,7 @@ def test_calibrators_are_fitted_on_every_gpu(visible, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("engine", "counts"), [("transformers", [2]), ("vllm", [1, 1])])
-def test_vllm_scores_each_task_in_a_process_of_its_own(engine, counts, sweep_file, tiny, tmp_path):
+def test_vllm_scores_each_task_in_a_process_of_its_own(engine, counts, sweep_file, tiny):
     """Its first engine would still hold the GPU's memory when the second asks for it."""
     task, started = {"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 0}, []
     tasks = [task, task | {"name": "val", "split": "val"}]
@@ -182,7 +182,31 @@ def test_another_python_scores(sweep_file, tiny, tmp_path, capsys, monkeypatch):
     assert score.missing(base, asked) == [asked.tasks[1]]  # what was done before it is kept
 
 
-@pytest.mark.slow
+def test_a_killed_scorer_is_said_to_be_killed(sweep_file, tiny):
+    """Not what the task before it said last; that one is kept."""
+    task = {"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 0}
+    tasks = [task, task | {"name": "val", "split": "val"}]
+    planned = launch.plan(sweep_file(grid={}, score={"tasks": tasks}), [])
+    (base,) = score.bases(planned.sweep, planned.cells).values()
+    first, second = planned.sweep.score.tasks
+    code = f"print('accuracy 1'); open({str(base.records(first))!r}, 'w').write('x'); "
+    code += "import os; os.kill(os.getpid(), 9)"
+
+    def start(program, log):
+        return local.start_cold(Program(("-c", code), script="-B"), log)
+
+    with pytest.raises(SweepError, match=r"on val: killed by signal 9 \(log: "):
+        score.run(base, planned.sweep.score, start=start)
+    assert score.missing(base, planned.sweep.score) == [second]
+
+
+def test_a_share_of_the_gpu_is_vllms(sweep_file, capsys):
+    given = {"tasks": [{"task": "mmlu", "data": "data"}], "gpu_memory_utilization": 0.5}
+    assert main(["preflight", str(sweep_file(score=given))]) == 2
+    said = capsys.readouterr().err
+    assert "score.gpu_memory_utilization" in said and "engine: vllm" in said
+
+
 def test_vllm_takes_the_share_of_a_gpu_that_the_sweep_gives_it(monkeypatch, tmp_path):
     monkeypatch.setattr(vllm, "VllmEngine", lambda model, **options: options)
     subject = score.Subject("x", tmp_path / "model", tmp_path, tmp_path / "score.log")
@@ -194,6 +218,7 @@ def test_vllm_takes_the_share_of_a_gpu_that_the_sweep_gives_it(monkeypatch, tmp_
         assert {k: v for k, v in options.items() if k.startswith("gpu")} == given
 
 
+@pytest.mark.slow
 def test_a_launch_gives_each_run_a_gpu_and_says_how_many_it_has(
     visible, sweep_file, tiny, capfd, monkeypatch
 ):

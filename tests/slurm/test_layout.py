@@ -33,7 +33,7 @@ FLOORS = (
 FREE = ("__init__", "executors", "models")  # import nothing of sweeps
 # Imported by name, from backends.REGISTRY.
 PLUGINS = ("backends.builtin", "backends.open_instruct", "backends.policy_gradient")
-# Conversations and problems, which others read too.
+# Tokens and problems, which others read too.
 SHARED = {"trainer.data", "trainer.countdown"}
 FLOOR = {name: number for number, line in enumerate(FLOORS) for name in line.split()}
 

@@ -96,7 +96,7 @@ def train_file_problems(path: Path) -> list[str]:
     try:
         references.conversations(path, 1)
     except InputError as error:
-        return [str(error)]
+        return [f"train.train_file: {error}"]
     return []
 
 

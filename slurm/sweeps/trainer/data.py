@@ -292,7 +292,7 @@ def _key(path: Path, tokenizer, max_length: int | None, limit: int | None) -> st
 
 def _cached(place: Path) -> tuple[Examples, str] | None:
     """What lies in the cache, or None if it is not there or not whole."""
-    with contextlib.suppress(OSError, KeyError, ValueError, SweepError):
+    with contextlib.suppress(OSError, KeyError, ValueError):
         facts = read_json(place / "DONE")
         for name in ARRAYS:
             with open(place / f"{name}.npy", "rb") as data:
