@@ -50,8 +50,10 @@ def test_not_csv_and_not_utf8(mmlu, capsys):
     path = mmlu / "test" / "light_test.csv"
     path.write_text('"a question that never ends,A,B')
     assert "line 1: not CSV" in run(capsys, "prompts", "--task", "mmlu", "--data", mmlu)
-    path.write_bytes("é".encode("latin-1"))
-    assert "not UTF-8" in run(capsys, "prompts", "--task", "mmlu", "--data", mmlu)
+    path.write_bytes("a\né".encode("latin-1"))
+    assert f"{path}, line 2: not UTF-8 text (byte 0xe9)" in run(
+        capsys, "prompts", "--task", "mmlu", "--data", mmlu
+    )
 
 
 def test_too_few_examples(mmlu, capsys):
