@@ -21,7 +21,7 @@ GPUS = {
     "RTX 3090": (24, 71e12),
 }
 # Of `memory`: 1 to 14 % above six peaks of usual settings in patches/ and sweeps/trainer/, and
-# 5 % below that of 32 conversations of 2,048 tokens at a time.
+# at very many tokens at a time 5 % below (32 × 2,048, fused) and 24 % above (28 × 2,048, torch's).
 MARGIN = 0.15
 # Of the peak, by model FLOPs: the least of 0.34 (patches/README.md), 0.39 and 0.49
 # (sweeps/trainer/README.md), for a time limit has to hold.
