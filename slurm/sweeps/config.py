@@ -103,7 +103,7 @@ class Score(Strict):
     @classmethod
     def _of_vllm(cls, value: float | None, info: ValidationInfo) -> float | None:
         if value is not None and info.data.get("engine") != "vllm":
-            raise ValueError("is for engine: vllm")
+            raise ValueError("none, as it is vLLM's; or score.engine: vllm")
         return value
 
     @property

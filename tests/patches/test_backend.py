@@ -12,7 +12,7 @@ import psutil
 import pytest
 import yaml
 
-from sweeps import launch
+from sweeps import cli, launch
 from sweeps.backends import open_instruct
 from sweeps.backends.open_instruct import BACKEND, OpenInstructKeys
 from sweeps.config import World
@@ -209,6 +209,28 @@ def test_smoke_trains_ten_steps(sweeps, tmp_path):
     said, error = sweeps("smoke", "whole", "--executor", "local").communicate()
     assert "smoke: passed" in said and "step 10/10" in said, said + error
     assert not (tmp_path / "whole" / "runs").exists()
+
+
+@pytest.mark.upstream
+@pytest.mark.slow
+def test_the_builtin_trainer_has_the_same_curve(today, patched, tmp_path):
+    """In fp32; each update takes all 120 conversations, as the two draw different orders."""
+    common = {"gradient_accumulation_steps": 15, "max_train_steps": 20, "learning_rate": 1e-3}
+    common |= {"reduce_loss": "token_mean", "label_smoothing": 0.1, "chat_template_name": "tulu"}
+    flags = [word for key, value in common.items() for word in (f"--{key}", value)]
+    theirs = today.finetune(patched, tmp_path / "theirs", *flags).losses
+
+    shared = ("fused_optimizer", "max_seq_length", "per_device_train_batch_size", "logging_steps")
+    train = common | {key: today.given[key] for key in shared}
+    train |= {key: str(today.given[key]) for key in ("model_name_or_path", "train_file")}
+    sweep = {"name": "ours", "output_root": str(tmp_path), "backend": "builtin", "train": train}
+    (tmp_path / "ours.yaml").write_text(yaml.safe_dump(sweep))
+    assert cli.main(["launch", str(tmp_path / "ours.yaml"), "--executor", "local"]) == 0
+    (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
+    rows = [json.loads(line) for line in metrics.open()]
+    ours = {row["step"]: row["loss"] for row in rows if "loss" in row}
+    assert len(theirs) == 20 and theirs[20] < 0.95 * theirs[1]
+    assert ours == pytest.approx(theirs, rel=1e-6)
 
 
 @pytest.mark.upstream
