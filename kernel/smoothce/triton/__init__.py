@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from smoothce.chunked import graph_is_kept
 from smoothce.options import Options
-from smoothce.triton import filtered, stored
-from smoothce.triton.exact import Exact
-from smoothce.triton.filtered import Filtered
+from smoothce.triton import exact, filtered, stored
 from smoothce.triton.forward import forward
 from smoothce.triton.tiles import tiles_for
-from smoothce.triton.tokens import Inputs, gather, valid_first
+from smoothce.triton.tokens import Inputs, Made, gather, scale, valid_first
 
 __all__ = ["filter_statistics", "loss", "token_statistics", "unsupported"]
 
@@ -32,10 +32,47 @@ def loss(
 
     Nothing waits for the device but the exact gradient, for the number of valid tokens alone: it is
     counted before the forward's product, which keeps the device busy meanwhile."""
-    inputs = inputs_for(hidden, weight, labels, bias, options)
-    eps = threshold(options, len(weight)) if any(inputs.needs) else None
-    found, lse = Exact.apply(*inputs) if eps is None else Filtered.apply(*inputs, eps)
+    found, lse = Loss.apply(*inputs_for(hidden, weight, labels, bias, options))
     return (found, lse) if options.return_lse else found
+
+
+class Loss(torch.autograd.Function):
+    """The loss and the log-sum-exps, differentiable once in hidden and weight."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        inputs = Inputs(*inputs)
+        # a filter is for gradients
+        ctx.mode = filtered if inputs.eps is not None and any(inputs.needs) else exact
+        with torch.cuda.device_of(inputs.hidden):
+            losses, lse, token_weight, ctx.state = ctx.mode.forward_all(inputs)
+        ctx.save_for_backward(*inputs[:4], token_weight)
+        ctx.settings = inputs[4:]
+        ctx.set_materialize_grads(False)
+        if not inputs.options.return_lse:
+            ctx.mark_non_differentiable(lse)
+        reduced = inputs.options.reduction != "none"
+        return losses.sum() * token_weight if reduced else losses, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, of_loss, of_lse):
+        if of_loss is None and of_lse is None:
+            return (None,) * len(Inputs._fields)
+        *tensors, token_weight = ctx.saved_tensors
+        inputs, state, device = Inputs(*tensors, *ctx.settings), ctx.state, tensors[0].device
+        with torch.cuda.device_of(inputs.hidden), torch.autocast(device.type, enabled=False):
+            of_loss = torch.zeros((), device=device) if of_loss is None else of_loss.float()
+            if isinstance(state, Made):
+                # the first backward takes what there is, another makes it again
+                made = state.gradients or ctx.mode.forward_all(inputs)[3].gradients
+                state.gradients = None
+                scale(made, of_loss)
+            else:
+                made = ctx.mode.backward_all(inputs, state, of_loss, of_lse, token_weight)
+        if not graph_is_kept():
+            ctx.state = None
+        return *made, *[None] * (len(Inputs._fields) - 2)
 
 
 def inputs_for(
@@ -44,7 +81,8 @@ def inputs_for(
     hidden, weight, labels = hidden.contiguous(), weight.contiguous(), labels.contiguous()
     bias = None if bias is None else bias.contiguous()
     needs = tuple(torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight))
-    return Inputs(hidden, weight, bias, labels, options, needs, tiles_for(hidden, weight))
+    tiles, eps = tiles_for(hidden, weight), threshold(options, len(weight))
+    return Inputs(hidden, weight, bias, labels, options, needs, tiles, eps)
 
 
 def threshold(options: Options, vocabulary: int) -> float | None:
@@ -83,16 +121,16 @@ def token_statistics(
     losses, lse, entropy = hidden.new_empty(3, len(labels), dtype=torch.float32)
     argmax = torch.empty_like(labels)
     with torch.cuda.device_of(hidden):
-        for start in range(0, len(labels), stored.TOKENS):
-            part = slice(start, start + stored.TOKENS)
+        for part in stored.super_blocks(inputs):
             mine = inputs.part(part)
-            order, _, count, _ = valid_first(mine.labels, options.ignore_index)
+            order, _, count, _ = valid_first(mine)
             tokens, packed = gather(mine, order, count)
             found = losses[part], lse[part]
             forward(mine, packed, tokens, *found, entropies=entropy[part], argmaxes=argmax[part])
     return -losses, entropy, lse, argmax
 
 
+@torch.no_grad()
 def filter_statistics(
     hidden: Tensor,  # (N, D)
     weight: Tensor,  # (V, D)
@@ -103,10 +141,18 @@ def filter_statistics(
     """What the filter does to these inputs: the share of (token, block) pairs whose gradient is
     computed, kept or drawn, and the mean over valid tokens of the softmax mass in the others, which
     the profiles stand in for. 0-d, on the device."""
-    eps = threshold(options, len(weight))
-    if eps is None:
-        return hidden.new_ones((), dtype=torch.float32), hidden.new_zeros((), dtype=torch.float32)
-    return filtered.filter_statistics(inputs_for(hidden, weight, labels, bias, options), eps)
+    inputs = inputs_for(hidden, weight, labels, bias, options)
+    share, mass = hidden.new_zeros(2, dtype=torch.float32)
+    if inputs.eps is None:
+        return share + 1, mass
+    with torch.cuda.device_of(hidden):
+        losses, lse = hidden.new_empty(2, len(labels), dtype=torch.float32)
+        order, _, count, _ = valid_first(inputs)
+        for _, pairs in filtered.walk(inputs, losses, lse, order, count):
+            share += pairs.listed.sum()
+            mass += pairs.coefficient.clamp(min=0).sum(dtype=torch.float32)
+        valid = count.clamp(min=1)[0]
+        return share / (valid * inputs.blocks), mass / valid
 
 
 def unsupported(

@@ -10,35 +10,30 @@ and no order that depends on timing, so a first backward on equal inputs gives e
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from triton import cdiv
 
-from smoothce.chunked import MIXED, graph_is_kept
-from smoothce.triton import stored
+from smoothce.chunked import MIXED
 from smoothce.triton.forward import forward
-from smoothce.triton.stored import Stored
-from smoothce.triton.tiles import (
-    LOG2E,
-    base2_logits,
-    descriptor,
-    product,
-    programs,
-    slope,
-)
-from smoothce.triton.tokens import Inputs, Tokens, gather, outputs, scale, valid_first
+from smoothce.triton.stored import NOTHING, Stored, regions_for, room, super_blocks, tokens_at_once
+from smoothce.triton.tiles import LOG2E, base2_logits, descriptor, product, programs, slope
+from smoothce.triton.tokens import Inputs, Made, Tokens, gather, valid_first
 
 
 @triton.jit
-def dlogits(
-    x,  # base-2 logits, (rows, entries)
-    r, v, known, labels, lse, of_loss, of_lse, V, smoothing, scale, softcap,
+def store_dlogits(
+    x, r, v, columns,  # base-2 logits of tokens r and entries v, and where in `out` those go
+    labels, lse, of_loss, of_lse,
+    out, stride_out,
+    N, V, smoothing, scale, softcap,
 ):  # fmt: skip
     """S of these logits; 0 for tokens without a label, whose g is 0 and whose lse is +inf."""
+    known = r < N
     total = tl.load(lse + r, mask=known, other=float("inf"))
     y = tl.load(labels + r, mask=known, other=-1)
     g = tl.load(of_loss + r, mask=known, other=0.0)
@@ -49,11 +44,11 @@ def dlogits(
     if of_lse is not None:
         h = tl.load(of_lse + r, mask=known, other=0.0)
         s = (s * g[:, None] + p * h[:, None]) * f
-    elif softcap is not None:
-        s *= f * g[:, None]
     else:
-        s *= (g * f)[:, None]
-    return s
+        s *= f * g[:, None]
+    # entries past the chunk are never read
+    p_o = out + r.to(tl.int64)[:, None] * stride_out + columns[None, :]
+    tl.store(p_o, s.to(out.dtype.element_ty), mask=known[:, None])
 
 
 @triton.jit(do_not_specialize=["N", "width"])
@@ -74,14 +69,12 @@ def recompute_kernel(
         row = (tile % n_rows) * ROWS
         o_v = (tile // n_rows) * WIDTH
         acc = product(hidden, weight, row, vocab + o_v, N, V, D, ROWS, WIDTH, DEPTH, TMA, PRECISION)
-        r = row + tl.arange(0, ROWS)
         v = vocab + o_v + tl.arange(0, WIDTH)
-        known = r < N
         x = base2_logits(acc, bias, v, V, scale, softcap)
-        s = dlogits(x, r, v, known, labels, lse, of_loss, of_lse, V, smoothing, scale, softcap)
-        # entries past the chunk are never read
-        p_o = out + r.to(tl.int64)[:, None] * stride_out + (o_v + tl.arange(0, WIDTH))[None, :]
-        tl.store(p_o, s.to(out.dtype.element_ty), mask=known[:, None])
+        store_dlogits(
+            x, row + tl.arange(0, ROWS), v, o_v + tl.arange(0, WIDTH), labels, lse,
+            of_loss, of_lse, out, stride_out, N, V, smoothing, scale, softcap,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -94,17 +87,17 @@ def convert_kernel(
     """S from stored logits, for the chunk of the vocabulary that starts at `vocab`."""
     r = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     o_v = tl.program_id(0) * WIDTH
-    v = vocab + o_v + tl.arange(0, WIDTH)
+    columns = o_v + tl.arange(0, WIDTH)
     known = r < N
     # tokens without a label have no stored logits
     valid = known & (tl.load(labels + r, mask=known, other=-1) >= 0)
-    columns = o_v + tl.arange(0, WIDTH)
     p_x = stored + r.to(tl.int64)[:, None] * stride_in + columns[None, :]
     x = tl.load(p_x, mask=valid[:, None], other=0.0).to(tl.float32)
     x += tl.load(target + r, mask=known, other=0.0)[:, None] * LOG2E
-    s = dlogits(x, r, v, known, labels, lse, of_loss, of_lse, V, smoothing, scale, softcap)
-    p_o = out + r.to(tl.int64)[:, None] * stride_out + columns[None, :]
-    tl.store(p_o, s.to(out.dtype.element_ty), mask=known[:, None])
+    store_dlogits(
+        x, r, vocab + o_v + tl.arange(0, WIDTH), columns, labels, lse,
+        of_loss, of_lse, out, stride_out, N, V, smoothing, scale, softcap,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -140,13 +133,12 @@ def spread(
 
 @dataclass
 class State:
-    """What the forward leaves for the backward, which takes the gradients that are in it."""
+    """What the forward leaves for the backward, which takes the gradient's memory."""
 
     tokens: list[Tokens]  # of each super-block
     counts: "Counts"
     d_weight: Tensor | None  # the weight gradient to be, in whose memory logits may be stored
-    stored: Stored | None  # logits of the first super-block
-    made: tuple[Tensor | None, Tensor | None] | None = None  # gradients made in the forward
+    logits: Stored  # of the first super-block
 
 
 class Counts:
@@ -168,70 +160,33 @@ class Counts:
         return [None if count is None else count.item() for count in self.host]
 
 
-class Exact(torch.autograd.Function):
-    """The loss and the log-sum-exps, differentiable once in hidden and weight."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        inputs = Inputs(*inputs)
-        with torch.cuda.device_of(inputs.hidden):
-            losses, lse, token_weight, ctx.state = forward_all(inputs)
-        return outputs(ctx, inputs, losses, lse, token_weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, of_loss, of_lse):
-        if of_loss is None and of_lse is None:
-            return (None,) * 7
-        *tensors, token_weight = ctx.saved_tensors
-        inputs, device = Inputs(*tensors, *ctx.settings), tensors[0].device
-        autocast = torch.autocast(device.type, enabled=False)
-        with torch.cuda.device_of(inputs.hidden), autocast:
-            of_loss = torch.zeros((), device=device) if of_loss is None else of_loss
-            of_loss = of_loss.float()
-            found = backward_all(inputs, ctx.state, of_loss, of_lse, token_weight)
-        if not graph_is_kept():
-            ctx.state = None
-        return *found, None, None, None, None, None
-
-
-def slices(inputs: Inputs) -> list[slice]:
-    n, size = len(inputs.labels), stored.tokens_at_once(inputs) or stored.TOKENS
-    return [slice(start, min(start + size, n)) for start in range(0, n, size)]
-
-
-def forward_all(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, State | None]:
+def forward_all(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, State | Made | None]:
     """Losses and log-sum-exps in the caller's order, 1 / tokens, and the backward's state."""
-    parts, at_once = slices(inputs), stored.tokens_at_once(inputs)
-    labels, ignore = inputs.labels, inputs.options.ignore_index
-    found = [valid_first(labels[part], ignore) for part in parts]
-    token_weight = found[0][3] if len(found) == 1 else valid_first(labels, ignore)[3]
-    if inputs.options.reduction != "mean":
-        token_weight = torch.ones_like(token_weight)
-    losses = inputs.hidden.new_empty(len(labels), dtype=torch.float32)
+    parts, early = super_blocks(inputs), tokens_at_once(inputs) > 0
+    found = [valid_first(inputs.part(part)) for part in parts]
+    token_weight = found[0][3] if len(found) == 1 else valid_first(inputs)[3]
+    losses = inputs.hidden.new_empty(len(inputs.labels), dtype=torch.float32)
     lse = torch.empty_like(losses)
-    state = kept = gradients = None
+    state, logits = None, NOTHING
     if any(inputs.needs):
-        d_weight, kept = stored.room(inputs, at_once)
-        state = State([], Counts([count for _, _, count, _ in found]), d_weight, kept)
-        if at_once:
-            state.d_weight, gradients = None, Gradients(inputs, parts, d_weight)
+        d_weight, logits = room(inputs)
+        state = State([], Counts([count for _, _, count, _ in found]), d_weight, logits)
+        if early:
+            gradients = Gradients(inputs, d_weight)
     for i, (part, (order, rank, count, _)) in enumerate(zip(parts, found, strict=True)):
-        mine = inputs.part(part)
+        mine, here = inputs.part(part), logits if i == 0 or early else NOTHING
         tokens, packed = gather(mine, order, count)
-        room = kept if i == 0 or at_once else None
-        tokens, _ = forward(mine, packed, tokens, losses[part], lse[part], stored=room)
-        tokens = tokens._replace(rank=rank)
-        if gradients is not None:
+        tokens = forward(
+            mine, packed, tokens._replace(rank=rank), losses[part], lse[part], stored=here
+        )
+        if early:
             # asked for after the large kernel's launch, so that the device is busy meanwhile
             n = state.counts.values()[i]
-            gradients.add(part, tokens, n, token_weight, None, room, packed)
+            gradients.add(part, tokens, n, token_weight, None, here, packed)
         elif state is not None:
             state.tokens.append(tokens)
         del packed
-    if gradients is not None:
-        state.made, state.stored = gradients.result(), None
-    return losses, lse, token_weight, state
+    return losses, lse, token_weight, Made(gradients.result()) if early else state
 
 
 def backward_all(
@@ -241,26 +196,23 @@ def backward_all(
     of_lse: Tensor | None,  # (N,)
     token_weight: Tensor,  # ()
 ) -> tuple[Tensor | None, Tensor | None]:
-    if stored.tokens_at_once(inputs):
-        # the first backward takes what there is, another makes it again
-        made, state.made = state.made or forward_all(inputs)[3].made, None
-        scale(made, of_loss)
-        return made
-    parts, token = slices(inputs), of_loss * token_weight
-    kept = state.stored if state.d_weight is not None else None
-    gradients, state.d_weight = Gradients(inputs, parts, state.d_weight), None
-    for part, tokens, n in zip(parts, state.tokens, state.counts.values(), strict=True):
+    """The gradients of hidden and weight that are wanted."""
+    token = of_loss * token_weight
+    logits = NOTHING if state.d_weight is None else state.logits
+    gradients, state.d_weight = Gradients(inputs, state.d_weight), None
+    counts = state.counts.values()
+    for part, tokens, n in zip(super_blocks(inputs), state.tokens, counts, strict=True):
         g = token[part] if token.dim() else token
         h = None if of_lse is None else of_lse[part]
-        gradients.add(part, tokens, n, g, h, kept)
-        kept = None
+        gradients.add(part, tokens, n, g, h, logits)
+        logits = NOTHING
     return gradients.result()
 
 
 class Gradients:
     """The exact gradients that are wanted, filled super-block by super-block."""
 
-    def __init__(self, inputs: Inputs, parts: list[slice], d_weight: Tensor | None) -> None:
+    def __init__(self, inputs: Inputs, d_weight: Tensor | None) -> None:
         self.inputs, self.d_weight, self.begun = inputs, d_weight, False
         hidden, (n, d) = inputs.hidden, inputs.hidden.shape
         self.wide = hidden.dtype != torch.float32
@@ -268,7 +220,7 @@ class Gradients:
         if inputs.needs[0]:
             # A super-block's sum is fp32, twice the size of its part of dE: each reaches into the
             # next one's rows.
-            most = max((part.stop - part.start for part in parts), default=0)
+            most = max((part.stop - part.start for part in super_blocks(inputs)), default=0)
             self.memory = hidden.new_empty(n + most * self.wide, d)
         if inputs.needs[1] and d_weight is None:
             self.d_weight = torch.empty_like(inputs.weight)
@@ -280,14 +232,14 @@ class Gradients:
         count: int | None,  # valid tokens; None: as many as there may be
         of_loss: Tensor,  # fp32, upstream gradient of the losses; () where all are alike
         of_lse: Tensor | None,  # of the log-sum-exps
-        kept: Stored | None,
+        logits: Stored,
         packed: Tensor | None = None,  # the hidden states, valid ones first
     ) -> None:
+        """Write dE of these tokens; write dC, or add to it."""
         size = where.stop - where.start
         n = size if count is None else count
-        out = acc = None
-        if self.memory is not None:
-            out = self.memory[where.start : where.stop]
+        acc = None
+        out = None if self.memory is None else self.memory[where]
         if n == 0:
             if out is not None:
                 out.zero_()
@@ -295,8 +247,8 @@ class Gradients:
         hidden, d = self.inputs.hidden[where], self.inputs.hidden.shape[1]
         order, labels = tokens.order[:n], tokens.labels[:n]
         if out is not None and self.wide:
-            room = self.memory[where.start : where.stop + size]
-            acc = room.view(-1).view(torch.float32).view(size, d)[size - n :]
+            memory = self.memory[where.start : where.stop + size]
+            acc = memory.view(-1).view(torch.float32).view(size, d)[size - n :]
         elif out is not None:
             acc = out if count == size else torch.empty_like(hidden[:n])
         if count != size and packed is not None:
@@ -304,15 +256,24 @@ class Gradients:
         elif count != size:
             # in what the sum leaves of its memory, where they fit
             fits = acc is not None and self.wide and 3 * n <= 2 * size
-            hidden = torch.index_select(
-                hidden, 0, order, out=room[:n] if fits else hidden.new_empty(n, d)
-            )
+            gathered = memory[:n] if fits else hidden.new_empty(n, d)
+            hidden = torch.index_select(hidden, 0, order, out=gathered)
         g, h = (
             None if x is None else torch.where(labels >= 0, x[order] if x.dim() else x, 0.0)
             for x in (of_loss, of_lse)
         )
-        block = Block(self.inputs, hidden, tokens, g, h, kept)
-        block.backward(acc, self.d_weight, self.begun)
+        if acc is not None:
+            acc.zero_()
+        dlogits = Dlogits(self.inputs, hidden, tokens, g, h, logits)
+        for start, stop, part in dlogits.chunks(None if self.begun else self.d_weight):
+            if self.d_weight is not None:
+                rows = self.d_weight[start:stop]
+                if self.begun:
+                    rows.addmm_(part.T, hidden)
+                else:
+                    torch.mm(part.T, hidden, out=rows)
+            if acc is not None:
+                add_product(acc, part, self.inputs.weight[start:stop])
         self.begun = True
         if acc is not None and acc is not out:
             spread(acc, tokens.rank, out)
@@ -324,54 +285,32 @@ class Gradients:
         return hidden, self.d_weight
 
 
-@dataclass
-class Block:
-    """One super-block's packed tokens, on the way to their gradients."""
+class Dlogits(NamedTuple):
+    """S of one super-block's packed tokens, made chunk by chunk of the vocabulary."""
 
     inputs: Inputs
     hidden: Tensor  # (n, D) packed
     tokens: Tokens
     of_loss: Tensor  # (n,) fp32, g_i, 0 where there is no valid token
     of_lse: Tensor | None  # (n,) fp32, h_i, likewise
-    stored: Stored | None
+    logits: Stored
 
-    def backward(
-        self,
-        acc: Tensor | None,  # (n, D) fp32, written
-        d_weight: Tensor | None,  # (V, D), written, or added to
-        accumulate: bool,
-    ) -> None:
-        if acc is not None:
-            acc.zero_()
-        for start, stop, part in self.parts(None if accumulate else d_weight):
-            if d_weight is not None:
-                if accumulate:
-                    d_weight[start:stop].addmm_(part.T, self.hidden)
-                else:
-                    torch.mm(part.T, self.hidden, out=d_weight[start:stop])
-            if acc is not None:
-                add_product(acc, part, self.inputs.weight[start:stop])
-
-    def parts(self, idle: Tensor | None) -> Iterator[tuple[int, int, Tensor]]:
-        """S by chunks [start, stop), each until the next is asked for.
+    def chunks(self, idle: Tensor | None) -> Iterator[tuple[int, int, Tensor]]:
+        """S of entries [start, stop), each until the next is asked for.
 
         `idle` is the weight gradient, in whose memory logits and S may lie where rows are not yet
         written. Logits take up N numbers an entry and gradients D, so stored logits are consumed
         from that end from which a piece and those before it make room for their gradients."""
-        v, kept, done = len(self.inputs.weight), self.stored, 0
-        n, d = self.hidden.shape
-        apart = kept is not None and kept.apart
-        chunk = 0 if apart else stored.regions_for(self.inputs).chunk
-        space = self.hidden.new_empty(n, chunk)
-        if kept is not None:
-            rows, pieces = kept.regions.rows, kept.regions.pieces()
-            done = min(kept.regions.entries, v)
-            for first, last in pieces if rows >= d else reversed(pieces):
-                logits = kept.piece(first, last, n)
-                stays = kept.apart or last * d <= first * rows or first * d >= last * rows
-                out = logits.view(self.hidden.dtype) if stays else space
-                stop = min(last, v)
-                yield first, stop, self.convert(logits, out, first, stop)
+        v, (n, d), stored = len(self.inputs.weight), self.hidden.shape, self.logits
+        space = self.hidden.new_empty(n, 0 if stored.apart else regions_for(self.inputs).chunk)
+        rows, pieces = stored.regions.rows, stored.regions.pieces()
+        for first, last in pieces if rows >= d else reversed(pieces):
+            logits = stored.piece(first, last, n)
+            stays = stored.apart or last * d <= first * rows or first * d >= last * rows
+            out = logits.view(self.hidden.dtype) if stays else space
+            stop = min(last, v)
+            yield first, stop, self.convert(logits, out, first, stop)
+        done = min(stored.regions.entries, v)
         while done < v:
             out = space if idle is None else self.end(idle, done, space)
             stop = min(done + out.shape[1], v)

@@ -61,7 +61,6 @@ def queue_kernel(
         if item & 3 == 0:
             # a tile: S of up to ROWS tokens of block j, into the ring for dC, times C into dE
             tile = begin + index
-            slot = tile % RING
             if d_weight is not None:  # noqa: SIM102 (compile-time)
                 if tile >= RING:
                     before = tl.load(owner + tile - RING)
@@ -122,7 +121,7 @@ def queue_kernel(
                     tl.store(profile + V + v, f_row, mask=v < V)
             s = s.to(hidden.dtype.element_ty)
             if d_weight is not None:
-                at = slot * ROWS + tl.arange(0, ROWS)
+                at = (tile % RING) * ROWS + tl.arange(0, ROWS)
                 tl.store(ring_source + at, source)
                 tl.store(ring + at[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], s)
             signal(tiles_done + j)
@@ -132,13 +131,11 @@ def queue_kernel(
                 into = tl.where(real, r, tl.where(is_uniform, even, padded + j))
                 o_s = tl.arange(0, SLICE)
                 p_a = acc + into.to(tl.int64)[:, None] * D + o_s[None, :]
-                inside = (k < n + 2)[:, None]
                 for d in tl.range(0, D, SLICE, num_stages=WIDE_STAGES):
                     c = load_tile(weight_wide, j * WIDTH, d, V, D, WIDTH, SLICE, TMA)
                     part = tl.dot(s, c, input_precision=PRECISION)
-                    tl.atomic_add(
-                        p_a + d, part, mask=inside & (d + o_s < D)[None, :], sem="relaxed"
-                    )
+                    m_a = (k < n + 2)[:, None] & (d + o_s < D)[None, :]
+                    tl.atomic_add(p_a + d, part, mask=m_a, sem="relaxed")
         elif d_weight is not None:
             # a share of block j's dC, written once
             shares = tl.load(readers + j)
@@ -209,18 +206,14 @@ def block_sums_kernel(
             m_e = m_e & (o_d < D)[None, :]
         p_e = hidden + source.to(tl.int64)[:, None] * D + o_d[None, :]
         e = tl.load(p_e, mask=m_e, other=0.0)
-        if (relative is not None) | (lean is not None) | (p.dtype != e.dtype):
-            w = p.to(tl.float32)
-            one = tl.where(w > 0.0, 1.0, 0.0)
-            if relative is not None:
-                g = tl.load(relative + o_i, mask=inside, other=0.0)[None, :]
-                w *= g
-                one *= g
-            acc = tl.dot(w.to(e.dtype), e, acc, input_precision=PRECISION)
-            if lean is not None:
-                flat = tl.dot(one.to(e.dtype), e, flat, input_precision=PRECISION)
-        else:
-            acc = tl.dot(p, e, acc, input_precision=PRECISION)
+        one = tl.where(p.to(tl.float32) > 0.0, 1.0, 0.0)
+        if relative is not None:
+            g = tl.load(relative + o_i, mask=inside, other=0.0)[None, :]
+            p = p.to(tl.float32) * g
+            one *= g
+        acc = tl.dot(p.to(e.dtype), e, acc, input_precision=PRECISION)
+        if lean is not None:
+            flat = tl.dot(one.to(e.dtype), e, flat, input_precision=PRECISION)
         source = tl.load(order + o_i + STEP, mask=o_i + STEP < n, other=0)
     m_o = (j < blocks)[:, None] & (o_d < D)[None, :]
     o = j.to(tl.int64)[:, None] * D + o_d[None, :]

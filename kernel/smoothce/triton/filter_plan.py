@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 from triton import cdiv
 
-from smoothce.triton.forward import Statistics
 from smoothce.triton.tiles import Tiles
 from smoothce.triton.tokens import Tokens
 
@@ -109,8 +108,8 @@ def plan_kernel(
     tl.store(listed + j, done)
 
 
-def plan(statistics: Statistics, tokens: Tokens, eps: float, tiles: Tiles) -> Plan:
-    """Turn block statistics, in place, into lists of tokens and coefficients."""
+def plan(statistics: Tensor, tokens: Tokens, eps: float, tiles: Tiles) -> Plan:
+    """Turn the forward's block statistics, in place, into lists of tokens and coefficients."""
     block_lse, block_max = statistics
     blocks, padded = block_lse.shape
     found = Plan(
@@ -127,10 +126,10 @@ def plan(statistics: Statistics, tokens: Tokens, eps: float, tiles: Tiles) -> Pl
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin", "end"])
 def count_kernel(
-    listed, first, last, readers, read_last, total, blocks, head, slices, share,
-    PHASE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    listed, first, last, readers, read_last, total, blocks, begin, end, slices, share,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Tiles and weight-gradient items of every block, and where each block's begin and end."""
     tile_sum = 0
@@ -140,16 +139,10 @@ def count_kernel(
         inside = j < blocks
         n = tl.load(listed + j, mask=inside, other=0)
         # two more rows: the block's profile and its uniform direction
-        tiles = (n + 2 + ROWS - 1) // ROWS
+        tiles = tl.where((j >= begin) & inside, (n + 2 + ROWS - 1) // ROWS, 0)
         # short weight gradients are worked off several slices at a time
         items = tl.minimum(n * slices // share + 1, slices)
-        if PHASE == 1:
-            items = tl.where(j < head, items, 0)
-        if PHASE == 2:
-            items = tl.where(j < head, 0, items)
-            tiles = tl.where(j < head, 0, tiles)
-        tiles = tl.where(inside, tiles, 0)
-        items = tl.where(inside, items, 0)
+        items = tl.where((j >= begin) & (j < end), items, 0)
         ends = tile_sum + tl.cumsum(tiles, 0)
         tl.store(last + j, ends, mask=inside)
         tl.store(first + j, ends - tiles, mask=inside)
@@ -206,24 +199,20 @@ def schedule(
     slices: int,  # of D in a block's weight gradient, 0 where it is not wanted
     tiles: Tiles,
     ring: int,
-    phase: int = 0,
-    head: int = 0,
+    begin: int,
+    end: int,
 ) -> Schedule:
-    """Order the work of one phase.
-
-    Phase 0 is all of it; 1 leaves out the weight gradient of blocks from `head` on, and 2 makes it,
-    for which their tiles come again."""
+    """Order the tiles of blocks from `begin` on, and the weight gradient of those before `end`."""
     blocks = len(listed)
     most_tiles = cdiv(padded + 2, tiles.pair_rows)
     reach = max(ring // 2, most_tiles)
-    room = blocks * (most_tiles + slices)
-    first, last, readers, read_last, total, items = torch.empty(
-        4 * blocks + 1 + room, device=listed.device, dtype=torch.int32
-    ).split([blocks] * 4 + [1, room])
+    sizes = [blocks] * 4 + [1, blocks * (most_tiles + slices)]
+    memory = torch.empty(sum(sizes), device=listed.device, dtype=torch.int32)
+    first, last, readers, read_last, total, items = memory.split(sizes)
     owner = torch.empty(blocks * most_tiles, device=listed.device, dtype=torch.int32)
     count_kernel[(1,)](
-        listed, first, last, readers, read_last, total, blocks, head, slices, SHARE,
-        PHASE=phase, ROWS=tiles.pair_rows, BLOCK=1024,
+        listed, first, last, readers, read_last, total, blocks, begin, end, slices, SHARE,
+        ROWS=tiles.pair_rows, BLOCK=1024,
     )  # fmt: skip
     items_kernel[(blocks,)](
         first, last, readers, read_last, items, owner, blocks, reach,

@@ -16,21 +16,18 @@ so q, W and H cost no pass of their own over the classifier.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from triton import cdiv
 
-from smoothce.chunked import graph_is_kept
 from smoothce.triton import stored
 from smoothce.triton.filter_kernels import block_sums_kernel, hidden_kernel, queue_kernel
 from smoothce.triton.filter_plan import Plan, plan, schedule
-from smoothce.triton.forward import Statistics, forward
+from smoothce.triton.forward import forward
 from smoothce.triton.tiles import descriptor, programs
-from smoothce.triton.tokens import Inputs, Tokens, gather, outputs, scale, valid_first
+from smoothce.triton.tokens import Inputs, Made, Tokens, gather, valid_first
 
 STATISTICS = 2**25  # bytes of block statistics that a super-block may have
 BORROW_FROM = 2**24  # bytes; a smaller sum of dE is simply allocated
@@ -42,57 +39,6 @@ class Upstream(NamedTuple):
     relative: Tensor | None  # (padded,) fp32 g_i / largest, packed; None: all alike
     largest: Tensor  # () fp32, the largest |g_i|
     hidden_sum: Tensor  # (D,) fp32, Σ E_i g_i / largest
-
-
-class Block(NamedTuple):
-    """What one super-block's backward needs."""
-
-    tokens: Tokens
-    plan: Plan
-
-
-@dataclass
-class State:
-    """What the forward leaves for the backward, which takes the gradients that are in it."""
-
-    blocks: list[Block]
-    made: "Gradients | None"  # gradients made in the forward
-
-
-class Filtered(torch.autograd.Function):
-    """The loss and the log-sum-exps; the loss is differentiable once in hidden and weight."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        *inputs, eps = inputs
-        inputs = Inputs(*inputs)
-        with torch.cuda.device_of(inputs.hidden):
-            losses, lse, token_weight, ctx.state = forward_all(inputs, eps)
-        ctx.eps = eps
-        return outputs(ctx, inputs, losses, lse, token_weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, of_loss, _):
-        if of_loss is None:
-            return (None,) * 8
-        *tensors, token_weight = ctx.saved_tensors
-        inputs, state = Inputs(*tensors, *ctx.settings), ctx.state
-        autocast = torch.autocast(of_loss.device.type, enabled=False)
-        with torch.cuda.device_of(inputs.hidden), autocast:
-            of_loss = of_loss.float()
-            if early(inputs):
-                # the first backward takes what there is, another makes it again
-                gradients, state.made = state.made or forward_all(inputs, ctx.eps)[3].made, None
-                scale((gradients.hidden, gradients.weight), of_loss)
-            else:
-                gradients = Gradients(inputs)
-                for block in state.blocks:
-                    gradients.add(block, upstream(inputs, block, of_loss, token_weight))
-            found = gradients.result()
-        if not graph_is_kept():
-            ctx.state = None
-        return *found, None, None, None, None, None, None
 
 
 def super_block(inputs: Inputs) -> int:
@@ -110,42 +56,54 @@ def early(inputs: Inputs) -> bool:
 
 def walk(
     inputs: Inputs, losses: Tensor, lse: Tensor, order: Tensor, count: Tensor
-) -> Iterator[tuple[Tokens, Statistics]]:
+) -> Iterator[tuple[Tokens, Plan]]:
     """The forward, super-block by super-block, valid tokens first."""
     size = super_block(inputs)
     for start in range(0, len(order), size):
         own = order[start : start + size]
         inside = count if len(own) == len(order) else (count - start).clamp(0, len(own))
         tokens, packed = gather(inputs, own, inside)
-        tokens, found = forward(inputs, packed, tokens, losses, lse, statistics=True)
+        statistics = packed.new_empty(2, inputs.blocks, len(packed), dtype=torch.float16)
+        tokens = forward(inputs, packed, tokens, losses, lse, statistics=statistics)
         # after the large kernel's launch, so that the host's work is hidden
         tokens = tokens.with_mean(packed, inputs.tiles)
         del packed
-        yield tokens, found
-        del tokens, found  # before the next super-block takes its memory
+        yield tokens, plan(statistics, tokens, inputs.eps, inputs.tiles)
+        del tokens, statistics  # before the next super-block takes its memory
 
 
-def forward_all(inputs: Inputs, eps: float) -> tuple[Tensor, Tensor, Tensor, State]:
+def forward_all(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, list[tuple[Tokens, Plan]] | Made]:
     """Losses and log-sum-exps in the caller's order, 1 / tokens, and the backward's state."""
     losses = inputs.hidden.new_empty(len(inputs.labels), dtype=torch.float32)
     lse = torch.empty_like(losses)
-    order, _, count, token_weight = valid_first(inputs.labels, inputs.options.ignore_index)
-    if inputs.options.reduction != "mean":
-        token_weight = torch.ones_like(token_weight)
-    state = State([], Gradients(inputs) if early(inputs) else None)
-    for tokens, statistics in walk(inputs, losses, lse, order, count):
-        block = Block(tokens, plan(statistics, tokens, eps, inputs.tiles))
-        if state.made is None:
-            state.blocks.append(block)
+    order, _, count, token_weight = valid_first(inputs)
+    blocks, gradients = [], Gradients(inputs) if early(inputs) else None
+    for tokens, pairs in walk(inputs, losses, lse, order, count):
+        if gradients is None:
+            blocks.append((tokens, pairs))
         else:
-            state.made.add(block, Upstream(None, token_weight, tokens.total))
-        del tokens, statistics, block  # before the next super-block takes its memory
+            gradients.add(tokens, pairs, Upstream(None, token_weight, tokens.total))
+        del tokens, pairs  # before the next super-block takes its memory
+    state = blocks if gradients is None else Made(gradients.result())
     return losses, lse, token_weight, state
 
 
-def upstream(inputs: Inputs, block: Block, of_loss: Tensor, token_weight: Tensor) -> Upstream:
+def backward_all(
+    inputs: Inputs,
+    blocks: list[tuple[Tokens, Plan]],
+    of_loss: Tensor,  # fp32, () or (N,)
+    of_lse: None,
+    token_weight: Tensor,  # ()
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of hidden and weight that are wanted."""
+    gradients = Gradients(inputs)
+    for tokens, pairs in blocks:
+        gradients.add(tokens, pairs, upstream(inputs, tokens, of_loss, token_weight))
+    return gradients.result()
+
+
+def upstream(inputs: Inputs, tokens: Tokens, of_loss: Tensor, token_weight: Tensor) -> Upstream:
     """The upstream gradient as the kernels take it."""
-    tokens = block.tokens
     if inputs.options.reduction != "none":
         return Upstream(None, of_loss * token_weight, tokens.total)
     order = tokens.order.long()
@@ -158,27 +116,6 @@ def upstream(inputs: Inputs, block: Block, of_loss: Tensor, token_weight: Tensor
         part = order[i : i + 1024]
         total += relative[i : i + len(part)] @ inputs.hidden[part].float()
     return Upstream(relative, largest, total)
-
-
-class Gradients:
-    """The filtered gradients that are wanted, filled super-block by super-block."""
-
-    def __init__(self, inputs: Inputs) -> None:
-        self.inputs, self.begun = inputs, False
-        self.hidden, self.weight = (
-            torch.empty_like(like) if need else None
-            for like, need in zip(inputs[:2], inputs.needs, strict=True)
-        )
-
-    def add(self, block: Block, upstream: Upstream) -> None:
-        backward(self.inputs, *block, upstream, self.hidden, self.weight, self.begun)
-        self.begun = True
-
-    def result(self) -> tuple[Tensor | None, Tensor | None]:
-        for gradient in (self.hidden, self.weight):
-            if gradient is not None and not self.begun:
-                gradient.zero_()
-        return self.hidden, self.weight
 
 
 def accumulator(
@@ -202,100 +139,95 @@ def accumulator(
     return inputs.weight.new_zeros(rows, d, dtype=torch.float32), inputs.blocks
 
 
-def backward(
-    inputs: Inputs,
-    tokens: Tokens,
-    plan: Plan,
-    upstream: Upstream,
-    d_hidden: Tensor | None,  # (N, D), the super-block's tokens are written
-    d_weight: Tensor | None,  # (V, D), written, or added to
-    accumulate: bool,
-) -> None:
-    """Gradients of one super-block, as in this module's equations."""
-    hidden, weight, tiles = inputs.hidden, inputs.weight, inputs.tiles
-    (v, d), device, softcap = weight.shape, hidden.device, inputs.options.softcap
-    smoothing = inputs.options.label_smoothing
-    blocks, padded = plan.coefficient.shape
-    common = {
-        "D": d,
-        "SLICE": tiles.slice,
-        "STEP": tiles.step,
-        "PRECISION": tiles.precision,
-        "num_warps": tiles.warps,
-        "num_stages": tiles.pair_stages,
-    }
-    rank_one = lean = acc = None
-    if d_weight is not None:
-        rank_one = torch.empty(blocks, d, dtype=torch.float32, device=device)
-        lean = torch.empty_like(rank_one) if softcap is not None else None
-        block_sums_kernel[(cdiv(blocks, tiles.wide), cdiv(d, tiles.slice))](
-            hidden, plan.coefficient, tokens.order, upstream.relative, tokens.count,
-            rank_one,
-            lean,
-            padded, blocks, WIDE=tiles.wide,
-            **common,
-        )  # fmt: skip
+class Gradients:
+    """The filtered gradients that are wanted, filled super-block by super-block."""
 
-    ring = max(tiles.ring, cdiv(padded + 2, tiles.pair_rows))
-    slices = cdiv(d, tiles.slice) if d_weight is not None else 0
-    ring_s = hidden.new_empty(ring * tiles.pair_rows if slices else 0, tiles.width)
-    ring_source = torch.empty(len(ring_s), device=device, dtype=torch.int32)
-    profile = torch.empty(2, v, dtype=torch.float32, device=device)
-    mean_offset = (tokens.mean.data_ptr() - hidden.data_ptr()) // hidden.element_size()
-    head = blocks  # blocks whose dC is written in the first run
-    if d_hidden is not None:
-        rows = padded + blocks + (1 if softcap is None else blocks)
-        acc, head = accumulator(rows, inputs, None if accumulate else d_weight)
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs, self.begun = inputs, False
+        self.hidden, self.weight = (
+            torch.empty_like(like) if need else None
+            for like, need in zip(inputs[:2], inputs.needs, strict=True)
+        )
 
-    def run(phase: int, acc: Tensor | None) -> None:
-        counters = torch.zeros(1 + 2 * blocks, device=device, dtype=torch.int32)
-        queue_kernel[(programs(device),)](
-            *schedule(plan.listed, padded, slices, tiles, ring, phase, head),
-            *counters.split([1, blocks, blocks]),
-            hidden,
-            descriptor(weight, [tiles.width, tiles.pair_depth], tiles.tma),
-            descriptor(weight, [tiles.width, tiles.slice], tiles.tma),
-            inputs.bias, tokens.order, tokens.labels, tokens.lse,
-            *upstream,
-            *plan,
-            ring_s, ring_source, profile, rank_one, lean, acc, d_weight,
-            mean_offset,
-            padded, blocks, v, smoothing, inputs.scale, softcap,
-            # whether rows of `hidden` and the mean are whole pieces of 8 numbers apart
-            ALIGNED=mean_offset % 8 == 0 and d % 8 == 0,
-            RAGGED=v % tiles.width != 0, ACCUMULATE=accumulate,
-            ROWS=tiles.pair_rows, WIDTH=tiles.width, DEPTH=tiles.pair_depth, TMA=tiles.tma,
-            RING=ring, WIDE_STAGES=tiles.wide_stages,
-            **common,
-        )  # fmt: skip
+    def result(self) -> tuple[Tensor | None, Tensor | None]:
+        for gradient in (self.hidden, self.weight):
+            if gradient is not None and not self.begun:
+                gradient.zero_()
+        return self.hidden, self.weight
 
-    run(1 if head < blocks else 0, acc)
-    if acc is not None:
-        evens = acc[padded + blocks :]
-        hidden_kernel[(cdiv(padded, tiles.rows), cdiv(d, tiles.slice))](
-            plan.coefficient, tokens.order, upstream.relative, upstream.largest, tokens.count,
-            acc,
-            acc[padded : padded + blocks].to(hidden.dtype),
-            None if softcap is None else evens.to(hidden.dtype), evens.sum(0),
-            d_hidden,
-            len(tokens.order), padded, blocks, smoothing, v, ROWS=tiles.rows,
-            **common,
-        )  # fmt: skip
-    if head < blocks:
-        # the sum of dE is read out, so the blocks whose gradient it lay in can be written
-        run(2, None)
+    def add(self, tokens: Tokens, plan: Plan, upstream: Upstream) -> None:
+        """Write dE of these tokens; write dC, or add to it: this module's equations."""
+        inputs, d_weight = self.inputs, self.weight
+        hidden, weight, tiles = inputs.hidden, inputs.weight, inputs.tiles
+        (v, d), device, softcap = weight.shape, hidden.device, inputs.options.softcap
+        smoothing = inputs.options.label_smoothing
+        blocks, padded = plan.coefficient.shape
+        common = {
+            "D": d,
+            "SLICE": tiles.slice,
+            "STEP": tiles.step,
+            "PRECISION": tiles.precision,
+            "num_warps": tiles.warps,
+            "num_stages": tiles.pair_stages,
+        }
+        rank_one = lean = acc = None
+        if d_weight is not None:
+            rank_one = torch.empty(blocks, d, dtype=torch.float32, device=device)
+            lean = torch.empty_like(rank_one) if softcap is not None else None
+            block_sums_kernel[(cdiv(blocks, tiles.wide), cdiv(d, tiles.slice))](
+                hidden, plan.coefficient, tokens.order, upstream.relative, tokens.count,
+                rank_one,
+                lean,
+                padded, blocks, WIDE=tiles.wide,
+                **common,
+            )  # fmt: skip
 
+        ring = max(tiles.ring, cdiv(padded + 2, tiles.pair_rows))
+        slices = cdiv(d, tiles.slice) if d_weight is not None else 0
+        ring_s = hidden.new_empty(ring * tiles.pair_rows if slices else 0, tiles.width)
+        ring_source = torch.empty(len(ring_s), device=device, dtype=torch.int32)
+        profile = torch.empty(2, v, dtype=torch.float32, device=device)
+        mean_offset = (tokens.mean.data_ptr() - hidden.data_ptr()) // hidden.element_size()
+        head = blocks  # blocks whose dC is written in the first run
+        if self.hidden is not None:
+            rows = padded + blocks + (1 if softcap is None else blocks)
+            acc, head = accumulator(rows, inputs, None if self.begun else d_weight)
 
-@torch.no_grad()
-def filter_statistics(inputs: Inputs, eps: float) -> tuple[Tensor, Tensor]:
-    """The share of pairs listed, and the mean over valid tokens of the mass in the others."""
-    with torch.cuda.device_of(inputs.hidden):
-        rows = 3, max(len(inputs.labels), 2)  # the last one holds two sums
-        losses, lse, sums = inputs.hidden.new_zeros(rows, dtype=torch.float32)
-        order, _, count, _ = valid_first(inputs.labels, inputs.options.ignore_index)
-        for tokens, statistics in walk(inputs, losses, lse, order, count):
-            found = plan(statistics, tokens, eps, inputs.tiles)
-            sums[0] += found.listed.sum()
-            sums[1] += found.coefficient.clamp(min=0).sum(dtype=torch.float32)
-        valid = count.clamp(min=1)[0]
-        return sums[0] / (valid * inputs.blocks), sums[1] / valid
+        def run(begin: int, end: int, acc: Tensor | None) -> None:
+            counters = torch.zeros(1 + 2 * blocks, device=device, dtype=torch.int32)
+            queue_kernel[(programs(device),)](
+                *schedule(plan.listed, padded, slices, tiles, ring, begin, end),
+                *counters.split([1, blocks, blocks]),
+                hidden,
+                descriptor(weight, [tiles.width, tiles.pair_depth], tiles.tma),
+                descriptor(weight, [tiles.width, tiles.slice], tiles.tma),
+                inputs.bias, tokens.order, tokens.labels, tokens.lse,
+                *upstream,
+                *plan,
+                ring_s, ring_source, profile, rank_one, lean, acc, d_weight,
+                mean_offset,
+                padded, blocks, v, smoothing, inputs.scale, softcap,
+                # whether rows of `hidden` and the mean are whole pieces of 8 numbers apart
+                ALIGNED=mean_offset % 8 == 0 and d % 8 == 0,
+                RAGGED=v % tiles.width != 0, ACCUMULATE=self.begun,
+                ROWS=tiles.pair_rows, WIDTH=tiles.width, DEPTH=tiles.pair_depth, TMA=tiles.tma,
+                RING=ring, WIDE_STAGES=tiles.wide_stages,
+                **common,
+            )  # fmt: skip
+
+        run(0, head, acc)
+        if acc is not None:
+            evens = acc[padded + blocks :]
+            hidden_kernel[(cdiv(padded, tiles.rows), cdiv(d, tiles.slice))](
+                plan.coefficient, tokens.order, upstream.relative, upstream.largest, tokens.count,
+                acc,
+                acc[padded : padded + blocks].to(hidden.dtype),
+                None if softcap is None else evens.to(hidden.dtype), evens.sum(0),
+                self.hidden,
+                len(tokens.order), padded, blocks, smoothing, v, ROWS=tiles.rows,
+                **common,
+            )  # fmt: skip
+        if head < blocks:
+            # the sum of dE is read out, so the blocks whose gradient it lay in can be written
+            run(head, blocks, None)
+        self.begun = True

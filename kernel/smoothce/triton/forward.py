@@ -6,24 +6,15 @@ registers, so logits are never written. How the work is cut follows the number o
 which only the device knows.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton import cdiv
 
-from smoothce.triton.stored import PIECES, Regions, Stored, store_logits
+from smoothce.triton.stored import NOTHING, PIECES, Stored, store_logits
 from smoothce.triton.tiles import LOG2E, base2_logits, descriptor, product, programs
 from smoothce.triton.tokens import Inputs, Tokens
-
-
-class Statistics(NamedTuple):
-    """Base-2, (blocks, padded) fp16; None unless asked for."""
-
-    block_lse: Tensor | None  # log-sum-exp within the block
-    block_max: Tensor | None  # largest logit within the block
 
 
 @triton.jit
@@ -73,7 +64,7 @@ def forward_kernel(
     best,  # (n_parts,) its argmax; or None, and then z is Σ logits instead of Σ e^(logit − m) logit
     n_parts, padded,
     targets, memory,  # (padded,), and of stored logits, or None: divided as `Regions` says
-    stored_entries, chunk, growth, stored_rows,
+    stored_rows, chunk, growth, stored_entries,
     V, n_blocks, scale, softcap,
     D: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr,
     RAGGED: tl.constexpr, PLAIN: tl.constexpr, SUM: tl.constexpr,
@@ -113,10 +104,7 @@ def forward_kernel(
                     factor = 1.0
                     x = base2_logits(acc, bias, v, V, scale, softcap)
                 if SUM:
-                    if RAGGED:
-                        z += tl.sum(tl.where((v < V)[None, :], x, 0.0), 1) * factor
-                    else:
-                        z += tl.sum(x, 1) * factor
+                    z += tl.sum(tl.where((v < V)[None, :], x, 0.0) if RAGGED else x, 1) * factor
                 if RAGGED:
                     x = tl.where((v < V)[None, :], x, -float("inf"))
                 if best is not None:
@@ -141,7 +129,7 @@ def forward_kernel(
                 if memory is not None:  # last, so that the tile's registers are free by then
                     z_t = x * factor - target[:, None]
                     store_logits(
-                        z_t, memory, rows, n, block, stored_entries, chunk, growth, stored_rows,
+                        z_t, memory, rows, n, block, stored_rows, chunk, growth, stored_entries,
                         WIDTH, PIECES
                     )  # fmt: skip
                 m = new
@@ -183,10 +171,10 @@ def finish_kernel(
         base = tl.where(new == -float("inf"), 0.0, new)
         s_c = tl.load(parts + n_parts + o, mask=valid, other=1.0)
         s = s * tl.exp2(m - base) + s_c * tl.exp2(m_c - base)
+        z_c = tl.load(parts + 2 * n_parts + o, mask=valid, other=0.0)
         if SUM:
-            z += tl.load(parts + 2 * n_parts + o, mask=valid, other=0.0)
+            z += z_c
         if best is not None:
-            z_c = tl.load(parts + 2 * n_parts + o, mask=valid, other=0.0)
             z = z * tl.exp2(m - base) + z_c * tl.exp2(m_c - base)
             argmax = tl.where(m_c > m, tl.load(best + o, mask=valid, other=0), argmax)
         m = new
@@ -212,14 +200,16 @@ def forward(
     tokens: Tokens,
     losses: Tensor,  # (N,) fp32 in nats, written at the super-block's tokens
     full_lse: Tensor,  # (N,) fp32, likewise
-    statistics: bool = False,
-    stored: Stored | None = None,  # its logits are written, at the packed tokens' places
+    statistics: Tensor | None = None,  # (2, blocks, padded) fp16, written
+    stored: Stored = NOTHING,  # its logits are written, at the packed tokens' places
     entropies: Tensor | None = None,  # (N,) fp32 in nats, written like the losses ...
     argmaxes: Tensor | None = None,  # ... and (N,) int64; both, without smoothing, or none
-) -> tuple[Tokens, Statistics]:
+) -> Tokens:
     """Losses of one super-block, and its tokens with their log-sum-exps.
 
-    loss_i = logsumexp_v z_iv − (1−β) z_iy − (β/V) Σ_v z_iv."""
+    loss_i = logsumexp_v z_iv − (1−β) z_iy − (β/V) Σ_v z_iv.
+
+    Statistics are base-2: the log-sum-exp and the largest logit within each block."""
     weight, tiles, options = inputs.weight, inputs.tiles, inputs.options
     (padded, d), v, blocks = packed.shape, len(weight), inputs.blocks
     workers = programs(packed.device)
@@ -227,21 +217,15 @@ def forward(
     # a group has at most a segment a program, and besides each token block's end of the vocabulary
     n_parts = cdiv(padded, group * tiles.rows) * (workers + group) * tiles.rows
     parts = torch.empty(3, n_parts, device=packed.device, dtype=torch.float32)
-    block_lse = block_max = best = None
-    if argmaxes is not None:
-        best = torch.empty(n_parts, device=packed.device, dtype=torch.int32)
-    if statistics:
-        block_lse = torch.empty(blocks, padded, device=packed.device, dtype=torch.float16)
-        block_max = torch.empty_like(block_lse)
-    regions = Regions(0, 1, 1, 0) if stored is None else stored.regions
+    best = None if argmaxes is None else torch.empty_like(parts[0], dtype=torch.int32)
+    block_lse, block_max = (None, None) if statistics is None else statistics
     positive = inputs.bias is None and options.softcap is None and inputs.scale > 0
     forward_kernel[(workers,)](
         descriptor(packed, [tiles.rows, tiles.depth], tiles.tma),
         descriptor(weight, [tiles.width, tiles.depth], tiles.tma), inputs.bias, tokens.count,
         block_lse, block_max,
         parts, best, n_parts, padded,
-        tokens.target, None if stored is None else stored.memory,
-        regions.entries, regions.chunk, regions.growth, regions.rows,
+        tokens.target, stored.memory, *stored.regions,
         v, blocks, inputs.scale, options.softcap,
         D=d, GROUP=group, PIECES=PIECES,
         RAGGED=v % tiles.width != 0, PLAIN=positive, SUM=options.label_smoothing != 0,
@@ -256,4 +240,4 @@ def forward(
         len(tokens.order), options.label_smoothing, v, blocks, workers,
         ROWS=tiles.rows, GROUP=group, SUM=options.label_smoothing != 0,
     )  # fmt: skip
-    return tokens._replace(lse=lse), Statistics(block_lse, block_max)
+    return tokens._replace(lse=lse)

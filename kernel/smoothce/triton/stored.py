@@ -46,7 +46,7 @@ class Regions(NamedTuple):
         is in both: always so where N and D differ by the factor `growth`, but for the first."""
         found, end = [], 0
         while end < self.entries:
-            stop = max(end * self.growth, end + self.chunk) if end else self.chunk
+            stop = max(end * self.growth, end + self.chunk)
             found.append((end, min(stop, self.entries)))
             end = stop
         return found
@@ -56,13 +56,16 @@ class Stored(NamedTuple):
     """Memory for one super-block's logits."""
 
     regions: Regions
-    memory: Tensor  # (rows · entries,)
+    memory: Tensor | None  # (rows · entries,)
     apart: bool  # not in the memory of dC
 
     def piece(self, first: int, last: int, tokens: int) -> Tensor:
         """The logits of entries [first, last), (tokens, last − first)."""
         rows = self.regions.rows
         return self.memory[rows * first : rows * last].view(rows, last - first)[:tokens]
+
+
+NOTHING = Stored(Regions(0, 1, 1, 0), None, False)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -113,6 +116,12 @@ def tokens_at_once(inputs: Inputs) -> int:
     return next((size for size in sizes if size <= most), 0)
 
 
+def super_blocks(inputs: Inputs) -> list[slice]:
+    """Which of the caller's tokens are packed and worked on together."""
+    n, size = len(inputs.labels), tokens_at_once(inputs) or TOKENS
+    return [slice(start, min(start + size, n)) for start in range(0, n, size)]
+
+
 def best_chunk(most: int, rows: int, d: int, workers: int, tiles: Tiles) -> int:
     """Of the numbers of entries from half of `most` to `most`, that whose products leave the fewest
     multiprocessors idle in their last round: E Cᵀ in this package's tiles, Sᵀ E in 128 × 256."""
@@ -131,23 +140,19 @@ def best_chunk(most: int, rows: int, d: int, workers: int, tiles: Tiles) -> int:
     return max((filled(k * tiles.width), k * tiles.width) for k in range(least, units + 1))[1]
 
 
-def room(
-    inputs: Inputs,
-    tokens: int,  # `tokens_at_once`
-) -> tuple[Tensor | None, Stored | None]:
+def room(inputs: Inputs) -> tuple[Tensor | None, Stored]:
     """The weight gradient to be, and memory for the forward to write logits to."""
-    weight, gradient = inputs.weight, None
-    if inputs.needs[1]:
-        gradient = torch.empty_like(weight)
+    weight = inputs.weight
+    gradient = torch.empty_like(weight) if inputs.needs[1] else None
     # fp16 also for bf16 inputs: it has three more bits, and logits do not need bf16's range
     dtype = torch.float32 if weight.dtype == torch.float32 else torch.float16
-    if tokens:
+    if tokens := tokens_at_once(inputs):
         width = inputs.blocks * inputs.tiles.width
         memory = torch.empty(tokens * width, device=weight.device, dtype=dtype)
         return gradient, Stored(Regions(tokens, width, 1, width), memory, True)
     plan = regions_for(inputs)
     if gradient is None or not plan.entries:
-        return gradient, None
+        return gradient, NOTHING
     return gradient, Stored(plan, gradient.view(-1)[: plan.rows * plan.entries].view(dtype), False)
 
 
@@ -155,7 +160,7 @@ def room(
 def store_logits(
     x,  # base-2 logits of a tile
     memory, rows, n, block,  # of stored logits, the tokens' places, how many there are
-    stored_entries, chunk, growth, stored_rows, WIDTH: tl.constexpr, PIECES: tl.constexpr,
+    stored_rows, chunk, growth, stored_entries, WIDTH: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """Store the tile where its part of the vocabulary is kept, if it is."""
     v = block * WIDTH

@@ -98,10 +98,7 @@ def load_tile(
         o_r = tl.minimum(row + tl.arange(0, ROWS), rows - 1).to(tl.int64)
         o_d = column + tl.arange(0, DEPTH)
         at = source + o_r[:, None] * D + o_d[None, :]
-        if D % DEPTH == 0:  # noqa: SIM108 (compile-time)
-            found = tl.load(at)
-        else:
-            found = tl.load(at, mask=(o_d < D)[None, :], other=0.0)
+        found = tl.load(at) if D % DEPTH == 0 else tl.load(at, mask=(o_d < D)[None, :], other=0.0)
     return found
 
 

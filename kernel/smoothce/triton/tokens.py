@@ -1,5 +1,6 @@
-"""What a call works on and gives back; its valid tokens first: their order, hidden states, mean."""
+"""What a call works on; its valid tokens first: their order, hidden states, mean."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ class Inputs(NamedTuple):
     options: Options
     needs: tuple[bool, bool]  # gradients of hidden and weight
     tiles: Tiles
+    eps: float | None  # the filter's threshold; None: exact gradients
 
     @property
     def scale(self) -> float:
@@ -78,18 +80,17 @@ def order_kernel(labels, order, ranks, count, weight, ignore, N, BLOCK: tl.const
         done += tl.sum(valid, 0)
 
 
-def valid_first(
-    labels: Tensor,  # (N,)
-    ignore_index: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def valid_first(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The stable order that puts valid tokens first, (N,) int32; each token's place in it, -1 where
-    it is masked; the number of valid ones, (1,) int32, and 1 / max(number, 1), 0-d fp32."""
+    it is masked; the number of valid ones, (1,) int32; what the reduction multiplies each loss by:
+    1 / max(number, 1) for a mean, else 1, 0-d fp32."""
+    labels, ignore = inputs.labels, inputs.options.ignore_index
     order = torch.empty(len(labels), device=labels.device, dtype=torch.int32)
     rank = torch.empty_like(order)
     count = torch.empty(1, device=labels.device, dtype=torch.int32)
     weight = torch.empty((), device=labels.device, dtype=torch.float32)
-    order_kernel[(1,)](labels, order, rank, count, weight, ignore_index, len(labels), BLOCK=4096)
-    return order, rank, count, weight
+    order_kernel[(1,)](labels, order, rank, count, weight, ignore, len(labels), BLOCK=4096)
+    return order, rank, count, weight if inputs.options.reduction == "mean" else weight.fill_(1.0)
 
 
 @triton.jit
@@ -141,22 +142,6 @@ def gather(
     return Tokens(order, count, labels, target), packed
 
 
-def outputs(
-    ctx,
-    inputs: Inputs,
-    losses: Tensor,  # (N,)
-    lse: Tensor,  # (N,)
-    token_weight: Tensor,  # ()
-) -> tuple[Tensor, Tensor]:
-    """What an autograd function returns, once its context has what its backward needs."""
-    ctx.save_for_backward(*inputs[:4], token_weight)
-    ctx.settings = inputs[4:]
-    ctx.set_materialize_grads(False)
-    if not inputs.options.return_lse:
-        ctx.mark_non_differentiable(lse)
-    return losses if inputs.options.reduction == "none" else losses.sum() * token_weight, lse
-
-
 @triton.jit
 def scale_kernel(x, factor, size, BLOCK: tl.constexpr):
     f = tl.load(factor)
@@ -164,6 +149,13 @@ def scale_kernel(x, factor, size, BLOCK: tl.constexpr):
         o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         value = tl.load(x + o, mask=o < size, other=0.0).to(tl.float32) * f
         tl.store(x + o, value.to(x.dtype.element_ty), mask=o < size)
+
+
+@dataclass
+class Made:
+    """Gradients of hidden and weight made in the forward, up to the upstream factor."""
+
+    gradients: tuple[Tensor | None, Tensor | None] | None  # None once a backward has taken them
 
 
 def scale(

@@ -62,9 +62,9 @@ def test_drawn_pairs_and_their_weights(monkeypatch):
     plans = []
     for _ in range(2):
         losses = torch.empty(2, len(labels), device=DEVICE)
-        order, _, count, _ = valid_first(labels, -100)
-        ((tokens, statistics),) = filtered.walk(call, *losses, order, count)
-        plans.append(filter_plan.plan(statistics, tokens, eps, call.tiles))
+        order, _, count, _ = valid_first(call)
+        ((_, pairs),) = filtered.walk(call, *losses, order, count)
+        plans.append(pairs)
     assert torch.equal(plans[0].listed, plans[1].listed)
     assert torch.equal(plans[0].coefficient, plans[1].coefficient)
     width = call.tiles.width
@@ -99,9 +99,9 @@ def test_blocks_of_small_norms_are_drawn_from_all_the_same():
 
 def test_statistics_tell_what_was_left_out():
     hidden, weight, labels, _ = inputs(300, 150, 16, masked=0.3)
-    for eps in (1e-12, 0.9):
+    for eps in (None, 1e-12, 0.9):
         kept, mass = triton.filter_statistics(hidden, weight, labels, None, Options(filter_eps=eps))
-        if eps < 1e-6:
+        if eps is None or eps < 1e-6:
             assert kept == 1 and mass == 0
         else:
             p = (hidden @ weight.T).softmax(1)
@@ -125,7 +125,7 @@ def test_queue_items_wait_only_for_earlier_ones(kept, slices, ring):
     counts = torch.tensor(kept, dtype=torch.int32, device=DEVICE)
     most = -(-62 // tiles.pair_rows)
     ring = max(ring, most)
-    queue = filter_plan.schedule(counts, 60, slices, tiles, ring)
+    queue = filter_plan.schedule(counts, 60, slices, tiles, ring, 0, len(kept))
     readers = queue.readers.tolist()
     items = queue.items[: queue.total.item()].tolist()
     first, owner = queue.first.tolist(), queue.owner.tolist()
