@@ -163,17 +163,17 @@ class Counts:
 def forward_all(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, State | Made | None]:
     """Losses and log-sum-exps in the caller's order, 1 / tokens, and the backward's state."""
     parts, early = super_blocks(inputs), tokens_at_once(inputs) > 0
-    found = [valid_first(inputs.part(part)) for part in parts]
-    token_weight = found[0][3] if len(found) == 1 else valid_first(inputs)[3]
+    orders = [valid_first(inputs.part(part)) for part in parts]
+    token_weight = orders[0][3] if len(orders) == 1 else valid_first(inputs)[3]
     losses = inputs.hidden.new_empty(len(inputs.labels), dtype=torch.float32)
     lse = torch.empty_like(losses)
     state, logits = None, NOTHING
     if any(inputs.needs):
         d_weight, logits = room(inputs)
-        state = State([], Counts([count for _, _, count, _ in found]), d_weight, logits)
+        state = State([], Counts([count for _, _, count, _ in orders]), d_weight, logits)
         if early:
             gradients = Gradients(inputs, d_weight)
-    for i, (part, (order, rank, count, _)) in enumerate(zip(parts, found, strict=True)):
+    for i, (part, (order, rank, count, _)) in enumerate(zip(parts, orders, strict=True)):
         mine, here = inputs.part(part), logits if i == 0 or early else NOTHING
         tokens, packed = gather(mine, order, count)
         tokens = forward(
@@ -197,12 +197,12 @@ def backward_all(
     token_weight: Tensor,  # ()
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of hidden and weight that are wanted."""
-    token = of_loss * token_weight
+    of_token = of_loss * token_weight
     logits = NOTHING if state.d_weight is None else state.logits
     gradients, state.d_weight = Gradients(inputs, state.d_weight), None
     counts = state.counts.values()
     for part, tokens, n in zip(super_blocks(inputs), state.tokens, counts, strict=True):
-        g = token[part] if token.dim() else token
+        g = of_token[part] if of_token.dim() else of_token
         h = None if of_lse is None else of_lse[part]
         gradients.add(part, tokens, n, g, h, logits)
         logits = NOTHING
@@ -265,15 +265,15 @@ class Gradients:
         if acc is not None:
             acc.zero_()
         dlogits = Dlogits(self.inputs, hidden, tokens, g, h, logits)
-        for start, stop, part in dlogits.chunks(None if self.begun else self.d_weight):
+        for start, stop, s in dlogits.chunks(None if self.begun else self.d_weight):
             if self.d_weight is not None:
                 rows = self.d_weight[start:stop]
                 if self.begun:
-                    rows.addmm_(part.T, hidden)
+                    rows.addmm_(s.T, hidden)
                 else:
-                    torch.mm(part.T, hidden, out=rows)
+                    torch.mm(s.T, hidden, out=rows)
             if acc is not None:
-                add_product(acc, part, self.inputs.weight[start:stop])
+                add_product(acc, s, self.inputs.weight[start:stop])
         self.begun = True
         if acc is not None and acc is not out:
             spread(acc, tokens.rank, out)

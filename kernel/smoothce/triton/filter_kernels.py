@@ -37,8 +37,8 @@ def queue_kernel(
     coefficient, tokens, listed,  # the `Plan`
     ring, ring_source,  # (RING, ROWS, WIDTH) S of tiles, (RING, ROWS) where their hidden states are
     profile,  # (2, V): q, and f of the uniform direction
-    rank_one,  # (blocks, D) Σ_i m_ij g_i E_i
-    lean,  # (blocks, D) Σ_i g_i E_i of dropped pairs; None without a softcap
+    profile_sums,  # (blocks, D) Σ_i m_ij g_i E_i
+    uniform_sums,  # (blocks, D) Σ_i g_i E_i of dropped pairs; None without a softcap
     acc,  # (padded + blocks + 1 or blocks, D): sums of dE, then W, then H; or None
     d_weight,  # (V, D), or None
     mean_offset: tl.int64,  # of the mean hidden state, from `hidden`
@@ -127,8 +127,8 @@ def queue_kernel(
             signal(tiles_done + j)
             if acc is not None:
                 # without a softcap every block adds to the same uniform direction
-                even = padded + blocks + j if softcap is not None else padded + blocks
-                into = tl.where(real, r, tl.where(is_uniform, even, padded + j))
+                uniform = padded + blocks + j if softcap is not None else padded + blocks
+                into = tl.where(real, r, tl.where(is_uniform, uniform, padded + j))
                 o_s = tl.arange(0, SLICE)
                 p_a = acc + into.to(tl.int64)[:, None] * D + o_s[None, :]
                 for d in tl.range(0, D, SLICE, num_stages=WIDE_STAGES):
@@ -164,12 +164,12 @@ def queue_kernel(
                     after = i_k + STEP
                     place = ((begin + after // ROWS) % RING) * ROWS + after % ROWS + o_k
                     here = tl.load(ring_source + place, mask=after + o_k < n, other=0)
-                low = tl.load(rank_one + j.to(tl.int64) * D + o_c, mask=m_c, other=0.0)
+                of_q = tl.load(profile_sums + j.to(tl.int64) * D + o_c, mask=m_c, other=0.0)
                 if softcap is not None:
-                    flat = tl.load(lean + j.to(tl.int64) * D + o_c, mask=m_c, other=0.0)
+                    of_u = tl.load(uniform_sums + j.to(tl.int64) * D + o_c, mask=m_c, other=0.0)
                 else:
-                    flat = tl.load(hidden_sum + o_c, mask=m_c, other=0.0)
-                sums = sums + q[:, None] * low[None, :] - u[:, None] * flat[None, :]
+                    of_u = tl.load(hidden_sum + o_c, mask=m_c, other=0.0)
+                sums = sums + q[:, None] * of_q[None, :] - u[:, None] * of_u[None, :]
                 sums = sums * factor
                 p_w = d_weight + v.to(tl.int64)[:, None] * D + o_c[None, :]
                 m_w = (v < V)[:, None] & m_c[None, :]
@@ -183,8 +183,8 @@ def queue_kernel(
 @triton.jit
 def block_sums_kernel(
     hidden, coefficient, order, relative, count,
-    rank_one,  # (blocks, D) Σ_i m_ij g_i E_i
-    lean,  # (blocks, D) the same with 1 for m_ij of a dropped pair; None without a softcap
+    profile_sums,  # (blocks, D) Σ_i m_ij g_i E_i
+    uniform_sums,  # (blocks, D) the same with 1 for m_ij of a dropped pair; None without a softcap
     padded, blocks, WIDE: tl.constexpr,
     D: tl.constexpr, SLICE: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -192,8 +192,8 @@ def block_sums_kernel(
     n = tl.load(count)
     j = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     o_d = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
-    acc = tl.zeros((WIDE, SLICE), tl.float32)
-    flat = tl.zeros((WIDE, SLICE), tl.float32)
+    of_profile = tl.zeros((WIDE, SLICE), tl.float32)
+    of_uniform = tl.zeros((WIDE, SLICE), tl.float32)
     p_m = coefficient + tl.minimum(j, blocks - 1).to(tl.int64)[:, None] * padded
     # indices are read one step ahead, so that the gathers they lead to can be pipelined
     source = tl.load(order + tl.arange(0, STEP), mask=tl.arange(0, STEP) < n, other=0)
@@ -211,15 +211,15 @@ def block_sums_kernel(
             g = tl.load(relative + o_i, mask=inside, other=0.0)[None, :]
             p = p.to(tl.float32) * g
             one *= g
-        acc = tl.dot(p.to(e.dtype), e, acc, input_precision=PRECISION)
-        if lean is not None:
-            flat = tl.dot(one.to(e.dtype), e, flat, input_precision=PRECISION)
+        of_profile = tl.dot(p.to(e.dtype), e, of_profile, input_precision=PRECISION)
+        if uniform_sums is not None:
+            of_uniform = tl.dot(one.to(e.dtype), e, of_uniform, input_precision=PRECISION)
         source = tl.load(order + o_i + STEP, mask=o_i + STEP < n, other=0)
     m_o = (j < blocks)[:, None] & (o_d < D)[None, :]
     o = j.to(tl.int64)[:, None] * D + o_d[None, :]
-    tl.store(rank_one + o, acc, mask=m_o)
-    if lean is not None:
-        tl.store(lean + o, flat, mask=m_o)
+    tl.store(profile_sums + o, of_profile, mask=m_o)
+    if uniform_sums is not None:
+        tl.store(uniform_sums + o, of_uniform, mask=m_o)
 
 
 @triton.jit(do_not_specialize=["n_order"])
@@ -227,7 +227,7 @@ def hidden_kernel(
     coefficient, order, relative, largest, count,
     acc,  # (padded, D) sums over listed pairs
     profiles,  # (blocks, D) W
-    evens, flat,  # H: (blocks, D) of each block, or None without a softcap; (D,) of all
+    uniforms, uniform_sum,  # H: (blocks, D) of each block, or None without a softcap; (D,) of all
     out,  # (N, D)
     n_order, padded, blocks, smoothing, V, ROWS: tl.constexpr,
     D: tl.constexpr, SLICE: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
@@ -237,8 +237,8 @@ def hidden_kernel(
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     o_d = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
     m_d = o_d < D
-    low = tl.zeros((ROWS, SLICE), tl.float32)
-    even = tl.zeros((ROWS, SLICE), tl.float32)
+    sums = tl.zeros((ROWS, SLICE), tl.float32)
+    of_uniform = tl.zeros((ROWS, SLICE), tl.float32)
     dtype = out.dtype.element_ty
     if tl.program_id(0) * ROWS < n:
         for j in range(0, blocks, STEP):
@@ -249,21 +249,21 @@ def hidden_kernel(
             o_w = o_j.to(tl.int64)[:, None] * D + o_d[None, :]
             m_w = m_j[:, None] & m_d[None, :]
             w = tl.load(profiles + o_w, mask=m_w, other=0.0)
-            low = tl.dot(tl.trans(p).to(dtype), w, low, input_precision=PRECISION)
-            if evens is not None:
-                h = tl.load(evens + o_w, mask=m_w, other=0.0)
+            sums = tl.dot(tl.trans(p).to(dtype), w, sums, input_precision=PRECISION)
+            if uniforms is not None:
+                h = tl.load(uniforms + o_w, mask=m_w, other=0.0)
                 one = tl.where(tl.trans(p).to(tl.float32) > 0.0, 1.0, 0.0)
-                even = tl.dot(one.to(dtype), h, even, input_precision=PRECISION)
-        if evens is not None:
-            low -= even * (smoothing / V)
+                of_uniform = tl.dot(one.to(dtype), h, of_uniform, input_precision=PRECISION)
+        if uniforms is not None:
+            sums -= of_uniform * (smoothing / V)
         else:
-            low -= (tl.load(flat + o_d, mask=m_d, other=0.0) * (smoothing / V))[None, :]
+            sums -= (tl.load(uniform_sum + o_d, mask=m_d, other=0.0) * (smoothing / V))[None, :]
         if relative is not None:
-            low *= tl.load(relative + r, mask=r < n, other=0.0)[:, None]
+            sums *= tl.load(relative + r, mask=r < n, other=0.0)[:, None]
         m_a = (r < n)[:, None] & m_d[None, :]
-        low += tl.load(acc + r.to(tl.int64)[:, None] * D + o_d[None, :], mask=m_a, other=0.0)
-        low = tl.where((r < n)[:, None], low * tl.load(largest), 0.0)
+        sums += tl.load(acc + r.to(tl.int64)[:, None] * D + o_d[None, :], mask=m_a, other=0.0)
+        sums = tl.where((r < n)[:, None], sums * tl.load(largest), 0.0)
     known = r < n_order
     source = tl.load(order + r, mask=known, other=0).to(tl.int64)
     p_o = out + source[:, None] * D + o_d[None, :]
-    tl.store(p_o, low.to(dtype), mask=known[:, None] & m_d[None, :])
+    tl.store(p_o, sums.to(dtype), mask=known[:, None] & m_d[None, :])

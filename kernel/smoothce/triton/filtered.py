@@ -65,9 +65,13 @@ def walk(
         tokens, packed = gather(inputs, own, inside)
         statistics = packed.new_empty(2, inputs.blocks, len(packed), dtype=torch.float16)
         tokens = forward(inputs, packed, tokens, losses, lse, statistics=statistics)
-        # after the large kernel's launch, so that the host's work is hidden
-        tokens = tokens.with_mean(packed, inputs.tiles)
-        del packed
+        # after the large kernel's launch, so that the host's work is hidden; in two steps, since
+        # torch's reduction of many rows to few sums takes 100 MB of its own
+        groups = packed.view(-1, inputs.tiles.rows, packed.shape[1])
+        total = groups.sum(1, dtype=torch.float32).sum(0)
+        mean = (total / inside.clamp(min=1)).to(packed.dtype)
+        tokens = tokens._replace(total=total, mean=mean)
+        del packed, groups
         yield tokens, plan(statistics, tokens, inputs.eps, inputs.tiles)
         del tokens, statistics  # before the next super-block takes its memory
 
@@ -170,14 +174,14 @@ class Gradients:
             "num_warps": tiles.warps,
             "num_stages": tiles.pair_stages,
         }
-        rank_one = lean = acc = None
+        profile_sums = uniform_sums = acc = None
         if d_weight is not None:
-            rank_one = torch.empty(blocks, d, dtype=torch.float32, device=device)
-            lean = torch.empty_like(rank_one) if softcap is not None else None
+            profile_sums = torch.empty(blocks, d, dtype=torch.float32, device=device)
+            uniform_sums = torch.empty_like(profile_sums) if softcap is not None else None
             block_sums_kernel[(cdiv(blocks, tiles.wide), cdiv(d, tiles.slice))](
                 hidden, plan.coefficient, tokens.order, upstream.relative, tokens.count,
-                rank_one,
-                lean,
+                profile_sums,
+                uniform_sums,
                 padded, blocks, WIDE=tiles.wide,
                 **common,
             )  # fmt: skip
@@ -188,10 +192,10 @@ class Gradients:
         ring_source = torch.empty(len(ring_s), device=device, dtype=torch.int32)
         profile = torch.empty(2, v, dtype=torch.float32, device=device)
         mean_offset = (tokens.mean.data_ptr() - hidden.data_ptr()) // hidden.element_size()
-        head = blocks  # blocks whose dC is written in the first run
+        deferred = blocks  # the first block whose dC is written in a second run
         if self.hidden is not None:
             rows = padded + blocks + (1 if softcap is None else blocks)
-            acc, head = accumulator(rows, inputs, None if self.begun else d_weight)
+            acc, deferred = accumulator(rows, inputs, None if self.begun else d_weight)
 
         def run(begin: int, end: int, acc: Tensor | None) -> None:
             counters = torch.zeros(1 + 2 * blocks, device=device, dtype=torch.int32)
@@ -204,7 +208,7 @@ class Gradients:
                 inputs.bias, tokens.order, tokens.labels, tokens.lse,
                 *upstream,
                 *plan,
-                ring_s, ring_source, profile, rank_one, lean, acc, d_weight,
+                ring_s, ring_source, profile, profile_sums, uniform_sums, acc, d_weight,
                 mean_offset,
                 padded, blocks, v, smoothing, inputs.scale, softcap,
                 # whether rows of `hidden` and the mean are whole pieces of 8 numbers apart
@@ -215,19 +219,19 @@ class Gradients:
                 **common,
             )  # fmt: skip
 
-        run(0, head, acc)
+        run(0, deferred, acc)
         if acc is not None:
-            evens = acc[padded + blocks :]
+            uniforms = acc[padded + blocks :]
             hidden_kernel[(cdiv(padded, tiles.rows), cdiv(d, tiles.slice))](
                 plan.coefficient, tokens.order, upstream.relative, upstream.largest, tokens.count,
                 acc,
                 acc[padded : padded + blocks].to(hidden.dtype),
-                None if softcap is None else evens.to(hidden.dtype), evens.sum(0),
+                None if softcap is None else uniforms.to(hidden.dtype), uniforms.sum(0),
                 self.hidden,
                 len(tokens.order), padded, blocks, smoothing, v, ROWS=tiles.rows,
                 **common,
             )  # fmt: skip
-        if head < blocks:
+        if deferred < blocks:
             # the sum of dE is read out, so the blocks whose gradient it lay in can be written
-            run(head, blocks, None)
+            run(deferred, blocks, None)
         self.begun = True

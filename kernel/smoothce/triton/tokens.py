@@ -49,14 +49,6 @@ class Tokens(NamedTuple):
     total: Tensor | None = None  # (D,) fp32, Σ E_i over valid tokens
     mean: Tensor | None = None  # (D,) the mean hidden state in the inputs' dtype
 
-    def with_mean(self, packed: Tensor, tiles: Tiles) -> "Tokens":
-        """The same with `total` and `mean`, from the packed hidden states, (padded, D)."""
-        # in two steps: torch's reduction of many rows to few sums takes 100 MB of its own
-        blocks = packed.view(-1, tiles.rows, packed.shape[1])
-        total = blocks.sum(1, dtype=torch.float32).sum(0)
-        mean = (total / self.count.clamp(min=1)).to(packed.dtype)
-        return self._replace(total=total, mean=mean)
-
 
 @triton.jit(do_not_specialize=["N"])
 def order_kernel(labels, order, ranks, count, weight, ignore, N, BLOCK: tl.constexpr):
