@@ -7,11 +7,11 @@ backward repeats the forward's product.
 Everything is accumulated in fp32 (fp64 for fp64 inputs).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd import function
 
 from smoothce.options import Options
 
@@ -30,6 +30,19 @@ def loss(
     """The loss of `reference.loss`, without its memory."""
     found, lse = _Chunked.apply(hidden, weight, labels, bias, options, torch.is_grad_enabled())
     return (found, lse) if options.return_lse else found
+
+
+def once_differentiable(backward: Callable) -> Callable:
+    """torch's, which alone lets a second derivative pass, without the loss's part of it, where the
+    upstream gradient needs no gradient itself."""
+    guarded = function.once_differentiable(backward)
+
+    def either(ctx, *upstream):
+        if torch.is_grad_enabled():  # create_graph=True
+            upstream = [None if x is None else x.detach().requires_grad_() for x in upstream]
+        return guarded(ctx, *upstream)
+
+    return either
 
 
 class _Chunked(torch.autograd.Function):

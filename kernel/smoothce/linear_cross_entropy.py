@@ -82,7 +82,8 @@ def linear_cross_entropy(
         "workspace": workspace,
         "return_lse": return_lse,
     }
-    hidden, weight, bias = autocast(*tensors(hidden, weight, labels), bias)
+    check_tensors(("bias",), hidden=hidden, weight=weight, labels=labels, bias=bias)
+    hidden, weight, bias = autocast(hidden, weight, bias)
     if torch.compiler.is_compiling() and impl != "reference":
         check_shapes(hidden, weight, labels, bias)
         flat = hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), bias
@@ -111,9 +112,11 @@ def run(
         return _module(name).loss(hidden, weight, labels.long(), bias, options)
 
 
-def tensors(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The first two. Raises TypeError where one is no tensor, or a piece of one."""
-    for name, value in (("hidden", hidden), ("weight", weight), ("labels", labels)):
+def check_tensors(optional: tuple[str, ...], **given: object) -> None:
+    """Raises TypeError where one is no tensor, or a piece of one; `optional` ones may be None."""
+    for name, value in given.items():
+        if value is None and name in optional:
+            continue
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a tensor, not {type(value).__name__}")
         if type(value).__name__ == "DTensor":
@@ -121,7 +124,6 @@ def tensors(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Ten
                 f"{name} is a DTensor, a piece on each rank: call the loss where FSDP2 has it "
                 "gathered, in the forward of a module that `fully_shard` wraps, or on full_tensor()"
             )
-    return hidden, weight
 
 
 def explain(
@@ -145,12 +147,16 @@ def choose(
         if reason is None:
             return "triton", "fused Triton kernels support these inputs"
         return "chunked", f"triton is not used because {reason}"
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl must be auto or one of {', '.join(IMPLEMENTATIONS)}, not {impl!r}")
+    check_impl(impl)
     reason = _unsupported(impl, hidden, weight, bias, options)
     if reason is not None:
         raise ValueError(f"impl={impl!r} cannot be used: {reason}; impl='auto' can")
     return impl, "asked for by impl="
+
+
+def check_impl(impl: str) -> None:
+    if impl != "auto" and impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl must be auto or one of {', '.join(IMPLEMENTATIONS)}, not {impl!r}")
 
 
 def _unsupported(

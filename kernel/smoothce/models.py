@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smoothce.linear_cross_entropy import linear_cross_entropy
+from smoothce.linear_cross_entropy import check_impl, linear_cross_entropy
 from smoothce.options import Options
 from smoothce.token_statistics import token_statistics
 
@@ -53,7 +53,7 @@ ARCHITECTURES = {
     "GraniteForCausalLM": lambda config: {"logit_scale": 1 / config.logits_scaling},
 }
 # Arguments of a causal model's forward that its decoder does not take.
-HEAD_ONLY = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep")
+HEAD_ONLY = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "ignore_index")
 
 
 def patch_model(
@@ -96,8 +96,11 @@ def patch_model(
     name = type(causal).__name__
     if not head.keys() <= {"softcap", "logit_scale"}:
         raise TypeError(f"patch_model has no setting {', '.join(sorted(head))}")
-    if name.startswith("FSDP"):
-        raise TypeError(f"{name} is sharded already: call patch_model before fully_shard")
+    if name.startswith("FSDP") or hasattr(causal, "module") or hasattr(causal, "_orig_mod"):
+        raise TypeError(
+            f"{name} is a wrapped model: call patch_model before fully_shard, "
+            "DistributedDataParallel, deepspeed.initialize or torch.compile"
+        )
     known = name in ARCHITECTURES and type(causal).__module__.startswith("transformers.")
     if known:
         head = {**ARCHITECTURES[name](causal.config), **head}
@@ -112,6 +115,7 @@ def patch_model(
             f"{name} with pretraining_tp={causal.config.pretraining_tp} is not supported"
         )
     _check_head(causal.lm_head)
+    check_impl(impl)
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be mean or sum for a model, not {reduction!r}")
     options = Options(
@@ -147,11 +151,10 @@ def unpatch_model(model: nn.Module) -> nn.Module:
         raise TypeError(f"{name} is not patched")
     if vars(causal).get(_slot(causal)) is not causal._smoothce:
         raise TypeError(f"{name}.forward was wrapped after patch_model; remove the wrapper first")
-    _decoder(causal)._smoothce.remove()
-    for module in (causal, causal.lm_head, _decoder(causal)):
+    if handle := vars(_decoder(causal)).pop("_smoothce", None):  # none in a decoder set since
+        handle.remove()
+    for module in (causal, causal.lm_head):
         vars(module).pop("_smoothce", None)
-        if module is _decoder(causal):
-            continue
         if _slot(module) == "forward":
             vars(module).pop("forward", None)
         else:
@@ -183,9 +186,16 @@ def patch_trainer(trainer: object, **settings: object) -> object:
         raise ValueError("the trainer's compute_loss_func needs logits, which never exist: drop it")
     if getattr(trainer.args, "loss_type", "nll") != "nll":
         raise ValueError(f"loss_type must be 'nll', not {trainer.args.loss_type!r}")
+    if settings.get("ignore_index", -100) != -100:
+        raise ValueError(
+            "ignore_index must be -100, which the trainer leaves out of its number of tokens, "
+            f"not {settings['ignore_index']!r}"
+        )
     causal = _unwrapped(trainer.model)
     wrapper = vars(causal).get("forward")
     if wrapper is not None and _is_trls(wrapper):
+        if settings.get("reduction", "mean") != "mean":
+            raise ValueError(f"reduction must be 'mean', TRL's, not {settings['reduction']!r}")
         del causal.forward  # add_fused_lm_head's, which computes a loss of its own
         if "_smoothce" in vars(causal):
             causal.forward = causal._smoothce
@@ -278,7 +288,11 @@ def _head_forward(
     if each:
         own = {key: options[key] for key in ("softcap", "logit_scale", "ignore_index")}
         return loss, token_statistics(hidden, self.weight, labels, bias=bias, **own), labels
-    return loss / divisor if divided else loss
+    return loss / (divisor + (divisor == 0)) if divided else loss  # a mean of nothing is 0
+
+
+# A method is pickled by its name: a model that is saved whole comes back with its own forwards.
+_head_forward.__name__ = "forward"
 
 
 def _training_forward(upstream: Callable, eval_logits: bool) -> Callable:
@@ -311,12 +325,17 @@ def _training_forward(upstream: Callable, eval_logits: bool) -> Callable:
             _check_head(self.lm_head)
             raise TypeError("lm_head was replaced after patch_model; call patch_model again")
 
+        ignored = self.lm_head._smoothce["ignore_index"]
+        if head_only["ignore_index"] not in (None, ignored):
+            raise ValueError(
+                f"ignore_index={head_only['ignore_index']} is given to a model that was patched "
+                f"with ignore_index={ignored}"
+            )
         wants_dict = given.pop("return_dict", None)
         outputs = decoder(**given, return_dict=True)
         labels = head_only["shift_labels"]
         if labels is None:
-            options = self.lm_head._smoothce
-            labels = F.pad(head_only["labels"][..., 1:], (0, 1), value=options["ignore_index"])
+            labels = F.pad(head_only["labels"][..., 1:], (0, 1), value=ignored)
         divisor = head_only["num_items_in_batch"]
         loss = self.lm_head(outputs.last_hidden_state, labels, divisor, smoothed, each)
         if each:

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from smoothce.linear_cross_entropy import linear_cross_entropy
+from smoothce.linear_cross_entropy import check_impl, linear_cross_entropy
 from smoothce.options import Options
 
 
@@ -14,6 +14,7 @@ class LinearCrossEntropy(nn.Module):
 
     def __init__(self, *, impl: str = "auto", **options: object) -> None:
         super().__init__()
+        check_impl(impl)
         self.impl = impl
         self.options = Options(**options)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from smoothce import chunked, reference
-from smoothce.linear_cross_entropy import autocast, check, choose
+from smoothce.linear_cross_entropy import autocast, check, check_tensors, choose
 from smoothce.options import Options
 
 NUMBERS = 2**25  # logits at a time on a GPU, where they are chunked
@@ -52,6 +52,7 @@ def token_statistics(
         raise ValueError(f"temperature must be a positive number, not {temperature!r}")
     if impl not in ("auto", "triton", "chunked", "reference"):
         raise ValueError(f"impl must be auto, triton, chunked or reference, not {impl!r}")
+    check_tensors(("labels", "bias"), hidden=hidden, weight=weight, labels=labels, bias=bias)
     shape = hidden.shape[:-1]
     any_label = torch.zeros(shape, dtype=torch.int64, device=hidden.device)
     hidden, weight, bias = autocast(hidden, weight, bias)

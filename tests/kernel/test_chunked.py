@@ -115,6 +115,19 @@ def test_gradcheck(reduction, softcap):
     assert torch.autograd.gradcheck(loss, leaves)
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_a_second_derivative_is_refused(reduction):
+    """torch's own guard lets one pass that lacks the loss's part, where other terms have one."""
+    hidden, weight, _, labels = inputs(6, 9, 4, torch.float64, "some", -100)
+    x = hidden.clone().requires_grad_()
+    loss = smoothce.linear_cross_entropy(
+        x * x, weight, labels, reduction=reduction, impl="chunked"
+    ).sum()
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.square().sum().backward()
+
+
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 @pytest.mark.parametrize("n", [0, 6])
 def test_nothing_valid_gives_zero_and_a_connected_graph(n, reduction):

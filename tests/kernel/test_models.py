@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import io
 import warnings
 
 import pytest
@@ -180,10 +181,12 @@ def test_gradient_checkpointing(reentrant):
     assert_same(gradients(model, model(**data).loss), theirs)
 
 
+@pytest.mark.parametrize("items", [None, 0, torch.tensor(0)])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_all_masked_is_zero_and_connected(reduction):
+def test_all_masked_is_zero_and_connected(reduction, items):
+    """Also where the Trainer counts nothing: 0 / 0 would turn every weight into NaN."""
     model, data = patch_model(tiny(), label_smoothing=0.1, reduction=reduction), batch("all")
-    loss = model(**data).loss
+    loss = model(**data, num_items_in_batch=items).loss
     assert loss == 0
     for name, gradient in gradients(model, loss).items():
         assert not gradient.any(), name
@@ -228,6 +231,19 @@ def test_a_copy_trains_its_own_head():
     copied = copy.deepcopy(model)
     copied(**batch()).loss.backward()
     assert copied.lm_head.weight.grad is not None and model.lm_head.weight.grad is None
+
+
+def test_a_saved_model_comes_back_unpatched():
+    """As from `save_pretrained`; it says so when it trains, and can be patched again."""
+    model, data, file = patch_model(tiny(), label_smoothing=0.1), batch(), io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert torch.equal(loaded.eval()(**data).logits, model.eval()(**data).logits)
+    with pytest.warns(UserWarning, match=r"around its loss.*patch_model"):
+        loaded.train()(**data)
+    patch_model(loaded, label_smoothing=0.1)
+    assert torch.equal(loaded(**data).loss, model.train()(**data).loss)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.2])
@@ -282,6 +298,8 @@ def test_a_loss_that_needs_logits_is_refused(tmp_path):
         patch_trainer(transformers.Trainer(tiny(), arguments, compute_loss_func=lambda *_: None))
     with pytest.raises(ValueError, match=r"label_smoothing=0.3 and .*=0.1 differ"):
         patch_trainer(transformers.Trainer(tiny(), arguments), label_smoothing=0.3)
+    with pytest.raises(ValueError, match=r"ignore_index must be -100, .* not 0"):
+        patch_trainer(transformers.Trainer(tiny(), arguments), ignore_index=0)
 
 
 # Where TRL itself smooths, it leaves out a mixture's auxiliary loss.
@@ -343,6 +361,8 @@ def test_trls_trainer_and_its_metrics(name, beta, tmp_path):
     # patched before as well as after
     again = history(patch_trainer, patch_model(tiny(name), label_smoothing=0.5))
     assert again[0] == pytest.approx(want[0], rel=1e-3)
+    with pytest.raises(ValueError, match=r"reduction must be 'mean', .* not 'sum'"):
+        history(lambda trainer: patch_trainer(trainer, reduction="sum"))
 
 
 def test_lora():
@@ -514,6 +534,14 @@ def test_refusals():
     model = patch_model(tiny())
     with pytest.raises(ValueError, match="logits_to_keep"):
         model(**batch(), logits_to_keep=1)
+    with pytest.raises(ValueError, match=r"ignore_index=0 .*patched with ignore_index=-100"):
+        model(**batch(), ignore_index=0)
+    with pytest.raises(ValueError, match=r"impl must be auto or one of .*'fast'"):
+        patch_model(tiny(), impl="fast")
+    with pytest.raises(TypeError, match=r"OptimizedModule .*call patch_model before"):
+        patch_model(torch.compile(tiny()))
+    with pytest.raises(TypeError, match=r"DataParallel .*call patch_model before"):
+        patch_model(torch.nn.DataParallel(tiny()))
     model.lm_head = torch.nn.Linear(16, VOCABULARY, bias=False)
     with pytest.raises(TypeError, match="lm_head was replaced after patch_model"):
         model(**batch())

@@ -35,6 +35,7 @@ E, C, Y = torch.randn(4, 8), torch.randn(10, 8), torch.tensor([0, 9, -100, 3])
         ({"weight": C[:0]}, ValueError, "at least one row"),
         ({"hidden": E.numpy()}, TypeError, "hidden must be a tensor, not ndarray"),
         ({"labels": [1, 2]}, TypeError, "labels must be a tensor, not list"),
+        ({"bias": [0.0] * 10}, TypeError, "bias must be a tensor, not list"),
         ({"weight": C.double()}, TypeError, "weight must have hidden's dtype torch.float32"),
         ({"bias": torch.zeros(9)}, ValueError, r"bias must be \(10,\), not \(9,\)"),
         ({"labels": Y[:3]}, ValueError, r"\(4,\), not \(3,\)"),
@@ -61,6 +62,13 @@ def test_every_real_number_is_taken(kind):
     assert smoothce.linear_cross_entropy(E, C, Y, label_smoothing=kind(0.25)).equal(
         smoothce.linear_cross_entropy(E, C, Y, label_smoothing=0.25)
     )
+
+
+def test_a_module_and_statistics_refuse_what_the_function_refuses():
+    with pytest.raises(ValueError, match=r"impl must be auto or one of .*'fast'"):
+        smoothce.LinearCrossEntropy(impl="fast")
+    with pytest.raises(TypeError, match="hidden must be a tensor, not list"):
+        smoothce.token_statistics([1.0], C)
 
 
 def test_explain_names_the_implementation_and_the_reason():

@@ -9,8 +9,8 @@ A skipped tile takes its softmax mass and its share of −β/V with it, so gradi
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from smoothce.chunked import once_differentiable
 from smoothce.options import Options
 from smoothce.paper.kernels import backward, forward
 

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from smoothce.chunked import graph_is_kept
+from smoothce.chunked import graph_is_kept, once_differentiable
 from smoothce.options import Options
 from smoothce.triton import exact, filtered, stored
 from smoothce.triton.forward import forward
