@@ -1,7 +1,6 @@
 """Start here: the public function validates its inputs, then hands over to one implementation."""
 
 import importlib
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -46,7 +45,8 @@ def linear_cross_entropy(
     number of the others; where there are none the loss is 0 and its gradient zero, not NaN.
 
     The loss is fp32 (fp64 for fp64 inputs); gradients have their inputs' dtype. Under autocast the
-    inputs are cast as for `F.linear`.
+    inputs are cast as for `F.linear`. Only `impl="reference"` has second derivatives; elsewhere
+    they raise RuntimeError.
 
     The gradient is exact unless `filter_eps` asks for speed from the Triton kernels; the other
     implementations are always exact. With a number, or "auto", which is 2^-8.3 (256000 / V)^¼ and
@@ -84,14 +84,13 @@ def linear_cross_entropy(
     }
     check_tensors(("bias",), hidden=hidden, weight=weight, labels=labels, bias=bias)
     hidden, weight, bias = autocast(hidden, weight, bias)
+    check_shapes(hidden, weight, labels, bias)
+    flat = hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), bias
     if torch.compiler.is_compiling() and impl != "reference":
-        check_shapes(hidden, weight, labels, bias)
-        flat = hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), bias
         loss, lse = compiled.loss(*flat, impl, settings)
     else:
         options = Options(**settings)
-        check(hidden, weight, labels, bias, options)
-        flat = hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), bias
+        check(*flat, options)
         found = run(*flat, impl, options)
         loss, lse = found if return_lse else (found, None)
     loss = loss.view(labels.shape) if reduction == "none" else loss
@@ -109,7 +108,8 @@ def run(
     """What the chosen implementation finds, of checked inputs."""
     name, _ = choose(impl, hidden, weight, bias, options)
     with torch.autocast(hidden.device.type, enabled=False):
-        return _module(name).loss(hidden, weight, labels.long(), bias, options)
+        module = importlib.import_module(IMPLEMENTATIONS[name])
+        return module.loss(hidden, weight, labels.long(), bias, options)
 
 
 def check_tensors(optional: tuple[str, ...], **given: object) -> None:
@@ -163,15 +163,11 @@ def _unsupported(
     name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, options: Options
 ) -> str | None:
     try:
-        module = _module(name)
+        module = importlib.import_module(IMPLEMENTATIONS[name])
     except ImportError as error:
         return f"{IMPLEMENTATIONS[name]} cannot be imported ({error})"
     check = getattr(module, "unsupported", None)
     return check(hidden, weight, bias, options) if check else None
-
-
-def _module(name: str) -> ModuleType:
-    return importlib.import_module(IMPLEMENTATIONS[name])
 
 
 def autocast(

@@ -192,21 +192,16 @@ def patch_trainer(trainer: object, **settings: object) -> object:
             f"not {settings['ignore_index']!r}"
         )
     causal = _unwrapped(trainer.model)
-    wrapper = vars(causal).get("forward")
-    if wrapper is not None and _is_trls(wrapper):
+    code = getattr(getattr(vars(causal).get("forward"), "__func__", None), "__code__", None)
+    if getattr(code, "co_name", "") == "_fused_forward":  # by TRL's add_fused_lm_head
         if settings.get("reduction", "mean") != "mean":
             raise ValueError(f"reduction must be 'mean', TRL's, not {settings['reduction']!r}")
-        del causal.forward  # add_fused_lm_head's, which computes a loss of its own
+        del causal.forward  # which computes a loss of its own
         if "_smoothce" in vars(causal):
             causal.forward = causal._smoothce
     patch_model(trainer.model, **settings)
     trainer.label_smoother = None
     return trainer
-
-
-def _is_trls(forward: Callable) -> bool:
-    code = getattr(getattr(forward, "__func__", forward), "__code__", None)
-    return code is not None and code.co_name == "_fused_forward"
 
 
 def _slot(module: nn.Module) -> str:
@@ -365,12 +360,8 @@ def _result(model: nn.Module, loss: Tensor, outputs: object, given: dict) -> obj
     """What upstream returns, without logits; a mixture's auxiliary loss added as it adds it."""
     # the model's own module has imported it; an import here would break torch.compile's graph
     modeling_outputs = sys.modules["transformers.modeling_outputs"]
-    shared = {
-        "loss": loss,
-        "past_key_values": outputs.past_key_values,
-        "hidden_states": outputs.hidden_states,
-        "attentions": outputs.attentions,
-    }
+    names = ("past_key_values", "hidden_states", "attentions")  # Mamba has the second alone
+    shared = {"loss": loss, **{name: getattr(outputs, name, None) for name in names}}
     if not hasattr(outputs, "router_logits"):
         return modeling_outputs.CausalLMOutputWithPast(**shared)
     auxiliary = _auxiliary(model, outputs, given)

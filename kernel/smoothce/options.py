@@ -25,7 +25,7 @@ class Options:
     return_lse: bool = False
 
     def __post_init__(self) -> None:
-        if not (_is_number(self.label_smoothing) and 0 <= self.label_smoothing <= 1):
+        if not (is_number(self.label_smoothing) and 0 <= self.label_smoothing <= 1):
             raise ValueError(
                 f"label_smoothing must be a number in [0, 1], not {self.label_smoothing!r}"
             )
@@ -35,12 +35,12 @@ class Options:
             raise ValueError(
                 f"reduction must be one of {', '.join(REDUCTIONS)}, not {self.reduction!r}"
             )
-        if self.softcap is not None and not (_is_number(self.softcap) and self.softcap > 0):
+        if self.softcap is not None and not (is_number(self.softcap) and self.softcap > 0):
             raise ValueError(f"softcap must be None or a positive number, not {self.softcap!r}")
-        if self.logit_scale is not None and not _is_number(self.logit_scale):
+        if self.logit_scale is not None and not is_number(self.logit_scale):
             raise ValueError(f"logit_scale must be None or a number, not {self.logit_scale!r}")
         eps = self.filter_eps
-        if not (eps is None or eps == "auto" or (_is_number(eps) and 0 < eps < 1)):
+        if not (eps is None or eps == "auto" or (is_number(eps) and 0 < eps < 1)):
             raise ValueError(
                 f"filter_eps must be 'auto', None (exact) or a number in (0, 1), not {eps!r}"
             )
@@ -73,5 +73,6 @@ class Options:
         return self.valid(labels).sum().clamp(min=1).to(dtype).reciprocal()
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Whether it is a finite real number, NumPy's too, and no truth value."""
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from smoothce import chunked, reference
 from smoothce.linear_cross_entropy import autocast, check, check_tensors, choose
-from smoothce.options import Options
+from smoothce.options import Options, is_number
 
 NUMBERS = 2**25  # logits at a time on a GPU, where they are chunked
 
@@ -48,7 +48,7 @@ def token_statistics(
     Raises ValueError, TypeError or IndexError as `linear_cross_entropy` does.
     """
     options = Options(softcap=softcap, logit_scale=logit_scale, ignore_index=ignore_index)
-    if not (isinstance(temperature, int | float) and 0 < temperature < float("inf")):
+    if not (is_number(temperature) and temperature > 0):
         raise ValueError(f"temperature must be a positive number, not {temperature!r}")
     if impl not in ("auto", "triton", "chunked", "reference"):
         raise ValueError(f"impl must be auto, triton, chunked or reference, not {impl!r}")

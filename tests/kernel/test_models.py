@@ -133,6 +133,16 @@ def test_bias_of_the_head_counts(name):
     assert_same(ours, theirs)
 
 
+def test_outputs_without_a_cache():
+    """Mamba's decoder has no past_key_values to hand on."""
+    config = transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1)
+    torch.manual_seed(0)
+    model, data = transformers.MambaForCausalLM(config).train(), batch()
+    want = expected(model, data, 0.1).detach()
+    patch_model(model, label_smoothing=0.1, softcap=None, logit_scale=None)
+    torch.testing.assert_close(model(**data).loss, want)
+
+
 @pytest.mark.parametrize("name", PRESENT)
 def test_without_labels_or_training_nothing_changes(name):
     model, data = tiny(name), batch()
@@ -545,6 +555,9 @@ def test_refusals():
     model.lm_head = torch.nn.Linear(16, VOCABULARY, bias=False)
     with pytest.raises(TypeError, match="lm_head was replaced after patch_model"):
         model(**batch())
+    model = patch_model(tiny())
+    model.model = tiny().model
+    unpatch_model(model)  # a decoder that was set since has no hook to remove
     model = patch_model(tiny())
     model.forward = torch.no_grad()(model.forward)
     with pytest.raises(TypeError, match="wrapped after patch_model"):

@@ -67,6 +67,10 @@ def test_every_real_number_is_taken(kind):
 def test_a_module_and_statistics_refuse_what_the_function_refuses():
     with pytest.raises(ValueError, match=r"impl must be auto or one of .*'fast'"):
         smoothce.LinearCrossEntropy(impl="fast")
+    for wrong in (True, np.float32("nan"), 0):
+        with pytest.raises(ValueError, match="temperature must be a positive number"):
+            smoothce.token_statistics(E, C, temperature=wrong)
+    assert smoothce.token_statistics(E, C, temperature=np.float32(2)).lse.isfinite().all()
     with pytest.raises(TypeError, match="hidden must be a tensor, not list"):
         smoothce.token_statistics([1.0], C)
 

@@ -1,11 +1,14 @@
 """The runner gives an unpatched checkout the loss that the patches give a patched one."""
 
+import dataclasses
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from smoothce.open_instruct.__main__ import with_flags
 
 UPSTREAM = [pytest.mark.upstream, pytest.mark.slow, pytest.mark.timeout(900)]
 PROJECT = Path(__file__).parents[2]
@@ -148,6 +151,19 @@ def test_refuses(tmp_path, text, message):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
     assert message.format(folder=folder) in done.stderr
+
+
+def test_what_the_script_refuses_ends_it_the_same_way(capsys):
+    @dataclasses.dataclass
+    class FlatArguments:
+        load_balancing_loss: bool = False
+
+        def __post_init__(self):
+            raise ValueError("Need either a dataset name, dataset mixer, or a training file.")
+
+    with pytest.raises(SystemExit, match="2"):
+        with_flags(FlatArguments)()
+    assert capsys.readouterr().err.startswith("error: Need either a dataset name")
 
 
 @pytest.mark.parametrize("words", [[], ["--label_smoothing", "0.1"], ["-h"]])

@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import NoReturn
 
 from smoothce.bench.inputs import CLASSIFIERS, classifier
 
@@ -64,10 +65,10 @@ def select(names: Collection[str], only: list[str], missing: Collection[str] = (
     """The names with one of the parts `only` in them; ends the run where a part is in none."""
     for part in only:
         if not any(part in name for name in (*names, *missing)):
-            sys.exit(f"error: --only {part!r}: in no method's name; they are {_listed(names)}")
+            fail(f"--only {part!r}: in no method's name; they are {'; '.join(names)}")
     found = [name for name in names if any(part in name for part in only)]
     if not found:
-        sys.exit(f"error: --only: none of {_listed(missing)} can be imported here")
+        fail(f"--only: none of {'; '.join(missing)} can be imported here")
     return found
 
 
@@ -175,8 +176,9 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _listed(names: Collection[str]) -> str:
-    return "; ".join(names)
+def fail(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 def _model(text: str) -> str:

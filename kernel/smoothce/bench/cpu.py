@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,22 +20,13 @@ from torch import Tensor
 from smoothce import linear_cross_entropy
 from smoothce.bench import report
 from smoothce.bench.arguments import select
-from smoothce.bench.inputs import classifier
+from smoothce.bench.inputs import classifier, relative
 
-Loss = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-
-
-def torch_dense(hidden: Tensor, weight: Tensor, labels: Tensor, beta: float) -> Tensor:
-    return F.cross_entropy(hidden @ weight.T, labels, label_smoothing=beta)
-
-
-def ours(impl: str, hidden: Tensor, weight: Tensor, labels: Tensor, beta: float) -> Tensor:
-    return linear_cross_entropy(hidden, weight, labels, label_smoothing=beta, impl=impl)
-
-
-METHODS: dict[str, Loss] = {
-    "torch": torch_dense,
-    "chunked": partial(ours, "chunked"),
+METHODS: dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {
+    "torch": lambda e, c, y, beta: F.cross_entropy(e @ c.T, y, label_smoothing=beta),
+    "chunked": lambda e, c, y, beta: linear_cross_entropy(
+        e, c, y, label_smoothing=beta, impl="chunked"
+    ),
 }
 
 
@@ -175,9 +165,5 @@ def gradient_errors(case: Case, names: list[str]) -> dict[str, tuple[float, floa
     for name in names:
         loss = METHODS[name](hidden, weight, labels, case.label_smoothing)
         gradients = torch.autograd.grad(loss, (hidden, weight))
-        errors[name] = tuple(_relative(g, t) for g, t in zip(gradients, truth, strict=True))
+        errors[name] = tuple(relative(g, t) for g, t in zip(gradients, truth, strict=True))
     return errors
-
-
-def _relative(gradient: Tensor, truth: Tensor) -> float:
-    return ((gradient - truth).norm() / truth.norm()).item()

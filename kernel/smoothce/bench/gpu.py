@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from smoothce.bench import report
-from smoothce.bench.arguments import flag, select
-from smoothce.bench.inputs import IGNORED
+from smoothce.bench.arguments import fail, flag, select
+from smoothce.bench.inputs import IGNORED, relative
 from smoothce.bench.kernels import kernel_times
 from smoothce.bench.peers import Peer, peers
 from smoothce.bench.problems import Problem, gradients, problems
@@ -51,9 +51,9 @@ def chosen(args: argparse.Namespace) -> tuple[list[Peer], dict[str, str]]:
     added = {peer.option for peer in found}
     for option in ("filter_eps", "workspace", "pointer"):
         if getattr(args, option) and option not in added:
-            sys.exit(f"error: --only leaves out all that {flag(option)} adds")
+            fail(f"--only leaves out all that {flag(option)} adds")
     if args.profile and not any(peer.ours for peer in found):
-        sys.exit("error: --profile is of our methods, and --only leaves them out")
+        fail("--profile is of our methods, and --only leaves them out")
     return found, missing
 
 
@@ -136,10 +136,6 @@ def one(
     if peer.ours and args.profile:
         row["kernels"] = kernel_times(both, args.in_a_row)
     return row
-
-
-def relative(found: Tensor, wanted: Tensor) -> float:
-    return ((found.float() - wanted).norm() / wanted.norm()).item()
 
 
 def peak(step: Callable[[], object]) -> int:

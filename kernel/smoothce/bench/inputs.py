@@ -1,6 +1,8 @@
-"""The shapes of models' classifiers, and the label of a masked token."""
+"""The shapes of models' classifiers, the label of a masked token, and the error of a gradient."""
 
 import re
+
+from torch import Tensor
 
 from smoothce.options import Options
 
@@ -25,3 +27,7 @@ def classifier(name: str) -> tuple[int, int]:
         known = ", ".join(CLASSIFIERS)
         raise ValueError(f"{name!r} is neither VxD, such as 8192x2048, nor one of {known}")
     return int(sizes[1]), int(sizes[2])
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    return ((found.to(wanted.dtype) - wanted).norm() / wanted.norm()).item()

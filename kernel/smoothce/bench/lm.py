@@ -12,7 +12,6 @@ with `--trained` a model trained on three quarters of the text first, fine-tuned
 import argparse
 import json
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smoothce.bench.arguments import threshold
+from smoothce.bench.arguments import fail, threshold
 from smoothce.bench.peers import dense, ours, power_of_two
 
 VOCABULARY, LENGTH, HELD_OUT = 60160, 512, 32
@@ -32,8 +31,12 @@ def tokenize(text: Path, out: Path) -> None:
     """Instruction records (a JSON list) → ids under a BPE trained on them."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-    records = json.loads(text.read_text())
-    texts = ["\n\n".join(r[k] for k in ("instruction", "input", "output") if r[k]) for r in records]
+    try:
+        records = json.loads(text.read_text())
+        fields = ("instruction", "input", "output")
+        texts = ["\n\n".join(r[k] for k in fields if r[k]) for r in records]
+    except (ValueError, KeyError, TypeError) as error:
+        fail(f"{text}: expected a JSON list of instruction, input and output ({error!r})")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.train_from_iterator(
@@ -192,11 +195,14 @@ def main() -> None:
             command.add_argument("--json", type=Path)
     args = parser.parse_args()
     if not args.source.is_file():
-        sys.exit(f"error: {args.source}: no such file")
+        fail(f"{args.source}: no such file")
+    written = args.json if args.command == "compare" else args.out
+    if written and not written.absolute().parent.is_dir():
+        fail(f"{written}: no such folder")  # now, not when all is trained
     if args.command == "tokenize":
         return tokenize(args.source, args.out)
     if not torch.cuda.is_available():
-        sys.exit("error: training needs a CUDA GPU")
+        fail("training needs a CUDA GPU")
     if args.command == "train":
         return train(args.source, args.out, args.steps)
     losses = LOSSES | {f"ours, filtered, {power_of_two(x)}": ours(x) for x in args.filter_eps}
@@ -212,7 +218,6 @@ def main() -> None:
         )
     if args.json:
         args.json.write_text(json.dumps(found) + "\n")
-    return None
 
 
 if __name__ == "__main__":

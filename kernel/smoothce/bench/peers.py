@@ -68,11 +68,6 @@ def ours(
     return loss
 
 
-def mean(losses: Tensor, labels: Tensor) -> Tensor:
-    """Over the tokens that count; the others' losses are 0."""
-    return losses.sum() / (labels != IGNORED).sum()
-
-
 def papers(eps: float | str | None, sort: bool, fused: bool = False) -> Loss:
     def loss(e: Tensor, c: Tensor, y: Tensor, beta: float) -> Tensor:
         options = Options(label_smoothing=beta, filter_eps=eps)
@@ -150,7 +145,8 @@ def _liger_hopper() -> Loss:
 
     def loss(e: Tensor, c: Tensor, y: Tensor, beta: float) -> Tensor:
         found = LigerFusedScaledCrossEntropySM90Function.apply(e, c, y)
-        return mean(found[0] if isinstance(found, tuple) else found, y)
+        losses = found[0] if isinstance(found, tuple) else found  # 0 where a label is masked
+        return losses.sum() / (y != IGNORED).sum()
 
     return loss
 

@@ -80,10 +80,10 @@ def with_flags(base: type) -> type:
         def __post_init__(self) -> None:
             try:
                 check_arguments(self)
+                reduction, self.reduce_loss = self.reduce_loss, "mean"  # which every script takes
+                super().__post_init__()
             except ValueError as error:
                 fail(str(error))
-            reduction, self.reduce_loss = self.reduce_loss, "mean"  # which every script takes
-            super().__post_init__()
             self.reduce_loss = reduction
             RUN.args = self
             RUN.replaces = replaces_loss(self) or (only_mean and reduction == "sum")

@@ -4,6 +4,8 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
+from smoothce.options import Options, is_number
+
 LOSS_IMPLEMENTATIONS = ("auto", "fused", "torch")
 REDUCTIONS = ("mean", "sum", "token_mean")
 
@@ -14,10 +16,7 @@ def check_arguments(args: Namespace) -> None:
     Values may come from a YAML file, so types are checked too. `filter_eps` becomes "auto", None
     (exact) or a number in (0, 1).
     """
-    if not (_is_number(args.label_smoothing) and 0 <= args.label_smoothing <= 1):
-        raise ValueError(
-            f"label_smoothing must be a number in [0, 1], not {args.label_smoothing!r}"
-        )
+    Options(label_smoothing=args.label_smoothing)
     if args.loss_impl not in LOSS_IMPLEMENTATIONS:
         raise ValueError(
             f"loss_impl must be one of {', '.join(LOSS_IMPLEMENTATIONS)}, not {args.loss_impl!r}"
@@ -33,7 +32,7 @@ def check_arguments(args: Namespace) -> None:
             "with label_smoothing > 0 or reduce_loss token_mean"
         )
     dropout = getattr(args, "attention_dropout", None)  # a flag of the patches alone
-    if dropout is not None and not (_is_number(dropout) and 0 <= dropout < 1):
+    if dropout is not None and not (is_number(dropout) and 0 <= dropout < 1):
         raise ValueError(f"attention_dropout must be a number in [0, 1), not {dropout!r}")
     if replaces_loss(args) and args.load_balancing_loss:
         raise ValueError(
@@ -74,7 +73,3 @@ def _filter_eps(value: Any) -> float | str | None:
             f"filter_eps must be auto, none (exact) or a number in (0, 1), not {value!r}"
         )
     return eps
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

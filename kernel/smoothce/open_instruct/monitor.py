@@ -153,16 +153,13 @@ class FilterSample:
         self.calls += 1
         if self.calls % EVERY != 1:
             return
-        hidden, labels = (
-            inputs[0].detach().flatten(0, -2).to(head.weight.dtype),
-            inputs[1].flatten(),
-        )
+        hidden = inputs[0].detach().flatten(0, -2).to(head.weight.dtype)
         if explain(hidden, head.weight, bias=head.bias, **head._smoothce).startswith("triton"):
             from smoothce.triton import filter_statistics
 
             settings = {key: value for key, value in head._smoothce.items() if key != "impl"}
             self.found = filter_statistics(
-                hidden, head.weight, labels, head.bias, Options(**settings)
+                hidden, head.weight, inputs[1].flatten(), head.bias, Options(**settings)
             )
 
     def take(self) -> dict[str, float]:
