@@ -300,7 +300,7 @@ def _training_forward(upstream: Callable, eval_logits: bool) -> Callable:
         if not torch.compiler.is_compiling():
             decoder._smoothce_expected = True
         each = kwargs.pop("fused_lm_head", False)  # as TRL's trainers ask
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = {**dict(zip(names[: len(args)], args, strict=True)), **kwargs}
         smoothed = self.training
         if given.get("labels") is None and given.get("shift_labels") is None:
             if self.training and torch.is_grad_enabled():
@@ -316,7 +316,7 @@ def _training_forward(upstream: Callable, eval_logits: bool) -> Callable:
         head_only = {key: given.pop(key, None) for key in HEAD_ONLY}
         if isinstance(head_only["logits_to_keep"], Tensor) or head_only["logits_to_keep"]:
             raise ValueError("logits_to_keep cannot be combined with labels in a patched model")
-        if "_smoothce" not in vars(self.lm_head):
+        if "_smoothce" not in self.lm_head.__dict__:
             _check_head(self.lm_head)
             raise TypeError("lm_head was replaced after patch_model; call patch_model again")
 

@@ -128,4 +128,4 @@ def test_around_a_model():
 
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for a, b in zip(found(compiled), found(model), strict=True):
-        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-2)  # torch 2.4 rounds within layers
