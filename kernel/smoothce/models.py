@@ -182,6 +182,12 @@ def patch_trainer(trainer: object, **settings: object) -> object:
             f"label_smoothing={beta} and the trainer's label_smoothing_factor="
             f"{trainer.args.label_smoothing_factor} differ: give one"
         )
+    if trainer.args.n_gpu > 1:
+        raise ValueError(
+            f"the trainer has {trainer.args.n_gpu} GPUs in one process, by DataParallel, whose "
+            "copies of a patched model all run the first: start a process a GPU (torchrun, "
+            "accelerate launch) or set CUDA_VISIBLE_DEVICES"
+        )
     if getattr(trainer, "compute_loss_func", None) is not None:
         raise ValueError("the trainer's compute_loss_func needs logits, which never exist: drop it")
     if getattr(trainer.args, "loss_type", "nll") != "nll":

@@ -310,6 +310,10 @@ def test_a_loss_that_needs_logits_is_refused(tmp_path):
         patch_trainer(trainer)
     with pytest.raises(ValueError, match=r"label_smoothing=0.3 and .*=0.1 differ"):
         patch_trainer(transformers.Trainer(tiny(), arguments), label_smoothing=0.3)
+    arguments._n_gpu = 2
+    with pytest.raises(ValueError, match=r"2 GPUs in one process.*torchrun.*CUDA_VISIBLE_DEVICES"):
+        patch_trainer(transformers.Trainer(tiny(), arguments))
+    arguments._n_gpu = 0
     with pytest.raises(ValueError, match=r"ignore_index must be -100, .* not 0"):
         patch_trainer(transformers.Trainer(tiny(), arguments), ignore_index=0)
 

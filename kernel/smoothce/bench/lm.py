@@ -23,8 +23,8 @@ from smoothce.bench.arguments import fail, threshold
 from smoothce.bench.peers import dense, ours, power_of_two
 
 VOCABULARY, LENGTH, HELD_OUT = 60160, 512, 32
-FULL = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8, "heads": 12}
-SMALL = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "heads": 8}
+FULL = dict(hidden_size=768, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=12)
+SMALL = dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8)
 
 
 def tokenize(text: Path, out: Path) -> None:
@@ -63,15 +63,8 @@ def build(size: dict):
 
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = True
-    settings = dict(size)
-    heads = settings.pop("heads")
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        max_position_embeddings=LENGTH,
-        tie_word_embeddings=False,
-        **settings,
+        vocab_size=VOCABULARY, max_position_embeddings=LENGTH, tie_word_embeddings=False, **size
     )
     return LlamaForCausalLM(config).cuda()
 
