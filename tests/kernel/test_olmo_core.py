@@ -45,3 +45,10 @@ def test_the_heads_loss_and_gradients_are_torchs(reduction, bias, z):
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_a_batch_without_labels_is_zero():
+    head = lm_head.LMHeadConfig(loss_implementation="fused_linear").build(d_model=16, vocab_size=50)
+    hidden, labels = torch.randn(2, 7, 16), torch.full((2, 7), -100)
+    out = head(hidden, labels=labels, loss_reduction="mean", z_loss_multiplier=1e-4)
+    assert out.loss == 0
