@@ -70,12 +70,13 @@ def patch_model(
 ) -> nn.Module:
     """Make a causal language model compute `linear_cross_entropy` where it computed its loss.
 
-    In training mode with `labels` (B, T), which the model shifts as ever, `outputs.loss` is the
-    smoothed loss ("mean" over the valid tokens, or "sum") and `outputs.logits` is None, for they
-    never exist. `num_items_in_batch`, which the Hugging Face Trainer passes, replaces the number of
-    valid tokens as the mean's divisor. Without labels, or in evaluation mode, nothing changes; with
-    `eval_logits=False` an evaluation with labels has upstream's loss, without smoothing, and no
-    logits either. Training without labels warns once: it has no fused loss.
+    In training mode (`model.train()`; from `from_pretrained` a model comes in evaluation mode,
+    where training warns once) with `labels` (B, T), which the model shifts as ever, `outputs.loss`
+    is the smoothed loss ("mean" over the valid tokens, or "sum") and `outputs.logits` is None, for
+    they never exist. `num_items_in_batch`, which the Hugging Face Trainer passes, replaces the
+    number of valid tokens as the mean's divisor. Without labels, or in evaluation mode, nothing
+    changes; with `eval_logits=False` an evaluation with labels has upstream's loss, without
+    smoothing, and no logits either. Training without labels warns once: it has no fused loss.
 
     The gradient is exact unless `filter_eps` asks for the Triton kernels' filter, which is right in
     the mean but not in every step. `workspace` bytes make the exact one faster, as
@@ -317,8 +318,15 @@ def _training_forward(upstream: Callable, eval_logits: bool) -> Callable:
                     "label_smoothing_factor: call smoothce.patch_trainer(trainer)",
                 )
             return upstream(self, *args, **kwargs)
-        if not (self.training or each) and eval_logits:
-            return upstream(self, *args, **kwargs)
+        if not (self.training or each):
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                _warn(
+                    self,
+                    "a patched model in evaluation mode, as from_pretrained returns it, has its "
+                    "loss without smoothing: call model.train(), or evaluate under torch.no_grad()",
+                )
+            if eval_logits:
+                return upstream(self, *args, **kwargs)
         head_only = {key: given.pop(key, None) for key in HEAD_ONLY}
         if isinstance(head_only["logits_to_keep"], Tensor) or head_only["logits_to_keep"]:
             raise ValueError("logits_to_keep cannot be combined with labels in a patched model")

@@ -457,8 +457,17 @@ def test_training_without_the_fused_loss_warns_once():
         model(data["input_ids"])
         model.model(data["input_ids"])
         model(**data).loss.backward()
-        patch_model(tiny()).eval()(**data)
+        with torch.no_grad():
+            patch_model(tiny()).eval()(**data)
         model.generate(data["input_ids"], max_new_tokens=2)
+
+
+@pytest.mark.parametrize("eval_logits", [True, False])
+def test_training_in_evaluation_mode_warns(eval_logits):
+    """`from_pretrained` returns models in it: without a word they would train unsmoothed."""
+    model = patch_model(tiny(), label_smoothing=0.1, eval_logits=eval_logits).eval()
+    with pytest.warns(UserWarning, match=r"evaluation mode.*without smoothing.*model\.train\(\)"):
+        model(**batch())
 
 
 def test_a_model_spread_over_devices():

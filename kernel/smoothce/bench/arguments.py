@@ -112,10 +112,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
         + _default("contexts"),
     )
     add(
-        "--tensors",
-        type=Path,
-        metavar="FILE",
-        help="a torch file as input: hidden, weight, labels",
+        "--tensors", type=Path, metavar="FILE", help="a torch file as input: hidden, weight, labels"
     )
     add("--masked", **many, type=_share, metavar="SHARE", help="of labels that are ignored")
     add("--softcap", **many, type=_softcap, metavar="X", help='caps of the logits, or "none"')

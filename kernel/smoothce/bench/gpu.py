@@ -19,7 +19,6 @@ from smoothce.bench.peers import Peer, peers
 from smoothce.bench.problems import Problem, gradients, problems
 from smoothce.triton import filter_statistics
 
-MEGABYTE = 1e6
 PRODUCT_ROWS = 8192  # most tokens of the product that is the unit; more tokens count as several
 
 
@@ -124,7 +123,7 @@ def one(
         "both_ms": both_ms,
         "forward_gemms": forward_ms / unit,
         "both_gemms": both_ms / unit,
-        "extra_mb": extra / MEGABYTE,
+        "extra_mb": extra / 1e6,
         "error_hidden": errors[0],
         "error_weight": errors[1],
         "error_unseen": tail,

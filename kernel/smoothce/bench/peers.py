@@ -46,11 +46,7 @@ def dense(
     return F.cross_entropy(z, labels, label_smoothing=beta)
 
 
-def ours(
-    eps: float | str | None,
-    share: float = 0.0,
-    workspace: int = 0,
-) -> Loss:
+def ours(eps: float | str | None, share: float = 0.0, workspace: int = 0) -> Loss:
     """The workspace is `workspace` bytes and `share` of all logits, which are two bytes each."""
 
     def loss(e: Tensor, c: Tensor, y: Tensor, beta: float, softcap: float | None = None) -> Tensor:

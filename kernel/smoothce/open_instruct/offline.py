@@ -5,8 +5,6 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-TRUE = ("1", "on", "yes", "true")
-
 
 def respect_offline(args: Namespace) -> None:
     """Where HF_HUB_OFFLINE is set, nothing is pushed to the hub and no evaluation job is started.
@@ -14,7 +12,7 @@ def respect_offline(args: Namespace) -> None:
     Both are on by default upstream, and fail at the start of an offline run; so does the login to
     wandb, which upstream tries also where `report_to` names other trackers only.
     """
-    offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in TRUE
+    offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "yes", "true")
     if offline and (args.push_to_hub or args.try_launch_beaker_eval_jobs):
         print("HF_HUB_OFFLINE is set: push_to_hub and try_launch_beaker_eval_jobs are off")
         args.push_to_hub = args.try_launch_beaker_eval_jobs = False
