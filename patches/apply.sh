@@ -61,6 +61,9 @@ if ! git merge-file -p --quiet "$target" "${versions[@]}" > "$merged"; then
   clash=$(awk '/^<{7} /{mine = 1; next} /^={7}$/{mine = 0} /^>{7} / && n <= 40 {print "  ..."} mine && ++n <= 40 {print "  " $0}' "$merged")
   fail "$file in $checkout differs from that of ${commit:0:12} where the patches add lines, so nothing was changed. Move your changes off these lines, or patch a second checkout ($get) and carry them over. Your lines there:"$'\n'"$clash"
 fi
+stray=$(comm -23 <(grep -E "$ours" "$merged" | sort) <(grep -E "$ours" "${versions[1]}" | sort))
+[ -z "$stray" ] ||
+  fail "$file in $checkout holds lines of these patches at other places than theirs (plain \`git apply\` adds them at the end of the file), so nothing was changed. Delete these there, or take the file back (git -C $checkout checkout -- $file), and run this again:"$'\n'"$(head -n 5 <<< "$stray")"
 
 if cmp -s "$target" "$merged"; then
   case $action in

@@ -21,11 +21,13 @@ def token_mean_factor(
     `gradient_accumulation_steps`; the numerator undoes both. `steps` is that divisor, by default
     the number of micro-batches; give 1 where nothing divides. A first token is never a target, so
     its label does not count. Every rank calls this once for each update: it sums over the default
-    process group, where there is one. Raises ValueError where there are no labels, TypeError for
-    a tensor in place of the list.
+    process group, where there is one. Raises ValueError where there are no labels or `steps` is
+    below 1, TypeError for a tensor in place of the list, or other things in it.
     """
-    if isinstance(labels, Tensor):
-        raise TypeError("labels must be a list of tensors, one a micro-batch, not one tensor")
+    if isinstance(labels, Tensor) or not all(isinstance(y, Tensor) for y in labels):
+        raise TypeError("labels must be a list of tensors, one a micro-batch")
+    if steps is not None and steps < 1:
+        raise ValueError(f"steps must be 1 or more, not {steps!r}")
     if not labels:
         raise ValueError("labels must hold this rank's micro-batches of one update, not nothing")
     tokens = torch.stack([(y[..., 1:] != ignore_index).sum() for y in labels]).sum()

@@ -22,5 +22,11 @@ def test_no_micro_batch_is_an_error():
 
 
 def test_one_tensor_is_not_a_list_of_micro_batches():
-    with pytest.raises(TypeError, match="list of tensors, one a micro-batch"):
-        token_mean_factor(torch.zeros(2, 4, dtype=torch.long))
+    for wrong in (torch.zeros(2, 4, dtype=torch.long), [[1, 2]]):
+        with pytest.raises(TypeError, match="list of tensors, one a micro-batch"):
+            token_mean_factor(wrong)
+
+
+def test_no_accumulation_step_is_an_error():
+    with pytest.raises(ValueError, match="steps must be 1 or more, not 0"):
+        token_mean_factor([torch.zeros(2, 4, dtype=torch.long)], steps=0)

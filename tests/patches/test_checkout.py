@@ -126,6 +126,17 @@ def test_lines_of_another_series_are_named(checkout):
     assert "ours.OlderCheckpoints(" in done.stderr
 
 
+@pytest.mark.parametrize("option", [(), ("--check",), ("--reverse",)])
+def test_what_plain_git_apply_leaves_is_named(checkout, option):
+    """It adds the patches' lines at the end of the file, and says nothing."""
+    for patch in sorted(APPLY.parent.glob("*.patch")):
+        subprocess.run(["git", "-C", checkout, "apply", patch], check=True, capture_output=True)
+    before = (checkout / FILE).read_bytes()
+    done = apply(checkout, *option)
+    assert done.returncode == 2 and "plain `git apply` adds them at the end" in done.stderr
+    assert (checkout / FILE).read_bytes() == before
+
+
 def test_the_commit_does_not_matter_where_the_file_is_the_same(checkout):
     git(checkout, "commit", "--quiet", "--allow-empty", "-m", "later")
     assert apply(checkout).returncode == 0
