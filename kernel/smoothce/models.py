@@ -167,9 +167,10 @@ def patch_trainer(trainer: object, **settings: object) -> object:
     """`patch_model` for the model of a Hugging Face `Trainer` or TRL `SFTTrainer`, made already.
 
     `TrainingArguments(label_smoothing_factor=β)` becomes the fused loss's β, where the trainer
-    would take the labels away and smooth dense logits; `settings` are `patch_model`'s others.
-    Evaluation reports the loss without smoothing. TRL's own fused head gives way: its entropy and
-    accuracy come from `token_statistics`, at the price of one more product.
+    would take the labels away and smooth dense logits; `settings` are `patch_model`'s others, and
+    those of an earlier `patch_model` stay. Evaluation reports the loss without smoothing. TRL's own
+    fused head gives way: its entropy and accuracy come from `token_statistics`, at the price of one
+    more product.
 
         trainer = Trainer(model, TrainingArguments(…, label_smoothing_factor=0.1), …)
         patch_trainer(trainer)
@@ -177,11 +178,16 @@ def patch_trainer(trainer: object, **settings: object) -> object:
     Returns the trainer. Raises ValueError for a loss of the trainer's that this one cannot be, and
     what `patch_model` raises.
     """
-    beta = settings.setdefault("label_smoothing", trainer.args.label_smoothing_factor)
-    if trainer.args.label_smoothing_factor not in (0, beta):
+    causal, factor = _unwrapped(trainer.model), trainer.args.label_smoothing_factor
+    earlier = dict(getattr(getattr(causal, "lm_head", None), "_smoothce", {}))
+    earlier.pop("return_lse", None)  # no setting of a model's
+    earlier["eval_logits"] = getattr(vars(causal).get("_smoothce"), "eval_logits", True)
+    earlier["label_smoothing"] = earlier.get("label_smoothing") or factor
+    settings = {**earlier, **settings}
+    if factor not in (0, settings["label_smoothing"]):
         raise ValueError(
-            f"label_smoothing={beta} and the trainer's label_smoothing_factor="
-            f"{trainer.args.label_smoothing_factor} differ: give one"
+            f"label_smoothing={settings['label_smoothing']} and the trainer's "
+            f"label_smoothing_factor={factor} differ: give one"
         )
     if trainer.args.n_gpu > 1:
         raise ValueError(
@@ -193,12 +199,8 @@ def patch_trainer(trainer: object, **settings: object) -> object:
         raise ValueError("the trainer's compute_loss_func needs logits, which never exist: drop it")
     if getattr(trainer.args, "loss_type", "nll") != "nll":
         raise ValueError(f"loss_type must be 'nll', not {trainer.args.loss_type!r}")
-    if settings.get("ignore_index", -100) != -100:
-        raise ValueError(
-            "ignore_index must be -100, which the trainer leaves out of its number of tokens, "
-            f"not {settings['ignore_index']!r}"
-        )
-    causal = _unwrapped(trainer.model)
+    if (index := settings.get("ignore_index", -100)) != -100:
+        raise ValueError(f"ignore_index must be -100, the trainer's, not {index}")
     code = getattr(getattr(vars(causal).get("forward"), "__func__", None), "__code__", None)
     if getattr(code, "co_name", "") == "_fused_forward":  # by TRL's add_fused_lm_head
         if settings.get("reduction", "mean") != "mean":
@@ -353,6 +355,7 @@ def _training_forward(upstream: Callable, eval_logits: bool) -> Callable:
         wants_dict = self.config.return_dict if wants_dict is None else wants_dict
         return result if wants_dict else result.to_tuple()
 
+    forward.eval_logits = eval_logits
     return forward
 
 

@@ -299,6 +299,25 @@ def test_the_trainer_trains_as_with_upstreams_loss(beta, tmp_path):
         assert history(patch_model(tiny())) == pytest.approx(want, rel=1e-4)
 
 
+def test_a_trainer_keeps_what_its_model_was_patched_with(tmp_path):
+    """The warning of a model that is trained around its loss asks for `patch_trainer` alone."""
+    pytest.importorskip("accelerate")
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    model = patch_model(tiny(), label_smoothing=0.3, workspace=7, eval_logits=False)
+    want = model(**batch()).loss
+    patch_trainer(transformers.Trainer(model, arguments))
+    assert torch.equal(model(**batch()).loss, want)
+    assert model.lm_head._smoothce["workspace"] == 7
+    with torch.no_grad():
+        assert model.eval()(**batch()).logits is None
+    arguments.label_smoothing_factor = 0.1
+    with pytest.raises(ValueError, match=r"label_smoothing=0.3 and .*=0.1 differ"):
+        patch_trainer(transformers.Trainer(model, arguments))
+    model = patch_model(tiny())
+    patch_trainer(transformers.Trainer(model, arguments))
+    assert model.lm_head._smoothce["label_smoothing"] == 0.1
+
+
 def test_a_loss_that_needs_logits_is_refused(tmp_path):
     pytest.importorskip("accelerate")
     arguments = transformers.TrainingArguments(
@@ -375,7 +394,7 @@ def test_trls_trainer_and_its_metrics(name, beta, tmp_path):
         with pytest.warns(UserWarning, match="around its loss"):
             history(model=patch_model(tiny(name), label_smoothing=0.1))
     # patched before as well as after
-    again = history(patch_trainer, patch_model(tiny(name), label_smoothing=0.5))
+    again = history(patch_trainer, patch_model(tiny(name), label_smoothing=beta))
     assert again[0] == pytest.approx(want[0], rel=1e-3)
     with pytest.raises(ValueError, match=r"reduction must be 'mean', .* not 'sum'"):
         history(lambda trainer: patch_trainer(trainer, reduction="sum"))
