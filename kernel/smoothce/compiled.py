@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from smoothce.dispatch import check, run
 from smoothce.options import Options
 
 # Numbers are arguments of their own, since a graph may hold them as symbols.
@@ -79,8 +80,6 @@ def eager(
     upstream: tuple[Tensor | None, Tensor | None] | None,  # None: no gradient
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Loss, log-sum-exps and gradients of hidden, weight and bias, empty where not needed."""
-    from smoothce.linear_cross_entropy import check, run
-
     options, needs = settings.options(), settings.needs
     leaves = hidden, weight, bias = [
         None if x is None else x.detach().contiguous().requires_grad_(need)

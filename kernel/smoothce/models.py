@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smoothce.linear_cross_entropy import check_impl, linear_cross_entropy
+from smoothce.dispatch import check_impl
+from smoothce.linear_cross_entropy import linear_cross_entropy
 from smoothce.options import Options
 from smoothce.token_statistics import token_statistics
 

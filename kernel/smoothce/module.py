@@ -2,7 +2,8 @@
 
 from torch import Tensor, nn
 
-from smoothce.linear_cross_entropy import check_impl, linear_cross_entropy
+from smoothce.dispatch import check_impl
+from smoothce.linear_cross_entropy import linear_cross_entropy
 from smoothce.options import Options
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from smoothce import chunked, reference
-from smoothce.linear_cross_entropy import autocast, check, check_tensors, choose
+from smoothce.dispatch import autocast, check, check_tensors, choose
 from smoothce.options import Options, is_number
 
 NUMBERS = 2**25  # logits at a time on a GPU, where they are chunked
