@@ -58,6 +58,7 @@ positive = valid(int, lambda n: n >= 1, "a whole number of at least 1")
 natural = valid(int, lambda n: n >= 0, "a whole number of at least 0")
 fraction = valid(float, lambda x: 0 <= x <= 1, "a number from 0 to 1")
 above_zero = valid(float, lambda x: 0 < x <= 1, "a number above 0, up to 1")
+record_file = valid(Path, lambda path: not path.is_dir(), "a file's name such as RECORDS.jsonl")
 share = valid(
     lambda text: tuple(map(int, text.split("/"))),
     lambda found: len(found) == 2 and 0 <= found[0] < found[1],
@@ -126,7 +127,7 @@ def parser() -> argparse.ArgumentParser:
 
     add = command("score", run_score, task, scoring, model)
     add("--unconditional", action="store_true", help="also score choices without the question")
-    add("--out", required=True, type=Path, metavar="RECORDS.jsonl")
+    add("--out", required=True, type=record_file, metavar="RECORDS.jsonl")
     add("--engine", choices=("transformers", "vllm"), default="transformers")
     help = "vllm only: share of the GPU to take, where others use it too; default: vLLM's own"
     add("--gpu-memory-utilization", type=above_zero, metavar="X", help=help)
@@ -150,7 +151,7 @@ def parser() -> argparse.ArgumentParser:
     add("--model", required=True, help="model folder or hub name")
     help = "prompts with references: JSON lines or a JSON list; Alpaca's and `messages` rows too"
     add("--data", required=True, type=Path, metavar="FILE", help=help)
-    add("--out", required=True, type=Path, metavar="RECORDS.jsonl")
+    add("--out", required=True, type=record_file, metavar="RECORDS.jsonl")
     add("--skip", type=natural, default=0, metavar="N", help="leave out the first N rows")
     add("--limit", type=positive, default=256, metavar="N", help="documents")
     add("--max-new-tokens", type=positive, default=128, help="of references and own texts")
@@ -273,6 +274,12 @@ def run_score(a: argparse.Namespace) -> None:
     models.check_model(a.model)
     if a.calibrator and (a.engine != "transformers" or a.scoring == "continuation"):
         raise InputError("--calibrator: needs --engine transformers and --scoring letters")
+    if a.engine == "vllm" and a.device != "auto":
+        gpu = a.device.removeprefix("cuda:")
+        note = f"takes the first GPU that it sees: set CUDA_VISIBLE_DEVICES={gpu}"
+        raise InputError(f"--device {a.device}: is for --engine transformers; vllm {note}")
+    if a.engine != "vllm" and a.gpu_memory_utilization:
+        raise InputError("--gpu-memory-utilization: is for --engine vllm")
     if a.workers > 1 and a.shard != (0, 1):
         raise InputError("--workers: gives each process its --shard; give one or the other")
     if a.overwrite and a.shard != (0, 1):
