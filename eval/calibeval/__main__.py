@@ -485,12 +485,15 @@ def compared(first, second, name: str, confidence: str) -> dict:
 
 def sentence(name: str, a, b, difference, low, high, better) -> str:
     """One metric's comparison in plain words."""
+    from calibeval import stats
+
     if difference is None:
-        return f"not comparable, {a} and {b}"
+        why = ", which needs right answers and wrong ones" * (name == "auroc")
+        return f"A {stats.Estimate(a)}, B {stats.Estimate(b)}: not comparable{why}"
     minus = "B² − A²" if name == "rms_debiased" else "B − A"
     text = f"A {a:.4f}, B {b:.4f}, {minus} {difference:+.4f}"
     if low is None:
-        return f"{text}; no interval of it is known to cover"
+        return f"{text}; no interval is known to cover"
     text += f" [{low:+.4f}, {high:+.4f}]"
     if name == "ece_signed" and not low <= 0 <= high:
         return f"{text}: B claims {'more' if low > 0 else 'less'}"

@@ -23,6 +23,8 @@ from calibeval.records import Records
 CONFIDENCES = ("choices", "vocabulary")
 DEFAULT = ("accuracy", "nll", "brier", "ece", "rms_debiased", "auroc")
 HIGHER_IS_BETTER = {"accuracy", "auroc"}
+ENDS = {"accuracy": (0, 1), "nll": (0, math.inf), "brier": (0, 2), "auroc": (0, 1)}
+ENDS |= {"ece_signed": (-1, 1)}
 RESAMPLES, SIMULATIONS = 1000, 499
 LOW, HIGH = 0.025, 0.975
 Side = tuple[np.ndarray, np.ndarray]  # (S,) figures of S runs, (S, R) their draws
@@ -123,8 +125,8 @@ class Squares:
         """
         return self.at(math.sqrt(max(self.value - self.array[0, :-1].std() / 2, 0)))
 
-    def interval(self) -> tuple[float, float]:
-        """95 % interval: the true errors under which T is no extreme one.
+    def interval(self) -> tuple[float, float] | tuple[()]:
+        """95 % interval: the true errors under which T is no extreme one; none without noise.
 
         P(T* ≥ T | low) = P(T* ≤ max(T, 0) | high) = 0.025. The upper end takes T for no less than
         0: else chance alone could make an interval of nothing but 0.
@@ -142,6 +144,8 @@ class Squares:
                 low, high = (middle, high) if below else (low, middle)
             return high
 
+        if np.ptp(self.at(1.0)) < 1e-12:
+            return ()
         return error(HIGH, self.value), error(LOW, max(self.value, 0.0))
 
 
@@ -313,13 +317,14 @@ def estimate(runs: Sequence[Run], metric: str, confidence: str) -> Estimate:
         # Over seeds that differ by as much as the error itself, 0.81 to 0.84 in simulation.
         square, root = Squares(runs[0].draws[confidence][metric]), math.sqrt(max(found.mean(), 0))
         return Estimate(root, *(square.interval() if len(runs) == 1 else ()), **noise)
-    return replace(of_sides((found, drawn)), **noise)
+    return replace(of_sides((found, drawn), ends=ENDS.get(metric)), **noise)
 
 
-def of_sides(*sides: Side) -> Estimate:
+def of_sides(*sides: Side, ends: tuple[float, float] | None = None) -> Estimate:
     """A side's mean over seeds, or the second's less the first's, with a 95 % interval.
 
-    Sides of as many runs are paired in their order; without draws there is no interval.
+    Sides of as many runs are paired in their order; without draws there is no interval. `ends` are
+    the least and the greatest that one side's figure can be.
     """
     if len(sides) == 2 and len(sides[0][0]) == len(sides[1][0]):
         sides = (tuple(None if b is None else b - a for a, b in zip(*sides, strict=True)),)
@@ -327,7 +332,13 @@ def of_sides(*sides: Side) -> Estimate:
     value = finite(last[0].mean() - (first[0].mean() if len(sides) == 2 else 0))
     if value is None or first[1] is None:
         return Estimate(value)
-    return Estimate(value, *interval(value, sides))
+    low, high = interval(value, sides)
+    # What varies over no resample (one question, all right) says nothing of other questions, but
+    # for a difference of 0 on each.
+    if low is None or ((ends or value) and high - low < 1e-12):
+        return Estimate(value)
+    least, most = ends or (-math.inf, math.inf)
+    return Estimate(value, max(low, least), min(high, most))
 
 
 def side(runs: Sequence[Run], metric: str, confidence: str) -> tuple:
