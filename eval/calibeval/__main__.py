@@ -468,6 +468,9 @@ def run_compare(a: argparse.Namespace) -> None:
     if a.json:
         return print(json.dumps({"a": str(a.a), "b": str(a.b), "comparison": found}))
     print(f"A {a.a}\nB {a.b}\nWhich is better calibrated as a whole: read nll and brier first.")
+    first, second = map(stats.asked, runs)
+    for key in (key for key in first if first[key] != second.get(key, first[key])):
+        print(f"A and B were asked with {key} {first[key]!r} and {second[key]!r}: so they differ.")
     for confidence, metrics in found.items():
         for name, line in metrics.items():
             print(f"{name} ({confidence}): {sentence(name, **line)}")

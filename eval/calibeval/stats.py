@@ -397,6 +397,14 @@ def same_questions(runs: Sequence[Run]) -> None:
         )
 
 
+def asked(run: Run) -> dict:
+    """How a run's questions were asked, as far as its records and their sidecar say."""
+    said = records.meta(run.path).get("settings") or {}
+    how = {"scoring": "letters" if len(run.confidences) > 1 else "continuation"}
+    known = {key: said.get(key) for key in ("shots", "style", "chat_template")}
+    return how | {key: value for key, value in known.items() if value is not None}
+
+
 def better(metric: str, found: Estimate) -> str | None:
     """Which run a difference speaks for, "a" or "b"; None where the interval holds 0 or is none.
 

@@ -1,5 +1,6 @@
 """From an index of record files to tables, figures and one HTML page."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,4 +33,12 @@ def collect(
     drawn = figures.draw(results, out)
     parts = [note, *html.collected(made, drawn), *sections, html.settings(results)]
     html.page(title, parts, page or Path(out) / "report.html")
+    names = {*(figure.stem.name for figure in drawn), *["differences"] * bool(paired)}
+    own = ("differences.", "bars_", "ece-against_", "reliability_")
+    files = sorted(p for p in Path(out).iterdir() if p.name.startswith(own))
+    if old := [p.name for p in files if p.stem not in names]:
+        print(
+            f"warning: {out}: of an earlier collect, not made now: {', '.join(old)}",
+            file=sys.stderr,
+        )
     return "\n".join(map(tables.markdown, made))
