@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import calibeval
-from calibeval.io import InputError, counted, read_text, sha256, write_text
+from calibeval.io import InputError, counted, sha256
 
 # The options that decide what is scored and how.
 SETTINGS = "revision task data split shots examples subjects limit scoring unconditional style"
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         sys.stderr.close()
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print("interrupted; the same command goes on from what is finished", file=sys.stderr)
         return 130
     return 0
 
@@ -91,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
     help = "the task's folder or file; mmlu: or hub:NAME; responses: a file as for entropy"
     add("--data", required=True, help=help)
     add("--split", help="default: test; hellaswag: val")
-    add("--shots", type=int, help="default: 5; by continuation 0")
+    add("--shots", type=natural, help="default: 5; by continuation 0")
     add("--examples", metavar="FILE", help="few-shot examples of jsonl, arc, hellaswag")
     add("--subjects", type=names, help="comma-separated; default: all")
     add("--limit", type=positive, help="only the first N questions of each subject")
@@ -202,15 +202,12 @@ def parser() -> argparse.ArgumentParser:
 
     add = command("diagnose", run_diagnose, task, model)
     add("--label-smoothing", type=fraction, default=0.1, metavar="β")
-    add("--out", type=Path, metavar="DIR", help="write diagnosis.json")
 
     add = command("collect", run_collect)
     add("index", type=Path, metavar="INDEX.jsonl")
     add("--out", required=True, type=Path, metavar="DIR")
     add("--columns", default="accuracy,ece,rms", help="METRIC or METRIC@vocabulary; %(default)s")
     add("--title", default="Calibration", help="of the HTML report")
-    help = "a part of your own for the report, after the figures; may be repeated"
-    add("--section", action="append", default=[], type=Path, metavar="FILE.html", help=help)
     return top
 
 
@@ -386,10 +383,7 @@ def run_diagnose(a: argparse.Namespace) -> None:
     models.check_model(a.model)
     items = fit_items(a, load_task(a))
     found = diagnose.diagnose(load_engine(a, items), score.groups_of(items), a.label_smoothing)
-    text = json.dumps(found, indent=1, ensure_ascii=False)
-    print(text)
-    if a.out:
-        write_text(a.out / "diagnosis.json", text + "\n")
+    print(json.dumps(found, indent=1, ensure_ascii=False))
 
 
 def run_entropy(a: argparse.Namespace) -> None:
@@ -537,8 +531,7 @@ def run_collect(a: argparse.Namespace) -> None:
     """Make tables, figures and a report from an index of record files."""
     from calibeval.report import collect
 
-    sections = [read_text(path) for path in a.section]
-    print(collect(a.index, a.out, a.columns, a.title, sections=sections), end="")
+    print(collect(a.index, a.out, a.columns, a.title), end="")
 
 
 if __name__ == "__main__":

@@ -44,6 +44,11 @@ class Estimate:
     floor: float | None = None
     p: float | None = None
 
+    @property
+    def told_apart(self) -> bool:
+        """Whether a difference's interval leaves out 0."""
+        return self.low is not None and not self.low <= 0 <= self.high
+
     def __str__(self) -> str:
         if self.value is None:
             return "–"
@@ -195,7 +200,6 @@ def interval(value: float, sides: Sequence[Side]) -> tuple[float | None, float |
 def load(path: Path, normalise: str | None = None) -> Run:
     """A record file's figures; kept beside it, and made anew when records or code change."""
     path = Path(path)
-    records.require(path)
     key = {"records": sha256(path), "code": code(), "normalise": normalise}
     kept = path.with_name(f"{path.name}{f'.{normalise}' if normalise else ''}.stats.npz")
     try:
@@ -410,7 +414,7 @@ def better(metric: str, found: Estimate) -> str | None:
 
     None for `ece_signed` too, of which neither direction is better.
     """
-    if found.low is None or found.low <= 0 <= found.high or metric == "ece_signed":
+    if not found.told_apart or metric == "ece_signed":
         return None
     return "b" if (found.low > 0) == (metric in HIGHER_IS_BETTER) else "a"
 

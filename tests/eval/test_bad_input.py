@@ -238,9 +238,9 @@ def test_malformed_records(tmp_path, capsys, second, expected):
 def test_absent_and_empty_records(tmp_path, capsys):
     path = tmp_path / "r.jsonl"
     for command in (["metrics", path], ["compare", path, path]):
-        assert f"{path}: no such file; expected a record file" in run(capsys, *command)
+        assert f"{path}: could not be read (No such file or directory)" in run(capsys, *command)
     for command in (["metrics", tmp_path], ["compare", tmp_path, tmp_path]):
-        assert f"{tmp_path}: is a folder; expected a record file" in run(capsys, *command)
+        assert f"{tmp_path}: could not be read (Is a directory)" in run(capsys, *command)
     path.touch()
     assert f"{path}: no records" in run(capsys, "metrics", path)
 

@@ -191,7 +191,7 @@ def differences(results: Results, chosen: Sequence[Column]) -> Table | None:
             both = [g for g in results.groups if g in base.runs and g in row.runs]
             sides = {g: compared(base, row, g) for g in both}
             found = [(difference(sides.get(g), c), c) for g in results.groups for c in chosen]
-            cells = [Cell(d, c, told_apart(d), "+") for d, c in found]
+            cells = [Cell(d, c, d.told_apart, "+") for d, c in found]
             seeds = ", ".join(dict.fromkeys(said for *_, said in sides.values()))
             lines.append((row.block, [*map(row.text, results.shown), seeds], cells))
     note = (
@@ -224,11 +224,6 @@ def difference(sides: tuple | None, column: Column) -> stats.Estimate:
     if sides is None:
         return stats.Estimate()
     return stats.difference(*sides[:2], column.metric, column.confidence)
-
-
-def told_apart(d: stats.Estimate) -> bool:
-    """Whether a difference's interval leaves out 0."""
-    return None not in (d.low, d.high) and (d.low > 0 or d.high < 0)
 
 
 def markdown(table: Table) -> str:
