@@ -504,6 +504,10 @@ def run_conformal(a: argparse.Namespace) -> None:
 
     if a.entities and (a.by or a.score != "lac"):
         raise InputError("--entities: has a threshold for each class; leave out --by and --score")
+    if a.calibrate and a.calibrate.resolve() in [path.resolve() for path in a.records]:
+        raise InputError(
+            f"--calibrate {a.calibrate}: is tested as well; without it, halves are not"
+        )
     other = sequences.stratify(records.read(a.calibrate), a.by) if a.calibrate else None
     options = {"alpha": a.alpha, "splits": a.splits, "calibrate": other}
     how = f"calibrated on {a.calibrate}" if a.calibrate else f"{a.splits} random halves calibrate"

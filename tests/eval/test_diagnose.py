@@ -124,7 +124,7 @@ def test_hidden_states_are_those_that_answer(tiny_model, mmlu, tmp_path, capsys)
     ("sigma_c", "median", "words"),
     [
         (1e-3, 5.0, "cannot be expected to help"),
-        (100.0, 0.1, "can be expected to help"),
+        (100.0, 0.1, "has something to restrain"),
         (100.0, 4.0, "little to restrain"),
     ],
 )
