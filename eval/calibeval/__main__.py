@@ -272,9 +272,7 @@ def run_score(a: argparse.Namespace) -> None:
     if a.calibrator and (a.engine != "transformers" or a.scoring == "continuation"):
         raise InputError("--calibrator: needs --engine transformers and --scoring letters")
     if a.engine == "vllm" and a.device != "auto":
-        gpu = a.device.removeprefix("cuda:")
-        note = f"takes the first GPU that it sees: set CUDA_VISIBLE_DEVICES={gpu}"
-        raise InputError(f"--device {a.device}: is for --engine transformers; vllm {note}")
+        raise InputError("--device: is for --engine transformers; vllm heeds CUDA_VISIBLE_DEVICES")
     if a.engine != "vllm" and a.gpu_memory_utilization:
         raise InputError("--gpu-memory-utilization: is for --engine vllm")
     if a.workers > 1 and a.shard != (0, 1):

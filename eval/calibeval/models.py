@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from calibeval.io import InputError, atomic_write, cache_folder, read_text, sha256
+from calibeval.io import InputError, atomic_write, cache_folder, sha256
 
 # What decides a folder's answers; the rest of *.bin is a trainer's own state.
 WEIGHTS = "adapter_config.json *.safetensors *.bin *.index.json"
@@ -34,12 +34,9 @@ def check_model(model: str) -> None:
     if run == path:
         raise InputError(f"{run}: is a run folder; its model is {run / 'model'}")
     if not (path / "config.json").is_file():
-        found, adapter = "no config.json" if path.is_dir() else "is a file", "adapter_config.json"
-        if (path / adapter).is_file():
-            base = "?"
-            with suppress(ValueError, KeyError, TypeError):
-                base = json.loads(read_text(path / adapter))["base_model_name_or_path"]
-            found = f"an adapter of {base}, which peft's merge_and_unload() puts into its base"
+        found = "no config.json" if path.is_dir() else "is a file"
+        if (path / "adapter_config.json").is_file():
+            found = "an adapter, which peft's merge_and_unload() puts into its base"
         raise InputError(f"{path}: {found}; expected a Hugging Face model folder")
 
 

@@ -133,9 +133,7 @@ def test_an_adapter_without_its_base(mmlu, tiny_model, tmp_path, capsys):
     command = score(tmp_path, mmlu, tmp_path / "r.jsonl")
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
     err = run(capsys, *command)
-    assert f"{tmp_path}: an adapter of some/base" in err and "merge_and_unload()" in err
-    (tmp_path / "adapter_config.json").write_text("[]")
-    assert f"{tmp_path}: an adapter of ?" in run(capsys, *command)
+    assert f"{tmp_path}: an adapter" in err and "merge_and_unload()" in err
     weights = tiny_model / "model.safetensors"
     assert f"{weights}: is a file; expected" in run(capsys, *score(weights, mmlu, tmp_path / "r"))
 
@@ -160,7 +158,7 @@ def test_devices(mmlu, tiny_model, tmp_path, capsys, device):
     ("options", "expected"),
     [
         (["--gpu-memory-utilization", "0.5"], "--gpu-memory-utilization: is for --engine vllm"),
-        (["--engine", "vllm", "--device", "cuda:1"], "CUDA_VISIBLE_DEVICES=1"),
+        (["--engine", "vllm", "--device", "cuda:1"], "vllm heeds CUDA_VISIBLE_DEVICES"),
     ],
 )
 def test_options_of_the_other_engine(mmlu, tiny_model, tmp_path, capsys, options, expected):

@@ -33,12 +33,9 @@ def collect(
     drawn = figures.draw(results, out)
     parts = [note, *html.collected(made, drawn), *sections, html.settings(results)]
     html.page(title, parts, page or Path(out) / "report.html")
-    names = {*(figure.stem.name for figure in drawn), *["differences"] * bool(paired)}
+    fresh = {figure.stem.name for figure in drawn} | ({"differences"} if paired else set())
     own = ("differences.", "bars_", "ece-against_", "reliability_")
-    files = sorted(p for p in Path(out).iterdir() if p.name.startswith(own))
-    if old := [p.name for p in files if p.stem not in names]:
-        print(
-            f"warning: {out}: of an earlier collect, not made now: {', '.join(old)}",
-            file=sys.stderr,
-        )
+    files = sorted(path for path in Path(out).iterdir() if path.name.startswith(own))
+    if old := ", ".join(path.name for path in files if path.stem not in fresh):
+        print(f"warning: {out}: of an earlier collect, not made now: {old}", file=sys.stderr)
     return "\n".join(map(tables.markdown, made))

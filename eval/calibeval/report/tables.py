@@ -188,11 +188,10 @@ def differences(results: Results, chosen: Sequence[Column]) -> Table | None:
     lines = []
     for row in results.rows:
         if base := results.reference(row):
-            both = [g for g in results.groups if g in base.runs and g in row.runs]
-            sides = {g: compared(base, row, g) for g in both}
-            found = [(difference(sides.get(g), c), c) for g in results.groups for c in chosen]
+            sides = {g: compared(base, row, g) for g in results.groups}
+            found = [(difference(*sides[g][:2], c), c) for g in results.groups for c in chosen]
             cells = [Cell(d, c, d.told_apart, "+") for d, c in found]
-            seeds = ", ".join(dict.fromkeys(said for *_, said in sides.values()))
+            seeds = ", ".join(dict.fromkeys(said for *_, said in sides.values() if said))
             lines.append((row.block, [*map(row.text, results.shown), seeds], cells))
     note = (
         "Difference to β = 0 of the same setting without a calibrator; [95 % interval] over the "
@@ -211,19 +210,21 @@ def compared(a: Row, b: Row, group: str) -> tuple[list[stats.Run], list[stats.Ru
 
     One seed in common would hide what seeds differ by; a model before fine-tuning has none.
     """
-    known, other = (dict(zip(x.seeds[group], x.runs[group], strict=True)) for x in (a, b))
-    common = [seed for seed in known if seed in other]
+    first, second = (
+        dict(zip(x.seeds.get(group, ()), x.runs.get(group, ()), strict=True)) for x in (a, b)
+    )
+    common = [seed for seed in first if seed in second]
     if len(common) > 1 and None not in (a.beta, b.beta):
-        return [known[s] for s in common], [other[s] for s in common], str(len(common))
-    m, n = len(other), len(known)
-    return a.runs[group], b.runs[group], "1" if m == n == 1 else f"{m} − {n}"
+        return [first[s] for s in common], [second[s] for s in common], str(len(common))
+    m, n = len(second), len(first)
+    said = "1" if m == n == 1 else f"{m} − {n}" * (m * n > 0)
+    return [*first.values()], [*second.values()], said
 
 
-def difference(sides: tuple | None, column: Column) -> stats.Estimate:
-    """b − a of `compared`; its value is None where either lacks the data set or confidence."""
-    if sides is None:
-        return stats.Estimate()
-    return stats.difference(*sides[:2], column.metric, column.confidence)
+def difference(a: list[stats.Run], b: list[stats.Run], column: Column) -> stats.Estimate:
+    """b − a; its value is None where either lacks the data set or confidence."""
+    known = a and b
+    return stats.difference(a, b, column.metric, column.confidence) if known else stats.Estimate()
 
 
 def markdown(table: Table) -> str:
