@@ -63,7 +63,7 @@ class TransformersEngine:
         # Weights of another shape, which would raise without their name, are absent ones.
         options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         self.model, found = load(kind, model, what, revision, torch_dtype=dtype, **options)
-        _whole(model, found)
+        _check_whole(self.model, model, found)
         self.model.to(self.device).eval()
         self.max_length = max_length or context_length(self.model.config)
         self.usage = Usage()
@@ -248,12 +248,13 @@ class TransformersEngine:
                 hook.remove()
 
 
-def _whole(model: str, found: dict) -> None:
+def _check_whole(made, model: str, found: dict) -> None:
     """Refuse a checkpoint without weights for some parameters: transformers draws them at random.
 
-    `found` is what transformers says of the loading.
+    `found` is what transformers says of the loading; buffers are made as they were.
     """
-    absent = sorted({*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])})
+    absent = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
+    absent = sorted(absent & {name for name, _ in made.named_parameters()})
     if absent:
         other = min(found["unexpected_keys"], default="")
         raise InputError(
