@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import calibeval
-from calibeval.io import InputError, counted, read_text, sha256, write_text
+from calibeval.io import InputError, counted, sha256
 
 # The options that decide what is scored and how.
 SETTINGS = "revision task data split shots examples subjects limit scoring unconditional style"
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         sys.stderr.close()
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print("interrupted; the same command goes on from what is finished", file=sys.stderr)
         return 130
     return 0
 
@@ -58,6 +58,7 @@ positive = valid(int, lambda n: n >= 1, "a whole number of at least 1")
 natural = valid(int, lambda n: n >= 0, "a whole number of at least 0")
 fraction = valid(float, lambda x: 0 <= x <= 1, "a number from 0 to 1")
 above_zero = valid(float, lambda x: 0 < x <= 1, "a number above 0, up to 1")
+record_file = valid(Path, lambda path: not path.is_dir(), "a file's name such as RECORDS.jsonl")
 share = valid(
     lambda text: tuple(map(int, text.split("/"))),
     lambda found: len(found) == 2 and 0 <= found[0] < found[1],
@@ -90,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
     help = "the task's folder or file; mmlu: or hub:NAME; responses: a file as for entropy"
     add("--data", required=True, help=help)
     add("--split", help="default: test; hellaswag: val")
-    add("--shots", type=int, help="default: 5; by continuation 0")
+    add("--shots", type=natural, help="default: 5; by continuation 0")
     add("--examples", metavar="FILE", help="few-shot examples of jsonl, arc, hellaswag")
     add("--subjects", type=names, help="comma-separated; default: all")
     add("--limit", type=positive, help="only the first N questions of each subject")
@@ -126,7 +127,7 @@ def parser() -> argparse.ArgumentParser:
 
     add = command("score", run_score, task, scoring, model)
     add("--unconditional", action="store_true", help="also score choices without the question")
-    add("--out", required=True, type=Path, metavar="RECORDS.jsonl")
+    add("--out", required=True, type=record_file, metavar="RECORDS.jsonl")
     add("--engine", choices=("transformers", "vllm"), default="transformers")
     help = "vllm only: share of the GPU to take, where others use it too; default: vLLM's own"
     add("--gpu-memory-utilization", type=above_zero, metavar="X", help=help)
@@ -150,7 +151,7 @@ def parser() -> argparse.ArgumentParser:
     add("--model", required=True, help="model folder or hub name")
     help = "prompts with references: JSON lines or a JSON list; Alpaca's and `messages` rows too"
     add("--data", required=True, type=Path, metavar="FILE", help=help)
-    add("--out", required=True, type=Path, metavar="RECORDS.jsonl")
+    add("--out", required=True, type=record_file, metavar="RECORDS.jsonl")
     add("--skip", type=natural, default=0, metavar="N", help="leave out the first N rows")
     add("--limit", type=positive, default=256, metavar="N", help="documents")
     add("--max-new-tokens", type=positive, default=128, help="of references and own texts")
@@ -201,15 +202,12 @@ def parser() -> argparse.ArgumentParser:
 
     add = command("diagnose", run_diagnose, task, model)
     add("--label-smoothing", type=fraction, default=0.1, metavar="β")
-    add("--out", type=Path, metavar="DIR", help="write diagnosis.json")
 
     add = command("collect", run_collect)
     add("index", type=Path, metavar="INDEX.jsonl")
     add("--out", required=True, type=Path, metavar="DIR")
     add("--columns", default="accuracy,ece,rms", help="METRIC or METRIC@vocabulary; %(default)s")
     add("--title", default="Calibration", help="of the HTML report")
-    help = "a part of your own for the report, after the figures; may be repeated"
-    add("--section", action="append", default=[], type=Path, metavar="FILE.html", help=help)
     return top
 
 
@@ -273,6 +271,10 @@ def run_score(a: argparse.Namespace) -> None:
     models.check_model(a.model)
     if a.calibrator and (a.engine != "transformers" or a.scoring == "continuation"):
         raise InputError("--calibrator: needs --engine transformers and --scoring letters")
+    if a.engine == "vllm" and a.device != "auto":
+        raise InputError("--device: is for --engine transformers; vllm heeds CUDA_VISIBLE_DEVICES")
+    if a.engine != "vllm" and a.gpu_memory_utilization:
+        raise InputError("--gpu-memory-utilization: is for --engine vllm")
     if a.workers > 1 and a.shard != (0, 1):
         raise InputError("--workers: gives each process its --shard; give one or the other")
     if a.overwrite and a.shard != (0, 1):
@@ -379,10 +381,7 @@ def run_diagnose(a: argparse.Namespace) -> None:
     models.check_model(a.model)
     items = fit_items(a, load_task(a))
     found = diagnose.diagnose(load_engine(a, items), score.groups_of(items), a.label_smoothing)
-    text = json.dumps(found, indent=1, ensure_ascii=False)
-    print(text)
-    if a.out:
-        write_text(a.out / "diagnosis.json", text + "\n")
+    print(json.dumps(found, indent=1, ensure_ascii=False))
 
 
 def run_entropy(a: argparse.Namespace) -> None:
@@ -461,6 +460,9 @@ def run_compare(a: argparse.Namespace) -> None:
     if a.json:
         return print(json.dumps({"a": str(a.a), "b": str(a.b), "comparison": found}))
     print(f"A {a.a}\nB {a.b}\nWhich is better calibrated as a whole: read nll and brier first.")
+    first, second = map(stats.asked, runs)
+    for key in (key for key in first if first[key] != second.get(key, first[key])):
+        print(f"A and B were asked with {key} {first[key]!r} and {second[key]!r}: so they differ.")
     for confidence, metrics in found.items():
         for name, line in metrics.items():
             print(f"{name} ({confidence}): {sentence(name, **line)}")
@@ -478,12 +480,15 @@ def compared(first, second, name: str, confidence: str) -> dict:
 
 def sentence(name: str, a, b, difference, low, high, better) -> str:
     """One metric's comparison in plain words."""
+    from calibeval import stats
+
     if difference is None:
-        return f"not comparable, {a} and {b}"
+        why = ", which needs right answers and wrong ones" * (name == "auroc")
+        return f"A {stats.Estimate(a)}, B {stats.Estimate(b)}: not comparable{why}"
     minus = "B² − A²" if name == "rms_debiased" else "B − A"
     text = f"A {a:.4f}, B {b:.4f}, {minus} {difference:+.4f}"
     if low is None:
-        return f"{text}; no interval of it is known to cover"
+        return f"{text}; no interval is known to cover"
     text += f" [{low:+.4f}, {high:+.4f}]"
     if name == "ece_signed" and not low <= 0 <= high:
         return f"{text}: B claims {'more' if low > 0 else 'less'}"
@@ -497,6 +502,10 @@ def run_conformal(a: argparse.Namespace) -> None:
 
     if a.entities and (a.by or a.score != "lac"):
         raise InputError("--entities: has a threshold for each class; leave out --by and --score")
+    if a.calibrate and a.calibrate.resolve() in [path.resolve() for path in a.records]:
+        raise InputError(
+            f"--calibrate {a.calibrate}: is tested as well; without it, halves are not"
+        )
     other = sequences.stratify(records.read(a.calibrate), a.by) if a.calibrate else None
     options = {"alpha": a.alpha, "splits": a.splits, "calibrate": other}
     how = f"calibrated on {a.calibrate}" if a.calibrate else f"{a.splits} random halves calibrate"
@@ -524,8 +533,7 @@ def run_collect(a: argparse.Namespace) -> None:
     """Make tables, figures and a report from an index of record files."""
     from calibeval.report import collect
 
-    sections = [read_text(path) for path in a.section]
-    print(collect(a.index, a.out, a.columns, a.title, sections=sections), end="")
+    print(collect(a.index, a.out, a.columns, a.title), end="")
 
 
 if __name__ == "__main__":

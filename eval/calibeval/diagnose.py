@@ -68,7 +68,7 @@ def summary(
     facts = f"its output layer allows entropies down to {bound:.3g} nats"
     if bound < VACUOUS:
         facts = f"the bound is vacuous here ({bound:.3g} nats)"
-    hope, why = "can be expected to help", "more certain than the smoothed target"
+    hope, why = "has something to restrain here", "more certain than the smoothed target"
     if bound >= target:
         hope, why = "cannot be expected to help", "never more certain than smoothing asks"
     elif observed >= target:

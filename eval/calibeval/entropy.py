@@ -173,7 +173,6 @@ def order(row: dict) -> tuple[float, float, float]:
 
 def read(path: Path) -> list[dict]:
     """The records of a file; a damaged one raises `InputError` with its line."""
-    records.require(path)
     found = [*json_lines(path)]
     for number, row in found:
         if not {"id", "document", *SETTING, *CURVES} <= row.keys():
@@ -359,6 +358,6 @@ def figure(rows: Sequence[dict], name: str) -> str:
         half = student.ppf(0.975, n - 1) * np.std(values, ddof=1) / math.sqrt(n)
         return f"{np.mean(values):.3f} ± {half:.3f}"
     low, high = (rows[0].get(f"{name} {end}") for end in ("low", "high"))
-    if n == 1 and low is not None:
+    if n == 1 and low != high:  # alike of one document, whose resamples are all itself
         return f"{values[0]:+.3f} [{low:+.3f}, {high:+.3f}]"
     return ", ".join(f"{v:.3f}" for v in values)

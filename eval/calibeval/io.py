@@ -17,7 +17,10 @@ class InputError(ValueError):
 def atomic_write(path: Path, mode: str = "w") -> Iterator[IO]:
     """Open a temporary file beside `path` that becomes `path` only if the block succeeds."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{path.parent}: could not be made ({error.strerror})") from error
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:

@@ -34,7 +34,10 @@ def check_model(model: str) -> None:
     if run == path:
         raise InputError(f"{run}: is a run folder; its model is {run / 'model'}")
     if not (path / "config.json").is_file():
-        raise InputError(f"{path}: no config.json; expected a Hugging Face model folder")
+        found = "no config.json" if path.is_dir() else "is a file"
+        if (path / "adapter_config.json").is_file():
+            found = "an adapter, which peft's merge_and_unload() puts into its base"
+        raise InputError(f"{path}: {found}; expected a Hugging Face model folder")
 
 
 def run_folder(path: Path) -> Path | None:

@@ -25,7 +25,6 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 def read(path: Path, ks: Sequence[int]) -> dict[str, list[float]]:
     """pass@k of each problem by its id; a k above its samples raises `InputError`."""
-    records.require(path)
     found = {}
     for number, row in json_lines(path):
         id, n, c = (row.get(key) for key in ("id", "samples", "correct"))
@@ -64,7 +63,7 @@ def collect(paths: Sequence[Path], ks: Sequence[int] | None, out: Path | None = 
     for name, of in runs.items():
         values = np.array(of).transpose(2, 0, 1)  # (k, S, problems)
         sides[name] = [(one.mean(1), one @ draws.T) for one in values]
-    single = {name: [*map(stats.of_sides, of)] for name, of in sides.items()}
+    single = {name: [stats.of_sides(x, ends=(0, 1)) for x in of] for name, of in sides.items()}
     rows = [[name, len(runs[name]), *map(text, of)] for name, of in single.items()]
     pairs = [
         [b, a, *map(text, map(stats.of_sides, sides[a], sides[b]))]
@@ -91,7 +90,7 @@ def said(value: object) -> str:
 
 def text(e: stats.Estimate) -> str:
     """An estimate as the tables print it."""
-    return f"{e.value:.3f} [{e.low:.3f}, {e.high:.3f}]"
+    return f"{e.value:.3f}" + (f" [{e.low:.3f}, {e.high:.3f}]" if e.low is not None else "")
 
 
 def plot(single: dict[str, list[stats.Estimate]], ks: Sequence[int], stem: Path) -> None:
@@ -106,7 +105,8 @@ def plot(single: dict[str, list[stats.Estimate]], ks: Sequence[int], stem: Path)
             colour, values = colormaps["tab10"](i % 10), [e.value for e in of]
             at = np.array(ks) * 2 ** (0.1 * (i - (len(single) - 1) / 2))  # not over one another
             axis.plot(at, values, label=name, color=colour, marker=figures.MARKERS[i % 8])
-            axis.vlines(at, [e.low for e in of], [e.high for e in of], color=colour, lw=0.8)
+            low, high = np.array([(e.low, e.high) for e in of], float).T  # None becomes NaN
+            axis.vlines(at, low, high, color=colour, lw=0.8)
         axis.set_xscale("log", base=2)
         axis.set_xticks(ks, [str(k) for k in ks])
         axis.set(xlabel="k", ylabel="pass@k")

@@ -118,7 +118,6 @@ def read(path: Path, normalise: str | None = None) -> Records:
     `normalise` is sum, bytes, characters or unconditional; by default the records' convention.
     """
     path = Path(path)
-    require(path)
     rows: list[Record] = []
     scores, seen, first = [], {}, None
     try:
@@ -161,13 +160,6 @@ def read(path: Path, normalise: str | None = None) -> Records:
         rows[0].scoring,
         normalise or rows[0].normalise,
     )
-
-
-def require(path: Path) -> None:
-    """Raise `InputError` unless there is such a file."""
-    if not path.is_file():
-        found = "is a folder" if path.is_dir() else "no such file"
-        raise InputError(f"{path}: {found}; expected a record file")
 
 
 def meta(path: Path) -> dict:

@@ -173,10 +173,7 @@ def score(
         print(f"questions left to other shards: {missing}", file=sys.stderr)
         return
     rows = [finished[i] for i in ids]
-    jobs = [job for item in items for job in item.jobs(0)]
-    apart = sum(len(job.tokens) + len(branch) - 1 for job in jobs for branch in job.branches)
-    about = {"model": model, "versions": rows[-1]["versions"], "one_prompt_a_choice": apart}
-    about |= {"training": models.training(model)}
+    about = {"model": model, "versions": rows[-1]["versions"], "training": models.training(model)}
     about |= {"architecture": models.architecture(model, settings.get("revision"))}
     report(store.finish(rows, about), out)
 
@@ -222,12 +219,11 @@ def record(item: Item, logprobs: list[float], unconditional: list[float] | None)
 
 def report(meta: dict, out: Path) -> None:
     """Print what was saved and what came out; warn where the letters are not what is meant."""
-    seconds, questions, apart = meta["seconds"], meta["questions"], meta["one_prompt_a_choice"]
-    if computed := meta["usage"].get("computed_tokens"):
+    seconds, questions, usage = meta["seconds"], meta["questions"], meta["usage"]
+    if computed := usage.get("computed_tokens"):
         print(
             f"{counted(questions, 'question')} in {seconds:.1f} s ({questions / seconds:.1f} a "
-            f"second); prompt tokens computed: {computed:,}, {apart / computed:.1f}x fewer than "
-            f"the {apart:,} of one prompt a choice",
+            f"second), {computed:,} of {usage['prompt_tokens']:,} prompt tokens computed",
             file=sys.stderr,
         )
     run = stats.load(out)

@@ -23,6 +23,8 @@ from calibeval.records import Records
 CONFIDENCES = ("choices", "vocabulary")
 DEFAULT = ("accuracy", "nll", "brier", "ece", "rms_debiased", "auroc")
 HIGHER_IS_BETTER = {"accuracy", "auroc"}
+ENDS = {"accuracy": (0, 1), "nll": (0, math.inf), "brier": (0, 2), "auroc": (0, 1)}
+ENDS |= {"ece_signed": (-1, 1)}
 RESAMPLES, SIMULATIONS = 1000, 499
 LOW, HIGH = 0.025, 0.975
 Side = tuple[np.ndarray, np.ndarray]  # (S,) figures of S runs, (S, R) their draws
@@ -41,6 +43,11 @@ class Estimate:
     high: float | None = None
     floor: float | None = None
     p: float | None = None
+
+    @property
+    def told_apart(self) -> bool:
+        """Whether a difference's interval leaves out 0."""
+        return self.low is not None and not self.low <= 0 <= self.high
 
     def __str__(self) -> str:
         if self.value is None:
@@ -123,8 +130,8 @@ class Squares:
         """
         return self.at(math.sqrt(max(self.value - self.array[0, :-1].std() / 2, 0)))
 
-    def interval(self) -> tuple[float, float]:
-        """95 % interval: the true errors under which T is no extreme one.
+    def interval(self) -> tuple[float, float] | tuple[()]:
+        """95 % interval: the true errors under which T is no extreme one; none without noise.
 
         P(T* ≥ T | low) = P(T* ≤ max(T, 0) | high) = 0.025. The upper end takes T for no less than
         0: else chance alone could make an interval of nothing but 0.
@@ -142,6 +149,8 @@ class Squares:
                 low, high = (middle, high) if below else (low, middle)
             return high
 
+        if np.ptp(self.at(1.0)) < 1e-12:
+            return ()
         return error(HIGH, self.value), error(LOW, max(self.value, 0.0))
 
 
@@ -191,7 +200,6 @@ def interval(value: float, sides: Sequence[Side]) -> tuple[float | None, float |
 def load(path: Path, normalise: str | None = None) -> Run:
     """A record file's figures; kept beside it, and made anew when records or code change."""
     path = Path(path)
-    records.require(path)
     key = {"records": sha256(path), "code": code(), "normalise": normalise}
     kept = path.with_name(f"{path.name}{f'.{normalise}' if normalise else ''}.stats.npz")
     try:
@@ -313,13 +321,14 @@ def estimate(runs: Sequence[Run], metric: str, confidence: str) -> Estimate:
         # Over seeds that differ by as much as the error itself, 0.81 to 0.84 in simulation.
         square, root = Squares(runs[0].draws[confidence][metric]), math.sqrt(max(found.mean(), 0))
         return Estimate(root, *(square.interval() if len(runs) == 1 else ()), **noise)
-    return replace(of_sides((found, drawn)), **noise)
+    return replace(of_sides((found, drawn), ends=ENDS.get(metric)), **noise)
 
 
-def of_sides(*sides: Side) -> Estimate:
+def of_sides(*sides: Side, ends: tuple[float, float] | None = None) -> Estimate:
     """A side's mean over seeds, or the second's less the first's, with a 95 % interval.
 
-    Sides of as many runs are paired in their order; without draws there is no interval.
+    Sides of as many runs are paired in their order; without draws there is no interval. `ends` are
+    the least and the greatest that one side's figure can be.
     """
     if len(sides) == 2 and len(sides[0][0]) == len(sides[1][0]):
         sides = (tuple(None if b is None else b - a for a, b in zip(*sides, strict=True)),)
@@ -327,7 +336,13 @@ def of_sides(*sides: Side) -> Estimate:
     value = finite(last[0].mean() - (first[0].mean() if len(sides) == 2 else 0))
     if value is None or first[1] is None:
         return Estimate(value)
-    return Estimate(value, *interval(value, sides))
+    low, high = interval(value, sides)
+    # What varies over no resample (one question, all right) says nothing of other questions, but
+    # for a difference of 0 on each.
+    if low is None or ((ends or value) and high - low < 1e-12):
+        return Estimate(value)
+    least, most = ends or (-math.inf, math.inf)
+    return Estimate(value, max(low, least), min(high, most))
 
 
 def side(runs: Sequence[Run], metric: str, confidence: str) -> tuple:
@@ -386,12 +401,20 @@ def same_questions(runs: Sequence[Run]) -> None:
         )
 
 
+def asked(run: Run) -> dict:
+    """How a run's questions were asked, as far as its records and their sidecar say."""
+    said = records.meta(run.path).get("settings") or {}
+    how = {"scoring": "letters" if len(run.confidences) > 1 else "continuation"}
+    known = {key: said.get(key) for key in ("shots", "style", "chat_template")}
+    return how | {key: value for key, value in known.items() if value is not None}
+
+
 def better(metric: str, found: Estimate) -> str | None:
     """Which run a difference speaks for, "a" or "b"; None where the interval holds 0 or is none.
 
     None for `ece_signed` too, of which neither direction is better.
     """
-    if found.low is None or found.low <= 0 <= found.high or metric == "ece_signed":
+    if not found.told_apart or metric == "ece_signed":
         return None
     return "b" if (found.low > 0) == (metric in HIGHER_IS_BETTER) else "a"
 

@@ -83,8 +83,6 @@ def load(task: str, source: Source) -> list[Subject]:
     """Read a task's questions and few-shot examples; bad data raises `InputError`."""
     if task not in LOADERS:
         raise InputError(f"unknown task {task!r}; known: {', '.join(LOADERS)}")
-    if source.shots < 0:
-        raise InputError(f"--shots is {source.shots}, expected 0 or more")
     if source.subjects and task not in ("mmlu", "jsonl"):
         raise InputError(f"--subjects is for mmlu and jsonl; {task} has one subject")
     return LOADERS[task](source)

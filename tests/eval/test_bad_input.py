@@ -3,12 +3,14 @@
 import json
 import math
 import resource
+import shutil
 import subprocess
 import sys
 
 import pytest
 
 from calibeval.__main__ import main
+from calibeval.io import InputError, write_text
 
 
 def run(capsys, *arguments) -> str:
@@ -94,6 +96,89 @@ def test_model_folder(mmlu, tmp_path, capsys):
     assert not list(tmp_path.glob("*.tmp"))
 
 
+def test_checkpoints_that_are_not_whole(mmlu, tiny_model, tmp_path, capsys):
+    """A parameter that no file has would be a random number, and the score one of chance."""
+    from safetensors.torch import load_file, save_file
+
+    given = load_file(tiny_model / "model.safetensors")
+    out = tmp_path / "r.jsonl"
+
+    def refused(name: str, weights: dict | bytes | None = None) -> str:
+        folder = tmp_path / name
+        shutil.copytree(tiny_model, folder, dirs_exist_ok=True)
+        if isinstance(weights, bytes):
+            (folder / "model.safetensors").write_bytes(weights)
+        elif weights:
+            save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        err = run(capsys, *score(folder, mmlu, out))
+        assert str(folder) in err and not out.exists()
+        return err
+
+    wrapped = refused("wrapped", {f"module.{name}": of for name, of in given.items()})
+    assert f"no weights for {len(given)} of its parameters" in wrapped
+    assert "lm_head.weight" in wrapped and "instead has module.lm_head.weight" in wrapped
+    lacking = {name: of for name, of in given.items() if ".layers.1." not in name}
+    assert "model.layers.1.input_layernorm.weight" in refused("lacking", lacking)
+    name = "model.embed_tokens.weight"
+    small = refused("small", given | {name: given[name][:9].clone()})
+    assert f"no weights for 1 of its parameters, such as {name}" in small
+    whole = (tiny_model / "model.safetensors").read_bytes()
+    for content in (whole[:5000], b""):
+        assert "cannot be loaded as a causal language model: " in refused("cut", content)
+    (tmp_path / "cut" / "tokenizer.json").unlink()
+    assert "copy tokenizer.json and" in run(capsys, *score(tmp_path / "cut", mmlu, out))
+
+
+def test_an_adapter_without_its_base(mmlu, tiny_model, tmp_path, capsys):
+    command = score(tmp_path, mmlu, tmp_path / "r.jsonl")
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
+    err = run(capsys, *command)
+    assert f"{tmp_path}: an adapter" in err and "merge_and_unload()" in err
+    weights = tiny_model / "model.safetensors"
+    assert f"{weights}: is a file; expected" in run(capsys, *score(weights, mmlu, tmp_path / "r"))
+
+
+def test_a_name_that_is_no_folder_is_said_to_be_taken_for_the_hubs(
+    mmlu, tmp_path, capsys, monkeypatch
+):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    err = run(capsys, *score("tiny-modle", mmlu, tmp_path / "r.jsonl"))
+    assert "no folder tiny-modle here, so taken for a hub name" in err
+
+
+@pytest.mark.parametrize("device", ["mps", "meta", "gpu", "cuda:99"])
+def test_devices(mmlu, tiny_model, tmp_path, capsys, device):
+    command = [*score(tiny_model, mmlu, tmp_path / "r.jsonl"), "--device", device]
+    assert f"--device{' is' * ('cuda' not in device)} " in run(capsys, *command)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--gpu-memory-utilization", "0.5"], "--gpu-memory-utilization: is for --engine vllm"),
+        (["--engine", "vllm", "--device", "cuda:1"], "vllm heeds CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_options_of_the_other_engine(mmlu, tiny_model, tmp_path, capsys, options, expected):
+    command = score(tiny_model, mmlu, tmp_path / "r.jsonl")
+    assert expected in run(capsys, *command, *options)
+
+
+def test_places_that_cannot_be_written(mmlu, tiny_model, tmp_path, capsys):
+    kept = tmp_path / "folder" / "kept"
+    kept.parent.mkdir()
+    kept.write_text("x")
+    for out in (kept.parent, "."):
+        with pytest.raises(SystemExit, match="2"):
+            main([*map(str, score(tiny_model, mmlu, out)), "--overwrite"])
+        assert f"argument --out: '{out}' is not a file's name such as" in capsys.readouterr().err
+    with pytest.raises(InputError, match=r"/kept: could not be made \(File exists\)"):
+        write_text(kept / "r.jsonl", "text")
+    assert kept.read_text() == "x"
+
+
 def test_context_too_short(mmlu, tiny_model, tmp_path, capsys):
     command = [*score(tiny_model, mmlu, tmp_path / "r.jsonl"), "--max-length", "20"]
     assert "no question fits in the 20 tokens that the model takes" in run(capsys, *command)
@@ -151,9 +236,9 @@ def test_malformed_records(tmp_path, capsys, second, expected):
 def test_absent_and_empty_records(tmp_path, capsys):
     path = tmp_path / "r.jsonl"
     for command in (["metrics", path], ["compare", path, path]):
-        assert f"{path}: no such file; expected a record file" in run(capsys, *command)
+        assert f"{path}: could not be read (No such file or directory)" in run(capsys, *command)
     for command in (["metrics", tmp_path], ["compare", tmp_path, tmp_path]):
-        assert f"{tmp_path}: is a folder; expected a record file" in run(capsys, *command)
+        assert f"{tmp_path}: could not be read (Is a directory)" in run(capsys, *command)
     path.touch()
     assert f"{path}: no records" in run(capsys, "metrics", path)
 

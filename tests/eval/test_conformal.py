@@ -20,6 +20,14 @@ def draw(n, seed, choices=4):
     return probs, labels, rng.random(n)
 
 
+def test_what_calibrates_is_not_tested(tmp_path, capsys):
+    """Their coverage would be 1 − α by construction."""
+    write_records(tmp_path / "a.jsonl", 100, 1.0, 0)
+    again = tmp_path / ".." / tmp_path.name / "a.jsonl"
+    assert main(["conformal", str(tmp_path / "a.jsonl"), "--calibrate", str(again)]) == 2
+    assert f"--calibrate {again}: is tested as well" in capsys.readouterr().err
+
+
 def test_scores_are_their_definitions():
     probs, _, uniform = draw(200, 0)
     present = np.ones_like(probs, bool)

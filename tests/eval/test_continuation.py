@@ -80,7 +80,7 @@ def test_equals_whole_prompts(arc, tiny_model, tmp_path, plain, shots):
             shots,
         )
     meta = json.loads((tmp_path / "r.jsonl.meta.json").read_text())
-    assert meta["usage"]["computed_tokens"] * 2 < meta["one_prompt_a_choice"]
+    assert meta["usage"]["computed_tokens"] < 2 * meta["usage"]["prompt_tokens"]  # not 4
 
 
 def test_hellaswag_is_the_hubs_text(tiny_model, tmp_path, plain):

@@ -77,11 +77,9 @@ def run(tiny_model, mmlu, *options) -> list[str]:
     return [str(c) for c in command]
 
 
-def test_command(tiny_model, mmlu, tmp_path, capsys):
-    out = tmp_path / "out"
-    assert main(run(tiny_model, mmlu, "--out", out)) == 0
+def test_command(tiny_model, mmlu, capsys):
+    assert main(run(tiny_model, mmlu)) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found == json.loads((out / "diagnosis.json").read_text())
     assert found["questions"] == 60 and found["hidden"] == 64
     assert found["bound"] <= found["entropy"]["min"] <= found["entropy"]["mean"]
     assert found["sigma_h"] == pytest.approx(1, abs=0.05)  # the last norm's doing
@@ -126,7 +124,7 @@ def test_hidden_states_are_those_that_answer(tiny_model, mmlu, tmp_path, capsys)
     ("sigma_c", "median", "words"),
     [
         (1e-3, 5.0, "cannot be expected to help"),
-        (100.0, 0.1, "can be expected to help"),
+        (100.0, 0.1, "has something to restrain"),
         (100.0, 4.0, "little to restrain"),
     ],
 )

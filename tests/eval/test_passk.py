@@ -65,6 +65,14 @@ def test_a_difference_is_paired_by_seed(tmp_path):
     assert low <= 0 <= high and high - low < 0.06  # seeds differ by 0.2 each, their pairs by none
 
 
+def test_a_certain_figure_has_no_interval_and_others_end_at_1(tmp_path):
+    text = passk.collect([write(tmp_path / "a", [8] * 9)], [1])
+    assert "| start | 1       | 1.000    |" in text
+    paths = [write(tmp_path / f"b{s}", [7] * 8 + [s], {"seed": s}) for s in (0, 7)]
+    (line,) = [line for line in passk.collect(paths, [1]).splitlines() if " 2 " in line]
+    assert line.split()[-2] == "1.000]"
+
+
 def test_k_is_what_the_runs_asked_for(tmp_path):
     paths = [write(tmp_path / "start", [1, 2]), write(tmp_path / "a", [1, 2], {"k": [2, 8]})]
     assert "| pass@2 | pass@8 |" in " ".join(passk.collect(paths, None).split())

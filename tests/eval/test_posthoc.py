@@ -12,13 +12,11 @@ import torch
 from calibeval import metrics
 from calibeval.__main__ import main
 from calibeval.engines.hf import TransformersEngine
-from calibeval.io import InputError
 from calibeval.posthoc import (
     CONFIG,
     HEADS,
     WEIGHTS,
     Answers,
-    CalibratedEngine,
     Calibrator,
     fit,
     objective,
@@ -373,11 +371,6 @@ def test_a_model_that_diverged_is_refused(val, tiny_model, tmp_path, refused):
         assert "output is not finite" in refused(fit_it, *common, "--out", tmp_path / "c")
     assert "output layer is not finite" in refused("diagnose", *common)
     assert not (tmp_path / "c").exists()
-
-
-def test_hidden_states_of_another_size_are_refused(tiny_model):
-    with pytest.raises(InputError, match="have 64 features, the calibrator was fitted on 8"):
-        CalibratedEngine(str(tiny_model), Calibrator("linear", 8), device="cpu")
 
 
 def test_bad_input_is_one_message(val, tiny_model, tmp_path, refused):

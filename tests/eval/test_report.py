@@ -16,8 +16,7 @@ from calibeval import models, stats
 from calibeval.__main__ import main
 from calibeval.conformal import evaluate
 from calibeval.records import read
-from calibeval.report import figures, index, tables
-from calibeval.report import html as pages
+from calibeval.report import collect, figures, index, tables
 
 GRID = [  # (records, β, seed, sharpness): a model before fine-tuning and two β, two seeds each
     ("base", None, 0, 1.0),
@@ -267,10 +266,78 @@ def test_differences_are_paired(project):
     assert cell.value == f"{expected.value:+.3f}"
     assert cell.interval == f"[{expected.low:+.3f}, {expected.high:+.3f}]"
     assert cell.bold == (expected.high < 0 or expected.low > 0)
-    # One seed each: the two that differ so much tell nothing apart.
+    # Seeds that differ so much tell nothing apart, one seed each does.
+    assert not cell.bold
     results = index.read(project(lambda line: line if line["seed"] == 0 else None))
-    said = pages.summary(tables.differences(results, columns))
-    assert "<b>m_1</b>, 2 comparisons: Acc lower in 0, higher in 0; NLL lower in 2, hi" in said
+    assert all(cells[1].bold for *_, cells in tables.differences(results, columns).lines)
+
+
+def test_a_difference_is_of_the_seeds_that_both_rows_have(project):
+    """Seeds 0, 1 less 1, 2 were paired in their order; a failed run left no trace in the table."""
+
+    def lines(change):
+        results = index.read(project(change))
+        table = tables.differences(results, tables.columns("accuracy"))
+        assert table.keys == ["Model", "β", "Seeds"]
+        return results, {keys[1]: (keys[2], cells[1]) for _, keys, cells in table.lines}
+
+    results, found = lines(lambda line: line)
+    assert (found["base"][0], found["0.1"][0]) == ("1 − 2", "2")
+    _, plain, smoothed = results.rows
+    a, b = plain.runs["toy"], smoothed.runs["toy"]
+    crossed = stats.difference([a[1]], [b[0]], "nll", "choices")
+    # Of β = 0 seeds 0 to 2, of 0.1 seeds 1 to 3, which are 0 to 2 again: pairs (1, 0), (2, 1).
+    plain.runs["toy"], plain.seeds["toy"] = [*a, a[0]], [0, 1, 2]
+    smoothed.runs["toy"], smoothed.seeds["toy"] = [*b, b[0]], [1, 2, 3]
+    ((_, keys, cells), *_) = tables.differences(results, tables.columns("accuracy")).lines[1:]
+    expected = stats.difference([a[1], a[0]], b, "nll", "choices")
+    assert keys[2] == "2" and cells[1].value == f"{expected.value:+.3f}"
+    # One seed in common would hide what seeds differ by.
+    smoothed.seeds["toy"] = [2, 3, 4]
+    ((_, keys, cells), *_) = tables.differences(results, tables.columns("accuracy")).lines[1:]
+    assert keys[2] == "3 − 3" and cells[1].value != f"{crossed.value:+.3f}"
+    _, found = lines(lambda line: line if line["seed"] == 0 else None)
+    assert found["0.1"][0] == found["base"][0] == "1"
+
+
+def test_what_was_asked_otherwise_is_no_row_of_a_table(project, tmp_path, capsys):
+    """Letters beside texts, or 5 examples beside none: the difference would be the prompt's."""
+
+    def asked(records, **settings):
+        (tmp_path / f"{records}.meta.json").write_text(json.dumps({"settings": settings}))
+
+    path = project()
+    asked("toy-b0-0.jsonl", shots=5, style="official", chat_template=False)
+    asked("toy-b0.1-0.jsonl", shots=0, style="official", chat_template=False)
+    err = refusal(capsys, path)
+    assert "toy-b0-0.jsonl and " in err and "toy-b0.1-0.jsonl: asked with shots 5 and 0" in err
+    assert "another 'dataset', or each the key 'shots'" in err
+    a, b = tmp_path / "toy-b0-0.jsonl", tmp_path / "toy-b0.1-0.jsonl"
+    assert main(["compare", str(a), str(b)]) == 0
+    assert "A and B were asked with shots 5 and 0" in capsys.readouterr().out
+    index.read(project(lambda line: line | {"shots": 5 * (line["label_smoothing"] == 0)}))
+    asked("toy-b0.1-0.jsonl", shots=5, style="official", chat_template=False)
+    index.read(project())
+    assert main(["compare", str(a), str(b)]) == 0
+    assert "asked with" not in capsys.readouterr().out
+    rows = [json.loads(line) for line in b.read_text().splitlines()]
+    b.write_text("".join(json.dumps(r | {"scoring": "continuation"}) + "\n" for r in rows))
+    assert "asked with scoring 'letters' and 'continuation'" in refusal(capsys, project())
+
+
+def test_files_of_an_earlier_collect_are_named(project, tmp_path, capsys):
+    """They looked like part of the new one: a model that has gone, differences to no β = 0."""
+    out = tmp_path / "out"
+    arguments = ["--out", str(out)]
+    assert main(["collect", str(project()), *arguments]) == 0
+    assert not capsys.readouterr().err
+    assert main(["collect", str(project()), *arguments]) == 0
+    assert not capsys.readouterr().err
+    base = project(lambda line: line if line["label_smoothing"] is None else None)
+    assert main(["collect", str(base), *arguments]) == 0
+    err = capsys.readouterr().err
+    assert f"warning: {out}: " in err and "not made now: bars_toy_column.pdf, " in err
+    assert "differences.md" in err and "reliability" not in err
 
 
 def test_ties_are_bold_and_a_column_of_ties_is_not(project, tmp_path):
@@ -383,19 +450,16 @@ def test_the_page_opens_without_a_network(project, tmp_path):
     meta = {"settings": {"task": "mmlu", "data": "d & e", "engine": "vllm", "subjects": ["a", "b"]}}
     meta |= {"model": "runs/x/model", "versions": {"torch": "2.11.0"}}
     (tmp_path / "toy-b0-0.jsonl.meta.json").write_text(json.dumps(meta))
-    (tmp_path / "part.html").write_text("<h2>Runs</h2>")
-    arguments = ["collect", str(project()), "--out", str(tmp_path / "out"), "--title", "A < B"]
-    assert main([*arguments, "--section", str(tmp_path / "part.html")]) == 0
+    collect(project(), tmp_path / "out", title="A < B", sections=["<h2>Runs</h2>"])
     page = (tmp_path / "out" / "report.html").read_text()
-    order = [page.index(part) for part in ("In words", "Differences", "Accuracy and calibration",
-             "Figures", "<h2>Runs</h2>", "Settings")]  # fmt: skip
+    order = [page.index(part) for part in ("Differences", "Accuracy and calibration", "Figures",
+             "<h2>Runs</h2>", "Settings")]  # fmt: skip
     assert order == sorted(order)
     assert "<title>A &lt; B</title>" in page and '<meta name="viewport"' in page
     links = re.findall(r'(?:src|href)="([^"]{0,30})', page)
     assert links and all(link.startswith("data:image/svg+xml;base64,") for link in links)
     assert "[&quot;a&quot;, &quot;b&quot;]" in page and "d &amp; e" in page and "2.11.0" in page
     assert "4 record files without a sidecar" in page
-    assert main([*arguments, "--section", str(tmp_path / "absent.html")]) == 2
 
 
 def test_answers_that_are_all_right(tmp_path):

@@ -72,6 +72,49 @@ def test_pairing_ignores_the_order_and_is_narrower(tmp_path):
     assert found.high - found.low < 0.5 * (single.high - single.low)
 
 
+def answered(path, *rows):
+    """Records of (probabilities, right choice)."""
+    lines = [
+        {"id": f"q{i}", "subject": "s", "label": k, "logprobs": np.log(p).tolist()}
+        for i, (p, k) in enumerate(rows)
+    ]
+    path.write_text("".join(json.dumps(line | {"letter_mass": 1.0}) + "\n" for line in lines))
+    return path
+
+
+def test_resamples_that_are_all_alike_say_nothing(tmp_path, capsys):
+    """One question, or all right: no interval, and nobody is better by it."""
+    a = answered(tmp_path / "a.jsonl", ([0.7, 0.3], 0))
+    b = answered(tmp_path / "b.jsonl", ([0.1, 0.9], 0))
+    runs = [stats.load(path) for path in (a, b)]
+    for metric in ("accuracy", "nll", "brier", "ece_signed", "rms_debiased"):
+        for run in runs:
+            found = stats.estimate([run], metric, "choices")
+            assert found.value is not None and found.low is found.high is None, metric
+    assert main(["compare", str(a), str(b)]) == 0
+    out = capsys.readouterr().out
+    assert ": A is better" not in out and ": B is better" not in out
+    assert "nll (choices): A 0.3567, B 2.3026, B − A +1.9459; no interval is known to cover" in out
+    assert "auroc (choices): A –, B –: not comparable, which needs right answers and wro" in out
+    sure = answered(
+        tmp_path / "sure.jsonl", *[([0.6 + i / 100, 0.4 - i / 100], 0) for i in range(9)]
+    )
+    run = stats.load(sure)
+    assert stats.estimate([run], "accuracy", "choices") == stats.Estimate(1.0)
+    assert (
+        stats.estimate([run], "nll", "choices").low < stats.estimate([run], "nll", "choices").high
+    )
+
+
+def test_intervals_end_where_the_figure_does(tmp_path):
+    """Centred on the figure, they reached below 0 and above 1."""
+    path = tmp_path / "a.jsonl"
+    for n in (2, 4):
+        run = stats.load(answered(path, *[([0.7, 0.3], i % 2) for i in range(n)]))
+        found = stats.estimate([run], "accuracy", "choices")
+        assert 0 <= found.low < found.value == 0.5 < found.high == 1
+
+
 def test_interval_of_accuracy_matches_theory(tmp_path):
     run = stats.load(write(tmp_path / "a.jsonl", n=900))
     found = stats.estimate([run], "accuracy", "choices")

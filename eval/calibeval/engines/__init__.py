@@ -8,6 +8,7 @@ versions()      of the packages that compute the figures
 
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from calibeval.io import InputError
 
@@ -52,8 +53,13 @@ def load(auto, model: str, what: str, revision: str | None = None, **options):
     """`auto.from_pretrained`; a folder without a usable part raises `InputError`."""
     try:
         return auto.from_pretrained(model, revision=revision, **options)
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"{model}: cannot be loaded as {what}: {first_line(error)}") from error
+    except Exception as error:  # whatever a damaged file makes a library raise
+        why = f"{model}: cannot be loaded as {what}: {first_line(error)}"
+        if not Path(model).exists():
+            why += f" (there is no folder {model} here, so taken for a hub name)"
+        elif what == "a tokenizer":
+            why += "; copy tokenizer.json and tokenizer_config.json of its base model into it"
+        raise InputError(why) from error
 
 
 def load_tokenizer(model: str, revision: str | None = None):
@@ -83,4 +89,4 @@ def context_length(config) -> int | None:
 
 def first_line(error: Exception) -> str:
     """An exception's first line: libraries append pages of advice."""
-    return str(error).strip().split("\n")[0]
+    return str(error).strip().split("\n")[0].rstrip(" :")

@@ -60,7 +60,10 @@ class TransformersEngine:
         self.batch_size = batch_size
         self.tokenizer = load_tokenizer(model, revision)
         kind, what = transformers.AutoModelForCausalLM, "a causal language model"
-        self.model = load(kind, model, what, revision, torch_dtype=dtype)
+        # Weights of another shape, which would raise without their name, are absent ones.
+        options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        self.model, found = load(kind, model, what, revision, torch_dtype=dtype, **options)
+        _check_whole(self.model, model, found)
         self.model.to(self.device).eval()
         self.max_length = max_length or context_length(self.model.config)
         self.usage = Usage()
@@ -245,6 +248,22 @@ class TransformersEngine:
                 hook.remove()
 
 
+def _check_whole(made, model: str, found: dict) -> None:
+    """Refuse a checkpoint without weights for some parameters: transformers draws them at random.
+
+    `found` is what transformers says of the loading; buffers are made as they were.
+    """
+    absent = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
+    absent = sorted(absent & {name for name, _ in made.named_parameters()})
+    if absent:
+        other = min(found["unexpected_keys"], default="")
+        raise InputError(
+            f"{model}: no weights for {len(absent)} of its parameters, such as {absent[0]}, which "
+            f"would be random{f'; it instead has {other}' * bool(other)}; save the model anew with "
+            "save_pretrained"
+        )
+
+
 def _device(name: str) -> torch.device:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
@@ -252,7 +271,9 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise InputError(f"--device is {name!r}, expected auto, cpu, cuda or cuda:N") from None
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise InputError(f"--device is {name!r}, expected auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= gpus:
         raise InputError(
             f"--device {name}: torch {torch.__version__} sees {gpus} CUDA GPUs here; give "

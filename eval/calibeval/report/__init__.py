@@ -1,5 +1,6 @@
 """From an index of record files to tables, figures and one HTML page."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,4 +33,9 @@ def collect(
     drawn = figures.draw(results, out)
     parts = [note, *html.collected(made, drawn), *sections, html.settings(results)]
     html.page(title, parts, page or Path(out) / "report.html")
+    fresh = {figure.stem.name for figure in drawn} | ({"differences"} if paired else set())
+    own = ("differences.", "bars_", "ece-against_", "reliability_")
+    files = sorted(path for path in Path(out).iterdir() if path.name.startswith(own))
+    if old := ", ".join(path.name for path in files if path.stem not in fresh):
+        print(f"warning: {out}: of an earlier collect, not made now: {old}", file=sys.stderr)
     return "\n".join(map(tables.markdown, made))

@@ -162,8 +162,9 @@ def read(index: Path) -> Results:
     lines = read_lines(Path(index))
     runs = [stats.load(line["records"], line.get("normalise")) for line in lines]
     for dataset in {line["dataset"] for line in lines}:
-        pairs = zip(lines, runs, strict=True)
-        stats.same_questions([run for line, run in pairs if line["dataset"] == dataset])
+        of = [pair for pair in zip(lines, runs, strict=True) if pair[0]["dataset"] == dataset]
+        stats.same_questions([run for _, run in of])
+        check_asked(of)
     shown = columns(lines)
     paths = {line["train_data"] for line in lines if line.get("train_data")}
     last = {path: PurePath(path).name or path for path in paths}
@@ -250,6 +251,19 @@ def columns(lines: list[dict]) -> tuple[str, ...]:
     every = dict.fromkeys((*Line.model_fields, *(key for line in lines for key in line)))
     free = [key for key in every if key not in (*NO_ROW, *FIRST) and varies(key)]
     return (*FIRST[:1] * varies("train_data"), *FIRST[1:], *free)
+
+
+def check_asked(of: list[tuple[dict, stats.Run]]) -> None:
+    """Refuse runs of one data set that were asked otherwise, unless the index has a key for it."""
+    seen = {}
+    for line, run in of:
+        for key, value in stats.asked(run).items():
+            known, first, path = seen.setdefault(key, (value, line, run.path))
+            if value != known and not (key in first and key in line):
+                raise InputError(
+                    f"{path} and {run.path}: asked with {key} {known!r} and {value!r}; give the "
+                    f"index another 'dataset', or each the key {key!r}"
+                )
 
 
 def check_seeds(row: Row) -> None:

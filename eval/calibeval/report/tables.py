@@ -188,29 +188,43 @@ def differences(results: Results, chosen: Sequence[Column]) -> Table | None:
     lines = []
     for row in results.rows:
         if base := results.reference(row):
-            found = [(difference(base, row, g, c), c) for g in results.groups for c in chosen]
-            cells = [Cell(d, c, told_apart(d), "+") for d, c in found]
-            lines.append((row.block, [*map(row.text, results.shown)], cells))
+            sides = {g: compared(base, row, g) for g in results.groups}
+            found = [(difference(*sides[g][:2], c), c) for g in results.groups for c in chosen]
+            cells = [Cell(d, c, d.told_apart, "+") for d, c in found]
+            seeds = ", ".join(dict.fromkeys(said for *_, said in sides.values() if said))
+            lines.append((row.block, [*map(row.text, results.shown), seeds], cells))
     note = (
         "Difference to β = 0 of the same setting without a calibrator; [95 % interval] over the "
-        "same resamples of the questions for both, paired by seed. MSCE: mean squared calibration "
-        "error, the debiased RMS squared. Bold: the interval leaves out 0."
+        "same resamples of the questions for both. Seeds: pairs of runs with one seed; 1 − 3: not "
+        "paired, one run less the mean of three; of a single pair the interval is over questions "
+        "alone. MSCE: mean squared calibration error, the debiased RMS squared. Bold: the interval "
+        "leaves out 0."
     )
     heads = [column.heading.replace("debiased RMS", "MSCE") for column in chosen]
-    keys = [*map(heading, results.shown)]
+    keys = [*map(heading, results.shown), "Seeds"]
     return Table(keys, results.groups, heads, lines, [note]) if lines else None
 
 
-def difference(a: Row, b: Row, group: str, column: Column) -> stats.Estimate:
+def compared(a: Row, b: Row, group: str) -> tuple[list[stats.Run], list[stats.Run], str]:
+    """The runs of both rows and how many: of the seeds that both have, else all, not paired.
+
+    One seed in common would hide what seeds differ by; a model before fine-tuning has none.
+    """
+    first, second = (
+        dict(zip(x.seeds.get(group, ()), x.runs.get(group, ()), strict=True)) for x in (a, b)
+    )
+    common = [seed for seed in first if seed in second]
+    if len(common) > 1 and None not in (a.beta, b.beta):
+        return [first[s] for s in common], [second[s] for s in common], str(len(common))
+    m, n = len(second), len(first)
+    said = "1" if m == n == 1 else f"{m} − {n}" * (m * n > 0)
+    return [*first.values()], [*second.values()], said
+
+
+def difference(a: list[stats.Run], b: list[stats.Run], column: Column) -> stats.Estimate:
     """b − a; its value is None where either lacks the data set or confidence."""
-    if group not in a.runs or group not in b.runs:
-        return stats.Estimate()
-    return stats.difference(a.runs[group], b.runs[group], column.metric, column.confidence)
-
-
-def told_apart(d: stats.Estimate) -> bool:
-    """Whether a difference's interval leaves out 0."""
-    return None not in (d.low, d.high) and (d.low > 0 or d.high < 0)
+    known = a and b
+    return stats.difference(a, b, column.metric, column.confidence) if known else stats.Estimate()
 
 
 def markdown(table: Table) -> str:
