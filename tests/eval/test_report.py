@@ -17,6 +17,7 @@ from calibeval.__main__ import main
 from calibeval.conformal import evaluate
 from calibeval.records import read
 from calibeval.report import collect, figures, index, tables
+from calibeval.report import html as pages
 
 GRID = [  # (records, β, seed, sharpness): a model before fine-tuning and two β, two seeds each
     ("base", None, 0, 1.0),
@@ -269,7 +270,8 @@ def test_differences_are_paired(project):
     # Seeds that differ so much tell nothing apart, one seed each does.
     assert not cell.bold
     results = index.read(project(lambda line: line if line["seed"] == 0 else None))
-    assert all(cells[1].bold for *_, cells in tables.differences(results, columns).lines)
+    said = pages.summary(tables.differences(results, columns))
+    assert "<b>m_1</b>, 2 comparisons: Acc lower in 0, higher in 0; NLL lower in 2, hi" in said
 
 
 def test_a_difference_is_of_the_seeds_that_both_rows_have(project):
@@ -452,8 +454,8 @@ def test_the_page_opens_without_a_network(project, tmp_path):
     (tmp_path / "toy-b0-0.jsonl.meta.json").write_text(json.dumps(meta))
     collect(project(), tmp_path / "out", title="A < B", sections=["<h2>Runs</h2>"])
     page = (tmp_path / "out" / "report.html").read_text()
-    order = [page.index(part) for part in ("Differences", "Accuracy and calibration", "Figures",
-             "<h2>Runs</h2>", "Settings")]  # fmt: skip
+    order = [page.index(part) for part in ("In words", "Differences", "Accuracy and calibration",
+             "Figures", "<h2>Runs</h2>", "Settings")]  # fmt: skip
     assert order == sorted(order)
     assert "<title>A &lt; B</title>" in page and '<meta name="viewport"' in page
     links = re.findall(r'(?:src|href)="([^"]{0,30})', page)

@@ -43,11 +43,11 @@ def page(title: str, parts: Sequence[str], path: Path) -> None:
 
 
 def collected(tables: Sequence[Table], figures: Sequence[Figure]) -> list[str]:
-    """Differences first, then the table and the figures with their captions."""
+    """Summary and differences first, then the table and the figures with their captions."""
     main, *paired = tables
     parts = []
     for one in paired:
-        parts += ["<h2>Differences to β = 0</h2>", table(one)]
+        parts += ["<h2>In words</h2>", summary(one), "<h2>Differences to β = 0</h2>", table(one)]
     if not paired:
         parts.append("<p>No row has β = 0 beside another of its kind: nothing to compare.</p>")
     parts += ["<h2>Accuracy and calibration</h2>" + table(main), "<h2>Figures</h2>"]
@@ -96,6 +96,22 @@ def plain_table(rows: Sequence[dict]) -> str:
     """Dictionaries as a table."""
     shown = tabulate(rows, headers="keys", tablefmt="html", disable_numparse=True)
     return f'<div class="box plain">{shown}</div>'
+
+
+def summary(differences: Table) -> str:
+    """How often each figure is told from that of β = 0, in words, from the paired differences."""
+    lines = []
+    for block, rows in groupby(differences.lines, key=lambda line: line[0]):
+        _, keys, every = zip(*rows, strict=True)
+        said = []
+        for i, head in enumerate(differences.heads):
+            of = [cell for cells in every for cell in cells[i :: len(differences.heads)]]
+            up = sum(cell.bold and cell.estimate.value > 0 for cell in of)
+            down = sum(cell.bold for cell in of) - up
+            said.append(f"{head.rstrip(' ↑↓')} lower in {down}, higher in {up}")
+        setting, number = ", ".join(keys[0][: len(block)]), counted(len(of), "comparison")
+        lines.append(f"<li><b>{escape(setting)}</b>, {number}: {escape('; '.join(said))}.")
+    return f"<p>Told apart from β = 0:</p><ul>{''.join(lines)}</ul>"
 
 
 def settings(results: Results) -> str:
