@@ -388,13 +388,14 @@ def run_entropy(a: argparse.Namespace) -> None:
     """Compare the entropy of a model's own text with its log loss on references."""
     from calibeval import entropy
     from calibeval.engines.sampling import Setting
+    from calibeval.report.entropy import collect
 
     grid = itertools.product(a.temperature, a.top_p, a.min_p)
     settings = [Setting(*values) for values in dict.fromkeys(grid)]
     names = "skip limit max_new_tokens seed engine batch_size device dtype overwrite"
     options = {name: getattr(a, name) for name in names.split()}
     entropy.measure(a.model, a.data, a.out, settings, **options)
-    print(entropy.collect([{"records": a.out}]), end="")
+    print(collect([{"records": a.out}]), end="")
 
 
 def run_passk(a: argparse.Namespace) -> None:

@@ -13,7 +13,7 @@ from statistics import fmean
 import calibeval.report
 from calibeval import stats
 from calibeval.io import counted
-from calibeval.report import html
+from calibeval.report import entropy, html
 from sweeps import score, status
 from sweeps.assets import dataset_names
 from sweeps.config import HELD_OUT, Entropy, Sweep
@@ -92,8 +92,6 @@ def _write(sweep: Sweep, cells: list[Cell], entries: list[dict], gaps: list[Gap]
     entries = [entry for entry in entries if entry["dataset"] != Entropy.key]
     entries = [e | ({"entropy": texts[e["run"]]} if e["run"] in texts else {}) for e in entries]
     if own:
-        from calibeval import entropy  # with scipy.stats, for which every command would wait
-
         text = entropy.collect(own, part / "entropy.csv")
         write_text(part / "entropy.md", text)
         drawn = html.picture(part / "entropy.svg", "EntCE against log loss, and by position")

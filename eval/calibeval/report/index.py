@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, NonNegativeFloat
 
-from calibeval import conformal, records, stats
+from calibeval import conformal, entropy, records, stats
 from calibeval.io import InputError, json_lines
 from calibeval.records import check, meta, sidecar
 
@@ -111,8 +111,6 @@ class Row:
                 sizes = [conformal.evaluate(of).size for of in read]
                 self.kept[key] = stats.Estimate(sum(sizes) / len(sizes))
             elif metric == "entce":
-                from calibeval import entropy  # and scipy.stats, for which each command would wait
-
                 found = [entropy.plain(path) for path in self.entropy]
                 none = not found or None in found
                 self.kept[key] = stats.Estimate(None if none else sum(found) / len(found))
