@@ -21,6 +21,7 @@ from pydantic import (
     field_validator,
 )
 
+from calibeval.io import InputError, read_text
 from sweeps.files import SweepError
 from sweeps.provenance import PROJECT, shown
 
@@ -177,26 +178,23 @@ class Sweep(Strict):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's scalars: `2e-5` is a number and `no` a word, where YAML 1.1 has it otherwise."""
+    """YAML 1.2's scalars: `2e-5` is a number, `no` and `12:00:00` are words, unlike in YAML 1.1."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 PyYAML's own shape
-        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":bool")]
+        first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":null", ":merge"))]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
-)
 
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):
     """Quotes what _Loader would not read back as the same text."""
 
 
-FLOAT = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf)$|^\.(nan|NaN)$")
+FLOAT = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\.(inf|Inf)|\.(nan|NaN)"
+WORDS = {"bool": "true|True|TRUE|false|False|FALSE", "int": "[-+]?(0|[1-9][0-9]*)", "float": FLOAT}
 for _side in (_Loader, _Dumper):
-    _side.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+0123456789."))
+    for _tag, _form in WORDS.items():
+        _side.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^({_form})$"), None)
 
 
 def parse_yaml(text: str, source: str) -> Any:
@@ -213,13 +211,13 @@ def parse_yaml(text: str, source: str) -> Any:
 def read_yaml(path: Path) -> dict:
     """Read a YAML file that must hold a mapping."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
+        text = read_text(path)
+    except InputError as error:
         beside = [*path.parent.glob("*.y*ml"), *PROJECT.glob("configs/*/*.yaml")]
         near = difflib.get_close_matches(path.stem, [one.stem for one in beside], n=1)
         found = [one for one in beside if one.stem in near and not path.exists()]
         hint = f"; did you mean {shown(found[0])}?" if found else ""
-        raise SweepError(f"{path}: cannot read ({error.strerror}){hint}") from error
+        raise SweepError(f"{error}{hint}") from error
     value = parse_yaml(text, str(path))
     if not isinstance(value, dict):
         found = "nothing" if value is None else type(value).__name__
@@ -237,13 +235,20 @@ def override(raw: dict, assignments: Iterable[str]) -> dict[str, str]:
     origins = {}
     for assignment in assignments:
         dotted, sign, text = assignment.partition("=")
+        said = f"command line: {assignment!r}"
         if not sign or not dotted:
+            more = (
+                "; a sweep file stands behind --config"
+                if assignment.endswith((".yaml", ".yml"))
+                else ""
+            )
+            raise SweepError(f"{said}: expected key=value, for example train.seed=1{more}")
+        if text.count("[") > text.count("]"):
             raise SweepError(
-                f"command line: {assignment!r}: expected key=value, for example train.seed=1"
+                f"{said}: a [ without its ]; with spaces in it, put quotes around it all"
             )
         node: Any = raw
         parts = dotted.split(".")
-        said = f"command line: {assignment!r}"
         for depth, part in enumerate(parts):
             above = ".".join(parts[:depth])
             if isinstance(node, list):
@@ -283,6 +288,9 @@ def check(
         items = error.errors()
     lines = []
     for item in items:
+        if any(len(other["loc"]) > len(at := item["loc"]) and other["loc"][: len(at)] == at
+               for other in items):  # fmt: skip
+            continue  # too few are left, where what is wrong is inside
         parts = [str(part) for part in item["loc"]]
         dotted = ".".join(part for part in (section(parts[0]) if parts else "", *parts) if part)
         where = source
@@ -293,6 +301,14 @@ def check(
     raise SweepError("\n       ".join(dict.fromkeys(lines)))
 
 
+IN_YAML = {  # pydantic's words, and those of who writes the file
+    "a valid tuple": "a list: [{}]",
+    "a valid dictionary.*": "keys with their values",
+    "a valid string": "text in quotes",
+    "a valid integer": "a whole number",
+}
+
+
 def _explain(model: type[Strict], item: dict, dotted: str, elsewhere: Iterable[str]) -> str:
     if item["type"] == "extra_forbidden":
         known = sorted(_known_keys(model, item["loc"][:-1]))
@@ -301,7 +317,8 @@ def _explain(model: type[Strict], item: dict, dotted: str, elsewhere: Iterable[s
     if item["type"] == "missing":
         return f"key {dotted!r} is missing"
     expected = item["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    expected = expected.replace("a valid tuple", "a list, such as [0.0, 0.1]")
+    for theirs, ours in IN_YAML.items():
+        expected = re.sub(theirs, ours.format(str(item["input"]).strip("[]")), expected)
     if item["type"] in ("too_short", "string_pattern_mismatch"):  # in words, not pydantic's
         least, pattern = (item["ctx"].get(key) for key in ("min_length", "pattern"))
         expected = f"at least {least} item" if least else f"text of the form {pattern}"

@@ -202,7 +202,7 @@ def _advice(reason: str, sweep: Sweep, cluster: Cluster) -> str:
 def _secrets(cluster: Cluster) -> list[str]:
     if not cluster.secrets_file:
         return []
-    path = expand("secrets_file", cluster.secrets_file)
+    path = Path(expand("cluster.secrets_file", cluster.secrets_file))
     if not path.is_file():
         return [f"cluster.secrets_file: {path}: no such file"]
     mode = stat.S_IMODE(path.stat().st_mode)

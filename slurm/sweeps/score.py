@@ -92,7 +92,7 @@ def words(subject: Subject, task: Task | Entropy, score: Score) -> list[str]:
 
 def interpreter(score: Score) -> str:
     """The Python that scores."""
-    return os.path.abspath(os.path.expanduser(score.python)) if score.python else sys.executable
+    return os.path.abspath(score.python) if score.python else sys.executable
 
 
 def request(task: Task | Entropy, score: Score) -> dict:
