@@ -237,16 +237,10 @@ def override(raw: dict, assignments: Iterable[str]) -> dict[str, str]:
         dotted, sign, text = assignment.partition("=")
         said = f"command line: {assignment!r}"
         if not sign or not dotted:
-            more = (
-                "; a sweep file stands behind --config"
-                if assignment.endswith((".yaml", ".yml"))
-                else ""
-            )
+            more = "; a sweep file stands behind --config" if dotted.endswith(".yaml") else ""
             raise SweepError(f"{said}: expected key=value, for example train.seed=1{more}")
         if text.count("[") > text.count("]"):
-            raise SweepError(
-                f"{said}: a [ without its ]; with spaces in it, put quotes around it all"
-            )
+            raise SweepError(f"{said}: a [ without its ]; what has spaces in it needs quotes")
         node: Any = raw
         parts = dotted.split(".")
         for depth, part in enumerate(parts):

@@ -140,7 +140,7 @@ def test_an_override_is_blamed_on_the_command_line(sweep_file):
     assert "command line (train.num_train_epochs=0)" in text
     assert "greater than or equal to 1" in text
     assert "expected key=value" in refusal(sweep_file(), "seed")
-    quoted = "'grid.seed=[1,': a [ without its ]; with spaces in it, put quotes around it all"
+    quoted = "'grid.seed=[1,': a [ without its ]; what has spaces in it needs quotes"
     assert refusal(sweep_file(), "grid.seed=[1,", "2]").endswith(quoted)
     assert refusal(sweep_file(), "my.yaml").endswith("; a sweep file stands behind --config")
     profile = sweep_file(cluster="my.yaml")

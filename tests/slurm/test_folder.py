@@ -299,6 +299,21 @@ def test_what_was_cancelled_stays_cancelled(sweep_file, slurm):
     assert cells == planned.cells and len(names) == 2
 
 
+@pytest.mark.parametrize("tool", ["sacct", "scontrol"])
+def test_an_array_cancelled_before_it_began_is_cancelled(sweep_file, slurm, tool):
+    """Slurm then has one record for all its elements."""
+    planned = launch.plan(sweep_file(), [])
+    launch.start(planned, "slurm")
+    slurm.queue.write_text("")
+    one = "JobId=1 ArrayJobId=1 ArrayTaskId=0-1%2 JobState=CANCELLED ExitCode=0:0"
+    said = {"sacct": "1_[0-1%2]|CANCELLED by 0|0:0", "scontrol": one}[tool]
+    slurm.write(slurm.bin / "sacct", "exit 1")
+    slurm.write(slurm.bin / tool, f"echo '{said}'")
+    found, _ = status.of_sweep(planned.sweep, planned.cells)
+    assert [one.state for one in found] == ["cancelled", "cancelled"]
+    assert found[1].detail.startswith("1_1 CANCELLED")
+
+
 def test_a_job_that_dies_before_training_says_so_in_status(sweep_file, slurm, capsys):
     planned = launch.plan(sweep_file(), [])
     launch.start(planned, "slurm")
