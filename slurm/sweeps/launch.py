@@ -69,7 +69,7 @@ def start(
         print(f"watch: {planned.again('status')}")
     else:
         every = "every run is done or queued" if train else "every trained run is scored or queued"
-        print(f"nothing to submit: {every}")
+        print(f"nothing to submit: {every}; tables: {planned.again('collect')}")
     return 0
 
 

@@ -442,7 +442,9 @@ def test_a_submission_killed_halfway_is_completed(
     again = command("launch", path, "--executor", "slurm")
     assert submitted in again.stdout, again.stdout + again.stderr
     assert slurm.calls[-len(waits) :] == waits
-    assert "nothing to submit" in command("launch", path, "--executor", "slurm").stdout
+    said = command("launch", path, "--executor", "slurm").stdout
+    tables = f"bash slurm/sweeps.sh collect {launch.plan(path, []).folder}"
+    assert f"nothing to submit: every run is done or queued; tables: {tables}\n" in said
 
 
 def test_the_collect_job_asks_for_no_more_than_scoring(sweep_file, tmp_path):

@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import re
+import shutil
 import sys
 import zipfile
 from pathlib import Path
@@ -431,6 +432,28 @@ def test_what_an_override_names_is_looked_for_at_the_project(sweep_file, tmp_pat
         path.write_text(text)
         said = command("preflight", path, "--executor", "local", more, cwd=tmp_path).stderr
         assert f" in {PROJECT}, where paths in overrides start\n" in said, said
+
+
+def test_half_a_model_and_a_bad_row_are_named_before_anything_trains(sweep_file, tiny, tmp_path):
+    model, chats = tmp_path / "model", tmp_path / "chats.jsonl"
+    shutil.copytree(tiny / "model", model)
+    rows = (tiny / "chat.jsonl").read_text().splitlines()
+    chats.write_text("\n".join([*rows, "", '{"messages": []}']))
+    path = sweep_file(train={"model_name_or_path": str(model), "train_file": str(chats)})
+    asked = ("preflight", path, "--executor", "local")
+    said = command(*asked).stderr
+    assert f"train.train_file: {chats}, line 66: expected" in said and str(model) not in said
+    (model / "model.safetensors").unlink()
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    said = command(*asked, f"train.train_file={tiny / 'chat.jsonl'}").stderr
+    absent = f"train.model_name_or_path: {model}: no {{}} in this folder"
+    for names in ("*.safetensors or *.bin", "tokenizer* or vocab*"):
+        assert absent.format(names) in said, said
+    said = command(*asked, f"train.tokenizer_name={tiny / 'model'}").stderr
+    assert "tokenizer*" not in said and "*.safetensors" in said
+    said = command(*asked, f"train.tokenizer_name={tmp_path}").stderr
+    assert f"train.tokenizer_name: {tmp_path}: no tokenizer* or vocab* in" in said
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="asks as another user")

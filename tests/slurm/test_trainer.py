@@ -1,16 +1,20 @@
 """The builtin trainer: where the loss lies, which rows make a step, what its update is."""
 
 import json
+import shutil
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
+from world import make_tokenizer
 
 from calibeval.io import InputError
 from calibeval.references import TULU
 from sweeps.files import SweepError
+from sweeps.plan import plan
 from sweeps.trainer.data import load_examples, set_template
+from sweeps.trainer.loop import load_model
 from sweeps.trainer.order import Order
 
 
@@ -102,3 +106,18 @@ def test_targets_leave_out_the_first_token(tokenizer, tmp_path):
     batch = examples.collate([0, 1], 3, 0)
     assert batch["labels"].shape[0] == 3
     assert (batch["labels"][:, 1:] != -100).sum(1).tolist() == [*examples.targets, 0]
+
+
+def test_a_damaged_model_is_named_and_a_larger_tokenizer_is_said(sweep_file, tiny, tmp_path):
+    shutil.copytree(tiny / "model", tmp_path / "model")
+    path = sweep_file(train={"model_name_or_path": str(tmp_path / "model")})
+    config, said = plan(path, []).cells[0].config, []
+    rows = len(make_tokenizer())
+    grown = load_model(config.keys, rows + 3, config.world, said.append)
+    assert grown.get_input_embeddings().weight.shape[0] >= rows + 3
+    assert f"the tokenizer's {rows + 3} entries outgrow the model's {rows}" in said[0]
+    with open(tmp_path / "model" / "model.safetensors", "r+b") as weights:
+        weights.truncate(1000)
+    with pytest.raises(InputError, match=f"{tmp_path}/model: cannot be loaded as a causal"):
+        load_model(config.keys, rows, config.world, said.append)
+    assert len(said) == 1

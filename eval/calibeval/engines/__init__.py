@@ -52,7 +52,7 @@ def load(auto, model: str, what: str, revision: str | None = None, **options):
     """`auto.from_pretrained`; a folder without a usable part raises `InputError`."""
     try:
         return auto.from_pretrained(model, revision=revision, **options)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever the readers of its files raise
         raise InputError(f"{model}: cannot be loaded as {what}: {first_line(error)}") from error
 
 
