@@ -4,7 +4,6 @@ import argparse
 import difflib
 import os
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -27,8 +26,6 @@ OPTIONS = {
         "help": "auto: Slurm where there is an sbatch, this machine elsewhere",
     },
     "--dry-run": YES | {"help": "print what would be done, and stop"},
-    "--throttle": {"type": int, "metavar": "N", "help": "elements that run at a time"},
-    "--watch": {"type": float, "metavar": "SECONDS", "help": "show it again and again"},
     "--run": {"default": "", "metavar": "TEXT", "help": "only runs whose name contains TEXT"},
     "--lines": {"type": int, "default": 20},
     "--resubmit": YES | {"help": "queue again what died without a word"},
@@ -87,10 +84,6 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # `… | head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nor may the interpreter's last flush fail
         return 0
-    except KeyboardInterrupt:
-        if parsed.command != "status":  # how one stops watching
-            raise
-        return 0
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
@@ -126,8 +119,6 @@ def _planned(a: argparse.Namespace):
     ]
     if a.cluster is not None:
         assignments.append(f"cluster={a.cluster}")
-    if getattr(a, "throttle", None) is not None:
-        assignments.append(f"throttle={a.throttle}")
     return plan.plan(a.config, assignments)
 
 
@@ -162,15 +153,11 @@ def _smoke(a: argparse.Namespace) -> int:
 
 def _status(a: argparse.Namespace) -> int:
     planned = _planned(a)
-    while True:
-        runs, bases = status.of_sweep(planned.sweep, planned.cells)
-        text = status.table(runs, planned.sweep.name, [*bases.values()])
-        why = status.troubles([*bases.values(), *runs], planned)
-        parts = (text, why, plan.namesakes(planned).rstrip())
-        print(("\033[2J\033[H" if a.watch else "") + "\n\n".join(filter(None, parts)), flush=True)
-        if not a.watch:
-            return 0
-        time.sleep(a.watch)
+    runs, bases = status.of_sweep(planned.sweep, planned.cells)
+    text = status.table(runs, planned.sweep.name, [*bases.values()])
+    why = status.troubles([*bases.values(), *runs], planned)
+    print("\n\n".join(filter(None, (text, why, plan.namesakes(planned).rstrip()))))
+    return 0
 
 
 def _cancel(a: argparse.Namespace) -> int:
@@ -232,9 +219,6 @@ def _score(a: argparse.Namespace) -> int:
     planned = _planned(a)
     if planned.sweep.score is None:
         raise SweepError(f"{a.config}: has no `score` section")
-    if a.dry_run:
-        print(launch.to_score(planned))
-        return 0
     executor = launch.pick_executor(a.executor)
     launch.check_assets(planned, executor)
     return launch.start(planned, executor, train=False)
@@ -248,9 +232,6 @@ def _collect(a: argparse.Namespace) -> int:
     from sweeps import results  # with NumPy, for which every command would wait
 
     planned = _planned(a)
-    if a.dry_run:
-        print(launch.describe(planned))
-        return 0
     if a.resubmit and launch.resubmit(planned):
         return 0  # the new submission ends with a collect of its own
     if any(cell.folder.exists() for cell in planned.cells):
@@ -300,15 +281,15 @@ def _preflight(a: argparse.Namespace) -> int:
 
 COMMANDS = {  # name → what does it, what it does, its options
     "plan": (_plan, "list the runs of a sweep and what is already done", ""),
-    "launch": (_launch, "train, score and collect what is missing", "executor dry-run throttle"),
+    "launch": (_launch, "train, score and collect what is missing", "executor dry-run"),
     "smoke": (_smoke, "before a launch: one run's whole chain, ten steps of it", "executor"),
-    "status": (_status, "what every run is doing", "watch"),
+    "status": (_status, "what every run is doing", ""),
     "cancel": (_cancel, "end it, queued or on this machine; running trainers save first", ""),
     "retry": (_retry, "start again what is dead", "executor"),
     "logs": (_logs, "the end of the runs' logs", "run lines"),
-    "score": (_score, "score what is trained and not yet scored", "executor dry-run throttle"),
-    "collect": (_collect, "make tables; exit 1 while there are gaps", "dry-run throttle resubmit"),
-    "prefetch": (_prefetch, "fetch models, data and packages", "dry-run throttle"),
+    "score": (_score, "score what is trained and not yet scored", "executor"),
+    "collect": (_collect, "make tables; exit 1 while there are gaps", "resubmit"),
+    "prefetch": (_prefetch, "fetch models, data and packages", "dry-run"),
     "gc": (_gc, "list the runs beside this sweep's that no sweep holds any more", "delete"),
     "preflight": (_preflight, "name all that is missing, before anything is queued", "executor"),
     "train": (_train, "train one run", ""),

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from sweeps.config import Seq, Strict, check, read_yaml, refuse_other
+from sweeps.config import Seq, Strict, check, each_text, read_yaml, refuse_other
 from sweeps.files import SweepError
 
 DURATION = r"^(\d+-)?\d{1,2}(:\d{2}){0,2}$"
@@ -52,13 +52,12 @@ def load_cluster(path: str | None) -> Cluster:
     raw = read_yaml(Path(path))
     expected = "a cluster profile is expected, for example configs/cluster/generic.yaml"
     refuse_other(raw, Cluster, expected, str(path))
+    raw = each_text(raw, lambda _, text: os.path.expanduser(text), path)
     cluster = check(Cluster, raw, path)
     for key in ("time", "score_time"):
-        if seconds(limit := getattr(cluster, key)) <= cluster.signal_seconds:
-            raise SweepError(
-                f"{path}: {key}: found {limit!r}, expected more than signal_seconds, "
-                f"{cluster.signal_seconds}: so many before the end a job saves and leaves"
-            )
+        if seconds(limit := getattr(cluster, key)) <= (ahead := cluster.signal_seconds):
+            why = f"signal_seconds, {ahead}: so many before the end a job saves and leaves"
+            raise SweepError(f"{path}: {key}: found {limit!r}, expected more than {why}")
     return cluster
 
 

@@ -225,6 +225,16 @@ def read_yaml(path: Path) -> dict:
     return value
 
 
+def each_text(value: Any, change: Callable[[str, str], str], key: str) -> Any:
+    """`value` with `change(its dotted key, text)` in place of every text in it."""
+    if isinstance(value, dict):
+        known = {each_text(name, change, key): one for name, one in value.items()}
+        return {name: each_text(one, change, f"{key}: {name}") for name, one in known.items()}
+    if isinstance(value, list):
+        return [each_text(one, change, key) for one in value]
+    return change(key, value) if isinstance(value, str) else value
+
+
 def dump_yaml(value: dict) -> str:
     """The one spelling in which this package writes YAML."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
@@ -281,10 +291,10 @@ def check(
     except ValidationError as error:
         items = error.errors()
     lines = []
+    outer = {item["loc"][:depth] for item in items for depth in range(len(item["loc"]))}
     for item in items:
-        if any(len(other["loc"]) > len(at := item["loc"]) and other["loc"][: len(at)] == at
-               for other in items):  # fmt: skip
-            continue  # too few are left, where what is wrong is inside
+        if item["loc"] in outer:  # too few are left, where what is wrong is inside
+            continue
         parts = [str(part) for part in item["loc"]]
         dotted = ".".join(part for part in (section(parts[0]) if parts else "", *parts) if part)
         where = source

@@ -1,7 +1,6 @@
 """Packages that runs need: what is wrong with the installed ones, which wheels are there."""
 
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -54,7 +53,7 @@ def problems(needed: Iterable[str], python: str = "auto", key: str = "cluster.py
     from packaging.requirements import Requirement
 
     wanted = [Requirement(text) for text in dict.fromkeys(needed)]
-    words = [sys.executable] if python == "auto" else shlex.split(os.path.expanduser(python))
+    words = [sys.executable] if python == "auto" else shlex.split(python)
     asked = [*words, "-c", VERSIONS, *(one.name for one in wanted)]
     try:
         done = subprocess.run(asked, text=True, capture_output=True, check=False, timeout=60)

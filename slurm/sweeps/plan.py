@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sweeps.backends import REGISTRY, get_backend
 from sweeps.cluster import expand as expand_path
@@ -26,6 +25,7 @@ from sweeps.config import (
     World,
     check,
     dump_yaml,
+    each_text,
     override,
     read_yaml,
     refuse_other,
@@ -92,7 +92,7 @@ def load_sweep(path: Path, assignments: Iterable[str] = ()) -> tuple[Sweep, dict
     expected = "a sweep is expected, for example configs/sweeps/beta.yaml"
     refuse_other(raw, Sweep, expected, str(path))
     origins = override(raw, assignments)
-    raw = _expanded(raw, str(path))
+    raw = each_text(raw, expand_path, str(path))  # here: the jobs have not all of the variables
     elsewhere = dotted_keys(raw.get("backend"))
     sweep = check(Sweep, raw, str(path), origins=origins, elsewhere=elsewhere)
     if sweep.keep == "scores" and sweep.score is None:
@@ -113,15 +113,6 @@ def load_sweep(path: Path, assignments: Iterable[str] = ()) -> tuple[Sweep, dict
                 f"{path}: score.select_on: found {sweep.score.select_on!r}, expected one of {names}"
             )
     return sweep, origins
-
-
-def _expanded(value: Any, key: str) -> Any:
-    """`value` with every text in it as a shell reads a path; the jobs' shell need not have it."""
-    if isinstance(value, dict):
-        return {_expanded(k, key): _expanded(one, f"{key}: {k}") for k, one in value.items()}
-    if isinstance(value, list):
-        return [_expanded(one, key) for one in value]
-    return expand_path(key, value) if isinstance(value, str) else value
 
 
 def runs_folder(sweep: Sweep) -> Path:

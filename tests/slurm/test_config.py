@@ -68,7 +68,7 @@ def test_a_misspelt_file_comes_with_the_nearest_one(sweep_file):
     [
         (["statsu", "tiny.yaml"], "'status'"),
         (["launch", "tiny.yaml", "--executer", "local"], "'--executor'"),
-        (["status", "--wacht=5", "tiny.yaml"], "'--watch'"),
+        (["logs", "--lime=5", "tiny.yaml"], "'--lines'"),
     ],
 )
 def test_a_misspelt_command_or_option_comes_with_the_nearest_one(typed, meant, capsys):

@@ -411,13 +411,13 @@ def test_what_an_override_names_is_looked_for_at_the_project(sweep_file, tmp_pat
     typed = ("preflight", path, "--executor", "local", "train.train_file=mine.jsonl")
     done = command(*typed, cwd=tmp_path)
     assert done.returncode == 2 and "made by" not in done.stderr
-    where = f"mine.jsonl: no such file in {PROJECT}, where paths in overrides start"
+    where = f"mine.jsonl: no such file in {PROJECT}, where relative paths in sweeps start"
     assert f"{where}; give {tmp_path}/mine.jsonl\n" in done.stderr
     assert done.stderr.count("mine.jsonl: no such file") == 1
     # By its key: another key's path is not meant, whatever text it shares with the override.
     made = sweep_file(train={"train_file": "made.jsonl"}, prefetch={"made_by": "make demo"})
     done = command("preflight", made, "--executor", "local", "output_root=./made.jsonl.out")
-    assert "made by: make demo" in done.stderr and "overrides start" not in done.stderr
+    assert "made by: make demo" in done.stderr and "; give" not in done.stderr
     for more, key in (
         ("grid.train_file=[a.jsonl]", "train_file"),
         ("score.tasks.0.data=b", "data"),
@@ -431,7 +431,7 @@ def test_what_an_override_names_is_looked_for_at_the_project(sweep_file, tmp_pat
         )
         path.write_text(text)
         said = command("preflight", path, "--executor", "local", more, cwd=tmp_path).stderr
-        assert f" in {PROJECT}, where paths in overrides start\n" in said, said
+        assert f" in {PROJECT}, where relative paths in sweeps start\n" in said, said
 
 
 def test_half_a_model_and_a_bad_row_are_named_before_anything_trains(sweep_file, tiny, tmp_path):

@@ -91,6 +91,21 @@ def test_a_bad_profile_is_refused(tmp_path, key, value, expected):
     assert expected in str(caught.value)
 
 
+def test_a_profiles_home_is_the_submitting_shells(tmp_path, monkeypatch):
+    """A job's shell would read `"~/hf"` as it stands."""
+    monkeypatch.setenv("HOME", "/home/me")
+    (tmp_path / "mine.yaml").write_text(
+        "cache: ~/hf\nsecrets_file: ~/.tokens\nscratch: $TMP/x\nenvironment: {A: ~/a}\n"
+    )
+    cluster = load_cluster(str(tmp_path / "mine.yaml"))
+    places = Places(Path("/project"), Path("/jobs"))
+    sweep = Sweep(name="grid", output_root="runs", train={})
+    script = scripts.text(sweep, cluster, places, "train", "train-0")
+    assert "~" not in script and 'export TMPDIR="$TMP/x"' in script
+    for line in ('export HF_HOME="/home/me/hf"', 'export A="/home/me/a"', "/home/me/.tokens"):
+        assert line in script
+
+
 def test_a_dry_run_needs_no_slurm_and_writes_nothing(sweep_file, tmp_path):
     path = sweep_file(cluster=str(PROJECT / "configs" / "cluster" / "alliance.yaml"))
     done = subprocess.run(
