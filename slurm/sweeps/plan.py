@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from calibeval.tasks import SPLITS
 from sweeps.backends import REGISTRY, get_backend
 from sweeps.cluster import expand as expand_path
 from sweeps.config import (
@@ -112,6 +113,12 @@ def load_sweep(path: Path, assignments: Iterable[str] = ()) -> tuple[Sweep, dict
             raise SweepError(
                 f"{path}: score.select_on: found {sweep.score.select_on!r}, expected one of {names}"
             )
+        for task in sweep.score.tasks:
+            shown, other = SPLITS.get(task.task, (None, None))
+            if shown and task.key == sweep.score.select_on and task.split in (None, shown):
+                asks = f"{task.key} asks the {shown} split, whose figures the tables show"
+                expected = f"expected a task with split: {other}, or null"
+                raise SweepError(f"{path}: score.select_on: {asks}; {expected}")
     return sweep, origins
 
 

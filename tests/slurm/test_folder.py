@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from real import PROJECT, command
@@ -207,6 +208,16 @@ def test_a_run_that_dies_with_its_supervisor_is_not_started_for_ever(sweep_file)
     manifest = run.manifest()
     assert manifest["state"] == "failed" and len(manifest["attempts"]) == 1
     assert manifest["error"] == "killed 2 times in a row without a new checkpoint"
+
+
+def test_a_run_killed_for_memory_says_what_to_raise(sweep_file):
+    (cell,) = claimed(sweep_file(grid={})).cells
+    run = RunDir(cell.folder)
+    run.create(cell.config)
+    dead = SimpleNamespace(wait=lambda seconds: -signal.SIGKILL)
+    assert train(run, start=lambda program, log: dead, idle_restarts=1) is Outcome.FAILED
+    said = "killed (exit -9) 2 times in a row without a new checkpoint; for want of memory, perhaps"
+    assert run.manifest()["error"].startswith(f"{said}: memory_per_node")
 
 
 class Slurm:

@@ -112,6 +112,17 @@ def test_an_active_environment_wins_and_python_overrides(tmp_path):
     ):
         done = typed("collect", env=bare | variables)
         assert done.stdout.startswith(f"{expected}: "), done.stdout + done.stderr
+    # an environment for something else, while this project's is there
+    (tmp_path / "active" / "bin" / "python").write_text("#!/bin/sh\nexit 1\n")
+    project = tmp_path / "project"
+    shutil.copytree(PROJECT / "slurm", project / "slurm", ignore=shutil.ignore_patterns("*.py*"))
+    venv_python = project / ".venv" / "bin" / "python"
+    venv_python.parent.mkdir(parents=True)
+    shutil.copy(tmp_path / "conda" / "bin" / "python", venv_python)
+    done = subprocess.run(["bash", project / "slurm" / "collect.sh"], env=bare | venv,
+                          text=True, capture_output=True, check=False)  # fmt: skip
+    said = f"error: {made['active']}/bin/python lacks this project's packages; "
+    assert done.stderr.startswith(f"{said}PYTHON={venv_python} in front of the command"), done
     # conda's base environment is active for everybody and meant by nobody
     done = typed("collect", env=bare | conda | {"CONDA_DEFAULT_ENV": "base"})
     assert "conda: " not in done.stdout
