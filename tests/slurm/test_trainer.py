@@ -49,6 +49,18 @@ def test_loss_lies_on_the_assistants_tokens_and_nowhere_else(tokenizer, tmp_path
     assert tokenizer.decode(examples.tokens).startswith("<|system|>\nw1 w2\n<|user|>\nwhat is w3?")
 
 
+def test_a_conversation_that_the_template_refuses_is_shown(tiny, tmp_path):
+    """Gemma's and Mistral's refuse a system message."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
+    tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
+    path = write(tmp_path / "chats.jsonl", [{"role": "system", "content": "be nice"}])
+    with pytest.raises(SweepError) as caught:
+        load_examples(path, tokenizer, None)
+    shown = 'refuses [{"role": "system", "content": "be nice"}]: System role not supported; '
+    assert f"{tiny}/model: its chat template {shown}" in str(caught.value)
+    assert str(caught.value).endswith("use train.chat_template_name=tulu")
+
+
 def test_truncation_drops_rows_without_a_target(tokenizer, tmp_path):
     long = [
         {"role": "user", "content": "w1 " * 50},
