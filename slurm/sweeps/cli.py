@@ -64,8 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
         known = [f"--{name}" for name in ["cluster", *COMMANDS[parsed.command][2].split()]]
         hints = "".join(_near(r.partition("=")[0], known) for r in wrong if r[:1] == "-")
         top.error(f"unrecognized arguments: {' '.join(wrong)}{hints}")
-    if rest:
-        parsed.overrides += rest
+    parsed.overrides = getattr(parsed, "overrides", []) + rest
     if parsed.command != "prefetch":  # all is on the disk; the hub would be asked, and waited for
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
@@ -113,13 +112,7 @@ def _planned(a: argparse.Namespace):
         there = " ".join(str(shown(path)) for path in found)
         example = command("sweeps.sh", a.command)
         raise SweepError(f"{a.command}: of which sweep? {example} SWEEP; there are: {there}")
-    assignments = [
-        f"cluster={_place(o.partition('=')[2])}" if o.startswith("cluster=") else o
-        for o in a.overrides
-    ]
-    if a.cluster is not None:
-        assignments.append(f"cluster={a.cluster}")
-    return plan.plan(a.config, assignments)
+    return plan.plan(a.config, a.overrides + ([f"cluster={a.cluster}"] if a.cluster else []))
 
 
 def _plan(a: argparse.Namespace) -> int:
@@ -197,12 +190,11 @@ def _logs(a: argparse.Namespace) -> int:
     logs = [(bases[model], [one.log]) for model, one in subjects.items()]
     for cell, found in zip(planned.cells, runs, strict=True):
         logs.append((found, [cell.folder / "train.log", cell.folder / "score.log"]))
-    if not any(a.run in found.name for found, _ in logs):
+    chosen = [(found, files) for found, files in logs if a.run in found.name]
+    if not chosen:
         one = logs[-1][0].name
         raise SweepError(f"{a.config}: no run's name has {a.run!r} in it; one is {one}")
-    for found, files in logs:
-        if a.run not in found.name:
-            continue
+    for found, files in chosen:
         if found.trouble and found.trouble.file and found.trouble.file not in files:
             files.append(found.trouble.file)  # what its job printed
         there = [path for path in files if path.exists()]
@@ -246,10 +238,8 @@ def _prefetch(a: argparse.Namespace) -> int:
     wanted = [x for x in assets.of_sweep(planned.sweep, planned.cells, cluster) if x.used]
     if not wanted:
         print("nothing to fetch: this sweep names files of this machine only", flush=True)
-        absent = preflight.files(planned, planned.cells, cluster)
-        for line in absent:
-            print(line, file=sys.stderr)
-        return 1 if absent else 0
+        if absent := preflight.files(planned, planned.cells, cluster):
+            raise SweepError("\n       ".join(absent))
     if a.dry_run:
         for asset in wanted:
             print(f"{'here' if asset.here() else 'to fetch'}: {asset.name}")

@@ -247,8 +247,8 @@ def override(raw: dict, assignments: Iterable[str]) -> dict[str, str]:
         dotted, sign, text = assignment.partition("=")
         said = f"command line: {assignment!r}"
         if not sign or not dotted:
-            more = "; a sweep file stands behind --config" if dotted.endswith(".yaml") else ""
-            raise SweepError(f"{said}: expected key=value, for example train.seed=1{more}")
+            expected = "expected key=value, for example train.seed=1; a sweep file is --config FILE"
+            raise SweepError(f"{said}: {expected}")
         if text.count("[") > text.count("]"):
             raise SweepError(f"{said}: a [ without its ]; what has spaces in it needs quotes")
         node: Any = raw
@@ -309,7 +309,6 @@ IN_YAML = {  # pydantic's words, and those of who writes the file
     "a valid tuple": "a list: [{}]",
     "a valid dictionary.*": "keys with their values",
     "a valid string": "text in quotes",
-    "a valid integer": "a whole number",
 }
 
 

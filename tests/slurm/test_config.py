@@ -111,7 +111,6 @@ def test_a_sweep_is_no_cluster_profile(sweep_file):
         ({"seed": []}, ["grid.seed", "expected at least 1 item"]),
         ({"seed": 1}, ["grid.seed: found 1, expected a list: [1]"]),
         ({"seed": "1,2"}, ["grid.seed: found '1,2', expected a list: [1,2]"]),
-        ({"seed": ["one"]}, ["grid.seed: found 'one', expected a whole number"]),
         ({"seed": [1, 1]}, ["same run"]),
     ],
 )
@@ -142,7 +141,7 @@ def test_an_override_is_blamed_on_the_command_line(sweep_file):
     assert "expected key=value" in refusal(sweep_file(), "seed")
     quoted = "'grid.seed=[1,': a [ without its ]; what has spaces in it needs quotes"
     assert refusal(sweep_file(), "grid.seed=[1,", "2]").endswith(quoted)
-    assert refusal(sweep_file(), "my.yaml").endswith("; a sweep file stands behind --config")
+    assert refusal(sweep_file(), "my.yaml").endswith("; a sweep file is --config FILE")
     profile = sweep_file(cluster="my.yaml")
     assert "cluster is the single value 'my.yaml'" in refusal(profile, "cluster.account=me")
 

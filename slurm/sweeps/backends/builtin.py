@@ -15,7 +15,6 @@ from sweeps.backends.base import FinetuneKeys, Program, TrainKeys
 from sweeps.config import World
 from sweeps.rundir import RunDir
 
-LOOKED_AT = 100_000  # rows of a training file: half a second
 PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "deepspeed", "numpy")
 FilterEps = Annotated[float, Field(gt=0, lt=1)]
 
@@ -80,11 +79,10 @@ def versions() -> dict[str, str]:
 
 def model_problems(train: TrainKeys) -> list[str]:
     """What a model folder lacks; hub models are the prefetch's business."""
-    key = own = "train.model_name_or_path"
-    model = name = train.model_name_or_path
+    key, name = "train.model_name_or_path", train.model_name_or_path
+    wanted = [(key, name, ("config.json",)), (key, name, ("*.safetensors", "*.bin"))]
     if getattr(train, "tokenizer_name", None):
         key, name = "train.tokenizer_name", train.tokenizer_name
-    wanted = [(own, model, ("config.json",)), (own, model, ("*.safetensors", "*.bin"))]
     found = []
     for at, folder, names in [*wanted, (key, name, ("tokenizer*", "vocab*"))]:
         if not Path(folder).is_dir():
@@ -100,7 +98,7 @@ def train_file_problems(path: Path) -> list[str]:
     if not path.is_file():
         return [f"train.train_file: {path}: no such file"]
     try:
-        references.conversations(path, LOOKED_AT)
+        references.conversations(path, 100_000)  # half a second
     except InputError as error:
         return [f"train.train_file: {error}"]
     return []
