@@ -11,7 +11,6 @@
 #   --config FILE     the sweep instead of configs/sweeps/grid.yaml
 #   --cluster FILE    a profile of configs/cluster
 #   --dry-run         print what is here and what would be fetched, and stop
-#   --throttle N      as at launch; nothing here depends on it
 #   key=value         the overrides that the sweep was launched with
 
 # sbatch runs a copy of this file from its spool folder; where it lies is the job's Command=.

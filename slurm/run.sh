@@ -28,7 +28,9 @@ if [[ -z ${PYTHON:-} ]]; then
     [[ -n $active && -x $active/bin/python ]] && PYTHON=$active/bin/python
 fi
 "$PYTHON" -c 'import pydantic, yaml, filelock' 2>/dev/null || {
-    echo "error: $PYTHON lacks this project's packages; 'make setup' in $project, or PYTHON=/path/to/python" >&2
+    mend="'make setup' in $project, or PYTHON=/path/to/python"
+    [[ ! -x $project/.venv/bin/python ]] || mend="PYTHON=$project/.venv/bin/python in front of the command"
+    echo "error: $PYTHON lacks this project's packages; $mend" >&2
     exit 2
 }
 export PYTHONPATH=$project/kernel:$project/slurm:$project/eval${PYTHONPATH:+:$PYTHONPATH}

@@ -10,8 +10,6 @@
 #
 #   --config FILE     the sweep instead of configs/sweeps/grid.yaml
 #   --cluster FILE    a profile of configs/cluster
-#   --throttle N      elements that run at a time
-#   --dry-run         print what would be scored and stop
 #   key=value         the overrides that the sweep was launched with
 
 # sbatch runs a copy of this file from its spool folder; where it lies is the job's Command=.

@@ -10,9 +10,8 @@
 #
 #   --config FILE     the sweep instead of configs/sweeps/grid.yaml
 #   --cluster FILE    a profile of configs/cluster
-#   --throttle N      elements that run at a time
 #   --dry-run         print what would be queued and stop
-#   key=value         overrides, for example train.num_train_epochs=1 grid.seed=[1,2,3]
+#   key=value         overrides, for example train.num_train_epochs=1 grid.seed=[1,2,3] throttle=4
 #
 # Submitting again queues only what is neither finished nor queued.
 

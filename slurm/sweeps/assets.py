@@ -66,7 +66,7 @@ class Asset:
 def use_cache(cluster: Cluster) -> None:
     """Look for hub files where the profile's jobs will."""
     if cluster.cache:
-        os.environ["HF_HOME"] = str(expand("cache", cluster.cache))
+        os.environ["HF_HOME"] = expand("cluster.cache", cluster.cache)
 
 
 def of_sweep(sweep: Sweep, cells: list[Cell], cluster: Cluster) -> list[Asset]:
@@ -102,7 +102,7 @@ def of_sweep(sweep: Sweep, cells: list[Cell], cluster: Cluster) -> list[Asset]:
             here, fetch_it = partial(questions.fetched, task), partial(questions.read, task)
             found[task] = Asset(name, task.data, here, fetch_it)
     if cluster.wheels:
-        folder = expand("wheels", cluster.wheels)
+        folder = Path(expand("cluster.wheels", cluster.wheels))
         wanted = [*needed_packages(sweep, cells), *cluster.packages]
         absent = missing_wheels(wanted, folder)
         name = f"wheels of {', '.join(absent) or 'all packages'} → {folder}"

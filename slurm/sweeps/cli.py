@@ -4,7 +4,6 @@ import argparse
 import difflib
 import os
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -27,8 +26,6 @@ OPTIONS = {
         "help": "auto: Slurm where there is an sbatch, this machine elsewhere",
     },
     "--dry-run": YES | {"help": "print what would be done, and stop"},
-    "--throttle": {"type": int, "metavar": "N", "help": "elements that run at a time"},
-    "--watch": {"type": float, "metavar": "SECONDS", "help": "show it again and again"},
     "--run": {"default": "", "metavar": "TEXT", "help": "only runs whose name contains TEXT"},
     "--lines": {"type": int, "default": 20},
     "--resubmit": YES | {"help": "queue again what died without a word"},
@@ -67,8 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
         known = [f"--{name}" for name in ["cluster", *COMMANDS[parsed.command][2].split()]]
         hints = "".join(_near(r.partition("=")[0], known) for r in wrong if r[:1] == "-")
         top.error(f"unrecognized arguments: {' '.join(wrong)}{hints}")
-    if rest:
-        parsed.overrides += rest
+    parsed.overrides = getattr(parsed, "overrides", []) + rest
     if parsed.command != "prefetch":  # all is on the disk; the hub would be asked, and waited for
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
@@ -86,10 +82,6 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     except BrokenPipeError:  # `… | head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nor may the interpreter's last flush fail
-        return 0
-    except KeyboardInterrupt:
-        if parsed.command != "status":  # how one stops watching
-            raise
         return 0
     except OSError as error:
         if error.errno not in DISK_ERRORS:
@@ -120,15 +112,7 @@ def _planned(a: argparse.Namespace):
         there = " ".join(str(shown(path)) for path in found)
         example = command("sweeps.sh", a.command)
         raise SweepError(f"{a.command}: of which sweep? {example} SWEEP; there are: {there}")
-    assignments = [
-        f"cluster={_place(o.partition('=')[2])}" if o.startswith("cluster=") else o
-        for o in a.overrides
-    ]
-    if a.cluster is not None:
-        assignments.append(f"cluster={a.cluster}")
-    if getattr(a, "throttle", None) is not None:
-        assignments.append(f"throttle={a.throttle}")
-    return plan.plan(a.config, assignments)
+    return plan.plan(a.config, a.overrides + ([f"cluster={a.cluster}"] if a.cluster else []))
 
 
 def _plan(a: argparse.Namespace) -> int:
@@ -162,15 +146,11 @@ def _smoke(a: argparse.Namespace) -> int:
 
 def _status(a: argparse.Namespace) -> int:
     planned = _planned(a)
-    while True:
-        runs, bases = status.of_sweep(planned.sweep, planned.cells)
-        text = status.table(runs, planned.sweep.name, [*bases.values()])
-        why = status.troubles([*bases.values(), *runs], planned)
-        parts = (text, why, plan.namesakes(planned).rstrip())
-        print(("\033[2J\033[H" if a.watch else "") + "\n\n".join(filter(None, parts)), flush=True)
-        if not a.watch:
-            return 0
-        time.sleep(a.watch)
+    runs, bases = status.of_sweep(planned.sweep, planned.cells)
+    text = status.table(runs, planned.sweep.name, [*bases.values()])
+    why = status.troubles([*bases.values(), *runs], planned)
+    print("\n\n".join(filter(None, (text, why, plan.namesakes(planned).rstrip()))))
+    return 0
 
 
 def _cancel(a: argparse.Namespace) -> int:
@@ -210,12 +190,11 @@ def _logs(a: argparse.Namespace) -> int:
     logs = [(bases[model], [one.log]) for model, one in subjects.items()]
     for cell, found in zip(planned.cells, runs, strict=True):
         logs.append((found, [cell.folder / "train.log", cell.folder / "score.log"]))
-    if not any(a.run in found.name for found, _ in logs):
+    chosen = [(found, files) for found, files in logs if a.run in found.name]
+    if not chosen:
         one = logs[-1][0].name
         raise SweepError(f"{a.config}: no run's name has {a.run!r} in it; one is {one}")
-    for found, files in logs:
-        if a.run not in found.name:
-            continue
+    for found, files in chosen:
         if found.trouble and found.trouble.file and found.trouble.file not in files:
             files.append(found.trouble.file)  # what its job printed
         there = [path for path in files if path.exists()]
@@ -232,9 +211,6 @@ def _score(a: argparse.Namespace) -> int:
     planned = _planned(a)
     if planned.sweep.score is None:
         raise SweepError(f"{a.config}: has no `score` section")
-    if a.dry_run:
-        print(launch.to_score(planned))
-        return 0
     executor = launch.pick_executor(a.executor)
     launch.check_assets(planned, executor)
     return launch.start(planned, executor, train=False)
@@ -248,9 +224,6 @@ def _collect(a: argparse.Namespace) -> int:
     from sweeps import results  # with NumPy, for which every command would wait
 
     planned = _planned(a)
-    if a.dry_run:
-        print(launch.describe(planned))
-        return 0
     if a.resubmit and launch.resubmit(planned):
         return 0  # the new submission ends with a collect of its own
     if any(cell.folder.exists() for cell in planned.cells):
@@ -265,10 +238,8 @@ def _prefetch(a: argparse.Namespace) -> int:
     wanted = [x for x in assets.of_sweep(planned.sweep, planned.cells, cluster) if x.used]
     if not wanted:
         print("nothing to fetch: this sweep names files of this machine only", flush=True)
-        absent = preflight.files(planned, planned.cells, cluster)
-        for line in absent:
-            print(line, file=sys.stderr)
-        return 1 if absent else 0
+        if absent := preflight.files(planned, planned.cells, cluster):
+            raise SweepError("\n       ".join(absent))
     if a.dry_run:
         for asset in wanted:
             print(f"{'here' if asset.here() else 'to fetch'}: {asset.name}")
@@ -300,15 +271,15 @@ def _preflight(a: argparse.Namespace) -> int:
 
 COMMANDS = {  # name → what does it, what it does, its options
     "plan": (_plan, "list the runs of a sweep and what is already done", ""),
-    "launch": (_launch, "train, score and collect what is missing", "executor dry-run throttle"),
+    "launch": (_launch, "train, score and collect what is missing", "executor dry-run"),
     "smoke": (_smoke, "before a launch: one run's whole chain, ten steps of it", "executor"),
-    "status": (_status, "what every run is doing", "watch"),
+    "status": (_status, "what every run is doing", ""),
     "cancel": (_cancel, "end it, queued or on this machine; running trainers save first", ""),
     "retry": (_retry, "start again what is dead", "executor"),
     "logs": (_logs, "the end of the runs' logs", "run lines"),
-    "score": (_score, "score what is trained and not yet scored", "executor dry-run throttle"),
-    "collect": (_collect, "make tables; exit 1 while there are gaps", "dry-run throttle resubmit"),
-    "prefetch": (_prefetch, "fetch models, data and packages", "dry-run throttle"),
+    "score": (_score, "score what is trained and not yet scored", "executor"),
+    "collect": (_collect, "make tables; exit 1 while there are gaps", "resubmit"),
+    "prefetch": (_prefetch, "fetch models, data and packages", "dry-run"),
     "gc": (_gc, "list the runs beside this sweep's that no sweep holds any more", "delete"),
     "preflight": (_preflight, "name all that is missing, before anything is queued", "executor"),
     "train": (_train, "train one run", ""),

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from sweeps.config import Seq, Strict, check, read_yaml, refuse_other
+from sweeps.config import Seq, Strict, check, each_text, read_yaml, refuse_other
 from sweeps.files import SweepError
 
 DURATION = r"^(\d+-)?\d{1,2}(:\d{2}){0,2}$"
@@ -52,7 +52,13 @@ def load_cluster(path: str | None) -> Cluster:
     raw = read_yaml(Path(path))
     expected = "a cluster profile is expected, for example configs/cluster/generic.yaml"
     refuse_other(raw, Cluster, expected, str(path))
-    return check(Cluster, raw, path)
+    raw = each_text(raw, lambda _, text: os.path.expanduser(text), path)
+    cluster = check(Cluster, raw, path)
+    for key in ("time", "score_time"):
+        if seconds(limit := getattr(cluster, key)) <= (ahead := cluster.signal_seconds):
+            why = f"signal_seconds, {ahead}: so many before the end a job saves and leaves"
+            raise SweepError(f"{path}: {key}: found {limit!r}, expected more than {why}")
+    return cluster
 
 
 def variables(text: str | None) -> list[str]:
@@ -60,15 +66,15 @@ def variables(text: str | None) -> list[str]:
     return re.findall(r"\$\{?([A-Za-z_][A-Za-z0-9_]*)", text or "")
 
 
-def expand(key: str, text: str) -> Path:
-    """A path of a profile, its variables replaced; raises SweepError naming one that is unset."""
+def expand(key: str, text: str) -> str:
+    """A path as a shell reads it, `~` and variables replaced; SweepError names one not set."""
     for name in variables(text):
         if name not in os.environ:
             raise SweepError(
-                f"cluster.{key}: {text}: ${name} is not set in this shell: export "
-                f"{name}=/a/folder, or write the folder itself into the profile"
+                f"{key}: {text}: ${name} is not set in this shell: export {name}=/a/folder, or "
+                "write the folder itself"
             )
-    return Path(os.path.expandvars(text)).expanduser()
+    return os.path.expanduser(os.path.expandvars(text))
 
 
 def seconds(duration: str) -> int:

@@ -21,6 +21,7 @@ from pydantic import (
     field_validator,
 )
 
+from calibeval.io import InputError, read_text
 from sweeps.files import SweepError
 from sweeps.provenance import PROJECT, shown
 
@@ -177,26 +178,23 @@ class Sweep(Strict):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's scalars: `2e-5` is a number and `no` a word, where YAML 1.1 has it otherwise."""
+    """YAML 1.2's scalars: `2e-5` is a number, `no` and `12:00:00` are words, unlike in YAML 1.1."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 PyYAML's own shape
-        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":bool")]
+        first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":null", ":merge"))]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
-)
 
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):
     """Quotes what _Loader would not read back as the same text."""
 
 
-FLOAT = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf)$|^\.(nan|NaN)$")
+FLOAT = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\.(inf|Inf)|\.(nan|NaN)"
+WORDS = {"bool": "true|True|TRUE|false|False|FALSE", "int": "[-+]?(0|[1-9][0-9]*)", "float": FLOAT}
 for _side in (_Loader, _Dumper):
-    _side.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+0123456789."))
+    for _tag, _form in WORDS.items():
+        _side.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^({_form})$"), None)
 
 
 def parse_yaml(text: str, source: str) -> Any:
@@ -213,18 +211,28 @@ def parse_yaml(text: str, source: str) -> Any:
 def read_yaml(path: Path) -> dict:
     """Read a YAML file that must hold a mapping."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
+        text = read_text(path)
+    except InputError as error:
         beside = [*path.parent.glob("*.y*ml"), *PROJECT.glob("configs/*/*.yaml")]
         near = difflib.get_close_matches(path.stem, [one.stem for one in beside], n=1)
         found = [one for one in beside if one.stem in near and not path.exists()]
         hint = f"; did you mean {shown(found[0])}?" if found else ""
-        raise SweepError(f"{path}: cannot read ({error.strerror}){hint}") from error
+        raise SweepError(f"{error}{hint}") from error
     value = parse_yaml(text, str(path))
     if not isinstance(value, dict):
         found = "nothing" if value is None else type(value).__name__
         raise SweepError(f"{path}: expected `key: value` lines, found {found}")
     return value
+
+
+def each_text(value: Any, change: Callable[[str, str], str], key: str) -> Any:
+    """`value` with `change(its dotted key, text)` in place of every text in it."""
+    if isinstance(value, dict):
+        known = {each_text(name, change, key): one for name, one in value.items()}
+        return {name: each_text(one, change, f"{key}: {name}") for name, one in known.items()}
+    if isinstance(value, list):
+        return [each_text(one, change, key) for one in value]
+    return change(key, value) if isinstance(value, str) else value
 
 
 def dump_yaml(value: dict) -> str:
@@ -237,13 +245,14 @@ def override(raw: dict, assignments: Iterable[str]) -> dict[str, str]:
     origins = {}
     for assignment in assignments:
         dotted, sign, text = assignment.partition("=")
+        said = f"command line: {assignment!r}"
         if not sign or not dotted:
-            raise SweepError(
-                f"command line: {assignment!r}: expected key=value, for example train.seed=1"
-            )
+            expected = "expected key=value, for example train.seed=1; a sweep file is --config FILE"
+            raise SweepError(f"{said}: {expected}")
+        if text.count("[") > text.count("]"):
+            raise SweepError(f"{said}: a [ without its ]; what has spaces in it needs quotes")
         node: Any = raw
         parts = dotted.split(".")
-        said = f"command line: {assignment!r}"
         for depth, part in enumerate(parts):
             above = ".".join(parts[:depth])
             if isinstance(node, list):
@@ -282,7 +291,10 @@ def check(
     except ValidationError as error:
         items = error.errors()
     lines = []
+    outer = {item["loc"][:depth] for item in items for depth in range(len(item["loc"]))}
     for item in items:
+        if item["loc"] in outer:  # too few are left, where what is wrong is inside
+            continue
         parts = [str(part) for part in item["loc"]]
         dotted = ".".join(part for part in (section(parts[0]) if parts else "", *parts) if part)
         where = source
@@ -293,6 +305,13 @@ def check(
     raise SweepError("\n       ".join(dict.fromkeys(lines)))
 
 
+IN_YAML = {  # pydantic's words, and those of who writes the file
+    "a valid tuple": "a list: [{}]",
+    "a valid dictionary.*": "keys with their values",
+    "a valid string": "text in quotes",
+}
+
+
 def _explain(model: type[Strict], item: dict, dotted: str, elsewhere: Iterable[str]) -> str:
     if item["type"] == "extra_forbidden":
         known = sorted(_known_keys(model, item["loc"][:-1]))
@@ -301,7 +320,8 @@ def _explain(model: type[Strict], item: dict, dotted: str, elsewhere: Iterable[s
     if item["type"] == "missing":
         return f"key {dotted!r} is missing"
     expected = item["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    expected = expected.replace("a valid tuple", "a list, such as [0.0, 0.1]")
+    for theirs, ours in IN_YAML.items():
+        expected = re.sub(theirs, ours.format(str(item["input"]).strip("[]")), expected)
     if item["type"] in ("too_short", "string_pattern_mismatch"):  # in words, not pydantic's
         least, pattern = (item["ctx"].get(key) for key in ("min_length", "pattern"))
         expected = f"at least {least} item" if least else f"text of the form {pattern}"

@@ -3,7 +3,7 @@
 import shutil
 
 from calibeval.io import counted
-from sweeps import preflight, score, status
+from sweeps import preflight, status
 from sweeps.executors import local, slurm
 from sweeps.files import SweepError
 from sweeps.plan import Cell, Plan, claim
@@ -69,18 +69,8 @@ def start(
         print(f"watch: {planned.again('status')}")
     else:
         every = "every run is done or queued" if train else "every trained run is scored or queued"
-        print(f"nothing to submit: {every}")
+        print(f"nothing to submit: {every}; tables: {planned.again('collect')}")
     return 0
-
-
-def to_score(planned: Plan) -> str:
-    """What `score` would do."""
-    lines = [
-        f"{subject.name}: {', '.join(task.key for task in tasks)}"
-        for subject in score.ready(planned.sweep, planned.cells)
-        if (tasks := score.missing(subject, planned.sweep.score))
-    ]
-    return "\n".join([*lines, f"{len(lines)} to score"])
 
 
 def resubmit(planned: Plan) -> bool:

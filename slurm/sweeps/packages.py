@@ -1,7 +1,6 @@
 """Packages that runs need: what is wrong with the installed ones, which wheels are there."""
 
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -45,7 +44,7 @@ def requirements(*extras: str) -> list[str]:
 
 
 def problems(needed: Iterable[str], python: str = "auto", key: str = "cluster.python") -> list[str]:
-    """One sentence for each requirement that the interpreter `python` does not meet.
+    """A sentence naming the requirements that the interpreter `python` does not meet, or none.
 
     `auto` is this one; a path with variables is only known inside a job and is not looked at.
     """
@@ -54,7 +53,7 @@ def problems(needed: Iterable[str], python: str = "auto", key: str = "cluster.py
     from packaging.requirements import Requirement
 
     wanted = [Requirement(text) for text in dict.fromkeys(needed)]
-    words = [sys.executable] if python == "auto" else shlex.split(os.path.expanduser(python))
+    words = [sys.executable] if python == "auto" else shlex.split(python)
     asked = [*words, "-c", VERSIONS, *(one.name for one in wanted)]
     try:
         done = subprocess.run(asked, text=True, capture_output=True, check=False, timeout=60)
@@ -65,14 +64,12 @@ def problems(needed: Iterable[str], python: str = "auto", key: str = "cluster.py
         return [f"{key}: {python}: does not start (nothing for a minute)"]
     except ValueError:
         return [f"{key}: {python}: does not start ({last_error(done.stderr or done.stdout)})"]
-    lines = []
-    for one in wanted:
-        there, install = found[one.name], f"{shlex.join(words)} -m pip install '{one}'"
-        if there is None:
-            lines.append(f"package {one.name} is not installed: {install}")
-        elif not one.specifier.contains(there, prereleases=True):
-            lines.append(f"package {one.name}: found {there}, expected {one.specifier}: {install}")
-    return lines
+    there = {one: found[one.name] for one in wanted}
+    fits = {one for one, v in there.items() if v and one.specifier.contains(v, prereleases=True)}
+    wrong = [one for one in wanted if one not in fits]
+    said = ", ".join(f"{one} (found {there[one] or 'none'})" for one in wrong)
+    install = shlex.join([*words, "-m", "pip", "install", *map(str, wrong)])
+    return [f"packages that runs need: {said}: {install}"] if wrong else []
 
 
 def missing_wheels(needed: Iterable[str], folder: Path) -> list[str]:

@@ -14,7 +14,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from calibeval.tasks import SPLITS
 from sweeps.backends import REGISTRY, get_backend
+from sweeps.cluster import expand as expand_path
 from sweeps.config import (
     HELD_OUT,
     Entropy,
@@ -24,6 +26,7 @@ from sweeps.config import (
     World,
     check,
     dump_yaml,
+    each_text,
     override,
     read_yaml,
     refuse_other,
@@ -90,6 +93,7 @@ def load_sweep(path: Path, assignments: Iterable[str] = ()) -> tuple[Sweep, dict
     expected = "a sweep is expected, for example configs/sweeps/beta.yaml"
     refuse_other(raw, Sweep, expected, str(path))
     origins = override(raw, assignments)
+    raw = each_text(raw, expand_path, str(path))  # here: the jobs have not all of the variables
     elsewhere = dotted_keys(raw.get("backend"))
     sweep = check(Sweep, raw, str(path), origins=origins, elsewhere=elsewhere)
     if sweep.keep == "scores" and sweep.score is None:
@@ -109,6 +113,12 @@ def load_sweep(path: Path, assignments: Iterable[str] = ()) -> tuple[Sweep, dict
             raise SweepError(
                 f"{path}: score.select_on: found {sweep.score.select_on!r}, expected one of {names}"
             )
+        for task in sweep.score.tasks:
+            shown, other = SPLITS.get(task.task, (None, None))
+            if shown and task.key == sweep.score.select_on and task.split in (None, shown):
+                asks = f"{task.key} asks the {shown} split, whose figures the tables show"
+                expected = f"expected a task with split: {other}, or null"
+                raise SweepError(f"{path}: score.select_on: {asks}; {expected}")
     return sweep, origins
 
 

@@ -7,7 +7,6 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 
 from calibeval.io import counted
@@ -15,7 +14,7 @@ from sweeps import assets, estimate, packages, questions
 from sweeps.assets import hub_snapshot
 from sweeps.backends import get_backend
 from sweeps.cluster import Cluster, expand, load_cluster, variables
-from sweeps.config import Sweep, parse_yaml
+from sweeps.config import Sweep
 from sweeps.executors import local, scripts, slurm
 from sweeps.executors.scripts import Places
 from sweeps.files import SweepError, last_error, read_json
@@ -68,29 +67,27 @@ def files(planned: Plan, cells: list[Cell], cluster: Cluster) -> list[str]:
     absent = [a for a in assets.of_sweep(sweep, cells, cluster) if a.used and not a.here()]
     # A file that prefetch makes is named by it, not once more by the key that reads it.
     found = [line for line in found if not any(f": {a.place}" in line for a in absent)]
-    typed = {line: told for line in found if (told := _typed(line, planned.assignments))}
-    if sweep.prefetch.made_by and any(line not in typed for line in found):
+    typed = [one for text in planned.assignments for one in re.findall(r"[^][=,]+", text)]
+    if sweep.prefetch.made_by and any(_absent(line) not in typed for line in found):
         found.append(f"model and data of this sweep are made by: {sweep.prefetch.made_by}")
-    found = [typed.get(line, line) for line in found]
+    found = [line + _where(_absent(line)) for line in found]
     found += [f"not fetched: {asset.name}" for asset in absent]
     fetch = command("prefetch.sh", "--config", *planned.typed)
     return found + ([f"where there is internet: {fetch}"] if absent else [])
 
 
-def _typed(line: str, overrides: Iterable[str]) -> str | None:
-    """What to say of a missing path that an override gave to this key; None of another."""
-    for dotted, _, text in (one.partition("=") for one in overrides):
-        given = parse_yaml(text, dotted)
-        for path in given if isinstance(given, list) else [given]:
-            key, absent = line.partition(": ")[0], f": {path}: no such"
-            if not dotted.replace("grid.", "train.", 1).startswith(key) or absent not in line:
-                continue
-            if Path(path).is_absolute():
-                return line
-            there = TYPED_IN / path
-            give = f"; give {there}" if there.exists() else ""
-            return f"{line} in {Path.cwd()}, where paths in overrides start{give}"
-    return None
+def _absent(line: str) -> str:
+    """The path that a line says is not there."""
+    return (re.search(r": ([^:]+): no such", line) or ["", ""])[1]
+
+
+def _where(path: str) -> str:
+    """Where a relative path was looked for, and what to give if it is where the user is."""
+    if not path or Path(path).is_absolute():
+        return ""
+    there = TYPED_IN / path
+    give = f"; give {there}" if there.exists() else ""
+    return f" in {Path.cwd()}, where relative paths in sweeps start{give}"
 
 
 def _needs(cell: Cell) -> str:
@@ -116,7 +113,7 @@ def _room(sweep: Sweep, cells: list[Cell], at_once: int) -> list[str]:
         return []
     return [
         f"{key}: {size(left)} free on the disk, about {size(need)} needed ({why}); make room, or "
-        "lower train.keep_last_n_checkpoints or --throttle"
+        "lower train.keep_last_n_checkpoints or throttle"
     ]
 
 
@@ -202,7 +199,7 @@ def _advice(reason: str, sweep: Sweep, cluster: Cluster) -> str:
 def _secrets(cluster: Cluster) -> list[str]:
     if not cluster.secrets_file:
         return []
-    path = expand("secrets_file", cluster.secrets_file)
+    path = Path(expand("cluster.secrets_file", cluster.secrets_file))
     if not path.is_file():
         return [f"cluster.secrets_file: {path}: no such file"]
     mode = stat.S_IMODE(path.stat().st_mode)

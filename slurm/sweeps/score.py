@@ -90,11 +90,6 @@ def words(subject: Subject, task: Task | Entropy, score: Score) -> list[str]:
     return found
 
 
-def interpreter(score: Score) -> str:
-    """The Python that scores."""
-    return os.path.abspath(os.path.expanduser(score.python)) if score.python else sys.executable
-
-
 def request(task: Task | Entropy, score: Score) -> dict:
     """What decides the records; another request makes old records stale."""
     if isinstance(task, Entropy):
@@ -194,8 +189,9 @@ def _run_tasks(subject: Subject, tasks: list, score: Score, start: Start) -> Non
         arguments += ["then"] * bool(arguments) + words(subject, task, score)
     offset = subject.log.stat().st_size if subject.log.exists() else 0
     paths = os.pathsep.join(str(PROJECT / part) for part in ("eval", "kernel"))
-    found = {"PYTHONPATH": paths} if score.python else {}
-    todo = Program(tuple(arguments), "calibeval", environment=found, python=interpreter(score))
+    other = {"PYTHONPATH": paths} if score.python else {}
+    python = os.path.abspath(score.python) if score.python else sys.executable
+    todo = Program(tuple(arguments), "calibeval", environment=other, python=python)
     code = start(todo, subject.log).wait()
     for task in tasks:
         if not subject.records(task).exists():

@@ -115,6 +115,17 @@ def test_the_held_out_loss_chooses_where_it_is_asked_to(sweep_file, capsys):
     assert (row["best_learning_rate"], row["held_out_loss"], row["seeds"]) == (1e-4, 2.2, 2)
 
 
+def test_the_test_split_chooses_nothing(sweep_file, capsys):
+    """Its own figures in the table would be those of the rate that suits it best."""
+    tasks = [{"task": "arc_easy", "data": "x"}, {"task": "arc_easy", "name": "v", "data": "x"}]
+    tasks[1]["split"] = "dev"
+    path = sweep_file(score={"tasks": tasks, "select_on": "arc_easy"})
+    assert main(["plan", str(path)]) == 2
+    asks = "score.select_on: arc_easy asks the test split, whose figures the tables show; expected"
+    assert f"{asks} a task with split: dev, or null" in capsys.readouterr().err
+    assert main(["plan", str(path), "score.select_on=v"]) == 0
+
+
 def test_nothing_is_chosen_without_a_validation_task(sweep_file, tiny):
     tasks = [{"task": "mmlu", "data": str(tiny / "mmlu")}]
     path = sweep_file(grid={"learning_rate": [1e-5, 1e-4]}, score={"tasks": tasks})

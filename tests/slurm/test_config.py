@@ -25,13 +25,13 @@ def test_floats_are_read_as_people_write_them(text):
     assert parse_yaml(text, "here") == 2e-5
 
 
-@pytest.mark.parametrize("word", ["no", "yes", "on", "off"])
+@pytest.mark.parametrize("word", ["no", "yes", "on", "off", "12:00:00", "2026-11-22", "1_000"])
 def test_words_stay_words(word):
     assert parse_yaml(word, "here") == word
-    assert parse_yaml("[true, False]", "here") == [True, False]
+    assert parse_yaml("[true, False, 7, -3, null]", "here") == [True, False, 7, -3, None]
 
 
-@given(st.one_of(st.text("0123456789.eE+-noyftaru", max_size=6), st.floats(allow_nan=False)))
+@given(st.one_of(st.text("0123456789.:_eE+-noyftarux", max_size=6), st.floats(allow_nan=False)))
 def test_what_is_written_is_read_back(value):
     assert parse_yaml(dump_yaml({"key": value}), "here") == {"key": value}
 
@@ -68,7 +68,7 @@ def test_a_misspelt_file_comes_with_the_nearest_one(sweep_file):
     [
         (["statsu", "tiny.yaml"], "'status'"),
         (["launch", "tiny.yaml", "--executer", "local"], "'--executor'"),
-        (["status", "--wacht=5", "tiny.yaml"], "'--watch'"),
+        (["logs", "--lime=5", "tiny.yaml"], "'--lines'"),
     ],
 )
 def test_a_misspelt_command_or_option_comes_with_the_nearest_one(typed, meant, capsys):
@@ -109,7 +109,8 @@ def test_a_sweep_is_no_cluster_profile(sweep_file):
         ({"learning_rate": [float("nan")]}, ["grid.learning_rate", "nan", "finite"]),
         ({"sed": [1]}, ["'grid.sed'", "did you mean 'seed'?"]),
         ({"seed": []}, ["grid.seed", "expected at least 1 item"]),
-        ({"seed": 1}, ["grid.seed", "found 1", "a list, such as"]),
+        ({"seed": 1}, ["grid.seed: found 1, expected a list: [1]"]),
+        ({"seed": "1,2"}, ["grid.seed: found '1,2', expected a list: [1,2]"]),
         ({"seed": [1, 1]}, ["same run"]),
     ],
 )
@@ -119,11 +120,28 @@ def test_a_bad_grid_value_is_named(sweep_file, grid, parts):
         assert part in text
 
 
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("grid=[]", "grid: found [], expected keys with their values"),
+        ("score.tasks=mmlu", "score.tasks: found 'mmlu', expected a list: [mmlu]"),
+        ("score.tasks=[mmlu]", "score.tasks.0: found 'mmlu', expected keys with their values"),
+        ("name=", "name: found None, expected text in quotes"),
+    ],
+)
+def test_what_is_expected_is_said_in_yamls_words(sweep_file, override, expected):
+    said = refusal(sweep_file(score={"tasks": [{"task": "mmlu", "data": "x"}]}), override)
+    assert expected in said and "\n" not in said
+
+
 def test_an_override_is_blamed_on_the_command_line(sweep_file):
     text = refusal(sweep_file(), "train.num_train_epochs=0")
     assert "command line (train.num_train_epochs=0)" in text
     assert "greater than or equal to 1" in text
     assert "expected key=value" in refusal(sweep_file(), "seed")
+    quoted = "'grid.seed=[1,': a [ without its ]; what has spaces in it needs quotes"
+    assert refusal(sweep_file(), "grid.seed=[1,", "2]").endswith(quoted)
+    assert refusal(sweep_file(), "my.yaml").endswith("; a sweep file is --config FILE")
     profile = sweep_file(cluster="my.yaml")
     assert "cluster is the single value 'my.yaml'" in refusal(profile, "cluster.account=me")
 
@@ -144,10 +162,28 @@ def test_not_yaml_names_line_and_column(tmp_path):
     path = tmp_path / "bad.yaml"
     path.write_text("name: a\ntrain: [1,\n")
     assert f"{path}:3:1" in refusal(path)
+    path.write_bytes("name: Mädchen".encode("latin-1"))
+    assert refusal(path) == f"{path}, line 1: not UTF-8 text (byte 0xe4)"
 
 
 def test_unknown_backend_lists_the_known(sweep_file):
     assert "did you mean 'builtin'?" in refusal(sweep_file(backend="buildin"))
+
+
+def test_paths_are_written_as_a_shell_reads_them(sweep_file, monkeypatch):
+    monkeypatch.setenv("SCRATCH", "/scratch/me")
+    monkeypatch.setenv("HOME", "/home/me")
+    task = {"task": "mmlu", "data": "$SCRATCH/mmlu"}
+    top = {"output_root": "${SCRATCH}/my runs", "score": {"tasks": [task]}}
+    path = sweep_file(train={"train_file": "~/a.jsonl"}, **top)
+    planned = launch.plan(path, [])
+    assert planned.sweep.output_root == "/scratch/me/my runs"
+    assert planned.cells[0].config.train["train_file"] == "/home/me/a.jsonl"
+    assert planned.sweep.score.tasks[0].data == "/scratch/me/mmlu"
+    monkeypatch.delenv("SCRATCH")
+    said = refusal(path)
+    assert f"{path}: output_root: ${{SCRATCH}}/my runs: $SCRATCH is not set in this shell" in said
+    assert "output_root: $WORK/x: $WORK is not set" in refusal(path, "output_root=$WORK/x")
 
 
 def test_overrides_reach_into_lists(sweep_file):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from real import PROJECT, command
@@ -95,13 +96,10 @@ def test_a_command_without_a_sweep_lists_those_launched(sweep_file, tmp_path, mo
     assert "status: of which sweep?" in said and said.endswith(f" {planned.folder}\n")
 
 
-def test_ctrl_c_ends_without_a_traceback(sweep_file, monkeypatch, capsys):
+def test_ctrl_c_ends_without_a_traceback_also_in_imports(monkeypatch, capsys):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("time.sleep", interrupt)
-    assert main(["status", str(sweep_file()), "--watch", "1"]) == 0
-    # Elsewhere, also while modules are imported.
     monkeypatch.setitem(sys.modules, "sweeps.cli", type("", (), {"main": property(interrupt)})())
     capsys.readouterr()
     with pytest.raises(SystemExit) as left:
@@ -212,6 +210,16 @@ def test_a_run_that_dies_with_its_supervisor_is_not_started_for_ever(sweep_file)
     assert manifest["error"] == "killed 2 times in a row without a new checkpoint"
 
 
+def test_a_run_killed_for_memory_says_what_to_raise(sweep_file):
+    (cell,) = claimed(sweep_file(grid={})).cells
+    run = RunDir(cell.folder)
+    run.create(cell.config)
+    dead = SimpleNamespace(wait=lambda seconds: -signal.SIGKILL)
+    assert train(run, start=lambda program, log: dead, idle_restarts=1) is Outcome.FAILED
+    said = "killed (exit -9) 2 times in a row without a new checkpoint; for want of memory, perhaps"
+    assert run.manifest()["error"].startswith(f"{said}: memory_per_node")
+
+
 class Slurm:
     """Programs that answer as Slurm does: a queue of what was submitted, minus what ended."""
 
@@ -297,6 +305,21 @@ def test_what_was_cancelled_stays_cancelled(sweep_file, slurm):
     assert not launch.resubmit(planned)
     cells, names = launch.dead(planned)  # but a person may ask for them again
     assert cells == planned.cells and len(names) == 2
+
+
+@pytest.mark.parametrize("tool", ["sacct", "scontrol"])
+def test_an_array_cancelled_before_it_began_is_cancelled(sweep_file, slurm, tool):
+    """Slurm then has one record for all its elements."""
+    planned = launch.plan(sweep_file(), [])
+    launch.start(planned, "slurm")
+    slurm.queue.write_text("")
+    one = "JobId=1 ArrayJobId=1 ArrayTaskId=0-1%2 JobState=CANCELLED ExitCode=0:0"
+    said = {"sacct": "1_[0-1%2]|CANCELLED by 0|0:0", "scontrol": one}[tool]
+    slurm.write(slurm.bin / "sacct", "exit 1")
+    slurm.write(slurm.bin / tool, f"echo '{said}'")
+    found, _ = status.of_sweep(planned.sweep, planned.cells)
+    assert [one.state for one in found] == ["cancelled", "cancelled"]
+    assert found[1].detail.startswith("1_1 CANCELLED")
 
 
 def test_a_job_that_dies_before_training_says_so_in_status(sweep_file, slurm, capsys):
@@ -427,7 +450,9 @@ def test_a_submission_killed_halfway_is_completed(
     again = command("launch", path, "--executor", "slurm")
     assert submitted in again.stdout, again.stdout + again.stderr
     assert slurm.calls[-len(waits) :] == waits
-    assert "nothing to submit" in command("launch", path, "--executor", "slurm").stdout
+    said = command("launch", path, "--executor", "slurm").stdout
+    tables = f"bash slurm/sweeps.sh collect {launch.plan(path, []).folder}"
+    assert f"nothing to submit: every run is done or queued; tables: {tables}\n" in said
 
 
 def test_the_collect_job_asks_for_no_more_than_scoring(sweep_file, tmp_path):

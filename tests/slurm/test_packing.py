@@ -304,7 +304,8 @@ def test_the_loss_and_its_filter_can_be_chosen(sweep_file, capsys):
     cells = launch.plan(sweep_file(grid=grid), []).cells
     assert len({cell.folder for cell in cells}) == 6
     keys = [cell.config.keys for cell in cells]
-    assert load_model(keys[-1], 1, cells[-1].config.world).lm_head._smoothce["filter_eps"] == 1e-3
+    model = load_model(keys[-1], 1, cells[-1].config.world, print)
+    assert model.lm_head._smoothce["filter_eps"] == 1e-3
     assert main(["plan", str(sweep_file(train={"filter_eps": 2.0}))]) == 2
     losses = []
     for name in grid["loss_implementation"]:

@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import re
+import shutil
 import sys
 import zipfile
 from pathlib import Path
@@ -226,18 +227,15 @@ def test_a_project_that_is_not_installed_is_named_with_the_command(monkeypatch):
 
 def test_missing_and_old_packages_are_named_with_the_command():
     assert packages.problems(ALL) == []
-    old, absent = packages.problems(["torch>=99", "no-such-package>=1", "pyyaml"])
-    assert "package torch: found 2." in old and "expected >=99" in old
-    assert (
-        absent
-        == f"package no-such-package is not installed: {sys.executable} -m pip install "
-        + ("'no-such-package>=1'")
-    )
+    (said,) = packages.problems(["torch>=99", "no-such-package>=1", "pyyaml"])
+    assert said.startswith("packages that runs need: torch>=99 (found 2.")
+    install = f"{sys.executable} -m pip install 'torch>=99' 'no-such-package>=1'"
+    assert said.endswith(f"), no-such-package>=1 (found none): {install}")
 
 
 def test_the_jobs_own_python_is_asked(tmp_path):
     (wrong,) = packages.problems(["torch>=99"], sys.executable)
-    assert "package torch: found 2." in wrong
+    assert "torch>=99 (found 2." in wrong
     (gone,) = packages.problems(ALL, str(tmp_path / "python"))
     assert "cluster.python" in gone and "does not start" in gone
     broken = tmp_path / "broken"
@@ -400,7 +398,7 @@ def test_what_a_sweep_file_names_is_made_by_its_command(sweep_file, tmp_path):
     assert done.returncode == 2
     assert "model and data of this sweep are made by: make demo" in done.stderr
     done = command("prefetch", path)
-    assert done.returncode == 1 and "nothing to fetch" in done.stdout
+    assert done.returncode == 2 and "nothing to fetch" in done.stdout
     assert "made.jsonl: no such file" in done.stderr and "made by: make demo" in done.stderr
 
 
@@ -410,13 +408,13 @@ def test_what_an_override_names_is_looked_for_at_the_project(sweep_file, tmp_pat
     typed = ("preflight", path, "--executor", "local", "train.train_file=mine.jsonl")
     done = command(*typed, cwd=tmp_path)
     assert done.returncode == 2 and "made by" not in done.stderr
-    where = f"mine.jsonl: no such file in {PROJECT}, where paths in overrides start"
+    where = f"mine.jsonl: no such file in {PROJECT}, where relative paths in sweeps start"
     assert f"{where}; give {tmp_path}/mine.jsonl\n" in done.stderr
     assert done.stderr.count("mine.jsonl: no such file") == 1
     # By its key: another key's path is not meant, whatever text it shares with the override.
     made = sweep_file(train={"train_file": "made.jsonl"}, prefetch={"made_by": "make demo"})
     done = command("preflight", made, "--executor", "local", "output_root=./made.jsonl.out")
-    assert "made by: make demo" in done.stderr and "overrides start" not in done.stderr
+    assert "made by: make demo" in done.stderr and "; give" not in done.stderr
     for more, key in (
         ("grid.train_file=[a.jsonl]", "train_file"),
         ("score.tasks.0.data=b", "data"),
@@ -430,7 +428,29 @@ def test_what_an_override_names_is_looked_for_at_the_project(sweep_file, tmp_pat
         )
         path.write_text(text)
         said = command("preflight", path, "--executor", "local", more, cwd=tmp_path).stderr
-        assert f" in {PROJECT}, where paths in overrides start\n" in said, said
+        assert f" in {PROJECT}, where relative paths in sweeps start\n" in said, said
+
+
+def test_half_a_model_and_a_bad_row_are_named_before_anything_trains(sweep_file, tiny, tmp_path):
+    model, chats = tmp_path / "model", tmp_path / "chats.jsonl"
+    shutil.copytree(tiny / "model", model)
+    rows = (tiny / "chat.jsonl").read_text().splitlines()
+    chats.write_text("\n".join([*rows, "", '{"messages": []}']))
+    path = sweep_file(train={"model_name_or_path": str(model), "train_file": str(chats)})
+    asked = ("preflight", path, "--executor", "local")
+    said = command(*asked).stderr
+    assert f"train.train_file: {chats}, line 66: expected" in said and str(model) not in said
+    (model / "model.safetensors").unlink()
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    said = command(*asked, f"train.train_file={tiny / 'chat.jsonl'}").stderr
+    absent = f"train.model_name_or_path: {model}: no {{}} in this folder"
+    for names in ("*.safetensors or *.bin", "tokenizer* or vocab*"):
+        assert absent.format(names) in said, said
+    said = command(*asked, f"train.tokenizer_name={tiny / 'model'}").stderr
+    assert "tokenizer*" not in said and "*.safetensors" in said
+    said = command(*asked, f"train.tokenizer_name={tmp_path}").stderr
+    assert f"train.tokenizer_name: {tmp_path}: no tokenizer* or vocab* in" in said
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="asks as another user")

@@ -73,7 +73,9 @@ def test_generic_documents_every_key():
             "tomorrow",
             'text of the form ^(\\d+-)?\\d{1,2}(:\\d{2}){0,2}$, such as "0-12:00"',
         ),
-        ("time", "12:00", 'a valid string, such as "0-12:00"'),  # 720 to YAML
+        ("time", 12, 'found 12, expected text in quotes, such as "0-12:00"'),
+        ("time", "0-00:05", "more than signal_seconds, 300:"),  # it would save, and leave, at once
+        ("score_time", "5:00", "more than signal_seconds, 300:"),
         ("memory_per_node", "lots", "text of the form"),
         ("cpus_per_process", 0, "greater than or equal to 1"),
         ("extra", "[-C gpu]", "text of the form"),
@@ -87,6 +89,21 @@ def test_a_bad_profile_is_refused(tmp_path, key, value, expected):
     assert str(path) in str(caught.value)
     assert key in str(caught.value)
     assert expected in str(caught.value)
+
+
+def test_a_profiles_home_is_the_submitting_shells(tmp_path, monkeypatch):
+    """A job's shell would read `"~/hf"` as it stands."""
+    monkeypatch.setenv("HOME", "/home/me")
+    (tmp_path / "mine.yaml").write_text(
+        "cache: ~/hf\nsecrets_file: ~/.tokens\nscratch: $TMP/x\nenvironment: {A: ~/a}\n"
+    )
+    cluster = load_cluster(str(tmp_path / "mine.yaml"))
+    places = Places(Path("/project"), Path("/jobs"))
+    sweep = Sweep(name="grid", output_root="runs", train={})
+    script = scripts.text(sweep, cluster, places, "train", "train-0")
+    assert "~" not in script and 'export TMPDIR="$TMP/x"' in script
+    for line in ('export HF_HOME="/home/me/hf"', 'export A="/home/me/a"', "/home/me/.tokens"):
+        assert line in script
 
 
 def test_a_dry_run_needs_no_slurm_and_writes_nothing(sweep_file, tmp_path):

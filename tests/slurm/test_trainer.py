@@ -1,16 +1,20 @@
 """The builtin trainer: where the loss lies, which rows make a step, what its update is."""
 
 import json
+import shutil
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
+from world import make_tokenizer
 
 from calibeval.io import InputError
 from calibeval.references import TULU
 from sweeps.files import SweepError
+from sweeps.plan import plan
 from sweeps.trainer.data import load_examples, set_template
+from sweeps.trainer.loop import load_model
 from sweeps.trainer.order import Order
 
 
@@ -43,6 +47,18 @@ def test_loss_lies_on_the_assistants_tokens_and_nowhere_else(tokenizer, tmp_path
     # The newline after an intermediate turn is the template's, written after the assistant's text.
     assert said.replace("\n", "") == "A w4</s>C w5</s>"
     assert tokenizer.decode(examples.tokens).startswith("<|system|>\nw1 w2\n<|user|>\nwhat is w3?")
+
+
+def test_a_conversation_that_the_template_refuses_is_shown(tiny, tmp_path):
+    """Gemma's and Mistral's refuse a system message."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
+    tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
+    path = write(tmp_path / "chats.jsonl", [{"role": "system", "content": "be nice"}])
+    with pytest.raises(SweepError) as caught:
+        load_examples(path, tokenizer, None)
+    shown = 'refuses [{"role": "system", "content": "be nice"}]: System role not supported; '
+    assert f"{tiny}/model: its chat template {shown}" in str(caught.value)
+    assert str(caught.value).endswith("use train.chat_template_name=tulu")
 
 
 def test_truncation_drops_rows_without_a_target(tokenizer, tmp_path):
@@ -102,3 +118,18 @@ def test_targets_leave_out_the_first_token(tokenizer, tmp_path):
     batch = examples.collate([0, 1], 3, 0)
     assert batch["labels"].shape[0] == 3
     assert (batch["labels"][:, 1:] != -100).sum(1).tolist() == [*examples.targets, 0]
+
+
+def test_a_damaged_model_is_named_and_a_larger_tokenizer_is_said(sweep_file, tiny, tmp_path):
+    shutil.copytree(tiny / "model", tmp_path / "model")
+    path = sweep_file(train={"model_name_or_path": str(tmp_path / "model")})
+    config, said = plan(path, []).cells[0].config, []
+    rows = len(make_tokenizer())
+    grown = load_model(config.keys, rows + 3, config.world, said.append)
+    assert grown.get_input_embeddings().weight.shape[0] >= rows + 3
+    assert f"the tokenizer's {rows + 3} entries outgrow the model's {rows}" in said[0]
+    with open(tmp_path / "model" / "model.safetensors", "r+b") as weights:
+        weights.truncate(1000)
+    with pytest.raises(InputError, match=f"{tmp_path}/model: cannot be loaded as a causal"):
+        load_model(config.keys, rows, config.world, said.append)
+    assert len(said) == 1

@@ -11,7 +11,7 @@ from pydantic import Field
 from calibeval import references
 from calibeval.io import InputError
 from sweeps.assets import on_hub
-from sweeps.backends.base import FinetuneKeys, Program
+from sweeps.backends.base import FinetuneKeys, Program, TrainKeys
 from sweeps.config import World
 from sweeps.rundir import RunDir
 
@@ -46,9 +46,7 @@ class Builtin:
         return wanted + ([train.report_to] if train.with_tracking else [])
 
     def missing(self, train: BuiltinKeys, world: World) -> list[str]:
-        problems = model_problems("train.model_name_or_path", train.model_name_or_path)
-        if train.tokenizer_name:
-            problems += model_problems("train.tokenizer_name", train.tokenizer_name)
+        problems = model_problems(train)
         problems += train_file_problems(Path(train.train_file))
         if world.deepspeed and not Path(world.deepspeed).is_file():
             problems.append(f"world.deepspeed: {world.deepspeed}: no such file")
@@ -79,22 +77,28 @@ def versions() -> dict[str, str]:
     return found
 
 
-def model_problems(key: str, name: str) -> list[str]:
-    """Why the folder `name` is no model; hub models are the prefetch's business."""
-    folder = Path(name)
-    if folder.is_dir():
-        if (folder / "config.json").is_file() or (folder / "tokenizer_config.json").is_file():
-            return []
-        return [f"{key}: {name}: no config.json in this folder; a Hugging Face model was expected"]
-    return [] if on_hub(name) else [f"{key}: {name}: no such folder"]
+def model_problems(train: TrainKeys) -> list[str]:
+    """What a model folder lacks; hub models are the prefetch's business."""
+    key, name = "train.model_name_or_path", train.model_name_or_path
+    wanted = [(key, name, ("config.json",)), (key, name, ("*.safetensors", "*.bin"))]
+    if getattr(train, "tokenizer_name", None):
+        key, name = "train.tokenizer_name", train.tokenizer_name
+    found = []
+    for at, folder, names in [*wanted, (key, name, ("tokenizer*", "vocab*"))]:
+        if not Path(folder).is_dir():
+            found += [] if on_hub(folder) else [f"{at}: {folder}: no such folder"]
+        elif not any(any(Path(folder).glob(part)) for part in names):
+            lacks = f"no {' or '.join(names)} in this folder"
+            found.append(f"{at}: {folder}: {lacks}; a Hugging Face model was expected")
+    return found
 
 
 def train_file_problems(path: Path) -> list[str]:
-    """What is wrong with the head of a file of conversations; empty when nothing is."""
+    """What is wrong with a file of conversations; empty when nothing is."""
     if not path.is_file():
         return [f"train.train_file: {path}: no such file"]
     try:
-        references.conversations(path, 1)
+        references.conversations(path, 100_000)  # half a second
     except InputError as error:
         return [f"train.train_file: {error}"]
     return []

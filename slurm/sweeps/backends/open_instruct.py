@@ -62,7 +62,7 @@ class OpenInstruct:
 
     def missing(self, train: OpenInstructKeys, world: World) -> list[str]:
         problems = checkout_problems()
-        problems += model_problems("train.model_name_or_path", train.model_name_or_path)
+        problems += model_problems(train)
         return problems + data_problems(train) + clipping_problems(train, world)
 
     def provenance(self, train: OpenInstructKeys) -> dict:

@@ -69,7 +69,7 @@ class PolicyGradient(Builtin):
         return [train.report_to] if train.with_tracking else []
 
     def missing(self, train: PolicyGradientKeys, world: World) -> list[str]:
-        problems = model_problems("train.model_name_or_path", train.model_name_or_path)
+        problems = model_problems(train)
         if world != World():
             problems.append("world: one process is expected, without mixed precision or DeepSpeed")
         for key in ("train_file", "test_file"):

@@ -153,13 +153,7 @@ def _setup(cluster: Cluster, file: str | None, places: Places, nodes: int) -> li
         )
         lines += [*cluster.setup, "SETUP"]
     if cluster.secrets_file:
-        lines += [
-            f'secrets="{cluster.secrets_file}"',
-            'if [[ $(stat -c %a "$secrets") != 600 ]]; then',
-            '    echo "error: $secrets: expected mode 600; chmod 600 it" >&2; exit 2',
-            "fi",
-            'set -a; . "$secrets"; set +a',
-        ]
+        lines.append(f'set -a; . "{cluster.secrets_file}" || exit 2; set +a')
     lines.append("set -u")  # not before: module files and set-up lines rarely stand it
     lines.append(f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{cluster.cpus_per_process}}}"')
     return lines

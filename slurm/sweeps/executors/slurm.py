@@ -153,13 +153,16 @@ def ends(labels: list[str]) -> dict[str, str]:
     found = {}
     for line in (output(*asked) or "").splitlines() if jobs else ():
         label, state, code = line.split("|")
-        found[label] = f"{state}, exit {code}"
+        found[label.partition("_[")[0]] = f"{state}, exit {code}"
     for job in sorted({label.partition("_")[0] for label in labels if label not in found}):
         for line in (output("scontrol", "show", "job", "--oneliner", job) or "").splitlines():
             keys = dict(word.split("=", 1) for word in line.split() if "=" in word)
             index = keys.get("ArrayTaskId", "")
             label = f"{keys.get('ArrayJobId')}_{index}" if index.isdigit() else keys["JobId"]
             found[label] = f"{keys['JobState']}, exit {keys['ExitCode']}"
+    for label in labels:  # those cancelled before they began have one record, the array's
+        if (whole := found.get(label.partition("_")[0], "")).startswith("CANCELLED"):
+            found.setdefault(label, whole)
     return {label: found[label] for label in labels if label in found}
 
 

@@ -6,6 +6,7 @@ and runs share: `cached_examples`.
 
 import contextlib
 import hashlib
+import json
 import multiprocessing
 import os
 import shutil
@@ -142,7 +143,12 @@ def lacks_bos(tokenizer, examples: Examples) -> bool:
 
 def render(tokenizer, messages: list[dict]) -> tuple[str, list[tuple[int, int]]]:
     """The conversation's text and the character spans that the assistant wrote."""
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+    except Exception as error:  # whatever a template raises
+        refuses = f"its chat template refuses {json.dumps(messages, ensure_ascii=False)[:200]}"
+        use = "use train.chat_template_name=tulu"
+        raise SweepError(f"{tokenizer.name_or_path}: {refuses}: {error}; {use}") from error
     spans = []
     for i, message in enumerate(messages):
         if message["role"] != "assistant":

@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,9 +30,10 @@ from accelerate.utils import (
     set_seed,
 )
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
+from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
 from transformers.utils import logging as transformers_logging
 
+from calibeval.engines import load, load_tokenizer
 from smoothce import explain, patch_model
 from sweeps.backends.builtin import BuiltinKeys
 from sweeps.config import World
@@ -56,7 +57,7 @@ def train(run: RunDir) -> None:
     keys: BuiltinKeys = config.keys
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(keys.tokenizer_name or keys.model_name_or_path)
+    tokenizer = load_tokenizer(keys.tokenizer_name or keys.model_name_or_path)
     set_template(tokenizer, keys.chat_template_name, add_bos=keys.add_bos)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token  # padding is masked: any existing token will do
@@ -81,7 +82,7 @@ def train(run: RunDir) -> None:
             f"note: the tokenizer begins texts with {tokenizer.bos_token}, the conversations do "
             "not; train.add_bos: true"
         )
-    model = load_model(keys, len(tokenizer), config.world)
+    model = load_model(keys, len(tokenizer), config.world, accelerator.print)
     accelerator.print(f"loss: {chosen_loss(model, keys, accelerator)}")
     base = base_dtype(keys.model_name_or_path)
     work = Work(keys, config.world, accelerator, examples, tokenizer.pad_token_id)
@@ -548,7 +549,7 @@ def start_tracker(accelerator: Accelerator, run: RunDir, config: RunConfig) -> N
     accelerator.init_trackers("sweeps", config=settings, init_kwargs=page)
 
 
-def load_model(keys: BuiltinKeys, tokens: int, world: World) -> torch.nn.Module:
+def load_model(keys: BuiltinKeys, tokens: int, world: World, say: Callable) -> torch.nn.Module:
     """The causal LM in fp32 with its loss replaced by smoothce's, summed over the targets."""
     config = AutoConfig.from_pretrained(keys.model_name_or_path)
     for name in ("attention_dropout", "final_logit_softcapping"):
@@ -557,8 +558,10 @@ def load_model(keys: BuiltinKeys, tokens: int, world: World) -> torch.nn.Module:
         if not hasattr(config, name):
             raise SweepError(f"train.{name}: {config.model_type} models have no such setting")
         setattr(config, name, value)
-    model = AutoModelForCausalLM.from_pretrained(keys.model_name_or_path, config=config).float()
-    if tokens > model.get_input_embeddings().weight.shape[0]:
+    name, what = keys.model_name_or_path, "a causal language model"
+    model = load(AutoModelForCausalLM, name, what, config=config).float()
+    if tokens > (rows := model.get_input_embeddings().weight.shape[0]):
+        say(f"note: the tokenizer's {tokens} entries outgrow the model's {rows}; the rest are new")
         model.resize_token_embeddings(tokens, pad_to_multiple_of=8)
     if keys.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

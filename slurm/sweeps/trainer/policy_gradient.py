@@ -22,9 +22,10 @@ import numpy as np
 import torch
 from accelerate.utils import set_seed
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from calibeval import records
+from calibeval.engines import load, load_tokenizer
 from calibeval.engines.sampling import Sampler, Setting, padded
 from calibeval.io import sha256
 from calibeval.references import end_tokens
@@ -62,7 +63,7 @@ class Policy:
     """A model with its tokenizer as a distribution over answers to problems."""
 
     def __init__(self, model: torch.nn.Module, name: str) -> None:
-        self.sampler, self.tokenizer = Sampler.of(model), AutoTokenizer.from_pretrained(name)
+        self.sampler, self.tokenizer = Sampler.of(model), load_tokenizer(name)
         self.ends = end_tokens(name, self.tokenizer)
         self.head = {"bias": self.sampler.bias, **self.sampler.scales}
 
@@ -110,7 +111,7 @@ def train(run: RunDir) -> None:
     accelerator, base = loop.start_accelerator(run, keys, config.world), keys.model_name_or_path
     set_seed(keys.seed)
     problems = countdown.read(Path(keys.train_file))
-    model = AutoModelForCausalLM.from_pretrained(base).float()
+    model = load(AutoModelForCausalLM, base, "a causal language model").float()
     optimizer = torch.optim.AdamW(model.parameters(), lr=keys.learning_rate, weight_decay=0.0)
     model, optimizer = accelerator.prepare(model, optimizer)
     policy = Policy(model, base)
