@@ -198,7 +198,8 @@ def backward_all(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of hidden and weight that are wanted."""
     of_token = of_loss * token_weight
-    logits = NOTHING if state.d_weight is None else state.logits
+    # given away: a kept graph would hold the caller's gradient in memory through the logits' view
+    logits, state.logits = state.logits, NOTHING
     gradients, state.d_weight = Gradients(inputs, state.d_weight), None
     counts = state.counts.values()
     for part, tokens, n in zip(super_blocks(inputs), state.tokens, counts, strict=True):

@@ -2,6 +2,8 @@
 
 Shapes here are the interpreter's; `test_gpu` runs the same checks on the tiles of a GPU."""
 
+import gc
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -301,3 +303,17 @@ def test_any_shape_and_option(
         filter_eps=eps,
         workspace=workspace,
     )
+
+
+def test_a_kept_graph_does_not_keep_the_weight_gradient():
+    """Logits lie in the weight gradient's memory; a backward that gives it away lets go of it."""
+    hidden, weight, labels, _ = inputs(40, 129, 20)
+    x = weight.requires_grad_()
+    loss = triton.loss(hidden, x, labels, None, Options(filter_eps=None))
+    (gradient,) = torch.autograd.grad(loss, x, retain_graph=True)
+    memory = gradient.untyped_storage().data_ptr()
+    gc.collect()
+    found = [x for x in gc.get_objects() if type(x) is torch.Tensor]
+    assert sum(x.untyped_storage().data_ptr() == memory for x in found) == 1
+    (again,) = torch.autograd.grad(loss, x)
+    torch.testing.assert_close(again, gradient)
