@@ -63,7 +63,7 @@ if ! git merge-file -p --quiet "$target" "${versions[@]}" > "$merged"; then
 fi
 stray=$(comm -23 <(grep -E "$ours" "$merged" | sort) <(grep -E "$ours" "${versions[1]}" | sort))
 [ -z "$stray" ] ||
-  fail "$file in $checkout holds lines of these patches at other places than theirs (plain \`git apply\` adds them at the end of the file), so nothing was changed. Delete these there, or take the file back (git -C $checkout checkout -- $file), and run this again:"$'\n'"$(head -n 5 <<< "$stray")"
+  fail "$file in $checkout holds lines of these patches at other places than theirs (plain \`git apply\` adds them at the end of the file), so nothing was changed. Take the file back (git -C $checkout checkout -- $file; save changes of your own first) and run this again. The first of these lines:"$'\n'"$(head -n 5 <<< "$stray")"
 
 if cmp -s "$target" "$merged"; then
   case $action in

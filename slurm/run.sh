@@ -29,7 +29,7 @@ if [[ -z ${PYTHON:-} ]]; then
 fi
 "$PYTHON" -c 'import pydantic, yaml, filelock' 2>/dev/null || {
     mend="'make setup' in $project, or PYTHON=/path/to/python"
-    [[ ! -x $project/.venv/bin/python ]] || mend="PYTHON=$project/.venv/bin/python in front of the command"
+    "$project/.venv/bin/python" -c 'import pydantic, yaml, filelock' 2>/dev/null && mend="PYTHON=$project/.venv/bin/python in front of the command"
     echo "error: $PYTHON lacks this project's packages; $mend" >&2
     exit 2
 }

@@ -37,7 +37,10 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         sys.stderr.close()
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from what is finished", file=sys.stderr)
+        print(
+            "interrupted; score and entropy go on by the same command",
+            file=sys.stderr,
+        )
         return 130
     return 0
 
@@ -455,13 +458,13 @@ def run_compare(a: argparse.Namespace) -> None:
 
     runs = [stats.load(path, a.normalise) for path in (a.a, a.b)]
     stats.same_questions(runs)
+    first, second = map(stats.asked, runs)
     names = stats.METRICS if a.all or a.json else stats.DEFAULT
     names = sorted(names, key=lambda name: name not in ("nll", "brier"))
     found = {c: {name: compared(*runs, name, c) for name in names} for c in runs[0].confidences}
     if a.json:
         return print(json.dumps({"a": str(a.a), "b": str(a.b), "comparison": found}))
     print(f"A {a.a}\nB {a.b}\nWhich is better calibrated as a whole: read nll and brier first.")
-    first, second = map(stats.asked, runs)
     for key in (key for key in first if first[key] != second.get(key, first[key])):
         print(f"A and B were asked with {key} {first[key]!r} and {second[key]!r}: so they differ.")
     for confidence, metrics in found.items():

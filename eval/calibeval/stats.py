@@ -324,13 +324,15 @@ def estimate(runs: Sequence[Run], metric: str, confidence: str) -> Estimate:
     return replace(of_sides((found, drawn), ends=ENDS.get(metric)), **noise)
 
 
-def of_sides(*sides: Side, ends: tuple[float, float] | None = None) -> Estimate:
+def of_sides(
+    *sides: Side, ends: tuple[float, float] | None = None, paired: bool = True
+) -> Estimate:
     """A side's mean over seeds, or the second's less the first's, with a 95 % interval.
 
-    Sides of as many runs are paired in their order; without draws there is no interval. `ends` are
-    the least and the greatest that one side's figure can be.
+    Sides of as many runs are paired in their order, if `paired`; without draws there is no
+    interval. `ends` are the least and the greatest that one side's figure can be.
     """
-    if len(sides) == 2 and len(sides[0][0]) == len(sides[1][0]):
+    if len(sides) == 2 and paired and len(sides[0][0]) == len(sides[1][0]):
         sides = (tuple(None if b is None else b - a for a, b in zip(*sides, strict=True)),)
     first, last = sides[0], sides[-1]
     value = finite(last[0].mean() - (first[0].mean() if len(sides) == 2 else 0))
@@ -339,7 +341,7 @@ def of_sides(*sides: Side, ends: tuple[float, float] | None = None) -> Estimate:
     low, high = interval(value, sides)
     # What varies over no resample (one question, all right) says nothing of other questions, but
     # for a difference of 0 on each.
-    if low is None or ((ends or value) and high - low < 1e-12):
+    if low is None or ((ends or abs(value) > 1e-12) and high - low < 1e-12):
         return Estimate(value)
     least, most = ends or (-math.inf, math.inf)
     return Estimate(value, max(low, least), min(high, most))
@@ -355,17 +357,19 @@ def side(runs: Sequence[Run], metric: str, confidence: str) -> tuple:
     return found, np.stack([run.draws[confidence][metric] for run in runs]) if regular else None
 
 
-def difference(a: Sequence[Run], b: Sequence[Run], metric: str, confidence: str) -> Estimate:
+def difference(
+    a: Sequence[Run], b: Sequence[Run], metric: str, confidence: str, paired: bool = True
+) -> Estimate:
     """b − a with a 95 % interval; each a run or the seeds of one row, over the same questions.
 
-    As many runs on both sides are paired in their order. For `rms_debiased` the figure is the
-    difference of the *squared* errors (what miscalibration adds to the Brier score of the likeliest
-    choice): roots differ irregularly near 0, so that no interval of theirs is known to cover.
+    As many runs on both sides are paired in their order, if `paired`. For `rms_debiased` the figure
+    is the difference of the *squared* errors (what miscalibration adds to the Brier score of the
+    likeliest choice): roots differ irregularly near 0, so no interval of theirs is known to cover.
     """
     same_questions([*a, *b])
     if confidence not in a[0].confidences or confidence not in b[0].confidences:
         return Estimate()
-    return of_sides(*(side(runs, metric, confidence) for runs in (a, b)))
+    return of_sides(*(side(runs, metric, confidence) for runs in (a, b)), paired=paired)
 
 
 def contrast(
@@ -404,6 +408,9 @@ def same_questions(runs: Sequence[Run]) -> None:
 def asked(run: Run) -> dict:
     """How a run's questions were asked, as far as its records and their sidecar say."""
     said = records.meta(run.path).get("settings") or {}
+    if not isinstance(said, dict):
+        where = records.sidecar(run.path)
+        raise InputError(f"{where}: settings is {said!r}, expected keys with their values")
     how = {"scoring": "letters" if len(run.confidences) > 1 else "continuation"}
     known = {key: said.get(key) for key in ("shots", "style", "chat_template")}
     return how | {key: value for key, value in known.items() if value is not None}

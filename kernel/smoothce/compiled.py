@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from smoothce.chunked import once_differentiable
 from smoothce.dispatch import check, run
 from smoothce.options import Options
 
@@ -171,4 +172,4 @@ def differentiate(ctx, of_loss, of_lse, *_):
     return hidden, weight, None, bias, *[None] * len(settings)
 
 
-forward.register_autograd(differentiate, setup_context=save)
+forward.register_autograd(once_differentiable(differentiate), setup_context=save)

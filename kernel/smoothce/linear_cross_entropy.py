@@ -95,5 +95,6 @@ def explain(
     **options: object,
 ) -> str:
     """Which implementation `linear_cross_entropy` takes for these inputs and options, and why."""
+    check_tensors(("bias",), hidden=hidden, weight=weight, bias=bias)
     name, why = choose(impl, *autocast(hidden, weight, bias), Options(**options))
     return f"{name}: {why}"

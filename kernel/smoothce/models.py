@@ -180,10 +180,11 @@ def patch_trainer(trainer: object, **settings: object) -> object:
     what `patch_model` raises.
     """
     causal, factor = _unwrapped(trainer.model), trainer.args.label_smoothing_factor
-    earlier = dict(getattr(getattr(causal, "lm_head", None), "_smoothce", {}))
-    earlier.pop("return_lse", None)  # no setting of a model's
-    earlier["eval_logits"] = getattr(vars(causal).get("_smoothce"), "eval_logits", True)
-    earlier["label_smoothing"] = earlier.get("label_smoothing") or factor
+    earlier = {"label_smoothing": 0}
+    if (own := vars(causal).get("_smoothce")) and hasattr(own, "eval_logits"):  # patched before
+        earlier = {**causal.lm_head._smoothce, "eval_logits": own.eval_logits}
+        del earlier["return_lse"]  # no setting of a model's
+    earlier["label_smoothing"] = earlier["label_smoothing"] or factor
     settings = {**earlier, **settings}
     if factor not in (0, settings["label_smoothing"]):
         raise ValueError(
@@ -241,8 +242,9 @@ def _expect(decoder: nn.Module, inputs: tuple) -> None:
 
 
 def _warn(module: nn.Module, message: str) -> None:
-    if "_smoothce_warned" not in vars(module):
-        module._smoothce_warned = True
+    said = vars(module).setdefault("_smoothce_warned", set())
+    if message not in said:
+        said.add(message)
         warnings.warn(message, stacklevel=3)
 
 
@@ -322,7 +324,9 @@ def _training_forward(upstream: Callable, eval_logits: bool) -> Callable:
                 )
             return upstream(self, *args, **kwargs)
         if not (self.training or each):
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            smooths = self.lm_head.__dict__.get("_smoothce", {}).get("label_smoothing")
+            tracked = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+            if smooths and tracked and any(p.requires_grad for p in self.parameters()):
                 _warn(
                     self,
                     "a patched model in evaluation mode, as from_pretrained returns it, has its "

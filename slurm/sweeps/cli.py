@@ -97,7 +97,7 @@ def _near(typed: str, known: Iterable[str]) -> str:
 
 def _place(typed: Path | str) -> Path:
     """A path as the project sees it: from the folder where it was typed, or else the project's."""
-    path = TYPED_IN / typed
+    path = TYPED_IN / os.path.expanduser(typed)  # bash leaves the ~ of --config=~/x
     if not path.exists() and (PROJECT / typed).exists():
         return Path(typed)
     path = Path(os.path.abspath(path))

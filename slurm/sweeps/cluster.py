@@ -52,11 +52,11 @@ def load_cluster(path: str | None) -> Cluster:
     raw = read_yaml(Path(path))
     expected = "a cluster profile is expected, for example configs/cluster/generic.yaml"
     refuse_other(raw, Cluster, expected, str(path))
-    raw = each_text(raw, lambda _, text: os.path.expanduser(text), path)
+    raw = each_text(raw, lambda _, text: os.path.expanduser(text))
     cluster = check(Cluster, raw, path)
     for key in ("time", "score_time"):
         if seconds(limit := getattr(cluster, key)) <= (ahead := cluster.signal_seconds):
-            why = f"signal_seconds, {ahead}: so many before the end a job saves and leaves"
+            why = f"signal_seconds ({ahead}): a job saves and leaves that long before its limit"
             raise SweepError(f"{path}: {key}: found {limit!r}, expected more than {why}")
     return cluster
 
@@ -74,7 +74,10 @@ def expand(key: str, text: str) -> str:
                 f"{key}: {text}: ${name} is not set in this shell: export {name}=/a/folder, or "
                 "write the folder itself"
             )
-    return os.path.expanduser(os.path.expandvars(text))
+    found = os.path.expanduser(os.path.expandvars(text))
+    if found.startswith("~"):
+        raise SweepError(f"{key}: {text}: no such user's home; write the folder itself")
+    return found
 
 
 def seconds(duration: str) -> int:

@@ -178,7 +178,7 @@ class Sweep(Strict):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's scalars: `2e-5` is a number, `no` and `12:00:00` are words, unlike in YAML 1.1."""
+    """Unlike YAML 1.1's, `2e-5` is a number, and `no`, `12:00:00` and `007` are words."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 PyYAML's own shape
         first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":null", ":merge"))]
@@ -190,7 +190,7 @@ class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):
     """Quotes what _Loader would not read back as the same text."""
 
 
-FLOAT = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\.(inf|Inf)|\.(nan|NaN)"
+FLOAT = r"[-+]?((0|[1-9]\d*)(\.\d*)?|\.\d+)([eE][-+]?\d+)?|[-+]?\.(inf|Inf)|\.(nan|NaN)"
 WORDS = {"bool": "true|True|TRUE|false|False|FALSE", "int": "[-+]?(0|[1-9][0-9]*)", "float": FLOAT}
 for _side in (_Loader, _Dumper):
     for _tag, _form in WORDS.items():
@@ -225,11 +225,13 @@ def read_yaml(path: Path) -> dict:
     return value
 
 
-def each_text(value: Any, change: Callable[[str, str], str], key: str) -> Any:
+def each_text(value: Any, change: Callable[[str, str], str], key: str = "") -> Any:
     """`value` with `change(its dotted key, text)` in place of every text in it."""
     if isinstance(value, dict):
         known = {each_text(name, change, key): one for name, one in value.items()}
-        return {name: each_text(one, change, f"{key}: {name}") for name, one in known.items()}
+        return {
+            name: each_text(one, change, f"{key}.{name}".strip(".")) for name, one in known.items()
+        }
     if isinstance(value, list):
         return [each_text(one, change, key) for one in value]
     return change(key, value) if isinstance(value, str) else value
@@ -321,7 +323,8 @@ def _explain(model: type[Strict], item: dict, dotted: str, elsewhere: Iterable[s
         return f"key {dotted!r} is missing"
     expected = item["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     for theirs, ours in IN_YAML.items():
-        expected = re.sub(theirs, ours.format(str(item["input"]).strip("[]")), expected)
+        words = ours.format(str(item["input"]).strip("[]"))
+        expected = re.sub(theirs, lambda _, words=words: words, expected)
     if item["type"] in ("too_short", "string_pattern_mismatch"):  # in words, not pydantic's
         least, pattern = (item["ctx"].get(key) for key in ("min_length", "pattern"))
         expected = f"at least {least} item" if least else f"text of the form {pattern}"

@@ -93,7 +93,12 @@ def load_sweep(path: Path, assignments: Iterable[str] = ()) -> tuple[Sweep, dict
     expected = "a sweep is expected, for example configs/sweeps/beta.yaml"
     refuse_other(raw, Sweep, expected, str(path))
     origins = override(raw, assignments)
-    raw = each_text(raw, expand_path, str(path))  # here: the jobs have not all of the variables
+
+    def expanded(key: str, text: str) -> str:  # here: the jobs have not all of the variables
+        typed = next((a for at, a in origins.items() if f"{key}.".startswith(f"{at}.")), None)
+        return expand_path(f"{f'command line ({typed})' if typed else path}: {key}", text)
+
+    raw = each_text(raw, expanded)
     elsewhere = dotted_keys(raw.get("backend"))
     sweep = check(Sweep, raw, str(path), origins=origins, elsewhere=elsewhere)
     if sweep.keep == "scores" and sweep.score is None:

@@ -14,7 +14,7 @@ from sweeps import assets, estimate, packages, questions
 from sweeps.assets import hub_snapshot
 from sweeps.backends import get_backend
 from sweeps.cluster import Cluster, expand, load_cluster, variables
-from sweeps.config import Sweep
+from sweeps.config import Sweep, each_text, override
 from sweeps.executors import local, scripts, slurm
 from sweeps.executors.scripts import Places
 from sweeps.files import SweepError, last_error, read_json
@@ -67,7 +67,9 @@ def files(planned: Plan, cells: list[Cell], cluster: Cluster) -> list[str]:
     absent = [a for a in assets.of_sweep(sweep, cells, cluster) if a.used and not a.here()]
     # A file that prefetch makes is named by it, not once more by the key that reads it.
     found = [line for line in found if not any(f": {a.place}" in line for a in absent)]
-    typed = [one for text in planned.assignments for one in re.findall(r"[^][=,]+", text)]
+    raw, typed = {}, set()
+    override(raw, planned.assignments)
+    each_text(raw, lambda key, text: typed.add(expand(key, text)) or text)
     if sweep.prefetch.made_by and any(_absent(line) not in typed for line in found):
         found.append(f"model and data of this sweep are made by: {sweep.prefetch.made_by}")
     found = [line + _where(_absent(line)) for line in found]

@@ -132,7 +132,7 @@ def _failed(run: RunDir, manifest: dict, error: str) -> Outcome:
 def _killed(times: int, code: int | None = None) -> str:
     exit_ = "" if code is None else f" (exit {code})"
     said = f"killed{exit_} {times} times in a row without a new checkpoint"
-    memory = "; for want of memory, perhaps: memory_per_node, per_device_train_batch_size"
+    memory = "; out of memory, perhaps: raise cluster.memory_per_node or lower the batch"
     return said + memory * (code in (-signal.SIGKILL, 128 + signal.SIGKILL))
 
 

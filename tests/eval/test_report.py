@@ -287,7 +287,6 @@ def test_a_difference_is_of_the_seeds_that_both_rows_have(project):
     assert (found["base"][0], found["0.1"][0]) == ("1 − 2", "2")
     _, plain, smoothed = results.rows
     a, b = plain.runs["toy"], smoothed.runs["toy"]
-    crossed = stats.difference([a[1]], [b[0]], "nll", "choices")
     # Of β = 0 seeds 0 to 2, of 0.1 seeds 1 to 3, which are 0 to 2 again: pairs (1, 0), (2, 1).
     plain.runs["toy"], plain.seeds["toy"] = [*a, a[0]], [0, 1, 2]
     smoothed.runs["toy"], smoothed.seeds["toy"] = [*b, b[0]], [1, 2, 3]
@@ -297,7 +296,10 @@ def test_a_difference_is_of_the_seeds_that_both_rows_have(project):
     # One seed in common would hide what seeds differ by.
     smoothed.seeds["toy"] = [2, 3, 4]
     ((_, keys, cells), *_) = tables.differences(results, tables.columns("accuracy")).lines[1:]
-    assert keys[2] == "3 − 3" and cells[1].value != f"{crossed.value:+.3f}"
+    apart = stats.difference(plain.runs["toy"], smoothed.runs["toy"], "nll", "choices", False)
+    assert keys[2] == "3 − 3" and cells[1].interval == f"[{apart.low:+.3f}, {apart.high:+.3f}]"
+    other = stats.difference(plain.runs["toy"], [b[0], *b], "nll", "choices", False)
+    assert (other.low, other.high) == pytest.approx((apart.low, apart.high))  # in any order
     _, found = lines(lambda line: line if line["seed"] == 0 else None)
     assert found["0.1"][0] == found["base"][0] == "1"
 
@@ -313,7 +315,7 @@ def test_what_was_asked_otherwise_is_no_row_of_a_table(project, tmp_path, capsys
     asked("toy-b0.1-0.jsonl", shots=0, style="official", chat_template=False)
     err = refusal(capsys, path)
     assert "toy-b0-0.jsonl and " in err and "toy-b0.1-0.jsonl: asked with shots 5 and 0" in err
-    assert "another 'dataset', or each the key 'shots'" in err
+    assert "another 'dataset', or each its own value of the key 'shots'" in err
     a, b = tmp_path / "toy-b0-0.jsonl", tmp_path / "toy-b0.1-0.jsonl"
     assert main(["compare", str(a), str(b)]) == 0
     assert "A and B were asked with shots 5 and 0" in capsys.readouterr().out

@@ -126,6 +126,18 @@ def test_around_a_model():
             loss = model(input_ids=ids, labels=ids).loss
         return loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))
 
+    # torch 2.4 rounds within layers, around the unpatched model too
+    close = {"atol": 1e-4, "rtol": 1e-2} if torch.__version__ < "2.5" else {}
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for a, b in zip(found(compiled), found(model), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-2)  # torch 2.4 rounds within layers
+        torch.testing.assert_close(a, b, **close)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_second_derivative_is_refused(backend):
+    loss = torch.compile(linear_cross_entropy, fullgraph=True, backend=backend)
+    hidden = torch.randn(5, 4, requires_grad=True)
+    first = loss(hidden * hidden, torch.randn(7, 4), torch.arange(5))
+    with pytest.raises(RuntimeError):
+        (slope,) = torch.autograd.grad(first, hidden, create_graph=True)
+        slope.sum().backward()

@@ -487,6 +487,13 @@ def test_training_in_evaluation_mode_warns(eval_logits):
     model = patch_model(tiny(), label_smoothing=0.1, eval_logits=eval_logits).eval()
     with pytest.warns(UserWarning, match=r"evaluation mode.*without smoothing.*model\.train\(\)"):
         model(**batch())
+    with pytest.warns(UserWarning, match="got no labels"):  # each of its own
+        model.train()(batch()["input_ids"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is to be smoothed, or to be trained
+        patch_model(tiny(), eval_logits=eval_logits).eval()(**batch())
+        frozen = patch_model(tiny(), label_smoothing=0.1, eval_logits=eval_logits).eval()
+        frozen.requires_grad_(False)(**batch())
 
 
 def test_a_model_spread_over_devices():

@@ -213,7 +213,8 @@ def test_smoke_trains_ten_steps(sweeps, tmp_path):
 
 @pytest.mark.upstream
 @pytest.mark.slow
-def test_the_builtin_trainer_has_the_same_curve(today, patched, tmp_path):
+@pytest.mark.timeout(900)
+def test_the_builtin_trainer_has_the_same_curve(today, patched, tmp_path, monkeypatch):
     """In fp32; each update takes all 120 conversations, as the two draw different orders."""
     common = {"gradient_accumulation_steps": 15, "max_train_steps": 20, "learning_rate": 1e-3}
     common |= {"reduce_loss": "token_mean", "label_smoothing": 0.1, "chat_template_name": "tulu"}
@@ -225,6 +226,7 @@ def test_the_builtin_trainer_has_the_same_curve(today, patched, tmp_path):
     train |= {key: str(today.given[key]) for key in ("model_name_or_path", "train_file")}
     sweep = {"name": "ours", "output_root": str(tmp_path), "backend": "builtin", "train": train}
     (tmp_path / "ours.yaml").write_text(yaml.safe_dump(sweep))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # as the command does, for this test alone
     assert cli.main(["launch", str(tmp_path / "ours.yaml"), "--executor", "local"]) == 0
     (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
     rows = [json.loads(line) for line in metrics.open()]

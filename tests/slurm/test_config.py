@@ -111,6 +111,7 @@ def test_a_sweep_is_no_cluster_profile(sweep_file):
         ({"seed": []}, ["grid.seed", "expected at least 1 item"]),
         ({"seed": 1}, ["grid.seed: found 1, expected a list: [1]"]),
         ({"seed": "1,2"}, ["grid.seed: found '1,2', expected a list: [1,2]"]),
+        ({"seed": r"\d"}, [r"expected a list: [\d]"]),
         ({"seed": [1, 1]}, ["same run"]),
     ],
 )
@@ -180,10 +181,13 @@ def test_paths_are_written_as_a_shell_reads_them(sweep_file, monkeypatch):
     assert planned.sweep.output_root == "/scratch/me/my runs"
     assert planned.cells[0].config.train["train_file"] == "/home/me/a.jsonl"
     assert planned.sweep.score.tasks[0].data == "/scratch/me/mmlu"
-    monkeypatch.delenv("SCRATCH")
+    for name in ("SCRATCH", "WORK"):
+        monkeypatch.delenv(name, raising=False)
     said = refusal(path)
     assert f"{path}: output_root: ${{SCRATCH}}/my runs: $SCRATCH is not set in this shell" in said
-    assert "output_root: $WORK/x: $WORK is not set" in refusal(path, "output_root=$WORK/x")
+    said = refusal(path, "output_root=$WORK/x")
+    assert "command line (output_root=$WORK/x): output_root: $WORK/x: $WORK is not set" in said
+    assert "no such user's home" in refusal(path, "output_root=~nobody-here/x")
 
 
 def test_overrides_reach_into_lists(sweep_file):

@@ -216,8 +216,10 @@ def test_a_run_killed_for_memory_says_what_to_raise(sweep_file):
     run.create(cell.config)
     dead = SimpleNamespace(wait=lambda seconds: -signal.SIGKILL)
     assert train(run, start=lambda program, log: dead, idle_restarts=1) is Outcome.FAILED
-    said = "killed (exit -9) 2 times in a row without a new checkpoint; for want of memory, perhaps"
-    assert run.manifest()["error"].startswith(f"{said}: memory_per_node")
+    said = (
+        "killed (exit -9) 2 times in a row without a new checkpoint; out of memory, perhaps: raise"
+    )
+    assert run.manifest()["error"].startswith(f"{said} cluster.memory_per_node")
 
 
 class Slurm:

@@ -411,7 +411,7 @@ def test_what_an_override_names_is_looked_for_at_the_project(sweep_file, tmp_pat
     where = f"mine.jsonl: no such file in {PROJECT}, where relative paths in sweeps start"
     assert f"{where}; give {tmp_path}/mine.jsonl\n" in done.stderr
     assert done.stderr.count("mine.jsonl: no such file") == 1
-    # By its key: another key's path is not meant, whatever text it shares with the override.
+    # By the whole path: another key's path is not meant, whatever text it shares with the override.
     made = sweep_file(train={"train_file": "made.jsonl"}, prefetch={"made_by": "make demo"})
     done = command("preflight", made, "--executor", "local", "output_root=./made.jsonl.out")
     assert "made by: make demo" in done.stderr and "; give" not in done.stderr
@@ -445,12 +445,18 @@ def test_half_a_model_and_a_bad_row_are_named_before_anything_trains(sweep_file,
         file.unlink()
     said = command(*asked, f"train.train_file={tiny / 'chat.jsonl'}").stderr
     absent = f"train.model_name_or_path: {model}: no {{}} in this folder"
-    for names in ("*.safetensors or *.bin", "tokenizer* or vocab*"):
+    for names in (
+        "model*.safetensors or pytorch_model*.bin",
+        "tokenizer.json or tokenizer.model or vocab*",
+    ):
         assert absent.format(names) in said, said
     said = command(*asked, f"train.tokenizer_name={tiny / 'model'}").stderr
     assert "tokenizer*" not in said and "*.safetensors" in said
     said = command(*asked, f"train.tokenizer_name={tmp_path}").stderr
-    assert f"train.tokenizer_name: {tmp_path}: no tokenizer* or vocab* in" in said
+    assert (
+        f"train.tokenizer_name: {tmp_path}: no tokenizer.json or tokenizer.model or vocab* in"
+        in said
+    )
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="asks as another user")

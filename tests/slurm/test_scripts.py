@@ -74,8 +74,8 @@ def test_generic_documents_every_key():
             'text of the form ^(\\d+-)?\\d{1,2}(:\\d{2}){0,2}$, such as "0-12:00"',
         ),
         ("time", 12, 'found 12, expected text in quotes, such as "0-12:00"'),
-        ("time", "0-00:05", "more than signal_seconds, 300:"),  # it would save, and leave, at once
-        ("score_time", "5:00", "more than signal_seconds, 300:"),
+        ("time", "0-00:05", "more than signal_seconds (300):"),  # it would save, and leave, at once
+        ("score_time", "5:00", "more than signal_seconds (300):"),
         ("memory_per_node", "lots", "text of the form"),
         ("cpus_per_process", 0, "greater than or equal to 1"),
         ("extra", "[-C gpu]", "text of the form"),

@@ -53,11 +53,14 @@ def load(auto, model: str, what: str, revision: str | None = None, **options):
     """`auto.from_pretrained`; a folder without a usable part raises `InputError`."""
     try:
         return auto.from_pretrained(model, revision=revision, **options)
+    except MemoryError:
+        raise
     except Exception as error:  # whatever a damaged file makes a library raise
-        why = f"{model}: cannot be loaded as {what}: {first_line(error)}"
+        why = first_line(error) or type(error).__name__
+        why = f"{model}: cannot be loaded as {what}: {why}"
         if not Path(model).exists():
             why += f" (there is no folder {model} here, so taken for a hub name)"
-        elif what == "a tokenizer":
+        elif what == "a tokenizer" and not (Path(model) / "tokenizer.json").exists():
             why += "; copy tokenizer.json and tokenizer_config.json of its base model into it"
         raise InputError(why) from error
 

@@ -253,15 +253,17 @@ def columns(lines: list[dict]) -> tuple[str, ...]:
 
 def check_asked(of: list[tuple[dict, stats.Run]]) -> None:
     """Refuse runs of one data set that were asked otherwise, unless the index has a key for it."""
-    seen = {}
+    seen: dict[str, dict] = {}
     for line, run in of:
         for key, value in stats.asked(run).items():
-            known, first, path = seen.setdefault(key, (value, line, run.path))
-            if value != known and not (key in first and key in line):
-                raise InputError(
-                    f"{path} and {run.path}: asked with {key} {known!r} and {value!r}; give the "
-                    f"index another 'dataset', or each the key {key!r}"
-                )
+            kinds, said = seen.setdefault(key, {}), line.get(key)
+            for known, (other, path) in kinds.items():
+                if value != known and (None in (said, other) or said == other):
+                    raise InputError(
+                        f"{path} and {run.path}: asked with {key} {known!r} and {value!r}; give "
+                        f"the index another 'dataset', or each its own value of the key {key!r}"
+                    )
+            kinds.setdefault(value, (said, run.path))
 
 
 def check_seeds(row: Row) -> None:

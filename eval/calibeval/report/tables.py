@@ -189,7 +189,7 @@ def differences(results: Results, chosen: Sequence[Column]) -> Table | None:
     for row in results.rows:
         if base := results.reference(row):
             sides = {g: compared(base, row, g) for g in results.groups}
-            found = [(difference(*sides[g][:2], c), c) for g in results.groups for c in chosen]
+            found = [(difference(*sides[g], c), c) for g in results.groups for c in chosen]
             cells = [Cell(d, c, d.told_apart, "+") for d, c in found]
             seeds = ", ".join(dict.fromkeys(said for *_, said in sides.values() if said))
             lines.append((row.block, [*map(row.text, results.shown), seeds], cells))
@@ -214,17 +214,18 @@ def compared(a: Row, b: Row, group: str) -> tuple[list[stats.Run], list[stats.Ru
         dict(zip(x.seeds.get(group, ()), x.runs.get(group, ()), strict=True)) for x in (a, b)
     )
     common = [seed for seed in first if seed in second]
-    if len(common) > 1 and None not in (a.beta, b.beta):
+    if len(common) > 1 and b.beta is not None:
         return [first[s] for s in common], [second[s] for s in common], str(len(common))
     m, n = len(second), len(first)
     said = "1" if m == n == 1 else f"{m} − {n}" * (m * n > 0)
     return [*first.values()], [*second.values()], said
 
 
-def difference(a: list[stats.Run], b: list[stats.Run], column: Column) -> stats.Estimate:
+def difference(a: list[stats.Run], b: list[stats.Run], said: str, column: Column) -> stats.Estimate:
     """b − a; its value is None where either lacks the data set or confidence."""
-    known = a and b
-    return stats.difference(a, b, column.metric, column.confidence) if known else stats.Estimate()
+    if not (a and b):
+        return stats.Estimate()
+    return stats.difference(a, b, column.metric, column.confidence, paired="−" not in said)
 
 
 def markdown(table: Table) -> str:

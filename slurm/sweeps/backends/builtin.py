@@ -80,17 +80,23 @@ def versions() -> dict[str, str]:
 def model_problems(train: TrainKeys) -> list[str]:
     """What a model folder lacks; hub models are the prefetch's business."""
     key, name = "train.model_name_or_path", train.model_name_or_path
-    wanted = [(key, name, ("config.json",)), (key, name, ("*.safetensors", "*.bin"))]
+    wanted = [
+        (key, name, ("config.json",)),
+        (key, name, ("model*.safetensors", "pytorch_model*.bin")),
+    ]
     if getattr(train, "tokenizer_name", None):
         key, name = "train.tokenizer_name", train.tokenizer_name
     found = []
-    for at, folder, names in [*wanted, (key, name, ("tokenizer*", "vocab*"))]:
+    for at, folder, names in [
+        *wanted,
+        (key, name, ("tokenizer.json", "tokenizer.model", "vocab*")),
+    ]:
         if not Path(folder).is_dir():
             found += [] if on_hub(folder) else [f"{at}: {folder}: no such folder"]
         elif not any(any(Path(folder).glob(part)) for part in names):
             lacks = f"no {' or '.join(names)} in this folder"
             found.append(f"{at}: {folder}: {lacks}; a Hugging Face model was expected")
-    return found
+    return list(dict.fromkeys(found))
 
 
 def train_file_problems(path: Path) -> list[str]:
@@ -98,7 +104,7 @@ def train_file_problems(path: Path) -> list[str]:
     if not path.is_file():
         return [f"train.train_file: {path}: no such file"]
     try:
-        references.conversations(path, 100_000)  # half a second
+        references.conversations(path, 100_000)
     except InputError as error:
         return [f"train.train_file: {error}"]
     return []

@@ -153,7 +153,10 @@ def _setup(cluster: Cluster, file: str | None, places: Places, nodes: int) -> li
         )
         lines += [*cluster.setup, "SETUP"]
     if cluster.secrets_file:
-        lines.append(f'set -a; . "{cluster.secrets_file}" || exit 2; set +a')
+        # tested by itself: a file whose last line is merely false is no reason to end
+        file = f'"{cluster.secrets_file}"'
+        lines.append(f'[[ -r {file} ]] || {{ echo "error: no" {file} >&2; exit 2; }}')
+        lines.append(f"set -a; . {file}; set +a")
     lines.append("set -u")  # not before: module files and set-up lines rarely stand it
     lines.append(f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{cluster.cpus_per_process}}}"')
     return lines

@@ -143,21 +143,21 @@ def lacks_bos(tokenizer, examples: Examples) -> bool:
 
 def render(tokenizer, messages: list[dict]) -> tuple[str, list[tuple[int, int]]]:
     """The conversation's text and the character spans that the assistant wrote."""
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
-    except Exception as error:  # whatever a template raises
-        refuses = f"its chat template refuses {json.dumps(messages, ensure_ascii=False)[:200]}"
-        use = "use train.chat_template_name=tulu"
-        raise SweepError(f"{tokenizer.name_or_path}: {refuses}: {error}; {use}") from error
-    spans = []
+
+    def templated(part: list[dict], **more: bool) -> str:
+        try:
+            return tokenizer.apply_chat_template(part, tokenize=False, **more)
+        except Exception as error:  # whatever a template raises
+            refuses = f"its chat template refuses {json.dumps(part, ensure_ascii=False)[:200]}"
+            use = "use train.chat_template_name=tulu"
+            raise SweepError(f"{tokenizer.name_or_path}: {refuses}: {error}; {use}") from error
+
+    text, spans = templated(messages), []
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = tokenizer.apply_chat_template(
-            messages[:i], tokenize=False, add_generation_prompt=True
-        )
-        whole = i + 1 == len(messages)
-        upto = text if whole else tokenizer.apply_chat_template(messages[: i + 1], tokenize=False)
+        before = templated(messages[:i], add_generation_prompt=True)
+        upto = text if i + 1 == len(messages) else templated(messages[: i + 1])
         if not (upto.startswith(before) and text.startswith(upto)):
             raise SweepError(
                 f"{tokenizer.name_or_path}: its chat template rewrites earlier messages, so the "
