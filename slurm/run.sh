@@ -27,9 +27,10 @@ if [[ -z ${PYTHON:-} ]]; then
     [[ -x $project/.venv/bin/python ]] && PYTHON=$project/.venv/bin/python
     [[ -n $active && -x $active/bin/python ]] && PYTHON=$active/bin/python
 fi
-"$PYTHON" -c 'import pydantic, yaml, filelock' 2>/dev/null || {
+serves() { "$1" -c 'import pydantic, yaml, filelock' 2>/dev/null; }
+serves "$PYTHON" || {
     mend="'make setup' in $project, or PYTHON=/path/to/python"
-    "$project/.venv/bin/python" -c 'import pydantic, yaml, filelock' 2>/dev/null && mend="PYTHON=$project/.venv/bin/python in front of the command"
+    serves "$project/.venv/bin/python" && mend="PYTHON=$project/.venv/bin/python in front of the command"
     echo "error: $PYTHON lacks this project's packages; $mend" >&2
     exit 2
 }

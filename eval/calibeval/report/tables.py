@@ -189,7 +189,7 @@ def differences(results: Results, chosen: Sequence[Column]) -> Table | None:
     for row in results.rows:
         if base := results.reference(row):
             sides = {g: compared(base, row, g) for g in results.groups}
-            found = [(difference(*sides[g], c), c) for g in results.groups for c in chosen]
+            found = [(difference(*sides[g][:3], c), c) for g in results.groups for c in chosen]
             cells = [Cell(d, c, d.told_apart, "+") for d, c in found]
             seeds = ", ".join(dict.fromkeys(said for *_, said in sides.values() if said))
             lines.append((row.block, [*map(row.text, results.shown), seeds], cells))
@@ -205,8 +205,11 @@ def differences(results: Results, chosen: Sequence[Column]) -> Table | None:
     return Table(keys, results.groups, heads, lines, [note]) if lines else None
 
 
-def compared(a: Row, b: Row, group: str) -> tuple[list[stats.Run], list[stats.Run], str]:
-    """The runs of both rows and how many: of the seeds that both have, else all, not paired.
+Compared = tuple[list[stats.Run], list[stats.Run], bool, str]
+
+
+def compared(a: Row, b: Row, group: str) -> Compared:
+    """Runs of both rows, whether in pairs, and how many: of common seeds, else all, not paired.
 
     One seed in common would hide what seeds differ by; a model before fine-tuning has none.
     """
@@ -215,17 +218,20 @@ def compared(a: Row, b: Row, group: str) -> tuple[list[stats.Run], list[stats.Ru
     )
     common = [seed for seed in first if seed in second]
     if len(common) > 1 and b.beta is not None:
-        return [first[s] for s in common], [second[s] for s in common], str(len(common))
+        return [first[s] for s in common], [second[s] for s in common], True, str(len(common))
     m, n = len(second), len(first)
-    said = "1" if m == n == 1 else f"{m} − {n}" * (m * n > 0)
-    return [*first.values()], [*second.values()], said
+    single = m == n == 1
+    said = "1" if single else f"{m} − {n}" * (m * n > 0)
+    return [*first.values()], [*second.values()], single, said
 
 
-def difference(a: list[stats.Run], b: list[stats.Run], said: str, column: Column) -> stats.Estimate:
+def difference(
+    a: list[stats.Run], b: list[stats.Run], paired: bool, column: Column
+) -> stats.Estimate:
     """b − a; its value is None where either lacks the data set or confidence."""
     if not (a and b):
         return stats.Estimate()
-    return stats.difference(a, b, column.metric, column.confidence, paired="−" not in said)
+    return stats.difference(a, b, column.metric, column.confidence, paired)
 
 
 def markdown(table: Table) -> str:

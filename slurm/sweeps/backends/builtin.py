@@ -16,6 +16,7 @@ from sweeps.config import World
 from sweeps.rundir import RunDir
 
 PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "deepspeed", "numpy")
+MODEL = "model_name_or_path"
 FilterEps = Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -79,23 +80,20 @@ def versions() -> dict[str, str]:
 
 def model_problems(train: TrainKeys) -> list[str]:
     """What a model folder lacks; hub models are the prefetch's business."""
-    key, name = "train.model_name_or_path", train.model_name_or_path
-    wanted = [
-        (key, name, ("config.json",)),
-        (key, name, ("model*.safetensors", "pytorch_model*.bin")),
-    ]
-    if getattr(train, "tokenizer_name", None):
-        key, name = "train.tokenizer_name", train.tokenizer_name
+    of_tokenizer = "tokenizer_name" if getattr(train, "tokenizer_name", None) else MODEL
+    wanted = (
+        (MODEL, ("config.json",)),
+        (MODEL, ("model*.safetensors", "pytorch_model*.bin")),
+        (of_tokenizer, ("tokenizer.json", "tokenizer.model", "vocab*")),
+    )
     found = []
-    for at, folder, names in [
-        *wanted,
-        (key, name, ("tokenizer.json", "tokenizer.model", "vocab*")),
-    ]:
+    for key, names in wanted:
+        folder = getattr(train, key)
         if not Path(folder).is_dir():
-            found += [] if on_hub(folder) else [f"{at}: {folder}: no such folder"]
-        elif not any(any(Path(folder).glob(part)) for part in names):
+            found += [] if on_hub(folder) else [f"train.{key}: {folder}: no such folder"]
+        elif not any(any(Path(folder).glob(name)) for name in names):
             lacks = f"no {' or '.join(names)} in this folder"
-            found.append(f"{at}: {folder}: {lacks}; a Hugging Face model was expected")
+            found.append(f"train.{key}: {folder}: {lacks}; a Hugging Face model was expected")
     return list(dict.fromkeys(found))
 
 
