@@ -135,6 +135,8 @@ def test_around_a_model():
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_second_derivative_is_refused(backend):
+    if backend == "aot_eager" and torch.__version__ < "2.13":
+        pytest.skip("this torch asks nothing of a compiled graph's second derivative")
     loss = torch.compile(linear_cross_entropy, fullgraph=True, backend=backend)
     hidden = torch.randn(5, 4, requires_grad=True)
     first = loss(hidden * hidden, torch.randn(7, 4), torch.arange(5))

@@ -24,7 +24,7 @@ from sweeps import launch
 from sweeps.cli import main
 from sweeps.files import SweepError
 from sweeps.rundir import RunDir
-from sweeps.trainer import attention, data
+from sweeps.trainer import attention, data, graphs
 from sweeps.trainer.data import Examples, cached_examples, lacks_bos, load_examples, set_template
 from sweeps.trainer.flops import model_flops
 from sweeps.trainer.loop import base_dtype, load_model, train
@@ -512,6 +512,62 @@ def test_ranks_share_the_cache_folder_of_the_sweep(sweep_file):
     assert os.path.isdir(run.model)
 
 
+@pytest.fixture
+def captured(monkeypatch) -> list:
+    """The lengths that were captured, where capturing is made to leave the layers as they are."""
+    found: list[int] = []
+
+    def capture(layers, samples, **options):
+        found.append(samples[0].shape[1])
+        if found[-1] > 100:
+            raise RuntimeError("out of memory\nand more")
+        return layers
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", capture)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_layers_in_graphs_are_the_layers(captured):
+    torch.manual_seed(0)
+    model = patch_model(gemma(), label_smoothing=0.1, reduction="sum").train()
+    attention.use(model)
+    assert graphs.pay(model)
+    said: list[str] = []
+    examples = made_up([7, 12, 5, 30, 90])
+    rows = {(0, 1, 2): 32, (2, 1, 0): 32, (3,): 32, (4,): 128, (3, 2): 128}
+    batches = [examples.pack(row, 0, 96, multiple) for row, multiple in rows.items()]
+    expected = [gradients(model, [batch]) for batch in batches]
+    made = graphs.Graphs(model.model, 96, said.append)
+    for batch, (loss, slopes) in zip(batches, expected, strict=True):
+        found, own = gradients(model, [batch])
+        assert found == pytest.approx(loss, rel=1e-6)
+        for name, slope in slopes.items():
+            torch.testing.assert_close(own[name], slope, atol=1e-4, rtol=1e-4)
+    assert captured == [32, 128]  # once a length, and none after one that failed
+    assert said == ["graphs: 1 made, no more: RuntimeError: out of memory"]
+    made.remove()
+    assert model.model.forward == made.plain
+
+
+def test_rows_that_are_added_up_are_in_no_graph(captured):
+    """A replay overwrites the gradients that the one before it left."""
+    model = patch_model(gemma(), reduction="sum").train()
+    attention.use(model)
+    made = graphs.Graphs(model.model, 32, print)
+    batch = made_up([7, 12]).pack([0, 1], 0, 32, 32)
+    made.alone = False
+    model(**batch, use_cache=False)
+    made.alone = True
+    with torch.no_grad():
+        model(**batch, use_cache=False)
+    model.eval()(**batch, use_cache=False)
+    assert not captured
+    model.gradient_checkpointing_enable()
+    assert not graphs.pay(model)
+
+
 gpu = [
     pytest.mark.gpu,
     pytest.mark.slow,
@@ -554,18 +610,20 @@ def test_flash_attention_is_attention(heads, groups, size, window, compiled):
 
 
 @with_gpu
-def test_training_on_a_gpu_is_packed_compiled_and_the_same(sweep_file, tmp_path, capsys):
+@pytest.mark.parametrize("rows", [1, 2])
+def test_training_on_a_gpu_is_packed_compiled_and_the_same(sweep_file, tmp_path, capsys, rows):
     model = tmp_path / "model"
     torch.manual_seed(0)
     shape = {**SMALL, "vocab_size": 512, "hidden_size": 64, "head_dim": 64}
     LlamaForCausalLM(Llama(**shape)).save_pretrained(model)
     make_tokenizer().save_pretrained(model)
     settings = {"model_name_or_path": str(model), "logging_steps": 1, "held_out": 5}
+    settings |= {"reduce_loss": "mean", "gradient_accumulation_steps": rows}
     path = sweep_file(grid={}, train=settings, world={"mixed_precision": "bf16"})
     padded = finished(path, "train.packing=false")
     assert "batches: padded" in capsys.readouterr().out
     packed = finished(path, "train.compile=true")
-    assert "batches: packed, compiled" in capsys.readouterr().out
+    assert "batches: packed, compiled" + ", graphs" * (rows == 1) + "\n" in capsys.readouterr().out
     for left, right in zip(rows_of(padded), rows_of(packed), strict=True):
         for key in left.keys() & {"loss", "held_out_loss"}:
             assert left[key] == pytest.approx(right[key], rel=1e-2), key

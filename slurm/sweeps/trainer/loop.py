@@ -39,7 +39,7 @@ from sweeps.backends.builtin import BuiltinKeys
 from sweeps.config import World
 from sweeps.files import SweepError, disk_error, fsync_folder, read_rows, write_text
 from sweeps.rundir import RunConfig, RunDir
-from sweeps.trainer import attention, checkpoint
+from sweeps.trainer import attention, checkpoint, graphs
 from sweeps.trainer.data import Examples, cached_examples, lacks_bos, set_template
 from sweeps.trainer.flops import model_flops, peak
 from sweeps.trainer.order import Order, fill, held_out
@@ -116,6 +116,8 @@ def train(run: RunDir) -> None:
     for step, batches in work.steps(start, total):
         rows, last = work.rows(step), len(batches) - 1
         count = int(examples.targets[rows].sum())
+        if work.graphs:
+            work.graphs.alone = len(batches) == 1
         for number, (batch, targets) in enumerate(batches):
             batch = send_to_device(batch, accelerator.device, non_blocking=True)
             # DeepSpeed counts micro-batches itself; elsewhere gradients meet once, in the last.
@@ -206,6 +208,8 @@ class Work:
         self.lengths = examples.lengths[self.kept].tolist()
         # One length for all batches, so that compiled code never sees another.
         self.longest = -int(-examples.lengths.max() // 128) * 128
+        self.multiple = 128 if self.gpu else 1  # whole tiles of a matrix product
+        self.graphs: graphs.Graphs | None = None
         automatic = self.gpu and self.half and not self.deepspeed
         self.packing = automatic if keys.packing is None else keys.packing
 
@@ -244,8 +248,7 @@ class Work:
     def collate(self, rows: Sequence[int]) -> dict:
         """One batch of these rows, packed or padded."""
         if self.packing:
-            multiple = 128 if self.gpu else 1  # whole tiles of a matrix product
-            batch = self.examples.pack(rows, self.pad, self.longest, multiple)
+            batch = self.examples.pack(rows, self.pad, self.longest, self.multiple)
         else:
             size = self.keys.per_device_train_batch_size
             batch = self.examples.collate(rows, size, self.pad)
@@ -307,7 +310,7 @@ class Work:
 
 
 def prepare(model: torch.nn.Module, work: Work, steps: int) -> None:
-    """Choose packed attention and compiled layers, and try them on the first step's batch.
+    """Choose packed attention, compiled layers and graphs, and try them on the first step's batch.
 
     What does not work here is left out, with its reason; the updates stay the same.
     """
@@ -336,7 +339,17 @@ def prepare(model: torch.nn.Module, work: Work, steps: int) -> None:
         if why:
             say(f"packing: off: {why}")
             model.config._attn_implementation, work.packing = "sdpa", False
-    names = [name for name, on in (("packed", work.packing), ("compiled", compiled)) if on]
+    one = work.gpu and not work.deepspeed and work.accelerator.num_processes == 1
+    whole = work.packing and len(work.batches(0)) == 1  # an update is one row
+    if one and whole and compiled and graphs.pay(model):
+        before, work.multiple = work.multiple, graphs.MULTIPLE
+        work.graphs = graphs.Graphs(model.model, work.longest, say)
+        if (why := _failure(model, work)) or not work.graphs.made:
+            say(f"graphs: off{f': {why}' if why else ''}")
+            work.graphs.remove()
+            work.graphs, work.multiple = None, before
+    found = {"packed": work.packing, "compiled": compiled, "graphs": work.graphs}
+    names = [name for name, on in found.items() if on]
     say(f"batches: {', '.join(names) or 'padded'}")
 
 
