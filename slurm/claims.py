@@ -4,7 +4,7 @@
     .venv/bin/python slurm/claims.py [PART …] [key=value …]
 
 Those parts, or all of them: the grid first, then the other sweeps side by side (up to nine runs on
-a GPU, of some 10 GB; name fewer parts where they do not fit), then what rests on them:
+a GPU, of some 14 GB; name fewer parts where they do not fit), then what rests on them:
 
     grid          4 learning rates × 6 label-smoothing factors; the rate with the lowest held-out
                   loss at β = 0 is that of all other parts
@@ -85,6 +85,7 @@ SETTINGS = {
 BASE, PLAIN, SMOOTHED = ({"label_smoothing": beta} for beta in (None, 0.0, 0.1))
 TUNED = {"β = 0": "seeds", "β = 0, half the conversations": "half", "β = 0, twice": "twice"}
 ROWS = {f"{name} less base": [(1, part, PLAIN), (-1, part, BASE)] for name, part in TUNED.items()}
+ROWS["two epochs less one"] = [(1, "twice", PLAIN), (-1, "seeds", PLAIN)]
 ROWS |= {f"β = {beta} less 0": effect("seeds", beta) for beta in (0.1, 0.2, 0.3, 0.4, 0.5)}
 for name, (part, setting) in SETTINGS.items():
     ROWS[f"{name}: 0.1 less 0"] = effect(part, **setting)

@@ -525,6 +525,9 @@ def captured(monkeypatch) -> list:
 
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", capture)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2, 2))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     return found
 
 
@@ -539,23 +542,26 @@ def test_layers_in_graphs_are_the_layers(captured):
     rows = {(0, 1, 2): 32, (2, 1, 0): 32, (3,): 32, (4,): 128, (3, 2): 128}
     batches = [examples.pack(row, 0, 96, multiple) for row, multiple in rows.items()]
     expected = [gradients(model, [batch]) for batch in batches]
-    made = graphs.Graphs(model.model, 96, said.append)
+    settled: list[bool] = []
+    made = graphs.Graphs(model.model, 96, said.append, lambda: settled.append(True))
     for batch, (loss, slopes) in zip(batches, expected, strict=True):
         found, own = gradients(model, [batch])
         assert found == pytest.approx(loss, rel=1e-6)
         for name, slope in slopes.items():
             torch.testing.assert_close(own[name], slope, atol=1e-4, rtol=1e-4)
     assert captured == [32, 128]  # once a length, and none after one that failed
+    assert len(settled) == 2
     assert said == ["graphs: 1 made, no more: RuntimeError: out of memory"]
     made.remove()
     assert model.model.forward == made.plain
 
 
-def test_rows_that_are_added_up_are_in_no_graph(captured):
+def test_rows_that_are_added_up_are_in_no_graph(captured, monkeypatch):
     """A replay overwrites the gradients that the one before it left."""
     model = patch_model(gemma(), reduction="sum").train()
     attention.use(model)
-    made = graphs.Graphs(model.model, 32, print)
+    said: list[str] = []
+    made = graphs.Graphs(model.model, 32, said.append, lambda: None)
     batch = made_up([7, 12]).pack([0, 1], 0, 32, 32)
     made.alone = False
     model(**batch, use_cache=False)
@@ -563,7 +569,10 @@ def test_rows_that_are_added_up_are_in_no_graph(captured):
     with torch.no_grad():
         model(**batch, use_cache=False)
     model.eval()(**batch, use_cache=False)
-    assert not captured
+    assert not captured and not said
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3)
+    model.train()(**batch, use_cache=False)
+    assert not captured and said == ["graphs: 0 made, no more: too little free memory"]
     model.gradient_checkpointing_enable()
     assert not graphs.pay(model)
 

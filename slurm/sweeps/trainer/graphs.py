@@ -22,9 +22,10 @@ WARN = "set_warn_on_accumulate_grad_stream_mismatch"  # torch 2.11
 
 
 def pay(model: nn.Module) -> bool:
-    """Whether this model's layers are small enough, and neither draw random numbers nor are
+    """Whether this model's layers are small enough, draw no random numbers in attention and are not
     computed again in the backward."""
-    if not (hasattr(model.model, "layers") and hasattr(model.model, "embed_tokens")):
+    names = [name for name, _ in model.model.named_children()]
+    if "layers" not in names or [x for x in names if x.startswith("embed")] != ["embed_tokens"]:
         return False
     weights = sum(p.numel() for p in model.model.layers.parameters())
     random = getattr(model.config, "attention_dropout", 0)
@@ -32,10 +33,21 @@ def pay(model: nn.Module) -> bool:
 
 
 class Graphs:
-    """The training forward of a decoder whose attention is the packed one, on one GPU."""
+    """The training forward of a decoder whose attention is the packed one, on one GPU.
 
-    def __init__(self, decoder: nn.Module, longest: int, say: Callable[[str], None]) -> None:
+    `settle` returns once no other thread uses the GPU, which would end a capture. The first one
+    must come before training, where no earlier loss keeps its nodes alive.
+    """
+
+    def __init__(
+        self,
+        decoder: nn.Module,
+        longest: int,
+        say: Callable[[str], None],
+        settle: Callable[[], object],
+    ) -> None:
         self.decoder, self.longest, self.say, self.limit = decoder, longest, say, LENGTHS
+        self.settle = settle
         self.made: dict[tuple, Callable] = {}
         self.pool = None  # of all graphs' memory: no two of them are ever under way together
         self.alone = True  # whether the next row is all of its update
@@ -43,9 +55,10 @@ class Graphs:
         decoder.forward = self.forward
 
     def remove(self) -> None:
-        """Give the decoder its own forward back."""
+        """Give the decoder its own forward back, and the memory."""
         del self.decoder.forward
         self.made.clear()
+        torch.cuda.empty_cache()
 
     def forward(self, input_ids: Tensor, **batch: object) -> BaseModelOutputWithPast:
         """What the decoder returns, with its last hidden states alone."""
@@ -66,12 +79,19 @@ class Graphs:
         samples = tuple(x.detach().clone() for x in inputs)
         samples[0].requires_grad_()
         layers = _Layers(self.decoder, self.plain, self.longest).train()
+        self.settle()
         torch.cuda.empty_cache()  # what is cached cannot be used in a graph's memory
+        if torch.cuda.mem_get_info()[0] < torch.cuda.max_memory_allocated():
+            self.limit = len(self.made)
+            self.say(f"graphs: {self.limit} made, no more: too little free memory")
+            return
         if warn := getattr(torch.autograd.graph, WARN, None):
             warn(False)  # graphs are captured on a stream of their own
         try:
             self.pool = self.pool or torch.cuda.graph_pool_handle()
-            with torch.autocast("cuda", torch.get_autocast_dtype("cuda"), cache_enabled=False):
+            kind = torch.get_autocast_dtype("cuda")
+            here = torch.cuda.stream(torch.cuda.current_stream())  # again, where a capture fails
+            with here, torch.autocast("cuda", kind, cache_enabled=False):
                 self.made[key] = torch.cuda.make_graphed_callables(
                     layers, samples, num_warmup_iters=2, allow_unused_input=True, pool=self.pool
                 )
@@ -88,7 +108,7 @@ class _Layers(nn.Module):
         super().__init__()
         self.run, self.longest = forward, longest
         named = decoder.named_parameters()
-        self.own = nn.ParameterList(p for name, p in named if not name.startswith("embed_tokens"))
+        self.own = nn.ParameterList(p for name, p in named if not name.startswith("embed_tokens."))
 
     def forward(self, embeddings: Tensor, positions: Tensor, bounds: Tensor) -> Tensor:
         lengths = {f"cu_seq_lens_{x}": bounds for x in "qk"}

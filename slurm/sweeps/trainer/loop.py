@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
@@ -210,6 +210,7 @@ class Work:
         self.longest = -int(-examples.lengths.max() // 128) * 128
         self.multiple = 128 if self.gpu else 1  # whole tiles of a matrix product
         self.graphs: graphs.Graphs | None = None
+        self.coming: Future | None = None
         automatic = self.gpu and self.half and not self.deepspeed
         self.packing = automatic if keys.packing is None else keys.packing
 
@@ -223,12 +224,17 @@ class Work:
         The next step's batches are made while this one is computed.
         """
         with ThreadPoolExecutor(1) as ahead:
-            coming = ahead.submit(self.batches, start)
+            self.coming = ahead.submit(self.batches, start)
             for step in range(start, total):
-                batches = coming.result()
+                batches = self.coming.result()
                 if step + 1 < total:
-                    coming = ahead.submit(self.batches, step + 1)
+                    self.coming = ahead.submit(self.batches, step + 1)
                 yield step, batches
+
+    def settle(self) -> None:
+        """Wait for the batches that are being made."""
+        if self.coming:
+            wait([self.coming])
 
     def batches(self, step: int) -> list[tuple[dict, int]]:
         """This rank's micro-batches of a step, in memory that a GPU can read."""
@@ -343,8 +349,12 @@ def prepare(model: torch.nn.Module, work: Work, steps: int) -> None:
     whole = work.packing and len(work.batches(0)) == 1  # an update is one row
     if one and whole and compiled and graphs.pay(model):
         before, work.multiple = work.multiple, graphs.MULTIPLE
-        work.graphs = graphs.Graphs(model.model, work.longest, say)
-        if (why := _failure(model, work)) or not work.graphs.made:
+        work.graphs = graphs.Graphs(model.model, work.longest, say, work.settle)
+        try:
+            why = _failure(model, work)
+        except SweepError as error:  # without them there was memory enough
+            why = str(error)
+        if why or not work.graphs.made:
             say(f"graphs: off{f': {why}' if why else ''}")
             work.graphs.remove()
             work.graphs, work.multiple = None, before
