@@ -3,16 +3,13 @@
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.autograd import DeviceType
 
 from smoothce import linear_cross_entropy
 from smoothce.bench import arguments, report
 from smoothce.bench.inputs import CLASSIFIERS, IGNORED, classifier
-from smoothce.bench.kernels import by_kernel
 from smoothce.bench.problems import Problem, gradients, mask, problems
 
 
@@ -56,14 +53,14 @@ def test_unknown_method_lists_the_known():
 def test_help_has_both_devices_options():
     result = bench("--help")
     assert result.returncode == 0
-    for option in ("--masked", "--profile", "--dtype", "on a GPU", "on a CPU"):
+    for option in ("--masked", "--dtype", "on a GPU", "on a CPU"):
         assert option in result.stdout
 
 
 def test_defaults_are_the_devices():
     on_gpu, on_cpu = parse(), parse(gpu=False)
     assert (on_gpu.device, on_gpu.models, on_gpu.label_smoothing) == ("cuda", ["gemma2-2b"], [0.1])
-    assert (on_gpu.in_a_row, on_gpu.masked, on_gpu.pointer) == (3, [0.0], False)
+    assert (on_gpu.in_a_row, on_gpu.masked) == (3, [0.0])
     assert (on_cpu.device, on_cpu.models, on_cpu.label_smoothing) == ("cpu", ["small"], [0.0, 0.1])
     assert parse("--device", "cpu").device == "cpu"
 
@@ -71,11 +68,11 @@ def test_defaults_are_the_devices():
 def test_options_with_several_values():
     args = parse(
         *("--label-smoothing", "0", "0.1", "--masked", "0", "0.5", "--softcap", "none", "30"),
-        *("--filter-eps", "2^-8.6", "0.01", "--workspace", "1.5e9", "7", "--in-a-row", "10"),
+        *("--filter-eps", "2^-8.6", "0.01", "--in-a-row", "10"),
     )
     assert args.label_smoothing == [0, 0.1] and args.masked == [0, 0.5]
-    assert args.softcap == [None, 30] and args.workspace == [1_500_000_000, 7]
-    assert args.filter_eps == [2**-8.6, 0.01] and args.in_a_row == 10
+    assert args.softcap == [None, 30] and args.in_a_row == 10
+    assert args.filter_eps == [2**-8.6, 0.01]
 
 
 @pytest.mark.parametrize(
@@ -86,8 +83,6 @@ def test_options_with_several_values():
         ("--softcap inf", "positive"),
         ("--filter-eps auto", "(0, 1)"),
         ("--filter-eps 2^1", "(0, 1)"),
-        ("--workspace 0.5", "bytes"),
-        ("--workspace inf", "bytes"),
         ("--in-a-row 0", "1 or more"),
         ("--tokens 0", "1 or more"),
         ("--contexts -1", "0 or more"),
@@ -200,39 +195,14 @@ def test_the_right_gradients(beta, softcap, share):
         torch.testing.assert_close(found, want.float(), atol=1e-6, rtol=1e-4)
 
 
-def row(**more):
-    return {
-        **{"method": "ours, filtered", "beta": 0.1, "gemm_ms": 10.0, "forward_ms": 11.0},
-        **{"both_ms": 14.0, "forward_gemms": 1.1, "both_gemms": 1.4, "extra_mb": 62.0},
-        **{"error_hidden": 1e-2, "error_weight": 2e-2, "error_unseen": 3e-2, "pairs": 0.0604},
-        **more,
-    }
-
-
 def test_comparison():
+    row = {"method": "ours, filtered", "beta": 0.1, "forward_ms": 11.0, "both_ms": 14.0}
+    row |= {"forward_gemms": 1.1, "both_gemms": 1.4, "extra_mb": 62.0, "pairs": 0.0604}
+    row |= {"error_hidden": 1e-2, "error_weight": 2e-2, "error_unseen": 3e-2}
     failed = {"method": "paper", "beta": 0.1, "failed": "knows no softcap"}
-    lines = report.comparison("made", [row(), row(pairs=None), failed]).splitlines()
+    lines = report.comparison("made", [row, row | {"pairs": None}, failed]).splitlines()
     assert "### made" in lines
     assert len({line.count("|") for line in lines[3:]}) == 1  # as many cells in every row
     assert lines[-3].endswith("| 1.10 | 1.40 | 62 | 1.0e-02 | 2.0e-02 | 3.0e-02 | 6.0 % |")
     assert lines[-2].endswith("| – |")
     assert lines[-1].startswith("| paper | 0.1 | knows no softcap |")
-
-
-def test_kernels_of_the_gpu_alone():
-    def event(key, device, count, us):
-        return SimpleNamespace(key=key, device_type=device, count=count, self_device_time_total=us)
-
-    events = [
-        event("small", DeviceType.CUDA, 4, 200.0),
-        event("cudaLaunchKernel", DeviceType.CPU, 9, 0.0),
-        event("large", DeviceType.CUDA, 2, 6000.0),
-    ]
-    found = by_kernel(events, calls=2)
-    assert found == [
-        {"kernel": "large", "launches": 1, "ms": 3.0},
-        {"kernel": "small", "launches": 2, "ms": 0.1},
-    ]
-    lines = report.kernels(row(kernels=found)).splitlines()
-    assert "| large | 1 | 3.000 | 0.300 |" in lines
-    assert lines[-1] == "| all | 3 | 3.100 | 0.310 |"

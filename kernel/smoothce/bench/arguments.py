@@ -21,10 +21,7 @@ DEFAULTS = {
         "masked": [0.0],
         "softcap": [None],
         "filter_eps": [],
-        "workspace": [],
-        "pointer": False,
         "in_a_row": 3,
-        "profile": False,
     },
     "cpu": {
         "models": ["small"],
@@ -125,28 +122,9 @@ def _parser(description: str) -> argparse.ArgumentParser:
     add(
         "--filter-eps",
         **many,
-        type=threshold,
+        type=_threshold,
         metavar="EPS",
         help='methods more: our filters at this threshold, such as 2^-8.6, beside "auto"',
-    )
-    add(
-        "--workspace",
-        **many,
-        type=_bytes,
-        metavar="BYTES",
-        help="methods more: our exact gradient with so much, of the mean and of per-token losses",
-    )
-    add(
-        "--pointer",
-        action="store_true",
-        default=None,
-        help="methods more: ours with pointer loads, as where there is no TMA",
-    )
-    add(
-        "--profile",
-        action="store_true",
-        default=None,
-        help="also each kernel's time in a forward+backward of our methods",
     )
 
     add = parser.add_argument_group("on a CPU").add_argument
@@ -212,8 +190,7 @@ _count = _number(int, lambda n: n >= 1, "an integer, 1 or more")
 _beta = _number(float, lambda x: 0 <= x <= 1, "a number in [0, 1]")
 _context = _number(float, lambda x: 0 <= x < float("inf"), "a number, 0 or more")
 _share = _number(float, lambda x: 0 <= x < 1, "a number in [0, 1)")
-threshold = _number(_power, lambda x: 0 < x < 1, "a number in (0, 1), or 2^-X")
-_bytes = _number(lambda text: int(float(text)), lambda n: n >= 1, "bytes, such as 1.5e9")
+_threshold = _number(_power, lambda x: 0 < x < 1, "a number in (0, 1), or 2^-X")
 _softcap = _number(
     lambda text: None if text == "none" else float(text),
     lambda x: x is None or 0 < x < float("inf"),

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from smoothce.bench import report
-from smoothce.bench.arguments import fail, flag, select
+from smoothce.bench.arguments import select
 from smoothce.bench.inputs import IGNORED, relative
-from smoothce.bench.kernels import kernel_times
 from smoothce.bench.peers import Peer, peers
 from smoothce.bench.problems import Problem, gradients, problems
 from smoothce.triton import filter_statistics
@@ -32,9 +31,6 @@ def main(args: argparse.Namespace) -> None:
     for problem in problems(args):
         rows = [{"problem": problem.name, **row} for row in measure(problem, found, args)]
         print(report.comparison(problem.name, rows), flush=True)
-        for row in rows:
-            if "kernels" in row:
-                print(report.kernels(row), flush=True)
         results += rows
         del problem
         tidy()
@@ -43,17 +39,10 @@ def main(args: argparse.Namespace) -> None:
 
 
 def chosen(args: argparse.Namespace) -> tuple[list[Peer], dict[str, str]]:
-    """The methods, and why others are missing; ends the run where an option has nothing to do."""
-    found, missing = peers(args.filter_eps, args.workspace, args.pointer)
+    """The methods, and why others are missing."""
+    found, missing = peers(args.filter_eps)
     names = select([peer.name for peer in found], args.only, missing)
-    found = [peer for peer in found if peer.name in names]
-    added = {peer.option for peer in found}
-    for option in ("filter_eps", "workspace", "pointer"):
-        if getattr(args, option) and option not in added:
-            fail(f"--only leaves out all that {flag(option)} adds")
-    if args.profile and not any(peer.ours for peer in found):
-        fail("--profile is of our methods, and --only leaves them out")
-    return found, missing
+    return [peer for peer in found if peer.name in names], missing
 
 
 def measure(problem: Problem, found: list[Peer], args: argparse.Namespace) -> list[dict]:
@@ -68,8 +57,7 @@ def measure(problem: Problem, found: list[Peer], args: argparse.Namespace) -> li
                 rows.append(row | {"failed": "knows no softcap"})
                 continue
             try:
-                with peer.around():
-                    row |= one(problem, peer, beta, truth[beta], args)
+                row |= one(problem, peer, beta, truth[beta], args)
             except Exception as error:  # out of memory, an unsupported shape: a row, not the end
                 row["failed"] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
             rows.append(row)
@@ -132,8 +120,6 @@ def one(
     if peer.filter:
         options = replace(peer.filter, **cap)
         row["pairs"] = filter_statistics(e, c, y, None, options)[0].item()
-    if peer.ours and args.profile:
-        row["kernels"] = kernel_times(both, args.in_a_row)
     return row
 
 

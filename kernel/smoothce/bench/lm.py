@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smoothce.bench.arguments import fail, threshold
-from smoothce.bench.peers import dense, ours, power_of_two
+from smoothce.bench.arguments import fail
+from smoothce.bench.peers import dense, ours
 
 VOCABULARY, LENGTH, HELD_OUT = 60160, 512, 32
 FULL = dict(hidden_size=768, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=12)
@@ -178,13 +178,6 @@ def main() -> None:
         if name == "compare":
             command.add_argument("--label-smoothing", type=float, default=0.1)
             command.add_argument("--trained", type=int, default=0, help="steps before: fine-tuning")
-            command.add_argument(
-                "--filter-eps",
-                nargs="+",
-                type=threshold,
-                default=[],
-                help="such as 2^-8.1, as well",
-            )
             command.add_argument("--json", type=Path)
     args = parser.parse_args()
     if not args.source.is_file():
@@ -198,8 +191,7 @@ def main() -> None:
         fail("training needs a CUDA GPU")
     if args.command == "train":
         return train(args.source, args.out, args.steps)
-    losses = LOSSES | {f"ours, filtered, {power_of_two(x)}": ours(x) for x in args.filter_eps}
-    found = compare(*load(args.source), args.steps, args.label_smoothing, args.trained, losses)
+    found = compare(*load(args.source), args.steps, args.label_smoothing, args.trained)
     print(
         "| loss | last | largest gap to torch | mean gap | held-out NLL | mean log p, no targets |"
     )

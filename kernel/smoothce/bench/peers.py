@@ -2,10 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +11,6 @@ from torch import Tensor
 from smoothce import linear_cross_entropy, paper
 from smoothce.bench.inputs import IGNORED
 from smoothce.options import Options
-from smoothce.triton import tiles
 
 Loss = Callable[..., Tensor]
 
@@ -28,13 +24,6 @@ class Peer:
     smooths: bool = True
     softcaps: bool = False
     filter: Options | None = None  # ours: which pairs it computes
-    # Held during the forward and the backward, which chooses its tiles anew.
-    around: Callable[[], AbstractContextManager] = nullcontext
-    option: str | None = None  # that adds it
-
-    @property
-    def ours(self) -> bool:
-        return self.name.startswith("ours")
 
 
 def dense(
@@ -46,8 +35,8 @@ def dense(
     return F.cross_entropy(z, labels, label_smoothing=beta)
 
 
-def ours(eps: float | str | None, share: float = 0.0, workspace: int = 0) -> Loss:
-    """The workspace is `workspace` bytes and `share` of all logits, which are two bytes each."""
+def ours(eps: float | str | None, share: float = 0.0) -> Loss:
+    """The workspace is `share` of all logits, which are two bytes each."""
 
     def loss(e: Tensor, c: Tensor, y: Tensor, beta: float, softcap: float | None = None) -> Tensor:
         return linear_cross_entropy(
@@ -57,7 +46,7 @@ def ours(eps: float | str | None, share: float = 0.0, workspace: int = 0) -> Los
             label_smoothing=beta,
             softcap=softcap,
             filter_eps=eps,
-            workspace=workspace + int(share * 2 * len(e) * len(c)),
+            workspace=int(share * 2 * len(e) * len(c)),
             impl="triton",
         )
 
@@ -72,27 +61,13 @@ def papers(eps: float | str | None, sort: bool, fused: bool = False) -> Loss:
     return loss
 
 
-def peers(
-    filter_eps: Sequence[float] = (), workspace: Sequence[int] = (), pointer: bool = False
-) -> tuple[list[Peer], dict[str, str]]:
-    """All that can be imported here, and why the others cannot. Ours also with these thresholds,
-    with so many bytes of workspace, and with pointer loads."""
-    extra = {"option": "filter_eps"}
+def peers(filter_eps: Sequence[float] = ()) -> tuple[list[Peer], dict[str, str]]:
+    """All that can be imported here, ours also with these thresholds; why the others cannot."""
     found = [
         _filtered("ours, filtered", "auto"),
-        *(_filtered(f"ours, filtered, {power_of_two(x)}", x, **extra) for x in filter_eps),
+        *(_filtered(f"ours, filtered, 2^{round(math.log2(x), 2):g}", x) for x in filter_eps),
         Peer("ours, exact", ours(None), softcaps=True),
         Peer("ours, exact, workspace for 1/4 of the logits", ours(None, 0.26), softcaps=True),
-    ]
-    for size in workspace:
-        name = f"ours, exact, workspace of {size / 1e6:g} MB"
-        found.append(Peer(name, ours(None, workspace=size), softcaps=True, option="workspace"))
-    if pointer:
-        without = partial(patch.object, tiles, "TensorDescriptor", None)
-        pointers = {"around": without, "option": "pointer"}
-        found.append(_filtered("ours, filtered, pointer loads", "auto", **pointers))
-        found.append(Peer("ours, exact, pointer loads", ours(None), softcaps=True, **pointers))
-    found += [
         Peer("torch", dense, softcaps=True),
         Peer("torch.compile", torch.compile(dense), softcaps=True),
         Peer("paper", papers("auto", sort=True)),
@@ -109,13 +84,8 @@ def peers(
     return found, missing
 
 
-def _filtered(name: str, eps: float | str, **more) -> Peer:
-    options = Options(filter_eps=eps)
-    return Peer(name, ours(eps), softcaps=True, filter=options, **more)
-
-
-def power_of_two(eps: float) -> str:
-    return f"2^{round(math.log2(eps), 2):g}"
+def _filtered(name: str, eps: float | str) -> Peer:
+    return Peer(name, ours(eps), softcaps=True, filter=Options(filter_eps=eps))
 
 
 def _torch_linear() -> Loss:
@@ -123,7 +93,7 @@ def _torch_linear() -> Loss:
     return lambda e, c, y, beta: function(e, c, y, label_smoothing=beta, options=options)
 
 
-def _liger() -> Loss:
+def liger() -> Loss:
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
     def loss(e: Tensor, c: Tensor, y: Tensor, beta: float, softcap: float | None = None) -> Tensor:
@@ -175,7 +145,7 @@ def _quack() -> Loss:
 # name, whether it knows label smoothing, whether a softcap; all leave out masked labels
 OTHERS = (
     ("F.linear_cross_entropy", True, False, _torch_linear),
-    ("Liger", True, True, _liger),
+    ("Liger", True, True, liger),
     ("Liger Hopper FLSCE", False, False, _liger_hopper),
     ("Liger Hopper FLCE", False, False, _liger_hopper_chunked),
     ("cut-cross-entropy", False, True, _cut("auto")),

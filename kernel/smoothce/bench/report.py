@@ -80,22 +80,3 @@ def comparison(name: str, rows: Sequence[dict]) -> str:
             f"| {pairs} |"
         )
     return "\n".join(lines)
-
-
-def kernels(row: dict) -> str:
-    """The kernels of one method's forward+backward."""
-    lines = [
-        f"\n#### {row['method']}, β = {row['beta']:g}: kernels of one forward+backward\n",
-        "| kernel | launches | ms | / GEMM |",
-        "|---|---|---|---|",
-    ]
-    total = {"kernel": "all", "launches": 0, "ms": 0.0}
-    for r in row["kernels"]:
-        total["launches"] += r["launches"]
-        total["ms"] += r["ms"]
-    for r in (*row["kernels"], total):
-        lines.append(
-            f"| {r['kernel'][:80]} | {r['launches']:g} | {r['ms']:.3f} "
-            f"| {r['ms'] / row['gemm_ms']:.3f} |"
-        )
-    return "\n".join(lines)
