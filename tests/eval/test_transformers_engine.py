@@ -137,17 +137,6 @@ def test_bfloat16_keeps_logits_in_float32(mmlu, tiny_model, tmp_path):
     assert any(abs(gap * 256 - round(gap * 256)) > 0.01 for gap in gaps)
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:7", "gpu"])
-def test_a_device_that_is_not_here(mmlu, tiny_model, tmp_path, capsys, device):
-    if device == "cuda" and torch.cuda.is_available():
-        pytest.skip("there is one")
-    command = ["score", "--model", tiny_model, "--task", "mmlu", "--data", mmlu, "--device", device]
-    assert main([str(c) for c in [*command, "--out", tmp_path / "r.jsonl"]]) == 2
-    err = capsys.readouterr().err
-    expected = "expected auto, cpu" if device == "gpu" else "CUDA GPUs here; give --device cpu"
-    assert "error: --device" in err and expected in err
-
-
 def test_context_length_of_configs_with_parts():
     import transformers
 

@@ -256,6 +256,19 @@ def test_a_saved_model_comes_back_unpatched():
     assert torch.equal(loaded(**data).loss, model.train()(**data).loss)
 
 
+THREE_STEPS = {  # of a Trainer
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 3,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "report_to": [],
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "use_cpu": True,
+}
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.2])
 def test_the_trainer_trains_as_with_upstreams_loss(beta, tmp_path):
     """Columns, the number of items over accumulation steps, and evaluation, through the Trainer.
@@ -270,17 +283,7 @@ def test_the_trainer_trains_as_with_upstreams_loss(beta, tmp_path):
 
     def history(model, patch=lambda trainer: trainer):
         arguments = transformers.TrainingArguments(
-            str(tmp_path),
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            max_steps=3,
-            learning_rate=1e-2,
-            logging_steps=1,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            use_cpu=True,
-            label_smoothing_factor=beta,
+            str(tmp_path), label_smoothing_factor=beta, **THREE_STEPS
         )
         trainer = transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
         patch(trainer)
@@ -360,19 +363,11 @@ def test_trls_trainer_and_its_metrics(name, beta, tmp_path):
     def history(patch=lambda trainer: None, model=None):
         arguments = trl.SFTConfig(
             str(tmp_path),
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            max_steps=3,
-            learning_rate=1e-2,
-            logging_steps=1,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            use_cpu=True,
             bf16=False,
             gradient_checkpointing=False,
             label_smoothing_factor=beta,
             dataset_kwargs={"skip_prepare_dataset": True},
+            **THREE_STEPS,
         )
         model = model or tiny(name)
         trainer = trl.SFTTrainer(

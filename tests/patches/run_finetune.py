@@ -3,10 +3,9 @@
 Run by `accelerate launch` in place of finetune.py, whose arguments follow `--`. Upstream loads
 weights in bf16, whose rounding hides what a test looks for: --dtype float32 or float64.
 --torch-smoothing gives an unpatched checkout torch's own label smoothing, as the yardstick.
---fp32-logits takes the logits from a bf16 model in fp32, --reverse-rows turns each micro-batch
-around: the same update, added up in another order. --memory FILE measures GPU memory; --no-save
-leaves out the model at the end. --fault makes happen what a test will not wait for (`inject`).
---runner has smoothce.open_instruct run an unpatched checkout.
+--fp32-logits takes the logits from a bf16 model in fp32. --memory FILE measures GPU memory;
+--no-save leaves out the model at the end. --fault makes happen what a test will not wait for
+(`inject`). --runner has smoothce.open_instruct run an unpatched checkout.
 
     run_finetune.py --serve
 
@@ -44,7 +43,6 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "float64"])
     parser.add_argument("--torch-smoothing", type=float)
     parser.add_argument("--fp32-logits", action="store_true")
-    parser.add_argument("--reverse-rows", action="store_true")
     parser.add_argument("--memory", type=Path)
     parser.add_argument("--no-save", action="store_true")
     parser.add_argument("--fault", action="append", default=[])
@@ -72,11 +70,6 @@ def main() -> None:
         transformers.AutoModelForCausalLM.from_pretrained = with_fp32_logits
     for fault in options.fault:
         inject(*fault.split(":"))
-    if options.reverse_rows:
-        collate = transformers.DataCollatorForSeq2Seq.__call__
-        transformers.DataCollatorForSeq2Seq.__call__ = lambda self, rows, *args: collate(
-            self, rows[::-1], *args
-        )
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and not torch.cuda.is_available():
         # accelerate 1.x starts DeepSpeed without CUDA only if told which backend to use.
         accelerate.utils.InitProcessGroupKwargs = functools.partial(

@@ -11,6 +11,9 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parent))  # for world.py and chaos.py, which are no tests
 import real
 import world
+from transformers import AutoTokenizer
+
+from sweeps.trainer.data import set_template
 
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny models: more threads only wait for each other
 
@@ -23,6 +26,14 @@ def tiny(tmp_path_factory) -> Path:
     world.make_chat(folder / "chat.jsonl")
     world.make_mmlu(folder / "mmlu")
     return folder
+
+
+@pytest.fixture
+def tokenizer(tiny):
+    """The tiny model's, with Tulu's template."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
+    set_template(tokenizer, None)
+    return tokenizer
 
 
 @pytest.fixture

@@ -360,13 +360,6 @@ def test_compiled_layers_compute_the_same(sweep_file):
         assert left["loss"] == pytest.approx(right["loss"], rel=1e-5)
 
 
-@pytest.fixture
-def tokenizer(tiny):
-    tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
-    set_template(tokenizer, None)
-    return tokenizer
-
-
 def same(left: Examples, right: Examples) -> bool:
     arrays = all(np.array_equal(getattr(left, n), getattr(right, n)) for n in data.ARRAYS)
     return arrays and left.dropped == right.dropped

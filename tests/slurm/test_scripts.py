@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from real import PROJECT, command
 
 from sweeps.cluster import Cluster, load_cluster
 from sweeps.config import Sweep, World, read_yaml
@@ -16,7 +17,6 @@ from sweeps.executors import scripts
 from sweeps.executors.scripts import Places
 from sweeps.files import SweepError
 
-PROJECT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).with_name("golden")
 CASES = {
     "generic": World(),
@@ -35,13 +35,9 @@ def render(case: str) -> str:
         name="grid", output_root="runs", train={}, throttle=8, world=CASES[case], cluster=file
     )
     places = Places(Path("/project"), Path("/project/runs/sweeps/grid/jobs/a1b2c3"))
-    text = "".join(
-        [
-            scripts.text(sweep, profile, places, "train", "train-0", 24),
-            scripts.text(sweep, profile, places, "score", "ready-0", 24),
-            scripts.text(sweep, profile, places, "collect", "collect", dependency="afterany:7"),
-        ]
-    )
+    text = scripts.text(sweep, profile, places, "train", "train-0", 24)
+    text += scripts.text(sweep, profile, places, "score", "ready-0", 24)
+    text += scripts.text(sweep, profile, places, "collect", "collect", dependency="afterany:7")
     return text.replace(sys.executable, "PYTHON").replace(str(PROJECT), "/project")
 
 
@@ -108,13 +104,8 @@ def test_a_profiles_home_is_the_submitting_shells(tmp_path, monkeypatch):
 
 def test_a_dry_run_needs_no_slurm_and_writes_nothing(sweep_file, tmp_path):
     path = sweep_file(cluster=str(PROJECT / "configs" / "cluster" / "alliance.yaml"))
-    done = subprocess.run(
-        [sys.executable, "-m", "sweeps", "launch", str(path), "--dry-run"],
-        text=True,
-        capture_output=True,
-        env=os.environ | {"PATH": "/nonexistent"},
-        cwd=tmp_path,
-    )
+    nowhere = os.environ | {"PATH": "/nonexistent"}
+    done = command("launch", path, "--dry-run", env=nowhere, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "#SBATCH --array=0-1" in done.stdout
     assert "#SBATCH --account=def-yourpi" in done.stdout
@@ -143,12 +134,7 @@ def test_a_large_sweep_becomes_several_arrays(sweep_file, tmp_path):
     profile = tmp_path / "small.yaml"
     profile.write_text("array_limit: 3\n")
     path = sweep_file(grid={"seed": list(range(7))}, cluster=str(profile))
-    done = subprocess.run(
-        [sys.executable, "-m", "sweeps", "launch", str(path), "--dry-run"],
-        text=True,
-        capture_output=True,
-        cwd=tmp_path,
-    )
+    done = command("launch", path, "--dry-run", cwd=tmp_path)
     arrays = [line for line in done.stdout.splitlines() if line.startswith("#SBATCH --array")]
     assert arrays == ["#SBATCH --array=0-2%3"] * 2  # the seventh run is a job by itself
 

@@ -13,16 +13,9 @@ from calibeval.io import InputError
 from calibeval.references import TULU
 from sweeps.files import SweepError
 from sweeps.plan import plan
-from sweeps.trainer.data import load_examples, set_template
+from sweeps.trainer.data import load_examples
 from sweeps.trainer.loop import load_model
 from sweeps.trainer.order import Order
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny):
-    tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
-    set_template(tokenizer, None)
-    return tokenizer
 
 
 def write(path, *conversations):
