@@ -266,13 +266,11 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--replications", type=int, default=500, help="of a cell, all worlds")
-    parser.add_argument("--questions", type=int, choices=SIZES, help="cells of this N only")
     parser.add_argument("--only", choices=GROUPS)
     a = parser.parse_args()
     for group, cells in GROUPS.items():
         if a.only not in (None, group):
             continue
-        cells = [cell for cell in cells if a.questions in (None, cell.n)]
         worlds = WORLDS if group in ("one", "ordinary") else (WORLDS[0], WORLDS[3])
         each = a.replications // len(worlds)
         names = list(dict.fromkeys(name for cell in cells for name in cell.names))

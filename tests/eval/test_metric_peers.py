@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 import pytest
+from made_records import draw
 
 from calibeval import metrics
 from calibeval.metrics import Sample, Scores
@@ -25,30 +26,20 @@ def peer(package: str):
     return pytest.mark.parametrize("package", [pytest.param(package, id=name, marks=mark)])
 
 
-def draw(n: int, seed: int, temperature: float) -> tuple[np.ndarray, np.ndarray]:
-    """Four-choice answers, over-confident below temperature 1."""
-    rng = np.random.default_rng(seed)
-    logits = rng.normal(0, 1.5, (n, 4))
-    p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-    labels = (rng.random((n, 1)) > p.cumsum(1)).sum(1).clip(max=3)
-    said = np.exp(logits / temperature)
-    return said / said.sum(1, keepdims=True), labels
-
-
 cases = pytest.mark.parametrize(
-    ("n", "temperature"), [(100, 1.0), (1500, 0.5), (1500, 1.0), (5000, 2.0)]
+    ("n", "sharpness"), [(100, 1.0), (1500, 2.0), (1500, 1.0), (5000, 0.5)]
 )
 
 
 @cases
 @peer("torchmetrics")
-def test_torchmetrics(package, n, temperature):
+def test_torchmetrics(package, n, sharpness):
     """ECE, MCE and AUROC. Its l2 norm takes equal-width bins, so `rms` has no twin there."""
     import torch
     from torchmetrics.functional.classification import binary_auroc, multiclass_calibration_error
 
-    probs, labels = draw(n, 1, temperature)
-    of = Scores(np.log(probs), labels)
+    said, labels = draw(n, sharpness, 1)
+    of, probs = Scores(said, labels), np.exp(said)
     tensors = torch.tensor(probs, dtype=torch.float64), torch.tensor(labels)
     for bins in (10, 15, 30):
         for norm, metric in (("l1", metrics.ece), ("max", metrics.mce)):
@@ -61,12 +52,12 @@ def test_torchmetrics(package, n, temperature):
 
 @cases
 @peer("netcal")
-def test_netcal(package, n, temperature):
+def test_netcal(package, n, sharpness):
     """ECE and MCE. Its ACE is an average over filled equal-width bins, not Nixon's."""
     from netcal.metrics import ECE, MCE
 
-    probs, labels = draw(n, 2, temperature)
-    of = Scores(np.log(probs), labels)
+    said, labels = draw(n, sharpness, 2)
+    of = Scores(said, labels)
     for bins in (10, 15, 30):
         for theirs, metric in ((ECE, metrics.ece), (MCE, metrics.mce)):
             expected = theirs(bins).measure(of.confidence, of.correct.astype(int))
@@ -75,7 +66,7 @@ def test_netcal(package, n, temperature):
 
 @cases
 @peer("uncertainty-calibration")
-def test_uncertainty_calibration(package, n, temperature):
+def test_uncertainty_calibration(package, n, sharpness):
     """ECE, and the debiased l2 error of Kumar et al. 2019.
 
     Its debiased error is for one confidence a bin, so confidences are rounded to that.
@@ -84,8 +75,8 @@ def test_uncertainty_calibration(package, n, temperature):
     from calibration.utils import bin as fill
     from calibration.utils import unbiased_square_ce
 
-    probs, labels = draw(n, 3, temperature)
-    of = Scores(np.log(probs), labels)
+    said, labels = draw(n, sharpness, 3)
+    of, probs = Scores(said, labels), np.exp(said)
     theirs = calibration.get_ece(probs, labels, num_bins=15)
     assert metrics.ece(Sample(of))[0] == pytest.approx(theirs, abs=1e-9)
     # It refuses bins with fewer than two answers, so the bins cover the filled range only.
@@ -100,12 +91,12 @@ def test_uncertainty_calibration(package, n, temperature):
 
 @cases
 @peer("scikit-learn")
-def test_scikit_learn(package, n, temperature):
+def test_scikit_learn(package, n, sharpness):
     """NLL, Brier and AUROC."""
     from sklearn.metrics import log_loss, roc_auc_score
 
-    probs, labels = draw(n, 5, temperature)
-    of = Scores(np.log(probs), labels)
+    said, labels = draw(n, sharpness, 5)
+    of, probs = Scores(said, labels), np.exp(said)
     expected = log_loss(labels, probs, labels=range(4))
     assert metrics.nll(Sample(of))[0] == pytest.approx(expected, abs=1e-9)
     expected = ((probs - np.eye(4)[labels]) ** 2).sum(1).mean()
@@ -116,7 +107,7 @@ def test_scikit_learn(package, n, temperature):
 
 @cases
 @pytest.mark.parametrize("package", [pytest.param(None, id="hendrycks/test at HENDRYCKS_TEST")])
-def test_hendrycks(package, n, temperature, monkeypatch):
+def test_hendrycks(package, n, sharpness, monkeypatch):
     """`rmsce`, `ece`, `sce` and `ace` of its calib_tools.py, from a checkout."""
     checkout = os.environ.get("HENDRYCKS_TEST")
     if not checkout:
@@ -124,7 +115,8 @@ def test_hendrycks(package, n, temperature, monkeypatch):
     monkeypatch.syspath_prepend(checkout)
     import calib_tools
 
-    probs, labels = draw(n, 6, temperature)
+    said, labels = draw(n, sharpness, 6)
+    probs = np.exp(said)
     # It folds a confidence of exactly one half as well.
     probs[::7] = [0.5, 0.2, 0.2, 0.1]
     of = Scores(np.log(probs), labels)

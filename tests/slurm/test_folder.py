@@ -366,10 +366,13 @@ def test_a_queue_that_does_not_answer_makes_nothing_dead(sweep_file, slurm, caps
 
 
 def test_what_somebody_stopped_needs_no_mending(sweep_file, slurm, capsys):
-    """Neither out of the queue nor by Ctrl-C, whose retry goes on without Slurm."""
+    """Neither out of the queue nor by Ctrl-C, whose retry goes on without Slurm.
+
+    One run has the number of salloc's job, of which this sweep knows nothing.
+    """
     planned = claimed(sweep_file())
-    for cell in planned.cells:
-        run = start(cell, state="preempted")
+    for cell, job in zip(planned.cells, ("7", None), strict=True):
+        run = start(cell, job, state="preempted")
     assert main(["status", str(planned.folder)]) == 0
     said = capsys.readouterr().out
     assert "2 runs: 2 stopped" in said and "asked to stop, saved at step 0" in said
@@ -403,16 +406,6 @@ def test_retry_goes_where_the_launch_went(sweep_file, slurm, monkeypatch):
     (planned.folder / "jobs" / "abc").mkdir(parents=True)
     assert main(["retry", str(planned.folder)]) == 0
     assert went == ["local", "slurm", "slurm"]
-
-
-def test_a_stop_inside_an_allocation_is_a_stop(sweep_file, slurm, capsys):
-    """The run has the number of salloc's job, of which this sweep knows nothing."""
-    planned = claimed(sweep_file(grid={}))
-    start(planned.cells[0], "7", state="preempted")
-    assert main(["status", str(planned.folder)]) == 0
-    said = capsys.readouterr().out
-    assert "1 run: 1 stopped" in said and "asked to stop, saved at step 0" in said
-    assert "To go on: bash slurm/sweeps.sh retry" in said
 
 
 def test_a_squeue_that_waits_for_ever_is_given_up(sweep_file, slurm, monkeypatch, capsys):

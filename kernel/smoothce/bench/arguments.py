@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from smoothce.bench.inputs import CLASSIFIERS, classifier
 
-# What each device's run takes, and its defaults: an option that is not here is the other device's.
+# What each device's run takes, and its defaults; some options are a GPU's alone.
 DEFAULTS = {
     "cuda": {
         "models": ["gemma2-2b"],
@@ -28,7 +28,6 @@ DEFAULTS = {
         "tokens": [2048],
         "label_smoothing": [0.0, 0.1],
         "repeats": 7,
-        "dtype": "float32",
     },
 }
 
@@ -40,10 +39,10 @@ def parse(arguments: list[str] | None, gpu: bool, description: str) -> argparse.
     args.device = args.device or ("cuda" if gpu else "cpu")
     if args.device == "cuda" and not gpu:
         parser.error("--device cuda, but torch finds no CUDA GPU; use --device cpu")
-    mine, other = DEFAULTS[args.device], "cpu" if args.device == "cuda" else "cuda"
-    for name in DEFAULTS[other].keys() - mine.keys():
+    mine = DEFAULTS[args.device]
+    for name in DEFAULTS["cuda"].keys() - mine.keys():
         if getattr(args, name) is not None:
-            parser.error(f"{flag(name)} is for --device {other}; this run is on {args.device}")
+            parser.error(f"{flag(name)} is for --device cuda; this run is on {args.device}")
     if args.device == "cuda" and args.tensors is not None:
         for name in ("models", "tokens", "contexts"):
             if getattr(args, name) is not None:
@@ -125,13 +124,6 @@ def _parser(description: str) -> argparse.ArgumentParser:
         type=_threshold,
         metavar="EPS",
         help='methods more: our filters at this threshold, such as 2^-8.6, beside "auto"',
-    )
-
-    add = parser.add_argument_group("on a CPU").add_argument
-    add(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="of the inputs; a GPU's are bfloat16 " + _default("dtype"),
     )
     return parser
 
