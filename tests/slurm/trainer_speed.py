@@ -27,8 +27,8 @@ import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-for part in ("kernel", "slurm", "eval"):
-    sys.path.insert(0, str(ROOT / part))
+PATHS = [str(ROOT / part) for part in ("kernel", "slurm", "eval", "tests/eval")]
+sys.path[:0] = PATHS
 
 GEMMA = {
     "vocab_size": 262144,
@@ -51,14 +51,6 @@ LLAMA = {
     "head_dim": 64,
     "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
-}
-TINY = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "head_dim": 8,
-    "vocab_size": 4096,
-    "query_pre_attn_scalar": 8,
 }
 # name → what the run changes; all of them are the same updates
 GEMMA_RUNS = {
@@ -89,7 +81,7 @@ def main() -> int:
         )
 
     if "gemma" in arguments.parts:
-        model = arguments.model or make_model("Gemma3", GEMMA, data, out, arguments.tiny)
+        model = arguments.model or make_model("Gemma3", GEMMA, data, out)
         for name, settings in GEMMA_RUNS.items():
             settings = {"per_device_train_batch_size": 64, **settings}
             note("gemma", name, **train(out, model, data, arguments, settings, arguments.steps))
@@ -103,14 +95,13 @@ def main() -> int:
         if done.returncode:
             note("losses", "all", failed=f"exit {done.returncode}")
     if "llama" in arguments.parts:
-        model = make_model("Llama", LLAMA, data, out, arguments.tiny)
-        long = make_long(data, out, 256 if arguments.tiny else 2048)
+        model, long = make_model("Llama", LLAMA, data, out), make_long(data, out, 2048)
         for name, settings in LLAMA_RUNS.items():
             settings = {
                 "packing": True,
                 "compile": True,
                 "per_device_train_batch_size": 16,
-                "max_seq_length": 256 if arguments.tiny else 2048,
+                "max_seq_length": 2048,
                 **settings,
             }
             steps = max(2, arguments.steps // 8)
@@ -129,7 +120,6 @@ def read_arguments() -> argparse.Namespace:
                         choices=["gemma", "losses", "llama"])  # fmt: skip
     parser.add_argument("--steps", type=int, default=120, help="updates a run of gemma; llama: 1/8")
     parser.add_argument("--seconds", type=int, default=110, help="at most so long a run")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes: does it run at all?")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -148,49 +138,27 @@ def text_of(alpaca: Path, out: Path) -> Path:
     return plain
 
 
-def make_model(kind: str, shape: dict, data: Path, out: Path, tiny: bool) -> Path:
+def make_model(kind: str, shape: dict, data: Path, out: Path) -> Path:
     """Random weights of this shape, in bf16, with a tokenizer trained on the data."""
     import torch
     import transformers
+    from made_tokenizer import write_tokenizer
 
-    folder = out / f"{kind}{'-tiny' * tiny}"
+    folder = out / kind
     if (folder / "tokenizer.json").exists():
         return folder
     config_class = {"Gemma3": "Gemma3TextConfig", "Llama": "LlamaConfig"}[kind]
-    shape = {**shape, **(TINY if tiny else {})}
     config = getattr(transformers, config_class)(**shape, pad_token_id=0, eos_token_id=1)
     torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    with torch.device("cuda"):
         model = getattr(transformers, f"{kind}ForCausalLM")(config)
     model.to(torch.bfloat16).save_pretrained(folder)
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(make_tokenizer(data, out, tiny)), pad_token="<pad>", eos_token="</s>"
-    ).save_pretrained(folder)
+    if not (made := out / "tokenizer").exists():
+        rows = json.loads(data.read_text())
+        texts = ("\n\n".join((row["instruction"], row["input"], row["output"])) for row in rows)
+        write_tokenizer(made, texts, 60_000, pad_token="<pad>", eos_token="</s>")
+    shutil.copytree(made, folder, dirs_exist_ok=True)
     return folder
-
-
-def make_tokenizer(data: Path, out: Path, tiny: bool) -> Path:
-    """A byte-level BPE of the data's own words."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    path = out / f"bpe{'-tiny' * tiny}.json"
-    if path.exists():
-        return path
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    rows = json.loads(data.read_text())
-    tokenizer.train_from_iterator(
-        ("\n\n".join((row["instruction"], row["input"], row["output"])) for row in rows),
-        trainers.BpeTrainer(
-            vocab_size=4000 if tiny else 60000,
-            special_tokens=["<pad>", "</s>"],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
-    tokenizer.save(str(path))
-    return path
 
 
 def make_long(data: Path, out: Path, tokens: int) -> Path:
@@ -243,7 +211,7 @@ def train(
     run = RunDir(cell.folder)
     shutil.rmtree(run.path, ignore_errors=True)
     run.create(cell.config)
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path[:3])}
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(PATHS)}
     began = time.monotonic()
     try:
         with open(run.log, "w") as log:
@@ -268,8 +236,8 @@ def train(
             if key in rows[0]
         }  # fmt: skip
         result = {**middle, "last_loss": round(rows[-1]["loss"], 4), **result}
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return {**result, "wall_s": round(time.monotonic() - began, 1), "device": device}
+    wall = round(time.monotonic() - began, 1)
+    return {**result, "wall_s": wall, "device": torch.cuda.get_device_name()}
 
 
 def losses(out: Path, arguments: argparse.Namespace) -> int:
@@ -278,7 +246,7 @@ def losses(out: Path, arguments: argparse.Namespace) -> int:
     import torch.nn.functional as F
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from smoothce.bench.peers import dense, ours
+    from smoothce.bench.peers import dense, liger, ours
     from sweeps.trainer import attention
     from sweeps.trainer.data import IGNORE, load_examples, set_template
 
@@ -295,26 +263,16 @@ def losses(out: Path, arguments: argparse.Namespace) -> int:
         parts = ChunkedLogProbFunction.apply(e[kept], c, None, y[kept], 1.0, 65536, None, 1.0, ())
         return -parts[0].mean()
 
-    def liger(e, c, y, beta):
-        from liger_kernel.ops.fused_linear_cross_entropy import (
-            LigerFusedLinearCrossEntropyFunction as Function,
-        )
-
-        found = Function.apply(e, c, y, None, None, IGNORE, 0.0, beta, "mean", None)
-        return found[0] if isinstance(found, tuple) else found
-
     data = text_of(arguments.alpaca, out)
-    folder = arguments.model or make_model("Gemma3", GEMMA, data, out, arguments.tiny)
+    folder = arguments.model or make_model("Gemma3", GEMMA, data, out)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     set_template(tokenizer, "alpaca")
     examples = load_examples(data, tokenizer, 2048, 64)
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda" if gpu else "cpu")
-    model = AutoModelForCausalLM.from_pretrained(folder).float().to(device)
+    model = AutoModelForCausalLM.from_pretrained(folder).float().cuda()
     attention.use(model)
     longest = -int(-examples.lengths.max() // 128) * 128
     batch = examples.pack(range(len(examples)), 0, longest, 128)
-    batch = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+    batch = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
     labels = F.pad(batch.pop("labels")[0, 1:], (0, 1), value=IGNORE)
     tokens, targets = int(examples.lengths.sum()), int(examples.targets.sum())
     kinds = {
@@ -324,41 +282,37 @@ def losses(out: Path, arguments: argparse.Namespace) -> int:
         "torch: F.cross_entropy on logits": (dense, True),
         "torch.compile of that": (torch.compile(dense), True),
         "TRL, chunked": (trl, False),
-        "Liger, fused": (liger, True),
+        "Liger, fused": (lambda *given: liger()(*given), True),
     }
     for name, (loss, smooths) in kinds.items():
         for beta in (0.0, 0.1) if smooths else (0.0,):
             row = {"run": f"{name}, β = {beta:g}", "tokens": tokens, "targets": targets}
             try:
-                row |= measure(model, batch, labels, loss, beta, device)
+                row |= measure(model, batch, labels, loss, beta)
             except Exception as error:  # each library fails in its own way
                 row["failed"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             print(json.dumps(row), flush=True)
     return 0
 
 
-def measure(model, batch, labels, loss, beta: float, device) -> dict:
+def measure(model, batch, labels, loss, beta: float) -> dict:
     """Milliseconds of forward and backward (median of 10 after 3), peak GiB, the loss."""
     import torch
 
     times = []
-    for number in range(13 if device.type == "cuda" else 2):
+    for number in range(13):
         model.zero_grad(set_to_none=True)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-            if number == 3:
-                torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+        if number == 3:
+            torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast("cuda", torch.bfloat16):
             hidden = model.model(**batch, use_cache=False).last_hidden_state[0]
         weight = model.lm_head.weight
         value = loss(hidden.bfloat16(), weight.bfloat16(), labels, beta)
         value.backward()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - began))
-    if device.type != "cuda":
-        return {"loss": round(value.item(), 4), "milliseconds": round(times[-1], 2)}
     return {
         "loss": round(value.item(), 4),
         "milliseconds": round(statistics.median(times[3:]), 2),
