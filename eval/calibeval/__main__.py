@@ -86,7 +86,9 @@ def parser() -> argparse.ArgumentParser:
         return p.add_argument
 
     # What several commands have.
-    task, scoring, model, fit, metrics = (argparse.ArgumentParser(add_help=False) for _ in range(5))
+    task, scoring, fit, metrics, machine = (
+        argparse.ArgumentParser(add_help=False) for _ in range(5)
+    )
     task.set_defaults(scoring="letters", unconditional=False)
     add = task.add_argument
     help = "mmlu, hellaswag, arc_easy, arc_challenge, jsonl; fit-…: or responses"
@@ -103,15 +105,18 @@ def parser() -> argparse.ArgumentParser:
     help = "the choices' letters, or their texts; default: mmlu and jsonl letters, others texts"
     scoring.add_argument("--scoring", choices=("letters", "continuation"), default=None, help=help)
 
+    add = machine.add_argument
+    add("--model", required=True, help="model folder or hub name")
+    add("--device", default="auto", help="of transformers: auto, cpu, cuda or cuda:N")
+    help = "auto: the model's own on a GPU, float32 on a CPU"
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help=help)
+
+    model = argparse.ArgumentParser(add_help=False, parents=[machine])
     model.set_defaults(engine="transformers")
     add = model.add_argument
     add("--chat-template", action="store_true", help="ask as a user's turn of a chat")
-    add("--model", required=True, help="model folder or hub name")
     add("--revision", help="hub revision of the model")
     add("--batch-size", type=positive, default=16, help="transformers only")
-    add("--device", default="auto", help="transformers only: auto, cpu, cuda or cuda:N")
-    help = "auto: the model's own on a GPU, float32 on a CPU"
-    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help=help)
     add("--max-length", type=positive, help="longest prompt; default: positions − 1")
 
     add = fit.add_argument
@@ -150,8 +155,7 @@ def parser() -> argparse.ArgumentParser:
     help = "of responses: a temperature for each token, or one where the response begins"
     add("--level", choices=("token", "sequence"), default="token", help=help)
 
-    add = command("entropy", run_entropy)
-    add("--model", required=True, help="model folder or hub name")
+    add = command("entropy", run_entropy, machine)
     help = "prompts with references: JSON lines or a JSON list; Alpaca's and `messages` rows too"
     add("--data", required=True, type=Path, metavar="FILE", help=help)
     add("--out", required=True, type=record_file, metavar="RECORDS.jsonl")
@@ -168,9 +172,6 @@ def parser() -> argparse.ArgumentParser:
     help = "what writes the texts; transformers reads them"
     add("--engine", choices=("transformers", "vllm"), default="transformers", help=help)
     add("--batch-size", type=positive, default=128)
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    help = "auto: the model's own on a GPU, float32 on a CPU"
-    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help=help)
     add("--overwrite", action="store_true", help="measure anew whatever is there")
 
     add = command("passk", run_passk)

@@ -27,7 +27,6 @@ OPTIONS = {
     },
     "--dry-run": YES | {"help": "print what would be done, and stop"},
     "--run": {"default": "", "metavar": "TEXT", "help": "only runs whose name contains TEXT"},
-    "--lines": {"type": int, "default": 20},
     "--resubmit": YES | {"help": "queue again what died without a word"},
     "--delete": YES | {"help": "and delete them"},
 }
@@ -199,7 +198,7 @@ def _logs(a: argparse.Namespace) -> int:
             files.append(found.trouble.file)  # what its job printed
         there = [path for path in files if path.exists()]
         for path in there:
-            print("\n".join([f"==> {shown(path)} <==", *tail(path, a.lines)]))
+            print("\n".join([f"==> {shown(path)} <==", *tail(path, 20)]))
         if not there:
             print(f"{found.name}: has not started")
         if found.trouble:
@@ -276,7 +275,7 @@ COMMANDS = {  # name → what does it, what it does, its options
     "status": (_status, "what every run is doing", ""),
     "cancel": (_cancel, "end it, queued or on this machine; running trainers save first", ""),
     "retry": (_retry, "start again what is dead", "executor"),
-    "logs": (_logs, "the end of the runs' logs", "run lines"),
+    "logs": (_logs, "the end of the runs' logs", "run"),
     "score": (_score, "score what is trained and not yet scored", "executor"),
     "collect": (_collect, "make tables; exit 1 while there are gaps", "resubmit"),
     "prefetch": (_prefetch, "fetch models, data and packages", "dry-run"),

@@ -20,8 +20,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 PROJECT = HERE.parents[1]
 SMOOTHED = ["--label_smoothing", "0.1", "--loss_impl"]
-# In the order of what matters most: --seconds may leave out the last ones. For each run, the
-# arguments of finetune.py, and those of run_finetune.py.
+# For each run the arguments of finetune.py, and those of run_finetune.py.
 RUNS = {
     "fused": ([*SMOOTHED, "fused"], []),
     "torch": ([*SMOOTHED, "torch"], []),
@@ -205,24 +204,14 @@ def main() -> None:
     parser.add_argument("--baseline-steps", type=int, default=60, help="of the flags-off run")
     parser.add_argument("--batch", type=int, default=4, help="conversations a GPU")
     parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="then start no further run"
-    )
     options = parser.parse_args()
     options.checkout, options.out = options.checkout.resolve(), options.out.resolve()
     (options.out / "world").mkdir(parents=True, exist_ok=True)
-    begin = time.monotonic()
     batch = options.batch * options.gpus
     make_world(options.out / "world", options.steps, batch, options.length)
-    print(f"model and data: {time.monotonic() - begin:.0f} s", flush=True)
-    results, longest = {}, 0.0
+    results = {}
     for name in RUNS:
-        started = time.monotonic()
-        if "torch" in results and started + longest > begin + options.seconds:
-            print(f"{name}: left out, {options.seconds:.0f} s are over", flush=True)
-            continue
         run = train(name, options, options.baseline_steps if name == BASE else options.steps)
-        longest = max(longest, time.monotonic() - started)
         if not run and not results:
             sys.exit(f"error: {name} failed, and so would the others")
         if run:

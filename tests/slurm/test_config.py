@@ -68,7 +68,7 @@ def test_a_misspelt_file_comes_with_the_nearest_one(sweep_file):
     [
         (["statsu", "tiny.yaml"], "'status'"),
         (["launch", "tiny.yaml", "--executer", "local"], "'--executor'"),
-        (["logs", "--lime=5", "tiny.yaml"], "'--lines'"),
+        (["logs", "--rum=beta", "tiny.yaml"], "'--run'"),
     ],
 )
 def test_a_misspelt_command_or_option_comes_with_the_nearest_one(typed, meant, capsys):
