@@ -16,6 +16,12 @@ if not torch.cuda.is_available():
 TOPLEVEL = Path(__file__).resolve().parents[1]
 
 
+def pytest_runtest_setup(item):
+    """Tests marked `gpu` are skipped where there is none."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+
+
 @pytest.fixture(scope="session")
 def shared_data(tmp_path_factory):
     """shared_data("mmlu.tar.xz") → the folder it unpacks to, or the unpacked file itself.

@@ -570,20 +570,8 @@ def test_rows_that_are_added_up_are_in_no_graph(captured, monkeypatch):
     assert not graphs.pay(model)
 
 
-gpu = [
-    pytest.mark.gpu,
-    pytest.mark.slow,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
-
-
-def with_gpu(test):
-    for mark in gpu:
-        test = mark(test)
-    return test
-
-
-@with_gpu
+@pytest.mark.gpu
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("heads", "groups", "size"), [(4, 4, 256), (8, 4, 64)])
 @pytest.mark.parametrize("window", [0, 5, 96])
@@ -611,7 +599,8 @@ def test_flash_attention_is_attention(heads, groups, size, window, compiled):
         assert error < 1e-2, error
 
 
-@with_gpu
+@pytest.mark.gpu
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2])
 def test_training_on_a_gpu_is_packed_compiled_and_the_same(sweep_file, tmp_path, capsys, rows):
     model = tmp_path / "model"
@@ -631,7 +620,8 @@ def test_training_on_a_gpu_is_packed_compiled_and_the_same(sweep_file, tmp_path,
             assert left[key] == pytest.approx(right[key], rel=1e-2), key
 
 
-@with_gpu
+@pytest.mark.gpu
+@pytest.mark.slow
 def test_padding_behind_a_short_conversation_is_no_nan():
     """Padding further behind than a layer's window would see nothing if padding were masked."""
     torch.manual_seed(0)

@@ -129,7 +129,6 @@ def test_what_is_printed_and_written(untimed, monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_the_command_on_a_gpu():
     options = "--models 16384x256 --tokens 512 --repeats 1 --in-a-row 2"
     options += " --masked 0.5 --softcap 30 --filter-eps 2^-7 --only ours"

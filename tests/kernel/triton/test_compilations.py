@@ -73,7 +73,6 @@ def test_specialisations(eps, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA GPU")
 @pytest.mark.parametrize("eps", [None, "auto"], ids=["exact", "filtered"])
 def test_compilations(eps):
     def compiled():

@@ -10,11 +10,7 @@ from loss_check import check, error, gradients, inputs
 from smoothce import explain, linear_cross_entropy, token_statistics, triton
 from smoothce.options import Options
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.slow,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 EPS = pytest.mark.parametrize("eps", [None, 1e-12, 1e-4], ids=["exact", "keep all", "filtered"])
 
 
