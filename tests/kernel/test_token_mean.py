@@ -16,17 +16,15 @@ def test_counts_shifted_valid_labels():
     )  # none: 1/max(0, 1)
 
 
-def test_no_micro_batch_is_an_error():
-    with pytest.raises(ValueError, match="micro-batches"):
-        token_mean_factor([])
-
-
-def test_one_tensor_is_not_a_list_of_micro_batches():
-    for wrong in (torch.zeros(2, 4, dtype=torch.long), [[1, 2]]):
-        with pytest.raises(TypeError, match="list of tensors, one a micro-batch"):
-            token_mean_factor(wrong)
-
-
-def test_no_accumulation_step_is_an_error():
-    with pytest.raises(ValueError, match="steps must be 1 or more, not 0"):
-        token_mean_factor([torch.zeros(2, 4, dtype=torch.long)], steps=0)
+@pytest.mark.parametrize(
+    ("given", "steps", "error", "message"),
+    [
+        ([], 1, ValueError, "micro-batches"),
+        (torch.zeros(2, 4, dtype=torch.long), 1, TypeError, "list of tensors, one a micro-batch"),
+        ([[1, 2]], 1, TypeError, "list of tensors, one a micro-batch"),
+        ([torch.zeros(2, 4, dtype=torch.long)], 0, ValueError, "steps must be 1 or more, not 0"),
+    ],
+)
+def test_mistakes_are_named(given, steps, error, message):
+    with pytest.raises(error, match=message):
+        token_mean_factor(given, steps=steps)
