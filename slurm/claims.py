@@ -19,7 +19,7 @@ a GPU, of some 14 GB; name fewer parts where they do not fit), then what rests o
     report        the verdicts: what smoothing does in each setting, and what that differs by
 
 Finished runs are kept: the same command goes on. key=value overrides the sweep of every part, for
-example workers=8 for eight runs of each part at a time.
+example workers=2 for two runs of each part at a time.
 """
 
 import csv

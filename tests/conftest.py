@@ -17,7 +17,7 @@ TOPLEVEL = Path(__file__).resolve().parents[1]
 
 
 def pytest_runtest_setup(item):
-    """Tests marked `gpu` are skipped where there is none."""
+    """Tests marked `gpu` are skipped where torch finds no GPU."""
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
 

@@ -86,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
         return p.add_argument
 
     # What several commands have.
-    task, scoring, fit, metrics, machine = (
+    task, scoring, fit, metrics, loading = (
         argparse.ArgumentParser(add_help=False) for _ in range(5)
     )
     task.set_defaults(scoring="letters", unconditional=False)
@@ -105,13 +105,13 @@ def parser() -> argparse.ArgumentParser:
     help = "the choices' letters, or their texts; default: mmlu and jsonl letters, others texts"
     scoring.add_argument("--scoring", choices=("letters", "continuation"), default=None, help=help)
 
-    add = machine.add_argument
+    add = loading.add_argument
     add("--model", required=True, help="model folder or hub name")
     add("--device", default="auto", help="of transformers: auto, cpu, cuda or cuda:N")
     help = "auto: the model's own on a GPU, float32 on a CPU"
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help=help)
 
-    model = argparse.ArgumentParser(add_help=False, parents=[machine])
+    model = argparse.ArgumentParser(add_help=False, parents=[loading])
     model.set_defaults(engine="transformers")
     add = model.add_argument
     add("--chat-template", action="store_true", help="ask as a user's turn of a chat")
@@ -155,7 +155,7 @@ def parser() -> argparse.ArgumentParser:
     help = "of responses: a temperature for each token, or one where the response begins"
     add("--level", choices=("token", "sequence"), default="token", help=help)
 
-    add = command("entropy", run_entropy, machine)
+    add = command("entropy", run_entropy, loading)
     help = "prompts with references: JSON lines or a JSON list; Alpaca's and `messages` rows too"
     add("--data", required=True, type=Path, metavar="FILE", help=help)
     add("--out", required=True, type=record_file, metavar="RECORDS.jsonl")

@@ -35,7 +35,8 @@ def linear_cross_entropy(
 
     The loss is fp32 (fp64 for fp64 inputs); gradients have their inputs' dtype. Under autocast the
     inputs are cast as for `F.linear`. Only `impl="reference"` has second derivatives; elsewhere
-    they raise RuntimeError.
+    they raise RuntimeError, but in a graph that `torch.compile` makes before torch 2.13: there they
+    lack the loss's part, in silence.
 
     The gradient is exact unless `filter_eps` asks for speed from the Triton kernels; the other
     implementations are always exact. With a number, or "auto", which is 2^-8.3 (256000 / V)^¼ and

@@ -549,8 +549,8 @@ def test_layers_in_graphs_are_the_layers(captured):
     assert model.model.forward == made.plain
 
 
-def test_rows_that_are_added_up_are_in_no_graph(captured, monkeypatch):
-    """A replay overwrites the gradients that the one before it left."""
+def test_what_is_in_no_graph(captured, monkeypatch):
+    """Rows that are added up, above all: a replay overwrites the gradients of the one before."""
     model = patch_model(gemma(), reduction="sum").train()
     attention.use(model)
     said: list[str] = []

@@ -4,7 +4,7 @@ How fast the builtin trainer is, in about six minutes on an H100. FOLDER/trainer
 with every row, and a part that fails is named and left behind.
 
     gemma   Gemma 3 270M (--model FOLDER, else its shape with random weights) on Alpaca, 64
-            conversations an update: packed and compiled, packed, padded
+            conversations an update: packed, compiled and in graphs; packed; padded
     llama   the shape of Llama 3.2 1B, random weights, 2,048 tokens a conversation: utilisation
             with and without gradient checkpointing, and the same in larger micro-batches
     losses  forward and backward of the Gemma shape on one packed batch, with our loss, torch's,
@@ -27,6 +27,7 @@ import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+# tests/eval for made_tokenizer
 PATHS = [str(ROOT / part) for part in ("kernel", "slurm", "eval", "tests/eval")]
 sys.path[:0] = PATHS
 
@@ -54,7 +55,7 @@ LLAMA = {
 }
 # name → what the run changes; all of them are the same updates
 GEMMA_RUNS = {
-    "packed, compiled": {"packing": True, "compile": True},
+    "packed, compiled, graphs": {"packing": True, "compile": True},
     "packed": {"packing": True, "compile": False},
     "padded": {"packing": False, "compile": False},
 }
@@ -223,7 +224,7 @@ def train(
         code = f"stopped after {arguments.seconds} s"
     rows = [row for row in read_rows(run.metrics) if "loss" in row][2:]
     lines = run.log.read_text(errors="replace").replace("\r", "\n").splitlines()
-    said = [line for line in lines if ": off: " in line or line.startswith("batches: ")]
+    said = [x for x in lines if ": off: " in x or x.startswith(("batches: ", "graphs: "))]
     result: dict = {"said": "; ".join(said)}
     if code != 0:
         wrong = [line for line in lines if "rror" in line] or lines or ["no output"]
@@ -282,6 +283,7 @@ def losses(out: Path, arguments: argparse.Namespace) -> int:
         "torch: F.cross_entropy on logits": (dense, True),
         "torch.compile of that": (torch.compile(dense), True),
         "TRL, chunked": (trl, False),
+        # Imported when called: without the library a failed row, not the end.
         "Liger, fused": (lambda *given: liger()(*given), True),
     }
     for name, (loss, smooths) in kinds.items():

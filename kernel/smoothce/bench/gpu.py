@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from smoothce.bench import report
-from smoothce.bench.arguments import select
+from smoothce.bench.arguments import fail, select
 from smoothce.bench.inputs import IGNORED, relative
 from smoothce.bench.peers import Peer, peers
 from smoothce.bench.problems import Problem, gradients, problems
@@ -42,6 +42,8 @@ def chosen(args: argparse.Namespace) -> tuple[list[Peer], dict[str, str]]:
     """The methods, and why others are missing."""
     found, missing = peers(args.filter_eps)
     names = select([peer.name for peer in found], args.only, missing)
+    if args.filter_eps and not any("2^" in name for name in names):
+        fail("--only leaves out all that --filter-eps adds")
     return [peer for peer in found if peer.name in names], missing
 
 

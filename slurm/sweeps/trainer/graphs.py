@@ -18,7 +18,7 @@ MULTIPLE = 512  # tokens: few lengths, and a twentieth of padding at most where 
 LENGTHS = 12  # each holds the gradients of all layers; a row of yet another length is launched
 WEIGHTS = 3e8  # of the layers together: with more of them the kernels take longer than launching
 
-WARN = "set_warn_on_accumulate_grad_stream_mismatch"  # torch 2.11
+WARN = "set_warn_on_accumulate_grad_stream_mismatch"  # torch 2.11 and later
 
 
 def pay(model: nn.Module) -> bool:
@@ -36,7 +36,7 @@ class Graphs:
     """The training forward of a decoder whose attention is the packed one, on one GPU.
 
     `settle` returns once no other thread uses the GPU, which would end a capture. The first one
-    must come before training, where no earlier loss keeps its nodes alive.
+    must come before training: a step's loss holds nodes of another stream, and a capture fails.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Graphs:
         try:
             self.pool = self.pool or torch.cuda.graph_pool_handle()
             kind = torch.get_autocast_dtype("cuda")
-            here = torch.cuda.stream(torch.cuda.current_stream())  # again, where a capture fails
+            here = torch.cuda.stream(torch.cuda.current_stream())  # put back where a capture fails
             with here, torch.autocast("cuda", kind, cache_enabled=False):
                 self.made[key] = torch.cuda.make_graphed_callables(
                     layers, samples, num_warmup_iters=2, allow_unused_input=True, pool=self.pool

@@ -345,9 +345,9 @@ def prepare(model: torch.nn.Module, work: Work, steps: int) -> None:
         if why:
             say(f"packing: off: {why}")
             model.config._attn_implementation, work.packing = "sdpa", False
-    one = work.gpu and not work.deepspeed and work.accelerator.num_processes == 1
-    whole = work.packing and len(work.batches(0)) == 1  # an update is one row
-    if one and whole and compiled and graphs.pay(model):
+    alone = work.gpu and not work.deepspeed and work.accelerator.num_processes == 1
+    packed = alone and compiled and work.packing and graphs.pay(model)
+    if packed and len(work.batches(0)) == 1:  # an update is one row
         before, work.multiple = work.multiple, graphs.MULTIPLE
         work.graphs = graphs.Graphs(model.model, work.longest, say, work.settle)
         try:

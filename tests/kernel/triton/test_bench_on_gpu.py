@@ -68,6 +68,12 @@ def test_thresholds(untimed):
     assert 1e-4 < low["error_weight"] < high["error_weight"] < 1
 
 
+def test_a_threshold_with_nothing_to_do(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        gpu.chosen(parse("--only", "ours, exact", "--filter-eps", "0.1"))
+    assert "--filter-eps" in capsys.readouterr().err
+
+
 def test_methods_that_cannot_do_it_say_so(untimed):
     args = parse("--softcap", "none", "3", "--only", "paper")
     paper = [peer for peer in methods(args) if peer.name == "paper"]
