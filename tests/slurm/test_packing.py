@@ -529,7 +529,7 @@ def test_layers_in_graphs_are_the_layers(captured):
     torch.manual_seed(0)
     model = patch_model(gemma(), label_smoothing=0.1, reduction="sum").train()
     attention.use(model)
-    assert graphs.pay(model)
+    assert graphs.worthwhile(model)
     said: list[str] = []
     examples = made_up([7, 12, 5, 30, 90])
     rows = {(0, 1, 2): 32, (2, 1, 0): 32, (3,): 32, (4,): 128, (3, 2): 128}
@@ -567,7 +567,7 @@ def test_what_is_in_no_graph(captured, monkeypatch):
     model.train()(**batch, use_cache=False)
     assert not captured and said == ["graphs: 0 made, no more: too little free memory"]
     model.gradient_checkpointing_enable()
-    assert not graphs.pay(model)
+    assert not graphs.worthwhile(model)
 
 
 @pytest.mark.gpu

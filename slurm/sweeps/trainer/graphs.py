@@ -21,7 +21,7 @@ WEIGHTS = 3e8  # of the layers together: with more of them the kernels take long
 WARN = "set_warn_on_accumulate_grad_stream_mismatch"  # torch 2.11 and later
 
 
-def pay(model: nn.Module) -> bool:
+def worthwhile(model: nn.Module) -> bool:
     """Whether this model's layers are small enough, draw no random numbers in attention and are not
     computed again in the backward."""
     names = [name for name, _ in model.model.named_children()]

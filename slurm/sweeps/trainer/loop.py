@@ -345,22 +345,30 @@ def prepare(model: torch.nn.Module, work: Work, steps: int) -> None:
         if why:
             say(f"packing: off: {why}")
             model.config._attn_implementation, work.packing = "sdpa", False
-    alone = work.gpu and not work.deepspeed and work.accelerator.num_processes == 1
-    packed = alone and compiled and work.packing and graphs.pay(model)
-    if packed and len(work.batches(0)) == 1:  # an update is one row
-        before, work.multiple = work.multiple, graphs.MULTIPLE
-        work.graphs = graphs.Graphs(model.model, work.longest, say, work.settle)
-        try:
-            why = _failure(model, work)
-        except SweepError as error:  # without them there was memory enough
-            why = str(error)
-        if why or not work.graphs.made:
-            say(f"graphs: off{f': {why}' if why else ''}")
-            work.graphs.remove()
-            work.graphs, work.multiple = None, before
+    if work.gpu and work.packing and compiled:
+        use_graphs(model, work)
     found = {"packed": work.packing, "compiled": compiled, "graphs": work.graphs}
     names = [name for name, on in found.items() if on]
     say(f"batches: {', '.join(names) or 'padded'}")
+
+
+def use_graphs(model: torch.nn.Module, work: Work) -> None:
+    """Replay the compiled layers as graphs, on one GPU whose updates are one row each."""
+    if work.deepspeed or work.accelerator.num_processes > 1 or len(work.batches(0)) > 1:
+        return
+    if not graphs.worthwhile(model):
+        return
+    say, multiple = work.accelerator.print, work.multiple
+    work.multiple = graphs.MULTIPLE
+    work.graphs = graphs.Graphs(model.model, work.longest, say, work.settle)
+    try:
+        why = _failure(model, work)
+    except SweepError as error:  # without them there was memory enough
+        why = str(error)
+    if why or not work.graphs.made:
+        say(f"graphs: off{f': {why}' if why else ''}")
+        work.graphs.remove()
+        work.graphs, work.multiple = None, multiple
 
 
 def _failure(model: torch.nn.Module, work: Work) -> str | None:
