@@ -198,10 +198,12 @@ def test_comparison():
     row = {"method": "ours, filtered", "beta": 0.1, "forward_ms": 11.0, "both_ms": 14.0}
     row |= {"forward_gemms": 1.1, "both_gemms": 1.4, "extra_mb": 62.0, "pairs": 0.0604}
     row |= {"error_hidden": 1e-2, "error_weight": 2e-2, "error_unseen": 3e-2}
+    row |= {"forward_mb": 7.0, "backward_mb": 71.0}
+    floor = row | {"error_hidden": None, "error_weight": None, "error_unseen": None, "pairs": None}
     failed = {"method": "paper", "beta": 0.1, "failed": "knows no softcap"}
-    lines = report.comparison("made", [row, row | {"pairs": None}, failed]).splitlines()
+    lines = report.comparison("made", [row, floor, failed]).splitlines()
     assert "### made" in lines
     assert len({line.count("|") for line in lines[3:]}) == 1  # as many cells in every row
-    assert lines[-3].endswith("| 1.10 | 1.40 | 62 | 1.0e-02 | 2.0e-02 | 3.0e-02 | 6.0 % |")
-    assert lines[-2].endswith("| – |")
+    assert lines[-3].endswith("| 1.10 | 1.40 | 7 | 71 | 62 | 1.0e-02 | 2.0e-02 | 3.0e-02 | 6.0 % |")
+    assert lines[-2].endswith("| 62 | – | – | – | – |")
     assert lines[-1].startswith("| paper | 0.1 | knows no softcap |")

@@ -14,7 +14,6 @@ The tokenizer of random weights is a BPE trained on the data, so tokens are abou
 """
 
 import argparse
-import contextlib
 import json
 import lzma
 import os
@@ -23,7 +22,6 @@ import statistics
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -247,22 +245,9 @@ def losses(out: Path, arguments: argparse.Namespace) -> int:
     import torch.nn.functional as F
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from smoothce.bench.peers import dense, liger, ours
+    from smoothce.bench.peers import dense, liger, ours, trl
     from sweeps.trainer import attention
     from sweeps.trainer.data import IGNORE, load_examples, set_template
-
-    def trl(e, c, y, beta):
-        from trl.kernels import ChunkedLogProbFunction
-
-        try:  # its backward asks this module for what gathers weights under ZeRO-3
-            import trl.trainer.utils  # noqa: F401
-        except ImportError:  # which needs packages that the loss does not
-            sys.modules["trl.trainer.utils"] = types.SimpleNamespace(
-                maybe_gather_lm_head_ctx=lambda *_: contextlib.nullcontext()
-            )
-        kept = y != IGNORE
-        parts = ChunkedLogProbFunction.apply(e[kept], c, None, y[kept], 1.0, 65536, None, 1.0, ())
-        return -parts[0].mean()
 
     data = text_of(arguments.alpaca, out)
     folder = arguments.model or make_model("Gemma3", GEMMA, data, out)
@@ -282,8 +267,8 @@ def losses(out: Path, arguments: argparse.Namespace) -> int:
         "ours, filtered": (ours("auto"), True),
         "torch: F.cross_entropy on logits": (dense, True),
         "torch.compile of that": (torch.compile(dense), True),
-        "TRL, chunked": (trl, False),
         # Imported when called: without the library a failed row, not the end.
+        "TRL, chunked": (lambda *given: trl()(*given), False),
         "Liger, fused": (lambda *given: liger()(*given), True),
     }
     for name, (loss, smooths) in kinds.items():

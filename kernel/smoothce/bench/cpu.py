@@ -5,6 +5,7 @@ Medians of methods that take turns, peak memory beyond the inputs, errors agains
 import argparse
 import json
 import multiprocessing
+import random
 import re
 import statistics
 import sys
@@ -88,8 +89,8 @@ def run(case: Case, methods: list[str], repeats: int) -> dict:
 def times(case: Case, names: list[str], repeats: int) -> dict[str, dict[str, float]]:
     """Median milliseconds of forward (no gradients) and forward+backward, by method.
 
-    "matmul" is the floor: the product E Cᵀ, once, and three times. The methods take turns, so that
-    a change in the machine's load meets all of them."""
+    "matmul" is the floor: the product E Cᵀ, once, and three times. All take turns, in another order
+    each, so that a change in the machine's load meets all of them."""
     hidden, weight, labels = tensors(case)
     out = torch.empty(hidden.shape[0], weight.shape[0])
 
@@ -109,11 +110,11 @@ def times(case: Case, names: list[str], repeats: int) -> dict[str, dict[str, flo
     for name in names:
         steps[name, "forward"] = lambda name=name: forward(name)
         steps[name, "both"] = lambda name=name: both(name)
-    samples = {key: [] for key in steps}
+    samples, order = {key: [] for key in steps}, random.Random(0)
     for turn in range(repeats + 1):
-        for key, step in steps.items():
+        for key in order.sample(list(steps), len(steps)):
             start = time.perf_counter()
-            step()
+            steps[key]()
             elapsed = 1e3 * (time.perf_counter() - start)
             if turn:  # the first turn warms up
                 samples[key].append(elapsed)

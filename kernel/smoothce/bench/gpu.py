@@ -3,6 +3,7 @@
 import argparse
 import gc
 import json
+import random
 import statistics
 import sys
 from collections.abc import Callable
@@ -48,90 +49,107 @@ def chosen(args: argparse.Namespace) -> tuple[list[Peer], dict[str, str]]:
 
 
 def measure(problem: Problem, found: list[Peer], args: argparse.Namespace) -> list[dict]:
-    """One row a method and β; β is 0 where it cannot smooth."""
-    rows = []
+    """One row a method and β, which is 0 where it cannot smooth.
+
+    First memory and errors of each method; then times, the methods in another order each repeat."""
     betas = {peer.name: args.label_smoothing if peer.smooths else [0.0] for peer in found}
-    truth = {beta: gradients(problem, beta) for beta in set().union(*betas.values())}
-    for peer in found:
-        for beta in betas[peer.name]:
-            row = {"method": peer.name, "beta": beta}
-            if problem.softcap is not None and not peer.softcaps:
-                rows.append(row | {"failed": "knows no softcap"})
-                continue
-            try:
-                row |= one(problem, peer, beta, truth[beta], args)
-            except Exception as error:  # out of memory, an unsupported shape: a row, not the end
-                row["failed"] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
-            rows.append(row)
-            tidy()
-    return rows
+    runs = [Run(problem, peer, beta) for peer in found for beta in betas[peer.name]]
+    truth = {beta: gradients(problem, beta) for beta in {run.beta for run in runs}}
+    for run in runs:
+        run.attempt(run.figures, truth[run.beta])
+    del truth
+    rows = problem.hidden[:PRODUCT_ROWS]
+    out = rows.new_empty(len(rows), len(problem.weight))
+    order = random.Random(0)
+    for _ in range(args.repeats):
+        for run in order.sample(runs, len(runs)):
+            run.attempt(run.sample, lambda: torch.mm(rows, problem.weight.T, out=out), args)
+    products = [product for run in runs for product, *_ in run.samples]
+    if products:
+        unit = statistics.median(products) * len(problem.hidden) / len(rows)
+        for run in runs:
+            run.attempt(run.summarise, unit)
+    return [run.row for run in runs]
 
 
-def one(
-    problem: Problem,
-    peer: Peer,
-    beta: float,
-    truth: tuple[Tensor, Tensor],
-    args: argparse.Namespace,
-) -> dict:
-    """The figures of one method at one β."""
-    e, c = (t.detach().clone().requires_grad_() for t in (problem.hidden, problem.weight))
-    y, cap = problem.labels, {} if problem.softcap is None else {"softcap": problem.softcap}
+class Run:
+    """One method at one β on a problem: its steps, its samples and its row of the table."""
 
-    def forward() -> None:
+    def __init__(self, problem: Problem, peer: Peer, beta: float) -> None:
+        self.problem, self.peer, self.beta = problem, peer, beta
+        leaves = problem.hidden, problem.weight
+        self.hidden, self.weight = (t.detach().requires_grad_() for t in leaves)
+        self.cap = {} if problem.softcap is None else {"softcap": problem.softcap}
+        self.samples: list[list[float]] = []  # milliseconds: product, forward, both
+        self.row: dict = {"method": peer.name, "beta": beta}
+        if self.cap and not peer.softcaps:
+            self.row["failed"] = "knows no softcap"
+
+    def attempt(self, step: Callable[..., None], *given: object) -> None:
+        """What fails, for want of memory or another reason, is a row, not the end."""
+        if "failed" in self.row:
+            return
+        try:
+            step(*given)
+        except Exception as error:
+            self.row["failed"] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+        self.hidden.grad = self.weight.grad = None
+        tidy()
+
+    def loss(self) -> Tensor:
+        given = self.hidden, self.weight, self.problem.labels, self.beta
+        return self.peer.loss(*given, **self.cap)
+
+    def forward(self) -> None:
         with torch.no_grad():
-            peer.loss(e, c, y, beta, **cap)
+            self.loss()
 
-    def both() -> None:
+    def both(self) -> None:
+        self.hidden.grad = self.weight.grad = None
+        self.loss().backward()
+
+    def figures(self, truth: tuple[Tensor, Tensor]) -> None:
+        """Gradient errors, memory and the share of pairs that are computed."""
+        e, c, y = self.hidden, self.weight, self.problem.labels
+        self.both()  # compiles
+        self.forward()
+        unseen = torch.ones(len(c), dtype=torch.bool, device=c.device)
+        unseen[y[y != IGNORED]] = False
+        parts = (e.grad, truth[0]), (c.grad, truth[1]), (c.grad[unseen], truth[1][unseen])
+        errors = [None if self.peer.floor else relative(found, want) for found, want in parts]
+        self.row |= dict(zip(("error_hidden", "error_weight", "error_unseen"), errors, strict=True))
+        made = e.grad.nbytes + c.grad.nbytes
         e.grad = c.grad = None
-        peer.loss(e, c, y, beta, **cap).backward()
+        kept: list[Tensor] = []
+        held = peaks(lambda: kept.append(self.loss()), lambda: kept.pop().backward())
+        self.row |= {"forward_mb": held[0] / 1e6, "backward_mb": held[1] / 1e6}
+        self.row["extra_mb"] = (max(held) - made) / 1e6
+        self.row["pairs"] = None
+        if self.peer.filter:
+            options = replace(self.peer.filter, **self.cap)
+            share, _ = filter_statistics(e.detach(), c.detach(), y, None, options)
+            self.row["pairs"] = share.item()
 
-    both()  # compiles
-    forward()
-    errors = [relative(leaf.grad, want) for leaf, want in zip((e, c), truth, strict=True)]
-    unseen = torch.ones(len(c), dtype=torch.bool, device=c.device)
-    unseen[y[y != IGNORED]] = False
-    tail = relative(c.grad[unseen], truth[1][unseen])
-    gradient_bytes = e.grad.nbytes + c.grad.nbytes
-    e.grad = c.grad = None
-    extra = peak(both) - gradient_bytes
-    e.grad = c.grad = None
-    with torch.no_grad():
-        rows = e[:PRODUCT_ROWS]
-        out = torch.empty(len(rows), len(c), device=e.device, dtype=e.dtype)
-        steps = (lambda: torch.mm(rows, c.T, out=out)), forward
-        samples = [
-            [milliseconds(step, args.in_a_row) for step in steps] for _ in range(args.repeats)
-        ]
-        unit = len(e) / len(rows) * statistics.median(s[0] for s in samples)
-        forward_ms = statistics.median(s[1] for s in samples)
-    out = None  # its memory is wanted
-    both_ms = statistics.median(milliseconds(both, args.in_a_row) for _ in range(args.repeats))
-    row = {
-        "gemm_ms": unit,
-        "forward_ms": forward_ms,
-        "both_ms": both_ms,
-        "forward_gemms": forward_ms / unit,
-        "both_gemms": both_ms / unit,
-        "extra_mb": extra / 1e6,
-        "error_hidden": errors[0],
-        "error_weight": errors[1],
-        "error_unseen": tail,
-        "pairs": None,
-    }
-    if peer.filter:
-        options = replace(peer.filter, **cap)
-        row["pairs"] = filter_statistics(e, c, y, None, options)[0].item()
-    return row
+    def sample(self, product: Callable[[], object], args: argparse.Namespace) -> None:
+        self.both()  # takes its memory again
+        steps = product, self.forward, self.both
+        self.samples.append([milliseconds(step, args.in_a_row) for step in steps])
+
+    def summarise(self, unit: float) -> None:
+        _, forward, both = (statistics.median(column) for column in zip(*self.samples, strict=True))
+        self.row |= {"gemm_ms": unit, "forward_ms": forward, "both_ms": both}
+        self.row |= {"forward_gemms": forward / unit, "both_gemms": both / unit}
 
 
-def peak(step: Callable[[], object]) -> int:
-    """Most bytes that a call holds beyond what was there before it."""
+def peaks(*steps: Callable[[], object]) -> list[int]:
+    """Most bytes held during each of these steps beyond what was there before the first."""
     tidy()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    return torch.cuda.max_memory_allocated() - before
+    before, most = torch.cuda.memory_allocated(), []
+    for step in steps:
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        most.append(torch.cuda.max_memory_allocated() - before)
+    return most
 
 
 def milliseconds(step: Callable[[], object], calls: int) -> float:

@@ -1,8 +1,11 @@
 """What the loss is measured against on a GPU: ours, the paper's, torch's and other libraries'."""
 
 import math
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +27,7 @@ class Peer:
     smooths: bool = True
     softcaps: bool = False
     filter: Options | None = None  # ours: which pairs it computes
+    floor: bool = False  # no loss, but what is the least that an exact one has to do
 
 
 def dense(
@@ -61,6 +65,25 @@ def papers(eps: float | str | None, sort: bool, fused: bool = False) -> Loss:
     return loss
 
 
+class Products(torch.autograd.Function):
+    """The lower bound of an exact gradient: E Cᵀ, and with something of its shape as dlogits the
+    two products that make the gradients; masked tokens are left out."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        valid = labels != IGNORED
+        logits = hidden[valid] @ weight.T
+        ctx.save_for_backward(hidden, weight, valid, logits)
+        return logits.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, _):
+        hidden, weight, valid, logits = ctx.saved_tensors
+        of_hidden = torch.zeros_like(hidden)
+        of_hidden[valid] = logits @ weight
+        return of_hidden, logits.T @ hidden[valid], None
+
+
 def peers(filter_eps: Sequence[float] = ()) -> tuple[list[Peer], dict[str, str]]:
     """All that can be imported here, ours also with these thresholds; why the others cannot."""
     found = [
@@ -68,6 +91,7 @@ def peers(filter_eps: Sequence[float] = ()) -> tuple[list[Peer], dict[str, str]]
         *(_filtered(f"ours, filtered, 2^{round(math.log2(x), 2):g}", x) for x in filter_eps),
         Peer("ours, exact", ours(None), softcaps=True),
         Peer("ours, exact, workspace for 1/4 of the logits", ours(None, 0.26), softcaps=True),
+        Peer("three products", lambda e, c, y, beta: Products.apply(e, c, y), False, floor=True),
         Peer("torch", dense, softcaps=True),
         Peer("torch.compile", torch.compile(dense), softcaps=True),
         Peer("paper", papers("auto", sort=True)),
@@ -142,6 +166,48 @@ def _quack() -> Loss:
     return lambda e, c, y, beta: chunked_linear_cross_entropy(e, c, y)
 
 
+def _torchtune() -> Loss:
+    from torchtune.modules.loss import CEWithChunkedOutputLoss
+
+    function = CEWithChunkedOutputLoss()
+    # as its documentation says
+    function.compute_cross_entropy = torch.compile(function.compute_cross_entropy)
+
+    def loss(e: Tensor, c: Tensor, y: Tensor, beta: float) -> Tensor:
+        logits = [rows @ c.T for rows in e[None].chunk(function.num_output_chunks, dim=1)]
+        return function(logits, y[None])
+
+    return loss
+
+
+def trl() -> Loss:
+    from trl.kernels import ChunkedLogProbFunction
+
+    try:  # its backward asks this module for what gathers weights under ZeRO-3
+        import trl.trainer.utils  # noqa: F401
+    except ImportError:  # which needs packages that the loss does not
+        nothing = SimpleNamespace(maybe_gather_lm_head_ctx=lambda *_: nullcontext())
+        sys.modules["trl.trainer.utils"] = nothing
+
+    def loss(e: Tensor, c: Tensor, y: Tensor, beta: float, softcap: float | None = None) -> Tensor:
+        kept = y != IGNORED
+        rest = y[kept], 1.0, 65536, softcap, 1.0, ()
+        return -ChunkedLogProbFunction.apply(e[kept], c, None, *rest)[0].mean()
+
+    return loss
+
+
+def _unsloth() -> Loss:
+    from unsloth_zoo.fused_losses import unsloth_fused_ce_loss
+
+    def loss(e: Tensor, c: Tensor, y: Tensor, beta: float, softcap: float | None = None) -> Tensor:
+        given = None, e[None], c, None, y[None]
+        settings = {"label_smoothing": beta, "logit_softcapping": softcap, "shift_labels": False}
+        return unsloth_fused_ce_loss(*given, **settings)
+
+    return loss
+
+
 # name, whether it knows label smoothing, whether a softcap; all leave out masked labels
 OTHERS = (
     ("F.linear_cross_entropy", True, False, _torch_linear),
@@ -151,4 +217,7 @@ OTHERS = (
     ("cut-cross-entropy", False, True, _cut("auto")),
     ("cut-cross-entropy, no filter", False, True, _cut(None)),
     ("quack", False, False, _quack),
+    ("torchtune, chunked", False, False, _torchtune),
+    ("TRL, chunked", False, True, trl),
+    ("Unsloth", True, True, _unsloth),
 )

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 PACKAGES = ("torch", "triton", "liger-kernel", "cut-cross-entropy", "quack-kernels")
+PACKAGES += ("torchtune", "trl", "unsloth-zoo")
 
 
 def provenance(device: str) -> dict[str, str]:
@@ -64,19 +65,21 @@ def comparison(name: str, rows: Sequence[dict]) -> str:
     lines = [
         f"\n### {name}\n",
         "| method | β | forward ms | fwd+bwd ms | forward / GEMM | fwd+bwd / GEMM "
-        "| MB beyond inputs and gradients | dE error | dC error | dC error, no targets "
-        "| pairs computed |",
-        "|---" * 11 + "|",
+        "| MB held in the forward | in the backward | MB beyond inputs and gradients "
+        "| dE error | dC error | dC error, no targets | pairs computed |",
+        "|---" * 13 + "|",
     ]
     for r in rows:
         if "failed" in r:
-            lines.append(f"| {r['method']} | {r['beta']:g} | {r['failed']} |" + " |" * 8)
+            lines.append(f"| {r['method']} | {r['beta']:g} | {r['failed']} |" + " |" * 10)
             continue
         pairs = "–" if r["pairs"] is None else f"{100 * r['pairs']:.1f} %"
+        errors = (r[f"error_{part}"] for part in ("hidden", "weight", "unseen"))
+        errors = " | ".join("–" if error is None else f"{error:.1e}" for error in errors)
         lines.append(
             f"| {r['method']} | {r['beta']:g} | {r['forward_ms']:.2f} | {r['both_ms']:.2f} "
-            f"| {r['forward_gemms']:.2f} | {r['both_gemms']:.2f} | {r['extra_mb']:.0f} "
-            f"| {r['error_hidden']:.1e} | {r['error_weight']:.1e} | {r['error_unseen']:.1e} "
-            f"| {pairs} |"
+            f"| {r['forward_gemms']:.2f} | {r['both_gemms']:.2f} "
+            f"| {r['forward_mb']:.0f} | {r['backward_mb']:.0f} | {r['extra_mb']:.0f} "
+            f"| {errors} | {pairs} |"
         )
     return "\n".join(lines)

@@ -10,7 +10,8 @@ from loss_check import DEVICE, runs_schedule
 
 from smoothce import triton
 from smoothce.bench import arguments, gpu
-from smoothce.bench.peers import dense, peers
+from smoothce.bench.inputs import IGNORED
+from smoothce.bench.peers import Products, dense, peers
 from smoothce.bench.problems import problems
 
 # some vocabulary blocks, whose sizes are the tiles'
@@ -31,7 +32,7 @@ def untimed(monkeypatch):
     torch.set_float32_matmul_precision("highest")
     if DEVICE == "cpu":
         monkeypatch.setattr(gpu, "milliseconds", lambda step, calls: (step(), 1.0)[1])
-        monkeypatch.setattr(gpu, "peak", lambda step: (step(), 0)[1])
+        monkeypatch.setattr(gpu, "peaks", lambda *steps: [(step(), 0)[1] for step in steps])
         monkeypatch.setattr(triton, "unsupported", lambda *_: None)
     yield
     torch.set_float32_matmul_precision(precision)
@@ -103,13 +104,44 @@ def test_what_fails_is_a_row(untimed):
     assert first["failed"] == "RuntimeError: no memory" and "failed" not in second
 
 
-def test_calls_in_a_row(untimed, monkeypatch):
-    asked = set()
-    monkeypatch.setattr(gpu, "milliseconds", lambda step, calls: asked.add(calls) or 1.0)
-    args = parse("--in-a-row", "10")
+def test_methods_take_turns_in_another_order_each_repeat(untimed, monkeypatch):
+    names, asked = "abcdef", []
+
+    def milliseconds(step, calls):
+        run = getattr(step, "__self__", None)  # the product is no method's
+        repeat = 1 + len(asked) // 18
+        asked.append((run and run.peer.name, calls))
+        return repeat * (3.0 if run else 2.0)
+
+    monkeypatch.setattr(gpu, "milliseconds", milliseconds)
+    args = parse("--in-a-row", "10", "--repeats", "3")
     (problem,) = problems(args, torch.float32)
-    gpu.measure(problem, [gpu.Peer("torch", dense)], args)
-    assert asked == {10}
+    found = gpu.measure(problem, [gpu.Peer(name, dense) for name in names], args)
+    assert [row["method"] for row in found] == list(names)
+    assert {calls for _, calls in asked} == {10}
+    turns = [[name for name, _ in asked[i : i + 18]] for i in (0, 18, 36)]
+    assert all(turn[i] is None for turn in turns for i in range(0, 18, 3))
+    orders = ["".join(turn[1::3]) for turn in turns]
+    assert orders == ["".join(turn[2::3]) for turn in turns]
+    assert all(sorted(order) == list(names) for order in orders) and len(set(orders)) == 3
+    assert {(row["gemm_ms"], row["both_gemms"]) for row in found} == {(4.0, 1.5)}
+
+
+def test_the_lower_bound_is_no_loss(untimed):
+    args = parse("--only", "three", "--masked", "0.4")
+    (row,) = rows_of(args)
+    assert row["error_hidden"] is row["error_weight"] is row["pairs"] is None
+
+
+def test_the_lower_bound_is_three_products():
+    e, c, y = (t.to(DEVICE) for t in (torch.randn(9, 4), torch.randn(7, 4), torch.arange(9) % 7))
+    y[2:5] = IGNORED
+    leaves = e.requires_grad_(), c.requires_grad_()
+    found = torch.autograd.grad(Products.apply(e, c, y), leaves)
+    valid = (y != IGNORED)[:, None]
+    # The gradients of half the squared logits are the logits times the other factor.
+    want = torch.autograd.grad(((e @ c.T).square() * valid).sum() / 2, leaves)
+    torch.testing.assert_close(found, want)
 
 
 def test_names_tell_methods_apart():
@@ -132,6 +164,20 @@ def test_what_is_printed_and_written(untimed, monkeypatch, capsys, tmp_path):
     assert out.count("| torch | 0.1 |") == out.count("| ours, made | 0 |") == 2
     rows = json.loads(path.read_text())["results"]
     assert len(rows) == 8 and len({row["problem"] for row in rows}) == 2
+
+
+@pytest.mark.gpu
+def test_memory_of_forward_and_backward():
+    args = parse("--models", "65536x64", "--tokens", "1024")
+    (problem,) = problems(args)
+    found = gpu.measure(problem, [p for p in peers()[0] if p.floor or p.name == "torch"], args)
+    logits, gradients = 1024 * 65536 * 2 / 1e6, (1024 + 65536) * 64 * 2 / 1e6
+    bound, dense = found
+    assert bound["forward_mb"] == pytest.approx(logits, rel=0.02)
+    assert bound["backward_mb"] == pytest.approx(logits + gradients, rel=0.02)
+    assert bound["extra_mb"] == pytest.approx(logits, rel=0.02)
+    # logits in bf16 and fp32, and in log-softmax
+    assert dense["forward_mb"] >= 3 * logits and dense["backward_mb"] > dense["forward_mb"] / 2
 
 
 @pytest.mark.gpu
