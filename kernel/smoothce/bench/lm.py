@@ -1,13 +1,11 @@
 """python -m smoothce.bench.lm tokenize alpaca_data.json ids.npz        (needs `tokenizers`)
-python -m smoothce.bench.lm train ids.npz lm.pt --steps 1200             last layer of a real model
 python -m smoothce.bench.lm compare ids.npz --steps 300 --json out.json  losses in training
 python -m smoothce.bench.lm compare ids.npz --trained 1000 --steps 200   the same, fine-tuning
 
-A small Llama on instruction text. `tokenize` makes ids.npz, which the others read, from a JSON list
-of records with instruction, input and output. `train` writes the held-out hidden states, the
-classifier and the labels for `smoothce.bench --tensors`. `compare` trains the same model from
-the same start with each loss and reports how far apart they end. The start is random weights, or
-with `--trained` a model trained on three quarters of the text first, fine-tuned on the rest."""
+A small Llama on instruction text. `tokenize` makes ids.npz, which `compare` reads, from a JSON list
+of records with instruction, input and output. `compare` trains the same model from the same start
+with each loss and reports how far apart they end. The start is random weights, or with `--trained`
+a model trained on three quarters of the text first, fine-tuned on the rest."""
 
 import argparse
 import json
@@ -22,9 +20,8 @@ from torch import Tensor
 from smoothce.bench.arguments import fail
 from smoothce.bench.peers import dense, ours
 
-VOCABULARY, LENGTH, HELD_OUT = 60160, 512, 32
-FULL = dict(hidden_size=768, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=12)
-SMALL = dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8)
+VOCABULARY, LENGTH, BATCH, HELD_OUT = 60160, 512, 16, 32
+SIZE = dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8)
 
 
 def tokenize(text: Path, out: Path) -> None:
@@ -58,20 +55,25 @@ def load(path: Path) -> tuple[Tensor, Tensor]:
     return rows[:-HELD_OUT], rows[-HELD_OUT:]
 
 
-def build(size: dict):
+def build():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = True
     config = LlamaConfig(
-        vocab_size=VOCABULARY, max_position_embeddings=LENGTH, tie_word_embeddings=False, **size
+        vocab_size=VOCABULARY, max_position_embeddings=LENGTH, tie_word_embeddings=False, **SIZE
     )
     return LlamaForCausalLM(config).cuda()
 
 
-def fit(
-    model, rows: Tensor, steps: int, batch: int, beta: float, loss, rate: float = 6e-4
-) -> list[float]:
+def last_hidden(model, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden states (N, D) in bf16 autocast and the tokens that follow them (N,)."""
+    with torch.autocast("cuda", torch.bfloat16):
+        hidden = model.model(rows).last_hidden_state[:, :-1]
+    return hidden.flatten(0, 1).bfloat16(), rows[:, 1:].flatten()
+
+
+def fit(model, rows: Tensor, steps: int, beta: float, loss, rate: float = 6e-4) -> list[float]:
     """Train in bf16 autocast; the curve of losses."""
     optimizer = torch.optim.AdamW(
         model.parameters(), rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
@@ -83,37 +85,15 @@ def fit(
         decay = 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps))
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1, (step + 1) / warmup) * decay
-        x = rows[torch.randint(len(rows), (batch,), device="cuda", generator=picks)]
-        with torch.autocast("cuda", torch.bfloat16):
-            hidden = model.model(x).last_hidden_state[:, :-1].reshape(-1, model.config.hidden_size)
-        value = loss(hidden.bfloat16(), model.lm_head.weight.bfloat16(), x[:, 1:].reshape(-1), beta)
+        x = rows[torch.randint(len(rows), (BATCH,), device="cuda", generator=picks)]
+        hidden, labels = last_hidden(model, x)
+        value = loss(hidden, model.lm_head.weight.bfloat16(), labels, beta)
         optimizer.zero_grad()
         value.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         curve.append(value.detach())
     return torch.stack(curve).tolist()
-
-
-@torch.no_grad()
-def last_layer(model, rows: Tensor) -> dict[str, Tensor]:
-    with torch.autocast("cuda", torch.bfloat16):
-        hidden = model.model(rows).last_hidden_state[:, :-1]
-    return {
-        "hidden": hidden.reshape(-1, hidden.shape[-1])[:8192].bfloat16(),
-        "weight": model.lm_head.weight.detach().bfloat16(),
-        "labels": rows[:, 1:].reshape(-1)[:8192],
-    }
-
-
-def train(ids: Path, out: Path, steps: int) -> None:
-    rows, held_out = load(ids)
-    model = build(FULL)
-    curve = fit(model, rows, steps, 48, 0.0, dense)
-    tensors = last_layer(model.eval(), held_out)
-    nll = F.cross_entropy((tensors["hidden"] @ tensors["weight"].T).float(), tensors["labels"])
-    print(f"trained {steps} steps to loss {curve[-1]:.3f}; held-out {nll.item():.3f}")
-    torch.save(tensors, out)
 
 
 LOSSES = {
@@ -134,23 +114,23 @@ def compare(
     found, start, rate = {}, None, 6e-4
     if trained:
         share = len(rows) * 3 // 4
-        model = build(SMALL)
-        fit(model, rows[:share], trained, 16, 0.0, dense)
+        model = build()
+        fit(model, rows[:share], trained, 0.0, dense)
         start, rows, rate = model.state_dict(), rows[share:], 5e-5
     for name, loss in losses.items():
-        model = build(SMALL)
+        model = build()
         if start is not None:
             model.load_state_dict(start)
-        curve = fit(model, rows, steps, 16, beta, loss, rate)
+        curve = fit(model, rows, steps, beta, loss, rate)
         with torch.no_grad():
-            tensors = last_layer(model.eval(), held_out)
-            z = tensors["hidden"].float() @ tensors["weight"].float().T
+            hidden, labels = last_hidden(model.eval(), held_out)
+            z = hidden.float() @ model.lm_head.weight.bfloat16().float().T
             logp = z.log_softmax(1)
             unseen = torch.ones(VOCABULARY, dtype=torch.bool, device="cuda")
-            unseen[tensors["labels"]] = False
+            unseen[labels] = False
             found[name] = {
                 "curve": curve,
-                "held_out": F.nll_loss(logp, tensors["labels"]).item(),
+                "held_out": F.nll_loss(logp, labels).item(),
                 "tail": logp[:, unseen].mean().item(),
             }
         del model, z, logp
@@ -168,17 +148,15 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("tokenize", "train", "compare"):
-        command = commands.add_parser(name)
-        command.add_argument("source", type=Path)
-        if name != "compare":
-            command.add_argument("out", type=Path)
-        if name != "tokenize":
-            command.add_argument("--steps", type=int, default=1200 if name == "train" else 300)
-        if name == "compare":
-            command.add_argument("--label-smoothing", type=float, default=0.1)
-            command.add_argument("--trained", type=int, default=0, help="steps before: fine-tuning")
-            command.add_argument("--json", type=Path)
+    command = commands.add_parser("tokenize")
+    command.add_argument("source", type=Path)
+    command.add_argument("out", type=Path)
+    command = commands.add_parser("compare")
+    command.add_argument("source", type=Path)
+    command.add_argument("--steps", type=int, default=300)
+    command.add_argument("--label-smoothing", type=float, default=0.1)
+    command.add_argument("--trained", type=int, default=0, help="steps before: fine-tuning")
+    command.add_argument("--json", type=Path)
     args = parser.parse_args()
     if not args.source.is_file():
         fail(f"{args.source}: no such file")
@@ -189,8 +167,6 @@ def main() -> None:
         return tokenize(args.source, args.out)
     if not torch.cuda.is_available():
         fail("training needs a CUDA GPU")
-    if args.command == "train":
-        return train(args.source, args.out, args.steps)
     found = compare(*load(args.source), args.steps, args.label_smoothing, args.trained)
     print(
         "| loss | last | largest gap to torch | mean gap | held-out NLL | mean log p, no targets |"
