@@ -37,7 +37,7 @@ from sweeps.executors.local import gpus
 from sweeps.files import SweepError, make_folder, read_rows, write_text
 from sweeps.provenance import PROJECT
 
-SWEEPS = Path("runs/gemma/sweeps")
+FILE, SWEEPS = "configs/sweeps/gemma.yaml", Path("runs/gemma/sweeps")
 # What the verdicts rest on; the grid and its seeds are scored by letters everywhere, too.
 TASKS = """score.tasks=[
     {task: mmlu, data: data/mmlu, shots: 5, scoring: letters},
@@ -131,7 +131,9 @@ def sweep(part: str, overrides: list[str]) -> int:
     """Train and score one part's runs; returns the exit code."""
     at = [] if part == "grid" else [f"grid.learning_rate=[{chosen_rate()}]"]
     asked = [f"name=gemma-{part}", *at, *PARTS[part], *overrides]
-    return sweeps(["launch", "configs/sweeps/gemma.yaml", "--executor", "local", *asked])
+    if part == "vocabulary":  # its models are made of the one that is here
+        sweeps(["prefetch", FILE, *asked])
+    return sweeps(["launch", FILE, "--executor", "local", *asked])
 
 
 def together(parts: list[str], overrides: list[str]) -> int:

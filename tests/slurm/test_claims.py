@@ -12,7 +12,8 @@ from made_records import write_records
 
 import claims
 from calibeval import stats
-from sweeps import launch
+from sweeps import assets, launch
+from sweeps.cluster import Cluster
 from sweeps.files import SweepError
 from sweeps.provenance import PROJECT
 
@@ -29,6 +30,20 @@ def test_every_part_is_a_sweep_and_equal_runs_are_shared():
     assert {name: len(runs) for name, runs in names.items()} == RUNS
     assert len(names["grid"] & names["seeds"]) == 6  # seed 0 at that rate
     assert sum(RUNS.values()) - 6 == len(set.union(*names.values()))
+
+
+def test_the_cut_models_are_made_before_they_are_trained(monkeypatch):
+    """The documented prefetch leaves them: the sweep file's own grid has the whole model."""
+    asked = []
+    monkeypatch.setattr(claims, "sweeps", lambda words: asked.append(words) or 0)
+    monkeypatch.setattr(claims, "chosen_rate", lambda: "2e-05")
+    assert claims.sweep("softcap", ["workers=2"]) == claims.sweep("vocabulary", ["workers=2"]) == 0
+    assert [words[0] for words in asked] == ["launch", "prefetch", "launch"]
+    path, *words = asked[1][1:]
+    planned = launch.plan(PROJECT / path, words)
+    wanted = assets.of_sweep(planned.sweep, planned.cells, Cluster())
+    made = [asset.place for asset in wanted if asset.used and " pruned" in asset.name]
+    assert made == ["models/gemma-74k", "models/gemma-8k"]
 
 
 def test_the_rate_is_that_of_beta_0(tmp_path, monkeypatch):
