@@ -9,7 +9,7 @@ a GPU, of some 14 GB; name fewer parts where they do not fit), then what rests o
     grid          4 learning rates × 6 label-smoothing factors; the rate with the lowest held-out
                   loss at β = 0 is that of all other parts
     seeds         6 factors × 5 seeds, and the entropy of what they write
-    vocabulary    embedding and head cut to 73,728 and 8,192 entries
+    vocabulary    embedding and head cut to 73,728 and 8,192 entries (the models are made here)
     softcap       logits capped at 30 and 50
     sum, mean     the summed loss, clipped; the mean of micro-batches
     filtered, paper-filter
@@ -131,8 +131,9 @@ def sweep(part: str, overrides: list[str]) -> int:
     """Train and score one part's runs; returns the exit code."""
     at = [] if part == "grid" else [f"grid.learning_rate=[{chosen_rate()}]"]
     asked = [f"name=gemma-{part}", *at, *PARTS[part], *overrides]
-    if part == "vocabulary":  # its models are made of the one that is here
-        sweeps(["prefetch", FILE, *asked])
+    # its models are made of the one that is here
+    if part == "vocabulary" and (code := sweeps(["prefetch", FILE, *asked])):
+        return code
     return sweeps(["launch", FILE, "--executor", "local", *asked])
 
 

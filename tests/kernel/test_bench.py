@@ -173,9 +173,11 @@ def test_problems_are_the_product_of_the_options():
 
 def test_problems_of_tensors(tmp_path):
     data = {"hidden": torch.ones(4, 2), "weight": torch.ones(6, 2), "labels": torch.arange(4)}
+    data["weight"] = torch.nn.Parameter(data["weight"])  # as a model has it
     torch.save(data, tmp_path / "real.pt")
     (problem,) = made("--tensors", str(tmp_path / "real.pt"), "--masked", "0.5")
     assert problem.name == "real, 50 % of labels masked"
+    assert not problem.weight.requires_grad
     assert problem.weight.equal(data["weight"]) and (problem.labels == IGNORED).sum() == 2
 
 

@@ -44,6 +44,8 @@ def test_the_cut_models_are_made_before_they_are_trained(monkeypatch):
     wanted = assets.of_sweep(planned.sweep, planned.cells, Cluster())
     made = [asset.place for asset in wanted if asset.used and " pruned" in asset.name]
     assert made == ["models/gemma-74k", "models/gemma-8k"]
+    monkeypatch.setattr(claims, "sweeps", lambda words: int(words[0] == "prefetch"))
+    assert claims.sweep("vocabulary", []) == 1
 
 
 def test_the_rate_is_that_of_beta_0(tmp_path, monkeypatch):

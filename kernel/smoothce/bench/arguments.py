@@ -64,7 +64,8 @@ def select(names: Collection[str], only: list[str], missing: Collection[str] = (
             fail(f"--only {part!r}: in no method's name; they are {'; '.join(names)}")
     found = [name for name in names if any(part in name for part in only)]
     if not found:
-        fail(f"--only: none of {'; '.join(missing)} can be imported here")
+        asked = (name for name in missing if any(part in name for part in only))
+        fail(f"--only: none of {'; '.join(asked)} can be imported here")
     return found
 
 

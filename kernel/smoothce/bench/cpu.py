@@ -90,7 +90,7 @@ def times(case: Case, names: list[str], repeats: int) -> dict[str, dict[str, flo
     """Median milliseconds of forward (no gradients) and forward+backward, by method.
 
     "matmul" is the floor: the product E Cᵀ, once, and three times. All take turns, in another order
-    each, so that a change in the machine's load meets all of them."""
+    each turn, so that a change in the machine's load meets all of them."""
     hidden, weight, labels = tensors(case)
     out = torch.empty(hidden.shape[0], weight.shape[0])
 

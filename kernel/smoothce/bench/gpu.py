@@ -27,7 +27,8 @@ def main(args: argparse.Namespace) -> None:
     source = report.provenance("cuda")
     print(" · ".join(f"{k}: {v}" for k, v in source.items() if isinstance(v, str)))
     for name, why in missing.items():
-        print(f"not measured: {name} ({why})", file=sys.stderr)
+        if any(part in name for part in args.only):
+            print(f"not measured: {name} ({why})", file=sys.stderr)
     results = []
     for problem in problems(args):
         rows = [{"problem": problem.name, **row} for row in measure(problem, found, args)]
@@ -41,7 +42,7 @@ def main(args: argparse.Namespace) -> None:
 
 def chosen(args: argparse.Namespace) -> tuple[list[Peer], dict[str, str]]:
     """The methods, and why others are missing."""
-    found, missing = peers(args.filter_eps)
+    found, missing = peers(args.filter_eps, args.only)
     names = select([peer.name for peer in found], args.only, missing)
     if args.filter_eps and not any("2^" in name for name in names):
         fail("--only leaves out all that --filter-eps adds")
@@ -54,12 +55,13 @@ def measure(problem: Problem, found: list[Peer], args: argparse.Namespace) -> li
     First memory and errors of each method; then times, the methods in another order each repeat."""
     betas = {peer.name: args.label_smoothing if peer.smooths else [0.0] for peer in found}
     runs = [Run(problem, peer, beta) for peer in found for beta in betas[peer.name]]
-    truth = {beta: gradients(problem, beta) for beta in {run.beta for run in runs}}
+    wanted = {run.beta for run in runs if not run.peer.floor}
+    truth = {beta: gradients(problem, beta) for beta in wanted}
     for run in runs:
-        run.attempt(run.figures, truth[run.beta])
+        run.attempt(run.figures, truth.get(run.beta))
     del truth
     rows = problem.hidden[:PRODUCT_ROWS]
-    out = rows.new_empty(len(rows), len(problem.weight))
+    out = rows.new_empty(len(rows), len(problem.weight))  # there for all: part of what is used
     order = random.Random(0)
     for _ in range(args.repeats):
         for run in order.sample(runs, len(runs)):
@@ -101,6 +103,7 @@ class Run:
         return self.peer.loss(*given, **self.cap)
 
     def forward(self) -> None:
+        """An evaluation's: nothing is kept for a backward."""
         with torch.no_grad():
             self.loss()
 
@@ -108,30 +111,31 @@ class Run:
         self.hidden.grad = self.weight.grad = None
         self.loss().backward()
 
-    def figures(self, truth: tuple[Tensor, Tensor]) -> None:
-        """Gradient errors, memory and the share of pairs that are computed."""
+    def figures(self, truth: tuple[Tensor, Tensor] | None) -> None:
+        """Gradient errors, memory in training and the share of pairs that are computed."""
         e, c, y = self.hidden, self.weight, self.problem.labels
         self.both()  # compiles
         self.forward()
-        unseen = torch.ones(len(c), dtype=torch.bool, device=c.device)
-        unseen[y[y != IGNORED]] = False
-        parts = (e.grad, truth[0]), (c.grad, truth[1]), (c.grad[unseen], truth[1][unseen])
-        errors = [None if self.peer.floor else relative(found, want) for found, want in parts]
-        self.row |= dict(zip(("error_hidden", "error_weight", "error_unseen"), errors, strict=True))
+        self.row |= dict.fromkeys(("error_hidden", "error_weight", "error_unseen", "pairs"))
+        if not self.peer.floor:
+            unseen = torch.ones(len(c), dtype=torch.bool, device=c.device)
+            unseen[y[y != IGNORED]] = False
+            self.row["error_hidden"] = relative(e.grad, truth[0])
+            self.row["error_weight"] = relative(c.grad, truth[1])
+            self.row["error_unseen"] = relative(c.grad[unseen], truth[1][unseen])
         made = e.grad.nbytes + c.grad.nbytes
         e.grad = c.grad = None
         kept: list[Tensor] = []
         held = peaks(lambda: kept.append(self.loss()), lambda: kept.pop().backward())
         self.row |= {"forward_mb": held[0] / 1e6, "backward_mb": held[1] / 1e6}
         self.row["extra_mb"] = (max(held) - made) / 1e6
-        self.row["pairs"] = None
         if self.peer.filter:
             options = replace(self.peer.filter, **self.cap)
             share, _ = filter_statistics(e.detach(), c.detach(), y, None, options)
             self.row["pairs"] = share.item()
 
     def sample(self, product: Callable[[], object], args: argparse.Namespace) -> None:
-        self.both()  # takes its memory again
+        self.both()  # fills the allocator's cache, which tidy() emptied
         steps = product, self.forward, self.both
         self.samples.append([milliseconds(step, args.in_a_row) for step in steps])
 

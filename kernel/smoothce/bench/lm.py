@@ -123,7 +123,7 @@ def compare(
             model.load_state_dict(start)
         curve = fit(model, rows, steps, beta, loss, rate)
         with torch.no_grad():
-            hidden, labels = last_hidden(model.eval(), held_out)
+            hidden, labels = (x[:8192] for x in last_hidden(model.eval(), held_out))
             z = hidden.float() @ model.lm_head.weight.bfloat16().float().T
             logp = z.log_softmax(1)
             unseen = torch.ones(VOCABULARY, dtype=torch.bool, device="cuda")

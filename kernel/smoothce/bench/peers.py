@@ -27,7 +27,7 @@ class Peer:
     smooths: bool = True
     softcaps: bool = False
     filter: Options | None = None  # ours: which pairs it computes
-    floor: bool = False  # no loss, but what is the least that an exact one has to do
+    floor: bool = False  # no loss: the least work of an exact gradient
 
 
 def dense(
@@ -71,27 +71,38 @@ class Products(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        valid = labels != IGNORED
-        logits = hidden[valid] @ weight.T
-        ctx.save_for_backward(hidden, weight, valid, logits)
+        kept = (labels != IGNORED).nonzero()[:, 0]
+        rows = hidden[kept]
+        logits = rows @ weight.T
+        ctx.shape = hidden.shape
+        ctx.save_for_backward(rows, weight, kept, logits)
         return logits.new_zeros(())
 
     @staticmethod
     def backward(ctx, _):
-        hidden, weight, valid, logits = ctx.saved_tensors
-        of_hidden = torch.zeros_like(hidden)
-        of_hidden[valid] = logits @ weight
-        return of_hidden, logits.T @ hidden[valid], None
+        rows, weight, kept, logits = ctx.saved_tensors
+        of_hidden = rows.new_zeros(ctx.shape).index_copy_(0, kept, logits @ weight)
+        return of_hidden, logits.T @ rows, None
 
 
-def peers(filter_eps: Sequence[float] = ()) -> tuple[list[Peer], dict[str, str]]:
-    """All that can be imported here, ours also with these thresholds; why the others cannot."""
+def products(
+    hidden: Tensor, weight: Tensor, labels: Tensor, beta: float, softcap: float | None = None
+) -> Tensor:
+    return Products.apply(hidden, weight, labels)
+
+
+def peers(
+    filter_eps: Sequence[float] = (), only: Sequence[str] = ("",)
+) -> tuple[list[Peer], dict[str, str]]:
+    """All that can be imported here, ours also with these thresholds; why the others cannot.
+
+    Libraries with none of `only` in the name are left alone: some change torch when imported."""
     found = [
         _filtered("ours, filtered", "auto"),
         *(_filtered(f"ours, filtered, 2^{round(math.log2(x), 2):g}", x) for x in filter_eps),
         Peer("ours, exact", ours(None), softcaps=True),
         Peer("ours, exact, workspace for 1/4 of the logits", ours(None, 0.26), softcaps=True),
-        Peer("three products", lambda e, c, y, beta: Products.apply(e, c, y), False, floor=True),
+        Peer("three products", products, smooths=False, softcaps=True, floor=True),
         Peer("torch", dense, softcaps=True),
         Peer("torch.compile", torch.compile(dense), softcaps=True),
         Peer("paper", papers("auto", sort=True)),
@@ -101,6 +112,9 @@ def peers(filter_eps: Sequence[float] = ()) -> tuple[list[Peer], dict[str, str]]
     ]
     missing = {}
     for name, smooths, softcaps, load in OTHERS:
+        if not any(part in name for part in only):
+            missing[name] = "not asked for"
+            continue
         try:
             found.append(Peer(name, load(), smooths, softcaps))
         except Exception as error:  # a broken optional library must not end the run

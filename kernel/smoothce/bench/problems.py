@@ -38,7 +38,7 @@ def _inputs(
 ) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     if args.tensors:
         tensors = torch.load(args.tensors, map_location=args.device)
-        yield args.tensors.stem, *(tensors[k] for k in ("hidden", "weight", "labels"))
+        yield args.tensors.stem, *(tensors[k].detach() for k in ("hidden", "weight", "labels"))
         return
     for model in args.models:
         for tokens in args.tokens:

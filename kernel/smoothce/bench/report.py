@@ -65,7 +65,7 @@ def comparison(name: str, rows: Sequence[dict]) -> str:
     lines = [
         f"\n### {name}\n",
         "| method | β | forward ms | fwd+bwd ms | forward / GEMM | fwd+bwd / GEMM "
-        "| MB held in the forward | in the backward | MB beyond inputs and gradients "
+        "| MB held in the forward | MB held in the backward | MB beyond inputs and gradients "
         "| dE error | dC error | dC error, no targets | pairs computed |",
         "|---" * 13 + "|",
     ]
