@@ -37,12 +37,16 @@ def test_table_and_json(tmp_path):
     assert "python -m smoothce.bench --device cpu --tokens 16" in result.stdout
     written = json.loads(path.read_text())
     assert "torch" in written["versions"]
-    rows = {row["method"]: row for row in written["results"][0]["rows"]}
-    for name in ("torch", "chunked"):
-        assert rows[name]["both"] > 0
-        assert rows[name]["peak"] > 32000 * 512 * 4 / 2**20  # the weight's gradient at the least
-        assert max(rows[name]["errors"]) < 1e-4
+    rows = {row["method"]: row for row in written["results"]}
+    assert list(rows) == ["ours, chunked", "three products", "torch"]
+    for name, row in rows.items():
+        assert "failed" not in row and row["both_ms"] > 0
+        assert row["backward_mb"] > 32000 * 512 * 4 / 1e6  # the weight's gradient at the least
         assert f"| {name} |" in result.stdout
+    assert all(
+        max(rows[name]["error_hidden"], rows[name]["error_weight"]) < 1e-3
+        for name in ("ours, chunked", "torch")
+    )
 
 
 def test_unknown_method_lists_the_known():
@@ -60,7 +64,8 @@ def test_help_without_a_gpu_has_its_options():
 def test_defaults_are_the_devices():
     on_gpu, on_cpu = parse(), parse(gpu=False)
     assert (on_gpu.device, on_gpu.models, on_gpu.label_smoothing) == ("cuda", ["gemma2-2b"], [0.1])
-    assert (on_gpu.in_a_row, on_gpu.masked) == (3, [0.0])
+    assert (on_gpu.in_a_row, on_cpu.in_a_row) == (3, 1)
+    assert on_gpu.masked == on_cpu.masked == [0.0] and on_gpu.contexts == [2.0]
     assert (on_cpu.device, on_cpu.models, on_cpu.label_smoothing) == ("cpu", ["small"], [0.0, 0.1])
     assert parse("--device", "cpu").device == "cpu"
 
@@ -89,8 +94,7 @@ def test_options_with_several_values():
         ("--label-smoothing 1.1", "[0, 1]"),
         ("--models gemma", "gemma2-2b"),
         ("--models 8192x0", "VxD"),
-        ("--device cpu --masked 0.5", "--masked is for --device cuda"),
-        ("--device cpu --in-a-row 5", "--in-a-row is for --device cuda"),
+        ("--device cpu --filter-eps 0.1", "--filter-eps is for --device cuda"),
         ("--tensors nowhere.pt", "no such file"),
         ("--tensors nowhere.pt --tokens 5", "--tensors has its own"),
         ("--json nowhere/out.json", "no such folder"),
@@ -193,7 +197,7 @@ def test_the_right_gradients(beta, softcap, share):
     options = {"label_smoothing": beta, "softcap": softcap, "impl": "reference"}
     truth = torch.autograd.grad(linear_cross_entropy(*leaves, labels, **options), leaves)
     for found, want in zip(gradients(problem, beta), truth, strict=True):
-        torch.testing.assert_close(found, want.float(), atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(found, want, atol=1e-6, rtol=1e-4)
 
 
 def test_comparison():

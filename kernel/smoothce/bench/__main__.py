@@ -3,22 +3,17 @@ python -m smoothce.bench --tensors lm.pt          (hidden, weight, labels of a r
 python -m smoothce.bench --models llama3-8b 8192x2048 --only ours --masked 0 0.5
 python -m smoothce.bench --device cpu --tokens 2048 --label-smoothing 0 0.1
 
-Time, memory and gradient error of the loss beside other methods. On a GPU (`gpu.py`) every method
-is measured on the same inputs, in turns with the product E Cᵀ by cuBLAS, whose time is the unit;
-on a CPU (`cpu.py`) on random inputs. Where an option has several values, all are measured."""
-
-import importlib
+Time, memory and gradient error of the loss beside other methods, on the same inputs: bf16 on a GPU,
+fp32 on a CPU. Methods take turns in a random order, each sample beside the product E Cᵀ, whose time
+is the unit. Where an option has several values, all are measured."""
 
 import torch
 
-from smoothce.bench import arguments
+from smoothce.bench import arguments, measure
 
 
 def main() -> None:
-    args = arguments.parse(None, torch.cuda.is_available(), __doc__)
-    # the GPU's imports Triton, which a CPU's machine may lack
-    module = {"cuda": "gpu", "cpu": "cpu"}[args.device]
-    importlib.import_module(f"smoothce.bench.{module}").main(args)
+    measure.main(arguments.parse(None, torch.cuda.is_available(), __doc__))
 
 
 if __name__ == "__main__":

@@ -9,18 +9,13 @@ from typing import NoReturn
 
 from smoothce.bench.inputs import CLASSIFIERS, classifier
 
-# What each device's run takes, and its defaults; some options are a GPU's alone.
+# What is measured where nothing is said.
 DEFAULTS = {
     "cuda": {
         "models": ["gemma2-2b"],
         "tokens": [8192],
         "label_smoothing": [0.1],
         "repeats": 5,
-        "contexts": [2.0],
-        "tensors": None,
-        "masked": [0.0],
-        "softcap": [None],
-        "filter_eps": [],
         "in_a_row": 3,
     },
     "cpu": {
@@ -28,6 +23,7 @@ DEFAULTS = {
         "tokens": [2048],
         "label_smoothing": [0.0, 0.1],
         "repeats": 7,
+        "in_a_row": 1,
     },
 }
 
@@ -39,11 +35,9 @@ def parse(arguments: list[str] | None, gpu: bool, description: str) -> argparse.
     args.device = args.device or ("cuda" if gpu else "cpu")
     if args.device == "cuda" and not gpu:
         parser.error("--device cuda, but torch finds no CUDA GPU; use --device cpu")
-    mine = DEFAULTS[args.device]
-    for name in DEFAULTS["cuda"].keys() - mine.keys():
-        if getattr(args, name) is not None:
-            parser.error(f"{flag(name)} is for --device cuda; this run is on {args.device}")
-    if args.device == "cuda" and args.tensors is not None:
+    if args.device == "cpu" and args.filter_eps:
+        parser.error("--filter-eps is for --device cuda: no filter runs on a CPU")
+    if args.tensors is not None:
         for name in ("models", "tokens", "contexts"):
             if getattr(args, name) is not None:
                 parser.error(f"{flag(name)} is for inputs that are made; --tensors has its own")
@@ -51,7 +45,7 @@ def parse(arguments: list[str] | None, gpu: bool, description: str) -> argparse.
             parser.error(f"--tensors {args.tensors}: no such file")
     if args.json and not args.json.absolute().parent.is_dir():
         parser.error(f"--json {args.json}: no such folder")  # now, not when all is measured
-    for name, default in mine.items():
+    for name, default in {"contexts": [2.0], **DEFAULTS[args.device]}.items():
         if getattr(args, name) is None:
             setattr(args, name, default)
     return args
@@ -98,21 +92,32 @@ def _parser(description: str) -> argparse.ArgumentParser:
         help="samples behind each median " + _default("repeats"),
     )
     add("--json", type=Path, metavar="FILE", help="write the figures there as well")
-
-    add = parser.add_argument_group("on a GPU").add_argument
     add(
         "--contexts",
         **many,
         type=_context,
         metavar="X",
-        help="standard deviation over the vocabulary of what a position adds to a logit "
-        + _default("contexts"),
+        help="standard deviation over the vocabulary of what a position adds to a logit (2)",
     )
     add(
         "--tensors", type=Path, metavar="FILE", help="a torch file as input: hidden, weight, labels"
     )
-    add("--masked", **many, type=_share, metavar="SHARE", help="of labels that are ignored")
-    add("--softcap", **many, type=_softcap, metavar="X", help='caps of the logits, or "none"')
+    add(
+        "--masked",
+        **many,
+        default=[0.0],
+        type=_share,
+        metavar="SHARE",
+        help="of labels that are ignored",
+    )
+    add(
+        "--softcap",
+        **many,
+        default=[None],
+        type=_softcap,
+        metavar="X",
+        help='caps of the logits, or "none"',
+    )
     add(
         "--in-a-row",
         type=_count,
@@ -122,22 +127,19 @@ def _parser(description: str) -> argparse.ArgumentParser:
     add(
         "--filter-eps",
         **many,
+        default=[],
         type=_threshold,
         metavar="EPS",
-        help='methods more: our filters at this threshold, such as 2^-8.6, beside "auto"',
+        help='on a GPU, methods more: our filters at this threshold, such as 2^-8.6, beside "auto"',
     )
     return parser
 
 
 def _default(name: str) -> str:
-    """For a help text: (2), or (8192; on a CPU 2048)."""
-    words = []
-    for prefix, device in (("", "cuda"), ("on a CPU ", "cpu")):
-        if name in DEFAULTS[device]:
-            value = DEFAULTS[device][name]
-            values = value if isinstance(value, list) else [value]
-            words.append(prefix + " and ".join(str(v).removesuffix(".0") for v in values))
-    return f"({'; '.join(words)})"
+    """For a help text: (8192; on a CPU 2048)."""
+    values = (DEFAULTS[device][name] for device in ("cuda", "cpu"))
+    gpu, cpu = (" and ".join(map(str, v)) if isinstance(v, list) else v for v in values)
+    return f"({gpu}; on a CPU {cpu})"
 
 
 def flag(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What the loss is measured against on a GPU: ours, the paper's, torch's and other libraries'."""
+"""What the loss is measured against: ours, the paper's, torch's and other libraries'."""
 
 import math
 import sys
@@ -39,7 +39,7 @@ def dense(
     return F.cross_entropy(z, labels, label_smoothing=beta)
 
 
-def ours(eps: float | str | None, share: float = 0.0) -> Loss:
+def ours(eps: float | str | None, share: float = 0.0, impl: str = "triton") -> Loss:
     """The workspace is `share` of all logits, which are two bytes each."""
 
     def loss(e: Tensor, c: Tensor, y: Tensor, beta: float, softcap: float | None = None) -> Tensor:
@@ -51,7 +51,7 @@ def ours(eps: float | str | None, share: float = 0.0) -> Loss:
             softcap=softcap,
             filter_eps=eps,
             workspace=int(share * 2 * len(e) * len(c)),
-            impl="triton",
+            impl=impl,
         )
 
     return loss
@@ -92,18 +92,23 @@ def products(
 
 
 def peers(
-    filter_eps: Sequence[float] = (), only: Sequence[str] = ("",)
+    device: str, filter_eps: Sequence[float] = (), only: Sequence[str] = ("",)
 ) -> tuple[list[Peer], dict[str, str]]:
-    """All that can be imported here, ours also with these thresholds; why the others cannot.
+    """All that runs on this device, ours also with these thresholds; why others do not.
 
     Libraries with none of `only` in the name are left alone: some change torch when imported."""
+    found = [
+        Peer("three products", products, smooths=False, softcaps=True, floor=True),
+        Peer("torch", dense, softcaps=True),
+    ]
+    if device == "cpu":
+        return [Peer("ours, chunked", ours(None, impl="chunked"), softcaps=True), *found], {}
     found = [
         _filtered("ours, filtered", "auto"),
         *(_filtered(f"ours, filtered, 2^{round(math.log2(x), 2):g}", x) for x in filter_eps),
         Peer("ours, exact", ours(None), softcaps=True),
         Peer("ours, exact, workspace for 1/4 of the logits", ours(None, 0.26), softcaps=True),
-        Peer("three products", products, smooths=False, softcaps=True, floor=True),
-        Peer("torch", dense, softcaps=True),
+        *found,
         Peer("torch.compile", torch.compile(dense), softcaps=True),
         Peer("paper", papers("auto", sort=True)),
         Peer("paper, unsorted", papers("auto", sort=False)),

@@ -1,4 +1,4 @@
-"""What is measured on a GPU: inputs, some labels masked, a softcap; and the right gradients."""
+"""What is measured: inputs, some labels masked, a softcap; and the right gradients."""
 
 import argparse
 from collections.abc import Iterator
@@ -23,8 +23,9 @@ class Problem:
     softcap: float | None = None
 
 
-def problems(args: argparse.Namespace, dtype: torch.dtype = torch.bfloat16) -> Iterator[Problem]:
+def problems(args: argparse.Namespace, dtype: torch.dtype | None = None) -> Iterator[Problem]:
     """Each input with each share of masked labels and each softcap."""
+    dtype = dtype or (torch.float32 if args.device == "cpu" else torch.bfloat16)
     for name, hidden, weight, labels in _inputs(args, dtype):
         for share in args.masked:
             for cap in args.softcap:
@@ -56,7 +57,9 @@ def mask(labels: Tensor, share: float) -> Tensor:
 
 
 def gradients(problem: Problem, beta: float) -> tuple[Tensor, ...]:
-    """Of the mean loss for hidden and weight, in fp32, by the loss in plain PyTorch."""
-    leaves = [t.detach().float().requires_grad_() for t in (problem.hidden, problem.weight)]
+    """Of the mean loss for hidden and weight, in fp32 (of fp32: in fp64), in plain PyTorch."""
+    given = problem.hidden, problem.weight
+    wide = torch.float64 if problem.hidden.dtype == torch.float32 else torch.float32
+    leaves = [t.detach().to(wide).requires_grad_() for t in given]
     settings = {"label_smoothing": beta, "softcap": problem.softcap, "impl": "chunked"}
     return torch.autograd.grad(linear_cross_entropy(*leaves, problem.labels, **settings), leaves)

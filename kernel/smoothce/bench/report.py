@@ -34,34 +34,8 @@ def provenance(device: str) -> dict[str, str]:
     }
 
 
-COLUMNS = ("method", "fwd ms", "fwd+bwd ms", "in products", "× torch", "peak MB", "torch ÷")
-COLUMNS += ("dE error", "dC error")
-
-
-def markdown(results: Sequence[dict], source: dict[str, str]) -> str:
-    """One table for each case, with ratios to torch and to the matrix product of the same run."""
-    blocks = [f"`{source['command']}`  \n{source['hardware']}; {source['versions']}"]
-    for result in results:
-        rows = {row["method"]: row for row in result["rows"]}
-        head = [f"**{result['case']}**", "", "| " + " | ".join(COLUMNS) + " |"]
-        head.append("|---" * len(COLUMNS) + "|")
-        body = ["| " + " | ".join(_cells(row, rows)) + " |" for row in rows.values()]
-        blocks.append("\n".join(head + body))
-    return "\n\n".join(blocks)
-
-
-def _cells(row: dict, rows: dict[str, dict]) -> list[str]:
-    torchs, products = rows.get("torch"), row["both"] / rows["matmul"]["forward"]
-    cells = [row["method"], f"{row['forward']:.4g}", f"{row['both']:.4g}", f"{products:.2f}"]
-    if "peak" not in row:  # the bare matrix product
-        return cells + ["–"] * 5
-    times = f"{row['both'] / torchs['both']:.2f}" if torchs else "–"
-    less = f"{torchs['peak'] / row['peak']:.1f}" if torchs else "–"
-    return [*cells, times, f"{row['peak']:.0f}", less, *(f"{e:.1e}" for e in row["errors"])]
-
-
 def comparison(name: str, rows: Sequence[dict]) -> str:
-    """A GPU's table: one problem's methods, in units of the product E Cᵀ."""
+    """One problem's methods, in units of the product E Cᵀ."""
     lines = [
         f"\n### {name}\n",
         "| method | β | forward ms | fwd+bwd ms | forward / GEMM | fwd+bwd / GEMM "

@@ -1,4 +1,4 @@
-"""The benchmark of a GPU: its methods with every option. Without a GPU, tiny and untimed."""
+"""The benchmark of a GPU's methods with every option. Without a GPU, tiny and interpreted."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ import torch
 from loss_check import DEVICE, runs_schedule
 
 from smoothce import triton
-from smoothce.bench import arguments, gpu
+from smoothce.bench import arguments, measure
 from smoothce.bench.inputs import IGNORED
 from smoothce.bench.peers import Products, dense, peers
 from smoothce.bench.problems import problems
@@ -26,31 +26,30 @@ def parse(*options):
 
 
 @pytest.fixture
-def untimed(monkeypatch):
+def interpreted(monkeypatch):
     """The interpreter in the GPU's place, where there is none; true fp32 in any case."""
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     if DEVICE == "cpu":
-        monkeypatch.setattr(gpu, "milliseconds", lambda step, calls: (step(), 1.0)[1])
-        monkeypatch.setattr(gpu, "peaks", lambda *steps: [(step(), 0)[1] for step in steps])
         monkeypatch.setattr(triton, "unsupported", lambda *_: None)
     yield
     torch.set_float32_matmul_precision(precision)
 
 
 def methods(args):
-    found, _ = gpu.chosen(args)
+    found, _ = peers("cuda", args.filter_eps, args.only)
+    found = [peer for peer in found if any(part in peer.name for part in args.only)]
     return [peer for peer in found if peer.name != "torch.compile"]
 
 
 def rows_of(args):
     for problem in problems(args, torch.float32):
-        for row in gpu.measure(problem, methods(args), args):
+        for row in measure.measure(problem, methods(args), args):
             assert "failed" not in row, row
             yield row
 
 
-def test_every_method_of_ours_masked_and_capped(untimed):
+def test_every_method_of_ours_masked_and_capped(interpreted):
     args = parse("--masked", "0.4", "--softcap", "3", "--only", "ours", "torch")
     found = list(rows_of(args))
     assert len(found) == 4
@@ -61,7 +60,7 @@ def test_every_method_of_ours_masked_and_capped(untimed):
 
 
 @runs_schedule
-def test_thresholds(untimed):
+def test_thresholds(interpreted):
     args = parse("--filter-eps", "0.1", "0.4", "--only", "ours, filtered, 2^", "--tokens", "160")
     low, high = rows_of(args)
     assert low["method"] == "ours, filtered, 2^-3.32" and high["method"].endswith("2^-1.32")
@@ -70,54 +69,56 @@ def test_thresholds(untimed):
 
 
 def test_a_threshold_with_nothing_to_do(capsys):
+    args = parse("--only", "ours, exact", "--filter-eps", "0.1")
+    args.device = "cuda"
     with pytest.raises(SystemExit, match="2"):
-        gpu.chosen(parse("--only", "ours, exact", "--filter-eps", "0.1"))
+        measure.chosen(args)
     assert "--filter-eps" in capsys.readouterr().err
 
 
-def test_methods_that_cannot_do_it_say_so(untimed):
+def test_methods_that_cannot_do_it_say_so(interpreted):
     args = parse("--softcap", "none", "3", "--only", "paper")
     paper = [peer for peer in methods(args) if peer.name == "paper"]
     capped = list(problems(args, torch.float32))[1]
-    (row,) = gpu.measure(capped, paper, args)
+    (row,) = measure.measure(capped, paper, args)
     assert row == {"method": "paper", "beta": 0.1, "failed": "knows no softcap"}
 
 
-def test_methods_without_smoothing_are_measured_once(untimed):
-    plain = gpu.Peer("plain", lambda e, c, y, beta: dense(e, c, y, beta), smooths=False)
+def test_methods_without_smoothing_are_measured_once(interpreted):
+    plain = measure.Peer("plain", lambda e, c, y, beta: dense(e, c, y, beta), smooths=False)
     args = parse("--label-smoothing", "0.1", "0.2")
     (problem,) = problems(args, torch.float32)
-    found = gpu.measure(problem, [plain, gpu.Peer("torch", dense)], args)
+    found = measure.measure(problem, [plain, measure.Peer("torch", dense)], args)
     assert [row["beta"] for row in found] == [0, 0.1, 0.2]
     assert all(row["error_weight"] < 1e-4 for row in found)
 
 
-def test_what_fails_is_a_row(untimed):
+def test_what_fails_is_a_row(interpreted):
     def broken(*_):
         raise RuntimeError("no memory\nat all")
 
     args = parse()
     (problem,) = problems(args, torch.float32)
-    first, second = gpu.measure(
-        problem, [gpu.Peer("broken", broken), gpu.Peer("torch", dense)], args
+    first, second = measure.measure(
+        problem, [measure.Peer("broken", broken), measure.Peer("torch", dense)], args
     )
     assert first["failed"] == "RuntimeError: no memory" and "failed" not in second
 
 
-def test_methods_take_turns_in_another_order_each_repeat(untimed, monkeypatch):
+def test_methods_take_turns_in_another_order_each_repeat(interpreted, monkeypatch):
     names, asked = "abcdef", []
     steps = 3 * len(names)  # of a repeat: product, forward, both
 
-    def milliseconds(step, calls):
+    def milliseconds(step, calls, device):
         run = getattr(step, "__self__", None)  # the product is no method's
         repeat = 1 + len(asked) // steps
         asked.append((run and run.peer.name, calls))
         return repeat * (3.0 if run else 2.0)
 
-    monkeypatch.setattr(gpu, "milliseconds", milliseconds)
+    monkeypatch.setattr(measure, "milliseconds", milliseconds)
     args = parse("--in-a-row", "10", "--repeats", "3")
     (problem,) = problems(args, torch.float32)
-    found = gpu.measure(problem, [gpu.Peer(name, dense) for name in names], args)
+    found = measure.measure(problem, [measure.Peer(name, dense) for name in names], args)
     assert [row["method"] for row in found] == list(names)
     assert {calls for _, calls in asked} == {10}
     turns = [[name for name, _ in asked[i : i + steps]] for i in range(0, 3 * steps, steps)]
@@ -128,7 +129,7 @@ def test_methods_take_turns_in_another_order_each_repeat(untimed, monkeypatch):
     assert {(row["gemm_ms"], row["both_gemms"]) for row in found} == {(4.0, 1.5)}
 
 
-def test_the_lower_bound_is_no_loss(untimed):
+def test_the_lower_bound_is_no_loss(interpreted):
     args = parse("--only", "three", "--masked", "0.4", "--softcap", "3")
     (row,) = rows_of(args)
     assert row["error_hidden"] is row["error_weight"] is row["pairs"] is None
@@ -150,25 +151,25 @@ def test_only_what_is_asked_for_is_imported(monkeypatch):
     loaded = []
     others = [(name, True, True, lambda name=name: loaded.append(name) or dense) for name in "xy"]
     monkeypatch.setattr("smoothce.bench.peers.OTHERS", others)
-    found, missing = peers(only=["ours", "x"])
+    found, missing = peers("cuda", only=["ours", "x"])
     assert loaded == ["x"] and found[-1].name == "x" and missing == {"y": "not asked for"}
 
 
 def test_names_tell_methods_apart():
-    found, missing = peers([2**-8.6, 2**-9.1, 0.01])
+    found, missing = peers("cuda", [2**-8.6, 2**-9.1, 0.01])
     names = [peer.name for peer in found] + list(missing)
     assert len(names) == len(set(names)) and "ours, filtered, 2^-8.6" in names
     filtered = next(peer for peer in found if peer.name == "ours, filtered, 2^-9.1")
     assert filtered.filter.filter_eps == 2**-9.1
 
 
-def test_what_is_printed_and_written(untimed, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(gpu.report, "provenance", lambda device: {"command": "this one"})
-    made = [gpu.Peer("ours, made", dense), gpu.Peer("torch", dense)]
-    monkeypatch.setattr(gpu, "peers", lambda *_: (made, {"quack": "not here"}))
+def test_what_is_printed_and_written(interpreted, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(measure.report, "provenance", lambda device: {"command": "this one"})
+    made = [measure.Peer("ours, made", dense), measure.Peer("torch", dense)]
+    monkeypatch.setattr(measure, "peers", lambda *_: (made, {"quack": "not here"}))
     path = tmp_path / "out.json"
     options = ("--masked", "0", "0.5", "--label-smoothing", "0", "0.1", "--json", str(path))
-    gpu.main(parse(*options))
+    measure.main(parse(*options))
     out, err = capsys.readouterr()
     assert "not measured: quack (not here)" in err
     assert out.count("| torch | 0.1 |") == out.count("| ours, made | 0 |") == 2
@@ -180,7 +181,9 @@ def test_what_is_printed_and_written(untimed, monkeypatch, capsys, tmp_path):
 def test_memory_of_forward_and_backward():
     args = parse("--models", "65536x64", "--tokens", "1024")
     (problem,) = problems(args)
-    found = gpu.measure(problem, [p for p in peers()[0] if p.floor or p.name == "torch"], args)
+    found = measure.measure(
+        problem, [p for p in peers("cuda")[0] if p.floor or p.name == "torch"], args
+    )
     logits, gradients = 1024 * 65536 * 2 / 1e6, (1024 + 65536) * 64 * 2 / 1e6
     bound, full = found
     assert bound["forward_mb"] == pytest.approx(logits, rel=0.02)

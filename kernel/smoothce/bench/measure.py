@@ -1,7 +1,6 @@
-"""Time, memory and gradient error on a GPU, of every method on the same inputs."""
+"""Time, memory and gradient error of every method on the same inputs."""
 
 import argparse
-import gc
 import json
 import random
 import statistics
@@ -14,17 +13,17 @@ from torch import Tensor
 
 from smoothce.bench import report
 from smoothce.bench.arguments import fail, select
+from smoothce.bench.device import milliseconds, peaks, tidy
 from smoothce.bench.inputs import IGNORED, relative
 from smoothce.bench.peers import Peer, peers
 from smoothce.bench.problems import Problem, gradients, problems
-from smoothce.triton import filter_statistics
 
 PRODUCT_ROWS = 8192  # most tokens of the product that is the unit; more tokens count as several
 
 
 def main(args: argparse.Namespace) -> None:
     found, missing = chosen(args)
-    source = report.provenance("cuda")
+    source = report.provenance(args.device)
     print(" · ".join(f"{k}: {v}" for k, v in source.items() if isinstance(v, str)))
     for name, why in missing.items():
         if any(part in name for part in args.only):
@@ -35,14 +34,14 @@ def main(args: argparse.Namespace) -> None:
         print(report.comparison(problem.name, rows), flush=True)
         results += rows
         del problem
-        tidy()
+        tidy(args.device)
     if args.json:
         args.json.write_text(json.dumps({**source, "results": results}, indent=1) + "\n")
 
 
 def chosen(args: argparse.Namespace) -> tuple[list[Peer], dict[str, str]]:
     """The methods, and why others are missing."""
-    found, missing = peers(args.filter_eps, args.only)
+    found, missing = peers(args.device, args.filter_eps, args.only)
     names = select([peer.name for peer in found], args.only, missing)
     if args.filter_eps and not any("2^" in name for name in names):
         fail("--only leaves out all that --filter-eps adds")
@@ -79,6 +78,7 @@ class Run:
 
     def __init__(self, problem: Problem, peer: Peer, beta: float) -> None:
         self.problem, self.peer, self.beta = problem, peer, beta
+        self.device = problem.hidden.device.type
         leaves = problem.hidden, problem.weight
         self.hidden, self.weight = (t.detach().requires_grad_() for t in leaves)
         self.cap = {} if problem.softcap is None else {"softcap": problem.softcap}
@@ -96,7 +96,7 @@ class Run:
         except Exception as error:
             self.row["failed"] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
         self.hidden.grad = self.weight.grad = None
-        tidy()
+        tidy(self.device)
 
     def loss(self) -> Tensor:
         given = self.hidden, self.weight, self.problem.labels, self.beta
@@ -126,10 +126,12 @@ class Run:
         made = e.grad.nbytes + c.grad.nbytes
         e.grad = c.grad = None
         kept: list[Tensor] = []
-        held = peaks(lambda: kept.append(self.loss()), lambda: kept.pop().backward())
+        held = peaks(self.device, lambda: kept.append(self.loss()), lambda: kept.pop().backward())
         self.row |= {"forward_mb": held[0] / 1e6, "backward_mb": held[1] / 1e6}
         self.row["extra_mb"] = (max(held) - made) / 1e6
         if self.peer.filter:
+            from smoothce.triton import filter_statistics  # a CPU's machine may lack Triton
+
             options = replace(self.peer.filter, **self.cap)
             share, _ = filter_statistics(e.detach(), c.detach(), y, None, options)
             self.row["pairs"] = share.item()
@@ -137,36 +139,9 @@ class Run:
     def sample(self, product: Callable[[], object], args: argparse.Namespace) -> None:
         self.both()  # fills the allocator's cache, which tidy() emptied
         steps = product, self.forward, self.both
-        self.samples.append([milliseconds(step, args.in_a_row) for step in steps])
+        self.samples.append([milliseconds(step, args.in_a_row, self.device) for step in steps])
 
     def summarise(self, unit: float) -> None:
         _, forward, both = (statistics.median(column) for column in zip(*self.samples, strict=True))
         self.row |= {"gemm_ms": unit, "forward_ms": forward, "both_ms": both}
         self.row |= {"forward_gemms": forward / unit, "both_gemms": both / unit}
-
-
-def peaks(*steps: Callable[[], object]) -> list[int]:
-    """Most bytes held during each of these steps beyond what was there before the first."""
-    tidy()
-    before, most = torch.cuda.memory_allocated(), []
-    for step in steps:
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        most.append(torch.cuda.max_memory_allocated() - before)
-    return most
-
-
-def milliseconds(step: Callable[[], object], calls: int) -> float:
-    """Per call of several in a row, as in training: nothing waits between them."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(calls):
-        step()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / calls
-
-
-def tidy() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
