@@ -46,7 +46,7 @@ def tidy(device: str) -> None:
     """Give back what was freed."""
     gc.collect()
     if device == "cpu":
-        ctypes.CDLL(None).malloc_trim(0)
+        getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)  # glibc's alone
     else:
         torch.cuda.empty_cache()
 
