@@ -40,7 +40,7 @@ def parse(arguments: list[str] | None, gpu: bool, description: str) -> argparse.
     if args.tensors is not None:
         for name in ("models", "tokens", "contexts"):
             if getattr(args, name) is not None:
-                parser.error(f"{flag(name)} is for inputs that are made; --tensors has its own")
+                parser.error(f"--{name} is for inputs that are made; --tensors has its own")
         if not args.tensors.is_file():
             parser.error(f"--tensors {args.tensors}: no such file")
     if args.json and not args.json.absolute().parent.is_dir():
@@ -51,15 +51,20 @@ def parse(arguments: list[str] | None, gpu: bool, description: str) -> argparse.
     return args
 
 
+def asked(name: str, only: Collection[str]) -> bool:
+    """Whether one of the parts `only` is in the name."""
+    return any(part in name for part in only)
+
+
 def select(names: Collection[str], only: list[str], missing: Collection[str] = ()) -> list[str]:
     """The names with one of the parts `only` in them; ends the run where a part is in none."""
     for part in only:
-        if not any(part in name for name in (*names, *missing)):
+        if not any(asked(name, [part]) for name in (*names, *missing)):
             fail(f"--only {part!r}: in no method's name; they are {'; '.join(names)}")
-    found = [name for name in names if any(part in name for part in only)]
+    found = [name for name in names if asked(name, only)]
     if not found:
-        asked = (name for name in missing if any(part in name for part in only))
-        fail(f"--only: none of {'; '.join(asked)} can be imported here")
+        absent = (name for name in missing if asked(name, only))
+        fail(f"--only: none of {'; '.join(absent)} can be imported here")
     return found
 
 
@@ -140,10 +145,6 @@ def _default(name: str) -> str:
     values = (DEFAULTS[device][name] for device in ("cuda", "cpu"))
     gpu, cpu = (" and ".join(map(str, v)) if isinstance(v, list) else v for v in values)
     return f"({gpu}; on a CPU {cpu})"
-
-
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def fail(message: str) -> NoReturn:

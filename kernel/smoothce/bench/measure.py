@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from smoothce.bench import report
-from smoothce.bench.arguments import fail, select
+from smoothce.bench.arguments import asked, fail, select
 from smoothce.bench.device import milliseconds, peaks, tidy
 from smoothce.bench.inputs import IGNORED, relative
 from smoothce.bench.peers import Peer, peers
@@ -26,7 +26,7 @@ def main(args: argparse.Namespace) -> None:
     source = report.provenance(args.device)
     print(" · ".join(f"{k}: {v}" for k, v in source.items() if isinstance(v, str)))
     for name, why in missing.items():
-        if any(part in name for part in args.only):
+        if asked(name, args.only):
             print(f"not measured: {name} ({why})", file=sys.stderr)
     results = []
     for problem in problems(args):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from smoothce import linear_cross_entropy, paper
+from smoothce.bench.arguments import asked
 from smoothce.bench.inputs import IGNORED
 from smoothce.options import Options
 
@@ -117,7 +118,7 @@ def peers(
     ]
     missing = {}
     for name, smooths, softcaps, load in OTHERS:
-        if not any(part in name for part in only):
+        if not asked(name, only):
             missing[name] = "not asked for"
             continue
         try:

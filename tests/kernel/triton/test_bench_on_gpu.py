@@ -38,8 +38,8 @@ def interpreted(monkeypatch):
 
 def methods(args):
     found, _ = peers("cuda", args.filter_eps, args.only)
-    found = [peer for peer in found if any(part in peer.name for part in args.only)]
-    return [peer for peer in found if peer.name != "torch.compile"]
+    asked = [peer for peer in found if arguments.asked(peer.name, args.only)]
+    return [peer for peer in asked if peer.name != "torch.compile"]
 
 
 def rows_of(args):
