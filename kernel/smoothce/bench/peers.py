@@ -58,10 +58,10 @@ def ours(eps: float | str | None, share: float = 0.0, impl: str = "triton") -> L
     return loss
 
 
-def papers(eps: float | str | None, sort: bool, fused: bool = False) -> Loss:
+def papers(eps: float | str | None, sort: bool) -> Loss:
     def loss(e: Tensor, c: Tensor, y: Tensor, beta: float) -> Tensor:
         options = Options(label_smoothing=beta, filter_eps=eps)
-        return paper.loss(e, c, y, None, options, sort=sort, fused=fused)
+        return paper.loss(e, c, y, None, options, sort=sort)
 
     return loss
 
@@ -114,7 +114,6 @@ def peers(
         Peer("paper", papers("auto", sort=True)),
         Peer("paper, unsorted", papers("auto", sort=False)),
         Peer("paper, no filter", papers(None, sort=False)),
-        Peer("paper, fused", papers("auto", sort=True, fused=True)),
     ]
     missing = {}
     for name, smooths, softcaps, load in OTHERS:

@@ -25,16 +25,12 @@ def loss(
     options: Options,
     *,
     sort: bool = True,
-    fused: bool = False,
 ) -> Tensor:  # () or (N,)
     """The loss of `reference.loss` as the paper computes it.
 
-    `sort` orders the vocabulary by mean logit for the backward; `fused` makes the gradients in the
-    forward, for a reduced loss. `options.filter_eps` None keeps every tile."""
-    differentiable = torch.is_grad_enabled()
-    return _Paper.apply(
-        *(x.contiguous() for x in (hidden, weight, labels)), options, sort, fused and differentiable
-    )
+    `sort` orders the vocabulary by mean logit for the backward; `options.filter_eps` None keeps
+    every tile."""
+    return _Paper.apply(*(x.contiguous() for x in (hidden, weight, labels)), options, sort)
 
 
 def unsupported(
@@ -52,30 +48,23 @@ def unsupported(
 
 class _Paper(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, options, sort, fused):
+    def forward(ctx, hidden, weight, labels, options, sort):
         losses, lse, mean_logit = forward(hidden, weight, labels, options)
         ctx.options = options
         order = mean_logit.argsort().int() if sort else None
-        token_weight = options.token_weight(labels)
-        ctx.gradients = None
-        if fused and options.reduction != "none":
-            upstream = token_weight.expand(labels.shape)
-            ctx.gradients = backward(
-                hidden, weight, labels, lse, upstream, order, _eps(options), options
-            )
         ctx.save_for_backward(hidden, weight, labels, lse, order)
-        return losses if options.reduction == "none" else losses.sum() * token_weight
+        if options.reduction == "none":
+            return losses
+        return losses.sum() * options.token_weight(labels)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream):
         hidden, weight, labels, lse, order = ctx.saved_tensors
         options = ctx.options
-        if ctx.gradients is not None:
-            return *(g * upstream.to(g.dtype) for g in ctx.gradients), None, None, None, None
         g = (upstream.float() * options.token_weight(labels)).expand(labels.shape)
         found = backward(hidden, weight, labels, lse, g, order, _eps(options), options)
-        return *found, None, None, None, None
+        return *found, None, None, None
 
 
 def _eps(options: Options) -> float:
