@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from hypothesis import given
 from hypothesis import strategies as st
 from real import prepare
@@ -314,8 +315,10 @@ def test_the_loss_and_its_filter_can_be_chosen(sweep_file, capsys):
         assert f"loss: {name}: asked for" in capsys.readouterr().out
         losses.append([row["loss"] for row in rows_of(run) if "loss" in row])
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    with pytest.raises(SweepError, match=r"train\.loss_implementation: .*'paper' cannot be used: "):
-        finished(sweep_file(grid={}, train={"loss_implementation": "paper"}))
+    if not torch.cuda.is_available():
+        refusal = r"train\.loss_implementation: .*'paper' cannot be used: "
+        with pytest.raises(SweepError, match=refusal):
+            finished(sweep_file(grid={}, train={"loss_implementation": "paper"}))
 
 
 def test_a_model_is_saved_in_the_precision_of_its_base(sweep_file, tiny, tmp_path):
@@ -603,6 +606,7 @@ def test_flash_attention_is_attention(heads, groups, size, window, compiled):
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2])
 def test_training_on_a_gpu_is_packed_compiled_and_the_same(sweep_file, tmp_path, capsys, rows):
+    AcceleratorState._reset_state()  # another test of this process may have trained in fp32
     model = tmp_path / "model"
     torch.manual_seed(0)
     shape = {**SMALL, "vocab_size": 512, "hidden_size": 64, "head_dim": 64}
