@@ -155,9 +155,8 @@ def test_what_does_not_fit_is_cut_and_named(tiny_model, tmp_path, plain, capsys)
         assert "lose their beginning: general_knowledge/1\n" in err
         (cut,) = (row.get("truncated") for row in found if "truncated" in row)
         assert cut > 0 and [row["id"][-1] for row in found] == ["0", "1", "2"]
-        tokens = score.Style(0, scoring=scoring)
         (subject,) = tasks.load("jsonl", tasks.Source(str(data), 0))
-        text = prompts.build(subject, subject.questions[1], 0, "official", tokens.scoring).text
+        text = prompts.build(subject, subject.questions[1], 0, scoring=scoring).text
         choices = rows[1]["choices"] if scoring == "continuation" else ("A", "B")
         expected = [plain(text, f" {choice}", cut) for choice in choices]
         assert found[1]["logprobs"] == pytest.approx(expected, abs=1e-4)

@@ -213,7 +213,6 @@ def test_a_run_that_dies_with_its_supervisor_is_not_started_for_ever(sweep_file)
 def test_a_run_killed_for_memory_says_what_to_raise(sweep_file):
     (cell,) = claimed(sweep_file(grid={})).cells
     run = RunDir(cell.folder)
-    run.create(cell.config)
     dead = SimpleNamespace(wait=lambda seconds: -signal.SIGKILL)
     assert train(run, start=lambda program, log: dead, idle_restarts=1) is Outcome.FAILED
     said = (

@@ -9,7 +9,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from real import prepare
+from real import prepare, runs_of
 
 from calibeval.__main__ import load_engine, parser
 from calibeval.engines import vllm
@@ -20,7 +20,6 @@ from sweeps.cli import main
 from sweeps.config import Score, Sweep, Task
 from sweeps.executors import local
 from sweeps.files import SweepError
-from sweeps.rundir import RunDir
 
 pytestmark = pytest.mark.timeout(1200)  # whole trainings, on a machine that others keep busy
 
@@ -72,9 +71,7 @@ def test_programs_see_only_the_gpus_lent_to_them(visible, tmp_path):
     program = Program(("-c", say), script="-B", environment={"OTHER": "kept"})
     with machine.lend(2) as first, machine.lend(1) as second:
         for start in (first, second):
-            child = start(program, log)
-            while child.wait(1) is None:
-                continue
+            start(program, log).wait()
     assert log.read_text() == "4,5 kept\n6 kept\n"
     with machine.lend(3):  # all of them came back
         pass
@@ -92,9 +89,7 @@ def test_more_workers_than_gpus_share_them_evenly(visible, tmp_path):
             assert machine._idlest() == []
         loans.append(lent.enter_context(machine.lend(1)))  # what came back is lent again
         for start in loans:
-            child = start(program, log)
-            while child.wait(1) is None:
-                continue
+            start(program, log).wait()
     assert log.read_text().split() == ["4", "5", "4", "5", "5"]
 
 
@@ -232,7 +227,7 @@ def test_a_launch_gives_each_run_a_gpu_and_says_how_many_it_has(
     )
     assert main(["launch", str(path), "--executor", "local"]) == 0
     assert "2 runs at a time on 2 GPUs" in capfd.readouterr().out
-    runs = [RunDir(cell.folder) for cell in launch.plan(path, []).cells]
+    runs = runs_of(path)
     seen = [re.search(r"CUDA_VISIBLE_DEVICES=(\S+)", run.log.read_text())[1] for run in runs]
     assert set(seen) == {"3", "7"}
     assert not any(run.model.exists() or run.checkpoints.exists() for run in runs)

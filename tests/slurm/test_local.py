@@ -11,13 +11,12 @@ import psutil
 import pytest
 import real
 import torch
-from real import command, equal, prepare
+from real import command, equal, prepare, runs_of
 
 from sweeps import launch, score, status
 from sweeps.cli import main
 from sweeps.executors import local, slurm
 from sweeps.files import lease, read_rows
-from sweeps.rundir import RunDir
 
 pytestmark = pytest.mark.timeout(1200)  # whole trainings, on a machine that others keep busy
 
@@ -86,7 +85,7 @@ def test_a_signal_saves_and_the_same_command_continues(sweep_file):
 def test_cancel_stops_a_launch_without_slurm(sweep_file, tmp_path):
     """The running trainer saves, and the next run is not started."""
     path = sweep_file(train=LONG | {"num_train_epochs": 9999})  # until it is told to stop
-    first, second = (RunDir(cell.folder) for cell in launch.plan(path, []).cells)
+    first, second = runs_of(path)
     bare = os.environ | {"PATH": str(tmp_path)}  # no Slurm, nor anything else
     nothing = "nothing of this sweep is queued or running\n"
     assert command("cancel", path, env=bare).stdout == nothing
@@ -244,7 +243,7 @@ def test_a_finished_sweep_starts_nothing(sweep_file):
     path = sweep_file(workers=2)
     first = command("launch", path, "--executor", "local")
     assert first.returncode == 0, first.stderr
-    runs = [RunDir(cell.folder) for cell in launch.plan(path, []).cells]
+    runs = runs_of(path)
     assert all(run.done for run in runs)
     before = [run.manifest() for run in runs]
     assert command("launch", path, "--executor", "local").returncode == 0

@@ -23,7 +23,6 @@ CASES = {
     "alliance": World(processes_per_node=4, mixed_precision="bf16"),
     "cloud": World(nodes=2, processes_per_node=8, deepspeed="configs/deepspeed/zero3.json"),
     "alliance-2-nodes": World(nodes=2, processes_per_node=4, mixed_precision="bf16"),
-    "generic-4-nodes": World(nodes=4, processes_per_node=4),
 }
 
 
@@ -36,8 +35,9 @@ def render(case: str) -> str:
     )
     places = Places(Path("/project"), Path("/project/runs/sweeps/grid/jobs/a1b2c3"))
     text = scripts.text(sweep, profile, places, "train", "train-0", 24)
-    text += scripts.text(sweep, profile, places, "score", "ready-0", 24)
-    text += scripts.text(sweep, profile, places, "collect", "collect", dependency="afterany:7")
+    if "-" not in case:  # machines matter to the training alone
+        text += scripts.text(sweep, profile, places, "score", "ready-0", 24)
+        text += scripts.text(sweep, profile, places, "collect", "collect", dependency="afterany:7")
     return text.replace(sys.executable, "PYTHON").replace(str(PROJECT), "/project")
 
 

@@ -1,6 +1,5 @@
 """`smoke`: the whole chain of one run in small, before a sweep is queued."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -101,4 +100,3 @@ def test_while_another_tries_it(whole, capsys):
     with lease(small.cells[0].folder / "run.lock", timeout=0):
         assert cli.main(["smoke", str(path), "--executor", "local"]) == 2
     assert "another process tries this, or did until just now" in capsys.readouterr().err
-    shutil.rmtree(small.sweep.output_root)

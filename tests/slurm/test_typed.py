@@ -49,6 +49,15 @@ def test_the_grid_is_four_learning_rates_by_six_factors(tmp_path):
     assert "24 runs, 0 done, 24 to do" in shown
 
 
+def test_nothing_trained_is_nothing_to_collect(sweep_file, tmp_path):
+    path = sweep_file()
+    done = command("collect", path)
+    assert done.returncode == 1
+    assert "nothing to collect: no run has trained yet: 0 of 2" in done.stdout
+    assert not (tmp_path / "out").exists()
+    assert not any(run.path.exists() for run in runs_of(path))
+
+
 def test_paths_start_where_they_are_typed(tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "mine.yaml").write_text("account: def-mine\ngpus_per_process: 0\n")
@@ -188,11 +197,3 @@ class TestOnSlurm:
         best = (folder / "best_learning_rates.csv").read_text().splitlines()
         assert len(best) == 2 and "accuracy on val" in best[0]
         assert "nothing to submit" in sbatch("sweep_grid")
-
-    def test_nothing_trained_is_nothing_to_collect(self, cluster, profile, sweep_file, tmp_path):
-        path = sweep_file(cluster=profile)
-        done = command("collect", path)
-        assert done.returncode == 1
-        assert "nothing to collect: no run has trained yet: 0 of 2" in done.stdout
-        assert not (tmp_path / "out").exists()
-        assert not any(run.path.exists() for run in runs_of(path))

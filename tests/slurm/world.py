@@ -36,14 +36,14 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(folder: Path, *, seed: int = 0, hidden: int = 32) -> Path:
+def make_model(folder: Path) -> Path:
     """A Llama of a few thousand parameters with its tokenizer."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     tokenizer = make_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
+        hidden_size=32,
+        intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -57,11 +57,11 @@ def make_model(folder: Path, *, seed: int = 0, hidden: int = 32) -> Path:
     return folder
 
 
-def make_chat(path: Path, *, rows: int = 64, seed: int = 0) -> Path:
+def make_chat(path: Path) -> Path:
     """Conversations of one question and one answer."""
-    draw = random.Random(seed)
+    draw = random.Random(0)
     with open(path, "w", encoding="utf-8") as out:
-        for _ in range(rows):
+        for _ in range(64):
             words = [f"w{draw.randrange(40)}" for _ in range(draw.randint(2, 9))]
             messages = [
                 {"role": "user", "content": "what is " + " ".join(words) + "?"},
@@ -71,10 +71,10 @@ def make_chat(path: Path, *, rows: int = 64, seed: int = 0) -> Path:
     return path
 
 
-def make_mmlu(folder: Path, *, questions: int = 12) -> Path:
+def make_mmlu(folder: Path) -> Path:
     """Two subjects in the official CSV layout."""
     draw = random.Random(1)
-    for split, count in (("dev", 5), ("val", questions), ("test", questions)):
+    for split, count in (("dev", 5), ("val", 12), ("test", 12)):
         (folder / split).mkdir(parents=True, exist_ok=True)
         for subject in ("shapes", "colours"):
             lines = [
