@@ -23,7 +23,6 @@ example workers=2 for two runs of each part at a time.
 """
 
 import csv
-import json
 import os
 import subprocess
 import sys
@@ -34,7 +33,7 @@ from calibeval.io import InputError
 from demo.posthoc import calibrate
 from sweeps.cli import main as sweeps
 from sweeps.executors.local import gpus
-from sweeps.files import SweepError, make_folder, read_rows, write_text
+from sweeps.files import SweepError, make_folder, read_rows, write_rows, write_text
 from sweeps.provenance import PROJECT
 
 FILE, SWEEPS = "configs/sweeps/gemma.yaml", Path("runs/gemma/sweeps")
@@ -174,7 +173,7 @@ def after() -> None:
     made = calibrate(plain, folder, Path("data/mmlu"), out / "records", workers)
     for entry in made:
         entry["records"] = os.path.relpath(entry["records"], out)
-    write_text(out / "index.jsonl", "".join(json.dumps(entry) + "\n" for entry in made))
+    write_rows(out / "index.jsonl", made)
 
 
 def report() -> None:

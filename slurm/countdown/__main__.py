@@ -6,7 +6,6 @@
 A second call goes on where the first was stopped.
 """
 
-import json
 import sys
 import zlib
 from itertools import combinations_with_replacement
@@ -15,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from demo.pretrain import fit
-from sweeps.files import make_folder, write_text
+from sweeps.files import make_folder, write_rows, write_text
 from sweeps.trainer.countdown import OPERATORS, Problem, expressions, value
 
 ROOT = Path("runs/countdown")
@@ -39,8 +38,7 @@ def main() -> None:
             pools[("test", "validation")[place] if place < 2 else "train"].append(problem)
         for name, size in SIZES.items():
             chosen = sorted(draw.permutation(len(pools[name]))[:size])
-            rows = [json.dumps(vars(pools[name][i])) + "\n" for i in chosen]
-            write_text(ROOT / f"{name}.jsonl", "".join(rows))
+            write_rows(ROOT / f"{name}.jsonl", (vars(pools[name][i]) for i in chosen))
         train(start, pools["train"], solved, draw)
     from transformers import AutoModelForCausalLM
 

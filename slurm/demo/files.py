@@ -13,7 +13,6 @@ Every answer in them is a draw of its own.
 import csv
 import hashlib
 import io
-import json
 import math
 import random
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from demo import world
 from demo.world import LETTERS, SUBJECTS, Question, World
-from sweeps.files import make_folder, write_text
+from sweeps.files import make_folder, write_rows, write_text
 
 SENTENCES = 16  # a document of the corpus
 QUESTIONS = 6  # an exam of the corpus: five examples and a question, as in the test
@@ -34,20 +33,20 @@ def write(of: World, out: Path, documents: int) -> None:
         return
     make_folder(out)
     rows = ({"text": text} for text in corpus(of, documents))
-    write_text(out / "corpus.jsonl", json_lines(rows))
+    write_rows(out / "corpus.jsonl", rows)
     names = [*world.SOURCES, *(town.name for towns in of.towns.values() for town in towns)]
     write_text(out / "names.txt", "\n".join(names) + "\n")
-    write_text(out / "messages.jsonl", json_lines(map(conversation, of.ask("new"))))
+    write_rows(out / "messages.jsonl", map(conversation, of.ask("new")))
     held_out = of.ask("val")
     random.Random(f"{of.seed} held out").shuffle(held_out)
-    write_text(out / "held_out.jsonl", json_lines(map(conversation, held_out)))
+    write_rows(out / "held_out.jsonl", map(conversation, held_out))
     for split in ("dev", "val", "test"):
         make_folder(out / "mmlu" / split)
         asked = of.ask(split)
         for subject in SUBJECTS:
             rows = [row(q) for q in asked if q.town.subject == subject]
             write_text(out / "mmlu" / split / f"{subject}_{split}.csv", csv_lines(rows))
-    write_text(out / "oracle.jsonl", json_lines(oracle(of.ask("test"))))
+    write_rows(out / "oracle.jsonl", oracle(of.ask("test")))
     write_text(out / "DONE", "")
 
 
@@ -96,11 +95,6 @@ def oracle(questions: list[Question]) -> Iterator[dict]:
             "versions": {},
         }
         counts[subject] += 1
-
-
-def json_lines(rows) -> str:
-    """One JSON object a line."""
-    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def csv_lines(rows: list[list[str]]) -> str:

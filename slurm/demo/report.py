@@ -1,6 +1,5 @@
 """The sweep's tables with the calibrators and the oracle beside them."""
 
-import json
 import os
 import sys
 from importlib.metadata import version
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import calibeval.report
 from demo.posthoc import calibrate
-from sweeps.files import make_folder, read_rows, write_text
+from sweeps.files import make_folder, read_rows, write_rows, write_text
 
 BETAS = (0.0, 0.1)  # whose runs are also calibrated after training
 # AUROC and the size of prediction sets beside ECE: a model equally unsure of all is no use. EntCE:
@@ -32,8 +31,7 @@ def report(root: Path) -> str:
             entry["records"] = os.path.relpath(entry["records"], out)
         oracle = {"dataset": "mmlu", "model": "oracle", "label_smoothing": None}
         oracle["records"] = os.path.relpath(root / "world" / "oracle.jsonl", out)
-        lines = "".join(json.dumps(entry) + "\n" for entry in [*entries, *fitted, oracle])
-        write_text(out / "index.jsonl", lines)
+        write_rows(out / "index.jsonl", [*entries, *fitted, oracle])
         table = calibeval.report.collect(out / "index.jsonl", out, COLUMNS, "Demo")
         packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
         made = f"`make demo`, Python {sys.version.split()[0]}, {packages}.\n"

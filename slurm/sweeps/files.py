@@ -12,7 +12,7 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from filelock import SoftFileLease
@@ -126,6 +126,11 @@ def last_error(said: str, *marks: str) -> str:
     """The last line of a program's output that has one of `marks` in it, else the last one."""
     lines = [line.strip() for line in said.splitlines() if line.strip()] or ["no output"]
     return ([line for line in lines if any(mark in line for mark in marks)] or lines)[-1]
+
+
+def write_rows(path: Path, rows: Iterable[dict]) -> None:
+    """Write JSON lines, atomically."""
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def lease(path: Path, *, timeout: float, lost: Callable[[], None] | None = None) -> SoftFileLease:

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 import os
 import shutil
 from collections import defaultdict
@@ -17,7 +16,7 @@ from calibeval.report import entropy, html
 from sweeps import score, status
 from sweeps.assets import dataset_names
 from sweeps.config import HELD_OUT, Entropy, Sweep
-from sweeps.files import lease, make_folder, write_text
+from sweeps.files import lease, make_folder, write_rows, write_text
 from sweeps.plan import Cell, sweep_folder
 from sweeps.rundir import RunDir
 
@@ -98,7 +97,7 @@ def _write(sweep: Sweep, cells: list[Cell], entries: list[dict], gaps: list[Gap]
         figure = f"<figure>{drawn}</figure><pre>{html.escape(text)}</pre>"
         sections.append(f"<h2>Entropy calibration</h2>{figure}")
     if entries:
-        write_text(folder / "index.jsonl", "".join(json.dumps(entry) + "\n" for entry in entries))
+        write_rows(folder / "index.jsonl", entries)
         options = {"title": sweep.name, "note": said, "sections": sections, "page": page}
         table = calibeval.report.collect(folder / "index.jsonl", part, **options)
         print(table.replace(str(part), str(results)), end="")
