@@ -10,6 +10,7 @@ from pathlib import Path
 from calibeval.io import InputError, counted
 from sweeps import assets, launch, plan, preflight, score, smoke, status
 from sweeps.cluster import load_cluster
+from sweeps.config import read_yaml
 from sweeps.executors import local, slurm
 from sweeps.files import DISK_ERRORS, SweepError, disk_error, tail
 from sweeps.provenance import PROJECT, TYPED_IN, command, shown
@@ -111,7 +112,10 @@ def _planned(a: argparse.Namespace):
         there = " ".join(str(shown(path)) for path in found)
         example = command("sweeps.sh", a.command)
         raise SweepError(f"{a.command}: of which sweep? {example} SWEEP; there are: {there}")
-    return plan.plan(a.config, a.overrides + ([f"cluster={a.cluster}"] if a.cluster else []))
+    if a.cluster is None:
+        return plan.plan(a.config, a.overrides)
+    read_yaml(a.cluster)  # a local launch needs none, but who types one means it
+    return plan.plan(a.config, [*a.overrides, f"cluster={a.cluster}"])
 
 
 def _plan(a: argparse.Namespace) -> int:
@@ -216,7 +220,10 @@ def _score(a: argparse.Namespace) -> int:
 
 
 def _train(a: argparse.Namespace) -> int:
-    return train(RunDir(a.folder.absolute()), echo=sys.stderr.isatty()).value
+    run = RunDir(a.folder.absolute())
+    if run.done:
+        print(f"{shown(run.path)}: is finished already")
+    return train(run, echo=sys.stderr.isatty()).value
 
 
 def _collect(a: argparse.Namespace) -> int:

@@ -185,6 +185,16 @@ class _Loader(yaml.SafeLoader):
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
+    def construct_mapping(self, node, deep=False):
+        """PyYAML lets the last of two values win."""
+        seen = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                problem = f"the key {key.value!r} is given twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):
     """Quotes what _Loader would not read back as the same text."""

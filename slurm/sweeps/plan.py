@@ -93,6 +93,11 @@ def load_sweep(path: Path, assignments: Iterable[str] = ()) -> tuple[Sweep, dict
     expected = "a sweep is expected, for example configs/sweeps/beta.yaml"
     refuse_other(raw, Sweep, expected, str(path))
     origins = override(raw, assignments)
+    train = raw.get("train")
+    for key in origins:  # an axis that is typed replaces the file's one value
+        section, _, name = key.partition(".")
+        if section == "grid" and f"train.{name}" not in origins and isinstance(train, dict):
+            train.pop(name, None)
 
     def expanded(key: str, text: str) -> str:  # here: the jobs have not all of the variables
         typed = next((a for at, a in origins.items() if f"{key}.".startswith(f"{at}.")), None)
@@ -253,6 +258,13 @@ def read(folder: Path, assignments: list[str]) -> tuple[Sweep, list[Cell]]:
         raise SweepError(f"{folder}: no {FILE} in this folder; {expected}")
     sweep, origins = load_sweep(folder / FILE, assignments)
     cells = expand(sweep, str(folder / FILE), origins)
+    here = sweep_folder(sweep)
+    if here.name == folder.name and not (here.exists() and here.samefile(folder)):
+        now = folder.absolute().parents[1]
+        raise SweepError(
+            f"{folder}: its runs would be in {runs_folder(sweep)}; was it moved? say where it is: "
+            f"output_root={now}"
+        )
     if sweep_hash(cells) != found[0] or Path(sweep_folder(sweep)).name != folder.name:
         why = f"with {' '.join(assignments)} it" if assignments else "its runs changed: it"
         raise SweepError(

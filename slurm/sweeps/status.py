@@ -245,7 +245,8 @@ def troubles(statuses: list[Status], planned: Plan | None = None) -> str:
     if not lines or planned is None:
         return "\n".join(lines)
     if not all(status.trouble.stopped for status in statuses if status.trouble):
-        return "\n".join([*lines, f"Once that is mended: {planned.again('retry')}"])
+        lines.append(f"Once that is mended: {planned.again('retry')}")
+        return "\n".join([*lines, "(a changed key makes other runs: launch the changed file)"])
     again = planned.again("retry")  # which goes where the launch went
     if any(status.state == "to do" for status in statuses):
         again = planned.again("launch")

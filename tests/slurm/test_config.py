@@ -151,6 +151,13 @@ def test_a_key_in_train_and_grid_is_refused(sweep_file):
     assert "both" in refusal(sweep_file(train={"label_smoothing": 0.1}))
 
 
+def test_an_axis_that_is_typed_replaces_the_files_one_value(sweep_file):
+    path = sweep_file(train={"weight_decay": 0.1})
+    planned = launch.plan(path, ["grid.weight_decay=[0.0,0.2]"])
+    assert [cell.values["weight_decay"] for cell in planned.cells] == [0.0, 0.2] * 2
+    assert "both" in refusal(path, "grid.weight_decay=[0.2]", "train.weight_decay=0.3")
+
+
 def test_logs_of_a_run_that_is_not_there_name_one_that_is(sweep_file, capsys):
     path = str(sweep_file())
     assert main(["logs", path, "--run", "nonsense"]) == 2
@@ -165,6 +172,13 @@ def test_not_yaml_names_line_and_column(tmp_path):
     assert f"{path}:3:1" in refusal(path)
     path.write_bytes("name: Mädchen".encode("latin-1"))
     assert refusal(path) == f"{path}, line 1: not UTF-8 text (byte 0xe4)"
+
+
+def test_a_key_written_twice_is_refused(tmp_path):
+    path = tmp_path / "twice.yaml"
+    path.write_text("name: a\ntrain:\n  learning_rate: 1\n  learning_rate: 2.0e-4\n")
+    assert refusal(path) == f"{path}:4:3: not YAML: the key 'learning_rate' is given twice"
+    assert parse_yaml("a: &a {x: 1, y: 2}\nb: {<<: *a, x: 3}", "")["b"] == {"x": 3, "y": 2}
 
 
 def test_unknown_backend_lists_the_known(sweep_file):
@@ -231,6 +245,11 @@ def test_missing_files_are_all_named_before_anything_starts(sweep_file, tmp_path
 def test_overrides_may_follow_options(sweep_file, capsys):
     assert main(["launch", str(sweep_file()), "--dry-run", "grid.seed=[1,2,3]"]) == 0
     assert "6 runs, 0 done" in capsys.readouterr().out
+
+
+def test_a_typed_profile_must_be_there(sweep_file, capsys):
+    assert main(["plan", str(sweep_file()), "--cluster", "nowhere.yaml"]) == 2
+    assert "nowhere.yaml: could not be read" in capsys.readouterr().err
 
 
 def test_one_run_is_said_in_the_singular(sweep_file, capsys):

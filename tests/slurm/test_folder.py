@@ -88,6 +88,16 @@ def test_a_folder_takes_no_override_that_makes_another_sweep(sweep_file):
             launch.plan(above, [])
 
 
+def test_a_moved_folder_does_not_begin_anew_where_it_was(sweep_file, tmp_path):
+    planned = claimed(sweep_file())
+    (tmp_path / "out").rename(tmp_path / "moved")
+    moved = tmp_path / "moved" / "sweeps" / planned.folder.name
+    with pytest.raises(SweepError, match=rf"moved\? .* output_root={tmp_path}/moved$"):
+        launch.plan(moved, [])
+    again = launch.plan(moved, [f"output_root={tmp_path}/moved"])
+    assert again.folder == moved and all(cell.folder.exists() for cell in again.cells)
+
+
 def test_a_command_without_a_sweep_lists_those_launched(sweep_file, tmp_path, monkeypatch, capsys):
     planned = claimed(sweep_file(output_root=str(tmp_path / "runs" / "out")))
     monkeypatch.setattr("sweeps.cli.PROJECT", tmp_path)
