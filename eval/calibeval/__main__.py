@@ -95,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
     add("--task", required=True, help=help)
     help = "the task's folder or file; mmlu: or hub:NAME; responses: a file as for entropy"
     add("--data", required=True, help=help)
-    add("--split", help="default: test; hellaswag: val")
+    add("--split", help="default: test, hellaswag val; fit-…: mmlu val, hellaswag train, arc dev")
     add("--shots", type=natural, help="default: 5; by continuation 0")
     add("--examples", metavar="FILE", help="few-shot examples of jsonl, arc, hellaswag")
     add("--subjects", type=names, help="comma-separated; default: all")
@@ -367,7 +367,9 @@ def fit_questions(a: argparse.Namespace) -> tuple:
     subjects = posthoc.unseen(loaded, tested)
     left_out = sum(len(s.questions) for s in loaded) - sum(len(s.questions) for s in subjects)
     if left_out:
-        note = "examples in the prompts, or among those that test the model"
+        shown = any(subject.shots for subject in loaded)
+        among = "the prompts' examples or " if shown else ""
+        note = f"among {among}those that test the model"
         print(f"left out {counted(left_out, 'question')}: {note}", file=sys.stderr)
     items = fit_items(a, subjects)
     engine = load_engine(a, items)

@@ -26,6 +26,7 @@ HIGHER_IS_BETTER = {"accuracy", "auroc"}
 ENDS = {"accuracy": (0, 1), "nll": (0, math.inf), "brier": (0, 2), "auroc": (0, 1)}
 ENDS |= {"ece_signed": (-1, 1)}
 RESAMPLES, SIMULATIONS = 1000, 499
+LOW_MASS = 0.9  # below this the letters are not what the model wants to say
 LOW, HIGH = 0.025, 0.975
 Side = tuple[np.ndarray, np.ndarray]  # (S,) figures of S runs, (S, R) their draws
 

@@ -243,7 +243,9 @@ def arc(name: str, source: Source) -> list[Subject]:
     data, split = Path(source.data), (source.split or "test").capitalize()
     path = data / f"{name}-{split}.jsonl"
     if not path.is_file():
-        raise InputError(f"{data}: no {path.name}; expected AI2's files {name}-Train, -Dev, -Test")
+        raise InputError(
+            f"{data}: no {path.name}; expected the folder of {name}-Train, -Dev, -Test"
+        )
     examples = Path(source.examples) if source.examples else data / f"{name}-Train.jsonl"
     subject = name.lower().replace("-", "_")
     row = partial(_arc_row, subject)

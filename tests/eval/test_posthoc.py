@@ -285,7 +285,8 @@ def test_questions_that_test_the_model_or_stand_in_prompts_are_left_out(
     common = ["--model", tiny_model, "--task", "mmlu", "--data", val]
     assert run("fit-temperature", *common, "--out", tmp_path / "c", "--subjects", "light") == 0
     assert fitted(tmp_path / "c")["answers"] == 26 and fitted(tmp_path / "c")["left_out"] == 1
-    assert "left out 1 question" in capsys.readouterr().err
+    said = "left out 1 question: among the prompts' examples or those that test the model"
+    assert said in capsys.readouterr().err
     assert run("fit-temperature", *common, "--out", tmp_path / "c") == 0
     # old_kings' prompts show its example, with which both tables begin as well.
     assert fitted(tmp_path / "c")["left_out"] == 4

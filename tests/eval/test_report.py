@@ -244,6 +244,14 @@ def test_table_over_data_sets(project, tmp_path, capsys):
     assert "† ECE consistent with calibration" in text
 
 
+def test_letters_with_little_of_the_probability_are_named(project, tmp_path, capsys):
+    path, out = project(datasets=("toy", "other")), str(tmp_path / "out")
+    write_records(tmp_path / "toy-b0-1.jsonl", 300, 2.0, 0, mass=0.4)
+    assert main(["collect", str(path), "--out", out]) == 0
+    said = "Letters hold less than 0.9 of the probability, so read with care: toy (0.400 and more)."
+    assert said in capsys.readouterr().out
+
+
 def test_columns(project, tmp_path, capsys):
     out = ["--out", str(tmp_path / "out"), "--columns"]
     assert main(["collect", str(project()), *out, "nll,rms_hendrycks,ece@vocabulary"]) == 0

@@ -128,7 +128,7 @@ def test_malformed_arc_and_hellaswag(tmp_path):
     write(tmp_path / "ARC-Easy-Test.jsonl", [{"id": "a"}])
     with pytest.raises(InputError, match=r"line 1: not an ARC item \(at 'question'\)"):
         load("arc_easy", tmp_path)
-    with pytest.raises(InputError, match=r"no ARC-Challenge-Test\.jsonl"):
+    with pytest.raises(InputError, match=r"no ARC-Challenge-Test\.jsonl; expected the folder"):
         load("arc_challenge", tmp_path)
     path = write(tmp_path / "h.jsonl", [{"ctx": "c", "endings": ["a", "b"], "label": ""}])
     with pytest.raises(InputError, match="label is '', expected the index of an ending"):

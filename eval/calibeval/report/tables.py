@@ -28,7 +28,7 @@ ALONE = ("set_size", "entce")  # which have one value whatever the confidence
 CALIBRATED = 0.05  # an ECE with a larger p-value is no evidence of miscalibration
 NOTES = {
     "ece": "ECE: 15 equal-width bins of the likeliest choice's probability.",
-    "rms": "RMS: the root mean square over the same bins.",
+    "rms": "RMS: the root mean square of the same bins' gaps.",
     "rms_debiased": "Debiased RMS: the same less what finitely many answers add to it.",
     "rms_hendrycks": "Hendrycks' RMS: what hendrycks/test prints as RMS; not a root mean square.",
     "auroc": "AUROC: how well confidence tells right answers from wrong ones; ½ is not at all.",
@@ -175,7 +175,19 @@ def notes(results: Results, chosen: Sequence[Column], lines: list) -> list[str]:
         )
     if any(cell.dagger for cell in cells):
         found.append(f"† ECE consistent with calibration (p > {CALIBRATED}).")
-    return [*found, "Bold: best of the SFT data and model."]
+    least = {group: least_mass(results, group) for group in results.groups}
+    if few := {group: mass for group, mass in least.items() if mass < stats.LOW_MASS}:
+        named = ", ".join(f"{group} ({mass:.3f} and more)" for group, mass in few.items())
+        held = f"Letters hold less than {stats.LOW_MASS} of the probability"
+        found.append(f"{held}, so read with care: {named}.")
+    return [*found, "Bold: the best row of each model and training data."]
+
+
+def least_mass(results: Results, group: str) -> float:
+    """Of the letters' mean probabilities the least; a calibrator's are low by design."""
+    plain = [row for row in results.rows if row.keys.get("calibrator") is None]
+    masses = (run.letter_mass for row in plain for run in row.runs.get(group, []))
+    return min((mass for mass in masses if mass is not None), default=1.0)
 
 
 def differences(results: Results, chosen: Sequence[Column]) -> Table | None:
