@@ -12,6 +12,7 @@ STEPS  := awk '!/^(Requirement already|Looking in|Obtaining|  |Processing|Using 
 
 .PHONY: setup demo test lint
 setup: $(VENV)/.ready
+	@$(BIN)/python -c 'import os, sweeps; assert os.path.samefile(sweeps.__path__[0], "slurm/sweeps")' 2>/dev/null || { echo "setup: $(VENV) was made for another copy of this folder, or for this one before it was moved; rm -r $(VENV) and repeat"; exit 1; }
 	@echo "setup: $(VENV) is ready"
 
 $(VENV)/.ready: pyproject.toml configs/constraints-cpu.txt

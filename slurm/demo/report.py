@@ -38,4 +38,7 @@ def report(root: Path) -> str:
         write_text(out / "summary.md", f"{table}\n{made}")
         write_text(out / "DONE", "")
     pictures = sorted(path.name for path in out.glob("*.png"))
-    return (out / "summary.md").read_text(encoding="utf-8") + f"\n{out}: {', '.join(pictures)}"
+    return (out / "summary.md").read_text(encoding="utf-8") + (
+        f"\n{out}: {', '.join(pictures)}\nWhat it says, and what other processors read: "
+        "slurm/demo/README.md"
+    )
