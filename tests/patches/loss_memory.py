@@ -10,14 +10,14 @@ import smoothce.models
 
 
 class LossMemory:
-    """Watches `linear_cross_entropy` in a patched model for its fifth to eighth call.
+    """Watches `linear_cross_entropy` in a patched model for a few calls, from the `first` on.
 
     The peak is what the loss allocates at most, forward to the end of its backward, beyond what
     was allocated when it was called; its two gradients are part of it.
     """
 
-    def __init__(self) -> None:
-        self.watched = range(5, 9)
+    def __init__(self, first: int = 5, calls: int = 4) -> None:
+        self.watched = range(first, first + calls)
         self.call = 0
         self.rows: list[dict[str, Any]] = []
         self.whole = 0
