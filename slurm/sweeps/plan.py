@@ -265,7 +265,7 @@ def read(folder: Path, assignments: list[str]) -> tuple[Sweep, list[Cell]]:
             f"{folder}: its runs would be in {runs_folder(sweep)}; was it moved? say where it is: "
             f"output_root={now}"
         )
-    if sweep_hash(cells) != found[0] or Path(sweep_folder(sweep)).name != folder.name:
+    if sweep_hash(cells) != found[0] or here.name != folder.name:
         why = f"with {' '.join(assignments)} it" if assignments else "its runs changed: it"
         raise SweepError(
             f"{folder}: {why} would be another sweep; launch the sweep file ({found[1]}) anew"
