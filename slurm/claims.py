@@ -4,7 +4,7 @@
     .venv/bin/python slurm/claims.py [PART …] [key=value …]
 
 Those parts, or all of them: the grid first, then the other sweeps side by side (up to nine runs on
-a GPU, of some 14 GB; name fewer parts where they do not fit), then what rests on them:
+a GPU, of 14 to 18 GB; name fewer parts where they do not fit), then what rests on them:
 
     grid          4 learning rates × 6 label-smoothing factors; the rate with the lowest held-out
                   loss at β = 0 is that of all other parts

@@ -171,7 +171,8 @@ class Sweep(Strict):
     prefetch: Prefetch = Prefetch()
     cluster: str | None = None  # a file of configs/cluster
     workers: int | None = Field(None, ge=1)  # runs at a time here; None: one a GPU, else 1
-    keep: Literal["all", "scores"] = "all"  # scores: a scored run's model and checkpoints go
+    # scores: a scored run's model and checkpoints go, if no other sweep here still needs them
+    keep: Literal["all", "scores"] = "all"
     throttle: int | None = Field(None, ge=1)  # runs at a time on the cluster
     max_idle_restarts: int = Field(3, ge=0)  # restarts in a row that make no progress
     model_labels: dict[str, str] = {}  # model_name_or_path → its name in tables

@@ -10,7 +10,7 @@ import re
 import secrets
 import shlex
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -285,17 +285,20 @@ def namesakes(planned: Plan) -> str:
     return others and f"{typed} was never launched; of this name there are:{others}\n"
 
 
-def orphans(sweep: Sweep) -> list[Path]:
-    """Run folders in the sweep's output_root that no sweep folder there holds any more."""
-    held = set()
+def neighbours(sweep: Sweep) -> Iterator[tuple[Sweep, list[Cell]]]:
+    """The sweeps launched in this one's output_root, which may share its runs."""
     for folder in sweep_folder(sweep).parent.glob("*/"):
         path = folder / FILE
-        if recorded(folder) is None:
-            if not (folder / "jobs").exists():
-                continue
+        if recorded(folder) is not None:
+            one, _ = load_sweep(path)
+            yield one, expand(one, str(path))
+        elif (folder / "jobs").exists():
             raise SweepError(f"{folder}: has jobs but no {FILE}, so nobody knows its runs")
-        one, _ = load_sweep(path)
-        held |= {cell.folder.name for cell in expand(one, str(path))}
+
+
+def orphans(sweep: Sweep) -> list[Path]:
+    """Run folders in the sweep's output_root that no sweep folder there holds any more."""
+    held = {cell.folder.name for _, cells in neighbours(sweep) for cell in cells}
     return sorted(p for p in runs_folder(sweep).glob("*") if p.is_dir() and p.name not in held)
 
 

@@ -14,7 +14,7 @@ from sweeps.backends.base import Program
 from sweeps.children import Start, start_cold
 from sweeps.config import Entropy, Score, Sweep, Task
 from sweeps.files import SweepError, last_error, lease, make_folder, read_json, write_json
-from sweeps.plan import Cell
+from sweeps.plan import Cell, neighbours
 from sweeps.provenance import PROJECT
 from sweeps.rundir import RunDir, readable
 
@@ -169,12 +169,25 @@ def run(subject: Subject, score: Score, *, start: Start = start_cold) -> None:
 
 
 def discard(cell: Cell, sweep: Sweep) -> None:
-    """Under `keep: scores`, delete what a finished run no longer needs once all is scored."""
-    subject = of_cell(cell)
-    done = sweep.keep == "scores" and RunDir(cell.folder).done
-    if done and not missing(subject, sweep.score):
-        for name in ("model", "checkpoints"):
-            shutil.rmtree(cell.folder / name, ignore_errors=True)
+    """Under `keep: scores`, delete what a finished run no longer needs once all is scored.
+
+    It may be a run of other sweeps too: then not before they have scored it, and under `keep: all`
+    in one of them never.
+    """
+    subject, run = of_cell(cell), RunDir(cell.folder)
+    gone = [folder for folder in (run.model, run.checkpoints) if folder.exists()]
+    if not (gone and run.done and sweep.keep == "scores") or missing(subject, sweep.score):
+        return
+    try:
+        for other, cells in neighbours(sweep):
+            holds = any(one.config.name == cell.config.name for one in cells)
+            if holds and (other.keep == "all" or missing(subject, other.score)):
+                return
+    except SweepError as error:
+        print(f"{run.model} stays: {error}", flush=True)
+        return
+    for folder in gone:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _run_tasks(subject: Subject, tasks: list, score: Score, start: Start) -> None:

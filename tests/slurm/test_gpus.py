@@ -14,7 +14,7 @@ from real import prepare, runs_of
 from calibeval.__main__ import load_engine, parser
 from calibeval.engines import vllm
 from demo import posthoc
-from sweeps import launch, score, status
+from sweeps import launch, plan, score, status
 from sweeps.backends.base import Program
 from sweeps.cli import main
 from sweeps.config import Score, Sweep, Task
@@ -258,6 +258,33 @@ def test_a_model_goes_only_after_every_score_and_later_is_missed_by_name(sweep_f
     (run.scores / "val.jsonl").unlink()
     with pytest.raises(SweepError, match=r"is gone .*keep: scores.*to train it again, delete"):
         score.run(score.of_cell(cell), planned.sweep.score)
+
+
+def test_a_model_stays_while_another_sweep_keeps_it_or_has_not_scored_it(sweep_file, tiny, capsys):
+    task = {"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 0}
+    asked = {"base": False, "tasks": [task]}
+    common = {"grid": {}, "train": {"max_train_steps": 1}}
+    path = sweep_file(name="one", keep="scores", score=asked, **common)
+    other = sweep_file(name="two", keep="all", score=asked, **common)
+    planned = launch.plan(path, [])
+    (cell,) = planned.cells
+    run = prepare(path)
+    assert main(["train", str(run.path)]) == 0
+    score.run(score.of_cell(cell), planned.sweep.score)
+    unscored = f"score.tasks=[{{task: mmlu, data: {tiny / 'mmlu'}, shots: 0, name: other}}]"
+    for added in ([], ["keep=scores", unscored]):
+        plan.claim(launch.plan(other, added))
+        score.discard(cell, planned.sweep)
+        assert run.model.exists()
+    (folder,) = {p.parent for p in run.path.parent.parent.glob("sweeps/two/sweep.yaml")}
+    whole = (folder / "sweep.yaml").read_text()
+    (folder / "sweep.yaml").write_text(whole.replace("keep:", "kept:"))
+    score.discard(cell, planned.sweep)
+    assert run.model.exists() and f"{run.model} stays: {folder}" in capsys.readouterr().out
+    (folder / "sweep.yaml").write_text(whole)
+    plan.claim(launch.plan(other, ["keep=scores"]))
+    score.discard(cell, planned.sweep)
+    assert not run.model.exists()
 
 
 def test_keep_scores_needs_scores(sweep_file, capsys):
