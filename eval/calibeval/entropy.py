@@ -22,6 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from calibeval import __version__, models, records, references
+from calibeval.engines import in_memory
 from calibeval.io import InputError, counted, json_lines
 from calibeval.store import Store
 
@@ -142,18 +143,13 @@ def ask(
 
     `own` are those texts with their tokens' log p, or the random numbers (B, T) to draw them with.
     """
-    import torch
-
     contexts = [d.context for d in batch]
-    try:
+    with in_memory(len(batch)):
         drawn = own
         if isinstance(own, np.ndarray):
             drawn = [(text, None) for text in sampler.sample(contexts, setting, own, ends)]
         given = sampler.read(contexts, [d.reference for d in batch], setting)
         along = sampler.read(contexts, [text for text, _ in drawn], setting)
-    except torch.cuda.OutOfMemoryError as error:
-        remedy = f"give less than --batch-size {len(batch)}; what is finished is kept"
-        raise InputError(f"the GPU has too little memory: {remedy}") from error
     made = []
     for (tokens, said), (expected, _), (log_p, entropies) in zip(drawn, given, along, strict=True):
         curves = expected, log_p if said is None else said, entropies  # to 1e-6, for they are many

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from calibeval import prompts, tasks
 from calibeval.__main__ import main
+from calibeval.engines.hf import TransformersEngine
 
 
 def score(model, data, out, *options) -> list[dict]:
@@ -84,6 +85,24 @@ def test_a_model_that_is_not_finite_is_an_error(mmlu, tiny_model, tmp_path, caps
     assert main([str(c) for c in command]) == 2
     assert "the model's output is not finite" in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_a_gpu_that_is_too_small_for_a_batch_says_what_helps(
+    mmlu, tiny_model, tmp_path, capsys, monkeypatch
+):
+    given = ["--batch-size", "3", "--shots", "0"]
+
+    def forward(engine, batch, prefix, plain=TransformersEngine._batch):
+        if len(batch) > 2:
+            raise torch.cuda.OutOfMemoryError("tried to allocate 3.06 GiB")
+        return plain(engine, batch, prefix)
+
+    monkeypatch.setattr(TransformersEngine, "_batch", forward)
+    command = ["score", "--model", tiny_model, "--task", "mmlu", "--data", mmlu, *given]
+    assert main([str(c) for c in [*command, "--out", tmp_path / "r.jsonl"]]) == 2
+    said = "error: the GPU has too little memory: give less than --batch-size 3 (a sweep"
+    assert said in capsys.readouterr().err
+    assert score(tiny_model, mmlu, tmp_path / "r.jsonl", "--batch-size", "2", "--shots", "0")
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,8 @@ describe()      settings that the figures depend on, the precision in use among 
 versions()      of the packages that compute the figures
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -47,6 +49,18 @@ class Usage:
 
     prompt_tokens: int = 0
     computed_tokens: int = 0
+
+
+@contextmanager
+def in_memory(rows: int) -> Iterator[None]:
+    """Around a batch: where a GPU's memory does not hold it, what helps."""
+    import torch
+
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        remedy = f"give less than --batch-size {rows} (a sweep's batch_size); what is done is kept"
+        raise InputError(f"the GPU has too little memory: {remedy}") from error
 
 
 def load(auto, model: str, what: str, revision: str | None = None, **options):

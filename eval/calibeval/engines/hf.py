@@ -21,6 +21,7 @@ from calibeval.engines import (
     Usage,
     context_length,
     first_line,
+    in_memory,
     load,
     load_tokenizer,
     text_config,
@@ -118,7 +119,8 @@ class TransformersEngine:
             packed = not trees or self._can_pack(trees[0], prefix)
             rows = 1 if packed else max(len(job.branches) for job in ordered)
             for batch in self._batches(ordered, rows):
-                yield from self._batch(batch, prefix) if packed else self._apart(batch, prefix)
+                with in_memory(len(batch) * rows):
+                    yield from self._batch(batch, prefix) if packed else self._apart(batch, prefix)
 
     def _batches(self, jobs: list[Job], rows: int = 1) -> Iterator[list[Job]]:
         """`jobs` in batches of `batch_size` rows, `rows` a job, and `LOGITS` logits at most."""
