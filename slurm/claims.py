@@ -113,17 +113,26 @@ def main(words: list[str]) -> int:
     if unknown := set(parts) - set(known):
         raise SweepError(f"{', '.join(sorted(unknown))}: no such part; known: {', '.join(known)}")
     os.chdir(PROJECT)
-    code = sweep("grid", overrides) if "grid" in parts else 0
-    match [part for part in PARTS if part in parts and part != "grid"]:
-        case [part]:
-            code |= sweep(part, overrides)
-        case others:
-            code |= together(others, overrides)
-    if "after" in parts:
-        after()
-    if "report" in parts:
-        report()
-    return code
+    if len(parts) == 1 and parts[0] in PARTS:
+        return sweep(parts[0], overrides)
+    others = [part for part in PARTS if part in parts and part != "grid"]
+    failed = []
+    try:
+        failed = together(["grid"] if "grid" in parts else [], overrides)
+        if not failed:  # its rate is that of all others
+            failed = together(others, overrides)
+            if "after" in parts:
+                after()
+            if "report" in parts:
+                report()
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on", file=sys.stderr)
+        return 130
+    finally:
+        if failed:
+            then = "(why is said above); once that is mended, the same command goes on"
+            print(f"\nnot whole: {', '.join(failed)} {then}", file=sys.stderr)
+    return int(bool(failed))
 
 
 def sweep(part: str, overrides: list[str]) -> int:
@@ -136,8 +145,11 @@ def sweep(part: str, overrides: list[str]) -> int:
     return sweeps(["launch", FILE, "--executor", "local", *asked])
 
 
-def together(parts: list[str], overrides: list[str]) -> int:
-    """Do parts that need nothing of one another side by side: a GPU would wait for each scoring."""
+def together(parts: list[str], overrides: list[str]) -> list[str]:
+    """Do parts that need nothing of one another side by side: a GPU would wait for each scoring.
+
+    Returns those that failed.
+    """
     started, found = [], gpus()
     for part in parts:
         where = {"CUDA_VISIBLE_DEVICES": ",".join(found)} if found else {}
@@ -146,9 +158,12 @@ def together(parts: list[str], overrides: list[str]) -> int:
         turn = 6 % max(len(found), 1) or 1  # most parts have six runs: the next begins behind them
         found = found[turn:] + found[:turn]
     try:
-        return int(any([process.wait() for process in started]))
+        codes = [process.wait() for process in started]
     except KeyboardInterrupt:  # they were told as well, and save first
-        return int(any([process.wait() for process in started])) or 130
+        for process in started:
+            process.wait()
+        raise
+    return [part for part, code in zip(parts, codes, strict=True) if code]
 
 
 def chosen_rate() -> str:

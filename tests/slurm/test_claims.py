@@ -1,7 +1,10 @@
 """slurm/claims.py: its sweeps are what configs/sweeps/gemma.yaml takes, and share their runs."""
 
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "eval"))
 from made_records import write_records
+from real import wait_for
 
 import claims
 from calibeval import stats
@@ -58,39 +62,86 @@ def test_the_rate_is_that_of_beta_0(tmp_path, monkeypatch):
     assert claims.chosen_rate() == "5e-05"
 
 
-def test_all_but_the_grid_start_at_once_each_at_another_gpu(tmp_path, monkeypatch):
-    script = tmp_path / "claims.py"
-    script.write_text(
-        "import os, pathlib, sys, time\n"
-        f"here = pathlib.Path({str(tmp_path)!r})\n"
-        "(here / sys.argv[1]).write_text(sys.argv[2] + os.environ['CUDA_VISIBLE_DEVICES'])\n"
-        "while len(list(here.iterdir())) < 10: time.sleep(0.01)\n"  # itself and the nine parts
-        "sys.exit(sys.argv[1] == 'filtered')\n"
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """A factory of what stands for claims.py, one part at a time, on three GPUs."""
+
+    def write(*lines: str) -> None:
+        start = "import os, pathlib, sys, time", f"here = pathlib.Path({str(tmp_path)!r})"
+        (tmp_path / "claims.py").write_text("\n".join([*start, *lines]))
+        monkeypatch.setattr(claims, "__file__", str(tmp_path / "claims.py"))
+        monkeypatch.setattr(claims, "gpus", lambda: ["4", "5", "7"])
+
+    return write
+
+
+def test_all_but_the_grid_start_at_once_each_at_another_gpu(tmp_path, script):
+    script(
+        "(here / sys.argv[1]).write_text(sys.argv[2] + os.environ['CUDA_VISIBLE_DEVICES'])",
+        "while len(list(here.iterdir())) < 10: time.sleep(0.01)",  # itself and the nine parts
+        "sys.exit(sys.argv[1] == 'filtered')",
     )
-    monkeypatch.setattr(claims, "__file__", str(script))
-    monkeypatch.setattr(claims, "gpus", lambda: ["4", "5", "7"])
     parts = [part for part in claims.PARTS if part != "grid"]
-    assert claims.together(parts, ["workers=2 "]) == 1  # as one of them failed
+    assert claims.together(parts, ["workers=2 "]) == ["filtered"]
     assert {path.name for path in tmp_path.iterdir()} == {"claims.py", *parts}
     begun = [(tmp_path / part).read_text() for part in parts]
     assert begun[:4] == [f"workers=2 {gpus}" for gpus in ("4,5,7", "5,7,4", "7,4,5", "4,5,7")]
 
 
-def test_the_grid_comes_first_and_the_report_last(monkeypatch, tmp_path):
-    done = []
-    monkeypatch.setattr(claims, "together", lambda parts, overrides: done.append(parts) or 0)
-    monkeypatch.setattr(claims, "sweep", lambda part, overrides: done.append(part) or 0)
-    monkeypatch.setattr(claims, "after", lambda: done.append("after"))
-    monkeypatch.setattr(claims, "report", lambda: done.append("report"))
+@pytest.fixture
+def done(monkeypatch, tmp_path):
+    """What main does, in order, and which parts fail."""
+    order = []
+
+    def together(parts, overrides):
+        order.extend([parts] * bool(parts))
+        return [part for part in parts if part in order[0]]
+
+    monkeypatch.setattr(claims, "together", together)
+    monkeypatch.setattr(claims, "sweep", lambda part, overrides: order.append(part) or 0)
+    monkeypatch.setattr(claims, "after", lambda: order.append("after"))
+    monkeypatch.setattr(claims, "report", lambda: order.append("report"))
     monkeypatch.chdir(tmp_path)
-    assert claims.main(["workers=2"]) == 0
-    assert done == ["grid", [part for part in claims.PARTS if part != "grid"], "after", "report"]
-    done.clear()
-    assert claims.main(["report", "twice", "mean"]) == 0
-    assert done == [["mean", "twice"], "report"]
-    done.clear()
-    assert claims.main(["after", "seeds"]) == 0
-    assert done == ["seeds", "after"]
+
+    def run(*words: str, failing=()) -> list:
+        order[:] = [failing]
+        code = claims.main([*words])
+        assert code == bool(failing)
+        return order[1:]
+
+    return run
+
+
+def test_the_grid_comes_first_and_the_report_last(done):
+    others = [part for part in claims.PARTS if part != "grid"]
+    assert done("workers=2") == [["grid"], others, "after", "report"]
+    assert done("report", "twice", "mean") == [["mean", "twice"], "report"]
+    assert done("after", "seeds") == [["seeds"], "after"]
+    assert done("seeds") == ["seeds"]
+
+
+def test_what_failed_is_said_last_and_a_failed_grid_ends_it(done, capsys):
+    assert done(failing=["sum", "mean"])[2:] == ["after", "report"]
+    assert "\nnot whole: sum, mean (why is said above)" in capsys.readouterr().err
+    assert done(failing=["grid"]) == [["grid"]]  # whose rate is that of all others
+    assert "not whole: grid" in capsys.readouterr().err
+
+
+def test_ctrl_c_lets_the_part_save_and_starts_no_other(tmp_path, script):
+    script(
+        "try: (here / sys.argv[1]).touch(); time.sleep(60)",
+        "except KeyboardInterrupt: time.sleep(0.5); (here / 'saved').touch()",
+    )
+    asked = f"claims.__file__ = {claims.__file__!r}; sys.exit(claims.main(['grid', 'seeds']))"
+    code = f"import sys; sys.path[:] = {sys.path!r}; import claims; {asked}"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    wait_for(lambda: (tmp_path / "grid").exists())
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and "stopped; the same command goes on" in said
+    assert {path.name for path in tmp_path.iterdir()} == {"claims.py", "grid", "saved"}
 
 
 def test_the_verdicts_are_differences_paired_by_seed(tmp_path, monkeypatch):
