@@ -18,8 +18,9 @@ a GPU, of 14 to 18 GB; name fewer parts where they do not fit), then what rests 
     after         temperature and ATS fitted on MMLU's val questions after β = 0
     report        the verdicts: what smoothing does in each setting, and what that differs by
 
-Finished runs are kept: the same command goes on. key=value overrides the sweep of every part, for
-example workers=2 for two runs of each part at a time.
+Finished runs are kept: the same command goes on. After a trial with other key=value delete
+runs/gemma first, or rates and verdicts are those of the trial. key=value overrides the sweep of
+every part, for example workers=2 for two runs of each part at a time.
 """
 
 import csv
