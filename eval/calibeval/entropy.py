@@ -22,7 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from calibeval import __version__, models, records, references
-from calibeval.engines import in_memory
+from calibeval.engines import memory_advice
 from calibeval.io import InputError, counted, json_lines
 from calibeval.store import Store
 
@@ -144,7 +144,7 @@ def ask(
     `own` are those texts with their tokens' log p, or the random numbers (B, T) to draw them with.
     """
     contexts = [d.context for d in batch]
-    with in_memory(len(batch)):
+    with memory_advice(len(batch)):
         drawn = own
         if isinstance(own, np.ndarray):
             drawn = [(text, None) for text in sampler.sample(contexts, setting, own, ends)]

@@ -52,8 +52,8 @@ class Usage:
 
 
 @contextmanager
-def in_memory(rows: int) -> Iterator[None]:
-    """Around a batch: where a GPU's memory does not hold it, what helps."""
+def memory_advice(rows: int) -> Iterator[None]:
+    """Around a batch of `rows`: out of GPU memory becomes an InputError that says what helps."""
     import torch
 
     try:

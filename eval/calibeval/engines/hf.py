@@ -21,9 +21,9 @@ from calibeval.engines import (
     Usage,
     context_length,
     first_line,
-    in_memory,
     load,
     load_tokenizer,
+    memory_advice,
     text_config,
 )
 from calibeval.io import InputError
@@ -119,7 +119,7 @@ class TransformersEngine:
             packed = not trees or self._can_pack(trees[0], prefix)
             rows = 1 if packed else max(len(job.branches) for job in ordered)
             for batch in self._batches(ordered, rows):
-                with in_memory(len(batch) * rows):
+                with memory_advice(len(batch) * rows):
                     yield from self._batch(batch, prefix) if packed else self._apart(batch, prefix)
 
     def _batches(self, jobs: list[Job], rows: int = 1) -> Iterator[list[Job]]:
