@@ -37,7 +37,7 @@ from calibeval.engines import load, load_tokenizer
 from smoothce import explain, patch_model
 from sweeps.backends.builtin import BuiltinKeys
 from sweeps.config import World
-from sweeps.files import SweepError, disk_error, fsync_folder, read_rows, write_text
+from sweeps.files import SweepError, disk_error, fsync_folder, read_rows, write_rows
 from sweeps.rundir import RunConfig, RunDir
 from sweeps.trainer import attention, checkpoint, graphs
 from sweeps.trainer.data import Examples, cached_examples, lacks_bos, set_template
@@ -451,8 +451,7 @@ class Log:
         self.seconds = {"held_out": 0.0, "saving": 0.0}
         self.main = accelerator.is_main_process
         if self.main:  # rows after the checkpoint are about to be computed again
-            kept = [row for row in read_rows(run.metrics) if row["step"] <= start]
-            write_text(run.metrics, "".join(json.dumps(row) + "\n" for row in kept))
+            write_rows(run.metrics, [r for r in read_rows(run.metrics) if r["step"] <= start])
         self.bar = tqdm(
             total=total,
             initial=start,
