@@ -276,12 +276,12 @@ def test_a_model_stays_while_another_sweep_keeps_it_or_has_not_scored_it(sweep_f
         plan.claim(launch.plan(other, added))
         score.discard(cell, planned.sweep)
         assert run.model.exists()
-    (folder,) = {p.parent for p in run.path.parent.parent.glob("sweeps/two/sweep.yaml")}
-    whole = (folder / "sweep.yaml").read_text()
-    (folder / "sweep.yaml").write_text(whole.replace("keep:", "kept:"))
+    recorded = launch.plan(other, []).folder / "sweep.yaml"
+    whole = recorded.read_text()
+    recorded.write_text(whole.replace("keep:", "kept:"))
     score.discard(cell, planned.sweep)
-    assert run.model.exists() and f"{run.model} stays: {folder}" in capsys.readouterr().out
-    (folder / "sweep.yaml").write_text(whole)
+    assert run.model.exists() and f"{run.model} stays: {recorded}" in capsys.readouterr().out
+    recorded.write_text(whole)
     plan.claim(launch.plan(other, ["keep=scores"]))
     score.discard(cell, planned.sweep)
     assert not run.model.exists()
