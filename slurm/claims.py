@@ -129,11 +129,10 @@ def main(words: list[str]) -> int:
     except KeyboardInterrupt:
         print("stopped; the same command goes on", file=sys.stderr)
         return 130
-    finally:
-        if failed:
-            then = "(why is said above); once that is mended, the same command goes on"
-            print(f"\nnot whole: {', '.join(failed)} {then}", file=sys.stderr)
-    return int(bool(failed))
+    if failed:
+        then = "why is said above; once that is mended, the same command goes on"
+        raise SweepError(f"not whole: {', '.join(failed)}; {then}")
+    return 0
 
 
 def sweep(part: str, overrides: list[str]) -> int:
