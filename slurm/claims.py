@@ -18,9 +18,8 @@ a GPU, of 14 to 18 GB; name fewer parts where they do not fit), then what rests 
     after         temperature and ATS fitted on MMLU's val questions after β = 0
     report        the verdicts: what smoothing does in each setting, and what that differs by
 
-Finished runs are kept: the same command goes on. After a trial with other key=value delete
-runs/gemma first, or rates and verdicts are those of the trial. key=value overrides the sweep of
-every part, for example workers=2 for two runs of each part at a time.
+Finished runs are kept: the same command goes on. key=value overrides the sweep of every part, for
+example workers=2 for two runs of each part at a time.
 """
 
 import csv
@@ -32,10 +31,11 @@ from pathlib import Path
 from calibeval import stats
 from calibeval.io import InputError
 from demo.posthoc import calibrate
+from sweeps import plan
 from sweeps.cli import main as sweeps
 from sweeps.executors.local import gpus
 from sweeps.files import SweepError, make_folder, read_rows, write_rows, write_text
-from sweeps.provenance import PROJECT
+from sweeps.provenance import PROJECT, shown
 
 FILE, SWEEPS = "configs/sweeps/gemma.yaml", Path("runs/gemma/sweeps")
 # What the verdicts rest on; the grid and its seeds are scored by letters everywhere, too.
@@ -139,6 +139,13 @@ def sweep(part: str, overrides: list[str]) -> int:
     """Train and score one part's runs; returns the exit code."""
     at = [] if part == "grid" else [f"grid.learning_rate=[{chosen_rate()}]"]
     asked = [f"name=gemma-{part}", *at, *PARTS[part], *overrides]
+    planned = plan.plan(Path(FILE), asked)
+    if planned.name != planned.sweep.name:  # it would get a folder that no other part reads
+        taken = planned.folder.with_name(planned.name)
+        raise SweepError(
+            f"{shown(taken)}: holds other runs ({plan.recorded(taken)[1]}); type the same again, "
+            "name=… for tables apart from these, or delete that folder"
+        )
     # its models are made of the one that is here
     if part == "vocabulary" and (code := sweeps(["prefetch", FILE, *asked])):
         return code

@@ -16,7 +16,7 @@ from real import wait_for
 
 import claims
 from calibeval import stats
-from sweeps import assets, launch
+from sweeps import assets, launch, plan
 from sweeps.cluster import Cluster
 from sweeps.files import SweepError
 from sweeps.provenance import PROJECT
@@ -38,6 +38,7 @@ def test_every_part_is_a_sweep_and_equal_runs_are_shared():
 
 def test_the_cut_models_are_made_before_they_are_trained(monkeypatch):
     """The documented prefetch leaves them: the sweep file's own grid has the whole model."""
+    monkeypatch.chdir(PROJECT)
     asked = []
     monkeypatch.setattr(claims, "sweeps", lambda words: asked.append(words) or 0)
     monkeypatch.setattr(claims, "chosen_rate", lambda: "2e-05")
@@ -50,6 +51,17 @@ def test_the_cut_models_are_made_before_they_are_trained(monkeypatch):
     assert made == ["models/gemma-74k", "models/gemma-8k"]
     monkeypatch.setattr(claims, "sweeps", lambda words: int(words[0] == "prefetch"))
     assert claims.sweep("vocabulary", []) == 1
+
+
+def test_what_an_earlier_trial_left_is_not_taken_for_this(tmp_path, monkeypatch):
+    """The other parts read these folders: a launch beside them would change nothing."""
+    monkeypatch.chdir(PROJECT)
+    monkeypatch.setattr(claims, "sweeps", lambda words: 0)
+    at = f"output_root={tmp_path}"
+    plan.claim(launch.plan(PROJECT / claims.FILE, ["name=gemma-grid", "grid.seed=[7]", at]))
+    with pytest.raises(SweepError, match=r"gemma-grid: holds other runs \(.*seed=\[7\]"):
+        claims.sweep("grid", [at])
+    assert claims.sweep("grid", [at, "name=another"]) == claims.sweep("grid", [at, "grid.seed=[7]"])
 
 
 def test_the_rate_is_that_of_beta_0(tmp_path, monkeypatch):
