@@ -72,9 +72,8 @@ def parser() -> argparse.ArgumentParser:
     add_keys(model.add_argument, Request, keys)
     fit.add_argument("--out", required=True, type=Path, metavar="DIR", help="the calibrator's")
     metrics.add_argument("--all", action="store_true", help="every metric, not only the usual ones")
-    normalised = ("sum", "bytes", "characters", "unconditional")
     help = "texts' scores; default: the records' convention"
-    metrics.add_argument("--normalise", choices=normalised, help=help)
+    metrics.add_argument("--normalise", choices=("sum", "bytes", "characters"), help=help)
 
     add = command("score", run_score, model)
     add("--out", required=True, type=Path, metavar="RECORDS.jsonl")

@@ -1,8 +1,4 @@
-"""The index of `collect`: one JSON object a record file; lines alike in all but the seed are a row.
-
-What the index leaves out is taken from the records' sidecar: the training data, epochs, learning
-rate and seed of the run that made the model.
-"""
+"""The index of `collect`: a line a record file; lines alike in all but the seed are a row."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +12,6 @@ from pydantic import BaseModel, Field, NonNegativeFloat
 
 from calibeval import stats
 from calibeval.io import InputError, json_lines
-from calibeval.records import meta, sidecar
 from calibeval.request import checked
 
 Text = Annotated[str, Field(pattern=r"\S")]
@@ -36,7 +31,7 @@ class Line(BaseModel, strict=True, extra="allow"):
     epochs: NonNegativeFloat | None = None
     learning_rate: NonNegativeFloat | None = None
     seed: Annotated[float, Field(multiple_of=1)] | None = None
-    normalise: Literal["sum", "bytes", "characters", "unconditional"] | None = None
+    normalise: Literal["sum", "bytes", "characters"] | None = None
     __pydantic_extra__: dict[str, bool | int | float | str | None]
 
 
@@ -160,7 +155,7 @@ def group(line: dict) -> str:
 
 
 def read_lines(index: Path) -> list[dict]:
-    """Checked lines with what their sidecars add; record paths relative to the index's folder."""
+    """Checked lines; record paths relative to the index's folder."""
     lines, seen = [], {}
     for number, line in json_lines(index):
         where = f"{index}, line {number}"
@@ -172,33 +167,11 @@ def read_lines(index: Path) -> list[dict]:
         if again in seen:
             raise InputError(f"{where}: {path} is on line {seen[again]} already")
         seen[again] = number
-        known = of_sidecar(path)
         line = {k: v for k, v in line.items() if v is not None or k == "label_smoothing"}
-        for key in ("label_smoothing", "epochs", "learning_rate"):
-            said, found = line.get(key), known.get(key)
-            if said is not None and found is not None and not math.isclose(said, found):
-                trained = f"by {sidecar(path)} the model was trained with {found}"
-                raise InputError(f"{where}: {key} is {said}, but {trained}")
-        if line["label_smoothing"] is None:  # before *this* fine-tuning, whatever made it
-            known = {}
-        lines.append(known | line | {"records": path})
+        lines.append(line | {"records": path})
     if not lines:
         raise InputError(f"{index}: no lines; expected one JSON object a record file")
     return lines
-
-
-def of_sidecar(path: Path) -> dict:
-    """What a record file's sidecar says of the run that trained the model."""
-    known = meta(path)
-    try:
-        train = (known.get("training") or {}).get("train") or {}
-        mixed = "+".join(map(str, (train.get("dataset_mixer_list") or ())[::2]))
-    except (AttributeError, TypeError) as error:
-        raise InputError(f"{sidecar(path)}: not what `score` writes there ({error})") from None
-    found = {key: train.get(key) for key in ("learning_rate", "seed", "label_smoothing")}
-    found["train_data"] = train.get("train_file") or train.get("dataset_name") or mixed
-    found["epochs"] = train.get("num_train_epochs")
-    return {key: value for key, value in found.items() if value not in (None, "")}
 
 
 def columns(lines: list[dict]) -> tuple[str, ...]:

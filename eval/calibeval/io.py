@@ -69,13 +69,6 @@ def read_text(path: Path) -> str:
         return file.read()
 
 
-def _no_number(name: str):
-    raise ValueError(f"{name} is no JSON number")
-
-
-STRICT = json.JSONDecoder(parse_constant=_no_number)
-
-
 def json_lines(path: Path) -> Iterator[tuple[int, dict]]:
     """Yield (line number, object) of a JSON-lines file; blank lines are skipped."""
     with reading(path) as lines:
@@ -83,7 +76,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict]]:
             if not line.strip():
                 continue
             try:
-                value = STRICT.decode(line)
+                value = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise InputError(f"{path}, line {number}: not JSON ({error})") from error
             if not isinstance(value, dict):

@@ -84,4 +84,4 @@ def record(sample: dict, task: str, delimiter: str) -> dict:
     row |= {"scoring": "continuation", "normalise": "characters" if "acc_norm" in sample else "sum"}
     row["bytes"] = [len(text.encode()) for text in texts]
     row["characters"] = [len(text) for text in texts]
-    return row | ({"unconditional": scores[k:]} if alone else {})
+    return row

@@ -13,17 +13,6 @@ PARTS = f"config.json {WEIGHTS} {WORDS}".split()
 STATE = ("training_args.bin", "optimizer.bin", "scheduler.bin")
 
 
-def training(model: str) -> dict | None:
-    """The name of the run that made a model, and the `train` section of its config."""
-    folder = Path(model).parent
-    if not Path(model).is_dir() or not (folder / "attempts.jsonl").is_file():
-        return None
-    import yaml  # with transformers
-
-    config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    return {"run": folder.name, "train": (config or {}).get("train")}
-
-
 def digest(model: str, revision: str | None = None) -> str | None:
     """SHA-256 over names and whole contents of a folder's configuration, tokenizer and weights.
 

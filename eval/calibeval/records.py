@@ -22,7 +22,7 @@ from calibeval.request import checked
 # What probabilities may sum to: lm-evaluation-harness rounds log-probabilities to the model's
 # dtype, and bfloat16's 8 bits turn a sum of 1 into 1.005.
 MOST = 1.01
-OFFSETS = ("bytes", "characters", "unconditional")  # what there is to normalise by
+LENGTHS = ("bytes", "characters")  # what there is to normalise by
 LogProbability = Annotated[float, Field(le=1e-6, allow_inf_nan=False)]
 
 
@@ -38,10 +38,9 @@ class Record(BaseModel, strict=True):
     prompt_sha256: str | None = None
     shots: NonNegativeInt | None = None
     scoring: Literal["letters", "continuation"] = "letters"
-    normalise: Literal["sum", "bytes", "characters", "unconditional"] = "sum"  # the convention
+    normalise: Literal["sum", "bytes", "characters"] = "sum"  # the convention
     bytes: list[PositiveInt] | None = None  # lengths of the choices' texts
     characters: list[PositiveInt] | None = None
-    unconditional: list[LogProbability] | None = None  # of the texts after an empty context
 
     @model_validator(mode="after")
     def _whole(self):
@@ -60,7 +59,7 @@ class Record(BaseModel, strict=True):
                 found = f"the probabilities of logprobs sum to {total:.3g}"
                 raise ValueError(f"letter_mass is {self.letter_mass}, but {found}")
         if self.scoring == "continuation":
-            for name in OFFSETS:
+            for name in LENGTHS:
                 values = getattr(self, name)
                 if values is not None and len(values) != k:
                     raise ValueError(f"{name}: found {len(values)}, expected {k}, one a choice")
@@ -69,14 +68,14 @@ class Record(BaseModel, strict=True):
         return self
 
     def normalised(self, by: str) -> np.ndarray:
-        """(K,) s = log p(text | question): s, s / bytes, s / characters or s − log p(text)."""
+        """(K,) s = log p(text | question): s, s / bytes or s / characters."""
         scores = np.array(self.logprobs)
         if by == "sum":
             return scores
-        other = getattr(self, by) if by in OFFSETS else None
+        other = getattr(self, by) if by in LENGTHS else None
         if self.scoring != "continuation" or other is None:
             raise ValueError(f"no {by!r} by which to normalise; scoring is {self.scoring!r}")
-        return scores - other if by == "unconditional" else scores / other
+        return scores / other
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def sidecar(path: Path) -> Path:
 def read(path: Path, normalise: str | None = None) -> Records:
     """Read and check a record file; the first bad line raises `InputError` with its number.
 
-    `normalise` is sum, bytes, characters or unconditional; by default the records' convention.
+    `normalise` is sum, bytes or characters; by default the records' convention.
     """
     path = Path(path)
     rows: list[tuple[str, Record]] = []
@@ -123,12 +122,6 @@ def read(path: Path, normalise: str | None = None) -> Records:
             raise InputError(f"{error}; the records before it ({len(rows)}) {hint}") from error
         raise
     return _as_arrays(path, rows, normalise)
-
-
-def of_rows(rows: Iterable[dict], path: Path, normalise: str | None = None) -> Records:
-    """Records that are in no file yet, under the name of one."""
-    checked = [(where := f"{path}, record {i}", check(r, where)) for i, r in enumerate(rows, 1)]
-    return _as_arrays(path, checked, normalise)
 
 
 def _as_arrays(path: Path, rows: Sequence[tuple[str, Record]], normalise: str | None) -> Records:

@@ -218,7 +218,6 @@ def _fill(
         finished = store.finished()
     rows = [finished[i] for i in ids]
     about = {"model": model, "versions": rows[-1]["versions"]}
-    about["training"] = models.training(model)
     meta = store.finish(rows, about)
     if progress:
         report(meta, out)

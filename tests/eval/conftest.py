@@ -2,7 +2,6 @@
 
 import csv
 import random
-import shutil
 import sys
 from pathlib import Path
 
@@ -57,19 +56,6 @@ def mmlu(tmp_path) -> Path:
 def tiny_model(tmp_path_factory) -> Path:
     """A random two-layer Llama whose byte-level BPE has tokens " A" to " D"."""
     return make_tiny_model(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="session")
-def ending_model(tiny_model, tmp_path_factory) -> Path:
-    """`tiny_model` with an end-of-text token, rare under its own distribution."""
-    from transformers import AutoTokenizer
-
-    out = tmp_path_factory.mktemp("ending") / "model"
-    shutil.copytree(tiny_model, out)
-    tokenizer = AutoTokenizer.from_pretrained(out)
-    tokenizer.eos_token = tokenizer.decode([5])
-    tokenizer.save_pretrained(out)
-    return out
 
 
 def make_tiny_model(out: Path) -> Path:

@@ -20,7 +20,6 @@ from calibeval.__main__ import main
 
 # Which choice each of lm-eval's metrics takes: the greatest by this normalisation.
 METRICS = {"acc": "sum", "acc_norm": "characters", "acc_bytes": "bytes"}
-METRICS |= {"acc_mutual_info": "unconditional"}
 SAMPLES = Path(__file__).parent / "lm_eval_samples"
 MMLU, HELLASWAG = (next(SAMPLES.glob(f"samples_{t}_*")) for t in ("mmlu_abstract_algebra", "hel*"))
 

@@ -18,7 +18,6 @@ TEXTS = {
     "logprobs": [-6.0, -4.0, -9.0],
     "bytes": [3, 4, 9],
     "characters": [3, 2, 9],
-    "unconditional": [-7.0, -3.0, -20.0],
 }
 
 
@@ -34,7 +33,6 @@ def write(path, *rows):
         ("bytes", [-2, -1, -1]),
         ("characters", [-2, -2, -1]),
         (None, [-2, -2, -1]),
-        ("unconditional", [1, -1, 11]),
     ],
 )
 def test_normalisations(tmp_path, normalise, expected):
@@ -64,9 +62,6 @@ def test_normalisations_that_the_records_lack(tmp_path):
     assert records.read(letters, "sum").logprobs.tolist() == [[-1, -2]]
     with pytest.raises(InputError, match=r"line 1: no 'bytes' .* scoring is 'letters'"):
         records.read(letters, "bytes")
-    del (bare := dict(TEXTS))["unconditional"]
-    texts = write(tmp_path / "texts.jsonl", bare)
-    with pytest.raises(InputError, match="line 1: no 'unconditional' by which to normalise"):
-        records.read(texts, "unconditional")
+    texts = write(tmp_path / "texts.jsonl", TEXTS)
     with pytest.raises(InputError, match="line 1: no 'median' by which to normalise"):
         records.read(texts, "median")

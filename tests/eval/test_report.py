@@ -12,7 +12,7 @@ import pytest
 from made_records import write_records
 from matplotlib.image import imread
 
-from calibeval import figures, index, models, report, stats
+from calibeval import figures, index, report, stats
 from calibeval.__main__ import main
 
 GRID = [  # (records, β, seed, sharpness): a model before fine-tuning and two β, two seeds each
@@ -123,38 +123,7 @@ def test_any_key_that_varies_is_a_column(project, key):
     assert len(results.rows) == len(GRID)
 
 
-def sidecar(folder, name: str, train: dict) -> None:
-    """A sidecar as `score` writes it."""
-    meta = {"settings": {}, "training": {"train": train}}
-    (folder / f"{name}.meta.json").write_text(json.dumps(meta))
-
-
-def test_the_runs_config_says_what_the_index_does_not(project, tmp_path):
-    for name, beta, seed, _ in GRID[1:]:
-        data = {"train_file": "chat.jsonl"} if seed else {"dataset_name": "org/tulu"}
-        train = data | {"label_smoothing": beta, "seed": 7, "num_train_epochs": 2}
-        sidecar(tmp_path, f"toy-{name}.jsonl", train)
-
-    def without_seed(line):
-        return {key: value for key, value in line.items() if key != "seed"}
-
-    results = index.read(project(without_seed))
-    assert settings(results) == [
-        ("–", "m_1", "base", [None]),
-        ("chat.jsonl", "m_1", "0", [7]),
-        ("chat.jsonl", "m_1", "0.1", [7]),
-        ("tulu", "m_1", "0", [7]),
-        ("tulu", "m_1", "0.1", [7]),
-    ]
-    assert results.rows[1].keys["epochs"] == 2
-
-
-def test_an_index_that_contradicts_the_run_is_refused(project, tmp_path, capsys):
-    sidecar(tmp_path, "toy-b0.1-0.jsonl", {"label_smoothing": 0.2})
-    said = refusal(capsys, project())
-    assert "line 4: label_smoothing is 0.1" in said and "toy-b0.1-0.jsonl.meta.json" in said
-    (tmp_path / "toy-b0.1-0.jsonl.meta.json").write_text('{"training": 3}')
-    assert "not what `score` writes there" in refusal(capsys, project())
+def test_a_line_without_its_smoothing_is_refused(project, capsys):
     bare = project(lambda line: {k: v for k, v in line.items() if k != "label_smoothing"})
     assert "index.jsonl, line 1: no 'label_smoothing'" in refusal(capsys, bare)
 
@@ -188,7 +157,7 @@ def test_other_questions_are_refused(project, tmp_path, capsys):
         ("model", " ", "model is ' ': "),
         ("label_smoothing", 1.5, "expected less than or equal to 1"),
         ("label_smoothing", "0.1", "expected a valid number"),
-        ("normalise", "words", "expected 'sum', 'bytes', 'characters' or 'unconditional'"),
+        ("normalise", "words", "expected 'sum', 'bytes' or 'characters'"),
     ],
 )
 def test_a_value_of_the_wrong_kind(project, capsys, key, value, expected):
@@ -489,12 +458,3 @@ def test_collect_needs_no_model_library(project, tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_what_a_run_says_of_a_model(tiny_model, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(tiny_model, run / "model")
-    (run / "attempts.jsonl").touch()
-    (run / "config.yaml").write_text("train:\n  train_file: a.jsonl\n  num_train_epochs: 2\n")
-    found = models.training(str(run / "model"))
-    assert found == {"run": "run", "train": {"train_file": "a.jsonl", "num_train_epochs": 2}}
