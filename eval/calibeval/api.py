@@ -14,7 +14,7 @@ def run_of(records: Records | Run | str | Path, normalise: str | None = None) ->
     if isinstance(records, Run):
         return records
     if isinstance(records, Records):
-        return stats.measure(records, normalise=normalise)
+        return stats.measure(records)
     return stats.load(Path(records), normalise)
 
 

@@ -6,7 +6,6 @@ Each as SVG for the page and PNG for slides, 17.5 cm wide, a page's width.
 import base64
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,14 +25,6 @@ STYLE = {
 }
 
 
-@dataclass(frozen=True)
-class Figure:
-    """Files `stem`.svg and .png, and what they show."""
-
-    stem: Path
-    caption: str
-
-
 def colour(beta: float | None) -> tuple[float, ...]:
     """A β's colour, in every report the same; grey before fine-tuning."""
     from matplotlib import colormaps
@@ -43,15 +34,15 @@ def colour(beta: float | None) -> tuple[float, ...]:
     return colormaps["viridis"](np.interp(beta, (0, 0.5), SHADES))[:3]
 
 
-def draw(results: Results, out: Path) -> list[Figure]:
-    """Draw every figure that there are data for."""
+def draw(results: Results, out: Path) -> list[tuple[Path, str]]:
+    """Draw every figure that there are data for; (stem of its .svg and .png, what it shows)."""
     import matplotlib
 
     found = []
     with matplotlib.rc_context(STYLE):
         for group in results.groups:
             rows = [row for row in results.rows if group in row.runs]
-            runs = [run for row in rows for run in row.runs[group]]
+            runs = [*results.runs(group)]
             among = [c for c in AMONG if all(c in run.confidences for run in runs)]
             name = "".join(c if c.isalnum() or c in "-." else "-" for c in group)
             made = []
@@ -70,7 +61,7 @@ def draw(results: Results, out: Path) -> list[Figure]:
                 made.append((f"reliability_{name}_{confidence}", said, canvas))
             for stem, said, canvas in made:
                 save(canvas, out / stem)
-                found.append(Figure(out / stem, said))
+                found.append((out / stem, said))
     return found
 
 
@@ -100,7 +91,7 @@ def _canvas(height: float):
 
 def mean_curves(row: Row, group: str, confidence: str) -> dict[str, np.ndarray]:
     """The mean over seeds of a row's reliability curves, where all have them."""
-    runs = [run.reliability[confidence] for run in row.runs[group]]
+    runs = [run.reliability[confidence] for run in row.runs[group].values()]
     low, high = max(run["at"][0] for run in runs), min(run["at"][-1] for run in runs)
     at = np.linspace(low, max(low, high), len(runs[0]["at"]))
     names = [name for name in runs[0] if name.startswith(("smooth", "isotonic"))]

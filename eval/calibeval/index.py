@@ -1,10 +1,9 @@
 """The index of `collect`: a line a record file; lines alike in all but the seed are a row."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path, PurePath
 from typing import Annotated, Literal
 
@@ -43,14 +42,12 @@ HEADINGS = {"train_data": "SFT data", "label_smoothing": "β"}
 
 @dataclass(eq=False)
 class Row:
-    """One setting: its keys, and its runs by column group (data set), in the order of seeds."""
+    """One setting: its keys, and its runs by column group (data set) and seed, in their order."""
 
     keys: dict
     shown: tuple[str, ...]
     short: dict[str, str]  # training data as people know it
-    runs: dict[str, list[stats.Run]] = field(default_factory=dict)
-    seeds: dict[str, list] = field(default_factory=dict)
-    kept: dict = field(default_factory=dict)
+    runs: dict[str, dict[float | None, stats.Run]] = field(default_factory=dict)
 
     @property
     def beta(self) -> float | None:
@@ -85,11 +82,21 @@ class Row:
 
     def estimate(self, group: str, metric: str, confidence: str = "choices") -> stats.Estimate:
         """A metric over the row's seeds; its value is None where there is none."""
-        key = group, metric, confidence
-        if key not in self.kept:
-            runs = self.runs.get(group)
-            self.kept[key] = stats.estimate(runs, metric, confidence) if runs else stats.Estimate()
-        return self.kept[key]
+        runs = [*self.runs.get(group, {}).values()]
+        return stats.estimate(runs, metric, confidence) if runs else stats.Estimate()
+
+    def add(self, group: str, seed: float | None, run: stats.Run) -> None:
+        """One more run; refuses what would be averaged without being another seed's."""
+        known = self.runs.setdefault(group, {})
+        for other in known:
+            if other in (seed, None):
+                keys = ", ".join(f"{heading(key)} {self.text(key)}" for key in self.shown)
+                raise InputError(
+                    f"{known[other].path} and {run.path}: both are {group}, {keys}, with seeds "
+                    f"{other} and {seed}; give the index the key that tells them apart: seed, "
+                    f"train_data, name, …"
+                )
+        known[seed] = run
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,12 @@ class Results:
     groups: list[str]
     shown: tuple[str, ...]
     records: list[Path]
+
+    def runs(self, group: str, calibrated: bool = True) -> Iterator[stats.Run]:
+        """Every run of a column group; those with a calibrator only if asked."""
+        for row in self.rows:
+            if calibrated or row.keys.get("calibrator") is None:
+                yield from row.runs.get(group, {}).values()
 
     def reference(self, row: Row) -> Row | None:
         """β = 0 without a calibrator, otherwise as `row`; None if there is no such row, or it is.
@@ -131,7 +144,11 @@ def read(index: Path) -> Results:
     for dataset in {line["dataset"] for line in lines}:
         of = [pair for pair in zip(lines, runs, strict=True) if pair[0]["dataset"] == dataset]
         stats.same_questions([run for _, run in of])
-        check_asked(of)
+        first: dict[str, stats.Run] = {}
+        for line, run in of:
+            stats.same_prompts(of[0][1], run, texts=False)
+            # Of a model with another context length, prompts have fewer examples.
+            stats.same_prompts(first.setdefault(line["model"], run), run)
     shown = columns(lines)
     paths = {line["train_data"] for line in lines if line.get("train_data")}
     last = {path: PurePath(path).name or path for path in paths}
@@ -141,10 +158,7 @@ def read(index: Path) -> Results:
     for line, run in sorted(pairs, key=lambda pair: pair[0].get("seed", -math.inf)):
         keys = {key: value for key, value in line.items() if key not in NO_ROW}
         row = rows.setdefault(tuple(line.get(key) for key in shown), Row(keys, shown, short))
-        row.runs.setdefault(group(line), []).append(run)
-        row.seeds.setdefault(group(line), []).append(line.get("seed"))
-    for row in rows.values():
-        check_seeds(row)
+        row.add(group(line), line.get("seed"), run)
     groups = list(dict.fromkeys(map(group, lines)))
     return Results(sorted(rows.values(), key=_order), groups, shown, [run.path for run in runs])
 
@@ -185,40 +199,6 @@ def columns(lines: list[dict]) -> tuple[str, ...]:
     every = dict.fromkeys((*Line.model_fields, *(key for line in lines for key in line)))
     free = [key for key in every if key not in (*NO_ROW, *FIRST) and varies(key)]
     return (*FIRST[:1] * varies("train_data"), *FIRST[1:], *free)
-
-
-def check_asked(of: Sequence[tuple[dict, stats.Run]]) -> None:
-    """Refuse runs of one data set that were asked otherwise, unless the index has a key for it.
-
-    The prompts' digests are compared within a model: another one has another chat template.
-    """
-    seen: dict[tuple, dict] = {}
-    for line, run in of:
-        how = stats.asked(run)
-        told = any(key in line for key in how)  # other examples are other prompts
-        if run.prompts_sha256 and not told:
-            how["prompts"] = run.prompts_sha256[:12]
-        for key, value in how.items():
-            kinds = seen.setdefault((key, line["model"] if key == "prompts" else None), {})
-            for known, (other, path) in kinds.items():
-                if value != known and (None in (line.get(key), other) or line[key] == other):
-                    raise InputError(
-                        f"{path} and {run.path}: asked with {key} {known!r} and {value!r}; give "
-                        f"the index another 'dataset', or each its own value of the key {key!r}"
-                    )
-            kinds.setdefault(value, (line.get(key), run.path))
-
-
-def check_seeds(row: Row) -> None:
-    """Refuse runs that would be averaged without being one setting's different seeds."""
-    for group, seeds in row.seeds.items():
-        for (one, a), (two, b) in pairwise(zip(row.runs[group], seeds, strict=True)):
-            if a == b or a is None:
-                keys = ", ".join(f"{heading(key)} {row.text(key)}" for key in row.shown)
-                raise InputError(
-                    f"{one.path} and {two.path}: both are {group}, {keys}, with seeds {a} and {b}; "
-                    f"give the index the key that tells them apart: seed, train_data, name, …"
-                )
 
 
 def _order(row: Row) -> tuple:

@@ -216,7 +216,7 @@ def main_table(results: Results, chosen: Sequence[Column]) -> Table:
 
 def notes(results: Results, chosen: Sequence[Column], lines: list[Line]) -> list[str]:
     """What the columns mean, in sentences."""
-    runs = {g: [run for row in results.rows for run in row.runs.get(g, ())] for g in results.groups}
+    runs = {g: [*results.runs(g)] for g in results.groups}
     found = [f"Questions: {', '.join(f'{g} {of[0].questions:,}' for g, of in runs.items())}."]
     found += [NOTES[m] for m in dict.fromkeys(c.metric for c in chosen) if m in NOTES]
     if any(column.confidence == "vocabulary" for column in chosen):
@@ -238,9 +238,8 @@ def notes(results: Results, chosen: Sequence[Column], lines: list[Line]) -> list
                 f"so, and {own:+.3f} by the texts' own probabilities "
                 '("normalise": "sum" in the index).'
             )
-    plain = [row for row in results.rows if row.keys.get("calibrator") is None]
     for group in results.groups:  # a calibrator's masses are low by design
-        masses = [run.letter_mass for row in plain for run in row.runs.get(group, ())]
+        masses = [run.letter_mass for run in results.runs(group, calibrated=False)]
         if (least := min((m for m in masses if m is not None), default=1.0)) < stats.LOW_MASS:
             found.append(
                 f"{group}: letters hold as little as {least:.3f} of the probability, so read with "
@@ -285,9 +284,7 @@ def compared(a: Row, b: Row, group: str) -> tuple[list[stats.Run], list[stats.Ru
 
     One seed in common would hide what seeds differ by; a model before fine-tuning has none.
     """
-    first, second = (
-        dict(zip(x.seeds.get(group, ()), x.runs.get(group, ()), strict=True)) for x in (a, b)
-    )
+    first, second = (row.runs.get(group, {}) for row in (a, b))
     common = [seed for seed in first if seed in second]
     if len(common) > 1 and b.beta is not None:
         return [first[s] for s in common], [second[s] for s in common], True, str(len(common))
@@ -325,7 +322,8 @@ def tidy(results: Results) -> pd.DataFrame:
     keys = dict.fromkeys((*results.shown, *(key for row in results.rows for key in row.keys)))
     lines = []
     for row in results.rows:
-        for group, runs in row.runs.items():
+        for group, by_seed in row.runs.items():
+            runs = [*by_seed.values()]
             masses = [run.letter_mass for run in runs if run.letter_mass is not None]
             about = {"dataset": group} | {key: row.keys.get(key) for key in keys}
             about |= {"seeds": len(runs), "questions": runs[0].questions}
@@ -359,7 +357,7 @@ def collect(
         write_text(out / f"{name}.md", one.markdown())
         write_text(out / f"{name}.tex", one.latex())
     write_text(out / "table.csv", tidy(results).to_csv(index=False))
-    drawn = [(of.caption, figures.uri(of.stem)) for of in figures.draw(results, out)]
+    drawn = [(said, figures.uri(stem)) for stem, said in figures.draw(results, out)]
     shown = {"tables": tables, "words": in_words(paired) if paired else [], "figures": drawn}
     write_page(title, [note], page or out / "report.html", [*sections, settings(results)], **shown)
     return "\n".join(one.markdown() for one in tables.values())

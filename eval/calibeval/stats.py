@@ -67,7 +67,6 @@ class Run:
     """What tables and figures need of one record file."""
 
     path: Path
-    normalise: str | None  # as `load` was told
     convention: str  # by what texts' log-probabilities were compared
     model: str
     questions: int
@@ -154,11 +153,11 @@ def load(path: Path, normalise: str | None = None) -> Run:
             about = json.loads(bytes(file["about"]).decode())
             if about.pop("key") == key:
                 drawn = {c: {m: file[f"{c} {m}"] for m in DRAWN} for c in about["confidences"]}
-                return Run(path, normalise, **about, draws=drawn)
+                return Run(path, **about, draws=drawn)
     except (OSError, ValueError, KeyError, TypeError, EOFError):
         pass  # absent or of another make: computed anew below
-    run = measure(records.read(path, normalise), normalise=normalise)
-    about = {k: v for k, v in vars(run).items() if k not in ("path", "normalise", "draws")}
+    run = measure(records.read(path, normalise))
+    about = {k: v for k, v in vars(run).items() if k not in ("path", "draws")}
     arrays = {f"{c} {m}": drawn for c, of in run.draws.items() for m, drawn in of.items()}
     try:
         with atomic_write(kept, "wb") as file:
@@ -182,7 +181,6 @@ def code() -> str:
 def measure(
     of: Records,
     names: Sequence[str] = tuple(METRICS),
-    normalise: str | None = None,
     curves: bool = True,
 ) -> Run:
     """The figures of records in memory, and the curves of a reliability diagram if asked."""
@@ -204,7 +202,6 @@ def measure(
         prompts = records.prompts_digest(zip(of.prompts, of.labels.tolist(), strict=True))
     return Run(
         of.path,
-        normalise,
         of.normalise,
         of.model,
         len(of),
@@ -407,30 +404,28 @@ def same_questions(runs: Sequence[Run]) -> None:
         )
 
 
-def same_prompts(a: Run, b: Run) -> None:
+def same_prompts(a: Run, b: Run, texts: bool = True) -> None:
     """Raise `InputError` where the questions of two runs were asked in other words.
 
-    A difference would be the prompts' as well: of other examples, other texts, another template.
+    A difference would be the prompts' as well: letters or texts, how many examples, and, if
+    `texts`, their very words; as far as the records and their sidecars say.
     """
-    first, second = asked(a), asked(b)
-    known = None not in (a.prompts_sha256, b.prompts_sha256)
-    differ = [k for k in first if first[k] != second.get(k, first[k])]
-    if differ or (known and a.prompts_sha256 != b.prompts_sha256):
-        how = [f"{k} {first[k]!r} and {second[k]!r}" for k in differ]
-        said = f"with {', '.join(how)}" if how else "with other examples or texts"
-        note = "so a difference is not the models' alone; --different-prompts if it is meant"
-        raise InputError(f"{a.path} and {b.path}: the same questions, asked {said}: {note}")
-
-
-def asked(run: Run) -> dict:
-    """How a run's questions were asked, as far as its records and their sidecar say."""
-    said = records.meta(run.path).get("settings") or {}
-    if not isinstance(said, dict):
-        where = records.sidecar(run.path)
-        raise InputError(f"{where}: settings is {said!r}, expected keys with their values")
-    how = {"scoring": "letters" if len(run.confidences) > 1 else "continuation"}
-    known = {key: said.get(key) for key in ("shots", "style", "chat_template")}
-    return how | {key: value for key, value in known.items() if value is not None}
+    known = [
+        (
+            "letters" if len(run.confidences) > 1 else "continuation",
+            (records.meta(run.path).get("settings") or {}).get("shots"),
+            run.prompts_sha256 if texts else None,
+        )
+        for run in (a, b)
+    ]
+    names = ("scoring", "shots", "prompts")
+    for name, first, second in zip(names, *known, strict=True):
+        if first != second and None not in (first, second):
+            raise InputError(
+                f"{a.path} and {b.path}: the same questions, asked with {name} {first!r} and "
+                f"{second!r}, so a difference is not the models' alone; if it is meant, "
+                "`compare --different-prompts`, or another 'dataset' in the index"
+            )
 
 
 def better(metric: str, found: Estimate) -> str | None:

@@ -64,7 +64,12 @@ def refusal(capsys, path) -> str:
 
 def settings(results) -> list[tuple]:
     """What each row shows of itself, and its seeds."""
-    return [(*map(row.text, results.shown), *row.seeds.values()) for row in results.rows]
+    return [(*map(row.text, results.shown), *map(list, row.runs.values())) for row in results.rows]
+
+
+def seeds(row) -> list[stats.Run]:
+    """A row's runs."""
+    return [*row.runs["toy"].values()]
 
 
 def test_seeds_are_a_row_and_training_data_are_rows(project):
@@ -182,7 +187,7 @@ def test_table_over_data_sets(project, tmp_path, capsys):
     assert [row[1:3] for row in body] == [["base", "1"], ["0", "2"], ["0.1", "2"]]
     results = index.read(tmp_path / "index.jsonl")
     plain = results.rows[1]
-    found = stats.estimate(plain.runs["toy"], "accuracy", "choices")
+    found = plain.estimate("toy", "accuracy")
     assert f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]" in body[1][3]
     assert "**" in body[0][4] and "†" in body[0][4]  # the base model says what it knows
     assert "†" not in body[1][4] and "**" not in body[1][4]
@@ -217,7 +222,7 @@ def test_differences_are_paired(project):
     _, plain, smoothed = results.rows
     cells = table.lines[1].cells
     nll, msce = (
-        stats.difference(plain.runs["toy"], smoothed.runs["toy"], name, "choices")
+        stats.difference(*(seeds(row) for row in (plain, smoothed)), name, "choices")
         for name in ("nll", "rms_debiased")
     )
     assert cells[1].value == f"{nll.value:+.3f}"
@@ -281,64 +286,61 @@ def test_a_difference_is_of_the_seeds_that_both_rows_have(project):
     results, found = lines(lambda line: line)
     assert (found["base"][0], found["0.1"][0]) == ("1 − 2", "2")
     _, plain, smoothed = results.rows
-    a, b = plain.runs["toy"], smoothed.runs["toy"]
+    a, b = seeds(plain), seeds(smoothed)
     # Of β = 0 seeds 0 to 2, of 0.1 seeds 1 to 3, which are 0 to 2 again: pairs (1, 0), (2, 1).
-    plain.runs["toy"], plain.seeds["toy"] = [*a, a[0]], [0, 1, 2]
-    smoothed.runs["toy"], smoothed.seeds["toy"] = [*b, b[0]], [1, 2, 3]
+    plain.runs["toy"] = dict(enumerate([*a, a[0]]))
+    smoothed.runs["toy"] = dict(enumerate([*b, b[0]], 1))
     line = report.difference_table(results, report.columns("accuracy")).lines[1]
     expected = stats.difference([a[1], a[0]], b, "nll", "choices")
     assert line.keys[2] == "2" and line.cells[1].value == f"{expected.value:+.3f}"
     # One seed in common would hide what seeds differ by.
-    smoothed.seeds["toy"] = [2, 3, 4]
+    smoothed.runs["toy"] = dict(enumerate([*b, b[0]], 2))
     line = report.difference_table(results, report.columns("accuracy")).lines[1]
-    apart = stats.difference(plain.runs["toy"], smoothed.runs["toy"], "nll", "choices", False)
+    apart = stats.difference(seeds(plain), seeds(smoothed), "nll", "choices", False)
     assert line.keys[2] == "3 − 3"
     assert line.cells[1].interval == f"[{apart.low:+.3f}, {apart.high:+.3f}]"
     _, found = lines(lambda line: line if line["seed"] == 0 else None)
     assert found["0.1"][0] == found["base"][0] == "1"
 
 
-def test_what_was_asked_otherwise_is_no_row_of_a_table(project, tmp_path, capsys):
-    """Letters beside texts, or 5 examples beside none: the difference would be the prompt's."""
-
-    def asked(records, **settings):
-        (tmp_path / f"{records}.meta.json").write_text(json.dumps({"settings": settings}))
-
-    path = project()
-    asked("toy-b0-0.jsonl", shots=5, style="official", chat_template=False)
-    asked("toy-b0.1-0.jsonl", shots=0, style="official", chat_template=False)
-    err = refusal(capsys, path)
-    assert "toy-b0-0.jsonl and " in err and "toy-b0.1-0.jsonl: asked with shots 5 and 0" in err
-    assert "another 'dataset', or each its own value of the key 'shots'" in err
+def test_what_was_asked_otherwise_is_not_compared(project, tmp_path, capsys):
+    """Letters beside texts, 5 examples beside none, other words under the same ids: the difference
+    would be the prompt's. Of another model examples may be dropped, to fit."""
     a, b = tmp_path / "toy-b0-0.jsonl", tmp_path / "toy-b0.1-0.jsonl"
-    assert main(["compare", str(a), str(b)]) == 2
-    assert "the same questions, asked with shots 5 and 0: so a diff" in capsys.readouterr().err
-    assert main(["compare", str(a), str(b), "--different-prompts"]) == 0
-    capsys.readouterr()
-    index.read(project(lambda line: line | {"shots": 5 * (line["label_smoothing"] == 0)}))
-    asked("toy-b0.1-0.jsonl", shots=5, style="official", chat_template=False)
-    index.read(project())
-    assert main(["compare", str(a), str(b)]) == 0
-    rows = [json.loads(line) for line in b.read_text().splitlines()]
-    b.write_text("".join(json.dumps(r | {"scoring": "continuation"}) + "\n" for r in rows))
-    assert "asked with scoring 'letters' and 'continuation'" in refusal(capsys, project())
 
+    def shots(path, count):
+        sidecar = path.with_name(f"{path.name}.meta.json")
+        sidecar.write_text(json.dumps({"settings": {"shots": count}}))
 
-def test_other_prompts_under_the_same_ids_are_refused(project, tmp_path, capsys):
-    """Other examples or texts of the questions; of another model they may be its template's."""
-    path = project()
-    for name in ("toy-b0-0", "toy-b0.1-0"):
-        file = tmp_path / f"{name}.jsonl"
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
-        rows = [row | {"prompt_sha256": name} for row in rows]
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert "toy-b0.1-0.jsonl: asked with prompts '" in refusal(capsys, path)
-    index.read(project(lambda line: line | {"prompts": f"{line['label_smoothing']}"}))
-    index.read(project(lambda line: line | {"model": f"m{line['label_smoothing']}"}))
-    a, b = (str(tmp_path / f"{name}.jsonl") for name in ("toy-b0-0", "toy-b0.1-0"))
-    assert main(["compare", a, b]) == 2
-    assert "asked with other examples or texts: so a difference" in capsys.readouterr().err
-    assert main(["compare", "--different-prompts", a, b]) == 0
+    def records(path, **more):
+        rows = [json.loads(line) | more for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def said(path) -> str:
+        err = refusal(capsys, path)
+        assert main(["compare", str(a), str(b)]) == 2
+        assert "--different-prompts" in capsys.readouterr().err
+        assert main(["compare", "--different-prompts", str(a), str(b)]) == 0
+        capsys.readouterr()
+        assert f"{a} and {b}: " in err and "another 'dataset' in the index" in err
+        return err
+
+    two = ("toy-b0-0.jsonl", "toy-b0.1-0.jsonl")
+    path = project(lambda line: line if line["records"] in two else None)
+    index.read(path)
+    for file, count in ((a, 5), (b, 0)):
+        shots(file, count)
+    assert "asked with shots 5 and 0" in said(path)
+    shots(b, 5)
+    for file in (a, b):
+        records(file, prompt_sha256=file.name)
+    assert "asked with prompts '" in said(path)
+    alike = path.read_text()
+    path.write_text(alike.replace('"m_1"', '"m_2"', 1))
+    index.read(path)
+    path.write_text(alike)
+    records(b, scoring="continuation")
+    assert "asked with scoring 'letters' and 'continuation'" in said(path)
 
 
 def test_ties_are_bold_and_a_column_of_ties_is_not(project):
@@ -382,17 +384,17 @@ def test_latex_compiles(project, tmp_path):
 def test_figures(project, tmp_path):
     results = index.read(project(lambda line: line | {"model": "ab"[line["seed"]]}))
     drawn = figures.draw(results, tmp_path / "out")
-    assert {figure.stem.name for figure in drawn} == {
+    assert {stem.name for stem, _ in drawn} == {
         "ece-against-beta_toy",
         *(f"reliability_toy_{c}" for c in ("choices", "vocabulary")),
     }
-    for figure in drawn:
-        svg = tree.fromstring(figure.stem.with_suffix(".svg").read_text())
+    for stem, caption in drawn:
+        svg = tree.fromstring(stem.with_suffix(".svg").read_text())
         width = float(svg.get("width").removesuffix("pt")) / 72 * 2.54
         assert width == pytest.approx(figures.WIDTH, abs=0.01)
-        pixels = imread(figure.stem.with_suffix(".png"))[:, :, :3]
+        pixels = imread(stem.with_suffix(".png"))[:, :, :3]
         assert (pixels[:, -pixels.shape[1] // 5 :] < 1).any(), "laid out for another resolution"
-        assert figure.caption.endswith(".")
+        assert caption.endswith(".")
     before = {p: p.read_bytes() for p in (tmp_path / "out").iterdir()}
     figures.draw(results, tmp_path / "out")
     assert {p: p.read_bytes() for p in before} == before
@@ -408,7 +410,7 @@ def test_a_difference_is_to_beta_0_without_a_calibrator(project):
 
 def test_curves_of_seeds_are_averaged(project):
     row = index.read(project()).rows[1]
-    runs = [run.reliability["choices"] for run in row.runs["toy"]]
+    runs = [run.reliability["choices"] for run in seeds(row)]
     found = figures.mean_curves(row, "toy", "choices")
     assert found["count"].sum() == 600
     assert found["at"][0] == max(run["at"][0] for run in runs)
