@@ -32,7 +32,6 @@ from calibeval.io import InputError, atomic_write, counted, read_text, sha256
 from calibeval.request import Request, Task
 from calibeval.tasks import Question, Subject
 
-HEADS = ("constant", "linear")
 LIMIT = 4.0  # of |log τ|
 CONFIG, WEIGHTS = "calibrator.json", "calibrator.safetensors"
 EPOCHS, BATCH, RATE, DECAY, HELD_OUT, PATIENCE = 100, 64, 1e-3, 1e-2, 0.2, 15
@@ -44,8 +43,6 @@ class Calibrator(nn.Module):
 
     def __init__(self, head: str, hidden_size: int, fitted=None):
         super().__init__()
-        if head not in HEADS:
-            raise InputError(f"head is {head!r}, expected one of {', '.join(HEADS)}")
         self.settings = {"head": head, "hidden_size": hidden_size}
         self.fitted = fitted or {}
         self.norm, self.out = nn.LayerNorm(hidden_size), nn.Linear(hidden_size, 1)
@@ -84,24 +81,6 @@ class Calibrator(nn.Module):
         except (ValueError, TypeError, KeyError, RuntimeError, OSError, SafetensorError) as error:
             raise InputError(f"{folder}: not a whole calibrator: {first_line(error)}") from error
         return calibrator.eval()
-
-    def check(self, folder: Path, model: str, model_digest: str, questions: list[Question]) -> None:
-        """Raise `InputError` for another model than it was fitted to, or a question fitted on."""
-        found, seen = self.fitted.get("model_digest"), self.fitted.get("questions")
-        if found is None or seen is None:
-            raise InputError(f"{folder}: does not say what it was fitted on; fit it anew")
-        if found != model_digest:
-            raise InputError(
-                f"{folder}: was fitted to {self.fitted.get('model')} (digest {found[:12]}), not to "
-                f"{model} (digest {str(model_digest)[:12]}); fit one to this model"
-            )
-        digests = set(seen)
-        again = [q.id for q in questions if question_digest(q) in digests]
-        if again:
-            raise InputError(
-                f"{folder}: was fitted on {len(again)} of these {len(questions)} questions, "
-                f"{again[0]} for one; score others, or fit it on others"
-            )
 
 
 class CalibratedEngine(TransformersEngine):
@@ -291,6 +270,21 @@ def fit_task(model: str, request: Request, head: str, alpha: float = 0.5) -> Cal
 
 
 def for_questions(folder: Path, model: str, model_digest: str, questions: list[Question]) -> str:
-    """The SHA-256 of a calibrator that may be used here; see `Calibrator.check`."""
-    Calibrator.from_pretrained(folder).check(folder, model, model_digest, questions)
+    """The SHA-256 of a calibrator that may be used here.
+
+    Raises `InputError` for another model than it was fitted to, or a question fitted on.
+    """
+    fitted = Calibrator.from_pretrained(folder).fitted
+    if (found := fitted.get("model_digest")) != model_digest:
+        raise InputError(
+            f"{folder}: was fitted to {fitted.get('model')} (digest {str(found)[:12]}), not to "
+            f"{model} (digest {str(model_digest)[:12]}); fit one to this model"
+        )
+    digests = set(fitted["questions"])
+    again = [q.id for q in questions if question_digest(q) in digests]
+    if again:
+        raise InputError(
+            f"{folder}: was fitted on {len(again)} of these {len(questions)} questions, "
+            f"{again[0]} for one; score others, or fit it on others"
+        )
     return sha256(folder / WEIGHTS)

@@ -104,14 +104,11 @@ def _settings(path: Path, where: Path) -> dict:
 
 def _same(found: dict, wanted: dict, where: Path) -> None:
     """Raise `InputError` where settings differ, naming each with both values."""
-    remedy = "--overwrite to score anew, or another --out"
-    differ = [k for k in wanted if k not in CHOICE and found.get(k) != wanted[k]]
-    if "prompts_sha256" in differ:
-        differ.remove("prompts_sha256")
-        chosen = [k for k in CHOICE if k in found and found[k] != wanted.get(k)]
-        if not differ + chosen:  # the data itself
-            raise InputError(f"{where}: was made with other questions or examples; give {remedy}")
-        differ += chosen
+    differ = [k for k in wanted if found.get(k) != wanted[k]]
+    if "prompts_sha256" not in differ:
+        differ = [k for k in differ if k not in CHOICE]
     if differ:
-        said = ", ".join(f"{k} {found.get(k)!r} (now {wanted.get(k)!r})" for k in differ)
-        raise InputError(f"{where}: was made with {said}; give {remedy}")
+        named = [k for k in differ if k != "prompts_sha256"]
+        said = ", ".join(f"{k} {found.get(k)!r} (now {wanted[k]!r})" for k in named)
+        said = said or "other questions or examples"
+        raise InputError(f"{where}: was made with {said}; give --overwrite or another --out")

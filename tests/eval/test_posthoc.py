@@ -13,7 +13,6 @@ from calibeval import measures
 from calibeval.__main__ import main
 from calibeval.posthoc import (
     CONFIG,
-    HEADS,
     WEIGHTS,
     Answers,
     Calibrator,
@@ -93,7 +92,7 @@ def test_fitting_is_a_function_of_its_input():
     assert all(torch.equal(one[key], two[key]) for key in one)
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", ["constant", "linear"])
 def test_saved_and_loaded(head, tmp_path):
     torch.manual_seed(0)
     calibrator = Calibrator(head, 16, {"answers": 40}).eval()
@@ -123,7 +122,7 @@ def scored(model, data, out, *options) -> list[dict]:
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", ["constant", "linear"])
 def test_accuracy_is_the_same_to_the_last_question(val, tiny_model, tmp_path, head):
     kind = "fit-temperature" if head == "constant" else "fit-ats"
     common = ["--model", tiny_model, "--task", "mmlu", "--data", val]
@@ -271,9 +270,6 @@ def test_bad_input_is_one_message(val, tiny_model, tmp_path, refused):
     assert f"no {CONFIG}" in refused(*score, tmp_path / "nothing")
     assert "needs --engine transformers" in refused(*score, tmp_path / "c", "--engine", "vllm")
     Calibrator("linear", 8).save_pretrained(tmp_path / "other")
-    assert "does not say what it was fitted on" in refused(*score, tmp_path / "other")
     whole = (tmp_path / "other" / WEIGHTS).read_bytes()
     (tmp_path / "other" / WEIGHTS).write_bytes(whole[:-5])
     assert "not a whole calibrator" in refused(*score, tmp_path / "other")
-    (tmp_path / "other" / CONFIG).write_text('{"head": "cubic", "hidden_size": 8, "fitted": {}}')
-    assert "head is 'cubic'" in refused(*score, tmp_path / "other")
