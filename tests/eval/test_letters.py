@@ -6,7 +6,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from calibeval import prompts, scoring, tasks
 from calibeval.io import InputError
-from calibeval.prompts import common_prefix, encode, letters
+from calibeval.prompts import encode, letters
 from calibeval.request import Task
 
 CONTEXT = "light mass\nAnswer:"
@@ -57,18 +57,6 @@ def test_letters_that_merge_with_the_contexts_end_are_refused():
         letters(tokenizer, CONTEXT, 2)
 
 
-def test_letters_on_two_branches():
-    alphabet = sorted(set("light mass\nAnswer:AB".replace(" ", "▁")))
-    tokenizer = pieces(["<unk>", *alphabet, "▁B"], [("▁", "B")])
-    # " A" becomes "▁", "A" but " B" becomes "▁B", ":".
-    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Replace(" ", "▁"), normalizers.Replace("▁B", "▁B:")]
-    )
-    ids = tokenizer.get_vocab()
-    expected = tuple((ids[a], ids[b]) for a, b in (("▁", "A"), ("▁B", ":")))
-    assert letters(tokenizer, CONTEXT, 2) == expected
-
-
 def test_letters_that_look_alike_are_refused():
     tokenizer = pieces(["<unk>", *sorted(set("light mass\nAnswer:AB".replace(" ", "▁")))], [])
     tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(
@@ -85,14 +73,6 @@ def test_appended_end_token_is_left_out():
     )
     assert encode(tokenizer, ["x Answer:"]) == [[1, 3, 4]]
     assert letters(tokenizer, "x Answer:", 2) == ((5,), (6,))
-
-
-@pytest.mark.parametrize(
-    ("rows", "length"),
-    [([[1, 2, 3]], 3), ([[1, 2], [1, 3]], 1), ([[1], [1, 2]], 1), ([[2], [1]], 0), ([[], [1]], 0)],
-)
-def test_common_prefix(rows, length):
-    assert common_prefix(rows) == length
 
 
 def test_letters_are_tokenised_once_for_a_last_line(mmlu, tiny_model, monkeypatch):

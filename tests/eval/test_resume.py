@@ -163,28 +163,3 @@ def test_finished_parts_keep_their_engine(command, tmp_path, monkeypatch):
     assert run(command) == 0
     meta = json.loads((tmp_path / "r.jsonl.meta.json").read_text())
     assert meta["settings"]["engine_settings"]["dtype"] == "float32"
-
-
-@pytest.mark.parametrize("breaks", [False, True])
-def test_vllm_is_closed_once_the_records_are_written(command, monkeypatch, breaks):
-    """Its threads would abort a process that ends while they run."""
-    from calibeval.engines import vllm
-    from calibeval.engines.hf import TransformersEngine
-
-    seen = []
-
-    class Stand(TransformersEngine):
-        def __init__(self, model, longest, **options):
-            super().__init__(model, device="cpu", **options)
-
-        def score(self, groups, skip):
-            if breaks:
-                raise InputError("the engine died")
-            return super().score(groups, skip)
-
-        def close(self):
-            seen.append(command[-1].exists())
-
-    monkeypatch.setattr(vllm, "VllmEngine", Stand)
-    assert run(command, "--engine", "vllm") == (2 if breaks else 0)
-    assert seen == [not breaks]

@@ -134,13 +134,9 @@ def test_jsonl(tmp_path):
     [
         ({"question": "?", "choices": ["a", "b"]}, "line 2: no 'answer'; found question, choices"),
         (ROWS[1] | {"answer": 2}, "answer is 2, expected 0 to 1, A to B, or the text of one"),
-        (ROWS[1] | {"answer": "C"}, "answer is 'C'"),
         (ROWS[1] | {"answer": True}, "answer is True"),
         (ROWS[1] | {"answer": "same", "choices": ["same", "same"]}, "answer is 'same'"),
-        (ROWS[1] | {"choices": ["a"]}, "choices is ['a']: List should have at least 2 items"),
         (ROWS[1] | {"choices": ["a"] * 27}, "List should have at most 26 items"),
-        (ROWS[1] | {"choices": "ab"}, "choices is 'ab': expected a valid list"),
-        (ROWS[1] | {"choices": ["a", None]}, "choices.1 is None: expected a valid string"),
         (ROWS[1] | {"question": " "}, "question is ' ': "),
         (ROWS[0], "line 2: id 'x' is there already"),
     ],
