@@ -94,29 +94,6 @@ def test_seeds_are_a_row_and_training_data_are_rows(project):
     ]
 
 
-def test_a_base_model_stands_with_what_was_tuned_from_it(project):
-    """Also where only the tuned rows have a training set, the same for all."""
-
-    def two_models(line):
-        base = line["label_smoothing"] is None
-        line = line | {"model": "ab"[line["seed"]]}
-        return line if base else line | {"train_data": "chat.jsonl"}
-
-    other = {"records": "other-base.jsonl", "dataset": "toy", "model": "b", "seed": 0}
-    path = project(two_models)
-    shutil.copy(path.parent / "toy-base.jsonl", path.parent / "other-base.jsonl")
-    with open(path, "a") as file:
-        file.write(json.dumps(other | {"label_smoothing": None}))
-    assert settings(index.read(path)) == [
-        ("a", "base", [0]),
-        ("a", "0", [0]),
-        ("a", "0.1", [0]),
-        ("b", "base", [0]),
-        ("b", "0", [1]),
-        ("b", "0.1", [1]),
-    ]
-
-
 @pytest.mark.parametrize("key", ["epochs", "learning_rate", "weight_decay", "name"])
 def test_any_key_that_varies_is_a_column(project, key):
     def vary(line):
@@ -341,18 +318,6 @@ def test_ties_are_bold_and_a_column_of_ties_is_not(project):
     table = report.main_table(index.read(project()), report.columns("accuracy,ece"))
     assert not any(line.cells[0].bold for line in table.lines)  # sharpness changes no answer
     assert sum(line.cells[1].bold for line in table.lines) == 1
-
-
-def test_csv_is_tidy(project):
-    results = index.read(project())
-    lines = report.tidy(results)
-    assert len(lines) == 3 * 2 * len(stats.METRICS)
-    name = "rms_debiased"
-    chosen = lines[(lines.metric == name) & (lines.confidence == "vocabulary")].reset_index()
-    found = results.rows[1].estimate("toy", name, "vocabulary")
-    assert chosen.value[1] == found.value and chosen.p[1] == found.p
-    assert chosen.floor_95[1] == found.floor and np.isnan(chosen.low[1])
-    assert chosen.seeds[1] == 2 and chosen.letter_mass[1] == pytest.approx(0.95)
 
 
 def test_latex_compiles(project, tmp_path):

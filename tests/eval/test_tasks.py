@@ -62,15 +62,6 @@ def test_all_official_prompts(shared_data):
     assert ours.hexdigest() == OFFICIAL
 
 
-@pytest.mark.parametrize("shots", [0, 1, 5])
-def test_fewer_shots_are_a_prefix(mmlu, shots):
-    subject = load("mmlu", mmlu, 5)[0]
-    text = prompts.build(subject, subject.questions[0], shots).text
-    full = prompts.build(subject, subject.questions[0], 5).text
-    body = prompts.body(subject.questions[0])
-    assert text.endswith(body) and full.startswith(text.removesuffix(body))
-
-
 def test_arc_easy(shared_data):
     (subject,) = load("arc_easy", shared_data("arc_easy.tar.xz"), shots=5)
     assert len(subject.questions) == 2376 and len(subject.shots) == 5
@@ -227,12 +218,3 @@ def test_the_hubs_cache_is_read_offline(tmp_path):
     (cached / "all").rename(tmp_path / "all")
     done = subprocess.run([sys.executable, "-c", READS], **options)
     assert "InputError: hub:cais/mmlu: cannot be loaded from the hub" in done.stderr
-
-
-def test_hub_layout(tmp_path):
-    """A data set in the hub's layout, from a folder, through the same loader."""
-    hub_folder(tmp_path / "hub", "old_kings")
-    (subject,) = load("mmlu", f"hub:{tmp_path / 'hub'}", shots=2)
-    assert len(subject.questions) == 3 and subject.questions[0].label == 2
-    with pytest.raises(InputError, match="old_kings: 2 examples, but --shots 3"):
-        load("mmlu", f"hub:{tmp_path / 'hub'}", shots=3)
