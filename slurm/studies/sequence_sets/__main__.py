@@ -47,10 +47,10 @@ def table(files: list[list[sets.Sentence]], alpha: float, splits: int) -> str:
     """Every kind of set, one row each."""
     found = [sets.entity_sets(of, alpha, splits) for of in files]
     for every, of in zip(found, files, strict=True):
-        for score in ("lac", "cumulative", "rank"):
+        for score in ("lac", "cumulative"):
             every[score] = sets.labeling_sets(of, alpha, score, splits)
     rows = []
-    for kind in ("lac", "cumulative", "rank", sets.EACH, sets.ALL, sets.SIDAK):
+    for kind in ("lac", "cumulative", sets.ALL, sets.SIDAK):
         rows.append([kind, *figure([every[kind] for every in found])])
         for name in found[0][kind].by:
             of = [every[kind].by[name] for every in found if name in every[kind].by]

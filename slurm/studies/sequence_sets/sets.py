@@ -17,7 +17,7 @@ import numpy as np
 from calibeval import conformal
 
 NUMBERS = ("0", "1", "2", "3", "4", "5+")
-EACH, ALL, SIDAK = "each entity", "all entities", "all entities, Šidák"  # of a sentence
+ALL, SIDAK = "all entities", "all entities, Šidák"  # of a sentence
 
 
 @dataclass(frozen=True)
@@ -100,12 +100,9 @@ def labeling_sets(of: Sequence[Sentence], alpha: float, score: str, splits: int 
         row[: len(s.labelings)] = s.logprobs
     right = [s.labelings.index(s.gold) if s.gold in s.labelings else width - 1 for s in of]
     probs, present = np.exp(logprobs), np.isfinite(logprobs)
-    if score == "rank":
-        scores = np.where(present, (-probs).argsort(1, kind="stable").argsort(1) + 1, np.inf)
-    else:
-        score = "aps" if score == "cumulative" else score  # without its random number
-        scores = conformal.nonconformity(probs, score, np.zeros(len(of)))
-        scores = np.where(present, scores, np.inf)
+    score = "aps" if score == "cumulative" else score  # without its random number
+    scores = conformal.nonconformity(probs, score, np.zeros(len(of)))
+    scores = np.where(present, scores, np.inf)
     of_right, tested = scores[np.arange(len(of)), right], []
     for known, rest in conformal.halves(len(of), splits):
         limit = conformal.threshold(of_right[known], alpha)
@@ -130,13 +127,12 @@ def spans(of: Sequence[Sentence]) -> np.recarray:
 
 
 def entity_sets(of: Sequence[Sentence], alpha: float, splits: int = 100) -> dict[str, Sets]:
-    """How sets of entities hold the right ones: each, by class; all of a sentence, by their number.
+    """How sets of entities hold all right ones of a sentence, by their number.
 
-    Sizes are entities held in a sentence: of the class, or in all. Sentences without right ones are
-    left out. Sentences are exchangeable and entities are not: where a sentence has several of a
-    class, coverage is 1 − α as sentences grow many. Šidák takes them for independent.
+    Sizes are entities held in a sentence; those without right ones are left out. Sentences are
+    exchangeable and entities are not: Šidák takes a sentence's for independent.
     """
-    asked, tested = spans(of), {EACH: [], ALL: [], SIDAK: []}
+    asked, tested = spans(of), {ALL: [], SIDAK: []}
     for half, _ in conformal.halves(len(of), splits):
         at = np.isin(asked.sentence, half)
         known, rest = asked[at], asked[~at]
@@ -152,10 +148,7 @@ def entity_sets(of: Sequence[Sentence], alpha: float, splits: int = 100) -> dict
                 limit[at] = np.array(of_name)[of_class[at]]
             hit = rest.score <= limit
             held = np.where(np.isinf(limit), np.inf, hit)
-            if kind == EACH:
-                at, keys, place = rest.gold, rest.name, sentence * len(names) + of_class
-            else:
-                at, keys, place = begins, rest.number, sentence
-                hit = np.bincount(place, rest.gold & ~hit)[place] == 0
-            found.append((hit[at], np.bincount(place, held)[place][at], keys[at]))
+            every = np.bincount(sentence, rest.gold & ~hit)[sentence] == 0
+            size = np.bincount(sentence, held)[sentence]
+            found.append((every[begins], size[begins], rest.number[begins]))
     return {kind: Sets.of(found) for kind, found in tested.items()}
