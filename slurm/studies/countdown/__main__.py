@@ -80,7 +80,7 @@ def study(config: Config) -> None:
         name: [json.loads(read_text(result(config, *of)))["correct"] for of in every]
         for name, every in asked.items()
     }
-    text = passk.tables(found, config.samples, config.k, config.output / "passk")
+    text = passk.tables(found, config.samples, config.k)
     write_text(config.output / "passk.md", text)
     print(text, end="")
 

@@ -7,7 +7,6 @@ Without bias for every k (Chen et al. 2021, arXiv 2107.03374, equation 1).
 
 from collections.abc import Sequence
 from itertools import combinations
-from pathlib import Path
 
 import numpy as np
 from tabulate import tabulate
@@ -20,8 +19,8 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 if n - c < k else 1 - float(np.prod(1 - k / np.arange(n - c + 1, n + 1)))
 
 
-def tables(runs: dict[str, list[list[int]]], samples: int, ks: Sequence[int], stem: Path) -> str:
-    """pass@k by setting and of every two settings' difference, as Markdown; a plot at `stem`.
+def tables(runs: dict[str, list[list[int]]], samples: int, ks: Sequence[int]) -> str:
+    """pass@k by setting and of every two settings' difference, as Markdown.
 
     `runs` are the right answers to each problem, a list a seed, by the setting's name. [low, high]
     is a 95 % interval over problems and seeds (`stats.of_sides`), and a difference is paired by
@@ -39,7 +38,6 @@ def tables(runs: dict[str, list[list[int]]], samples: int, ks: Sequence[int], st
         [b, a, *map(text, map(stats.of_sides, sides[a], sides[b]))]
         for a, b in combinations(sides, 2)
     ]
-    plot(single, ks, stem)
     found = [
         tabulate(of, ["", head, *(f"pass@{k}" for k in ks)], "github", disable_numparse=True)
         for of, head in ((rows, "seeds"), (pairs, "less"))
@@ -50,21 +48,3 @@ def tables(runs: dict[str, list[list[int]]], samples: int, ks: Sequence[int], st
 def text(e: stats.Estimate) -> str:
     """An estimate as the tables print it."""
     return f"{e.value:.3f}" + (f" [{e.low:.3f}, {e.high:.3f}]" if e.low is not None else "")
-
-
-def plot(single: dict[str, list[stats.Estimate]], ks: Sequence[int], stem: Path) -> None:
-    """pass@k over k, a line with intervals a setting."""
-    from matplotlib.figure import Figure
-
-    canvas = Figure(figsize=(6.9, 3), layout="constrained")
-    axis = canvas.subplots()
-    for i, (name, of) in enumerate(single.items()):
-        at = np.array(ks) * 2 ** (0.1 * (i - (len(single) - 1) / 2))  # not over one another
-        (line,) = axis.plot(at, [e.value for e in of], "o-", ms=3, label=name)
-        low, high = np.array([(e.low, e.high) for e in of], float).T  # None becomes NaN
-        axis.vlines(at, low, high, color=line.get_color(), lw=0.8)
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(ks, [str(k) for k in ks])
-    axis.set(xlabel="k", ylabel="pass@k")
-    axis.legend(loc="lower right")
-    canvas.savefig(stem.with_suffix(".png"), dpi=200)
