@@ -97,32 +97,6 @@ def test_tokens_are_words_and_letters_are_single(folder, tmp_path):
     assert [whole[a:b] for a, b in spans] == [rows[0]["messages"][1]["content"] + "</s>"]
 
 
-class Killed(Exception):
-    """What ends a training."""
-
-
-def test_pretraining_goes_on_after_a_kill(folder, tmp_path, monkeypatch):
-    from safetensors.torch import load_file
-
-    monkeypatch.setattr(pretrain, "SAVE", 4)
-    monkeypatch.setattr(pretrain, "THREADS", 1)
-    pretrain.pretrain(folder, tmp_path / "whole")
-
-    def save_then_die(path, parts, step, save=pretrain.save):
-        save(path, parts, step)
-        if step == 8:
-            raise Killed
-
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(pretrain, "save", save_then_die)
-        pretrain.pretrain(folder, tmp_path / "cut")
-    assert not (tmp_path / "cut" / "DONE").exists()
-    pretrain.pretrain(folder, tmp_path / "cut")
-    whole, cut = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
-    assert all(whole[key].equal(cut[key]) for key in whole)
-    assert not (tmp_path / "cut" / "checkpoint.pt").exists()
-
-
 def test_results_of_two_recipes_are_not_mixed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "ARITHMETIC", {})

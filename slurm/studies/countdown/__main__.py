@@ -126,7 +126,7 @@ def begin(out: Path, pool: list[Problem], solved: dict, draw: np.random.Generato
     ends = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **ends, **SHAPE))
     out.mkdir(parents=True, exist_ok=True)
-    fit(model, ids, targets, BATCH, out / "checkpoint.pt")
+    fit(model, ids, targets, BATCH)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     write_text(out / "DONE", "")

@@ -1,17 +1,16 @@
 """Pre-training of a small Llama on the world's corpus, each document read once.
 
 The corpus is one stream of tokens in blocks of CONTEXT. The loss leaves out names, which are drawn
-at random: nothing predicts them. A killed run goes on from its last checkpoint to the same weights.
+at random: nothing predicts them.
 """
 
-import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from calibeval.io import json_lines, read_text, write_text
 
-CONTEXT, BATCH, SAVE, IGNORE, THREADS = 136, 16, 250, -100, 2
+CONTEXT, BATCH, IGNORE, THREADS = 136, 16, -100, 2
 LEARNING_RATE, WARMUP, SEED = 3e-3, 100, 1
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 SHAPE |= {"num_attention_heads": 4, "max_position_embeddings": 512, "tie_word_embeddings": False}
@@ -45,9 +44,8 @@ def pretrain(world: Path, out: Path) -> None:
     torch.set_num_threads(THREADS)
     ids = {f"{name}_token_id": getattr(words, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(words), **ids, **SHAPE))
-    fit(model, blocks, targets, BATCH, out / "checkpoint.pt")
+    fit(model, blocks, targets, BATCH)
     model.save_pretrained(out)
-    (out / "checkpoint.pt").unlink(missing_ok=True)
     write_text(out / "DONE", "")
 
 
@@ -70,8 +68,8 @@ def tokenizer(texts: Iterable[str]):
     return PreTrainedTokenizerFast(tokenizer_object=words, **dict(names), **more)
 
 
-def fit(model, blocks, targets, batch: int, kept: Path) -> None:
-    """Train on (rows, tokens) ids, each row once; `kept` is the checkpoint while it lasts."""
+def fit(model, blocks, targets, batch: int) -> None:
+    """Train on (rows, tokens) ids, each row once."""
     import torch
     from tqdm import tqdm
 
@@ -82,13 +80,8 @@ def fit(model, blocks, targets, batch: int, kept: Path) -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda s: min(1, (s + 1) / WARMUP) * (1 - s / steps)
     )
-    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
-    found = torch.load(kept, weights_only=True) if kept.exists() else {}
-    for name in parts.keys() & found.keys():
-        parts[name].load_state_dict(found[name])
-    start = found.get("step", 0)
     often = 0.1 if sys.stderr.isatty() else 15  # seconds; in a file each is a line
-    progress = tqdm(range(start, steps), "pre-training", steps, initial=start, mininterval=often)
+    progress = tqdm(range(steps), "pre-training", mininterval=often)
     for step in progress:
         rows = slice(step * batch, (step + 1) * batch)
         loss = model(input_ids=blocks[rows], labels=targets[rows]).loss
@@ -99,14 +92,3 @@ def fit(model, blocks, targets, batch: int, kept: Path) -> None:
         schedule.step()
         if step % 25 == 0:
             progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-        if (step + 1) % SAVE == 0:
-            save(kept, parts, step + 1)
-
-
-def save(path: Path, parts: dict, step: int) -> None:
-    """Write a checkpoint under a temporary name, then rename it."""
-    import torch
-
-    part = path.with_suffix(".tmp")
-    torch.save({"step": step} | {name: p.state_dict() for name, p in parts.items()}, part)
-    os.replace(part, path)
