@@ -1,7 +1,8 @@
 """Training ends where torch's loss does, filter or not: what no single step shows.
 
-Rounding alone drives two runs apart, so the bound is the larger of 1e-3 and what torch shows
-against itself when the tokens of each batch come in another order."""
+Rounding alone drives two runs apart, so the bound is twice the larger of 1e-3 and what torch shows
+against itself when the tokens of each batch come in another order: that is one draw of a noise of
+which ours is another."""
 
 import pytest
 import torch
@@ -46,5 +47,5 @@ def test_same_curve_as_torch():
     curves = {name: curve(loss) for name, loss in LOSSES.items()}
     gaps = {name: ((c - curves["torch"]).abs() / c).max().item() for name, c in curves.items()}
     assert curves["torch"][-1] < 0.8 * curves["torch"][0]
-    bound = max(1e-3, gaps["another order"])
+    bound = 2 * max(1e-3, gaps["another order"])
     assert all(gap <= bound for gap in gaps.values()), gaps
