@@ -19,7 +19,7 @@ from studies.demo import files, world
 from studies.demo.pretrain import pretrain
 from studies.demo.report import report
 
-# The same weights on every processor with AVX2: sums are made in its order, by as many threads.
+# One processor gives the same weights with and without AVX-512; another make may not.
 ARITHMETIC = {"MKL_CBWR": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 ARITHMETIC |= {"OMP_NUM_THREADS": "1"}  # of a run; two train at a time
 SWEEP, ROOT = Path("slurm/studies/demo/config.yaml"), Path("runs/demo")
