@@ -115,8 +115,7 @@ def made(run: Run, stop: "Stop") -> tuple["SweepTrainer", object, str | None]:
     model = prepare(model, keys, updates, precision != "no", say)
     trainer = SweepTrainer(run, keys, saved_as, model, args=arguments, train_dataset=updates)
     trainer.add_callback(Course(trainer, stop))
-    options = {"impl": keys.loss_implementation, "filter_eps": keys.filter_eps}
-    patch_trainer(trainer, reduction="sum", eval_logits=False, **options)
+    patch_trainer(trainer, reduction="sum", eval_logits=False, filter_eps=keys.filter_eps)
     set_seed(keys.seed, device_specific=True)
     found = [latest(run.checkpoints, trainer.facts) if rank == 0 else None]
     (found,) = broadcast_object_list(found)

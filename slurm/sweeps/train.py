@@ -61,8 +61,6 @@ class Train(Strict):
     reduce_loss: Literal["mean", "sum", "token_mean"] = "mean"
     """With S the summed loss of a micro-batch's n targets, an update averages S / n or S over its
     micro-batches, or is ΣS / Σn."""
-    loss_implementation: Literal["auto", "triton", "chunked", "reference"] = "auto"
-    """smoothce's; auto: the fastest that this machine has."""
     filter_eps: Annotated[float, Field(gt=0, lt=1)] | Literal["auto"] | None = None
     """smoothce's filter; the gradient is exact unless given."""
 
