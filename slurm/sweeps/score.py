@@ -73,9 +73,6 @@ def model(run: Run) -> str:
     """The folder or hub name of what is scored: the run's model, or the one before fine-tuning."""
     config = run.config()
     if config.backend:
-        if not run.model.is_dir():
-            gone = "is gone (`keep: scores` deletes it after scoring)"
-            raise InputError(f"{run.model}: {gone}; to train it again, delete {run.path}")
         return str(run.model)
     return config.train["model_name_or_path"]
 
