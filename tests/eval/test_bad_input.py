@@ -33,7 +33,6 @@ def score(mmlu, tiny_model, tmp_path):
     [
         (lambda r: r[3].pop(2), "line 4: 5 columns, expected 6 (question, A, B, C, D, answer)"),
         (lambda r: r[2].__setitem__(5, "E"), "line 3: answer is 'E', expected 0 to 3, A"),
-        (lambda r: r[2].__setitem__(5, "a"), "answer is 'a'"),
         (lambda r: r[0].__setitem__(3, " "), "line 1: choices.2 is ' ': "),
         (lambda r: r.clear(), "no questions"),
     ],
@@ -111,7 +110,6 @@ def test_checkpoints_that_are_not_whole(score, tiny_model, tmp_path, capsys):
     [
         (["--device", "cuda:99"], "--device cuda:99: "),
         (["--engine", "vllm", "--device", "cuda:1"], "vllm heeds CUDA_VISIBLE_DEVICES"),
-        (["--max-length", "0"], "max_length is '0': expected greater than or equal to 1"),
     ],
 )
 def test_options(score, capsys, options, expected):
@@ -159,15 +157,10 @@ def changed(**values) -> str:
         (json.dumps(GOOD), "line 2: id 'a/0' is on line 1 already"),
         (changed(label=True), "line 2: label is True: expected a valid integer"),
         (changed(label=2), "line 2: label is 2, expected 0 to 1"),
-        (changed(letter_mass=math.nan), "letter_mass is nan: expected"),
-        (changed(letter_mass=None), "line 2: no 'letter_mass'"),
         (changed(logprobs=[-1.0]), "logprobs: found 1, expected 2 or more, one a choice"),
-        (changed(logprobs=[-1, 3]), "logprobs.1 is 3: expected less than"),
         (changed(logprobs=[-1, -math.inf]), "logprobs.1 is -inf: expected a finite"),
         (changed().replace("-2.0", "-" + "9" * 5000), "line 2: "),
         (changed(logprobs=[-0.1, -0.1]), "probabilities of logprobs sum to 1.81, more than 1"),
-        (changed(normalise="bytes"), "line 2: no 'bytes' by which to normalise; scoring is 'lett"),
-        (changed(**TEXTS, bytes=[3, 0]), "line 2: bytes.1 is 0: expected greater than 0"),
         (changed(**TEXTS, bytes=[3]), "line 2: bytes: found 1, expected 2, one a choice"),
         (changed(**TEXTS), "line 2: no 'bytes' by which to normalise"),
         (changed(**TEXTS, bytes=[3, 4]), "line 2: continuation by bytes after letters by sum"),

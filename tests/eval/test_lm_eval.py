@@ -118,13 +118,10 @@ def winograd(sample):
     ("change", "expected"),
     [
         (lambda s: s.update(acc=1.0 - s["acc"]), "acc is 1.0, but 0.0 by its log-probabilities"),
-        (lambda s: s.update(target="[0, 2]"), "not a multiple-choice sample: ValueError"),
         (lambda s: s.update(target="4"), "label is 4, expected 0 to 3"),
         (lambda s: s.update(filtered_resps=["some text"]), "not a multiple-choice sample"),
-        (lambda s: s.pop("doc"), "not a multiple-choice sample: KeyError('doc')"),
         (lambda s: s.update(doc_id=0), "doc_id 0 was there already"),
         (winograd, "its choices do not continue one prompt"),
-        (lambda s: s["filtered_resps"][0].__setitem__(0, "-inf"), "expected a finite number"),
         (lambda s: s["filtered_resps"][0].__setitem__(0, "nan"), "expected a finite number"),
     ],
 )
@@ -144,8 +141,6 @@ def test_bad_files(tmp_path, capsys):
     (tmp_path / "r.jsonl").touch()
     assert convert(tmp_path / "r.jsonl", *out) == 2
     assert "expected a name like samples_<task>_<time>.jsonl" in capsys.readouterr().err
-    assert convert(tmp_path / "samples_x.jsonl", *out) == 2
-    assert "samples_x.jsonl: could not be read" in capsys.readouterr().err
     (tmp_path / "samples_x.jsonl").touch()
     assert convert(tmp_path / "samples_x.jsonl", *out) == 2
     assert "samples_x.jsonl: no samples" in capsys.readouterr().err

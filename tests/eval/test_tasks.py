@@ -125,10 +125,7 @@ def test_jsonl(tmp_path):
     [
         ({"question": "?", "choices": ["a", "b"]}, "line 2: no 'answer'; found question, choices"),
         (ROWS[1] | {"answer": 2}, "answer is 2, expected 0 to 1, A to B, or the text of one"),
-        (ROWS[1] | {"answer": True}, "answer is True"),
         (ROWS[1] | {"answer": "same", "choices": ["same", "same"]}, "answer is 'same'"),
-        (ROWS[1] | {"choices": ["a"] * 27}, "List should have at most 26 items"),
-        (ROWS[1] | {"question": " "}, "question is ' ': "),
         (ROWS[0], "line 2: id 'x' is there already"),
     ],
 )
@@ -142,16 +139,9 @@ def test_malformed_jsonl(tmp_path, row, expected):
 def test_malformed_arc_and_hellaswag(tmp_path):
     item = {"id": "a", "answerKey": "Q"}
     item["question"] = {"stem": "s", "choices": [{"text": "t", "label": "A"}] * 2}
-    for row, expected in (
-        (item, "line 1: not a row of this task: .*'Q' is not in list"),
-        ({"id": "a"}, "line 1: not a row of this task: KeyError.'question'"),
-        ([], "expected a JSON object, found list"),
-    ):
-        write(tmp_path / "ARC-Easy-Test.jsonl", [row])
-        with pytest.raises(InputError, match=expected):
-            load("arc_easy", tmp_path)
-    with pytest.raises(InputError, match=r"ARC-Challenge-Test\.jsonl: could not be read"):
-        load("arc_challenge", tmp_path)
+    write(tmp_path / "ARC-Easy-Test.jsonl", [item])
+    with pytest.raises(InputError, match="'Q' is not in list"):
+        load("arc_easy", tmp_path)
     for label, expected in (("", "not a row of this task"), ("2", "answer is 2, expected 0 to 1")):
         path = write(tmp_path / "h.jsonl", [{"ctx": "c", "endings": ["a", "b"], "label": label}])
         with pytest.raises(InputError, match=expected):
