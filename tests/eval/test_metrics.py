@@ -84,9 +84,11 @@ def plain_hendrycks(confidence, correct):
 
 @pytest.mark.parametrize("n", [50, 100, 1000, 1500])
 def test_rms_hendrycks_is_the_published_formula(n):
-    of = scored(*draw(n, seed=n, calibrated=False))
-    expected = plain_hendrycks(of.confidence, of.correct)
-    assert measures.rms_hendrycks(Sample(of))[0] == pytest.approx(expected, abs=1e-12)
+    probs, labels = draw(n, seed=n, calibrated=False)
+    for claimed in (probs, (probs * 20).round() / 20):  # with ties, also at ½
+        of = scored(claimed, labels)
+        expected = plain_hendrycks(of.confidence, of.correct)
+        assert measures.rms_hendrycks(Sample(of))[0] == pytest.approx(expected, abs=1e-12)
 
 
 @settings(max_examples=60, deadline=None)

@@ -6,12 +6,9 @@ import runpy
 from pathlib import Path
 
 import huggingface_hub.errors
-import numpy as np
 import pytest
 
 import calibeval
-from calibeval import measures, records
-from calibeval.measures import Sample
 from calibeval.request import Task
 from sweeps import __main__ as cli
 from sweeps import cost, open_instruct, prefetch, preflight
@@ -19,7 +16,6 @@ from sweeps.plan import plan
 
 PROJECT = Path(__file__).parents[2]
 TABLE1 = PROJECT / "configs" / "paper" / "table1.yaml"
-GOLDEN = PROJECT / "tests" / "slurm" / "golden" / "records"
 
 
 def test_table1_is_the_papers_runs():
@@ -172,37 +168,3 @@ def test_records_are_of_the_papers_prompts(tmp_path, task, topic, of, folder, sh
     assert [row["prompt_sha256"] for row in found] == [
         hashlib.sha256(text.encode()).hexdigest() for text in made
     ]
-
-
-def hendrycks_rms(confidence, correct) -> float:
-    """`rmsce` of hendrycks/test's calib_tools.py, written anew from what it computes: confidences
-    of ½ or less are turned over, bins of about 100 by rank with ties in one, squared weights."""
-    turned = np.where(confidence <= 0.5, 1 - confidence, confidence)
-    right = np.where(confidence <= 0.5, 1 - correct, correct)
-    order = np.argsort(turned, kind="stable")
-    turned, right, n = turned[order], right[order], len(turned)
-    bins = max(1, n // 100)
-    ends = [turned[round(n * i / bins)] for i in range(1, bins)]
-    of = np.digitize(turned, ends)
-    gaps = [(of == b).mean() * (right[of == b].mean() - turned[of == b].mean()) for b in set(of)]
-    return sum(gap**2 for gap in gaps) ** 0.25
-
-
-@pytest.mark.parametrize("name", ["models", "axis", "data"])
-def test_rms_hendrycks_on_records(name, tmp_path):
-    """Records that real models once gave, each file alone and all of a task joined."""
-    joined: dict[str, list] = {}
-    for line in map(json.loads, (GOLDEN / f"{name}.jsonl").read_text().splitlines()):
-        if "records" in line:
-            joined.setdefault(line["task"], []).append(line["records"])
-    for task, parts in joined.items():
-        if task == "entropy":
-            continue
-        every = [row | {"id": f"{i}/{row['id']}"} for i, of in enumerate(parts) for row in of]
-        for rows in (parts[0], every):
-            path = tmp_path / "records.jsonl"
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            of = measures.scores(records.read(path), "choices")
-            expected = hendrycks_rms(of.confidence, of.correct.astype(float))
-            found = measures.rms_hendrycks(Sample(of))[0]
-            assert found == pytest.approx(expected, abs=1e-12), task
