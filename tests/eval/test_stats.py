@@ -226,27 +226,6 @@ def test_widening_covers_normal_figures_however_much_seeds_differ(seeds, shared)
         assert least - 0.02 <= covered <= 0.98 + 0.015, (spread, covered)
 
 
-def assert_covers(cell, names, worlds, each):
-    """0.93 to 0.98 of the intervals hold the truth, give or take three standard errors."""
-    missed = [cell.run(world, each) for world in worlds]
-    total = each * len(worlds)
-    for name in names:
-        covered = 1 - sum(sum(one[name]) for one in missed) / total
-        low, high = (3 * np.sqrt(p * (1 - p) / total) for p in (0.93, 0.98))
-        assert 0.93 - low <= covered <= 0.98 + high, (name, covered)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("seeds", "spread", "names"),
-    [(2, 0.0, ("accuracy", "nll")), (2, 3.0, ("nll",)), (3, 0.0, ("auroc", "nll"))],
-    ids=("two seeds alike", "two that differ", "three alike"),
-)
-def test_intervals_over_seeds_cover(seeds, spread, names):
-    cell = interval_coverage.Cell(0.035, 500, seeds, spread, names=names)
-    assert_covers(cell, names, interval_coverage.WORLDS[:1], 150)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [0.0, 0.035])
 def test_compare_sees_differences_that_are_not_there_6_times_in_100_at_most(error):

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 
 import pytest
 import torch
@@ -78,22 +77,6 @@ def test_a_model_that_is_not_finite_is_an_error(mmlu, tiny_model, tmp_path, caps
     assert main([str(c) for c in command]) == 2
     assert "the model's output is not finite" in capsys.readouterr().err
     assert not out.exists()
-
-
-def test_letters_of_two_tokens(mmlu, tiny_model, tmp_path):
-    """A tokenizer that spells " A" and " C" as two tokens, and " B" as one."""
-    model = tmp_path / "split"
-    shutil.copytree(tiny_model, model)
-    raw = json.loads((model / "tokenizer.json").read_text())
-    split = ["Ġ", "A"], ["Ġ", "C"]
-    raw["model"]["merges"] = [m for m in raw["model"]["merges"] if m not in split]
-    (model / "tokenizer.json").write_text(json.dumps(raw))
-    rows = score(model, mmlu, tmp_path / "r.jsonl", "--limit", "9")
-    subject = tasks.load(Task(task="mmlu", data=str(mmlu)))[0]
-    for i in (0, 8):
-        text = prompts.build(subject, subject.questions[i], 5).text
-        expected = plain(model, text, [["Ġ", "A"], ["ĠB"], ["Ġ", "C"], ["ĠD"]])
-        assert rows[i]["logprobs"] == pytest.approx(expected, abs=1e-4)
 
 
 def test_bfloat16_keeps_logits_in_float32(mmlu, tiny_model, tmp_path):
