@@ -93,6 +93,10 @@ def test_hellaswag_original_markers(tmp_path):
     (question,) = subject.questions
     assert question.id == "hellaswag/7" and question.text == "Ski: A b" and question.label == 1
     assert subject.shots[0].label == 0
+    assert prompts.build(subject, question, 1).text == (
+        "The following are multiple choice questions (with answers) about  how an everyday "
+        "situation goes on.\n\nSki: A b\nA. c\nB. d\nAnswer: A\n\nSki: A b\nA. c\nB. d\nAnswer:"
+    )
 
 
 ROWS = [
@@ -167,6 +171,11 @@ def test_arc_challenge_in_both_schemas(tmp_path):
         found += load("arc_challenge", tmp_path / name, shots=2)
     assert found[0] == found[1] and [q.label for q in found[0].questions] == [2] * 4
     assert [len(q.choices) for q in found[0].questions] == [4, 4, 3, 5]
+    assert prompts.build(found[0], found[0].questions[2], 1).text == (
+        "The following are multiple choice questions (with answers) about  grade-school "
+        "science.\n\nWhy 0?\nA. tA\nB. tB\nC. tC\nD. tD\nAnswer: C\n\n"
+        "Why 2?\nA. tA\nB. tB\nC. tC\nAnswer:"
+    )
 
 
 def hub_folder(folder, *subjects) -> None:

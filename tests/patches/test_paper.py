@@ -1,15 +1,10 @@
 """The paper's runs: configs/paper, what they fetch, ask and cost, and the chain to Table 1."""
 
-import hashlib
-import json
-import runpy
 from pathlib import Path
 
 import huggingface_hub.errors
 import pytest
 
-import calibeval
-from calibeval.request import Task
 from sweeps import __main__ as cli
 from sweeps import cost, open_instruct, prefetch, preflight
 from sweeps.plan import plan
@@ -110,61 +105,3 @@ def test_a_gated_model_is_named_with_its_page():
     (problem,) = prefetch.fetch([asset])
     assert "gated: accept its licence at https://huggingface.co/owner/name" in problem
     assert "HF_TOKEN" in problem
-
-
-# The paper asks HellaSwag and ARC-Easy with MMLU's prompt: heading, five examples with their
-# letters, the question; then the letters' probabilities after "Answer:".
-PROMPT = """The following are multiple choice questions (with answers) about  {topic}.
-
-{shots}{asked}"""
-SHOT = "{text}\n{choices}\nAnswer:"
-
-
-def papers_prompt(topic, shots, asked) -> str:
-    """From (text, choices, index of the right one)."""
-
-    def body(text, choices):
-        lettered = (f"{x}. {choice}" for x, choice in zip("ABCDE", choices, strict=False))
-        return SHOT.format(text=text, choices="\n".join(lettered))
-
-    shown = "".join(f"{body(text, choices)} {'ABCDE'[right]}\n\n" for text, choices, right in shots)
-    return PROMPT.format(topic=topic, shots=shown, asked=body(*asked[:2]))
-
-
-def read(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def of_hellaswag(row: dict) -> tuple:
-    return f"{row['activity_label']}: {row['ctx']}", row["endings"], row["label"]
-
-
-def of_arc(row: dict) -> tuple:
-    choices = [choice["text"] for choice in row["question"]["choices"]]
-    return row["question"]["stem"], choices, "ABCD".index(row["answerKey"])
-
-
-@pytest.mark.parametrize(
-    ("task", "topic", "of", "folder", "shown", "asked"),
-    [
-        (
-            *("hellaswag", "how an everyday situation goes on", of_hellaswag, "hellaswag"),
-            *("hellaswag_train.jsonl", "hellaswag_val.jsonl"),
-        ),
-        (
-            *("arc_easy", "grade-school science", of_arc, "arc"),
-            *("ARC-Easy-Train.jsonl", "ARC-Easy-Test.jsonl"),
-        ),
-    ],
-)
-def test_records_are_of_the_papers_prompts(tmp_path, task, topic, of, folder, shown, asked):
-    runpy.run_path(str(PROJECT / "tests" / "patches" / "tiny_world.py"))["main"](tmp_path)
-    request = Task(task=task, data=str(tmp_path / folder), scoring="letters", shots=5)
-    calibeval.score(str(tmp_path / "model"), None, [request], out=tmp_path / "scores")
-    shots = [of(row) for row in read(tmp_path / folder / shown)[:5]]
-    made = [papers_prompt(topic, shots, of(row)) for row in read(tmp_path / folder / asked)]
-    found = read(tmp_path / "scores" / f"{task}.jsonl")
-    assert {row["shots"] for row in found} == {5}
-    assert [row["prompt_sha256"] for row in found] == [
-        hashlib.sha256(text.encode()).hexdigest() for text in made
-    ]
