@@ -27,13 +27,6 @@ def pieces(vocabulary: list[str], merges: list[tuple[str, str]]) -> PreTrainedTo
     return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>")
 
 
-def test_byte_level(tiny_model):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    ids = tokenizer.convert_tokens_to_ids(["ĠA", "ĠB", "ĠC", "ĠD"])
-    assert letters(tokenizer, CONTEXT, 4) == tuple((i,) for i in ids)
-    assert ids != tokenizer.convert_tokens_to_ids(["A", "B", "C", "D"])
-
-
 def test_white_space_split():
     tokenizer = words(["<unk>", "light", "mass", "Answer:", "A", "B", "C"])
     assert letters(tokenizer, CONTEXT, 3) == ((4,), (5,), (6,))
