@@ -47,21 +47,12 @@ def loop_ece(confidence, correct, bins):
 
 @pytest.mark.parametrize("n", [1, 7, 999])
 def test_ece_is_its_definition(n):
-    of = scored(*draw(n, seed=n, calibrated=False))
+    probs, labels = draw(n, seed=n, calibrated=False)
+    probs[0] = np.eye(4)[0]
+    of = scored(probs, labels)
+    assert Sample(of).top.count.shape[1] == 15  # 1 is in the last bin
     expected = loop_ece(of.confidence, of.correct, 15)
     assert measures.ece(Sample(of))[0] == pytest.approx(expected, abs=1e-12)
-
-
-def test_perfect_and_worst():
-    probs = np.eye(4)[[0, 1, 2, 3] * 50]
-    best = figures(scored(probs, np.array([0, 1, 2, 3] * 50)))
-    assert best["accuracy"] == 1 and best["nll"] == 0
-    assert best["ece"] == best["rms"] == best["brier"] == 0
-    worst = scored(probs, np.array([1, 2, 3, 0] * 50))
-    assert Sample(worst).top.count[0].tolist() == [0] * 14 + [200]  # 1 is in the last bin
-    worst = figures(worst)
-    assert worst["ece"] == worst["rms"] == 1 and worst["accuracy"] == 0
-    assert worst["nll"] == pytest.approx(300 * np.log(10)) and worst["brier"] == 2
 
 
 def plain_hendrycks(confidence, correct):
