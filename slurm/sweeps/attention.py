@@ -50,78 +50,11 @@ def packed_attention(
     **_: object,
 ) -> tuple[Tensor, None]:  # (1, T, H, d)
     """Causal attention within each conversation: token i sees j with i − window < j ≤ i."""
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    window = sliding_window or 0
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     query, key = query.to(value.dtype), key.to(value.dtype)  # the rotation is computed in fp32
-    out, *_ = flash(query, key, value, cu_seq_lens_q, max_length_q, scaling, window, dropout)
+    out, *_ = torch.ops.aten._flash_attention_forward(
+        query.contiguous(), key.contiguous(), value.contiguous(), cu_seq_lens_q, cu_seq_lens_q,
+        max_length_q, max_length_q, dropout, True, False, scale=scaling,
+        window_size_left=sliding_window - 1 if sliding_window else -1, window_size_right=0,
+    )  # fmt: skip
     return out[None], None
-
-
-@torch.library.custom_op("sweeps::flash", mutates_args=(), device_types="cuda")
-def flash(
-    query: Tensor,  # (T, H, d)
-    key: Tensor,  # (T, H_kv, d)
-    value: Tensor,
-    bounds: Tensor,
-    longest: int,
-    scaling: float,
-    window: int,
-    dropout: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Torch's flash attention over packed rows: the output, its log-sum-exp, the random state."""
-    out, lse, state, *_ = torch.ops.aten._flash_attention_forward(
-        query.contiguous(), key.contiguous(), value.contiguous(), bounds, bounds, longest, longest,
-        dropout, True, False, scale=scaling, window_size_left=window - 1 if window else -1,
-        window_size_right=0,
-    )  # fmt: skip
-    return out, lse, state
-
-
-@flash.register_fake
-def _(query, key, value, bounds, longest, scaling, window, dropout):
-    lse = query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
-    state = torch.empty((2,), dtype=torch.uint64, device=query.device)
-    return torch.empty_like(query, memory_format=torch.contiguous_format), lse, state
-
-
-@torch.library.custom_op("sweeps::flash_backward", mutates_args=(), device_types="cuda")
-def flash_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    state: Tensor,
-    bounds: Tensor,
-    longest: int,
-    scaling: float,
-    window: int,
-    dropout: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `flash` in query, key and value."""
-    return torch.ops.aten._flash_attention_backward(
-        gradient.contiguous(), query.contiguous(), key.contiguous(), value.contiguous(), out, lse,
-        bounds, bounds, longest, longest, dropout, True, state, state.new_empty(0), scale=scaling,
-        window_size_left=window - 1 if window else -1, window_size_right=0,
-    )  # fmt: skip
-
-
-@flash_backward.register_fake
-def _(gradient, query, key, value, *_):
-    return tuple(
-        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
-    )
-
-
-def _keep(ctx, inputs, output):
-    query, key, value, bounds, *ctx.options = inputs
-    ctx.save_for_backward(query, key, value, *output, bounds)
-
-
-def _backward(ctx, gradient, *_):
-    return *flash_backward(gradient, *ctx.saved_tensors, *ctx.options), *[None] * 5
-
-
-flash.register_autograd(_backward, setup_context=_keep)

@@ -1,7 +1,6 @@
-"""Attention for packed rows: torch's flash kernels as an operator, against plain attention."""
+"""Attention for packed rows, by torch's flash kernels, against plain attention."""
 
 import itertools
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -28,49 +27,6 @@ def one_by_one(
     return torch.cat(outs)
 
 
-@pytest.fixture(scope="module")
-def flash_on_cpu():
-    """The operator that calls torch's CUDA kernels, with the plain attention in their place."""
-
-    @attention.flash.register_kernel("cpu")
-    def _(query, key, value, bounds, longest, scaling, window, dropout):
-        out = one_by_one(query, key, value, bounds, scaling, window)
-        lse = torch.zeros(query.shape[1], query.shape[0])
-        return out.contiguous(), lse, torch.zeros(2, dtype=torch.uint64)
-
-    @attention.flash_backward.register_kernel("cpu")
-    def _(gradient, query, key, value, out, lse, state, bounds, longest, scaling, window, dropout):
-        given = [x.detach().requires_grad_() for x in (query, key, value)]
-
-        def differentiate():
-            return torch.autograd.grad(one_by_one(*given, bounds, scaling, window), given, gradient)
-
-        with ThreadPoolExecutor(1) as elsewhere:  # inside an operator there is no autograd
-            return elsewhere.submit(differentiate).result()
-
-
-def test_the_operator_hands_its_gradients_to_the_right_inputs(flash_on_cpu):
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(9, heads, 8, requires_grad=True) for heads in (4, 2, 2))
-    bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
-    inputs, given = (query, key, value), (query, key, value, bounds, 16, 0.3, 3, 0.0)
-    expected = torch.autograd.grad((one_by_one(*inputs, bounds, 0.3, 3) ** 2).sum(), inputs)
-    found = torch.autograd.grad((attention.flash(*given)[0] ** 2).sum(), inputs)
-    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(attention.flash, given, test_utils=tests)
-    compiled = torch.compile(
-        lambda *x: (attention.flash(*x)[0] ** 2).sum(), backend="aot_eager", dynamic=True
-    )
-    for grads in (found, torch.autograd.grad(compiled(*given), inputs)):
-        for left, right in zip(grads, expected, strict=True):
-            torch.testing.assert_close(left, right)
-    heads_first = [x.transpose(0, 1)[None] for x in inputs]
-    out, _ = attention.packed_attention(
-        None, *heads_first, None, cu_seq_lens_q=bounds, max_length_q=16, sliding_window=3
-    )
-    torch.testing.assert_close(out[0], one_by_one(*inputs, bounds, 8**-0.5, 3))
-
-
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
@@ -89,8 +45,14 @@ def test_flash_attention_is_attention(heads, groups, size, window, compiled):
     expected = one_by_one(*exact, bounds, size**-0.5, window)
     expected.backward(gradient)
     given = [x.detach().bfloat16().requires_grad_() for x in exact]
-    run = torch.compile(attention.flash, dynamic=True) if compiled else attention.flash
-    found = run(*given, bounds, 384, size**-0.5, window, 0.0)[0]
+
+    def attend(*inputs):
+        heads_first = (x.transpose(0, 1)[None] for x in inputs)
+        told = {"cu_seq_lens_q": bounds, "max_length_q": 384, "sliding_window": window}
+        return attention.packed_attention(None, *heads_first, None, **told)[0][0]
+
+    run = torch.compile(attend, dynamic=True) if compiled else attend
+    found = run(*given)
     found.backward(gradient.bfloat16())
     for left, right in zip(
         [found, *(x.grad for x in given)], [expected, *(x.grad for x in exact)], strict=True
