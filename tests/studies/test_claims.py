@@ -60,12 +60,6 @@ def test_the_grid_comes_first_and_the_report_last(done, capsys):
     assert done() == (2, [])
 
 
-def test_a_part_before_the_grid_is_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(claims, "RUNS", tmp_path)
-    assert claims.main([MODEL, "seeds"]) == 2
-    assert "the part grid comes first" in capsys.readouterr().err
-
-
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
     """Nothing is written to the repository."""
@@ -73,6 +67,33 @@ def folders(tmp_path, monkeypatch):
     monkeypatch.setattr(claims, "RECORDS", tmp_path / "records")
     monkeypatch.chdir(tmp_path)  # and back, wherever a study goes
     return tmp_path
+
+
+def test_the_grid_chooses_the_rate_of_other_parts(folders, capsys):
+    assert claims.main([MODEL, "seeds"]) == 2
+    assert "grid.json: no run is trained; the part grid comes first" in capsys.readouterr().err
+    of = plan(claims.FILE, [f"output_root={folders}", *claims.arguments(MODEL, "grid", [])])
+    for loss, cell in zip((1.4, 1.2, 1.3, 1.5), of.cells, strict=True):
+        claims.pack(MODEL, "grid", of)
+        assert not claims.rates_file(MODEL).exists()
+        cell.run.model.mkdir(parents=True)
+        cell.run.metrics.write_text(f'{{"step": 1, "held_out_loss": {loss}}}\n')
+    claims.pack(MODEL, "grid", of)
+    assert claims.chosen_rate(MODEL) == 2e-5
+    assert claims.without_records(MODEL, "grid", []) == []
+
+
+def test_runs_with_records_are_not_run_again(folders, monkeypatch):
+    monkeypatch.setattr(claims, "chosen_rate", lambda model: 5e-5)
+    asked = claims.arguments(MODEL, "seeds", [])
+    of = plan(claims.FILE, asked)
+    (folders / "records" / MODEL).mkdir(parents=True)
+    for cell in (*of.bases, *of.cells[:7]):
+        claims.record(MODEL, cell.run).touch()
+    lacking = claims.without_records(MODEL, "seeds", asked)
+    left = [cell for more in lacking for cell in plan(claims.FILE, [*asked, *more]).cells]
+    assert [cell.run.name for cell in left] == [cell.run.name for cell in of.cells[7:]]
+    assert not any(plan(claims.FILE, [*asked, *more]).bases for more in lacking)
 
 
 def test_records_lose_nothing_but_digits_when_packed(folders):

@@ -4,7 +4,8 @@
     python -m studies.claims MODEL [PART …] [key=value …]
 
 MODEL is a folder of models/. Those parts, or all of them, one after another, and then what rests on
-them; the records of each run are packed into records/MODEL/ as it ends:
+them; the records of each run are packed into records/MODEL/ as it ends, and what is there is not
+run again, on whatever machine:
 
     grid          4 learning rates at β = 0; the lowest held-out loss chooses that of other parts
     seeds         the base model; β of 0, 0.1, 0.2, 0.3 and 0.5, five seeds
@@ -16,10 +17,11 @@ them; the records of each run are packed into records/MODEL/ as it ends:
     after         temperature and ATS fitted on MMLU's val questions after β = 0
     report        what smoothing does in each setting; reads the packed records alone
 
-Finished runs are kept: the same command goes on. key=value overrides the sweep of every part, for
+An interrupted run goes on where its folder is. key=value overrides the sweep of every part, for
 example workers=6 for six runs at a time, or grid.seed=[0,1,2].
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -28,7 +30,7 @@ from pathlib import Path
 
 import studies
 from calibeval import stats
-from calibeval.io import InputError, json_lines, write_text
+from calibeval.io import InputError, json_lines, read_text, write_text
 from studies.claims import packed
 from studies.demo.posthoc import calibrate
 from sweeps.plan import Plan, plan
@@ -136,27 +138,55 @@ def arguments(model: str, part: str, overrides: list[str]) -> list[str]:
 
 
 def train(model: str, part: str, asked: list[str]) -> int:
-    """Train and score a part's runs, packing each as it ends; returns the exit code."""
-    launch = [sys.executable, "-m", "sweeps", "launch", str(FILE), "--executor", "local", *asked]
-    with subprocess.Popen(launch) as process:
-        running = True
-        while running:
-            running = process.poll() is None
-            pack(model, part, plan(FILE, asked))
-            time.sleep(2 * running)
-    return process.returncode
+    """Train and score what of a part has no records, packing each run as it ends; returns the
+    exit code."""
+    for lacking in without_records(model, part, asked):
+        launch = [sys.executable, "-m", "sweeps", "launch", str(FILE), "--executor", "local"]
+        with subprocess.Popen([*launch, *asked, *lacking]) as process:
+            running = True
+            while running:
+                running = process.poll() is None
+                pack(model, part, plan(FILE, [*asked, *lacking]))
+                time.sleep(2 * running)
+        if process.returncode:
+            return process.returncode
+    return 0
+
+
+def without_records(model: str, part: str, asked: list[str]) -> list[list[str]]:
+    """Overrides that leave the runs without records: seeds that lack the same β together."""
+    if part == "grid":
+        return [] if rates_file(model).exists() else [[]]
+    of, lacking, alike = plan(FILE, asked), {}, {}
+    for cell in of.cells:
+        if not record(model, cell.run).exists():
+            train = cell.config.train
+            lacking.setdefault(train["seed"], []).append(train["label_smoothing"])
+    for seed, betas in lacking.items():
+        alike.setdefault(str(betas), []).append(seed)
+    base = any(not record(model, cell.run).exists() for cell in of.bases)
+    return [
+        [f"grid.seed={seeds}", f"grid.label_smoothing={betas}", f"score.base={json.dumps(base)}"]
+        for betas, seeds in alike.items()
+    ]
+
+
+def record(model: str, run: Run) -> Path:
+    """Where the records of a run are packed."""
+    return RECORDS / model / f"{run.name}.xz"
+
+
+def rates_file(model: str) -> Path:
+    """The held-out loss of each learning rate of the grid, {rate: nats a token}."""
+    return RECORDS / model / "grid.json"
 
 
 def chosen_rate(model: str) -> float:
     """The learning rate of the lowest held-out loss at β = 0."""
-    rates = {}
-    for file in (RUNS / f"{model}-grid").glob("*/config.yaml"):
-        run = Run(file.parent)
-        if (loss := held_out(run)) is not None:
-            rates[loss] = run.config().train["learning_rate"]
-    if not rates:
-        raise InputError(f"{RUNS}/{model}-grid: no run is trained; the part grid comes first")
-    return rates[min(rates)]
+    if not rates_file(model).exists():
+        raise InputError(f"{rates_file(model)}: no run is trained; the part grid comes first")
+    losses = json.loads(read_text(rates_file(model)))
+    return float(min(losses, key=losses.get))
 
 
 def held_out(run: Run) -> float | None:
@@ -166,10 +196,16 @@ def held_out(run: Run) -> float | None:
 
 
 def pack(model: str, part: str, of: Plan) -> None:
-    """Pack the records of the runs that have ended."""
+    """Pack the records of the runs that have ended; of a whole grid, its losses."""
+    if part == "grid":
+        losses = {cell.config.train["learning_rate"]: held_out(cell.run) for cell in of.cells}
+        if None not in losses.values():
+            rates_file(model).parent.mkdir(parents=True, exist_ok=True)
+            write_text(rates_file(model), json.dumps(losses, indent=1) + "\n")
+        return
     for cell in (*of.bases, *of.cells):
-        out = RECORDS / model / f"{cell.run.name}.xz"
-        if cell.run.done and cell.config.score and not out.exists():
+        out = record(model, cell.run)
+        if cell.run.done and not out.exists():
             setting = {key: cell.config.train.get(key) for key in (*SETTING, "seed")}
             about = {"part": part if cell.config.backend else "base", **setting}
             about["held_out_loss"] = held_out(cell.run)
