@@ -34,8 +34,9 @@ def tables(runs: dict[str, list[list[int]]], samples: int, ks: Sequence[int]) ->
         sides[name] = [(one.mean(1), one @ draws.T) for one in values]
     single = {name: [stats.of_sides(x, ends=(0, 1)) for x in of] for name, of in sides.items()}
     rows = [[name, len(runs[name]), *map(text, of)] for name, of in single.items()]
+    less = {name: [(-found, -drawn) for found, drawn in of] for name, of in sides.items()}
     pairs = [
-        [b, a, *map(text, map(stats.of_sides, sides[a], sides[b]))]
+        [b, a, *map(text, map(stats.of_sides, less[a], sides[b]))]
         for a, b in combinations(sides, 2)
     ]
     found = [
