@@ -14,9 +14,12 @@ from pathlib import Path
 from calibeval.io import InputError, read_text
 from calibeval.tasks import LETTERS
 
+ENGINE = "inspect"
+EXPECTED = "a multiple choice with one target, and top log-probabilities where it answers"
 
-def read(path: Path) -> tuple[str, list[dict], dict]:
-    """(task, records, the log's own account of itself)."""
+
+def read(path: Path) -> tuple[str, dict, dict, list[tuple[str, dict]]]:
+    """(task, what all records have, the log's account of itself, samples and their places)."""
     try:
         log = _members(path) if zipfile.is_zipfile(path) else json.loads(read_text(path))
         about, samples = log["eval"], log["samples"]
@@ -27,13 +30,8 @@ def read(path: Path) -> tuple[str, list[dict], dict]:
     except (ValueError, LookupError, TypeError, NotImplementedError) as error:
         remedy = "`inspect log convert --to json` makes one that is"
         raise InputError(f"{path}: not a log that can be read ({error!r}); {remedy}") from error
-    rows = []
-    for sample in samples:
-        if sample.get("epoch", 1) == 1:
-            rows.append(record(sample, task, f"{path}, sample {sample.get('id')}") | shared)
-    if not rows:
-        raise InputError(f"{path}: no samples")
-    return task, rows, source
+    first = [sample | {"task": task} for sample in samples if sample.get("epoch", 1) == 1]
+    return task, shared, source, [(f"{path}, sample {one.get('id')}", one) for one in first]
 
 
 def _members(path: Path) -> dict:
@@ -44,20 +42,14 @@ def _members(path: Path) -> dict:
         return header | {"samples": [json.loads(archive.read(name)) for name in names]}
 
 
-def record(sample: dict, task: str, where: str) -> dict:
+def record(sample: dict) -> dict:
     """A sample as a record."""
-    try:
-        letters = LETTERS[: len(sample["choices"])]
-        target = sample["target"]
-        (target,) = target if isinstance(target, list) else [target]
-        label = letters.index(target)
-        tokens = sample["output"]["choices"][0]["logprobs"]["content"]
-        answers = [t for t in tokens if t["token"].strip() in [*letters]]
-        place = [t for t in answers if t.get("top_logprobs")][-1]
-        top = [(one["token"].strip(), one["logprob"]) for one in place["top_logprobs"]]
-    except (LookupError, TypeError, ValueError) as error:
-        expected = "a multiple choice with one target, and top log-probabilities where it answers"
-        raise InputError(f"{where}: {error!r}; expected {expected}") from error
+    letters, target = LETTERS[: len(sample["choices"])], sample["target"]
+    (target,) = target if isinstance(target, list) else [target]
+    tokens = sample["output"]["choices"][0]["logprobs"]["content"]
+    answers = [t for t in tokens if t["token"].strip() in [*letters]]
+    place = [t for t in answers if t.get("top_logprobs")][-1]
+    top = [(one["token"].strip(), one["logprob"]) for one in place["top_logprobs"]]
     found, least = [], min(value for _, value in top)
     for letter in letters:
         same = [math.exp(value) for token, value in top if token == letter]  # "B" and " B"
@@ -65,8 +57,8 @@ def record(sample: dict, task: str, where: str) -> dict:
     asked = json.dumps([sample["input"], sample["choices"]], ensure_ascii=False)
     return {
         "id": str(sample["id"]),
-        "subject": str((sample.get("metadata") or {}).get("subject") or task),
-        "label": label,
+        "subject": str((sample.get("metadata") or {}).get("subject") or sample["task"]),
+        "label": letters.index(target),
         "logprobs": found,
         "letter_mass": math.fsum(map(math.exp, found)),
         "prompt_sha256": hashlib.sha256(asked.encode()).hexdigest(),

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import numpy as np
 
-from calibeval import records
 from calibeval.io import InputError, json_lines, read_text
 from calibeval.tasks import LETTERS
 
+ENGINE, EXPECTED = "lm-evaluation-harness", "a multiple-choice sample"
 NAME = re.compile(r"samples_(.+?)(_\d{4}-\d\d-\d\dT[\d.-]+)?\.jsonl")
 
 
-def read(path: Path) -> tuple[str, list[dict], dict]:
-    """(task, records in the data's order, the run's options)."""
+def read(path: Path) -> tuple[str, dict, dict, list[tuple[str, dict]]]:
+    """(task, what all records have, the run's options, samples in the data's order, with places)"""
     if not (name := NAME.fullmatch(path.name)):
         names = "samples_<task>_<time>.jsonl of lm-eval, or Inspect's .eval or .json"
         raise InputError(f"{path}: expected a name like {names}")
@@ -27,38 +27,22 @@ def read(path: Path) -> tuple[str, list[dict], dict]:
     try:
         run = json.loads(read_text(beside)) if beside.is_file() else {}
         source = {"task": task, "shots": run.get("n-shot", {}).get(task)}
-        delimiter = run.get("configs", {}).get(task, {}).get("target_delimiter", " ")
+        about = {"task": task} | run.get("configs", {}).get(task, {})
     except (ValueError, AttributeError) as error:
         raise InputError(f"{beside}: not lm-eval's results ({error})") from error
     model = run.get("model_name") or path.absolute().parent.name
     versions = {k: run.get(f"{k}_version") for k in ("lm_eval", "transformers")}
     shared = {"shots": source["shots"], "model": model, "versions": versions}
-    rows, kept = {}, None
-    for number, sample in json_lines(path):
-        where, kept = f"{path}, line {number}", kept or sample.get("filter", "none")
-        if sample.get("filter", "none") != kept:  # the same answers once more
-            continue
-        try:
-            row = record(sample, task, delimiter) | shared
-            records.check(row, where)
-            right = float(np.argmax(row["logprobs"]) == row["label"])
-            if right != float(sample.get("acc", right)):
-                said = f"acc is {sample['acc']}, but {right} by its log-probabilities and target"
-                raise InputError(f"{where}: {said}")
-            if sample["doc_id"] in rows:
-                raise InputError(f"{where}: doc_id {sample['doc_id']} was there already")
-            rows[sample["doc_id"]] = row
-        except InputError:
-            raise
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise InputError(f"{where}: not a multiple-choice sample: {error!r}") from error
-    if not rows:
-        raise InputError(f"{path}: no samples")
-    return task, [rows[i] for i in sorted(rows)], source | {"options": run.get("config")}
+    samples = [(f"{path}, line {n}", sample | {"about": about}) for n, sample in json_lines(path)]
+    # Of several filters the first: the others have the same answers once more.
+    samples = [one for one in samples if one[1].get("filter") == samples[0][1].get("filter")]
+    samples.sort(key=lambda one: one[1].get("doc_id", 0))
+    return task, shared, source | {"options": run.get("config")}, samples
 
 
-def record(sample: dict, task: str, delimiter: str) -> dict:
+def record(sample: dict) -> dict:
     """A sample as a record; lengths are of the choices' texts without the delimiter."""
+    task, delimiter = sample["about"]["task"], sample["about"].get("target_delimiter", " ")
     pairs = sample["arguments"]
     if isinstance(pairs, dict):
         pairs = [(pair["arg_0"], pair["arg_1"]) for pair in pairs.values()]
@@ -79,6 +63,9 @@ def record(sample: dict, task: str, delimiter: str) -> dict:
         "logprobs": scores[:k],
         "prompt_sha256": sample.get("prompt_hash"),
     }
+    right = float(np.argmax(scores[:k]) == row["label"])
+    if right != float(sample.get("acc", right)):
+        raise ValueError(f"acc is {sample['acc']}, but {right} by log-probabilities and target")
     if texts == list(LETTERS[:k]):
         return row | {"letter_mass": math.fsum(map(math.exp, scores[:k]))}
     row |= {"scoring": "continuation", "normalise": "characters" if "acc_norm" in sample else "sum"}

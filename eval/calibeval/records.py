@@ -22,7 +22,6 @@ from calibeval.request import checked
 # What probabilities may sum to: lm-evaluation-harness rounds log-probabilities to the model's
 # dtype, and bfloat16's 8 bits turn a sum of 1 into 1.005.
 MOST = 1.01
-LENGTHS = ("bytes", "characters")  # what there is to normalise by
 LogProbability = Annotated[float, Field(le=1e-6, allow_inf_nan=False)]
 
 
@@ -32,7 +31,7 @@ class Record(BaseModel, strict=True):
     id: str
     subject: str
     label: NonNegativeInt  # index of the right choice
-    logprobs: list[LogProbability] = Field(min_length=1)  # natural; sums over tokens
+    logprobs: list[LogProbability] = Field(min_length=2)  # natural; sums over tokens
     letter_mass: float | None = Field(None, ge=0, allow_inf_nan=False)
     model: str = "?"
     prompt_sha256: str | None = None
@@ -45,26 +44,19 @@ class Record(BaseModel, strict=True):
     @model_validator(mode="after")
     def _whole(self):
         k = len(self.logprobs)
-        if k < 2:
-            raise ValueError("logprobs: found 1, expected 2 or more, one a choice")
         if self.label >= k:
             raise ValueError(f"label is {self.label}, expected 0 to {k - 1}")
-        total = sum(map(math.exp, self.logprobs))
-        if self.scoring != "continuation" and total > MOST:
-            raise ValueError(f"the probabilities of logprobs sum to {total:.3g}, more than 1")
         if self.scoring == "letters":
-            if self.letter_mass is None:
-                raise ValueError("no 'letter_mass', which records of letters have")
-            if abs(self.letter_mass - total) > MOST - 1:
-                found = f"the probabilities of logprobs sum to {total:.3g}"
+            total = sum(map(math.exp, self.logprobs))
+            found = f"the probabilities of logprobs sum to {total:.3g}"
+            if total > MOST:
+                raise ValueError(f"{found}, more than 1")
+            if self.letter_mass is None or abs(self.letter_mass - total) > MOST - 1:
                 raise ValueError(f"letter_mass is {self.letter_mass}, but {found}")
-        if self.scoring == "continuation":
-            for name in LENGTHS:
-                values = getattr(self, name)
-                if values is not None and len(values) != k:
-                    raise ValueError(f"{name}: found {len(values)}, expected {k}, one a choice")
-        if self.normalise != "sum":
-            self.normalised(self.normalise)
+        for name, lengths in (("bytes", self.bytes), ("characters", self.characters)):
+            if lengths is not None and len(lengths) != k:
+                raise ValueError(f"{name}: found {len(lengths)}, expected {k}, one a choice")
+        self.normalised(self.normalise)
         return self
 
     def normalised(self, by: str) -> np.ndarray:
@@ -72,7 +64,7 @@ class Record(BaseModel, strict=True):
         scores = np.array(self.logprobs)
         if by == "sum":
             return scores
-        other = getattr(self, by) if by in LENGTHS else None
+        other = getattr(self, by, None)
         if self.scoring != "continuation" or other is None:
             raise ValueError(f"no {by!r} by which to normalise; scoring is {self.scoring!r}")
         return scores / other
@@ -111,7 +103,7 @@ def read(path: Path, normalise: str | None = None) -> Records:
     rows: list[tuple[str, Record]] = []
     try:
         for number, raw in json_lines(path):
-            rows.append((where := f"{path}, line {number}", check(raw, where)))
+            rows.append((where := f"{path}, line {number}", checked(Record, raw, where)))
         if len(rows) != (expected := meta(path).get("questions", len(rows))):
             found = counted(len(rows), "record")
             raise InputError(f"{path}: {found}, but {sidecar(path).name} says {expected}")
@@ -144,9 +136,8 @@ def _as_arrays(path: Path, rows: Sequence[tuple[str, Record]], normalise: str | 
             raise InputError(f"{where}: {error}") from error
     every = [row for _, row in rows]
     counts = np.array([len(row.logprobs) for row in every])
-    width = max(counts.max(), 1 + max(row.label for row in every))
-    logprobs = np.full((len(rows), width), -np.inf)
-    logprobs[np.arange(logprobs.shape[1]) < counts[:, None]] = np.concatenate(scores)
+    logprobs = np.full((len(rows), counts.max()), -np.inf)
+    logprobs[np.arange(counts.max()) < counts[:, None]] = np.concatenate(scores)
     return Records(
         path,
         list(seen),
@@ -193,11 +184,6 @@ def meta(path: Path) -> dict:
         raise InputError(f"{sidecar(path)}: not a JSON object ({error})") from error
 
 
-def check(row: dict, where: str) -> Record:
-    """The row as a `Record`; raises `InputError` unless it is a whole one."""
-    return checked(Record, row, where)
-
-
 def intact(path: Path) -> list[dict]:
     """The whole records of a file that may be cut short or damaged, each id once."""
     found = {}
@@ -205,7 +191,7 @@ def intact(path: Path) -> list[dict]:
     for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         with suppress(ValueError, TypeError):  # `InputError` is a ValueError
             row = json.loads(text)
-            found.setdefault(check(row, "").id, row)
+            found.setdefault(checked(Record, row, "").id, row)
     return list(found.values())
 
 

@@ -1,7 +1,7 @@
 """Records while they are made: finished parts survive kill -9, half-written ones never count.
 
 RECORDS.jsonl.parts/settings.json     what is being scored, and how
-RECORDS.jsonl.parts/000500.json       a finished part: {"engine_settings", "seconds", "records"}
+RECORDS.jsonl.parts/000500.json       a finished part: {"seconds", "records"}
 RECORDS.jsonl, RECORDS.jsonl.meta.json   at the end
 """
 
@@ -27,7 +27,8 @@ class Store:
         if overwrite:
             clear(out)
         for where, made in self._made():
-            _same(made, self.settings, where)
+            _same(made, settings, where)
+            self.settings["engine_settings"] = made.get("engine_settings")
 
     def _made(self) -> list[tuple[Path, dict]]:
         """The settings of the final file and of the parts, as far as there are any."""
@@ -48,11 +49,9 @@ class Store:
         Raises `InputError`, naming both, where finished records are of another kind of engine or
         another precision.
         """
-        made = [(self.folder, part) for part in self._parts()] + self._made()
-        for where, settings in made:
-            found = settings.get("engine_settings") or {}
-            compared = (k for k in found if k == "engine" or k.endswith("dtype"))
-            _same(found, {k: describe[k] for k in compared if k in describe}, where)
+        found = self.settings.get("engine_settings") or {}
+        compared = (k for k in found if k == "engine" or k.endswith("dtype"))
+        _same(found, {k: describe[k] for k in compared if k in describe}, self.out)
         self.settings["engine_settings"] = describe
 
     def add(self, first: int, rows: list[dict], seconds: float) -> None:
@@ -60,16 +59,12 @@ class Store:
         if not self.header.exists():
             with atomic_write(self.header) as file:
                 json.dump({"settings": self.settings}, file, indent=1)
-        part = {"engine_settings": self.settings.get("engine_settings"), "seconds": seconds}
         with atomic_write(self.folder / f"{first:06}.json") as file:
-            json.dump(part | {"records": rows}, file)
+            json.dump({"seconds": seconds, "records": rows}, file)
 
     def finish(self, rows: list[dict], about: dict) -> dict:
         """Write the final file and its sidecar, drop the parts, return the sidecar's content."""
-        parts = self._parts()
-        engine = self.settings.get("engine_settings") or parts[-1].get("engine_settings")
-        self.engine(engine or {})  # processes that started together could not see each other's
-        seconds = round(sum(part["seconds"] for part in parts), 3)
+        seconds = round(sum(part["seconds"] for part in self._parts()), 3)
         about = {"settings": self.settings, **about, "seconds": seconds}
         about = records.write(self.out, rows, about)
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -157,7 +157,7 @@ def changed(**values) -> str:
         (json.dumps(GOOD), "line 2: id 'a/0' is on line 1 already"),
         (changed(label=True), "line 2: label is True: expected a valid integer"),
         (changed(label=2), "line 2: label is 2, expected 0 to 1"),
-        (changed(logprobs=[-1.0]), "logprobs: found 1, expected 2 or more, one a choice"),
+        (changed(logprobs=[-1.0]), "logprobs is [-1.0]: List should have at least 2 items"),
         (changed(logprobs=[-1, -math.inf]), "logprobs.1 is -inf: expected a finite"),
         (changed().replace("-2.0", "-" + "9" * 5000), "line 2: "),
         (changed(logprobs=[-0.1, -0.1]), "probabilities of logprobs sum to 1.81, more than 1"),

@@ -117,12 +117,12 @@ def winograd(sample):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda s: s.update(acc=1.0 - s["acc"]), "acc is 1.0, but 0.0 by its log-probabilities"),
+        (lambda s: s.update(acc=1.0 - s["acc"]), "acc is 1.0, but 0.0 by log-probabilities"),
         (lambda s: s.update(target="4"), "label is 4, expected 0 to 3"),
-        (lambda s: s.update(filtered_resps=["some text"]), "not a multiple-choice sample"),
-        (lambda s: s.update(doc_id=0), "doc_id 0 was there already"),
+        (lambda s: s.update(filtered_resps=["some text"]), "expected a multiple-choice sample"),
+        (lambda s: s.update(doc_id=0), "id 'abstract_algebra/0' again"),
         (winograd, "its choices do not continue one prompt"),
-        (lambda s: s["filtered_resps"][0].__setitem__(0, "nan"), "expected a finite number"),
+        (lambda s: s.update(acc=1.0, filtered_resps=[["nan", ""]] * 4), "expected a finite number"),
     ],
 )
 def test_bad_samples_are_named_by_line(tmp_path, capsys, change, expected):
