@@ -25,7 +25,6 @@ class Line(BaseModel, strict=True, extra="allow"):
     label_smoothing: Annotated[float, Field(ge=0, le=1)] | None
     train_data: Text | None = None
     calibrator: Text | None = None
-    name: Text | None = None
     run: Text | None = None
     epochs: NonNegativeFloat | None = None
     learning_rate: NonNegativeFloat | None = None
@@ -68,8 +67,6 @@ class Row:
 
     def name(self, *leave_out: str) -> str:
         """What tells the row from others, for titles and legends."""
-        if self.keys.get("name"):
-            return self.keys["name"]
         parts = []
         for key in (key for key in self.shown if key not in leave_out):
             value, text = self.keys.get(key), self.text(key)
@@ -85,28 +82,14 @@ class Row:
         runs = [*self.runs.get(group, {}).values()]
         return stats.estimate(runs, metric, confidence) if runs else stats.Estimate()
 
-    def add(self, group: str, seed: float | None, run: stats.Run) -> None:
-        """One more run; refuses what would be averaged without being another seed's."""
-        known = self.runs.setdefault(group, {})
-        for other in known:
-            if other in (seed, None):
-                keys = ", ".join(f"{heading(key)} {self.text(key)}" for key in self.shown)
-                raise InputError(
-                    f"{known[other].path} and {run.path}: both are {group}, {keys}, with seeds "
-                    f"{other} and {seed}; give the index the key that tells them apart: seed, "
-                    f"train_data, name, …"
-                )
-        known[seed] = run
-
 
 @dataclass(frozen=True)
 class Results:
-    """Every row, the column groups (data sets), the keys that are columns, the record files."""
+    """Every row, the column groups (data sets), and the keys that are columns."""
 
     rows: list[Row]
     groups: list[str]
     shown: tuple[str, ...]
-    records: list[Path]
 
     def runs(self, group: str, calibrated: bool = True) -> Iterator[stats.Run]:
         """Every run of a column group; those with a calibrator only if asked."""
@@ -121,7 +104,7 @@ class Results:
         """
 
         def same(other: Row) -> bool:
-            keys = [k for k in self.shown if k not in ("label_smoothing", "calibrator", "name")]
+            keys = [k for k in self.shown if k not in ("label_smoothing", "calibrator")]
             keys = [k for k in keys if row.beta is not None or k in row.keys]
             return all(other.keys.get(key) == row.keys.get(key) for key in keys)
 
@@ -158,9 +141,16 @@ def read(index: Path) -> Results:
     for line, run in sorted(pairs, key=lambda pair: pair[0].get("seed", -math.inf)):
         keys = {key: value for key, value in line.items() if key not in NO_ROW}
         row = rows.setdefault(tuple(line.get(key) for key in shown), Row(keys, shown, short))
-        row.add(group(line), line.get("seed"), run)
+        known, seed = row.runs.setdefault(group(line), {}), line.get("seed")
+        for other in known.keys() & {seed, None}:
+            raise InputError(
+                f"{known[other].path} and {run.path}: both are {group(line)}, {row.name()}, with "
+                f"seeds {other} and {seed}; give the index the key that tells them apart: seed, "
+                "train_data, …"
+            )
+        known[seed] = run
     groups = list(dict.fromkeys(map(group, lines)))
-    return Results(sorted(rows.values(), key=_order), groups, shown, [run.path for run in runs])
+    return Results(sorted(rows.values(), key=_order), groups, shown)
 
 
 def group(line: dict) -> str:

@@ -4,11 +4,11 @@ Tables have the shape of the paper's Table 1, SFT data × model × β; beside th
 paired by question.
 """
 
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, product
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -28,7 +28,6 @@ NAMES = {
     "ece_signed": "signed ECE",
     "smooth_ece": "smooth ECE",
 }
-UP = ("accuracy", "auroc", "dsc")
 NOTES = {
     "ece": "ECE: 15 equal-width bins of the likeliest choice's probability.",
     "rms": "RMS: the root mean square of the same bins' gaps.",
@@ -51,7 +50,9 @@ class Column:
     @property
     def direction(self) -> int:
         """1 the more the better, -1 the less, 0 the nearer to 0."""
-        return {"ece_signed": 0}.get(self.metric, 1 if self.metric in UP else -1)
+        if self.metric == "ece_signed":
+            return 0
+        return 1 if self.metric in stats.HIGHER_IS_BETTER else -1
 
     @property
     def heading(self) -> str:
@@ -114,23 +115,12 @@ class Cell:
         return "†" * (self.estimate.p > 0.05)
 
 
-@dataclass(frozen=True)
-class Line:
-    """A row of a table."""
+class Line(NamedTuple):
+    """A row of a table; the last of the keys says how many runs it is of."""
 
     row: Row
     keys: list[str]
     cells: list[Cell]
-
-    @property
-    def name(self) -> str:
-        """The row within its block."""
-        return self.row.name(*FIRST[:2]) or "–"
-
-    @property
-    def seeds(self) -> str:
-        """How many runs it is of."""
-        return f"seeds {self.keys[-1]}"
 
 
 @dataclass(frozen=True)
@@ -310,7 +300,7 @@ def in_words(table: Table) -> list[str]:
             if found := ", ".join(f"{' and '.join(of)} {how}" for how, of in told.items() if of):
                 alike.setdefault(found, []).append(group)
         if alike:
-            who = ", ".join((*line.row.block, line.name))
+            who = ", ".join((*line.row.block, line.row.name(*FIRST[:2])))
             where = "; ".join(f"on {', '.join(of)} {found}" for found, of in alike.items())
             said.append(f"{who}, less β = 0: {where}.")
     chance = f"{made / 20:.1f} would leave out 0 by chance if nothing differed"
@@ -337,18 +327,17 @@ def tidy(results: Results) -> pd.DataFrame:
 def collect(
     source: Path,
     out: Path,
-    columns: str = DEFAULT,
+    asked: str = DEFAULT,
     title: str = "Calibration",
     note: str = "",
     sections: Sequence[str] = (),
-    page: Path | None = None,
 ) -> str:
-    """Write the tables, the figures and the page (default `out`/report.html); return the tables.
+    """Write the tables, the figures and report.html; return the tables.
 
     `note` is HTML under the title, `sections` are more of it after the figures. Bad input raises
     `InputError` before anything is written.
     """
-    chosen, out = _columns(columns), Path(out)
+    chosen, out = columns(asked), Path(out)
     results = index.read(source)
     tables = {"table": main_table(results, chosen)}
     if paired := difference_table(results, chosen):
@@ -359,11 +348,8 @@ def collect(
     write_text(out / "table.csv", tidy(results).to_csv(index=False))
     drawn = [(said, figures.uri(stem)) for stem, said in figures.draw(results, out)]
     shown = {"tables": tables, "words": in_words(paired) if paired else [], "figures": drawn}
-    write_page(title, [note], page or out / "report.html", [*sections, settings(results)], **shown)
+    write_page(title, [note], out / "report.html", [*sections, settings(results)], **shown)
     return "\n".join(one.markdown() for one in tables.values())
-
-
-_columns = columns  # which `collect` has an argument of the same name for
 
 
 def write_page(
@@ -378,11 +364,6 @@ def write_page(
     write_text(path, page.render(title=title, parts=parts, sections=sections, **shown))
 
 
-def escape(value: object) -> str:
-    """Text for HTML."""
-    return html.escape("" if value is None else str(value))
-
-
 def plain_table(rows: Sequence[dict]) -> str:
     """Dictionaries as a table."""
     shown = pd.DataFrame(rows, dtype=object).to_html(index=False, na_rep="", border=0)
@@ -392,10 +373,11 @@ def plain_table(rows: Sequence[dict]) -> str:
 def settings(results: Results) -> str:
     """How all records were made, and with which versions, as far as their sidecars agree."""
     found = []
-    for known in filter(None, map(meta, results.records)):
+    paths = {run.path for group in results.groups for run in results.runs(group)}
+    for known in filter(None, map(meta, sorted(paths))):
         versions = {f"{name} version": v for name, v in (known.get("versions") or {}).items()}
         found.append((known.get("settings") or {}) | versions)
     alike = set.intersection(*({(k, str(v)) for k, v in one.items()} for one in found or [{}]))
     shared = [{"setting": k, "of every run": v} for k, v in sorted(alike)]
-    bare = counted(len(results.records) - len(found), "record file")
+    bare = counted(len(paths) - len(found), "record file")
     return f"<h2>Settings</h2>{plain_table(shared)}<p>{bare} without a sidecar that says how.</p>"

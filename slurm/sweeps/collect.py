@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections import defaultdict
+from html import escape
 from pathlib import Path, PurePath
 from statistics import fmean
 from typing import Any
@@ -195,20 +196,18 @@ def _write(plan: Plan, cells: list[Cell], gaps: list[str], part: Path) -> None:
     if best:
         write_text(part / "best_learning_rates.csv", pd.DataFrame(best).to_csv(index=False))
         best_table(plan, cells, best, part)
-    items = "".join(f"<li class=gap>{report.escape(line)}" for line in gaps)
+    items = "".join(f"<li class=gap>{escape(line)}" for line in gaps)
     note = f"<p>{counted(len(rows), 'run')}, {counted(len(gaps), 'gap')}</p><ul>{items}</ul>"
     sections = []
     if best:
-        said = report.escape(f"Chosen on {plan.sweep.score.select_on}, not on the other data sets.")
+        said = escape(f"Chosen on {plan.sweep.score.select_on}, not on the other data sets.")
         names = ("trained_on", "model")  # paths, whose last part people know
         shown = [row | {key: PurePath(row[key]).name for key in names} for row in best]
         sections.append(f"<h2>Best learning rates</h2>{report.plain_table(shown)}<p>{said}</p>")
     sections.append(f"<h2>Runs</h2>{report.plain_table(rows)}")
-    page = part / "report.html"
     if listed:
         write_text(part / "index.jsonl", "".join(json.dumps(row) + "\n" for row in listed))
-        options = {"title": plan.sweep.name, "note": note, "sections": sections, "page": page}
-        options["columns"] = how
+        options = {"title": plan.sweep.name, "note": note, "sections": sections, "asked": how}
         print(report.collect(part / "index.jsonl", part, **options), end="")
     else:
-        report.write_page(plan.sweep.name, [note, *sections], page)
+        report.write_page(plan.sweep.name, [note, *sections], part / "report.html")
