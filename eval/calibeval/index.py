@@ -11,9 +11,7 @@ from pydantic import BaseModel, Field, NonNegativeFloat
 
 from calibeval import stats
 from calibeval.io import InputError, json_lines
-from calibeval.request import checked
-
-Text = Annotated[str, Field(pattern=r"\S")]
+from calibeval.request import Text, checked
 
 
 class Line(BaseModel, strict=True, extra="allow"):

@@ -367,26 +367,30 @@ def recalibrated(sample: Sample) -> np.ndarray:
     return np.stack(found)
 
 
-def _mean_square(sample: Sample, values: np.ndarray) -> np.ndarray:
-    """Mean (value − right)² over each sample."""
-    return (sample.times * (values - sample.correct) ** 2).sum(1) / sample.times.sum(1)
+def murphy(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
+    """(MCB, DSC) of the Brier score of the likeliest choice = MCB − DSC + UNC, (R,) both.
+
+    MCB = mean (p − y)² − mean (r − y)², what recalibration takes off, and DSC = mean (ȳ − y)² −
+    mean (r − y)², what recalibrated confidences tell, with r of `recalibrated` (CORP; Dimitriadis,
+    Gneiting & Jordan 2021).
+    """
+    times, total = sample.times, sample.times.sum(1)
+    base = (times * sample.correct).sum(1, keepdims=True) / total[:, None]
+    score, best, flat = (
+        (times * (said - sample.correct) ** 2).sum(1) / total
+        for said in (sample.scores.confidence, recalibrated(sample), base)
+    )
+    return np.maximum(score - best, 0), np.maximum(flat - best, 0)
 
 
 def mcb(sample: Sample) -> np.ndarray:
-    """Miscalibration, of the Brier score of the likeliest choice MCB − DSC + UNC.
-
-    What recalibration takes off, mean (p − y)² − mean (r − y)² with r of `recalibrated` (CORP;
-    Dimitriadis, Gneiting & Jordan 2021).
-    """
-    score = _mean_square(sample, sample.scores.confidence)
-    return np.maximum(score - _mean_square(sample, recalibrated(sample)), 0)
+    """Miscalibration of `murphy`."""
+    return murphy(sample)[0]
 
 
 def dsc(sample: Sample) -> np.ndarray:
-    """Discrimination, mean (ȳ − y)² − mean (r − y)²: what recalibrated confidences tell."""
-    right = (sample.times * sample.correct).sum(1, keepdims=True)
-    base = right / sample.times.sum(1, keepdims=True)
-    return np.maximum(_mean_square(sample, base) - _mean_square(sample, recalibrated(sample)), 0)
+    """Discrimination of `murphy`."""
+    return murphy(sample)[1]
 
 
 # Smooth in the sample, so that plain bootstrap intervals cover.

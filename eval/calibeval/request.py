@@ -9,6 +9,7 @@ from calibeval.io import InputError
 
 T = TypeVar("T")
 Seq = Annotated[tuple[T, ...], Field(strict=False)]  # a list in YAML and JSON
+Text = Annotated[str, Field(pattern=r"\S")]
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 

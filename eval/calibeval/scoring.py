@@ -210,11 +210,9 @@ def _fill(
         store.engine(engine().describe())
         bar = {"initial": len(done), "unit": "question", "mininterval": 0.5}
         with tqdm(total=len(items), disable=not progress, **bar) as shown:
-            began = time.perf_counter()
-            for rows in _scored(engine(), items, done, model):
-                store.add(min(rows), [rows[i] for i in sorted(rows)], time.perf_counter() - began)
+            for rows, seconds in _scored(engine(), items, done, model):
+                store.add(min(rows), [rows[i] for i in sorted(rows)], seconds)
                 shown.update(len(rows))
-                began = time.perf_counter()
         finished = store.finished()
     rows = [finished[i] for i in ids]
     about = {"model": model, "versions": rows[-1]["versions"]}
@@ -223,19 +221,19 @@ def _fill(
         report(meta, out)
 
 
-def _scored(engine, items: Sequence[Item], done: set[int], model: str) -> Iterator[dict[int, dict]]:
-    """Yield the records without those `done`, by place, every `KEPT` seconds."""
+def _scored(engine, items: Sequence[Item], done: set[int], model: str) -> Iterator[tuple]:
+    """Yield the records without those `done`, by place, every `KEPT` seconds, and the seconds."""
     shared = {"model": model, "versions": {"calibeval": __version__, **engine.versions()}}
     ready: dict[int, dict] = {}
     began = time.perf_counter()
     for i, logprobs in engine.score(groups_of(items), done):
         if i not in done:
             ready[i] = record(items[i], logprobs) | shared
-        if ready and time.perf_counter() - began > KEPT:
-            yield ready
+        if ready and (seconds := time.perf_counter() - began) > KEPT:
+            yield ready, seconds
             ready, began = {}, time.perf_counter()
     if ready:
-        yield ready
+        yield ready, time.perf_counter() - began
 
 
 def record(item: Item, logprobs: list[float]) -> dict:

@@ -249,10 +249,9 @@ def reliability(sample: Sample) -> dict[str, list]:
     found["isotonic"] = steps(sample)[0]
     found["isotonic_low"], found["isotonic_high"] = quantile(np.vstack(expected), [LOW, HIGH])
     share = float(measures.accuracy(sample)[0])
-    murphy = {name: float(METRICS[name](sample)[0]) for name in ("mcb", "dsc")}
-    return {k: v.tolist() for k, v in found.items()} | {
-        "murphy": murphy | {"unc": share * (1 - share)}
-    }
+    mcb, dsc = (float(part[0]) for part in measures.murphy(sample))
+    murphy = {"mcb": mcb, "dsc": dsc, "unc": share * (1 - share)}
+    return {k: v.tolist() for k, v in found.items()} | {"murphy": murphy}
 
 
 def consistency(sample: Sample, names: Sequence[str]) -> dict[str, tuple[float, float]]:

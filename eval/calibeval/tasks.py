@@ -23,10 +23,10 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from calibeval.io import InputError, counted, json_lines, read_text
-from calibeval.request import Task, checked
+from calibeval.request import Task, Text, checked
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 SHOTS = {"letters": 5, "continuation": 0}  # hendrycks/test's and lm-evaluation-harness's
@@ -39,7 +39,6 @@ SPLITS = {
 }
 HUB = "hub:"
 COLUMNS = ("question", "A", "B", "C", "D", "answer")
-Text = Annotated[str, Field(pattern=r"\S")]
 
 
 class Row(BaseModel, strict=True):
@@ -52,6 +51,22 @@ class Row(BaseModel, strict=True):
     id: int | str | None = None
     context: str | None = None
     endings: list[str] | None = None
+
+    @property
+    def label(self) -> int | None:
+        """The right choice's index; None where the answer is none, or several."""
+        n = len(self.choices)
+        for spelled in (range(n), list(LETTERS[:n]), self.choices):
+            if spelled.count(self.answer) == 1:
+                return spelled.index(self.answer)
+
+    @model_validator(mode="after")
+    def _answered(self):
+        if self.label is None:
+            n = len(self.choices)
+            expected = f"0 to {n - 1}, A to {LETTERS[n - 1]}, or the text of one choice"
+            raise ValueError(f"answer is {self.answer!r}, expected {expected}")
+        return self
 
 
 @dataclass(frozen=True)
@@ -269,28 +284,17 @@ def _questions(
             asked = parse(row)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise InputError(f"{where}: not a row of this task: {error!r}") from error
-        made = _question(checked(Row, asked, where), where, number)
-        if made.id in found:
-            raise InputError(f"{where}: id {made.id!r} is there already; ids must be unique")
-        found[made.id] = made
+        row = checked(Row, asked, where)
+        id = str(f"{row.subject}/{number}" if row.id is None else row.id)
+        if id in found:
+            raise InputError(f"{where}: id {id!r} is there already; ids must be unique")
+        context = row.context or f"Question: {row.question.strip()}\nAnswer:"
+        choices, endings = tuple(row.choices), tuple(row.endings or row.choices)
+        of = row.subject, row.question, choices, row.label, context, endings
+        found[id] = Question(id, *of)
     if not found:
         raise InputError(f"{source}: no questions")
     return list(found.values())
-
-
-def _question(row: Row, where: str, number: int) -> Question:
-    choices, letters = tuple(row.choices), LETTERS[: len(row.choices)]
-    for spelled in (range(len(choices)), list(letters), choices):
-        if spelled.count(row.answer) == 1:
-            label = spelled.index(row.answer)
-            id = str(f"{row.subject}/{number}" if row.id is None else row.id)
-            context = row.context or f"Question: {row.question.strip()}\nAnswer:"
-            endings = tuple(row.endings or choices)
-            return Question(id, row.subject, row.question, choices, label, context, endings)
-    raise InputError(
-        f"{where}: answer is {row.answer!r}, expected 0 to {len(choices) - 1}, A to {letters[-1]}, "
-        "or the text of one choice"
-    )
 
 
 LOADERS = {
