@@ -26,7 +26,7 @@ from typing import Annotated
 from pydantic import BaseModel, Field, model_validator
 
 from calibeval.io import InputError, counted, json_lines, read_text
-from calibeval.request import Task, Text, checked
+from calibeval.request import Seq, Task, Text, checked
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 SHOTS = {"letters": 5, "continuation": 0}  # hendrycks/test's and lm-evaluation-harness's
@@ -38,51 +38,36 @@ SPLITS = {
     "arc_challenge": ("test", "dev"),
 }
 HUB = "hub:"
+GENERAL = "general_knowledge"
 COLUMNS = ("question", "A", "B", "C", "D", "answer")
 
 
-class Row(BaseModel, strict=True):
-    """A row of jsonl, which the others are turned into."""
-
-    question: Text
-    choices: Annotated[list[Text], Field(min_length=2, max_length=len(LETTERS))]
-    answer: int | str
-    subject: str = "general_knowledge"
-    id: int | str | None = None
-    context: str | None = None
-    endings: list[str] | None = None
-
-    @property
-    def label(self) -> int | None:
-        """The right choice's index; None where the answer is none, or several."""
-        n = len(self.choices)
-        for spelled in (range(n), list(LETTERS[:n]), self.choices):
-            if spelled.count(self.answer) == 1:
-                return spelled.index(self.answer)
-
-    @model_validator(mode="after")
-    def _answered(self):
-        if self.label is None:
-            n = len(self.choices)
-            expected = f"0 to {n - 1}, A to {LETTERS[n - 1]}, or the text of one choice"
-            raise ValueError(f"answer is {self.answer!r}, expected {expected}")
-        return self
-
-
-@dataclass(frozen=True)
-class Question:
-    """A question with 2 to 26 choices; `label` is the index of the right one.
+class Question(BaseModel, strict=True):
+    """A row of jsonl, which the others are turned into: 2 to 26 choices, and the right one's index.
 
     `context`, `endings`: what continuation scoring reads.
     """
 
-    id: str
-    subject: str
-    text: str
-    choices: tuple[str, ...]
-    label: int
-    context: str
-    endings: tuple[str, ...]
+    text: Text = Field(alias="question")
+    choices: Annotated[Seq[Text], Field(min_length=2, max_length=len(LETTERS))]
+    label: int | str = Field(alias="answer")  # an index, a letter or a text; once read the index
+    id: Annotated[str, Field(strict=False, coerce_numbers_to_str=True)]
+    subject: str = GENERAL
+    context: str | None = None
+    endings: Seq[str] | None = None
+
+    @model_validator(mode="after")
+    def _whole(self):
+        n, answer = len(self.choices), self.label
+        spelled = range(n), tuple(LETTERS[:n]), self.choices
+        found = [names.index(answer) for names in spelled if names.count(answer) == 1]
+        if not found:
+            expected = f"0 to {n - 1}, A to {LETTERS[n - 1]}, or the text of one choice"
+            raise ValueError(f"answer is {answer!r}, expected {expected}")
+        self.label = found[0]
+        self.context = self.context or f"Question: {self.text.strip()}\nAnswer:"
+        self.endings = self.endings or self.choices
+        return self
 
 
 @dataclass(frozen=True)
@@ -284,14 +269,12 @@ def _questions(
             asked = parse(row)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise InputError(f"{where}: not a row of this task: {error!r}") from error
-        row = checked(Row, asked, where)
-        id = str(f"{row.subject}/{number}" if row.id is None else row.id)
-        if id in found:
-            raise InputError(f"{where}: id {id!r} is there already; ids must be unique")
-        context = row.context or f"Question: {row.question.strip()}\nAnswer:"
-        choices, endings = tuple(row.choices), tuple(row.endings or row.choices)
-        of = row.subject, row.question, choices, row.label, context, endings
-        found[id] = Question(id, *of)
+        if asked.get("id") is None:
+            asked = asked | {"id": f"{asked.get('subject', GENERAL)}/{number}"}
+        made = checked(Question, asked, where)
+        if made.id in found:
+            raise InputError(f"{where}: id {made.id!r} is there already; ids must be unique")
+        found[made.id] = made
     if not found:
         raise InputError(f"{source}: no questions")
     return list(found.values())
