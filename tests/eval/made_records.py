@@ -1,9 +1,30 @@
-"""Records of a made-up model whose calibration is known."""
+"""Records of a made-up model whose calibration is known, and JSON lines read and written."""
 
 import json
 import math
+from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
+
+from calibeval.__main__ import main
+
+
+def write_lines(path: Path, rows: Iterable[dict]) -> Path:
+    """A file of JSON lines."""
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return path
+
+
+def read_lines(path: Path) -> list[dict]:
+    """What `write_lines` wrote."""
+    return [json.loads(line) for line in path.read_text().split("\n") if line]
+
+
+def scored(out: Path, *options) -> list[dict]:
+    """Records of `calibeval score`."""
+    assert main([str(part) for part in ("score", "--out", out, *options)]) == 0
+    return read_lines(out)
 
 
 def draw(n: int, sharpness: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -22,9 +43,9 @@ def write_records(
 ) -> None:
     """What `draw` makes; the letters have `mass` of the probability."""
     said, labels = draw(n, sharpness, seed)
-    logprobs = said + math.log(mass)
-    with open(path, "w") as file:
-        for i in range(n):
-            row = {"id": f"q{i}", "subject": subjects[i % len(subjects)], "model": "m"}
-            row |= {"label": int(labels[i]), "logprobs": logprobs[i].tolist(), "letter_mass": mass}
-            file.write(json.dumps(row) + "\n")
+    logprobs, rows = said + math.log(mass), []
+    for i in range(n):
+        row = {"id": f"q{i}", "subject": subjects[i % len(subjects)], "model": "m"}
+        row |= {"label": int(labels[i]), "logprobs": logprobs[i].tolist(), "letter_mass": mass}
+        rows.append(row)
+    write_lines(path, rows)

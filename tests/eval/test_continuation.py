@@ -1,13 +1,11 @@
 """Choices by their own text, as lm-evaluation-harness asks them, against whole prompts."""
 
-import json
-
 import pytest
 import torch
+from made_records import scored, write_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from calibeval import prompts, scoring, tasks
-from calibeval.__main__ import main
 from calibeval.io import InputError
 from calibeval.prompts import Prompt
 from calibeval.request import Task
@@ -28,15 +26,15 @@ def arc(tmp_path):
         question = {"stem": f"{text} {i}", "choices": listed}
         rows.append({"id": f"q{i}", "question": question, "answerKey": answer})
     for split, part in (("Test", rows), ("Train", rows[:2])):
-        lines = "".join(json.dumps(row | {"id": f"{split}/{row['id']}"}) + "\n" for row in part)
-        (tmp_path / f"ARC-Easy-{split}.jsonl").write_text(lines)
+        renamed = [row | {"id": f"{split}/{row['id']}"} for row in part]
+        write_lines(tmp_path / f"ARC-Easy-{split}.jsonl", renamed)
     return tmp_path
 
 
-def run(model, out, *options) -> list[dict]:
-    command = ["score", "--model", model, "--out", out, *options]
-    assert main([str(c) for c in command]) == 0
-    return [json.loads(line) for line in out.read_text().splitlines()]
+@pytest.fixture
+def run(tiny_model, tmp_path):
+    """run(*options) → records of the command, in r.jsonl."""
+    return lambda *options: scored(tmp_path / "r.jsonl", "--model", tiny_model, *options)
 
 
 @pytest.fixture
@@ -57,9 +55,8 @@ def plain(tiny_model):
 
 
 @pytest.mark.parametrize("shots", [0, 2])
-def test_equals_whole_prompts(arc, tiny_model, tmp_path, plain, shots):
-    options = ["--task", "arc_easy", "--data", arc]
-    rows = run(tiny_model, tmp_path / "r.jsonl", *options, *(["--shots", shots] * bool(shots)))
+def test_equals_whole_prompts(arc, run, plain, shots):
+    rows = run("--task", "arc_easy", "--data", arc, *(["--shots", shots] * bool(shots)))
     assert len(rows) == 12
     for i, ((text, choices, answer), row) in enumerate(zip(ARC * 4, rows, strict=True)):
         context = "".join(
@@ -75,13 +72,13 @@ def test_equals_whole_prompts(arc, tiny_model, tmp_path, plain, shots):
         assert row["shots"] == shots
 
 
-def test_hellaswag_is_the_hubs_text(tiny_model, tmp_path, plain):
+def test_hellaswag_is_the_hubs_text(run, tmp_path, plain):
     row = {"activity_label": "Ski", "ctx_a": "A man [title] sits.", "ctx_b": "he and THE", "ind": 3}
     row |= {"ctx": "A man [title] sits. he and THE", "endings": ["falls", "[x] goes", "is é", "up"]}
-    data = tmp_path / "hellaswag_val.jsonl"
     rest = {k: v for k, v in row.items() if k not in ("ctx_a", "ctx_b")} | {"ind": 4}
-    data.write_text("".join(json.dumps(r | {"label": "2"}) + "\n" for r in (row, rest)))
-    rows = run(tiny_model, tmp_path / "r.jsonl", "--task", "hellaswag", "--data", data)
+    labelled = [one | {"label": "2"} for one in (row, rest)]
+    data = write_lines(tmp_path / "hellaswag_val.jsonl", labelled)
+    rows = run("--task", "hellaswag", "--data", data)
     endings = ["falls", " goes", "is é", "up"]
     for context, found in zip(("sits. He and the", "sits. he and THE"), rows, strict=True):
         expected = [plain(f"Ski: A man. {context}", f" {ending}") for ending in endings]
@@ -89,7 +86,7 @@ def test_hellaswag_is_the_hubs_text(tiny_model, tmp_path, plain):
         assert found["characters"] == [5, 5, 4, 2] and found["bytes"] == [5, 5, 5, 2]
 
 
-def test_the_tasks_conventions(arc, mmlu, tiny_model, tmp_path):
+def test_the_tasks_conventions(arc, mmlu, run):
     for task, asked, how, normalise, shots in (
         ("arc_challenge", None, "continuation", "characters", 0),
         ("hellaswag", "letters", "letters", "sum", 5),
@@ -100,8 +97,7 @@ def test_the_tasks_conventions(arc, mmlu, tiny_model, tmp_path):
         of = Task(task=task, data="d", scoring=asked)
         assert tasks.resolved(of).scoring == how and tasks.resolved(of).shots == shots
         assert tasks.normalisation(of) == normalise
-    letters = ["--task", "arc_easy", "--data", arc, "--scoring", "letters", "--shots", "2"]
-    rows = run(tiny_model, tmp_path / "l.jsonl", *letters)
+    rows = run("--task", "arc_easy", "--data", arc, "--scoring", "letters", "--shots", "2")
     assert "scoring" not in rows[0] and rows[0]["shots"] == 2
     (subject,) = tasks.load(Task(task="arc_easy", data=str(arc), shots=2))
     assert rows[5]["prompt_sha256"] == prompts.build(subject, subject.questions[5], 2).sha256
@@ -122,16 +118,15 @@ def test_spaces_at_the_contexts_end_go_to_the_choice(tiny_model):
     assert branches[0] == tuple(whole[len(context) :])
 
 
-def test_what_does_not_fit_is_cut(tiny_model, tmp_path, plain, capsys):
+def test_what_does_not_fit_is_cut(tiny_model, run, tmp_path, plain, capsys):
     rows = [
         {"question": "which " * n + "?", "choices": ["cells mass", "kings"], "answer": 0}
         for n in (3, 150, 5)
     ]
-    data = tmp_path / "q.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = write_lines(tmp_path / "q.jsonl", rows)
     options = ["--task", "jsonl", "--data", data, "--shots", "0", "--max-length", "120"]
     for how in ("letters", "continuation"):
-        found = run(tiny_model, tmp_path / f"{how}.jsonl", *options, "--scoring", how)
+        found = run(*options, "--scoring", how, "--overwrite")
         assert "warning: 1 of 3 questions do not fit in 120 tokens" in capsys.readouterr().err
         (cut,) = (row.get("truncated") for row in found if "truncated" in row)
         assert cut > 0 and [row["id"][-1] for row in found] == ["0", "1", "2"]

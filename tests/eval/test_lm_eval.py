@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from made_records import read_lines, write_lines
 
 from calibeval import records
 from calibeval.__main__ import main
@@ -28,14 +29,10 @@ def convert(*arguments) -> int:
     return main(["import", *map(str, arguments)])
 
 
-def samples(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-
-
 def test_letters(tmp_path, capsys):
     assert convert(MMLU, "--out", tmp_path / "r.jsonl") == 0
     found = records.read(tmp_path / "r.jsonl")
-    given = samples(MMLU)
+    given = read_lines(MMLU)
     assert found.scoring == "letters" and found.model == "model"
     assert found.ids == [f"abstract_algebra/{s['doc_id']}" for s in given]
     assert set(found.subjects) == {"abstract_algebra"}
@@ -55,14 +52,14 @@ def test_letters(tmp_path, capsys):
 
 def test_texts_by_every_normalisation(tmp_path):
     assert convert(HELLASWAG, "--out", tmp_path) == 0
-    given = sorted(samples(HELLASWAG), key=lambda s: s["doc_id"])
+    given = sorted(read_lines(HELLASWAG), key=lambda s: s["doc_id"])
     for metric, normalise in METRICS.items():
         found = records.read(tmp_path / "hellaswag.jsonl", normalise)
         right = found.logprobs.argmax(1) == found.labels
         assert right.tolist() == [s[metric] == 1 for s in given], metric
     found = records.read(tmp_path / "hellaswag.jsonl")
     assert found.scoring == "continuation" and found.normalise == "characters"
-    rows = samples(tmp_path / "hellaswag.jsonl")
+    rows = read_lines(tmp_path / "hellaswag.jsonl")
     for row, sample in zip(rows, given, strict=True):
         assert row["characters"] == [len(c) for c in sample["doc"]["choices"]]
         assert row["bytes"] == [len(c.encode()) for c in sample["doc"]["choices"]]
@@ -73,11 +70,9 @@ def test_a_run_becomes_a_file_a_data_set(tmp_path, capsys):
     """In any order of the lines, and with another filter's lines between them."""
     folder = tmp_path / "org__model"
     folder.mkdir()
-    lines = [json.dumps(s) for s in reversed(samples(MMLU))]
-    again = [json.dumps(json.loads(line) | {"filter": "other"}) for line in lines]
+    lines = [s | more for s in reversed(read_lines(MMLU)) for more in ({}, {"filter": "other"})]
     for task in ("mmlu_anatomy", "mmlu_abstract_algebra"):
-        text = "".join(f"{a}\n{b}\n" for a, b in zip(lines, again, strict=True))
-        (folder / f"samples_{task}_2025-01-01T00-00-00.0.jsonl").write_text(text)
+        write_lines(folder / f"samples_{task}_2025-01-01T00-00-00.0.jsonl", lines)
     shutil.copy(HELLASWAG, folder / "samples_hellaswag.jsonl")
     assert convert(*folder.iterdir(), "--out", tmp_path / "out") == 0
     mmlu = records.read(tmp_path / "out" / "mmlu.jsonl")
@@ -92,16 +87,15 @@ def test_a_run_becomes_a_file_a_data_set(tmp_path, capsys):
     assert "import each run to an --out of its own" in capsys.readouterr().err
 
 
-def test_older_samples(tmp_path):
+def test_older_read_lines(tmp_path):
     """Lists of arguments, numbers as numbers, a chat's letters without a space."""
     rows = []
-    for sample in samples(MMLU):
+    for sample in read_lines(MMLU):
         pairs = [(a["arg_0"], a["arg_1"].strip()) for a in sample["arguments"].values()]
         answers = [[float(score), greedy == "True"] for score, greedy in sample["filtered_resps"]]
         target = int(sample["target"])
         rows.append(sample | {"arguments": pairs, "filtered_resps": answers, "target": target})
-    path = tmp_path / "samples_mmlu_abstract_algebra.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_lines(tmp_path / "samples_mmlu_abstract_algebra.jsonl", rows)
     assert convert(MMLU, "--out", tmp_path / "new.jsonl") == 0
     assert convert(path, "--out", tmp_path / "old.jsonl") == 0
     new, old = (records.read(tmp_path / f"{n}.jsonl") for n in ("new", "old"))
@@ -126,10 +120,9 @@ def winograd(sample):
     ],
 )
 def test_bad_samples_are_named_by_line(tmp_path, capsys, change, expected):
-    rows = samples(MMLU)
+    rows = read_lines(MMLU)
     change(rows[2])
-    path = tmp_path / MMLU.name
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_lines(tmp_path / MMLU.name, rows)
     assert convert(path, "--out", tmp_path / "out") == 2
     err = capsys.readouterr().err
     assert f"error: {path}, line 3: " in err and expected in err and err.count("\n") == 1

@@ -4,13 +4,13 @@ Runs where lm_eval's files are (tests/eval/peers_env.sh); it is not imported, an
 """
 
 import importlib.util
-import json
 import runpy
 from pathlib import Path
 
 import pytest
 import yaml
 from jinja2 import Environment, StrictUndefined
+from made_records import read_lines, write_lines
 
 from calibeval import prompts, tasks
 from calibeval.request import Task
@@ -53,8 +53,7 @@ def ours(task: Task) -> list[tuple[str, list[str]]]:
 def test_arc_easy(shared_data):
     data = shared_data("arc_easy.tar.xz")
     docs = []
-    for line in (data / "ARC-Easy-Test.jsonl").read_text().splitlines():
-        row = json.loads(line)
+    for row in read_lines(data / "ARC-Easy-Test.jsonl"):
         choices = row["question"]["choices"]
         both = {key: [choice[key] for choice in choices] for key in ("text", "label")}
         docs.append(row | {"question": row["question"]["stem"], "choices": both})
@@ -63,8 +62,7 @@ def test_arc_easy(shared_data):
 
 
 def test_hellaswag(shared_data, tmp_path):
-    lines = shared_data("hellaswag_val.jsonl.xz").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = read_lines(shared_data("hellaswag_val.jsonl.xz"))
     for i, row in enumerate(rows):
         first, _, last = row["ctx"].rpartition(". ")
         # Markers as the original file has them.
@@ -75,7 +73,7 @@ def test_hellaswag(shared_data, tmp_path):
             "label": str(row["label"]),
         }
         row["endings"] = [f"[step] {ending}" for ending in row["endings"]]
-    (tmp_path / "hellaswag_val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(tmp_path / "hellaswag_val.jsonl", rows)
 
     class Mapped(list):
         def map(self, function):

@@ -8,6 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from made_records import scored, write_lines
 
 from calibeval import measures
 from calibeval.__main__ import main
@@ -104,12 +105,6 @@ def run(*command) -> int:
     return main([str(part) for part in command])
 
 
-def scored(model, data, out, *options) -> list[dict]:
-    command = ["score", "--model", model, "--task", "mmlu", "--data", data, "--out", out]
-    assert run(*command, *options) == 0
-    return [json.loads(line) for line in out.read_text().splitlines()]
-
-
 @pytest.mark.parametrize("head", ["constant", "linear"])
 def test_accuracy_is_the_same_to_the_last_question(val, tiny_model, tmp_path, head):
     kind = "fit-temperature" if head == "constant" else "fit-ats"
@@ -117,8 +112,8 @@ def test_accuracy_is_the_same_to_the_last_question(val, tiny_model, tmp_path, he
     weights = (tiny_model / "model.safetensors").read_bytes()
     assert run(kind, *common, "--out", tmp_path / "c") == 0
     assert (tiny_model / "model.safetensors").read_bytes() == weights
-    plain = scored(tiny_model, val, tmp_path / "plain.jsonl")
-    with_it = scored(tiny_model, val, tmp_path / "with.jsonl", "--calibrator", tmp_path / "c")
+    plain = scored(tmp_path / "plain.jsonl", *common)
+    with_it = scored(tmp_path / "with.jsonl", *common, "--calibrator", tmp_path / "c")
     for before, after in zip(plain, with_it, strict=True):
         assert np.argsort(before["logprobs"]).tolist() == np.argsort(after["logprobs"]).tolist()
         # Dividing all logits by τ divides every difference between two of them by τ.
@@ -206,8 +201,7 @@ def test_arc_is_fitted_on_dev_where_most_questions_have_as_many_choices(
         rows.append({"id": f"q{i}", "question": {"stem": text, "choices": texts}})
         rows[-1]["answerKey"] = answer
     for name, part in (("Train", rows[:5]), ("Dev", rows[5:30]), ("Test", rows[30:])):
-        text = "".join(json.dumps(row) + "\n" for row in part)
-        (tmp_path / f"ARC-Easy-{name}.jsonl").write_text(text)
+        write_lines(tmp_path / f"ARC-Easy-{name}.jsonl", part)
     common = ["--task", "arc_easy", "--model", tiny_model, "--data", tmp_path]
     assert run("fit-temperature", *common, "--out", tmp_path / "c") == 0
     found = fitted(tmp_path / "c")

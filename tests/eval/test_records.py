@@ -1,9 +1,8 @@
 """Records as arrays, by every normalisation, and choices that are not there."""
 
-import json
-
 import numpy as np
 import pytest
+from made_records import write_lines
 
 from calibeval import records
 from calibeval.io import InputError
@@ -21,11 +20,6 @@ TEXTS = {
 }
 
 
-def write(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 @pytest.mark.parametrize(
     ("normalise", "expected"),
     [
@@ -36,7 +30,7 @@ def write(path, *rows):
     ],
 )
 def test_normalisations(tmp_path, normalise, expected):
-    found = records.read(write(tmp_path / "r.jsonl", TEXTS), normalise)
+    found = records.read(write_lines(tmp_path / "r.jsonl", [TEXTS]), normalise)
     assert found.logprobs.tolist() == [expected]
     assert found.scoring == "continuation" and found.normalise == (normalise or "characters")
     assert np.isnan(found.letter_mass).all()
@@ -45,23 +39,23 @@ def test_normalisations(tmp_path, normalise, expected):
 def test_texts_may_begin_alike(tmp_path):
     """ "Yes" and "Yes, sir": probabilities of texts sum to more than 1, and are no letter mass."""
     twice = TEXTS | {"logprobs": [-0.1, -0.2, -0.3], "letter_mass": 2.46}
-    found = records.read(write(tmp_path / "r.jsonl", twice), "sum")
+    found = records.read(write_lines(tmp_path / "r.jsonl", [twice]), "sum")
     assert found.logprobs.tolist() == [[-0.1, -0.2, -0.3]] and np.isnan(found.letter_mass[0])
 
 
 def test_absent_choices_are_told_from_unlikely_ones(tmp_path):
     five = LETTERS | {"id": "a/1", "logprobs": [-800.0, -0.1, -3.0, -4.0, -5.0]}
     five["letter_mass"] = 0.98
-    found = records.read(write(tmp_path / "r.jsonl", LETTERS, five))
+    found = records.read(write_lines(tmp_path / "r.jsonl", [LETTERS, five]))
     assert np.isneginf(found.logprobs).tolist() == [[False] * 2 + [True] * 3, [False] * 5]
     assert found.logprobs[1].tolist() == five["logprobs"]
 
 
 def test_normalisations_that_the_records_lack(tmp_path):
-    letters = write(tmp_path / "letters.jsonl", LETTERS)
+    letters = write_lines(tmp_path / "letters.jsonl", [LETTERS])
     assert records.read(letters, "sum").logprobs.tolist() == [[-1, -2]]
     with pytest.raises(InputError, match=r"line 1: no 'bytes' .* scoring is 'letters'"):
         records.read(letters, "bytes")
-    texts = write(tmp_path / "texts.jsonl", TEXTS)
+    texts = write_lines(tmp_path / "texts.jsonl", [TEXTS])
     with pytest.raises(InputError, match="line 1: no 'median' by which to normalise"):
         records.read(texts, "median")

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from made_records import write_records
+from made_records import read_lines, write_lines, write_records
 from matplotlib.image import imread
 
 from calibeval import figures, index, report, stats
@@ -48,9 +48,7 @@ def project(made, tmp_path):
 
     def write(change=lambda line: line, datasets=("toy",)):
         kept = [change(dict(line)) for line in lines if line["dataset"] in datasets]
-        text = "".join(json.dumps(line) + "\n" for line in kept if line)
-        (tmp_path / "index.jsonl").write_text(text)
-        return tmp_path / "index.jsonl"
+        return write_lines(tmp_path / "index.jsonl", filter(None, kept))
 
     return write
 
@@ -216,9 +214,8 @@ def test_texts_by_length_have_both_readings(project, tmp_path):
     """A confidence a character is the normaliser's: −0.230 so and +0.530 by sums for one model."""
     path = project(datasets=("toy", "other"))
     for file in tmp_path.glob("other-*.jsonl"):
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
         more = {"scoring": "continuation", "normalise": "characters", "characters": [3, 4, 5, 6]}
-        file.write_text("".join(json.dumps(row | more) + "\n" for row in rows))
+        write_lines(file, [row | more for row in read_lines(file)])
     table = report.main_table(index.read(path), report.columns("accuracy,ece"))
     (said,) = (note for note in table.notes if note.startswith("other: texts are compared by log"))
     own = stats.load(tmp_path / "other-base.jsonl", "sum").values["choices"]["ece_signed"]
@@ -264,8 +261,7 @@ def test_what_was_asked_otherwise_is_not_compared(project, tmp_path, capsys):
         sidecar.write_text(json.dumps({"settings": {"shots": count}}))
 
     def records(path, **more):
-        rows = [json.loads(line) | more for line in path.read_text().splitlines()]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(path, [row | more for row in read_lines(path)])
 
     def said(path) -> str:
         err = refusal(capsys, path)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from made_records import read_lines, write_lines
 
 from calibeval import store
 from calibeval.__main__ import main
@@ -96,7 +97,7 @@ def test_every_intact_record_of_a_damaged_file_is_kept(command, tmp_path, capsys
     assert "line 21: not JSON" in (err := capsys.readouterr().err)
     assert "the records before it (20) are intact" in err
     assert run(command) == 0
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = read_lines(out)
     assert [row["id"] for row in rows] == [json.loads(line)["id"] for line in lines]
     assert rows[10]["mark"] == 7777  # kept, not scored again
 
@@ -110,12 +111,9 @@ def test_records_without_settings_are_not_touched(command, tmp_path, capsys):
 
 
 def test_ids_with_line_separators_are_scored_once(mmlu, tiny_model, tmp_path, capsys):
-    questions = tmp_path / "q.jsonl"
     row = {"question": "which light?", "choices": ["a", "b"], "answer": 0}
     ids = ["one\u2028two", "three\x85four", "five"]
-    questions.write_text(
-        "".join(json.dumps(row | {"id": i}, ensure_ascii=False) + "\n" for i in ids)
-    )
+    questions = write_lines(tmp_path / "q.jsonl", [row | {"id": i} for i in ids])
     command = ["score", "--task", "jsonl", "--model", tiny_model, "--data", questions]
     command += ["--shots", 0, "--out", tmp_path / "r.jsonl"]
     assert run(command) == 0

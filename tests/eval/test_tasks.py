@@ -1,13 +1,13 @@
 """MMLU, HellaSwag, ARC and users' own files: what is asked, and the prompts byte for byte."""
 
 import hashlib
-import json
 import os
 import subprocess
 import sys
 
 import pandas as pd
 import pytest
+from made_records import write_lines as write
 
 from calibeval import prompts, tasks
 from calibeval.io import InputError
@@ -21,11 +21,6 @@ OFFICIAL = "daa5492864c7d65b8b2d9b28a8ca77b554e5cf5bbedda85d870a3556f8d37bf3"
 
 def load(task, data, shots=0, **options):
     return tasks.load(Task(task=task, data=str(data), shots=shots, **options))
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def independent(data, subject: str) -> list[str]:

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from made_records import scored
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from calibeval import prompts, tasks
@@ -12,11 +13,11 @@ from calibeval.__main__ import main
 from calibeval.request import Task
 
 
-def score(model, data, out, *options) -> list[dict]:
-    """Records of the command."""
-    command = ["score", "--model", model, "--task", "mmlu", "--data", data, "--out", out, *options]
-    assert main([str(c) for c in command]) == 0
-    return [json.loads(line) for line in out.read_text().splitlines()]
+@pytest.fixture
+def score(mmlu, tiny_model, tmp_path):
+    """score(*options) → records of the command, in r.jsonl."""
+    given = ["--model", tiny_model, "--task", "mmlu", "--data", mmlu]
+    return lambda *options: scored(tmp_path / "r.jsonl", *given, *options)
 
 
 def plain(folder, text: str, letters: list[list[str]]) -> list[float]:
@@ -35,8 +36,8 @@ def plain(folder, text: str, letters: list[list[str]]) -> list[float]:
 
 
 @pytest.mark.parametrize("options", [(), ("--shots", "0"), ("--batch-size", "1")])
-def test_equals_the_plain_way(mmlu, tiny_model, tmp_path, options):
-    rows = score(tiny_model, mmlu, tmp_path / "r.jsonl", *options)
+def test_equals_the_plain_way(mmlu, tiny_model, score, options):
+    rows = score(*options)
     shots = int(options[1]) if "--shots" in options else 5
     subjects = tasks.load(Task(task="mmlu", data=str(mmlu), shots=shots))
     questions = [(s, q) for s in subjects for q in s.questions]
@@ -50,7 +51,7 @@ def test_equals_the_plain_way(mmlu, tiny_model, tmp_path, options):
         assert row["model"] == str(tiny_model) and row["versions"]["torch"] == torch.__version__
 
 
-def test_shots_are_dropped_until_the_prompt_fits(mmlu, tiny_model, tmp_path):
+def test_shots_are_dropped_until_the_prompt_fits(mmlu, tiny_model, score):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     subjects = tasks.load(Task(task="mmlu", data=str(mmlu)))
     lengths = [
@@ -59,7 +60,7 @@ def test_shots_are_dropped_until_the_prompt_fits(mmlu, tiny_model, tmp_path):
         for q in s.questions
     ]
     limit = sorted(row[3] for row in lengths)[len(lengths) // 2]
-    rows = score(tiny_model, mmlu, tmp_path / "r.jsonl", "--max-length", limit)
+    rows = score("--max-length", limit)
     expected = [max(k for k in range(6) if row[k] <= limit) for row in lengths]
     assert [row["shots"] for row in rows] == expected and len(set(expected)) > 1
     questions = [(s, q) for s in subjects for q in s.questions]
@@ -79,9 +80,9 @@ def test_a_model_that_is_not_finite_is_an_error(mmlu, tiny_model, tmp_path, caps
     assert not out.exists()
 
 
-def test_bfloat16_keeps_logits_in_float32(mmlu, tiny_model, tmp_path):
+def test_bfloat16_keeps_logits_in_float32(score, tmp_path):
     """bfloat16 logits near 20 are 0.125 apart: only the layers below stay in bfloat16."""
-    rows = score(tiny_model, mmlu, tmp_path / "r.jsonl", "--dtype", "bfloat16", "--limit", "3")
+    rows = score("--dtype", "bfloat16", "--limit", "3")
     settings = json.loads((tmp_path / "r.jsonl.meta.json").read_text())["settings"]
     made = settings["engine_settings"]
     assert made["dtype"] == "bfloat16" and made["head_dtype"] == "float32"
