@@ -67,14 +67,9 @@ def draw(results: Results, out: Path) -> list[tuple[Path, str]]:
 
 def save(canvas, stem: Path) -> None:
     """Write `stem`.svg and .png, the same bytes for the same figure."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-
-    canvas.set_dpi(200)
-    with atomic_write(stem.with_name(stem.name + ".png"), "wb") as file:
-        FigureCanvasAgg(canvas).print_png(file)
-    with atomic_write(stem.with_name(stem.name + ".svg"), "wb") as file:
-        FigureCanvasSVG(canvas).print_svg(file, metadata={"Date": None})  # made last: it lays out
+    for kind, metadata in (("png", {}), ("svg", {"Date": None})):
+        with atomic_write(stem.with_name(f"{stem.name}.{kind}"), "wb") as file:
+            canvas.savefig(file, format=kind, dpi=200, metadata=metadata)
 
 
 def uri(stem: Path) -> str:

@@ -80,10 +80,10 @@ class Records:
     labels: np.ndarray  # (N,) int
     logprobs: np.ndarray  # (N, K), normalised; finite where there is a choice
     letter_mass: np.ndarray  # (N,), NaN for continuations
+    prompts: np.ndarray  # (N,) SHA-256 of what each question was asked with, or None
     model: str
     scoring: str = "letters"
     normalise: str = "sum"
-    prompts: tuple[str | None, ...] = ()  # SHA-256 of what each question was asked with
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -145,10 +145,10 @@ def _as_arrays(path: Path, rows: Sequence[tuple[str, Record]], normalise: str | 
         np.array([row.label for row in every]),
         logprobs,
         np.array([row.letter_mass if row.scoring == "letters" else np.nan for row in every]),
+        np.array([row.prompt_sha256 for row in every], object),
         first.model,
         first.scoring,
         normalise or first.normalise,
-        tuple(row.prompt_sha256 for row in every),
     )
 
 

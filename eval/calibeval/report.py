@@ -79,40 +79,34 @@ def columns(text: str = DEFAULT) -> list[Column]:
     return list(dict.fromkeys(known[word] for word in words))
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """An estimate as it is printed; `bold` is the best, or a difference that is told from 0."""
 
     estimate: stats.Estimate
-    column: Column
-    bold: bool = False
-    sign: str = ""
+    value: str
+    interval: str  # [low, high], or nothing where no interval is proven
+    bold: bool
+    dagger: str = ""  # † where an ECE is consistent with calibration
 
-    @property
-    def value(self) -> str:
-        return "–" if self.estimate.value is None else self._text(self.estimate.value)
 
-    @property
-    def interval(self) -> str:
-        """[low, high], or nothing where no interval is proven."""
-        ends = self.estimate.low, self.estimate.high
-        return "" if None in ends else f"[{', '.join(map(self._text, ends))}]"
+def printed(e: stats.Estimate, bold: bool, digits: int = 3, scale: int = 1, sign: str = "") -> Cell:
+    """The estimate times `scale`, to so many digits."""
+    figures = (e.value, e.low, e.high)
+    value, low, high = (
+        "–" if x is None else format(round(x * scale, digits) + 0.0, f"{sign}.{digits}f")  # not −0
+        for x in figures
+    )
+    return Cell(e, value, "" if None in figures[1:] else f"[{low}, {high}]", bold)
 
-    def _text(self, value: float) -> str:
-        """With as many digits as an interval needs to be on the side of 0 that it is on."""
-        scale, digits = (1000, 1) if self.sign and self.column.metric == "rms_debiased" else (1, 3)
-        if self.sign and self.estimate.told_apart:
-            nearest = min(abs(self.estimate.low), abs(self.estimate.high)) * scale
-            while digits < 9 and not round(nearest, digits):
-                digits += 1
-        return format(round(value * scale, digits) + 0.0, f"{self.sign}.{digits}f")  # 0, not −0
 
-    @property
-    def dagger(self) -> str:
-        """† where an ECE is consistent with calibration."""
-        if self.sign or self.column.metric != "ece" or self.estimate.p is None:
-            return ""
-        return "†" * (self.estimate.p > 0.05)
+def difference_cell(e: stats.Estimate, metric: str) -> Cell:
+    """With as many digits as an interval needs to be on the side of 0 that it is on."""
+    scale, digits = (1000, 1) if metric == "rms_debiased" else (1, 3)
+    if e.told_apart:
+        nearest = min(abs(e.low), abs(e.high)) * scale
+        while digits < 9 and not round(nearest, digits):
+            digits += 1
+    return printed(e, e.told_apart, digits, scale, "+")
 
 
 class Line(NamedTuple):
@@ -192,10 +186,11 @@ def main_table(results: Results, chosen: Sequence[Column]) -> Table:
             losses = {column.loss(of[j]) for of in found} - {None}
             least.append(min(losses) if len(losses) > 1 else None)
         for row, estimates in zip(rows, found, strict=True):
-            cells = [
-                Cell(e, c, best is not None and c.loss(e) == best)
-                for e, (_, c), best in zip(estimates, places, least, strict=True)
-            ]
+            cells = []
+            for e, (_, column), best in zip(estimates, places, least, strict=True):
+                made = printed(e, best is not None and column.loss(e) == best)
+                sound = column.metric == "ece" and e.p is not None and e.p > 0.05
+                cells.append(made._replace(dagger="†" * sound))
             counts = sorted({len(runs) for runs in row.runs.values()})
             seeds = "–".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
             lines.append(Line(row, [*map(row.text, results.shown), seeds], cells))
@@ -254,7 +249,7 @@ def difference_table(results: Results, chosen: Sequence[Column]) -> Table | None
                 one, other, paired, _ = sides[group]
                 given = one, other, column.metric, column.confidence, paired
                 found = stats.difference(*given) if one and other else stats.Estimate()
-                cells.append(Cell(found, column, found.told_apart, "+"))
+                cells.append(difference_cell(found, column.metric))
             seeds = ", ".join(dict.fromkeys(said for *_, said in sides.values() if said))
             lines.append(Line(row, [*map(row.text, results.shown), seeds], cells))
     note = (

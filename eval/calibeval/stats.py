@@ -191,16 +191,14 @@ def measure(
             for name, parts in draws[c].items():
                 parts.append(METRICS[name](sample))
     asked = json.dumps([*zip(of.ids, of.labels.tolist(), strict=True)], ensure_ascii=False)
-    prompts = None
-    if of.prompts and None not in of.prompts:
-        prompts = records.prompts_digest(zip(of.prompts, of.labels.tolist(), strict=True))
+    prompts = records.prompts_digest(zip(of.prompts, of.labels.tolist(), strict=True))
     return Run(
         of.path,
         of.normalise,
         of.model,
         len(of),
         hashlib.sha256(asked.encode()).hexdigest(),
-        prompts,
+        None if None in of.prompts else prompts,
         finite(of.letter_mass.mean()),
         confidences,
         {c: reliability(sample) if curves else {} for c, sample in exact.items()},
@@ -217,8 +215,7 @@ def measure(
 def take(of: Records, at: np.ndarray) -> Records:
     """The records at some places."""
     arrays = {name: v[at] for name, v in vars(of).items() if isinstance(v, np.ndarray)}
-    prompts = tuple(np.array(of.prompts, object)[at]) if of.prompts else ()
-    return replace(of, ids=[of.ids[i] for i in at], prompts=prompts, **arrays)
+    return replace(of, ids=[of.ids[i] for i in at], **arrays)
 
 
 def reliability(sample: Sample) -> dict[str, list]:

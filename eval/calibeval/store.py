@@ -26,16 +26,11 @@ class Store:
         self.header = self.folder / "settings.json"
         if overwrite:
             clear(out)
-        for where, made in self._made():
-            _same(made, settings, where)
-            self.settings["engine_settings"] = made.get("engine_settings")
-
-    def _made(self) -> list[tuple[Path, dict]]:
-        """The settings of the final file and of the parts, as far as there are any."""
-        found = [(self.out, records.sidecar(self.out))] if self.out.exists() else []
-        if self.header.exists():
-            found.append((self.folder, self.header))
-        return [(where, _settings(path, where)) for where, path in found]
+        for there, header in ((out, records.sidecar(out)), (self.header, self.header)):
+            if there.exists():
+                made = _settings(header, out)
+                _same(made, settings, out)
+                self.settings["engine_settings"] = made.get("engine_settings")
 
     def finished(self) -> dict[str, dict]:
         """Records by question id: of the finished parts, and what is intact of the final file."""

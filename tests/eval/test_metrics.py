@@ -219,7 +219,7 @@ def test_answers_that_round_to_1_are_ranked_by_their_log_odds():
 
     logprobs = np.array([[-1e-20, -50.0], [-2e-20, -45.0], [-0.1, -2.4]])
     of = Records(Path("r"), ["a", "b", "c"], np.array(["s"] * 3), np.array([0, 1, 0]), logprobs,
-                 np.ones(3), "m")  # fmt: skip
+                 np.ones(3), np.full(3, None), "m")  # fmt: skip
     for confidence in ("choices", "vocabulary"):
         found = measures.scores(of, confidence)
         assert found.confidence[0] == found.confidence[1] == 1  # right and wrong

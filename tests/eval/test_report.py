@@ -205,8 +205,7 @@ def test_words_name_the_smoothing_and_the_data(project):
     ],
 )
 def test_a_printed_interval_agrees_with_its_mark(ends, said):
-    found = stats.Estimate(sum(ends) / 2, *ends)
-    cell = report.Cell(found, report.Column("rms_debiased"), found.told_apart, "+")
+    cell = report.difference_cell(stats.Estimate(sum(ends) / 2, *ends), "rms_debiased")
     assert cell.interval == said and cell.bold == ("+" not in said)
 
 

@@ -102,7 +102,7 @@ def test_records_lose_nothing_but_digits_when_packed(folders):
     (((about, out)),) = claims.unpacked("m")
     assert about == {"part": "base", "tasks": {"mmlu": 300}}
     before, after = records.read(folders / "mmlu.jsonl"), records.read(out / "mmlu.jsonl")
-    assert before.ids == after.ids and before.prompts == after.prompts
+    assert before.ids == after.ids and before.prompts.tolist() == after.prompts.tolist()
     assert abs(before.logprobs - after.logprobs).max() <= 0.5 / packed.STEP
     assert (out.parents[2] / "unpacked/m/run/DONE").exists()
 
