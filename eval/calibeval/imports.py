@@ -14,35 +14,30 @@ def convert(paths: list[Path], out: Path) -> dict[str, int]:
     Returns how many questions each file has. Raises `InputError`, naming file and place, for what
     is no multiple choice, and for files that do not belong into one.
     """
-    made: dict[Path, tuple[dict, dict]] = {}  # records by id, and where they are from
+    made: dict[Path, tuple[list, dict]] = {}  # rows with their places, and where they are from
     for path in paths:
         kind = inspect_log if path.suffix in (".json", ".eval") else lm_eval
         task, shared, source, samples = kind.read(path)
+        if not samples:
+            raise InputError(f"{path}: no samples")
         name = "mmlu" if task.startswith("mmlu_") else task
         target = out if out.suffix == ".jsonl" else out / f"{name}.jsonl"
         if target.exists():
             raise InputError(f"{target}: exists; give another --out, or delete it")
-        known, sources = made.setdefault(target, ({}, {"engine": kind.ENGINE, "samples": {}}))
+        rows, sources = made.setdefault(target, ([], {"engine": kind.ENGINE, "samples": {}}))
         for where, sample in samples:
             try:
-                row = kind.record(sample) | shared
+                rows.append((where, kind.record(sample) | shared))
             except (LookupError, TypeError, ValueError, AttributeError) as error:
                 raise InputError(f"{where}: {error!r}; expected {kind.EXPECTED}") from error
-            checked(records.Record, row, where)
-            first = next(iter(known.values()), row)
-            differ = [k for k in ("model", "scoring", "normalise") if first.get(k) != row.get(k)]
-            if differ or row["id"] in known:
-                found = "".join(f"another {k}, {row.get(k)!r}" for k in differ[:1])
-                found = found or f"id {row['id']!r} again"
-                raise InputError(f"{where}: {found}; import each run to an --out of its own")
-            known[row["id"]] = row
-        if not samples:
-            raise InputError(f"{path}: no samples")
         sources["samples"][path.name] = source | {"sha256": sha256(path)}
+    for target, (rows, _) in made.items():
+        every = [(where, checked(records.Record, row, where)) for where, row in rows]
+        records.joined(target, every)  # refuses what does not belong into one
     for target, (rows, sources) in made.items():
-        first = next(iter(rows.values()))
+        first = rows[0][1]
         meta = {"settings": sources, "model": first["model"], "versions": first["versions"]}
-        records.write(target, rows.values(), meta)
+        records.write(target, [row for _, row in rows], meta)
         how = f"{first.get('scoring', 'letters')} by {first.get('normalise', 'sum')}"
         print(f"{target}: {counted(len(rows), 'question')}, {how}", file=sys.stderr)
     return {str(target): len(rows) for target, (rows, _) in made.items()}

@@ -22,6 +22,7 @@ from calibeval.request import checked
 # What probabilities may sum to: lm-evaluation-harness rounds log-probabilities to the model's
 # dtype, and bfloat16's 8 bits turn a sum of 1 into 1.005.
 MOST = 1.01
+ALIKE = ("scoring", "normalise", "model")  # in all records of a file
 LogProbability = Annotated[float, Field(le=1e-6, allow_inf_nan=False)]
 
 
@@ -99,24 +100,35 @@ def read(path: Path, normalise: str | None = None) -> Records:
 
     `normalise` is sum, bytes or characters; by default the records' convention.
     """
-    path = Path(path)
-    rows: list[tuple[str, Record]] = []
+    path, rows = Path(path), []
     try:
         for number, raw in json_lines(path):
             rows.append((where := f"{path}, line {number}", checked(Record, raw, where)))
-        if len(rows) != (expected := meta(path).get("questions", len(rows))):
+        about = meta(path)
+        if len(rows) != (expected := about.get("questions", len(rows))):
             found = counted(len(rows), "record")
             raise InputError(f"{path}: {found}, but {sidecar(path).name} says {expected}")
-        _asked_alike(path, rows)
     except InputError as error:
         if rows and normalise is None:
             hint = "are intact, and `score` with the same options completes the file"
             raise InputError(f"{error}; the records before it ({len(rows)}) {hint}") from error
         raise
-    return _as_arrays(path, rows, normalise)
+    expected = (about.get("settings") or {}).get("prompts_sha256")
+    if expected is None:
+        return joined(path, rows, normalise, (*ALIKE, "shots"))
+    # With a sidecar, fewer examples may stand before a question that would not fit otherwise.
+    if prompts_digest((row.prompt_sha256, row.label) for _, row in rows) != expected:
+        what = f"its prompts are not those that {sidecar(path).name} was written for"
+        raise InputError(f"{path}: {what}; expected the records of one run in their order")
+    return joined(path, rows, normalise)
 
 
-def _as_arrays(path: Path, rows: Sequence[tuple[str, Record]], normalise: str | None) -> Records:
+def joined(
+    path: Path,
+    rows: Sequence[tuple[str, Record]],  # each with its place
+    normalise: str | None = None,
+    alike: Sequence[str] = ALIKE,
+) -> Records:
     """Records that belong together; the first that does not raises `InputError`."""
     if not rows:
         raise InputError(f"{path}: no records")
@@ -125,11 +137,9 @@ def _as_arrays(path: Path, rows: Sequence[tuple[str, Record]], normalise: str | 
         if row.id in seen:
             raise InputError(f"{where}: id {row.id!r} is on {seen[row.id]} already")
         seen[row.id] = where.removeprefix(f"{path}, ")
-        how, other = (f"{r.scoring} by {r.normalise}" for r in (row, first))
-        if how != other:
-            raise InputError(f"{where}: {how} after {other}; expected one way of scoring")
-        if row.model != first.model:
-            raise InputError(f"{where}: model {row.model!r} after {first.model!r}; expected one")
+        for key in alike:
+            if (found := getattr(row, key)) != (one := getattr(first, key)):
+                raise InputError(f"{where}: {key} {found!r} after {one!r}; expected the same")
         try:
             scores.append(row.normalised(normalise or row.normalise))
         except ValueError as error:
@@ -150,22 +160,6 @@ def _as_arrays(path: Path, rows: Sequence[tuple[str, Record]], normalise: str | 
         first.scoring,
         normalise or first.normalise,
     )
-
-
-def _asked_alike(path: Path, rows: Sequence[tuple[str, Record]]) -> None:
-    """Refuse records that were not asked as the sidecar says, or, without one, not all alike.
-
-    With one, fewer examples may stand before a question that would not fit otherwise.
-    """
-    settings = meta(path).get("settings")
-    expected = settings.get("prompts_sha256") if isinstance(settings, dict) else None
-    if expected is None:
-        for where, row in rows:
-            if row.shots != (first := rows[0][1].shots):
-                raise InputError(f"{where}: {row.shots} shots after {first}; expected as many")
-    elif prompts_digest((row.prompt_sha256, row.label) for _, row in rows) != expected:
-        what = f"its prompts are not those that {sidecar(path).name} was written for"
-        raise InputError(f"{path}: {what}; expected the records of one run in their order")
 
 
 def prompts_digest(asked: Iterable[tuple[str | None, int]]) -> str:

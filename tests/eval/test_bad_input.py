@@ -163,9 +163,9 @@ def changed(**values) -> str:
         (changed(logprobs=[-0.1, -0.1]), "probabilities of logprobs sum to 1.81, more than 1"),
         (changed(**TEXTS, bytes=[3]), "line 2: bytes: found 1, expected 2, one a choice"),
         (changed(**TEXTS), "line 2: no 'bytes' by which to normalise"),
-        (changed(**TEXTS, bytes=[3, 4]), "line 2: continuation by bytes after letters by sum"),
+        (changed(**TEXTS, bytes=[3, 4]), "line 2: scoring 'continuation' after 'letters'"),
         (json.dumps({"id": "b"}), "line 2: no 'subject'; found id"),
-        (changed(model="other"), "line 2: model 'other' after '?'; expected one"),
+        (changed(model="other"), "line 2: model 'other' after '?'; expected"),
         (changed(letter_mass=0.9), "letter_mass is 0.9, but the probabilities of logprobs sum to"),
         ("[" * 100_000, "line 2: not JSON (maximum recursion depth"),
     ],
@@ -206,4 +206,4 @@ def test_records_of_other_prompts_than_the_sidecars(score, tmp_path, capsys):
     capsys.readouterr()
     assert "its prompts are not those that 5.jsonl.meta.json was" in run(capsys, "metrics", outs[0])
     (tmp_path / "5.jsonl.meta.json").unlink()
-    assert "line 31: 0 shots after 5; expected as many" in run(capsys, "metrics", outs[0])
+    assert "line 31: shots 0 after 5; expected the same" in run(capsys, "metrics", outs[0])
