@@ -55,16 +55,11 @@ def mmlu(tmp_path) -> Path:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
     """A random two-layer Llama whose byte-level BPE has tokens " A" to " D"."""
-    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
-
-
-def make_tiny_model(out: Path) -> Path:
-    """Write the model of `tiny_model` to `out`."""
     import torch
     from made_tokenizer import write_tokenizer
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    rng = random.Random(1)
+    rng, out = random.Random(1), tmp_path_factory.mktemp("tiny")
     text = [
         f"{' '.join(rng.choices(WORDS.split(), k=9))}\nAnswer: {rng.choice('ABCD')}"
         for _ in range(500)

@@ -208,17 +208,11 @@ GROUPS = {
 }
 
 
-def covered(job: tuple[Cell, World, int]) -> dict[str, list[int] | None]:
-    """One job of the pool."""
-    cell, world, replications = job
-    return cell.run(world, replications)
-
-
 def simulate(cells: list[Cell], worlds: Sequence[World], replications: int) -> Iterator:
     """Yield (cell, {metric: (coverage, least of the worlds, above, below)})."""
     with ProcessPoolExecutor(2) as pool:
         jobs = [(cell, world, replications) for cell in cells for world in worlds]
-        results = pool.map(covered, jobs)
+        results = pool.map(Cell.run, *zip(*jobs, strict=True))
         for cell in cells:
             found = list(islice(results, len(worlds)))
             line = {}

@@ -64,6 +64,12 @@ def test_layout(mmlu, score, tmp_path, capsys):
     assert "no folder test/ with files <subject>_test.csv" in err
 
 
+def test_devices(score, capsys):
+    assert "--device cuda:99: " in run(capsys, *score, "--device", "cuda:99")
+    err = run(capsys, *score, "--engine", "vllm", "--device", "cuda:1")
+    assert "vllm heeds CUDA_VISIBLE_DEVICES" in err
+
+
 def test_model_folder(score, tiny_model, tmp_path, capsys, monkeypatch):
     import huggingface_hub
 
@@ -103,17 +109,6 @@ def test_checkpoints_that_are_not_whole(score, tiny_model, tmp_path, capsys):
     whole = (tiny_model / "model.safetensors").read_bytes()
     for content in (whole[:5000], b""):
         assert "cannot be loaded as a causal language model: " in refused("cut", content)
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (["--device", "cuda:99"], "--device cuda:99: "),
-        (["--engine", "vllm", "--device", "cuda:1"], "vllm heeds CUDA_VISIBLE_DEVICES"),
-    ],
-)
-def test_options(score, capsys, options, expected):
-    assert expected in run(capsys, *score, *options)
 
 
 def test_places_that_cannot_be_written(score, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""Prediction sets against plain loops, the beta-binomial, MAPIE and crepes."""
+"""Prediction sets against plain loops, the beta-binomial and MAPIE."""
 
 import math
 
@@ -137,16 +137,3 @@ def test_mapie(score):
     known = conformal.nonconformity(probs, score, uniforms[0])[np.arange(999), labels]
     mine = conformal.nonconformity(test[0], score, uniforms[1]) <= conformal.threshold(known, 0.1)
     assert (mine == theirs).all() and 1 < mine.sum(1).mean() < 4
-
-
-@pytest.mark.slow
-def test_crepes():
-    """Identical sets; where (n + 1) α is whole it takes one place more."""
-    pytest.importorskip("crepes")
-    from crepes import ConformalClassifier
-
-    (probs, labels, _), test = draw(1000, 3), draw(2000, 4)
-    right = 1 - probs[np.arange(1000), labels]
-    options = {"confidence": 0.9, "smoothing": False}
-    theirs = ConformalClassifier().fit(right).predict_set(1 - test[0], **options)
-    assert (np.asarray(theirs) == (1 - test[0] <= conformal.threshold(right, 0.1))).all()

@@ -59,14 +59,15 @@ def computed(monkeypatch):
     return counts
 
 
+def drawn(seed: int):
+    """tokens(count) → that many random token ids."""
+    random = torch.Generator().manual_seed(seed)
+    return lambda count: tuple(torch.randint(1, 90, (count,), generator=random).tolist())
+
+
 def groups() -> list[list[Job]]:
     """Two prefixes, questions of many lengths, letters of one and of two tokens."""
-    random = torch.Generator().manual_seed(1)
-
-    def tokens(count: int) -> tuple[int, ...]:
-        return tuple(torch.randint(1, 90, (count,), generator=random).tolist())
-
-    made = []
+    made, tokens = [], drawn(1)
     for length, spine in ((60, ()), (9, (7,))):
         prefix = tokens(length)
         letters = tuple((*(spine if i % 2 else ()), 11 + i) for i in range(4))
@@ -94,13 +95,8 @@ def test_questions_behind_a_prefix_agree_with_whole_prompts(engine, kind, comput
 
 def trees(count: int = 7) -> list[Job]:
     """Questions of many lengths behind one prefix, with choices of one to nine tokens."""
-    random = torch.Generator().manual_seed(2)
-
-    def tokens(count: int) -> tuple[int, ...]:
-        return tuple(torch.randint(1, 90, (count,), generator=random).tolist())
-
-    prefix = tokens(20)
-    shared = tokens(2)
+    tokens = drawn(2)
+    prefix, shared = tokens(20), tokens(2)
     made = [
         Job(i, prefix + tokens(1 + 5 * i), (shared + tokens(7), tokens(5), tokens(1), shared))
         for i in range(count)

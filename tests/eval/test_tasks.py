@@ -57,19 +57,6 @@ def test_all_official_prompts(shared_data):
     assert ours.hexdigest() == OFFICIAL
 
 
-def test_arc_easy(shared_data):
-    (subject,) = load("arc_easy", shared_data("arc_easy.tar.xz"), shots=5)
-    assert len(subject.questions) == 2376 and len(subject.shots) == 5
-    sizes = [len(q.choices) for q in subject.questions]
-    assert (sizes.count(3), sizes.count(4), sizes.count(5)) == (7, 2365, 4)
-    assert not {q.id for q in subject.shots} & {q.id for q in subject.questions}
-    first = subject.questions[0]
-    assert first.id == "Mercury_417466" and first.label == 0
-    text = prompts.build(subject, first, 5).text
-    assert text.startswith("The following are multiple choice questions (with answers) about ")
-    assert text.endswith("\nD. The producers in all ecosystems are plants.\nAnswer:")
-
-
 def test_hellaswag(shared_data):
     path = shared_data("hellaswag_val.jsonl.xz")
     (subject,) = load("hellaswag", path, shots=5)
