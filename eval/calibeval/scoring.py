@@ -211,7 +211,7 @@ def _fill(
         bar = {"initial": len(done), "unit": "question", "mininterval": 0.5}
         with tqdm(total=len(items), disable=not progress, **bar) as shown:
             for rows, seconds in _scored(engine(), items, done, model):
-                store.add(min(rows), [rows[i] for i in sorted(rows)], seconds)
+                store.add(rows, seconds)
                 shown.update(len(rows))
         finished = store.finished()
     rows = [finished[i] for i in ids]
@@ -222,16 +222,15 @@ def _fill(
 
 
 def _scored(engine, items: Sequence[Item], done: set[int], model: str) -> Iterator[tuple]:
-    """Yield the records without those `done`, by place, every `KEPT` seconds, and the seconds."""
+    """Yield the records without those `done` every `KEPT` seconds, and how many it took."""
     shared = {"model": model, "versions": {"calibeval": __version__, **engine.versions()}}
-    ready: dict[int, dict] = {}
-    began = time.perf_counter()
+    ready, began = [], time.perf_counter()
     for i, logprobs in engine.score(groups_of(items), done):
         if i not in done:
-            ready[i] = record(items[i], logprobs) | shared
+            ready.append(record(items[i], logprobs) | shared)
         if ready and (seconds := time.perf_counter() - began) > KEPT:
             yield ready, seconds
-            ready, began = {}, time.perf_counter()
+            ready, began = [], time.perf_counter()
     if ready:
         yield ready, time.perf_counter() - began
 

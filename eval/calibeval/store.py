@@ -1,13 +1,11 @@
-"""Records while they are made: finished parts survive kill -9, half-written ones never count.
+"""Records while they are made: what is finished survives kill -9, half a line never counts.
 
-RECORDS.jsonl.parts/settings.json     what is being scored, and how
-RECORDS.jsonl.parts/000500.json       a finished part: {"seconds", "records"}
-RECORDS.jsonl, RECORDS.jsonl.meta.json   at the end
+RECORDS.jsonl.part, RECORDS.jsonl.part.meta.json   so far: records, settings and seconds
+RECORDS.jsonl, RECORDS.jsonl.meta.json             at the end
 """
 
 import json
-import shutil
-from contextlib import suppress
+import os
 from pathlib import Path
 
 from calibeval import records
@@ -22,21 +20,23 @@ class Store:
     """The finished records of one scoring run, whoever made them; other settings are refused."""
 
     def __init__(self, out: Path, settings: dict, overwrite: bool = False):
-        self.out, self.settings, self.folder = out, dict(settings), _parts_of(out)
-        self.header = self.folder / "settings.json"
+        self.out, self.part, self.settings = out, part_of(out), dict(settings)
+        self.seconds = 0.0
         if overwrite:
             clear(out)
-        for there, header in ((out, records.sidecar(out)), (self.header, self.header)):
-            if there.exists():
-                made = _settings(header, out)
-                _same(made, settings, out)
-                self.settings["engine_settings"] = made.get("engine_settings")
+        for file in filter(Path.exists, (self.out, self.part)):
+            about = records.meta(file)
+            if not (made := about.get("settings")):
+                note = "exists, but no sidecar says how it was made"
+                raise InputError(f"{file}: {note}; give --overwrite to replace it")
+            _same(made, settings, file)
+            self.settings["engine_settings"] = made.get("engine_settings")
+            self.seconds = about.get("seconds", 0.0)
 
     def finished(self) -> dict[str, dict]:
-        """Records by question id: of the finished parts, and what is intact of the final file."""
-        rows = records.intact(self.out) if self.out.exists() else []
-        rows += [row for part in self._parts() for row in part["records"]]
-        return {row["id"]: row for row in rows}
+        """Records by question id: what is intact of the final file and of what came since."""
+        files = filter(Path.exists, (self.out, self.part))
+        return {row["id"]: row for file in files for row in records.intact(file)}
 
     def engine(self, describe: dict) -> None:
         """Keep the loaded engine's settings: what `dtype=auto` comes to is known only now.
@@ -49,47 +49,37 @@ class Store:
         _same(found, {k: describe[k] for k in compared if k in describe}, self.out)
         self.settings["engine_settings"] = describe
 
-    def add(self, first: int, rows: list[dict], seconds: float) -> None:
-        """Keep a finished part; `first` is the place of its first question in the task."""
-        if not self.header.exists():
-            with atomic_write(self.header) as file:
-                json.dump({"settings": self.settings}, file, indent=1)
-        with atomic_write(self.folder / f"{first:06}.json") as file:
-            json.dump({"seconds": seconds, "records": rows}, file)
+    def add(self, rows: list[dict], seconds: float) -> None:
+        """Keep some finished records."""
+        self.seconds += seconds
+        with atomic_write(records.sidecar(self.part)) as file:
+            json.dump({"settings": self.settings, "seconds": self.seconds}, file, indent=1)
+        lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+        try:
+            with open(self.part, "a", encoding="utf-8") as file:
+                file.write(f"\n{lines}")  # what a kill has cut short stays a line of its own
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise InputError(f"{self.part}: could not be written ({error.strerror})") from error
 
     def finish(self, rows: list[dict], about: dict) -> dict:
-        """Write the final file and its sidecar, drop the parts, return the sidecar's content."""
-        seconds = round(sum(part["seconds"] for part in self._parts()), 3)
-        about = {"settings": self.settings, **about, "seconds": seconds}
+        """Write the final file and its sidecar, drop the part, return the sidecar's content."""
+        about = {"settings": self.settings, **about, "seconds": round(self.seconds, 3)}
         about = records.write(self.out, rows, about)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        clear(self.out, final=False)
         return about
 
-    def _parts(self) -> list[dict]:
-        found = []
-        for path in sorted(self.folder.glob("[0-9]*.json")):
-            # One that a disk has damaged is scored anew; another process may just have merged all.
-            with suppress(FileNotFoundError, ValueError):
-                found.append(json.loads(path.read_text(encoding="utf-8")))
-        return found
+
+def part_of(out: Path) -> Path:
+    """Where finished records are until all are."""
+    return out.with_name(out.name + ".part")
 
 
-def _parts_of(out: Path) -> Path:
-    return out.with_name(out.name + ".parts")
-
-
-def clear(out: Path) -> None:
-    """Forget what a scoring run has made so far."""
-    shutil.rmtree(_parts_of(out), ignore_errors=True)
-    out.unlink(missing_ok=True)
-
-
-def _settings(path: Path, where: Path) -> dict:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))["settings"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        note = f"exists, but {path.name} does not say how it was made"
-        raise InputError(f"{where}: {note}; give --overwrite to replace it") from error
+def clear(out: Path, final: bool = True) -> None:
+    """Forget what a scoring run has made so far, the final file as well if asked."""
+    for file in (out,) * final + (part_of(out), records.sidecar(part_of(out))):
+        file.unlink(missing_ok=True)
 
 
 def _same(found: dict, wanted: dict, where: Path) -> None:
