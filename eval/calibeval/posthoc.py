@@ -254,11 +254,9 @@ def fit_task(model: str, request: Request, head: str, alpha: float = 0.5) -> Cal
         model, **request.model_dump(include={"device", "dtype", "batch_size", "revision"})
     )
     longest = request.max_length or context_length(engine.model.config)
-    given = task, engine.tokenizer, longest
-    items = scoring.fit_prompts(subjects, *given)
+    items = scoring.fit_prompts(subjects, task, engine.tokenizer, longest)
     questions = [item.prompt.question for item in items]
-    labels = [question.label for question in questions]
-    seen = answers(engine, scoring.groups_of(items), labels)
+    seen = answers(engine, scoring.groups_of(items), [question.label for question in questions])
     calibrator, report = fit(seen, head, alpha)
     report |= {"model": model, "task": task.task, "split": task.split, "left_out": left_out}
     calibrator.fitted = report | {

@@ -51,20 +51,16 @@ def rows(path: Path) -> Iterator[tuple[str, dict]]:
 def conversation(row: dict, where: str) -> list[dict]:
     """The turns of `messages`, or of Alpaca's row; another one raises `InputError`."""
     match row:
-        case {"messages": [_, *_] as turns} if all(map(is_turn, turns)):
+        case {"messages": [_, *_] as turns} if all(
+            isinstance(turn, dict) and {type(turn.get(key)) for key in ("role", "content")} == {str}
+            for turn in turns
+        ):
             return turns
         case {"instruction": str(prompt), "output": str(answer)}:
             given = f"\n\n### Input:\n{row['input']}" if row.get("input") else ""
             asked = {"role": "user", "content": prompt + given}
             return [asked, {"role": "assistant", "content": answer}]
     raise InputError(f"{where}: expected {EXPECTED}, found {json.dumps(row)[:80]}")
-
-
-def is_turn(value: object) -> bool:
-    """Whether it is a conversation's turn."""
-    return isinstance(value, dict) and all(
-        isinstance(value.get(key), str) for key in ("role", "content")
-    )
 
 
 def conversations(path: Path, limit: int | None = None) -> list[list[dict]]:

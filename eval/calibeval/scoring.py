@@ -149,8 +149,10 @@ def score(
         folder = Path(out or at_end.enter_context(tempfile.TemporaryDirectory()))
         for task in every:
             path, settings = folder / f"{task.key}.jsonl", made | _settings(task, request)
-            _fill(path, items[task.key], settings, name, engine, overwrite, progress)
+            meta = _fill(path, items[task.key], settings, name, engine, overwrite, progress)
             found[task.key] = records.read(path)
+            if meta and progress:
+                report(meta, found[task.key])
     return found
 
 
@@ -190,8 +192,8 @@ def _fill(
     engine: Callable,
     overwrite: bool,
     progress: bool,
-) -> None:
-    """Score what is not scored yet, and write all.
+) -> dict | None:
+    """Score what is not scored yet, write all, and return the sidecar's content; None if all is.
 
     `engine()` is called only if there is something to score.
     """
@@ -205,7 +207,7 @@ def _fill(
     done = {i for i, id in enumerate(ids) if id in finished}
     if len(done) == len(items) and out.exists():
         print(f"{out}: complete already, {counted(len(items), 'question')}", file=sys.stderr)
-        return
+        return None
     if len(done) < len(items):
         store.engine(engine().describe())
         bar = {"initial": len(done), "unit": "question", "mininterval": 0.5}
@@ -215,10 +217,7 @@ def _fill(
                 shown.update(len(rows))
         finished = store.finished()
     rows = [finished[i] for i in ids]
-    about = {"model": model, "versions": rows[-1]["versions"]}
-    meta = store.finish(rows, about)
-    if progress:
-        report(meta, out)
+    return store.finish(rows, {"model": model, "versions": rows[-1]["versions"]})
 
 
 def _scored(engine, items: Sequence[Item], done: set[int], model: str) -> Iterator[tuple]:
@@ -255,9 +254,8 @@ def record(item: Item, logprobs: list[float]) -> dict:
     return row | ({"truncated": item.truncated} if item.truncated else {})
 
 
-def report(meta: dict, out: Path) -> None:
+def report(meta: dict, of: Records) -> None:
     """Print what came out; warn where the letters are not what is meant."""
-    of = records.read(out)
     sample = measures.Sample(measures.scores(of, "choices"))
     found = {m: measures.METRICS[m](sample)[0] for m in ("accuracy", "nll", "ece")}
     figures = ", ".join(f"{name} {value:.4f}" for name, value in found.items())

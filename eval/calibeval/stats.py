@@ -395,17 +395,16 @@ def same_prompts(a: Run, b: Run, texts: bool = True) -> None:
     A difference would be the prompts' as well: letters or texts, how many examples, and, if
     `texts`, their very words; as far as the records and their sidecars say.
     """
-    known = [
-        (
-            "letters" if len(run.confidences) > 1 else "continuation",
-            (records.meta(run.path).get("settings") or {}).get("shots"),
-            run.prompts_sha256 if texts else None,
-        )
-        for run in (a, b)
-    ]
-    names = ("scoring", "shots", "prompts")
-    for name, first, second in zip(names, *known, strict=True):
-        if first != second and None not in (first, second):
+
+    def asked(run: Run) -> dict:
+        settings = records.meta(run.path).get("settings") or {}
+        scoring = "letters" if len(run.confidences) > 1 else "continuation"
+        prompts = run.prompts_sha256 if texts else None
+        return {"scoring": scoring, "shots": settings.get("shots"), "prompts": prompts}
+
+    second_of = asked(b)
+    for name, first in asked(a).items():
+        if first != (second := second_of[name]) and None not in (first, second):
             raise InputError(
                 f"{a.path} and {b.path}: the same questions, asked with {name} {first!r} and "
                 f"{second!r}, so a difference is not the models' alone; if it is meant, "
