@@ -69,14 +69,14 @@ class Column:
 
 def columns(text: str = DEFAULT) -> list[Column]:
     """Columns from "accuracy,ece,ece@vocabulary"; an unknown name raises `InputError`."""
-    known = {m: Column(m) for m in stats.METRICS}
-    known |= {f"{m}@{c}": Column(m, c) for m, c in product(stats.METRICS, stats.CONFIDENCES)}
-    words = [part.strip() for part in text.split(",")]
-    for word in words:
-        if word not in known:
+    chosen = []
+    for word in map(str.strip, text.split(",")):
+        metric, _, confidence = word.partition("@")
+        if metric not in stats.METRICS or confidence not in ("", *stats.CONFIDENCES):
             names = ", ".join(stats.METRICS)
             raise InputError(f"--columns: no {word!r}; expected {names}, also with @vocabulary")
-    return list(dict.fromkeys(known[word] for word in words))
+        chosen.append(Column(metric, confidence or "choices"))
+    return list(dict.fromkeys(chosen))
 
 
 class Cell(NamedTuple):

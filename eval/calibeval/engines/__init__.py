@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
-
 from calibeval.io import InputError
 
 
@@ -30,11 +28,6 @@ class Job:
         Branches of one token, as most tokenizers make of letters, have the node () alone.
         """
         return tuple(sorted({branch[:i] for branch in self.branches for i in range(len(branch))}))
-
-    @property
-    def ancestry(self) -> np.ndarray:
-        """Which nodes lie on the way to each, itself among them: (nodes, nodes)."""
-        return np.array([[b == a[: len(b)] for b in self.nodes] for a in self.nodes])
 
     @cached_property
     def is_chain(self) -> bool:

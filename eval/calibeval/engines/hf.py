@@ -250,7 +250,8 @@ class TransformersEngine:
         sees = np.tri(width, dtype=bool)[None].repeat(rows, 0)
         for row, job in enumerate(batch):
             start = len(job.tokens) - prefix.length - 1  # place of node (): the context's last
-            along = job.ancestry
+            # Which nodes lie on the way to each, itself among them: (nodes, nodes).
+            along = np.array([[b == a[: len(b)] for b in job.nodes] for a in job.nodes])
             end = start + len(along)
             sees[row, start:end, start:end] = along
             positions[row, start:end] = torch.from_numpy(along.sum(1)) + len(job.tokens) - 2
