@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from made_records import scored
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -13,7 +14,6 @@ from transformers import (
 )
 
 from calibeval import CalibrationCallback, stats
-from calibeval.__main__ import main
 
 TOKENS = [[5 + i, 6, 7, 8 + i, 9] for i in range(12)]
 ROWS = [{"input_ids": row, "labels": row} for row in TOKENS]
@@ -57,8 +57,7 @@ def train(tiny_model, tmp_path):
 def as_scored(folder, data, tmp_path) -> dict[str, float]:
     """The same figures of `calibeval score` on a saved model."""
     out = tmp_path / "saved.jsonl"
-    command = ["score", "--task", "mmlu", "--data", data, "--model", folder, "--out", out]
-    assert main(list(map(str, command))) == 0
+    scored(out, "--task", "mmlu", "--data", data, "--model", folder)
     run, found = stats.load(out), {}
     for name in ("accuracy", "nll"):
         found[f"eval_mmlu_{name}"] = stats.estimate([run], name, "choices").value
