@@ -6,17 +6,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import yaml
-from pydantic import Field
 
 from calibeval import references
 from calibeval.io import InputError, write_text
-from calibeval.request import Natural, Positive, Strict
+from calibeval.request import Positive
 from sweeps import ranks
-from sweeps.config import Scheduler, World, option
+from sweeps.config import World, option
 from sweeps.run import Run
+from sweeps.train import Common
 
 VARIABLE = "OPEN_INSTRUCT_DIR"
 PATCHES = Path(__file__).resolve().parents[2] / "patches"
@@ -29,39 +29,11 @@ RENAMED = {"train_loss": "loss", "total_tokens": "tokens", "tokens_per_s": "toke
 MODULES = ("deepspeed", "peft", "nltk", "langdetect", "immutabledict", "rich", "antlr4", "requests")
 
 
-class Train(Strict):
+class Train(Common):
     """The `train:` keys of backend open-instruct: finetune.py's and the patches', and no others."""
 
-    model_name_or_path: str = option(..., "a Hugging Face folder, or owner/name of the hub")
-    tokenizer_name: str | None = option(None, "likewise; null: the model's")
-    train_file: str = option(..., "JSON lines with `messages`, such as prefetch makes")
-    max_train_samples: Positive | None = option(None, "conversations; null: all")
-    max_seq_length: Annotated[int, Field(ge=2)] | None = option(None, "tokens; null: no limit")
-    add_bos: bool = option(False, "begin each conversation with the tokenizer's bos token")
-    label_smoothing: float = option(0.0, "β", ge=0, le=1)
-    reduce_loss: Literal["mean", "sum", "token_mean"] = option(
-        "mean", "over a micro-batch's targets"
-    )
-    learning_rate: float = option(2e-5, "its peak", gt=0)
-    lr_scheduler_type: Scheduler = option("linear", "its course")
-    warmup_ratio: float = option(0.03, "of the steps", ge=0, le=1)
-    weight_decay: float = option(0.0, "AdamW's", ge=0)
-    num_train_epochs: Positive = option(2, "passes over the data")
-    max_train_steps: Positive | None = option(None, "instead of epochs")
-    per_device_train_batch_size: Positive = option(
-        8, "conversations of a micro-batch, on one process"
-    )
-    gradient_accumulation_steps: Positive = option(1, "micro-batches of an update, on one process")
-    seed: Natural = option(42, "of the data's order and dropout")
-    attention_dropout: float | None = option(None, "null: the model's own", ge=0, lt=1)
     clip_grad_norm: float = option(-1.0, "the gradient's norm; not above 0: no clipping")
     fused_optimizer: bool = option(True, "torch's fused AdamW")
-    gradient_checkpointing: bool = option(False, "less memory for more time")
-    logging_steps: Positive = option(10, "steps between rows of metrics.jsonl")
-    checkpointing_steps: Positive | Literal["epoch"] | None = option(
-        "epoch", "null: only when stopped"
-    )
-    keep_last_n_checkpoints: Positive = option(3, "that are kept")
     model_revision: str | None = option(None, "a branch, tag or commit of the hub")
     chat_template_name: str = option("tulu", "one of open-instruct's")
     preprocessing_num_workers: Positive | None = option(None, "null: tokenises in one process")

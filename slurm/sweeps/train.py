@@ -10,7 +10,7 @@ from pydantic import Field
 
 from calibeval.request import Natural, Positive, Seq, Strict
 from sweeps import ranks
-from sweeps.config import Scheduler, World
+from sweeps.config import Scheduler, World, option
 from sweeps.run import Run
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -20,95 +20,82 @@ Above0 = Annotated[float, Field(gt=0)]
 class Lora(Strict):
     """Low-rank adapters by peft (Hu et al. 2021): W + (alpha / r) B A, with W frozen."""
 
-    r: Positive = 16
-    """The rank of B A."""
-    alpha: Above0 = 32.0
-    """The adapters' factor, before it is divided by r."""
-    dropout: Share = 0.0
-    """Of the adapters' input."""
-    targets: Literal["all-linear"] | Seq[str] = "all-linear"
-    """Names of the adapted layers; all-linear: all but the classifier."""
-    save: Literal["merged", "adapter"] = "merged"
-    """What model/ holds: an ordinary model, or the adapters alone."""
+    r: Positive = option(16, "the rank of B A")
+    alpha: Above0 = option(32.0, "the adapters' factor, before it is divided by r")
+    dropout: Share = option(0.0, "of the adapters' input")
+    targets: Literal["all-linear"] | Seq[str] = option(
+        "all-linear", "names of the adapted layers; all-linear: all but the classifier"
+    )
+    save: Literal["merged", "adapter"] = option(
+        "merged", "what model/ holds: an ordinary model, or the adapters alone"
+    )
 
 
-class Train(Strict):
+class Common(Strict):
+    """The keys that both backends have, with open-instruct's names and meanings."""
+
+    model_name_or_path: str = option(..., "a Hugging Face folder, or owner/name of the hub")
+    tokenizer_name: str | None = option(None, "likewise; null: the model's")
+    train_file: str = option(
+        ..., "JSON lines with `messages`, a list of {role, content}; of backend trainer also JSON, "
+        "and Alpaca's `instruction`, `input`, `output`"
+    )  # fmt: skip
+    add_bos: bool = option(False, "begin each conversation with the tokenizer's bos token")
+    max_seq_length: Annotated[int, Field(ge=2)] | None = option(None, "tokens; null: no limit")
+    max_train_samples: Positive | None = option(None, "the file's first; null: all")
+    label_smoothing: Share = option(0.0, "β")
+    reduce_loss: Literal["mean", "sum", "token_mean"] = option(
+        "mean", "with S the summed loss of a micro-batch's n targets, an update averages S / n or "
+        "S over its micro-batches, or is ΣS / Σn"
+    )  # fmt: skip
+    learning_rate: Above0 = option(2e-5, "AdamW's, at its peak")
+    lr_scheduler_type: Scheduler = option("linear", "its course after warm-up")
+    warmup_ratio: Share = option(0.03, "of the updates")
+    weight_decay: float = option(0.0, "AdamW's, of all weights but norms and biases", ge=0)
+    num_train_epochs: Positive = option(2, "passes over the data")
+    max_train_steps: Positive | None = option(None, "updates, instead of epochs")
+    per_device_train_batch_size: Positive = option(
+        8, "conversations of a micro-batch, on one process"
+    )
+    gradient_accumulation_steps: Positive = option(1, "micro-batches of an update, on one process")
+    seed: Natural = option(42, "of the data's order, of dropout and of new weights")
+    attention_dropout: float | None = option(None, "null: the model's own", ge=0, lt=1)
+    gradient_checkpointing: bool = option(False, "less memory for more time")
+    logging_steps: Positive = option(10, "updates between rows of metrics.jsonl")
+    checkpointing_steps: Positive | Literal["epoch"] | None = option(
+        "epoch", "updates between checkpoints; null: only when stopped"
+    )
+    keep_last_n_checkpoints: Positive = option(3, "that are kept")
+
+
+class Train(Common):
     """How one run is trained. An update is `per_device_train_batch_size` × processes ×
     `gradient_accumulation_steps` conversations, whatever they are computed with."""
 
-    model_name_or_path: str
-    """A folder, or a name on the Hugging Face hub."""
-    tokenizer_name: str | None = None
-    """Likewise; the model's own unless given."""
-
-    train_file: str
-    """JSON or JSON lines: rows with `messages`, a list of {role, content}, or Alpaca's
-    `instruction`, `input`, `output`."""
-    chat_template_name: Literal["tulu", "alpaca"] | None = None
-    """The tokenizer's own unless given, tulu if it has none."""
-    add_bos: bool = False
-    """Begin each conversation with the bos token."""
-    max_seq_length: Annotated[int, Field(ge=2)] | None = None
-    """Tokens at which a conversation is cut; none unless given."""
-    max_train_samples: Positive | None = None
-    """Only the file's first conversations."""
-    held_out: Natural = 0
-    """Conversations never trained on, the same for every seed, on top of `max_train_samples`; their
-    loss without smoothing is measured after each epoch."""
-
-    label_smoothing: Share = 0.0
-    """β."""
-    reduce_loss: Literal["mean", "sum", "token_mean"] = "mean"
-    """With S the summed loss of a micro-batch's n targets, an update averages S / n or S over its
-    micro-batches, or is ΣS / Σn."""
-    filter_eps: Annotated[float, Field(gt=0, lt=1)] | Literal["auto"] | None = None
-    """smoothce's filter; the gradient is exact unless given."""
-
-    learning_rate: Above0 = 2e-5
-    """Of AdamW, at its highest."""
-    lr_scheduler_type: Scheduler = "linear"
-    """What follows warm-up."""
-    warmup_ratio: Share = 0.03
-    """Of the updates."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Of all weights but norms and biases."""
-    clip_grad_norm: Above0 | None = None
-    """Highest norm of the gradient; unless given what the DeepSpeed file says, else no limit."""
-    per_device_train_batch_size: Positive = 8
-    """Conversations of a micro-batch, on one process."""
-    gradient_accumulation_steps: Positive = 1
-    """Micro-batches of an update, on one process."""
-    num_train_epochs: Positive = 2
-    """Times that each conversation is seen."""
-    max_train_steps: Positive | None = None
-    """Updates, in place of epochs."""
-    seed: Natural = 42
-    """Of the conversations' order, of dropout and of new weights."""
-
-    attention_dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Of attention weights; the model's own unless given."""
-    lora: Lora | None = None
-    """Train adapters; all weights unless given."""
-
-    packing: bool | None = None
-    """Lay an update's conversations end to end in as few rows as hold them, each seeing itself
-    alone; on a GPU in 16 bits unless given."""
-    max_tokens: Positive = 16384
-    """Of a packed row."""
-    compile: bool | None = None
-    """torch.compile each layer; unless given packed on a GPU for 300 updates or more, and then
-    layers that do not compile run as they are."""
-    gradient_checkpointing: bool = False
-    """Compute activations twice rather than keep them."""
-
-    logging_steps: Positive = 10
-    """Updates between rows of metrics.jsonl."""
-    checkpointing_steps: Positive | Literal["epoch"] | None = "epoch"
-    """Updates between checkpoints; null: only when asked to stop."""
-    keep_last_n_checkpoints: Positive = 3
-    """The newest; older ones are deleted."""
-    report_to: Literal["tensorboard", "wandb", "trackio"] | None = None
-    """A tracker."""
+    chat_template_name: Literal["tulu", "alpaca"] | None = option(
+        None, "null: the tokenizer's own, tulu if it has none"
+    )
+    held_out: Natural = option(
+        0, "conversations never trained on, the same for every seed, on top of max_train_samples; "
+        "their loss without smoothing is measured after each epoch"
+    )  # fmt: skip
+    filter_eps: Annotated[float, Field(gt=0, lt=1)] | Literal["auto"] | None = option(
+        None, "smoothce's filter; null: the exact gradient"
+    )
+    clip_grad_norm: Above0 | None = option(
+        None, "highest norm of the gradient; null: what the DeepSpeed file says, else no limit"
+    )
+    lora: Lora | None = option(None, "train adapters; null: all weights")
+    packing: bool | None = option(
+        None, "lay an update's conversations end to end in as few rows as hold them, each seeing "
+        "itself alone; null: on a GPU in 16 bits"
+    )  # fmt: skip
+    max_tokens: Positive = option(16384, "of a packed row")
+    compile: bool | None = option(
+        None, "torch.compile each layer; null: packed on a GPU for 300 updates or more, and then "
+        "layers that do not compile run as they are"
+    )  # fmt: skip
+    report_to: Literal["tensorboard", "wandb", "trackio"] | None = option(None, "a tracker")
 
 
 def packages(train: Train, world: World) -> list[str]:

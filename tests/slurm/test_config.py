@@ -132,7 +132,7 @@ def test_every_key_is_documented_and_printed():
                 lines = [x for x in done.stdout.splitlines() if x.strip().startswith(f"{name}:")]
                 said = field.get("description", name).rstrip(".")
                 assert any(" ".join(said.split()) in line for line in lines), name
-    assert "reduce_loss: mean  # over a micro-batch's targets; takes mean, sum," in done.stdout
+    assert "is ΣS / Σn; takes mean, sum, token_mean\n" in done.stdout
 
 
 @pytest.mark.parametrize("file", sorted(PROJECT.glob("configs/*/*.yaml")), ids=lambda p: p.stem)
