@@ -42,12 +42,9 @@ class Plan:
         """Write sweep.yaml, what the last launch asked for, and every run's folder."""
         head = f"# python -m sweeps launch {shlex.join(self.typed)}\n"
         text = head + dump_yaml(self.sweep.model_dump(mode="json"))
-        try:
-            for cell in (*self.bases, *self.cells):
-                cell.run.create(cell.config)
-            write_text(self.folder / FILE, text)
-        except OSError as error:
-            raise InputError(f"{error.filename or self.folder}: {error.strerror}") from error
+        for cell in (*self.bases, *self.cells):
+            cell.run.create(cell.config)
+        write_text(self.folder / FILE, text)
 
 
 def plan(source: Path, assignments: list[str]) -> Plan:

@@ -7,7 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from calibeval.io import InputError
+from submitit.slurm.slurm import _make_sbatch_string
+
 from sweeps.config import Cluster, Sweep
 
 # What a job may see of the submitting shell, apart from the profile's pass_environment.
@@ -68,11 +69,6 @@ def parameters(sweep: Sweep, cluster: Cluster, job: Job, place: Path, waits: str
 
 def script(sweep: Sweep, cluster: Cluster, job: Job, place: Path, code: Path, waits: str) -> str:
     """The script of a job whose folder is `place`; needs no Slurm."""
-    try:
-        from submitit.slurm.slurm import _make_sbatch_string
-    except ImportError:
-        wanted = f"{sys.executable} -m pip install 'submitit>=1.5.4'"
-        raise InputError(f"package submitit is not installed: {wanted}") from None
     python = shlex.quote(sys.executable) if cluster.python == "auto" else cluster.python
     asked = parameters(sweep, cluster, job, place, waits)
     lines, quoted = setup(cluster, sweep.cluster, code), shlex.quote(str(place))

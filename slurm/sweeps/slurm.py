@@ -18,6 +18,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from submitit.core.utils import DelayedSubmission
+
 from calibeval.io import InputError, counted, write_text
 from sweeps import element
 from sweeps.config import Cluster, load_cluster
@@ -66,8 +68,6 @@ class Element:
 
     def checkpoint(self):
         """What the requeued job does: the same."""
-        from submitit.helpers import DelayedSubmission
-
         return DelayedSubmission(Element(self.stages))
 
 
@@ -207,8 +207,6 @@ def submit(plan: Plan) -> dict[str, str]:
 
 
 def _submit(plan: Plan) -> dict[str, str]:
-    from submitit.core.utils import DelayedSubmission
-
     cluster, ids = load_cluster(plan.sweep.cluster), []
     if not (todo := design(plan, queue(plan.folder))):
         return {}
