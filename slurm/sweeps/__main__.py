@@ -39,7 +39,6 @@ def parser() -> argparse.ArgumentParser:
             where = {"choices": ("auto", "local", "slurm"), "default": "auto"}
             where["help"] = "auto: Slurm where there is an sbatch, this machine elsewhere"
             sub.add_argument("--executor", **where)
-        if name in ("launch", "prefetch"):
             sub.add_argument("--dry-run", action="store_true", help="print what would be done")
     return top
 
@@ -181,10 +180,6 @@ def _prefetch(a: argparse.Namespace) -> int:
     wanted = prefetch.assets(plan)
     if not wanted:
         print("nothing to fetch: this sweep names files of this machine only", flush=True)
-    if a.dry_run:
-        for asset in wanted:
-            print(f"{'here' if asset.here() else 'to fetch'}: {asset.name}")
-        return 0
     problems = prefetch.fetch(wanted)
     for problem in problems:
         print(f"failed: {problem}", file=sys.stderr)

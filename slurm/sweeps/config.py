@@ -85,11 +85,10 @@ class Dataset(Strict):
 
 
 class Archive(Strict):
-    """A tar or zip archive, unpacked into a folder; or a file, if `to` ends in .json or .jsonl."""
+    """An archive (tar, zip, …), unpacked into a folder; or a file of another kind."""
 
     url: str = option(..., "where it lies")
     to: str = option(..., "the folder or file made")
-    sha256: str | None = option(None, "of what is downloaded", pattern="^[0-9a-f]{64}$")
     strip: Natural = option(0, "leading folders of the archive's names to leave out")
 
 

@@ -3,16 +3,13 @@
 import json
 import os
 import shutil
-import tarfile
 import tempfile
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from calibeval.io import InputError, sha256
 from calibeval.tasks import HUB, load
 from sweeps.config import Archive, Cluster, Dataset, expand
 from sweeps.plan import Plan
@@ -95,22 +92,14 @@ def assets(plan: Plan) -> list[Asset]:
 
 def fetch(wanted: list[Asset]) -> list[str]:
     """Fetch what is missing; returns one line for each that failed, and goes on with the others."""
-    from huggingface_hub.errors import GatedRepoError
-
     problems = []
     for asset in wanted:
         here = asset.here()
         print(f"{'here' if here else 'fetching'}: {asset.name}", flush=True)
         try:
             here or asset.fetch()
-        except GatedRepoError:
-            page = f"https://huggingface.co/{asset.place}"
-            problems.append(
-                f"{asset.name}: gated: accept its licence at {page}, and export HF_TOKEN=…"
-            )
         except (Exception, SystemExit) as error:  # each library has its own kinds
-            reason = str(error).strip().splitlines()
-            problems.append(f"{asset.name}: {reason[0] if reason else type(error).__name__}")
+            problems.append(f"{asset.name}: {type(error).__name__}: {' '.join(str(error).split())}")
     return problems
 
 
@@ -142,21 +131,15 @@ def messages(row: dict) -> list[dict]:
 
 
 def _archive(wanted: Archive) -> None:
-    from urllib.request import urlopen  # which takes a moment to import
+    from urllib.request import urlopen
+
+    from datasets.utils.extract import ExtractManager
 
     with _appearing(Path(wanted.to)) as made:
-        packed = unpacked = made.with_name("archive")
+        packed = made.with_name("archive")
         with urlopen(wanted.url, timeout=60) as source, open(packed, "wb") as out:
             shutil.copyfileobj(source, out)
-        if wanted.sha256 and (found := sha256(packed)) != wanted.sha256:
-            raise InputError(f"sha256 {found}, expected {wanted.sha256}")
-        if Path(wanted.to).suffix not in (".json", ".jsonl"):
-            unpacked = made.with_name("unpacked")
-            opened = zipfile.ZipFile if zipfile.is_zipfile(packed) else tarfile.open
-            with opened(packed) as archive:
-                # Python before 3.10.12 and 3.11.4 (Debian 12 has 3.11.2) knows no filter
-                archive.extraction_filter = getattr(tarfile, "data_filter", None)
-                archive.extractall(unpacked)
+        unpacked = Path(ExtractManager(cache_dir=made.parent).extract(str(packed)))
         for _ in range(wanted.strip):
             (unpacked,) = unpacked.iterdir()
         unpacked.rename(made)

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import huggingface_hub.errors
 import pytest
 
 from sweeps import __main__ as cli
@@ -97,11 +96,11 @@ def test_sharegpt_becomes_messages():
     assert prefetch.messages({"messages": made, "id": 1}) == made
 
 
-def test_a_gated_model_is_named_with_its_page():
-    def refused():
-        raise huggingface_hub.errors.GatedRepoError.__new__(huggingface_hub.errors.GatedRepoError)
+def test_what_the_hub_says_of_a_gated_model_is_told_whole():
+    said = ["401 Client Error.", "Cannot access gated repo for url https://huggingface.co/owner/n"]
 
-    asset = prefetch.Asset("model owner/name", "owner/name", lambda: False, refused)
-    (problem,) = prefetch.fetch([asset])
-    assert "gated: accept its licence at https://huggingface.co/owner/name" in problem
-    assert "HF_TOKEN" in problem
+    def refused():
+        raise OSError("\n\n".join(said))
+
+    asset = prefetch.Asset("model owner/n", "owner/n", lambda: False, refused)
+    assert prefetch.fetch([asset]) == ["model owner/n: OSError: " + " ".join(said)]
