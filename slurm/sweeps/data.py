@@ -279,12 +279,6 @@ class Updates(torch.utils.data.Dataset):
         }
 
 
-def lacks_bos(tokenizer, data: Dataset) -> bool:
-    """Whether the tokenizer begins plain texts with a token that the conversations lack."""
-    bos, plain = tokenizer.bos_token_id, tokenizer("a")["input_ids"]
-    return bos is not None and plain[:1] == [bos] != data[0]["input_ids"][:1]
-
-
 @lru_cache(maxsize=2)  # the next update's may be another epoch's
 def permutation(count: int, seed: int, epoch: int) -> np.ndarray:
     """The order of an epoch, (count,)."""

@@ -41,13 +41,13 @@ from smoothce import patch_trainer
 from sweeps import attention
 from sweeps.checkpoint import keep, latest, replace
 from sweeps.config import World
-from sweeps.data import TILE, Updates, lacks_bos, make_tokenizer, tokenised
+from sweeps.data import TILE, Updates, make_tokenizer, tokenised
+from sweeps.element import Outcome
 from sweeps.run import Run, read_rows
 
 if TYPE_CHECKING:
     from sweeps.train import Lora, Train
 
-STOPPED = 75  # sysexits.h, EX_TEMPFAIL: saved, and to be continued
 SAME = {"learning_rate", "lr_scheduler_type", "weight_decay", "per_device_train_batch_size"}
 SAME |= {"gradient_checkpointing", "seed", "logging_steps"}  # keys that the Trainer calls alike
 COMPILE_FROM = 300  # updates that pay for half a minute of compiling
@@ -86,7 +86,7 @@ def fit(run: Run) -> None:
     elif trainer.is_world_process_zero():
         print(f"stopped: step {step} of {steps} is saved", flush=True)
     if step < steps or stop.everywhere():
-        raise SystemExit(STOPPED)
+        raise SystemExit(Outcome.STOPPED.value)
 
 
 def made(run: Run, stop: "Stop") -> tuple["SweepTrainer", object, str | None]:
@@ -106,9 +106,6 @@ def made(run: Run, stop: "Stop") -> tuple["SweepTrainer", object, str | None]:
     arguments = training_arguments(run, keys, world, len(updates))
     say(f"device: {arguments.device}, {arguments.world_size} processes")
     say(updates.summary)
-    if lacks_bos(tokenizer, data):
-        said = f"the tokenizer begins texts with {tokenizer.bos_token}, the conversations do not"
-        say(f"note: {said}; train.add_bos: true")
     set_seed(keys.seed)  # what is not in the base model is drawn alike on all ranks
     model = load_model(keys, len(tokenizer), say)
     saved_as = copy.deepcopy(model.config)

@@ -31,7 +31,7 @@ from calibeval.io import InputError
 from smoothce import patch_model
 from sweeps import attention, checkpoint, finetune
 from sweeps import data as data_module
-from sweeps.data import IGNORE, Updates, fill, lacks_bos, tokenised
+from sweeps.data import IGNORE, Updates, fill, tokenised
 from sweeps.run import Run
 from sweeps.train import Train
 
@@ -185,23 +185,21 @@ def test_tokens_are_of_one_file_template_length_and_number(tiny, tmp_path, monke
     assert read(tiny, path)[0] != seen[0]
 
 
-def test_add_bos_begins_conversations_and_is_missed_where_texts_have_it(tiny, tmp_path):
+def test_add_bos_begins_conversations_once(tiny, tmp_path):
     from tokenizers.processors import TemplateProcessing
 
     (plain, tokenizer), bos = read(tiny, tiny / "chat.jsonl"), "<pad>"
-    assert not lacks_bos(tokenizer, plain)
     with pytest.raises(InputError, match="has no such token"):
         read(tiny, tiny / "chat.jsonl", add_bos=True)
     tokenizer.bos_token = bos
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)]
     )
-    assert lacks_bos(tokenizer, plain)
     tokenizer.save_pretrained(tmp_path)
     more = {"tokenizer_name": str(tmp_path), "chat_template_name": "tulu", "add_bos": True}
     begun, tokenizer = read(tiny, tiny / "chat.jsonl", **more)
     assert all(row["input_ids"][0] == tokenizer.bos_token_id for row in begun)
-    assert not lacks_bos(tokenizer, begun)
+    assert [row["length"] - 1 for row in begun] == [row["length"] for row in plain]
     assert [row["targets"] for row in begun] == [row["targets"] for row in plain]
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(InputError, match="already adds"):
