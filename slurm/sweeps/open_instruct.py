@@ -15,7 +15,8 @@ from calibeval.io import InputError, write_text
 from calibeval.request import Positive
 from sweeps import ranks
 from sweeps.config import World, option
-from sweeps.run import Run
+from sweeps.element import Outcome
+from sweeps.run import Run, read_rows
 from sweeps.train import Common
 
 VARIABLE = "OPEN_INSTRUCT_DIR"
@@ -109,7 +110,6 @@ def train(run: Run) -> None:
     world, folder = run.config().world, checkout()
     script = str(folder / "open_instruct" / "finetune.py")
     arguments = run.path.absolute() / "finetune.yaml"
-    keep_rows(run)
     write_text(arguments, yaml.safe_dump(finetune_arguments(run), sort_keys=False))
     digest = hashlib.sha256(Path(script).read_bytes()).hexdigest()
     print(f"checkout: {folder}, finetune.py {digest}", flush=True)  # with the user's changes
@@ -133,7 +133,7 @@ def train(run: Run) -> None:
     if code:
         raise SystemExit(code if code > 0 else 128 - code)
     if not (run.checkpoints / TRAINED).is_file():
-        raise SystemExit(75)  # it has saved, because run.stop appeared
+        raise SystemExit(Outcome.STOPPED.value)  # it has saved, because run.stop appeared
     run.checkpoints.rename(run.model)
 
 
@@ -164,10 +164,6 @@ def finetune_arguments(run: Run) -> dict:
 
 
 def keep_rows(run: Run) -> None:
-    """Make metrics.jsonl of the logs: a row a step, the last one where an attempt came again."""
-    found = {}
-    for log in sorted(run.path.glob("train*.log")):
-        for line in log.read_bytes().split(b"\n")[:-1]:
-            if row := metrics(line.decode("utf-8", "replace")):
-                found[row["step"]] = row
+    """Keep one row a step in metrics.jsonl, the last one where an attempt came again."""
+    found = {row["step"]: row for row in read_rows(run.metrics)}
     write_text(run.metrics, "".join(json.dumps(found[step]) + "\n" for step in sorted(found)))

@@ -135,12 +135,11 @@ def test_reads_metrics_from_the_log():
     }
 
 
-def test_rows_are_those_of_the_logs_and_of_a_repeated_step_the_last(tmp_path):
+def test_of_a_repeated_step_the_last_row_is_kept(tmp_path):
     run = Run(tmp_path)
-    steps = [(step, 1.0) for step in range(1, 10)] + [(step, 2.0) for step in range(6, 13)]
-    rows = ({"step": step, "train_loss": loss} for step, loss in steps)
-    said = [f"INFO {open_instruct.STATISTICS}{json.dumps(row)}" for row in rows]
-    run.log.write_text("\n".join(said))  # the last line was cut short
+    steps = [(step, 1.0) for step in range(1, 10)] + [(step, 2.0) for step in range(6, 12)]
+    rows = [json.dumps({"step": step, "loss": loss}) for step, loss in steps]
+    run.metrics.write_text("\n".join([*rows, '{"step": 12, "lo']))  # cut short
     open_instruct.keep_rows(run)
     rows = [json.loads(line) for line in run.metrics.open()]
     assert [row["step"] for row in rows] == list(range(1, 12))
