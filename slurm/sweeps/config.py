@@ -118,14 +118,14 @@ class Sweep(Strict):
     throttle: Positive | None = option(
         None, "runs at a time with Slurm; null: as many as it starts"
     )
-    keep: Literal["all", "scores"] = option("all", "scores: a scored run's model is deleted")
+    keep: Literal["all", "scores"] = option(
+        "all", "scores: a run's model is deleted once it is scored"
+    )
     max_idle_restarts: Natural = option(3, "restarts in a row without a new checkpoint")
     model_labels: dict[str, str] = option({}, "model_name_or_path: its name in tables")
 
     @model_validator(mode="after")
     def _sense(self) -> "Sweep":
-        if self.keep == "scores" and self.score is None:
-            raise ValueError("keep: 'scores' of a sweep without a `score` section")
         if twice := self.grid.keys() & self.train.keys():
             name = min(twice)
             one = f"override with 'grid.{name}=[{self.train[name]}]'"

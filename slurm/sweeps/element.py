@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
 from sweeps import score
-from sweeps.ranks import LIBC
+from sweeps.ranks import end_with_parent
 from sweeps.run import Run, RunConfig, last_error, tail
 
 POLL = 0.2  # seconds
@@ -123,7 +123,7 @@ def _execute(
 
 def _detach() -> None:
     """In the child: die with this process, and leave USR2 alone, which Slurm sends to all."""
-    LIBC.prctl(1, signal.SIGKILL)
+    end_with_parent()
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 

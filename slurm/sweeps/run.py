@@ -57,11 +57,6 @@ def again(command: str, *words: str | Path) -> str:
     return f"{start} {shlex.join([command, *map(str, absolute)])}"
 
 
-def now() -> str:
-    """UTC, to the second."""
-    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
 class RunConfig(Strict):
     """config.yaml: what decides a run's weights, and so its name, and what is done with them."""
 
@@ -104,6 +99,7 @@ class Run:
         self.model = path / "model"
         self.scores = path / "scores"
         self.stop = path / "stop"  # while it exists, the trainer is to save and leave
+        self.lock = path / ".lock"  # held by the process that trains or scores the run
         self._config: RunConfig | None = None
 
     @property
@@ -156,9 +152,9 @@ class Run:
 
     def note(self, what: str, **more: Any) -> None:
         """Add a line to what happened."""
-        row = {what: now(), **more}
+        now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
         with open(self.path / "attempts.jsonl", "a", encoding="utf-8") as out:
-            out.write(json.dumps(row) + "\n")
+            out.write(json.dumps({what: now, **more}) + "\n")
 
     def began(self, stage: str) -> None:
         """Note that an attempt to `train` or to `score` begins, and with what."""
@@ -174,11 +170,6 @@ class Run:
                 break
             count += "began" in row
         return count
-
-    @property
-    def lock(self) -> Path:
-        """Held by the process that trains or scores the run."""
-        return self.path / ".lock"
 
 
 @contextlib.contextmanager
