@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from datasets import Dataset, Features, List, Value
 from datasets.exceptions import DatasetGenerationError
-from filelock import FileLock
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from calibeval.engines import load_tokenizer
 from calibeval.io import InputError, sha256
 from calibeval.references import TEMPLATES, conversations
+from sweeps.run import locked
 
 if TYPE_CHECKING:
     from sweeps.train import Train
@@ -67,7 +67,7 @@ def tokenised(keys: "Train", tokenizer) -> Dataset:
     ids, count = List(Value("int32")), Value("int32")
     folder = Path(datasets.config.HF_DATASETS_CACHE)
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / f"{made}.lock"):  # ranks and runs that begin together
+    with locked(folder / f"{made}.lock", math.inf, ""):  # ranks and runs that begin together
         try:
             given = {"path": path, "limit": limit}
             rows = Dataset.from_generator(texts, gen_kwargs=given, fingerprint=text)

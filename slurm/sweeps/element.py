@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
+from calibeval.io import InputError
 from sweeps import score
 from sweeps.ranks import end_with_parent
 from sweeps.run import Run, RunConfig, last_error, tail
@@ -38,7 +39,12 @@ def work(
 
     Killed programs start again, but not more than `max_idle_restarts` times without progress.
     """
-    config = run.config()
+    try:
+        config = run.config()
+    except InputError as error:  # it was edited, or is gone
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        run.note("ended", error=str(error))
+        return Outcome.REFUSED
     while stage := next_stage(run, config, stages):
         if (times := run.idle()) > config.max_idle_restarts:
             return _give_up(run, times)

@@ -59,19 +59,17 @@ def _launch(plan: Plan, sets: list[str]) -> tuple[int, list[str]]:
         heard.append(number)
 
     def one(cell: Cell) -> str:
-        mine, error = free.get(), ""
+        mine = free.get()
         try:
             visible = {"CUDA_VISIBLE_DEVICES": mine} if mine else {}
             outcome = element.work(cell.run, lambda: bool(heard), environment=own | visible)
-        except InputError as refusal:
-            outcome, error = Outcome.REFUSED, str(refusal)
         finally:
             free.put(mine)
         if outcome is Outcome.STOPPED:
             return f"stopped: {cell.run.name}: saved at step {cell.run.step()}"
         if outcome is Outcome.DONE:
             return f"finished: {cell.run.name}"
-        error = error or (cell.run.attempts() or [{}])[-1].get("error")
+        error = cell.run.attempts()[-1].get("error")
         return f"failed: {cell.run.name}: {error} (log: {cell.run.path.absolute()}/*.log)"
 
     for cell in todo:

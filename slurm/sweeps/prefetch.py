@@ -4,12 +4,12 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from calibeval.io import atomic_write
 from calibeval.tasks import HUB, load
 from sweeps.config import Archive, Cluster, Dataset, expand
 from sweeps.plan import Plan
@@ -114,11 +114,9 @@ def _dataset(wanted: Dataset) -> None:
     from datasets import load_dataset
 
     rows = load_dataset(wanted.hub, split=wanted.split, revision=wanted.revision)
-    with _appearing(Path(wanted.to)) as part, open(part, "w", encoding="utf-8") as out:
+    with atomic_write(Path(wanted.to)) as out:
         for row in rows:
             out.write(json.dumps({"messages": messages(row)}, ensure_ascii=False) + "\n")
-        out.flush()
-        os.fsync(out.fileno())
 
 
 def messages(row: dict) -> list[dict]:
@@ -135,20 +133,13 @@ def _archive(wanted: Archive) -> None:
 
     from datasets.utils.extract import ExtractManager
 
-    with _appearing(Path(wanted.to)) as made:
-        packed = made.with_name("archive")
-        with urlopen(wanted.url, timeout=60) as source, open(packed, "wb") as out:
-            shutil.copyfileobj(source, out)
-        unpacked = Path(ExtractManager(cache_dir=made.parent).extract(str(packed)))
-        for _ in range(wanted.strip):
-            (unpacked,) = unpacked.iterdir()
-        unpacked.rename(made)
-
-
-@contextmanager
-def _appearing(target: Path) -> Iterator[Path]:
-    """A path beside `target` to make a file or folder at, which then takes its place, whole."""
+    target = Path(wanted.to)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as scratch:
-        yield Path(scratch, "made")
-        Path(scratch, "made").rename(target)
+        packed = Path(scratch, "archive")
+        with urlopen(wanted.url, timeout=60) as source, open(packed, "wb") as out:
+            shutil.copyfileobj(source, out)
+        unpacked = Path(ExtractManager(cache_dir=scratch).extract(str(packed)))
+        for _ in range(wanted.strip):
+            (unpacked,) = unpacked.iterdir()
+        unpacked.rename(target)  # it appears whole

@@ -30,7 +30,6 @@ from sweeps.scripts import ENDLESS, Job, environment, script
 from sweeps.snapshot import snapshot
 
 PATIENCE = 20  # seconds; twice what Slurm's tools wait for a controller that is busy
-FINISHED = {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL"}
 
 
 class Element:
@@ -49,13 +48,7 @@ class Element:
         requeue = signal.getsignal(signal.SIGUSR2)  # submitit's: checkpoint, requeue, leave
         for number in (signal.SIGUSR2, signal.SIGTERM):
             signal.signal(number, lambda number, _: heard.append(number))
-        run = Run(folder.parents[1] / name)
-        try:
-            outcome = element.work(run, lambda: bool(heard), self.stages)
-        except InputError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            run.note("ended", error=str(error))
-            outcome = Outcome.REFUSED
+        outcome = element.work(Run(folder.parents[1] / name), lambda: bool(heard), self.stages)
         while outcome is Outcome.STOPPED and not (signal.SIGTERM in heard and cancelled()):
             try:
                 requeue(signal.SIGUSR2, None)
@@ -124,7 +117,7 @@ def queue(folder: Path) -> list[Queued]:
     for line in said.splitlines():
         job, index, state, name, reason = line.split("|", 4)
         ours = re.fullmatch(r".+\.(train|score|collect)\.([0-9a-f]{6})", name)
-        if state in FINISHED or not ours or not (folder / "jobs" / ours[2]).is_dir():
+        if not ours or not (folder / "jobs" / ours[2]).is_dir():
             continue
         what, tag = ours.groups()
         if tag not in names:
