@@ -6,6 +6,7 @@ A second call continues where the first was stopped. It takes no options: anothe
 YAML file.
 """
 
+import argparse
 import hashlib
 import os
 import subprocess
@@ -25,11 +26,9 @@ ARITHMETIC |= {"OMP_NUM_THREADS": "1"}  # of a run; two train at a time
 SWEEP, ROOT = Path("slurm/studies/demo/config.yaml"), Path("runs/demo")
 
 
-def main(words: list[str]) -> int:
+def main(words: list[str] | None = None) -> int:
     """Run every step that is not done; returns the exit code."""
-    if words:
-        print(__doc__)
-        return 0 if words in (["-h"], ["--help"]) else 2
+    argparse.ArgumentParser("python -m studies.demo", description=__doc__).parse_args(words)
     return studies.finish(demo)
 
 
@@ -67,4 +66,4 @@ def step(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -1,12 +1,14 @@
 """The sweep's tables with the calibrators and the oracle beside them."""
 
+import json
+import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import calibeval.report
 from calibeval.io import json_lines, read_text, write_text
-from studies.demo.posthoc import calibrate, write_index
+from studies.demo.posthoc import calibrate
 
 # AUROC beside ECE: a model equally unsure of all is no use.
 COLUMNS = "accuracy,ece,auroc,ece@vocabulary"
@@ -23,7 +25,9 @@ def report(root: Path) -> str:
             entry["records"] = sweep / entry["records"]
         oracle = {"dataset": "mmlu", "model": "oracle", "label_smoothing": None}
         oracle["records"] = root / "world" / "oracle.jsonl"
-        write_index(out, [*entries, *fitted, oracle])
+        for entry in (rows := [*entries, *fitted, oracle]):
+            entry["records"] = os.path.relpath(entry["records"], out)
+        write_text(out / "index.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
         table = calibeval.report.collect(out / "index.jsonl", out, COLUMNS, "Demo")
         packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
         made = f"`make demo`, Python {sys.version.split()[0]}, {packages}.\n"

@@ -1,6 +1,6 @@
 """Do prediction sets hold a tagger's right labels? `python -m studies.sequence_sets`.
 
-On a hidden Markov model, whose posterior is known. The tables go to `output` as well.
+On a hidden Markov model, whose posterior is known. The table goes to `output` as well.
 """
 
 import sys
@@ -19,12 +19,12 @@ class Config(studies.Config):
     """The keys of config.yaml."""
 
     output: Path
-    alphas: list[PositiveFloat]
+    alpha: PositiveFloat
     k: PositiveInt
     splits: PositiveInt
     sentences: PositiveInt
     seeds: list[int]
-    noises: list[PositiveFloat]
+    noise: PositiveFloat
 
 
 def main(words: list[str] | None = None) -> int:
@@ -33,14 +33,11 @@ def main(words: list[str] | None = None) -> int:
 
 
 def study(c: Config) -> None:
-    """Every model's tables, as they are made."""
-    texts = []
-    for noise in c.noises:
-        of = [markov.sentences(c.sentences, seed, c.k, noise) for seed in c.seeds]
-        for alpha in c.alphas:
-            texts.append(f"noise {noise}, {table(of, alpha, c.splits)}\n")
-            print(texts[-1], flush=True)
-    write_text(c.output / "tables.md", "\n".join(texts))
+    """The hidden Markov model's table."""
+    of = [markov.sentences(c.sentences, seed, c.k, c.noise) for seed in c.seeds]
+    text = table(of, c.alpha, c.splits)
+    print(text)
+    write_text(c.output / "table.md", f"{text}\n")
 
 
 def table(files: list[list[sets.Sentence]], alpha: float, splits: int) -> str:
