@@ -104,12 +104,14 @@ def small(tmp_path, monkeypatch):
         file = tmp_path / "config.yaml"
         config = yaml.safe_load(study.Path(study.__file__).with_name("config.yaml").read_text())
         config |= {"output": str(tmp_path / "out"), "samples": 4, "k": [1, 4], "seeds": [0]}
-        config |= {"learning_rate": 6e-4, "steps": 40, "answers_per_problem": 8, "workers": 1}
+        config |= {"learning_rate": 6e-4, "steps": 40, "answers_per_problem": 8}
         config |= {"settings": {"GRPO": {}, "α": {"bonus": 0.1, "gamma_p": 0.1}}}
         file.write_text(yaml.safe_dump(config | keys))
         return ["--config", str(file)]
 
-    return write
+    threads = torch.get_num_threads()
+    yield write
+    torch.set_num_threads(threads)
 
 
 def test_from_nothing_to_the_tables(small, tmp_path, capsys):

@@ -7,8 +7,6 @@ tables. What is finished is kept: a second call goes on where the first was stop
 import hashlib
 import json
 import sys
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +30,6 @@ class Config(studies.Config):
     """The keys of config.yaml."""
 
     output: Path
-    workers: PositiveInt
     test: str = Field(pattern="^(validation|test)$")
     samples: PositiveInt
     k: list[PositiveInt]
@@ -68,14 +65,8 @@ def study(config: Config) -> None:
     asked = {"start": [(None, None)]}
     asked |= {name: [(of, seed) for seed in config.seeds] for name, of in config.settings.items()}
     todo = [of for every in asked.values() for of in every if not result(config, *of).exists()]
-    with ProcessPoolExecutor(config.workers, get_context("spawn")) as pool:
-        jobs = [pool.submit(run, config, sets["train"], sets[config.test], *of) for of in todo]
-        try:
-            for job in tqdm(as_completed(jobs), "runs", len(jobs), disable=not jobs):
-                job.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    for of in tqdm(todo, "runs", disable=not todo):
+        run(config, sets["train"], sets[config.test], *of)
     found = {
         name: [json.loads(read_text(result(config, *of)))["correct"] for of in every]
         for name, every in asked.items()
@@ -87,7 +78,7 @@ def study(config: Config) -> None:
 
 def result(config: Config, method: Method | None, seed: int | None) -> Path:
     """Where a run's answers are: a function of all that decides them."""
-    asked = config.model_dump_json(exclude={"output", "workers", "seeds", "settings", "k"})
+    asked = config.model_dump_json(exclude={"output", "seeds", "settings", "k"})
     digest = hashlib.sha256(f"{asked} {method!r} {seed}".encode()).hexdigest()[:12]
     return config.output / "runs" / f"{digest}.json"
 
@@ -99,7 +90,7 @@ def run(
     torch.set_num_threads(1)
     start, rewards = config.output / "start", []
     if method is None:
-        _, found = policy.load(start)
+        found = policy.Policy(start)
     else:
         found, rewards = policy.train(start, train, method, seed, config)
     about = {"method": method and method.model_dump(), "seed": seed, "rewards": rewards}

@@ -60,10 +60,11 @@ def answer_losses(
 
 
 class Policy:
-    """A model with its tokenizer as a distribution over answers to problems."""
+    """The model of a folder, with its tokenizer, as a distribution over answers to problems."""
 
-    def __init__(self, model: torch.nn.Module, tokenizer) -> None:
-        self.model, self.tokenizer = model, tokenizer
+    def __init__(self, folder: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
 
     def answer(self, problems: list[Problem], seed: int) -> tuple[Tensor, Tensor, list[bool]]:
         """Prompts, of one length, with their answers, as ids (N, L); the answers' tokens as labels
@@ -91,12 +92,6 @@ class Policy:
         return [sum(self.answer([p] * samples, seed)[2]) for seed, p in enumerate(problems)]
 
 
-def load(folder: Path) -> tuple[torch.nn.Module, Policy]:
-    """The model of a folder, and what it answers."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model, Policy(model, AutoTokenizer.from_pretrained(folder))
-
-
 def train(
     start: Path, problems: list[Problem], method: Method, seed: int, keys
 ) -> tuple[Policy, list[float]]:
@@ -104,8 +99,9 @@ def train(
 
     `keys` are the study's: learning_rate, steps, problems_per_step, answers_per_problem.
     """
-    model, policy = load(start)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=keys.learning_rate, weight_decay=0.0)
+    policy = Policy(start)
+    weights = [*policy.model.parameters()]
+    optimizer = torch.optim.AdamW(weights, lr=keys.learning_rate, weight_decay=0.0)
     shape, rewards = (keys.problems_per_step, keys.answers_per_problem), []
     for step in range(keys.steps):
         random = np.random.default_rng([seed, step])
@@ -116,7 +112,7 @@ def train(
         correct, log_pi = torch.tensor(right), -nll.detach().sum(1) / (labels != IGNORE).sum(1)
         found = advantages(correct.view(shape), log_pi.view(shape), method).view(-1)
         answer_losses(nll, entropy, found, method).mean().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.param_groups[0]["lr"] = keys.learning_rate * (1 - step / keys.steps)
         optimizer.step()
         optimizer.zero_grad()
