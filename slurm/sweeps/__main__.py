@@ -202,8 +202,6 @@ def _keys(a: argparse.Namespace) -> int:
 
 def _train(a: argparse.Namespace) -> int:
     """Train a run, or with `score` as the command only score it."""
-    import signal
-
     from sweeps import score
     from sweeps.run import Run, backend, locked
 
@@ -213,12 +211,8 @@ def _train(a: argparse.Namespace) -> int:
     with contextlib.nullcontext() if rank else locked(run.lock, 30, busy):
         if a.command == "score":
             score.here(run)
-            return 0
-        loaded = backend(config.backend).train(run)
-        if loaded and config.world.alone and score.by_transformers(config.score):
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, signal.SIG_DFL)  # what is scored so far is kept
-            score.here(run, *loaded)  # of the model that is in memory
+        else:
+            backend(config.backend).train(run)
     return 0
 
 

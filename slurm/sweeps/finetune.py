@@ -35,10 +35,10 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from calibeval.engines import load, load_tokenizer
+from calibeval.engines import load
 from calibeval.io import InputError, read_text, write_text
 from smoothce import patch_trainer
-from sweeps import attention
+from sweeps import attention, score
 from sweeps.checkpoint import keep, latest, replace
 from sweeps.config import World
 from sweeps.data import TILE, Updates, make_tokenizer, tokenised
@@ -53,16 +53,17 @@ SAME |= {"gradient_checkpointing", "seed", "logging_steps"}  # keys that the Tra
 COMPILE_FROM = 300  # updates that pay for half a minute of compiling
 
 
-def train(run: Run) -> tuple[nn.Module, object] | None:
-    """`fit`; then the model that was saved, and its tokenizer, where one process trains alone."""
+def train(run: Run) -> None:
+    """`fit`; then score what was saved, where one process trains alone and can."""
     fit(run)
-    if dist.is_initialized():
-        return None
-    gc.collect()  # what trained it is in cycles
-    torch.cuda.empty_cache()
-    model = load(AutoModelForCausalLM, str(run.model), "the trained model", dtype="auto")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return model.to(device), load_tokenizer(str(run.model))
+    config = run.config()
+    asked = config.world.alone and config.score
+    if asked and asked.engine == "transformers" and asked.python is None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)  # what is scored so far is kept
+        gc.collect()  # what trained it is in cycles
+        torch.cuda.empty_cache()
+        score.here(run)
 
 
 def fit(run: Run) -> None:

@@ -32,9 +32,8 @@ BASE = re.compile("-base-[0-9a-f]{8}$")  # ends the name of a model's folder bef
 #   Train                    the pydantic model of its `train:` keys
 #   packages(train, world)   modules that must be importable, beyond PACKAGES
 #   missing(train, world)    what else would keep a run from starting, a sentence each
-#   train(run)               trains in this process, or process group, to run.model, and returns
-#                            model and tokenizer if they are in memory; SystemExit(75) once it has
-#                            saved because run.stop appeared
+#   train(run)               trains in this process, or process group, to run.model;
+#                            SystemExit(75) once it has saved because run.stop appeared
 BACKENDS = {"trainer": "sweeps.train", "open-instruct": "sweeps.open_instruct"}
 
 

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 from calibeval.io import InputError, write_text
 from calibeval.request import Request, Task
@@ -69,26 +68,12 @@ def conflict(run: Run, task: Task, score: Score) -> str | None:
     return f"{records(run, task)}: was asked with {', '.join(said)}; {mend}"
 
 
-def model(run: Run) -> str:
-    """The folder or hub name of what is scored: the run's model, or the one before fine-tuning."""
-    config = run.config()
-    if config.backend:
-        return str(run.model)
-    return config.train["model_name_or_path"]
-
-
-def by_transformers(score: Score | None) -> bool:
-    """Whether the process that trained can score."""
-    return score is not None and score.engine == "transformers" and score.python is None
-
-
-def here(run: Run, loaded: Any = None, tokenizer: Any = None) -> None:
-    """Score every missing task in this process, of a model in memory if it is given one; raises
-    InputError where one cannot be."""
+def here(run: Run) -> None:
+    """Score every missing task in this process; raises InputError where one cannot be."""
     import calibeval
     from calibeval import store
 
-    config, name = run.config(), model(run)
+    config = run.config()
     todo = missing(run, config.score)
     for task in todo:
         if wrong := conflict(run, task, config.score):
@@ -98,8 +83,11 @@ def here(run: Run, loaded: Any = None, tokenizer: Any = None) -> None:
         run.scores.mkdir(parents=True, exist_ok=True)
         _note(run, task, config.score)
     how = config.score.model_dump(include=set(Request.model_fields) - {"tasks"})
-    how["revision"] = config.train.get("model_revision") if config.backend is None else None
+    name, how["revision"] = str(run.model), None
+    if config.backend is None:  # the model before fine-tuning
+        name = config.train["model_name_or_path"]
+        how["revision"] = config.train.get("model_revision")
     if todo:
-        calibeval.score(loaded or name, tokenizer, todo, out=run.scores, name=name, **how)
+        calibeval.score(name, None, todo, out=run.scores, **how)
     for task in todo:
         _note(run, task, config.score, bytes=records(run, task).stat().st_size)

@@ -112,9 +112,9 @@ def missing(train: Train, world: World) -> list[str]:
     return [f"backend trainer: needs transformers 5, found {found}: pip install 'transformers>=5'"]
 
 
-def train(run: Run):
+def train(run: Run) -> None:
     """Train in this process or, of several, in this rank; see sweeps.finetune.train."""
     ranks.spread(run.config().world, "-m", "sweeps", "train", str(run.path.absolute()))
     from sweeps import finetune
 
-    return finetune.train(run)
+    finetune.train(run)

@@ -498,7 +498,7 @@ def test_adapters_are_saved_merged_or_alone_and_resume(sweep_file, tiny, tmp_pat
     assert equal(run, merged) and rows_of(run) == rows_of(merged)
 
 
-def test_a_model_is_saved_as_its_base_was_and_comes_back_in_memory(sweep_file, tiny, tmp_path):
+def test_a_model_is_saved_as_its_base_was(sweep_file, tiny, tmp_path):
     """Its precision, its tied classifier and its configuration."""
     half = tmp_path / "half"
     model = LlamaForCausalLM.from_pretrained(tiny / "model").to(torch.bfloat16)
@@ -507,15 +507,13 @@ def test_a_model_is_saved_as_its_base_was_and_comes_back_in_memory(sweep_file, t
     model.save_pretrained(half)
     AutoTokenizer.from_pretrained(tiny / "model").save_pretrained(half)
     train = {"model_name_or_path": str(half), "max_train_steps": 1}
-    run = prepare(sweep_file(grid={}, train=train))
-    model, tokenizer = finetune.train(run)
+    run = finished(sweep_file(grid={}, train=train))
     names = load_file(run.model / "model.safetensors")
     assert names.keys() == load_file(half / "model.safetensors").keys()
-    assert {value.dtype for value in names.values()} == {torch.bfloat16} == {model.dtype}
+    assert {value.dtype for value in names.values()} == {torch.bfloat16}
     before, after = (json.loads((f / "config.json").read_text()) for f in (half, run.model))
     assert {k: v for k, v in after.items() if before.get(k) != v} == {}
-    assert tokenizer.chat_template and not model.training
-    assert all(torch.equal(names[n], p) for n, p in model.named_parameters())
+    assert AutoTokenizer.from_pretrained(run.model).chat_template
 
 
 def test_models_and_tokenizers_that_do_not_fit_are_said(sweep_file, tiny, tmp_path, capsys):
