@@ -74,13 +74,7 @@ def fit(run: Run) -> None:
     """
     stop = Stop(run.stop)
     trainer, tokenizer, found = made(run, stop)
-    try:
-        trainer.train(resume_from_checkpoint=found)
-    except torch.cuda.OutOfMemoryError as error:
-        raise InputError(
-            f"out of GPU memory ({str(error).splitlines()[0]}); lower train.max_tokens or set "
-            "train.gradient_checkpointing: true"
-        ) from error
+    trainer.train(resume_from_checkpoint=found)
     step, steps = trainer.state.global_step, trainer.state.max_steps
     if step == steps:
         save_model(trainer, tokenizer)
