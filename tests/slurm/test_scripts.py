@@ -15,7 +15,6 @@ from real import PROJECT, command
 from sweeps import scripts, slurm
 from sweeps.config import Cluster, World, load_cluster
 from sweeps.plan import plan
-from sweeps.scripts import Job
 
 GOLDEN = Path(__file__).with_name("golden")
 CASES = {
@@ -111,13 +110,6 @@ def test_a_profiles_home_is_the_submitting_shells(tmp_path, monkeypatch):
     lines = scripts.setup(load_cluster(str(tmp_path / "mine.yaml")), "x", tmp_path)
     assert 'export HF_HOME="/home/me/hf"' in lines
     assert not any("~" in line for line in lines)
-
-
-def test_what_a_job_may_see_is_a_list(toy_file, tmp_path):
-    planned = plan(toy_file(), [])
-    text = scripts.script(planned.sweep, Cluster(), Job("train", ("x",)), tmp_path, tmp_path, "")
-    (line,) = [line for line in text.splitlines() if "--export" in line]
-    assert "TOKEN" not in line and "ALL" not in line.replace("LC_ALL", "")
 
 
 @pytest.mark.parametrize("script", ["sweep_beta", "sweep_lr", "sweep_grid"])

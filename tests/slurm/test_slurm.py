@@ -316,17 +316,8 @@ def accounts(tmp_path_factory, monkeypatch):
     folder = tmp_path_factory.mktemp("accounts")
     subprocess.run([CLUSTER, "start", folder, "account=def-ann"], check=True)
     monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
-    limit = [
-        "sacctmgr",
-        "--immediate",
-        "--quiet",
-        "modify",
-        "user",
-        "root",
-        "set",
-        "MaxSubmitJobs=2",
-    ]
-    subprocess.run(limit, check=True)
+    limit = "sacctmgr --immediate --quiet modify user root set MaxSubmitJobs=2"
+    subprocess.run(limit.split(), check=True)
     yield folder
     subprocess.run([CLUSTER, "stop", folder], check=True)
 

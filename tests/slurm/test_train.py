@@ -31,7 +31,7 @@ from calibeval.io import InputError
 from smoothce import patch_model
 from sweeps import attention, checkpoint, finetune
 from sweeps import data as data_module
-from sweeps.data import IGNORE, Updates, fill, tokenised
+from sweeps.data import IGNORE, Updates, tokenised
 from sweeps.run import Run
 from sweeps.train import Train
 
@@ -235,11 +235,12 @@ lengths_of = st.lists(st.integers(2, 50), min_size=1, max_size=40)
     steps=st.integers(1, 3),
     reduce=st.sampled_from(["mean", "sum", "token_mean"]),
     packed=st.booleans(),
+    room=st.integers(1, 80),
 )
-def test_an_epoch_visits_every_conversation_once(lengths, size, ranks, steps, reduce, packed):
+def test_an_epoch_visits_every_conversation_once(lengths, size, ranks, steps, reduce, packed, room):
     """Each update's are those of one rank without accumulation, and its loss is what it should."""
     keys = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps}
-    updates = updates_of(lengths, ranks, reduce_loss=reduce, max_tokens=64, **keys)
+    updates = updates_of(lengths, ranks, reduce_loss=reduce, max_tokens=room, **keys)
     whole = updates_of(lengths, per_device_train_batch_size=size * ranks * steps)
     updates.packed, seen = packed, []
     assert len(updates) == len(whole)
@@ -249,6 +250,9 @@ def test_an_epoch_visits_every_conversation_once(lengths, size, ranks, steps, re
         rows = [row for share in shares for bin, _ in share for row in bin]
         assert sorted(rows) == sorted(whole.rows(step))
         seen += rows
+        bins = [bin for share in shares for bin, _ in share]
+        fits = [len(bin) < 2 or sum(lengths[row] for row in bin) <= room for bin in bins]
+        assert all(fits) or not packed
         targets = updates.targets
         weight = {row: divisor for share in shares for bin, divisor in share for row in bin}
         if reduce == "mean":  # by the targets of the micro-batch that a row belongs to
@@ -260,15 +264,6 @@ def test_an_epoch_visits_every_conversation_once(lengths, size, ranks, steps, re
             expected = dict.fromkeys(rows, steps if reduce == "sum" else mean)
         assert weight == pytest.approx(expected)
     assert sorted(seen) == list(range(len(lengths)))
-
-
-@given(lengths=lengths_of, room=st.integers(1, 80))
-def test_bins_hold_every_row_once_and_no_more_than_fits(lengths, room):
-    longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    bins = fill(longest_first, lengths, room)
-    assert sorted(row for rows in bins for row in rows) == list(range(len(lengths)))
-    for rows in bins:
-        assert len(rows) == 1 or sum(lengths[row] for row in rows) <= room
 
 
 def llama() -> LlamaForCausalLM:
