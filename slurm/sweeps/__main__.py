@@ -32,9 +32,9 @@ def parser() -> argparse.ArgumentParser:
         elif name == "keys":
             sub.add_argument("backend", nargs="?", help="whose `train:` keys; trainer unless given")
         else:
-            sub.add_argument("sweep", metavar="SWEEP", help=SWEEP)
+            sub.add_argument("sweep", metavar="SWEEP", type=_place, help=SWEEP)
             sub.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides")
-            sub.add_argument("--cluster", help="a profile of configs/cluster")
+            sub.add_argument("--cluster", type=_place, help="a profile of configs/cluster")
         if name == "launch":
             where = {"choices": ("auto", "local", "slurm"), "default": "auto"}
             where["help"] = "auto: Slurm where there is an sbatch, this machine elsewhere"
@@ -54,13 +54,12 @@ def main(arguments: list[str] | None = None) -> int:
     if parsed.command != "prefetch":  # all is on the disk; the hub would be asked, and waited for
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
-    for name in ("sweep", "cluster"):  # typed paths start where they are typed
-        if (value := getattr(parsed, name, None)) is not None:
-            setattr(parsed, name, _place(value))
-    if hasattr(parsed, "overrides"):
+    if takes:
         parsed.overrides += rest + ([f"cluster={parsed.cluster}"] if parsed.cluster else [])
         if (PROJECT / "slurm").is_dir():
-            os.chdir(PROJECT)  # those inside a sweep file at the project
+            os.chdir(
+                PROJECT
+            )  # where paths inside a sweep file start; typed ones, where they are typed
     from calibeval.io import InputError
 
     try:

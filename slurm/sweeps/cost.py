@@ -46,13 +46,9 @@ def cost(plan: Plan) -> list[str]:
     return lines
 
 
-def setting(cell: Cell) -> tuple:
-    """What decides a run's speed."""
-    return cell.config.train["model_name_or_path"], data(cell)
-
-
-def data(cell: Cell) -> str:
-    return cell.config.train.get("train_file") or ""
+def setting(cell: Cell) -> tuple[str, str]:
+    """What decides a run's speed: its model and its data."""
+    return cell.config.train["model_name_or_path"], cell.config.train.get("train_file") or ""
 
 
 def measured(plan: Plan) -> dict[tuple, float]:
@@ -67,16 +63,13 @@ def measured(plan: Plan) -> dict[tuple, float]:
 
 def gpu_hours(plan: Plan, cell: Cell, speeds: dict[tuple, float]) -> float | None:
     """Of one run's training; None where its model or data is of unknown size."""
-    train, world = cell.config.train, plan.sweep.world
+    (name, data), train, world = setting(cell), cell.config.train, plan.sweep.world
     stated = {one.to: one.gigabytes for one in plan.sweep.prefetch.datasets}
-    size = Path(data(cell)).stat().st_size if Path(data(cell)).is_file() else None
-    if size is None and stated.get(data(cell)):
-        size = stated[data(cell)] * 1e9
-    count = parameters(train["model_name_or_path"])
-    if size is None or not count:
+    size = Path(data).stat().st_size if Path(data).is_file() else 1e9 * (stated.get(data) or 0)
+    if not size or not (count := parameters(name)):
         return None
     tokens = size / BYTES * (train.get("num_train_epochs") or 1)
-    if speed := speeds.get(setting(cell)):
+    if speed := speeds.get((name, data)):
         return tokens / speed * world.processes_per_node / 3600
     return 6 * count * tokens / (UTILISATION * PEAK) / 3600
 
