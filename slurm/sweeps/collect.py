@@ -106,7 +106,7 @@ def entries(plan: Plan, cells: list[Cell]) -> list[dict]:
             more = {key: settings(config).get(key) for key in others}
             about |= {k: v if isinstance(v, (str, int, float)) else str(v) for k, v in more.items()}
         for task in config.score.tasks if config.score else ():
-            if score.scored(cell.run, task, config.score):
+            if score.gap(cell.run, task, config.score) is None:
                 path = os.path.relpath(score.records(cell.run, task), plan.folder / "results")
                 rows.append({"records": path, "dataset": task.key} | about)
     return rows
@@ -149,7 +149,7 @@ def _chosen_on(on: str, cell: Cell) -> tuple[float, ...] | None:
         rows = [row for row in read_rows(cell.run.metrics) if HELD_OUT in row]
         return (rows[-1][HELD_OUT],) if rows and cell.run.trained else None
     task = next((t for t in cell.config.score.tasks if t.key == on), None)
-    if task is None or not score.scored(cell.run, task, cell.config.score):
+    if task is None or score.gap(cell.run, task, cell.config.score):
         return None
     run = stats.load(score.records(cell.run, task))
     return tuple(stats.estimate([run], name, "choices").value for name in ("accuracy", "nll"))

@@ -123,8 +123,6 @@ class Run:
     def config(self) -> RunConfig:
         """The resolved config, read once; raises InputError if it was edited or is not there."""
         if self._config is None:
-            if not self.config_file.exists():
-                raise InputError(f"{self.path}: no config.yaml; a launch of its sweep makes it")
             raw, places = read_yaml(self.config_file)
             config = check(RunConfig, raw, str(self.config_file), places)
             if not self.name.endswith(config.digest[:8]):

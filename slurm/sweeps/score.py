@@ -34,18 +34,14 @@ def _note(run: Run, task: Task, score: Score, **more: int) -> None:
     write_text(run.scores / f"{task.key}.request.json", text)
 
 
-def scored(run: Run, task: Task, score: Score) -> bool:
-    """Whether the records of exactly this request are there, as large as scoring left them."""
-    return gap(run, task, score) is None
-
-
 def missing(run: Run, score: Score | None) -> list[Task]:
     """The tasks still to be scored."""
-    return [task for task in (score.tasks if score else ()) if not scored(run, task, score)]
+    return [task for task in (score.tasks if score else ()) if gap(run, task, score)]
 
 
 def gap(run: Run, task: Task, score: Score) -> str | None:
-    """Why a task has no figure, or None."""
+    """Why a task has no figure; None where the records of exactly this request are there, as large
+    as scoring left them."""
     file, size = records(run, task), _asked(run, task).get("bytes")
     if other := conflict(run, task, score):
         return other
