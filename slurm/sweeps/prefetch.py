@@ -77,9 +77,7 @@ def assets(plan: Plan) -> list[Asset]:
     items = [(f"data set {d.hub}", d, _dataset) for d in plan.sweep.prefetch.datasets]
     items += [(f"archive {a.url}", a, _archive) for a in plan.sweep.prefetch.archives]
     for name, item, fetch in items:
-        inside = (Path(path).is_relative_to(item.to) for path in paths)
-        if any(inside) or any(Path(item.to).is_relative_to(path) for path in paths):
-            # no override left it out
+        if any(meet(path, item.to) for path in paths):  # no override left it out
             here = Path(item.to).exists
             found[item.to] = Asset(f"{name} → {item.to}", item.to, here, partial(fetch, item))
     for task in tasks:
@@ -88,6 +86,11 @@ def assets(plan: Plan) -> list[Asset]:
             here, fetch = partial(hub_snapshot, name, "datasets"), partial(load, task)
             found[task.data] = Asset(f"questions {task.data}", task.data, here, fetch)
     return list(found.values())
+
+
+def meet(one: str, other: str) -> bool:
+    """Whether one of two paths is the other, or lies in it."""
+    return Path(one).is_relative_to(other) or Path(other).is_relative_to(one)
 
 
 def fetch(wanted: list[Asset]) -> list[str]:

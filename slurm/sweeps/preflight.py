@@ -55,13 +55,7 @@ def _files(plan: Plan) -> list[str]:
         lacking += _questions(task)
     fetched = [asset for asset in prefetch.assets(plan) if not asset.here()]
     # What prefetch makes, or fills, is named by it, not once more by the key.
-    made = [place for asset in fetched for place in (asset.place, *Path(asset.place).parents)]
-    inside = [asset.place for asset in fetched]
-    lacking = [
-        (path, said)
-        for path, said in lacking
-        if Path(path) not in made and not any(Path(path).is_relative_to(x) for x in inside)
-    ]
+    lacking = [one for one in lacking if not any(prefetch.meet(one[0], a.place) for a in fetched)]
     found = [*(sentence for _, sentence in lacking), *found]
     if any(not Path(path).is_absolute() for path, _ in lacking):
         found.append(f"relative paths of a sweep start in {Path.cwd()}")
