@@ -32,9 +32,7 @@ class World(Strict):
     """The processes of one run: their number changes the global batch, so it is part of the run."""
 
     processes_per_node: Positive = option(1, "processes of a run, one a GPU, on one machine")
-    mixed_precision: Literal["no", "bf16", "fp16"] = option(
-        "no", "of the forward and backward pass"
-    )
+    mixed_precision: Literal["no", "bf16", "fp16"] = option("no", "of forward and backward passes")
     deepspeed: str | None = option(None, "a DeepSpeed JSON file")
     fsdp: str | None = option(None, "a JSON file with transformers' `fsdp_config`")
 
@@ -115,12 +113,8 @@ class Sweep(Strict):
     prefetch: Prefetch = option(Prefetch(), "what to fetch")
     cluster: str | None = option(None, "a cluster profile; null: its defaults")
     workers: Positive | None = option(None, "runs at a time without Slurm; null: one a GPU, else 1")
-    throttle: Positive | None = option(
-        None, "runs at a time with Slurm; null: as many as it starts"
-    )
-    keep: Literal["all", "scores"] = option(
-        "all", "scores: a run's model is deleted once it is scored"
-    )
+    throttle: Positive | None = option(None, "runs at a time with Slurm; null: all that it starts")
+    keep: Literal["all", "scores"] = option("all", "scores: models go once they are scored")
     max_idle_restarts: Natural = option(3, "restarts in a row without a new checkpoint")
     model_labels: dict[str, str] = option({}, "model_name_or_path: its name in tables")
 
