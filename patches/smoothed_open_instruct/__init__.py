@@ -2,12 +2,7 @@
 
 from smoothed_open_instruct.arguments import check_arguments, set_attention_dropout
 from smoothed_open_instruct.monitor import Monitor
-from smoothed_open_instruct.offline import (
-    respect_offline,
-    trackable,
-    tracker_or_none,
-    unless_offline,
-)
+from smoothed_open_instruct.offline import respect_offline, unless_offline
 from smoothed_open_instruct.resume import (
     Checkpoints,
     already_trained,
@@ -28,8 +23,6 @@ __all__ = [
     "resumed_batches",
     "set_attention_dropout",
     "todays_libraries",
-    "trackable",
-    "tracker_or_none",
     "training_loss",
     "unless_offline",
 ]

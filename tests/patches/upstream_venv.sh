@@ -11,6 +11,6 @@ pip=("$folder/bin/python" -m pip install --quiet)
 "${pip[@]}" torch==2.4.0 'numpy<2' transformers==4.43.4 tokenizers==0.19.1 accelerate==0.31.0 \
   datasets==3.0.1 'pyarrow<18' peft==0.13.2 'setuptools<81' wheel \
   wandb nltk==3.8.1 langdetect immutabledict sympy==1.12 antlr4-python3-runtime==4.11.0 rich \
-  tensorboard matplotlib sentencepiece protobuf pydantic pyyaml packaging
+  matplotlib sentencepiece protobuf pydantic pyyaml packaging
 DS_BUILD_OPS=0 "${pip[@]}" --no-build-isolation deepspeed==0.15.0
 echo "ready: OPEN_INSTRUCT_PYTHON=$folder/bin/python"
