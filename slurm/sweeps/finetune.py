@@ -80,10 +80,7 @@ def fit(run: Run) -> None:
         save_model(trainer, tokenizer)
     elif trainer.is_world_process_zero():
         print(f"stopped: step {step} of {steps} is saved", flush=True)
-    stopped = step < steps or stop.everywhere()
-    if dist.is_initialized():  # else its threads, alive at the end, may abort the process
-        dist.destroy_process_group()
-    if stopped:
+    if step < steps or stop.everywhere():
         raise SystemExit(Outcome.STOPPED.value)
 
 

@@ -3,6 +3,7 @@
 `python -m sweeps.ranks SCRIPT …` or `-m MODULE …` is one rank.
 """
 
+import atexit
 import ctypes
 import os
 import runpy
@@ -67,14 +68,25 @@ def main(words: list[str]) -> None:
     end_with_parent()
     if b"torch.distributed.run" not in Path(f"/proc/{os.getppid()}/cmdline").read_bytes():
         sys.exit("its torchrun was gone before this rank began")
-    if words[0] == "-m":  # a trainer of this project's saves on TERM
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        sys.argv = words[1:]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = words
-        sys.path[0] = os.path.dirname(words[0])
-        runpy.run_path(words[0], run_name="__main__")
+    code = 0
+    try:
+        if words[0] == "-m":  # a trainer of this project's saves on TERM
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+            sys.argv = words[1:]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = words
+            sys.path[0] = os.path.dirname(words[0])
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as leaving:
+        if isinstance(leaving.code, str):
+            raise
+        code = leaving.code or 0
+    # Torch's threads now and then abort a process that takes itself apart.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

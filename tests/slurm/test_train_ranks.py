@@ -43,7 +43,8 @@ def launch(run: Run, code: int = 0) -> str:
     """What two ranks say."""
     words = ["-m", "sweeps", "train"]
     if run.config().world.fsdp:
-        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(WORKER)]
+        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        words += ["-m", "sweeps.ranks", str(WORKER)]
     done = subprocess.run(
         [sys.executable, *words, str(run.path)],
         capture_output=True, text=True, check=False, env=os.environ | {"DS_BUILD_OPS": "0"},
