@@ -57,9 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     if takes:
         parsed.overrides += rest + ([f"cluster={parsed.cluster}"] if parsed.cluster else [])
         if (PROJECT / "slurm").is_dir():
-            os.chdir(
-                PROJECT
-            )  # where paths inside a sweep file start; typed ones, where they are typed
+            os.chdir(PROJECT)  # paths inside a sweep file begin there
     from calibeval.io import InputError
 
     try:
