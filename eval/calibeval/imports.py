@@ -25,9 +25,9 @@ def convert(paths: list[Path], out: Path) -> dict[str, int]:
         if target.exists():
             raise InputError(f"{target}: exists; give another --out, or delete it")
         rows, sources = made.setdefault(target, ([], {"engine": kind.ENGINE, "samples": {}}))
-        for where, sample in samples:
+        for where, make in samples:
             try:
-                rows.append((where, kind.record(sample) | shared))
+                rows.append((where, make() | shared))
             except (LookupError, TypeError, ValueError, AttributeError) as error:
                 raise InputError(f"{where}: {error!r}; expected {kind.EXPECTED}") from error
         sources["samples"][path.name] = source | {"sha256": sha256(path)}

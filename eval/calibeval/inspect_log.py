@@ -9,6 +9,8 @@ import hashlib
 import json
 import math
 import zipfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from calibeval.io import InputError, read_text
@@ -18,8 +20,9 @@ ENGINE = "inspect"
 EXPECTED = "a multiple choice with one target, and top log-probabilities where it answers"
 
 
-def read(path: Path) -> tuple[str, dict, dict, list[tuple[str, dict]]]:
-    """(task, what all records have, the log's account of itself, samples and their places)."""
+def read(path: Path) -> tuple[str, dict, dict, list[tuple[str, Callable[[], dict]]]]:
+    """(task, what all records have, the log's account of itself, each sample's place and what makes
+    its record)."""
     try:
         log = _members(path) if zipfile.is_zipfile(path) else json.loads(read_text(path))
         about, samples = log["eval"], log["samples"]
@@ -30,8 +33,9 @@ def read(path: Path) -> tuple[str, dict, dict, list[tuple[str, dict]]]:
     except (ValueError, LookupError, TypeError, NotImplementedError) as error:
         remedy = "`inspect log convert --to json` makes one that is"
         raise InputError(f"{path}: not a log that can be read ({error!r}); {remedy}") from error
-    first = [sample | {"task": task} for sample in samples if sample.get("epoch", 1) == 1]
-    return task, shared, source, [(f"{path}, sample {one.get('id')}", one) for one in first]
+    first = [sample for sample in samples if sample.get("epoch", 1) == 1]
+    rows = [(f"{path}, sample {one.get('id')}", partial(record, one, task)) for one in first]
+    return task, shared, source, rows
 
 
 def _members(path: Path) -> dict:
@@ -42,7 +46,7 @@ def _members(path: Path) -> dict:
         return header | {"samples": [json.loads(archive.read(name)) for name in names]}
 
 
-def record(sample: dict) -> dict:
+def record(sample: dict, task: str) -> dict:
     """A sample as a record."""
     letters, target = LETTERS[: len(sample["choices"])], sample["target"]
     (target,) = target if isinstance(target, list) else [target]
@@ -57,7 +61,7 @@ def record(sample: dict) -> dict:
     asked = json.dumps([sample["input"], sample["choices"]], ensure_ascii=False)
     return {
         "id": str(sample["id"]),
-        "subject": str((sample.get("metadata") or {}).get("subject") or sample["task"]),
+        "subject": str((sample.get("metadata") or {}).get("subject") or task),
         "label": letters.index(target),
         "logprobs": found,
         "letter_mass": math.fsum(map(math.exp, found)),

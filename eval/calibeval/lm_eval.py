@@ -7,6 +7,8 @@ its prompt. `results_<time>.json` beside it knows the model, the examples and th
 import json
 import math
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +20,9 @@ ENGINE, EXPECTED = "lm-evaluation-harness", "a multiple-choice sample"
 NAME = re.compile(r"samples_(.+?)(_\d{4}-\d\d-\d\dT[\d.-]+)?\.jsonl")
 
 
-def read(path: Path) -> tuple[str, dict, dict, list[tuple[str, dict]]]:
-    """(task, what all records have, the run's options, samples in the data's order, with places)"""
+def read(path: Path) -> tuple[str, dict, dict, list[tuple[str, Callable[[], dict]]]]:
+    """(task, what all records have, the run's options, each sample's place and what makes its record,
+    in the data's order)"""
     if not (name := NAME.fullmatch(path.name)):
         names = "samples_<task>_<time>.jsonl of lm-eval, or Inspect's .eval or .json"
         raise InputError(f"{path}: expected a name like {names}")
@@ -27,22 +30,22 @@ def read(path: Path) -> tuple[str, dict, dict, list[tuple[str, dict]]]:
     try:
         run = json.loads(read_text(beside)) if beside.is_file() else {}
         source = {"task": task, "shots": run.get("n-shot", {}).get(task)}
-        about = {"task": task} | run.get("configs", {}).get(task, {})
+        delimiter = run.get("configs", {}).get(task, {}).get("target_delimiter", " ")
     except (ValueError, AttributeError) as error:
         raise InputError(f"{beside}: not lm-eval's results ({error})") from error
     model = run.get("model_name") or path.absolute().parent.name
     versions = {k: run.get(f"{k}_version") for k in ("lm_eval", "transformers")}
     shared = {"shots": source["shots"], "model": model, "versions": versions}
-    samples = [(f"{path}, line {n}", sample | {"about": about}) for n, sample in json_lines(path)]
+    samples = [(f"{path}, line {number}", sample) for number, sample in json_lines(path)]
     # Of several filters the first: the others have the same answers once more.
     samples = [one for one in samples if one[1].get("filter") == samples[0][1].get("filter")]
     samples.sort(key=lambda one: one[1].get("doc_id", 0))
-    return task, shared, source | {"options": run.get("config")}, samples
+    rows = [(where, partial(record, sample, task, delimiter)) for where, sample in samples]
+    return task, shared, source | {"options": run.get("config")}, rows
 
 
-def record(sample: dict) -> dict:
+def record(sample: dict, task: str, delimiter: str) -> dict:
     """A sample as a record; lengths are of the choices' texts without the delimiter."""
-    task, delimiter = sample["about"]["task"], sample["about"].get("target_delimiter", " ")
     pairs = sample["arguments"]
     if isinstance(pairs, dict):
         pairs = [(pair["arg_0"], pair["arg_1"]) for pair in pairs.values()]

@@ -67,7 +67,7 @@ class Column:
             return round(-self.direction * e.value if self.direction else abs(e.value), 3)
 
 
-def columns(text: str = DEFAULT) -> list[Column]:
+def read_columns(text: str = DEFAULT) -> list[Column]:
     """Columns from "accuracy,ece,ece@vocabulary"; an unknown name raises `InputError`."""
     chosen = []
     for word in map(str.strip, text.split(",")):
@@ -322,7 +322,7 @@ def tidy(results: Results) -> pd.DataFrame:
 def collect(
     source: Path,
     out: Path,
-    asked: str = DEFAULT,
+    columns: str = DEFAULT,
     title: str = "Calibration",
     note: str = "",
     sections: Sequence[str] = (),
@@ -332,7 +332,7 @@ def collect(
     `note` is HTML under the title, `sections` are more of it after the figures. Bad input raises
     `InputError` before anything is written.
     """
-    chosen, out = columns(asked), Path(out)
+    chosen, out = read_columns(columns), Path(out)
     results = index.read(source)
     tables = {"table": main_table(results, chosen)}
     if paired := difference_table(results, chosen):

@@ -182,7 +182,7 @@ def best_table(plan: Plan, cells: list[Cell], best: list[dict], part: Path) -> N
     if rows:
         source = part / "best.jsonl"
         write_text(source, "".join(json.dumps(row) + "\n" for row in rows))
-        columns = report.columns(plan.sweep.score.columns)
+        columns = report.read_columns(plan.sweep.score.columns)
         table = report.main_table(index.read(source), columns)
         write_text(part / "best.md", table.markdown())
         write_text(part / "best.tex", table.latex())
@@ -207,7 +207,7 @@ def _write(plan: Plan, cells: list[Cell], gaps: list[str], part: Path) -> None:
     sections.append(f"<h2>Runs</h2>{report.plain_table(rows)}")
     if listed:
         write_text(part / "index.jsonl", "".join(json.dumps(row) + "\n" for row in listed))
-        options = {"title": plan.sweep.name, "note": note, "sections": sections, "asked": how}
+        options = {"title": plan.sweep.name, "note": note, "sections": sections, "columns": how}
         print(report.collect(part / "index.jsonl", part, **options), end="")
     else:
         report.write_page(plan.sweep.name, [note, *sections], part / "report.html")

@@ -55,10 +55,10 @@ class Score(Request):
     @model_validator(mode="after")
     def _sense(self) -> "Score":
         if self.columns != "accuracy,ece,rms":
-            from calibeval.report import columns  # which takes pandas along
+            from calibeval.report import read_columns  # which takes pandas along
 
             try:
-                columns(self.columns)
+                read_columns(self.columns)
             except InputError as error:
                 raise ValueError(str(error).removeprefix("--")) from error
         names = [one.key for one in self.tasks]

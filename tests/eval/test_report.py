@@ -164,7 +164,7 @@ def test_columns(project, tmp_path, capsys):
 
 def test_differences_are_paired(project):
     results = index.read(project())
-    columns = report.columns("accuracy,ece")
+    columns = report.read_columns("accuracy,ece")
     table = report.difference_table(results, columns)
     assert [line.keys[1] for line in table.lines] == ["base", "0.1"]
     assert table.heads == ["Acc ↑", "NLL ↓", "MSCE × 1000 ↓"]
@@ -186,7 +186,7 @@ def test_words_name_the_smoothing_and_the_data(project):
     results = index.read(
         project(lambda line: line if line["seed"] == 0 else None, ("toy", "other"))
     )
-    base, smoothed, last = report.in_words(report.difference_table(results, report.columns()))
+    base, smoothed, last = report.in_words(report.difference_table(results, report.read_columns()))
     assert base.startswith("m_1, base, less β = 0: on toy, other ")
     assert smoothed == (
         "m_1, β = 0.1, less β = 0: on toy, other NLL and MSCE lower, Acc not told apart."
@@ -215,7 +215,7 @@ def test_texts_by_length_have_both_readings(project, tmp_path):
     for file in tmp_path.glob("other-*.jsonl"):
         more = {"scoring": "continuation", "normalise": "characters", "characters": [3, 4, 5, 6]}
         write_lines(file, [row | more for row in read_lines(file)])
-    table = report.main_table(index.read(path), report.columns("accuracy,ece"))
+    table = report.main_table(index.read(path), report.read_columns("accuracy,ece"))
     (said,) = (note for note in table.notes if note.startswith("other: texts are compared by log"))
     own = stats.load(tmp_path / "other-base.jsonl", "sum").values["choices"]["ece_signed"]
     assert f"and {own:+.3f} by the texts' own probabilities" in said
@@ -226,7 +226,7 @@ def test_a_difference_is_of_the_seeds_that_both_rows_have(project):
 
     def lines(change):
         results = index.read(project(change))
-        table = report.difference_table(results, report.columns("accuracy"))
+        table = report.difference_table(results, report.read_columns("accuracy"))
         assert table.keys == ["Model", "β", "Seeds"]
         return results, {line.keys[1]: (line.keys[2], line.cells[1]) for line in table.lines}
 
@@ -237,12 +237,12 @@ def test_a_difference_is_of_the_seeds_that_both_rows_have(project):
     # Of β = 0 seeds 0 to 2, of 0.1 seeds 1 to 3, which are 0 to 2 again: pairs (1, 0), (2, 1).
     plain.runs["toy"] = dict(enumerate([*a, a[0]]))
     smoothed.runs["toy"] = dict(enumerate([*b, b[0]], 1))
-    line = report.difference_table(results, report.columns("accuracy")).lines[1]
+    line = report.difference_table(results, report.read_columns("accuracy")).lines[1]
     expected = stats.difference([a[1], a[0]], b, "nll", "choices")
     assert line.keys[2] == "2" and line.cells[1].value == f"{expected.value:+.3f}"
     # One seed in common would hide what seeds differ by.
     smoothed.runs["toy"] = dict(enumerate([*b, b[0]], 2))
-    line = report.difference_table(results, report.columns("accuracy")).lines[1]
+    line = report.difference_table(results, report.read_columns("accuracy")).lines[1]
     apart = stats.difference(seeds(plain), seeds(smoothed), "nll", "choices", False)
     assert line.keys[2] == "3 − 3"
     assert line.cells[1].interval == f"[{apart.low:+.3f}, {apart.high:+.3f}]"
@@ -301,7 +301,7 @@ def test_latex_compiles(project, tmp_path):
         return done.stdout.decode(errors="replace") if done.returncode else ""
 
     results = index.read(project(named))
-    chosen = report.columns("accuracy,ece,ece@vocabulary")
+    chosen = report.read_columns("accuracy,ece,ece@vocabulary")
     made = [f(results, chosen).latex() for f in (report.main_table, report.difference_table)]
     assert r"$\beta$\_1 \& 50 \% $\uparrow$ \{Übung\}" in made[0] and r"\toprule" in made[0]
     if not shutil.which("pdflatex") or compiled(""):
