@@ -21,8 +21,8 @@ NAME = re.compile(r"samples_(.+?)(_\d{4}-\d\d-\d\dT[\d.-]+)?\.jsonl")
 
 
 def read(path: Path) -> tuple[str, dict, dict, list[tuple[str, Callable[[], dict]]]]:
-    """(task, what all records have, the run's options, each sample's place and what makes its record,
-    in the data's order)"""
+    """(task, what all records have, the run's options, each sample's place and what makes its
+    record, in the data's order)."""
     if not (name := NAME.fullmatch(path.name)):
         names = "samples_<task>_<time>.jsonl of lm-eval, or Inspect's .eval or .json"
         raise InputError(f"{path}: expected a name like {names}")

@@ -71,25 +71,25 @@ def folders(tmp_path, monkeypatch):
 
 def test_the_grid_chooses_the_rate_of_other_parts(folders, capsys):
     assert claims.main([MODEL, "seeds"]) == 2
-    assert "grid.json: no run is trained; the part grid comes first" in capsys.readouterr().err
-    of = plan(claims.FILE, [f"output_root={folders}", *claims.arguments(MODEL, "grid", [])])
+    assert "grid: no run is trained; the part grid comes first" in capsys.readouterr().err
+    asked = [f"output_root={folders}", *claims.arguments(MODEL, "grid", [])]
+    of = plan(claims.FILE, asked)
     for loss, cell in zip((1.4, 1.2, 1.3, 1.5), of.cells, strict=True):
-        claims.pack(MODEL, "grid", of)
-        assert not claims.rates_file(MODEL).exists()
         cell.run.model.mkdir(parents=True)
         cell.run.metrics.write_text(f'{{"step": 1, "held_out_loss": {loss}}}\n')
+        (cell.run.path / "DONE").touch()
     claims.pack(MODEL, "grid", of)
     assert claims.chosen_rate(MODEL) == 2e-5
-    assert claims.without_records(MODEL, "grid", []) == []
+    assert claims.without_records(MODEL, "grid", asked) == []
 
 
 def test_runs_with_records_are_not_run_again(folders, monkeypatch):
     monkeypatch.setattr(claims, "chosen_rate", lambda model: 5e-5)
     asked = claims.arguments(MODEL, "seeds", [])
     of = plan(claims.FILE, asked)
-    (folders / "records" / MODEL).mkdir(parents=True)
     for cell in (*of.bases, *of.cells[:7]):
-        claims.record(MODEL, cell.run).touch()
+        claims.record(MODEL, "seeds", cell).parent.mkdir(parents=True, exist_ok=True)
+        claims.record(MODEL, "seeds", cell).touch()
     lacking = claims.without_records(MODEL, "seeds", asked)
     left = [cell for more in lacking for cell in plan(claims.FILE, [*asked, *more]).cells]
     assert [cell.run.name for cell in left] == [cell.run.name for cell in of.cells[7:]]
@@ -98,21 +98,23 @@ def test_runs_with_records_are_not_run_again(folders, monkeypatch):
 
 def test_records_lose_nothing_but_digits_when_packed(folders):
     write_records(folders / "mmlu.jsonl", 300, 1.5, seed=1)
-    packed.pack({"mmlu": folders / "mmlu.jsonl"}, {"part": "base"}, folders / "records/m/run.xz")
+    packed.pack(
+        {"mmlu": folders / "mmlu.jsonl"}, {"part": "base"}, folders / "records/m/base/run.xz"
+    )
     (((about, out)),) = claims.unpacked("m")
     assert about == {"part": "base", "tasks": {"mmlu": 300}}
     before, after = records.read(folders / "mmlu.jsonl"), records.read(out / "mmlu.jsonl")
     assert before.ids == after.ids and before.prompts.tolist() == after.prompts.tolist()
     assert abs(before.logprobs - after.logprobs).max() <= 0.5 / packed.STEP
-    assert (out.parents[2] / "unpacked/m/run/DONE").exists()
+    assert (folders / "runs/unpacked/m/base/run/DONE").exists()
 
 
 def test_records_of_other_questions_are_not_packed_together(folders):
     for name, count in (("a", 300), ("b", 200)):
         write_records(folders / f"{name}.jsonl", count, 1.0, seed=1)
-    packed.pack({"mmlu": folders / "a.jsonl"}, {}, folders / "records/m/a.xz")
+    packed.pack({"mmlu": folders / "a.jsonl"}, {}, folders / "records/m/base/a.xz")
     with pytest.raises(InputError, match="mmlu was asked in other words, or of other questions"):
-        packed.pack({"mmlu": folders / "b.jsonl"}, {}, folders / "records/m/b.xz")
+        packed.pack({"mmlu": folders / "b.jsonl"}, {}, folders / "records/m/base/b.xz")
 
 
 def test_the_verdicts_are_differences_paired_by_seed(folders):
@@ -121,7 +123,7 @@ def test_the_verdicts_are_differences_paired_by_seed(folders):
     sharpness |= {("sum", 0.0): 2.0, ("sum", 0.1): 2.0, ("after", 0.0): 1.5}
     for (part, beta), sharp in sharpness.items():
         for seed in (None,) if beta is None else (0, 1):
-            file, out = folders / f"{part}-{beta}-{seed}.jsonl", folders / "records" / MODEL
+            file, out = folders / f"{part}-{beta}-{seed}.jsonl", folders / "records" / MODEL / part
             write_records(file, 400, sharp * (1 + 0.02 * (seed or 0)), seed=7)
             about = {"part": part, "label_smoothing": beta, "seed": seed}
             if part == "after":
@@ -134,7 +136,7 @@ def test_the_verdicts_are_differences_paired_by_seed(folders):
     cell = re.compile(r"(\*\*)?([+-][\d.]+)(\*\*)? \[([+-][\d.]+), ([+-][\d.]+)\] \(2\)")
     at = folders / "runs" / "unpacked" / MODEL
     runs = {
-        beta: [stats.load(at / f"seeds-{beta}-{seed}" / "mmlu.jsonl") for seed in (0, 1)]
+        beta: [stats.load(at / "seeds" / f"seeds-{beta}-{seed}" / "mmlu.jsonl") for seed in (0, 1)]
         for beta in (0.0, 0.1)
     }
     expected = stats.difference(runs[0.0], runs[0.1], "rms_debiased", "choices")

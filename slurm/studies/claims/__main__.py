@@ -21,7 +21,6 @@ An interrupted run goes on where its folder is. key=value overrides the sweep of
 example workers=6 for six runs at a time, or grid.seed=[0,1,2].
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -30,10 +29,10 @@ from pathlib import Path
 
 import studies
 from calibeval import stats
-from calibeval.io import InputError, json_lines, read_text, write_text
+from calibeval.io import InputError, json_lines, write_text
 from studies.claims import packed
 from studies.demo.posthoc import calibrate
-from sweeps.plan import Plan, plan
+from sweeps.plan import Cell, Plan, plan
 from sweeps.run import Run, read_rows
 
 HERE = Path(__file__).parent
@@ -62,6 +61,7 @@ PARTS = {
     "half": [*PAIR, "train.max_train_samples=12800", "grid.label_smoothing=[0.0]"],
     "twice": [*PAIR, "grid.num_train_epochs=[2]", "grid.label_smoothing=[0.0]"],
 }
+VARIED = ("learning_rate", "label_smoothing")  # in a part, beside the seed
 # What tells a part's runs apart, beside the seed.
 SETTING = ("label_smoothing", "calibrator")
 
@@ -154,39 +154,33 @@ def train(model: str, part: str, asked: list[str]) -> int:
 
 
 def without_records(model: str, part: str, asked: list[str]) -> list[list[str]]:
-    """Overrides that leave the runs without records: seeds that lack the same β together."""
-    if part == "grid":
-        return [] if rates_file(model).exists() else [[]]
+    """Overrides that leave the runs without records: seeds that lack the same together."""
     of, lacking, alike = plan(FILE, asked), {}, {}
     for cell in of.cells:
-        if not record(model, cell.run).exists():
-            train = cell.config.train
-            lacking.setdefault(train["seed"], []).append(train["label_smoothing"])
-    for seed, betas in lacking.items():
-        alike.setdefault(str(betas), []).append(seed)
-    base = any(not record(model, cell.run).exists() for cell in of.bases)
-    return [
-        [f"grid.seed={seeds}", f"grid.label_smoothing={betas}", f"score.base={json.dumps(base)}"]
-        for betas, seeds in alike.items()
-    ]
+        if not record(model, part, cell).exists():
+            values = lacking.setdefault(cell.config.train["seed"], {key: {} for key in VARIED})
+            for key, found in values.items():
+                found[cell.config.train[key]] = True
+    for seed, values in lacking.items():
+        changes = tuple(f"grid.{key}={[*found]}" for key, found in values.items())
+        alike.setdefault(changes, []).append(seed)
+    scored = of.bases and all(record(model, part, cell).exists() for cell in of.bases)
+    base = ["score.base=false"] if scored else []
+    return [[*changes, f"grid.seed={seeds}", *base] for changes, seeds in alike.items()]
 
 
-def record(model: str, run: Run) -> Path:
-    """Where the records of a run are packed."""
-    return RECORDS / model / f"{run.name}.xz"
-
-
-def rates_file(model: str) -> Path:
-    """The held-out loss of each learning rate of the grid, {rate: nats a token}."""
-    return RECORDS / model / "grid.json"
+def record(model: str, part: str, cell: Cell) -> Path:
+    """Where the records of a run are packed; those of the base model are no part's own."""
+    return RECORDS / model / (part if cell.config.backend else "base") / f"{cell.run.name}.xz"
 
 
 def chosen_rate(model: str) -> float:
     """The learning rate of the lowest held-out loss at β = 0."""
-    if not rates_file(model).exists():
-        raise InputError(f"{rates_file(model)}: no run is trained; the part grid comes first")
-    losses = json.loads(read_text(rates_file(model)))
-    return float(min(losses, key=losses.get))
+    folder = RECORDS / model / "grid"
+    found = [packed.about(path) for path in folder.glob("*.xz")]
+    if not found:
+        raise InputError(f"{folder}: no run is trained; the part grid comes first")
+    return min(found, key=lambda about: about["held_out_loss"])["learning_rate"]
 
 
 def held_out(run: Run) -> float | None:
@@ -196,22 +190,15 @@ def held_out(run: Run) -> float | None:
 
 
 def pack(model: str, part: str, of: Plan) -> None:
-    """Pack the records of the runs that have ended; of a whole grid, its losses."""
-    if part == "grid":
-        losses = {cell.config.train["learning_rate"]: held_out(cell.run) for cell in of.cells}
-        if None not in losses.values():
-            rates_file(model).parent.mkdir(parents=True, exist_ok=True)
-            write_text(rates_file(model), json.dumps(losses, indent=1) + "\n")
-        return
+    """Pack the records of the runs that have ended."""
     for cell in (*of.bases, *of.cells):
-        out = record(model, cell.run)
+        out = record(model, part, cell)
         if cell.run.done and not out.exists():
             setting = {key: cell.config.train.get(key) for key in (*SETTING, "seed")}
-            about = {"part": part if cell.config.backend else "base", **setting}
-            about["held_out_loss"] = held_out(cell.run)
-            files = {
-                task.key: cell.run.scores / f"{task.key}.jsonl" for task in cell.config.score.tasks
-            }
+            about = {"part": out.parent.name, **setting, "held_out_loss": held_out(cell.run)}
+            about["learning_rate"] = cell.config.train.get("learning_rate")
+            tasks = cell.config.score.tasks if cell.config.score else ()
+            files = {task.key: cell.run.scores / f"{task.key}.jsonl" for task in tasks}
             packed.pack(files, about, out)
 
 
@@ -223,7 +210,7 @@ def after(model: str) -> None:
     for entry in calibrate(plain, folder, Path("data/mmlu"), out):
         about = {"part": "after", **{key: entry.get(key) for key in (*SETTING, "seed")}}
         file = Path(entry["records"])
-        packed.pack({"mmlu": file}, about, RECORDS / model / f"{file.stem}.xz")
+        packed.pack({"mmlu": file}, about, RECORDS / model / "after" / f"{file.stem}.xz")
 
 
 def report(model: str) -> None:
@@ -248,18 +235,22 @@ def report(model: str) -> None:
 
 
 def unpacked(model: str) -> list[tuple[dict, Path]]:
-    """Every packed run of a model: its setting, and the folder of its records."""
+    """Every packed run of a model that was scored: its setting, and the folder of its records."""
     runs, folder = [], RECORDS / model
-    files = sorted(folder.glob("*.xz"))
+    files = sorted(folder.glob("*/*.xz"))
     if not files:
         raise InputError(f"{folder}: no packed records")
     asked = packed.questions(RECORDS / "questions.json.xz")
     for path in files:
-        out = RUNS / "unpacked" / model / path.stem
-        if not (out / "DONE").exists():
-            packed.unpack(path, asked, out)
-            (out / "DONE").touch()
-        runs.append((packed.about(path), out))
+        about, out = (
+            packed.about(path),
+            RUNS / "unpacked" / path.relative_to(RECORDS).with_suffix(""),
+        )
+        if about["tasks"]:
+            if not (out / "DONE").exists():
+                packed.unpack(path, asked, out)
+                (out / "DONE").touch()
+            runs.append((about, out))
     return runs
 
 

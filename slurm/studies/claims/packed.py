@@ -2,7 +2,7 @@
 
 A file a run: one line of JSON (its setting, and the number of questions of each task), then all
 log-probabilities as 16-bit integers, first their low bytes. What was asked is the same for all
-and stands in the folder above, in questions.json.xz. Rounding moves a probability p by at most
+and stands in questions.json.xz, in the folder of all. Rounding moves a probability p by at most
 p (1 - p) / 256, as often up as down.
 """
 
@@ -20,8 +20,9 @@ QUESTION += ("scoring", "normalise", "characters", "bytes")
 
 
 def pack(files: dict[str, Path], about: dict, out: Path) -> None:
-    """Write a run's records, {task: file}, as `out`, and the questions in the folder above."""
-    steps, tasks, asked = [], {}, {}
+    """Write a run's records, {task: file}, as `out`, <folder>/<model>/<part>/<run>.xz, and the
+    questions in <folder>; of a run that is not scored `about` alone."""
+    steps, tasks, asked = [np.empty(0)], {}, {}
     for task, path in files.items():
         rows = [row for _, row in json_lines(path)]
         asked[task] = [
@@ -30,7 +31,7 @@ def pack(files: dict[str, Path], about: dict, out: Path) -> None:
         ]
         tasks[task] = len(rows)
         steps += [np.rint(STEP * np.array(row["logprobs"])) for row in rows]
-    _agree(out.parent.with_name("questions.json.xz"), asked)
+    _agree(out.parents[2] / "questions.json.xz", asked)
     values = np.clip(np.concatenate(steps), -(2**15), 0).astype("<i2").view(np.uint8)
     head = json.dumps({**about, "tasks": tasks}).encode()
     out.parent.mkdir(parents=True, exist_ok=True)
