@@ -84,6 +84,6 @@ def here(run: Run) -> None:
         name = config.train["model_name_or_path"]
         how["revision"] = config.train.get("model_revision")
     if todo:
-        calibeval.score(name, None, todo, out=run.scores, **how)
+        calibeval.score(name, tasks=todo, out=run.scores, **how)
     for task in todo:
         _note(run, task, config.score, bytes=records(run, task).stat().st_size)
