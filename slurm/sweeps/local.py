@@ -47,8 +47,8 @@ def _launch(plan: Plan, sets: list[str]) -> tuple[int, list[str]]:
     heard, problems, free, code = [], [], SimpleQueue(), snapshot(plan.folder)
     for one in sets:
         free.put(one)
-    own = {"TOKENIZERS_PARALLELISM": "false"}
-    own["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // len(sets)))
+    threads = str(max(1, len(os.sched_getaffinity(0)) // len(sets)))
+    own = dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS"), threads)  # torch's, tokenizers'
     own |= {key: os.environ[key] for key in own.keys() & os.environ.keys()}
     own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(code), os.environ.get("PYTHONPATH")]))
     todo = [c for c in (*plan.bases, *plan.cells) if element.next_stage(c.run, c.config)]
