@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import datasets
+import multiprocess
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from calibeval.engines import load_tokenizer
 from calibeval.io import InputError, sha256
 from calibeval.references import TEMPLATES, conversations
+from sweeps.ranks import end_with_parent
 from sweeps.run import locked
 
 if TYPE_CHECKING:
@@ -95,6 +97,8 @@ def texts(path: Path, limit: int | None) -> Iterator[dict]:
 
 def encoded(batch: dict, tokenizer, longest: int | None) -> dict:
     """The columns of a batch of conversations."""
+    if multiprocess.parent_process():  # left behind by a killed run it would hold its locks
+        end_with_parent()
     found = {"input_ids": [], "labels": [], "length": [], "targets": []}
     for ids, said in encode([json.loads(text) for text in batch["messages"]], tokenizer):
         ids, keep = np.asarray(ids[:longest], dtype=np.int32), np.asarray(said[:longest], bool)

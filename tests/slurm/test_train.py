@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 
 import datasets
+import psutil
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from real import equal, prepare
+from real import equal, prepare, wait_for
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -183,6 +184,28 @@ def test_tokens_are_of_one_file_template_length_and_number(tiny, tmp_path, monke
     assert read(tiny, path)[0] == seen[0]
     path.write_text(path.read_text().replace("w1 ", "w2 "))
     assert read(tiny, path)[0] != seen[0]
+
+
+def test_a_killed_run_leaves_nobody_tokenising(tiny, tmp_path):
+    """Who would hold the locks that it inherited, and the next run wait for ever."""
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    code = f"""if True:
+        import os, pathlib, time
+        from sweeps import data, train
+        def encode(*_):
+            pathlib.Path({str(begun)!r}, str(os.getpid())).touch()
+            time.sleep(600)
+        data.SHARE, data.encode = 1, encode
+        keys = train.Train(**{keys_of(tiny).model_dump(exclude_unset=True)})
+        data.tokenised(keys, data.make_tokenizer(keys))
+    """
+    cache = {"HF_DATASETS_CACHE": str(tmp_path)}
+    run = subprocess.Popen([sys.executable, "-c", code], env=os.environ | cache)
+    wait_for(lambda: len([*begun.iterdir()]) == len(os.sched_getaffinity(0)))
+    run.kill()
+    run.wait()
+    wait_for(lambda: not any(psutil.pid_exists(int(file.name)) for file in begun.iterdir()), 20)
 
 
 def test_add_bos_begins_conversations_once(tiny, tmp_path):
