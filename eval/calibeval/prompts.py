@@ -8,12 +8,14 @@ continuation  lm-evaluation-harness's hellaswag, arc_* and mmlu_*_continuation: 
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from calibeval.io import InputError
 from calibeval.tasks import LETTERS, Question, Subject
 
 # The official formatter puts a space before each word of the subject, after one of its own.
 HEADER = "The following are multiple choice questions (with answers) about  {}.\n\n"
+PART = 1000
 # Tokens of each choice: log P(choice i) = Σ_j log P(branches[i][j] | context, branches[i][<j])
 Branches = tuple[tuple[int, ...], ...]
 
@@ -53,7 +55,9 @@ def body(question: Question) -> str:
 
 def encode(tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """Token ids with the tokenizer's own start token, never with an end token."""
-    ids, end = tokenizer([*texts])["input_ids"], tokenizer.eos_token_id
+    # In parts: what a tokenizer makes beside the ids takes several times their memory.
+    parts = (tokenizer([*texts[i : i + PART]])["input_ids"] for i in range(0, len(texts), PART))
+    ids, end = [*chain.from_iterable(parts)], tokenizer.eos_token_id
     appended = end is not None and tokenizer("x")["input_ids"][-1:] == [end]
     return [row[:-1] for row in ids] if appended else ids
 
