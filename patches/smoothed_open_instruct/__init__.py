@@ -1,8 +1,12 @@
 """What the patched open-instruct finetune script calls; `patches/` holds the lines that call it."""
 
-from smoothed_open_instruct.arguments import check_arguments, set_attention_dropout
+from smoothed_open_instruct.arguments import (
+    check_arguments,
+    respect_offline,
+    set_attention_dropout,
+    unless_offline,
+)
 from smoothed_open_instruct.monitor import Monitor
-from smoothed_open_instruct.offline import respect_offline, unless_offline
 from smoothed_open_instruct.resume import (
     Checkpoints,
     already_trained,

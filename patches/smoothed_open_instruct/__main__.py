@@ -74,7 +74,7 @@ def with_flags(base: type) -> type:
         reduce_loss: str = "mean"
         label_smoothing: float = 0.0
         loss_impl: str = "auto"
-        filter_eps: str = "none"
+        filter_eps: str | None = None
 
         def __post_init__(self) -> None:
             check_arguments(self)

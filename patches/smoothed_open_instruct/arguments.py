@@ -1,13 +1,16 @@
-"""The flags that the patches add to finetune.py, checked before anything is loaded."""
+"""The flags that the patches add to finetune.py, checked before anything is loaded; and what
+compute nodes without internet leave out."""
 
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from smoothce.options import Options, is_number
 
-CHOICES = {"loss_impl": ("auto", "fused", "torch"), "reduce_loss": ("mean", "sum", "token_mean")}
+CHOICES = {"loss_impl": ("auto", "fused"), "reduce_loss": ("mean", "sum", "token_mean")}
 
 
 def refuse(message: object) -> NoReturn:
@@ -17,11 +20,9 @@ def refuse(message: object) -> NoReturn:
 
 
 def check_arguments(args: Namespace) -> None:
-    """Makes `filter_eps` "auto", None (exact) or a number, and refuses wrong values of the flags.
-
-    Values may come from a YAML file, so types are checked too.
-    """
-    args.filter_eps = _filter_eps(args.filter_eps)
+    """Refuses wrong values of the flags, and wrong types, which a YAML file may hold."""
+    with suppress(TypeError, ValueError):
+        args.filter_eps = float(args.filter_eps)
     try:
         Options(label_smoothing=args.label_smoothing, filter_eps=args.filter_eps)
     except ValueError as error:
@@ -29,11 +30,8 @@ def check_arguments(args: Namespace) -> None:
     for name, known in CHOICES.items():
         if (value := getattr(args, name)) not in known:
             refuse(f"{name} must be one of {', '.join(known)}, not {value!r}")
-    if args.filter_eps is not None and not (replaces_loss(args) and args.loss_impl != "torch"):
-        refuse(
-            "filter_eps belongs to the fused loss: it needs loss_impl fused, or loss_impl auto "
-            "with label_smoothing > 0 or reduce_loss token_mean"
-        )
+    if args.filter_eps is not None and not replaces_loss(args):
+        refuse("filter_eps belongs to the fused loss: ask for it with loss_impl fused")
     dropout = getattr(args, "attention_dropout", None)  # a flag of the patches alone
     if dropout is not None and not (is_number(dropout) and 0 <= dropout < 1):
         refuse(f"attention_dropout must be a number in [0, 1), not {dropout!r}")
@@ -62,11 +60,21 @@ def set_attention_dropout(config: Any, probability: float | None) -> Callable[[A
     return lambda saved: setattr(saved, "attention_dropout", former)
 
 
-def _filter_eps(value: Any) -> Any:
-    text = str(value).strip().lower()
-    if text in ("auto", "none"):
-        return "auto" if text == "auto" else None
-    try:
-        return float(text)
-    except ValueError:
-        return value  # which is refused
+def respect_offline(args: Namespace) -> None:
+    """Where HF_HUB_OFFLINE is set, nothing is pushed to the hub and no evaluation job is started.
+
+    Both are on by default upstream, and fail at the start of an offline run.
+    """
+    offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "yes", "true")
+    if offline and (args.push_to_hub or args.try_launch_beaker_eval_jobs):
+        print("HF_HUB_OFFLINE is set: push_to_hub and try_launch_beaker_eval_jobs are off")
+        args.push_to_hub = args.try_launch_beaker_eval_jobs = False
+
+
+def unless_offline(call: Callable[[], Any], instead: Any) -> Callable[[], Any]:
+    """`call`, but where WANDB_MODE is offline or disabled its result is `instead`."""
+
+    def result() -> Any:
+        return instead if os.environ.get("WANDB_MODE") in ("offline", "disabled") else call()
+
+    return result

@@ -15,7 +15,6 @@ logger = logging.getLogger(__name__)
 
 # The launcher reads the JSON that follows this from the log.
 PREFIX = "training statistics: "
-COUNTS = {"batches": 0, "updates": 0, "clipped": 0}
 
 
 class Monitor:
@@ -24,19 +23,23 @@ class Monitor:
     def __init__(self, args: Namespace, accelerator: Any) -> None:
         self.args = args
         self.accelerator = accelerator
-        self.counts = dict(COUNTS, norms=[])
         self.loss = torch.zeros(1, device=accelerator.device)  # of this process's micro-batches
-        self.logged, self.time = 0, time.monotonic()
+        self._begin(0)
+
+    def _begin(self, tokens: int) -> None:
+        self.norms, self.clipped, self.batches, self.updates = [], 0, 0, 0
+        self.logged, self.time = tokens, time.monotonic()
+        self.loss.zero_()
 
     def observe(self, model: Any, loss: Tensor) -> None:
         """After backward, before upstream clips: loss, and a whole step's gradient norm."""
         if not self.args.log_statistics:
             return
         self.loss += loss.detach().float()
-        self.counts["batches"] += 1
+        self.batches += 1
         if not self.accelerator.sync_gradients:
             return
-        self.counts["updates"] += 1
+        self.updates += 1
         if hasattr(model, "get_global_grad_norm"):  # DeepSpeed has taken its step in backward
             norm, limit = model.get_global_grad_norm(), model.gradient_clipping()
         else:
@@ -44,8 +47,8 @@ class Monitor:
             norm = self.accelerator.clip_grad_norm_(model.parameters(), math.inf)
             limit = self.args.clip_grad_norm
         if norm is not None:
-            self.counts["norms"].append(float(norm))
-            self.counts["clipped"] += 0 < limit < float(norm)
+            self.norms.append(float(norm))
+            self.clipped += 0 < limit < float(norm)
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         """Adds this project's statistics to upstream's metrics, and logs both as one JSON line.
@@ -56,19 +59,17 @@ class Monitor:
         """
         if not self.args.log_statistics:
             return
-        losses, now = self.accelerator.gather(self.loss).tolist(), time.monotonic()
+        losses = self.accelerator.gather(self.loss).tolist()
         tokens = metrics["total_tokens"]  # since the start or a resume
-        batches = self.counts["batches"]
         if self.args.reduce_loss == "token_mean":  # a short step's losses add up to its mean too
-            batches = self.counts["updates"] * self.args.gradient_accumulation_steps
-        metrics["train_loss"] = sum(losses) / len(losses) / batches
-        if norms := self.counts["norms"]:
-            metrics["grad_norm"] = sum(norms) / len(norms)
-            metrics["grad_norm_max"] = max(norms)
-            metrics["clipped"] = self.counts["clipped"] / len(norms)
-        metrics["tokens_per_s"] = (tokens - self.logged) / (now - self.time)
-        self.counts, self.logged, self.time = dict(COUNTS, norms=[]), tokens, now
-        self.loss.zero_()
+            self.batches = self.updates * self.args.gradient_accumulation_steps
+        metrics["train_loss"] = sum(losses) / len(losses) / self.batches
+        if self.norms:
+            metrics["grad_norm"] = sum(self.norms) / len(self.norms)
+            metrics["grad_norm_max"] = max(self.norms)
+            metrics["clipped"] = self.clipped / len(self.norms)
+        metrics["tokens_per_s"] = (tokens - self.logged) / (time.monotonic() - self.time)
+        self._begin(tokens)
         if self.accelerator.is_main_process:
             row = {"step": step, "steps": self.args.max_train_steps, **metrics}
             logger.info("%s%s", PREFIX, json.dumps(row))

@@ -6,11 +6,13 @@ import re
 import shutil
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from calibeval.io import write_text
 from smoothed_open_instruct.arguments import refuse
 
 TRAINED = "TRAINED"
@@ -21,14 +23,14 @@ SETTINGS += ("max_train_steps", "per_device_train_batch_size", "gradient_accumul
 COMPLETED = "COMPLETED"  # in a checkpoint that every process has written
 
 
+@dataclass
 class Checkpoints:
     """The checkpoints of one run: which to continue from, which is whole, which are to go."""
 
-    def __init__(self, args: Namespace, accelerator: Any, steps_per_epoch: int) -> None:
-        self.args = args
-        self.accelerator = accelerator
-        self.steps_per_epoch = steps_per_epoch
-        self.written: str | None = None
+    args: Namespace
+    accelerator: Any
+    steps_per_epoch: int
+    written: str | None = None
 
     def last(self, args: Namespace, incomplete: bool = False) -> str | None:
         """The furthest complete checkpoint, or with `incomplete` the one just written; or None.
@@ -97,7 +99,7 @@ def already_trained(args: Namespace) -> bool:
     first = os.environ.get("RANK", "0") == "0"
     if first:
         output.mkdir(parents=True, exist_ok=True)
-        _write(output / ASKED, json.dumps(asked, indent=2))
+        write_text(output / ASKED, json.dumps(asked, indent=2))
     if not (output / TRAINED).is_file():
         return False
     if first:
@@ -111,16 +113,7 @@ def mark_trained(accelerator: Any, args: Namespace, completed_steps: int) -> Non
     """Marks the output folder as finished, before upstream deletes the checkpoints."""
     accelerator.wait_for_everyone()
     if accelerator.is_main_process and args.output_dir:
-        _write(Path(args.output_dir) / TRAINED, f"{completed_steps}\n")
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
+        write_text(Path(args.output_dir) / TRAINED, f"{completed_steps}\n")
 
 
 def delete(folders: Iterable[Path]) -> None:

@@ -46,8 +46,8 @@ class Train(Common):
     lora_rank: int = option(64, "of the adapters")
     lora_alpha: float = option(16, "of the adapters")
     lora_dropout: float = option(0.1, "of the adapters")
-    loss_impl: Literal["auto", "fused", "torch"] = option("fused", "one code for all β, also 0")
-    filter_eps: float | Literal["auto", "none"] = option("none", "none: the exact gradient")
+    loss_impl: Literal["auto", "fused"] = option("fused", "one code for all β, also 0")
+    filter_eps: float | Literal["auto"] | None = option(None, "null: the exact gradient")
 
 
 def packages(train: Train, world: World) -> list[str]:

@@ -73,13 +73,13 @@ def test_finetune_is_given_no_key_that_it_does_not_know(train_file, tmp_path, mo
         per_device_train_batch_size gradient_accumulation_steps fused_optimizer
         gradient_checkpointing logging_steps checkpointing_steps keep_last_n_checkpoints timeout
         output_dir push_to_hub try_launch_beaker_eval_jobs
-        label_smoothing loss_impl filter_eps stop_file log_statistics
+        label_smoothing loss_impl stop_file log_statistics
     """  # the last line: those of the patches
     assert set(open_instruct.finetune_arguments(run)) == set(known.split())
     more = """
         tokenizer_name max_train_samples max_train_steps
         max_seq_length attention_dropout preprocessing_num_workers attn_implementation
-        model_revision
+        model_revision filter_eps
     """  # without a value unless given
     own = [
         "output_dir",

@@ -17,21 +17,16 @@ def test_flags_off_is_bit_identical(paper, unpatched, patched, tmp_path, reduce_
     assert after.weights() == before.weights()
 
 
-@pytest.mark.parametrize("loss_impl", ["fused", "torch"])
 @pytest.mark.parametrize("reduce_loss", ["mean", "sum", "token_mean"])
-def test_smoothed_curve_is_torchs(paper, unpatched, patched, tmp_path, reduce_loss, loss_impl):
+def test_smoothed_curve_is_torchs(paper, unpatched, patched, tmp_path, reduce_loss):
     flags = ["--max_train_steps", 50, "--learning_rate", 1e-3]
     # In one micro-batch on one rank the mean over the step's tokens is torch's mean.
     theirs = "mean" if reduce_loss == "token_mean" else reduce_loss
     before = paper.finetune(
         unpatched, tmp_path / "torch", *flags, "--reduce_loss", theirs, torch_smoothing=0.1
     )
-    after = paper.finetune(
-        patched,
-        tmp_path / "ours",
-        *flags,
-        *("--reduce_loss", reduce_loss, "--label_smoothing", 0.1, "--loss_impl", loss_impl),
-    )
+    flags += ["--reduce_loss", reduce_loss, "--label_smoothing", 0.1]
+    after = paper.finetune(patched, tmp_path / "ours", *flags)
     assert list(before.losses) == list(range(1, 51))
     assert before.losses[50] < 0.9 * before.losses[1]
     assert after.losses == pytest.approx(before.losses, rel=1e-5)
@@ -45,12 +40,10 @@ def test_smoothed_curve_is_torchs(paper, unpatched, patched, tmp_path, reduce_lo
     ],
     ids=["lora", "checkpointing"],
 )
-def test_fused_is_torchs_with(paper, patched, tmp_path, flags):
-    flags = [*flags, "--max_train_steps", 10, "--learning_rate", 1e-3, "--label_smoothing", 0.1]
-    torch, fused = (
-        paper.finetune(patched, tmp_path / impl, *flags, "--loss_impl", impl)
-        for impl in ("torch", "fused")
-    )
+def test_smoothed_curve_is_torchs_with(paper, unpatched, patched, tmp_path, flags):
+    flags = [*flags, "--max_train_steps", 10, "--learning_rate", 1e-3]
+    torch = paper.finetune(unpatched, tmp_path / "torch", *flags, torch_smoothing=0.1)
+    fused = paper.finetune(patched, tmp_path / "ours", *flags, "--label_smoothing", 0.1)
     assert torch.losses[10] < torch.losses[1]
     assert fused.losses == pytest.approx(torch.losses, rel=1e-5)
 
@@ -92,7 +85,7 @@ def test_token_mean_does_not_depend_on_the_split(paper, patched, tmp_path, flags
 @pytest.mark.parametrize("zero", ["zero2", "zero3"])
 def test_zero_trains_as_one_process_does(paper, patched, tmp_path, numactl, deepspeed, zero):
     flags = ["--max_train_steps", 10, "--learning_rate", 1e-3, "--label_smoothing", 0.1]
-    flags += ["--reduce_loss", "token_mean", "--loss_impl", "fused"]
+    flags += ["--reduce_loss", "token_mean"]
     one = paper.finetune(patched, tmp_path / "one", *flags, "--clip_grad_norm", 1.0)
     two = paper.finetune(
         patched,
@@ -192,15 +185,12 @@ def test_attention_by_name_and_data_tokenised_once(request, patched, tmp_path, s
 def test_todays_zero_trains_as_one_process_does(today, patched, tmp_path, deepspeed, zero):
     flags = ["--max_train_steps", 10, "--learning_rate", 1e-3, "--label_smoothing", 0.1]
     flags += ["--reduce_loss", "token_mean", "--log_statistics", True]
-    one = today.finetune(
-        patched, tmp_path / "one", *flags, "--clip_grad_norm", 1.0, "--loss_impl", "torch"
-    )
+    one = today.finetune(patched, tmp_path / "one", *flags, "--clip_grad_norm", 1.0)
     two = today.finetune(
         patched,
         tmp_path / "two",
         *flags,
         *("--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 2),
-        *("--loss_impl", "fused"),
         ranks=2,
         deepspeed=deepspeed(zero),
     )

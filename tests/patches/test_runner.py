@@ -30,7 +30,7 @@ def marked(*values):
     ("stack", "parallel", "reduce_loss", "flags"),
     [
         marked("paper", "ddp", "token_mean", SMOOTHED),
-        marked("paper", "ddp", "sum", [*SMOOTHED, "--loss_impl", "torch"]),
+        marked("paper", "ddp", "sum", SMOOTHED),
         marked("paper", "ddp", "mean", [*SMOOTHED, "--use_lora", True]),
         marked("paper", "zero2", "sum", SMOOTHED),
         marked("paper", "zero3", "token_mean", SMOOTHED),
