@@ -75,7 +75,9 @@ class Stack:
     def environment(self) -> dict[str, str]:
         """This environment, offline, one thread a process, with smoothce to be found."""
         ours = {
-            "PYTHONPATH": os.pathsep.join(str(PROJECT / part) for part in ("kernel", "patches")),
+            "PYTHONPATH": os.pathsep.join(
+                str(PROJECT / part) for part in ("kernel", "patches", "eval")
+            ),
             "HF_HUB_OFFLINE": "1",
             "WANDB_MODE": "disabled",
             "OMP_NUM_THREADS": "1",

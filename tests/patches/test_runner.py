@@ -125,7 +125,7 @@ def test_main_with_smoothing_is_torchs_packed_or_not(main_stack, main_checkout, 
 
 
 def runner(*words):
-    paths = os.pathsep.join(str(PROJECT / part) for part in ("kernel", "patches"))
+    paths = os.pathsep.join(str(PROJECT / part) for part in ("kernel", "patches", "eval"))
     call = [sys.executable, "-m", "smoothed_open_instruct", *words]
     environment = os.environ | {"PYTHONPATH": paths}
     return subprocess.run(call, env=environment, capture_output=True, text=True, check=False)
