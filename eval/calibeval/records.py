@@ -190,9 +190,10 @@ def intact(path: Path) -> list[dict]:
 
 
 def write(path: Path, rows: Iterable[dict], about: dict) -> dict:
-    """Write a record file and its sidecar, with the number of questions; return the latter."""
+    """Write a record file and its sidecar, with the numbers of questions and bytes; return the
+    latter."""
     lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
-    about = about | {"questions": len(lines)}
+    about = about | {"questions": len(lines), "bytes": len("".join(lines).encode())}
     # The sidecar first: records without their settings would be unusable.
     with atomic_write(sidecar(path)) as file:
         json.dump(about, file, indent=1)

@@ -1,10 +1,12 @@
 """What is asked of a run's model: which records are there, and scoring the rest."""
 
-import json
 from pathlib import Path
 
-from calibeval.io import InputError, write_text
+from calibeval import records as files
+from calibeval.io import InputError
 from calibeval.request import Request, Task
+from calibeval.store import clear, part_of
+from calibeval.tasks import resolved
 from sweeps.config import Score
 from sweeps.run import Run
 
@@ -15,23 +17,16 @@ def records(run: Run, task: Task) -> Path:
 
 
 def request(task: Task, score: Score) -> dict:
-    """What decides the records."""
-    return {**json.loads(task.model_dump_json()), "engine": score.engine}
+    """What decides the records, in their sidecar's words."""
+    return {**resolved(task).model_dump(mode="json", exclude={"name"}), "engine": score.engine}
 
 
-def _asked(run: Run, task: Task) -> dict:
-    """The request of the records that are there or begun, and their size once they were whole."""
+def _about(file: Path) -> dict:
+    """The sidecar of records; empty where it is damaged or not there."""
     try:
-        found = json.loads((run.scores / f"{task.key}.request.json").read_text("utf-8"))
-    except (OSError, ValueError):
+        return files.meta(file)
+    except InputError:
         return {}
-    known = {*Task.model_fields, "engine", "bytes"}  # not what earlier versions could be asked
-    return {k: v for k, v in found.items() if k in known} if isinstance(found, dict) else {}
-
-
-def _note(run: Run, task: Task, score: Score, **more: int) -> None:
-    text = json.dumps(request(task, score) | more, indent=2) + "\n"
-    write_text(run.scores / f"{task.key}.request.json", text)
 
 
 def missing(run: Run, score: Score | None) -> list[Task]:
@@ -42,42 +37,40 @@ def missing(run: Run, score: Score | None) -> list[Task]:
 def gap(run: Run, task: Task, score: Score) -> str | None:
     """Why a task has no figure; None where the records of exactly this request are there, as large
     as scoring left them."""
-    file, size = records(run, task), _asked(run, task).get("bytes")
+    file, about = records(run, task), _about(records(run, task))
     if other := conflict(run, task, score):
         return other
-    if size is None:
+    if not (about and file.exists()):
         return "not scored" if run.trained else "not trained"
-    if (there := file.stat().st_size if file.exists() else 0) == size:
+    there = file.stat().st_size
+    if (size := about.get("bytes", there)) == there:
         return None
     return f"{file}: {there:,} bytes, scoring wrote {size:,}: damaged since"
 
 
 def conflict(run: Run, task: Task, score: Score) -> str | None:
-    """Records that answer another request, which nobody shall overwrite; or None."""
-    asked, wanted = _asked(run, task), request(task, score)
-    asked.pop("bytes", None)
-    changed = [key for key in {**asked, **wanted} if asked.get(key) != wanted.get(key)]
-    said = [f"{key} {asked.get(key)!r}, now {wanted.get(key)!r}" for key in changed]
-    if not asked or not said:
-        return None
-    mend = "give the task another `name`, or delete it"
-    return f"{records(run, task)}: was asked with {', '.join(said)}; {mend}"
+    """Records, whole or begun, that answer another request, which nobody shall overwrite."""
+    file, wanted = records(run, task), request(task, score)
+    for one in (file, part_of(file)):
+        asked = wanted | (_about(one).get("settings") or {})
+        changed = [key for key, value in wanted.items() if asked[key] != value]
+        if changed:
+            said = ", ".join(f"{key} {asked[key]!r}, now {wanted[key]!r}" for key in changed)
+            return f"{file}: was asked with {said}; give the task another `name`, or delete it"
+    return None
 
 
 def here(run: Run) -> None:
     """Score every missing task in this process; raises InputError where one cannot be."""
     import calibeval
-    from calibeval import store
 
     config = run.config()
     todo = missing(run, config.score)
     for task in todo:
         if wrong := conflict(run, task, config.score):
             raise InputError(wrong)
-        if _asked(run, task).get("bytes") is not None:
-            store.clear(records(run, task))  # damaged since
-        run.scores.mkdir(parents=True, exist_ok=True)
-        _note(run, task, config.score)
+        if _about(file := records(run, task)) and file.exists():
+            clear(file)  # damaged since
     how = config.score.model_dump(include=set(Request.model_fields) - {"tasks"})
     name, how["revision"] = str(run.model), None
     if config.backend is None:  # the model before fine-tuning
@@ -85,5 +78,3 @@ def here(run: Run) -> None:
         how["revision"] = config.train.get("model_revision")
     if todo:
         calibeval.score(name, tasks=todo, out=run.scores, **how)
-    for task in todo:
-        _note(run, task, config.score, bytes=records(run, task).stat().st_size)

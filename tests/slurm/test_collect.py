@@ -1,7 +1,6 @@
 """The tables of a sweep's folder, and a learning rate that is chosen on validation."""
 
 import csv
-import json
 import math
 import os
 import shutil
@@ -11,22 +10,21 @@ from pathlib import Path
 import pytest
 from real import command, launch
 
+from calibeval import records
 from sweeps import collect, score
 from sweeps.plan import Plan, plan
 
 
 def answer(cell, task, right: int, confidence: float = 0.7) -> None:
     """Records of ten questions, the first `right` of them answered rightly."""
-    cell.run.scores.mkdir(parents=True, exist_ok=True)
     other, rows = math.log((1 - confidence) / 3), []
     for number in range(10):
         logprobs = [other] * 4
         logprobs[0 if number < right else 1] = math.log(confidence)
         rows.append({"id": f"q{number}", "subject": "s", "label": 0, "logprobs": logprobs,
                      "letter_mass": 1.0, "shots": 0, "model": "m"})  # fmt: skip
-    records = score.records(cell.run, task)
-    records.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    score._note(cell.run, task, cell.config.score, bytes=records.stat().st_size)
+    settings = score.request(task, cell.config.score)
+    records.write(score.records(cell.run, task), rows, {"settings": settings})
 
 
 def scored(path: Path, right, *overrides: str, confidence=lambda values, task: 0.7) -> Plan:

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import calibeval.report
+from calibeval import records
 from sweeps import collect, score
 from sweeps.plan import Plan, plan
 
@@ -41,11 +42,8 @@ def lay_out(file: Path, lines: list[dict]) -> Plan:
             run.metrics.write_text(json.dumps(row) + "\n")
             (run.path / "DONE").touch()
             continue
-        records = score.records(run, tasks[key])
-        records.parent.mkdir(parents=True, exist_ok=True)
-        records.write_text("".join(json.dumps(row) + "\n" for row in line["records"]))
-        Path(f"{records}.meta.json").write_text(json.dumps(line["sidecar"]))
-        score._note(run, tasks[key], asked, bytes=records.stat().st_size)
+        about = line["sidecar"] | {"settings": score.request(tasks[key], asked)}
+        records.write(score.records(run, tasks[key]), line["records"], about)
     return planned
 
 

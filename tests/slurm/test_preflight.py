@@ -10,7 +10,9 @@ import pytest
 import yaml
 from real import PROJECT, command, launch, prepare, runs_of
 
+from calibeval import records
 from calibeval.io import InputError
+from calibeval.store import part_of
 from sweeps import prefetch, preflight, score
 from sweeps.plan import plan
 
@@ -246,21 +248,22 @@ def test_a_folder_that_takes_no_files_is_named(toy_file, tmp_path):
 
 
 def test_records_that_answer_another_request_are_not_overwritten(toy_file, tiny):
+    """Whole or begun; what is not as large as it was written is damaged."""
     task = {"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 1}
     path = toy_file(grid={}, score={"tasks": [task], "base": False})
     run = prepare(path)
-    run.scores.mkdir()
     asked = run.config().score
-    score._note(run, asked.tasks[0], asked, bytes=9)
-    score.records(run, asked.tasks[0]).write_text("8 bytes.\n")
-    assert not score.missing(run, asked)
-    said = launch(path, "--executor", "local", "score.tasks.0.shots=2", code=2)
-    assert "asked with shots 1, now 2; give the task another `name`, or delete it" in said
-    records = score.records(run, asked.tasks[0])
-    records.write_text("")
-    assert f"{records}: 0 bytes, scoring wrote 9: damaged since" in score.gap(
-        run, asked.tasks[0], asked
-    )
+    whole = score.records(run, asked.tasks[0])
+    for file in (part_of(whole), whole):
+        records.write(file, [{}], {"settings": score.request(asked.tasks[0], asked)})
+        assert (score.missing(run, asked) == []) == (file == whole)
+        said = launch(path, "--executor", "local", "score.tasks.0.shots=2", code=2)
+        assert f"{whole}: was asked with shots 1, now 2; give the task another `name`" in said
+    whole.write_text("")
+    said = score.gap(run, asked.tasks[0], asked)
+    assert said == f"{whole}: 0 bytes, scoring wrote 3: damaged since"
+    records.sidecar(whole).write_text("{")
+    assert score.gap(run, asked.tasks[0], asked) == "not trained"
 
 
 def test_a_deleted_model_cannot_be_asked_more(toy_file, tiny):
