@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from calibeval import prompts, tasks
-from calibeval.io import InputError
 from calibeval.request import Task
 from studies.demo import __main__ as command
 from studies.demo import files, posthoc, pretrain, world
@@ -116,25 +115,36 @@ def test_results_of_two_recipes_are_not_mixed(tmp_path, monkeypatch, capsys):
 
 
 def test_each_calibrator_of_each_run_is_fitted_and_scored_once(tmp_path, monkeypatch):
-    """By calibeval's command line, whose words a failure is told in; what is there is kept."""
+    """What is there is kept; the records are of the test, named as the index says."""
     entries = [{"run": f"r{i}", "records": f"r{i}/scores/mmlu.jsonl"} for i in range(2)]
-    fake = "import sys; [open(word, 'x').write(' '.join(sys.argv[1:]))"
-    fake += " for before, word in zip(sys.argv, sys.argv[1:]) if before == '--out' and '.' in word]"
-    (tmp_path / "calibeval").mkdir()
-    (tmp_path / "calibeval" / "__init__.py").touch()
-    (tmp_path / "calibeval" / "__main__.py").write_text(fake)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    done = []
+
+    class Fitted:
+        def __init__(self, model, request, head):
+            self.of = model, head, request.tasks[0].data
+
+        def save_pretrained(self, folder):
+            done.append((*self.of, folder))
+
+    def score(model, tasks, out, calibrator, **_):
+        assert done[-1][0] == model and done[-1][-1] == calibrator
+        out.mkdir(exist_ok=True)
+        (out / f"{tasks[0].key}.jsonl").touch()
+
+    monkeypatch.setattr("calibeval.posthoc.fit_task", Fitted)
+    monkeypatch.setattr("calibeval.score", score)
     given = entries, tmp_path / "runs", tmp_path / "mmlu", tmp_path / "out"
     made = posthoc.calibrate(*given)
-    assert [(e["run"], e["calibrator"]) for e in made] == [
-        (run, name) for run in ("r0", "r1") for name in ("temperature", "ats")
+    named = [(e["run"], e["calibrator"], Path(e["records"]).name) for e in made]
+    assert named == [
+        (run, name, f"{run}-{name}.jsonl")
+        for run in ("r0", "r1")
+        for name in ("temperature", "ats")
     ]
-    for entry in made:
-        said = Path(entry["records"]).read_text()
-        assert f"fit-{entry['calibrator']} --model {tmp_path / 'runs'}/" in said
-        assert f"/{entry['run']}/model " in said and " then score " in said
-    assert posthoc.calibrate(*given) == made  # the program refuses to write a file again
-    Path(made[0]["records"]).unlink()
-    (tmp_path / "calibeval" / "__main__.py").write_text("import sys; sys.exit('error: no letters')")
-    with pytest.raises(InputError, match="r0-temperature: error: no letters \\(code=1, log: "):
-        posthoc.calibrate(*given)
+    assert [of[:3] for of in done] == [
+        (str(tmp_path / "runs" / run / "model"), head, str(tmp_path / "mmlu"))
+        for run in ("r0", "r1")
+        for head in ("constant", "linear")
+    ]
+    assert all(Path(entry["records"]).exists() for entry in made)
+    assert posthoc.calibrate(*given) == made and len(done) == 4

@@ -1,47 +1,32 @@
-"""Post-hoc calibrators beside a sweep: fitted on val/, scored on test/, all through calibeval."""
+"""Post-hoc calibrators beside a sweep: fitted on val/, scored on test/, all by calibeval."""
 
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 from tqdm import tqdm
 
-from calibeval.io import InputError
-from sweeps.run import last_error, tail
+import calibeval
+from calibeval.request import Request, Task
 
-FITS = ("temperature", "ats")
+HEADS = {"temperature": "constant", "ats": "linear"}
 
 
 def calibrate(entries: list[dict], sweep: Path, data: Path, out: Path) -> list[dict]:
     """Fit every calibrator to each run, and score the test with it; returns their index entries.
 
-    `entries` are runs of the sweep's index, `sweep` the index's folder. Two at a time; records that
-    exist are kept; the paths returned lie in `out`.
+    `entries` are runs of the sweep's index, `sweep` the index's folder. Records that exist are
+    kept; the paths returned lie in `out`.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    made, jobs = [], []
-    for entry in entries:
-        model = (sweep / entry["records"]).resolve().parents[1] / "model"
-        for name in FITS:
-            records = out / f"{entry['run']}-{name}.jsonl"
-            made.append(entry | {"records": str(records), "calibrator": name})
-            if not records.exists():
-                jobs.append((name, records, model, data))
-    with ThreadPoolExecutor(2) as pool:
-        done = pool.map(lambda job: fit_and_score(*job), jobs)
-        list(tqdm(done, "calibrators", len(jobs), disable=not jobs, unit="fit"))
+    from calibeval import posthoc  # which takes torch along
+
+    made = []
+    for entry, name in tqdm([*product(entries, HEADS)], "calibrators", unit="fit"):
+        task = Task(task="mmlu", data=str(data), name=f"{entry['run']}-{name}")
+        records, fitted = out / f"{task.key}.jsonl", out / task.key
+        made.append(entry | {"records": str(records), "calibrator": name})
+        if not records.exists():
+            model = str((sweep / entry["records"]).resolve().parents[1] / "model")
+            asked = {"tasks": [task], "batch_size": 64}
+            posthoc.fit_task(model, Request(**asked), HEADS[name]).save_pretrained(fitted)
+            calibeval.score(model, out=out, calibrator=fitted, progress=False, **asked)
     return made
-
-
-def fit_and_score(name: str, records: Path, model: Path, data: Path) -> None:
-    """A calibrator of a model, in a process; InputError with calibeval's own message."""
-    asked = ["--model", str(model), "--task", "mmlu", "--data", str(data), "--batch-size", "64"]
-    fitted, log = str(records.with_suffix("")), records.with_suffix(".log")
-    steps = [f"fit-{name}", *asked, "--out", fitted, "then"]
-    steps += ["score", *asked, "--calibrator", fitted, "--out", str(records)]
-    with open(log, "w", encoding="utf-8") as said:
-        options = {"stdout": said, "stderr": said, "check": False}
-        code = subprocess.run([sys.executable, "-m", "calibeval", *steps], **options).returncode
-    if code:
-        raise InputError(f"{log.stem}: {last_error(tail(log, 99))} ({code=}, log: {log})")
