@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tokenizers import Tokenizer, decoders
+from tokenizers import Tokenizer
 from tokenizers.models import BPE
-from tokenizers.normalizers import Replace
 from transformers import PreTrainedTokenizerFast
 
 from calibeval.io import InputError
@@ -72,15 +71,10 @@ def test_parts_become_a_folder_if_their_checksum_is_right(made, tmp_path):
 
 def test_a_tokenizer_without_its_merges_is_refused(tmp_path):
     """What transformers 5.17 makes of Gemma's GGUF file: all entries, and characters are read."""
-    letters = sorted("▁words")
-    pairs = [("▁", "w"), ("▁w", "o"), ("▁wo", "r"), ("▁wor", "d")]
-    pairs += [("▁word" + "s" * i, "s") for i in range(269)]
-    known = [a + b for a, b in pairs]
-    vocabulary = {entry: i for i, entry in enumerate(["<unk>", *letters, *known])}
-    for name, rules in (("whole", pairs), ("split", [])):
+    vocabulary = {entry: i for i, entry in enumerate(["<unk>", "a", "b", "ab"])}
+    for name, rules in (("whole", [("a", "b")]), ("split", [])):
         core = Tokenizer(BPE(vocabulary, rules, unk_token="<unk>"))
-        core.normalizer, core.decoder = Replace(" ", "▁"), decoders.Replace("▁", " ")
         PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(tmp_path / name)
     gguf.check_tokenizer(tmp_path / "whole")
-    with pytest.raises(InputError, match=r"transformers .* splits words: of \d+ .* reads 0 whole"):
+    with pytest.raises(InputError, match=r"transformers .* loses the merges of the GGUF file's"):
         gguf.check_tokenizer(tmp_path / "split")
