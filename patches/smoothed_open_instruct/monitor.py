@@ -13,8 +13,8 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-# The launcher reads the JSON that follows this from the log.
 PREFIX = "training statistics: "
+FILE = "STATISTICS_FILE"  # in the environment: where the launcher reads them
 
 
 class Monitor:
@@ -73,6 +73,10 @@ class Monitor:
         if self.accelerator.is_main_process:
             row = {"step": step, "steps": self.args.max_train_steps, **metrics}
             logger.info("%s%s", PREFIX, json.dumps(row))
+            if FILE in os.environ:
+                row |= {"loss": row["train_loss"], "tokens_per_second": row["tokens_per_s"]}
+                with open(os.environ[FILE], "a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
 
     def stop_requested(self) -> bool:
         """Whether the stop-file exists, as the main process sees it; the same on every process."""

@@ -21,11 +21,7 @@ from sweeps.train import Common
 
 VARIABLE = "OPEN_INSTRUCT_DIR"
 PATCHES = Path(__file__).resolve().parents[2] / "patches"
-STATISTICS = "training statistics: "
 TRAINED = "TRAINED"
-KEPT = ("step", "steps", "train_loss", "learning_rate", "grad_norm", "grad_norm_max", "clipped")
-KEPT += ("total_tokens", "tokens_per_s")
-RENAMED = {"train_loss": "loss", "total_tokens": "tokens", "tokens_per_s": "tokens_per_second"}
 # What finetune.py imports beyond what every run does.
 MODULES = ("deepspeed", "peft", "nltk", "langdetect", "immutabledict", "rich", "antlr4", "requests")
 
@@ -106,7 +102,7 @@ def clipping_problems(train: Train, world: World) -> list[str]:
 
 
 def train(run: Run) -> None:
-    """Run finetune.py on this machine's processes, and keep what it says of its steps."""
+    """Run finetune.py on this machine's processes; its Monitor writes metrics.jsonl."""
     world, folder = run.config().world, checkout()
     script = str(folder / "open_instruct" / "finetune.py")
     arguments = run.path.absolute() / "finetune.yaml"
@@ -118,31 +114,16 @@ def train(run: Run) -> None:
     if not world.alone:
         words = ranks.torchrun(world, script, str(arguments))
     paths = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-    child = subprocess.Popen(
-        words, cwd=folder, env=os.environ | ranks.told(world) | {"PYTHONPATH": paths},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=ranks.end_with_parent,
-    )  # fmt: skip
-    for line in child.stdout:
-        sys.stdout.buffer.write(line)
-        sys.stdout.flush()
-        if row := metrics(line.decode("utf-8", "replace")):
-            with open(run.metrics, "a", encoding="utf-8") as out:
-                out.write(json.dumps(row) + "\n")
-    code = child.wait()
+    own = {"PYTHONPATH": paths, "STATISTICS_FILE": str(run.metrics.absolute())}
+    environment = os.environ | ranks.told(world) | own
+    end = {"check": False, "preexec_fn": ranks.end_with_parent}
+    code = subprocess.run(words, cwd=folder, env=environment, **end).returncode
     keep_rows(run)
     if code:
         raise SystemExit(code if code > 0 else 128 - code)
     if not (run.checkpoints / TRAINED).is_file():
         raise SystemExit(Outcome.STOPPED.value)  # it has saved, because run.stop appeared
     run.checkpoints.rename(run.model)
-
-
-def metrics(line: str) -> dict | None:
-    """A row for metrics.jsonl made of one line of the log, or None."""
-    _, found, text = line.partition(STATISTICS)
-    if not found:
-        return None
-    return {RENAMED.get(key, key): of for key, of in json.loads(text).items() if key in KEPT}
 
 
 def finetune_arguments(run: Run) -> dict:

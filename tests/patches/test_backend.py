@@ -121,20 +121,6 @@ def test_our_deepspeed_files_clip_explicitly(name):
     assert "DeepSpeed ignores it" in problem
 
 
-def test_reads_metrics_from_the_log():
-    row = {"step": 3, "steps": 6, "train_loss": 1.5, "learning_rate": 1e-5, "grad_norm": 2.0}
-    row["aux"] = 1
-    assert open_instruct.metrics("INFO  Step: 3, LR: 1e-05, Loss: 1.5, TPS: 7") is None
-    line = f" 50%|##| 3/6\rINFO:monitor:training statistics: {json.dumps(row)}"
-    assert open_instruct.metrics(line) == {
-        "step": 3,
-        "steps": 6,
-        "loss": 1.5,
-        "learning_rate": 1e-5,
-        "grad_norm": 2.0,
-    }
-
-
 def test_of_a_repeated_step_the_last_row_is_kept(tmp_path):
     run = Run(tmp_path)
     steps = [(step, 1.0) for step in range(1, 10)] + [(step, 2.0) for step in range(6, 12)]

@@ -310,7 +310,9 @@ def test_offline_runs_reach_for_nothing(monkeypatch, capsys):
     assert login() is None
 
 
-def test_monitor_logs_what_came_since_the_last_line(caplog):
+def test_monitor_logs_what_came_since_the_last_line(caplog, tmp_path, monkeypatch):
+    """And writes it where sweeps read it, under their names."""
+    monkeypatch.setenv("STATISTICS_FILE", str(tmp_path / "metrics.jsonl"))
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(torch.nn.Linear(1, 1, bias=False))
     monitor = Monitor(arguments(log_statistics=True, clip_grad_norm=2.5), accelerator)
@@ -336,6 +338,9 @@ def test_monitor_logs_what_came_since_the_last_line(caplog):
     row = logged(3, tokens=11)
     assert (row["train_loss"], row["grad_norm"], row["clipped"]) == (7.0, 1.0, 0.0)
     assert row["tokens_per_s"] == 0
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    assert [(of["step"], of["loss"]) for of in rows] == [(2, 2.5), (3, 7.0)]
+    assert rows[1]["tokens_per_second"] == 0
     silent = {"total_tokens": 1}
     Monitor(arguments(), accelerator).log(1, silent)
     assert silent == {"total_tokens": 1}
