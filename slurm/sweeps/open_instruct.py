@@ -117,7 +117,7 @@ def train(run: Run) -> None:
     own = {"PYTHONPATH": paths, "STATISTICS_FILE": str(run.metrics.absolute())}
     environment = os.environ | ranks.told(world) | own
     end = {"check": False, "preexec_fn": ranks.end_with_parent}
-    code = subprocess.run(words, cwd=folder, env=environment, **end).returncode
+    code = subprocess.run(words, env=environment, **end).returncode
     keep_rows(run)
     if code:
         raise SystemExit(code if code > 0 else 128 - code)
@@ -130,9 +130,6 @@ def finetune_arguments(run: Run) -> dict:
     """The argument file of finetune.py: the run's keys, and what this backend decides."""
     keys = run.config().train
     arguments = {key: value for key, value in keys.items() if value is not None}
-    for key in ("model_name_or_path", "tokenizer_name", "train_file"):
-        if key in arguments and Path(arguments[key]).exists():
-            arguments[key] = str(Path(arguments[key]).absolute())
     if "checkpointing_steps" in arguments:
         arguments["checkpointing_steps"] = str(arguments["checkpointing_steps"])
     return arguments | {
