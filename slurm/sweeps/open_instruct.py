@@ -1,6 +1,5 @@
 """open-instruct's own finetune.py, with the patches of this project, in the user's checkout."""
 
-import hashlib
 import json
 import os
 import subprocess
@@ -11,7 +10,7 @@ from typing import Literal
 import yaml
 
 from calibeval import references
-from calibeval.io import InputError, write_text
+from calibeval.io import InputError, sha256, write_text
 from calibeval.request import Positive
 from sweeps import ranks
 from sweeps.config import World, option
@@ -104,15 +103,13 @@ def clipping_problems(train: Train, world: World) -> list[str]:
 def train(run: Run) -> None:
     """Run finetune.py on this machine's processes; its Monitor writes metrics.jsonl."""
     world, folder = run.config().world, checkout()
-    script = str(folder / "open_instruct" / "finetune.py")
     arguments = run.path.absolute() / "finetune.yaml"
     write_text(arguments, yaml.safe_dump(finetune_arguments(run), sort_keys=False))
-    digest = hashlib.sha256(Path(script).read_bytes()).hexdigest()
+    digest = sha256(folder / "open_instruct" / "finetune.py")
     print(f"checkout: {folder}, finetune.py {digest}", flush=True)  # with the user's changes
     ranks.shield()
-    words = [sys.executable, script, str(arguments)]
-    if not world.alone:
-        words = ranks.torchrun(world, script, str(arguments))
+    module = "open_instruct.finetune", str(arguments)
+    words = [sys.executable, "-m", *module] if world.alone else ranks.torchrun(world, *module)
     paths = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     own = {"PYTHONPATH": paths, "STATISTICS_FILE": str(run.metrics.absolute())}
     environment = os.environ | ranks.told(world) | own

@@ -1,6 +1,6 @@
 """The processes of a run of several: torchrun, and ranks that die with it.
 
-`python -m sweeps.ranks SCRIPT …` or `-m MODULE …` is one rank.
+`python -m sweeps.ranks MODULE …` is one rank.
 """
 
 import atexit
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from sweeps.config import World
-from sweeps.run import output
+from sweeps.run import Run, output
 
 LIBC = ctypes.CDLL(None)
 
@@ -47,16 +47,17 @@ def shield() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
-def spread(world: World, *rank: str) -> None:
+def spread(run: Run) -> None:
     """Where the run has several processes and this is none of them, become what starts them."""
+    world = run.config().world
     if "LOCAL_RANK" not in os.environ and not world.alone:
-        words = torchrun(world, *rank)
+        words = torchrun(world, "sweeps", "train", str(run.path.absolute()))
         shield()
         os.execv(words[0], words)
 
 
 def torchrun(world: World, *rank: str) -> list[str]:
-    """The command that starts the ranks."""
+    """The command that starts the ranks, each a module with its arguments."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     each = f"--nproc-per-node={world.processes_per_node}"
     return [*launcher, each, "-m", "sweeps.ranks", *rank]
@@ -68,16 +69,11 @@ def main(words: list[str]) -> None:
     end_with_parent()
     if b"torch.distributed.run" not in Path(f"/proc/{os.getppid()}/cmdline").read_bytes():
         sys.exit("its torchrun was gone before this rank began")
-    code = 0
+    if words[0] == "sweeps":  # whose trainer saves on TERM
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    code, sys.argv = 0, words
     try:
-        if words[0] == "-m":  # a trainer of this project's saves on TERM
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-            sys.argv = words[1:]
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = words
-            sys.path[0] = os.path.dirname(words[0])
-            runpy.run_path(words[0], run_name="__main__")
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
     except SystemExit as leaving:
         if isinstance(leaving.code, str):
             raise

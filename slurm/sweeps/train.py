@@ -114,7 +114,7 @@ def missing(train: Train, world: World) -> list[str]:
 
 def train(run: Run) -> None:
     """Train in this process or, of several, in this rank; see sweeps.finetune.train."""
-    ranks.spread(run.config().world, "-m", "sweeps", "train", str(run.path.absolute()))
+    ranks.spread(run)
     from sweeps import finetune
 
     finetune.train(run)

@@ -17,7 +17,6 @@ from sweeps.run import Run
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 pytest.importorskip("deepspeed", reason="deepspeed is not installed")
 
-WORKER = Path(__file__).with_name("cpu_ranks.py")
 CLIP = 0.5  # below every norm met here
 ZERO = {name: "auto" for name in ("train_batch_size", "train_micro_batch_size_per_gpu")}
 TRAIN = {"learning_rate": 1e-3, "weight_decay": 0.1, "label_smoothing": 0.1, "held_out": 5}
@@ -44,7 +43,7 @@ def launch(run: Run, code: int = 0) -> str:
     words = ["-m", "sweeps", "train"]
     if run.config().world.fsdp:
         words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        words += ["-m", "sweeps.ranks", str(WORKER)]
+        words += ["-m", "sweeps.ranks", "cpu_ranks"]
     done = subprocess.run(
         [sys.executable, *words, str(run.path)],
         capture_output=True, text=True, check=False, env=os.environ | {"DS_BUILD_OPS": "0"},

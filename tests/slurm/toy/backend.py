@@ -39,7 +39,7 @@ def missing(train, world) -> list[str]:
 def train(run) -> None:
     config = run.config()
     keys = config.keys
-    ranks.spread(config.world, "-m", "sweeps", "train", str(run.path))
+    ranks.spread(run)
     asked = []
     heard = (signal.SIGTERM,) if keys.deaf else (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
     for number in heard:
