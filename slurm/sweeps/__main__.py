@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -139,8 +140,11 @@ def _launch(a: argparse.Namespace) -> int:
             print(f"submitted: {job} {what}")
         print(f"watch: {again('status', plan.folder)}")
         return 0
+    # Of a KeyboardInterrupt pandas' C code makes an ImportError, so that it waits for the import.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     from sweeps import collect
 
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     number, lost = local.launch(plan)
     if number:
         print("\n".join([*lost, "stopped; the same command continues"]), file=sys.stderr)
