@@ -43,9 +43,7 @@ class TrainingLoss:
             reduction="sum" if args.reduce_loss == "sum" else "mean",
             filter_eps=args.filter_eps,
         )
-        self.accelerator.print(
-            f"loss: fused, label_smoothing {args.label_smoothing:g}, {args.reduce_loss}"
-        )
+        self.accelerator.print(f"loss: fused, beta {args.label_smoothing:g}, {args.reduce_loss}")
 
     def batches(self, loader: Iterable[Any], model: Any) -> Iterable[Any]:
         """The micro-batches; for token_mean each carries its step's share of tokens as divisor."""

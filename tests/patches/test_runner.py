@@ -98,7 +98,7 @@ def test_main_without_flags_is_left_as_it_is(main_stack, main_checkout, tmp_path
         )
     )
     assert ours.weights() == plain.weights() != summed.weights()
-    assert "loss: fused, label_smoothing 0, sum" in summed.log
+    assert "loss: fused, beta 0, sum" in summed.log
 
 
 @pytest.mark.upstream
