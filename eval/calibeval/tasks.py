@@ -167,24 +167,26 @@ def _hub(name: str, split: str) -> dict[str, list[Question]]:
     return {subject: _questions(rows, HUB + name) for subject, rows in found.items()}
 
 
-def hellaswag(task: Task) -> list[Subject]:
-    """Read a file, or `hellaswag_val.jsonl` of a folder; test labels were never published.
+def one_file(name: str, topic: str, parse: Callable[[dict], dict], task: Task) -> list[Subject]:
+    """Read a file, or the split's of a folder; few-shot examples are the first of `examples`, or of
+    the training split beside the file.
 
-    Few-shot examples are the first of `examples`, or of hellaswag_train.jsonl beside the file;
-    where neither is, the first questions serve and are not scored.
+    Where HellaSwag's is absent, the first questions serve and are not scored.
     """
-    path = Path(task.data)
+    split, path = task.split or SPLITS[task.task][0], Path(task.data)
     if path.is_dir():
-        path = path / f"hellaswag_{task.split or 'val'}.jsonl"
-    train = path.parent / "hellaswag_train.jsonl"
-    examples = Path(task.examples) if task.examples else train if train.is_file() else None
-    questions = _read(path, _hellaswag_row)
-    pool = questions
-    if examples:
-        pool = _read(examples, _hellaswag_row) if task.shots else []
-    asked = questions if examples else questions[task.shots :]
-    topic, shots = "how an everyday situation goes on", tuple(pool[: task.shots])
-    return [Subject("hellaswag", topic, shots, tuple(asked))]
+        path = path / name.format(split, split.capitalize())
+    train = path.with_name(name.format("train", "Train"))
+
+    def read(file: Path) -> list[Question]:
+        return _read(file, lambda row: parse(row) | {"subject": task.task})
+
+    questions, pool = read(path), []
+    if task.task == "hellaswag" and not task.examples and not train.is_file():
+        pool, questions = questions, questions[task.shots :]
+    elif task.shots:
+        pool = read(Path(task.examples or train))
+    return [Subject(task.task, topic, tuple(pool[: task.shots]), tuple(questions))]
 
 
 def _hellaswag_row(row: dict) -> dict:
@@ -199,7 +201,6 @@ def _hellaswag_row(row: dict) -> dict:
         beginning = f"{row['ctx_a']} {str(row['ctx_b']).capitalize()}"
     return {
         "id": f"hellaswag/{row['ind']}" if "ind" in row else None,
-        "subject": "hellaswag",
         "question": clean(activity + row["ctx"]),
         "choices": [clean(ending) for ending in row["endings"]],
         "answer": int(row["label"]),
@@ -219,23 +220,14 @@ def _lm_eval_clean(text: str) -> str:
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
-def arc(name: str, task: Task) -> list[Subject]:
-    """Read a split (default test); few-shot examples are the first of the training split."""
-    path = Path(task.data, f"{name}-{(task.split or 'test').capitalize()}.jsonl")
-    examples = Path(task.examples or path.with_name(f"{name}-Train.jsonl"))
-    row = partial(_arc_row, task.task)
-    shots = _read(examples, row)[: task.shots] if task.shots else ()
-    return [Subject(task.task, "grade-school science", tuple(shots), tuple(_read(path, row)))]
-
-
-def _arc_row(subject: str, row: dict) -> dict:
+def _arc_row(row: dict) -> dict:
     """Items have 3 to 5 choices, labelled by letters or digits; they are lettered by place."""
     if "choices" in row:
         stem, labels, texts = row["question"], row["choices"]["label"], row["choices"]["text"]
     else:
         stem, choices = row["question"]["stem"], row["question"]["choices"]
         labels, texts = [c["label"] for c in choices], [c["text"] for c in choices]
-    asked = {"id": row["id"], "subject": subject, "question": stem, "choices": texts}
+    asked = {"id": row["id"], "question": stem, "choices": texts}
     context = f"Question: {stem}\nAnswer:"
     return asked | {"answer": labels.index(row["answerKey"]), "context": context}
 
@@ -280,10 +272,11 @@ def _questions(
     return list(found.values())
 
 
+GOES_ON, SCIENCE = "how an everyday situation goes on", "grade-school science"
 LOADERS = {
     "mmlu": mmlu,
-    "hellaswag": hellaswag,
-    "arc_easy": partial(arc, "ARC-Easy"),
-    "arc_challenge": partial(arc, "ARC-Challenge"),
+    "hellaswag": partial(one_file, "hellaswag_{0}.jsonl", GOES_ON, _hellaswag_row),
+    "arc_easy": partial(one_file, "ARC-Easy-{1}.jsonl", SCIENCE, _arc_row),
+    "arc_challenge": partial(one_file, "ARC-Challenge-{1}.jsonl", SCIENCE, _arc_row),
     "jsonl": jsonl,
 }
