@@ -103,7 +103,6 @@ def parser() -> argparse.ArgumentParser:
 
     add = command("conformal", run_conformal)
     add("records", nargs="+", type=Path, metavar="RECORDS.jsonl")
-    add("--calibrate", type=Path, metavar="OTHER.jsonl", help="default: halves of each file")
     add("--alpha", type=share, default=0.1, help="share of sets that may miss the answer")
     add("--score", choices=("lac", "aps"), default="lac")
 
@@ -248,21 +247,17 @@ def run_conformal(a: argparse.Namespace) -> None:
     """Say how often prediction sets hold the answer, and how large they are."""
     from calibeval import conformal, records
 
-    if a.calibrate and a.calibrate.resolve() in [path.resolve() for path in a.records]:
-        raise InputError(f"--calibrate {a.calibrate}: is tested as well")
-    other = records.read(a.calibrate) if a.calibrate else None
-    how = f"calibrated on {a.calibrate}" if a.calibrate else "random halves calibrate"
     options = {"alpha": a.alpha, "score": a.score}
     for path in a.records:
         of = records.read(path)
-        found = conformal.evaluate(of, calibrate=other, **options)
+        found = conformal.evaluate(of, **options)
         if a.json:
             print_json({"records": str(path)} | options | {"sets": found})
             continue
         print(
             f"{path}: {counted(len(of), 'question')}, {a.score} sets at 1 − α = {1 - a.alpha:g}, "
-            f"{how}: coverage {found.coverage:.3f} ± {found.coverage_sd:.3f}, mean size "
-            f"{found.size:.3f} ± {found.size_sd:.3f}, {found.questions} tested"
+            f"random halves calibrate: coverage {found.coverage:.3f} ± {found.coverage_sd:.3f}, "
+            f"mean size {found.size:.3f} ± {found.size_sd:.3f}, {found.questions} tested"
         )
 
 

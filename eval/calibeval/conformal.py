@@ -22,7 +22,7 @@ SCORES = ("lac", "aps")
 
 @dataclass(frozen=True)
 class Sets:
-    """Means over splits, and the standard deviations between them (0 of one split)."""
+    """Means over splits, and the standard deviations between them."""
 
     questions: int  # tested in a split
     coverage: float
@@ -60,42 +60,24 @@ def halves(n: int, splits: int) -> Iterator[list[np.ndarray]]:
         yield np.split(rng.permutation(n), [n // 2])
 
 
-def evaluate(
-    of: Records,
-    *,
-    alpha: float = 0.1,
-    score: str = "lac",
-    splits: int = 100,
-    calibrate: Records | None = None,
-) -> Sets:
+def evaluate(of: Records, *, alpha: float = 0.1, score: str = "lac", splits: int = 100) -> Sets:
     """Coverage and mean size of the prediction sets of a record file's choices.
 
-    Half of the questions, drawn at random `splits` times, calibrates the sets of the other half; or
-    all of `calibrate` does, once. The random numbers are the same for every run over the same
-    questions. Raises `InputError` for records of another kind, and for one alone.
+    Half of the questions, drawn at random `splits` times, calibrates the sets of the other half.
+    The random numbers are the same for every run over the same questions. Raises `InputError` for
+    one record alone.
     """
-    found, right = prepare(of, score)
-    if calibrate is not None:
-        if calibrate.scoring != of.scoring:
-            kinds = f"records of {calibrate.scoring}, but of {of.scoring}"
-            raise InputError(f"{calibrate.path}: {kinds} in {of.path}")
-        pairs = [(prepare(calibrate, score)[1], np.arange(len(of)))]
-    elif len(of) < 2:
+    if len(of) < 2:
         raise InputError(f"{of.path}: 1 record, expected 2 or more to split")
-    else:
-        pairs = [(right[known], rest) for known, rest in halves(len(of), splits)]
-    limits = [(threshold(known, alpha), rest) for known, rest in pairs]
+    # In the order of the ids.
+    of = take(of, np.argsort(np.array(of.ids), kind="stable"))
+    uniform = np.random.default_rng(SEED + 1).random(len(of))
+    found = nonconformity(scores(of, "choices").probs, score, uniform)
+    found = np.where(np.isfinite(of.logprobs), found, np.inf)  # of an absent choice
+    right = found[np.arange(len(of)), of.labels]
+    limits = [(threshold(right[known], alpha), rest) for known, rest in halves(len(of), splits)]
     hits = [(right[rest] <= limit).mean() for limit, rest in limits]
     # ∞ is no choice, and below no threshold but that of too few questions.
     sizes = [(np.isfinite(f := found[rest]) & (f <= limit)).sum(1).mean() for limit, rest in limits]
     figures = (float(x) for of in (hits, sizes) for x in (np.mean(of), np.std(of)))
     return Sets(len(limits[0][1]), *figures)
-
-
-def prepare(of: Records, score: str) -> tuple[np.ndarray, np.ndarray]:
-    """Scores (N, K), ∞ of an absent choice, and of right choices (N,), in the order of the ids."""
-    of = take(of, np.argsort(np.array(of.ids), kind="stable"))
-    uniform = np.random.default_rng(SEED + 1).random(len(of))
-    found = nonconformity(scores(of, "choices").probs, score, uniform)
-    found = np.where(np.isfinite(of.logprobs), found, np.inf)
-    return found, found[np.arange(len(of)), of.labels]

@@ -20,14 +20,6 @@ def draw(n, seed, choices=4):
     return probs, labels, rng.random(n)
 
 
-def test_what_calibrates_is_not_tested(tmp_path, capsys):
-    """Their coverage would be 1 − α by construction."""
-    write_records(tmp_path / "a.jsonl", 100, 1.0, 0)
-    again = tmp_path / ".." / tmp_path.name / "a.jsonl"
-    assert main(["conformal", str(tmp_path / "a.jsonl"), "--calibrate", str(again)]) == 2
-    assert f"--calibrate {again}: is tested as well" in capsys.readouterr().err
-
-
 def test_scores_are_their_definitions():
     probs, _, uniform = draw(200, 0)
     lac, aps = (conformal.nonconformity(probs, score, uniform) for score in conformal.SCORES)
@@ -59,7 +51,7 @@ def made(path, n=600, seed=0, sharpness=1.0):
 
 
 @pytest.mark.parametrize("score", conformal.SCORES)
-def test_coverage_over_splits_is_beta_binomial(tmp_path, score):
+def test_coverage_over_splits_is_beta_binomial(tmp_path, capsys, score):
     """Mean and sd within 0.002 over 2,000 splits, whatever the model's calibration."""
     of = made(tmp_path / "a.jsonl", sharpness=3.0)
     found = conformal.evaluate(of, score=score, splits=2000)
@@ -67,6 +59,9 @@ def test_coverage_over_splits_is_beta_binomial(tmp_path, score):
     expected = betabinom(300, k, 301 - k)
     assert found.coverage == pytest.approx(expected.mean() / 300, abs=0.002)
     assert found.coverage_sd == pytest.approx(expected.std() / 300, abs=0.002)
+    assert main(["conformal", str(tmp_path / "a.jsonl"), "--score", score]) == 0
+    few = conformal.evaluate(of, score=score)
+    assert f": coverage {few.coverage:.3f}" in capsys.readouterr().out
 
 
 def test_every_call_gives_the_same_whatever_the_order(tmp_path):
@@ -81,17 +76,6 @@ def test_a_set_without_threshold_has_the_choices_that_there_are(tmp_path):
     of.labels[:] = 0
     of.logprobs[:10, 2:] = -np.inf
     assert conformal.evaluate(of, alpha=0.01).size == pytest.approx(3, abs=0.2)
-
-
-def test_another_file_calibrates(tmp_path, capsys):
-    """One threshold from the other file; without exchangeability the coverage may be anything."""
-    a, b = made(tmp_path / "a.jsonl", 2000), made(tmp_path / "b.jsonl", 2000, 1)
-    found = conformal.evaluate(b, calibrate=a)
-    assert found.coverage == pytest.approx(0.9, abs=0.03) and found.coverage_sd == 0
-    assert found.questions == 2000
-    arguments = [str(tmp_path / "b.jsonl"), "--calibrate", str(tmp_path / "a.jsonl")]
-    assert main(["conformal", *arguments]) == 0
-    assert f"coverage {found.coverage:.3f}" in capsys.readouterr().out
 
 
 def test_bad_input_is_refused(tmp_path, capsys):
