@@ -1,11 +1,9 @@
-"""Command line: `calibeval COMMAND [then COMMAND …]`; `--help` lists the commands.
+"""Command line: `calibeval COMMAND …`; `--help` lists the commands.
 
 A command imports what it needs itself: NumPy and the model libraries take seconds to load.
 """
 
 import argparse
-import gc
-import itertools
 import json
 import sys
 from collections.abc import Callable, Iterable
@@ -18,14 +16,10 @@ from calibeval.request import Request, Task, checked
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run commands in turn; bad input prints `error: …`, ends them and gives exit status 2."""
-    words, grammar = sys.argv[1:] if argv is None else argv, parser()
-    parts = [list(part) for then, part in itertools.groupby(words, "then".__eq__) if not then]
-    every = [grammar.parse_args(part) for part in parts or [[]]]
+    """Run a command; bad input prints `error: …` and gives exit status 2."""
+    a = parser().parse_args(argv)
     try:
-        for a in every:
-            a.run(a)
-            gc.collect()  # models hold cycles, and on a GPU the next one needs the room
+        a.run(a)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -54,8 +48,7 @@ def add_keys(add: Callable, model: type, keys: Iterable[str]) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command line's grammar."""
-    note = "COMMAND … then COMMAND …: in turn, in one process; a file called then is ./then"
-    top = argparse.ArgumentParser(prog="calibeval", description=calibeval.__doc__, epilog=note)
+    top = argparse.ArgumentParser(prog="calibeval", description=calibeval.__doc__)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable, *shared, **defaults) -> Callable:
