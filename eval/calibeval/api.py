@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from calibeval import measures, stats
-from calibeval import records as files
+from calibeval import stats
 from calibeval.records import Records
 from calibeval.stats import Estimate, Run
 
@@ -61,8 +60,9 @@ def compare(
 
 
 def reliability(
-    records: Records | str | Path, confidence: str = "choices", normalise: str | None = None
-) -> dict:
-    """What a reliability diagram shows: bins, curves with their bands, Murphy's decomposition."""
-    of = records if isinstance(records, Records) else files.read(Path(records), normalise)
-    return stats.reliability(measures.Sample(measures.scores(of, confidence)))
+    records: Records | Run | str | Path,
+    confidence: str = "choices",
+    normalise: str | None = None,
+) -> dict[str, list]:
+    """What a reliability diagram shows, bins and curves with bands: see `stats.reliability`."""
+    return run_of(records, normalise).reliability[confidence]

@@ -48,23 +48,17 @@ class Column:
     confidence: str = "choices"
 
     @property
-    def direction(self) -> int:
-        """1 the more the better, -1 the less, 0 the nearer to 0."""
-        if self.metric == "ece_signed":
-            return 0
-        return 1 if self.metric in stats.HIGHER_IS_BETTER else -1
-
-    @property
     def heading(self) -> str:
         """As people read it: ECE ↓, or ECE, all tokens ↓."""
         among = ", all tokens" if self.confidence == "vocabulary" else ""
         name = NAMES.get(self.metric, self.metric.upper())
-        return f"{name}{among} {' ↑↓'[self.direction]}".strip()
+        return f"{name}{among} {' ↑↓'[stats.DIRECTION[self.metric]]}".strip()
 
     def loss(self, e: stats.Estimate) -> float | None:
         """The smaller the better, as printed."""
         if e.value is not None:
-            return round(-self.direction * e.value if self.direction else abs(e.value), 3)
+            way = stats.DIRECTION[self.metric]
+            return round(-way * e.value if way else abs(e.value), 3)
 
 
 def read_columns(text: str = DEFAULT) -> list[Column]:

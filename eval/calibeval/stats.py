@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -16,13 +17,14 @@ from pathlib import Path
 import numpy as np
 
 from calibeval import measures, records
-from calibeval.io import InputError, atomic_write, sha256
+from calibeval.io import InputError, read_text, sha256, write_text
 from calibeval.measures import CALIBRATION, METRICS, REGULAR, Bins, Sample
 from calibeval.records import Records
 
 CONFIDENCES = ("choices", "vocabulary")
 DEFAULT = ("accuracy", "nll", "brier", "ece", "rms_debiased", "auroc")
-HIGHER_IS_BETTER = {"accuracy", "auroc", "dsc"}
+# 1 the more the better, -1 the less, 0 the nearer to 0.
+DIRECTION = dict.fromkeys(METRICS, -1) | {"accuracy": 1, "auroc": 1, "dsc": 1, "ece_signed": 0}
 ENDS = {"accuracy": (0, 1), "nll": (0, math.inf), "brier": (0, 2), "auroc": (0, 1)}
 ENDS |= {"ece_signed": (-1, 1), "aurc": (0, 1)}
 RESAMPLES, SIMULATIONS, BANDS = 1000, 499, 199
@@ -140,29 +142,20 @@ def interval(value: float, sides: Sequence[Side]) -> tuple[float | None, float |
 def load(path: Path, normalise: str | None = None) -> Run:
     """A record file's figures; kept beside it, and made anew when records or code change."""
     path = Path(path)
-    key = {"records": sha256(path), "code": code(), "normalise": normalise}
-    kept = path.with_name(f"{path.name}{f'.{normalise}' if normalise else ''}.stats.npz")
-    try:
-        with np.load(kept) as file:
-            about = json.loads(bytes(file["about"]).decode())
-            if about.pop("key") == key:
-                drawn = {c: {m: file[f"{c} {m}"] for m in DRAWN} for c in about["confidences"]}
-                return Run(path, **about, draws=drawn)
-    except (OSError, ValueError, KeyError, TypeError, EOFError):
-        pass  # absent or of another make: computed anew below
+    key = [sha256(path), code(), normalise]
+    kept = path.with_name(f"{path.name}{f'.{normalise}' if normalise else ''}.stats.json")
+    if kept.is_file():
+        with suppress(InputError, ValueError, TypeError):  # of another make
+            known, about = json.loads(read_text(kept))
+            if known == key:
+                for of in about["draws"].values():
+                    of |= {metric: np.array(drawn) for metric, drawn in of.items()}
+                return Run(path, **about)
     run = measure(records.read(path, normalise))
-    about = {k: v for k, v in vars(run).items() if k not in ("path", "draws")}
-    arrays = {f"{c} {m}": drawn for c, of in run.draws.items() for m, drawn in of.items()}
-    try:
-        with atomic_write(kept, "wb") as file:
-            text = json.dumps(about | {"key": key}).encode()
-            np.savez(file, about=np.frombuffer(text, np.uint8), **arrays)
-    except InputError:
-        pass  # a read-only folder only costs the time to compute it again
+    about = {k: v for k, v in vars(run).items() if k != "path"}
+    with suppress(InputError):  # a read-only folder only costs the time to compute it again
+        write_text(kept, json.dumps([key, about], default=np.ndarray.tolist))
     return run
-
-
-DRAWN = (*REGULAR, "rms_debiased")
 
 
 @cache
@@ -227,7 +220,6 @@ def reliability(sample: Sample) -> dict[str, list]:
         resamples of the questions
     isotonic: accuracy by isotonic regression (CORP); isotonic_low, isotonic_high: where it lies in
         95 % of calibrated models with these confidences
-    murphy: the Brier score of the likeliest choice as MCB − DSC + UNC
     """
     p = sample.scores.confidence
     at, order = np.linspace(p.min(), p.max(), POINTS), np.argsort(p, kind="stable")
@@ -245,10 +237,7 @@ def reliability(sample: Sample) -> dict[str, list]:
     found["smooth_low"], found["smooth_high"] = quantile(np.vstack(curves), [LOW, HIGH])
     found["isotonic"] = steps(sample)[0]
     found["isotonic_low"], found["isotonic_high"] = quantile(np.vstack(expected), [LOW, HIGH])
-    share = float(measures.accuracy(sample)[0])
-    mcb, dsc = (float(part[0]) for part in measures.murphy(sample))
-    murphy = {"mcb": mcb, "dsc": dsc, "unc": share * (1 - share)}
-    return {k: v.tolist() for k, v in found.items()} | {"murphy": murphy}
+    return {k: v.tolist() for k, v in found.items()}
 
 
 def consistency(sample: Sample, names: Sequence[str]) -> dict[str, tuple[float, float]]:
@@ -417,9 +406,9 @@ def better(metric: str, found: Estimate) -> str | None:
 
     None for `ece_signed` too, of which neither direction is better.
     """
-    if not found.told_apart or metric == "ece_signed":
+    if not found.told_apart or not DIRECTION[metric]:
         return None
-    return "b" if (found.low > 0) == (metric in HIGHER_IS_BETTER) else "a"
+    return "b" if (found.low > 0) == (DIRECTION[metric] > 0) else "a"
 
 
 def breakdown(of: Records) -> dict[str, Run]:

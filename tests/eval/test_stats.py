@@ -136,7 +136,7 @@ def test_seeds_share_the_questions_and_their_noise_is_counted_once(tmp_path):
 
 
 def test_kept_figures_are_made_anew_when_records_or_code_change(tmp_path, monkeypatch):
-    path, kept = write(tmp_path / "a.jsonl", n=200), tmp_path / "a.jsonl.stats.npz"
+    path, kept = write(tmp_path / "a.jsonl", n=200), tmp_path / "a.jsonl.stats.json"
     first, made = stats.load(path), kept.stat().st_mtime_ns
     again = stats.load(path)
     assert kept.stat().st_mtime_ns == made
