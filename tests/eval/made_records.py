@@ -1,13 +1,35 @@
 """Records of a made-up model whose calibration is known, and JSON lines read and written."""
 
+import csv
 import json
 import math
+import random
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
 from calibeval.__main__ import main
+
+WORDS = "which of the following is a true statement about force mass light cells kings law"
+
+
+def write_rows(path: Path, rows: list[list[str]]) -> None:
+    """One headerless CSV."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(rows)
+
+
+def table(count: int, seed: int = 0) -> list[list[str]]:
+    """Rows of MMLU's official layout."""
+    rows = []
+    for i in range(count):
+        rng, words = random.Random(seed + i), WORDS.split()
+        text = " ".join(rng.choices(words, k=rng.randint(4, 12))) + "?"
+        choices = (" ".join(rng.choices(words, k=3)) for _ in range(4))
+        rows.append([text, *choices, rng.choice("ABCD")])
+    return rows
 
 
 def write_lines(path: Path, rows: Iterable[dict]) -> Path:

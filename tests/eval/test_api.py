@@ -11,7 +11,7 @@ import calibeval
 from calibeval import records, stats
 from calibeval.__main__ import main
 from calibeval.io import InputError
-from calibeval.request import Request, Task
+from calibeval.request import Task
 
 
 @pytest.fixture
@@ -106,9 +106,3 @@ def test_a_request_that_cannot_be(options, expected):
 def test_a_loaded_model_is_not_for_vllm(loaded, tasks):
     with pytest.raises(InputError, match="engine vllm: loads a folder"):
         calibeval.score(*loaded, tasks, engine="vllm")
-
-
-def test_every_key_of_a_request_is_documented():
-    for model in (Task, Request):
-        for name, field in model.model_fields.items():
-            assert field.description or name in ("tasks", "engine"), name

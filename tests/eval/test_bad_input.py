@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from made_records import table, write_rows
 
 from calibeval.__main__ import main
 
@@ -36,7 +37,7 @@ def score(mmlu, tiny_model, tmp_path):
         (lambda r: r.clear(), "no questions"),
     ],
 )
-def test_malformed_csv(mmlu, score, capsys, table, write_rows, change, expected):
+def test_malformed_csv(mmlu, score, capsys, change, expected):
     rows = table(5)
     change(rows)
     path = mmlu / "test" / "light_test.csv"
@@ -174,6 +175,8 @@ def test_absent_and_empty_records(tmp_path, capsys):
         assert f"{path}: could not be read (No such file or directory)" in run(capsys, *command)
     path.touch()
     assert f"{path}: no records" in run(capsys, "metrics", path)
+    path.write_text(json.dumps(GOOD))
+    assert "line 1: no 'bytes' by which" in run(capsys, "metrics", path, "--normalise", "bytes")
 
 
 def test_records_cut_at_the_end_of_a_line(tmp_path, capsys):

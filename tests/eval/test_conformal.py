@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from made_records import write_records
+from made_records import draw, write_records
 from scipy.stats import betabinom
 
 from calibeval import conformal, records, stats
@@ -12,16 +12,8 @@ from calibeval.__main__ import main
 from calibeval.io import InputError
 
 
-def draw(n, seed, choices=4):
-    """Probabilities and labels of a calibrated model."""
-    rng = np.random.default_rng(seed)
-    probs = rng.dirichlet(np.full(choices, 0.7), n)
-    labels = (rng.random((n, 1)) > probs.cumsum(1)).sum(1).clip(max=choices - 1)
-    return probs, labels, rng.random(n)
-
-
 def test_scores_are_their_definitions():
-    probs, _, uniform = draw(200, 0)
+    probs, uniform = np.exp(draw(200, 1.0, 0)[0]), np.random.default_rng(0).random(200)
     lac, aps = (conformal.nonconformity(probs, score, uniform) for score in conformal.SCORES)
     assert (lac == 1 - probs).all()
     for i, k in np.ndindex(200, 4):
@@ -110,14 +102,15 @@ def test_mapie(score):
     pytest.importorskip("mapie")
     from mapie.classification import SplitConformalClassifier
 
-    (probs, labels, _), test = draw(999, 1), draw(2000, 2)
+    (known, labels), (test, _) = draw(999, 1.0, 1), draw(2000, 1.0, 2)
+    known, test = np.exp(known), np.exp(test)
     uniforms = [np.random.RandomState(7).uniform(size=n) for n in (999, 2000)]
     peer = SplitConformalClassifier(
         Fixed(), confidence_level=0.9, conformity_score=score, prefit=True, random_state=7
     )
-    peer.conformalize(probs, labels)
+    peer.conformalize(known, labels)
     options = {"include_last_label": "randomized"} if score == "aps" else {}
-    theirs = peer.predict_set(test[0], conformity_score_params=options)[1][:, :, 0]
-    known = conformal.nonconformity(probs, score, uniforms[0])[np.arange(999), labels]
-    mine = conformal.nonconformity(test[0], score, uniforms[1]) <= conformal.threshold(known, 0.1)
+    theirs = peer.predict_set(test, conformity_score_params=options)[1][:, :, 0]
+    right = conformal.nonconformity(known, score, uniforms[0])[np.arange(999), labels]
+    mine = conformal.nonconformity(test, score, uniforms[1]) <= conformal.threshold(right, 0.1)
     assert (mine == theirs).all() and 1 < mine.sum(1).mean() < 4

@@ -5,7 +5,6 @@ import pytest
 from made_records import write_lines
 
 from calibeval import records
-from calibeval.io import InputError
 
 LETTERS = {"id": "a/0", "subject": "a", "label": 1, "logprobs": [-1.0, -2.0], "letter_mass": 0.5}
 TEXTS = {
@@ -49,13 +48,3 @@ def test_absent_choices_are_told_from_unlikely_ones(tmp_path):
     found = records.read(write_lines(tmp_path / "r.jsonl", [LETTERS, five]))
     assert np.isneginf(found.logprobs).tolist() == [[False] * 2 + [True] * 3, [False] * 5]
     assert found.logprobs[1].tolist() == five["logprobs"]
-
-
-def test_normalisations_that_the_records_lack(tmp_path):
-    letters = write_lines(tmp_path / "letters.jsonl", [LETTERS])
-    assert records.read(letters, "sum").logprobs.tolist() == [[-1, -2]]
-    with pytest.raises(InputError, match=r"line 1: no 'bytes' .* scoring is 'letters'"):
-        records.read(letters, "bytes")
-    texts = write_lines(tmp_path / "texts.jsonl", [TEXTS])
-    with pytest.raises(InputError, match="line 1: no 'median' by which to normalise"):
-        records.read(texts, "median")

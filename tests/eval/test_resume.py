@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from made_records import read_lines, write_lines
+from made_records import read_lines, table, write_lines, write_rows
 
 from calibeval import store
 from calibeval.__main__ import main
@@ -72,7 +72,7 @@ def test_finished_is_finished(command, tmp_path, capsys):
     assert (tmp_path / "r.jsonl").stat().st_ino != before.st_ino
 
 
-def test_other_settings_are_refused(command, mmlu, table, write_rows, capsys):
+def test_other_settings_are_refused(command, mmlu, capsys):
     assert run(command) == 0
     for options, changes in (
         (["--shots", "2"], "shots 5 (now 2)"),

