@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from transformers import TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -23,21 +22,11 @@ class CalibrationCallback(TrainerCallback):
 
         Trainer(…, callbacks=[CalibrationCallback([{"task": "mmlu", "data": "DATA"}], every=100)])
 
-    `tokenizer`: the Trainer's processing class unless given; `out`: a folder for the records, in
-    which every step has its own. `options` are keys of `Request`.
+    `tokenizer`: the Trainer's processing class unless given. `options` are keys of `Request`.
     """
 
-    def __init__(
-        self,
-        tasks: Sequence[Task | Mapping],
-        every: int,
-        *,
-        tokenizer=None,
-        out: str | Path | None = None,
-        **options,
-    ):
-        self.tasks, self.every, self.tokenizer, self.out = tasks, every, tokenizer, out
-        self.options = options
+    def __init__(self, tasks: Sequence[Task | Mapping], every: int, *, tokenizer=None, **options):
+        self.tasks, self.every, self.tokenizer, self.options = tasks, every, tokenizer, options
         self.last: int | None = None  # the step that was scored last
 
     def on_train_begin(self, args, state, control, **given):
@@ -60,10 +49,7 @@ class CalibrationCallback(TrainerCallback):
             return
         self.last = state.global_step
         tokenizer = self.tokenizer or processing_class
-        out = Path(self.out, f"step-{state.global_step}") if self.out else None
-        scored = scoring.score(
-            model, tokenizer, self.tasks, out=out, progress=False, **self.options
-        )
+        scored = scoring.score(model, tokenizer, self.tasks, progress=False, **self.options)
         logs = {}
         for key, records in scored.items():
             run = stats.measure(records, WATCHED, curves=False)

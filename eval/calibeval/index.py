@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, NonNegativeFloat
+from pydantic import BaseModel, Field
 
 from calibeval import stats
 from calibeval.io import InputError, json_lines
@@ -22,10 +22,6 @@ class Line(BaseModel, strict=True, extra="allow"):
     model: Text
     label_smoothing: Annotated[float, Field(ge=0, le=1)] | None
     train_data: Text | None = None
-    calibrator: Text | None = None
-    run: Text | None = None
-    epochs: NonNegativeFloat | None = None
-    learning_rate: NonNegativeFloat | None = None
     seed: Annotated[float, Field(multiple_of=1)] | None = None
     normalise: Literal["sum", "bytes", "characters"] | None = None
     __pydantic_extra__: dict[str, bool | int | float | str | None]

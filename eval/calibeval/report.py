@@ -273,10 +273,10 @@ def compared(a: Row, b: Row, group: str) -> tuple[list[stats.Run], list[stats.Ru
 
 
 def in_words(table: Table) -> list[str]:
-    """A sentence a row, by data set, and how many comparisons leave out 0 by chance."""
+    """A sentence a row and data set, and how many comparisons leave out 0 by chance."""
     said, made, each = [], 0, len(table.heads)
     for line in table.lines:
-        alike: dict[str, list[str]] = {}  # data sets by what is found there
+        who = ", ".join((*line.row.block, line.row.name(*FIRST[:2])))
         for place, group in enumerate(table.groups):
             told: dict[str, list[str]] = {"lower": [], "higher": [], "not told apart": []}
             cells = line.cells[place * each : (place + 1) * each]
@@ -287,11 +287,7 @@ def in_words(table: Table) -> list[str]:
                     told[up if cell.bold else "not told apart"].append(name)
             made += sum(map(len, told.values()))
             if found := ", ".join(f"{' and '.join(of)} {how}" for how, of in told.items() if of):
-                alike.setdefault(found, []).append(group)
-        if alike:
-            who = ", ".join((*line.row.block, line.row.name(*FIRST[:2])))
-            where = "; ".join(f"on {', '.join(of)} {found}" for found, of in alike.items())
-            said.append(f"{who}, less β = 0: {where}.")
+                said.append(f"{who}, less β = 0: on {group} {found}.")
     chance = f"{made / 20:.1f} would leave out 0 by chance if nothing differed"
     return [*said, f"{counted(made, 'comparison')} at 95 % each: {chance}."]
 
