@@ -101,18 +101,12 @@ def read(path: Path, normalise: str | None = None) -> Records:
     `normalise` is sum, bytes or characters; by default the records' convention.
     """
     path, rows = Path(path), []
-    try:
-        for number, raw in json_lines(path):
-            rows.append((where := f"{path}, line {number}", checked(Record, raw, where)))
-        about = meta(path)
-        if len(rows) != (expected := about.get("questions", len(rows))):
-            found = counted(len(rows), "record")
-            raise InputError(f"{path}: {found}, but {sidecar(path).name} says {expected}")
-    except InputError as error:
-        if rows and normalise is None:
-            hint = "are intact, and `score` with the same options completes the file"
-            raise InputError(f"{error}; the records before it ({len(rows)}) {hint}") from error
-        raise
+    for number, raw in json_lines(path):
+        rows.append((where := f"{path}, line {number}", checked(Record, raw, where)))
+    about = meta(path)
+    if len(rows) != (expected := about.get("questions", len(rows))):
+        found = counted(len(rows), "record")
+        raise InputError(f"{path}: {found}, but {sidecar(path).name} says {expected}")
     expected = (about.get("settings") or {}).get("prompts_sha256")
     if expected is None:
         return joined(path, rows, normalise, (*ALIKE, "shots"))
@@ -179,7 +173,7 @@ def meta(path: Path) -> dict:
 
 
 def intact(path: Path) -> list[dict]:
-    """The whole records of a file that may be cut short or damaged, each id once."""
+    """The whole records of a file that may be cut short, each id once."""
     found = {}
     # Not splitlines(): ids may hold characters, such as U+2028, that end a line there.
     for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):

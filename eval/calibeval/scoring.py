@@ -202,12 +202,12 @@ def _fill(
     if overwrite:  # before anything is deleted
         engine()
     store = Store(out, settings, overwrite)
+    if out.exists():
+        print(f"{out}: complete already, {counted(len(items), 'question')}", file=sys.stderr)
+        return None
     finished = store.finished()
     ids = [item.prompt.question.id for item in items]
     done = {i for i, id in enumerate(ids) if id in finished}
-    if len(done) == len(items) and out.exists():
-        print(f"{out}: complete already, {counted(len(items), 'question')}", file=sys.stderr)
-        return None
     if len(done) < len(items):
         store.engine(engine().describe())
         bar = {"initial": len(done), "unit": "question", "mininterval": 0.5}

@@ -34,9 +34,8 @@ class Store:
             self.seconds = about.get("seconds", 0.0)
 
     def finished(self) -> dict[str, dict]:
-        """Records by question id: what is intact of the final file and of what came since."""
-        files = filter(Path.exists, (self.out, self.part))
-        return {row["id"]: row for file in files for row in records.intact(file)}
+        """Records by question id: what is intact of what was made so far."""
+        return {row["id"]: row for row in records.intact(self.part)} if self.part.exists() else {}
 
     def engine(self, describe: dict) -> None:
         """Keep the loaded engine's settings: what `dtype=auto` comes to is known only now.

@@ -89,19 +89,14 @@ def test_other_settings_are_refused(command, mmlu, capsys):
     assert run(command, "--shots", "2", "--overwrite") == 0
 
 
-def test_every_intact_record_of_a_damaged_file_is_kept(command, tmp_path, capsys):
+def test_a_damaged_file_is_refused_and_scored_anew(command, tmp_path, capsys):
     out = tmp_path / "r.jsonl"
     assert run(command) == 0
-    lines = out.read_text().splitlines(keepends=True)
-    lines[10] = lines[10].replace('"letter_mass": ', '"mark": 7777, "letter_mass": ')
-    out.write_text("".join(lines[:20]) + lines[20][:50] + "\n" + "".join(lines[30:40]) + '{"id": ')
-    assert main(["metrics", str(out)]) == 2
-    assert "line 21: not JSON" in (err := capsys.readouterr().err)
-    assert "the records before it (20) are intact" in err
-    assert run(command) == 0
-    rows = read_lines(out)
-    assert [row["id"] for row in rows] == [json.loads(line)["id"] for line in lines]
-    assert rows[10]["mark"] == 7777  # kept, not scored again
+    whole = out.read_text()
+    out.write_text(whole[:-9])
+    assert run(command) == 2
+    assert f"error: {out}, line 60: not JSON" in capsys.readouterr().err
+    assert run(command, "--overwrite") == 0 and out.read_text() == whole
 
 
 def test_records_without_settings_are_not_touched(command, tmp_path, capsys):
