@@ -1,9 +1,8 @@
 """Choices by their own text, as lm-evaluation-harness asks them, against whole prompts."""
 
 import pytest
-import torch
-from made_records import scored, write_lines
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from made_records import plain, scored, write_lines
+from transformers import AutoTokenizer
 
 from calibeval import prompts, scoring, tasks
 from calibeval.io import InputError
@@ -37,25 +36,8 @@ def run(tiny_model, tmp_path):
     return lambda *options: scored(tmp_path / "r.jsonl", "--model", tiny_model, *options)
 
 
-@pytest.fixture
-def plain(tiny_model):
-    """plain(context, choice) → log P(choice | context), one whole prompt and one forward."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-
-    def ask(context: str, choice: str, cut: int = 0) -> float:
-        bare, whole = (tokenizer(text)["input_ids"] for text in (context, context + choice))
-        ids = torch.tensor([whole[cut:]])
-        with torch.no_grad():
-            logprobs = model(input_ids=ids).logits[0].log_softmax(-1)
-        at = range(len(bare) - cut - 1, ids.shape[1] - 1)
-        return sum(logprobs[i, ids[0, i + 1]].item() for i in at)
-
-    return ask
-
-
 @pytest.mark.parametrize("shots", [0, 2])
-def test_equals_whole_prompts(arc, run, plain, shots):
+def test_equals_whole_prompts(arc, run, tiny_model, shots):
     rows = run("--task", "arc_easy", "--data", arc, *(["--shots", shots] * bool(shots)))
     assert len(rows) == 12
     for i, ((text, choices, answer), row) in enumerate(zip(ARC * 4, rows, strict=True)):
@@ -64,7 +46,7 @@ def test_equals_whole_prompts(arc, run, plain, shots):
             for i, (text, choices, answer) in enumerate(ARC[:shots])
         )
         context += f"Question: {text} {i}\nAnswer:"
-        expected = [plain(context, f" {c}") for c in choices]
+        expected = [plain(tiny_model, context, f" {c}") for c in choices]
         assert row["logprobs"] == pytest.approx(expected, abs=1e-4)
         assert row["characters"] == list(map(len, choices))
         assert row["bytes"] == [len(c.encode()) for c in choices]
@@ -72,7 +54,7 @@ def test_equals_whole_prompts(arc, run, plain, shots):
         assert row["shots"] == shots
 
 
-def test_hellaswag_is_the_hubs_text(run, tmp_path, plain):
+def test_hellaswag_is_the_hubs_text(run, tmp_path, tiny_model):
     row = {"activity_label": "Ski", "ctx_a": "A man [title] sits.", "ctx_b": "he and THE", "ind": 3}
     row |= {"ctx": "A man [title] sits. he and THE", "endings": ["falls", "[x] goes", "is é", "up"]}
     rest = {k: v for k, v in row.items() if k not in ("ctx_a", "ctx_b")} | {"ind": 4}
@@ -81,7 +63,7 @@ def test_hellaswag_is_the_hubs_text(run, tmp_path, plain):
     rows = run("--task", "hellaswag", "--data", data)
     endings = ["falls", " goes", "is é", "up"]
     for context, found in zip(("sits. He and the", "sits. he and THE"), rows, strict=True):
-        expected = [plain(f"Ski: A man. {context}", f" {ending}") for ending in endings]
+        expected = [plain(tiny_model, f"Ski: A man. {context}", f" {e}") for e in endings]
         assert found["logprobs"] == pytest.approx(expected, abs=1e-4)
         assert found["characters"] == [5, 5, 4, 2] and found["bytes"] == [5, 5, 5, 2]
 
@@ -118,7 +100,7 @@ def test_spaces_at_the_contexts_end_go_to_the_choice(tiny_model):
     assert branches[0] == tuple(whole[len(context) :])
 
 
-def test_what_does_not_fit_is_cut(tiny_model, run, tmp_path, plain, capsys):
+def test_what_does_not_fit_is_cut(tiny_model, run, tmp_path, capsys):
     rows = [
         {"question": "which " * n + "?", "choices": ["cells mass", "kings"], "answer": 0}
         for n in (3, 150, 5)
@@ -133,7 +115,7 @@ def test_what_does_not_fit_is_cut(tiny_model, run, tmp_path, plain, capsys):
         (subject,) = tasks.load(Task(task="jsonl", data=str(data), shots=0))
         text = prompts.build(subject, subject.questions[1], 0, scoring=how).text
         choices = rows[1]["choices"] if how == "continuation" else ("A", "B")
-        expected = [plain(text, f" {choice}", cut) for choice in choices]
+        expected = [plain(tiny_model, text, f" {choice}", cut) for choice in choices]
         assert found[1]["logprobs"] == pytest.approx(expected, abs=1e-4)
     task, tokenizer = Task(task="jsonl", data=""), AutoTokenizer.from_pretrained(tiny_model)
     task = task.model_copy(update={"scoring": "continuation"})

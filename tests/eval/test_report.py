@@ -15,6 +15,7 @@ from matplotlib.image import imread
 
 from calibeval import figures, index, report, stats
 from calibeval.__main__ import main
+from calibeval.io import InputError
 
 GRID = [  # (records, β, seed, sharpness): a model before fine-tuning and two β, two seeds each
     ("base", None, 0, 1.0),
@@ -151,34 +152,12 @@ def test_table_over_data_sets(project, tmp_path, capsys):
     assert "other: letters hold as little as 0.400 of the probability, so read with care." in text
 
 
-def test_columns(project, tmp_path, capsys):
-    out = ["--out", str(tmp_path / "out"), "--columns"]
-    assert main(["collect", str(project()), *out, "nll,rms_hendrycks,ece@vocabulary"]) == 0
-    head = rows_of((tmp_path / "out" / "table.md").read_text())[0]
-    assert head[3:] == ["toy: NLL ↓", "toy: Hendrycks' RMS ↓", "toy: ECE, all tokens ↓"]
+def test_columns():
+    chosen = report.read_columns("nll, rms_hendrycks,ece@vocabulary,nll")
+    assert [c.heading for c in chosen] == ["NLL ↓", "Hendrycks' RMS ↓", "ECE, all tokens ↓"]
     for wrong in ("eec", "ece@letters"):
-        assert main(["collect", str(project()), *out, wrong]) == 2
-        said = capsys.readouterr().err
-        assert f"--columns: no {wrong!r}; expected accuracy" in said
-
-
-def test_differences_are_paired(project):
-    results = index.read(project())
-    columns = report.read_columns("accuracy,ece")
-    table = report.difference_table(results, columns)
-    assert [line.keys[1] for line in table.lines] == ["base", "0.1"]
-    assert table.heads == ["Acc ↑", "NLL ↓", "MSCE × 1000 ↓"]
-    _, plain, smoothed = results.rows
-    cells = table.lines[1].cells
-    nll, msce = (
-        stats.difference(*(seeds(row) for row in (plain, smoothed)), name, "choices")
-        for name in ("nll", "rms_debiased")
-    )
-    assert cells[1].value == f"{nll.value:+.3f}"
-    assert cells[1].interval == f"[{nll.low:+.3f}, {nll.high:+.3f}]"
-    assert cells[1].bold == (nll.high < 0 or nll.low > 0)
-    assert cells[2].interval == f"[{1000 * msce.low:+.1f}, {1000 * msce.high:+.1f}]"
-    assert not cells[1].bold  # seeds that differ so much tell nothing apart, one seed each does
+        with pytest.raises(InputError, match=f"--columns: no {wrong!r}; expected accuracy"):
+            report.read_columns(f"nll,{wrong}")
 
 
 def test_words_name_the_smoothing_and_the_data(project):
@@ -220,33 +199,42 @@ def test_texts_by_length_have_both_readings(project, tmp_path):
     assert f"and {own:+.3f} by the texts' own probabilities" in said
 
 
-def test_a_difference_is_of_the_seeds_that_both_rows_have(project):
+def test_a_difference_is_paired_by_the_seeds_that_both_rows_have(project):
     """Seeds 0, 1 less 1, 2 were paired in their order; a failed run left no trace in the table."""
-
-    def lines(change):
-        results = index.read(project(change))
-        table = report.difference_table(results, report.read_columns("accuracy"))
-        assert table.keys == ["Model", "β", "Seeds"]
-        return results, {line.keys[1]: (line.keys[2], line.cells[1]) for line in table.lines}
-
-    results, found = lines(lambda line: line)
-    assert (found["base"][0], found["0.1"][0]) == ("1 − 2", "2")
+    results = index.read(project())
     _, plain, smoothed = results.rows
     a, b = seeds(plain), seeds(smoothed)
+
+    def lines() -> list[report.Line]:
+        table = report.difference_table(results, report.read_columns("accuracy,ece"))
+        assert table.keys == ["Model", "β", "Seeds"]
+        assert table.heads == ["Acc ↑", "NLL ↓", "MSCE × 1000 ↓"]
+        return table.lines
+
+    def shown(line: report.Line, one, other, paired: bool = True) -> None:
+        """The line's last cells are the difference of these runs."""
+        _, nll, msce = line.cells
+        found = stats.difference(one, other, "nll", "choices", paired)
+        assert nll.value == f"{found.value:+.3f}" and nll.bold == found.told_apart
+        assert nll.interval == f"[{found.low:+.3f}, {found.high:+.3f}]"
+        found = stats.difference(one, other, "rms_debiased", "choices", paired)
+        assert msce.interval == f"[{1000 * found.low:+.1f}, {1000 * found.high:+.1f}]"
+
+    base, line = lines()
+    assert base.keys[1:] == ["base", "1 − 2"] and line.keys[1:] == ["0.1", "2"]
+    assert not line.cells[1].bold  # seeds that differ so much tell nothing apart
+    shown(line, a, b)
     # Of β = 0 seeds 0 to 2, of 0.1 seeds 1 to 3, which are 0 to 2 again: pairs (1, 0), (2, 1).
     plain.runs["toy"] = dict(enumerate([*a, a[0]]))
     smoothed.runs["toy"] = dict(enumerate([*b, b[0]], 1))
-    line = report.difference_table(results, report.read_columns("accuracy")).lines[1]
-    expected = stats.difference([a[1], a[0]], b, "nll", "choices")
-    assert line.keys[2] == "2" and line.cells[1].value == f"{expected.value:+.3f}"
+    assert lines()[1].keys[2] == "2"
+    shown(lines()[1], [a[1], a[0]], b)
     # One seed in common would hide what seeds differ by.
     smoothed.runs["toy"] = dict(enumerate([*b, b[0]], 2))
-    line = report.difference_table(results, report.read_columns("accuracy")).lines[1]
-    apart = stats.difference(seeds(plain), seeds(smoothed), "nll", "choices", False)
-    assert line.keys[2] == "3 − 3"
-    assert line.cells[1].interval == f"[{apart.low:+.3f}, {apart.high:+.3f}]"
-    _, found = lines(lambda line: line if line["seed"] == 0 else None)
-    assert found["0.1"][0] == found["base"][0] == "1"
+    assert lines()[1].keys[2] == "3 − 3"
+    shown(lines()[1], seeds(plain), seeds(smoothed), False)
+    plain.runs["toy"], smoothed.runs["toy"] = {0: a[0]}, {0: b[0]}
+    assert [line.keys[2] for line in lines()] == ["1", "1"]
 
 
 def test_what_was_asked_otherwise_is_not_compared(project, tmp_path, capsys):
