@@ -86,7 +86,6 @@ def parser() -> argparse.ArgumentParser:
 
     add = command("metrics", run_metrics, metrics)
     add("records", nargs="+", type=Path, metavar="RECORDS.jsonl")
-    add("--by", choices=("subject",), help="each subject's as well")
 
     add = command("compare", run_compare, metrics)
     add("a", type=Path, metavar="A.jsonl")
@@ -160,16 +159,15 @@ def run_metrics(a: argparse.Namespace) -> None:
 
     for path in a.records:
         names = stats.METRICS if a.all or a.json else stats.DEFAULT
-        found = figures_of(path, a.by, names, a.normalise)
+        found = figures_of(path, a.normalise, names)
         if a.json:
             print_json(found)
             continue
-        for name, part in {"": found, **found.get("by_subject", {})}.items():
-            mass = part["letter_mass"]
-            mass = "" if mass is None else f", letter mass {mass:.3f}"
-            print(f"{name or path}: {counted(part['questions'], 'question')}{mass}")
-            headings = {"choices": "among the choices", "vocabulary": "among all tokens"}
-            print(pd.DataFrame(part["metrics"]).map(str).rename(columns=headings).to_string())
+        mass = found["letter_mass"]
+        mass = "" if mass is None else f", letter mass {mass:.3f}"
+        print(f"{path}: {counted(found['questions'], 'question')}{mass}")
+        headings = {"choices": "among the choices", "vocabulary": "among all tokens"}
+        print(pd.DataFrame(found["metrics"]).map(str).rename(columns=headings).to_string())
         if said := found.get("by_sum"):
             print(
                 f"by {found['normalise']}, so calibration is that normaliser's: signed ECE "
@@ -178,28 +176,19 @@ def run_metrics(a: argparse.Namespace) -> None:
             )
 
 
-def figures_of(path: Path, by: str | None, names: Iterable, normalise: str | None = None) -> dict:
-    """A record file's metrics in each confidence, by subject, and of texts by length by sum."""
-    from calibeval import records, stats
+def figures_of(path: Path, normalise: str | None, names: Iterable[str]) -> dict:
+    """A record file's metrics in each confidence, and of texts by length by sum."""
+    from calibeval import api, stats
 
     run = stats.load(path, normalise)
-    found = {"records": str(path)} | figures(run, names)
-    if by:
-        groups = stats.breakdown(records.read(path, normalise))
-        found["by_subject"] = {name: figures(of, stats.DEFAULT) for name, of in groups.items()}
+    about = {k: getattr(run, k) for k in ("model", "questions", "letter_mass", "reliability")}
+    found = {"records": str(path)} | about
+    found |= {"normalise": run.convention, "metrics": api.metrics(run, names)}
     if run.convention in ("bytes", "characters"):
         found["metrics"]["choices"]["ece_signed"] = stats.estimate([run], "ece_signed", "choices")
         own = stats.load(path, "sum")
         found["by_sum"] = {m: stats.estimate([own], m, "choices") for m in ("ece", "ece_signed")}
     return found
-
-
-def figures(run, names: Iterable[str]) -> dict:
-    """A run's metrics in each confidence."""
-    from calibeval.api import metrics
-
-    about = {k: getattr(run, k) for k in ("model", "questions", "letter_mass", "reliability")}
-    return about | {"normalise": run.convention, "metrics": metrics(run, names)}
 
 
 def print_json(value: dict) -> None:

@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from transformers import TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from calibeval import scoring, stats
+from calibeval import measures, scoring, stats
 from calibeval.io import InputError
 from calibeval.request import Task
-
-WATCHED = ("accuracy", "nll", "ece")
 
 
 class CalibrationCallback(TrainerCallback):
@@ -52,12 +50,13 @@ class CalibrationCallback(TrainerCallback):
         scored = scoring.score(model, tokenizer, self.tasks, progress=False, **self.options)
         logs = {}
         for key, records in scored.items():
-            run = stats.measure(records, WATCHED, curves=False)
-            logs |= {f"eval_{key}_{m}": run.values["choices"][m] for m in ("accuracy", "nll")}
-            for confidence in run.confidences:
+            samples = stats.samples(stats.in_order(records))
+            for metric in (measures.accuracy, measures.nll):
+                logs[f"eval_{key}_{metric.__name__}"] = float(metric(samples["choices"])[0])
+            for confidence, sample in samples.items():
                 name = f"eval_{key}_ece" + f"_{confidence}" * (confidence != "choices")
-                logs[name] = run.values[confidence]["ece"]
-                logs[f"{name}_floor"] = run.floors[confidence]["ece"][0]
+                logs[name] = float(measures.ece(sample)[0])
+                logs[f"{name}_floor"] = stats.consistency(sample, ["ece"])["ece"][0]
         state.log_history.append(logs | {"step": state.global_step, "epoch": state.epoch})
         # The reports are other callbacks, and the one who knows them is who calls this one.
         handler, should_log = caller.f_locals["self"], control.should_log

@@ -15,7 +15,7 @@ import numpy as np
 from calibeval.io import InputError
 from calibeval.measures import SEED, scores
 from calibeval.records import Records
-from calibeval.stats import take
+from calibeval.stats import in_order
 
 SCORES = ("lac", "aps")
 
@@ -69,8 +69,7 @@ def evaluate(of: Records, *, alpha: float = 0.1, score: str = "lac", splits: int
     """
     if len(of) < 2:
         raise InputError(f"{of.path}: 1 record, expected 2 or more to split")
-    # In the order of the ids.
-    of = take(of, np.argsort(np.array(of.ids), kind="stable"))
+    of = in_order(of)
     uniform = np.random.default_rng(SEED + 1).random(len(of))
     found = nonconformity(scores(of, "choices").probs, score, uniform)
     found = np.where(np.isfinite(of.logprobs), found, np.inf)  # of an absent choice

@@ -165,18 +165,18 @@ def code() -> str:
     return hashlib.sha256(b"".join(Path(source).read_bytes() for source in sources)).hexdigest()
 
 
-def measure(
-    of: Records,
-    names: Sequence[str] = tuple(METRICS),
-    curves: bool = True,
-) -> Run:
-    """The figures of records in memory, and the curves of a reliability diagram if asked."""
-    # In the order of the ids: the same resamples for every file of these questions.
-    of = take(of, np.argsort(np.array(of.ids), kind="stable"))
+def samples(of: Records) -> dict[str, Sample]:
+    """The questions under each definition of confidence that they have."""
     confidences = CONFIDENCES if of.scoring == "letters" else CONFIDENCES[:1]
-    exact = {c: Sample(measures.scores(of, c)) for c in confidences}
-    draws = {c: {name: [] for name in REGULAR if name in names} for c in confidences}
-    bins = {c: [] for c in confidences}
+    return {c: Sample(measures.scores(of, c)) for c in confidences}
+
+
+def measure(of: Records) -> Run:
+    """The figures of records in memory, and the curves of a reliability diagram."""
+    of = in_order(of)
+    exact = samples(of)
+    draws = {c: {name: [] for name in REGULAR} for c in exact}
+    bins = {c: [] for c in exact}
     for times in measures.resamples(len(of), RESAMPLES):
         for c, observed in exact.items():
             sample = Sample(observed.scores, times)
@@ -193,10 +193,10 @@ def measure(
         hashlib.sha256(asked.encode()).hexdigest(),
         None if None in of.prompts else prompts,
         finite(of.letter_mass.mean()),
-        confidences,
-        {c: reliability(sample) if curves else {} for c, sample in exact.items()},
-        {c: {m: finite(METRICS[m](s)[0]) for m in names} for c, s in exact.items()},
-        {c: consistency(s, [m for m in names if m in CALIBRATION]) for c, s in exact.items()},
+        tuple(exact),
+        {c: reliability(sample) for c, sample in exact.items()},
+        {c: {m: finite(METRICS[m](sample)[0]) for m in METRICS} for c, sample in exact.items()},
+        {c: consistency(sample, tuple(CALIBRATION)) for c, sample in exact.items()},
         {
             c: {m: np.concatenate(parts) for m, parts in draws[c].items()}
             | {"rms_debiased": squares(sample.top, bins[c])}
@@ -205,8 +205,9 @@ def measure(
     )
 
 
-def take(of: Records, at: np.ndarray) -> Records:
-    """The records at some places."""
+def in_order(of: Records) -> Records:
+    """The records by their ids: the same resamples for every file of these questions."""
+    at = np.argsort(np.array(of.ids), kind="stable")
     arrays = {name: v[at] for name, v in vars(of).items() if isinstance(v, np.ndarray)}
     return replace(of, ids=[of.ids[i] for i in at], **arrays)
 
@@ -409,9 +410,3 @@ def better(metric: str, found: Estimate) -> str | None:
     if not found.told_apart or not DIRECTION[metric]:
         return None
     return "b" if (found.low > 0) == (DIRECTION[metric] > 0) else "a"
-
-
-def breakdown(of: Records) -> dict[str, Run]:
-    """The `DEFAULT` metrics of each subject."""
-    rows = {str(name): np.flatnonzero(of.subjects == name) for name in np.unique(of.subjects)}
-    return {name: measure(take(of, at), DEFAULT, curves=False) for name, at in rows.items()}

@@ -75,14 +75,12 @@ def draw(n: int, sharpness: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return said - np.log(np.exp(said).sum(1, keepdims=True)), labels
 
 
-def write_records(
-    path, n: int, sharpness: float, seed: int, mass: float = 0.95, subjects: tuple = ("s",)
-) -> None:
+def write_records(path, n: int, sharpness: float, seed: int, mass: float = 0.95) -> None:
     """What `draw` makes; the letters have `mass` of the probability."""
     said, labels = draw(n, sharpness, seed)
     logprobs, rows = said + math.log(mass), []
     for i in range(n):
-        row = {"id": f"q{i}", "subject": subjects[i % len(subjects)], "model": "m"}
+        row = {"id": f"q{i}", "subject": "s", "model": "m"}
         row |= {"label": int(labels[i]), "logprobs": logprobs[i].tolist(), "letter_mass": mass}
         rows.append(row)
     write_lines(path, rows)

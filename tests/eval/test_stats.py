@@ -1,4 +1,4 @@
-"""Figures with intervals, several seeds, paired differences, breakdowns, and the command line."""
+"""Figures with intervals, several seeds, paired differences, and the command line."""
 
 import json
 
@@ -14,7 +14,7 @@ from calibeval.measures import Sample, scores
 
 def write(path, n=600, sharpness=1.0):
     """Answers to the same questions, stated with some sharpness."""
-    write_records(path, n, sharpness, 0, 1.0, ("astronomy", "sociology", "new"))
+    write_records(path, n, sharpness, 0, 1.0)
     return path
 
 
@@ -175,18 +175,6 @@ def test_metrics_prints_what_a_reader_uses_and_all_on_demand(tmp_path, capsys):
     every = capsys.readouterr().out
     names = [line.split()[0] for line in usual.splitlines()[2:]]
     assert names == list(stats.DEFAULT) and "floor" in usual and "rms_hendrycks" in every
-
-
-def test_breakdown(tmp_path, capsys):
-    path = write(tmp_path / "a.jsonl")
-    of = records.read(path)
-    found = stats.breakdown(of)
-    assert list(found) == ["astronomy", "new", "sociology"]
-    expected = scores(of, "choices").correct[of.subjects == "new"].mean()
-    accuracy = stats.estimate([found["new"]], "accuracy", "choices")
-    assert found["new"].questions == 200 and accuracy.value == pytest.approx(expected)
-    assert main(["metrics", str(path), "--by", "subject"]) == 0
-    assert "sociology: 200 questions" in capsys.readouterr().out
 
 
 def test_squares_read_what_they_say_they_read(tmp_path):
