@@ -175,8 +175,7 @@ def meta(path: Path) -> dict:
 def intact(path: Path) -> list[dict]:
     """The whole records of a file that may be cut short, each id once."""
     found = {}
-    # Not splitlines(): ids may hold characters, such as U+2028, that end a line there.
-    for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with suppress(ValueError, TypeError):  # `InputError` is a ValueError
             row = json.loads(text)
             found.setdefault(checked(Record, row, "").id, row)

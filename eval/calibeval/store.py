@@ -53,7 +53,7 @@ class Store:
         self.seconds += seconds
         with atomic_write(records.sidecar(self.part)) as file:
             json.dump({"settings": self.settings, "seconds": self.seconds}, file, indent=1)
-        lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+        lines = "".join(f"{json.dumps(row)}\n" for row in rows)  # ASCII: ids may hold U+2028
         try:
             with open(self.part, "a", encoding="utf-8") as file:
                 file.write(f"\n{lines}")  # what a kill has cut short stays a line of its own

@@ -233,9 +233,10 @@ def test_a_model_that_diverged_is_refused(val, tiny_model, tmp_path, refused):
     for part in (model, AutoTokenizer.from_pretrained(tiny_model)):
         part.save_pretrained(tmp_path / "m")
     common = ["--model", tmp_path / "m", "--task", "mmlu", "--data", val]
-    for fit_it in ("fit-temperature", "fit-ats"):
-        assert "output is not finite" in refused(fit_it, *common, "--out", tmp_path / "c")
-    assert not (tmp_path / "c").exists()
+    for command in ("fit-temperature", "fit-ats", "score"):
+        out = tmp_path / "r.jsonl"
+        assert "output is not finite" in refused(command, *common, "--out", out)
+        assert not out.exists()
 
 
 def test_bad_input_is_one_message(val, tiny_model, tmp_path, refused):

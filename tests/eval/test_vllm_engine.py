@@ -11,34 +11,10 @@ import subprocess
 import sys
 
 import pytest
+from made_records import read_lines, write_lines
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 pytest.importorskip("vllm")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory, shared_data):
-    """Two real subjects of 40 questions each."""
-    import csv
-
-    source, out = shared_data("mmlu.tar.xz"), tmp_path_factory.mktemp("two")
-    for subject in ("astronomy", "college_physics"):
-        for split, count in (("dev", 5), ("test", 40)):
-            name = f"{split}/{subject}_{split}.csv"
-            (out / split).mkdir(exist_ok=True)
-            with open(source / name, newline="") as old, open(out / name, "w", newline="") as new:
-                csv.writer(new).writerows(list(csv.reader(old))[:count])
-    return out
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model, tmp_path_factory):
-    """The tiny model with room for five real shots, which its small vocabulary makes long."""
-    out = tmp_path_factory.mktemp("model") / "tiny"
-    shutil.copytree(tiny_model, out)
-    config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
-    return out
 
 
 def score(model, data, out, *options) -> list[dict]:
@@ -50,7 +26,7 @@ def score(model, data, out, *options) -> list[dict]:
         [str(c) for c in command], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in out.read_text().splitlines()]
+    return read_lines(out)
 
 
 def assert_equal(ours: list[dict], theirs: list[dict]) -> None:
@@ -62,23 +38,23 @@ def assert_equal(ours: list[dict], theirs: list[dict]) -> None:
         assert a["letter_mass"] == pytest.approx(b["letter_mass"], abs=1e-3)
 
 
-def test_same_records_and_cached_prefixes(model, data, tmp_path):
-    vllm = score(model, data, tmp_path / "v.jsonl", "--engine", "vllm")
-    transformers = score(model, data, tmp_path / "t.jsonl")
+def test_same_records(tiny_model, mmlu, tmp_path):
+    vllm = score(tiny_model, mmlu, tmp_path / "v.jsonl", "--engine", "vllm")
+    transformers = score(tiny_model, mmlu, tmp_path / "t.jsonl")
     assert_equal(vllm, transformers)
-    assert len(vllm) == 80 and vllm[0]["versions"]["vllm"]
+    assert len(vllm) == 60 and vllm[0]["versions"]["vllm"]
     meta = json.loads((tmp_path / "v.jsonl.meta.json").read_text())
     settings = meta["settings"]["engine_settings"]
     assert settings["engine"] == "vllm" and settings["head_dtype"] == "float32"
 
 
-def test_a_model_that_vllm_cannot_run(model, data, tmp_path):
+def test_a_model_that_vllm_cannot_run(tiny_model, mmlu, tmp_path):
     """One line, where an engine's start fails in a process of its own."""
     path = tmp_path / "unknown"
-    shutil.copytree(model, path)
+    shutil.copytree(tiny_model, path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"architectures": ["NoSuchModel"]}))
-    command = ["score", "--task", "mmlu", "--data", data, "--model", path, "--engine", "vllm"]
+    command = ["score", "--task", "mmlu", "--data", mmlu, "--model", path, "--engine", "vllm"]
     done = subprocess.run(
         [sys.executable, "-m", "calibeval", *map(str, command), "--out", str(tmp_path / "r.jsonl")],
         capture_output=True,
@@ -88,28 +64,28 @@ def test_a_model_that_vllm_cannot_run(model, data, tmp_path):
     assert f"error: {path}: vLLM " in done.stderr.splitlines()[-1]
 
 
-def test_letters_of_two_tokens(model, tmp_path):
+def test_letters_of_two_tokens(tiny_model, tmp_path):
     """A tokenizer that spells " A" as "Ġ", "A", asked in shuffled order about 2 to 5 choices."""
-    path = model.parent / "split"
-    shutil.copytree(model, path)
+    path = tmp_path / "split"
+    shutil.copytree(tiny_model, path)
     raw = json.loads((path / "tokenizer.json").read_text())
     merges = raw["model"]["merges"]
     raw["model"]["merges"] = [m for m in merges if m not in (["Ġ", "A"], ["Ġ", "C"])]
     assert len(merges) - len(raw["model"]["merges"]) == 2
     (path / "tokenizer.json").write_text(json.dumps(raw))
-    rng, data = random.Random(0), tmp_path / "q.jsonl"
-    with open(data, "w") as file:
-        for i in range(30):
-            choices = [str(i + j) for j in range(rng.randint(2, 5))]
-            row = {"question": f"Which number is {i}?", "choices": choices, "answer": 0}
-            file.write(json.dumps(row | {"subject": rng.choice(["sums", "kings"])}) + "\n")
+    rng, rows = random.Random(0), []
+    for i in range(30):
+        choices = [str(i + j) for j in range(rng.randint(2, 5))]
+        row = {"question": f"Which number is {i}?", "choices": choices, "answer": 0}
+        rows.append(row | {"subject": rng.choice(["sums", "kings"])})
+    data = write_lines(tmp_path / "q.jsonl", rows)
     options = ["--task", "jsonl", "--shots", "0"]
     vllm = score(path, data, tmp_path / "v.jsonl", "--engine", "vllm", *options)
     assert_equal(vllm, score(path, data, tmp_path / "t.jsonl", *options))
     assert {len(row["logprobs"]) for row in vllm} == {2, 3, 4, 5}
 
 
-def test_continuation(model, tmp_path):
+def test_continuation(tiny_model, tmp_path):
     """Choices of one to many tokens, some beginning alike, with contexts around the two blocks of
     128 tokens that vLLM caches on a CPU.
     """
@@ -125,18 +101,17 @@ def test_continuation(model, tmp_path):
     ]
     for row in rows:
         row["choices"].append(row["choices"][3] + " and light")
-    path = tmp_path / "q.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_lines(tmp_path / "q.jsonl", rows)
     options = ["--task", "jsonl", "--scoring", "continuation"]
-    vllm = score(model, path, tmp_path / "v.jsonl", "--engine", "vllm", *options)
-    transformers = score(model, path, tmp_path / "t.jsonl", *options)
+    vllm = score(tiny_model, path, tmp_path / "v.jsonl", "--engine", "vllm", *options)
+    transformers = score(tiny_model, path, tmp_path / "t.jsonl", *options)
     for a, b in zip(vllm, transformers, strict=True):
         for key in ("id", "prompt_sha256", "bytes", "characters", "normalise"):
             assert a[key] == b[key]
         assert a["logprobs"] == pytest.approx(b["logprobs"], abs=2e-3)
 
 
-def test_logits_of_a_bfloat16_model_are_float32(model, tmp_path):
+def test_logits_of_a_bfloat16_model_are_float32(tiny_model, tmp_path):
     script = tmp_path / "head.py"
     script.write_text(f"""
 from calibeval.engines import Job
@@ -144,7 +119,7 @@ from calibeval.engines.hf import TransformersEngine
 from calibeval.engines.vllm import VllmEngine
 
 if __name__ == "__main__":
-    path, jobs = {str(model)!r}, [[Job(i, (5, 6 + i, 7), ((8,), (9,), (10, 11), (12, 9))) for i in range(9)]]
+    path, jobs = {str(tiny_model)!r}, [[Job(i, (5, 6 + i, 7), ((8,), (9,), (10, 11), (12, 9))) for i in range(9)]]
     ours = dict(TransformersEngine(path, dtype="bfloat16").score(jobs))
     engine = VllmEngine(path, dtype="bfloat16", longest=20)
     found = dict(engine.score(jobs))
