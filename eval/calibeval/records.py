@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -170,16 +169,6 @@ def meta(path: Path) -> dict:
         return dict(json.loads(read_text(sidecar(path))))
     except (ValueError, TypeError) as error:
         raise InputError(f"{sidecar(path)}: not a JSON object ({error})") from error
-
-
-def intact(path: Path) -> list[dict]:
-    """The whole records of a file that may be cut short, each id once."""
-    found = {}
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with suppress(ValueError, TypeError):  # `InputError` is a ValueError
-            row = json.loads(text)
-            found.setdefault(checked(Record, row, "").id, row)
-    return list(found.values())
 
 
 def write(path: Path, rows: Iterable[dict], about: dict) -> dict:

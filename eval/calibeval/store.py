@@ -6,10 +6,12 @@ RECORDS.jsonl, RECORDS.jsonl.meta.json             at the end
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from calibeval import records
 from calibeval.io import InputError, atomic_write
+from calibeval.request import checked
 
 # What chooses the questions and examples. The prompts' hash tells whether two choices are the same;
 # these say only in which option two hashes part.
@@ -34,8 +36,15 @@ class Store:
             self.seconds = about.get("seconds", 0.0)
 
     def finished(self) -> dict[str, dict]:
-        """Records by question id: what is intact of what was made so far."""
-        return {row["id"]: row for row in records.intact(self.part)} if self.part.exists() else {}
+        """Records by question id: the whole ones of what was made so far."""
+        if not self.part.exists():
+            return {}
+        found = {}
+        for text in self.part.read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError, TypeError):  # cut short; `InputError` is a ValueError
+                row = json.loads(text)
+                found.setdefault(checked(records.Record, row, "").id, row)
+        return found
 
     def engine(self, describe: dict) -> None:
         """Keep the loaded engine's settings: what `dtype=auto` comes to is known only now.
