@@ -153,8 +153,10 @@ def test_table_over_data_sets(project, tmp_path, capsys):
 
 
 def test_columns():
-    chosen = report.read_columns("nll, rms_hendrycks,ece@vocabulary,nll")
-    assert [c.heading for c in chosen] == ["NLL ↓", "Hendrycks' RMS ↓", "ECE, all tokens ↓"]
+    chosen = report.read_columns("nll, ece_signed,ece@vocabulary,auroc,nll")
+    assert [c.heading for c in chosen] == ["NLL ↓", "signed ECE", "ECE, all tokens ↓", "AUROC ↑"]
+    low = [c.loss(stats.Estimate(-0.5)) for c in chosen]
+    assert low == [-0.5, 0.5, -0.5, 0.5]
     for wrong in ("eec", "ece@letters"):
         with pytest.raises(InputError, match=f"--columns: no {wrong!r}; expected accuracy"):
             report.read_columns(f"nll,{wrong}")
