@@ -1,4 +1,4 @@
-# make setup   create .venv and install the pinned CPU packages
+# make setup   create .venv and install the versions that CI tests
 # make demo    pre-train, fine-tune and score a small world; write the calibration table (no GPU, no hub)
 # make test    run the tests, one process for each core
 # make lint    ruff, check only
