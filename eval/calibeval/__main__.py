@@ -5,6 +5,7 @@ A command imports what it needs itself: NumPy and the model libraries take secon
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -18,6 +19,7 @@ from calibeval.request import Request, Task, checked
 def main(argv: list[str] | None = None) -> int:
     """Run a command; bad input prints `error: …` and gives exit status 2."""
     a = parser().parse_args(argv)
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # figures have threads already
     try:
         a.run(a)
     except InputError as error:

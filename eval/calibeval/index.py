@@ -8,6 +8,7 @@ from pathlib import Path, PurePath
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
+from tqdm import tqdm
 
 from calibeval import stats
 from calibeval.io import InputError, json_lines
@@ -117,7 +118,8 @@ def read(index: Path) -> Results:
     lines = read_lines(Path(index))
     asked = [(line["records"], line.get("normalise")) for line in lines]
     with ThreadPoolExecutor() as pool:  # NumPy lets other threads run
-        runs = [*pool.map(stats.load, *zip(*asked, strict=True))]
+        found = pool.map(stats.load, *zip(*asked, strict=True))
+        runs = [*tqdm(found, "record files", len(asked), disable=None, delay=2)]
     for dataset in {line["dataset"] for line in lines}:
         of = [pair for pair in zip(lines, runs, strict=True) if pair[0]["dataset"] == dataset]
         stats.same_questions([run for _, run in of])
