@@ -19,7 +19,7 @@ from calibeval.request import Request, Task, checked
 def main(argv: list[str] | None = None) -> int:
     """Run a command; bad input prints `error: …` and gives exit status 2."""
     a = parser().parse_args(argv)
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # figures have threads already
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a file has a thread already
     try:
         a.run(a)
     except InputError as error:
