@@ -150,9 +150,11 @@ def score(
         for task in every:
             path, settings = folder / f"{task.key}.jsonl", made | _settings(task, request)
             meta = _fill(path, items[task.key], settings, name, engine, overwrite, progress)
-            found[task.key] = records.read(path)
-            if meta and progress:
-                report(meta, found[task.key])
+            found[task.key] = of = records.read(path)
+            if not meta:
+                print(f"{path}: complete already, {counted(len(of), 'question')}", file=sys.stderr)
+            elif progress:
+                report(meta, of)
     return found
 
 
@@ -203,7 +205,6 @@ def _fill(
         engine()
     store = Store(out, settings, overwrite)
     if out.exists():
-        print(f"{out}: complete already, {counted(len(items), 'question')}", file=sys.stderr)
         return None
     finished = store.finished()
     ids = [item.prompt.question.id for item in items]
