@@ -5,6 +5,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -125,9 +126,10 @@ def score(
         overwrite = overwrite or not Path(name).is_dir()  # nobody knows what was scored before
     request = request.model_copy(update={"max_length": request.max_length or longest})
     every = [resolved(task) for task in request.tasks]
-    items = {t.key: fit_prompts(load(t), t, tokenizer, request.max_length) for t in every}
-    made = {"model_digest": models.digest(name, request.revision) if out else None}
-    made["calibrator_sha256"] = None
+    with ThreadPoolExecutor(1) as meanwhile:  # both take seconds, and neither holds the GIL
+        digest = meanwhile.submit(models.digest, name, request.revision) if out else None
+        items = {t.key: fit_prompts(load(t), t, tokenizer, request.max_length) for t in every}
+    made = {"model_digest": digest and digest.result(), "calibrator_sha256": None}
     if calibrator:
         from calibeval import posthoc
 
