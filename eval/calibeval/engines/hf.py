@@ -251,7 +251,10 @@ class TransformersEngine:
         for row, job in enumerate(batch):
             start = len(job.tokens) - prefix.length - 1  # place of node (): the context's last
             # Which nodes lie on the way to each, itself among them: (nodes, nodes).
-            along = np.array([[b == a[: len(b)] for b in job.nodes] for a in job.nodes])
+            at, along = {}, np.eye(len(job.nodes), dtype=bool)
+            for node in job.nodes:  # a node's parent comes before it
+                along[len(at)] |= along[at.get(node[:-1], 0)]
+                at[node] = len(at)
             end = start + len(along)
             sees[row, start:end, start:end] = along
             positions[row, start:end] = torch.from_numpy(along.sum(1)) + len(job.tokens) - 2
