@@ -24,17 +24,20 @@ def mmlu(tmp_path) -> Path:
 def tiny_model(tmp_path_factory) -> Path:
     """A random two-layer Llama whose byte-level BPE has tokens " A" to " D"."""
     import torch
-    from made_tokenizer import write_tokenizer
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     rng, out = random.Random(1), tmp_path_factory.mktemp("tiny")
     text = [
         f"{' '.join(rng.choices(WORDS.split(), k=9))}\nAnswer: {rng.choice('ABCD')}"
         for _ in range(500)
     ]
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(text, 400, show_progress=False, special_tokens=["<s>"])
+    PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, bos_token="<s>").save_pretrained(out)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=write_tokenizer(out, text, 400),
+        vocab_size=bpe.get_vocab_size(),
         hidden_size=64,
         intermediate_size=64,
         num_hidden_layers=2,
