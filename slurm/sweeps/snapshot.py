@@ -10,7 +10,7 @@ from pathlib import Path
 from sweeps.run import output
 
 PACKAGES = ("smoothce", "smoothed_open_instruct", "calibeval", "sweeps", "studies")
-CACHES = ("__pycache__", "*.pyc")
+UNUSED = ("__pycache__", "*.pyc", "records")  # the last a study's, which no run reads
 
 
 def snapshot(sweep: Path) -> Path:
@@ -28,7 +28,7 @@ def snapshot(sweep: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=made.parent, prefix=".") as scratch:
         part = Path(scratch) / "part"
         for name, folder in folders.items():
-            shutil.copytree(folder, part / name, ignore=shutil.ignore_patterns(*CACHES))
+            shutil.copytree(folder, part / name, ignore=shutil.ignore_patterns(*UNUSED))
         git = ("git", "-C", str(folders["sweeps"]))
         (part / "COMMIT").write_text(output(*git, "rev-parse", "HEAD") or "not in git\n")
         (part / "DIFF").write_text(output(*git, "diff", "HEAD") or "")
