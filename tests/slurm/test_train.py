@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import datasets
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -345,12 +346,15 @@ def rows_of(run: Run, key: str = "loss") -> list[float]:
     return [row[key] for row in rows if key in row]
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "token_mean"])
-def test_training_is_torchs_own_packed_or_not(sweep_file, tiny, reduction):
+@pytest.mark.parametrize(
+    ("reduction", "target"), [("mean", None), ("sum", None), ("token_mean", "unigram")]
+)
+def test_training_is_torchs_own_packed_or_not(sweep_file, tiny, reduction, target):
     """Against a loop with torch's cross-entropy, AdamW and nothing of ours but the order."""
     settings = {"label_smoothing": 0.1, "learning_rate": 1e-3, "weight_decay": 0.1, "held_out": 5}
     settings |= {"reduce_loss": reduction, "gradient_accumulation_steps": 3, "max_tokens": 80}
     settings |= {"logging_steps": 1, "clip_grad_norm": 3.0, "warmup_ratio": 0.2}
+    settings["smoothing_target"] = target
     path = sweep_file(grid={}, train=settings)
     runs = [finished(path, f"train.packing={on}") for on in ("false", "true")]
     keys = runs[0].config().keys
@@ -362,6 +366,9 @@ def test_training_is_torchs_own_packed_or_not(sweep_file, tiny, reduction):
     groups = [{"params": rest, "weight_decay": 0.1}, {"params": flat, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3)
     schedule = get_scheduler("linear", optimizer, int(len(updates) * 0.2), len(updates))
+    learnt = updates.batch(updates.kept)["labels"]
+    often = torch.bincount(learnt[learnt != IGNORE], minlength=model.config.vocab_size)
+    often = often / often.sum() if target else torch.ones(len(often)) / len(often)
     losses, norms = [], []
     for step in range(len(updates)):
         rows = updates.rows(step)
@@ -369,11 +376,9 @@ def test_training_is_torchs_own_packed_or_not(sweep_file, tiny, reduction):
         for block in (rows[i : i + 4] for i in range(0, len(rows), 4)):
             batch = updates.batch(block)
             logits, labels = model(batch["input_ids"]).logits[:, :-1], batch["labels"][:, 1:]
-            nll = {"label_smoothing": 0.1, "ignore_index": IGNORE, "reduction": "sum"}
-            loss, n = (
-                F.cross_entropy(logits.flatten(0, 1), labels.flatten(), **nll),
-                (labels != IGNORE).sum(),
-            )
+            n = (said := labels != IGNORE).sum()
+            nll = F.cross_entropy(logits[said], labels[said], reduction="sum")
+            loss = 0.9 * nll - 0.1 * (logits[said].log_softmax(-1) @ often).sum()
             total = int(updates.targets[rows].sum())
             (loss / {"mean": 3 * n, "sum": 3, "token_mean": total}[reduction]).backward()
             summed, count = summed + loss.item(), count + int(n)
@@ -555,6 +560,10 @@ def test_models_and_tokenizers_that_do_not_fit_are_said(sweep_file, tiny, tmp_pa
         weights.truncate(1000)
     with pytest.raises(InputError, match=f"{folder}: cannot be loaded as a causal"):
         finished(path, "train.seed=2")
+    np.save(tmp_path / "share.npy", np.ones(3))
+    with pytest.raises(InputError, match=r"share.npy: shape \(3,\), least 1; expected \(\d+,\)"):
+        path = sweep_file(grid={}, train={"max_train_steps": 1})
+        finished(path, f"train.smoothing_target={tmp_path}/share.npy")
 
 
 def test_flash_attn_is_taken_where_it_is_installed(monkeypatch):

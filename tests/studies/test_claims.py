@@ -17,7 +17,7 @@ from sweeps.plan import plan
 
 MODEL = "smollm2-135m"
 RUNS = {"grid": 4, "seeds": 25, "high": 25, "harm": 25, "sum": 6, "mean": 6}
-RUNS |= {"filtered": 6, "half": 3, "twice": 3}
+RUNS |= {"filtered": 6, "unigram": 3, "half": 3, "twice": 3}
 
 
 def test_every_part_is_a_sweep(monkeypatch):

@@ -13,6 +13,7 @@ run again, on whatever machine:
     harm          the same at 5e-5, two epochs of the summed, unclipped loss
     sum, mean     the summed loss, clipped; the mean of micro-batches
     filtered      the filtered gradient
+    unigram       β spread over tokens as often as they are learnt, at β = 0.1
     half, twice   half the conversations, and all of them twice, at β = 0
     after         temperature and ATS fitted on MMLU's val questions after β = 0
     report        what smoothing does in each setting; reads the packed records alone
@@ -58,6 +59,7 @@ PARTS = {
     "sum": [*PAIR, "grid.reduce_loss=[sum]", "grid.clip_grad_norm=[1.0]"],
     "mean": [*PAIR, "grid.reduce_loss=[mean]", *SMALL],
     "filtered": [*PAIR, "grid.filter_eps=[auto]"],
+    "unigram": [*PAIR, "grid.label_smoothing=[0.1]", "grid.smoothing_target=[unigram]"],
     "half": [*PAIR, "train.max_train_samples=12800", "grid.label_smoothing=[0.0]"],
     "twice": [*PAIR, "grid.num_train_epochs=[2]", "grid.label_smoothing=[0.0]"],
 }
@@ -89,7 +91,8 @@ for name in ("temperature", "ats"):
     for beta, tuned in ((0, PLAIN), (0.1, SMOOTHED)):
         after_zero = (1, "after", {"calibrator": name})
         ROWS[f"{name} after β = 0, less β = {beta}"] = [after_zero, (-1, "seeds", tuned)]
-ROWS["filtered less exact, β = 0.1"] = [(1, "filtered", SMOOTHED), (-1, "seeds", SMOOTHED)]
+for name, part in {"filtered less exact": "filtered", "unigram less uniform": "unigram"}.items():
+    ROWS[f"{name}, β = 0.1"] = [(1, part, SMOOTHED), (-1, "seeds", SMOOTHED)]
 # Readings: a task, whose probabilities (among the choices or all tokens), and by what length.
 MMLU = ("mmlu", "choices", None), ("mmlu", "vocabulary", None)
 READINGS = [*MMLU]
