@@ -210,10 +210,11 @@ class Updates(torch.utils.data.Dataset):
         rows = np.concatenate([self.rows(step) for step in steps])
         return int(self.lengths[rows].sum()), int(self.targets[rows].sum())
 
-    def frequencies(self, size: int) -> np.ndarray:
-        """How often each of `size` tokens is a target of an epoch."""
+    def frequencies(self, size: int) -> Tensor:
+        """The share of each of `size` tokens among the targets of an epoch, (size,) fp32."""
         labels = self.data[self.kept.tolist()]["labels"].combine_chunks().flatten().to_numpy()
-        return np.bincount(labels[labels != IGNORE], minlength=size)
+        counts = np.bincount(labels[labels != IGNORE], minlength=size)
+        return torch.tensor(counts / counts.sum(), dtype=torch.float32)
 
     def held_out(self) -> Iterator[dict]:
         """This rank's batches of the conversations held out."""

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import datasets
-import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
@@ -109,7 +108,8 @@ def made(run: Run, stop: "Stop") -> tuple["SweepTrainer", object, str | None]:
     trainer = SweepTrainer(run, keys, saved_as, model, args=arguments, train_dataset=updates)
     trainer.add_callback(Course(trainer, stop))
     own = {"filter_eps": keys.filter_eps}
-    own["smoothing_target"] = smoothing_target(keys, updates, model.config.vocab_size)
+    if keys.smoothing_target:
+        own["smoothing_target"] = updates.frequencies(model.config.vocab_size)
     patch_trainer(trainer, reduction="sum", eval_logits=False, **own)
     set_seed(keys.seed, device_specific=True)
     found = [latest(run.checkpoints, trainer.facts) if rank == 0 else None]
@@ -184,20 +184,6 @@ def load_model(keys: "Train", tokens: int, say: Callable = print) -> nn.Module:
         model.resize_token_embeddings(tokens, pad_to_multiple_of=8)
     model.config.dtype = base  # in which it is saved, to be scored as its base is
     return model
-
-
-def smoothing_target(keys: "Train", updates: Updates, size: int) -> Tensor | None:
-    """What β is spread over, (size,) fp32, 1 in all; None: all tokens alike."""
-    name = keys.smoothing_target
-    if name is None:
-        return None
-    found = updates.frequencies(size) if name == "unigram" else np.load(name)
-    if found.shape != (size,) or not (found >= 0).all() or not found.sum() > 0:
-        raise InputError(
-            f"train.smoothing_target: {name}: shape {found.shape}, least {found.min():g}; expected "
-            f"({size},), a share of 0 or more for each token"
-        )
-    return torch.tensor(found / found.sum(), dtype=torch.float32)
 
 
 def prepare(

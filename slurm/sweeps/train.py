@@ -4,7 +4,6 @@ What trains is sweeps.finetune, imported by `train` alone: nobody who plans wait
 """
 
 from importlib.metadata import version
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -83,10 +82,9 @@ class Train(Common):
     filter_eps: Annotated[float, Field(gt=0, lt=1)] | Literal["auto"] | None = option(
         None, "smoothce's filter; null: the exact gradient"
     )
-    smoothing_target: str | None = option(
-        None, "what β is spread over; null: all tokens alike; unigram: as often as they are learnt "
-        "here; else a .npy file of each token's share"
-    )  # fmt: skip
+    smoothing_target: Literal["unigram"] | None = option(
+        None, "what β is spread over; null: all tokens alike; unigram: as often as they are learnt"
+    )
     clip_grad_norm: Above0 | None = option(
         None, "highest norm of the gradient; null: what the DeepSpeed file says, else no limit"
     )
@@ -111,13 +109,10 @@ def packages(train: Train, world: World) -> list[str]:
 
 def missing(train: Train, world: World) -> list[str]:
     """What else would keep a run from starting."""
-    found, file = [], train.smoothing_target
-    if file not in (None, "unigram") and not Path(file).is_file():
-        found.append(f"train.smoothing_target: {file}: neither unigram nor a file")
-    if int((has := version("transformers")).partition(".")[0]) < 5:
-        remedy = "pip install 'transformers>=5'"
-        found.append(f"backend trainer: needs transformers 5, found {has}: {remedy}")
-    return found
+    found = version("transformers")
+    if int(found.partition(".")[0]) >= 5:
+        return []
+    return [f"backend trainer: needs transformers 5, found {found}: pip install 'transformers>=5'"]
 
 
 def train(run: Run) -> None:

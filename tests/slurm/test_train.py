@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import datasets
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -560,10 +559,6 @@ def test_models_and_tokenizers_that_do_not_fit_are_said(sweep_file, tiny, tmp_pa
         weights.truncate(1000)
     with pytest.raises(InputError, match=f"{folder}: cannot be loaded as a causal"):
         finished(path, "train.seed=2")
-    np.save(tmp_path / "share.npy", np.ones(3))
-    with pytest.raises(InputError, match=r"share.npy: shape \(3,\), least 1; expected \(\d+,\)"):
-        path = sweep_file(grid={}, train={"max_train_steps": 1})
-        finished(path, f"train.smoothing_target={tmp_path}/share.npy")
 
 
 def test_flash_attn_is_taken_where_it_is_installed(monkeypatch):
