@@ -60,12 +60,11 @@ def parser() -> argparse.ArgumentParser:
         return p.add_argument
 
     # What several commands have.
-    model, fit, metrics = (argparse.ArgumentParser(add_help=False) for _ in range(3))
+    model, metrics = (argparse.ArgumentParser(add_help=False) for _ in range(2))
     model.add_argument("--model", required=True, help="model folder or hub name")
     add_keys(model.add_argument, Task, [key for key in Task.model_fields if key != "name"])
     keys = ("device", "dtype", "batch_size", "max_length", "revision")
     add_keys(model.add_argument, Request, keys)
-    fit.add_argument("--out", required=True, type=Path, metavar="DIR", help="the calibrator's")
     metrics.add_argument("--all", action="store_true", help="every metric, not only the usual ones")
     help = "texts' scores; default: the records' convention"
     metrics.add_argument("--normalise", choices=("sum", "bytes", "characters"), help=help)
@@ -73,13 +72,7 @@ def parser() -> argparse.ArgumentParser:
     add = command("score", run_score, model)
     add("--out", required=True, type=Path, metavar="RECORDS.jsonl")
     add_keys(add, Request, ("engine", "gpu_memory_utilization"))
-    add("--calibrator", type=Path, metavar="DIR", help="of this model; transformers only")
     add("--overwrite", action="store_true", help="score anew")
-
-    command("fit-temperature", run_fit, model, fit, head="constant", alpha=0.5)
-    add = command("fit-ats", run_fit, model, fit, head="linear")
-    help = "weight of wrong answers, 0 to 1; default: %(default)s"
-    add("--alpha", type=share, default=0.5, help=help)
 
     add = command("import", run_import)
     help = "lm-evaluation-harness's samples_<task>_<time>.jsonl, Inspect's logs (.eval, .json)"
@@ -94,6 +87,11 @@ def parser() -> argparse.ArgumentParser:
     add("b", type=Path, metavar="B.jsonl")
     help = "the questions were asked in other words, which is meant"
     add("--different-prompts", action="store_true", help=help)
+
+    add = command("temperature", run_temperature)
+    add("validation", type=Path, metavar="VALIDATION.jsonl", help="to fit it on")
+    add("test", type=Path, metavar="TEST.jsonl", help="of the same model, on other questions")
+    add("--out", required=True, type=Path, metavar="RECORDS.jsonl", help="TEST's at it")
 
     add = command("conformal", run_conformal)
     add("records", nargs="+", type=Path, metavar="RECORDS.jsonl")
@@ -122,26 +120,14 @@ def run_score(a: argparse.Namespace) -> None:
     """Score a model on a task and write records."""
     if a.out.suffix != ".jsonl" or a.out.is_dir():
         raise InputError(f"--out {a.out}: expected a file's name such as RECORDS.jsonl")
-    if a.calibrator:
-        a.scoring = a.scoring or "letters"
     a.name = a.out.stem
     request = requested(a)
-    how = {"out": a.out.parent, "calibrator": a.calibrator, "overwrite": a.overwrite}
+    how = {"out": a.out.parent, "overwrite": a.overwrite}
     calibeval.score(a.model, tasks=request.tasks, **how, **request.model_dump(exclude={"tasks"}))
     if a.json:
         from calibeval import stats
 
         print_json(figures_of(a.out, None, stats.DEFAULT))
-
-
-def run_fit(a: argparse.Namespace) -> None:
-    """Fit one temperature, or a head that predicts each answer's, to a model's answers."""
-    from calibeval import posthoc
-
-    calibrator = posthoc.fit_task(a.model, requested(a), a.head, a.alpha)
-    calibrator.save_pretrained(a.out)
-    about = {k: v for k, v in calibrator.fitted.items() if k not in ("questions", "model_digest")}
-    print(json.dumps(about) if a.json else f"{a.out}: {json.dumps(about)}")
 
 
 def run_import(a: argparse.Namespace) -> None:
@@ -225,6 +211,12 @@ def sentence(name: str, a, b, difference, low, high, better) -> str:
     if name == "ece_signed" and not low <= 0 <= high:
         verdict = {better: f"B claims {'more' if low > 0 else 'less'}"}
     return f"{text} [{low:+.4f}, {high:+.4f}]: {verdict[better]}"
+
+
+def run_temperature(a: argparse.Namespace) -> None:
+    """Fit a temperature to some records, and apply it to others."""
+    found = calibeval.temperature(a.validation, a.test, a.out)
+    print(json.dumps(found) if a.json else f"{a.out}: {json.dumps(found)}")
 
 
 def run_conformal(a: argparse.Namespace) -> None:

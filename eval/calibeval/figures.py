@@ -42,8 +42,11 @@ def draw(results: Results, out: Path) -> list[tuple[Path, str]]:
     with matplotlib.rc_context(STYLE):
         for group in results.groups:
             rows = [row for row in results.rows if group in row.runs]
-            runs = [*results.runs(group)]
-            among = [c for c in AMONG if all(c in run.confidences for run in runs)]
+            having = {
+                c: [r for r in rows if all(c in run.confidences for run in r.runs[group].values())]
+                for c in AMONG
+            }
+            among = [c for c in AMONG if having[c]]
             name = "".join(c if c.isalnum() or c in "-." else "-" for c in group)
             made = []
             if len({row.beta for row in rows} - {None}) > 1:
@@ -57,7 +60,7 @@ def draw(results: Results, out: Path) -> list[tuple[Path, str]]:
                     "isotonic regression; grey: where that lies in 95 % of calibrated models; "
                     "below, where the questions are."
                 )
-                canvas = reliability(rows, group, confidence)
+                canvas = reliability(having[confidence], group, confidence)
                 made.append((f"reliability_{name}_{confidence}", said, canvas))
             for stem, said, canvas in made:
                 save(canvas, out / stem)
@@ -135,10 +138,11 @@ def ece_over_beta(rows: Sequence[Row], group: str, among: Sequence[str]):
     axes = canvas.subplots(1, len(among), sharey=True, squeeze=False).flat
     for confidence, axis in zip(among, axes, strict=True):
         for i, (name, line) in enumerate(lines.items()):
-            every = [row.estimate(group, "ece", confidence) for row in line]
             at = [row.beta for row in line]
-            axis.plot(at, [e.value for e in every], "o-", color=f"C{i % 10}", label=name)
-            axis.plot(at, [e.floor for e in every], ":", color=f"C{i % 10}")
+            every = [vars(row.estimate(group, "ece", confidence)) for row in line]
+            read, floor = (np.array([e[k] for e in every], float) for k in ("value", "floor"))
+            axis.plot(at, read, "o-", color=f"C{i % 10}", label=name)
+            axis.plot(at, floor, ":", color=f"C{i % 10}")
         for row in (row for row in rows if row.beta is None):
             value = row.estimate(group, "ece", confidence).value
             axis.axhline(value, color=GREY, ls="--", lw=1)

@@ -1,7 +1,6 @@
 """The index of `collect`: a line a record file; lines alike in all but the seed are a row."""
 
 import math
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -86,11 +85,9 @@ class Results:
     groups: list[str]
     shown: tuple[str, ...]
 
-    def runs(self, group: str, calibrated: bool = True) -> Iterator[stats.Run]:
-        """Every run of a column group; those with a calibrator only if asked."""
-        for row in self.rows:
-            if calibrated or row.keys.get("calibrator") is None:
-                yield from row.runs.get(group, {}).values()
+    def runs(self, group: str) -> list[stats.Run]:
+        """Every run of a column group."""
+        return [run for row in self.rows for run in row.runs.get(group, {}).values()]
 
     def reference(self, row: Row) -> Row | None:
         """β = 0 without a calibrator, otherwise as `row`; None if there is no such row, or it is.

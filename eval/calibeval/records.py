@@ -32,6 +32,7 @@ class Record(BaseModel, strict=True):
     subject: str
     label: NonNegativeInt  # index of the right choice
     logprobs: list[LogProbability] = Field(min_length=2)  # natural; sums over tokens
+    # Of the letters among all tokens; null where nobody knows, as after a temperature.
     letter_mass: float | None = Field(None, ge=0, allow_inf_nan=False)
     model: str = "?"
     prompt_sha256: str | None = None
@@ -51,7 +52,7 @@ class Record(BaseModel, strict=True):
             found = f"the probabilities of logprobs sum to {total:.3g}"
             if total > MOST:
                 raise ValueError(f"{found}, more than 1")
-            if self.letter_mass is None or abs(self.letter_mass - total) > MOST - 1:
+            if self.letter_mass is not None and abs(self.letter_mass - total) > MOST - 1:
                 raise ValueError(f"letter_mass is {self.letter_mass}, but {found}")
         for name, lengths in (("bytes", self.bytes), ("characters", self.characters)):
             if lengths is not None and len(lengths) != k:
@@ -79,7 +80,7 @@ class Records:
     subjects: np.ndarray  # (N,) str
     labels: np.ndarray  # (N,) int
     logprobs: np.ndarray  # (N, K), normalised; finite where there is a choice
-    letter_mass: np.ndarray  # (N,), NaN for continuations
+    letter_mass: np.ndarray  # (N,), NaN for continuations and where nobody knows
     prompts: np.ndarray  # (N,) SHA-256 of what each question was asked with, or None
     model: str
     scoring: str = "letters"
@@ -147,7 +148,7 @@ def joined(
         np.array([row.subject for row in every]),
         np.array([row.label for row in every]),
         logprobs,
-        np.array([row.letter_mass if row.scoring == "letters" else np.nan for row in every]),
+        np.array([r.letter_mass if r.scoring == "letters" else None for r in every], float),
         np.array([row.prompt_sha256 for row in every], object),
         first.model,
         first.scoring,

@@ -195,7 +195,7 @@ def main_table(results: Results, chosen: Sequence[Column]) -> Table:
 
 def notes(results: Results, chosen: Sequence[Column], lines: list[Line]) -> list[str]:
     """What the columns mean, in sentences."""
-    runs = {g: [*results.runs(g)] for g in results.groups}
+    runs = {g: results.runs(g) for g in results.groups}
     found = [f"Questions: {', '.join(f'{g} {of[0].questions:,}' for g, of in runs.items())}."]
     found += [NOTES[m] for m in dict.fromkeys(c.metric for c in chosen) if m in NOTES]
     if any(column.confidence == "vocabulary" for column in chosen):
@@ -217,9 +217,8 @@ def notes(results: Results, chosen: Sequence[Column], lines: list[Line]) -> list
                 f"so, and {own:+.3f} by the texts' own probabilities "
                 '("normalise": "sum" in the index).'
             )
-    for group in results.groups:  # a calibrator's masses are low by design
-        masses = [run.letter_mass for run in results.runs(group, calibrated=False)]
-        if (least := min((m for m in masses if m is not None), default=1.0)) < stats.LOW_MASS:
+        masses = [run.letter_mass for run in runs[group] if run.letter_mass is not None]
+        if (least := min(masses, default=1.0)) < stats.LOW_MASS:
             found.append(
                 f"{group}: letters hold as little as {least:.3f} of the probability, so read with "
                 "care."

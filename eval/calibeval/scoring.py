@@ -97,7 +97,6 @@ def score(
     *,
     out: str | Path | None = None,
     name: str | None = None,
-    calibrator: Path | None = None,
     overwrite: bool = False,
     progress: bool = True,
     **options,
@@ -108,9 +107,8 @@ def score(
     which is left as it was. With `out` the records go to `<out>/<task.key>.jsonl`, each beside a
     sidecar with its settings; what is there already of the same weights is not scored again. `name`
     is the folder that a loaded model was saved to: the records are then those of that folder.
-    `calibrator`: a folder of a calibrator of this model. `options` are keys of `Request`, such as
-    `engine` and `batch_size`. All input is read before the model, and the model before anything is
-    deleted.
+    `options` are keys of `Request`, such as `engine` and `batch_size`. All input is read before the
+    model, and the model before anything is deleted.
 
     Raises:
         InputError: data, options or a model that cannot be used, or records of other settings.
@@ -129,20 +127,12 @@ def score(
     with ThreadPoolExecutor(1) as meanwhile:  # both take seconds, and neither holds the GIL
         digest = meanwhile.submit(models.digest, name, request.revision) if out else None
         items = {t.key: fit_prompts(load(t), t, tokenizer, request.max_length) for t in every}
-    made = {"model_digest": digest and digest.result(), "calibrator_sha256": None}
-    if calibrator:
-        from calibeval import posthoc
-
-        if request.engine != "transformers" or {task.scoring for task in every} != {"letters"}:
-            raise InputError("--calibrator: needs --engine transformers and --scoring letters")
-        questions = [item.prompt.question for of in items.values() for item in of]
-        asked = calibrator, name, made["model_digest"], questions
-        made["calibrator_sha256"] = posthoc.for_questions(*asked)
+    made = {"model_digest": digest and digest.result()}
 
     @cache
     def engine():
         most = max(job.length for of in items.values() for jobs in groups_of(of) for job in jobs)
-        loaded = _engine(model, request, tokenizer, most + 1, calibrator)
+        loaded = _engine(model, request, tokenizer, most + 1)
         at_end.callback(loaded.close)  # vLLM's is a process of its own
         return loaded
 
@@ -160,7 +150,7 @@ def score(
     return found
 
 
-def _engine(model, request: Request, tokenizer, longest: int, calibrator: Path | None):
+def _engine(model, request: Request, tokenizer, longest: int):
     """The engine that the request asks for; `longest` is the longest prompt that it will see."""
     options = request.model_dump(include={"dtype", "revision"})
     if request.engine == "vllm":
@@ -172,10 +162,6 @@ def _engine(model, request: Request, tokenizer, longest: int, calibrator: Path |
             options["gpu_memory_utilization"] = request.gpu_memory_utilization
         return VllmEngine(model, longest=longest, **options)
     options |= request.model_dump(include={"device", "batch_size", "max_length"})
-    if calibrator:
-        from calibeval.posthoc import CalibratedEngine
-
-        return CalibratedEngine(model, calibrator, **options)
     from calibeval.engines.hf import TransformersEngine
 
     return TransformersEngine(model, tokenizer, **options)
@@ -263,8 +249,7 @@ def report(meta: dict, of: Records) -> None:
     found = {m: measures.METRICS[m](sample)[0] for m in ("accuracy", "nll", "ece")}
     figures = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
     print(f"{counted(len(of), 'question')} in {meta['seconds']:.1f} s: {figures}", file=sys.stderr)
-    # A calibrator spreads what it has over all tokens.
-    if of.scoring == "letters" and not meta["settings"]["calibrator_sha256"]:
+    if of.scoring == "letters":
         mass, least = of.letter_mass.mean(), stats.LOW_MASS
         if mass < least:
             said = f"warning: mean letter mass {mass:.3f} is below {least}: the model wants to say"

@@ -167,7 +167,7 @@ def code() -> str:
 
 def samples(of: Records) -> dict[str, Sample]:
     """The questions under each definition of confidence that they have."""
-    confidences = CONFIDENCES if of.scoring == "letters" else CONFIDENCES[:1]
+    confidences = CONFIDENCES[: 1 + bool(np.isfinite(of.letter_mass).all())]
     return {c: Sample(measures.scores(of, c)) for c in confidences}
 
 

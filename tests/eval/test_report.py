@@ -318,10 +318,12 @@ def test_figures(project, tmp_path):
 
 
 def test_a_difference_is_to_beta_0_without_a_calibrator(project):
-    results = index.read(project(lambda x: x | ({"calibrator": "ats"} if x["seed"] else {})))
-    base, plain, _, plain_ats, smoothed_ats = results.rows
-    assert results.reference(smoothed_ats) is plain and results.reference(base) is plain
-    assert results.reference(plain_ats) is plain and results.reference(plain) is None
+    results = index.read(
+        project(lambda x: x | ({"calibrator": "temperature"} if x["seed"] else {}))
+    )
+    base, plain, _, plain_too, smoothed_too = results.rows
+    assert results.reference(smoothed_too) is plain and results.reference(base) is plain
+    assert results.reference(plain_too) is plain and results.reference(plain) is None
     assert figures.colour(0.1) != figures.colour(0.0) != figures.colour(None)
 
 

@@ -3,15 +3,19 @@
 import json
 import math
 import random
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "eval"))
+from made_records import write_records
+
 from calibeval import prompts, tasks
 from calibeval.request import Task
 from studies.demo import __main__ as command
-from studies.demo import files, posthoc, pretrain, world
+from studies.demo import files, pretrain, report, world
 
 
 @pytest.fixture(scope="module")
@@ -114,37 +118,23 @@ def test_results_of_two_recipes_are_not_mixed(tmp_path, monkeypatch, capsys):
     assert "made by another version of the demo" in capsys.readouterr().err
 
 
-def test_each_calibrator_of_each_run_is_fitted_and_scored_once(tmp_path, monkeypatch):
-    """What is there is kept; the records are of the test, named as the index says."""
-    entries = [{"run": f"r{i}", "records": f"r{i}/scores/mmlu.jsonl"} for i in range(2)]
-    done = []
+def test_each_run_gets_its_temperature_once(tmp_path, monkeypatch):
+    """Fitted on what its own model says of val; what is there is kept."""
+    entries = [{"run": f"r{i}", "records": f"../r{i}/scores/mmlu.jsonl"} for i in range(2)]
+    sweep, out, done = tmp_path / "results", tmp_path / "out", []
+    for folder in (sweep, out, *(tmp_path / f"r{i}" / "scores" for i in range(2))):
+        folder.mkdir(parents=True)
+    for i, entry in enumerate(entries):
+        write_records(sweep / entry["records"], 50, 2.0, seed=i)
 
-    class Fitted:
-        def __init__(self, model, request, head):
-            self.of = model, head, request.tasks[0].data
+    def score(model, tasks, out, **_):
+        assert tasks[0].split == "val" and tasks[0].data == "mmlu"
+        done.append(model)
+        write_records(out / f"{tasks[0].key}.jsonl", 400, 2.0, seed=9)
 
-        def save_pretrained(self, folder):
-            done.append((*self.of, folder))
-
-    def score(model, tasks, out, calibrator, **_):
-        assert done[-1][0] == model and done[-1][-1] == calibrator
-        out.mkdir(exist_ok=True)
-        (out / f"{tasks[0].key}.jsonl").touch()
-
-    monkeypatch.setattr("calibeval.posthoc.fit_task", Fitted)
     monkeypatch.setattr("calibeval.score", score)
-    given = entries, tmp_path / "runs", tmp_path / "mmlu", tmp_path / "out"
-    made = posthoc.calibrate(*given)
-    named = [(e["run"], e["calibrator"], Path(e["records"]).name) for e in made]
-    assert named == [
-        (run, name, f"{run}-{name}.jsonl")
-        for run in ("r0", "r1")
-        for name in ("temperature", "ats")
-    ]
-    assert [of[:3] for of in done] == [
-        (str(tmp_path / "runs" / run / "model"), head, str(tmp_path / "mmlu"))
-        for run in ("r0", "r1")
-        for head in ("constant", "linear")
-    ]
+    made = report.at_temperature(entries, sweep, Path("mmlu"), out)
+    assert done == [str(tmp_path / run / "model") for run in ("r0", "r1")]
+    assert [entry["calibrator"] for entry in made] == ["temperature"] * 2
     assert all(Path(entry["records"]).exists() for entry in made)
-    assert posthoc.calibrate(*given) == made and len(done) == 4
+    assert report.at_temperature(entries, sweep, Path("mmlu"), out) == made and len(done) == 2

@@ -32,8 +32,7 @@ TOKENS, CACHE, LOGITS = 2**14, 2**32, 2**29
 # cuDNN's attention is compiled for every new shape, and no two batches are of one shape.
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
-# A job, what the output layer is given at its nodes (P, D), and the logits there (P, V).
-Answer = tuple[Job, Tensor, Tensor]
+Answer = tuple[Job, Tensor]  # a job, and the logits at its nodes (P, V)
 
 
 class Prefix(NamedTuple):
@@ -125,7 +124,7 @@ class TransformersEngine:
         before = None
         for batch in batches:
             asked = []  # (place of the node, token) of all branches' tokens
-            for job, *_ in batch:
+            for job, _ in batch:
                 row = {node: i for i, node in enumerate(job.nodes)}
                 asked.append([(row[b[:i]], t) for b in job.branches for i, t in enumerate(b)])
             index = self._put(torch.tensor([pair for of in asked for pair in of]).T)
@@ -133,9 +132,9 @@ class TransformersEngine:
             # In double, logits that differ never round to equal log-probabilities.
             found = [
                 z[at, tokens].double() - z.double().logsumexp(dim=-1)[at]
-                for (_, _, z), (at, tokens) in zip(batch, parts, strict=True)
+                for (_, z), (at, tokens) in zip(batch, parts, strict=True)
             ]
-            jobs, batch = [job for job, *_ in batch], None  # its logits need not be kept
+            jobs, batch = [job for job, _ in batch], None  # its logits need not be kept
             if before:
                 yield before
             before = jobs, torch.cat(found)
@@ -157,10 +156,10 @@ class TransformersEngine:
         """
         if self.packs is None:
             alone = {}
-            for chain, _, logits in self._batch(_apart(job), Prefix()):
+            for chain, logits in self._batch(_apart(job), Prefix()):
                 alone |= zip(chain.nodes, logits, strict=True)
             try:
-                ((_, _, found),) = self._batch([job], Prefix())
+                ((_, found),) = self._batch([job], Prefix())
                 expected = torch.stack([alone[node] for node in job.nodes])
                 self.packs = _near(found, expected, torch.finfo(self.model.dtype).eps ** 0.5)
             except Exception:  # whatever a model that takes no such mask raises
@@ -169,10 +168,7 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def batches(self, groups: list[list[Job]], skip: Container[int] = ()) -> Iterator[list[Answer]]:
-        """Yield batches of (job, what the output layer is given (P, D), logits (P, V)).
-
-        The P rows follow the context and each of the job's other nodes.
-        """
+        """Yield batches of jobs with the logits (P, V) after the context and each other node."""
         for group in groups:
             if all(job.index in skip for job in group):
                 continue
@@ -231,12 +227,9 @@ class TransformersEngine:
         if cache is not None:
             cache.batch_repeat_interleave(len(batch))
         given = {"position_ids": self._put(positions), "attention_mask": mask}
-        with self._only_positions(self._put(read.minimum(ends))) as states:
+        with self._only_positions(self._put(read.minimum(ends))):
             output = self.forward(ids, **given, past_key_values=cache, use_cache=True)
-        return [
-            (job, states[0][row, : len(job.nodes)], output.logits[row, : len(job.nodes)])
-            for row, job in enumerate(batch)
-        ]
+        return [(job, output.logits[row, : len(job.nodes)]) for row, job in enumerate(batch)]
 
     def _put(self, made: Tensor) -> Tensor:
         """On the model's device; a GPU is not waited for."""
@@ -265,17 +258,15 @@ class TransformersEngine:
         return positions, mask[:, None]
 
     @contextmanager
-    def _only_positions(self, positions: Tensor) -> Iterator[list[Tensor]]:  # (batch, P)
-        """Let the output layer see these positions only, and keep its input there, (batch, P, D).
+    def _only_positions(self, positions: Tensor) -> Iterator[None]:  # (batch, P)
+        """Let the output layer see these positions only.
 
         bfloat16 logits near 20 are 0.125 apart: the layer's product is computed again in float32.
         """
-        given = []
 
         def select(module, args):
             index = positions[:, :, None].expand(-1, -1, args[0].shape[-1])
-            given.append(args[0].gather(1, index))
-            return (given[0], *args[1:])
+            return (args[0].gather(1, index), *args[1:])
 
         def precise(module, args, output):
             if type(module) is torch.nn.Linear and output.dtype != torch.float32:
@@ -286,7 +277,7 @@ class TransformersEngine:
         hooks = [head.register_forward_pre_hook(select), head.register_forward_hook(precise)]
         try:
             with sdpa_kernel(KERNELS):
-                yield given
+                yield
         finally:
             for hook in hooks:
                 hook.remove()

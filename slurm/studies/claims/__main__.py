@@ -15,7 +15,7 @@ run again, on whatever machine:
     filtered      the filtered gradient
     unigram       β spread over tokens as often as they are learnt, at β = 0.1
     half, twice   half the conversations, and all of them twice, at β = 0
-    after         temperature and ATS fitted on MMLU's val questions after β = 0
+    after         a temperature fitted on MMLU's val questions after β = 0
     report        what smoothing does in each setting; reads the packed records alone
 
 An interrupted run goes on where its folder is. key=value overrides the sweep of every part, for
@@ -32,7 +32,7 @@ import studies
 from calibeval import stats
 from calibeval.io import InputError, json_lines, write_text
 from studies.claims import packed
-from studies.demo.posthoc import calibrate
+from studies.demo.report import at_temperature
 from sweeps.plan import Cell, Plan, plan
 from sweeps.run import Run, read_rows
 
@@ -87,10 +87,8 @@ for name, part in {"sum, clipped": "sum", "mean of micro-batches": "mean"}.items
     ROWS[f"{name}: 0.1 less 0"] = effect(part)
     other = [(-weight, part, match) for weight, part, match in effect("seeds")]
     ROWS["– less that of `seeds`, " + name] = effect(part) + other
-for name in ("temperature", "ats"):
-    for beta, tuned in ((0, PLAIN), (0.1, SMOOTHED)):
-        after_zero = (1, "after", {"calibrator": name})
-        ROWS[f"{name} after β = 0, less β = {beta}"] = [after_zero, (-1, "seeds", tuned)]
+for beta, tuned in ((0, PLAIN), (0.1, SMOOTHED)):
+    ROWS[f"temperature after β = 0, less β = {beta}"] = [(1, "after", {}), (-1, "seeds", tuned)]
 for name, part in {"filtered less exact": "filtered", "unigram less uniform": "unigram"}.items():
     ROWS[f"{name}, β = 0.1"] = [(1, part, SMOOTHED), (-1, "seeds", SMOOTHED)]
 # Readings: a task, whose probabilities (among the choices or all tokens), and by what length.
@@ -206,11 +204,11 @@ def pack(model: str, part: str, of: Plan) -> None:
 
 
 def after(model: str) -> None:
-    """Fit both calibrators to the runs of `seeds` at β = 0, and score MMLU with them."""
+    """Fit a temperature to each of the runs of `seeds` at β = 0."""
     folder, out = RUNS / f"{model}-seeds" / "results", RUNS / f"{model}-after"
     every = [entry for _, entry in json_lines(folder / "index.jsonl")]
     plain = [e for e in every if e["dataset"] == "mmlu" and e["label_smoothing"] == 0]
-    for entry in calibrate(plain, folder, Path("data/mmlu"), out):
+    for entry in at_temperature(plain, folder, Path("data/mmlu"), out):
         about = {"part": "after", **{key: entry.get(key) for key in (*SETTING, "seed")}}
         file = Path(entry["records"])
         packed.pack({"mmlu": file}, about, RECORDS / model / "after" / f"{file.stem}.xz")
@@ -272,6 +270,8 @@ def verdict(
         for weight, paths in found
     ]
     of = stats.contrast(sides, metric, confidence)
+    if of.value is None:
+        return "–"
     bold = "**" if of.told_apart else ""
     value, low, high = (f"{times * figure:+.2f}" for figure in (of.value, of.low, of.high))
     return f"{bold}{value}{bold} [{low}, {high}] ({len(seeds)})"

@@ -56,7 +56,7 @@ def demo() -> None:
         launch = [sys.executable, "-m", "sweeps", "launch", str(SWEEP), "--executor", "local"]
         if code := subprocess.run(launch, check=False).returncode:
             raise InputError(f"the sweep ended with exit code {code}; the same command goes on")
-        step("4/4 calibrators fitted after training, and the report")
+        step("4/4 temperatures fitted after training, and the report")
     print(report(ROOT))
 
 

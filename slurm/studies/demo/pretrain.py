@@ -45,7 +45,7 @@ def pretrain(world: Path, out: Path) -> None:
     ids = {f"{name}_token_id": getattr(words, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(words), **ids, **SHAPE))
     fit(model, blocks, targets, BATCH)
-    torch.set_num_threads(1)  # as the calibrators have it where this was done before
+    torch.set_num_threads(1)  # as scoring has it where this was done before
     model.save_pretrained(out)
     write_text(out / "DONE", "")
 

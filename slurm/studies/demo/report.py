@@ -1,4 +1,4 @@
-"""The sweep's tables with the calibrators and the oracle beside them."""
+"""The sweep's tables with a temperature and the oracle beside them."""
 
 import json
 import os
@@ -6,9 +6,11 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+from tqdm import tqdm
+
 import calibeval.report
 from calibeval.io import json_lines, read_text, write_text
-from studies.demo.posthoc import calibrate
+from calibeval.request import Task
 
 # AUROC beside ECE: a model equally unsure of all is no use.
 COLUMNS = "accuracy,ece,auroc,ece@vocabulary"
@@ -20,7 +22,7 @@ def report(root: Path) -> str:
     if not (out / "DONE").exists():
         entries = [entry for _, entry in json_lines(sweep / "index.jsonl")]
         chosen = [entry for entry in entries if entry["label_smoothing"] == 0]
-        fitted = calibrate(chosen, sweep, root / "world" / "mmlu", root / "posthoc")
+        fitted = at_temperature(chosen, sweep, root / "world" / "mmlu", root / "temperature")
         for entry in entries:
             entry["records"] = sweep / entry["records"]
         oracle = {"dataset": "mmlu", "model": "oracle", "label_smoothing": None}
@@ -35,3 +37,18 @@ def report(root: Path) -> str:
         write_text(out / "DONE", "")
     said = f"{out}/report.html; what it says: slurm/studies/demo/README.md"
     return f"{read_text(out / 'summary.md')}\n{said}"
+
+
+def at_temperature(entries: list[dict], sweep: Path, data: Path, out: Path) -> list[dict]:
+    """Runs of a sweep's index, each at a temperature fitted on MMLU's val questions: their index
+    entries. `sweep` is the index's folder; what is in `out` already stays."""
+    made = []
+    for entry in tqdm(entries, "temperatures", unit="fit"):
+        test, records = sweep / entry["records"], out / f"{entry['run']}.jsonl"
+        if not records.exists():
+            val = Task(task="mmlu", data=str(data), split="val", name=f"{entry['run']}-val")
+            model = str(test.resolve().parents[1] / "model")
+            calibeval.score(model, tasks=[val], out=out, batch_size=64, progress=False)
+            calibeval.temperature(out / f"{val.key}.jsonl", test, records)
+        made.append(entry | {"records": str(records), "calibrator": "temperature"})
+    return made
