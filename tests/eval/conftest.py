@@ -9,6 +9,35 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # for what is made, made_records and others
 from made_records import WORDS, table, write_rows
 
+from calibeval.__main__ import main
+
+
+@pytest.fixture
+def run(capsys):
+    """run(*command) → what a command that succeeds prints: `.out` and `.err`."""
+
+    def succeed(*command) -> tuple[str, str]:
+        capsys.readouterr()
+        assert main([str(part) for part in command]) == 0
+        return capsys.readouterr()
+
+    return succeed
+
+
+@pytest.fixture
+def refused(capsys):
+    """refused(*command) → the one line of a command that must fail with status 2."""
+
+    def fail(*command) -> str:
+        capsys.readouterr()
+        assert main([str(part) for part in command]) == 2
+        out, err = capsys.readouterr()
+        (said,) = (line for line in err.splitlines() if line and "question/s]" not in line)
+        assert said.startswith("error: ") and not out
+        return said
+
+    return fail
+
 
 @pytest.fixture
 def mmlu(tmp_path) -> Path:

@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import calibeval
 from calibeval import records, stats
-from calibeval.__main__ import main
 from calibeval.io import InputError
 from calibeval.request import Task
 
@@ -29,7 +28,9 @@ def loaded(tiny_model):
     )
 
 
-def test_a_model_in_memory_is_scored_as_the_saved_one(tasks, loaded, tiny_model, mmlu, tmp_path):
+def test_a_model_in_memory_is_scored_as_the_saved_one(
+    tasks, loaded, tiny_model, mmlu, tmp_path, run
+):
     """Byte for byte, sidecars too but for the clock."""
     loaded[0].train()
     made = calibeval.score(*loaded, tasks, out=tmp_path / "api", name=str(tiny_model))
@@ -37,7 +38,7 @@ def test_a_model_in_memory_is_scored_as_the_saved_one(tasks, loaded, tiny_model,
     common = ["score", "--model", tiny_model, "--task", "mmlu", "--data", mmlu, "--limit", "7"]
     for key, more in (("mmlu", []), ("texts", ["--scoring", "continuation"])):
         api, out = tmp_path / "api" / f"{key}.jsonl", tmp_path / f"{key}.jsonl"
-        assert main([*map(str, common), *more, "--out", str(out)]) == 0
+        run(*common, *more, "--out", out)
         assert api.read_bytes() == out.read_bytes()
         one, other = (json.loads(records.sidecar(path).read_text()) for path in (api, out))
         assert one | {"seconds": 0} == other | {"seconds": 0}
@@ -72,18 +73,15 @@ def test_other_weights_in_memory_are_scored_anew(tasks, loaded, tmp_path):
     assert not np.array_equal(before.logprobs, after.logprobs)
 
 
-def test_figures_are_the_commands(tasks, tiny_model, tmp_path, capsys):
+def test_figures_are_the_commands(tasks, tiny_model, tmp_path, run):
     a = calibeval.score(tiny_model, tasks=tasks[:1], out=tmp_path / "a")["mmlu"]
     b = calibeval.score(tiny_model, tasks=[tasks[0] | {"shots": 2}], out=tmp_path / "b")["mmlu"]
     paths = [str(tmp_path / name / "mmlu.jsonl") for name in "ab"]
-    capsys.readouterr()
-    assert main(["metrics", "--json", paths[0]]) == 0
-    said = json.loads(capsys.readouterr().out)["metrics"]
+    said = json.loads(run("metrics", "--json", paths[0]).out)["metrics"]
     for source in (a, paths[0]):
         for confidence, of in calibeval.metrics(source, stats.METRICS).items():
             assert {m: vars(e) for m, e in of.items()} == said[confidence]
-    assert main(["compare", "--json", "--different-prompts", *paths]) == 0
-    said = json.loads(capsys.readouterr().out)["comparison"]
+    said = json.loads(run("compare", "--json", "--different-prompts", *paths).out)["comparison"]
     assert calibeval.compare(a, b, stats.METRICS, different_prompts=True) == said
     drawn = calibeval.reliability(a)
     assert sum(drawn["count"]) == len(a)

@@ -10,16 +10,6 @@ import sys
 import pytest
 from made_records import table, write_rows
 
-from calibeval.__main__ import main
-
-
-def run(capsys, *arguments) -> str:
-    """The error message of a command that must fail with status 2."""
-    assert main([str(a) for a in arguments]) == 2
-    out, err = capsys.readouterr()
-    assert err.startswith("error: ") and err.count("\n") == 1 and not out
-    return err
-
 
 @pytest.fixture
 def score(mmlu, tiny_model, tmp_path):
@@ -37,85 +27,85 @@ def score(mmlu, tiny_model, tmp_path):
         (lambda r: r.clear(), "no questions"),
     ],
 )
-def test_malformed_csv(mmlu, score, capsys, change, expected):
+def test_malformed_csv(mmlu, score, refused, change, expected):
     rows = table(5)
     change(rows)
     path = mmlu / "test" / "light_test.csv"
     write_rows(path, rows)
-    err = run(capsys, *score)
+    err = refused(*score)
     assert f"{path}" in err and expected in err
 
 
-def test_not_csv_and_not_utf8(mmlu, score, capsys):
+def test_not_csv_and_not_utf8(mmlu, score, refused):
     path = mmlu / "test" / "light_test.csv"
     path.write_text('"a question that never ends,A,B')
-    assert "line 1: not CSV" in run(capsys, *score)
+    assert "line 1: not CSV" in refused(*score)
     path.write_bytes("a\né".encode("latin-1"))
-    assert f"{path}: not UTF-8 text (byte 0xe9)" in run(capsys, *score)
+    assert f"{path}: not UTF-8 text (byte 0xe9)" in refused(*score)
 
 
-def test_layout(mmlu, score, tmp_path, capsys):
-    assert "light: 5 examples, but --shots 6" in run(capsys, *score, "--shots", "6")
+def test_layout(mmlu, score, tmp_path, refused):
+    assert "light: 5 examples, but --shots 6" in refused(*score, "--shots", "6")
     (mmlu / "dev" / "light_dev.csv").unlink()
-    assert "light: 0 examples, but --shots 5" in run(capsys, *score)
-    err = run(capsys, *score, "--subjects", "light,heavy")
+    assert "light: 0 examples, but --shots 5" in refused(*score)
+    err = refused(*score, "--subjects", "light,heavy")
     assert "no subject 'heavy'; there are light, old_kings" in err
-    err = run(capsys, *score, "--data", tmp_path)
+    err = refused(*score, "--data", tmp_path)
     assert "no folder test/ with files <subject>_test.csv" in err
 
 
-def test_devices(score, capsys):
-    assert "--device cuda:99: " in run(capsys, *score, "--device", "cuda:99")
-    err = run(capsys, *score, "--engine", "vllm", "--device", "cuda:1")
+def test_devices(score, refused):
+    assert "--device cuda:99: " in refused(*score, "--device", "cuda:99")
+    err = refused(*score, "--engine", "vllm", "--device", "cuda:1")
     assert "vllm heeds CUDA_VISIBLE_DEVICES" in err
 
 
-def test_model_folder(score, tiny_model, tmp_path, capsys, monkeypatch):
+def test_model_folder(score, tiny_model, tmp_path, refused, monkeypatch):
     import huggingface_hub
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     (tmp_path / "empty").mkdir()
     for name in (tmp_path / "empty", tiny_model / "model.safetensors"):
-        assert f"{name}: cannot be loaded as " in run(capsys, *score[:-1], name)
+        assert f"{name}: cannot be loaded as " in refused(*score[:-1], name)
     for name in (tmp_path / "absent", "tiny-modle"):
-        err = run(capsys, *score[:-1], name)
+        err = refused(*score[:-1], name)
         assert f"no folder {name} here, so taken for a hub name" in err
 
 
-def test_checkpoints_that_are_not_whole(score, tiny_model, tmp_path, capsys):
+def test_checkpoints_that_are_not_whole(score, tiny_model, tmp_path, refused):
     """A parameter that no file has would be a random number, and the score one of chance."""
     from safetensors.torch import load_file, save_file
 
     given = load_file(tiny_model / "model.safetensors")
 
-    def refused(name: str, weights: dict | bytes | None = None) -> str:
+    def broken(name: str, weights: dict | bytes | None = None) -> str:
         folder = tmp_path / name
         shutil.copytree(tiny_model, folder, dirs_exist_ok=True)
         if isinstance(weights, bytes):
             (folder / "model.safetensors").write_bytes(weights)
         elif weights:
             save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-        err = run(capsys, *score[:-1], folder)
+        err = refused(*score[:-1], folder)
         assert str(folder) in err and not (tmp_path / "r.jsonl").exists()
         return err
 
-    wrapped = refused("wrapped", {f"module.{name}": of for name, of in given.items()})
+    wrapped = broken("wrapped", {f"module.{name}": of for name, of in given.items()})
     assert f"no weights for {len(given)} of its parameters, such as lm_head.weight" in wrapped
     lacking = {name: of for name, of in given.items() if ".layers.1." not in name}
-    assert "model.layers.1.input_layernorm.weight" in refused("lacking", lacking)
+    assert "model.layers.1.input_layernorm.weight" in broken("lacking", lacking)
     name = "model.embed_tokens.weight"
-    small = refused("small", given | {name: given[name][:9].clone()})
+    small = broken("small", given | {name: given[name][:9].clone()})
     assert f"no weights for 1 of its parameters, such as {name}" in small
     whole = (tiny_model / "model.safetensors").read_bytes()
     for content in (whole[:5000], b""):
-        assert "cannot be loaded as a causal language model: " in refused("cut", content)
+        assert "cannot be loaded as a causal language model: " in broken("cut", content)
 
 
-def test_a_folder_is_no_place_for_records(score, tmp_path, capsys):
+def test_a_folder_is_no_place_for_records(score, tmp_path, refused):
     kept = tmp_path / "folder" / "kept"
     kept.parent.mkdir()
     kept.write_text("x")
-    err = run(capsys, *score, "--out", kept.parent, "--overwrite")
+    err = refused(*score, "--out", kept.parent, "--overwrite")
     assert f"--out {kept.parent}: expected a file's name such as" in err
     assert kept.read_text() == "x"
 
@@ -163,41 +153,40 @@ def changed(**values) -> str:
         ("[" * 100_000, "line 2: not JSON (maximum recursion depth"),
     ],
 )
-def test_malformed_records(tmp_path, capsys, second, expected):
+def test_malformed_records(tmp_path, refused, second, expected):
     path = tmp_path / "r.jsonl"
     path.write_text(json.dumps(GOOD) + "\n" + second + "\n")
-    assert expected in run(capsys, "metrics", path)
+    assert expected in refused("metrics", path)
 
 
-def test_absent_and_empty_records(tmp_path, capsys):
+def test_absent_and_empty_records(tmp_path, refused):
     path = tmp_path / "r.jsonl"
     for command in (["metrics", path], ["compare", path, path]):
-        assert f"{path}: could not be read (No such file or directory)" in run(capsys, *command)
+        assert f"{path}: could not be read (No such file or directory)" in refused(*command)
     path.touch()
-    assert f"{path}: no records" in run(capsys, "metrics", path)
+    assert f"{path}: no records" in refused("metrics", path)
     path.write_text(json.dumps(GOOD))
-    assert "line 1: no 'bytes' by which" in run(capsys, "metrics", path, "--normalise", "bytes")
+    assert "line 1: no 'bytes' by which" in refused("metrics", path, "--normalise", "bytes")
 
 
-def test_records_cut_at_the_end_of_a_line(tmp_path, capsys):
+def test_records_cut_at_the_end_of_a_line(tmp_path, refused):
     """The sidecar says how many there were."""
     path = tmp_path / "r.jsonl"
     path.with_name("r.jsonl.meta.json").write_text('{"questions": 3}')
     path.write_text(changed(id="a/0") + "\n" + changed(id="a/1") + "\n")
-    err = run(capsys, "metrics", path)
+    err = refused("metrics", path)
     assert f"{path}: 2 records, but r.jsonl.meta.json says 3" in err
     path.with_name("r.jsonl.meta.json").write_text("[1")
-    assert "r.jsonl.meta.json: not a JSON object" in run(capsys, "metrics", path)
+    assert "r.jsonl.meta.json: not a JSON object" in refused("metrics", path)
 
 
-def test_records_of_other_prompts_than_the_sidecars(score, tmp_path, capsys):
+def test_records_of_other_prompts_than_the_sidecars(score, tmp_path, run, refused):
     """Half of a run with five examples and half of one without, or two runs' questions in turns."""
     outs = [tmp_path / f"{shots}.jsonl" for shots in (5, 0)]
     for shots, out in zip((5, 0), outs, strict=True):
-        assert main([*map(str, score), "--out", str(out), "--shots", str(shots)]) == 0
+        run(*score, "--out", out, "--shots", shots)
     five, none = (out.read_text().splitlines(keepends=True) for out in outs)
     outs[0].write_text("".join(five[:30] + none[30:]))
-    capsys.readouterr()
-    assert "its prompts are not those that 5.jsonl.meta.json was" in run(capsys, "metrics", outs[0])
+    assert "its prompts are not those that 5.jsonl.meta.json was" in refused("metrics", outs[0])
     (tmp_path / "5.jsonl.meta.json").unlink()
-    assert "line 31: shots 0 after 5; expected the same" in run(capsys, "metrics", outs[0])
+    assert "line 31: shots 0 after 5; expected the same" in refused("metrics", outs[0])

@@ -43,7 +43,7 @@ def made(path, n=600, seed=0, sharpness=1.0):
 
 
 @pytest.mark.parametrize("score", conformal.SCORES)
-def test_coverage_over_splits_is_beta_binomial(tmp_path, capsys, score):
+def test_coverage_over_splits_is_beta_binomial(tmp_path, run, score):
     """Mean and sd within 0.002 over 2,000 splits, whatever the model's calibration."""
     of = made(tmp_path / "a.jsonl", sharpness=3.0)
     found = conformal.evaluate(of, score=score, splits=2000)
@@ -51,9 +51,9 @@ def test_coverage_over_splits_is_beta_binomial(tmp_path, capsys, score):
     expected = betabinom(300, k, 301 - k)
     assert found.coverage == pytest.approx(expected.mean() / 300, abs=0.002)
     assert found.coverage_sd == pytest.approx(expected.std() / 300, abs=0.002)
-    assert main(["conformal", str(tmp_path / "a.jsonl"), "--score", score]) == 0
     few = conformal.evaluate(of, score=score)
-    assert f": coverage {few.coverage:.3f}" in capsys.readouterr().out
+    said = run("conformal", tmp_path / "a.jsonl", "--score", score).out
+    assert f": coverage {few.coverage:.3f}" in said
 
 
 def test_every_call_gives_the_same_whatever_the_order(tmp_path):
@@ -74,9 +74,10 @@ def test_a_set_without_threshold_has_the_choices_that_there_are(tmp_path):
 
 def test_bad_input_is_refused(tmp_path, capsys):
     made(tmp_path / "a.jsonl", 20)
-    with pytest.raises(SystemExit, match="2"):
-        main(["conformal", str(tmp_path / "a.jsonl"), "--alpha", "2"])
-    assert "--alpha: 2 is not a number from 0 to 1" in capsys.readouterr().err
+    for command in ("conformal", "fit-ats"):
+        with pytest.raises(SystemExit, match="2"):
+            main([command, "--alpha", "2"])
+        assert "--alpha: 2 is not a number from 0 to 1" in capsys.readouterr().err
     with pytest.raises(InputError, match=r"one\.jsonl: 1 record, expected 2 or more to split"):
         conformal.evaluate(made(tmp_path / "one.jsonl", 1))
 

@@ -31,14 +31,14 @@ def arc(tmp_path):
 
 
 @pytest.fixture
-def run(tiny_model, tmp_path):
-    """run(*options) → records of the command, in r.jsonl."""
+def score(tiny_model, tmp_path):
+    """score(*options) → records of the command, in r.jsonl."""
     return lambda *options: scored(tmp_path / "r.jsonl", "--model", tiny_model, *options)
 
 
 @pytest.mark.parametrize("shots", [0, 2])
-def test_equals_whole_prompts(arc, run, tiny_model, shots):
-    rows = run("--task", "arc_easy", "--data", arc, *(["--shots", shots] * bool(shots)))
+def test_equals_whole_prompts(arc, score, tiny_model, shots):
+    rows = score("--task", "arc_easy", "--data", arc, *(["--shots", shots] * bool(shots)))
     assert len(rows) == 12
     for i, ((text, choices, answer), row) in enumerate(zip(ARC * 4, rows, strict=True)):
         context = "".join(
@@ -54,13 +54,13 @@ def test_equals_whole_prompts(arc, run, tiny_model, shots):
         assert row["shots"] == shots
 
 
-def test_hellaswag_is_the_hubs_text(run, tmp_path, tiny_model):
+def test_hellaswag_is_the_hubs_text(score, tmp_path, tiny_model):
     row = {"activity_label": "Ski", "ctx_a": "A man [title] sits.", "ctx_b": "he and THE", "ind": 3}
     row |= {"ctx": "A man [title] sits. he and THE", "endings": ["falls", "[x] goes", "is é", "up"]}
     rest = {k: v for k, v in row.items() if k not in ("ctx_a", "ctx_b")} | {"ind": 4}
     labelled = [one | {"label": "2"} for one in (row, rest)]
     data = write_lines(tmp_path / "hellaswag_val.jsonl", labelled)
-    rows = run("--task", "hellaswag", "--data", data)
+    rows = score("--task", "hellaswag", "--data", data)
     endings = ["falls", " goes", "is é", "up"]
     for context, found in zip(("sits. He and the", "sits. he and THE"), rows, strict=True):
         expected = [plain(tiny_model, f"Ski: A man. {context}", f" {e}") for e in endings]
@@ -68,7 +68,7 @@ def test_hellaswag_is_the_hubs_text(run, tmp_path, tiny_model):
         assert found["characters"] == [5, 5, 4, 2] and found["bytes"] == [5, 5, 5, 2]
 
 
-def test_the_tasks_conventions(arc, mmlu, run):
+def test_the_tasks_conventions(arc, mmlu, score):
     for task, asked, how, normalise, shots in (
         ("arc_challenge", None, "continuation", "characters", 0),
         ("hellaswag", "letters", "letters", "sum", 5),
@@ -79,7 +79,7 @@ def test_the_tasks_conventions(arc, mmlu, run):
         of = Task(task=task, data="d", scoring=asked)
         assert tasks.resolved(of).scoring == how and tasks.resolved(of).shots == shots
         assert tasks.normalisation(of) == normalise
-    rows = run("--task", "arc_easy", "--data", arc, "--scoring", "letters", "--shots", "2")
+    rows = score("--task", "arc_easy", "--data", arc, "--scoring", "letters", "--shots", "2")
     assert "scoring" not in rows[0] and rows[0]["shots"] == 2
     (subject,) = tasks.load(Task(task="arc_easy", data=str(arc), shots=2))
     assert rows[5]["prompt_sha256"] == prompts.build(subject, subject.questions[5], 2).sha256
@@ -100,7 +100,7 @@ def test_spaces_at_the_contexts_end_go_to_the_choice(tiny_model):
     assert branches[0] == tuple(whole[len(context) :])
 
 
-def test_what_does_not_fit_is_cut(tiny_model, run, tmp_path, capsys):
+def test_what_does_not_fit_is_cut(tiny_model, score, tmp_path, capsys):
     rows = [
         {"question": "which " * n + "?", "choices": ["cells mass", "kings"], "answer": 0}
         for n in (3, 150, 5)
@@ -108,7 +108,7 @@ def test_what_does_not_fit_is_cut(tiny_model, run, tmp_path, capsys):
     data = write_lines(tmp_path / "q.jsonl", rows)
     options = ["--task", "jsonl", "--data", data, "--shots", "0", "--max-length", "120"]
     for how in ("letters", "continuation"):
-        found = run(*options, "--scoring", how, "--overwrite")
+        found = score(*options, "--scoring", how, "--overwrite")
         assert "warning: 1 of 3 questions do not fit in 120 tokens" in capsys.readouterr().err
         (cut,) = (row.get("truncated") for row in found if "truncated" in row)
         assert cut > 0 and [row["id"][-1] for row in found] == ["0", "1", "2"]

@@ -17,7 +17,6 @@ import pytest
 from made_records import read_lines, write_lines
 
 from calibeval import records
-from calibeval.__main__ import main
 
 # Which choice each of lm-eval's metrics takes: the greatest by this normalisation.
 METRICS = {"acc": "sum", "acc_norm": "characters", "acc_bytes": "bytes"}
@@ -25,12 +24,8 @@ SAMPLES = Path(__file__).parent / "lm_eval_samples"
 MMLU, HELLASWAG = (next(SAMPLES.glob(f"samples_{t}_*")) for t in ("mmlu_abstract_algebra", "hel*"))
 
 
-def convert(*arguments) -> int:
-    return main(["import", *map(str, arguments)])
-
-
-def test_letters(tmp_path, capsys):
-    assert convert(MMLU, "--out", tmp_path / "r.jsonl") == 0
+def test_letters(tmp_path, run):
+    said = run("import", MMLU, "--out", tmp_path / "r.jsonl")
     found = records.read(tmp_path / "r.jsonl")
     given = read_lines(MMLU)
     assert found.scoring == "letters" and found.model == "model"
@@ -45,13 +40,12 @@ def test_letters(tmp_path, capsys):
     row = json.loads((tmp_path / "r.jsonl").read_text().split("\n")[0])
     assert row["shots"] == 0 and row["prompt_sha256"] == given[0]["prompt_hash"]
     assert row["versions"] == {"lm_eval": "0.4.13", "transformers": "5.19.0"}
-    err = capsys.readouterr().err
-    assert "6 questions, letters by sum" in err
-    assert main(["metrics", str(tmp_path / "r.jsonl")]) == 0
+    assert "6 questions, letters by sum" in said.err
+    run("metrics", tmp_path / "r.jsonl")
 
 
-def test_texts_by_every_normalisation(tmp_path):
-    assert convert(HELLASWAG, "--out", tmp_path) == 0
+def test_texts_by_every_normalisation(tmp_path, run):
+    run("import", HELLASWAG, "--out", tmp_path)
     given = sorted(read_lines(HELLASWAG), key=lambda s: s["doc_id"])
     for metric, normalise in METRICS.items():
         found = records.read(tmp_path / "hellaswag.jsonl", normalise)
@@ -66,7 +60,7 @@ def test_texts_by_every_normalisation(tmp_path):
     assert any(row["bytes"] != row["characters"] for row in rows)
 
 
-def test_a_run_becomes_a_file_a_data_set(tmp_path, capsys):
+def test_a_run_becomes_a_file_a_data_set(tmp_path, run, refused):
     """In any order of the lines, and with another filter's lines between them."""
     folder = tmp_path / "org__model"
     folder.mkdir()
@@ -74,20 +68,18 @@ def test_a_run_becomes_a_file_a_data_set(tmp_path, capsys):
     for task in ("mmlu_anatomy", "mmlu_abstract_algebra"):
         write_lines(folder / f"samples_{task}_2025-01-01T00-00-00.0.jsonl", lines)
     shutil.copy(HELLASWAG, folder / "samples_hellaswag.jsonl")
-    assert convert(*folder.iterdir(), "--out", tmp_path / "out") == 0
+    command = ["import", *folder.iterdir(), "--out"]
+    run(*command, tmp_path / "out")
     mmlu = records.read(tmp_path / "out" / "mmlu.jsonl")
     assert len(mmlu) == 12 and set(mmlu.subjects) == {"anatomy", "abstract_algebra"}
     assert mmlu.model == "org__model"
     assert [i for i in mmlu.ids if "an" in i] == [f"anatomy/{i}" for i in (0, 8, 12, 17, 21, 31)]
     assert len(records.read(tmp_path / "out" / "hellaswag.jsonl")) == 8
-    capsys.readouterr()
-    assert convert(*folder.iterdir(), "--out", tmp_path / "out") == 2
-    assert "exists; give another --out" in capsys.readouterr().err
-    assert convert(*folder.iterdir(), "--out", tmp_path / "all.jsonl") == 2
-    assert "; expected the same" in capsys.readouterr().err
+    assert "exists; give another --out" in refused(*command, tmp_path / "out")
+    assert "; expected the same" in refused(*command, tmp_path / "all.jsonl")
 
 
-def test_older_read_lines(tmp_path):
+def test_older_read_lines(tmp_path, run):
     """Lists of arguments, numbers as numbers, a chat's letters without a space."""
     rows = []
     for sample in read_lines(MMLU):
@@ -96,8 +88,8 @@ def test_older_read_lines(tmp_path):
         target = int(sample["target"])
         rows.append(sample | {"arguments": pairs, "filtered_resps": answers, "target": target})
     path = write_lines(tmp_path / "samples_mmlu_abstract_algebra.jsonl", rows)
-    assert convert(MMLU, "--out", tmp_path / "new.jsonl") == 0
-    assert convert(path, "--out", tmp_path / "old.jsonl") == 0
+    run("import", MMLU, "--out", tmp_path / "new.jsonl")
+    run("import", path, "--out", tmp_path / "old.jsonl")
     new, old = (records.read(tmp_path / f"{n}.jsonl") for n in ("new", "old"))
     assert new.ids == old.ids and np.array_equal(new.logprobs, old.logprobs)
     assert old.scoring == "letters"
@@ -119,29 +111,25 @@ def winograd(sample):
         (lambda s: s.update(acc=1.0, filtered_resps=[["nan", ""]] * 4), "expected a finite number"),
     ],
 )
-def test_bad_samples_are_named_by_line(tmp_path, capsys, change, expected):
+def test_bad_samples_are_named_by_line(tmp_path, refused, change, expected):
     rows = read_lines(MMLU)
     change(rows[2])
     path = write_lines(tmp_path / MMLU.name, rows)
-    assert convert(path, "--out", tmp_path / "out") == 2
-    err = capsys.readouterr().err
-    assert f"error: {path}, line 3: " in err and expected in err and err.count("\n") == 1
+    err = refused("import", path, "--out", tmp_path / "out")
+    assert f"error: {path}, line 3: " in err and expected in err
     assert not (tmp_path / "out").exists()
 
 
-def test_bad_files(tmp_path, capsys):
-    out = ["--out", tmp_path / "out"]
-    (tmp_path / "r.jsonl").touch()
-    assert convert(tmp_path / "r.jsonl", *out) == 2
-    assert "expected a name like samples_<task>_<time>.jsonl" in capsys.readouterr().err
-    (tmp_path / "samples_x.jsonl").touch()
-    assert convert(tmp_path / "samples_x.jsonl", *out) == 2
-    assert "samples_x.jsonl: no samples" in capsys.readouterr().err
+def test_bad_files(tmp_path, refused):
+    command = ["import", "--out", tmp_path / "all.jsonl"]
+    named, other = tmp_path / "samples_x.jsonl", tmp_path / "r.jsonl"
+    other.touch()
+    assert "expected a name like samples_<task>_<time>.jsonl" in refused(*command, other)
+    named.touch()
+    assert "samples_x.jsonl: no samples" in refused(*command, named)
     (tmp_path / "results.json").write_text("[]")
-    assert convert(tmp_path / "samples_x.jsonl", *out) == 2
-    assert "results.json: not lm-eval's results" in capsys.readouterr().err
-    assert convert(MMLU, HELLASWAG, "--out", tmp_path / "all.jsonl") == 2
-    assert "scoring 'continuation' after 'letters'" in capsys.readouterr().err
+    assert "results.json: not lm-eval's results" in refused(*command, named)
+    assert "scoring 'continuation' after 'letters'" in refused(*command, MMLU, HELLASWAG)
     assert not (tmp_path / "all.jsonl").exists()
 
 
@@ -161,7 +149,7 @@ TOP = [("B", -0.5), (" B", -3.0), ("A", -1.5), ("ANSWER", -4.0), ("the", -6.0)]
 
 
 @pytest.mark.parametrize("archived", [False, True])
-def test_inspects_logs(tmp_path, capsys, archived):
+def test_inspects_logs(tmp_path, run, archived):
     header = {"version": 2, "eval": {"task": "inspect_evals/arc", "model": "openai/m"}}
     header["eval"]["packages"] = {"inspect_ai": "0.3.285"}
     first = inspect_sample(1, "B", ("ANSWER", TOP), (":", TOP), (" B", TOP), (".", TOP))
@@ -176,10 +164,8 @@ def test_inspects_logs(tmp_path, capsys, archived):
     else:
         log = tmp_path / "log.json"
         log.write_text(json.dumps(header | {"samples": samples}))
-    assert convert(log, "--out", tmp_path / "out", "--json") == 0
-    out = capsys.readouterr().out
     made = tmp_path / "out" / "arc.jsonl"
-    assert json.loads(out) == {str(made): 2}
+    assert json.loads(run("import", log, "--out", made.parent, "--json").out) == {str(made): 2}
     found = records.read(made)
     assert found.ids == ["1", "2"] and found.labels.tolist() == [1, 0]
     assert found.model == "openai/m" and set(found.subjects) == {"light"}
@@ -187,17 +173,16 @@ def test_inspects_logs(tmp_path, capsys, archived):
     assert found.logprobs.tolist() == [pytest.approx([-1.5, both, -6.0])] * 2
 
 
-def test_inspects_samples_that_are_no_multiple_choice(tmp_path, capsys):
-    header = {"eval": {"task": "t", "model": "m"}}
+def test_inspects_samples_that_are_no_multiple_choice(tmp_path, refused):
+    header, log = {"eval": {"task": "t", "model": "m"}}, tmp_path / "log.json"
+    command = ["import", log, "--out", tmp_path / "r.jsonl"]
     for sample, expected in (
         (inspect_sample(1, "E", ("A", TOP)), "substring not found"),
         (inspect_sample(1, "A", ("yes", TOP)), "list index out of range"),
         (inspect_sample(1, "A") | {"choices": None}, "sample 1: TypeError"),
     ):
-        (tmp_path / "log.json").write_text(json.dumps(header | {"samples": [sample]}))
-        assert convert(tmp_path / "log.json", "--out", tmp_path / "r.jsonl") == 2
-        err = capsys.readouterr().err
+        log.write_text(json.dumps(header | {"samples": [sample]}))
+        err = refused(*command)
         assert expected in err and "top log-probabilities where it answers" in err
-    (tmp_path / "log.json").write_text("[]")
-    assert convert(tmp_path / "log.json", "--out", tmp_path / "r.jsonl") == 2
-    assert "`inspect log convert --to json` makes one" in capsys.readouterr().err
+    log.write_text("[]")
+    assert "`inspect log convert --to json` makes one" in refused(*command)

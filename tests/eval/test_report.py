@@ -14,7 +14,6 @@ from made_records import read_lines, write_lines, write_records
 from matplotlib.image import imread
 
 from calibeval import figures, index, report, stats
-from calibeval.__main__ import main
 from calibeval.io import InputError
 
 GRID = [  # (records, β, seed, sharpness): a model before fine-tuning and two β, two seeds each
@@ -52,14 +51,6 @@ def project(made, tmp_path):
         return write_lines(tmp_path / "index.jsonl", filter(None, kept))
 
     return write
-
-
-def refusal(capsys, path) -> str:
-    """What `collect` says where it refuses; it must have written nothing."""
-    out = path.parent / "out"
-    assert main(["collect", str(path), "--out", str(out)]) == 2
-    assert not out.exists()
-    return capsys.readouterr().err
 
 
 def settings(results) -> list[tuple]:
@@ -115,14 +106,15 @@ def test_any_key_that_varies_is_a_column(project, key):
         ({"normalise": "words"}, "line 1: .*expected 'sum', 'bytes' or 'characters'"),
     ],
 )
-def test_an_index_that_cannot_be_averaged_is_refused(project, capsys, change, expected):
+def test_an_index_that_cannot_be_averaged_is_refused(project, tmp_path, refused, change, expected):
     def changed(line):
         for key, value in change.items():
             value = value.get(line["seed"], line[key]) if isinstance(value, dict) else value
             line[key] = value
         return {key: value for key, value in line.items() if value is not ...}
 
-    assert re.search(expected, refusal(capsys, project(changed, ("toy", "other"))))
+    path, out = project(changed, ("toy", "other")), tmp_path / "out"
+    assert re.search(expected, refused("collect", path, "--out", out)) and not out.exists()
 
 
 def rows_of(text: str) -> list[list[str]]:
@@ -131,12 +123,12 @@ def rows_of(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_table_over_data_sets(project, tmp_path, capsys):
+def test_table_over_data_sets(project, tmp_path, run):
     out, path = tmp_path / "out", project(datasets=("toy", "other"))
     write_records(tmp_path / "other-b0-1.jsonl", 301, 2.0, 1, mass=0.4)
-    assert main(["collect", str(path), "--out", str(out)]) == 0
+    shown = run("collect", path, "--out", out).out
     text = (out / "table.md").read_text()
-    assert capsys.readouterr().out == text + "\n" + (out / "differences.md").read_text()
+    assert shown == text + "\n" + (out / "differences.md").read_text()
     head, *body = rows_of(text)
     assert head[:3] == ["Model", "β", "Seeds"]
     assert head[3:6] == ["toy: Acc ↑", "toy: ECE ↓", "toy: RMS ↓"] and head[-1] == "other: RMS ↓"
@@ -239,7 +231,7 @@ def test_a_difference_is_paired_by_the_seeds_that_both_rows_have(project):
     assert [line.keys[2] for line in lines()] == ["1", "1"]
 
 
-def test_what_was_asked_otherwise_is_not_compared(project, tmp_path, capsys):
+def test_what_was_asked_otherwise_is_not_compared(project, tmp_path, run, refused):
     """Letters beside texts, 5 examples beside none, other words under the same ids: the difference
     would be the prompt's. Of another model examples may be dropped, to fit."""
     a, b = tmp_path / "toy-b0-0.jsonl", tmp_path / "toy-b0.1-0.jsonl"
@@ -252,11 +244,9 @@ def test_what_was_asked_otherwise_is_not_compared(project, tmp_path, capsys):
         write_lines(path, [row | more for row in read_lines(path)])
 
     def said(path) -> str:
-        err = refusal(capsys, path)
-        assert main(["compare", str(a), str(b)]) == 2
-        assert "--different-prompts" in capsys.readouterr().err
-        assert main(["compare", "--different-prompts", str(a), str(b)]) == 0
-        capsys.readouterr()
+        err = refused("collect", path, "--out", tmp_path / "out")
+        assert "--different-prompts" in refused("compare", a, b)
+        run("compare", "--different-prompts", a, b)
         assert f"{a} and {b}: " in err and "another 'dataset' in the index" in err
         return err
 

@@ -20,10 +20,6 @@ def command(mmlu, tiny_model, tmp_path):
     return ["score", "--task", "mmlu", "--model", tiny_model, "--data", mmlu, "--out", out]
 
 
-def run(command, *options) -> int:
-    return main([str(c) for c in [*command, *options]])
-
-
 DIES = """
 import os, signal, sys
 from calibeval import __main__, scoring, store
@@ -42,11 +38,10 @@ __main__.main()
 """
 
 
-def test_kill_loses_seconds_and_changes_no_byte(command, tmp_path, capsys):
+def test_kill_loses_seconds_and_changes_no_byte(command, tmp_path, run):
     """What was kept before the process died stays, and batches are what they were to be."""
     out, part = tmp_path / "r.jsonl", tmp_path / "r.jsonl.part"
-    whole = [*command[:-1], tmp_path / "whole.jsonl", "--batch-size", "4"]
-    assert run(whole) == 0
+    run(*command, "--out", tmp_path / "whole.jsonl", "--batch-size", "4")
     for kept in (18, 25):  # in the middle of a batch
         dies = [sys.executable, "-c", DIES, str(kept), *map(str, command), "--batch-size", "4"]
         died = subprocess.run(dies, capture_output=True, text=True)
@@ -54,26 +49,25 @@ def test_kill_loses_seconds_and_changes_no_byte(command, tmp_path, capsys):
     assert not out.exists()
     assert len(read_lines(part)) == 43
     part.write_text(part.read_text() + part.read_text()[1:99])  # killed while it wrote
-    assert run(command, "--batch-size", "4") == 0
-    assert "43/60" in capsys.readouterr().err  # the bar starts where the dead run stopped
+    # The bar starts where the dead run stopped.
+    assert "43/60" in run(*command, "--batch-size", "4").err
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert not [*tmp_path.glob("r.jsonl.part*")]
 
 
-def test_finished_is_finished(command, tmp_path, capsys):
+def test_finished_is_finished(command, tmp_path, run):
     """Also by other options that choose the same questions."""
-    assert run(command) == 0
+    run(*command)
     before = (tmp_path / "r.jsonl").stat()
     for options in ([], ["--limit", "30", "--split", "test", "--subjects", "light,old_kings"]):
-        assert run(command, *options) == 0
-        assert "complete already, 60 questions" in capsys.readouterr().err
+        assert "complete already, 60 questions" in run(*command, *options).err
     assert (tmp_path / "r.jsonl").stat().st_mtime_ns == before.st_mtime_ns
-    assert run(command, "--overwrite") == 0
+    run(*command, "--overwrite")
     assert (tmp_path / "r.jsonl").stat().st_ino != before.st_ino
 
 
-def test_other_settings_are_refused(command, mmlu, capsys):
-    assert run(command) == 0
+def test_other_settings_are_refused(command, mmlu, run, refused):
+    run(*command)
     for options, changes in (
         (["--shots", "2"], "shots 5 (now 2)"),
         (["--limit", "7", "--shots", "2"], "shots 5 (now 2), limit None (now 7)"),
@@ -81,29 +75,26 @@ def test_other_settings_are_refused(command, mmlu, capsys):
         (["--max-length", "1500"], "max_length"),
         (["--dtype", "bfloat16"], "dtype 'auto' (now 'bfloat16')"),
     ):
-        assert run(command, *options) == 2
-        assert f"was made with {changes}" in capsys.readouterr().err
+        assert f"was made with {changes}" in refused(*command, *options)
     write_rows(mmlu / "test" / "light_test.csv", table(29))  # other data by the same options
-    assert run(command) == 2
-    assert "was made with other questions or examples" in capsys.readouterr().err
-    assert run(command, "--shots", "2", "--overwrite") == 0
+    assert "was made with other questions or examples" in refused(*command)
+    run(*command, "--shots", "2", "--overwrite")
 
 
-def test_a_damaged_file_is_refused_and_scored_anew(command, tmp_path, capsys):
+def test_a_damaged_file_is_refused_and_scored_anew(command, tmp_path, run, refused):
     out = tmp_path / "r.jsonl"
-    assert run(command) == 0
+    run(*command)
     whole = out.read_text()
     out.write_text(whole[:-9])
-    assert run(command) == 2
-    assert f"error: {out}, line 60: not JSON" in capsys.readouterr().err
-    assert run(command, "--overwrite") == 0 and out.read_text() == whole
+    assert f"error: {out}, line 60: not JSON" in refused(*command)
+    run(*command, "--overwrite")
+    assert out.read_text() == whole
 
 
-def test_records_without_settings_are_not_touched(command, tmp_path, capsys):
+def test_records_without_settings_are_not_touched(command, tmp_path, refused):
     out = tmp_path / "r.jsonl"
     out.write_text("{}\n")
-    assert run(command) == 2
-    assert "no sidecar says how it was made; give --overwrite" in capsys.readouterr().err
+    assert "no sidecar says how it was made; give --overwrite" in refused(*command)
     assert out.read_text() == "{}\n"
 
 
@@ -127,14 +118,14 @@ def test_another_precision_or_engine_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [("--subjects", "dark"), ("--device", "cuda:99")])
-def test_overwrite_deletes_nothing_before_the_input_is_read(command, tmp_path, wrong):
-    assert run(command) == 0
+def test_overwrite_deletes_nothing_before_the_input_is_read(command, tmp_path, run, refused, wrong):
+    run(*command)
     before = (tmp_path / "r.jsonl").read_bytes()
-    assert run(command, "--overwrite", *wrong) == 2
+    refused(*command, "--overwrite", *wrong)
     assert (tmp_path / "r.jsonl").read_bytes() == before
 
 
-def test_finished_parts_are_read_as_they_are(tiny_model, tmp_path, monkeypatch):
+def test_finished_parts_are_read_as_they_are(tiny_model, tmp_path, run, monkeypatch):
     """The process that writes the file may have had nothing left to score, and no engine; ids may
     hold what ends a line elsewhere."""
     row = {"question": "which light?", "choices": ["a", "b"], "answer": 0}
@@ -143,10 +134,10 @@ def test_finished_parts_are_read_as_they_are(tiny_model, tmp_path, monkeypatch):
     command = ["score", "--task", "jsonl", "--model", tiny_model, "--data", questions]
     command += ["--shots", 0, "--out", tmp_path / "r.jsonl"]
     monkeypatch.setattr(store.Store, "finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    assert run(command) == 130
+    assert main([*map(str, command)]) == 130
     monkeypatch.undo()
     monkeypatch.setattr(scoring, "_engine", None)
-    assert run(command) == 0
+    run(*command)
     assert [row["id"] for row in read_lines(tmp_path / "r.jsonl")] == ids
     meta = json.loads((tmp_path / "r.jsonl.meta.json").read_text())
     assert meta["settings"]["engine_settings"]["dtype"] == "float32"

@@ -8,7 +8,6 @@ import pytest
 from made_records import read_lines, write_lines, write_records
 
 from calibeval import measures, records, stats
-from calibeval.__main__ import main
 from calibeval.measures import Sample, scores
 
 
@@ -29,7 +28,7 @@ def test_calibration_errors_of_a_calibrated_model_lie_in_their_intervals(tmp_pat
     assert stats.estimate([run], "ece", "vocabulary").p == 2e-3
 
 
-def test_a_sharpened_run_is_worse_calibrated_and_as_accurate(tmp_path, capsys):
+def test_a_sharpened_run_is_worse_calibrated_and_as_accurate(tmp_path, run):
     a, b = write(tmp_path / "a.jsonl"), write(tmp_path / "b.jsonl", sharpness=2.5)
     runs = stats.load(a), stats.load(b)
 
@@ -46,12 +45,10 @@ def test_a_sharpened_run_is_worse_calibrated_and_as_accurate(tmp_path, capsys):
     squares = [stats.estimate([run], "rms_debiased", "choices").value ** 2 for run in runs]
     # The figure of A is 0 where its squared error came out below 0.
     assert difference("rms_debiased").value == pytest.approx(squares[1] - squares[0], abs=2e-3)
-    assert main(["compare", str(a), str(b)]) == 0
-    out = capsys.readouterr().out
+    out = run("compare", a, b).out
     assert out.index("nll (choices)") < out.index("brier (choices)") < out.index("ece (choices)")
     assert "nll (choices): A 0." in out and "A is better" in out and "rms_hendrycks" not in out
-    assert main(["compare", str(a), str(b), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["comparison"]["choices"]
+    found = json.loads(run("compare", a, b, "--json").out)["comparison"]["choices"]
     assert found["nll"]["better"] == "a" and found["rms_hendrycks"]["low"] is None
 
 
@@ -78,31 +75,27 @@ def answered(path, *rows):
     return write_lines(path, [line | {"letter_mass": 1.0} for line in lines])
 
 
-def test_resamples_that_are_all_alike_say_nothing(tmp_path, capsys):
+def test_resamples_that_are_all_alike_say_nothing(tmp_path, run):
     """One question, or all right: no interval, and nobody is better by it."""
     a = answered(tmp_path / "a.jsonl", ([0.7, 0.3], 0))
     b = answered(tmp_path / "b.jsonl", ([0.1, 0.9], 0))
     runs = [stats.load(path) for path in (a, b)]
     for metric in ("accuracy", "nll", "brier", "ece_signed", "rms_debiased"):
-        for run in runs:
-            found = stats.estimate([run], metric, "choices")
+        for one in runs:
+            found = stats.estimate([one], metric, "choices")
             assert found.value is not None and found.low is found.high is None, metric
-    assert main(["compare", str(a), str(b)]) == 0
-    out = capsys.readouterr().out
+    out = run("compare", a, b).out
     assert ": A is better" not in out and ": B is better" not in out
     assert "nll (choices): A 0.3567, B 2.3026, B − A +1.9459; no interval is known to cover" in out
     assert "auroc (choices): not comparable" in out
-    sure = answered(
-        tmp_path / "sure.jsonl", *[([0.6 + i / 100, 0.4 - i / 100], 0) for i in range(9)]
-    )
-    run = stats.load(sure)
-    assert stats.estimate([run], "accuracy", "choices") == stats.Estimate(1.0)
-    assert stats.estimate([run], "auroc", "choices") == stats.Estimate()
-    assert stats.difference([run], [run], "auroc", "choices").value is None
-    assert main(["metrics", str(sure)]) == 0
-    assert (
-        stats.estimate([run], "nll", "choices").low < stats.estimate([run], "nll", "choices").high
-    )
+    right = [([0.6 + i / 100, 0.4 - i / 100], 0) for i in range(9)]
+    sure = stats.load(answered(tmp_path / "sure.jsonl", *right))
+    assert stats.estimate([sure], "accuracy", "choices") == stats.Estimate(1.0)
+    assert stats.estimate([sure], "auroc", "choices") == stats.Estimate()
+    assert stats.difference([sure], [sure], "auroc", "choices").value is None
+    run("metrics", sure.path)
+    found = stats.estimate([sure], "nll", "choices")
+    assert found.low < found.high
 
 
 def test_seeds_share_the_questions_and_their_noise_is_counted_once(tmp_path):
@@ -154,25 +147,20 @@ def test_kept_figures_are_made_anew_when_records_or_code_change(tmp_path, monkey
     assert stats.load(path).questions == 200
 
 
-def test_other_questions_or_answers_are_refused(tmp_path, capsys):
+def test_other_questions_or_answers_are_refused(tmp_path, refused):
     a, b = write(tmp_path / "a.jsonl"), tmp_path / "b.jsonl"
     b.write_text("".join(a.read_text().splitlines(keepends=True)[:-1]))
-    assert main(["compare", str(a), str(b)]) == 2
-    said = capsys.readouterr().err
+    said = refused("compare", a, b)
     assert "a.jsonl and " in said and "only one of them has 'q599' (600 and 599 questions)" in said
     lines = read_lines(a)
     lines[3]["label"] = (lines[3]["label"] + 1) % 4
     write_lines(b, lines)
-    assert main(["compare", str(a), str(b)]) == 2
-    assert "other answers to 'q3'" in capsys.readouterr().err
+    assert "other answers to 'q3'" in refused("compare", a, b)
 
 
-def test_metrics_prints_what_a_reader_uses_and_all_on_demand(tmp_path, capsys):
+def test_metrics_prints_what_a_reader_uses_and_all_on_demand(tmp_path, run):
     path = write(tmp_path / "a.jsonl", n=100)
-    assert main(["metrics", str(path)]) == 0
-    usual = capsys.readouterr().out
-    assert main(["metrics", str(path), "--all"]) == 0
-    every = capsys.readouterr().out
+    usual, every = run("metrics", path).out, run("metrics", path, "--all").out
     names = [line.split()[0] for line in usual.splitlines()[2:]]
     assert names == list(stats.DEFAULT) and "floor" in usual and "rms_hendrycks" in every
 
