@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from calibeval import stats
-from calibeval.measures import BINS, METRICS, Sample, Scores, resamples
+from calibeval.measures import METRICS, Sample, Scores, resamples, rms
 
 DRAWS = 199  # resamples a replication: `stats.quantile` keeps its level whatever their number
 POOL = 40_000  # questions that stand for the population
@@ -67,29 +67,18 @@ class World:
         return said
 
     def truth(self, size: float) -> dict[str, float]:
-        """Population values of a model; labels are replaced by their exact probabilities."""
+        """Population values of a model: every label of a question, as often as it is right."""
         exact = pool(self.shape, self.questions)
         said = self.said(exact, size)
-        p, q = np.exp(said), np.exp(exact)
-        best = said.argmax(1)[:, None]
-        top, right = (np.take_along_axis(x, best, 1)[:, 0] for x in (p, q))
-        index = np.minimum((top * BINS).astype(int), BINS - 1)
-        weight, gap = (np.bincount(index, v, BINS) / len(top) for v in (None, right - top))
-        _, equal = np.unique(top, return_inverse=True)
-        rights, counts = np.bincount(equal, right), np.bincount(equal)
-        wrongs = counts - rights
+        n, choices = exact.shape
+        every = Scores(np.repeat(said, choices, 0), np.tile(np.arange(choices), n))
+        expected = Sample(every, np.exp(exact).reshape(1, -1))
+        found = {name: METRICS[name](expected)[0] for name in set(REGULAR) - {"aurc"}}
+        right = np.exp(exact)[np.arange(n), said.argmax(1)]
         # From the surest on: wrong answers' share of the first k, equally sure ones in any order.
-        risk = np.cumsum(1 - right[np.argsort(-top, kind="stable")]) / np.arange(1, len(top) + 1)
-        return {
-            "aurc": risk.mean(),
-            "accuracy": right.mean(),
-            "nll": -(q * said).sum(1).mean(),
-            "brier": ((p**2).sum(1) + 1 - 2 * (p * q).sum(1)).mean(),
-            "ece_signed": (top - right).mean(),
-            "auroc": (rights * (np.cumsum(wrongs) - wrongs / 2)).sum()
-            / (rights.sum() * wrongs.sum()),
-            "squared": np.divide(gap**2, weight, out=np.zeros(BINS), where=weight > 0).sum(),
-        }
+        order = np.argsort(-said.max(1), kind="stable")
+        found["aurc"] = (np.cumsum(1 - right[order]) / np.arange(1, n + 1)).mean()
+        return found | {"squared": rms(expected)[0] ** 2}
 
     def mean_truth(self, size: float, spread: float) -> dict[str, float]:
         """Mean of `truth` over seeds whose sizes are normal with this standard deviation."""
