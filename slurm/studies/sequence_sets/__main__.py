@@ -7,12 +7,15 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 from pydantic import PositiveFloat, PositiveInt
 from tabulate import tabulate
 
 import studies
 from calibeval.io import write_text
 from studies.sequence_sets import markov, sets
+
+SCORES = ("lac", "cumulative")
 
 
 class Config(studies.Config):
@@ -41,29 +44,24 @@ def study(c: Config) -> None:
 
 
 def table(files: list[list[sets.Sentence]], alpha: float, splits: int) -> str:
-    """Every kind of set, one row each."""
-    found = [sets.entity_sets(of, alpha, splits) for of in files]
-    for every, of in zip(found, files, strict=True):
-        for score in ("lac", "cumulative"):
-            every[score] = sets.labeling_sets(of, alpha, score, splits)
-    rows = []
-    for kind in ("lac", "cumulative", sets.ALL, sets.SIDAK):
-        rows.append([kind, *figure([every[kind] for every in found])])
-        for name in found[0][kind].by:
-            of = [every[kind].by[name] for every in found if name in every[kind].by]
-            rows.append([f"{kind}: {name}", *figure(of)])
+    """Every kind of set, one row each: means ± standard deviations over seeds."""
+    found = []
+    for of in files:
+        every = {score: sets.labeling_sets(of, alpha, score, splits) for score in SCORES}
+        for kind, tested in (every | sets.entity_sets(of, alpha, splits)).items():
+            parts = tested[tested.number != ""].sort_values("number")
+            parts = parts.assign(sets=f"{kind}: " + parts.number)
+            found.append(sets.means(pd.concat([tested.assign(sets=kind), parts]), "sets"))
+    over = pd.concat(found).groupby("sets", sort=False)
+    rows = [
+        [name, f"{m.hit:.3f} ± {s.hit:.3f}", f"{m.held:.2f} ± {s.held:.2f}", f"{m.unbounded:.2%}"]
+        for (name, m), (_, s) in zip(over.mean().iterrows(), over.std().iterrows(), strict=True)
+    ]
     missing = np.mean([np.mean([s.gold not in s.labelings for s in of]) for of in files])
     right = np.mean([np.mean([s.gold == s.labelings[0] for s in of]) for of in files])
     head = f"α = {alpha}, likeliest labeling right {right:.3f}, right one missing {missing:.4f}\n"
     columns = ["sets", "coverage", "size", "hold all"]
     return head + tabulate(rows, columns, "github", disable_numparse=True)
-
-
-def figure(found: list[sets.Sets]) -> list[str]:
-    """Coverage and size, mean ± standard deviation over seeds."""
-    values = np.array([(of.coverage, of.size, of.unbounded) for of in found])
-    (coverage, size, unbounded), (a, b, _) = values.mean(0), values.std(0, ddof=1)
-    return [f"{coverage:.3f} ± {a:.3f}", f"{size:.2f} ± {b:.2f}", f"{unbounded:.2%}"]
 
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@ each needs 1 − α_s = (1 − α)^(1/ŝ) (Šidák), where the likeliest labelin
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 
 from calibeval import conformal
 
@@ -20,30 +21,14 @@ NUMBERS = ("0", "1", "2", "3", "4", "5+")
 ALL, SIDAK = "all entities", "all entities, Šidák"  # of a sentence
 
 
-@dataclass(frozen=True)
-class Sets:
-    """Means over splits. Sets without a threshold are `unbounded`, and sizes are of the others."""
+def means(tested: pd.DataFrame, by: str) -> pd.DataFrame:
+    """How often sets hit and what they hold, means over splits, by what a column says they are.
 
-    questions: int  # tested in a split
-    coverage: float
-    size: float
-    unbounded: float  # share of the sets
-    by: dict[str, "Sets"] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, splits: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> "Sets":
-        """From each split's hits, sizes (∞ without a bound) and groups, (M,) each."""
-        sizes, keys = (np.concatenate([split[i] for split in splits]) for i in (1, 2))
-        bounded = [size[np.isfinite(size)] for _, size, _ in splits]
-        means = [size.mean() for size in bounded if len(size)] or [np.inf]
-        coverage = np.mean([hit.mean() for hit, *_ in splits])
-        unbounded = float(np.isinf(sizes).mean())
-        of = cls(len(sizes) // len(splits), float(coverage), float(np.mean(means)), unbounded)
-        names = np.unique(keys).tolist()
-        for name in names if len(names) > 1 else ():
-            inside = [[x[split[2] == name] for x in split] for split in splits]
-            of.by[name] = cls.of([split for split in inside if len(split[0])])
-        return of
+    Sets without a threshold are `unbounded`, and what is held is of the others.
+    """
+    tested = tested.assign(unbounded=tested.held.isna())
+    columns = tested.groupby([by, "split"], sort=False)[["hit", "held", "unbounded"]]
+    return columns.mean().groupby(by, sort=False).mean()
 
 
 @dataclass(frozen=True)
@@ -92,24 +77,25 @@ def entities(labels: Sequence[str]) -> set[tuple[int, int, str]]:
     return found
 
 
-def labeling_sets(of: Sequence[Sentence], alpha: float, score: str, splits: int = 100) -> Sets:
-    """How sets of whole labelings hold the right one; random halves calibrate."""
+def labeling_sets(
+    of: Sequence[Sentence], alpha: float, score: str, splits: int = 100
+) -> pd.DataFrame:
+    """Sets of whole labelings, and whether they hit the right one; random halves calibrate."""
     width = max(len(s.labelings) for s in of) + 1  # the last: what is not listed
     logprobs = np.full((len(of), width), -np.inf)
     for row, s in zip(logprobs, of, strict=True):
         row[: len(s.labelings)] = s.logprobs
     right = [s.labelings.index(s.gold) if s.gold in s.labelings else width - 1 for s in of]
-    probs, present = np.exp(logprobs), np.isfinite(logprobs)
     score = "aps" if score == "cumulative" else score  # without its random number
-    scores = conformal.nonconformity(probs, score, np.zeros(len(of)))
-    scores = np.where(present, scores, np.inf)
+    scores = conformal.nonconformity(np.exp(logprobs), score, np.zeros(len(of)))
+    scores = np.where(np.isfinite(logprobs), scores, np.inf)
     of_right, tested = scores[np.arange(len(of)), right], []
-    for known, rest in conformal.halves(len(of), splits):
+    for split, (known, rest) in enumerate(conformal.halves(len(of), splits)):
         limit = conformal.threshold(of_right[known], alpha)
-        held = ((scores[rest] <= limit) & present[rest]).sum(1)
-        sizes = np.where(np.isinf(limit), np.inf, held)
-        tested.append((of_right[rest] <= limit, sizes, np.full(len(rest), "")))
-    return Sets.of(tested)
+        held = (scores[rest] <= limit).sum(1) if np.isfinite(limit) else np.nan
+        columns = {"split": split, "number": "", "hit": of_right[rest] <= limit, "held": held}
+        tested.append(pd.DataFrame(columns))
+    return pd.concat(tested)
 
 
 def spans(of: Sequence[Sentence]) -> np.recarray:
@@ -126,14 +112,14 @@ def spans(of: Sequence[Sentence]) -> np.recarray:
     return np.rec.fromrecords(found, names="sentence, name, score, gold, number, guess")
 
 
-def entity_sets(of: Sequence[Sentence], alpha: float, splits: int = 100) -> dict[str, Sets]:
-    """How sets of entities hold all right ones of a sentence, by their number.
+def entity_sets(of: Sequence[Sentence], alpha: float, splits: int = 100) -> dict[str, pd.DataFrame]:
+    """Sets of entities, and whether they hit all right ones of a sentence, `number` of them.
 
-    Sizes are entities held in a sentence; those without right ones are left out. Sentences are
-    exchangeable and entities are not: Šidák takes a sentence's for independent.
+    Sentences without right ones are left out. Sentences are exchangeable and entities are not:
+    Šidák takes a sentence's for independent.
     """
     asked, tested = spans(of), {ALL: [], SIDAK: []}
-    for half, _ in conformal.halves(len(of), splits):
+    for split, (half, _) in enumerate(conformal.halves(len(of), splits)):
         at = np.isin(asked.sentence, half)
         known, rest = asked[at], asked[~at]
         right, sentence = known[known.gold], rest.sentence
@@ -147,8 +133,12 @@ def entity_sets(of: Sequence[Sentence], alpha: float, splits: int = 100) -> dict
                 of_name = [conformal.threshold(right.score[right.name == n], level) for n in names]
                 limit[at] = np.array(of_name)[of_class[at]]
             hit = rest.score <= limit
-            held = np.where(np.isinf(limit), np.inf, hit)
-            every = np.bincount(sentence, rest.gold & ~hit)[sentence] == 0
-            size = np.bincount(sentence, held)[sentence]
-            found.append((every[begins], size[begins], rest.number[begins]))
-    return {kind: Sets.of(found) for kind, found in tested.items()}
+            held = np.where(np.isinf(limit), np.nan, hit)
+            columns = {
+                "split": split,
+                "number": rest.number[begins],
+                "hit": (np.bincount(sentence, rest.gold & ~hit)[sentence] == 0)[begins],
+                "held": np.bincount(sentence, held)[sentence][begins],
+            }
+            found.append(pd.DataFrame(columns))
+    return {kind: pd.concat(found) for kind, found in tested.items()}
