@@ -198,7 +198,8 @@ def _keys(a: argparse.Namespace) -> int:
         (f"`train:` and `grid:` of backend {name}", backend(name).Train),
         ("A cluster profile (configs/cluster)", Cluster),
     ):
-        print(f"# {title}", *documentation(model), "", sep="\n")
+        schema = model.model_json_schema()
+        print(f"# {title}", *documentation(schema, schema.get("$defs", {})), "", sep="\n")
     return 0
 
 

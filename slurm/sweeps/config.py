@@ -3,11 +3,12 @@
 Whatever is wrong ends in one message: file and line (or the override), key, value, what to do.
 """
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
@@ -289,32 +290,19 @@ def place(dotted: str, source: str, places: Mapping[str, str]) -> str:
     return next((places[one] for one in above if one in places), source)
 
 
-def documentation(model: type[BaseModel], indent: str = "") -> Iterator[str]:
-    """Every key of a model as lines of YAML, with its default and what it means."""
-    for name, field in model.model_fields.items():
-        kinds = [field.annotation, *get_args(field.annotation)]
-        kinds += [inner for kind in kinds for inner in get_args(kind)]
-        inside = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
-        value = "" if field.is_required() or inside else f" {_yaml(field.default)}"
-        choices = ", ".join(_choices(field.annotation))
-        meaning = " ".join((field.description or "").split()).rstrip(".")
-        said = ["required" if field.is_required() else "", meaning]
-        said = "; ".join(filter(None, [*said, choices and f"takes {choices}"]))
+def documentation(schema: dict, kinds: dict[str, dict], indent: str = "") -> Iterator[str]:
+    """Every key of a JSON schema, whose `$defs` are `kinds`, as lines of YAML: default, meaning."""
+    for name, field in schema["properties"].items():
+        parts = [field, field.get("items", {}), *field.get("anyOf", ())]
+        inside = [kinds[part["$ref"].rpartition("/")[2]] for part in parts if "$ref" in part]
+        known = name not in schema.get("required", ()) and not inside
+        value = f" {json.dumps(field['default'])}" if known else ""
+        words = [word for part in parts for word in part.get("enum", [part.get("const")]) if word]
+        said = ["" if "default" in field else "required", field.get("description", "").rstrip(".")]
+        said = "; ".join(filter(None, [*said, words and f"takes {', '.join(words)}"]))
         yield f"{indent}{name}:{value}  # {said}".rstrip("# ")
-        if inside:
-            yield from documentation(inside, indent + "  ")
-
-
-def _choices(kind: Any) -> list[str]:
-    """The words of a Literal, wherever it stands in an annotation."""
-    if get_origin(kind) is Literal:
-        return list(get_args(kind))
-    return [word for inner in get_args(kind) for word in _choices(inner)]
-
-
-def _yaml(value: Any) -> str:
-    text = list(value) if isinstance(value, tuple) else value
-    return yaml.dump(text, Dumper=_Dumper, default_flow_style=True).removesuffix("\n...\n").strip()
+        for kind in inside:
+            yield from documentation(kind, kinds, indent + "  ")
 
 
 def expand(where: str, text: str) -> str:
