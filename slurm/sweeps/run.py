@@ -23,7 +23,7 @@ from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any
 
-from calibeval.io import InputError
+from calibeval.io import InputError, write_text
 from calibeval.request import Strict
 from sweeps.config import Score, World, check, dump_yaml, read_yaml
 
@@ -114,10 +114,7 @@ class Run:
         """Make the folder with its config.yaml; what is asked of the model may change later."""
         text = dump_yaml(config.model_dump(mode="json"))
         if not self.config_file.exists() or self.config_file.read_text("utf-8") != text:
-            self.path.mkdir(parents=True, exist_ok=True)
-            part = self.path / ".config.part"
-            part.write_text(text, "utf-8")  # no fsync: a launch can make it again
-            part.replace(self.config_file)
+            write_text(self.config_file, text)
         self._config = config
 
     def config(self) -> RunConfig:
