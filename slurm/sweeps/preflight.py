@@ -16,8 +16,6 @@ from sweeps.plan import Plan
 from sweeps.run import again, backend
 from sweeps.scripts import Job
 
-PACKAGES = ("torch", "transformers", "accelerate", "datasets", "pydantic", "yaml", "tqdm")
-ASKED = ("numpy", "scipy")  # by scoring
 SERIOUS = ("account", "partition", "qos", "time", "Invalid", "invalid")  # of sbatch's words
 
 
@@ -119,9 +117,8 @@ def _requests(plan: Plan) -> list[str]:
 def _packages(plan: Plan) -> list[str]:
     """Modules that this interpreter lacks, of those that jobs import with it."""
     asks, more = plan.sweep.score, backend(plan.sweep.backend).packages
-    names = [*PACKAGES, *more(plan.cells[0].config.keys, plan.sweep.world)]
-    if asks and asks.python is None:
-        names += [*ASKED, *["vllm"] * (asks.engine == "vllm")]
+    vllm = asks and asks.python is None and asks.engine == "vllm"
+    names = [*more(plan.cells[0].config.keys, plan.sweep.world), *["vllm"] * bool(vllm)]
     absent = sorted({name for name in names if find_spec(name) is None})
     install = f"{sys.executable} -m pip install …"
     return [f"packages that runs need: {' '.join(absent)}: {install}"] if absent else []

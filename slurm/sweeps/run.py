@@ -30,7 +30,7 @@ from sweeps.config import Score, World, check, dump_yaml, read_yaml
 BASE = re.compile("-base-[0-9a-f]{8}$")  # ends the name of a model's folder before fine-tuning
 # What `backend:` names, apart from modules of the user's own. A backend is a module with
 #   Train                    the pydantic model of its `train:` keys
-#   packages(train, world)   modules that must be importable, beyond PACKAGES
+#   packages(train, world)   modules that must be importable, beyond this project's own
 #   missing(train, world)    what else would keep a run from starting, a sentence each
 #   train(run)               trains in this process, or process group, to run.model;
 #                            SystemExit(75) once it has saved because run.stop appeared
