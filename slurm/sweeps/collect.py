@@ -76,8 +76,9 @@ def found(plan: Plan) -> list[Cell]:
 
 
 def settings(config: RunConfig) -> dict[str, Any]:
-    """All that decides a run, on one level."""
-    return {"backend": config.backend, **config.world.model_dump(), **config.train}
+    """All that decides a run, on one level, as tables hold it."""
+    every = {"backend": config.backend, **config.world.model_dump(), **config.train}
+    return {k: v if isinstance(v, (str, int, float)) else str(v) for k, v in every.items()}
 
 
 def varied(cells: list[Cell]) -> list[str]:
@@ -85,7 +86,7 @@ def varied(cells: list[Cell]) -> list[str]:
     values = defaultdict(set)
     for cell in cells:
         for key, value in settings(cell.config).items() if cell.config.backend else ():
-            values[key].add(str(value))
+            values[key].add(value)
     known = (*SHARED, "train_file", "num_train_epochs")
     return [key for key, some in values.items() if len(some) > 1 and key not in known]
 
@@ -103,8 +104,7 @@ def entries(plan: Plan, cells: list[Cell]) -> list[dict]:
                 "train_data": train.get("train_file"),
                 "epochs": train.get("num_train_epochs"),
             }
-            more = {key: settings(config).get(key) for key in others}
-            about |= {k: v if isinstance(v, (str, int, float)) else str(v) for k, v in more.items()}
+            about |= {key: settings(config).get(key) for key in others}
         for task in config.score.tasks if config.score else ():
             if score.gap(cell.run, task, config.score) is None:
                 path = os.path.relpath(score.records(cell.run, task), plan.folder / "results")

@@ -98,6 +98,17 @@ def test_seeds_are_averaged_and_ties_go_to_the_lower_nll(graded):
     assert (row["best_learning_rate"], row["seeds"]) == (1e-3, 2)
 
 
+def test_a_rate_is_chosen_for_each_adapter(sweep_file):
+    score = {"tasks": [{"task": "mmlu", "data": "x"}], "select_on": "held_out_loss", "base": False}
+    grid = {"lora": [{"r": 4}, {"r": 8}], "learning_rate": [1e-4, 1e-3]}
+    planned = plan(sweep_file(grid=grid, train={"held_out": 5}, score=score), [])
+    planned.create()
+    for loss, cell in enumerate(planned.cells, 1):
+        cell.run.model.mkdir()
+        cell.run.metrics.write_text(f'{{"step": 1, "held_out_loss": {loss}}}\n')
+    assert [row["held_out_loss"] for row in best(planned)] == [1, 3]
+
+
 def test_every_run_of_the_folder_is_in_the_table_and_gaps_are_of_the_last_launch(graded, tmp_path):
     path = graded(learning_rate=[1e-4], label_smoothing=[0.0])
     scored(path, lambda values, task: 5)
