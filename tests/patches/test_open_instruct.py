@@ -44,20 +44,14 @@ def arguments(**given):
         "loss_impl": "auto",
         "filter_eps": None,
         "reduce_loss": "mean",
-        "attention_dropout": None,
         "load_balancing_loss": False,
-        "gradient_accumulation_steps": 1,
         "log_statistics": False,
         "stop_file": None,
-        "clip_grad_norm": -1,
         "max_train_steps": 4,
-        "output_dir": None,
         "overwrite_output_dir": False,
         "resume_from_checkpoint": None,
         "push_to_hub": True,
         "try_launch_beaker_eval_jobs": True,
-        "with_tracking": False,
-        "report_to": "all",
     }
     return Namespace(**{**defaults, **given})
 
