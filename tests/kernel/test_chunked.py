@@ -40,7 +40,8 @@ def inputs(n, v, d, dtype, masked, ignore_index, seed=0):
 
 
 def run(tensors, labels, needs, options, upstream, impl):
-    """Loss and the needed gradients, twice from one graph."""
+    """Loss and the needed gradients, twice from one graph; what is done to the first's in place, as
+    an optimizer may, leaves the second right."""
     leaves = [
         t.detach().clone().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)
     ]
@@ -48,10 +49,12 @@ def run(tensors, labels, needs, options, upstream, impl):
         leaves[0], leaves[1], labels, bias=leaves[2], impl=impl, **options
     )
     wanted = [t for t in leaves if t.requires_grad]
-    passes = [
-        torch.autograd.grad(loss, wanted, upstream.to(loss.dtype), retain_graph=True)
-        for _ in range(2 if wanted else 0)
-    ]
+    passes = []
+    for _ in range(2 if wanted else 0):
+        found = torch.autograd.grad(loss, wanted, upstream.to(loss.dtype), retain_graph=True)
+        passes.append([gradient.clone() for gradient in found])
+        for gradient in found:
+            gradient.fill_(7)
     return loss.detach(), *passes
 
 
@@ -106,22 +109,6 @@ def test_a_second_derivative_is_refused(reduction):
     (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         gradient.square().sum().backward()
-
-
-@pytest.mark.parametrize("upstream", [torch.tensor(1.0), torch.tensor(2.5)])
-def test_gradients_do_not_share_memory_with_what_is_saved(upstream):
-    """A first backward's .grad, changed in place, leaves the second backward right."""
-    *tensors, labels = inputs(6, 9, 4, torch.float32, "some", -100)
-    leaves = [t.clone().requires_grad_() for t in tensors]
-    loss = loss_of(leaves[0], leaves[1], labels, bias=leaves[2])
-    loss.backward(upstream, retain_graph=True)
-    first = [leaf.grad.clone() for leaf in leaves]
-    for leaf in leaves:
-        leaf.grad.fill_(7)
-        leaf.grad = None
-    loss.backward(upstream)
-    for leaf, gradient in zip(leaves, first, strict=True):
-        assert torch.equal(leaf.grad, gradient)
 
 
 def test_extreme_logits_stay_finite():
