@@ -1,7 +1,6 @@
 """The benchmark command: its options, what it measures, and its tables."""
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -18,22 +17,20 @@ def problem(masked=0.0, softcap=None, frozen=False):
     return measure.problem(TINY, 24, 1.0, masked, softcap, "cpu", frozen)
 
 
-@pytest.mark.slow
-def test_table_and_json(tmp_path):
+def test_table_and_json(tmp_path, capsys, monkeypatch):
     file = tmp_path / "bench.json"
     options = ["--device", "cpu", "--models", "640x32", "--tokens", "16", "--repeats", "1"]
     options += ["--seconds", "0.01", "--json", str(file)]
-    result = subprocess.run(
-        [sys.executable, "-m", "smoothce.bench", *options], capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
+    monkeypatch.setattr(sys, "argv", ["bench", *options])
+    command.main()
+    said = capsys.readouterr().out
     written = json.loads(file.read_text())
     assert "torch" in written["versions"] and "--models 640x32" in written["command"]
     rows = {row["method"]: row for row in written["results"]}
     assert list(rows) == ["ours, chunked", "torch", "the products alone"]
     for name, row in rows.items():
         assert "failed" not in row and row["both_ms"] > 0 and row["forward_ms"] > 0
-        assert f"| {name} |" in result.stdout
+        assert f"| {name} |" in said
     assert all(rows[name]["error_weight"] < 1e-4 for name in ("ours, chunked", "torch"))
 
 
