@@ -420,31 +420,23 @@ def test_a_model_that_might_not_come_out_exact_is_refused():
     quantised.lm_head = Quantised(16, VOCABULARY, bias=False)
     wrapped.forward = torch.no_grad()(wrapped.forward)
     own.__class__ = LlamaForCausalLM
-    for model, said in (
-        (several, "LlamaForCausalLM with pretraining_tp=2"),
-        (quantised, r"must be a torch.nn.Linear, not .*Quantised"),
-        (wrapped, "forward is already wrapped"),
-        (own, r"does not know .*LlamaForCausalLM"),
-        (torch.compile(tiny()), "call patch_model before"),
-        (torch.nn.DataParallel(tiny()), "call patch_model before"),
-    ):
-        with pytest.raises(TypeError, match=said):
-            patch_model(model)
-
-
-def test_refusals():
+    mixture = tiny("MixtralForCausalLM", output_router_logits=True)
     for model, options, error, said in (
+        (several, {}, TypeError, "LlamaForCausalLM with pretraining_tp=2"),
+        (quantised, {}, TypeError, r"must be a torch.nn.Linear, not .*Quantised"),
+        (wrapped, {}, TypeError, "forward is already wrapped"),
+        (own, {}, TypeError, r"does not know .*LlamaForCausalLM"),
+        (torch.compile(tiny()), {}, TypeError, "call patch_model before"),
+        (torch.nn.DataParallel(tiny()), {}, TypeError, "call patch_model before"),
         (tiny(), {"reduction": "none"}, ValueError, "mean or sum for a model, not 'none'"),
         (tiny(), {"smoothing": 0.1}, TypeError, "no setting smoothing"),
-        (
-            tiny("MixtralForCausalLM", output_router_logits=True),
-            {"reduction": "sum"},
-            ValueError,
-            "output_router_logits",
-        ),
+        (mixture, {"reduction": "sum"}, ValueError, "output_router_logits"),
     ):
         with pytest.raises(error, match=said):
             patch_model(model, **options)
+
+
+def test_what_is_refused_once_a_model_is_patched():
     model = patch_model(tiny())
     for wrong in ({"logits_to_keep": 1}, {"ignore_index": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
