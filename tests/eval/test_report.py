@@ -193,79 +193,72 @@ def test_texts_by_length_have_both_readings(project, tmp_path):
     assert f"and {own:+.3f} by the texts' own probabilities" in said
 
 
-def test_a_difference_is_paired_by_the_seeds_that_both_rows_have(project):
-    """Seeds 0, 1 less 1, 2 were paired in their order; a failed run left no trace in the table."""
+@pytest.mark.parametrize(
+    ("beta", "of_a", "of_b", "expected"),
+    [
+        (0.1, (0, 1), (0, 1), ((0, 1), (0, 1), True, "2")),
+        (0.1, (0, 1, 2), (1, 2, 3), ((1, 2), (1, 2), True, "2")),  # not (0, 1), (1, 2), …
+        # One seed in common would hide what seeds differ by.
+        (0.1, (0, 1, 2), (2, 3, 4), ((0, 1, 2), (2, 3, 4), False, "3 − 3")),
+        (0.1, (0,), (3,), ((0,), (3,), True, "1")),
+        (None, (0, 1), (0,), ((0, 1), (0,), False, "1 − 2")),
+        (0.1, (0, 1), (), ((0, 1), (), False, "")),
+    ],
+)
+def test_a_difference_is_paired_by_the_seeds_that_both_rows_have(beta, of_a, of_b, expected):
+    """A failed run left no trace in the table."""
+    a, b = (
+        index.Row({"label_smoothing": beta}, (), {}, {"toy": {seed: seed for seed in seeds}})
+        for beta, seeds in ((0, of_a), (beta, of_b))
+    )
+    one, other, paired, said = report.compared(a, b, "toy")
+    assert (tuple(one), tuple(other), paired, said) == expected
+
+
+def test_differences_are_those_of_the_runs(project):
     results = index.read(project())
-    _, plain, smoothed = results.rows
-    a, b = seeds(plain), seeds(smoothed)
-
-    def lines() -> list[report.Line]:
-        table = report.difference_table(results, report.read_columns("accuracy,ece"))
-        assert table.keys == ["Model", "β", "Seeds"]
-        assert table.heads == ["Acc ↑", "NLL ↓", "MSCE × 1000 ↓"]
-        return table.lines
-
-    def shown(line: report.Line, one, other, paired: bool = True) -> None:
-        """The line's last cells are the difference of these runs."""
+    base, plain, smoothed = map(seeds, results.rows)
+    table = report.difference_table(results, report.read_columns("accuracy,ece"))
+    assert table.keys == ["Model", "β", "Seeds"]
+    assert table.heads == ["Acc ↑", "NLL ↓", "MSCE × 1000 ↓"]
+    assert [line.keys[1:] for line in table.lines] == [["base", "1 − 2"], ["0.1", "2"]]
+    for line, of, paired in zip(table.lines, (base, smoothed), (False, True), strict=True):
         _, nll, msce = line.cells
-        found = stats.difference(one, other, "nll", "choices", paired)
+        found = stats.difference(plain, of, "nll", "choices", paired)
         assert nll.value == f"{found.value:+.3f}" and nll.bold == found.told_apart
         assert nll.interval == f"[{found.low:+.3f}, {found.high:+.3f}]"
-        found = stats.difference(one, other, "rms_debiased", "choices", paired)
+        found = stats.difference(plain, of, "rms_debiased", "choices", paired)
         assert msce.interval == f"[{1000 * found.low:+.1f}, {1000 * found.high:+.1f}]"
-
-    base, line = lines()
-    assert base.keys[1:] == ["base", "1 − 2"] and line.keys[1:] == ["0.1", "2"]
-    assert not line.cells[1].bold  # seeds that differ so much tell nothing apart
-    shown(line, a, b)
-    # Of β = 0 seeds 0 to 2, of 0.1 seeds 1 to 3, which are 0 to 2 again: pairs (1, 0), (2, 1).
-    plain.runs["toy"] = dict(enumerate([*a, a[0]]))
-    smoothed.runs["toy"] = dict(enumerate([*b, b[0]], 1))
-    assert lines()[1].keys[2] == "2"
-    shown(lines()[1], [a[1], a[0]], b)
-    # One seed in common would hide what seeds differ by.
-    smoothed.runs["toy"] = dict(enumerate([*b, b[0]], 2))
-    assert lines()[1].keys[2] == "3 − 3"
-    shown(lines()[1], seeds(plain), seeds(smoothed), False)
-    plain.runs["toy"], smoothed.runs["toy"] = {0: a[0]}, {0: b[0]}
-    assert [line.keys[2] for line in lines()] == ["1", "1"]
+    assert not nll.bold  # seeds that differ so much tell nothing apart
 
 
-def test_what_was_asked_otherwise_is_not_compared(project, tmp_path, run, refused):
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        (({}, {"shots": 5}), ({}, {"shots": 0}), "shots 5 and 0"),
+        (({"prompt_sha256": "a"}, {}), ({"prompt_sha256": "b"}, {}), "prompts '"),
+        (({}, {}), ({"scoring": "continuation"}, {}), "scoring 'letters' and 'continuation'"),
+    ],
+)
+def test_what_was_asked_otherwise_is_not_compared(project, tmp_path, run, refused, a, b, expected):
     """Letters beside texts, 5 examples beside none, other words under the same ids: the difference
     would be the prompt's. Of another model examples may be dropped, to fit."""
-    a, b = tmp_path / "toy-b0-0.jsonl", tmp_path / "toy-b0.1-0.jsonl"
-
-    def shots(path, count):
-        sidecar = path.with_name(f"{path.name}.meta.json")
-        sidecar.write_text(json.dumps({"settings": {"shots": count}}))
-
-    def records(path, **more):
-        write_lines(path, [row | more for row in read_lines(path)])
-
-    def said(path) -> str:
-        err = refused("collect", path, "--out", tmp_path / "out")
-        assert "--different-prompts" in refused("compare", a, b)
-        run("compare", "--different-prompts", a, b)
-        assert f"{a} and {b}: " in err and "another 'dataset' in the index" in err
-        return err
-
-    two = ("toy-b0-0.jsonl", "toy-b0.1-0.jsonl")
-    path = project(lambda line: line if line["records"] in two else None)
-    index.read(path)
-    for file, count in ((a, 5), (b, 0)):
-        shots(file, count)
-    assert "asked with shots 5 and 0" in said(path)
-    shots(b, 5)
-    for file in (a, b):
-        records(file, prompt_sha256=file.name)
-    assert "asked with prompts '" in said(path)
-    alike = path.read_text()
-    path.write_text(alike.replace('"m_1"', '"m_2"', 1))
-    index.read(path)
-    path.write_text(alike)
-    records(b, scoring="continuation")
-    assert "asked with scoring 'letters' and 'continuation'" in said(path)
+    names = ["toy-b0-0.jsonl", "toy-b0.1-0.jsonl"]
+    path = project(lambda line: line if line["records"] in names else None)
+    files = [tmp_path / name for name in names]
+    for file, (more, settings) in zip(files, (a, b), strict=True):
+        write_lines(file, [row | more for row in read_lines(file)])
+        file.with_name(f"{file.name}.meta.json").write_text(json.dumps({"settings": settings}))
+    err = refused("collect", path, "--out", tmp_path / "out")
+    assert f"{files[0]} and {files[1]}: " in err and f"asked with {expected}" in err
+    assert "another 'dataset' in the index" in err
+    assert "--different-prompts" in refused("compare", *files)
+    run("compare", "--different-prompts", *files)
+    path.write_text(path.read_text().replace('"m_1"', '"m_2"', 1))
+    if "prompts" in expected:
+        index.read(path)
+    else:
+        refused("collect", path, "--out", tmp_path / "out")
 
 
 def test_latex_compiles(project, tmp_path):
