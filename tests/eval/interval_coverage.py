@@ -16,6 +16,8 @@ from itertools import islice, product
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
+from tqdm import tqdm
 
 from calibeval import stats
 from calibeval.measures import METRICS, Sample, Scores, resamples, rms
@@ -25,7 +27,8 @@ POOL = 40_000  # questions that stand for the population
 NOISE = {"near chance": (4.0, 2.5), "sure": (1.0, 0.6)}  # sd of the shared and own channel
 # Log-probabilities (2000, 4) that stories260K gives HellaSwag's endings, with a temperature.
 REAL, TEMPERATURE = Path(__file__).with_name("stories260k_hellaswag.npy"), 5.0
-REGULAR, MSCE = tuple(stats.REGULAR), ("rms_debiased",)
+REGULAR = tuple(stats.REGULAR)
+BOTH = "rms_debiased", *REGULAR  # of differences; the figure itself has no interval
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ class World:
         low, high = 0.0, 2.0 if self.pattern == "sharpen" else 0.3
         if not error:
             return 0.0
-        for _ in range(18):
+        for _ in range(10):
             middle = (low + high) / 2
             below = self.mean_truth(sign * middle, spread)["squared"] < error**2
             low, high = (middle, high) if below else (low, middle)
@@ -135,10 +138,10 @@ class Cell:
     seeds: int = 1
     spread: float = 0.0  # between-seed sd of the gaps, in units of the questions' own
     other: float | None = None  # row B's error; row A has `error`
-    names: tuple[str, ...] = MSCE + REGULAR
+    names: tuple[str, ...] = REGULAR
 
-    def run(self, world: World, replications: int) -> dict[str, list[int] | None]:
-        """{metric: how many intervals lie above and below the truth, None where there is none}."""
+    def run(self, world: World, replications: int) -> dict[str, float]:
+        """{metric: share of intervals that hold the truth}."""
         spread = self.spread * math.sqrt(0.2 / self.n)
         sides = [self.error] if self.other is None else [self.error, self.other]
         signs = (1, -1 if world.opposite else 1)
@@ -146,7 +149,7 @@ class Cell:
         truths = [world.mean_truth(size, spread) for size in sizes]
         seed = zlib.crc32(repr((self, world)).encode())
         rng = np.random.default_rng(seed)
-        missed = {name: [0, 0] for name in self.names}
+        held = dict.fromkeys(self.names, 0)
         for _ in range(replications):
             labels, exact = world.posterior(self.n, self.seeds * len(sides), rng)
             at = np.repeat(sizes, self.seeds) + spread * rng.normal(size=len(exact))
@@ -162,12 +165,8 @@ class Cell:
                     a, b = runs[: self.seeds], runs[self.seeds :]
                     found = stats.difference(a, b, name, "choices")
                     expected = true[1] - true[0]
-                if found.low is None:
-                    missed[name] = None
-                else:
-                    missed[name][0] += found.low > expected + 1e-9
-                    missed[name][1] += found.high < expected - 1e-9
-        return missed
+                held[name] += found.low - 1e-9 <= expected <= found.high + 1e-9
+        return {name: count / replications for name, count in held.items()}
 
 
 WORLDS = tuple(World(shape, pattern) for shape in NOISE for pattern in ("shift", "sharpen"))
@@ -177,38 +176,44 @@ OPPOSITE = tuple(
 )
 SIZES = (500, 2000, 14042)
 ERRORS = (0.0, 0.02, 0.035, 0.1)
-GROUPS = {
-    "ordinary": [Cell(e, n, names=REGULAR) for e in ERRORS for n in SIZES],
-    "seeds": [
-        Cell(0.035, 500, seeds, spread, names=REGULAR)
-        for seeds, spread in product((2, 3, 5), (0.0, 1.0, 3.0))
-    ],
-    "opposite": [
-        Cell(a, n, other=b, names=("rms_debiased", *REGULAR))
-        for n in SIZES
-        for a, b in ((0.02, 0.02), (0.05, 0.05), (0.1, 0.1), (0.0, 0.05), (0.03, 0.08))
-    ],
-    "pairs": [
-        Cell(a, n, seeds, spread, b, ("rms_debiased", *REGULAR))
-        for n in SIZES[:2]
-        for seeds, spread in ((1, 0.0), *product((2, 3, 5), (1.0, 3.0)))
-        for a, b in ((0.0, 0.0), (0.035, 0.035), (0.0, 0.035), (0.035, 0.1))
-    ],
+SOME = WORLDS[0], WORLDS[3]
+GROUPS = {  # worlds, and what is repeated in each
+    "ordinary": (WORLDS, [Cell(e, n) for e in ERRORS for n in SIZES]),
+    "seeds": (
+        SOME,
+        [Cell(0.035, 500, seeds, spread) for seeds, spread in product((2, 3, 5), (0.0, 1.0, 3.0))],
+    ),
+    "opposite": (
+        OPPOSITE,
+        [
+            Cell(a, n, other=b, names=BOTH)
+            for n in SIZES
+            for a, b in ((0.02, 0.02), (0.05, 0.05), (0.1, 0.1), (0.0, 0.05), (0.03, 0.08))
+        ],
+    ),
+    "pairs": (
+        SOME,
+        [
+            Cell(a, n, seeds, spread, b, BOTH)
+            for n in SIZES[:2]
+            for seeds, spread in ((1, 0.0), *product((2, 3, 5), (1.0, 3.0)))
+            for a, b in ((0.0, 0.0), (0.035, 0.035), (0.0, 0.035), (0.035, 0.1))
+        ],
+    ),
 }
 
 
-def simulate(cells: list[Cell], worlds: Sequence[World], replications: int) -> Iterator:
-    """Yield (cell, {metric: (coverage, least of the worlds, above, below)})."""
+def simulate(worlds: Sequence[World], cells: list[Cell], replications: int) -> Iterator[dict]:
+    """Yield a row a cell: coverage of each metric, in brackets the worst of the worlds."""
     with ProcessPoolExecutor(2) as pool:
         jobs = [(cell, world, replications) for cell in cells for world in worlds]
         results = pool.map(Cell.run, *zip(*jobs, strict=True))
         for cell in cells:
-            found = list(islice(results, len(worlds)))
-            line = {}
-            for name in (name for name in cell.names if found[0][name]):
-                above, below = np.array([one[name] for one in found]).T / replications
-                line[name] = 1 - above.mean() - below.mean(), 1 - (above + below).max()
-            yield cell, line
+            error = f"{cell.error:g}" + ("" if cell.other is None else f" and {cell.other:g}")
+            row = {"N": cell.n, "true error": error, "seeds": cell.seeds, "seed sd": cell.spread}
+            for name, covered in pd.DataFrame(islice(results, len(worlds))).items():
+                row[name] = f"{covered.mean():.3f} ({covered.min():.3f})"
+            yield row
 
 
 def main() -> None:
@@ -217,25 +222,17 @@ def main() -> None:
     parser.add_argument("--replications", type=int, default=500, help="of a cell, all worlds")
     parser.add_argument("--only", choices=GROUPS)
     a = parser.parse_args()
-    for group, cells in GROUPS.items():
+    for group, (worlds, cells) in GROUPS.items():
         if a.only not in (None, group):
             continue
-        worlds = WORLDS if group == "ordinary" else (WORLDS[0], WORLDS[3])
-        worlds = OPPOSITE if group == "opposite" else worlds
         each = a.replications // len(worlds)
-        names = list(dict.fromkeys(name for cell in cells for name in cell.names))
         total = each * len(worlds)
         print(
             f"\n{group}: {total} replications a cell, standard error of 0.95 "
             f"{math.sqrt(0.95 * 0.05 / total):.3f}; in brackets the worst of {len(worlds)} worlds\n"
         )
-        print("| N | true error | seeds | seed sd | " + " | ".join(names) + " |")
-        print("|" + "---|" * (4 + len(names)), flush=True)
-        for cell, line in simulate(cells, worlds, each):
-            error = f"{cell.error:g}" + ("" if cell.other is None else f" and {cell.other:g}")
-            shown = [f"{v[0]:.3f} ({v[1]:.3f})" if (v := line.get(m)) else "–" for m in names]
-            about = f"{cell.n:,}", error, str(cell.seeds), f"{cell.spread:g}"
-            print("| " + " | ".join([*about, *shown]) + " |", flush=True)
+        rows = tqdm(simulate(worlds, cells, each), group, len(cells))
+        print(pd.DataFrame(rows).to_markdown(index=False, disable_numparse=True), flush=True)
 
 
 if __name__ == "__main__":
