@@ -48,7 +48,7 @@ def compare(
     if not different_prompts:
         stats.same_prompts(*runs)
     found = {}
-    for confidence in runs[0].confidences:
+    for confidence in (c for c in runs[0].confidences if c in runs[1].confidences):
         found[confidence] = of = {}
         for name in names:
             values = [stats.estimate([run], name, confidence).value for run in runs]

@@ -70,6 +70,7 @@ class Run:
 
     path: Path
     convention: str  # by what texts' log-probabilities were compared
+    scoring: str
     model: str
     questions: int
     questions_sha256: str  # of the ids and right answers, whatever their order
@@ -188,6 +189,7 @@ def measure(of: Records) -> Run:
     return Run(
         of.path,
         of.normalise,
+        of.scoring,
         of.model,
         len(of),
         hashlib.sha256(asked.encode()).hexdigest(),
@@ -388,9 +390,8 @@ def same_prompts(a: Run, b: Run, texts: bool = True) -> None:
 
     def asked(run: Run) -> dict:
         settings = records.meta(run.path).get("settings") or {}
-        scoring = "letters" if len(run.confidences) > 1 else "continuation"
         prompts = run.prompts_sha256 if texts else None
-        return {"scoring": scoring, "shots": settings.get("shots"), "prompts": prompts}
+        return {"scoring": run.scoring, "shots": settings.get("shots"), "prompts": prompts}
 
     second_of = asked(b)
     for name, first in asked(a).items():

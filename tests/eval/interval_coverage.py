@@ -125,7 +125,7 @@ def run_of(exact: Sample, drawn: Sample, names: tuple[str, ...]) -> stats.Run:
     figures = {name: float(METRICS[name](exact)[0]) for name in regular}
     draws = {name: METRICS[name](drawn) for name in regular}
     draws["rms_debiased"] = stats.squares(exact.top, [drawn.top])
-    about = Path("simulated"), "sum", "m", len(exact.scores.labels), "", None, 1.0
+    about = Path("simulated"), "sum", "letters", "m", len(exact.scores.labels), "", None, 1.0
     return stats.Run(*about, (c,), {c: {}}, {c: figures}, {c: {}}, {c: draws})
 
 
