@@ -1,4 +1,4 @@
-"""Scored questions, many samples of them at once, and every metric. Never a model.
+"""Scored questions, many samples of them at once, and every metric. NumPy alone; never a model.
 
 choices:    p_k = softmax of the choices' log-probabilities (the official way)
 vocabulary: p_k = exp(log-probability): what the model gives the letter among all its tokens
@@ -284,14 +284,20 @@ def smooth_ece_at(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
     """(smooth ECE, its σ), (R,) both."""
     p = sample.scores.confidence
     gap = sample.times * (p - sample.correct)  # (R, N)
-    times = np.broadcast_to(sample.times, gap.shape)
+    kept: dict[int, tuple] = {}  # by a grid's size: spectra of the gaps and of the questions
 
     def error(sigma: np.ndarray) -> np.ndarray:
         """The error of each sample at its own σ, (R,); 0 where σ is too small to matter."""
         found = np.zeros(len(gap))
         for level in np.unique(sigma[sigma >= LEAST]):
-            rows, mesh = sigma == level, np.linspace(0, 1, max(round(10 / level), MESH))
-            above, density = (smoothed(p, of[rows], level, mesh) for of in (gap, times))
+            rows, size = np.flatnonzero(sigma == level), grid_size(level)
+            if size not in kept:
+                kept[size] = tuple(spectra(p, of, size) for of in (gap, sample.times))
+            gaps, counts = kept[size]
+            # Questions once each, as simulations have them, are one row for all samples.
+            counts = counts if len(counts) == 1 else counts[rows]
+            mesh = np.linspace(0, 1, max(round(10 / level), MESH))
+            above, density = (smoothed(of, level, mesh) for of in (gaps[rows], counts))
             found[rows] = np.abs(above).sum(1) / (density + 1e-4).sum(1)
         return found
 
@@ -305,30 +311,41 @@ def smooth_ece_at(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
 
 def smooth_curve(sample: Sample, sigma: float, mesh: np.ndarray) -> np.ndarray:
     """Accuracy at each confidence of a mesh, (R, T): t + Σ K_σ(t, p)(y − p) / Σ K_σ(t, p)."""
-    p = sample.scores.confidence
-    each = sample.times * (sample.correct - p), sample.times
-    gaps, counts = (smoothed(p, of, sigma, mesh) for of in each)
+    p, size = sample.scores.confidence, grid_size(sigma)
+    gaps, counts = (
+        smoothed(spectra(p, values, size), sigma, mesh)
+        for values in (sample.times * (sample.correct - p), sample.times)
+    )
     return mesh + gaps / (counts + 1e-4)
 
 
-def smoothed(p: np.ndarray, values: np.ndarray, sigma: float, mesh: np.ndarray) -> np.ndarray:
-    """Σ_i K_σ(t, p_i) value_i at each t of a mesh, (R, T), of values (R, N).
+def grid_size(sigma: float) -> int:
+    """Places of a grid that is fine enough for σ."""
+    return max(2000, round(20 / sigma)) // 2 + 1
 
-    Each value is shared between the two nearest places of a grid that is fine enough for σ; cosine
-    transforms reflect at 0 and 1.
+
+def spectra(p: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
+    """Fourier transforms (R, size) of values (R, N) at p, reflected at 0 and 1.
+
+    Each value is shared between the two nearest of `size` places.
     """
-    from scipy.fft import dct, idct
+    place = (p * (size - 1)).astype(int).clip(0, size - 2)
+    part = p * (size - 1) - place
+    pairs = ((place, 1 - part), (place + 1, part))
+    grid = np.stack([sum(np.bincount(at, w * of, size) for at, w in pairs) for of in values])
+    return np.fft.rfft(np.hstack([grid, grid[:, -2:0:-1]]))
 
-    places = np.linspace(0, 1, max(2000, round(20 / sigma)) // 2 + 1)
-    last = len(places) - 1
-    left = (p * last).astype(int).clip(0, last - 1)
-    part = p * last - left
-    pairs = ((left, 1 - part), (left + 1, part))
-    grid = np.stack([sum(np.bincount(at, w * of, last + 1) for at, w in pairs) for of in values])
-    kernel = np.exp(-(places**2) / (2 * sigma**2)) / (np.sqrt(2 * np.pi) * sigma)
-    kernel[places > 0.5] = 0  # as relplot
-    found = idct(dct(grid, 1) * dct(kernel, 1), 1)
-    return np.stack([np.interp(mesh, places, row) for row in found])
+
+def smoothed(of: np.ndarray, sigma: float, mesh: np.ndarray) -> np.ndarray:
+    """Σ_i K_σ(t, p_i) value_i at each t of a mesh, (R, T), from `spectra` (R, size)."""
+    size = of.shape[1]
+    around = np.zeros(2 * size - 2)
+    around[:size] = np.exp(-((np.linspace(0, 1, size) - 0.5) ** 2) / (2 * sigma**2))
+    kernel = np.fft.rfft(np.roll(around, -(size // 2))) / (np.sqrt(2 * np.pi) * sigma)
+    found = np.fft.irfft(of * kernel)
+    at = (mesh * (size - 1)).astype(int).clip(0, size - 2)
+    rest = mesh * (size - 1) - at
+    return found[:, at] * (1 - rest) + found[:, at + 1] * rest
 
 
 def recalibrated(sample: Sample) -> np.ndarray:
