@@ -42,25 +42,26 @@ def draw(results: Results, out: Path) -> list[tuple[Path, str]]:
     with matplotlib.rc_context(STYLE):
         for group in results.groups:
             rows = [row for row in results.rows if group in row.runs]
-            having = {
-                c: [r for r in rows if all(c in run.confidences for run in r.runs[group].values())]
-                for c in AMONG
-            }
-            among = [c for c in AMONG if having[c]]
+            having = {}  # the rows that have a confidence
+            for row in rows:
+                runs = row.runs[group].values()
+                for confidence in AMONG:
+                    if all(confidence in run.confidences for run in runs):
+                        having.setdefault(confidence, []).append(row)
             name = "".join(c if c.isalnum() or c in "-." else "-" for c in group)
             made = []
             if len({row.beta for row in rows} - {None}) > 1:
                 said = f"ECE on {group} against β; dotted: what 95 % of calibrated models read "
                 said += "less than; dashed: before fine-tuning."
-                made.append((f"ece-against-beta_{name}", said, ece_over_beta(rows, group, among)))
-            for confidence in among:
+                made.append((f"ece-against-beta_{name}", said, ece_over_beta(rows, group, having)))
+            for confidence, of in having.items():
                 said = (
                     f"Reliability on {group}, confidence among {AMONG[confidence]}. Coloured: "
                     "accuracy by the kernel of the smooth ECE with its 95 % band; black: by "
                     "isotonic regression; grey: where that lies in 95 % of calibrated models; "
                     "below, where the questions are."
                 )
-                canvas = reliability(having[confidence], group, confidence)
+                canvas = reliability(of, group, confidence)
                 made.append((f"reliability_{name}_{confidence}", said, canvas))
             for stem, said, canvas in made:
                 save(canvas, out / stem)
@@ -128,22 +129,22 @@ def reliability(rows: Sequence[Row], group: str, confidence: str):
     return canvas
 
 
-def ece_over_beta(rows: Sequence[Row], group: str, among: Sequence[str]):
+def ece_over_beta(rows: Sequence[Row], group: str, having: dict[str, list[Row]]):
     """A panel a confidence, a line a model, training data and whatever else varies."""
     lines: dict[str, list[Row]] = {}
     for row in sorted((r for r in rows if r.beta is not None), key=lambda row: row.beta):
         name = row.name("label_smoothing") or row.keys["model"]
         lines.setdefault(name, []).append(row)
     canvas = _canvas(6)
-    axes = canvas.subplots(1, len(among), sharey=True, squeeze=False).flat
-    for confidence, axis in zip(among, axes, strict=True):
+    axes = canvas.subplots(1, len(having), sharey=True, squeeze=False).flat
+    for (confidence, known), axis in zip(having.items(), axes, strict=True):
         for i, (name, line) in enumerate(lines.items()):
-            at = [row.beta for row in line]
-            every = [vars(row.estimate(group, "ece", confidence)) for row in line]
-            read, floor = (np.array([e[k] for e in every], float) for k in ("value", "floor"))
-            axis.plot(at, read, "o-", color=f"C{i % 10}", label=name)
-            axis.plot(at, floor, ":", color=f"C{i % 10}")
-        for row in (row for row in rows if row.beta is None):
+            shown = [row for row in line if row in known]
+            every = [row.estimate(group, "ece", confidence) for row in shown]
+            at = [row.beta for row in shown]
+            axis.plot(at, [e.value for e in every], "o-", color=f"C{i % 10}", label=name)
+            axis.plot(at, [e.floor for e in every], ":", color=f"C{i % 10}")
+        for row in (row for row in known if row.beta is None):
             value = row.estimate(group, "ece", confidence).value
             axis.axhline(value, color=GREY, ls="--", lw=1)
         axis.set_title(f"{group}, confidence among {AMONG[confidence]}", pad=4)

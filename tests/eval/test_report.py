@@ -300,6 +300,17 @@ def test_figures(project, tmp_path):
     assert {p: p.read_bytes() for p in before} == before
 
 
+def test_what_has_no_reading_among_all_tokens_stays_out_of_its_figures(project, tmp_path):
+    """As after a temperature, of the model before fine-tuning too."""
+    results = index.read(project())
+    for run in (run for row in results.rows[:2] for run in seeds(row)):
+        write_lines(run.path, [row | {"letter_mass": None} for row in read_lines(run.path)])
+    drawn = figures.draw(index.read(tmp_path / "index.jsonl"), tmp_path / "out")
+    text = {stem.name: stem.with_suffix(".svg").read_text() for stem, _ in drawn}
+    titles = [text[f"reliability_toy_{c}"].count("ECE 0.") for c in ("choices", "vocabulary")]
+    assert titles == [3, 1] and "ece-against-beta_toy" in text
+
+
 def test_a_difference_is_to_beta_0_without_a_calibrator(project):
     results = index.read(
         project(lambda x: x | ({"calibrator": "temperature"} if x["seed"] else {}))
