@@ -46,7 +46,7 @@ def temperature(validation: str | Path, test: str | Path, out: str | Path) -> di
     if len(digests) > 1:
         raise InputError(f"{validation}: is of another model than {test}; fit on its own answers")
     if out.exists():
-        raise InputError(f"{out}: is there already")
+        raise InputError(f"{out}: is there already; delete it, or give another --out")
     seen = set(scored.prompts) - {None}
     used = np.array([prompt not in seen for prompt in fitted_on.prompts])
     if used.sum() < FEWEST:

@@ -30,7 +30,7 @@ from calibeval.request import Seq, Task, Text, checked
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 SHOTS = {"letters": 5, "continuation": 0}  # hendrycks/test's and lm-evaluation-harness's
-# The split that a task is scored on, and the one to fit a calibrator on.
+# The split that a task is scored on, and the one to choose and to fit on.
 SPLITS = {
     "mmlu": ("test", "val"),
     "hellaswag": ("val", "train"),
