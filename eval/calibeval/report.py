@@ -14,10 +14,9 @@ import numpy as np
 import pandas as pd
 
 from calibeval import figures, index, stats
-from calibeval.index import FIRST, Results, Row, heading
-from calibeval.io import InputError, counted, write_text
+from calibeval.index import Results, Row, heading
+from calibeval.io import InputError, write_text
 from calibeval.measures import REGULAR
-from calibeval.records import meta
 
 DEFAULT = "accuracy,ece,rms"
 NAMES = {
@@ -271,26 +270,6 @@ def compared(a: Row, b: Row, group: str) -> tuple[list[stats.Run], list[stats.Ru
     return [*first.values()], [*second.values()], m == n == 1, said
 
 
-def in_words(table: Table) -> list[str]:
-    """A sentence a row and data set, and how many comparisons leave out 0 by chance."""
-    said, made, each = [], 0, len(table.heads)
-    for line in table.lines:
-        who = ", ".join((*line.row.block, line.row.name(*FIRST[:2])))
-        for place, group in enumerate(table.groups):
-            told: dict[str, list[str]] = {"lower": [], "higher": [], "not told apart": []}
-            cells = line.cells[place * each : (place + 1) * each]
-            for head, cell in zip(table.heads, cells, strict=True):
-                if cell.estimate.low is not None:
-                    up = "higher" if cell.estimate.value > 0 else "lower"
-                    name = head.rstrip(" ↑↓").removesuffix(" × 1000")
-                    told[up if cell.bold else "not told apart"].append(name)
-            made += sum(map(len, told.values()))
-            if found := ", ".join(f"{' and '.join(of)} {how}" for how, of in told.items() if of):
-                said.append(f"{who}, less β = 0: on {group} {found}.")
-    chance = f"{made / 20:.1f} would leave out 0 by chance if nothing differed"
-    return [*said, f"{counted(made, 'comparison')} at 95 % each: {chance}."]
-
-
 def tidy(results: Results) -> pd.DataFrame:
     """A line a row, data set, confidence and metric, with low, high, floor and p."""
     keys = dict.fromkeys((*results.shown, *(key for row in results.rows for key in row.keys)))
@@ -331,8 +310,7 @@ def collect(
         write_text(out / f"{name}.tex", one.latex())
     write_text(out / "table.csv", tidy(results).to_csv(index=False))
     drawn = [(said, figures.uri(stem)) for stem, said in figures.draw(results, out)]
-    shown = {"tables": tables, "words": in_words(paired) if paired else [], "figures": drawn}
-    write_page(title, [note], out / "report.html", [*sections, settings(results)], **shown)
+    write_page(title, [note], out / "report.html", sections, tables=tables, figures=drawn)
     return "\n".join(one.markdown() for one in tables.values())
 
 
@@ -340,7 +318,7 @@ def write_page(
     title: str, parts: Sequence[str], path: Path, sections: Sequence[str] = (), **shown
 ) -> None:
     """Write a page: one file that opens without a network. `parts` and `sections` are HTML, before
-    and after what is `shown` (tables, words, figures)."""
+    and after what is `shown` (tables, figures)."""
     from jinja2 import Environment, FileSystemLoader
 
     loader = FileSystemLoader(Path(__file__).parent)
@@ -352,16 +330,3 @@ def plain_table(rows: Sequence[dict]) -> str:
     """Dictionaries as a table."""
     shown = pd.DataFrame(rows, dtype=object).to_html(index=False, na_rep="", border=0)
     return f'<div class="box plain" role="region" tabindex="0" aria-label="table">{shown}</div>'
-
-
-def settings(results: Results) -> str:
-    """How all records were made, and with which versions, as far as their sidecars agree."""
-    found = []
-    paths = {run.path for group in results.groups for run in results.runs(group)}
-    for known in filter(None, map(meta, sorted(paths))):
-        versions = {f"{name} version": v for name, v in (known.get("versions") or {}).items()}
-        found.append((known.get("settings") or {}) | versions)
-    alike = set.intersection(*({(k, str(v)) for k, v in one.items()} for one in found or [{}]))
-    shared = [{"setting": k, "of every run": v} for k, v in sorted(alike)]
-    bare = counted(len(paths) - len(found), "record file")
-    return f"<h2>Settings</h2>{plain_table(shared)}<p>{bare} without a sidecar that says how.</p>"
