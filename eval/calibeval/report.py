@@ -208,13 +208,9 @@ def notes(results: Results, chosen: Sequence[Column], lines: list[Line]) -> list
         found.append("† ECE consistent with calibration (p > 0.05).")
     for group, (first, *_) in runs.items():
         if first.convention in ("characters", "bytes"):
-            both = first, stats.load(first.path, "sum")
-            here, own = (run.values["choices"]["ece_signed"] for run in both)
             found.append(
                 f"{group}: texts are compared by log-probability by {first.convention}, so their "
-                f"calibration is that normaliser's: the first row has a signed ECE of {here:+.3f} "
-                f"so, and {own:+.3f} by the texts' own probabilities "
-                '("normalise": "sum" in the index).'
+                'calibration is that normaliser\'s; "normalise": "sum" in the index reads their own.'
             )
         masses = [run.letter_mass for run in runs[group] if run.letter_mass is not None]
         if (least := min(masses, default=1.0)) < stats.LOW_MASS:
