@@ -60,14 +60,13 @@ def parser() -> argparse.ArgumentParser:
         return p.add_argument
 
     # What several commands have.
-    model, metrics = (argparse.ArgumentParser(add_help=False) for _ in range(2))
+    model, normalise = (argparse.ArgumentParser(add_help=False) for _ in range(2))
     model.add_argument("--model", required=True, help="model folder or hub name")
     add_keys(model.add_argument, Task, [key for key in Task.model_fields if key != "name"])
     keys = ("device", "dtype", "batch_size", "max_length", "revision")
     add_keys(model.add_argument, Request, keys)
-    metrics.add_argument("--all", action="store_true", help="every metric, not only the usual ones")
     help = "texts' scores; default: the records' convention"
-    metrics.add_argument("--normalise", choices=("sum", "bytes", "characters"), help=help)
+    normalise.add_argument("--normalise", choices=("sum", "bytes", "characters"), help=help)
 
     add = command("score", run_score, model)
     add("--out", required=True, type=Path, metavar="RECORDS.jsonl")
@@ -79,10 +78,10 @@ def parser() -> argparse.ArgumentParser:
     add("files", nargs="+", type=Path, metavar="FILE", help=help)
     add("--out", required=True, type=Path, metavar="DIR|FILE.jsonl", help="DIR: a file a data set")
 
-    add = command("metrics", run_metrics, metrics)
+    add = command("metrics", run_metrics, normalise)
     add("records", nargs="+", type=Path, metavar="RECORDS.jsonl")
 
-    add = command("compare", run_compare, metrics)
+    add = command("compare", run_compare, normalise)
     add("a", type=Path, metavar="A.jsonl")
     add("b", type=Path, metavar="B.jsonl")
     help = "the questions were asked in other words, which is meant"
@@ -125,9 +124,7 @@ def run_score(a: argparse.Namespace) -> None:
     how = {"out": a.out.parent, "overwrite": a.overwrite}
     calibeval.score(a.model, tasks=request.tasks, **how, **request.model_dump(exclude={"tasks"}))
     if a.json:
-        from calibeval import stats
-
-        print_json(figures_of(a.out, None, stats.DEFAULT))
+        print_json(figures_of(a.out))
 
 
 def run_import(a: argparse.Namespace) -> None:
@@ -143,40 +140,25 @@ def run_metrics(a: argparse.Namespace) -> None:
     """Recompute metrics from records."""
     import pandas as pd
 
-    from calibeval import stats
-
     for path in a.records:
-        names = stats.METRICS if a.all or a.json else stats.DEFAULT
-        found = figures_of(path, a.normalise, names)
+        found = figures_of(path, a.normalise)
         if a.json:
             print_json(found)
             continue
-        mass = found["letter_mass"]
-        mass = "" if mass is None else f", letter mass {mass:.3f}"
-        print(f"{path}: {counted(found['questions'], 'question')}{mass}")
+        mass, by = found["letter_mass"], found["normalise"]
+        how = f"log-probability by {by}" if mass is None else f"letter mass {mass:.3f}"
+        print(f"{path}: {counted(found['questions'], 'question')}, {how}")
         headings = {"choices": "among the choices", "vocabulary": "among all tokens"}
         print(pd.DataFrame(found["metrics"]).map(str).rename(columns=headings).to_string())
-        if said := found.get("by_sum"):
-            print(
-                f"by {found['normalise']}, so calibration is that normaliser's: signed ECE "
-                f"{found['metrics']['choices']['ece_signed']}, by the texts' own probabilities "
-                f"{said['ece_signed']}"
-            )
 
 
-def figures_of(path: Path, normalise: str | None, names: Iterable[str]) -> dict:
-    """A record file's metrics in each confidence, and of texts by length by sum."""
+def figures_of(path: Path, normalise: str | None = None) -> dict:
+    """A record file's metrics in each confidence, and what its reliability diagrams show."""
     from calibeval import api, stats
 
     run = stats.load(path, normalise)
     about = {k: getattr(run, k) for k in ("model", "questions", "letter_mass", "reliability")}
-    found = {"records": str(path)} | about
-    found |= {"normalise": run.convention, "metrics": api.metrics(run, names)}
-    if run.convention in ("bytes", "characters"):
-        found["metrics"]["choices"]["ece_signed"] = stats.estimate([run], "ece_signed", "choices")
-        own = stats.load(path, "sum")
-        found["by_sum"] = {m: stats.estimate([own], m, "choices") for m in ("ece", "ece_signed")}
-    return found
+    return {"records": str(path), "normalise": run.convention, "metrics": api.metrics(run)} | about
 
 
 def print_json(value: dict) -> None:
@@ -186,31 +168,20 @@ def print_json(value: dict) -> None:
 
 def run_compare(a: argparse.Namespace) -> None:
     """Say whether run B is better than run A, and by how much."""
+    import pandas as pd
+
     from calibeval import api, stats
 
-    names = stats.METRICS if a.all or a.json else stats.DEFAULT
-    names = sorted(names, key=lambda name: name not in ("nll", "brier"))
-    found = api.compare(a.a, a.b, names, a.normalise, a.different_prompts)
+    runs = (stats.load(path, a.normalise) for path in (a.a, a.b))
+    found = api.compare(*runs, a.different_prompts)
     if a.json:
         return print_json({"a": str(a.a), "b": str(a.b), "comparison": found})
     print(f"A {a.a}\nB {a.b}\nWhich is better calibrated as a whole: read nll and brier first.")
     for confidence, metrics in found.items():
-        for name, line in metrics.items():
-            print(f"{name} ({confidence}): {sentence(name, **line)}")
-
-
-def sentence(name: str, a, b, difference, low, high, better) -> str:
-    """One metric's comparison in plain words."""
-    if difference is None:
-        return "not comparable"
-    minus = "B² − A²" if name == "rms_debiased" else "B − A"
-    text = f"A {a:.4f}, B {b:.4f}, {minus} {difference:+.4f}"
-    if low is None:
-        return f"{text}; no interval is known to cover"
-    verdict = {"a": "A is better", "b": "B is better", None: "no difference can be told"}
-    if name == "ece_signed" and not low <= 0 <= high:
-        verdict = {better: f"B claims {'more' if low > 0 else 'less'}"}
-    return f"{text} [{low:+.4f}, {high:+.4f}]: {verdict[better]}"
+        table = pd.DataFrame(metrics).T.rename_axis(columns=confidence)
+        text = table.map(lambda x: x if isinstance(x, str) else f"{x:.4f}", na_action="ignore")
+        print(text.fillna("–").to_string())
+    print("difference: b − a, of rms_debiased b² − a²; low and high: 95 %, where known to cover")
 
 
 def run_temperature(a: argparse.Namespace) -> None:

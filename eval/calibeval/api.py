@@ -1,6 +1,5 @@
 """Figures of records, from Python: metrics, compare, reliability."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from calibeval import stats
@@ -8,34 +7,26 @@ from calibeval.records import Records
 from calibeval.stats import Estimate, Run
 
 
-def run_of(records: Records | Run | str | Path, normalise: str | None = None) -> Run:
+def run_of(records: Records | Run | str | Path) -> Run:
     """Every figure of records; of a file they are kept beside it."""
     if isinstance(records, Run):
         return records
     if isinstance(records, Records):
         return stats.measure(records)
-    return stats.load(Path(records), normalise)
+    return stats.load(Path(records))
 
 
-def metrics(
-    records: Records | Run | str | Path,
-    names: Sequence[str] = stats.DEFAULT,
-    normalise: str | None = None,
-) -> dict[str, dict[str, Estimate]]:
+def metrics(records: Records | Run | str | Path) -> dict[str, dict[str, Estimate]]:
     """{confidence: {metric: value with its 95 % interval, or floor and p}}.
 
     "choices": probabilities among the choices; "vocabulary": among all tokens, letters only.
     """
-    run = run_of(records, normalise)
-    return {c: {m: stats.estimate([run], m, c) for m in names} for c in run.confidences}
+    run = run_of(records)
+    return {c: {m: stats.estimate([run], m, c) for m in stats.METRICS} for c in run.confidences}
 
 
 def compare(
-    a: Records | Run | str | Path,
-    b: Records | Run | str | Path,
-    names: Sequence[str] = stats.DEFAULT,
-    normalise: str | None = None,
-    different_prompts: bool = False,
+    a: Records | Run | str | Path, b: Records | Run | str | Path, different_prompts: bool = False
 ) -> dict[str, dict[str, dict]]:
     """{confidence: {metric: {"a", "b", "difference", "low", "high", "better"}}} of b less a.
 
@@ -43,14 +34,14 @@ def compare(
     holds 0 or none is known to cover. Of `rms_debiased` the difference is that of the squares.
     Questions that were asked in other words are refused unless `different_prompts`.
     """
-    runs = [run_of(one, normalise) for one in (a, b)]
+    runs = [run_of(one) for one in (a, b)]
     stats.same_questions(runs)
     if not different_prompts:
         stats.same_prompts(*runs)
     found = {}
     for confidence in (c for c in runs[0].confidences if c in runs[1].confidences):
         found[confidence] = of = {}
-        for name in names:
+        for name in stats.METRICS:
             values = [stats.estimate([run], name, confidence).value for run in runs]
             gap = stats.difference(*([run] for run in runs), name, confidence)
             line = {"a": values[0], "b": values[1], "difference": gap.value}
@@ -60,9 +51,7 @@ def compare(
 
 
 def reliability(
-    records: Records | Run | str | Path,
-    confidence: str = "choices",
-    normalise: str | None = None,
+    records: Records | Run | str | Path, confidence: str = "choices"
 ) -> dict[str, list]:
     """What a reliability diagram shows, bins and curves with bands: see `stats.reliability`."""
-    return run_of(records, normalise).reliability[confidence]
+    return run_of(records).reliability[confidence]

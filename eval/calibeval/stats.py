@@ -22,7 +22,6 @@ from calibeval.measures import CALIBRATION, METRICS, REGULAR, Bins, Sample
 from calibeval.records import Records
 
 CONFIDENCES = ("choices", "vocabulary")
-DEFAULT = ("accuracy", "nll", "brier", "ece", "rms_debiased", "auroc")
 # 1 the more the better, -1 the less, 0 the nearer to 0.
 DIRECTION = dict.fromkeys(METRICS, -1) | {"accuracy": 1, "auroc": 1, "dsc": 1, "ece_signed": 0}
 ENDS = {"accuracy": (0, 1), "nll": (0, math.inf), "brier": (0, 2), "auroc": (0, 1)}

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import calibeval
-from calibeval import records, stats
+from calibeval import records
 from calibeval.io import InputError
 from calibeval.request import Task
 
@@ -79,10 +79,10 @@ def test_figures_are_the_commands(tasks, tiny_model, tmp_path, run):
     paths = [str(tmp_path / name / "mmlu.jsonl") for name in "ab"]
     said = json.loads(run("metrics", "--json", paths[0]).out)["metrics"]
     for source in (a, paths[0]):
-        for confidence, of in calibeval.metrics(source, stats.METRICS).items():
+        for confidence, of in calibeval.metrics(source).items():
             assert {m: vars(e) for m, e in of.items()} == said[confidence]
     said = json.loads(run("compare", "--json", "--different-prompts", *paths).out)["comparison"]
-    assert calibeval.compare(a, b, stats.METRICS, different_prompts=True) == said
+    assert calibeval.compare(a, b, different_prompts=True) == said
     drawn = calibeval.reliability(a)
     assert sum(drawn["count"]) == len(a)
 

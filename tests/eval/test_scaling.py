@@ -29,7 +29,7 @@ def test_it_finds_the_sharpness_and_takes_it_off_other_answers(tmp_path):
     one, other = calibeval.metrics(test), calibeval.metrics(out)
     # Among all tokens nobody knows: that would take the logits of them all.
     assert set(one) == {"choices", "vocabulary"} and set(other) == {"choices"}
-    (gap,) = calibeval.compare(test, out, ["ece_signed"])["choices"].values()
+    gap = calibeval.compare(test, out)["choices"]["ece_signed"]
     assert gap["high"] < 0 and main(["compare", str(test), str(out)]) == 0
     one, other = one["choices"], other["choices"]
     assert other["accuracy"] == one["accuracy"]
