@@ -35,8 +35,6 @@ NOTES = {
     "auroc": "AUROC: how well confidence tells right answers from wrong ones; ½ is not at all.",
     "aurc": "AURC: mean error of the k surest answers over all k.",
 }
-LATEX = {"β": r"$\beta$", "↑": r"$\uparrow$", "↓": r"$\downarrow$", "†": r"$\dagger$"}
-LATEX |= {"×": r"$\times$", "–": "--", "−": "$-$"}
 
 
 @dataclass(frozen=True)
@@ -81,6 +79,11 @@ class Cell(NamedTuple):
     bold: bool
     dagger: str = ""  # † where an ECE is consistent with calibration
 
+    def __str__(self) -> str:
+        """As Markdown has it."""
+        value = f"**{self.value}**" if self.bold else self.value
+        return f"{value}{self.dagger} {self.interval}".strip()
+
 
 def printed(e: stats.Estimate, bold: bool, digits: int = 3, scale: int = 1, sign: str = "") -> Cell:
     """The estimate times `scale`, to so many digits."""
@@ -112,7 +115,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """Headings and lines, ready for every format."""
+    """Headings and lines, ready for Markdown and HTML."""
 
     keys: list[str]
     groups: list[str]  # data sets, each over all of `heads`
@@ -131,41 +134,13 @@ class Table:
         grouped = groupby(self.lines, key=lambda line: line.row.block)
         return [(", ".join(block), list(lines)) for block, lines in grouped]
 
-    def frame(self, bold: str, escape=str, intervals: bool = True) -> pd.DataFrame:
-        """The table as text."""
-        heads = [(escape(g), escape(h)) for g in self.groups for h in self.heads]
-        names = pd.MultiIndex.from_tuples([*(("", escape(k)) for k in self.keys), *heads])
-        rows = []
-        for line in self.lines:
-            shown = []
-            for cell in line.cells:
-                text = escape(cell.value)
-                text = (bold.format(text) if cell.bold else text) + escape(cell.dagger)
-                shown.append(f"{text} {escape(cell.interval)}".strip() if intervals else text)
-            rows.append([*map(escape, line.keys), *shown])
-        return pd.DataFrame(rows, columns=names)
-
     def markdown(self) -> str:
         """As GitHub Markdown, with its notes below."""
-        frame = self.frame("**{}**", lambda text: text.replace("|", "\\|"))
-        frame.columns = [f"{g}: {h}" if g else h for g, h in frame.columns]
+        heads = [*self.keys, *(f"{g}: {h}" for g in self.groups for h in self.heads)]
+        rows = [[*line.keys, *map(str, line.cells)] for line in self.lines]
+        frame = pd.DataFrame(rows, columns=heads).replace(r"\|", r"\\|", regex=True)
         text = frame.to_markdown(index=False, disable_numparse=True)
         return f"{text}\n\n{' '.join(self.notes)}\n"
-
-    def latex(self) -> str:
-        """As a LaTeX `tabular` (booktabs); intervals only up to four figures a row."""
-        frame = self.frame(r"\textbf{{{}}}", latex_text, len(self.groups) * len(self.heads) <= 4)
-        form = "l" * len(self.keys) + "r" * (len(frame.columns) - len(self.keys))
-        made = frame.style.hide(axis="index")
-        text = made.to_latex(hrules=True, column_format=form, multicol_align="c")
-        return "".join(f"% {latex_text(note)}\n" for note in self.notes) + text
-
-
-def latex_text(text: str) -> str:
-    """Text for LaTeX; beyond Latin letters it needs XeLaTeX."""
-    special = {c: "\\" + c for c in "&%$#_{}"} | {"\\": r"\textbackslash{}"} | LATEX
-    special |= {"^": r"\textasciicircum{}", "~": r"\textasciitilde{}", "[": "{[}", "]": "{]}"}
-    return "".join(special.get(c, c) for c in text)
 
 
 def main_table(results: Results, chosen: Sequence[Column]) -> Table:
@@ -210,7 +185,7 @@ def notes(results: Results, chosen: Sequence[Column], lines: list[Line]) -> list
         if first.convention in ("characters", "bytes"):
             found.append(
                 f"{group}: texts are compared by log-probability by {first.convention}, so their "
-                'calibration is that normaliser\'s; "normalise": "sum" in the index reads their own.'
+                'calibration is that normaliser\'s; "normalise": "sum" in the index reads theirs.'
             )
         masses = [run.letter_mass for run in runs[group] if run.letter_mass is not None]
         if (least := min(masses, default=1.0)) < stats.LOW_MASS:
@@ -303,7 +278,6 @@ def collect(
         tables["differences"] = paired
     for name, one in tables.items():
         write_text(out / f"{name}.md", one.markdown())
-        write_text(out / f"{name}.tex", one.latex())
     write_text(out / "table.csv", tidy(results).to_csv(index=False))
     drawn = [(said, figures.uri(stem)) for stem, said in figures.draw(results, out)]
     write_page(title, [note], out / "report.html", sections, tables=tables, figures=drawn)

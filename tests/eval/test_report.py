@@ -244,26 +244,6 @@ def test_what_was_asked_otherwise_is_not_compared(project, tmp_path, run, refuse
         refused("collect", path, "--out", tmp_path / "out")
 
 
-def test_latex_compiles(project, tmp_path):
-    def named(line):
-        return line | {"model": "β_1 & 50 % ↑ {Übung} “C:\\x” [a]", "note": f"#{line['seed']}^~$"}
-
-    def compiled(latex: str) -> str:
-        text = rf"\documentclass{{article}}\usepackage{{booktabs}}\begin{{document}}{latex}"
-        (tmp_path / "t.tex").write_text(text + r"\end{document}")
-        command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "t.tex"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, check=False)
-        return done.stdout.decode(errors="replace") if done.returncode else ""
-
-    results = index.read(project(named))
-    chosen = report.read_columns("accuracy,ece,ece@vocabulary")
-    made = [f(results, chosen).latex() for f in (report.main_table, report.difference_table)]
-    assert r"$\beta$\_1 \& 50 \% $\uparrow$ \{Übung\}" in made[0] and r"\toprule" in made[0]
-    if not shutil.which("pdflatex") or compiled(""):
-        pytest.skip("needs: apt-get install texlive-latex-recommended")
-    assert "".join(map(compiled, made)) == ""
-
-
 def test_figures(project, tmp_path):
     results = index.read(project(lambda line: line | {"model": "ab"[line["seed"]]}))
     drawn = figures.draw(results, tmp_path / "out")
