@@ -51,12 +51,6 @@ class Column:
         name = NAMES.get(self.metric, self.metric.upper())
         return f"{name}{among} {' ↑↓'[stats.DIRECTION[self.metric]]}".strip()
 
-    def loss(self, e: stats.Estimate) -> float | None:
-        """The smaller the better, as printed."""
-        if e.value is not None:
-            way = stats.DIRECTION[self.metric]
-            return round(-way * e.value if way else abs(e.value), 3)
-
 
 def read_columns(text: str = DEFAULT) -> list[Column]:
     """Columns from "accuracy,ece,ece@vocabulary"; an unknown name raises `InputError`."""
@@ -71,28 +65,24 @@ def read_columns(text: str = DEFAULT) -> list[Column]:
 
 
 class Cell(NamedTuple):
-    """An estimate as it is printed; `bold` is the best, or a difference that is told from 0."""
+    """An estimate as it is printed; `bold` is a difference that is told from 0."""
 
-    estimate: stats.Estimate
     value: str
     interval: str  # [low, high], or nothing where no interval is proven
-    bold: bool
-    dagger: str = ""  # † where an ECE is consistent with calibration
+    bold: bool = False
 
     def __str__(self) -> str:
         """As Markdown has it."""
-        value = f"**{self.value}**" if self.bold else self.value
-        return f"{value}{self.dagger} {self.interval}".strip()
+        return f"{f'**{self.value}**' if self.bold else self.value} {self.interval}".strip()
 
 
-def printed(e: stats.Estimate, bold: bool, digits: int = 3, scale: int = 1, sign: str = "") -> Cell:
+def printed(e: stats.Estimate, digits: int = 3, scale: int = 1, sign: str = "") -> Cell:
     """The estimate times `scale`, to so many digits."""
-    figures = (e.value, e.low, e.high)
     value, low, high = (
         "–" if x is None else format(round(x * scale, digits) + 0.0, f"{sign}.{digits}f")  # not −0
-        for x in figures
+        for x in (e.value, e.low, e.high)
     )
-    return Cell(e, value, "" if None in figures[1:] else f"[{low}, {high}]", bold)
+    return Cell(value, "" if e.low is None else f"[{low}, {high}]")
 
 
 def difference_cell(e: stats.Estimate, metric: str) -> Cell:
@@ -102,7 +92,7 @@ def difference_cell(e: stats.Estimate, metric: str) -> Cell:
         nearest = min(abs(e.low), abs(e.high)) * scale
         while digits < 9 and not round(nearest, digits):
             digits += 1
-    return printed(e, e.told_apart, digits, scale, "+")
+    return printed(e, digits, scale, "+")._replace(bold=e.told_apart)
 
 
 class Line(NamedTuple):
@@ -144,24 +134,18 @@ class Table:
 
 
 def main_table(results: Results, chosen: Sequence[Column]) -> Table:
-    """Every row's figures; the best of each block and column is marked, ties included."""
-    places, lines = [*product(results.groups, chosen)], []
-    for _, of_block in groupby(results.rows, key=lambda row: row.block):
-        rows = list(of_block)
-        found = [[row.estimate(g, c.metric, c.confidence) for g, c in places] for row in rows]
-        least = []
-        for j, (_, column) in enumerate(places):
-            losses = {column.loss(of[j]) for of in found} - {None}
-            least.append(min(losses) if len(losses) > 1 else None)
-        for row, estimates in zip(rows, found, strict=True):
-            cells = []
-            for e, (_, column), best in zip(estimates, places, least, strict=True):
-                made = printed(e, best is not None and column.loss(e) == best)
-                sound = column.metric == "ece" and e.p is not None and e.p > 0.05
-                cells.append(made._replace(dagger="†" * sound))
-            counts = sorted({len(runs) for runs in row.runs.values()})
-            seeds = "–".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-            lines.append(Line(row, [*map(row.text, results.shown), seeds], cells))
+    """Every row's figures; † marks an ECE that is consistent with calibration."""
+    lines = []
+    for row in results.rows:
+        cells = []
+        for group, column in product(results.groups, chosen):
+            found = row.estimate(group, column.metric, column.confidence)
+            cell = printed(found)
+            sound = column.metric == "ece" and found.p is not None and found.p > 0.05
+            cells.append(cell._replace(value=f"{cell.value}†") if sound else cell)
+        counts = sorted({len(runs) for runs in row.runs.values()})
+        seeds = "–".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+        lines.append(Line(row, [*map(row.text, results.shown), seeds], cells))
     keys = [*map(heading, results.shown), "Seeds"]
     heads = [column.heading for column in chosen]
     return Table(keys, results.groups, heads, lines, notes(results, chosen, lines))
@@ -179,7 +163,7 @@ def notes(results: Results, chosen: Sequence[Column], lines: list[Line]) -> list
         found.append(
             "[low, high]: 95 % interval over questions and seeds, where one is known to cover."
         )
-    if any(cell.dagger for cell in cells):
+    if any(cell.value.endswith("†") for cell in cells):
         found.append("† ECE consistent with calibration (p > 0.05).")
     for group, (first, *_) in runs.items():
         if first.convention in ("characters", "bytes"):
@@ -193,7 +177,7 @@ def notes(results: Results, chosen: Sequence[Column], lines: list[Line]) -> list
                 f"{group}: letters hold as little as {least:.3f} of the probability, so read with "
                 "care."
             )
-    return [*found, "Bold: the best row of each model and training data."]
+    return found
 
 
 def difference_table(results: Results, chosen: Sequence[Column]) -> Table | None:
