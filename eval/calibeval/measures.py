@@ -25,9 +25,7 @@ CELLS = 300_000  # samples × questions at a time: larger arrays cost more page 
 class Scores:
     """N questions with up to K choices; arrays are (N,) where not said."""
 
-    def __init__(
-        self, logprobs: np.ndarray, labels: np.ndarray, sureness: np.ndarray | None = None
-    ):
+    def __init__(self, logprobs: np.ndarray, labels: np.ndarray):
         each = np.arange(len(labels))
         self.logprobs = logprobs  # (N, K) natural log, −∞ for a choice that the question lacks
         self.labels = labels
@@ -36,8 +34,6 @@ class Scores:
         self.confidence = self.probs[each, self.best]
         self.correct = (self.best == labels).astype(float)
         self.right = logprobs[each, labels]  # log-probability of the right choice
-        # What ranks answers: it grows with the confidence, and tells apart those that round to 1.
-        self.sureness = logprobs[each, self.best] if sureness is None else sureness
 
     @cached_property
     def equal_width(self) -> "Binning":
@@ -53,22 +49,17 @@ class Scores:
 
     @cached_property
     def ranks(self) -> tuple[np.ndarray, np.ndarray]:
-        """Places by ascending sureness, and where runs of equal ones start there."""
-        order = np.argsort(self.sureness, kind="stable")
-        return order, np.unique(self.sureness[order], return_index=True)[1]
+        """Places by ascending confidence, and where runs of equal ones start there."""
+        order = np.argsort(self.confidence, kind="stable")
+        return order, np.unique(self.confidence[order], return_index=True)[1]
 
 
 def scores(records: Records, confidence: str) -> Scores:
     """The records' log-probabilities under one definition of confidence."""
     logprobs = records.logprobs
-    if confidence != "choices":
-        return Scores(logprobs, records.labels)
-    each, best = np.arange(len(logprobs)), logprobs.argmax(1)
-    others = logprobs.copy()
-    others[each, best] = -np.inf
-    odds = logprobs[each, best] - np.logaddexp.reduce(others, axis=1)  # log-odds
-    logprobs = logprobs - np.logaddexp.reduce(logprobs, axis=1, keepdims=True)
-    return Scores(logprobs, records.labels, odds)
+    if confidence == "choices":
+        logprobs = logprobs - np.logaddexp.reduce(logprobs, axis=1, keepdims=True)
+    return Scores(logprobs, records.labels)
 
 
 @dataclass(frozen=True)
@@ -198,7 +189,7 @@ def ece_signed(sample: Sample) -> np.ndarray:
 
 
 def ranked(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
-    """Right and wrong answers of each run of equal sureness, ascending, (R, runs) both."""
+    """Right and wrong answers of each run of equal confidence, ascending, (R, runs) both."""
     order, starts = sample.scores.ranks
     times = sample.times[:, order]
     correct = sample.scores.correct[order]

@@ -169,23 +169,6 @@ def test_aurc_is_its_definition():
     assert measures.aurc(Sample(rounded))[0] == pytest.approx(brute_aurc(rounded), abs=2e-3)
 
 
-def test_answers_that_round_to_1_are_ranked_by_their_log_odds():
-    """45 of 2,000 confidences of a real model tied at 1.0."""
-    from pathlib import Path
-
-    from calibeval.records import Records
-
-    logprobs = np.array([[-1e-20, -50.0], [-2e-20, -45.0], [-0.1, -2.4]])
-    of = Records(Path("r"), ["a", "b", "c"], np.array(["s"] * 3), np.array([0, 1, 0]), logprobs,
-                 np.ones(3), np.full(3, None), "m")  # fmt: skip
-    for confidence in ("choices", "vocabulary"):
-        found = measures.scores(of, confidence)
-        assert found.confidence[0] == found.confidence[1] == 1  # right and wrong
-        assert measures.auroc(Sample(found))[0] == 0.5  # above it and below it, not level with it
-        assert np.argsort(found.sureness).tolist() == [2, 1, 0]
-    assert measures.aurc(Sample(found))[0] == pytest.approx((0 + 1 / 2 + 1 / 3) / 3)
-
-
 def test_murphys_parts_add_up_to_the_brier_score():
     probs, labels = draw(500, calibrated=False)
     of = Sample(scored(probs, labels))
