@@ -4,7 +4,7 @@ choices:    p_k = softmax of the choices' log-probabilities (the official way)
 vocabulary: p_k = exp(log-probability): what the model gives the letter among all its tokens
 
 A metric takes R samples of N questions and returns (R,). A sample never copies questions: it counts
-them (`times`) or gives them other labels. For bin b of n_b of N questions: w_b = n_b / N,
+them (`times`) or says anew which are right. For bin b of n_b of N questions: w_b = n_b / N,
 Δ_b = accuracy − confidence.
 """
 
@@ -112,16 +112,11 @@ class Sample:
         self,
         scores: Scores,
         times: np.ndarray | None = None,  # (R, N); default: each question once
-        labels: np.ndarray | None = None,  # (R, N) labels to use in place of the scores' own
+        correct: np.ndarray | None = None,  # (R, N) 0 or 1, to use in place of the scores' own (N,)
     ):
         self.scores = scores
         self.times = np.ones((1, len(scores.labels))) if times is None else times
-        self.labels = scores.labels if labels is None else labels
-
-    @cached_property
-    def correct(self) -> np.ndarray:
-        """Whether the likeliest choice is right, (N,) or (R, N)."""
-        return (self.labels == self.scores.best).astype(float)
+        self.correct = scores.correct if correct is None else correct
 
     @cached_property
     def top(self) -> Bins:
@@ -145,18 +140,15 @@ def resamples(n: int, count: int) -> Iterator[np.ndarray]:
 
 
 def calibrated(of: Scores, count: int) -> Iterator[Sample]:
-    """Yield `count` samples whose labels are drawn from the stated probabilities.
+    """Yield `count` samples whose answers are right with the probability that they state.
 
     They say what a perfectly calibrated model with these confidences reads on as many questions.
-    Mass outside the choices draws the label K: none of them.
     """
     rng = np.random.default_rng(SEED)
-    edges = of.probs.cumsum(1)
-    if np.allclose(edges[:, -1], 1):
-        edges /= edges[:, -1:]
-    for rows in _chunks(count, len(edges)):
-        draws = rng.random((rows, len(edges)))
-        yield Sample(of, labels=sum((draws >= edge).astype(int) for edge in edges.T))
+    high = of.probs.cumsum(1)[np.arange(len(of.best)), of.best]
+    for rows in _chunks(count, len(high)):
+        draws = rng.random((rows, len(high)))  # of a choice each: that in whose share they fall
+        yield Sample(of, correct=((high - of.confidence <= draws) & (draws < high)).astype(float))
 
 
 def _chunks(count: int, n: int) -> Iterator[int]:
@@ -374,18 +366,9 @@ def murphy(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
     return np.maximum(score - best, 0), np.maximum(flat - best, 0)
 
 
-def mcb(sample: Sample) -> np.ndarray:
-    """Miscalibration of `murphy`."""
-    return murphy(sample)[0]
-
-
-def dsc(sample: Sample) -> np.ndarray:
-    """Discrimination of `murphy`."""
-    return murphy(sample)[1]
-
-
 # Smooth in the sample, so that plain bootstrap intervals cover.
 REGULAR = {m.__name__: m for m in (accuracy, nll, brier, ece_signed, auroc, aurc)}
 # Never below 0: a calibrated model reads more than 0 on few questions.
-CALIBRATION = {m.__name__: m for m in (ece, rms, rms_debiased, smooth_ece, mcb, rms_hendrycks)}
-METRICS = REGULAR | CALIBRATION | {"dsc": dsc}
+CALIBRATION = {m.__name__: m for m in (ece, rms, rms_debiased, smooth_ece)}
+CALIBRATION |= {"mcb": lambda sample: murphy(sample)[0], "rms_hendrycks": rms_hendrycks}
+METRICS = REGULAR | CALIBRATION | {"dsc": lambda sample: murphy(sample)[1]}

@@ -80,10 +80,10 @@ def test_a_resample_is_a_sample_of_copied_questions(n, seed, ties):
             assert found == pytest.approx(plain[name], abs=1e-9, nan_ok=True), name
 
 
-def test_simulated_labels_are_samples_with_those_labels():
+def test_simulated_answers_are_samples_with_those_answers():
     probs, labels = draw(250, 3)
     other = np.stack([labels, draw(250, 4)[1]])
-    sample = Sample(scored(probs, labels), labels=other)
+    sample = Sample(scored(probs, labels), correct=(other == probs.argmax(1)).astype(float))
     for r in range(2):
         plain = figures(scored(probs, other[r]))
         for name, metric in CALIBRATION.items():
@@ -174,6 +174,7 @@ def test_murphys_parts_add_up_to_the_brier_score():
     of = Sample(scored(probs, labels))
     score = ((of.scores.confidence - of.correct) ** 2).mean()
     share = of.correct.mean()
-    parts = measures.mcb(of)[0] - measures.dsc(of)[0] + share * (1 - share)
+    mcb, dsc = measures.murphy(of)
+    parts = mcb[0] - dsc[0] + share * (1 - share)
     assert parts == pytest.approx(score, abs=1e-12)
     assert (np.diff(measures.recalibrated(of)[0][np.argsort(of.scores.confidence)]) >= 0).all()
