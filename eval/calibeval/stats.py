@@ -130,15 +130,6 @@ def widening(sides: Sequence[Side]) -> float:
     return math.sqrt(1 + extra / question) if question else 1.0
 
 
-def interval(value: float, sides: Sequence[Side]) -> tuple[float | None, float | None]:
-    """95 % interval around the sum of the sides' means over seeds; None where undefined."""
-    drawn = sum(drawn.mean(0) for _, drawn in sides)
-    if not np.isfinite(drawn).all():
-        return None, None
-    low, high = value + widening(sides) * (quantile(drawn, [LOW, HIGH]) - drawn.mean())
-    return float(low), float(high)
-
-
 def load(path: Path, normalise: str | None = None) -> Run:
     """A record file's figures; kept beside it, and made anew when records or code change."""
     path = Path(path)
@@ -295,10 +286,14 @@ def of_sides(
     value = finite(sum(found.mean() for found, _ in sides))
     if value is None:
         return Estimate()
-    low, high = interval(value, sides)
+    drawn = sum(drawn.mean(0) for _, drawn in sides)
+    if not np.isfinite(drawn).all():
+        return Estimate(value)
+    apart = widening(sides) * (quantile(drawn, [LOW, HIGH]) - drawn.mean())
+    low, high = (value + apart).tolist()
     # What varies over no resample (one question, all right) says nothing of other questions, but
     # for a difference of 0 on each.
-    if low is None or ((ends or abs(value) > 1e-12) and high - low < 1e-12):
+    if (ends or abs(value) > 1e-12) and high - low < 1e-12:
         return Estimate(value)
     least, most = ends or (-math.inf, math.inf)
     return Estimate(value, max(low, least), min(high, most))
@@ -366,18 +361,13 @@ def contrast(
 
 
 def same_questions(runs: Sequence[Run]) -> None:
-    """Raise `InputError` unless all runs answered the same questions, and say which differs."""
+    """Raise `InputError` unless all runs answered the same questions."""
     for run in runs[1:]:
-        if run.questions_sha256 == runs[0].questions_sha256:
-            continue
-        of = [records.read(r.path) for r in (runs[0], run)]
-        first, second = (set(zip(r.ids, r.labels.tolist(), strict=True)) for r in of)
-        id = min(first ^ second)[0]
-        what = "other answers to" if all(id in r.ids for r in of) else "only one of them has"
-        raise InputError(
-            f"{runs[0].path} and {run.path}: {what} {id!r} ({len(first):,} and {len(second):,} "
-            f"questions); expected the same questions in both"
-        )
+        if run.questions_sha256 != runs[0].questions_sha256:
+            raise InputError(
+                f"{runs[0].path} and {run.path}: {runs[0].questions:,} and {run.questions:,} "
+                "questions; expected the same ids and right answers in both"
+            )
 
 
 def same_prompts(a: Run, b: Run, texts: bool = True) -> None:
