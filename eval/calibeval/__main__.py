@@ -33,13 +33,6 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def share(text: str) -> float:
-    """An option's type."""
-    if not 0 <= float(text) <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to 1")
-    return float(text)
-
-
 def add_keys(add: Callable, model: type, keys: Iterable[str]) -> None:
     """An option for each key of a model, which checks the values and whose documentation helps."""
     for key in keys:
@@ -94,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
 
     add = command("conformal", run_conformal)
     add("records", nargs="+", type=Path, metavar="RECORDS.jsonl")
-    add("--alpha", type=share, default=0.1, help="share of sets that may miss the answer")
+    add("--alpha", type=float, default=0.1, help="share of sets that may miss the answer")
     add("--score", choices=("lac", "aps"), default="lac")
 
     add = command("collect", run_collect)

@@ -8,6 +8,6 @@ test -e "$venv/.ready" && exit 0
 test -d "$venv" || "${PYTHON:-python3}" -m venv "$venv"
 pip=("$venv/bin/pip" install --quiet --disable-pip-version-check -c configs/constraints-cpu.txt)
 "${pip[@]}" torch
-"${pip[@]}" mapie==1.6.0 uncertainty-calibration==0.1.4 relplot==1.0.3 trl==1.16.0 -e '.[train,eval,dev]'
+"${pip[@]}" uncertainty-calibration==0.1.4 relplot==1.0.3 trl==1.16.0 -e '.[train,eval,dev]'
 "${pip[@]}" --no-deps lm_eval==0.4.13 # for its templates alone
 touch "$venv/.ready"

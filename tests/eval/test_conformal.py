@@ -1,4 +1,4 @@
-"""Prediction sets against plain loops, the beta-binomial and MAPIE."""
+"""Prediction sets against plain loops and the beta-binomial."""
 
 import math
 
@@ -8,7 +8,6 @@ from made_records import draw, write_records
 from scipy.stats import betabinom
 
 from calibeval import conformal, records
-from calibeval.__main__ import main
 from calibeval.io import InputError
 
 
@@ -72,47 +71,9 @@ def test_a_set_without_threshold_has_the_choices_that_there_are(tmp_path):
     assert conformal.evaluate(of, alpha=0.01).size == pytest.approx(3, abs=0.2)
 
 
-def test_bad_input_is_refused(tmp_path, capsys):
+def test_bad_input_is_refused(tmp_path, refused):
     made(tmp_path / "a.jsonl", 20)
-    with pytest.raises(SystemExit, match="2"):
-        main(["conformal", "--alpha", "2"])
-    assert "--alpha: 2 is not a number from 0 to 1" in capsys.readouterr().err
+    said = refused("conformal", tmp_path / "a.jsonl", "--alpha", "2")
+    assert "alpha is 2.0, expected a number from 0 to 1" in said
     with pytest.raises(InputError, match=r"one\.jsonl: 1 record, expected 2 or more to split"):
         conformal.evaluate(made(tmp_path / "one.jsonl", 1))
-
-
-class Fixed:
-    """A classifier whose input is its answer, for MAPIE."""
-
-    classes_ = np.arange(4)
-    is_fitted_ = True
-
-    def fit(self, x, y):
-        return self
-
-    def predict_proba(self, x):
-        return np.asarray(x)
-
-    def predict(self, x):
-        return np.asarray(x).argmax(1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("score", ["lac", "aps"])
-def test_mapie(score):
-    """Identical sets; it draws its uniform numbers anew from the same seed each time."""
-    pytest.importorskip("mapie")
-    from mapie.classification import SplitConformalClassifier
-
-    (known, labels), (test, _) = draw(999, 1.0, 1), draw(2000, 1.0, 2)
-    known, test = np.exp(known), np.exp(test)
-    uniforms = [np.random.RandomState(7).uniform(size=n) for n in (999, 2000)]
-    peer = SplitConformalClassifier(
-        Fixed(), confidence_level=0.9, conformity_score=score, prefit=True, random_state=7
-    )
-    peer.conformalize(known, labels)
-    options = {"include_last_label": "randomized"} if score == "aps" else {}
-    theirs = peer.predict_set(test, conformity_score_params=options)[1][:, :, 0]
-    right = conformal.nonconformity(known, score, uniforms[0])[np.arange(999), labels]
-    mine = conformal.nonconformity(test, score, uniforms[1]) <= conformal.threshold(right, 0.1)
-    assert (mine == theirs).all() and 1 < mine.sum(1).mean() < 4
