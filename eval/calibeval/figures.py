@@ -1,9 +1,8 @@
 """Figures from an index: reliability diagrams, and ECE over β.
 
-Each as SVG for the page and PNG for slides, 17.5 cm wide, a page's width.
+Each as SVG, 17.5 cm wide, a page's width.
 """
 
-import base64
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,7 +34,7 @@ def colour(beta: float | None) -> tuple[float, ...]:
 
 
 def draw(results: Results, out: Path) -> list[tuple[Path, str]]:
-    """Draw every figure that there are data for; (stem of its .svg and .png, what it shows)."""
+    """Draw every figure that there are data for; (its file, what it shows)."""
     import matplotlib
 
     found = []
@@ -64,22 +63,10 @@ def draw(results: Results, out: Path) -> list[tuple[Path, str]]:
                 canvas = reliability(of, group, confidence)
                 made.append((f"reliability_{name}_{confidence}", said, canvas))
             for stem, said, canvas in made:
-                save(canvas, out / stem)
-                found.append((out / stem, said))
+                found.append((out / f"{stem}.svg", said))
+                with atomic_write(found[-1][0], "wb") as file:  # the same bytes every time
+                    canvas.savefig(file, format="svg", metadata={"Date": None})
     return found
-
-
-def save(canvas, stem: Path) -> None:
-    """Write `stem`.svg and .png, the same bytes for the same figure."""
-    for kind, metadata in (("png", {}), ("svg", {"Date": None})):
-        with atomic_write(stem.with_name(f"{stem.name}.{kind}"), "wb") as file:
-            canvas.savefig(file, format=kind, dpi=200, metadata=metadata)
-
-
-def uri(stem: Path) -> str:
-    """A figure's SVG as a link that holds it."""
-    data = stem.with_name(stem.name + ".svg").read_bytes()
-    return f"data:image/svg+xml;base64,{base64.b64encode(data).decode()}"
 
 
 def _canvas(height: float):

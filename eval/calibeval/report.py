@@ -4,6 +4,7 @@ Tables have the shape of the paper's Table 1, SFT data × model × β; beside th
 paired by question.
 """
 
+from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, product
@@ -263,7 +264,10 @@ def collect(
     for name, one in tables.items():
         write_text(out / f"{name}.md", one.markdown())
     write_text(out / "table.csv", tidy(results).to_csv(index=False))
-    drawn = [(said, figures.uri(stem)) for stem, said in figures.draw(results, out)]
+    drawn = [
+        (said, f"data:image/svg+xml;base64,{b64encode(path.read_bytes()).decode()}")
+        for path, said in figures.draw(results, out)
+    ]
     write_page(title, [note], out / "report.html", sections, tables=tables, figures=drawn)
     return "\n".join(one.markdown() for one in tables.values())
 

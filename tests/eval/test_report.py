@@ -11,7 +11,6 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 from made_records import read_lines, write_lines, write_records
-from matplotlib.image import imread
 
 from calibeval import figures, index, report, stats
 from calibeval.io import InputError
@@ -243,16 +242,14 @@ def test_what_was_asked_otherwise_is_not_compared(project, tmp_path, run, refuse
 def test_figures(project, tmp_path):
     results = index.read(project(lambda line: line | {"model": "ab"[line["seed"]]}))
     drawn = figures.draw(results, tmp_path / "out")
-    assert {stem.name for stem, _ in drawn} == {
-        "ece-against-beta_toy",
-        *(f"reliability_toy_{c}" for c in ("choices", "vocabulary")),
+    assert {path.name for path, _ in drawn} == {
+        "ece-against-beta_toy.svg",
+        *(f"reliability_toy_{c}.svg" for c in ("choices", "vocabulary")),
     }
-    for stem, caption in drawn:
-        svg = tree.fromstring(stem.with_suffix(".svg").read_text())
+    for path, caption in drawn:
+        svg = tree.fromstring(path.read_text())
         width = float(svg.get("width").removesuffix("pt")) / 72 * 2.54
         assert width == pytest.approx(figures.WIDTH, abs=0.01)
-        pixels = imread(stem.with_suffix(".png"))[:, :, :3]
-        assert (pixels[:, -pixels.shape[1] // 5 :] < 1).any(), "laid out for another resolution"
         assert caption.endswith(".")
     before = {p: p.read_bytes() for p in (tmp_path / "out").iterdir()}
     figures.draw(results, tmp_path / "out")
@@ -265,7 +262,7 @@ def test_what_has_no_reading_among_all_tokens_stays_out_of_its_figures(project, 
     for run in (run for row in results.rows[:2] for run in seeds(row)):
         write_lines(run.path, [row | {"letter_mass": None} for row in read_lines(run.path)])
     drawn = figures.draw(index.read(tmp_path / "index.jsonl"), tmp_path / "out")
-    text = {stem.name: stem.with_suffix(".svg").read_text() for stem, _ in drawn}
+    text = {path.stem: path.read_text() for path, _ in drawn}
     titles = [text[f"reliability_toy_{c}"].count("ECE 0.") for c in ("choices", "vocabulary")]
     assert titles == [3, 1] and "ece-against-beta_toy" in text
 
