@@ -4,7 +4,7 @@ import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BaseModel, Field
 from tqdm import tqdm
@@ -23,12 +23,11 @@ class Line(BaseModel, strict=True, extra="allow"):
     label_smoothing: Annotated[float, Field(ge=0, le=1)] | None
     train_data: Text | None = None
     seed: Annotated[float, Field(multiple_of=1)] | None = None
-    normalise: Literal["sum", "bytes", "characters"] | None = None
     __pydantic_extra__: dict[str, bool | int | float | str | None]
 
 
-# Which records, of which questions and how read, or one row's repetitions: none of them a row.
-NO_ROW = ("records", "dataset", "normalise", "seed", "run")
+# Which records, of which questions, or one row's repetitions: none of them a row.
+NO_ROW = ("records", "dataset", "seed", "run")
 FIRST = ("train_data", "model", "label_smoothing")
 HEADINGS = {"train_data": "SFT data", "label_smoothing": "β"}
 
@@ -85,10 +84,6 @@ class Results:
     groups: list[str]
     shown: tuple[str, ...]
 
-    def runs(self, group: str) -> list[stats.Run]:
-        """Every run of a column group."""
-        return [run for row in self.rows for run in row.runs.get(group, {}).values()]
-
     def reference(self, row: Row) -> Row | None:
         """β = 0 without a calibrator, otherwise as `row`; None if there is no such row, or it is.
 
@@ -113,10 +108,9 @@ def heading(key: str) -> str:
 def read(index: Path) -> Results:
     """Rows of an index; refuses lines that cannot be averaged or compared, naming both files."""
     lines = read_lines(Path(index))
-    asked = [(line["records"], line.get("normalise")) for line in lines]
     with ThreadPoolExecutor() as pool:  # NumPy lets other threads run
-        found = pool.map(stats.load, *zip(*asked, strict=True))
-        runs = [*tqdm(found, "record files", len(asked), disable=None, delay=2)]
+        found = pool.map(stats.load, [line["records"] for line in lines])
+        runs = [*tqdm(found, "record files", len(lines), disable=None, delay=2)]
     for dataset in {line["dataset"] for line in lines}:
         of = [pair for pair in zip(lines, runs, strict=True) if pair[0]["dataset"] == dataset]
         stats.same_questions([run for _, run in of])
@@ -134,36 +128,27 @@ def read(index: Path) -> Results:
     for line, run in sorted(pairs, key=lambda pair: pair[0].get("seed", -math.inf)):
         keys = {key: value for key, value in line.items() if key not in NO_ROW}
         row = rows.setdefault(tuple(line.get(key) for key in shown), Row(keys, shown, short))
-        known, seed = row.runs.setdefault(group(line), {}), line.get("seed")
+        known, seed = row.runs.setdefault(line["dataset"], {}), line.get("seed")
         for other in known.keys() & {seed, None}:
             raise InputError(
-                f"{known[other].path} and {run.path}: both are {group(line)}, {row.name()}, with "
-                f"seeds {other} and {seed}; give the index the key that tells them apart: seed, "
-                "train_data, …"
+                f"{known[other].path} and {run.path}: both are {line['dataset']}, {row.name()}, "
+                f"with seeds {other} and {seed}; give the index the key that tells them apart: "
+                "seed, train_data, …"
             )
         known[seed] = run
-    groups = list(dict.fromkeys(map(group, lines)))
+    groups = list(dict.fromkeys(line["dataset"] for line in lines))
     return Results(sorted(rows.values(), key=_order), groups, shown)
-
-
-def group(line: dict) -> str:
-    """The column group: the data set, and how its scores were normalised if the line says."""
-    return line["dataset"] + (f" ({line['normalise']})" if "normalise" in line else "")
 
 
 def read_lines(index: Path) -> list[dict]:
     """Checked lines; record paths relative to the index's folder."""
-    lines, seen = [], {}
+    lines = []
     for number, line in json_lines(index):
         where = f"{index}, line {number}"
         checked(Line, line, where)
         path = index.parent / line["records"]
         if not path.is_file():
             raise InputError(f"{where}: no record file {path}")
-        again = path.resolve(), line.get("normalise")
-        if again in seen:
-            raise InputError(f"{where}: {path} is on line {seen[again]} already")
-        seen[again] = number
         line = {k: v for k, v in line.items() if v is not None or k == "label_smoothing"}
         lines.append(line | {"records": path})
     if not lines:

@@ -7,7 +7,7 @@ paired by question.
 from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, product
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -114,17 +114,6 @@ class Table:
     lines: list[Line]
     notes: list[str]
 
-    @property
-    def label(self) -> str:
-        """The heading of the rows' names."""
-        return ", ".join(key for key in self.keys if key not in ("SFT data", "Model"))
-
-    @property
-    def blocks(self) -> list[tuple[str, list[Line]]]:
-        """Rows by training data and model."""
-        grouped = groupby(self.lines, key=lambda line: line.row.block)
-        return [(", ".join(block), list(lines)) for block, lines in grouped]
-
     def markdown(self) -> str:
         """As GitHub Markdown, with its notes below."""
         heads = [*self.keys, *(f"{g}: {h}" for g in self.groups for h in self.heads)]
@@ -149,28 +138,28 @@ def main_table(results: Results, chosen: Sequence[Column]) -> Table:
         lines.append(Line(row, [*map(row.text, results.shown), seeds], cells))
     keys = [*map(heading, results.shown), "Seeds"]
     heads = [column.heading for column in chosen]
-    return Table(keys, results.groups, heads, lines, notes(results, chosen, lines))
+    return Table(keys, results.groups, heads, lines, notes(results, chosen))
 
 
-def notes(results: Results, chosen: Sequence[Column], lines: list[Line]) -> list[str]:
+def notes(results: Results, chosen: Sequence[Column]) -> list[str]:
     """What the columns mean, in sentences."""
-    runs = {g: results.runs(g) for g in results.groups}
+    runs = {
+        group: [run for row in results.rows for run in row.runs.get(group, {}).values()]
+        for group in results.groups
+    }
     found = [f"Questions: {', '.join(f'{g} {of[0].questions:,}' for g, of in runs.items())}."]
     found += [NOTES[m] for m in dict.fromkeys(c.metric for c in chosen) if m in NOTES]
     if any(column.confidence == "vocabulary" for column in chosen):
         found.append("“All tokens”: its probability among the vocabulary, else among the choices.")
-    cells = [cell for line in lines for cell in line.cells]
-    if any(cell.interval for cell in cells):
-        found.append(
-            "[low, high]: 95 % interval over questions and seeds, where one is known to cover."
-        )
-    if any(cell.value.endswith("†") for cell in cells):
-        found.append("† ECE consistent with calibration (p > 0.05).")
+    found.append(
+        "[low, high]: 95 % interval over questions and seeds, where one is known to cover. "
+        "† ECE consistent with calibration (p > 0.05)."
+    )
     for group, (first, *_) in runs.items():
         if first.convention in ("characters", "bytes"):
             found.append(
                 f"{group}: texts are compared by log-probability by {first.convention}, so their "
-                'calibration is that normaliser\'s; "normalise": "sum" in the index reads theirs.'
+                "calibration is that normaliser's; `metrics --normalise sum` reads their own."
             )
         masses = [run.letter_mass for run in runs[group] if run.letter_mass is not None]
         if (least := min(masses, default=1.0)) < stats.LOW_MASS:

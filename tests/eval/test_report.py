@@ -98,11 +98,9 @@ def test_any_key_that_varies_is_a_column(project, key):
         ({"label_smoothing": ...}, "index.jsonl, line 1: no 'label_smoothing'"),
         ({"seed": 1}, "toy-b0-0.jsonl and .*toy-b0-1.jsonl: both are toy, .* with seeds 1 and 1"),
         ({"seed": {0: None, 1: 1}}, "with seeds None and 1; .* seed, train_data"),
-        ({"records": {0: "toy-base.jsonl"}}, "toy-base.jsonl is on line 1 already"),
         ({"dataset": "toy"}, "toy-base.* and .*other-base.*300 and 301 questions"),
         ({"note": [1]}, r"line 1: note is \[1\]: expected a valid"),
         ({"model": " "}, "line 1: model is ' ': "),
-        ({"normalise": "words"}, "line 1: .*expected 'sum', 'bytes' or 'characters'"),
     ],
 )
 def test_an_index_that_cannot_be_averaged_is_refused(project, tmp_path, refused, change, expected):
