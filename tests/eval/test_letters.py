@@ -2,12 +2,10 @@
 
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from calibeval import prompts, scoring, tasks
 from calibeval.io import InputError
 from calibeval.prompts import encode, letters
-from calibeval.request import Task
 
 CONTEXT = "light mass\nAnswer:"
 
@@ -66,14 +64,3 @@ def test_appended_end_token_is_left_out():
     )
     assert encode(tokenizer, ["x Answer:"]) == [[1, 3, 4]]
     assert letters(tokenizer, "x Answer:", 2) == ((5,), (6,))
-
-
-def test_letters_are_tokenised_once_for_a_last_line(mmlu, tiny_model, monkeypatch):
-    """Not once for every last choice before it: 6,126 times five whole prompts of MMLU."""
-    calls, plain = [], prompts.letters
-    monkeypatch.setattr(prompts, "letters", lambda *given: calls.append(given) or plain(*given))
-    task = Task(task="mmlu", data=str(mmlu))
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    items = scoring.fit_prompts(tasks.load(task), task, tokenizer, None)
-    assert len(items) == 60 and len(calls) == 1
-    assert all(i.branches == plain(tokenizer, i.prompt.text, 4) for i in items)

@@ -9,10 +9,13 @@ from calibeval import measures, stats
 from calibeval.measures import CALIBRATION, METRICS, REGULAR, Sample, Scores, resamples
 
 
-def draw(n: int, seed: int = 0, choices: int = 4, calibrated: bool = True):
+def draw(n: int, seed: int = 0, choices: int = 4, calibrated: bool = True, ties: bool = False):
     """Probabilities and labels; labels follow the probabilities if calibrated."""
     rng = np.random.default_rng(seed)
     probs = rng.dirichlet(np.full(choices, 0.7), n)
+    if ties:
+        probs = (probs + 0.05).round(1)
+        probs /= probs.sum(1, keepdims=True)
     if calibrated:
         labels = (rng.random((n, 1)) > probs.cumsum(1)).sum(1).clip(max=choices - 1)
     else:
@@ -44,10 +47,7 @@ def test_ece_is_its_definition(n):
 @example(3, 10082, 3, True)
 @given(st.integers(1, 600), st.integers(0, 10**6), st.integers(2, 6), st.booleans())
 def test_laws(n, seed, choices, ties):
-    probs, labels = draw(n, seed, choices, calibrated=bool(seed % 2))
-    if ties:
-        probs = (probs + 0.05).round(1)
-        probs /= probs.sum(1, keepdims=True)
+    probs, labels = draw(n, seed, choices, bool(seed % 2), ties)
     of = scored(probs, labels)
     found = figures(of)
     overall = abs(of.correct.mean() - of.confidence.mean())
@@ -66,10 +66,7 @@ def test_laws(n, seed, choices, ties):
 @given(st.integers(1, 300), st.integers(0, 10**6), st.booleans())
 def test_a_resample_is_a_sample_of_copied_questions(n, seed, ties):
     """Counting questions gives what copying them gives, for every metric that is resampled."""
-    probs, labels = draw(n, seed, calibrated=bool(seed % 2))
-    if ties:
-        probs = (probs + 0.05).round(1)
-        probs /= probs.sum(1, keepdims=True)
+    probs, labels = draw(n, seed, calibrated=bool(seed % 2), ties=ties)
     times = next(resamples(n, 3))
     sample = Sample(scored(probs, labels), times)
     for r, row in enumerate(times.astype(int)):
