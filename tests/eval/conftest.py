@@ -77,3 +77,10 @@ def tiny_model(tmp_path_factory) -> Path:
     )
     LlamaForCausalLM(config).save_pretrained(out)
     return out
+
+
+@pytest.fixture
+def command(mmlu, tiny_model, tmp_path) -> list:
+    """A command that scores; an option that a test appends counts, not the one here."""
+    out = tmp_path / "r.jsonl"
+    return ["score", "--task", "mmlu", "--data", mmlu, "--model", tiny_model, "--out", out]

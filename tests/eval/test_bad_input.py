@@ -11,13 +11,6 @@ import pytest
 from made_records import table, write_rows
 
 
-@pytest.fixture
-def score(mmlu, tiny_model, tmp_path):
-    """A command that scores."""
-    out = tmp_path / "r.jsonl"
-    return ["score", "--task", "mmlu", "--data", mmlu, "--out", out, "--model", tiny_model]
-
-
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
@@ -27,52 +20,52 @@ def score(mmlu, tiny_model, tmp_path):
         (lambda r: r.clear(), "no questions"),
     ],
 )
-def test_malformed_csv(mmlu, score, refused, change, expected):
+def test_malformed_csv(mmlu, command, refused, change, expected):
     rows = table(5)
     change(rows)
     path = mmlu / "test" / "light_test.csv"
     write_rows(path, rows)
-    err = refused(*score)
+    err = refused(*command)
     assert f"{path}" in err and expected in err
 
 
-def test_not_csv_and_not_utf8(mmlu, score, refused):
+def test_not_csv_and_not_utf8(mmlu, command, refused):
     path = mmlu / "test" / "light_test.csv"
     path.write_text('"a question that never ends,A,B')
-    assert "line 1: not CSV" in refused(*score)
+    assert "line 1: not CSV" in refused(*command)
     path.write_bytes("a\né".encode("latin-1"))
-    assert f"{path}: not UTF-8 text (byte 0xe9)" in refused(*score)
+    assert f"{path}: not UTF-8 text (byte 0xe9)" in refused(*command)
 
 
-def test_layout(mmlu, score, tmp_path, refused):
-    assert "light: 5 examples, but --shots 6" in refused(*score, "--shots", "6")
+def test_layout(mmlu, command, tmp_path, refused):
+    assert "light: 5 examples, but --shots 6" in refused(*command, "--shots", "6")
     (mmlu / "dev" / "light_dev.csv").unlink()
-    assert "light: 0 examples, but --shots 5" in refused(*score)
-    err = refused(*score, "--subjects", "light,heavy")
+    assert "light: 0 examples, but --shots 5" in refused(*command)
+    err = refused(*command, "--subjects", "light,heavy")
     assert "no subject 'heavy'; there are light, old_kings" in err
-    err = refused(*score, "--data", tmp_path)
+    err = refused(*command, "--data", tmp_path)
     assert "no folder test/ with files <subject>_test.csv" in err
 
 
-def test_devices(score, refused):
-    assert "--device cuda:99: " in refused(*score, "--device", "cuda:99")
-    err = refused(*score, "--engine", "vllm", "--device", "cuda:1")
+def test_devices(command, refused):
+    assert "--device cuda:99: " in refused(*command, "--device", "cuda:99")
+    err = refused(*command, "--engine", "vllm", "--device", "cuda:1")
     assert "vllm heeds CUDA_VISIBLE_DEVICES" in err
 
 
-def test_model_folder(score, tiny_model, tmp_path, refused, monkeypatch):
+def test_model_folder(command, tiny_model, tmp_path, refused, monkeypatch):
     import huggingface_hub
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     (tmp_path / "empty").mkdir()
     for name in (tmp_path / "empty", tiny_model / "model.safetensors"):
-        assert f"{name}: cannot be loaded as " in refused(*score[:-1], name)
+        assert f"{name}: cannot be loaded as " in refused(*command, "--model", name)
     for name in (tmp_path / "absent", "tiny-modle"):
-        err = refused(*score[:-1], name)
+        err = refused(*command, "--model", name)
         assert f"no folder {name} here, so taken for a hub name" in err
 
 
-def test_checkpoints_that_are_not_whole(score, tiny_model, tmp_path, refused):
+def test_checkpoints_that_are_not_whole(command, tiny_model, tmp_path, refused):
     """A parameter that no file has would be a random number, and the score one of chance."""
     from safetensors.torch import load_file, save_file
 
@@ -85,7 +78,7 @@ def test_checkpoints_that_are_not_whole(score, tiny_model, tmp_path, refused):
             (folder / "model.safetensors").write_bytes(weights)
         elif weights:
             save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-        err = refused(*score[:-1], folder)
+        err = refused(*command, "--model", folder)
         assert str(folder) in err and not (tmp_path / "r.jsonl").exists()
         return err
 
@@ -101,11 +94,11 @@ def test_checkpoints_that_are_not_whole(score, tiny_model, tmp_path, refused):
         assert "cannot be loaded as a causal language model: " in broken("cut", content)
 
 
-def test_a_folder_is_no_place_for_records(score, tmp_path, refused):
+def test_a_folder_is_no_place_for_records(command, tmp_path, refused):
     kept = tmp_path / "folder" / "kept"
     kept.parent.mkdir()
     kept.write_text("x")
-    err = refused(*score, "--out", kept.parent, "--overwrite")
+    err = refused(*command, "--out", kept.parent, "--overwrite")
     assert f"--out {kept.parent}: expected a file's name such as" in err
     assert kept.read_text() == "x"
 
@@ -161,8 +154,8 @@ def test_malformed_records(tmp_path, refused, second, expected):
 
 def test_absent_and_empty_records(tmp_path, refused):
     path = tmp_path / "r.jsonl"
-    for command in (["metrics", path], ["compare", path, path]):
-        assert f"{path}: could not be read (No such file or directory)" in refused(*command)
+    for asked in (["metrics", path], ["compare", path, path]):
+        assert f"{path}: could not be read (No such file or directory)" in refused(*asked)
     path.touch()
     assert f"{path}: no records" in refused("metrics", path)
     path.write_text(json.dumps(GOOD))
@@ -180,11 +173,11 @@ def test_records_cut_at_the_end_of_a_line(tmp_path, refused):
     assert "r.jsonl.meta.json: not a JSON object" in refused("metrics", path)
 
 
-def test_records_of_other_prompts_than_the_sidecars(score, tmp_path, run, refused):
+def test_records_of_other_prompts_than_the_sidecars(command, tmp_path, run, refused):
     """Half of a run with five examples and half of one without, or two runs' questions in turns."""
     outs = [tmp_path / f"{shots}.jsonl" for shots in (5, 0)]
     for shots, out in zip((5, 0), outs, strict=True):
-        run(*score, "--out", out, "--shots", shots)
+        run(*command, "--out", out, "--shots", shots)
     five, none = (out.read_text().splitlines(keepends=True) for out in outs)
     outs[0].write_text("".join(five[:30] + none[30:]))
     assert "its prompts are not those that 5.jsonl.meta.json was" in refused("metrics", outs[0])

@@ -12,14 +12,6 @@ from calibeval import scoring, store
 from calibeval.__main__ import main
 from calibeval.io import InputError
 
-
-@pytest.fixture
-def command(mmlu, tiny_model, tmp_path):
-    """A scoring command; more options are appended by the test."""
-    out = tmp_path / "r.jsonl"
-    return ["score", "--task", "mmlu", "--model", tiny_model, "--data", mmlu, "--out", out]
-
-
 DIES = """
 import os, signal, sys
 from calibeval import __main__, scoring, store
