@@ -4,10 +4,10 @@ lm-evaluation-harness (`lm_eval --log_samples --output_path DIR`): `samples_<tas
 a line a question, the log-probability of each choice after its prompt. `results_<time>.json` beside
 it knows the model, the examples and the versions.
 
-Inspect (`inspect eval … --logprobs --top-logprobs 20`), scored by letters: a sample's answer is its
-last token that is one of the choices' letters; the log-probabilities there of all letters are the
-record. A letter that is not among the top ones has at most the least of these, and gets it. Of
-several epochs the first counts.
+Inspect (`inspect eval … --logprobs --top-logprobs 20`; `inspect log convert --to json`), scored by
+letters: a sample's answer is its last token that is one of the choices' letters; the
+log-probabilities there of all letters are the record. A letter that is not among the top ones has
+at most the least of these, and gets it. Of several epochs the first counts.
 """
 
 import hashlib
@@ -15,7 +15,6 @@ import json
 import math
 import re
 import sys
-import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,9 +27,9 @@ from calibeval.request import checked
 from calibeval.tasks import LETTERS
 
 NAME = re.compile(r"samples_(.+?)(_\d{4}-\d\d-\d\dT[\d.-]+)?\.jsonl")
-# What a log is read as: its task, what all records have, its account of itself, and each sample's
-# place with what makes its record.
-Log = tuple[str, dict, dict, list[tuple[str, Callable[[], dict]]]]
+# What a log is read as: its task, what all records have, and each sample's place with what makes
+# its record.
+Log = tuple[str, dict, list[tuple[str, Callable[[], dict]]]]
 
 
 def convert(paths: list[Path], out: Path) -> dict[str, int]:
@@ -42,7 +41,7 @@ def convert(paths: list[Path], out: Path) -> dict[str, int]:
     made: dict[Path, tuple[list, dict]] = {}  # rows with their places, and where they are from
     for path in paths:
         engine, read, expected = INSPECT if path.suffix in (".json", ".eval") else LM_EVAL
-        task, shared, source, samples = read(path)
+        task, shared, samples = read(path)
         if not samples:
             raise InputError(f"{path}: no samples")
         name = "mmlu" if task.startswith("mmlu_") else task
@@ -55,7 +54,7 @@ def convert(paths: list[Path], out: Path) -> dict[str, int]:
                 rows.append((where, make() | shared))
             except (LookupError, TypeError, ValueError, AttributeError) as error:
                 raise InputError(f"{where}: {error!r}; expected {expected}") from error
-        sources["samples"][path.name] = source | {"sha256": sha256(path)}
+        sources["samples"][path.name] = sha256(path)
     for target, (rows, _) in made.items():
         every = [(where, checked(records.Record, row, where)) for where, row in rows]
         records.joined(target, every)  # refuses what does not belong into one
@@ -71,34 +70,32 @@ def convert(paths: list[Path], out: Path) -> dict[str, int]:
 def lm_eval(path: Path) -> Log:
     """A file of samples, in the data's order."""
     if not (name := NAME.fullmatch(path.name)):
-        names = "samples_<task>_<time>.jsonl of lm-eval, or Inspect's .eval or .json"
+        names = "samples_<task>_<time>.jsonl of lm-eval, or Inspect's .json"
         raise InputError(f"{path}: expected a name like {names}")
     task, beside = name[1], path.with_name(f"results{name[2] or ''}.json")
     try:
         run = json.loads(read_text(beside)) if beside.is_file() else {}
-        source = {"task": task, "shots": run.get("n-shot", {}).get(task)}
+        shots = run.get("n-shot", {}).get(task)
         delimiter = run.get("configs", {}).get(task, {}).get("target_delimiter", " ")
     except (ValueError, AttributeError) as error:
         raise InputError(f"{beside}: not lm-eval's results ({error})") from error
     model = run.get("model_name") or path.absolute().parent.name
     versions = {k: run.get(f"{k}_version") for k in ("lm_eval", "transformers")}
-    shared = {"shots": source["shots"], "model": model, "versions": versions}
+    shared = {"shots": shots, "model": model, "versions": versions}
     samples = [(f"{path}, line {number}", sample) for number, sample in json_lines(path)]
     # Of several filters the first: the others have the same answers once more.
     samples = [one for one in samples if one[1].get("filter") == samples[0][1].get("filter")]
     samples.sort(key=lambda one: one[1].get("doc_id", 0))
     rows = [(where, partial(lm_eval_record, sample, task, delimiter)) for where, sample in samples]
-    return task, shared, source | {"options": run.get("config")}, rows
+    return task, shared, rows
 
 
 def lm_eval_record(sample: dict, task: str, delimiter: str) -> dict:
     """A sample as a record; lengths are of the choices' texts without the delimiter."""
-    pairs = sample["arguments"]
-    if isinstance(pairs, dict):
-        pairs = [(pair["arg_0"], pair["arg_1"]) for pair in pairs.values()]
+    pairs = [(pair["arg_0"], pair["arg_1"]) for pair in sample["arguments"].values()]
     scores = [float(score) for score, _ in sample["filtered_resps"]]
     half = len(pairs) // 2
-    alone = [("", text) for _, text in pairs[:half]] == [tuple(pair) for pair in pairs[half:]]
+    alone = [("", text) for _, text in pairs[:half]] == pairs[half:]
     k = half if alone else len(pairs)
     if len(scores) != len(pairs) or any(context != pairs[0][0] for context, _ in pairs[:k]):
         raise ValueError("its choices do not continue one prompt")
@@ -125,30 +122,20 @@ def lm_eval_record(sample: dict, task: str, delimiter: str) -> dict:
 
 
 def inspect(path: Path) -> Log:
-    """A log, as .json or .eval."""
+    """A log, as .json."""
     try:
-        log = _members(path) if zipfile.is_zipfile(path) else json.loads(read_text(path))
+        log = json.loads(read_text(path))
         about, samples = log["eval"], log["samples"]
         task = about["task"].split("/")[-1]
         shared = {"model": about["model"], "versions": about.get("packages") or {}}
-        source = {"task": about["task"], "created": about.get("created")}
-    # NotImplementedError: a compression that zipfile lacks
-    except (ValueError, LookupError, TypeError, NotImplementedError) as error:
+    except (ValueError, LookupError, TypeError) as error:
         remedy = "`inspect log convert --to json` makes one that is"
         raise InputError(f"{path}: not a log that can be read ({error!r}); {remedy}") from error
     first = [sample for sample in samples if sample.get("epoch", 1) == 1]
     rows = [
         (f"{path}, sample {one.get('id')}", partial(inspect_record, one, task)) for one in first
     ]
-    return task, shared, source, rows
-
-
-def _members(path: Path) -> dict:
-    """The same from the parts of an .eval archive."""
-    with zipfile.ZipFile(path) as archive:
-        names = sorted(name for name in archive.namelist() if name.startswith("samples/"))
-        header = json.loads(archive.read("header.json"))
-        return header | {"samples": [json.loads(archive.read(name)) for name in names]}
+    return task, shared, rows
 
 
 def inspect_record(sample: dict, task: str) -> dict:

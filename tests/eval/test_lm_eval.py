@@ -9,10 +9,8 @@ acc_mutual_info beside HellaSwag's acc and acc_norm, on local files.
 import json
 import math
 import shutil
-import zipfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 from made_records import read_lines, write_lines
 
@@ -79,22 +77,6 @@ def test_a_run_becomes_a_file_a_data_set(tmp_path, run, refused):
     assert "; expected the same" in refused(*command, tmp_path / "all.jsonl")
 
 
-def test_older_read_lines(tmp_path, run):
-    """Lists of arguments, numbers as numbers, a chat's letters without a space."""
-    rows = []
-    for sample in read_lines(MMLU):
-        pairs = [(a["arg_0"], a["arg_1"].strip()) for a in sample["arguments"].values()]
-        answers = [[float(score), greedy == "True"] for score, greedy in sample["filtered_resps"]]
-        target = int(sample["target"])
-        rows.append(sample | {"arguments": pairs, "filtered_resps": answers, "target": target})
-    path = write_lines(tmp_path / "samples_mmlu_abstract_algebra.jsonl", rows)
-    run("import", MMLU, "--out", tmp_path / "new.jsonl")
-    run("import", path, "--out", tmp_path / "old.jsonl")
-    new, old = (records.read(tmp_path / f"{n}.jsonl") for n in ("new", "old"))
-    assert new.ids == old.ids and np.array_equal(new.logprobs, old.logprobs)
-    assert old.scoring == "letters"
-
-
 def winograd(sample):
     for i, pair in enumerate(sample["arguments"].values()):
         pair.update(arg_0=f"context {i}", arg_1=" same")
@@ -148,22 +130,14 @@ def inspect_sample(number: int, target: str, *answers: tuple[str, list[tuple[str
 TOP = [("B", -0.5), (" B", -3.0), ("A", -1.5), ("ANSWER", -4.0), ("the", -6.0)]
 
 
-@pytest.mark.parametrize("archived", [False, True])
-def test_inspects_logs(tmp_path, run, archived):
+def test_inspects_logs(tmp_path, run):
     header = {"version": 2, "eval": {"task": "inspect_evals/arc", "model": "openai/m"}}
     header["eval"]["packages"] = {"inspect_ai": "0.3.285"}
     first = inspect_sample(1, "B", ("ANSWER", TOP), (":", TOP), (" B", TOP), (".", TOP))
     again = inspect_sample(1, "B", ("B", TOP)) | {"epoch": 2}
     samples = [first, again, inspect_sample(2, "A", ("A", TOP))]
-    if archived:
-        log = tmp_path / "log.eval"
-        with zipfile.ZipFile(log, "w") as archive:
-            archive.writestr("header.json", json.dumps(header))
-            for i, sample in enumerate(samples):
-                archive.writestr(f"samples/{i}_epoch_1.json", json.dumps(sample))
-    else:
-        log = tmp_path / "log.json"
-        log.write_text(json.dumps(header | {"samples": samples}))
+    log = tmp_path / "log.json"
+    log.write_text(json.dumps(header | {"samples": samples}))
     made = tmp_path / "out" / "arc.jsonl"
     assert json.loads(run("import", log, "--out", made.parent, "--json").out) == {str(made): 2}
     found = records.read(made)
