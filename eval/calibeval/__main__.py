@@ -53,21 +53,18 @@ def parser() -> argparse.ArgumentParser:
         return p.add_argument
 
     # What several commands have.
-    model, normalise = (argparse.ArgumentParser(add_help=False) for _ in range(2))
-    model.add_argument("--model", required=True, help="model folder or hub name")
-    add_keys(model.add_argument, Task, [key for key in Task.model_fields if key != "name"])
-    keys = ("device", "dtype", "batch_size", "max_length", "revision")
-    add_keys(model.add_argument, Request, keys)
+    normalise = argparse.ArgumentParser(add_help=False)
     help = "texts' scores; default: the records' convention"
     normalise.add_argument("--normalise", choices=("sum", "bytes", "characters"), help=help)
 
-    add = command("score", run_score, model)
+    add = command("score", run_score)
+    add("--model", required=True, help="model folder or hub name")
+    add_keys(add, Task, [key for key in Task.model_fields if key != "name"])
+    add_keys(add, Request, ("engine", "dtype", "batch_size", "revision", "gpu_memory_utilization"))
     add("--out", required=True, type=Path, metavar="RECORDS.jsonl")
-    add_keys(add, Request, ("engine", "gpu_memory_utilization"))
-    add("--overwrite", action="store_true", help="score anew")
 
     add = command("import", run_import)
-    help = "lm-evaluation-harness's samples_<task>_<time>.jsonl, Inspect's logs (.eval, .json)"
+    help = "lm-evaluation-harness's samples_<task>_<time>.jsonl, Inspect's logs (.json)"
     add("files", nargs="+", type=Path, metavar="FILE", help=help)
     add("--out", required=True, type=Path, metavar="DIR|FILE.jsonl", help="DIR: a file a data set")
 
@@ -114,8 +111,8 @@ def run_score(a: argparse.Namespace) -> None:
         raise InputError(f"--out {a.out}: expected a file's name such as RECORDS.jsonl")
     a.name = a.out.stem
     request = requested(a)
-    how = {"out": a.out.parent, "overwrite": a.overwrite}
-    calibeval.score(a.model, tasks=request.tasks, **how, **request.model_dump(exclude={"tasks"}))
+    how = request.model_dump(exclude={"tasks"})
+    calibeval.score(a.model, tasks=request.tasks, out=a.out.parent, **how)
     if a.json:
         print_json(figures_of(a.out))
 

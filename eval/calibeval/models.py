@@ -13,20 +13,16 @@ PARTS = f"config.json {WEIGHTS} {WORDS}".split()
 STATE = ("training_args.bin", "optimizer.bin", "scheduler.bin")
 
 
-def digest(model: str, revision: str | None = None) -> str | None:
+def digest(model: str, revision: str | None = None) -> str:
     """SHA-256 over names and whole contents of a folder's configuration, tokenizer and weights.
 
-    For a hub name, the commit of its snapshot in the cache; None where there is none.
+    For a hub name, the commit of its snapshot in the cache.
     """
     folder = Path(model)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
-        from huggingface_hub.utils import HFValidationError, LocalEntryNotFoundError
 
-        try:
-            return Path(snapshot_download(model, revision=revision, local_files_only=True)).name
-        except (LocalEntryNotFoundError, HFValidationError):
-            return None
+        return Path(snapshot_download(model, revision=revision, local_files_only=True)).name
     found = {p for part in PARTS for p in folder.glob(part) if p.is_file()}
     paths = sorted(path for path in found if path.name not in STATE)
     with ThreadPoolExecutor() as pool:  # hashlib lets other threads run

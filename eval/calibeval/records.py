@@ -49,11 +49,8 @@ class Record(BaseModel, strict=True):
             raise ValueError(f"label is {self.label}, expected 0 to {k - 1}")
         if self.scoring == "letters":
             total = sum(map(math.exp, self.logprobs))
-            found = f"the probabilities of logprobs sum to {total:.3g}"
             if total > MOST:
-                raise ValueError(f"{found}, more than 1")
-            if self.letter_mass is not None and abs(self.letter_mass - total) > MOST - 1:
-                raise ValueError(f"letter_mass is {self.letter_mass}, but {found}")
+                raise ValueError(f"the probabilities of logprobs sum to {total:.3g}, more than 1")
         for name, lengths in (("bytes", self.bytes), ("characters", self.characters)):
             if lengths is not None and len(lengths) != k:
                 raise ValueError(f"{name}: found {len(lengths)}, expected {k}, one a choice")
@@ -172,9 +169,8 @@ def meta(path: Path) -> dict:
         raise InputError(f"{sidecar(path)}: not a JSON object ({error})") from error
 
 
-def write(path: Path, rows: Iterable[dict], about: dict) -> dict:
-    """Write a record file and its sidecar, with the numbers of questions and bytes; return the
-    latter."""
+def write(path: Path, rows: Iterable[dict], about: dict) -> None:
+    """Write a record file and its sidecar, with the numbers of questions and bytes."""
     lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
     about = about | {"questions": len(lines), "bytes": len("".join(lines).encode())}
     # The sidecar first: records without their settings would be unusable.
@@ -182,4 +178,3 @@ def write(path: Path, rows: Iterable[dict], about: dict) -> dict:
         json.dump(about, file, indent=1)
     with atomic_write(path) as file:
         file.writelines(lines)
-    return about

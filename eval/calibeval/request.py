@@ -58,23 +58,13 @@ class Request(Strict):
     """transformers or vllm."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto (the model's own on a GPU, float32 on a CPU), float32, bfloat16 or float16."""
-    device: str = "auto"
-    """Of transformers: auto, cpu, cuda or cuda:N."""
     batch_size: Positive | None = None
     """Questions that transformers reads at once; as many as its memory is good for unless given."""
-    max_length: Positive | None = None
-    """Longest prompt in tokens; the model's positions less one unless given."""
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
-    """vLLM's share of the GPU; its own default unless given."""
     revision: str | None = None
     """Of a model on the hub."""
 
     @model_validator(mode="after")
     def _possible(self):
-        if self.gpu_memory_utilization is not None and self.engine != "vllm":
-            raise ValueError("gpu_memory_utilization: is for engine vllm")
-        if self.device != "auto" and self.engine == "vllm":
-            raise ValueError("device: is for engine transformers; vllm heeds CUDA_VISIBLE_DEVICES")
         if again := {t.key for t in self.tasks if [u.key for u in self.tasks].count(t.key) > 1}:
             raise ValueError(f"tasks: {min(again)!r} twice; give one of them another name")
         return self

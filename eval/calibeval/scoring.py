@@ -3,9 +3,7 @@
 import math
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -19,20 +17,16 @@ from calibeval.io import InputError, counted
 from calibeval.prompts import Branches, Prompt
 from calibeval.records import Records
 from calibeval.request import Request, Task, checked
-from calibeval.store import Store
+from calibeval.store import Store, clear
 from calibeval.tasks import Subject, load, normalisation, resolved
-
-KEPT = 5.0  # seconds of work that an interruption loses at most, and a batch
 
 
 class Item(NamedTuple):
-    """A question as the engine gets it."""
+    """A question, what an engine is asked of it, and how its users compare the answers."""
 
     prompt: Prompt
-    tokens: tuple[int, ...]
-    branches: Branches
-    normalise: str = "sum"
-    truncated: int = 0  # tokens cut from the left
+    job: Job
+    normalise: str
 
 
 def fit_prompts(
@@ -41,16 +35,16 @@ def fit_prompts(
     """Every question's prompt, with closing shots dropped until it fits `max_length` tokens.
 
     As the official script does: k-shot, then k−1, … (hendrycks/test, evaluate.py). A question that
-    does not fit even without examples loses tokens on the left, as lm-evaluation-harness has it;
-    a warning counts such questions, and their records say how many tokens.
+    does not fit even without examples raises `InputError`.
     """
     task = resolved(task)
     letters, normalise = task.scoring == "letters", normalisation(task)
     known: dict[tuple, Branches] = {}
-    fitted: dict[str, Item] = {}
-    pending = [(s, q, task.shots) for s in subjects for q in s.questions]
+    fitted: dict[int, Item] = {}
+    asked = ((s, q) for s in subjects for q in s.questions)
+    pending = [(i, s, q, task.shots) for i, (s, q) in enumerate(asked)]
     while pending:
-        built = [prompts.build(s, q, k, task.scoring) for s, q, k in pending]
+        built = [prompts.build(s, q, k, task.scoring) for _, s, q, k in pending]
         if letters:
             ids = prompts.encode(tokenizer, [p.text for p in built])
             # Letters' ids depend on the context's end only: one last line, "Answer:", is all.
@@ -62,31 +56,27 @@ def fit_prompts(
         else:
             rows = prompts.continuations(tokenizer, built)
         again = []
-        for (subject, question, k), prompt, (tokens, branches) in zip(
+        for (i, subject, question, k), prompt, (tokens, branches) in zip(
             pending, built, rows, strict=True
         ):
-            after = max(map(len, branches)) - letters
-            cut = max(len(tokens) + after - max_length, 0) if max_length else 0
-            if cut and k:
-                again.append((subject, question, k - 1))
-                continue
-            if cut >= len(tokens):
-                taken = f"its choices take {after} tokens, but the model takes {max_length}"
+            length = len(tokens) + max(map(len, branches)) - letters
+            if not max_length or length <= max_length:
+                fitted[i] = Item(prompt, Job(i, tuple(tokens), branches), normalise)
+            elif k:
+                again.append((i, subject, question, k - 1))
+            else:
+                taken = f"takes {length} tokens without examples, but the model {max_length}"
                 raise InputError(f"question {question.id}: {taken}")
-            fitted[question.id] = Item(prompt, tuple(tokens[cut:]), branches, normalise, cut)
         pending = again
-    if cut := sum(item.truncated > 0 for item in fitted.values()):
-        many = f"{cut} of {counted(len(fitted), 'question')} do not fit in {max_length} tokens"
-        print(f"warning: {many} even without examples and lose their beginning", file=sys.stderr)
-    return [fitted[q.id] for s in subjects for q in s.questions]
+    return [fitted[i] for i in sorted(fitted)]
 
 
 def groups_of(items: Sequence[Item]) -> list[list[Job]]:
     """The items' jobs in groups of a subject and shots: they share a prefix."""
     groups: dict[tuple, list[Job]] = {}
-    for index, item in enumerate(items):
-        key = item.prompt.question.subject, item.prompt.shots, item.truncated > 0
-        groups.setdefault(key, []).append(Job(index, item.tokens, item.branches))
+    for item in items:
+        key = item.prompt.question.subject, item.prompt.shots
+        groups.setdefault(key, []).append(item.job)
     return list(groups.values())
 
 
@@ -96,8 +86,6 @@ def score(
     tasks: Sequence[Task | Mapping] = (),
     *,
     out: str | Path | None = None,
-    name: str | None = None,
-    overwrite: bool = False,
     progress: bool = True,
     **options,
 ) -> dict[str, Records]:
@@ -105,52 +93,50 @@ def score(
 
     `model` is a folder, a name on the hub, or a loaded `transformers` model with its tokenizer,
     which is left as it was. With `out` the records go to `<out>/<task.key>.jsonl`, each beside a
-    sidecar with its settings; what is there already of the same weights is not scored again. `name`
-    is the folder that a loaded model was saved to: the records are then those of that folder.
-    `options` are keys of `Request`, such as `engine` and `batch_size`. All input is read before the
-    model, and the model before anything is deleted.
+    sidecar with its settings; what is there already of the same folder's weights is not scored
+    again. `options` are keys of `Request`, such as `engine` and `batch_size`. All input is read
+    before the model.
 
     Raises:
         InputError: data, options or a model that cannot be used, or records of other settings.
     """
     request = checked(Request, {"tasks": list(tasks)} | options, "score")
-    name = str(model) if isinstance(model, (str, Path)) else name or f"a {type(model).__name__}"
-    if isinstance(model, (str, Path)):
-        model = name
+    loaded = not isinstance(model, (str, Path))
+    if loaded:
+        name, longest = f"a {type(model).__name__}", engines.context_length(model.config)
+    else:
+        name = model = str(model)
         longest = engines.load_max_length(name, request.revision)
         tokenizer = tokenizer or engines.load_tokenizer(name, request.revision)
-    else:
-        longest = engines.context_length(model.config)
-        overwrite = overwrite or not Path(name).is_dir()  # nobody knows what was scored before
-    request = request.model_copy(update={"max_length": request.max_length or longest})
     every = [resolved(task) for task in request.tasks]
-    with ThreadPoolExecutor(1) as meanwhile:  # both take seconds, and neither holds the GIL
-        digest = meanwhile.submit(models.digest, name, request.revision) if out else None
-        items = {t.key: fit_prompts(load(t), t, tokenizer, request.max_length) for t in every}
-    made = {"model_digest": digest and digest.result()}
+    items = {t.key: fit_prompts(load(t), t, tokenizer, longest) for t in every}
+    digest = models.digest(name, request.revision) if out and not loaded else None
 
     @cache
     def engine():
-        most = max(job.length for of in items.values() for jobs in groups_of(of) for job in jobs)
-        loaded = _engine(model, request, tokenizer, most + 1)
-        at_end.callback(loaded.close)  # vLLM's is a process of its own
-        return loaded
+        most = max(item.job.length for of in items.values() for item in of)
+        made = _engine(model, request, most + 1)
+        at_end.callback(made.close)  # vLLM's is a process of its own
+        return made
 
     found = {}
     with ExitStack() as at_end:
         folder = Path(out or at_end.enter_context(tempfile.TemporaryDirectory()))
         for task in every:
-            path, settings = folder / f"{task.key}.jsonl", made | _settings(task, request)
-            meta = _fill(path, items[task.key], settings, name, engine, overwrite, progress)
+            path = folder / f"{task.key}.jsonl"
+            if loaded:
+                clear(path)  # nobody knows of which weights its records are
+            settings = {"model_digest": digest} | _settings(task, request)
+            made = _fill(path, items[task.key], settings, name, engine, progress)
             found[task.key] = of = records.read(path)
-            if not meta:
+            if not made:
                 print(f"{path}: complete already, {counted(len(of), 'question')}", file=sys.stderr)
             elif progress:
-                report(meta, of)
+                report(of)
     return found
 
 
-def _engine(model, request: Request, tokenizer, longest: int):
+def _engine(model, request: Request, longest: int):
     """The engine that the request asks for; `longest` is the longest prompt that it will see."""
     options = request.model_dump(include={"dtype", "revision"})
     if request.engine == "vllm":
@@ -158,69 +144,46 @@ def _engine(model, request: Request, tokenizer, longest: int):
 
         if not isinstance(model, str):
             raise InputError("engine vllm: loads a folder or a name on the hub, not a loaded model")
-        if request.gpu_memory_utilization is not None:
-            options["gpu_memory_utilization"] = request.gpu_memory_utilization
         return VllmEngine(model, longest=longest, **options)
-    options |= request.model_dump(include={"device", "batch_size", "max_length"})
     from calibeval.engines.hf import TransformersEngine
 
-    return TransformersEngine(model, tokenizer, **options)
+    return TransformersEngine(model, batch_size=request.batch_size, **options)
 
 
 def _settings(task: Task, request: Request) -> dict:
     """What decides a task's records, under the names that sidecars have for it."""
-    engine = ("revision", "engine", "dtype", "max_length")
-    found = request.model_dump(include=set(engine)) | task.model_dump(exclude={"name"})
+    found = request.model_dump(include={"revision", "engine", "dtype"})
+    found |= task.model_dump(exclude={"name"})
     return found | {"subjects": list(task.subjects) if task.subjects else None}
 
 
 def _fill(
-    out: Path,
-    items: list[Item],
-    settings: dict,
-    model: str,
-    engine: Callable,
-    overwrite: bool,
-    progress: bool,
-) -> dict | None:
-    """Score what is not scored yet, write all, and return the sidecar's content; None if all is.
+    out: Path, items: list[Item], settings: dict, model: str, engine: Callable, progress: bool
+) -> bool:
+    """Score what is not scored yet, and write all; False if all is there already.
 
     `engine()` is called only if there is something to score.
     """
     asked = ((item.prompt.sha256, item.prompt.question.label) for item in items)
-    settings = settings | {"prompts_sha256": records.prompts_digest(asked)}
-    if overwrite:  # before anything is deleted
-        engine()
-    store = Store(out, settings, overwrite)
+    store = Store(out, settings | {"prompts_sha256": records.prompts_digest(asked)})
     if out.exists():
-        return None
+        return False
     finished = store.finished()
     ids = [item.prompt.question.id for item in items]
     done = {i for i, id in enumerate(ids) if id in finished}
     if len(done) < len(items):
         store.engine(engine().describe())
+        shared = {"model": model, "versions": {"calibeval": __version__, **engine().versions()}}
         bar = {"initial": len(done), "unit": "question", "mininterval": 0.5}
-        with tqdm(total=len(items), disable=not progress, **bar) as shown:
-            for rows, seconds in _scored(engine(), items, done, model):
-                store.add(rows, seconds)
-                shown.update(len(rows))
+        with store.adding() as add, tqdm(total=len(items), disable=not progress, **bar) as shown:
+            for i, logprobs in engine().score(groups_of(items), done):
+                if i not in done:
+                    add(record(items[i], logprobs) | shared)
+                    shown.update()
         finished = store.finished()
     rows = [finished[i] for i in ids]
-    return store.finish(rows, {"model": model, "versions": rows[-1]["versions"]})
-
-
-def _scored(engine, items: Sequence[Item], done: set[int], model: str) -> Iterator[tuple]:
-    """Yield the records without those `done` every `KEPT` seconds, and how many it took."""
-    shared = {"model": model, "versions": {"calibeval": __version__, **engine.versions()}}
-    ready, began = [], time.perf_counter()
-    for i, logprobs in engine.score(groups_of(items), done):
-        if i not in done:
-            ready.append(record(items[i], logprobs) | shared)
-        if ready and (seconds := time.perf_counter() - began) > KEPT:
-            yield ready, seconds
-            ready, began = [], time.perf_counter()
-    if ready:
-        yield ready, time.perf_counter() - began
+    store.finish(rows, {"model": model, "versions": rows[-1]["versions"]})
+    return True
 
 
 def record(item: Item, logprobs: list[float]) -> dict:
@@ -240,15 +203,15 @@ def record(item: Item, logprobs: list[float]) -> dict:
         row |= {"scoring": "continuation", "normalise": item.normalise}
         row["bytes"] = [len(text.encode()) for text in prompt.endings]
         row["characters"] = [len(text) for text in prompt.endings]
-    return row | ({"truncated": item.truncated} if item.truncated else {})
+    return row
 
 
-def report(meta: dict, of: Records) -> None:
+def report(of: Records) -> None:
     """Print what came out; warn where the letters are not what is meant."""
     sample = measures.Sample(measures.scores(of, "choices"))
     found = {m: measures.METRICS[m](sample)[0] for m in ("accuracy", "nll", "ece")}
     figures = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
-    print(f"{counted(len(of), 'question')} in {meta['seconds']:.1f} s: {figures}", file=sys.stderr)
+    print(f"{counted(len(of), 'question')}: {figures}", file=sys.stderr)
     if of.scoring == "letters":
         mass, least = of.letter_mass.mean(), stats.LOW_MASS
         if mass < least:

@@ -1,39 +1,33 @@
 """Records while they are made: what is finished survives kill -9, half a line never counts.
 
-RECORDS.jsonl.part, RECORDS.jsonl.part.meta.json   so far: records, settings and seconds
+RECORDS.jsonl.part, RECORDS.jsonl.part.meta.json   so far: records and settings
 RECORDS.jsonl, RECORDS.jsonl.meta.json             at the end
 """
 
 import json
-import os
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from calibeval import records
 from calibeval.io import InputError, atomic_write
 from calibeval.request import checked
 
-# What chooses the questions and examples. The prompts' hash tells whether two choices are the same;
-# these say only in which option two hashes part.
+# What chooses the questions and examples: the prompts' hash tells whether two choices are the same.
 CHOICE = ("data", "split", "shots", "examples", "subjects", "limit")
 
 
 class Store:
     """The finished records of one scoring run, whoever made them; other settings are refused."""
 
-    def __init__(self, out: Path, settings: dict, overwrite: bool = False):
+    def __init__(self, out: Path, settings: dict):
         self.out, self.part, self.settings = out, part_of(out), dict(settings)
-        self.seconds = 0.0
-        if overwrite:
-            clear(out)
         for file in filter(Path.exists, (self.out, self.part)):
-            about = records.meta(file)
-            if not (made := about.get("settings")):
+            if not (made := records.meta(file).get("settings")):
                 note = "exists, but no sidecar says how it was made"
-                raise InputError(f"{file}: {note}; give --overwrite to replace it")
+                raise InputError(f"{file}: {note}; delete it, or give another --out")
             _same(made, settings, file)
             self.settings["engine_settings"] = made.get("engine_settings")
-            self.seconds = about.get("seconds", 0.0)
 
     def finished(self) -> dict[str, dict]:
         """Records by question id: the whole ones of what was made so far."""
@@ -56,27 +50,25 @@ class Store:
         compared = (k for k in found if k == "engine" or k.endswith("dtype"))
         _same(found, {k: describe[k] for k in compared if k in describe}, self.out)
         self.settings["engine_settings"] = describe
-
-    def add(self, rows: list[dict], seconds: float) -> None:
-        """Keep some finished records."""
-        self.seconds += seconds
         with atomic_write(records.sidecar(self.part)) as file:
-            json.dump({"settings": self.settings, "seconds": self.seconds}, file, indent=1)
-        lines = "".join(f"{json.dumps(row)}\n" for row in rows)  # ASCII: ids may hold U+2028
+            json.dump({"settings": self.settings}, file, indent=1)
+
+    @contextmanager
+    def adding(self) -> Iterator[Callable[[dict], None]]:
+        """Yield what keeps a finished record."""
         try:
             with open(self.part, "a", encoding="utf-8") as file:
-                file.write(f"\n{lines}")  # what a kill has cut short stays a line of its own
-                file.flush()
-                os.fsync(file.fileno())
+                print(file=file)  # what a kill has cut short stays a line of its own
+                # ASCII: ids may hold U+2028
+                yield lambda row: print(json.dumps(row), file=file, flush=True)
         except OSError as error:
             raise InputError(f"{self.part}: could not be written ({error.strerror})") from error
 
-    def finish(self, rows: list[dict], about: dict) -> dict:
-        """Write the final file and its sidecar, drop the part, return the sidecar's content."""
-        about = {"settings": self.settings, **about, "seconds": round(self.seconds, 3)}
-        about = records.write(self.out, rows, about)
-        clear(self.out, final=False)
-        return about
+    def finish(self, rows: list[dict], about: dict) -> None:
+        """Write the final file and its sidecar, and drop the part."""
+        records.write(self.out, rows, {"settings": self.settings, **about})
+        for file in (self.part, records.sidecar(self.part)):
+            file.unlink(missing_ok=True)
 
 
 def part_of(out: Path) -> Path:
@@ -84,19 +76,16 @@ def part_of(out: Path) -> Path:
     return out.with_name(out.name + ".part")
 
 
-def clear(out: Path, final: bool = True) -> None:
-    """Forget what a scoring run has made so far, the final file as well if asked."""
-    for file in (out,) * final + (part_of(out), records.sidecar(part_of(out))):
+def clear(out: Path) -> None:
+    """Forget what a scoring run has made so far."""
+    for file in (out, part_of(out), records.sidecar(part_of(out))):
         file.unlink(missing_ok=True)
 
 
 def _same(found: dict, wanted: dict, where: Path) -> None:
-    """Raise `InputError` where settings differ, naming each with both values."""
-    differ = [k for k in wanted if found.get(k) != wanted[k]]
-    if "prompts_sha256" not in differ:
-        differ = [k for k in differ if k not in CHOICE]
-    if differ:
-        named = [k for k in differ if k != "prompts_sha256"]
-        said = ", ".join(f"{k} {found.get(k)!r} (now {wanted[k]!r})" for k in named)
-        said = said or "other questions or examples"
-        raise InputError(f"{where}: was made with {said}; give --overwrite or another --out")
+    """Raise `InputError` where settings differ, naming the first with both values."""
+    for key, now in wanted.items():
+        if key not in CHOICE and (before := found.get(key)) != now:
+            said = f"{key} {before!r} (now {now!r})"
+            said = "other questions or examples" if key == "prompts_sha256" else said
+            raise InputError(f"{where}: was made with {said}; delete it, or give another --out")

@@ -49,18 +49,17 @@ def scored(out: Path, *options) -> list[dict]:
     return read_lines(out)
 
 
-def plain(folder: Path, context: str, choice: str, cut: int = 0) -> float:
-    """log P(choice | context) of a model, one whole prompt and one forward, without the `cut` first
-    tokens."""
+def plain(folder: Path, context: str, choice: str) -> float:
+    """log P(choice | context) of a model, one whole prompt and one forward."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     bare, whole = (tokenizer(text)["input_ids"] for text in (context, context + choice))
-    ids = torch.tensor([whole[cut:]])
+    ids = torch.tensor([whole])
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(folder)(input_ids=ids).logits[0]
-    at = range(len(bare) - cut - 1, ids.shape[1] - 1)
+    at = range(len(bare) - 1, ids.shape[1] - 1)
     return sum(logits.log_softmax(-1)[i, ids[0, i + 1]].item() for i in at)
 
 

@@ -14,18 +14,18 @@ from calibeval.io import InputError
 
 DIES = """
 import os, signal, sys
-from calibeval import __main__, scoring, store
+from calibeval import __main__, scoring
 
-kept, scoring.KEPT, add = int(sys.argv.pop(1)), -1, store.Store.add
+kept, record = int(sys.argv.pop(1)), scoring.record
 
-def add_or_die(*part):
+def record_or_die(*given):
     global kept
-    add(*part)
-    kept -= 1
     if kept == 0:
         os.kill(os.getpid(), signal.SIGKILL)
+    kept -= 1
+    return record(*given)
 
-store.Store.add = add_or_die
+scoring.record = record_or_die
 __main__.main()
 """
 
@@ -54,39 +54,31 @@ def test_finished_is_finished(command, tmp_path, run):
     for options in ([], ["--limit", "30", "--split", "test", "--subjects", "light,old_kings"]):
         assert "complete already, 60 questions" in run(*command, *options).err
     assert (tmp_path / "r.jsonl").stat().st_mtime_ns == before.st_mtime_ns
-    run(*command, "--overwrite")
-    assert (tmp_path / "r.jsonl").stat().st_ino != before.st_ino
 
 
 def test_other_settings_are_refused(command, mmlu, run, refused):
     run(*command)
     for options, changes in (
-        (["--shots", "2"], "shots 5 (now 2)"),
-        (["--limit", "7", "--shots", "2"], "shots 5 (now 2), limit None (now 7)"),
-        (["--subjects", "light"], "subjects None (now ['light'])"),
-        (["--max-length", "1500"], "max_length"),
+        (["--shots", "2"], "other questions or examples; delete it, or give another --out"),
+        (["--scoring", "continuation"], "scoring 'letters' (now 'continuation')"),
         (["--dtype", "bfloat16"], "dtype 'auto' (now 'bfloat16')"),
     ):
         assert f"was made with {changes}" in refused(*command, *options)
     write_rows(mmlu / "test" / "light_test.csv", table(29))  # other data by the same options
     assert "was made with other questions or examples" in refused(*command)
-    run(*command, "--shots", "2", "--overwrite")
 
 
-def test_a_damaged_file_is_refused_and_scored_anew(command, tmp_path, run, refused):
+def test_a_damaged_file_is_refused(command, tmp_path, run, refused):
     out = tmp_path / "r.jsonl"
     run(*command)
-    whole = out.read_text()
-    out.write_text(whole[:-9])
+    out.write_text(out.read_text()[:-9])
     assert f"error: {out}, line 60: not JSON" in refused(*command)
-    run(*command, "--overwrite")
-    assert out.read_text() == whole
 
 
 def test_records_without_settings_are_not_touched(command, tmp_path, refused):
     out = tmp_path / "r.jsonl"
     out.write_text("{}\n")
-    assert "no sidecar says how it was made; give --overwrite" in refused(*command)
+    assert "no sidecar says how it was made; delete it" in refused(*command)
     assert out.read_text() == "{}\n"
 
 
@@ -100,21 +92,14 @@ def test_another_precision_or_engine_is_refused(tmp_path):
     out = tmp_path / "r.jsonl"
     one = store.Store(out, {"dtype": "auto"})
     one.engine(BF16)
-    one.add([ROW], 1.0)
+    with one.adding() as add:
+        add(ROW)
     again = store.Store(out, {"dtype": "auto"})
     with pytest.raises(InputError, match=r"dtype 'bfloat16' \(now 'float32'\)"):
         again.engine(FP32)
     with pytest.raises(InputError, match=r"engine 'transformers' \(now 'vllm'\)"):
         again.engine(BF16 | {"engine": "vllm"})
     again.engine(BF16 | {"batch_size": 64})
-
-
-@pytest.mark.parametrize("wrong", [("--subjects", "dark"), ("--device", "cuda:99")])
-def test_overwrite_deletes_nothing_before_the_input_is_read(command, tmp_path, run, refused, wrong):
-    run(*command)
-    before = (tmp_path / "r.jsonl").read_bytes()
-    refused(*command, "--overwrite", *wrong)
-    assert (tmp_path / "r.jsonl").read_bytes() == before
 
 
 def test_finished_parts_are_read_as_they_are(tiny_model, tmp_path, run, monkeypatch):

@@ -41,7 +41,7 @@ def engine(tiny_model, tmp_path):
         torch.manual_seed(0)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "m")
         tokenizer.save_pretrained(tmp_path / "m")
-        return TransformersEngine(str(tmp_path / "m"), device="cpu", batch_size=4, max_length=127)
+        return TransformersEngine(str(tmp_path / "m"), batch_size=4)
 
     return make
 

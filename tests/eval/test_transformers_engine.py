@@ -8,7 +8,8 @@ import torch
 from made_records import plain, scored
 from transformers import AutoTokenizer
 
-from calibeval import prompts, tasks
+from calibeval import prompts, scoring, tasks
+from calibeval.io import InputError
 from calibeval.request import Task
 
 
@@ -35,21 +36,24 @@ def test_equals_the_plain_way(mmlu, tiny_model, score, options):
         assert row["model"] == str(tiny_model) and row["versions"]["torch"] == torch.__version__
 
 
-def test_shots_are_dropped_until_the_prompt_fits(mmlu, tiny_model, score):
+def test_shots_are_dropped_until_the_prompt_fits(mmlu, tiny_model):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    subjects = tasks.load(Task(task="mmlu", data=str(mmlu)))
+    task = Task(task="mmlu", data=str(mmlu))
+    subjects = tasks.load(task)
     lengths = [
         [len(tokenizer(prompts.build(s, q, k).text)["input_ids"]) for k in range(6)]
         for s in subjects
         for q in s.questions
     ]
     limit = sorted(row[3] for row in lengths)[len(lengths) // 2]
-    rows = score("--max-length", limit)
+    items = scoring.fit_prompts(subjects, task, tokenizer, limit)
     expected = [max(k for k in range(6) if row[k] <= limit) for row in lengths]
-    assert [row["shots"] for row in rows] == expected and len(set(expected)) > 1
+    assert [item.prompt.shots for item in items] == expected and len(set(expected)) > 1
     questions = [(s, q) for s in subjects for q in s.questions]
-    for (s, q), row, k in zip(questions, rows, expected, strict=True):
-        assert row["prompt_sha256"] == prompts.build(s, q, k).sha256
+    for (s, q), item, k in zip(questions, items, expected, strict=True):
+        assert item.prompt == prompts.build(s, q, k)
+    with pytest.raises(InputError, match=r"question light/0: takes .* tokens without examples"):
+        scoring.fit_prompts(subjects, task, tokenizer, 9)
 
 
 def test_bfloat16_keeps_logits_in_float32(score, tmp_path):

@@ -8,7 +8,6 @@ logits ← hidden states at the places asked for, in float32
 import copy
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import linear
 
-from calibeval.engines import Job, context_length, first_line, load, load_tokenizer, text_config
+from calibeval.engines import Job, load, text_config
 from calibeval.io import InputError
 from calibeval.prompts import common_prefix
 
@@ -52,27 +51,19 @@ class TransformersEngine:
     def __init__(
         self,
         model,
-        tokenizer=None,
         *,
-        device: str = "auto",
         dtype: str = "auto",
         batch_size: int | None = None,
-        max_length: int | None = None,
         revision: str | None = None,
     ):
-        if isinstance(model, (str, Path)):
-            self.tokenizer = tokenizer or load_tokenizer(str(model), revision)
-            self.model = _load(str(model), _device(device), dtype, revision)
-            self.was_training = False
-        else:
-            self.tokenizer, self.model = tokenizer, getattr(model, "module", model)
-            self.was_training = model.training
+        self.was_training = not isinstance(model, str) and model.training
+        loaded = _load(model, dtype, revision) if isinstance(model, str) else model
+        self.model = getattr(loaded, "module", loaded)
         # Mixed precision is training's alone: accelerate keeps the forward without it.
         self.forward = getattr(self.model, "_original_forward", self.model)
         self.model.eval()
         self.device = next(self.model.parameters()).device
         self.batch_size = batch_size
-        self.max_length = max_length or context_length(self.model.config)
         self.packs: bool | None = None  # whether it reads trees; None: not tried yet
 
     def close(self) -> None:
@@ -91,7 +82,6 @@ class TransformersEngine:
             "head_dtype": "float32" if precise else dtype,
             "attention": self.model.config._attn_implementation,
             "batch_size": self.batch_size,
-            "max_length": self.max_length,
         }
 
     def versions(self) -> dict[str, str]:
@@ -294,12 +284,13 @@ def _near(found: Tensor, expected: Tensor, rounding: float) -> bool:
     return bool((found - expected).norm() <= rounding * expected.norm())
 
 
-def _load(model: str, device: torch.device, dtype: str, revision: str | None):
-    """The whole model of a folder or a name on the hub, on its device.
+def _load(model: str, dtype: str, revision: str | None):
+    """The whole model of a folder or a name on the hub, on a GPU where there is one.
 
     A checkpoint without weights for some parameters is refused: transformers draws them at random.
     """
-    dtype = "float32" if dtype == "auto" and device.type == "cpu" else dtype
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = "float32" if dtype == "auto" and device == "cpu" else dtype
     dtype = dtype if dtype == "auto" else getattr(torch, dtype)
     kind, what = transformers.AutoModelForCausalLM, "a causal language model"
     # Weights of another shape, which would raise without their name, are absent ones.
@@ -310,16 +301,6 @@ def _load(model: str, device: torch.device, dtype: str, revision: str | None):
         lack = f"no weights for {len(absent)} of its parameters, such as {absent[0]}"
         raise InputError(f"{model}: {lack}, which would be random; save it with save_pretrained")
     return made.to(device)
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:  # CUDA is lacking, or this GPU
-        raise InputError(f"--device {name}: {first_line(error)}; `cpu` works anywhere") from error
-    return torch.device(name)
 
 
 def sees_all(config, length: int) -> bool:
