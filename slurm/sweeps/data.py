@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from calibeval.engines import load_tokenizer
-from calibeval.io import InputError, sha256
-from calibeval.references import TEMPLATES, conversations
+from calibeval.io import InputError, read_text, sha256
+from sweeps.conversations import conversations
 from sweeps.ranks import end_with_parent
 from sweeps.run import locked
 
@@ -45,7 +45,8 @@ def make_tokenizer(keys: "Train"):
                 f"{name}: the tokenizer has neither a chat template nor an end-of-sequence token; "
                 "set one in its tokenizer_config.json"
             )
-        tokenizer.chat_template = TEMPLATES[keys.chat_template_name or "tulu"]
+        template = f"{keys.chat_template_name or 'tulu'}.jinja"
+        tokenizer.chat_template = read_text(Path(__file__).parent / "templates" / template)
     if keys.add_bos:
         template, bos = tokenizer.chat_template, tokenizer.bos_token
         if bos is None:

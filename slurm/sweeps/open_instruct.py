@@ -9,11 +9,11 @@ from typing import Literal
 
 import yaml
 
-from calibeval import references
 from calibeval.io import InputError, sha256, write_text
 from calibeval.request import Positive
 from sweeps import ranks
 from sweeps.config import World, option
+from sweeps.conversations import rows
 from sweeps.element import Outcome
 from sweeps.run import Run, read_rows
 from sweeps.train import Common
@@ -82,7 +82,7 @@ def data_problems(train: Train) -> list[str]:
         return [f"train.train_file: {file}: finetune.py reads .json or .jsonl"]
     if not file.is_file():
         return []  # named by preflight
-    where, row = next(references.rows(file))
+    where, row = next(rows(file))
     only = f"train.train_file: {where}: finetune.py reads rows with `messages` only"
     return [] if "messages" in row else [only]
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from calibeval import references
 from calibeval.io import InputError
 from calibeval.request import Task
 from calibeval.tasks import HUB, load
 from sweeps import local, prefetch, score, scripts, slurm
 from sweeps.config import Cluster, load_cluster
+from sweeps.conversations import conversations
 from sweeps.plan import Plan
 from sweeps.run import again, backend
 from sweeps.scripts import Job
@@ -86,7 +86,7 @@ def _train_file(name: str | None) -> Iterator[tuple[str, str]]:
         yield name, f"train.train_file: {name}: no such file"
     elif name:
         try:
-            references.conversations(Path(name), 100_000)
+            conversations(Path(name), 100_000)
         except InputError as error:
             yield name, f"train.train_file: {error}"
 

@@ -104,7 +104,7 @@ def test_a_templates_own_marks_say_what_is_learnt(tiny, tmp_path):
     """Of the Tulu format with {% generation %}, what is learnt of it without."""
     path = write(tmp_path / "a.jsonl", turns("w1?", "A w2", "w3?", "B"), turns("w4?", "C"))
     plain, tokenizer = read(tiny, path)
-    says = "{{ message['content'] + eos_token }}"
+    says = "{{- message['content'] + eos_token }}"
     marked = f"{{% generation %}}{says}{{% endgeneration %}}"
     tokenizer.chat_template = tokenizer.chat_template.replace(says, marked)
     assert "{% generation %}" in tokenizer.chat_template

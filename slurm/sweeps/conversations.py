@@ -1,4 +1,4 @@
-"""Conversations of a file, and the templates that they are written with."""
+"""The conversations of a file."""
 
 import itertools
 import json
@@ -10,28 +10,6 @@ from calibeval.io import InputError, json_lines, read_text, reading
 EXPECTED = (
     '{"messages": [{"role": …, "content": …}, …]} or {"instruction": …, "input": …, "output": …}'
 )
-# The Tulu format, for tokenizers without a template of their own.
-TULU = (
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' }}"
-    "{% if message['role'] == 'assistant' %}{{ message['content'] + eos_token }}"
-    "{% if not loop.last %}{{ '\n' }}{% endif %}"
-    "{% else %}{{ message['content'] + '\n' }}{% endif %}"
-    "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}"
-)
-# The prompt of Stanford Alpaca (train.py, PROMPT_DICT), which its own rows were published with; a
-# row's input stands in the user's message under its heading, as `conversation` writes it.
-ALPACA = (
-    "{% for message in messages %}{% if message['role'] == 'user' %}"
-    "{{ 'Below is an instruction that describes a task' }}"
-    "{% if '\n\n### Input:\n' in message['content'] %}"
-    "{{ ', paired with an input that provides further context' }}{% endif %}"
-    "{{ '. Write a response that appropriately completes the request.\n\n### Instruction:\n' }}"
-    "{{ message['content'] + '\n\n### Response:' }}"
-    "{% elif message['role'] == 'assistant' %}{{ message['content'] + eos_token }}"
-    "{% if not loop.last %}{{ '\n\n' }}{% endif %}"
-    "{% else %}{{ message['content'] + '\n\n' }}{% endif %}{% endfor %}"
-)
-TEMPLATES = {"tulu": TULU, "alpaca": ALPACA}
 
 
 def rows(path: Path) -> Iterator[tuple[str, dict]]:
