@@ -1,6 +1,6 @@
 """Figures from an index: reliability diagrams, and ECE over β.
 
-Each as SVG, 17.5 cm wide, a page's width.
+Each as SVG for the page and PNG for slides, 17.5 cm wide, a page's width.
 """
 
 import math
@@ -34,7 +34,7 @@ def colour(beta: float | None) -> tuple[float, ...]:
 
 
 def draw(results: Results, out: Path) -> list[tuple[Path, str]]:
-    """Draw every figure that there are data for; (its file, what it shows)."""
+    """Draw every figure that there are data for; (its .svg, what it shows)."""
     import matplotlib
 
     found = []
@@ -64,8 +64,9 @@ def draw(results: Results, out: Path) -> list[tuple[Path, str]]:
                 made.append((f"reliability_{name}_{confidence}", said, canvas))
             for stem, said, canvas in made:
                 found.append((out / f"{stem}.svg", said))
-                with atomic_write(found[-1][0], "wb") as file:  # the same bytes every time
-                    canvas.savefig(file, format="svg", metadata={"Date": None})
+                for kind, about in (("png", {}), ("svg", {"Date": None})):  # the same every time
+                    with atomic_write(out / f"{stem}.{kind}", "wb") as file:
+                        canvas.savefig(file, format=kind, dpi=200, metadata=about)
     return found
 
 

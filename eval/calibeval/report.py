@@ -114,13 +114,23 @@ class Table:
     lines: list[Line]
     notes: list[str]
 
-    def markdown(self) -> str:
-        """As GitHub Markdown, with its notes below."""
+    def frame(self) -> pd.DataFrame:
+        """The table as text, with bold as Markdown has it."""
         heads = [*self.keys, *(f"{g}: {h}" for g in self.groups for h in self.heads)]
         rows = [[*line.keys, *map(str, line.cells)] for line in self.lines]
-        frame = pd.DataFrame(rows, columns=heads).replace(r"\|", r"\\|", regex=True)
+        return pd.DataFrame(rows, columns=heads)
+
+    def markdown(self) -> str:
+        """As GitHub Markdown, with its notes below."""
+        frame = self.frame().replace(r"\|", r"\\|", regex=True)
         text = frame.to_markdown(index=False, disable_numparse=True)
         return f"{text}\n\n{' '.join(self.notes)}\n"
+
+    def latex(self) -> str:
+        """As a LaTeX `tabular` (booktabs) for XeLaTeX or LuaLaTeX, without what is bold."""
+        made = self.frame().replace(r"\*\*", "", regex=True).style.hide(axis="index")
+        made = made.format(escape="latex").format_index(escape="latex", axis=1)
+        return made.to_latex(hrules=True)
 
 
 def main_table(results: Results, chosen: Sequence[Column]) -> Table:
@@ -252,6 +262,7 @@ def collect(
         tables["differences"] = paired
     for name, one in tables.items():
         write_text(out / f"{name}.md", one.markdown())
+        write_text(out / f"{name}.tex", one.latex())
     write_text(out / "table.csv", tidy(results).to_csv(index=False))
     drawn = [
         (said, f"data:image/svg+xml;base64,{b64encode(path.read_bytes()).decode()}")

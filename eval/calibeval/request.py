@@ -62,6 +62,8 @@ class Request(Strict):
     """Questions that transformers reads at once; as many as its memory is good for unless given."""
     revision: str | None = None
     """Of a model on the hub."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
+    """vLLM's share of the GPU; its own default unless given."""
 
     @model_validator(mode="after")
     def _possible(self):

@@ -4,6 +4,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -27,6 +28,7 @@ class Item(NamedTuple):
     prompt: Prompt
     job: Job
     normalise: str
+    truncated: int  # tokens cut from the left
 
 
 def fit_prompts(
@@ -35,7 +37,8 @@ def fit_prompts(
     """Every question's prompt, with closing shots dropped until it fits `max_length` tokens.
 
     As the official script does: k-shot, then k−1, … (hendrycks/test, evaluate.py). A question that
-    does not fit even without examples raises `InputError`.
+    does not fit even without examples loses tokens on the left, as lm-evaluation-harness has it;
+    a warning counts such questions, and their records say how many tokens.
     """
     task = resolved(task)
     letters, normalise = task.scoring == "letters", normalisation(task)
@@ -59,15 +62,19 @@ def fit_prompts(
         for (i, subject, question, k), prompt, (tokens, branches) in zip(
             pending, built, rows, strict=True
         ):
-            length = len(tokens) + max(map(len, branches)) - letters
-            if not max_length or length <= max_length:
-                fitted[i] = Item(prompt, Job(i, tuple(tokens), branches), normalise)
-            elif k:
+            after = max(map(len, branches)) - letters
+            cut = max(len(tokens) + after - max_length, 0) if max_length else 0
+            if cut and k:
                 again.append((i, subject, question, k - 1))
-            else:
-                taken = f"takes {length} tokens without examples, but the model {max_length}"
+                continue
+            if cut >= len(tokens):
+                taken = f"its choices take {after} tokens, but the model takes {max_length}"
                 raise InputError(f"question {question.id}: {taken}")
+            fitted[i] = Item(prompt, Job(i, tuple(tokens[cut:]), branches), normalise, cut)
         pending = again
+    if cut := sum(item.truncated > 0 for item in fitted.values()):
+        many = f"{cut} of {counted(len(fitted), 'question')} do not fit in {max_length} tokens"
+        print(f"warning: {many} even without examples and lose their beginning", file=sys.stderr)
     return [fitted[i] for i in sorted(fitted)]
 
 
@@ -75,7 +82,7 @@ def groups_of(items: Sequence[Item]) -> list[list[Job]]:
     """The items' jobs in groups of a subject and shots: they share a prefix."""
     groups: dict[tuple, list[Job]] = {}
     for item in items:
-        key = item.prompt.question.subject, item.prompt.shots
+        key = item.prompt.question.subject, item.prompt.shots, item.truncated > 0
         groups.setdefault(key, []).append(item.job)
     return list(groups.values())
 
@@ -109,8 +116,10 @@ def score(
         longest = engines.load_max_length(name, request.revision)
         tokenizer = tokenizer or engines.load_tokenizer(name, request.revision)
     every = [resolved(task) for task in request.tasks]
-    items = {t.key: fit_prompts(load(t), t, tokenizer, longest) for t in every}
-    digest = models.digest(name, request.revision) if out and not loaded else None
+    known = bool(out) and not loaded  # of which weights the records are
+    with ThreadPoolExecutor(1) as meanwhile:  # both take seconds, and neither holds the GIL
+        digest = known and meanwhile.submit(models.digest, name, request.revision)
+        items = {t.key: fit_prompts(load(t), t, tokenizer, longest) for t in every}
 
     @cache
     def engine():
@@ -126,7 +135,9 @@ def score(
             path = folder / f"{task.key}.jsonl"
             if loaded:
                 clear(path)  # nobody knows of which weights its records are
-            settings = {"model_digest": digest} | _settings(task, request)
+            settings = {"model_digest": digest.result() if digest else None} | _settings(
+                task, request
+            )
             made = _fill(path, items[task.key], settings, name, engine, progress)
             found[task.key] = of = records.read(path)
             if not made:
@@ -144,6 +155,8 @@ def _engine(model, request: Request, longest: int):
 
         if not isinstance(model, str):
             raise InputError("engine vllm: loads a folder or a name on the hub, not a loaded model")
+        if request.gpu_memory_utilization is not None:
+            options["gpu_memory_utilization"] = request.gpu_memory_utilization
         return VllmEngine(model, longest=longest, **options)
     from calibeval.engines.hf import TransformersEngine
 
@@ -203,7 +216,7 @@ def record(item: Item, logprobs: list[float]) -> dict:
         row |= {"scoring": "continuation", "normalise": item.normalise}
         row["bytes"] = [len(text.encode()) for text in prompt.endings]
         row["characters"] = [len(text) for text in prompt.endings]
-    return row
+    return row | ({"truncated": item.truncated} if item.truncated else {})
 
 
 def report(of: Records) -> None:

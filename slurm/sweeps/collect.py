@@ -167,8 +167,8 @@ def runs_table(plan: Plan) -> list[dict]:
 
 
 def best_table(plan: Plan, cells: list[Cell], best: list[dict], part: Path) -> None:
-    """Write best.md, in the shape of the paper's Table 1: each model, training data and β at its
-    best learning rate, with the models before fine-tuning."""
+    """Write best.md and best.tex, in the shape of the paper's Table 1: each model, training data
+    and β at its best learning rate, with the models before fine-tuning."""
     others, on = varied(cells), plan.sweep.score.select_on
     rates = {tuple(row[key] for key in [*SETTING, *others]): row for row in best}
 
@@ -185,6 +185,7 @@ def best_table(plan: Plan, cells: list[Cell], best: list[dict], part: Path) -> N
         columns = report.read_columns(plan.sweep.score.columns)
         table = report.main_table(index.read(source), columns)
         write_text(part / "best.md", table.markdown())
+        write_text(part / "best.tex", table.latex())
         print(f"each at its best learning rate on {on}:\n{table.markdown()}")
 
 

@@ -49,17 +49,18 @@ def scored(out: Path, *options) -> list[dict]:
     return read_lines(out)
 
 
-def plain(folder: Path, context: str, choice: str) -> float:
-    """log P(choice | context) of a model, one whole prompt and one forward."""
+def plain(folder: Path, context: str, choice: str, cut: int = 0) -> float:
+    """log P(choice | context) of a model, one whole prompt and one forward, without the `cut` first
+    tokens."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     bare, whole = (tokenizer(text)["input_ids"] for text in (context, context + choice))
-    ids = torch.tensor([whole])
+    ids = torch.tensor([whole[cut:]])
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(folder)(input_ids=ids).logits[0]
-    at = range(len(bare) - 1, ids.shape[1] - 1)
+    at = range(len(bare) - cut - 1, ids.shape[1] - 1)
     return sum(logits.log_softmax(-1)[i, ids[0, i + 1]].item() for i in at)
 
 

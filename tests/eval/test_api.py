@@ -8,7 +8,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import calibeval
-from calibeval import records
 from calibeval.io import InputError
 from calibeval.request import Task
 

@@ -1,10 +1,14 @@
 """Choices by their own text, as lm-evaluation-harness asks them, against whole prompts."""
 
+import json
+import shutil
+
 import pytest
 from made_records import plain, scored, write_lines
 from transformers import AutoTokenizer
 
-from calibeval import prompts, tasks
+from calibeval import prompts, scoring, tasks
+from calibeval.io import InputError
 from calibeval.prompts import Prompt
 from calibeval.request import Task
 
@@ -97,3 +101,29 @@ def test_spaces_at_the_contexts_end_go_to_the_choice(tiny_model):
     assert context == tokenizer("light")["input_ids"]
     whole = tokenizer("light   mass")["input_ids"]
     assert branches[0] == tuple(whole[len(context) :])
+
+
+def test_what_does_not_fit_is_cut(tiny_model, tmp_path, capsys):
+    small = shutil.copytree(tiny_model, tmp_path / "small")
+    config = json.loads((small / "config.json").read_text()) | {"max_position_embeddings": 121}
+    (small / "config.json").write_text(json.dumps(config))
+    rows = [
+        {"question": "which " * n + "?", "choices": ["cells mass", "kings"], "answer": 0}
+        for n in (3, 150, 5)
+    ]
+    data = write_lines(tmp_path / "q.jsonl", rows)
+    options = ["--model", small, "--task", "jsonl", "--data", data, "--shots", "0"]
+    for how in ("letters", "continuation"):
+        found = scored(tmp_path / f"{how}.jsonl", *options, "--scoring", how)
+        assert "warning: 1 of 3 questions do not fit in 120 tokens" in capsys.readouterr().err
+        (cut,) = (row.get("truncated") for row in found if "truncated" in row)
+        assert cut > 0 and [row["id"][-1] for row in found] == ["0", "1", "2"]
+        (subject,) = tasks.load(Task(task="jsonl", data=str(data), shots=0))
+        text = prompts.build(subject, subject.questions[1], 0, scoring=how).text
+        choices = rows[1]["choices"] if how == "continuation" else ("A", "B")
+        expected = [plain(tiny_model, text, f" {choice}", cut) for choice in choices]
+        assert found[1]["logprobs"] == pytest.approx(expected, abs=1e-4)
+    task, tokenizer = Task(task="jsonl", data=""), AutoTokenizer.from_pretrained(tiny_model)
+    task = task.model_copy(update={"scoring": "continuation"})
+    with pytest.raises(InputError, match="question general_knowledge/0: its choices take"):
+        scoring.fit_prompts([subject], task, tokenizer, 2)

@@ -64,6 +64,27 @@ def test_a_model_that_vllm_cannot_run(tiny_model, mmlu, tmp_path):
     assert f"error: {path}: vLLM " in done.stderr.splitlines()[-1]
 
 
+def test_letters_of_two_tokens(tiny_model, tmp_path):
+    """A tokenizer that spells " A" as "Ġ", "A", asked in shuffled order about 2 to 5 choices."""
+    path = tmp_path / "split"
+    shutil.copytree(tiny_model, path)
+    raw = json.loads((path / "tokenizer.json").read_text())
+    merges = raw["model"]["merges"]
+    raw["model"]["merges"] = [m for m in merges if m not in (["Ġ", "A"], ["Ġ", "C"])]
+    assert len(merges) - len(raw["model"]["merges"]) == 2
+    (path / "tokenizer.json").write_text(json.dumps(raw))
+    rng, rows = random.Random(0), []
+    for i in range(30):
+        choices = [str(i + j) for j in range(rng.randint(2, 5))]
+        row = {"question": f"Which number is {i}?", "choices": choices, "answer": 0}
+        rows.append(row | {"subject": rng.choice(["sums", "kings"])})
+    data = write_lines(tmp_path / "q.jsonl", rows)
+    options = ["--task", "jsonl", "--shots", "0"]
+    vllm = score(path, data, tmp_path / "v.jsonl", "--engine", "vllm", *options)
+    assert_equal(vllm, score(path, data, tmp_path / "t.jsonl", *options))
+    assert {len(row["logprobs"]) for row in vllm} == {2, 3, 4, 5}
+
+
 def test_continuation(tiny_model, tmp_path):
     """Choices of one to many tokens, some beginning alike, with contexts around the two blocks of
     128 tokens that vLLM caches on a CPU.

@@ -20,11 +20,18 @@ AT_ONCE = 512  # questions: vLLM gives nothing back before all that it was asked
 class VllmEngine:
     """Hands vLLM whole prompts in an order that keeps shared prefixes cached.
 
-    `longest`: tokens of the longest prompt, all that memory is kept for.
+    `longest`: tokens of the longest prompt, all that memory is kept for. Other options go to
+    `vllm.LLM`.
     """
 
     def __init__(
-        self, model: str, *, longest: int, dtype: str = "auto", revision: str | None = None
+        self,
+        model: str,
+        *,
+        longest: int,
+        dtype: str = "auto",
+        revision: str | None = None,
+        **options,
     ):
         try:
             import torch
@@ -49,7 +56,7 @@ class VllmEngine:
             "hf_overrides": {"head_dtype": "float32"},
         }
         try:
-            self.llm = vllm.LLM(**settings)
+            self.llm = vllm.LLM(**settings | options)
         except (OSError, RuntimeError, TypeError, ValueError) as error:
             raise InputError(f"{model}: vLLM cannot run it: {first_line(error)}") from error
         self.threads = set(threading.enumerate()) - before
