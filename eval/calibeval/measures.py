@@ -147,7 +147,7 @@ def calibrated(of: Scores, count: int) -> Iterator[Sample]:
     rng = np.random.default_rng(SEED)
     high = of.probs.cumsum(1)[np.arange(len(of.best)), of.best]
     for rows in _chunks(count, len(high)):
-        draws = rng.random((rows, len(high)))  # of a choice each: that in whose share they fall
+        draws = rng.random((rows, len(high)))  # right: those within the likeliest choice's share
         yield Sample(of, correct=((high - of.confidence <= draws) & (draws < high)).astype(float))
 
 

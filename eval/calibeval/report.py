@@ -127,7 +127,7 @@ class Table:
         return f"{text}\n\n{' '.join(self.notes)}\n"
 
     def latex(self) -> str:
-        """As a LaTeX `tabular` (booktabs) for XeLaTeX or LuaLaTeX, without what is bold."""
+        """As a LaTeX `tabular` (booktabs) for XeLaTeX or LuaLaTeX; nothing is bold there."""
         made = self.frame().replace(r"\*\*", "", regex=True).style.hide(axis="index")
         made = made.format(escape="latex").format_index(escape="latex", axis=1)
         return made.to_latex(hrules=True)

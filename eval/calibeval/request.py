@@ -67,6 +67,8 @@ class Request(Strict):
 
     @model_validator(mode="after")
     def _possible(self):
+        if self.gpu_memory_utilization is not None and self.engine != "vllm":
+            raise ValueError("gpu_memory_utilization: is for engine vllm")
         if again := {t.key for t in self.tasks if [u.key for u in self.tasks].count(t.key) > 1}:
             raise ValueError(f"tasks: {min(again)!r} twice; give one of them another name")
         return self

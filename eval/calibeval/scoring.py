@@ -1,4 +1,4 @@
-"""Scoring: questions → prompts → engine → records, kept every few seconds."""
+"""Scoring: questions → prompts → engine → records, kept as they are made."""
 
 import math
 import sys
@@ -135,9 +135,8 @@ def score(
             path = folder / f"{task.key}.jsonl"
             if loaded:
                 clear(path)  # nobody knows of which weights its records are
-            settings = {"model_digest": digest.result() if digest else None} | _settings(
-                task, request
-            )
+            of_which = {"model_digest": digest.result() if digest else None}
+            settings = of_which | _settings(task, request)
             made = _fill(path, items[task.key], settings, name, engine, progress)
             found[task.key] = of = records.read(path)
             if not made:

@@ -46,7 +46,7 @@ def make_tokenizer(keys: "Train"):
                 "set one in its tokenizer_config.json"
             )
         template = f"{keys.chat_template_name or 'tulu'}.jinja"
-        tokenizer.chat_template = read_text(Path(__file__).parent / "templates" / template)
+        tokenizer.chat_template = read_text(Path(__file__).parent / "chat_templates" / template)
     if keys.add_bos:
         template, bos = tokenizer.chat_template, tokenizer.bos_token
         if bos is None:

@@ -90,6 +90,7 @@ def test_figures_are_the_commands(tasks, tiny_model, tmp_path, run):
     [
         ({"tasks": [{"task": "mmlu"}]}, "no 'tasks.0.data'; found task"),
         ({"engin": "vllm"}, "engin: no such key; known: tasks, engine"),
+        ({"gpu_memory_utilization": 0.5}, "gpu_memory_utilization: is for engine vllm"),
         ({"tasks": [{"task": "mmlu", "data": "d"}] * 2}, "'mmlu' twice; give one of them"),
     ],
 )
