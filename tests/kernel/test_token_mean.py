@@ -1,4 +1,4 @@
-"""The factor in one process; tests/kernel/test_zero.py has it over ranks."""
+"""The factor in one process; tests/kernel/triton/test_ranks.py has it over ranks."""
 
 import pytest
 import torch

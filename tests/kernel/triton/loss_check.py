@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from triton import __version__ as triton_version
 
 from smoothce import linear_cross_entropy
+from smoothce.options import Options
 from smoothce.triton.tiles import INTERPRETED
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -40,52 +41,48 @@ def poison():
         del del_me
 
 
-def gradients(impl, hidden, weight, labels, bias=None, upstream=None, **options):
-    """Loss and the gradients of hidden, weight and, if there is one, bias. Of `impl` None what one
-    writes without this package: logits in the inputs' dtype, cross_entropy in fp32."""
-    leaves = [t.detach().clone().requires_grad_() for t in (hidden, weight, bias) if t is not None]
-    bias = None if bias is None else leaves[2]
+def strided(tensor):
+    """The same numbers, every other one of a wider matrix's transpose."""
+    return tensor.T.repeat_interleave(2, 1).contiguous().T[::2]
+
+
+def gradients(impl, *data, upstream=None, needs=(True, True, True), **options):
+    """Loss and the gradients that are needed of hidden, weight and, if there is one, bias. Of
+    `impl` None what one writes without this package: logits in the inputs' dtype, cross_entropy in
+    fp32."""
+    hidden, weight, labels, bias = (*data, None)[:4]
+    leaves = [
+        None if t is None else t.detach().requires_grad_(need)
+        for t, need in zip((hidden, weight, bias), needs, strict=True)
+    ]
     if impl is None:
-        value = torch_loss(*leaves[:2], labels, bias, **options)
+        value = torch_loss(*leaves[:2], labels, leaves[2], **options)
     else:
-        value = linear_cross_entropy(*leaves[:2], labels, bias=bias, impl=impl, **options)
+        value = linear_cross_entropy(*leaves[:2], labels, bias=leaves[2], impl=impl, **options)
     value.backward(torch.ones_like(value) if upstream is None else upstream)
-    return [value.detach()] + [t.grad for t in leaves]
+    return [value.detach()] + [t.grad for t in leaves if t is not None and t.requires_grad]
 
 
-def torch_loss(
-    hidden,
-    weight,
-    labels,
-    bias,
-    label_smoothing=0.0,
-    smoothing_target=None,
-    token_weights=None,
-    reduction="mean",
-    softcap=None,
-    logit_scale=None,
-    z_loss=0.0,
-    **_,
-):
-    z = F.linear(hidden, weight)
-    if logit_scale is not None:
-        z = z * logit_scale
+def torch_loss(hidden, weight, labels, bias, smoothing_target=None, token_weights=None, **options):
+    asked, z = Options(**options), F.linear(hidden, weight)
+    if asked.logit_scale is not None:
+        z = z * asked.logit_scale
     if bias is not None:
         z = z + bias
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
+    if asked.softcap is not None:
+        z = asked.softcap * torch.tanh(z / asked.softcap)
     z, valid = z.float(), labels >= 0
     v, target = z.shape[1], labels.clamp(min=0)
     u = torch.full((v,), 1 / v, device=z.device) if smoothing_target is None else smoothing_target
-    soft = (label_smoothing * u).repeat(len(z), 1)
-    soft.scatter_add_(1, target[:, None], torch.full_like(soft[:, :1], 1 - label_smoothing))
-    losses = F.cross_entropy(z, soft, reduction="none") + z_loss * z.logsumexp(1).square()
+    soft = (asked.label_smoothing * u).repeat(len(z), 1)
+    soft.scatter_add_(1, target[:, None], torch.full_like(soft[:, :1], 1 - asked.label_smoothing))
+    losses = F.cross_entropy(z, soft, reduction="none") + asked.z_loss * z.logsumexp(1).square()
     omega = torch.ones_like(losses) if token_weights is None else token_weights
     losses = torch.where(valid, losses * omega, 0)
-    if reduction == "none":
+    if asked.reduction == "none":
         return losses
     total = torch.where(valid, omega, 0).sum()
-    return losses.sum() / (total if reduction == "mean" and total > 0 else 1)
+    return losses.sum() / (total if asked.reduction == "mean" and total > 0 else 1)
 
 
 def error(found, expected):
@@ -94,33 +91,34 @@ def error(found, expected):
     ).item()
 
 
-def check(n, v, d, dtype=torch.float32, masked=0.0, bias=False, seed=0, **options):
+def check(n, v, d, dtype=torch.float32, masked=0.0, bias=False, seed=0, apart=False, **options):
     """The Triton loss and gradients against the reference in wider numbers; a tiny eps drops
-    nothing. `mixture` and `weighted` ask for a smoothing target and for token weights."""
+    nothing. `mixture` and `weighted` ask for a smoothing target and for token weights, `apart` for
+    inputs that are not contiguous."""
     data = inputs(n, v, d, dtype, masked, bias, seed)
     g = torch.Generator().manual_seed(seed + 1)
     if options.pop("mixture", False):
         options["smoothing_target"] = torch.randn(v, generator=g).softmax(0).to(DEVICE)
     if options.pop("weighted", False):
         options["token_weights"] = torch.rand(n, generator=g).to(DEVICE)
-    upstream = None
     if options.get("reduction") == "none":
-        upstream = torch.randn(n, generator=g).to(DEVICE)
+        options["upstream"] = torch.randn(n, generator=g).to(DEVICE)
     exact = {**options, "filter_eps": None}
     wider = torch.float64 if dtype == torch.float32 else torch.float32
     wide = [t.to(wider) if t is not None and t.is_floating_point() else t for t in data]
-    expected = gradients("reference", *wide, upstream, **exact)
-    plain = gradients(None, *data, upstream, **exact)
+    expected = gradients("reference", *wide, **exact)
+    plain = gradients(None, *data, **exact)
+    if apart:
+        data = [*map(strided, data[:2]), torch.stack([data[2]] * 3, 1)[:, 0], data[3]]
     poison()
-    found = gradients("triton", *data, upstream, **options)
-    names = ("loss", "hidden", "weight", "bias")[: len(found)]
-    for name, a, b, c in zip(names, found, expected, plain, strict=True):
-        assert torch.isfinite(a).all(), name
+    found = gradients("triton", *data, **options)
+    for i, (a, b, c) in enumerate(zip(found, expected, plain, strict=True)):
+        assert torch.isfinite(a).all(), i
         if n == 0 or (data[2] == -100).all():
-            assert not a.any(), name
+            assert not a.any(), i
             continue
         ours, theirs = error(a, b), error(c, b)
         floor = FLOOR[dtype]
-        if name != "loss" and a.numel() < FEW:
+        if i > 0 and a.numel() < FEW:
             floor = max(floor, FLOOR_OF_FEW)
-        assert ours <= 2 * theirs + floor, (name, ours, theirs)
+        assert ours <= 2 * theirs + floor, (i, ours, theirs)  # 0 is the loss, others gradients

@@ -23,28 +23,23 @@ def planned(n, v, d, dtype=torch.bfloat16, needs=(True, True, False), eps=None, 
     return plan.plan_for(Call(inputs, needs, Tiles(), eps))
 
 
-@pytest.mark.parametrize(("n", "tokens"), [(8192, 2048), (2048, 2048), (16384, 4096), (300, 300)])
-def test_auto_takes_the_gradients_bytes_or_a_quarter_of_the_logits(n, tokens):
-    found = planned(n, *GEMMA)
-    assert (found.how, found.tokens, found.wide) == ("early", tokens, False)
-
-
-def test_many_tokens_of_a_narrow_model_are_summed_in_fp32():
-    found = planned(65536, *QWEN)
-    assert found.how == "early" and found.wide and found.tokens <= 2048
-    assert not planned(65536, *QWEN, dtype=torch.float32).wide
-
-
-def test_a_frozen_classifier_takes_less_and_needs_no_reduction():
-    frozen = {"needs": (True, False, False)}
-    assert planned(16384, *GEMMA, **frozen).tokens == 2048
-    assert planned(8192, *GEMMA, reduction="none", **frozen).how == "early"
-
-
-def test_a_number_of_bytes_is_used_as_it_is():
-    size = np.int64(8200 * 256000 // 2)
-    found = planned(8200, *GEMMA, workspace=size)
-    assert found.how == "early" and found.tokens * 256000 * 2 <= size
+@pytest.mark.parametrize(
+    ("n", "shape", "more", "tokens", "wide"),
+    [  # the gradients' bytes or a quarter of the logits
+        (8192, GEMMA, {}, 2048, False),
+        (2048, GEMMA, {}, 2048, False),
+        (16384, GEMMA, {}, 4096, False),
+        (300, GEMMA, {}, 300, False),
+        (65536, QWEN, {}, 2048, True),  # so many are summed in fp32
+        (65536, QWEN, {"dtype": torch.float32}, 2048, False),
+        (16384, GEMMA, {"needs": (True, False, False)}, 2048, False),
+        (8192, GEMMA, {"needs": (True, False, False), "reduction": "none"}, 2048, False),
+        (8200, GEMMA, {"workspace": np.int64(8200 * 256000 // 2)}, 1664, False),
+    ],
+)
+def test_what_is_made_in_the_forward(n, shape, more, tokens, wide):
+    found = planned(n, *shape, **more)
+    assert (found.how, found.tokens, found.wide) == ("early", tokens, wide)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from loss_check import WIDE_CUMSUM, inputs
 
-from smoothce import linear_cross_entropy
+from smoothce import linear_cross_entropy, token_mean_factor
 from smoothce.triton import plan
 
 U = torch.randn(90, generator=torch.Generator().manual_seed(1)).softmax(0)
@@ -90,6 +90,9 @@ def work(rank, store):
                 linear_cross_entropy(hidden, *given, **group)
     with pytest.raises(ValueError, match="reference knows no split vocabulary"):
         linear_cross_entropy(hidden, weight, labels, **{**group, "impl": "reference"})
+    # The ranks' means of gradients become the mean over all their tokens, 9 and 19.
+    mine = torch.zeros(1, 10 * rank + 10, dtype=torch.long)
+    assert token_mean_factor([mine]) == pytest.approx(2 / (9 + 19))
     dist.barrier()  # a rank that leaves first may abort the other
     dist.destroy_process_group()
 
