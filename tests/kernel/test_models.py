@@ -136,6 +136,10 @@ def test_without_labels_or_training_nothing_changes(name):
     torch.testing.assert_close(copied(prompt).logits, model(prompt).logits, rtol=0, atol=0)
     ours, theirs = copied.eval()(**data), model.eval()(**data)
     assert torch.equal(ours.loss, theirs.loss) and torch.equal(ours.logits, theirs.logits)
+    patch_model(copied, label_smoothing=0.3, eval_logits=False)
+    fused = copied(**data)
+    assert fused.logits is None and copied(prompt).logits is not None
+    torch.testing.assert_close(fused.loss, theirs.loss)
     options = {"max_new_tokens": 3, "do_sample": False}
     assert torch.equal(copied.generate(prompt, **options), model.generate(prompt, **options))
 
@@ -153,30 +157,31 @@ def test_auxiliary_loss_of_a_mixture(name):
     assert_same(gradients(model, ours.loss), want)
 
 
-@pytest.mark.parametrize("items", [7, torch.tensor(7)])
-def test_num_items_in_batch_divides_a_mean_and_leaves_a_sum(items):
+@pytest.mark.parametrize("how", ["reentrant checkpointing", "checkpointing", "LoRA"])
+def test_checkpointing_and_adapters(how):
     model, data = tiny(), batch()
-    total = expected(model, data, 0.1, "sum").detach()
-    for reduction, want in (("mean", total / 7), ("sum", total)):
-        patch_model(model, label_smoothing=0.1, reduction=reduction)
-        torch.testing.assert_close(model(**data, num_items_in_batch=items).loss, want)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing(reentrant):
-    model, data = tiny(), batch()
+    if how == "LoRA":
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, config).train()
     theirs = gradients(model, expected(model, data, 0.1))
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    model.enable_input_require_grads()
+    assert theirs and all("lora" in name for name in theirs) == (how == "LoRA")
+    if how != "LoRA":
+        model.gradient_checkpointing_enable({"use_reentrant": how.startswith("reentrant")})
+        model.enable_input_require_grads()
     patch_model(model, label_smoothing=0.1)
     assert_same(gradients(model, model(**data).loss), theirs)
 
 
-@pytest.mark.parametrize("items", [None, 0, torch.tensor(0)])
+@pytest.mark.parametrize("items", [None, 7, torch.tensor(7), 0, torch.tensor(0)])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_all_masked_is_zero_and_connected(reduction, items):
-    """Also where the Trainer counts nothing: 0 / 0 would turn every weight into NaN."""
+def test_the_trainers_count_of_items_divides_a_mean(reduction, items):
+    """Where all is masked the loss is zero and connected; 0 / 0 would turn weights into NaN."""
     model, data = patch_model(tiny(), label_smoothing=0.1, reduction=reduction), batch()
+    want = expected(tiny(), data, 0.1, "sum" if items else reduction)
+    if items != 0:
+        want = want / items if items and reduction == "mean" else want
+        torch.testing.assert_close(model(**data, num_items_in_batch=items).loss, want)
     data["labels"].fill_(-100)
     loss = model(**data, num_items_in_batch=items).loss
     assert loss == 0
@@ -320,13 +325,23 @@ def test_trls_trainer_and_its_metrics(name, beta, tmp_path):
         assert twice[kind] == pytest.approx(want[kind], rel=1e-3), kind
 
 
-def test_a_trainer_keeps_what_its_model_was_patched_with(tmp_path):
-    """The warning of a model that is trained around its loss asks for `patch_trainer` alone."""
+@pytest.fixture
+def trainer(tmp_path):
+    """trainer(model, **arguments) → a Trainer that smooths by 0.1 unless told otherwise."""
     pytest.importorskip("accelerate")
-    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+
+    def make(model, label_smoothing_factor=0.1):
+        given = {"use_cpu": True, "report_to": [], "label_smoothing_factor": label_smoothing_factor}
+        return transformers.Trainer(model, transformers.TrainingArguments(str(tmp_path), **given))
+
+    return make
+
+
+def test_a_trainer_keeps_what_its_model_was_patched_with(trainer):
+    """The warning of a model that is trained around its loss asks for `patch_trainer` alone."""
     model = patch_model(tiny(), label_smoothing=0.3, workspace=7, eval_logits=False)
     want = model(**batch()).loss
-    patch_trainer(transformers.Trainer(model, arguments))
+    patch_trainer(trainer(model, 0.0))
     assert torch.equal(model(**batch()).loss, want)
     assert model.lm_head._smoothce["workspace"] == 7
 
@@ -340,27 +355,13 @@ def test_a_trainer_keeps_what_its_model_was_patched_with(tmp_path):
         ("", {"ignore_index": 0}, "ignore_index must be -100"),
     ],
 )
-def test_a_trainer_that_would_train_another_loss_is_refused(change, options, said, tmp_path):
-    pytest.importorskip("accelerate")
-    arguments = transformers.TrainingArguments(
-        str(tmp_path), use_cpu=True, label_smoothing_factor=0.1, report_to=[]
-    )
-    trainer = transformers.Trainer(tiny(), arguments)
+def test_a_trainer_that_would_train_another_loss_is_refused(change, options, said, trainer):
+    given = trainer(tiny())
     if change == "compute_loss_func":  # no argument of older Trainers
-        trainer.compute_loss_func = lambda *_: None
-    arguments._n_gpu = 2 * (change == "gpus")
+        given.compute_loss_func = lambda *_: None
+    given.args._n_gpu = 2 * (change == "gpus")
     with pytest.raises(ValueError, match=said):
-        patch_trainer(trainer, **options)
-
-
-def test_lora():
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    model, data = peft.get_peft_model(tiny(), config).train(), batch()
-    theirs = gradients(model, expected(model, data, 0.1))
-    assert theirs and all("lora" in name for name in theirs)
-    patch_model(model, label_smoothing=0.1)
-    assert_same(gradients(model, model(**data).loss), theirs)
+        patch_trainer(given, **options)
 
 
 @pytest.mark.parametrize("first", ["patch", "adapter"])
@@ -373,16 +374,6 @@ def test_an_adapter_on_the_head_is_refused(first, where):
     model = peft.get_peft_model(model, peft.LoraConfig(**settings))
     with pytest.raises(TypeError, match="lm_head carries an adapter"):
         patch_model(model) if first == "adapter" else model.train()(**batch())
-
-
-def test_evaluation_without_logits():
-    """The loss is upstream's, without smoothing."""
-    model, data = tiny().eval(), batch()
-    want = model(**data).loss
-    patch_model(model, label_smoothing=0.3, eval_logits=False)
-    found = model(**data)
-    assert found.logits is None and model(data["input_ids"]).logits is not None
-    torch.testing.assert_close(found.loss, want)
 
 
 @pytest.mark.parametrize("eval_logits", [True, False])
