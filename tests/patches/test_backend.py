@@ -32,26 +32,17 @@ def keys(**given):
     return Train(**{"model_name_or_path": "absent/model", "train_file": "x.jsonl"} | given)
 
 
-def test_says_how_to_get_a_checkout_where_there_is_none(monkeypatch):
+def test_what_finetune_lacks_or_cannot_read_is_named(train_file, tmp_path, monkeypatch):
     monkeypatch.delenv("OPEN_INSTRUCT_DIR", raising=False)
     (problem,) = open_instruct.checkout_problems()
     assert problem == "OPEN_INSTRUCT_DIR is not set: reproduce.md makes a patched checkout"
-
-
-def test_says_what_is_wrong_with_the_checkout(tmp_path, monkeypatch):
     monkeypatch.setenv("OPEN_INSTRUCT_DIR", str(tmp_path / "nowhere"))
     (problem,) = open_instruct.checkout_problems()
     assert "nowhere is not a folder" in problem
-
-
-def test_training_data_is_what_finetune_reads(train_file):
     assert open_instruct.data_problems(keys(train_file=str(train_file))) == []
-    (parquet,) = open_instruct.data_problems(keys(train_file="chats.parquet"))
-    assert "finetune.py reads .json or .jsonl" in parquet
-
-
-def test_rows_that_only_the_trainer_reads_are_refused(tmp_path):
-    path = tmp_path / "alpaca.json"
+    (problem,) = open_instruct.data_problems(keys(train_file="chats.parquet"))
+    assert "finetune.py reads .json or .jsonl" in problem
+    path = tmp_path / "alpaca.json"  # which only the trainer reads
     path.write_text(json.dumps([{"instruction": "Add 1 and 1.", "input": "", "output": "2"}]))
     (problem,) = open_instruct.data_problems(keys(train_file=str(path)))
     assert f"train.train_file: {path}, row 1: finetune.py reads rows with `messages`" in problem
@@ -65,30 +56,23 @@ def test_finetune_is_given_no_key_that_it_does_not_know(train_file, tmp_path, mo
     file.write_text(yaml.safe_dump(sweep))
     planned = plan(file, [])
     planned.create()
-    run = planned.cells[0].run
+    own = {"output_dir", "push_to_hub", "try_launch_beaker_eval_jobs", "stop_file"}
+    own.add("log_statistics")
     known = """
         model_name_or_path train_file use_flash_attn use_slow_tokenizer add_bos
         chat_template_name use_lora lora_rank lora_alpha lora_dropout learning_rate seed
         weight_decay warmup_ratio lr_scheduler_type num_train_epochs reduce_loss clip_grad_norm
         per_device_train_batch_size gradient_accumulation_steps fused_optimizer
         gradient_checkpointing logging_steps checkpointing_steps keep_last_n_checkpoints timeout
-        output_dir push_to_hub try_launch_beaker_eval_jobs
-        label_smoothing loss_impl stop_file log_statistics
+        label_smoothing loss_impl
     """  # the last line: those of the patches
-    assert set(open_instruct.finetune_arguments(run)) == set(known.split())
+    assert set(open_instruct.finetune_arguments(planned.cells[0].run)) == {*known.split(), *own}
     more = """
         tokenizer_name max_train_samples max_train_steps
         max_seq_length attention_dropout preprocessing_num_workers attn_implementation
         model_revision filter_eps
     """  # without a value unless given
-    own = [
-        "output_dir",
-        "push_to_hub",
-        "try_launch_beaker_eval_jobs",
-        "stop_file",
-        "log_statistics",
-    ]
-    assert set(Train.model_fields) == {*known.split(), *more.split()} - {*own}
+    assert set(Train.model_fields) == {*known.split(), *more.split()}
 
 
 @pytest.mark.parametrize(
@@ -104,21 +88,17 @@ def test_flash_attention_is_asked_for_where_it_is_used(given, wanted):
     assert ("flash_attn" in open_instruct.packages(keys(**given), World())) is wanted
 
 
-@pytest.mark.parametrize("limit", ["auto", None, True])
-def test_clipping_must_be_explicit(tmp_path, limit):
-    config = tmp_path / "zero.json"
-    config.write_text(json.dumps({"gradient_clipping": limit}))
-    world = World(deepspeed=str(config))
-    (problem,) = open_instruct.clipping_problems(keys(), world)
-    assert str(config) in problem and "expected a number" in problem
-
-
 @pytest.mark.parametrize("name", ["zero2", "zero3", "zero3-offload"])
-def test_our_deepspeed_files_clip_explicitly(name):
-    world = World(deepspeed=str(PROJECT / "configs" / "deepspeed" / f"{name}.json"))
+def test_deepspeed_clips_explicitly_and_alone(tmp_path, name):
+    config = PROJECT / "configs" / "deepspeed" / f"{name}.json"
+    world = World(deepspeed=str(config))
     assert open_instruct.clipping_problems(keys(), world) == []
     (problem,) = open_instruct.clipping_problems(keys(clip_grad_norm=1.0), world)
     assert "DeepSpeed ignores it" in problem
+    for limit in ("auto", None, True):
+        (other := tmp_path / "zero.json").write_text(json.dumps({"gradient_clipping": limit}))
+        (problem,) = open_instruct.clipping_problems(keys(), World(deepspeed=str(other)))
+        assert str(other) in problem and "expected a number" in problem
 
 
 def test_of_a_repeated_step_the_last_row_is_kept(tmp_path):
@@ -135,29 +115,16 @@ def test_of_a_repeated_step_the_last_row_is_kept(tmp_path):
 @pytest.fixture
 def sweeps(today, patched, tmp_path):
     """sweeps(COMMAND, NAME, OPTION…) → its process, on a sweep of that name over the checkout."""
-    environment = today.environment | {
-        "OPEN_INSTRUCT_DIR": str(patched),
-        "PYTHONPATH": os.pathsep.join(
-            str(PROJECT / part) for part in ("kernel", "patches", "slurm", "eval")
-        ),
-    }
+    environment = today.environment | {"OPEN_INSTRUCT_DIR": str(patched)}
+    environment["PYTHONPATH"] += f"{os.pathsep}{PROJECT / 'slurm'}"
 
     def start(command, root, *options):
         file = tmp_path / f"{root}.yaml"
-        train = {
-            "model_name_or_path": str(today.world / "model"),
-            "train_file": str(today.world / "train.jsonl"),
-            "use_flash_attn": False,
-            "use_slow_tokenizer": False,
-            "fused_optimizer": False,
-            "max_seq_length": 64,
-            "max_train_steps": 80,
-            "checkpointing_steps": 7,
-            "logging_steps": 1,
-            "reduce_loss": "sum",
-            "attention_dropout": 0.1,
-            "clip_grad_norm": 1.0,
-        }
+        own = ("push_to_hub", "try_launch_beaker_eval_jobs", "per_device_train_batch_size")
+        train = {key: value for key, value in today.given.items() if key not in own}
+        train |= {key: str(train[key]) for key in ("model_name_or_path", "train_file")}
+        train |= {"max_train_steps": 80, "checkpointing_steps": 7, "reduce_loss": "sum"}
+        train |= {"attention_dropout": 0.1, "clip_grad_norm": 1.0}
         settings = {"name": "tiny", "output_root": str(tmp_path / root), "train": train}
         settings |= {"backend": "open-instruct", "grid": {"label_smoothing": [0.1]}}
         file.write_text(yaml.safe_dump(settings))

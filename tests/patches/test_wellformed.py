@@ -63,23 +63,17 @@ def test_series_is_the_one_that_was_tried_on_upstream():
         ([], "usage:"),
         (["nowhere/at-all"], "is not a folder"),
         (["--undo"], "unknown option --undo"),
-        (["."], "has no open_instruct/finetune.py"),
+        (["empty"], "has no open_instruct/finetune.py"),
         (["one", "two"], "one checkout only"),
+        (["other"], "not that of e363290be272, and its repository lacks that commit"),
     ],
 )
 def test_apply_refuses_what_is_no_checkout(tmp_path, arguments, message):
+    (tmp_path / "empty").mkdir()
+    (other := tmp_path / "other" / "open_instruct" / "finetune.py").parent.mkdir(parents=True)
+    other.write_text("pass\n")
+    subprocess.run(["git", "-C", tmp_path / "other", "init", "--quiet"], check=True)
     apply = PATCHES[0].parent / "apply.sh"
     done = subprocess.run([apply, *arguments], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert message in done.stderr
-
-
-def test_apply_refuses_another_finetune(tmp_path):
-    (tmp_path / "open_instruct").mkdir()
-    (tmp_path / "open_instruct" / "finetune.py").write_text("pass\n")
-    subprocess.run(["git", "-C", tmp_path, "init", "--quiet"], check=True)
-    apply = PATCHES[0].parent / "apply.sh"
-    done = subprocess.run([apply, tmp_path], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "not that of e363290be272, and its repository lacks that commit" in done.stderr
-    assert f"-C {tmp_path} checkout" not in done.stderr
+    assert done.returncode == 2 and message in done.stderr
+    assert "-C other checkout" not in done.stderr and other.read_text() == "pass\n"

@@ -37,18 +37,10 @@ def main(folder: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=raw, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
     )
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
+    special = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    config = LlamaConfig(vocab_size=len(tokenizer), **sizes, **special)
     LlamaForCausalLM(config).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
 
@@ -62,16 +54,10 @@ def main(folder: Path) -> None:
                 for asked, choices, right in make_questions(count):
                     csv.writer(out).writerow([asked, *choices, "ABCD"[right]])
     for split, count in (("train", 5), ("val", 120)):
-        rows = [
-            {
-                "ind": i,
-                "activity_label": "Looking",
-                "ctx": asked,
-                "endings": choices,
-                "label": right,
-            }
-            for i, (asked, choices, right) in enumerate(make_questions(count))
-        ]
+        rows = []
+        for i, (asked, choices, right) in enumerate(make_questions(count)):
+            row = {"ind": i, "activity_label": "Looking", "ctx": asked}
+            rows.append(row | {"endings": choices, "label": right})
         write_rows(folder / "hellaswag" / f"hellaswag_{split}.jsonl", rows)
     for split, count in (("Train", 5), ("Dev", 5), ("Test", 120)):
         rows = []
