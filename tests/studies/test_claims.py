@@ -10,7 +10,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "eval"))
 from made_records import write_records
 
 from calibeval import records, stats
-from calibeval.io import InputError
 from studies.claims import __main__ as claims
 from studies.claims import packed
 from sweeps.plan import plan
@@ -28,36 +27,6 @@ def test_every_part_is_a_sweep(monkeypatch):
         assert len(found.cells) == RUNS[part] and found.sweep.name == f"{MODEL}-{part}"
         rates = {cell.config.train["learning_rate"] for cell in found.cells}
         assert part == "grid" or rates == ({2e-4} if part == "high" else {5e-5})
-
-
-@pytest.fixture
-def done(monkeypatch):
-    """done(*words, failing) → the exit code, and what was done in order."""
-
-    def call(*words: str, failing=()) -> tuple[int, list[str]]:
-        order = []
-
-        def train(model, part, asked):
-            order.append(part)
-            return int(part in failing)
-
-        monkeypatch.setattr(claims, "arguments", lambda model, part, overrides: overrides)
-        monkeypatch.setattr(claims, "train", train)
-        monkeypatch.setattr(claims, "after", lambda model: order.append("after"))
-        monkeypatch.setattr(claims, "report", lambda model: order.append("report"))
-        return claims.main([*words]), order
-
-    return call
-
-
-def test_the_grid_comes_first_and_the_report_last(done, capsys):
-    assert done(MODEL, "workers=2") == (0, [*claims.PARTS, "after", "report"])
-    assert done(MODEL, failing=["sum", "mean"]) == (2, [*claims.PARTS, "after", "report"])
-    assert "not whole: sum, mean; why is said above" in capsys.readouterr().err
-    assert done(MODEL, failing=["grid"]) == (2, ["grid"])  # whose rate is that of all others
-    assert done(MODEL, "gird") == (2, [])
-    assert "gird: no such part; known: grid, seeds" in capsys.readouterr().err
-    assert done() == (2, [])
 
 
 @pytest.fixture
@@ -107,14 +76,6 @@ def test_records_lose_nothing_but_digits_when_packed(folders):
     assert before.ids == after.ids and before.prompts.tolist() == after.prompts.tolist()
     assert abs(before.logprobs - after.logprobs).max() <= 0.5 / packed.STEP
     assert (folders / "runs/unpacked/m/base/run/DONE").exists()
-
-
-def test_records_of_other_questions_are_not_packed_together(folders):
-    for name, count in (("a", 300), ("b", 200)):
-        write_records(folders / f"{name}.jsonl", count, 1.0, seed=1)
-    packed.pack({"mmlu": folders / "a.jsonl"}, {}, folders / "records/m/base/a.xz")
-    with pytest.raises(InputError, match="mmlu was asked in other words, or of other questions"):
-        packed.pack({"mmlu": folders / "b.jsonl"}, {}, folders / "records/m/base/b.xz")
 
 
 def test_the_verdicts_are_differences_paired_by_seed(folders):

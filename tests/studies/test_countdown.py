@@ -54,23 +54,10 @@ def test_what_is_added_to_grpo_is_an_entropys_gradient(gamma_p, gamma_n, bonus):
     assert torch.allclose(found, exact, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "answer, right",
-    [
-        ("3 7 * 12 +", True),
-        ("3 7 + 12 +", False),  # 22
-        ("33", False),
-        ("3 7 * 12", False),  # two values are left
-        ("3 3 7 * 12 + + 3 -", False),  # a number twice
-        ("03 7 * 12 +", False),
-        ("", False),
-    ],
-)
-def test_checker(answer, right):
-    assert Problem((3, 7, 12), 33).solved_by(answer) is right
-
-
-def test_checker_is_exact():
+def test_checker():
+    wrong = ("3 7 + 12 +", "33", "3 7 * 12", "3 3 7 * 12 + + 3 -", "03 7 * 12 +", "")
+    assert Problem((3, 7, 12), 33).solved_by("3 7 * 12 +")
+    assert not any(Problem((3, 7, 12), 33).solved_by(answer) for answer in wrong)
     assert value(["1", "49", "/", "49", "*"]) == 1  # in floats 0.9999999999999999
     assert value(["1", "0", "/"]) is None
     assert len([*expressions((1, 2, 3))]) == len({*expressions((1, 2, 3))}) == 192
@@ -81,16 +68,6 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(n, c):
     for k in range(1, n + 1):
         share = np.mean([any(i < c for i in subset) for subset in combinations(range(n), k)])
         assert passk.pass_at_k(n, c, k) == pytest.approx(share)
-
-
-def test_a_difference_is_paired_by_seed_and_problem():
-    rng = np.random.default_rng(1)
-    skills = [np.clip(rng.random(60) + 0.2 * seed - 0.3, 0, 1) for seed in range(4)]
-    drawn = {name: [rng.binomial(64, skill).tolist() for skill in skills] for name in "ab"}
-    text = passk.tables(drawn, 64, [1])
-    (line,) = [line for line in text.splitlines() if line.startswith("| b") and "| a " in line]
-    low, high = (float(x.strip("[],|")) for x in line.split()[-3:-1])
-    assert low <= 0 <= high and high - low < 0.06  # seeds differ by 0.2 each, their pairs by none
 
 
 @pytest.fixture

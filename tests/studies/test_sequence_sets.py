@@ -91,22 +91,6 @@ def test_probability_of_entities_is_the_sum_over_labelings():
     assert found.name.tolist() == [name for *_, name in sorted(exact)]
 
 
-def test_entities_are_held_together_with_sidak(many):
-    """One at its level; several together fall below it, and Šidák takes them back.
-
-    Where the number of entities is nearly known, as Šidák's ŝ has to be.
-    """
-    found = sets.entity_sets(many, 0.1, 10)
-    together, corrected = found[sets.ALL], found[sets.SIDAK]
-    by, after = (sets.means(one, "number").hit for one in (together, corrected))
-    assert by["1"] > 0.9
-    assert by["3"] < 0.82 and by["5+"] < 0.7
-    error = np.sqrt(2 * 0.09 / (len(corrected) / 10))
-    assert corrected.hit.mean() > 0.9 - 3 * error > together.hit.mean()
-    assert after["3"] > by["3"] + 0.1
-    assert corrected.held.mean() > together.held.mean()
-
-
 def test_the_study_in_small(tmp_path, capsys):
     """Bad input is named first."""
     file = tmp_path / "config.yaml"
