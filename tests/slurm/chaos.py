@@ -24,13 +24,15 @@ from pathlib import Path
 
 import psutil
 import real
-import world
 import yaml
 
 from calibeval.io import InputError
 from sweeps import slurm
 from sweeps.plan import Plan, plan
 from sweeps.run import Run
+
+sys.path.append(str(Path(__file__).parents[1] / "patches"))
+import tiny_world
 
 KINDS = ("warned by signal", "kill -9 trainer", "preempted with grace", "kill -9 element")
 KINDS += ("requeued by administrator",)
@@ -40,40 +42,20 @@ KINDS += ("requeued by administrator",)
 class Result:
     """What the chaos did and what came of it."""
 
-    runs: int
-    arrived: int = 0
     equal: int = 0
     disturbed: Counter = field(default_factory=Counter)
     restarts: int = 0
     launches: int = 0
     again: str = ""
-    seconds: float = 0.0
-
-    @property
-    def good(self) -> bool:
-        return self.runs == self.arrived == self.equal and "nothing to submit" in self.again
-
-    def summary(self) -> str:
-        """The summary for people."""
-        kinds = ", ".join(f"{count} × {kind}" for kind, count in sorted(self.disturbed.items()))
-        return (
-            f"{self.arrived}/{self.runs} runs arrived in {self.seconds:.0f} s, "
-            f"{self.equal}/{self.runs} with the undisturbed run's weights bit for bit\n"
-            f"disturbed: {kinds}\n"
-            f"{self.restarts} restarts; {self.launches} launches\n"
-            f"launched again: {self.again}"
-        )
 
 
 def make_sweep(folder: Path, runs: int) -> Path:
     """A tiny world and a sweep over it: 4 learning rates × runs/4 smoothing factors."""
-    folder.mkdir(parents=True, exist_ok=True)
-    world.make_model(folder / "model")
-    world.make_chat(folder / "chat.jsonl")
+    tiny_world.main(folder)
     profile = {"cpus_per_process": 1, "gpus_per_process": 0, "memory_per_node": "1G"}
     profile |= {"time": "20:00", "signal_seconds": 20, "pass_environment": ["OMP_NUM_THREADS"]}
     (folder / "cluster.yaml").write_text(yaml.safe_dump(profile))
-    train = {"model_name_or_path": str(folder / "model"), "train_file": str(folder / "chat.jsonl")}
+    train = {"train_file": str(folder / "alpaca.jsonl"), "model_name_or_path": f"{folder}/model"}
     train |= {"per_device_train_batch_size": 4, "num_train_epochs": 30, "reduce_loss": "sum"}
     train |= {"clip_grad_norm": 1.0, "attention_dropout": 0.1, "checkpointing_steps": 20}
     train["keep_last_n_checkpoints"] = 2
@@ -98,9 +80,8 @@ def disturb(kind: str, one: slurm.Queued, run: Run) -> bool:
         return True
     if kind == "preempted with grace":
         urgent = ["sbatch", "--partition=urgent", "--cpus-per-task=1", "--output=/dev/null"]
-        return (
-            subprocess.run([*urgent, "--wrap=sleep 5"], stdout=subprocess.DEVNULL).returncode == 0
-        )
+        urgent += ["--quiet", "--wrap=sleep 5"]
+        return subprocess.run(urgent, stdout=subprocess.DEVNULL).returncode == 0
     if kind == "kill -9 element":
         with contextlib.suppress(psutil.NoSuchProcess):
             pids = [psutil.Process(pid).ppid() for pid in pids]
@@ -120,12 +101,12 @@ def chaos(folder: Path, *, runs: int = 24, share: float = 0.3, seed: int = 0) ->
     """The whole experiment; the cluster is stopped at the end, whatever happens."""
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.pop("SLURM_CONF", None)
-    config, result = make_sweep(folder, runs), Result(runs)
+    config, result = make_sweep(folder, runs), Result()
     undisturbed = real.calm(config, folder / "calm")
     subprocess.run([real.CLUSTER, "start", folder / "slurm", "grace=30"], check=True)
     os.environ["SLURM_CONF"] = str(folder / "slurm" / "slurm.conf")
     try:
-        begin, planned = time.monotonic(), plan(config, [])
+        planned = plan(config, [])
         killed = [sys.executable, "-m", "sweeps", "launch", str(config), "--executor", "slurm"]
         with subprocess.Popen(killed, stdout=subprocess.DEVNULL) as process:
             real.wait_for(lambda: list(planned.folder.glob("jobs/*/names")), pause=0.001)
@@ -136,10 +117,8 @@ def chaos(folder: Path, *, runs: int = 24, share: float = 0.3, seed: int = 0) ->
             disturb_until_empty(planned, random.Random(seed), share, result, folder)
             if all(cell.run.done for cell in planned.cells) or result.launches == 4:
                 break
-        result.seconds = time.monotonic() - begin
         for cell, calm in zip(planned.cells, undisturbed, strict=True):
             result.restarts += len(real.rows(cell.run, "began")) - 1
-            result.arrived += cell.run.done
             result.equal += cell.run.done and real.equal(cell.run, calm)
         result.again = launched(config, result).splitlines()[0]
         return result
@@ -163,7 +142,7 @@ def disturb_until_empty(
         if not busy:
             return
         hits = sum(count for kind, count in result.disturbed.items() if kind in KINDS)
-        left = max(1, round(share * result.runs)) - hits
+        left = max(1, round(share * len(runs))) - hits
         for one in busy:
             if one.run is None:
                 continue
@@ -193,8 +172,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     a = parser.parse_args()
     result = chaos(a.folder.absolute(), runs=a.runs, share=a.share, seed=a.seed)
-    print(result.summary())
-    return 0 if result.good else 1
+    print(f"{result.equal}/{a.runs} with the undisturbed run's weights bit for bit")
+    print(f"{result.restarts} restarts, {result.launches} launches; {result.disturbed}")
+    print(f"launched again: {result.again}")
+    return int(result.equal != a.runs or "nothing to submit" not in result.again)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))  # for toy/, world.py and chaos.py, which are no tests
+sys.path[:0] = [str(HERE), str(HERE.parent / "patches")]  # for real.py, tiny_world.py and toy/
 import real  # noqa: E402
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell runs behind ignores it
@@ -21,12 +21,11 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.g
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
     """A folder with model/, chat.jsonl and mmlu/."""
-    import world
+    import tiny_world
 
     folder = tmp_path_factory.mktemp("tiny")
-    world.make_model(folder / "model")
-    world.make_chat(folder / "chat.jsonl")
-    world.make_mmlu(folder / "mmlu")
+    tiny_world.main(folder)
+    (folder / "alpaca.jsonl").rename(folder / "chat.jsonl")
     return folder
 
 

@@ -14,7 +14,7 @@ from real import PROJECT, command
 
 from sweeps import scripts, slurm
 from sweeps.config import Cluster, World, load_cluster
-from sweeps.plan import plan
+from sweeps.plan import Plan, plan
 
 GOLDEN = Path(__file__).with_name("golden")
 CASES = {
@@ -29,10 +29,8 @@ def render(case: str) -> str:
     file = f"configs/cluster/{case}.yaml"
     os.chdir(PROJECT)
     planned = plan(PROJECT / "configs" / "sweeps" / "grid.yaml", [f"cluster={file}"])
-    planned = planned.__class__(
-        Path("/project/runs/grid"), (), planned.sweep.model_copy(update={"world": CASES[case]}),
-        planned.cells, [],
-    )  # fmt: skip
+    sweep = planned.sweep.model_copy(update={"world": CASES[case]})
+    planned = Plan(Path("/project/runs/grid"), (), sweep, planned.cells, [])
     cluster, code = load_cluster(file), planned.folder / "code" / "5eed5eed"
     text = ""
     for job in slurm.design(planned, []):
@@ -61,45 +59,37 @@ def test_a_dry_run_needs_no_slurm_and_writes_nothing(toy_file, tmp_path):
 def test_what_is_missing_and_what_waits_for_what(toy_file, monkeypatch):
     """Base models first; several processes score apart."""
     tasks = {"tasks": [{"task": "mmlu", "data": "x"}]}
-    one = plan(toy_file(grid={"seed": [1, 2, 3]}, score=tasks), [])
+    path = toy_file(grid={"seed": [1, 2, 3]}, score=tasks)
+    one, several = plan(path, []), plan(path, ["world.processes_per_node=2"])
     jobs = slurm.design(one, [])
     assert [(job.what, len(job.names)) for job in jobs] == [("train", 4), ("collect", 0)]
     assert "-base-" in jobs[0].names[0] and jobs[1].after == ("afterany:#0",)
-    several = plan(
-        toy_file(grid={"seed": [1, 2, 3]}, score=tasks, world={"processes_per_node": 2}), []
-    )
     jobs = slurm.design(several, [])
     assert [(job.what, len(job.names), job.after) for job in jobs[:3]] == [
         ("train", 3, ()), ("score", 3, ("aftercorr:#0",)), ("score", 1, ()),
     ]  # fmt: skip
-    busy = [
-        slurm.Queued(f"9_{n}", "PENDING", "", "train", name) for n, name in enumerate(jobs[0].names)
-    ]
+    names = enumerate(jobs[0].names)
+    busy = [slurm.Queued(f"9_{n}", "PENDING", "", "train", name) for n, name in names]
     assert [job.what for job in slurm.design(several, busy)] == ["score", "collect"]
     assert slurm.design(several, busy)[1].after == ("afterany:#0", "afterany:9")
-
-
-def run_lines(lines: list[str], module: str = "") -> subprocess.CompletedProcess:
-    return subprocess.run(
-        ["bash"], input="\n".join([module, *lines]), text=True, capture_output=True
-    )
 
 
 def test_set_up_lines_fail_aloud_and_values_keep_their_quotes(tmp_path):
     def setup(**keys) -> list[str]:
         return scripts.setup(Cluster(**keys), "my profile.yaml", tmp_path / "code")
 
+    def run(*lines: str) -> subprocess.CompletedProcess:
+        return subprocess.run(["bash"], input="\n".join(lines), text=True, capture_output=True)
+
     module = "module() { echo 'Lmod: these are unknown: python/9' >&2; return 1; }"
-    done = run_lines(setup(modules=("python/9",)), module)
+    done = run(module, *setup(modules=("python/9",)))
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == (
-        "error: module load python/9 failed (modules: in my profile.yaml)"
-    )
-    assert run_lines([*setup(setup=("false", "true")), "echo on"]).stdout == ""
+    assert "error: module load python/9 failed (modules: in my profile.yaml)\n" in done.stderr
+    assert run(*setup(setup=("false", "true")), "echo on").stdout == ""
     odd = {"ODD": 'a "quoted" $HOME `tick` \\ word'}
-    done = run_lines([*setup(environment=odd), 'echo "$ODD"'])
+    done = run(*setup(environment=odd), 'echo "$ODD"')
     assert done.stdout == f'a "quoted" {os.environ["HOME"]} `tick` \\ word\n'
-    done = run_lines([*setup(environment={"PYTHONPATH": "/mine"}), 'echo "$PYTHONPATH"'])
+    done = run(*setup(environment={"PYTHONPATH": "/mine"}), 'echo "$PYTHONPATH"')
     assert done.stdout == f"{tmp_path}/code:/mine\n"
 
 
@@ -112,35 +102,25 @@ def test_a_profiles_home_is_the_submitting_shells(tmp_path, monkeypatch):
     assert not any("~" in line for line in lines)
 
 
-@pytest.mark.parametrize("script", ["sweep_beta", "sweep_lr", "sweep_grid"])
-def test_help_is_the_head_of_the_script(script, tmp_path):
-    done = typed(script, "--help", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    for part in (f"sbatch slurm/{script}.sh", f"bash   slurm/{script}.sh", "--config", "--cluster"):
-        assert part in done.stdout
-    assert "spool" not in done.stdout
-
-
-def typed(script: str, *arguments: object, **options) -> subprocess.CompletedProcess:
-    """`bash slurm/<script>.sh …`."""
-    options = {"env": os.environ | {"PYTHON": sys.executable}} | options
-    call = ["bash", str(PROJECT / "slurm" / f"{script}.sh"), *map(str, arguments)]
-    return subprocess.run(call, text=True, capture_output=True, check=False, **options)
-
-
 def test_the_scripts_take_files_from_where_they_are_typed(tmp_path):
-    (tmp_path / "there").mkdir()
+    def said(script: str, *words: str, cwd: Path) -> str:
+        call = ["bash", PROJECT / "slurm" / f"{script}.sh", *words, "--dry-run"]
+        env = os.environ | {"PYTHON": sys.executable}
+        done = subprocess.run(call, text=True, capture_output=True, cwd=cwd, env=env)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    (there := tmp_path / "there").mkdir()
     (tmp_path / "mine.yaml").write_text("account: def-mine\ngpus_per_process: 0\n")
     shipped = (PROJECT / "configs/sweeps/beta.yaml").read_text()
-    (tmp_path / "there" / "own.yaml").write_text(shipped.replace("name: beta", "name: own"))
+    (there / "own.yaml").write_text(shipped.replace("name: beta", "name: own"))
     for cluster in (("--cluster", "../mine.yaml"), ("--cluster=../mine.yaml",)):
-        done = typed("sweep_beta", "--config", "own.yaml", *cluster, "--dry-run", "throttle=3",
-                     cwd=tmp_path / "there")  # fmt: skip
-        assert "#SBATCH --account=def-mine" in done.stdout, done.stderr
-        assert "--job-name=own.train" in done.stdout and "--array=0-6%3" in done.stdout
-    done = typed("sweep_grid", "--dry-run", cwd=tmp_path)
-    assert "24 runs, 0 done, 24 to do" in done.stdout, done.stderr
-    assert f"bash {PROJECT}/slurm/sweeps.sh prefetch configs/sweeps/grid.yaml" in done.stdout
+        own = said("sweep_beta", "--config", "own.yaml", *cluster, "throttle=3", cwd=there)
+        assert "#SBATCH --account=def-mine" in own and "--job-name=own.train" in own
+        assert "--array=0-6%3" in own
+    whole = said("sweep_grid", cwd=tmp_path)
+    assert "24 runs, 0 done, 24 to do" in whole and f"to do  {PROJECT}/runs/" in whole
+    assert f"bash {PROJECT}/slurm/sweeps.sh prefetch configs/sweeps/grid.yaml" in whole
 
 
 def test_an_environment_that_cannot_is_named_with_what_to_type(tmp_path):

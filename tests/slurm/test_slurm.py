@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
-import yaml
 from real import (
     CLUSTER,
     MARKS,
@@ -50,10 +50,6 @@ def under_way(path: Path, number: int = 0):
     run = runs_of(path)[number]
     wait_for(lambda: run.step() >= 5)
     return run
-
-
-def scontrol(*words: str) -> None:
-    subprocess.run(["scontrol", *words], check=True)
 
 
 def test_a_warned_element_saves_and_requeues_itself_alone(cluster, profile, toy_file, tmp_path):
@@ -131,8 +127,7 @@ def test_a_requeue_waits_for_the_controller(cluster, profile, toy_file, tmp_path
     path = toy_file(grid={}, train=LONG, cluster=profile())
     submitted(path)
     run = under_way(path)
-    (pid,) = programs(run)
-    supervisor = int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
+    supervisor = psutil.Process(*programs(run)).ppid()
     subprocess.run([CLUSTER, "stop-slurmctld", cluster], check=True)
     try:
         os.kill(supervisor, signal.SIGUSR2)
@@ -195,9 +190,7 @@ def test_a_job_killed_whole_is_dead_and_a_launch_goes_on(cluster, profile, toy_f
     path = toy_file(grid={}, train=LONG, cluster=profile())
     submitted(path)
     run = under_way(path)
-    (pid,) = programs(run)
-    parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
-    os.kill(parent, signal.SIGKILL)
+    psutil.Process(*programs(run)).parent().kill()
     wait_for(empty)
     shown = command("status", path).stdout
     assert "1 dead" in shown and re.search(r"\d+_0 FAILED, exit .*, step \d+/200", shown), shown
@@ -225,29 +218,14 @@ def test_a_wrong_profile_is_named_by_status_and_mended_by_a_launch(
 
 def test_while_all_nodes_are_drained_a_launch_queues(cluster, profile, toy_file, tmp_path):
     path = toy_file(grid={}, cluster=profile())
-    for state in ("DRAIN", "RESUME"):
-        if state == "RESUME":
-            shown = command("status", path).stdout
-            assert "1 queued" in shown, shown
-        scontrol("update", "NodeName=n1,n2", f"State={state}", "Reason=maintenance")
-        if state == "DRAIN":
-            assert "submitted: " in (said := submitted(path)), said
+    nodes = ["scontrol", "update", "NodeName=n1,n2", "Reason=maintenance"]
+    subprocess.run([*nodes, "State=DRAIN"], check=True)
+    said = submitted(path)
+    assert "warning: train: " in said and "submitted: " in said, said
+    assert "1 queued" in (shown := command("status", path).stdout), shown
+    subprocess.run([*nodes, "State=RESUME"], check=True)
     wait_for(empty)
     assert runs_of(path)[0].done, logs(tmp_path)
-
-
-def test_without_its_collect_job_a_sweep_says_so(cluster, profile, toy_file):
-    path = toy_file(grid={}, train=LONG, cluster=profile())
-    submitted(path)
-    under_way(path)
-    folder = plan(path, []).folder
-    (last,) = (one.id for one in slurm.queue(folder) if one.what == "collect")
-    subprocess.run(["scancel", last], check=True)
-    shown = command("status", path).stdout
-    assert "No collect job is queued; at the end: python -m sweeps collect" in shown, shown
-    assert "collect" in submitted(path)  # or a launch queues one
-    command("cancel", path)
-    wait_for(empty)
 
 
 @pytest.fixture
@@ -371,5 +349,3 @@ def test_a_run_of_several_processes_is_scored_in_a_job_of_its_own(
     assert run.done, logs(tmp_path)
     jobs = [row["job"].partition("_")[0] for row in rows(run, "began")]
     assert len(set(jobs)) == 2
-    assert yaml.safe_load((plan(path, []).folder / "sweep.yaml").read_text())["name"] == "tiny"
-    assert "2 done" not in command("status", path).stdout  # the base model is no run

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from real import equal, prepare, wait_for
 from safetensors.torch import load_file
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -27,7 +28,7 @@ from transformers import (
     LlamaForCausalLM,
     get_scheduler,
 )
-from world import make_tokenizer
+from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 
 from calibeval.io import InputError
 from smoothce import patch_model
@@ -90,28 +91,23 @@ def learnt(row: dict, tokenizer) -> str:
 
 
 def test_loss_lies_on_the_assistants_tokens_and_nowhere_else(tiny, tmp_path):
+    """As the template's own {% generation %} marks say, or without them as its turns say."""
     messages = [{"role": "system", "content": "w1 w2"}, *turns("what is w3?", "A w4", "B?", "C w5")]
-    (row,), tokenizer = read(tiny, write(tmp_path / "a.jsonl", messages))
+    path = write(tmp_path / "a.jsonl", messages)
+    (row,), tokenizer = read(tiny, path)
     # The newline after an intermediate turn is the template's, written after the assistant's text.
     assert learnt(row, tokenizer).replace("\n", "") == "A w4</s>C w5</s>"
     text = tokenizer.decode(row["input_ids"])
     assert text.startswith("<|system|>\nw1 w2\n<|user|>\nwhat is w3?")
     assert row["length"] == len(row["input_ids"]) == len(row["labels"])
     assert row["targets"] == sum(label != IGNORE for label in row["labels"])
-
-
-def test_a_templates_own_marks_say_what_is_learnt(tiny, tmp_path):
-    """Of the Tulu format with {% generation %}, what is learnt of it without."""
-    path = write(tmp_path / "a.jsonl", turns("w1?", "A w2", "w3?", "B"), turns("w4?", "C"))
-    plain, tokenizer = read(tiny, path)
     says = "{{- message['content'] + eos_token }}"
     marked = f"{{% generation %}}{says}{{% endgeneration %}}"
     tokenizer.chat_template = tokenizer.chat_template.replace(says, marked)
     assert "{% generation %}" in tokenizer.chat_template
-    found = tokenised(keys_of(tiny, train_file=str(path)), tokenizer).to_list()
-    assert [row["input_ids"] for row in found] == [row["input_ids"] for row in plain]
-    said = [learnt(row, tokenizer).replace("\n", "") for row in plain]
-    assert [learnt(row, tokenizer) for row in found] == said == ["A w2</s>B</s>", "C</s>"]
+    (found,) = tokenised(keys_of(tiny, train_file=str(path)), tokenizer).to_list()
+    assert found["input_ids"] == row["input_ids"]
+    assert learnt(found, tokenizer) == "A w4</s>C w5</s>"
 
 
 def test_alpacas_rows_read_as_its_own_prompt(tiny, tmp_path):
@@ -155,17 +151,15 @@ def test_what_cannot_be_read_is_named(tiny, tmp_path):
 
 def test_cut_conversations_without_a_target_are_dropped(tiny, tmp_path):
     path = write(tmp_path / "a.jsonl", turns("w1 " * 50, "A"), turns("B", "A"))
-    for longest, said in ((64, "1 conversations"), (3, None)):
-        keys = keys_of(tiny, train_file=str(path), max_seq_length=longest)
-        rows = tokenised(keys, data_module.make_tokenizer(keys))
-        assert max(rows["length"]) <= longest
-        if said:
-            updates = Updates(keys, rows, ranks=1, rank=0, pad=0)
-            assert updates.summary.startswith(f"data: {said}, ") and ", 1 drop" in updates.summary
-            assert updates.rows(0).tolist() == [1]
-        else:
-            with pytest.raises(InputError, match="max_seq_length=3"):
-                Updates(keys, rows, ranks=1, rank=0, pad=0)
+    keys = keys_of(tiny, train_file=str(path), max_seq_length=64)
+    rows = tokenised(keys, tokenizer := data_module.make_tokenizer(keys))
+    assert max(rows["length"]) == 64
+    updates = Updates(keys, rows, ranks=1, rank=0, pad=0)
+    assert updates.summary.startswith("data: 1 conversations, ") and ", 1 drop" in updates.summary
+    assert updates.rows(0).tolist() == [1]
+    keys = keys_of(tiny, train_file=str(path), max_seq_length=3)
+    with pytest.raises(InputError, match="max_seq_length=3"):
+        Updates(keys, tokenised(keys, tokenizer), ranks=1, rank=0, pad=0)
 
 
 def test_tokens_are_of_one_file_template_length_and_number(tiny, tmp_path, monkeypatch):
@@ -186,7 +180,7 @@ def test_tokens_are_of_one_file_template_length_and_number(tiny, tmp_path, monke
     assert read(tiny, path)[0] == seen[0]
     # Where tokenizers look, who would leave the prompts of scoring to one core.
     assert not ctypes.CDLL(None).getenv(b"TOKENIZERS_PARALLELISM")
-    path.write_text(path.read_text().replace("w1 ", "w2 "))
+    path.write_text(path.read_text().replace("moon ", "sun "))
     assert read(tiny, path)[0] != seen[0]
 
 
@@ -213,17 +207,12 @@ def test_a_killed_run_leaves_nobody_tokenising(tiny, tmp_path):
 
 
 def test_add_bos_begins_conversations_once(tiny, tmp_path):
-    from tokenizers.processors import TemplateProcessing
-
-    (plain, tokenizer), bos = read(tiny, tiny / "chat.jsonl"), "<pad>"
-    with pytest.raises(InputError, match="has no such token"):
-        read(tiny, tiny / "chat.jsonl", add_bos=True)
-    tokenizer.bos_token = bos
+    plain, tokenizer = read(tiny, tiny / "chat.jsonl")
+    more = {"tokenizer_name": str(tmp_path), "chat_template_name": "tulu", "add_bos": True}
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)]
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
     )
     tokenizer.save_pretrained(tmp_path)
-    more = {"tokenizer_name": str(tmp_path), "chat_template_name": "tulu", "add_bos": True}
     begun, tokenizer = read(tiny, tiny / "chat.jsonl", **more)
     assert all(row["input_ids"][0] == tokenizer.bos_token_id for row in begun)
     assert [row["length"] - 1 for row in begun] == [row["length"] for row in plain]
@@ -231,6 +220,10 @@ def test_add_bos_begins_conversations_once(tiny, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(InputError, match="already adds"):
         read(tiny, tiny / "chat.jsonl", tokenizer_name=str(tmp_path), add_bos=True)
+    tokenizer.bos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="has no such token"):
+        read(tiny, tiny / "chat.jsonl", **more)
 
 
 # Updates
@@ -401,7 +394,13 @@ def test_training_is_torchs_own_packed_or_not(sweep_file, tiny, reduction, targe
         assert len(updates.held) == 5 and not set(updates.held) & set(updates.kept)
 
 
-LONG = {"attention_dropout": 0.1, "held_out": 5, "learning_rate": 1e-3, "logging_steps": 1}
+LONG = {
+    "packing": True,
+    "attention_dropout": 0.1,
+    "held_out": 5,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+}
 LONG |= {"num_train_epochs": 10, "gradient_accumulation_steps": 2, "checkpointing_steps": 5}
 
 
@@ -427,11 +426,10 @@ def interrupt(run: Run, number: signal.Signals, at: int) -> int:
         return subprocess.run(words, stdout=log, stderr=log, check=False).returncode
 
 
-@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.timeout(1800)
-def test_a_run_that_is_interrupted_ends_bit_for_bit(sweep_file, tmp_path, monkeypatch, packed):
+def test_a_run_that_is_interrupted_ends_bit_for_bit(sweep_file, tmp_path, monkeypatch):
     """Asked to leave, killed, asked at an epoch's end and in a save, one after the other."""
-    path = sweep_file(grid={}, train={**LONG, "packing": packed})
+    path = sweep_file(grid={}, train=LONG)
     calm = prepare(path)
     run = prepare(path, f"output_root={tmp_path}/disturbed")
     threads = torch.get_num_threads()
@@ -483,7 +481,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_other_data_refused(
     shutil.rmtree(run.path)
     run = finished(sweep_file(grid={}, train=train))
     shutil.rmtree(run.model)
-    file.write_text(file.read_text().replace("w1 ", "w2 "))
+    file.write_text(file.read_text().replace("moon ", "sun "))
     with pytest.raises(InputError, match=r"step-4: written with data='\w+', now '\w+'; restore"):
         finetune.fit(run)
 
@@ -550,7 +548,7 @@ def test_models_and_tokenizers_that_do_not_fit_are_said(sweep_file, tiny, tmp_pa
     train = {"model_name_or_path": str(folder), "max_train_steps": 1}
     path = sweep_file(grid={}, train=train)
     run = finished(path, "train.filter_eps=null")
-    said, rows = capsys.readouterr().out, len(make_tokenizer())
+    said, rows = capsys.readouterr().out, len(tokenizer) - 1
     assert f"the tokenizer's {rows + 1} entries outgrow the model's {rows}" in said
     assert "batches: padded" in said
     saved = AutoModelForCausalLM.from_pretrained(run.model)
@@ -570,14 +568,6 @@ def test_flash_attn_is_taken_where_it_is_installed(monkeypatch):
     monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: True)
     monkeypatch.setattr(model, "set_attn_implementation", chosen.append)
     assert attention.use(model, gpu=True, half=True) is None and chosen == ["flash_attention_2"]
-    from transformers import DataCollatorWithFlattening
-
     updates = updates_of([7, 3, 12])
     updates.packed = True
-    found = updates.batch([1, 0])
-    rows = [updates.data.with_format(None)[row] for row in (1, 0)]
-    rows = [{key: row[key] for key in ("input_ids", "labels")} for row in rows]
-    theirs = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(rows)
-    assert found.keys() == theirs.keys()
-    for name in ("input_ids", "labels", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k"):
-        assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(theirs[name])), name
+    assert FlashAttentionKwargs.__annotations__.keys() <= updates.batch([1, 0]).keys()
