@@ -48,7 +48,7 @@ SMALL = {  # what only a GPU's large shapes, or rare moments, would meet
     "chunks of one tile in the memory of dC": {(late, "LEAST"): 2**12, (late, "OF_GRADIENTS"): 0},
     # While a CUDA graph is captured nothing reaches the host: then there is room for all tokens.
     "unknown counts": {(late.Counts, "values"): lambda self: [None] * len(self.host)},
-    "few shares": {(forward, "programs"): lambda *_: 6},
+    "few shares": {(forward, "programs"): lambda *_: 3},
     "shares of larger groups": {
         (forward, "programs"): lambda *_: 7,
         (triton, "tiles_for"): lambda *given: dataclasses.replace(tiles_for(*given), group=5),
@@ -191,10 +191,10 @@ def test_nothing_is_left_after_the_backward(how, monkeypatch):
         assert how == FILTERED or torch.equal(leaf.grad, 2 * gradient)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     n=st.integers(0, 70),
-    v=st.integers(2, 300),
+    v=st.integers(2, 160),
     d=st.integers(1, 40),
     dtype=st.sampled_from([torch.float32, HALF]),
     label_smoothing=st.sampled_from([0.0, 0.1, 1.0]),
