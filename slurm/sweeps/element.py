@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from enum import Enum
 
 from calibeval.io import InputError
@@ -30,12 +30,9 @@ class Outcome(Enum):
 
 
 def work(
-    run: Run,
-    asked: Callable[[], bool],
-    stages: Sequence[str] = STAGES,
-    environment: Mapping[str, str] | None = None,
+    run: Run, asked: Callable[[], bool], environment: Mapping[str, str] | None = None
 ) -> Outcome:
-    """Bring a run through these stages, or to where it has saved once `asked()`.
+    """Bring a run to its end, or to where it has saved once `asked()`.
 
     Killed programs start again, but not more than `max_idle_restarts` times without progress.
     """
@@ -45,7 +42,7 @@ def work(
         print(f"error: {error}", file=sys.stderr, flush=True)
         run.note("ended", error=str(error))
         return Outcome.REFUSED
-    while stage := next_stage(run, config, stages):
+    while stage := next_stage(run, config):
         if (times := run.idle()) > config.max_idle_restarts:
             return _give_up(run, times)
         if asked():
@@ -55,7 +52,7 @@ def work(
         code, said = _execute(run, stage, asked, environment)
         if code == 1 and (found := re.findall(r"^ *exitcode *: (-?\d+)", "\n".join(said), re.M)):
             code = int(found[-1])  # torchrun says so of the rank that ended first
-        if next_stage(run, config, stages) != stage:
+        if next_stage(run, config) != stage:
             run.note("ended", exit=code)
         elif asked() or code == Outcome.STOPPED.value:
             run.note("ended", exit=code, stopped=True)
@@ -66,18 +63,15 @@ def work(
         else:
             run.note("ended", exit=code, error=_reason(run, code, said))
             return Outcome.REFUSED if code == Outcome.REFUSED.value else Outcome.FAILED
-    if next_stage(run, config) is None:
-        finish(run, config)
+    finish(run, config)
     return Outcome.DONE
 
 
-def next_stage(run: Run, config: RunConfig, stages: Sequence[str] = STAGES) -> str | None:
+def next_stage(run: Run, config: RunConfig) -> str | None:
     """What is to be done next: `train`, then `score`; None when all is there."""
-    if "train" in stages and not run.trained:
+    if not run.trained:
         return "train"
-    if "score" in stages and run.trained and score.missing(run, config.score):
-        return "score"
-    return None
+    return "score" if score.missing(run, config.score) else None
 
 
 def finish(run: Run, config: RunConfig) -> None:
@@ -90,7 +84,7 @@ def finish(run: Run, config: RunConfig) -> None:
 
 def _give_up(run: Run, times: int) -> Outcome:
     rows = run.attempts()
-    last = next((row for row in reversed(rows) if "ended" in row), {})
+    last = next((row for row in reversed(rows) if "exit" in row), {})
     error = f"{times} attempts in a row brought it no further; the last ended with "
     error += f"exit {last.get('exit')}" if last else "its job"
     if last.get("exit") in (-signal.SIGKILL, KILLED[0]):

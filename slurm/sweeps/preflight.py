@@ -1,6 +1,5 @@
 """Everything that would stop a sweep later, found and named before anything is queued."""
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -9,14 +8,11 @@ from pathlib import Path
 from calibeval.io import InputError
 from calibeval.request import Task
 from calibeval.tasks import HUB, load
-from sweeps import local, prefetch, score, scripts, slurm
+from sweeps import local, prefetch, score
 from sweeps.config import Cluster, load_cluster
 from sweeps.conversations import conversations
 from sweeps.plan import Plan
 from sweeps.run import again, backend
-from sweeps.scripts import Job
-
-SERIOUS = ("account", "partition", "qos", "time", "Invalid", "invalid")  # of sbatch's words
 
 
 def problems(plan: Plan, executor: str) -> list[str]:
@@ -30,8 +26,6 @@ def problems(plan: Plan, executor: str) -> list[str]:
         local.workers(plan.sweep)
     elif "%" in (folder := str(plan.folder.absolute())):
         found.append(f"output_root: {folder}: Slurm reads % in paths; another folder")
-    else:
-        found += _asked(plan, cluster)
     return list(dict.fromkeys(found))
 
 
@@ -122,25 +116,3 @@ def _packages(plan: Plan) -> list[str]:
     absent = sorted({name for name in names if find_spec(name) is None})
     install = f"{sys.executable} -m pip install …"
     return [f"packages that runs need: {' '.join(absent)}: {install}"] if absent else []
-
-
-def _asked(plan: Plan, cluster: Cluster) -> list[str]:
-    """What the controller says to the sweep's scripts: accounts, partitions, limits, GPUs, …"""
-    try:
-        slurm.ask("squeue", "--noheader", "--me")  # sbatch waits for a minute where nobody answers
-    except InputError as error:
-        return [f"{error}; --executor local needs no Slurm"]
-    place, found = plan.folder.absolute() / "jobs" / "preflight", []
-    for what in ["train", *(["score"] if plan.sweep.score else []), "collect"]:
-        text = scripts.script(plan.sweep, cluster, Job(what, ("one",)), place, place, "")
-        done = subprocess.run(
-            ["sbatch", "--test-only"], input=text, text=True, capture_output=True, check=False,
-            env=scripts.environment(cluster),
-        )  # fmt: skip
-        reason = done.stderr.strip().rpartition("error: ")[2]
-        line = f"{plan.sweep.cluster}: sbatch refuses: {reason}{slurm.advice(reason, cluster)}"
-        if done.returncode and any(word in reason for word in SERIOUS):
-            found.append(line)
-        elif done.returncode:  # also said while all nodes are drained
-            print(f"warning: {what}: {line}", file=sys.stderr)
-    return found

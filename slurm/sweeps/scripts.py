@@ -20,11 +20,10 @@ ENDLESS = 1_000_000  # timeouts that submitit allows; runs give up without progr
 
 @dataclass(frozen=True)
 class Job:
-    """One sbatch call: what it does, for which runs, and what it waits for."""
+    """One sbatch call: what it does, and for which runs."""
 
     what: str  # train, score, collect
     names: tuple[str, ...] = ()
-    after: tuple[str, ...] = ()  # aftercorr:#0 (the first job of this launch), afterany:1234, …
 
 
 def environment(cluster: Cluster) -> dict[str, str]:
@@ -33,15 +32,13 @@ def environment(cluster: Cluster) -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key in allowed}
 
 
-def parameters(sweep: Sweep, cluster: Cluster, job: Job, place: Path, waits: str) -> dict:
+def parameters(sweep: Sweep, cluster: Cluster, job: Job, place: Path, ids: list[str]) -> dict:
     """What submitit is told of a job."""
     trains, collects = job.what == "train", job.what == "collect"
     processes = sweep.world.processes_per_node if trains else not collects
     cpus, gpus = cluster.cpus_per_process * processes or 1, cluster.gpus_per_process * processes
     # A list, not ALL: the submitting shell's tokens must not travel.
     more = {"export": ",".join([*EXPORTED, *cluster.pass_environment]), "requeue": True}
-    if waits:  # a job that waits for what can never be must not wait for ever
-        more |= {"dependency": waits, "kill-on-invalid-dep": "yes"}
     for option in cluster.extra:
         key, _, value = option.removeprefix("--").partition("=")
         more[key] = value or True
@@ -60,6 +57,7 @@ def parameters(sweep: Sweep, cluster: Cluster, job: Job, place: Path, waits: str
         "additional_parameters": more,
     }
     if collects:
+        more["dependency"] = ",".join(f"afterany:{one}" for one in ids)
         found["use_srun"] = False
     else:  # srun takes the number of CPUs from nobody since 22.05
         found["srun_args"] = [f"--cpus-per-task={cpus}"]
@@ -67,10 +65,12 @@ def parameters(sweep: Sweep, cluster: Cluster, job: Job, place: Path, waits: str
     return {key: value for key, value in found.items() if value not in (None, 0)} | {"wckey": None}
 
 
-def script(sweep: Sweep, cluster: Cluster, job: Job, place: Path, code: Path, waits: str) -> str:
-    """The script of a job whose folder is `place`; needs no Slurm."""
+def script(
+    sweep: Sweep, cluster: Cluster, job: Job, place: Path, code: Path, ids: list[str]
+) -> str:
+    """The script of a job whose folder is `place`; collecting waits for `ids`. Needs no Slurm."""
     python = shlex.quote(sys.executable) if cluster.python == "auto" else cluster.python
-    asked = parameters(sweep, cluster, job, place, waits)
+    asked = parameters(sweep, cluster, job, place, ids)
     lines, quoted = setup(cluster, sweep.cluster, code), shlex.quote(str(place))
     command = f"{python} -m sweeps collect {shlex.quote(str(place.parents[1]))}"
     if job.what != "collect":

@@ -38,9 +38,6 @@ class Element:
     Signals are only noted: `work` then lets the run save, and what comes next is done afterwards.
     """
 
-    def __init__(self, stages: tuple[str, ...]) -> None:
-        self.stages = stages
-
     def __call__(self) -> None:
         """Work on the run whose line in `names` is this element's."""
         folder, heard = Path(os.environ["SUBMITIT_FOLDER"]), []
@@ -48,7 +45,7 @@ class Element:
         requeue = signal.getsignal(signal.SIGUSR2)  # submitit's: checkpoint, requeue, leave
         for number in (signal.SIGUSR2, signal.SIGTERM):
             signal.signal(number, lambda number, _: heard.append(number))
-        outcome = element.work(Run(folder.parents[1] / name), lambda: bool(heard), self.stages)
+        outcome = element.work(Run(folder.parents[1] / name), lambda: bool(heard))
         while outcome is Outcome.STOPPED and not (signal.SIGTERM in heard and cancelled()):
             try:
                 requeue(signal.SIGUSR2, None)
@@ -61,7 +58,7 @@ class Element:
 
     def checkpoint(self):
         """What the requeued job does: the same."""
-        return DelayedSubmission(Element(self.stages))
+        return DelayedSubmission(self)
 
 
 def cancelled() -> bool:
@@ -158,23 +155,15 @@ def ends(labels: list[str]) -> dict[str, str]:
 def design(plan: Plan, busy: list[Queued]) -> list[Job]:
     """The jobs that are missing, in order; none if everything is done or queued.
 
-    A run of one process trains and scores in one element. Of several, scoring has an array of its
-    own.
+    What trains goes on to score. What is trained, and base models, score on one process's share.
     """
     queued = {one.run for one in busy}
     stages = {c.run.name: element.next_stage(c.run, c.config) for c in plan.bases + plan.cells}
     todo = {name: stage for name, stage in stages.items() if stage and name not in queued}
-    jobs = [Job("train", tuple(todo))]
-    if not plan.sweep.world.alone:
-        train, rest = (tuple(n for n, s in todo.items() if s == what) for what in element.STAGES)
-        jobs = [Job("train", train)]
-        if plan.sweep.score:
-            jobs += [Job("score", train, ("aftercorr:#0",)), Job("score", rest)]
-    jobs = [job for job in jobs if job.names]
+    arrays = [Job(what, tuple(n for n, s in todo.items() if s == what)) for what in element.STAGES]
+    jobs = [job for job in arrays if job.names]
     if jobs or (queued and not any(one.what == "collect" for one in busy)):
-        others = sorted({one.id.partition("_")[0] for one in busy if one.run})
-        ids = [*(f"#{number}" for number in range(len(jobs))), *others]
-        jobs.append(Job("collect", (), tuple(f"afterany:{one}" for one in ids)))
+        jobs.append(Job("collect"))
     return jobs
 
 
@@ -183,9 +172,9 @@ def dry_run(plan: Plan) -> str:
     cluster, parts = load_cluster(plan.sweep.cluster), []
     for number, job in enumerate(design(plan, [])):
         place = plan.folder.absolute() / "jobs" / f"TAG{number}"
-        waits, code = ",".join(job.after).replace("#", "JOB"), place.parents[1] / "code" / "HASH"
+        ids, code = [f"JOB{n}" for n in range(number)], place.parents[1] / "code" / "HASH"
         parts.append(f"### JOB{number}: {job.what} of {counted(len(job.names), 'run')}\n")
-        parts.append(script(plan.sweep, cluster, job, place, code, waits))
+        parts.append(script(plan.sweep, cluster, job, place, code, ids))
     return "".join(parts)
 
 
@@ -200,27 +189,35 @@ def submit(plan: Plan) -> dict[str, str]:
 
 
 def _submit(plan: Plan) -> dict[str, str]:
-    cluster, ids = load_cluster(plan.sweep.cluster), []
-    if not (todo := design(plan, queue(plan.folder))):
+    cluster, made, busy = load_cluster(plan.sweep.cluster), {}, queue(plan.folder)
+    others = sorted({one.id.partition("_")[0] for one in busy if one.run})
+    if not (todo := design(plan, busy)):
         return {}
     plan.create()
     code = snapshot(plan.folder)
     for job in todo:
-        waits = re.sub(r"#(\d+)", lambda found: ids[int(found[1])], ",".join(job.after))
         place = (plan.folder / "jobs" / secrets.token_hex(3)).absolute()
         place.mkdir()
         write_text(place / "names", "".join(f"{name}\n" for name in job.names))
-        text = script(plan.sweep, cluster, job, place, code, waits)
+        text = script(plan.sweep, cluster, job, place, code, [*others, *made])
         write_text(place / "script.sh", text)
-        both = job.what == "train" and plan.sweep.world.alone
-        delayed = DelayedSubmission(Element(element.STAGES if both else (job.what,)))
+        delayed = DelayedSubmission(Element())
         delayed.set_timeout(1, ENDLESS)
         delayed.dump(place / "element.pkl")
-        for name in job.names:
-            Run(plan.folder / name).note("queued", job=place.name, code=code.name)
-        ids.append(sbatch(text, cluster, f"{plan.sweep.name}.{job.what}.{place.name}"))
-        write_text(place / "id", ids[-1] + "\n")
-    return {one: job.what for one, job in zip(ids, todo, strict=True)}
+        runs = [Run(plan.folder / name) for name in job.names]
+        for run in runs:
+            run.note("queued", job=place.name, code=code.name)
+        try:
+            one = sbatch(text, cluster, f"{plan.sweep.name}.{job.what}.{place.name}")
+        except InputError as error:  # all or nothing
+            for run in runs:
+                run.note("ended", error=str(error))
+            if made:
+                ask("scancel", *made)
+            raise InputError(f"{plan.sweep.cluster}: {error}") from error
+        write_text(place / "id", f"{one}\n")
+        made[one] = job.what
+    return made
 
 
 def sbatch(text: str, cluster: Cluster, name: str) -> str:
@@ -229,13 +226,13 @@ def sbatch(text: str, cluster: Cluster, name: str) -> str:
     done = subprocess.run(["sbatch", "--parsable"], input=text, **keys)
     if done.returncode == 0:
         return done.stdout.strip().partition(";")[0]
-    said = last_error(done.stderr.splitlines())
+    said = last_error(done.stderr.splitlines()).removeprefix("error: ")
     if "imed out" in said:
         time.sleep(5)
         asked = ("--noheader", "--me", "--states=all", f"--name={name}", "--format=%F")
         if found := ask("squeue", *asked).split():
             return found[0]
-    raise InputError(f"sbatch refuses {name}: {said}{advice(said, cluster)}")
+    raise InputError(f"sbatch refuses: {said}{advice(said, cluster)}")
 
 
 def advice(said: str, cluster: Cluster) -> str:

@@ -199,31 +199,18 @@ def test_prefetch_fetches_once_and_says_what_failed(toy_file, tiny, tmp_path):
         ("Requested time limit is invalid", "sbatch refuses: Requested time limit is invalid"),
     ],
 )  # fmt: skip
-def test_what_sbatch_refuses_comes_with_what_there_is(toy_file, problems, tmp_path, said, expected):
-    programs = {"sbatch": f"echo 'sbatch: error: {said}' >&2; exit 1"}
+def test_what_sbatch_refuses_comes_with_what_there_is(toy_file, tmp_path, said, expected):
+    """And what was taken of this launch before is cancelled."""
+    taken = "grep -q job-name=toy.collect || { echo 71; exit; }"
+    programs = {"sbatch": f"{taken}; echo 'sbatch: error: {said}' >&2; exit 1"}
     programs |= {"sacctmgr": "printf 'b\\na\\na\\n'", "sinfo": "printf 'y\\nx\\n'"}
+    programs |= {"scancel": f"echo $@ > '{tmp_path}/cancelled'"}
     path = toy_file(cluster=profile(tmp_path, account="me", partition="gpu"))
-    found = problems(path, **programs)
+    env = fakes(tmp_path / "bin", **programs)
+    found = launch(path, "--executor", "slurm", code=2, env=env)
     assert f"mine.yaml: sbatch refuses: {said}" in found
     assert expected in found
-
-
-def test_a_refusal_that_passes_is_a_warning(toy_file, problems, tmp_path, capsys):
-    """sbatch says so while all nodes are drained, and queues all the same."""
-    drained = "Requested node configuration is not available"
-    refusing = f"echo 'sbatch: error: {drained}' >&2; exit 1"
-    assert problems(toy_file(cluster=profile(tmp_path)), sbatch=refusing) == ""
-    assert (
-        f"warning: collect: {tmp_path}/mine.yaml: sbatch refuses: {drained}"
-        in capsys.readouterr().err
-    )
-
-
-def test_a_controller_that_does_not_answer_is_named(toy_file, problems, tmp_path):
-    path = toy_file(cluster=profile(tmp_path))
-    said = problems(path, squeue="echo 'no configuration' >&2; exit 1")
-    assert "squeue does not answer: no configuration" in said
-    assert "--executor local needs no Slurm" in said
+    assert (tmp_path / "cancelled").read_text() == "71\n"
 
 
 def test_a_variable_of_a_profile_that_is_not_set_is_named(toy_file, problems, tmp_path):

@@ -36,8 +36,8 @@ def render(case: str) -> str:
     cluster, code = load_cluster(file), planned.folder / "code" / "5eed5eed"
     text = ""
     for job in slurm.design(planned, []):
-        place, waits = planned.folder / "jobs" / f"{job.what}1", "afterany:7" * bool(job.after)
-        text += scripts.script(planned.sweep, cluster, job, place, code, waits)
+        place = planned.folder / "jobs" / f"{job.what}1"
+        text += scripts.script(planned.sweep, cluster, job, place, code, ["7", "8"])
     return text.replace(sys.executable, "PYTHON").replace(str(PROJECT), "/project")
 
 
@@ -58,25 +58,20 @@ def test_a_dry_run_needs_no_slurm_and_writes_nothing(toy_file, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_missing_and_what_waits_for_what(toy_file, monkeypatch):
-    """Base models first; several processes score apart."""
+def test_what_is_missing(toy_file):
+    """What trains goes on to score; base models and what is trained only score."""
     tasks = {"tasks": [{"task": "mmlu", "data": "x"}]}
-    one = plan(toy_file(grid={"seed": [1, 2, 3]}, score=tasks), [])
-    jobs = slurm.design(one, [])
-    assert [(job.what, len(job.names)) for job in jobs] == [("train", 4), ("collect", 0)]
-    assert "-base-" in jobs[0].names[0] and jobs[1].after == ("afterany:#0",)
-    several = plan(
-        toy_file(grid={"seed": [1, 2, 3]}, score=tasks, world={"processes_per_node": 2}), []
-    )
-    jobs = slurm.design(several, [])
-    assert [(job.what, len(job.names), job.after) for job in jobs[:3]] == [
-        ("train", 3, ()), ("score", 3, ("aftercorr:#0",)), ("score", 1, ()),
-    ]  # fmt: skip
-    busy = [
-        slurm.Queued(f"9_{n}", "PENDING", "", "train", name) for n, name in enumerate(jobs[0].names)
-    ]
-    assert [job.what for job in slurm.design(several, busy)] == ["score", "collect"]
-    assert slurm.design(several, busy)[1].after == ("afterany:#0", "afterany:9")
+    planned = plan(toy_file(grid={"seed": [1, 2, 3]}, score=tasks), [])
+    planned.create()
+    planned.cells[0].run.model.mkdir()
+    train, score, collect = slurm.design(planned, [])
+    assert train.names == tuple(cell.run.name for cell in planned.cells[1:])
+    assert score.names == (planned.bases[0].run.name, planned.cells[0].run.name)
+    assert (score.what, collect.what, collect.names) == ("score", "collect", ())
+    busy = [slurm.Queued(f"9_{n}", "", "", "train", name) for n, name in enumerate(train.names)]
+    assert slurm.design(planned, busy) == [score, collect]
+    busy += [slurm.Queued("8_0", "", "", "score", name) for name in score.names]
+    assert slurm.design(planned, busy) == [collect]
 
 
 def run_lines(lines: list[str], module: str = "") -> subprocess.CompletedProcess:
@@ -137,7 +132,7 @@ def test_the_scripts_take_files_from_where_they_are_typed(tmp_path):
         done = typed("sweep_beta", "--config", "own.yaml", *cluster, "--dry-run", "throttle=3",
                      cwd=tmp_path / "there")  # fmt: skip
         assert "#SBATCH --account=def-mine" in done.stdout, done.stderr
-        assert "--job-name=own.train" in done.stdout and "--array=0-6%3" in done.stdout
+        assert "--job-name=own.train" in done.stdout and "--array=0-5%3" in done.stdout
     done = typed("sweep_grid", "--dry-run", cwd=tmp_path)
     assert "24 runs, 0 done, 24 to do" in done.stdout, done.stderr
     assert f"bash {PROJECT}/slurm/sweeps.sh prefetch configs/sweeps/grid.yaml" in done.stdout
