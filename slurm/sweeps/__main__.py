@@ -10,9 +10,8 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parents[2]
 SWEEP = "a sweep file, for example configs/sweeps/beta.yaml, or a sweep's folder"
 COMMANDS = {
-    "plan": "list the runs of a sweep and what is already done",
     "launch": "train, score and collect what is missing; again: whatever did not get there",
-    "status": "what every run is doing, and why a dead one died",
+    "status": "every run of a sweep: to do, what it is doing, done, or why it died",
     "cancel": "scancel its jobs; running trainers save first",
     "collect": "make the tables; exit 1 while there are gaps",
     "prefetch": "fetch models and data, where there is internet",
@@ -92,32 +91,11 @@ def _planned(a: argparse.Namespace):
     return plan(a.sweep, a.overrides)
 
 
-def _describe(plan) -> str:
-    """Every run of the plan, with what is already there."""
-    from sweeps import element
-
-    done = [element.next_stage(cell.run, cell.config) is None for cell in plan.cells]
-    lines = []
-    for cell, there in zip(plan.cells, done, strict=True):
-        values = " ".join(f"{key}={value}" for key, value in cell.values.items())
-        state = "done" if there else "to do"
-        lines.append(f"{state:6} {cell.run.path.absolute()}  {values}".rstrip())
-    return "\n".join([*lines, f"{len(done)} runs, {sum(done)} done, {len(done) - sum(done)} to do"])
-
-
-def _plan(a: argparse.Namespace) -> int:
-    from sweeps.cost import cost
-
-    plan = _planned(a)
-    print(_describe(plan), *cost(plan), sep="\n")
-    return 0
-
-
 def _launch(a: argparse.Namespace) -> int:
     import shutil
 
     from calibeval.io import InputError
-    from sweeps import local, preflight, slurm
+    from sweeps import local, preflight, slurm, status
     from sweeps.run import again
 
     plan, here = _planned(a), shutil.which("sbatch") is None
@@ -125,7 +103,7 @@ def _launch(a: argparse.Namespace) -> int:
     if a.dry_run and a.executor != "local":
         print(slurm.dry_run(plan), end="")
     if a.dry_run:
-        print(_describe(plan))
+        print(status.table(plan))
     problems = preflight.problems(plan, executor)
     if a.dry_run:
         refused = [f"a launch would refuse: {line}" for line in problems]

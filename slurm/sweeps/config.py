@@ -80,7 +80,6 @@ class Dataset(Strict):
     to: str = option(..., "the file made")
     split: str = option("train", "of the data set")
     revision: str | None = option(None, "a branch, tag or commit")
-    gigabytes: float | None = option(None, "of the file, for `plan` before it is here", gt=0)
 
 
 class Archive(Strict):

@@ -162,13 +162,16 @@ def test_a_folder_is_a_sweep_wherever_it_lies(toy_file, tmp_path):
 
 def test_paths_start_where_they_are_typed_else_at_the_project(toy_file, tmp_path):
     path = toy_file()
-    here = command("plan", path.name, cwd=tmp_path)
-    assert f"to do  {tmp_path}/out/toy/base-model-lr" in here.stdout, here.stderr
-    shipped = command("plan", "configs/sweeps/beta.yaml", cwd=tmp_path)
-    assert f"to do  {PROJECT}/runs/paper/beta/Llama" in shipped.stdout, shipped.stderr
+    here = command("status", path.name, cwd=tmp_path)
+    assert f"{tmp_path}/out/toy: 2 runs: 2 to do" in here.stdout, here.stderr
+    shipped = command("status", "configs/sweeps/beta.yaml", cwd=tmp_path)
+    assert f"{PROJECT}/runs/paper/beta: 6 runs" in shipped.stdout, shipped.stderr
 
 
-@pytest.mark.parametrize("typed", [["lunch"], ["plan"], ["plan", "x", "--delete"], ["keys", "a=b"]])
+WRONG = ["lunch"], ["status"], ["status", "x", "--delete"], ["keys", "a=b"]
+
+
+@pytest.mark.parametrize("typed", WRONG)
 def test_what_is_typed_wrong_ends_in_two(typed):
     done = command(*typed)
     assert done.returncode == 2 and "Traceback" not in done.stderr

@@ -54,7 +54,7 @@ def test_a_dry_run_needs_no_slurm_and_writes_nothing(toy_file, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "#SBATCH --array=0-1%2" in done.stdout and "--account=def-yourpi" in done.stdout
     assert "--dependency=afterany:JOB0\n" in done.stdout
-    assert "2 runs, 0 done, 2 to do" in done.stdout
+    assert "2 runs: 2 to do\n" in done.stdout
     assert not (tmp_path / "out").exists()
 
 
@@ -134,7 +134,7 @@ def test_the_scripts_take_files_from_where_they_are_typed(tmp_path):
         assert "#SBATCH --account=def-mine" in done.stdout, done.stderr
         assert "--job-name=own.train" in done.stdout and "--array=0-5%3" in done.stdout
     done = typed("sweep_grid", "--dry-run", cwd=tmp_path)
-    assert "24 runs, 0 done, 24 to do" in done.stdout, done.stderr
+    assert "24 runs and 1 base model to score: 25 to do" in done.stdout, done.stderr
     assert f"bash {PROJECT}/slurm/sweeps.sh prefetch configs/sweeps/grid.yaml" in done.stdout
 
 
