@@ -6,7 +6,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from calibeval.io import InputError
-from calibeval.request import Task
 from calibeval.tasks import HUB, load
 from sweeps import local, prefetch, score
 from sweeps.config import Cluster, load_cluster
@@ -30,71 +29,48 @@ def problems(plan: Plan, executor: str) -> list[str]:
 
 
 def _files(plan: Plan) -> list[str]:
-    """Models, data, questions: what is not here, each once, and the one command that fetches it."""
-    trains, world, kinds = backend(plan.sweep.backend), plan.sweep.world, {}
+    """Models, data, questions: what is not fetched yet, else what is not there or not readable."""
+    made_by = plan.sweep.prefetch.made_by
+    hint = [f"models and data of this sweep are made by: {made_by}"] * bool(made_by)
+    if fetched := [asset.name for asset in prefetch.assets(plan) if not asset.here]:
+        command = f"where there is internet: {again('prefetch', *plan.typed)}"
+        return [*(f"not fetched: {name}" for name in fetched), *hint, command]
+    trains, world, kinds, found = backend(plan.sweep.backend), plan.sweep.world, {}, []
     for cell in plan.cells:  # runs that differ in a number only need the same things
         if not cell.run.trained:
             words = {k: v for k, v in cell.config.train.items() if isinstance(v, str)}
             kinds.setdefault(str(words), cell.config)
-    lacking, found = [], []
     for config in kinds.values():
-        lacking += [*_model(config.train), *_train_file(config.train.get("train_file"))]
-        found += trains.missing(config.keys, world)
+        found += _models(config.train)
+        try:
+            if file := config.train.get("train_file"):
+                conversations(Path(file).absolute(), 100_000)
+        except InputError as error:
+            found.append(f"train.train_file: {error}")
     for key, file in {"deepspeed": world.deepspeed, "fsdp": world.fsdp}.items():
         if file and not Path(file).is_file():
-            lacking.append((file, f"world.{key}: {file}: no such file"))
+            found.append(f"world.{key}: {Path(file).absolute()}: no such file")
     for task in plan.sweep.score.tasks if plan.sweep.score else ():
-        lacking += _questions(task)
-    fetched = [asset for asset in prefetch.assets(plan) if not asset.here()]
-    # What prefetch makes, or fills, is named by it, not once more by the key.
-    lacking = [one for one in lacking if not any(prefetch.meet(one[0], a.place) for a in fetched)]
-    found = [*(sentence for _, sentence in lacking), *found]
-    if any(not Path(path).is_absolute() for path, _ in lacking):
-        found.append(f"relative paths of a sweep start in {Path.cwd()}")
-    if (lacking or fetched) and plan.sweep.prefetch.made_by:
-        found.append(f"models and data of this sweep are made by: {plan.sweep.prefetch.made_by}")
-    found += [f"not fetched: {asset.name}" for asset in fetched]
-    return found + [f"where there is internet: {again('prefetch', *plan.typed)}"] * bool(fetched)
-
-
-def _model(train: dict) -> Iterator[tuple[str, str]]:
-    """What a model lacks: paths, each with a sentence; hub models are prefetch's business."""
-    key = "model_name_or_path"
-    of_tokenizer = "tokenizer_name" if train.get("tokenizer_name") else key
-    wanted = (
-        (key, ("config.json",)),
-        (key, ("model*.safetensors", "pytorch_model*.bin")),
-        (of_tokenizer, ("tokenizer.json", "tokenizer.model", "vocab*")),
-    )
-    for key, names in wanted:
-        name, folder = train[key], Path(train[key])
-        if not folder.is_dir() and not prefetch.on_hub(name):
-            yield name, f"train.{key}: {name}: no such folder"
-        elif folder.is_dir() and not any(any(folder.glob(one)) for one in names):
-            yield name, f"train.{key}: {name}: no {' or '.join(names)} in this folder"
-
-
-def _train_file(name: str | None) -> Iterator[tuple[str, str]]:
-    """What is wrong with a file of conversations."""
-    if name and not Path(name).is_file():
-        yield name, f"train.train_file: {name}: no such file"
-    elif name:
         try:
-            conversations(Path(name), 100_000)
-        except InputError as error:
-            yield name, f"train.train_file: {error}"
+            if not task.data.startswith(HUB):
+                load(task)
+        except InputError as error:  # which would show only after the training
+            found.append(f"score: {task.key}: {error}")
+    found += hint if found else []
+    for config in kinds.values():
+        found += trains.missing(config.keys, world)
+    return found
 
 
-def _questions(task: Task) -> Iterator[tuple[str, str]]:
-    """What keeps a task from being asked, which would show only after the training."""
-    try:
-        if task.data.startswith(HUB):
-            return
-        if not Path(task.data).exists():
-            raise InputError(f"data: {task.data}: no such file or folder")
-        load(task)
-    except InputError as error:
-        yield task.data, f"score: {task.key}: {error}"
+def _models(train: dict) -> Iterator[str]:
+    """What folders of a model and its tokenizer lack; hub models are prefetch's business."""
+    for key, kind in prefetch.MODELS.items():
+        key = key if train.get(key) else "model_name_or_path"
+        folder = Path(train[key])
+        if not prefetch.on_hub(train[key]) and not prefetch.whole(folder, kind):
+            lacks = f"no {' or '.join(prefetch.FILES[kind])}, or not all that its index names"
+            said = lacks if folder.is_dir() else "no such folder"
+            yield f"train.{key}: {folder.absolute()}: {said}"
 
 
 def _requests(plan: Plan) -> list[str]:

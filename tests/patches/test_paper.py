@@ -44,7 +44,7 @@ def test_both_scales_ask_the_same_and_show_the_same(name):
 
 def test_all_that_table1_reads_is_fetched():
     planned = plan(TABLE1, [])
-    places = {asset.place for asset in prefetch.assets(planned)}
+    places = {asset.name.split()[-1] for asset in prefetch.assets(planned)}
     read = {cell.config.train["train_file"] for cell in planned.cells}
     read |= {cell.config.train["model_name_or_path"] for cell in planned.cells}
     assert read <= places
@@ -88,5 +88,5 @@ def test_what_the_hub_says_of_a_gated_model_is_told_whole():
     def refused():
         raise OSError("\n\n".join(said))
 
-    asset = prefetch.Asset("model owner/n", "owner/n", lambda: False, refused)
+    asset = prefetch.Asset("model owner/n", False, refused)
     assert prefetch.fetch([asset]) == ["model owner/n: OSError: " + " ".join(said)]
