@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from calibeval.io import InputError, read_text
 from calibeval.request import Natural, Positive, Request, Seq, Strict
@@ -145,23 +145,15 @@ class Cluster(Strict):
     memory_per_node: str | None = option(None, "sbatch --mem, for example 64G")
     signal_seconds: Positive = option(300, "how long before the time limit a run saves")
     modules: Seq[str] = option((), "module load …")
-    setup: Seq[str] = option((), "shell lines before all of ours; the first to fail ends the job")
+    setup: Seq[str] = option((), "shell lines, `export X=…` among them; the first to fail ends all")
     python: str = option("auto", "command in the job; auto: the interpreter that submits")
-    environment: dict[str, str] = option({}, "variables of the jobs; tokens belong in secrets_file")
     pass_environment: Seq[str] = option((), "variables to copy from the shell; no others are")
-    secrets_file: str | None = option(None, "NAME=value lines, read in the job; chmod 600")
+    secrets_file: str | None = option(None, "NAME=value lines, tokens', read in jobs; chmod 600")
     offline: bool = option(False, "nodes have no internet: Hugging Face and wandb make no call")
     cache: str | None = option(None, "HF_HOME of the jobs, which prefetch fills")
     extra: Seq[Annotated[str, Field(pattern=r"^--[a-z-]+(=.+)?$")]] = option(
         (), "more of sbatch's, --mail-type=FAIL"
     )
-
-    @field_validator("environment")
-    @classmethod
-    def _public(cls, given: dict[str, str]) -> dict[str, str]:
-        if secret := [x for x in given if re.search("TOKEN|SECRET|PASSWORD|API_KEY", x)]:
-            raise ValueError(f"{secret[0]}: belongs in the file of secrets_file")
-        return given
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):

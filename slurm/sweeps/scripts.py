@@ -1,7 +1,6 @@
 """What sbatch is handed: a function of sweep, profile and places alone, in submitit's words."""
 
 import os
-import re
 import shlex
 import sys
 from dataclasses import dataclass
@@ -97,13 +96,11 @@ def setup(cluster: Cluster, file: str | None, code: Path) -> list[str]:
     if cluster.offline:
         lines.append("export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1")
         lines.append("export WANDB_MODE=offline")
-    home = {"HF_HOME": cluster.cache} if cluster.cache else {}
-    for key, value in (home | cluster.environment).items():
-        quoted = re.sub(r'(["`\\])', r"\\\1", value)  # but $VARIABLES are read
-        lines.append(f'export {key}="{quoted}"')
-    lines.append(f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}")
+    if cluster.cache:
+        lines.append(f'export HF_HOME="{cluster.cache}"')  # with $VARIABLES of the job
     if cluster.setup:
         lines += ["set -e", *cluster.setup, "set +e"]
+    lines.append(f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}")
     if cluster.secrets_file:
         # tested by itself: a file whose last line is merely false is no reason to end
         secret = f'"{cluster.secrets_file}"'

@@ -100,11 +100,6 @@ def test_a_file_that_is_none_is_named(tmp_path):
         ("partitoin", "gpu", "unknown key"),
         ("time", 12, "Input should be a valid string"),
         ("extra", "[-C gpu]", "String should match pattern"),
-        (
-            "environment",
-            "{HF_TOKEN: x}",
-            "environment.HF_TOKEN: belongs in the file of secrets_file",
-        ),
     ],
 )
 def test_a_bad_profile_is_refused(tmp_path, key, value, expected):
