@@ -25,7 +25,6 @@ class Outcome(Enum):
 
     DONE = 0
     FAILED = 1
-    REFUSED = 2  # the user must change something first
     STOPPED = 75  # sysexits.h, EX_TEMPFAIL: saved because somebody asked; to be continued
 
 
@@ -41,7 +40,7 @@ def work(
     except InputError as error:  # it was edited, or is gone
         print(f"error: {error}", file=sys.stderr, flush=True)
         run.note("ended", error=str(error))
-        return Outcome.REFUSED
+        return Outcome.FAILED
     while stage := next_stage(run, config):
         if (times := run.idle()) > config.max_idle_restarts:
             return _give_up(run, times)
@@ -62,7 +61,7 @@ def work(
             print(f"{run.name}: {stage}: killed (exit {code}), step {run.step()}", flush=True)
         else:
             run.note("ended", exit=code, error=_reason(run, code, said))
-            return Outcome.REFUSED if code == Outcome.REFUSED.value else Outcome.FAILED
+            return Outcome.FAILED
     finish(run, config)
     return Outcome.DONE
 

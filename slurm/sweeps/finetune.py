@@ -12,7 +12,6 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from operator import itemgetter
 from pathlib import Path
@@ -64,8 +63,8 @@ def fit(run: Run) -> None:
     step, steps = trainer.state.global_step, trainer.state.max_steps
     if step == steps:
         save_model(trainer, tokenizer)
-    elif trainer.is_world_process_zero():
-        print(f"stopped: step {step} of {steps} is saved", flush=True)
+    else:
+        say(f"stopped: step {step} of {steps} is saved")
     if step < steps or stop.everywhere():
         raise SystemExit(Outcome.STOPPED.value)
 
@@ -75,7 +74,6 @@ def made(run: Run, stop: "Stop") -> tuple["SweepTrainer", object, str | None]:
     config = run.config()
     keys, world = config.keys, config.world
     rank, precision = int(os.environ.get("RANK", "0")), world.mixed_precision
-    say = print if rank == 0 else lambda *_: None
     transformers_logging.disable_progress_bar()
     datasets.disable_progress_bars()
 
@@ -88,9 +86,9 @@ def made(run: Run, stop: "Stop") -> tuple["SweepTrainer", object, str | None]:
     say(f"device: {arguments.device}, {arguments.world_size} processes")
     say(updates.summary)
     set_seed(keys.seed)  # what is not in the base model is drawn alike on all ranks
-    model = load_model(keys, len(tokenizer), say)
+    model = load_model(keys, len(tokenizer))
     saved_as = copy.deepcopy(model.config)
-    model = prepare(model, keys, updates, precision != "no", say)
+    model = prepare(model, keys, updates, precision != "no")
     trainer = SweepTrainer(run, keys, saved_as, model, args=arguments, train_dataset=updates)
     trainer.add_callback(Course(trainer, stop))
     own = {"filter_eps": keys.filter_eps}
@@ -98,9 +96,14 @@ def made(run: Run, stop: "Stop") -> tuple["SweepTrainer", object, str | None]:
         own["smoothing_target"] = updates.frequencies(model.config.vocab_size)
     patch_trainer(trainer, reduction="sum", eval_logits=False, **own)
     set_seed(keys.seed, device_specific=True)
-    found = [latest(run.checkpoints, trainer.facts) if rank == 0 else None]
+    found = [latest(run.checkpoints, updates.digest) if rank == 0 else None]
     (found,) = broadcast_object_list(found)
     return trainer, tokenizer, found and str(found)
+
+
+def say(text: str) -> None:
+    """Print on the first rank."""
+    PartialState().print(text, flush=True)
 
 
 def training_arguments(run: Run, keys: "Train", world: World, steps: int) -> TrainingArguments:
@@ -154,7 +157,7 @@ def training_arguments(run: Run, keys: "Train", world: World, steps: int) -> Tra
     return arguments
 
 
-def load_model(keys: "Train", tokens: int, say: Callable = print) -> nn.Module:
+def load_model(keys: "Train", tokens: int) -> nn.Module:
     """The causal LM in fp32; in its own precision if it is frozen, beside adapters in fp32."""
     name, what = keys.model_name_or_path, "a causal language model"
     config = load(AutoConfig, name, "a config")
@@ -172,9 +175,7 @@ def load_model(keys: "Train", tokens: int, say: Callable = print) -> nn.Module:
     return model
 
 
-def prepare(
-    model: nn.Module, keys: "Train", updates: Updates, half: bool, say: Callable = print
-) -> nn.Module:
+def prepare(model: nn.Module, keys: "Train", updates: Updates, half: bool) -> nn.Module:
     """The model with packed attention, adapters and compiled layers, as far as they are wanted."""
     gpu = torch.cuda.is_available()
     packed = gpu and half if keys.packing is None else keys.packing
@@ -216,8 +217,6 @@ class SweepTrainer(Trainer):
         self.run, self.keys, self.updates = run, keys, self.train_dataset
         self.saved_as = saved_as  # the configuration of model/
         self.part = run.checkpoints / ".part"  # where a checkpoint is made
-        # What a checkpoint must have been written with.
-        self.facts = {"processes": self.args.world_size, "data": self.updates.digest}
 
     def get_train_dataloader(self) -> DataLoader:
         gpu = self.args.device.type == "cuda"
@@ -275,7 +274,6 @@ class SweepTrainer(Trainer):
             logs["loss"] *= done * self.args.world_size / targets
             pace = max(now - self.clock, 1e-9) / done
             logs["tokens_per_second"] = round(tokens / done / pace, 1)
-            logs["seconds_per_step"] = round(pace, 5)
             if self.args.device.type == "cuda":
                 memory = torch.cuda.max_memory_allocated() / 2**30
                 logs["gpu_memory_gib"] = round(memory, 2)
@@ -298,8 +296,8 @@ class SweepTrainer(Trainer):
         if self.is_world_process_zero():
             rows = [row for row in read_rows(self.run.metrics) if row["step"] <= self.step]
             write_text(self.run.metrics, "".join(json.dumps(row) + "\n" for row in rows))
-            if self.step:
-                print(f"resumed: step {self.step} of {self.state.max_steps}", flush=True)
+        if self.step:
+            say(f"resumed: step {self.step} of {self.state.max_steps}")
 
     def _get_output_dir(self, trial: None) -> str:
         return str(self.part)
@@ -314,7 +312,7 @@ class SweepTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         if self.is_world_process_zero():
             (made,) = part.iterdir()
-            keep(made, folder, self.facts, self.keys.keep_last_n_checkpoints)
+            keep(made, folder, self.updates.digest, self.keys.keep_last_n_checkpoints)
             part.rmdir()
         self.accelerator.wait_for_everyone()  # torchrun ends all ranks with the first to leave
 

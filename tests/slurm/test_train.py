@@ -470,17 +470,16 @@ def test_a_damaged_checkpoint_is_set_aside_and_other_data_refused(
     with open(newest / "optimizer.pt", "r+b") as weights:
         weights.seek(100)
         weights.write(b"x")
-    facts = json.loads((older / checkpoint.FACTS).read_text())
-    facts = {key: facts[key] for key in ("processes", "data")}
-    assert checkpoint.latest(run.checkpoints, facts) == older
+    data = json.loads((older / checkpoint.STATE).read_text())["data"]
+    assert checkpoint.latest(run.checkpoints, data) == older
     assert "step-4: damaged; set aside as damaged-step-4" in capsys.readouterr().out
-    (older / checkpoint.FACTS).write_text("{")
-    assert checkpoint.latest(run.checkpoints, facts) is None
+    (older / checkpoint.STATE).write_text("{")
+    assert checkpoint.latest(run.checkpoints, data) is None
     shutil.rmtree(run.path)
     run = finished(sweep_file(grid={}, train=train))
     shutil.rmtree(run.model)
     file.write_text(file.read_text().replace("w1 ", "w2 "))
-    with pytest.raises(InputError, match=r"step-4: written with data='\w+', now '\w+'; restore"):
+    with pytest.raises(InputError, match=r"step-4: written with other data, \w+, now \w+; restore"):
         finetune.fit(run)
 
 
