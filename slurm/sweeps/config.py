@@ -246,12 +246,13 @@ def check(
     model: type[M],
     raw: Any,
     source: str,
-    places: Mapping[str, str] | None = None,
+    places: Mapping[str, str],
     section: Callable[[str], str] = lambda key: "",
 ) -> M:
     """Build `model` from `raw`; raises InputError with a line for each problem.
 
-    `places` says where keys stand, `section` under which key of the file one of `raw` does.
+    `places` says where keys stand, or those above them, `section` under which key of the file one
+    of `raw` does.
     """
     try:
         return model.model_validate(raw)
@@ -270,15 +271,11 @@ def check(
             dotted = f"{dotted}.{key}".lstrip(".")
         else:
             said = f"found {item['input']!r}: {said}"
-        lines.append(f"{place(dotted, source, places or {})}: {dotted}: {said}")
+        above = dotted
+        while above and above not in places:
+            above = above.rpartition(".")[0]
+        lines.append(f"{places.get(above, source)}: {dotted}: {said}")
     raise InputError("\n       ".join(dict.fromkeys(lines)))
-
-
-def place(dotted: str, source: str, places: Mapping[str, str]) -> str:
-    """Where a key, or the nearest key above it, stands."""
-    parts = dotted.split(".")
-    above = (".".join(parts[:depth]) for depth in range(len(parts), 0, -1))
-    return next((places[one] for one in above if one in places), source)
 
 
 def documentation(schema: dict, kinds: dict[str, dict], indent: str = "") -> Iterator[str]:

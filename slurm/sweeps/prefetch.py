@@ -79,15 +79,11 @@ def assets(plan: Plan) -> list[Asset]:
     items = [(f"data set {d.hub}", d, _dataset) for d in plan.sweep.prefetch.datasets]
     items += [(f"archive {a.url}", a, _archive) for a in plan.sweep.prefetch.archives]
     for what, item, fetch in items:
-        if any(meet(path, item.to) for path in paths):  # no override left it out
-            here = Path(item.to).exists()
-            found.append(Asset(f"{what} → {item.to}", here, partial(fetch, item)))
+        made = Path(item.to)
+        # No override left it out: a path that is read lies in it, or holds it.
+        if any(made.is_relative_to(path) or Path(path).is_relative_to(made) for path in paths):
+            found.append(Asset(f"{what} → {made}", made.exists(), partial(fetch, item)))
     return found
-
-
-def meet(one: str, other: str) -> bool:
-    """Whether one of two paths is the other, or lies in it."""
-    return Path(one).is_relative_to(other) or Path(other).is_relative_to(one)
 
 
 def fetch(wanted: list[Asset]) -> list[str]:

@@ -25,12 +25,6 @@ class Job:
     names: tuple[str, ...] = ()
 
 
-def environment(cluster: Cluster) -> dict[str, str]:
-    """What sbatch gets to see: SBATCH_ACCOUNT and the like, of the shell, would override."""
-    allowed = {*EXPORTED, *cluster.pass_environment}
-    return {key: value for key, value in os.environ.items() if key in allowed}
-
-
 def parameters(sweep: Sweep, cluster: Cluster, job: Job, place: Path, ids: list[str]) -> dict:
     """What submitit is told of a job."""
     trains, collects = job.what == "train", job.what == "collect"

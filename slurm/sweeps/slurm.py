@@ -26,7 +26,7 @@ from sweeps.config import Cluster, load_cluster
 from sweeps.element import Outcome
 from sweeps.plan import Plan
 from sweeps.run import Run, held, job_id, last_error, locked, output
-from sweeps.scripts import ENDLESS, Job, environment, script
+from sweeps.scripts import ENDLESS, EXPORTED, Job, script
 from sweeps.snapshot import snapshot
 
 PATIENCE = 20  # seconds; twice what Slurm's tools wait for a controller that is busy
@@ -222,7 +222,9 @@ def _submit(plan: Plan) -> dict[str, str]:
 
 def sbatch(text: str, cluster: Cluster, name: str) -> str:
     """Hand a script to sbatch; its job's id, also where only the answer was lost."""
-    keys = {"text": True, "capture_output": True, "env": environment(cluster)}
+    # SBATCH_ACCOUNT and the like, of the shell, would override the profile.
+    names = os.environ.keys() & {*EXPORTED, *cluster.pass_environment}
+    keys = {"text": True, "capture_output": True, "env": {x: os.environ[x] for x in names}}
     done = subprocess.run(["sbatch", "--parsable"], input=text, **keys)
     if done.returncode == 0:
         return done.stdout.strip().partition(";")[0]
