@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -133,17 +133,7 @@ def encode(part: list[list[dict]], tokenizer) -> Iterator[tuple[list[int], Seque
 
 def render(messages: list[dict], tokenizer) -> tuple[str, list[tuple[int, int]]]:
     """A conversation's text, and the characters that the assistant wrote."""
-
-    def templated(part: list[dict], **more: bool) -> str:
-        try:
-            return tokenizer.apply_chat_template(part, tokenize=False, **more)
-        except Exception as error:  # whatever a template raises
-            shown = json.dumps(part, ensure_ascii=False)[:200]
-            raise InputError(
-                f"{tokenizer.name_or_path}: its chat template refuses {shown}: {error}; "
-                "use train.chat_template_name=tulu"
-            ) from error
-
+    templated = partial(tokenizer.apply_chat_template, tokenize=False)
     text, spans = templated(messages), []
     for i, message in enumerate(messages):
         if message["role"] != "assistant":

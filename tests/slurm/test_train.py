@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from jinja2 import TemplateError
 from real import equal, prepare, wait_for
 from safetensors.torch import load_file
 from transformers import (
@@ -132,7 +133,7 @@ def test_alpacas_rows_read_as_its_own_prompt(tiny, tmp_path):
 
 
 def test_what_cannot_be_read_is_named(tiny, tmp_path):
-    """Bad rows, and templates that refuse a system message as Gemma's and Mistral's do."""
+    """Bad rows; what a template refuses, as Gemma's and Mistral's do a system message, it says."""
     for row in ("{", "[]", '{"messages": []}', '{"messages": [{"role": "user"}]}'):
         path = write(tmp_path / "a.jsonl", turns("B", "A"))
         path.write_text(path.read_text() + row + "\n")
@@ -141,11 +142,8 @@ def test_what_cannot_be_read_is_named(tiny, tmp_path):
     path = write(tmp_path / "chats.jsonl", [{"role": "system", "content": "be nice"}])
     tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
     tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(TemplateError, match="System role not supported"):
         tokenised(keys_of(tiny, train_file=str(path)), tokenizer)
-    shown = 'refuses [{"role": "system", "content": "be nice"}]: System role not supported; '
-    assert f"{tiny}/model: its chat template {shown}" in str(caught.value)
-    assert str(caught.value).endswith("use train.chat_template_name=tulu")
     tokenizer.chat_template = "{{ messages | length }}{{ messages[-1]['content'] }}"
     write(path, turns("a", "b", "c", "d"))
     with pytest.raises(InputError, match="rewrites earlier messages"):
