@@ -126,7 +126,7 @@ def _launch(a: argparse.Namespace) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     number, lost = local.launch(plan)
     if number:
-        print("\n".join([*lost, "stopped; the same command continues"]), file=sys.stderr)
+        print("stopped; the same command continues", file=sys.stderr)
         return 128 + number
     return 1 if collect.collect(plan) or lost else 0
 

@@ -177,23 +177,19 @@ def _write(plan: Plan, cells: list[Cell], gaps: list[str], part: Path) -> None:
     rows, listed = runs_table(plan), entries(plan, cells)
     best, chosen = best_learning_rates(plan, cells)
     write_text(part / "runs.csv", pd.DataFrame(rows).to_csv(index=False))
-    how = plan.sweep.score.columns if plan.sweep.score else report.DEFAULT
-    if best:
-        write_text(part / "best_learning_rates.csv", pd.DataFrame(best).to_csv(index=False))
-        bases = [cell for cell in cells if cell.config.backend is None]
-        best_table(plan, bases + chosen, part)
     items = "".join(f"<li class=gap>{escape(line)}" for line in gaps)
     note = f"<p>{counted(len(rows), 'run')}, {counted(len(gaps), 'gap')}</p><ul>{items}</ul>"
-    sections = []
+    sections = [f"<h2>Runs</h2>{report.plain_table(rows)}"]
     if best:
+        write_text(part / "best_learning_rates.csv", pd.DataFrame(best).to_csv(index=False))
+        best_table(plan, [cell for cell in cells if cell.config.backend is None] + chosen, part)
         said = escape(f"Chosen on {plan.sweep.score.select_on}, not on the other data sets.")
-        names = ("trained_on", "model")  # paths, whose last part people know
-        shown = [row | {key: PurePath(row[key]).name for key in names} for row in best]
-        sections.append(f"<h2>Best learning rates</h2>{report.plain_table(shown)}<p>{said}</p>")
-    sections.append(f"<h2>Runs</h2>{report.plain_table(rows)}")
+        table = report.plain_table(best)
+        sections.insert(0, f"<h2>Best learning rates</h2>{table}<p>{said}</p>")
     if listed:
         write_text(part / "index.jsonl", "".join(json.dumps(row) + "\n" for row in listed))
-        options = {"title": plan.sweep.name, "note": note, "sections": sections, "columns": how}
-        print(report.collect(part / "index.jsonl", part, **options), end="")
+        options = {"title": plan.sweep.name, "note": note, "sections": sections}
+        columns = plan.sweep.score.columns if plan.sweep.score else report.DEFAULT
+        print(report.collect(part / "index.jsonl", part, columns, **options), end="")
     else:
         report.write_page(plan.sweep.name, [note, *sections], part / "report.html")

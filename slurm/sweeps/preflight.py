@@ -35,11 +35,10 @@ def _files(plan: Plan) -> list[str]:
     if fetched := [asset.name for asset in prefetch.assets(plan) if not asset.here]:
         command = f"where there is internet: {again('prefetch', *plan.typed)}"
         return [*(f"not fetched: {name}" for name in fetched), *hint, command]
-    trains, world, kinds, found = backend(plan.sweep.backend), plan.sweep.world, {}, []
-    for cell in plan.cells:  # runs that differ in a number only need the same things
-        if not cell.run.trained:
-            words = {k: v for k, v in cell.config.train.items() if isinstance(v, str)}
-            kinds.setdefault(str(words), cell.config)
+    trains, world, found = backend(plan.sweep.backend), plan.sweep.world, []
+    todo = [cell.config for cell in plan.cells if not cell.run.trained]
+    # Runs that differ in a number only need the same things.
+    kinds = {str([v for v in one.train.values() if isinstance(v, str)]): one for one in todo}
     for config in kinds.values():
         found += _models(config.train)
         try:
