@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
         if name in ("train", "score"):
             sub.add_argument("folder", metavar="RUN_DIR", type=Path)
         elif name == "keys":
-            sub.add_argument("backend", nargs="?", help="whose `train:` keys; trainer unless given")
+            sub.add_argument("backend", nargs="?", default="trainer", help="whose `train:` keys")
         else:
             sub.add_argument("sweep", metavar="SWEEP", type=_place, help=SWEEP)
             sub.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides")
@@ -157,10 +157,7 @@ def _prefetch(a: argparse.Namespace) -> int:
 
     plan = _planned(a)
     prefetch.use_cache(load_cluster(plan.sweep.cluster))
-    wanted = prefetch.assets(plan)
-    if not wanted:
-        print("nothing to fetch: this sweep names files of this machine only", flush=True)
-    problems = prefetch.fetch(wanted)
+    problems = prefetch.fetch(prefetch.assets(plan))
     for problem in problems:
         print(f"failed: {problem}", file=sys.stderr)
     return 1 if problems else 0
@@ -170,10 +167,9 @@ def _keys(a: argparse.Namespace) -> int:
     from sweeps.config import Cluster, Sweep, documentation
     from sweeps.run import backend
 
-    name = a.backend or "trainer"
     for title, model in (
         ("A sweep file (configs/sweeps)", Sweep),
-        (f"`train:` and `grid:` of backend {name}", backend(name).Train),
+        (f"`train:` and `grid:` of backend {a.backend}", backend(a.backend).Train),
         ("A cluster profile (configs/cluster)", Cluster),
     ):
         schema = model.model_json_schema()

@@ -154,8 +154,8 @@ def runs_table(plan: Plan) -> list[dict]:
     for cell in plan.cells:
         one = states[cell.run.name]
         row = {"run": one.name, **cell.values, "seed": cell.config.train["seed"]}
-        kept = ("state", "detail", "restarts", "scored")
-        rows.append(row | {key: getattr(one, key) for key in kept})
+        row |= {"state": one.state, "detail": one.detail}
+        rows.append(row | {"restarts": one.restarts, "scored": one.scored})
     return rows
 
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping
 from enum import Enum
 
-from calibeval.io import InputError
 from sweeps import score
 from sweeps.ranks import end_with_parent
 from sweeps.run import Run, RunConfig, last_error, tail
@@ -35,12 +34,7 @@ def work(
 
     Killed programs start again, but not more than `max_idle_restarts` times without progress.
     """
-    try:
-        config = run.config()
-    except InputError as error:  # it was edited, or is gone
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        run.note("ended", error=str(error))
-        return Outcome.FAILED
+    config = run.config()
     while stage := next_stage(run, config):
         if (times := run.idle()) > config.max_idle_restarts:
             return _give_up(run, times)
@@ -82,14 +76,11 @@ def finish(run: Run, config: RunConfig) -> None:
 
 
 def _give_up(run: Run, times: int) -> Outcome:
-    rows = run.attempts()
-    last = next((row for row in reversed(rows) if "exit" in row), {})
-    error = f"{times} attempts in a row brought it no further; the last ended with "
-    error += f"exit {last.get('exit')}" if last else "its job"
-    if last.get("exit") in (-signal.SIGKILL, KILLED[0]):
+    error = f"{times} attempts in a row brought it no further"
+    last = next((row["exit"] for row in reversed(run.attempts()) if "exit" in row), None)
+    if last in (-signal.SIGKILL, KILLED[0]):
         error += ": out of memory, perhaps: raise memory_per_node or lower the batch"
-    if "error" not in rows[-1]:
-        run.note("ended", error=error)
+    run.note("ended", error=error)
     return Outcome.FAILED
 
 

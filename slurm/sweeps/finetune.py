@@ -15,7 +15,6 @@ import time
 from contextlib import nullcontext
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import datasets
 import torch
@@ -42,9 +41,7 @@ from sweeps.config import World
 from sweeps.data import TILE, Updates, make_tokenizer, tokenised
 from sweeps.element import Outcome
 from sweeps.run import Run, read_rows
-
-if TYPE_CHECKING:
-    from sweeps.train import Lora, Train
+from sweeps.train import Lora, Train
 
 SAME = {"learning_rate", "lr_scheduler_type", "weight_decay", "per_device_train_batch_size"}
 SAME |= {"gradient_checkpointing", "seed", "logging_steps"}  # keys that the Trainer calls alike
@@ -106,7 +103,7 @@ def say(text: str) -> None:
     PartialState().print(text, flush=True)
 
 
-def training_arguments(run: Run, keys: "Train", world: World, steps: int) -> TrainingArguments:
+def training_arguments(run: Run, keys: Train, world: World, steps: int) -> TrainingArguments:
     """The Trainer's arguments, which also start this rank; before the model, for ZeRO-3's sake."""
     clip, deepspeed, fsdp, gpu = keys.clip_grad_norm, None, None, torch.cuda.is_available()
     if world.deepspeed:
@@ -157,7 +154,7 @@ def training_arguments(run: Run, keys: "Train", world: World, steps: int) -> Tra
     return arguments
 
 
-def load_model(keys: "Train", tokens: int) -> nn.Module:
+def load_model(keys: Train, tokens: int) -> nn.Module:
     """The causal LM in fp32; in its own precision if it is frozen, beside adapters in fp32."""
     name, what = keys.model_name_or_path, "a causal language model"
     config = load(AutoConfig, name, "a config")
@@ -175,7 +172,7 @@ def load_model(keys: "Train", tokens: int) -> nn.Module:
     return model
 
 
-def prepare(model: nn.Module, keys: "Train", updates: Updates, half: bool) -> nn.Module:
+def prepare(model: nn.Module, keys: Train, updates: Updates, half: bool) -> nn.Module:
     """The model with packed attention, adapters and compiled layers, as far as they are wanted."""
     gpu = torch.cuda.is_available()
     packed = gpu and half if keys.packing is None else keys.packing
@@ -196,8 +193,6 @@ def prepare(model: nn.Module, keys: "Train", updates: Updates, half: bool) -> nn
             target_modules=keys.lora.targets if every else list(keys.lora.targets),
         )
         model = get_peft_model(model, adapters)
-        trained, whole = model.get_nb_trainable_parameters()
-        say(f"adapters: {trained} of {whole} weights are trained")
     if compiled is None:  # nobody asked for it, so a machine without a compiler does without
         compiled = gpu and packed and len(updates) >= COMPILE_FROM
         torch._dynamo.config.suppress_errors = True
@@ -212,7 +207,7 @@ def prepare(model: nn.Module, keys: "Train", updates: Updates, half: bool) -> nn
 class SweepTrainer(Trainer):
     """transformers' Trainer where a batch is a whole update: this rank's micro-batches."""
 
-    def __init__(self, run: Run, keys: "Train", saved_as: object, *given, **more) -> None:
+    def __init__(self, run: Run, keys: Train, saved_as: object, *given, **more) -> None:
         super().__init__(*given, **more)
         self.run, self.keys, self.updates = run, keys, self.train_dataset
         self.saved_as = saved_as  # the configuration of model/
@@ -290,15 +285,6 @@ class SweepTrainer(Trainer):
                 out.write(json.dumps(row | {"time": round(time.time(), 1)}) + "\n")
         super().log(logs)
 
-    def begin(self) -> None:
-        """Start the clock, and forget rows of updates that are about to be computed again."""
-        self.clock, self.step = time.monotonic(), self.state.global_step
-        if self.is_world_process_zero():
-            rows = [row for row in read_rows(self.run.metrics) if row["step"] <= self.step]
-            write_text(self.run.metrics, "".join(json.dumps(row) + "\n" for row in rows))
-        if self.step:
-            say(f"resumed: step {self.step} of {self.state.max_steps}")
-
     def _get_output_dir(self, trial: None) -> str:
         return str(self.part)
 
@@ -324,7 +310,14 @@ class Course(TrainerCallback):
         self.trainer, self.stop = trainer, stop
 
     def on_train_begin(self, args, state, control, **_) -> None:
-        self.trainer.begin()
+        """Start the clock, and forget rows of updates that are about to be computed again."""
+        self.trainer.clock, self.trainer.step = time.monotonic(), state.global_step
+        metrics = self.trainer.run.metrics
+        if state.is_world_process_zero:
+            rows = [row for row in read_rows(metrics) if row["step"] <= state.global_step]
+            write_text(metrics, "".join(json.dumps(row) + "\n" for row in rows))
+        if state.global_step:
+            say(f"resumed: step {state.global_step} of {state.max_steps}")
 
     def on_step_end(self, args, state, control, **_) -> None:
         keys, updates, step = self.trainer.keys, self.trainer.updates, state.global_step
@@ -367,11 +360,11 @@ def save_model(trainer: SweepTrainer, tokenizer) -> None:
     if trainer.is_world_process_zero():
         part = run.path / ".model.part"
         shutil.rmtree(part, ignore_errors=True)
-        if lora and lora.save == "merged":
-            plain, state = plain.get_base_model(), merged(state, lora)
         if lora and lora.save == "adapter":
             plain.save_pretrained(str(part), state_dict=state)
         else:
+            if lora:
+                plain, state = plain.get_base_model(), merged(state, lora)
             if config.tie_word_embeddings:
                 state.pop("lm_head.weight", None)
             state = {name: value.to(config.dtype) for name, value in state.items()}
@@ -382,7 +375,7 @@ def save_model(trainer: SweepTrainer, tokenizer) -> None:
     trainer.accelerator.wait_for_everyone()
 
 
-def merged(state: dict[str, Tensor], lora: "Lora") -> dict[str, Tensor]:
+def merged(state: dict[str, Tensor], lora: Lora) -> dict[str, Tensor]:
     """An ordinary model's weights, W + (alpha / r) B A, of one with adapters."""
     found = {}
     for name, value in state.items():

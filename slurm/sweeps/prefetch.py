@@ -39,15 +39,15 @@ def on_hub(name: str) -> bool:
     return not Path(name).exists() and name.count("/") == 1 and name[0] not in "./~"
 
 
-def hub_snapshot(name: str, kind: str = "models", revision: str | None = None) -> Path | None:
-    """The newest whole snapshot of `owner/name`, or that revision's; None if there is none here."""
+def on_disk(name: str, kind: str, revision: str | None = None) -> bool:
+    """Whether a whole snapshot of the hub's `owner/name`, or that revision's, is here."""
     home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
     folder = cache / f"{kind.replace('tokenizers', 'models')}--{name.replace('/', '--')}"
     branch = folder / "refs" / str(revision)
     commit = branch.read_text() if branch.is_file() else revision
-    found = [p for p in folder.glob("snapshots/*") if commit in (None, p.name) and whole(p, kind)]
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+    found = (path for path in folder.glob("snapshots/*") if commit in (None, path.name))
+    return any(whole(path, kind) for path in found)
 
 
 def whole(folder: Path, kind: str) -> bool:
@@ -68,11 +68,11 @@ def assets(plan: Plan) -> list[Asset]:
     for kind, name, revision in dict.fromkeys(names):
         if name and on_hub(name):
             what = f"{kind.rstrip('s')} {name}" + (f" at {revision}" if revision else "")
-            here = hub_snapshot(name, kind, revision) is not None
+            here = on_disk(name, kind, revision)
             found.append(Asset(what, here, partial(_model, name, revision)))
     for data, task in {task.data: task for task in tasks}.items():
         if data.startswith(HUB):
-            here = hub_snapshot(data.removeprefix(HUB), "datasets") is not None
+            here = on_disk(data.removeprefix(HUB), "datasets")
             found.append(Asset(f"questions {data}", here, partial(load, task)))
     paths = {value for train in trains for value in train.values() if isinstance(value, str)}
     paths |= {task.data for task in tasks}

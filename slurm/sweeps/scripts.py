@@ -64,7 +64,7 @@ def script(
     """The script of a job whose folder is `place`; collecting waits for `ids`. Needs no Slurm."""
     python = shlex.quote(sys.executable) if cluster.python == "auto" else cluster.python
     asked = parameters(sweep, cluster, job, place, ids)
-    lines, quoted = setup(cluster, sweep.cluster, code), shlex.quote(str(place))
+    lines, quoted = setup(cluster, code), shlex.quote(str(place))
     command = f"{python} -m sweeps collect {shlex.quote(str(place.parents[1]))}"
     if job.what != "collect":
         command = f"{python} -u -m submitit.core._submit {quoted}"
@@ -76,7 +76,7 @@ def script(
     return _make_sbatch_string(command, place, setup=lines, **asked)
 
 
-def setup(cluster: Cluster, file: str | None, code: Path) -> list[str]:
+def setup(cluster: Cluster, code: Path) -> list[str]:
     """The shell lines before the work."""
     lines = [
         "unset SLURM_EXPORT_ENV  # srun hands on what this job has, which is the list above",
@@ -84,9 +84,7 @@ def setup(cluster: Cluster, file: str | None, code: Path) -> list[str]:
     ]
     if cluster.modules:
         lines.append("command -v module >/dev/null || . /etc/profile")
-        load = f"module load {shlex.join(cluster.modules)}"
-        failed = shlex.quote(f"error: {load} failed (modules: in {file})")
-        lines.append(f"{load} || {{ echo {failed} >&2; exit 1; }}")
+        lines.append(f"module load {shlex.join(cluster.modules)} || exit 1")  # which says why
     if cluster.offline:
         lines.append("export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1")
         lines.append("export WANDB_MODE=offline")
@@ -96,10 +94,7 @@ def setup(cluster: Cluster, file: str | None, code: Path) -> list[str]:
         lines += ["set -e", *cluster.setup, "set +e"]
     lines.append(f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}")
     if cluster.secrets_file:
-        # tested by itself: a file whose last line is merely false is no reason to end
-        secret = f'"{cluster.secrets_file}"'
-        lines.append(f'[[ -r {secret} ]] || {{ echo "error: no" {secret} >&2; exit 2; }}')
-        lines.append(f"set -a; . {secret}; set +a")
+        lines.append(f'set -ae; . "{cluster.secrets_file}"; set +ae')
     lines.append("set -u")  # not before: module files and set-up lines rarely stand it
     lines.append(f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{cluster.cpus_per_process}}}"')
     return lines

@@ -52,9 +52,7 @@ class Element:
             except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
                 print(f"{error}; again in 10 s", flush=True)  # until Slurm ends this job itself
                 time.sleep(10)
-        if outcome is not Outcome.DONE:
-            sys.stdout.flush()
-            os._exit(outcome.value)  # what is to be said stands above, without a traceback
+        sys.exit(outcome.value)  # what is to be said stands above
 
     def checkpoint(self):
         """What the requeued job does: the same."""
@@ -179,44 +177,39 @@ def dry_run(plan: Plan) -> str:
 
 
 def submit(plan: Plan) -> dict[str, str]:
-    """Queue what is neither done nor queued; returns {job id: what it does}."""
-    jobs = plan.folder / "jobs"
+    """Queue what is neither done nor queued, all or nothing; returns {job id: what it does}."""
+    jobs, cluster, made = plan.folder / "jobs", load_cluster(plan.sweep.cluster), {}
     if held(plan.lock):
         raise InputError(f"{plan.folder}: a launch without Slurm is at it; Ctrl-C there ends it")
     jobs.mkdir(parents=True, exist_ok=True)
     with locked(jobs / ".lock", 300, f"{jobs}: another launch has been submitting for minutes"):
-        return _submit(plan)
-
-
-def _submit(plan: Plan) -> dict[str, str]:
-    cluster, made, busy = load_cluster(plan.sweep.cluster), {}, queue(plan.folder)
-    others = sorted({one.id.partition("_")[0] for one in busy if one.run})
-    if not (todo := design(plan, busy)):
-        return {}
-    plan.create()
-    code = snapshot(plan.folder)
-    for job in todo:
-        place = (plan.folder / "jobs" / secrets.token_hex(3)).absolute()
-        place.mkdir()
-        write_text(place / "names", "".join(f"{name}\n" for name in job.names))
-        text = script(plan.sweep, cluster, job, place, code, [*others, *made])
-        write_text(place / "script.sh", text)
-        delayed = DelayedSubmission(Element())
-        delayed.set_timeout(1, ENDLESS)
-        delayed.dump(place / "element.pkl")
-        runs = [Run(plan.folder / name) for name in job.names]
-        for run in runs:
-            run.note("queued", job=place.name, code=code.name)
-        try:
-            one = sbatch(text, cluster, f"{plan.sweep.name}.{job.what}.{place.name}")
-        except InputError as error:  # all or nothing
+        busy = queue(plan.folder)
+        others = sorted({one.id.partition("_")[0] for one in busy if one.run})
+        if todo := design(plan, busy):
+            plan.create()
+            code = snapshot(plan.folder)
+        for job in todo:
+            place = (jobs / secrets.token_hex(3)).absolute()
+            place.mkdir()
+            write_text(place / "names", "".join(f"{name}\n" for name in job.names))
+            text = script(plan.sweep, cluster, job, place, code, [*others, *made])
+            write_text(place / "script.sh", text)
+            delayed = DelayedSubmission(Element())
+            delayed.set_timeout(1, ENDLESS)
+            delayed.dump(place / "element.pkl")
+            runs = [Run(plan.folder / name) for name in job.names]
             for run in runs:
-                run.note("ended", error=str(error))
-            if made:
-                ask("scancel", *made)
-            raise InputError(f"{plan.sweep.cluster}: {error}") from error
-        write_text(place / "id", f"{one}\n")
-        made[one] = job.what
+                run.note("queued", job=place.name, code=code.name)
+            try:
+                one = sbatch(text, cluster, f"{plan.sweep.name}.{job.what}.{place.name}")
+            except InputError as error:
+                for run in runs:
+                    run.note("ended", error=str(error))
+                if made:
+                    ask("scancel", *made)
+                raise InputError(f"{plan.sweep.cluster}: {error}") from error
+            write_text(place / "id", f"{one}\n")
+            made[one] = job.what
     return made
 
 

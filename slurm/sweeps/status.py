@@ -122,9 +122,9 @@ def hours_left(plan: Plan) -> list[str]:
     """What training takes that is still to be done, of models that have trained here."""
     speeds, hours = defaultdict(list), []
     for cell in plan.cells:
-        found = speeds[cell.config.train["model_name_or_path"]]
-        rows = read_rows(cell.run.metrics, 4096)
-        found += [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
+        for row in read_rows(cell.run.metrics, 4096):
+            if "tokens_per_second" in row:
+                speeds[cell.config.train["model_name_or_path"]].append(row["tokens_per_second"])
     for cell in plan.cells:
         train, data = cell.config.train, Path(cell.config.train.get("train_file") or "")
         if (speed := speeds[train["model_name_or_path"]]) and not cell.run.trained:

@@ -126,19 +126,19 @@ def test_a_model_that_is_half_there_is_not_there(tmp_path, monkeypatch, kind):
     snapshot = folder / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").touch()
-    assert prefetch.hub_snapshot("owner/name", kind) is None
+    assert not prefetch.on_disk("owner/name", kind)
     (snapshot / "tokenizer.json").touch()
-    assert (prefetch.hub_snapshot("owner/name", kind) is None) == (kind == "models")
+    assert prefetch.on_disk("owner/name", kind) == (kind == "tokenizers")
     (snapshot / "model.safetensors.index.json").write_text('{"weight_map": {"w": "a.safetensors"}}')
-    assert prefetch.hub_snapshot("owner/name", kind) is None
+    assert not prefetch.on_disk("owner/name", kind)
     (snapshot / "a.safetensors").touch()
     (folder / "blobs").mkdir()
     (folder / "blobs" / "stale.incomplete").touch()  # of a file that came by another download
-    assert prefetch.hub_snapshot("owner/name", kind) == snapshot
+    assert prefetch.on_disk("owner/name", kind)
     (folder / "refs").mkdir()
     (folder / "refs" / "v1").write_text("abc")
-    assert prefetch.hub_snapshot("owner/name", kind, "v1") == snapshot
-    assert prefetch.hub_snapshot("owner/name", kind, "v2") is None
+    assert prefetch.on_disk("owner/name", kind, "v1")
+    assert not prefetch.on_disk("owner/name", kind, "v2")
 
 
 def test_base_models_at_two_revisions_are_two(toy_file):
