@@ -39,7 +39,7 @@ class World(Strict):
 
     @property
     def alone(self) -> bool:
-        """Whether a run is one process, which needs no torchrun."""
+        """Whether a run is one process, which goes on to score what it has trained."""
         return self.processes_per_node == 1 and self.deepspeed is None and self.fsdp is None
 
 

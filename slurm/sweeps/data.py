@@ -73,7 +73,8 @@ def tokenised(keys: Train, tokenizer) -> Dataset:
             rows = Dataset.from_generator(texts, gen_kwargs=given, fingerprint=text)
         except DatasetGenerationError as error:
             raise error.__cause__ or error from None
-        return rows.map(
+        threads = os.environ.get("TOKENIZERS_PARALLELISM")
+        found = rows.map(
             encoded,
             batched=True,
             fn_kwargs={"tokenizer": tokenizer, "longest": keys.max_seq_length},
@@ -82,6 +83,13 @@ def tokenised(keys: Train, tokenizer) -> Dataset:
             num_proc=min(len(os.sched_getaffinity(0)), math.ceil(len(rows) / SHARE)),
             new_fingerprint=made,
         )
+    # datasets leaves it at false for good, and the prompts of scoring would have one core.
+    if threads is None:
+        os.environ.pop("TOKENIZERS_PARALLELISM", None)
+        os.unsetenv("TOKENIZERS_PARALLELISM")  # of a copy of os.environ, which never had it
+    else:
+        os.environ["TOKENIZERS_PARALLELISM"] = threads
+    return found
 
 
 def digest(*known: object) -> str:

@@ -5,6 +5,7 @@ an interruption change how an update is computed, not what it is.
 """
 
 import copy
+import gc
 import json
 import math
 import os
@@ -35,7 +36,7 @@ from transformers.utils import logging as transformers_logging
 from calibeval.engines import load
 from calibeval.io import InputError, read_text, write_text
 from smoothce import patch_trainer
-from sweeps import attention
+from sweeps import attention, score
 from sweeps.checkpoint import keep, latest, replace
 from sweeps.config import World
 from sweeps.data import TILE, Updates, make_tokenizer, tokenised
@@ -46,6 +47,19 @@ from sweeps.train import Lora, Train
 SAME = {"learning_rate", "lr_scheduler_type", "weight_decay", "per_device_train_batch_size"}
 SAME |= {"gradient_checkpointing", "seed", "logging_steps"}  # keys that the Trainer calls alike
 COMPILE_FROM = 300  # updates that pay for half a minute of compiling
+
+
+def train(run: Run) -> None:
+    """`fit`; then score what was saved, where one process trains alone and can."""
+    fit(run)
+    config = run.config()
+    asked = config.world.alone and config.score
+    if asked and asked.engine == "transformers" and asked.python is None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)  # what is scored so far is kept
+        gc.collect()  # what trained it is in cycles
+        torch.cuda.empty_cache()
+        score.here(run)
 
 
 def fit(run: Run) -> None:

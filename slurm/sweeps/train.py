@@ -116,8 +116,8 @@ def missing(train: Train, world: World) -> list[str]:
 
 
 def train(run: Run) -> None:
-    """Train in this process or, of several, in this rank; see sweeps.finetune."""
+    """Train in this process or, of several, in this rank; see sweeps.finetune.train."""
     ranks.spread(run)
     from sweeps import finetune
 
-    finetune.fit(run)
+    finetune.train(run)

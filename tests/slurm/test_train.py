@@ -1,5 +1,6 @@
 """The trainer in one process: labels, updates, losses, a resume, what it saves."""
 
+import ctypes
 import json
 import os
 import shutil
@@ -167,6 +168,7 @@ def test_cut_conversations_without_a_target_are_dropped(tiny, tmp_path):
 
 def test_tokens_are_of_one_file_template_length_and_number(tiny, tmp_path, monkeypatch):
     """And made once, with as many processes as there are cores or with one."""
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     path = tmp_path / "chat.jsonl"
     path.write_bytes((tiny / "chat.jsonl").read_bytes())
     asked = [{}, {"max_seq_length": 48}, {"max_train_samples": 9}, {"chat_template_name": "alpaca"}]
@@ -180,6 +182,8 @@ def test_tokens_are_of_one_file_template_length_and_number(tiny, tmp_path, monke
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(other))
     monkeypatch.setattr(data_module, "SHARE", 10)
     assert read(tiny, path)[0] == seen[0]
+    # Where tokenizers look, who would leave the prompts of scoring to one core.
+    assert not ctypes.CDLL(None).getenv(b"TOKENIZERS_PARALLELISM")
     path.write_text(path.read_text().replace("w1 ", "w2 "))
     assert read(tiny, path)[0] != seen[0]
 
