@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
 from sweeps import score
@@ -28,14 +28,17 @@ class Outcome(Enum):
 
 
 def work(
-    run: Run, asked: Callable[[], bool], environment: Mapping[str, str] | None = None
+    run: Run,
+    asked: Callable[[], bool],
+    stages: Sequence[str] = STAGES,
+    environment: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Bring a run to its end, or to where it has saved once `asked()`.
+    """Bring a run through these stages, or to where it has saved once `asked()`.
 
     Killed programs start again, but not more than `max_idle_restarts` times without progress.
     """
     config = run.config()
-    while stage := next_stage(run, config):
+    while (stage := next_stage(run, config)) in stages:
         if (times := run.idle()) > config.max_idle_restarts:
             return _give_up(run, times)
         if asked():
@@ -56,7 +59,8 @@ def work(
         else:
             run.note("ended", exit=code, error=_reason(run, code, said))
             return Outcome.FAILED
-    finish(run, config)
+    if stage is None:
+        finish(run, config)
     return Outcome.DONE
 
 

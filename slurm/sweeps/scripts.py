@@ -23,6 +23,7 @@ class Job:
 
     what: str  # train, score, collect
     names: tuple[str, ...] = ()
+    after_training: bool = False  # each element after that of the array before
 
 
 def parameters(sweep: Sweep, cluster: Cluster, job: Job, place: Path, ids: list[str]) -> dict:
@@ -49,6 +50,8 @@ def parameters(sweep: Sweep, cluster: Cluster, job: Job, place: Path, ids: list[
         "stderr_to_stdout": True,
         "additional_parameters": more,
     }
+    if job.after_training:  # what waits for a training that failed must not wait for ever
+        more |= {"dependency": f"aftercorr:{ids[-1]}", "kill-on-invalid-dep": "yes"}
     if collects:
         more["dependency"] = ",".join(f"afterany:{one}" for one in ids)
         found["use_srun"] = False
@@ -61,7 +64,7 @@ def parameters(sweep: Sweep, cluster: Cluster, job: Job, place: Path, ids: list[
 def script(
     sweep: Sweep, cluster: Cluster, job: Job, place: Path, code: Path, ids: list[str]
 ) -> str:
-    """The script of a job whose folder is `place`; collecting waits for `ids`. Needs no Slurm."""
+    """The script of a job whose folder is `place`; it waits for `ids`. Needs no Slurm."""
     python = shlex.quote(sys.executable) if cluster.python == "auto" else cluster.python
     asked = parameters(sweep, cluster, job, place, ids)
     lines, quoted = setup(cluster, code), shlex.quote(str(place))

@@ -38,6 +38,9 @@ class Element:
     Signals are only noted: `work` then lets the run save, and what comes next is done afterwards.
     """
 
+    def __init__(self, stages: tuple[str, ...]) -> None:
+        self.stages = stages
+
     def __call__(self) -> None:
         """Work on the run whose line in `names` is this element's."""
         folder, heard = Path(os.environ["SUBMITIT_FOLDER"]), []
@@ -45,7 +48,7 @@ class Element:
         requeue = signal.getsignal(signal.SIGUSR2)  # submitit's: checkpoint, requeue, leave
         for number in (signal.SIGUSR2, signal.SIGTERM):
             signal.signal(number, lambda number, _: heard.append(number))
-        outcome = element.work(Run(folder.parents[1] / name), lambda: bool(heard))
+        outcome = element.work(Run(folder.parents[1] / name), lambda: bool(heard), self.stages)
         while outcome is Outcome.STOPPED and not (signal.SIGTERM in heard and cancelled()):
             try:
                 requeue(signal.SIGUSR2, None)
@@ -153,13 +156,17 @@ def ends(labels: list[str]) -> dict[str, str]:
 def design(plan: Plan, busy: list[Queued]) -> list[Job]:
     """The jobs that are missing, in order; none if everything is done or queued.
 
-    What trains goes on to score. What is trained, and base models, score on one process's share.
+    A run of one process trains and scores in one element. Of several, scoring has an array of its
+    own, on one process's share, which waits for theirs element by element.
     """
     queued = {one.run for one in busy}
     stages = {c.run.name: element.next_stage(c.run, c.config) for c in plan.bases + plan.cells}
     todo = {name: stage for name, stage in stages.items() if stage and name not in queued}
-    arrays = [Job(what, tuple(n for n, s in todo.items() if s == what)) for what in element.STAGES]
-    jobs = [job for job in arrays if job.names]
+    train, rest = (tuple(n for n, s in todo.items() if s == what) for what in element.STAGES)
+    jobs = [Job("train", train)]
+    if plan.sweep.score and not plan.sweep.world.alone:
+        jobs.append(Job("score", train, after_training=True))
+    jobs = [job for job in (*jobs, Job("score", rest)) if job.names]
     if jobs or (queued and not any(one.what == "collect" for one in busy)):
         jobs.append(Job("collect"))
     return jobs
@@ -194,7 +201,8 @@ def submit(plan: Plan) -> dict[str, str]:
             write_text(place / "names", "".join(f"{name}\n" for name in job.names))
             text = script(plan.sweep, cluster, job, place, code, [*others, *made])
             write_text(place / "script.sh", text)
-            delayed = DelayedSubmission(Element())
+            both = job.what == "train" and plan.sweep.world.alone
+            delayed = DelayedSubmission(Element(element.STAGES if both else (job.what,)))
             delayed.set_timeout(1, ENDLESS)
             delayed.dump(place / "element.pkl")
             runs = [Run(plan.folder / name) for name in job.names]

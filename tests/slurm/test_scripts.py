@@ -3,6 +3,7 @@
 To accept changed scripts after reading the difference: `python tests/slurm/test_scripts.py`.
 """
 
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from real import PROJECT, command
 from sweeps import scripts, slurm
 from sweeps.config import Cluster, World, load_cluster
 from sweeps.plan import plan
+from sweeps.scripts import Job
 
 GOLDEN = Path(__file__).with_name("golden")
 CASES = {
@@ -59,7 +61,7 @@ def test_a_dry_run_needs_no_slurm_and_writes_nothing(toy_file, tmp_path):
 
 
 def test_what_is_missing(toy_file):
-    """What trains goes on to score; base models and what is trained only score."""
+    """One process goes on to score; several score apart, as base models and what is trained do."""
     tasks = {"tasks": [{"task": "mmlu", "data": "x"}]}
     planned = plan(toy_file(grid={"seed": [1, 2, 3]}, score=tasks), [])
     planned.create()
@@ -72,6 +74,9 @@ def test_what_is_missing(toy_file):
     assert slurm.design(planned, busy) == [score, collect]
     busy += [slurm.Queued("8_0", "", "", "score", name) for name in score.names]
     assert slurm.design(planned, busy) == [collect]
+    of_two = planned.sweep.model_copy(update={"world": World(processes_per_node=2)})
+    jobs = slurm.design(dataclasses.replace(planned, sweep=of_two), [])
+    assert jobs == [train, Job("score", train.names, after_training=True), score, collect]
 
 
 def run_lines(lines: list[str], module: str = "") -> subprocess.CompletedProcess:

@@ -357,7 +357,7 @@ def test_chaos(cluster, tmp_path):
     assert "24/24 with the undisturbed run's weights" in done.stdout
 
 
-def test_a_run_of_several_processes_is_trained_and_scored(
+def test_a_run_of_several_processes_is_scored_in_a_job_of_its_own(
     cluster, profile, sweep_file, tiny, tmp_path
 ):
     tasks = {"tasks": [{"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 1}]}
@@ -366,10 +366,12 @@ def test_a_run_of_several_processes_is_trained_and_scored(
         world={"processes_per_node": 2},
     )  # fmt: skip
     said = submitted(path)
-    assert re.findall(r"\d+ (\w+)", said) == ["train", "score", "collect"], said
+    assert re.findall(r"\d+ (\w+)", said) == ["train", "score", "score", "collect"], said
     wait_for(empty)
     (run,) = runs_of(path)
     assert run.done, logs(tmp_path)
-    assert [row["stage"] for row in rows(run, "began")] == ["train", "score"]
+    trained, scored = rows(run, "began")
+    assert (trained["stage"], scored["stage"]) == ("train", "score")
+    assert trained["job"].partition("_")[0] != scored["job"].partition("_")[0]
     assert yaml.safe_load((plan(path, []).folder / "sweep.yaml").read_text())["name"] == "tiny"
     assert "2 done" not in command("status", path).stdout  # the base model is no run
