@@ -2,7 +2,7 @@
 # Any command on a sweep, with the Python that fits; the scripts beside this one are built on it.
 #
 #   bash slurm/sweeps.sh status SWEEP         what every run is doing, why a dead one died
-#   bash slurm/sweeps.sh COMMAND --help       plan launch status cancel collect prefetch keys
+#   bash slurm/sweeps.sh COMMAND --help       launch status cancel collect prefetch keys
 #
 # SWEEP is a sweep's folder, or its file with the overrides of its launch.
 set -euo pipefail

@@ -10,9 +10,8 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parents[2]
 SWEEP = "a sweep file, for example configs/sweeps/beta.yaml, or a sweep's folder"
 COMMANDS = {
-    "plan": "list the runs of a sweep and what is already done",
     "launch": "train, score and collect what is missing; again: whatever did not get there",
-    "status": "what every run is doing, and why a dead one died",
+    "status": "every run of a sweep: to do, what it is doing, done, or why it died",
     "cancel": "scancel its jobs; running trainers save first",
     "collect": "make the tables; exit 1 while there are gaps",
     "prefetch": "fetch models and data, where there is internet",
@@ -31,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
         if name in ("train", "score"):
             sub.add_argument("folder", metavar="RUN_DIR", type=Path)
         elif name == "keys":
-            sub.add_argument("backend", nargs="?", help="whose `train:` keys; trainer unless given")
+            sub.add_argument("backend", nargs="?", default="trainer", help="whose `train:` keys")
         else:
             sub.add_argument("sweep", metavar="SWEEP", type=_place, help=SWEEP)
             sub.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides")
@@ -92,32 +91,11 @@ def _planned(a: argparse.Namespace):
     return plan(a.sweep, a.overrides)
 
 
-def _describe(plan) -> str:
-    """Every run of the plan, with what is already there."""
-    from sweeps import element
-
-    done = [element.next_stage(cell.run, cell.config) is None for cell in plan.cells]
-    lines = []
-    for cell, there in zip(plan.cells, done, strict=True):
-        values = " ".join(f"{key}={value}" for key, value in cell.values.items())
-        state = "done" if there else "to do"
-        lines.append(f"{state:6} {cell.run.path.absolute()}  {values}".rstrip())
-    return "\n".join([*lines, f"{len(done)} runs, {sum(done)} done, {len(done) - sum(done)} to do"])
-
-
-def _plan(a: argparse.Namespace) -> int:
-    from sweeps.cost import cost
-
-    plan = _planned(a)
-    print(_describe(plan), *cost(plan), sep="\n")
-    return 0
-
-
 def _launch(a: argparse.Namespace) -> int:
     import shutil
 
     from calibeval.io import InputError
-    from sweeps import local, preflight, slurm
+    from sweeps import local, preflight, slurm, status
     from sweeps.run import again
 
     plan, here = _planned(a), shutil.which("sbatch") is None
@@ -125,7 +103,7 @@ def _launch(a: argparse.Namespace) -> int:
     if a.dry_run and a.executor != "local":
         print(slurm.dry_run(plan), end="")
     if a.dry_run:
-        print(_describe(plan))
+        print(status.table(plan))
     problems = preflight.problems(plan, executor)
     if a.dry_run:
         refused = [f"a launch would refuse: {line}" for line in problems]
@@ -148,7 +126,7 @@ def _launch(a: argparse.Namespace) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     number, lost = local.launch(plan)
     if number:
-        print("\n".join([*lost, "stopped; the same command continues"]), file=sys.stderr)
+        print("stopped; the same command continues", file=sys.stderr)
         return 128 + number
     return 1 if collect.collect(plan) or lost else 0
 
@@ -179,10 +157,7 @@ def _prefetch(a: argparse.Namespace) -> int:
 
     plan = _planned(a)
     prefetch.use_cache(load_cluster(plan.sweep.cluster))
-    wanted = prefetch.assets(plan)
-    if not wanted:
-        print("nothing to fetch: this sweep names files of this machine only", flush=True)
-    problems = prefetch.fetch(wanted)
+    problems = prefetch.fetch(prefetch.assets(plan))
     for problem in problems:
         print(f"failed: {problem}", file=sys.stderr)
     return 1 if problems else 0
@@ -192,10 +167,9 @@ def _keys(a: argparse.Namespace) -> int:
     from sweeps.config import Cluster, Sweep, documentation
     from sweeps.run import backend
 
-    name = a.backend or "trainer"
     for title, model in (
         ("A sweep file (configs/sweeps)", Sweep),
-        (f"`train:` and `grid:` of backend {name}", backend(name).Train),
+        (f"`train:` and `grid:` of backend {a.backend}", backend(a.backend).Train),
         ("A cluster profile (configs/cluster)", Cluster),
     ):
         schema = model.model_json_schema()

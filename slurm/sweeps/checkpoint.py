@@ -8,38 +8,37 @@ from pathlib import Path
 
 from calibeval.io import InputError, read_text, sha256, write_text
 
-FACTS = "state.json"  # written last: `facts`, and what each file's SHA-256 must be
+STATE = "state.json"  # written last: of what data, and what each file's SHA-256 must be
 
 
-def keep(made: Path, folder: Path, facts: dict, newest: int) -> None:
+def keep(made: Path, folder: Path, data: str, newest: int) -> None:
     """Make the finished folder `made` the checkpoint `folder`; only the `newest` ones stay."""
-    write_text(made / FACTS, json.dumps(facts | {"files": sums(made)}))
+    write_text(made / STATE, json.dumps({"data": data, "files": sums(made)}))
     replace(made, folder)
     for old in saved(folder.parent)[newest:]:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def latest(checkpoints: Path, facts: dict) -> Path | None:
+def latest(checkpoints: Path, data: str) -> Path | None:
     """The newest whole checkpoint; damaged ones are set aside with a message.
 
-    Raises InputError if `facts` changed since it was written.
+    Raises InputError if it was written with other `data`.
     """
     for folder in saved(checkpoints):
         found = {}
         with contextlib.suppress(InputError, ValueError):
-            found = json.loads(read_text(folder / FACTS))
+            found = json.loads(read_text(folder / STATE))
         if found.get("files") != sums(folder):
             aside = folder.with_name(f"damaged-{folder.name}")
             shutil.rmtree(aside, ignore_errors=True)
             folder.rename(aside)
             print(f"checkpoint: {folder}: damaged; set aside as {aside.name}", flush=True)
             continue
-        for key, value in facts.items():
-            if found[key] != value:
-                raise InputError(
-                    f"{folder}: written with {key}={found[key]!r}, now {value!r}; restore that, or "
-                    f"delete {checkpoints.parent} to train from the start"
-                )
+        if found["data"] != data:
+            raise InputError(
+                f"{folder}: written with other data, {found['data']}, now {data}; restore that, or "
+                f"delete {checkpoints.parent} to train from the start"
+            )
         return folder
     return None
 
@@ -52,7 +51,7 @@ def saved(checkpoints: Path) -> list[Path]:
 
 def sums(folder: Path) -> dict[str, str]:
     """The SHA-256 of every file of a checkpoint."""
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != FACTS)
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != STATE)
     return {str(path.relative_to(folder)): sha256(path) for path in files}
 
 

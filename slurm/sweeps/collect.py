@@ -14,11 +14,11 @@ import pandas as pd
 from calibeval import index, report, stats
 from calibeval.io import InputError, counted, write_text
 from sweeps import score, status
+from sweeps.checkpoint import replace
 from sweeps.config import HELD_OUT
 from sweeps.plan import Cell, Plan
 from sweeps.run import Run, RunConfig, locked, read_rows
 
-SETTING = ("trained_on", "model", "label_smoothing")
 SHARED = ("model_name_or_path", "label_smoothing", "learning_rate", "seed")
 
 
@@ -37,12 +37,7 @@ def collect(plan: Plan) -> list[str]:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
         _write(plan, cells, gaps, part)
-        old = results.with_name(".results.old")
-        shutil.rmtree(old, ignore_errors=True)
-        if results.exists():
-            results.rename(old)
-        part.rename(results)
-        shutil.rmtree(old, ignore_errors=True)
+        replace(part, results)
     for line in gaps:
         print(f"gap: {line}")
     print(f"report: {(results / 'report.html').absolute()}")
@@ -112,35 +107,33 @@ def entries(plan: Plan, cells: list[Cell]) -> list[dict]:
     return rows
 
 
-def setting(cell: Cell, others: list[str]) -> dict[str, Any]:
-    """What a learning rate is chosen for."""
-    train, every = cell.config.train, settings(cell.config)
-    of = (train.get("train_file") or "", train["model_name_or_path"], train.get("label_smoothing"))
-    return dict(zip(SETTING, of, strict=True)) | {key: every.get(key) for key in others}
-
-
-def best_learning_rates(plan: Plan, cells: list[Cell]) -> list[dict]:
+def best_learning_rates(plan: Plan, cells: list[Cell]) -> tuple[list[dict], list[Cell]]:
     """For all settings but rate and seed: the learning rate most accurate on `score.select_on`, or
-    that of the lowest held-out loss; empty without `select_on`.
+    that of the lowest held-out loss, and the runs at it; nothing without `select_on`.
 
     Mean over seeds; ties go to the lower NLL. The choice is made on validation data, so no figure
     of the test tables was used for it.
     """
     on = plan.sweep.score and plan.sweep.score.select_on
     names = (on,) if on == HELD_OUT else (f"accuracy on {on}", f"nll on {on}")
-    others = varied(cells)
-    groups: dict = defaultdict(lambda: defaultdict(list))
+    others, groups = varied(cells), defaultdict(lambda: defaultdict(list))
     for cell in cells if on else ():
         if cell.config.backend and (value := _chosen_on(on, cell)):
-            key = setting(cell, others)
-            groups[tuple(key.items())][cell.config.train["learning_rate"]].append(value)
-    rows = []
+            train, every = cell.config.train, settings(cell.config)
+            key = (train.get("train_file") or "", train["model_name_or_path"])
+            key += (train.get("label_smoothing"), *map(every.get, others))
+            groups[key][train["learning_rate"]].append((value, cell))
+    rows, chosen = [], []
     for key, rates in sorted(groups.items(), key=lambda group: str(group[0])):
-        means = {rate: tuple(map(fmean, zip(*seeds, strict=True))) for rate, seeds in rates.items()}
+        means = {}
+        for rate, seeds in rates.items():
+            means[rate] = tuple(map(fmean, zip(*(value for value, _ in seeds), strict=True)))
         best = min(means, key=lambda r: means[r] if on == HELD_OUT else (-means[r][0], means[r][1]))
-        row = dict(key) | {"best_learning_rate": best, "of": len(means), "seeds": len(rates[best])}
+        chosen += [cell for _, cell in rates[best]]
+        row = dict(zip(("trained_on", "model", "label_smoothing", *others), key, strict=True))
+        row |= {"best_learning_rate": best, "of": len(means), "seeds": len(rates[best])}
         rows.append(row | {n: round(mean, 4) for n, mean in zip(names, means[best], strict=True)})
-    return rows
+    return rows, chosen
 
 
 def _chosen_on(on: str, cell: Cell) -> tuple[float, ...] | None:
@@ -161,25 +154,16 @@ def runs_table(plan: Plan) -> list[dict]:
     for cell in plan.cells:
         one = states[cell.run.name]
         row = {"run": one.name, **cell.values, "seed": cell.config.train["seed"]}
-        kept = ("state", "detail", "restarts", "scored")
-        rows.append(row | {key: getattr(one, key) for key in kept})
+        row |= {"state": one.state, "detail": one.detail}
+        rows.append(row | {"restarts": one.restarts, "scored": one.scored})
     return rows
 
 
-def best_table(plan: Plan, cells: list[Cell], best: list[dict], part: Path) -> None:
+def best_table(plan: Plan, cells: list[Cell], part: Path) -> None:
     """Write best.md and best.tex, in the shape of the paper's Table 1: each model, training data
     and β at its best learning rate, with the models before fine-tuning."""
-    others, on = varied(cells), plan.sweep.score.select_on
-    rates = {tuple(row[key] for key in [*SETTING, *others]): row for row in best}
-
-    def shown(cell: Cell) -> bool:
-        row = rates.get(tuple(setting(cell, others).values()))
-        rate = row and row["best_learning_rate"]
-        return cell.config.backend is None or cell.config.train["learning_rate"] == rate
-
-    rows = entries(plan, [cell for cell in cells if shown(cell)])
-    rows = [row for row in rows if row["dataset"] != on]
-    if rows:
+    on = plan.sweep.score.select_on
+    if rows := [row for row in entries(plan, cells) if row["dataset"] != on]:
         source = part / "best.jsonl"
         write_text(source, "".join(json.dumps(row) + "\n" for row in rows))
         columns = report.read_columns(plan.sweep.score.columns)
@@ -190,24 +174,22 @@ def best_table(plan: Plan, cells: list[Cell], best: list[dict], part: Path) -> N
 
 
 def _write(plan: Plan, cells: list[Cell], gaps: list[str], part: Path) -> None:
-    rows, best, listed = runs_table(plan), best_learning_rates(plan, cells), entries(plan, cells)
+    rows, listed = runs_table(plan), entries(plan, cells)
+    best, chosen = best_learning_rates(plan, cells)
     write_text(part / "runs.csv", pd.DataFrame(rows).to_csv(index=False))
-    how = plan.sweep.score.columns if plan.sweep.score else report.DEFAULT
-    if best:
-        write_text(part / "best_learning_rates.csv", pd.DataFrame(best).to_csv(index=False))
-        best_table(plan, cells, best, part)
     items = "".join(f"<li class=gap>{escape(line)}" for line in gaps)
     note = f"<p>{counted(len(rows), 'run')}, {counted(len(gaps), 'gap')}</p><ul>{items}</ul>"
-    sections = []
+    sections = [f"<h2>Runs</h2>{report.plain_table(rows)}"]
     if best:
+        write_text(part / "best_learning_rates.csv", pd.DataFrame(best).to_csv(index=False))
+        best_table(plan, [cell for cell in cells if cell.config.backend is None] + chosen, part)
         said = escape(f"Chosen on {plan.sweep.score.select_on}, not on the other data sets.")
-        names = ("trained_on", "model")  # paths, whose last part people know
-        shown = [row | {key: PurePath(row[key]).name for key in names} for row in best]
-        sections.append(f"<h2>Best learning rates</h2>{report.plain_table(shown)}<p>{said}</p>")
-    sections.append(f"<h2>Runs</h2>{report.plain_table(rows)}")
+        table = report.plain_table(best)
+        sections.insert(0, f"<h2>Best learning rates</h2>{table}<p>{said}</p>")
     if listed:
         write_text(part / "index.jsonl", "".join(json.dumps(row) + "\n" for row in listed))
-        options = {"title": plan.sweep.name, "note": note, "sections": sections, "columns": how}
-        print(report.collect(part / "index.jsonl", part, **options), end="")
+        options = {"title": plan.sweep.name, "note": note, "sections": sections}
+        columns = plan.sweep.score.columns if plan.sweep.score else report.DEFAULT
+        print(report.collect(part / "index.jsonl", part, columns, **options), end="")
     else:
         report.write_page(plan.sweep.name, [note, *sections], part / "report.html")

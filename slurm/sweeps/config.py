@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from calibeval.io import InputError, read_text
 from calibeval.request import Natural, Positive, Request, Seq, Strict
@@ -80,7 +80,6 @@ class Dataset(Strict):
     to: str = option(..., "the file made")
     split: str = option("train", "of the data set")
     revision: str | None = option(None, "a branch, tag or commit")
-    gigabytes: float | None = option(None, "of the file, for `plan` before it is here", gt=0)
 
 
 class Archive(Strict):
@@ -146,23 +145,15 @@ class Cluster(Strict):
     memory_per_node: str | None = option(None, "sbatch --mem, for example 64G")
     signal_seconds: Positive = option(300, "how long before the time limit a run saves")
     modules: Seq[str] = option((), "module load …")
-    setup: Seq[str] = option((), "shell lines before all of ours; the first to fail ends the job")
+    setup: Seq[str] = option((), "shell lines, `export X=…` among them; the first to fail ends all")
     python: str = option("auto", "command in the job; auto: the interpreter that submits")
-    environment: dict[str, str] = option({}, "variables of the jobs; tokens belong in secrets_file")
     pass_environment: Seq[str] = option((), "variables to copy from the shell; no others are")
-    secrets_file: str | None = option(None, "NAME=value lines, read in the job; chmod 600")
+    secrets_file: str | None = option(None, "NAME=value lines, tokens', read in jobs; chmod 600")
     offline: bool = option(False, "nodes have no internet: Hugging Face and wandb make no call")
     cache: str | None = option(None, "HF_HOME of the jobs, which prefetch fills")
     extra: Seq[Annotated[str, Field(pattern=r"^--[a-z-]+(=.+)?$")]] = option(
         (), "more of sbatch's, --mail-type=FAIL"
     )
-
-    @field_validator("environment")
-    @classmethod
-    def _public(cls, given: dict[str, str]) -> dict[str, str]:
-        if secret := [x for x in given if re.search("TOKEN|SECRET|PASSWORD|API_KEY", x)]:
-            raise ValueError(f"{secret[0]}: belongs in the file of secrets_file")
-        return given
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
@@ -255,12 +246,13 @@ def check(
     model: type[M],
     raw: Any,
     source: str,
-    places: Mapping[str, str] | None = None,
+    places: Mapping[str, str],
     section: Callable[[str], str] = lambda key: "",
 ) -> M:
     """Build `model` from `raw`; raises InputError with a line for each problem.
 
-    `places` says where keys stand, `section` under which key of the file one of `raw` does.
+    `places` says where keys stand, or those above them, `section` under which key of the file one
+    of `raw` does.
     """
     try:
         return model.model_validate(raw)
@@ -279,15 +271,11 @@ def check(
             dotted = f"{dotted}.{key}".lstrip(".")
         else:
             said = f"found {item['input']!r}: {said}"
-        lines.append(f"{place(dotted, source, places or {})}: {dotted}: {said}")
+        above = dotted
+        while above and above not in places:
+            above = above.rpartition(".")[0]
+        lines.append(f"{places.get(above, source)}: {dotted}: {said}")
     raise InputError("\n       ".join(dict.fromkeys(lines)))
-
-
-def place(dotted: str, source: str, places: Mapping[str, str]) -> str:
-    """Where a key, or the nearest key above it, stands."""
-    parts = dotted.split(".")
-    above = (".".join(parts[:depth]) for depth in range(len(parts), 0, -1))
-    return next((places[one] for one in above if one in places), source)
 
 
 def documentation(schema: dict, kinds: dict[str, dict], indent: str = "") -> Iterator[str]:

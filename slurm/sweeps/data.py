@@ -6,10 +6,9 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import datasets
 import multiprocess
@@ -26,16 +25,14 @@ from calibeval.io import InputError, read_text, sha256
 from sweeps.conversations import conversations
 from sweeps.ranks import end_with_parent
 from sweeps.run import locked
-
-if TYPE_CHECKING:
-    from sweeps.train import Train
+from sweeps.train import Train
 
 IGNORE = -100
 SHARE = 5000  # conversations that are worth a process
 TILE = 128  # tokens: packed rows are filled up to a multiple of it on a GPU
 
 
-def make_tokenizer(keys: "Train"):
+def make_tokenizer(keys: Train):
     """The run's tokenizer, with the chat template asked for."""
     tokenizer = load_tokenizer(keys.tokenizer_name or keys.model_name_or_path)
     name = tokenizer.name_or_path
@@ -59,7 +56,7 @@ def make_tokenizer(keys: "Train"):
     return tokenizer
 
 
-def tokenised(keys: "Train", tokenizer) -> Dataset:
+def tokenised(keys: Train, tokenizer) -> Dataset:
     """Each conversation's `input_ids`, `labels` (−100 where nothing is learnt), their `length` and
     `targets`; made once for a file, tokenizer, template and length, by all cores."""
     path = Path(keys.train_file)
@@ -141,17 +138,7 @@ def encode(part: list[list[dict]], tokenizer) -> Iterator[tuple[list[int], Seque
 
 def render(messages: list[dict], tokenizer) -> tuple[str, list[tuple[int, int]]]:
     """A conversation's text, and the characters that the assistant wrote."""
-
-    def templated(part: list[dict], **more: bool) -> str:
-        try:
-            return tokenizer.apply_chat_template(part, tokenize=False, **more)
-        except Exception as error:  # whatever a template raises
-            shown = json.dumps(part, ensure_ascii=False)[:200]
-            raise InputError(
-                f"{tokenizer.name_or_path}: its chat template refuses {shown}: {error}; "
-                "use train.chat_template_name=tulu"
-            ) from error
-
+    templated = partial(tokenizer.apply_chat_template, tokenize=False)
     text, spans = templated(messages), []
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -174,7 +161,7 @@ class Updates(torch.utils.data.Dataset):
     ranks · accumulation, however they are computed; an epoch's last update may be short.
     """
 
-    def __init__(self, keys: "Train", data: Dataset, *, ranks: int, rank: int, pad: int) -> None:
+    def __init__(self, keys: Train, data: Dataset, *, ranks: int, rank: int, pad: int) -> None:
         self.keys, self.ranks, self.rank, self.pad = keys, ranks, rank, pad
         self.packed, self.tile = False, 1
         self.data, self.digest = data.with_format("arrow"), data._fingerprint
@@ -182,14 +169,11 @@ class Updates(torch.utils.data.Dataset):
         self.lengths, self.targets = counts["length"], counts["targets"]
         self.longest = -(-int(self.lengths.max()) // 128) * 128  # the same for every batch
         usable = np.flatnonzero(self.targets)
-        if not len(usable):
-            raise InputError(
-                f"{keys.train_file}: none of the {len(data)} conversations has an assistant's "
-                f"token within max_seq_length={keys.max_seq_length}"
-            )
         if len(usable) <= keys.held_out:
             raise InputError(
-                f"train.held_out: {keys.held_out} of {len(usable)} leave none to train"
+                f"{keys.train_file}: an assistant's token within max_seq_length="
+                f"{keys.max_seq_length} is in {len(usable)} of {len(data)} conversations, less "
+                f"{keys.held_out} of train.held_out: none is left to train"
             )
         apart = torch.randperm(len(usable), generator=torch.Generator().manual_seed(0)).numpy()
         self.held = np.sort(usable[apart[: keys.held_out]])

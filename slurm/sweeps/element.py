@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
-from calibeval.io import InputError
 from sweeps import score
 from sweeps.ranks import end_with_parent
 from sweeps.run import Run, RunConfig, last_error, tail
@@ -25,7 +24,6 @@ class Outcome(Enum):
 
     DONE = 0
     FAILED = 1
-    REFUSED = 2  # the user must change something first
     STOPPED = 75  # sysexits.h, EX_TEMPFAIL: saved because somebody asked; to be continued
 
 
@@ -39,13 +37,8 @@ def work(
 
     Killed programs start again, but not more than `max_idle_restarts` times without progress.
     """
-    try:
-        config = run.config()
-    except InputError as error:  # it was edited, or is gone
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        run.note("ended", error=str(error))
-        return Outcome.REFUSED
-    while stage := next_stage(run, config, stages):
+    config = run.config()
+    while (stage := next_stage(run, config)) in stages:
         if (times := run.idle()) > config.max_idle_restarts:
             return _give_up(run, times)
         if asked():
@@ -55,7 +48,7 @@ def work(
         code, said = _execute(run, stage, asked, environment)
         if code == 1 and (found := re.findall(r"^ *exitcode *: (-?\d+)", "\n".join(said), re.M)):
             code = int(found[-1])  # torchrun says so of the rank that ended first
-        if next_stage(run, config, stages) != stage:
+        if next_stage(run, config) != stage:
             run.note("ended", exit=code)
         elif asked() or code == Outcome.STOPPED.value:
             run.note("ended", exit=code, stopped=True)
@@ -65,19 +58,17 @@ def work(
             print(f"{run.name}: {stage}: killed (exit {code}), step {run.step()}", flush=True)
         else:
             run.note("ended", exit=code, error=_reason(run, code, said))
-            return Outcome.REFUSED if code == Outcome.REFUSED.value else Outcome.FAILED
-    if next_stage(run, config) is None:
+            return Outcome.FAILED
+    if stage is None:
         finish(run, config)
     return Outcome.DONE
 
 
-def next_stage(run: Run, config: RunConfig, stages: Sequence[str] = STAGES) -> str | None:
+def next_stage(run: Run, config: RunConfig) -> str | None:
     """What is to be done next: `train`, then `score`; None when all is there."""
-    if "train" in stages and not run.trained:
+    if not run.trained:
         return "train"
-    if "score" in stages and run.trained and score.missing(run, config.score):
-        return "score"
-    return None
+    return "score" if score.missing(run, config.score) else None
 
 
 def finish(run: Run, config: RunConfig) -> None:
@@ -89,14 +80,11 @@ def finish(run: Run, config: RunConfig) -> None:
 
 
 def _give_up(run: Run, times: int) -> Outcome:
-    rows = run.attempts()
-    last = next((row for row in reversed(rows) if "ended" in row), {})
-    error = f"{times} attempts in a row brought it no further; the last ended with "
-    error += f"exit {last.get('exit')}" if last else "its job"
-    if last.get("exit") in (-signal.SIGKILL, KILLED[0]):
+    error = f"{times} attempts in a row brought it no further"
+    last = next((row["exit"] for row in reversed(run.attempts()) if "exit" in row), None)
+    if last in (-signal.SIGKILL, KILLED[0]):
         error += ": out of memory, perhaps: raise memory_per_node or lower the batch"
-    if "error" not in rows[-1]:
-        run.note("ended", error=error)
+    run.note("ended", error=error)
     return Outcome.FAILED
 
 

@@ -13,11 +13,9 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import datasets
 import torch
@@ -44,9 +42,7 @@ from sweeps.config import World
 from sweeps.data import TILE, Updates, make_tokenizer, tokenised
 from sweeps.element import Outcome
 from sweeps.run import Run, read_rows
-
-if TYPE_CHECKING:
-    from sweeps.train import Lora, Train
+from sweeps.train import Lora, Train
 
 SAME = {"learning_rate", "lr_scheduler_type", "weight_decay", "per_device_train_batch_size"}
 SAME |= {"gradient_checkpointing", "seed", "logging_steps"}  # keys that the Trainer calls alike
@@ -78,8 +74,8 @@ def fit(run: Run) -> None:
     step, steps = trainer.state.global_step, trainer.state.max_steps
     if step == steps:
         save_model(trainer, tokenizer)
-    elif trainer.is_world_process_zero():
-        print(f"stopped: step {step} of {steps} is saved", flush=True)
+    else:
+        say(f"stopped: step {step} of {steps} is saved")
     if step < steps or stop.everywhere():
         raise SystemExit(Outcome.STOPPED.value)
 
@@ -89,7 +85,6 @@ def made(run: Run, stop: "Stop") -> tuple["SweepTrainer", object, str | None]:
     config = run.config()
     keys, world = config.keys, config.world
     rank, precision = int(os.environ.get("RANK", "0")), world.mixed_precision
-    say = print if rank == 0 else lambda *_: None
     transformers_logging.disable_progress_bar()
     datasets.disable_progress_bars()
 
@@ -102,9 +97,9 @@ def made(run: Run, stop: "Stop") -> tuple["SweepTrainer", object, str | None]:
     say(f"device: {arguments.device}, {arguments.world_size} processes")
     say(updates.summary)
     set_seed(keys.seed)  # what is not in the base model is drawn alike on all ranks
-    model = load_model(keys, len(tokenizer), say)
+    model = load_model(keys, len(tokenizer))
     saved_as = copy.deepcopy(model.config)
-    model = prepare(model, keys, updates, precision != "no", say)
+    model = prepare(model, keys, updates, precision != "no")
     trainer = SweepTrainer(run, keys, saved_as, model, args=arguments, train_dataset=updates)
     trainer.add_callback(Course(trainer, stop))
     own = {"filter_eps": keys.filter_eps}
@@ -112,12 +107,17 @@ def made(run: Run, stop: "Stop") -> tuple["SweepTrainer", object, str | None]:
         own["smoothing_target"] = updates.frequencies(model.config.vocab_size)
     patch_trainer(trainer, reduction="sum", eval_logits=False, **own)
     set_seed(keys.seed, device_specific=True)
-    found = [latest(run.checkpoints, trainer.facts) if rank == 0 else None]
+    found = [latest(run.checkpoints, updates.digest) if rank == 0 else None]
     (found,) = broadcast_object_list(found)
     return trainer, tokenizer, found and str(found)
 
 
-def training_arguments(run: Run, keys: "Train", world: World, steps: int) -> TrainingArguments:
+def say(text: str) -> None:
+    """Print on the first rank."""
+    PartialState().print(text, flush=True)
+
+
+def training_arguments(run: Run, keys: Train, world: World, steps: int) -> TrainingArguments:
     """The Trainer's arguments, which also start this rank; before the model, for ZeRO-3's sake."""
     clip, deepspeed, fsdp, gpu = keys.clip_grad_norm, None, None, torch.cuda.is_available()
     if world.deepspeed:
@@ -168,7 +168,7 @@ def training_arguments(run: Run, keys: "Train", world: World, steps: int) -> Tra
     return arguments
 
 
-def load_model(keys: "Train", tokens: int, say: Callable = print) -> nn.Module:
+def load_model(keys: Train, tokens: int) -> nn.Module:
     """The causal LM in fp32; in its own precision if it is frozen, beside adapters in fp32."""
     name, what = keys.model_name_or_path, "a causal language model"
     config = load(AutoConfig, name, "a config")
@@ -186,9 +186,7 @@ def load_model(keys: "Train", tokens: int, say: Callable = print) -> nn.Module:
     return model
 
 
-def prepare(
-    model: nn.Module, keys: "Train", updates: Updates, half: bool, say: Callable = print
-) -> nn.Module:
+def prepare(model: nn.Module, keys: Train, updates: Updates, half: bool) -> nn.Module:
     """The model with packed attention, adapters and compiled layers, as far as they are wanted."""
     gpu = torch.cuda.is_available()
     packed = gpu and half if keys.packing is None else keys.packing
@@ -209,8 +207,6 @@ def prepare(
             target_modules=keys.lora.targets if every else list(keys.lora.targets),
         )
         model = get_peft_model(model, adapters)
-        trained, whole = model.get_nb_trainable_parameters()
-        say(f"adapters: {trained} of {whole} weights are trained")
     if compiled is None:  # nobody asked for it, so a machine without a compiler does without
         compiled = gpu and packed and len(updates) >= COMPILE_FROM
         torch._dynamo.config.suppress_errors = True
@@ -225,13 +221,11 @@ def prepare(
 class SweepTrainer(Trainer):
     """transformers' Trainer where a batch is a whole update: this rank's micro-batches."""
 
-    def __init__(self, run: Run, keys: "Train", saved_as: object, *given, **more) -> None:
+    def __init__(self, run: Run, keys: Train, saved_as: object, *given, **more) -> None:
         super().__init__(*given, **more)
         self.run, self.keys, self.updates = run, keys, self.train_dataset
         self.saved_as = saved_as  # the configuration of model/
         self.part = run.checkpoints / ".part"  # where a checkpoint is made
-        # What a checkpoint must have been written with.
-        self.facts = {"processes": self.args.world_size, "data": self.updates.digest}
 
     def get_train_dataloader(self) -> DataLoader:
         gpu = self.args.device.type == "cuda"
@@ -289,7 +283,6 @@ class SweepTrainer(Trainer):
             logs["loss"] *= done * self.args.world_size / targets
             pace = max(now - self.clock, 1e-9) / done
             logs["tokens_per_second"] = round(tokens / done / pace, 1)
-            logs["seconds_per_step"] = round(pace, 5)
             if self.args.device.type == "cuda":
                 memory = torch.cuda.max_memory_allocated() / 2**30
                 logs["gpu_memory_gib"] = round(memory, 2)
@@ -306,15 +299,6 @@ class SweepTrainer(Trainer):
                 out.write(json.dumps(row | {"time": round(time.time(), 1)}) + "\n")
         super().log(logs)
 
-    def begin(self) -> None:
-        """Start the clock, and forget rows of updates that are about to be computed again."""
-        self.clock, self.step = time.monotonic(), self.state.global_step
-        if self.is_world_process_zero():
-            rows = [row for row in read_rows(self.run.metrics) if row["step"] <= self.step]
-            write_text(self.run.metrics, "".join(json.dumps(row) + "\n" for row in rows))
-            if self.step:
-                print(f"resumed: step {self.step} of {self.state.max_steps}", flush=True)
-
     def _get_output_dir(self, trial: None) -> str:
         return str(self.part)
 
@@ -328,7 +312,7 @@ class SweepTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         if self.is_world_process_zero():
             (made,) = part.iterdir()
-            keep(made, folder, self.facts, self.keys.keep_last_n_checkpoints)
+            keep(made, folder, self.updates.digest, self.keys.keep_last_n_checkpoints)
             part.rmdir()
         self.accelerator.wait_for_everyone()  # torchrun ends all ranks with the first to leave
 
@@ -340,7 +324,14 @@ class Course(TrainerCallback):
         self.trainer, self.stop = trainer, stop
 
     def on_train_begin(self, args, state, control, **_) -> None:
-        self.trainer.begin()
+        """Start the clock, and forget rows of updates that are about to be computed again."""
+        self.trainer.clock, self.trainer.step = time.monotonic(), state.global_step
+        metrics = self.trainer.run.metrics
+        if state.is_world_process_zero:
+            rows = [row for row in read_rows(metrics) if row["step"] <= state.global_step]
+            write_text(metrics, "".join(json.dumps(row) + "\n" for row in rows))
+        if state.global_step:
+            say(f"resumed: step {state.global_step} of {state.max_steps}")
 
     def on_step_end(self, args, state, control, **_) -> None:
         keys, updates, step = self.trainer.keys, self.trainer.updates, state.global_step
@@ -383,11 +374,11 @@ def save_model(trainer: SweepTrainer, tokenizer) -> None:
     if trainer.is_world_process_zero():
         part = run.path / ".model.part"
         shutil.rmtree(part, ignore_errors=True)
-        if lora and lora.save == "merged":
-            plain, state = plain.get_base_model(), merged(state, lora)
         if lora and lora.save == "adapter":
             plain.save_pretrained(str(part), state_dict=state)
         else:
+            if lora:
+                plain, state = plain.get_base_model(), merged(state, lora)
             if config.tie_word_embeddings:
                 state.pop("lm_head.weight", None)
             state = {name: value.to(config.dtype) for name, value in state.items()}
@@ -398,7 +389,7 @@ def save_model(trainer: SweepTrainer, tokenizer) -> None:
     trainer.accelerator.wait_for_everyone()
 
 
-def merged(state: dict[str, Tensor], lora: "Lora") -> dict[str, Tensor]:
+def merged(state: dict[str, Tensor], lora: Lora) -> dict[str, Tensor]:
     """An ordinary model's weights, W + (alpha / r) B A, of one with adapters."""
     found = {}
     for name, value in state.items():

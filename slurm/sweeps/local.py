@@ -16,9 +16,9 @@ from calibeval.io import InputError, counted
 from sweeps import element, slurm
 from sweeps.config import Sweep
 from sweeps.element import Outcome
-from sweeps.plan import Cell, Plan
+from sweeps.plan import Plan
 from sweeps.ranks import gpus
-from sweeps.run import again, locked
+from sweeps.run import Run, again, locked
 from sweeps.snapshot import snapshot
 
 
@@ -34,8 +34,8 @@ def workers(sweep: Sweep) -> list[str]:
 
 
 def launch(plan: Plan) -> tuple[int, list[str]]:
-    """Train and score what is missing; returns the signal that stopped it, or 0, and a line for
-    each run that did not get there."""
+    """Train and score what is missing; returns the signal that stopped it, or 0, and the names of
+    runs that did not get there."""
     if shutil.which("squeue") and slurm.queue(plan.folder):
         raise InputError(f"{plan.folder}: is queued on Slurm; {again('cancel', plan.folder)}")
     plan.create()
@@ -44,7 +44,7 @@ def launch(plan: Plan) -> tuple[int, list[str]]:
 
 
 def _launch(plan: Plan, sets: list[str]) -> tuple[int, list[str]]:
-    heard, problems, free, code = [], [], SimpleQueue(), snapshot(plan.folder)
+    heard, lost, free, code = [], [], SimpleQueue(), snapshot(plan.folder)
     for one in sets:
         free.put(one)
     threads = str(max(1, len(os.sched_getaffinity(0)) // len(sets)))
@@ -58,19 +58,19 @@ def _launch(plan: Plan, sets: list[str]) -> tuple[int, list[str]]:
             os._exit(128 + number)
         heard.append(number)
 
-    def one(cell: Cell) -> str:
+    def one(run: Run) -> str:
         mine = free.get()
         try:
             visible = {"CUDA_VISIBLE_DEVICES": mine} if mine else {}
-            outcome = element.work(cell.run, lambda: bool(heard), environment=own | visible)
+            outcome = element.work(run, lambda: bool(heard), environment=own | visible)
         finally:
             free.put(mine)
-        if outcome is Outcome.STOPPED:
-            return f"stopped: {cell.run.name}: saved at step {cell.run.step()}"
-        if outcome is Outcome.DONE:
-            return f"finished: {cell.run.name}"
-        error = cell.run.attempts()[-1].get("error")
-        return f"failed: {cell.run.name}: {error} (log: {cell.run.path.absolute()}/*.log)"
+        said = f"{outcome.name.lower()}: {run.name}"
+        if outcome is not Outcome.DONE:
+            lost.append(run.name)
+        if outcome is Outcome.FAILED:
+            said += f": {run.attempts()[-1].get('error')} (log: {run.path.absolute()}/*.log)"
+        return said
 
     for cell in todo:
         cell.run.note("queued", code=code.name)
@@ -80,13 +80,10 @@ def _launch(plan: Plan, sets: list[str]) -> tuple[int, list[str]]:
             ThreadPoolExecutor(len(sets)) as pool,
             tqdm(total=len(todo), unit="run", desc=plan.sweep.name, disable=not todo) as bar,
         ):
-            for future in as_completed([pool.submit(one, cell) for cell in todo]):
+            for future in as_completed([pool.submit(one, cell.run) for cell in todo]):
                 bar.update(1)
-                if not (said := future.result()).startswith("finished"):
-                    problems.append(said)
-                if not said.startswith("stopped"):
-                    bar.write(said)
+                bar.write(future.result())
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return heard[0] if heard else 0, problems
+    return heard[0] if heard else 0, lost

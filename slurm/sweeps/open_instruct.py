@@ -9,7 +9,7 @@ from typing import Literal
 
 import yaml
 
-from calibeval.io import InputError, sha256, write_text
+from calibeval.io import sha256, write_text
 from calibeval.request import Positive
 from sweeps import ranks
 from sweeps.config import World, option
@@ -57,19 +57,11 @@ def missing(train: Train, world: World) -> list[str]:
     return checkout_problems() + data_problems(train) + clipping_problems(train, world)
 
 
-def checkout() -> Path:
-    """The user's open-instruct checkout; raises InputError saying how to make one."""
-    if VARIABLE not in os.environ:
-        raise InputError(f"{VARIABLE} is not set: reproduce.md makes a patched checkout")
-    return Path(os.environ[VARIABLE]).absolute()
-
-
 def checkout_problems() -> list[str]:
     """What keeps the checkout from training."""
-    try:
-        command = [PATCHES / "apply.sh", checkout(), "--check"]
-    except InputError as error:
-        return [str(error)]
+    if VARIABLE not in os.environ:
+        return [f"{VARIABLE} is not set: reproduce.md makes a patched checkout"]
+    command = [PATCHES / "apply.sh", os.path.abspath(os.environ[VARIABLE]), "--check"]
     check = subprocess.run(command, capture_output=True, text=True, check=False)
     said = (check.stderr or check.stdout).strip().removeprefix("error: ")
     return [] if check.returncode == 0 else [f"{VARIABLE}: {said}"]
@@ -102,7 +94,7 @@ def clipping_problems(train: Train, world: World) -> list[str]:
 
 def train(run: Run) -> None:
     """Run finetune.py on this machine's processes; its Monitor writes metrics.jsonl."""
-    world, folder = run.config().world, checkout()
+    world, folder = run.config().world, Path(os.environ[VARIABLE]).absolute()
     arguments = run.path.absolute() / "finetune.yaml"
     write_text(arguments, yaml.safe_dump(finetune_arguments(run), sort_keys=False))
     digest = sha256(folder / "open_instruct" / "finetune.py")
@@ -112,9 +104,12 @@ def train(run: Run) -> None:
     words = [sys.executable, "-m", *module] if world.alone else ranks.torchrun(world, *module)
     paths = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     own = {"PYTHONPATH": paths, "STATISTICS_FILE": str(run.metrics.absolute())}
-    environment = os.environ | ranks.told(world) | own
+    own["ACCELERATE_MIXED_PRECISION"] = world.mixed_precision  # as `accelerate launch` says it
+    if world.deepspeed:
+        own["ACCELERATE_USE_DEEPSPEED"] = "true"
+        own["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = os.path.abspath(world.deepspeed)
     end = {"check": False, "preexec_fn": ranks.end_with_parent}
-    code = subprocess.run(words, env=environment, **end).returncode
+    code = subprocess.run(words, env=os.environ | own, **end).returncode
     keep_rows(run)
     if code:
         raise SystemExit(code if code > 0 else 128 - code)

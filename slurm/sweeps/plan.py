@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,11 +39,9 @@ class Plan:
 
     def create(self) -> None:
         """Write sweep.yaml, what the last launch asked for, and every run's folder."""
-        head = f"# python -m sweeps launch {shlex.join(self.typed)}\n"
-        text = head + dump_yaml(self.sweep.model_dump(mode="json"))
         for cell in (*self.bases, *self.cells):
             cell.run.create(cell.config)
-        write_text(self.folder / FILE, text)
+        write_text(self.folder / FILE, dump_yaml(self.sweep.model_dump(mode="json")))
 
 
 def plan(source: Path, assignments: list[str]) -> Plan:

@@ -14,16 +14,17 @@ from calibeval.tasks import HUB, load
 from sweeps.config import Archive, Cluster, Dataset, expand
 from sweeps.plan import Plan
 
+MODELS = {"model_name_or_path": "models", "tokenizer_name": "tokenizers"}  # key → kind
+FILES = {"models": ("*.safetensors", "*.bin"), "tokenizers": ("tok*", "vocab*")}  # one of them
 ROLES = {"system": "system", "human": "user", "gpt": "assistant"}  # of ShareGPT
 
 
 @dataclass(frozen=True)
 class Asset:
-    """Something to fetch: what it is, the path or hub name in config keys, whether it is here."""
+    """Something to fetch: what it is, and whether it is here."""
 
     name: str
-    place: str
-    here: Callable[[], object]
+    here: bool
     fetch: Callable[[], None]
 
 
@@ -38,69 +39,60 @@ def on_hub(name: str) -> bool:
     return not Path(name).exists() and name.count("/") == 1 and name[0] not in "./~"
 
 
-def hub_snapshot(name: str, kind: str = "models", revision: str | None = None) -> Path | None:
-    """The newest whole snapshot of `owner/name`, or that revision's; None if there is none here."""
+def on_disk(name: str, kind: str, revision: str | None = None) -> bool:
+    """Whether a whole snapshot of the hub's `owner/name`, or that revision's, is here."""
     home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
     folder = cache / f"{kind.replace('tokenizers', 'models')}--{name.replace('/', '--')}"
     branch = folder / "refs" / str(revision)
     commit = branch.read_text() if branch.is_file() else revision
-    found = [p for p in folder.glob("snapshots/*") if commit in (None, p.name) and _whole(p, kind)]
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+    found = (path for path in folder.glob("snapshots/*") if commit in (None, path.name))
+    return any(whole(path, kind) for path in found)
 
 
-def _whole(snapshot: Path, kind: str) -> bool:
+def whole(folder: Path, kind: str) -> bool:
     """Whether what it must have is there; a file appears only once it is whole."""
     names = set()
-    for path in snapshot.glob("*.index.json"):
+    for path in folder.glob("*.index.json"):
         names |= set(json.loads(path.read_text("utf-8")).get("weight_map", {}).values())
-    wanted = {"models": "*.safetensors *.bin", "tokenizers": "tok* vocab*"}.get(kind, "*").split()
-    some = any(found for one in wanted for found in snapshot.glob(one))
-    return some and all((snapshot / name).exists() for name in names)
+    some = any(found for one in FILES.get(kind, ["*"]) for found in folder.glob(one))
+    return some and all((folder / name).exists() for name in names)
 
 
 def assets(plan: Plan) -> list[Asset]:
     """Everything that can be fetched, of what the sweep's runs name."""
-    found, trains = {}, [cell.config.train for cell in plan.cells]
-    for train in trains:
-        for key, kind in (("tokenizer_name", "tokenizers"), ("model_name_or_path", "models")):
-            if (name := train.get(key)) and on_hub(name):
-                revision = train.get("model_revision")
-                here = partial(hub_snapshot, name, kind, revision)
-                at = f" at {revision}" if revision else ""
-                found[name + at] = Asset(
-                    f"model {name}{at}", name, here, partial(_model, name, revision)
-                )
-    paths = {value for train in trains for value in train.values() if isinstance(value, str)}
+    found, trains = [], [cell.config.train for cell in plan.cells]
     tasks = plan.sweep.score.tasks if plan.sweep.score else ()
+    names = [(kind, train.get(key), train.get("model_revision"))
+             for train in trains for key, kind in MODELS.items()]  # fmt: skip
+    for kind, name, revision in dict.fromkeys(names):
+        if name and on_hub(name):
+            what = f"{kind.rstrip('s')} {name}" + (f" at {revision}" if revision else "")
+            here = on_disk(name, kind, revision)
+            found.append(Asset(what, here, partial(_model, name, revision)))
+    for data, task in {task.data: task for task in tasks}.items():
+        if data.startswith(HUB):
+            here = on_disk(data.removeprefix(HUB), "datasets")
+            found.append(Asset(f"questions {data}", here, partial(load, task)))
+    paths = {value for train in trains for value in train.values() if isinstance(value, str)}
     paths |= {task.data for task in tasks}
     items = [(f"data set {d.hub}", d, _dataset) for d in plan.sweep.prefetch.datasets]
     items += [(f"archive {a.url}", a, _archive) for a in plan.sweep.prefetch.archives]
-    for name, item, fetch in items:
-        if any(meet(path, item.to) for path in paths):  # no override left it out
-            here = Path(item.to).exists
-            found[item.to] = Asset(f"{name} → {item.to}", item.to, here, partial(fetch, item))
-    for task in tasks:
-        if task.data.startswith(HUB):
-            name = task.data.removeprefix(HUB)
-            here, fetch = partial(hub_snapshot, name, "datasets"), partial(load, task)
-            found[task.data] = Asset(f"questions {task.data}", task.data, here, fetch)
-    return list(found.values())
-
-
-def meet(one: str, other: str) -> bool:
-    """Whether one of two paths is the other, or lies in it."""
-    return Path(one).is_relative_to(other) or Path(other).is_relative_to(one)
+    for what, item, fetch in items:
+        made = Path(item.to)
+        # No override left it out: a path that is read lies in it, or holds it.
+        if any(made.is_relative_to(path) or Path(path).is_relative_to(made) for path in paths):
+            found.append(Asset(f"{what} → {made}", made.exists(), partial(fetch, item)))
+    return found
 
 
 def fetch(wanted: list[Asset]) -> list[str]:
     """Fetch what is missing; returns one line for each that failed, and goes on with the others."""
     problems = []
     for asset in wanted:
-        here = asset.here()
-        print(f"{'here' if here else 'fetching'}: {asset.name}", flush=True)
+        print(f"{'here' if asset.here else 'fetching'}: {asset.name}", flush=True)
         try:
-            here or asset.fetch()
+            asset.here or asset.fetch()
         except (Exception, SystemExit) as error:  # each library has its own kinds
             problems.append(f"{asset.name}: {type(error).__name__}: {' '.join(str(error).split())}")
     return problems

@@ -1,22 +1,17 @@
 """Everything that would stop a sweep later, found and named before anything is queued."""
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 from calibeval.io import InputError
-from calibeval.request import Task
 from calibeval.tasks import HUB, load
-from sweeps import local, prefetch, score, scripts, slurm
+from sweeps import local, prefetch, score
 from sweeps.config import Cluster, load_cluster
 from sweeps.conversations import conversations
 from sweeps.plan import Plan
 from sweeps.run import again, backend
-from sweeps.scripts import Job
-
-SERIOUS = ("account", "partition", "qos", "time", "Invalid", "invalid")  # of sbatch's words
 
 
 def problems(plan: Plan, executor: str) -> list[str]:
@@ -30,77 +25,51 @@ def problems(plan: Plan, executor: str) -> list[str]:
         local.workers(plan.sweep)
     elif "%" in (folder := str(plan.folder.absolute())):
         found.append(f"output_root: {folder}: Slurm reads % in paths; another folder")
-    else:
-        found += _asked(plan, cluster)
     return list(dict.fromkeys(found))
 
 
 def _files(plan: Plan) -> list[str]:
-    """Models, data, questions: what is not here, each once, and the one command that fetches it."""
-    trains, world, kinds = backend(plan.sweep.backend), plan.sweep.world, {}
-    for cell in plan.cells:  # runs that differ in a number only need the same things
-        if not cell.run.trained:
-            words = {k: v for k, v in cell.config.train.items() if isinstance(v, str)}
-            kinds.setdefault(str(words), cell.config)
-    lacking, found = [], []
+    """Models, data, questions: what is not fetched yet, else what is not there or not readable."""
+    made_by = plan.sweep.prefetch.made_by
+    hint = [f"models and data of this sweep are made by: {made_by}"] * bool(made_by)
+    if fetched := [asset.name for asset in prefetch.assets(plan) if not asset.here]:
+        command = f"where there is internet: {again('prefetch', *plan.typed)}"
+        return [*(f"not fetched: {name}" for name in fetched), *hint, command]
+    trains, world, found = backend(plan.sweep.backend), plan.sweep.world, []
+    todo = [cell.config for cell in plan.cells if not cell.run.trained]
+    # Runs that differ in a number only need the same things.
+    kinds = {str([v for v in one.train.values() if isinstance(v, str)]): one for one in todo}
     for config in kinds.values():
-        lacking += [*_model(config.train), *_train_file(config.train.get("train_file"))]
-        found += trains.missing(config.keys, world)
+        found += _models(config.train)
+        try:
+            if file := config.train.get("train_file"):
+                conversations(Path(file).absolute(), 100_000)
+        except InputError as error:
+            found.append(f"train.train_file: {error}")
     for key, file in {"deepspeed": world.deepspeed, "fsdp": world.fsdp}.items():
         if file and not Path(file).is_file():
-            lacking.append((file, f"world.{key}: {file}: no such file"))
+            found.append(f"world.{key}: {Path(file).absolute()}: no such file")
     for task in plan.sweep.score.tasks if plan.sweep.score else ():
-        lacking += _questions(task)
-    fetched = [asset for asset in prefetch.assets(plan) if not asset.here()]
-    # What prefetch makes, or fills, is named by it, not once more by the key.
-    lacking = [one for one in lacking if not any(prefetch.meet(one[0], a.place) for a in fetched)]
-    found = [*(sentence for _, sentence in lacking), *found]
-    if any(not Path(path).is_absolute() for path, _ in lacking):
-        found.append(f"relative paths of a sweep start in {Path.cwd()}")
-    if (lacking or fetched) and plan.sweep.prefetch.made_by:
-        found.append(f"models and data of this sweep are made by: {plan.sweep.prefetch.made_by}")
-    found += [f"not fetched: {asset.name}" for asset in fetched]
-    return found + [f"where there is internet: {again('prefetch', *plan.typed)}"] * bool(fetched)
-
-
-def _model(train: dict) -> Iterator[tuple[str, str]]:
-    """What a model lacks: paths, each with a sentence; hub models are prefetch's business."""
-    key = "model_name_or_path"
-    of_tokenizer = "tokenizer_name" if train.get("tokenizer_name") else key
-    wanted = (
-        (key, ("config.json",)),
-        (key, ("model*.safetensors", "pytorch_model*.bin")),
-        (of_tokenizer, ("tokenizer.json", "tokenizer.model", "vocab*")),
-    )
-    for key, names in wanted:
-        name, folder = train[key], Path(train[key])
-        if not folder.is_dir() and not prefetch.on_hub(name):
-            yield name, f"train.{key}: {name}: no such folder"
-        elif folder.is_dir() and not any(any(folder.glob(one)) for one in names):
-            yield name, f"train.{key}: {name}: no {' or '.join(names)} in this folder"
-
-
-def _train_file(name: str | None) -> Iterator[tuple[str, str]]:
-    """What is wrong with a file of conversations."""
-    if name and not Path(name).is_file():
-        yield name, f"train.train_file: {name}: no such file"
-    elif name:
         try:
-            conversations(Path(name), 100_000)
-        except InputError as error:
-            yield name, f"train.train_file: {error}"
+            if not task.data.startswith(HUB):
+                load(task)
+        except InputError as error:  # which would show only after the training
+            found.append(f"score: {task.key}: {error}")
+    found += hint if found else []
+    for config in kinds.values():
+        found += trains.missing(config.keys, world)
+    return found
 
 
-def _questions(task: Task) -> Iterator[tuple[str, str]]:
-    """What keeps a task from being asked, which would show only after the training."""
-    try:
-        if task.data.startswith(HUB):
-            return
-        if not Path(task.data).exists():
-            raise InputError(f"data: {task.data}: no such file or folder")
-        load(task)
-    except InputError as error:
-        yield task.data, f"score: {task.key}: {error}"
+def _models(train: dict) -> Iterator[str]:
+    """What folders of a model and its tokenizer lack; hub models are prefetch's business."""
+    for key, kind in prefetch.MODELS.items():
+        key = key if train.get(key) else "model_name_or_path"
+        folder = Path(train[key])
+        if not prefetch.on_hub(train[key]) and not prefetch.whole(folder, kind):
+            lacks = f"no {' or '.join(prefetch.FILES[kind])}, or not all that its index names"
+            said = lacks if folder.is_dir() else "no such folder"
+            yield f"train.{key}: {folder.absolute()}: {said}"
 
 
 def _requests(plan: Plan) -> list[str]:
@@ -122,25 +91,3 @@ def _packages(plan: Plan) -> list[str]:
     absent = sorted({name for name in names if find_spec(name) is None})
     install = f"{sys.executable} -m pip install …"
     return [f"packages that runs need: {' '.join(absent)}: {install}"] if absent else []
-
-
-def _asked(plan: Plan, cluster: Cluster) -> list[str]:
-    """What the controller says to the sweep's scripts: accounts, partitions, limits, GPUs, …"""
-    try:
-        slurm.ask("squeue", "--noheader", "--me")  # sbatch waits for a minute where nobody answers
-    except InputError as error:
-        return [f"{error}; --executor local needs no Slurm"]
-    place, found = plan.folder.absolute() / "jobs" / "preflight", []
-    for what in ["train", *(["score"] if plan.sweep.score else []), "collect"]:
-        text = scripts.script(plan.sweep, cluster, Job(what, ("one",)), place, place, "")
-        done = subprocess.run(
-            ["sbatch", "--test-only"], input=text, text=True, capture_output=True, check=False,
-            env=scripts.environment(cluster),
-        )  # fmt: skip
-        reason = done.stderr.strip().rpartition("error: ")[2]
-        line = f"{plan.sweep.cluster}: sbatch refuses: {reason}{slurm.advice(reason, cluster)}"
-        if done.returncode and any(word in reason for word in SERIOUS):
-            found.append(line)
-        elif done.returncode:  # also said while all nodes are drained
-            print(f"warning: {what}: {line}", file=sys.stderr)
-    return found

@@ -32,15 +32,6 @@ def end_with_parent() -> None:
     LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def told(world: World) -> dict[str, str]:
-    """What `accelerate launch` would put into a rank's environment."""
-    found = {"ACCELERATE_MIXED_PRECISION": world.mixed_precision}
-    if world.deepspeed:
-        found["ACCELERATE_USE_DEEPSPEED"] = "true"
-        found["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = os.path.abspath(world.deepspeed)
-    return found
-
-
 def shield() -> None:
     """Keep TERM from this process and what it starts. Slurm sends it to all of a job at once, and
     torchrun would kill its ranks while they save because the stop file appeared."""

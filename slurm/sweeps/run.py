@@ -16,7 +16,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
-from functools import cache, cached_property
+from functools import cached_property
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePath
@@ -153,8 +153,11 @@ class Run:
     def began(self, stage: str) -> None:
         """Note that an attempt to `train` or to `score` begins, and with what."""
         gpus = output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or ""
-        place = {"host": socket.gethostname(), "job": job_id(), "gpus": gpus.splitlines()}
-        self.note("began", stage=stage, progress=self.progress(), **place, **versions())
+        about = {"host": socket.gethostname(), "job": job_id(), "gpus": gpus.splitlines()}
+        for name in ("torch", "transformers", "tokenizers", "accelerate", "datasets", "deepspeed"):
+            with contextlib.suppress(PackageNotFoundError):
+                about[name] = version(name)
+        self.note("began", stage=stage, progress=self.progress(), **about)
 
     def idle(self) -> int:
         """Attempts in a row, since the last launch, that brought the run no further."""
@@ -178,7 +181,7 @@ def locked(path: Path, patience: float, busy: str) -> Iterator[None]:
         end = time.monotonic() + patience
         while True:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # flock's would be every fork's
                 break
             except BlockingIOError:
                 if time.monotonic() > end:
@@ -193,22 +196,12 @@ def held(path: Path) -> bool:
     """Whether a process holds this lock."""
     try:
         with open(path) as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
         return False
     return False
-
-
-@cache
-def versions() -> dict[str, str]:
-    """The installed versions of what decides a run's numbers."""
-    found = {}
-    for name in ("torch", "transformers", "tokenizers", "accelerate", "datasets", "deepspeed"):
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
 
 
 def output(*command: str) -> str | None:

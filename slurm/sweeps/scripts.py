@@ -1,7 +1,6 @@
 """What sbatch is handed: a function of sweep, profile and places alone, in submitit's words."""
 
 import os
-import re
 import shlex
 import sys
 from dataclasses import dataclass
@@ -20,28 +19,20 @@ ENDLESS = 1_000_000  # timeouts that submitit allows; runs give up without progr
 
 @dataclass(frozen=True)
 class Job:
-    """One sbatch call: what it does, for which runs, and what it waits for."""
+    """One sbatch call: what it does, and for which runs."""
 
     what: str  # train, score, collect
     names: tuple[str, ...] = ()
-    after: tuple[str, ...] = ()  # aftercorr:#0 (the first job of this launch), afterany:1234, …
+    after_training: bool = False  # each element after that of the array before
 
 
-def environment(cluster: Cluster) -> dict[str, str]:
-    """What sbatch gets to see: SBATCH_ACCOUNT and the like, of the shell, would override."""
-    allowed = {*EXPORTED, *cluster.pass_environment}
-    return {key: value for key, value in os.environ.items() if key in allowed}
-
-
-def parameters(sweep: Sweep, cluster: Cluster, job: Job, place: Path, waits: str) -> dict:
+def parameters(sweep: Sweep, cluster: Cluster, job: Job, place: Path, ids: list[str]) -> dict:
     """What submitit is told of a job."""
     trains, collects = job.what == "train", job.what == "collect"
     processes = sweep.world.processes_per_node if trains else not collects
     cpus, gpus = cluster.cpus_per_process * processes or 1, cluster.gpus_per_process * processes
     # A list, not ALL: the submitting shell's tokens must not travel.
     more = {"export": ",".join([*EXPORTED, *cluster.pass_environment]), "requeue": True}
-    if waits:  # a job that waits for what can never be must not wait for ever
-        more |= {"dependency": waits, "kill-on-invalid-dep": "yes"}
     for option in cluster.extra:
         key, _, value = option.removeprefix("--").partition("=")
         more[key] = value or True
@@ -59,7 +50,10 @@ def parameters(sweep: Sweep, cluster: Cluster, job: Job, place: Path, waits: str
         "stderr_to_stdout": True,
         "additional_parameters": more,
     }
+    if job.after_training:  # what waits for a training that failed must not wait for ever
+        more |= {"dependency": f"aftercorr:{ids[-1]}", "kill-on-invalid-dep": "yes"}
     if collects:
+        more["dependency"] = ",".join(f"afterany:{one}" for one in ids)
         found["use_srun"] = False
     else:  # srun takes the number of CPUs from nobody since 22.05
         found["srun_args"] = [f"--cpus-per-task={cpus}"]
@@ -67,11 +61,13 @@ def parameters(sweep: Sweep, cluster: Cluster, job: Job, place: Path, waits: str
     return {key: value for key, value in found.items() if value not in (None, 0)} | {"wckey": None}
 
 
-def script(sweep: Sweep, cluster: Cluster, job: Job, place: Path, code: Path, waits: str) -> str:
-    """The script of a job whose folder is `place`; needs no Slurm."""
+def script(
+    sweep: Sweep, cluster: Cluster, job: Job, place: Path, code: Path, ids: list[str]
+) -> str:
+    """The script of a job whose folder is `place`; it waits for `ids`. Needs no Slurm."""
     python = shlex.quote(sys.executable) if cluster.python == "auto" else cluster.python
-    asked = parameters(sweep, cluster, job, place, waits)
-    lines, quoted = setup(cluster, sweep.cluster, code), shlex.quote(str(place))
+    asked = parameters(sweep, cluster, job, place, ids)
+    lines, quoted = setup(cluster, code), shlex.quote(str(place))
     command = f"{python} -m sweeps collect {shlex.quote(str(place.parents[1]))}"
     if job.what != "collect":
         command = f"{python} -u -m submitit.core._submit {quoted}"
@@ -83,7 +79,7 @@ def script(sweep: Sweep, cluster: Cluster, job: Job, place: Path, code: Path, wa
     return _make_sbatch_string(command, place, setup=lines, **asked)
 
 
-def setup(cluster: Cluster, file: str | None, code: Path) -> list[str]:
+def setup(cluster: Cluster, code: Path) -> list[str]:
     """The shell lines before the work."""
     lines = [
         "unset SLURM_EXPORT_ENV  # srun hands on what this job has, which is the list above",
@@ -91,24 +87,17 @@ def setup(cluster: Cluster, file: str | None, code: Path) -> list[str]:
     ]
     if cluster.modules:
         lines.append("command -v module >/dev/null || . /etc/profile")
-        load = f"module load {shlex.join(cluster.modules)}"
-        failed = shlex.quote(f"error: {load} failed (modules: in {file})")
-        lines.append(f"{load} || {{ echo {failed} >&2; exit 1; }}")
+        lines.append(f"module load {shlex.join(cluster.modules)} || exit 1")  # which says why
     if cluster.offline:
         lines.append("export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1")
         lines.append("export WANDB_MODE=offline")
-    home = {"HF_HOME": cluster.cache} if cluster.cache else {}
-    for key, value in (home | cluster.environment).items():
-        quoted = re.sub(r'(["`\\])', r"\\\1", value)  # but $VARIABLES are read
-        lines.append(f'export {key}="{quoted}"')
-    lines.append(f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}")
+    if cluster.cache:
+        lines.append(f'export HF_HOME="{cluster.cache}"')  # with $VARIABLES of the job
     if cluster.setup:
         lines += ["set -e", *cluster.setup, "set +e"]
+    lines.append(f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}")
     if cluster.secrets_file:
-        # tested by itself: a file whose last line is merely false is no reason to end
-        secret = f'"{cluster.secrets_file}"'
-        lines.append(f'[[ -r {secret} ]] || {{ echo "error: no" {secret} >&2; exit 2; }}')
-        lines.append(f"set -a; . {secret}; set +a")
+        lines.append(f'set -ae; . "{cluster.secrets_file}"; set +ae')
     lines.append("set -u")  # not before: module files and set-up lines rarely stand it
     lines.append(f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{cluster.cpus_per_process}}}"')
     return lines

@@ -26,7 +26,7 @@ from sweeps.config import Cluster, load_cluster
 from sweeps.element import Outcome
 from sweeps.plan import Plan
 from sweeps.run import Run, held, job_id, last_error, locked, output
-from sweeps.scripts import ENDLESS, Job, environment, script
+from sweeps.scripts import ENDLESS, EXPORTED, Job, script
 from sweeps.snapshot import snapshot
 
 PATIENCE = 20  # seconds; twice what Slurm's tools wait for a controller that is busy
@@ -55,13 +55,11 @@ class Element:
             except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
                 print(f"{error}; again in 10 s", flush=True)  # until Slurm ends this job itself
                 time.sleep(10)
-        if outcome is not Outcome.DONE:
-            sys.stdout.flush()
-            os._exit(outcome.value)  # what is to be said stands above, without a traceback
+        sys.exit(outcome.value)  # what is to be said stands above
 
     def checkpoint(self):
         """What the requeued job does: the same."""
-        return DelayedSubmission(Element(self.stages))
+        return DelayedSubmission(self)
 
 
 def cancelled() -> bool:
@@ -159,22 +157,18 @@ def design(plan: Plan, busy: list[Queued]) -> list[Job]:
     """The jobs that are missing, in order; none if everything is done or queued.
 
     A run of one process trains and scores in one element. Of several, scoring has an array of its
-    own.
+    own, on one process's share, which waits for theirs element by element.
     """
     queued = {one.run for one in busy}
     stages = {c.run.name: element.next_stage(c.run, c.config) for c in plan.bases + plan.cells}
     todo = {name: stage for name, stage in stages.items() if stage and name not in queued}
-    jobs = [Job("train", tuple(todo))]
-    if not plan.sweep.world.alone:
-        train, rest = (tuple(n for n, s in todo.items() if s == what) for what in element.STAGES)
-        jobs = [Job("train", train)]
-        if plan.sweep.score:
-            jobs += [Job("score", train, ("aftercorr:#0",)), Job("score", rest)]
-    jobs = [job for job in jobs if job.names]
+    train, rest = (tuple(n for n, s in todo.items() if s == what) for what in element.STAGES)
+    jobs = [Job("train", train)]
+    if plan.sweep.score and not plan.sweep.world.alone:
+        jobs.append(Job("score", train, after_training=True))
+    jobs = [job for job in (*jobs, Job("score", rest)) if job.names]
     if jobs or (queued and not any(one.what == "collect" for one in busy)):
-        others = sorted({one.id.partition("_")[0] for one in busy if one.run})
-        ids = [*(f"#{number}" for number in range(len(jobs))), *others]
-        jobs.append(Job("collect", (), tuple(f"afterany:{one}" for one in ids)))
+        jobs.append(Job("collect"))
     return jobs
 
 
@@ -183,59 +177,65 @@ def dry_run(plan: Plan) -> str:
     cluster, parts = load_cluster(plan.sweep.cluster), []
     for number, job in enumerate(design(plan, [])):
         place = plan.folder.absolute() / "jobs" / f"TAG{number}"
-        waits, code = ",".join(job.after).replace("#", "JOB"), place.parents[1] / "code" / "HASH"
+        ids, code = [f"JOB{n}" for n in range(number)], place.parents[1] / "code" / "HASH"
         parts.append(f"### JOB{number}: {job.what} of {counted(len(job.names), 'run')}\n")
-        parts.append(script(plan.sweep, cluster, job, place, code, waits))
+        parts.append(script(plan.sweep, cluster, job, place, code, ids))
     return "".join(parts)
 
 
 def submit(plan: Plan) -> dict[str, str]:
-    """Queue what is neither done nor queued; returns {job id: what it does}."""
-    jobs = plan.folder / "jobs"
+    """Queue what is neither done nor queued, all or nothing; returns {job id: what it does}."""
+    jobs, cluster, made = plan.folder / "jobs", load_cluster(plan.sweep.cluster), {}
     if held(plan.lock):
         raise InputError(f"{plan.folder}: a launch without Slurm is at it; Ctrl-C there ends it")
     jobs.mkdir(parents=True, exist_ok=True)
     with locked(jobs / ".lock", 300, f"{jobs}: another launch has been submitting for minutes"):
-        return _submit(plan)
-
-
-def _submit(plan: Plan) -> dict[str, str]:
-    cluster, ids = load_cluster(plan.sweep.cluster), []
-    if not (todo := design(plan, queue(plan.folder))):
-        return {}
-    plan.create()
-    code = snapshot(plan.folder)
-    for job in todo:
-        waits = re.sub(r"#(\d+)", lambda found: ids[int(found[1])], ",".join(job.after))
-        place = (plan.folder / "jobs" / secrets.token_hex(3)).absolute()
-        place.mkdir()
-        write_text(place / "names", "".join(f"{name}\n" for name in job.names))
-        text = script(plan.sweep, cluster, job, place, code, waits)
-        write_text(place / "script.sh", text)
-        both = job.what == "train" and plan.sweep.world.alone
-        delayed = DelayedSubmission(Element(element.STAGES if both else (job.what,)))
-        delayed.set_timeout(1, ENDLESS)
-        delayed.dump(place / "element.pkl")
-        for name in job.names:
-            Run(plan.folder / name).note("queued", job=place.name, code=code.name)
-        ids.append(sbatch(text, cluster, f"{plan.sweep.name}.{job.what}.{place.name}"))
-        write_text(place / "id", ids[-1] + "\n")
-    return {one: job.what for one, job in zip(ids, todo, strict=True)}
+        busy = queue(plan.folder)
+        others = sorted({one.id.partition("_")[0] for one in busy if one.run})
+        if todo := design(plan, busy):
+            plan.create()
+            code = snapshot(plan.folder)
+        for job in todo:
+            place = (jobs / secrets.token_hex(3)).absolute()
+            place.mkdir()
+            write_text(place / "names", "".join(f"{name}\n" for name in job.names))
+            text = script(plan.sweep, cluster, job, place, code, [*others, *made])
+            write_text(place / "script.sh", text)
+            both = job.what == "train" and plan.sweep.world.alone
+            delayed = DelayedSubmission(Element(element.STAGES if both else (job.what,)))
+            delayed.set_timeout(1, ENDLESS)
+            delayed.dump(place / "element.pkl")
+            runs = [Run(plan.folder / name) for name in job.names]
+            for run in runs:
+                run.note("queued", job=place.name, code=code.name)
+            try:
+                one = sbatch(text, cluster, f"{plan.sweep.name}.{job.what}.{place.name}")
+            except InputError as error:
+                for run in runs:
+                    run.note("ended", error=str(error))
+                if made:
+                    ask("scancel", *made)
+                raise InputError(f"{plan.sweep.cluster}: {error}") from error
+            write_text(place / "id", f"{one}\n")
+            made[one] = job.what
+    return made
 
 
 def sbatch(text: str, cluster: Cluster, name: str) -> str:
     """Hand a script to sbatch; its job's id, also where only the answer was lost."""
-    keys = {"text": True, "capture_output": True, "env": environment(cluster)}
+    # SBATCH_ACCOUNT and the like, of the shell, would override the profile.
+    names = os.environ.keys() & {*EXPORTED, *cluster.pass_environment}
+    keys = {"text": True, "capture_output": True, "env": {x: os.environ[x] for x in names}}
     done = subprocess.run(["sbatch", "--parsable"], input=text, **keys)
     if done.returncode == 0:
         return done.stdout.strip().partition(";")[0]
-    said = last_error(done.stderr.splitlines())
+    said = last_error(done.stderr.splitlines()).removeprefix("error: ")
     if "imed out" in said:
         time.sleep(5)
         asked = ("--noheader", "--me", "--states=all", f"--name={name}", "--format=%F")
         if found := ask("squeue", *asked).split():
             return found[0]
-    raise InputError(f"sbatch refuses {name}: {said}{advice(said, cluster)}")
+    raise InputError(f"sbatch refuses: {said}{advice(said, cluster)}")
 
 
 def advice(said: str, cluster: Cluster) -> str:

@@ -3,7 +3,6 @@ meanwhile changes nothing."""
 
 import hashlib
 import shutil
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,14 +23,12 @@ def snapshot(sweep: Path) -> Path:
     made = (sweep / "code" / digest.hexdigest()[:8]).absolute()
     if made.exists():
         return made
-    made.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=made.parent, prefix=".") as scratch:
-        part = Path(scratch) / "part"
-        for name, folder in folders.items():
-            shutil.copytree(folder, part / name, ignore=shutil.ignore_patterns(*UNUSED))
-        git = ("git", "-C", str(folders["sweeps"]))
-        (part / "COMMIT").write_text(output(*git, "rev-parse", "HEAD") or "not in git\n")
-        (part / "DIFF").write_text(output(*git, "diff", "HEAD") or "")
-        if not made.exists():
-            part.rename(made)
+    part = made.with_name(".part")  # of a launch that was killed
+    shutil.rmtree(part, ignore_errors=True)
+    for name, folder in folders.items():
+        shutil.copytree(folder, part / name, ignore=shutil.ignore_patterns(*UNUSED))
+    git = ("git", "-C", str(folders["sweeps"]))
+    (part / "COMMIT").write_text(output(*git, "rev-parse", "HEAD") or "not in git\n")
+    (part / "DIFF").write_text(output(*git, "diff", "HEAD") or "")
+    part.rename(made)
     return made

@@ -2,16 +2,18 @@
 
 import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 
 from calibeval.io import InputError, counted
 from sweeps import element, score, slurm
 from sweeps.plan import Cell, Plan
 from sweeps.run import Run, again, held, read_rows, tail
 
+BYTES = 4  # of a data file, a token
 STATES = ("running", "queued", "dead", "stopped", "unknown", "to do", "done")
 
 
@@ -84,7 +86,7 @@ def _of_run(cell: Cell, known: Slurm, launching: bool) -> Status:
     if launching and "queued" in last:
         return found("queued", reached)
     if not last:
-        return found("to do")
+        return found("to do", *(f"{key}={value}" for key, value in cell.values.items()))
     if known.error and label:
         return found("unknown", reached)
     if "error" in last:
@@ -116,6 +118,25 @@ def progress(run: Run) -> str:
     return text
 
 
+def hours_left(plan: Plan) -> list[str]:
+    """What training takes that is still to be done, of models that have trained here."""
+    speeds, hours = defaultdict(list), []
+    for cell in plan.cells:
+        for row in read_rows(cell.run.metrics, 4096):
+            if "tokens_per_second" in row:
+                speeds[cell.config.train["model_name_or_path"]].append(row["tokens_per_second"])
+    for cell in plan.cells:
+        train, data = cell.config.train, Path(cell.config.train.get("train_file") or "")
+        if (speed := speeds[train["model_name_or_path"]]) and not cell.run.trained:
+            size = data.stat().st_size if data.is_file() else 0
+            tokens = size / BYTES * train.get("num_train_epochs", 1)
+            hours.append(tokens / median(speed) * plan.sweep.world.processes_per_node / 3600)
+    if not any(hours):
+        return []
+    said = f"about {sum(hours):,.0f} GPU hours, {max(hours):,.0f} the longest"
+    return ["", f"{counted(len(hours), 'run')} to train: {said}, by tokens/s measured here"]
+
+
 def table(plan: Plan) -> str:
     """The table with its summary line, most urgent states first, and why what is dead died."""
     found, known = of_sweep(plan)
@@ -124,7 +145,7 @@ def table(plan: Plan) -> str:
     width = max(len(one.name) for one in found)
     bases = len(found) - len(plan.cells)
     more = f" and {counted(bases, 'base model')} to score" if bases else ""
-    lines = [f"{plan.sweep.name}: {counted(len(plan.cells), 'run')}{more}: {summary}"]
+    lines = [f"{plan.folder.absolute()}: {counted(len(plan.cells), 'run')}{more}: {summary}"]
     lines.append(f"{'RUN':{width}}  {'STATE':8}  {'RESTARTS':>8}  {'SCORED':>6}  DETAIL")
     for one in sorted(found, key=lambda one: STATES.index(one.state)):
         said = f"{one.name:{width}}  {one.state:8}  {one.restarts:>8}  {one.scored:>6}"
@@ -138,6 +159,7 @@ def table(plan: Plan) -> str:
         count = f" (and {len(more)} more like it)" if more else ""
         lines += ["", f"{first.name}{count}: {first.detail}", *(f"    | {x}" for x in first.lines)]
         lines += [f"    {first.file.absolute()}"] if first.file else []
+    lines += hours_left(plan)
     launch = again("launch", plan.folder)
     if known.error:
         lines += ["", f"{known.error}; what is queued is not known"]

@@ -163,7 +163,7 @@ def test_the_trainer_has_the_same_curve(today, patched, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_an_interrupted_sweep_ends_with_the_same_model(sweeps, tmp_path):
-    """plan, launch, status, an end by the scheduler, launch again; test_resume.py kills."""
+    """launch, status, an end by the scheduler, launch again; test_resume.py kills."""
 
     def launched(root):
         return sweeps("launch", root, "--executor", "local")
@@ -171,7 +171,7 @@ def test_an_interrupted_sweep_ends_with_the_same_model(sweeps, tmp_path):
     def said(command, root):
         return sweeps(command, root).communicate()[0]
 
-    assert "1 runs, 0 done, 1 to do" in said("plan", "whole")
+    assert "1 run: 1 to do" in said("status", "whole")
     whole = launched("whole")
     assert whole.wait() == 0, whole.stderr.read()
     (whole,) = (tmp_path / "whole" / "tiny").glob("*-beta*")

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from sweeps import __main__ as cli
-from sweeps import cost, open_instruct, prefetch, preflight
+from sweeps import open_instruct, prefetch, preflight
 from sweeps.plan import plan
 
 PROJECT = Path(__file__).parents[2]
@@ -17,7 +17,7 @@ def test_table1_is_the_papers_runs():
     assert grid["learning_rate"] == (5e-6, 2e-5, 5e-5, 2e-4)
     assert grid["label_smoothing"] == (0, 0.1)
     assert [Path(file).stem for file in grid["train_file"]] == ["alpaca", "tulu3", "openhermes"]
-    assert [*map(cost.parameters, grid["model_name_or_path"])] == [7e9, 8e9, 2e9]
+    assert len(grid["model_name_or_path"]) == 3
     keys, world = cells[0].config.keys, planned.sweep.world
     batch = keys.per_device_train_batch_size * keys.gradient_accumulation_steps
     batch *= world.processes_per_node
@@ -31,7 +31,7 @@ def test_table1_is_the_papers_runs():
 
 def test_all_that_table1_reads_is_fetched():
     planned = plan(TABLE1, [])
-    places = {asset.place for asset in prefetch.assets(planned)}
+    places = {asset.name.split()[-1] for asset in prefetch.assets(planned)}
     read = {cell.config.train["train_file"] for cell in planned.cells}
     read |= {cell.config.train["model_name_or_path"] for cell in planned.cells}
     assert read <= places
@@ -44,19 +44,19 @@ def test_all_that_table1_reads_is_fetched():
     assert "no such file" not in said and said.count("hellaswag_val.jsonl →") == 1
 
 
-def test_plan_says_what_it_will_take_and_goes_by_what_was_measured(capsys, tmp_path):
-    words = [str(TABLE1), f"output_root={tmp_path}"]
-    assert cli.main(["plan", *words]) == 0
-    said = capsys.readouterr().out
-    assert "72 runs, 0 done, 72 to do" in said
-    assert "about 1,641 GPU hours" in said and "of 72 estimated" in said  # as reproduce.md does
-    assert "base models 34 GB, checkpoints of a run at work up to 112 GB" in said
-    assert "gated" in said and "https://huggingface.co/meta-llama/Llama-3.1-8B" in said
+def test_status_says_what_is_left_by_what_was_measured(capsys, tmp_path):
+    file = tmp_path / "chats.jsonl"
+    with open(file, "wb") as out:
+        out.truncate(720_000_000)  # 360 million tokens in two epochs
+    words = [str(TABLE1), f"output_root={tmp_path}", f"grid.train_file=[{file}]"]
     planned = plan(TABLE1, words[1:])
     planned.create()
-    planned.cells[0].run.metrics.write_text('{"step": 1, "tokens_per_second": 1000}\n')
-    assert cli.main(["plan", *words]) == 0
-    assert "runs by tokens/s measured here, of " in capsys.readouterr().out
+    cells = planned.cells
+    cells[0].run.metrics.write_text('{"step": 1, "tokens_per_second": 100000}\n')
+    cells[1].run.model.mkdir()
+    assert cli.main(["status", *words]) == 0
+    said = capsys.readouterr().out
+    assert "7 runs to train: about 56 GPU hours, 8 the longest, by tokens/s measured here" in said
 
 
 def test_sharegpt_becomes_messages():

@@ -66,10 +66,10 @@ def test_the_small_scale_ends_in_the_shape_of_table_1(shell):
     assert setup[0] == "make setup" and "pip install -r patches/requirements.txt" in setup[1]
     for command in setup[2:-1]:  # the last one is `export`
         shell(command)
-    make, profile, plan, launch, status, collect = typed("In small")
+    make, profile, launch, status, collect = typed("In small")
     shell(make)
     shell(profile)
-    assert "6 runs, 0 done, 6 to do" in shell(plan)
+    assert "6 runs and 1 base model to score: 7 to do" in shell(status)
     assert "submitted: " in shell(launch)
     end = time.monotonic() + 2000
     while shell("squeue --noheader").strip():

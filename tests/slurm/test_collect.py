@@ -52,7 +52,7 @@ def graded(toy_file, tmp_path):
 
 
 def best(planned: Plan) -> list[dict]:
-    return collect.best_learning_rates(planned, collect.found(planned))
+    return collect.best_learning_rates(planned, collect.found(planned))[0]
 
 
 def read(path: Path) -> list[dict]:

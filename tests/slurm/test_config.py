@@ -87,7 +87,6 @@ def test_what_is_wrong_comes_with_its_place_and_what_is_expected(toy_file, keys,
         (load_cluster, "partitoin: gpu", "partitoin: unknown key"),
         (load_cluster, "time: 12", "Input should be a valid string"),
         (load_cluster, "extra: [-C gpu]", "String should match pattern"),
-        (load_cluster, "environment: {HF_TOKEN: x}", "HF_TOKEN: belongs in the file of secrets_"),
     ],
 )
 def test_a_file_that_is_none_is_named(tmp_path, read, text, said):
@@ -122,7 +121,10 @@ def test_the_same_run_however_its_paths_are_spelt(toy_file):
         assert plan(path, [f"train.model_name_or_path={other}"]).cells[0].run.name == one
 
 
-@pytest.mark.parametrize("typed", [["lunch"], ["plan"], ["plan", "x", "--delete"], ["keys", "a=b"]])
+WRONG = ["lunch"], ["status"], ["status", "x", "--delete"], ["keys", "a=b"]
+
+
+@pytest.mark.parametrize("typed", WRONG)
 def test_what_is_typed_wrong_ends_in_two(typed):
     done = command(*typed)
     assert done.returncode == 2 and "Traceback" not in done.stderr

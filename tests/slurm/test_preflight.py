@@ -18,16 +18,25 @@ from sweeps.plan import plan
 
 
 @pytest.fixture
-def problems(tmp_path, monkeypatch):
-    """problems(sweep file) → what a launch would refuse where Slurm takes everything, or `squeue`
-    is this script."""
+def programs(tmp_path, monkeypatch):
+    """programs(sbatch=text, …): shell scripts that stand for Slurm's, whose others say nothing."""
 
-    def found(path: Path, *overrides: str, squeue: str = "") -> str:
+    def made(**texts: str) -> None:
         (folder := tmp_path / "bin").mkdir(exist_ok=True)
-        for name, text in (("sbatch", ""), ("squeue", squeue), ("scontrol", "")):
+        for name, text in ({"sbatch": "", "squeue": "", "scontrol": ""} | texts).items():
             (folder / name).write_text(f"#!/bin/sh\n{text}\n")
             (folder / name).chmod(0o755)
         monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+    return made
+
+
+@pytest.fixture
+def problems(programs):
+    """problems(sweep file) → what a launch would refuse where Slurm takes everything."""
+
+    def found(path: Path, *overrides: str) -> str:
+        programs()
         return "\n".join(preflight.problems(plan(path, list(overrides)), "slurm"))
 
     return found
@@ -49,10 +58,9 @@ def test_each_model_and_file_that_is_not_there_is_named_once(sweep_file, toy_fil
         sweep_file(), "--executor", "local", "train.train_file=no.jsonl",
         "train.model_name_or_path=./nothing", f"train.tokenizer_name={tmp_path}", code=2,
     )  # fmt: skip
-    assert said.count("train.train_file: no.jsonl: no such file") == 1
-    assert said.count("train.model_name_or_path: nothing: no such folder") == 1
-    assert f"train.tokenizer_name: {tmp_path}: no tokenizer.json or" in said
-    assert f"relative paths of a sweep start in {PROJECT}" in said
+    assert said.count(f"train.train_file: {PROJECT}/no.jsonl: could not be read (No such file") == 1
+    assert said.count(f"train.model_name_or_path: {PROJECT}/nothing: no such folder") == 1
+    assert f"train.tokenizer_name: {tmp_path}: no tok* or vocab*, or not all" in said
     (tmp_path / "chat.jsonl").write_text('{"messages": 3}\n')
     said = launch(
         sweep_file(), "--executor", "local", f"train.train_file={tmp_path}/chat.jsonl", code=2
@@ -71,7 +79,7 @@ def test_each_model_and_file_that_is_not_there_is_named_once(sweep_file, toy_fil
         ({"split": "tst"}, "no folder tst/"),
         ({"shots": 99}, "but --shots 99"),
         ({"subjects": ["anatmy"]}, "no subject 'anatmy'"),
-        ({"data": "nowhere"}, "data: nowhere: no such file or folder"),
+        ({"data": "nowhere"}, "nowhere: no folder test/"),
     ],
 )
 def test_questions_that_cannot_be_asked_are_named(
@@ -100,7 +108,7 @@ def test_what_comes_from_the_hub_is_fetched_by_prefetch(sweep_file, tmp_path, mo
         raise OSError("no internet")
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    found = [one for one in prefetch.assets(plan(path, [])) if one.place.startswith("hub:")]
+    found = [one for one in prefetch.assets(plan(path, [])) if "hub:cais/mmlu" in one.name]
     assert prefetch.fetch(found)
     assert asked == [("cais/mmlu", "all")]  # as scoring reads it: it has no default configuration
 
@@ -112,19 +120,19 @@ def test_a_model_that_is_half_there_is_not_there(tmp_path, monkeypatch, kind):
     snapshot = folder / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").touch()
-    assert prefetch.hub_snapshot("owner/name", kind) is None
+    assert not prefetch.on_disk("owner/name", kind)
     (snapshot / "tokenizer.json").touch()
-    assert (prefetch.hub_snapshot("owner/name", kind) is None) == (kind == "models")
+    assert prefetch.on_disk("owner/name", kind) == (kind == "tokenizers")
     (snapshot / "model.safetensors.index.json").write_text('{"weight_map": {"w": "a.safetensors"}}')
-    assert prefetch.hub_snapshot("owner/name", kind) is None
+    assert not prefetch.on_disk("owner/name", kind)
     (snapshot / "a.safetensors").touch()
     (folder / "blobs").mkdir()
     (folder / "blobs" / "stale.incomplete").touch()  # of a file that came by another download
-    assert prefetch.hub_snapshot("owner/name", kind) == snapshot
+    assert prefetch.on_disk("owner/name", kind)
     (folder / "refs").mkdir()
     (folder / "refs" / "v1").write_text("abc")
-    assert prefetch.hub_snapshot("owner/name", kind, "v1") == snapshot
-    assert prefetch.hub_snapshot("owner/name", kind, "v2") is None
+    assert prefetch.on_disk("owner/name", kind, "v1")
+    assert not prefetch.on_disk("owner/name", kind, "v2")
 
 
 def test_base_models_at_two_revisions_are_two(toy_file):
@@ -168,11 +176,20 @@ def test_prefetch_fetches_once_and_says_what_failed(toy_file, tiny, tmp_path):
     assert "No such file or directory" in failed.stderr and "none.tar" in failed.stderr
 
 
-def test_a_controller_that_does_not_answer_is_named(toy_file, problems, tmp_path):
-    path = toy_file(cluster=profile(tmp_path))
-    said = problems(path, squeue="echo 'no configuration' >&2; exit 1")
-    assert "squeue does not answer: no configuration" in said
-    assert "--executor local needs no Slurm" in said
+def test_a_launch_is_queued_whole_or_not_at_all(toy_file, programs, tmp_path):
+    """And sbatch's refusal comes with what there is."""
+    taken = "grep -q job-name=toy.collect || { echo 71; exit; }"
+    refused = "invalid partition specified: gpu"
+    programs(
+        sbatch=f"{taken}; echo 'sbatch: error: {refused}' >&2; exit 1",
+        sinfo="printf 'y\\nx\\n'",
+        scancel=f"echo $@ > '{tmp_path}/cancelled'",
+    )
+    path = toy_file(cluster=profile(tmp_path, partition="gpu"))
+    said = launch(path, "--executor", "slurm", code=2)
+    assert f"mine.yaml: sbatch refuses: {refused}" in said
+    assert "partition: found gpu, there is x, y" in said
+    assert (tmp_path / "cancelled").read_text() == "71\n"
 
 
 def test_a_variable_of_a_profile_that_is_not_set_is_named(toy_file, problems, tmp_path):

@@ -15,6 +15,7 @@ from real import PROJECT, command
 from sweeps import scripts, slurm
 from sweeps.config import Cluster, World, load_cluster
 from sweeps.plan import Plan, plan
+from sweeps.scripts import Job
 
 GOLDEN = Path(__file__).with_name("golden")
 CASES = {
@@ -34,8 +35,8 @@ def render(case: str) -> str:
     cluster, code = load_cluster(file), planned.folder / "code" / "5eed5eed"
     text = ""
     for job in slurm.design(planned, []):
-        place, waits = planned.folder / "jobs" / f"{job.what}1", "afterany:7" * bool(job.after)
-        text += scripts.script(planned.sweep, cluster, job, place, code, waits)
+        place = planned.folder / "jobs" / f"{job.what}1"
+        text += scripts.script(planned.sweep, cluster, job, place, code, ["7", "8"])
     return text.replace(sys.executable, "PYTHON").replace(str(PROJECT), "/project")
 
 
@@ -52,44 +53,43 @@ def test_a_dry_run_needs_no_slurm_and_writes_nothing(toy_file, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "#SBATCH --array=0-1%2" in done.stdout and "--account=def-yourpi" in done.stdout
     assert "--dependency=afterany:JOB0\n" in done.stdout
-    assert "2 runs, 0 done, 2 to do" in done.stdout
+    assert "2 runs: 2 to do\n" in done.stdout
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_missing_and_what_waits_for_what(toy_file, monkeypatch):
-    """Base models first; several processes score apart."""
+def test_what_is_missing(toy_file):
+    """One process goes on to score; several score apart, as base models and what is trained do."""
     tasks = {"tasks": [{"task": "mmlu", "data": "x"}]}
     path = toy_file(grid={"seed": [1, 2, 3]}, score=tasks)
     one, several = plan(path, []), plan(path, ["world.processes_per_node=2"])
-    jobs = slurm.design(one, [])
-    assert [(job.what, len(job.names)) for job in jobs] == [("train", 4), ("collect", 0)]
-    assert "-base-" in jobs[0].names[0] and jobs[1].after == ("afterany:#0",)
-    jobs = slurm.design(several, [])
-    assert [(job.what, len(job.names), job.after) for job in jobs[:3]] == [
-        ("train", 3, ()), ("score", 3, ("aftercorr:#0",)), ("score", 1, ()),
-    ]  # fmt: skip
-    names = enumerate(jobs[0].names)
-    busy = [slurm.Queued(f"9_{n}", "PENDING", "", "train", name) for n, name in names]
-    assert [job.what for job in slurm.design(several, busy)] == ["score", "collect"]
-    assert slurm.design(several, busy)[1].after == ("afterany:#0", "afterany:9")
+    for planned in (one, several):
+        planned.create()
+        planned.cells[0].run.model.mkdir()
+    train, score, collect = slurm.design(one, [])
+    assert train.names == tuple(cell.run.name for cell in one.cells[1:])
+    assert score.names == (one.bases[0].run.name, one.cells[0].run.name)
+    assert (score.what, collect.what, collect.names) == ("score", "collect", ())
+    busy = [slurm.Queued(f"9_{n}", "", "", "train", name) for n, name in enumerate(train.names)]
+    assert slurm.design(one, busy) == [score, collect]
+    busy += [slurm.Queued("8_0", "", "", "score", name) for name in score.names]
+    assert slurm.design(one, busy) == [collect]
+    train, apart, score, collect = slurm.design(several, [])
+    assert apart == Job("score", train.names, after_training=True)
+    assert (len(train.names), len(score.names)) == (2, 2) and not score.after_training
 
 
-def test_set_up_lines_fail_aloud_and_values_keep_their_quotes(tmp_path):
+def test_set_up_lines_fail_aloud_and_what_they_export_holds(tmp_path):
     def setup(**keys) -> list[str]:
-        return scripts.setup(Cluster(**keys), "my profile.yaml", tmp_path / "code")
+        return scripts.setup(Cluster(**keys), tmp_path / "code")
 
     def run(*lines: str) -> subprocess.CompletedProcess:
         return subprocess.run(["bash"], input="\n".join(lines), text=True, capture_output=True)
 
     module = "module() { echo 'Lmod: these are unknown: python/9' >&2; return 1; }"
     done = run(module, *setup(modules=("python/9",)))
-    assert done.returncode == 1
-    assert "error: module load python/9 failed (modules: in my profile.yaml)\n" in done.stderr
+    assert (done.returncode, done.stderr) == (1, "Lmod: these are unknown: python/9\n")
     assert run(*setup(setup=("false", "true")), "echo on").stdout == ""
-    odd = {"ODD": 'a "quoted" $HOME `tick` \\ word'}
-    done = run(*setup(environment=odd), 'echo "$ODD"')
-    assert done.stdout == f'a "quoted" {os.environ["HOME"]} `tick` \\ word\n'
-    done = run(*setup(environment={"PYTHONPATH": "/mine"}), 'echo "$PYTHONPATH"')
+    done = run(*setup(setup=("export PYTHONPATH=/mine",)), 'echo "$PYTHONPATH"')
     assert done.stdout == f"{tmp_path}/code:/mine\n"
 
 
@@ -97,7 +97,7 @@ def test_a_profiles_home_is_the_submitting_shells(tmp_path, monkeypatch):
     """A job's shell would read `"~/hf"` as it stands."""
     monkeypatch.setenv("HOME", "/home/me")
     (tmp_path / "mine.yaml").write_text("cache: ~/hf\nsecrets_file: ~/.tokens\n")
-    lines = scripts.setup(load_cluster(str(tmp_path / "mine.yaml")), "x", tmp_path)
+    lines = scripts.setup(load_cluster(str(tmp_path / "mine.yaml")), tmp_path)
     assert 'export HF_HOME="/home/me/hf"' in lines
     assert not any("~" in line for line in lines)
 
@@ -117,9 +117,9 @@ def test_the_scripts_take_files_from_where_they_are_typed(tmp_path):
     for cluster in (("--cluster", "../mine.yaml"), ("--cluster=../mine.yaml",)):
         own = said("sweep_beta", "--config", "own.yaml", *cluster, "throttle=3", cwd=there)
         assert "#SBATCH --account=def-mine" in own and "--job-name=own.train" in own
-        assert "--array=0-6%3" in own
+        assert "--array=0-5%3" in own
     whole = said("sweep_grid", cwd=tmp_path)
-    assert "24 runs, 0 done, 24 to do" in whole and f"to do  {PROJECT}/runs/" in whole
+    assert "24 runs and 1 base model to score: 25 to do" in whole
     assert f"bash {PROJECT}/slurm/sweeps.sh prefetch configs/sweeps/grid.yaml" in whole
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from jinja2 import TemplateError
 from real import equal, prepare, wait_for
 from safetensors.torch import load_file
 from tokenizers.processors import TemplateProcessing
@@ -35,7 +36,7 @@ from smoothce import patch_model
 from sweeps import attention, checkpoint, finetune
 from sweeps import data as data_module
 from sweeps.data import IGNORE, Updates, tokenised
-from sweeps.run import Run
+from sweeps.run import Run, held
 from sweeps.train import Train
 
 SMALL = {
@@ -129,7 +130,7 @@ def test_alpacas_rows_read_as_its_own_prompt(tiny, tmp_path):
 
 
 def test_what_cannot_be_read_is_named(tiny, tmp_path):
-    """Bad rows, and templates that refuse a system message as Gemma's and Mistral's do."""
+    """Bad rows; what a template refuses, as Gemma's and Mistral's do a system message, it says."""
     for row in ("{", "[]", '{"messages": []}', '{"messages": [{"role": "user"}]}'):
         path = write(tmp_path / "a.jsonl", turns("B", "A"))
         path.write_text(path.read_text() + row + "\n")
@@ -138,11 +139,8 @@ def test_what_cannot_be_read_is_named(tiny, tmp_path):
     path = write(tmp_path / "chats.jsonl", [{"role": "system", "content": "be nice"}])
     tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
     tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(TemplateError, match="System role not supported"):
         tokenised(keys_of(tiny, train_file=str(path)), tokenizer)
-    shown = 'refuses [{"role": "system", "content": "be nice"}]: System role not supported; '
-    assert f"{tiny}/model: its chat template {shown}" in str(caught.value)
-    assert str(caught.value).endswith("use train.chat_template_name=tulu")
     tokenizer.chat_template = "{{ messages | length }}{{ messages[-1]['content'] }}"
     write(path, turns("a", "b", "c", "d"))
     with pytest.raises(InputError, match="rewrites earlier messages"):
@@ -203,6 +201,8 @@ def test_a_killed_run_leaves_nobody_tokenising(tiny, tmp_path):
     wait_for(lambda: len([*begun.iterdir()]) == len(os.sched_getaffinity(0)))
     run.kill()
     run.wait()
+    (lock,) = tmp_path.glob("*.lock")
+    assert not held(lock)
     wait_for(lambda: not any(psutil.pid_exists(int(file.name)) for file in begun.iterdir()), 20)
 
 
@@ -472,17 +472,16 @@ def test_a_damaged_checkpoint_is_set_aside_and_other_data_refused(
     with open(newest / "optimizer.pt", "r+b") as weights:
         weights.seek(100)
         weights.write(b"x")
-    facts = json.loads((older / checkpoint.FACTS).read_text())
-    facts = {key: facts[key] for key in ("processes", "data")}
-    assert checkpoint.latest(run.checkpoints, facts) == older
+    data = json.loads((older / checkpoint.STATE).read_text())["data"]
+    assert checkpoint.latest(run.checkpoints, data) == older
     assert "step-4: damaged; set aside as damaged-step-4" in capsys.readouterr().out
-    (older / checkpoint.FACTS).write_text("{")
-    assert checkpoint.latest(run.checkpoints, facts) is None
+    (older / checkpoint.STATE).write_text("{")
+    assert checkpoint.latest(run.checkpoints, data) is None
     shutil.rmtree(run.path)
     run = finished(sweep_file(grid={}, train=train))
     shutil.rmtree(run.model)
     file.write_text(file.read_text().replace("moon ", "sun "))
-    with pytest.raises(InputError, match=r"step-4: written with data='\w+', now '\w+'; restore"):
+    with pytest.raises(InputError, match=r"step-4: written with other data, \w+, now \w+; restore"):
         finetune.fit(run)
 
 
