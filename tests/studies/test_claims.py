@@ -4,20 +4,26 @@ import re
 import sys
 from pathlib import Path
 
+import datasets
+import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "eval"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "slurm"))
+import world
 from made_records import write_records
 
 from calibeval import records, stats
 from calibeval.io import InputError
 from studies.claims import __main__ as claims
-from studies.claims import packed
+from studies.claims import baselines, packed
 from sweeps.plan import plan
 
 MODEL = "smollm2-135m"
 RUNS = {"grid": 4, "seeds": 25, "high": 25, "harm": 25, "sum": 6, "mean": 6}
-RUNS |= {"filtered": 6, "unigram": 3, "half": 3, "twice": 3}
+RUNS |= {"filtered": 6, "unigram": 3, "base-mean": 3, "half": 3, "twice": 3}
 
 
 def test_every_part_is_a_sweep(monkeypatch):
@@ -28,6 +34,10 @@ def test_every_part_is_a_sweep(monkeypatch):
         assert len(found.cells) == RUNS[part] and found.sweep.name == f"{MODEL}-{part}"
         rates = {cell.config.train["learning_rate"] for cell in found.cells}
         assert part == "grid" or rates == ({2e-4} if part == "high" else {5e-5})
+        targets = {"unigram": "unigram", "base-mean": f"runs/claims/targets/{MODEL}.npy"}
+        (target,) = {cell.config.train["smoothing_target"] for cell in found.cells}
+        assert target == targets.get(part)
+        assert (found.sweep.keep == "all") == (part in ("grid", "seeds", *targets))
 
 
 @pytest.fixture
@@ -94,6 +104,51 @@ def test_runs_with_records_are_not_run_again(folders, monkeypatch):
     left = [cell for more in lacking for cell in plan(claims.FILE, [*asked, *more]).cells]
     assert [cell.run.name for cell in left] == [cell.run.name for cell in of.cells[7:]]
     assert not any(plan(claims.FILE, [*asked, *more]).bases for more in lacking)
+
+
+@pytest.fixture
+def tiny(folders, monkeypatch):
+    """Overrides for a tiny model, models/tiny."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folders / "cache")
+    world.make_model(folders / "models/tiny")
+    world.make_chat(folders / "chat.jsonl")
+    monkeypatch.setattr(claims, "chosen_rate", lambda model: 5e-5)
+    return [f"output_root={folders}/runs", "train.train_file=chat.jsonl", "train.held_out=20"]
+
+
+def test_the_base_models_mean_prediction_is_made_before_it_is_a_target(tiny, folders, monkeypatch):
+    monkeypatch.setattr(baselines, "CONVERSATIONS", 9)
+    monkeypatch.setattr(baselines, "CHUNK", 7)
+    asked, found = claims.arguments("tiny", "base-mean", tiny), []
+
+    class Launch:
+        returncode = 0
+
+        def __init__(self, words: list[str]) -> None:
+            found.append(np.load(folders / "runs/targets/tiny.npy"))
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def poll(self) -> int:
+            return 0
+
+    monkeypatch.setattr(claims.subprocess, "Popen", Launch)
+    assert claims.train("tiny", "base-mean", asked) == 0
+    _, updates = baselines.read(plan(claims.FILE, asked).cells[0].config.keys)
+    model, expected = AutoModelForCausalLM.from_pretrained("models/tiny").eval(), []
+    for row in updates.kept[:9]:
+        batch = updates.batch([row])
+        with torch.no_grad():
+            p = model(batch["input_ids"]).logits[:, :-1].double().softmax(-1)
+        expected.append(p[batch["labels"][:, 1:] != -100])
+    (u,) = found
+    assert u.dtype == float and abs(u.sum() - 1) < 1e-12
+    np.testing.assert_allclose(u, torch.cat(expected).mean(0), rtol=1e-5)
+    monkeypatch.setattr(baselines, "mean_prediction", None)  # it is not made again
+    assert claims.train("tiny", "base-mean", asked) == 0
 
 
 def test_records_lose_nothing_but_digits_when_packed(folders):

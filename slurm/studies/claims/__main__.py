@@ -14,6 +14,7 @@ run again, on whatever machine:
     sum, mean     the summed loss, clipped; the mean of micro-batches
     filtered      the filtered gradient
     unigram       β spread over tokens as often as they are learnt, at β = 0.1
+    base-mean     β spread as the base model predicts them in the mean, at β = 0.1
     half, twice   half the conversations, and all of them twice, at β = 0
     after         a temperature fitted on MMLU's val questions after β = 0
     report        what smoothing does in each setting; reads the packed records alone
@@ -59,7 +60,8 @@ PARTS = {
     "sum": [*PAIR, "grid.reduce_loss=[sum]", "grid.clip_grad_norm=[1.0]"],
     "mean": [*PAIR, "grid.reduce_loss=[mean]", *SMALL],
     "filtered": [*PAIR, "grid.filter_eps=[auto]"],
-    "unigram": [*PAIR, "grid.label_smoothing=[0.1]", "grid.smoothing_target=[unigram]"],
+    "unigram": ["keep=all", *PAIR, "grid.label_smoothing=[0.1]", "grid.smoothing_target=[unigram]"],
+    "base-mean": ["keep=all", *PAIR, "grid.label_smoothing=[0.1]"],
     "half": [*PAIR, "train.max_train_samples=12800", "grid.label_smoothing=[0.0]"],
     "twice": [*PAIR, "grid.num_train_epochs=[2]", "grid.label_smoothing=[0.0]"],
 }
@@ -89,7 +91,9 @@ for name, part in {"sum, clipped": "sum", "mean of micro-batches": "mean"}.items
     ROWS["– less that of `seeds`, " + name] = effect(part) + other
 for beta, tuned in ((0, PLAIN), (0.1, SMOOTHED)):
     ROWS[f"temperature after β = 0, less β = {beta}"] = [(1, "after", {}), (-1, "seeds", tuned)]
-for name, part in {"filtered less exact": "filtered", "unigram less uniform": "unigram"}.items():
+OTHERS = {"filtered less exact": "filtered", "unigram less uniform": "unigram"}
+OTHERS["base mean less uniform"] = "base-mean"
+for name, part in OTHERS.items():
     ROWS[f"{name}, β = 0.1"] = [(1, part, SMOOTHED), (-1, "seeds", SMOOTHED)]
 # Readings: a task, whose probabilities (among the choices or all tokens), and by what length.
 MMLU = ("mmlu", "choices", None), ("mmlu", "vocabulary", None)
@@ -135,6 +139,8 @@ def arguments(model: str, part: str, overrides: list[str]) -> list[str]:
         asked += ["train.add_bos=true", "train.chat_template_name=alpaca"]
     if part != "grid" and not any("learning_rate" in change for change in PARTS[part]):
         asked.append(f"grid.learning_rate=[{chosen_rate(model)}]")
+    if part == "base-mean":
+        asked.append(f"grid.smoothing_target=[{RUNS}/targets/{model}.npy]")
     return [*asked, *PARTS[part], *overrides]
 
 
@@ -142,6 +148,10 @@ def train(model: str, part: str, asked: list[str]) -> int:
     """Train and score what of a part has no records, packing each run as it ends; returns the
     exit code."""
     for lacking in without_records(model, part, asked):
+        if part == "base-mean":
+            from studies.claims import baselines  # which takes torch along
+
+            baselines.base_mean(plan(FILE, asked).cells[0].config.keys)
         launch = [sys.executable, "-m", "sweeps", "launch", str(FILE), "--executor", "local"]
         with subprocess.Popen([*launch, *asked, *lacking]) as process:
             running = True
