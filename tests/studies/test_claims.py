@@ -1,5 +1,7 @@
-"""The claims: each part is a sweep that plans; the report is right on runs of known calibration."""
+"""The claims: each part is a sweep that plans; what is computed with models is what a plain loop
+computes; the report is right on runs of known calibration."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -15,13 +17,16 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "slurm"))
 import world
 from made_records import write_records
 
-from calibeval import records, stats
-from calibeval.io import InputError
+import calibeval
+from calibeval import records, scaling, stats
+from calibeval.io import InputError, write_text
 from studies.claims import __main__ as claims
 from studies.claims import baselines, packed
 from sweeps.plan import plan
 
 MODEL = "smollm2-135m"
+SPLITS = ("val", "test")
+LAST = ["after", "averaged", "price", "report"]
 RUNS = {"grid": 4, "seeds": 25, "high": 25, "harm": 25, "sum": 6, "mean": 6}
 RUNS |= {"filtered": 6, "unigram": 3, "base-mean": 3, "half": 3, "twice": 3}
 
@@ -53,16 +58,16 @@ def done(monkeypatch):
 
         monkeypatch.setattr(claims, "arguments", lambda model, part, overrides: overrides)
         monkeypatch.setattr(claims, "train", train)
-        monkeypatch.setattr(claims, "after", lambda model: order.append("after"))
-        monkeypatch.setattr(claims, "report", lambda model: order.append("report"))
+        for part in LAST:
+            monkeypatch.setattr(claims, part, lambda model, part=part: order.append(part))
         return claims.main([*words]), order
 
     return call
 
 
 def test_the_grid_comes_first_and_the_report_last(done, capsys):
-    assert done(MODEL, "workers=2") == (0, [*claims.PARTS, "after", "report"])
-    assert done(MODEL, failing=["sum", "mean"]) == (2, [*claims.PARTS, "after", "report"])
+    assert done(MODEL, "workers=2") == (0, [*claims.PARTS, *LAST])
+    assert done(MODEL, failing=["sum", "mean"]) == (2, [*claims.PARTS, *LAST])
     assert "not whole: sum, mean; why is said above" in capsys.readouterr().err
     assert done(MODEL, failing=["grid"]) == (2, ["grid"])  # whose rate is that of all others
     assert done(MODEL, "gird") == (2, [])
@@ -116,6 +121,102 @@ def tiny(folders, monkeypatch):
     return [f"output_root={folders}/runs", "train.train_file=chat.jsonl", "train.held_out=20"]
 
 
+def answers(folder: str | Path, updates, rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits (N, V) and tokens (N,) of all targets of some conversations, one by one."""
+    model, z, y = AutoModelForCausalLM.from_pretrained(folder).eval(), [], []
+    for row in rows:
+        batch = updates.batch([row])
+        with torch.no_grad():
+            logits = model(batch["input_ids"]).logits[:, :-1].double()
+        labels = batch["labels"][:, 1:]
+        z.append(logits[labels != -100]), y.append(labels[labels != -100])
+    return torch.cat(z), torch.cat(y)
+
+
+def make_trained(part: str, overrides: list[str]) -> list:
+    """Runs of a part whose models have learnt something of the conversations."""
+    of = plan(claims.FILE, [*claims.arguments("tiny", part, overrides), "grid.seed=[0,1]"])
+    of.create()
+    for number, cell in enumerate(of.cells):
+        model = AutoModelForCausalLM.from_pretrained("models/tiny")
+        _, updates = baselines.read(cell.config.keys)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        for _ in range(10 + number):
+            model(**updates.batch(updates.kept[:20])).loss.backward()
+            optimizer.step(), optimizer.zero_grad()
+        model.save_pretrained(cell.run.model)
+    return of.cells
+
+
+def test_the_price_is_what_a_plain_loop_reads(tiny, folders, monkeypatch):
+    """The temperature at which entropy is NLL, and NLL least; what is known is not measured anew,
+    and what only chose a rate not at all."""
+    monkeypatch.setattr(baselines, "CHUNK", 7)
+    monkeypatch.setattr(baselines, "TOP", 10)
+    make_trained("grid", [*tiny, "grid.learning_rate=[1.0e-5]"])
+    cells = make_trained("unigram", tiny)
+    claims.price("tiny")
+    found = [json.loads(line) for line in (folders / "records/tiny/price.jsonl").open()]
+    assert [row["run"] for row in found] == sorted(cell.run.name for cell in cells)
+    for row, cell in zip(found, sorted(cells, key=lambda cell: cell.run.name), strict=True):
+        assert row["part"] == row["smoothing_target"] == "unigram"
+        assert row["label_smoothing"] == 0.1 and row["seed"] == cell.config.train["seed"]
+        _, updates = baselines.read(cell.config.keys)
+        z, y = answers(cell.run.model, updates, updates.held)
+
+        def read(tau: float, z=z, y=y) -> tuple[float, float]:
+            p = (z / tau).softmax(-1)
+            entropy = torch.distributions.Categorical(p).entropy().mean().item()
+            return -p[torch.arange(len(y)), y].log().mean().item(), entropy
+
+        nll, entropy = read(1.0)
+        assert len(updates.held) == 20 and row["tokens"] == len(y)
+        assert row["nll"] == pytest.approx(nll, rel=1e-5)
+        assert row["entropy"] == pytest.approx(entropy, rel=1e-5)
+        assert row["entce"] == pytest.approx(entropy - nll, rel=1e-4)
+        outside = z.softmax(-1).sort(-1).values[:, :-10].sum(-1).mean().item()
+        assert row["outside"] == pytest.approx(outside, rel=1e-4)
+        at, there = row["temperature"], read(row["temperature"])
+        assert 0.35 < at < 1.95 and abs(at - 1) > 0.05
+        assert there[0] == pytest.approx(there[1], abs=1e-4)
+        assert there[0] < min(read(0.95 * at)[0], read(1.05 * at)[0])
+    monkeypatch.setattr(baselines, "price", None)
+    claims.price("tiny")
+    assert len((folders / "records/tiny/price.jsonl").read_text().splitlines()) == 2
+
+
+def test_weights_are_averaged_as_val_questions_choose(tiny, folders, monkeypatch):
+    monkeypatch.setattr(baselines, "ALPHAS", (0.2, 0.7))
+    world.make_mmlu(folders / "data/mmlu")
+    cells = make_trained("seeds", [*tiny, "grid.label_smoothing=[0.0,0.1]"])
+    plain = [cell for cell in cells if cell.config.train["label_smoothing"] == 0]
+    claims.averaged("tiny")
+    files = sorted((folders / "records/tiny/averaged").glob("*.xz"))
+    assert [file.stem for file in files] == sorted(cell.run.name for cell in plain)
+    base = AutoModelForCausalLM.from_pretrained("models/tiny")
+    tokenizer = world.make_tokenizer()
+    for cell in plain:
+        file = folders / f"records/tiny/averaged/{cell.run.name}.xz"
+        about, losses, made = packed.about(file), {}, {}
+        for alpha in baselines.ALPHAS:
+            model = AutoModelForCausalLM.from_pretrained(cell.run.model)
+            ours = model.state_dict()
+            for name, theirs in base.state_dict().items():
+                ours[name].copy_((1 - alpha) * theirs + alpha * ours[name])
+            tasks = [{"task": "mmlu", "data": "data/mmlu", "split": s, "name": s} for s in SPLITS]
+            made[alpha] = calibeval.score(model, tokenizer, tasks, progress=False)
+            losses[alpha] = scaling.nll(made[alpha]["val"], 1.0)
+        assert about["part"] == "averaged" and about["seed"] == cell.config.train["seed"]
+        assert about["alpha"] == min(losses, key=losses.get)
+        asked = packed.questions(folders / "records/questions.json.xz")
+        packed.unpack(file, asked, folders / "found")
+        found = records.read(folders / "found/mmlu.jsonl").logprobs
+        assert abs(found - made[about["alpha"]]["test"].logprobs).max() < 0.01
+    times = [file.stat().st_mtime_ns for file in files]
+    claims.averaged("tiny")  # they stay
+    assert times == [file.stat().st_mtime_ns for file in files]
+
+
 def test_the_base_models_mean_prediction_is_made_before_it_is_a_target(tiny, folders, monkeypatch):
     monkeypatch.setattr(baselines, "CONVERSATIONS", 9)
     monkeypatch.setattr(baselines, "CHUNK", 7)
@@ -138,15 +239,10 @@ def test_the_base_models_mean_prediction_is_made_before_it_is_a_target(tiny, fol
     monkeypatch.setattr(claims.subprocess, "Popen", Launch)
     assert claims.train("tiny", "base-mean", asked) == 0
     _, updates = baselines.read(plan(claims.FILE, asked).cells[0].config.keys)
-    model, expected = AutoModelForCausalLM.from_pretrained("models/tiny").eval(), []
-    for row in updates.kept[:9]:
-        batch = updates.batch([row])
-        with torch.no_grad():
-            p = model(batch["input_ids"]).logits[:, :-1].double().softmax(-1)
-        expected.append(p[batch["labels"][:, 1:] != -100])
+    z, _ = answers("models/tiny", updates, updates.kept[:9])
     (u,) = found
     assert u.dtype == float and abs(u.sum() - 1) < 1e-12
-    np.testing.assert_allclose(u, torch.cat(expected).mean(0), rtol=1e-5)
+    np.testing.assert_allclose(u, z.softmax(-1).mean(0), rtol=1e-5)
     monkeypatch.setattr(baselines, "mean_prediction", None)  # it is not made again
     assert claims.train("tiny", "base-mean", asked) == 0
 
@@ -162,6 +258,24 @@ def test_records_lose_nothing_but_digits_when_packed(folders):
     assert before.ids == after.ids and before.prompts.tolist() == after.prompts.tolist()
     assert abs(before.logprobs - after.logprobs).max() <= 0.5 / packed.STEP
     assert (folders / "runs/unpacked/m/base/run/DONE").exists()
+
+
+def test_confidences_by_the_norm_of_the_answers_logits(folders):
+    """Ranks of what Cattelan & Silva divide, one question after another."""
+    write_records(file := folders / "mmlu.jsonl", 300, 1.5, seed=1)
+    run, of = claims.normalised(file), records.read(file)
+    sure = []
+    for logits, label in zip(of.logprobs, of.labels, strict=True):
+        centred = logits - sum(logits) / len(logits)
+        sure.append((-max(centred) / sum(centred**2) ** 0.5, logits.argmax() != label))
+    wrong = np.array([wrong for _, wrong in sorted(sure)])
+    expected = np.mean(wrong.cumsum() / np.arange(1, 301))
+    assert run.values["choices"]["aurc"] == pytest.approx(expected, abs=1e-9)
+    plain = stats.load(file)
+    assert abs(plain.values["choices"]["aurc"] - expected) > 1e-3
+    draws = run.draws["choices"]["aurc"]
+    assert draws.shape == plain.draws["choices"]["aurc"].shape
+    assert np.corrcoef(draws, plain.draws["choices"]["aurc"])[0, 1] > 0.5  # the same resamples
 
 
 def test_records_of_other_questions_are_not_packed_together(folders):
@@ -184,6 +298,10 @@ def test_the_verdicts_are_differences_paired_by_seed(folders):
             if part == "after":
                 about["calibrator"] = "temperature"
             packed.pack({"mmlu": file}, about, out / f"{file.stem}.xz")
+    rows = [{"part": part, "label_smoothing": 0.1} for part in ("seeds", "unigram", "seeds")]
+    for nll, row in enumerate(rows):
+        row |= dict.fromkeys(claims.PRICES, 0.5) | {"nll": nll}
+    write_text(folders / "records" / MODEL / "price.jsonl", "\n".join(map(json.dumps, rows)))
     assert claims.main([MODEL, "report"]) == 0
     table = (folders / "runs" / f"{MODEL}.md").read_text().split("\n\n")[0].splitlines()
     rows = [line.split(" | ") for line in table[2:]]
@@ -205,4 +323,14 @@ def test_the_verdicts_are_differences_paired_by_seed(folders):
     assert float(other) == -float(figures[0])
     posthoc = found["temperature after β = 0, less β = 0"]
     assert posthoc == found["seeds: β = 0.1 less 0"]  # sharpened as much
+    text = (folders / "runs" / f"{MODEL}.md").read_text()
+    costs = {line.split()[1]: line.split()[3::2] for line in text.splitlines()[-2:]}
+    half = ["0.5000"] * 4
+    assert costs["seeds"] == ["0.1000", "1.0000", *half, "2"]  # the mean of 0 and 2
+    assert costs["unigram"] == ["0.1000", "1.0000", *half, "1"]
+    ranked = {b: [claims.normalised(run.path) for run in of] for b, of in runs.items()}
+    expected = stats.difference(ranked[0.0], ranked[0.1], "aurc", "choices")
+    figures = (f"{100 * x:+.2f}" for x in (expected.value, expected.low, expected.high))
+    guards = next(line for line in text.split("\n\n")[1].splitlines() if "0.1 less 0" in line)
+    assert guards.endswith(" | {} [{}, {}] (2) |".format(*figures))
     assert "seeds: β = 0.2 less 0" not in found and "high: β = 0.1 less 0" not in found

@@ -17,7 +17,10 @@ run again, on whatever machine:
     base-mean     β spread as the base model predicts them in the mean, at β = 0.1
     half, twice   half the conversations, and all of them twice, at β = 0
     after         a temperature fitted on MMLU's val questions after β = 0
-    report        what smoothing does in each setting; reads the packed records alone
+    averaged      weights averaged with the base model's after β = 0
+    price         entropy less NLL of each model that is still there, and the temperature that
+                  pays it back
+    report        what smoothing does in each setting; reads what is in records/MODEL/ alone
 
 An interrupted run goes on where its folder is. key=value overrides the sweep of every part, for
 example workers=6 for six runs at a time, or grid.seed=[0,1,2].
@@ -27,11 +30,18 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
+
 import studies
-from calibeval import stats
+from calibeval import measures, stats
 from calibeval.io import InputError, json_lines, write_text
+from calibeval.measures import Sample
+from calibeval.records import read as read_records
 from studies.claims import packed
 from studies.demo.report import at_temperature
 from sweeps.plan import Cell, Plan, plan
@@ -89,8 +99,9 @@ for name, part in {"sum, clipped": "sum", "mean of micro-batches": "mean"}.items
     ROWS[f"{name}: 0.1 less 0"] = effect(part)
     other = [(-weight, part, match) for weight, part, match in effect("seeds")]
     ROWS["– less that of `seeds`, " + name] = effect(part) + other
-for beta, tuned in ((0, PLAIN), (0.1, SMOOTHED)):
-    ROWS[f"temperature after β = 0, less β = {beta}"] = [(1, "after", {}), (-1, "seeds", tuned)]
+for name, part in {"temperature after β = 0": "after", "averaged with base": "averaged"}.items():
+    for beta, tuned in ((0, PLAIN), (0.1, SMOOTHED)):
+        ROWS[f"{name}, less β = {beta}"] = [(1, part, {}), (-1, "seeds", tuned)]
 OTHERS = {"filtered less exact": "filtered", "unigram less uniform": "unigram"}
 OTHERS["base mean less uniform"] = "base-mean"
 for name, part in OTHERS.items():
@@ -101,7 +112,9 @@ READINGS = [*MMLU]
 for task in ("arc", "hellaswag"):
     READINGS += [(f"{task}-letters", "choices", None), (f"{task}-letters", "vocabulary", None)]
     READINGS += [(f"{task}-continuation", "choices", by) for by in (None, "sum")]
-GUARDS = ("accuracy", "nll", "brier", "aurc")
+GUARDS = {name: (None, name) for name in ("accuracy", "nll", "brier", "aurc")}
+GUARDS["aurc, logits normalised"] = ("logits", "aurc")
+PRICES = ["nll", "entropy", "entce", "temperature", "outside"]
 
 
 def main(words: list[str]) -> int:
@@ -116,7 +129,8 @@ def main(words: list[str]) -> int:
 def study(model: str, parts: list[str], overrides: list[str]) -> None:
     """Do the parts named, or all; raises InputError naming those that failed."""
     os.chdir(HERE.parents[2])  # where paths in config.yaml begin
-    others, failed = {"after": after, "report": report}, []
+    others = {"after": after, "averaged": averaged, "price": price, "report": report}
+    failed = []
     known = [*PARTS, *others]
     if unknown := [part for part in parts if part not in known]:
         raise InputError(f"{', '.join(unknown)}: no such part; known: {', '.join(known)}")
@@ -224,14 +238,36 @@ def after(model: str) -> None:
         packed.pack({"mmlu": file}, about, RECORDS / model / "after" / f"{file.stem}.xz")
 
 
+def trained(model: str, part: str) -> list[Run]:
+    """The runs of a part whose models are still there."""
+    return [Run(folder.parent) for folder in sorted(RUNS.glob(f"{model}-{part}/*/model"))]
+
+
+def averaged(model: str) -> None:
+    """Average the weights of each of the runs of `seeds` at β = 0 with the base model's."""
+    from studies.claims import baselines  # which takes torch along
+
+    runs = trained(model, "seeds")
+    runs = [run for run in runs if run.config().train["label_smoothing"] == 0]
+    baselines.averaged(runs, RUNS / f"{model}-averaged", RECORDS / model / "averaged")
+
+
+def price(model: str) -> None:
+    """Measure each model that is still there, but for those that only chose a rate."""
+    from studies.claims import baselines
+
+    runs = [(part, run) for part in PARTS if part != "grid" for run in trained(model, part)]
+    baselines.prices(runs, RECORDS / model / "price.jsonl")
+
+
 def report(model: str) -> None:
     """Write and print differences of squared calibration errors, ×1000, in every reading, and of
-    MMLU's guards, ×100."""
+    MMLU's guards, ×100; and what each target of β costs, means over seeds in nats a token."""
     runs = unpacked(model)
     heads = [", ".join(filter(None, reading)) for reading in READINGS]
     tables = [
         (heads, [(*reading, "rms_debiased", 1000) for reading in READINGS]),
-        (GUARDS, [(*MMLU[0], metric, 100) for metric in GUARDS]),
+        (GUARDS, [("mmlu", "choices", *GUARDS[name], 100) for name in GUARDS]),
     ]
     lines = []
     for names, columns in tables:
@@ -241,6 +277,10 @@ def report(model: str) -> None:
             if set(cells) != {"–"}:
                 lines.append(f"| {name} | {' | '.join(cells)} |")
         lines.append("")
+    if rows := read_rows(RECORDS / model / "price.jsonl"):
+        by = pd.DataFrame(rows).groupby(["part", "label_smoothing"])
+        means = by[PRICES].mean().assign(seeds=by.size()).reset_index()
+        lines += [means.to_markdown(index=False, floatfmt=".4f"), ""]
     write_text(RUNS / f"{model}.md", "\n".join(lines))
     print(*lines, sep="\n")
 
@@ -253,10 +293,8 @@ def unpacked(model: str) -> list[tuple[dict, Path]]:
         raise InputError(f"{folder}: no packed records")
     asked = packed.questions(RECORDS / "questions.json.xz")
     for path in files:
-        about, out = (
-            packed.about(path),
-            RUNS / "unpacked" / path.relative_to(RECORDS).with_suffix(""),
-        )
+        about = packed.about(path)
+        out = RUNS / "unpacked" / path.relative_to(RECORDS).with_suffix("")
         if about["tasks"]:
             if not (out / "DONE").exists():
                 packed.unpack(path, asked, out)
@@ -275,8 +313,9 @@ def verdict(
     seeds = sorted(set.intersection(*tuned))
     if not all(paths for _, paths in found) or not seeds:
         return "–"
+    load = normalised if normalise == "logits" else partial(stats.load, normalise=normalise)
     sides = [
-        (weight, [stats.load(paths.get(seed) or paths[None], normalise) for seed in seeds])
+        (weight, [load(paths.get(seed) or paths[None]) for seed in seeds])
         for weight, paths in found
     ]
     of = stats.contrast(sides, metric, confidence)
@@ -285,6 +324,22 @@ def verdict(
     bold = "**" if of.told_apart else ""
     value, low, high = (f"{times * figure:+.2f}" for figure in (of.value, of.low, of.high))
     return f"{bold}{value}{bold} [{low}, {high}] ({len(seeds)})"
+
+
+@cache
+def normalised(path: Path) -> stats.Run:
+    """A run with the AURC of the confidences max_k (s_k − s̄) / ‖s − s̄‖₂ alone, s the choices'
+    log-probabilities: logits but for a constant (Cattelan & Silva 2024; Xia et al. 2025)."""
+    of = stats.in_order(read_records(path))
+    scores = measures.scores(of, "choices")
+    centred = of.logprobs - of.logprobs.mean(1, keepdims=True)
+    # Of choices that are all alike nothing is sure.
+    scores.confidence = centred.max(1) / np.maximum(np.linalg.norm(centred, axis=1), 1e-12)
+    drawn = measures.resamples(len(of), stats.RESAMPLES)
+    draws = np.concatenate([measures.aurc(Sample(scores, times)) for times in drawn])
+    (value,) = measures.aurc(Sample(scores))
+    values, draws = ({"choices": {"aurc": x}} for x in (value, draws))
+    return replace(stats.load(path), values=values, draws=draws)
 
 
 def records(runs: list, part: str, task: str, match: dict) -> dict[int | None, Path]:

@@ -1,21 +1,33 @@
-"""What rests on a model's own logits: the base model's mean prediction."""
+"""What is computed with models themselves: the base model's mean prediction, which is a target,
+what smoothing costs in entropy, and weights averaged with the base model's."""
 
 import copy
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from calibeval.io import atomic_write
+import calibeval
+from calibeval import scaling
+from calibeval.io import atomic_write, write_text
+from calibeval.request import Task
+from studies.claims import packed
 from sweeps.data import IGNORE, Updates, make_tokenizer, tokenised
 from sweeps.finetune import load_model
+from sweeps.run import Run, read_rows
 from sweeps.train import Train
 
 CHUNK = 1024  # tokens whose logits are there at a time: 0.6 GB of 151,936 each
 CONVERSATIONS = 2048  # of which the mean prediction is
+TOP = 1000  # tokens; the mass outside them is noise
+TEMPERATURES, TOKENS = (0.3, 2.0), 4096  # between which, and on how many tokens, one is sought
+ALPHAS = (0.25, 0.5, 0.75, 1.0)
+ABOUT = ("label_smoothing", "seed", "learning_rate")
 
 
 def base_mean(keys: Train) -> None:
@@ -44,9 +56,11 @@ def read(keys: Train) -> tuple[object, Updates]:
     return tokenizer, Updates(keys, data, ranks=1, rank=0, pad=tokenizer.pad_token_id)
 
 
-def loaded(keys: Train, tokens: int) -> PreTrainedModel:
-    """The run's base model; on a GPU, if there is one, in its own precision, else in fp32."""
-    model = load_model(keys, tokens).eval()
+def loaded(keys: Train, tokens: int, folder: Path | None = None) -> PreTrainedModel:
+    """A run's base model, or that in a folder, with a row for each of so many tokens; on a GPU, if
+    there is one, in its own precision, else in fp32."""
+    name = keys.model_name_or_path if folder is None else str(folder)
+    model = load_model(keys.model_copy(update={"model_name_or_path": name}), tokens).eval()
     return model.to("cuda", model.config.dtype) if torch.cuda.is_available() else model
 
 
@@ -69,3 +83,96 @@ def logits(model: PreTrainedModel, hidden: Tensor) -> Iterator[Tensor]:
     head: nn.Module = copy.deepcopy(model.get_output_embeddings()).float()
     for some in hidden.split(CHUNK):
         yield head(some.float())
+
+
+def prices(runs: list[tuple[str, Run]], out: Path) -> None:
+    """Write the `price` of each run, with its part, as a line of `out`, unless it is there."""
+    rows = read_rows(out)
+    known = {row["run"] for row in rows}
+    todo = {run.name: (part, run) for part, run in runs if run.name not in known}
+    for name, (part, run) in tqdm(todo.items(), "prices", unit="model"):
+        setting = {key: run.config().train[key] for key in (*ABOUT, "smoothing_target")}
+        rows.append({"run": name, "part": part, **setting, **price(run)})
+        write_text(out, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def price(run: Run) -> dict[str, float]:
+    """Figures of a run's model, in nats a token, over targets that were held out of training.
+
+        EntCE = H − NLL,   H = mean −Σ_v p_v log p_v,   NLL = mean −log p_y,   p = softmax(z)
+
+    Above 0 the model writes more randomly than it is surprised. Entropy calibration (Braverman et
+    al. 2020; Cao, Valiant & Liang, arXiv 2511.11966) takes H along texts of the model's own; here
+    both are along the given ones (teacher-forced). Beside them the mass outside the likeliest 1,000
+    tokens, and the temperature that makes EntCE 0.
+    """
+    keys = run.config().keys
+    tokenizer, updates = read(keys)
+    model = loaded(keys, len(tokenizer), run.model)
+    hidden, labels = answers(model, updates, updates.held)
+    sums = torch.zeros(3, dtype=torch.float64)
+    for z, y in zip(logits(model, hidden), labels.split(CHUNK), strict=True):
+        outside = 1 - z.softmax(-1).topk(min(TOP, z.shape[1])).values.sum(-1)
+        sums += torch.stack([*surprise(z, y), outside]).sum(1, dtype=torch.float64).cpu()
+    nll, entropy, outside = (sums / len(labels)).tolist()
+    some = slice(None, None, -(-len(labels) // TOKENS))
+    found = {"nll": nll, "entropy": entropy, "entce": entropy - nll, "outside": outside}
+    found["temperature"] = temperature(model, hidden[some], labels[some])
+    return found | {"tokens": len(labels)}
+
+
+def surprise(z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """−log p_y and the entropy of p = softmax(z), (n,) both; z is (n, V)."""
+    log_p = z.log_softmax(-1)
+    return -log_p.gather(1, y[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def temperature(model: PreTrainedModel, hidden: Tensor, labels: Tensor) -> float:
+    """τ at which the entropy of softmax(z / τ) is its NLL in the mean, or the end nearest to it.
+
+    H − NLL = mean (z_y − Σ_v p_v z_v) / τ changes its sign once, where NLL is least: it is Guo et
+    al.'s (2017) temperature.
+    """
+    low, high = TEMPERATURES
+    for _ in range(20):
+        tau, gap = (low + high) / 2, 0.0
+        for z, y in zip(logits(model, hidden), labels.split(CHUNK), strict=True):
+            nll, entropy = surprise(z / tau, y)
+            gap += (entropy - nll).sum(dtype=torch.float64).item()
+        low, high = (low, tau) if gap > 0 else (tau, high)
+    return tau
+
+
+def averaged(runs: list[Run], scratch: Path, out: Path) -> None:
+    """Pack, as `out`/RUN.xz, MMLU's records of each run's model averaged with its base model.
+
+        θ = (1 − α) θ_base + α θ_tuned
+
+    (Wortsman et al. 2022), with the α of the least NLL among the choices of MMLU's val questions.
+    Records that are there stay.
+    """
+    todo = [run for run in runs if not (out / f"{run.name}.xz").exists()]
+    for run in tqdm(todo, "averages", unit="model"):
+        keys, how = run.config().keys, {"batch_size": 64, "progress": False}
+        tokenizer = make_tokenizer(keys)
+        base, tuned = (loaded(keys, len(tokenizer), folder) for folder in (None, run.model))
+        val, test = (Task(task="mmlu", data="data/mmlu", split=split) for split in ("val", "test"))
+        losses = {}
+        for alpha in ALPHAS:
+            found = calibeval.score(mixed(base, tuned, alpha), tokenizer, [val], **how)
+            losses[alpha] = scaling.nll(found[val.key], 1.0)
+        alpha = min(losses, key=losses.get)
+        folder = scratch / run.name
+        calibeval.score(mixed(base, tuned, alpha), tokenizer, [test], out=folder, **how)
+        about = {key: run.config().train[key] for key in ABOUT} | {"part": "averaged"}
+        about |= {"alpha": alpha, "val_nll": losses}
+        packed.pack({test.key: folder / f"{test.key}.jsonl"}, about, out / f"{run.name}.xz")
+
+
+@torch.no_grad()
+def mixed(base: PreTrainedModel, tuned: PreTrainedModel, alpha: float) -> PreTrainedModel:
+    """A model of the weights (1 − α) θ_base + α θ_tuned."""
+    made = copy.deepcopy(tuned)
+    for ours, theirs in zip(made.parameters(), base.parameters(), strict=True):
+        ours.copy_(torch.lerp(theirs.float(), ours.float(), alpha))
+    return made
