@@ -243,7 +243,7 @@ def test_the_base_models_mean_prediction_is_made_before_it_is_a_target(tiny, fol
     (u,) = found
     assert u.dtype == float and abs(u.sum() - 1) < 1e-12
     np.testing.assert_allclose(u, z.softmax(-1).mean(0), rtol=1e-5)
-    monkeypatch.setattr(baselines, "mean_prediction", None)  # it is not made again
+    monkeypatch.setattr(baselines, "loaded", None)  # it is not made again
     assert claims.train("tiny", "base-mean", asked) == 0
 
 

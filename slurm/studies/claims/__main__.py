@@ -26,6 +26,7 @@ An interrupted run goes on where its folder is. key=value overrides the sweep of
 example workers=6 for six runs at a time, or grid.seed=[0,1,2].
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from tqdm import tqdm
 
 import studies
 from calibeval import measures, stats
@@ -76,8 +78,7 @@ PARTS = {
     "twice": [*PAIR, "grid.num_train_epochs=[2]", "grid.label_smoothing=[0.0]"],
 }
 VARIED = ("learning_rate", "label_smoothing")  # in a part, beside the seed
-# What tells a part's runs apart, beside the seed.
-SETTING = ("label_smoothing", "calibrator")
+SETTING = (*VARIED, "seed")  # what tells a part's runs apart
 
 
 def effect(part: str, label_smoothing: float = 0.1) -> list[tuple]:
@@ -219,9 +220,8 @@ def pack(model: str, part: str, of: Plan) -> None:
     for cell in (*of.bases, *of.cells):
         out = record(model, part, cell)
         if cell.run.done and not out.exists():
-            setting = {key: cell.config.train.get(key) for key in (*SETTING, "seed")}
-            about = {"part": out.parent.name, **setting, "held_out_loss": held_out(cell.run)}
-            about["learning_rate"] = cell.config.train.get("learning_rate")
+            about = {key: cell.config.train.get(key) for key in SETTING}
+            about |= {"part": out.parent.name, "held_out_loss": held_out(cell.run)}
             tasks = cell.config.score.tasks if cell.config.score else ()
             files = {task.key: cell.run.scores / f"{task.key}.jsonl" for task in tasks}
             packed.pack(files, about, out)
@@ -233,7 +233,7 @@ def after(model: str) -> None:
     every = [entry for _, entry in json_lines(folder / "index.jsonl")]
     plain = [e for e in every if e["dataset"] == "mmlu" and e["label_smoothing"] == 0]
     for entry in at_temperature(plain, folder, Path("data/mmlu"), out):
-        about = {"part": "after", **{key: entry.get(key) for key in (*SETTING, "seed")}}
+        about = {"part": "after"} | {key: entry[key] for key in (*SETTING, "calibrator")}
         file = Path(entry["records"])
         packed.pack({"mmlu": file}, about, RECORDS / model / "after" / f"{file.stem}.xz")
 
@@ -247,17 +247,26 @@ def averaged(model: str) -> None:
     """Average the weights of each of the runs of `seeds` at β = 0 with the base model's."""
     from studies.claims import baselines  # which takes torch along
 
-    runs = trained(model, "seeds")
-    runs = [run for run in runs if run.config().train["label_smoothing"] == 0]
-    baselines.averaged(runs, RUNS / f"{model}-averaged", RECORDS / model / "averaged")
+    for run in tqdm(trained(model, "seeds"), "averages", unit="model"):
+        train, out = run.config().train, RECORDS / model / "averaged" / f"{run.name}.xz"
+        if train["label_smoothing"] == 0 and not out.exists():
+            folder = RUNS / f"{model}-averaged" / run.name
+            about = {"part": "averaged"} | {key: train[key] for key in SETTING}
+            about["alpha"] = baselines.averaged(run, folder)
+            packed.pack({"mmlu": folder / "mmlu.jsonl"}, about, out)
 
 
 def price(model: str) -> None:
     """Measure each model that is still there, but for those that only chose a rate."""
     from studies.claims import baselines
 
+    rows = read_rows(out := RECORDS / model / "price.jsonl")
     runs = [(part, run) for part in PARTS if part != "grid" for run in trained(model, part)]
-    baselines.prices(runs, RECORDS / model / "price.jsonl")
+    for part, run in tqdm(runs, "prices", unit="model"):
+        if run.name not in [row["run"] for row in rows]:
+            setting = {key: run.config().train[key] for key in (*SETTING, "smoothing_target")}
+            rows.append({"run": run.name, "part": part, **setting, **baselines.price(run)})
+            write_text(out, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def report(model: str) -> None:

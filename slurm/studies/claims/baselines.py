@@ -2,24 +2,21 @@
 what smoothing costs in entropy, and weights averaged with the base model's."""
 
 import copy
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import calibeval
 from calibeval import scaling
-from calibeval.io import atomic_write, write_text
+from calibeval.io import atomic_write
 from calibeval.request import Task
-from studies.claims import packed
 from sweeps.data import IGNORE, Updates, make_tokenizer, tokenised
 from sweeps.finetune import load_model
-from sweeps.run import Run, read_rows
+from sweeps.run import Run
 from sweeps.train import Train
 
 CHUNK = 1024  # tokens whose logits are there at a time: 0.6 GB of 151,936 each
@@ -27,26 +24,21 @@ CONVERSATIONS = 2048  # of which the mean prediction is
 TOP = 1000  # tokens; the mass outside them is noise
 TEMPERATURES, TOKENS = (0.3, 2.0), 4096  # between which, and on how many tokens, one is sought
 ALPHAS = (0.25, 0.5, 0.75, 1.0)
-ABOUT = ("label_smoothing", "seed", "learning_rate")
 
 
 def base_mean(keys: Train) -> None:
-    """Make `keys.smoothing_target` of the model before training, unless it is there."""
-    out = Path(keys.smoothing_target)
-    if not out.exists():
-        u = mean_prediction(keys)
-        with atomic_write(out, "wb") as file:
-            np.save(file, u)
-        torch.cuda.empty_cache()  # other processes train now
-
-
-def mean_prediction(keys: Train) -> np.ndarray:
-    """The mean of softmax(z), (V,), over the targets of the first conversations trained on."""
+    """Write the model's mean of softmax(z), (V,), over the targets of the first conversations that
+    it is to learn as `keys.smoothing_target`, unless that is there."""
+    if (out := Path(keys.smoothing_target)).exists():
+        return
     tokenizer, updates = read(keys)
     model = loaded(keys, len(tokenizer))
     hidden, _ = answers(model, updates, updates.kept[:CONVERSATIONS])
     total = sum(z.softmax(-1).sum(0, dtype=torch.float64) for z in logits(model, hidden))
-    return (total / total.sum()).cpu().numpy()
+    with atomic_write(out, "wb") as file:
+        np.save(file, (total / total.sum()).cpu().numpy())
+    del model, hidden
+    torch.cuda.empty_cache()  # other processes train now
 
 
 def read(keys: Train) -> tuple[object, Updates]:
@@ -83,17 +75,6 @@ def logits(model: PreTrainedModel, hidden: Tensor) -> Iterator[Tensor]:
     head: nn.Module = copy.deepcopy(model.get_output_embeddings()).float()
     for some in hidden.split(CHUNK):
         yield head(some.float())
-
-
-def prices(runs: list[tuple[str, Run]], out: Path) -> None:
-    """Write the `price` of each run, with its part, as a line of `out`, unless it is there."""
-    rows = read_rows(out)
-    known = {row["run"] for row in rows}
-    todo = {run.name: (part, run) for part, run in runs if run.name not in known}
-    for name, (part, run) in tqdm(todo.items(), "prices", unit="model"):
-        setting = {key: run.config().train[key] for key in (*ABOUT, "smoothing_target")}
-        rows.append({"run": name, "part": part, **setting, **price(run)})
-        write_text(out, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def price(run: Run) -> dict[str, float]:
@@ -143,30 +124,25 @@ def temperature(model: PreTrainedModel, hidden: Tensor, labels: Tensor) -> float
     return tau
 
 
-def averaged(runs: list[Run], scratch: Path, out: Path) -> None:
-    """Pack, as `out`/RUN.xz, MMLU's records of each run's model averaged with its base model.
+def averaged(run: Run, out: Path) -> float:
+    """Score a run's model averaged with its base model on MMLU, into `out`; returns α.
 
         θ = (1 − α) θ_base + α θ_tuned
 
     (Wortsman et al. 2022), with the α of the least NLL among the choices of MMLU's val questions.
-    Records that are there stay.
     """
-    todo = [run for run in runs if not (out / f"{run.name}.xz").exists()]
-    for run in tqdm(todo, "averages", unit="model"):
-        keys, how = run.config().keys, {"batch_size": 64, "progress": False}
-        tokenizer = make_tokenizer(keys)
-        base, tuned = (loaded(keys, len(tokenizer), folder) for folder in (None, run.model))
-        val, test = (Task(task="mmlu", data="data/mmlu", split=split) for split in ("val", "test"))
-        losses = {}
-        for alpha in ALPHAS:
-            found = calibeval.score(mixed(base, tuned, alpha), tokenizer, [val], **how)
-            losses[alpha] = scaling.nll(found[val.key], 1.0)
-        alpha = min(losses, key=losses.get)
-        folder = scratch / run.name
-        calibeval.score(mixed(base, tuned, alpha), tokenizer, [test], out=folder, **how)
-        about = {key: run.config().train[key] for key in ABOUT} | {"part": "averaged"}
-        about |= {"alpha": alpha, "val_nll": losses}
-        packed.pack({test.key: folder / f"{test.key}.jsonl"}, about, out / f"{run.name}.xz")
+    keys, how = run.config().keys, {"batch_size": 64, "progress": False}
+    tokenizer = make_tokenizer(keys)
+    base, tuned = (loaded(keys, len(tokenizer), folder) for folder in (None, run.model))
+    val, test = (Task(task="mmlu", data="data/mmlu", split=split) for split in ("val", "test"))
+
+    def nll(alpha: float) -> float:
+        found = calibeval.score(mixed(base, tuned, alpha), tokenizer, [val], **how)
+        return scaling.nll(found[val.key], 1.0)
+
+    alpha = min(ALPHAS, key=nll)
+    calibeval.score(mixed(base, tuned, alpha), tokenizer, [test], out=out, **how)
+    return alpha
 
 
 @torch.no_grad()
