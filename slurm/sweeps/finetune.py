@@ -18,6 +18,7 @@ from operator import itemgetter
 from pathlib import Path
 
 import datasets
+import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
@@ -104,7 +105,7 @@ def made(run: Run, stop: "Stop") -> tuple["SweepTrainer", object, str | None]:
     trainer.add_callback(Course(trainer, stop))
     own = {"filter_eps": keys.filter_eps}
     if keys.smoothing_target:
-        own["smoothing_target"] = updates.frequencies(model.config.vocab_size)
+        own["smoothing_target"] = smoothing_target(keys, updates, model.config.vocab_size)
     patch_trainer(trainer, reduction="sum", eval_logits=False, **own)
     set_seed(keys.seed, device_specific=True)
     found = [latest(run.checkpoints, updates.digest) if rank == 0 else None]
@@ -184,6 +185,25 @@ def load_model(keys: Train, tokens: int) -> nn.Module:
         model.resize_token_embeddings(tokens, pad_to_multiple_of=8)
     model.config.dtype = base  # in which it is saved, to be scored as its base is
     return model
+
+
+def smoothing_target(keys: Train, updates: Updates, size: int) -> Tensor:
+    """What β is spread over: a share for each of the model's tokens, (size,) fp32."""
+    if keys.smoothing_target == "unigram":
+        return updates.frequencies(size)
+    where = f"train.smoothing_target: {keys.smoothing_target}"
+    try:
+        u = np.load(keys.smoothing_target)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{where}: could not be read ({error})") from error
+    floats = u.dtype.kind == "f" and u.shape == (size,)
+    if not floats or u.min() < 0 or abs(u.sum(dtype=float) - 1) > 1e-3:
+        wanted = f"floats of shape ({size},), as many as the model's vocabulary has, padding too"
+        raise InputError(
+            f"{where}: found {u.dtype} of shape {u.shape}; expected {wanted}, 0 or more each, "
+            "1 in all"
+        )
+    return torch.tensor(u, dtype=torch.float32)
 
 
 def prepare(model: nn.Module, keys: Train, updates: Updates, half: bool) -> nn.Module:

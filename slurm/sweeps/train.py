@@ -3,10 +3,12 @@
 What trains is sweeps.finetune, imported by `train` alone: nobody who plans waits for torch.
 """
 
+import os
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from calibeval.request import Natural, Positive, Seq, Strict
 from sweeps import ranks
@@ -15,6 +17,7 @@ from sweeps.run import Run
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Above0 = Annotated[float, Field(gt=0)]
+Target = Annotated[str, Field(pattern=r"^unigram$|\.npy$"), AfterValidator(os.path.normpath)]
 
 
 class Lora(Strict):
@@ -82,9 +85,10 @@ class Train(Common):
     filter_eps: Annotated[float, Field(gt=0, lt=1)] | Literal["auto"] | None = option(
         None, "smoothce's filter; null: the exact gradient"
     )
-    smoothing_target: Literal["unigram"] | None = option(
-        None, "what β is spread over; null: all tokens alike; unigram: as often as they are learnt"
-    )
+    smoothing_target: Target | None = option(
+        None, "what β is spread over; null: all tokens alike; unigram: as often as they are "
+        "learnt; FILE.npy: a share for each of the model's tokens"
+    )  # fmt: skip
     clip_grad_norm: Above0 | None = option(
         None, "highest norm of the gradient; null: what the DeepSpeed file says, else no limit"
     )
@@ -109,10 +113,13 @@ def packages(train: Train, world: World) -> list[str]:
 
 def missing(train: Train, world: World) -> list[str]:
     """What else would keep a run from starting."""
-    found = version("transformers")
-    if int(found.partition(".")[0]) >= 5:
-        return []
-    return [f"backend trainer: needs transformers 5, found {found}: pip install 'transformers>=5'"]
+    found, file, has = [], train.smoothing_target, version("transformers")
+    if file not in (None, "unigram") and not Path(file).is_file():
+        found.append(f"train.smoothing_target: {file}: no such file")
+    if int(has.partition(".")[0]) < 5:
+        remedy = "pip install 'transformers>=5'"
+        found.append(f"backend trainer: needs transformers 5, found {has}: {remedy}")
+    return found
 
 
 def train(run: Run) -> None:

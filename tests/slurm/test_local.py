@@ -16,7 +16,7 @@ from sweeps import __main__ as cli
 from sweeps import element, local
 from sweeps.element import Outcome
 from sweeps.plan import plan
-from sweeps.run import held, locked
+from sweeps.run import held
 
 LONG = {"steps": 40, "pace": 0.05}
 
@@ -108,11 +108,17 @@ def test_of_two_launches_at_once_one_works_and_the_other_says_so(toy_file, hold)
 def test_a_run_that_is_held_is_left_alone_and_says_so(toy_file, monkeypatch, capsys):
     run = prepare(toy_file(grid={}))
     clock = SimpleNamespace(monotonic=itertools.count(0, 20).__next__, sleep=lambda _: None)
-    with locked(run.lock, 1, "busy"), monkeypatch.context() as patch:
+    code = "import sys; from pathlib import Path; from sweeps.run import locked\n"
+    code += "with locked(Path(sys.argv[1]), 1, ''): print(flush=True); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    holder = subprocess.Popen([sys.executable, "-c", code, run.lock], **pipes)
+    with holder, monkeypatch.context() as patch:
+        holder.stdout.readline()
         patch.setattr("sweeps.run.time", clock)
         for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):  # which the command sets
             patch.setenv(name, "1")
         assert cli.main(["train", str(run.path)]) == 2
+        assert held(run.lock)
     assert "another process is at this run" in capsys.readouterr().err
     assert not held(run.lock) and not run.model.exists()
 

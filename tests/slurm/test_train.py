@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import datasets
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -33,9 +34,10 @@ from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 
 from calibeval.io import InputError
 from smoothce import patch_model
-from sweeps import attention, checkpoint, finetune
+from sweeps import attention, checkpoint, finetune, preflight
 from sweeps import data as data_module
 from sweeps.data import IGNORE, Updates, tokenised
+from sweeps.plan import plan
 from sweeps.run import Run, held
 from sweeps.train import Train
 
@@ -201,8 +203,7 @@ def test_a_killed_run_leaves_nobody_tokenising(tiny, tmp_path):
     wait_for(lambda: len([*begun.iterdir()]) == len(os.sched_getaffinity(0)))
     run.kill()
     run.wait()
-    (lock,) = tmp_path.glob("*.lock")
-    assert not held(lock)
+    assert not any(map(held, tmp_path.glob("*.lock")))
     wait_for(lambda: not any(psutil.pid_exists(int(file.name)) for file in begun.iterdir()), 20)
 
 
@@ -339,14 +340,18 @@ def rows_of(run: Run, key: str = "loss") -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("reduction", "target"), [("mean", None), ("sum", None), ("token_mean", "unigram")]
+    ("reduction", "target"), [("mean", None), ("sum", "u.npy"), ("token_mean", "unigram")]
 )
-def test_training_is_torchs_own_packed_or_not(sweep_file, tiny, reduction, target):
+def test_training_is_torchs_own_packed_or_not(sweep_file, tiny, tmp_path, reduction, target):
     """Against a loop with torch's cross-entropy, AdamW and nothing of ours but the order."""
     settings = {"label_smoothing": 0.1, "learning_rate": 1e-3, "weight_decay": 0.1, "held_out": 5}
     settings |= {"reduce_loss": reduction, "gradient_accumulation_steps": 3, "max_tokens": 80}
     settings |= {"logging_steps": 1, "clip_grad_norm": 3.0, "warmup_ratio": 0.2}
-    settings["smoothing_target"] = target
+    u = np.random.default_rng(0).dirichlet(
+        np.ones(len(AutoTokenizer.from_pretrained(tiny / "model")))
+    )
+    np.save(tmp_path / "u.npy", u)
+    settings["smoothing_target"] = f"{tmp_path}/x/../u.npy" if target == "u.npy" else target
     path = sweep_file(grid={}, train=settings)
     runs = [finished(path, f"train.packing={on}") for on in ("false", "true")]
     keys = runs[0].config().keys
@@ -361,6 +366,7 @@ def test_training_is_torchs_own_packed_or_not(sweep_file, tiny, reduction, targe
     learnt = updates.batch(updates.kept)["labels"]
     often = torch.bincount(learnt[learnt != IGNORE], minlength=model.config.vocab_size)
     often = often / often.sum() if target else torch.ones(len(often)) / len(often)
+    often = torch.tensor(u, dtype=torch.float32) if target == "u.npy" else often
     losses, norms = [], []
     for step in range(len(updates)):
         rows = updates.rows(step)
@@ -556,6 +562,28 @@ def test_models_and_tokenizers_that_do_not_fit_are_said(sweep_file, tiny, tmp_pa
         weights.truncate(1000)
     with pytest.raises(InputError, match=f"{folder}: cannot be loaded as a causal"):
         finished(path, "train.seed=2")
+
+
+def test_shares_of_other_tokens_are_refused(sweep_file, tiny, tmp_path):
+    """And a file that is not there, before anything is queued."""
+    path, file = sweep_file(grid={}, train={"max_train_steps": 1}), tmp_path / "u.npy"
+    target, rows = (
+        f"train.smoothing_target={file}",
+        len(AutoTokenizer.from_pretrained(tiny / "model")),
+    )
+    said = f"train.smoothing_target: {file}: no such file"
+    assert said in preflight.problems(plan(path, [target]), "local")
+    for wrong in (np.full(3, 1 / 3), np.ones(rows), np.ones(rows, int)):
+        np.save(file, wrong)
+        assert not preflight.problems(plan(path, [target]), "local")
+        found = rf"u\.npy: found {wrong.dtype} of shape \({len(wrong)},\)"
+        with pytest.raises(InputError, match=rf"{found}; expected floats of shape \({rows},\)"):
+            finished(path, target)
+    file.write_text("0.5 0.5")
+    with pytest.raises(InputError, match=r"u\.npy: could not be read"):
+        finished(path, target)
+    with pytest.raises(InputError, match=r"train\.smoothing_target: found 'unigrams'"):
+        plan(path, ["train.smoothing_target=unigrams"])
 
 
 def test_flash_attn_is_taken_where_it_is_installed(monkeypatch):

@@ -1,22 +1,34 @@
-"""The claims: each part is a sweep that plans; the report is right on runs of known calibration."""
+"""The claims: each part is a sweep that plans; what is computed with models is what a plain loop
+computes; the report is right on runs of known calibration."""
 
+import json
 import re
 import sys
 from pathlib import Path
 
+import datasets
+import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "eval"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "patches"))
+import tiny_world
 from made_records import write_records
 
-from calibeval import records, stats
+import calibeval
+from calibeval import records, scaling, stats
+from calibeval.io import InputError, write_text
 from studies.claims import __main__ as claims
-from studies.claims import packed
+from studies.claims import baselines, packed
 from sweeps.plan import plan
 
 MODEL = "smollm2-135m"
+SPLITS = ("val", "test")
+LAST = ["after", "averaged", "price", "report"]
 RUNS = {"grid": 4, "seeds": 25, "high": 25, "harm": 25, "sum": 6, "mean": 6}
-RUNS |= {"filtered": 6, "unigram": 3, "half": 3, "twice": 3}
+RUNS |= {"filtered": 6, "unigram": 3, "base-mean": 3, "half": 3, "twice": 3}
 
 
 def test_every_part_is_a_sweep(monkeypatch):
@@ -27,6 +39,40 @@ def test_every_part_is_a_sweep(monkeypatch):
         assert len(found.cells) == RUNS[part] and found.sweep.name == f"{MODEL}-{part}"
         rates = {cell.config.train["learning_rate"] for cell in found.cells}
         assert part == "grid" or rates == ({2e-4} if part == "high" else {5e-5})
+        targets = {"unigram": "unigram", "base-mean": f"runs/claims/targets/{MODEL}.npy"}
+        (target,) = {cell.config.train["smoothing_target"] for cell in found.cells}
+        assert target == targets.get(part)
+        assert (found.sweep.keep == "all") == (part in ("grid", "seeds", *targets))
+
+
+@pytest.fixture
+def done(monkeypatch):
+    """done(*words, failing) → the exit code, and what was done in order."""
+
+    def call(*words: str, failing=()) -> tuple[int, list[str]]:
+        order = []
+
+        def train(model, part, asked):
+            order.append(part)
+            return int(part in failing)
+
+        monkeypatch.setattr(claims, "arguments", lambda model, part, overrides: overrides)
+        monkeypatch.setattr(claims, "train", train)
+        for part in LAST:
+            monkeypatch.setattr(claims, part, lambda model, part=part: order.append(part))
+        return claims.main([*words]), order
+
+    return call
+
+
+def test_the_grid_comes_first_and_the_report_last(done, capsys):
+    assert done(MODEL, "workers=2") == (0, [*claims.PARTS, *LAST])
+    assert done(MODEL, failing=["sum", "mean"]) == (2, [*claims.PARTS, *LAST])
+    assert "not whole: sum, mean; why is said above" in capsys.readouterr().err
+    assert done(MODEL, failing=["grid"]) == (2, ["grid"])  # whose rate is that of all others
+    assert done(MODEL, "gird") == (2, [])
+    assert "gird: no such part; known: grid, seeds" in capsys.readouterr().err
+    assert done() == (2, [])
 
 
 @pytest.fixture
@@ -65,6 +111,147 @@ def test_runs_with_records_are_not_run_again(folders, monkeypatch):
     assert not any(plan(claims.FILE, [*asked, *more]).bases for more in lacking)
 
 
+@pytest.fixture
+def tiny(folders, monkeypatch):
+    """Overrides for a tiny model, models/tiny, with data/mmlu."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folders / "cache")
+    tiny_world.main(folders / "tiny")
+    for made, at in {
+        "model": "models/tiny",
+        "mmlu": "data/mmlu",
+        "alpaca.jsonl": "chat.jsonl",
+    }.items():
+        (folders / at).parent.mkdir(exist_ok=True)
+        (folders / "tiny" / made).rename(folders / at)
+    monkeypatch.setattr(claims, "chosen_rate", lambda model: 5e-5)
+    return [f"output_root={folders}/runs", "train.train_file=chat.jsonl", "train.held_out=20"]
+
+
+def answers(folder: str | Path, updates, rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits (N, V) and tokens (N,) of all targets of some conversations, one by one."""
+    model, z, y = AutoModelForCausalLM.from_pretrained(folder).eval(), [], []
+    for row in rows:
+        batch = updates.batch([row])
+        with torch.no_grad():
+            logits = model(batch["input_ids"]).logits[:, :-1].double()
+        labels = batch["labels"][:, 1:]
+        z.append(logits[labels != -100]), y.append(labels[labels != -100])
+    return torch.cat(z), torch.cat(y)
+
+
+def make_trained(part: str, overrides: list[str]) -> list:
+    """Runs of a part whose models have learnt something of the conversations."""
+    of = plan(claims.FILE, [*claims.arguments("tiny", part, overrides), "grid.seed=[0,1]"])
+    of.create()
+    for number, cell in enumerate(of.cells):
+        model = AutoModelForCausalLM.from_pretrained("models/tiny")
+        _, updates = baselines.read(cell.config.keys)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        for _ in range(10 + number):
+            model(**updates.batch(updates.kept[:20])).loss.backward()
+            optimizer.step(), optimizer.zero_grad()
+        model.save_pretrained(cell.run.model)
+    return of.cells
+
+
+def test_the_price_is_what_a_plain_loop_reads(tiny, folders, monkeypatch):
+    """The temperature at which entropy is NLL, and NLL least; what is known is not measured anew,
+    and what only chose a rate not at all."""
+    monkeypatch.setattr(baselines, "CHUNK", 7)
+    monkeypatch.setattr(baselines, "TOP", 10)
+    make_trained("grid", [*tiny, "grid.learning_rate=[1.0e-5]"])
+    cells = make_trained("unigram", tiny)
+    claims.price("tiny")
+    found = [json.loads(line) for line in (folders / "records/tiny/price.jsonl").open()]
+    assert [row["run"] for row in found] == sorted(cell.run.name for cell in cells)
+    for row, cell in zip(found, sorted(cells, key=lambda cell: cell.run.name), strict=True):
+        assert row["part"] == row["smoothing_target"] == "unigram"
+        assert row["label_smoothing"] == 0.1 and row["seed"] == cell.config.train["seed"]
+        _, updates = baselines.read(cell.config.keys)
+        z, y = answers(cell.run.model, updates, updates.held)
+
+        def read(tau: float, z=z, y=y) -> tuple[float, float]:
+            p = (z / tau).softmax(-1)
+            entropy = torch.distributions.Categorical(p).entropy().mean().item()
+            return -p[torch.arange(len(y)), y].log().mean().item(), entropy
+
+        nll, entropy = read(1.0)
+        assert len(updates.held) == 20 and row["tokens"] == len(y)
+        assert row["nll"] == pytest.approx(nll, rel=1e-5)
+        assert row["entropy"] == pytest.approx(entropy, rel=1e-5)
+        assert row["entce"] == pytest.approx(entropy - nll, rel=1e-4)
+        outside = z.softmax(-1).sort(-1).values[:, :-10].sum(-1).mean().item()
+        assert row["outside"] == pytest.approx(outside, rel=1e-4)
+        at, there = row["temperature"], read(row["temperature"])
+        assert 0.35 < at < 1.95 and abs(at - 1) > 0.05
+        assert there[0] == pytest.approx(there[1], abs=1e-4)
+        assert there[0] < min(read(0.95 * at)[0], read(1.05 * at)[0])
+    monkeypatch.setattr(baselines, "price", None)
+    claims.price("tiny")
+    assert len((folders / "records/tiny/price.jsonl").read_text().splitlines()) == 2
+
+
+def test_weights_are_averaged_as_val_questions_choose(tiny, folders, monkeypatch):
+    monkeypatch.setattr(baselines, "ALPHAS", (0.2, 0.7))
+    cells = make_trained("seeds", [*tiny, "grid.label_smoothing=[0.0,0.1]"])
+    plain = [cell for cell in cells if cell.config.train["label_smoothing"] == 0]
+    claims.averaged("tiny")
+    files = sorted((folders / "records/tiny/averaged").glob("*.xz"))
+    assert [file.stem for file in files] == sorted(cell.run.name for cell in plain)
+    base = AutoModelForCausalLM.from_pretrained("models/tiny")
+    tokenizer = AutoTokenizer.from_pretrained("models/tiny")
+    for cell in plain:
+        file = folders / f"records/tiny/averaged/{cell.run.name}.xz"
+        about, losses, made = packed.about(file), {}, {}
+        for alpha in baselines.ALPHAS:
+            model = AutoModelForCausalLM.from_pretrained(cell.run.model)
+            ours = model.state_dict()
+            for name, theirs in base.state_dict().items():
+                ours[name].copy_((1 - alpha) * theirs + alpha * ours[name])
+            tasks = [{"task": "mmlu", "data": "data/mmlu", "split": s, "name": s} for s in SPLITS]
+            made[alpha] = calibeval.score(model, tokenizer, tasks, progress=False)
+            losses[alpha] = scaling.nll(made[alpha]["val"], 1.0)
+        assert about["part"] == "averaged" and about["seed"] == cell.config.train["seed"]
+        assert about["alpha"] == min(losses, key=losses.get)
+        asked = packed.questions(folders / "records/questions.json.xz")
+        packed.unpack(file, asked, folders / "found")
+        found = records.read(folders / "found/mmlu.jsonl").logprobs
+        assert abs(found - made[about["alpha"]]["test"].logprobs).max() < 0.01
+    times = [file.stat().st_mtime_ns for file in files]
+    claims.averaged("tiny")  # they stay
+    assert times == [file.stat().st_mtime_ns for file in files]
+
+
+def test_the_base_models_mean_prediction_is_made_before_it_is_a_target(tiny, folders, monkeypatch):
+    monkeypatch.setattr(baselines, "CONVERSATIONS", 9)
+    monkeypatch.setattr(baselines, "CHUNK", 7)
+    asked, found = claims.arguments("tiny", "base-mean", tiny), []
+
+    class Launch:
+        returncode = 0
+
+        def __init__(self, words: list[str]) -> None:
+            found.append(np.load(folders / "runs/targets/tiny.npy"))
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def poll(self) -> int:
+            return 0
+
+    monkeypatch.setattr(claims.subprocess, "Popen", Launch)
+    assert claims.train("tiny", "base-mean", asked) == 0
+    _, updates = baselines.read(plan(claims.FILE, asked).cells[0].config.keys)
+    z, _ = answers("models/tiny", updates, updates.kept[:9])
+    (u,) = found
+    assert u.dtype == float and abs(u.sum() - 1) < 1e-12
+    np.testing.assert_allclose(u, z.softmax(-1).mean(0), rtol=1e-5)
+    monkeypatch.setattr(baselines, "loaded", None)  # it is not made again
+    assert claims.train("tiny", "base-mean", asked) == 0
+
+
 def test_records_lose_nothing_but_digits_when_packed(folders):
     write_records(folders / "mmlu.jsonl", 300, 1.5, seed=1)
     packed.pack(
@@ -76,6 +263,32 @@ def test_records_lose_nothing_but_digits_when_packed(folders):
     assert before.ids == after.ids and before.prompts.tolist() == after.prompts.tolist()
     assert abs(before.logprobs - after.logprobs).max() <= 0.5 / packed.STEP
     assert (folders / "runs/unpacked/m/base/run/DONE").exists()
+
+
+def test_confidences_by_the_norm_of_the_answers_logits(folders):
+    """Ranks of what Cattelan & Silva divide, one question after another."""
+    write_records(file := folders / "mmlu.jsonl", 300, 1.5, seed=1)
+    run, of = claims.normalised(file), records.read(file)
+    sure = []
+    for logits, label in zip(of.logprobs, of.labels, strict=True):
+        centred = logits - sum(logits) / len(logits)
+        sure.append((-max(centred) / sum(centred**2) ** 0.5, logits.argmax() != label))
+    wrong = np.array([wrong for _, wrong in sorted(sure)])
+    expected = np.mean(wrong.cumsum() / np.arange(1, 301))
+    assert run.values["choices"]["aurc"] == pytest.approx(expected, abs=1e-9)
+    plain = stats.load(file)
+    assert abs(plain.values["choices"]["aurc"] - expected) > 1e-3
+    draws = run.draws["choices"]["aurc"]
+    assert draws.shape == plain.draws["choices"]["aurc"].shape
+    assert np.corrcoef(draws, plain.draws["choices"]["aurc"])[0, 1] > 0.5  # the same resamples
+
+
+def test_records_of_other_questions_are_not_packed_together(folders):
+    for name, count in (("a", 300), ("b", 200)):
+        write_records(folders / f"{name}.jsonl", count, 1.0, seed=1)
+    packed.pack({"mmlu": folders / "a.jsonl"}, {}, folders / "records/m/base/a.xz")
+    with pytest.raises(InputError, match="mmlu was asked in other words, or of other questions"):
+        packed.pack({"mmlu": folders / "b.jsonl"}, {}, folders / "records/m/base/b.xz")
 
 
 def test_the_verdicts_are_differences_paired_by_seed(folders):
@@ -90,6 +303,10 @@ def test_the_verdicts_are_differences_paired_by_seed(folders):
             if part == "after":
                 about["calibrator"] = "temperature"
             packed.pack({"mmlu": file}, about, out / f"{file.stem}.xz")
+    rows = [{"part": part, "label_smoothing": 0.1} for part in ("seeds", "unigram", "seeds")]
+    for nll, row in enumerate(rows):
+        row |= dict.fromkeys(claims.PRICES, 0.5) | {"nll": nll}
+    write_text(folders / "records" / MODEL / "price.jsonl", "\n".join(map(json.dumps, rows)))
     assert claims.main([MODEL, "report"]) == 0
     table = (folders / "runs" / f"{MODEL}.md").read_text().split("\n\n")[0].splitlines()
     rows = [line.split(" | ") for line in table[2:]]
@@ -111,4 +328,14 @@ def test_the_verdicts_are_differences_paired_by_seed(folders):
     assert float(other) == -float(figures[0])
     posthoc = found["temperature after β = 0, less β = 0"]
     assert posthoc == found["seeds: β = 0.1 less 0"]  # sharpened as much
+    text = (folders / "runs" / f"{MODEL}.md").read_text()
+    costs = {line.split()[1]: line.split()[3::2] for line in text.splitlines()[-2:]}
+    half = ["0.5000"] * 4
+    assert costs["seeds"] == ["0.1000", "1.0000", *half, "2"]  # the mean of 0 and 2
+    assert costs["unigram"] == ["0.1000", "1.0000", *half, "1"]
+    ranked = {b: [claims.normalised(run.path) for run in of] for b, of in runs.items()}
+    expected = stats.difference(ranked[0.0], ranked[0.1], "aurc", "choices")
+    figures = (f"{100 * x:+.2f}" for x in (expected.value, expected.low, expected.high))
+    guards = next(line for line in text.split("\n\n")[1].splitlines() if "0.1 less 0" in line)
+    assert guards.endswith(" | {} [{}, {}] (2) |".format(*figures))
     assert "seeds: β = 0.2 less 0" not in found and "high: β = 0.1 less 0" not in found

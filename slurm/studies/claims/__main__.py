@@ -14,23 +14,36 @@ run again, on whatever machine:
     sum, mean     the summed loss, clipped; the mean of micro-batches
     filtered      the filtered gradient
     unigram       β spread over tokens as often as they are learnt, at β = 0.1
+    base-mean     β spread as the base model predicts them in the mean, at β = 0.1
     half, twice   half the conversations, and all of them twice, at β = 0
     after         a temperature fitted on MMLU's val questions after β = 0
-    report        what smoothing does in each setting; reads the packed records alone
+    averaged      weights averaged with the base model's after β = 0
+    price         entropy less NLL of each model that is still there, and the temperature that
+                  pays it back
+    report        what smoothing does in each setting; reads what is in records/MODEL/ alone
 
 An interrupted run goes on where its folder is. key=value overrides the sweep of every part, for
 example workers=6 for six runs at a time, or grid.seed=[0,1,2].
 """
 
+import json
 import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
+from tqdm import tqdm
+
 import studies
-from calibeval import stats
+from calibeval import measures, stats
 from calibeval.io import InputError, json_lines, write_text
+from calibeval.measures import Sample
+from calibeval.records import read as read_records
 from studies.claims import packed
 from studies.demo.report import at_temperature
 from sweeps.plan import Cell, Plan, plan
@@ -59,13 +72,13 @@ PARTS = {
     "sum": [*PAIR, "grid.reduce_loss=[sum]", "grid.clip_grad_norm=[1.0]"],
     "mean": [*PAIR, "grid.reduce_loss=[mean]", *SMALL],
     "filtered": [*PAIR, "grid.filter_eps=[auto]"],
-    "unigram": [*PAIR, "grid.label_smoothing=[0.1]", "grid.smoothing_target=[unigram]"],
+    "unigram": ["keep=all", *PAIR, "grid.label_smoothing=[0.1]", "grid.smoothing_target=[unigram]"],
+    "base-mean": ["keep=all", *PAIR, "grid.label_smoothing=[0.1]"],
     "half": [*PAIR, "train.max_train_samples=12800", "grid.label_smoothing=[0.0]"],
     "twice": [*PAIR, "grid.num_train_epochs=[2]", "grid.label_smoothing=[0.0]"],
 }
 VARIED = ("learning_rate", "label_smoothing")  # in a part, beside the seed
-# What tells a part's runs apart, beside the seed.
-SETTING = ("label_smoothing", "calibrator")
+SETTING = (*VARIED, "seed")  # what tells a part's runs apart
 
 
 def effect(part: str, label_smoothing: float = 0.1) -> list[tuple]:
@@ -87,9 +100,12 @@ for name, part in {"sum, clipped": "sum", "mean of micro-batches": "mean"}.items
     ROWS[f"{name}: 0.1 less 0"] = effect(part)
     other = [(-weight, part, match) for weight, part, match in effect("seeds")]
     ROWS["– less that of `seeds`, " + name] = effect(part) + other
-for beta, tuned in ((0, PLAIN), (0.1, SMOOTHED)):
-    ROWS[f"temperature after β = 0, less β = {beta}"] = [(1, "after", {}), (-1, "seeds", tuned)]
-for name, part in {"filtered less exact": "filtered", "unigram less uniform": "unigram"}.items():
+for name, part in {"temperature after β = 0": "after", "averaged with base": "averaged"}.items():
+    for beta, tuned in ((0, PLAIN), (0.1, SMOOTHED)):
+        ROWS[f"{name}, less β = {beta}"] = [(1, part, {}), (-1, "seeds", tuned)]
+OTHERS = {"filtered less exact": "filtered", "unigram less uniform": "unigram"}
+OTHERS["base mean less uniform"] = "base-mean"
+for name, part in OTHERS.items():
     ROWS[f"{name}, β = 0.1"] = [(1, part, SMOOTHED), (-1, "seeds", SMOOTHED)]
 # Readings: a task, whose probabilities (among the choices or all tokens), and by what length.
 MMLU = ("mmlu", "choices", None), ("mmlu", "vocabulary", None)
@@ -97,7 +113,9 @@ READINGS = [*MMLU]
 for task in ("arc", "hellaswag"):
     READINGS += [(f"{task}-letters", "choices", None), (f"{task}-letters", "vocabulary", None)]
     READINGS += [(f"{task}-continuation", "choices", by) for by in (None, "sum")]
-GUARDS = ("accuracy", "nll", "brier", "aurc")
+GUARDS = {name: (None, name) for name in ("accuracy", "nll", "brier", "aurc")}
+GUARDS["aurc, logits normalised"] = ("logits", "aurc")
+PRICES = ["nll", "entropy", "entce", "temperature", "outside"]
 
 
 def main(words: list[str]) -> int:
@@ -112,7 +130,8 @@ def main(words: list[str]) -> int:
 def study(model: str, parts: list[str], overrides: list[str]) -> None:
     """Do the parts named, or all; raises InputError naming those that failed."""
     os.chdir(HERE.parents[2])  # where paths in config.yaml begin
-    others, failed = {"after": after, "report": report}, []
+    others = {"after": after, "averaged": averaged, "price": price, "report": report}
+    failed = []
     known = [*PARTS, *others]
     if unknown := [part for part in parts if part not in known]:
         raise InputError(f"{', '.join(unknown)}: no such part; known: {', '.join(known)}")
@@ -135,6 +154,8 @@ def arguments(model: str, part: str, overrides: list[str]) -> list[str]:
         asked += ["train.add_bos=true", "train.chat_template_name=alpaca"]
     if part != "grid" and not any("learning_rate" in change for change in PARTS[part]):
         asked.append(f"grid.learning_rate=[{chosen_rate(model)}]")
+    if part == "base-mean":
+        asked.append(f"grid.smoothing_target=[{RUNS}/targets/{model}.npy]")
     return [*asked, *PARTS[part], *overrides]
 
 
@@ -142,6 +163,10 @@ def train(model: str, part: str, asked: list[str]) -> int:
     """Train and score what of a part has no records, packing each run as it ends; returns the
     exit code."""
     for lacking in without_records(model, part, asked):
+        if part == "base-mean":
+            from studies.claims import baselines  # which takes torch along
+
+            baselines.base_mean(plan(FILE, asked).cells[0].config.keys)
         launch = [sys.executable, "-m", "sweeps", "launch", str(FILE), "--executor", "local"]
         with subprocess.Popen([*launch, *asked, *lacking]) as process:
             running = True
@@ -195,9 +220,8 @@ def pack(model: str, part: str, of: Plan) -> None:
     for cell in (*of.bases, *of.cells):
         out = record(model, part, cell)
         if cell.run.done and not out.exists():
-            setting = {key: cell.config.train.get(key) for key in (*SETTING, "seed")}
-            about = {"part": out.parent.name, **setting, "held_out_loss": held_out(cell.run)}
-            about["learning_rate"] = cell.config.train.get("learning_rate")
+            about = {key: cell.config.train.get(key) for key in SETTING}
+            about |= {"part": out.parent.name, "held_out_loss": held_out(cell.run)}
             tasks = cell.config.score.tasks if cell.config.score else ()
             files = {task.key: cell.run.scores / f"{task.key}.jsonl" for task in tasks}
             packed.pack(files, about, out)
@@ -209,19 +233,50 @@ def after(model: str) -> None:
     every = [entry for _, entry in json_lines(folder / "index.jsonl")]
     plain = [e for e in every if e["dataset"] == "mmlu" and e["label_smoothing"] == 0]
     for entry in at_temperature(plain, folder, Path("data/mmlu"), out):
-        about = {"part": "after", **{key: entry.get(key) for key in (*SETTING, "seed")}}
+        about = {"part": "after"} | {key: entry[key] for key in (*SETTING, "calibrator")}
         file = Path(entry["records"])
         packed.pack({"mmlu": file}, about, RECORDS / model / "after" / f"{file.stem}.xz")
 
 
+def trained(model: str, part: str) -> list[Run]:
+    """The runs of a part whose models are still there."""
+    return [Run(folder.parent) for folder in sorted(RUNS.glob(f"{model}-{part}/*/model"))]
+
+
+def averaged(model: str) -> None:
+    """Average the weights of each of the runs of `seeds` at β = 0 with the base model's."""
+    from studies.claims import baselines  # which takes torch along
+
+    for run in tqdm(trained(model, "seeds"), "averages", unit="model"):
+        train, out = run.config().train, RECORDS / model / "averaged" / f"{run.name}.xz"
+        if train["label_smoothing"] == 0 and not out.exists():
+            folder = RUNS / f"{model}-averaged" / run.name
+            about = {"part": "averaged"} | {key: train[key] for key in SETTING}
+            about["alpha"] = baselines.averaged(run, folder)
+            packed.pack({"mmlu": folder / "mmlu.jsonl"}, about, out)
+
+
+def price(model: str) -> None:
+    """Measure each model that is still there, but for those that only chose a rate."""
+    from studies.claims import baselines
+
+    rows = read_rows(out := RECORDS / model / "price.jsonl")
+    runs = [(part, run) for part in PARTS if part != "grid" for run in trained(model, part)]
+    for part, run in tqdm(runs, "prices", unit="model"):
+        if run.name not in [row["run"] for row in rows]:
+            setting = {key: run.config().train[key] for key in (*SETTING, "smoothing_target")}
+            rows.append({"run": run.name, "part": part, **setting, **baselines.price(run)})
+            write_text(out, "".join(json.dumps(row) + "\n" for row in rows))
+
+
 def report(model: str) -> None:
     """Write and print differences of squared calibration errors, ×1000, in every reading, and of
-    MMLU's guards, ×100."""
+    MMLU's guards, ×100; and what each target of β costs, means over seeds in nats a token."""
     runs = unpacked(model)
     heads = [", ".join(filter(None, reading)) for reading in READINGS]
     tables = [
         (heads, [(*reading, "rms_debiased", 1000) for reading in READINGS]),
-        (GUARDS, [(*MMLU[0], metric, 100) for metric in GUARDS]),
+        (GUARDS, [("mmlu", "choices", *GUARDS[name], 100) for name in GUARDS]),
     ]
     lines = []
     for names, columns in tables:
@@ -231,6 +286,10 @@ def report(model: str) -> None:
             if set(cells) != {"–"}:
                 lines.append(f"| {name} | {' | '.join(cells)} |")
         lines.append("")
+    if rows := read_rows(RECORDS / model / "price.jsonl"):
+        by = pd.DataFrame(rows).groupby(["part", "label_smoothing"])
+        means = by[PRICES].mean().assign(seeds=by.size()).reset_index()
+        lines += [means.to_markdown(index=False, floatfmt=".4f"), ""]
     write_text(RUNS / f"{model}.md", "\n".join(lines))
     print(*lines, sep="\n")
 
@@ -243,10 +302,8 @@ def unpacked(model: str) -> list[tuple[dict, Path]]:
         raise InputError(f"{folder}: no packed records")
     asked = packed.questions(RECORDS / "questions.json.xz")
     for path in files:
-        about, out = (
-            packed.about(path),
-            RUNS / "unpacked" / path.relative_to(RECORDS).with_suffix(""),
-        )
+        about = packed.about(path)
+        out = RUNS / "unpacked" / path.relative_to(RECORDS).with_suffix("")
         if about["tasks"]:
             if not (out / "DONE").exists():
                 packed.unpack(path, asked, out)
@@ -265,8 +322,9 @@ def verdict(
     seeds = sorted(set.intersection(*tuned))
     if not all(paths for _, paths in found) or not seeds:
         return "–"
+    load = normalised if normalise == "logits" else partial(stats.load, normalise=normalise)
     sides = [
-        (weight, [stats.load(paths.get(seed) or paths[None], normalise) for seed in seeds])
+        (weight, [load(paths.get(seed) or paths[None]) for seed in seeds])
         for weight, paths in found
     ]
     of = stats.contrast(sides, metric, confidence)
@@ -275,6 +333,22 @@ def verdict(
     bold = "**" if of.told_apart else ""
     value, low, high = (f"{times * figure:+.2f}" for figure in (of.value, of.low, of.high))
     return f"{bold}{value}{bold} [{low}, {high}] ({len(seeds)})"
+
+
+@cache
+def normalised(path: Path) -> stats.Run:
+    """A run with the AURC of the confidences max_k (s_k − s̄) / ‖s − s̄‖₂ alone, s the choices'
+    log-probabilities: logits but for a constant (Cattelan & Silva 2024; Xia et al. 2025)."""
+    of = stats.in_order(read_records(path))
+    scores = measures.scores(of, "choices")
+    centred = of.logprobs - of.logprobs.mean(1, keepdims=True)
+    # Of choices that are all alike nothing is sure.
+    scores.confidence = centred.max(1) / np.maximum(np.linalg.norm(centred, axis=1), 1e-12)
+    drawn = measures.resamples(len(of), stats.RESAMPLES)
+    draws = np.concatenate([measures.aurc(Sample(scores, times)) for times in drawn])
+    (value,) = measures.aurc(Sample(scores))
+    values, draws = ({"choices": {"aurc": x}} for x in (value, draws))
+    return replace(stats.load(path), values=values, draws=draws)
 
 
 def records(runs: list, part: str, task: str, match: dict) -> dict[int | None, Path]:

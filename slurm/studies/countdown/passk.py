@@ -33,19 +33,13 @@ def tables(runs: dict[str, list[list[int]]], samples: int, ks: Sequence[int]) ->
         values = [np.vectorize(lambda c, k=k: pass_at_k(samples, c, k))(of) for k in ks]
         sides[name] = [(one.mean(1), one @ draws.T) for one in values]
     single = {name: [stats.of_sides(x, ends=(0, 1)) for x in of] for name, of in sides.items()}
-    rows = [[name, len(runs[name]), *map(text, of)] for name, of in single.items()]
+    rows = [[name, len(runs[name]), *map(str, of)] for name, of in single.items()]
     less = {name: [(-found, -drawn) for found, drawn in of] for name, of in sides.items()}
     pairs = [
-        [b, a, *map(text, map(stats.of_sides, less[a], sides[b]))]
-        for a, b in combinations(sides, 2)
+        [b, a, *map(str, map(stats.of_sides, less[a], sides[b]))] for a, b in combinations(sides, 2)
     ]
     found = [
         tabulate(of, ["", head, *(f"pass@{k}" for k in ks)], "github", disable_numparse=True)
         for of, head in ((rows, "seeds"), (pairs, "less"))
     ]
     return "\n\n".join([*found, f"{asked} problems; [low, high]: 95 % over problems and seeds.\n"])
-
-
-def text(e: stats.Estimate) -> str:
-    """An estimate as the tables print it."""
-    return f"{e.value:.3f}" + (f" [{e.low:.3f}, {e.high:.3f}]" if e.low is not None else "")
