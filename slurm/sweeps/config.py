@@ -18,9 +18,6 @@ from calibeval.request import Natural, Positive, Request, Seq, Strict
 from calibeval.tasks import SPLITS
 
 M = TypeVar("M", bound=BaseModel)
-Scheduler = Literal[
-    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"
-]  # fmt: skip
 HELD_OUT = "held_out_loss"  # of conversations that are never trained on, without smoothing
 
 

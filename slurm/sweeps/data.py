@@ -23,9 +23,9 @@ from torch.nn.utils.rnn import pad_sequence
 from calibeval.engines import load_tokenizer
 from calibeval.io import InputError, read_text, sha256
 from sweeps.conversations import conversations
+from sweeps.keys import Train
 from sweeps.ranks import end_with_parent
 from sweeps.run import locked
-from sweeps.train import Train
 
 IGNORE = -100
 SHARE = 5000  # conversations that are worth a process

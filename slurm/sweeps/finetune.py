@@ -42,8 +42,8 @@ from sweeps.checkpoint import keep, latest, replace
 from sweeps.config import World
 from sweeps.data import TILE, Updates, make_tokenizer, tokenised
 from sweeps.element import Outcome
+from sweeps.keys import Lora, Train
 from sweeps.run import Run, read_rows
-from sweeps.train import Lora, Train
 
 SAME = {"learning_rate", "lr_scheduler_type", "weight_decay", "per_device_train_batch_size"}
 SAME |= {"gradient_checkpointing", "seed", "logging_steps"}  # keys that the Trainer calls alike

@@ -15,8 +15,8 @@ from sweeps import ranks
 from sweeps.config import World, option
 from sweeps.conversations import rows
 from sweeps.element import Outcome
+from sweeps.keys import Common
 from sweeps.run import Run, read_rows
-from sweeps.train import Common
 
 VARIABLE = "OPEN_INSTRUCT_DIR"
 PATCHES = Path(__file__).resolve().parents[2] / "patches"

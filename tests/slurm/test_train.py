@@ -37,9 +37,9 @@ from smoothce import patch_model
 from sweeps import attention, checkpoint, finetune, preflight
 from sweeps import data as data_module
 from sweeps.data import IGNORE, Updates, tokenised
+from sweeps.keys import Train
 from sweeps.plan import plan
 from sweeps.run import Run, held
-from sweeps.train import Train
 
 SMALL = {
     "vocab_size": 60,
