@@ -296,7 +296,7 @@ def test_the_verdicts_are_differences_paired_by_seed(folders):
     sharpness = {("base", None): 1.0, ("seeds", 0.0): 2.0, ("seeds", 0.1): 1.5}
     sharpness |= {("sum", 0.0): 2.0, ("sum", 0.1): 2.0, ("after", 0.0): 1.5}
     for (part, beta), sharp in sharpness.items():
-        for seed in (None,) if beta is None else (0, 1):
+        for seed in (None,) if beta is None else (0, 1, 2):
             file, out = folders / f"{part}-{beta}-{seed}.jsonl", folders / "records" / MODEL / part
             write_records(file, 400, sharp * (1 + 0.02 * (seed or 0)), seed=7)
             about = {"part": part, "label_smoothing": beta, "seed": seed}
@@ -311,10 +311,10 @@ def test_the_verdicts_are_differences_paired_by_seed(folders):
     table = (folders / "runs" / f"{MODEL}.md").read_text().split("\n\n")[0].splitlines()
     rows = [line.split(" | ") for line in table[2:]]
     found = {row[0].removeprefix("| "): row[1] for row in rows}
-    cell = re.compile(r"(\*\*)?([+-][\d.]+)(\*\*)? \[([+-][\d.]+), ([+-][\d.]+)\] \(2\)")
-    at = folders / "runs" / "unpacked" / MODEL
+    cell = re.compile(r"(\*\*)?([+-][\d.]+)(\*\*)? \[([+-][\d.]+), ([+-][\d.]+)\] \(3\)")
+    at = folders / "runs" / "unpacked" / MODEL / "seeds"
     runs = {
-        beta: [stats.load(at / "seeds" / f"seeds-{beta}-{seed}" / "mmlu.jsonl") for seed in (0, 1)]
+        beta: [stats.load(at / f"seeds-{beta}-{seed}" / "mmlu.jsonl") for seed in range(3)]
         for beta in (0.0, 0.1)
     }
     expected = stats.difference(runs[0.0], runs[0.1], "rms_debiased", "choices")
@@ -337,5 +337,6 @@ def test_the_verdicts_are_differences_paired_by_seed(folders):
     expected = stats.difference(ranked[0.0], ranked[0.1], "aurc", "choices")
     figures = (f"{100 * x:+.2f}" for x in (expected.value, expected.low, expected.high))
     guards = next(line for line in text.split("\n\n")[1].splitlines() if "0.1 less 0" in line)
-    assert guards.endswith(" | {} [{}, {}] (2) |".format(*figures))
+    assert guards.endswith(" | {} [{}, {}] (3) |".format(*figures))
+    assert (folders / "runs" / f"{MODEL}.png").read_bytes().startswith(b"\x89PNG")
     assert "seeds: β = 0.2 less 0" not in found and "high: β = 0.1 less 0" not in found

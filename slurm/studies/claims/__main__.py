@@ -41,7 +41,8 @@ from tqdm import tqdm
 
 import studies
 from calibeval import measures, stats
-from calibeval.io import InputError, json_lines, write_text
+from calibeval.figures import GREY, INK, STYLE, WIDTH
+from calibeval.io import InputError, atomic_write, json_lines, write_text
 from calibeval.measures import Sample
 from calibeval.records import read as read_records
 from studies.claims import packed
@@ -113,6 +114,7 @@ READINGS = [*MMLU]
 for task in ("arc", "hellaswag"):
     READINGS += [(f"{task}-letters", "choices", None), (f"{task}-letters", "vocabulary", None)]
     READINGS += [(f"{task}-continuation", "choices", by) for by in (None, "sum")]
+LETTERS = {"mmlu": "MMLU", "arc-letters": "ARC-Easy", "hellaswag-letters": "HellaSwag"}
 GUARDS = {name: (None, name) for name in ("accuracy", "nll", "brier", "aurc")}
 GUARDS["aurc, logits normalised"] = ("logits", "aurc")
 PRICES = ["nll", "entropy", "entce", "temperature", "outside"]
@@ -271,20 +273,22 @@ def price(model: str) -> None:
 
 def report(model: str) -> None:
     """Write and print differences of squared calibration errors, ×1000, in every reading, and of
-    MMLU's guards, ×100; and what each target of β costs, means over seeds in nats a token."""
+    MMLU's guards, ×100; and what each target of β costs, means over seeds in nats a token. Draw
+    those that rest on three seeds."""
     runs = unpacked(model)
     heads = [", ".join(filter(None, reading)) for reading in READINGS]
     tables = [
         (heads, [(*reading, "rms_debiased", 1000) for reading in READINGS]),
         (GUARDS, [("mmlu", "choices", *GUARDS[name], 100) for name in GUARDS]),
     ]
-    lines = []
+    lines, drawn = [], {}
     for names, columns in tables:
         lines += [f"| | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
         for name, terms in ROWS.items():
-            cells = [verdict(runs, terms, *column) for column in columns]
-            if set(cells) != {"–"}:
-                lines.append(f"| {name} | {' | '.join(cells)} |")
+            cells = [difference(runs, terms, *column) for column in columns]
+            if any(cells):
+                lines.append(f"| {name} | {' | '.join(map(shown, cells))} |")
+                drawn.setdefault(name, cells)
         lines.append("")
     if rows := read_rows(RECORDS / model / "price.jsonl"):
         by = pd.DataFrame(rows).groupby(["part", "label_smoothing"])
@@ -292,6 +296,42 @@ def report(model: str) -> None:
         lines += [means.to_markdown(index=False, floatfmt=".4f"), ""]
     write_text(RUNS / f"{model}.md", "\n".join(lines))
     print(*lines, sep="\n")
+    enough = {
+        n: cells for n, cells in drawn.items() if n[0] != "–" and cells[0] and cells[0][1] > 2
+    }
+    if enough:
+        forest(enough, RUNS / f"{model}.png")
+
+
+def forest(rows: dict[str, list], out: Path) -> None:
+    """Draw differences by letters with their intervals: filled among the choices, hollow among all
+    tokens."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(STYLE):
+        canvas = Figure((WIDTH / 2.54, 0.8 + 0.25 * len(rows)), layout="constrained")
+        axes = canvas.subplots(1, len(LETTERS), sharey=True)
+        for axis, (task, title) in zip(axes, LETTERS.items(), strict=True):
+            for shift, among, fill in ((-0.15, "choices", INK), (0.15, "vocabulary", "white")):
+                which = READINGS.index((task, among, None))
+                for at, cells in enumerate(rows.values()):
+                    if cells[which]:
+                        of, _ = cells[which]
+                        axis.plot([of.low, of.high], [at + shift] * 2, color=INK)
+                        axis.plot(of.value, at + shift, "o", color=INK, mfc=fill)
+            axis.axvline(0, color=GREY, lw=0.6)
+            axis.set_xscale("symlog", linthresh=1)
+            axis.set_xticks((-20, -5, -1, 1, 5, 20), ("−20", "−5", "−1", "1", "5", "20"))
+            axis.set(title=title, xlim=(-45, 45))
+            axis.minorticks_off()
+        axes[0].set_yticks(range(len(rows)), rows)
+        axes[0].invert_yaxis()
+        canvas.supxlabel(
+            "difference of squared calibration error, ×1000 (left: better calibrated)", fontsize=7.5
+        )
+        with atomic_write(out, "wb") as file:
+            canvas.savefig(file, format="png", dpi=200)
 
 
 def unpacked(model: str) -> list[tuple[dict, Path]]:
@@ -312,16 +352,16 @@ def unpacked(model: str) -> list[tuple[dict, Path]]:
     return runs
 
 
-def verdict(
+def difference(
     runs: list, terms: list, task: str, confidence: str, normalise: str | None,
     metric: str, times: int,
-) -> str:  # fmt: skip
-    """One difference with its interval, bold if that leaves out 0, over the seeds in all terms."""
+) -> tuple[stats.Estimate, int] | None:  # fmt: skip
+    """One difference over the seeds that are in all terms, and their number; None without any."""
     found = [(weight, records(runs, part, task, match)) for weight, part, match in terms]
     tuned = [set(paths) for _, paths in found if None not in paths]
     seeds = sorted(set.intersection(*tuned))
     if not all(paths for _, paths in found) or not seeds:
-        return "–"
+        return None
     load = normalised if normalise == "logits" else partial(stats.load, normalise=normalise)
     sides = [
         (weight, [load(paths.get(seed) or paths[None]) for seed in seeds])
@@ -329,10 +369,18 @@ def verdict(
     ]
     of = stats.contrast(sides, metric, confidence)
     if of.value is None:
+        return None
+    scaled = {key: times * getattr(of, key) for key in ("value", "low", "high")}
+    return replace(of, **scaled), len(seeds)
+
+
+def shown(cell: tuple[stats.Estimate, int] | None) -> str:
+    """A difference with its interval and seeds, bold if the interval leaves out 0."""
+    if cell is None:
         return "–"
-    bold = "**" if of.told_apart else ""
-    value, low, high = (f"{times * figure:+.2f}" for figure in (of.value, of.low, of.high))
-    return f"{bold}{value}{bold} [{low}, {high}] ({len(seeds)})"
+    of, seeds = cell
+    bold = "**" * of.told_apart
+    return f"{bold}{of.value:+.2f}{bold} [{of.low:+.2f}, {of.high:+.2f}] ({seeds})"
 
 
 @cache
