@@ -77,8 +77,6 @@ def test_token_mean_does_not_depend_on_the_split(paper, patched, tmp_path, flags
 @pytest.mark.parametrize("zero", ["zero2", "zero3"])
 @pytest.mark.parametrize("stack", ["paper", "today"])
 def test_zero_trains_as_one_process_does(request, patched, tmp_path, deepspeed, stack, zero):
-    if stack == "paper":
-        request.getfixturevalue("numactl")
     stack = request.getfixturevalue(stack)
     flags = ["--max_train_steps", 10, "--learning_rate", 1e-3, "--label_smoothing", 0.1]
     flags += ["--reduce_loss", "token_mean", "--log_statistics", True]
@@ -94,19 +92,6 @@ def test_zero_trains_as_one_process_does(request, patched, tmp_path, deepspeed, 
     assert two.losses == pytest.approx(one.losses, rel=1e-4)
     norms = [[row["grad_norm"] for row in run.statistics] for run in (one, two)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-3)
-
-
-def test_a_finished_run_is_not_trained_again(paper, patched, tmp_path):
-    flags = ["--max_train_steps", 3, "--checkpointing_steps", 2]
-    first = paper.finetune(patched, tmp_path / "run", *flags)
-    assert len(first.losses) == 3
-    again = paper.finetune(patched, tmp_path / "run", *flags)
-    assert again.losses == {} and "already holds the trained model" in again.log
-    other = [*flags, "--label_smoothing", 0.1]
-    refused = paper.finetune(patched, tmp_path / "run", *other, faults=("none",))
-    assert refused.code == 2 and "a run with label_smoothing 0.0, now 0.1" in refused.log
-    over = paper.finetune(patched, tmp_path / "run", *flags, "--overwrite_output_dir", True)
-    assert over.losses == first.losses
 
 
 def test_offline_node_reaches_for_nothing(paper, patched, tmp_path):
@@ -140,21 +125,13 @@ def test_a_line_is_of_all_steps_since_the_last(paper, patched, tmp_path, reduce_
 
 
 @pytest.mark.parametrize("runner", [False, True])
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--label_smoothing", 1.5], "error: label_smoothing must be a number in [0, 1], not 1.5"),
-        (["--reduce_loss", "max"], "error: reduce_loss must be one of mean, sum, token_mean"),
-    ],
-)
-def test_wrong_flags_stop_before_anything_is_loaded(
-    request, paper, tmp_path, flags, message, runner
-):
+def test_a_wrong_flag_stops_before_anything_is_loaded(request, paper, tmp_path, runner):
     checkout = request.getfixturevalue("unpatched" if runner else "patched")
-    arguments = ["--train_file", "absent.jsonl", "--model_name_or_path", "absent", *flags]
-    given = {"faults": ("none",), "runner": runner}
-    run = paper.finetune(checkout, tmp_path / "run", *arguments, **given)
-    assert run.code == 2 and message in run.log and "Traceback" not in run.log
+    flags = ["--train_file", "absent.jsonl", "--model_name_or_path", "absent"]
+    flags += ["--reduce_loss", "max"]
+    run = paper.finetune(checkout, tmp_path / "run", *flags, faults=("none",), runner=runner)
+    assert run.code == 2 and "Traceback" not in run.log
+    assert "error: reduce_loss must be one of mean, sum, token_mean" in run.log
 
 
 def test_todays_stack_trains_as_the_pinned_one(paper, today, unpatched, patched, tmp_path):

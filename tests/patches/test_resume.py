@@ -19,7 +19,7 @@ CELLS = list(MATRIX)[:: 1 if os.environ.get("OPEN_INSTRUCT_MATRIX") == "all" els
 
 @pytest.mark.parametrize(("samples", "stack", "reduce_loss", "parallel"), CELLS)
 def test_killed_four_times(
-    request, numactl, patched, tmp_path, deepspeed, samples, stack, reduce_loss, parallel
+    request, patched, tmp_path, deepspeed, samples, stack, reduce_loss, parallel
 ):
     """In epoch 1, between a checkpoint and its COMPLETED, in epoch 2, and before the cleaning."""
     stack = request.getfixturevalue(stack)
@@ -27,7 +27,7 @@ def test_killed_four_times(
     flags += ["--learning_rate", 1e-3, "--label_smoothing", 0.1, "--reduce_loss", reduce_loss]
     flags += ["--attention_dropout", 0.1, "--checkpointing_steps", 2, "--logging_steps", 3]
     flags += ["--log_statistics", True]
-    world = {"ranks": 2, "deepspeed": None if parallel == "ddp" else deepspeed(parallel)}
+    world = {"ranks": 2, "deepspeed": deepspeed(parallel)}
     whole = stack.finetune(patched, tmp_path / "whole", *flags, **world)
     steps = 12 if samples == 63 else 10
     found = set()
