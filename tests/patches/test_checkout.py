@@ -155,12 +155,3 @@ def test_an_archive_will_do(checkout):
         file.write("# mine\n")
     done = apply(checkout, "--reverse")
     assert done.returncode == 2 and "cannot be merged" in done.stderr
-
-
-def test_a_file_of_other_lines_is_refused(checkout):
-    """Of the same length, so that patches without context would go in silently."""
-    lines = (checkout / FILE).read_text().splitlines()
-    (checkout / FILE).write_text("pass\n" * len(lines))
-    done = apply(checkout)
-    assert done.returncode == 2 and "nothing was changed" in done.stderr
-    assert (checkout / FILE).read_text() == "pass\n" * len(lines)
