@@ -112,29 +112,6 @@ def test_of_a_repeated_step_the_last_row_is_kept(tmp_path):
     assert [row["loss"] for row in rows] == [1.0] * 5 + [2.0] * 6
 
 
-@pytest.fixture
-def sweeps(today, patched, tmp_path):
-    """sweeps(COMMAND, NAME, OPTION…) → its process, on a sweep of that name over the checkout."""
-    environment = today.environment | {"OPEN_INSTRUCT_DIR": str(patched)}
-    environment["PYTHONPATH"] += f"{os.pathsep}{PROJECT / 'slurm'}"
-
-    def start(command, root, *options):
-        file = tmp_path / f"{root}.yaml"
-        own = ("push_to_hub", "try_launch_beaker_eval_jobs", "per_device_train_batch_size")
-        train = {key: value for key, value in today.given.items() if key not in own}
-        train |= {key: str(train[key]) for key in ("model_name_or_path", "train_file")}
-        train |= {"max_train_steps": 80, "checkpointing_steps": 7, "reduce_loss": "sum"}
-        train |= {"attention_dropout": 0.1, "clip_grad_norm": 1.0}
-        settings = {"name": "tiny", "output_root": str(tmp_path / root), "train": train}
-        settings |= {"backend": "open-instruct", "grid": {"label_smoothing": [0.1]}}
-        file.write_text(yaml.safe_dump(settings))
-        words = [sys.executable, "-m", "sweeps", command, str(file), *options]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(words, env=environment, stdout=pipe, stderr=pipe, text=True)
-
-    return start
-
-
 @pytest.mark.upstream
 @pytest.mark.slow
 @pytest.mark.timeout(900)
@@ -162,32 +139,42 @@ def test_the_trainer_has_the_same_curve(today, patched, tmp_path, monkeypatch):
 @pytest.mark.upstream
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_an_interrupted_sweep_ends_with_the_same_model(sweeps, tmp_path):
+def test_an_interrupted_sweep_ends_with_the_same_model(today, patched, tmp_path):
     """launch, status, an end by the scheduler, launch again; test_resume.py kills."""
+    environment = today.environment | {"OPEN_INSTRUCT_DIR": str(patched)}
+    environment["PYTHONPATH"] += f"{os.pathsep}{PROJECT / 'slurm'}"
 
-    def launched(root):
-        return sweeps("launch", root, "--executor", "local")
+    def sweeps(command, root, *options):
+        file = tmp_path / f"{root}.yaml"
+        own = ("push_to_hub", "try_launch_beaker_eval_jobs", "per_device_train_batch_size")
+        train = {key: value for key, value in today.given.items() if key not in own}
+        train |= {key: str(train[key]) for key in ("model_name_or_path", "train_file")}
+        train |= {"max_train_steps": 80, "checkpointing_steps": 7, "reduce_loss": "sum"}
+        train |= {"attention_dropout": 0.1, "clip_grad_norm": 1.0}
+        settings = {"name": "tiny", "output_root": str(tmp_path / root), "train": train}
+        settings |= {"backend": "open-instruct", "grid": {"label_smoothing": [0.1]}}
+        file.write_text(yaml.safe_dump(settings))
+        words = [sys.executable, "-m", "sweeps", command, str(file), *options]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(words, env=environment, stdout=pipe, stderr=pipe, text=True)
 
-    def said(command, root):
-        return sweeps(command, root).communicate()[0]
-
-    assert "1 run: 1 to do" in said("status", "whole")
-    whole = launched("whole")
+    whole = sweeps("launch", "whole", "--executor", "local")
     assert whole.wait() == 0, whole.stderr.read()
     (whole,) = (tmp_path / "whole" / "tiny").glob("*-beta*")
 
-    stopped = launched("stopped")
-    runs = tmp_path / "stopped"
-    while not (list(runs.glob("tiny/*/checkpoints/step_*/COMPLETED"))):
+    assert "1 run: 1 to do" in sweeps("status", "stopped").communicate()[0]
+    stopped = sweeps("launch", "stopped", "--executor", "local")
+    while not list(tmp_path.glob("stopped/tiny/*/checkpoints/step_*/COMPLETED")):
         assert stopped.poll() is None, stopped.stderr.read()
         time.sleep(0.05)
     stopped.send_signal(signal.SIGTERM)
     assert stopped.wait() != 0
-    (run,) = (runs / "tiny").glob("*-beta*")
+    (run,) = (tmp_path / "stopped" / "tiny").glob("*-beta*")
     assert not (run / "DONE").exists() and list(run.glob("checkpoints/step_*/COMPLETED"))
-    again = launched("stopped")
+    again = sweeps("launch", "stopped", "--executor", "local")
     assert again.wait() == 0, again.stderr.read()
-    assert "1 done" in (status := said("status", "stopped")) and "step 80/80" in status
+    status = sweeps("status", "stopped").communicate()[0]
+    assert "1 done" in status and "step 80/80" in status
 
     assert (run / "DONE").is_file() and not (run / "checkpoints").exists()
     first, second = (
