@@ -1,4 +1,4 @@
-"""Makes the shared checks importable. Without a GPU, Triton's interpreter runs the kernels."""
+"""Makes the example importable. Without a GPU, Triton's interpreter runs the kernels."""
 
 import functools
 import inspect
@@ -8,8 +8,7 @@ from pathlib import Path
 from triton.language.core import is_builtin
 from triton.runtime import interpreter
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parents[2] / "kernel" / "examples")]  # for loss_check, paper
+sys.path.insert(0, str(Path(__file__).parents[3] / "kernel" / "examples"))  # for paper
 
 
 @functools.cache
