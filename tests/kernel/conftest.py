@@ -1,6 +1,7 @@
-"""Makes the shared checks importable."""
+"""Makes the shared checks and the examples importable."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "kernel" / "examples")]  # for loss_check, paper
