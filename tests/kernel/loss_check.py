@@ -34,13 +34,6 @@ def inputs(n, v, d, dtype=torch.float32, masked=0.0, bias=False, seed=0, spread=
     return hidden.to(DEVICE, dtype), weight.to(DEVICE, dtype), labels.to(DEVICE), b
 
 
-def poison():
-    """Freed memory of NaN, for the next allocations to find."""
-    if DEVICE == "cuda":
-        del_me = [torch.full((2**i,), float("nan"), device=DEVICE) for i in range(8, 22)]
-        del del_me
-
-
 def spaced(hidden, weight, labels, bias):
     """The same numbers, in memory that is not contiguous."""
     matrices = (x.T.repeat_interleave(2, 1).contiguous().T[::2] for x in (hidden, weight))
@@ -62,7 +55,7 @@ def gradients(impl, *data, upstream=None, needs=(True, True, True), passes=1, **
         value = torch_loss(*leaves[:2], labels, leaves[2], **options)
     else:
         value = linear_cross_entropy(*leaves[:2], labels, bias=leaves[2], impl=impl, **options)
-    upstream = torch.ones_like(value) if upstream is None else upstream.to(value.dtype)
+    upstream = torch.ones_like(value) if upstream is None else upstream.to(value)
     found, wanted = [value.detach()], [t for t in leaves if t is not None and t.requires_grad]
     for left in reversed(range(passes if wanted else 0)):
         made = torch.autograd.grad(value, wanted, upstream, retain_graph=left > 0)
@@ -119,7 +112,9 @@ def check(n, v, d, dtype=torch.float32, masked=0.0, bias=False, seed=0, apart=Fa
     plain = gradients(None, *data, **exact)
     if apart:
         data = spaced(*data)
-    poison()
+    if DEVICE == "cuda":  # freed memory of NaN, for the next allocations to find
+        del_me = [torch.full((2**i,), float("nan"), device=DEVICE) for i in range(8, 22)]
+        del del_me
     found = gradients("triton", *data, **options)
     for i, (a, b, c) in enumerate(zip(found, expected, plain, strict=True)):
         assert torch.isfinite(a).all(), i
