@@ -74,10 +74,9 @@ class Stack:
     @property
     def environment(self) -> dict[str, str]:
         """This environment, offline, one thread a process, with smoothce to be found."""
+        paths = (str(PROJECT / part) for part in ("kernel", "patches", "slurm", "eval"))
         ours = {
-            "PYTHONPATH": os.pathsep.join(
-                str(PROJECT / part) for part in ("kernel", "patches", "eval")
-            ),
+            "PYTHONPATH": os.pathsep.join(paths),
             "HF_HUB_OFFLINE": "1",
             "WANDB_MODE": "disabled",
             "OMP_NUM_THREADS": "1",
@@ -90,8 +89,8 @@ class Stack:
     def given(self) -> dict[str, object]:
         """finetune.py's arguments unless a test says otherwise."""
         return {
-            "model_name_or_path": self.world / "model",
-            "train_file": self.world / "train.jsonl",
+            "model_name_or_path": str(self.world / "model"),
+            "train_file": str(self.world / "train.jsonl"),
             "use_flash_attn": False,
             "use_slow_tokenizer": False,
             "fused_optimizer": False,
@@ -125,8 +124,11 @@ class Stack:
     ) -> Run:
         """Train the tiny model with the `options` of run_finetune.py; fails the test if the script
         does, unless `faults` were to come."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
         environment = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         if deepspeed:
             environment["ACCELERATE_USE_DEEPSPEED"] = "true"
             environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = deepspeed
@@ -149,12 +151,6 @@ class Stack:
         run = Run(output, log.read_text(), code)
         assert run.code == 0 or "faults" in options, run.log[-6000:]
         return run
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,12 @@
 """The patched finetune.py trains as it should, on the libraries of then and of today."""
 
 import dataclasses
+import json
 
 import pytest
+import yaml
+
+from sweeps import __main__ as cli
 
 pytestmark = [pytest.mark.upstream, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -158,3 +162,23 @@ def test_attention_by_name_and_data_tokenised_once(request, patched, tmp_path, s
     assert sdpa.losses.keys() == eager.losses.keys()
     wrong = stack.finetune(patched, tmp_path / "wrong", *flags[:-1], "no-such", faults=("none",))
     assert wrong.code == 1 and "no-such" in wrong.log
+
+
+def test_this_projects_trainer_has_the_same_curve(today, patched, tmp_path, monkeypatch):
+    """In fp32; each update takes all 120 conversations, as the two draw different orders."""
+    common = {"gradient_accumulation_steps": 15, "max_train_steps": 20, "learning_rate": 1e-3}
+    common |= {"reduce_loss": "token_mean", "label_smoothing": 0.1, "chat_template_name": "tulu"}
+    flags = [word for key, value in common.items() for word in (f"--{key}", value)]
+    theirs = today.finetune(patched, tmp_path / "theirs", *flags).losses
+
+    shared = ("model_name_or_path", "train_file", "max_seq_length", "logging_steps")
+    train = common | {key: today.given[key] for key in (*shared, "per_device_train_batch_size")}
+    sweep = {"name": "ours", "output_root": str(tmp_path), "train": train}
+    (tmp_path / "ours.yaml").write_text(yaml.safe_dump(sweep))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # as the command does, for this test alone
+    assert cli.main(["launch", str(tmp_path / "ours.yaml"), "--executor", "local"]) == 0
+    (metrics,) = tmp_path.glob("ours/*/metrics.jsonl")
+    rows = [json.loads(line) for line in metrics.open()]
+    ours = {row["step"]: row["loss"] for row in rows if "loss" in row}
+    assert len(theirs) == 20 and theirs[20] < 0.95 * theirs[1]
+    assert ours == pytest.approx(theirs, rel=1e-6)

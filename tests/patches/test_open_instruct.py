@@ -39,7 +39,6 @@ def arguments(**given):
         "reduce_loss": "mean",
         "load_balancing_loss": False,
         "log_statistics": False,
-        "stop_file": None,
         "max_train_steps": 4,
         "overwrite_output_dir": False,
         "resume_from_checkpoint": None,

@@ -13,7 +13,6 @@ SMOOTHED = ["--label_smoothing", 0.1]
     ("stack", "parallel", "reduce_loss", "flags"),
     [
         ("paper", "ddp", "token_mean", SMOOTHED),
-        ("paper", "ddp", "sum", SMOOTHED),
         ("paper", "ddp", "mean", [*SMOOTHED, "--use_lora", True]),
         ("paper", "zero2", "sum", SMOOTHED),
         ("paper", "zero3", "token_mean", SMOOTHED),
