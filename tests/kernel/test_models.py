@@ -27,9 +27,7 @@ SHAPE = {
     "head_dim": 8,
     "max_position_embeddings": 32,
     "pad_token_id": 0,
-    "bos_token_id": 1,
     "eos_token_id": 2,
-    "attention_dropout": 0.0,
 }
 SOFTCAPPED = {"final_logit_softcapping": 1.5, "sliding_window": 8}
 EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -63,9 +61,13 @@ def tiny(name="LlamaForCausalLM", tied=False, **settings):
     return model
 
 
+def sequences(count=8):
+    return torch.randint(3, VOCABULARY, (count, 9), generator=torch.Generator().manual_seed(1))
+
+
 def batch():
     """Three sequences; their prompts and what is padded have no labels."""
-    ids = torch.randint(3, VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(1))
+    ids = sequences(3)
     labels, mask = ids.clone(), torch.ones_like(ids)
     labels[:, :3] = labels[0, 6:] = -100
     mask[0, 6:] = 0
@@ -266,15 +268,12 @@ def test_the_trainer_trains_as_with_upstreams_loss(beta, tmp_path):
 
     With smoothing, evaluation reports the plain loss and upstream the smoothed one."""
     pytest.importorskip("accelerate")
-    generator = torch.Generator().manual_seed(2)
-    rows = [{"input_ids": torch.randint(3, 67, (9,), generator=generator)} for _ in range(8)]
-    for i, row in enumerate(rows):
-        row["labels"] = row["input_ids"].where(torch.arange(9) > i, -100)
-        row["unused"] = "a column that the model does not take"
-    arguments = transformers.TrainingArguments(
-        str(tmp_path), label_smoothing_factor=beta, **THREE_STEPS
-    )
-    given = transformers.Trainer, arguments
+    rows = [
+        {"input_ids": ids, "labels": ids.where(torch.arange(9) > i, -100), "unused": "a column"}
+        for i, ids in enumerate(sequences())
+    ]
+    arguments = {"label_smoothing_factor": beta, **THREE_STEPS}
+    given = transformers.Trainer, transformers.TrainingArguments(str(tmp_path), **arguments)
     want = history(*given, tiny(), plain, rows)
     found = history(*given, tiny(), patch_trainer, rows)
     assert found["loss"] == pytest.approx(want["loss"], rel=1e-4)
@@ -292,8 +291,7 @@ def test_the_trainer_trains_as_with_upstreams_loss(beta, tmp_path):
 def test_trls_trainer_and_its_metrics(name, beta, tmp_path):
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
-    generator = torch.Generator().manual_seed(2)
-    ids = [torch.randint(3, 67, (9,), generator=generator).tolist() for _ in range(8)]
+    ids = sequences().tolist()
     rows = datasets.Dataset.from_list([{"input_ids": row, "labels": row} for row in ids])
     words = {f"t{i}": i for i in range(VOCABULARY)}
     words = transformers.PreTrainedTokenizerFast(
@@ -325,23 +323,17 @@ def test_trls_trainer_and_its_metrics(name, beta, tmp_path):
         assert twice[kind] == pytest.approx(want[kind], rel=1e-3), kind
 
 
-@pytest.fixture
-def trainer(tmp_path):
-    """trainer(model, **arguments) → a Trainer that smooths by 0.1 unless told otherwise."""
+def trainer(folder, model, beta):
     pytest.importorskip("accelerate")
-
-    def make(model, label_smoothing_factor=0.1):
-        given = {"use_cpu": True, "report_to": [], "label_smoothing_factor": label_smoothing_factor}
-        return transformers.Trainer(model, transformers.TrainingArguments(str(tmp_path), **given))
-
-    return make
+    given = {"label_smoothing_factor": beta, **THREE_STEPS}
+    return transformers.Trainer(model, transformers.TrainingArguments(str(folder), **given))
 
 
-def test_a_trainer_keeps_what_its_model_was_patched_with(trainer):
+def test_a_trainer_keeps_what_its_model_was_patched_with(tmp_path):
     """The warning of a model that is trained around its loss asks for `patch_trainer` alone."""
     model = patch_model(tiny(), label_smoothing=0.3, workspace=7, eval_logits=False)
     want = model(**batch()).loss
-    patch_trainer(trainer(model, 0.0))
+    patch_trainer(trainer(tmp_path, model, 0.0))
     assert torch.equal(model(**batch()).loss, want)
     assert model.lm_head._smoothce["workspace"] == 7
 
@@ -355,8 +347,8 @@ def test_a_trainer_keeps_what_its_model_was_patched_with(trainer):
         ("", {"ignore_index": 0}, "ignore_index must be -100"),
     ],
 )
-def test_a_trainer_that_would_train_another_loss_is_refused(change, options, said, trainer):
-    given = trainer(tiny())
+def test_a_trainer_that_would_train_another_loss_is_refused(change, options, said, tmp_path):
+    given = trainer(tmp_path, tiny(), 0.1)
     if change == "compute_loss_func":  # no argument of older Trainers
         given.compute_loss_func = lambda *_: None
     given.args._n_gpu = 2 * (change == "gpus")

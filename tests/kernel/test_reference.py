@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loss_check import inputs
 
 import smoothce
 
@@ -21,9 +22,7 @@ import smoothce
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
 def test_equals_torch(seed, n, v, beta, reduction, dtype):
-    generator = torch.Generator().manual_seed(seed)
-    hidden, weight = (torch.randn(k, 5, dtype=dtype, generator=generator) for k in (n, v))
-    labels = torch.randint(v, (n,), generator=generator)
+    hidden, weight, labels, _ = inputs(n, v, 5, dtype, seed=seed)
     labels[1::3] = -100
     hidden.requires_grad_(), weight.requires_grad_()
     ours = smoothce.linear_cross_entropy(

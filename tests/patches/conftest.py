@@ -74,14 +74,14 @@ class Stack:
     @property
     def environment(self) -> dict[str, str]:
         """This environment, offline, one thread a process, with smoothce to be found."""
+        paths = (str(PROJECT / part) for part in ("kernel", "patches", "slurm", "eval"))
         ours = {
-            "PYTHONPATH": os.pathsep.join(
-                str(PROJECT / part) for part in ("kernel", "patches", "eval")
-            ),
+            "PYTHONPATH": os.pathsep.join(paths),
             "HF_HUB_OFFLINE": "1",
             "WANDB_MODE": "disabled",
             "OMP_NUM_THREADS": "1",
             "HF_DATASETS_CACHE": str(self.world / "cache"),
+            "HF_HUB_CACHE": str(self.world / "hub"),
         }
         return os.environ | ours
 
@@ -89,8 +89,8 @@ class Stack:
     def given(self) -> dict[str, object]:
         """finetune.py's arguments unless a test says otherwise."""
         return {
-            "model_name_or_path": self.world / "model",
-            "train_file": self.world / "train.jsonl",
+            "model_name_or_path": str(self.world / "model"),
+            "train_file": str(self.world / "train.jsonl"),
             "use_flash_attn": False,
             "use_slow_tokenizer": False,
             "fused_optimizer": False,
@@ -103,9 +103,9 @@ class Stack:
 
     @cached_property
     def server(self) -> subprocess.Popen:
-        """run_finetune.py --serve, which ends with its standard input."""
+        """run_finetune.py, which ends with its standard input."""
         return subprocess.Popen(
-            [self.python, HERE / "run_finetune.py", "--serve"],
+            [self.python, HERE / "run_finetune.py"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -120,24 +120,20 @@ class Stack:
         *arguments: object,
         ranks: int = 1,
         deepspeed: Path | None = None,
-        dtype: str | None = "float32",
-        torch_smoothing: float | None = None,
-        faults: tuple[str, ...] = (),
-        runner: bool = False,
+        **options: object,
     ) -> Run:
-        """Train the tiny model; fails the test if the script does, unless `faults` were to come."""
+        """Train the tiny model with the `options` of run_finetune.py; fails the test if the script
+        does, unless `faults` were to come."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
         environment = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         if deepspeed:
             environment["ACCELERATE_USE_DEEPSPEED"] = "true"
             environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = deepspeed
         else:
             environment["ACCELERATE_USE_CPU"] = "true"
-        script = [checkout]
-        script += ["--dtype", dtype] if dtype else []
-        script += ["--runner"] if runner else []
-        script += ["--torch-smoothing", torch_smoothing] if torch_smoothing is not None else []
-        script += [word for fault in faults for word in ("--fault", fault)]
         given = self.given | {"output_dir": output}
         flags = [word for key, value in given.items() for word in (f"--{key}", value)]
         log = output.parent / f"{output.name}.log"
@@ -145,21 +141,16 @@ class Stack:
         run = {
             "ranks": ranks,
             "environment": {key: str(value) for key, value in environment.items()},
-            "arguments": [str(word) for word in (*script, "--", *flags, *arguments)],
+            "arguments": [str(word) for word in (checkout, *flags, *arguments)],
+            "options": options,
             "log": str(log),
         }
         self.server.stdin.write(json.dumps(run) + "\n")
         self.server.stdin.flush()
         code = int(self.server.stdout.readline())
         run = Run(output, log.read_text(), code)
-        assert run.code == 0 or faults, run.log[-6000:]
+        assert run.code == 0 or "faults" in options, run.log[-6000:]
         return run
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="session")
@@ -229,10 +220,6 @@ class MainStack(Stack):
     """The libraries of open-instruct's main, whose finetune.py asks the hub's cache for a model."""
 
     @property
-    def environment(self) -> dict[str, str]:
-        return super().environment | {"HF_HUB_CACHE": str(self.world / "hub")}
-
-    @property
     def given(self) -> dict[str, object]:
         cached = self.world / "hub" / "models--tiny--llama"
         if not cached.exists():
@@ -267,18 +254,16 @@ def _stack(
         stack.server.communicate()
 
 
-@pytest.fixture(scope="session")
-def numactl() -> None:
-    """DeepSpeed 0.15 on CPU calls numactl under ZeRO-3."""
-    if shutil.which("numactl") is None:
-        pytest.skip("DeepSpeed's ZeRO-3 on CPU needs numactl")
-
-
 @pytest.fixture
-def deepspeed(tmp_path: Path) -> Callable[[str], Path]:
-    """deepspeed("zero3") → configs/deepspeed/zero3.json, but in fp32, for comparisons."""
+def deepspeed(tmp_path: Path) -> Callable[[str], Path | None]:
+    """deepspeed("zero3") → configs/deepspeed/zero3.json, but in fp32, for comparisons; none for
+    "ddp"."""
 
-    def config(name: str) -> Path:
+    def config(name: str) -> Path | None:
+        if name == "ddp":
+            return None
+        if name == "zero3" and shutil.which("numactl") is None:
+            pytest.skip("DeepSpeed 0.15's ZeRO-3 on CPU needs numactl")
         settings = json.loads((PROJECT / "configs" / "deepspeed" / f"{name}.json").read_text())
         settings["bf16"]["enabled"] = False
         path = tmp_path / f"{name}.json"

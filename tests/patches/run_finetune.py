@@ -1,18 +1,9 @@
-"""run_finetune.py CHECKOUT [OPTIONS] -- ARGUMENTS…: finetune.py for tests.
+"""Runs finetune.py for tests, without the ten seconds that importing its libraries takes.
 
-Run by `accelerate launch` in place of finetune.py, whose arguments follow `--`. Upstream loads
-weights in bf16, whose rounding hides what a test looks for: --dtype float32 or float64.
---torch-smoothing gives an unpatched checkout torch's own label smoothing, as the yardstick.
---fault makes happen what a test will not wait for (`inject`). --runner has smoothed_open_instruct
-run an unpatched checkout.
-
-    run_finetune.py --serve
-
-starts such runs without the ten seconds that importing their libraries takes: each line of standard
-input is a run as JSON (ranks, environment, arguments, log), answered by its exit status.
+Each line of standard input is a run as JSON (ranks, environment, arguments, options, log), answered
+by its exit status.
 """
 
-import argparse
 import contextlib
 import functools
 import importlib
@@ -34,39 +25,42 @@ import transformers
 import smoothed_open_instruct.__main__
 
 
-def main() -> None:
-    split = sys.argv.index("--")
-    parser = argparse.ArgumentParser()
-    parser.add_argument("checkout")
-    parser.add_argument("--dtype", choices=["float32", "float64"])
-    parser.add_argument("--torch-smoothing", type=float)
-    parser.add_argument("--fault", action="append", default=[])
-    parser.add_argument("--runner", action="store_true")
-    options = parser.parse_args(sys.argv[1:split])
-    if options.dtype:
+def main(
+    checkout: str,
+    *arguments: str,
+    dtype: str | None = "float32",
+    torch_smoothing: float | None = None,
+    faults: tuple[str, ...] = (),
+    runner: bool = False,
+) -> None:
+    """Upstream loads weights in bf16, whose rounding hides what a test looks for: `dtype`.
+    `torch_smoothing` gives an unpatched checkout torch's own label smoothing, as the yardstick.
+    `faults` make happen what a test will not wait for. `runner` has smoothed_open_instruct run an
+    unpatched checkout."""
+    if dtype:
         load = transformers.AutoModelForCausalLM.from_pretrained
+        wide = {"torch_dtype": getattr(torch, dtype)}
         transformers.AutoModelForCausalLM.from_pretrained = lambda *args, dtype=None, **kwargs: (
-            load(*args, **kwargs | {"torch_dtype": getattr(torch, options.dtype)})
+            load(*args, **kwargs | wide)
         )
-    if options.torch_smoothing is not None:
+    if torch_smoothing is not None:
         dense = F.cross_entropy
         F.cross_entropy = lambda *args, **kwargs: dense(
-            *args, **kwargs | {"label_smoothing": options.torch_smoothing}
+            *args, **kwargs | {"label_smoothing": torch_smoothing}
         )
-    for fault in options.fault:
+    for fault in faults:
         inject(*fault.split(":"))
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and not torch.cuda.is_available():
         # accelerate 1.x starts DeepSpeed without CUDA only if told which backend to use.
         accelerate.utils.InitProcessGroupKwargs = functools.partial(
             accelerate.utils.InitProcessGroupKwargs, backend="gloo"
         )
-    script = os.path.join(options.checkout, "open_instruct", "finetune.py")
-    sys.path.insert(0, options.checkout)
-    sys.argv = [script, *sys.argv[split + 1 :]]
-    if options.runner:
-        sys.argv[0] = options.checkout
-        smoothed_open_instruct.__main__.main(sys.argv)
+    if runner:
+        smoothed_open_instruct.__main__.main([checkout, *arguments])
     else:
+        script = os.path.join(checkout, "open_instruct", "finetune.py")
+        sys.path.insert(0, checkout)
+        sys.argv = [script, *arguments]
         runpy.run_path(script, run_name="__main__")
 
 
@@ -141,8 +135,7 @@ def start(run: dict[str, Any], rank: int) -> int:
         for stream in (1, 2):
             os.dup2(log, stream)
         os.environ.update(run["environment"] | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-        sys.argv = [__file__, *run["arguments"]]
-        main()
+        main(*run["arguments"], **run["options"])
         code = 0
     except SystemExit as leave:
         code = leave.code if isinstance(leave.code, int) else 1
@@ -155,4 +148,4 @@ def start(run: dict[str, Any], rank: int) -> int:
 
 
 if __name__ == "__main__":
-    serve() if sys.argv[1:] == ["--serve"] else main()
+    serve()

@@ -1,17 +1,11 @@
 """`python -m sweeps` trains with the user's open-instruct checkout."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 
-from sweeps import __main__ as cli
 from sweeps import open_instruct
 from sweeps.config import World
 from sweeps.open_instruct import Train
@@ -110,91 +104,3 @@ def test_of_a_repeated_step_the_last_row_is_kept(tmp_path):
     rows = [json.loads(line) for line in run.metrics.open()]
     assert [row["step"] for row in rows] == list(range(1, 12))
     assert [row["loss"] for row in rows] == [1.0] * 5 + [2.0] * 6
-
-
-@pytest.fixture
-def sweeps(today, patched, tmp_path):
-    """sweeps(COMMAND, NAME, OPTION…) → its process, on a sweep of that name over the checkout."""
-    environment = today.environment | {"OPEN_INSTRUCT_DIR": str(patched)}
-    environment["PYTHONPATH"] += f"{os.pathsep}{PROJECT / 'slurm'}"
-
-    def start(command, root, *options):
-        file = tmp_path / f"{root}.yaml"
-        own = ("push_to_hub", "try_launch_beaker_eval_jobs", "per_device_train_batch_size")
-        train = {key: value for key, value in today.given.items() if key not in own}
-        train |= {key: str(train[key]) for key in ("model_name_or_path", "train_file")}
-        train |= {"max_train_steps": 80, "checkpointing_steps": 7, "reduce_loss": "sum"}
-        train |= {"attention_dropout": 0.1, "clip_grad_norm": 1.0}
-        settings = {"name": "tiny", "output_root": str(tmp_path / root), "train": train}
-        settings |= {"backend": "open-instruct", "grid": {"label_smoothing": [0.1]}}
-        file.write_text(yaml.safe_dump(settings))
-        words = [sys.executable, "-m", "sweeps", command, str(file), *options]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(words, env=environment, stdout=pipe, stderr=pipe, text=True)
-
-    return start
-
-
-@pytest.mark.upstream
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_trainer_has_the_same_curve(today, patched, tmp_path, monkeypatch):
-    """In fp32; each update takes all 120 conversations, as the two draw different orders."""
-    common = {"gradient_accumulation_steps": 15, "max_train_steps": 20, "learning_rate": 1e-3}
-    common |= {"reduce_loss": "token_mean", "label_smoothing": 0.1, "chat_template_name": "tulu"}
-    flags = [word for key, value in common.items() for word in (f"--{key}", value)]
-    theirs = today.finetune(patched, tmp_path / "theirs", *flags).losses
-
-    shared = ("max_seq_length", "per_device_train_batch_size", "logging_steps")
-    train = common | {key: today.given[key] for key in shared}
-    train |= {key: str(today.given[key]) for key in ("model_name_or_path", "train_file")}
-    sweep = {"name": "ours", "output_root": str(tmp_path), "train": train}
-    (tmp_path / "ours.yaml").write_text(yaml.safe_dump(sweep))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # as the command does, for this test alone
-    assert cli.main(["launch", str(tmp_path / "ours.yaml"), "--executor", "local"]) == 0
-    (metrics,) = tmp_path.glob("ours/*/metrics.jsonl")
-    rows = [json.loads(line) for line in metrics.open()]
-    ours = {row["step"]: row["loss"] for row in rows if "loss" in row}
-    assert len(theirs) == 20 and theirs[20] < 0.95 * theirs[1]
-    assert ours == pytest.approx(theirs, rel=1e-6)
-
-
-@pytest.mark.upstream
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_an_interrupted_sweep_ends_with_the_same_model(sweeps, tmp_path):
-    """launch, status, an end by the scheduler, launch again; test_resume.py kills."""
-
-    def launched(root):
-        return sweeps("launch", root, "--executor", "local")
-
-    def said(command, root):
-        return sweeps(command, root).communicate()[0]
-
-    assert "1 run: 1 to do" in said("status", "whole")
-    whole = launched("whole")
-    assert whole.wait() == 0, whole.stderr.read()
-    (whole,) = (tmp_path / "whole" / "tiny").glob("*-beta*")
-
-    stopped = launched("stopped")
-    runs = tmp_path / "stopped"
-    while not (list(runs.glob("tiny/*/checkpoints/step_*/COMPLETED"))):
-        assert stopped.poll() is None, stopped.stderr.read()
-        time.sleep(0.05)
-    stopped.send_signal(signal.SIGTERM)
-    assert stopped.wait() != 0
-    (run,) = (runs / "tiny").glob("*-beta*")
-    assert not (run / "DONE").exists() and list(run.glob("checkpoints/step_*/COMPLETED"))
-    again = launched("stopped")
-    assert again.wait() == 0, again.stderr.read()
-    assert "1 done" in (status := said("status", "stopped")) and "step 80/80" in status
-
-    assert (run / "DONE").is_file() and not (run / "checkpoints").exists()
-    first, second = (
-        [json.loads(line) for line in (folder / "metrics.jsonl").open()] for folder in (whole, run)
-    )
-    assert [row["step"] for row in second] == list(range(1, 81))
-    assert [row["loss"] for row in second] == [row["loss"] for row in first]
-    assert all(row["clipped"] == 1 and row["grad_norm"] > 1 for row in second)
-    weights = "model/model.safetensors"
-    assert (run / weights).read_bytes() == (whole / weights).read_bytes()

@@ -21,18 +21,50 @@ def changed(checkout):
     return subprocess.run(status, capture_output=True, text=True, check=True).stdout.split()
 
 
-def test_apply_check_reverse(checkout):
-    before = (checkout / FILE).read_bytes()
+def place():
+    """The number of the line under which the first patch adds its import."""
+    text = next(iter(sorted(APPLY.parent.glob("*.patch")))).read_text()
+    return int(text.split("@@ -")[1].split(",")[0])
+
+
+@pytest.mark.parametrize("mine", ["nothing", "edits", "commits", -3, -2, 2, 3])
+def test_apply_check_reverse(checkout, mine):
+    """Changes of one's own are kept: in other files, and in the same one away from the patches'
+    places, committed or not, or so many lines from the first place."""
+    own = (checkout / FILE).read_text().splitlines(keepends=True)
+    if mine in ("edits", "commits"):
+        with open(checkout / "README.md", "a") as file:
+            file.write("mine\n")
+        # Lines above the first hunk and between others; the file grows: numbers are no guide.
+        own = [*["# mine\n"] * 40, *own[:120], "# mine\n", *own[120:-1], "# mine\n", own[-1]]
+    elif mine != "nothing":
+        number = place() + mine
+        own[number - 1] = own[number - 1].rstrip() + "  # mine\n"
+    (checkout / FILE).write_text("".join(own))
+    if mine == "commits":
+        me = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+        subprocess.run(["git", *me, "-C", checkout, "commit", "--quiet", "-am", "mine"], check=True)
+    before = changed(checkout)
     assert apply(checkout, "--check").returncode == 1
-    assert apply(checkout).returncode == 0
-    patched = (checkout / FILE).read_bytes()
-    assert changed(checkout) == ["M", FILE]
-    assert apply(checkout, "--check").returncode == 0
-    again = apply(checkout)
-    assert again.returncode == 0 and "already patched" in again.stdout
-    assert (checkout / FILE).read_bytes() == patched
+    done = apply(checkout)
+    assert done.returncode == 0
+    assert ("other changes too, which were kept" in done.stdout) == (mine != "nothing")
+    patched = (checkout / FILE).read_text()
+    compile(patched, FILE, "exec")
+    added = [
+        line[1:]
+        for patch in sorted(APPLY.parent.glob("*.patch"))
+        for line in patch.read_text().splitlines(keepends=True)
+        if line.startswith("+") and not line.startswith("+++")
+    ]
+    assert sorted(patched.splitlines(keepends=True)) == sorted(own + added)
+    assert set(changed(checkout)) == {*before, "M", FILE}
+    for option, said in ((("--check",), "patched: "), ((), "already patched: ")):
+        done = apply(checkout, *option)
+        assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(said)
+    assert (checkout / FILE).read_text() == patched
     assert apply(checkout, "--reverse").returncode == 0
-    assert (checkout / FILE).read_bytes() == before and changed(checkout) == []
+    assert (checkout / FILE).read_text() == "".join(own) and changed(checkout) == before
     again = apply(checkout, "--reverse")
     assert again.returncode == 0 and "nothing to undo" in again.stdout
 
@@ -45,45 +77,6 @@ def test_a_changed_series_leaves_the_checkout_alone(checkout, tmp_path):
     done = subprocess.run([series / "apply.sh", checkout], capture_output=True, text=True)
     assert done.returncode == 2 and "not as they were recorded" in done.stderr
     assert changed(checkout) == []
-
-
-def git(checkout, *words):
-    mine = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
-    subprocess.run(["git", *mine, "-C", checkout, *words], check=True)
-
-
-@pytest.mark.parametrize("committed", [False, True])
-def test_changes_of_ones_own_are_kept(checkout, committed):
-    """In other files, and in the same one away from the patches' places, committed or not."""
-    with open(checkout / "README.md", "a") as file:
-        file.write("mine\n")
-    lines = (checkout / FILE).read_text().splitlines(keepends=True)
-    # Lines above the first hunk and between others; the file grows, so that numbers are no guide.
-    own = [*["# mine\n"] * 40, *lines[:120], "# mine\n", *lines[120:-1], "# mine\n", lines[-1]]
-    (checkout / FILE).write_text("".join(own))
-    if committed:
-        git(checkout, "commit", "--quiet", "-am", "mine")
-    assert apply(checkout, "--check").returncode == 1
-    done = apply(checkout)
-    assert done.returncode == 0 and "other changes too, which were kept" in done.stdout
-    after = (checkout / FILE).read_text()
-    compile(after, FILE, "exec")
-    added = [
-        line[1:]
-        for patch in sorted(APPLY.parent.glob("*.patch"))
-        for line in patch.read_text().splitlines(keepends=True)
-        if line.startswith("+") and not line.startswith("+++")
-    ]
-    assert sorted(after.splitlines(keepends=True)) == sorted(own + added)
-    assert apply(checkout, "--check").returncode == 0
-    assert apply(checkout, "--reverse").returncode == 0
-    assert (checkout / FILE).read_text() == "".join(own)
-
-
-def place():
-    """The number of the line under which the first patch adds its import."""
-    text = next(iter(sorted(APPLY.parent.glob("*.patch")))).read_text()
-    return int(text.split("@@ -")[1].split(",")[0])
 
 
 @pytest.mark.parametrize("awk", ["gawk", "mawk"])
@@ -120,22 +113,6 @@ def test_lines_of_another_series_are_named(checkout):
     assert "ours.OlderCheckpoints(" in done.stderr
 
 
-@pytest.mark.parametrize("away", [-3, -2, 2, 3])
-def test_what_was_patched_beside_an_edit_stays_patched(checkout, away):
-    number = place() + away
-    own = (checkout / FILE).read_text().splitlines(keepends=True)
-    own[number - 1] = own[number - 1].rstrip() + "  # mine\n"
-    (checkout / FILE).write_text("".join(own))
-    assert apply(checkout).returncode == 0
-    patched = (checkout / FILE).read_text()
-    for option, said in ((("--check",), "patched: "), ((), "already patched: ")):
-        done = apply(checkout, *option)
-        assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(said)
-    assert (checkout / FILE).read_text() == patched
-    assert apply(checkout, "--reverse").returncode == 0
-    assert (checkout / FILE).read_text() == "".join(own)
-
-
 @pytest.mark.parametrize("option", [(), ("--check",), ("--reverse",)])
 def test_what_plain_git_apply_leaves_is_named(checkout, option):
     """It adds the patches' lines at the end of the file, and says nothing."""
@@ -155,12 +132,3 @@ def test_an_archive_will_do(checkout):
         file.write("# mine\n")
     done = apply(checkout, "--reverse")
     assert done.returncode == 2 and "cannot be merged" in done.stderr
-
-
-def test_a_file_of_other_lines_is_refused(checkout):
-    """Of the same length, so that patches without context would go in silently."""
-    lines = (checkout / FILE).read_text().splitlines()
-    (checkout / FILE).write_text("pass\n" * len(lines))
-    done = apply(checkout)
-    assert done.returncode == 2 and "nothing was changed" in done.stderr
-    assert (checkout / FILE).read_text() == "pass\n" * len(lines)

@@ -1,9 +1,12 @@
 """The parts that the patches call, without a checkout: real accelerate, a tiny model, CPU."""
 
 import copy
+import dataclasses
 import json
 import logging
 import os
+import subprocess
+import sys
 from argparse import Namespace
 
 import pytest
@@ -14,12 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from smoothed_open_instruct import (
     Checkpoints,
@@ -30,6 +28,7 @@ from smoothed_open_instruct import (
     set_attention_dropout,
     training_loss,
 )
+from smoothed_open_instruct.__main__ import main, with_flags
 
 
 def arguments(**given):
@@ -40,12 +39,9 @@ def arguments(**given):
         "reduce_loss": "mean",
         "load_balancing_loss": False,
         "log_statistics": False,
-        "stop_file": None,
         "max_train_steps": 4,
         "overwrite_output_dir": False,
         "resume_from_checkpoint": None,
-        "push_to_hub": True,
-        "try_launch_beaker_eval_jobs": True,
     }
     return Namespace(**{**defaults, **given})
 
@@ -57,7 +53,6 @@ def arguments(**given):
         ({"loss_impl": "triton"}, "loss_impl must be one of auto, fused, not 'triton'"),
         ({"reduce_loss": "none"}, "reduce_loss must be one of mean, sum, token_mean"),
         ({"filter_eps": "few", "loss_impl": "fused"}, "filter_eps must be 'auto', None"),
-        ({"filter_eps": 1.5, "loss_impl": "fused"}, "filter_eps must be 'auto', None"),
         ({"filter_eps": "1e-3"}, "filter_eps belongs to the fused loss"),
         ({"attention_dropout": 1.0}, "attention_dropout must be a number in [0, 1), not 1.0"),
         ({"load_balancing_loss": True, "label_smoothing": 0.1}, "load_balancing_loss"),
@@ -121,12 +116,6 @@ def test_outputs_loss_is_torchs(reduction):
     want = expected(model, batch, reduction)
     training_loss(args, Accelerator(cpu=True)).attach(model)
     torch.testing.assert_close(model(**batch, use_cache=False).loss, want, rtol=1e-6, atol=1e-6)
-
-
-def test_an_unknown_model_is_refused_by_name():
-    gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=40))
-    with pytest.raises(TypeError, match="GPT2LMHeadModel"):
-        training_loss(arguments(label_smoothing=0.1), Accelerator(cpu=True)).attach(gpt2)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2, 3, 8])
@@ -271,3 +260,47 @@ def test_monitor_logs_what_came_since_the_last_line(caplog, tmp_path, monkeypatc
     silent = {"total_tokens": 1}
     Monitor(arguments(), accelerator).log(1, silent)
     assert silent == {"total_tokens": 1}
+
+
+HOOKED = (
+    "from accelerate import Accelerator\nclass FlatArguments: pass\nArgumentParserPlus(0)\n"
+    "accelerator.prepare(1)\naccelerator.accumulate(2)\noutputs.loss\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "has no open_instruct/finetune.py, so it is no open-instruct checkout"),
+        (HOOKED + "import smoothed_open_instruct as ours\n", "apply.sh {folder} --reverse"),
+        (HOOKED.replace("outputs.loss", "loss"), "no `outputs.loss`: its loss cannot be changed"),
+    ],
+)
+def test_the_runner_refuses(tmp_path, text, message, capsys):
+    if text is not None:
+        (tmp_path / "open_instruct").mkdir()
+        (tmp_path / "open_instruct" / "finetune.py").write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path), "--label_smoothing", "0.1"])
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and message.format(folder=tmp_path) in said
+
+
+def test_what_the_script_refuses_ends_the_runner_the_same_way(capsys):
+    @dataclasses.dataclass
+    class FlatArguments:
+        load_balancing_loss: bool = False
+
+        def __post_init__(self):
+            raise ValueError("Need either a dataset name, dataset mixer, or a training file.")
+
+    with pytest.raises(SystemExit, match="2"):
+        with_flags(FlatArguments)()
+    assert capsys.readouterr().err.startswith("error: Need either a dataset name")
+
+
+def test_the_runner_says_how_it_is_used():
+    call = [sys.executable, "-m", "smoothed_open_instruct", "--label_smoothing", "0.1"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(call, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and "smoothed_open_instruct CHECKOUT ARGUMENTS" in done.stderr

@@ -3,8 +3,13 @@
 import itertools
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
+import yaml
 
 pytestmark = [pytest.mark.upstream, pytest.mark.slow, pytest.mark.timeout(900)]
 # Two ranks, three conversations a micro-batch, two micro-batches a step: an epoch of 60 is five
@@ -19,7 +24,7 @@ CELLS = list(MATRIX)[:: 1 if os.environ.get("OPEN_INSTRUCT_MATRIX") == "all" els
 
 @pytest.mark.parametrize(("samples", "stack", "reduce_loss", "parallel"), CELLS)
 def test_killed_four_times(
-    request, numactl, patched, tmp_path, deepspeed, samples, stack, reduce_loss, parallel
+    request, patched, tmp_path, deepspeed, samples, stack, reduce_loss, parallel
 ):
     """In epoch 1, between a checkpoint and its COMPLETED, in epoch 2, and before the cleaning."""
     stack = request.getfixturevalue(stack)
@@ -27,7 +32,7 @@ def test_killed_four_times(
     flags += ["--learning_rate", 1e-3, "--label_smoothing", 0.1, "--reduce_loss", reduce_loss]
     flags += ["--attention_dropout", 0.1, "--checkpointing_steps", 2, "--logging_steps", 3]
     flags += ["--log_statistics", True]
-    world = {"ranks": 2, "deepspeed": None if parallel == "ddp" else deepspeed(parallel)}
+    world = {"ranks": 2, "deepspeed": deepspeed(parallel)}
     whole = stack.finetune(patched, tmp_path / "whole", *flags, **world)
     steps = 12 if samples == 63 else 10
     found = set()
@@ -74,3 +79,49 @@ def test_stopped_and_killed_where_epochs_are_saved(paper, patched, tmp_path):
     again = paper.finetune(patched, tmp_path / "run", *flags)
     assert list(again.losses) == list(range(31, 46))
     assert again.weights() == whole.weights()
+
+
+def test_an_interrupted_sweep_ends_with_the_same_model(today, patched, tmp_path):
+    """launch, status, an end by the scheduler, launch again."""
+    environment = today.environment | {"OPEN_INSTRUCT_DIR": str(patched)}
+
+    def sweeps(command, root, *options):
+        file = tmp_path / f"{root}.yaml"
+        own = ("push_to_hub", "try_launch_beaker_eval_jobs", "per_device_train_batch_size")
+        train = {key: value for key, value in today.given.items() if key not in own}
+        train |= {"max_train_steps": 80, "checkpointing_steps": 7, "reduce_loss": "sum"}
+        train |= {"attention_dropout": 0.1, "clip_grad_norm": 1.0}
+        settings = {"name": "tiny", "output_root": str(tmp_path / root), "train": train}
+        settings |= {"backend": "open-instruct", "grid": {"label_smoothing": [0.1]}}
+        file.write_text(yaml.safe_dump(settings))
+        words = [sys.executable, "-m", "sweeps", command, str(file), *options]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(words, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+    whole = sweeps("launch", "whole", "--executor", "local")
+    assert whole.wait() == 0, whole.stderr.read()
+    (whole,) = (tmp_path / "whole" / "tiny").glob("*-beta*")
+
+    assert "1 run: 1 to do" in sweeps("status", "stopped").communicate()[0]
+    stopped = sweeps("launch", "stopped", "--executor", "local")
+    while not list(tmp_path.glob("stopped/tiny/*/checkpoints/step_*/COMPLETED")):
+        assert stopped.poll() is None, stopped.stderr.read()
+        time.sleep(0.05)
+    stopped.send_signal(signal.SIGTERM)
+    assert stopped.wait() != 0
+    (run,) = (tmp_path / "stopped" / "tiny").glob("*-beta*")
+    assert not (run / "DONE").exists() and list(run.glob("checkpoints/step_*/COMPLETED"))
+    again = sweeps("launch", "stopped", "--executor", "local")
+    assert again.wait() == 0, again.stderr.read()
+    status = sweeps("status", "stopped").communicate()[0]
+    assert "1 done" in status and "step 80/80" in status
+
+    assert (run / "DONE").is_file() and not (run / "checkpoints").exists()
+    first, second = (
+        [json.loads(line) for line in (folder / "metrics.jsonl").open()] for folder in (whole, run)
+    )
+    assert [row["step"] for row in second] == list(range(1, 81))
+    assert [row["loss"] for row in second] == [row["loss"] for row in first]
+    assert all(row["clipped"] == 1 and row["grad_norm"] > 1 for row in second)
+    weights = "model/model.safetensors"
+    assert (run / weights).read_bytes() == (whole / weights).read_bytes()

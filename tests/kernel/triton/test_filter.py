@@ -17,13 +17,6 @@ def width_for():
     return tiles_for(z, z).width
 
 
-def copies(n, times, v, seed=3):
-    """n tokens, each `times` times: every copy is drawn anew, so that they show the mean."""
-    z, _, _, _ = inputs(n, 1, v, spread=1.0)
-    labels = torch.randint(0, v, (n,), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
-    return z.repeat(times, 1), labels.repeat(times)
-
-
 @runs_schedule
 @pytest.mark.parametrize(
     "options",
@@ -33,7 +26,8 @@ def copies(n, times, v, seed=3):
 def test_unbiased_filter_is_right_in_the_mean(options):
     n, times, eps = 4, 48, 0.4
     v = 3 * width_for()
-    z, labels = copies(n, times, v)
+    z, _, labels, _ = inputs(n, v, v)
+    z, labels = z.repeat(times, 1), labels.repeat(times)  # every copy is drawn anew
     eye = torch.eye(v, device=DEVICE)
     settings = {"label_smoothing": 0.1, **options}
     if settings.pop("mixture", False):

@@ -92,15 +92,12 @@ def test_equal_bits(how):
 def test_fp16_and_a_bias_stay_with_the_kernels(change):
     """fp16's gradients come after a scaler's factor, so that it reaches them unrounded."""
     hidden, weight, labels, bias = inputs(300, 9000, 128, **{"dtype": torch.bfloat16, **change})
-    leaves = [t.requires_grad_() for t in (hidden, weight, bias) if t is not None]
     assert explain(hidden, weight, bias=bias).startswith("triton: ")
-    loss = linear_cross_entropy(hidden, weight, labels, bias=bias, label_smoothing=0.1)
-    found = torch.autograd.grad(loss * 65536, leaves)
-    wide = [t.detach().double().requires_grad_() for t in leaves]
-    loss = linear_cross_entropy(
-        *wide[:2], labels, bias=(wide[2:] or [None])[0], label_smoothing=0.1, impl="reference"
-    )
-    for a, b in zip(found, torch.autograd.grad(loss * 65536, wide), strict=True):
+    options = {"label_smoothing": 0.1, "upstream": torch.tensor(65536.0)}
+    _, *found = gradients("auto", hidden, weight, labels, bias, **options)
+    wide = hidden.double(), weight.double(), labels, bias if bias is None else bias.double()
+    _, *want = gradients("reference", *wide, **options)
+    for a, b in zip(found, want, strict=True):
         assert error(a, b) < (1.5e-3 if "dtype" in change else 8e-3)
 
 
@@ -112,17 +109,26 @@ def test_inputs_on_another_device_than_the_current(how):
         assert found.device.index == 1 and torch.isfinite(found).all()
 
 
+def training(n, v, d, masked=0.0, bias=False, **options):
+    """Hidden states, weight, and a step that leaves their gradients."""
+    hidden, weight, labels, bias = inputs(n, v, d, torch.bfloat16, masked, bias)
+    hidden.requires_grad_(), weight.requires_grad_()
+
+    def step():
+        hidden.grad = weight.grad = None
+        loss = linear_cross_entropy(hidden, weight, labels, bias=bias, **options)
+        loss.sum().backward()
+        return loss.detach()
+
+    return hidden, weight, step
+
+
 @EVERY
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_nothing_waits_for_the_device(how, reduction):
     """But the exact gradient for an event that precedes the forward's product."""
-    hidden, weight, labels, bias = inputs(500, 5000, 256, torch.bfloat16, masked=0.3, bias=True)
-    leaves = hidden.requires_grad_(), weight.requires_grad_()
-
-    def step():
-        options = {"bias": bias, "reduction": reduction, "impl": "triton", **how}
-        linear_cross_entropy(*leaves, labels, **options).sum().backward()
-
+    options = {"reduction": reduction, "impl": "triton", **how}
+    *_, step = training(500, 5000, 256, masked=0.3, bias=True, **options)
     step()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -134,14 +140,7 @@ def test_nothing_waits_for_the_device(how, reduction):
 @pytest.mark.parametrize("masked", [0.0, 0.2, 0.6])
 @pytest.mark.parametrize("workspace", [0, 2**28, 2**30])
 def test_memory_beyond_the_gradients(workspace, masked):
-    hidden, weight, labels, _ = inputs(8192, 65536, 1024, torch.bfloat16, masked=masked)
-    hidden.requires_grad_(), weight.requires_grad_()
-
-    def step():
-        hidden.grad = weight.grad = None
-        settings = {"workspace": workspace}
-        linear_cross_entropy(hidden, weight, labels, **settings).sum().backward()
-
+    hidden, weight, step = training(8192, 65536, 1024, masked, workspace=workspace)
     step()
     hidden.grad = weight.grad = None
     before = torch.cuda.memory_allocated()
@@ -153,15 +152,7 @@ def test_memory_beyond_the_gradients(workspace, masked):
 
 @EVERY
 def test_cuda_graph(how):
-    hidden, weight, labels, _ = inputs(2048, 20000, 256, torch.bfloat16)
-    hidden.requires_grad_(), weight.requires_grad_()
-
-    def step():
-        hidden.grad = weight.grad = None
-        loss = linear_cross_entropy(hidden, weight, labels, label_smoothing=0.1, **how)
-        loss.backward()
-        return loss.detach()
-
+    hidden, weight, step = training(2048, 20000, 256, label_smoothing=0.1, **how)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

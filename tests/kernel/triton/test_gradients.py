@@ -25,12 +25,13 @@ from smoothce.triton import early, filtered, forward, late, plan
 from smoothce.triton.tiles import tiles_for
 
 EARLY, LATE, FILTERED = {}, {"workspace": 0}, {"filter_eps": 1e-12}  # which keeps all
-EXACT = pytest.mark.parametrize("how", [EARLY, LATE], ids=["early", "late"])
-EVERY = pytest.mark.parametrize(
-    "how",
-    [EARLY, LATE, pytest.param(FILTERED, marks=runs_schedule)],
-    ids=["early", "late", "filtered"],
-)
+WAYS = [
+    pytest.param(EARLY, id="early"),
+    pytest.param(LATE, id="late"),
+    pytest.param(FILTERED, id="filtered", marks=runs_schedule),
+]
+CHUNKED = pytest.param({"impl": "chunked"}, id="chunked")
+EXACT, EVERY = (pytest.mark.parametrize("how", ways) for ways in (WAYS[:2], WAYS))
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +64,7 @@ def assert_same(found, want, rtol=1e-4, atol=1e-6):
 
 
 @pytest.mark.parametrize("loss", [2, 54, 1611])
-@EXACT
+@pytest.mark.parametrize("how", [*WAYS[:2], CHUNKED])
 def test_unlikely_targets(how, loss):
     """The mean loss in nats. What is kept of a probability is relative to the target's logit, or
     where that is too far off to its tile's largest."""
@@ -72,7 +73,8 @@ def test_unlikely_targets(how, loss):
     options = {"label_smoothing": 0.1, "logit_scale": scale}
     want = gradients("reference", hidden.double(), weight.double(), labels, **options)
     plain = gradients(None, hidden, weight, labels, **options)
-    found = gradients("triton", hidden, weight, labels, **options, **how)
+    how = {"impl": "triton", **how}
+    found = gradients(how.pop("impl"), hidden, weight, labels, **options, **how)
     assert math.isclose(found[0], want[0], rel_tol=1e-5)
     for a, b, c in zip(found[1:], want[1:], plain[1:], strict=True):
         assert error(a, b) <= 2 * error(c, b) + max(3e-5, 1e-6 * loss)
@@ -113,29 +115,28 @@ def test_masked_tokens_are_in_no_product(how, monkeypatch):
     assert (sum(rows) == valid if how == EARLY else set(rows) == {valid.item()}) and rows
 
 
-@EVERY
+@pytest.mark.parametrize("how", [*WAYS, CHUNKED])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_log_sum_exps_and_statistics_beside_the_loss(how, reduction):
     """A z-loss of the log-sum-exps beside the loss, and alone."""
     hidden, weight, labels, bias = inputs(40, 97, 20, masked=0.3, bias=True)
     options = {"label_smoothing": 0.1, "reduction": reduction, "softcap": 3.0, "z_loss": 0.01}
 
-    def found(impl, share, lse, **more):
+    def found(share, lse, **more):
         leaves = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
         given = {"bias": leaves[2], "return_lse": lse, "return_statistics": True, **options}
-        loss, *said, statistics = linear_cross_entropy(
-            *leaves[:2], labels, impl=impl, **given, **more
-        )
+        loss, *said, statistics = linear_cross_entropy(*leaves[:2], labels, **given, **more)
         assert not any(x.requires_grad for x in statistics)
         total = share * loss.sum() + sum(0.1 * x.square().sum() for x in said)
         total.backward()
         return loss.detach(), *(x.detach() for x in said), *statistics, *(x.grad for x in leaves)
 
     for asked in ((1.0, False), (1.0, True), (0.0, True)):
-        assert_same(found("triton", *asked, **how), found("reference", *asked), 1e-4, 1e-5)
+        ours = found(*asked, **{"impl": "triton", **how})
+        assert_same(ours, found(*asked, impl="reference"), 1e-4, 1e-5)
 
 
-@EVERY
+@pytest.mark.parametrize("how", [*WAYS, CHUNKED])
 def test_a_closed_block_of_the_vocabulary(how):
     """A bias of −∞ over more than a block leaves loss and gradients as they are without it; with a
     smoothing target that has nothing there, too."""
@@ -146,10 +147,10 @@ def test_a_closed_block_of_the_vocabulary(how):
     u = torch.ones(len(weight), device=DEVICE)
     u[closed] = 0
     leaves = hidden.requires_grad_(), weight.requires_grad_()
-    more = {"filter_eps": 0.05} if how == FILTERED else how
+    more = {"impl": "triton", **({"filter_eps": 0.05} if how == FILTERED else how)}
     for options in ({}, {"label_smoothing": 0.2, "smoothing_target": u / u.sum()}):
         given = {"bias": bias, **options}
-        found = linear_cross_entropy(*leaves, labels, impl="triton", **given, **more)
+        found = linear_cross_entropy(*leaves, labels, **given, **more)
         want = linear_cross_entropy(*leaves, labels, impl="reference", **given)
         torch.testing.assert_close(found, want)
         pair = (torch.autograd.grad(loss, leaves) for loss in (found, want))

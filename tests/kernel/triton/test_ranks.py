@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from loss_check import WIDE_CUMSUM, inputs
+from loss_check import DEVICE, WIDE_CUMSUM, inputs
 
 from smoothce import linear_cross_entropy, token_mean_factor
 from smoothce.triton import plan
 
-U = torch.randn(90, generator=torch.Generator().manual_seed(1)).softmax(0)
+U = torch.randn(90, generator=torch.Generator().manual_seed(1)).softmax(0).to(DEVICE)
 CASES = [
     {},
     {"label_smoothing": 0.2, "smoothing_target": U, "z_loss": 0.1},
@@ -21,7 +21,6 @@ CASES = [
 
 def step(hidden, weight, labels, bias, **options):
     """Loss, log-sum-exps and statistics; gradients of hidden, weight and bias."""
-    options = {k: v.to(hidden.device) if k == "smoothing_target" else v for k, v in options.items()}
     leaves = [x for x in (hidden, weight, bias) if x is not None]
     leaves = [x.detach().requires_grad_() for x in leaves]
     bias = None if bias is None else leaves[2]

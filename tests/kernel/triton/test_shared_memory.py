@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,22 +48,6 @@ def test_kernels_fit(capability, dtype):
     assert {k: n for k, n in found.items() if n > LIMITS[capability]} == {}
 
 
-class Driver:
-    """Stands for the driver of a GPU."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_target(self):
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device=None):
-        return 0
-
-
 def compiled(capability: int, dtype: torch.dtype) -> dict[str, int]:
     found: dict[str, int] = {}
     run = jit.JITFunction.run
@@ -73,7 +58,12 @@ def compiled(capability: int, dtype: torch.dtype) -> dict[str, int]:
             kernel = run(self, *args, grid=grid, warmup=True, **settings)
             found[name] = max(found.get(name, 0), kernel.metadata.shared)
 
-    driver.set_active(Driver(capability))
+    gpu = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device=None: 0,
+    )
+    driver.set_active(gpu)
     jit.JITFunction.run = compile_alone
     torch.cuda.get_device_capability = lambda *_: divmod(capability, 10)
     late.Counts.values = lambda self: [300] * len(self.host)  # all of them

@@ -34,22 +34,18 @@ def inputs(n, v, d, dtype=torch.float32, masked=0.0, bias=False, seed=0, spread=
     return hidden.to(DEVICE, dtype), weight.to(DEVICE, dtype), labels.to(DEVICE), b
 
 
-def poison():
-    """Freed memory of NaN, for the next allocations to find."""
-    if DEVICE == "cuda":
-        del_me = [torch.full((2**i,), float("nan"), device=DEVICE) for i in range(8, 22)]
-        del del_me
+def spaced(hidden, weight, labels, bias):
+    """The same numbers, in memory that is not contiguous."""
+    matrices = (x.T.repeat_interleave(2, 1).contiguous().T[::2] for x in (hidden, weight))
+    bias = bias if bias is None else bias.repeat_interleave(2)[::2]
+    return *matrices, torch.stack([labels] * 3, 1)[:, 0], bias
 
 
-def strided(tensor):
-    """The same numbers, every other one of a wider matrix's transpose."""
-    return tensor.T.repeat_interleave(2, 1).contiguous().T[::2]
-
-
-def gradients(impl, *data, upstream=None, needs=(True, True, True), **options):
+def gradients(impl, *data, upstream=None, needs=(True, True, True), passes=1, **options):
     """Loss and the gradients that are needed of hidden, weight and, if there is one, bias. Of
     `impl` None what one writes without this package: logits in the inputs' dtype, cross_entropy in
-    fp32."""
+    fp32. With more `passes` through one graph, those of each; what is done to a gradient in place,
+    as an optimizer may, leaves the next right."""
     hidden, weight, labels, bias = (*data, None)[:4]
     leaves = [
         None if t is None else t.detach().requires_grad_(need)
@@ -59,8 +55,14 @@ def gradients(impl, *data, upstream=None, needs=(True, True, True), **options):
         value = torch_loss(*leaves[:2], labels, leaves[2], **options)
     else:
         value = linear_cross_entropy(*leaves[:2], labels, bias=leaves[2], impl=impl, **options)
-    value.backward(torch.ones_like(value) if upstream is None else upstream)
-    return [value.detach()] + [t.grad for t in leaves if t is not None and t.requires_grad]
+    upstream = torch.ones_like(value) if upstream is None else upstream.to(value)
+    found, wanted = [value.detach()], [t for t in leaves if t is not None and t.requires_grad]
+    for left in reversed(range(passes if wanted else 0)):
+        made = torch.autograd.grad(value, wanted, upstream, retain_graph=left > 0)
+        found += [gradient.clone() for gradient in made]
+        for gradient in made:
+            gradient.fill_(7)
+    return found
 
 
 def torch_loss(hidden, weight, labels, bias, smoothing_target=None, token_weights=None, **options):
@@ -109,8 +111,10 @@ def check(n, v, d, dtype=torch.float32, masked=0.0, bias=False, seed=0, apart=Fa
     expected = gradients("reference", *wide, **exact)
     plain = gradients(None, *data, **exact)
     if apart:
-        data = [*map(strided, data[:2]), torch.stack([data[2]] * 3, 1)[:, 0], data[3]]
-    poison()
+        data = spaced(*data)
+    if DEVICE == "cuda":  # freed memory of NaN, for the next allocations to find
+        del_me = [torch.full((2**i,), float("nan"), device=DEVICE) for i in range(8, 22)]
+        del del_me
     found = gradients("triton", *data, **options)
     for i, (a, b, c) in enumerate(zip(found, expected, plain, strict=True)):
         assert torch.isfinite(a).all(), i
