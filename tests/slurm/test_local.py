@@ -94,9 +94,7 @@ def test_ctrl_c_saves_and_leaves_no_traceback(toy_file, hold, after):
         assert runs_of(path)[0].step() > 0 and "1 stopped" in command("status", path).stdout
 
 
-def test_of_two_launches_at_once_one_works_and_the_other_says_so(
-    toy_file, hold, monkeypatch, capsys
-):
+def test_of_two_launches_one_works_and_the_other_says_so(toy_file, hold, monkeypatch, capsys):
     """And nobody else trains a run that is held."""
     path = toy_file(grid={}, train=LONG)
     (run,) = runs_of(path)

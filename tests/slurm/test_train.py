@@ -317,9 +317,8 @@ def test_training_is_torchs_own_packed_or_not(sweep_file, tiny, tmp_path, reduct
     settings = {"label_smoothing": 0.1, "learning_rate": 1e-3, "weight_decay": 0.1, "held_out": 5}
     settings |= {"reduce_loss": reduction, "gradient_accumulation_steps": 3, "max_tokens": 80}
     settings |= {"logging_steps": 1, "clip_grad_norm": 3.0, "warmup_ratio": 0.2}
-    u = np.random.default_rng(0).dirichlet(
-        np.ones(len(AutoTokenizer.from_pretrained(tiny / "model")))
-    )
+    model = LlamaForCausalLM.from_pretrained(tiny / "model").train()
+    u = np.random.default_rng(0).dirichlet(np.ones(model.config.vocab_size))
     np.save(tmp_path / "u.npy", u)
     settings["smoothing_target"] = f"{tmp_path}/x/../u.npy" if target == "u.npy" else target
     path = sweep_file(grid={}, train=settings)
@@ -327,7 +326,6 @@ def test_training_is_torchs_own_packed_or_not(sweep_file, tiny, tmp_path, reduct
     keys = runs[0].config().keys
     tokenizer = data_module.make_tokenizer(keys)
     updates = Updates(keys, tokenised(keys, tokenizer), ranks=1, rank=0, pad=0)
-    model = LlamaForCausalLM.from_pretrained(tiny / "model").train()
     flat = [p for n, p in model.named_parameters() if "norm" in n]
     rest = [p for n, p in model.named_parameters() if "norm" not in n]
     groups = [{"params": rest, "weight_decay": 0.1}, {"params": flat, "weight_decay": 0.0}]
@@ -436,6 +434,10 @@ def test_a_damaged_checkpoint_is_set_aside_and_other_data_refused(
     shutil.copy(tiny / "chat.jsonl", file := tmp_path / "chat.jsonl")
     train = {"train_file": str(file), "max_train_steps": 6, "checkpointing_steps": 2}
     run = finished(sweep_file(grid={}, train=train))
+    shutil.rmtree(run.model)
+    file.write_text(file.read_text().replace("moon ", "sun "))
+    with pytest.raises(InputError, match=r"step-4: written with other data, \w+, now \w+; restore"):
+        finetune.fit(run)
     newest, older = run.checkpoints / "step-4", run.checkpoints / "step-2"
     with open(newest / "optimizer.pt", "r+b") as weights:
         weights.seek(100)
@@ -445,12 +447,6 @@ def test_a_damaged_checkpoint_is_set_aside_and_other_data_refused(
     assert "step-4: damaged; set aside as damaged-step-4" in capsys.readouterr().out
     (older / checkpoint.STATE).write_text("{")
     assert checkpoint.latest(run.checkpoints, data) is None
-    shutil.rmtree(run.path)
-    run = finished(sweep_file(grid={}, train=train))
-    shutil.rmtree(run.model)
-    file.write_text(file.read_text().replace("moon ", "sun "))
-    with pytest.raises(InputError, match=r"step-4: written with other data, \w+, now \w+; restore"):
-        finetune.fit(run)
 
 
 def test_a_diverging_loss_and_missing_processes_are_said(sweep_file):
