@@ -95,22 +95,19 @@ def test_a_preemption_with_grace_is_no_scancel(cluster, profile, toy_file, tmp_p
 
 
 def test_scancel_saves_and_a_launch_goes_on(cluster, profile, toy_file, tmp_path):
-    """One run at a time."""
-    top = {"train": LONG | {"save_every": None}, "throttle": 1, "cluster": profile()}
-    path = toy_file(grid={"seed": [1, 2]}, **top)
+    path = toy_file(grid={}, train=LONG | {"save_every": None}, cluster=profile())
     submitted(path)
-    run, other = runs_of(path)
+    (run,) = runs_of(path)
     wait_for(run.metrics.exists)
     assert re.search(r"step \d+/200  loss .* ago", shown := command("status", path).stdout), shown
-    assert "1 running · 1 queued" in shown
     assert re.match(r"cancelled: \d+, \d+\n", command("cancel", path).stdout)
     wait_for(empty)
     assert not run.done and run.step() > 0, logs(tmp_path)
     shown = command("status", path).stdout
-    assert "2 stopped" in shown and "To go on: " in shown, shown
+    assert "1 stopped" in shown and "To go on: " in shown, shown
     submitted(path)
     wait_for(empty)
-    assert run.done and other.done and rows(run, "began")[1]["progress"][0] > 0
+    assert run.done and rows(run, "began")[1]["progress"][0] > 0
 
 
 def test_at_the_time_limit_a_run_goes_on_whether_it_heard_the_warning_or_not(
@@ -175,12 +172,17 @@ def test_what_sbatch_took_runs_though_its_answer_was_lost(
 
 
 def test_of_launches_at_once_one_queues(cluster, profile, toy_file, tmp_path):
+    """While all nodes are drained, too."""
+    nodes = ["scontrol", "update", "NodeName=n1,n2", "Reason=maintenance"]
+    subprocess.run([*nodes, "State=DRAIN"], check=True)
     path = toy_file(grid={"seed": [1, 2, 3]}, train={"steps": 5}, cluster=profile())
     call = [sys.executable, "-m", "sweeps", "launch", str(path), "--executor", "slurm"]
     started = [subprocess.Popen(call, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     said = [process.communicate()[0] for process in started]
     assert sum("train" in text for text in said) == 1, said
     assert sum("nothing to submit" in text for text in said) == 2
+    assert "3 queued" in (shown := command("status", path).stdout), shown
+    subprocess.run([*nodes, "State=RESUME"], check=True)
     wait_for(empty)
     assert [len(rows(run, "began")) for run in runs_of(path)] == [1, 1, 1], logs(tmp_path)
 
