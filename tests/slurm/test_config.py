@@ -115,9 +115,9 @@ def test_the_same_run_however_its_paths_are_spelt(toy_file):
         assert plan(path, [f"train.model_name_or_path={other}"]).cells[0].run.name == one
 
 
-@pytest.mark.parametrize("typed", [["status", "x", "--delete"], ["keys", "a=b"]])
+@pytest.mark.parametrize("typed", ["status configs/sweeps/lr.yaml --delete", "keys trainer a=b"])
 def test_what_is_typed_wrong_ends_in_two(typed):
-    done = command(*typed)
+    done = command(*typed.split())
     assert done.returncode == 2 and "Traceback" not in done.stderr
 
 
