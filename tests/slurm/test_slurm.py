@@ -179,10 +179,11 @@ def test_of_launches_at_once_one_queues(cluster, profile, toy_file, tmp_path):
     call = [sys.executable, "-m", "sweeps", "launch", str(path), "--executor", "slurm"]
     started = [subprocess.Popen(call, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     said = [process.communicate()[0] for process in started]
+    shown = command("status", path).stdout
+    subprocess.run([*nodes, "State=RESUME"], check=True)
     assert sum("train" in text for text in said) == 1, said
     assert sum("nothing to submit" in text for text in said) == 2
-    assert "3 queued" in (shown := command("status", path).stdout), shown
-    subprocess.run([*nodes, "State=RESUME"], check=True)
+    assert "3 queued" in shown, shown
     wait_for(empty)
     assert [len(rows(run, "began")) for run in runs_of(path)] == [1, 1, 1], logs(tmp_path)
 
