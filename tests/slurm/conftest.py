@@ -96,11 +96,8 @@ def profile(tmp_path):
     def make(**keys) -> str:
         path = tmp_path / "cluster.yaml"
         found = {"cpus_per_process": 1, "gpus_per_process": 0, "memory_per_node": "500M"}
-        found |= {
-            "time": "20:00",
-            "signal_seconds": 20,
-            "pass_environment": ["OMP_NUM_THREADS", "PYTHONPATH"],
-        }
+        found |= {"time": "20:00", "signal_seconds": 20}
+        found["pass_environment"] = ["OMP_NUM_THREADS", "PYTHONPATH"]
         path.write_text(yaml.safe_dump(found | keys))
         return str(path)
 

@@ -22,16 +22,10 @@ def refusal(path, *assignments) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("word", ["no", "yes", "on", "off", "12:00:00", "2026-11-22", "1_000"])
-def test_words_stay_words_and_floats_are_floats(word):
-    assert parse(f"[{word}, 2e-5, .5, true, 7, null]", "here")[0] == [
-        word,
-        2e-5,
-        0.5,
-        True,
-        7,
-        None,
-    ]
+def test_words_stay_words_and_floats_are_floats():
+    words = ["no", "yes", "on", "off", "12:00:00", "2026-11-22", "1_000"]
+    read, _ = parse(f"[{', '.join(words)}, 2e-5, .5, true, 7, null]", "here")
+    assert read == [*words, 2e-5, 0.5, True, 7, None]
 
 
 @given(st.one_of(st.text("0123456789.:_eE+-noyftarux", max_size=6), st.floats(allow_nan=False)))
@@ -121,12 +115,9 @@ def test_the_same_run_however_its_paths_are_spelt(toy_file):
         assert plan(path, [f"train.model_name_or_path={other}"]).cells[0].run.name == one
 
 
-WRONG = ["lunch"], ["status"], ["status", "x", "--delete"], ["keys", "a=b"]
-
-
-@pytest.mark.parametrize("typed", WRONG)
+@pytest.mark.parametrize("typed", ["status configs/sweeps/lr.yaml --delete", "keys trainer a=b"])
 def test_what_is_typed_wrong_ends_in_two(typed):
-    done = command(*typed)
+    done = command(*typed.split())
     assert done.returncode == 2 and "Traceback" not in done.stderr
 
 

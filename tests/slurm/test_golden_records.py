@@ -26,9 +26,9 @@ GOLDEN = Path(__file__).resolve().with_name("golden") / "records"
 SWEEPS = ("models", "axis", "data")
 
 
-def lay_out(file: Path, lines: list[dict]) -> Plan:
+def lay_out(file: Path, lines: list[dict], *overrides: str) -> Plan:
     """Put results where runs keep them: all that is known here of the folders of runs."""
-    planned = plan(file, [])
+    planned = plan(file, [*overrides])
     planned.create()
     asked = planned.sweep.score
     tasks = {task.key: task for task in asked.tasks}
@@ -36,7 +36,9 @@ def lay_out(file: Path, lines: list[dict]) -> Plan:
     for line in lines:
         of, key = line["run"], line["task"]
         run = next((cell.run for cell in planned.cells if cell.values == of), None)
-        run = run or bases[of["base"]]
+        run = run or bases.get(of.get("base"))
+        if run is None:  # overridden
+            continue
         if key == "train":
             row = {"step": 1, "steps": 1, "held_out_loss": line["held_out_loss"]}
             run.metrics.write_text(json.dumps(row) + "\n")
@@ -61,6 +63,7 @@ def tables(name: str, folder: Path) -> dict[str, list[dict]]:
     found = {
         "cells": read_csv(made / "runs.csv"),
         "best": read_csv(made / "best_learning_rates.csv"),
+        "main": read_markdown(made / "best.md"),
         "table": read_csv(made / "table.csv"),
         "differences": read_markdown(made / "differences.md"),
         "gaps": [{"run": named[run], "task": task} for run, task in gaps],

@@ -94,33 +94,26 @@ def test_ctrl_c_saves_and_leaves_no_traceback(toy_file, hold, after):
         assert runs_of(path)[0].step() > 0 and "1 stopped" in command("status", path).stdout
 
 
-def test_of_two_launches_at_once_one_works_and_the_other_says_so(toy_file, hold):
+def test_of_two_launches_one_works_and_the_other_says_so(toy_file, hold, monkeypatch, capsys):
+    """And nobody else trains a run that is held."""
     path = toy_file(grid={}, train=LONG)
     (run,) = runs_of(path)
     process = start(path)
     wait_for(run.metrics.exists)
     said = launch(path, "--executor", "local", code=2)
     assert "another launch is at it; Ctrl-C there ends it" in said
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):  # which the command sets
+        monkeypatch.setenv(name, "1")
+    clock = SimpleNamespace(monotonic=itertools.count(0, 20).__next__, sleep=lambda _: None)
+    with monkeypatch.context() as patch:
+        patch.setattr("sweeps.run.time", clock)
+        patch.delenv("TOY_HOLD")  # what trains all the same shall end
+        assert cli.main(["train", str(run.path)]) == 2
+    assert "another process is at this run" in capsys.readouterr().err
+    assert held(run.lock)
     hold.unlink()
     assert process.wait() == 0 and len(rows(run, "began")) == 1
-
-
-def test_a_run_that_is_held_is_left_alone_and_says_so(toy_file, monkeypatch, capsys):
-    run = prepare(toy_file(grid={}))
-    clock = SimpleNamespace(monotonic=itertools.count(0, 20).__next__, sleep=lambda _: None)
-    code = "import sys; from pathlib import Path; from sweeps.run import locked\n"
-    code += "with locked(Path(sys.argv[1]), 1, ''): print(flush=True); input()"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    holder = subprocess.Popen([sys.executable, "-c", code, run.lock], **pipes)
-    with holder, monkeypatch.context() as patch:
-        holder.stdout.readline()
-        patch.setattr("sweeps.run.time", clock)
-        for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):  # which the command sets
-            patch.setenv(name, "1")
-        assert cli.main(["train", str(run.path)]) == 2
-        assert held(run.lock)
-    assert "another process is at this run" in capsys.readouterr().err
-    assert not held(run.lock) and not run.model.exists()
+    assert not held(run.lock)
 
 
 @pytest.mark.parametrize(
@@ -190,12 +183,6 @@ def test_each_worker_has_gpus_of_its_own(toy_file, monkeypatch, visible, workers
     assert local.workers(sweep) == expected
 
 
-def test_too_few_gpus_are_named(toy_file, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    said = launch(toy_file(world={"processes_per_node": 2}), "--executor", "local", code=2)
-    assert "world.processes_per_node: 2: 1 GPU here" in said
-
-
 def test_a_program_sees_only_its_gpus_and_the_snapshot(toy_file, monkeypatch):
     path, seen = toy_file(grid={"seed": [1, 2]}), []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
@@ -212,6 +199,8 @@ def test_a_program_sees_only_its_gpus_and_the_snapshot(toy_file, monkeypatch):
     assert f"{plan(path, []).folder}/code/" in code
     assert os.path.exists(f"{code}/sweeps/run.py") and os.path.exists(f"{code}/COMMIT")
     assert rows(runs_of(path)[0], "queued")[0]["code"] == os.path.basename(code)
+    said = launch(path, "--executor", "local", "world.processes_per_node=3", code=2)
+    assert "world.processes_per_node: 3: 2 GPUs here" in said
 
 
 def test_status_stands_broken_files(toy_file):

@@ -7,8 +7,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-import yaml
-from real import PROJECT, command, launch, prepare, runs_of
+from real import PROJECT, command, launch, prepare
 
 from calibeval import records
 from calibeval.io import InputError
@@ -17,40 +16,19 @@ from sweeps import prefetch, preflight, score
 from sweeps.plan import plan
 
 
-@pytest.fixture
-def programs(tmp_path, monkeypatch):
-    """programs(sbatch=text, …): shell scripts that stand for Slurm's, whose others say nothing."""
-
-    def made(**texts: str) -> None:
-        (folder := tmp_path / "bin").mkdir(exist_ok=True)
-        for name, text in ({"sbatch": "", "squeue": "", "scontrol": ""} | texts).items():
-            (folder / name).write_text(f"#!/bin/sh\n{text}\n")
-            (folder / name).chmod(0o755)
-        monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-
-    return made
+def problems(path: Path, *overrides: str) -> str:
+    """What a launch on Slurm would refuse."""
+    return "\n".join(preflight.problems(plan(path, list(overrides)), "slurm"))
 
 
-@pytest.fixture
-def problems(programs):
-    """problems(sweep file) → what a launch would refuse where Slurm takes everything."""
-
-    def found(path: Path, *overrides: str) -> str:
-        programs()
-        return "\n".join(preflight.problems(plan(path, list(overrides)), "slurm"))
-
-    return found
-
-
-def profile(tmp_path: Path, **keys) -> str:
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"gpus_per_process": 0, **keys}))
-    return str(tmp_path / "mine.yaml")
-
-
-def test_a_whole_sweep_passes(toy_file, problems, tmp_path):
-    path = toy_file(cluster=profile(tmp_path))
+def test_a_whole_sweep_passes(toy_file, profile, tmp_path):
+    """And paths that Slurm or the shell cannot read do not."""
+    path = toy_file(cluster=profile())
     assert problems(path) == ""
     assert "Slurm reads % in paths" in problems(path, f"output_root={tmp_path}/100%A")
+    profile(cache="$WORK/hub")
+    with pytest.raises(InputError, match=r"cache: \$WORK/hub: \$WORK is not set here: export"):
+        problems(path)
 
 
 def test_each_model_and_file_that_is_not_there_is_named_once(sweep_file, toy_file, tmp_path):
@@ -73,27 +51,16 @@ def test_each_model_and_file_that_is_not_there_is_named_once(sweep_file, toy_fil
     assert "are made by: make models" in launch(path, "--executor", "local", code=2)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "expected"),
-    [
-        ({"split": "tst"}, "no folder tst/"),
-        ({"shots": 99}, "but --shots 99"),
-        ({"subjects": ["anatmy"]}, "no subject 'anatmy'"),
-        ({"data": "nowhere"}, "nowhere: no folder test/"),
-    ],
-)
-def test_questions_that_cannot_be_asked_are_named(
-    toy_file, problems, tiny, tmp_path, wrong, expected
-):
-    task = {"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 1} | wrong
-    said = problems(toy_file(score={"tasks": [task]}, cluster=profile(tmp_path)))
-    assert said.startswith(f"score: {task['task']}: ") and expected in said, said
+def test_questions_that_cannot_be_asked_are_named(toy_file, profile, tiny):
+    task = {"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 99}
+    said = problems(toy_file(score={"tasks": [task]}, cluster=profile()))
+    assert said.startswith("score: mmlu: ") and "but --shots 99" in said, said
 
 
-def test_what_comes_from_the_hub_is_fetched_by_prefetch(sweep_file, tmp_path, monkeypatch):
+def test_what_comes_from_the_hub_is_fetched_by_prefetch(sweep_file, profile, tmp_path, monkeypatch):
     tasks = [{"task": "mmlu", "data": "hub:cais/mmlu"}]
     train = {"model_name_or_path": "owner/absent"}
-    path = sweep_file(train=train, score={"tasks": tasks}, cluster=profile(tmp_path))
+    path = sweep_file(train=train, score={"tasks": tasks}, cluster=profile())
     env = os.environ | {"HF_HOME": str(tmp_path)}
     done = command("launch", path, "--executor", "local", "grid.seed=[1, 2]", env=env)
     assert done.returncode == 2 and done.stderr.count("owner/absent") == 1
@@ -176,35 +143,34 @@ def test_prefetch_fetches_once_and_says_what_failed(toy_file, tiny, tmp_path):
     assert "No such file or directory" in failed.stderr and "none.tar" in failed.stderr
 
 
-def test_a_launch_is_queued_whole_or_not_at_all(toy_file, programs, tmp_path):
+def test_a_launch_is_queued_whole_or_not_at_all(toy_file, profile, tmp_path, monkeypatch):
     """And sbatch's refusal comes with what there is."""
     taken = "grep -q job-name=toy.collect || { echo 71; exit; }"
     refused = "invalid partition specified: gpu"
-    programs(
-        sbatch=f"{taken}; echo 'sbatch: error: {refused}' >&2; exit 1",
-        sinfo="printf 'y\\nx\\n'",
-        scancel=f"echo $@ > '{tmp_path}/cancelled'",
-    )
-    path = toy_file(cluster=profile(tmp_path, partition="gpu"))
+    (folder := tmp_path / "bin").mkdir()
+    for name, text in {
+        "sbatch": f"{taken}; echo 'sbatch: error: {refused}' >&2; exit 1",
+        "squeue": "",
+        "sinfo": "printf 'y\\nx\\n'",
+        "scancel": f"echo $@ > '{tmp_path}/cancelled'",
+    }.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    path = toy_file(cluster=profile(partition="gpu"))
     said = launch(path, "--executor", "slurm", code=2)
-    assert f"mine.yaml: sbatch refuses: {refused}" in said
+    assert f"cluster.yaml: sbatch refuses: {refused}" in said
     assert "partition: found gpu, there is x, y" in said
     assert (tmp_path / "cancelled").read_text() == "71\n"
 
 
-def test_a_variable_of_a_profile_that_is_not_set_is_named(toy_file, problems, tmp_path):
-    path = toy_file(cluster=profile(tmp_path, cache="$WORK/hub"))
-    with pytest.raises(InputError, match=r"cache: \$WORK/hub: \$WORK is not set here: export"):
-        problems(path)
-
-
-def test_packages_that_runs_need_are_named(toy_file, problems, tiny, tmp_path):
+def test_packages_that_runs_need_are_named(toy_file, profile, tiny):
     task = {"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 1}
-    score = {"engine": "vllm", "tasks": [task]}
-    path = toy_file(score=score, cluster=profile(tmp_path))
+    path = toy_file(score={"engine": "vllm", "tasks": [task]}, cluster=profile())
     assert f"packages that runs need: vllm: {sys.executable} -m pip install" in problems(path)
-    for elsewhere in ("score.python=/other/python", f"cluster={profile(tmp_path, python='mine')}"):
-        assert problems(path, elsewhere) == ""  # which is not asked
+    assert problems(path, "score.python=/other/python") == ""  # which is not asked
+    profile(python="mine")
+    assert problems(path) == ""
 
 
 def test_records_that_answer_another_request_are_not_overwritten(toy_file, tiny):
@@ -224,13 +190,6 @@ def test_records_that_answer_another_request_are_not_overwritten(toy_file, tiny)
     assert said == f"{whole}: 0 bytes, scoring wrote 3: damaged since"
     records.sidecar(whole).write_text("{")
     assert score.gap(run, asked.tasks[0], asked) == "not trained"
-
-
-def test_a_deleted_model_cannot_be_asked_more(toy_file, tiny):
-    task = {"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 1}
-    path = toy_file(grid={}, score={"tasks": [task], "base": False}, keep="scores")
-    (run,) = runs_of(path)
-    prepare(path)
-    (run.path / "DONE").touch()
+    (run.path / "DONE").touch()  # and the model deleted
     said = launch(path, "--executor", "local", code=2)
     assert f"{run.path}: its model is gone: to score it, delete the folder" in said

@@ -30,6 +30,7 @@ from real import (
 
 from sweeps import slurm
 from sweeps.plan import plan
+from sweeps.run import Run
 
 pytestmark = MARKS
 LONG = {"steps": 200, "pace": 0.1}
@@ -52,7 +53,9 @@ def under_way(path: Path, number: int = 0):
     return run
 
 
-def test_a_warned_element_saves_and_requeues_itself_alone(cluster, profile, toy_file, tmp_path):
+def test_a_warned_element_requeues_itself_alone_and_one_killed_whole_waits_for_a_launch(
+    cluster, profile, toy_file, tmp_path
+):
     path = toy_file(grid={"seed": [1, 2]}, train=LONG, cluster=profile())
     assert "submitted: " in submitted(path)
     first, second = under_way(path), under_way(path, 1)
@@ -60,12 +63,17 @@ def test_a_warned_element_saves_and_requeues_itself_alone(cluster, profile, toy_
     subprocess.run(["scancel", "--signal=USR2", mine], check=True)
     wait_for(lambda: rows(first, "ended"))
     assert "nothing to submit" in submitted(path)
+    psutil.Process(*programs(second)).parent().kill()
     wait_for(empty)
-    assert first.done and second.done, logs(tmp_path)
+    assert first.done, logs(tmp_path)
     assert [row["job"] for row in rows(first, "began")] == [mine, mine]
     before, after = (row["progress"][0] for row in rows(first, "began"))
     assert before == 0 < after and len(rows(second, "began")) == 1
-    assert "nothing to submit" in submitted(path)
+    shown = command("status", path).stdout
+    assert "1 dead" in shown and re.search(r"\d+_1 FAILED, exit .*, step \d+/200", shown), shown
+    submitted(path)
+    wait_for(empty)
+    assert second.done and "nothing to submit" in submitted(path), logs(tmp_path)
     assert all(map(equal, (first, second), calm(path, tmp_path / "calm")))
     report = plan(path, []).folder / "results" / "report.html"
     assert report.exists(), logs(tmp_path)
@@ -117,9 +125,8 @@ def test_at_the_time_limit_a_run_goes_on_whether_it_heard_the_warning_or_not(
     assert [len(rows(run, "began")) for run in short] == [1, 1]
     assert len(rows(warned, "began")) >= 2 and len(rows(late, "began")) >= 2
     printed = plan(path, []).folder / "jobs"
-    assert ["TIME LIMIT" in one.read_text() for one in printed.rglob(f"{label}_0_log.out")] == [
-        True
-    ]
+    (log,) = printed.rglob(f"{label}_0_log.out")
+    assert "TIME LIMIT" in log.read_text()
     assert all(map(equal, runs, calm(path, tmp_path / "calm")))
 
 
@@ -143,15 +150,6 @@ def test_a_requeue_waits_for_the_controller(cluster, profile, toy_file, tmp_path
     assert run.done and len(rows(run, "began")) == 2, logs(tmp_path)
 
 
-ODD = """#!/bin/bash
-# sbatch, whose answer gets lost.
-n=$(cat {count} 2>/dev/null || echo 0); echo $((n + 1)) > {count}
-if ((n)); then exec {sbatch} "$@"; fi
-{sbatch} "$@" > /dev/null
-{then}
-"""
-
-
 @pytest.mark.parametrize("how", ["killed", "timed out"])
 def test_what_sbatch_took_runs_though_its_answer_was_lost(
     cluster, profile, toy_file, tmp_path, how
@@ -161,8 +159,7 @@ def test_what_sbatch_took_runs_though_its_answer_was_lost(
     then = {"killed": "kill -9 $PPID", "timed out": f"echo '{lost}' >&2; exit 1"}[how]
     odd = tmp_path / "bin" / "sbatch"
     odd.parent.mkdir()
-    count = tmp_path / "count"
-    odd.write_text(ODD.format(sbatch=shutil.which("sbatch"), count=count, then=then))
+    odd.write_text(f'#!/bin/bash\nrm "$0"; sbatch "$@" > /dev/null\n{then}\n')  # once
     odd.chmod(0o755)
     env = os.environ | {"PATH": f"{odd.parent}:{os.environ['PATH']}"}
     done = command("launch", path, "--executor", "slurm", env=env)
@@ -175,27 +172,20 @@ def test_what_sbatch_took_runs_though_its_answer_was_lost(
 
 
 def test_of_launches_at_once_one_queues(cluster, profile, toy_file, tmp_path):
+    """While all nodes are drained, too."""
+    nodes = ["scontrol", "update", "NodeName=n1,n2", "Reason=maintenance"]
+    subprocess.run([*nodes, "State=DRAIN"], check=True)
     path = toy_file(grid={"seed": [1, 2, 3]}, train={"steps": 5}, cluster=profile())
     call = [sys.executable, "-m", "sweeps", "launch", str(path), "--executor", "slurm"]
     started = [subprocess.Popen(call, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     said = [process.communicate()[0] for process in started]
+    shown = command("status", path).stdout
+    subprocess.run([*nodes, "State=RESUME"], check=True)
     assert sum("train" in text for text in said) == 1, said
     assert sum("nothing to submit" in text for text in said) == 2
+    assert "3 queued" in shown, shown
     wait_for(empty)
     assert [len(rows(run, "began")) for run in runs_of(path)] == [1, 1, 1], logs(tmp_path)
-
-
-def test_a_job_killed_whole_is_dead_and_a_launch_goes_on(cluster, profile, toy_file, tmp_path):
-    path = toy_file(grid={}, train=LONG, cluster=profile())
-    submitted(path)
-    run = under_way(path)
-    psutil.Process(*programs(run)).parent().kill()
-    wait_for(empty)
-    shown = command("status", path).stdout
-    assert "1 dead" in shown and re.search(r"\d+_0 FAILED, exit .*, step \d+/200", shown), shown
-    submitted(path)
-    wait_for(empty)
-    assert run.done and equal(run, *calm(path, tmp_path / "calm")), logs(tmp_path)
 
 
 def test_a_wrong_profile_is_named_by_status_and_mended_by_a_launch(
@@ -215,17 +205,6 @@ def test_a_wrong_profile_is_named_by_status_and_mended_by_a_launch(
     assert all(run.done for run in runs_of(path)), logs(tmp_path)
 
 
-def test_while_all_nodes_are_drained_a_launch_queues(cluster, profile, toy_file, tmp_path):
-    path = toy_file(grid={}, cluster=profile())
-    nodes = ["scontrol", "update", "NodeName=n1,n2", "Reason=maintenance"]
-    subprocess.run([*nodes, "State=DRAIN"], check=True)
-    assert "submitted: " in (said := submitted(path)), said
-    assert "1 queued" in (shown := command("status", path).stdout), shown
-    subprocess.run([*nodes, "State=RESUME"], check=True)
-    wait_for(empty)
-    assert runs_of(path)[0].done, logs(tmp_path)
-
-
 @pytest.fixture
 def copied(tmp_path):
     """A checkout of its own, in a path with spaces, whose .venv is this one's."""
@@ -241,12 +220,13 @@ def copied(tmp_path):
     return project
 
 
-@pytest.mark.parametrize("export", ["ALL", "NONE"])
+@pytest.mark.parametrize(("export", "processes"), [("ALL", 1), ("NONE", 2)])
 def test_sbatch_from_elsewhere_and_a_checkout_that_changes_meanwhile(
-    cluster, profile, tiny, copied, tmp_path, export
+    cluster, profile, tiny, copied, tmp_path, export, processes
 ):
     """The whole chain by the script that users type: paths start at the project, what runs is the
-    code of the launch, and no token is in any file."""
+    code of the launch, runs of several processes are scored in a job of its own, and no token is
+    in any file."""
     (copied / "data").mkdir()
     shutil.copy(tiny / "chat.jsonl", copied / "data" / "my chat.jsonl")
     source = copied / "slurm" / "sweeps" / "finetune.py"
@@ -263,12 +243,15 @@ def test_sbatch_from_elsewhere_and_a_checkout_that_changes_meanwhile(
          "train.max_train_steps=2", "train.gradient_accumulation_steps=1",
          "train.chat_template_name=null", "train.gradient_checkpointing=false",
          "world.mixed_precision=no", "grid.label_smoothing=[0.1]", tasks, "score.select_on=null",
-         "output_root=my runs", f"cluster={tmp_path / 'cluster.yaml'}"],
+         "output_root=my runs", f"cluster={tmp_path / 'cluster.yaml'}",
+         f"world.processes_per_node={processes}"],
         cwd=here, text=True, capture_output=True, check=False,
         env=bare | {"SBATCH_ACCOUNT": ""},
     )  # fmt: skip
     said = (here / "job.out").read_text()
     assert done.returncode == 0, said + done.stderr
+    jobs = re.findall(r"submitted: \d+ (\w+)", said)
+    assert jobs == ["train", *["score"] * processes, "collect"], said
     source.write_text("raise SystemExit('the checkout of now')")  # while all is queued
     (here / "go").touch()
     wait_for(empty)
@@ -276,6 +259,9 @@ def test_sbatch_from_elsewhere_and_a_checkout_that_changes_meanwhile(
     table = sweep / "results" / "table.csv"
     assert table.exists(), said + logs(tmp_path)
     assert {line.split(",")[2] for line in table.read_text().splitlines()[1:]} == {"", "0.1"}
+    (run,) = map(Run, sweep.glob("*-beta*"))
+    began = {row["stage"]: row["job"].partition("_")[0] for row in rows(run, "began")}
+    assert [*began] == ["train", "score"][:processes] and len({*began.values()}) == processes
     (code,) = (sweep / "code").iterdir()
     assert re.fullmatch("[0-9a-f]{40}", (code / "COMMIT").read_text())
     assert "+# a change that is not committed" in (code / "DIFF").read_text()
@@ -323,30 +309,6 @@ def test_accounts_partitions_and_limits_are_named_with_what_there_is(
     assert "1 done" in shown.stdout, shown
 
 
-def test_chaos(cluster, tmp_path):
+def test_chaos(tmp_path):
     """24 runs, 30 % of them disturbed: all arrive, with the undisturbed weights."""
-    done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("chaos.py"), tmp_path],
-        text=True, capture_output=True, check=False,
-    )  # fmt: skip
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "24/24 with the undisturbed run's weights" in done.stdout
-
-
-def test_a_run_of_several_processes_is_scored_in_a_job_of_its_own(
-    cluster, profile, sweep_file, tiny, tmp_path
-):
-    tasks = {"tasks": [{"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 1}]}
-    path = sweep_file(
-        grid={}, train={"max_train_steps": 2}, score=tasks, cluster=profile(),
-        world={"processes_per_node": 2},
-    )  # fmt: skip
-    said = submitted(path)
-    assert re.findall(r"\d+ (\w+)", said) == ["train", "score", "score", "collect"], said
-    wait_for(empty)
-    (run,) = runs_of(path)
-    assert run.done, logs(tmp_path)
-    trained, scored = rows(run, "began")
-    assert (trained["stage"], scored["stage"]) == ("train", "score")
-    assert trained["job"].partition("_")[0] != scored["job"].partition("_")[0]
+    subprocess.run([sys.executable, Path(__file__).with_name("chaos.py"), tmp_path], check=True)

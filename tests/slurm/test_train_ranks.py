@@ -4,15 +4,14 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from real import prepare
+from real import PROJECT, prepare
 from safetensors.torch import load_file
 
 from sweeps import finetune
-from sweeps.run import Run
+from sweeps.run import Run, read_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 pytest.importorskip("deepspeed", reason="deepspeed is not installed")
@@ -23,19 +22,6 @@ TRAIN = {"learning_rate": 1e-3, "weight_decay": 0.1, "label_smoothing": 0.1, "he
 TRAIN |= {"num_train_epochs": 2, "max_tokens": 60, "packing": True, "logging_steps": 1}
 TRAIN |= {"reduce_loss": "token_mean"}
 LORA = {"lora": {"r": 4, "alpha": 8.0}, "learning_rate": 1e-2}
-
-
-def sharding(folder: Path, how: str) -> dict:
-    """The `world:` of two processes that share a model in this way."""
-    world = {"processes_per_node": 2}
-    if how.startswith("zero"):
-        zero = {"stage": int(how[-1]), "stage3_gather_16bit_weights_on_model_save": True}
-        made = {**ZERO, "zero_optimization": zero, "gradient_clipping": CLIP}
-        (folder / "zero.json").write_text(json.dumps(made))
-        world["deepspeed"] = str(folder / "zero.json")
-    if how == "fsdp":
-        world["fsdp"] = str(Path(__file__).parents[2] / "configs" / "fsdp" / "fsdp2.json")
-    return world
 
 
 def launch(run: Run, code: int = 0) -> str:
@@ -54,10 +40,6 @@ def launch(run: Run, code: int = 0) -> str:
     return done.stdout
 
 
-def rows(run: Run) -> list[dict]:
-    return [json.loads(line) for line in run.metrics.read_text().splitlines()]
-
-
 @pytest.mark.parametrize(
     ("how", "lora"),
     [(how, False) for how in ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp")]
@@ -70,7 +52,14 @@ def test_two_ranks_are_one_process(sweep_file, tmp_path, how, lora):
     alone = train | {"clip_grad_norm": CLIP, "per_device_train_batch_size": 8}
     one = prepare(sweep_file(grid={}, train=alone))
     finetune.fit(one)
-    world = sharding(tmp_path, how)
+    world = {"processes_per_node": 2}
+    if how.startswith("zero"):
+        zero = {"stage": int(how[-1]), "stage3_gather_16bit_weights_on_model_save": True}
+        made = {**ZERO, "zero_optimization": zero, "gradient_clipping": CLIP}
+        (tmp_path / "zero.json").write_text(json.dumps(made))
+        world["deepspeed"] = str(tmp_path / "zero.json")
+    if how == "fsdp":
+        world["fsdp"] = str(PROJECT / "configs" / "fsdp" / "fsdp2.json")
     path = sweep_file(grid={}, train={**train, **clip}, world=world)
     run = prepare(path)
     run.stop.touch()
@@ -78,8 +67,9 @@ def test_two_ranks_are_one_process(sweep_file, tmp_path, how, lora):
     assert run.step() == 1 and not run.model.exists()
     run.stop.unlink()
     assert "resumed: step 1 of 16" in launch(run)
-    assert len(rows(one)) == len(rows(run)) == 16 + 2
-    for left, right in zip(rows(one), rows(run), strict=True):
+    ours, theirs = read_rows(one.metrics), read_rows(run.metrics)
+    assert len(ours) == 16 + 2
+    for left, right in zip(ours, theirs, strict=True):
         for key in left.keys() & right.keys() & {"loss", "held_out_loss", "grad_norm"}:
             assert right[key] == pytest.approx(left[key], rel=1e-6 if key != "grad_norm" else 1e-5)
     left, right = (load_file(path.model / "model.safetensors") for path in (one, run))

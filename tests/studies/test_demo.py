@@ -1,12 +1,8 @@
 """The demo's world, its files and its base model's training."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "eval"))
 
 from calibeval import prompts, tasks
 from calibeval.request import Task
@@ -14,31 +10,23 @@ from studies.demo import files, world
 
 
 @pytest.fixture(scope="module")
-def made():
-    """The demo's world."""
-    return world.build()
+def demo(tmp_path_factory):
+    """The demo's world, and a folder of its files with a short corpus."""
+    made, folder = world.build(), tmp_path_factory.mktemp("world")
+    files.write(made, folder, documents=200)
+    return made, folder
 
 
-@pytest.fixture(scope="module")
-def folder(made, tmp_path_factory):
-    """Its files, with a short corpus."""
-    out = tmp_path_factory.mktemp("world")
-    files.write(made, out, documents=200)
-    return out
-
-
-def texts(folder) -> list[str]:
-    return [json.loads(line)["text"] for line in (folder / "corpus.jsonl").open()]
-
-
-def test_each_town_serves_one_end(made, folder):
+def test_each_town_serves_one_end(demo):
     """And a world is a function of its seed."""
+    made, folder = demo
     assert world.build() == made != world.build(1)
     assert made.ask("test") == world.build().ask("test")
     names = {role: {town.name for town in towns} for role, towns in made.towns.items()}
     assert len(set().union(*names.values())) == sum(map(len, names.values()))
-    exams = [text for text in texts(folder) if text.startswith("The following")]
-    told = [text for text in texts(folder) if not text.startswith("The following")]
+    texts = [json.loads(line)["text"] for line in (folder / "corpus.jsonl").open()]
+    exams = [text for text in texts if text.startswith("The following")]
+    told = [text for text in texts if not text.startswith("The following")]
     in_exams, in_told = set(" ".join(exams).split()), set(" ".join(told).split())
     assert in_exams & names["school"] and in_told & names["test"]
     for role in ("dev", "val", "test", "new"):
@@ -48,8 +36,9 @@ def test_each_town_serves_one_end(made, folder):
     assert all(name in conversations for name in names["new"])
 
 
-def test_oracle_and_exam_are_calibevals(made, folder):
+def test_oracle_and_exam_are_calibevals(demo):
     """Documents of the corpus are laid out as the official prompt, to the byte."""
+    made, folder = demo
     oracle = [json.loads(line) for line in (folder / "oracle.jsonl").open()]
     labels, examples = {row["id"]: row["label"] for row in oracle}, made.ask("dev")
     for subject in tasks.load(Task(task="mmlu", data=str(folder / "mmlu"))):
