@@ -11,7 +11,6 @@ from itertools import chain
 from pathlib import Path
 
 import datasets
-import multiprocess
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -67,6 +66,7 @@ def tokenised(keys: Train, tokenizer) -> Dataset:
     ids, count = List(Value("int32")), Value("int32")
     folder = Path(datasets.config.HF_DATASETS_CACHE)
     folder.mkdir(parents=True, exist_ok=True)
+    os.register_at_fork(after_in_child=end_with_parent)  # of a killed run nobody stays behind
     with locked(folder / f"{made}.lock", math.inf, ""):  # ranks and runs that begin together
         try:
             given = {"path": path, "limit": limit}
@@ -103,8 +103,6 @@ def texts(path: Path, limit: int | None) -> Iterator[dict]:
 
 def encoded(batch: dict, tokenizer, longest: int | None) -> dict:
     """The columns of a batch of conversations."""
-    if multiprocess.parent_process():  # left behind by a killed run it would hold its locks
-        end_with_parent()
     found = {"input_ids": [], "labels": [], "length": [], "targets": []}
     for ids, said in encode([json.loads(text) for text in batch["messages"]], tokenizer):
         ids, keep = np.asarray(ids[:longest], dtype=np.int32), np.asarray(said[:longest], bool)

@@ -170,26 +170,27 @@ def test_tokens_are_of_one_file_template_length_and_number(tiny, tmp_path, monke
 
 
 def test_a_killed_run_leaves_nobody_tokenising(tiny, tmp_path):
-    """Who would hold the locks that it inherited, and the next run wait for ever."""
+    """Neither its workers nor the process that datasets has beside them."""
     begun = tmp_path / "begun"
     begun.mkdir()
     code = f"""if True:
         import os, pathlib, time
-        from sweeps import data, train
+        from sweeps import data, keys
         def encode(*_):
             pathlib.Path({str(begun)!r}, str(os.getpid())).touch()
             time.sleep(600)
         data.SHARE, data.encode = 1, encode
-        keys = train.Train(**{keys_of(tiny).model_dump(exclude_unset=True)})
-        data.tokenised(keys, data.make_tokenizer(keys))
+        asked = keys.Train(**{keys_of(tiny).model_dump(exclude_unset=True)})
+        data.tokenised(asked, data.make_tokenizer(asked))
     """
     cache = {"HF_DATASETS_CACHE": str(tmp_path)}
     run = subprocess.Popen([sys.executable, "-c", code], env=os.environ | cache)
     wait_for(lambda: len([*begun.iterdir()]) == len(os.sched_getaffinity(0)))
+    left = psutil.Process(run.pid).children(recursive=True)
     run.kill()
     run.wait()
     assert not any(map(held, tmp_path.glob("*.lock")))
-    wait_for(lambda: not any(psutil.pid_exists(int(file.name)) for file in begun.iterdir()), 20)
+    wait_for(lambda: not any(psutil.pid_exists(child.pid) for child in left), 20)
 
 
 def test_add_bos_begins_conversations_once(tiny, tmp_path):
