@@ -92,12 +92,15 @@ def _planned(a: argparse.Namespace):
 
 
 def _launch(a: argparse.Namespace) -> int:
+    # Of a Ctrl-C that comes during an import Python makes an ImportError, or nothing at all.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     import shutil
 
     from calibeval.io import InputError
-    from sweeps import local, preflight, slurm, status
+    from sweeps import collect, local, preflight, slurm, status
     from sweeps.run import again
 
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     plan, here = _planned(a), shutil.which("sbatch") is None
     executor = a.executor if a.executor != "auto" else "local" if here else "slurm"
     if a.dry_run and a.executor != "local":
@@ -119,11 +122,6 @@ def _launch(a: argparse.Namespace) -> int:
             print(f"submitted: {job} {what}")
         print(f"watch: {again('status', plan.folder)}")
         return 0
-    # Of a KeyboardInterrupt pandas' C code makes an ImportError, so that it waits for the import.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    from sweeps import collect
-
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     number, lost = local.launch(plan)
     if number:
         print("stopped; the same command continues", file=sys.stderr)

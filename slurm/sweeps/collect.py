@@ -127,7 +127,8 @@ def best_learning_rates(plan: Plan, cells: list[Cell]) -> tuple[list[dict], list
     for key, rates in sorted(groups.items(), key=lambda group: str(group[0])):
         means = {}
         for rate, seeds in rates.items():
-            means[rate] = tuple(map(fmean, zip(*(value for value, _ in seeds), strict=True)))
+            figures = zip(*(value for value, _ in seeds), strict=True)
+            means[rate] = tuple(round(fmean(some), 12) for some in figures)  # or no two are equal
         best = min(means, key=lambda r: means[r] if on == HELD_OUT else (-means[r][0], means[r][1]))
         chosen += [cell for _, cell in rates[best]]
         row = dict(zip(("trained_on", "model", "label_smoothing", *others), key, strict=True))
