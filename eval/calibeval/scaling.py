@@ -39,11 +39,11 @@ def temperature(validation: str | Path, test: str | Path, out: str | Path) -> di
     validation, test, out = map(Path, (validation, test, out))
     fitted_on, scored = records.read(validation), records.read(test)
     about = [records.meta(path).get("settings") or {} for path in (validation, test)]
-    digests = {one.get("model_digest") for one in about} - {None}
+    models = {one.get("model_digest") for one in about}
     for key in ("scoring", "normalise"):
         if (found := getattr(fitted_on, key)) != (other := getattr(scored, key)):
             raise InputError(f"{validation}: {key} {found!r}, but {test} {other!r}")
-    if len(digests) > 1:
+    if len(models if None not in models else {fitted_on.model, scored.model}) > 1:
         raise InputError(f"{validation}: is of another model than {test}; fit on its own answers")
     if out.exists():
         raise InputError(f"{out}: is there already; delete it, or give another --out")

@@ -95,8 +95,13 @@ def normalisation(task: Task) -> str:
 
 
 def load(task: Task) -> list[Subject]:
-    """A task's questions, cut to its limit, and few-shot examples; bad data raises `InputError`."""
+    """A task's questions, cut to its limit, and few-shot examples, which are not asked; bad data
+    raises `InputError`."""
     asked = resolved(task)
+    if task.split and Path(task.data).is_file():
+        raise InputError(f"{task.data}: is one file, so --split {task.split} chooses nothing")
+    if task.examples and task.task == "mmlu":
+        raise InputError(f"--examples {task.examples}: mmlu's are its dev split's")
     found = {subject.name: subject for subject in LOADERS[task.task](asked)}
     if unknown := sorted({*(task.subjects or ())} - {*found}):
         raise InputError(f"{task.data}: no subject {unknown[0]!r}; there are {', '.join(found)}")
@@ -107,7 +112,10 @@ def load(task: Task) -> list[Subject]:
         if len(of.shots) < asked.shots:
             few = f"{counted(len(of.shots), 'example')}, but --shots {asked.shots}"
             raise InputError(f"{task.examples or task.data}, {name}: {few}")
-        made.append(replace(of, questions=of.questions[: task.limit]))
+        rest = tuple(question for question in of.questions if question not in of.shots)
+        if not rest:
+            raise InputError(f"{task.data}, {name}: every question is an example as well")
+        made.append(replace(of, questions=rest[: task.limit]))
     return made
 
 
@@ -169,10 +177,7 @@ def _hub(name: str, split: str) -> dict[str, list[Question]]:
 
 def one_file(name: str, topic: str, parse: Callable[[dict], dict], task: Task) -> list[Subject]:
     """Read a file, or the split's of a folder; few-shot examples are the first of `examples`, or of
-    the training split beside the file.
-
-    Where HellaSwag's is absent, the first questions serve and are not scored.
-    """
+    the training split beside the file, or, where HellaSwag's is absent, of the questions."""
     split, path = task.split or SPLITS[task.task][0], Path(task.data)
     if path.is_dir():
         path = path / name.format(split, split.capitalize())
@@ -181,12 +186,9 @@ def one_file(name: str, topic: str, parse: Callable[[dict], dict], task: Task) -
     def read(file: Path) -> list[Question]:
         return _read(file, lambda row: parse(row) | {"subject": task.task})
 
-    questions, pool = read(path), []
-    if task.task == "hellaswag" and not task.examples and not train.is_file():
-        pool, questions = questions, questions[task.shots :]
-    elif task.shots:
-        pool = read(Path(task.examples or train))
-    return [Subject(task.task, topic, tuple(pool[: task.shots]), tuple(questions))]
+    pool = path if task.task == "hellaswag" and not train.is_file() else train
+    shots = read(Path(task.examples or pool))[: task.shots] if task.shots else ()
+    return [Subject(task.task, topic, tuple(shots), tuple(read(path)))]
 
 
 def _hellaswag_row(row: dict) -> dict:

@@ -88,6 +88,8 @@ def test_what_cannot_be_fitted_is_refused(tmp_path, capsys):
     texts = [row | {"scoring": "continuation"} for row in rows]
     write_lines(tmp_path / "texts.jsonl", texts)
     assert "scoring 'continuation', but" in refused("texts.jsonl", "test.jsonl")
+    write_lines(tmp_path / "other.jsonl", [row | {"model": "other"} for row in rows])
+    assert "is of another model than" in refused("val.jsonl", "other.jsonl")
     for name in ("val", "test"):
         about = f'{{"settings": {{"model_digest": "{name}"}}}}'
         records.sidecar(tmp_path / f"{name}.jsonl").write_text(about)

@@ -15,11 +15,8 @@ def load(task, data, shots=0, **options):
 
 
 def independent(data, subject: str) -> list[str]:
-    """5-shot prompts from pandas frames, as evaluate.py of hendrycks/test lays them out.
-
-    keep_default_na=False because pandas 2 reads the choice "None" as missing; the pandas of the
-    official script's day did not.
-    """
+    """5-shot prompts from pandas frames, as evaluate.py of hendrycks/test lays them out; pandas
+    2 would read the choice "None" as missing."""
     frames = [
         pd.read_csv(data / split / f"{subject}_{split}.csv", header=None, keep_default_na=False)
         for split in ("dev", "test")
@@ -88,6 +85,8 @@ def test_jsonl(tmp_path):
         "Sky?\nA. red\nB. blue\nAnswer: B\n\nSea?\nA. red\nB. blue\nAnswer: B\n\n"
         "1 + 1?\nA. 1\nB. 2\nC. 3\nAnswer:"
     )
+    (asked,) = load("jsonl", examples, shots=1, examples=str(examples))
+    assert [q.text for q in asked.questions] == ["Sea?"]
     own = write(tmp_path / "c.jsonl", [ROWS[1] | {"context": "Q: Sky?\nA:", "endings": ["r", "b"]}])
     (subject,) = load("jsonl", own)
     prompt = prompts.build(subject, subject.questions[0], 0, "continuation")
@@ -111,6 +110,7 @@ def test_malformed_jsonl(tmp_path, row, expected):
 
 
 def test_malformed_arc_and_hellaswag(tmp_path):
+    own = write(tmp_path / "own.jsonl", ROWS[1:2])
     item = {"id": "a", "answerKey": "Q"}
     item["question"] = {"stem": "s", "choices": [{"text": "t", "label": "A"}] * 2}
     write(tmp_path / "ARC-Easy-Test.jsonl", [item])
@@ -120,8 +120,14 @@ def test_malformed_arc_and_hellaswag(tmp_path):
         path = write(tmp_path / "h.jsonl", [{"ctx": "c", "endings": ["a", "b"], "label": label}])
         with pytest.raises(InputError, match=expected):
             load("hellaswag", path)
-    with pytest.raises(InputError, match="--shots 5 needs --examples"):
-        load("jsonl", path, shots=5)
+    for task, options, expected in (
+        ("jsonl", {"shots": 5}, "--shots 5 needs --examples"),
+        ("hellaswag", {"split": "val"}, "is one file, so --split val chooses nothing"),
+        ("mmlu", {"examples": "x"}, "--examples x: mmlu's are its dev split's"),
+        ("jsonl", {"shots": 1, "examples": str(own)}, "every question is an example as well"),
+    ):
+        with pytest.raises(InputError, match=expected):
+            load(task, own if task == "jsonl" else path, **options)
 
 
 def test_arc_challenge_in_both_schemas(tmp_path):
@@ -129,7 +135,7 @@ def test_arc_challenge_in_both_schemas(tmp_path):
     rows, items = [], []
     for i, labels in enumerate(("ABCD", "1234", "ABC", "ABCDE")):
         texts = [f"t{label}" for label in labels]
-        row = {"id": f"Mercury_{i}", "question": f"Why {i}?", "answerKey": labels[2]}
+        row = {"question": f"Why {i}?", "answerKey": labels[2]}
         rows.append(row | {"choices": {"text": texts, "label": list(labels)}})
         choices = [{"text": t, "label": k} for t, k in zip(texts, labels, strict=True)]
         items.append(row | {"question": {"stem": f"Why {i}?", "choices": choices}})
@@ -137,7 +143,8 @@ def test_arc_challenge_in_both_schemas(tmp_path):
     for name, made in (("hub", rows), ("ai2", items)):
         (tmp_path / name).mkdir()
         for split, part in (("Train", slice(2)), ("Test", slice(4))):
-            write(tmp_path / name / f"ARC-Challenge-{split}.jsonl", made[part])
+            lines = [row | {"id": f"{split}-{i}"} for i, row in enumerate(made[part])]
+            write(tmp_path / name / f"ARC-Challenge-{split}.jsonl", lines)
         found += load("arc_challenge", tmp_path / name, shots=2)
     assert found[0] == found[1] and [q.label for q in found[0].questions] == [2] * 4
     assert [len(q.choices) for q in found[0].questions] == [4, 4, 3, 5]
@@ -155,7 +162,7 @@ def test_the_hubs_cache_is_read_offline(tmp_path, monkeypatch):
     folder.mkdir()
     card = "---\nconfigs:\n- config_name: all\n  data_files:\n"
     for split, count in (("dev", 2), ("test", 3)):
-        row = {"question": "Sky?", "choices": ["a", "b", "c", "d"], "answer": 2}
+        row = {"question": f"{split}?", "choices": ["a", "b", "c", "d"], "answer": 2}
         rows = [row | {"subject": s} for s in ("old_kings", "light") for _ in range(count)]
         write(folder / f"{split}.jsonl", rows)
         card += f"  - {{split: {split}, path: {split}.jsonl}}\n"

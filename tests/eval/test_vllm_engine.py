@@ -116,8 +116,7 @@ def test_logits_of_a_bfloat16_model_are_float32(tiny_model, tmp_path):
     SIGILL. They read the script's first lines, which ask."""
     script = tmp_path / "head.py"
     script.write_text(f"""
-import torch
-torch.cpu._init_amx()
+import torch; torch.cpu._init_amx()
 from calibeval.engines import Job
 from calibeval.engines.hf import TransformersEngine
 from calibeval.engines.vllm import VllmEngine
