@@ -41,6 +41,6 @@ serves "$PYTHON" || {
     echo "error: $PYTHON lacks this project's packages; $mend" >&2
     exit 2
 }
-export SWEEPS="bash ${BASH_SOURCE[0]}" # as messages name it
+export SWEEPS="bash $(printf %q "$project/slurm/sweeps.sh")" # as messages name it
 export PYTHONPATH=$project/kernel:$project/patches:$project/slurm:$project/eval${PYTHONPATH:+:$PYTHONPATH}
 exec "$PYTHON" -m sweeps "$command" ${config:+"$config"} "${arguments[@]+"${arguments[@]}"}"

@@ -28,12 +28,13 @@ def parser() -> argparse.ArgumentParser:
     for name, what in COMMANDS.items():
         sub = commands.add_parser(name, help=what, description=what)
         if name in ("train", "score"):
-            sub.add_argument("folder", metavar="RUN_DIR", type=Path)
+            sub.add_argument("folder", metavar="RUN_DIR", type=lambda x: Path(x).absolute())
         elif name == "keys":
             sub.add_argument("backend", nargs="?", default="trainer", help="whose `train:` keys")
         else:
             sub.add_argument("sweep", metavar="SWEEP", type=_place, help=SWEEP)
-            sub.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides")
+            overrides = {"metavar": "key=value", "help": "dotted overrides", "default": []}
+            sub.add_argument("overrides", nargs="*", **overrides)
             sub.add_argument("--cluster", type=_place, help="a profile of configs/cluster")
         if name == "launch":
             where = {"choices": ("auto", "local", "slurm"), "default": "auto"}
@@ -57,8 +58,8 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a record file has a thread
     if takes:
         parsed.overrides += rest + ([f"cluster={parsed.cluster}"] if parsed.cluster else [])
-        if (PROJECT / "slurm").is_dir():
-            os.chdir(PROJECT)  # paths inside a sweep file begin there
+    if (PROJECT / "slurm").is_dir():
+        os.chdir(PROJECT)  # paths inside a sweep file begin there
     from calibeval.io import InputError
 
     try:
@@ -176,18 +177,18 @@ def _keys(a: argparse.Namespace) -> int:
 
 
 def _train(a: argparse.Namespace) -> int:
-    """Train a run, or with `score` as the command only score it."""
+    """Train a run, unless it is; with `score` as the command, or then, score it."""
     from sweeps import score
     from sweeps.run import Run, backend, locked
 
-    run = Run(a.folder.absolute())
+    run = Run(a.folder)
     config, busy = run.config(), f"{a.folder}: another process is at this run"
     rank = "LOCAL_RANK" in os.environ  # of a torchrun, which has taken this lock
     with contextlib.nullcontext() if rank else locked(run.lock, 30, busy):
-        if a.command == "score":
-            score.here(run)
-        else:
+        if a.command == "train" and not run.trained:
             backend(config.backend).train(run)
+        elif config.score:
+            score.here(run)
     return 0
 
 

@@ -267,7 +267,7 @@ def check(
             key, _, said = said.partition(": ")
             dotted = f"{dotted}.{key}".lstrip(".")
         else:
-            said = f"found {item['input']!r}: {said}"
+            said = f"found {item['input']!r}: {said.replace('tuple', 'list')}"
         above = dotted
         while above and above not in places:
             above = above.rpartition(".")[0]

@@ -109,7 +109,7 @@ def ask(tool: str, *words: str) -> str:
 def queue(folder: Path) -> list[Queued]:
     """What of a sweep is queued or runs; raises InputError if squeue does not answer."""
     found, names = [], {}
-    if not (folder / "jobs").is_dir():
+    if not any(folder.glob("jobs/*/names")):
         return []
     said = ask("squeue", "--noheader", "--array", "--me", "--format=%F|%K|%T|%j|%r")
     for line in said.splitlines():

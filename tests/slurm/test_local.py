@@ -160,8 +160,12 @@ def test_what_dies_with_its_supervisor_is_counted_too(toy_file):
     assert run.idle() == 0
 
 
-def test_an_edited_config_is_refused(toy_file):
-    run = prepare(toy_file(grid={}))
+def test_a_run_by_hand_from_any_folder_is_trained_once_and_as_its_config_was(toy_file):
+    run = prepare(path := toy_file(grid={}))
+    said = [command("train", run.name, cwd=run.path.parent).stdout for _ in range(2)]
+    assert f"device: none in {cli.PROJECT}, from" in said[0] and "device" not in said[1]
+    (run.path.parent / "jobs").mkdir()  # of a launch that no Slurm answered
+    launch(path, "--executor", "local")
     run.config_file.write_text(run.config_file.read_text().replace("seed: 0", "seed: 3"))
     done = command("train", run.path)
     assert done.returncode == 2 and "was edited" in done.stderr

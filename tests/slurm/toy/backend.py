@@ -47,7 +47,7 @@ def train(run) -> None:
     saved = sorted(run.checkpoints.glob("step-*"), key=lambda path: int(path.name[5:]))
     step = int(saved[-1].name[5:]) if saved else 0
     state = (saved[-1] / "state").read_text() if saved else str(keys.seed)
-    print(f"device: none, from step {step}", flush=True)
+    print(f"device: none in {os.getcwd()}, from step {step}", flush=True)
     while step < keys.steps:
         time.sleep(keys.pace)
         while step >= 10 and held() and not (asked or run.stop.exists()):
