@@ -190,9 +190,9 @@ def _fill(
         with store.adding() as add, tqdm(total=len(items), disable=not progress, **bar) as shown:
             for i, logprobs in engine().score(groups_of(items), done):
                 if i not in done:
-                    add(record(items[i], logprobs) | shared)
+                    row = finished[ids[i]] = record(items[i], logprobs) | shared
+                    add(row)
                     shown.update()
-        finished = store.finished()
     rows = [finished[i] for i in ids]
     store.finish(rows, {"model": model, "versions": rows[-1]["versions"]})
     return True

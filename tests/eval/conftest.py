@@ -57,10 +57,8 @@ def tiny_model(tmp_path_factory) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     rng, out = random.Random(1), tmp_path_factory.mktemp("tiny")
-    text = [
-        f"{' '.join(rng.choices(WORDS.split(), k=9))}\nAnswer: {rng.choice('ABCD')}"
-        for _ in range(500)
-    ]
+    words = (" ".join(rng.choices(WORDS.split(), k=9)) for _ in range(500))
+    text = [f"{some}\nAnswer: {rng.choice('ABCD')}" for some in words]
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(text, 400, show_progress=False, special_tokens=["<s>"])
     PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, bos_token="<s>").save_pretrained(out)

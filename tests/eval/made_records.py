@@ -78,9 +78,7 @@ def draw(n: int, sharpness: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
 def write_records(path, n: int, sharpness: float, seed: int, mass: float = 0.95) -> None:
     """What `draw` makes; the letters have `mass` of the probability."""
     said, labels = draw(n, sharpness, seed)
-    logprobs, rows = said + math.log(mass), []
-    for i in range(n):
-        row = {"id": f"q{i}", "subject": "s", "model": "m"}
-        row |= {"label": int(labels[i]), "logprobs": logprobs[i].tolist(), "letter_mass": mass}
-        rows.append(row)
+    rows = [{"id": f"q{i}", "subject": "s", "model": "m", "letter_mass": mass} for i in range(n)]
+    for row, label, logprobs in zip(rows, labels, said + math.log(mass), strict=True):
+        row |= {"label": int(label), "logprobs": logprobs.tolist()}
     write_lines(path, rows)

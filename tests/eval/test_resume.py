@@ -47,8 +47,15 @@ def test_kill_loses_seconds_and_changes_no_byte(command, tmp_path, run):
     assert not [*tmp_path.glob("r.jsonl.part*")]
 
 
-def test_finished_is_finished(command, tmp_path, run):
-    """Also by other options that choose the same questions."""
+def test_finished_is_finished(command, tmp_path, run, monkeypatch):
+    """Also by another process meanwhile, and by other options that choose the same questions."""
+    kept = scoring.record
+
+    def record(*given):
+        store.clear(tmp_path / "r.jsonl")
+        return kept(*given)
+
+    monkeypatch.setattr(scoring, "record", record)
     run(*command)
     before = (tmp_path / "r.jsonl").stat()
     for options in ([], ["--limit", "30", "--split", "test", "--subjects", "light,old_kings"]):
@@ -68,18 +75,15 @@ def test_other_settings_are_refused(command, mmlu, run, refused):
     assert "was made with other questions or examples" in refused(*command)
 
 
-def test_a_damaged_file_is_refused(command, tmp_path, run, refused):
-    out = tmp_path / "r.jsonl"
-    run(*command)
-    out.write_text(out.read_text()[:-9])
-    assert f"error: {out}, line 60: not JSON" in refused(*command)
-
-
-def test_records_without_settings_are_not_touched(command, tmp_path, refused):
+def test_files_that_are_damaged_or_of_nobody_are_refused(command, tmp_path, run, refused):
     out = tmp_path / "r.jsonl"
     out.write_text("{}\n")
     assert "no sidecar says how it was made; delete it" in refused(*command)
     assert out.read_text() == "{}\n"
+    out.unlink()
+    run(*command)
+    out.write_text(out.read_text()[:-9])
+    assert f"error: {out}, line 60: not JSON" in refused(*command)
 
 
 BF16 = {"engine": "transformers", "device": "H100", "dtype": "bfloat16", "batch_size": 16}

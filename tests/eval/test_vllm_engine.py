@@ -112,8 +112,7 @@ def test_continuation(tiny_model, tmp_path):
 
 
 def test_logits_of_a_bfloat16_model_are_float32(tiny_model, tmp_path):
-    """vLLM's workers use Intel's AMX without asking Linux for it, and would now and then die of
-    SIGILL. They read the script's first lines, which ask."""
+    """vLLM's workers use Intel's AMX unasked, and may die of SIGILL: the first line asks."""
     script = tmp_path / "head.py"
     script.write_text(f"""
 import torch; torch.cpu._init_amx()
