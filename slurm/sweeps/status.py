@@ -2,18 +2,16 @@
 
 import re
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from statistics import median
 
 from calibeval.io import InputError, counted
 from sweeps import element, score, slurm
 from sweeps.plan import Cell, Plan
 from sweeps.run import Run, again, held, read_rows, tail
 
-BYTES = 4  # of a data file, a token
 STATES = ("running", "queued", "dead", "stopped", "unknown", "to do", "done")
 
 
@@ -118,25 +116,6 @@ def progress(run: Run) -> str:
     return text
 
 
-def hours_left(plan: Plan) -> list[str]:
-    """What training takes that is still to be done, of models that have trained here."""
-    speeds, hours = defaultdict(list), []
-    for cell in plan.cells:
-        for row in read_rows(cell.run.metrics, 4096):
-            if "tokens_per_second" in row:
-                speeds[cell.config.train["model_name_or_path"]].append(row["tokens_per_second"])
-    for cell in plan.cells:
-        train, data = cell.config.train, Path(cell.config.train.get("train_file") or "")
-        if (speed := speeds[train["model_name_or_path"]]) and not cell.run.trained:
-            size = data.stat().st_size if data.is_file() else 0
-            tokens = size / BYTES * train.get("num_train_epochs", 1)
-            hours.append(tokens / median(speed) * plan.sweep.world.processes_per_node / 3600)
-    if not any(hours):
-        return []
-    said = f"about {sum(hours):,.0f} GPU hours, {max(hours):,.0f} the longest"
-    return ["", f"{counted(len(hours), 'run')} to train: {said}, by tokens/s measured here"]
-
-
 def table(plan: Plan) -> str:
     """The table with its summary line, most urgent states first, and why what is dead died."""
     found, known = of_sweep(plan)
@@ -159,7 +138,6 @@ def table(plan: Plan) -> str:
         count = f" (and {len(more)} more like it)" if more else ""
         lines += ["", f"{first.name}{count}: {first.detail}", *(f"    | {x}" for x in first.lines)]
         lines += [f"    {first.file.absolute()}"] if first.file else []
-    lines += hours_left(plan)
     launch = again("launch", plan.folder)
     if known.error:
         lines += ["", f"{known.error}; what is queued is not known"]

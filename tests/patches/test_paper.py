@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from sweeps import __main__ as cli
 from sweeps import open_instruct, prefetch, preflight
 from sweeps.plan import plan
 
@@ -42,21 +41,6 @@ def test_all_that_table1_reads_is_fetched():
     assert "data/hellaswag/hellaswag_train.jsonl" in places  # for the examples
     said = "\n".join(preflight.problems(planned, "local"))
     assert "no such file" not in said and said.count("hellaswag_val.jsonl →") == 1
-
-
-def test_status_says_what_is_left_by_what_was_measured(capsys, tmp_path):
-    file = tmp_path / "chats.jsonl"
-    with open(file, "wb") as out:
-        out.truncate(720_000_000)  # 360 million tokens in two epochs
-    words = [str(TABLE1), f"output_root={tmp_path}", f"grid.train_file=[{file}]"]
-    planned = plan(TABLE1, words[1:])
-    planned.create()
-    cells = planned.cells
-    cells[0].run.metrics.write_text('{"step": 1, "tokens_per_second": 100000}\n')
-    cells[1].run.model.mkdir()
-    assert cli.main(["status", *words]) == 0
-    said = capsys.readouterr().out
-    assert "7 runs to train: about 56 GPU hours, 8 the longest, by tokens/s measured here" in said
 
 
 def test_sharegpt_becomes_messages():
