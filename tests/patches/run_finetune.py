@@ -97,7 +97,8 @@ def inject(fault: str, step: str = "") -> None:
     if fault == "step":
         logging.getLogger("__main__").addHandler(AtStep())
     elif fault == "trained":
-        ours.mark_trained = lambda *args: (mark(*args), die())
+        # The others leave the mark to the first: dying early they would end it while it writes.
+        ours.mark_trained = lambda *args: (mark(*args), rank or die())
     else:
         accelerate.Accelerator.save_state = save_state
     if fault == "skew":
