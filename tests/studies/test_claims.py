@@ -27,20 +27,21 @@ from sweeps.plan import plan
 MODEL = "smollm2-135m"
 SPLITS = ("val", "test")
 LAST = ["after", "averaged", "price", "report"]
-RUNS = {"grid": 4, "seeds": 25, "high": 25, "harm": 25, "sum": 6, "mean": 6}
-RUNS |= {"filtered": 6, "unigram": 3, "base-mean": 3, "half": 3, "twice": 3}
+RUNS = {"grid": 4, "seeds": 25, "high": 25, "harm": 25, "sum": 6, "filtered": 6, "script": 6}
+RUNS |= {"equal": 3, "unigram": 3, "base-mean": 3, "half": 3, "twice": 3}
 
 
 def test_every_part_is_a_sweep(monkeypatch):
     """Where the grid has chosen 5e-5."""
     monkeypatch.setattr(claims, "chosen_rate", lambda model: 5e-5)
+    monkeypatch.setattr(claims, "equal_rate", lambda model: 5e-5)
     for part in claims.PARTS:
         found = plan(claims.FILE, claims.arguments(MODEL, part, ["workers=2"]))
         assert len(found.cells) == RUNS[part] and found.sweep.name == f"{MODEL}-{part}"
         rates = {cell.config.train["learning_rate"] for cell in found.cells}
         assert part == "grid" or rates == ({2e-4} if part == "high" else {5e-5})
         targets = {"unigram": "unigram", "base-mean": f"runs/claims/targets/{MODEL}.npy"}
-        (target,) = {cell.config.train["smoothing_target"] for cell in found.cells}
+        (target,) = {cell.config.train.get("smoothing_target") for cell in found.cells}
         assert target == targets.get(part)
         assert (found.sweep.keep == "all") == (part in ("grid", "seeds", *targets))
 
@@ -57,8 +58,8 @@ def test_the_grid_comes_first_and_the_report_last(monkeypatch, capsys):
         return claims.main([*words]), [*order]
 
     assert done(MODEL, "workers=2") == (0, [*claims.PARTS, *LAST])
-    assert done(MODEL, failing=["sum", "mean"]) == (2, [*claims.PARTS, *LAST])
-    assert "not whole: sum, mean; why is said above" in capsys.readouterr().err
+    assert done(MODEL, failing=["sum", "filtered"]) == (2, [*claims.PARTS, *LAST])
+    assert "not whole: sum, filtered; why is said above" in capsys.readouterr().err
     assert done(MODEL, failing=["grid"]) == (2, ["grid"])  # whose rate is that of all others
     assert done(MODEL, "gird") == (2, [])
     assert "gird: no such part; known: grid, seeds" in capsys.readouterr().err
@@ -86,6 +87,10 @@ def test_the_grid_chooses_the_rate_of_other_parts(folders, capsys):
     claims.pack(MODEL, "grid", of)
     assert claims.chosen_rate(MODEL) == 2e-5
     assert claims.without_records(MODEL, "grid", asked) == []
+    for loss in (1.3, 1.5):  # in the mean that of 1e-4, where the losses of 5e-5 and 2e-4 meet
+        about = {"part": "seeds", "label_smoothing": 0.1, "held_out_loss": loss}
+        packed.pack({}, about, folders / "records" / MODEL / "seeds" / f"{loss}.xz")
+    assert claims.equal_rate(MODEL) == 1e-4
 
 
 def test_runs_with_records_are_not_run_again(folders, monkeypatch):
@@ -230,6 +235,17 @@ def test_the_base_models_mean_prediction_is_made_before_it_is_a_target(tiny, fol
     np.testing.assert_allclose(u, z.softmax(-1).mean(0), rtol=1e-5)
     monkeypatch.setattr(baselines, "loaded", None)  # it is not made again
     assert claims.train("tiny", "base-mean", asked) == 0
+
+
+def test_open_instruct_reads_the_same_conversations(tiny, folders, monkeypatch):
+    row = {"instruction": "Add", "input": "1 and 2", "output": "3"}
+    write_text(folders / "data/alpaca/alpaca_data.json", json.dumps([row]))
+    started = claims.subprocess.Popen
+    monkeypatch.setattr(claims.subprocess, "Popen", lambda words: started("true"))
+    assert claims.train("tiny", "script", claims.arguments("tiny", "script", tiny[:1])) == 0
+    asked, answer = json.loads((folders / "data/alpaca/messages.jsonl").read_text())["messages"]
+    assert asked == {"role": "user", "content": "Add\n\n### Input:\n1 and 2"}
+    assert answer == {"role": "assistant", "content": "3"}
 
 
 def test_confidences_by_the_norm_of_the_answers_logits(folders):

@@ -11,8 +11,10 @@ run again, on whatever machine:
     seeds         the base model; β of 0, 0.1, 0.2, 0.3 and 0.5, five seeds
     high          the same at 2e-4, the top of the paper's grid
     harm          the same at 5e-5, two epochs of the summed, unclipped loss
-    sum, mean     the summed loss, clipped; the mean of micro-batches
+    sum           the summed loss, clipped
     filtered      the filtered gradient
+    equal         β = 0 at the learning rate whose held-out loss is that of `seeds` at β = 0.1
+    script        β of 0 and 0.1 through open-instruct's finetune.py (OPEN_INSTRUCT_DIR)
     unigram       β spread over tokens as often as they are learnt, at β = 0.1
     base-mean     β spread as the base model predicts them in the mean, at β = 0.1
     half, twice   half the conversations, and all of them twice, at β = 0
@@ -47,11 +49,13 @@ from calibeval.measures import Sample
 from calibeval.records import read as read_records
 from studies.claims import packed
 from studies.demo.report import at_temperature
+from sweeps.conversations import conversations
 from sweeps.plan import Cell, Plan, plan
 from sweeps.run import Run, read_rows
 
 HERE = Path(__file__).parent
 FILE, RECORDS, RUNS = HERE / "config.yaml", HERE / "records", Path("runs/claims")
+MESSAGES = Path("data/alpaca/messages.jsonl")  # which finetune.py reads
 # What the verdicts rest on; other parts are scored by letters everywhere, too.
 TASKS = """score.tasks=[
     {task: mmlu, data: data/mmlu, shots: 5, scoring: letters},
@@ -63,7 +67,11 @@ BETAS = (0.0, 0.1, 0.2, 0.3, 0.5)
 TABLE = [f"grid.label_smoothing={[*BETAS]}", "grid.seed=[0,1,2,3,4]"]
 PAIR = ["grid.label_smoothing=[0.0,0.1]", "grid.seed=[0,1,2]", TASKS]
 HARM = "grid.learning_rate=[5.0e-5]", "grid.num_train_epochs=[2]", "grid.reduce_loss=[sum]"
-SMALL = "train.per_device_train_batch_size=16", "train.gradient_accumulation_steps=4"
+SCRIPT = f"""train={{
+    train_file: {MESSAGES}, max_train_samples: 25600, max_seq_length: 1024,
+    per_device_train_batch_size: 16, gradient_accumulation_steps: 4, checkpointing_steps: null,
+    attn_implementation: sdpa, use_slow_tokenizer: false}}"""
+ZERO2 = "backend=open-instruct", "world.deepspeed=configs/deepspeed/zero2.json"
 # part → what its sweep changes in config.yaml
 PARTS = {
     "grid": ["keep=all", "score=null"],
@@ -71,8 +79,9 @@ PARTS = {
     "high": [*TABLE, "grid.learning_rate=[2.0e-4]"],
     "harm": [*TABLE, *HARM],
     "sum": [*PAIR, "grid.reduce_loss=[sum]", "grid.clip_grad_norm=[1.0]"],
-    "mean": [*PAIR, "grid.reduce_loss=[mean]", *SMALL],
     "filtered": [*PAIR, "grid.filter_eps=[auto]"],
+    "equal": [*PAIR, "grid.label_smoothing=[0.0]"],
+    "script": [*PAIR, SCRIPT, *ZERO2, "score.select_on=null"],
     "unigram": ["keep=all", *PAIR, "grid.label_smoothing=[0.1]", "grid.smoothing_target=[unigram]"],
     "base-mean": ["keep=all", *PAIR, "grid.label_smoothing=[0.1]"],
     "half": [*PAIR, "train.max_train_samples=12800", "grid.label_smoothing=[0.0]"],
@@ -97,10 +106,11 @@ ROWS |= {
     for part in ("seeds", "high", "harm")
     for beta in BETAS[1:]
 }
-for name, part in {"sum, clipped": "sum", "mean of micro-batches": "mean"}.items():
+for name, part in {"sum, clipped": "sum", "open-instruct's script": "script"}.items():
     ROWS[f"{name}: 0.1 less 0"] = effect(part)
     other = [(-weight, part, match) for weight, part, match in effect("seeds")]
     ROWS["– less that of `seeds`, " + name] = effect(part) + other
+ROWS["equal held-out loss: 0.1 less 0"] = [(1, "seeds", SMOOTHED), (-1, "equal", PLAIN)]
 for name, part in {"temperature after β = 0": "after", "averaged with base": "averaged"}.items():
     for beta, tuned in ((0, PLAIN), (0.1, SMOOTHED)):
         ROWS[f"{name}, less β = {beta}"] = [(1, part, {}), (-1, "seeds", tuned)]
@@ -155,7 +165,8 @@ def arguments(model: str, part: str, overrides: list[str]) -> list[str]:
     if model.startswith("gemma"):  # not instruct-tuned; without <bos> it writes nonsense
         asked += ["train.add_bos=true", "train.chat_template_name=alpaca"]
     if part != "grid" and not any("learning_rate" in change for change in PARTS[part]):
-        asked.append(f"grid.learning_rate=[{chosen_rate(model)}]")
+        rate = equal_rate(model) if part == "equal" else chosen_rate(model)
+        asked.append(f"grid.learning_rate=[{rate}]")
     if part == "base-mean":
         asked.append(f"grid.smoothing_target=[{RUNS}/targets/{model}.npy]")
     return [*asked, *PARTS[part], *overrides]
@@ -165,6 +176,9 @@ def train(model: str, part: str, asked: list[str]) -> int:
     """Train and score what of a part has no records, packing each run as it ends; returns the
     exit code."""
     for lacking in without_records(model, part, asked):
+        if part == "script" and not MESSAGES.exists():
+            turns = conversations(MESSAGES.with_name("alpaca_data.json"))
+            write_text(MESSAGES, "".join(json.dumps({"messages": of}) + "\n" for of in turns))
         if part == "base-mean":
             from studies.claims import baselines  # which takes torch along
 
@@ -209,6 +223,17 @@ def chosen_rate(model: str) -> float:
     if not found:
         raise InputError(f"{folder}: no run is trained; the part grid comes first")
     return min(found, key=lambda about: about["held_out_loss"])["learning_rate"]
+
+
+def equal_rate(model: str) -> float:
+    """The learning rate with the held-out loss at β = 0 that `seeds` has at β = 0.1: between those
+    of the grid, by their logarithms, on that side of the chosen one where losses grow most."""
+    of = pd.DataFrame([packed.about(path) for path in (RECORDS / model).glob("*/*.xz")])
+    grid = of[of.part == "grid"].groupby("learning_rate").held_out_loss.mean()
+    loss = of[(of.part == "seeds") & (of.label_smoothing == 0.1)].held_out_loss.mean()
+    best = grid.idxmin()
+    side = max(grid[:best][::-1], grid[best:], key=lambda losses: losses.iloc[-1])
+    return float(f"{np.exp(np.interp(loss, side, np.log(side.index))):.2g}")
 
 
 def held_out(run: Run) -> float | None:
