@@ -320,5 +320,5 @@ def test_the_verdicts_are_differences_paired_by_seed(folders):
     figures = (f"{100 * x:+.2f}" for x in (expected.value, expected.low, expected.high))
     guards = next(line for line in text.split("\n\n")[1].splitlines() if "0.1 less 0" in line)
     assert guards.endswith(" | {} [{}, {}] (3) |".format(*figures))
-    assert (folders / "runs" / f"{MODEL}.png").read_bytes().startswith(b"\x89PNG")
+    assert (folders / "runs" / "forest.png").read_bytes().startswith(b"\x89PNG")
     assert "seeds: β = 0.2 less 0" not in found and "high: β = 0.1 less 0" not in found

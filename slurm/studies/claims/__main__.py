@@ -22,12 +22,14 @@ run again, on whatever machine:
     averaged      weights averaged with the base model's after β = 0
     price         entropy less NLL of each model that is still there, and the temperature that
                   pays it back
-    report        what smoothing does in each setting; reads what is in records/MODEL/ alone
+    report        what smoothing does in each setting, as records/MODEL/ tells, and to all models
+                  in forest.png
 
 An interrupted run goes on where its folder is. key=value overrides the sweep of every part, for
 example workers=6 for six runs at a time, or grid.seed=[0,1,2].
 """
 
+import itertools
 import json
 import os
 import subprocess
@@ -299,21 +301,20 @@ def price(model: str) -> None:
 def report(model: str) -> None:
     """Write and print differences of squared calibration errors, ×1000, in every reading, and of
     MMLU's guards, ×100; and what each target of β costs, means over seeds in nats a token. Draw
-    those that rest on three seeds."""
+    what β does to every model."""
     runs = unpacked(model)
     heads = [", ".join(filter(None, reading)) for reading in READINGS]
     tables = [
         (heads, [(*reading, "rms_debiased", 1000) for reading in READINGS]),
         (GUARDS, [("mmlu", "choices", *GUARDS[name], 100) for name in GUARDS]),
     ]
-    lines, drawn = [], {}
+    lines = []
     for names, columns in tables:
         lines += [f"| | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
         for name, terms in ROWS.items():
             cells = [difference(runs, terms, *column) for column in columns]
             if any(cells):
                 lines.append(f"| {name} | {' | '.join(map(shown, cells))} |")
-                drawn.setdefault(name, cells)
         lines.append("")
     if rows := read_rows(RECORDS / model / "price.jsonl"):
         by = pd.DataFrame(rows).groupby(["part", "label_smoothing"])
@@ -321,39 +322,45 @@ def report(model: str) -> None:
         lines += [means.to_markdown(index=False, floatfmt=".4f"), ""]
     write_text(RUNS / f"{model}.md", "\n".join(lines))
     print(*lines, sep="\n")
-    enough = {
-        n: cells for n, cells in drawn.items() if n[0] != "–" and cells[0] and cells[0][1] > 2
-    }
-    if enough:
-        forest(enough, RUNS / f"{model}.png")
+    forest(RUNS / "forest.png")
 
 
-def forest(rows: dict[str, list], out: Path) -> None:
-    """Draw differences by letters with their intervals: filled among the choices, hollow among all
-    tokens."""
+def forest(out: Path) -> None:
+    """Draw what β does by letters to every model with three seeds, with its intervals: filled
+    among the choices, hollow among all tokens."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
+    rows, by_letters = {}, [reading for reading in READINGS if reading[0] in LETTERS]
+    for folder in sorted(RECORDS.glob("*/seeds")):
+        runs, name = unpacked(folder.parent.name), folder.parent.name
+        for part, beta in itertools.product(("seeds", "harm"), BETAS[1:]):
+            columns = [(*reading, "rms_debiased", 1000) for reading in by_letters]
+            cells = [difference(runs, effect(part, beta), *column) for column in columns]
+            if cells[0] and cells[0][1] > 2:
+                rows[f"{name}{', harm' * (part == 'harm')}: β = {beta}"] = cells
     with rc_context(STYLE):
-        canvas = Figure((WIDTH / 2.54, 0.8 + 0.25 * len(rows)), layout="constrained")
+        canvas = Figure((WIDTH / 2.54, 0.8 + 0.2 * len(rows)), layout="constrained")
         axes = canvas.subplots(1, len(LETTERS), sharey=True)
-        for axis, (task, title) in zip(axes, LETTERS.items(), strict=True):
-            for shift, among, fill in ((-0.15, "choices", INK), (0.15, "vocabulary", "white")):
-                which = READINGS.index((task, among, None))
-                for at, cells in enumerate(rows.values()):
-                    if cells[which]:
-                        of, _ = cells[which]
-                        axis.plot([of.low, of.high], [at + shift] * 2, color=INK)
-                        axis.plot(of.value, at + shift, "o", color=INK, mfc=fill)
+        for column, (task, among, _) in enumerate(by_letters):
+            axis = axes[[*LETTERS].index(task)]
+            axis.set_title(LETTERS[task])
+            shift, fill = (-0.15, INK) if among == "choices" else (0.15, "white")
+            for at, cells in enumerate(rows.values()):
+                if cells[column]:
+                    of, _ = cells[column]
+                    axis.plot([of.low, of.high], [at + shift] * 2, color=INK)
+                    axis.plot(of.value, at + shift, "o", color=INK, mfc=fill)
+        for axis in axes:
             axis.axvline(0, color=GREY, lw=0.6)
             axis.set_xscale("symlog", linthresh=1)
-            axis.set_xticks((-20, -5, -1, 1, 5, 20), ("−20", "−5", "−1", "1", "5", "20"))
-            axis.set(title=title, xlim=(-45, 45))
+            axis.set_xticks((-50, -5, 0, 5, 50), ("−50", "−5", "0", "5", "50"))
+            axis.set_xlim(-80, 80)
             axis.minorticks_off()
         axes[0].set_yticks(range(len(rows)), rows)
         axes[0].invert_yaxis()
         canvas.supxlabel(
-            "difference of squared calibration error, ×1000 (left: better calibrated)", fontsize=7.5
+            "squared calibration error less that of β = 0, ×1000 (left: better)", fontsize=7.5
         )
         with atomic_write(out, "wb") as file:
             canvas.savefig(file, format="png", dpi=200)
