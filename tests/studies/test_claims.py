@@ -3,6 +3,7 @@ computes; the report is right on runs of known calibration."""
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -272,6 +273,19 @@ def test_records_of_other_questions_are_not_packed_together(folders):
     packed.pack({"mmlu": folders / "a.jsonl"}, {}, folders / "records/m/base/a.xz")
     with pytest.raises(InputError, match="mmlu was asked in other words, or of other questions"):
         packed.pack({"mmlu": folders / "b.jsonl"}, {}, folders / "records/m/base/b.xz")
+
+
+def test_the_published_records_give_the_published_figures(folders):
+    """Of one seed: β = 0.1 less 0, among the choices and among all tokens."""
+    published = claims.HERE / "records"
+    (folders / "records" / MODEL / "seeds").mkdir(parents=True)
+    for beta in ("0", "0.1"):
+        (path,) = published.glob(f"{MODEL}/seeds/*-beta{beta}-seed0-*.xz")
+        shutil.copy(path, folders / "records" / path.relative_to(published))
+    shutil.copy(published / "questions.json.xz", folders / "records")
+    assert claims.main([MODEL, "report"]) == 0
+    text = (folders / "runs" / f"{MODEL}.md").read_text()
+    assert "| **-8.31** [-9.61, -7.02] (1) | **-12.94** [-14.31, -11.74] (1) |" in text
 
 
 def test_the_verdicts_are_differences_paired_by_seed(folders):
