@@ -45,7 +45,7 @@ from tqdm import tqdm
 
 import studies
 from calibeval import measures, stats
-from calibeval.figures import GREY, INK, STYLE, WIDTH
+from calibeval.figures import GREY, INK, STYLE
 from calibeval.io import InputError, atomic_write, json_lines, write_text
 from calibeval.measures import Sample
 from calibeval.records import read as read_records
@@ -127,8 +127,9 @@ for task in ("arc", "hellaswag"):
     READINGS += [(f"{task}-letters", "choices", None), (f"{task}-letters", "vocabulary", None)]
     READINGS += [(f"{task}-continuation", "choices", by) for by in (None, "sum")]
 LETTERS = {"mmlu": "MMLU", "arc-letters": "ARC-Easy", "hellaswag-letters": "HellaSwag"}
-GUARDS = {name: (None, name) for name in ("accuracy", "nll", "brier", "aurc")}
-GUARDS["aurc, logits normalised"] = ("logits", "aurc")
+GUARDS = {n: ("choices", None, n) for n in ("accuracy", "nll", "brier", "auroc", "aurc")}
+GUARDS["nll, all tokens"] = ("vocabulary", None, "nll")
+GUARDS["aurc, logits normalised"] = ("choices", "logits", "aurc")
 PRICES = ["nll", "entropy", "entce", "temperature", "outside"]
 
 
@@ -306,7 +307,7 @@ def report(model: str) -> None:
     heads = [", ".join(filter(None, reading)) for reading in READINGS]
     tables = [
         (heads, [(*reading, "rms_debiased", 1000) for reading in READINGS]),
-        (GUARDS, [("mmlu", "choices", *GUARDS[name], 100) for name in GUARDS]),
+        (GUARDS, [("mmlu", *guard, 100) for guard in GUARDS.values()]),
     ]
     lines = []
     for names, columns in tables:
@@ -333,14 +334,15 @@ def forest(out: Path) -> None:
 
     rows, by_letters = {}, [reading for reading in READINGS if reading[0] in LETTERS]
     for folder in sorted(RECORDS.glob("*/seeds")):
-        runs, name = unpacked(folder.parent.name), folder.parent.name
+        model = folder.parent.name
+        runs = unpacked(model)
         for part, beta in itertools.product(("seeds", "harm"), BETAS[1:]):
             columns = [(*reading, "rms_debiased", 1000) for reading in by_letters]
             cells = [difference(runs, effect(part, beta), *column) for column in columns]
             if cells[0] and cells[0][1] > 2:
-                rows[f"{name}{', harm' * (part == 'harm')}: β = {beta}"] = cells
+                rows[f"{model}{', harm' * (part == 'harm')}: {beta}"] = cells
     with rc_context(STYLE):
-        canvas = Figure((WIDTH / 2.54, 0.8 + 0.2 * len(rows)), layout="constrained")
+        canvas = Figure((5.5, 0.8 + 0.2 * len(rows)), layout="constrained")
         axes = canvas.subplots(1, len(LETTERS), sharey=True)
         for column, (task, among, _) in enumerate(by_letters):
             axis = axes[[*LETTERS].index(task)]
@@ -349,8 +351,8 @@ def forest(out: Path) -> None:
             for at, cells in enumerate(rows.values()):
                 if cells[column]:
                     of, _ = cells[column]
-                    axis.plot([of.low, of.high], [at + shift] * 2, color=INK)
-                    axis.plot(of.value, at + shift, "o", color=INK, mfc=fill)
+                    axis.plot([of.low, of.high], [at + shift] * 2, color=INK, lw=1)
+                    axis.plot(of.value, at + shift, "o", color=INK, mfc=fill, ms=3.5)
         for axis in axes:
             axis.axvline(0, color=GREY, lw=0.6)
             axis.set_xscale("symlog", linthresh=1)
@@ -360,7 +362,9 @@ def forest(out: Path) -> None:
         axes[0].set_yticks(range(len(rows)), rows)
         axes[0].invert_yaxis()
         canvas.supxlabel(
-            "squared calibration error less that of β = 0, ×1000 (left: better)", fontsize=7.5
+            "squared calibration error at β less at 0, ×1000 (logarithmic beyond ±1)\n"
+            "filled: among the choices; hollow: among all tokens; left: better calibrated",
+            fontsize=7.5,
         )
         with atomic_write(out, "wb") as file:
             canvas.savefig(file, format="png", dpi=200)
