@@ -174,11 +174,12 @@ def coefficients(
     of_lse: Tensor | None = None,  # (N,) of the log-sum-exps
 ) -> Coefficients:
     omega, each = call.inputs.token_weights, of_loss.dim() > 0
+    of_lse = of_lse if of_lse is None else of_lse[where].contiguous()  # a sum's is one number
     a, b = torch.empty(2, len(tokens.lse), device=tokens.lse.device, dtype=torch.float32)
     coefficients_kernel[(cdiv(len(a), 1024),)](
         tokens.order, tokens.count, tokens.lse,
         of_loss[where].contiguous() if each else of_loss, token_weight,
-        omega if omega is None else omega[where], of_lse if of_lse is None else of_lse[where],
+        omega if omega is None else omega[where], of_lse,
         a, b,
         len(a), call.inputs.options.z_loss, EACH=each, BLOCK=1024,
     )  # fmt: skip

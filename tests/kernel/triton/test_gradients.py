@@ -118,7 +118,7 @@ def test_masked_tokens_are_in_no_product(how, monkeypatch):
 @pytest.mark.parametrize("how", [*WAYS, CHUNKED])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_log_sum_exps_and_statistics_beside_the_loss(how, reduction):
-    """A z-loss of the log-sum-exps beside the loss, and alone."""
+    """A z-loss of the log-sum-exps beside the loss, and their sum alone."""
     hidden, weight, labels, bias = inputs(40, 97, 20, masked=0.3, bias=True)
     options = {"label_smoothing": 0.1, "reduction": reduction, "softcap": 3.0, "z_loss": 0.01}
 
@@ -127,7 +127,7 @@ def test_log_sum_exps_and_statistics_beside_the_loss(how, reduction):
         given = {"bias": leaves[2], "return_lse": lse, "return_statistics": True, **options}
         loss, *said, statistics = linear_cross_entropy(*leaves[:2], labels, **given, **more)
         assert not any(x.requires_grad for x in statistics)
-        total = share * loss.sum() + sum(0.1 * x.square().sum() for x in said)
+        total = share * loss.sum() + sum(0.1 * (x.square() if share else x).sum() for x in said)
         total.backward()
         return loss.detach(), *(x.detach() for x in said), *statistics, *(x.grad for x in leaves)
 
