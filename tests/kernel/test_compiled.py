@@ -28,14 +28,16 @@ def problem():
     return layer, weight.requires_grad_(), bias.requires_grad_(), labels
 
 
+@pytest.mark.parametrize("impl", ["auto", "triton"])
 @pytest.mark.parametrize(
     "more", [{"reduction": "none"}, {"reduction": "sum"}, {"return_lse": True}]
 )
-def test_in_one_graph(more):
+def test_in_one_graph(more, impl):
     layer, weight, bias, labels = problem()
 
     def total(x, **options):
-        found = linear_cross_entropy(layer(x) * 2, weight, labels, bias=bias, **more, **options)
+        options |= {"return_statistics": "return_lse" in more, "impl": impl, **more}
+        found = linear_cross_entropy(layer(x) * 2, weight, labels, bias=bias, **options)
         if more.get("return_lse"):
             return found[0] * 3 + found[1].square().mean()
         return (found * torch.arange(12.0).view(3, 4)).sum() if found.dim() else found * 3

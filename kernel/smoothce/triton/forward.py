@@ -249,12 +249,13 @@ class Results:
     """What the loss returns of each token, (N,) each, in the caller's order."""
 
     def __init__(self, call: Call) -> None:
-        n, device = len(call.inputs.labels), call.inputs.labels.device
-        self.losses, self.lse = torch.empty(2, n, device=device, dtype=torch.float32)
+        y = call.inputs.labels
+        # each in memory of its own, as torch asks of what an operator returns
+        self.losses, self.lse = (torch.empty_like(y, dtype=torch.float32) for _ in range(2))
         self.log_p = self.entropy = self.argmax = None
         if call.inputs.options.return_statistics:
-            self.log_p, self.entropy = torch.empty(2, n, device=device, dtype=torch.float32)
-            self.argmax = torch.empty(n, device=device, dtype=torch.int64)
+            self.log_p, self.entropy = (torch.empty_like(self.lse) for _ in range(2))
+            self.argmax = torch.empty_like(y, dtype=torch.int64)
 
 
 def walk(
