@@ -78,8 +78,8 @@ def patch_model(
     is the smoothed loss ("mean" over the valid tokens, or "sum") and `outputs.logits` is None, for
     they never exist. `num_items_in_batch`, which the Hugging Face Trainer passes, replaces the
     number of valid tokens as the mean's divisor. Without labels, or in evaluation mode, nothing
-    changes; with `eval_logits=False` an evaluation with labels has upstream's loss, without
-    smoothing, and no logits either. Training without labels warns once: it has no fused loss.
+    changes; with `eval_logits=False` an evaluation with labels has the loss without smoothing,
+    reduced as in training, and no logits either. Training without labels warns once.
 
     `smoothing_target`, `z_loss`, `filter_eps`, `workspace` and `impl` are `linear_cross_entropy`'s.
     `loss` puts another function in its place: `loss(hidden (N, D), weight (V, D), labels (N,))`,

@@ -10,7 +10,7 @@ from smoothce.options import Options
 class LinearCrossEntropy(nn.Module):
     """`linear_cross_entropy` with its keyword options fixed; it has no parameters of its own.
 
-    Takes the options of `linear_cross_entropy` but `bias`, which is an input. Raises ValueError.
+    Takes the options of `linear_cross_entropy` that are no tensors. Raises ValueError.
     """
 
     def __init__(self, *, impl: str = "auto", **options: object) -> None:
