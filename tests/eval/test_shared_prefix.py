@@ -18,7 +18,10 @@ SMALL = {
     "initializer_range": 0.5,
     "pad_token_id": 0,
 }
-GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 90}
+GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 92, "vocab_size": 90}
+ROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+LONG = {"rope_scaling": ROPE, "original_max_position_embeddings": 70}
+ALONE = "phi3, long", "mamba"  # nothing is shared
 # A narrow window, or positions that a mask does not move, keep the choices apart.
 KINDS = {
     "llama": (transformers.LlamaConfig(**SMALL), True),
@@ -29,6 +32,8 @@ KINDS = {
     "gpt-neox": (transformers.GPTNeoXConfig(**SMALL), True),
     "gemma2": (transformers.Gemma2Config(**SMALL, head_dim=8, sliding_window=40), False),
     "bloom": (transformers.BloomConfig(vocab_size=90, hidden_size=32, n_layer=2, n_head=4), False),
+    "phi3, long": (transformers.Phi3Config(**SMALL, **LONG), False),
+    "mamba": (transformers.MambaConfig(vocab_size=90, hidden_size=32, num_hidden_layers=2), False),
 }
 
 
@@ -87,13 +92,13 @@ def test_questions_behind_a_prefix_agree_with_whole_prompts(engine, kind, comput
             with torch.no_grad():
                 whole = made.model(input_ids=ids).logits[0, len(job.tokens) - 1 :]
             assert torch.allclose(logits, whole, atol=2e-4, rtol=1e-3)
-    assert sum(computed) < 0.8 * sum(job.length for group in groups() for job in group)
+    assert kind in ALONE or sum(computed) < 0.8 * sum(j.length for g in groups() for j in g)
 
 
 def trees(count: int = 7) -> list[Job]:
     """Questions of many lengths behind one prefix, with choices of one to nine tokens."""
     tokens = drawn(2)
-    prefix, shared = tokens(20), tokens(2)
+    prefix, shared = tokens(52), tokens(2)
     made = [
         Job(i, prefix + tokens(1 + 5 * i), (shared + tokens(7), tokens(5), tokens(1), shared))
         for i in range(count)

@@ -159,6 +159,9 @@ class TransformersEngine:
     @torch.inference_mode()
     def batches(self, groups: list[list[Job]], skip: Container[int] = ()) -> Iterator[list[Answer]]:
         """Yield batches of jobs with the logits (P, V) after the context and each other node."""
+        jobs = [job for group in groups for job in group]
+        if stretches(self.model.config, max((job.length for job in jobs), default=0)):
+            groups = [[job] for job in jobs]
         for group in groups:
             if all(job.index in skip for job in group):
                 continue
@@ -174,7 +177,7 @@ class TransformersEngine:
     def _split(self, jobs: list[Job], prefix: Prefix) -> Iterator[list[Job]]:
         """`jobs`, the shorter first, in batches within what there is room for."""
         config, batch, most = text_config(self.model.config), [], 0
-        heads = config.num_attention_heads
+        heads = getattr(config, "num_attention_heads", 1)
         width = getattr(config, "head_dim", None) or config.hidden_size // heads
         each = 2 * config.num_hidden_layers * width * self.model.dtype.itemsize  # bytes a token
         each *= getattr(config, "num_key_value_heads", None) or heads
@@ -192,10 +195,10 @@ class TransformersEngine:
     def _read(self, tokens: tuple[int, ...]) -> Prefix:
         ids = torch.tensor([tokens], device=self.device)
         with self._only_positions(torch.tensor([[0]], device=self.device)):
-            cache = self.forward(input_ids=ids, use_cache=True).past_key_values
-        if not hasattr(cache, "batch_repeat_interleave"):
-            return Prefix()  # recurrent states, which cannot be copied along the batch
-        return Prefix(len(tokens), cache)
+            cache = self.forward(input_ids=ids, use_cache=True).get("past_key_values")
+        if all(hasattr(x, "batch_repeat_interleave") for x in getattr(cache, "layers", [cache])):
+            return Prefix(len(tokens), cache)
+        return Prefix()  # recurrent states, which cannot be copied along the batch
 
     def _batch(self, batch: list[Job], prefix: Prefix) -> list[Answer]:
         # A node's last token stands for it; those before are in its ancestors' places.
@@ -241,6 +244,7 @@ class TransformersEngine:
             end = start + len(along)
             sees[row, start:end, start:end] = along
             positions[row, start:end] = torch.from_numpy(along.sum(1)) + len(job.tokens) - 2
+            positions[row, end:] = 0  # a wide tree's padding would lie beyond what a model has
         sees = self._put(torch.from_numpy(sees))
         sees = torch.cat([sees.new_ones(rows, width, prefix.length), sees], dim=2)
         kind = self.model.dtype
@@ -304,11 +308,15 @@ def _load(model: str, dtype: str, revision: str | None):
 
 
 def sees_all(config, length: int) -> bool:
-    """Whether every layer's attention sees all earlier tokens of prompts up to `length`."""
+    """Whether every layer sees all earlier tokens of prompts up to `length`, as in shorter ones."""
     config = text_config(config)
     kinds = set(getattr(config, "layer_types", None) or ())
     windows = (getattr(config, k, None) for k in ("sliding_window", "attention_chunk_size"))
-    return kinds == {"full_attention"} or (
-        kinds <= {"full_attention", "sliding_attention"}
-        and all(window is None or window > length for window in windows)
-    )
+    wide = all(window is None or window > length for window in windows)
+    wide &= kinds <= {"full_attention", "sliding_attention"}
+    return (wide or kinds == {"full_attention"}) and not stretches(config, length)
+
+
+def stretches(config, length: int) -> bool:
+    """Whether longrope turns every position otherwise in a batch of this length than in others."""
+    return length > (getattr(text_config(config), "original_max_position_embeddings", 0) or np.inf)
