@@ -17,8 +17,6 @@ from calibeval.measures import SEED, scores
 from calibeval.records import Records
 from calibeval.stats import in_order
 
-SCORES = ("lac", "aps")
-
 
 @dataclass(frozen=True)
 class Sets:

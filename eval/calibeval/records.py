@@ -74,7 +74,6 @@ class Records:
 
     path: Path
     ids: list[str]
-    subjects: np.ndarray  # (N,) str
     labels: np.ndarray  # (N,) int
     logprobs: np.ndarray  # (N, K), normalised; finite where there is a choice
     letter_mass: np.ndarray  # (N,), NaN for continuations and where nobody knows
@@ -142,7 +141,6 @@ def joined(
     return Records(
         path,
         list(seen),
-        np.array([row.subject for row in every]),
         np.array([row.label for row in every]),
         logprobs,
         np.array([r.letter_mass if r.scoring == "letters" else None for r in every], float),
