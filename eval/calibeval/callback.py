@@ -12,7 +12,7 @@ from calibeval.request import Task
 
 
 class CalibrationCallback(TrainerCallback):
-    """Score tasks before training, every so many steps, and after; log to where the Trainer logs.
+    """Score tasks before training, every so many steps (0: none), and after; log as the Trainer.
 
     `eval_<task>_accuracy`, `_nll`, `_ece` and `_ece_floor`, what 95 % of calibrated models read
     less than; of letters `_ece_vocabulary` and its floor as well, among all tokens. The figures are
@@ -20,7 +20,7 @@ class CalibrationCallback(TrainerCallback):
 
         Trainer(…, callbacks=[CalibrationCallback([{"task": "mmlu", "data": "DATA"}], every=100)])
 
-    `tokenizer`: the Trainer's processing class unless given. `options` are keys of `Request`.
+    `tokenizer`: the Trainer's, else the model's folder's. `options` are keys of `Request`.
     """
 
     def __init__(self, tasks: Sequence[Task | Mapping], every: int, *, tokenizer=None, **options):
@@ -35,7 +35,7 @@ class CalibrationCallback(TrainerCallback):
 
     def on_step_end(self, args, state, control, **given):
         """Score every so many steps."""
-        if state.global_step % self.every == 0:
+        if self.every and state.global_step % self.every == 0:
             self._score(args, state, control, sys._getframe(1), **given)
 
     def on_train_end(self, args, state, control, **given):

@@ -89,7 +89,8 @@ def checked(kind: type[M], values: Mapping, where: str, strict: bool | None = No
         if first["type"] == "missing":
             reason = f"no {key!r}; found {', '.join(map(str, first['input']))}"
         elif first["type"] == "extra_forbidden":
-            reason = f"{key}: no such key; known: {', '.join(kind.model_fields)}"
+            known = f"; known: {', '.join(kind.model_fields)}" * (len(first["loc"]) == 1)
+            reason = f"{key}: no such key{known}"
         elif key:
             reason = f"{key} is {first['input']!r}: {reason}"
         raise InputError(f"{where}: {reason}") from error

@@ -98,11 +98,11 @@ def score(
 ) -> dict[str, Records]:
     """Score a model on tasks, {task.key: Records}, through one load of it.
 
-    `model` is a folder, a name on the hub, or a loaded `transformers` model with its tokenizer,
-    which is left as it was. With `out` the records go to `<out>/<task.key>.jsonl`, each beside a
-    sidecar with its settings; what is there already of the same folder's weights is not scored
-    again. `options` are keys of `Request`, such as `engine` and `batch_size`. All input is read
-    before the model.
+    `model` is a folder, a name on the hub, or a loaded `transformers` model, which is left as it
+    was; `tokenizer` is its folder's unless given. With `out` the records go to
+    `<out>/<task.key>.jsonl`, each beside a sidecar with its settings; what is there already of the
+    same folder's weights is not scored again. `options` are keys of `Request`, such as `engine` and
+    `batch_size`. All input is read before the model.
 
     Raises:
         InputError: data, options or a model that cannot be used, or records of other settings.
@@ -110,15 +110,17 @@ def score(
     request = checked(Request, {"tasks": list(tasks)} | options, "score")
     loaded = not isinstance(model, (str, Path))
     if loaded:
-        name, longest = f"a {type(model).__name__}", engines.context_length(model.config)
+        name, words, config = f"a {type(model).__name__}", model.name_or_path, model.config
     else:
-        name = model = str(model)
-        longest = engines.load_max_length(name, request.revision)
-        tokenizer = tokenizer or engines.load_tokenizer(name, request.revision)
+        from transformers import AutoConfig
+
+        name = words = model = str(model)
+        config = engines.load(AutoConfig, name, "a config", request.revision)
+    tokenizer = tokenizer or engines.load_tokenizer(words, request.revision)
+    longest = engines.context_length(config)
     every = [resolved(task) for task in request.tasks]
-    known = bool(out) and not loaded  # of which weights the records are
     with ThreadPoolExecutor(1) as meanwhile:  # both take seconds, and neither holds the GIL
-        digest = known and meanwhile.submit(models.digest, name, request.revision)
+        digest = out and not loaded and meanwhile.submit(models.digest, name, request.revision)
         items = {t.key: fit_prompts(load(t), t, tokenizer, longest) for t in every}
 
     @cache

@@ -22,9 +22,7 @@ def tasks(mmlu):
 
 @pytest.fixture
 def loaded(tiny_model):
-    return AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(
-        tiny_model
-    )
+    return [auto.from_pretrained(tiny_model) for auto in (AutoModelForCausalLM, AutoTokenizer)]
 
 
 def test_a_model_in_memory_is_scored_as_the_saved_one(
@@ -40,7 +38,7 @@ def test_a_model_in_memory_is_scored_as_the_saved_one(
         run(*common, *more, "--out", out)
         name = json.dumps(str(tiny_model))
         assert api.read_text().replace('"a LlamaForCausalLM"', name) == out.read_text()
-        found = calibeval.score(*loaded, tasks)[key]  # to no file
+        found = calibeval.score(loaded[0], tasks=tasks)[key]  # to no file, with its own tokenizer
         assert np.array_equal(found.logprobs, made[key].logprobs) and found.ids == made[key].ids
 
 
@@ -90,6 +88,7 @@ def test_figures_are_the_commands(tasks, tiny_model, tmp_path, run):
     [
         ({"tasks": [{"task": "mmlu"}]}, "no 'tasks.0.data'; found task"),
         ({"engin": "vllm"}, "engin: no such key; known: tasks, engine"),
+        ({"tasks": [{"task": "mmlu", "data": "d", "lmit": 1}]}, "tasks.0.lmit: no such key$"),
         ({"gpu_memory_utilization": 0.5}, "gpu_memory_utilization: is for engine vllm"),
         ({"tasks": [{"task": "mmlu", "data": "d"}] * 2}, "'mmlu' twice; give one of them"),
     ],

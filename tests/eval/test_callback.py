@@ -69,8 +69,8 @@ def as_scored(folder, data, tmp_path) -> dict[str, float]:
 
 def test_what_is_logged_is_what_the_saved_model_reads(train, mmlu, tiny_model, tmp_path):
     report = Report()
-    watch = CalibrationCallback([{"task": "mmlu", "data": str(mmlu)}], every=4)
-    trainer = train(report, watch)
+    task = {"task": "mmlu", "data": str(mmlu)}
+    trainer = train(report, CalibrationCallback([task], every=4), CalibrationCallback([task], 0))
     seen = {step: logs for step, logs in report.told if "eval_mmlu_ece" in logs}
     assert list(seen) == [0, 4, 6]
     assert seen[0] == as_scored(tiny_model, mmlu, tmp_path) | {"epoch": 0}
@@ -79,7 +79,7 @@ def test_what_is_logged_is_what_the_saved_model_reads(train, mmlu, tiny_model, t
     after = as_scored(tmp_path / "model", mmlu, tmp_path)
     assert {k: v for k, v in seen[6].items() if k != "epoch"} == after != seen[0]
     history = [line for line in trainer.state.log_history if "eval_mmlu_ece" in line]
-    assert [line["step"] for line in history] == [0, 4, 6]
+    assert [line["step"] for line in history] == [0, 0, 4, 6, 6]
     # The loss is logged as without, and training takes the same steps.
     assert [step for step, logs in report.told if "loss" in logs] == [2, 4, 6]
     other = train()

@@ -5,10 +5,11 @@ import math
 
 import pytest
 import torch
+import transformers
 from made_records import plain, scored
-from transformers import AutoTokenizer
 
 from calibeval import prompts, scoring, tasks
+from calibeval.engines import context_length
 from calibeval.request import Task
 
 
@@ -36,7 +37,7 @@ def test_equals_the_plain_way(mmlu, tiny_model, score, options):
 
 
 def test_shots_are_dropped_until_the_prompt_fits(mmlu, tiny_model):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
     task = Task(task="mmlu", data=str(mmlu))
     subjects = tasks.load(task)
     lengths = [
@@ -64,10 +65,6 @@ def test_bfloat16_keeps_logits_in_float32(score, tmp_path):
 
 
 def test_context_length_of_configs_with_parts():
-    import transformers
-
-    from calibeval.engines import context_length
-
     small = {"max_position_embeddings": 512}
     assert context_length(transformers.Gemma3Config(text_config=small)) == 511
     assert context_length(transformers.Mistral3Config(text_config=small)) == 511

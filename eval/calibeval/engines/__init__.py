@@ -60,13 +60,6 @@ def load_tokenizer(model: str, revision: str | None = None):
     return load(AutoTokenizer, model, "a tokenizer", revision)
 
 
-def load_max_length(model: str, revision: str | None = None) -> int | None:
-    """Longest prompt of a model that is not loaded; None if its config sets no limit."""
-    from transformers import AutoConfig
-
-    return context_length(load(AutoConfig, model, "a config", revision))
-
-
 def text_config(config):
     """The language model's part of a config that has parts (Gemma 3, Mistral 3, Qwen-VL)."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
