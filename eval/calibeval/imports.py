@@ -143,8 +143,10 @@ def inspect_record(sample: dict, task: str) -> dict:
     letters, target = LETTERS[: len(sample["choices"])], sample["target"]
     (target,) = target if isinstance(target, list) else [target]
     tokens = sample["output"]["choices"][0]["logprobs"]["content"]
-    answers = [t for t in tokens if t["token"].strip() in [*letters]]
-    place = [t for t in answers if t.get("top_logprobs")][-1]
+    place = [t for t in tokens if t["token"].strip() in [*letters] and t.get("top_logprobs")][-1]
+    by_score = {score.get("answer") for score in (sample.get("scores") or {}).values()}
+    if other := by_score & {*letters} - {answer := place["token"].strip()}:
+        raise ValueError(f"answers {answer}, {min(other)} by its score: were the choices shuffled?")
     top = [(one["token"].strip(), one["logprob"]) for one in place["top_logprobs"]]
     found, least = [], min(value for _, value in top)
     for letter in letters:

@@ -134,6 +134,7 @@ def test_inspects_logs(tmp_path, run):
     header["eval"]["packages"] = {"inspect_ai": "0.3.285"}
     first = inspect_sample(1, "B", ("ANSWER", TOP), (":", TOP), (" B", TOP), (".", TOP))
     again = inspect_sample(1, "B", ("B", TOP)) | {"epoch": 2}
+    first["scores"] = {"choice": {"answer": "B"}, "other": {"answer": "I say B"}, "third": {}}
     samples = [first, again, inspect_sample(2, "A", ("A", TOP))]
     log = tmp_path / "log.json"
     log.write_text(json.dumps(header | {"samples": samples}))
@@ -149,10 +150,12 @@ def test_inspects_logs(tmp_path, run):
 def test_inspects_samples_that_are_no_multiple_choice(tmp_path, refused):
     header, log = {"eval": {"task": "t", "model": "m"}}, tmp_path / "log.json"
     command = ["import", log, "--out", tmp_path / "r.jsonl"]
+    shuffled = inspect_sample(1, "A", (" B", TOP)) | {"scores": {"choice": {"answer": "C"}}}
     for sample, expected in (
         (inspect_sample(1, "E", ("A", TOP)), "substring not found"),
         (inspect_sample(1, "A", ("yes", TOP)), "list index out of range"),
         (inspect_sample(1, "A") | {"choices": None}, "sample 1: TypeError"),
+        (shuffled, "answers B, C by its score: were the choices shuffled?"),
     ):
         log.write_text(json.dumps(header | {"samples": [sample]}))
         err = refused(*command)
