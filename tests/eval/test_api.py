@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import calibeval
+from calibeval import scoring
 from calibeval.io import InputError
 from calibeval.request import Task
 
@@ -29,9 +30,10 @@ def test_a_model_in_memory_is_scored_as_the_saved_one(
     tasks, loaded, tiny_model, mmlu, tmp_path, run
 ):
     """Byte for byte but for the model's name."""
-    loaded[0].train()
+    loaded[0].train().lm_head.eval()
+    modes = [module.training for module in loaded[0].modules()]
     made = calibeval.score(*loaded, tasks, out=tmp_path / "api")
-    assert loaded[0].training and list(made) == ["mmlu", "texts"]
+    assert modes == [m.training for m in loaded[0].modules()] and list(made) == ["mmlu", "texts"]
     common = ["score", "--model", tiny_model, "--task", "mmlu", "--data", mmlu, "--limit", "7"]
     for key, more in (("mmlu", []), ("texts", ["--scoring", "continuation"])):
         api, out = tmp_path / "api" / f"{key}.jsonl", tmp_path / f"{key}.jsonl"
@@ -45,14 +47,8 @@ def test_a_model_in_memory_is_scored_as_the_saved_one(
 def test_a_folder_is_loaded_once_and_only_for_what_is_missing(
     tasks, tiny_model, tmp_path, monkeypatch
 ):
-    from calibeval.engines.hf import TransformersEngine
-
-    loads, plain = [], TransformersEngine.__init__
-    monkeypatch.setattr(
-        TransformersEngine,
-        "__init__",
-        lambda self, *a, **k: (loads.append(a), plain(self, *a, **k))[1],
-    )
+    loads, plain = [], scoring._engine
+    monkeypatch.setattr(scoring, "_engine", lambda *given: loads.append(given) or plain(*given))
     first = calibeval.score(tiny_model, tasks=tasks[:1], out=tmp_path)
     both = calibeval.score(tiny_model, tasks=tasks, out=tmp_path)
     again = calibeval.score(str(tiny_model), tasks=tasks, out=tmp_path)

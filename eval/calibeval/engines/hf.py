@@ -56,9 +56,9 @@ class TransformersEngine:
         batch_size: int | None = None,
         revision: str | None = None,
     ):
-        self.was_training = not isinstance(model, str) and model.training
         loaded = _load(model, dtype, revision) if isinstance(model, str) else model
         self.model = getattr(loaded, "module", loaded)
+        self.trained = [module for module in self.model.modules() if module.training]
         # Mixed precision is training's alone: accelerate keeps the forward without it.
         self.forward = getattr(self.model, "_original_forward", self.model)
         self.model.eval()
@@ -68,7 +68,8 @@ class TransformersEngine:
 
     def close(self) -> None:
         """Leave a loaded model as it was."""
-        self.model.train(self.was_training)
+        for module in self.trained:
+            module.training = True
 
     def describe(self) -> dict:
         """Engine settings that a record's figures depend on."""
