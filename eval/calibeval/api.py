@@ -42,11 +42,10 @@ def compare(
     for confidence in (c for c in runs[0].confidences if c in runs[1].confidences):
         found[confidence] = of = {}
         for name in stats.METRICS:
-            values = [stats.estimate([run], name, confidence).value for run in runs]
             gap = stats.difference(*([run] for run in runs), name, confidence)
-            line = {"a": values[0], "b": values[1], "difference": gap.value}
-            line |= {"low": gap.low, "high": gap.high, "better": stats.better(name, gap)}
-            of[name] = line
+            line = {"a": runs[0].values[confidence][name], "b": runs[1].values[confidence][name]}
+            line |= {"difference": gap.value, "low": gap.low, "high": gap.high}
+            of[name] = line | {"better": stats.better(name, gap)}
     return found
 
 

@@ -1,7 +1,6 @@
 """Records: one JSON line a question, from which every metric recomputes.
 
-`Record` is the line; beside it stand "prompt_sha256", "shots" and "versions".
-`RECORDS.jsonl.meta.json` beside the file holds the settings and costs of the run.
+`Record` is the line, with "versions" beside it; `RECORDS.jsonl.meta.json` holds the settings.
 """
 
 import hashlib

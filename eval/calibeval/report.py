@@ -19,7 +19,6 @@ from calibeval.index import Results, Row, heading
 from calibeval.io import InputError, write_text
 from calibeval.measures import REGULAR
 
-DEFAULT = "accuracy,ece,rms"
 NAMES = {
     "accuracy": "Acc",
     "brier": "Brier",
@@ -53,7 +52,7 @@ class Column:
         return f"{name}{among} {' ↑↓'[stats.DIRECTION[self.metric]]}".strip()
 
 
-def read_columns(text: str = DEFAULT) -> list[Column]:
+def read_columns(text: str) -> list[Column]:
     """Columns from "accuracy,ece,ece@vocabulary"; an unknown name raises `InputError`."""
     chosen = []
     for word in map(str.strip, text.split(",")):
@@ -245,7 +244,7 @@ def tidy(results: Results) -> pd.DataFrame:
 def collect(
     source: Path,
     out: Path,
-    columns: str = DEFAULT,
+    columns: str = "accuracy,ece,rms",
     title: str = "Calibration",
     note: str = "",
     sections: Sequence[str] = (),
