@@ -17,7 +17,7 @@ from sweeps import score, status
 from sweeps.checkpoint import replace
 from sweeps.config import HELD_OUT
 from sweeps.plan import Cell, Plan
-from sweeps.run import Run, RunConfig, locked, read_rows
+from sweeps.run import Run, locked, read_rows
 
 SHARED = ("model_name_or_path", "label_smoothing", "learning_rate", "seed")
 
@@ -70,9 +70,11 @@ def found(plan: Plan) -> list[Cell]:
     return cells
 
 
-def settings(config: RunConfig) -> dict[str, Any]:
-    """All that decides a run, on one level, as tables hold it."""
+def settings(cell: Cell) -> dict[str, Any]:
+    """All that decides a run, on one level, as tables hold it: files' contents too."""
+    config, rows = cell.config, cell.run.attempts()
     every = {"backend": config.backend, **config.world.model_dump(), **config.train}
+    every |= next((row["files"] for row in reversed(rows) if row.get("files")), {})
     return {k: v if isinstance(v, (str, int, float)) else str(v) for k, v in every.items()}
 
 
@@ -80,7 +82,7 @@ def varied(cells: list[Cell]) -> list[str]:
     """The settings in which trained runs differ, but those that every table has."""
     values = defaultdict(set)
     for cell in cells:
-        for key, value in settings(cell.config).items() if cell.config.backend else ():
+        for key, value in settings(cell).items() if cell.config.backend else ():
             values[key].add(value)
     known = (*SHARED, "train_file", "num_train_epochs")
     return [key for key, some in values.items() if len(some) > 1 and key not in known]
@@ -90,7 +92,7 @@ def entries(plan: Plan, cells: list[Cell]) -> list[dict]:
     """One entry for each record file, as calibeval's index wants it; paths from results/."""
     others, rows = varied(cells), []
     for cell in cells:
-        config, train = cell.config, cell.config.train
+        config, train, every = cell.config, cell.config.train, settings(cell)
         model = train["model_name_or_path"]
         about = {"model": plan.sweep.model_labels.get(model, PurePath(model).name)}
         about |= {key: train.get(key) for key in SHARED[1:]} | {"run": cell.run.name}
@@ -99,7 +101,7 @@ def entries(plan: Plan, cells: list[Cell]) -> list[dict]:
                 "train_data": train.get("train_file"),
                 "epochs": train.get("num_train_epochs"),
             }
-            about |= {key: settings(config).get(key) for key in others}
+            about |= {key: every.get(key) for key in others}
         for task in config.score.tasks if config.score else ():
             if score.gap(cell.run, task, config.score) is None:
                 path = os.path.relpath(score.records(cell.run, task), plan.folder / "results")
@@ -119,7 +121,7 @@ def best_learning_rates(plan: Plan, cells: list[Cell]) -> tuple[list[dict], list
     others, groups = varied(cells), defaultdict(lambda: defaultdict(list))
     for cell in cells if on else ():
         if cell.config.backend and (value := _chosen_on(on, cell)):
-            train, every = cell.config.train, settings(cell.config)
+            train, every = cell.config.train, settings(cell)
             key = (train.get("train_file") or "", train["model_name_or_path"])
             key += (train.get("label_smoothing"), *map(every.get, others))
             groups[key][train["learning_rate"]].append((value, cell))

@@ -23,7 +23,7 @@ from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any
 
-from calibeval.io import InputError, write_text
+from calibeval.io import InputError, sha256, write_text
 from calibeval.request import Strict
 from sweeps.config import Score, World, check, dump_yaml, read_yaml
 
@@ -157,6 +157,13 @@ class Run:
         for name in ("torch", "transformers", "tokenizers", "accelerate", "datasets", "deepspeed"):
             with contextlib.suppress(PackageNotFoundError):
                 about[name] = version(name)
+        config = self.config()
+        given = [*config.train.values(), *config.world.model_dump().values()]
+        # What a name stands for may change between runs.
+        about["files"] = files = {}
+        for name in given if stage == "train" else ():
+            with contextlib.suppress(InputError, TypeError):
+                files[name] = sha256(Path(name))[:8]
         self.note("began", stage=stage, progress=self.progress(), **about)
 
     def idle(self) -> int:

@@ -12,16 +12,20 @@ from sweeps import collect
 from sweeps.plan import plan
 
 
-def test_a_rate_is_chosen_for_each_adapter(sweep_file):
+def test_a_rate_is_chosen_for_each_adapter_and_each_content_of_a_file(sweep_file, tmp_path):
+    """Runs on a data file before and after it was edited are not averaged."""
     score = {"tasks": [{"task": "mmlu", "data": "x"}], "select_on": "held_out_loss", "base": False}
     grid = {"lora": [{"r": 4}, {"r": 8}], "learning_rate": [1e-4, 1e-3]}
-    planned = plan(sweep_file(grid=grid, train={"held_out": 5}, score=score), [])
+    train = {"held_out": 5, "train_file": str(file := tmp_path / "chat.jsonl")}
+    planned = plan(sweep_file(grid=grid, train=train, score=score), [])
     planned.create()
     for loss, cell in enumerate(planned.cells, 1):
+        file.write_text("old" if loss == 1 else "new")
+        cell.run.began("train")
         cell.run.model.mkdir()
         cell.run.metrics.write_text(f'{{"step": 1, "held_out_loss": {loss}}}\n')
     rows, _ = collect.best_learning_rates(planned, collect.found(planned))
-    assert [row["held_out_loss"] for row in rows] == [1, 3]
+    assert sorted(row["held_out_loss"] for row in rows) == [1, 2, 3]
 
 
 def test_every_run_of_the_folder_is_in_the_table_and_gaps_are_of_the_last_launch(tmp_path):
