@@ -7,8 +7,11 @@ from pathlib import Path
 
 from calibeval.io import InputError, json_lines, read_text, reading
 
+# A template writes others too, and learns no word of a misspelt assistant.
+ROLES = ("system", "developer", "user", "assistant", "tool", "environment")
 EXPECTED = (
-    '{"messages": [{"role": …, "content": …}, …]} or {"instruction": …, "input": …, "output": …}'
+    f'{{"messages": [{{"role": …, "content": …}}, …]}} with roles {", ".join(ROLES)}, or '
+    '{"instruction": …, "input": …, "output": …}'
 )
 
 
@@ -29,11 +32,14 @@ def rows(path: Path) -> Iterator[tuple[str, dict]]:
 def conversation(row: dict, where: str) -> list[dict]:
     """The turns of `messages`, or of Alpaca's row; another one raises `InputError`."""
     match row:
-        case {"messages": [_, *_] as turns} if all(
-            isinstance(turn, dict) and {type(turn.get(key)) for key in ("role", "content")} == {str}
-            for turn in turns
-        ):
-            return turns
+        case {"messages": [_, *_] as turns}:
+            fits = [
+                isinstance(x, dict) and x.get("role") in ROLES and isinstance(x.get("content"), str)
+                for x in turns
+            ]
+            if all(fits):
+                return turns
+            row = turns[fits.index(False)]
         case {"instruction": str(prompt), "output": str(answer)}:
             given = f"\n\n### Input:\n{row['input']}" if row.get("input") else ""
             asked = {"role": "user", "content": prompt + given}

@@ -141,7 +141,8 @@ def render(messages: list[dict], tokenizer) -> tuple[str, list[tuple[int, int]]]
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = templated(messages[:i], add_generation_prompt=True)
+        # Templates refuse to write nothing: of a first message its head is learnt too.
+        before = templated(messages[:i], add_generation_prompt=True) if i else ""
         upto = text if i + 1 == len(messages) else templated(messages[: i + 1])
         if not (upto.startswith(before) and text.startswith(upto)):
             raise InputError(

@@ -81,8 +81,9 @@ def learnt(row: dict, tokenizer) -> str:
 def test_loss_lies_on_the_assistants_tokens_and_nowhere_else(tiny, tmp_path):
     """As the template's own {% generation %} marks say, or without them as its turns say."""
     messages = [{"role": "system", "content": "w1 w2"}, *turns("what is w3?", "A w4", "B?", "C w5")]
-    path = write(tmp_path / "a.jsonl", messages)
-    (row,), tokenizer = read(tiny, path)
+    path = write(tmp_path / "a.jsonl", messages, messages[2:])  # which the assistant begins
+    (row, begun), tokenizer = read(tiny, path)
+    assert learnt(begun, tokenizer).replace("\n", "") == "|assistant|>A w4</s>C w5</s>"
     # The newline after an intermediate turn is the template's, written after the assistant's text.
     assert learnt(row, tokenizer).replace("\n", "") == "A w4</s>C w5</s>"
     text = tokenizer.decode(row["input_ids"])
@@ -93,7 +94,7 @@ def test_loss_lies_on_the_assistants_tokens_and_nowhere_else(tiny, tmp_path):
     marked = f"{{% generation %}}{says}{{% endgeneration %}}"
     tokenizer.chat_template = tokenizer.chat_template.replace(says, marked)
     assert "{% generation %}" in tokenizer.chat_template
-    (found,) = tokenised(keys_of(tiny, train_file=str(path)), tokenizer).to_list()
+    found, _ = tokenised(keys_of(tiny, train_file=str(path)), tokenizer).to_list()
     assert found["input_ids"] == row["input_ids"]
     assert learnt(found, tokenizer) == "A w4</s>C w5</s>"
 
@@ -118,7 +119,8 @@ def test_alpacas_rows_read_as_its_own_prompt(tiny, tmp_path):
 
 def test_what_cannot_be_read_is_named(tiny, tmp_path):
     """Bad rows; what a template refuses, as Gemma's and Mistral's do a system message, it says."""
-    for row in ("{", "[]", '{"messages": []}', '{"messages": [{"role": "user"}]}'):
+    usr = json.dumps({"messages": [*turns("B", "A"), {"role": "usr", "content": "B"}]})
+    for row in ("{", "[]", '{"messages": []}', '{"messages": [{"role": "user"}]}', usr):
         path = write(tmp_path / "a.jsonl", turns("B", "A"))
         path.write_text(path.read_text() + row + "\n")
         with pytest.raises(InputError, match=r"a\.jsonl, line 2: "):
