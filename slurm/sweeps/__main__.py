@@ -178,14 +178,17 @@ def _keys(a: argparse.Namespace) -> int:
 
 def _train(a: argparse.Namespace) -> int:
     """Train a run, unless it is; with `score` as the command, or then, score it."""
+    from calibeval.io import InputError
     from sweeps import score
-    from sweeps.run import Run, backend, locked
+    from sweeps.run import Run, backend, lacking, locked
 
     run = Run(a.folder)
     config, busy = run.config(), f"{a.folder}: another process is at this run"
     rank = "LOCAL_RANK" in os.environ  # of a torchrun, which has taken this lock
     with contextlib.nullcontext() if rank else locked(run.lock, 30, busy):
         if a.command == "train" and not run.trained:
+            if not rank and (lacks := lacking(config)):
+                raise InputError(f"{run.config_file}: {lacks}")
             backend(config.backend).train(run)
         elif config.score:
             score.here(run)

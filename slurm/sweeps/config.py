@@ -18,6 +18,7 @@ from calibeval.request import Natural, Positive, Request, Seq, Strict
 from calibeval.tasks import SPLITS
 
 M = TypeVar("M", bound=BaseModel)
+Time = Annotated[str, Field(pattern=r"^((\d+-)?\d+(:\d+){0,2}|INFINITE|UNLIMITED)$")]
 HELD_OUT = "held_out_loss"  # of conversations that are never trained on, without smoothing
 
 
@@ -38,6 +39,11 @@ class World(Strict):
     def alone(self) -> bool:
         """Whether a run is one process, which goes on to score what it has trained."""
         return self.processes_per_node == 1 and self.deepspeed is None and self.fsdp is None
+
+    def read(self, key: str) -> dict | None:
+        """What the file of `deepspeed` or `fsdp` says; None without one."""
+        file = getattr(self, key)
+        return file and json.loads(read_text(Path(file)))
 
 
 class Score(Request):
@@ -134,8 +140,8 @@ class Cluster(Strict):
     partition: str | None = option(None, "sbatch --partition")
     qos: str | None = option(None, "sbatch --qos")
     constraint: str | None = option(None, "sbatch --constraint, for example h100")
-    time: str = option("1-00:00", "of a job; a run is warned before, saves and goes on")
-    score_time: str = option("4:00:00", "of a job that only scores, or collects")
+    time: Time = option("1-00:00", "of a job; a run is warned before, saves and goes on")
+    score_time: Time = option("4:00:00", "of a job that only scores, or collects")
     cpus_per_process: Positive = option(4, "a process is one GPU's worth")
     gpus_per_process: Natural = option(1, "0 on a cluster without GPUs")
     gpu_type: str | None = option(None, "sbatch --gpus-per-node=TYPE:N")

@@ -73,7 +73,7 @@ def tokenised(keys: Train, tokenizer) -> Dataset:
             rows = Dataset.from_generator(texts, gen_kwargs=given, fingerprint=text)
         except DatasetGenerationError as error:
             raise error.__cause__ or error from None
-        threads = os.environ.get("TOKENIZERS_PARALLELISM")
+        threads = os.environ.get("TOKENIZERS_PARALLELISM", "true")
         found = rows.map(
             encoded,
             batched=True,
@@ -84,11 +84,7 @@ def tokenised(keys: Train, tokenizer) -> Dataset:
             new_fingerprint=made,
         )
     # datasets leaves it at false for good, and the prompts of scoring would have one core.
-    if threads is None:
-        os.environ.pop("TOKENIZERS_PARALLELISM", None)
-        os.unsetenv("TOKENIZERS_PARALLELISM")  # of a copy of os.environ, which never had it
-    else:
-        os.environ["TOKENIZERS_PARALLELISM"] = threads
+    os.environ["TOKENIZERS_PARALLELISM"] = threads
     return found
 
 

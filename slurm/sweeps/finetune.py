@@ -35,7 +35,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from calibeval.engines import load
-from calibeval.io import InputError, read_text, write_text
+from calibeval.io import InputError, write_text
 from smoothce import patch_trainer
 from sweeps import attention, score
 from sweeps.checkpoint import keep, latest, replace
@@ -120,9 +120,9 @@ def say(text: str) -> None:
 
 def training_arguments(run: Run, keys: Train, world: World, steps: int) -> TrainingArguments:
     """The Trainer's arguments, which also start this rank; before the model, for ZeRO-3's sake."""
-    clip, deepspeed, fsdp, gpu = keys.clip_grad_norm, None, None, torch.cuda.is_available()
-    if world.deepspeed:
-        deepspeed = json.loads(read_text(Path(world.deepspeed)))
+    clip, gpu = keys.clip_grad_norm, torch.cuda.is_available()
+    fsdp, deepspeed = world.read("fsdp"), world.read("deepspeed")
+    if deepspeed is not None:
         deepspeed |= {"train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"}
         deepspeed["gradient_accumulation_steps"] = 1  # a batch of the Trainer's is a whole update
         given = deepspeed.get("gradient_clipping")
@@ -131,8 +131,6 @@ def training_arguments(run: Run, keys: Train, world: World, steps: int) -> Train
         if not gpu:  # accelerate would not choose gloo by itself
             os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
             PartialState(backend="gloo")
-    if world.fsdp:
-        fsdp = json.loads(read_text(Path(world.fsdp)))
     trackers = {"WANDB_PROJECT": "sweeps", "WANDB_RUN_ID": run.name, "WANDB_RESUME": "allow"}
     trackers["TENSORBOARD_LOGGING_DIR"] = str(run.path / "tensorboard")
     os.environ.update(trackers | dict(os.environ))  # a resumed run goes on in its page

@@ -83,7 +83,7 @@ def clipping_problems(train: Train, world: World) -> list[str]:
     """Gradient clipping that would not be what the sweep file says; empty when it is."""
     if not world.deepspeed or not Path(world.deepspeed).is_file():
         return []
-    limit = json.loads(Path(world.deepspeed).read_text(encoding="utf-8")).get("gradient_clipping")
+    limit = world.read("deepspeed").get("gradient_clipping")
     where, problems = f"gradient_clipping in {world.deepspeed}", []
     if isinstance(limit, bool) or not isinstance(limit, int | float):
         problems.append(f"{where}: found {limit!r}, expected a number, 0 for none: auto would be 1")

@@ -1,17 +1,16 @@
 """Everything that would stop a sweep later, found and named before anything is queued."""
 
-import sys
+import shutil
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 from calibeval.io import InputError
 from calibeval.tasks import HUB, load
 from sweeps import local, prefetch, score
-from sweeps.config import Cluster, load_cluster
+from sweeps.config import Cluster, expand, load_cluster
 from sweeps.conversations import conversations
 from sweeps.plan import Plan
-from sweeps.run import again, backend
+from sweeps.run import again, backend, lacking
 
 
 def problems(plan: Plan, executor: str) -> list[str]:
@@ -19,8 +18,13 @@ def problems(plan: Plan, executor: str) -> list[str]:
     cluster = load_cluster(plan.sweep.cluster) if executor == "slurm" else Cluster()
     prefetch.use_cache(cluster)
     found = _files(plan) + _requests(plan)
-    if cluster.python == "auto":
-        found += _packages(plan)
+    command = cluster.python.partition(" ")[0]
+    if command == "auto":
+        found += filter(None, (lacking(cell.config) for cell in plan.cells))
+    elif not (shutil.which(command) or "$" in command or cluster.modules or cluster.setup):
+        found.append(f"{plan.sweep.cluster}: python: {command}: no such command")
+    if (file := cluster.secrets_file) and not Path(expand("secrets_file", file)).is_file():
+        found.append(f"{plan.sweep.cluster}: secrets_file: {file}: no such file")
     if executor == "local":
         local.workers(plan.sweep)
     elif "%" in (folder := str(plan.folder.absolute())):
@@ -46,9 +50,11 @@ def _files(plan: Plan) -> list[str]:
                 conversations(Path(file).absolute(), 100_000)
         except InputError as error:
             found.append(f"train.train_file: {error}")
-    for key, file in {"deepspeed": world.deepspeed, "fsdp": world.fsdp}.items():
-        if file and not Path(file).is_file():
-            found.append(f"world.{key}: {Path(file).absolute()}: no such file")
+    for key in ("deepspeed", "fsdp"):
+        try:
+            world.read(key)
+        except ValueError as error:
+            found.append(f"world.{key}={getattr(world, key)}: {error}")
     for task in plan.sweep.score.tasks if plan.sweep.score else ():
         try:
             if not task.data.startswith(HUB):
@@ -81,13 +87,3 @@ def _requests(plan: Plan) -> list[str]:
             if cell.run.done and cell.config.backend and not cell.run.model.is_dir():
                 found.append(f"{cell.run.path}: its model is gone: to score it, delete the folder")
     return [line for line in found if line]
-
-
-def _packages(plan: Plan) -> list[str]:
-    """Modules that this interpreter lacks, of those that jobs import with it."""
-    asks, more = plan.sweep.score, backend(plan.sweep.backend).packages
-    vllm = asks and asks.python is None and asks.engine == "vllm"
-    names = [*more(plan.cells[0].config.keys, plan.sweep.world), *["vllm"] * bool(vllm)]
-    absent = sorted({name for name in names if find_spec(name) is None})
-    install = f"{sys.executable} -m pip install …"
-    return [f"packages that runs need: {' '.join(absent)}: {install}"] if absent else []

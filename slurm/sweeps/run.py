@@ -13,12 +13,14 @@ import re
 import shlex
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from functools import cached_property
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any
@@ -39,14 +41,11 @@ BACKENDS = {"trainer": "sweeps.train", "open-instruct": "sweeps.open_instruct"}
 
 def backend(name: str) -> ModuleType:
     """The module that trains; raises InputError with those there are."""
-    module = BACKENDS.get(name, name)
     try:
-        if "." in module:
-            return import_module(module)
-    except ModuleNotFoundError as error:
-        if not module.startswith(error.name or "?"):
-            raise
-    raise InputError(f"backend: {name!r} is none of {', '.join(BACKENDS)}, and no module")
+        return import_module(BACKENDS.get(name, name))
+    except ImportError as error:
+        known = ", ".join(BACKENDS)
+        raise InputError(f"backend: {name!r} is none of {known}, and no module: {error}") from error
 
 
 def again(command: str, *words: str | Path) -> str:
@@ -84,6 +83,16 @@ class RunConfig(Strict):
         if self.backend:
             what = "lr{learning_rate:g}-beta{label_smoothing:g}-seed{seed}".format(**train)
         return f"{re.sub(r'[^A-Za-z0-9._-]', '-', model) or 'model'}-{what}-{self.digest[:8]}"
+
+
+def lacking(config: RunConfig) -> str:
+    """The modules that this interpreter lacks for a run, in words; nothing where it has all."""
+    asks, more = config.score, backend(config.backend).packages
+    vllm = asks and asks.python is None and asks.engine == "vllm"
+    names = [*more(config.keys, config.world), *["vllm"] * bool(vllm)]
+    absent = sorted({name for name in names if find_spec(name) is None})
+    install = f"{sys.executable} -m pip install …"
+    return f"packages that runs need: {' '.join(absent)}: {install}" if absent else ""
 
 
 class Run:

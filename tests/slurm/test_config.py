@@ -80,6 +80,7 @@ def test_what_is_wrong_comes_with_its_place_and_what_is_expected(toy_file, keys,
         (plan, "", "expected `key: value` lines, found NoneType"),
         (load_cluster, "partitoin: gpu", "partitoin: unknown key"),
         (load_cluster, "time: 12", "Input should be a valid string"),
+        (load_cluster, "score_time: 12 hours", "score_time: found '12 hours': String should match"),
         (load_cluster, "extra: [-C gpu]", "String should match pattern"),
     ],
 )

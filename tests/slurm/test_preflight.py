@@ -22,8 +22,15 @@ def problems(path: Path, *overrides: str) -> str:
 
 
 def test_a_whole_sweep_passes(toy_file, profile, tmp_path):
-    """And paths that Slurm or the shell cannot read do not."""
+    """And what Slurm, the jobs' shell or its program cannot read does not."""
     path = toy_file(cluster=profile())
+    assert problems(path) == ""
+    (odd := tmp_path / "odd.json").write_text('{"zero":')
+    for named, said in ((f"fsdp={odd}", "Expecting value"), ("fsdp=no.json", "no.json: could")):
+        assert f"world.{named}: {said}" in problems(path, f"world.{named}")
+    for key, value in (("secrets_file", "/no/secrets"), ("python", "/no/python")):
+        assert f"{profile(**{key: value})}: {key}: {value}: " in problems(path)
+    profile(python="made", setup=["make it"])
     assert problems(path) == ""
     assert "Slurm reads % in paths" in problems(path, f"output_root={tmp_path}/100%A")
     profile(cache="$WORK/hub")
@@ -169,8 +176,10 @@ def test_packages_that_runs_need_are_named(toy_file, profile, tiny):
     path = toy_file(score={"engine": "vllm", "tasks": [task]}, cluster=profile())
     assert f"packages that runs need: vllm: {sys.executable} -m pip install" in problems(path)
     assert problems(path, "score.python=/other/python") == ""  # which is not asked
-    profile(python="mine")
+    profile(python="$HOME/mine")  # nor this one, until a job begins with it
     assert problems(path) == ""
+    done = command("train", prepare(path).path)
+    assert done.returncode == 2 and "packages that runs need: vllm: " in done.stderr
 
 
 def test_records_that_answer_another_request_are_not_overwritten(toy_file, tiny):

@@ -166,7 +166,9 @@ def test_tokens_are_of_one_file_template_length_and_number(tiny, tmp_path, monke
     monkeypatch.setattr(data_module, "SHARE", 10)
     assert read(tiny, path)[0] == seen[0]
     # Where tokenizers look, who would leave the prompts of scoring to one core.
-    assert not ctypes.CDLL(None).getenv(b"TOKENIZERS_PARALLELISM")
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+    assert getenv(b"TOKENIZERS_PARALLELISM") == b"true"
     path.write_text(path.read_text().replace("moon ", "sun "))
     assert read(tiny, path)[0] != seen[0]
 
