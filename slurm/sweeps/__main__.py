@@ -46,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 something failed, 2 bad input."""
+    sys.stdout.reconfigure(errors="replace")  # of a terminal without β
     top = parser()
     parsed, rest = top.parse_known_args(arguments)
     # argparse takes positionals in one stretch only; overrides may also follow an option.
@@ -81,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _place(typed: str) -> Path:
     """A path as the project sees it: from the folder where it was typed, or else the project's."""
     path = Path(os.path.abspath(os.path.expanduser(typed)))  # bash leaves the ~ of --cluster=~/x
-    if not path.exists() and (PROJECT / typed).exists():
+    if not os.path.exists(path) and os.path.exists(PROJECT / typed):
         return Path(typed)
     return path.relative_to(PROJECT) if path.is_relative_to(PROJECT) else path
 

@@ -4,7 +4,9 @@ import json
 import os
 import shutil
 from collections import defaultdict
+from contextlib import redirect_stdout
 from html import escape
+from io import StringIO
 from pathlib import Path, PurePath
 from statistics import fmean
 from typing import Any
@@ -36,8 +38,11 @@ def collect(plan: Plan) -> list[str]:
     with locked(plan.folder / ".results.lock", 3600, f"{results}: is being made for an hour"):
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
-        _write(plan, cells, gaps, part)
+        # Nobody need read what is printed for the tables to be there.
+        with redirect_stdout(StringIO()) as said:
+            _write(plan, cells, gaps, part)
         replace(part, results)
+    print(said.getvalue(), end="")
     for line in gaps:
         print(f"gap: {line}")
     print(f"report: {(results / 'report.html').absolute()}")

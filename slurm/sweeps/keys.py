@@ -57,7 +57,9 @@ class Common(Strict):
         8, "conversations of a micro-batch, on one process"
     )
     gradient_accumulation_steps: Positive = option(1, "micro-batches of an update, on one process")
-    seed: Natural = option(42, "of the data's order, of dropout and of new weights")
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = option(
+        42, "of the data's order, of dropout and of new weights"
+    )
     attention_dropout: float | None = option(None, "null: the model's own", ge=0, lt=1)
     gradient_checkpointing: bool = option(False, "less memory for more time")
     logging_steps: Positive = option(10, "updates between rows of metrics.jsonl")

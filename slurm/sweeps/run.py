@@ -223,10 +223,10 @@ def held(path: Path) -> bool:
 def output(*command: str) -> str | None:
     """What a program prints; None where it is absent, fails or does not answer."""
     try:
-        done = subprocess.run(command, text=True, capture_output=True, timeout=30, check=False)
+        done = subprocess.run(command, capture_output=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return os.fsdecode(done.stdout).strip() if done.returncode == 0 else None
 
 
 def job_id() -> str | None:

@@ -109,9 +109,11 @@ def ask(tool: str, *words: str) -> str:
 def queue(folder: Path) -> list[Queued]:
     """What of a sweep is queued or runs; raises InputError if squeue does not answer."""
     found, names = [], {}
-    if not any(folder.glob("jobs/*/names")):
+    users = {str(path.stat().st_uid) for path in folder.glob("jobs/*/names")}
+    if not users:
         return []
-    said = ask("squeue", "--noheader", "--array", "--me", "--format=%F|%K|%T|%j|%r")
+    whose = f"--user={','.join(users)}"  # a folder may be shared
+    said = ask("squeue", "--noheader", "--array", whose, "--format=%F|%K|%T|%j|%r")
     for line in said.splitlines():
         job, index, state, name, reason = line.split("|", 4)
         ours = re.fullmatch(r".+\.(train|score|collect)\.([0-9a-f]{6})", name)

@@ -2,6 +2,7 @@
 meanwhile changes nothing."""
 
 import hashlib
+import os
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +30,6 @@ def snapshot(sweep: Path) -> Path:
         shutil.copytree(folder, part / name, ignore=shutil.ignore_patterns(*UNUSED))
     git = ("git", "-C", str(folders["sweeps"]))
     (part / "COMMIT").write_text(output(*git, "rev-parse", "HEAD") or "not in git\n")
-    (part / "DIFF").write_text(output(*git, "diff", "HEAD") or "")
+    (part / "DIFF").write_bytes(os.fsencode(output(*git, "diff", "HEAD") or ""))
     part.rename(made)
     return made

@@ -76,7 +76,7 @@ def _of_run(cell: Cell, known: Slurm, launching: bool) -> Status:
     if held(run.lock) or (launching and "began" in last) or (queued and queued.state == "RUNNING"):
         age = ""
         if "began" in last and not run.trained and run.metrics.exists():
-            seconds = int(time.time() - run.metrics.stat().st_mtime)
+            seconds = max(0, int(time.time() - run.metrics.stat().st_mtime))
             age = f"{timedelta(seconds=seconds)} ago"
         return found("running", reached or "starting", age)
     if queued:

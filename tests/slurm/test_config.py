@@ -1,5 +1,6 @@
 """Sweep files and profiles: what is refused, where, and in which words; what decides a folder."""
 
+import os
 import subprocess
 import sys
 
@@ -56,6 +57,7 @@ def test_what_is_written_is_read_back(value):
         ({}, "grid.label_smoothing=[]", "grid.label_smoothing: found []"),
         ({}, "train.label_smoothing=0.1", "grid.label_smoothing: is given in `train` too"),
         ({}, "grid.seed=[1, 1]", "are the same run; drop one"),
+        ({"backend": "trainer"}, "grid.seed=[4294967296]", "Input should be less than 4294967296"),
         ({}, "backend=nothing", "'nothing' is none of trainer, open-instruct"),
         ({}, "score.select_on=other", "'other' is none of ['mmlu', 'held_out_loss']"),
         ({}, "score.select_on=held_out_loss", "held_out_loss needs train.held_out"),
@@ -82,6 +84,7 @@ def test_what_is_wrong_comes_with_its_place_and_what_is_expected(toy_file, keys,
         (load_cluster, "time: 12", "Input should be a valid string"),
         (load_cluster, "score_time: 12 hours", "score_time: found '12 hours': String should match"),
         (load_cluster, "extra: [-C gpu]", "String should match pattern"),
+        (load_cluster, "extra: [--job-name=mine]", "String should match pattern"),
     ],
 )
 def test_a_file_that_is_none_is_named(tmp_path, read, text, said):
@@ -94,7 +97,8 @@ def test_a_file_that_is_none_is_named(tmp_path, read, text, said):
 
 
 def test_every_key_is_printed():
-    said = command("keys", "open-instruct").stdout
+    latin = os.environ | {"PYTHONIOENCODING": "latin-1"}  # which has no β
+    said = command("keys", "open-instruct", env=latin).stdout
     for model in (Sweep, Cluster, Train):
         schema = model.model_json_schema()
         for kind in (schema, *schema.get("$defs", {}).values()):
@@ -116,7 +120,9 @@ def test_the_same_run_however_its_paths_are_spelt(toy_file):
         assert plan(path, [f"train.model_name_or_path={other}"]).cells[0].run.name == one
 
 
-@pytest.mark.parametrize("typed", ["status configs/sweeps/lr.yaml --delete", "keys trainer a=b"])
+@pytest.mark.parametrize(
+    "typed", ["status configs/sweeps/lr.yaml --delete", "keys trainer a=b", f"status {'long' * 99}"]
+)
 def test_what_is_typed_wrong_ends_in_two(typed):
     done = command(*typed.split())
     assert done.returncode == 2 and "Traceback" not in done.stderr

@@ -16,7 +16,7 @@ from sweeps import __main__ as cli
 from sweeps import element, local
 from sweeps.element import Outcome
 from sweeps.plan import plan
-from sweeps.run import held
+from sweeps.run import held, output
 
 LONG = {"steps": 40, "pace": 0.05}
 
@@ -65,7 +65,9 @@ def test_a_trainer_killed_with_9_starts_again_and_after_its_launch_the_same_comm
     wait_for(lambda: all(run.step() >= 10 for run in runs))
     kill(programs(one))
     wait_for(lambda: len(rows(one, "began")) == 2)
-    assert "2 running" in command("status", path).stdout
+    os.utime(one.metrics, (4e9, 4e9))  # by the clock of a file server
+    shown = command("status", path).stdout
+    assert "2 running" in shown and " day" not in shown, shown
     process.kill()
     wait_for(lambda: not any(programs(run) for run in runs))
     assert "2 dead" in command("status", path).stdout
@@ -203,6 +205,7 @@ def test_a_program_sees_only_its_gpus_and_the_snapshot(toy_file, monkeypatch):
     assert f"{plan(path, []).folder}/code/" in code
     assert os.path.exists(f"{code}/sweeps/run.py") and os.path.exists(f"{code}/COMMIT")
     assert rows(runs_of(path)[0], "queued")[0]["code"] == os.path.basename(code)
+    assert output("printf", r"caf\351") == "caf\udce9"  # as in a diff, which need not be UTF-8
     said = launch(path, "--executor", "local", "world.processes_per_node=3", code=2)
     assert "world.processes_per_node: 3: 2 GPUs here" in said
 

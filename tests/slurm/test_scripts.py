@@ -78,6 +78,20 @@ def test_what_is_missing(toy_file):
     assert (len(train.names), len(score.names)) == (2, 2) and not score.after_training
 
 
+def test_what_another_user_of_the_folder_has_queued_is_queued(tmp_path, monkeypatch):
+    (names := tmp_path / "jobs" / "abc123" / "names").parent.mkdir(parents=True)
+    names.write_text("one\n")
+    if not os.geteuid():
+        os.chown(names, 12345, -1)
+    asked, said = f"--user={names.stat().st_uid}", "9|0|R|x.train.abc123|None"
+    (squeue := tmp_path / "squeue").write_text(
+        f"#!/bin/sh\ncase $* in *{asked}*) echo '{said}'; esac\n"
+    )
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert slurm.queue(tmp_path) == [slurm.Queued("9_0", "R", "None", "train", "one")]
+
+
 def test_set_up_lines_fail_aloud_and_what_they_export_holds(tmp_path):
     def setup(**keys) -> list[str]:
         return scripts.setup(Cluster(**keys), tmp_path / "code")
