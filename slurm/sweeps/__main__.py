@@ -100,7 +100,7 @@ def _launch(a: argparse.Namespace) -> int:
 
     from calibeval.io import InputError
     from sweeps import collect, local, preflight, slurm, status
-    from sweeps.run import again
+    from sweeps.config import again
 
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     plan, here = _planned(a), shutil.which("sbatch") is None

@@ -6,6 +6,7 @@ Whatever is wrong ends in one message: file and line (or the override), key, val
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -27,6 +28,13 @@ HELD_OUT = "held_out_loss"  # of conversations that are never trained on, withou
 def option(default: Any, description: str, **constraints: Any) -> Any:
     """A field with its documentation, which `python -m sweeps keys` prints."""
     return Field(default, description=description, **constraints)
+
+
+def again(command: str, *words: str | Path) -> str:
+    """A command of this package as it can be typed anywhere."""
+    absolute = (word.absolute() if isinstance(word, Path) else word for word in words)
+    start = os.environ.get("SWEEPS", "python -m sweeps")  # which sweeps.sh sets
+    return f"{start} {shlex.join([command, *map(str, absolute)])}"
 
 
 class World(Strict):
@@ -266,7 +274,7 @@ def check(
         dotted = ".".join([section(parts[0]), *parts]).strip(".") if parts else ""
         said = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
-            said = "unknown key; `python -m sweeps keys` prints all"
+            said = f"unknown key; all are printed by: {again('keys')}"
         elif item["type"] == "missing":
             said = "is missing"
         elif item["type"] == "value_error":  # the text begins with one of several keys

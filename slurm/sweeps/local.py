@@ -14,11 +14,11 @@ from tqdm import tqdm
 
 from calibeval.io import InputError, counted
 from sweeps import element, slurm
-from sweeps.config import Sweep
+from sweeps.config import Sweep, again
 from sweeps.element import Outcome
 from sweeps.plan import Plan
 from sweeps.ranks import gpus
-from sweeps.run import Run, again, locked
+from sweeps.run import Run, locked
 from sweeps.snapshot import snapshot
 
 
@@ -48,8 +48,8 @@ def _launch(plan: Plan, sets: list[str]) -> tuple[int, list[str]]:
     for one in sets:
         free.put(one)
     threads = str(max(1, len(os.sched_getaffinity(0)) // len(sets)))
-    own = dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS"), threads)  # torch's, tokenizers'
-    own |= {key: os.environ[key] for key in own.keys() & os.environ.keys()}
+    mine = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")  # torch's, tokenizers'
+    own = {key: os.environ.get(key, threads) for key in mine}
     own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(code), os.environ.get("PYTHONPATH")]))
     todo = [c for c in (*plan.bases, *plan.cells) if element.next_stage(c.run, c.config)]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from calibeval.io import InputError
 from calibeval.tasks import HUB, load
 from sweeps import local, prefetch, score
-from sweeps.config import Cluster, expand, load_cluster
+from sweeps.config import Cluster, again, expand, load_cluster
 from sweeps.conversations import conversations
 from sweeps.plan import Plan
-from sweeps.run import again, backend, lacking
+from sweeps.run import backend, lacking
 
 
 def problems(plan: Plan, executor: str) -> list[str]:

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import re
-import shlex
 import socket
 import subprocess
 import sys
@@ -46,13 +45,6 @@ def backend(name: str) -> ModuleType:
     except ImportError as error:
         known = ", ".join(BACKENDS)
         raise InputError(f"backend: {name!r} is none of {known}, and no module: {error}") from error
-
-
-def again(command: str, *words: str | Path) -> str:
-    """A command of this package as it can be typed anywhere."""
-    absolute = (word.absolute() if isinstance(word, Path) else word for word in words)
-    start = os.environ.get("SWEEPS", "python -m sweeps")  # which sweeps.sh sets
-    return f"{start} {shlex.join([command, *map(str, absolute)])}"
 
 
 class RunConfig(Strict):

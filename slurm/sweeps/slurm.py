@@ -109,10 +109,10 @@ def ask(tool: str, *words: str) -> str:
 def queue(folder: Path) -> list[Queued]:
     """What of a sweep is queued or runs; raises InputError if squeue does not answer."""
     found, names = [], {}
-    users = {str(path.stat().st_uid) for path in folder.glob("jobs/*/names")}
+    users = {path.stat().st_uid for path in folder.glob("jobs/*/names")}
     if not users:
         return []
-    whose = f"--user={','.join(users)}"  # a folder may be shared
+    whose = f"--user={','.join(map(str, users | {os.getuid()}))}"  # a folder may be shared
     said = ask("squeue", "--noheader", "--array", whose, "--format=%F|%K|%T|%j|%r")
     for line in said.splitlines():
         job, index, state, name, reason = line.split("|", 4)

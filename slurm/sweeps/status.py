@@ -9,8 +9,9 @@ from pathlib import Path
 
 from calibeval.io import InputError, counted
 from sweeps import element, score, slurm
+from sweeps.config import again
 from sweeps.plan import Cell, Plan
-from sweeps.run import Run, again, held, read_rows, tail
+from sweeps.run import Run, held, read_rows, tail
 
 STATES = ("running", "queued", "dead", "stopped", "unknown", "to do", "done")
 

@@ -40,7 +40,7 @@ def test_what_is_written_is_read_back(value):
         (
             {"train": {"learning_rat": 1e-3}},
             None,
-            "{path}:5: train.learning_rat: unknown key; `python",
+            "{path}:5: train.learning_rat: unknown key; all are printed by: bash /x/sweeps.sh keys",
         ),
         ({"score": {"tasks": [{**TASK, "shot": 1}]}}, None, "score.tasks.0.shot: unknown key"),
         ({"workers": 0}, None, "{path}:10: workers: found 0: Input should be greater than"),
@@ -69,7 +69,10 @@ def test_what_is_written_is_read_back(value):
         ({}, "output_root=$NOT_SET/x", "$NOT_SET is not set here: export NOT_SET=…"),
     ],
 )
-def test_what_is_wrong_comes_with_its_place_and_what_is_expected(toy_file, keys, assignment, said):
+def test_what_is_wrong_comes_with_its_place_and_what_is_expected(
+    toy_file, monkeypatch, keys, assignment, said
+):
+    monkeypatch.setenv("SWEEPS", "bash /x/sweeps.sh")  # as sweeps.sh does
     path = toy_file(**{"score": {"tasks": [TASK]}} | keys if assignment else keys)
     assert said.replace("{path}", str(path)) in refusal(path, *[assignment] * bool(assignment))
 

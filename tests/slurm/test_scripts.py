@@ -81,11 +81,11 @@ def test_what_is_missing(toy_file):
 def test_what_another_user_of_the_folder_has_queued_is_queued(tmp_path, monkeypatch):
     (names := tmp_path / "jobs" / "abc123" / "names").parent.mkdir(parents=True)
     names.write_text("one\n")
-    if not os.geteuid():
+    if not os.geteuid():  # else his own
         os.chown(names, 12345, -1)
-    asked, said = f"--user={names.stat().st_uid}", "9|0|R|x.train.abc123|None"
+    asked, said = names.stat().st_uid, "9|0|R|x.train.abc123|None"
     (squeue := tmp_path / "squeue").write_text(
-        f"#!/bin/sh\ncase $* in *{asked}*) echo '{said}'; esac\n"
+        f"#!/bin/sh\ncase $* in *--user=*{asked}*) echo '{said}'; esac\n"
     )
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
