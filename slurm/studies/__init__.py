@@ -1,6 +1,7 @@
 """Studies: users of the library, each a folder with a page, a config and one command."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,9 @@ def finish(work: Callable[[], None], where: str = "") -> int:
     """Do it; returns the exit code, after one message for bad input or Ctrl-C."""
     try:
         work()
+        sys.stdout.flush()
+    except BrokenPipeError:  # `… | head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nor may the interpreter's last flush fail
     except (InputError, ValidationError, yaml.YAMLError) as error:
         print(f"error: {where}{error}", file=sys.stderr)
         return 2

@@ -1,6 +1,8 @@
 """The demo's world, its files and its base model's training."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -50,3 +52,10 @@ def test_oracle_and_exam_are_calibevals(demo):
         text = prompts.build(subject, subject.questions[-1], 5).text
         assert text + answer == world.exam([*shots, asked[-1]])
     assert not labels
+
+
+def test_head_may_stop_reading_a_study():
+    code = "import studies, sys; sys.exit(studies.finish(lambda: print(studies)))"
+    call = ["bash", "-o", "pipefail", "-c", f"'{sys.executable}' -c '{code}' | true"]
+    done = subprocess.run(call, text=True, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, "")
