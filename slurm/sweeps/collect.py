@@ -77,9 +77,10 @@ def found(plan: Plan) -> list[Cell]:
 
 def settings(cell: Cell) -> dict[str, Any]:
     """All that decides a run, on one level, as tables hold it: files' contents too."""
-    config, rows = cell.config, cell.run.attempts()
+    config = cell.config
     every = {"backend": config.backend, **config.world.model_dump(), **config.train}
-    every |= next((row["files"] for row in reversed(rows) if row.get("files")), {})
+    for row in cell.run.attempts():
+        every |= row.get("files", {}) if row.get("stage") == "train" else {}
     return {k: v if isinstance(v, (str, int, float)) else str(v) for k, v in every.items()}
 
 

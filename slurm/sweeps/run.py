@@ -158,14 +158,11 @@ class Run:
         for name in ("torch", "transformers", "tokenizers", "accelerate", "datasets", "deepspeed"):
             with contextlib.suppress(PackageNotFoundError):
                 about[name] = version(name)
-        config = self.config()
-        given = [*config.train.values(), *config.world.model_dump().values()]
-        # What a name stands for may change between runs.
-        about["files"] = files = {}
-        for name in given if stage == "train" else ():
-            with contextlib.suppress(InputError, TypeError):
-                files[name] = sha256(Path(name))[:8]
-        self.note("began", stage=stage, progress=self.progress(), **about)
+        config, files = self.config(), {}
+        for name in (*config.train.values(), *config.world.model_dump().values()):
+            with contextlib.suppress(InputError, TypeError):  # no file's
+                files[name] = sha256(Path(name))[:8]  # which may change between runs
+        self.note("began", stage=stage, progress=self.progress(), files=files, **about)
 
     def idle(self) -> int:
         """Attempts in a row, since the last launch, that brought the run no further."""
