@@ -71,10 +71,7 @@ class Score(Request):
         if self.columns != "accuracy,ece,rms":
             from calibeval.report import read_columns  # which takes pandas along
 
-            try:
-                read_columns(self.columns)
-            except InputError as error:
-                raise ValueError(str(error).removeprefix("--")) from error
+            read_columns(self.columns)
         names = [one.key for one in self.tasks]
         if self.select_on not in (None, HELD_OUT, *names):
             raise ValueError(f"select_on: {self.select_on!r} is none of {[*names, HELD_OUT]}")
@@ -279,7 +276,7 @@ def check(
             said = "is missing"
         elif item["type"] == "value_error":  # the text begins with one of several keys
             key, _, said = said.partition(": ")
-            dotted = f"{dotted}.{key}".lstrip(".")
+            dotted = f"{dotted}.{key.lstrip('-')}".lstrip(".")
         else:
             said = f"found {item['input']!r}: {said.replace('tuple', 'list')}"
         above = dotted

@@ -21,7 +21,7 @@ def gpus() -> list[str]:
     """The GPUs that may be used here, as CUDA_VISIBLE_DEVICES names them; none on a CPU machine."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        listed = output("nvidia-smi", "--query-gpu=index", "--format=csv,noheader") or ""
+        listed = output("nvidia-smi", "--query-gpu=index", "--format=csv,noheader")
         visible = ",".join(listed.split())
     names = (name.strip() for name in visible.split(","))
     return [name for name in names if name not in ("", "-1")]

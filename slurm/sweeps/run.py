@@ -28,6 +28,7 @@ from calibeval.io import InputError, sha256, write_text
 from calibeval.request import Strict
 from sweeps.config import Score, World, check, dump_yaml, read_yaml
 
+PATIENCE = 20  # seconds; twice what Slurm's tools wait for a controller that is busy
 BASE = re.compile("-base-[0-9a-f]{8}$")  # ends the name of a model's folder before fine-tuning
 # What `backend:` names, apart from modules of the user's own. A backend is a module with
 #   Train                    the pydantic model of its `train:` keys
@@ -153,7 +154,7 @@ class Run:
 
     def began(self, stage: str) -> None:
         """Note that an attempt to `train` or to `score` begins, and with what."""
-        gpus = output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or ""
+        gpus = output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
         about = {"host": socket.gethostname(), "job": job_id(), "gpus": gpus.splitlines()}
         for name in ("torch", "transformers", "tokenizers", "accelerate", "datasets", "deepspeed"):
             with contextlib.suppress(PackageNotFoundError):
@@ -199,23 +200,34 @@ def locked(path: Path, patience: float, busy: str) -> Iterator[None]:
 
 def held(path: Path) -> bool:
     """Whether a process holds this lock."""
-    try:
-        with open(path) as file:
+    with contextlib.suppress(OSError), open(path) as file:
+        try:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+        except BlockingIOError:
+            return True
     return False
 
 
-def output(*command: str) -> str | None:
-    """What a program prints; None where it is absent, fails or does not answer."""
+def ask(tool: str, *words: str) -> str:
+    """What one of Slurm's tools prints; raises InputError if it fails, or waits for ever."""
     try:
-        done = subprocess.run(command, capture_output=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return os.fsdecode(done.stdout).strip() if done.returncode == 0 else None
+        done = subprocess.run([tool, *words], capture_output=True, timeout=PATIENCE, check=False)
+    except OSError:
+        raise InputError(f"{tool} is not on the PATH: type this on a login node") from None
+    except subprocess.TimeoutExpired:
+        why = f"nothing for {PATIENCE} s"
+    else:
+        if done.returncode == 0:
+            return os.fsdecode(done.stdout)
+        why = last_error(os.fsdecode(done.stderr).splitlines())
+    raise InputError(f"{tool} does not answer: {why}; try again in a minute")
+
+
+def output(*command: str) -> str:
+    """What a program prints; nothing where it is absent, fails or does not answer."""
+    with contextlib.suppress(InputError):
+        return ask(*command).strip()
+    return ""
 
 
 def job_id() -> str | None:
@@ -237,12 +249,10 @@ def read_rows(path: Path, size: int | None = None) -> list[dict]:
 
 def _text(path: Path, size: int | None) -> str:
     """The last `size` bytes of a file, which may be absent."""
-    try:
-        with open(path, "rb") as data:
-            data.seek(max(0, os.path.getsize(path) - size) if size else 0)
-            return data.read().decode("utf-8", "replace")
-    except FileNotFoundError:
-        return ""
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as data:
+        data.seek(max(0, os.path.getsize(path) - size) if size else 0)
+        return data.read().decode("utf-8", "replace")
+    return ""
 
 
 def tail(path: Path, count: int, size: int = 16384) -> list[str]:

@@ -25,11 +25,9 @@ from sweeps import element
 from sweeps.config import Cluster, load_cluster
 from sweeps.element import Outcome
 from sweeps.plan import Plan
-from sweeps.run import Run, held, job_id, last_error, locked, output
+from sweeps.run import Run, ask, held, job_id, last_error, locked, output
 from sweeps.scripts import ENDLESS, EXPORTED, Job, script
 from sweeps.snapshot import snapshot
-
-PATIENCE = 20  # seconds; twice what Slurm's tools wait for a controller that is busy
 
 
 class Element:
@@ -76,7 +74,7 @@ def cancelled() -> bool:
 
 def described(job: str) -> dict[str, str]:
     """What the controller knows of a job; nothing where it does not answer."""
-    words = (output("scontrol", "show", "job", job) or "").split()
+    words = output("scontrol", "show", "job", job).split()
     return dict(word.split("=", 1) for word in words if "=" in word)
 
 
@@ -89,21 +87,6 @@ class Queued:
     reason: str
     what: str
     run: str | None
-
-
-def ask(tool: str, *words: str) -> str:
-    """What one of Slurm's tools prints; raises InputError if it fails, or waits for ever."""
-    try:
-        done = subprocess.run([tool, *words], text=True, capture_output=True, timeout=PATIENCE)
-    except FileNotFoundError:
-        raise InputError(f"{tool} is not on the PATH: type this on a login node") from None
-    except subprocess.TimeoutExpired:
-        why = f"nothing for {PATIENCE} s"
-    else:
-        if done.returncode == 0:
-            return done.stdout
-        why = last_error(done.stderr.splitlines())
-    raise InputError(f"{tool} does not answer: {why}; try again in a minute")
 
 
 def queue(folder: Path) -> list[Queued]:
@@ -144,7 +127,7 @@ def ends(labels: list[str]) -> dict[str, str]:
     Asked of sacct where there is accounting, of the controller, which soon forgets, elsewhere.
     """
     asked = ("sacct", "-nPX", "-o", "JobID,State,ExitCode", "-j", ",".join(labels))
-    rows = [line.split("|") for line in (output(*asked) or "").splitlines()] if labels else []
+    rows = [line.split("|") for line in output(*asked).splitlines()] if labels else []
     # What was cancelled before it began has one record, the array's: 12_[0-7].
     found = {label.partition("_[")[0]: f"{state}, exit {code}" for label, state, code in rows}
     for label in labels:

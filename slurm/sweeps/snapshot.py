@@ -30,6 +30,6 @@ def snapshot(sweep: Path) -> Path:
         shutil.copytree(folder, part / name, ignore=shutil.ignore_patterns(*UNUSED))
     git = ("git", "-C", str(folders["sweeps"]))
     (part / "COMMIT").write_text(output(*git, "rev-parse", "HEAD") or "not in git\n")
-    (part / "DIFF").write_bytes(os.fsencode(output(*git, "diff", "HEAD") or ""))
+    (part / "DIFF").write_bytes(os.fsencode(output(*git, "diff", "HEAD")))
     part.rename(made)
     return made
