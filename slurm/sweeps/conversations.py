@@ -8,7 +8,7 @@ from pathlib import Path
 from calibeval.io import InputError, json_lines, read_text, reading
 
 # A template writes others too, and learns no word of a misspelt assistant.
-ROLES = ("system", "developer", "user", "assistant", "tool", "environment")
+ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function", "environment")
 EXPECTED = (
     f'{{"messages": [{{"role": …, "content": …}}, …]}} with roles {", ".join(ROLES)}, or '
     '{"instruction": …, "input": …, "output": …}'

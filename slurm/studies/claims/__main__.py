@@ -137,8 +137,7 @@ def main(words: list[str]) -> int:
     """Do the parts named, or all; returns the exit code."""
     named = [word for word in words if "=" not in word]
     if not named or "-h" in words or "--help" in words:
-        print(__doc__)
-        return 0 if named else 2
+        return studies.finish(lambda: print(__doc__)) or 2 * (not named)
     return studies.finish(lambda: study(named[0], named[1:], [w for w in words if "=" in w]))
 
 
@@ -200,15 +199,11 @@ def train(model: str, part: str, asked: list[str]) -> int:
 
 def without_records(model: str, part: str, asked: list[str]) -> list[list[str]]:
     """Overrides that leave the runs without records: seeds that lack the same together."""
-    of, lacking, alike = plan(FILE, asked), {}, {}
-    for cell in of.cells:
-        if not record(model, part, cell).exists():
-            values = lacking.setdefault(cell.config.train["seed"], {key: {} for key in VARIED})
-            for key, found in values.items():
-                found[cell.config.train[key]] = True
-    for seed, values in lacking.items():
-        changes = tuple(f"grid.{key}={[*found]}" for key, found in values.items())
-        alike.setdefault(changes, []).append(seed)
+    of, alike = plan(FILE, asked), {}
+    cells = [c.config.train for c in of.cells if not record(model, part, c).exists()]
+    for seed, of_seed in pd.DataFrame(cells, columns=SETTING).groupby("seed"):
+        changes = tuple(f"grid.{key}={of_seed[key].unique().tolist()}" for key in VARIED)
+        alike.setdefault(changes, []).append(int(seed))
     scored = of.bases and all(record(model, part, cell).exists() for cell in of.bases)
     base = ["score.base=false"] if scored else []
     return [[*changes, f"grid.seed={seeds}", *base] for changes, seeds in alike.items()]
