@@ -1,7 +1,8 @@
-"""Makes the shared checks and the examples importable."""
+"""Makes the shared checks, the examples and the patches' tiny world importable."""
 
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent  # which itself would offer its folder `triton` where none is installed
-sys.path[:0] = [str(HERE / "shared"), str(HERE.parents[1] / "kernel" / "examples")]
+FOLDERS = HERE / "shared", HERE.parents[1] / "kernel" / "examples", HERE.parent / "patches"
+sys.path[:0] = map(str, FOLDERS)

@@ -1,13 +1,11 @@
 """The examples run, and say what they should."""
 
-import json
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 import torch.nn.functional as F
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "kernel" / "examples"
@@ -32,22 +30,10 @@ def test_the_check_tells_right_losses_from_wrong_ones():
 @pytest.mark.slow
 def test_trl(tmp_path):
     pytest.importorskip("trl")
-    transformers = pytest.importorskip("transformers")
-    tokenizers = pytest.importorskip("tokenizers")
-    words = {f"t{i}": i for i in range(64)}
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="t3")),
-        pad_token="t0",
-        eos_token="t2",
-    )
-    tokenizer.backend_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
-    config = transformers.LlamaConfig(num_attention_heads=2, **sizes)
-    torch.manual_seed(0)
-    for part in (tokenizer, transformers.LlamaForCausalLM(config)):
-        part.save_pretrained(tmp_path / "model")
+    tiny_world = pytest.importorskip("tiny_world")
+    tiny_world.main(tmp_path)
     data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"text": f"t{i} t{i + 1} t{i + 2}\n"}) for i in range(9)))
+    tiny_world.write_rows(data, [{"text": tiny_world.words(3, 9)} for _ in range(9)])
     words = [str(x) for x in ("trl_sft.py", tmp_path / "model", data, tmp_path / "out")]
     options = ["--max_steps=2", "--logging_steps=1", "--report_to=none", "--use_cpu=true"]
     done = subprocess.run(
