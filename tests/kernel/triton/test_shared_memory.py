@@ -26,9 +26,6 @@ from smoothce.triton import late
 # fp16 takes the tiles of bf16.
 LIMITS = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 FIRST = {100: (3, 3), 120: (3, 3)}  # Triton that knows the GPU
-# Those whose tiles are in shared memory; the others use next to none.
-KERNELS = ("forward_kernel", "recompute_kernel", "queue_kernel", "block_sums_kernel")
-KERNELS += ("hidden_kernel", "convert_kernel")
 MODES = [{}, {"workspace": 0}, {"filter_eps": 0.01}, {"softcap": 30.0, "filter_eps": 0.01}]
 
 
@@ -53,10 +50,8 @@ def compiled(capability: int, dtype: torch.dtype) -> dict[str, int]:
     run = jit.JITFunction.run
 
     def compile_alone(self, *args, grid, warmup, **settings):
-        name = self.fn.__name__
-        if name in KERNELS:
-            kernel = run(self, *args, grid=grid, warmup=True, **settings)
-            found[name] = max(found.get(name, 0), kernel.metadata.shared)
+        kernel, name = run(self, *args, grid=grid, warmup=True, **settings), self.fn.__name__
+        found[name] = max(found.get(name, 0), kernel.metadata.shared)
 
     gpu = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", capability, 32),
