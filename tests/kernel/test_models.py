@@ -23,7 +23,7 @@ SHAPE = {
     "intermediate_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
-    "num_key_value_heads": 1,
+    "num_key_value_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": 32,
     "pad_token_id": 0,
@@ -32,14 +32,12 @@ SHAPE = {
 SOFTCAPPED = {"final_logit_softcapping": 1.5, "sliding_window": 8}
 EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 EXTRA = {
-    "GemmaForCausalLM": {"num_key_value_heads": 2},
     "Gemma2ForCausalLM": SOFTCAPPED,
     "Gemma3ForCausalLM": SOFTCAPPED,
     "CohereForCausalLM": {"logit_scale": 0.3},
     "GraniteForCausalLM": {"logits_scaling": 6.0},
-    "OlmoForCausalLM": {"num_key_value_heads": 2},
     "MixtralForCausalLM": {"num_local_experts": 3, "num_experts_per_tok": 2},
-    "OlmoeForCausalLM": {**EXPERTS, "num_key_value_heads": 2},
+    "OlmoeForCausalLM": EXPERTS,
     "Qwen2MoeForCausalLM": {**EXPERTS, "shared_expert_intermediate_size": 16},
     "Qwen3MoeForCausalLM": EXPERTS,
 }
@@ -117,11 +115,7 @@ def test_loss_and_gradients(name, head):
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "MambaForCausalLM"])
 def test_an_unknown_architecture_with_its_head_described(name):
     """GPT-2's decoder has another name, Mamba's no past_key_values to hand on."""
-    options = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1}
-    config = getattr(transformers, name).config_class(**options, num_attention_heads=1)
-    config.resid_pdrop = config.attn_pdrop = config.embd_pdrop = 0
-    torch.manual_seed(0)
-    model, data = getattr(transformers, name)(config).train(), batch()
+    model, data = tiny(name, resid_pdrop=0, attn_pdrop=0, embd_pdrop=0), batch()
     with pytest.raises(TypeError) as refusal:
         patch_model(model)
     assert all(known in str(refusal.value) for known in ARCHITECTURES)
@@ -241,20 +235,17 @@ THREE_STEPS = {  # of a Trainer
 }
 
 
-def history(kind, arguments, model, patch, rows, **more):
+def history(kind, arguments, model, patched, rows, **more):
     """Logged losses and other statistics of a Trainer's steps and evaluation."""
     trainer = kind(model, arguments, train_dataset=rows, eval_dataset=rows, **more)
-    patch(trainer)
+    if patched:
+        patch_trainer(trainer)
     trainer.train()
     names = [
         f"{at}{name}" for name in ("loss", "entropy", "mean_token_accuracy") for at in ("", "eval_")
     ]
     logged = [*trainer.state.log_history, trainer.evaluate()]
     return {name: [entry[name] for entry in logged if name in entry] for name in names}
-
-
-def plain(trainer):
-    """Leaves it as it is."""
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.2])
@@ -269,12 +260,12 @@ def test_the_trainer_trains_as_with_upstreams_loss(beta, tmp_path):
     ]
     arguments = {"label_smoothing_factor": beta, **THREE_STEPS}
     given = transformers.Trainer, transformers.TrainingArguments(str(tmp_path), **arguments)
-    want = history(*given, tiny(), plain, rows)
-    found = history(*given, tiny(), patch_trainer, rows)
+    want = history(*given, tiny(), False, rows)
+    found = history(*given, tiny(), True, rows)
     assert found["loss"] == pytest.approx(want["loss"], rel=1e-4)
     assert beta or found["eval_loss"] == pytest.approx(want["eval_loss"], rel=1e-4)
     with contextlib.nullcontext() if not beta else pytest.warns(UserWarning, match="no labels"):
-        around = history(*given, patch_model(tiny()), plain, rows)
+        around = history(*given, patch_model(tiny()), False, rows)
     assert around["loss"] == pytest.approx(want["loss"], rel=1e-4)
 
 
@@ -303,11 +294,11 @@ def test_trls_trainer_and_its_metrics(name, beta, tmp_path):
         **THREE_STEPS,
     )
     want, once, twice = (
-        history(trl.SFTTrainer, arguments, model, patch, rows, processing_class=words)
-        for model, patch in (
-            (tiny(name), plain),
-            (tiny(name), patch_trainer),
-            (patch_model(tiny(name), label_smoothing=beta), patch_trainer),
+        history(trl.SFTTrainer, arguments, model, patched, rows, processing_class=words)
+        for model, patched in (
+            (tiny(name), False),
+            (tiny(name), True),
+            (patch_model(tiny(name), label_smoothing=beta), True),
         )
     )
     if beta:  # evaluation is of the plain loss
