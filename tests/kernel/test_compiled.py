@@ -14,12 +14,8 @@ OPTIONS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-
-
 def problem():
+    torch._dynamo.reset()
     torch.manual_seed(0)
     layer = torch.nn.Linear(8, 16)
     weight, bias = torch.randn(50, 16), torch.randn(50)

@@ -27,7 +27,6 @@ def planned(n, v, d, dtype=torch.bfloat16, needs=(True, True, False), eps=None, 
     ("n", "shape", "more", "tokens", "wide"),
     [  # the gradients' bytes or a quarter of the logits
         (8192, GEMMA, {}, 2048, False),
-        (2048, GEMMA, {}, 2048, False),
         (16384, GEMMA, {}, 4096, False),
         (300, GEMMA, {}, 300, False),
         (65536, QWEN, {}, 2048, True),  # so many are summed in fp32
