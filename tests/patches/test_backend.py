@@ -15,25 +15,19 @@ from sweeps.run import Run
 PROJECT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def train_file(tmp_path):
-    path = tmp_path / "train.jsonl"
-    path.write_text(json.dumps({"messages": [{"role": "user", "content": "?"}]}) + "\n")
-    return path
-
-
 def keys(**given):
     return Train(**{"model_name_or_path": "absent/model", "train_file": "x.jsonl"} | given)
 
 
-def test_what_finetune_lacks_or_cannot_read_is_named(train_file, tmp_path, monkeypatch):
+def test_what_finetune_lacks_or_cannot_read_is_named(tmp_path, monkeypatch):
     monkeypatch.delenv("OPEN_INSTRUCT_DIR", raising=False)
     (problem,) = open_instruct.checkout_problems()
     assert problem == "OPEN_INSTRUCT_DIR is not set: reproduce.md makes a patched checkout"
     monkeypatch.setenv("OPEN_INSTRUCT_DIR", str(tmp_path / "nowhere"))
     (problem,) = open_instruct.checkout_problems()
     assert "nowhere is not a folder" in problem
-    assert open_instruct.data_problems(keys(train_file=str(train_file))) == []
+    (path := tmp_path / "train.jsonl").write_text(json.dumps({"messages": []}) + "\n")
+    assert open_instruct.data_problems(keys(train_file=str(path))) == []
     (problem,) = open_instruct.data_problems(keys(train_file="chats.parquet"))
     assert "finetune.py reads .json or .jsonl" in problem
     path = tmp_path / "alpaca.json"  # which only the trainer reads
@@ -42,31 +36,29 @@ def test_what_finetune_lacks_or_cannot_read_is_named(train_file, tmp_path, monke
     assert f"train.train_file: {path}, row 1: finetune.py reads rows with `messages`" in problem
 
 
-def test_finetune_is_given_no_key_that_it_does_not_know(train_file, tmp_path, monkeypatch):
+def test_finetune_is_given_no_key_that_it_does_not_know(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "sweep.yaml"
-    train = {"model_name_or_path": "absent/model", "train_file": str(train_file)}
+    train = {"model_name_or_path": "absent/model", "train_file": "absent.jsonl"}
     sweep = {"name": "tiny", "output_root": "out", "backend": "open-instruct", "train": train}
     file.write_text(yaml.safe_dump(sweep))
     planned = plan(file, [])
     planned.create()
-    own = {"output_dir", "push_to_hub", "try_launch_beaker_eval_jobs", "stop_file"}
-    own.add("log_statistics")
+    own = {"output_dir", "push_to_hub", "try_launch_beaker_eval_jobs"}
     known = """
+        tokenizer_name max_train_samples max_train_steps max_seq_length
+        preprocessing_num_workers model_revision
         model_name_or_path train_file use_flash_attn use_slow_tokenizer add_bos
         chat_template_name use_lora lora_rank lora_alpha lora_dropout learning_rate seed
         weight_decay warmup_ratio lr_scheduler_type num_train_epochs reduce_loss clip_grad_norm
         per_device_train_batch_size gradient_accumulation_steps fused_optimizer
         gradient_checkpointing logging_steps checkpointing_steps keep_last_n_checkpoints timeout
-        label_smoothing loss_impl
+        label_smoothing loss_impl filter_eps attention_dropout attn_implementation
     """  # the last line: those of the patches
-    assert set(open_instruct.finetune_arguments(planned.cells[0].run)) == {*known.split(), *own}
-    more = """
-        tokenizer_name max_train_samples max_train_steps
-        max_seq_length attention_dropout preprocessing_num_workers attn_implementation
-        model_revision filter_eps
-    """  # without a value unless given
-    assert set(Train.model_fields) == {*known.split(), *more.split()}
+    assert set(Train.model_fields) == {*known.split()}
+    given = open_instruct.finetune_arguments(planned.cells[0].run)
+    assert given.keys() - Train.model_fields.keys() == {*own, "stop_file", "log_statistics"}
+    assert None not in given.values()
 
 
 @pytest.mark.parametrize(

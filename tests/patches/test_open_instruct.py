@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils import parameters_to_vector
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from smoothed_open_instruct import (
@@ -104,16 +104,11 @@ def expected(model, batch, reduction):
     return F.cross_entropy(logits, targets, label_smoothing=0.1, reduction=reduction)
 
 
-def stack(examples):
-    return {key: torch.stack([row[key] for row in examples]) for key in examples[0]}
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_outputs_loss_is_torchs(reduction):
-    batch = stack([example(seed) for seed in range(4)])
+def test_outputs_loss_is_torchs_sum():
+    batch = default_collate([example(seed) for seed in range(4)])
     model = llama().train()
-    args = arguments(label_smoothing=0.1, reduce_loss=reduction)
-    want = expected(model, batch, reduction)
+    args = arguments(label_smoothing=0.1, reduce_loss="sum")
+    want = expected(model, batch, "sum")
     training_loss(args, Accelerator(cpu=True)).attach(model)
     torch.testing.assert_close(model(**batch, use_cache=False).loss, want, rtol=1e-6, atol=1e-6)
 
@@ -131,7 +126,7 @@ def test_token_mean_is_the_mean_over_each_steps_tokens(accumulation):
     loss.attach(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     reference = torch.optim.SGD(plain.parameters(), lr=0.05)
-    loader = DataLoader(examples, batch_size=1, collate_fn=stack)
+    loader = DataLoader(examples, batch_size=1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     steps = 0
     for _ in range(2):
@@ -142,7 +137,8 @@ def test_token_mean_is_the_mean_over_each_steps_tokens(accumulation):
                 optimizer.zero_grad()
             steps += accelerator.sync_gradients
         for start in range(0, 10, accumulation):
-            expected(plain, stack(examples[start : start + accumulation]), "mean").backward()
+            batch = default_collate(examples[start : start + accumulation])
+            expected(plain, batch, "mean").backward()
             reference.step()
             reference.zero_grad()
     assert steps == 2 * -(-10 // accumulation)
@@ -161,10 +157,6 @@ def put(folder, name, complete=True):
     if complete:
         (folder / name / "COMPLETED").touch()
     return str(folder / name)
-
-
-def names(folder):
-    return {path.name for path in folder.iterdir()}
 
 
 @given(st.lists(st.integers(0, 3000), min_size=1, max_size=6, unique=True))
@@ -191,9 +183,9 @@ def test_keeps_the_furthest_and_marks_the_one_just_written(tmp_path):
     os.utime(tmp_path / "step_1")  # as deleting something in it would
     assert made.last(arguments(), incomplete=True) == str(tmp_path / "epoch_1")
     made.clean(str(tmp_path), keep_last_n_checkpoints=2)
-    assert names(tmp_path) == {"epoch_0", "epoch_1", "step_9999.bak"}
+    assert set(os.listdir(tmp_path)) == {"epoch_0", "epoch_1", "step_9999.bak"}
     made.clean(str(tmp_path), keep_last_n_checkpoints=0)
-    assert names(tmp_path) == {"step_9999.bak"}
+    assert set(os.listdir(tmp_path)) == {"step_9999.bak"}
 
 
 def test_a_finished_run_is_recognised_until_it_is_overwritten(tmp_path, capsys):
@@ -203,7 +195,7 @@ def test_a_finished_run_is_recognised_until_it_is_overwritten(tmp_path, capsys):
     assert (tmp_path / "TRAINED").read_text() == "12\n"
     put(tmp_path, "step_12")  # killed before upstream deletes it
     assert already_trained(args) and str(tmp_path) in capsys.readouterr().out
-    assert names(tmp_path) == {"TRAINED", "asked.json"}
+    assert set(os.listdir(tmp_path)) == {"TRAINED", "asked.json"}
     kept = put(tmp_path, "step_6")
     assert not already_trained(arguments(output_dir=str(tmp_path), overwrite_output_dir=True))
     assert not already_trained(args)
