@@ -74,18 +74,12 @@ def test_leading_dimensions_and_module():
     assert torch.equal(shaped.flatten(), flat)
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_autocast_casts_the_inputs_and_nothing_inside(reduction):
+def test_autocast_casts_the_inputs_and_nothing_inside():
+    """And around the backward it changes nothing: tests/kernel/triton/test_gradients.py."""
     hidden, weight, labels, _ = inputs(6, 9, 64, masked=0.3)
-    leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
-        loss = loss_of(*leaves, labels, reduction=reduction)
-        gradients = torch.autograd.grad(loss.sum(), leaves)
-    rounded = [t.detach().bfloat16().requires_grad_() for t in leaves]
-    expected = loss_of(*rounded, labels, reduction=reduction)
-    assert torch.equal(loss, expected)
-    for g, e in zip(gradients, torch.autograd.grad(expected.sum(), rounded), strict=True):
-        assert torch.equal(g, e.float())
+        loss = loss_of(hidden, weight, labels)
+    assert torch.equal(loss, loss_of(hidden.bfloat16(), weight.bfloat16(), labels))
 
 
 def test_no_gradient_is_computed_that_nobody_asked_for(monkeypatch):

@@ -11,10 +11,7 @@ from smoothce.options import Options
 from smoothce.triton import filter_plan, threshold
 from smoothce.triton.tiles import tiles_for
 
-
-def width_for():
-    z = torch.zeros(1, 64, device=DEVICE)
-    return tiles_for(z, z).width
+WIDTH = tiles_for(torch.zeros(1, 64, device=DEVICE), torch.zeros(1, 64, device=DEVICE)).width
 
 
 @runs_schedule
@@ -25,7 +22,7 @@ def width_for():
 )
 def test_unbiased_filter_is_right_in_the_mean(options):
     n, times, eps = 4, 48, 0.4
-    v = 3 * width_for()
+    v = 3 * WIDTH
     z, _, labels, _ = inputs(n, v, v)
     z, labels = z.repeat(times, 1), labels.repeat(times)  # every copy is drawn anew
     eye = torch.eye(v, device=DEVICE)
@@ -48,10 +45,9 @@ def test_unbiased_filter_is_right_in_the_mean(options):
 
 
 def test_blocks_of_small_norms_are_drawn_from_all_the_same():
-    width, n = width_for(), 128
-    v = 3 * width
+    n, v = 128, 3 * WIDTH
     z = torch.zeros(n, v, device=DEVICE)
-    z[:, :width] += 12  # leaves the other blocks next to nothing
+    z[:, :WIDTH] += 12  # leaves the other blocks next to nothing
     labels = torch.zeros(n, dtype=torch.long, device=DEVICE)
     eye = torch.eye(v, device=DEVICE)
     options = Options(filter_eps=0.1)

@@ -31,7 +31,6 @@ WAYS = [
     pytest.param(FILTERED, id="filtered", marks=runs_schedule),
 ]
 CHUNKED = pytest.param({"impl": "chunked"}, id="chunked")
-EXACT, EVERY = (pytest.mark.parametrize("how", ways) for ways in (WAYS[:2], WAYS))
 
 
 @pytest.fixture(autouse=True)
@@ -56,11 +55,6 @@ SMALL = {  # what only a GPU's large shapes, or rare moments, would meet
     },
     "": {},
 }
-
-
-def assert_same(found, want, rtol=1e-4, atol=1e-6):
-    for a, b in zip(found, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("loss", [2, 54, 1611])
@@ -90,10 +84,10 @@ def test_parts_of_which_one_is_masked(wide, masked, monkeypatch):
     given = hidden, weight, labels, bias
     options = {"label_smoothing": 0.2, "reduction": "sum"}
     found, want = (gradients(impl, *given, **options) for impl in ("triton", "reference"))
-    assert_same(found, want, 1e-4, 1e-5)
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
 
 
-@EXACT
+@pytest.mark.parametrize("how", WAYS[:2])
 def test_masked_tokens_are_in_no_product(how, monkeypatch):
     """The exact gradient's products have a row for each valid token, in the forward and after."""
     rows = []
@@ -133,7 +127,7 @@ def test_log_sum_exps_and_statistics_beside_the_loss(how, reduction):
 
     for asked in ((1.0, False), (1.0, True), (0.0, True)):
         ours = found(*asked, **{"impl": "triton", **how})
-        assert_same(ours, found(*asked, impl="reference"), 1e-4, 1e-5)
+        torch.testing.assert_close(ours, found(*asked, impl="reference"), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("how", [*WAYS, CHUNKED])
@@ -158,19 +152,21 @@ def test_a_closed_block_of_the_vocabulary(how):
             assert error(a, b) <= (0.3 if how == FILTERED else 1e-4)
 
 
-@EXACT
-def test_autocast_around_the_backward_changes_nothing(how):
+@pytest.mark.parametrize("how", [*WAYS[:2], CHUNKED])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_autocast_around_the_backward_changes_nothing(how, reduction):
     hidden, weight, labels, _ = inputs(40, 97, 64, masked=0.3)
     leaves = hidden.requires_grad_(), weight.requires_grad_()
+    options = {"label_smoothing": 0.1, "reduction": reduction, "impl": "triton", **how}
     found = []
     for enabled in (False, True):
-        loss = linear_cross_entropy(*leaves, labels, label_smoothing=0.1, impl="triton", **how)
+        loss = linear_cross_entropy(*leaves, labels, **options).sum()
         with torch.autocast(DEVICE, torch.bfloat16, enabled=enabled):
             found.append(torch.autograd.grad(loss, leaves))
-    assert_same(*found, 1e-5, 1e-7)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-7)
 
 
-@EVERY
+@pytest.mark.parametrize("how", WAYS)
 def test_nothing_is_left_after_the_backward(how, monkeypatch):
     """Neither the state, nor memory of another's behind a gradient; and bits come again."""
     hidden, weight, labels, _ = inputs(40, 97, 16, masked=0.2)
