@@ -25,9 +25,7 @@ SHAPE = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "head_dim": 8,
-    "max_position_embeddings": 32,
     "pad_token_id": 0,
-    "eos_token_id": 2,
 }
 SOFTCAPPED = {"final_logit_softcapping": 1.5, "sliding_window": 8}
 EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -375,10 +373,6 @@ def test_training_without_the_fused_loss_warns_once(eval_logits):
         model.generate(ids, max_new_tokens=2)
 
 
-class Quantised(torch.nn.Linear):
-    """Stands for the linear layers of bitsandbytes and the like."""
-
-
 class LlamaForCausalLM(transformers.LlamaForCausalLM):
     """Somebody's own variant under a known name."""
 
@@ -386,13 +380,13 @@ class LlamaForCausalLM(transformers.LlamaForCausalLM):
 def test_a_model_that_might_not_come_out_exact_is_refused():
     several, quantised, wrapped, own = (tiny() for _ in range(4))
     several.config.pretraining_tp = 2
-    quantised.lm_head = Quantised(16, VOCABULARY, bias=False)
+    quantised.lm_head = torch.nn.LazyLinear(VOCABULARY)  # another Linear, as bitsandbytes' are
     wrapped.forward = torch.no_grad()(wrapped.forward)
     own.__class__ = LlamaForCausalLM
     mixture = tiny("MixtralForCausalLM", output_router_logits=True)
     for model, options, error, said in (
         (several, {}, TypeError, "LlamaForCausalLM with pretraining_tp=2"),
-        (quantised, {}, TypeError, r"must be a torch.nn.Linear, not .*Quantised"),
+        (quantised, {}, TypeError, r"must be a torch.nn.Linear, not .*LazyLinear"),
         (wrapped, {}, TypeError, "forward is already wrapped"),
         (own, {}, TypeError, r"does not know .*LlamaForCausalLM"),
         (torch.compile(tiny()), {}, TypeError, "call patch_model before"),

@@ -41,7 +41,6 @@ def tiny(case):
     sizes = {"vocab_size": 101, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
     config = transformers.LlamaConfig(**sizes, tie_word_embeddings=case["tied"], use_cache=False)
-    config._attn_implementation = "eager"
     model = transformers.LlamaForCausalLM(config).train()
     for parameter in model.parameters():
         parameter.data.add_(0.2 * torch.randn_like(parameter))
