@@ -166,7 +166,6 @@ def test_continues_from_the_furthest_complete_checkpoint(tmp_path_factory, steps
     if 1300 not in found:  # where epoch 12 of 100 steps ends
         found[1300] = put(folder, "epoch_12")
     put(folder, f"step_{max(steps) + 3001}", complete=False)  # killed while it was written
-    put(folder, "step_9999.bak")
     args = arguments(output_dir=str(folder))
     assert checkpoints().last(args) == found[max(found)]
     args.overwrite_output_dir = True
