@@ -38,24 +38,20 @@ def test_a_whole_sweep_passes(toy_file, profile, tmp_path):
         problems(path)
 
 
-def test_each_model_and_file_that_is_not_there_is_named_once(sweep_file, toy_file, tmp_path):
+def test_each_model_and_file_that_is_not_there_is_named_once(sweep_file, tmp_path):
     said = launch(
-        sweep_file(), "--executor", "local", "train.train_file=no.jsonl",
+        path := sweep_file(), "--executor", "local", "train.train_file=no.jsonl",
         "train.model_name_or_path=./nothing", f"train.tokenizer_name={tmp_path}", code=2,
     )  # fmt: skip
     assert said.count(f"train.train_file: {PROJECT}/no.jsonl: could not be read (No such file") == 1
     assert said.count(f"train.model_name_or_path: {PROJECT}/nothing: no such folder") == 1
     assert f"train.tokenizer_name: {tmp_path}: no tok* or vocab*, or not all" in said
     (tmp_path / "chat.jsonl").write_text('{"messages": 3}\n')
-    said = launch(
-        sweep_file(), "--executor", "local", f"train.train_file={tmp_path}/chat.jsonl", code=2
-    )
+    said = problems(path, f"train.train_file={tmp_path}/chat.jsonl")
     assert "train.train_file: " in said and "line 1" in said
-    path = sweep_file(train={"train_file": "made.jsonl"}, prefetch={"made_by": "make demo"})
-    assert "are made by: make demo" in launch(path, "--executor", "local", code=2)
-    made = {"model_name_or_path": "./models/absent"}  # which looks like a name of the hub
-    path = sweep_file(train=made, prefetch={"made_by": "make models"})
-    assert "are made by: make models" in launch(path, "--executor", "local", code=2)
+    # The model looks like a name of the hub.
+    for absent in ("train.train_file=made.jsonl", "train.model_name_or_path=./models/absent"):
+        assert "are made by: make it" in problems(path, absent, "prefetch.made_by=make it")
 
 
 def test_questions_that_cannot_be_asked_are_named(toy_file, profile, tiny):
@@ -128,11 +124,12 @@ def test_prefetch_fetches_once_and_says_what_failed(toy_file, tiny, tmp_path):
         grid={}, prefetch={"archives": [archive]},
         score={"tasks": [{"task": "mmlu", "data": archive["to"], "shots": 1}]},
     )  # fmt: skip
-    said = launch(path, "--executor", "local", code=2)
-    assert said.count("data.tar") == 1 and said.count(archive["to"]) == 1
+    failed = command("prefetch", path, f"prefetch.archives.0.url=file://{tmp_path}/none.tar")
+    assert failed.returncode == 1 and not (tmp_path / "got" / "mmlu").exists()
+    assert "No such file or directory" in failed.stderr and "none.tar" in failed.stderr
     # A sweep that an override points elsewhere does not need what it no longer reads.
     elsewhere = f"score.tasks.0.data={tiny / 'mmlu'}"
-    assert "data.tar" not in command("launch", path, "--dry-run", elsewhere).stdout
+    assert problems(path).count("data.tar") == 1 and problems(path, elsewhere) == ""
     done = subprocess.run(
         ["bash", PROJECT / "slurm" / "sweeps.sh", "prefetch", path],
         text=True, capture_output=True, env=os.environ | {"PYTHON": sys.executable},
@@ -140,14 +137,6 @@ def test_prefetch_fetches_once_and_says_what_failed(toy_file, tiny, tmp_path):
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "got" / "mmlu" / "test" / "moons_test.csv").exists()
     assert command("prefetch", path).stdout.count("here: ") == 1
-    other = str(tmp_path / "other")
-    wrong = toy_file(
-        prefetch={"archives": [archive | {"to": other, "url": f"file://{tmp_path}/none.tar"}]},
-        score={"tasks": [{"task": "mmlu", "data": other}]},
-    )
-    failed = command("prefetch", wrong)
-    assert failed.returncode == 1 and not os.path.exists(other)
-    assert "No such file or directory" in failed.stderr and "none.tar" in failed.stderr
 
 
 def test_a_launch_is_queued_whole_or_not_at_all(toy_file, profile, tmp_path, monkeypatch):
