@@ -79,9 +79,7 @@ def held() -> bool:
 
 def meet(run, step: int, asked: list) -> None:
     """Wait for the other ranks, as a collective operation does."""
-    rank, size = (
-        int(os.environ.get(name, number)) for name, number in (("RANK", 0), ("WORLD_SIZE", 1))
-    )
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     (run.path / f"rank{rank}").write_text(f"{step:09}")
     while not asked and size > 1:
         there = [(run.path / f"rank{other}") for other in range(size)]
