@@ -20,8 +20,6 @@ from calibeval.tasks import SPLITS
 
 M = TypeVar("M", bound=BaseModel)
 Time = Annotated[str, Field(pattern=r"^((\d+-)?\d+(:\d+){0,2}|INFINITE|UNLIMITED)$")]
-# Not --job-name: what is queued is known by it.
-Extra = Annotated[str, Field(pattern=r"^--([a-ik-z]|j[^o])[a-z-]*(=.+)?$")]
 HELD_OUT = "held_out_loss"  # of conversations that are never trained on, without smoothing
 
 
@@ -161,7 +159,9 @@ class Cluster(Strict):
     secrets_file: str | None = option(None, "NAME=value lines, tokens', read in jobs; chmod 600")
     offline: bool = option(False, "nodes have no internet: Hugging Face and wandb make no call")
     cache: str | None = option(None, "HF_HOME of the jobs, which prefetch fills")
-    extra: Seq[Extra] = option((), "more of sbatch's, --mail-type=FAIL")
+    extra: Seq[Annotated[str, Field(pattern=r"^--[a-z-]+(=.+)?$")]] = option(
+        (), "more of sbatch's, --mail-type=FAIL"
+    )
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):

@@ -211,7 +211,8 @@ def sbatch(text: str, cluster: Cluster, name: str) -> str:
     # SBATCH_ACCOUNT and the like, of the shell, would override the profile.
     names = os.environ.keys() & {*EXPORTED, *cluster.pass_environment}
     keys = {"text": True, "capture_output": True, "env": {x: os.environ[x] for x in names}}
-    done = subprocess.run(["sbatch", "--parsable"], input=text, **keys)
+    named = ["sbatch", "--parsable", f"--job-name={name}"]  # by which `queue` knows it
+    done = subprocess.run(named, input=text, **keys)
     if done.returncode == 0:
         return done.stdout.strip().partition(";")[0]
     said = last_error(done.stderr.splitlines()).removeprefix("error: ")

@@ -87,7 +87,6 @@ def test_what_is_wrong_comes_with_its_place_and_what_is_expected(
         (load_cluster, "time: 12", "Input should be a valid string"),
         (load_cluster, "score_time: 12 hours", "score_time: found '12 hours': String should match"),
         (load_cluster, "extra: [-C gpu]", "String should match pattern"),
-        (load_cluster, "extra: [--job-name=mine]", "String should match pattern"),
     ],
 )
 def test_a_file_that_is_none_is_named(tmp_path, read, text, said):

@@ -172,10 +172,11 @@ def test_what_sbatch_took_runs_though_its_answer_was_lost(
 
 
 def test_of_launches_at_once_one_queues(cluster, profile, toy_file, tmp_path):
-    """While all nodes are drained, too."""
+    """While all nodes are drained, too, and whatever name a profile gives them."""
     nodes = ["scontrol", "update", "NodeName=n1,n2", "Reason=maintenance"]
     subprocess.run([*nodes, "State=DRAIN"], check=True)
-    path = toy_file(grid={"seed": [1, 2, 3]}, train={"steps": 5}, cluster=profile())
+    named = profile(extra=["--job-name=mine"])
+    path = toy_file(grid={"seed": [1, 2, 3]}, train={"steps": 5}, cluster=named)
     call = [sys.executable, "-m", "sweeps", "launch", str(path), "--executor", "slurm"]
     started = [subprocess.Popen(call, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     said = [process.communicate()[0] for process in started]
