@@ -299,7 +299,8 @@ def test_the_verdicts_are_differences_paired_by_seed(folders):
             about = {"part": part, "label_smoothing": beta, "seed": seed}
             if part == "after":
                 about["calibrator"] = "temperature"
-            packed.pack({"mmlu": file}, about, out / f"{file.stem}.xz")
+            tasks = ("mmlu", "arc-letters") if part == "seeds" else ("mmlu",)
+            packed.pack(dict.fromkeys(tasks, file), about, out / f"{file.stem}.xz")
     rows = [{"part": part, "label_smoothing": 0.1} for part in ("seeds", "unigram", "seeds")]
     for nll, row in enumerate(rows):
         row |= dict.fromkeys(claims.PRICES, 0.5) | {"nll": nll}
@@ -325,6 +326,8 @@ def test_the_verdicts_are_differences_paired_by_seed(folders):
     assert float(other) == -float(figures[0])
     posthoc = found["temperature after β = 0, less β = 0"]
     assert posthoc == found["seeds: β = 0.1 less 0"]  # sharpened as much
+    elsewhere = next(row for row in rows if "temperature after β = 0, less β = 0" in row[0])[3]
+    assert float(cell.fullmatch(elsewhere).group(2)) == pytest.approx(float(figures[0]), abs=0.3)
     costs = {line.split()[1]: line.split()[3::2] for line in text.splitlines()[-2:]}
     half = ["0.5000"] * 4
     assert costs["seeds"] == ["0.1000", "1.0000", *half, "2"]  # the mean of 0 and 2

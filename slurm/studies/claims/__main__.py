@@ -44,7 +44,7 @@ import pandas as pd
 from tqdm import tqdm
 
 import studies
-from calibeval import measures, stats
+from calibeval import measures, scaling, stats
 from calibeval.figures import GREY, INK, STYLE
 from calibeval.io import InputError, atomic_write, json_lines, write_text
 from calibeval.measures import Sample
@@ -380,7 +380,25 @@ def unpacked(model: str) -> list[tuple[dict, Path]]:
                 packed.unpack(path, asked, out)
                 (out / "DONE").touch()
             runs.append((about, out))
+    for about, out in runs:
+        if about["part"] == "after":
+            elsewhere(runs, about, out)
     return runs
+
+
+def elsewhere(runs: list, about: dict, out: Path) -> None:
+    """Give the other tasks by letters of a run the temperature that MMLU's val questions gave: what
+    its log-probabilities on MMLU were divided by."""
+    of = {task: records(runs, "seeds", task, PLAIN).get(about["seed"]) for task in LETTERS}
+    before, then = (
+        np.ptp(read_records(path).logprobs, axis=1).sum()
+        for path in (of.pop("mmlu"), out / "mmlu.jsonl")
+    )
+    for task, plain in of.items():
+        if plain:
+            rows = [scaling.scaled(row, before / then) for _, row in json_lines(plain)]
+            write_text(out / f"{task}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+            about["tasks"][task] = len(rows)
 
 
 def difference(
