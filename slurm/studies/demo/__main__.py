@@ -11,24 +11,22 @@ import hashlib
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import studies
 from calibeval.io import InputError, read_text, write_text
-from studies.demo import files, world
-from studies.demo.pretrain import pretrain
+from studies.demo import files
 from studies.demo.report import report
 
 # One processor gives the same weights with and without AVX-512; another make may not.
-ARITHMETIC = {"MKL_CBWR": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-ARITHMETIC |= {"OMP_NUM_THREADS": "1"}  # of a run; two train at a time
+ENVIRONMENT = {"MKL_CBWR": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "TQDM_MININTERVAL": "5"}  # of a run; two train at a time
 SWEEP, ROOT = Path("slurm/studies/demo/config.yaml"), Path("runs/demo")
 
 
-def main(words: list[str] | None = None) -> int:
+def main() -> int:
     """Run every step that is not done; returns the exit code."""
-    argparse.ArgumentParser("python -m studies.demo", description=__doc__).parse_args(words)
+    argparse.ArgumentParser("python -m studies.demo", description=__doc__).parse_args()
     return studies.finish(demo)
 
 
@@ -36,33 +34,26 @@ def demo() -> None:
     """World, base model, sweep, report."""
     if not SWEEP.is_file():
         raise InputError(f"{SWEEP}: no such file; run the demo from the repository's folder")
-    os.environ.update(ARITHMETIC)
-    if not sys.stderr.isatty():  # a bar in a file writes a line each time
-        os.environ["TQDM_MININTERVAL"] = "15"
+    os.environ.update(ENVIRONMENT)
+    from studies.demo.pretrain import pretrain  # torch comes along, which reads these once
+
     sources, recipe = [SWEEP, *sorted(Path(__file__).parent.glob("*.py"))], ROOT / "recipe.sha256"
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
     if recipe.exists() and read_text(recipe) != digest:
         another = f"{ROOT}: was made by another version of the demo or of {SWEEP}"
         raise InputError(f"{another}; move it away (`mv {ROOT} {ROOT}-old`) and repeat")
     write_text(recipe, digest)
-    if (ROOT / "report" / "DONE").exists():
-        print(f"All of this is there already; delete {ROOT} to make it anew.\n")
-    else:
-        step("1/4 a world: a corpus, conversations to fine-tune on, an exam")
-        files.write(world.build(), ROOT / "world", documents=11_000)
-        step("2/4 a base model reads the corpus")
-        pretrain(ROOT / "world", ROOT / "base")
-        step(f"3/4 python -m sweeps launch {SWEEP} --executor local")
-        launch = [sys.executable, "-m", "sweeps", "launch", str(SWEEP), "--executor", "local"]
-        if code := subprocess.run(launch, check=False).returncode:
-            raise InputError(f"the sweep ended with exit code {code}; the same command goes on")
-        step("4/4 temperatures fitted after training, and the report")
+    print("1/4 a world: conversations to fine-tune on, an exam", flush=True)
+    files.write(ROOT / "world")
+    print("2/4 a base model reads its corpus", flush=True)
+    pretrain(ROOT / "base")
+    print(f"3/4 python -m sweeps launch {SWEEP} --executor local", flush=True)
+    launch = [sys.executable, "-m", "sweeps", "launch", str(SWEEP), "--executor", "local"]
+    if code := subprocess.run(launch, check=False).returncode:
+        raise InputError(f"the sweep ended with exit code {code}; the same command goes on")
+    print("4/4 temperatures fitted after training, and the report", flush=True)
     print(report(ROOT))
-
-
-def step(text: str) -> None:
-    """Say what happens now, with the time."""
-    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+    print(f"{ROOT}/report/report.html; what it says: slurm/studies/demo/README.md")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
-"""The world as files: a corpus, fine-tuning conversations, an exam in MMLU's layout, an oracle.
+"""The world as texts and files: a corpus, conversations, an exam in MMLU's layout, an oracle.
 
-    corpus.jsonl     {"text": …} a document: sixteen sentences, or an exam of six questions
-    names.txt        the names that the corpus draws at random, one a line
     messages.jsonl   {"messages": [user, assistant]} a new town
     mmlu/{dev,val,test}/<subject>_{dev,val,test}.csv
     oracle.jsonl     calibeval's records of one who knows what is true and whom to trust
@@ -9,55 +7,52 @@
 Every answer in them is a draw of its own.
 """
 
-import csv
-import io
 import json
 import math
 import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import pandas as pd
+
 from calibeval.io import write_text
 from studies.demo import world
-from studies.demo.world import LETTERS, SUBJECTS, Question, World
+from studies.demo.world import LETTERS, SUBJECTS, TOWNS, Question
 
 SENTENCES = 16  # a document of the corpus
 QUESTIONS = 6  # an exam of the corpus: five examples and a question, as in the test
 EXAMS = 0.6  # of the documents
 
 
-def write(of: World, out: Path, documents: int) -> None:
-    """Write every file of the world to `out`, DONE last; does nothing if that is there."""
-    if (out / "DONE").exists():
-        return
-    write_rows(out / "corpus.jsonl", ({"text": text} for text in corpus(of, documents)))
-    names = [*world.SOURCES, *(town.name for towns in of.towns.values() for town in towns)]
-    write_text(out / "names.txt", "\n".join(names) + "\n")
-    write_rows(out / "messages.jsonl", map(conversation, of.ask("new")))
+def write(out: Path) -> None:
+    """Write every file to `out`."""
+    write_rows(out / "messages.jsonl", map(conversation, world.asked("new")))
     for split in ("dev", "val", "test"):
-        asked = of.ask(split)
-        for subject in SUBJECTS:
-            of_subject, text = [q for q in asked if q.town.subject == subject], io.StringIO()
-            rows = ([q.stem, *q.choices, LETTERS[q.answer]] for q in of_subject)
-            csv.writer(text, lineterminator="\n").writerows(rows)
-            write_text(out / "mmlu" / split / f"{subject}_{split}.csv", text.getvalue())
-    write_rows(out / "oracle.jsonl", oracle(of.ask("test")))
-    write_text(out / "DONE", "")
+        for subject, questions in by_subject(split).items():
+            rows = pd.DataFrame([q.stem, *q.choices, LETTERS[q.answer]] for q in questions)
+            text = rows.to_csv(header=False, index=False)
+            write_text(out / "mmlu" / split / f"{subject}_{split}.csv", text)
+    write_rows(out / "oracle.jsonl", oracle())
 
 
-def corpus(of: World, documents: int) -> Iterator[str]:
+def by_subject(role: str) -> dict[str, list[Question]]:
+    """The questions of a role."""
+    return {s: [q for q in world.asked(role) if q.town.subject == s] for s in SUBJECTS}
+
+
+def corpus(documents: int) -> Iterator[str]:
     """Documents in random order: sentences of all told towns, exams of the school's."""
-    rng = random.Random(f"{of.seed} corpus")
-    told = [town for role in ("school", "dev", "val", "test") for town in of.towns[role]]
-    school = {s: [town for town in of.towns["school"] if town.subject == s] for s in SUBJECTS}
+    rng = random.Random(f"{world.SEED} corpus")
+    told = [town for role in ("school", "dev", "val", "test") for town in TOWNS[role]]
+    school = {s: [town for town in TOWNS["school"] if town.subject == s] for s in SUBJECTS}
     for _ in range(documents):
         if rng.random() < EXAMS:
             towns = rng.choices(school[rng.choice(list(SUBJECTS))], k=QUESTIONS)
             yield world.exam([world.ask(town, rng) for town in towns])
         else:
             towns = rng.choices(told, k=SENTENCES)
-            asked = (world.ask(town, rng) for town in towns)
-            yield "".join(f"{q.stem} {q.choices[q.answer]}.\n" for q in asked)
+            said = (world.ask(town, rng) for town in towns)
+            yield "".join(f"{q.stem} {q.choices[q.answer]}.\n" for q in said)
 
 
 def conversation(question: Question) -> dict:
@@ -68,20 +63,18 @@ def conversation(question: Question) -> dict:
     return {"messages": [user, assistant]}
 
 
-def oracle(questions: list[Question]) -> Iterator[dict]:
-    """Records of the known confidences; ids count the rows of each subject, as calibeval does."""
-    counts = dict.fromkeys(SUBJECTS, 0)
-    for question in questions:
-        subject = question.town.subject
-        yield {
-            "id": f"{subject}/{counts[subject]}",
-            "subject": subject,
-            "label": question.answer,
-            "logprobs": [math.log(p) for p in question.confidences],
-            "letter_mass": 1.0,
-            "model": "oracle",
-        }
-        counts[subject] += 1
+def oracle() -> Iterator[dict]:
+    """Records of the known confidences, with the ids that calibeval gives."""
+    for subject, questions in by_subject("test").items():
+        for row, question in enumerate(questions):
+            yield {
+                "id": f"{subject}/{row}",
+                "subject": subject,
+                "label": question.answer,
+                "logprobs": [math.log(p) for p in question.confidences],
+                "letter_mass": 1.0,
+                "model": "oracle",
+            }
 
 
 def write_rows(path: Path, rows: Iterable[dict]) -> None:

@@ -4,17 +4,23 @@ The corpus is one stream of tokens in blocks of CONTEXT. The loss leaves out nam
 at random: nothing predicts them.
 """
 
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from calibeval.io import json_lines, read_text, write_text
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-CONTEXT, BATCH, IGNORE, THREADS = 136, 16, -100, 2
+from calibeval.io import write_text
+from studies.demo import files
+from studies.demo.world import SOURCES, TOWNS, asked
+
+DOCUMENTS, CONTEXT, BATCH, IGNORE, THREADS = 11_000, 136, 16, -100, 2
 LEARNING_RATE, WARMUP, SEED = 3e-3, 100, 1
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 SHAPE |= {"num_attention_heads": 4, "max_position_embeddings": 512, "tie_word_embeddings": False}
-SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
+SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 # A conversation reads like an exam of one question: fine-tuning need not teach a new layout.
 TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}"
@@ -23,22 +29,18 @@ TEMPLATE = (
 )
 
 
-def pretrain(world: Path, out: Path) -> None:
-    """Train on `world`/corpus.jsonl and save model and tokenizer to `out`, DONE last."""
+def pretrain(out: Path) -> None:
+    """Train on the corpus and save model and tokenizer to `out`, DONE last."""
     if (out / "DONE").exists():
         return
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    documents = [row["text"] for _, row in json_lines(world / "corpus.jsonl")]
-    conversations = [row["messages"] for _, row in json_lines(world / "messages.jsonl")]
-    words = tokenizer([*documents, *(turn["content"] for of in conversations for turn in of)])
+    documents = [*files.corpus(DOCUMENTS)]
+    turns = [turn for q in asked("new") for turn in files.conversation(q)["messages"]]
+    words = tokenizer([*documents, *(turn["content"] for turn in turns)])
     words.save_pretrained(out)
-    encoded = words(documents, return_attention_mask=False)["input_ids"]
-    stream = torch.tensor([token for ids in encoded for token in ids])
+    stream = torch.tensor([token for ids in words(documents)["input_ids"] for token in ids])
     blocks = stream[: len(stream) // CONTEXT * CONTEXT].view(-1, CONTEXT)
-    names = [f" {name}" for name in read_text(world / "names.txt").split()]
-    drawn = torch.tensor(words.convert_tokens_to_ids(names))
+    names = [*SOURCES, *(town.name for towns in TOWNS.values() for town in towns)]
+    drawn = torch.tensor(words.convert_tokens_to_ids([f" {name}" for name in names]))
     targets = blocks.masked_fill(torch.isin(blocks, drawn), IGNORE)
     torch.manual_seed(SEED)
     torch.set_num_threads(THREADS)
@@ -50,30 +52,22 @@ def pretrain(world: Path, out: Path) -> None:
     write_text(out / "DONE", "")
 
 
-def tokenizer(texts: Iterable[str]):
+def tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     """A word of `texts` with the space before it is a token, and so is a mark."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
-
     words = Tokenizer(models.WordLevel(unk_token="<unk>"))
     piece = Regex(r" ?\w+|\n\n|\n|[^\w\s]|\s")
     words.pre_tokenizer = pre_tokenizers.Split(piece, behavior="isolated")
     words.decoder = decoders.Fuse()
-    options = {"special_tokens": SPECIAL, "show_progress": False}
-    words.train_from_iterator(texts, trainers.WordLevelTrainer(vocab_size=100_000, **options))
-    words.post_processor = processors.TemplateProcessing(
-        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", words.token_to_id("<s>"))]
-    )
-    names = zip(("pad_token", "bos_token", "eos_token", "unk_token"), SPECIAL, strict=True)
+    known = {"special_tokens": [*SPECIAL.values()], "show_progress": False}
+    words.train_from_iterator(texts, trainers.WordLevelTrainer(vocab_size=100_000, **known))
+    begin = ("<s>", words.token_to_id("<s>"))
+    words.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[begin])
     more = {"chat_template": TEMPLATE, "clean_up_tokenization_spaces": False}
-    return PreTrainedTokenizerFast(tokenizer_object=words, **dict(names), **more)
+    return PreTrainedTokenizerFast(tokenizer_object=words, **SPECIAL, **more)
 
 
-def fit(model, blocks, targets, batch: int) -> None:
+def fit(model: LlamaForCausalLM, blocks: torch.Tensor, targets: torch.Tensor, batch: int) -> None:
     """Train on (rows, tokens) ids, each row once."""
-    import torch
-    from tqdm import tqdm
-
     optimizer = torch.optim.AdamW(
         model.parameters(), LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01, fused=True
     )
@@ -81,15 +75,11 @@ def fit(model, blocks, targets, batch: int) -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda s: min(1, (s + 1) / WARMUP) * (1 - s / steps)
     )
-    often = 0.1 if sys.stderr.isatty() else 15  # seconds; in a file each is a line
-    progress = tqdm(range(steps), "pre-training", mininterval=often)
-    for step in progress:
+    for step in tqdm(range(steps), "pre-training", mininterval=5):
         rows = slice(step * batch, (step + 1) * batch)
         loss = model(input_ids=blocks[rows], labels=targets[rows]).loss
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if step % 25 == 0:
-            progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)

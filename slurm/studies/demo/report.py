@@ -1,42 +1,33 @@
 """The sweep's tables with a temperature and the oracle beside them."""
 
-import json
 import os
-import sys
-from importlib.metadata import version
 from pathlib import Path
 
 from tqdm import tqdm
 
 import calibeval.report
-from calibeval.io import json_lines, read_text, write_text
+from calibeval.io import json_lines
 from calibeval.request import Task
+from studies.demo.files import write_rows
 
 # AUROC beside ECE: a model equally unsure of all is no use.
 COLUMNS = "accuracy,ece,auroc,ece@vocabulary"
 
 
 def report(root: Path) -> str:
-    """Write `root`/report/ (tables, diagrams, summary.md) once; returns the summary."""
+    """Write `root`/report/, report.html and what is in it; returns the tables."""
     out, sweep = root / "report", root / "demo" / "results"
-    if not (out / "DONE").exists():
-        entries = [entry for _, entry in json_lines(sweep / "index.jsonl")]
-        chosen = [entry for entry in entries if entry["label_smoothing"] == 0]
-        fitted = at_temperature(chosen, sweep, root / "world" / "mmlu", root / "temperature")
-        for entry in entries:
-            entry["records"] = sweep / entry["records"]
-        oracle = {"dataset": "mmlu", "model": "oracle", "label_smoothing": None}
-        oracle["records"] = root / "world" / "oracle.jsonl"
-        for entry in (rows := [*entries, *fitted, oracle]):
-            entry["records"] = os.path.relpath(entry["records"], out)
-        write_text(out / "index.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-        table = calibeval.report.collect(out / "index.jsonl", out, COLUMNS, "Demo")
-        packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
-        made = f"`make demo`, Python {sys.version.split()[0]}, {packages}.\n"
-        write_text(out / "summary.md", f"{table}\n{made}")
-        write_text(out / "DONE", "")
-    said = f"{out}/report.html; what it says: slurm/studies/demo/README.md"
-    return f"{read_text(out / 'summary.md')}\n{said}"
+    entries = [entry for _, entry in json_lines(sweep / "index.jsonl")]
+    chosen = [entry for entry in entries if entry["label_smoothing"] == 0]
+    fitted = at_temperature(chosen, sweep, root / "world" / "mmlu", root / "temperature")
+    oracle = {"dataset": "mmlu", "model": "oracle", "label_smoothing": None}
+    oracle["records"] = root / "world" / "oracle.jsonl"
+    for entry in entries:
+        entry["records"] = sweep / entry["records"]
+    for entry in (rows := [*entries, *fitted, oracle]):
+        entry["records"] = os.path.relpath(entry["records"], out)
+    write_rows(out / "index.jsonl", rows)
+    return calibeval.report.collect(out / "index.jsonl", out, COLUMNS, "Demo")
 
 
 def at_temperature(entries: list[dict], sweep: Path, data: Path, out: Path) -> list[dict]:

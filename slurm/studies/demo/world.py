@@ -7,9 +7,9 @@ be r sure of it: that is the oracle, and it is calibrated by construction.
 """
 
 import random
-from dataclasses import dataclass
 from typing import NamedTuple
 
+SEED = 0
 LETTERS = "ABCD"
 HEADER = "The following are multiple choice questions (with answers) about  {}.\n\n"  # official
 SUBJECTS = {
@@ -71,41 +71,32 @@ class Question(NamedTuple):
     @property
     def body(self) -> str:
         """The question with one lettered line a choice."""
-        lines = (f"{of[0]}. {of[1]}" for of in zip(LETTERS, self.choices, strict=True))
+        lines = map("{}. {}".format, LETTERS, self.choices)
         return "\n".join([self.stem, *lines])
 
 
-@dataclass(frozen=True)
-class World:
+def build() -> dict[str, list[Town]]:
     """The towns by role."""
-
-    seed: int
-    towns: dict[str, list[Town]]
-
-    def ask(self, role: str) -> list[Question]:
-        """A question for each town of a role: a source drawn at random, and what it says.
-
-        Of the towns of `val` every source is asked: they are fitted on, and more is better.
-        """
-        rng = random.Random(f"{self.seed} {role}")
-        if role == "val":
-            return [ask(town, rng, source) for town in self.towns[role] for source in SOURCES]
-        return [ask(town, rng) for town in self.towns[role]]
-
-
-def build(seed: int = 0) -> World:
-    """The world of a seed."""
-    rng = random.Random(seed)
+    rng = random.Random(SEED)
     names: dict[str, None] = {}
     while len(names) < len(SUBJECTS) * sum(ROLES.values()):
         parts = ONSETS, VOWELS, ONSETS, VOWELS, CODAS
         names["".join(map(rng.choice, parts)).capitalize()] = None
     fresh = iter(names)
-    towns = {
+    return {
         role: [Town(next(fresh), s, rng.randrange(4)) for s in SUBJECTS for _ in range(count)]
         for role, count in ROLES.items()
     }
-    return World(seed, towns)
+
+
+TOWNS = build()
+
+
+def asked(role: str) -> list[Question]:
+    """A question for each town of a role; of `val` one a source: more is better to fit on."""
+    rng = random.Random(f"{SEED} {role}")
+    sources = SOURCES if role == "val" else [None]
+    return [ask(town, rng, source) for town in TOWNS[role] for source in sources]
 
 
 def ask(town: Town, rng: random.Random, source: str | None = None) -> Question:
@@ -118,5 +109,5 @@ def ask(town: Town, rng: random.Random, source: str | None = None) -> Question:
 
 def exam(questions: list[Question]) -> str:
     """Questions of one subject with their answers, laid out as an MMLU prompt."""
-    asked = (f"{q.body}\nAnswer: {LETTERS[q.answer]}\n\n" for q in questions)
-    return HEADER.format(questions[0].town.subject) + "".join(asked)
+    lines = (f"{q.body}\nAnswer: {LETTERS[q.answer]}\n\n" for q in questions)
+    return HEADER.format(questions[0].town.subject) + "".join(lines)
