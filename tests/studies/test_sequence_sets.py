@@ -1,6 +1,7 @@
 """k-best labelings against enumeration, and their sets against what a hidden Markov model knows."""
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import studies
 from studies.sequence_sets import __main__ as study
 from studies.sequence_sets import sets
 from studies.sequence_sets.markov import LABELS, draw, sentences
@@ -67,14 +69,14 @@ def test_sets_of_labelings_hold_their_level():
     """Of 6,000 sentences, whose right labelings are nearly all listed."""
     many, error = sentences(6000, 1, 100, 0.35), np.sqrt(0.09 / 3000)
     for score in ("lac", "cumulative"):
-        found = sets.labeling_sets(many, 0.1, score, 20)
-        assert found.hit.mean() == pytest.approx(0.9, abs=3 * error)
+        coverage, _ = sets.labeling_sets(many, 0.1, score, 20)
+        assert coverage == pytest.approx(0.9, abs=3 * error)
 
 
 def test_probability_of_entities_is_the_sum_over_labelings():
     """With every labeling, the exact marginal of the posterior."""
     rng, mass = np.random.default_rng(0), []
-    _, emissions, transitions = draw(rng, int(rng.integers(4, 9)))
+    _, emissions, transitions = draw(rng, int(rng.integers(4, 9)), 0.5)
     for path, logprob in zip(*enumerated(emissions[:5], transitions), strict=True):
         labels = tuple(LABELS[j] for j in path)
         mass += [(entity, np.exp(logprob)) for entity in sets.entities(labels)]
@@ -88,16 +90,20 @@ def test_probability_of_entities_is_the_sum_over_labelings():
 
 def test_the_study_in_small(tmp_path, capsys):
     """Bad input is named first."""
-    file = tmp_path / "config.yaml"
-    given = yaml.safe_load(study.Path(study.__file__).with_name("config.yaml").read_text())
+    file, folder = tmp_path / "config.yaml", Path(study.__file__).parent
+    given = yaml.safe_load((folder / "config.yaml").read_text())
     given |= {"output": str(tmp_path / "out"), "sentences": 60, "seeds": [0, 1], "splits": 4}
+
+    def run(**keys):
+        file.write_text(yaml.safe_dump(given | keys))
+        return studies.command("", study.Config, study.study, folder, ["--config", str(file)])
+
     for wrong in ({"alpha": -1}, {"conl": 1}):
-        file.write_text(yaml.safe_dump(given | wrong))
-        assert study.main(["--config", str(file)]) == 2
-        assert next(iter(wrong)) in capsys.readouterr().err
+        assert run(**wrong) == 2
+        assert f"error: {file}: {next(iter(wrong))}" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-    file.write_text(yaml.safe_dump(given | {"k": 20}))
-    assert study.main(["--config", str(file)]) == 0
+    assert run(k=20) == 0
     said = capsys.readouterr().out
-    assert said.startswith("α = 0.1, likeliest labeling right") and "| all entities, Šidák" in said
+    assert "| sets at 1 − α = 0.9" in said and "| all entities, Šidák: five and more |" in said
     assert (tmp_path / "out" / "table.md").read_text().strip() == said.strip()
+    assert run(k=1) == 0 and "| inf ± " in capsys.readouterr().out  # too few are listed

@@ -6,19 +6,19 @@ On a hidden Markov model, whose posterior is known. The table goes to `output` a
 import sys
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 from pydantic import PositiveFloat, PositiveInt
 from tabulate import tabulate
 
 import studies
 from calibeval.io import write_text
+from calibeval.request import Strict
 from studies.sequence_sets import markov, sets
 
 SCORES = ("lac", "cumulative")
 
 
-class Config(studies.Config):
+class Config(Strict):
     """The keys of config.yaml."""
 
     output: Path
@@ -30,39 +30,24 @@ class Config(studies.Config):
     noise: PositiveFloat
 
 
-def main(words: list[str] | None = None) -> int:
-    """Print the tables; returns the exit code."""
-    return studies.command(__doc__, Config, study, Path(__file__).parent, words)
-
-
 def study(c: Config) -> None:
-    """The hidden Markov model's table."""
-    of = [markov.sentences(c.sentences, seed, c.k, c.noise) for seed in c.seeds]
-    text = table(of, c.alpha, c.splits)
+    """A row a kind of set: means ± standard deviations over seeds."""
+    found = []
+    for seed in c.seeds:
+        of = markov.sentences(c.sentences, seed, c.k, c.noise)
+        every = {score: sets.labeling_sets(of, c.alpha, score, c.splits) for score in SCORES}
+        every |= sets.entity_sets(of, c.alpha, c.splits)
+        found.append(pd.DataFrame(every, index=["coverage", "held"]).T)
+    over = pd.concat(found).groupby(level=0, sort=False)
+    rows = [
+        [kind, f"{m.coverage:.3f} ± {s.coverage:.3f}", f"{m.held:.2f} ± {s.held:.2f}"]
+        for (kind, m), (_, s) in zip(over.mean().iterrows(), over.std().iterrows(), strict=True)
+    ]
+    heads = [f"sets at 1 − α = {1 - c.alpha:g}", "coverage", "size"]
+    text = tabulate(rows, heads, "github", disable_numparse=True)
     print(text)
     write_text(c.output / "table.md", f"{text}\n")
 
 
-def table(files: list[list[sets.Sentence]], alpha: float, splits: int) -> str:
-    """Every kind of set, one row each: means ± standard deviations over seeds."""
-    found = []
-    for of in files:
-        every = {score: sets.labeling_sets(of, alpha, score, splits) for score in SCORES}
-        for kind, tested in (every | sets.entity_sets(of, alpha, splits)).items():
-            parts = tested[tested.number != ""].sort_values("number")
-            parts = parts.assign(sets=f"{kind}: " + parts.number)
-            found.append(sets.means(pd.concat([tested.assign(sets=kind), parts]), "sets"))
-    over = pd.concat(found).groupby("sets", sort=False)
-    rows = [
-        [name, f"{m.hit:.3f} ± {s.hit:.3f}", f"{m.held:.2f} ± {s.held:.2f}", f"{m.unbounded:.2%}"]
-        for (name, m), (_, s) in zip(over.mean().iterrows(), over.std().iterrows(), strict=True)
-    ]
-    missing = np.mean([np.mean([s.gold not in s.labelings for s in of]) for of in files])
-    right = np.mean([np.mean([s.gold == s.labelings[0] for s in of]) for of in files])
-    head = f"α = {alpha}, likeliest labeling right {right:.3f}, right one missing {missing:.4f}\n"
-    columns = ["sets", "coverage", "size", "hold all"]
-    return head + tabulate(rows, columns, "github", disable_numparse=True)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(studies.command(__doc__, Config, study, Path(__file__).parent))

@@ -18,7 +18,7 @@ TRANSITIONS = np.array(
 MEANS = np.array([[0.0, 0], [1.8, 0], [1.8, 1], [0, 1.8], [-1, 1.8]])  # of what a label shows
 
 
-def draw(rng: np.random.Generator, length: int, noise: float = 0.5):
+def draw(rng: np.random.Generator, length: int, noise: float):
     """Labels (T,), and the model's emissions (T, L) and transitions (L, L)."""
     labels = [rng.choice(5, p=START)]
     for _ in range(length - 1):
@@ -31,7 +31,7 @@ def draw(rng: np.random.Generator, length: int, noise: float = 0.5):
     return labels, emissions, transitions
 
 
-def sentences(n: int, seed: int, k: int = 40, noise: float = 0.5) -> list[Sentence]:
+def sentences(n: int, seed: int, k: int, noise: float) -> list[Sentence]:
     """n sentences of 4 to 8 words, with the k likeliest labelings of each."""
     rng, found = np.random.default_rng(seed), []
     for _ in range(n):

@@ -17,18 +17,8 @@ import pandas as pd
 
 from calibeval import conformal
 
-NUMBERS = ("0", "1", "2", "3", "4", "5+")
 ALL, SIDAK = "all entities", "all entities, Šidák"  # of a sentence
-
-
-def means(tested: pd.DataFrame, by: str) -> pd.DataFrame:
-    """How often sets hit and what they hold, means over splits, by what a column says they are.
-
-    Sets without a threshold are `unbounded`, and what is held is of the others.
-    """
-    tested = tested.assign(unbounded=tested.held.isna())
-    columns = tested.groupby([by, "split"], sort=False)[["hit", "held", "unbounded"]]
-    return columns.mean().groupby(by, sort=False).mean()
+MANY = ": five and more"
 
 
 @dataclass(frozen=True)
@@ -47,7 +37,6 @@ def k_best(emissions: np.ndarray, transitions: np.ndarray, k: int) -> tuple[np.n
     the k best ways to each label. Emissions e (T, L) include what starts and ends a labeling,
     transitions a are (L, L). Impossible labelings (−∞) are left out: there may be fewer than k.
     """
-    emissions, transitions = np.asarray(emissions, float), np.asarray(transitions, float)
     score, total, back = emissions[0][:, None], emissions[0], []
     for now in emissions[1:]:
         total = np.logaddexp.reduce(total[:, None] + transitions, axis=0) + now
@@ -78,9 +67,9 @@ def entities(labels: Sequence[str]) -> set[tuple[int, int, str]]:
 
 
 def labeling_sets(
-    of: Sequence[Sentence], alpha: float, score: str, splits: int = 100
-) -> pd.DataFrame:
-    """Sets of whole labelings, and whether they hit the right one; random halves calibrate."""
+    of: Sequence[Sentence], alpha: float, score: str, splits: int
+) -> tuple[float, float]:
+    """Coverage and mean size of sets of whole labelings; random halves calibrate."""
     width = max(len(s.labelings) for s in of) + 1  # the last: what is not listed
     logprobs = np.full((len(of), width), -np.inf)
     for row, s in zip(logprobs, of, strict=True):
@@ -90,15 +79,14 @@ def labeling_sets(
     scores = conformal.nonconformity(np.exp(logprobs), score, np.zeros(len(of)))
     scores = np.where(np.isfinite(logprobs), scores, np.inf)
     of_right, tested = scores[np.arange(len(of)), right], []
-    for split, (known, rest) in enumerate(conformal.halves(len(of), splits)):
+    for known, rest in conformal.halves(len(of), splits):
         limit = conformal.threshold(of_right[known], alpha)
-        held = (scores[rest] <= limit).sum(1) if np.isfinite(limit) else np.nan
-        columns = {"split": split, "number": "", "hit": of_right[rest] <= limit, "held": held}
-        tested.append(pd.DataFrame(columns))
-    return pd.concat(tested)
+        size = (scores[rest] <= limit).sum(1).mean() if limit < np.inf else np.inf
+        tested.append(((of_right[rest] <= limit).mean(), size))
+    return tuple(np.mean(tested, axis=0))
 
 
-def spans(of: Sequence[Sentence]) -> np.recarray:
+def spans(of: Sequence[Sentence]) -> pd.DataFrame:
     """Entities of any labeling, and right ones (`gold`); `number`: of these in the sentence."""
     found = []
     for i, s in enumerate(of):
@@ -108,37 +96,32 @@ def spans(of: Sequence[Sentence]) -> np.recarray:
                 mass[entity] = mass.get(entity, 0.0) + np.exp(logprob)
         for entity in sorted(mass.keys() | gold):
             score = 1 - mass.get(entity, -np.inf)
-            found.append((i, entity[2], score, entity in gold, NUMBERS[min(len(gold), 5)], guess))
-    return np.rec.fromrecords(found, names="sentence, name, score, gold, number, guess")
+            found.append((i, entity[2], score, entity in gold, len(gold), guess))
+    return pd.DataFrame(found, columns=["sentence", "name", "score", "gold", "number", "guess"])
 
 
-def entity_sets(of: Sequence[Sentence], alpha: float, splits: int = 100) -> dict[str, pd.DataFrame]:
-    """Sets of entities, and whether they hit all right ones of a sentence, `number` of them.
+def entity_sets(of: Sequence[Sentence], alpha: float, splits: int) -> dict[str, np.ndarray]:
+    """Coverage and mean size of sets of entities, which are to hold all right ones of a sentence.
 
     Sentences without right ones are left out. Sentences are exchangeable and entities are not:
     Šidák takes a sentence's for independent.
     """
-    asked, tested = spans(of), {ALL: [], SIDAK: []}
-    for split, (half, _) in enumerate(conformal.halves(len(of), splits)):
-        at = np.isin(asked.sentence, half)
-        known, rest = asked[at], asked[~at]
-        right, sentence = known[known.gold], rest.sentence
-        names, of_class = np.unique(rest.name, return_inverse=True)
-        begins = (np.diff(sentence, prepend=-1) > 0) & (rest.number != "0")
-        for kind, found in tested.items():
-            together = np.maximum(rest.guess if kind == SIDAK else 1, 1) * np.ones(len(rest))
-            limit = np.empty(len(rest))
-            for n in np.unique(together):
-                at, level = together == n, 1 - (1 - alpha) ** (1 / n)
-                of_name = [conformal.threshold(right.score[right.name == n], level) for n in names]
-                limit[at] = np.array(of_name)[of_class[at]]
-            hit = rest.score <= limit
-            held = np.where(np.isinf(limit), np.nan, hit)
-            columns = {
-                "split": split,
-                "number": rest.number[begins],
-                "hit": (np.bincount(sentence, rest.gold & ~hit)[sentence] == 0)[begins],
-                "held": np.bincount(sentence, held)[sentence][begins],
-            }
-            found.append(pd.DataFrame(columns))
-    return {kind: pd.concat(found) for kind, found in tested.items()}
+    asked = spans(of)
+    tested = {kind + more: [] for kind in (ALL, SIDAK) for more in ("", MANY)}
+    for half, _ in conformal.halves(len(of), splits):
+        known = asked.sentence.isin(half)
+        right, rest = asked[known & asked.gold], asked[~known]
+        for kind in (ALL, SIDAK):
+            together = rest.guess.clip(1) if kind == SIDAK else rest.guess.clip(1, 1)
+            limits = pd.Series(index=rest.index, dtype=float)
+            for (name, n), at in rest.groupby(["name", together]).groups.items():
+                level = 1 - (1 - alpha) ** (1 / n)
+                limits[at] = conformal.threshold(right.score[right.name == name], level)
+            held = rest.score <= limits
+            size = held.astype(float).where(limits < np.inf, np.inf)
+            sets = rest.assign(hit=held | ~rest.gold, held=size)
+            sets = sets.groupby("sentence").agg({"hit": "all", "held": "sum", "number": "first"})
+            for more, least in (("", 1), (MANY, 5)):
+                chosen = sets[sets.number >= least]
+                tested[kind + more].append((chosen.hit.mean(), chosen.held.mean()))
+    return {kind: np.mean(means, axis=0) for kind, means in tested.items()}
