@@ -11,10 +11,6 @@ from calibeval.request import Strict, checked
 from sweeps.config import read_yaml
 
 
-class Config(Strict):
-    """The keys of a study's config.yaml."""
-
-
 def command(
     doc: str, kind: type[Strict], study: Callable, folder: Path, words: list[str] | None = None
 ) -> int:

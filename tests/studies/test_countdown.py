@@ -2,12 +2,14 @@
 
 import json
 from itertools import chain, combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import yaml
 
+import studies
 from smoothce import linear_cross_entropy, token_statistics
 from studies.countdown import __main__ as study
 from studies.countdown import passk, problems
@@ -72,29 +74,29 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(n, c):
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
-    """A factory of configs of a small world, with other keys."""
+    """The study of a small world, with other keys."""
     monkeypatch.setattr(problems, "LARGEST", 6)
     monkeypatch.setattr(problems, "SIZES", {"train": 8, "validation": 8, "test": 8})
     monkeypatch.setattr(study, "STEPS", 150)
 
-    def write(**keys):
+    def run(**keys):
         file = tmp_path / "config.yaml"
-        config = yaml.safe_load(study.Path(study.__file__).with_name("config.yaml").read_text())
-        config |= {"output": str(tmp_path / "out"), "samples": 4, "k": [1, 4], "seeds": [0]}
+        config = yaml.safe_load(Path(study.__file__).with_name("config.yaml").read_text())
+        config |= {"output": str(tmp_path / "out"), "samples": 4, "seeds": [0]}
         config |= {"learning_rate": 6e-4, "steps": 40, "answers_per_problem": 8}
         config |= {"settings": {"GRPO": {}, "α": {"bonus": 0.1, "gamma_p": 0.1}}}
         file.write_text(yaml.safe_dump(config | keys))
-        return ["--config", str(file)]
+        words = ["--config", str(file)]
+        return studies.command("", study.Config, study.study, tmp_path, words)
 
     threads = torch.get_num_threads()
-    yield write
+    yield run
     torch.set_num_threads(threads)
 
 
 def test_from_nothing_to_the_tables(small, tmp_path, capsys):
     """Rewards rise, and what is finished is kept; what is not comes again to the same answers."""
-    config = small()
-    assert study.main(config) == 0
+    assert small() == 0
     said = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in said.splitlines()]
     assert all(row in rows for row in (["start", "1"], ["GRPO", "1"], ["α", "1"]))
@@ -105,7 +107,7 @@ def test_from_nothing_to_the_tables(small, tmp_path, capsys):
     assert sum(rewards[-10:]) > 2 * sum(rewards[:10])
     again.unlink()
     stamps = {path: path.stat().st_mtime_ns for path in runs if path != again}
-    assert study.main(config) == 0
+    assert small() == 0
     assert capsys.readouterr().out == said and json.loads(again.read_text()) == runs[again]
     assert stamps == {path: path.stat().st_mtime_ns for path in stamps}
     solved = problems.problems()
@@ -116,11 +118,11 @@ def test_from_nothing_to_the_tables(small, tmp_path, capsys):
 
 def test_bad_input_is_named_before_anything_trains(small, tmp_path, capsys):
     for keys, said in (
-        ({"k": [1, 5]}, "expected 1 to 4, the samples"),
+        ({"samples": 0}, "samples is 0"),
         ({"settings": {"x": {"gamma": 1}}}, "settings.x.gamma"),
         ({"stepz": 1}, "stepz"),
     ):
-        assert study.main(small(**keys)) == 2
+        assert small(**keys) == 2
         error = capsys.readouterr().err
         assert said in error and "config.yaml: " in error
     assert not (tmp_path / "out").exists()

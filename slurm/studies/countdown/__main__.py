@@ -11,14 +11,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt
 from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import studies
 from calibeval.io import read_text, write_text
+from calibeval.request import Strict
 from studies.countdown import passk, policy, problems
 from studies.countdown.policy import Method
-from studies.countdown.problems import OPERATORS, TARGETS, Problem
+from studies.countdown.problems import Problem
 from studies.demo.pretrain import IGNORE, fit
 
 STEPS, BATCH, SEED = 1500, 128, 0  # of the supervised model
@@ -26,30 +28,18 @@ SHAPE = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 2}
 SHAPE |= {"num_attention_heads": 4, "max_position_embeddings": 32, "tie_word_embeddings": True}
 
 
-class Config(studies.Config):
+class Config(Strict):
     """The keys of config.yaml."""
 
     output: Path
     test: str = Field(pattern="^(validation|test)$")
     samples: PositiveInt
-    k: list[PositiveInt]
     learning_rate: PositiveFloat
     steps: PositiveInt
     problems_per_step: PositiveInt
     answers_per_problem: int = Field(ge=2)
     seeds: list[int]
     settings: dict[str, Method]
-
-    @model_validator(mode="after")
-    def _drawn(self) -> "Config":
-        if max(self.k) > self.samples:
-            raise ValueError(f"k: {self.k}, expected 1 to {self.samples}, the samples of a problem")
-        return self
-
-
-def main(words: list[str] | None = None) -> int:
-    """Do what is not done yet and print the tables; returns the exit code."""
-    return studies.command(__doc__, Config, study, Path(__file__).parent, words)
 
 
 def study(config: Config) -> None:
@@ -71,14 +61,14 @@ def study(config: Config) -> None:
         name: [json.loads(read_text(result(config, *of)))["correct"] for of in every]
         for name, every in asked.items()
     }
-    text = passk.tables(found, config.samples, config.k)
+    text = passk.tables(found, config.samples)
     write_text(config.output / "passk.md", text)
     print(text, end="")
 
 
 def result(config: Config, method: Method | None, seed: int | None) -> Path:
     """Where a run's answers are: a function of all that decides them."""
-    asked = config.model_dump_json(exclude={"output", "seeds", "settings", "k"})
+    asked = config.model_dump_json(exclude={"output", "seeds", "settings"})
     digest = hashlib.sha256(f"{asked} {method!r} {seed}".encode()).hexdigest()[:12]
     return config.output / "runs" / f"{digest}.json"
 
@@ -88,40 +78,27 @@ def run(
 ) -> None:
     """Train with a setting, or take the start; count the right answers to the test's problems."""
     torch.set_num_threads(1)
-    start, rewards = config.output / "start", []
-    if method is None:
-        found = policy.Policy(start)
-    else:
-        found, rewards = policy.train(start, train, method, seed, config)
+    model = LlamaForCausalLM.from_pretrained(config.output / "start")
+    rewards = [] if method is None else policy.train(model, train, method, seed, config)
     about = {"method": method and method.model_dump(), "seed": seed, "rewards": rewards}
-    about["correct"] = found.solved(test, config.samples)
+    about["correct"] = policy.solved(model, test, config.samples)
     write_text(result(config, method, seed), json.dumps(about) + "\n")
 
 
 def begin(out: Path, pool: list[Problem], solved: dict, draw: np.random.Generator) -> None:
     """Train a small Llama on one random answer to each problem drawn."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    entries = ["<pad>", "</s>", "=", *OPERATORS, *map(str, range(TARGETS))]
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(entries)}, "<pad>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"pad_token": "<pad>", "unk_token": "<pad>", "eos_token": "</s>"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **special)
     drawn = [pool[i] for i in draw.integers(0, len(pool), STEPS * BATCH)]
     texts = [f"{problem.prompt} {draw.choice(solved[problem])} </s>" for problem in drawn]
-    ids = torch.tensor(tokenizer(texts)["input_ids"])
+    ids = policy.encoded(texts)
     targets = ids.clone()
     targets[:, : len(drawn[0].prompt.split())] = IGNORE
     torch.manual_seed(SEED)
-    ends = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **ends, **SHAPE))
-    out.mkdir(parents=True, exist_ok=True)
+    ends = {"bos_token_id": None, "eos_token_id": policy.END, "pad_token_id": 0}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(policy.WORDS), **ends, **SHAPE))
     fit(model, ids, targets, BATCH)
     model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
     write_text(out / "DONE", "")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(studies.command(__doc__, Config, study, Path(__file__).parent))

@@ -5,8 +5,8 @@
 Without bias for every k (Chen et al. 2021, arXiv 2107.03374, equation 1).
 """
 
-from collections.abc import Sequence
 from itertools import combinations
+from math import comb
 
 import numpy as np
 from tabulate import tabulate
@@ -15,18 +15,18 @@ from calibeval import measures, stats
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """1 − C(n − c, k) / C(n, k) as 1 − Π_{i=n−c+1}^{n} (1 − k/i), without large factorials."""
-    return 1.0 if n - c < k else 1 - float(np.prod(1 - k / np.arange(n - c + 1, n + 1)))
+    """1 − C(n − c, k) / C(n, k)."""
+    return 1 - comb(n - c, k) / comb(n, k)
 
 
-def tables(runs: dict[str, list[list[int]]], samples: int, ks: Sequence[int]) -> str:
-    """pass@k by setting and of every two settings' difference, as Markdown.
+def tables(runs: dict[str, list[list[int]]], samples: int) -> str:
+    """pass@1 and pass@`samples` by setting and of every two settings' difference, as Markdown.
 
     `runs` are the right answers to each problem, a list a seed, by the setting's name. [low, high]
     is a 95 % interval over problems and seeds (`stats.of_sides`), and a difference is paired by
     problem, and by seed where both sides have as many.
     """
-    asked = len(next(iter(runs.values()))[0])
+    asked, ks = len(next(iter(runs.values()))[0]), (1, samples)
     draws = np.concatenate([*measures.resamples(asked, stats.RESAMPLES)]) / asked
     sides = {}  # of each setting and k: the runs' means (S,), and their draws (S, R)
     for name, of in runs.items():

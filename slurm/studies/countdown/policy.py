@@ -14,22 +14,23 @@ not grow with the length, so that γ means the same for short and long answers. 
 smoothing is not centred, and a group without a wrong answer is pushed by it alone.
 """
 
-from pathlib import Path
-
 import numpy as np
 import torch
-from pydantic import BaseModel, NonNegativeFloat
+from pydantic import NonNegativeFloat
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import LlamaForCausalLM
 
+from calibeval.request import Strict
 from smoothce import linear_cross_entropy, token_statistics
-from studies.countdown.problems import Problem
+from studies.countdown.problems import OPERATORS, TARGETS, Problem
 from studies.demo.pretrain import IGNORE
 
-MOST = 6  # tokens of an answer: five words and the end
+WORDS = ["<pad>", "</s>", "=", *OPERATORS, *map(str, range(TARGETS))]
+IDS = {word: i for i, word in enumerate(WORDS)}
+END, MOST = 1, 6  # </s>; tokens of an answer: five words and the end
 
 
-class Method(BaseModel, extra="forbid", frozen=True):
+class Method(Strict):
     """What is added to GRPO's advantages."""
 
     bonus: NonNegativeFloat = 0.0  # α, of a nat of a token's entropy
@@ -59,56 +60,57 @@ def answer_losses(
     return (weight * nll).sum(1)
 
 
-class Policy:
-    """The model of a folder, with its tokenizer, as a distribution over answers to problems."""
+def encoded(texts: list[str]) -> Tensor:
+    """Ids (N, L) of texts of L words."""
+    return torch.tensor([[IDS[word] for word in text.split()] for text in texts])
 
-    def __init__(self, folder: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
 
-    def answer(self, problems: list[Problem], seed: int) -> tuple[Tensor, Tensor, list[bool]]:
-        """Prompts, of one length, with their answers, as ids (N, L); the answers' tokens as labels
-        (N, T), the end included and then `IGNORE`; whether each is right."""
-        asked = self.tokenizer([p.prompt for p in problems], return_tensors="pt")["input_ids"]
-        torch.manual_seed(seed)
-        ids = self.model.generate(asked, do_sample=True, top_k=0, max_new_tokens=MOST)
-        answers = ids[:, asked.shape[1] :]
-        end = answers == self.tokenizer.eos_token_id
-        texts = self.tokenizer.batch_decode(answers, skip_special_tokens=True)
-        right = [p.solved_by(t) for p, t in zip(problems, texts, strict=True)]
-        return ids, answers.masked_fill(end.cumsum(1) - end.int() > 0, IGNORE), right
+def answer(
+    model: LlamaForCausalLM, problems: list[Problem], seed: int
+) -> tuple[Tensor, Tensor, list[bool]]:
+    """Prompts, of one length, with their answers, as ids (N, L); the answers' tokens as labels
+    (N, T), the end included and then `IGNORE`; whether each is right."""
+    asked = encoded([p.prompt for p in problems])
+    torch.manual_seed(seed)
+    ids = model.generate(asked, do_sample=True, top_k=0, max_new_tokens=MOST)
+    answers = ids[:, asked.shape[1] :]
+    end = answers == END
+    texts = (" ".join(WORDS[i] for i in row if i > END) for row in answers.tolist())
+    right = [p.solved_by(t) for p, t in zip(problems, texts, strict=True)]
+    return ids, answers.masked_fill(end.cumsum(1) - end.int() > 0, IGNORE), right
 
-    def read(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Of N answers, (N, T): −log π of their tokens, and entropies, in nats."""
-        hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        inputs = hidden[:, -1 - labels.shape[1] : -1], self.model.lm_head.weight, labels
-        return linear_cross_entropy(*inputs, reduction="none"), token_statistics(*inputs).entropy
 
-    def solved(self, problems: list[Problem], samples: int) -> list[int]:
-        """How many of `samples` answers to each problem are right.
+def read(model: LlamaForCausalLM, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Of N answers, (N, T): −log π of their tokens, and entropies, in nats."""
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    inputs = hidden[:, -1 - labels.shape[1] : -1], model.lm_head.weight, labels
+    return linear_cross_entropy(*inputs, reduction="none"), token_statistics(*inputs).entropy
 
-        The seeds are the same for every model, so that differences are less noisy.
-        """
-        return [sum(self.answer([p] * samples, seed)[2]) for seed, p in enumerate(problems)]
+
+def solved(model: LlamaForCausalLM, problems: list[Problem], samples: int) -> list[int]:
+    """How many of `samples` answers to each problem are right.
+
+    The seeds are the same for every model, so that differences are less noisy.
+    """
+    return [sum(answer(model, [p] * samples, seed)[2]) for seed, p in enumerate(problems)]
 
 
 def train(
-    start: Path, problems: list[Problem], method: Method, seed: int, keys
-) -> tuple[Policy, list[float]]:
-    """The policy after an update a step, and the share of right answers at each.
+    model: LlamaForCausalLM, problems: list[Problem], method: Method, seed: int, keys
+) -> list[float]:
+    """Train the model, an update a step; returns the share of right answers at each.
 
     `keys` are the study's: learning_rate, steps, problems_per_step, answers_per_problem.
     """
-    policy = Policy(start)
-    weights = [*policy.model.parameters()]
+    weights = [*model.parameters()]
     optimizer = torch.optim.AdamW(weights, lr=keys.learning_rate, weight_decay=0.0)
     shape, rewards = (keys.problems_per_step, keys.answers_per_problem), []
     for step in range(keys.steps):
         random = np.random.default_rng([seed, step])
         drawn = random.integers(0, len(problems), shape[0]).repeat(shape[1])
         draw = int(random.integers(2**31))
-        ids, labels, right = policy.answer([problems[i] for i in drawn], draw)
-        nll, entropy = policy.read(ids, labels)
+        ids, labels, right = answer(model, [problems[i] for i in drawn], draw)
+        nll, entropy = read(model, ids, labels)
         correct, log_pi = torch.tensor(right), -nll.detach().sum(1) / (labels != IGNORE).sum(1)
         found = advantages(correct.view(shape), log_pi.view(shape), method).view(-1)
         answer_losses(nll, entropy, found, method).mean().backward()
@@ -117,4 +119,4 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         rewards.append(sum(right) / len(right))
-    return policy, rewards
+    return rewards
