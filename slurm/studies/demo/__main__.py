@@ -24,12 +24,6 @@ ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "TQDM_MININTERVAL": "5"}  # of a run; tw
 SWEEP, ROOT = Path("slurm/studies/demo/config.yaml"), Path("runs/demo")
 
 
-def main() -> int:
-    """Run every step that is not done; returns the exit code."""
-    argparse.ArgumentParser("python -m studies.demo", description=__doc__).parse_args()
-    return studies.finish(demo)
-
-
 def demo() -> None:
     """World, base model, sweep, report."""
     if not SWEEP.is_file():
@@ -57,4 +51,5 @@ def demo() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    argparse.ArgumentParser("python -m studies.demo", description=__doc__).parse_args()
+    sys.exit(studies.finish(demo))
