@@ -52,37 +52,30 @@ def study(config: Config) -> None:
         sets[name] = [pools[name][i] for i in chosen]
     if not (start / "DONE").exists():
         begin(start, pools["train"], solved, draw)
-    asked = {"start": [(None, None)]}
-    asked |= {name: [(of, seed) for seed in config.seeds] for name, of in config.settings.items()}
-    todo = [of for every in asked.values() for of in every if not result(config, *of).exists()]
-    for of in tqdm(todo, "runs", disable=not todo):
-        run(config, sets["train"], sets[config.test], *of)
-    found = {
-        name: [json.loads(read_text(result(config, *of)))["correct"] for of in every]
-        for name, every in asked.items()
-    }
+    runs = [("start", None, None)]
+    runs += [(name, of, seed) for name, of in config.settings.items() for seed in config.seeds]
+    found: dict[str, list[list[int]]] = {}
+    for name, method, seed in tqdm(runs, "runs"):
+        found.setdefault(name, []).append(run(config, sets, method, seed))
     text = passk.tables(found, config.samples)
     write_text(config.output / "passk.md", text)
     print(text, end="")
 
 
-def result(config: Config, method: Method | None, seed: int | None) -> Path:
-    """Where a run's answers are: a function of all that decides them."""
+def run(config: Config, sets: dict, method: Method | None, seed: int | None) -> list[int]:
+    """Train with a setting, or take the start; the right answers to each of the test's problems."""
     asked = config.model_dump_json(exclude={"output", "seeds", "settings"})
     digest = hashlib.sha256(f"{asked} {method!r} {seed}".encode()).hexdigest()[:12]
-    return config.output / "runs" / f"{digest}.json"
-
-
-def run(
-    config: Config, train: list[Problem], test: list[Problem], method: Method | None, seed: int
-) -> None:
-    """Train with a setting, or take the start; count the right answers to the test's problems."""
-    torch.set_num_threads(1)
-    model = LlamaForCausalLM.from_pretrained(config.output / "start")
-    rewards = [] if method is None else policy.train(model, train, method, seed, config)
-    about = {"method": method and method.model_dump(), "seed": seed, "rewards": rewards}
-    about["correct"] = policy.solved(model, test, config.samples)
-    write_text(result(config, method, seed), json.dumps(about) + "\n")
+    file, rewards = config.output / "runs" / f"{digest}.json", []
+    if not file.exists():
+        torch.set_num_threads(1)
+        model = LlamaForCausalLM.from_pretrained(config.output / "start")
+        if method is not None:
+            rewards = policy.train(model, sets["train"], method, seed, config)
+        about = {"method": method and method.model_dump(), "seed": seed, "rewards": rewards}
+        about["correct"] = policy.solved(model, sets[config.test], config.samples)
+        write_text(file, json.dumps(about) + "\n")
+    return json.loads(read_text(file))["correct"]
 
 
 def begin(out: Path, pool: list[Problem], solved: dict, draw: np.random.Generator) -> None:

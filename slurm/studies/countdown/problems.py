@@ -7,9 +7,9 @@ the target in exact fractions.
 import operator
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations_with_replacement, permutations, product
+from typing import NamedTuple
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 LARGEST, TARGETS = 20, 100  # numbers of 1 to 20, targets of 1 to 99
@@ -17,8 +17,7 @@ LARGEST, TARGETS = 20, 100  # numbers of 1 to 20, targets of 1 to 99
 SIZES = {"train": 14_000, "validation": 200, "test": 200}
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """Numbers and the target that they are to reach."""
 
     numbers: tuple[int, ...]

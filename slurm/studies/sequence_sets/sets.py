@@ -75,7 +75,6 @@ def labeling_sets(
     for row, s in zip(logprobs, of, strict=True):
         row[: len(s.labelings)] = s.logprobs
     right = [s.labelings.index(s.gold) if s.gold in s.labelings else width - 1 for s in of]
-    score = "aps" if score == "cumulative" else score  # without its random number
     scores = conformal.nonconformity(np.exp(logprobs), score, np.zeros(len(of)))
     scores = np.where(np.isfinite(logprobs), scores, np.inf)
     of_right, tested = scores[np.arange(len(of)), right], []
