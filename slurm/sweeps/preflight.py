@@ -1,7 +1,9 @@
 """Everything that would stop a sweep later, found and named before anything is queued."""
 
 import shutil
+import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from calibeval.io import InputError
@@ -10,7 +12,7 @@ from sweeps import local, prefetch, score
 from sweeps.config import Cluster, again, expand, load_cluster
 from sweeps.conversations import conversations
 from sweeps.plan import Plan
-from sweeps.run import backend, lacking
+from sweeps.run import backend
 
 
 def problems(plan: Plan, executor: str) -> list[str]:
@@ -20,7 +22,7 @@ def problems(plan: Plan, executor: str) -> list[str]:
     found = _files(plan) + _requests(plan)
     command = cluster.python.partition(" ")[0]
     if command == "auto":
-        found += filter(None, (lacking(cell.config) for cell in plan.cells))
+        found += _packages(plan)
     elif not (shutil.which(command) or "$" in command or cluster.modules or cluster.setup):
         found.append(f"{plan.sweep.cluster}: python: {command}: no such command")
     if (file := cluster.secrets_file) and not Path(expand("secrets_file", file)).is_file():
@@ -30,6 +32,17 @@ def problems(plan: Plan, executor: str) -> list[str]:
     elif "%" in (folder := str(plan.folder.absolute())):
         found.append(f"output_root: {folder}: Slurm reads % in paths; another folder")
     return list(dict.fromkeys(found))
+
+
+def _packages(plan: Plan) -> list[str]:
+    """The modules that this interpreter lacks for the runs."""
+    trains, asks = backend(plan.sweep.backend), plan.sweep.score
+    names = {"vllm"} if asks and asks.python is None and asks.engine == "vllm" else set()
+    for cell in plan.cells:
+        names.update(trains.packages(cell.config.keys, plan.sweep.world))
+    absent = " ".join(sorted(name for name in names if find_spec(name) is None))
+    install = f"{sys.executable} -m pip install …"
+    return [f"packages that runs need: {absent}: {install}"] if absent else []
 
 
 def _files(plan: Plan) -> list[str]:

@@ -12,14 +12,12 @@ import os
 import re
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from functools import cached_property
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any
@@ -78,16 +76,6 @@ class RunConfig(Strict):
         return f"{re.sub(r'[^A-Za-z0-9._-]', '-', model) or 'model'}-{what}-{self.digest[:8]}"
 
 
-def lacking(config: RunConfig) -> str:
-    """The modules that this interpreter lacks for a run, in words; nothing where it has all."""
-    asks, more = config.score, backend(config.backend).packages
-    vllm = asks and asks.python is None and asks.engine == "vllm"
-    names = [*more(config.keys, config.world), *["vllm"] * bool(vllm)]
-    absent = sorted({name for name in names if find_spec(name) is None})
-    install = f"{sys.executable} -m pip install …"
-    return f"packages that runs need: {' '.join(absent)}: {install}" if absent else ""
-
-
 class Run:
     """Paths and state of a run; all state is in the files, so any number of readers agree."""
 
@@ -114,9 +102,7 @@ class Run:
 
     def create(self, config: RunConfig) -> None:
         """Make the folder with its config.yaml; what is asked of the model may change later."""
-        text = dump_yaml(config.model_dump(mode="json"))
-        if not self.config_file.exists() or self.config_file.read_text("utf-8") != text:
-            write_text(self.config_file, text)
+        write_text(self.config_file, dump_yaml(config.model_dump(mode="json")))
         self._config = config
 
     def config(self) -> RunConfig:
