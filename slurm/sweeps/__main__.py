@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -94,25 +93,20 @@ def _planned(a: argparse.Namespace):
 
 
 def _launch(a: argparse.Namespace) -> int:
-    # Of a Ctrl-C that comes during an import Python makes an ImportError, or nothing at all.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     import shutil
 
     from calibeval.io import InputError
     from sweeps import collect, local, preflight, slurm, status
     from sweeps.config import again
 
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     plan, here = _planned(a), shutil.which("sbatch") is None
     executor = a.executor if a.executor != "auto" else "local" if here else "slurm"
-    if a.dry_run and a.executor != "local":
-        print(slurm.dry_run(plan), end="")
-    if a.dry_run:
-        print(status.table(plan))
     problems = preflight.problems(plan, executor)
     if a.dry_run:
+        if a.executor != "local":
+            print(slurm.dry_run(plan), end="")
         refused = [f"a launch would refuse: {line}" for line in problems]
-        print("\n".join(refused or ["nothing is missing"]))
+        print(status.table(plan), *(refused or ["nothing is missing"]), sep="\n")
         return 0
     if problems:
         raise InputError("\n       ".join([f"{a.sweep}:", *problems]))
@@ -179,17 +173,14 @@ def _keys(a: argparse.Namespace) -> int:
 
 def _train(a: argparse.Namespace) -> int:
     """Train a run, unless it is; with `score` as the command, or then, score it."""
-    from calibeval.io import InputError
     from sweeps import score
-    from sweeps.run import Run, backend, lacking, locked
+    from sweeps.run import Run, backend, locked
 
     run = Run(a.folder)
     config, busy = run.config(), f"{a.folder}: another process is at this run"
     rank = "LOCAL_RANK" in os.environ  # of a torchrun, which has taken this lock
     with contextlib.nullcontext() if rank else locked(run.lock, 30, busy):
         if a.command == "train" and not run.trained:
-            if not rank and (lacks := lacking(config)):
-                raise InputError(f"{run.config_file}: {lacks}")
             backend(config.backend).train(run)
         elif config.score:
             score.here(run)

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -78,22 +77,15 @@ def test_a_trainer_killed_with_9_starts_again_and_after_its_launch_the_same_comm
     assert all(map(equal, runs, calm(path, tmp_path / "calm")))
 
 
-@pytest.mark.parametrize("after", ["_pydantic_core", "pandas", "step"])
-def test_ctrl_c_saves_and_leaves_no_traceback(toy_file, hold, after):
-    """While the launch imports, and once its first run trains."""
+def test_ctrl_c_saves_and_leaves_no_traceback(toy_file, hold):
     path = toy_file(grid={"seed": [1, 2]}, train=LONG | {"save_every": None})
     process = start(path)
-    if after == "step":
-        wait_for(lambda: runs_of(path)[0].metrics.exists())
-    else:
-        maps = Path(f"/proc/{process.pid}/maps")
-        wait_for(lambda: after in maps.read_text(), pause=0.001)
+    wait_for(lambda: runs_of(path)[0].metrics.exists())
     process.send_signal(signal.SIGINT)
     said = "".join(process.communicate(timeout=60))
     assert process.returncode == 130, said
     assert "Traceback" not in said and "stopped; the same command continues" in said
-    if after == "step":
-        assert runs_of(path)[0].step() > 0 and "1 stopped" in command("status", path).stdout
+    assert runs_of(path)[0].step() > 0 and "1 stopped" in command("status", path).stdout
 
 
 def test_of_two_launches_one_works_and_the_other_says_so(toy_file, hold, monkeypatch, capsys):
