@@ -207,7 +207,7 @@ def submit(plan: Plan) -> dict[str, str]:
 
 
 def sbatch(text: str, cluster: Cluster, name: str) -> str:
-    """Hand a script to sbatch; its job's id, also where only the answer was lost."""
+    """Hand a script to sbatch; returns its job's id."""
     # SBATCH_ACCOUNT and the like, of the shell, would override the profile.
     names = os.environ.keys() & {*EXPORTED, *cluster.pass_environment}
     keys = {"text": True, "capture_output": True, "env": {x: os.environ[x] for x in names}}
@@ -216,11 +216,6 @@ def sbatch(text: str, cluster: Cluster, name: str) -> str:
     if done.returncode == 0:
         return done.stdout.strip().partition(";")[0]
     said = last_error(done.stderr.splitlines()).removeprefix("error: ")
-    if "imed out" in said:
-        time.sleep(5)
-        asked = ("--noheader", "--me", "--states=all", f"--name={name}", "--format=%F")
-        if found := ask("squeue", *asked).split():
-            return found[0]
     raise InputError(f"sbatch refuses: {said}{advice(said, cluster)}")
 
 

@@ -151,7 +151,7 @@ def test_a_requeue_waits_for_the_controller(cluster, profile, toy_file, tmp_path
 
 
 @pytest.mark.parametrize("how", ["killed", "timed out"])
-def test_what_sbatch_took_runs_though_its_answer_was_lost(
+def test_what_sbatch_took_runs_once_though_its_answer_was_lost(
     cluster, profile, toy_file, tmp_path, how
 ):
     path = toy_file(grid={"seed": [1, 2]}, train={"steps": 5}, cluster=profile())
@@ -163,9 +163,9 @@ def test_what_sbatch_took_runs_though_its_answer_was_lost(
     odd.chmod(0o755)
     env = os.environ | {"PATH": f"{odd.parent}:{os.environ['PATH']}"}
     done = command("launch", path, "--executor", "slurm", env=env)
-    assert (done.returncode == 0) == (how == "timed out"), done.stderr
+    assert done.returncode and ("timed out" in done.stderr) == (how == "timed out"), done.stderr
     again = submitted(path)
-    assert "train" not in again and ("collect" in again) == (how == "killed"), again
+    assert "train" not in again and "collect" in again, again
     wait_for(empty)
     for run in runs_of(path):
         assert run.done and len(rows(run, "began")) == 1, logs(tmp_path)
