@@ -172,16 +172,6 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
-    def construct_mapping(self, node, deep=False):
-        """PyYAML lets the last of two values win."""
-        seen = set()
-        for name in (name for name, _ in node.value if isinstance(name, yaml.ScalarNode)):
-            if name.value in seen:
-                problem = f"the key {name.value!r} is given twice"
-                raise yaml.constructor.ConstructorError(None, None, problem, name.start_mark)
-            seen.add(name.value)
-        return super().construct_mapping(node, deep)
-
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):
     """Quotes what _Loader would not read back as the same text."""
@@ -201,7 +191,12 @@ def parse(text: str, source: str) -> tuple[Any, dict[str, str]]:
         node = loader.get_single_node()
         if node is None:
             return None, {}
-        return loader.construct_document(node), dict(_places(node, source))
+        places = {}
+        for key, where in _places(node, source):
+            if key in places:  # PyYAML lets the last of two values win
+                raise InputError(f"{where}: {key}: is given twice")
+            places[key] = where
+        return loader.construct_document(node), places
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source

@@ -49,8 +49,6 @@ def plan(source: Path, assignments: list[str]) -> Plan:
     file, folder = source, None
     if source.is_dir():
         file, folder = source / FILE, source
-        if not file.exists():
-            raise InputError(f"{source}: no {FILE} in this folder: no sweep was launched into it")
     sweep, places = load_sweep(file, assignments)
     folder = folder or Path(os.path.normpath(sweep.output_root)) / sweep.name
     cells = _cells(sweep, folder, str(file), places)
