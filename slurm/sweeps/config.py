@@ -201,8 +201,6 @@ def parse(text: str, source: str) -> tuple[Any, dict[str, str]]:
         mark = getattr(error, "problem_mark", None)
         where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
         raise InputError(f"{where}: not YAML: {getattr(error, 'problem', error)}") from error
-    finally:
-        loader.dispose()
 
 
 def _places(node: yaml.Node, source: str, above: str = "") -> Iterator[tuple[str, str]]:
@@ -296,28 +294,26 @@ def documentation(schema: dict, kinds: dict[str, dict], indent: str = "") -> Ite
             yield from documentation(kind, kinds, indent + "  ")
 
 
-def expand(where: str, text: str) -> str:
-    """A text as a shell reads it, `~` and variables replaced; InputError names one not set."""
-    found = os.path.expanduser(os.path.expandvars(text))
-    if left := re.search(r"\$\{?(\w+)", found):
-        raise InputError(f"{where}: {text}: ${left[1]} is not set here: export {left[1]}=…")
-    return found
-
-
-def expanded(value: Any, source: str) -> Any:
-    """`value` with every text in it expanded."""
+def expand(where: str, value: Any) -> Any:
+    """Every text in `value` as a shell reads it, `~` and variables replaced; InputError names one
+    not set."""
     if isinstance(value, dict):
-        return {name: expanded(one, source) for name, one in value.items()}
+        return {name: expand(where, one) for name, one in value.items()}
     if isinstance(value, list):
-        return [expanded(one, source) for one in value]
-    return expand(source, value) if isinstance(value, str) else value
+        return [expand(where, one) for one in value]
+    if not isinstance(value, str):
+        return value
+    found = os.path.expanduser(os.path.expandvars(value))
+    if left := re.search(r"\$\{?(\w+)", found):
+        raise InputError(f"{where}: {value}: ${left[1]} is not set here: export {left[1]}=…")
+    return found
 
 
 def load_sweep(path: Path, assignments: Iterable[str]) -> tuple[Sweep, dict[str, str]]:
     """A sweep file with overrides, and where its keys stand."""
     raw, places = read_yaml(path)
     places |= override(raw, assignments)
-    return check(Sweep, expanded(raw, str(path)), str(path), places), places
+    return check(Sweep, expand(str(path), raw), str(path), places), places
 
 
 def load_cluster(path: str | None) -> Cluster:

@@ -60,7 +60,10 @@ def work(
             run.note("ended", exit=code, error=_reason(run, code, said))
             return Outcome.FAILED
     if stage is None:
-        finish(run, config)
+        shutil.rmtree(run.checkpoints, ignore_errors=True)  # which only a resume needs
+        (run.path / "DONE").touch()
+        if config.keep == "scores" and config.score:
+            shutil.rmtree(run.model, ignore_errors=True)
     return Outcome.DONE
 
 
@@ -69,14 +72,6 @@ def next_stage(run: Run, config: RunConfig) -> str | None:
     if not run.trained:
         return "train"
     return "score" if score.missing(run, config.score) else None
-
-
-def finish(run: Run, config: RunConfig) -> None:
-    """Away with what only a resume needed, then DONE, then what only scoring needed."""
-    shutil.rmtree(run.checkpoints, ignore_errors=True)
-    (run.path / "DONE").touch()
-    if config.keep == "scores" and config.score:
-        shutil.rmtree(run.model, ignore_errors=True)
 
 
 def _give_up(run: Run, times: int) -> Outcome:

@@ -63,6 +63,7 @@ def _files(plan: Plan) -> list[str]:
                 conversations(Path(file).absolute(), 100_000)
         except InputError as error:
             found.append(f"train.train_file: {error}")
+        found += trains.missing(config.keys, world)
     for key in ("deepspeed", "fsdp"):
         try:
             world.read(key)
@@ -74,10 +75,7 @@ def _files(plan: Plan) -> list[str]:
                 load(task)
         except InputError as error:  # which would show only after the training
             found.append(f"score: {task.key}: {error}")
-    found += hint if found else []
-    for config in kinds.values():
-        found += trains.missing(config.keys, world)
-    return found
+    return found + hint * bool(found)
 
 
 def _models(train: dict) -> Iterator[str]:

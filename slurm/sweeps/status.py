@@ -91,8 +91,6 @@ def _of_run(cell: Cell, known: Slurm, launching: bool) -> Status:
     if "error" in last:
         log = run.path / ("score.log" if run.trained else "train.log")
         return found("dead", last["error"], file=log if log.exists() else None)
-    if "killed" in last:
-        return found("dead", f"killed (exit {last['exit']})", reached)
     if "ended" in last:
         return found("stopped" if "stopped" in last else "to do", reached)
     end = f"{label} {known.ends.get(label, 'is not queued any more')}" if label else "killed"
