@@ -103,10 +103,8 @@ def entries(plan: Plan, cells: list[Cell]) -> list[dict]:
         about = {"model": plan.sweep.model_labels.get(model, PurePath(model).name)}
         about |= {key: train.get(key) for key in SHARED[1:]} | {"run": cell.run.name}
         if config.backend:
-            about |= {
-                "train_data": train.get("train_file"),
-                "epochs": train.get("num_train_epochs"),
-            }
+            about["train_data"] = train.get("train_file")
+            about["epochs"] = train.get("num_train_epochs")
             about |= {key: every.get(key) for key in others}
         for task in config.score.tasks if config.score else ():
             if score.gap(cell.run, task, config.score) is None:
