@@ -69,21 +69,7 @@ def fit(run: Run) -> None:
     Raises SystemExit(75) once it is saved because someone asked to stop, and InputError for what
     the user can put right.
     """
-    stop = Stop(run.stop)
-    trainer, tokenizer, found = made(run, stop)
-    trainer.train(resume_from_checkpoint=found)
-    step, steps = trainer.state.global_step, trainer.state.max_steps
-    if step == steps:
-        save_model(trainer, tokenizer)
-    else:
-        say(f"stopped: step {step} of {steps} is saved")
-    if step < steps or stop.everywhere():
-        raise SystemExit(Outcome.STOPPED.value)
-
-
-def made(run: Run, stop: "Stop") -> tuple["SweepTrainer", object, str | None]:
-    """The trainer of a run, its tokenizer, and the checkpoint from which it goes on."""
-    config = run.config()
+    stop, config = Stop(run.stop), run.config()
     keys, world = config.keys, config.world
     rank, precision = int(os.environ.get("RANK", "0")), world.mixed_precision
     transformers_logging.disable_progress_bar()
@@ -110,7 +96,14 @@ def made(run: Run, stop: "Stop") -> tuple["SweepTrainer", object, str | None]:
     set_seed(keys.seed, device_specific=True)
     found = [latest(run.checkpoints, updates.digest) if rank == 0 else None]
     (found,) = broadcast_object_list(found)
-    return trainer, tokenizer, found and str(found)
+    trainer.train(resume_from_checkpoint=found and str(found))
+    step, steps = trainer.state.global_step, trainer.state.max_steps
+    if step == steps:
+        save_model(trainer, tokenizer)
+    else:
+        say(f"stopped: step {step} of {steps} is saved")
+    if step < steps or stop.everywhere():
+        raise SystemExit(Outcome.STOPPED.value)
 
 
 def say(text: str) -> None:
@@ -216,13 +209,13 @@ def prepare(model: nn.Module, keys: Train, updates: Updates, half: bool) -> nn.M
     if keys.lora:
         from peft import LoraConfig, get_peft_model
 
-        every = keys.lora.targets == "all-linear"
+        targets = keys.lora.targets
         adapters = LoraConfig(
             task_type="CAUSAL_LM",
             r=keys.lora.r,
             lora_alpha=keys.lora.alpha,
             lora_dropout=keys.lora.dropout,
-            target_modules=keys.lora.targets if every else list(keys.lora.targets),
+            target_modules=targets if targets == "all-linear" else list(targets),
         )
         model = get_peft_model(model, adapters)
     if compiled is None:  # nobody asked for it, so a machine without a compiler does without
