@@ -48,6 +48,7 @@ from calibeval import measures, scaling, stats
 from calibeval.figures import GREY, INK, STYLE
 from calibeval.io import InputError, atomic_write, json_lines, write_text
 from calibeval.measures import Sample
+from calibeval.records import meta
 from calibeval.records import read as read_records
 from studies.claims import packed
 from studies.demo.report import at_temperature
@@ -258,9 +259,10 @@ def after(model: str) -> None:
     every = [entry for _, entry in json_lines(folder / "index.jsonl")]
     plain = [e for e in every if e["dataset"] == "mmlu" and e["label_smoothing"] == 0]
     for entry in at_temperature(plain, folder, Path("data/mmlu"), out):
-        about = {"part": "after"} | {key: entry[key] for key in (*SETTING, "calibrator")}
         file = Path(entry["records"])
-        packed.pack({"mmlu": file}, about, RECORDS / model / "after" / f"{file.stem}.xz")
+        about = {"part": "after"} | {key: entry[key] for key in SETTING}
+        about["temperature"] = meta(file)["temperature"]["temperature"]
+        packed.pack({}, about, RECORDS / model / "after" / f"{file.stem}.xz")
 
 
 def trained(model: str, part: str) -> list[Run]:
@@ -375,28 +377,23 @@ def unpacked(model: str) -> list[tuple[dict, Path]]:
     for path in files:
         about = packed.about(path)
         out = RUNS / "unpacked" / path.relative_to(RECORDS).with_suffix("")
-        if about["tasks"]:
-            if not (out / "DONE").exists():
-                packed.unpack(path, asked, out)
-                (out / "DONE").touch()
+        if about["tasks"] and not (out / "DONE").exists():
+            packed.unpack(path, asked, out)
+            (out / "DONE").touch()
+        if about["tasks"] or about["part"] == "after":
             runs.append((about, out))
     for about, out in runs:
         if about["part"] == "after":
-            elsewhere(runs, about, out)
+            tempered(runs, about, out)
     return runs
 
 
-def elsewhere(runs: list, about: dict, out: Path) -> None:
-    """Give the other tasks by letters of a run the temperature that MMLU's val questions gave: what
-    its log-probabilities on MMLU were divided by."""
-    of = {task: records(runs, "seeds", task, PLAIN).get(about["seed"]) for task in LETTERS}
-    before, then = (
-        np.ptp(read_records(path).logprobs, axis=1).sum()
-        for path in (of.pop("mmlu"), out / "mmlu.jsonl")
-    )
-    for task, plain in of.items():
-        if plain:
-            rows = [scaling.scaled(row, before / then) for _, row in json_lines(plain)]
+def tempered(runs: list, about: dict, out: Path) -> None:
+    """Write what a run of `seeds` answers by letters with the temperature that was fitted to it on
+    MMLU's val questions, also elsewhere."""
+    for task in LETTERS:
+        if plain := records(runs, "seeds", task, PLAIN).get(about["seed"]):
+            rows = [scaling.scaled(row, about["temperature"]) for _, row in json_lines(plain)]
             write_text(out / f"{task}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
             about["tasks"][task] = len(rows)
 

@@ -70,14 +70,12 @@ def unpack(path: Path, asked: dict[str, list[dict]], out: Path) -> None:
     low, high = np.frombuffer(data, np.uint8).reshape(2, -1)
     values = np.stack([low, high], 1).reshape(-1).view("<i2") / STEP
     out.mkdir(parents=True, exist_ok=True)
-    about = json.loads(head)
-    for task in about["tasks"]:
+    for task in json.loads(head)["tasks"]:
         with atomic_write(out / f"{task}.jsonl") as file:
             for question in asked[task]:
                 given, values = np.split(values, [question["choices"]])
                 row = {k: v for k, v in question.items() if k != "choices"}
                 row |= {"logprobs": given.tolist(), "model": path.stem}
                 if question.get("scoring", "letters") == "letters":
-                    mass = float(np.exp(given).sum())
-                    row["letter_mass"] = None if about.get("calibrator") else mass
+                    row["letter_mass"] = float(np.exp(given).sum())
                 file.write(json.dumps(row) + "\n")
