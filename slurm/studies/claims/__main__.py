@@ -101,7 +101,7 @@ def effect(part: str, label_smoothing: float = 0.1) -> list[tuple]:
 
 
 PLAIN, SMOOTHED = ({"label_smoothing": beta} for beta in (0.0, 0.1))
-TUNED = {"β = 0": "seeds", "β = 0, half the conversations": "half", "β = 0, twice": "twice"}
+TUNED = {"β = 0": "seeds", "harm": "harm", "half the conversations": "half", "twice": "twice"}
 ROWS = {f"{name} less base": [(1, part, PLAIN), (-1, "base", {})] for name, part in TUNED.items()}
 ROWS["two epochs less one"] = [(1, "twice", PLAIN), (-1, "seeds", PLAIN)]
 ROWS |= {
