@@ -13,7 +13,6 @@ from pathlib import Path
 import datasets
 import numpy as np
 import torch
-import torch.nn.functional as F
 from datasets import Dataset, Features, List, Value
 from datasets.exceptions import DatasetGenerationError
 from torch import Tensor
@@ -263,9 +262,8 @@ class Updates(torch.utils.data.Dataset):
         if rest := -sum(map(len, ids)) % self.tile:  # is a conversation of its own
             ids.append(torch.full((rest,), self.pad))
             labels.append(torch.full((rest,), IGNORE))
-        lengths = torch.tensor([len(x) for x in ids])
-        bounds = F.pad(lengths.cumsum(0), (1, 0))
-        positions = torch.arange(int(bounds[-1])) - bounds[:-1].repeat_interleave(lengths)
+        bounds = torch.tensor([0, *map(len, ids)]).cumsum(0)
+        positions = torch.cat([torch.arange(len(x)) for x in ids])
         return {
             "input_ids": torch.cat(ids)[None],
             "labels": torch.cat(labels)[None],
