@@ -97,7 +97,7 @@ def _execute(
         child = subprocess.Popen(
             [python, "-m", "sweeps", stage, str(run.path)],
             stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-            env=os.environ | own, preexec_fn=_detach, start_new_session=True,
+            env=os.environ | own, preexec_fn=end_with_parent, start_new_session=True,
         )  # fmt: skip
     stopping = False
     while (code := child.poll()) is None:
@@ -108,12 +108,6 @@ def _execute(
             if run.trained:  # scoring keeps what it has
                 os.killpg(child.pid, signal.SIGTERM)
     return code, tail(log, 400, max(1, min(log.stat().st_size - began, 1 << 16)))
-
-
-def _detach() -> None:
-    """In the child: die with this process, and leave USR2 alone, which Slurm sends to all."""
-    end_with_parent()
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 def _reason(run: Run, code: int, said: list[str]) -> str:

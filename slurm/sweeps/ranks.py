@@ -28,8 +28,10 @@ def gpus() -> list[str]:
 
 
 def end_with_parent() -> None:
-    """Let the kernel kill this process once the one that started it is gone."""
+    """Let the kernel kill this process once the one that started it is gone, which alone hears
+    USR2: Slurm sends it to all of a job."""
     LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 def shield() -> None:
