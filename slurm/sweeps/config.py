@@ -309,13 +309,6 @@ def expand(where: str, value: Any) -> Any:
     return found
 
 
-def load_sweep(path: Path, assignments: Iterable[str]) -> tuple[Sweep, dict[str, str]]:
-    """A sweep file with overrides, and where its keys stand."""
-    raw, places = read_yaml(path)
-    places |= override(raw, assignments)
-    return check(Sweep, expand(str(path), raw), str(path), places), places
-
-
 def load_cluster(path: str | None) -> Cluster:
     """A profile, or without a path the defaults; variables stay for the jobs to read."""
     if path is None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from calibeval.io import InputError, write_text
-from sweeps.config import Sweep, check, dump_yaml, load_sweep
+from sweeps.config import Sweep, check, dump_yaml, expand, override, read_yaml
 from sweeps.run import Run, RunConfig, backend
 
 FILE = "sweep.yaml"
@@ -49,7 +49,9 @@ def plan(source: Path, assignments: list[str]) -> Plan:
     file, folder = source, None
     if source.is_dir():
         file, folder = source / FILE, source
-    sweep, places = load_sweep(file, assignments)
+    raw, places = read_yaml(file)
+    places |= override(raw, assignments)
+    sweep = check(Sweep, expand(str(file), raw), str(file), places)
     folder = folder or Path(os.path.normpath(sweep.output_root)) / sweep.name
     cells = _cells(sweep, folder, str(file), places)
     return Plan(folder, (str(source), *assignments), sweep, cells, _bases(sweep, folder, cells))
