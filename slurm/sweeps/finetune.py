@@ -128,7 +128,7 @@ def training_arguments(run: Run, keys: Train, world: World, steps: int) -> Train
     trackers["TENSORBOARD_LOGGING_DIR"] = str(run.path / "tensorboard")
     os.environ.update(trackers | dict(os.environ))  # a resumed run goes on in its page
     arguments = TrainingArguments(
-        str(run.checkpoints),
+        str(run.checkpoints / ".part"),  # where a checkpoint is made
         **keys.model_dump(include=SAME),
         label_smoothing_factor=keys.label_smoothing,
         warmup_steps=int(steps * keys.warmup_ratio),
@@ -236,7 +236,6 @@ class SweepTrainer(Trainer):
         super().__init__(*given, **more)
         self.run, self.keys, self.updates = run, keys, self.train_dataset
         self.saved_as = saved_as  # the configuration of model/
-        self.part = run.checkpoints / ".part"  # where a checkpoint is made
 
     def get_train_dataloader(self) -> DataLoader:
         gpu = self.args.device.type == "cuda"
@@ -310,12 +309,10 @@ class SweepTrainer(Trainer):
                 out.write(json.dumps(row | {"time": round(time.time(), 1)}) + "\n")
         super().log(logs)
 
-    def _get_output_dir(self, trial: None) -> str:
-        return str(self.part)
-
     def _save_checkpoint(self, model: nn.Module, trial: None) -> None:
         """Write checkpoints/step-N under another name first, and drop the oldest."""
-        folder, part = self.run.checkpoints / f"step-{self.state.global_step}", self.part
+        part = Path(self.args.output_dir)
+        folder = part.with_name(f"step-{self.state.global_step}")
         if self.is_world_process_zero():
             shutil.rmtree(part, ignore_errors=True)
         self.accelerator.wait_for_everyone()
