@@ -34,7 +34,6 @@ def pack(files: dict[str, Path], about: dict, out: Path) -> None:
     _agree(out.parents[2] / "questions.json.xz", asked)
     values = np.clip(np.concatenate(steps), -(2**15), 0).astype("<i2").view(np.uint8)
     head = json.dumps({**about, "tasks": tasks}).encode()
-    out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(out, "wb") as file:
         file.write(lzma.compress(head + b"\n" + values.reshape(-1, 2).T.tobytes(), preset=9))
 
@@ -48,7 +47,6 @@ def _agree(path: Path, asked: dict[str, list]) -> None:
             raise InputError(f"{path}: {task} was asked in other words, or of other questions")
     if known == before:
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path, "wb") as file:
         file.write(lzma.compress(json.dumps(known).encode(), preset=9))
 
@@ -69,7 +67,6 @@ def unpack(path: Path, asked: dict[str, list[dict]], out: Path) -> None:
     head, _, data = lzma.decompress(path.read_bytes()).partition(b"\n")
     low, high = np.frombuffer(data, np.uint8).reshape(2, -1)
     values = np.stack([low, high], 1).reshape(-1).view("<i2") / STEP
-    out.mkdir(parents=True, exist_ok=True)
     for task in json.loads(head)["tasks"]:
         with atomic_write(out / f"{task}.jsonl") as file:
             for question in asked[task]:
