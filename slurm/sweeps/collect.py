@@ -124,7 +124,7 @@ def best_learning_rates(plan: Plan, cells: list[Cell]) -> tuple[list[dict], list
     names = (on,) if on == HELD_OUT else (f"accuracy on {on}", f"nll on {on}")
     others, groups = varied(cells), defaultdict(lambda: defaultdict(list))
     for cell in cells if on else ():
-        if cell.config.backend and (value := _chosen_on(on, cell)):
+        if cell.config.backend and (value := chosen_on(on, cell)):
             train, every = cell.config.train, settings(cell)
             key = (train.get("train_file") or "", train["model_name_or_path"])
             key += (train.get("label_smoothing"), *map(every.get, others))
@@ -143,7 +143,7 @@ def best_learning_rates(plan: Plan, cells: list[Cell]) -> tuple[list[dict], list
     return rows, chosen
 
 
-def _chosen_on(on: str, cell: Cell) -> tuple[float, ...] | None:
+def chosen_on(on: str, cell: Cell) -> tuple[float, ...] | None:
     """Accuracy and NLL of a run on the validation task, or its held-out loss; None if absent."""
     if on == HELD_OUT:
         rows = [row for row in read_rows(cell.run.metrics) if HELD_OUT in row]

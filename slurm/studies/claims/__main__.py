@@ -52,6 +52,8 @@ from calibeval.records import meta
 from calibeval.records import read as read_records
 from studies.claims import packed
 from studies.demo.report import at_temperature
+from sweeps import collect
+from sweeps.config import HELD_OUT
 from sweeps.conversations import conversations
 from sweeps.plan import Cell, Plan, plan
 from sweeps.run import Run, read_rows
@@ -235,19 +237,14 @@ def equal_rate(model: str) -> float:
     return float(f"{np.exp(np.interp(loss, side, np.log(side.index))):.2g}")
 
 
-def held_out(run: Run) -> float | None:
-    """The last held-out loss of a run, in nats a token."""
-    losses = [row["held_out_loss"] for row in read_rows(run.metrics) if "held_out_loss" in row]
-    return losses[-1] if losses and run.trained else None
-
-
 def pack(model: str, part: str, of: Plan) -> None:
     """Pack the records of the runs that have ended."""
     for cell in (*of.bases, *of.cells):
         out = record(model, part, cell)
         if cell.run.done and not out.exists():
             about = {key: cell.config.train.get(key) for key in SETTING}
-            about |= {"part": out.parent.name, "held_out_loss": held_out(cell.run)}
+            (loss,) = collect.chosen_on(HELD_OUT, cell) or [None]
+            about |= {"part": out.parent.name, "held_out_loss": loss}
             tasks = cell.config.score.tasks if cell.config.score else ()
             files = {task.key: cell.run.scores / f"{task.key}.jsonl" for task in tasks}
             packed.pack(files, about, out)
