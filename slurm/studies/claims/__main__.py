@@ -94,15 +94,14 @@ PARTS = {
 }
 VARIED = ("learning_rate", "label_smoothing")  # in a part, beside the seed
 SETTING = (*VARIED, "seed")  # what tells a part's runs apart
+PLAIN, SMOOTHED = ({"label_smoothing": beta} for beta in (0.0, 0.1))
 
 
 def effect(part: str, label_smoothing: float = 0.1) -> list[tuple]:
     """Smoothing's: what is added (1) and taken away (−1), that factor and none."""
-    both = ((1, label_smoothing), (-1, 0.0))
-    return [(weight, part, {"label_smoothing": beta}) for weight, beta in both]
+    return [(1, part, {"label_smoothing": label_smoothing}), (-1, part, PLAIN)]
 
 
-PLAIN, SMOOTHED = ({"label_smoothing": beta} for beta in (0.0, 0.1))
 TUNED = {"β = 0": "seeds", "harm": "harm", "half the conversations": "half", "twice": "twice"}
 ROWS = {f"{name} less base": [(1, part, PLAIN), (-1, "base", {})] for name, part in TUNED.items()}
 ROWS["two epochs less one"] = [(1, "twice", PLAIN), (-1, "seeds", PLAIN)]
@@ -113,7 +112,7 @@ ROWS |= {
 }
 for name, part in {"sum, clipped": "sum", "open-instruct's script": "script"}.items():
     ROWS[f"{name}: 0.1 less 0"] = effect(part)
-    other = [(-weight, part, match) for weight, part, match in effect("seeds")]
+    other = [(-1, "seeds", SMOOTHED), (1, "seeds", PLAIN)]
     ROWS["– less that of `seeds`, " + name] = effect(part) + other
 ROWS["equal held-out loss: 0.1 less 0"] = [(1, "seeds", SMOOTHED), (-1, "equal", PLAIN)]
 for name, part in {"temperature after β = 0": "after", "averaged with base": "averaged"}.items():
@@ -124,8 +123,7 @@ OTHERS["base mean less uniform"] = "base-mean"
 for name, part in OTHERS.items():
     ROWS[f"{name}, β = 0.1"] = [(1, part, SMOOTHED), (-1, "seeds", SMOOTHED)]
 # Readings: a task, whose probabilities (among the choices or all tokens), and by what length.
-MMLU = ("mmlu", "choices", None), ("mmlu", "vocabulary", None)
-READINGS = [*MMLU]
+READINGS = [("mmlu", "choices", None), ("mmlu", "vocabulary", None)]
 for task in ("arc", "hellaswag"):
     READINGS += [(f"{task}-letters", "choices", None), (f"{task}-letters", "vocabulary", None)]
     READINGS += [(f"{task}-continuation", "choices", by) for by in (None, "sum")]
