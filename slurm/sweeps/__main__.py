@@ -63,6 +63,10 @@ def main(arguments: list[str] | None = None) -> int:
     from calibeval.io import InputError
 
     try:
+        if takes:
+            from sweeps.plan import plan
+
+            parsed.plan = plan(parsed.sweep, parsed.overrides)
         code = globals()[f"_{parsed.command}"](parsed)
         sys.stdout.flush()
         return code
@@ -86,12 +90,6 @@ def _place(typed: str) -> Path:
     return path.relative_to(PROJECT) if path.is_relative_to(PROJECT) else path
 
 
-def _planned(a: argparse.Namespace):
-    from sweeps.plan import plan
-
-    return plan(a.sweep, a.overrides)
-
-
 def _launch(a: argparse.Namespace) -> int:
     import shutil
 
@@ -99,7 +97,7 @@ def _launch(a: argparse.Namespace) -> int:
     from sweeps import collect, local, preflight, slurm, status
     from sweeps.config import again
 
-    plan, here = _planned(a), shutil.which("sbatch") is None
+    plan, here = a.plan, shutil.which("sbatch") is None
     executor = a.executor if a.executor != "auto" else "local" if here else "slurm"
     problems = preflight.problems(plan, executor)
     if a.dry_run:
@@ -128,30 +126,29 @@ def _launch(a: argparse.Namespace) -> int:
 def _status(a: argparse.Namespace) -> int:
     from sweeps import status
 
-    print(status.table(_planned(a)))
+    print(status.table(a.plan))
     return 0
 
 
 def _cancel(a: argparse.Namespace) -> int:
     from sweeps import slurm
 
-    print(f"cancelled: {', '.join(slurm.cancel(_planned(a).folder)) or 'no job'}")
+    print(f"cancelled: {', '.join(slurm.cancel(a.plan.folder)) or 'no job'}")
     return 0
 
 
 def _collect(a: argparse.Namespace) -> int:
     from sweeps import collect
 
-    return 1 if collect.collect(_planned(a)) else 0
+    return 1 if collect.collect(a.plan) else 0
 
 
 def _prefetch(a: argparse.Namespace) -> int:
     from sweeps import prefetch
     from sweeps.config import load_cluster
 
-    plan = _planned(a)
-    prefetch.use_cache(load_cluster(plan.sweep.cluster))
-    problems = prefetch.fetch(prefetch.assets(plan))
+    prefetch.use_cache(load_cluster(a.plan.sweep.cluster))
+    problems = prefetch.fetch(prefetch.assets(a.plan))
     for problem in problems:
         print(f"failed: {problem}", file=sys.stderr)
     return 1 if problems else 0
