@@ -41,14 +41,12 @@ def pack(files: dict[str, Path], about: dict, out: Path) -> None:
 def _agree(path: Path, asked: dict[str, list]) -> None:
     """Keep the questions; raises InputError where another run was asked others."""
     known = questions(path) if path.exists() else {}
-    before = dict(known)
     for task, rows in asked.items():
-        if known.setdefault(task, rows) != rows:
+        if known.get(task, rows) != rows:
             raise InputError(f"{path}: {task} was asked in other words, or of other questions")
-    if known == before:
-        return
-    with atomic_write(path, "wb") as file:
-        file.write(lzma.compress(json.dumps(known).encode(), preset=9))
+    if asked.keys() - known.keys():
+        with atomic_write(path, "wb") as file:
+            file.write(lzma.compress(json.dumps(known | asked).encode(), preset=9))
 
 
 def questions(path: Path) -> dict[str, list[dict]]:
