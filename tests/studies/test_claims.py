@@ -218,6 +218,21 @@ def test_weights_are_averaged_as_val_questions_choose(tiny, folders, monkeypatch
     assert times == [file.stat().st_mtime_ns for file in files]
 
 
+def test_of_a_temperature_the_number_is_kept(tiny, folders):
+    cell, _ = make_trained("seeds", [*tiny, "grid.label_smoothing=[0.0]"])
+    AutoTokenizer.from_pretrained("models/tiny").save_pretrained(cell.run.model)
+    val, test = ({"task": "mmlu", "data": "data/mmlu", "split": s, "name": s} for s in SPLITS)
+    calibeval.score(cell.run.model, tasks=[val, test], out=cell.run.scores, progress=False)
+    entry = {key: cell.config.train[key] for key in claims.SETTING} | {"dataset": "mmlu"}
+    entry |= {"run": cell.run.name, "records": f"../{cell.run.name}/scores/test.jsonl"}
+    write_text(folders / "runs/tiny-seeds/results/index.jsonl", json.dumps(entry))
+    claims.after("tiny")
+    about = packed.about(folders / f"records/tiny/after/{cell.run.name}.xz")
+    scores = cell.run.scores
+    fitted = calibeval.temperature(scores / "val.jsonl", scores / "test.jsonl", folders / "out")
+    assert about["temperature"] == fitted["temperature"] and about["tasks"] == {}
+
+
 def test_the_base_models_mean_prediction_is_made_before_it_is_a_target(tiny, folders, monkeypatch):
     monkeypatch.setattr(baselines, "CONVERSATIONS", 9)
     monkeypatch.setattr(baselines, "CHUNK", 7)
