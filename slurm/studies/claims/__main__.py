@@ -30,7 +30,6 @@ example workers=6 for six runs at a time, or grid.seed=[0,1,2].
 """
 
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -51,6 +50,7 @@ from calibeval.measures import Sample
 from calibeval.records import meta
 from calibeval.records import read as read_records
 from studies.claims import packed
+from studies.demo.files import write_rows
 from studies.demo.report import at_temperature
 from sweeps import collect
 from sweeps.config import HELD_OUT
@@ -181,7 +181,7 @@ def train(model: str, part: str, asked: list[str]) -> int:
     for lacking in without_records(model, part, asked):
         if part == "script" and not MESSAGES.exists():
             turns = conversations(MESSAGES.with_name("alpaca_data.json"))
-            write_text(MESSAGES, "".join(json.dumps({"messages": of}) + "\n" for of in turns))
+            write_rows(MESSAGES, ({"messages": of} for of in turns))
         if part == "base-mean":
             from studies.claims import baselines  # which takes torch along
 
@@ -288,7 +288,7 @@ def price(model: str) -> None:
         if run.name not in [row["run"] for row in rows]:
             setting = {key: run.config().train[key] for key in (*SETTING, "smoothing_target")}
             rows.append({"run": run.name, "part": part, **setting, **baselines.price(run)})
-            write_text(out, "".join(json.dumps(row) + "\n" for row in rows))
+            write_rows(out, rows)
 
 
 def report(model: str) -> None:
@@ -389,7 +389,7 @@ def tempered(runs: list, about: dict, out: Path) -> None:
     for task in LETTERS:
         if plain := records(runs, "seeds", task, PLAIN).get(about["seed"]):
             rows = [scaling.scaled(row, about["temperature"]) for _, row in json_lines(plain)]
-            write_text(out / f"{task}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+            write_rows(out / f"{task}.jsonl", rows)
             about["tasks"][task] = len(rows)
 
 
