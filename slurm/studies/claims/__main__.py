@@ -324,7 +324,8 @@ def forest(out: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    rows, by_letters = {}, [reading for reading in READINGS if reading[0] in LETTERS]
+    names, rows = plan(FILE, []).sweep.model_labels, {}
+    by_letters = [reading for reading in READINGS if reading[0] in LETTERS]
     for folder in sorted(RECORDS.glob("*/seeds")):
         model = folder.parent.name
         runs = unpacked(model)
@@ -332,7 +333,8 @@ def forest(out: Path) -> None:
             columns = [(*reading, "rms_debiased", 1000) for reading in by_letters]
             cells = [difference(runs, effect(part, beta), *column) for column in columns]
             if cells[0] and cells[0][1] > 2:
-                rows[f"{model}{', harm' * (part == 'harm')}: {beta}"] = cells
+                name = names.get(f"models/{model}", model) + ", harm" * (part == "harm")
+                rows[f"{name}: {beta}"] = cells
     with rc_context(STYLE):
         canvas = Figure((5.5, 0.8 + 0.2 * len(rows)), layout="constrained")
         axes = canvas.subplots(1, len(LETTERS), sharey=True)
@@ -343,8 +345,8 @@ def forest(out: Path) -> None:
             for at, cells in enumerate(rows.values()):
                 if cells[column]:
                     of, _ = cells[column]
-                    axis.plot([of.low, of.high], [at + shift] * 2, color=INK, lw=1)
-                    axis.plot(of.value, at + shift, "o", color=INK, mfc=fill, ms=3.5)
+                    axis.plot([of.low, of.high], [at + shift] * 2, "|-", color=INK, lw=0.8, ms=4)
+                    axis.plot(of.value, at + shift, "o", color=INK, mfc=fill, ms=2.6)
         for axis in axes:
             axis.axvline(0, color=GREY, lw=0.6)
             axis.set_xscale("symlog", linthresh=1)
