@@ -85,28 +85,23 @@ class Queued:
     id: str  # as squeue prints it: 12_3
     state: str
     reason: str
-    what: str
-    run: str | None
+    run: str | None  # None: it collects
 
 
 def queue(folder: Path) -> list[Queued]:
     """What of a sweep is queued or runs; raises InputError if squeue does not answer."""
-    found, names = [], {}
-    users = {path.stat().st_uid for path in folder.glob("jobs/*/names")}
-    if not users:
+    found, files = [], [*folder.glob("jobs/*/names")]
+    if not files:
         return []
+    names = {file.parent.name: file.read_text().splitlines() for file in files}
+    users = {file.stat().st_uid for file in files}
     whose = f"--user={','.join(map(str, users | {os.getuid()}))}"  # a folder may be shared
     said = ask("squeue", "--noheader", "--array", whose, "--format=%F|%K|%T|%j|%r")
     for line in said.splitlines():
         job, index, state, name, reason = line.split("|", 4)
-        ours = re.fullmatch(r".+\.(train|score|collect)\.([0-9a-f]{6})", name)
-        if not ours or not (folder / "jobs" / ours[2]).is_dir():
-            continue
-        what, tag = ours.groups()
-        if tag not in names:
-            names[tag] = (folder / "jobs" / tag / "names").read_text().splitlines()
-        run = names[tag][int(index)] if index.isdigit() else None
-        found.append(Queued(f"{job}_{index}" if run else job, state, reason, what, run))
+        if (tag := name.rpartition(".")[2]) in names:
+            run = names[tag][int(index)] if index.isdigit() else None
+            found.append(Queued(f"{job}_{index}" if run else job, state, reason, run))
     return found
 
 
@@ -152,7 +147,7 @@ def design(plan: Plan, busy: list[Queued]) -> list[Job]:
     if plan.sweep.score and not plan.sweep.world.alone:
         jobs.append(Job("score", train, after_training=True))
     jobs = [job for job in (*jobs, Job("score", rest)) if job.names]
-    if jobs or (queued and not any(one.what == "collect" for one in busy)):
+    if jobs or (queued and None not in queued):
         jobs.append(Job("collect"))
     return jobs
 

@@ -41,7 +41,6 @@ class Slurm:
             except InputError as error:
                 self.error = str(error)
         self.queued = {one.run: one for one in sorted(queue, key=lambda q: q.state == "RUNNING")}
-        self.collects = any(one.what == "collect" for one in queue)
         gone = [self.past[x][0] for x in gone if x in self.past and x not in self.queued]
         self.ends = {} if self.error else slurm.ends(sorted(set(gone)))
 
@@ -144,6 +143,6 @@ def table(plan: Plan) -> str:
         lines += ["", f"Once that is mended: {launch}"]
     elif counts["stopped"]:
         lines += ["", f"To go on: {launch}"]
-    elif known.queued and not known.collects:
+    elif known.queued and None not in known.queued:
         lines += ["", f"No collect job is queued; at the end: {again('collect', plan.folder)}"]
     return "\n".join(lines)

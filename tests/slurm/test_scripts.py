@@ -69,9 +69,9 @@ def test_what_is_missing(toy_file):
     assert train.names == tuple(cell.run.name for cell in one.cells[1:])
     assert score.names == (one.bases[0].run.name, one.cells[0].run.name)
     assert (score.what, collect.what, collect.names) == ("score", "collect", ())
-    busy = [slurm.Queued(f"9_{n}", "", "", "train", name) for n, name in enumerate(train.names)]
+    busy = [slurm.Queued(f"9_{n}", "", "", name) for n, name in enumerate(train.names)]
     assert slurm.design(one, busy) == [score, collect]
-    busy += [slurm.Queued("8_0", "", "", "score", name) for name in score.names]
+    busy += [slurm.Queued("8_0", "", "", name) for name in score.names]
     assert slurm.design(one, busy) == [collect]
     train, apart, score, collect = slurm.design(several, [])
     assert apart == Job("score", train.names, after_training=True)
@@ -89,7 +89,7 @@ def test_what_another_user_of_the_folder_has_queued_is_queued(tmp_path, monkeypa
     )
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert slurm.queue(tmp_path) == [slurm.Queued("9_0", "R", "None", "train", "one")]
+    assert slurm.queue(tmp_path) == [slurm.Queued("9_0", "R", "None", "one")]
 
 
 def test_set_up_lines_fail_aloud_and_what_they_export_holds(tmp_path):
