@@ -1,6 +1,5 @@
 """The tables of a sweep's folder: every run that is scored, whichever launch asked for it."""
 
-import json
 import os
 import shutil
 from collections import defaultdict
@@ -19,7 +18,7 @@ from sweeps import score, status
 from sweeps.checkpoint import replace
 from sweeps.config import HELD_OUT
 from sweeps.plan import Cell, Plan
-from sweeps.run import Run, locked, read_rows
+from sweeps.run import Run, locked, read_rows, write_rows
 
 SHARED = ("model_name_or_path", "label_smoothing", "learning_rate", "seed")
 
@@ -172,7 +171,7 @@ def best_table(plan: Plan, cells: list[Cell], part: Path) -> None:
     on = plan.sweep.score.select_on
     if rows := [row for row in entries(plan, cells) if row["dataset"] != on]:
         source = part / "best.jsonl"
-        write_text(source, "".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(source, rows)
         columns = report.read_columns(plan.sweep.score.columns)
         table = report.main_table(index.read(source), columns)
         write_text(part / "best.md", table.markdown())
@@ -194,7 +193,7 @@ def _write(plan: Plan, cells: list[Cell], gaps: list[str], part: Path) -> None:
         table = report.plain_table(best)
         sections.insert(0, f"<h2>Best learning rates</h2>{table}<p>{said}</p>")
     if listed:
-        write_text(part / "index.jsonl", "".join(json.dumps(row) + "\n" for row in listed))
+        write_rows(part / "index.jsonl", listed)
         options = {"title": plan.sweep.name, "note": note, "sections": sections}
         columns = plan.sweep.score.columns if plan.sweep.score else report.DEFAULT
         print(report.collect(part / "index.jsonl", part, columns, **options), end="")

@@ -35,7 +35,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from calibeval.engines import load
-from calibeval.io import InputError, write_text
+from calibeval.io import InputError
 from smoothce import patch_trainer
 from sweeps import attention, score
 from sweeps.checkpoint import keep, latest, replace
@@ -43,7 +43,7 @@ from sweeps.config import World
 from sweeps.data import TILE, Updates, make_tokenizer, tokenised
 from sweeps.element import Outcome
 from sweeps.keys import Lora, Train
-from sweeps.run import Run, read_rows
+from sweeps.run import Run, read_rows, write_rows
 
 SAME = {"learning_rate", "lr_scheduler_type", "weight_decay", "per_device_train_batch_size"}
 SAME |= {"gradient_checkpointing", "seed", "logging_steps"}  # keys that the Trainer calls alike
@@ -337,7 +337,7 @@ class Course(TrainerCallback):
         metrics = self.trainer.run.metrics
         if state.is_world_process_zero:
             rows = [row for row in read_rows(metrics) if row["step"] <= state.global_step]
-            write_text(metrics, "".join(json.dumps(row) + "\n" for row in rows))
+            write_rows(metrics, rows)
         if state.global_step:
             say(f"resumed: step {state.global_step} of {state.max_steps}")
 

@@ -1,6 +1,5 @@
 """open-instruct's own finetune.py, with the patches of this project, in the user's checkout."""
 
-import json
 import os
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from sweeps.config import World, option
 from sweeps.conversations import rows
 from sweeps.element import Outcome
 from sweeps.keys import Common
-from sweeps.run import Run, read_rows
+from sweeps.run import Run, read_rows, write_rows
 
 VARIABLE = "OPEN_INSTRUCT_DIR"
 PATCHES = Path(__file__).resolve().parents[2] / "patches"
@@ -136,4 +135,4 @@ def finetune_arguments(run: Run) -> dict:
 def keep_rows(run: Run) -> None:
     """Keep one row a step in metrics.jsonl, the last one where an attempt came again."""
     found = {row["step"]: row for row in read_rows(run.metrics)}
-    write_text(run.metrics, "".join(json.dumps(found[step]) + "\n" for step in sorted(found)))
+    write_rows(run.metrics, (found[step] for step in sorted(found)))

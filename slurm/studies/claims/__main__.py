@@ -50,13 +50,12 @@ from calibeval.measures import Sample
 from calibeval.records import meta
 from calibeval.records import read as read_records
 from studies.claims import packed
-from studies.demo.files import write_rows
 from studies.demo.report import at_temperature
 from sweeps import collect
 from sweeps.config import HELD_OUT
 from sweeps.conversations import conversations
 from sweeps.plan import Cell, Plan, plan
-from sweeps.run import Run, read_rows
+from sweeps.run import Run, read_rows, write_rows
 
 HERE = Path(__file__).parent
 FILE, RECORDS, RUNS = HERE / "config.yaml", HERE / "records", Path("runs/claims")

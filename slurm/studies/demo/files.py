@@ -7,10 +7,9 @@
 Every answer in them is a draw of its own.
 """
 
-import json
 import math
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -18,6 +17,7 @@ import pandas as pd
 from calibeval.io import write_text
 from studies.demo import world
 from studies.demo.world import LETTERS, SUBJECTS, TOWNS, Question
+from sweeps.run import write_rows
 
 SENTENCES = 16  # a document of the corpus
 QUESTIONS = 6  # an exam of the corpus: five examples and a question, as in the test
@@ -75,8 +75,3 @@ def oracle() -> Iterator[dict]:
                 "letter_mass": 1.0,
                 "model": "oracle",
             }
-
-
-def write_rows(path: Path, rows: Iterable[dict]) -> None:
-    """JSON lines."""
-    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))

@@ -8,7 +8,7 @@ from tqdm import tqdm
 import calibeval.report
 from calibeval.io import json_lines
 from calibeval.request import Task
-from studies.demo.files import write_rows
+from sweeps.run import write_rows
 
 # AUROC beside ECE: a model equally unsure of all is no use.
 COLUMNS = "accuracy,ece,auroc,ece@vocabulary"
