@@ -89,9 +89,8 @@ def fit(run: Run) -> None:
     model = prepare(model, keys, updates, precision != "no")
     trainer = SweepTrainer(run, keys, saved_as, model, args=arguments, train_dataset=updates)
     trainer.add_callback(Course(trainer, stop))
-    own = {"filter_eps": keys.filter_eps}
-    if keys.smoothing_target:
-        own["smoothing_target"] = smoothing_target(keys, updates, model.config.vocab_size)
+    target = keys.smoothing_target and smoothing_target(keys, updates, model.config.vocab_size)
+    own = {"filter_eps": keys.filter_eps, "smoothing_target": target}
     patch_trainer(trainer, reduction="sum", eval_logits=False, **own)
     set_seed(keys.seed, device_specific=True)
     found = [latest(run.checkpoints, updates.digest) if rank == 0 else None]
