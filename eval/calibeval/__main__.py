@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import calibeval
-from calibeval.io import InputError, counted
+from calibeval.io import InputError, counted, finish
 from calibeval.request import Request, Task, checked
 
 
@@ -20,17 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command; bad input prints `error: …` and gives exit status 2."""
     a = parser().parse_args(argv)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a file has a thread already
-    try:
-        a.run(a)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        sys.stderr.close()
-    except KeyboardInterrupt:
-        print("interrupted; score goes on by the same command", file=sys.stderr)
-        return 130
-    return 0
+    return finish(lambda: a.run(a))
 
 
 def add_keys(add: Callable, model: type, keys: Iterable[str]) -> None:

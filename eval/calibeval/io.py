@@ -1,9 +1,11 @@
-"""What every module reads and writes with: whole files or none, JSON lines, the one error."""
+"""What every module reads and writes with: whole files or none, JSON lines, the one error and what
+a command makes of it."""
 
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -11,6 +13,27 @@ from typing import IO
 
 class InputError(ValueError):
     """The user gave something unusable; the message names the file, the row and the remedy."""
+
+
+def finish(work: Callable[[], int | None]) -> int:
+    """Do a command's work; returns its exit code, after one message for bad input or Ctrl-C."""
+    try:
+        code = work() or 0
+        sys.stdout.flush()
+        return code
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+    except BrokenPipeError:  # `… | head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nor may the interpreter's last flush fail
+        return 0
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("stopped; the same command continues", file=sys.stderr)
+        return 130
+    return 2
 
 
 @contextmanager

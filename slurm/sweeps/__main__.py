@@ -60,26 +60,16 @@ def main(arguments: list[str] | None = None) -> int:
         parsed.overrides += rest + ([f"cluster={parsed.cluster}"] if parsed.cluster else [])
     if (PROJECT / "slurm").is_dir():
         os.chdir(PROJECT)  # paths inside a sweep file begin there
-    from calibeval.io import InputError
+    from calibeval.io import finish
 
-    try:
+    def work() -> int:
         if takes:
             from sweeps.plan import plan
 
             parsed.plan = plan(parsed.sweep, parsed.overrides)
-        code = globals()[f"_{parsed.command}"](parsed)
-        sys.stdout.flush()
-        return code
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-    except BrokenPipeError:  # `… | head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nor may the interpreter's last flush fail
-        return 0
-    except OSError as error:
-        if error.filename is None:
-            raise
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
-    return 2
+        return globals()[f"_{parsed.command}"](parsed)
+
+    return finish(work)
 
 
 def _place(typed: str) -> Path:
@@ -188,8 +178,4 @@ _score = _train
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        print("stopped; the same command continues", file=sys.stderr)
-        sys.exit(130)
+    sys.exit(main())

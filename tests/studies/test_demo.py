@@ -40,7 +40,8 @@ def test_oracle_and_exam_are_calibevals(tmp_path):
     assert not labels
 
 
-def test_head_may_stop_reading_a_study():
+def test_head_may_stop_reading():
+    """A study or any other command: all end by one function."""
     code = "import studies, sys; sys.exit(studies.finish(lambda: print(studies)))"
     call = ["bash", "-o", "pipefail", "-c", f"'{sys.executable}' -c '{code}' | true"]
     done = subprocess.run(call, text=True, capture_output=True)
