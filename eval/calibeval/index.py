@@ -89,14 +89,10 @@ class Results:
 
         A model before fine-tuning has no training data and the like: any will do, if only one has.
         """
-
-        def same(other: Row) -> bool:
-            keys = [k for k in self.shown if k not in ("label_smoothing", "calibrator")]
-            keys = [k for k in keys if row.beta is not None or k in row.keys]
-            return all(other.keys.get(key) == row.keys.get(key) for key in keys)
-
+        keys = [k for k in self.shown if k not in ("label_smoothing", "calibrator")]
+        keys = [k for k in keys if row.beta is not None or k in row.keys]
         plain = [r for r in self.rows if r.beta == 0 and r.keys.get("calibrator") is None]
-        found = [other for other in plain if same(other)]
+        found = [r for r in plain if all(r.keys.get(k) == row.keys.get(k) for k in keys)]
         return found[0] if len(found) == 1 and found[0] is not row else None
 
 
