@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, model_validator
 
-from calibeval.io import InputError, atomic_write, counted, json_lines, read_text
+from calibeval.io import InputError, counted, json_lines, read_text, write_text
 from calibeval.request import checked
 
 # What probabilities may sum to: lm-evaluation-harness rounds log-probabilities to the model's
@@ -169,9 +169,8 @@ def meta(path: Path) -> dict:
 def write(path: Path, rows: Iterable[dict], about: dict) -> None:
     """Write a record file and its sidecar, with the numbers of questions and bytes."""
     lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
-    about = about | {"questions": len(lines), "bytes": len("".join(lines).encode())}
+    text = "".join(lines)
+    about = about | {"questions": len(lines), "bytes": len(text.encode())}
     # The sidecar first: records without their settings would be unusable.
-    with atomic_write(sidecar(path)) as file:
-        json.dump(about, file, indent=1)
-    with atomic_write(path) as file:
-        file.writelines(lines)
+    write_text(sidecar(path), json.dumps(about, indent=1))
+    write_text(path, text)

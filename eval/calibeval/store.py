@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from calibeval import records
-from calibeval.io import InputError, atomic_write
+from calibeval.io import InputError, write_text
 from calibeval.request import checked
 
 # What chooses the questions and examples: the prompts' hash tells whether two choices are the same.
@@ -50,8 +50,7 @@ class Store:
         compared = (k for k in found if k == "engine" or k.endswith("dtype"))
         _same(found, {k: describe[k] for k in compared if k in describe}, self.out)
         self.settings["engine_settings"] = describe
-        with atomic_write(records.sidecar(self.part)) as file:
-            json.dump({"settings": self.settings}, file, indent=1)
+        write_text(records.sidecar(self.part), json.dumps({"settings": self.settings}, indent=1))
 
     @contextmanager
     def adding(self) -> Iterator[Callable[[dict], None]]:
