@@ -82,7 +82,7 @@ def lm_eval(path: Path) -> Log:
     model = run.get("model_name") or path.absolute().parent.name
     versions = {k: run.get(f"{k}_version") for k in ("lm_eval", "transformers")}
     shared = {"shots": shots, "model": model, "versions": versions}
-    samples = [(f"{path}, line {number}", sample) for number, sample in json_lines(path)]
+    samples = [*json_lines(path)]
     # Of several filters the first: the others have the same answers once more.
     samples = [one for one in samples if one[1].get("filter") == samples[0][1].get("filter")]
     samples.sort(key=lambda one: one[1].get("doc_id", 0))

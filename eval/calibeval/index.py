@@ -139,14 +139,13 @@ def read(index: Path) -> Results:
 def read_lines(index: Path) -> list[dict]:
     """Checked lines; record paths relative to the index's folder."""
     lines, seen = [], {}
-    for number, line in json_lines(index):
-        where = f"{index}, line {number}"
+    for where, line in json_lines(index):
         checked(Line, line, where)
         path = index.parent / line["records"]
         if not path.is_file():
             raise InputError(f"{where}: no record file {path}")
-        if (first := seen.setdefault(path.resolve(), number)) != number:
-            raise InputError(f"{where}: {path} is on line {first} already")
+        if (first := seen.setdefault(path.resolve(), where)) != where:
+            raise InputError(f"{where}: {path} is on {first.removeprefix(f'{index}, ')} already")
         line = {k: v for k, v in line.items() if v is not None or k == "label_smoothing"}
         lines.append(line | {"records": path})
     if not lines:

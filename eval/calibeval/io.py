@@ -92,20 +92,21 @@ def read_text(path: Path) -> str:
         return file.read()
 
 
-def json_lines(path: Path) -> Iterator[tuple[int, dict]]:
-    """Yield (line number, object) of a JSON-lines file; blank lines are skipped."""
+def json_lines(path: Path) -> Iterator[tuple[str, dict]]:
+    """Yield ("path, line number", object) of a JSON-lines file; blank lines are skipped."""
     with reading(path) as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
+            where = f"{path}, line {number}"
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise InputError(f"{path}, line {number}: not JSON ({error})") from error
+                raise InputError(f"{where}: not JSON ({error})") from error
             if not isinstance(value, dict):
                 found = type(value).__name__
-                raise InputError(f"{path}, line {number}: expected a JSON object, found {found}")
-            yield number, value
+                raise InputError(f"{where}: expected a JSON object, found {found}")
+            yield where, value
 
 
 def counted(number: int, noun: str) -> str:

@@ -95,9 +95,8 @@ def read(path: Path, normalise: str | None = None) -> Records:
 
     `normalise` is sum, bytes or characters; by default the records' convention.
     """
-    path, rows = Path(path), []
-    for number, raw in json_lines(path):
-        rows.append((where := f"{path}, line {number}", checked(Record, raw, where)))
+    path = Path(path)
+    rows = [(where, checked(Record, raw, where)) for where, raw in json_lines(path)]
     about = meta(path)
     if len(rows) != (expected := about.get("questions", len(rows))):
         found = counted(len(rows), "record")

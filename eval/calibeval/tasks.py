@@ -184,7 +184,7 @@ def one_file(name: str, topic: str, parse: Callable[[dict], dict], task: Task) -
     train = path.with_name(name.format("train", "Train"))
 
     def read(file: Path) -> list[Question]:
-        return _read(file, lambda row: parse(row) | {"subject": task.task})
+        return _questions(json_lines(file), file, lambda row: parse(row) | {"subject": task.task})
 
     pool = path if task.task == "hellaswag" and not train.is_file() else train
     shots = read(Path(task.examples or pool))[: task.shots] if task.shots else ()
@@ -241,16 +241,12 @@ def jsonl(task: Task) -> Iterator[Subject]:
     """
     if task.shots and not task.examples:
         raise InputError(f"--shots {task.shots} needs --examples FILE; or --shots 0")
-    examples = _read(Path(task.examples), dict) if task.examples else []
-    questions = _read(Path(task.data), dict)
+    path, shown = Path(task.data), Path(task.examples or "")
+    examples = _questions(json_lines(shown), shown) if task.examples else []
+    questions = _questions(json_lines(path), path)
     for name in sorted({question.subject for question in questions}):
         pool = [e for e in examples if e.subject == name] or examples
         yield _topic(name, pool, [q for q in questions if q.subject == name], task.shots)
-
-
-def _read(path: Path, parse: Callable[[dict], dict]) -> list[Question]:
-    """The questions of a JSON-lines file."""
-    return _questions(((f"{path}, line {n}", row) for n, row in json_lines(path)), path, parse)
 
 
 def _questions(

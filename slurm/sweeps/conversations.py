@@ -20,7 +20,7 @@ def rows(path: Path) -> Iterator[tuple[str, dict]]:
     with reading(path) as lines:
         first = next(filter(str.strip, lines), "")
     if not first.lstrip().startswith("["):
-        yield from ((f"{path}, line {n}", row) for n, row in json_lines(path))
+        yield from json_lines(path)
     else:
         try:
             listed = enumerate(json.loads(read_text(path)), 1)
