@@ -137,8 +137,10 @@ def score(
             path = folder / f"{task.key}.jsonl"
             if loaded:
                 clear(path)  # nobody knows of which weights its records are
-            of_which = {"model_digest": digest.result() if digest else None}
-            settings = of_which | _settings(task, request)
+            # What decides the records, under the names that sidecars have for it.
+            settings = {"model_digest": digest.result() if digest else None}
+            settings |= request.model_dump(include={"revision", "engine", "dtype"})
+            settings |= task.model_dump(exclude={"name"})
             made = _fill(path, items[task.key], settings, name, engine, progress)
             found[task.key] = of = records.read(path)
             if not made:
@@ -162,13 +164,6 @@ def _engine(model, request: Request, longest: int):
     from calibeval.engines.hf import TransformersEngine
 
     return TransformersEngine(model, batch_size=request.batch_size, **options)
-
-
-def _settings(task: Task, request: Request) -> dict:
-    """What decides a task's records, under the names that sidecars have for it."""
-    found = request.model_dump(include={"revision", "engine", "dtype"})
-    found |= task.model_dump(exclude={"name"})
-    return found | {"subjects": list(task.subjects) if task.subjects else None}
 
 
 def _fill(
