@@ -152,14 +152,12 @@ def score(
 
 def _engine(model, request: Request, longest: int):
     """The engine that the request asks for; `longest` is the longest prompt that it will see."""
-    options = request.model_dump(include={"dtype", "revision"})
+    options = request.model_dump(exclude={"tasks", "engine", "batch_size"}, exclude_none=True)
     if request.engine == "vllm":
         from calibeval.engines.vllm import VllmEngine
 
         if not isinstance(model, str):
             raise InputError("engine vllm: loads a folder or a name on the hub, not a loaded model")
-        if request.gpu_memory_utilization is not None:
-            options["gpu_memory_utilization"] = request.gpu_memory_utilization
         return VllmEngine(model, longest=longest, **options)
     from calibeval.engines.hf import TransformersEngine
 
