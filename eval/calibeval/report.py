@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
+from jinja2 import Environment, FileSystemLoader
 
 from calibeval import figures, index, stats
 from calibeval.index import Results, Row, heading
@@ -276,8 +277,6 @@ def write_page(
 ) -> None:
     """Write a page: one file that opens without a network. `parts` and `sections` are HTML, before
     and after what is `shown` (tables, figures)."""
-    from jinja2 import Environment, FileSystemLoader
-
     loader = FileSystemLoader(Path(__file__).parent)
     page = Environment(loader=loader, autoescape=True, trim_blocks=True).get_template("report.html")
     write_text(path, page.render(title=title, parts=parts, sections=sections, **shown))
