@@ -107,20 +107,19 @@ def read(index: Path) -> Results:
     with ThreadPoolExecutor() as pool:  # NumPy lets other threads run
         found = pool.map(stats.load, [line["records"] for line in lines])
         runs = [*tqdm(found, "record files", len(lines), disable=None, delay=2)]
-    for dataset in {line["dataset"] for line in lines}:
-        of = [pair for pair in zip(lines, runs, strict=True) if pair[0]["dataset"] == dataset]
-        stats.same_questions([run for _, run in of])
-        first: dict[str, stats.Run] = {}
-        for line, run in of:
-            stats.same_prompts(of[0][1], run, texts=False)
-            # Of a model with another context length, prompts have fewer examples.
-            stats.same_prompts(first.setdefault(line["model"], run), run)
+    pairs = [*zip(lines, runs, strict=True)]
+    first: dict[tuple, stats.Run] = {}  # of each data set, and of each model on it
+    for line, run in pairs:
+        one = first.setdefault((line["dataset"],), run)
+        stats.same_questions([one, run])
+        stats.same_prompts(one, run, texts=False)
+        # Of a model with another context length, prompts have fewer examples.
+        stats.same_prompts(first.setdefault((line["dataset"], line["model"]), run), run)
     shown = columns(lines)
     paths = {line["train_data"] for line in lines if line.get("train_data")}
     last = {path: PurePath(path).name or path for path in paths}
     short = {path: name for path, name in last.items() if [*last.values()].count(name) == 1}
     rows: dict[tuple, Row] = {}
-    pairs = zip(lines, runs, strict=True)
     for line, run in sorted(pairs, key=lambda pair: pair[0].get("seed", -math.inf)):
         keys = {key: value for key, value in line.items() if key not in NO_ROW}
         row = rows.setdefault(tuple(line.get(key) for key in shown), Row(keys, shown, short))
