@@ -28,7 +28,7 @@ from sweeps.plan import plan
 MODEL = "smollm2-135m"
 SPLITS = ("val", "test")
 LAST = ["after", "averaged", "price", "report"]
-RUNS = {"grid": 4, "seeds": 25, "high": 25, "harm": 25, "sum": 6, "filtered": 6, "script": 6}
+RUNS = {"grid": 4, "seeds": 25, "high": 25, "harm": 25, "sum": 6, "filtered": 3, "script": 6}
 RUNS |= {"equal": 3, "unigram": 3, "base-mean": 3, "half": 3, "twice": 3}
 
 
