@@ -109,9 +109,9 @@ for name, part in {"sum, clipped": "sum", "open-instruct's script": "script"}.it
     other = [(-1, "seeds", SMOOTHED), (1, "seeds", PLAIN)]
     ROWS["– less that of `seeds`, " + name] = effect(part) + other
 ROWS["equal held-out loss: 0.1 less 0"] = [(1, "seeds", SMOOTHED), (-1, "equal", PLAIN)]
-CHEAPER = {"temperature after β = 0": "after", "averaged with base": "averaged"}
-CHEAPER["half the conversations"] = "half"
-for name, part in CHEAPER.items():
+BASELINES = {"temperature after β = 0": "after", "averaged with base": "averaged"}
+BASELINES["half the conversations"] = "half"
+for name, part in BASELINES.items():
     for beta, tuned in ((0, PLAIN), (0.1, SMOOTHED)):
         ROWS[f"{name}, less β = {beta}"] = [(1, part, {}), (-1, "seeds", tuned)]
 OTHERS = {"filtered less exact": "filtered", "unigram less uniform": "unigram"}
