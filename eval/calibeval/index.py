@@ -108,9 +108,9 @@ def read(index: Path) -> Results:
         found = pool.map(stats.load, [line["records"] for line in lines])
         runs = [*tqdm(found, "record files", len(lines), disable=None, delay=2)]
     pairs = [*zip(lines, runs, strict=True)]
-    first: dict[tuple, stats.Run] = {}  # of each data set, and of each model on it
+    first: dict[tuple, stats.Run] = {}  # of each data set, and of it by each model
     for line, run in pairs:
-        one = first.setdefault((line["dataset"],), run)
+        one = first.setdefault((line["dataset"], None), run)
         stats.same_questions([one, run])
         stats.same_prompts(one, run, texts=False)
         # Of a model with another context length, prompts have fewer examples.

@@ -195,7 +195,8 @@ def _write(plan: Plan, cells: list[Cell], gaps: list[str], part: Path) -> None:
     if listed:
         write_rows(part / "index.jsonl", listed)
         options = {"title": plan.sweep.name, "note": note, "sections": sections}
-        options |= {"columns": plan.sweep.score.columns} if plan.sweep.score else {}
+        if plan.sweep.score:  # else some of an earlier launch are scored
+            options["columns"] = plan.sweep.score.columns
         print(report.collect(part / "index.jsonl", part, **options), end="")
     else:
         report.write_page(plan.sweep.name, [note, *sections], part / "report.html")

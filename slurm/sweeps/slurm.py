@@ -147,7 +147,7 @@ def design(plan: Plan, busy: list[Queued]) -> list[Job]:
     if plan.sweep.score and not plan.sweep.world.alone:
         jobs.append(Job("score", train, after_training=True))
     jobs = [job for job in (*jobs, Job("score", rest)) if job.names]
-    if jobs or (queued and None not in queued):
+    if jobs or (queued and None not in queued):  # nothing that collects
         jobs.append(Job("collect"))
     return jobs
 
