@@ -42,10 +42,9 @@ import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
-import studies
 from calibeval import measures, scaling, stats
 from calibeval.figures import GREY, INK, STYLE
-from calibeval.io import InputError, atomic_write, json_lines, write_text
+from calibeval.io import InputError, atomic_write, finish, json_lines, write_text
 from calibeval.measures import Sample
 from calibeval.records import meta
 from calibeval.records import read as read_records
@@ -134,8 +133,8 @@ def main(words: list[str]) -> int:
     """Do the parts named, or all; returns the exit code."""
     named = [word for word in words if "=" not in word]
     if not named or "-h" in words or "--help" in words:
-        return studies.finish(lambda: print(__doc__)) or 2 * (not named)
-    return studies.finish(lambda: study(named[0], named[1:], [w for w in words if "=" in w]))
+        return finish(lambda: print(__doc__)) or 2 * (not named)
+    return finish(lambda: study(named[0], named[1:], [w for w in words if "=" in w]))
 
 
 def study(model: str, parts: list[str], overrides: list[str]) -> None:

@@ -13,8 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import studies
-from calibeval.io import InputError, read_text, write_text
+from calibeval.io import InputError, finish, read_text, write_text
 from studies.demo import files
 from studies.demo.report import report
 
@@ -52,4 +51,4 @@ def demo() -> None:
 
 if __name__ == "__main__":
     argparse.ArgumentParser("python -m studies.demo", description=__doc__).parse_args()
-    sys.exit(studies.finish(demo))
+    sys.exit(finish(demo))
