@@ -316,6 +316,13 @@ def test_the_page_opens_without_a_network_and_by_keyboard(project, tmp_path):
     assert boxes and all(re.search(' tabindex="0" aria-label="[^"]', box) for box in boxes)
 
 
+def test_head_may_stop_reading(tmp_path):
+    write_records(file := tmp_path / "r.jsonl", 20, 1.0, seed=0)
+    line = f"env -u PYTHONUNBUFFERED '{sys.executable}' -m calibeval metrics '{file}' | true"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", line], text=True, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_collect_needs_no_model_library(project, tmp_path):
     code = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"

@@ -36,7 +36,6 @@ def test_table_and_json(tmp_path, capsys, monkeypatch):
     ("options", "said"),
     [
         ("--device cuda", "no CUDA GPU"),
-        ("--models gemma", "--models"),
         ("--json nowhere/out.json", "no such folder"),
         ("--only magic", "in no method's name"),
         ("--method nowhere:loss", "'nowhere:loss' is no module:function"),

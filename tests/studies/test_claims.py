@@ -26,7 +26,7 @@ from studies.claims import baselines, packed
 from sweeps.plan import plan
 
 MODEL = "smollm2-135m"
-SPLITS = ("val", "test")
+TASKS = [{"task": "mmlu", "data": "data/mmlu", "split": s, "name": s} for s in ("val", "test")]
 LAST = ["after", "averaged", "price", "report"]
 RUNS = {"grid": 4, "seeds": 25, "high": 25, "harm": 25, "sum": 6, "filtered": 3, "script": 6}
 RUNS |= {"equal": 3, "unigram": 3, "base-mean": 3, "half": 3, "twice": 3}
@@ -203,8 +203,7 @@ def test_weights_are_averaged_as_val_questions_choose(tiny, folders, monkeypatch
             ours = model.state_dict()
             for name, theirs in base.state_dict().items():
                 ours[name].copy_((1 - alpha) * theirs + alpha * ours[name])
-            tasks = [{"task": "mmlu", "data": "data/mmlu", "split": s, "name": s} for s in SPLITS]
-            made[alpha] = calibeval.score(model, tokenizer, tasks, progress=False)
+            made[alpha] = calibeval.score(model, tokenizer, TASKS, progress=False)
             losses[alpha] = scaling.nll(made[alpha]["val"], 1.0)
         assert about["part"] == "averaged" and about["seed"] == cell.config.train["seed"]
         assert about["alpha"] == min(losses, key=losses.get)
@@ -221,14 +220,12 @@ def test_weights_are_averaged_as_val_questions_choose(tiny, folders, monkeypatch
 def test_of_a_temperature_the_number_is_kept(tiny, folders):
     cell, _ = make_trained("seeds", [*tiny, "grid.label_smoothing=[0.0]"])
     AutoTokenizer.from_pretrained("models/tiny").save_pretrained(cell.run.model)
-    val, test = ({"task": "mmlu", "data": "data/mmlu", "split": s, "name": s} for s in SPLITS)
-    calibeval.score(cell.run.model, tasks=[val, test], out=cell.run.scores, progress=False)
+    calibeval.score(cell.run.model, tasks=TASKS, out=(scores := cell.run.scores), progress=False)
     entry = {key: cell.config.train[key] for key in claims.SETTING} | {"dataset": "mmlu"}
     entry |= {"run": cell.run.name, "records": f"../{cell.run.name}/scores/test.jsonl"}
     write_text(folders / "runs/tiny-seeds/results/index.jsonl", json.dumps(entry))
     claims.after("tiny")
     about = packed.about(folders / f"records/tiny/after/{cell.run.name}.xz")
-    scores = cell.run.scores
     fitted = calibeval.temperature(scores / "val.jsonl", scores / "test.jsonl", folders / "out")
     assert about["temperature"] == fitted["temperature"] and about["tasks"] == {}
 
