@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -107,6 +107,11 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict]]:
                 found = type(value).__name__
                 raise InputError(f"{where}: expected a JSON object, found {found}")
             yield where, value
+
+
+def write_rows(path: Path, rows: Iterable[dict]) -> None:
+    """Write JSON lines, whole or not at all."""
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def counted(number: int, noun: str) -> str:

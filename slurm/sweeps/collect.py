@@ -13,12 +13,12 @@ from typing import Any
 import pandas as pd
 
 from calibeval import index, report, stats
-from calibeval.io import InputError, counted, write_text
+from calibeval.io import InputError, counted, write_rows, write_text
 from sweeps import score, status
 from sweeps.checkpoint import replace
 from sweeps.config import HELD_OUT
 from sweeps.plan import Cell, Plan
-from sweeps.run import Run, locked, read_rows, write_rows
+from sweeps.run import Run, locked, read_rows
 
 SHARED = ("model_name_or_path", "label_smoothing", "learning_rate", "seed")
 

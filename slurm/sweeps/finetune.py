@@ -35,7 +35,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from calibeval.engines import load
-from calibeval.io import InputError
+from calibeval.io import InputError, write_rows
 from smoothce import patch_trainer
 from sweeps import attention, score
 from sweeps.checkpoint import keep, latest, replace
@@ -43,7 +43,7 @@ from sweeps.config import World
 from sweeps.data import TILE, Updates, make_tokenizer, tokenised
 from sweeps.element import Outcome
 from sweeps.keys import Lora, Train
-from sweeps.run import Run, read_rows, write_rows
+from sweeps.run import Run, read_rows
 
 SAME = {"learning_rate", "lr_scheduler_type", "weight_decay", "per_device_train_batch_size"}
 SAME |= {"gradient_checkpointing", "seed", "logging_steps"}  # keys that the Trainer calls alike

@@ -8,14 +8,14 @@ from typing import Literal
 
 import yaml
 
-from calibeval.io import sha256, write_text
+from calibeval.io import sha256, write_rows, write_text
 from calibeval.request import Positive
 from sweeps import ranks
 from sweeps.config import World, option
 from sweeps.conversations import rows
 from sweeps.element import Outcome
 from sweeps.keys import Common
-from sweeps.run import Run, read_rows, write_rows
+from sweeps.run import Run, read_rows
 
 VARIABLE = "OPEN_INSTRUCT_DIR"
 PATCHES = Path(__file__).resolve().parents[2] / "patches"

@@ -13,7 +13,7 @@ import re
 import socket
 import subprocess
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from functools import cached_property
 from importlib import import_module
@@ -231,11 +231,6 @@ def read_rows(path: Path, size: int | None = None) -> list[dict]:
         with contextlib.suppress(json.JSONDecodeError):  # cut off by a kill, or by `size`
             rows.append(json.loads(line))
     return [row for row in rows if isinstance(row, dict)]
-
-
-def write_rows(path: Path, rows: Iterable[dict]) -> None:
-    """JSON lines, whole or not at all."""
-    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _text(path: Path, size: int | None) -> str:

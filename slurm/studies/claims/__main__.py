@@ -44,7 +44,7 @@ from tqdm import tqdm
 
 from calibeval import measures, scaling, stats
 from calibeval.figures import GREY, INK, STYLE
-from calibeval.io import InputError, atomic_write, finish, json_lines, write_text
+from calibeval.io import InputError, atomic_write, finish, json_lines, write_rows, write_text
 from calibeval.measures import Sample
 from calibeval.records import meta
 from calibeval.records import read as read_records
@@ -54,7 +54,7 @@ from sweeps import collect
 from sweeps.config import HELD_OUT
 from sweeps.conversations import conversations
 from sweeps.plan import Cell, Plan, plan
-from sweeps.run import Run, read_rows, write_rows
+from sweeps.run import Run, read_rows
 
 HERE = Path(__file__).parent
 FILE, RECORDS, RUNS = HERE / "config.yaml", HERE / "records", Path("runs/claims")

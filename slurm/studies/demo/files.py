@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from calibeval.io import write_text
+from calibeval.io import write_rows, write_text
 from studies.demo import world
 from studies.demo.world import LETTERS, SUBJECTS, TOWNS, Question
-from sweeps.run import write_rows
 
 SENTENCES = 16  # a document of the corpus
 QUESTIONS = 6  # an exam of the corpus: five examples and a question, as in the test

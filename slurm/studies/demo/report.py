@@ -6,9 +6,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 import calibeval.report
-from calibeval.io import json_lines
+from calibeval.io import json_lines, write_rows
 from calibeval.request import Task
-from sweeps.run import write_rows
 
 # AUROC beside ECE: a model equally unsure of all is no use.
 COLUMNS = "accuracy,ece,auroc,ece@vocabulary"
