@@ -7,7 +7,6 @@ after reading the difference: `python tests/slurm/test_golden_records.py`.
 """
 
 import csv
-import io
 import json
 import math
 import os
@@ -15,6 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 import calibeval.report
@@ -115,8 +115,4 @@ if __name__ == "__main__":
     for name in sys.argv[1:] or SWEEPS:
         with tempfile.TemporaryDirectory() as scratch:
             for table, rows in tables(name, Path(scratch)).items():
-                text = io.StringIO()
-                writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(rows)
-                (GOLDEN / f"{name}.{table}.csv").write_text(text.getvalue())
+                pd.DataFrame(rows).to_csv(GOLDEN / f"{name}.{table}.csv", index=False)
