@@ -67,12 +67,10 @@ def checkout_problems() -> list[str]:
 
 
 def data_problems(train: Train) -> list[str]:
-    """What finetune.py cannot read of the training data; empty when it can, or is not there yet."""
+    """What finetune.py cannot read of the training data; empty when it can."""
     file = Path(train.train_file)
     if file.suffix not in (".json", ".jsonl"):
         return [f"train.train_file: {file}: finetune.py reads .json or .jsonl"]
-    if not file.is_file():
-        return []  # named by preflight
     where, row = next(rows(file))
     only = f"train.train_file: {where}: finetune.py reads rows with `messages` only"
     return [] if "messages" in row else [only]
@@ -80,7 +78,7 @@ def data_problems(train: Train) -> list[str]:
 
 def clipping_problems(train: Train, world: World) -> list[str]:
     """Gradient clipping that would not be what the sweep file says; empty when it is."""
-    if not world.deepspeed or not Path(world.deepspeed).is_file():
+    if not world.deepspeed:
         return []
     limit = world.read("deepspeed").get("gradient_clipping")
     where, problems = f"gradient_clipping in {world.deepspeed}", []

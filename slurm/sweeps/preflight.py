@@ -53,6 +53,11 @@ def _files(plan: Plan) -> list[str]:
         command = f"where there is internet: {again('prefetch', *plan.typed)}"
         return [*(f"not fetched: {name}" for name in fetched), *hint, command]
     trains, world, found = backend(plan.sweep.backend), plan.sweep.world, []
+    for key in ("deepspeed", "fsdp"):
+        try:
+            world.read(key)
+        except ValueError as error:
+            return [f"world.{key}={getattr(world, key)}: {error}"]
     todo = [cell.config for cell in plan.cells if not cell.run.trained]
     # Runs that differ in a number only need the same things.
     kinds = {str([v for v in one.train.values() if isinstance(v, str)]): one for one in todo}
@@ -63,12 +68,8 @@ def _files(plan: Plan) -> list[str]:
                 conversations(Path(file).absolute(), 100_000)
         except InputError as error:
             found.append(f"train.train_file: {error}")
-        found += trains.missing(config.keys, world)
-    for key in ("deepspeed", "fsdp"):
-        try:
-            world.read(key)
-        except ValueError as error:
-            found.append(f"world.{key}={getattr(world, key)}: {error}")
+        else:
+            found += trains.missing(config.keys, world)
     for task in plan.sweep.score.tasks if plan.sweep.score else ():
         try:
             if not task.data.startswith(HUB):

@@ -26,8 +26,9 @@ def test_a_whole_sweep_passes(toy_file, profile, tmp_path):
     path = toy_file(cluster=profile())
     assert problems(path) == ""
     (odd := tmp_path / "odd.json").write_text('{"zero":')
-    for named, said in ((f"fsdp={odd}", "Expecting value"), ("fsdp=no.json", "no.json: could")):
-        assert f"world.{named}: {said}" in problems(path, f"world.{named}")
+    for named, said in ((f"deepspeed={odd}", "Expecting"), ("fsdp=no.json", "no.json: could")):
+        script = ("backend=open-instruct", "train.train_file=x", f"world.{named}")
+        assert f"world.{named}: {said}" in problems(path, *script)
     for key, value in (("secrets_file", "/no/secrets"), ("python", "/no/python")):
         assert f"{profile(**{key: value})}: {key}: {value}: " in problems(path)
     profile(python="made", setup=["make it"])
@@ -46,9 +47,9 @@ def test_each_model_and_file_that_is_not_there_is_named_once(sweep_file, tmp_pat
     assert said.count(f"train.train_file: {PROJECT}/no.jsonl: could not be read (No such file") == 1
     assert said.count(f"train.model_name_or_path: {PROJECT}/nothing: no such folder") == 1
     assert f"train.tokenizer_name: {tmp_path}: no tok* or vocab*, or not all" in said
-    (tmp_path / "chat.jsonl").write_text('{"messages": 3}\n')
-    said = problems(path, f"train.train_file={tmp_path}/chat.jsonl")
-    assert "train.train_file: " in said and "line 1" in said
+    (tmp_path / "chat.jsonl").touch()
+    said = problems(path, "backend=open-instruct", f"train.train_file={tmp_path}/chat.jsonl")
+    assert f"train.train_file: {tmp_path}/chat.jsonl: no examples in this file" in said
     # The model looks like a name of the hub.
     for absent in ("train.train_file=made.jsonl", "train.model_name_or_path=./models/absent"):
         assert "are made by: make it" in problems(path, absent, "prefetch.made_by=make it")
