@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from submitit.core.utils import DelayedSubmission
+from submitit.helpers import Checkpointable
 
 from calibeval.io import InputError, counted, write_text
 from sweeps import element
@@ -30,7 +31,7 @@ from sweeps.scripts import ENDLESS, EXPORTED, Job, script
 from sweeps.snapshot import snapshot
 
 
-class Element:
+class Element(Checkpointable):
     """An element of an array: submitit calls it, and on USR2 its `checkpoint`, before requeueing.
 
     Signals are only noted: `work` then lets the run save, and what comes next is done afterwards.
@@ -54,10 +55,6 @@ class Element:
                 print(f"{error}; again in 10 s", flush=True)  # until Slurm ends this job itself
                 time.sleep(10)
         sys.exit(outcome.value)  # what is to be said stands above
-
-    def checkpoint(self):
-        """What the requeued job does: the same."""
-        return DelayedSubmission(self)
 
 
 def cancelled() -> bool:
