@@ -83,7 +83,6 @@ class Run:
         self.path, self.name = path, path.name
         self.config_file = path / "config.yaml"
         self.metrics = path / "metrics.jsonl"
-        self.log = path / "train.log"
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
         self.scores = path / "scores"

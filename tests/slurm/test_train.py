@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from jinja2 import TemplateError
-from real import equal, prepare, wait_for
+from real import equal, logs, prepare, wait_for
 from safetensors.torch import load_file
 from tokenizers.processors import TemplateProcessing
 from transformers import (
@@ -391,7 +391,7 @@ sys.exit(main(["train", sys.argv[3]]))
 def interrupt(run: Run, number: signal.Signals, at: int) -> int:
     """The exit code of the run's trainer, which sends itself this signal at the end of a step."""
     words = [sys.executable, "-c", INTERRUPTED, str(at), str(int(number)), str(run.path)]
-    with open(run.log, "ab") as log:
+    with open(run.path / "train.log", "ab") as log:
         return subprocess.run(words, stdout=log, stderr=log, check=False).returncode
 
 
@@ -406,9 +406,9 @@ def test_a_run_that_is_interrupted_ends_bit_for_bit(sweep_file, tmp_path, monkey
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in the processes
     finetune.fit(calm)
-    assert interrupt(run, signal.SIGTERM, 7) == 75, run.log.read_text()
+    assert interrupt(run, signal.SIGTERM, 7) == 75, logs(run.path)
     assert run.step() == 7 and not run.model.exists()
-    assert interrupt(run, signal.SIGKILL, 15) == -9, run.log.read_text()
+    assert interrupt(run, signal.SIGKILL, 15) == -9, logs(run.path)
     assert run.step() == 10
     end = 16  # of an epoch
     asked = iter([False] * (end - run.step() - 1) + [True])
