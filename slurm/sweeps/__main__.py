@@ -54,7 +54,6 @@ def main(arguments: list[str] | None = None) -> int:
         top.error(f"unrecognized arguments: {' '.join(wrong)}")
     if parsed.command != "prefetch":  # all is on the disk; the hub would be asked, and waited for
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a record file has a thread
     if takes:
         parsed.overrides += rest + ([f"cluster={parsed.cluster}"] if parsed.cluster else [])
