@@ -25,8 +25,7 @@ SWEEP, ROOT = Path("slurm/studies/demo/config.yaml"), Path("runs/demo")
 
 def demo() -> None:
     """World, base model, sweep, report."""
-    if not SWEEP.is_file():
-        raise InputError(f"{SWEEP}: no such file; run the demo from the repository's folder")
+    os.chdir(Path(__file__).parents[3])
     os.environ.update(ENVIRONMENT)
     from studies.demo.pretrain import pretrain  # torch comes along, which reads these once
 
