@@ -13,15 +13,15 @@ import pytest
 from real import PROJECT, command
 
 from sweeps import scripts, slurm
-from sweeps.config import Cluster, World, load_cluster
-from sweeps.plan import Plan, plan
+from sweeps.config import Cluster, load_cluster
+from sweeps.plan import plan
 from sweeps.scripts import Job
 
 GOLDEN = Path(__file__).with_name("golden")
 CASES = {
-    "generic": World(),
-    "alliance": World(processes_per_node=4, mixed_precision="bf16"),
-    "cloud": World(processes_per_node=8, deepspeed="configs/deepspeed/zero3.json"),
+    "generic": [],
+    "alliance": ["world.processes_per_node=4"],
+    "cloud": ["world.processes_per_node=8"],
 }
 
 
@@ -29,9 +29,8 @@ def render(case: str) -> str:
     """All scripts of a sweep of 24 runs under a profile, with this machine's paths named."""
     file = f"configs/cluster/{case}.yaml"
     os.chdir(PROJECT)
-    planned = plan(PROJECT / "configs" / "sweeps" / "grid.yaml", [f"cluster={file}"])
-    sweep = planned.sweep.model_copy(update={"world": CASES[case]})
-    planned = Plan(Path("/project/runs/grid"), (), sweep, planned.cells, [])
+    asked = [f"cluster={file}", "output_root=/project/runs", "score.base=false", *CASES[case]]
+    planned = plan(PROJECT / "configs" / "sweeps" / "grid.yaml", asked)
     cluster, code = load_cluster(file), planned.folder / "code" / "5eed5eed"
     text = ""
     for job in slurm.design(planned, []):
