@@ -78,15 +78,14 @@ def cluster(tmp_path_factory):
     """A private Slurm of two nodes (both this machine), whose partition `urgent` preempts."""
     folder = tmp_path_factory.mktemp("slurm")
     subprocess.run([real.CLUSTER, "start", folder, "nodes=2", "grace=60"], check=True)
-    before = dict(os.environ)
-    os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
-    os.environ["PYTHON"] = sys.executable
-    os.environ["HF_TOKEN"] = os.environ["WANDB_API_KEY"] = real.SECRET
-    os.environ["SBATCH_ACCOUNT"] = "not-mine"  # of the shell: it must not reach the jobs
-    yield folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
+        patch.setenv("PYTHON", sys.executable)
+        patch.setenv("HF_TOKEN", real.SECRET)
+        patch.setenv("WANDB_API_KEY", real.SECRET)
+        patch.setenv("SBATCH_ACCOUNT", "not-mine")  # of the shell: it must not reach the jobs
+        yield folder
     subprocess.run([real.CLUSTER, "stop", folder], check=True)
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.fixture
