@@ -1,9 +1,8 @@
 """The trainer's `train:` keys, with open-instruct's names and meanings."""
 
-import os
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from calibeval.request import Natural, Positive, Seq, Strict
 from sweeps.config import option
@@ -13,7 +12,7 @@ Scheduler = Literal[
 ]  # fmt: skip
 Share = Annotated[float, Field(ge=0, le=1)]
 Above0 = Annotated[float, Field(gt=0)]
-Target = Annotated[str, Field(pattern=r"^unigram$|\.npy$"), AfterValidator(os.path.normpath)]
+Target = Annotated[str, Field(pattern=r"^unigram$|\.npy$")]
 
 
 class Lora(Strict):

@@ -10,7 +10,7 @@ from sweeps.config import Sweep, check, dump_yaml, expand, override, read_yaml
 from sweeps.run import Run, RunConfig, backend
 
 FILE = "sweep.yaml"
-PATHS = ("model_name_or_path", "tokenizer_name", "train_file")
+PATHS = ("model_name_or_path", "tokenizer_name", "train_file", "smoothing_target")
 
 
 @dataclass(frozen=True)
