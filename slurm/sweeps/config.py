@@ -59,6 +59,7 @@ class Score(Request):
 
     python: str | None = option(None, "interpreter that scores, where the training one lacks vLLM")
     base: bool = option(True, "also ask the model before fine-tuning")
+    revision: None = option(None, "always null: train.model_revision is the base model's")
     select_on: str | None = option(
         None, f"a validation task that chooses the learning rate, or {HELD_OUT}"
     )

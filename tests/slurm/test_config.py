@@ -66,6 +66,7 @@ def test_what_is_written_is_read_back(value):
             "score.select_on=mmlu",
             "asks the test split, which the tables show; name a task with",
         ),
+        ({}, "score.revision=v1", "score.revision: found 'v1': Input should be None"),
         ({}, "output_root=$NOT_SET/x", "$NOT_SET is not set here: export NOT_SET=…"),
     ],
 )
