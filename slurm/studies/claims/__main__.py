@@ -345,8 +345,8 @@ def forest(out: Path) -> None:
         for axis in axes:
             axis.axvline(0, color=GREY, lw=0.6)
             axis.set_xscale("symlog", linthresh=1)
-            axis.set_xticks((-50, -5, 0, 5, 50), ("−50", "−5", "0", "5", "50"))
-            axis.set_xlim(-80, 80)
+            axis.set_xticks((-100, -5, 0, 5, 100), ("−100", "−5", "0", "5", "100"))
+            axis.set_xlim(-250, 250)
             axis.minorticks_off()
         axes[0].set_yticks(range(len(rows)), rows)
         axes[0].invert_yaxis()
