@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache, partial
-from itertools import chain
 from pathlib import Path
 
 import datasets
@@ -224,15 +223,12 @@ class Updates(torch.utils.data.Dataset):
         steps = self.keys.gradient_accumulation_steps
         if self.keys.reduce_loss == "mean":
             blocks = [rows[i : i + size] for i in range(0, len(rows), size)]
-            shares = [
-                [(bin, steps * self.targets[block].sum()) for bin in self.bins(block)]
-                for block in blocks
-            ]
+            shares = [(block, steps * self.targets[block].sum()) for block in blocks]
         else:
             summed = self.keys.reduce_loss == "sum"
-            divisor = steps if summed else self.targets[rows].sum() / self.ranks
-            shares = [[(bin, divisor)] for bin in self.bins(rows)]
-        ranks = [list(chain(*shares[rank :: self.ranks])) for rank in range(self.ranks)]
+            shares = [(rows, steps if summed else self.targets[rows].sum() / self.ranks)]
+        found = [(bin, divisor) for block, divisor in shares for bin in self.bins(block)]
+        ranks = [found[rank :: self.ranks] for rank in range(self.ranks)]
         most = max(map(len, ranks))
         return [micros + [([], 1)] * (most - len(micros)) for micros in ranks]
 
