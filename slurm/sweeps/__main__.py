@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -50,13 +51,14 @@ def main(arguments: list[str] | None = None) -> int:
     parsed, rest = top.parse_known_args(arguments)
     # argparse takes positionals in one stretch only; overrides may also follow an option.
     takes = hasattr(parsed, "overrides")
-    if wrong := [r for r in rest if not takes or r[0] == "-" or "=" not in r]:
-        top.error(f"unrecognized arguments: {' '.join(wrong)}")
+    words = [*parsed.overrides, *rest] if takes else rest
+    if wrong := [w for w in words if not takes or w.startswith("-") or "=" not in w]:
+        top.error(f"unrecognized arguments: {shlex.join(wrong)}")
     if parsed.command != "prefetch":  # all is on the disk; the hub would be asked, and waited for
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a record file has a thread
     if takes:
-        parsed.overrides += rest + ([f"cluster={parsed.cluster}"] if parsed.cluster else [])
+        parsed.overrides = words + ([f"cluster={parsed.cluster}"] if parsed.cluster else [])
     if (PROJECT / "slurm").is_dir():
         os.chdir(PROJECT)  # paths inside a sweep file begin there
     from calibeval.io import finish

@@ -1,6 +1,7 @@
 """Sweep files and profiles: what is refused, where, and in which words; what decides a folder."""
 
 import os
+import shlex
 import subprocess
 import sys
 
@@ -124,10 +125,17 @@ def test_the_same_run_however_its_paths_are_spelt(toy_file):
 
 
 @pytest.mark.parametrize(
-    "typed", ["status configs/sweeps/lr.yaml --delete", "keys trainer a=b", f"status {'long' * 99}"]
+    "typed",
+    [
+        "status configs/sweeps/lr.yaml --delete",
+        "status configs/sweeps/lr.yaml score",  # which took the questions from the sweep
+        "status configs/sweeps/lr.yaml --cluster configs/cluster/generic.yaml ''",
+        "keys trainer a=b",
+        f"status {'long' * 99}",
+    ],
 )
 def test_what_is_typed_wrong_ends_in_two(typed):
-    done = command(*typed.split())
+    done = command(*shlex.split(typed))
     assert done.returncode == 2 and "Traceback" not in done.stderr
 
 
