@@ -1,5 +1,6 @@
 """Everything that would stop a sweep later, found and named before anything is queued."""
 
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,9 @@ def problems(plan: Plan, executor: str) -> list[str]:
     command = cluster.python.partition(" ")[0]
     if command == "auto":
         found += _packages(plan)
+        asks = plan.sweep.score and plan.sweep.score.python
+        if asks and not shutil.which(os.path.abspath(asks)):
+            found.append(f"score.python: {asks}: no such program")
     elif not (shutil.which(command) or "$" in command or cluster.modules or cluster.setup):
         found.append(f"{plan.sweep.cluster}: python: {command}: no such command")
     if (file := cluster.secrets_file) and not Path(expand("secrets_file", file)).is_file():

@@ -165,7 +165,9 @@ def test_packages_that_runs_need_are_named(toy_file, profile, tiny):
     task = {"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 1}
     path = toy_file(score={"engine": "vllm", "tasks": [task]}, cluster=profile())
     assert f"packages that runs need: vllm: {sys.executable} -m pip install" in problems(path)
-    assert problems(path, "score.python=/other/python") == ""  # which is not asked
+    assert problems(path, f"score.python={sys.executable}") == ""  # which is not asked
+    said = "score.python: /other/python: no such program"  # which would show after the training
+    assert problems(path, "score.python=/other/python") == said
     profile(python="$HOME/mine")  # nor this one
     assert problems(path) == ""
 
