@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
         os.chdir(PROJECT)  # paths inside a sweep file begin there
     from calibeval.io import finish
 
-    def work() -> int:
+    def work() -> int | None:
         if takes:
             from sweeps.plan import plan
 
@@ -114,18 +114,16 @@ def _launch(a: argparse.Namespace) -> int:
     return 1 if collect.collect(plan) or lost else 0
 
 
-def _status(a: argparse.Namespace) -> int:
+def _status(a: argparse.Namespace) -> None:
     from sweeps import status
 
     print(status.table(a.plan))
-    return 0
 
 
-def _cancel(a: argparse.Namespace) -> int:
+def _cancel(a: argparse.Namespace) -> None:
     from sweeps import slurm
 
     print(f"cancelled: {', '.join(slurm.cancel(a.plan.folder)) or 'no job'}")
-    return 0
 
 
 def _collect(a: argparse.Namespace) -> int:
@@ -145,7 +143,7 @@ def _prefetch(a: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def _keys(a: argparse.Namespace) -> int:
+def _keys(a: argparse.Namespace) -> None:
     from sweeps.config import Cluster, Sweep, documentation
     from sweeps.run import backend
 
@@ -156,10 +154,9 @@ def _keys(a: argparse.Namespace) -> int:
     ):
         schema = model.model_json_schema()
         print(f"# {title}", *documentation(schema, schema.get("$defs", {})), "", sep="\n")
-    return 0
 
 
-def _train(a: argparse.Namespace) -> int:
+def _train(a: argparse.Namespace) -> None:
     """Train a run, unless it is; with `score` as the command, or then, score it."""
     from sweeps import score
     from sweeps.run import Run, backend, locked
@@ -172,7 +169,6 @@ def _train(a: argparse.Namespace) -> int:
             backend(config.backend).train(run)
         elif config.score:
             score.here(run)
-    return 0
 
 
 _score = _train
