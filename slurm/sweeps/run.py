@@ -196,15 +196,14 @@ def held(path: Path) -> bool:
 def ask(tool: str, *words: str) -> str:
     """What one of Slurm's tools prints; raises InputError if it fails, or waits for ever."""
     try:
-        done = subprocess.run([tool, *words], capture_output=True, timeout=PATIENCE, check=False)
+        done = subprocess.run([tool, *words], capture_output=True, timeout=PATIENCE, check=True)
+        return os.fsdecode(done.stdout)
     except OSError:
         raise InputError(f"{tool} is not on the PATH: type this on a login node") from None
     except subprocess.TimeoutExpired:
         why = f"nothing for {PATIENCE} s"
-    else:
-        if done.returncode == 0:
-            return os.fsdecode(done.stdout)
-        why = last_error(os.fsdecode(done.stderr).splitlines())
+    except subprocess.CalledProcessError as error:
+        why = last_error(os.fsdecode(error.stderr).splitlines())
     raise InputError(f"{tool} does not answer: {why}; try again in a minute")
 
 
