@@ -65,19 +65,18 @@ def _cells(sweep: Sweep, folder: Path, source: str, places: dict[str, str]) -> l
     def section(key: str) -> str:
         return "grid" if key in sweep.grid else "train"
 
-    cells, seen = [], {}
+    cells: dict[str, Cell] = {}
     for combination in itertools.product(*sweep.grid.values()):
         values = dict(zip(sweep.grid, combination, strict=True))
         raw = sweep.train | values
         raw |= {k: os.path.normpath(raw[k]) for k in PATHS if isinstance(raw.get(k), str)}
         train = check(trains, raw, source, places, section).model_dump()
         config = RunConfig(backend=sweep.backend, train=train, **same)
-        if config.name in seen:
-            both = f"{values} and {seen[config.name]}"
+        if config.name in cells:
+            both = f"{values} and {cells[config.name].values}"
             raise InputError(f"{source}: grid: {both} are the same run; drop one")
-        seen[config.name] = values
-        cells.append(Cell(Run(folder / config.name), config, values))
-    return cells
+        cells[config.name] = Cell(Run(folder / config.name), config, values)
+    return list(cells.values())
 
 
 def _bases(sweep: Sweep, folder: Path, cells: list[Cell]) -> list[Cell]:
