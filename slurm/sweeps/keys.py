@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 
 from calibeval.request import Natural, Positive, Seq, Strict
 from sweeps.config import option
@@ -11,7 +11,6 @@ Scheduler = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"
 ]  # fmt: skip
 Share = Annotated[float, Field(ge=0, le=1)]
-Above0 = Annotated[float, Field(gt=0)]
 Target = Annotated[str, Field(pattern=r"^unigram$|\.npy$")]
 
 
@@ -19,7 +18,7 @@ class Lora(Strict):
     """Low-rank adapters by peft (Hu et al. 2021): W + (alpha / r) B A, with W frozen."""
 
     r: Positive = option(16, "the rank of B A")
-    alpha: Above0 = option(32.0, "the adapters' factor, before it is divided by r")
+    alpha: PositiveFloat = option(32.0, "the adapters' factor, before it is divided by r")
     dropout: Share = option(0.0, "of the adapters' input")
     targets: Literal["all-linear"] | Seq[str] = option(
         "all-linear", "names of the adapted layers; all-linear: all but the classifier"
@@ -46,7 +45,7 @@ class Common(Strict):
         "mean", "with S the summed loss of a micro-batch's n targets, an update averages S / n or "
         "S over its micro-batches, or is ΣS / Σn"
     )  # fmt: skip
-    learning_rate: Above0 = option(2e-5, "AdamW's, at its peak")
+    learning_rate: PositiveFloat = option(2e-5, "AdamW's, at its peak")
     lr_scheduler_type: Scheduler = option("linear", "its course after warm-up")
     warmup_ratio: Share = option(0.03, "of the updates")
     weight_decay: float = option(0.0, "AdamW's, of all weights but norms and biases", ge=0)
@@ -86,7 +85,7 @@ class Train(Common):
         None, "what β is spread over; null: all tokens alike; unigram: as often as they are "
         "learnt; FILE.npy: a share for each of the model's tokens"
     )  # fmt: skip
-    clip_grad_norm: Above0 | None = option(
+    clip_grad_norm: PositiveFloat | None = option(
         None, "highest norm of the gradient; null: what the DeepSpeed file says, else no limit"
     )
     lora: Lora | None = option(None, "train adapters; null: all weights")
