@@ -168,10 +168,7 @@ class Cluster(Strict):
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
     """Unlike YAML 1.1's, `2e-5` is a number, and `no`, `12:00:00` and `007` are words."""
 
-    yaml_implicit_resolvers = {  # noqa: RUF012 PyYAML's own shape
-        first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":null", ":merge"))]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
+    yaml_implicit_resolvers = {}  # noqa: RUF012 PyYAML's own shape
 
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):
@@ -179,7 +176,8 @@ class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):
 
 
 FLOAT = r"[-+]?((0|[1-9]\d*)(\.\d*)?|\.\d+)([eE][-+]?\d+)?|[-+]?\.(inf|Inf)|\.(nan|NaN)"
-WORDS = {"bool": "true|True|TRUE|false|False|FALSE", "int": "[-+]?(0|[1-9][0-9]*)", "float": FLOAT}
+WORDS = {"null": "|~|null|Null|NULL", "merge": "<<"}
+WORDS |= {"bool": "true|True|TRUE|false|False|FALSE", "int": "[-+]?(0|[1-9][0-9]*)", "float": FLOAT}
 for _side in (_Loader, _Dumper):
     for _tag, _form in WORDS.items():  # tried in order, so an integer stays one
         _side.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^({_form})$"), None)
