@@ -187,7 +187,7 @@ def smoothing_target(keys: Train, updates: Updates, size: int) -> Tensor:
     except (OSError, ValueError) as error:
         raise InputError(f"{where}: could not be read ({error})") from error
     floats = u.dtype.kind == "f" and u.shape == (size,)
-    if not floats or u.min() < 0 or abs(u.sum(dtype=float) - 1) > 1e-3:
+    if not (floats and u.min() >= 0 and abs(u.sum(dtype=float) - 1) <= 1e-3):  # nor NaN
         wanted = f"floats of shape ({size},), as many as the model's vocabulary has, padding too"
         raise InputError(
             f"{where}: found {u.dtype} of shape {u.shape}; expected {wanted}, 0 or more each, "

@@ -531,7 +531,7 @@ def test_shares_of_other_tokens_are_refused(sweep_file, tiny, tmp_path):
     target = f"train.smoothing_target={file}"
     said = f"train.smoothing_target: {file}: no such file"
     assert said in preflight.problems(plan(path, [target]), "local")
-    for wrong in (np.full(3, 1 / 3), np.ones(rows), np.ones(rows, int)):
+    for wrong in (np.full(3, 1 / 3), np.ones(rows), np.full(rows, np.nan), np.ones(rows, int)):
         np.save(file, wrong)
         assert not preflight.problems(plan(path, [target]), "local")
         found = rf"u\.npy: found {wrong.dtype} of shape \({len(wrong)},\)"
