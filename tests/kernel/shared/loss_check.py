@@ -73,9 +73,9 @@ def torch_loss(hidden, weight, labels, bias, smoothing_target=None, token_weight
         z = z + bias
     if asked.softcap is not None:
         z = asked.softcap * torch.tanh(z / asked.softcap)
-    z, valid = z.float(), labels >= 0
+    z, valid = z.to(torch.promote_types(z.dtype, torch.float32)), labels >= 0
     v, target = z.shape[1], labels.clamp(min=0)
-    u = torch.full((v,), 1 / v, device=z.device) if smoothing_target is None else smoothing_target
+    u = z.new_full((v,), 1 / v) if smoothing_target is None else smoothing_target
     soft = (asked.label_smoothing * u).repeat(len(z), 1)
     soft.scatter_add_(1, target[:, None], torch.full_like(soft[:, :1], 1 - asked.label_smoothing))
     losses = F.cross_entropy(z, soft, reduction="none") + asked.z_loss * z.logsumexp(1).square()
