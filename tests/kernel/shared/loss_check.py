@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import strategies as st
 from triton import __version__ as triton_version
 
 from smoothce import linear_cross_entropy
@@ -18,10 +19,30 @@ runs_schedule = pytest.mark.skipif(
     WIDE_CUMSUM, reason="Triton < 3.3's interpreter stores tl.cumsum of int32 as int64"
 )
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter has no bf16
-FLOOR = {torch.float32: 2e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
+FLOOR = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 # Of gradients of fewer numbers than FEW: where their terms cancel, which of two errors is the
 # larger is luck.
 FEW, FLOOR_OF_FEW = 16, 1e-4
+
+ANY_SHAPE_AND_OPTION = {  # of `check`
+    "n": st.integers(0, 70),
+    "v": st.integers(2, 160),
+    "d": st.integers(1, 40),
+    "label_smoothing": st.sampled_from([0.0, 0.1, 1.0]),
+    "reduction": st.sampled_from(["mean", "sum", "none"]),
+    "softcap": st.sampled_from([None, 2.0]),
+    "logit_scale": st.sampled_from([None, -1.7]),
+    "z_loss": st.sampled_from([0.0, 0.1, -0.3]),
+    "bias": st.booleans(),
+    "mixture": st.booleans(),
+    "weighted": st.booleans(),
+    "masked": st.sampled_from([0.0, 0.4, 1.0]),
+    "ignore_index": st.sampled_from([-100, 0]),
+    "needs": st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    "apart": st.booleans(),
+    "passes": st.sampled_from([1, 2]),
+    "seed": st.integers(0, 1000),
+}
 
 
 def inputs(n, v, d, dtype=torch.float32, masked=0.0, bias=False, seed=0, spread=1.0):
@@ -73,8 +94,8 @@ def torch_loss(hidden, weight, labels, bias, smoothing_target=None, token_weight
         z = z + bias
     if asked.softcap is not None:
         z = asked.softcap * torch.tanh(z / asked.softcap)
-    z, valid = z.to(torch.promote_types(z.dtype, torch.float32)), labels >= 0
-    v, target = z.shape[1], labels.clamp(min=0)
+    z, valid = z.to(torch.promote_types(z.dtype, torch.float32)), labels != asked.ignore_index
+    v, target = z.shape[1], labels.where(valid, 0)
     u = z.new_full((v,), 1 / v) if smoothing_target is None else smoothing_target
     soft = (asked.label_smoothing * u).repeat(len(z), 1)
     soft.scatter_add_(1, target[:, None], torch.full_like(soft[:, :1], 1 - asked.label_smoothing))
@@ -96,29 +117,33 @@ def error(found, expected):
 def check(n, v, d, dtype=torch.float32, masked=0.0, bias=False, seed=0, apart=False, **options):
     """The Triton loss and gradients against the reference in wider numbers; a tiny eps drops
     nothing. `mixture` and `weighted` ask for a smoothing target and for token weights, `apart` for
-    inputs that are not contiguous."""
+    inputs that are not contiguous. `impl` "chunked" is held to the error of the reference itself
+    in the dtype."""
+    impl = options.pop("impl", "triton")
     data = inputs(n, v, d, dtype, masked, bias, seed)
+    data[2][data[2] == -100] = ignored = options.get("ignore_index", -100)
     g = torch.Generator().manual_seed(seed + 1)
     if options.pop("mixture", False):
         options["smoothing_target"] = torch.randn(v, generator=g).softmax(0).to(DEVICE)
     if options.pop("weighted", False):
         options["token_weights"] = torch.rand(n, generator=g).to(DEVICE)
-    if options.get("reduction") == "none":
-        options["upstream"] = torch.randn(n, generator=g).to(DEVICE)
+    shape = (n,) if options.get("reduction") == "none" else ()
+    options["upstream"] = torch.randn(shape, generator=g).to(DEVICE)
     exact = {**options, "filter_eps": None}
-    wider = torch.float64 if dtype == torch.float32 else torch.float32
+    wider = torch.float32 if dtype in (torch.float16, torch.bfloat16) else torch.float64
     wide = [t.to(wider) if t is not None and t.is_floating_point() else t for t in data]
     expected = gradients("reference", *wide, **exact)
-    plain = gradients(None, *data, **exact)
+    plain = gradients("reference" if impl == "chunked" else None, *data, **exact)
     if apart:
         data = spaced(*data)
     if DEVICE == "cuda":  # freed memory of NaN, for the next allocations to find
         del_me = [torch.full((2**i,), float("nan"), device=DEVICE) for i in range(8, 22)]
         del del_me
-    found = gradients("triton", *data, **options)
+    found = gradients(impl, *data, **options)
+    assert found[0].dtype == torch.promote_types(dtype, torch.float32)
     for i, (a, b, c) in enumerate(zip(found, expected, plain, strict=True)):
         assert torch.isfinite(a).all(), i
-        if n == 0 or (data[2] == -100).all():
+        if n == 0 or (data[2] == ignored).all():
             assert not a.any(), i
             continue
         ours, theirs = error(a, b), error(c, b)

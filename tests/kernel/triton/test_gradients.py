@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_check import (
+    ANY_SHAPE_AND_OPTION,
     DEVICE,
     HALF,
     WIDE_CUMSUM,
@@ -190,30 +191,16 @@ def test_nothing_is_left_after_the_backward(how, monkeypatch):
 
 @settings(max_examples=80, deadline=None)
 @given(
-    n=st.integers(0, 70),
-    v=st.integers(2, 160),
-    d=st.integers(1, 40),
     dtype=st.sampled_from([torch.float32, HALF]),
-    label_smoothing=st.sampled_from([0.0, 0.1, 1.0]),
-    reduction=st.sampled_from(["mean", "sum", "none"]),
-    softcap=st.sampled_from([None, 2.0]),
-    logit_scale=st.sampled_from([None, -1.7]),
-    z_loss=st.sampled_from([0.0, 0.1, -0.3]),
-    bias=st.booleans(),
-    mixture=st.booleans(),
-    weighted=st.booleans(),
-    masked=st.sampled_from([0.0, 0.4, 1.0]),
-    needs=st.sampled_from([(True, True, True), (True, False, True), (False, True, True)]),
-    apart=st.booleans(),
     small=st.sampled_from([*SMALL]),
     how=st.sampled_from([EARLY, LATE] if WIDE_CUMSUM else [EARLY, LATE, FILTERED]),
-    seed=st.integers(0, 1000),
+    **ANY_SHAPE_AND_OPTION,
 )
-def test_any_shape_and_option(n, v, d, small, how, **options):
+def test_any_shape_and_option(small, how, **options):
     """In the memory of a GPU's large shapes, too."""
     if how == FILTERED:  # which neither a bias nor fp16 has
         options |= {"bias": False, "dtype": torch.float32}
     with pytest.MonkeyPatch.context() as patch:
         for (module, name), value in SMALL[small].items():
             patch.setattr(module, name, value)
-        check(n, v, d, **options, **how)
+        check(**options, **how)
