@@ -1,12 +1,9 @@
 """A tiny model with a real byte-level BPE, and MMLU-layout data to ask it."""
 
 import random
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))  # for what is made, made_records and others
 from made_records import WORDS, table, write_rows
 
 from calibeval.__main__ import main

@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import real
 import yaml
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "patches")]  # for real.py, tiny_world.py and toy/
-import real  # noqa: E402
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell runs behind ignores it
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny models: more threads only wait for each other

@@ -4,19 +4,15 @@ computes; the report is right on runs of known calibration."""
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "eval"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "patches"))
 import tiny_world
+import torch
 from made_records import write_records
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import calibeval
 from calibeval import records, scaling, stats
