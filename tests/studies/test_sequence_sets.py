@@ -1,15 +1,12 @@
 """k-best labelings against enumeration, and their sets against what a hidden Markov model knows."""
 
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import studies
 from studies.sequence_sets import __main__ as study
 from studies.sequence_sets import sets
 from studies.sequence_sets.markov import LABELS, draw, sentences
@@ -88,22 +85,16 @@ def test_probability_of_entities_is_the_sum_over_labelings():
     assert found.name.tolist() == [name for *_, name in sorted(exact)]
 
 
-def test_the_study_in_small(tmp_path, capsys):
+def test_the_study_in_small(small, tmp_path, capsys):
     """Bad input is named first."""
-    file, folder = tmp_path / "config.yaml", Path(study.__file__).parent
-    given = yaml.safe_load((folder / "config.yaml").read_text())
-    given |= {"output": str(tmp_path / "out"), "sentences": 60, "seeds": [0, 1], "splits": 4}
-
-    def run(**keys):
-        file.write_text(yaml.safe_dump(given | keys))
-        return studies.command("", study.Config, study.study, folder, ["--config", str(file)])
-
+    given = {"sentences": 60, "seeds": [0, 1], "splits": 4}
     for wrong in ({"alpha": -1}, {"conl": 1}):
-        assert run(**wrong) == 2
-        assert f"error: {file}: {next(iter(wrong))}" in capsys.readouterr().err
+        assert small(study, **given, **wrong) == 2
+        assert f"config.yaml: {next(iter(wrong))}" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-    assert run(k=20) == 0
+    assert small(study, **given, k=20) == 0
     said = capsys.readouterr().out
     assert "| sets at 1 − α = 0.9" in said and "| all entities, Šidák: five and more |" in said
     assert (tmp_path / "out" / "table.md").read_text().strip() == said.strip()
-    assert run(k=1) == 0 and "| inf ± " in capsys.readouterr().out  # too few are listed
+    assert small(study, **given, k=1) == 0
+    assert "| inf ± " in capsys.readouterr().out  # too few are listed
