@@ -11,6 +11,7 @@ import numpy as np
 
 from calibeval.__main__ import main
 
+LETTERS = {"id": "a/0", "subject": "a", "label": 1, "logprobs": [-1.0, -2.0], "letter_mass": 0.5}
 WORDS = "which of the following is a true statement about force mass light cells kings law"
 
 
@@ -75,10 +76,10 @@ def draw(n: int, sharpness: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return said - np.log(np.exp(said).sum(1, keepdims=True)), labels
 
 
-def write_records(path, n: int, sharpness: float, seed: int, mass: float = 0.95) -> None:
+def write_records(path: Path, n=600, sharpness=1.0, seed=0, mass=0.95) -> Path:
     """What `draw` makes; the letters have `mass` of the probability."""
     said, labels = draw(n, sharpness, seed)
     rows = [{"id": f"q{i}", "subject": "s", "model": "m", "letter_mass": mass} for i in range(n)]
     for row, label, logprobs in zip(rows, labels, said + math.log(mass), strict=True):
         row |= {"label": int(label), "logprobs": logprobs.tolist()}
-    write_lines(path, rows)
+    return write_lines(path, rows)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from made_records import table, write_rows
+from made_records import LETTERS, table, write_rows
 
 
 @pytest.mark.parametrize(
@@ -110,13 +110,12 @@ def test_a_disk_that_fills_leaves_nothing_half_written(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-GOOD = {"id": "a/0", "subject": "a", "label": 1, "logprobs": [-1.0, -2.0], "letter_mass": 0.5}
 TEXTS = {"scoring": "continuation", "normalise": "bytes"}
 
 
 def changed(**values) -> str:
     """A line of a good record but for these."""
-    return json.dumps(GOOD | {"id": "a/1"} | values)
+    return json.dumps(LETTERS | {"id": "a/1"} | values)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +123,7 @@ def changed(**values) -> str:
     [
         ("{", "line 2: not JSON"),
         ("[]", "line 2: expected a JSON object, found list"),
-        (json.dumps(GOOD), "line 2: id 'a/0' is on line 1 already"),
+        (json.dumps(LETTERS), "line 2: id 'a/0' is on line 1 already"),
         (changed(label=True), "line 2: label is True: expected a valid integer"),
         (changed(label=2), "line 2: label is 2, expected 0 to 1"),
         (changed(logprobs=[-1.0]), "logprobs is [-1.0]: List should have at least 2 items"),
@@ -141,7 +140,7 @@ def changed(**values) -> str:
 )
 def test_malformed_records(tmp_path, refused, second, expected):
     path = tmp_path / "r.jsonl"
-    path.write_text(json.dumps(GOOD) + "\n" + second + "\n")
+    path.write_text(json.dumps(LETTERS) + "\n" + second + "\n")
     assert expected in refused("metrics", path)
 
 
@@ -151,7 +150,7 @@ def test_absent_and_empty_records(tmp_path, refused):
         assert f"{path}: could not be read (No such file or directory)" in refused(*asked)
     path.touch()
     assert f"{path}: no records" in refused("metrics", path)
-    path.write_text(json.dumps(GOOD))
+    path.write_text(json.dumps(LETTERS))
     assert "line 1: no 'bytes' by which" in refused("metrics", path, "--normalise", "bytes")
 
 

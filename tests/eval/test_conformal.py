@@ -36,15 +36,10 @@ def test_threshold_is_the_order_statistic(n, alpha, place):
     assert conformal.threshold(scores, alpha) == (math.inf if place is None else place)
 
 
-def made(path, n=600, seed=0, sharpness=1.0):
-    write_records(path, n, sharpness, seed)
-    return records.read(path)
-
-
 @pytest.mark.parametrize("score", ("lac", "aps"))
 def test_coverage_over_splits_is_beta_binomial(tmp_path, run, score):
     """Mean and sd within 0.002 over 2,000 splits, whatever the model's calibration."""
-    of = made(tmp_path / "a.jsonl", sharpness=3.0)
+    of = records.read(write_records(tmp_path / "a.jsonl", sharpness=3.0))
     found = conformal.evaluate(of, score=score, splits=2000)
     k = math.ceil(301 * 0.9)
     expected = betabinom(300, k, 301 - k)
@@ -56,7 +51,7 @@ def test_coverage_over_splits_is_beta_binomial(tmp_path, run, score):
 
 
 def test_every_call_gives_the_same_whatever_the_order(tmp_path):
-    of = made(tmp_path / "a.jsonl")
+    of = records.read(write_records(tmp_path / "a.jsonl"))
     lines = (tmp_path / "a.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "b.jsonl").write_text("".join(reversed(lines)))
     turned = records.read(tmp_path / "b.jsonl")
@@ -65,15 +60,14 @@ def test_every_call_gives_the_same_whatever_the_order(tmp_path):
 
 
 def test_a_set_without_threshold_has_the_choices_that_there_are(tmp_path):
-    of = made(tmp_path / "a.jsonl", 20)
+    of = records.read(write_records(tmp_path / "a.jsonl", 20))
     of.labels[:] = 0
     of.logprobs[:10, 2:] = -np.inf
     assert conformal.evaluate(of, alpha=0.01).size == pytest.approx(3, abs=0.2)
 
 
 def test_bad_input_is_refused(tmp_path, refused):
-    made(tmp_path / "a.jsonl", 20)
-    said = refused("conformal", tmp_path / "a.jsonl", "--alpha", "2")
+    said = refused("conformal", write_records(tmp_path / "a.jsonl", 20), "--alpha", "2")
     assert "alpha is 2.0, expected a number from 0 to 1" in said
     with pytest.raises(InputError, match=r"one\.jsonl: 1 record, expected 2 or more to split"):
-        conformal.evaluate(made(tmp_path / "one.jsonl", 1))
+        conformal.evaluate(records.read(write_records(tmp_path / "one.jsonl", 1)))

@@ -11,6 +11,7 @@ import math
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from made_records import read_lines, write_lines
 
@@ -55,6 +56,8 @@ def test_texts_by_every_normalisation(tmp_path, run):
         assert row["characters"] == [len(c) for c in sample["doc"]["choices"]]
         assert row["bytes"] == [len(c.encode()) for c in sample["doc"]["choices"]]
     assert any(row["bytes"] != row["characters"] for row in rows)
+    by_bytes = [np.divide(row["logprobs"], row["bytes"]).tolist() for row in rows]
+    assert records.read(tmp_path / "hellaswag.jsonl", "bytes").logprobs.tolist() == by_bytes
 
 
 def test_a_run_becomes_a_file_a_data_set(tmp_path, run, refused):

@@ -1,12 +1,10 @@
-"""Records as arrays, by every normalisation, and choices that are not there."""
+"""Records as arrays: texts, and choices that are not there."""
 
 import numpy as np
-import pytest
-from made_records import write_lines
+from made_records import LETTERS, write_lines
 
 from calibeval import records
 
-LETTERS = {"id": "a/0", "subject": "a", "label": 1, "logprobs": [-1.0, -2.0], "letter_mass": 0.5}
 TEXTS = {
     "id": "b/0",
     "subject": "b",
@@ -17,22 +15,6 @@ TEXTS = {
     "bytes": [3, 4, 9],
     "characters": [3, 2, 9],
 }
-
-
-@pytest.mark.parametrize(
-    ("normalise", "expected"),
-    [
-        ("sum", [-6, -4, -9]),
-        ("bytes", [-2, -1, -1]),
-        ("characters", [-2, -2, -1]),
-        (None, [-2, -2, -1]),
-    ],
-)
-def test_normalisations(tmp_path, normalise, expected):
-    found = records.read(write_lines(tmp_path / "r.jsonl", [TEXTS]), normalise)
-    assert found.logprobs.tolist() == [expected]
-    assert found.scoring == "continuation" and found.normalise == (normalise or "characters")
-    assert np.isnan(found.letter_mass).all()
 
 
 def test_texts_may_begin_alike(tmp_path):

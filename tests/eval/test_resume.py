@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from made_records import read_lines, table, write_lines, write_rows
+from made_records import LETTERS, read_lines, table, write_lines, write_rows
 
 from calibeval import scoring, store
 from calibeval.__main__ import main
@@ -88,7 +88,6 @@ def test_files_that_are_damaged_or_of_nobody_are_refused(command, tmp_path, run,
 
 BF16 = {"engine": "transformers", "device": "H100", "dtype": "bfloat16", "batch_size": 16}
 FP32 = BF16 | {"device": "cpu", "dtype": "float32"}
-ROW = {"id": "a/0", "subject": "a", "label": 1, "logprobs": [-1.0, -2.0], "letter_mass": 0.5}
 
 
 def test_another_precision_or_engine_is_refused(tmp_path):
@@ -97,7 +96,7 @@ def test_another_precision_or_engine_is_refused(tmp_path):
     one = store.Store(out, {"dtype": "auto"})
     one.engine(BF16)
     with one.adding() as add:
-        add(ROW)
+        add(LETTERS)
     again = store.Store(out, {"dtype": "auto"})
     with pytest.raises(InputError, match=r"dtype 'bfloat16' \(now 'float32'\)"):
         again.engine(FP32)

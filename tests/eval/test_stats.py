@@ -11,16 +11,9 @@ from calibeval import measures, records, stats
 from calibeval.measures import Sample, scores
 
 
-def write(path, n=600, sharpness=1.0):
-    """Answers to the same questions, stated with some sharpness."""
-    write_records(path, n, sharpness, 0, 1.0)
-    return path
-
-
 def test_calibration_errors_of_a_calibrated_model_lie_in_their_intervals(tmp_path):
     """4,000 calibrated answers: percentile intervals of ECE and RMS excluded their own value."""
-    write_records(tmp_path / "a.jsonl", 4000, 1.0, 0)
-    run = stats.load(tmp_path / "a.jsonl")
+    run = stats.load(write_records(tmp_path / "a.jsonl", 4000))
     for name in ("ece", "rms", "rms_debiased"):
         found = stats.estimate([run], name, "choices")
         assert found.value < found.floor and found.p > 0.05, name
@@ -29,7 +22,7 @@ def test_calibration_errors_of_a_calibrated_model_lie_in_their_intervals(tmp_pat
 
 
 def test_a_sharpened_run_is_worse_calibrated_and_as_accurate(tmp_path, run):
-    a, b = write(tmp_path / "a.jsonl"), write(tmp_path / "b.jsonl", sharpness=2.5)
+    a, b = write_records(tmp_path / "a.jsonl"), write_records(tmp_path / "b.jsonl", sharpness=2.5)
     runs = stats.load(a), stats.load(b)
 
     def difference(metric, first=runs[0], second=runs[1]):
@@ -52,7 +45,7 @@ def test_a_sharpened_run_is_worse_calibrated_and_as_accurate(tmp_path, run):
 
 
 def test_pairing_ignores_the_order_and_is_narrower(tmp_path):
-    a, b = write(tmp_path / "a.jsonl"), write(tmp_path / "b.jsonl", sharpness=1.2)
+    a, b = write_records(tmp_path / "a.jsonl"), write_records(tmp_path / "b.jsonl", sharpness=1.2)
     shuffled = tmp_path / "s.jsonl"
     shuffled.write_text("".join(reversed(b.read_text().splitlines(keepends=True))))
     one, other, again = (stats.load(path) for path in (a, b, shuffled))
@@ -99,9 +92,9 @@ def test_resamples_that_are_all_alike_say_nothing(tmp_path, run):
 
 def test_seeds_share_the_questions_and_their_noise_is_counted_once(tmp_path):
     """Equal runs are as uncertain as one; seeds that disagree are more so, two most of all."""
-    path = write(tmp_path / "a.jsonl")
+    path = write_records(tmp_path / "a.jsonl")
     one = stats.load(path)
-    far = [stats.load(write(tmp_path / f"{s}.jsonl", sharpness=s)) for s in (1.5, 2.0)]
+    far = [stats.load(write_records(tmp_path / f"{s}.jsonl", sharpness=s)) for s in (1.5, 2.0)]
     for metric, keys in (
         ("nll", ("value", "low", "high")),
         ("rms_debiased", ("value", "floor")),
@@ -128,7 +121,7 @@ def test_seeds_share_the_questions_and_their_noise_is_counted_once(tmp_path):
 
 
 def test_kept_figures_are_made_anew_when_records_or_code_change(tmp_path, monkeypatch):
-    path, kept = write(tmp_path / "a.jsonl", n=200), tmp_path / "a.jsonl.stats.json"
+    path, kept = write_records(tmp_path / "a.jsonl", n=200), tmp_path / "a.jsonl.stats.json"
     first, made = stats.load(path), kept.stat().st_mtime_ns
     again = stats.load(path)
     assert kept.stat().st_mtime_ns == made
@@ -147,7 +140,7 @@ def test_kept_figures_are_made_anew_when_records_or_code_change(tmp_path, monkey
 
 
 def test_other_questions_or_answers_are_refused(tmp_path, refused):
-    a, b = write(tmp_path / "a.jsonl"), tmp_path / "b.jsonl"
+    a, b = write_records(tmp_path / "a.jsonl"), tmp_path / "b.jsonl"
     b.write_text("".join(a.read_text().splitlines(keepends=True)[:-1]))
     said = refused("compare", a, b)
     assert "a.jsonl and " in said and "600 and 599 questions; expected the same ids" in said
@@ -158,14 +151,14 @@ def test_other_questions_or_answers_are_refused(tmp_path, refused):
 
 
 def test_metrics_prints_them_all(tmp_path, run):
-    said = run("metrics", write(tmp_path / "a.jsonl", n=100)).out
+    said = run("metrics", write_records(tmp_path / "a.jsonl", n=100)).out
     names = [line.split()[0] for line in said.splitlines()[2:]]
     assert names == list(stats.METRICS) and "floor" in said
 
 
 def test_squares_read_what_they_say_they_read(tmp_path):
     """With the gaps as observed, A + B + D is T of the resample, but for (n_b − 1) / n_b."""
-    of = scores(records.read(write(tmp_path / "a.jsonl", n=3000, sharpness=1.5)), "choices")
+    of = scores(records.read(write_records(tmp_path / "a.jsonl", n=3000, sharpness=1.5)), "choices")
     times = np.random.default_rng(1).multinomial(3000, np.full(3000, 1 / 3000), 50).astype(float)
     bins = [Sample(of, t).top for t in (None, times)]
     found = stats.squares(bins[0], bins[1:])
