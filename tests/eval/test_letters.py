@@ -40,21 +40,20 @@ def test_some_letters_split_and_some_not():
     assert letters(tokenizer, CONTEXT, 3) == ((space, a), (whole,), (space, c))
 
 
-def test_letters_that_merge_with_the_contexts_end_are_refused():
+def test_letters_that_merge_with_the_contexts_end_or_look_alike_are_refused():
     alphabet = sorted(set("light mass\nAnswer:ABCD".replace(" ", "▁")))
     merges = [(":", "▁"), (":▁", "A"), (":▁", "B")]
-    tokenizer = pieces(["<unk>", *alphabet, ":▁", ":▁A", ":▁B"], merges)
-    with pytest.raises(InputError, match="cannot score the letter ' A'"):
-        letters(tokenizer, CONTEXT, 2)
-
-
-def test_letters_that_look_alike_are_refused():
-    tokenizer = pieces(["<unk>", *sorted(set("light mass\nAnswer:AB".replace(" ", "▁")))], [])
-    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(
+    merged = pieces(["<unk>", *alphabet, ":▁", ":▁A", ":▁B"], merges)
+    alike = pieces(["<unk>", *alphabet], [])
+    alike.backend_tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Replace(" ", "▁"), normalizers.Replace("▁B", "▁A")]
     )
-    with pytest.raises(InputError, match=r"letter ' A'.* tokens of its own for each letter"):
-        letters(tokenizer, CONTEXT, 2)
+    for tokenizer, said in (
+        (merged, "cannot score the letter ' A'"),
+        (alike, r"letter ' A'.* tokens of its own for each letter"),
+    ):
+        with pytest.raises(InputError, match=said):
+            letters(tokenizer, CONTEXT, 2)
 
 
 def test_appended_end_token_is_left_out():

@@ -7,10 +7,9 @@ from scipy.special import log_softmax
 
 import calibeval
 from calibeval import records
-from calibeval.__main__ import main
 
 
-def test_it_finds_the_sharpness_and_takes_it_off_other_answers(tmp_path):
+def test_it_finds_the_sharpness_and_takes_it_off_other_answers(tmp_path, run):
     val, test, out = (tmp_path / f"{name}.jsonl" for name in ("val", "test", "out"))
     write_records(val, 6000, 3.0, seed=1)
     write_records(test, 3000, 3.0, seed=2)
@@ -30,7 +29,7 @@ def test_it_finds_the_sharpness_and_takes_it_off_other_answers(tmp_path):
     # Among all tokens nobody knows: that would take the logits of them all.
     assert set(one) == {"choices", "vocabulary"} and set(other) == {"choices"}
     gap = calibeval.compare(test, out)["choices"]["ece_signed"]
-    assert gap["high"] < 0 and main(["compare", str(test), str(out)]) == 0
+    assert gap["high"] < 0 and run("compare", test, out)
     one, other = one["choices"], other["choices"]
     assert other["accuracy"] == one["accuracy"]
     assert other["ece"].value < 0.03 < 0.1 < one["ece"].value
@@ -52,7 +51,7 @@ def test_texts_are_read_by_their_convention(tmp_path):
     assert np.allclose(other.logprobs, one.logprobs / tau) and other.normalise == "characters"
 
 
-def test_questions_that_are_tested_are_not_fitted_on(mmlu, tiny_model, tmp_path, capsys):
+def test_questions_that_are_tested_are_not_fitted_on(mmlu, tiny_model, tmp_path, run):
     """MMLU has 27 of its validation questions in its test split too."""
     for subject in ("old_kings", "light"):
         rows = [*table(25, seed=7), table(1, 1100 if subject == "old_kings" else 2100)[0]]
@@ -62,36 +61,31 @@ def test_questions_that_are_tested_are_not_fitted_on(mmlu, tiny_model, tmp_path,
     plain = scored(tmp_path / "test.jsonl", *common)
     command = [tmp_path / f"{name}.jsonl" for name in ("val", "test")]
     command = ["temperature", *command, "--out", tmp_path / "out.jsonl", "--json"]
-    capsys.readouterr()
-    assert main([*map(str, command)]) == 0
-    assert '"answers": 50, "left_out": 2' in capsys.readouterr().out
+    assert '"answers": 50, "left_out": 2' in run(*command).out
     after, about = read_lines(tmp_path / "out.jsonl"), records.meta(tmp_path / "out.jsonl")
     assert [row["prompt_sha256"] for row in after] == [row["prompt_sha256"] for row in plain]
     assert about["temperature"]["records"] == str(tmp_path / "val.jsonl")
     assert about["settings"] == records.meta(tmp_path / "test.jsonl")["settings"]
 
 
-def test_what_cannot_be_fitted_is_refused(tmp_path, capsys):
-    def refused(val, test, out="out.jsonl") -> str:
-        capsys.readouterr()
-        files = [str(tmp_path / name) for name in (val, test, out)]
-        assert main(["temperature", *files[:2], "--out", files[2]]) == 2
-        return capsys.readouterr().err
+def test_what_cannot_be_fitted_is_refused(tmp_path, refused):
+    def said(val, test, out="out.jsonl") -> str:
+        return refused("temperature", tmp_path / val, tmp_path / test, "--out", tmp_path / out)
 
     for name, n in (("val", 100), ("few", 19), ("test", 50)):
         write_records(tmp_path / f"{name}.jsonl", n, 1.0, seed=n)
-    assert "19 answers that" in refused("few.jsonl", "test.jsonl")
-    assert "is there already" in refused("val.jsonl", "test.jsonl", "few.jsonl")
+    assert "19 answers that" in said("few.jsonl", "test.jsonl")
+    assert "is there already" in said("val.jsonl", "test.jsonl", "few.jsonl")
     rows = [row | {"prompt_sha256": row["id"]} for row in read_lines(tmp_path / "val.jsonl")]
     write_lines(tmp_path / "asked.jsonl", rows)
-    assert "0 answers that" in refused("asked.jsonl", "asked.jsonl")
+    assert "0 answers that" in said("asked.jsonl", "asked.jsonl")
     texts = [row | {"scoring": "continuation"} for row in rows]
     write_lines(tmp_path / "texts.jsonl", texts)
-    assert "scoring 'continuation', but" in refused("texts.jsonl", "test.jsonl")
+    assert "scoring 'continuation', but" in said("texts.jsonl", "test.jsonl")
     write_lines(tmp_path / "other.jsonl", [row | {"model": "other"} for row in rows])
-    assert "is of another model than" in refused("val.jsonl", "other.jsonl")
+    assert "is of another model than" in said("val.jsonl", "other.jsonl")
     for name in ("val", "test"):
         about = f'{{"settings": {{"model_digest": "{name}"}}}}'
         records.sidecar(tmp_path / f"{name}.jsonl").write_text(about)
-    assert "is of another model than" in refused("val.jsonl", "test.jsonl")
+    assert "is of another model than" in said("val.jsonl", "test.jsonl")
     assert not (tmp_path / "out.jsonl").exists()
