@@ -1,7 +1,5 @@
 """Calibration while a model trains, in transformers' Trainer and TRL's SFTTrainer."""
 
-import json
-
 import pytest
 import torch
 from made_records import scored
@@ -100,4 +98,3 @@ def test_trls_trainer(train, mmlu, tmp_path):
     last = [logs for _, logs in report.told if "eval_mmlu_ece" in logs][-1]
     after = as_scored(tmp_path / "model", mmlu, tmp_path)
     assert {k: v for k, v in last.items() if k != "epoch"} == after
-    assert json.loads((tmp_path / "model" / "config.json").read_text())["vocab_size"]
