@@ -123,12 +123,6 @@ def test_nll_of_a_probability_below_the_smallest_number():
     assert measures.nll(Sample(of))[0] == 400 and np.isfinite(measures.brier(Sample(of))[0])
 
 
-def test_full_vocabulary_brier_counts_the_rest_as_an_outcome():
-    probs, labels = np.array([[0.3, 0.2]]), np.array([0])
-    expected = (1 - 0.3) ** 2 + 0.2**2 + 0.5**2
-    assert figures(scored(probs, labels))["brier"] == pytest.approx(expected)
-
-
 def test_resamples_draw_as_many_questions_and_repeat():
     drawn = np.vstack(list(resamples(400, 200)))
     assert drawn.shape == (200, 400) and (drawn.sum(1) == 400).all()

@@ -1,18 +1,16 @@
 """`python -m sweeps` trains with the user's open-instruct checkout."""
 
 import json
-from pathlib import Path
 
 import pytest
 import yaml
+from real import PROJECT
 
 from sweeps import open_instruct
 from sweeps.config import World
 from sweeps.open_instruct import Train
 from sweeps.plan import plan
 from sweeps.run import Run
-
-PROJECT = Path(__file__).parents[2]
 
 
 def keys(**given):

@@ -6,12 +6,10 @@ import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from real import CLUSTER, PROJECT
 
-PROJECT = Path(__file__).parents[2]
-CLUSTER = PROJECT / "tests" / "slurm" / "cluster.sh"
 PAGE = (PROJECT / "reproduce.md").read_text(encoding="utf-8")
 
 
