@@ -117,6 +117,7 @@ def _sweep(
     chunk = min(tall, max(rows.numel(), 1))
     linear = bool(beta) and cap is None
     wide_bias = None if bias is None else bias.to(wide)
+    u = None if u is None else u.to(wide)
     every = 1 / inputs.vocabulary  # u where none is given
 
     def like(*shape: int) -> Tensor:
@@ -135,7 +136,7 @@ def _sweep(
         mean_weight = weight.sum(0, dtype=wide) * every  # c̄, (D,)
         mean_bias = 0.0 if bias is None else wide_bias.sum() * every
     elif linear:
-        mean_weight = sum(u[block].to(wide) @ c for block, c in _widened(weight, wide))
+        mean_weight = sum(u[block] @ c for block, c in _widened(weight, wide))
         mean_bias = 0.0 if bias is None else _mixture(wide_bias, u)
     sums, total = like(dim), like()  # Σ_i g_i E_i and Σ_i g_i
 
@@ -215,7 +216,7 @@ def _sweep(
 
     share = torch.full((entries,), every, dtype=wide, device=hidden.device) if u is None else u
     if linear and want_weight:
-        d_weight.addr_(share.to(wide), sums, alpha=-beta)
+        d_weight.addr_(share, sums, alpha=-beta)
     if linear and want_bias:
         d_bias.sub_(share * total, alpha=beta)
     gradients = [summed(d_hidden, shard), d_weight, d_bias]

@@ -14,18 +14,17 @@ from smoothce import chunked
 loss_of = functools.partial(smoothce.linear_cross_entropy, impl="chunked")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
     chunk=st.sampled_from([1, 4, 128]),
     **ANY_SHAPE_AND_OPTION,
 )
-def test_as_exact_as_the_reference(dtype, chunk, mixture, **options):
-    mixture = mixture and dtype != torch.float64  # β u is rounded to fp32
+def test_as_exact_as_the_reference(chunk, **options):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunked, "ROWS", chunk)
         patch.setattr(chunked, "CAST_ROWS", 50)
-        check(dtype=dtype, impl="chunked", mixture=mixture, **options)
+        check(impl="chunked", **options)
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])

@@ -40,6 +40,7 @@ ANY_SHAPE_AND_OPTION = {  # of `check`
     "ignore_index": st.sampled_from([-100, 0]),
     "needs": st.tuples(st.booleans(), st.booleans(), st.booleans()),
     "apart": st.booleans(),
+    "scaled": st.booleans(),
     "passes": st.sampled_from([1, 2]),
     "seed": st.integers(0, 1000),
 }
@@ -117,8 +118,8 @@ def error(found, expected):
 def check(n, v, d, dtype=torch.float32, masked=0.0, bias=False, seed=0, apart=False, **options):
     """The Triton loss and gradients against the reference in wider numbers; a tiny eps drops
     nothing. `mixture` and `weighted` ask for a smoothing target and for token weights, `apart` for
-    inputs that are not contiguous. `impl` "chunked" is held to the error of the reference itself
-    in the dtype."""
+    inputs that are not contiguous, `scaled` for an upstream gradient. `impl` "chunked" is held to
+    the reference's own error in the dtype."""
     impl = options.pop("impl", "triton")
     data = inputs(n, v, d, dtype, masked, bias, seed)
     data[2][data[2] == -100] = ignored = options.get("ignore_index", -100)
@@ -128,7 +129,8 @@ def check(n, v, d, dtype=torch.float32, masked=0.0, bias=False, seed=0, apart=Fa
     if options.pop("weighted", False):
         options["token_weights"] = torch.rand(n, generator=g).to(DEVICE)
     shape = (n,) if options.get("reduction") == "none" else ()
-    options["upstream"] = torch.randn(shape, generator=g).to(DEVICE)
+    if options.pop("scaled", bool(shape)):
+        options["upstream"] = torch.randn(shape, generator=g).to(DEVICE)
     exact = {**options, "filter_eps": None}
     wider = torch.float32 if dtype in (torch.float16, torch.bfloat16) else torch.float64
     wide = [t.to(wider) if t is not None and t.is_floating_point() else t for t in data]
