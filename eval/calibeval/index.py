@@ -98,7 +98,8 @@ class Results:
 
 def heading(key: str) -> str:
     """A key as a column's heading."""
-    return HEADINGS.get(key, key.replace("_", " ").capitalize())
+    words = key.replace("_", " ").capitalize() if key.isidentifier() else key  # else a path
+    return HEADINGS.get(key, words)
 
 
 def read(index: Path) -> Results:

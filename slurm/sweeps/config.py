@@ -259,6 +259,8 @@ def check(
     except ValidationError as error:
         items, lines = error.errors(include_url=False), []
     for item in items:
+        if item["type"] == "too_short" and item is not items[0]:
+            continue  # of a list whose items are wrong
         parts = [str(part) for part in item["loc"]]
         dotted = ".".join([section(parts[0]), *parts]).strip(".") if parts else ""
         said = item["msg"].removeprefix("Value error, ")

@@ -52,4 +52,6 @@ def conversations(path: Path, limit: int | None = None) -> list[list[dict]]:
     found = [conversation(row, where) for where, row in itertools.islice(rows(path), limit)]
     if not found:
         raise InputError(f"{path}: no examples in this file")
+    if not any(turn["role"] == "assistant" for turns in found for turn in turns):
+        raise InputError(f"{path}: no conversation has an assistant's answer")
     return found

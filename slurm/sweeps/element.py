@@ -42,6 +42,7 @@ def work(
         if (times := run.idle()) > config.max_idle_restarts:
             return _give_up(run, times)
         if asked():
+            run.note("ended", stopped=True)
             return Outcome.STOPPED
         run.stop.unlink(missing_ok=True)
         run.began(stage)

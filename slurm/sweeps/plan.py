@@ -9,7 +9,7 @@ from calibeval.io import InputError, write_text
 from sweeps.config import Sweep, check, dump_yaml, expand, override, read_yaml
 from sweeps.run import Run, RunConfig, backend
 
-FILE = "sweep.yaml"
+FILE = "launched.yaml"
 PATHS = ("model_name_or_path", "tokenizer_name", "train_file", "smoothing_target")
 
 
@@ -38,7 +38,7 @@ class Plan:
         return self.folder / ".launch"
 
     def create(self) -> None:
-        """Write sweep.yaml, what the last launch asked for, and every run's folder."""
+        """Write launched.yaml, what the last launch asked for, and every run's folder."""
         for cell in (*self.bases, *self.cells):
             cell.run.create(cell.config)
         write_text(self.folder / FILE, dump_yaml(self.sweep.model_dump(mode="json")))
@@ -50,7 +50,9 @@ def plan(source: Path, assignments: list[str]) -> Plan:
     if source.is_dir():
         file, folder = source / FILE, source
     raw, places = read_yaml(file)
-    places |= override(raw, assignments)
+    given = override(raw, assignments)
+    above = tuple(f"{key}." for key in given)  # what an override replaced stands nowhere
+    places = {key: at for key, at in places.items() if not key.startswith(above)} | given
     sweep = check(Sweep, expand(str(file), raw), str(file), places)
     folder = folder or Path(os.path.normpath(sweep.output_root)) / sweep.name
     cells = _cells(sweep, folder, str(file), places)

@@ -145,7 +145,8 @@ class Run:
             with contextlib.suppress(PackageNotFoundError):
                 about[name] = version(name)
         config, files = self.config(), {}
-        for name in (*config.train.values(), *config.world.model_dump().values()):
+        asked = [task.data for task in config.score.tasks] if config.score else []
+        for name in (*config.train.values(), *config.world.model_dump().values(), *asked):
             with contextlib.suppress(InputError, TypeError):  # no file's
                 files[name] = sha256(Path(name))[:8]  # which may change between runs
         self.note("began", stage=stage, progress=self.progress(), files=files, **about)

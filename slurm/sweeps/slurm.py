@@ -192,7 +192,7 @@ def submit(plan: Plan) -> dict[str, str]:
                     run.note("ended", error=str(error))
                 if made:
                     ask("scancel", *made)
-                raise InputError(f"{plan.sweep.cluster}: {error}") from error
+                raise InputError(f"{plan.sweep.cluster or 'no --cluster'}: {error}") from error
             write_text(place / "id", f"{one}\n")
             made[one] = job.what
     return made

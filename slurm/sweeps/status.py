@@ -127,6 +127,11 @@ def table(plan: Plan) -> str:
     for one in sorted(found, key=lambda one: STATES.index(one.state)):
         said = f"{one.name:{width}}  {one.state:8}  {one.restarts:>8}  {one.scored:>6}"
         lines.append(f"{said}  {one.detail}".rstrip())
+    here = {cell.run.name for cell in (*plan.bases, *plan.cells)}
+    made = (file.parent for file in plan.folder.glob("*/config.yaml"))
+    if earlier := [folder for folder in made if folder.name not in here]:
+        done = sum((folder / "DONE").exists() for folder in earlier)
+        lines.append(f"Of earlier launches: {counted(len(earlier), 'run')}, {done} done")
     alike: dict[tuple, list[Status]] = {}
     for one in found:
         if one.state == "dead":

@@ -36,8 +36,8 @@ def test_table_and_json(tmp_path, capsys, monkeypatch):
     ("options", "said"),
     [
         ("--device cuda", "no CUDA GPU"),
-        ("--json nowhere/out.json", "no such folder"),
-        ("--only magic", "in no method's name"),
+        ("--device cpu --json nowhere/out.json", "no such folder"),
+        ("--device cpu --only magic", "in no method's name"),
         ("--method nowhere:loss", "'nowhere:loss' is no module:function"),
     ],
 )

@@ -67,6 +67,11 @@ def test_what_is_written_is_read_back(value):
             "score.select_on=mmlu",
             "asks the test split, which the tables show; name a task with",
         ),
+        (
+            {},
+            "score.tasks=[{task: mmlu, shot: 1}]",
+            "command line (score.tasks=[{task: mmlu, shot: 1}]): score.tasks.0.shot: unknown key",
+        ),
         ({}, "score.revision=v1", "score.revision: found 'v1': Input should be None"),
         ({}, "output_root=$NOT_SET/x", "$NOT_SET is not set here: export NOT_SET=…"),
     ],
@@ -76,7 +81,8 @@ def test_what_is_wrong_comes_with_its_place_and_what_is_expected(
 ):
     monkeypatch.setenv("SWEEPS", "bash /x/sweeps.sh")  # as sweeps.sh does
     path = toy_file(**{"score": {"tasks": [TASK]}} | keys if assignment else keys)
-    assert said.replace("{path}", str(path)) in refusal(path, *[assignment] * bool(assignment))
+    found = refusal(path, *[assignment] * bool(assignment))
+    assert said.replace("{path}", str(path)) in found and "{'task': 'mmlu', 'shot'" not in found
 
 
 @pytest.mark.parametrize(
@@ -97,7 +103,8 @@ def test_a_file_that_is_none_is_named(tmp_path, read, text, said):
         read(file, []) if read is plan else read(str(file))
     assert str(caught.value).startswith(f"{file}:") and said in str(caught.value)
     assert "none.yaml: could not be read" in refusal(tmp_path / "none.yaml")
-    assert "sweep.yaml: could not be read" in refusal(tmp_path)
+    (tmp_path / "sweep.yaml").write_text("name: mine")  # no launch's
+    assert "launched.yaml: could not be read" in refusal(tmp_path)
 
 
 def test_every_key_is_printed():

@@ -85,7 +85,7 @@ def test_ctrl_c_saves_and_leaves_no_traceback(toy_file, hold):
     said = "".join(process.communicate(timeout=60))
     assert process.returncode == 130, said
     assert "Traceback" not in said and "stopped; the same command continues" in said
-    assert runs_of(path)[0].step() > 0 and "1 stopped" in command("status", path).stdout
+    assert runs_of(path)[0].step() > 0 and "2 stopped" in command("status", path).stdout
 
 
 def test_of_two_launches_one_works_and_the_other_says_so(toy_file, hold, monkeypatch, capsys):

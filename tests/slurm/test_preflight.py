@@ -50,6 +50,10 @@ def test_each_model_and_file_that_is_not_there_is_named_once(sweep_file, tmp_pat
     (tmp_path / "chat.jsonl").touch()
     said = problems(path, "backend=open-instruct", f"train.train_file={tmp_path}/chat.jsonl")
     assert f"train.train_file: {tmp_path}/chat.jsonl: no examples in this file" in said
+    asks = '{"messages": [{"role": "user", "content": "And?"}]}'
+    (tmp_path / "chat.jsonl").write_text(asks)
+    said = problems(path, f"train.train_file={tmp_path}/chat.jsonl")
+    assert f"train.train_file: {tmp_path}/chat.jsonl: no conversation has an assistant" in said
     # The model looks like a name of the hub.
     for absent in ("train.train_file=made.jsonl", "train.model_name_or_path=./models/absent"):
         assert "are made by: make it" in problems(path, absent, "prefetch.made_by=make it")
@@ -192,3 +196,16 @@ def test_records_that_answer_another_request_are_not_overwritten(toy_file, tiny)
     (run.path / "DONE").touch()  # and the model deleted
     said = launch(path, "--executor", "local", code=2)
     assert f"{run.path}: its model is gone: to score it, delete the folder" in said
+
+
+def test_questions_edited_since_they_were_asked_are_told(toy_file, tmp_path):
+    (data := tmp_path / "quiz.jsonl").write_text('{"question": "2 + 2?", "answer": "A"}')
+    task = {"task": "jsonl", "data": str(data), "shots": 0}
+    run = prepare(toy_file(grid={}, score={"tasks": [task]}))
+    asked = run.config().score
+    run.began("train")
+    file = score.records(run, asked.tasks[0])
+    records.write(file, [{}], {"settings": score.request(asked.tasks[0], asked)})
+    assert score.gap(run, asked.tasks[0], asked) is None
+    data.write_text('{"question": "2 + 2?", "answer": "B"}')
+    assert f"{file}: {data} was edited since" in score.gap(run, asked.tasks[0], asked)

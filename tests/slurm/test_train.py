@@ -125,7 +125,8 @@ def test_what_cannot_be_read_is_named(tiny, tmp_path):
         path.write_text(path.read_text() + row + "\n")
         with pytest.raises(InputError, match=r"a\.jsonl, line 2: "):
             read(tiny, path)
-    path = write(tmp_path / "chats.jsonl", [{"role": "system", "content": "be nice"}])
+    nice = {"role": "system", "content": "be nice"}
+    path = write(tmp_path / "chats.jsonl", [nice, *turns("B", "A")])
     tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
     tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
     with pytest.raises(TemplateError, match="System role not supported"):

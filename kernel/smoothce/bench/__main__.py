@@ -61,7 +61,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     many, add = {"nargs": "+"}, parser.add_argument
-    add("--device", choices=PEERS, help="default: cuda where there is a GPU")
+    add("--device", choices=PEERS, default="cuda", help="(cuda)")
     names = f"the classifier's shape: {', '.join(MODELS)}, or VxD, such as 8192x2048"
     add("--models", **many, type=shape, default=[shape("gemma2-2b")], metavar="MODEL", help=names)
     add("--tokens", **many, type=int, default=[8192], metavar="N")
@@ -80,9 +80,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--json", type=Path, metavar="FILE", help="write the figures there as well")
     add("--plot", type=Path, metavar="FILE", help="draw memory against time there")
     args = parser.parse_args(words)
-    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda, but torch finds no CUDA GPU; use --device cpu")
+        on = "--device cpu --models 32000x512 --tokens 2048"
+        parser.error(f"torch finds no CUDA GPU; for a CPU: {on}")
     for file in (args.json, args.plot):
         if file and not file.absolute().parent.is_dir():
             parser.error(f"{file}: no such folder")  # now, not when all is measured
