@@ -16,6 +16,7 @@ from datasets import Dataset, Features, List, Value
 from datasets.exceptions import DatasetGenerationError
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import DataCollatorWithFlattening
 
 from calibeval.engines import load_tokenizer
 from calibeval.io import InputError, read_text, sha256
@@ -157,7 +158,8 @@ class Updates(torch.utils.data.Dataset):
     def __init__(self, keys: Train, data: Dataset, *, ranks: int, rank: int, pad: int) -> None:
         self.keys, self.ranks, self.rank, self.pad = keys, ranks, rank, pad
         self.packed, self.tile = False, 1
-        self.data, self.digest = data.with_format("arrow"), data._fingerprint
+        self.data = data.select_columns(["input_ids", "labels"]).with_format("torch")
+        self.digest = data._fingerprint
         counts = data.select_columns(["length", "targets"]).with_format("numpy")[:]
         self.lengths, self.targets = counts["length"], counts["targets"]
         self.longest = -(-int(self.lengths.max()) // 128) * 128  # the same for every batch
@@ -190,7 +192,8 @@ class Updates(torch.utils.data.Dataset):
 
     def frequencies(self, size: int) -> Tensor:
         """The share of each of `size` tokens among the targets of an epoch, (size,) fp32."""
-        labels = self.data[self.kept.tolist()]["labels"].combine_chunks().flatten().to_numpy()
+        kept = self.data.with_format("arrow")[self.kept.tolist()]
+        labels = kept["labels"].combine_chunks().flatten().to_numpy()
         counts = np.bincount(labels[labels != IGNORE], minlength=size)
         return torch.tensor(counts / counts.sum(), dtype=torch.float32)
 
@@ -242,32 +245,19 @@ class Updates(torch.utils.data.Dataset):
 
     def batch(self, rows: Sequence[int]) -> dict[str, Tensor | int]:
         """The rows padded or end to end; without any, padding alone, which has no target."""
-        ids, labels = [torch.tensor([self.pad])], [torch.tensor([IGNORE])]
-        if len(rows):
-            table = self.data[[int(row) for row in rows]]
-            ids, labels = (
-                [torch.tensor(x.values.to_numpy(), dtype=torch.long) for x in table[name]]
-                for name in ("input_ids", "labels")
-            )
-        if not self.packed:
-            # Without a mask: causal tokens never see the padding that follows them.
-            return {
-                "input_ids": pad_sequence(ids, batch_first=True, padding_value=self.pad),
-                "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORE),
-            }
-        if rest := -sum(map(len, ids)) % self.tile:  # is a conversation of its own
-            ids.append(torch.full((rest,), self.pad))
-            labels.append(torch.full((rest,), IGNORE))
-        bounds = torch.tensor([0, *map(len, ids)]).cumsum(0)
-        positions = torch.cat([torch.arange(len(x)) for x in ids])
+        found = self.data.__getitems__([int(row) for row in rows]) if len(rows) else []
+        # What fills it up is a conversation of its own.
+        if rest := -sum(len(row["labels"]) for row in found) % self.tile if found else self.tile:
+            fills = {"input_ids": self.pad, "labels": IGNORE}
+            found.append({name: torch.full((rest,), fill) for name, fill in fills.items()})
+        if self.packed:
+            flat = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(found)
+            return flat | {"max_length_q": self.longest, "max_length_k": self.longest}
+        ids, labels = ([row[name] for row in found] for name in ("input_ids", "labels"))
+        # Without a mask: causal tokens never see the padding that follows them.
         return {
-            "input_ids": torch.cat(ids)[None],
-            "labels": torch.cat(labels)[None],
-            "position_ids": positions[None],
-            "cu_seq_lens_q": bounds.int(),
-            "cu_seq_lens_k": bounds.int(),
-            "max_length_q": self.longest,
-            "max_length_k": self.longest,
+            "input_ids": pad_sequence(ids, batch_first=True, padding_value=self.pad),
+            "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORE),
         }
 
 

@@ -203,7 +203,7 @@ def prepare(model: nn.Module, keys: Train, updates: Updates, half: bool) -> nn.M
     if packed and (why := attention.use(model, gpu=gpu, half=half)):
         say(f"packing: off: {why}")
         packed = False
-    updates.packed, updates.tile = packed, TILE if gpu else 1
+    updates.packed, updates.tile = packed, TILE if gpu and packed else 1
     layers, compiled = model.model.layers, keys.compile
     if keys.lora:
         from peft import LoraConfig, get_peft_model
