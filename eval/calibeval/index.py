@@ -98,8 +98,7 @@ class Results:
 
 def heading(key: str) -> str:
     """A key as a column's heading."""
-    words = key.replace("_", " ").capitalize() if key.isidentifier() else key  # else a path
-    return HEADINGS.get(key, words)
+    return HEADINGS.get(key) or (key.replace("_", " ").capitalize() if key.isidentifier() else key)
 
 
 def read(index: Path) -> Results:

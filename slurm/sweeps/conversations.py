@@ -50,8 +50,6 @@ def conversation(row: dict, where: str) -> list[dict]:
 def conversations(path: Path, limit: int | None = None) -> list[list[dict]]:
     """The first `limit` conversations of a file; the first bad row raises `InputError`."""
     found = [conversation(row, where) for where, row in itertools.islice(rows(path), limit)]
-    if not found:
-        raise InputError(f"{path}: no examples in this file")
     if not any(turn["role"] == "assistant" for turns in found for turn in turns):
-        raise InputError(f"{path}: no conversation has an assistant's answer")
+        raise InputError(f"{path}: no conversation with an assistant's answer")
     return found

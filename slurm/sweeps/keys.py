@@ -11,7 +11,6 @@ Scheduler = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"
 ]  # fmt: skip
 Share = Annotated[float, Field(ge=0, le=1)]
-Target = Annotated[str, Field(pattern=r"^unigram$|\.npy$")]
 
 
 class Lora(Strict):
@@ -81,7 +80,7 @@ class Train(Common):
     filter_eps: Annotated[float, Field(gt=0, lt=1)] | Literal["auto"] | None = option(
         None, "smoothce's filter; null: the exact gradient"
     )
-    smoothing_target: Target | None = option(
+    smoothing_target: Annotated[str, Field(pattern=r"^unigram$|\.npy$")] | None = option(
         None, "what β is spread over; null: all tokens alike; unigram: as often as they are "
         "learnt; FILE.npy: a share for each of the model's tokens"
     )  # fmt: skip

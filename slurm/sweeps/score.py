@@ -24,10 +24,9 @@ def request(task: Task, score: Score) -> dict:
 
 def _about(file: Path) -> dict:
     """The sidecar of records; empty where it is damaged or not there."""
-    try:
+    with contextlib.suppress(InputError):
         return files.meta(file)
-    except InputError:
-        return {}
+    return {}
 
 
 def missing(run: Run, score: Score | None) -> list[Task]:

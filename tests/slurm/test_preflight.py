@@ -49,11 +49,11 @@ def test_each_model_and_file_that_is_not_there_is_named_once(sweep_file, tmp_pat
     assert f"train.tokenizer_name: {tmp_path}: no tok* or vocab*, or not all" in said
     (tmp_path / "chat.jsonl").touch()
     said = problems(path, "backend=open-instruct", f"train.train_file={tmp_path}/chat.jsonl")
-    assert f"train.train_file: {tmp_path}/chat.jsonl: no examples in this file" in said
+    assert f"train.train_file: {tmp_path}/chat.jsonl: no conversation with" in said
     asks = '{"messages": [{"role": "user", "content": "And?"}]}'
     (tmp_path / "chat.jsonl").write_text(asks)
     said = problems(path, f"train.train_file={tmp_path}/chat.jsonl")
-    assert f"train.train_file: {tmp_path}/chat.jsonl: no conversation has an assistant" in said
+    assert f"train.train_file: {tmp_path}/chat.jsonl: no conversation with an assistant" in said
     # The model looks like a name of the hub.
     for absent in ("train.train_file=made.jsonl", "train.model_name_or_path=./models/absent"):
         assert "are made by: make it" in problems(path, absent, "prefetch.made_by=make it")
