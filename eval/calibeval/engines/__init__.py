@@ -47,7 +47,7 @@ def load(auto, model: str, what: str, revision: str | None = None, **options):
     except MemoryError:
         raise
     except Exception as error:  # whatever a damaged file makes a library raise
-        why = f"{model}: cannot be loaded as {what}: {first_line(error) or type(error).__name__}"
+        why = f"{model}: cannot be loaded as {what}: {shortened(error) or type(error).__name__}"
         if not Path(model).exists():
             why += f" (there is no folder {model} here, so taken for a hub name)"
         raise InputError(why) from error
@@ -71,6 +71,6 @@ def context_length(config) -> int | None:
     return positions - 1 if positions else None
 
 
-def first_line(error: Exception) -> str:
-    """An exception's first line: libraries append pages of advice."""
-    return str(error).strip().split("\n")[0].rstrip(" :")
+def shortened(error: Exception) -> str:
+    """What an exception says, in one line: libraries append pages of advice."""
+    return " ".join(str(error).split())[:300]

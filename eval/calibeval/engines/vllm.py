@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Container, Iterator
 
-from calibeval.engines import Job, first_line
+from calibeval.engines import Job, shortened
 from calibeval.io import InputError
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -58,7 +58,7 @@ class VllmEngine:
         try:
             self.llm = vllm.LLM(**settings | options)
         except (OSError, RuntimeError, TypeError, ValueError) as error:
-            raise InputError(f"{model}: vLLM cannot run it: {first_line(error)}") from error
+            raise InputError(f"{model}: vLLM cannot run it: {shortened(error)}") from error
         self.threads = set(threading.enumerate()) - before
         atexit.register(self.close)  # before multiprocessing waits for vLLM's process
 
