@@ -145,8 +145,7 @@ class Run:
             with contextlib.suppress(PackageNotFoundError):
                 about[name] = version(name)
         config, files = self.config(), {}
-        asked = [task.data for task in config.score.tasks] if config.score else []
-        for name in (*config.train.values(), *config.world.model_dump().values(), *asked):
+        for name in (*config.train.values(), *config.world.model_dump().values()):
             with contextlib.suppress(InputError, TypeError):  # no file's
                 files[name] = sha256(Path(name))[:8]  # which may change between runs
         self.note("began", stage=stage, progress=self.progress(), files=files, **about)

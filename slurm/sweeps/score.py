@@ -4,7 +4,7 @@ import contextlib
 from pathlib import Path
 
 from calibeval import records as files
-from calibeval.io import InputError, sha256
+from calibeval.io import InputError
 from calibeval.request import Request, Task
 from calibeval.store import clear, part_of
 from calibeval.tasks import resolved
@@ -57,11 +57,6 @@ def conflict(run: Run, task: Task, score: Score) -> str | None:
         if changed:
             said = ", ".join(f"{key} {asked[key]!r}, now {wanted[key]!r}" for key in changed)
             return f"{file}: was asked with {said}; give the task another `name`, or delete it"
-    known = [row["files"].get(task.data) for row in run.attempts() if "files" in row]
-    with contextlib.suppress(InputError):  # a folder, or gone
-        if file.exists() and known and known[-1] not in (None, sha256(Path(task.data))[:8]):
-            said = f"{task.data} was edited since"
-            return f"{file}: {said}; give the task another `name`, or delete it"
     return None
 
 

@@ -196,16 +196,3 @@ def test_records_that_answer_another_request_are_not_overwritten(toy_file, tiny)
     (run.path / "DONE").touch()  # and the model deleted
     said = launch(path, "--executor", "local", code=2)
     assert f"{run.path}: its model is gone: to score it, delete the folder" in said
-
-
-def test_questions_edited_since_they_were_asked_are_told(toy_file, tmp_path):
-    (data := tmp_path / "quiz.jsonl").write_text('{"question": "2 + 2?", "answer": "A"}')
-    task = {"task": "jsonl", "data": str(data), "shots": 0}
-    run = prepare(toy_file(grid={}, score={"tasks": [task]}))
-    asked = run.config().score
-    run.began("train")
-    file = score.records(run, asked.tasks[0])
-    records.write(file, [{}], {"settings": score.request(asked.tasks[0], asked)})
-    assert score.gap(run, asked.tasks[0], asked) is None
-    data.write_text('{"question": "2 + 2?", "answer": "B"}')
-    assert f"{file}: {data} was edited since" in score.gap(run, asked.tasks[0], asked)
