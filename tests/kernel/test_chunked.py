@@ -14,7 +14,7 @@ from smoothce import chunked
 loss_of = functools.partial(smoothce.linear_cross_entropy, impl="chunked")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
     chunk=st.sampled_from([1, 4, 128]),
@@ -25,6 +25,11 @@ def test_as_exact_as_the_reference(chunk, **options):
         patch.setattr(chunked, "ROWS", chunk)
         patch.setattr(chunked, "CAST_ROWS", 50)
         check(impl="chunked", **options)
+
+
+def test_of_fp64_nothing_is_rounded_to_fp32():
+    given = {"label_smoothing": 0.1, "softcap": 2.0, "mixture": True, "reduction": "none"}
+    check(5, 20, 4, torch.float64, impl="chunked", bias=True, **given)
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
