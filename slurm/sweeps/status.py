@@ -129,9 +129,9 @@ def table(plan: Plan) -> str:
         lines.append(f"{said}  {one.detail}".rstrip())
     here = {cell.run.name for cell in (*plan.bases, *plan.cells)}
     made = (file.parent for file in plan.folder.glob("*/config.yaml"))
-    if earlier := [folder for folder in made if folder.name not in here]:
-        done = sum((folder / "DONE").exists() for folder in earlier)
-        lines.append(f"Of earlier launches: {counted(len(earlier), 'run')}, {done} done")
+    if others := [folder for folder in made if folder.name not in here]:
+        done = sum((folder / "DONE").exists() for folder in others)
+        lines.append(f"Also in this folder: {counted(len(others), 'run')}, {done} done")
     alike: dict[tuple, list[Status]] = {}
     for one in found:
         if one.state == "dead":

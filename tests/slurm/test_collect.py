@@ -44,7 +44,7 @@ def test_every_run_of_the_folder_is_in_the_table_and_gaps_are_of_the_last_launch
     assert done.returncode == 1, done.stderr
     assert done.stdout.count("gap: ") == 1 and "arc-dev: not scored" in done.stdout
     assert "left out: " in done.stdout and "broken-run" in done.stdout
-    assert "Of earlier launches: " in command("status", planned.folder).stdout
+    assert "Also in this folder: " in command("status", planned.folder).stdout
     rows = read_csv(planned.folder / "results" / "table.csv")
     assert {row["reduce_loss"] for row in rows} == {"mean", "sum"}
     report = (planned.folder / "results" / "report.html").read_text()
