@@ -25,7 +25,7 @@ class Store:
         for file in filter(Path.exists, (self.out, self.part)):
             if not (made := records.meta(file).get("settings")):
                 note = "exists, but no sidecar says how it was made"
-                raise InputError(f"{file}: {note}; give another --out")
+                raise InputError(f"{file}: {note}; move it away, or give another --out")
             _same(made, settings, file)
             self.settings["engine_settings"] = made.get("engine_settings")
 

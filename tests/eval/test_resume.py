@@ -78,7 +78,7 @@ def test_other_settings_are_refused(command, mmlu, run, refused):
 def test_files_that_are_damaged_or_of_nobody_are_refused(command, tmp_path, run, refused):
     out = tmp_path / "r.jsonl"
     out.write_text("{}\n")
-    assert "no sidecar says how it was made; give another --out" in refused(*command)
+    assert "no sidecar says how it was made; move it away" in refused(*command)
     assert out.read_text() == "{}\n"
     out.unlink()
     run(*command)
