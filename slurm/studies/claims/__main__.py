@@ -67,8 +67,8 @@ PAIR = ["grid.label_smoothing=[0.0,0.1]", "grid.seed=[0,1,2]", TASKS]
 HARM = "grid.learning_rate=[5.0e-5]", "grid.num_train_epochs=[2]", "grid.reduce_loss=[sum]"
 SCRIPT = f"""train={{
     train_file: {MESSAGES}, max_train_samples: 25600, max_seq_length: 1024,
-    per_device_train_batch_size: 16, gradient_accumulation_steps: 4, checkpointing_steps: null,
-    gradient_checkpointing: true, attn_implementation: sdpa, use_slow_tokenizer: false}}"""
+    per_device_train_batch_size: 8, gradient_accumulation_steps: 8, checkpointing_steps: null,
+    preprocessing_num_workers: 8, attn_implementation: sdpa, use_slow_tokenizer: false}}"""
 ZERO2 = "backend=open-instruct", "world.deepspeed=configs/deepspeed/zero2.json"
 # part → what its sweep changes in config.yaml
 PARTS = {
