@@ -18,6 +18,7 @@ from datetime import datetime, timezone
 from functools import cached_property
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from operator import attrgetter
 from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any
@@ -40,10 +41,12 @@ BACKENDS = {"trainer": "sweeps.train", "open-instruct": "sweeps.open_instruct"}
 def backend(name: str) -> ModuleType:
     """The module that trains; raises InputError with those there are."""
     try:
-        return import_module(BACKENDS.get(name, name))
-    except ImportError as error:
-        known = ", ".join(BACKENDS)
-        raise InputError(f"backend: {name!r} is none of {known}, and no module: {error}") from error
+        module = import_module(BACKENDS.get(name, name))
+        attrgetter("Train", "packages", "missing", "train")(module)
+    except (ImportError, AttributeError) as error:
+        other = f"none of {', '.join(BACKENDS)}, and no module that trains"
+        raise InputError(f"backend: {name!r} is {other}: {error}") from error
+    return module
 
 
 class RunConfig(Strict):
