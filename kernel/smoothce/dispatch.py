@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from smoothce.options import Found, Inputs
-from smoothce.ranks import check_ranks
+from smoothce.ranks import agreed
 
 # Each module has `loss(inputs)`, and may have `unsupported(inputs)`, which names what it cannot do
 # or returns None, and `describe(inputs)`, which says how it goes about it. Imported on first use,
@@ -84,7 +84,7 @@ def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 def check_tensors(**given: object) -> None:
     """Raises TypeError where one is no tensor, or a piece of one; None is what is not given."""
     for name, value in given.items():
-        if value is None and name not in ("hidden", "weight"):
+        if value is None and name not in ("hidden", "weight", "labels"):
             continue
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a tensor, not {type(value).__name__}")
@@ -115,9 +115,8 @@ def check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | 
 
 
 def check(inputs: Inputs) -> None:
-    """Raises what is wrong with a call, but for its options, which are checked already."""
+    """Raises what is wrong with a call, but for options and shapes, which are checked already."""
     hidden, weight, labels, bias, u, omega, options, shard = inputs
-    check_shapes(hidden, weight, labels, bias)
     if not hidden.dtype.is_floating_point:
         raise TypeError(f"hidden must be floating point, not {hidden.dtype}")
     for name, tensor, or_else in (("weight", weight, None), ("bias", bias, torch.float32)):
@@ -125,8 +124,8 @@ def check(inputs: Inputs) -> None:
             raise TypeError(f"{name} must have hidden's dtype {hidden.dtype}, not {tensor.dtype}")
     if labels.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"labels must be int64 or int32, not {labels.dtype}")
-    if u is not None and u.shape != (len(weight),):
-        raise ValueError(f"smoothing_target must be ({inputs.vocabulary},), not {tuple(u.shape)}")
+    if u is not None:
+        check_target(u, len(weight), whole=shard is None)
     if omega is not None and omega.shape != labels.shape:
         raise ValueError(f"token_weights must have labels' shape, not {tuple(omega.shape)}")
     for name, tensor in (("smoothing_target", u), ("token_weights", omega)):
@@ -142,8 +141,15 @@ def check(inputs: Inputs) -> None:
         fine = (omega >= 0).all() & omega.isfinite().all()
         _require(fine, "token_weights must be finite, 0 or more")
     if shard is not None:
-        check_ranks(shard, labels, len(weight))
-    elif u is not None:
+        fine = agreed(shard, labels, len(weight))
+        _require(fine, "process_group must have the same labels and equal parts of one weight")
+
+
+def check_target(u: Tensor, entries: int, whole: bool = True) -> None:
+    """Raises ValueError where it is no distribution over them, or no part of one."""
+    if u.shape != (entries,):
+        raise ValueError(f"smoothing_target must be ({entries},), not {tuple(u.shape)}")
+    if whole:
         fine = (u >= 0).all() & ((u.sum(dtype=torch.float64) - 1).abs() < 1e-3)
         _require(fine, "smoothing_target must be a distribution: 0 or more each, 1 in all")
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smoothce.dispatch import check_impl
+from smoothce.dispatch import check_impl, check_target, check_tensors
 from smoothce.linear_cross_entropy import linear_cross_entropy
 from smoothce.options import Options
 
@@ -121,6 +121,9 @@ def patch_model(
         )
     _check_head(causal.lm_head)
     check_impl(impl)
+    if smoothing_target is not None:
+        check_tensors(smoothing_target=smoothing_target)
+        check_target(smoothing_target.cpu(), causal.lm_head.out_features)  # raises here, not later
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be mean or sum for a model, not {reduction!r}")
     options = Options(

@@ -41,22 +41,15 @@ def local_shard(weight: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Shard
     return weight.to_local(), Shard(group, min(rank * each, len(weight)), len(weight))
 
 
-def check_ranks(shard: Shard, labels: Tensor, rows: int) -> None:
-    """Ends a call whose ranks have other labels, or parts that are not one vocabulary. On a GPU the
-    device itself raises, so that the host need not wait."""
+def agreed(shard: Shard, labels: Tensor, rows: int) -> Tensor:  # () bool
+    """Whether all ranks have the same labels, and parts that are one vocabulary."""
     place = torch.arange(1, len(labels) + 1, device=labels.device)
     mine = torch.stack([labels.new_tensor(shard.offset + rows), (labels * place).sum()])
     found = gathered(mine, shard)
     ends = torch.cat([found.new_zeros(1), found[:, 0]])
     starts = gathered(labels.new_tensor([shard.offset]), shard)[:, 0]
-    fine = (
-        (found[:, 1] == found[0, 1]).all() & (starts == ends[:-1]).all() & (ends[-1] == shard.total)
-    )
-    message = "the ranks of process_group must have the same labels and equal parts of one weight"
-    if labels.is_cuda:
-        torch._assert_async(fine, message)
-    elif not fine:
-        raise ValueError(message)
+    whole = (starts == ends[:-1]).all() & (ends[-1] == shard.total)
+    return whole & (found[:, 1] == found[0, 1]).all()
 
 
 def gathered(mine: Tensor, shard: Shard) -> Tensor:  # (ranks, *mine.shape)
@@ -71,9 +64,8 @@ class OfTokens(NamedTuple):
     lse: Tensor
     target: Tensor  # the target's logit; 0 where it is another rank's
     mixed: Tensor  # Σ_v u_v z_v
-    expected: Tensor | None = (
-        None  # Σ_v p_v z_v; with `top` and `argmax` where statistics are asked
-    )
+    # The rest where statistics are asked.
+    expected: Tensor | None = None  # Σ_v p_v z_v
     top: Tensor | None = None  # the largest logit ...
     argmax: Tensor | None = None  # ... and its entry in the whole vocabulary, int64
 

@@ -32,7 +32,7 @@ def token_statistics(
 
     Raises ValueError, TypeError or IndexError as `linear_cross_entropy` does.
     """
-    check_tensors(hidden=hidden, weight=weight, labels=labels, bias=bias)
+    check_tensors(hidden=hidden, weight=weight, bias=bias)
     if not (is_number(temperature) and temperature > 0):
         raise ValueError(f"temperature must be a positive number, not {temperature!r}")
     targets, tau = labels, float(temperature)
@@ -43,9 +43,8 @@ def token_statistics(
     if tau != 1:
         softcap = softcap and softcap / tau
         logit_scale = (1.0 if logit_scale is None else logit_scale) / tau
-        bias = (
-            bias if bias is None else bias.to(torch.promote_types(bias.dtype, torch.float32)) / tau
-        )
+        if bias is not None:
+            bias = bias.to(torch.promote_types(bias.dtype, torch.float32)) / tau
     _, found = linear_cross_entropy(
         hidden,
         weight,

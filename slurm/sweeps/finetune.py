@@ -37,6 +37,7 @@ from transformers.utils import logging as transformers_logging
 from calibeval.engines import load
 from calibeval.io import InputError, write_rows
 from smoothce import patch_trainer
+from smoothce.dispatch import check_target
 from sweeps import attention, score
 from sweeps.checkpoint import keep, latest, replace
 from sweeps.config import World
@@ -181,19 +182,13 @@ def smoothing_target(keys: Train, updates: Updates, size: int) -> Tensor:
     """What β is spread over: a share for each of the model's tokens, (size,) fp32."""
     if keys.smoothing_target == "unigram":
         return updates.frequencies(size)
-    where = f"train.smoothing_target: {keys.smoothing_target}"
     try:
-        u = np.load(keys.smoothing_target)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{where}: could not be read ({error})") from error
-    floats = u.dtype.kind == "f" and u.shape == (size,)
-    if not (floats and u.min() >= 0 and abs(u.sum(dtype=float) - 1) <= 1e-3):  # nor NaN
-        wanted = f"floats of shape ({size},), as many as the model's vocabulary has, padding too"
-        raise InputError(
-            f"{where}: found {u.dtype} of shape {u.shape}; expected {wanted}, 0 or more each, "
-            "1 in all"
-        )
-    return torch.tensor(u, dtype=torch.float32)
+        u = torch.tensor(np.load(keys.smoothing_target), dtype=torch.float32)
+        check_target(u, size)
+    except (OSError, TypeError, ValueError) as error:
+        found = f"train.smoothing_target: {keys.smoothing_target}: {error}"
+        raise InputError(f"{found}; {size} entries, the vocabulary's with padding") from error
+    return u
 
 
 def prepare(model: nn.Module, keys: Train, updates: Updates, half: bool) -> nn.Module:

@@ -393,6 +393,7 @@ def test_a_model_that_might_not_come_out_exact_is_refused():
         (torch.nn.DataParallel(tiny()), {}, TypeError, "call patch_model before"),
         (tiny(), {"reduction": "none"}, ValueError, "mean or sum for a model, not 'none'"),
         (tiny(), {"smoothing": 0.1}, TypeError, "no setting smoothing"),
+        (tiny(), {"smoothing_target": torch.ones(3)}, ValueError, r"must be \(67,\), not \(3,\)"),
         (mixture, {"reduction": "sum"}, ValueError, "output_router_logits"),
     ):
         with pytest.raises(error, match=said):

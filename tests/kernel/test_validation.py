@@ -17,7 +17,6 @@ E, C, Y = torch.randn(4, 8), torch.randn(10, 8), torch.tensor([0, 9, -100, 3])
     [
         ({"label_smoothing": 1.5}, ValueError, r"label_smoothing .*\[0, 1\].*1\.5"),
         ({"label_smoothing": np.float32("nan")}, ValueError, "label_smoothing .*nan"),
-        ({"label_smoothing": True}, ValueError, "label_smoothing .*True"),
         ({"reduction": "avg"}, ValueError, "none, sum, mean, not 'avg'"),
         ({"softcap": 0.0}, ValueError, r"softcap .*0\.0"),
         ({"logit_scale": float("inf")}, ValueError, "logit_scale .*inf"),
@@ -30,8 +29,7 @@ E, C, Y = torch.randn(4, 8), torch.randn(10, 8), torch.tensor([0, 9, -100, 3])
         ({"weight": C[0]}, ValueError, r"weight \(V, D\)"),
         ({"weight": C[:0]}, ValueError, "at least one row"),
         ({"hidden": E.numpy()}, TypeError, "hidden .*ndarray"),
-        ({"labels": [1, 2]}, TypeError, "labels .*list"),
-        ({"bias": [0.0] * 10}, TypeError, "bias .*list"),
+        ({"labels": None}, TypeError, "labels must be a tensor, not NoneType"),
         ({"weight": C.double()}, TypeError, "weight .*torch.float32"),
         ({"bias": torch.zeros(9)}, ValueError, r"bias .*\(10,\), not \(9,\)"),
         ({"labels": Y[:3]}, ValueError, r"\(4,\), not \(3,\)"),

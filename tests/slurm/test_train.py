@@ -532,15 +532,11 @@ def test_shares_of_other_tokens_are_refused(sweep_file, tiny, tmp_path):
     target = f"train.smoothing_target={file}"
     said = f"train.smoothing_target: {file}: no such file"
     assert said in preflight.problems(plan(path, [target]), "local")
-    for wrong in (np.full(3, 1 / 3), np.ones(rows), np.full(rows, np.nan), np.ones(rows, int)):
+    for wrong in (np.full(3, 1 / 3), np.full(rows, np.nan), np.full(rows, "a")):
         np.save(file, wrong)
         assert not preflight.problems(plan(path, [target]), "local")
-        found = rf"u\.npy: found {wrong.dtype} of shape \({len(wrong)},\)"
-        with pytest.raises(InputError, match=rf"{found}; expected floats of shape \({rows},\)"):
+        with pytest.raises(InputError, match=rf"u\.npy: .*; {rows} entries"):
             finished(path, target)
-    file.write_text("0.5 0.5")
-    with pytest.raises(InputError, match=r"u\.npy: could not be read"):
-        finished(path, target)
     with pytest.raises(InputError, match=r"train\.smoothing_target: found 'unigrams'"):
         plan(path, ["train.smoothing_target=unigrams"])
 
