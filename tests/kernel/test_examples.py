@@ -6,6 +6,7 @@ from pathlib import Path
 
 import check_smoothing
 import pytest
+import torch
 import torch.nn.functional as F
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "kernel" / "examples"
@@ -15,15 +16,17 @@ def test_the_check_tells_right_losses_from_wrong_ones():
     def dense(e, c, y, beta, tokens):
         return F.cross_entropy(e @ c.T, y, label_smoothing=beta, reduction="sum") / tokens
 
-    def deaf(e, c, y, beta, tokens):
-        return dense(e, c, y, 0.0, tokens)
-
-    def of_its_part(e, c, y, beta, tokens):
-        return dense(e, c, y, beta, (y >= 0).sum())
-
-    losses = check_smoothing.loss, dense, deaf, of_its_part
-    found = [list(check_smoothing.check(loss).values()) for loss in losses]
-    assert found == [[True] * 3, [True] * 3, [False, False, True], [True, True, False]]
+    for loss, said in (
+        (check_smoothing.loss, [True] * 3),
+        (dense, [True] * 3),
+        (lambda e, c, y, beta, n: dense(e, c, y, 0.0, n), [False, False, True]),
+        (lambda e, c, y, beta, n: dense(e, c, y, beta, (y >= 0).sum()), [True, True, False]),
+        (lambda e, c, y, beta, n: dense(e.detach(), c, y, beta, n), [True, False, True]),
+    ):
+        assert list(check_smoothing.check(loss).values()) == said
+    for returned in (torch.Tensor.item, torch.Tensor.detach, torch.Tensor.flatten):
+        with pytest.raises(SystemExit, match=r"loss must return a tensor of shape \(\)"):
+            check_smoothing.check(lambda *given, end=returned: end(dense(*given)))
 
 
 @pytest.mark.slow
