@@ -61,7 +61,7 @@ def whole(folder: Path, kind: str) -> bool:
 
 def assets(plan: Plan) -> list[Asset]:
     """Everything that can be fetched, of what the sweep's runs name."""
-    found, trains = [], [cell.config.train for cell in plan.cells]
+    found, trains = [], [plan.sweep.train | cell.values for cell in plan.cells]  # as typed
     tasks = plan.sweep.score.tasks if plan.sweep.score else ()
     names = [(kind, train.get(key), train.get("model_revision"))
              for train in trains for key, kind in MODELS.items()]  # fmt: skip
@@ -74,8 +74,8 @@ def assets(plan: Plan) -> list[Asset]:
         if data.startswith(HUB):
             here = on_disk(data.removeprefix(HUB), "datasets")
             found.append(Asset(f"questions {data}", here, partial(load, task)))
-    paths = {value for train in trains for value in train.values() if isinstance(value, str)}
-    paths |= {task.data for task in tasks}
+    texts = {value for train in trains for value in train.values() if isinstance(value, str)}
+    paths = {os.path.normpath(text) for text in texts} | {task.data for task in tasks}
     items = [(f"data set {d.hub}", d, _dataset) for d in plan.sweep.prefetch.datasets]
     items += [(f"archive {a.url}", a, _archive) for a in plan.sweep.prefetch.archives]
     for what, item, fetch in items:

@@ -56,31 +56,31 @@ def _files(plan: Plan) -> list[str]:
     if fetched := [asset.name for asset in prefetch.assets(plan) if not asset.here]:
         command = f"where there is internet: {again('prefetch', *plan.typed)}"
         return [*(f"not fetched: {name}" for name in fetched), *hint, command]
-    trains, world, found = backend(plan.sweep.backend), plan.sweep.world, []
+    trains, world, found, others = backend(plan.sweep.backend), plan.sweep.world, [], []
     for key in ("deepspeed", "fsdp"):
         try:
             world.read(key)
         except ValueError as error:
             return [f"world.{key}={getattr(world, key)}: {error}"]
-    todo = [cell.config for cell in plan.cells if not cell.run.trained]
+    todo = [cell for cell in plan.cells if not cell.run.trained]
     # Runs that differ in a number only need the same things.
-    kinds = {str([v for v in one.train.values() if isinstance(v, str)]): one for one in todo}
-    for config in kinds.values():
-        found += _models(config.train)
+    kinds = {str([v for v in c.config.train.values() if isinstance(v, str)]): c for c in todo}
+    for cell in kinds.values():
+        found += _models(plan.sweep.train | cell.values)
         try:
-            if file := config.train.get("train_file"):
+            if file := cell.config.train.get("train_file"):
                 conversations(Path(file).absolute(), 100_000)
         except InputError as error:
             found.append(f"train.train_file: {error}")
         else:
-            found += trains.missing(config.keys, world)
+            others += trains.missing(cell.config.keys, world)
     for task in plan.sweep.score.tasks if plan.sweep.score else ():
         try:
             if not task.data.startswith(HUB):
                 load(task)
         except InputError as error:  # which would show only after the training
             found.append(f"score: {task.key}: {error}")
-    return found + hint * bool(found)
+    return found + hint * bool(found) + others
 
 
 def _models(train: dict) -> Iterator[str]:

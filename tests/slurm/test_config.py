@@ -43,7 +43,6 @@ def test_what_is_written_is_read_back(value):
             None,
             "{path}:5: train.learning_rat: unknown key; all are printed by: bash /x/sweeps.sh keys",
         ),
-        ({"score": {"tasks": [{**TASK, "shot": 1}]}}, None, "score.tasks.0.shot: unknown key"),
         ({"workers": 0}, None, "{path}:10: workers: found 0: Input should be greater than"),
         (
             {"grid": {"seed": [1, "two"]}},

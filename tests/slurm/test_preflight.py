@@ -42,10 +42,10 @@ def test_a_whole_sweep_passes(toy_file, profile, tmp_path):
 def test_each_model_and_file_that_is_not_there_is_named_once(sweep_file, tmp_path):
     said = launch(
         path := sweep_file(), "--executor", "local", "train.train_file=no.jsonl",
-        "train.model_name_or_path=./nothing", f"train.tokenizer_name={tmp_path}", code=2,
+        "train.model_name_or_path=./no/thing", f"train.tokenizer_name={tmp_path}", code=2,
     )  # fmt: skip
     assert said.count(f"train.train_file: {PROJECT}/no.jsonl: could not be read (No such file") == 1
-    assert said.count(f"train.model_name_or_path: {PROJECT}/nothing: no such folder") == 1
+    assert said.count(f"train.model_name_or_path: {PROJECT}/no/thing: no such folder") == 1
     assert f"train.tokenizer_name: {tmp_path}: no tok* or vocab*, or not all" in said
     (tmp_path / "chat.jsonl").touch()
     said = problems(path, "backend=open-instruct", f"train.train_file={tmp_path}/chat.jsonl")
@@ -54,8 +54,9 @@ def test_each_model_and_file_that_is_not_there_is_named_once(sweep_file, tmp_pat
     (tmp_path / "chat.jsonl").write_text(asks)
     said = problems(path, f"train.train_file={tmp_path}/chat.jsonl")
     assert f"train.train_file: {tmp_path}/chat.jsonl: no conversation with an assistant" in said
-    # The model looks like a name of the hub.
-    for absent in ("train.train_file=made.jsonl", "train.model_name_or_path=./models/absent"):
+    said = problems(path, "backend=open-instruct", "prefetch.made_by=make it")
+    assert "OPEN_INSTRUCT_DIR" in said and "make it" not in said  # all that it makes is there
+    for absent in ("train.train_file=made.jsonl", "train.model_name_or_path=models/absent"):
         assert "are made by: make it" in problems(path, absent, "prefetch.made_by=make it")
 
 
