@@ -66,7 +66,7 @@ def _files(plan: Plan) -> list[str]:
     # Runs that differ in a number only need the same things.
     kinds = {str([v for v in c.config.train.values() if isinstance(v, str)]): c for c in todo}
     for cell in kinds.values():
-        found += _models(plan.sweep.train | cell.values)
+        found += _models(cell.config.train | plan.sweep.train | cell.values)
         try:
             if file := cell.config.train.get("train_file"):
                 conversations(Path(file).absolute(), 100_000)
