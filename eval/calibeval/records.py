@@ -165,6 +165,14 @@ def meta(path: Path) -> dict:
         raise InputError(f"{sidecar(path)}: not a JSON object ({error})") from error
 
 
+def asked(path: Path) -> dict:
+    """The settings a model was asked with; records at a temperature raise `InputError`."""
+    if tau := (about := meta(path)).get("temperature"):
+        said = f"temperature is {tau!r}, so {path.name} is no model's own answers"
+        raise InputError(f"{sidecar(path)}: {said}; give the file that it was made of")
+    return about.get("settings") or {}
+
+
 def write(path: Path, rows: Iterable[dict], about: dict) -> None:
     """Write a record file and its sidecar, with the numbers of questions and bytes."""
     lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]

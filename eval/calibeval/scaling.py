@@ -38,7 +38,7 @@ def temperature(validation: str | Path, test: str | Path, out: str | Path) -> di
     """
     validation, test, out = map(Path, (validation, test, out))
     fitted_on, scored = records.read(validation), records.read(test)
-    about = [records.meta(path).get("settings") or {} for path in (validation, test)]
+    about = [records.asked(path) for path in (validation, test)]
     models = {one.get("model_digest") for one in about}
     for key in ("scoring", "normalise"):
         if (found := getattr(fitted_on, key)) != (other := getattr(scored, key)):

@@ -23,7 +23,7 @@ class Store:
     def __init__(self, out: Path, settings: dict):
         self.out, self.part, self.settings = out, part_of(out), dict(settings)
         for file in filter(Path.exists, (self.out, self.part)):
-            if not (made := records.meta(file).get("settings")):
+            if not (made := records.asked(file)):
                 note = "exists, but no sidecar says how it was made"
                 raise InputError(f"{file}: {note}; move it away, or give another --out")
             _same(made, settings, file)

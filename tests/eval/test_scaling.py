@@ -51,7 +51,7 @@ def test_texts_are_read_by_their_convention(tmp_path):
     assert np.allclose(other.logprobs, one.logprobs / tau) and other.normalise == "characters"
 
 
-def test_questions_that_are_tested_are_not_fitted_on(mmlu, tiny_model, tmp_path, run):
+def test_questions_that_are_tested_are_not_fitted_on(mmlu, tiny_model, tmp_path, run, refused):
     """MMLU has 27 of its validation questions in its test split too."""
     for subject in ("old_kings", "light"):
         rows = [*table(25, seed=7), table(1, 1100 if subject == "old_kings" else 2100)[0]]
@@ -66,6 +66,10 @@ def test_questions_that_are_tested_are_not_fitted_on(mmlu, tiny_model, tmp_path,
     assert [row["prompt_sha256"] for row in after] == [row["prompt_sha256"] for row in plain]
     assert about["temperature"]["records"] == str(tmp_path / "val.jsonl")
     assert about["settings"] == records.meta(tmp_path / "test.jsonl")["settings"]
+    # Nor are they what a model was asked: `score` does not go on with them.
+    again = ["temperature", tmp_path / "val.jsonl", tmp_path / "out.jsonl", "--out", tmp_path / "2"]
+    for command in (again, ["score", *common, "--out", tmp_path / "out.jsonl"]):
+        assert "so out.jsonl is no model's own answers" in refused(*command)
 
 
 def test_what_cannot_be_fitted_is_refused(tmp_path, refused):
