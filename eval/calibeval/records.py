@@ -78,8 +78,9 @@ class Records:
     letter_mass: np.ndarray  # (N,), NaN for continuations and where nobody knows
     prompts: np.ndarray  # (N,) SHA-256 of what each question was asked with, or None
     model: str
-    scoring: str = "letters"
-    normalise: str = "sum"
+    scoring: str
+    normalise: str
+    shots: int  # the most examples before a question
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -146,6 +147,7 @@ def joined(
         first.model,
         first.scoring,
         normalise or first.normalise,
+        max(row.shots or 0 for row in every),
     )
 
 

@@ -47,10 +47,15 @@ def temperature(validation: str | Path, test: str | Path, out: str | Path) -> di
         raise InputError(f"{validation}: is of another model than {test}; fit on its own answers")
     if out.exists():
         raise InputError(f"{out}: is there already; delete it, or give another --out")
-    seen = set(scored.prompts) - {None}
-    used = np.array([prompt not in seen for prompt in fitted_on.prompts])
+    files = zip((fitted_on, scored), about, strict=True)
+    ways = {(of.shots, one.get("task"), one.get("examples")) for of, one in files}
+    # A question has one prompt in both files only if both ask in one way.
+    same = len(ways) == 1 and None not in {*fitted_on.prompts, *scored.prompts}
+    key = "prompts" if same else "ids"
+    seen = {*getattr(scored, key)}
+    used = np.array([one not in seen for one in getattr(fitted_on, key)])
     if used.sum() < FEWEST:
-        few = f"{counted(int(used.sum()), 'answer')} that {test} does not hold as well"
+        few = f"{counted(int(used.sum()), 'answer')} whose {key} {test} does not hold as well"
         raise InputError(f"{validation}: {few}; expected {FEWEST} or more to fit a temperature on")
     found = minimize_scalar(
         lambda log_tau: nll(fitted_on, math.exp(log_tau), used),
@@ -61,6 +66,7 @@ def temperature(validation: str | Path, test: str | Path, out: str | Path) -> di
     tau = math.exp(found.x)
     report = {"temperature": tau, "nll": [nll(fitted_on, 1.0, used), float(found.fun)]}
     report |= {"answers": int(used.sum()), "left_out": int((~used).sum())}
+    report["at_bound"] = bool(LIMIT - abs(found.x) < 1e-3)  # then no temperature is the best
     made = {"temperature": report | {"records": str(validation), "sha256": sha256(validation)}}
     rows = (scaled(row, tau) for _, row in json_lines(test))
     records.write(out, rows, records.meta(test) | made)

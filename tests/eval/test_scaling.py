@@ -15,7 +15,7 @@ def test_it_finds_the_sharpness_and_takes_it_off_other_answers(tmp_path, run):
     write_records(test, 3000, 3.0, seed=2)
     found = calibeval.temperature(val, test, out)
     tau = found["temperature"]
-    assert tau == pytest.approx(3, rel=0.08) and found["answers"] == 6000
+    assert tau == pytest.approx(3, rel=0.08) and found["answers"] == 6000 and not found["at_bound"]
     of = records.read(val)
     right = np.arange(6000), of.labels
     grid = [-log_softmax(of.logprobs / t, 1)[right].mean() for t in np.linspace(1, 6, 101)]
@@ -70,6 +70,16 @@ def test_questions_that_are_tested_are_not_fitted_on(mmlu, tiny_model, tmp_path,
     again = ["temperature", tmp_path / "val.jsonl", tmp_path / "out.jsonl", "--out", tmp_path / "2"]
     for command in (again, ["score", *common, "--out", tmp_path / "out.jsonl"]):
         assert "so out.jsonl is no model's own answers" in refused(*command)
+    # With other examples the prompts differ, and the questions are the same.
+    scored(tmp_path / "none.jsonl", *common, "--shots", "0")
+    again = [
+        "temperature",
+        tmp_path / "none.jsonl",
+        tmp_path / "test.jsonl",
+        "--out",
+        tmp_path / "2",
+    ]
+    assert "0 answers whose ids" in refused(*again)
 
 
 def test_what_cannot_be_fitted_is_refused(tmp_path, refused):
@@ -78,11 +88,20 @@ def test_what_cannot_be_fitted_is_refused(tmp_path, refused):
 
     for name, n in (("val", 100), ("few", 19), ("test", 50)):
         write_records(tmp_path / f"{name}.jsonl", n, 1.0, seed=n)
-    assert "19 answers that" in said("few.jsonl", "test.jsonl")
+    assert "19 answers whose ids" in said("few.jsonl", "test.jsonl")
+    sure = [
+        row | {"label": int(np.argmax(row["logprobs"]))}
+        for row in read_lines(tmp_path / "val.jsonl")
+    ]
+    write_lines(tmp_path / "sure.jsonl", sure)
+    assert calibeval.temperature(
+        tmp_path / "sure.jsonl", tmp_path / "test.jsonl", tmp_path / "sure-out.jsonl"
+    )["at_bound"]
     assert "is there already" in said("val.jsonl", "test.jsonl", "few.jsonl")
     rows = [row | {"prompt_sha256": row["id"]} for row in read_lines(tmp_path / "val.jsonl")]
     write_lines(tmp_path / "asked.jsonl", rows)
-    assert "0 answers that" in said("asked.jsonl", "asked.jsonl")
+    assert "0 answers whose prompts" in said("asked.jsonl", "asked.jsonl")
+    assert "0 answers whose ids" in said("val.jsonl", "asked.jsonl")
     texts = [row | {"scoring": "continuation"} for row in rows]
     write_lines(tmp_path / "texts.jsonl", texts)
     assert "scoring 'continuation', but" in said("texts.jsonl", "test.jsonl")
