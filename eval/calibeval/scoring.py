@@ -180,7 +180,7 @@ def _fill(
     done = {i for i, id in enumerate(ids) if id in finished}
     if len(done) < len(items):
         store.engine(engine().describe())
-        shared = {"model": model, "versions": {"calibeval": __version__, **engine().versions()}}
+        shared = {"model": model, "versions": {"calibeval": __version__, **engine().versions}}
         bar = {"initial": len(done), "unit": "question", "mininterval": 0.5}
         with store.adding() as add, tqdm(total=len(items), disable=not progress, **bar) as shown:
             for i, logprobs in engine().score(groups_of(items), done):

@@ -2,7 +2,7 @@
 
 score(groups)   yields (job index, log-probability of each branch); a group shares a prefix
 describe()      settings that the figures depend on, the precision in use among them
-versions()      of the packages that compute the figures
+versions        of the packages that compute the figures
 """
 
 from dataclasses import dataclass

@@ -48,6 +48,8 @@ class TransformersEngine:
     precision.
     """
 
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+
     def __init__(
         self,
         model,
@@ -84,10 +86,6 @@ class TransformersEngine:
             "attention": self.model.config._attn_implementation,
             "batch_size": self.batch_size,
         }
-
-    def versions(self) -> dict[str, str]:
-        """Versions of the packages that computed the figures."""
-        return {"torch": torch.__version__, "transformers": transformers.__version__}
 
     def score(
         self, groups: list[list[Job]], skip: Container[int] = ()

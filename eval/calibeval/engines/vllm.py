@@ -40,7 +40,7 @@ class VllmEngine:
         except ImportError as error:
             raise InputError(f"--engine vllm: {error}; it needs vLLM 0.30 or later") from error
         self.parameters = vllm.SamplingParams
-        self.packages = {m.__name__: m.__version__ for m in (torch, transformers, vllm)}
+        self.versions = {m.__name__: m.__version__ for m in (torch, transformers, vllm)}
         self.on_gpu = torch.cuda.is_available()
         before = set(threading.enumerate())
         settings = {
@@ -81,10 +81,6 @@ class VllmEngine:
         self.llm.llm_engine.engine_core.shutdown()
         for thread in self.threads:
             thread.join(timeout=5)
-
-    def versions(self) -> dict[str, str]:
-        """Versions of the packages that compute the figures."""
-        return self.packages
 
     def score(
         self, groups: list[list[Job]], skip: Container[int] = ()
