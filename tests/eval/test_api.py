@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import calibeval
-from calibeval import scoring
+from calibeval import records, scoring
 from calibeval.io import InputError
 from calibeval.request import Task
 
@@ -56,12 +56,17 @@ def test_a_folder_is_loaded_once_and_only_for_what_is_missing(
     assert len(again["texts"]) == 14
 
 
-def test_other_weights_in_memory_are_scored_anew(tasks, loaded, tmp_path):
-    """Nobody knows what the records of a model without a folder are of."""
+def test_other_weights_in_memory_are_scored_anew(tasks, loaded, tmp_path, monkeypatch):
+    """Nobody knows what the records of a model without a folder are of; they stay until then."""
     before = calibeval.score(*loaded, tasks[:1], out=tmp_path)["mmlu"]
     with torch.no_grad():
         loaded[0].lm_head.weight += 0.1 * torch.rand_like(loaded[0].lm_head.weight)
+    with monkeypatch.context() as patched, pytest.raises(TypeError):
+        patched.setattr(scoring, "record", None)
+        calibeval.score(*loaded, tasks[:1], out=tmp_path)
+    assert np.array_equal(records.read(before.path).logprobs, before.logprobs)
     after = calibeval.score(*loaded, tasks[:1], out=tmp_path)["mmlu"]
+    assert after.path == before.path
     assert not np.array_equal(before.logprobs, after.logprobs)
 
 
