@@ -109,6 +109,10 @@ def test_bad_files(tmp_path, refused):
     named, other = tmp_path / "samples_x.jsonl", tmp_path / "r.jsonl"
     other.touch()
     assert "expected a name like samples_<task>_<time>.jsonl" in refused(*command, other)
+    results = SAMPLES / MMLU.name.replace("samples_mmlu_abstract_algebra", "results")
+    shutil.copy(results.with_suffix(".json"), tmp_path)
+    cut = write_lines(tmp_path / MMLU.name, read_lines(MMLU)[:-1])
+    assert f"{cut}: 5 samples, but results_" in refused(*command, cut)
     named.touch()
     assert "samples_x.jsonl: no samples" in refused(*command, named)
     (tmp_path / "results.json").write_text("[]")
@@ -133,7 +137,7 @@ TOP = [("B", -0.5), (" B", -3.0), ("A", -1.5), ("ANSWER", -4.0), ("the", -6.0)]
 
 
 def test_inspects_logs(tmp_path, run):
-    header = {"version": 2, "eval": {"task": "inspect_evals/arc", "model": "openai/m"}}
+    header = {"version": 2, "status": "success", "eval": {"task": "inspect_evals/arc", "model": "openai/m"}}
     header["eval"]["packages"] = {"inspect_ai": "0.3.285"}
     first = inspect_sample(1, "B", ("ANSWER", TOP), (":", TOP), (" B", TOP), (".", TOP))
     again = inspect_sample(1, "B", ("B", TOP)) | {"epoch": 2}
@@ -151,7 +155,8 @@ def test_inspects_logs(tmp_path, run):
 
 
 def test_inspects_samples_that_are_no_multiple_choice(tmp_path, refused):
-    header, log = {"eval": {"task": "t", "model": "m"}}, tmp_path / "log.json"
+    header = {"status": "success", "eval": {"task": "t", "model": "m"}}
+    log = tmp_path / "log.json"
     command = ["import", log, "--out", tmp_path / "r.jsonl"]
     shuffled = inspect_sample(1, "A", (" B", TOP)) | {"scores": {"choice": {"answer": "C"}}}
     for sample, expected in (
@@ -163,5 +168,8 @@ def test_inspects_samples_that_are_no_multiple_choice(tmp_path, refused):
         log.write_text(json.dumps(header | {"samples": [sample]}))
         err = refused(*command)
         assert expected in err and "top log-probabilities where it answers" in err
-    log.write_text("[]")
-    assert "`inspect log convert --to json` makes one" in refused(*command)
+    for text in ("[]", json.dumps(header | {"samples": None})):
+        log.write_text(text)
+        assert "`inspect log convert --to json` makes one" in refused(*command)
+    log.write_text(json.dumps(header | {"samples": [], "status": "cancelled"}))
+    assert "status is 'cancelled', expected 'success'" in refused(*command)
