@@ -44,8 +44,6 @@ def load(auto, model: str, what: str, revision: str | None = None, **options):
     """`auto.from_pretrained`; a folder without a usable part raises `InputError`."""
     try:
         return auto.from_pretrained(model, revision=revision, **options)
-    except MemoryError:
-        raise
     except Exception as error:  # whatever a damaged file makes a library raise
         why = f"{model}: cannot be loaded as {what}: {shortened(error) or type(error).__name__}"
         if not Path(model).exists():
@@ -60,14 +58,9 @@ def load_tokenizer(model: str, revision: str | None = None):
     return load(AutoTokenizer, model, "a tokenizer", revision)
 
 
-def text_config(config):
-    """The language model's part of a config that has parts (Gemma 3, Mistral 3, Qwen-VL)."""
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
 def context_length(config) -> int | None:
     """Longest prompt: the model's positions less one, which the answer takes; None: no limit."""
-    positions = getattr(text_config(config), "max_position_embeddings", None)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return positions - 1 if positions else None
 
 
