@@ -79,9 +79,7 @@ def draw(n: int, sharpness: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
 def write_records(path: Path, n=600, sharpness=1.0, seed=0, mass=0.95) -> Path:
     """What `draw` makes; the letters have `mass` of the probability."""
     said, labels = draw(n, sharpness, seed)
-    rows = [
-        {"id": f"{seed}/{i}", "subject": "s", "model": "m", "letter_mass": mass} for i in range(n)
-    ]
+    rows = [{"id": f"{seed}/{i}", "subject": "s", "model": "m"} for i in range(n)]
     for row, label, logprobs in zip(rows, labels, said + math.log(mass), strict=True):
-        row |= {"label": int(label), "logprobs": logprobs.tolist()}
+        row |= {"label": int(label), "logprobs": logprobs.tolist(), "letter_mass": mass}
     return write_lines(path, rows)

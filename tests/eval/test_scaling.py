@@ -59,27 +59,21 @@ def test_questions_that_are_tested_are_not_fitted_on(mmlu, tiny_model, tmp_path,
     common = ["--model", tiny_model, "--task", "mmlu", "--data", mmlu]
     scored(tmp_path / "val.jsonl", *common, "--split", "val")
     plain = scored(tmp_path / "test.jsonl", *common)
-    command = [tmp_path / f"{name}.jsonl" for name in ("val", "test")]
-    command = ["temperature", *command, "--out", tmp_path / "out.jsonl", "--json"]
-    assert '"answers": 50, "left_out": 2' in run(*command).out
+    scored(tmp_path / "none.jsonl", *common, "--shots", "0")
+
+    def fit(val: str, test: str) -> list:
+        files = [tmp_path / f"{name}.jsonl" for name in (val, test)]
+        return ["temperature", *files, "--out", tmp_path / "out.jsonl", "--json"]
+
+    assert "0 answers whose ids" in refused(*fit("none", "test"))  # asked in other words
+    assert '"answers": 50, "left_out": 2' in run(*fit("val", "test")).out
     after, about = read_lines(tmp_path / "out.jsonl"), records.meta(tmp_path / "out.jsonl")
     assert [row["prompt_sha256"] for row in after] == [row["prompt_sha256"] for row in plain]
     assert about["temperature"]["records"] == str(tmp_path / "val.jsonl")
     assert about["settings"] == records.meta(tmp_path / "test.jsonl")["settings"]
     # Nor are they what a model was asked: `score` does not go on with them.
-    again = ["temperature", tmp_path / "val.jsonl", tmp_path / "out.jsonl", "--out", tmp_path / "2"]
-    for command in (again, ["score", *common, "--out", tmp_path / "out.jsonl"]):
+    for command in (fit("val", "out"), ["score", *common, "--out", tmp_path / "out.jsonl"]):
         assert "so out.jsonl is no model's own answers" in refused(*command)
-    # With other examples the prompts differ, and the questions are the same.
-    scored(tmp_path / "none.jsonl", *common, "--shots", "0")
-    again = [
-        "temperature",
-        tmp_path / "none.jsonl",
-        tmp_path / "test.jsonl",
-        "--out",
-        tmp_path / "2",
-    ]
-    assert "0 answers whose ids" in refused(*again)
 
 
 def test_what_cannot_be_fitted_is_refused(tmp_path, refused):
@@ -89,19 +83,14 @@ def test_what_cannot_be_fitted_is_refused(tmp_path, refused):
     for name, n in (("val", 100), ("few", 19), ("test", 50)):
         write_records(tmp_path / f"{name}.jsonl", n, 1.0, seed=n)
     assert "19 answers whose ids" in said("few.jsonl", "test.jsonl")
-    sure = [
-        row | {"label": int(np.argmax(row["logprobs"]))}
-        for row in read_lines(tmp_path / "val.jsonl")
-    ]
-    write_lines(tmp_path / "sure.jsonl", sure)
-    assert calibeval.temperature(
-        tmp_path / "sure.jsonl", tmp_path / "test.jsonl", tmp_path / "sure-out.jsonl"
-    )["at_bound"]
     assert "is there already" in said("val.jsonl", "test.jsonl", "few.jsonl")
     rows = [row | {"prompt_sha256": row["id"]} for row in read_lines(tmp_path / "val.jsonl")]
     write_lines(tmp_path / "asked.jsonl", rows)
     assert "0 answers whose prompts" in said("asked.jsonl", "asked.jsonl")
     assert "0 answers whose ids" in said("val.jsonl", "asked.jsonl")
+    sure = [row | {"label": int(np.argmax(row["logprobs"]))} for row in rows]
+    sure = write_lines(tmp_path / "sure.jsonl", sure)
+    assert calibeval.temperature(sure, tmp_path / "test.jsonl", tmp_path / "of-sure")["at_bound"]
     texts = [row | {"scoring": "continuation"} for row in rows]
     write_lines(tmp_path / "texts.jsonl", texts)
     assert "scoring 'continuation', but" in said("texts.jsonl", "test.jsonl")
