@@ -1,6 +1,7 @@
 """What can be said of a model folder before it is loaded."""
 
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from calibeval.io import sha256
@@ -24,5 +25,7 @@ def digest(model: str, revision: str | None = None) -> str:
         return Path(snapshot_download(model, revision=revision, local_files_only=True)).name
     found = {p for part in PARTS for p in folder.glob(part) if p.is_file()}
     paths = sorted(path for path in found if path.name not in STATE)
-    text = "".join(f"{path.name} {sha256(path)}\n" for path in paths)
+    with ThreadPoolExecutor() as pool:  # hashlib lets other threads run
+        parts = zip(paths, pool.map(sha256, paths), strict=True)
+        text = "".join(f"{path.name} {part}\n" for path, part in parts)
     return hashlib.sha256(text.encode()).hexdigest()

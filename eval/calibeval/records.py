@@ -80,7 +80,6 @@ class Records:
     model: str
     scoring: str
     normalise: str
-    shots: int  # the most examples before a question
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -147,7 +146,6 @@ def joined(
         first.model,
         first.scoring,
         normalise or first.normalise,
-        max(row.shots or 0 for row in every),
     )
 
 

@@ -40,18 +40,17 @@ def temperature(validation: str | Path, test: str | Path, out: str | Path) -> di
     fitted_on, scored = records.read(validation), records.read(test)
     about = [records.asked(path) for path in (validation, test)]
     models = {one.get("model_digest") for one in about}
-    for key in ("scoring", "normalise"):
-        if (found := getattr(fitted_on, key)) != (other := getattr(scored, key)):
+    # Asked with other examples, a question has another prompt.
+    for key in ("scoring", "normalise", "shots", "examples"):
+        both = zip((fitted_on, scored), about, strict=True)
+        found, other = (getattr(of, key, one.get(key)) for of, one in both)
+        if found != other:
             raise InputError(f"{validation}: {key} {found!r}, but {test} {other!r}")
     if len(models if None not in models else {fitted_on.model, scored.model}) > 1:
         raise InputError(f"{validation}: is of another model than {test}; fit on its own answers")
     if out.exists():
         raise InputError(f"{out}: is there already; delete it, or give another --out")
-    files = zip((fitted_on, scored), about, strict=True)
-    ways = {(of.shots, one.get("task"), one.get("examples")) for of, one in files}
-    # A question has one prompt in both files only if both ask in one way.
-    same = len(ways) == 1 and None not in {*fitted_on.prompts, *scored.prompts}
-    key = "prompts" if same else "ids"
+    key = "ids" if None in {*fitted_on.prompts, *scored.prompts} else "prompts"
     seen = {*getattr(scored, key)}
     used = np.array([one not in seen for one in getattr(fitted_on, key)])
     if used.sum() < FEWEST:

@@ -75,12 +75,6 @@ def part_of(out: Path) -> Path:
     return out.with_name(out.name + ".part")
 
 
-def clear(out: Path) -> None:
-    """Forget what a scoring run has made so far."""
-    for file in (out, part_of(out), records.sidecar(part_of(out))):
-        file.unlink(missing_ok=True)
-
-
 def _same(found: dict, wanted: dict, where: Path) -> None:
     """Raise `InputError` where settings differ, naming the first with both values."""
     for key, now in wanted.items():

@@ -6,7 +6,7 @@ from pathlib import Path
 from calibeval import records as files
 from calibeval.io import InputError
 from calibeval.request import Request, Task
-from calibeval.store import clear, part_of
+from calibeval.store import part_of
 from calibeval.tasks import resolved
 from sweeps.config import Score
 from sweeps.run import Run
@@ -70,7 +70,7 @@ def here(run: Run) -> None:
         if wrong := conflict(run, task, config.score):
             raise InputError(wrong)
         if _about(file := records(run, task)) and file.exists():
-            clear(file)  # damaged since
+            file.unlink()  # damaged since
     how = config.score.model_dump(include=set(Request.model_fields) - {"tasks"})
     name, how["revision"] = str(run.model), None
     if config.backend is None:  # the model before fine-tuning

@@ -109,10 +109,6 @@ def test_bad_files(tmp_path, refused):
     named, other = tmp_path / "samples_x.jsonl", tmp_path / "r.jsonl"
     other.touch()
     assert "expected a name like samples_<task>_<time>.jsonl" in refused(*command, other)
-    results = SAMPLES / MMLU.name.replace("samples_mmlu_abstract_algebra", "results")
-    shutil.copy(results.with_suffix(".json"), tmp_path)
-    cut = write_lines(tmp_path / MMLU.name, read_lines(MMLU)[:-1])
-    assert f"{cut}: 5 samples, but results_" in refused(*command, cut)
     named.touch()
     assert "samples_x.jsonl: no samples" in refused(*command, named)
     (tmp_path / "results.json").write_text("[]")
@@ -137,8 +133,9 @@ TOP = [("B", -0.5), (" B", -3.0), ("A", -1.5), ("ANSWER", -4.0), ("the", -6.0)]
 
 
 def test_inspects_logs(tmp_path, run):
-    header = {"version": 2, "status": "success", "eval": {"task": "inspect_evals/arc", "model": "openai/m"}}
-    header["eval"]["packages"] = {"inspect_ai": "0.3.285"}
+    about = {"task": "inspect_evals/arc", "model": "openai/m"}
+    about["packages"] = {"inspect_ai": "0.3.285"}
+    header = {"version": 2, "status": "success", "eval": about}
     first = inspect_sample(1, "B", ("ANSWER", TOP), (":", TOP), (" B", TOP), (".", TOP))
     again = inspect_sample(1, "B", ("B", TOP)) | {"epoch": 2}
     first["scores"] = {"choice": {"answer": "B"}, "other": {"answer": "I say B"}, "third": {}}
