@@ -74,7 +74,7 @@ ZERO2 = "backend=open-instruct", "world.deepspeed=configs/deepspeed/zero2.json"
 PARTS = {
     "grid": ["keep=all", "score=null"],
     "seeds": ["keep=all", *TABLE],
-    "high": [*TABLE, "grid.learning_rate=[2.0e-4]"],
+    "high": [*TABLE, TASKS, "grid.learning_rate=[2.0e-4]"],
     "harm": [*TABLE, *HARM],
     "sum": [*PAIR, "grid.reduce_loss=[sum]", "grid.clip_grad_norm=[1.0]"],
     "filtered": [*PAIR, "grid.label_smoothing=[0.1]", "grid.filter_eps=[auto]"],
