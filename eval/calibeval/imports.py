@@ -129,7 +129,7 @@ def inspect(path: Path) -> Log:
         task = about["task"].split("/")[-1]
         shared = {"model": about["model"], "versions": about.get("packages") or {}}
         first = [sample for sample in samples if sample.get("epoch", 1) == 1]
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         remedy = "`inspect log convert --to json` makes one that is"
         raise InputError(f"{path}: not a log that can be read ({error!r}); {remedy}") from error
     if (status := log.get("status")) != "success":

@@ -167,9 +167,9 @@ def meta(path: Path) -> dict:
 
 def asked(path: Path) -> dict:
     """The settings a model was asked with; records at a temperature raise `InputError`."""
-    if tau := (about := meta(path)).get("temperature"):
-        said = f"temperature is {tau!r}, so {path.name} is no model's own answers"
-        raise InputError(f"{sidecar(path)}: {said}; give the file that it was made of")
+    about = meta(path)
+    if "temperature" in about:
+        raise InputError(f"{path}: is what a temperature made of a model's answers; give another")
     return about.get("settings") or {}
 
 

@@ -40,21 +40,17 @@ def temperature(validation: str | Path, test: str | Path, out: str | Path) -> di
     fitted_on, scored = records.read(validation), records.read(test)
     about = [records.asked(path) for path in (validation, test)]
     models = {one.get("model_digest") for one in about}
-    # Asked with other examples, a question has another prompt.
-    for key in ("scoring", "normalise", "shots", "examples"):
-        both = zip((fitted_on, scored), about, strict=True)
-        found, other = (getattr(of, key, one.get(key)) for of, one in both)
-        if found != other:
+    for key in ("scoring", "normalise"):
+        if (found := getattr(fitted_on, key)) != (other := getattr(scored, key)):
             raise InputError(f"{validation}: {key} {found!r}, but {test} {other!r}")
     if len(models if None not in models else {fitted_on.model, scored.model}) > 1:
         raise InputError(f"{validation}: is of another model than {test}; fit on its own answers")
     if out.exists():
         raise InputError(f"{out}: is there already; delete it, or give another --out")
-    key = "ids" if None in {*fitted_on.prompts, *scored.prompts} else "prompts"
-    seen = {*getattr(scored, key)}
-    used = np.array([one not in seen for one in getattr(fitted_on, key)])
+    seen = set(scored.prompts) - {None}
+    used = np.array([prompt not in seen for prompt in fitted_on.prompts])
     if used.sum() < FEWEST:
-        few = f"{counted(int(used.sum()), 'answer')} whose {key} {test} does not hold as well"
+        few = f"{counted(int(used.sum()), 'answer')} that {test} does not hold as well"
         raise InputError(f"{validation}: {few}; expected {FEWEST} or more to fit a temperature on")
     found = minimize_scalar(
         lambda log_tau: nll(fitted_on, math.exp(log_tau), used),
@@ -65,7 +61,6 @@ def temperature(validation: str | Path, test: str | Path, out: str | Path) -> di
     tau = math.exp(found.x)
     report = {"temperature": tau, "nll": [nll(fitted_on, 1.0, used), float(found.fun)]}
     report |= {"answers": int(used.sum()), "left_out": int((~used).sum())}
-    report["at_bound"] = bool(LIMIT - abs(found.x) < 1e-3)  # then no temperature is the best
     made = {"temperature": report | {"records": str(validation), "sha256": sha256(validation)}}
     rows = (scaled(row, tau) for _, row in json_lines(test))
     records.write(out, rows, records.meta(test) | made)

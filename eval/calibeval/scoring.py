@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from calibeval import __version__, engines, measures, models, prompts, records, stats
 from calibeval.engines import Job
-from calibeval.io import InputError, counted, json_lines
+from calibeval.io import InputError, counted
 from calibeval.prompts import Branches, Prompt
 from calibeval.records import Records
 from calibeval.request import Request, Task, checked
@@ -132,19 +132,20 @@ def score(
 
     found = {}
     with ExitStack() as at_end:
+        out = Path(out or at_end.enter_context(tempfile.TemporaryDirectory()))
+        out.mkdir(parents=True, exist_ok=True)  # or says before the scoring that it cannot be
         # A loaded model's are made anew: nobody knows of which weights older ones are.
-        anew = loaded or not out
-        folder = Path(at_end.enter_context(tempfile.TemporaryDirectory()) if anew else out)
+        folder = (loaded and at_end.enter_context(tempfile.TemporaryDirectory(dir=out))) or out
         for task in every:
-            path = folder / f"{task.key}.jsonl"
+            path = Path(folder, f"{task.key}.jsonl")
             # What decides the records, under the names that sidecars have for it.
             settings = {"model_digest": digest.result() if digest else None}
             settings |= request.model_dump(include={"revision", "engine", "dtype"})
             settings |= task.model_dump(exclude={"name"})
             made = _fill(path, items[task.key], settings, name, engine, progress)
-            if loaded and out:
-                rows, about = (row for _, row in json_lines(path)), records.meta(path)
-                records.write(path := Path(out) / path.name, rows, about)
+            if loaded:
+                for file in (records.sidecar(path), path):
+                    path = file.replace(out / file.name)
             found[task.key] = of = records.read(path)
             if not made:
                 print(f"{path}: complete already, {counted(len(of), 'question')}", file=sys.stderr)

@@ -180,14 +180,14 @@ def load_model(keys: Train, tokens: int) -> nn.Module:
 
 def smoothing_target(keys: Train, updates: Updates, size: int) -> Tensor:
     """What β is spread over: a share for each of the model's tokens, (size,) fp32."""
-    if keys.smoothing_target == "unigram":
+    if (file := keys.smoothing_target) == "unigram":
         return updates.frequencies(size)
     try:
-        u = torch.tensor(np.load(keys.smoothing_target), dtype=torch.float32)
+        u = torch.tensor(np.load(file), dtype=torch.float32)
         check_target(u, size)
-    except (OSError, TypeError, ValueError) as error:
-        found = f"train.smoothing_target: {keys.smoothing_target}: {error}"
-        raise InputError(f"{found}; {size} entries, the vocabulary's with padding") from error
+    except (EOFError, OSError, TypeError, ValueError) as error:
+        wanted = f"an .npy file of {size} shares, one for each entry of the vocabulary, padding too"
+        raise InputError(f"train.smoothing_target: {file}: {error}; expected {wanted}") from error
     return u
 
 

@@ -18,7 +18,6 @@ from datetime import datetime, timezone
 from functools import cached_property
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from operator import attrgetter
 from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any
@@ -41,11 +40,12 @@ BACKENDS = {"trainer": "sweeps.train", "open-instruct": "sweeps.open_instruct"}
 def backend(name: str) -> ModuleType:
     """The module that trains; raises InputError with those there are."""
     try:
-        module = import_module(BACKENDS.get(name, name))
-        attrgetter("Train", "packages", "missing", "train")(module)
-    except (ImportError, AttributeError) as error:
-        other = f"none of {', '.join(BACKENDS)}, and no module that trains"
-        raise InputError(f"backend: {name!r} is {other}: {error}") from error
+        module, why = import_module(BACKENDS.get(name, name)), "it has no `Train`"
+    except ImportError as error:
+        module, why = None, error
+    if not hasattr(module, "Train"):
+        known = ", ".join(BACKENDS)
+        raise InputError(f"backend: {name!r} is none of {known}, and no module that trains: {why}")
     return module
 
 

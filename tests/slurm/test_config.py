@@ -59,7 +59,7 @@ def test_what_is_written_is_read_back(value):
         ({}, "grid.seed=[1, 1]", "are the same run; drop one"),
         ({"backend": "trainer"}, "grid.seed=[4294967296]", "Input should be less than 4294967296"),
         ({}, "backend=nothing", "'nothing' is none of trainer, open-instruct"),
-        ({}, "backend=json", "no module that trains: module 'json' has no attribute 'Train'"),
+        ({}, "backend=json", "no module that trains: it has no `Train`"),
         ({}, "score.select_on=other", "'other' is none of ['mmlu', 'held_out_loss']"),
         ({}, "score.select_on=held_out_loss", "held_out_loss needs train.held_out"),
         (

@@ -532,10 +532,10 @@ def test_shares_of_other_tokens_are_refused(sweep_file, tiny, tmp_path):
     target = f"train.smoothing_target={file}"
     said = f"train.smoothing_target: {file}: no such file"
     assert said in preflight.problems(plan(path, [target]), "local")
-    for wrong in (np.full(3, 1 / 3), np.full(rows, np.nan), np.full(rows, "a")):
+    for wrong in (np.full(3, 1 / 3), np.ones(rows), np.full(rows, np.nan), np.full(rows, "a")):
         np.save(file, wrong)
         assert not preflight.problems(plan(path, [target]), "local")
-        with pytest.raises(InputError, match=rf"u\.npy: .*; {rows} entries"):
+        with pytest.raises(InputError, match=rf"u\.npy: .*; expected .* of {rows} shares"):
             finished(path, target)
     with pytest.raises(InputError, match=r"train\.smoothing_target: found 'unigrams'"):
         plan(path, ["train.smoothing_target=unigrams"])

@@ -58,9 +58,14 @@ def load_tokenizer(model: str, revision: str | None = None):
     return load(AutoTokenizer, model, "a tokenizer", revision)
 
 
+def text_config(config):
+    """The language model's part of a config that has parts; transformers before 4.45 tells none."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
 def context_length(config) -> int | None:
     """Longest prompt: the model's positions less one, which the answer takes; None: no limit."""
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    positions = getattr(text_config(config), "max_position_embeddings", None)
     return positions - 1 if positions else None
 
 

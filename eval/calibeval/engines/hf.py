@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import linear
 
-from calibeval.engines import Job, load
+from calibeval.engines import Job, load, text_config
 from calibeval.io import InputError
 from calibeval.prompts import common_prefix
 
@@ -174,7 +174,7 @@ class TransformersEngine:
 
     def _split(self, jobs: list[Job], prefix: Prefix) -> Iterator[list[Job]]:
         """`jobs`, the shorter first, in batches within what there is room for."""
-        config, batch, most = self.model.config.get_text_config(), [], 0
+        config, batch, most = text_config(self.model.config), [], 0
         heads = getattr(config, "num_attention_heads", 1)
         width = getattr(config, "head_dim", None) or config.hidden_size // heads
         each = 2 * config.num_hidden_layers * width * self.model.dtype.itemsize  # bytes a token
@@ -307,7 +307,7 @@ def _load(model: str, dtype: str, revision: str | None):
 
 def sees_all(config, length: int) -> bool:
     """Whether every layer sees all earlier tokens of prompts up to `length`, as in shorter ones."""
-    config = config.get_text_config()
+    config = text_config(config)
     kinds = set(getattr(config, "layer_types", None) or ())
     windows = (getattr(config, k, None) for k in ("sliding_window", "attention_chunk_size"))
     wide = all(window is None or window > length for window in windows)
@@ -317,5 +317,4 @@ def sees_all(config, length: int) -> bool:
 
 def stretches(config, length: int) -> bool:
     """Whether longrope turns every position otherwise in a batch of this length than in others."""
-    config = config.get_text_config()  # of a model with parts, the language model's
-    return length > (getattr(config, "original_max_position_embeddings", 0) or np.inf)
+    return length > (getattr(text_config(config), "original_max_position_embeddings", 0) or np.inf)

@@ -9,7 +9,7 @@ run again, on whatever machine:
 
     grid          4 learning rates at β = 0; the lowest held-out loss chooses that of other parts
     seeds         the base model; β of 0, 0.1, 0.2, 0.3 and 0.5, five seeds
-    high          the same at 2e-4, the top of the paper's grid
+    high          the same of MMLU at 2e-4, the top of the paper's grid
     harm          the same at 5e-5, two epochs of the summed, unclipped loss
     sum           the summed loss, clipped
     filtered      the filtered gradient, at β = 0.1
