@@ -59,7 +59,7 @@ from sweeps.run import Run, read_rows
 HERE = Path(__file__).parent
 FILE, RECORDS, RUNS = HERE / "config.yaml", HERE / "records", Path("runs/claims")
 MESSAGES = Path("data/alpaca/messages.jsonl")  # which finetune.py reads
-# What the verdicts rest on; other parts are asked all tasks.
+# What the verdicts rest on. Parts without it are asked all tasks; harm's texts are not kept.
 TASKS = "score.tasks=[{task: mmlu, data: data/mmlu, shots: 5, scoring: letters}]"
 BETAS = (0.0, 0.1, 0.2, 0.3, 0.5)
 TABLE = [f"grid.label_smoothing={[*BETAS]}", "grid.seed=[0,1,2,3,4]"]
