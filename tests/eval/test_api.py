@@ -66,7 +66,6 @@ def test_other_weights_in_memory_are_scored_anew(tasks, loaded, tmp_path, monkey
         calibeval.score(*loaded, tasks[:1], out=tmp_path)
     assert np.array_equal(records.read(before.path).logprobs, before.logprobs)
     after = calibeval.score(*loaded, tasks[:1], out=tmp_path)["mmlu"]
-    assert after.path == before.path
     assert not np.array_equal(before.logprobs, after.logprobs)
 
 

@@ -133,9 +133,8 @@ TOP = [("B", -0.5), (" B", -3.0), ("A", -1.5), ("ANSWER", -4.0), ("the", -6.0)]
 
 
 def test_inspects_logs(tmp_path, run):
-    about = {"task": "inspect_evals/arc", "model": "openai/m"}
-    about["packages"] = {"inspect_ai": "0.3.285"}
-    header = {"version": 2, "status": "success", "eval": about}
+    header = {"status": "success", "eval": {"task": "inspect_evals/arc", "model": "openai/m"}}
+    header["eval"]["packages"] = {"inspect_ai": "0.3.285"}
     first = inspect_sample(1, "B", ("ANSWER", TOP), (":", TOP), (" B", TOP), (".", TOP))
     again = inspect_sample(1, "B", ("B", TOP)) | {"epoch": 2}
     first["scores"] = {"choice": {"answer": "B"}, "other": {"answer": "I say B"}, "third": {}}
@@ -152,8 +151,7 @@ def test_inspects_logs(tmp_path, run):
 
 
 def test_inspects_samples_that_are_no_multiple_choice(tmp_path, refused):
-    header = {"status": "success", "eval": {"task": "t", "model": "m"}}
-    log = tmp_path / "log.json"
+    header, log = {"status": "success", "eval": {"task": "t", "model": "m"}}, tmp_path / "log.json"
     command = ["import", log, "--out", tmp_path / "r.jsonl"]
     shuffled = inspect_sample(1, "A", (" B", TOP)) | {"scores": {"choice": {"answer": "C"}}}
     for sample, expected in (

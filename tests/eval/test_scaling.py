@@ -59,18 +59,15 @@ def test_questions_that_are_tested_are_not_fitted_on(mmlu, tiny_model, tmp_path,
     common = ["--model", tiny_model, "--task", "mmlu", "--data", mmlu]
     scored(tmp_path / "val.jsonl", *common, "--split", "val")
     plain = scored(tmp_path / "test.jsonl", *common)
-
-    def fit(val: str, test: str) -> list:
-        files = [tmp_path / f"{name}.jsonl" for name in (val, test)]
-        return ["temperature", *files, "--out", tmp_path / "out.jsonl", "--json"]
-
-    assert '"answers": 50, "left_out": 2' in run(*fit("val", "test")).out
+    val, test, out = (tmp_path / f"{name}.jsonl" for name in ("val", "test", "out"))
+    command = ["temperature", val, test, "--out", out, "--json"]
+    assert '"answers": 50, "left_out": 2' in run(*command).out
     after, about = read_lines(tmp_path / "out.jsonl"), records.meta(tmp_path / "out.jsonl")
     assert [row["prompt_sha256"] for row in after] == [row["prompt_sha256"] for row in plain]
     assert about["temperature"]["records"] == str(tmp_path / "val.jsonl")
     assert about["settings"] == records.meta(tmp_path / "test.jsonl")["settings"]
     # Nor are they what a model was asked: `score` does not go on with them.
-    for command in (fit("val", "out"), ["score", *common, "--out", tmp_path / "out.jsonl"]):
+    for command in (["temperature", val, out, "--out", test], ["score", *common, "--out", out]):
         assert "is what a temperature made of a model's answers" in refused(*command)
 
 

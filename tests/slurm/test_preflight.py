@@ -111,16 +111,6 @@ def test_a_model_that_is_half_there_is_not_there(tmp_path, monkeypatch, kind):
     assert not prefetch.on_disk("owner/name", kind, "v2")
 
 
-def test_base_models_at_two_revisions_are_two(toy_file):
-    """Each is scored for itself, at its revision."""
-    train = {"model_name_or_path": "owner/name", "train_file": "chats.jsonl"}
-    score = {"tasks": [{"task": "mmlu", "data": "x"}]}
-    of = {"backend": "open-instruct", "train": train, "score": score}
-    one, other = plan(toy_file(grid={"model_revision": ["v1", "v2"]}, **of), []).bases
-    assert one.run.name != other.run.name
-    assert [x.config.train["model_revision"] for x in (one, other)] == ["v1", "v2"]
-
-
 def test_prefetch_fetches_once_and_says_what_failed(toy_file, tiny, tmp_path):
     with tarfile.open(tmp_path / "data.tar", "w") as archive:
         archive.add(tiny / "mmlu", "data")
