@@ -66,7 +66,6 @@ def test_questions_that_are_tested_are_not_fitted_on(mmlu, tiny_model, tmp_path,
     assert [row["prompt_sha256"] for row in after] == [row["prompt_sha256"] for row in plain]
     assert about["temperature"]["records"] == str(tmp_path / "val.jsonl")
     assert about["settings"] == records.meta(tmp_path / "test.jsonl")["settings"]
-    # Nor are they what a model was asked: `score` does not go on with them.
     for command in (["temperature", val, out, "--out", test], ["score", *common, "--out", out]):
         assert "is what a temperature made of a model's answers" in refused(*command)
 
