@@ -26,13 +26,6 @@ def cut(e: Tensor, c: Tensor, y: Tensor, label_smoothing: float = 0.0, softcap=N
     return linear_cross_entropy(e, c, y, softcap=softcap)
 
 
-def quack(e: Tensor, c: Tensor, y: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy
-
-    without(label_smoothing)
-    return chunked_linear_cross_entropy(e, c, y)
-
-
 def trl(e: Tensor, c: Tensor, y: Tensor, label_smoothing: float = 0.0, softcap=None) -> Tensor:
     from trl.kernels import ChunkedLogProbFunction
 
