@@ -63,10 +63,10 @@ def evaluate(of: Records, *, alpha: float = 0.1, score: str = "lac", splits: int
 
     Half of the questions, drawn at random `splits` times, calibrates the sets of the other half.
     The random numbers are the same for every run over the same questions. Raises `InputError` for
-    one record alone, and an `alpha` that is no share.
+    one record alone, and an `alpha` that is not in [0, 1).
     """
-    if not 0 <= alpha <= 1:
-        raise InputError(f"alpha is {alpha}, expected a number from 0 to 1")
+    if not 0 <= alpha < 1:
+        raise InputError(f"alpha is {alpha}, expected a number from 0 to below 1")
     if len(of) < 2:
         raise InputError(f"{of.path}: 1 record, expected 2 or more to split")
     of = in_order(of)

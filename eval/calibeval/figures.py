@@ -6,6 +6,7 @@ Each as SVG for the page and PNG for slides, 17.5 cm wide, a page's width.
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 import numpy as np
 
@@ -47,7 +48,7 @@ def draw(results: Results, out: Path) -> list[tuple[Path, str]]:
                 for confidence in AMONG:
                     if all(confidence in run.confidences for run in runs):
                         having.setdefault(confidence, []).append(row)
-            name = "".join(c if c.isalnum() or c in "-." else "-" for c in group)
+            name = quote(group, safe=" ")
             made = []
             if len({row.beta for row in rows} - {None}) > 1:
                 said = f"ECE on {group} against β; dotted: what 95 % of calibrated models read "

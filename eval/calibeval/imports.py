@@ -165,6 +165,5 @@ def inspect_record(sample: dict, task: str) -> dict:
     }
 
 
-ASKED = "a multiple choice with one target, and top log-probabilities where it answers"
 LM_EVAL = "lm-evaluation-harness", lm_eval, "a multiple-choice sample"
-INSPECT = "inspect", inspect, ASKED
+INSPECT = "inspect", inspect, "one target, and top log-probabilities where it answers"

@@ -11,7 +11,6 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader
 
@@ -232,10 +231,9 @@ def tidy(results: Results) -> pd.DataFrame:
     for row in results.rows:
         for group, by_seed in row.runs.items():
             runs = [*by_seed.values()]
-            masses = [run.letter_mass for run in runs if run.letter_mass is not None]
+            mass = pd.Series([run.letter_mass for run in runs], dtype=float).mean()
             about = {"dataset": group} | {key: row.keys.get(key) for key in keys}
-            about |= {"seeds": len(runs), "questions": runs[0].questions}
-            about["letter_mass"] = float(np.mean(masses)) if masses else None
+            about |= {"seeds": len(runs), "questions": runs[0].questions, "letter_mass": mass}
             for c, metric in product(runs[0].confidences, stats.METRICS):
                 figures = vars(row.estimate(group, metric, c))
                 lines.append(about | {"confidence": c, "metric": metric} | figures)

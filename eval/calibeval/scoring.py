@@ -142,6 +142,8 @@ def score(
             settings = {"model_digest": digest.result() if digest else None}
             settings |= request.model_dump(include={"revision", "engine", "dtype"})
             settings |= task.model_dump(exclude={"name"})
+            if loaded:
+                Store(out / path.name, settings)  # refuses what it may not take the place of
             made = _fill(path, items[task.key], settings, name, engine, progress)
             if loaded:
                 for file in (records.sidecar(path), path):

@@ -259,7 +259,7 @@ def estimate(runs: Sequence[Run], metric: str, confidence: str) -> Estimate:
     For `rms_debiased` over seeds the root of the mean of the squared errors.
     """
     same_questions(runs)
-    if confidence not in runs[0].confidences:
+    if any(confidence not in run.confidences for run in runs):
         return Estimate()
     noise = {}
     if metric in CALIBRATION:

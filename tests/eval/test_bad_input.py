@@ -43,6 +43,8 @@ def test_layout(mmlu, command, tmp_path, refused):
     assert "light: 0 examples, but --shots 5" in refused(*command)
     err = refused(*command, "--subjects", "light,heavy")
     assert "no subject 'heavy'; there are light, old_kings" in err
+    err = refused(*command, "--out", tmp_path)
+    assert f"--out {tmp_path}: expected a file's name such as" in err
     err = refused(*command, "--data", tmp_path)
     assert "no folder test/ with files <subject>_test.csv" in err
 
@@ -86,15 +88,6 @@ def test_checkpoints_that_are_not_whole(command, tiny_model, tmp_path, refused):
     whole = (tiny_model / "model.safetensors").read_bytes()
     for content in (whole[:5000], b""):
         assert "cannot be loaded as a causal language model: " in broken("cut", content)
-
-
-def test_a_folder_is_no_place_for_records(command, tmp_path, refused):
-    kept = tmp_path / "folder" / "kept"
-    kept.parent.mkdir()
-    kept.write_text("x")
-    err = refused(*command, "--out", kept.parent)
-    assert f"--out {kept.parent}: expected a file's name such as" in err
-    assert kept.read_text() == "x"
 
 
 def test_a_disk_that_fills_leaves_nothing_half_written(tmp_path):

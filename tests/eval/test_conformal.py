@@ -30,12 +30,6 @@ def test_sums_of_1_are_not_decided_by_rounding():
     assert len({*(-np.sort(-probs, 1)).cumsum(1)[:, 3].tolist()}) > 1 and (last == 1).all()
 
 
-@pytest.mark.parametrize(("n", "alpha", "place"), [(9, 0.1, 9), (8, 0.1, None), (99, 0.1, 90)])
-def test_threshold_is_the_order_statistic(n, alpha, place):
-    scores = np.random.default_rng(n).permutation(n) + 1.0
-    assert conformal.threshold(scores, alpha) == (math.inf if place is None else place)
-
-
 @pytest.mark.parametrize("score", ("lac", "aps"))
 def test_coverage_over_splits_is_beta_binomial(tmp_path, run, score):
     """Mean and sd within 0.002 over 2,000 splits, whatever the model's calibration."""
@@ -67,7 +61,7 @@ def test_a_set_without_threshold_has_the_choices_that_there_are(tmp_path):
 
 
 def test_bad_input_is_refused(tmp_path, refused):
-    said = refused("conformal", write_records(tmp_path / "a.jsonl", 20), "--alpha", "2")
-    assert "alpha is 2.0, expected a number from 0 to 1" in said
+    said = refused("conformal", write_records(tmp_path / "a.jsonl", 20), "--alpha", "1")
+    assert "alpha is 1.0, expected a number from 0 to below 1" in said
     with pytest.raises(InputError, match=r"one\.jsonl: 1 record, expected 2 or more to split"):
         conformal.evaluate(records.read(write_records(tmp_path / "one.jsonl", 1)))

@@ -268,12 +268,21 @@ def test_figures(project, tmp_path):
     assert {p: p.read_bytes() for p in before} == before
 
 
+def test_data_sets_have_figures_of_their_own(project, tmp_path):
+    results = index.read(project(lambda line: line | {"dataset": ("toy 5", "toy_5")[line["seed"]]}))
+    drawn = [path for path, _ in figures.draw(results, tmp_path / "out")]
+    assert len({*drawn}) == len(drawn) > 3
+
+
 def test_what_has_no_reading_among_all_tokens_stays_out_of_its_figures(project, tmp_path):
-    """As after a temperature, of the model before fine-tuning too."""
+    """As after a temperature, of the model before fine-tuning and of one seed."""
     results = index.read(project())
-    for run in (run for row in results.rows[:2] for run in seeds(row)):
+    for run in (seeds(row)[-1] for row in results.rows[:2]):
         write_lines(run.path, [row | {"letter_mass": None} for row in read_lines(run.path)])
-    drawn = figures.draw(index.read(tmp_path / "index.jsonl"), tmp_path / "out")
+    results = index.read(tmp_path / "index.jsonl")
+    table = report.main_table(results, report.read_columns("ece@vocabulary")).markdown()
+    assert [row[3] == "–" for row in rows_of(table)[1:]] == [True, True, False]
+    drawn = figures.draw(results, tmp_path / "out")
     text = {path.stem: path.read_text() for path, _ in drawn}
     titles = [text[f"reliability_toy_{c}"].count("ECE 0.") for c in ("choices", "vocabulary")]
     assert titles == [3, 1] and "ece-against-beta_toy" in text
