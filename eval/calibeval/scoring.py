@@ -1,5 +1,6 @@
 """Scoring: questions → prompts → engine → records, kept as they are made."""
 
+import json
 import math
 import sys
 import tempfile
@@ -14,7 +15,7 @@ from tqdm import tqdm
 
 from calibeval import __version__, engines, measures, models, prompts, records, stats
 from calibeval.engines import Job
-from calibeval.io import InputError, counted
+from calibeval.io import InputError, counted, read_text
 from calibeval.prompts import Branches, Prompt
 from calibeval.records import Records
 from calibeval.request import Request, Task, checked
@@ -115,7 +116,10 @@ def score(
         from transformers import AutoConfig
 
         name = words = model = str(model)
-        config = engines.load(AutoConfig, name, "a config", request.revision)
+        adapters = Path(name, "adapter_config.json")
+        found = json.loads(read_text(adapters)) if adapters.is_file() else {}
+        base = found.get("base_model_name_or_path", name)
+        config = engines.load(AutoConfig, base, "a config", request.revision)
     tokenizer = tokenizer or engines.load_tokenizer(words, request.revision)
     longest = engines.context_length(config)
     every = [resolved(task) for task in request.tasks]

@@ -96,10 +96,13 @@ def varied(cells: list[Cell]) -> list[str]:
 def entries(plan: Plan, cells: list[Cell]) -> list[dict]:
     """One entry for each record file, as calibeval's index wants it; paths from results/."""
     others, rows = varied(cells), []
+    models = {cell.config.train["model_name_or_path"] for cell in cells}
+    last = [PurePath(model).name for model in models]
     for cell in cells:
         config, train, every = cell.config, cell.config.train, settings(cell)
         model = train["model_name_or_path"]
-        about = {"model": plan.sweep.model_labels.get(model, PurePath(model).name)}
+        name = PurePath(model).name if last.count(PurePath(model).name) == 1 else model
+        about = {"model": plan.sweep.model_labels.get(model, name)}
         about |= {key: train.get(key) for key in SHARED[1:]} | {"run": cell.run.name}
         if config.backend:
             about["train_data"] = train.get("train_file")
@@ -121,13 +124,12 @@ def best_learning_rates(plan: Plan, cells: list[Cell]) -> tuple[list[dict], list
     """
     on = plan.sweep.score and plan.sweep.score.select_on
     names = (on,) if on == HELD_OUT else (f"accuracy on {on}", f"nll on {on}")
-    others, groups = varied(cells), defaultdict(lambda: defaultdict(list))
+    keys = ("train_file", "model_name_or_path", "num_train_epochs", "label_smoothing")
+    keys, groups = (*keys, *varied(cells)), defaultdict(lambda: defaultdict(list))
     for cell in cells if on else ():
         if cell.config.backend and (value := chosen_on(on, cell)):
-            train, every = cell.config.train, settings(cell)
-            key = (train.get("train_file") or "", train["model_name_or_path"])
-            key += (train.get("label_smoothing"), *map(every.get, others))
-            groups[key][train["learning_rate"]].append((value, cell))
+            every = settings(cell)
+            groups[(*map(every.get, keys),)][every["learning_rate"]].append((value, cell))
     rows, chosen = [], []
     for key, rates in sorted(groups.items(), key=lambda group: str(group[0])):
         means = {}
@@ -136,7 +138,7 @@ def best_learning_rates(plan: Plan, cells: list[Cell]) -> tuple[list[dict], list
             means[rate] = tuple(round(fmean(some), 12) for some in figures)  # or no two are equal
         best = min(means, key=lambda r: means[r] if on == HELD_OUT else (-means[r][0], means[r][1]))
         chosen += [cell for _, cell in rates[best]]
-        row = dict(zip(("trained_on", "model", "label_smoothing", *others), key, strict=True))
+        row = dict(zip(("trained_on", "model", "epochs", *keys[3:]), key, strict=True))
         row |= {"best_learning_rate": best, "of": len(means), "seeds": len(rates[best])}
         rows.append(row | {n: round(mean, 4) for n, mean in zip(names, means[best], strict=True)})
     return rows, chosen
@@ -147,7 +149,8 @@ def chosen_on(on: str, cell: Cell) -> tuple[float, ...] | None:
     if on == HELD_OUT:
         rows = [row for row in read_rows(cell.run.metrics) if HELD_OUT in row]
         return (rows[-1][HELD_OUT],) if rows and cell.run.trained else None
-    task = next((t for t in cell.config.score.tasks if t.key == on), None)
+    tasks = cell.config.score.tasks if cell.config.score else ()
+    task = next((task for task in tasks if task.key == on), None)
     if task is None or score.gap(cell.run, task, cell.config.score):
         return None
     run = stats.load(score.records(cell.run, task))

@@ -38,8 +38,9 @@ def launch(plan: Plan) -> tuple[int, list[str]]:
     runs that did not get there."""
     if shutil.which("squeue") and slurm.queue(plan.folder):
         raise InputError(f"{plan.folder}: is queued on Slurm; {again('cancel', plan.folder)}")
-    plan.create()
+    plan.folder.mkdir(parents=True, exist_ok=True)
     with locked(plan.lock, 1, f"{plan.folder}: another launch is at it; Ctrl-C there ends it"):
+        plan.create()
         return _launch(plan, workers(plan.sweep))
 
 

@@ -13,19 +13,19 @@ from sweeps import collect
 from sweeps.plan import plan
 
 
-def test_a_rate_is_chosen_for_each_adapter_and_each_content_of_a_file(sweep_file, tmp_path):
+def test_a_rate_is_chosen_for_each_number_of_epochs_and_content_of_a_file(sweep_file, tmp_path):
     """Runs on a data file before and after it was edited are not averaged."""
     score = {"tasks": [{"task": "mmlu", "data": "x"}], "select_on": "held_out_loss", "base": False}
-    grid = {"lora": [{"r": 4}, {"r": 8}], "learning_rate": [1e-4, 1e-3]}
     train = {"held_out": 5, "train_file": str(file := tmp_path / "chat.jsonl")}
-    planned = plan(sweep_file(grid=grid, train=train, score=score), [])
-    planned.create()
-    for loss, cell in enumerate(planned.cells, 1):
+    path = sweep_file(grid={"learning_rate": [1e-4, 1e-3]}, train=train, score=score)
+    one, two = (plan(path, [f"train.num_train_epochs={n}"]) for n in (1, 2))
+    for loss, cell in enumerate((*one.cells, *two.cells), 1):
+        cell.run.create(cell.config)
         file.write_text("old" if loss == 1 else "new")
         cell.run.began("train")
         cell.run.model.mkdir()
         cell.run.metrics.write_text(f'{{"step": 1, "held_out_loss": {loss}}}\n')
-    rows, _ = collect.best_learning_rates(planned, collect.found(planned))
+    rows, _ = collect.best_learning_rates(one, collect.found(one))
     assert sorted(row["held_out_loss"] for row in rows) == [1, 2, 3]
 
 
@@ -37,6 +37,7 @@ def test_every_run_of_the_folder_is_in_the_table_and_gaps_are_of_the_last_launch
     lines = [*map(json.loads, (GOLDEN / "axis.jsonl").read_text().splitlines())]
     for reduction, lacks in (("mean", None), ("sum", "arc-dev")):
         asked = [out, f"grid.reduce_loss=[{reduction}]", "grid.learning_rate=[2.0e-5]"]
+        plan(path, [*asked, "score=null", "train.seed=7"]).create()  # asked nothing by then
         planned = lay_out(path, [line for line in lines if line["task"] != lacks], *asked)
     (planned.folder / "broken-run").mkdir()
     (planned.folder / "broken-run" / "config.yaml").write_text("[]")
@@ -58,6 +59,13 @@ def test_every_run_of_the_folder_is_in_the_table_and_gaps_are_of_the_last_launch
     assert not (moved / "results" / "reliability_old.svg").exists()
     assert read_csv(moved / "results" / "table.csv") == rows
     assert "report: " in command("collect", moved, "score=null").stdout
+
+
+def test_models_whose_folders_have_one_name_are_told_apart(monkeypatch):
+    monkeypatch.setattr(collect.score, "gap", lambda *_: None)
+    plans = [plan(GOLDEN / "axis.yaml", [f"train.model_name_or_path={x}/m"]) for x in "ab"]
+    made = collect.entries(plans[0], [cell for planned in plans for cell in planned.cells])
+    assert {line["model"] for line in made} == {"a/m", "b/m"}
 
 
 @pytest.fixture

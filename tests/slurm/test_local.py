@@ -94,8 +94,9 @@ def test_of_two_launches_one_works_and_the_other_says_so(toy_file, hold, monkeyp
     (run,) = runs_of(path)
     process = start(path)
     wait_for(run.metrics.exists)
-    said = launch(path, "--executor", "local", code=2)
+    said = launch(path, "--executor", "local", "grid.seed=[5]", code=2)
     assert "another launch is at it; Ctrl-C there ends it" in said
+    assert [*run.path.parent.glob("*/config.yaml")] == [run.config_file]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # which the command sets
     clock = SimpleNamespace(monotonic=itertools.count(0, 20).__next__, sleep=lambda _: None)
     with monkeypatch.context() as patch:

@@ -31,6 +31,7 @@ from transformers import (
 )
 from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 
+import calibeval
 from calibeval.io import InputError
 from smoothce import patch_model
 from sweeps import attention, checkpoint, finetune, preflight
@@ -439,8 +440,14 @@ def test_a_damaged_checkpoint_is_set_aside_and_other_data_refused(
 ):
     shutil.copy(tiny / "chat.jsonl", file := tmp_path / "chat.jsonl")
     train = {"train_file": str(file), "max_train_steps": 6, "checkpointing_steps": 2}
-    run = finished(sweep_file(grid={}, train=train))
+    uniform = np.full(rows := len(AutoTokenizer.from_pretrained(tiny / "model")), 1 / rows)
+    np.save(target := tmp_path / "u.npy", uniform)
+    run = finished(sweep_file(grid={}, train=train | {"smoothing_target": str(target)}))
     shutil.rmtree(run.model)
+    np.save(target, np.eye(rows)[0])
+    with pytest.raises(InputError, match="step-4: written with other data"):
+        finetune.fit(run)
+    np.save(target, uniform)
     file.write_text(file.read_text().replace("moon ", "sun "))
     with pytest.raises(InputError, match=r"step-4: written with other data, \w+, now \w+; restore"):
         finetune.fit(run)
@@ -471,6 +478,9 @@ def test_adapters_are_saved_merged_or_alone_and_resume(sweep_file, tiny, tmp_pat
     base = LlamaForCausalLM.from_pretrained(tiny / "model").eval()
     ordinary = LlamaForCausalLM.from_pretrained(merged.model).eval()
     adapted = AutoModelForCausalLM.from_pretrained(alone.model).eval()
+    tasks = [{"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 1, "limit": 4}]
+    one, other = (calibeval.score(x.model, tasks=tasks)["mmlu"].logprobs for x in (merged, alone))
+    np.testing.assert_allclose(one, other, atol=1e-4)
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
         expected = adapted(ids).logits
