@@ -17,7 +17,7 @@ from calibeval.io import InputError, counted, write_rows, write_text
 from sweeps import score, status
 from sweeps.checkpoint import replace
 from sweeps.config import HELD_OUT
-from sweeps.plan import Cell, Plan
+from sweeps.plan import Plan
 from sweeps.run import Run, locked, read_rows
 
 SHARED = ("model_name_or_path", "label_smoothing", "learning_rate", "seed")
@@ -29,8 +29,8 @@ def collect(plan: Plan) -> list[str]:
     index.jsonl, runs.csv, best_learning_rates.csv, report.html, calibeval's tables and diagrams.
     """
     gaps = gaps_of(plan)
-    cells = found(plan)
-    if not any(cell.run.done or cell.run.metrics.exists() for cell in cells):
+    runs = found(plan)
+    if not any(run.done or run.metrics.exists() for run in runs):
         print(f"{plan.sweep.name}: nothing to collect: no run of {plan.folder} has trained yet")
         return gaps
     results, part = plan.folder / "results", plan.folder / ".results.part"
@@ -39,7 +39,7 @@ def collect(plan: Plan) -> list[str]:
         part.mkdir()
         # Nobody need read what is printed for the tables to be there.
         with redirect_stdout(StringIO()) as said:
-            _write(plan, cells, gaps, part)
+            _write(plan, runs, gaps, part)
         replace(part, results)
     print(said.getvalue(), end="")
     for line in gaps:
@@ -51,71 +51,72 @@ def collect(plan: Plan) -> list[str]:
 def gaps_of(plan: Plan) -> list[str]:
     """What the last launch asked for and has not got."""
     lines = []
-    for cell in (*plan.bases, *plan.cells):
-        if cell.config.score is None and not cell.run.trained:
-            lines.append(f"{cell.run.name} · train: not trained")
-        for task in cell.config.score.tasks if cell.config.score else ():
-            if why := score.gap(cell.run, task, cell.config.score):
-                lines.append(f"{cell.run.name} · {task.key}: {why}")
+    for run in (*plan.bases, *plan.cells):
+        if run.config().score is None and not run.trained:
+            lines.append(f"{run.name} · train: not trained")
+        for task in run.config().score.tasks if run.config().score else ():
+            if why := score.gap(run, task):
+                lines.append(f"{run.name} · {task.key}: {why}")
     return lines
 
 
-def found(plan: Plan) -> list[Cell]:
+def found(plan: Plan) -> list[Run]:
     """The runs in the folder: the last launch's in their order, then those of earlier ones."""
-    cells = [*plan.bases, *plan.cells]
-    names = {cell.run.name for cell in cells}
+    runs = [*plan.bases, *plan.cells]
+    names = {run.name for run in runs}
     for file in sorted(plan.folder.glob("*/config.yaml")):
         if file.parent.name not in names:
             run = Run(file.parent)
             try:
-                cells.append(Cell(run, run.config(), {}))
+                run.config()
+                runs.append(run)
             except InputError as error:
                 print(f"left out: {error}")
-    return cells
+    return runs
 
 
-def settings(cell: Cell) -> dict[str, Any]:
+def settings(run: Run) -> dict[str, Any]:
     """All that decides a run, on one level, as tables hold it: files' contents too."""
-    config = cell.config
+    config = run.config()
     every = {"backend": config.backend, **config.world.model_dump(), **config.train}
-    for row in cell.run.attempts():
+    for row in run.attempts():
         every |= row.get("files", {}) if row.get("stage") == "train" else {}
     return {k: v if isinstance(v, (str, int, float)) else str(v) for k, v in every.items()}
 
 
-def varied(cells: list[Cell]) -> list[str]:
+def varied(runs: list[Run]) -> list[str]:
     """The settings in which trained runs differ, but those that every table has."""
     values = defaultdict(set)
-    for cell in cells:
-        for key, value in settings(cell).items() if cell.config.backend else ():
+    for run in runs:
+        for key, value in settings(run).items() if run.config().backend else ():
             values[key].add(value)
     known = (*SHARED, "train_file", "num_train_epochs")
     return [key for key, some in values.items() if len(some) > 1 and key not in known]
 
 
-def entries(plan: Plan, cells: list[Cell]) -> list[dict]:
+def entries(plan: Plan, runs: list[Run]) -> list[dict]:
     """One entry for each record file, as calibeval's index wants it; paths from results/."""
-    others, rows = varied(cells), []
-    models = {cell.config.train["model_name_or_path"] for cell in cells}
+    others, rows = varied(runs), []
+    models = {run.config().train["model_name_or_path"] for run in runs}
     last = [PurePath(model).name for model in models]
-    for cell in cells:
-        config, train, every = cell.config, cell.config.train, settings(cell)
+    for run in runs:
+        config, train, every = run.config(), run.config().train, settings(run)
         model = train["model_name_or_path"]
         name = PurePath(model).name if last.count(PurePath(model).name) == 1 else model
         about = {"model": plan.sweep.model_labels.get(model, name)}
-        about |= {key: train.get(key) for key in SHARED[1:]} | {"run": cell.run.name}
+        about |= {key: train.get(key) for key in SHARED[1:]} | {"run": run.name}
         if config.backend:
             about["train_data"] = train.get("train_file")
             about["epochs"] = train.get("num_train_epochs")
             about |= {key: every.get(key) for key in others}
         for task in config.score.tasks if config.score else ():
-            if score.gap(cell.run, task, config.score) is None:
-                path = os.path.relpath(score.records(cell.run, task), plan.folder / "results")
+            if score.gap(run, task) is None:
+                path = os.path.relpath(score.records(run, task), plan.folder / "results")
                 rows.append({"records": path, "dataset": task.key} | about)
     return rows
 
 
-def best_learning_rates(plan: Plan, cells: list[Cell]) -> tuple[list[dict], list[Cell]]:
+def best_learning_rates(plan: Plan, runs: list[Run]) -> tuple[list[dict], list[Run]]:
     """For all settings but rate and seed: the learning rate most accurate on `score.select_on`, or
     that of the lowest held-out loss, and the runs at it; nothing without `select_on`.
 
@@ -125,11 +126,11 @@ def best_learning_rates(plan: Plan, cells: list[Cell]) -> tuple[list[dict], list
     on = plan.sweep.score and plan.sweep.score.select_on
     names = (on,) if on == HELD_OUT else (f"accuracy on {on}", f"nll on {on}")
     keys = ("train_file", "model_name_or_path", "num_train_epochs", "label_smoothing")
-    keys, groups = (*keys, *varied(cells)), defaultdict(lambda: defaultdict(list))
-    for cell in cells if on else ():
-        if cell.config.backend and (value := chosen_on(on, cell)):
-            every = settings(cell)
-            groups[(*map(every.get, keys),)][every["learning_rate"]].append((value, cell))
+    keys, groups = (*keys, *varied(runs)), defaultdict(lambda: defaultdict(list))
+    for run in runs if on else ():
+        if run.config().backend and (value := chosen_on(on, run)):
+            every = settings(run)
+            groups[(*map(every.get, keys),)][every["learning_rate"]].append((value, run))
     rows, chosen = [], []
     for key, rates in sorted(groups.items(), key=lambda group: str(group[0])):
         means = {}
@@ -137,42 +138,42 @@ def best_learning_rates(plan: Plan, cells: list[Cell]) -> tuple[list[dict], list
             figures = zip(*(value for value, _ in seeds), strict=True)
             means[rate] = tuple(round(fmean(some), 12) for some in figures)  # or no two are equal
         best = min(means, key=lambda r: means[r] if on == HELD_OUT else (-means[r][0], means[r][1]))
-        chosen += [cell for _, cell in rates[best]]
+        chosen += [run for _, run in rates[best]]
         row = dict(zip(("trained_on", "model", "epochs", *keys[3:]), key, strict=True))
         row |= {"best_learning_rate": best, "of": len(means), "seeds": len(rates[best])}
         rows.append(row | {n: round(mean, 4) for n, mean in zip(names, means[best], strict=True)})
     return rows, chosen
 
 
-def chosen_on(on: str, cell: Cell) -> tuple[float, ...] | None:
+def chosen_on(on: str, run: Run) -> tuple[float, ...] | None:
     """Accuracy and NLL of a run on the validation task, or its held-out loss; None if absent."""
     if on == HELD_OUT:
-        rows = [row for row in read_rows(cell.run.metrics) if HELD_OUT in row]
-        return (rows[-1][HELD_OUT],) if rows and cell.run.trained else None
-    tasks = cell.config.score.tasks if cell.config.score else ()
+        rows = [row for row in read_rows(run.metrics) if HELD_OUT in row]
+        return (rows[-1][HELD_OUT],) if rows and run.trained else None
+    tasks = asked.tasks if (asked := run.config().score) else ()
     task = next((task for task in tasks if task.key == on), None)
-    if task is None or score.gap(cell.run, task, cell.config.score):
+    if task is None or score.gap(run, task):
         return None
-    run = stats.load(score.records(cell.run, task))
-    return tuple(stats.estimate([run], name, "choices").value for name in ("accuracy", "nll"))
+    loaded = stats.load(score.records(run, task))
+    return tuple(stats.estimate([loaded], name, "choices").value for name in ("accuracy", "nll"))
 
 
 def runs_table(plan: Plan) -> list[dict]:
     """One row a run of the last launch: grid values, state, restarts, last loss."""
     states, rows = {one.name: one for one in status.of_sweep(plan)[0]}, []
-    for cell in plan.cells:
-        one = states[cell.run.name]
-        row = {"run": one.name, **cell.values, "seed": cell.config.train["seed"]}
+    for run in plan.cells:
+        one = states[run.name]
+        row = {"run": one.name, **run.values, "seed": run.config().train["seed"]}
         row |= {"state": one.state, "detail": one.detail}
         rows.append(row | {"restarts": one.restarts, "scored": one.scored})
     return rows
 
 
-def best_table(plan: Plan, cells: list[Cell], part: Path) -> None:
+def best_table(plan: Plan, runs: list[Run], part: Path) -> None:
     """Write best.md and best.tex, in the shape of the paper's Table 1: each model, training data
     and β at its best learning rate, with the models before fine-tuning."""
     on = plan.sweep.score.select_on
-    if rows := [row for row in entries(plan, cells) if row["dataset"] != on]:
+    if rows := [row for row in entries(plan, runs) if row["dataset"] != on]:
         source = part / "best.jsonl"
         write_rows(source, rows)
         columns = report.read_columns(plan.sweep.score.columns)
@@ -182,16 +183,16 @@ def best_table(plan: Plan, cells: list[Cell], part: Path) -> None:
         print(f"each at its best learning rate on {on}:\n{table.markdown()}")
 
 
-def _write(plan: Plan, cells: list[Cell], gaps: list[str], part: Path) -> None:
-    rows, listed = runs_table(plan), entries(plan, cells)
-    best, chosen = best_learning_rates(plan, cells)
+def _write(plan: Plan, runs: list[Run], gaps: list[str], part: Path) -> None:
+    rows, listed = runs_table(plan), entries(plan, runs)
+    best, chosen = best_learning_rates(plan, runs)
     write_text(part / "runs.csv", pd.DataFrame(rows).to_csv(index=False))
     items = "".join(f"<li class=gap>{escape(line)}" for line in gaps)
     note = f"<p>{counted(len(rows), 'run')}, {counted(len(gaps), 'gap')}</p><ul>{items}</ul>"
     sections = [f"<h2>Runs</h2>{report.plain_table(rows)}"]
     if best:
         write_text(part / "best_learning_rates.csv", pd.DataFrame(best).to_csv(index=False))
-        best_table(plan, [cell for cell in cells if cell.config.backend is None] + chosen, part)
+        best_table(plan, [run for run in runs if run.config().backend is None] + chosen, part)
         said = escape(f"Chosen on {plan.sweep.score.select_on}, not on the other data sets.")
         table = report.plain_table(best)
         sections.insert(0, f"<h2>Best learning rates</h2>{table}<p>{said}</p>")

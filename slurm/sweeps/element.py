@@ -12,7 +12,7 @@ from enum import Enum
 
 from sweeps import score
 from sweeps.ranks import end_with_parent
-from sweeps.run import Run, RunConfig, last_error, tail
+from sweeps.run import Run, last_error, tail
 
 POLL = 0.2  # seconds
 STAGES = ("train", "score")
@@ -38,7 +38,7 @@ def work(
     Killed programs start again, but not more than `max_idle_restarts` times without progress.
     """
     config = run.config()
-    while (stage := next_stage(run, config)) in stages:
+    while (stage := next_stage(run)) in stages:
         if (times := run.idle()) > config.max_idle_restarts:
             return _give_up(run, times)
         if asked():
@@ -49,7 +49,7 @@ def work(
         code, said = _execute(run, stage, asked, environment)
         if code == 1 and (found := re.findall(r"^ *exitcode *: (-?\d+)", "\n".join(said), re.M)):
             code = int(found[-1])  # torchrun says so of the rank that ended first
-        if next_stage(run, config) != stage:
+        if next_stage(run) != stage:
             run.note("ended", exit=code)
         elif asked() or code == Outcome.STOPPED.value:
             run.note("ended", exit=code, stopped=True)
@@ -68,11 +68,11 @@ def work(
     return Outcome.DONE
 
 
-def next_stage(run: Run, config: RunConfig) -> str | None:
+def next_stage(run: Run) -> str | None:
     """What is to be done next: `train`, then `score`; None when all is there."""
     if not run.trained:
         return "train"
-    return "score" if score.missing(run, config.score) else None
+    return "score" if score.missing(run) else None
 
 
 def _give_up(run: Run, times: int) -> Outcome:

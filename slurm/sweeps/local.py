@@ -52,7 +52,7 @@ def _launch(plan: Plan, sets: list[str]) -> tuple[int, list[str]]:
     mine = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")  # torch's, tokenizers'
     own = {key: os.environ.get(key, threads) for key in mine}
     own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(code), os.environ.get("PYTHONPATH")]))
-    todo = [c for c in (*plan.bases, *plan.cells) if element.next_stage(c.run, c.config)]
+    todo = [run for run in (*plan.bases, *plan.cells) if element.next_stage(run)]
 
     def hear(number: int, _: object) -> None:
         if heard:  # once more: checkpoints are whole, and the kernel ends what we started
@@ -73,15 +73,15 @@ def _launch(plan: Plan, sets: list[str]) -> tuple[int, list[str]]:
             said += f": {run.attempts()[-1].get('error')} (log: {run.path.absolute()}/*.log)"
         return said
 
-    for cell in todo:
-        cell.run.note("queued", code=code.name)
+    for run in todo:
+        run.note("queued", code=code.name)
     before = {n: signal.signal(n, hear) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
         with (
             ThreadPoolExecutor(len(sets)) as pool,
             tqdm(total=len(todo), unit="run", desc=plan.sweep.name, disable=not todo) as bar,
         ):
-            for future in as_completed([pool.submit(one, cell.run) for cell in todo]):
+            for future in as_completed([pool.submit(one, run) for run in todo]):
                 bar.update(1)
                 bar.write(future.result())
     finally:

@@ -14,23 +14,14 @@ PATHS = ("model_name_or_path", "tokenizer_name", "train_file", "smoothing_target
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One run of a sweep, its config and the grid values that it stands for."""
-
-    run: Run
-    config: RunConfig
-    values: dict
-
-
-@dataclass(frozen=True)
 class Plan:
     """A sweep, read and expanded. `bases` are the models before fine-tuning, if they are scored."""
 
     folder: Path
     typed: tuple[str, ...]
     sweep: Sweep
-    cells: list[Cell]
-    bases: list[Cell]
+    cells: list[Run]
+    bases: list[Run]
 
     @property
     def lock(self) -> Path:
@@ -39,8 +30,8 @@ class Plan:
 
     def create(self) -> None:
         """Write launched.yaml, what the last launch asked for, and every run's folder."""
-        for cell in (*self.bases, *self.cells):
-            cell.run.create(cell.config)
+        for run in (*self.bases, *self.cells):
+            run.create()
         write_text(self.folder / FILE, dump_yaml(self.sweep.model_dump(mode="json")))
 
 
@@ -59,7 +50,7 @@ def plan(source: Path, assignments: list[str]) -> Plan:
     return Plan(folder, (str(source), *assignments), sweep, cells, _bases(sweep, folder, cells))
 
 
-def _cells(sweep: Sweep, folder: Path, source: str, places: dict[str, str]) -> list[Cell]:
+def _cells(sweep: Sweep, folder: Path, source: str, places: dict[str, str]) -> list[Run]:
     """Every combination of `grid`, in the order of the file, the last axis fastest."""
     trains = backend(sweep.backend).Train
     same = {k: getattr(sweep, k) for k in ("world", "score", "keep", "max_idle_restarts")}
@@ -67,7 +58,7 @@ def _cells(sweep: Sweep, folder: Path, source: str, places: dict[str, str]) -> l
     def section(key: str) -> str:
         return "grid" if key in sweep.grid else "train"
 
-    cells: dict[str, Cell] = {}
+    cells: dict[str, Run] = {}
     for combination in itertools.product(*sweep.grid.values()):
         values = dict(zip(sweep.grid, combination, strict=True))
         raw = sweep.train | values
@@ -77,19 +68,19 @@ def _cells(sweep: Sweep, folder: Path, source: str, places: dict[str, str]) -> l
         if config.name in cells:
             both = f"{values} and {cells[config.name].values}"
             raise InputError(f"{source}: grid: {both} are the same run; drop one")
-        cells[config.name] = Cell(Run(folder / config.name), config, values)
+        cells[config.name] = Run(folder / config.name, config, values)
     return list(cells.values())
 
 
-def _bases(sweep: Sweep, folder: Path, cells: list[Cell]) -> list[Cell]:
+def _bases(sweep: Sweep, folder: Path, cells: list[Run]) -> list[Run]:
     """The models before fine-tuning, each once; none if `score.base` is off."""
     if sweep.score is None or not sweep.score.base:
         return []
     found = {}
-    for cell in cells:
+    for run in cells:
         keys = ("model_name_or_path", "model_revision")
-        train = {key: cell.config.train[key] for key in keys if cell.config.train.get(key)}
+        train = {key: value for key, value in run.config().train.items() if key in keys and value}
         config = RunConfig(backend=None, train=train, score=sweep.score)
         values = {"model_name_or_path": train["model_name_or_path"]}
-        found[config.name] = Cell(Run(folder / config.name), config, values)
+        found[config.name] = Run(folder / config.name, config, values)
     return list(found.values())

@@ -62,7 +62,7 @@ def whole(folder: Path, kind: str) -> bool:
 def assets(plan: Plan) -> list[Asset]:
     """Everything that can be fetched, of what the sweep's runs name."""
     # As typed: a run's config has lost the ./ that tells a folder from a name of the hub.
-    found, trains = [], [c.config.train | plan.sweep.train | c.values for c in plan.cells]
+    found, trains = [], [run.config().train | plan.sweep.train | run.values for run in plan.cells]
     tasks = plan.sweep.score.tasks if plan.sweep.score else ()
     names = [(kind, train.get(key), train.get("model_revision"))
              for train in trains for key, kind in MODELS.items()]  # fmt: skip

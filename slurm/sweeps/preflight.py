@@ -42,8 +42,8 @@ def _packages(plan: Plan) -> list[str]:
     """The modules that this interpreter lacks for the runs."""
     trains, asks = backend(plan.sweep.backend), plan.sweep.score
     names = {"vllm"} if asks and asks.python is None and asks.engine == "vllm" else set()
-    for cell in plan.cells:
-        names.update(trains.packages(cell.config.keys, plan.sweep.world))
+    for run in plan.cells:
+        names.update(trains.packages(run.config().keys, plan.sweep.world))
     absent = " ".join(sorted(name for name in names if find_spec(name) is None))
     install = f"{sys.executable} -m pip install …"
     return [f"packages that runs need: {absent}: {install}"] if absent else []
@@ -62,18 +62,18 @@ def _files(plan: Plan) -> list[str]:
             world.read(key)
         except ValueError as error:
             return [f"world.{key}={getattr(world, key)}: {error}"]
-    todo = [cell for cell in plan.cells if not cell.run.trained]
+    todo = [run for run in plan.cells if not run.trained]
     # Runs that differ in a number only need the same things.
-    kinds = {str([v for v in c.config.train.values() if isinstance(v, str)]): c for c in todo}
-    for cell in kinds.values():
-        found += _models(cell.config.train | plan.sweep.train | cell.values)
+    kinds = {str([v for v in c.config().train.values() if isinstance(v, str)]): c for c in todo}
+    for run in kinds.values():
+        found += _models(run.config().train | plan.sweep.train | run.values)
         try:
-            if file := cell.config.train.get("train_file"):
+            if file := run.config().train.get("train_file"):
                 conversations(Path(file).absolute(), 100_000)
         except InputError as error:
             found.append(f"train.train_file: {error}")
         else:
-            others += trains.missing(cell.config.keys, world)
+            others += trains.missing(run.config().keys, world)
     for task in plan.sweep.score.tasks if plan.sweep.score else ():
         try:
             if not task.data.startswith(HUB):
@@ -97,9 +97,9 @@ def _models(train: dict) -> Iterator[str]:
 def _requests(plan: Plan) -> list[str]:
     """Records there that answer another request than this launch's, or cannot be made any more."""
     found = []
-    for cell in (*plan.bases, *plan.cells):
-        for task in score.missing(cell.run, cell.config.score):
-            found.append(score.conflict(cell.run, task, cell.config.score))
-            if cell.run.done and cell.config.backend and not cell.run.model.is_dir():
-                found.append(f"{cell.run.path}: its model is gone: to score it, delete the folder")
+    for run in (*plan.bases, *plan.cells):
+        for task in score.missing(run):
+            found.append(score.conflict(run, task))
+            if run.done and run.config().backend and not run.model.is_dir():
+                found.append(f"{run.path}: its model is gone: to score it, delete the folder")
     return [line for line in found if line]

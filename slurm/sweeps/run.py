@@ -27,7 +27,6 @@ from calibeval.request import Strict
 from sweeps.config import Score, World, check, dump_yaml, read_yaml
 
 PATIENCE = 20  # seconds; twice what Slurm's tools wait for a controller that is busy
-BASE = re.compile("-base-[0-9a-f]{8}$")  # ends the name of a model's folder before fine-tuning
 # What `backend:` names, apart from modules of the user's own. A backend is a module with
 #   Train                    the pydantic model of its `train:` keys
 #   packages(train, world)   modules that must be importable, beyond this project's own
@@ -80,10 +79,12 @@ class RunConfig(Strict):
 
 
 class Run:
-    """Paths and state of a run; all state is in the files, so any number of readers agree."""
+    """A run's config, paths and state; all state is in files, so any number of readers agree."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, config: RunConfig | None = None, values: dict | None = None):
         self.path, self.name = path, path.name
+        self._config = config  # a plan's; else the file's, once it is read
+        self.values = values or {}  # of the grid, which a plan's run stands for
         self.config_file = path / "config.yaml"
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
@@ -91,7 +92,6 @@ class Run:
         self.scores = path / "scores"
         self.stop = path / "stop"  # while it exists, the trainer is to save and leave
         self.lock = path / ".lock"  # held by the process that trains or scores the run
-        self._config: RunConfig | None = None
 
     @property
     def done(self) -> bool:
@@ -100,12 +100,11 @@ class Run:
     @property
     def trained(self) -> bool:
         """Whether the final model is there, or was; trainers put it there by a rename."""
-        return self.done or self.model.is_dir() or bool(BASE.search(self.name))
+        return self.done or self.model.is_dir() or self.config().backend is None
 
-    def create(self, config: RunConfig) -> None:
+    def create(self) -> None:
         """Make the folder with its config.yaml; what is asked of the model may change later."""
-        write_text(self.config_file, dump_yaml(config.model_dump(mode="json")))
-        self._config = config
+        write_text(self.config_file, dump_yaml(self.config().model_dump(mode="json")))
 
     def config(self) -> RunConfig:
         """The resolved config, read once; raises InputError if it was edited or is not there."""

@@ -29,16 +29,17 @@ def _about(file: Path) -> dict:
     return {}
 
 
-def missing(run: Run, score: Score | None) -> list[Task]:
+def missing(run: Run) -> list[Task]:
     """The tasks still to be scored."""
-    return [task for task in (score.tasks if score else ()) if gap(run, task, score)]
+    score = run.config().score
+    return [task for task in (score.tasks if score else ()) if gap(run, task)]
 
 
-def gap(run: Run, task: Task, score: Score) -> str | None:
+def gap(run: Run, task: Task) -> str | None:
     """Why a task has no figure; None where the records of exactly this request are there, as large
     as scoring left them."""
     file, about = records(run, task), _about(records(run, task))
-    if other := conflict(run, task, score):
+    if other := conflict(run, task):
         return other
     if not (about and file.exists()):
         return "not scored" if run.trained else "not trained"
@@ -48,9 +49,9 @@ def gap(run: Run, task: Task, score: Score) -> str | None:
     return f"{file}: {there:,} bytes, scoring wrote {size:,}: damaged since"
 
 
-def conflict(run: Run, task: Task, score: Score) -> str | None:
+def conflict(run: Run, task: Task) -> str | None:
     """Records, whole or begun, that answer another request, which nobody shall overwrite."""
-    file, wanted = records(run, task), request(task, score)
+    file, wanted = records(run, task), request(task, run.config().score)
     for one in (file, part_of(file)):
         asked = wanted | (_about(one).get("settings") or {})
         changed = [key for key, value in wanted.items() if asked[key] != value]
@@ -65,9 +66,9 @@ def here(run: Run) -> None:
     import calibeval
 
     config = run.config()
-    todo = missing(run, config.score)
+    todo = missing(run)
     for task in todo:
-        if wrong := conflict(run, task, config.score):
+        if wrong := conflict(run, task):
             raise InputError(wrong)
         if _about(file := records(run, task)) and file.exists():
             file.unlink()  # damaged since

@@ -137,7 +137,7 @@ def design(plan: Plan, busy: list[Queued]) -> list[Job]:
     own, on one process's share, which waits for theirs element by element.
     """
     queued = {one.run for one in busy}
-    stages = {c.run.name: element.next_stage(c.run, c.config) for c in plan.bases + plan.cells}
+    stages = {run.name: element.next_stage(run) for run in plan.bases + plan.cells}
     todo = {name: stage for name, stage in stages.items() if stage and name not in queued}
     train, rest = (tuple(n for n, s in todo.items() if s == what) for what in element.STAGES)
     jobs = [Job("train", train)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from calibeval.io import InputError, counted
 from sweeps import element, score, slurm
 from sweeps.config import again
-from sweeps.plan import Cell, Plan
+from sweeps.plan import Plan
 from sweeps.run import Run, held, read_rows, tail
 
 STATES = ("running", "queued", "dead", "stopped", "unknown", "to do", "done")
@@ -34,7 +34,7 @@ class Slurm:
 
     def __init__(self, plan: Plan) -> None:
         self.past, queue, self.error = slurm.past(plan.folder), [], ""
-        gone = [cell.run.name for cell in plan.bases + plan.cells if not cell.run.done]
+        gone = [run.name for run in plan.bases + plan.cells if not run.done]
         if gone and self.past:
             try:
                 queue = slurm.queue(plan.folder)
@@ -48,22 +48,22 @@ class Slurm:
 def of_sweep(plan: Plan) -> tuple[list[Status], Slurm]:
     """The state of every run, and of the models before fine-tuning that are still to be scored."""
     known, found, launching = Slurm(plan), [], held(plan.lock)
-    for cell in (*plan.bases, *plan.cells):
+    for run in (*plan.bases, *plan.cells):
         try:
-            one = _of_run(cell, known, launching)
+            one = _of_run(run, known, launching)
         except (InputError, OSError) as error:
-            one = Status(cell.run.name, "unknown", str(error))
-        if cell.config.backend or one.state != "done":
+            one = Status(run.name, "unknown", str(error))
+        if run.config().backend or one.state != "done":
             found.append(one)
     return found, known
 
 
-def _of_run(cell: Cell, known: Slurm, launching: bool) -> Status:
-    run, queued = cell.run, known.queued.get(cell.run.name)
+def _of_run(run: Run, known: Slurm, launching: bool) -> Status:
+    queued, asked = known.queued.get(run.name), run.config().score
     label, printed = known.past.get(run.name, (None, None))
-    rows, asked = run.attempts(), len(cell.config.score.tasks) if cell.config.score else 0
+    rows, tasks = run.attempts(), len(asked.tasks) if asked else 0
     restarts = max(0, sum(row.get("stage") == "train" for row in rows) - 1)
-    scored = f"{asked - len(score.missing(run, cell.config.score))}/{asked}" if asked else "-"
+    scored = f"{tasks - len(score.missing(run))}/{tasks}" if tasks else "-"
 
     def found(state: str, *said: str, lines: tuple = (), file: Path | None = None) -> Status:
         detail = "  ".join(filter(None, said))
@@ -71,7 +71,7 @@ def _of_run(cell: Cell, known: Slurm, launching: bool) -> Status:
 
     last = rows[-1] if rows else {}
     reached = f"scoring, {scored}" if run.trained else progress(run)
-    if element.next_stage(run, cell.config) is None:
+    if element.next_stage(run) is None:
         return found("done", progress(run))
     if held(run.lock) or (launching and "began" in last) or (queued and queued.state == "RUNNING"):
         age = ""
@@ -84,7 +84,7 @@ def _of_run(cell: Cell, known: Slurm, launching: bool) -> Status:
     if launching and "queued" in last:
         return found("queued", reached)
     if not last:
-        return found("to do", *(f"{key}={value}" for key, value in cell.values.items()))
+        return found("to do", *(f"{key}={value}" for key, value in run.values.items()))
     if known.error and label:
         return found("unknown", reached)
     if "error" in last:
@@ -127,7 +127,7 @@ def table(plan: Plan) -> str:
     for one in sorted(found, key=lambda one: STATES.index(one.state)):
         said = f"{one.name:{width}}  {one.state:8}  {one.restarts:>8}  {one.scored:>6}"
         lines.append(f"{said}  {one.detail}".rstrip())
-    here = {cell.run.name for cell in (*plan.bases, *plan.cells)}
+    here = {run.name for run in (*plan.bases, *plan.cells)}
     made = (file.parent for file in plan.folder.glob("*/config.yaml"))
     if others := [folder for folder in made if folder.name not in here]:
         done = sum((folder / "DONE").exists() for folder in others)

@@ -54,7 +54,7 @@ def test_finetune_is_given_no_key_that_it_does_not_know(tmp_path, monkeypatch):
         label_smoothing loss_impl filter_eps attention_dropout attn_implementation
     """  # the last line: those of the patches
     assert set(Train.model_fields) == {*known.split()}
-    given = open_instruct.finetune_arguments(planned.cells[0].run)
+    given = open_instruct.finetune_arguments(planned.cells[0])
     assert given.keys() - Train.model_fields.keys() == {*own, "stop_file", "log_statistics"}
     assert None not in given.values()
 

@@ -17,7 +17,7 @@ def test_table1_is_the_papers_runs():
     assert grid["label_smoothing"] == (0, 0.1)
     assert [Path(file).stem for file in grid["train_file"]] == ["alpaca", "tulu3", "openhermes"]
     assert len(grid["model_name_or_path"]) == 3
-    keys, world = cells[0].config.keys, planned.sweep.world
+    keys, world = cells[0].config().keys, planned.sweep.world
     batch = keys.per_device_train_batch_size * keys.gradient_accumulation_steps
     batch *= world.processes_per_node
     assert (batch, keys.max_seq_length, keys.num_train_epochs) == (128, 4096, 2)
@@ -31,8 +31,8 @@ def test_table1_is_the_papers_runs():
 def test_all_that_table1_reads_is_fetched():
     planned = plan(TABLE1, [])
     places = {asset.name.split()[-1] for asset in prefetch.assets(planned)}
-    read = {cell.config.train["train_file"] for cell in planned.cells}
-    read |= {cell.config.train["model_name_or_path"] for cell in planned.cells}
+    read = {cell.config().train["train_file"] for cell in planned.cells}
+    read |= {cell.config().train["model_name_or_path"] for cell in planned.cells}
     assert read <= places
     for task in planned.sweep.score.tasks:
         assert any(Path(task.data).is_relative_to(place) for place in places) or any(

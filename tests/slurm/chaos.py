@@ -78,7 +78,7 @@ def disturb(kind: str, one: slurm.Queued, run: Run) -> bool:
 def disturb_until_empty(planned: Plan, disturbed: Counter, folder: Path) -> None:
     """Watch the queue until it is empty, disturbing on the way."""
     draw = random.Random(0)
-    runs = {cell.run.name: cell.run for cell in planned.cells}
+    runs = {cell.name: cell for cell in planned.cells}
     due: dict[str, float] = {}  # every run seen running; the saved step to hit it at, or never
     restarts, last, end = 2, time.monotonic(), time.monotonic() + 1800
     while time.monotonic() < end:
@@ -122,7 +122,7 @@ def main(folder: Path) -> int:
     launch = (config, "--executor", "slurm")
     try:
         planned = plan(config, [])
-        runs = [cell.run for cell in planned.cells]
+        runs = planned.cells
         killed = [sys.executable, "-m", "sweeps", "launch", *map(str, launch)]
         with subprocess.Popen(killed, stdout=subprocess.DEVNULL) as process:
             real.wait_for(lambda: list(planned.folder.glob("jobs/*/names")), pause=0.001)

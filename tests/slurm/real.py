@@ -73,14 +73,14 @@ def empty() -> bool:
 
 def runs_of(path: Path, *overrides: str) -> list[Run]:
     """The runs of a sweep file."""
-    return [cell.run for cell in plan(path, list(overrides)).cells]
+    return plan(path, list(overrides)).cells
 
 
 def prepare(path: Path, *overrides: str) -> Run:
     """The run folder of a sweep's first run, made but not started."""
     planned = plan(path, list(overrides))
     planned.create()
-    return planned.cells[0].run
+    return planned.cells[0]
 
 
 def rows(run: Run, what: str) -> list[dict]:

@@ -19,12 +19,12 @@ def test_a_rate_is_chosen_for_each_number_of_epochs_and_content_of_a_file(sweep_
     train = {"held_out": 5, "train_file": str(file := tmp_path / "chat.jsonl")}
     path = sweep_file(grid={"learning_rate": [1e-4, 1e-3]}, train=train, score=score)
     one, two = (plan(path, [f"train.num_train_epochs={n}"]) for n in (1, 2))
-    for loss, cell in enumerate((*one.cells, *two.cells), 1):
-        cell.run.create(cell.config)
+    for loss, run in enumerate((*one.cells, *two.cells), 1):
+        run.create()
         file.write_text("old" if loss == 1 else "new")
-        cell.run.began("train")
-        cell.run.model.mkdir()
-        cell.run.metrics.write_text(f'{{"step": 1, "held_out_loss": {loss}}}\n')
+        run.began("train")
+        run.model.mkdir()
+        run.metrics.write_text(f'{{"step": 1, "held_out_loss": {loss}}}\n')
     rows, _ = collect.best_learning_rates(one, collect.found(one))
     assert sorted(row["held_out_loss"] for row in rows) == [1, 2, 3]
 
@@ -64,7 +64,7 @@ def test_every_run_of_the_folder_is_in_the_table_and_gaps_are_of_the_last_launch
 def test_models_whose_folders_have_one_name_are_told_apart(monkeypatch):
     monkeypatch.setattr(collect.score, "gap", lambda *_: None)
     plans = [plan(GOLDEN / "axis.yaml", [f"train.model_name_or_path={x}/m"]) for x in "ab"]
-    made = collect.entries(plans[0], [cell for planned in plans for cell in planned.cells])
+    made = collect.entries(plans[0], [run for planned in plans for run in planned.cells])
     assert {line["model"] for line in made} == {"a/m", "b/m"}
 
 

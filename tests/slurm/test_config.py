@@ -126,9 +126,9 @@ def test_the_shipped_files_are_whole(file):
 
 def test_the_same_run_however_its_paths_are_spelt(toy_file):
     path = toy_file(grid={})
-    one = plan(path, ["train.model_name_or_path=models/x"]).cells[0].run.name
+    one = plan(path, ["train.model_name_or_path=models/x"]).cells[0].name
     for other in ("./models/x", "models/x/", "models//x", "models/y/../x"):
-        assert plan(path, [f"train.model_name_or_path={other}"]).cells[0].run.name == one
+        assert plan(path, [f"train.model_name_or_path={other}"]).cells[0].name == one
 
 
 @pytest.mark.parametrize(

@@ -32,10 +32,10 @@ def lay_out(file: Path, lines: list[dict], *overrides: str) -> Plan:
     planned.create()
     asked = planned.sweep.score
     tasks = {task.key: task for task in asked.tasks}
-    bases = {cell.values["model_name_or_path"]: cell.run for cell in planned.bases}
+    bases = {cell.values["model_name_or_path"]: cell for cell in planned.bases}
     for line in lines:
         of, key = line["run"], line["task"]
-        run = next((cell.run for cell in planned.cells if cell.values == of), None)
+        run = next((cell for cell in planned.cells if cell.values == of), None)
         run = run or bases.get(of.get("base"))
         if run is None:  # overridden
             continue
@@ -57,7 +57,7 @@ def tables(name: str, folder: Path) -> dict[str, list[dict]]:
     lines = (GOLDEN / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     planned = lay_out(file, [*map(json.loads, lines)])
     gaps = [line.partition(": ")[0].split(" · ") for line in collect.collect(planned)]
-    values = {cell.run.name: cell.values for cell in planned.cells}
+    values = {cell.name: cell.values for cell in planned.cells}
     named = {run: " ".join(f"{k}={v}" for k, v in of.items()) for run, of in values.items()}
     made = planned.folder / "results"
     found = {

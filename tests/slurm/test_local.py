@@ -39,18 +39,18 @@ def test_the_whole_chain_without_a_network(sweep_file, tiny):
     assert "report: " in said and "gap: " not in said
     planned = plan(path, [])
     for cell in (*planned.bases, *planned.cells):
-        assert cell.run.done and not cell.run.checkpoints.exists() and not cell.run.model.exists()
-        assert (cell.run.scores / "mmlu.jsonl").exists()
+        assert cell.done and not cell.checkpoints.exists() and not cell.model.exists()
+        assert (cell.scores / "mmlu.jsonl").exists()
         # What trains goes on to score.
-        stage = "train" if cell.config.backend else "score"
-        assert [row["stage"] for row in rows(cell.run, "began")] == [stage]
+        stage = "train" if cell.config().backend else "score"
+        assert [row["stage"] for row in rows(cell, "began")] == [stage]
     results = planned.folder / "results"
     for line in (results / "index.jsonl").read_text().splitlines():
         assert (results / json.loads(line)["records"]).exists()
     assert "Runs</h2>" in (results / "report.html").read_text()
-    before = [cell.run.attempts() for cell in planned.cells]
+    before = [cell.attempts() for cell in planned.cells]
     launch(planned.folder, "--executor", "local")  # by its folder, as well
-    assert [cell.run.attempts() for cell in planned.cells] == before
+    assert [cell.attempts() for cell in planned.cells] == before
     assert "2 done" in command("status", path).stdout
 
 

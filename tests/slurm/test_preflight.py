@@ -176,14 +176,14 @@ def test_records_that_answer_another_request_are_not_overwritten(toy_file, tiny)
     whole = score.records(run, asked.tasks[0])
     for file in (part_of(whole), whole):
         records.write(file, [{}], {"settings": score.request(asked.tasks[0], asked)})
-        assert (score.missing(run, asked) == []) == (file == whole)
+        assert (score.missing(run) == []) == (file == whole)
         said = launch(path, "--executor", "local", "score.tasks.0.shots=2", code=2)
         assert f"{whole}: was asked with shots 1, now 2; give the task another `name`" in said
     whole.write_text("")
-    said = score.gap(run, asked.tasks[0], asked)
+    said = score.gap(run, asked.tasks[0])
     assert said == f"{whole}: 0 bytes, scoring wrote 3: damaged since"
     records.sidecar(whole).write_text("{")
-    assert score.gap(run, asked.tasks[0], asked) == "not trained"
+    assert score.gap(run, asked.tasks[0]) == "not trained"
     (run.path / "DONE").touch()  # and the model deleted
     said = launch(path, "--executor", "local", code=2)
     assert f"{run.path}: its model is gone: to score it, delete the folder" in said

@@ -63,10 +63,10 @@ def test_what_is_missing(toy_file):
     one, several = plan(path, []), plan(path, ["world.processes_per_node=2"])
     for planned in (one, several):
         planned.create()
-        planned.cells[0].run.model.mkdir()
+        planned.cells[0].model.mkdir()
     train, score, collect = slurm.design(one, [])
-    assert train.names == tuple(cell.run.name for cell in one.cells[1:])
-    assert score.names == (one.bases[0].run.name, one.cells[0].run.name)
+    assert train.names == tuple(cell.name for cell in one.cells[1:])
+    assert score.names == (one.bases[0].name, one.cells[0].name)
     assert (score.what, collect.what, collect.names) == ("score", "collect", ())
     busy = [slurm.Queued(f"9_{n}", "", "", name) for n, name in enumerate(train.names)]
     assert slurm.design(one, busy) == [score, collect]

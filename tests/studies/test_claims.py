@@ -35,10 +35,10 @@ def test_every_part_is_a_sweep(monkeypatch):
     for part in claims.PARTS:
         found = plan(claims.FILE, claims.arguments(MODEL, part, ["workers=2"]))
         assert len(found.cells) == RUNS[part] and found.sweep.name == f"{MODEL}-{part}"
-        rates = {cell.config.train["learning_rate"] for cell in found.cells}
+        rates = {cell.config().train["learning_rate"] for cell in found.cells}
         assert part == "grid" or rates == ({2e-4} if part == "high" else {5e-5})
         targets = {"unigram": "unigram", "base-mean": f"runs/claims/targets/{MODEL}.npy"}
-        (target,) = {cell.config.train.get("smoothing_target") for cell in found.cells}
+        (target,) = {cell.config().train.get("smoothing_target") for cell in found.cells}
         assert target == targets.get(part)
         assert (found.sweep.keep == "all") == (part in ("grid", "seeds", *targets))
 
@@ -78,9 +78,9 @@ def test_the_grid_chooses_the_rate_of_other_parts(folders, capsys):
     asked = [f"output_root={folders}", *claims.arguments(MODEL, "grid", [])]
     of = plan(claims.FILE, asked)
     for loss, cell in zip((1.4, 1.2, 1.3, 1.5), of.cells, strict=True):
-        cell.run.model.mkdir(parents=True)
-        cell.run.metrics.write_text(f'{{"step": 1, "held_out_loss": {loss}}}\n')
-        (cell.run.path / "DONE").touch()
+        cell.model.mkdir(parents=True)
+        cell.metrics.write_text(f'{{"step": 1, "held_out_loss": {loss}}}\n')
+        (cell.path / "DONE").touch()
     claims.pack(MODEL, "grid", of)
     assert claims.chosen_rate(MODEL) == 2e-5
     assert claims.without_records(MODEL, "grid", asked) == []
@@ -99,7 +99,7 @@ def test_runs_with_records_are_not_run_again(folders, monkeypatch):
         claims.record(MODEL, "seeds", cell).touch()
     lacking = claims.without_records(MODEL, "seeds", asked)
     left = [cell for more in lacking for cell in plan(claims.FILE, [*asked, *more]).cells]
-    assert [cell.run.name for cell in left] == [cell.run.name for cell in of.cells[7:]]
+    assert [cell.name for cell in left] == [cell.name for cell in of.cells[7:]]
     assert not any(plan(claims.FILE, [*asked, *more]).bases for more in lacking)
 
 
@@ -136,12 +136,12 @@ def make_trained(part: str, overrides: list[str]) -> list:
     of.create()
     for number, cell in enumerate(of.cells):
         model = AutoModelForCausalLM.from_pretrained("models/tiny")
-        _, updates = baselines.read(cell.config.keys)
+        _, updates = baselines.read(cell.config().keys)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
         for _ in range(10 + number):
             model(**updates.batch(updates.kept[:20])).loss.backward()
             optimizer.step(), optimizer.zero_grad()
-        model.save_pretrained(cell.run.model)
+        model.save_pretrained(cell.model)
     return of.cells
 
 
@@ -154,12 +154,12 @@ def test_the_price_is_what_a_plain_loop_reads(tiny, folders, monkeypatch):
     cells = make_trained("unigram", tiny)
     claims.price("tiny")
     found = [json.loads(line) for line in (folders / "records/tiny/price.jsonl").open()]
-    assert [row["run"] for row in found] == sorted(cell.run.name for cell in cells)
-    for row, cell in zip(found, sorted(cells, key=lambda cell: cell.run.name), strict=True):
+    assert [row["run"] for row in found] == sorted(cell.name for cell in cells)
+    for row, cell in zip(found, sorted(cells, key=lambda cell: cell.name), strict=True):
         assert row["part"] == row["smoothing_target"] == "unigram"
-        assert row["label_smoothing"] == 0.1 and row["seed"] == cell.config.train["seed"]
-        _, updates = baselines.read(cell.config.keys)
-        z, y = answers(cell.run.model, updates, updates.held)
+        assert row["label_smoothing"] == 0.1 and row["seed"] == cell.config().train["seed"]
+        _, updates = baselines.read(cell.config().keys)
+        z, y = answers(cell.model, updates, updates.held)
 
         def read(tau: float, z=z, y=y) -> tuple[float, float]:
             p = (z / tau).softmax(-1)
@@ -186,22 +186,22 @@ def test_weights_are_averaged_as_val_questions_choose(tiny, folders, monkeypatch
     """And what is packed of their records loses nothing but digits."""
     monkeypatch.setattr(baselines, "ALPHAS", (0.2, 0.7))
     cells = make_trained("seeds", [*tiny, "grid.label_smoothing=[0.0,0.1]"])
-    plain = [cell for cell in cells if cell.config.train["label_smoothing"] == 0]
+    plain = [cell for cell in cells if cell.config().train["label_smoothing"] == 0]
     claims.averaged("tiny")
     packed_runs = {out.name: (about, out) for about, out in claims.unpacked("tiny")}
-    assert packed_runs.keys() == {cell.run.name for cell in plain}
+    assert packed_runs.keys() == {cell.name for cell in plain}
     base = AutoModelForCausalLM.from_pretrained("models/tiny")
     tokenizer = AutoTokenizer.from_pretrained("models/tiny")
     for cell in plain:
-        (about, out), losses, made = packed_runs[cell.run.name], {}, {}
+        (about, out), losses, made = packed_runs[cell.name], {}, {}
         for alpha in baselines.ALPHAS:
-            model = AutoModelForCausalLM.from_pretrained(cell.run.model)
+            model = AutoModelForCausalLM.from_pretrained(cell.model)
             ours = model.state_dict()
             for name, theirs in base.state_dict().items():
                 ours[name].copy_((1 - alpha) * theirs + alpha * ours[name])
             made[alpha] = calibeval.score(model, tokenizer, TASKS, progress=False)
             losses[alpha] = scaling.nll(made[alpha]["val"], 1.0)
-        assert about["part"] == "averaged" and about["seed"] == cell.config.train["seed"]
+        assert about["part"] == "averaged" and about["seed"] == cell.config().train["seed"]
         assert about["alpha"] == min(losses, key=losses.get)
         before, after = made[about["alpha"]]["test"], records.read(out / "mmlu.jsonl")
         assert about["tasks"] == {"mmlu": len(before.ids)} and (out / "DONE").exists()
@@ -215,13 +215,13 @@ def test_weights_are_averaged_as_val_questions_choose(tiny, folders, monkeypatch
 
 def test_of_a_temperature_the_number_is_kept(tiny, folders):
     cell, _ = make_trained("seeds", [*tiny, "grid.label_smoothing=[0.0]"])
-    AutoTokenizer.from_pretrained("models/tiny").save_pretrained(cell.run.model)
-    calibeval.score(cell.run.model, tasks=TASKS, out=(scores := cell.run.scores), progress=False)
-    entry = {key: cell.config.train[key] for key in claims.SETTING} | {"dataset": "mmlu"}
-    entry |= {"run": cell.run.name, "records": f"../{cell.run.name}/scores/test.jsonl"}
+    AutoTokenizer.from_pretrained("models/tiny").save_pretrained(cell.model)
+    calibeval.score(cell.model, tasks=TASKS, out=(scores := cell.scores), progress=False)
+    entry = {key: cell.config().train[key] for key in claims.SETTING} | {"dataset": "mmlu"}
+    entry |= {"run": cell.name, "records": f"../{cell.name}/scores/test.jsonl"}
     write_text(folders / "runs/tiny-seeds/results/index.jsonl", json.dumps(entry))
     claims.after("tiny")
-    about = packed.about(folders / f"records/tiny/after/{cell.run.name}.xz")
+    about = packed.about(folders / f"records/tiny/after/{cell.name}.xz")
     fitted = calibeval.temperature(scores / "val.jsonl", scores / "test.jsonl", folders / "out")
     assert about["temperature"] == fitted["temperature"] and about["tasks"] == {}
 
@@ -237,7 +237,7 @@ def test_the_base_models_mean_prediction_is_made_before_it_is_a_target(tiny, fol
 
     monkeypatch.setattr(claims.subprocess, "Popen", launch)
     assert claims.train("tiny", "base-mean", asked) == 0
-    _, updates = baselines.read(plan(claims.FILE, asked).cells[0].config.keys)
+    _, updates = baselines.read(plan(claims.FILE, asked).cells[0].config().keys)
     z, _ = answers("models/tiny", updates, updates.kept[:9])
     (u,) = found
     assert u.dtype == float and abs(u.sum() - 1) < 1e-12

@@ -53,7 +53,7 @@ from studies.demo.report import at_temperature
 from sweeps import collect
 from sweeps.config import HELD_OUT
 from sweeps.conversations import conversations
-from sweeps.plan import Cell, Plan, plan
+from sweeps.plan import Plan, plan
 from sweeps.run import Run, read_rows
 
 HERE = Path(__file__).parent
@@ -180,7 +180,7 @@ def train(model: str, part: str, asked: list[str]) -> int:
         if part == "base-mean":
             from studies.claims import baselines  # which takes torch along
 
-            baselines.base_mean(plan(FILE, asked).cells[0].config.keys)
+            baselines.base_mean(plan(FILE, asked).cells[0].config().keys)
         launch = [sys.executable, "-m", "sweeps", "launch", str(FILE), "--executor", "local"]
         with subprocess.Popen([*launch, *asked, *lacking]) as process:
             running = True
@@ -196,7 +196,7 @@ def train(model: str, part: str, asked: list[str]) -> int:
 def without_records(model: str, part: str, asked: list[str]) -> list[list[str]]:
     """Overrides that leave the runs without records: seeds that lack the same together."""
     of, alike = plan(FILE, asked), {}
-    cells = [c.config.train for c in of.cells if not record(model, part, c).exists()]
+    cells = [c.config().train for c in of.cells if not record(model, part, c).exists()]
     for seed, of_seed in pd.DataFrame(cells, columns=SETTING).groupby("seed"):
         changes = tuple(f"grid.{key}={of_seed[key].unique().tolist()}" for key in VARIED)
         alike.setdefault(changes, []).append(int(seed))
@@ -205,9 +205,9 @@ def without_records(model: str, part: str, asked: list[str]) -> list[list[str]]:
     return [[*changes, f"grid.seed={seeds}", *base] for changes, seeds in alike.items()]
 
 
-def record(model: str, part: str, cell: Cell) -> Path:
+def record(model: str, part: str, cell: Run) -> Path:
     """Where the records of a run are packed; those of the base model are no part's own."""
-    return RECORDS / model / (part if cell.config.backend else "base") / f"{cell.run.name}.xz"
+    return RECORDS / model / (part if cell.config().backend else "base") / f"{cell.name}.xz"
 
 
 def chosen_rate(model: str) -> float:
@@ -234,12 +234,12 @@ def pack(model: str, part: str, of: Plan) -> None:
     """Pack the records of the runs that have ended."""
     for cell in (*of.bases, *of.cells):
         out = record(model, part, cell)
-        if cell.run.done and not out.exists():
-            about = {key: cell.config.train.get(key) for key in SETTING}
+        if cell.done and not out.exists():
+            about = {key: cell.config().train.get(key) for key in SETTING}
             (loss,) = collect.chosen_on(HELD_OUT, cell) or [None]
             about |= {"part": out.parent.name, "held_out_loss": loss}
-            tasks = cell.config.score.tasks if cell.config.score else ()
-            files = {task.key: cell.run.scores / f"{task.key}.jsonl" for task in tasks}
+            tasks = cell.config().score.tasks if cell.config().score else ()
+            files = {task.key: cell.scores / f"{task.key}.jsonl" for task in tasks}
             packed.pack(files, about, out)
 
 
