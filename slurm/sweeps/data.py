@@ -159,9 +159,7 @@ class Updates(torch.utils.data.Dataset):
         self.keys, self.ranks, self.rank, self.pad = keys, ranks, rank, pad
         self.packed, self.tile = False, 1
         self.data = data.select_columns(["input_ids", "labels"]).with_format("torch")
-        self.digest, target = data._fingerprint, keys.smoothing_target
-        if target not in (None, "unigram"):
-            self.digest += sha256(Path(target))[:8]
+        self.digest = data._fingerprint
         counts = data.select_columns(["length", "targets"]).with_format("numpy")[:]
         self.lengths, self.targets = counts["length"], counts["targets"]
         self.longest = -(-int(self.lengths.max()) // 128) * 128  # the same for every batch

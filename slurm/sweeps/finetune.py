@@ -35,7 +35,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from calibeval.engines import load
-from calibeval.io import InputError, write_rows
+from calibeval.io import InputError, sha256, write_rows
 from smoothce import patch_trainer
 from smoothce.dispatch import check_target
 from sweeps import attention, score
@@ -188,6 +188,7 @@ def smoothing_target(keys: Train, updates: Updates, size: int) -> Tensor:
     except (EOFError, OSError, TypeError, ValueError) as error:
         wanted = f"an .npy file of {size} shares, one for each entry of the vocabulary, padding too"
         raise InputError(f"train.smoothing_target: {file}: {error}; expected {wanted}") from error
+    updates.digest += sha256(Path(file))[:8]  # a checkpoint is of these shares
     return u
 
 
