@@ -116,9 +116,8 @@ def score(
         from transformers import AutoConfig
 
         name = words = model = str(model)
-        adapters = Path(name, "adapter_config.json")
-        found = json.loads(read_text(adapters)) if adapters.is_file() else {}
-        base = found.get("base_model_name_or_path", name)
+        peft = Path(name, "adapter_config.json")
+        base = json.loads(read_text(peft))["base_model_name_or_path"] if peft.is_file() else name
         config = engines.load(AutoConfig, base, "a config", request.revision)
     tokenizer = tokenizer or engines.load_tokenizer(words, request.revision)
     longest = engines.context_length(config)

@@ -5,23 +5,12 @@ from made_records import LETTERS, write_lines
 
 from calibeval import records
 
-TEXTS = {
-    "id": "b/0",
-    "subject": "b",
-    "label": 2,
-    "scoring": "continuation",
-    "normalise": "characters",
-    "logprobs": [-6.0, -4.0, -9.0],
-    "bytes": [3, 4, 9],
-    "characters": [3, 2, 9],
-}
-
 
 def test_texts_may_begin_alike(tmp_path):
     """ "Yes" and "Yes, sir": probabilities of texts sum to more than 1, and are no letter mass."""
-    twice = TEXTS | {"logprobs": [-0.1, -0.2, -0.3], "letter_mass": 2.46}
-    found = records.read(write_lines(tmp_path / "r.jsonl", [twice]), "sum")
-    assert found.logprobs.tolist() == [[-0.1, -0.2, -0.3]] and np.isnan(found.letter_mass[0])
+    twice = LETTERS | {"scoring": "continuation", "logprobs": [-0.1, -0.2], "letter_mass": 1.72}
+    found = records.read(write_lines(tmp_path / "r.jsonl", [twice]))
+    assert found.logprobs.tolist() == [[-0.1, -0.2]] and np.isnan(found.letter_mass[0])
 
 
 def test_absent_choices_are_told_from_unlikely_ones(tmp_path):
