@@ -234,7 +234,8 @@ def tidy(results: Results) -> pd.DataFrame:
             mass = pd.Series([run.letter_mass for run in runs], dtype=float).mean()
             about = {"dataset": group} | {key: row.keys.get(key) for key in keys}
             about |= {"seeds": len(runs), "questions": runs[0].questions, "letter_mass": mass}
-            for c, metric in product(runs[0].confidences, stats.METRICS):
+            among = [c for c in stats.CONFIDENCES if all(c in run.confidences for run in runs)]
+            for c, metric in product(among, stats.METRICS):
                 figures = vars(row.estimate(group, metric, c))
                 lines.append(about | {"confidence": c, "metric": metric} | figures)
     return pd.DataFrame(lines).rename(columns={"floor": "floor_95"})

@@ -1,6 +1,5 @@
 """Scoring: questions → prompts → engine → records, kept as they are made."""
 
-import json
 import math
 import sys
 import tempfile
@@ -15,7 +14,7 @@ from tqdm import tqdm
 
 from calibeval import __version__, engines, measures, models, prompts, records, stats
 from calibeval.engines import Job
-from calibeval.io import InputError, counted, read_text
+from calibeval.io import InputError, counted
 from calibeval.prompts import Branches, Prompt
 from calibeval.records import Records
 from calibeval.request import Request, Task, checked
@@ -116,9 +115,7 @@ def score(
         from transformers import AutoConfig
 
         name = words = model = str(model)
-        peft = Path(name, "adapter_config.json")
-        base = json.loads(read_text(peft))["base_model_name_or_path"] if peft.is_file() else name
-        config = engines.load(AutoConfig, base, "a config", request.revision)
+        config = engines.load(AutoConfig, name, "a config", request.revision)
     tokenizer = tokenizer or engines.load_tokenizer(words, request.revision)
     longest = engines.context_length(config)
     every = [resolved(task) for task in request.tasks]
@@ -138,6 +135,8 @@ def score(
         out = Path(out or at_end.enter_context(tempfile.TemporaryDirectory()))
         out.mkdir(parents=True, exist_ok=True)  # or says before the scoring that it cannot be
         # A loaded model's are made anew: nobody knows of which weights older ones are.
+        for task in every if loaded else ():
+            Store(out / f"{task.key}.jsonl", {})  # refuses a file whose making nobody knows
         folder = (loaded and at_end.enter_context(tempfile.TemporaryDirectory(dir=out))) or out
         for task in every:
             path = Path(folder, f"{task.key}.jsonl")
@@ -145,8 +144,6 @@ def score(
             settings = {"model_digest": digest.result() if digest else None}
             settings |= request.model_dump(include={"revision", "engine", "dtype"})
             settings |= task.model_dump(exclude={"name"})
-            if loaded:
-                Store(out / path.name, settings)  # refuses what it may not take the place of
             made = _fill(path, items[task.key], settings, name, engine, progress)
             if loaded:
                 for file in (records.sidecar(path), path):

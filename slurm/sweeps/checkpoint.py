@@ -36,8 +36,8 @@ def latest(checkpoints: Path, data: str) -> Path | None:
             continue
         if found["data"] != data:
             raise InputError(
-                f"{folder}: written with other data, {found['data']}, now {data}; restore that, or "
-                f"delete {checkpoints.parent} to train from the start"
+                f"{folder}: written with other data or smoothing_target, {found['data']}, now "
+                f"{data}; restore that, or delete {checkpoints.parent} to train from the start"
             )
         return folder
     return None

@@ -22,9 +22,7 @@ class Lora(Strict):
     targets: Literal["all-linear"] | Seq[str] = option(
         "all-linear", "names of the adapted layers; all-linear: all but the classifier"
     )
-    save: Literal["merged", "adapter"] = option(
-        "merged", "what model/ holds: an ordinary model, or the adapters alone"
-    )
+    save: Literal["merged", "adapter"] = option("merged", "an ordinary model, or adapters alone")
 
 
 class Common(Strict):

@@ -69,9 +69,10 @@ def test_other_weights_in_memory_are_scored_anew(tasks, loaded, tmp_path, monkey
     assert np.array_equal(records.read(before.path).logprobs, before.logprobs)
     after = calibeval.score(*loaded, tasks[:1], out=tmp_path)["mmlu"]
     assert not np.array_equal(before.logprobs, after.logprobs)
-    records.sidecar(after.path).unlink()
-    with pytest.raises(InputError, match="no sidecar says how it was made"):  # a file of the user's
-        calibeval.score(*loaded, tasks[:1], out=tmp_path)
+    monkeypatch.setattr(scoring, "_engine", None)  # said before any task is asked
+    (tmp_path / "texts.jsonl").write_text("the user's")
+    with pytest.raises(InputError, match="no sidecar says how it was made"):
+        calibeval.score(*loaded, tasks, out=tmp_path)
 
 
 def test_figures_are_the_commands(tasks, tiny_model, tmp_path, run):

@@ -31,7 +31,6 @@ from transformers import (
 )
 from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 
-import calibeval
 from calibeval.io import InputError
 from smoothce import patch_model
 from sweeps import attention, checkpoint, finetune, preflight
@@ -445,11 +444,11 @@ def test_a_damaged_checkpoint_is_set_aside_and_other_data_refused(
     run = finished(sweep_file(grid={}, train=train | {"smoothing_target": str(target)}))
     shutil.rmtree(run.model)
     np.save(target, np.eye(rows)[0])
-    with pytest.raises(InputError, match="step-4: written with other data"):
+    with pytest.raises(InputError, match="step-4: written with other data or smoothing_target"):
         finetune.fit(run)
     np.save(target, uniform)
     file.write_text(file.read_text().replace("moon ", "sun "))
-    with pytest.raises(InputError, match=r"step-4: written with other data, \w+, now \w+; restore"):
+    with pytest.raises(InputError, match=r"step-4: written with other .*, \w+, now \w+; restore"):
         finetune.fit(run)
     newest, older = run.checkpoints / "step-4", run.checkpoints / "step-2"
     with open(newest / "optimizer.pt", "r+b") as weights:
@@ -475,12 +474,11 @@ def test_adapters_are_saved_merged_or_alone_and_resume(sweep_file, tiny, tmp_pat
     train = {"lora": lora, "learning_rate": 1e-2, "attention_dropout": 0.1, "logging_steps": 1}
     path = sweep_file(grid={}, train=train)
     merged, alone = (finished(path, f"train.lora.save={how}") for how in ("merged", "adapter"))
+    with pytest.raises(InputError, match="adapters alone are not scored"):
+        plan(path, ["train.lora.save=adapter", "score={tasks: [{task: mmlu, data: x}]}"])
     base = LlamaForCausalLM.from_pretrained(tiny / "model").eval()
     ordinary = LlamaForCausalLM.from_pretrained(merged.model).eval()
     adapted = AutoModelForCausalLM.from_pretrained(alone.model).eval()
-    tasks = [{"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 1, "limit": 4}]
-    one, other = (calibeval.score(x.model, tasks=tasks)["mmlu"].logprobs for x in (merged, alone))
-    np.testing.assert_allclose(one, other, atol=1e-4)
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
         expected = adapted(ids).logits
