@@ -63,11 +63,11 @@ def _cells(sweep: Sweep, folder: Path, source: str, places: dict[str, str]) -> l
         values = dict(zip(sweep.grid, combination, strict=True))
         raw = sweep.train | values
         raw |= {k: os.path.normpath(raw[k]) for k in PATHS if isinstance(raw.get(k), str)}
-        train = check(trains, raw, source, places, section).model_dump()
-        if sweep.score and (train.get("lora") or {}).get("save") == "adapter":
+        keys = check(trains, raw, source, places, section)
+        if sweep.score and getattr(getattr(keys, "lora", None), "save", None) == "adapter":
             said = "adapters alone are not scored: merged, or score=null"
             raise InputError(f"{source}: train.lora.save: {said}")
-        config = RunConfig(backend=sweep.backend, train=train, **same)
+        config = RunConfig(backend=sweep.backend, train=keys.model_dump(), **same)
         if config.name in cells:
             both = f"{values} and {cells[config.name].values}"
             raise InputError(f"{source}: grid: {both} are the same run; drop one")
