@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from calibeval import __version__, engines, measures, models, prompts, records, stats
+from calibeval import __version__, engines, measures, model_digest, prompts, records, stats
 from calibeval.engines import Job
 from calibeval.io import InputError, counted
 from calibeval.prompts import Branches, Prompt
@@ -120,7 +120,9 @@ def score(
     longest = engines.context_length(config)
     every = [resolved(task) for task in request.tasks]
     with ThreadPoolExecutor(1) as meanwhile:  # both take seconds, and neither holds the GIL
-        digest = out and not loaded and meanwhile.submit(models.digest, name, request.revision)
+        digest = (
+            out and not loaded and meanwhile.submit(model_digest.digest, name, request.revision)
+        )
         items = {t.key: fit_prompts(load(t), t, tokenizer, longest) for t in every}
 
     @cache

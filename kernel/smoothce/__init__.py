@@ -1,7 +1,7 @@
 """Linear cross-entropy with label smoothing that never holds the N × V logits."""
 
+from smoothce.hf_patch import patch_model, patch_trainer, unpatch_model
 from smoothce.linear_cross_entropy import explain, linear_cross_entropy
-from smoothce.models import patch_model, patch_trainer, unpatch_model
 from smoothce.module import LinearCrossEntropy
 from smoothce.options import TokenStatistics
 from smoothce.token_mean import token_mean_factor

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 from torch.autograd import function
 
-from smoothce.options import Found, Inputs, Options
-from smoothce.ranks import OfTokens, joined, summed
+from smoothce.options import Inputs, LossOutput, Options
+from smoothce.vocab_parallel import TokenLogitSums, all_reduce_gradient, merge_shards
 
 ROWS = 128  # the chunk's height on a CPU; a GPU needs taller ones to be busy
 DEVICE_NUMBERS, DEVICE_ROWS = 2**27, 1024  # and has at most so many logits, or rows, at a time
 CAST_ROWS = 4096  # vocabulary rows of a half-precision weight that are widened at a time
 
 
-def loss(inputs: Inputs) -> Found:
+def loss(inputs: Inputs) -> LossOutput:
     """The loss of `reference.loss`, without its memory."""
     tensors, rest = inputs[:4], inputs[4:]
-    return Found(*_Chunked.apply(*tensors, rest, torch.is_grad_enabled()))
+    return LossOutput(*_Chunked.apply(*tensors, rest, torch.is_grad_enabled()))
 
 
 def once_differentiable(backward: Callable) -> Callable:
@@ -48,20 +48,20 @@ class _Chunked(torch.autograd.Function):
         needs = tuple(differentiable and ctx.needs_input_grad[i] for i in (0, 1, 3))
         ctx.rest, ctx.needs = rest, needs
         ctx.set_materialize_grads(False)
-        token_weight = inputs.token_weight(wide)
+        loss_scale = inputs.loss_scale(wide)
         ctx.later = options.reduction == "none" or options.return_lse
         if ctx.later:
             losses, *found, _ = _sweep(inputs, None, None, needs)
-            ctx.save_for_backward(hidden, weight, labels, bias, token_weight)
+            ctx.save_for_backward(hidden, weight, labels, bias, loss_scale)
         else:
-            g = token_weight.expand(labels.shape) if any(needs) else None
+            g = loss_scale.expand(labels.shape) if any(needs) else None
             losses, *found, gradients = _sweep(inputs, g, None, needs)
             ctx.dtype = hidden.dtype
             ctx.save_for_backward(*gradients)
         fixed = found[1:] if options.return_lse else found
         ctx.mark_non_differentiable(*[x for x in fixed if x is not None])
         if options.reduction != "none":
-            losses = losses.sum() * token_weight
+            losses = losses.sum() * loss_scale
         return losses, *found
 
     @staticmethod
@@ -70,9 +70,9 @@ class _Chunked(torch.autograd.Function):
         if upstream is None and of_lse is None:
             return (None,) * 6
         if ctx.later:
-            *tensors, token_weight = ctx.saved_tensors
+            *tensors, loss_scale = ctx.saved_tensors
             inputs = Inputs(*tensors, *ctx.rest)
-            g = torch.zeros_like(token_weight) if upstream is None else upstream * token_weight
+            g = torch.zeros_like(loss_scale) if upstream is None else upstream * loss_scale
             g = g.expand(inputs.labels.shape)
             with torch.autocast(g.device.type, enabled=False):
                 *_, gradients = _sweep(inputs, g, of_lse, ctx.needs)
@@ -167,11 +167,11 @@ def _sweep(
         top, first = z.max(1) if options.return_statistics else (z.amax(1), None)
         p = torch.softmax(z, 1, out=z)
         own = top - p.amax(1).log()  # that p ≥ 1/V: the logarithm is exact
-        found = OfTokens(own, target, mixed)
+        found = TokenLogitSums(own, target, mixed)
         if options.return_statistics:
             first = first if shard is None else first + shard.offset
-            found = OfTokens(*found[:3], own - torch.special.entr(p).sum(1), top, first)
-        found = joined(found, shard)
+            found = TokenLogitSums(*found[:3], own - torch.special.entr(p).sum(1), top, first)
+        found = merge_shards(found, shard)
         value = found.lse - (1 - beta) * found.target - beta * found.mixed
         if zeta:
             value += zeta * found.lse.square()
@@ -219,7 +219,7 @@ def _sweep(
         d_weight.addr_(share, sums, alpha=-beta)
     if linear and want_bias:
         d_bias.sub_(share * total, alpha=beta)
-    gradients = [summed(d_hidden, shard), d_weight, d_bias]
+    gradients = [all_reduce_gradient(d_hidden, shard), d_weight, d_bias]
     return losses, lse, log_p, entropy, argmax, gradients
 
 

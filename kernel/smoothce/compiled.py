@@ -11,12 +11,12 @@ from torch import Tensor
 
 from smoothce.chunked import once_differentiable
 from smoothce.dispatch import check, run
-from smoothce.options import Found, Inputs, Options
+from smoothce.options import Inputs, LossOutput, Options
 
 AUTO = -1  # "auto" as a number, since a graph may hold numbers as symbols
 
 
-class Call(NamedTuple):
+class OperatorArguments(NamedTuple):
     """The operator's arguments."""
 
     hidden: Tensor
@@ -67,7 +67,7 @@ SCHEMA = """(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, Tensor? 
     bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"""
 
 
-def loss(inputs: Inputs, impl: str) -> Found:
+def loss(inputs: Inputs, impl: str) -> LossOutput:
     """`dispatch.run` in a graph that is being compiled; options are a dictionary, unchecked."""
     options = dict(inputs.options)
     check_constants(**{k: v for k, v in options.items() if type(v) not in (int, float)})
@@ -76,7 +76,7 @@ def loss(inputs: Inputs, impl: str) -> Found:
     leaves, grad = (inputs.hidden, inputs.weight, inputs.bias), torch.is_grad_enabled()
     needs = [grad and x is not None and x.requires_grad for x in leaves]
     settings = [options[name] for name in Options.__dataclass_fields__]
-    return Found(*operator(*inputs[:6], None, None, *settings, impl, needs)[:5])
+    return LossOutput(*operator(*inputs[:6], None, None, *settings, impl, needs)[:5])
 
 
 @torch.compiler.assume_constant_result
@@ -89,7 +89,7 @@ def check_constants(**options: object) -> None:
 def operator(*given):
     """Loss, log-sum-exps, statistics, and gradients of hidden, weight and bias; empty where there
     is none."""
-    call = Call(*given)
+    call = OperatorArguments(*given)
     inputs, upstream = call.inputs(), (call.of_loss, call.of_lse)
     check(inputs)
     if call.of_loss is None and call.of_lse is None and call.with_forward:
@@ -113,7 +113,7 @@ def operator(*given):
 
 @operator.register_fake
 def _(*given):
-    call = Call(*given)
+    call = OperatorArguments(*given)
     wide = torch.promote_types(call.hidden.dtype, torch.float32)
     tokens = call.labels.shape
 
@@ -133,7 +133,7 @@ def _(*given):
 
 
 def save(ctx, inputs, output):
-    ctx.settings, ctx.with_forward = inputs[8:], Call(*inputs).with_forward
+    ctx.settings, ctx.with_forward = inputs[8:], OperatorArguments(*inputs).with_forward
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*(output[5:] if ctx.with_forward else inputs[:6]))
 

@@ -7,8 +7,8 @@ import warnings
 import torch
 from torch import Tensor
 
-from smoothce.options import Found, Inputs
-from smoothce.ranks import agreed
+from smoothce.options import Inputs, LossOutput
+from smoothce.vocab_parallel import shards_agree
 
 # Each module has `loss(inputs)`, and may have `unsupported(inputs)`, which names what it cannot do
 # or returns None, and `describe(inputs)`, which says how it goes about it. Imported on first use,
@@ -20,7 +20,7 @@ IMPLEMENTATIONS = {
 }
 
 
-def run(inputs: Inputs, impl: str) -> Found:
+def run(inputs: Inputs, impl: str) -> LossOutput:
     """What the chosen implementation finds, of checked inputs."""
     name, why = choose(impl, inputs)
     if name == "chunked" and impl == "auto" and inputs.hidden.is_cuda:
@@ -141,7 +141,7 @@ def check(inputs: Inputs) -> None:
         fine = (omega >= 0).all() & omega.isfinite().all()
         _require(fine, "token_weights must be finite, 0 or more")
     if shard is not None:
-        fine = agreed(shard, labels, len(weight))
+        fine = shards_agree(shard, labels, len(weight))
         _require(fine, "process_group must have the same labels and equal parts of one weight")
 
 

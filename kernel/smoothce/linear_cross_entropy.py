@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smoothce import compiled, dispatch, ranks
-from smoothce.options import Found, Inputs, Options, TokenStatistics
+from smoothce import compiled, dispatch, vocab_parallel
+from smoothce.options import Inputs, LossOutput, Options, TokenStatistics
 
 
 def linear_cross_entropy(
@@ -87,17 +87,17 @@ def linear_cross_entropy(
         "return_statistics": return_statistics,
     }
     tensors = bias, smoothing_target, token_weights
-    inputs = assembled(hidden, weight, labels, *tensors, options, process_group)
+    inputs = prepare_inputs(hidden, weight, labels, *tensors, options, process_group)
     if torch.compiler.is_compiling() and impl != "reference" and process_group is None:
         found = compiled.loss(inputs, impl)
     else:
         inputs = inputs._replace(options=Options(**options))
         dispatch.check(inputs)
         found = dispatch.run(inputs, impl)
-    return returned(found, labels, options)
+    return format_outputs(found, labels, options)
 
 
-def assembled(
+def prepare_inputs(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -110,7 +110,7 @@ def assembled(
     """A call's tensors, flat and in the dtypes that implementations take; options as given."""
     shard, whole = None, weight
     if process_group is not None and isinstance(weight, Tensor):
-        whole, shard = ranks.local_shard(weight, process_group)
+        whole, shard = vocab_parallel.local_shard(weight, process_group)
     dispatch.check_tensors(
         hidden=hidden,
         weight=whole,
@@ -122,7 +122,7 @@ def assembled(
     u, omega = smoothing_target, token_weights
     hidden, whole, bias = dispatch.autocast(hidden, whole, bias)
     if shard is not None:
-        bias, u = (x if x is None else shard.mine(x, len(whole)) for x in (bias, u))
+        bias, u = (x if x is None else shard.local_part(x, len(whole)) for x in (bias, u))
     dispatch.check_shapes(hidden, whole, labels, bias)
     return Inputs(
         hidden.reshape(-1, hidden.shape[-1]),
@@ -136,7 +136,7 @@ def assembled(
     )
 
 
-def returned(found: Found, labels: Tensor, options: dict[str, object]) -> Tensor | tuple:
+def format_outputs(found: LossOutput, labels: Tensor, options: dict[str, object]) -> Tensor | tuple:
     """What the public function returns, in the labels' shape."""
     loss = found.loss.view(labels.shape) if options["reduction"] == "none" else found.loss
     more = [found.lse.view(labels.shape)] if options["return_lse"] else []
@@ -162,5 +162,5 @@ def explain(
     why."""
     labels = hidden.new_empty(hidden.shape[:-1], dtype=torch.int64)
     tensors = bias, smoothing_target, token_weights
-    inputs = assembled(hidden, weight, labels, *tensors, Options(**options), process_group)
+    inputs = prepare_inputs(hidden, weight, labels, *tensors, Options(**options), process_group)
     return dispatch.explain(impl, inputs)

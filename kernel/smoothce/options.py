@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from smoothce.ranks import Shard
+from smoothce.vocab_parallel import Shard
 
 REDUCTIONS = ("none", "sum", "mean")
 FLOATS = ("label_smoothing", "softcap", "logit_scale", "filter_eps", "z_loss")
@@ -90,7 +90,7 @@ class Inputs(NamedTuple):
         """Which tokens count."""
         return self.labels != self.options.ignore_index
 
-    def token_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:  # ()
+    def loss_scale(self, dtype: torch.dtype = torch.float32) -> Tensor:  # ()
         """What the reduction multiplies the sum of the tokens' losses by: 1, or for a mean
         1 / Σ ω over valid tokens, and 0 where that is none.
 
@@ -113,7 +113,7 @@ class TokenStatistics(NamedTuple):
     argmax: Tensor  # int64
 
 
-class Found(NamedTuple):
+class LossOutput(NamedTuple):
     """What an implementation's `loss` returns; the last three, without a gradient, where
     `return_statistics` asks for them."""
 

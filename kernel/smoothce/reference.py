@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smoothce.options import Found, Inputs
+from smoothce.options import Inputs, LossOutput
 
 
 def logits(inputs: Inputs) -> Tensor:  # (N, V)
@@ -16,7 +16,7 @@ def logits(inputs: Inputs) -> Tensor:  # (N, V)
     return z if cap is None else cap * torch.tanh(z / cap)
 
 
-def loss(inputs: Inputs) -> Found:
+def loss(inputs: Inputs) -> LossOutput:
     """ω (logsumexp_v z_v − (1−β) z_y − β Σ_v u_v z_v + ζ logsumexp²) per valid token, else 0."""
     options, omega, u = inputs.options, inputs.token_weights, inputs.smoothing_target
     beta = options.label_smoothing
@@ -28,8 +28,8 @@ def loss(inputs: Inputs) -> Found:
         mixed = z.mean(-1) if u is None else torch.where(u > 0, u * z, 0).sum(-1)
         losses = losses - beta * mixed
     losses = (losses if omega is None else omega * losses).where(valid, 0)
-    total = losses.sum() * inputs.token_weight(losses.dtype)
-    found = Found(losses if options.reduction == "none" else total, lse.where(valid, 0))
+    total = losses.sum() * inputs.loss_scale(losses.dtype)
+    found = LossOutput(losses if options.reduction == "none" else total, lse.where(valid, 0))
     if not options.return_statistics:
         return found
     z, lse = z.detach(), lse.detach()

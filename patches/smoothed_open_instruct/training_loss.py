@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from smoothce.models import patch_model
+from smoothce.hf_patch import patch_model
 from smoothce.token_mean import token_mean_factor
 from smoothed_open_instruct.arguments import replaces_loss
 

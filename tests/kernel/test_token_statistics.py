@@ -7,7 +7,7 @@ import torch
 from loss_check import DEVICE, inputs
 
 from smoothce import chunked, token_statistics
-from smoothce.triton import late
+from smoothce.triton import recompute_backward
 
 DTYPES = torch.float32, torch.float64, torch.bfloat16
 
@@ -28,8 +28,8 @@ DTYPES = torch.float32, torch.float64, torch.bfloat16
 )
 def test_against_dense_logits(options, impl, dtype, monkeypatch):
     """Several segments a token, super-blocks, a ragged vocabulary, blocks closed by a bias."""
-    options, blocks = {**options}, late.super_blocks
-    monkeypatch.setattr(late, "super_blocks", lambda n: blocks(n, 64))
+    options, blocks = {**options}, recompute_backward.super_blocks
+    monkeypatch.setattr(recompute_backward, "super_blocks", lambda n: blocks(n, 64))
     monkeypatch.setattr(chunked, "ROWS", 5)
     monkeypatch.setattr(chunked, "CAST_ROWS", 20)
     size, masked = 1100 if DEVICE == "cuda" else 301, options.pop("masked", 0.3)

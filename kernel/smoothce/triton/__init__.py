@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from smoothce.chunked import graph_is_kept, once_differentiable
-from smoothce.options import Found, Inputs, Options
-from smoothce.triton import early, filtered, late, plan
+from smoothce.options import Inputs, LossOutput, Options
+from smoothce.triton import filtered, grad_in_forward, plan, recompute_backward
 from smoothce.triton.forward import Results
 from smoothce.triton.tiles import INTERPRETED, tiles_for
-from smoothce.triton.tokens import Call, Made, scale, valid_first
+from smoothce.triton.tokens import ForwardGradients, LossCall, scale, valid_first
 
 __all__ = ["describe", "filter_statistics", "loss", "unsupported"]
 
@@ -18,14 +18,14 @@ AUTO = 2.0**-8.3 * 256000**0.25
 SMALL = 8192  # entries under which there is too little to skip: "auto" is exact
 
 
-def loss(inputs: Inputs) -> Found:
+def loss(inputs: Inputs) -> LossOutput:
     """The loss of `reference.loss`; gradients are filtered as `options.filter_eps` says.
 
     Nothing waits for the device but the exact gradient, for the number of valid tokens alone: it is
     counted before the forward's product, which keeps the device busy meanwhile."""
     call = call_for(inputs)
     tensors = call.inputs[:6]
-    return Found(*Loss.apply(*tensors, call._replace(inputs=call.inputs[6:])))
+    return LossOutput(*Loss.apply(*tensors, call._replace(inputs=call.inputs[6:])))
 
 
 class Loss(torch.autograd.Function):
@@ -36,14 +36,14 @@ class Loss(torch.autograd.Function):
         ctx.call = given[-1]
         call = ctx.call._replace(inputs=Inputs(*given[:6], *given[-1].inputs))
         with torch.cuda.device_of(call.inputs.hidden):
-            found, token_weight, ctx.state = forward_all(call)
-        ctx.save_for_backward(*given[:6], token_weight)
+            found, loss_scale, ctx.state = forward_all(call)
+        ctx.save_for_backward(*given[:6], loss_scale)
         ctx.set_materialize_grads(False)
         losses, lse, *statistics = vars(found).values()
         options = call.inputs.options
         fixed = statistics if options.return_lse else [lse, *statistics]
         ctx.mark_non_differentiable(*[x for x in fixed if x is not None])
-        total = losses if options.reduction == "none" else losses.sum() * token_weight
+        total = losses if options.reduction == "none" else losses.sum() * loss_scale
         return total, lse, *statistics
 
     @staticmethod
@@ -51,38 +51,38 @@ class Loss(torch.autograd.Function):
     def backward(ctx, of_loss, of_lse, *_):
         if of_loss is None and of_lse is None:
             return (None,) * 7
-        *tensors, token_weight = ctx.saved_tensors
+        *tensors, loss_scale = ctx.saved_tensors
         call = ctx.call._replace(inputs=Inputs(*tensors, *ctx.call.inputs))
         device, state = tensors[0].device, ctx.state
         with torch.cuda.device_of(tensors[0]), torch.autocast(device.type, enabled=False):
             of_loss = torch.zeros((), device=device) if of_loss is None else of_loss.float()
-            if isinstance(state, Made):
+            if isinstance(state, ForwardGradients):
                 # the first backward takes what there is, another makes it again
                 made = state.gradients or forward_all(call)[2].gradients
                 state.gradients = None
                 scale(made, of_loss)
             else:
-                mode = filtered if isinstance(state, list) else late
-                made = mode.backward_all(call, state, of_loss, of_lse, token_weight)
+                mode = filtered if isinstance(state, list) else recompute_backward
+                made = mode.backward_all(call, state, of_loss, of_lse, loss_scale)
         if not graph_is_kept():
             ctx.state = None
         hidden, weight, bias = made
         return hidden, weight, None, bias, None, None, None
 
 
-def forward_all(call: Call) -> tuple[Results, Tensor, object]:
+def forward_all(call: LossCall) -> tuple[Results, Tensor, object]:
     """What is found of each token, 1 / tokens, and what the backward needs."""
     results, chosen = Results(call), plan.plan_for(call)
     if chosen.how == "filtered":
         state = filtered.forward_all(call, results)
-    elif chosen.how == "early":
-        state = early.forward_all(call, results, chosen.tokens, chosen.wide)
+    elif chosen.how == "grad_in_forward":
+        state = grad_in_forward.forward_all(call, results, chosen.tokens, chosen.wide)
     else:
-        state = late.forward_all(call, results)
-    return results, call.inputs.token_weight(), state
+        state = recompute_backward.forward_all(call, results)
+    return results, call.inputs.loss_scale(), state
 
 
-def call_for(inputs: Inputs) -> Call:
+def call_for(inputs: Inputs) -> LossCall:
     """The call with contiguous tensors, as the kernels take it."""
     tensors = [x if x is None else x.contiguous() for x in inputs[:6]]
     inputs, grad = Inputs(*tensors, *inputs[6:]), torch.is_grad_enabled()
@@ -91,7 +91,7 @@ def call_for(inputs: Inputs) -> Call:
     eps = threshold(inputs.options, len(inputs.weight)) if any(needs) else None
     if needs[2] or inputs.hidden.dtype == torch.float16:
         eps = None
-    return Call(inputs, needs, tiles_for(inputs.hidden, inputs.weight), eps)
+    return LossCall(inputs, needs, tiles_for(inputs.hidden, inputs.weight), eps)
 
 
 def describe(inputs: Inputs) -> str:

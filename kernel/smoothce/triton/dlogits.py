@@ -11,9 +11,9 @@ from torch import Tensor
 from triton import cdiv
 
 from smoothce.chunked import MIXED
-from smoothce.triton.forward import Kept
+from smoothce.triton.forward import SavedProbabilities
 from smoothce.triton.tiles import base2_logits, descriptor, product, programs, slope
-from smoothce.triton.tokens import Call, Coefficients, Tokens
+from smoothce.triton.tokens import Coefficients, LossCall, PackedTokens
 
 THIN = 16  # programs of `convert_kernel` to a tile's rows
 
@@ -89,7 +89,9 @@ def convert_kernel(
     )  # fmt: skip
 
 
-def convert(call: Call, tokens: Tokens, of: Coefficients, kept: Kept, n: int) -> None:
+def convert(
+    call: LossCall, tokens: PackedTokens, of: Coefficients, kept: SavedProbabilities, n: int
+) -> None:
     """The first n tokens' probabilities become their S, in place."""
     inputs, thin = call.inputs, max(call.tiles.rows // THIN, 1)
     if n:
@@ -103,9 +105,9 @@ def convert(call: Call, tokens: Tokens, of: Coefficients, kept: Kept, n: int) ->
 
 
 def recompute(
-    call: Call,
+    call: LossCall,
     hidden: Tensor,  # (n, D) packed
-    tokens: Tokens,
+    tokens: PackedTokens,
     of: Coefficients,
     out: Tensor,  # (n, ·)
     start: int,
@@ -169,8 +171,8 @@ def hidden_kernel(
 
 
 def write_hidden(
-    call: Call,
-    tokens: Tokens,
+    call: LossCall,
+    tokens: PackedTokens,
     acc: Tensor,  # (n or more, D) fp32
     out: Tensor,  # (n, D)
     of: Coefficients | None = None,  # where sums are of p̃

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton import cdiv
 
 from smoothce.triton.tiles import LOG2E, Tiles
-from smoothce.triton.tokens import Tokens
+from smoothce.triton.tokens import PackedTokens
 
 ITEM = 2048  # listed tokens × slices of D a weight-gradient item
 DRAWN = 64  # pairs that even a block of small norms has kept or drawn, about: half a tile
@@ -113,7 +113,7 @@ def plan_kernel(
     tl.store(listed + j, done)
 
 
-def plan(statistics: Tensor, tokens: Tokens, eps: float, tiles: Tiles) -> Plan:
+def plan(statistics: Tensor, tokens: PackedTokens, eps: float, tiles: Tiles) -> Plan:
     """Turn the forward's block statistics, in place, into lists of tokens and coefficients."""
     block_lse, block_max = statistics
     blocks, padded = block_lse.shape

@@ -24,13 +24,20 @@ import torch
 from torch import Tensor
 from triton import cdiv
 
-from smoothce.ranks import summed
 from smoothce.triton.filter_kernels import block_sums_kernel, hidden_kernel, queue_kernel
 from smoothce.triton.filter_plan import Plan, plan, schedule
-from smoothce.triton.forward import Results, walk
-from smoothce.triton.late import TOKENS
+from smoothce.triton.forward import Results, lse_forward
+from smoothce.triton.recompute_backward import TOKENS
 from smoothce.triton.tiles import descriptor, programs
-from smoothce.triton.tokens import Call, Made, Tokens, coefficients, gather, valid_first
+from smoothce.triton.tokens import (
+    ForwardGradients,
+    LossCall,
+    PackedTokens,
+    coefficients,
+    gather,
+    valid_first,
+)
+from smoothce.vocab_parallel import all_reduce_gradient
 
 STATISTICS = 2**25  # bytes of block statistics that a super-block may have
 
@@ -44,22 +51,22 @@ class Upstream(NamedTuple):
     hidden_sum: Tensor  # (D,) fp32, Σ E_i g_i / largest
 
 
-def super_block(call: Call) -> int:
+def super_block(call: LossCall) -> int:
     """Tokens of a super-block, all of about the same size. Statistics are 4 bytes a pair."""
     n, rows = max(len(call.inputs.labels), 1), call.tiles.rows
     most = min(STATISTICS // (4 * call.blocks), TOKENS)
     return cdiv(cdiv(n, cdiv(n, max(most, rows))), rows) * rows
 
 
-def with_forward(call: Call) -> bool:
+def with_forward(call: LossCall) -> bool:
     """Whether gradients are made in the forward: one super-block's statistics fit in the memory
     bound, several blocks' do not, and a reduced loss's upstream gradient is one factor."""
     return call.inputs.options.reduction != "none" and len(call.inputs.labels) > super_block(call)
 
 
 def planned(
-    call: Call, results: Results, order: Tensor, count: Tensor
-) -> Iterator[tuple[Tokens, Plan]]:
+    call: LossCall, results: Results, order: Tensor, count: Tensor
+) -> Iterator[tuple[PackedTokens, Plan]]:
     """The forward, super-block by super-block, valid tokens first."""
     size, every = super_block(call), slice(0, len(order))
     for start in range(0, len(order), size):
@@ -67,7 +74,7 @@ def planned(
         inside = count if len(own) == len(order) else (count - start).clamp(0, len(own))
         tokens, packed = gather(call, own, inside)
         statistics = packed.new_empty(2, call.blocks, len(packed), dtype=torch.float16)
-        tokens = walk(call, packed, tokens, results, every, statistics=statistics)
+        tokens = lse_forward(call, packed, tokens, results, every, statistics=statistics)
         # after the large kernel's launch, so that the host's work is hidden; in two steps, since
         # torch's reduction of many rows to few sums takes 100 MB of its own
         groups = packed.view(-1, call.tiles.rows, packed.shape[1])
@@ -79,42 +86,44 @@ def planned(
         del tokens, statistics  # before the next super-block takes its memory
 
 
-def forward_all(call: Call, results: Results) -> list[tuple[Tokens, Plan]] | Made:
+def forward_all(
+    call: LossCall, results: Results
+) -> list[tuple[PackedTokens, Plan]] | ForwardGradients:
     """Fill in the results; the backward's state."""
     order, count = valid_first(call)
-    token_weight = call.inputs.token_weight()
+    loss_scale = call.inputs.loss_scale()
     blocks, gradients = [], Gradients(call) if with_forward(call) else None
     for tokens, pairs in planned(call, results, order, count):
         if gradients is None:
             blocks.append((tokens, pairs))
         else:
-            of_loss = torch.ones_like(token_weight)
-            gradients.add(tokens, pairs, upstream(call, tokens, of_loss, token_weight))
+            of_loss = torch.ones_like(loss_scale)
+            gradients.add(tokens, pairs, upstream(call, tokens, of_loss, loss_scale))
         del tokens, pairs  # before the next super-block takes its memory
-    return blocks if gradients is None else Made(gradients.result())
+    return blocks if gradients is None else ForwardGradients(gradients.result())
 
 
 def backward_all(
-    call: Call,
-    blocks: list[tuple[Tokens, Plan]],
+    call: LossCall,
+    blocks: list[tuple[PackedTokens, Plan]],
     of_loss: Tensor,  # fp32, () or (N,)
     of_lse: None,
-    token_weight: Tensor,  # ()
+    loss_scale: Tensor,  # ()
 ) -> tuple[Tensor | None, ...]:
     """The gradients of hidden and weight that are wanted."""
     gradients = Gradients(call)
     for tokens, pairs in blocks:
-        gradients.add(tokens, pairs, upstream(call, tokens, of_loss, token_weight))
+        gradients.add(tokens, pairs, upstream(call, tokens, of_loss, loss_scale))
     return gradients.result()
 
 
-def upstream(call: Call, tokens: Tokens, of_loss: Tensor, token_weight: Tensor) -> Upstream:
+def upstream(call: LossCall, tokens: PackedTokens, of_loss: Tensor, loss_scale: Tensor) -> Upstream:
     """The upstream gradient as the kernels take it."""
     inputs, order = call.inputs, tokens.order
-    a, b = coefficients(call, tokens, of_loss, token_weight, slice(0, len(inputs.labels)))
+    a, b = coefficients(call, tokens, of_loss, loss_scale, slice(0, len(inputs.labels)))
     lift = torch.where(b != 0, a / b, 1.0) if inputs.options.z_loss else None
     if inputs.options.reduction != "none" and inputs.token_weights is None:
-        return Upstream(None, lift, of_loss * token_weight, tokens.total)
+        return Upstream(None, lift, of_loss * loss_scale, tokens.total)
     largest = b.abs().amax().clamp(min=1e-30)
     relative = b / largest
     total = torch.zeros_like(tokens.total)
@@ -127,7 +136,7 @@ def upstream(call: Call, tokens: Tokens, of_loss: Tensor, token_weight: Tensor) 
 class Gradients:
     """The filtered gradients that are wanted, filled super-block by super-block."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: LossCall) -> None:
         self.call, self.begun = call, False
         self.hidden, self.weight = (
             torch.empty_like(like) if need else None
@@ -138,9 +147,9 @@ class Gradients:
         for gradient in (self.hidden, self.weight):
             if gradient is not None and not self.begun:
                 gradient.zero_()
-        return summed(self.hidden, self.call.inputs.shard), self.weight, None
+        return all_reduce_gradient(self.hidden, self.call.inputs.shard), self.weight, None
 
-    def add(self, tokens: Tokens, plan: Plan, upstream: Upstream) -> None:
+    def add(self, tokens: PackedTokens, plan: Plan, upstream: Upstream) -> None:
         """Write dE of these tokens; write dC, or add to it: this module's equations."""
         call, d_weight = self.call, self.weight
         inputs, tiles = call.inputs, call.tiles

@@ -18,9 +18,9 @@ import triton.language as tl
 from torch import Tensor
 from triton import cdiv
 
-from smoothce.ranks import OfTokens, joined
 from smoothce.triton.tiles import LOG2E, base2_logits, descriptor, product, programs
-from smoothce.triton.tokens import Call, Tokens
+from smoothce.triton.tokens import LossCall, PackedTokens
+from smoothce.vocab_parallel import TokenLogitSums, merge_shards
 
 SLACK = tl.constexpr(64.0)  # base 2: sums of 2^18 such numbers, and their inverse, are fp32 numbers
 LOWEST = tl.constexpr(-1e38)  # an offset below every logit
@@ -66,7 +66,7 @@ def share(program, n, group, n_blocks, workers, ROWS: tl.constexpr, GROUP: tl.co
     return start, n_rows, cut, first, last, begin, step
 
 
-class Kept(NamedTuple):
+class SavedProbabilities(NamedTuple):
     """Where the probabilities of a super-block's tokens are kept."""
 
     memory: Tensor  # (tokens, blocks · width) in the inputs' dtype
@@ -248,7 +248,7 @@ def losses_kernel(
 class Results:
     """What the loss returns of each token, (N,) each, in the caller's order."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: LossCall) -> None:
         y = call.inputs.labels
         # each in memory of its own, as torch asks of what an operator returns
         self.losses, self.lse = (torch.empty_like(y, dtype=torch.float32) for _ in range(2))
@@ -258,15 +258,15 @@ class Results:
             self.argmax = torch.empty_like(y, dtype=torch.int64)
 
 
-def walk(
-    call: Call,  # a part of it, or all
+def lse_forward(
+    call: LossCall,  # a part of it, or all
     packed: Tensor,  # (padded, D)
-    tokens: Tokens,
+    tokens: PackedTokens,
     results: Results,  # written at the super-block's tokens ...
     where: slice,  # ... which are these of the caller's; `tokens.order` counts from its start
     statistics: Tensor | None = None,  # (2, blocks, padded) fp16, written
-    kept: Kept | None = None,  # its probabilities are written, at the packed tokens' places
-) -> Tokens:
+    kept: SavedProbabilities | None = None,  # written, at the packed tokens' places
+) -> PackedTokens:
     """Losses of one super-block, and its tokens with log-sum-exps and offsets.
 
     Statistics are base-2: the log-sum-exp and the largest logit within each block."""
@@ -307,9 +307,9 @@ def walk(
     )  # fmt: skip
     if inputs.smoothing_target is None:
         mixed /= inputs.vocabulary
-    found = OfTokens(lse, tokens.target, mixed, expected, top, argmax)
+    found = TokenLogitSums(lse, tokens.target, mixed, expected, top, argmax)
     if inputs.shard is not None:  # the targets' logits are joined already
-        found = joined(found._replace(target=torch.zeros_like(lse)), inputs.shard)
+        found = merge_shards(found._replace(target=torch.zeros_like(lse)), inputs.shard)
     base2, omega = torch.empty_like(offset), inputs.token_weights
     losses_kernel[(cdiv(padded, 1024),)](
         found.lse, tokens.target, found.mixed, found.expected, found.argmax,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from triton import cdiv
 
-from smoothce.triton.tokens import Call
+from smoothce.triton.tokens import LossCall
 
 FEW = 2048  # tokens whose products keep a GPU busy, or D where that is more
 LEAST = 512  # fewer at a time cost more than computing logits twice
@@ -14,8 +14,11 @@ PARTS = 8  # most parts after each of which dC is rounded; more are summed in fp
 
 
 class Plan(NamedTuple):
-    """How gradients are made: "early", in the forward; "late", in the backward; "filtered"; or
-    "none" where none is wanted."""
+    """How a call makes its gradients.
+
+    `how` names the module that makes them: "grad_in_forward", "recompute_backward" or "filtered";
+    it is "none" where no gradient is wanted.
+    """
 
     how: str
     why: str
@@ -23,7 +26,7 @@ class Plan(NamedTuple):
     wide: bool = False  # whether dC is summed in fp32 there
 
 
-def plan_for(call: Call) -> Plan:
+def plan_for(call: LossCall) -> Plan:
     """The way, from shapes and options alone: equal calls give equal bits."""
     inputs, needs = call.inputs, call.needs
     options, d_weight = inputs.options, needs[1] or needs[2]
@@ -32,13 +35,18 @@ def plan_for(call: Call) -> Plan:
     if call.eps is not None:
         return Plan("filtered", "filter_eps asks for it")
     if options.workspace == 0:
-        return Plan("late", "workspace is 0")
+        return Plan("recompute_backward", "workspace is 0")
     if inputs.hidden.dtype == torch.float16:
-        return Plan("late", "fp16 has no range for gradients before a gradient scaler's factor")
+        return Plan(
+            "recompute_backward",
+            "fp16 has no range for gradients before a gradient scaler's factor",
+        )
     if options.return_lse:
-        return Plan("late", "the log-sum-exps have an upstream gradient of their own")
+        return Plan("recompute_backward", "the log-sum-exps have an upstream gradient of their own")
     if options.reduction == "none" and d_weight:
-        return Plan("late", "without reduction each token has an upstream gradient of its own")
+        return Plan(
+            "recompute_backward", "without reduction each token has an upstream gradient of its own"
+        )
     n, (v, d) = len(inputs.labels), inputs.weight.shape
     size = inputs.weight.element_size()
     each = call.blocks * call.tiles.width * size  # bytes of a token's logits
@@ -54,15 +62,17 @@ def plan_for(call: Call) -> Plan:
         if most and cdiv(n, most) > PARTS and of_wide:
             most, wide = max(options.workspace - of_wide, 0) // each, True
     if most < min(n, LEAST):
-        return Plan("late", f"a workspace of {options.workspace} bytes holds too few logits")
+        return Plan(
+            "recompute_backward", f"a workspace of {options.workspace} bytes holds too few logits"
+        )
     rows = call.tiles.rows
     n = max(n, 1)
     sizes = (min(cdiv(cdiv(n, parts), rows) * rows, n) for parts in itertools.count(1))
     tokens = next(size for size in sizes if size <= max(most, 1))
-    return Plan("early", "a workspace holds logits of some tokens", tokens, wide)
+    return Plan("grad_in_forward", "a workspace holds logits of some tokens", tokens, wide)
 
 
-def describe(call: Call) -> str:
+def describe(call: LossCall) -> str:
     """The plan in words."""
     found, n = plan_for(call), len(call.inputs.labels)
     if found.how == "none":
@@ -70,7 +80,7 @@ def describe(call: Call) -> str:
     if found.how == "filtered":
         return "some of the gradient's blocks are computed, drawn at random"
     products = 2 if call.needs[1] != call.needs[0] else 3
-    if found.how == "late":
+    if found.how == "recompute_backward":
         return f"{products + 1} products or a little less, for {found.why}"
     width = call.blocks * call.tiles.width
     size = found.tokens * width * call.inputs.weight.element_size()

@@ -14,7 +14,7 @@ from smoothce.options import Inputs
 from smoothce.triton.tiles import LOG2E, Tiles
 
 
-class Call(NamedTuple):
+class LossCall(NamedTuple):
     """One call, as every step of it takes it: contiguous tensors, and how they are worked on."""
 
     inputs: Inputs
@@ -32,13 +32,13 @@ class Call(NamedTuple):
         """β u_v of each entry where u is uniform."""
         return self.inputs.options.label_smoothing / self.inputs.vocabulary
 
-    def part(self, tokens: slice) -> "Call":
+    def part(self, tokens: slice) -> "LossCall":
         inputs = self.inputs
         hidden, labels = inputs.hidden[tokens], inputs.labels[tokens]
         return self._replace(inputs=inputs._replace(hidden=hidden, labels=labels))
 
 
-class Tokens(NamedTuple):
+class PackedTokens(NamedTuple):
     """A super-block of tokens, valid ones first; tensors are padded to a multiple of a tile."""
 
     order: Tensor  # (n,) int32, position in the caller's order
@@ -71,7 +71,7 @@ def order_kernel(labels, order, count, ignore, N, BLOCK: tl.constexpr):
         done += tl.sum(valid, 0)
 
 
-def valid_first(call: Call) -> tuple[Tensor, Tensor]:
+def valid_first(call: LossCall) -> tuple[Tensor, Tensor]:
     """The stable order that puts valid tokens first, (N,) int32, and their number, (1,) int32."""
     labels, ignore = call.inputs.labels, call.inputs.options.ignore_index
     order = torch.empty(len(labels), device=labels.device, dtype=torch.int32)
@@ -112,10 +112,10 @@ def gather_kernel(
 
 
 def gather(
-    call: Call,
+    call: LossCall,
     order: Tensor,  # (n,) this super-block's slice of the order
     count: Tensor,  # (1,)
-) -> tuple[Tokens, Tensor]:
+) -> tuple[PackedTokens, Tensor]:
     """The super-block's `Tokens` and its packed hidden states, (padded, D)."""
     inputs, rows = call.inputs, call.tiles.rows
     hidden, d, shard = inputs.hidden, inputs.hidden.shape[1], inputs.shard
@@ -132,7 +132,7 @@ def gather(
     )  # fmt: skip
     if shard is not None:
         dist.all_reduce(target, group=shard.group)
-    return Tokens(order, count, labels, target), packed
+    return PackedTokens(order, count, labels, target), packed
 
 
 class Coefficients(NamedTuple):
@@ -146,7 +146,7 @@ class Coefficients(NamedTuple):
 @triton.jit
 def coefficients_kernel(
     order, count, lse,  # (n,), (1,), (padded,) base 2
-    of_loss, token_weight, weights, of_lse,  # () or (N,), (), (N,) or None, (N,) or None
+    of_loss, loss_scale, weights, of_lse,  # () or (N,), (), (N,) or None, (N,) or None
     a, b,  # (padded,) written
     padded, zeta, EACH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -154,7 +154,7 @@ def coefficients_kernel(
     valid = i < tl.load(count)
     source = tl.load(order + i, mask=valid, other=0)
     g = tl.load(of_loss + source, mask=valid, other=0.0) if EACH else tl.load(of_loss)
-    g = tl.where(valid, g * tl.load(token_weight), 0.0)
+    g = tl.where(valid, g * tl.load(loss_scale), 0.0)
     if weights is not None:
         g *= tl.load(weights + source, mask=valid, other=0.0)
     lift = 1.0 + 2.0 * zeta * (tl.load(lse + i, mask=valid, other=0.0) / LOG2E)
@@ -166,10 +166,10 @@ def coefficients_kernel(
 
 
 def coefficients(
-    call: Call,
-    tokens: Tokens,
+    call: LossCall,
+    tokens: PackedTokens,
     of_loss: Tensor,  # fp32, upstream gradient of the losses; () where all are alike
-    token_weight: Tensor,  # ()
+    loss_scale: Tensor,  # ()
     where: slice,  # of the caller's tokens
     of_lse: Tensor | None = None,  # (N,) of the log-sum-exps
 ) -> Coefficients:
@@ -178,7 +178,7 @@ def coefficients(
     a, b = torch.empty(2, len(tokens.lse), device=tokens.lse.device, dtype=torch.float32)
     coefficients_kernel[(cdiv(len(a), 1024),)](
         tokens.order, tokens.count, tokens.lse,
-        of_loss[where].contiguous() if each else of_loss, token_weight,
+        of_loss[where].contiguous() if each else of_loss, loss_scale,
         omega if omega is None else omega[where], of_lse,
         a, b,
         len(a), call.inputs.options.z_loss, EACH=each, BLOCK=1024,
@@ -202,7 +202,7 @@ def scale_kernel(x, factor, size, D: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @dataclass
-class Made:
+class ForwardGradients:
     """Gradients of hidden, weight and bias made in the forward, up to the upstream factor."""
 
     gradients: tuple[Tensor | None, ...] | None  # None once a backward has taken them

@@ -14,15 +14,21 @@ from torch import nn
 from smoothce import explain, linear_cross_entropy
 from smoothce.bench import peers
 from smoothce.bench.language import language_like
-from smoothce.triton import dlogits, early, filter_kernels, filter_plan, forward, tokens
+from smoothce.triton import dlogits, filter_kernels, filter_plan, forward, grad_in_forward, tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 EARLY, LATE, FILTERED = {}, {"workspace": 0}, {"filter_eps": 1e-4}
-EVERY = pytest.mark.parametrize("how", [EARLY, LATE, FILTERED], ids=["early", "late", "filtered"])
-EXACT = pytest.mark.parametrize("how", [EARLY, LATE], ids=["early", "late"])
+EVERY = pytest.mark.parametrize(
+    "how", [EARLY, LATE, FILTERED], ids=["in_forward", "in_backward", "filtered"]
+)
+EXACT = pytest.mark.parametrize("how", [EARLY, LATE], ids=["in_forward", "in_backward"])
 
 
-@pytest.mark.parametrize("how", [EARLY, LATE, {"filter_eps": 1e-12}], ids=["early", "late", "kept"])
+@pytest.mark.parametrize(
+    "how",
+    [EARLY, LATE, {"filter_eps": 1e-12}],
+    ids=["in_forward", "in_backward", "kept"],
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("n", "v", "d", "options"),
@@ -198,11 +204,13 @@ def test_inside_a_compiled_model(how):
 
 
 @pytest.mark.parametrize(
-    "how", [EARLY, LATE, {"filter_eps": 0.05}], ids=["early", "late", "filter"]
+    "how",
+    [EARLY, LATE, {"filter_eps": 0.05}],
+    ids=["in_forward", "in_backward", "filter"],
 )
 def test_compilations(how):
     """A shape compiles a kernel a few times, not once for every number of tokens."""
-    modules = dlogits, early, filter_kernels, filter_plan, forward, tokens
+    modules = dlogits, grad_in_forward, filter_kernels, filter_plan, forward, tokens
 
     def compiled():
         device = torch.cuda.current_device()

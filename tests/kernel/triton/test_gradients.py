@@ -22,13 +22,13 @@ from loss_check import (
 )
 
 from smoothce import linear_cross_entropy, triton
-from smoothce.triton import early, filtered, forward, late, plan
+from smoothce.triton import filtered, forward, grad_in_forward, plan, recompute_backward
 from smoothce.triton.tiles import tiles_for
 
 EARLY, LATE, FILTERED = {}, {"workspace": 0}, {"filter_eps": 1e-12}  # which keeps all
 WAYS = [
-    pytest.param(EARLY, id="early"),
-    pytest.param(LATE, id="late"),
+    pytest.param(EARLY, id="grad_in_forward"),
+    pytest.param(LATE, id="recompute_backward"),
     pytest.param(FILTERED, id="filtered", marks=runs_schedule),
 ]
 CHUNKED = pytest.param({"impl": "chunked"}, id="chunked")
@@ -44,11 +44,16 @@ def several_parts(monkeypatch):
 SMALL = {  # what only a GPU's large shapes, or rare moments, would meet
     "super-blocks of tokens": {
         (filtered, "STATISTICS"): 2**9,
-        (late, "super_blocks"): lambda n, size=32: early.super_blocks(n, size),
+        (recompute_backward, "super_blocks"): lambda n, size=32: grad_in_forward.super_blocks(
+            n, size
+        ),
     },
-    "chunks of one tile in the memory of dC": {(late, "LEAST"): 2**12, (late, "OF_GRADIENTS"): 0},
+    "chunks of one tile in the memory of dC": {
+        (recompute_backward, "LEAST"): 2**12,
+        (recompute_backward, "OF_GRADIENTS"): 0,
+    },
     # While a CUDA graph is captured nothing reaches the host: then there is room for all tokens.
-    "unknown counts": {(late.Counts, "values"): lambda self: [None] * len(self.host)},
+    "unknown counts": {(recompute_backward.Counts, "values"): lambda self: [None] * len(self.host)},
     "few shares": {(forward, "programs"): lambda *_: 3},
     "shares of larger groups": {
         (forward, "programs"): lambda *_: 7,
@@ -79,7 +84,7 @@ def test_unlikely_targets(how, loss):
 @pytest.mark.parametrize("masked", [slice(0, 16), slice(48, 64)], ids=["first", "last"])
 def test_parts_of_which_one_is_masked(wide, masked, monkeypatch):
     """The first, where Σ_v u_v C_v is to come from, or the last, which brings Σ_i E_i."""
-    monkeypatch.setattr(plan, "plan_for", lambda call: plan.Plan("early", "", 16, wide))
+    monkeypatch.setattr(plan, "plan_for", lambda call: plan.Plan("grad_in_forward", "", 16, wide))
     hidden, weight, labels, bias = inputs(64, 90, 24, bias=True)
     labels[masked] = -100
     given = hidden, weight, labels, bias
@@ -101,8 +106,8 @@ def test_masked_tokens_are_in_no_product(how, monkeypatch):
 
         return note
 
-    monkeypatch.setattr(early, "times", noted(early.times))
-    monkeypatch.setattr(late, "recompute", noted(late.recompute))
+    monkeypatch.setattr(grad_in_forward, "times", noted(grad_in_forward.times))
+    monkeypatch.setattr(recompute_backward, "recompute", noted(recompute_backward.recompute))
     hidden, weight, labels, _ = inputs(96, 150, 16, masked=0.6)
     labels[:50] = -100
     gradients("triton", hidden, weight, labels, **how)

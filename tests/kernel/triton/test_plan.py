@@ -9,7 +9,7 @@ from smoothce import explain
 from smoothce.options import Inputs, Options
 from smoothce.triton import plan
 from smoothce.triton.tiles import Tiles
-from smoothce.triton.tokens import Call
+from smoothce.triton.tokens import LossCall
 
 GEMMA, QWEN = (256000, 2304), (151936, 1536)
 
@@ -20,7 +20,7 @@ def planned(n, v, d, dtype=torch.bfloat16, needs=(True, True, False), eps=None, 
     hidden, weight = torch.empty(n, d, **on), torch.empty(v, d, **on)
     labels = torch.empty(n, dtype=torch.int64, device="meta")
     inputs = Inputs(hidden, weight, labels, None, None, None, Options(**options))
-    return plan.plan_for(Call(inputs, needs, Tiles(), eps))
+    return plan.plan_for(LossCall(inputs, needs, Tiles(), eps))
 
 
 @pytest.mark.parametrize(
@@ -38,17 +38,17 @@ def planned(n, v, d, dtype=torch.bfloat16, needs=(True, True, False), eps=None, 
 )
 def test_what_is_made_in_the_forward(n, shape, more, tokens, wide):
     found = planned(n, *shape, **more)
-    assert (found.how, found.tokens, found.wide) == ("early", tokens, wide)
+    assert (found.how, found.tokens, found.wide) == ("grad_in_forward", tokens, wide)
 
 
 @pytest.mark.parametrize(
     ("change", "how", "why"),
     [
-        ({"workspace": 0}, "late", "workspace is 0"),
-        ({"workspace": 2**26}, "late", "67108864 bytes holds too few"),
-        ({"dtype": torch.float16}, "late", "fp16"),
-        ({"return_lse": True}, "late", "log-sum-exps"),
-        ({"reduction": "none"}, "late", "each token has an upstream gradient"),
+        ({"workspace": 0}, "recompute_backward", "workspace is 0"),
+        ({"workspace": 2**26}, "recompute_backward", "67108864 bytes holds too few"),
+        ({"dtype": torch.float16}, "recompute_backward", "fp16"),
+        ({"return_lse": True}, "recompute_backward", "log-sum-exps"),
+        ({"reduction": "none"}, "recompute_backward", "each token has an upstream gradient"),
         ({"eps": 0.1}, "filtered", ""),
         ({"needs": (False,) * 3}, "none", ""),
     ],

@@ -20,7 +20,7 @@ from triton.runtime import driver, jit
 
 from smoothce import triton as ours
 from smoothce.options import Inputs, Options
-from smoothce.triton import late
+from smoothce.triton import recompute_backward
 
 # Bytes of a block, opted in: NVIDIA's CUDA C++ programming guide, compute capabilities.
 # fp16 takes the tiles of bf16.
@@ -61,7 +61,7 @@ def compiled(capability: int, dtype: torch.dtype) -> dict[str, int]:
     driver.set_active(gpu)
     jit.JITFunction.run = compile_alone
     torch.cuda.get_device_capability = lambda *_: divmod(capability, 10)
-    late.Counts.values = lambda self: [300] * len(self.host)  # all of them
+    recompute_backward.Counts.values = lambda self: [300] * len(self.host)  # all of them
     for mode in MODES:
         hidden, weight = (torch.zeros(n, 256, dtype=dtype, requires_grad=True) for n in (300, 1100))
         labels = torch.zeros(300, dtype=torch.int64)

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from calibeval import models
+from calibeval import model_digest
 
 
 @pytest.fixture
@@ -20,22 +20,22 @@ def model(tmp_path):
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
 def test_one_byte_in_the_middle_tells(model, name):
-    before = models.digest(str(model))
-    assert models.digest(str(model)) == before
+    before = model_digest.digest(str(model))
+    assert model_digest.digest(str(model)) == before
     content = bytearray((model / name).read_bytes())
     content[len(content) // 2] ^= 1
     (model / name).write_bytes(content)
-    assert models.digest(str(model)) != before
+    assert model_digest.digest(str(model)) != before
 
 
 def test_a_copy_has_the_same_digest_and_other_files_do_not_matter(model, tmp_path):
-    before = models.digest(str(model))
+    before = model_digest.digest(str(model))
     shutil.copytree(model, tmp_path / "copy")
     for name in ("training_args.bin", "optimizer.bin", "README.md"):
         (tmp_path / "copy" / name).write_text("x")
-    assert models.digest(str(tmp_path / "copy")) == before
+    assert model_digest.digest(str(tmp_path / "copy")) == before
     (tmp_path / "copy" / "model-00002-of-00002.safetensors").write_text("x")
-    assert models.digest(str(tmp_path / "copy")) != before
+    assert model_digest.digest(str(tmp_path / "copy")) != before
 
 
 def test_a_hub_model_is_its_snapshots_commit(tmp_path, monkeypatch):
@@ -47,4 +47,4 @@ def test_a_hub_model_is_its_snapshots_commit(tmp_path, monkeypatch):
     (folder / "snapshots" / commit).mkdir(parents=True)
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text(commit)
-    assert models.digest("some/model") == models.digest("some/model", commit) == commit
+    assert model_digest.digest("some/model") == model_digest.digest("some/model", commit) == commit

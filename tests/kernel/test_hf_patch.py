@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from smoothce import patch_model, patch_trainer, unpatch_model
-from smoothce.models import ARCHITECTURES
+from smoothce.hf_patch import ARCHITECTURES
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")

@@ -19,10 +19,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from smoothce.ranks import summed
 from smoothce.triton.dlogits import add_times, recompute, write_hidden
-from smoothce.triton.forward import Results, walk
-from smoothce.triton.tokens import Call, Coefficients, Tokens, coefficients, gather, valid_first
+from smoothce.triton.forward import Results, lse_forward
+from smoothce.triton.tokens import (
+    Coefficients,
+    LossCall,
+    PackedTokens,
+    coefficients,
+    gather,
+    valid_first,
+)
+from smoothce.vocab_parallel import all_reduce_gradient
 
 TOKENS = 8192  # most of a super-block; the filter's row lists are int16
 # Bytes of the workspace, and of what dE's fp32 sum takes beyond dE: at most so many, and at most
@@ -52,7 +59,7 @@ class Counts:
 class State(NamedTuple):
     """What the forward leaves for the backward."""
 
-    tokens: list[Tokens]  # of each super-block
+    tokens: list[PackedTokens]  # of each super-block
     counts: Counts
 
 
@@ -61,7 +68,7 @@ def super_blocks(n: int, size: int = TOKENS) -> list[slice]:
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
 
-def forward_all(call: Call, results: Results) -> State:
+def forward_all(call: LossCall, results: Results) -> State:
     """Fill in the results; what the backward needs, if there is to be one."""
     parts = super_blocks(len(call.inputs.labels))
     orders = [valid_first(call.part(part)) for part in parts]
@@ -69,17 +76,17 @@ def forward_all(call: Call, results: Results) -> State:
     for part, (order, count) in zip(parts, orders, strict=True):
         mine = call.part(part)
         tokens, packed = gather(mine, order, count)
-        state.tokens.append(walk(mine, packed, tokens, results, part))
+        state.tokens.append(lse_forward(mine, packed, tokens, results, part))
         del packed  # before the next super-block takes its memory
     return state
 
 
 def backward_all(
-    call: Call,
+    call: LossCall,
     state: State,
     of_loss: Tensor,  # fp32, () or (N,)
     of_lse: Tensor | None,  # (N,)
-    token_weight: Tensor,  # ()
+    loss_scale: Tensor,  # ()
 ) -> tuple[Tensor | None, ...]:
     """The gradients of hidden, weight and bias that are wanted."""
     inputs, counts = call.inputs, state.counts.values()
@@ -94,7 +101,7 @@ def backward_all(
             e = e.index_select(0, tokens.order[:n])
         acc = torch.zeros(len(e), d, **fp32) if call.needs[0] else None
         if len(e):
-            of = coefficients(call, tokens, of_loss, token_weight, part, of_lse)
+            of = coefficients(call, tokens, of_loss, loss_scale, part, of_lse)
             idle = None if begun else d_weight
             for start, stop, s in dlogits(call, e, tokens, of, idle):
                 if d_weight is not None and begun:
@@ -114,13 +121,13 @@ def backward_all(
         d_weight.zero_()
     if not len(hidden) and call.needs[0]:
         d_hidden = torch.empty_like(hidden)
-    return summed(d_hidden, inputs.shard), d_weight, d_bias
+    return all_reduce_gradient(d_hidden, inputs.shard), d_weight, d_bias
 
 
 def dlogits(
-    call: Call,
+    call: LossCall,
     hidden: Tensor,  # (n, D) packed
-    tokens: Tokens,
+    tokens: PackedTokens,
     of: Coefficients,
     idle: Tensor | None,  # dC while its rows are not written: its memory may be used
 ) -> Iterator[tuple[int, int, Tensor]]:

@@ -20,7 +20,7 @@ class Shard(NamedTuple):
     offset: int
     total: int
 
-    def mine(self, vector: Tensor, rows: int) -> Tensor:
+    def local_part(self, vector: Tensor, rows: int) -> Tensor:
         """This rank's part of a vector over the whole vocabulary, or of its own part already."""
         return vector if len(vector) == rows else vector[self.offset : self.offset + rows]
 
@@ -41,24 +41,24 @@ def local_shard(weight: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Shard
     return weight.to_local(), Shard(group, min(rank * each, len(weight)), len(weight))
 
 
-def agreed(shard: Shard, labels: Tensor, rows: int) -> Tensor:  # () bool
+def shards_agree(shard: Shard, labels: Tensor, rows: int) -> Tensor:  # () bool
     """Whether all ranks have the same labels, and parts that are one vocabulary."""
     place = torch.arange(1, len(labels) + 1, device=labels.device)
     mine = torch.stack([labels.new_tensor(shard.offset + rows), (labels * place).sum()])
-    found = gathered(mine, shard)
+    found = all_gather_stacked(mine, shard)
     ends = torch.cat([found.new_zeros(1), found[:, 0]])
-    starts = gathered(labels.new_tensor([shard.offset]), shard)[:, 0]
+    starts = all_gather_stacked(labels.new_tensor([shard.offset]), shard)[:, 0]
     whole = (starts == ends[:-1]).all() & (ends[-1] == shard.total)
     return whole & (found[:, 1] == found[0, 1]).all()
 
 
-def gathered(mine: Tensor, shard: Shard) -> Tensor:  # (ranks, *mine.shape)
+def all_gather_stacked(mine: Tensor, shard: Shard) -> Tensor:  # (ranks, *mine.shape)
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(shard.group))]
     dist.all_gather(parts, mine.contiguous(), group=shard.group)
     return torch.stack(parts)
 
 
-class OfTokens(NamedTuple):
+class TokenLogitSums(NamedTuple):
     """What a walk over (a part of) the vocabulary finds of each token, (n,) each, in nats."""
 
     lse: Tensor
@@ -70,14 +70,14 @@ class OfTokens(NamedTuple):
     argmax: Tensor | None = None  # ... and its entry in the whole vocabulary, int64
 
 
-def joined(mine: OfTokens, shard: Shard | None) -> OfTokens:
+def merge_shards(mine: TokenLogitSums, shard: Shard | None) -> TokenLogitSums:
     """The same over the whole vocabulary."""
     if shard is None:
         return mine
     columns = torch.stack([x for x in mine[:5] if x is not None])
-    lse, target, mixed, *rest = gathered(columns, shard).unbind(1)
+    lse, target, mixed, *rest = all_gather_stacked(columns, shard).unbind(1)
     whole = lse.logsumexp(0)
-    found = OfTokens(whole, target.sum(0), mixed.sum(0))
+    found = TokenLogitSums(whole, target.sum(0), mixed.sum(0))
     if not rest:
         return found
     expected, top = rest
@@ -85,11 +85,11 @@ def joined(mine: OfTokens, shard: Shard | None) -> OfTokens:
     return found._replace(
         expected=torch.where(share > 0, share * expected, 0).sum(0),
         top=top.amax(0),
-        argmax=gathered(mine.argmax, shard).gather(0, first)[0],
+        argmax=all_gather_stacked(mine.argmax, shard).gather(0, first)[0],
     )
 
 
-def summed(gradient: Tensor | None, shard: Shard | None) -> Tensor | None:
+def all_reduce_gradient(gradient: Tensor | None, shard: Shard | None) -> Tensor | None:
     """The gradient of what every rank has, in place."""
     if gradient is not None and shard is not None:
         dist.all_reduce(gradient, group=shard.group)

@@ -21,20 +21,20 @@ import triton.language as tl
 from torch import Tensor
 from triton import cdiv
 
-from smoothce.ranks import summed
 from smoothce.triton.dlogits import add_times, convert, times, write_hidden
-from smoothce.triton.forward import Kept, Results, walk
-from smoothce.triton.late import Counts, super_blocks
+from smoothce.triton.forward import Results, SavedProbabilities, lse_forward
+from smoothce.triton.recompute_backward import Counts, super_blocks
 from smoothce.triton.tiles import LOG2E
 from smoothce.triton.tokens import (
-    Call,
     Coefficients,
-    Made,
-    Tokens,
+    ForwardGradients,
+    LossCall,
+    PackedTokens,
     coefficients,
     gather,
     valid_first,
 )
+from smoothce.vocab_parallel import all_reduce_gradient
 
 LEAD = 8  # rows before the first token's: u, what 16 bits leave of it, and zeros
 SPAN = 16  # vocabulary blocks that one program of `repair_kernel` looks at
@@ -92,7 +92,7 @@ def weigh_kernel(
         tl.store(weighed + at, (e * (w * scale)).to(weighed.dtype.element_ty), mask=o_d < D)
 
 
-def forward_all(call: Call, results: Results, size: int, wide: bool) -> Made:
+def forward_all(call: LossCall, results: Results, size: int, wide: bool) -> ForwardGradients:
     """Fill in the results and make the gradients, `size` tokens at a time; `wide`: sum dC in fp32,
     else it is rounded after each part."""
     inputs = call.inputs
@@ -103,21 +103,21 @@ def forward_all(call: Call, results: Results, size: int, wide: bool) -> Made:
     for i, (part, (order, count)) in enumerate(zip(parts, orders, strict=True)):
         mine = call.part(part)
         tokens, packed = gather(mine, order, count)
-        tokens = walk(mine, packed, tokens, results, part, kept=gradients.kept)
+        tokens = lse_forward(mine, packed, tokens, results, part, kept=gradients.kept)
         # asked for after the large kernel's launch, so that the device is busy meanwhile
         gradients.add(mine, tokens, packed, counts.values()[i], part)
-    return Made(gradients.result())
+    return ForwardGradients(gradients.result())
 
 
 class Gradients:
     """The gradients that are wanted, up to the upstream factor, filled part by part."""
 
-    def __init__(self, call: Call, size: int, wide: bool) -> None:
+    def __init__(self, call: LossCall, size: int, wide: bool) -> None:
         self.call, inputs = call, call.inputs
         hidden, weight, tiles = inputs.hidden, inputs.weight, call.tiles
         fp32 = {"device": hidden.device, "dtype": torch.float32}
         self.sloped, self.begun = inputs.options.softcap is not None, False
-        self.one, self.token_weight = torch.ones((), **fp32), inputs.token_weight()
+        self.one, self.loss_scale = torch.ones((), **fp32), inputs.loss_scale()
         self.hidden = torch.empty_like(hidden) if call.needs[0] else None
         self.weight = self.bias = None
         if call.needs[1]:
@@ -127,7 +127,7 @@ class Gradients:
         width = call.blocks * tiles.width
         self.memory = weight.new_empty(LEAD + size, width)
         padded = cdiv(size, tiles.rows) * tiles.rows
-        self.kept = Kept(self.memory[LEAD:], torch.empty(call.blocks, padded, **fp32))
+        self.kept = SavedProbabilities(self.memory[LEAD:], torch.empty(call.blocks, padded, **fp32))
         # of the smoothing term, without a softcap: β u_v = unit · (the first rows of the memory)
         self.unit = inputs.options.label_smoothing if not self.sloped else 0.0
         self.mean, self.sums, self.total = None, torch.zeros(hidden.shape[1], **fp32), self.one * 0
@@ -142,8 +142,8 @@ class Gradients:
 
     def add(
         self,
-        mine: Call,  # the part's
-        tokens: Tokens,
+        mine: LossCall,  # the part's
+        tokens: PackedTokens,
         packed: Tensor,  # (padded, D)
         count: int | None,  # valid tokens; None: as many as there may be
         where: slice,  # of the caller's tokens
@@ -151,7 +151,7 @@ class Gradients:
         """Write dE of these tokens; write dC and the bias's gradient, or add to them."""
         size, v = where.stop - where.start, len(self.call.inputs.weight)
         n = size if count is None else count
-        of = coefficients(self.call, tokens, self.one, self.token_weight, where)
+        of = coefficients(self.call, tokens, self.one, self.loss_scale, where)
         out = None if self.hidden is None else self.hidden[where]
         p = self.memory[LEAD : LEAD + n, :v]
         if self.sloped:
@@ -173,7 +173,7 @@ class Gradients:
             last = where.stop == len(self.call.inputs.labels)
             self.add_products(*self.weighed(mine, tokens, packed, of, n, last))
 
-    def repair(self, tokens: Tokens, n: int, clear: bool) -> None:
+    def repair(self, tokens: PackedTokens, n: int, clear: bool) -> None:
         tiles, blocks = self.call.tiles, self.call.blocks
         thin = max(tiles.rows // 4, 1)
         if n:
@@ -184,7 +184,13 @@ class Gradients:
             )  # fmt: skip
 
     def weighed(
-        self, mine: Call, tokens: Tokens, packed: Tensor, of: Coefficients, n: int, last: bool
+        self,
+        mine: LossCall,
+        tokens: PackedTokens,
+        packed: Tensor,
+        of: Coefficients,
+        n: int,
+        last: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The factors of dC's product, (n, V) and (n, D), and those of the bias, (n,)."""
         inputs, d = mine.inputs, packed.shape[1]
@@ -232,4 +238,4 @@ class Gradients:
             weight.zero_()
         if weight is not None:
             weight = weight.to(self.memory.dtype)
-        return summed(self.hidden, shard), weight, self.bias
+        return all_reduce_gradient(self.hidden, shard), weight, self.bias
