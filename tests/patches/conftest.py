@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sweeps.open_instruct import MODULES
+from sweeps.training.open_instruct_backend import MODULES
 
 HERE = Path(__file__).parent
 PROJECT = HERE.parents[1]

@@ -6,7 +6,7 @@ import json
 import pytest
 import yaml
 
-from sweeps import __main__ as cli
+from sweeps import cli as cli
 
 pytestmark = [pytest.mark.upstream, pytest.mark.slow, pytest.mark.timeout(900)]
 

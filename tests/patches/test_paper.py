@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from sweeps import open_instruct, prefetch, preflight
-from sweeps.plan import plan
+from sweeps.launch import assets, preflight
+from sweeps.runs.grid import plan
+from sweeps.training import open_instruct_backend
 
 PROJECT = Path(__file__).parents[2]
 TABLE1 = PROJECT / "configs" / "paper" / "table1.yaml"
@@ -23,14 +24,14 @@ def test_table1_is_the_papers_runs():
     assert (batch, keys.max_seq_length, keys.num_train_epochs) == (128, 4096, 2)
     assert (keys.reduce_loss, keys.attention_dropout, keys.loss_impl) == ("sum", 0.1, "fused")
     assert (keys.lr_scheduler_type, keys.warmup_ratio, keys.weight_decay) == ("linear", 0.03, 0)
-    assert open_instruct.clipping_problems(keys, world) == []
+    assert open_instruct_backend.clipping_problems(keys, world) == []
     # Tulu 3 is 93 minutes of tokenising in one process, and other ranks wait for it.
     assert keys.preprocessing_num_workers * keys.timeout > 93 * 60 * 2
 
 
 def test_all_that_table1_reads_is_fetched():
     planned = plan(TABLE1, [])
-    places = {asset.name.split()[-1] for asset in prefetch.assets(planned)}
+    places = {asset.name.split()[-1] for asset in assets.assets(planned)}
     read = {cell.config().train["train_file"] for cell in planned.cells}
     read |= {cell.config().train["model_name_or_path"] for cell in planned.cells}
     assert read <= places
@@ -46,8 +47,8 @@ def test_all_that_table1_reads_is_fetched():
 def test_sharegpt_becomes_messages():
     turns = [("system", "Be brief."), ("human", "1 + 1?"), ("gpt", "2")]
     row = {"conversations": [{"from": who, "value": text, "weight": 0} for who, text in turns]}
-    made = prefetch.messages(row)
+    made = assets.messages(row)
     assert [(turn["role"], turn["content"]) for turn in made] == [
         ("system", "Be brief."), ("user", "1 + 1?"), ("assistant", "2"),
     ]  # fmt: skip
-    assert prefetch.messages({"messages": made, "id": 1}) == made
+    assert assets.messages({"messages": made, "id": 1}) == made

@@ -23,9 +23,9 @@ import real
 import yaml
 
 from calibeval.io import InputError
-from sweeps import slurm
-from sweeps.plan import Plan, plan
-from sweeps.run import Run
+from sweeps.launch import slurm
+from sweeps.runs.grid import Plan, plan
+from sweeps.runs.run import Run
 
 sys.path.append(str(Path(__file__).parents[1] / "patches"))
 import tiny_world

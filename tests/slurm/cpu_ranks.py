@@ -10,6 +10,6 @@ PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_XPU)
 PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
 
 if __name__ == "__main__":
-    from sweeps.__main__ import main
+    from sweeps.cli import main
 
     sys.exit(main(["train", *sys.argv[1:]]))

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from calibeval.io import InputError
-from sweeps import slurm
-from sweeps.plan import plan
-from sweeps.run import Run, output
+from sweeps.launch import slurm
+from sweeps.runs.grid import plan
+from sweeps.runs.run import Run, output
 
 PROJECT = Path(__file__).resolve().parents[2]
 CLUSTER = Path(__file__).with_name("cluster.sh")

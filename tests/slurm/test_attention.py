@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sweeps import attention
+from sweeps.training import attention
 
 
 def one_by_one(

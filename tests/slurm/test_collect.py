@@ -9,8 +9,8 @@ import pytest
 from real import command, launch
 from test_golden_records import GOLDEN, lay_out, read_csv
 
-from sweeps import collect
-from sweeps.plan import plan
+from sweeps.results import collect
+from sweeps.runs.grid import plan
 
 
 def test_a_rate_is_chosen_for_each_number_of_epochs_and_content_of_a_file(sweep_file, tmp_path):
@@ -62,7 +62,7 @@ def test_every_run_of_the_folder_is_in_the_table_and_gaps_are_of_the_last_launch
 
 
 def test_models_whose_folders_have_one_name_are_told_apart(monkeypatch):
-    monkeypatch.setattr(collect.score, "gap", lambda *_: None)
+    monkeypatch.setattr(collect.scoring, "gap", lambda *_: None)
     plans = [plan(GOLDEN / "axis.yaml", [f"train.model_name_or_path={x}/m"]) for x in "ab"]
     made = collect.entries(plans[0], [run for planned in plans for run in planned.cells])
     assert {line["model"] for line in made} == {"a/m", "b/m"}

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from real import PROJECT, command
 
 from calibeval.io import InputError
-from sweeps.config import Cluster, Sweep, dump_yaml, load_cluster, parse
-from sweeps.open_instruct import Train
-from sweeps.plan import plan
+from sweeps.runs.grid import plan
+from sweeps.runs.schema import Cluster, Sweep, dump_yaml, load_cluster, parse
+from sweeps.training.open_instruct_backend import Train
 
 TASK = {"task": "mmlu", "data": "x"}
 
@@ -136,6 +136,8 @@ def test_what_is_typed_wrong_ends_in_two(typed):
 
 def test_a_command_begins_without_torch():
     """And whatever of the package is imported first, all of it can be."""
-    code = "import sweeps.status, sweeps.preflight, sys; print('torch' in sys.modules)"
+    code = (
+        "import sweeps.results.status, sweeps.launch.preflight, sys; print('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
     assert done.stdout == "False\n", done.stderr

@@ -19,8 +19,9 @@ import pytest
 
 import calibeval.report
 from calibeval import records
-from sweeps import collect, score
-from sweeps.plan import Plan, plan
+from sweeps.results import collect
+from sweeps.runs import scoring
+from sweeps.runs.grid import Plan, plan
 
 GOLDEN = Path(__file__).resolve().with_name("golden") / "records"
 SWEEPS = ("models", "axis", "data")
@@ -44,8 +45,8 @@ def lay_out(file: Path, lines: list[dict], *overrides: str) -> Plan:
             run.metrics.write_text(json.dumps(row) + "\n")
             (run.path / "DONE").touch()
             continue
-        about = line["sidecar"] | {"settings": score.request(tasks[key], asked)}
-        records.write(score.records(run, tasks[key]), line["records"], about)
+        about = line["sidecar"] | {"settings": scoring.request(tasks[key], asked)}
+        records.write(scoring.records(run, tasks[key]), line["records"], about)
     return planned
 
 

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 from real import calm, command, equal, kill, launch, prepare, programs, rows, runs_of, wait_for
 
-from sweeps import __main__ as cli
-from sweeps import element, local
-from sweeps.element import Outcome
-from sweeps.plan import plan
-from sweeps.run import held, output
+from sweeps import cli as cli
+from sweeps.launch import local, worker
+from sweeps.launch.worker import Outcome
+from sweeps.runs.grid import plan
+from sweeps.runs.run import held, output
 
 LONG = {"steps": 40, "pace": 0.05}
 
@@ -100,7 +100,7 @@ def test_of_two_launches_one_works_and_the_other_says_so(toy_file, hold, monkeyp
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # which the command sets
     clock = SimpleNamespace(monotonic=itertools.count(0, 20).__next__, sleep=lambda _: None)
     with monkeypatch.context() as patch:
-        patch.setattr("sweeps.run.time", clock)
+        patch.setattr("sweeps.runs.run.time", clock)
         patch.delenv("TOY_HOLD")  # what trains all the same shall end
         assert cli.main(["train", str(run.path)]) == 2
     assert "another process is at this run" in capsys.readouterr().err
@@ -148,7 +148,7 @@ def test_what_dies_with_its_supervisor_is_counted_too(toy_file):
     run = prepare(toy_file(grid={}))
     for _ in range(4):
         run.began("train")
-    assert element.work(run, lambda: False) is Outcome.FAILED
+    assert worker.work(run, lambda: False) is Outcome.FAILED
     assert "4 attempts in a row" in run.attempts()[-1]["error"]
     run.note("queued")  # by a launch: somebody asks for it again
     assert run.idle() == 0
@@ -190,12 +190,12 @@ def test_a_program_sees_only_its_gpus_and_the_snapshot(toy_file, monkeypatch):
         run.model.mkdir()
         return 0, []
 
-    monkeypatch.setattr(element, "_execute", execute)
+    monkeypatch.setattr(worker, "_execute", execute)
     assert local.launch(plan(path, [])) == (0, [])
     assert sorted(one["CUDA_VISIBLE_DEVICES"] for one in seen) == ["4", "5"]
     code = seen[0]["PYTHONPATH"].split(os.pathsep)[0]
     assert f"{plan(path, []).folder}/code/" in code
-    assert os.path.exists(f"{code}/sweeps/run.py") and os.path.exists(f"{code}/COMMIT")
+    assert os.path.exists(f"{code}/sweeps/runs/run.py") and os.path.exists(f"{code}/COMMIT")
     assert rows(runs_of(path)[0], "queued")[0]["code"] == os.path.basename(code)
     assert output("printf", r"caf\351") == "caf\udce9"  # as in a diff, which need not be UTF-8
     said = launch(path, "--executor", "local", "world.processes_per_node=3", code=2)

@@ -12,8 +12,9 @@ from real import PROJECT, command, launch, prepare
 from calibeval import records
 from calibeval.io import InputError
 from calibeval.store import part_of
-from sweeps import prefetch, preflight, score
-from sweeps.plan import plan
+from sweeps.launch import assets, preflight
+from sweeps.runs import scoring
+from sweeps.runs.grid import plan
 
 
 def problems(path: Path, *overrides: str) -> str:
@@ -84,8 +85,8 @@ def test_what_comes_from_the_hub_is_fetched_by_prefetch(sweep_file, profile, tmp
         raise OSError("no internet")
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    found = [one for one in prefetch.assets(plan(path, [])) if "hub:cais/mmlu" in one.name]
-    assert prefetch.fetch(found)
+    found = [one for one in assets.assets(plan(path, [])) if "hub:cais/mmlu" in one.name]
+    assert assets.fetch(found)
     assert asked == [("cais/mmlu", "all")]  # as scoring reads it: it has no default configuration
 
 
@@ -96,19 +97,19 @@ def test_a_model_that_is_half_there_is_not_there(tmp_path, monkeypatch, kind):
     snapshot = folder / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").touch()
-    assert not prefetch.on_disk("owner/name", kind)
+    assert not assets.on_disk("owner/name", kind)
     (snapshot / "tokenizer.json").touch()
-    assert prefetch.on_disk("owner/name", kind) == (kind == "tokenizers")
+    assert assets.on_disk("owner/name", kind) == (kind == "tokenizers")
     (snapshot / "model.safetensors.index.json").write_text('{"weight_map": {"w": "a.safetensors"}}')
-    assert not prefetch.on_disk("owner/name", kind)
+    assert not assets.on_disk("owner/name", kind)
     (snapshot / "a.safetensors").touch()
     (folder / "blobs").mkdir()
     (folder / "blobs" / "stale.incomplete").touch()  # of a file that came by another download
-    assert prefetch.on_disk("owner/name", kind)
+    assert assets.on_disk("owner/name", kind)
     (folder / "refs").mkdir()
     (folder / "refs" / "v1").write_text("abc")
-    assert prefetch.on_disk("owner/name", kind, "v1")
-    assert not prefetch.on_disk("owner/name", kind, "v2")
+    assert assets.on_disk("owner/name", kind, "v1")
+    assert not assets.on_disk("owner/name", kind, "v2")
 
 
 def test_prefetch_fetches_once_and_says_what_failed(toy_file, tiny, tmp_path):
@@ -173,17 +174,17 @@ def test_records_that_answer_another_request_are_not_overwritten(toy_file, tiny)
     path = toy_file(grid={}, score={"tasks": [task], "base": False})
     run = prepare(path)
     asked = run.config().score
-    whole = score.records(run, asked.tasks[0])
+    whole = scoring.records(run, asked.tasks[0])
     for file in (part_of(whole), whole):
-        records.write(file, [{}], {"settings": score.request(asked.tasks[0], asked)})
-        assert (score.missing(run) == []) == (file == whole)
+        records.write(file, [{}], {"settings": scoring.request(asked.tasks[0], asked)})
+        assert (scoring.missing(run) == []) == (file == whole)
         said = launch(path, "--executor", "local", "score.tasks.0.shots=2", code=2)
         assert f"{whole}: was asked with shots 1, now 2; give the task another `name`" in said
     whole.write_text("")
-    said = score.gap(run, asked.tasks[0])
+    said = scoring.gap(run, asked.tasks[0])
     assert said == f"{whole}: 0 bytes, scoring wrote 3: damaged since"
     records.sidecar(whole).write_text("{")
-    assert score.gap(run, asked.tasks[0]) == "not trained"
+    assert scoring.gap(run, asked.tasks[0]) == "not trained"
     (run.path / "DONE").touch()  # and the model deleted
     said = launch(path, "--executor", "local", code=2)
     assert f"{run.path}: its model is gone: to score it, delete the folder" in said

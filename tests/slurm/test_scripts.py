@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from real import PROJECT, command
 
-from sweeps import scripts, slurm
-from sweeps.config import Cluster, load_cluster
-from sweeps.plan import plan
-from sweeps.scripts import Job
+from sweeps.launch import sbatch, slurm
+from sweeps.launch.sbatch import Job
+from sweeps.runs.grid import plan
+from sweeps.runs.schema import Cluster, load_cluster
 
 GOLDEN = Path(__file__).with_name("golden")
 CASES = {
@@ -35,7 +35,7 @@ def render(case: str) -> str:
     text = ""
     for job in slurm.design(planned, []):
         place = planned.folder / "jobs" / f"{job.what}1"
-        text += scripts.script(planned.sweep, cluster, job, place, code, ["7", "8"])
+        text += sbatch.script(planned.sweep, cluster, job, place, code, ["7", "8"])
     return text.replace(sys.executable, "PYTHON").replace(str(PROJECT), "/project")
 
 
@@ -93,7 +93,7 @@ def test_what_another_user_of_the_folder_has_queued_is_queued(tmp_path, monkeypa
 
 def test_set_up_lines_fail_aloud_and_what_they_export_holds(tmp_path):
     def setup(**keys) -> list[str]:
-        return scripts.setup(Cluster(**keys), tmp_path / "code")
+        return sbatch.setup(Cluster(**keys), tmp_path / "code")
 
     def run(*lines: str) -> subprocess.CompletedProcess:
         return subprocess.run(["bash"], input="\n".join(lines), text=True, capture_output=True)
@@ -110,7 +110,7 @@ def test_a_profiles_home_is_the_submitting_shells(tmp_path, monkeypatch):
     """A job's shell would read `"~/hf"` as it stands."""
     monkeypatch.setenv("HOME", "/home/me")
     (tmp_path / "mine.yaml").write_text("cache: ~/hf\nsecrets_file: ~/.tokens\n")
-    lines = scripts.setup(load_cluster(str(tmp_path / "mine.yaml")), tmp_path)
+    lines = sbatch.setup(load_cluster(str(tmp_path / "mine.yaml")), tmp_path)
     assert 'export HF_HOME="/home/me/hf"' in lines
     assert not any("~" in line for line in lines)
 

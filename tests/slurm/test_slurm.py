@@ -28,9 +28,9 @@ from real import (
     wait_for,
 )
 
-from sweeps import slurm
-from sweeps.plan import plan
-from sweeps.run import Run
+from sweeps.launch import slurm
+from sweeps.runs.grid import plan
+from sweeps.runs.run import Run
 
 pytestmark = MARKS
 LONG = {"steps": 200, "pace": 0.1}

@@ -33,12 +33,13 @@ from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 
 from calibeval.io import InputError
 from smoothce import patch_model
-from sweeps import attention, checkpoint, finetune, preflight
-from sweeps import data as data_module
-from sweeps.data import IGNORE, Updates, tokenised
-from sweeps.keys import Train
-from sweeps.plan import plan
-from sweeps.run import Run, held, read_rows
+from sweeps.launch import preflight
+from sweeps.runs.grid import plan
+from sweeps.runs.run import Run, held, read_rows
+from sweeps.training import attention, checkpoint, hf_trainer
+from sweeps.training import data as data_module
+from sweeps.training.data import IGNORE, Updates, tokenised
+from sweeps.training.options import Train
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -180,12 +181,12 @@ def test_a_killed_run_leaves_nobody_tokenising(tiny, tmp_path):
     begun.mkdir()
     code = f"""if True:
         import os, pathlib, time
-        from sweeps import data, keys
+        from sweeps.training import data, options
         def encode(*_):
             pathlib.Path({str(begun)!r}, str(os.getpid())).touch()
             time.sleep(600)
         data.SHARE, data.encode = 1, encode
-        asked = keys.Train(**{keys_of(tiny).model_dump(exclude_unset=True)})
+        asked = options.Train(**{keys_of(tiny).model_dump(exclude_unset=True)})
         data.tokenised(asked, data.make_tokenizer(asked))
     """
     cache = {"HF_DATASETS_CACHE": str(tmp_path)}
@@ -307,7 +308,7 @@ def test_packed_loss_and_gradients_are_those_of_each_conversation_alone():
 
 def finished(path: Path, *overrides: str) -> Run:
     run = prepare(path, *overrides)
-    finetune.fit(run)
+    hf_trainer.fit(run)
     return run
 
 
@@ -376,15 +377,15 @@ def test_training_is_torchs_own_packed_or_not(sweep_file, tiny, tmp_path, reduct
 
 INTERRUPTED = """
 import signal, sys
-from sweeps import finetune
-from sweeps.__main__ import main
+from sweeps.training import hf_trainer
+from sweeps.cli import main
 
-def on_step_end(self, args, state, control, before=finetune.Course.on_step_end, **more):
+def on_step_end(self, args, state, control, before=hf_trainer.Course.on_step_end, **more):
     if state.global_step == int(sys.argv[1]):
         signal.raise_signal(int(sys.argv[2]))
     before(self, args, state, control, **more)
 
-finetune.Course.on_step_end = on_step_end
+hf_trainer.Course.on_step_end = on_step_end
 sys.exit(main(["train", sys.argv[3]]))
 """
 
@@ -406,7 +407,7 @@ def test_a_run_that_is_interrupted_ends_bit_for_bit(sweep_file, tmp_path, monkey
     run = prepare(path, f"output_root={tmp_path}/disturbed")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in the processes
-    finetune.fit(calm)
+    hf_trainer.fit(calm)
     assert interrupt(run, signal.SIGTERM, 7) == 75, logs(run.path)
     assert run.step() == 7 and not run.model.exists()
     assert interrupt(run, signal.SIGKILL, 15) == -9, logs(run.path)
@@ -414,18 +415,18 @@ def test_a_run_that_is_interrupted_ends_bit_for_bit(sweep_file, tmp_path, monkey
     end = 16  # of an epoch
     asked = iter([False] * (end - run.step() - 1) + [True])
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as left:
-        patch.setattr(finetune.Stop, "everywhere", lambda self: next(asked))
-        finetune.fit(run)
+        patch.setattr(hf_trainer.Stop, "everywhere", lambda self: next(asked))
+        hf_trainer.fit(run)
     assert left.value.code == 75 and run.step() == end
 
     def torn(*_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(finetune, "keep", torn)
-        finetune.fit(run)
+        patch.setattr(hf_trainer, "keep", torn)
+        hf_trainer.fit(run)
     assert run.step() == end  # nothing is lost, and nothing half
-    finetune.fit(run)
+    hf_trainer.fit(run)
     torch.set_num_threads(threads)
     assert equal(run, calm)
     for key in ("step", "loss", "held_out_loss"):
@@ -445,11 +446,11 @@ def test_a_damaged_checkpoint_is_set_aside_and_other_data_refused(
     shutil.rmtree(run.model)
     np.save(target, np.eye(rows)[0])
     with pytest.raises(InputError, match="step-4: written with other data or smoothing_target"):
-        finetune.fit(run)
+        hf_trainer.fit(run)
     np.save(target, uniform)
     file.write_text(file.read_text().replace("moon ", "sun "))
     with pytest.raises(InputError, match=r"step-4: written with other .*, \w+, now \w+; restore"):
-        finetune.fit(run)
+        hf_trainer.fit(run)
     newest, older = run.checkpoints / "step-4", run.checkpoints / "step-2"
     with open(newest / "optimizer.pt", "r+b") as weights:
         weights.seek(100)
@@ -489,10 +490,10 @@ def test_adapters_are_saved_merged_or_alone_and_resume(sweep_file, tiny, tmp_pat
     run = prepare(path, f"output_root={tmp_path}/stopped")
     run.stop.touch()
     with pytest.raises(SystemExit):
-        finetune.fit(run)
+        hf_trainer.fit(run)
     assert run.step() == 1
     run.stop.unlink()
-    finetune.fit(run)
+    hf_trainer.fit(run)
     assert equal(run, merged) and rows_of(run) == rows_of(merged)
 
 

@@ -10,8 +10,8 @@ import torch
 from real import PROJECT, prepare
 from safetensors.torch import load_file
 
-from sweeps import finetune
-from sweeps.run import Run, read_rows
+from sweeps.runs.run import Run, read_rows
+from sweeps.training import hf_trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 pytest.importorskip("deepspeed", reason="deepspeed is not installed")
@@ -28,7 +28,7 @@ def launch(run: Run, code: int = 0) -> str:
     words = ["-m", "sweeps", "train"]
     if run.config().world.fsdp:
         words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        words += ["-m", "sweeps.ranks", "cpu_ranks"]
+        words += ["-m", "sweeps.training.torchrun", "cpu_ranks"]
     done = subprocess.run(
         [sys.executable, *words, str(run.path)],
         capture_output=True, text=True, check=False, env=os.environ | {"DS_BUILD_OPS": "0"},
@@ -50,7 +50,7 @@ def test_two_ranks_are_one_process(sweep_file, tmp_path, how, lora):
     clip = {} if how.startswith("zero") else {"clip_grad_norm": CLIP}
     alone = train | {"clip_grad_norm": CLIP, "per_device_train_batch_size": 8}
     one = prepare(sweep_file(grid={}, train=alone))
-    finetune.fit(one)
+    hf_trainer.fit(one)
     world = {"processes_per_node": 2}
     if how.startswith("zero"):
         zero = {"stage": int(how[-1]), "stage3_gather_16bit_weights_on_model_save": True}

@@ -12,14 +12,14 @@ import pytest
 import tiny_world
 import torch
 from made_records import write_records
+from studies.claims import __main__ as claims
+from studies.claims import baselines, packed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import calibeval
 from calibeval import records, scaling, stats
 from calibeval.io import InputError, write_text
-from studies.claims import __main__ as claims
-from studies.claims import baselines, packed
-from sweeps.plan import plan
+from sweeps.runs.grid import plan
 
 MODEL = "smollm2-135m"
 TASKS = [{"task": "mmlu", "data": "data/mmlu", "split": s, "name": s} for s in ("val", "test")]

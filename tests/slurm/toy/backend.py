@@ -11,7 +11,7 @@ from pathlib import Path
 
 from calibeval.io import InputError
 from calibeval.request import Strict
-from sweeps import ranks
+from sweeps.training import torchrun
 
 
 class Train(Strict):
@@ -39,7 +39,7 @@ def missing(train, world) -> list[str]:
 def train(run) -> None:
     config = run.config()
     keys = config.keys
-    ranks.spread(run)
+    torchrun.spread(run)
     asked = []
     heard = (signal.SIGTERM,) if keys.deaf else (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
     for number in heard:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from submitit.slurm.slurm import _make_sbatch_string
 
-from sweeps.config import Cluster, Sweep
+from sweeps.runs.schema import Cluster, Sweep
 
 # What a job may see of the submitting shell, apart from the profile's pass_environment.
 EXPORTED = ("HOME", "USER", "LOGNAME", "PATH", "LANG", "LC_ALL", "TZ", "SLURM_CONF")

@@ -14,10 +14,10 @@ import calibeval
 from calibeval import scaling
 from calibeval.io import atomic_write
 from calibeval.request import Task
-from sweeps.data import IGNORE, Updates, make_tokenizer, tokenised
-from sweeps.finetune import load_model
-from sweeps.keys import Train
-from sweeps.run import Run
+from sweeps.runs.run import Run
+from sweeps.training.data import IGNORE, Updates, make_tokenizer, tokenised
+from sweeps.training.hf_trainer import load_model
+from sweeps.training.options import Train
 
 CHUNK = 1024  # tokens whose logits are there at a time: 0.6 GB of 151,936 each
 CONVERSATIONS = 2048  # of which the mean prediction is

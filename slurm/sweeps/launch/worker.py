@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
-from sweeps import score
-from sweeps.ranks import end_with_parent
-from sweeps.run import Run, last_error, tail
+from sweeps.runs import scoring
+from sweeps.runs.run import Run, last_error, tail
+from sweeps.training.torchrun import end_with_parent
 
 POLL = 0.2  # seconds
 STAGES = ("train", "score")
@@ -72,7 +72,7 @@ def next_stage(run: Run) -> str | None:
     """What is to be done next: `train`, then `score`; None when all is there."""
     if not run.trained:
         return "train"
-    return "score" if score.missing(run) else None
+    return "score" if scoring.missing(run) else None
 
 
 def _give_up(run: Run, times: int) -> Outcome:

@@ -1,6 +1,6 @@
 """From nothing to a calibration table: `python -m studies.demo` (what `make demo` runs).
 
-world → base model → `sweeps launch slurm/studies/demo/config.yaml` → runs/demo/report/
+world → base model → `sweeps launch studies/demo/config.yaml` → runs/demo/report/
 
 A second call continues where the first was stopped. It takes no options: another sweep is another
 YAML file.
@@ -20,12 +20,12 @@ from studies.demo.report import report
 # One processor gives the same weights with and without AVX-512; another make may not.
 ENVIRONMENT = {"MKL_CBWR": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "TQDM_MININTERVAL": "5"}  # of a run; two train at a time
-SWEEP, ROOT = Path("slurm/studies/demo/config.yaml"), Path("runs/demo")
+SWEEP, ROOT = Path("studies/demo/config.yaml"), Path("runs/demo")
 
 
 def demo() -> None:
     """World, base model, sweep, report."""
-    os.chdir(Path(__file__).parents[3])
+    os.chdir(Path(__file__).parents[2])
     os.environ.update(ENVIRONMENT)
     from studies.demo.pretrain import pretrain  # torch comes along, which reads these once
 
@@ -45,7 +45,7 @@ def demo() -> None:
         raise InputError(f"the sweep ended with exit code {code}; the same command goes on")
     print("4/4 temperatures fitted after training, and the report", flush=True)
     print(report(ROOT))
-    print(f"{ROOT}/report/report.html; what it says: slurm/studies/demo/README.md")
+    print(f"{ROOT}/report/report.html; what it says: studies/demo/README.md")
 
 
 if __name__ == "__main__":

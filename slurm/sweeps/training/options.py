@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat
 
 from calibeval.request import Natural, Positive, Seq, Strict
-from sweeps.config import option
+from sweeps.runs.schema import option
 
 Scheduler = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"

@@ -14,11 +14,12 @@ import pandas as pd
 
 from calibeval import index, report, stats
 from calibeval.io import InputError, counted, write_rows, write_text
-from sweeps import score, status
-from sweeps.checkpoint import replace
-from sweeps.config import HELD_OUT
-from sweeps.plan import Plan
-from sweeps.run import Run, locked, read_rows
+from sweeps.results import status
+from sweeps.runs import scoring
+from sweeps.runs.grid import Plan
+from sweeps.runs.run import Run, locked, read_rows
+from sweeps.runs.schema import HELD_OUT
+from sweeps.training.checkpoint import replace
 
 SHARED = ("model_name_or_path", "label_smoothing", "learning_rate", "seed")
 
@@ -55,7 +56,7 @@ def gaps_of(plan: Plan) -> list[str]:
         if run.config().score is None and not run.trained:
             lines.append(f"{run.name} · train: not trained")
         for task in run.config().score.tasks if run.config().score else ():
-            if why := score.gap(run, task):
+            if why := scoring.gap(run, task):
                 lines.append(f"{run.name} · {task.key}: {why}")
     return lines
 
@@ -110,8 +111,8 @@ def entries(plan: Plan, runs: list[Run]) -> list[dict]:
             about["epochs"] = train.get("num_train_epochs")
             about |= {key: every.get(key) for key in others}
         for task in config.score.tasks if config.score else ():
-            if score.gap(run, task) is None:
-                path = os.path.relpath(score.records(run, task), plan.folder / "results")
+            if scoring.gap(run, task) is None:
+                path = os.path.relpath(scoring.records(run, task), plan.folder / "results")
                 rows.append({"records": path, "dataset": task.key} | about)
     return rows
 
@@ -152,9 +153,9 @@ def chosen_on(on: str, run: Run) -> tuple[float, ...] | None:
         return (rows[-1][HELD_OUT],) if rows and run.trained else None
     tasks = asked.tasks if (asked := run.config().score) else ()
     task = next((task for task in tasks if task.key == on), None)
-    if task is None or score.gap(run, task):
+    if task is None or scoring.gap(run, task):
         return None
-    loaded = stats.load(score.records(run, task))
+    loaded = stats.load(scoring.records(run, task))
     return tuple(stats.estimate([loaded], name, "choices").value for name in ("accuracy", "nll"))
 
 

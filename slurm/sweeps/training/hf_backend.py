@@ -1,15 +1,15 @@
 """The trainer, and what it needs, told without torch: nobody who plans waits for it.
 
-What trains is sweeps.finetune, imported by `train` alone.
+What trains is sweeps.training.hf_trainer, imported by `train` alone.
 """
 
 from importlib.metadata import version
 from pathlib import Path
 
-from sweeps import ranks
-from sweeps.config import World
-from sweeps.keys import Train
-from sweeps.run import Run
+from sweeps.runs.run import Run
+from sweeps.runs.schema import World
+from sweeps.training import torchrun
+from sweeps.training.options import Train
 
 
 def packages(train: Train, world: World) -> list[str]:
@@ -30,8 +30,8 @@ def missing(train: Train, world: World) -> list[str]:
 
 
 def train(run: Run) -> None:
-    """Train in this process or, of several, in this rank; see sweeps.finetune.train."""
-    ranks.spread(run)
-    from sweeps import finetune
+    """Train in this process or, of several, in this rank; see sweeps.training.hf_trainer.train."""
+    torchrun.spread(run)
+    from sweeps.training import hf_trainer
 
-    finetune.train(run)
+    hf_trainer.train(run)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from calibeval.io import finish
 from calibeval.request import Strict, checked
-from sweeps.config import read_yaml
+from sweeps.runs.schema import read_yaml
 
 
 def command(

@@ -24,7 +24,7 @@ from typing import Any
 
 from calibeval.io import InputError, sha256, write_text
 from calibeval.request import Strict
-from sweeps.config import Score, World, check, dump_yaml, read_yaml
+from sweeps.runs.schema import Score, World, check, dump_yaml, read_yaml
 
 PATIENCE = 20  # seconds; twice what Slurm's tools wait for a controller that is busy
 # What `backend:` names, apart from modules of the user's own. A backend is a module with
@@ -33,7 +33,10 @@ PATIENCE = 20  # seconds; twice what Slurm's tools wait for a controller that is
 #   missing(train, world)    what else would keep a run from starting, a sentence each
 #   train(run)               trains in this process, or process group, to run.model;
 #                            SystemExit(75) once it has saved because run.stop appeared
-BACKENDS = {"trainer": "sweeps.train", "open-instruct": "sweeps.open_instruct"}
+BACKENDS = {
+    "trainer": "sweeps.training.hf_backend",
+    "open-instruct": "sweeps.training.open_instruct_backend",
+}
 
 
 def backend(name: str) -> ModuleType:

@@ -1,6 +1,6 @@
 """The paper's claims on a real model, on this machine's GPUs.
 
-    python -m studies.gguf; python -m sweeps prefetch slurm/studies/claims/config.yaml
+    python -m studies.gguf; python -m sweeps prefetch studies/claims/config.yaml
     python -m studies.claims MODEL [PART …] [key=value …]
 
 MODEL is a folder of models/. Those parts, or all of them, one after another, and then what rests on
@@ -50,11 +50,11 @@ from calibeval.records import meta
 from calibeval.records import read as read_records
 from studies.claims import packed
 from studies.demo.report import at_temperature
-from sweeps import collect
-from sweeps.config import HELD_OUT
-from sweeps.conversations import conversations
-from sweeps.plan import Plan, plan
-from sweeps.run import Run, read_rows
+from sweeps.results import collect
+from sweeps.runs.grid import Plan, plan
+from sweeps.runs.run import Run, read_rows
+from sweeps.runs.schema import HELD_OUT
+from sweeps.training.conversations import conversations
 
 HERE = Path(__file__).parent
 FILE, RECORDS, RUNS = HERE / "config.yaml", HERE / "records", Path("runs/claims")
@@ -139,7 +139,7 @@ def main(words: list[str]) -> int:
 
 def study(model: str, parts: list[str], overrides: list[str]) -> None:
     """Do the parts named, or all; raises InputError naming those that failed."""
-    os.chdir(HERE.parents[2])  # where paths in config.yaml begin
+    os.chdir(HERE.parents[1])  # where paths in config.yaml begin
     others = {"after": after, "averaged": averaged, "price": price, "report": report}
     failed = []
     known = [*PARTS, *others]

@@ -10,15 +10,15 @@ import yaml
 
 from calibeval.io import sha256, write_rows, write_text
 from calibeval.request import Positive
-from sweeps import ranks
-from sweeps.config import World, option
-from sweeps.conversations import rows
-from sweeps.element import Outcome
-from sweeps.keys import Common
-from sweeps.run import Run, read_rows
+from sweeps.launch.worker import Outcome
+from sweeps.runs.run import Run, read_rows
+from sweeps.runs.schema import World, option
+from sweeps.training import torchrun
+from sweeps.training.conversations import rows
+from sweeps.training.options import Common
 
 VARIABLE = "OPEN_INSTRUCT_DIR"
-PATCHES = Path(__file__).resolve().parents[2] / "patches"
+PATCHES = Path(__file__).resolve().parents[3] / "patches"
 TRAINED = "TRAINED"
 # What finetune.py imports beyond what every run does.
 MODULES = ("deepspeed", "peft", "nltk", "langdetect", "immutabledict", "rich", "antlr4", "requests")
@@ -96,16 +96,16 @@ def train(run: Run) -> None:
     write_text(arguments, yaml.safe_dump(finetune_arguments(run), sort_keys=False))
     digest = sha256(folder / "open_instruct" / "finetune.py")
     print(f"checkout: {folder}, finetune.py {digest}", flush=True)  # with the user's changes
-    ranks.shield()
+    torchrun.shield()
     module = "open_instruct.finetune", str(arguments)
-    words = [sys.executable, "-m", *module] if world.alone else ranks.torchrun(world, *module)
+    words = [sys.executable, "-m", *module] if world.alone else torchrun.torchrun(world, *module)
     paths = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     own = {"PYTHONPATH": paths, "STATISTICS_FILE": str(run.metrics.absolute())}
     own["ACCELERATE_MIXED_PRECISION"] = world.mixed_precision  # as `accelerate launch` says it
     if world.deepspeed:
         own["ACCELERATE_USE_DEEPSPEED"] = "true"
         own["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = os.path.abspath(world.deepspeed)
-    end = {"check": False, "preexec_fn": ranks.end_with_parent}
+    end = {"check": False, "preexec_fn": torchrun.end_with_parent}
     code = subprocess.run(words, env=os.environ | own, **end).returncode
     keep_rows(run)
     if code:

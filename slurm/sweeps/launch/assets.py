@@ -11,8 +11,8 @@ from pathlib import Path
 
 from calibeval.io import atomic_write
 from calibeval.tasks import HUB, load
-from sweeps.config import Archive, Cluster, Dataset, expand
-from sweeps.plan import Plan
+from sweeps.runs.grid import Plan
+from sweeps.runs.schema import Archive, Cluster, Dataset, expand
 
 MODELS = {"model_name_or_path": "models", "tokenizer_name": "tokenizers"}  # key → kind
 FILES = {"models": ("*.safetensors", "*.bin"), "tokenizers": ("tok*", "vocab*")}  # one of them

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from calibeval.io import InputError, write_text
-from sweeps.config import Sweep, check, dump_yaml, expand, override, read_yaml
-from sweeps.run import Run, RunConfig, backend
+from sweeps.runs.run import Run, RunConfig, backend
+from sweeps.runs.schema import Sweep, check, dump_yaml, expand, override, read_yaml
 
 FILE = "launched.yaml"
 PATHS = ("model_name_or_path", "tokenizer_name", "train_file", "smoothing_target")

@@ -7,7 +7,7 @@ import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
-from sweeps.run import output
+from sweeps.runs.run import output
 
 PACKAGES = ("smoothce", "smoothed_open_instruct", "calibeval", "sweeps", "studies")
 UNUSED = ("__pycache__", "*.pyc", "records")  # the last a study's, which no run reads

@@ -9,17 +9,18 @@ from pathlib import Path
 
 from calibeval.io import InputError
 from calibeval.tasks import HUB, load
-from sweeps import local, prefetch, score
-from sweeps.config import Cluster, again, expand, load_cluster
-from sweeps.conversations import conversations
-from sweeps.plan import Plan
-from sweeps.run import backend
+from sweeps.launch import assets, local
+from sweeps.runs import scoring
+from sweeps.runs.grid import Plan
+from sweeps.runs.run import backend
+from sweeps.runs.schema import Cluster, again, expand, load_cluster
+from sweeps.training.conversations import conversations
 
 
 def problems(plan: Plan, executor: str) -> list[str]:
     """One sentence a problem; empty when everything is there."""
     cluster = load_cluster(plan.sweep.cluster) if executor == "slurm" else Cluster()
-    prefetch.use_cache(cluster)
+    assets.use_cache(cluster)
     found = _files(plan) + _requests(plan)
     command = cluster.python.partition(" ")[0]
     if command == "auto":
@@ -53,7 +54,7 @@ def _files(plan: Plan) -> list[str]:
     """Models, data, questions: what is not fetched yet, else what is not there or not readable."""
     made_by = plan.sweep.prefetch.made_by
     hint = [f"models and data of this sweep are made by: {made_by}"] * bool(made_by)
-    if fetched := [asset.name for asset in prefetch.assets(plan) if not asset.here]:
+    if fetched := [asset.name for asset in assets.assets(plan) if not asset.here]:
         command = f"where there is internet: {again('prefetch', *plan.typed)}"
         return [*(f"not fetched: {name}" for name in fetched), *hint, command]
     trains, world, found, others = backend(plan.sweep.backend), plan.sweep.world, [], []
@@ -85,11 +86,11 @@ def _files(plan: Plan) -> list[str]:
 
 def _models(train: dict) -> Iterator[str]:
     """What folders of a model and its tokenizer lack; hub models are prefetch's business."""
-    for key, kind in prefetch.MODELS.items():
+    for key, kind in assets.MODELS.items():
         key = key if train.get(key) else "model_name_or_path"
         folder = Path(train[key])
-        if not prefetch.on_hub(train[key]) and not prefetch.whole(folder, kind):
-            lacks = f"no {' or '.join(prefetch.FILES[kind])}, or not all that its index names"
+        if not assets.on_hub(train[key]) and not assets.whole(folder, kind):
+            lacks = f"no {' or '.join(assets.FILES[kind])}, or not all that its index names"
             said = lacks if folder.is_dir() else "no such folder"
             yield f"train.{key}: {folder.absolute()}: {said}"
 
@@ -98,8 +99,8 @@ def _requests(plan: Plan) -> list[str]:
     """Records there that answer another request than this launch's, or cannot be made any more."""
     found = []
     for run in (*plan.bases, *plan.cells):
-        for task in score.missing(run):
-            found.append(score.conflict(run, task))
+        for task in scoring.missing(run):
+            found.append(scoring.conflict(run, task))
             if run.done and run.config().backend and not run.model.is_dir():
                 found.append(f"{run.path}: its model is gone: to score it, delete the folder")
     return [line for line in found if line]

@@ -8,10 +8,11 @@ from datetime import timedelta
 from pathlib import Path
 
 from calibeval.io import InputError, counted
-from sweeps import element, score, slurm
-from sweeps.config import again
-from sweeps.plan import Plan
-from sweeps.run import Run, held, read_rows, tail
+from sweeps.launch import slurm, worker
+from sweeps.runs import scoring
+from sweeps.runs.grid import Plan
+from sweeps.runs.run import Run, held, read_rows, tail
+from sweeps.runs.schema import again
 
 STATES = ("running", "queued", "dead", "stopped", "unknown", "to do", "done")
 
@@ -63,7 +64,7 @@ def _of_run(run: Run, known: Slurm, launching: bool) -> Status:
     label, printed = known.past.get(run.name, (None, None))
     rows, tasks = run.attempts(), len(asked.tasks) if asked else 0
     restarts = max(0, sum(row.get("stage") == "train" for row in rows) - 1)
-    scored = f"{tasks - len(score.missing(run))}/{tasks}" if tasks else "-"
+    scored = f"{tasks - len(scoring.missing(run))}/{tasks}" if tasks else "-"
 
     def found(state: str, *said: str, lines: tuple = (), file: Path | None = None) -> Status:
         detail = "  ".join(filter(None, said))
@@ -71,7 +72,7 @@ def _of_run(run: Run, known: Slurm, launching: bool) -> Status:
 
     last = rows[-1] if rows else {}
     reached = f"scoring, {scored}" if run.trained else progress(run)
-    if element.next_stage(run) is None:
+    if worker.next_stage(run) is None:
         return found("done", progress(run))
     if held(run.lock) or (launching and "began" in last) or (queued and queued.state == "RUNNING"):
         age = ""

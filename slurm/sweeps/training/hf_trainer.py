@@ -1,7 +1,7 @@
 """One run, by transformers' Trainer with smoothce's loss.
 
-The Trainer sees one long epoch whose batches are whole updates (sweeps.data): packing, ranks and
-an interruption change how an update is computed, not what it is.
+The Trainer sees one long epoch whose batches are whole updates (sweeps.training.data): packing,
+ranks and an interruption change how an update is computed, not what it is.
 """
 
 import copy
@@ -38,13 +38,14 @@ from calibeval.engines import load
 from calibeval.io import InputError, sha256, write_rows
 from smoothce import patch_trainer
 from smoothce.dispatch import check_target
-from sweeps import attention, score
-from sweeps.checkpoint import keep, latest, replace
-from sweeps.config import World
-from sweeps.data import TILE, Updates, make_tokenizer, tokenised
-from sweeps.element import Outcome
-from sweeps.keys import Lora, Train
-from sweeps.run import Run, read_rows
+from sweeps.launch.worker import Outcome
+from sweeps.runs import scoring
+from sweeps.runs.run import Run, read_rows
+from sweeps.runs.schema import World
+from sweeps.training import attention
+from sweeps.training.checkpoint import keep, latest, replace
+from sweeps.training.data import TILE, Updates, make_tokenizer, tokenised
+from sweeps.training.options import Lora, Train
 
 SAME = {"learning_rate", "lr_scheduler_type", "weight_decay", "per_device_train_batch_size"}
 SAME |= {"gradient_checkpointing", "seed", "logging_steps"}  # keys that the Trainer calls alike
@@ -61,7 +62,7 @@ def train(run: Run) -> None:
             signal.signal(number, signal.SIG_DFL)  # what is scored so far is kept
         gc.collect()  # what trained it is in cycles
         torch.cuda.empty_cache()
-        score.here(run)
+        scoring.here(run)
 
 
 def fit(run: Run) -> None:

@@ -13,13 +13,13 @@ from queue import SimpleQueue
 from tqdm import tqdm
 
 from calibeval.io import InputError, counted
-from sweeps import element, slurm
-from sweeps.config import Sweep, again
-from sweeps.element import Outcome
-from sweeps.plan import Plan
-from sweeps.ranks import gpus
-from sweeps.run import Run, locked
-from sweeps.snapshot import snapshot
+from sweeps.launch import slurm, worker
+from sweeps.launch.snapshot import snapshot
+from sweeps.launch.worker import Outcome
+from sweeps.runs.grid import Plan
+from sweeps.runs.run import Run, locked
+from sweeps.runs.schema import Sweep, again
+from sweeps.training.torchrun import gpus
 
 
 def workers(sweep: Sweep) -> list[str]:
@@ -52,7 +52,7 @@ def _launch(plan: Plan, sets: list[str]) -> tuple[int, list[str]]:
     mine = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")  # torch's, tokenizers'
     own = {key: os.environ.get(key, threads) for key in mine}
     own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(code), os.environ.get("PYTHONPATH")]))
-    todo = [run for run in (*plan.bases, *plan.cells) if element.next_stage(run)]
+    todo = [run for run in (*plan.bases, *plan.cells) if worker.next_stage(run)]
 
     def hear(number: int, _: object) -> None:
         if heard:  # once more: checkpoints are whole, and the kernel ends what we started
@@ -63,7 +63,7 @@ def _launch(plan: Plan, sets: list[str]) -> tuple[int, list[str]]:
         mine = free.get()
         try:
             visible = {"CUDA_VISIBLE_DEVICES": mine} if mine else {}
-            outcome = element.work(run, lambda: bool(heard), environment=own | visible)
+            outcome = worker.work(run, lambda: bool(heard), environment=own | visible)
         finally:
             free.put(mine)
         said = f"{outcome.name.lower()}: {run.name}"

@@ -1,6 +1,6 @@
 """The processes of a run of several: torchrun, and ranks that die with it.
 
-`python -m sweeps.ranks MODULE …` is one rank.
+`python -m sweeps.training.torchrun MODULE …` is one rank.
 """
 
 import atexit
@@ -11,8 +11,8 @@ import signal
 import sys
 from pathlib import Path
 
-from sweeps.config import World
-from sweeps.run import Run, output
+from sweeps.runs.run import Run, output
+from sweeps.runs.schema import World
 
 LIBC = ctypes.CDLL(None)
 
@@ -53,7 +53,7 @@ def torchrun(world: World, *rank: str) -> list[str]:
     """The command that starts the ranks, each a module with its arguments."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     each = f"--nproc-per-node={world.processes_per_node}"
-    return [*launcher, each, "-m", "sweeps.ranks", *rank]
+    return [*launcher, each, "-m", "sweeps.training.torchrun", *rank]
 
 
 def main(words: list[str]) -> None:

@@ -8,8 +8,8 @@ from calibeval.io import InputError
 from calibeval.request import Request, Task
 from calibeval.store import part_of
 from calibeval.tasks import resolved
-from sweeps.config import Score
-from sweeps.run import Run
+from sweeps.runs.run import Run
+from sweeps.runs.schema import Score
 
 
 def records(run: Run, task: Task) -> Path:

@@ -22,13 +22,13 @@ from submitit.core.utils import DelayedSubmission
 from submitit.helpers import Checkpointable
 
 from calibeval.io import InputError, counted, write_text
-from sweeps import element
-from sweeps.config import Cluster, load_cluster
-from sweeps.element import Outcome
-from sweeps.plan import Plan
-from sweeps.run import Run, ask, held, job_id, last_error, locked, output
-from sweeps.scripts import ENDLESS, EXPORTED, Job, script
-from sweeps.snapshot import snapshot
+from sweeps.launch import worker
+from sweeps.launch.sbatch import ENDLESS, EXPORTED, Job, script
+from sweeps.launch.snapshot import snapshot
+from sweeps.launch.worker import Outcome
+from sweeps.runs.grid import Plan
+from sweeps.runs.run import Run, ask, held, job_id, last_error, locked, output
+from sweeps.runs.schema import Cluster, load_cluster
 
 
 class Element(Checkpointable):
@@ -47,7 +47,7 @@ class Element(Checkpointable):
         requeue = signal.getsignal(signal.SIGUSR2)  # submitit's: checkpoint, requeue, leave
         for number in (signal.SIGUSR2, signal.SIGTERM):
             signal.signal(number, lambda number, _: heard.append(number))
-        outcome = element.work(Run(folder.parents[1] / name), lambda: bool(heard), self.stages)
+        outcome = worker.work(Run(folder.parents[1] / name), lambda: bool(heard), self.stages)
         while outcome is Outcome.STOPPED and not (signal.SIGTERM in heard and cancelled()):
             try:
                 requeue(signal.SIGUSR2, None)
@@ -137,9 +137,9 @@ def design(plan: Plan, busy: list[Queued]) -> list[Job]:
     own, on one process's share, which waits for theirs element by element.
     """
     queued = {one.run for one in busy}
-    stages = {run.name: element.next_stage(run) for run in plan.bases + plan.cells}
+    stages = {run.name: worker.next_stage(run) for run in plan.bases + plan.cells}
     todo = {name: stage for name, stage in stages.items() if stage and name not in queued}
-    train, rest = (tuple(n for n, s in todo.items() if s == what) for what in element.STAGES)
+    train, rest = (tuple(n for n, s in todo.items() if s == what) for what in worker.STAGES)
     jobs = [Job("train", train)]
     if plan.sweep.score and not plan.sweep.world.alone:
         jobs.append(Job("score", train, after_training=True))
@@ -179,7 +179,7 @@ def submit(plan: Plan) -> dict[str, str]:
             text = script(plan.sweep, cluster, job, place, code, [*others, *made])
             write_text(place / "script.sh", text)
             both = job.what == "train" and plan.sweep.world.alone
-            delayed = DelayedSubmission(Element(element.STAGES if both else (job.what,)))
+            delayed = DelayedSubmission(Element(worker.STAGES if both else (job.what,)))
             delayed.set_timeout(1, ENDLESS)
             delayed.dump(place / "element.pkl")
             runs = [Run(plan.folder / name) for name in job.names]

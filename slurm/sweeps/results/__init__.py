@@ -1,0 +1,1 @@
+"""What came out: every run's state, and the tables."""
