@@ -6,7 +6,7 @@ from pathlib import Path
 
 from calibeval.io import finish
 from calibeval.request import Strict, checked
-from sweeps.runs.schema import read_yaml
+from sweeps.runs.yaml_io import read_yaml
 
 
 def command(

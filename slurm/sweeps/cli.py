@@ -65,9 +65,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     def work() -> int | None:
         if takes:
-            from sweeps.runs.grid import plan
+            from sweeps.runs.grid import plan_sweep
 
-            parsed.plan = plan(parsed.sweep, parsed.overrides)
+            parsed.plan = plan_sweep(parsed.sweep, parsed.overrides)
         return globals()[f"_{parsed.command}"](parsed)
 
     return finish(work)
@@ -87,7 +87,7 @@ def _launch(a: argparse.Namespace) -> int:
     from calibeval.io import InputError
     from sweeps.launch import local, preflight, slurm
     from sweeps.results import collect, status
-    from sweeps.runs.schema import again
+    from sweeps.runs.yaml_io import cli_command
 
     plan, here = a.plan, shutil.which("sbatch") is None
     executor = a.executor if a.executor != "auto" else "local" if here else "slurm"
@@ -106,7 +106,7 @@ def _launch(a: argparse.Namespace) -> int:
             print("nothing to submit: every run is done or queued")
         for job, what in ids.items():
             print(f"submitted: {job} {what}")
-        print(f"watch: {again('status', plan.folder)}")
+        print(f"watch: {cli_command('status', plan.folder)}")
         return 0
     number, lost = local.launch(plan)
     if number:
@@ -145,12 +145,12 @@ def _prefetch(a: argparse.Namespace) -> int:
 
 
 def _keys(a: argparse.Namespace) -> None:
-    from sweeps.runs.run import backend
+    from sweeps.runs.backend import load_backend
     from sweeps.runs.schema import Cluster, Sweep, documentation
 
     for title, model in (
         ("A sweep file (configs/sweeps)", Sweep),
-        (f"`train:` and `grid:` of backend {a.backend}", backend(a.backend).Train),
+        (f"`train:` and `grid:` of backend {a.backend}", load_backend(a.backend).Train),
         ("A cluster profile (configs/cluster)", Cluster),
     ):
         schema = model.model_json_schema()
@@ -160,14 +160,16 @@ def _keys(a: argparse.Namespace) -> None:
 def _train(a: argparse.Namespace) -> None:
     """Train a run, unless it is; with `score` as the command, or then, score it."""
     from sweeps.runs import scoring
-    from sweeps.runs.run import Run, backend, locked
+    from sweeps.runs.backend import load_backend
+    from sweeps.runs.files import locked
+    from sweeps.runs.run import Run
 
     run = Run(a.folder)
     config, busy = run.config(), f"{a.folder}: another process is at this run"
     rank = "LOCAL_RANK" in os.environ  # of a torchrun, which has taken this lock
     with contextlib.nullcontext() if rank else locked(run.lock, 30, busy):
         if a.command == "train" and not run.trained:
-            backend(config.backend).train(run)
+            load_backend(config.backend).train(run)
         elif config.score:
             scoring.here(run)
 

@@ -51,10 +51,11 @@ from calibeval.records import read as read_records
 from studies.claims import packed
 from studies.demo.report import at_temperature
 from sweeps.results import collect
-from sweeps.runs.grid import Plan, plan
-from sweeps.runs.run import Run, read_rows
+from sweeps.runs.conversations import conversations
+from sweeps.runs.files import read_rows
+from sweeps.runs.grid import SweepPlan, plan_sweep
+from sweeps.runs.run import Run
 from sweeps.runs.schema import HELD_OUT
-from sweeps.training.conversations import conversations
 
 HERE = Path(__file__).parent
 FILE, RECORDS, RUNS = HERE / "config.yaml", HERE / "records", Path("runs/claims")
@@ -180,13 +181,13 @@ def train(model: str, part: str, asked: list[str]) -> int:
         if part == "base-mean":
             from studies.claims import baselines  # which takes torch along
 
-            baselines.base_mean(plan(FILE, asked).cells[0].config().keys)
+            baselines.base_mean(plan_sweep(FILE, asked).runs[0].config().train_options)
         launch = [sys.executable, "-m", "sweeps", "launch", str(FILE), "--executor", "local"]
         with subprocess.Popen([*launch, *asked, *lacking]) as process:
             running = True
             while running:
                 running = process.poll() is None
-                pack(model, part, plan(FILE, [*asked, *lacking]))
+                pack(model, part, plan_sweep(FILE, [*asked, *lacking]))
                 time.sleep(2 * running)
         if process.returncode:
             return process.returncode
@@ -195,12 +196,12 @@ def train(model: str, part: str, asked: list[str]) -> int:
 
 def without_records(model: str, part: str, asked: list[str]) -> list[list[str]]:
     """Overrides that leave the runs without records: seeds that lack the same together."""
-    of, alike = plan(FILE, asked), {}
-    cells = [c.config().train for c in of.cells if not record(model, part, c).exists()]
+    of, alike = plan_sweep(FILE, asked), {}
+    cells = [c.config().train for c in of.runs if not record(model, part, c).exists()]
     for seed, of_seed in pd.DataFrame(cells, columns=SETTING).groupby("seed"):
         changes = tuple(f"grid.{key}={of_seed[key].unique().tolist()}" for key in VARIED)
         alike.setdefault(changes, []).append(int(seed))
-    scored = of.bases and all(record(model, part, cell).exists() for cell in of.bases)
+    scored = of.baselines and all(record(model, part, cell).exists() for cell in of.baselines)
     base = ["score.base=false"] if scored else []
     return [[*changes, f"grid.seed={seeds}", *base] for changes, seeds in alike.items()]
 
@@ -230,9 +231,9 @@ def equal_rate(model: str) -> float:
     return float(f"{np.exp(np.interp(loss, side, np.log(side.index))):.2g}")
 
 
-def pack(model: str, part: str, of: Plan) -> None:
+def pack(model: str, part: str, of: SweepPlan) -> None:
     """Pack the records of the runs that have ended."""
-    for cell in (*of.bases, *of.cells):
+    for cell in (*of.baselines, *of.runs):
         out = record(model, part, cell)
         if cell.done and not out.exists():
             about = {key: cell.config().train.get(key) for key in SETTING}
@@ -319,7 +320,7 @@ def forest(out: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    names, rows = plan(FILE, []).sweep.model_labels, {}
+    names, rows = plan_sweep(FILE, []).sweep.model_labels, {}
     by_letters = [reading for reading in READINGS if reading[0] in LETTERS]
     for folder in sorted(RECORDS.glob("*/seeds")):
         model = folder.parent.name

@@ -87,7 +87,7 @@ def price(run: Run) -> dict[str, float]:
     both are along the given ones (teacher-forced). Beside them the mass outside the likeliest 1,000
     tokens, and the temperature that makes EntCE 0.
     """
-    keys = run.config().keys
+    keys = run.config().train_options
     tokenizer, updates = read(keys)
     model = loaded(keys, len(tokenizer), run.model)
     hidden, labels = answers(model, updates, updates.held)
@@ -131,7 +131,7 @@ def averaged(run: Run, out: Path) -> float:
 
     (Wortsman et al. 2022), with the α of the least NLL among the choices of MMLU's val questions.
     """
-    keys, how = run.config().keys, {"batch_size": 64, "progress": False}
+    keys, how = run.config().train_options, {"batch_size": 64, "progress": False}
     tokenizer = make_tokenizer(keys)
     base, tuned = (loaded(keys, len(tokenizer), folder) for folder in (None, run.model))
     val, test = (Task(task="mmlu", data="data/mmlu", split=split) for split in ("val", "test"))

@@ -6,9 +6,9 @@ import pytest
 import yaml
 from real import PROJECT
 
-from sweeps.runs.grid import plan
+from sweeps.runs.grid import plan_sweep
 from sweeps.runs.run import Run
-from sweeps.runs.schema import World
+from sweeps.runs.schema import DistributedConfig
 from sweeps.training import open_instruct_backend
 from sweeps.training.open_instruct_backend import Train
 
@@ -40,7 +40,7 @@ def test_finetune_is_given_no_key_that_it_does_not_know(tmp_path, monkeypatch):
     train = {"model_name_or_path": "absent/model", "train_file": "absent.jsonl"}
     sweep = {"name": "tiny", "output_root": "out", "backend": "open-instruct", "train": train}
     file.write_text(yaml.safe_dump(sweep))
-    planned = plan(file, [])
+    planned = plan_sweep(file, [])
     planned.create()
     own = {"output_dir", "push_to_hub", "try_launch_beaker_eval_jobs"}
     known = """
@@ -54,7 +54,7 @@ def test_finetune_is_given_no_key_that_it_does_not_know(tmp_path, monkeypatch):
         label_smoothing loss_impl filter_eps attention_dropout attn_implementation
     """  # the last line: those of the patches
     assert set(Train.model_fields) == {*known.split()}
-    given = open_instruct_backend.finetune_arguments(planned.cells[0])
+    given = open_instruct_backend.finetune_arguments(planned.runs[0])
     assert given.keys() - Train.model_fields.keys() == {*own, "stop_file", "log_statistics"}
     assert None not in given.values()
 
@@ -69,19 +69,23 @@ def test_finetune_is_given_no_key_that_it_does_not_know(tmp_path, monkeypatch):
     ],
 )
 def test_flash_attention_is_asked_for_where_it_is_used(given, wanted):
-    assert ("flash_attn" in open_instruct_backend.packages(keys(**given), World())) is wanted
+    assert (
+        "flash_attn" in open_instruct_backend.packages(keys(**given), DistributedConfig())
+    ) is wanted
 
 
 @pytest.mark.parametrize("name", ["zero2", "zero3", "zero3-offload"])
 def test_deepspeed_clips_explicitly_and_alone(tmp_path, name):
     config = PROJECT / "configs" / "deepspeed" / f"{name}.json"
-    world = World(deepspeed=str(config))
+    world = DistributedConfig(deepspeed=str(config))
     assert open_instruct_backend.clipping_problems(keys(), world) == []
     (problem,) = open_instruct_backend.clipping_problems(keys(clip_grad_norm=1.0), world)
     assert "DeepSpeed ignores it" in problem
     for limit in ("auto", None, True):
         (other := tmp_path / "zero.json").write_text(json.dumps({"gradient_clipping": limit}))
-        (problem,) = open_instruct_backend.clipping_problems(keys(), World(deepspeed=str(other)))
+        (problem,) = open_instruct_backend.clipping_problems(
+            keys(), DistributedConfig(deepspeed=str(other))
+        )
         assert str(other) in problem and "expected a number" in problem
 
 

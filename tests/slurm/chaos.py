@@ -23,8 +23,8 @@ import real
 import yaml
 
 from calibeval.io import InputError
-from sweeps.launch import slurm
-from sweeps.runs.grid import Plan, plan
+from sweeps.runs import slurm_queue
+from sweeps.runs.grid import SweepPlan, plan_sweep
 from sweeps.runs.run import Run
 
 sys.path.append(str(Path(__file__).parents[1] / "patches"))
@@ -54,7 +54,7 @@ def make_sweep(folder: Path) -> Path:
     return path
 
 
-def disturb(kind: str, one: slurm.Queued, run: Run) -> bool:
+def disturb(kind: str, one: slurm_queue.QueuedJob, run: Run) -> bool:
     """Do one bad thing to a running element; False if it was too early or too late for it."""
     pids = real.programs(run)
     if not pids:
@@ -75,16 +75,16 @@ def disturb(kind: str, one: slurm.Queued, run: Run) -> bool:
     return True
 
 
-def disturb_until_empty(planned: Plan, disturbed: Counter, folder: Path) -> None:
+def disturb_until_empty(planned: SweepPlan, disturbed: Counter, folder: Path) -> None:
     """Watch the queue until it is empty, disturbing on the way."""
     draw = random.Random(0)
-    runs = {cell.name: cell for cell in planned.cells}
+    runs = {cell.name: cell for cell in planned.runs}
     due: dict[str, float] = {}  # every run seen running; the saved step to hit it at, or never
     restarts, last, end = 2, time.monotonic(), time.monotonic() + 1800
     while time.monotonic() < end:
         time.sleep(0.5)
         try:
-            busy = slurm.queue(planned.folder)
+            busy = slurm_queue.queued_jobs(planned.folder)
         except InputError:  # a controller that is busy
             continue
         if not busy:
@@ -121,8 +121,8 @@ def main(folder: Path) -> int:
     os.environ["SLURM_CONF"] = str(folder / "slurm" / "slurm.conf")
     launch = (config, "--executor", "slurm")
     try:
-        planned = plan(config, [])
-        runs = planned.cells
+        planned = plan_sweep(config, [])
+        runs = planned.runs
         killed = [sys.executable, "-m", "sweeps", "launch", *map(str, launch)]
         with subprocess.Popen(killed, stdout=subprocess.DEVNULL) as process:
             real.wait_for(lambda: list(planned.folder.glob("jobs/*/names")), pause=0.001)

@@ -14,8 +14,9 @@ import pytest
 
 from calibeval.io import InputError
 from sweeps.launch import slurm
-from sweeps.runs.grid import plan
-from sweeps.runs.run import Run, output
+from sweeps.runs.grid import plan_sweep
+from sweeps.runs.processes import run_or_empty
+from sweeps.runs.run import Run
 
 PROJECT = Path(__file__).resolve().parents[2]
 CLUSTER = Path(__file__).with_name("cluster.sh")
@@ -60,7 +61,7 @@ def state() -> str:
     """What the controller says of its nodes and jobs, and the ends of its daemons' logs."""
     folder = Path(os.environ.get("SLURM_CONF", "none")).parent
     asked = (["sinfo", "-N", "-o", "%N %T %E"], ["squeue", "-o", "%i %j %T %r %M"])
-    said = [output(*words) or f"{words[0]}: no answer" for words in asked]
+    said = [run_or_empty(*words) or f"{words[0]}: no answer" for words in asked]
     return "\n".join(said + [f"{p}:\n{p.read_text()[-3000:]}" for p in folder.glob("slurm*.log")])
 
 
@@ -73,14 +74,14 @@ def empty() -> bool:
 
 def runs_of(path: Path, *overrides: str) -> list[Run]:
     """The runs of a sweep file."""
-    return plan(path, list(overrides)).cells
+    return plan_sweep(path, list(overrides)).runs
 
 
 def prepare(path: Path, *overrides: str) -> Run:
     """The run folder of a sweep's first run, made but not started."""
-    planned = plan(path, list(overrides))
+    planned = plan_sweep(path, list(overrides))
     planned.create()
-    return planned.cells[0]
+    return planned.runs[0]
 
 
 def rows(run: Run, what: str) -> list[dict]:

@@ -10,7 +10,7 @@ from real import command, launch
 from test_golden_records import GOLDEN, lay_out, read_csv
 
 from sweeps.results import collect
-from sweeps.runs.grid import plan
+from sweeps.runs.grid import plan_sweep
 
 
 def test_a_rate_is_chosen_for_each_number_of_epochs_and_content_of_a_file(sweep_file, tmp_path):
@@ -18,8 +18,8 @@ def test_a_rate_is_chosen_for_each_number_of_epochs_and_content_of_a_file(sweep_
     score = {"tasks": [{"task": "mmlu", "data": "x"}], "select_on": "held_out_loss", "base": False}
     train = {"held_out": 5, "train_file": str(file := tmp_path / "chat.jsonl")}
     path = sweep_file(grid={"learning_rate": [1e-4, 1e-3]}, train=train, score=score)
-    one, two = (plan(path, [f"train.num_train_epochs={n}"]) for n in (1, 2))
-    for loss, run in enumerate((*one.cells, *two.cells), 1):
+    one, two = (plan_sweep(path, [f"train.num_train_epochs={n}"]) for n in (1, 2))
+    for loss, run in enumerate((*one.runs, *two.runs), 1):
         run.create()
         file.write_text("old" if loss == 1 else "new")
         run.began("train")
@@ -37,7 +37,7 @@ def test_every_run_of_the_folder_is_in_the_table_and_gaps_are_of_the_last_launch
     lines = [*map(json.loads, (GOLDEN / "axis.jsonl").read_text().splitlines())]
     for reduction, lacks in (("mean", None), ("sum", "arc-dev")):
         asked = [out, f"grid.reduce_loss=[{reduction}]", "grid.learning_rate=[2.0e-5]"]
-        plan(path, [*asked, "score=null", "train.seed=7"]).create()  # asked nothing by then
+        plan_sweep(path, [*asked, "score=null", "train.seed=7"]).create()  # asked nothing by then
         planned = lay_out(path, [line for line in lines if line["task"] != lacks], *asked)
     (planned.folder / "broken-run").mkdir()
     (planned.folder / "broken-run" / "config.yaml").write_text("[]")
@@ -63,8 +63,8 @@ def test_every_run_of_the_folder_is_in_the_table_and_gaps_are_of_the_last_launch
 
 def test_models_whose_folders_have_one_name_are_told_apart(monkeypatch):
     monkeypatch.setattr(collect.scoring, "gap", lambda *_: None)
-    plans = [plan(GOLDEN / "axis.yaml", [f"train.model_name_or_path={x}/m"]) for x in "ab"]
-    made = collect.entries(plans[0], [run for planned in plans for run in planned.cells])
+    plans = [plan_sweep(GOLDEN / "axis.yaml", [f"train.model_name_or_path={x}/m"]) for x in "ab"]
+    made = collect.entries(plans[0], [run for planned in plans for run in planned.runs])
     assert {line["model"] for line in made} == {"a/m", "b/m"}
 
 

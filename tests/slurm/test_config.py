@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from real import PROJECT, command
 
 from calibeval.io import InputError
-from sweeps.runs.grid import plan
-from sweeps.runs.schema import Cluster, Sweep, dump_yaml, load_cluster, parse
+from sweeps.runs.grid import plan_sweep
+from sweeps.runs.schema import Cluster, Sweep, load_cluster
+from sweeps.runs.yaml_io import dump_yaml, parse
 from sweeps.training.open_instruct_backend import Train
 
 TASK = {"task": "mmlu", "data": "x"}
@@ -20,7 +21,7 @@ TASK = {"task": "mmlu", "data": "x"}
 
 def refusal(path, *assignments) -> str:
     with pytest.raises(InputError) as caught:
-        plan(path, list(assignments))
+        plan_sweep(path, list(assignments))
     return str(caught.value)
 
 
@@ -76,9 +77,9 @@ def test_what_is_wrong_comes_with_its_place_and_what_is_expected(
 @pytest.mark.parametrize(
     ("read", "text", "said"),
     [
-        (plan, "a: 1\na: 2\n", ":2: a: is given twice"),
-        (plan, "[1]", "expected `key: value` lines, found list"),
-        (plan, "", "expected `key: value` lines, found NoneType"),
+        (plan_sweep, "a: 1\na: 2\n", ":2: a: is given twice"),
+        (plan_sweep, "[1]", "expected `key: value` lines, found list"),
+        (plan_sweep, "", "expected `key: value` lines, found NoneType"),
         (load_cluster, "partitoin: gpu", "partitoin: unknown key"),
         (load_cluster, "time: 12", "Input should be a valid string"),
         (load_cluster, "score_time: 12 hours", "score_time: found '12 hours': String should match"),
@@ -88,7 +89,7 @@ def test_what_is_wrong_comes_with_its_place_and_what_is_expected(
 def test_a_file_that_is_none_is_named(tmp_path, read, text, said):
     (file := tmp_path / "odd.yaml").write_text(text)
     with pytest.raises(InputError) as caught:
-        read(file, []) if read is plan else read(str(file))
+        read(file, []) if read is plan_sweep else read(str(file))
     assert str(caught.value).startswith(f"{file}:") and said in str(caught.value)
     assert "none.yaml: could not be read" in refusal(tmp_path / "none.yaml")
     (tmp_path / "sweep.yaml").write_text("name: mine")  # no launch's
@@ -109,14 +110,14 @@ def test_the_shipped_files_are_whole(file):
     if file.parent.name == "cluster":
         load_cluster(str(file))
     else:
-        assert plan(file, []).cells
+        assert plan_sweep(file, []).runs
 
 
 def test_the_same_run_however_its_paths_are_spelt(toy_file):
     path = toy_file(grid={})
-    one = plan(path, ["train.model_name_or_path=models/x"]).cells[0].name
+    one = plan_sweep(path, ["train.model_name_or_path=models/x"]).runs[0].name
     for other in ("./models/x", "models/x/", "models//x", "models/y/../x"):
-        assert plan(path, [f"train.model_name_or_path={other}"]).cells[0].name == one
+        assert plan_sweep(path, [f"train.model_name_or_path={other}"]).runs[0].name == one
 
 
 @pytest.mark.parametrize(

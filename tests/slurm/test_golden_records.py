@@ -21,22 +21,22 @@ import calibeval.report
 from calibeval import records
 from sweeps.results import collect
 from sweeps.runs import scoring
-from sweeps.runs.grid import Plan, plan
+from sweeps.runs.grid import SweepPlan, plan_sweep
 
 GOLDEN = Path(__file__).resolve().with_name("golden") / "records"
 SWEEPS = ("models", "axis", "data")
 
 
-def lay_out(file: Path, lines: list[dict], *overrides: str) -> Plan:
+def lay_out(file: Path, lines: list[dict], *overrides: str) -> SweepPlan:
     """Put results where runs keep them: all that is known here of the folders of runs."""
-    planned = plan(file, [*overrides])
+    planned = plan_sweep(file, [*overrides])
     planned.create()
     asked = planned.sweep.score
     tasks = {task.key: task for task in asked.tasks}
-    bases = {cell.values["model_name_or_path"]: cell for cell in planned.bases}
+    bases = {cell.values["model_name_or_path"]: cell for cell in planned.baselines}
     for line in lines:
         of, key = line["run"], line["task"]
-        run = next((cell for cell in planned.cells if cell.values == of), None)
+        run = next((cell for cell in planned.runs if cell.values == of), None)
         run = run or bases.get(of.get("base"))
         if run is None:  # overridden
             continue
@@ -58,7 +58,7 @@ def tables(name: str, folder: Path) -> dict[str, list[dict]]:
     lines = (GOLDEN / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     planned = lay_out(file, [*map(json.loads, lines)])
     gaps = [line.partition(": ")[0].split(" · ") for line in collect.collect(planned)]
-    values = {cell.name: cell.values for cell in planned.cells}
+    values = {cell.name: cell.values for cell in planned.runs}
     named = {run: " ".join(f"{k}={v}" for k, v in of.items()) for run, of in values.items()}
     made = planned.folder / "results"
     found = {

@@ -13,9 +13,10 @@ from real import calm, command, equal, kill, launch, prepare, programs, rows, ru
 
 from sweeps import cli as cli
 from sweeps.launch import local, worker
-from sweeps.launch.worker import Outcome
-from sweeps.runs.grid import plan
-from sweeps.runs.run import held, output
+from sweeps.runs.files import is_locked
+from sweeps.runs.grid import plan_sweep
+from sweeps.runs.processes import run_or_empty
+from sweeps.runs.stages import Outcome
 
 LONG = {"steps": 40, "pace": 0.05}
 
@@ -37,8 +38,8 @@ def test_the_whole_chain_without_a_network(sweep_file, tiny):
         unshare = ()  # this machine has no network namespaces
     said = launch(path, "--executor", "local", prefix=unshare)
     assert "report: " in said and "gap: " not in said
-    planned = plan(path, [])
-    for cell in (*planned.bases, *planned.cells):
+    planned = plan_sweep(path, [])
+    for cell in (*planned.baselines, *planned.runs):
         assert cell.done and not cell.checkpoints.exists() and not cell.model.exists()
         assert (cell.scores / "mmlu.jsonl").exists()
         # What trains goes on to score.
@@ -48,9 +49,9 @@ def test_the_whole_chain_without_a_network(sweep_file, tiny):
     for line in (results / "index.jsonl").read_text().splitlines():
         assert (results / json.loads(line)["records"]).exists()
     assert "Runs</h2>" in (results / "report.html").read_text()
-    before = [cell.attempts() for cell in planned.cells]
+    before = [cell.attempts() for cell in planned.runs]
     launch(planned.folder, "--executor", "local")  # by its folder, as well
-    assert [cell.attempts() for cell in planned.cells] == before
+    assert [cell.attempts() for cell in planned.runs] == before
     assert "2 done" in command("status", path).stdout
 
 
@@ -100,14 +101,14 @@ def test_of_two_launches_one_works_and_the_other_says_so(toy_file, hold, monkeyp
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # which the command sets
     clock = SimpleNamespace(monotonic=itertools.count(0, 20).__next__, sleep=lambda _: None)
     with monkeypatch.context() as patch:
-        patch.setattr("sweeps.runs.run.time", clock)
+        patch.setattr("sweeps.runs.files.time", clock)
         patch.delenv("TOY_HOLD")  # what trains all the same shall end
         assert cli.main(["train", str(run.path)]) == 2
     assert "another process is at this run" in capsys.readouterr().err
-    assert held(run.lock)
+    assert is_locked(run.lock)
     hold.unlink()
     assert process.wait() == 0 and len(rows(run, "began")) == 1
-    assert not held(run.lock)
+    assert not is_locked(run.lock)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,7 @@ def test_what_dies_with_its_supervisor_is_counted_too(toy_file):
     assert worker.work(run, lambda: False) is Outcome.FAILED
     assert "4 attempts in a row" in run.attempts()[-1]["error"]
     run.note("queued")  # by a launch: somebody asks for it again
-    assert run.idle() == 0
+    assert run.attempts_without_progress() == 0
 
 
 def test_a_run_by_hand_from_any_folder_is_trained_once_and_as_its_config_was(toy_file):
@@ -177,7 +178,7 @@ def test_a_run_by_hand_from_any_folder_is_trained_once_and_as_its_config_was(toy
 )
 def test_each_worker_has_gpus_of_its_own(toy_file, monkeypatch, visible, workers, each, expected):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    sweep = plan(toy_file(workers=workers, world={"processes_per_node": each}), []).sweep
+    sweep = plan_sweep(toy_file(workers=workers, world={"processes_per_node": each}), []).sweep
     assert local.workers(sweep) == expected
 
 
@@ -191,13 +192,15 @@ def test_a_program_sees_only_its_gpus_and_the_snapshot(toy_file, monkeypatch):
         return 0, []
 
     monkeypatch.setattr(worker, "_execute", execute)
-    assert local.launch(plan(path, [])) == (0, [])
+    assert local.launch(plan_sweep(path, [])) == (0, [])
     assert sorted(one["CUDA_VISIBLE_DEVICES"] for one in seen) == ["4", "5"]
     code = seen[0]["PYTHONPATH"].split(os.pathsep)[0]
-    assert f"{plan(path, []).folder}/code/" in code
+    assert f"{plan_sweep(path, []).folder}/code/" in code
     assert os.path.exists(f"{code}/sweeps/runs/run.py") and os.path.exists(f"{code}/COMMIT")
     assert rows(runs_of(path)[0], "queued")[0]["code"] == os.path.basename(code)
-    assert output("printf", r"caf\351") == "caf\udce9"  # as in a diff, which need not be UTF-8
+    assert (
+        run_or_empty("printf", r"caf\351") == "caf\udce9"
+    )  # as in a diff, which need not be UTF-8
     said = launch(path, "--executor", "local", "world.processes_per_node=3", code=2)
     assert "world.processes_per_node: 3: 2 GPUs here" in said
 

@@ -14,12 +14,12 @@ from calibeval.io import InputError
 from calibeval.store import part_of
 from sweeps.launch import assets, preflight
 from sweeps.runs import scoring
-from sweeps.runs.grid import plan
+from sweeps.runs.grid import plan_sweep
 
 
 def problems(path: Path, *overrides: str) -> str:
     """What a launch on Slurm would refuse."""
-    return "\n".join(preflight.problems(plan(path, list(overrides)), "slurm"))
+    return "\n".join(preflight.problems(plan_sweep(path, list(overrides)), "slurm"))
 
 
 def test_a_whole_sweep_passes(toy_file, profile, tmp_path):
@@ -85,7 +85,7 @@ def test_what_comes_from_the_hub_is_fetched_by_prefetch(sweep_file, profile, tmp
         raise OSError("no internet")
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    found = [one for one in assets.assets(plan(path, [])) if "hub:cais/mmlu" in one.name]
+    found = [one for one in assets.assets(plan_sweep(path, [])) if "hub:cais/mmlu" in one.name]
     assert assets.fetch(found)
     assert asked == [("cais/mmlu", "all")]  # as scoring reads it: it has no default configuration
 

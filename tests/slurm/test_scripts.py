@@ -14,7 +14,8 @@ from real import PROJECT, command
 
 from sweeps.launch import sbatch, slurm
 from sweeps.launch.sbatch import Job
-from sweeps.runs.grid import plan
+from sweeps.runs import slurm_queue
+from sweeps.runs.grid import plan_sweep
 from sweeps.runs.schema import Cluster, load_cluster
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -30,7 +31,7 @@ def render(case: str) -> str:
     file = f"configs/cluster/{case}.yaml"
     os.chdir(PROJECT)
     asked = [f"cluster={file}", "output_root=/project/runs", "score.base=false", *CASES[case]]
-    planned = plan(PROJECT / "configs" / "sweeps" / "grid.yaml", asked)
+    planned = plan_sweep(PROJECT / "configs" / "sweeps" / "grid.yaml", asked)
     cluster, code = load_cluster(file), planned.folder / "code" / "5eed5eed"
     text = ""
     for job in slurm.design(planned, []):
@@ -60,17 +61,17 @@ def test_what_is_missing(toy_file):
     """One process goes on to score; several score apart, as base models and what is trained do."""
     tasks = {"tasks": [{"task": "mmlu", "data": "x"}]}
     path = toy_file(grid={"seed": [1, 2, 3]}, score=tasks)
-    one, several = plan(path, []), plan(path, ["world.processes_per_node=2"])
+    one, several = plan_sweep(path, []), plan_sweep(path, ["world.processes_per_node=2"])
     for planned in (one, several):
         planned.create()
-        planned.cells[0].model.mkdir()
+        planned.runs[0].model.mkdir()
     train, score, collect = slurm.design(one, [])
-    assert train.names == tuple(cell.name for cell in one.cells[1:])
-    assert score.names == (one.bases[0].name, one.cells[0].name)
+    assert train.names == tuple(cell.name for cell in one.runs[1:])
+    assert score.names == (one.baselines[0].name, one.runs[0].name)
     assert (score.what, collect.what, collect.names) == ("score", "collect", ())
-    busy = [slurm.Queued(f"9_{n}", "", "", name) for n, name in enumerate(train.names)]
+    busy = [slurm_queue.QueuedJob(f"9_{n}", "", "", name) for n, name in enumerate(train.names)]
     assert slurm.design(one, busy) == [score, collect]
-    busy += [slurm.Queued("8_0", "", "", name) for name in score.names]
+    busy += [slurm_queue.QueuedJob("8_0", "", "", name) for name in score.names]
     assert slurm.design(one, busy) == [collect]
     train, apart, score, collect = slurm.design(several, [])
     assert apart == Job("score", train.names, after_training=True)
@@ -88,7 +89,7 @@ def test_what_another_user_of_the_folder_has_queued_is_queued(tmp_path, monkeypa
     )
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert slurm.queue(tmp_path) == [slurm.Queued("9_0", "R", "None", "one")]
+    assert slurm_queue.queued_jobs(tmp_path) == [slurm_queue.QueuedJob("9_0", "R", "None", "one")]
 
 
 def test_set_up_lines_fail_aloud_and_what_they_export_holds(tmp_path):

@@ -28,8 +28,8 @@ from real import (
     wait_for,
 )
 
-from sweeps.launch import slurm
-from sweeps.runs.grid import plan
+from sweeps.runs import slurm_queue
+from sweeps.runs.grid import plan_sweep
 from sweeps.runs.run import Run
 
 pytestmark = MARKS
@@ -40,10 +40,12 @@ def submitted(path: Path, *more: str) -> str:
     return launch(path, "--executor", "slurm", *more)
 
 
-def element(path: Path, number: int = 0) -> slurm.Queued:
+def element(path: Path, number: int = 0) -> slurm_queue.QueuedJob:
     """The queued or running element of a sweep's run."""
     name = runs_of(path)[number].name
-    return next(one for one in slurm.queue(plan(path, []).folder) if one.run == name)
+    return next(
+        one for one in slurm_queue.queued_jobs(plan_sweep(path, []).folder) if one.run == name
+    )
 
 
 def under_way(path: Path, number: int = 0):
@@ -75,7 +77,7 @@ def test_a_warned_element_requeues_itself_alone_and_one_killed_whole_waits_for_a
     wait_for(empty)
     assert second.done and "nothing to submit" in submitted(path), logs(tmp_path)
     assert all(map(equal, (first, second), calm(path, tmp_path / "calm")))
-    report = plan(path, []).folder / "results" / "report.html"
+    report = plan_sweep(path, []).folder / "results" / "report.html"
     assert report.exists(), logs(tmp_path)
 
 
@@ -124,7 +126,7 @@ def test_at_the_time_limit_a_run_goes_on_whether_it_heard_the_warning_or_not(
     assert all(run.done for run in runs), logs(tmp_path)
     assert [len(rows(run, "began")) for run in short] == [1, 1]
     assert len(rows(warned, "began")) >= 2 and len(rows(late, "began")) >= 2
-    printed = plan(path, []).folder / "jobs"
+    printed = plan_sweep(path, []).folder / "jobs"
     (log,) = printed.rglob(f"{label}_0_log.out")
     assert "TIME LIMIT" in log.read_text()
     assert all(map(equal, runs, calm(path, tmp_path / "calm")))

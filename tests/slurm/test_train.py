@@ -34,8 +34,9 @@ from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 from calibeval.io import InputError
 from smoothce import patch_model
 from sweeps.launch import preflight
-from sweeps.runs.grid import plan
-from sweeps.runs.run import Run, held, read_rows
+from sweeps.runs.files import is_locked, read_rows
+from sweeps.runs.grid import plan_sweep
+from sweeps.runs.run import Run
 from sweeps.training import attention, checkpoint, hf_trainer
 from sweeps.training import data as data_module
 from sweeps.training.data import IGNORE, Updates, tokenised
@@ -195,7 +196,7 @@ def test_a_killed_run_leaves_nobody_tokenising(tiny, tmp_path):
     left = psutil.Process(run.pid).children(recursive=True)
     run.kill()
     run.wait()
-    assert not any(map(held, tmp_path.glob("*.lock")))
+    assert not any(map(is_locked, tmp_path.glob("*.lock")))
     wait_for(lambda: not any(psutil.pid_exists(child.pid) for child in left), 20)
 
 
@@ -330,7 +331,7 @@ def test_training_is_torchs_own_packed_or_not(sweep_file, tiny, tmp_path, reduct
     settings["smoothing_target"] = f"{tmp_path}/x/../u.npy" if target == "u.npy" else target
     path = sweep_file(grid={}, train=settings)
     runs = [finished(path, f"train.packing={on}") for on in ("false", "true")]
-    keys = runs[0].config().keys
+    keys = runs[0].config().train_options
     tokenizer = data_module.make_tokenizer(keys)
     updates = Updates(keys, tokenised(keys, tokenizer), ranks=1, rank=0, pad=0)
     flat = [p for n, p in model.named_parameters() if "norm" in n]
@@ -476,7 +477,7 @@ def test_adapters_are_saved_merged_or_alone_and_resume(sweep_file, tiny, tmp_pat
     path = sweep_file(grid={}, train=train)
     merged, alone = (finished(path, f"train.lora.save={how}") for how in ("merged", "adapter"))
     with pytest.raises(InputError, match="adapters alone are not scored"):
-        plan(path, ["train.lora.save=adapter", "score={tasks: [{task: mmlu, data: x}]}"])
+        plan_sweep(path, ["train.lora.save=adapter", "score={tasks: [{task: mmlu, data: x}]}"])
     base = LlamaForCausalLM.from_pretrained(tiny / "model").eval()
     ordinary = LlamaForCausalLM.from_pretrained(merged.model).eval()
     adapted = AutoModelForCausalLM.from_pretrained(alone.model).eval()
@@ -540,14 +541,14 @@ def test_shares_of_other_tokens_are_refused(sweep_file, tiny, tmp_path):
     rows = len(AutoTokenizer.from_pretrained(tiny / "model"))
     target = f"train.smoothing_target={file}"
     said = f"train.smoothing_target: {file}: no such file"
-    assert said in preflight.problems(plan(path, [target]), "local")
+    assert said in preflight.problems(plan_sweep(path, [target]), "local")
     for wrong in (np.full(3, 1 / 3), np.ones(rows), np.full(rows, np.nan), np.full(rows, "a")):
         np.save(file, wrong)
-        assert not preflight.problems(plan(path, [target]), "local")
+        assert not preflight.problems(plan_sweep(path, [target]), "local")
         with pytest.raises(InputError, match=rf"u\.npy: .*; expected .* of {rows} shares"):
             finished(path, target)
     with pytest.raises(InputError, match=r"train\.smoothing_target: found 'unigrams'"):
-        plan(path, ["train.smoothing_target=unigrams"])
+        plan_sweep(path, ["train.smoothing_target=unigrams"])
 
 
 def test_flash_attn_is_taken_where_it_is_installed(monkeypatch):

@@ -10,7 +10,8 @@ import torch
 from real import PROJECT, prepare
 from safetensors.torch import load_file
 
-from sweeps.runs.run import Run, read_rows
+from sweeps.runs.files import read_rows
+from sweeps.runs.run import Run
 from sweeps.training import hf_trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import calibeval
 from calibeval import records, scaling, stats
 from calibeval.io import InputError, write_text
-from sweeps.runs.grid import plan
+from sweeps.runs.grid import plan_sweep
 
 MODEL = "smollm2-135m"
 TASKS = [{"task": "mmlu", "data": "data/mmlu", "split": s, "name": s} for s in ("val", "test")]
@@ -33,12 +33,12 @@ def test_every_part_is_a_sweep(monkeypatch):
     monkeypatch.setattr(claims, "chosen_rate", lambda model: 5e-5)
     monkeypatch.setattr(claims, "equal_rate", lambda model: 5e-5)
     for part in claims.PARTS:
-        found = plan(claims.FILE, claims.arguments(MODEL, part, ["workers=2"]))
-        assert len(found.cells) == RUNS[part] and found.sweep.name == f"{MODEL}-{part}"
-        rates = {cell.config().train["learning_rate"] for cell in found.cells}
+        found = plan_sweep(claims.FILE, claims.arguments(MODEL, part, ["workers=2"]))
+        assert len(found.runs) == RUNS[part] and found.sweep.name == f"{MODEL}-{part}"
+        rates = {cell.config().train["learning_rate"] for cell in found.runs}
         assert part == "grid" or rates == ({2e-4} if part == "high" else {5e-5})
         targets = {"unigram": "unigram", "base-mean": f"runs/claims/targets/{MODEL}.npy"}
-        (target,) = {cell.config().train.get("smoothing_target") for cell in found.cells}
+        (target,) = {cell.config().train.get("smoothing_target") for cell in found.runs}
         assert target == targets.get(part)
         assert (found.sweep.keep == "all") == (part in ("grid", "seeds", *targets))
 
@@ -76,8 +76,8 @@ def test_the_grid_chooses_the_rate_of_other_parts(folders, capsys):
     assert claims.main([MODEL, "seeds"]) == 2
     assert "grid: no run is trained; the part grid comes first" in capsys.readouterr().err
     asked = [f"output_root={folders}", *claims.arguments(MODEL, "grid", [])]
-    of = plan(claims.FILE, asked)
-    for loss, cell in zip((1.4, 1.2, 1.3, 1.5), of.cells, strict=True):
+    of = plan_sweep(claims.FILE, asked)
+    for loss, cell in zip((1.4, 1.2, 1.3, 1.5), of.runs, strict=True):
         cell.model.mkdir(parents=True)
         cell.metrics.write_text(f'{{"step": 1, "held_out_loss": {loss}}}\n')
         (cell.path / "DONE").touch()
@@ -93,14 +93,14 @@ def test_the_grid_chooses_the_rate_of_other_parts(folders, capsys):
 def test_runs_with_records_are_not_run_again(folders, monkeypatch):
     monkeypatch.setattr(claims, "chosen_rate", lambda model: 5e-5)
     asked = claims.arguments(MODEL, "seeds", [])
-    of = plan(claims.FILE, asked)
-    for cell in (*of.bases, *of.cells[:7]):
+    of = plan_sweep(claims.FILE, asked)
+    for cell in (*of.baselines, *of.runs[:7]):
         claims.record(MODEL, "seeds", cell).parent.mkdir(parents=True, exist_ok=True)
         claims.record(MODEL, "seeds", cell).touch()
     lacking = claims.without_records(MODEL, "seeds", asked)
-    left = [cell for more in lacking for cell in plan(claims.FILE, [*asked, *more]).cells]
-    assert [cell.name for cell in left] == [cell.name for cell in of.cells[7:]]
-    assert not any(plan(claims.FILE, [*asked, *more]).bases for more in lacking)
+    left = [cell for more in lacking for cell in plan_sweep(claims.FILE, [*asked, *more]).runs]
+    assert [cell.name for cell in left] == [cell.name for cell in of.runs[7:]]
+    assert not any(plan_sweep(claims.FILE, [*asked, *more]).baselines for more in lacking)
 
 
 @pytest.fixture
@@ -132,17 +132,17 @@ def answers(folder: str | Path, updates, rows) -> tuple[torch.Tensor, torch.Tens
 
 def make_trained(part: str, overrides: list[str]) -> list:
     """Runs of a part whose models have learnt something of the conversations."""
-    of = plan(claims.FILE, [*claims.arguments("tiny", part, overrides), "grid.seed=[0,1]"])
+    of = plan_sweep(claims.FILE, [*claims.arguments("tiny", part, overrides), "grid.seed=[0,1]"])
     of.create()
-    for number, cell in enumerate(of.cells):
+    for number, cell in enumerate(of.runs):
         model = AutoModelForCausalLM.from_pretrained("models/tiny")
-        _, updates = baselines.read(cell.config().keys)
+        _, updates = baselines.read(cell.config().train_options)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
         for _ in range(10 + number):
             model(**updates.batch(updates.kept[:20])).loss.backward()
             optimizer.step(), optimizer.zero_grad()
         model.save_pretrained(cell.model)
-    return of.cells
+    return of.runs
 
 
 def test_the_price_is_what_a_plain_loop_reads(tiny, folders, monkeypatch):
@@ -158,7 +158,7 @@ def test_the_price_is_what_a_plain_loop_reads(tiny, folders, monkeypatch):
     for row, cell in zip(found, sorted(cells, key=lambda cell: cell.name), strict=True):
         assert row["part"] == row["smoothing_target"] == "unigram"
         assert row["label_smoothing"] == 0.1 and row["seed"] == cell.config().train["seed"]
-        _, updates = baselines.read(cell.config().keys)
+        _, updates = baselines.read(cell.config().train_options)
         z, y = answers(cell.model, updates, updates.held)
 
         def read(tau: float, z=z, y=y) -> tuple[float, float]:
@@ -237,7 +237,7 @@ def test_the_base_models_mean_prediction_is_made_before_it_is_a_target(tiny, fol
 
     monkeypatch.setattr(claims.subprocess, "Popen", launch)
     assert claims.train("tiny", "base-mean", asked) == 0
-    _, updates = baselines.read(plan(claims.FILE, asked).cells[0].config().keys)
+    _, updates = baselines.read(plan_sweep(claims.FILE, asked).runs[0].config().train_options)
     z, _ = answers("models/tiny", updates, updates.kept[:9])
     (u,) = found
     assert u.dtype == float and abs(u.sum() - 1) < 1e-12

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from calibeval.io import atomic_write
 from calibeval.tasks import HUB, load
-from sweeps.runs.grid import Plan
-from sweeps.runs.schema import Archive, Cluster, Dataset, expand
+from sweeps.runs.grid import SweepPlan
+from sweeps.runs.schema import Archive, Cluster, Dataset
+from sweeps.runs.yaml_io import expand
 
 MODELS = {"model_name_or_path": "models", "tokenizer_name": "tokenizers"}  # key → kind
 FILES = {"models": ("*.safetensors", "*.bin"), "tokenizers": ("tok*", "vocab*")}  # one of them
@@ -59,10 +60,10 @@ def whole(folder: Path, kind: str) -> bool:
     return some and all((folder / name).exists() for name in names)
 
 
-def assets(plan: Plan) -> list[Asset]:
+def assets(plan: SweepPlan) -> list[Asset]:
     """Everything that can be fetched, of what the sweep's runs name."""
     # As typed: a run's config has lost the ./ that tells a folder from a name of the hub.
-    found, trains = [], [run.config().train | plan.sweep.train | run.values for run in plan.cells]
+    found, trains = [], [run.config().train | plan.sweep.train | run.values for run in plan.runs]
     tasks = plan.sweep.score.tasks if plan.sweep.score else ()
     names = [(kind, train.get(key), train.get("model_revision"))
              for train in trains for key, kind in MODELS.items()]  # fmt: skip

@@ -13,18 +13,21 @@ from queue import SimpleQueue
 from tqdm import tqdm
 
 from calibeval.io import InputError, counted
-from sweeps.launch import slurm, worker
+from sweeps.launch import worker
 from sweeps.launch.snapshot import snapshot
-from sweeps.launch.worker import Outcome
-from sweeps.runs.grid import Plan
-from sweeps.runs.run import Run, locked
-from sweeps.runs.schema import Sweep, again
-from sweeps.training.torchrun import gpus
+from sweeps.runs import slurm_queue, stages
+from sweeps.runs.files import locked
+from sweeps.runs.grid import SweepPlan
+from sweeps.runs.processes import visible_gpus
+from sweeps.runs.run import Run
+from sweeps.runs.schema import Sweep
+from sweeps.runs.stages import Outcome
+from sweeps.runs.yaml_io import cli_command
 
 
 def workers(sweep: Sweep) -> list[str]:
     """The GPUs of each run that trains at a time; InputError if they are too few for one."""
-    found, each = gpus(), sweep.world.processes_per_node
+    found, each = visible_gpus(), sweep.world.processes_per_node
     if not found:
         return [""] * (sweep.workers or 1)
     if len(found) < each:
@@ -33,18 +36,18 @@ def workers(sweep: Sweep) -> list[str]:
     return [sets[i % len(sets)] for i in range(sweep.workers or len(sets))]
 
 
-def launch(plan: Plan) -> tuple[int, list[str]]:
+def launch(plan: SweepPlan) -> tuple[int, list[str]]:
     """Train and score what is missing; returns the signal that stopped it, or 0, and the names of
     runs that did not get there."""
-    if shutil.which("squeue") and slurm.queue(plan.folder):
-        raise InputError(f"{plan.folder}: is queued on Slurm; {again('cancel', plan.folder)}")
+    if shutil.which("squeue") and slurm_queue.queued_jobs(plan.folder):
+        raise InputError(f"{plan.folder}: is queued on Slurm; {cli_command('cancel', plan.folder)}")
     plan.folder.mkdir(parents=True, exist_ok=True)
     with locked(plan.lock, 1, f"{plan.folder}: another launch is at it; Ctrl-C there ends it"):
         plan.create()
         return _launch(plan, workers(plan.sweep))
 
 
-def _launch(plan: Plan, sets: list[str]) -> tuple[int, list[str]]:
+def _launch(plan: SweepPlan, sets: list[str]) -> tuple[int, list[str]]:
     heard, lost, free, code = [], [], SimpleQueue(), snapshot(plan.folder)
     for one in sets:
         free.put(one)
@@ -52,7 +55,7 @@ def _launch(plan: Plan, sets: list[str]) -> tuple[int, list[str]]:
     mine = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")  # torch's, tokenizers'
     own = {key: os.environ.get(key, threads) for key in mine}
     own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(code), os.environ.get("PYTHONPATH")]))
-    todo = [run for run in (*plan.bases, *plan.cells) if worker.next_stage(run)]
+    todo = [run for run in (*plan.baselines, *plan.runs) if stages.next_stage(run)]
 
     def hear(number: int, _: object) -> None:
         if heard:  # once more: checkpoints are whole, and the kernel ends what we started

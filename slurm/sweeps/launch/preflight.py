@@ -11,13 +11,14 @@ from calibeval.io import InputError
 from calibeval.tasks import HUB, load
 from sweeps.launch import assets, local
 from sweeps.runs import scoring
-from sweeps.runs.grid import Plan
-from sweeps.runs.run import backend
-from sweeps.runs.schema import Cluster, again, expand, load_cluster
-from sweeps.training.conversations import conversations
+from sweeps.runs.backend import load_backend
+from sweeps.runs.conversations import conversations
+from sweeps.runs.grid import SweepPlan
+from sweeps.runs.schema import Cluster, load_cluster
+from sweeps.runs.yaml_io import cli_command, expand
 
 
-def problems(plan: Plan, executor: str) -> list[str]:
+def problems(plan: SweepPlan, executor: str) -> list[str]:
     """One sentence a problem; empty when everything is there."""
     cluster = load_cluster(plan.sweep.cluster) if executor == "slurm" else Cluster()
     assets.use_cache(cluster)
@@ -39,31 +40,31 @@ def problems(plan: Plan, executor: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _packages(plan: Plan) -> list[str]:
+def _packages(plan: SweepPlan) -> list[str]:
     """The modules that this interpreter lacks for the runs."""
-    trains, asks = backend(plan.sweep.backend), plan.sweep.score
+    trains, asks = load_backend(plan.sweep.backend), plan.sweep.score
     names = {"vllm"} if asks and asks.python is None and asks.engine == "vllm" else set()
-    for run in plan.cells:
-        names.update(trains.packages(run.config().keys, plan.sweep.world))
+    for run in plan.runs:
+        names.update(trains.packages(run.config().train_options, plan.sweep.world))
     absent = " ".join(sorted(name for name in names if find_spec(name) is None))
     install = f"{sys.executable} -m pip install …"
     return [f"packages that runs need: {absent}: {install}"] if absent else []
 
 
-def _files(plan: Plan) -> list[str]:
+def _files(plan: SweepPlan) -> list[str]:
     """Models, data, questions: what is not fetched yet, else what is not there or not readable."""
     made_by = plan.sweep.prefetch.made_by
     hint = [f"models and data of this sweep are made by: {made_by}"] * bool(made_by)
     if fetched := [asset.name for asset in assets.assets(plan) if not asset.here]:
-        command = f"where there is internet: {again('prefetch', *plan.typed)}"
+        command = f"where there is internet: {cli_command('prefetch', *plan.typed)}"
         return [*(f"not fetched: {name}" for name in fetched), *hint, command]
-    trains, world, found, others = backend(plan.sweep.backend), plan.sweep.world, [], []
+    trains, world, found, others = load_backend(plan.sweep.backend), plan.sweep.world, [], []
     for key in ("deepspeed", "fsdp"):
         try:
             world.read(key)
         except ValueError as error:
             return [f"world.{key}={getattr(world, key)}: {error}"]
-    todo = [run for run in plan.cells if not run.trained]
+    todo = [run for run in plan.runs if not run.trained]
     # Runs that differ in a number only need the same things.
     kinds = {str([v for v in c.config().train.values() if isinstance(v, str)]): c for c in todo}
     for run in kinds.values():
@@ -74,7 +75,7 @@ def _files(plan: Plan) -> list[str]:
         except InputError as error:
             found.append(f"train.train_file: {error}")
         else:
-            others += trains.missing(run.config().keys, world)
+            others += trains.missing(run.config().train_options, world)
     for task in plan.sweep.score.tasks if plan.sweep.score else ():
         try:
             if not task.data.startswith(HUB):
@@ -95,10 +96,10 @@ def _models(train: dict) -> Iterator[str]:
             yield f"train.{key}: {folder.absolute()}: {said}"
 
 
-def _requests(plan: Plan) -> list[str]:
+def _requests(plan: SweepPlan) -> list[str]:
     """Records there that answer another request than this launch's, or cannot be made any more."""
     found = []
-    for run in (*plan.bases, *plan.cells):
+    for run in (*plan.baselines, *plan.runs):
         for task in scoring.missing(run):
             found.append(scoring.conflict(run, task))
             if run.done and run.config().backend and not run.model.is_dir():

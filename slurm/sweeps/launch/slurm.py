@@ -6,7 +6,6 @@ squeue alone tells what is queued, also of a launch that was killed or whose sba
 script itself finds all that it needs.
 """
 
-import contextlib
 import getpass
 import os
 import re
@@ -15,7 +14,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from submitit.core.utils import DelayedSubmission
@@ -25,10 +23,14 @@ from calibeval.io import InputError, counted, write_text
 from sweeps.launch import worker
 from sweeps.launch.sbatch import ENDLESS, EXPORTED, Job, script
 from sweeps.launch.snapshot import snapshot
-from sweeps.launch.worker import Outcome
-from sweeps.runs.grid import Plan
-from sweeps.runs.run import Run, ask, held, job_id, last_error, locked, output
+from sweeps.runs import stages
+from sweeps.runs.files import is_locked, last_error, locked
+from sweeps.runs.grid import SweepPlan
+from sweeps.runs.processes import job_id, run_checked, run_or_empty
+from sweeps.runs.run import Run
 from sweeps.runs.schema import Cluster, load_cluster
+from sweeps.runs.slurm_queue import QueuedJob, describe_job, queued_jobs
+from sweeps.runs.stages import Outcome
 
 
 class Element(Checkpointable):
@@ -63,85 +65,24 @@ def cancelled() -> bool:
     Otherwise it came at the time limit, or with the GraceTime of a preemption: then Slurm still
     says RUNNING, and requeues nothing that leaves by itself.
     """
-    while not (keys := described(job_id() or "")):
+    while not (keys := describe_job(job_id() or "")):
         time.sleep(5)
     goes_on = keys.get("JobState") == "RUNNING" or keys.get("Reason") == "TimeLimit"
     return not goes_on and keys.get("PreemptTime", "None") == "None"
 
 
-def described(job: str) -> dict[str, str]:
-    """What the controller knows of a job; nothing where it does not answer."""
-    words = output("scontrol", "show", "job", job).split()
-    return dict(word.split("=", 1) for word in words if "=" in word)
-
-
-@dataclass(frozen=True)
-class Queued:
-    """A queued or running element, or collect job."""
-
-    id: str  # as squeue prints it: 12_3
-    state: str
-    reason: str
-    run: str | None  # None: it collects
-
-
-def queue(folder: Path) -> list[Queued]:
-    """What of a sweep is queued or runs; raises InputError if squeue does not answer."""
-    found, files = [], [*folder.glob("jobs/*/names")]
-    if not files:
-        return []
-    names = {file.parent.name: file.read_text().splitlines() for file in files}
-    users = {file.stat().st_uid for file in files}
-    whose = f"--user={','.join(map(str, users | {os.getuid()}))}"  # a folder may be shared
-    said = ask("squeue", "--noheader", "--array", whose, "--format=%F|%K|%T|%j|%r")
-    for line in said.splitlines():
-        job, index, state, name, reason = line.split("|", 4)
-        if (tag := name.rpartition(".")[2]) in names:
-            run = names[tag][int(index)] if index.isdigit() else None
-            found.append(Queued(f"{job}_{index}" if run else job, state, reason, run))
-    return found
-
-
-def past(folder: Path) -> dict[str, tuple[str, Path]]:
-    """run → the last element that was submitted for it: its label, and what it printed."""
-    found = {}
-    for names in sorted(folder.glob("jobs/*/names"), key=lambda path: path.stat().st_mtime_ns):
-        with contextlib.suppress(FileNotFoundError):
-            job = (names.parent / "id").read_text().strip()
-            for number, name in enumerate(names.read_text().splitlines()):
-                found[name] = f"{job}_{number}", names.parent / f"{job}_{number}_0_log.out"
-    return found
-
-
-def ends(labels: list[str]) -> dict[str, str]:
-    """How jobs ended, by label, such as `OUT_OF_MEMORY, exit 0:125`; what nobody knows is absent.
-
-    Asked of sacct where there is accounting, of the controller, which soon forgets, elsewhere.
-    """
-    asked = ("sacct", "-nPX", "-o", "JobID,State,ExitCode", "-j", ",".join(labels))
-    rows = [line.split("|") for line in output(*asked).splitlines()] if labels else []
-    # What was cancelled before it began has one record, the array's: 12_[0-7].
-    found = {label.partition("_[")[0]: f"{state}, exit {code}" for label, state, code in rows}
-    for label in labels:
-        if whole := found.get(label.partition("_")[0]):
-            found.setdefault(label, whole)
-        elif label not in found and (keys := described(label)):
-            found[label] = f"{keys['JobState']}, exit {keys['ExitCode']}"
-    return found
-
-
-def design(plan: Plan, busy: list[Queued]) -> list[Job]:
+def design(plan: SweepPlan, busy: list[QueuedJob]) -> list[Job]:
     """The jobs that are missing, in order; none if everything is done or queued.
 
     A run of one process trains and scores in one element. Of several, scoring has an array of its
     own, on one process's share, which waits for theirs element by element.
     """
     queued = {one.run for one in busy}
-    stages = {run.name: worker.next_stage(run) for run in plan.bases + plan.cells}
-    todo = {name: stage for name, stage in stages.items() if stage and name not in queued}
-    train, rest = (tuple(n for n, s in todo.items() if s == what) for what in worker.STAGES)
+    next_stages = {run.name: stages.next_stage(run) for run in plan.baselines + plan.runs}
+    todo = {name: stage for name, stage in next_stages.items() if stage and name not in queued}
+    train, rest = (tuple(n for n, s in todo.items() if s == what) for what in stages.STAGES)
     jobs = [Job("train", train)]
-    if plan.sweep.score and not plan.sweep.world.alone:
+    if plan.sweep.score and not plan.sweep.world.single_process:
         jobs.append(Job("score", train, after_training=True))
     jobs = [job for job in (*jobs, Job("score", rest)) if job.names]
     if jobs or (queued and None not in queued):  # nothing that collects
@@ -149,7 +90,7 @@ def design(plan: Plan, busy: list[Queued]) -> list[Job]:
     return jobs
 
 
-def dry_run(plan: Plan) -> str:
+def dry_run(plan: SweepPlan) -> str:
     """What would be handed to sbatch, in order; needs no Slurm."""
     cluster, parts = load_cluster(plan.sweep.cluster), []
     for number, job in enumerate(design(plan, [])):
@@ -160,14 +101,14 @@ def dry_run(plan: Plan) -> str:
     return "".join(parts)
 
 
-def submit(plan: Plan) -> dict[str, str]:
+def submit(plan: SweepPlan) -> dict[str, str]:
     """Queue what is neither done nor queued, all or nothing; returns {job id: what it does}."""
     jobs, cluster, made = plan.folder / "jobs", load_cluster(plan.sweep.cluster), {}
-    if held(plan.lock):
+    if is_locked(plan.lock):
         raise InputError(f"{plan.folder}: a launch without Slurm is at it; Ctrl-C there ends it")
     jobs.mkdir(parents=True, exist_ok=True)
     with locked(jobs / ".lock", 300, f"{jobs}: another launch has been submitting for minutes"):
-        busy = queue(plan.folder)
+        busy = queued_jobs(plan.folder)
         others = sorted({one.id.partition("_")[0] for one in busy if one.run})
         if todo := design(plan, busy):
             plan.create()
@@ -178,8 +119,8 @@ def submit(plan: Plan) -> dict[str, str]:
             write_text(place / "names", "".join(f"{name}\n" for name in job.names))
             text = script(plan.sweep, cluster, job, place, code, [*others, *made])
             write_text(place / "script.sh", text)
-            both = job.what == "train" and plan.sweep.world.alone
-            delayed = DelayedSubmission(Element(worker.STAGES if both else (job.what,)))
+            both = job.what == "train" and plan.sweep.world.single_process
+            delayed = DelayedSubmission(Element(stages.STAGES if both else (job.what,)))
             delayed.set_timeout(1, ENDLESS)
             delayed.dump(place / "element.pkl")
             runs = [Run(plan.folder / name) for name in job.names]
@@ -191,7 +132,7 @@ def submit(plan: Plan) -> dict[str, str]:
                 for run in runs:
                     run.note("ended", error=str(error))
                 if made:
-                    ask("scancel", *made)
+                    run_checked("scancel", *made)
                 raise InputError(f"{plan.sweep.cluster or 'no --cluster'}: {error}") from error
             write_text(place / "id", f"{one}\n")
             made[one] = job.what
@@ -220,13 +161,13 @@ def advice(said: str, cluster: Cluster) -> str:
     return "".join(
         f"; {key}: found {getattr(cluster, key)}, there is {', '.join(sorted({*names.split()}))}"
         for key, words in there.items()
-        if f"nvalid {key}" in said and (names := output(*words))
+        if f"nvalid {key}" in said and (names := run_or_empty(*words))
     )
 
 
 def cancel(folder: Path) -> list[str]:
     """scancel every job of this sweep; running trainers save first. Returns the job ids."""
-    ids = sorted({one.id.partition("_")[0] for one in queue(folder)})
+    ids = sorted({one.id.partition("_")[0] for one in queued_jobs(folder)})
     if ids:
-        ask("scancel", *ids)
+        run_checked("scancel", *ids)
     return ids

@@ -7,7 +7,7 @@ import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
-from sweeps.runs.run import output
+from sweeps.runs.processes import run_or_empty
 
 PACKAGES = ("smoothce", "smoothed_open_instruct", "calibeval", "sweeps", "studies")
 UNUSED = ("__pycache__", "*.pyc", "records")  # the last a study's, which no run reads
@@ -29,7 +29,7 @@ def snapshot(sweep: Path) -> Path:
     for name, folder in folders.items():
         shutil.copytree(folder, part / name, ignore=shutil.ignore_patterns(*UNUSED))
     git = ("git", "-C", str(folders["sweeps"]))
-    (part / "COMMIT").write_text(output(*git, "rev-parse", "HEAD") or "not in git\n")
-    (part / "DIFF").write_bytes(os.fsencode(output(*git, "diff", "HEAD")))
+    (part / "COMMIT").write_text(run_or_empty(*git, "rev-parse", "HEAD") or "not in git\n")
+    (part / "DIFF").write_bytes(os.fsencode(run_or_empty(*git, "diff", "HEAD")))
     part.rename(made)
     return made

@@ -8,23 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
 
-from sweeps.runs import scoring
-from sweeps.runs.run import Run, last_error, tail
-from sweeps.training.torchrun import end_with_parent
+from sweeps.runs.files import last_error, tail
+from sweeps.runs.processes import end_with_parent
+from sweeps.runs.run import Run
+from sweeps.runs.stages import STAGES, Outcome, next_stage
 
 POLL = 0.2  # seconds
-STAGES = ("train", "score")
 KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)  # as a shell reports it
-
-
-class Outcome(Enum):
-    """How it ended; the value is the exit code."""
-
-    DONE = 0
-    FAILED = 1
-    STOPPED = 75  # sysexits.h, EX_TEMPFAIL: saved because somebody asked; to be continued
 
 
 def work(
@@ -39,7 +30,7 @@ def work(
     """
     config = run.config()
     while (stage := next_stage(run)) in stages:
-        if (times := run.idle()) > config.max_idle_restarts:
+        if (times := run.attempts_without_progress()) > config.max_idle_restarts:
             return _give_up(run, times)
         if asked():
             run.note("ended", stopped=True)
@@ -66,13 +57,6 @@ def work(
         if config.keep == "scores" and config.score:
             shutil.rmtree(run.model, ignore_errors=True)
     return Outcome.DONE
-
-
-def next_stage(run: Run) -> str | None:
-    """What is to be done next: `train`, then `score`; None when all is there."""
-    if not run.trained:
-        return "train"
-    return "score" if scoring.missing(run) else None
 
 
 def _give_up(run: Run, times: int) -> Outcome:

@@ -16,15 +16,15 @@ from calibeval import index, report, stats
 from calibeval.io import InputError, counted, write_rows, write_text
 from sweeps.results import status
 from sweeps.runs import scoring
-from sweeps.runs.grid import Plan
-from sweeps.runs.run import Run, locked, read_rows
+from sweeps.runs.files import locked, read_rows, replace_folder
+from sweeps.runs.grid import SweepPlan
+from sweeps.runs.run import Run
 from sweeps.runs.schema import HELD_OUT
-from sweeps.training.checkpoint import replace
 
 SHARED = ("model_name_or_path", "label_smoothing", "learning_rate", "seed")
 
 
-def collect(plan: Plan) -> list[str]:
+def collect(plan: SweepPlan) -> list[str]:
     """Write `<sweep>/results/` from what is there; returns the gaps of the last launch.
 
     index.jsonl, runs.csv, best_learning_rates.csv, report.html, calibeval's tables and diagrams.
@@ -41,7 +41,7 @@ def collect(plan: Plan) -> list[str]:
         # Nobody need read what is printed for the tables to be there.
         with redirect_stdout(StringIO()) as said:
             _write(plan, runs, gaps, part)
-        replace(part, results)
+        replace_folder(part, results)
     print(said.getvalue(), end="")
     for line in gaps:
         print(f"gap: {line}")
@@ -49,10 +49,10 @@ def collect(plan: Plan) -> list[str]:
     return gaps
 
 
-def gaps_of(plan: Plan) -> list[str]:
+def gaps_of(plan: SweepPlan) -> list[str]:
     """What the last launch asked for and has not got."""
     lines = []
-    for run in (*plan.bases, *plan.cells):
+    for run in (*plan.baselines, *plan.runs):
         if run.config().score is None and not run.trained:
             lines.append(f"{run.name} · train: not trained")
         for task in run.config().score.tasks if run.config().score else ():
@@ -61,9 +61,9 @@ def gaps_of(plan: Plan) -> list[str]:
     return lines
 
 
-def found(plan: Plan) -> list[Run]:
+def found(plan: SweepPlan) -> list[Run]:
     """The runs in the folder: the last launch's in their order, then those of earlier ones."""
-    runs = [*plan.bases, *plan.cells]
+    runs = [*plan.baselines, *plan.runs]
     names = {run.name for run in runs}
     for file in sorted(plan.folder.glob("*/config.yaml")):
         if file.parent.name not in names:
@@ -95,7 +95,7 @@ def varied(runs: list[Run]) -> list[str]:
     return [key for key, some in values.items() if len(some) > 1 and key not in known]
 
 
-def entries(plan: Plan, runs: list[Run]) -> list[dict]:
+def entries(plan: SweepPlan, runs: list[Run]) -> list[dict]:
     """One entry for each record file, as calibeval's index wants it; paths from results/."""
     others, rows = varied(runs), []
     models = {run.config().train["model_name_or_path"] for run in runs}
@@ -117,7 +117,7 @@ def entries(plan: Plan, runs: list[Run]) -> list[dict]:
     return rows
 
 
-def best_learning_rates(plan: Plan, runs: list[Run]) -> tuple[list[dict], list[Run]]:
+def best_learning_rates(plan: SweepPlan, runs: list[Run]) -> tuple[list[dict], list[Run]]:
     """For all settings but rate and seed: the learning rate most accurate on `score.select_on`, or
     that of the lowest held-out loss, and the runs at it; nothing without `select_on`.
 
@@ -159,10 +159,10 @@ def chosen_on(on: str, run: Run) -> tuple[float, ...] | None:
     return tuple(stats.estimate([loaded], name, "choices").value for name in ("accuracy", "nll"))
 
 
-def runs_table(plan: Plan) -> list[dict]:
+def runs_table(plan: SweepPlan) -> list[dict]:
     """One row a run of the last launch: grid values, state, restarts, last loss."""
     states, rows = {one.name: one for one in status.of_sweep(plan)[0]}, []
-    for run in plan.cells:
+    for run in plan.runs:
         one = states[run.name]
         row = {"run": one.name, **run.values, "seed": run.config().train["seed"]}
         row |= {"state": one.state, "detail": one.detail}
@@ -170,7 +170,7 @@ def runs_table(plan: Plan) -> list[dict]:
     return rows
 
 
-def best_table(plan: Plan, runs: list[Run], part: Path) -> None:
+def best_table(plan: SweepPlan, runs: list[Run], part: Path) -> None:
     """Write best.md and best.tex, in the shape of the paper's Table 1: each model, training data
     and β at its best learning rate, with the models before fine-tuning."""
     on = plan.sweep.score.select_on
@@ -184,7 +184,7 @@ def best_table(plan: Plan, runs: list[Run], part: Path) -> None:
         print(f"each at its best learning rate on {on}:\n{table.markdown()}")
 
 
-def _write(plan: Plan, runs: list[Run], gaps: list[str], part: Path) -> None:
+def _write(plan: SweepPlan, runs: list[Run], gaps: list[str], part: Path) -> None:
     rows, listed = runs_table(plan), entries(plan, runs)
     best, chosen = best_learning_rates(plan, runs)
     write_text(part / "runs.csv", pd.DataFrame(rows).to_csv(index=False))

@@ -8,11 +8,11 @@ from datetime import timedelta
 from pathlib import Path
 
 from calibeval.io import InputError, counted
-from sweeps.launch import slurm, worker
-from sweeps.runs import scoring
-from sweeps.runs.grid import Plan
-from sweeps.runs.run import Run, held, read_rows, tail
-from sweeps.runs.schema import again
+from sweeps.runs import scoring, slurm_queue, stages
+from sweeps.runs.files import is_locked, read_rows, tail
+from sweeps.runs.grid import SweepPlan
+from sweeps.runs.run import Run
+from sweeps.runs.yaml_io import cli_command
 
 STATES = ("running", "queued", "dead", "stopped", "unknown", "to do", "done")
 
@@ -33,23 +33,23 @@ class Status:
 class Slurm:
     """What Slurm knows of a sweep; `error` is what squeue said instead."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.past, queue, self.error = slurm.past(plan.folder), [], ""
-        gone = [run.name for run in plan.bases + plan.cells if not run.done]
+    def __init__(self, plan: SweepPlan) -> None:
+        self.past, queue, self.error = slurm_queue.submitted_elements(plan.folder), [], ""
+        gone = [run.name for run in plan.baselines + plan.runs if not run.done]
         if gone and self.past:
             try:
-                queue = slurm.queue(plan.folder)
+                queue = slurm_queue.queued_jobs(plan.folder)
             except InputError as error:
                 self.error = str(error)
         self.queued = {one.run: one for one in sorted(queue, key=lambda q: q.state == "RUNNING")}
         gone = [self.past[x][0] for x in gone if x in self.past and x not in self.queued]
-        self.ends = {} if self.error else slurm.ends(sorted(set(gone)))
+        self.ends = {} if self.error else slurm_queue.job_ends(sorted(set(gone)))
 
 
-def of_sweep(plan: Plan) -> tuple[list[Status], Slurm]:
+def of_sweep(plan: SweepPlan) -> tuple[list[Status], Slurm]:
     """The state of every run, and of the models before fine-tuning that are still to be scored."""
-    known, found, launching = Slurm(plan), [], held(plan.lock)
-    for run in (*plan.bases, *plan.cells):
+    known, found, launching = Slurm(plan), [], is_locked(plan.lock)
+    for run in (*plan.baselines, *plan.runs):
         try:
             one = _of_run(run, known, launching)
         except (InputError, OSError) as error:
@@ -72,9 +72,13 @@ def _of_run(run: Run, known: Slurm, launching: bool) -> Status:
 
     last = rows[-1] if rows else {}
     reached = f"scoring, {scored}" if run.trained else progress(run)
-    if worker.next_stage(run) is None:
+    if stages.next_stage(run) is None:
         return found("done", progress(run))
-    if held(run.lock) or (launching and "began" in last) or (queued and queued.state == "RUNNING"):
+    if (
+        is_locked(run.lock)
+        or (launching and "began" in last)
+        or (queued and queued.state == "RUNNING")
+    ):
         age = ""
         if "began" in last and not run.trained and run.metrics.exists():
             seconds = max(0, int(time.time() - run.metrics.stat().st_mtime))
@@ -115,20 +119,20 @@ def progress(run: Run) -> str:
     return text
 
 
-def table(plan: Plan) -> str:
+def table(plan: SweepPlan) -> str:
     """The table with its summary line, most urgent states first, and why what is dead died."""
     found, known = of_sweep(plan)
     counts = Counter(one.state for one in found)
     summary = " · ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
     width = max(len(one.name) for one in found)
-    bases = len(found) - len(plan.cells)
+    bases = len(found) - len(plan.runs)
     more = f" and {counted(bases, 'base model')} to score" if bases else ""
-    lines = [f"{plan.folder.absolute()}: {counted(len(plan.cells), 'run')}{more}: {summary}"]
+    lines = [f"{plan.folder.absolute()}: {counted(len(plan.runs), 'run')}{more}: {summary}"]
     lines.append(f"{'RUN':{width}}  {'STATE':8}  {'RESTARTS':>8}  {'SCORED':>6}  DETAIL")
     for one in sorted(found, key=lambda one: STATES.index(one.state)):
         said = f"{one.name:{width}}  {one.state:8}  {one.restarts:>8}  {one.scored:>6}"
         lines.append(f"{said}  {one.detail}".rstrip())
-    here = {run.name for run in (*plan.bases, *plan.cells)}
+    here = {run.name for run in (*plan.baselines, *plan.runs)}
     made = (file.parent for file in plan.folder.glob("*/config.yaml"))
     if others := [folder for folder in made if folder.name not in here]:
         done = sum((folder / "DONE").exists() for folder in others)
@@ -142,7 +146,7 @@ def table(plan: Plan) -> str:
         count = f" (and {len(more)} more like it)" if more else ""
         lines += ["", f"{first.name}{count}: {first.detail}", *(f"    | {x}" for x in first.lines)]
         lines += [f"    {first.file.absolute()}"] if first.file else []
-    launch = again("launch", plan.folder)
+    launch = cli_command("launch", plan.folder)
     if known.error:
         lines += ["", f"{known.error}; what is queued is not known"]
     elif alike:
@@ -150,5 +154,8 @@ def table(plan: Plan) -> str:
     elif counts["stopped"]:
         lines += ["", f"To go on: {launch}"]
     elif known.queued and None not in known.queued:
-        lines += ["", f"No collect job is queued; at the end: {again('collect', plan.folder)}"]
+        lines += [
+            "",
+            f"No collect job is queued; at the end: {cli_command('collect', plan.folder)}",
+        ]
     return "\n".join(lines)

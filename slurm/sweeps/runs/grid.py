@@ -6,22 +6,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from calibeval.io import InputError, write_text
-from sweeps.runs.run import Run, RunConfig, backend
-from sweeps.runs.schema import Sweep, check, dump_yaml, expand, override, read_yaml
+from sweeps.runs.backend import load_backend
+from sweeps.runs.run import Run, RunConfig
+from sweeps.runs.schema import Sweep
+from sweeps.runs.yaml_io import check, dump_yaml, expand, override, read_yaml
 
 FILE = "launched.yaml"
 PATHS = ("model_name_or_path", "tokenizer_name", "train_file", "smoothing_target")
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A sweep, read and expanded. `bases` are the models before fine-tuning, if they are scored."""
+class SweepPlan:
+    """A sweep, read and expanded.
+
+    `baselines` are the models before fine-tuning, where `score.base` asks for them.
+    """
 
     folder: Path
     typed: tuple[str, ...]
     sweep: Sweep
-    cells: list[Run]
-    bases: list[Run]
+    runs: list[Run]
+    baselines: list[Run]
 
     @property
     def lock(self) -> Path:
@@ -30,12 +35,12 @@ class Plan:
 
     def create(self) -> None:
         """Write launched.yaml, what the last launch asked for, and every run's folder."""
-        for run in (*self.bases, *self.cells):
+        for run in (*self.baselines, *self.runs):
             run.create()
         write_text(self.folder / FILE, dump_yaml(self.sweep.model_dump(mode="json")))
 
 
-def plan(source: Path, assignments: list[str]) -> Plan:
+def plan_sweep(source: Path, assignments: list[str]) -> SweepPlan:
     """Read, override, check and expand a sweep file or a sweep's folder; writes nothing."""
     file, folder = source, None
     if source.is_dir():
@@ -47,12 +52,14 @@ def plan(source: Path, assignments: list[str]) -> Plan:
     sweep = check(Sweep, expand(str(file), raw), str(file), places)
     folder = folder or Path(os.path.normpath(sweep.output_root)) / sweep.name
     cells = _cells(sweep, folder, str(file), places)
-    return Plan(folder, (str(source), *assignments), sweep, cells, _bases(sweep, folder, cells))
+    return SweepPlan(
+        folder, (str(source), *assignments), sweep, cells, _bases(sweep, folder, cells)
+    )
 
 
 def _cells(sweep: Sweep, folder: Path, source: str, places: dict[str, str]) -> list[Run]:
     """Every combination of `grid`, in the order of the file, the last axis fastest."""
-    trains = backend(sweep.backend).Train
+    trains = load_backend(sweep.backend).Train
     same = {k: getattr(sweep, k) for k in ("world", "score", "keep", "max_idle_restarts")}
 
     def section(key: str) -> str:

@@ -5,50 +5,23 @@ metrics.jsonl · checkpoints/ · model/ · scores/<task>.jsonl · DONE, written 
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
-import os
 import re
 import socket
-import subprocess
-import time
-from collections.abc import Iterator
 from datetime import datetime, timezone
 from functools import cached_property
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePath
-from types import ModuleType
 from typing import Any
 
 from calibeval.io import InputError, sha256, write_text
 from calibeval.request import Strict
-from sweeps.runs.schema import Score, World, check, dump_yaml, read_yaml
-
-PATIENCE = 20  # seconds; twice what Slurm's tools wait for a controller that is busy
-# What `backend:` names, apart from modules of the user's own. A backend is a module with
-#   Train                    the pydantic model of its `train:` keys
-#   packages(train, world)   modules that must be importable, beyond this project's own
-#   missing(train, world)    what else would keep a run from starting, a sentence each
-#   train(run)               trains in this process, or process group, to run.model;
-#                            SystemExit(75) once it has saved because run.stop appeared
-BACKENDS = {
-    "trainer": "sweeps.training.hf_backend",
-    "open-instruct": "sweeps.training.open_instruct_backend",
-}
-
-
-def backend(name: str) -> ModuleType:
-    """The module that trains; raises InputError with those there are."""
-    try:
-        module, why = import_module(BACKENDS.get(name, name)), "it has no `Train`"
-    except ImportError as error:
-        module, why = None, error
-    if not hasattr(module, "Train"):
-        known = ", ".join(BACKENDS)
-        raise InputError(f"backend: {name!r} is none of {known}, and no module that trains: {why}")
-    return module
+from sweeps.runs.backend import load_backend
+from sweeps.runs.files import read_rows
+from sweeps.runs.processes import job_id, run_or_empty
+from sweeps.runs.schema import DistributedConfig, Score
+from sweeps.runs.yaml_io import check, dump_yaml, read_yaml
 
 
 class RunConfig(Strict):
@@ -56,7 +29,7 @@ class RunConfig(Strict):
 
     backend: str | None  # None: the model as it is, before fine-tuning
     train: dict[str, Any]
-    world: World = World()
+    world: DistributedConfig = DistributedConfig()
     score: Score | None = None
     keep: str = "all"
     max_idle_restarts: int = 3
@@ -68,8 +41,8 @@ class RunConfig(Strict):
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     @cached_property
-    def keys(self) -> Any:
-        return backend(self.backend).Train.model_validate(self.train)
+    def train_options(self) -> Any:
+        return load_backend(self.backend).Train.model_validate(self.train)
 
     @cached_property
     def name(self) -> str:
@@ -144,7 +117,7 @@ class Run:
 
     def began(self, stage: str) -> None:
         """Note that an attempt to `train` or to `score` begins, and with what."""
-        gpus = output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+        gpus = run_or_empty("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
         about = {"host": socket.gethostname(), "job": job_id(), "gpus": gpus.splitlines()}
         for name in ("torch", "transformers", "tokenizers", "accelerate", "datasets", "deepspeed"):
             with contextlib.suppress(PackageNotFoundError):
@@ -155,7 +128,7 @@ class Run:
                 files[name] = sha256(Path(name))[:8]  # which may change between runs
         self.note("began", stage=stage, progress=self.progress(), files=files, **about)
 
-    def idle(self) -> int:
+    def attempts_without_progress(self) -> int:
         """Attempts in a row, since the last launch, that brought the run no further."""
         here, count = self.progress(), 0
         for row in reversed(self.attempts()):
@@ -163,96 +136,3 @@ class Run:
                 break
             count += "began" in row
         return count
-
-
-@contextlib.contextmanager
-def locked(path: Path, patience: float, busy: str) -> Iterator[None]:
-    """Hold a lock, which the kernel lets go of when the process ends, however it does.
-
-    InputError, saying `busy`, if another process still holds it after `patience` seconds. Where
-    the file system knows no locks, nothing is held.
-    """
-    with open(path, "a") as file:
-        os.set_inheritable(file.fileno(), True)  # torchrun may take this process's place
-        end = time.monotonic() + patience
-        while True:
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # flock's would be every fork's
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise InputError(busy) from None
-                time.sleep(0.3)
-            except OSError:
-                break
-        yield
-
-
-def held(path: Path) -> bool:
-    """Whether a process holds this lock."""
-    with contextlib.suppress(OSError), open(path) as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
-
-
-def ask(tool: str, *words: str) -> str:
-    """What one of Slurm's tools prints; raises InputError if it fails, or waits for ever."""
-    try:
-        done = subprocess.run([tool, *words], capture_output=True, timeout=PATIENCE, check=True)
-        return os.fsdecode(done.stdout)
-    except OSError:
-        raise InputError(f"{tool} is not on the PATH: type this on a login node") from None
-    except subprocess.TimeoutExpired:
-        why = f"nothing for {PATIENCE} s"
-    except subprocess.CalledProcessError as error:
-        why = last_error(os.fsdecode(error.stderr).splitlines())
-    raise InputError(f"{tool} does not answer: {why}; try again in a minute")
-
-
-def output(*command: str) -> str:
-    """What a program prints; nothing where it is absent, fails or does not answer."""
-    with contextlib.suppress(InputError):
-        return ask(*command).strip()
-    return ""
-
-
-def job_id() -> str | None:
-    """This Slurm job as squeue prints it, or None."""
-    array = os.environ.get("SLURM_ARRAY_JOB_ID")
-    if array:
-        return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
-    return os.environ.get("SLURM_JOB_ID")
-
-
-def read_rows(path: Path, size: int | None = None) -> list[dict]:
-    """The objects of a JSON-lines file, or of its last `size` bytes, without damaged ones."""
-    rows = []
-    for line in _text(path, size).split("\n"):
-        with contextlib.suppress(json.JSONDecodeError):  # cut off by a kill, or by `size`
-            rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict)]
-
-
-def _text(path: Path, size: int | None) -> str:
-    """The last `size` bytes of a file, which may be absent."""
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as data:
-        data.seek(max(0, os.path.getsize(path) - size) if size else 0)
-        return data.read().decode("utf-8", "replace")
-    return ""
-
-
-def tail(path: Path, count: int, size: int = 16384) -> list[str]:
-    """The last `count` lines that say something, without progress bars' overwritten states."""
-    lines = [line.rsplit("\r", 1)[-1].rstrip() for line in _text(path, size).split("\n")]
-    return [line for line in lines if line][-count:]
-
-
-def last_error(lines: list[str]) -> str:
-    """The last line of a program's output that looks like an error, else the last one."""
-    # A progress bar leaves no line of its own for what is said after it.
-    wrong = [found[0] for line in lines if (found := re.search("error: .*|.*Error.*", line))]
-    own = [line for line in wrong if "ChildFailedError" not in line]  # torchrun's
-    return (own or wrong or lines or ["no output"])[-1].strip()[:500]

@@ -2,11 +2,11 @@
 
 import contextlib
 import json
-import os
 import shutil
 from pathlib import Path
 
 from calibeval.io import InputError, read_text, sha256, write_text
+from sweeps.runs.files import replace_folder
 
 STATE = "state.json"  # written last: of what data, and what each file's SHA-256 must be
 
@@ -14,7 +14,7 @@ STATE = "state.json"  # written last: of what data, and what each file's SHA-256
 def keep(made: Path, folder: Path, data: str, newest: int) -> None:
     """Make the finished folder `made` the checkpoint `folder`; only the `newest` ones stay."""
     write_text(made / STATE, json.dumps({"data": data, "files": sums(made)}))
-    replace(made, folder)
+    replace_folder(made, folder)
     for old in saved(folder.parent)[newest:]:
         shutil.rmtree(old, ignore_errors=True)
 
@@ -53,12 +53,3 @@ def sums(folder: Path) -> dict[str, str]:
     """The SHA-256 of every file of a checkpoint."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != STATE)
     return {str(path.relative_to(folder)): sha256(path) for path in files}
-
-
-def replace(made: Path, folder: Path) -> None:
-    """Give a finished folder its name, in a way that survives a power cut."""
-    shutil.rmtree(folder, ignore_errors=True)
-    made.rename(folder)
-    handle = os.open(folder.parent, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)

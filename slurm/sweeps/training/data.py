@@ -20,10 +20,10 @@ from transformers import DataCollatorWithFlattening
 
 from calibeval.engines import load_tokenizer
 from calibeval.io import InputError, read_text, sha256
-from sweeps.runs.run import locked
-from sweeps.training.conversations import conversations
+from sweeps.runs.conversations import conversations
+from sweeps.runs.files import locked
+from sweeps.runs.processes import end_with_parent
 from sweeps.training.options import Train
-from sweeps.training.torchrun import end_with_parent
 
 IGNORE = -100
 SHARE = 5000  # conversations that are worth a process

@@ -7,18 +7,18 @@ from importlib.metadata import version
 from pathlib import Path
 
 from sweeps.runs.run import Run
-from sweeps.runs.schema import World
+from sweeps.runs.schema import DistributedConfig
 from sweeps.training import torchrun
 from sweeps.training.options import Train
 
 
-def packages(train: Train, world: World) -> list[str]:
+def packages(train: Train, world: DistributedConfig) -> list[str]:
     """Modules that must be importable, beyond those of every run."""
     found = ["deepspeed"] * bool(world.deepspeed) + ["peft"] * bool(train.lora)
     return found + [train.report_to] * bool(train.report_to)
 
 
-def missing(train: Train, world: World) -> list[str]:
+def missing(train: Train, world: DistributedConfig) -> list[str]:
     """What else would keep a run from starting."""
     found, file, has = [], train.smoothing_target, version("transformers")
     if file not in (None, "unigram") and not Path(file).is_file():
@@ -31,7 +31,7 @@ def missing(train: Train, world: World) -> list[str]:
 
 def train(run: Run) -> None:
     """Train in this process or, of several, in this rank; see sweeps.training.hf_trainer.train."""
-    torchrun.spread(run)
+    torchrun.exec_torchrun(run)
     from sweeps.training import hf_trainer
 
     hf_trainer.train(run)

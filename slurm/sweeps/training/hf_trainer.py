@@ -38,12 +38,13 @@ from calibeval.engines import load
 from calibeval.io import InputError, sha256, write_rows
 from smoothce import patch_trainer
 from smoothce.dispatch import check_target
-from sweeps.launch.worker import Outcome
 from sweeps.runs import scoring
-from sweeps.runs.run import Run, read_rows
-from sweeps.runs.schema import World
+from sweeps.runs.files import read_rows, replace_folder
+from sweeps.runs.run import Run
+from sweeps.runs.schema import DistributedConfig
+from sweeps.runs.stages import Outcome
 from sweeps.training import attention
-from sweeps.training.checkpoint import keep, latest, replace
+from sweeps.training.checkpoint import keep, latest
 from sweeps.training.data import TILE, Updates, make_tokenizer, tokenised
 from sweeps.training.options import Lora, Train
 
@@ -56,7 +57,7 @@ def train(run: Run) -> None:
     """`fit`; then score what was saved, where one process trains alone and can."""
     fit(run)
     config = run.config()
-    asked = config.world.alone and config.score
+    asked = config.world.single_process and config.score
     if asked and asked.engine == "transformers" and asked.python is None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)  # what is scored so far is kept
@@ -72,7 +73,7 @@ def fit(run: Run) -> None:
     the user can put right.
     """
     stop, config = Stop(run.stop), run.config()
-    keys, world = config.keys, config.world
+    keys, world = config.train_options, config.world
     rank, precision = int(os.environ.get("RANK", "0")), world.mixed_precision
     transformers_logging.disable_progress_bar()
     datasets.disable_progress_bars()
@@ -112,7 +113,9 @@ def say(text: str) -> None:
     PartialState().print(text, flush=True)
 
 
-def training_arguments(run: Run, keys: Train, world: World, steps: int) -> TrainingArguments:
+def training_arguments(
+    run: Run, keys: Train, world: DistributedConfig, steps: int
+) -> TrainingArguments:
     """The Trainer's arguments, which also start this rank; before the model, for ZeRO-3's sake."""
     clip, gpu = keys.clip_grad_norm, torch.cuda.is_available()
     fsdp, deepspeed = world.read("fsdp"), world.read("deepspeed")
@@ -389,7 +392,7 @@ def save_model(trainer: SweepTrainer, tokenizer) -> None:
             plain.save_pretrained(str(part), state_dict=state)
             config.save_pretrained(str(part))
         tokenizer.save_pretrained(str(part))
-        replace(part, run.model)
+        replace_folder(part, run.model)
     trainer.accelerator.wait_for_everyone()
 
 

@@ -10,11 +10,13 @@ import yaml
 
 from calibeval.io import sha256, write_rows, write_text
 from calibeval.request import Positive
-from sweeps.launch.worker import Outcome
-from sweeps.runs.run import Run, read_rows
-from sweeps.runs.schema import World, option
+from sweeps.runs import processes
+from sweeps.runs.conversations import rows
+from sweeps.runs.files import read_rows
+from sweeps.runs.run import Run
+from sweeps.runs.schema import DistributedConfig, option
+from sweeps.runs.stages import Outcome
 from sweeps.training import torchrun
-from sweeps.training.conversations import rows
 from sweeps.training.options import Common
 
 VARIABLE = "OPEN_INSTRUCT_DIR"
@@ -44,14 +46,14 @@ class Train(Common):
     filter_eps: float | Literal["auto"] | None = option(None, "null: the exact gradient")
 
 
-def packages(train: Train, world: World) -> list[str]:
+def packages(train: Train, world: DistributedConfig) -> list[str]:
     """Modules that must be importable, beyond those of every run."""
     chosen = train.attn_implementation
     flash = train.use_flash_attn if chosen is None else chosen == "flash_attention_2"
     return [*MODULES, *["flash_attn"] * flash]
 
 
-def missing(train: Train, world: World) -> list[str]:
+def missing(train: Train, world: DistributedConfig) -> list[str]:
     """What else would keep a run from starting."""
     return checkout_problems() + data_problems(train) + clipping_problems(train, world)
 
@@ -76,7 +78,7 @@ def data_problems(train: Train) -> list[str]:
     return [] if "messages" in row else [only]
 
 
-def clipping_problems(train: Train, world: World) -> list[str]:
+def clipping_problems(train: Train, world: DistributedConfig) -> list[str]:
     """Gradient clipping that would not be what the sweep file says; empty when it is."""
     if not world.deepspeed:
         return []
@@ -96,16 +98,20 @@ def train(run: Run) -> None:
     write_text(arguments, yaml.safe_dump(finetune_arguments(run), sort_keys=False))
     digest = sha256(folder / "open_instruct" / "finetune.py")
     print(f"checkout: {folder}, finetune.py {digest}", flush=True)  # with the user's changes
-    torchrun.shield()
+    torchrun.block_sigterm()
     module = "open_instruct.finetune", str(arguments)
-    words = [sys.executable, "-m", *module] if world.alone else torchrun.torchrun(world, *module)
+    words = (
+        [sys.executable, "-m", *module]
+        if world.single_process
+        else torchrun.torchrun_command(world, *module)
+    )
     paths = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     own = {"PYTHONPATH": paths, "STATISTICS_FILE": str(run.metrics.absolute())}
     own["ACCELERATE_MIXED_PRECISION"] = world.mixed_precision  # as `accelerate launch` says it
     if world.deepspeed:
         own["ACCELERATE_USE_DEEPSPEED"] = "true"
         own["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = os.path.abspath(world.deepspeed)
-    end = {"check": False, "preexec_fn": torchrun.end_with_parent}
+    end = {"check": False, "preexec_fn": processes.end_with_parent}
     code = subprocess.run(words, env=os.environ | own, **end).returncode
     keep_rows(run)
     if code:

@@ -38,8 +38,8 @@ def missing(train, world) -> list[str]:
 
 def train(run) -> None:
     config = run.config()
-    keys = config.keys
-    torchrun.spread(run)
+    keys = config.train_options
+    torchrun.exec_torchrun(run)
     asked = []
     heard = (signal.SIGTERM,) if keys.deaf else (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
     for number in heard:
