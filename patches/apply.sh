@@ -97,5 +97,8 @@ cp -p "$target" "$target.new"
 cat "$merged" > "$target.new"
 mv "$target.new" "$target"
 [ "$action" = reverse ] && { echo "patches undone: $checkout"; exit; }
-echo "patched: $checkout (${#patches[@]} patches for ${commit:0:12}); its Python needs smoothce: pip install $(dirname "$here")"
+install="smoothce smoothed-open-instruct"
+project=$(dirname "$here")
+[ ! -d "$project/kernel" ] || install="$project/kernel $project/patches"
+echo "patched: $checkout (${#patches[@]} patches for ${commit:0:12}); its Python needs smoothce: pip install $install"
 cmp -s "$target" "$after" || echo "its $file has other changes too, which were kept: look at \`git -C $checkout diff\`"

@@ -7,6 +7,8 @@ from smoothce.options import TokenStatistics
 from smoothce.token_mean import token_mean_factor
 from smoothce.token_statistics import token_statistics
 
+__version__ = "0.1.0"
+
 __all__ = [
     "LinearCrossEntropy",
     "TokenStatistics",

