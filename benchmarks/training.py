@@ -1,0 +1,489 @@
+"""How fast the sweeps' trainer is beside what a user would pick instead, in one run.
+
+    python benchmarks/training.py --alpaca alpaca_data.json --out FOLDER          # one CUDA GPU
+    python benchmarks/training.py --alpaca alpaca_data.json --out FOLDER --models llama-8b --gpus 2
+
+Every trainer fine-tunes the same model (random weights of a real shape), on the same conversations
+with the same tokens, 64 conversations an update, AdamW over fp32 weights with bf16 computation.
+FOLDER/training.jsonl grows by a row a trial; a trial that fails, or a library that is not
+installed, is a row with its reason. The table comes last.
+
+Trainers:
+
+    ours            the sweeps' trainer: packed rows, smoothce's loss, layers not compiled
+    ours-compiled   the same with torch.compile on each layer
+    ours-smoothed   ours-compiled at β = 0.1; the others are at β = 0
+    trl             TRL's SFTTrainer as it comes
+    trl-liger       with Liger's kernels (use_liger_kernel)
+    trl-chunked     with TRL's own chunked loss (loss_type="chunked_nll")
+    trl-padding-free  with padding_free, which needs FlashAttention
+    unsloth         Unsloth's FastLanguageModel under SFTTrainer, all weights trained
+
+Columns: tokens/s (tokens that are no padding, median over updates after the third), milliseconds an
+update, MFU (model FLOP utilisation: (6 N + 6 V D + 6 L H d · s) · tokens/s over the peak of --peak,
+for N weights of linear maps in the layers, V × D of the classifier, L layers of H heads of d
+dimensions, and s the mean number of tokens of a conversation), the peak of allocated GPU memory,
+seconds until the first update is done, and the mean loss of the last quarter of updates.
+
+The tokenizer is a BPE trained on the data, so that tokens are about as long as usual.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+PROJECT = Path(__file__).resolve().parents[1]
+PACKAGES = [str(PROJECT / folder) for folder in ("kernel", "eval", "patches", "slurm")]
+TEMPLATE = PROJECT / "slurm" / "sweeps" / "training" / "chat_templates" / "alpaca.jinja"
+CONVERSATIONS = 64  # of an update
+IGNORED = -100  # the label of a token that no loss is taken of
+WARM_UP = 3  # updates that are not timed: kernels are compiled and chosen in them
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A model's shape, by transformers' names."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    tie_word_embeddings: bool
+    micro_batch: int  # conversations of a micro-batch where batches are padded
+    gradient_checkpointing: bool = False
+
+    def config(self) -> Any:
+        """The transformers configuration."""
+        import transformers
+
+        fields = dataclasses.asdict(self)
+        for name in ("architecture", "micro_batch", "gradient_checkpointing"):
+            del fields[name]
+        return getattr(transformers, f"{self.architecture}Config")(**fields)
+
+    def flops_per_token(self, length: float) -> float:
+        """FLOP of a forward and backward pass for each token of conversations this long."""
+        attention = self.num_attention_heads * self.head_dim
+        key_value = self.num_key_value_heads * self.head_dim
+        projections = self.hidden_size * (2 * attention + 2 * key_value)
+        feed_forward = 3 * self.hidden_size * self.intermediate_size
+        weights = self.num_hidden_layers * (projections + feed_forward)
+        classifier = self.vocab_size * self.hidden_size
+        # Causal attention: a token sees half of the conversation in the mean, in two products.
+        pairs = self.num_hidden_layers * attention * length
+        return 6 * weights + 6 * classifier + 6 * pairs
+
+
+SHAPES = {
+    "qwen-1.5b": Shape("Qwen2", 151936, 1536, 8960, 28, 12, 2, 128, True, micro_batch=16),
+    "llama-1b": Shape("Llama", 128256, 2048, 8192, 16, 32, 8, 64, True, micro_batch=16),
+    "llama-8b": Shape("Llama", 128256, 4096, 14336, 32, 32, 8, 128, False, 8, True),
+    "tiny": Shape("Llama", 512, 64, 128, 2, 4, 2, 16, True, micro_batch=16),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """One of the trainers, and the settings that tell it from the others of its kind."""
+
+    kind: str  # sweeps, trl or unsloth
+    needs: tuple[str, ...]  # packages
+    settings: dict[str, Any]
+
+
+TRAINERS = {
+    "ours": Trainer("sweeps", (), {"compile": False}),
+    "ours-compiled": Trainer("sweeps", (), {"compile": True}),
+    "ours-smoothed": Trainer("sweeps", (), {"compile": True, "label_smoothing": 0.1}),
+    "ours-zero3": Trainer("sweeps", ("deepspeed",), {"deepspeed": "configs/deepspeed/zero3.json"}),
+    "trl": Trainer("trl", ("trl",), {}),
+    "trl-liger": Trainer("trl", ("trl", "liger_kernel"), {"use_liger_kernel": True}),
+    "trl-chunked": Trainer("trl", ("trl",), {"loss_type": "chunked_nll"}),
+    "trl-padding-free": Trainer("trl", ("trl", "flash_attn"), {"padding_free": True}),
+    "unsloth": Trainer("unsloth", ("trl", "unsloth"), {}),
+}
+SHARDED = ("ours", "ours-zero3", "trl", "trl-liger")  # where --gpus is more than one
+
+
+def main() -> int:
+    """Run every trial in a process of its own; print the table."""
+    arguments = parse()
+    if arguments.trial:
+        return TRIALS[TRAINERS[arguments.trial].kind](arguments)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for model in arguments.models:
+        prepare(model, arguments)
+        for name in arguments.trainers:
+            row = {"model": model, "trainer": name, "gpus": arguments.gpus}
+            row.update(trial(model, name, arguments))
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+            with open(arguments.out / "training.jsonl", "a", encoding="utf-8") as out:
+                out.write(json.dumps(row) + "\n")
+    print("\n".join(table(rows)))
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--alpaca", type=Path, required=True, help="alpaca_data.json")
+    parser.add_argument("--out", type=Path, required=True, help="models, runs and training.jsonl")
+    parser.add_argument("--models", nargs="+", default=["qwen-1.5b", "llama-1b"], choices=SHAPES)
+    parser.add_argument("--trainers", nargs="+", choices=TRAINERS, help="default: all that apply")
+    parser.add_argument("--gpus", type=int, default=1, help="above 1: sharded by FSDP2 or ZeRO-3")
+    parser.add_argument("--steps", type=int, default=24, help="updates of a trial")
+    parser.add_argument("--conversations", type=int, default=CONVERSATIONS, help="of an update")
+    parser.add_argument("--limit", type=int, default=600, help="seconds of a trial")
+    parser.add_argument("--peak", type=float, default=989e12, help="FLOP/s of a GPU; H100 SXM's")
+    parser.add_argument("--trial", choices=TRAINERS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.trainers is None:
+        arguments.trainers = [x for x in TRAINERS if x != "ours-zero3"]
+        if arguments.gpus > 1:
+            arguments.trainers = list(SHARDED)
+    return arguments
+
+
+def model_folder(model: str, arguments: argparse.Namespace) -> Path:
+    return arguments.out.absolute() / "models" / model
+
+
+def prepare(model: str, arguments: argparse.Namespace) -> None:
+    """Write the model's random weights in bf16, and a tokenizer trained on the data."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    folder = model_folder(model, arguments)
+    if (folder / "tokenizer_config.json").exists():
+        return
+    shape = SHAPES[model]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device):
+        network = getattr(transformers, f"{shape.architecture}ForCausalLM")(shape.config())
+    torch.set_default_dtype(default)
+    network.save_pretrained(folder, max_shard_size="2GB")
+    del network
+    torch.cuda.empty_cache()
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    size = min(60_000, shape.vocab_size)
+    special = ["<pad>", "</s>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    texts = [f"{row['instruction']}\n{row['input']}\n{row['output']}" for row in rows(arguments)]
+    bpe.train_from_iterator(texts, trainer)
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bpe, pad_token="<pad>", eos_token="</s>"
+    )
+    fast.chat_template = TEMPLATE.read_text("utf-8")
+    fast.save_pretrained(folder)
+
+
+def rows(arguments: argparse.Namespace) -> list[dict[str, str]]:
+    """The conversations of all updates, in Alpaca's form."""
+    every = json.loads(arguments.alpaca.read_text("utf-8"))
+    return every[: arguments.conversations * arguments.steps]
+
+
+def trial(model: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train once in a new process, or in one for each GPU; returns a row's figures."""
+    absent = [package for package in TRAINERS[name].needs if not importable(package)]
+    if absent:
+        return {"failed": f"not installed: {', '.join(absent)}"}
+    command = [sys.executable, __file__, "--trial", name, "--models", model]
+    command += ["--alpaca", arguments.alpaca, "--out", arguments.out]
+    command += ["--gpus", arguments.gpus, "--steps", arguments.steps]
+    command += ["--conversations", arguments.conversations]
+    if arguments.gpus > 1 and TRAINERS[name].kind != "sweeps":  # which starts its ranks itself
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        command[1:1] = [*launcher, arguments.gpus]
+    paths = [*PACKAGES, str(PROJECT), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment["BENCHMARK_BEGAN"] = str(time.time())
+    log = arguments.out / f"{model}.{name}.log"
+    with open(log, "w", encoding="utf-8") as out:
+        try:
+            code = subprocess.run(
+                [str(word) for word in command],
+                env=environment,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                timeout=arguments.limit,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return {"failed": f"not done after {arguments.limit} s"}
+    result = arguments.out / f"{model}.{name}.json"
+    if code or not result.exists():
+        lines = [line for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
+        errors = [line for line in lines if "Error" in line]
+        return {"failed": (errors or lines or ["no output"])[-1].strip()[:300]}
+    found = json.loads(result.read_text("utf-8"))
+    result.unlink()
+    per_token = SHAPES[model].flops_per_token(found.pop("mean_length"))
+    whole = found["tokens_per_second"] * per_token
+    found["mfu"] = round(whole / arguments.peak / arguments.gpus, 3)
+    return found
+
+
+def importable(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def finish(name: str, arguments: argparse.Namespace, figures: dict[str, Any]) -> int:
+    """Hand a trial's figures to the process that started it."""
+    target = arguments.out / f"{arguments.models[0]}.{name}.json"
+    target.write_text(json.dumps(figures))
+    return 0
+
+
+def train_by_sweeps(arguments: argparse.Namespace) -> int:
+    """Train by `python -m sweeps launch`, and read the run's metrics.jsonl."""
+    import yaml
+
+    (model,) = arguments.models
+    name = arguments.trial
+    shape = SHAPES[model]
+    settings = dict(TRAINERS[name].settings)
+    world: dict[str, Any] = {"processes_per_node": arguments.gpus}
+    deepspeed = settings.pop("deepspeed", None)
+    if deepspeed:
+        world["deepspeed"] = str(PROJECT / deepspeed)
+    elif arguments.gpus > 1:
+        world["fsdp"] = str(PROJECT / "configs" / "fsdp" / "fsdp2.json")
+    import torch
+
+    world["mixed_precision"] = "bf16" if torch.cuda.is_available() else "no"
+    data = arguments.out.absolute() / "alpaca.json"
+    data.write_text(json.dumps(rows(arguments)))
+    sweep = {
+        "name": f"{model}.{name}",
+        "output_root": str(arguments.out.absolute() / "runs"),
+        "train": {
+            "model_name_or_path": str(model_folder(model, arguments)),
+            "train_file": str(data),
+            "reduce_loss": "token_mean",
+            "learning_rate": 1e-5,
+            "max_train_steps": arguments.steps,
+            "num_train_epochs": 1,
+            "per_device_train_batch_size": arguments.conversations // arguments.gpus,
+            "gradient_checkpointing": shape.gradient_checkpointing,
+            "logging_steps": 1,
+            "checkpointing_steps": None,
+            **settings,
+        },
+        "world": world,
+    }
+    file = arguments.out / f"{model}.{name}.yaml"
+    file.write_text(yaml.safe_dump(sweep))
+    command = ("-m", "sweeps", "launch", str(file.absolute()), "--executor", "local")
+    done = subprocess.run([sys.executable, *command], text=True, capture_output=True)
+    (run,) = (arguments.out / "runs" / sweep["name"]).glob("*/config.yaml")
+    metrics = run.parent / "metrics.jsonl"
+    if done.returncode and not metrics.exists():
+        log = run.parent / "train.log"
+        said = log.read_text("utf-8", "replace") if log.exists() else ""
+        print(done.stdout + done.stderr + said)
+        return 1
+    logged = [json.loads(line) for line in metrics.read_text().splitlines()]
+    logged = [row for row in logged if "loss" in row]
+    timed = logged[WARM_UP:]
+    tokens, conversations = count_tokens(model, arguments)
+    pace = statistics.median(row["tokens_per_second"] for row in timed)
+    figures = {
+        "tokens_per_second": round(pace),
+        "ms_per_update": round(1000 * tokens / arguments.steps / pace),
+        "gpu_memory_gib": max(row.get("gpu_memory_gib", 0.0) for row in logged),
+        "seconds_to_first_update": round(logged[0]["time"] - began(), 1),
+        "loss": last_quarter([row["loss"] for row in logged]),
+        "mean_length": tokens / conversations,
+    }
+    return finish(name, arguments, figures)
+
+
+def began() -> float:
+    """When this trial's process was started, in seconds since the epoch."""
+    return float(os.environ["BENCHMARK_BEGAN"])
+
+
+def last_quarter(losses: list[float]) -> float:
+    """The mean loss of the last quarter of updates."""
+    count = max(1, len(losses) // 4)
+    return round(statistics.mean(losses[-count:]), 4)
+
+
+def tokenized(model: str, arguments: argparse.Namespace) -> Iterator[dict[str, list[int]]]:
+    """Each conversation's tokens, and its labels: the assistant's tokens alone."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder(model, arguments))
+    for row in rows(arguments):
+        asked = row["instruction"]
+        if row["input"]:
+            asked += f"\n\n### Input:\n{row['input']}"
+        messages = [
+            {"role": "user", "content": asked},
+            {"role": "assistant", "content": row["output"]},
+        ]
+        prompt = tokenizer.apply_chat_template(
+            messages[:1], add_generation_prompt=True, tokenize=False
+        )
+        whole = tokenizer.apply_chat_template(messages, tokenize=False)
+        before = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+        tokens = tokenizer(whole, add_special_tokens=False)["input_ids"]
+        yield {"input_ids": tokens, "labels": [IGNORED] * before + tokens[before:]}
+
+
+def count_tokens(model: str, arguments: argparse.Namespace) -> tuple[int, int]:
+    """Tokens and conversations of the data."""
+    lengths = [len(row["input_ids"]) for row in tokenized(model, arguments)]
+    return sum(lengths), len(lengths)
+
+
+def train_by_trl(arguments: argparse.Namespace) -> int:
+    """Train by TRL's SFTTrainer, on conversations that are tokenised already."""
+    import torch
+    import transformers
+
+    (model,) = arguments.models
+    name = arguments.trial
+    folder = model_folder(model, arguments)
+    if TRAINERS[name].kind == "unsloth":
+        from unsloth import FastLanguageModel  # before trl, which it patches
+
+        network, tokenizer = FastLanguageModel.from_pretrained(
+            str(folder), max_seq_length=2048, load_in_4bit=False, full_finetuning=True
+        )
+    else:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        network = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    shape = SHAPES[model]
+    gpu = torch.cuda.is_available()
+    sharding: dict[str, Any] = {}
+    if arguments.gpus > 1:
+        file = PROJECT / "configs" / "fsdp" / "fsdp2.json"
+        sharding = {"fsdp": True, "fsdp_config": json.loads(file.read_text())}
+    each = arguments.conversations // arguments.gpus
+    micro_batch = min(shape.micro_batch, each)
+    config = SFTConfig(
+        str(arguments.out / "runs" / f"{model}.{name}"),
+        max_steps=arguments.steps,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=each // micro_batch,
+        learning_rate=1e-5,
+        bf16=gpu,
+        use_cpu=not gpu,
+        gradient_checkpointing=shape.gradient_checkpointing,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        max_length=None,
+        dataset_kwargs={"skip_prepare_dataset": True},
+        include_num_input_tokens_seen="non_padding",
+        **sharding,
+        **TRAINERS[name].settings,
+    )
+    data = Dataset.from_list(list(tokenized(model, arguments)))
+    clock = stopwatch()
+    trainer = SFTTrainer(
+        network, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[clock]
+    )
+    trainer.train()
+    if not trainer.is_world_process_zero():
+        return 0
+    tokens, conversations = count_tokens(model, arguments)
+    pace = [
+        (second - first) / (later - earlier)
+        for (earlier, first), (later, second) in zip(clock.marks, clock.marks[1:], strict=False)
+    ]
+    seconds = [
+        later - earlier
+        for (earlier, _), (later, _) in zip(clock.marks, clock.marks[1:], strict=False)
+    ]
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    memory = torch.cuda.max_memory_allocated() / 2**30 if gpu else 0.0
+    figures = {
+        "tokens_per_second": round(statistics.median(pace[WARM_UP - 1 :])),
+        "ms_per_update": round(1000 * statistics.median(seconds[WARM_UP - 1 :])),
+        "gpu_memory_gib": round(memory, 2),
+        "seconds_to_first_update": round(clock.first - began(), 1),
+        "loss": last_quarter(losses),
+        "mean_length": tokens / conversations,
+    }
+    return finish(name, arguments, figures)
+
+
+def stopwatch() -> Any:
+    """A callback that notes when each update was done, and how many tokens were seen by then."""
+    import torch
+    import transformers
+
+    class Stopwatch(transformers.TrainerCallback):
+        def __init__(self) -> None:
+            self.marks: list[tuple[float, int]] = []
+            self.first = 0.0
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            if not self.marks:
+                self.first = time.time()
+            self.marks.append((time.monotonic(), int(state.num_input_tokens_seen)))
+
+    return Stopwatch()
+
+
+TRIALS = {"sweeps": train_by_sweeps, "trl": train_by_trl, "unsloth": train_by_trl}
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """The rows as Markdown."""
+    lines = [
+        "| model | GPUs | trainer | tokens/s | ms an update | MFU | memory | first update | loss |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = [row["model"], str(row["gpus"]), row["trainer"]]
+        if "failed" in row:
+            cells += [row["failed"], "", "", "", "", ""]
+        else:
+            cells += [
+                f"{row['tokens_per_second']:,}",
+                f"{row['ms_per_update']:,}",
+                f"{row['mfu']:.1%}",
+                f"{row['gpu_memory_gib']:.1f} GiB",
+                f"{row['seconds_to_first_update']:.0f} s",
+                f"{row['loss']:.3f}",
+            ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())
