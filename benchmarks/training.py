@@ -409,7 +409,14 @@ def train_by_trl(arguments: argparse.Namespace) -> int:
         **sharding,
         **TRAINERS[name].settings,
     )
-    data = Dataset.from_list(list(tokenized(model, arguments)))
+    file = arguments.out / f"{model}.tokens.jsonl"
+    if trl_rank() == 0:
+        part = file.with_suffix(".part")
+        part.write_text("".join(f"{json.dumps(row)}\n" for row in tokenized(model, arguments)))
+        part.rename(file)
+    while not file.exists():
+        time.sleep(0.1)
+    data = Dataset.from_json(str(file), cache_dir=str(arguments.out / f"cache{trl_rank()}"))
     clock = stopwatch()
     trainer = SFTTrainer(
         network, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[clock]
@@ -437,6 +444,11 @@ def train_by_trl(arguments: argparse.Namespace) -> int:
         "mean_length": tokens / conversations,
     }
     return finish(name, arguments, figures)
+
+
+def trl_rank() -> int:
+    """This process's number among those that torchrun started."""
+    return int(os.environ.get("RANK", "0"))
 
 
 def stopwatch() -> Any:
