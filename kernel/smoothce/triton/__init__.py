@@ -130,7 +130,7 @@ def filter_statistics(
     call = call._replace(eps=eps)
     with torch.cuda.device_of(hidden):
         order, count = valid_first(call)
-        for _, pairs in filtered.planned(call, Results(call), order, count):
+        for _, pairs in filtered.plan_super_blocks(call, Results(call), order, count):
             share += pairs.listed.sum()
             mass += pairs.coefficient.clamp(min=0).sum(dtype=torch.float32)
         valid = count.clamp(min=1)[0]

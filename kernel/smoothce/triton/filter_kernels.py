@@ -1,48 +1,313 @@
-"""The kernels of the filtered backward: listed pairs by a queue, the others by low-rank products.
+# mypy: allow-untyped-defs
+"""The kernels of the filtered backward, which `filtered` launches.
 
-Items of the queue are taken in order by a ticket and only wait for items before them, so the kernel
-cannot lock up however few of its programs run at a time, and a bounded ring holds S between tiles
-of pairs and shares of dC.
+`queue_kernel` works on the pairs that `filter_plan` lists. `block_sums_kernel` and
+`filtered_hidden_kernel` add what the low-rank model puts in place of the others. The mathematics is
+in kernel/DERIVATION.md ("The filter", "The filter's backward"), and the names here are its symbols:
+S, P, q, W and H, a block j, a token i, a vocabulary entry v.
+
+The queue has two kinds of items. A *tile* is up to ROWS listed tokens of one block: it makes their
+S, leaves it in a ring, and adds S C to dE. A *share* of a block's dC is Sᵀ E over all tiles of the
+block, for some slices of D. Programs take items in order by a ticket, and an item only waits for
+items before it, so the kernel cannot lock up however few of its programs run at a time. The ring is
+bounded.
+
+Each block's tiles have two rows after the listed tokens. The *profile's row* is the mean hidden
+state's, whose softmax within the block is q. The *uniform row* holds what the smoothing term of
+every token points to, u_v times the slope of the mean hidden state's logits. So q, W and H need no
+pass of their own over the classifier.
+
+(Kernels take no Python types, so mypy lets functions without annotations pass in this file.)
 """
 
 import triton
 import triton.language as tl
 
+from smoothce.triton.filter_plan import TILE_ITEM, unpack_item
 from smoothce.triton.tiles import base2_logits, load_tile, slope
 
 
 @triton.jit
-def wait_for(flag, value):
-    """Spin until the counter reaches value; what was written before it did is then visible."""
-    seen = tl.atomic_add(flag, 0, sem="acquire")
+def wait_for(counter, value):
+    """Spin until the counter reaches value. What was written before it did is visible then."""
+    seen = tl.atomic_add(counter, 0, sem="acquire")
     while seen < value:
-        seen = tl.atomic_add(flag, 0, sem="acquire")
+        seen = tl.atomic_add(counter, 0, sem="acquire")
     tl.debug_barrier()
 
 
 @triton.jit
-def signal(flag):
+def signal(counter):
+    """Add one to the counter, after everything that this program has written."""
     tl.debug_barrier()
-    tl.atomic_add(flag, 1, sem="release")
+    tl.atomic_add(counter, 1, sem="release")
+
+
+@triton.jit
+def wait_for_ring_slot(tile, tile_owner, n_shares, shares_done, RING: tl.constexpr):
+    """Wait until dC has read what the tile's slot of the ring held before, if it held anything."""
+    if tile >= RING:
+        previous = tl.load(tile_owner + tile - RING)
+        wait_for(shares_done + previous, tl.load(n_shares + previous))
+
+
+@triton.jit
+def gathered_product(
+    hidden, offset,  # (ROWS,) where each row's hidden state begins, in numbers from `hidden`
+    weight, entry, V,
+    D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gathered rows of E times C[entry : entry + WIDTH]ᵀ, (ROWS, WIDTH) in fp32."""
+    column = tl.arange(0, DEPTH)
+    p_e = hidden + offset[:, None] + column[None, :]
+    acc = tl.zeros((ROWS, WIDTH), tl.float32)
+    for d in range(0, D, DEPTH):
+        if D % DEPTH == 0:
+            e = tl.load(p_e + d)
+        else:
+            e = tl.load(p_e + d, mask=(d + column < D)[None, :], other=0.0)
+        c = load_tile(weight, entry, d, V, D, WIDTH, DEPTH, TMA)
+        acc = tl.dot(e, tl.trans(c), acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def lse_within_block(x):
+    """The base-2 log-sum-exp of each row of base-2 logits; +inf, so that the softmax is 0, where a
+    bias of -inf closes the block."""
+    top = tl.max(x, 1)
+    base = tl.where(top == -float("inf"), 0.0, top)
+    lse = base + tl.log2(tl.sum(tl.exp2(x - base[:, None]), 1))
+    return tl.where(top == -float("inf"), float("inf"), lse)
+
+
+@triton.jit
+def tile_gradients(
+    x, norm,  # (ROWS, WIDTH) base-2 logits, (ROWS,) the log-sum-exp their softmax is relative to
+    block, row, token, is_token, n_listed, v,
+    coefficient, padded, V,
+    labels, smoothing_target, relative, lift,
+    smoothing_factor, smoothing, scale, softcap,
+    RAGGED: tl.constexpr,
+):  # fmt: skip
+    """S of a tile's rows: of its tokens weighted by w and the upstream gradient, of the profile's
+    row q times the slope, of the uniform row u_v times the slope; 0 in rows past these."""
+    y = tl.load(labels + token, mask=is_token, other=-1)
+    s = tl.exp2(x - norm[:, None])
+    # w comes from m = (1 − w) P and this P, so that w P and the low-rank part make up P exactly.
+    p_coefficient = coefficient + block.to(tl.int64) * padded + token
+    m = tl.load(p_coefficient, mask=is_token, other=0.0).to(tl.float32)
+    s *= (1.0 - m / tl.maximum(tl.sum(s, 1), 1e-30))[:, None]
+    if lift is not None:
+        s *= tl.load(lift + token, mask=is_token, other=1.0)[:, None]
+    if smoothing_target is None:
+        u = 1.0
+    else:
+        u = tl.load(smoothing_target + v, mask=v < V, other=0.0)[None, :]
+    s = tl.where(y[:, None] == v[None, :], s - (1.0 - smoothing), s)
+    f = slope(x, scale, softcap)
+    if softcap is not None:
+        # The uniform term is then not the same for all tokens: listed pairs carry their own.
+        s = tl.where(is_token[:, None], s - smoothing_factor * u, s)
+    is_uniform = row == n_listed + 1
+    s = tl.where(is_uniform[:, None], u, s) * f
+    if relative is not None:
+        s *= tl.load(relative + token, mask=is_token, other=1.0)[:, None]
+    s = tl.where((row < n_listed + 2)[:, None], s, 0.0)
+    if RAGGED:
+        s = tl.where((v < V)[None, :], s, 0.0)
+    return s
+
+
+@triton.jit
+def store_profiles(profile, s, row, index, n_listed, v, V, ROWS: tl.constexpr):
+    """Write q and the uniform direction, if they are among the rows of the block's tile `index`."""
+    if (index * ROWS <= n_listed) & (n_listed < (index + 1) * ROWS):
+        q = tl.sum(tl.where((row == n_listed)[:, None], s, 0.0), 0)
+        tl.store(profile + v, q, mask=v < V)
+    if (index * ROWS <= n_listed + 1) & (n_listed + 1 < (index + 1) * ROWS):
+        f = tl.sum(tl.where((row == n_listed + 1)[:, None], s, 0.0), 0)
+        tl.store(profile + V + v, f, mask=v < V)
+
+
+@triton.jit
+def add_to_hidden_sums(
+    acc, s, acc_row, is_used,  # (ROWS,) the row of `acc` that each row of S adds to, and whether
+    weight, entry, V,
+    D: tl.constexpr, WIDTH: tl.constexpr, SLICE: tl.constexpr, STAGES: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add S · C[entry : entry + WIDTH] to rows of `acc`, with atomics."""
+    column = tl.arange(0, SLICE)
+    p_acc = acc + acc_row.to(tl.int64)[:, None] * D + column[None, :]
+    for d in tl.range(0, D, SLICE, num_stages=STAGES):
+        c = load_tile(weight, entry, d, V, D, WIDTH, SLICE, TMA)
+        part = tl.dot(s, c, input_precision=PRECISION)
+        inside = is_used[:, None] & (d + column < D)[None, :]
+        tl.atomic_add(p_acc + d, part, mask=inside, sem="relaxed")
+
+
+@triton.jit
+def tile_item(
+    block, index, n_listed, begin, v,
+    tile_owner, n_shares, tiles_done, shares_done,
+    hidden, weight, weight_wide,
+    bias, smoothing_target, order, labels, lse,
+    relative, lift,
+    coefficient, listed_tokens,
+    ring, ring_source, profile, acc, d_weight,
+    mean_offset, padded, blocks, V, smoothing_factor, smoothing, scale, softcap,
+    ALIGNED: tl.constexpr, RAGGED: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, TMA: tl.constexpr,
+    RING: tl.constexpr, WIDE_STAGES: tl.constexpr,
+    D: tl.constexpr, SLICE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The block's tile number `index`: make S, leave it in the ring for dC, and add S C to dE.
+
+    Its `row`s count the block's rows: listed tokens, the profile's row, the uniform row."""
+    tile = begin + index
+    if d_weight is not None:
+        wait_for_ring_slot(tile, tile_owner, n_shares, shares_done, RING)
+
+    # Gather hidden states. Rows past the listed ones read the mean hidden state, which is so far
+    # from `hidden`.
+    row = index * ROWS + tl.arange(0, ROWS)
+    is_token = row < n_listed
+    p_listed = listed_tokens + block.to(tl.int64) * padded + row
+    token = tl.load(p_listed, mask=is_token, other=0).to(tl.int32)
+    source = tl.load(order + token, mask=is_token, other=0)
+    offset = tl.where(is_token, source.to(tl.int64) * D, mean_offset)
+    if ALIGNED:
+        offset = tl.multiple_of(offset, 8)
+    x = gathered_product(
+        hidden, offset, weight, block * WIDTH, V, D, ROWS, WIDTH, DEPTH, TMA, PRECISION
+    )
+    x = base2_logits(x, bias, v, V, scale, softcap)
+    if RAGGED:
+        x = tl.where((v < V)[None, :], x, -float("inf"))
+
+    # A token's softmax goes over the whole vocabulary, the profile's over this block.
+    norm = tl.load(lse + token, mask=is_token, other=0.0)
+    has_other_rows = (index + 1) * ROWS > n_listed
+    if has_other_rows:
+        norm = tl.where(is_token, norm, lse_within_block(x))
+    s = tile_gradients(
+        x, norm,
+        block, row, token, is_token, n_listed, v,
+        coefficient, padded, V,
+        labels, smoothing_target, relative, lift,
+        smoothing_factor, smoothing, scale, softcap, RAGGED,
+    )  # fmt: skip
+    if has_other_rows:
+        store_profiles(profile, s, row, index, n_listed, v, V, ROWS)
+
+    s = s.to(hidden.dtype.element_ty)
+    if d_weight is not None:
+        slot_row = (tile % RING) * ROWS + tl.arange(0, ROWS)
+        tl.store(ring_source + slot_row, source)
+        tl.store(ring + slot_row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], s)
+    signal(tiles_done + block)
+
+    if acc is not None:
+        is_uniform = row == n_listed + 1
+        # Without a softcap every block adds to the same uniform direction.
+        uniform_row = padded + blocks + block if softcap is not None else padded + blocks
+        acc_row = tl.where(is_token, token, tl.where(is_uniform, uniform_row, padded + block))
+        add_to_hidden_sums(
+            acc, s, acc_row, row < n_listed + 2,
+            weight_wide, block * WIDTH, V, D, WIDTH, SLICE, WIDE_STAGES, TMA, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def listed_weight_sums(
+    hidden, ring, ring_source, begin, n_listed,
+    step, column,  # (STEP,) and (SLICE,): the offsets of a step's tokens, the columns of E
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr,
+    D: tl.constexpr, SLICE: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Sᵀ E of a block's listed tokens and one slice of D, (WIDTH, SLICE) in fp32."""
+    entry = tl.arange(0, WIDTH)
+    sums = tl.zeros((WIDTH, SLICE), tl.float32)
+    # Indices are read one step ahead, so that the gathers they lead to can be pipelined.
+    source = tl.load(ring_source + (begin % RING) * ROWS + step, mask=step < n_listed, other=0)
+    for row in range(0, n_listed, STEP):
+        slot_row = ((begin + row // ROWS) % RING) * ROWS + row % ROWS + step
+        s = tl.load(ring + slot_row[:, None] * WIDTH + entry[None, :])
+        inside = (row + step < n_listed)[:, None]
+        if D % SLICE != 0:
+            inside = inside & (column < D)[None, :]
+        p_e = hidden + source.to(tl.int64)[:, None] * D + column[None, :]
+        e = tl.load(p_e, mask=inside, other=0.0)
+        sums = tl.dot(tl.trans(s), e, sums, input_precision=PRECISION)
+        next_row = row + STEP
+        slot_row = ((begin + next_row // ROWS) % RING) * ROWS + next_row % ROWS + step
+        source = tl.load(ring_source + slot_row, mask=next_row + step < n_listed, other=0)
+    return sums
+
+
+@triton.jit
+def share_item(
+    block, index, n_listed, begin, v,
+    n_shares, tiles_done, shares_done,
+    hidden, largest, hidden_sum,
+    ring, ring_source, profile, profile_sums, uniform_sums, d_weight,
+    V, smoothing_factor, softcap,
+    ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr,
+    D: tl.constexpr, SLICE: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The block's share number `index` of dC, written once: Sᵀ E of the listed tokens, and the
+    rank-one terms of q and of the uniform direction."""
+    shares = tl.load(n_shares + block)
+    wait_for(tiles_done + block, (n_listed + 2 + ROWS - 1) // ROWS)
+    step = tl.arange(0, STEP)
+    q = tl.load(profile + v, mask=v < V, other=0.0)
+    beta_u = tl.load(profile + V + v, mask=v < V, other=0.0) * smoothing_factor
+    factor = tl.load(largest)
+    slices: tl.constexpr = (D + SLICE - 1) // SLICE
+    for i in range(index * slices // shares, (index + 1) * slices // shares):
+        column = i * SLICE + tl.arange(0, SLICE)
+        inside = column < D
+        sums = listed_weight_sums(
+            hidden, ring, ring_source, begin, n_listed, step, column,
+            ROWS, WIDTH, RING, D, SLICE, STEP, PRECISION,
+        )  # fmt: skip
+        of_q = tl.load(profile_sums + block.to(tl.int64) * D + column, mask=inside, other=0.0)
+        if softcap is not None:
+            of_u = tl.load(uniform_sums + block.to(tl.int64) * D + column, mask=inside, other=0.0)
+        else:
+            of_u = tl.load(hidden_sum + column, mask=inside, other=0.0)
+        sums = sums + q[:, None] * of_q[None, :] - beta_u[:, None] * of_u[None, :]
+        sums = sums * factor
+        p_weight = d_weight + v.to(tl.int64)[:, None] * D + column[None, :]
+        is_entry = (v < V)[:, None] & inside[None, :]
+        if ACCUMULATE:
+            sums += tl.load(p_weight, mask=is_entry, other=0.0).to(tl.float32)
+        tl.store(p_weight, sums.to(d_weight.dtype.element_ty), mask=is_entry)
+    signal(shares_done + block)
 
 
 @triton.jit(do_not_specialize=["mean_offset"])
 def queue_kernel(
-    items, total, first, owner, readers,  # the `Schedule`
-    ticket, tiles_done, slices_done,  # zeros: (1,), (blocks,), (blocks,)
+    items, total, first_tile, tile_owner, n_shares,  # the `Schedule`
+    ticket, tiles_done, shares_done,  # zeros: (1,), (blocks,), (blocks,)
     hidden,  # (N, D)
     weight, weight_wide,  # (V, D), in tiles of WIDTH × DEPTH and of WIDTH × SLICE
-    bias, mixture, order, labels, lse,  # (V,) or None twice; of the super-block's tokens
+    bias, smoothing_target,  # (V,) or None each
+    order, labels, lse,  # of the super-block's `PackedTokens`
     relative, lift, largest, hidden_sum,  # the `Upstream`
-    coefficient, tokens, listed,  # the `Plan`
+    coefficient, listed_tokens, listed,  # the `PairPlan`
     ring, ring_source,  # (RING, ROWS, WIDTH) S of tiles, (RING, ROWS) where their hidden states are
-    profile,  # (2, V): q, and f of the uniform direction
+    profile,  # (2, V) written: q, and u times the slope
     profile_sums,  # (blocks, D) Σ_i m_ij g_i E_i
     uniform_sums,  # (blocks, D) Σ_i g_i E_i of dropped pairs; None without a softcap
-    acc,  # (padded + blocks + 1 or blocks, D): sums of dE, then W, then H; or None
+    acc,  # (·, D) sums of dE, from row `padded` on W, from `padded + blocks` on H; or None
     d_weight,  # (V, D), or None
-    mean_offset: tl.int64,  # of the mean hidden state, from `hidden`
-    padded, blocks, V, share, smoothing, scale, softcap,  # share: β u_v where u is uniform
+    mean_offset: tl.int64,  # where the mean hidden state is, in numbers from `hidden`
+    padded, blocks, V,
+    smoothing_factor,  # β u_v where u is uniform, β where `smoothing_target` holds u
+    smoothing, scale, softcap,
     ALIGNED: tl.constexpr, RAGGED: tl.constexpr, ACCUMULATE: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, TMA: tl.constexpr,
     RING: tl.constexpr, WIDE_STAGES: tl.constexpr,
@@ -52,225 +317,131 @@ def queue_kernel(
     last = tl.load(total)
     turn = tl.atomic_add(ticket, 1)
     while turn < last:
-        item = tl.load(items + turn)
-        j = item >> 14
-        index = (item >> 2) & 4095
-        n = tl.load(listed + j)
-        begin = tl.load(first + j)
-        v = j * WIDTH + tl.arange(0, WIDTH)
-        if item & 3 == 0:
-            # a tile: S of up to ROWS tokens of block j, into the ring for dC, times C into dE
-            tile = begin + index
-            if d_weight is not None:  # noqa: SIM102 (compile-time)
-                if tile >= RING:
-                    before = tl.load(owner + tile - RING)
-                    wait_for(slices_done + before, tl.load(readers + before))
-            k = index * ROWS + tl.arange(0, ROWS)
-            real = k < n
-            r = tl.load(tokens + j.to(tl.int64) * padded + k, mask=real, other=0).to(tl.int32)
-            source = tl.load(order + r, mask=real, other=0)
-            # rows past the listed ones read the mean hidden state, at its distance from `hidden`
-            offset = tl.where(real, source.to(tl.int64) * D, mean_offset)
-            offset = tl.multiple_of(offset, 8) if ALIGNED else offset
-            o_d = tl.arange(0, DEPTH)
-            p_e = hidden + offset[:, None] + o_d[None, :]
-            x = tl.zeros((ROWS, WIDTH), tl.float32)
-            for d in range(0, D, DEPTH):
-                if D % DEPTH == 0:
-                    e = tl.load(p_e + d)
-                else:
-                    e = tl.load(p_e + d, mask=(d + o_d < D)[None, :], other=0.0)
-                c = load_tile(weight, j * WIDTH, d, V, D, WIDTH, DEPTH, TMA)
-                x = tl.dot(e, tl.trans(c), x, input_precision=PRECISION)
-            x = base2_logits(x, bias, v, V, scale, softcap)
-            if RAGGED:
-                x = tl.where((v < V)[None, :], x, -float("inf"))
-            norm = tl.load(lse + r, mask=real, other=0.0)
-            tail = (index + 1) * ROWS > n
-            if tail:
-                # the profile's row is a softmax within the block, and 0 where a -inf bias closes it
-                top = tl.max(x, 1)
-                base = tl.where(top == -float("inf"), 0.0, top)
-                own = base + tl.log2(tl.sum(tl.exp2(x - base[:, None]), 1))
-                own = tl.where(top == -float("inf"), float("inf"), own)
-                norm = tl.where(real, norm, own)
-            y = tl.load(labels + r, mask=real, other=-1)
-            s = tl.exp2(x - norm[:, None])
-            # w from (1 − w) P and this P, so that w P and the low-rank part add up to P exactly
-            p_m = coefficient + j.to(tl.int64) * padded + r
-            m = tl.load(p_m, mask=real, other=0.0).to(tl.float32)
-            s *= (1.0 - m / tl.maximum(tl.sum(s, 1), 1e-30))[:, None]
-            if lift is not None:
-                s *= tl.load(lift + r, mask=real, other=1.0)[:, None]
-            mix = 1.0 if mixture is None else tl.load(mixture + v, mask=v < V, other=0.0)[None, :]
-            s = tl.where(y[:, None] == v[None, :], s - (1.0 - smoothing), s)
-            f = slope(x, scale, softcap)
-            if softcap is not None:
-                # then the uniform term is not the same for all tokens: listed pairs carry theirs
-                s = tl.where(real[:, None], s - share * mix, s)
-            is_uniform = k == n + 1
-            s = tl.where(is_uniform[:, None], mix, s) * f
-            if relative is not None:
-                s *= tl.load(relative + r, mask=real, other=1.0)[:, None]
-            s = tl.where((k < n + 2)[:, None], s, 0.0)
-            if RAGGED:
-                s = tl.where((v < V)[None, :], s, 0.0)
-            if tail:
-                if (index * ROWS <= n) & (n < (index + 1) * ROWS):
-                    q_row = tl.sum(tl.where((k == n)[:, None], s, 0.0), 0)
-                    tl.store(profile + v, q_row, mask=v < V)
-                if (index * ROWS <= n + 1) & (n + 1 < (index + 1) * ROWS):
-                    f_row = tl.sum(tl.where(is_uniform[:, None], s, 0.0), 0)
-                    tl.store(profile + V + v, f_row, mask=v < V)
-            s = s.to(hidden.dtype.element_ty)
-            if d_weight is not None:
-                at = (tile % RING) * ROWS + tl.arange(0, ROWS)
-                tl.store(ring_source + at, source)
-                tl.store(ring + at[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], s)
-            signal(tiles_done + j)
-            if acc is not None:
-                # without a softcap every block adds to the same uniform direction
-                uniform = padded + blocks + j if softcap is not None else padded + blocks
-                into = tl.where(real, r, tl.where(is_uniform, uniform, padded + j))
-                o_s = tl.arange(0, SLICE)
-                p_a = acc + into.to(tl.int64)[:, None] * D + o_s[None, :]
-                for d in tl.range(0, D, SLICE, num_stages=WIDE_STAGES):
-                    c = load_tile(weight_wide, j * WIDTH, d, V, D, WIDTH, SLICE, TMA)
-                    part = tl.dot(s, c, input_precision=PRECISION)
-                    m_a = (k < n + 2)[:, None] & (d + o_s < D)[None, :]
-                    tl.atomic_add(p_a + d, part, mask=m_a, sem="relaxed")
+        block, index, kind = unpack_item(tl.load(items + turn))
+        n_listed = tl.load(listed + block)
+        begin = tl.load(first_tile + block)
+        v = block * WIDTH + tl.arange(0, WIDTH)
+        if kind == TILE_ITEM:
+            tile_item(
+                block, index, n_listed, begin, v,
+                tile_owner, n_shares, tiles_done, shares_done,
+                hidden, weight, weight_wide,
+                bias, smoothing_target, order, labels, lse,
+                relative, lift,
+                coefficient, listed_tokens,
+                ring, ring_source, profile, acc, d_weight,
+                mean_offset, padded, blocks, V, smoothing_factor, smoothing, scale, softcap,
+                ALIGNED, RAGGED, ROWS, WIDTH, DEPTH, TMA, RING, WIDE_STAGES, D, SLICE, PRECISION,
+            )  # fmt: skip
         elif d_weight is not None:
-            # a share of block j's dC, written once
-            shares = tl.load(readers + j)
-            wait_for(tiles_done + j, (n + 2 + ROWS - 1) // ROWS)
-            o_v = tl.arange(0, WIDTH)
-            o_k = tl.arange(0, STEP)
-            q = tl.load(profile + v, mask=v < V, other=0.0)
-            u = tl.load(profile + V + v, mask=v < V, other=0.0) * share
-            factor = tl.load(largest)
-            slices: tl.constexpr = (D + SLICE - 1) // SLICE
-            for i in range(index * slices // shares, (index + 1) * slices // shares):
-                o_c = i * SLICE + tl.arange(0, SLICE)
-                m_c = o_c < D
-                sums = tl.zeros((WIDTH, SLICE), tl.float32)
-                # indices are read one step ahead, so that the gathers they lead to can be pipelined
-                here = tl.load(ring_source + (begin % RING) * ROWS + o_k, mask=o_k < n, other=0)
-                for i_k in range(0, n, STEP):
-                    place = ((begin + i_k // ROWS) % RING) * ROWS + i_k % ROWS + o_k
-                    s_k = tl.load(ring + place[:, None] * WIDTH + o_v[None, :])
-                    m_k = (i_k + o_k < n)[:, None]
-                    if D % SLICE != 0:
-                        m_k = m_k & m_c[None, :]
-                    p_k = hidden + here.to(tl.int64)[:, None] * D + o_c[None, :]
-                    e_k = tl.load(p_k, mask=m_k, other=0.0)
-                    sums = tl.dot(tl.trans(s_k), e_k, sums, input_precision=PRECISION)
-                    after = i_k + STEP
-                    place = ((begin + after // ROWS) % RING) * ROWS + after % ROWS + o_k
-                    here = tl.load(ring_source + place, mask=after + o_k < n, other=0)
-                of_q = tl.load(profile_sums + j.to(tl.int64) * D + o_c, mask=m_c, other=0.0)
-                if softcap is not None:
-                    of_u = tl.load(uniform_sums + j.to(tl.int64) * D + o_c, mask=m_c, other=0.0)
-                else:
-                    of_u = tl.load(hidden_sum + o_c, mask=m_c, other=0.0)
-                sums = sums + q[:, None] * of_q[None, :] - u[:, None] * of_u[None, :]
-                sums = sums * factor
-                p_w = d_weight + v.to(tl.int64)[:, None] * D + o_c[None, :]
-                m_w = (v < V)[:, None] & m_c[None, :]
-                if ACCUMULATE:
-                    sums += tl.load(p_w, mask=m_w, other=0.0).to(tl.float32)
-                tl.store(p_w, sums.to(d_weight.dtype.element_ty), mask=m_w)
-            signal(slices_done + j)
+            share_item(
+                block, index, n_listed, begin, v,
+                n_shares, tiles_done, shares_done,
+                hidden, largest, hidden_sum,
+                ring, ring_source, profile, profile_sums, uniform_sums, d_weight,
+                V, smoothing_factor, softcap,
+                ACCUMULATE, ROWS, WIDTH, RING, D, SLICE, STEP, PRECISION,
+            )  # fmt: skip
         turn = tl.atomic_add(ticket, 1)
 
 
 @triton.jit
 def block_sums_kernel(
-    hidden, coefficient, order, relative, lift, count,
-    profile_sums,  # (blocks, D) Σ_i m_ij g_i E_i
-    uniform_sums,  # (blocks, D) the same with 1 for m_ij of a dropped pair; None without a softcap
+    hidden,  # (N, D)
+    coefficient,  # (blocks, padded) m_ij
+    order, relative, lift, count,
+    profile_sums,  # (blocks, D) written: Σ_i m_ij g_i E_i
+    uniform_sums,  # (blocks, D) written: the same with 1 for m_ij of a dropped pair; None without a
+    # softcap
     padded, blocks, WIDE: tl.constexpr,
     D: tl.constexpr, SLICE: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sums over the tokens, of WIDE blocks and one slice of D."""
-    n = tl.load(count)
-    j = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
-    o_d = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
+    """A program sums over all tokens for WIDE blocks and one slice of D."""
+    n_tokens = tl.load(count)
+    block = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
+    column = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
     of_profile = tl.zeros((WIDE, SLICE), tl.float32)
     of_uniform = tl.zeros((WIDE, SLICE), tl.float32)
-    p_m = coefficient + tl.minimum(j, blocks - 1).to(tl.int64)[:, None] * padded
-    # indices are read one step ahead, so that the gathers they lead to can be pipelined
-    source = tl.load(order + tl.arange(0, STEP), mask=tl.arange(0, STEP) < n, other=0)
-    for i in range(0, n, STEP):
-        o_i = i + tl.arange(0, STEP)
-        inside = o_i < n
-        p = tl.load(p_m + o_i[None, :])  # zero past the last token
-        m_e = inside[:, None]
+    p_coefficient = coefficient + tl.minimum(block, blocks - 1).to(tl.int64)[:, None] * padded
+    # Indices are read one step ahead, so that the gathers they lead to can be pipelined.
+    source = tl.load(order + tl.arange(0, STEP), mask=tl.arange(0, STEP) < n_tokens, other=0)
+    for start in range(0, n_tokens, STEP):
+        token = start + tl.arange(0, STEP)
+        is_token = token < n_tokens
+        m = tl.load(p_coefficient + token[None, :])  # zero past the last token
+        inside = is_token[:, None]
         if D % SLICE != 0:
-            m_e = m_e & (o_d < D)[None, :]
-        p_e = hidden + source.to(tl.int64)[:, None] * D + o_d[None, :]
-        e = tl.load(p_e, mask=m_e, other=0.0)
-        one = tl.where(p.to(tl.float32) > 0.0, 1.0, 0.0)
+            inside = inside & (column < D)[None, :]
+        p_e = hidden + source.to(tl.int64)[:, None] * D + column[None, :]
+        e = tl.load(p_e, mask=inside, other=0.0)
+        is_dropped = tl.where(m.to(tl.float32) > 0.0, 1.0, 0.0)
         if relative is not None:
-            g = tl.load(relative + o_i, mask=inside, other=0.0)[None, :]
-            p = p.to(tl.float32) * g
-            one *= g
+            g = tl.load(relative + token, mask=is_token, other=0.0)[None, :]
+            m = m.to(tl.float32) * g
+            is_dropped *= g
         if lift is not None:
-            p = p.to(tl.float32) * tl.load(lift + o_i, mask=inside, other=0.0)[None, :]
-        of_profile = tl.dot(p.to(e.dtype), e, of_profile, input_precision=PRECISION)
+            m = m.to(tl.float32) * tl.load(lift + token, mask=is_token, other=0.0)[None, :]
+        of_profile = tl.dot(m.to(e.dtype), e, of_profile, input_precision=PRECISION)
         if uniform_sums is not None:
-            of_uniform = tl.dot(one.to(e.dtype), e, of_uniform, input_precision=PRECISION)
-        source = tl.load(order + o_i + STEP, mask=o_i + STEP < n, other=0)
-    m_o = (j < blocks)[:, None] & (o_d < D)[None, :]
-    o = j.to(tl.int64)[:, None] * D + o_d[None, :]
-    tl.store(profile_sums + o, of_profile, mask=m_o)
+            of_uniform = tl.dot(is_dropped.to(e.dtype), e, of_uniform, input_precision=PRECISION)
+        source = tl.load(order + token + STEP, mask=token + STEP < n_tokens, other=0)
+    inside = (block < blocks)[:, None] & (column < D)[None, :]
+    at = block.to(tl.int64)[:, None] * D + column[None, :]
+    tl.store(profile_sums + at, of_profile, mask=inside)
     if uniform_sums is not None:
-        tl.store(uniform_sums + o, of_uniform, mask=m_o)
+        tl.store(uniform_sums + at, of_uniform, mask=inside)
 
 
 @triton.jit(do_not_specialize=["n_order"])
-def hidden_kernel(
-    coefficient, order, relative, lift, largest, count,
-    acc,  # (padded, D) sums over listed pairs
+def filtered_hidden_kernel(
+    coefficient,  # (blocks, padded) m_ij
+    order, relative, lift, largest, count,
+    acc,  # (padded, D) sums of S C over listed pairs
     profiles,  # (blocks, D) W
     uniforms, uniform_sum,  # H: (blocks, D) of each block, or None without a softcap; (D,) of all
-    out,  # (N, D)
-    n_order, padded, blocks, share, ROWS: tl.constexpr,
+    out,  # (N, D) written: dE
+    n_order, padded, blocks,
+    smoothing_factor,  # β u_v where u is uniform, β where H holds u
+    ROWS: tl.constexpr,
     D: tl.constexpr, SLICE: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dE of ROWS tokens and one slice of D: listed pairs' sums, dropped mass, uniform term."""
-    n = tl.load(count)
-    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    o_d = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
-    m_d = o_d < D
+    """A program finishes dE of ROWS tokens and one slice of D: the sums over listed pairs, the mass
+    of the others times their blocks' W, and the uniform term."""
+    n_tokens = tl.load(count)
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
+    is_column = column < D
     sums = tl.zeros((ROWS, SLICE), tl.float32)
     of_uniform = tl.zeros((ROWS, SLICE), tl.float32)
     dtype = out.dtype.element_ty
-    if tl.program_id(0) * ROWS < n:
-        for j in range(0, blocks, STEP):
-            o_j = j + tl.arange(0, STEP)
-            m_j = o_j < blocks
-            p_m = coefficient + o_j.to(tl.int64)[:, None] * padded + r[None, :]
-            p = tl.load(p_m, mask=m_j[:, None], other=0.0)
-            o_w = o_j.to(tl.int64)[:, None] * D + o_d[None, :]
-            m_w = m_j[:, None] & m_d[None, :]
-            w = tl.load(profiles + o_w, mask=m_w, other=0.0)
-            sums = tl.dot(tl.trans(p).to(dtype), w, sums, input_precision=PRECISION)
+    if tl.program_id(0) * ROWS < n_tokens:
+        for start in range(0, blocks, STEP):
+            block = start + tl.arange(0, STEP)
+            is_block = block < blocks
+            p_coefficient = coefficient + block.to(tl.int64)[:, None] * padded + token[None, :]
+            m = tl.load(p_coefficient, mask=is_block[:, None], other=0.0)
+            at = block.to(tl.int64)[:, None] * D + column[None, :]
+            inside = is_block[:, None] & is_column[None, :]
+            w = tl.load(profiles + at, mask=inside, other=0.0)
+            sums = tl.dot(tl.trans(m).to(dtype), w, sums, input_precision=PRECISION)
             if uniforms is not None:
-                h = tl.load(uniforms + o_w, mask=m_w, other=0.0)
-                one = tl.where(tl.trans(p).to(tl.float32) > 0.0, 1.0, 0.0)
-                of_uniform = tl.dot(one.to(dtype), h, of_uniform, input_precision=PRECISION)
+                h = tl.load(uniforms + at, mask=inside, other=0.0)
+                is_dropped = tl.where(tl.trans(m).to(tl.float32) > 0.0, 1.0, 0.0)
+                of_uniform = tl.dot(is_dropped.to(dtype), h, of_uniform, input_precision=PRECISION)
         if lift is not None:
-            sums *= tl.load(lift + r, mask=r < n, other=0.0)[:, None]
+            sums *= tl.load(lift + token, mask=token < n_tokens, other=0.0)[:, None]
         if uniforms is not None:
-            sums -= of_uniform * share
+            sums -= of_uniform * smoothing_factor
         else:
-            sums -= (tl.load(uniform_sum + o_d, mask=m_d, other=0.0) * share)[None, :]
+            h_all = tl.load(uniform_sum + column, mask=is_column, other=0.0)
+            sums -= (h_all * smoothing_factor)[None, :]
         if relative is not None:
-            sums *= tl.load(relative + r, mask=r < n, other=0.0)[:, None]
-        m_a = (r < n)[:, None] & m_d[None, :]
-        sums += tl.load(acc + r.to(tl.int64)[:, None] * D + o_d[None, :], mask=m_a, other=0.0)
-        sums = tl.where((r < n)[:, None], sums * tl.load(largest), 0.0)
-    known = r < n_order
-    source = tl.load(order + r, mask=known, other=0).to(tl.int64)
-    p_o = out + source[:, None] * D + o_d[None, :]
-    tl.store(p_o, sums.to(dtype), mask=known[:, None] & m_d[None, :])
+            sums *= tl.load(relative + token, mask=token < n_tokens, other=0.0)[:, None]
+        inside = (token < n_tokens)[:, None] & is_column[None, :]
+        p_acc = acc + token.to(tl.int64)[:, None] * D + column[None, :]
+        sums += tl.load(p_acc, mask=inside, other=0.0)
+        sums = tl.where((token < n_tokens)[:, None], sums * tl.load(largest), 0.0)
+    is_known = token < n_order  # masked tokens come last, and their dE is 0
+    source = tl.load(order + token, mask=is_known, other=0).to(tl.int64)
+    p_out = out + source[:, None] * D + column[None, :]
+    tl.store(p_out, sums.to(dtype), mask=is_known[:, None] & is_column[None, :])

@@ -1,10 +1,17 @@
-"""Which (token, vocabulary block) pairs the backward recomputes, and in which order.
+# mypy: allow-untyped-defs
+"""Decides which (token, vocabulary block) pairs the filtered backward recomputes, in which order.
 
-A pair is kept when it holds the target or when √(mass · largest probability), which bounds the
-2-norm of its probabilities, reaches the threshold. The others are drawn with probability
-norm / threshold, so that gradients stay unbiased. Kept and drawn pairs become row
-lists; each pair has a coefficient for the low-rank model: 0 if kept, its mass if dropped.
-Everything is decided on the device, and lists take the place of the statistics they are made from.
+`plan_pairs` chooses the pairs, and `schedule` orders the work on them for `filter_kernels`. Both
+run on the device alone. kernel/DERIVATION.md, "The filter", has the mathematics.
+
+A pair is kept when it holds the target, or when s_ij = √(P_ij · max_v p_iv), which bounds the
+2-norm of the pair's probabilities, reaches the threshold ε. Any other pair is drawn with
+probability s_ij / ε, so that gradients stay unbiased. Kept and drawn pairs are *listed*: each block
+has a list of its tokens. Every pair has a coefficient m_ij for the low-rank model, which stands in
+for what is not recomputed: 0 if the pair is kept, (1 − w) P if it is drawn with weight w, its mass
+P if it is dropped.
+
+(Kernels take no Python types, so mypy lets functions without annotations pass in this file.)
 """
 
 import math
@@ -19,32 +26,71 @@ from triton import cdiv
 from smoothce.triton.tiles import LOG2E, Tiles
 from smoothce.triton.tokens import PackedTokens
 
-ITEM = 2048  # listed tokens × slices of D a weight-gradient item
-DRAWN = 64  # pairs that even a block of small norms has kept or drawn, about: half a tile
+# Listed tokens × slices of D that one share of a block's weight gradient takes on.
+SHARE_SIZE = 2048
+# About as many pairs are listed even of a block in which all norms are small: half a tile.
+DRAWN = 64
+# Numbers of tokens in the lists are int16.
+MAX_PADDED_TOKENS = 2**15
+
+# What an item of the queue asks for.
+TILE_ITEM = tl.constexpr(0)
+SHARE_ITEM = tl.constexpr(1)
+
+# How `pack_item` lays an item out.
+_KIND_BITS = 2
+_INDEX_BITS = 12
+MAX_ITEMS_OF_BLOCK = 2**_INDEX_BITS  # of one kind
+MAX_BLOCKS = 2 ** (31 - _INDEX_BITS - _KIND_BITS)
+BLOCK_SHIFT = tl.constexpr(_INDEX_BITS + _KIND_BITS)
+INDEX_SHIFT = tl.constexpr(_KIND_BITS)
+INDEX_MASK = tl.constexpr(MAX_ITEMS_OF_BLOCK - 1)
+KIND_MASK = tl.constexpr(2**_KIND_BITS - 1)
 
 
-class Plan(NamedTuple):
-    """The pairs of one super-block that are recomputed, and what the low-rank model takes."""
+class PairPlan(NamedTuple):
+    """Which pairs of one super-block are recomputed, and what the low-rank model takes."""
 
-    # (blocks, padded) bf16: mass P of a dropped pair, (1 − w) P of one drawn with weight w, else 0
+    # (blocks, padded) bf16, m_ij: P of a dropped pair, (1 − w) P of one drawn with weight w, or 0.
     coefficient: Tensor
-    tokens: Tensor  # (blocks, padded) int16, the first listed[j] entries are block j's
-    listed: Tensor  # (blocks,) int32
+    # (blocks, padded) int16: the first listed[j] entries of row j are block j's listed tokens.
+    listed_tokens: Tensor
+    # (blocks,) int32: how many tokens each block lists.
+    listed: Tensor
 
 
 class Schedule(NamedTuple):
-    """The queue of the backward: tiles of listed pairs, and weight-gradient slices behind them."""
+    """The queue of the backward: tiles of listed pairs, and behind them the shares of dC.
 
-    items: Tensor  # (·,) int32, block << 14 | index << 2 | kind
-    total: Tensor  # (1,) int32, how many are in use
-    first: Tensor  # (blocks,) int32, block's first tile
-    owner: Tensor  # (·,) int32, tile's block
-    readers: Tensor  # (blocks,) int32, weight-gradient items of the block
+    A block's tiles are numbered through all blocks, in the order of blocks."""
+
+    items: Tensor  # (·,) int32, as `pack_item` makes them
+    total: Tensor  # (1,) int32, how many of `items` are in use
+    first_tile: Tensor  # (blocks,) int32, the number of each block's first tile
+    tile_owner: Tensor  # (·,) int32, the block of each tile
+    n_shares: Tensor  # (blocks,) int32, in how many shares each block's dC is worked off
+
+
+@triton.jit
+def pack_item(block, index, kind):
+    """One int32 for an item of the queue.
+
+    From the lowest bit up it has 2 bits of kind (TILE_ITEM or SHARE_ITEM), 12 of the item's index
+    among its block's items of that kind, and 17 of the block; the sign bit stays 0. `schedule`
+    asserts that block and index fit.
+    """
+    return (block << BLOCK_SHIFT) | (index << INDEX_SHIFT) | kind
+
+
+@triton.jit
+def unpack_item(item):
+    """(block, index, kind) of what `pack_item` made."""
+    return item >> BLOCK_SHIFT, (item >> INDEX_SHIFT) & INDEX_MASK, item & KIND_MASK
 
 
 @triton.jit
 def scramble(h):
-    """MurmurHash3's finaliser, of uint32."""
+    """MurmurHash3's finalizer, of uint32."""
     h = (h ^ (h >> 16)) * 0x85EBCA6B
     h = (h ^ (h >> 13)) * 0xC2B2AE35
     return h ^ (h >> 16)
@@ -52,174 +98,241 @@ def scramble(h):
 
 @triton.jit
 def draw(a, b, c):
-    """A number in (0, 1) that follows from three int32 alone."""
+    """A number in (0, 1) that follows from three int32 alone, so that no generator is needed."""
     h = scramble(a.to(tl.uint32, bitcast=True) ^ (b * 65537 + c).to(tl.uint32, bitcast=True))
     return scramble(h + 0x9E3779B9).to(tl.float32) * 2.0**-32 + 2.0**-33
 
 
 @triton.jit
 def plan_kernel(
-    block_lse, coefficient,  # the same memory
-    block_max, tokens,  # the same memory
-    listed, lse, target, labels, count, padded, log_eps,
+    block_lse, coefficient,  # (blocks, padded), the same memory: one is read, the other written
+    block_max, listed_tokens,  # likewise
+    listed,  # (blocks,) written
+    lse, target, labels, count,  # of the super-block's `PackedTokens`
+    padded, log_eps,  # ε in base 2
     DRAWN: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block: its threshold, then the tokens that are kept or drawn and all coefficients.
+    """A program finds one block's threshold, then its list of tokens and all its coefficients.
 
-    Statistics and `total` are base-2 and minus the target's logit."""
-    j = tl.program_id(0)
-    n = tl.load(count)
-    o_j = j.to(tl.int64) * padded
-    # a block where all norms are small must not be left to a handful of draws
-    norms = 0.0
-    most = tl.exp2(log_eps)
-    for i in range(0, padded, BLOCK):
-        o_i = i + tl.arange(0, BLOCK)
-        inside = o_i < padded
-        b = tl.load(block_lse + o_j + o_i, mask=inside, other=0.0).to(tl.float32)
-        x = tl.load(block_max + o_j + o_i, mask=inside, other=0.0).to(tl.float32)
-        total = tl.load(lse + o_i, mask=inside, other=0.0)
-        total -= tl.load(target + o_i, mask=inside, other=0.0) * LOG2E
-        norm = tl.minimum(tl.exp2(0.5 * (x + b) - total), most)
-        norms += tl.sum(tl.where(o_i < n, norm, 0.0), 0)
-    log_eps = tl.minimum(log_eps, tl.log2(tl.maximum(norms / DRAWN, 1e-30)))
-    done = 0
-    for i in range(0, padded, BLOCK):
-        o_i = i + tl.arange(0, BLOCK)
-        inside = o_i < padded
-        b = tl.load(block_lse + o_j + o_i, mask=inside, other=0.0).to(tl.float32)
-        x = tl.load(block_max + o_j + o_i, mask=inside, other=0.0).to(tl.float32)
-        y = tl.load(labels + o_i, mask=inside, other=-1)
-        total = tl.load(lse + o_i, mask=inside, other=0.0)
+    Block statistics are base-2 and relative to the target's logit, and so is `total` here.
+    """
+    block = tl.program_id(0)
+    n_tokens = tl.load(count)
+    row = block.to(tl.int64) * padded
+
+    # A block in which all norms are small must not be left to a handful of draws.
+    sum_of_norms = 0.0
+    eps = tl.exp2(log_eps)
+    for start in range(0, padded, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        inside = token < padded
+        log_mass = tl.load(block_lse + row + token, mask=inside, other=0.0).to(tl.float32)
+        log_max = tl.load(block_max + row + token, mask=inside, other=0.0).to(tl.float32)
+        total = tl.load(lse + token, mask=inside, other=0.0)
+        total -= tl.load(target + token, mask=inside, other=0.0) * LOG2E
+        norm = tl.minimum(tl.exp2(0.5 * (log_max + log_mass) - total), eps)
+        sum_of_norms += tl.sum(tl.where(token < n_tokens, norm, 0.0), 0)
+    log_eps = tl.minimum(log_eps, tl.log2(tl.maximum(sum_of_norms / DRAWN, 1e-30)))
+
+    n_listed = 0
+    for start in range(0, padded, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        inside = token < padded
+        log_mass = tl.load(block_lse + row + token, mask=inside, other=0.0).to(tl.float32)
+        log_max = tl.load(block_max + row + token, mask=inside, other=0.0).to(tl.float32)
+        y = tl.load(labels + token, mask=inside, other=-1)
+        total = tl.load(lse + token, mask=inside, other=0.0)
         seed = total.to(tl.int32, bitcast=True)
-        total -= tl.load(target + o_i, mask=inside, other=0.0) * LOG2E
-        # sum of p² over the block ≤ largest p · mass, so what is dropped has a 2-norm below eps
-        norm = 0.5 * (x + b) - total
-        keep = (o_i < n) & ((norm >= log_eps) | ((y >= 0) & (y // WIDTH == j)))
-        # a dropped pair never reads as kept, however small
-        p = tl.maximum(tl.exp2(b - total), 1e-30)
-        # 1/w = norm / eps, so that the softmax that is added in the mean is the true one
-        u = draw(seed, o_i, j)
-        drawn = u < tl.exp2(norm - log_eps)
-        p = tl.where(drawn, p * (1.0 - tl.exp2(log_eps - norm)), p)
-        p = tl.where((o_i < n) & (keep == 0), p, 0.0)
-        keep = keep | (drawn & (o_i < n))
+        total -= tl.load(target + token, mask=inside, other=0.0) * LOG2E
+        # Σ p² over the block ≤ largest p · mass = s², so what is dropped has a 2-norm below ε.
+        log_norm = 0.5 * (log_max + log_mass) - total
+        is_token = token < n_tokens
+        reaches_eps = log_norm >= log_eps
+        holds_target = (y >= 0) & (y // WIDTH == block)
+        keep = is_token & (reaches_eps | holds_target)
+        # A dropped pair never reads as kept, however small its mass.
+        mass = tl.maximum(tl.exp2(log_mass - total), 1e-30)
+        # 1 / w = s / ε, so that the softmax that is added in the mean is the true one.
+        drawn = draw(seed, token, block) < tl.exp2(log_norm - log_eps)
+        m = tl.where(drawn, mass * (1.0 - tl.exp2(log_eps - log_norm)), mass)
+        m = tl.where(is_token & (keep == 0), m, 0.0)
+        keep = keep | (drawn & is_token)
         flag = keep.to(tl.int32)
-        place = done + tl.cumsum(flag, 0) - flag
-        tl.debug_barrier()  # the list overwrites statistics of tokens already read, never others
-        tl.store(coefficient + o_j + o_i, p.to(tl.bfloat16), mask=inside)
-        tl.store(tokens + o_j + place, o_i.to(tl.int16), mask=keep)
-        done += tl.sum(flag, 0)
-    tl.store(listed + j, done)
+        place = n_listed + tl.cumsum(flag, 0) - flag
+        # The list overwrites statistics of tokens that were already read, and never others.
+        tl.debug_barrier()
+        tl.store(coefficient + row + token, m.to(tl.bfloat16), mask=inside)
+        tl.store(listed_tokens + row + place, token.to(tl.int16), mask=keep)
+        n_listed += tl.sum(flag, 0)
+    tl.store(listed + block, n_listed)
 
 
-def plan(statistics: Tensor, tokens: PackedTokens, eps: float, tiles: Tiles) -> Plan:
-    """Turn the forward's block statistics, in place, into lists of tokens and coefficients."""
+def plan_pairs(
+    statistics: Tensor,  # (2, blocks, padded) fp16, as `lse_forward` writes them
+    tokens: PackedTokens,
+    eps: float,
+    tiles: Tiles,
+) -> PairPlan:
+    """Choose the pairs of a super-block that are recomputed.
+
+    The lists and coefficients take the place of the statistics, which are gone afterwards.
+    """
     block_lse, block_max = statistics
     blocks, padded = block_lse.shape
-    found = Plan(
-        block_lse.view(torch.bfloat16),
-        block_max.view(torch.int16),
-        torch.empty(blocks, device=block_lse.device, dtype=torch.int32),
+    assert padded <= MAX_PADDED_TOKENS, f"{padded} tokens do not fit an int16"
+    pairs = PairPlan(
+        coefficient=block_lse.view(torch.bfloat16),
+        listed_tokens=block_max.view(torch.int16),
+        listed=torch.empty(blocks, device=block_lse.device, dtype=torch.int32),
     )
     plan_kernel[(blocks,)](
-        block_lse, found.coefficient,
-        block_max, found.tokens,
-        found.listed, tokens.lse, tokens.target, tokens.labels, tokens.count,
-        padded, math.log2(eps),
-        DRAWN=DRAWN, WIDTH=tiles.width, BLOCK=1024,
-    )  # fmt: skip
-    return found
+        block_lse=block_lse,
+        coefficient=pairs.coefficient,
+        block_max=block_max,
+        listed_tokens=pairs.listed_tokens,
+        listed=pairs.listed,
+        lse=tokens.lse,
+        target=tokens.target,
+        labels=tokens.labels,
+        count=tokens.count,
+        padded=padded,
+        log_eps=math.log2(eps),
+        DRAWN=DRAWN,
+        WIDTH=tiles.width,
+        BLOCK=1024,
+    )
+    return pairs
 
 
 @triton.jit
 def count_kernel(
-    listed, first, last, readers, read_last, total, blocks, slices, each,
+    listed,  # (blocks,)
+    first_tile, tile_end, n_shares, share_end,  # (blocks,) each, written
+    total,  # (1,) written
+    blocks, slices, share_size,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Tiles and weight-gradient items of every block, and where each block's begin and end."""
+    """One program counts every block's tiles and shares.
+
+    `tile_end` and `share_end` are the sums over the blocks up to and including each block.
+    """
     tile_sum = 0
-    read_sum = 0
-    for i in range(0, blocks, BLOCK):
-        j = i + tl.arange(0, BLOCK)
-        inside = j < blocks
-        n = tl.load(listed + j, mask=inside, other=0)
-        # two more rows: the block's profile and its uniform direction
-        tiles = tl.where(inside, (n + 2 + ROWS - 1) // ROWS, 0)
-        # short weight gradients are worked off several slices at a time
-        items = tl.minimum(n * slices // each + 1, slices)
-        items = tl.where(inside, items, 0)
+    share_sum = 0
+    for start in range(0, blocks, BLOCK):
+        block = start + tl.arange(0, BLOCK)
+        inside = block < blocks
+        n_listed = tl.load(listed + block, mask=inside, other=0)
+        # Two more rows are the block's profile and its uniform direction.
+        tiles = tl.where(inside, (n_listed + 2 + ROWS - 1) // ROWS, 0)
+        # A short weight gradient is worked off several slices of D at a time.
+        shares = tl.minimum(n_listed * slices // share_size + 1, slices)
+        shares = tl.where(inside, shares, 0)
         ends = tile_sum + tl.cumsum(tiles, 0)
-        tl.store(last + j, ends, mask=inside)
-        tl.store(first + j, ends - tiles, mask=inside)
-        tl.store(readers + j, items, mask=inside)
-        tl.store(read_last + j, read_sum + tl.cumsum(items, 0), mask=inside)
+        tl.store(tile_end + block, ends, mask=inside)
+        tl.store(first_tile + block, ends - tiles, mask=inside)
+        tl.store(n_shares + block, shares, mask=inside)
+        tl.store(share_end + block, share_sum + tl.cumsum(shares, 0), mask=inside)
         tile_sum += tl.sum(tiles, 0)
-        read_sum += tl.sum(items, 0)
-    tl.store(total, tile_sum + read_sum)
+        share_sum += tl.sum(shares, 0)
+    tl.store(total, tile_sum + share_sum)
 
 
 @triton.jit
 def items_kernel(
-    first, last, readers, read_last, items, owner, blocks, reach,
+    first_tile, tile_end, n_shares, share_end,  # (blocks,) each
+    items, tile_owner,  # written
+    blocks, reach,
     STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Block j's places in the queue.
+    """A program puts one block's items into their places in the queue.
 
-    Its tiles come right before the readers of the first block r within `reach` of their end:
-    first[r] ≥ last[j] − reach. That is far enough behind r's tiles to find them done, and far
-    enough before the reuse of a slot of the ring."""
-    j = tl.program_id(0)
-    begin = tl.load(first + j)
-    end = tl.load(last + j)
-    n_readers = tl.load(readers + j)
-    read_end = tl.load(read_last + j)
-    low, high = 0, j
-    behind, top = j * 0, blocks + j * 0
+    Its tiles come right before the shares of the first block r within `reach` of their end:
+    first_tile[r] ≥ tile_end[block] − reach. That is far enough behind r's tiles to find them done,
+    and far enough before the reuse of a slot of the ring.
+    """
+    block = tl.program_id(0)
+    begin = tl.load(first_tile + block)
+    end = tl.load(tile_end + block)
+    shares = tl.load(n_shares + block)
+    last_share = tl.load(share_end + block)
+
+    # Two binary searches, side by side.
+    low = 0
+    high = block
+    tiles_low = block * 0
+    tiles_high = blocks + block * 0
     for _ in range(STEPS):
-        # the first block whose tiles begin late enough, if it is before j
+        # The first block whose tiles begin late enough, if it is before this one.
         middle = (low + high) // 2
-        late = tl.load(first + middle) >= end - reach
+        late = tl.load(first_tile + middle) >= end - reach
         high = tl.where(late, middle, high)
         low = tl.where(late, low, tl.minimum(middle + 1, high))
-        # how many blocks' tiles are before this block's readers
-        middle = (behind + top) // 2
-        fits = tl.load(last + tl.minimum(middle, blocks - 1)) <= begin + reach
-        behind = tl.where(fits & (middle < top), middle + 1, behind)
-        top = tl.where(fits, top, middle)
-    tile_at = tl.load(read_last + high) - tl.load(readers + high) + begin
-    ahead = tl.maximum(behind, j + 1)
-    read_at = read_end - n_readers + tl.load(last + ahead - 1)
-    o = tl.arange(0, BLOCK)
-    for i in range(0, end - begin, BLOCK):
-        inside = i + o < end - begin
-        tl.store(items + tile_at + i + o, (j << 14) | ((i + o) << 2), mask=inside)
-        tl.store(owner + begin + i + o, j, mask=inside)
-    for i in range(0, n_readers, BLOCK):
-        tl.store(items + read_at + i + o, (j << 14) | ((i + o) << 2) | 1, mask=i + o < n_readers)
+        # How many blocks' tiles come before this block's shares.
+        middle = (tiles_low + tiles_high) // 2
+        fits = tl.load(tile_end + tl.minimum(middle, blocks - 1)) <= begin + reach
+        tiles_low = tl.where(fits & (middle < tiles_high), middle + 1, tiles_low)
+        tiles_high = tl.where(fits, tiles_high, middle)
+
+    shares_before = tl.load(share_end + high) - tl.load(n_shares + high)
+    tile_place = shares_before + begin
+    blocks_before = tl.maximum(tiles_low, block + 1)
+    share_place = last_share - shares + tl.load(tile_end + blocks_before - 1)
+    step = tl.arange(0, BLOCK)
+    for start in range(0, end - begin, BLOCK):
+        index = start + step
+        inside = index < end - begin
+        at = items + tile_place + start + step
+        tl.store(at, pack_item(block, index, TILE_ITEM), mask=inside)
+        tl.store(tile_owner + begin + start + step, block, mask=inside)
+    for start in range(0, shares, BLOCK):
+        index = start + step
+        inside = index < shares
+        at = items + share_place + start + step
+        tl.store(at, pack_item(block, index, SHARE_ITEM), mask=inside)
 
 
 def schedule(
-    listed: Tensor,  # (blocks,)
+    listed: Tensor,  # (blocks,) int32
     padded: int,
     slices: int,  # of D in a block's weight gradient, 0 where it is not wanted
     tiles: Tiles,
-    ring: int,
+    ring: int,  # tiles whose S may wait for their shares of dC
 ) -> Schedule:
-    """Order every block's tiles and the items of its weight gradient."""
+    """Put every block's tiles and the shares of its weight gradient in order."""
     blocks = len(listed)
-    most_tiles = cdiv(padded + 2, tiles.pair_rows)
-    reach = max(ring // 2, most_tiles)
-    sizes = [blocks] * 4 + [1, blocks * (most_tiles + slices)]
+    most_tiles = cdiv(padded + 2, tiles.pair_rows)  # of one block
+    assert blocks <= MAX_BLOCKS, f"{blocks} vocabulary blocks do not fit an item"
+    assert most_tiles <= MAX_ITEMS_OF_BLOCK, f"{most_tiles} tiles of a block do not fit an item"
+    assert slices <= MAX_ITEMS_OF_BLOCK, f"{slices} slices of D do not fit an item"
+    # One allocation serves all.
+    sizes = [blocks, blocks, blocks, blocks, 1, blocks * (most_tiles + slices)]
     memory = torch.empty(sum(sizes), device=listed.device, dtype=torch.int32)
-    first, last, readers, read_last, total, items = memory.split(sizes)
-    owner = torch.empty(blocks * most_tiles, device=listed.device, dtype=torch.int32)
+    first_tile, tile_end, n_shares, share_end, total, items = memory.split(sizes)
+    tile_owner = torch.empty(blocks * most_tiles, device=listed.device, dtype=torch.int32)
     count_kernel[(1,)](
-        listed, first, last, readers, read_last, total, blocks, slices, ITEM,
-        ROWS=tiles.pair_rows, BLOCK=1024,
-    )  # fmt: skip
+        listed=listed,
+        first_tile=first_tile,
+        tile_end=tile_end,
+        n_shares=n_shares,
+        share_end=share_end,
+        total=total,
+        blocks=blocks,
+        slices=slices,
+        share_size=SHARE_SIZE,
+        ROWS=tiles.pair_rows,
+        BLOCK=1024,
+    )
     items_kernel[(blocks,)](
-        first, last, readers, read_last, items, owner, blocks, reach,
-        STEPS=blocks.bit_length() + 1, BLOCK=32, num_warps=1,
-    )  # fmt: skip
-    return Schedule(items, total, first, owner, readers)
+        first_tile=first_tile,
+        tile_end=tile_end,
+        n_shares=n_shares,
+        share_end=share_end,
+        items=items,
+        tile_owner=tile_owner,
+        blocks=blocks,
+        reach=max(ring // 2, most_tiles),
+        STEPS=blocks.bit_length() + 1,
+        BLOCK=32,
+        num_warps=1,
+    )
+    return Schedule(items, total, first_tile, tile_owner, n_shares)

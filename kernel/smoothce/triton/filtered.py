@@ -9,12 +9,11 @@ W_j = Σ_{v∈j} q_v C_v, H_j = Σ_{v∈j} u_v f_v C_v and the plan's coefficien
     dE_i = g_i (Σ_listed S C + Σ_j m_ij W_j − β Σ_j H_j)
     dC_v = Σ_listed g S E + q_v Σ_i m_ij g_i E_i − β u_v f_v Σ_i g_i E_i
 
-(a z-loss lifts a token's softmax, p, P and q, by 1 + 2ζ lse_i).
+A z-loss lifts a token's softmax, p, P and q, by 1 + 2ζ lse_i.
 
-One kernel works through a queue whose items only wait for earlier ones: a tile of listed pairs
-puts S into a ring and adds S · C to dE; a share of a block's dC sums Sᵀ · E over its tiles once
-they are there. Profile and uniform direction ride along as two more rows of each block's tiles,
-so q, W and H cost no pass of their own over the classifier.
+`plan_super_blocks` runs the forward and lets `filter_plan` choose the pairs; `FilteredGradients`
+launches `filter_kernels`. Tokens are worked on in super-blocks, whose statistics bound the memory.
+kernel/DERIVATION.md derives the equations and says why pairs are drawn.
 """
 
 from collections.abc import Iterator
@@ -24,8 +23,8 @@ import torch
 from torch import Tensor
 from triton import cdiv
 
-from smoothce.triton.filter_kernels import block_sums_kernel, hidden_kernel, queue_kernel
-from smoothce.triton.filter_plan import Plan, plan, schedule
+from smoothce.triton.filter_kernels import block_sums_kernel, filtered_hidden_kernel, queue_kernel
+from smoothce.triton.filter_plan import PairPlan, plan_pairs, schedule
 from smoothce.triton.forward import Results, lse_forward
 from smoothce.triton.recompute_backward import TOKENS
 from smoothce.triton.tiles import descriptor, programs
@@ -39,184 +38,320 @@ from smoothce.triton.tokens import (
 )
 from smoothce.vocab_parallel import all_reduce_gradient
 
-STATISTICS = 2**25  # bytes of block statistics that a super-block may have
+STATISTICS_BYTES = 2**25  # of a super-block's block statistics, at most
+BYTES_OF_A_PAIR = 4  # two fp16 statistics
+TOKENS_AT_ONCE = 1024  # whose hidden states are converted to fp32 together
 
 
 class Upstream(NamedTuple):
-    """Upstream gradient g, as one factor and what is left of it per token."""
+    """The upstream gradient g, as one factor and what is left of it per token."""
 
-    relative: Tensor | None  # (padded,) fp32 g_i / largest, packed; None: all alike
-    lift: Tensor | None  # (padded,) fp32 1 + 2ζ lse_i; None: 1
+    relative: Tensor | None  # (padded,) fp32 g_i / largest, packed; None where all are alike
+    lift: Tensor | None  # (padded,) fp32 1 + 2ζ lse_i; None where it is 1
     largest: Tensor  # () fp32, the largest |g_i|
     hidden_sum: Tensor  # (D,) fp32, Σ E_i g_i / largest
 
 
-def super_block(call: LossCall) -> int:
-    """Tokens of a super-block, all of about the same size. Statistics are 4 bytes a pair."""
-    n, rows = max(len(call.inputs.labels), 1), call.tiles.rows
-    most = min(STATISTICS // (4 * call.blocks), TOKENS)
-    return cdiv(cdiv(n, cdiv(n, max(most, rows))), rows) * rows
+def super_block_size(call: LossCall) -> int:
+    """How many tokens each super-block has; all are of about the same size.
+
+    The block statistics of one, 4 bytes for each (token, block) pair, fit in STATISTICS_BYTES."""
+    n_tokens = max(len(call.inputs.labels), 1)
+    rows = call.tiles.rows
+    most = max(min(STATISTICS_BYTES // (BYTES_OF_A_PAIR * call.blocks), TOKENS), rows)
+    n_super_blocks = cdiv(n_tokens, most)
+    return cdiv(cdiv(n_tokens, n_super_blocks), rows) * rows
 
 
-def with_forward(call: LossCall) -> bool:
-    """Whether gradients are made in the forward: one super-block's statistics fit in the memory
-    bound, several blocks' do not, and a reduced loss's upstream gradient is one factor."""
-    return call.inputs.options.reduction != "none" and len(call.inputs.labels) > super_block(call)
+def makes_gradients_in_forward(call: LossCall) -> bool:
+    """Whether gradients are made in the forward, super-block by super-block.
+
+    One super-block's statistics fit in the memory bound, those of several do not. It takes a
+    reduced loss, whose upstream gradient is one factor that the backward can multiply by."""
+    n_tokens = len(call.inputs.labels)
+    return call.inputs.options.reduction != "none" and n_tokens > super_block_size(call)
 
 
-def planned(
-    call: LossCall, results: Results, order: Tensor, count: Tensor
-) -> Iterator[tuple[PackedTokens, Plan]]:
-    """The forward, super-block by super-block, valid tokens first."""
-    size, every = super_block(call), slice(0, len(order))
+def plan_super_blocks(
+    call: LossCall,
+    results: Results,
+    order: Tensor,  # (N,) int32, valid tokens first
+    count: Tensor,  # (1,) int32, how many are valid
+) -> Iterator[tuple[PackedTokens, PairPlan]]:
+    """Run the forward super-block by super-block, and plan the backward of each."""
+    assert call.eps is not None
+    size = super_block_size(call)
+    all_tokens = slice(0, len(order))
     for start in range(0, len(order), size):
-        own = order[start : start + size]
-        inside = count if len(own) == len(order) else (count - start).clamp(0, len(own))
-        tokens, packed = gather(call, own, inside)
+        own_order = order[start : start + size]
+        own_count = count
+        if len(own_order) < len(order):
+            own_count = (count - start).clamp(0, len(own_order))
+        tokens, packed = gather(call, own_order, own_count)
         statistics = packed.new_empty(2, call.blocks, len(packed), dtype=torch.float16)
-        tokens = lse_forward(call, packed, tokens, results, every, statistics=statistics)
-        # after the large kernel's launch, so that the host's work is hidden; in two steps, since
-        # torch's reduction of many rows to few sums takes 100 MB of its own
+        tokens = lse_forward(call, packed, tokens, results, all_tokens, statistics=statistics)
+        # This comes after the large kernel's launch, so that the host's work is hidden. It is in
+        # two steps, since torch's reduction of many rows to few sums takes 100 MB of its own.
         groups = packed.view(-1, call.tiles.rows, packed.shape[1])
         total = groups.sum(1, dtype=torch.float32).sum(0)
-        mean = (total / inside.clamp(min=1)).to(packed.dtype)
+        mean = (total / own_count.clamp(min=1)).to(packed.dtype)
         tokens = tokens._replace(total=total, mean=mean)
         del packed, groups
-        yield tokens, plan(statistics, tokens, call.eps, call.tiles)
+        yield tokens, plan_pairs(statistics, tokens, call.eps, call.tiles)
         del tokens, statistics  # before the next super-block takes its memory
 
 
 def forward_all(
     call: LossCall, results: Results
-) -> list[tuple[PackedTokens, Plan]] | ForwardGradients:
-    """Fill in the results; the backward's state."""
+) -> list[tuple[PackedTokens, PairPlan]] | ForwardGradients:
+    """Fill in the results. What the backward needs is returned: plans, or gradients already."""
     order, count = valid_first(call)
     loss_scale = call.inputs.loss_scale()
-    blocks, gradients = [], Gradients(call) if with_forward(call) else None
-    for tokens, pairs in planned(call, results, order, count):
-        if gradients is None:
-            blocks.append((tokens, pairs))
-        else:
-            of_loss = torch.ones_like(loss_scale)
-            gradients.add(tokens, pairs, upstream(call, tokens, of_loss, loss_scale))
+    if not makes_gradients_in_forward(call):
+        return list(plan_super_blocks(call, results, order, count))
+    gradients = FilteredGradients(call)
+    of_loss = torch.ones_like(loss_scale)
+    for tokens, pairs in plan_super_blocks(call, results, order, count):
+        gradients.add(tokens, pairs, upstream_gradient(call, tokens, of_loss, loss_scale))
         del tokens, pairs  # before the next super-block takes its memory
-    return blocks if gradients is None else ForwardGradients(gradients.result())
+    return ForwardGradients(gradients.result())
 
 
 def backward_all(
     call: LossCall,
-    blocks: list[tuple[PackedTokens, Plan]],
+    super_blocks: list[tuple[PackedTokens, PairPlan]],
     of_loss: Tensor,  # fp32, () or (N,)
-    of_lse: None,
+    of_lse: None,  # log-sum-exps have no upstream gradient where gradients are filtered
     loss_scale: Tensor,  # ()
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of hidden and weight that are wanted."""
-    gradients = Gradients(call)
-    for tokens, pairs in blocks:
-        gradients.add(tokens, pairs, upstream(call, tokens, of_loss, loss_scale))
+    """The gradients of hidden, weight and bias that are wanted; bias never has one here."""
+    gradients = FilteredGradients(call)
+    for tokens, pairs in super_blocks:
+        gradients.add(tokens, pairs, upstream_gradient(call, tokens, of_loss, loss_scale))
     return gradients.result()
 
 
-def upstream(call: LossCall, tokens: PackedTokens, of_loss: Tensor, loss_scale: Tensor) -> Upstream:
-    """The upstream gradient as the kernels take it."""
-    inputs, order = call.inputs, tokens.order
+def upstream_gradient(
+    call: LossCall,
+    tokens: PackedTokens,
+    of_loss: Tensor,  # fp32, () or (N,)
+    loss_scale: Tensor,  # ()
+) -> Upstream:
+    """The upstream gradient of a super-block's tokens, as the kernels take it."""
+    inputs = call.inputs
+    options = inputs.options
+    assert tokens.total is not None
     a, b = coefficients(call, tokens, of_loss, loss_scale, slice(0, len(inputs.labels)))
-    lift = torch.where(b != 0, a / b, 1.0) if inputs.options.z_loss else None
-    if inputs.options.reduction != "none" and inputs.token_weights is None:
+    lift = torch.where(b != 0, a / b, 1.0) if options.z_loss else None
+    if options.reduction != "none" and inputs.token_weights is None:
         return Upstream(None, lift, of_loss * loss_scale, tokens.total)
     largest = b.abs().amax().clamp(min=1e-30)
     relative = b / largest
-    total = torch.zeros_like(tokens.total)
-    for i in range(0, len(order), 1024):
-        part = order[i : i + 1024].long()
-        total += relative[i : i + len(part)] @ inputs.hidden[part].float()
-    return Upstream(relative, lift, largest, total)
+    hidden_sum = torch.zeros_like(tokens.total)
+    for start in range(0, len(tokens.order), TOKENS_AT_ONCE):
+        part = tokens.order[start : start + TOKENS_AT_ONCE].long()
+        hidden_sum += relative[start : start + len(part)] @ inputs.hidden[part].float()
+    return Upstream(relative, lift, largest, hidden_sum)
 
 
-class Gradients:
+class FilteredGradients:
     """The filtered gradients that are wanted, filled super-block by super-block."""
 
     def __init__(self, call: LossCall) -> None:
-        self.call, self.begun = call, False
-        self.hidden, self.weight = (
-            torch.empty_like(like) if need else None
-            for like, need in zip(call.inputs[:2], call.needs[:2], strict=True)
-        )
+        needs_hidden, needs_weight, _ = call.needs
+        self.call = call
+        self.begun = False  # whether a super-block is in `weight`
+        self.hidden = torch.empty_like(call.inputs.hidden) if needs_hidden else None
+        self.weight = torch.empty_like(call.inputs.weight) if needs_weight else None
 
     def result(self) -> tuple[Tensor | None, ...]:
-        for gradient in (self.hidden, self.weight):
-            if gradient is not None and not self.begun:
-                gradient.zero_()
+        """The gradients of hidden, weight and bias."""
+        if not self.begun:
+            for gradient in (self.hidden, self.weight):
+                if gradient is not None:
+                    gradient.zero_()
         return all_reduce_gradient(self.hidden, self.call.inputs.shard), self.weight, None
 
-    def add(self, tokens: PackedTokens, plan: Plan, upstream: Upstream) -> None:
-        """Write dE of these tokens; write dC, or add to it: this module's equations."""
-        call, d_weight = self.call, self.weight
-        inputs, tiles = call.inputs, call.tiles
-        hidden, weight, mixture = inputs.hidden, inputs.weight, inputs.smoothing_target
-        (v, d), device, softcap = weight.shape, hidden.device, inputs.options.softcap
-        smoothing = inputs.options.label_smoothing
-        share = call.share if mixture is None else smoothing
-        blocks, padded = plan.coefficient.shape
-        common = {
-            "D": d,
+    @property
+    def smoothing_factor(self) -> float:
+        """What the kernels multiply u by: β, or β u_v where u is uniform and they take 1 for it."""
+        if self.call.inputs.smoothing_target is None:
+            return self.call.share
+        return self.call.inputs.options.label_smoothing
+
+    @property
+    def slice_settings(self) -> dict[str, int | str]:
+        """The settings of kernels that work on slices of D."""
+        tiles = self.call.tiles
+        return {
+            "D": self.call.inputs.hidden.shape[1],
             "SLICE": tiles.slice,
             "STEP": tiles.step,
             "PRECISION": tiles.precision,
             "num_warps": tiles.warps,
             "num_stages": tiles.pair_stages,
         }
-        profile_sums = uniform_sums = acc = None
-        if d_weight is not None:
-            profile_sums = torch.empty(blocks, d, dtype=torch.float32, device=device)
-            uniform_sums = torch.empty_like(profile_sums) if softcap is not None else None
-            block_sums_kernel[(cdiv(blocks, tiles.wide), cdiv(d, tiles.slice))](
-                hidden, plan.coefficient, tokens.order, upstream.relative, upstream.lift,
-                tokens.count, profile_sums,
-                uniform_sums,
-                padded, blocks, WIDE=tiles.wide,
-                **common,
-            )  # fmt: skip
 
-        ring = max(tiles.ring, cdiv(padded + 2, tiles.pair_rows))
-        slices = cdiv(d, tiles.slice) if d_weight is not None else 0
-        ring_s = hidden.new_empty(ring * tiles.pair_rows if slices else 0, tiles.width)
-        ring_source = torch.empty(len(ring_s), device=device, dtype=torch.int32)
-        profile = torch.empty(2, v, dtype=torch.float32, device=device)
-        mean_offset = (tokens.mean.data_ptr() - hidden.data_ptr()) // hidden.element_size()
-        if self.hidden is not None:
-            rows = padded + blocks + (1 if softcap is None else blocks)
-            acc = torch.zeros(rows, d, dtype=torch.float32, device=device)
-        counters = torch.zeros(1 + 2 * blocks, device=device, dtype=torch.int32)
-        queue_kernel[(programs(device),)](
-            *schedule(plan.listed, padded, slices, tiles, ring),
-            *counters.split([1, blocks, blocks]),
-            hidden,
-            descriptor(weight, [tiles.width, tiles.pair_depth], tiles.tma),
-            descriptor(weight, [tiles.width, tiles.slice], tiles.tma),
-            inputs.bias, mixture, tokens.order, tokens.labels, tokens.lse,
-            *upstream,
-            *plan,
-            ring_s, ring_source, profile, profile_sums, uniform_sums, acc, d_weight,
-            mean_offset,
-            padded, blocks, v, share, smoothing, inputs.scale, softcap,
-            # whether rows of `hidden` and the mean are whole pieces of 8 numbers apart
-            ALIGNED=mean_offset % 8 == 0 and d % 8 == 0,
-            RAGGED=v % tiles.width != 0, ACCUMULATE=self.begun,
-            ROWS=tiles.pair_rows, WIDTH=tiles.width, DEPTH=tiles.pair_depth, TMA=tiles.tma,
-            RING=ring, WIDE_STAGES=tiles.wide_stages,
-            **common,
-        )  # fmt: skip
-        del ring_s
-        if acc is not None:
-            uniforms = acc[padded + blocks :]
-            hidden_kernel[(cdiv(padded, tiles.rows), cdiv(d, tiles.slice))](
-                plan.coefficient, tokens.order, *upstream[:3], tokens.count,
-                acc,
-                acc[padded : padded + blocks].to(hidden.dtype),
-                None if softcap is None else uniforms.to(hidden.dtype), uniforms.sum(0),
-                self.hidden,
-                len(tokens.order), padded, blocks, share, ROWS=tiles.rows,
-                **common,
-            )  # fmt: skip
+    def add(self, tokens: PackedTokens, pairs: PairPlan, upstream: Upstream) -> None:
+        """Write dE of these tokens. Write dC, or add to it: this module's equations."""
+        profile_sums = uniform_sums = None
+        if self.weight is not None:
+            profile_sums, uniform_sums = self._block_sums(tokens, pairs, upstream)
+        hidden_sums = self._work_off_queue(tokens, pairs, upstream, profile_sums, uniform_sums)
+        if hidden_sums is not None:
+            self._write_hidden(tokens, pairs, upstream, hidden_sums)
         self.begun = True
+
+    def _block_sums(
+        self, tokens: PackedTokens, pairs: PairPlan, upstream: Upstream
+    ) -> tuple[Tensor, Tensor | None]:
+        """Σ_i m_ij g_i E_i of each block, (blocks, D) fp32. Under a softcap also the sums over
+        dropped pairs of g_i E_i, which the uniform term takes there."""
+        call = self.call
+        hidden = call.inputs.hidden
+        tiles = call.tiles
+        blocks, padded = pairs.coefficient.shape
+        d = hidden.shape[1]
+        profile_sums = torch.empty(blocks, d, dtype=torch.float32, device=hidden.device)
+        uniform_sums = None
+        if call.inputs.options.softcap is not None:
+            uniform_sums = torch.empty_like(profile_sums)
+        block_sums_kernel[(cdiv(blocks, tiles.wide), cdiv(d, tiles.slice))](
+            hidden=hidden,
+            coefficient=pairs.coefficient,
+            order=tokens.order,
+            relative=upstream.relative,
+            lift=upstream.lift,
+            count=tokens.count,
+            profile_sums=profile_sums,
+            uniform_sums=uniform_sums,
+            padded=padded,
+            blocks=blocks,
+            WIDE=tiles.wide,
+            **self.slice_settings,
+        )
+        return profile_sums, uniform_sums
+
+    def _work_off_queue(
+        self,
+        tokens: PackedTokens,
+        pairs: PairPlan,
+        upstream: Upstream,
+        profile_sums: Tensor | None,  # (blocks, D) fp32; None where dC is not wanted
+        uniform_sums: Tensor | None,  # likewise; None without a softcap too
+    ) -> Tensor | None:
+        """Write dC, or add to it. Returns what dE is made of, or None where it is not wanted.
+
+        That is (·, D) fp32: for each token its sum over listed pairs, then W of each block, then H,
+        of each block under a softcap and else of all together."""
+        call = self.call
+        inputs = call.inputs
+        tiles = call.tiles
+        hidden = inputs.hidden
+        weight = inputs.weight
+        device = hidden.device
+        softcap = inputs.options.softcap
+        v, d = weight.shape
+        blocks, padded = pairs.coefficient.shape
+        assert tokens.mean is not None
+
+        slices = cdiv(d, tiles.slice) if self.weight is not None else 0
+        ring = max(tiles.ring, cdiv(padded + 2, tiles.pair_rows))
+        ring_rows = ring * tiles.pair_rows if self.weight is not None else 0
+        ring_gradients = hidden.new_empty(ring_rows, tiles.width)
+        ring_source = torch.empty(ring_rows, device=device, dtype=torch.int32)
+        profile = torch.empty(2, v, dtype=torch.float32, device=device)
+        hidden_sums = None
+        if self.hidden is not None:
+            uniform_rows = 1 if softcap is None else blocks
+            rows = padded + blocks + uniform_rows
+            hidden_sums = torch.zeros(rows, d, dtype=torch.float32, device=device)
+        counters = torch.zeros(1 + 2 * blocks, device=device, dtype=torch.int32)
+        ticket, tiles_done, shares_done = counters.split([1, blocks, blocks])
+        queue = schedule(pairs.listed, padded, slices, tiles, ring)
+        mean_offset = (tokens.mean.data_ptr() - hidden.data_ptr()) // hidden.element_size()
+        queue_kernel[(programs(device),)](
+            items=queue.items,
+            total=queue.total,
+            first_tile=queue.first_tile,
+            tile_owner=queue.tile_owner,
+            n_shares=queue.n_shares,
+            ticket=ticket,
+            tiles_done=tiles_done,
+            shares_done=shares_done,
+            hidden=hidden,
+            weight=descriptor(weight, [tiles.width, tiles.pair_depth], tiles.tma),
+            weight_wide=descriptor(weight, [tiles.width, tiles.slice], tiles.tma),
+            bias=inputs.bias,
+            smoothing_target=inputs.smoothing_target,
+            order=tokens.order,
+            labels=tokens.labels,
+            lse=tokens.lse,
+            relative=upstream.relative,
+            lift=upstream.lift,
+            largest=upstream.largest,
+            hidden_sum=upstream.hidden_sum,
+            coefficient=pairs.coefficient,
+            listed_tokens=pairs.listed_tokens,
+            listed=pairs.listed,
+            ring=ring_gradients,
+            ring_source=ring_source,
+            profile=profile,
+            profile_sums=profile_sums,
+            uniform_sums=uniform_sums,
+            acc=hidden_sums,
+            d_weight=self.weight,
+            mean_offset=mean_offset,
+            padded=padded,
+            blocks=blocks,
+            V=v,
+            smoothing_factor=self.smoothing_factor,
+            smoothing=inputs.options.label_smoothing,
+            scale=inputs.scale,
+            softcap=softcap,
+            # Whether rows of `hidden` and the mean are whole pieces of 8 numbers apart.
+            ALIGNED=mean_offset % 8 == 0 and d % 8 == 0,
+            RAGGED=v % tiles.width != 0,
+            ACCUMULATE=self.begun,
+            ROWS=tiles.pair_rows,
+            WIDTH=tiles.width,
+            DEPTH=tiles.pair_depth,
+            TMA=tiles.tma,
+            RING=ring,
+            WIDE_STAGES=tiles.wide_stages,
+            **self.slice_settings,
+        )
+        return hidden_sums
+
+    def _write_hidden(
+        self, tokens: PackedTokens, pairs: PairPlan, upstream: Upstream, hidden_sums: Tensor
+    ) -> None:
+        """Write dE of a super-block's tokens, from what the queue has left in `hidden_sums`."""
+        call = self.call
+        tiles = call.tiles
+        dtype = call.inputs.hidden.dtype
+        blocks, padded = pairs.coefficient.shape
+        d = hidden_sums.shape[1]
+        uniforms = hidden_sums[padded + blocks :]
+        uniforms_by_block = None
+        if call.inputs.options.softcap is not None:
+            uniforms_by_block = uniforms.to(dtype)
+        filtered_hidden_kernel[(cdiv(padded, tiles.rows), cdiv(d, tiles.slice))](
+            coefficient=pairs.coefficient,
+            order=tokens.order,
+            relative=upstream.relative,
+            lift=upstream.lift,
+            largest=upstream.largest,
+            count=tokens.count,
+            acc=hidden_sums,
+            profiles=hidden_sums[padded : padded + blocks].to(dtype),
+            uniforms=uniforms_by_block,
+            uniform_sum=uniforms.sum(0),
+            out=self.hidden,
+            n_order=len(tokens.order),
+            padded=padded,
+            blocks=blocks,
+            smoothing_factor=self.smoothing_factor,
+            ROWS=tiles.rows,
+            **self.slice_settings,
+        )

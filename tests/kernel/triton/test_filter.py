@@ -9,6 +9,14 @@ from loss_check import DEVICE, error, gradients, inputs, runs_schedule
 from smoothce import triton
 from smoothce.options import Options
 from smoothce.triton import filter_plan, threshold
+from smoothce.triton.filter_plan import (
+    BLOCK_SHIFT,
+    INDEX_MASK,
+    INDEX_SHIFT,
+    KIND_MASK,
+    SHARE_ITEM,
+    TILE_ITEM,
+)
 from smoothce.triton.tiles import tiles_for
 
 WIDTH = tiles_for(torch.zeros(1, 64, device=DEVICE), torch.zeros(1, 64, device=DEVICE)).width
@@ -24,24 +32,29 @@ def test_unbiased_filter_is_right_in_the_mean(options):
     n, times, eps = 4, 48, 0.4
     v = 3 * WIDTH
     z, _, labels, _ = inputs(n, v, v)
-    z, labels = z.repeat(times, 1), labels.repeat(times)  # every copy is drawn anew
+    z = z.repeat(times, 1)  # every copy is drawn anew
+    labels = labels.repeat(times)
     eye = torch.eye(v, device=DEVICE)
     settings = {"label_smoothing": 0.1, **options}
     if settings.pop("mixture", False):
         draws = torch.randn(v, generator=torch.Generator().manual_seed(5))
         settings["smoothing_target"] = draws.softmax(0).to(DEVICE)
-    both = gradients("triton", z, eye, labels, filter_eps=eps, **settings)[1:]
-    want = gradients("reference", z, eye, labels, **settings)[1:]
-    found = both[0].view(times, n, v)
-    mean, spread = found.mean(0), found.std(0) / times**0.5
-    off = (mean - want[0][:n]) / (spread + 1e-3 * want[0][:n].abs() + 1e-9)
-    assert off.pow(2).mean() < 2.0  # in standard errors; what fp16 statistics round comes on top
-    single = error(found, want[0].view_as(found))
+    _, d_hidden, d_weight = gradients("triton", z, eye, labels, filter_eps=eps, **settings)
+    _, true_hidden, true_weight = gradients("reference", z, eye, labels, **settings)
+
+    draws = d_hidden.view(times, n, v)
+    mean = draws.mean(0)
+    standard_error = draws.std(0) / times**0.5
+    # What fp16 statistics round comes on top.
+    rounding = 1e-3 * true_hidden[:n].abs() + 1e-9
+    off = (mean - true_hidden[:n]) / (standard_error + rounding)
+    assert off.pow(2).mean() < 2.0
+    single = error(draws, true_hidden.view_as(draws))
     assert single > 3e-3  # else nothing was left out
-    assert error(mean, want[0][:n]) < 0.35 * single
-    assert error(both[1], want[1]) < 0.35 * single
+    assert error(mean, true_hidden[:n]) < 0.35 * single
+    assert error(d_weight, true_weight) < 0.35 * single
     if not {"softcap", "z_loss"} & options.keys():  # every token's row sums to zero all the same
-        assert found.sum(2).abs().max() <= 8e-3 * found.abs().sum(2).max()
+        assert draws.sum(2).abs().max() <= 8e-3 * draws.abs().sum(2).max()
 
 
 def test_blocks_of_small_norms_are_drawn_from_all_the_same():
@@ -50,62 +63,99 @@ def test_blocks_of_small_norms_are_drawn_from_all_the_same():
     z[:, :WIDTH] += 12  # leaves the other blocks next to nothing
     labels = torch.zeros(n, dtype=torch.long, device=DEVICE)
     eye = torch.eye(v, device=DEVICE)
-    options = Options(filter_eps=0.1)
-    kept, _ = triton.filter_statistics(z, eye, labels, None, options)
-    assert abs(kept.item() - (1 + 2 * filter_plan.DRAWN / n) / 3) < 0.05
+    share_kept, _ = triton.filter_statistics(z, eye, labels, None, Options(filter_eps=0.1))
+    kept_of_other_blocks = filter_plan.DRAWN / n
+    assert abs(share_kept.item() - (1 + 2 * kept_of_other_blocks) / 3) < 0.05
+
+
+def test_statistics_of_a_tiny_threshold_say_that_nothing_is_left_out():
+    hidden, weight, labels, _ = inputs(90, 150, 16, masked=0.3)
+    share_kept, mass_left_out = triton.filter_statistics(
+        hidden, weight, labels, None, Options(filter_eps=1e-12)
+    )
+    assert share_kept.item() == 1
+    assert mass_left_out.item() == 0
 
 
 def test_statistics_tell_what_was_left_out():
     hidden, weight, labels, _ = inputs(90, 150, 16, masked=0.3)
-    given = hidden, weight, labels, None
-    assert [*map(float, triton.filter_statistics(*given, Options(filter_eps=1e-12)))] == [1, 0]
-    kept, mass = triton.filter_statistics(*given, Options(filter_eps=0.9))
-    width, valid = tiles_for(hidden, weight).width, labels >= 0
-    elsewhere = torch.arange(150, device=DEVICE) // width != labels[:, None] // width
-    most = ((hidden @ weight.T).softmax(1) * elsewhere).sum(1)[valid].mean()
-    assert 0 < mass < most and 0 < kept < 1
+    share_kept, mass_left_out = triton.filter_statistics(
+        hidden, weight, labels, None, Options(filter_eps=0.9)
+    )
+    width = tiles_for(hidden, weight).width
+    is_valid = labels >= 0
+    in_other_blocks = torch.arange(150, device=DEVICE) // width != labels[:, None] // width
+    mass_in_other_blocks = ((hidden @ weight.T).softmax(1) * in_other_blocks).sum(1)
+    assert 0 < mass_left_out < mass_in_other_blocks[is_valid].mean()
+    assert 0 < share_kept < 1
+
+
+def unpack_item(item: int) -> tuple[int, int, int]:
+    """(block, index, kind), as the kernels' `unpack_item` gives them."""
+    index = (item >> INDEX_SHIFT.value) & INDEX_MASK.value
+    return item >> BLOCK_SHIFT.value, index, item & KIND_MASK.value
 
 
 @runs_schedule
 @settings(max_examples=30, deadline=None)
 @given(
-    kept=st.lists(st.integers(0, 60), min_size=1, max_size=30),
+    listed=st.lists(st.integers(0, 60), min_size=1, max_size=30),
     slices=st.integers(0, 4),
     ring=st.integers(5, 12),
 )
-def test_queue_items_wait_only_for_earlier_ones(kept, slices, ring):
+def test_queue_items_wait_only_for_earlier_ones(listed, slices, ring):
     hidden = torch.zeros(64, 16, device=DEVICE)
     tiles = tiles_for(hidden, hidden)
-    counts = torch.tensor(kept, dtype=torch.int32, device=DEVICE)
-    most = -(-62 // tiles.pair_rows)
-    ring = max(ring, most)
+    most_tiles = -(-62 // tiles.pair_rows)
+    ring = max(ring, most_tiles)
+    counts = torch.tensor(listed, dtype=torch.int32, device=DEVICE)
     queue = filter_plan.schedule(counts, 60, slices, tiles, ring)
-    readers = queue.readers.tolist()
     items = queue.items[: queue.total.item()].tolist()
-    first, owner = queue.first.tolist(), queue.owner.tolist()
-    n_tiles = [-(-(k + 2) // tiles.pair_rows) for k in kept]
-    assert all(min(slices, 1) <= r <= slices for r in readers)
-    assert len(items) == sum(n_tiles) + sum(readers)
+    n_shares = queue.n_shares.tolist()
+    first_tile = queue.first_tile.tolist()
+    tile_owner = queue.tile_owner.tolist()
+    n_tiles = [-(-(n + 2) // tiles.pair_rows) for n in listed]
+    assert all(min(slices, 1) <= shares <= slices for shares in n_shares)
+    assert len(items) == sum(n_tiles) + sum(n_shares)
     assert len(set(items)) == len(items)
-    tiles_done, slices_done = [0] * len(kept), [0] * len(kept)
+
+    tiles_done = [0] * len(listed)
+    shares_done = [0] * len(listed)
     for item in items:
-        block, index, kind = item >> 14, (item >> 2) & 4095, item & 3
-        if kind == 0:
-            tile = first[block] + index
-            assert owner[tile] == block
-            if tile >= ring:
-                before = owner[tile - ring]
-                assert slices_done[before] == readers[before]
+        block, index, kind = unpack_item(item)
+        if kind == TILE_ITEM.value:
+            tile = first_tile[block] + index
+            assert tile_owner[tile] == block
+            if tile >= ring:  # whose slot held another tile before
+                previous = tile_owner[tile - ring]
+                assert shares_done[previous] == n_shares[previous]
             tiles_done[block] += 1
         else:
+            assert kind == SHARE_ITEM.value
             assert tiles_done[block] == n_tiles[block]
-            slices_done[block] += 1
+            shares_done[block] += 1
+
+
+def test_what_does_not_fit_an_item_of_the_queue_is_refused():
+    hidden = torch.zeros(1, 16, device=DEVICE)
+    tiles = tiles_for(hidden, hidden)
+    counts = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(AssertionError, match="4097 slices of D do not fit an item"):
+        filter_plan.schedule(counts, 60, 4097, tiles, 8)
+    with pytest.raises(AssertionError, match="tiles of a block do not fit an item"):
+        filter_plan.schedule(counts, 4096 * tiles.pair_rows, 1, tiles, 8)
+    with pytest.raises(AssertionError, match="131073 vocabulary blocks do not fit an item"):
+        filter_plan.schedule(torch.empty(2**17 + 1, dtype=torch.int32), 60, 1, tiles, 8)
 
 
 @pytest.mark.parametrize(("v", "eps"), [(256000, 2**-8.3), (16000, 2**-7.3), (8000, None)])
-def test_auto_is_exact_where_filtering_would_lose_or_bits_are_to_come_again(v, eps, monkeypatch):
-    """The filter's atomics add in an order that depends on timing."""
+def test_auto_is_exact_for_small_vocabularies(v, eps):
     found = threshold(Options(filter_eps="auto"), v)
     assert found == (eps if eps is None else pytest.approx(eps))
+
+
+def test_the_filter_is_off_where_bits_are_to_come_again(monkeypatch):
+    """The filter's atomics add in an order that depends on timing."""
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert threshold(Options(filter_eps=0.1), v) is None
+    for filter_eps in ("auto", 0.1):
+        assert threshold(Options(filter_eps=filter_eps), 256000) is None

@@ -43,7 +43,7 @@ def several_parts(monkeypatch):
 
 SMALL = {  # what only a GPU's large shapes, or rare moments, would meet
     "super-blocks of tokens": {
-        (filtered, "STATISTICS"): 2**9,
+        (filtered, "STATISTICS_BYTES"): 2**9,
         (recompute_backward, "super_blocks"): lambda n, size=32: grad_in_forward.super_blocks(
             n, size
         ),
