@@ -44,12 +44,28 @@ TOKENS_AT_ONCE = 1024  # whose hidden states are converted to fp32 together
 
 
 class Upstream(NamedTuple):
-    """The upstream gradient g, as one factor and what is left of it per token."""
+    """The upstream gradient g, as one factor and what is left of it per token.
+
+    Fields have the names of `queue_kernel`'s parameters."""
 
     relative: Tensor | None  # (padded,) fp32 g_i / largest, packed; None where all are alike
     lift: Tensor | None  # (padded,) fp32 1 + 2ζ lse_i; None where it is 1
     largest: Tensor  # () fp32, the largest |g_i|
     hidden_sum: Tensor  # (D,) fp32, Σ E_i g_i / largest
+
+
+class QueueMemory(NamedTuple):
+    """What `queue_kernel` works in and writes. Fields have the names of its parameters."""
+
+    ring: Tensor  # (·, width) in the inputs' dtype: S of tiles until dC has read it
+    ring_source: Tensor  # (·,) int32: where each row's hidden state is
+    profile: Tensor  # (2, V) fp32: q, and u times the slope
+    # (·, D) fp32, or None where dE is not wanted: for each token its sum over listed pairs, then W
+    # of each block, then H, of each block under a softcap and else of all together.
+    acc: Tensor | None
+    ticket: Tensor  # (1,) int32, 0: the next item
+    tiles_done: Tensor  # (blocks,) int32, 0
+    shares_done: Tensor  # (blocks,) int32, 0
 
 
 def super_block_size(call: LossCall) -> int:
@@ -197,9 +213,9 @@ class FilteredGradients:
         profile_sums = uniform_sums = None
         if self.weight is not None:
             profile_sums, uniform_sums = self._block_sums(tokens, pairs, upstream)
-        hidden_sums = self._work_off_queue(tokens, pairs, upstream, profile_sums, uniform_sums)
-        if hidden_sums is not None:
-            self._write_hidden(tokens, pairs, upstream, hidden_sums)
+        acc = self._work_off_queue(tokens, pairs, upstream, profile_sums, uniform_sums)
+        if acc is not None:
+            self._write_hidden(tokens, pairs, upstream, acc)
         self.begun = True
 
     def _block_sums(
@@ -240,45 +256,25 @@ class FilteredGradients:
         profile_sums: Tensor | None,  # (blocks, D) fp32; None where dC is not wanted
         uniform_sums: Tensor | None,  # likewise; None without a softcap too
     ) -> Tensor | None:
-        """Write dC, or add to it. Returns what dE is made of, or None where it is not wanted.
-
-        That is (·, D) fp32: for each token its sum over listed pairs, then W of each block, then H,
-        of each block under a softcap and else of all together."""
+        """Write dC, or add to it. Returns what dE is made of, `QueueMemory.acc`."""
         call = self.call
         inputs = call.inputs
         tiles = call.tiles
         hidden = inputs.hidden
         weight = inputs.weight
-        device = hidden.device
-        softcap = inputs.options.softcap
         v, d = weight.shape
         blocks, padded = pairs.coefficient.shape
-        assert tokens.mean is not None
-
+        ring_tiles = max(tiles.ring, cdiv(padded + 2, tiles.pair_rows))
         slices = cdiv(d, tiles.slice) if self.weight is not None else 0
-        ring = max(tiles.ring, cdiv(padded + 2, tiles.pair_rows))
-        ring_rows = ring * tiles.pair_rows if self.weight is not None else 0
-        ring_gradients = hidden.new_empty(ring_rows, tiles.width)
-        ring_source = torch.empty(ring_rows, device=device, dtype=torch.int32)
-        profile = torch.empty(2, v, dtype=torch.float32, device=device)
-        hidden_sums = None
-        if self.hidden is not None:
-            uniform_rows = 1 if softcap is None else blocks
-            rows = padded + blocks + uniform_rows
-            hidden_sums = torch.zeros(rows, d, dtype=torch.float32, device=device)
-        counters = torch.zeros(1 + 2 * blocks, device=device, dtype=torch.int32)
-        ticket, tiles_done, shares_done = counters.split([1, blocks, blocks])
-        queue = schedule(pairs.listed, padded, slices, tiles, ring)
+        memory = self._allocate_queue_memory(blocks, padded, ring_tiles)
+        queue = schedule(pairs.listed, padded, slices, tiles, ring_tiles)
+        assert tokens.mean is not None
         mean_offset = (tokens.mean.data_ptr() - hidden.data_ptr()) // hidden.element_size()
-        queue_kernel[(programs(device),)](
-            items=queue.items,
-            total=queue.total,
-            first_tile=queue.first_tile,
-            tile_owner=queue.tile_owner,
-            n_shares=queue.n_shares,
-            ticket=ticket,
-            tiles_done=tiles_done,
-            shares_done=shares_done,
+        queue_kernel[(programs(hidden.device),)](
+            **queue._asdict(),
+            **memory._asdict(),
+            **upstream._asdict(),
+            **pairs._asdict(),
             hidden=hidden,
             weight=descriptor(weight, [tiles.width, tiles.pair_depth], tiles.tma),
             weight_wide=descriptor(weight, [tiles.width, tiles.slice], tiles.tma),
@@ -287,19 +283,8 @@ class FilteredGradients:
             order=tokens.order,
             labels=tokens.labels,
             lse=tokens.lse,
-            relative=upstream.relative,
-            lift=upstream.lift,
-            largest=upstream.largest,
-            hidden_sum=upstream.hidden_sum,
-            coefficient=pairs.coefficient,
-            listed_tokens=pairs.listed_tokens,
-            listed=pairs.listed,
-            ring=ring_gradients,
-            ring_source=ring_source,
-            profile=profile,
             profile_sums=profile_sums,
             uniform_sums=uniform_sums,
-            acc=hidden_sums,
             d_weight=self.weight,
             mean_offset=mean_offset,
             padded=padded,
@@ -308,7 +293,7 @@ class FilteredGradients:
             smoothing_factor=self.smoothing_factor,
             smoothing=inputs.options.label_smoothing,
             scale=inputs.scale,
-            softcap=softcap,
+            softcap=inputs.options.softcap,
             # Whether rows of `hidden` and the mean are whole pieces of 8 numbers apart.
             ALIGNED=mean_offset % 8 == 0 and d % 8 == 0,
             RAGGED=v % tiles.width != 0,
@@ -317,22 +302,40 @@ class FilteredGradients:
             WIDTH=tiles.width,
             DEPTH=tiles.pair_depth,
             TMA=tiles.tma,
-            RING=ring,
+            RING=ring_tiles,
             WIDE_STAGES=tiles.wide_stages,
             **self.slice_settings,
         )
-        return hidden_sums
+        return memory.acc
+
+    def _allocate_queue_memory(self, blocks: int, padded: int, ring_tiles: int) -> QueueMemory:
+        inputs = self.call.inputs
+        tiles = self.call.tiles
+        device = inputs.hidden.device
+        v, d = inputs.weight.shape
+        ring_rows = ring_tiles * tiles.pair_rows if self.weight is not None else 0
+        ring = inputs.hidden.new_empty(ring_rows, tiles.width)
+        ring_source = torch.empty(ring_rows, device=device, dtype=torch.int32)
+        profile = torch.empty(2, v, dtype=torch.float32, device=device)
+        acc = None
+        if self.hidden is not None:
+            uniform_rows = 1 if inputs.options.softcap is None else blocks
+            rows = padded + blocks + uniform_rows
+            acc = torch.zeros(rows, d, dtype=torch.float32, device=device)
+        counters = torch.zeros(1 + 2 * blocks, device=device, dtype=torch.int32)
+        ticket, tiles_done, shares_done = counters.split([1, blocks, blocks])
+        return QueueMemory(ring, ring_source, profile, acc, ticket, tiles_done, shares_done)
 
     def _write_hidden(
-        self, tokens: PackedTokens, pairs: PairPlan, upstream: Upstream, hidden_sums: Tensor
+        self, tokens: PackedTokens, pairs: PairPlan, upstream: Upstream, acc: Tensor
     ) -> None:
-        """Write dE of a super-block's tokens, from what the queue has left in `hidden_sums`."""
+        """Write dE of a super-block's tokens, from what the queue has left in `QueueMemory.acc`."""
         call = self.call
         tiles = call.tiles
         dtype = call.inputs.hidden.dtype
         blocks, padded = pairs.coefficient.shape
-        d = hidden_sums.shape[1]
-        uniforms = hidden_sums[padded + blocks :]
+        d = acc.shape[1]
+        uniforms = acc[padded + blocks :]
         uniforms_by_block = None
         if call.inputs.options.softcap is not None:
             uniforms_by_block = uniforms.to(dtype)
@@ -343,8 +346,8 @@ class FilteredGradients:
             lift=upstream.lift,
             largest=upstream.largest,
             count=tokens.count,
-            acc=hidden_sums,
-            profiles=hidden_sums[padded : padded + blocks].to(dtype),
+            acc=acc,
+            profiles=acc[padded : padded + blocks].to(dtype),
             uniforms=uniforms_by_block,
             uniform_sum=uniforms.sum(0),
             out=self.hidden,
