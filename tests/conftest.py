@@ -16,7 +16,14 @@ if not torch.cuda.is_available():
 
 TOPLEVEL = Path(__file__).resolve().parents[1]
 # What tests share. Not tests/kernel: it would offer its folder `triton` where none is installed.
-SHARED = "tests/slurm", "tests/patches", "tests/eval", "tests/kernel/shared", "kernel/examples"
+SHARED = (
+    "tests/slurm",
+    "tests/patches",
+    "tests/eval",
+    "tests/kernel/shared",
+    "kernel/examples",
+    "kernel/benchmarks",
+)
 sys.path[:0] = [str(TOPLEVEL / folder) for folder in SHARED]
 
 

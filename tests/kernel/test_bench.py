@@ -1,18 +1,21 @@
-"""The benchmark: its options, what it measures, and its tables; ours, torch's and the paper's."""
+"""The benchmark: its options, what it measures, and its tables; all peers in one table."""
 
 import functools
 import json
 import sys
+from importlib.util import find_spec
 
+import all_peers
 import paper
+import peers
 import pytest
 import torch
 from loss_check import DEVICE
 
 from smoothce import triton
 from smoothce.bench import __main__ as command
-from smoothce.bench import measure
-from smoothce.bench.peers import PEERS, Peer, dense
+from smoothce.bench.measure import ClassifierShape, make_problem, measure
+from smoothce.bench.methods import METHODS, Method, dense
 
 
 def test_table_and_json(tmp_path, capsys, monkeypatch):
@@ -21,19 +24,20 @@ def test_table_and_json(tmp_path, capsys, monkeypatch):
     options += ["--seconds", "0.01", "--json", str(file)]
     monkeypatch.setattr(sys, "argv", ["bench", *options])
     command.main()
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     written = json.loads(file.read_text())
     assert "torch" in written["versions"] and "--models 640x32" in written["command"]
     rows = {row["method"]: row for row in written["results"]}
     assert list(rows) == ["ours, chunked", "torch", "the products alone"]
     for name, row in rows.items():
         assert "failed" not in row and row["both_ms"] > 0 and row["forward_ms"] > 0
-        assert f"| {name} |" in said
-    assert all(rows[name]["error_weight"] < 1e-4 for name in ("ours, chunked", "torch"))
+        assert f"| {name} |" in printed
+    for name in ("ours, chunked", "torch"):
+        assert rows[name]["error_weight"] < 1e-4
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ("--device cuda", "no CUDA GPU"),
         ("--device cpu --json nowhere/out.json", "no such folder"),
@@ -41,43 +45,177 @@ def test_table_and_json(tmp_path, capsys, monkeypatch):
         ("--method nowhere:loss", "'nowhere:loss' is no module:function"),
     ],
 )
-def test_bad_options_are_named(options, said, capsys, monkeypatch):
+def test_bad_options_are_named(options, message, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as stopped:
         command.parse(options.split())
-    assert stopped.value.code == 2 and said in capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
 
 
-def mine(hidden, weight, labels, label_smoothing):
+def loss_without_softcap(hidden, weight, labels, label_smoothing):
     return dense(hidden, weight, labels, label_smoothing)
 
 
 def test_a_loss_of_ones_own():
-    args = command.parse(["--device", "cpu", "--only", "chunked", "--method", f"{__name__}:mine"])
-    assert [peer.name for peer in args.peers] == ["ours, chunked", f"{__name__}:mine"]
-    given = measure.problem(("64x8", 64, 8), 24, 1.0, 0.0, 2.0, "cpu")
-    rows = measure.rows(given, args.peers, [0.1], 0, 0)
-    assert rows[0]["error_weight"] < 1e-4 and "softcap" in rows[1]["failed"]
-    assert rows[1]["failed"] in command.table("made", rows).splitlines()[-1]
+    own = f"{__name__}:loss_without_softcap"
+    args = command.parse(["--device", "cpu", "--only", "chunked", "--method", own])
+    assert [method.name for method in args.methods] == ["ours, chunked", own]
+    problem = make_problem(ClassifierShape("64x8", 64, 8), 24, 1.0, 0.0, 2.0, "cpu")
+    rows = measure(problem, args.methods, [0.1], repeats=0, seconds=0)
+    assert rows[0]["error_weight"] < 1e-4
+    assert "softcap" in rows[1]["failed"]
+    assert rows[1]["failed"] in command.format_table("made", rows).splitlines()[-1]
+
+
+EXACT = 1e-2 if DEVICE == "cuda" else 1e-4  # errors of exact gradients in the inputs' dtype
+
+
+def small_problem(softcap):
+    vocabulary, features = (96, 32) if DEVICE == "cpu" else (8192, 64)
+    shape = ClassifierShape("small", vocabulary, features)
+    return make_problem(shape, 24, 1.0, 0.4, softcap, DEVICE)
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_methods_are_right(softcap, monkeypatch):
     monkeypatch.setattr(triton, "SMALL", 2)  # the interpreter's are filtered by "auto" too
-    found = [p for p in PEERS["cuda"] if "compile" not in p.name and not p.floor]
-    for sort in (False, True):
-        unfiltered = functools.partial(paper.loss, filter_eps=None, sort=sort)
-        found.append(Peer(f"paper, sorted {sort}", unfiltered))
-    shape = ("", 96, 32) if DEVICE == "cpu" else ("", 8192, 64)
-    given = measure.problem(shape, 24, 1.0, 0.4, softcap, DEVICE)
-    rows = {row["method"]: row for row in measure.rows(given, found, [0.1], 0, 0)}
-    papers = [rows.pop(f"paper, sorted {sort}") for sort in (False, True)]
-    assert set(rows) == {"ours", "ours, workspace 0", "ours, filtered", "torch"}
-    exact = 1e-2 if DEVICE == "cuda" else 1e-4
-    for name, row in rows.items():
-        assert row["error_hidden"] < (0.2 if name == "ours, filtered" else exact), row
-    for row in papers:
-        if softcap:  # which it does not know
-            assert "softcap" in row["failed"]
-        else:  # whose sums are in the inputs' dtype
-            assert max(row["error_hidden"], row["error_weight"]) < 50 * exact, row
+    losses = [m for m in METHODS["cuda"] if "compile" not in m.name and not m.is_bound]
+    rows = measure(small_problem(softcap), losses, [0.1], repeats=0, seconds=0)
+    errors = {row["method"]: row["error_hidden"] for row in rows}
+    assert set(errors) == {"ours", "ours, workspace 0", "ours, filtered", "torch"}
+    assert errors.pop("ours, filtered") < 0.2
+    assert max(errors.values()) < EXACT
+
+
+@pytest.mark.parametrize("sort", [False, True])
+def test_the_papers_algorithm_is_right_unfiltered(sort):
+    unfiltered = Method("paper", functools.partial(paper.loss, filter_eps=None, sort=sort))
+    (row,) = measure(small_problem(None), [unfiltered], [0.1], repeats=0, seconds=0)
+    # Its sums are in the inputs' dtype.
+    assert max(row["error_hidden"], row["error_weight"]) < 50 * EXACT
+    (row,) = measure(small_problem(3.0), [unfiltered], [0.1], repeats=0, seconds=0)
+    assert "softcap" in row["failed"]
+
+
+def test_a_peer_that_knows_no_smoothing_or_softcap_says_so(monkeypatch):
+    monkeypatch.setattr(torch.nn.functional, "linear_cross_entropy", dense, raising=False)
+    inputs = small_problem(None)[1:4]
+    with pytest.raises(ValueError, match="knows no smoothing: --label-smoothing 0"):
+        peers.torch_linear_cross_entropy(*inputs, label_smoothing=0.1)
+    with pytest.raises(ValueError, match="knows no softcap: --softcap none"):
+        peers.torch_linear_cross_entropy(*inputs, softcap=30.0)
+
+
+def test_all_peers_tiny(tmp_path, capsys):
+    """A real run of the script: what can be imported is measured, what cannot is a row."""
+    out = tmp_path / "peers.jsonl"
+    methods = ["ours", "ours-low-memory", "ours-filtered", "torch", "torch-linear", "quack"]
+    words = ["--tiny", "--out", str(out), "--methods", *methods]
+    assert all_peers.main(words) == 0
+    rows = all_peers.read_lines(out, 0)
+    assert set(rows) == {
+        (shape, method) for shape in ("tiny", "tiny-softcap") for method in ["products", *methods]
+    }
+    for (_, method), row in rows.items():
+        if method in ("products", "ours", "ours-low-memory", "torch"):
+            assert row["state"] == "timed" and row["both_ms"] > 0 and row["forward_ms"] > 0
+        if method in ("ours", "ours-low-memory", "torch"):
+            assert row["error_hidden"] < EXACT and row["same_bits"]
+    if find_spec("quack") is None:
+        assert rows["tiny", "quack"]["failed"].startswith("ModuleNotFoundError")
+    assert rows["tiny", "torch-linear"]["beta"] == 0
+    for method in ("torch-linear", "quack"):
+        assert rows["tiny-softcap", method]["failed"] == "knows no softcap"
+    printed = capsys.readouterr().out
+    assert "### tiny: N = 64, V = 640, D = 32, no softcap" in printed
+    assert "### tiny-softcap: N = 64, V = 640, D = 32, softcap 30" in printed
+    assert "| knows no softcap | – | – | – | – | – | smoothing, softcap, bias |" in printed
+
+
+def arguments(out, methods):
+    return all_peers.parse(["--tiny", "--out", str(out), "--methods", *methods])
+
+
+def write_states(out, **states):
+    """What a shape's process writes of each method."""
+    for key, state in states.items():
+        row = all_peers.unmeasured_row("tiny", key.replace("_", "-"))
+        all_peers.append_line(out, {**row, "state": state})
+
+
+def test_a_method_that_ends_the_process_costs_its_own_row_alone(tmp_path):
+    out = tmp_path / "peers.jsonl"
+    runs = []
+
+    def run(shape, methods, args):
+        runs.append(methods)
+        if "quack" in methods:
+            write_states(out, products="measured", ours="measured", quack="started")
+            return "the process ended with code -11"
+        write_states(out, products="timed", ours="timed", liger="failed")
+        return None
+
+    all_peers.measure_shape_apart("tiny", arguments(out, ["ours", "quack", "liger"]), run)
+    assert runs == [["products", "ours", "quack", "liger"], ["products", "ours", "liger"]]
+    rows = all_peers.read_lines(out, 0)
+    assert rows["tiny", "quack"]["failed"] == "the process ended with code -11"
+    assert rows["tiny", "ours"]["state"] == "timed"
+
+
+def test_a_method_that_breaks_the_gpu_is_not_tried_again(tmp_path):
+    out = tmp_path / "peers.jsonl"
+    runs = []
+
+    def run(shape, methods, args):
+        runs.append(methods)
+        if "quack" in methods:
+            write_states(out, products="measured", quack="failed")
+            return "it left the GPU unusable"
+        write_states(out, products="timed", liger="timed")
+        return None
+
+    all_peers.measure_shape_apart("tiny", arguments(out, ["quack", "liger"]), run)
+    assert runs == [["products", "quack", "liger"], ["products", "liger"]]
+    rows = all_peers.read_lines(out, 0)
+    assert {row["state"] for row in rows.values()} == {"timed", "failed"}
+
+
+def test_a_process_that_ends_without_a_culprit_is_not_started_again(tmp_path):
+    out = tmp_path / "peers.jsonl"
+    runs = []
+
+    def run(shape, methods, args):
+        runs.append(methods)
+        write_states(out, products="measured")
+        return "no result within 300 s"
+
+    all_peers.measure_shape_apart("tiny", arguments(out, ["ours"]), run)
+    assert len(runs) == 1
+    rows = all_peers.read_lines(out, 0)
+    for method in ("products", "ours"):
+        assert rows["tiny", method]["failed"] == "no result within 300 s"
+
+
+def test_no_method_is_begun_when_the_limit_is_near(tmp_path):
+    out = tmp_path / "peers.jsonl"
+    words = ["--tiny", "--out", str(out), "--methods", "ours", "--limit", "0"]
+    assert all_peers.measure_shape("tiny", all_peers.parse(words)) == 0
+    rows = all_peers.read_lines(out, 0)
+    for method in ("products", "ours"):
+        assert rows["tiny", method]["failed"] == "not begun, since --limit 0 was near"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--out nowhere/peers.jsonl --tiny", "no such folder"),
+        ("--out peers.jsonl", "torch finds no CUDA GPU; --tiny needs none"),
+        ("--out peers.jsonl --methods magic", "invalid choice: 'magic'"),
+    ],
+)
+def test_bad_options_of_all_peers_are_named(options, message, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        all_peers.parse(options.split())
+    assert message in capsys.readouterr().err

@@ -12,25 +12,26 @@ import json
 import platform
 import shlex
 import sys
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
 
 import torch
 
-from smoothce.bench import measure
-from smoothce.bench.peers import PEERS, Peer
+from smoothce.bench.measure import ClassifierShape, Row, make_problem, measure
+from smoothce.bench.methods import METHODS, Method
 
-MODELS = {  # vocabulary and hidden size of the classifier
-    "gemma2-2b": (256000, 2304),
-    "gemma3-270m": (262144, 640),
-    "llama3-8b": (128256, 4096),
-    "llama3.2-1b": (128256, 2048),
-    "qwen2.5-1.5b": (151936, 1536),
-    "qwen2.5-7b": (152064, 3584),
-    "mistral-7b": (32768, 4096),
+MODELS = {
+    "gemma2-2b": ClassifierShape("gemma2-2b", 256000, 2304),
+    "gemma3-270m": ClassifierShape("gemma3-270m", 262144, 640),
+    "llama3-8b": ClassifierShape("llama3-8b", 128256, 4096),
+    "llama3.2-1b": ClassifierShape("llama3.2-1b", 128256, 2048),
+    "qwen2.5-1.5b": ClassifierShape("qwen2.5-1.5b", 151936, 1536),
+    "qwen2.5-7b": ClassifierShape("qwen2.5-7b", 152064, 3584),
+    "mistral-7b": ClassifierShape("mistral-7b", 32768, 4096),
 }
-COLUMNS = {  # of the printed table: key of a row, format
+COLUMNS = {  # of the printed table: the key of a row, and its format
     "forward ms": ("forward_ms", ".2f"),
     "forward + backward ms": ("both_ms", ".2f"),
     "… in products": ("both_products", ".2f"),
@@ -38,84 +39,198 @@ COLUMNS = {  # of the printed table: key of a row, format
     "dE error": ("error_hidden", ".1e"),
     "dC error": ("error_weight", ".1e"),
 }
+OUR_COLOR = "#0072B2"
+OTHER_COLOR = "#999999"
 
 
-def shape(text: str) -> tuple[str, int, int]:
-    """A model's name, vocabulary and hidden size, or those of "VxD"."""
-    v, d = MODELS[text] if text in MODELS else map(int, text.split("x"))
-    return text, v, d
+@dataclass(frozen=True)
+class Arguments:
+    """What the command line asks for."""
+
+    device: str
+    models: list[ClassifierShape]
+    tokens: list[int]
+    label_smoothing: list[float]
+    contexts: list[float]
+    masked: list[float]
+    softcap: list[float | None]
+    frozen: bool
+    methods: list[Method]
+    repeats: int
+    seconds: float
+    json: Path | None
+    plot: Path | None
 
 
-def method(text: str) -> Peer:
+def classifier_shape(text: str) -> ClassifierShape:
+    """The shape of a model that is named, or of "VxD"."""
+    if text in MODELS:
+        return MODELS[text]
+    vocabulary, features = map(int, text.split("x"))
+    return ClassifierShape(text, vocabulary, features)
+
+
+def softcap_or_none(text: str) -> float | None:
+    return None if text == "none" else float(text)
+
+
+def users_method(text: str) -> Method:
     """A loss of the user's: "module:function" as (hidden, weight, labels, label_smoothing=)."""
     try:
-        return Peer(text, resolve_name(text))
+        return Method(text, resolve_name(text))
     except (ImportError, AttributeError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no module:function ({error})") from None
 
 
-def parse(words: list[str] | None = None) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m smoothce.bench",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    many, add = {"nargs": "+"}, parser.add_argument
-    add("--device", choices=PEERS, default="cuda", help="(cuda)")
-    names = f"the classifier's shape: {', '.join(MODELS)}, or VxD, such as 8192x2048"
-    add("--models", **many, type=shape, default=[shape("gemma2-2b")], metavar="MODEL", help=names)
-    add("--tokens", **many, type=int, default=[8192], metavar="N")
-    add("--label-smoothing", **many, type=float, default=[0.1], metavar="β")
-    spread = "standard deviation over the vocabulary of what a position adds to a logit; about 2"
-    add("--contexts", **many, type=float, default=[2.0], metavar="X", help=spread)
-    add("--masked", **many, type=float, default=[0.0], metavar="SHARE", help="of ignored labels")
-    cap = {"type": lambda x: None if x == "none" else float(x), "default": [None], "metavar": "X"}
-    add("--softcap", **many, **cap, help='of the logits, or "none"')
-    add("--frozen", action="store_true", help="the classifier needs no gradient, as under LoRA")
-    add("--only", **many, default=[""], metavar="PART", help="methods with one in the name")
-    own = "losses of yours besides, (hidden, weight, labels, label_smoothing=) → mean"
-    add("--method", **many, type=method, default=[], metavar="MODULE:FUNCTION", help=own)
-    add("--repeats", type=int, default=3, metavar="K", help="samples behind each median (3)")
-    add("--seconds", type=float, default=0.3, help="that a sample takes (0.3)")
-    add("--json", type=Path, metavar="FILE", help="write the figures there as well")
-    add("--plot", type=Path, metavar="FILE", help="draw memory against time there")
+    parser.add_argument("--device", choices=METHODS, default="cuda", help="(cuda)")
+    add_problem_options(parser)
+    add_measurement_options(parser)
+    return parser
+
+
+def add_problem_options(parser: argparse.ArgumentParser) -> None:
+    """What is measured on. Each option may have several values."""
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        type=classifier_shape,
+        default=[MODELS["gemma2-2b"]],
+        metavar="MODEL",
+        help=f"the classifier's shape: {', '.join(MODELS)}, or VxD, such as 8192x2048",
+    )
+    parser.add_argument("--tokens", nargs="+", type=int, default=[8192], metavar="N")
+    parser.add_argument("--label-smoothing", nargs="+", type=float, default=[0.1], metavar="β")
+    parser.add_argument(
+        "--contexts",
+        nargs="+",
+        type=float,
+        default=[2.0],
+        metavar="X",
+        help="standard deviation over the vocabulary of what a position adds to a logit; about 2",
+    )
+    parser.add_argument(
+        "--masked",
+        nargs="+",
+        type=float,
+        default=[0.0],
+        metavar="SHARE",
+        help="of ignored labels",
+    )
+    parser.add_argument(
+        "--softcap",
+        nargs="+",
+        type=softcap_or_none,
+        default=[None],
+        metavar="X",
+        help='of the logits, or "none"',
+    )
+    parser.add_argument(
+        "--frozen",
+        action="store_true",
+        help="the classifier needs no gradient, as under LoRA",
+    )
+
+
+def add_measurement_options(parser: argparse.ArgumentParser) -> None:
+    """Which methods are measured, how long, and where the figures go."""
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[""],
+        metavar="PART",
+        help="methods with one in the name",
+    )
+    parser.add_argument(
+        "--method",
+        nargs="+",
+        type=users_method,
+        default=[],
+        metavar="MODULE:FUNCTION",
+        help="losses of yours besides, (hidden, weight, labels, label_smoothing=) → mean",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=3,
+        metavar="K",
+        help="samples behind each median (3)",
+    )
+    parser.add_argument("--seconds", type=float, default=0.3, help="that a sample takes (0.3)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw memory against time there")
+
+
+def parse(words: list[str] | None = None) -> Arguments:
+    """The arguments, checked: what cannot work is said now and not when all is measured."""
+    parser = make_parser()
     args = parser.parse_args(words)
     if args.device == "cuda" and not torch.cuda.is_available():
-        on = "--device cpu --models 32000x512 --tokens 2048"
-        parser.error(f"torch finds no CUDA GPU; for a CPU: {on}")
+        on_cpu = "--device cpu --models 32000x512 --tokens 2048"
+        parser.error(f"torch finds no CUDA GPU; for a CPU: {on_cpu}")
     for file in (args.json, args.plot):
         if file and not file.absolute().parent.is_dir():
-            parser.error(f"{file}: no such folder")  # now, not when all is measured
+            parser.error(f"{file}: no such folder")
     if args.plot and not (args.device == "cuda" and find_spec("matplotlib")):
         parser.error("--plot needs a GPU, where memory is measured, and matplotlib")
-    args.peers = [p for p in PEERS[args.device] if any(part in p.name for part in args.only)]
-    args.peers += args.method
-    if not args.peers:
+    methods = []
+    for method in METHODS[args.device]:
+        if any(part in method.name for part in args.only):
+            methods.append(method)
+    methods += args.method
+    if not methods:
         parser.error(f"--only {' '.join(args.only)}: in no method's name that runs here")
-    return args
+    return Arguments(
+        device=args.device,
+        models=args.models,
+        tokens=args.tokens,
+        label_smoothing=args.label_smoothing,
+        contexts=args.contexts,
+        masked=args.masked,
+        softcap=args.softcap,
+        frozen=args.frozen,
+        methods=methods,
+        repeats=args.repeats,
+        seconds=args.seconds,
+        json=args.json,
+        plot=args.plot,
+    )
 
 
-def table(name: str, rows: list[dict]) -> str:
-    lines = [f"\n### {name}\n", "| method | β | " + " | ".join(COLUMNS) + " |"]
+def format_table(title: str, rows: list[Row]) -> str:
+    """A Markdown table. What was not measured is a dash; why a method failed is in the first
+    column of figures."""
+    lines = [f"\n### {title}\n"]
+    lines.append("| method | β | " + " | ".join(COLUMNS) + " |")
     lines.append("|---" * (2 + len(COLUMNS)) + "|")
     for row in rows:
-        cells = ["–" if row.get(k) is None else format(row[k], f) for k, f in COLUMNS.values()]
-        cells[0] = row.get("failed", cells[0])
+        cells = []
+        for key, form in COLUMNS.values():
+            value = row.get(key)
+            cells.append("–" if value is None else format(value, form))
+        if "failed" in row:
+            cells[0] = row["failed"]
         lines.append(f"| {row['method']} | {row['beta']:g} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def plot(rows: list[dict], file: Path) -> None:
-    """Memory against time: a method below and left of another is better in both."""
+def plot(rows: list[Row], file: Path) -> None:
+    """Draw memory against time: a method below and left of another is better in both."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
     for row in rows:
-        if "failed" not in row:
-            ours = row["method"].startswith("ours")
-            at = row["both_ms"], max(row["extra_mb"], 1)
-            axes.scatter(*at, s=50, color="#0072B2" if ours else "#999999", zorder=2)
-            axes.annotate(row["method"], at, xytext=(6, 4), textcoords="offset points", size=8)
+        if "failed" in row:
+            continue
+        point = (row["both_ms"], max(row["extra_mb"], 1))
+        color = OUR_COLOR if row["method"].startswith("ours") else OTHER_COLOR
+        axes.scatter(*point, s=50, color=color, zorder=2)
+        axes.annotate(row["method"], point, xytext=(6, 4), textcoords="offset points", size=8)
     axes.set(yscale="log", xlabel="forward + backward, milliseconds", title=rows[0]["problem"])
     axes.set_ylabel("MB beyond inputs and gradients")
     axes.margins(x=0.25)
@@ -124,26 +239,33 @@ def plot(rows: list[dict], file: Path) -> None:
     figure.savefig(file, dpi=150)
 
 
+def describe_hardware(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
 def main() -> None:
+    """Measure every combination of the options' values; print a table of each."""
     args = parse()
-    cpu = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     source = {
         "command": f"python -m smoothce.bench {shlex.join(sys.argv[1:])}".rstrip(),
-        "hardware": torch.cuda.get_device_name() if args.device == "cuda" else cpu,
+        "hardware": describe_hardware(args.device),
         "versions": f"python {platform.python_version()}, torch {torch.__version__}",
     }
     print(" · ".join(source.values()))
-    rows = []
+    all_rows: list[Row] = []
+    rows: list[Row] = []
     cases = itertools.product(args.models, args.tokens, args.contexts, args.masked, args.softcap)
-    for case in cases:
-        problem = measure.problem(*case, args.device, args.frozen)
-        own = measure.rows(problem, args.peers, args.label_smoothing, args.repeats, args.seconds)
-        print(table(problem.name, own), flush=True)
-        rows += own
+    for shape, tokens, context, masked, softcap in cases:
+        problem = make_problem(shape, tokens, context, masked, softcap, args.device, args.frozen)
+        rows = measure(problem, args.methods, args.label_smoothing, args.repeats, args.seconds)
+        print(format_table(problem.name, rows), flush=True)
+        all_rows += rows
         if args.json:
-            args.json.write_text(json.dumps({**source, "results": rows}, indent=1) + "\n")
+            args.json.write_text(json.dumps({**source, "results": all_rows}, indent=1) + "\n")
     if args.plot:
-        plot(own, args.plot)
+        plot(rows, args.plot)
 
 
 if __name__ == "__main__":

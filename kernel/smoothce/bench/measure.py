@@ -1,10 +1,15 @@
-"""Inputs, the right gradients, and each method's time, memory and error on them."""
+"""Measures losses: inputs, their true gradients, and each method's time, memory and error on them.
+
+`make_problem` makes inputs. `measure` measures methods on a problem in two passes: each method's
+memory and gradient error first, then the times, for which the methods take turns.
+"""
 
 import gc
 import random
 import statistics
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -12,21 +17,59 @@ from torch.utils.benchmark import Timer
 
 from smoothce import linear_cross_entropy
 from smoothce.bench.language import language_like
-from smoothce.bench.peers import IGNORED, Peer
+from smoothce.bench.methods import IGNORE_INDEX, Method
 
 PRODUCT_ROWS = 8192  # most tokens of the product that is the unit; more tokens count as several
+MAX_REASON = 160  # characters of an error's message that are kept
+
+
+class ClassifierShape(NamedTuple):
+    """The shape of a model's classifier."""
+
+    name: str
+    vocabulary: int
+    features: int
 
 
 class Problem(NamedTuple):
+    """Inputs of a loss. Both matrices are leaves; a frozen classifier requires no gradient."""
+
     name: str
     hidden: Tensor  # (N, D)
-    weight: Tensor  # (V, D), without a gradient where it is frozen
-    labels: Tensor  # (N,)
+    weight: Tensor  # (V, D)
+    labels: Tensor  # (N,), `IGNORE_INDEX` where a token is masked
     softcap: float | None
 
 
-def problem(
-    model: tuple[str, int, int],
+class Row(TypedDict, total=False):
+    """One method's figures on a problem, as they are printed and written.
+
+    Where a step fails, `failed` says why, and the figures of later steps are missing."""
+
+    problem: str
+    method: str
+    beta: float
+    failed: str
+    error_hidden: float  # ‖g − g*‖ / ‖g*‖ of dE against gradients from wider logits
+    error_weight: float  # of dC; missing where the classifier is frozen
+    extra_mb: float  # 10⁶ bytes held at most beyond inputs and gradients; GPUs only
+    product_ms: float  # E Cᵀ, the same for all methods of a problem
+    forward_ms: float  # without a graph, as in an evaluation
+    both_ms: float  # forward and backward
+    forward_products: float  # forward_ms / product_ms
+    both_products: float  # both_ms / product_ms
+
+
+class Sample(NamedTuple):
+    """Milliseconds of three steps, measured one right after the other."""
+
+    product: float
+    forward: float
+    both: float
+
+
+def make_problem(
+    shape: ClassifierShape,
     tokens: int,
     context: float,
     masked: float,
@@ -34,120 +77,225 @@ def problem(
     device: str,
     frozen: bool = False,
 ) -> Problem:
-    name, v, d = model
-    title = f"{name}, N={tokens}, V={v}, D={d}, context {context:g}"
-    title += f", {masked:.0%} of labels masked" if masked else ""
-    title += f", softcap {softcap:g}" if softcap else ""
-    title += ", frozen classifier" if frozen else ""
+    """Inputs like a language model's, in bf16 on a GPU and in fp32 on a CPU.
+
+    `context` is `language_like`'s; `masked` is the share of labels that are ignored.
+    """
+    name = (
+        f"{shape.name}, N={tokens}, V={shape.vocabulary}, D={shape.features}, context {context:g}"
+    )
+    if masked:
+        name += f", {masked:.0%} of labels masked"
+    if softcap:
+        name += f", softcap {softcap:g}"
+    if frozen:
+        name += ", frozen classifier"
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    hidden, weight, labels = language_like(tokens, v, d, context, dtype, device=device)
+    hidden, weight, labels = language_like(
+        tokens, shape.vocabulary, shape.features, context, dtype, device=device
+    )
     order = torch.randperm(tokens, generator=torch.Generator().manual_seed(0)).to(device)
-    labels[order[: int(masked * tokens)]] = IGNORED
-    leaves = hidden.requires_grad_(), weight.requires_grad_(not frozen)
-    return Problem(title, *leaves, labels, softcap)
+    labels[order[: int(masked * tokens)]] = IGNORE_INDEX
+    hidden.requires_grad_()
+    weight.requires_grad_(not frozen)
+    return Problem(name, hidden, weight, labels, softcap)
 
 
-class Run:
+class Measurement:
     """One method at one β on a problem, and its row of the table."""
 
-    def __init__(self, given: Problem, peer: Peer, beta: float) -> None:
-        self.given, self.peer = given, peer
-        self.options = {} if given.softcap is None else {"softcap": given.softcap}
-        self.options["label_smoothing"] = beta
-        self.row = {"problem": given.name, "method": peer.name, "beta": beta}
-        self.samples: list[tuple[float, ...]] = []  # ms of the product, forward, both
+    def __init__(self, problem: Problem, method: Method, beta: float) -> None:
+        self.problem = problem
+        self.method = method
+        self.beta = beta
+        self.row: Row = {"problem": problem.name, "method": method.name, "beta": beta}
+        self.samples: list[Sample] = []
 
-    def attempt(self, step: Callable[..., None], *given: object) -> None:
-        """What fails, for want of memory or another reason, is a row, not the end."""
-        if "failed" in self.row:
+    @property
+    def failed(self) -> bool:
+        return "failed" in self.row
+
+    def attempt(self, step: Callable[[], None]) -> None:
+        """Take a step, unless an earlier one failed. What fails, for want of memory or another
+        reason, is a row and not the end."""
+        if self.failed:
             return
         try:
-            step(*given)
+            step()
         except Exception as error:
-            self.row["failed"] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.row["failed"] = reason[:MAX_REASON]
         self.clear()
 
     def clear(self) -> None:
-        self.given.hidden.grad = self.given.weight.grad = None
+        """Free the gradients, and what PyTorch keeps of freed memory."""
+        self.problem.hidden.grad = None
+        self.problem.weight.grad = None
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def loss(self) -> Tensor:
-        return self.peer.loss(*self.given[1:4], **self.options)
+        problem = self.problem
+        if problem.softcap is None:  # then a method need not know what a softcap is
+            return self.method.loss(
+                problem.hidden, problem.weight, problem.labels, label_smoothing=self.beta
+            )
+        return self.method.loss(
+            problem.hidden,
+            problem.weight,
+            problem.labels,
+            label_smoothing=self.beta,
+            softcap=problem.softcap,
+        )
 
     def forward(self) -> None:
-        """An evaluation's: nothing is kept for a backward."""
+        """An evaluation's step: nothing is kept for a backward."""
         with torch.no_grad():
             self.loss()
 
-    def both(self) -> None:
-        self.given.hidden.grad = self.given.weight.grad = None
+    def forward_and_backward(self) -> None:
+        """A training step's."""
+        self.problem.hidden.grad = None
+        self.problem.weight.grad = None
         self.loss().backward()
 
-    def figures(self, truth: list[Tensor]) -> None:
-        """Gradient errors, and the memory that a training step holds at most."""
-        self.both()
-        leaves = [x for x in self.given[1:3] if x.requires_grad]
-        if not self.peer.floor:
-            for name, leaf, right in zip(("hidden", "weight"), leaves, truth, strict=False):
-                off = (leaf.grad.to(right.dtype) - right).norm() / right.norm()
-                self.row[f"error_{name}"] = off.item()
-        made = sum(leaf.grad.nbytes for leaf in leaves)
-        if self.given.hidden.is_cuda:
-            self.clear()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            self.both()
-            self.row["extra_mb"] = (torch.cuda.max_memory_allocated() - before - made) / 1e6
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients that the last backward left, by the name of their input."""
+        found = {}
+        if self.problem.hidden.grad is not None:
+            found["hidden"] = self.problem.hidden.grad
+        if self.problem.weight.grad is not None:
+            found["weight"] = self.problem.weight.grad
+        return found
 
-    def sample(self, product: Callable[[], object], seconds: float) -> None:
-        steps = product, self.forward, self.both
-        self.samples.append(tuple(milliseconds(step, seconds) for step in steps))
+    def measure_errors(self, truth: dict[str, Tensor]) -> None:
+        """Compare the gradients with the true ones, by the names of the inputs."""
+        self.forward_and_backward()
+        if self.method.is_bound:
+            return
+        gradients = self.gradients()
+        self.row["error_hidden"] = relative_error(gradients["hidden"], truth["hidden"])
+        if "weight" in truth:
+            self.row["error_weight"] = relative_error(gradients["weight"], truth["weight"])
 
-    def summarise(self, unit: float) -> None:
-        _, forward, both = (statistics.median(column) for column in zip(*self.samples, strict=True))
-        self.row |= {"product_ms": unit, "forward_ms": forward, "both_ms": both}
-        self.row |= {"forward_products": forward / unit, "both_products": both / unit}
+    def measure_memory(self) -> None:
+        """Find the memory that a training step holds at most. PyTorch counts it on GPUs only."""
+        if not self.problem.hidden.is_cuda:
+            return
+        self.clear()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        self.forward_and_backward()
+        peak = torch.cuda.max_memory_allocated()
+        of_gradients = sum(gradient.nbytes for gradient in self.gradients().values())
+        self.row["extra_mb"] = (peak - before - of_gradients) / 1e6
+
+    def take_sample(self, product: Callable[[], object], seconds: float) -> None:
+        """Time the product and the method, `seconds` for each step."""
+        sample = Sample(
+            product=milliseconds(product, seconds),
+            forward=milliseconds(self.forward, seconds),
+            both=milliseconds(self.forward_and_backward, seconds),
+        )
+        self.samples.append(sample)
+
+    def summarize(self, product_ms: float) -> None:
+        """Put medians of the samples into the row."""
+        forward = statistics.median(sample.forward for sample in self.samples)
+        both = statistics.median(sample.both for sample in self.samples)
+        self.row["product_ms"] = product_ms
+        self.row["forward_ms"] = forward
+        self.row["both_ms"] = both
+        self.row["forward_products"] = forward / product_ms
+        self.row["both_products"] = both / product_ms
 
 
-def rows(
-    given: Problem, found: list[Peer], betas: list[float], repeats: int, seconds: float
-) -> list[dict]:
-    """One row a method and β. First memory and errors of each method; then times, the methods in
-    another order each repeat."""
+def measure(
+    problem: Problem,
+    methods: list[Method],
+    betas: list[float],
+    repeats: int,
+    seconds: float,
+) -> list[Row]:
+    """One row for each method and β; the matrix products have no β and are measured once."""
     torch.compiler.reset()  # so that each problem is compiled for its own shape
-    runs = [Run(given, peer, beta) for peer in found for beta in betas[: 1 if peer.floor else None]]
-    truth = {beta: right(given, beta) for beta in betas}
-    for run in runs:
-        run.attempt(run.figures, truth[run.row["beta"]])
+    measurements = []
+    for method in methods:
+        for beta in betas[:1] if method.is_bound else betas:
+            measurements.append(Measurement(problem, method, beta))
+    truth = {beta: true_gradients(problem, beta) for beta in betas}
+    for measurement in measurements:
+        measure_error_and_memory(measurement, truth[measurement.beta])
     del truth
-    part = given.hidden.detach()[:PRODUCT_ROWS]
-    out = part.new_empty(len(part), len(given.weight))  # there for all: part of what is used
-    order = random.Random(0)
+    measure_times(problem, measurements, repeats, seconds)
+    return [measurement.row for measurement in measurements]
+
+
+def measure_error_and_memory(measurement: Measurement, truth: dict[str, Tensor]) -> None:
+    """Run a method for the first time, with its compilation, and fill in what needs no clock."""
+
+    def step() -> None:
+        measurement.measure_errors(truth)
+        measurement.measure_memory()
+
+    measurement.attempt(step)
+
+
+def measure_times(
+    problem: Problem, measurements: list[Measurement], repeats: int, seconds: float
+) -> None:
+    """Fill in times. The methods take turns, in another order each repeat, and each sample is
+    beside one of the product E Cᵀ, whose time is the unit."""
+    rows = problem.hidden.detach()[:PRODUCT_ROWS]
+    weight = problem.weight.detach()
+    # It stays while the methods are timed, so that all of them find as much memory in use.
+    out = rows.new_empty(len(rows), len(weight))
+
+    def product() -> Tensor:
+        return torch.mm(rows, weight.T, out=out)
+
+    shuffled = random.Random(0)
     for _ in range(repeats):
-        for run in order.sample(runs, len(runs)):
-            product = lambda: torch.mm(part, given.weight.detach().T, out=out)  # noqa: E731
-            run.attempt(run.sample, product, seconds)
-    products = [product for run in runs for product, *_ in run.samples]
-    if products:
-        unit = statistics.median(products) * len(given.hidden) / len(part)
-        for run in runs:
-            run.attempt(run.summarise, unit)
-    return [run.row for run in runs]
+        for measurement in shuffled.sample(measurements, len(measurements)):
+            measurement.attempt(partial(measurement.take_sample, product, seconds))
+    times = [sample.product for m in measurements for sample in m.samples]
+    if not times:
+        return
+    product_ms = statistics.median(times) * len(problem.hidden) / len(rows)
+    for measurement in measurements:
+        measurement.attempt(partial(measurement.summarize, product_ms))
 
 
-def right(given: Problem, beta: float) -> list[Tensor]:
-    """Gradients of the mean loss in fp32 (of fp32: in fp64), in plain PyTorch."""
-    wide = torch.float64 if given.hidden.dtype == torch.float32 else torch.float32
-    leaves = [x.detach().to(wide).requires_grad_(x.requires_grad) for x in given[1:3]]
-    settings = {"label_smoothing": beta, "softcap": given.softcap, "impl": "chunked"}
-    loss = linear_cross_entropy(*leaves, given.labels, **settings)
-    return list(torch.autograd.grad(loss, [x for x in leaves if x.requires_grad]))
+def true_gradients(problem: Problem, beta: float) -> dict[str, Tensor]:
+    """Gradients of the mean loss by the name of their input, computed in fp32 (where inputs are
+    fp32: in fp64) in plain PyTorch."""
+    wider = torch.float64 if problem.hidden.dtype == torch.float32 else torch.float32
+    hidden = problem.hidden.detach().to(wider).requires_grad_()
+    weight = problem.weight.detach().to(wider).requires_grad_(problem.weight.requires_grad)
+    loss = linear_cross_entropy(
+        hidden,
+        weight,
+        problem.labels,
+        label_smoothing=beta,
+        softcap=problem.softcap,
+        impl="chunked",
+    )
+    wanted = {"hidden": hidden}
+    if weight.requires_grad:
+        wanted["weight"] = weight
+    gradients = torch.autograd.grad(loss, list(wanted.values()))
+    return dict(zip(wanted, gradients, strict=True))
+
+
+def relative_error(gradient: Tensor, truth: Tensor) -> float:
+    """‖g − g*‖ / ‖g*‖, in the dtype of the truth."""
+    return ((gradient.to(truth.dtype) - truth).norm() / truth.norm()).item()
 
 
 def milliseconds(step: Callable[[], object], seconds: float) -> float:
-    """A call's time, of as many in a row as take `seconds`: nothing waits between them, and each
-    method keeps a GPU at its power limit as long."""
+    """A call's mean time, over as many in a row as take `seconds`. Nothing waits between them, and
+    each method keeps a GPU at its power limit as long."""
     timer = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
-    return 1e3 * timer.timeit(max(int(seconds / timer.timeit(1).mean), 1)).mean
+    calls = max(int(seconds / timer.timeit(1).mean), 1)
+    return 1e3 * timer.timeit(calls).mean

@@ -12,7 +12,7 @@ from loss_check import check, error, gradients, inputs
 from torch import nn
 
 from smoothce import explain, linear_cross_entropy
-from smoothce.bench import peers
+from smoothce.bench import methods
 from smoothce.bench.language import language_like
 from smoothce.triton import dlogits, filter_kernels, filter_plan, forward, grad_in_forward, tokens
 
@@ -259,8 +259,8 @@ def test_same_curve_as_torch():
     Rounding alone drives two runs apart, a hundredfold between steps 105 and 150; so it ends
     before. Until then torch with its tokens in another order is up to 6e-4 from itself, and what
     has the filter's own noise about 2e-3."""
-    theirs = curve(peers.dense)
+    theirs = curve(methods.dense)
     assert theirs[-1] < 0.8 * theirs[0]
     for settings in ({}, {"workspace": 0}, {"filter_eps": "auto"}):
-        found = curve(peers.ours(**settings))
+        found = curve(methods.ours(**settings))
         assert ((found - theirs).abs() / found).max() < 5e-3, settings

@@ -1,0 +1,506 @@
+"""One table of every fused linear cross-entropy there is, measured in one run on one GPU:
+
+    python kernel/benchmarks/all_peers.py --out peers.jsonl
+    python kernel/benchmarks/all_peers.py --out peers.jsonl --shapes llama3-8b --methods ours quack
+
+Methods are this package's three modes, PyTorch's, and the other libraries' in `peers.py`. Each gets
+a row at each shape: times of forward and backward together and of the forward alone, memory beyond
+inputs and gradients, the gradients' error against fp32 ones, whether equal inputs gave equal bits
+twice, and what it lacks. One that knows no smoothing is timed at β = 0. One that cannot be
+imported, or fails, has the reason in its row.
+
+Inputs, clocks and errors are those of `python -m smoothce.bench` (smoothce/bench/measure.py). Each
+shape has a process of its own, so that a method that breaks the GPU's context, crashes or hangs
+costs its own row only. Lines are appended to --out as figures are made, and of several lines for a
+shape and a method the last one counts. The table is printed at the end.
+
+Libraries need not be installed into the environment. Where they are installed with
+`pip install --target DIR --no-deps`, put DIR on PYTHONPATH. QuACK and Liger's CuTe DSL also take
+nvidia-cutlass-dsl with its libs-base, libs-core and libs-cu13. Then put
+DIR/nvidia_cutlass_dsl/dsl_packages on PYTHONPATH as well, since .pth files are not read there.
+QuACK takes cuda-bindings, apache-tvm-ffi, torch-c-dlpack-ext and einops besides.
+
+`--tiny` tries the script out, on a CPU if need be.
+"""
+
+import argparse
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import peers
+import torch
+import triton
+
+from smoothce.bench.measure import (
+    ClassifierShape,
+    Measurement,
+    Problem,
+    Row,
+    make_problem,
+    measure_error_and_memory,
+    measure_times,
+    true_gradients,
+)
+from smoothce.bench.methods import Loss, Method, dense, matrix_products, ours
+
+CONTEXT = 2.0  # of the inputs, as in real models
+SHARE_TO_BEGIN = 2 / 3  # of the time limit, after which no further method is begun
+BROKEN_DEVICE = 3  # exit code of a shape's process whose GPU has become unusable
+PRODUCTS = "products"  # the method that is the unit of the last column of times
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A classifier, tokens, and the cap of the logits."""
+
+    vocabulary: int
+    features: int
+    tokens: int = 8192
+    softcap: float | None = None
+
+
+SHAPES = {
+    "gemma2-2b": Shape(256000, 2304),
+    "gemma2-2b-softcap": Shape(256000, 2304, softcap=30.0),
+    "llama3-8b": Shape(128256, 4096),
+    "qwen2.5-1.5b": Shape(151936, 1536),
+    "mistral-7b": Shape(32768, 4096),
+    "trl": Shape(151936, 4096),  # at which TRL publishes its own figures
+}
+TINY_SHAPES = {
+    "tiny": Shape(640, 32, tokens=64),
+    "tiny-softcap": Shape(640, 32, tokens=64, softcap=30.0),
+}
+
+Feature = Literal["smoothing", "softcap", "bias"]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A method and what is known of it beforehand."""
+
+    name: str
+    loss: Loss
+    lacks: tuple[Feature, ...] = ()
+    distribution: str | None = None  # the package whose version is printed
+
+
+CONTENDERS = {
+    PRODUCTS: Contender("*the three products alone*", matrix_products),
+    "ours": Contender("**ours**", ours()),
+    "ours-low-memory": Contender("ours, `workspace=0`", ours(workspace=0)),
+    "ours-filtered": Contender("ours, filtered", ours(filter_eps="auto")),
+    "torch": Contender("torch, F.cross_entropy", dense),
+    "torch-compile": Contender("torch.compile", torch.compile(dense, dynamic=False)),
+    "torch-linear": Contender(
+        "torch, F.linear_cross_entropy",
+        peers.torch_linear_cross_entropy,
+        lacks=("smoothing", "softcap"),
+    ),
+    "quack": Contender(
+        "QuACK, scaled-exp",
+        peers.quack,
+        lacks=("smoothing", "softcap", "bias"),
+        distribution="quack-kernels",
+    ),
+    "liger": Contender("Liger", peers.liger, distribution="liger_kernel"),
+    "liger-cute": Contender(
+        "Liger, CuTe cross-entropy", peers.liger_cute, distribution="liger_kernel"
+    ),
+    "liger-cute-sm90": Contender(
+        "Liger, CuTe for SM90",
+        peers.liger_cute_sm90,
+        lacks=("smoothing", "softcap", "bias"),
+        distribution="liger_kernel",
+    ),
+    "trl": Contender("TRL, chunked", peers.trl, lacks=("smoothing",), distribution="trl"),
+    "cut": Contender(
+        "cut-cross-entropy",
+        peers.cut,
+        lacks=("smoothing", "bias"),
+        distribution="cut-cross-entropy",
+    ),
+    "paper": Contender(
+        "paper's algorithm, our untuned rewrite", peers.paper_rewrite, lacks=("softcap", "bias")
+    ),
+    # Last, since it changes torch when it is imported.
+    "unsloth": Contender("Unsloth", peers.unsloth, distribution="unsloth_zoo"),
+}
+
+State = Literal["started", "measured", "timed", "failed"]
+
+
+class PeerRow(Row, total=False):
+    """A line of the output: the figures of a method at a shape as far as they are known.
+
+    `state` says how far that is: its first call was "started"; error and memory are "measured"; it
+    is "timed" at last, or has "failed"."""
+
+    state: State
+    shape: str
+    contender: str
+    lacks: list[Feature]
+    same_bits: bool  # whether two backwards on equal inputs gave equal gradients
+    hardware: str
+    versions: str
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What the command line asks for."""
+
+    shapes: list[str]
+    methods: list[str]
+    label_smoothing: float
+    repeats: int
+    seconds: float
+    limit: float
+    out: Path
+    worker: bool
+
+
+def parse(words: list[str] | None = None) -> Arguments:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    every_shape = [*SHAPES, *TINY_SHAPES]
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        choices=every_shape,
+        metavar="SHAPE",
+        help=f"of {', '.join(every_shape)} (all but the tiny ones)",
+    )
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        choices=CONTENDERS,
+        metavar="METHOD",
+        help=f"of {', '.join(CONTENDERS)} (all); the products are always measured",
+    )
+    parser.add_argument("--label-smoothing", type=float, default=0.1, metavar="β", help="(0.1)")
+    parser.add_argument("--repeats", type=int, default=3, help="samples behind each median (3)")
+    parser.add_argument("--seconds", type=float, default=0.2, help="that a sample takes (0.2)")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=480,
+        metavar="SECONDS",
+        help="after which a shape's process is ended; compilation counts, and after two thirds no "
+        "further method is begun (480)",
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON lines")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, one short sample")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(words)
+    if not args.out.absolute().parent.is_dir():
+        parser.error(f"{args.out}: no such folder")
+    if not torch.cuda.is_available() and not args.tiny:
+        parser.error("torch finds no CUDA GPU; --tiny needs none")
+    shapes = args.shapes
+    if shapes is None:
+        shapes = list(TINY_SHAPES) if args.tiny else list(SHAPES)
+    methods = list(CONTENDERS)
+    if args.methods is not None:
+        methods = [key for key in CONTENDERS if key in args.methods or key == PRODUCTS]
+    return Arguments(
+        shapes=shapes,
+        methods=methods,
+        label_smoothing=args.label_smoothing,
+        repeats=1 if args.tiny else args.repeats,
+        seconds=0.01 if args.tiny else args.seconds,
+        limit=args.limit,
+        out=args.out,
+        worker=args.worker,
+    )
+
+
+# ---- A shape's own process -----------------------------------------------------------------------
+
+
+class Recorder:
+    """Appends rows of one shape to the output."""
+
+    def __init__(self, shape: str, out: Path) -> None:
+        self.shape = shape
+        self.out = out
+        self.hardware = f"{platform.machine()} CPU"
+        if torch.cuda.is_available():
+            self.hardware = torch.cuda.get_device_name()
+        self.versions = f"torch {torch.__version__}, triton {triton.__version__}"
+
+    def record(self, contender: str, row: Row, state: State, same_bits: bool | None = None) -> None:
+        line: PeerRow = {
+            **row,
+            "state": "failed" if "failed" in row else state,
+            "shape": self.shape,
+            "contender": contender,
+            "lacks": list(CONTENDERS[contender].lacks),
+            "hardware": self.hardware,
+            "versions": self.versions,
+        }
+        if same_bits is not None:
+            line["same_bits"] = same_bits
+        append_line(self.out, line)
+
+
+def measure_shape(shape_name: str, args: Arguments) -> int:
+    """Measure the methods at one shape. Returns the exit code of the process."""
+    began = time.monotonic()
+    shape = {**SHAPES, **TINY_SHAPES}[shape_name]
+    recorder = Recorder(shape_name, args.out)
+    problem = make_problem(
+        ClassifierShape(shape_name, shape.vocabulary, shape.features),
+        tokens=shape.tokens,
+        context=CONTEXT,
+        masked=0.0,
+        softcap=shape.softcap,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+    )
+    measurements = {
+        key: make_measurement(key, problem, args.label_smoothing) for key in args.methods
+    }
+    betas = {measurement.beta for measurement in measurements.values()}
+    # Before any library is imported that might change how torch computes.
+    truth = {beta: true_gradients(problem, beta) for beta in betas}
+    same_bits: dict[str, bool | None] = {}
+    for key, measurement in measurements.items():
+        if problem.softcap is not None and "softcap" in CONTENDERS[key].lacks:
+            measurement.row["failed"] = "knows no softcap"
+            recorder.record(key, measurement.row, "failed")
+            continue
+        if time.monotonic() - began > SHARE_TO_BEGIN * args.limit:
+            measurement.row["failed"] = f"not begun, since --limit {args.limit:g} was near"
+            recorder.record(key, measurement.row, "failed")
+            continue
+        recorder.record(key, measurement.row, "started")
+        works = True
+        try:
+            measure_error_and_memory(measurement, truth[measurement.beta])
+            same_bits[key] = compare_bits(measurement)
+            measurement.attempt(measurement.forward)  # which compiles kernels of its own
+            check_device()
+        except Exception:  # outside of what the measurement catches: nothing works any more
+            works = False
+            measurement.row.setdefault("failed", "it left the GPU unusable")
+        recorder.record(key, measurement.row, "measured", same_bits.get(key))
+        if not works:
+            return BROKEN_DEVICE
+    del truth
+    to_time = [m for m in measurements.values() if not m.failed]
+    measure_times(problem, to_time, args.repeats, args.seconds)
+    for key, measurement in measurements.items():
+        recorder.record(key, measurement.row, "timed", same_bits.get(key))
+    return 0
+
+
+def make_measurement(key: str, problem: Problem, label_smoothing: float) -> Measurement:
+    contender = CONTENDERS[key]
+    beta = 0.0 if "smoothing" in contender.lacks else label_smoothing
+    name = contender.name
+    if contender.distribution is not None:
+        with suppress(metadata.PackageNotFoundError):  # then its import says so
+            name += f" {metadata.version(contender.distribution)}"
+    method = Method(name, contender.loss, is_bound=key == PRODUCTS)
+    return Measurement(problem, method, beta)
+
+
+def compare_bits(measurement: Measurement) -> bool | None:
+    """Whether two backwards on equal inputs give equal gradients; None where there are none."""
+    if measurement.method.is_bound or measurement.failed:
+        return None
+    same: list[bool] = []
+
+    def step() -> None:
+        measurement.forward_and_backward()
+        first = measurement.gradients()
+        measurement.forward_and_backward()
+        second = measurement.gradients()
+        same.append(all(torch.equal(first[name], second[name]) for name in first))
+
+    measurement.attempt(step)
+    return same[0] if same else None
+
+
+def check_device() -> None:
+    """Raise where the GPU has become unusable, as it is after an illegal access."""
+    if torch.cuda.is_available():
+        torch.zeros(1, device="cuda").add_(1).item()
+
+
+# ---- The process that starts them ----------------------------------------------------------------
+
+
+def append_line(out: Path, line: PeerRow) -> None:
+    with open(out, "a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def read_lines(out: Path, start: int) -> dict[tuple[str, str], PeerRow]:
+    """The last line of each shape and method, of those from byte `start` on."""
+    latest: dict[tuple[str, str], PeerRow] = {}
+    if not out.exists():
+        return latest
+    with open(out) as file:
+        file.seek(start)
+        for text in file:
+            row = json.loads(text)
+            latest[row["shape"], row["contender"]] = row
+    return latest
+
+
+def run_worker(shape: str, methods: list[str], args: Arguments) -> str | None:
+    """Measure methods at a shape in a process of its own. Returns why it ended early, or None."""
+    command = [sys.executable, __file__, "--worker", "--out", str(args.out)]
+    command += ["--shapes", shape, "--methods", *methods]
+    command += ["--label-smoothing", str(args.label_smoothing), "--limit", str(args.limit)]
+    command += ["--repeats", str(args.repeats), "--seconds", str(args.seconds)]
+    if shape in TINY_SHAPES:
+        command.append("--tiny")
+    # A session of its own, so that what the process has started ends with it.
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        code = process.wait(args.limit)
+    except subprocess.TimeoutExpired:
+        return f"no result within {args.limit:g} s"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if code == 0:
+        return None
+    if code == BROKEN_DEVICE:
+        return "it left the GPU unusable"
+    return f"the process ended with code {code}"
+
+
+def measure_shape_apart(
+    shape: str,
+    args: Arguments,
+    run: Callable[[str, list[str], Arguments], str | None] = run_worker,
+) -> None:
+    """Measure a shape, and where a method ends the process measure the others again without it.
+
+    Afterwards every method has a last line that is "timed" or "failed"."""
+    start = args.out.stat().st_size if args.out.exists() else 0
+    left = args.methods
+    while left:
+        ended = run(shape, left, args)
+        rows = read_lines(args.out, start)
+        unfinished = []
+        for key in left:
+            row = rows.get((shape, key), unmeasured_row(shape, key))
+            if row.get("state") == "started":  # this is the method that ended it
+                append_line(args.out, {**row, "state": "failed", "failed": str(ended)})
+            elif row.get("state") not in ("timed", "failed"):
+                unfinished.append(key)
+        if len(unfinished) == len(left):  # then it would end the same way again
+            for key in unfinished:
+                row = rows.get((shape, key), unmeasured_row(shape, key))
+                append_line(args.out, {**row, "state": "failed", "failed": str(ended)})
+            return
+        left = unfinished
+
+
+def unmeasured_row(shape: str, contender: str) -> PeerRow:
+    """A row of nothing but names."""
+    return {
+        "shape": shape,
+        "contender": contender,
+        "method": CONTENDERS[contender].name,
+        "lacks": list(CONTENDERS[contender].lacks),
+    }
+
+
+# ---- The table -----------------------------------------------------------------------------------
+
+HEAD = (
+    "method",
+    "β",
+    "forward + backward ms",
+    "× three products",
+    "forward ms",
+    "MB",
+    "dE / dC error",
+    "same bits",
+    "lacks",
+)
+
+
+def format_table(shape_name: str, rows: list[PeerRow]) -> str:
+    """A Markdown table of one shape."""
+    shape = {**SHAPES, **TINY_SHAPES}[shape_name]
+    title = f"{shape_name}: N = {shape.tokens}, V = {shape.vocabulary}, D = {shape.features}"
+    title += f", softcap {shape.softcap:g}" if shape.softcap else ", no softcap"
+    products_ms = None
+    for row in rows:
+        if row["contender"] == PRODUCTS:
+            products_ms = row.get("both_ms")
+    lines = [f"\n### {title}\n", f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
+    lines += [format_row(row, products_ms) for row in rows]
+    return "\n".join(lines)
+
+
+def format_row(row: PeerRow, products_ms: float | None) -> str:
+    both_ms = row.get("both_ms")
+    ratio = None
+    if both_ms is not None and products_ms is not None:
+        ratio = both_ms / products_ms
+    errors = "–"
+    if "error_hidden" in row and "error_weight" in row:
+        errors = f"{row['error_hidden']:.1e} / {row['error_weight']:.1e}"
+    same_bits = "–"
+    if "same_bits" in row:
+        same_bits = "yes" if row["same_bits"] else "no"
+    beta = None if row["contender"] == PRODUCTS else row.get("beta")
+    cells = [
+        row["method"],
+        number(beta, "g"),
+        row.get("failed", number(both_ms, ".1f")).replace("|", "/"),
+        number(ratio, ".2f"),
+        number(row.get("forward_ms"), ".1f"),
+        number(row.get("extra_mb"), ",.0f"),
+        errors,
+        same_bits,
+        ", ".join(row["lacks"]) or "–",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def main(words: list[str] | None = None) -> int:
+    args = parse(words)
+    if args.worker:
+        return measure_shape(args.shapes[0], args)
+    start = args.out.stat().st_size if args.out.exists() else 0
+    for shape in args.shapes:
+        began = time.monotonic()
+        measure_shape_apart(shape, args)
+        print(f"{shape}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    rows = read_lines(args.out, start)
+    sources = {
+        f"{row['hardware']}, {row['versions']}" for row in rows.values() if "hardware" in row
+    }
+    print(" · ".join(sorted(sources)))
+    for shape in args.shapes:
+        of_shape = [rows[shape, key] for key in args.methods if (shape, key) in rows]
+        print(format_table(shape, of_shape))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

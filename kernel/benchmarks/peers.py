@@ -1,0 +1,279 @@
+"""Other libraries' losses, for the benchmark to measure beside ours.
+
+    PYTHONPATH=kernel/benchmarks python -m smoothce.bench --method peers:liger peers:trl paper:loss
+
+Each takes (hidden, weight, labels, label_smoothing, softcap=None) and returns the mean loss. Where
+a library knows no smoothing or no softcap, the loss raises ValueError, which is a row of the table.
+A library is imported when its loss is first called, since some change torch when imported.
+`all_peers.py` measures all of them in one run.
+"""
+
+import os
+import sys
+import tempfile
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORE_INDEX = -100
+TRL_CHUNK = 65536  # entries of the vocabulary at a time; the trainers of TRL 1.16 take 32768
+QUACK_CHUNK = 4096  # tokens at a time, QuACK's own default
+
+
+def torch_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """PyTorch's own, from 2.13 on, in chunks: without options it makes all logits."""
+    if not hasattr(F, "linear_cross_entropy"):
+        raise ImportError(f"torch {torch.__version__} has no F.linear_cross_entropy; 2.13 has")
+    refuse_smoothing(label_smoothing)
+    refuse_softcap(softcap)
+    options = torch.nn.LinearCrossEntropyOptions()
+    return F.linear_cross_entropy(hidden, weight, labels, options=options)
+
+
+def liger(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """Liger's fused linear cross-entropy, in its default implementation."""
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+    bias = class_weight = None
+    lse_square_scale = 0.0
+    found = LigerFusedLinearCrossEntropyFunction.apply(
+        hidden,
+        weight,
+        labels,
+        bias,
+        class_weight,
+        IGNORE_INDEX,
+        lse_square_scale,
+        label_smoothing,
+        "mean",
+        softcap,
+    )
+    return found[0] if isinstance(found, tuple) else found
+
+
+def liger_cute(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """Liger's, from 0.8.5 on, with the inner cross-entropy in NVIDIA's CuTe DSL."""
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+    bias = class_weight = accumulator_dtype = None
+    lse_square_scale = 0.0
+    return_z_loss = use_token_scaling = return_token_accuracy = return_predicted_tokens = False
+    loss, *_ = LigerFusedLinearCrossEntropyFunction.apply(
+        hidden,
+        weight,
+        labels,
+        bias,
+        class_weight,
+        IGNORE_INDEX,
+        lse_square_scale,
+        label_smoothing,
+        "mean",
+        softcap,
+        return_z_loss,
+        accumulator_dtype,
+        use_token_scaling,
+        return_token_accuracy,
+        return_predicted_tokens,
+        "nvidia-cutedsl",
+    )
+    return loss
+
+
+def liger_cute_sm90(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """Liger's for Hopper alone, all of it in the CuTe DSL."""
+    from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import (
+        liger_fused_linear_cross_entropy_sm90,
+    )
+
+    refuse_smoothing(label_smoothing)
+    refuse_softcap(softcap)
+    return liger_fused_linear_cross_entropy_sm90(hidden, weight, labels, IGNORE_INDEX, "mean")
+
+
+def quack(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """QuACK's scaled-exp pipeline, for Hopper."""
+    refuse_smoothing(label_smoothing)
+    refuse_softcap(softcap)
+    let_quack_name_any_value()
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    chunk = QUACK_CHUNK
+    if chunk == hidden.shape[1]:
+        # QuACK tells a product's rows from its columns by their numbers: these may not be equal.
+        chunk //= 2
+    return chunked_linear_cross_entropy(
+        hidden,
+        weight,
+        labels,
+        chunk_size=chunk,
+        ignore_index=IGNORE_INDEX,
+        use_scaled_exp=True,
+    )
+
+
+def let_quack_name_any_value() -> None:
+    """Let QuACK 0.6.5 be imported beside a CUTLASS DSL whose functions log.
+
+    QuACK names what an epilogue's closure refers to, for its cache of compiled kernels, and raises
+    TypeError at a value that it does not know, such as a logger. In this process such a value gets
+    its type's name instead. Kernels do not depend on it.
+    """
+    from quack.gemm_runtime import identity
+
+    if hasattr(identity.semantic_value_key, "names_any_value"):
+        return
+    strict_key = identity.semantic_value_key
+
+    def key(value: Any, seen: set[Any]) -> Any:
+        try:
+            return strict_key(value, seen)
+        except TypeError:
+            return ("unknown", type(value).__module__, type(value).__qualname__)
+
+    key.names_any_value = True  # type: ignore[attr-defined]
+    identity.semantic_value_key = key
+    frontend = sys.modules.get("quack.operand_transform.frontend")
+    if frontend is not None:  # has the function under a name of its own
+        frontend._semantic_value_key = key  # type: ignore[attr-defined]
+
+
+def unsloth(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """Unsloth's fused loss."""
+    let_unsloth_zoo_be_imported_alone()
+    from unsloth_zoo.fused_losses import unsloth_fused_ce_loss
+
+    return unsloth_fused_ce_loss(
+        trainer=None,
+        hidden_states=hidden[None],
+        lm_head_weight=weight,
+        lm_head_bias=None,
+        labels=labels[None],
+        shift_labels=False,
+        logit_softcapping=softcap,
+        label_smoothing=label_smoothing,
+    )
+
+
+def let_unsloth_zoo_be_imported_alone() -> None:
+    """Let unsloth_zoo, which has the loss, be imported without unsloth.
+
+    It wants unsloth to be installed and imported before it. The loss needs nothing of that, and
+    unsloth patches much more."""
+    os.environ["UNSLOTH_IS_PRESENT"] = "1"
+    # Else it leaves a folder where the benchmark is run.
+    compiled = Path(tempfile.gettempdir()) / "unsloth_compiled_cache"
+    os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", str(compiled))
+    if find_spec("unsloth") is None:
+        placeholder = ModuleType("unsloth")
+        placeholder.__spec__ = ModuleSpec("unsloth", loader=None)
+        sys.modules["unsloth"] = placeholder
+
+
+def trl(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """TRL's chunked log-probabilities, which its trainers' losses are made of."""
+    from trl.kernels import ChunkedLogProbFunction
+
+    refuse_smoothing(label_smoothing)
+    is_valid = labels != IGNORE_INDEX
+    bias = None
+    temperature = 1.0
+    logit_scale = 1.0
+    optional_outputs = ()
+    log_probabilities, *_ = ChunkedLogProbFunction.apply(
+        hidden[is_valid],
+        weight,
+        bias,
+        labels[is_valid],
+        temperature,
+        TRL_CHUNK,
+        softcap,
+        logit_scale,
+        optional_outputs,
+    )
+    return -log_probabilities.mean()
+
+
+def cut(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """Apple's cut-cross-entropy, with the filter that it has by default."""
+    from cut_cross_entropy import linear_cross_entropy
+
+    refuse_smoothing(label_smoothing)
+    return linear_cross_entropy(hidden, weight, labels, softcap=softcap)
+
+
+def paper_rewrite(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """The paper's algorithm as `paper.py` has it."""
+    import paper
+
+    refuse_softcap(softcap)
+    return paper.loss(hidden, weight, labels, label_smoothing=label_smoothing)
+
+
+def refuse_smoothing(label_smoothing: float) -> None:
+    if label_smoothing:
+        raise ValueError("knows no smoothing: --label-smoothing 0")
+
+
+def refuse_softcap(softcap: float | None) -> None:
+    if softcap is not None:
+        raise ValueError("knows no softcap: --softcap none")
