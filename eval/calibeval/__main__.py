@@ -8,7 +8,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from pathlib import Path
 
 import calibeval
@@ -143,7 +142,7 @@ def figures_of(path: Path, normalise: str | None = None) -> dict:
 
 def print_json(value: dict) -> None:
     """One JSON object on a line."""
-    print(json.dumps(value, default=asdict, ensure_ascii=False))
+    print(json.dumps(value, default=lambda figures: figures.as_dict(), ensure_ascii=False))
 
 
 def run_compare(a: argparse.Namespace) -> None:

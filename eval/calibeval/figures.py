@@ -1,11 +1,13 @@
 """Figures from an index: reliability diagrams, and ECE over β.
 
-Each as SVG for the page and PNG for slides, 17.5 cm wide, a page's width.
+Each is an SVG for the page and a PNG for slides, 17.5 cm wide, a page's width.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import numpy as np
@@ -13,20 +15,46 @@ import numpy as np
 from calibeval.index import Results, Row
 from calibeval.io import atomic_write
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
 WIDTH = 17.5  # centimetres
+CENTIMETRES_PER_INCH = 2.54
 AMONG = {"choices": "the choices", "vocabulary": "all tokens"}
-ACROSS = 5  # panels in a row
-INK, GREY, SHADES = "#222222", "#888888", (0.05, 0.9)
+PANELS_ACROSS = 5
+NAME_LENGTH = 34  # characters of a panel's title
+INK = "#222222"
+GREY = "#888888"
+SHADES = (0.05, 0.9)  # of the color map, for β of 0 and of ½
 STYLE = {
-    **{"font.size": 7.5, "axes.titlesize": 7.5, "axes.labelsize": 7.5, "legend.fontsize": 7},
-    **{"xtick.labelsize": 7, "ytick.labelsize": 7, "axes.linewidth": 0.6},
-    **{"lines.linewidth": 1.1, "lines.markersize": 4, "legend.frameon": False},
-    **{"axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "calibeval"},
+    "font.size": 7.5,
+    "axes.titlesize": 7.5,
+    "axes.labelsize": 7.5,
+    "legend.fontsize": 7,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "axes.linewidth": 0.6,
+    "lines.linewidth": 1.1,
+    "lines.markersize": 4,
+    "legend.frameon": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "svg.hashsalt": "calibeval",  # the same SVG every time
 }
 
 
-def colour(beta: float | None) -> tuple[float, ...]:
-    """A β's colour, in every report the same; grey before fine-tuning."""
+@dataclass(frozen=True)
+class Drawing:
+    """A figure that is drawn, the stem of its files, and what it shows."""
+
+    stem: str
+    caption: str
+    canvas: "Canvas"
+
+
+def color(beta: float | None) -> tuple[float, ...]:
+    """Return a β's color, in every report the same; grey before fine-tuning."""
     from matplotlib import colormaps
 
     if beta is None:
@@ -35,80 +63,97 @@ def colour(beta: float | None) -> tuple[float, ...]:
 
 
 def draw(results: Results, out: Path) -> list[tuple[Path, str]]:
-    """Draw every figure that there are data for; (its .svg, what it shows)."""
+    """Draw every figure that there are data for into `out`; return each .svg with its caption."""
     import matplotlib
 
-    found = []
+    captions = []
     with matplotlib.rc_context(STYLE):
         for group in results.groups:
-            rows = [row for row in results.rows if group in row.runs]
-            having = {}  # the rows that have a confidence
-            for row in rows:
-                runs = row.runs[group].values()
-                for confidence in AMONG:
-                    if all(confidence in run.confidences for run in runs):
-                        having.setdefault(confidence, []).append(row)
-            name = quote(group, safe=" ")
-            made = []
-            if len({row.beta for row in rows} - {None}) > 1:
-                said = f"ECE on {group} against β; dotted: what 95 % of calibrated models read "
-                said += "less than; dashed: before fine-tuning."
-                made.append((f"ece-against-beta_{name}", said, ece_over_beta(rows, group, having)))
-            for confidence, of in having.items():
-                said = (
-                    f"Reliability on {group}, confidence among {AMONG[confidence]}. Coloured: "
-                    "accuracy by the kernel of the smooth ECE with its 95 % band; black: by "
-                    "isotonic regression; grey: where that lies in 95 % of calibrated models; "
-                    "below, where the questions are."
-                )
-                canvas = reliability(of, group, confidence)
-                made.append((f"reliability_{name}_{confidence}", said, canvas))
-            for stem, said, canvas in made:
-                found.append((out / f"{stem}.svg", said))
-                for kind, about in (("png", {}), ("svg", {"Date": None})):  # the same every time
-                    with atomic_write(out / f"{stem}.{kind}", "wb") as file:
-                        canvas.savefig(file, format=kind, dpi=200, metadata=about)
-    return found
+            for drawing in _drawings(results, group):
+                _save(drawing, out)
+                captions.append((out / f"{drawing.stem}.svg", drawing.caption))
+    return captions
 
 
-def _canvas(height: float):
-    from matplotlib.figure import Figure as Canvas
+def _drawings(results: Results, group: str) -> list[Drawing]:
+    """The figures of one data set."""
+    rows = [row for row in results.rows if group in row.runs]
+    rows_with = _rows_by_confidence(rows, group)
+    file_name = quote(group, safe=" ")
+    drawings = []
+    if len({row.beta for row in rows} - {None}) > 1:
+        caption = (
+            f"ECE on {group} against β; dotted: what 95 % of calibrated models read less than; "
+            "dashed: before fine-tuning."
+        )
+        canvas = ece_over_beta(rows, group, rows_with)
+        drawings.append(Drawing(f"ece-against-beta_{file_name}", caption, canvas))
+    for confidence, having in rows_with.items():
+        caption = (
+            f"Reliability on {group}, confidence among {AMONG[confidence]}. Coloured: "
+            "accuracy by the kernel of the smooth ECE with its 95 % band; black: by "
+            "isotonic regression; grey: where that lies in 95 % of calibrated models; "
+            "below, where the questions are."
+        )
+        canvas = reliability(having, group, confidence)
+        drawings.append(Drawing(f"reliability_{file_name}_{confidence}", caption, canvas))
+    return drawings
 
-    return Canvas(figsize=(WIDTH / 2.54, height / 2.54), layout="constrained")
+
+def _rows_by_confidence(rows: Sequence[Row], group: str) -> dict[str, list[Row]]:
+    """The rows that have each definition of confidence, in the order in which they come up."""
+    having: dict[str, list[Row]] = {}
+    for row in rows:
+        runs = row.runs_of(group)
+        for confidence in AMONG:
+            if all(confidence in run.confidences for run in runs):
+                having.setdefault(confidence, []).append(row)
+    return having
+
+
+def _save(drawing: Drawing, out: Path) -> None:
+    """Write a figure as PNG and as SVG, which has no date: it is the same every time."""
+    for kind, metadata in (("png", {}), ("svg", {"Date": None})):
+        with atomic_write(out / f"{drawing.stem}.{kind}", "wb") as file:
+            drawing.canvas.savefig(file, format=kind, dpi=200, metadata=metadata)
+
+
+def _canvas(height: float) -> "Canvas":
+    """An empty figure of a page's width, so many centimetres high."""
+    from matplotlib.figure import Figure
+
+    size = (WIDTH / CENTIMETRES_PER_INCH, height / CENTIMETRES_PER_INCH)
+    return Figure(figsize=size, layout="constrained")
 
 
 def mean_curves(row: Row, group: str, confidence: str) -> dict[str, np.ndarray]:
-    """The mean over seeds of a row's reliability curves, where all have them."""
-    runs = [run.reliability[confidence] for run in row.runs[group].values()]
-    low, high = max(run["at"][0] for run in runs), min(run["at"][-1] for run in runs)
-    at = np.linspace(low, max(low, high), len(runs[0]["at"]))
-    names = [name for name in runs[0] if name.startswith(("smooth", "isotonic"))]
-    found = {n: np.mean([np.interp(at, run["at"], run[n]) for run in runs], 0) for n in names}
-    return found | {"at": at, "count": np.sum([run["count"] for run in runs], 0)}
+    """Return the mean over seeds of a row's reliability curves, where all have them."""
+    curves = [run.reliability[confidence] for run in row.runs_of(group)]
+    low = max(curve["at"][0] for curve in curves)
+    high = min(curve["at"][-1] for curve in curves)
+    at = np.linspace(low, max(low, high), len(curves[0]["at"]))
+    means = {}
+    for name in curves[0]:
+        if name.startswith(("smooth", "isotonic")):
+            means[name] = np.mean([np.interp(at, curve["at"], curve[name]) for curve in curves], 0)
+    means["at"] = at
+    means["count"] = np.sum([curve["count"] for curve in curves], 0)
+    return means
 
 
-def reliability(rows: Sequence[Row], group: str, confidence: str):
-    """One diagram a row of the table."""
-    across = min(ACROSS, max(len(rows), 3))
+def reliability(rows: Sequence[Row], group: str, confidence: str) -> "Canvas":
+    """Return a figure with one diagram a row of the table."""
+    across = min(PANELS_ACROSS, max(len(rows), 3))
     down = math.ceil(len(rows) / across)
-    alone = len({row.keys["model"] for row in rows}) == 1
-    canvas = _canvas(down * (1.35 * WIDTH / across + 0.9) + 0.6)
+    panel_height = 1.35 * WIDTH / across + 0.9
+    canvas = _canvas(down * panel_height + 0.6)
     axes = canvas.subplots(down, across, sharex=True, sharey=True, squeeze=False)
     axes[0, 0].set(xlim=(0, 1), ylim=(-0.26, 1), xticks=(0, 0.5, 1), yticks=(0, 0.5, 1))
+    one_model = len({row.keys["model"] for row in rows}) == 1
     for axis, row in zip(axes.flat, rows, strict=False):
-        of, shade = mean_curves(row, group, confidence), colour(row.beta)
-        at, edges = of["at"], np.linspace(0, 1, len(of["count"]) + 1)
-        band = {"alpha": 0.3, "lw": 0}
-        axis.fill_between(at, of["isotonic_low"], of["isotonic_high"], color=GREY, **band)
-        axis.fill_between(at, of["smooth_low"], of["smooth_high"], color=shade, **band)
-        axis.plot([0, 1], [0, 1], "--", color=GREY, lw=0.6)
-        axis.plot(at, of["isotonic"], color=INK, lw=0.7)
-        axis.plot(at, of["smooth"], color=shade, lw=1.6)
-        axis.stairs(-0.24 * of["count"] / of["count"].max(), edges, fill=True, color=GREY)
-        axis.axhline(0, color=INK, lw=0.6)
-        read = {m: row.estimate(group, m, confidence).value for m in ("ece", "mcb", "dsc")}
-        said = "ECE {ece:.3f}\nMCB {mcb:.3f} DSC {dsc:.3f}".format(**read)
-        axis.set_title(f"{row.name(*('model',) * alone)[:34]}\n{said}", pad=3)
+        _draw_curves(axis, mean_curves(row, group, confidence), color(row.beta))
+        name = row.name("model") if one_model else row.name()
+        axis.set_title(f"{name[:NAME_LENGTH]}\n{_figures_of(row, group, confidence)}", pad=3)
         axis.set_aspect("equal")
         axis.spines[:].set_visible(True)
     for axis in axes.flat[len(rows) :]:
@@ -118,24 +163,55 @@ def reliability(rows: Sequence[Row], group: str, confidence: str):
     return canvas
 
 
-def ece_over_beta(rows: Sequence[Row], group: str, having: dict[str, list[Row]]):
-    """A panel a confidence, a line a model, training data and whatever else varies."""
+def _draw_curves(axis: "Axes", curves: dict[str, np.ndarray], shade: tuple[float, ...]) -> None:
+    """Draw a row's curves with their bands, and below them a histogram of the confidences."""
+    at = curves["at"]
+    for name, band_color in (("isotonic", GREY), ("smooth", shade)):
+        low = curves[f"{name}_low"]
+        high = curves[f"{name}_high"]
+        axis.fill_between(at, low, high, color=band_color, alpha=0.3, lw=0)
+    axis.plot([0, 1], [0, 1], "--", color=GREY, lw=0.6)
+    axis.plot(at, curves["isotonic"], color=INK, lw=0.7)
+    axis.plot(at, curves["smooth"], color=shade, lw=1.6)
+    count = curves["count"]
+    edges = np.linspace(0, 1, len(count) + 1)
+    axis.stairs(-0.24 * count / count.max(), edges, fill=True, color=GREY)
+    axis.axhline(0, color=INK, lw=0.6)
+
+
+def _figures_of(row: Row, group: str, confidence: str) -> str:
+    """What a panel's title says of a row."""
+    values = {}
+    for metric in ("ece", "mcb", "dsc"):
+        value = row.estimate(group, metric, confidence).value
+        assert value is not None  # the row has this confidence
+        values[metric] = value
+    return f"ECE {values['ece']:.3f}\nMCB {values['mcb']:.3f} DSC {values['dsc']:.3f}"
+
+
+def ece_over_beta(rows: Sequence[Row], group: str, having: dict[str, list[Row]]) -> "Canvas":
+    """Return a figure with a panel a confidence; a line a model, data and whatever else varies.
+
+    `having` are the rows that have each definition of confidence.
+    """
     lines: dict[str, list[Row]] = {}
-    for row in sorted((r for r in rows if r.beta is not None), key=lambda row: row.beta):
+    for row in sorted((row for row in rows if row.beta is not None), key=lambda row: row.beta or 0):
         name = row.name("label_smoothing") or row.keys["model"]
         lines.setdefault(name, []).append(row)
     canvas = _canvas(6)
     axes = canvas.subplots(1, len(having), sharey=True, squeeze=False).flat
     for (confidence, known), axis in zip(having.items(), axes, strict=True):
-        for i, (name, line) in enumerate(lines.items()):
+        for place, (name, line) in enumerate(lines.items()):
             shown = [row for row in line if row in known]
-            every = [row.estimate(group, "ece", confidence) for row in shown]
-            at = [row.beta for row in shown]
-            axis.plot(at, [e.value for e in every], "o-", color=f"C{i % 10}", label=name)
-            axis.plot(at, [e.floor for e in every], ":", color=f"C{i % 10}")
-        for row in (row for row in known if row.beta is None):
-            value = row.estimate(group, "ece", confidence).value
-            axis.axhline(value, color=GREY, ls="--", lw=1)
+            estimates = [row.estimate(group, "ece", confidence) for row in shown]
+            betas = [row.beta for row in shown]
+            line_color = f"C{place % 10}"
+            axis.plot(betas, [e.value for e in estimates], "o-", color=line_color, label=name)
+            axis.plot(betas, [e.null_q95 for e in estimates], ":", color=line_color)
+        for row in known:
+            if row.beta is None:
+                value = row.estimate(group, "ece", confidence).value
+                axis.axhline(value, color=GREY, ls="--", lw=1)
         axis.set_title(f"{group}, confidence among {AMONG[confidence]}", pad=4)
         axis.set(xlabel="label smoothing β", ylabel="ECE")
         axis.label_outer()

@@ -1,10 +1,14 @@
-"""The index of `collect`: a line a record file; lines alike in all but the seed are a row."""
+"""The index of `collect`: a line a record file, read as the rows of a table.
+
+Lines alike in all but the seed and the data set are one `Row`: one setting, whose runs are repeated
+over seeds. `calibeval.report` and `calibeval.figures` print and draw the rows.
+"""
 
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 from tqdm import tqdm
@@ -13,8 +17,10 @@ from calibeval import stats
 from calibeval.io import InputError, json_lines
 from calibeval.request import Text, checked
 
+Scalar = bool | int | float | str | None
 
-class Line(BaseModel, strict=True, extra="allow"):
+
+class Entry(BaseModel, strict=True, extra="allow"):
     """One record file, and what is known of the run behind it; any other key is a scalar."""
 
     records: Text  # a path, from the index's folder
@@ -23,22 +29,29 @@ class Line(BaseModel, strict=True, extra="allow"):
     label_smoothing: Annotated[float, Field(ge=0, le=1)] | None
     train_data: Text | None = None
     seed: Annotated[float, Field(multiple_of=1)] | None = None
-    __pydantic_extra__: dict[str, bool | int | float | str | None]
+    __pydantic_extra__: dict[str, Scalar]
 
 
-# Which records, of which questions, or one row's repetitions: none of them a row.
-NO_ROW = ("records", "dataset", "seed", "run")
-FIRST = ("train_data", "model", "label_smoothing")
+# Which records, of which questions, or one row's repetitions: keys that tell no rows apart.
+NO_ROW_KEYS = ("records", "dataset", "seed", "run")
+FIRST_KEYS = ("train_data", "model", "label_smoothing")
 HEADINGS = {"train_data": "SFT data", "label_smoothing": "β"}
 
 
 @dataclass(eq=False)
 class Row:
-    """One setting: its keys, and its runs by column group (data set) and seed, in their order."""
+    """One setting, with its runs.
 
-    keys: dict
+    Attributes:
+        keys: What the index says of the setting.
+        shown: The keys that are columns of the table.
+        short: Training data's short names, as people know them, by their paths.
+        runs: By column group (data set) and then by seed, in their order.
+    """
+
+    keys: dict[str, Any]
     shown: tuple[str, ...]
-    short: dict[str, str]  # training data as people know it
+    short: dict[str, str]
     runs: dict[str, dict[float | None, stats.Run]] = field(default_factory=dict)
 
     @property
@@ -49,30 +62,40 @@ class Row:
     @property
     def block(self) -> tuple[str, ...]:
         """Rows that are compared with each other: the same training data and model."""
-        return tuple(self.text(key) for key in FIRST[:2] if key in self.shown)
+        return tuple(self.text(key) for key in FIRST_KEYS[:2] if key in self.shown)
 
     def text(self, key: str) -> str:
-        """A key's value as tables print it."""
+        """Return a key's value as tables print it."""
         value = self.keys.get(key)
         if value is None:
             return "base" if key == "label_smoothing" else "–"
-        return f"{value:g}" if isinstance(value, float) else self.short.get(value, str(value))
+        if isinstance(value, float):
+            return f"{value:g}"
+        return self.short.get(value, str(value))
 
     def name(self, *leave_out: str) -> str:
-        """What tells the row from others, for titles and legends."""
+        """Return what tells the row from others, for titles and legends, without some keys."""
         parts = []
-        for key in (key for key in self.shown if key not in leave_out):
-            value, text = self.keys.get(key), self.text(key)
+        for key in self.shown:
+            value = self.keys.get(key)
+            if key in leave_out:
+                continue
             if key == "label_smoothing":
-                parts.append(text if value is None else f"β = {text}")
+                parts.append("base" if value is None else f"β = {self.text(key)}")
+            elif isinstance(value, str):
+                parts.append(self.text(key))
             elif value is not None:
-                said = "lr" if key == "learning_rate" else key.replace("_", " ")
-                parts.append(text if isinstance(value, str) else f"{said} {text}")
+                label = "lr" if key == "learning_rate" else key.replace("_", " ")
+                parts.append(f"{label} {self.text(key)}")
         return ", ".join(parts)
 
+    def runs_of(self, group: str) -> list[stats.Run]:
+        """Return the row's runs on a data set, in the order of their seeds."""
+        return list(self.runs.get(group, {}).values())
+
     def estimate(self, group: str, metric: str, confidence: str = "choices") -> stats.Estimate:
-        """A metric over the row's seeds; its value is None where there is none."""
-        runs = [*self.runs.get(group, {}).values()]
+        """Return a metric over the row's seeds; its value is None where there is none."""
+        runs = self.runs_of(group)
         return stats.estimate(runs, metric, confidence) if runs else stats.Estimate()
 
 
@@ -85,91 +108,137 @@ class Results:
     shown: tuple[str, ...]
 
     def reference(self, row: Row) -> Row | None:
-        """β = 0 without a calibrator, otherwise as `row`; None if there is no such row, or it is.
+        """Return the row that `row` is compared with: β = 0 without a calibrator, otherwise alike.
 
-        A model before fine-tuning has no training data and the like: any will do, if only one has.
+        None if there is no such row, or it is the row itself. A model before fine-tuning has no
+        training data and the like: any will do, if only one has.
         """
-        keys = [k for k in self.shown if k not in ("label_smoothing", "calibrator")]
-        keys = [k for k in keys if row.beta is not None or k in row.keys]
-        plain = [r for r in self.rows if r.beta == 0 and r.keys.get("calibrator") is None]
-        found = [r for r in plain if all(r.keys.get(k) == row.keys.get(k) for k in keys)]
-        return found[0] if len(found) == 1 and found[0] is not row else None
+        keys = [key for key in self.shown if key not in ("label_smoothing", "calibrator")]
+        if row.beta is None:
+            keys = [key for key in keys if key in row.keys]
+        candidates = [
+            other
+            for other in self.rows
+            if other.beta == 0
+            and other.keys.get("calibrator") is None
+            and all(other.keys.get(key) == row.keys.get(key) for key in keys)
+        ]
+        if len(candidates) != 1 or candidates[0] is row:
+            return None
+        return candidates[0]
 
 
 def heading(key: str) -> str:
-    """A key as a column's heading."""
-    return HEADINGS.get(key) or (key.replace("_", " ").capitalize() if key.isidentifier() else key)
+    """Return a key as a column's heading."""
+    if key in HEADINGS:
+        return HEADINGS[key]
+    return key.replace("_", " ").capitalize() if key.isidentifier() else key
 
 
 def read(index: Path) -> Results:
-    """Rows of an index; refuses lines that cannot be averaged or compared, naming both files."""
+    """Return the rows of an index.
+
+    Lines that cannot be averaged or compared raise `InputError`, which names both files.
+    """
     lines = read_lines(Path(index))
     with ThreadPoolExecutor() as pool:  # NumPy lets other threads run
-        found = pool.map(stats.load, [line["records"] for line in lines])
-        runs = [*tqdm(found, "record files", len(lines), disable=None, delay=2)]
-    pairs = [*zip(lines, runs, strict=True)]
-    first: dict[tuple, stats.Run] = {}  # of each data set, and of it by each model
-    for line, run in pairs:
-        one = first.setdefault((line["dataset"], None), run)
-        stats.same_questions([one, run])
-        stats.same_prompts(one, run, texts=False)
-        # Of a model with another context length, prompts have fewer examples.
-        stats.same_prompts(first.setdefault((line["dataset"], line["model"]), run), run)
+        loading = pool.map(stats.load, [line["records"] for line in lines])
+        runs = list(tqdm(loading, "record files", len(lines), disable=None, delay=2))
+    _check_comparable(lines, runs)
     shown = columns(lines)
-    paths = {line["train_data"] for line in lines if line.get("train_data")}
-    last = {path: PurePath(path).name or path for path in paths}
-    short = {path: name for path, name in last.items() if [*last.values()].count(name) == 1}
-    rows: dict[tuple, Row] = {}
-    for line, run in sorted(pairs, key=lambda pair: pair[0].get("seed", -math.inf)):
-        keys = {key: value for key, value in line.items() if key not in NO_ROW}
-        row = rows.setdefault(tuple(line.get(key) for key in shown), Row(keys, shown, short))
-        known, seed = row.runs.setdefault(line["dataset"], {}), line.get("seed")
-        for other in known.keys() & {seed, None}:
-            raise InputError(
-                f"{known[other].path} and {run.path}: both are {line['dataset']}, {row.name()}, "
-                f"with seeds {other} and {seed}; give the index the key that tells them apart: "
-                "seed, train_data, …"
-            )
-        known[seed] = run
+    short = _short_names(lines)
+    rows: dict[tuple[Scalar, ...], Row] = {}
+    pairs = list(zip(lines, runs, strict=True))
+    pairs.sort(key=lambda pair: pair[0].get("seed", -math.inf))
+    for line, run in pairs:
+        setting = tuple(line.get(key) for key in shown)
+        if setting not in rows:
+            keys = {key: value for key, value in line.items() if key not in NO_ROW_KEYS}
+            rows[setting] = Row(keys, shown, short)
+        _add(run, line, rows[setting])
     groups = list(dict.fromkeys(line["dataset"] for line in lines))
     return Results(sorted(rows.values(), key=_order), groups, shown)
 
 
-def read_lines(index: Path) -> list[dict]:
-    """Checked lines; record paths relative to the index's folder."""
-    lines, seen = [], {}
+def _check_comparable(lines: list[dict[str, Any]], runs: list[stats.Run]) -> None:
+    """Raise `InputError` unless a data set's runs answered the same questions, asked alike."""
+    first_of: dict[tuple[str, str | None], stats.Run] = {}  # of a data set, and of it by a model
+    for line, run in zip(lines, runs, strict=True):
+        first = first_of.setdefault((line["dataset"], None), run)
+        stats.same_questions([first, run])
+        stats.same_prompts(first, run, texts=False)
+        # Of a model with another context length, prompts have fewer examples.
+        first_of_model = first_of.setdefault((line["dataset"], line["model"]), run)
+        stats.same_prompts(first_of_model, run)
+
+
+def _short_names(lines: list[dict[str, Any]]) -> dict[str, str]:
+    """The file names of training data by their paths, where no two are alike."""
+    paths = {line["train_data"] for line in lines if line.get("train_data")}
+    names = {path: PurePath(path).name or path for path in paths}
+    every = list(names.values())
+    return {path: name for path, name in names.items() if every.count(name) == 1}
+
+
+def _add(run: stats.Run, line: dict[str, Any], row: Row) -> None:
+    """Add an index line's run to its row, unless the row has one of this seed already."""
+    dataset = line["dataset"]
+    seed = line.get("seed")
+    known = row.runs.setdefault(dataset, {})
+    for other in (seed, None):
+        if other in known:
+            raise InputError(
+                f"{known[other].path} and {run.path}: both are {dataset}, {row.name()}, "
+                f"with seeds {other} and {seed}; give the index the key that tells them apart: "
+                "seed, train_data, …"
+            )
+    known[seed] = run
+
+
+def read_lines(index: Path) -> list[dict[str, Any]]:
+    """Return the checked lines of an index, with record paths from the index's folder."""
+    lines = []
+    place_of: dict[Path, str] = {}
     for where, line in json_lines(index):
-        checked(Line, line, where)
+        checked(Entry, line, where)
         path = index.parent / line["records"]
         if not path.is_file():
             raise InputError(f"{where}: no record file {path}")
-        if (first := seen.setdefault(path.resolve(), where)) != where:
+        first = place_of.setdefault(path.resolve(), where)
+        if first != where:
             raise InputError(f"{where}: {path} is on {first.removeprefix(f'{index}, ')} already")
-        line = {k: v for k, v in line.items() if v is not None or k == "label_smoothing"}
-        lines.append(line | {"records": path})
+        known = {k: v for k, v in line.items() if v is not None or k == "label_smoothing"}
+        lines.append({**known, "records": path})
     if not lines:
         raise InputError(f"{index}: no lines; expected one JSON object a record file")
     return lines
 
 
-def columns(lines: list[dict]) -> tuple[str, ...]:
-    """The keys that tell rows apart: model, β, and whatever else varies."""
+def columns(lines: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Return the keys that tell rows apart: model, β, and whatever else varies."""
 
     def varies(key: str) -> bool:
         # What only fine-tuning has, such as its learning rate, the base model need not lack.
-        tuned = [line for line in lines if key in line or line["label_smoothing"] is not None]
-        return len({line.get(key) for line in tuned}) > 1
+        having = [line for line in lines if key in line or line["label_smoothing"] is not None]
+        return len({line.get(key) for line in having}) > 1
 
-    every = dict.fromkeys((*Line.model_fields, *(key for line in lines for key in line)))
-    free = [key for key in every if key not in (*NO_ROW, *FIRST) and varies(key)]
-    return (*FIRST[:1] * varies("train_data"), *FIRST[1:], *free)
+    keys = dict.fromkeys(Entry.model_fields)
+    for line in lines:
+        keys.update(dict.fromkeys(line))
+    first = [key for key in FIRST_KEYS if key != "train_data" or varies(key)]
+    others = [key for key in keys if key not in (*NO_ROW_KEYS, *FIRST_KEYS) and varies(key)]
+    return (*first, *others)
 
 
-def _order(row: Row) -> tuple:
+def _order(row: Row) -> tuple[tuple[int, float, str], ...]:
     """By block, calibrators after β, then whatever else varies; absent before numbers, text."""
     keys = dict.fromkeys(("train_data", "model", "calibrator", "label_smoothing", *row.shown))
-    values = [row.keys.get(key) for key in keys if key in row.shown]
-    return tuple(
-        (0, 0, "") if v is None else (1, v, "") if isinstance(v, (int, float)) else (2, 0, v)
-        for v in values
-    )
+    return tuple(_sort_key(row.keys.get(key)) for key in keys if key in row.shown)
+
+
+def _sort_key(value: Scalar) -> tuple[int, float, str]:
+    if value is None:
+        return (0, 0, "")
+    if isinstance(value, (int, float)):
+        return (1, value, "")
+    return (2, 0, value)

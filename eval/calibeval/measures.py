@@ -1,61 +1,94 @@
-"""Scored questions, many samples of them at once, and every metric. NumPy alone; never a model.
+"""Scored questions, samples of them, and every metric. NumPy alone; never a model.
+
+What the probability of a choice is, is one of two definitions of confidence:
 
 choices:    p_k = softmax of the choices' log-probabilities (the official way)
-vocabulary: p_k = exp(log-probability): what the model gives the letter among all its tokens
+vocabulary: p_k = exp(log-probability), what the model gives the letter among all its tokens
 
-A metric takes R samples of N questions and returns (R,). A sample never copies questions: it counts
-them (`times`) or says anew which are right. For bin b of n_b of N questions: w_b = n_b / N,
-Δ_b = accuracy − confidence.
+`Scores` holds N questions under one of them, and `Sample` R samples of these questions: the
+questions as they are, resamples of them, or simulated answers. A metric takes a `Sample` and
+returns one number for each of the R samples, (R,), so that a thousand resamples are computed
+together. A sample never copies questions: it counts how often it holds each of them, or says anew
+which are answered right. `calibeval.runs` makes the intervals and floors of a record file from
+them.
+
+To add a metric, write it here as a function of a `Sample`, and give it a row in the table METRICS
+at the end of this file. Tables, figures, `calibeval metrics`, `calibeval compare` and the tests of
+every metric's laws read it from there; then tell its definition in eval/METRICS.md.
+
+For bin b of n_b of the N questions, w_b = n_b / N and Δ_b = accuracy − confidence.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
+from calibeval import kernel_smoothing
 from calibeval.records import Records
 
 BINS = 15
+QUESTIONS_PER_FOLDED_BIN = 100
 SEED = 0
-LEAST, REFINE, MESH = 0.001, 10, 200  # relplot's: least σ, steps of its search, points
-CELLS = 300_000  # samples × questions at a time: larger arrays cost more page faults than they save
+# Samples × questions that are computed at a time: larger arrays cost more page faults than they
+# save.
+CHUNK_CELLS = 300_000
+
+Better = Literal["higher", "lower", "neither"]
+Uncertainty = Literal["interval", "floor", "none"]
 
 
 class Scores:
-    """N questions with up to K choices; arrays are (N,) where not said."""
+    """N questions with up to K choices, under one definition of confidence.
+
+    Attributes:
+        logprobs: Natural log-probabilities (N, K), −∞ for a choice that the question lacks.
+        labels: The right choices, (N,).
+        probs: Probabilities (N, K), whose rows need not sum to 1.
+        best: The likeliest choice, the first of equals, (N,).
+        confidence: The probability of the likeliest choice, (N,).
+        correct: 1.0 where the likeliest choice is right, else 0.0, (N,).
+        right_logprob: Log-probability of the right choice, (N,).
+    """
 
     def __init__(self, logprobs: np.ndarray, labels: np.ndarray):
-        each = np.arange(len(labels))
-        self.logprobs = logprobs  # (N, K) natural log, −∞ for a choice that the question lacks
+        rows = np.arange(len(labels))
+        self.logprobs = logprobs
         self.labels = labels
-        self.probs = np.exp(logprobs)  # (N, K); rows need not sum to 1
-        self.best = logprobs.argmax(1)  # the likeliest choice, the first of equals
-        self.confidence = self.probs[each, self.best]
+        self.probs = np.exp(logprobs)
+        self.best = logprobs.argmax(1)
+        self.confidence = self.probs[rows, self.best]
         self.correct = (self.best == labels).astype(float)
-        self.right = logprobs[each, labels]  # log-probability of the right choice
+        self.right_logprob = logprobs[rows, labels]
 
     @cached_property
     def equal_width(self) -> "Binning":
-        """Bins with the inner edges 1/B, …, 1 − 1/B of the likeliest choice's probability."""
+        """Bins of the confidence, with the inner edges 1/B, …, 1 − 1/B."""
         return Binning(self.confidence, np.arange(1, BINS) / BINS)
 
     @cached_property
     def folded(self) -> "Binning":
-        """Hendrycks' bins of about 100: edges p_(round(i N / B)) of max(p, 1 − p)."""
-        p = np.maximum(self.confidence, 1 - self.confidence)
-        bins = max(1, len(p) // 100)
-        return Binning(p, np.sort(p)[np.round(np.arange(1, bins) * len(p) / bins).astype(int)])
+        """Hendrycks' bins of about 100 questions each, of max(p, 1 − p) for the confidence p.
+
+        Inner edge i of B bins is the value in place round(i N / B) of all N in their order.
+        """
+        folded = np.maximum(self.confidence, 1 - self.confidence)
+        bins = max(1, len(folded) // QUESTIONS_PER_FOLDED_BIN)
+        places = np.round(np.arange(1, bins) * len(folded) / bins).astype(int)
+        return Binning(folded, np.sort(folded)[places])
 
     @cached_property
     def ranks(self) -> tuple[np.ndarray, np.ndarray]:
-        """Places by ascending confidence, and where runs of equal ones start there."""
+        """The questions by ascending confidence, and where each run of equal ones starts there."""
         order = np.argsort(self.confidence, kind="stable")
-        return order, np.unique(self.confidence[order], return_index=True)[1]
+        starts = np.unique(self.confidence[order], return_index=True)[1]
+        return order, starts
 
 
 def scores(records: Records, confidence: str) -> Scores:
-    """The records' log-probabilities under one definition of confidence."""
+    """Return the records' questions under a definition of confidence, "choices" or "vocabulary"."""
     logprobs = records.logprobs
     if confidence == "choices":
         logprobs = logprobs - np.logaddexp.reduce(logprobs, axis=1, keepdims=True)
@@ -64,7 +97,7 @@ def scores(records: Records, confidence: str) -> Scores:
 
 @dataclass(frozen=True)
 class Bins:
-    """Per-bin count and sums of R samples, (R, B)."""
+    """Counts and sums of R samples over B bins, each (R, B)."""
 
     count: np.ndarray
     confidence_sum: np.ndarray
@@ -92,70 +125,91 @@ class Binning:
     """Bins [0, e_1), [e_1, e_2), …, [e_B−1, 1] of probabilities p (N,)."""
 
     def __init__(self, p: np.ndarray, edges: np.ndarray):
-        member = np.eye(len(edges) + 1)[np.searchsorted(edges, p, side="right")]
+        bin_of = np.searchsorted(edges, p, side="right")
+        member = np.eye(len(edges) + 1)[bin_of]  # (N, B)
         p = p[:, None]
-        self.all = np.hstack([member, member * p, member * p**2])
-        # (y − p)² = y (1 − 2 p) + p² for y of 0 or 1
-        self.right = np.hstack([member, member * (1 - 2 * p)])
+        # Sums over bins are products with these (N, 3 B) and (N, 2 B): first what holds whether p
+        # came true or not, then what is added where it did, from (y − p)² = p² + y (1 − 2 p).
+        self._of_all = np.hstack([member, member * p, member * p**2])
+        self._of_true = np.hstack([member, member * (1 - 2 * p)])
 
-    def of(self, y: np.ndarray, times: np.ndarray) -> Bins:
-        """The bins of samples: whether p came true, (N,) or (R, N); times (R, N) or (1, N)."""
-        count, total, squares = np.hsplit(times @ self.all, 3)
-        right, rest = np.hsplit(times * y @ self.right, 2)
-        return Bins(count, total, right, rest + squares)
+    def of(self, came_true: np.ndarray, times: np.ndarray) -> Bins:
+        """Return the bins of R samples.
+
+        Args:
+            came_true: 1 where what has the probability p came true, else 0, (N,) or (R, N).
+            times: How often each sample has each question, (R, N) or (1, N).
+        """
+        count, confidence_sum, p_squared_sum = np.hsplit(times @ self._of_all, 3)
+        correct_sum, added_square_sum = np.hsplit(times * came_true @ self._of_true, 2)
+        return Bins(count, confidence_sum, correct_sum, added_square_sum + p_squared_sum)
 
 
 class Sample:
-    """R samples of the scored questions."""
+    """R samples of the scored questions.
+
+    Args:
+        scores: The questions.
+        times: How often each sample has each question, (R, N); by default one sample has each once.
+        correct: 1 where an answer is right, else 0, (R, N), to use in place of the scores' (N,).
+    """
 
     def __init__(
         self,
         scores: Scores,
-        times: np.ndarray | None = None,  # (R, N); default: each question once
-        correct: np.ndarray | None = None,  # (R, N) 0 or 1, to use in place of the scores' own (N,)
+        times: np.ndarray | None = None,
+        correct: np.ndarray | None = None,
     ):
         self.scores = scores
         self.times = np.ones((1, len(scores.labels))) if times is None else times
         self.correct = scores.correct if correct is None else correct
 
     @cached_property
-    def top(self) -> Bins:
-        """Equal-width bins of the likeliest choice's probability."""
+    def bins(self) -> Bins:
+        """Equal-width bins of the confidence."""
         return self.scores.equal_width.of(self.correct, self.times)
 
     def mean(self, values: np.ndarray) -> np.ndarray:
-        """Mean over each sample of a figure of every question, (N,) → (R,)."""
+        """Return the mean over each sample, (R,), of a value of every question, (N,)."""
         return self.times @ values / self.times.sum(1)
 
 
-def resamples(n: int, count: int) -> Iterator[np.ndarray]:
-    """Yield (R, n) counts of how often each of n questions is drawn, `count` rows in all.
+def resamples(questions: int, count: int) -> Iterator[np.ndarray]:
+    """Yield arrays (R, N) of how often each of N questions is drawn, `count` rows in all.
 
-    The same for every run over as many questions: differences between runs are paired.
+    Each row draws N questions with replacement. The rows are the same for every run over as many
+    questions, so differences between runs are paired.
     """
     rng = np.random.default_rng(SEED)
-    for rows in _chunks(count, n):
-        drawn = rng.integers(0, n, (rows, n), dtype=np.int32)
-        yield np.stack([np.bincount(row, minlength=n) for row in drawn]).astype(float)
+    for rows in _chunk_rows(count, questions):
+        drawn = rng.integers(0, questions, (rows, questions), dtype=np.int32)
+        times = [np.bincount(row, minlength=questions) for row in drawn]
+        yield np.stack(times).astype(float)
 
 
-def calibrated(of: Scores, count: int) -> Iterator[Sample]:
-    """Yield `count` samples whose answers are right with the probability that they state.
+def calibrated(scores: Scores, count: int) -> Iterator[Sample]:
+    """Yield samples, `count` in all, whose answers are right with the probability that they state.
 
-    They say what a perfectly calibrated model with these confidences reads on as many questions.
+    They tell what a perfectly calibrated model with these confidences reads on these questions.
     """
     rng = np.random.default_rng(SEED)
-    high = of.probs.cumsum(1)[np.arange(len(of.best)), of.best]
-    for rows in _chunks(count, len(high)):
-        draws = rng.random((rows, len(high)))  # right: those within the likeliest choice's share
-        yield Sample(of, correct=((high - of.confidence <= draws) & (draws < high)).astype(float))
+    questions = len(scores.labels)
+    # A uniform draw names the choice in whose share of [0, 1] it falls, and the answer is right
+    # where that is the likeliest one.
+    share_end = scores.probs.cumsum(1)[np.arange(questions), scores.best]
+    share_start = share_end - scores.confidence
+    for rows in _chunk_rows(count, questions):
+        draws = rng.random((rows, questions))
+        correct = (share_start <= draws) & (draws < share_end)
+        yield Sample(scores, correct=correct.astype(float))
 
 
-def _chunks(count: int, n: int) -> Iterator[int]:
-    size = max(1, CELLS // n)
+def _chunk_rows(count: int, questions: int) -> Iterator[int]:
+    """Split `count` rows of so many questions into chunks that fit the processor's caches."""
+    most = max(1, CHUNK_CELLS // questions)
     while count > 0:
-        yield min(size, count)
-        count -= size
+        yield min(most, count)
+        count -= most
 
 
 def accuracy(sample: Sample) -> np.ndarray:
@@ -165,14 +219,15 @@ def accuracy(sample: Sample) -> np.ndarray:
 
 def nll(sample: Sample) -> np.ndarray:
     """Mean −log p(right choice), in nats."""
-    return -sample.mean(sample.scores.right)
+    return -sample.mean(sample.scores.right_logprob)
 
 
 def brier(sample: Sample) -> np.ndarray:
     """Mean Σ_k (p_k − y_k)² (Brier 1950), with any mass outside the choices as one more outcome."""
     p = sample.scores.probs
-    rest = 1 - p.sum(1)
-    return sample.mean((p**2).sum(1) + 1 - 2 * np.exp(sample.scores.right) + rest**2)
+    outside = 1 - p.sum(1)
+    right = np.exp(sample.scores.right_logprob)
+    return sample.mean((p**2).sum(1) + 1 - 2 * right + outside**2)
 
 
 def ece_signed(sample: Sample) -> np.ndarray:
@@ -185,16 +240,17 @@ def ranked(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
     order, starts = sample.scores.ranks
     times = sample.times[:, order]
     correct = sample.scores.correct[order]
-    right, every = (np.add.reduceat(x, starts, axis=1) for x in (times * correct, times))
-    return right, every - right
+    right = np.add.reduceat(times * correct, starts, axis=1)
+    answers = np.add.reduceat(times, starts, axis=1)
+    return right, answers - right
 
 
 def auroc(sample: Sample) -> np.ndarray:
     """P(confidence right > wrong) + ½ P(equal), over pairs of answers; NaN without such pairs."""
     right, wrong = ranked(sample)
-    below = wrong.cumsum(1) - wrong / 2
+    wrong_below = wrong.cumsum(1) - wrong / 2
     pairs = right.sum(1) * wrong.sum(1)
-    return np.einsum("rn,rn->r", right, below) / np.where(pairs > 0, pairs, np.nan)
+    return np.einsum("rn,rn->r", right, wrong_below) / np.where(pairs > 0, pairs, np.nan)
 
 
 def aurc(sample: Sample) -> np.ndarray:
@@ -204,19 +260,23 @@ def aurc(sample: Sample) -> np.ndarray:
     all orders: behind M answers, E of them wrong, m with e wrong add
     e + (E − M e / m)(H(M + m) − H(M)), H(n) = Σ_{i ≤ n} 1 / i.
     """
-    right, wrong = (x[:, ::-1] for x in ranked(sample))
+    right, wrong = ranked(sample)
+    right = right[:, ::-1]
+    wrong = wrong[:, ::-1]
     size = right + wrong
-    before, missed = size.cumsum(1) - size, wrong.cumsum(1) - wrong
+    before = size.cumsum(1) - size
+    wrong_before = wrong.cumsum(1) - wrong
     total = size.sum(1)
     harmonic = np.concatenate([[0], np.cumsum(1 / np.arange(1, total.max() + 1))])
-    share = wrong / np.maximum(size, 1)
-    grown = harmonic[(before + size).astype(int)] - harmonic[before.astype(int)]
-    return (wrong + (missed - before * share) * grown).sum(1) / total
+    wrong_share = wrong / np.maximum(size, 1)
+    harmonic_growth = harmonic[(before + size).astype(int)] - harmonic[before.astype(int)]
+    areas = wrong + (wrong_before - before * wrong_share) * harmonic_growth
+    return areas.sum(1) / total
 
 
 def ece(sample: Sample) -> np.ndarray:
     """Expected calibration error, Σ w_b |Δ_b| over equal-width bins (Naeini et al. 2015)."""
-    return (sample.top.weight * np.abs(sample.top.gap)).sum(1)
+    return (sample.bins.weight * np.abs(sample.bins.gap)).sum(1)
 
 
 def rms(sample: Sample) -> np.ndarray:
@@ -224,7 +284,7 @@ def rms(sample: Sample) -> np.ndarray:
 
     The definition of Hendrycks et al. 2019; their bins of 100 questions alone read 0.045 at any N.
     """
-    return np.sqrt((sample.top.weight * sample.top.gap**2).sum(1))
+    return np.sqrt((sample.bins.weight * sample.bins.gap**2).sum(1))
 
 
 def rms_debiased(sample: Sample) -> np.ndarray:
@@ -234,12 +294,13 @@ def rms_debiased(sample: Sample) -> np.ndarray:
     one confidence a bin it is a_b (1 − a_b) / (n_b − 1) (Kumar et al. 2019, section 5). A bin of
     one question does not tell its noise and counts as 0.
     """
-    return np.sqrt(np.maximum(squared(sample.top), 0))
+    return np.sqrt(np.maximum(debiased_square(sample.bins), 0))
 
 
-def squared(b: Bins) -> np.ndarray:
+def debiased_square(bins: Bins) -> np.ndarray:
     """Σ w_b (Δ_b² − s_b²), the debiased squared l2 calibration error; it may be below 0."""
-    return np.where(b.count > 1, b.weight * (b.gap**2 - b.noise), 0).sum(1)
+    terms = bins.weight * (bins.gap**2 - bins.noise)
+    return np.where(bins.count > 1, terms, 0).sum(1)
 
 
 def rms_hendrycks(sample: Sample) -> np.ndarray:
@@ -249,9 +310,10 @@ def rms_hendrycks(sample: Sample) -> np.ndarray:
     questions, and the weight is squared with the gap. For comparison with published tables; it may
     lie below the expected error.
     """
-    p = sample.scores.confidence
-    b = sample.scores.folded.of((sample.correct != (p <= 0.5)).astype(float), sample.times)
-    return ((b.weight * b.gap) ** 2).sum(1) ** 0.25
+    is_folded = sample.scores.confidence <= 0.5
+    came_true = (sample.correct != is_folded).astype(float)
+    bins = sample.scores.folded.of(came_true, sample.times)
+    return ((bins.weight * bins.gap) ** 2).sum(1) ** 0.25
 
 
 def smooth_ece(sample: Sample) -> np.ndarray:
@@ -264,71 +326,17 @@ def smooth_ece(sample: Sample) -> np.ndarray:
 
 
 def smooth_ece_at(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
-    """(smooth ECE, its σ), (R,) both."""
+    """Return the smooth calibration error and its bandwidth σ, (R,) both."""
     p = sample.scores.confidence
-    gap = sample.times * (p - sample.correct)  # (R, N)
-    kept: dict[int, tuple] = {}  # by a grid's size: spectra of the gaps and of the questions
-
-    def error(sigma: np.ndarray) -> np.ndarray:
-        """The error of each sample at its own σ, (R,); 0 where σ is too small to matter."""
-        found = np.zeros(len(gap))
-        for level in np.unique(sigma[sigma >= LEAST]):
-            rows, size = np.flatnonzero(sigma == level), grid_size(level)
-            if size not in kept:
-                kept[size] = tuple(spectra(p, of, size) for of in (gap, sample.times))
-            gaps, counts = kept[size]
-            # Questions once each, as simulations have them, are one row for all samples.
-            counts = counts if len(counts) == 1 else counts[rows]
-            mesh = np.linspace(0, 1, max(round(10 / level), MESH))
-            above, density = (smoothed(of, level, mesh) for of in (gaps[rows], counts))
-            found[rows] = np.abs(above).sum(1) / (density + 1e-4).sum(1)
-        return found
-
-    high, low = np.ones(len(gap)), np.zeros(len(gap))
-    for _ in range(REFINE):
-        middle = (high + low) / 2
-        below = (middle < LEAST) | (middle < error(middle))
-        low, high = np.where(below, middle, low), np.where(below, high, middle)
-    return error(high), high
+    gaps = sample.times * (p - sample.correct)
+    return kernel_smoothing.smooth_error(p, gaps, sample.times)
 
 
-def smooth_curve(sample: Sample, sigma: float, mesh: np.ndarray) -> np.ndarray:
+def smooth_curve(sample: Sample, bandwidth: float, mesh: np.ndarray) -> np.ndarray:
     """Accuracy at each confidence of a mesh, (R, T): t + Σ K_σ(t, p)(y − p) / Σ K_σ(t, p)."""
-    p, size = sample.scores.confidence, grid_size(sigma)
-    gaps, counts = (
-        smoothed(spectra(p, values, size), sigma, mesh)
-        for values in (sample.times * (sample.correct - p), sample.times)
-    )
-    return mesh + gaps / (counts + 1e-4)
-
-
-def grid_size(sigma: float) -> int:
-    """Places of a grid that is fine enough for σ."""
-    return max(2000, round(20 / sigma)) // 2 + 1
-
-
-def spectra(p: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
-    """Fourier transforms (R, size) of values (R, N) at p, reflected at 0 and 1.
-
-    Each value is shared between the two nearest of `size` places.
-    """
-    place = (p * (size - 1)).astype(int).clip(0, size - 2)
-    part = p * (size - 1) - place
-    pairs = ((place, 1 - part), (place + 1, part))
-    grid = np.stack([sum(np.bincount(at, w * of, size) for at, w in pairs) for of in values])
-    return np.fft.rfft(np.hstack([grid, grid[:, -2:0:-1]]))
-
-
-def smoothed(of: np.ndarray, sigma: float, mesh: np.ndarray) -> np.ndarray:
-    """Σ_i K_σ(t, p_i) value_i at each t of a mesh, (R, T), from `spectra` (R, size)."""
-    size = of.shape[1]
-    around = np.zeros(2 * size - 2)
-    around[:size] = np.exp(-((np.linspace(0, 1, size) - 0.5) ** 2) / (2 * sigma**2))
-    kernel = np.fft.rfft(np.roll(around, -(size // 2))) / (np.sqrt(2 * np.pi) * sigma)
-    found = np.fft.irfft(of * kernel)
-    at = (mesh * (size - 1)).astype(int).clip(0, size - 2)
-    rest = mesh * (size - 1) - at
-    return found[:, at] * (1 - rest) + found[:, at + 1] * rest
+    p = sample.scores.confidence
+    gaps = sample.times * (sample.correct - p)
+    return mesh + kernel_smoothing.smooth_mean(p, gaps, sample.times, bandwidth, mesh)
 
 
 def recalibrated(sample: Sample) -> np.ndarray:
@@ -338,16 +346,18 @@ def recalibrated(sample: Sample) -> np.ndarray:
     """
     from scipy.optimize import isotonic_regression
 
-    levels, place = np.unique(sample.scores.confidence, return_inverse=True)
-    found = []
-    every = np.broadcast_arrays(sample.times, np.atleast_2d(sample.correct))
-    for times, correct in zip(*every, strict=True):
-        weight = np.bincount(place, times, len(levels))
-        use, fitted = weight > 0, np.zeros(len(levels))
-        mean = np.bincount(place, times * correct, len(levels))[use] / weight[use]
-        fitted[use] = isotonic_regression(mean, weights=weight[use]).x
-        found.append(fitted[place])
-    return np.stack(found)
+    levels, level_of = np.unique(sample.scores.confidence, return_inverse=True)
+    all_times, all_correct = np.broadcast_arrays(sample.times, np.atleast_2d(sample.correct))
+    rows = []
+    for times, correct in zip(all_times, all_correct, strict=True):
+        weight = np.bincount(level_of, times, len(levels))
+        correct_sum = np.bincount(level_of, times * correct, len(levels))
+        drawn = weight > 0
+        mean = correct_sum[drawn] / weight[drawn]
+        fitted = np.zeros(len(levels))
+        fitted[drawn] = isotonic_regression(mean, weights=weight[drawn]).x
+        rows.append(fitted[level_of])
+    return np.stack(rows)
 
 
 def murphy(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
@@ -357,18 +367,111 @@ def murphy(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
     mean (r − y)², what recalibrated confidences tell, with r of `recalibrated` (CORP; Dimitriadis,
     Gneiting & Jordan 2021).
     """
-    times, total = sample.times, sample.times.sum(1)
-    base = (times * sample.correct).sum(1, keepdims=True) / total[:, None]
-    score, best, flat = (
-        (times * (said - sample.correct) ** 2).sum(1) / total
-        for said in (sample.scores.confidence, recalibrated(sample), base)
-    )
-    return np.maximum(score - best, 0), np.maximum(flat - best, 0)
+    times = sample.times
+    total = times.sum(1)
+    mean_correct = (times * sample.correct).sum(1, keepdims=True) / total[:, None]
+
+    def score(forecast: np.ndarray) -> np.ndarray:
+        return (times * (forecast - sample.correct) ** 2).sum(1) / total
+
+    stated = score(sample.scores.confidence)
+    best = score(recalibrated(sample))
+    constant = score(mean_correct)
+    return np.maximum(stated - best, 0), np.maximum(constant - best, 0)
 
 
-# Smooth in the sample, so that plain bootstrap intervals cover.
-REGULAR = {m.__name__: m for m in (accuracy, nll, brier, ece_signed, auroc, aurc)}
-# Never below 0: a calibrated model reads more than 0 on few questions.
-CALIBRATION = {m.__name__: m for m in (ece, rms, rms_debiased, smooth_ece)}
-CALIBRATION |= {"mcb": lambda sample: murphy(sample)[0], "rms_hendrycks": rms_hendrycks}
-METRICS = REGULAR | CALIBRATION | {"dsc": lambda sample: murphy(sample)[1]}
+def mcb(sample: Sample) -> np.ndarray:
+    """Miscalibration, the first part of `murphy`."""
+    return murphy(sample)[0]
+
+
+def dsc(sample: Sample) -> np.ndarray:
+    """Discrimination, the second part of `murphy`."""
+    return murphy(sample)[1]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric, and all that tables and intervals need to know of it.
+
+    Attributes:
+        function: Computes it, from a `Sample` of R samples to (R,). Its name is the metric's.
+        better: Whether a higher or a lower value is better, or neither.
+        uncertainty: "interval" if it is smooth in the sample, so that plain bootstrap intervals
+            cover; "floor" if it is a calibration error, which is never below 0 and reads more than
+            0 of a calibrated model on few questions; "none" if neither is known to hold.
+        heading: Its name in a table's head.
+        note: A sentence below a table that has it.
+        lowest, highest: The values that bound its interval.
+    """
+
+    function: Callable[[Sample], np.ndarray]
+    better: Better
+    uncertainty: Uncertainty
+    heading: str
+    note: str = ""
+    lowest: float = -np.inf
+    highest: float = np.inf
+
+    @property
+    def name(self) -> str:
+        """The metric's name in options, tables and JSON."""
+        return self.function.__name__
+
+    def __call__(self, sample: Sample) -> np.ndarray:
+        """Compute the metric of each sample, (R,)."""
+        return self.function(sample)
+
+
+_TABLE = (
+    Metric(accuracy, "higher", "interval", "Acc", lowest=0, highest=1),
+    Metric(nll, "lower", "interval", "NLL", lowest=0),
+    Metric(brier, "lower", "interval", "Brier", lowest=0, highest=2),
+    Metric(ece_signed, "neither", "interval", "signed ECE", lowest=-1, highest=1),
+    Metric(
+        auroc,
+        "higher",
+        "interval",
+        "AUROC",
+        "AUROC: how well confidence tells right answers from wrong ones; ½ is not at all.",
+        lowest=0,
+        highest=1,
+    ),
+    Metric(
+        aurc,
+        "lower",
+        "interval",
+        "AURC",
+        "AURC: mean error of the k surest answers over all k.",
+        lowest=0,
+        highest=1,
+    ),
+    Metric(
+        ece,
+        "lower",
+        "floor",
+        "ECE",
+        "ECE: 15 equal-width bins of the likeliest choice's probability.",
+    ),
+    Metric(rms, "lower", "floor", "RMS", "RMS: the root mean square of the same bins' gaps."),
+    Metric(
+        rms_debiased,
+        "lower",
+        "floor",
+        "debiased RMS",
+        "Debiased RMS: the same less what finitely many answers add to it.",
+    ),
+    Metric(smooth_ece, "lower", "floor", "smooth ECE"),
+    Metric(mcb, "lower", "floor", "MCB"),
+    Metric(
+        rms_hendrycks,
+        "lower",
+        "floor",
+        "Hendrycks' RMS",
+        "Hendrycks' RMS: what hendrycks/test prints as RMS; not a root mean square.",
+    ),
+    Metric(dsc, "higher", "none", "DSC"),
+)
+METRICS = {metric.name: metric for metric in _TABLE}
+WITH_INTERVAL = {n: metric for n, metric in METRICS.items() if metric.uncertainty == "interval"}
+WITH_FLOOR = {n: metric for n, metric in METRICS.items() if metric.uncertainty == "floor"}

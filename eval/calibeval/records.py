@@ -1,6 +1,7 @@
 """Records: one JSON line a question, from which every metric recomputes.
 
-`Record` is the line, with "versions" beside it; `RECORDS.jsonl.meta.json` holds the settings.
+`Record` is the line, with "versions" beside it; `RECORDS.jsonl.meta.json`, the sidecar, holds the
+settings that the model was asked with. `read` gives a whole file as arrays, `Records`.
 """
 
 import hashlib
@@ -9,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, model_validator
@@ -19,8 +20,8 @@ from calibeval.request import checked
 
 # What probabilities may sum to: lm-evaluation-harness rounds log-probabilities to the model's
 # dtype, and bfloat16's 8 bits turn a sum of 1 into 1.005.
-MOST = 1.01
-ALIKE = ("scoring", "normalise", "model")  # in all records of a file
+MOST_PROBABILITY = 1.01
+ALIKE = ("scoring", "normalise", "model")  # keys that are the same in all records of a file
 LogProbability = Annotated[float, Field(le=1e-6, allow_inf_nan=False)]
 
 
@@ -42,34 +43,37 @@ class Record(BaseModel, strict=True):
     characters: list[PositiveInt] | None = None
 
     @model_validator(mode="after")
-    def _whole(self):
-        k = len(self.logprobs)
-        if self.label >= k:
-            raise ValueError(f"label is {self.label}, expected 0 to {k - 1}")
+    def _is_whole(self) -> "Record":
+        choices = len(self.logprobs)
+        if self.label >= choices:
+            raise ValueError(f"label is {self.label}, expected 0 to {choices - 1}")
         if self.scoring == "letters":
             total = sum(map(math.exp, self.logprobs))
-            if total > MOST:
+            if total > MOST_PROBABILITY:
                 raise ValueError(f"the probabilities of logprobs sum to {total:.3g}, more than 1")
         for name, lengths in (("bytes", self.bytes), ("characters", self.characters)):
-            if lengths is not None and len(lengths) != k:
-                raise ValueError(f"{name}: found {len(lengths)}, expected {k}, one a choice")
+            if lengths is not None and len(lengths) != choices:
+                raise ValueError(f"{name}: found {len(lengths)}, expected {choices}, one a choice")
         self.normalised(self.normalise)
         return self
 
     def normalised(self, by: str) -> np.ndarray:
-        """(K,) s = log p(text | question): s, s / bytes or s / characters."""
+        """Return s = log p(text | question), s / bytes or s / characters of each choice, (K,).
+
+        `by` is sum, bytes or characters; `ValueError` where the record lacks these lengths.
+        """
         scores = np.array(self.logprobs)
         if by == "sum":
             return scores
-        other = getattr(self, by, None)
-        if self.scoring != "continuation" or other is None:
+        lengths = getattr(self, by, None)
+        if self.scoring != "continuation" or lengths is None:
             raise ValueError(f"no {by!r} by which to normalise; scoring is {self.scoring!r}")
-        return scores / other
+        return scores / lengths
 
 
 @dataclass(frozen=True)
 class Records:
-    """A record file as arrays; choices that a question lacks are padded with −∞."""
+    """A record file as arrays over N questions; choices that one lacks are padded with −∞."""
 
     path: Path
     ids: list[str]
@@ -86,7 +90,7 @@ class Records:
 
 
 def sidecar(path: Path) -> Path:
-    """Where a record file's settings are."""
+    """Return where a record file's settings are."""
     return path.with_name(path.name + ".meta.json")
 
 
@@ -98,65 +102,86 @@ def read(path: Path, normalise: str | None = None) -> Records:
     path = Path(path)
     rows = [(where, checked(Record, raw, where)) for where, raw in json_lines(path)]
     about = meta(path)
-    if len(rows) != (expected := about.get("questions", len(rows))):
-        found = counted(len(rows), "record")
-        raise InputError(f"{path}: {found}, but {sidecar(path).name} says {expected}")
-    expected = (about.get("settings") or {}).get("prompts_sha256")
-    if expected is None:
+    expected_questions = about.get("questions", len(rows))
+    if len(rows) != expected_questions:
+        records = counted(len(rows), "record")
+        raise InputError(f"{path}: {records}, but {sidecar(path).name} says {expected_questions}")
+    expected_prompts = (about.get("settings") or {}).get("prompts_sha256")
+    if expected_prompts is None:
         return joined(path, rows, normalise, (*ALIKE, "shots"))
     # With a sidecar, fewer examples may stand before a question that would not fit otherwise.
-    if prompts_digest((row.prompt_sha256, row.label) for _, row in rows) != expected:
-        what = f"its prompts are not those that {sidecar(path).name} was written for"
-        raise InputError(f"{path}: {what}; expected the records of one run in their order")
+    if prompts_digest((row.prompt_sha256, row.label) for _, row in rows) != expected_prompts:
+        raise InputError(
+            f"{path}: its prompts are not those that {sidecar(path).name} was written for; "
+            "expected the records of one run in their order"
+        )
     return joined(path, rows, normalise)
 
 
 def joined(
     path: Path,
-    rows: Sequence[tuple[str, Record]],  # each with its place
+    rows: Sequence[tuple[str, Record]],
     normalise: str | None = None,
     alike: Sequence[str] = ALIKE,
 ) -> Records:
-    """Records that belong together; the first that does not raises `InputError`."""
+    """Join records, each with its place; the first that does not belong raises `InputError`.
+
+    `alike` are the keys whose values must be the same in all.
+    """
     if not rows:
         raise InputError(f"{path}: no records")
-    first, seen, scores = rows[0][1], {}, []
+    first = rows[0][1]
+    place_of_id: dict[str, str] = {}
+    scores = []
     for where, row in rows:
-        if row.id in seen:
-            raise InputError(f"{where}: id {row.id!r} is on {seen[row.id]} already")
-        seen[row.id] = where.removeprefix(f"{path}, ")
+        if row.id in place_of_id:
+            raise InputError(f"{where}: id {row.id!r} is on {place_of_id[row.id]} already")
+        place_of_id[row.id] = where.removeprefix(f"{path}, ")
         for key in alike:
-            if (found := getattr(row, key)) != (one := getattr(first, key)):
-                raise InputError(f"{where}: {key} {found!r} after {one!r}; expected the same")
+            value = getattr(row, key)
+            expected = getattr(first, key)
+            if value != expected:
+                raise InputError(f"{where}: {key} {value!r} after {expected!r}; expected the same")
         try:
             scores.append(row.normalised(normalise or row.normalise))
         except ValueError as error:
             raise InputError(f"{where}: {error}") from error
     every = [row for _, row in rows]
-    counts = np.array([len(row.logprobs) for row in every])
-    logprobs = np.full((len(rows), counts.max()), -np.inf)
-    logprobs[np.arange(counts.max()) < counts[:, None]] = np.concatenate(scores)
     return Records(
-        path,
-        list(seen),
-        np.array([row.label for row in every]),
-        logprobs,
-        np.array([r.letter_mass if r.scoring == "letters" else None for r in every], float),
-        np.array([row.prompt_sha256 for row in every], object),
-        first.model,
-        first.scoring,
-        normalise or first.normalise,
+        path=path,
+        ids=list(place_of_id),
+        labels=np.array([row.label for row in every]),
+        logprobs=_padded(scores),
+        letter_mass=np.array([_letter_mass(row) for row in every], float),
+        prompts=np.array([row.prompt_sha256 for row in every], object),
+        model=first.model,
+        scoring=first.scoring,
+        normalise=normalise or first.normalise,
     )
 
 
-def prompts_digest(asked: Iterable[tuple[str | None, int]]) -> str:
-    """SHA-256 of what was asked, from each prompt's digest and the right answer."""
-    text = "".join(f"{digest} {label}\n" for digest, label in asked)
+def _padded(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Rows of up to K numbers as an array (N, K), with −∞ behind the shorter ones."""
+    lengths = np.array([len(row) for row in rows])
+    most = lengths.max()
+    padded = np.full((len(rows), most), -np.inf)
+    padded[np.arange(most) < lengths[:, None]] = np.concatenate(rows)
+    return padded
+
+
+def _letter_mass(row: Record) -> float | None:
+    """The letters' probability among all tokens; texts have none."""
+    return row.letter_mass if row.scoring == "letters" else None
+
+
+def prompts_digest(prompts: Iterable[tuple[str | None, int]]) -> str:
+    """Return the SHA-256 of what was asked, from each prompt's digest and right answer."""
+    text = "".join(f"{digest} {label}\n" for digest, label in prompts)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def meta(path: Path) -> dict:
-    """A record file's sidecar; empty where there is none, `InputError` where it is damaged."""
+def meta(path: Path) -> dict[str, Any]:
+    """Return a record file's sidecar; empty without one, `InputError` where it is damaged."""
     if not sidecar(path).is_file():
         return {}
     try:
@@ -165,19 +190,22 @@ def meta(path: Path) -> dict:
         raise InputError(f"{sidecar(path)}: not a JSON object ({error})") from error
 
 
-def asked(path: Path) -> dict:
-    """The settings a model was asked with; records at a temperature raise `InputError`."""
+def asked(path: Path) -> dict[str, Any]:
+    """Return the settings a model was asked with.
+
+    Records at a temperature raise `InputError`: no model was asked for these.
+    """
     about = meta(path)
     if "temperature" in about:
         raise InputError(f"{path}: is what a temperature made of a model's answers; give another")
     return about.get("settings") or {}
 
 
-def write(path: Path, rows: Iterable[dict], about: dict) -> None:
-    """Write a record file and its sidecar, with the numbers of questions and bytes."""
+def write(path: Path, rows: Iterable[dict[str, Any]], about: dict[str, Any]) -> None:
+    """Write a record file and its sidecar `about`, with the numbers of questions and bytes."""
     lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
     text = "".join(lines)
-    about = about | {"questions": len(lines), "bytes": len(text.encode())}
+    sizes = {"questions": len(lines), "bytes": len(text.encode())}
     # The sidecar first: records without their settings would be unusable.
-    write_text(sidecar(path), json.dumps(about, indent=1))
+    write_text(sidecar(path), json.dumps({**about, **sizes}, indent=1))
     write_text(path, text)

@@ -1,56 +1,106 @@
-"""Figures with intervals, for one run, several seeds of it, and the difference of two.
+"""Estimates with intervals: of one run, of several seeds of it, and of the difference of two.
 
-Questions are resampled with replacement, the same way for every run over the same questions, so
+A `Run` holds the figures of one record file and their draws over resamples of its questions. The
+questions are resampled with replacement, the same way for every run over the same questions, so
 that what runs share is counted once over seeds and cancels in a difference. An interval is given
 only where simulation has shown that it covers (tests/eval/interval_coverage.py).
+
+Arrays are named by S runs (seeds) and R resamples.
 """
 
-import hashlib
-import json
 import math
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import cache
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from calibeval import measures, records
-from calibeval.io import InputError, read_text, sha256, write_text
-from calibeval.measures import CALIBRATION, METRICS, REGULAR, Bins, Sample
-from calibeval.records import Records
+from calibeval import records
+from calibeval.io import InputError
+from calibeval.measures import METRICS, WITH_FLOOR, WITH_INTERVAL
+from calibeval.runs import (
+    CONFIDENCES,
+    HIGH,
+    LOW,
+    RESAMPLES,
+    Run,
+    code_digest,
+    consistency,
+    finite,
+    in_order,
+    load,
+    measure,
+    quantile,
+    reliability,
+    samples,
+)
 
-CONFIDENCES = ("choices", "vocabulary")
-# 1 the more the better, -1 the less, 0 the nearer to 0.
-DIRECTION = dict.fromkeys(METRICS, -1) | {"accuracy": 1, "auroc": 1, "dsc": 1, "ece_signed": 0}
-ENDS = {"accuracy": (0, 1), "nll": (0, math.inf), "brier": (0, 2), "auroc": (0, 1)}
-ENDS |= {"ece_signed": (-1, 1), "aurc": (0, 1)}
-RESAMPLES, SIMULATIONS, BANDS = 1000, 499, 199
-POINTS = 101  # of a reliability curve
-LOW_MASS = 0.9  # below this the letters are not what the model wants to say
-LOW, HIGH = 0.025, 0.975
-Side = tuple[np.ndarray, np.ndarray]  # (S,) figures of S runs, (S, R) their draws
+# What `calibeval.runs` computes is part of this module's names: its users need one import.
+__all__ = [
+    "CONFIDENCES",
+    "LOW_MASS",
+    "METRICS",
+    "RESAMPLES",
+    "Estimate",
+    "Run",
+    "Side",
+    "better",
+    "code_digest",
+    "consistency",
+    "contrast",
+    "difference",
+    "estimate",
+    "estimate_sum",
+    "in_order",
+    "load",
+    "measure",
+    "reliability",
+    "same_prompts",
+    "same_questions",
+    "samples",
+    "seed_inflation",
+]
+
+LOW_MASS = 0.9  # letter mass below which the letters are not what the model wants to say
+NORMAL_QUANTILE = 1.959964  # of the standard normal distribution, at HIGH
+# Below this a number is 0 but for rounding.
+ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure; `low` and `high`, its 95 % interval, are None where none is known to cover.
+    """A figure with its uncertainty; what is not known is None.
 
-    `floor` and `p` (calibration errors only): the 95th percentile of what calibrated models with
-    these confidences read, and the share of them that read as much as this one.
+    Attributes:
+        value: The figure.
+        low, high: The ends of its 95 % interval, where one is known to cover.
+        null_q95: Of calibration errors only: the 95th percentile of what calibrated models with
+            these confidences read. It is printed as "floor".
+        p: Of calibration errors only: the share of those models that read as much as this one.
     """
 
     value: float | None = None
     low: float | None = None
     high: float | None = None
-    floor: float | None = None
+    null_q95: float | None = None
     p: float | None = None
 
     @property
-    def told_apart(self) -> bool:
+    def significant(self) -> bool:
         """Whether a difference's interval leaves out 0."""
-        return self.low is not None and not self.low <= 1e-12 <= self.high + 2e-12
+        if self.low is None or self.high is None:
+            return False
+        return self.low > ROUNDING or self.high < -ROUNDING
+
+    def as_dict(self) -> dict[str, float | None]:
+        """Return the figures under the names that JSON and tables print."""
+        return {
+            "value": self.value,
+            "low": self.low,
+            "high": self.high,
+            "floor": self.null_q95,
+            "p": self.p,
+        }
 
     def __str__(self) -> str:
         if self.value is None:
@@ -58,285 +108,50 @@ class Estimate:
         text = f"{self.value:.4f}"
         if self.low is not None:
             text += f" [{self.low:.4f}, {self.high:.4f}]"
-        if self.floor is not None:
-            text += f" floor {self.floor:.3f}, p {self.p:.3f}"
+        if self.null_q95 is not None:
+            text += f" floor {self.null_q95:.3f}, p {self.p:.3f}"
         return text
 
 
-@dataclass(frozen=True)
-class Run:
-    """What tables and figures need of one record file."""
+class Side(NamedTuple):
+    """One side of a difference: the figures of its runs, and their draws."""
 
-    path: Path
-    convention: str  # by what texts' log-probabilities were compared
-    scoring: str
-    model: str
-    questions: int
-    questions_sha256: str  # of the ids and right answers, whatever their order
-    prompts_sha256: str | None  # of what each was asked with, if the records say
-    letter_mass: float
-    confidences: tuple[str, ...]
-    reliability: dict[str, dict[str, list]]
-    values: dict[str, dict[str, float]]  # [confidence][metric]
-    floors: dict[str, dict[str, tuple[float, float]]]  # (floor, p)
-    # [confidence][metric] (R,); of rms_debiased its `squares` (2, R + 1)
-    draws: dict[str, dict[str, np.ndarray]] = field(repr=False)
+    figures: np.ndarray  # (S,)
+    draws: np.ndarray  # (S, R); NaN where there are none
 
-
-def squares(observed: Bins, drawn: Sequence[Bins]) -> np.ndarray:
-    """(2, R + 1): what resamples of T = Σ w_b (Δ_b² − s_b²) read, in two parts; then T and 0.
-
-    A resample's noise is G_b = Δ*_b − Δ_b, so with gaps c Δ_b it reads T* = A + c B + c² D with
-    A = Σ w*_b (G_b² − s*_b²), B = 2 Σ w*_b Δ_b G_b, D = Σ w*_b Δ_b². The parts are A, by noise
-    alone, and B + D, by gaps as they were observed. Bins are (1, B) as they are, (R, B) resampled.
-    """
-    gap, several = observed.gap, observed.count > 1
-    # Resampling n_b residuals spreads them by (n_b − 1) / n_b too little.
-    full = np.where(several, observed.count / np.maximum(observed.count - 1, 1), 1)
-    found = []
-    for b in drawn:
-        noise = np.where(b.count > 0, (b.gap - gap) * np.sqrt(full), 0)
-        weight = np.where(several & (b.count > 1), b.weight, 0)
-        a = (weight * (noise**2 - full * b.noise)).sum(1)
-        found.append(np.stack([a, (weight * (2 * gap * noise + gap**2)).sum(1)]))
-    return np.hstack([*found, [[measures.squared(observed)[0]], [0]]])
-
-
-def quantile(drawn: np.ndarray, level: float | list[float]) -> np.ndarray:
-    """What a further draw, along the first axis, stays below with this probability."""
-    return np.quantile(drawn, level, axis=0, method="weibull")
-
-
-def widening(sides: Sequence[Side]) -> float:
-    """How much wider than its question noise an interval of means over seeds must be.
-
-    sqrt(1 + Σ max(0, r² s² − r^1.5 o) / (S q)) for the resampled mean's variance q, where s² is
-    the variance of the S figures, o the question noise that each has for itself (the mean variance
-    less the mean covariance of their draws), and r = t/z, Student's quantile of S − 1 degrees of
-    freedom over the normal one. Taking off o makes seeds that do not differ cover more than 0.98,
-    and r² o makes seeds that differ by about o cover less than 0.93.
-    """
-    question = sum(drawn.mean(0) for _, drawn in sides).var(ddof=1)
-    extra = 0.0
-    for found, drawn in sides:
-        if (n := len(found)) > 1:
-            covariance = np.cov(drawn)
-            trace = np.trace(covariance)
-            own = max((trace - (covariance.sum() - trace) / (n - 1)) / n, 0.0)
-            from scipy.special import stdtrit  # scipy.stats takes half a second to load
-
-            ratio = float(stdtrit(n - 1, HIGH)) / 1.959964
-            extra += max(ratio**2 * found.var(ddof=1) - ratio**1.5 * own, 0.0) / n
-    return math.sqrt(1 + extra / question) if question else 1.0
-
-
-def load(path: Path, normalise: str | None = None) -> Run:
-    """A record file's figures; kept beside it, and made anew when records or code change."""
-    path = Path(path)
-    key = [sha256(path), code(), normalise]
-    kept = path.with_name(f"{path.name}{f'.{normalise}' if normalise else ''}.stats.json")
-    if kept.is_file():
-        with suppress(InputError, ValueError, TypeError):  # of another make
-            known, about = json.loads(read_text(kept))
-            if known == key:
-                for of in about["draws"].values():
-                    of |= {metric: np.array(drawn) for metric, drawn in of.items()}
-                return Run(path, **about)
-    run = measure(records.read(path, normalise))
-    about = {k: v for k, v in vars(run).items() if k != "path"}
-    with suppress(InputError):  # a read-only folder only costs the time to compute it again
-        write_text(kept, json.dumps([key, about], default=np.ndarray.tolist))
-    return run
-
-
-@cache
-def code() -> str:
-    """SHA-256 of the sources that say what a figure is."""
-    sources = (measures.__file__, records.__file__, __file__)
-    return hashlib.sha256(b"".join(Path(source).read_bytes() for source in sources)).hexdigest()
-
-
-def samples(of: Records) -> dict[str, Sample]:
-    """The questions under each definition of confidence that they have."""
-    confidences = CONFIDENCES[: 1 + bool(np.isfinite(of.letter_mass).all())]
-    return {c: Sample(measures.scores(of, c)) for c in confidences}
-
-
-def measure(of: Records) -> Run:
-    """The figures of records in memory, and the curves of a reliability diagram."""
-    of = in_order(of)
-    exact = samples(of)
-    draws = {c: {name: [] for name in REGULAR} for c in exact}
-    bins = {c: [] for c in exact}
-    for times in measures.resamples(len(of), RESAMPLES):
-        for c, observed in exact.items():
-            sample = Sample(observed.scores, times)
-            bins[c].append(sample.top)
-            for name, parts in draws[c].items():
-                parts.append(METRICS[name](sample))
-    asked = json.dumps([*zip(of.ids, of.labels.tolist(), strict=True)], ensure_ascii=False)
-    prompts = records.prompts_digest(zip(of.prompts, of.labels.tolist(), strict=True))
-    return Run(
-        of.path,
-        of.normalise,
-        of.scoring,
-        of.model,
-        len(of),
-        hashlib.sha256(asked.encode()).hexdigest(),
-        None if None in of.prompts else prompts,
-        finite(of.letter_mass.mean()),
-        tuple(exact),
-        {c: reliability(sample) for c, sample in exact.items()},
-        {c: {m: finite(METRICS[m](sample)[0]) for m in METRICS} for c, sample in exact.items()},
-        {c: consistency(sample, tuple(CALIBRATION)) for c, sample in exact.items()},
-        {
-            c: {m: np.concatenate(parts) for m, parts in draws[c].items()}
-            | {"rms_debiased": squares(sample.top, bins[c])}
-            for c, sample in exact.items()
-        },
-    )
-
-
-def in_order(of: Records) -> Records:
-    """The records by their ids: the same resamples for every file of these questions."""
-    at = np.argsort(np.array(of.ids), kind="stable")
-    arrays = {name: v[at] for name, v in vars(of).items() if isinstance(v, np.ndarray)}
-    return replace(of, ids=[of.ids[i] for i in at], **arrays)
-
-
-def reliability(sample: Sample) -> dict[str, list]:
-    """What a reliability diagram shows of some answers and their confidences.
-
-    count: answers of each bin
-    at: confidences from the least to the greatest, at which the curves are
-    smooth, smooth_low, smooth_high: accuracy by the kernel of `smooth_ece`, with a 95 % band over
-        resamples of the questions
-    isotonic: accuracy by isotonic regression (CORP); isotonic_low, isotonic_high: where it lies in
-        95 % of calibrated models with these confidences
-    """
-    p = sample.scores.confidence
-    at, order = np.linspace(p.min(), p.max(), POINTS), np.argsort(p, kind="stable")
-
-    def steps(of: Sample) -> np.ndarray:
-        fitted = measures.recalibrated(of)[:, order]
-        return np.stack([np.interp(at, p[order], row) for row in fitted])
-
-    sigma = max(float(measures.smooth_ece_at(sample)[1][0]), measures.LEAST)
-    drawn = (Sample(sample.scores, times) for times in measures.resamples(len(p), BANDS))
-    curves = [measures.smooth_curve(of, sigma, at) for of in drawn]
-    expected = [steps(of) for of in measures.calibrated(sample.scores, BANDS)]
-    found = {"count": sample.top.count[0].astype(int), "at": at}
-    found["smooth"] = measures.smooth_curve(sample, sigma, at)[0]
-    found["smooth_low"], found["smooth_high"] = quantile(np.vstack(curves), [LOW, HIGH])
-    found["isotonic"] = steps(sample)[0]
-    found["isotonic_low"], found["isotonic_high"] = quantile(np.vstack(expected), [LOW, HIGH])
-    return {k: v.tolist() for k, v in found.items()}
-
-
-def consistency(sample: Sample, names: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """{metric: (95 % floor, p)} under "these confidences are right", p = (1 + k) / (1 + n)."""
-    drawn = {name: [] for name in names}
-    for simulated in measures.calibrated(sample.scores, SIMULATIONS):
-        for name, parts in drawn.items():
-            parts.append(CALIBRATION[name](simulated))
-    found = {}
-    for name, parts in drawn.items():
-        read, value = np.concatenate(parts), CALIBRATION[name](sample)[0]
-        # Sums in another order differ in the last digits; a tie is as much.
-        reached = (read >= value - 1e-12).sum()
-        found[name] = float(quantile(read, 0.95)), float((1 + reached) / (1 + len(read)))
-    return found
-
-
-def finite(value: float) -> float | None:
-    """The number, or None where it is not finite: JSON has no other."""
-    return float(value) if math.isfinite(value) else None
+    def times(self, weight: float) -> "Side":
+        """The side with its figures and draws times a weight."""
+        return Side(weight * self.figures, weight * self.draws)
 
 
 def estimate(runs: Sequence[Run], metric: str, confidence: str) -> Estimate:
-    """A metric of one run, or its mean over seeds, with a 95 % interval.
+    """Return a metric of one run, or its mean over seeds, with a 95 % interval or a floor.
 
-    For `rms_debiased` over seeds the root of the mean of the squared errors.
+    For `rms_debiased` over seeds the root of the mean of the squared errors. The value is None
+    where a run has no such confidence. Raises `InputError` where the runs' questions differ.
     """
     same_questions(runs)
     if any(confidence not in run.confidences for run in runs):
         return Estimate()
-    noise = {}
-    if metric in CALIBRATION:
-        floors, ps = zip(*(run.floors[confidence][metric] for run in runs), strict=True)
+    null_q95 = p = None
+    if metric in WITH_FLOOR:
+        tests = [run.floors[confidence][metric] for run in runs]
+        null_q95 = float(np.mean([test.null_q95 for test in tests]))
         # Seeds answer the same questions, so their p-values depend on each other: Bonferroni's
         # bound.
-        noise = {"floor": float(np.mean(floors)), "p": min(1.0, len(runs) * min(ps))}
-    found, drawn = side(runs, metric, confidence)
+        p = min(1.0, len(runs) * min(test.p for test in tests))
+    side = _side(runs, metric, confidence)
     if metric == "rms_debiased":
-        return Estimate(math.sqrt(max(found.mean(), 0)), **noise)
-    return replace(of_sides((found, drawn), ends=ENDS.get(metric)), **noise)
-
-
-def of_sides(
-    *sides: Side, ends: tuple[float, float] | None = None, paired: bool = True
-) -> Estimate:
-    """The sum of the sides' means over seeds, with a 95 % interval if their draws are finite.
-
-    Sides of as many runs are paired in their order, if `paired`. `ends` are the least and the
-    greatest that one side's figure can be.
-    """
-    if paired and len({len(found) for found, _ in sides}) == 1:
-        sides = (tuple(map(sum, zip(*sides, strict=True))),)
-    value = finite(sum(found.mean() for found, _ in sides))
-    if value is None:
-        return Estimate()
-    drawn = sum(drawn.mean(0) for _, drawn in sides)
-    if not np.isfinite(drawn).all():
-        return Estimate(value)
-    apart = widening(sides) * (quantile(drawn, [LOW, HIGH]) - drawn.mean())
-    low, high = (value + apart).tolist()
-    # What varies over no resample (one question, all right) says nothing of other questions, but
-    # for a difference of 0 on each.
-    if (ends or abs(value) > 1e-12) and high - low < 1e-12:
-        return Estimate(value)
-    least, most = ends or (-math.inf, math.inf)
-    return Estimate(value, max(low, least), min(high, most))
-
-
-def side(runs: Sequence[Run], metric: str, confidence: str) -> Side:
-    """(S,) figures, of `rms_debiased` squared, and their draws; NaN where there are none."""
-    none = np.full((len(runs), 1), np.nan)
-    if metric == "rms_debiased":
-        return np.array([run.draws[confidence][metric][0, -1] for run in runs]), none
-    found = np.array([run.values[confidence][metric] for run in runs], float)
-    regular = metric in REGULAR
-    return found, np.stack([run.draws[confidence][metric] for run in runs]) if regular else none
-
-
-def sides_of(
-    terms: Sequence[tuple[int, Sequence[Run]]], metric: str, confidence: str
-) -> list[Side]:
-    """The side of each (weight, runs) of a sum that an interval is of.
-
-    The squared error's draws are A + κ (B + D), κ² = max(0, V − v min(2, 4 v / V)) / V with V the
-    variance of the sum's part in B + D and v that in A. The gaps B is made of hold their own noise,
-    which adds 2 v to V in the mean; where two sides err in opposite directions their parts in B add
-    up, and shrinking each side's gaps by itself would lose that. V is noisy: taking off all of 2 v
-    wherever V is large covers 0.92 to 0.98 in simulation, this 0.95 to 0.98.
-    """
-    weights, sides = [w for w, _ in terms], [side(runs, metric, confidence) for _, runs in terms]
-    if metric == "rms_debiased":
-        parts = [
-            np.stack([run.draws[confidence][metric][:, :-1] for run in runs], 1)
-            for _, runs in terms
-        ]  # (2, S, R) each
-        noise, slope = sum(w * part.mean(1) for w, part in zip(weights, parts, strict=True))
-        ratio = noise.var() / slope.var() if slope.any() else math.inf
-        kappa = math.sqrt(max(1 - ratio * min(2, 4 * ratio), 0))
-        sides = [(of, a + kappa * b) for (of, _), (a, b) in zip(sides, parts, strict=True)]
-    return [(w * found, w * drawn) for w, (found, drawn) in zip(weights, sides, strict=True)]
+        return Estimate(math.sqrt(max(side.figures.mean(), 0)), null_q95=null_q95, p=p)
+    ends = METRICS[metric].lowest, METRICS[metric].highest
+    found = estimate_sum(side, ends=ends)
+    return Estimate(found.value, found.low, found.high, null_q95, p)
 
 
 def difference(
     a: Sequence[Run], b: Sequence[Run], metric: str, confidence: str, paired: bool = True
 ) -> Estimate:
-    """b − a as a `contrast`; each a run or the seeds of one row."""
+    """Return b − a as a `contrast`; each a run or the seeds of one row."""
     return contrast([(-1, a), (1, b)], metric, confidence, paired)
 
 
@@ -346,18 +161,134 @@ def contrast(
     confidence: str = "choices",
     paired: bool = True,
 ) -> Estimate:
-    """Σ weight × mean figure of each term's runs, over the same questions; 95 % interval.
+    """Return Σ weight × mean figure of each term's runs, over the same questions; 95 % interval.
 
     How far an effect is another one in another setting: (1, b′), (−1, a′), (−1, b), (1, a). As many
     runs in all terms are paired in their order, if `paired`. For `rms_debiased` the figure is of
     the *squared* errors (what miscalibration adds to the Brier score of the likeliest choice):
     roots differ irregularly near 0, so no interval of theirs is known to cover.
+
+    Raises `InputError` where the runs' questions differ.
     """
-    every = [run for _, runs in terms for run in runs]
-    same_questions(every)
-    if any(confidence not in run.confidences for run in every):
+    runs = [run for _, term_runs in terms for run in term_runs]
+    same_questions(runs)
+    if any(confidence not in run.confidences for run in runs):
         return Estimate()
-    return of_sides(*sides_of(terms, metric, confidence), paired=paired)
+    if metric == "rms_debiased":
+        sides = _square_sides(terms, confidence)
+    else:
+        sides = [_side(some, metric, confidence).times(weight) for weight, some in terms]
+    return estimate_sum(*sides, paired=paired)
+
+
+def estimate_sum(
+    *sides: Side, ends: tuple[float, float] | None = None, paired: bool = True
+) -> Estimate:
+    """Return the sum of the sides' means over seeds, with a 95 % interval if all draws are finite.
+
+    Sides of as many runs are paired in their order, if `paired`. `ends` are the least and the
+    greatest that one side's figure can be.
+    """
+    if paired and len({len(side.figures) for side in sides}) == 1:
+        figures = sum(side.figures for side in sides)
+        draws = sum(side.draws for side in sides)
+        sides = (Side(np.asarray(figures), np.asarray(draws)),)
+    value = finite(float(sum(side.figures.mean() for side in sides)))
+    if value is None:
+        return Estimate()
+    summed_draws = _summed(sides)
+    if not np.isfinite(summed_draws).all():
+        return Estimate(value)
+    from_mean = quantile(summed_draws, [LOW, HIGH]) - summed_draws.mean()
+    low, high = (value + seed_inflation(sides) * from_mean).tolist()
+    # What varies over no resample (one question, all right) says nothing of other questions, but
+    # for a difference of 0 on each.
+    is_zero_difference = ends is None and abs(value) <= ROUNDING
+    if high - low < ROUNDING and not is_zero_difference:
+        return Estimate(value)
+    if ends is not None:
+        low = max(low, ends[0])
+        high = min(high, ends[1])
+    return Estimate(value, low, high)
+
+
+def _summed(sides: Sequence[Side]) -> np.ndarray:
+    """The sum of the sides' draws, each their mean over its runs, (R,)."""
+    return np.asarray(sum(side.draws.mean(0) for side in sides))
+
+
+def seed_inflation(sides: Sequence[Side]) -> float:
+    """Return how much wider than its question noise an interval of means over seeds must be.
+
+    sqrt(1 + Σ max(0, r² s² − r^1.5 o) / (S q)) for the resampled mean's variance q, where s² is
+    the variance of the S figures, o the question noise that each has for itself (the mean variance
+    less the mean covariance of their draws), and r = t/z, Student's quantile of S − 1 degrees of
+    freedom over the normal one. Taking off o makes seeds that do not differ cover more than 0.98,
+    and r² o makes seeds that differ by about o cover less than 0.93.
+    """
+    question_variance = _summed(sides).var(ddof=1)
+    if not question_variance:
+        return 1.0
+    seed_variance = 0.0
+    for side in sides:
+        seeds = len(side.figures)
+        if seeds > 1:
+            from scipy.special import stdtrit  # scipy.stats takes half a second to load
+
+            covariance = np.cov(side.draws)
+            trace = np.trace(covariance)
+            own_noise = max((trace - (covariance.sum() - trace) / (seeds - 1)) / seeds, 0.0)
+            ratio = float(stdtrit(seeds - 1, HIGH)) / NORMAL_QUANTILE
+            spread = ratio**2 * side.figures.var(ddof=1) - ratio**1.5 * own_noise
+            seed_variance += max(spread, 0.0) / seeds
+    return math.sqrt(1 + seed_variance / question_variance)
+
+
+def _side(runs: Sequence[Run], metric: str, confidence: str) -> Side:
+    """The figures of some runs, of `rms_debiased` squared; draws of what has an interval."""
+    if metric == "rms_debiased":
+        figures = np.array([run.squares[confidence].observed for run in runs])
+    else:
+        figures = np.array([run.values[confidence][metric] for run in runs], float)
+    if metric in WITH_INTERVAL:
+        draws = np.stack([run.draws[confidence][metric] for run in runs])
+    else:
+        draws = np.full((len(runs), 1), np.nan)
+    return Side(figures, draws)
+
+
+def _square_sides(terms: Sequence[tuple[int, Sequence[Run]]], confidence: str) -> list[Side]:
+    """The weighted sides of a contrast of squared calibration errors.
+
+    Their draws are A + κ (B + D) in the words of `runs.SquareDraws`, κ² = max(0, V − v min(2,
+    4 v / V)) / V with V the variance of the contrast's part in B + D and v that in A. The gaps B is
+    made of hold their own noise, which adds 2 v to V in the mean; where two sides err in opposite
+    directions their parts in B add up, and shrinking each side's gaps by itself would lose that. V
+    is noisy: taking off all of 2 v wherever V is large covers 0.92 to 0.98 in simulation, this 0.95
+    to 0.98.
+    """
+    noise_parts = []  # (S, R) each
+    gap_parts = []
+    for _, runs in terms:
+        noise_parts.append(np.stack([run.squares[confidence].noise for run in runs]))
+        gap_parts.append(np.stack([run.squares[confidence].gaps for run in runs]))
+    by_noise = _weighted_sum(terms, noise_parts)
+    by_gaps = _weighted_sum(terms, gap_parts)
+    ratio = by_noise.var() / by_gaps.var() if by_gaps.any() else math.inf
+    kappa = math.sqrt(max(1 - ratio * min(2, 4 * ratio), 0))
+    sides = []
+    for (weight, runs), noise, gaps in zip(terms, noise_parts, gap_parts, strict=True):
+        figures = _side(runs, "rms_debiased", confidence).figures
+        sides.append(Side(figures, noise + kappa * gaps).times(weight))
+    return sides
+
+
+def _weighted_sum(
+    terms: Sequence[tuple[int, Sequence[Run]]], parts: Sequence[np.ndarray]
+) -> np.ndarray:
+    """Σ weight × the mean over runs of each term's part (S, R), (R,)."""
+    means = [weight * part.mean(0) for (weight, _), part in zip(terms, parts, strict=True)]
+    return np.asarray(sum(means))
 
 
 def same_questions(runs: Sequence[Run]) -> None:
@@ -376,15 +307,10 @@ def same_prompts(a: Run, b: Run, texts: bool = True) -> None:
     A difference would be the prompts' as well: letters or texts, how many examples, and, if
     `texts`, their very words; as far as the records and their sidecars say.
     """
-
-    def asked(run: Run) -> dict:
-        settings = records.meta(run.path).get("settings") or {}
-        prompts = run.prompts_sha256 if texts else None
-        return {"scoring": run.scoring, "shots": settings.get("shots"), "prompts": prompts}
-
-    second_of = asked(b)
-    for name, first in asked(a).items():
-        if first != (second := second_of[name]) and None not in (first, second):
+    conditions_of_b = _conditions(b, texts)
+    for name, first in _conditions(a, texts).items():
+        second = conditions_of_b[name]
+        if first is not None and second is not None and first != second:
             raise InputError(
                 f"{a.path} and {b.path}: the same questions, asked with {name} {first!r} and "
                 f"{second!r}, so a difference is not the models' alone; if it is meant, "
@@ -392,11 +318,24 @@ def same_prompts(a: Run, b: Run, texts: bool = True) -> None:
             )
 
 
-def better(metric: str, found: Estimate) -> str | None:
-    """Which run a difference speaks for, "a" or "b"; None where the interval holds 0 or is none.
+def _conditions(run: Run, texts: bool) -> dict[str, Any]:
+    """How a run's questions were asked; None what is not known or, of the texts, not wanted."""
+    settings = records.meta(run.path).get("settings") or {}
+    return {
+        "scoring": run.scoring,
+        "shots": settings.get("shots"),
+        "prompts": run.prompts_sha256 if texts else None,
+    }
 
-    None for `ece_signed` too, of which neither direction is better.
+
+def better(metric: str, found: Estimate) -> str | None:
+    """Return which run a difference speaks for, "a" or "b".
+
+    None where the interval holds 0 or there is none, and for `ece_signed`, of which neither
+    direction is better.
     """
-    if not found.told_apart or not DIRECTION[metric]:
+    direction = METRICS[metric].better
+    if direction == "neither" or not found.significant or found.low is None:
         return None
-    return "b" if (found.low > 0) == (DIRECTION[metric] > 0) else "a"
+    is_higher = found.low > 0
+    return "b" if is_higher == (direction == "higher") else "a"

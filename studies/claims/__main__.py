@@ -418,7 +418,7 @@ def shown(cell: tuple[stats.Estimate, int] | None) -> str:
     if cell is None:
         return "–"
     of, seeds = cell
-    bold = "**" * of.told_apart
+    bold = "**" * of.significant
     return f"{bold}{of.value:+.2f}{bold} [{of.low:+.2f}, {of.high:+.2f}] ({seeds})"
 
 

@@ -1,8 +1,9 @@
 """How often 95 % intervals hold the truth: python tests/eval/interval_coverage.py
 
-Prints the Markdown table of eval/METRICS. In a made-up world every model's true error is known: a
-question's label is seen through two noisy channels, one that all seeds share and one of a seed's
-own; the posterior of the choices is calibrated exactly, and a model states it shifted or sharpened.
+Prints the Markdown tables that eval/METRICS.md sums up. In a made-up world every model's true error
+is known: a question's label is seen through two noisy channels, one that all seeds share and one of
+a seed's own; the posterior of the choices is calibrated exactly, and a model states it shifted or
+sharpened.
 """
 
 import argparse
@@ -19,23 +20,33 @@ import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
-from calibeval import stats
-from calibeval.measures import METRICS, Sample, Scores, resamples, rms
+from calibeval import runs, stats
+from calibeval.measures import METRICS, WITH_INTERVAL, Sample, Scores, resamples, rms
 
-DRAWS = 199  # resamples a replication: `stats.quantile` keeps its level whatever their number
+DRAWS = 199  # resamples a replication: `runs.quantile` keeps its level whatever their number
 POOL = 40_000  # questions that stand for the population
 NOISE = {"near chance": (4.0, 2.5), "sure": (1.0, 0.6)}  # sd of the shared and own channel
-# Log-probabilities (2000, 4) that stories260K gives HellaSwag's endings, with a temperature.
-REAL, TEMPERATURE = Path(__file__).with_name("stories260k_hellaswag.npy"), 5.0
-REGULAR = tuple(stats.REGULAR)
-BOTH = "rms_debiased", *REGULAR  # of differences; the figure itself has no interval
+# Log-probabilities (2000, 4) that stories260K gives HellaSwag's endings, and the temperature at
+# which they are taken for the truth.
+REAL = Path(__file__).with_name("stories260k_hellaswag.npy")
+TEMPERATURE = 5.0
+ESTIMATES = tuple(WITH_INTERVAL)
+DIFFERENCES = ("rms_debiased", *ESTIMATES)  # the squared error itself has no interval
+BISECTIONS = 10
 
 
+# The text of a world and of a cell seeds its replications: another field, or another name of one,
+# changes the last digits of what is printed.
 @dataclass(frozen=True)
 class World:
-    """Confidences near chance, sure or a real model's; gaps of one size or growing with them.
+    """How the truth looks, and in which way models miss it.
 
-    `opposite`: of a pair one is sharpened and the other flattened, as β = 0 and β > 0 may be.
+    Attributes:
+        shape: Confidences "near chance", "sure", or a "real" model's.
+        pattern: Gaps of one size ("shift"), or growing with the confidence ("sharpen").
+        questions: How many stand for the population.
+        opposite: Whether of a pair one model is sharpened and the other flattened, as β = 0 and
+            β > 0 may be.
     """
 
     shape: str = "near chance"
@@ -43,130 +54,177 @@ class World:
     questions: int = POOL
     opposite: bool = False
 
-    def posterior(self, n: int, seeds: int, rng: np.random.Generator) -> tuple:
-        """Labels (n,) and each seed's exact log posterior, (seeds, n, 4)."""
+    def posterior(
+        self, n: int, seeds: int, rng: np.random.Generator
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return n questions' labels (n,), and each seed's exact log posterior, (seeds, n, 4)."""
         if self.shape == "real":
-            exact = pool(self.shape, self.questions)
-            exact = exact[rng.integers(0, len(exact), n)]
-            labels = (rng.random((n, 1)) > np.exp(exact).cumsum(1)).sum(1).clip(max=3)
+            population = log_posteriors(self.shape, self.questions)
+            exact = population[rng.integers(0, len(population), n)]
+            uniform = rng.random((n, 1))
+            labels = (uniform > np.exp(exact).cumsum(1)).sum(1).clip(max=3)
             return labels, np.broadcast_to(exact, (seeds, *exact.shape))
         labels = rng.integers(0, 4, n)
-        shown = np.eye(4)[labels]
-        shared, own = NOISE[self.shape]
-        evidence = (shown + shared * rng.normal(size=(n, 4))) / shared**2
-        evidence = evidence + (shown + own * rng.normal(size=(seeds, n, 4))) / own**2
+        one_hot = np.eye(4)[labels]
+        shared_sd, own_sd = NOISE[self.shape]
+        shared = (one_hot + shared_sd * rng.normal(size=(n, 4))) / shared_sd**2
+        own = (one_hot + own_sd * rng.normal(size=(seeds, n, 4))) / own_sd**2
+        evidence = shared + own
         return labels, evidence - np.logaddexp.reduce(evidence, -1, keepdims=True)
 
-    def said(self, exact: np.ndarray, size: float) -> np.ndarray:
-        """The log-probabilities that a model whose miscalibration has this size states, (n, 4)."""
+    def stated(self, exact: np.ndarray, size: float) -> np.ndarray:
+        """Return the log-probabilities that a model states whose miscalibration has this size."""
         if self.pattern == "sharpen":
-            said = exact * math.exp(size)
-            return said - np.logaddexp.reduce(said, -1, keepdims=True)
+            sharpened = exact * math.exp(size)
+            return sharpened - np.logaddexp.reduce(sharpened, -1, keepdims=True)
         best = exact.argmax(-1)[:, None]
-        top = np.exp(np.take_along_axis(exact, best, -1))
-        new = np.clip(top + size, 0.001, 0.999)
-        said = exact + np.log((1 - new) / (1 - top))
-        np.put_along_axis(said, best, np.log(new), -1)
-        return said
+        confidence = np.exp(np.take_along_axis(exact, best, -1))
+        shifted = np.clip(confidence + size, 0.001, 0.999)
+        stated = exact + np.log((1 - shifted) / (1 - confidence))
+        np.put_along_axis(stated, best, np.log(shifted), -1)
+        return stated
 
     def truth(self, size: float) -> dict[str, float]:
-        """Population values of a model: every label of a question, as often as it is right."""
-        exact = pool(self.shape, self.questions)
-        said = self.said(exact, size)
+        """Return the population's values of a model, by metric; "squared" is its l2 error squared.
+
+        The population has every label of a question as often as it is right.
+        """
+        exact = log_posteriors(self.shape, self.questions)
+        stated = self.stated(exact, size)
         n, choices = exact.shape
-        every = Scores(np.repeat(said, choices, 0), np.tile(np.arange(choices), n))
+        every = Scores(np.repeat(stated, choices, 0), np.tile(np.arange(choices), n))
         expected = Sample(every, np.exp(exact).reshape(1, -1))
-        found = {name: METRICS[name](expected)[0] for name in set(REGULAR) - {"aurc"}}
-        right = np.exp(exact)[np.arange(n), said.argmax(1)]
-        # From the surest on: wrong answers' share of the first k, equally sure ones in any order.
-        order = np.argsort(-said.max(1), kind="stable")
-        found["aurc"] = (np.cumsum(1 - right[order]) / np.arange(1, n + 1)).mean()
-        return found | {"squared": rms(expected)[0] ** 2}
+        values = {name: METRICS[name](expected)[0] for name in WITH_INTERVAL if name != "aurc"}
+        values["aurc"] = self._true_aurc(exact, stated)
+        values["squared"] = rms(expected)[0] ** 2
+        return values
+
+    def _true_aurc(self, exact: np.ndarray, stated: np.ndarray) -> float:
+        """Wrong answers' share of the k surest, over all k; equally sure ones in any order."""
+        n = len(exact)
+        right = np.exp(exact)[np.arange(n), stated.argmax(1)]
+        surest_first = np.argsort(-stated.max(1), kind="stable")
+        return (np.cumsum(1 - right[surest_first]) / np.arange(1, n + 1)).mean()
 
     def mean_truth(self, size: float, spread: float) -> dict[str, float]:
-        """Mean of `truth` over seeds whose sizes are normal with this standard deviation."""
+        """Return the mean of `truth` over seeds whose sizes are normal with this sd."""
         if not spread:
             return self.truth(size)
         nodes, weights = np.polynomial.hermite_e.hermegauss(5)
-        found = [self.truth(size + spread * node) for node in nodes]
-        return {k: np.average([f[k] for f in found], weights=weights) for k in found[0]}
+        truths = [self.truth(size + spread * node) for node in nodes]
+        return {
+            name: np.average([truth[name] for truth in truths], weights=weights)
+            for name in truths[0]
+        }
 
     @cache  # noqa: B019
     def size_of(self, error: float, spread: float = 0.0, sign: int = 1) -> float:
-        """The size, of this sign, at which the (mean) l2 calibration error is this."""
-        low, high = 0.0, 2.0 if self.pattern == "sharpen" else 0.3
+        """Return the size, of this sign, at which the (mean) l2 calibration error is `error`."""
         if not error:
             return 0.0
-        for _ in range(10):
+        low = 0.0
+        high = 2.0 if self.pattern == "sharpen" else 0.3
+        for _ in range(BISECTIONS):
             middle = (low + high) / 2
-            below = self.mean_truth(sign * middle, spread)["squared"] < error**2
-            low, high = (middle, high) if below else (low, middle)
+            if self.mean_truth(sign * middle, spread)["squared"] < error**2:
+                low = middle
+            else:
+                high = middle
         return sign * high
 
 
 @cache
-def pool(shape: str, questions: int) -> np.ndarray:
-    """The population's exact log posteriors, (questions, 4)."""
+def log_posteriors(shape: str, questions: int) -> np.ndarray:
+    """Return the population's exact log posteriors, (questions, 4)."""
     if shape == "real":
-        said = np.load(REAL).astype(float) / TEMPERATURE
-        return said - np.logaddexp.reduce(said, 1, keepdims=True)
+        tempered = np.load(REAL).astype(float) / TEMPERATURE
+        return tempered - np.logaddexp.reduce(tempered, 1, keepdims=True)
     return World(shape).posterior(questions, 1, np.random.default_rng(99))[1][0]
 
 
 @cache
-def times(n: int) -> np.ndarray:
-    """The resamples that every replication shares, as every run does."""
+def shared_resamples(n: int) -> np.ndarray:
+    """Return the resamples that every replication shares, as every run does, (DRAWS, n)."""
     return np.concatenate(list(resamples(n, DRAWS)))
 
 
-def run_of(exact: Sample, drawn: Sample, names: tuple[str, ...]) -> stats.Run:
-    """A run as `stats.measure` makes it, without the simulations of floors."""
-    regular, c = [name for name in names if name in REGULAR], "choices"
-    figures = {name: float(METRICS[name](exact)[0]) for name in regular}
-    draws = {name: METRICS[name](drawn) for name in regular}
-    draws["rms_debiased"] = stats.squares(exact.top, [drawn.top])
-    about = Path("simulated"), "sum", "letters", "m", len(exact.scores.labels), "", None, 1.0
-    return stats.Run(*about, (c,), {c: {}}, {c: figures}, {c: {}}, {c: draws})
+def simulated_run(observed: Sample, resampled: Sample, names: tuple[str, ...]) -> stats.Run:
+    """Return a run as `runs.measure` makes it, without the simulations of floors."""
+    regular = [name for name in names if name in WITH_INTERVAL]
+    return stats.Run(
+        path=Path("simulated"),
+        convention="sum",
+        scoring="letters",
+        model="m",
+        questions=len(observed.scores.labels),
+        questions_sha256="",
+        prompts_sha256=None,
+        letter_mass=1.0,
+        confidences=("choices",),
+        reliability={},
+        values={"choices": {name: float(METRICS[name](observed)[0]) for name in regular}},
+        floors={},
+        draws={"choices": {name: METRICS[name](resampled) for name in regular}},
+        squares={"choices": runs.square_draws(observed.bins, [resampled.bins])},
+    )
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What is repeated: an estimate over seeds, or (with `other`) a difference of two rows."""
+    """What is repeated: an estimate over seeds, or (with `other`) a difference of two rows.
+
+    Attributes:
+        error: The true l2 calibration error, of a pair that of row A.
+        n: Questions.
+        seeds: Runs of each row.
+        spread: Between-seed sd of the gaps, in units of the questions' own.
+        other: Row B's error.
+        names: The metrics whose intervals are counted.
+    """
 
     error: float
     n: int
     seeds: int = 1
-    spread: float = 0.0  # between-seed sd of the gaps, in units of the questions' own
-    other: float | None = None  # row B's error; row A has `error`
-    names: tuple[str, ...] = REGULAR
+    spread: float = 0.0
+    other: float | None = None
+    names: tuple[str, ...] = ESTIMATES
 
     def run(self, world: World, replications: int) -> dict[str, float]:
-        """{metric: share of intervals that hold the truth}."""
-        spread = self.spread * math.sqrt(0.2 / self.n)
-        sides = [self.error] if self.other is None else [self.error, self.other]
+        """Return the share of intervals that hold the truth, by metric."""
+        errors = [self.error] if self.other is None else [self.error, self.other]
         signs = (1, -1 if world.opposite else 1)
-        sizes = [world.size_of(error, spread, s) for error, s in zip(sides, signs, strict=False)]
+        spread = self.spread * math.sqrt(0.2 / self.n)
+        sizes = [world.size_of(e, spread, sign) for e, sign in zip(errors, signs, strict=False)]
         truths = [world.mean_truth(size, spread) for size in sizes]
-        seed = zlib.crc32(repr((self, world)).encode())
-        rng = np.random.default_rng(seed)
+        rng = np.random.default_rng(zlib.crc32(repr((self, world)).encode()))
         held = dict.fromkeys(self.names, 0)
         for _ in range(replications):
-            labels, exact = world.posterior(self.n, self.seeds * len(sides), rng)
-            at = np.repeat(sizes, self.seeds) + spread * rng.normal(size=len(exact))
-            said = [world.said(e, s) for e, s in zip(exact, at, strict=True)]
-            every = [Scores(one, labels) for one in said]
-            runs = [run_of(Sample(s), Sample(s, times(self.n)), self.names) for s in every]
+            rows = self._replication(world, sizes, spread, rng)
             for name in self.names:
                 key = "squared" if name == "rms_debiased" else name
-                true = [float(truth[key]) for truth in truths]
                 if self.other is None:
-                    found, expected = stats.estimate(runs, name, "choices"), true[0]
+                    (row,) = rows
+                    found = stats.estimate(row, name, "choices")
+                    expected = float(truths[0][key])
                 else:
-                    a, b = runs[: self.seeds], runs[self.seeds :]
-                    found = stats.difference(a, b, name, "choices")
-                    expected = true[1] - true[0]
+                    row_a, row_b = rows
+                    found = stats.difference(row_a, row_b, name, "choices")
+                    expected = float(truths[1][key]) - float(truths[0][key])
                 held[name] += found.low - 1e-9 <= expected <= found.high + 1e-9
         return {name: count / replications for name, count in held.items()}
+
+    def _replication(
+        self, world: World, sizes: Sequence[float], spread: float, rng: np.random.Generator
+    ) -> list[list[stats.Run]]:
+        """Return the runs of each row, on questions drawn anew."""
+        labels, exact = world.posterior(self.n, self.seeds * len(sizes), rng)
+        size_of_run = np.repeat(sizes, self.seeds) + spread * rng.normal(size=len(exact))
+        made = []
+        for posterior, size in zip(exact, size_of_run, strict=True):
+            scores = Scores(world.stated(posterior, size), labels)
+            resampled = Sample(scores, shared_resamples(self.n))
+            made.append(simulated_run(Sample(scores), resampled, self.names))
+        return [made[row * self.seeds :][: self.seeds] for row in range(len(sizes))]
 
 
 WORLDS = tuple(World(shape, pattern) for shape in NOISE for pattern in ("shift", "sharpen"))
@@ -176,7 +234,7 @@ OPPOSITE = tuple(
 )
 SIZES = (500, 2000, 14042)
 ERRORS = (0.0, 0.02, 0.035, 0.1)
-SOME = WORLDS[0], WORLDS[3]
+SOME = (WORLDS[0], WORLDS[3])
 GROUPS = {  # worlds, and what is repeated in each
     "ordinary": (WORLDS, [Cell(e, n) for e in ERRORS for n in SIZES]),
     "seeds": (
@@ -186,7 +244,7 @@ GROUPS = {  # worlds, and what is repeated in each
     "opposite": (
         OPPOSITE,
         [
-            Cell(a, n, other=b, names=BOTH)
+            Cell(a, n, other=b, names=DIFFERENCES)
             for n in SIZES
             for a, b in ((0.02, 0.02), (0.05, 0.05), (0.1, 0.1), (0.0, 0.05), (0.03, 0.08))
         ],
@@ -194,7 +252,7 @@ GROUPS = {  # worlds, and what is repeated in each
     "pairs": (
         SOME,
         [
-            Cell(a, n, seeds, spread, b, BOTH)
+            Cell(a, n, seeds, spread, b, DIFFERENCES)
             for n in SIZES[:2]
             for seeds, spread in ((1, 0.0), *product((2, 3, 5), (1.0, 3.0)))
             for a, b in ((0.0, 0.0), (0.035, 0.035), (0.0, 0.035), (0.035, 0.1))

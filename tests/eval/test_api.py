@@ -82,7 +82,7 @@ def test_figures_are_the_commands(tasks, tiny_model, tmp_path, run):
     said = json.loads(run("metrics", "--json", paths[0]).out)["metrics"]
     for source in (a, paths[0]):
         for confidence, of in calibeval.metrics(source).items():
-            assert {m: vars(e) for m, e in of.items()} == said[confidence]
+            assert {m: e.as_dict() for m, e in of.items()} == said[confidence]
     said = json.loads(run("compare", "--json", "--different-prompts", *paths).out)["comparison"]
     assert calibeval.compare(a, b, different_prompts=True) == said
     drawn = calibeval.reliability(a)

@@ -61,7 +61,7 @@ def as_scored(folder, data, tmp_path) -> dict[str, float]:
         found[f"eval_mmlu_{name}"] = stats.estimate([run], name, "choices").value
     for confidence, end in (("choices", ""), ("vocabulary", "_vocabulary")):
         ece = stats.estimate([run], "ece", confidence)
-        found |= {f"eval_mmlu_ece{end}": ece.value, f"eval_mmlu_ece{end}_floor": ece.floor}
+        found |= {f"eval_mmlu_ece{end}": ece.value, f"eval_mmlu_ece{end}_floor": ece.null_q95}
     return found
 
 

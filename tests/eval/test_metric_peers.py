@@ -21,41 +21,57 @@ cases = pytest.mark.parametrize(
 
 
 @cases
-def test_uncertainty_calibration(n, sharpness):
-    """ECE, and the debiased l2 error of Kumar et al. 2019.
-
-    Its debiased error is for one confidence a bin, so confidences are rounded to that.
-    """
+def test_uncertainty_calibrations_ece(n, sharpness):
     calibration = pytest.importorskip("calibration")
-    from calibration.utils import bin as fill
-    from calibration.utils import unbiased_square_ce
-
-    said, labels = draw(n, sharpness, 3)
-    of, probs = Scores(said, labels), np.exp(said)
-    theirs = calibration.get_ece(probs, labels, num_bins=15)
-    assert measures.ece(Sample(of))[0] == pytest.approx(theirs, abs=1e-9)
-    # It refuses bins with fewer than two answers, so the bins cover the filled range only.
-    confidence = (np.floor(of.confidence * 15).clip(max=14) + 0.5) / 15
-    data = list(zip(confidence, of.correct, strict=True))
-    filled = [b for b in fill(data, list(np.arange(1, 16) / 15)) if len(b) > 1]
-    p, y = np.array([pair for b in filled for pair in b]).T
-    sub = Scores(np.log(np.stack([p, np.minimum(p, 1 - p) / 2], 1)), np.where(y == 1, 0, 1))
-    theirs = unbiased_square_ce(filled)
-    assert measures.rms_debiased(Sample(sub))[0] ** 2 == pytest.approx(max(theirs, 0), abs=1e-12)
+    stated, labels = draw(n, sharpness, 3)
+    expected = calibration.get_ece(np.exp(stated), labels, num_bins=15)
+    assert measures.ece(Sample(Scores(stated, labels)))[0] == pytest.approx(expected, abs=1e-9)
 
 
 @cases
-def test_scikit_learn(n, sharpness):
-    """NLL, Brier and AUROC."""
+def test_uncertainty_calibrations_debiased_error(n, sharpness):
+    """The debiased l2 error of Kumar et al. 2019.
+
+    Its error is for one confidence a bin, so confidences are rounded to that.
+    """
+    pytest.importorskip("calibration")
+    from calibration.utils import bin as fill_bins
+    from calibration.utils import unbiased_square_ce
+
+    scores = Scores(*draw(n, sharpness, 3))
+    # It refuses bins with fewer than two answers, so the bins cover the filled range only.
+    confidence = (np.floor(scores.confidence * 15).clip(max=14) + 0.5) / 15
+    data = list(zip(confidence, scores.correct, strict=True))
+    filled = [b for b in fill_bins(data, list(np.arange(1, 16) / 15)) if len(b) > 1]
+    p, y = np.array([pair for b in filled for pair in b]).T
+    logprobs = np.log(np.stack([p, np.minimum(p, 1 - p) / 2], 1))
+    rounded = Scores(logprobs, np.where(y == 1, 0, 1))
+    expected = max(unbiased_square_ce(filled), 0)
+    found = measures.rms_debiased(Sample(rounded))[0] ** 2
+    assert found == pytest.approx(expected, abs=1e-12)
+
+
+@cases
+def test_scikit_learns_log_loss(n, sharpness):
     metrics = pytest.importorskip("sklearn.metrics")
-    said, labels = draw(n, sharpness, 5)
-    of, probs = Scores(said, labels), np.exp(said)
-    expected = metrics.log_loss(labels, probs, labels=range(4))
-    assert measures.nll(Sample(of))[0] == pytest.approx(expected, abs=1e-9)
-    expected = ((probs - np.eye(4)[labels]) ** 2).sum(1).mean()
-    assert measures.brier(Sample(of))[0] == pytest.approx(expected, abs=1e-12)
-    expected = metrics.roc_auc_score(of.correct, of.confidence)
-    assert measures.auroc(Sample(of))[0] == pytest.approx(expected, abs=1e-12)
+    stated, labels = draw(n, sharpness, 5)
+    expected = metrics.log_loss(labels, np.exp(stated), labels=range(4))
+    assert measures.nll(Sample(Scores(stated, labels)))[0] == pytest.approx(expected, abs=1e-9)
+
+
+@cases
+def test_scikit_learns_auroc(n, sharpness):
+    metrics = pytest.importorskip("sklearn.metrics")
+    scores = Scores(*draw(n, sharpness, 5))
+    expected = metrics.roc_auc_score(scores.correct, scores.confidence)
+    assert measures.auroc(Sample(scores))[0] == pytest.approx(expected, abs=1e-12)
+
+
+@cases
+def test_brier_is_its_definition(n, sharpness):
+    stated, labels = draw(n, sharpness, 5)
+    expected = ((np.exp(stated) - np.eye(4)[labels]) ** 2).sum(1).mean()
+    assert measures.brier(Sample(Scores(stated, labels)))[0] == pytest.approx(expected, abs=1e-12)
 
 
 @cases
@@ -67,41 +83,43 @@ def test_hendrycks(n, sharpness, monkeypatch):
     monkeypatch.syspath_prepend(checkout)
     import calib_tools
 
-    said, labels = draw(n, sharpness, 6)
-    probs = np.exp(said)
+    stated, labels = draw(n, sharpness, 6)
+    probs = np.exp(stated)
     # It folds a confidence of exactly one half as well.
     probs[::7] = [0.5, 0.2, 0.2, 0.1]
-    of = Scores(np.log(probs), labels)
-    theirs = calib_tools.rmsce(of.correct.astype(int), of.confidence)
-    assert measures.rms_hendrycks(Sample(of))[0] == pytest.approx(theirs, abs=1e-12)
-    theirs = calib_tools.ece(labels, probs, num_bins=15)
-    assert measures.ece(Sample(of))[0] == pytest.approx(theirs, abs=1e-12)
+    scores = Scores(np.log(probs), labels)
+    expected = calib_tools.rmsce(scores.correct.astype(int), scores.confidence)
+    assert measures.rms_hendrycks(Sample(scores))[0] == pytest.approx(expected, abs=1e-12)
+    expected = calib_tools.ece(labels, probs, num_bins=15)
+    assert measures.ece(Sample(scores))[0] == pytest.approx(expected, abs=1e-12)
 
 
 @cases
-def test_relplot(n, sharpness):
-    """Smooth ECE with its bandwidth, and the curve."""
+def test_relplots_smooth_ece(n, sharpness):
+    """The error with its bandwidth, and the curve."""
     relplot = pytest.importorskip("relplot")
     from relplot.kernels import ReflectedGaussianKernel
 
-    of = Sample(Scores(*draw(n, sharpness, 0)))
-    p, y = of.scores.confidence, of.scores.correct
-    expected, width = relplot.smECE(p, y, return_width=True)
-    found, sigma = measures.smooth_ece_at(of)
-    assert found[0] == pytest.approx(expected, abs=1e-9) and sigma[0] == width
+    sample = Sample(Scores(*draw(n, sharpness, 0)))
+    p = sample.scores.confidence
+    y = sample.scores.correct
+    expected, expected_bandwidth = relplot.smECE(p, y, return_width=True)
+    error, bandwidth = measures.smooth_ece_at(sample)
+    assert error[0] == pytest.approx(expected, abs=1e-9)
+    assert bandwidth[0] == expected_bandwidth
     mesh = np.linspace(0, 1, 101)
-    theirs, _ = ReflectedGaussianKernel(width).smooth(p, y - p, mesh)
-    curve = measures.smooth_curve(of, width, mesh)[0]
-    assert curve == pytest.approx(mesh + theirs, abs=1e-9)
+    above_diagonal, _ = ReflectedGaussianKernel(expected_bandwidth).smooth(p, y - p, mesh)
+    curve = measures.smooth_curve(sample, expected_bandwidth, mesh)[0]
+    assert curve == pytest.approx(mesh + above_diagonal, abs=1e-9)
 
 
 @cases
 def test_isotonic_regression(n, sharpness):
     """CORP's recalibration; with ties, as both pool them."""
     isotonic = pytest.importorskip("sklearn.isotonic")
-    said, labels = draw(n, sharpness, 0)
-    for logprobs in (said, np.round(said, 1)):
-        of = Sample(Scores(logprobs, labels))
-        p, y = of.scores.confidence, of.scores.correct
-        expected = isotonic.IsotonicRegression().fit_transform(p, y)
-        assert measures.recalibrated(of)[0] == pytest.approx(expected, abs=1e-9)
+    stated, labels = draw(n, sharpness, 0)
+    for logprobs in (stated, np.round(stated, 1)):
+        sample = Sample(Scores(logprobs, labels))
+        p = sample.scores.confidence
+        expected = isotonic.IsotonicRegression().fit_transform(p, sample.scores.correct)
+        assert measures.recalibrated(sample)[0] == pytest.approx(expected, abs=1e-9)

@@ -5,7 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
-import xml.etree.ElementTree as tree
+import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
@@ -15,63 +15,64 @@ from matplotlib.image import imread
 from calibeval import figures, index, report, stats
 from calibeval.io import InputError
 
-GRID = [  # (records, β, seed, sharpness): a model before fine-tuning and two β, two seeds each
+# (records, β, seed, sharpness): a model before fine-tuning and two β, two seeds each.
+GRID = [
     ("base", None, 0, 1.0),
-    *(
-        (f"b{beta:g}-{seed}", beta, seed, 3 - 15 * beta + seed)
-        for beta in (0, 0.1)
-        for seed in (0, 1)
-    ),
+    ("b0-0", 0, 0, 3.0),
+    ("b0-1", 0, 1, 4.0),
+    ("b0.1-0", 0.1, 0, 1.5),
+    ("b0.1-1", 0.1, 1, 2.5),
 ]
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """Two data sets' records with their figures kept, and the lines of their index."""
-    folder, lines = tmp_path_factory.mktemp("made"), []
+    folder = tmp_path_factory.mktemp("made")
+    lines = []
     for place, dataset in enumerate(("toy", "other")):
         for name, beta, seed, sharpness in GRID:
             records = f"{dataset}-{name}.jsonl"
             write_records(folder / records, 300 + place, sharpness, place)
             stats.load(folder / records)
             line = {"records": records, "dataset": dataset, "model": "m_1", "seed": seed}
-            lines.append(line | {"label_smoothing": beta})
+            lines.append({**line, "label_smoothing": beta})
     return folder, lines
 
 
 @pytest.fixture
 def project(made, tmp_path):
-    """project(change, dataset="toy") → an index of copies, each line as `change` returns it."""
+    """project(change, datasets=("toy",)) → an index of copies, each line as `change` returns it."""
     folder, lines = made
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
 
     def write(change=lambda line: line, datasets=("toy",)):
-        kept = [change(dict(line)) for line in lines if line["dataset"] in datasets]
-        return write_lines(tmp_path / "index.jsonl", filter(None, kept))
+        chosen = [change(dict(line)) for line in lines if line["dataset"] in datasets]
+        return write_lines(tmp_path / "index.jsonl", filter(None, chosen))
 
     return write
 
 
-def settings(results) -> list[tuple]:
-    """What each row shows of itself, and its seeds."""
-    return [(*map(row.text, results.shown), *map(list, row.runs.values())) for row in results.rows]
+def settings(results: index.Results) -> list[tuple]:
+    """Return what each row shows of itself, and its seeds on each data set."""
+    return [
+        (*map(row.text, results.shown), *(list(by_seed) for by_seed in row.runs.values()))
+        for row in results.rows
+    ]
 
 
-def seeds(row) -> list[stats.Run]:
-    """A row's runs."""
-    return [*row.runs["toy"].values()]
-
-
-def test_seeds_are_a_row_and_training_data_are_rows(project):
+def test_seeds_are_a_row(project):
     assert settings(index.read(project())) == [
         ("m_1", "base", [0]),
         ("m_1", "0", [0, 1]),
         ("m_1", "0.1", [0, 1]),
     ]
 
+
+def test_training_data_are_rows(project):
     def by_data(line):
         data = None if line["label_smoothing"] is None else f"sets/{'ab'[line['seed']]}.jsonl"
-        return line | {"train_data": data}
+        return {**line, "train_data": data}
 
     results = index.read(project(by_data))
     assert results.shown == ("train_data", "model", "label_smoothing")
@@ -86,8 +87,8 @@ def test_seeds_are_a_row_and_training_data_are_rows(project):
 
 @pytest.mark.parametrize("key", ["epochs", "learning_rate", "weight_decay", "name"])
 def test_any_key_that_varies_is_a_column(project, key):
-    value = {"name": "run"}.get(key, 1)
-    results = index.read(project(lambda line: line | {key: value * (line["seed"] + 1)}))
+    value = "run" if key == "name" else 1
+    results = index.read(project(lambda line: {**line, key: value * (line["seed"] + 1)}))
     assert results.shown == ("model", "label_smoothing", key)
     assert len(results.rows) == len(GRID)
 
@@ -104,111 +105,173 @@ def test_any_key_that_varies_is_a_column(project, key):
     ],
 )
 def test_an_index_that_cannot_be_averaged_is_refused(project, tmp_path, refused, change, expected):
+    """`...` takes a key away; a dictionary gives the value by seed."""
+
     def changed(line):
         for key, value in change.items():
-            value = value.get(line["seed"], line[key]) if isinstance(value, dict) else value
+            if isinstance(value, dict):
+                value = value.get(line["seed"], line[key])
             line[key] = value
         return {key: value for key, value in line.items() if value is not ...}
 
-    path, out = project(changed, ("toy", "other")), tmp_path / "out"
-    assert re.search(expected, refused("collect", path, "--out", out)) and not out.exists()
+    path = project(changed, ("toy", "other"))
+    out = tmp_path / "out"
+    assert re.search(expected, refused("collect", path, "--out", out))
+    assert not out.exists()
 
 
 def rows_of(text: str) -> list[list[str]]:
-    """The cells of a Markdown table's lines."""
+    """Return the cells of a Markdown table's lines."""
     lines = [line for line in text.splitlines() if line.startswith("| ") and "| --- |" not in line]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_table_over_data_sets(project, tmp_path, run):
-    out, path = tmp_path / "out", project(datasets=("toy", "other"))
+@pytest.fixture
+def two_tables(project, tmp_path, run):
+    """What `collect` printed of two data sets, of which one has a run with little letter mass."""
+    path = project(datasets=("toy", "other"))
     write_records(tmp_path / "other-b0-1.jsonl", 301, 2.0, 1, mass=0.4)
-    shown = run("collect", path, "--out", out).out
-    text = (out / "table.md").read_text()
-    assert shown == text + "\n" + (out / "differences.md").read_text()
+    return run("collect", path, "--out", tmp_path / "out").out
+
+
+def test_collect_prints_the_tables_that_it_writes(two_tables, tmp_path):
+    table = (tmp_path / "out" / "table.md").read_text()
+    differences = (tmp_path / "out" / "differences.md").read_text()
+    assert two_tables == table + "\n" + differences
+
+
+def test_a_table_has_a_row_a_setting_and_columns_a_data_set(two_tables, tmp_path):
+    text = (tmp_path / "out" / "table.md").read_text()
     head, *body = rows_of(text)
     assert head[:3] == ["Model", "β", "Seeds"]
-    assert head[3:6] == ["toy: Acc ↑", "toy: ECE ↓", "toy: RMS ↓"] and head[-1] == "other: RMS ↓"
+    assert head[3:6] == ["toy: Acc ↑", "toy: ECE ↓", "toy: RMS ↓"]
+    assert head[-1] == "other: RMS ↓"
     assert [row[1:3] for row in body] == [["base", "1"], ["0", "2"], ["0.1", "2"]]
-    results = index.read(tmp_path / "index.jsonl")
-    plain = results.rows[1]
+    plain = index.read(tmp_path / "index.jsonl").rows[1]
     found = plain.estimate("toy", "accuracy")
     assert f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]" in body[1][3]
-    assert "†" in body[0][4] and "†" not in body[1][4]  # the base model says what it knows
-    assert "† ECE consistent with calibration" in text
-    assert "other: letters hold as little as 0.400 of the probability, so read with care." in text
 
 
-def test_columns():
+def test_a_table_marks_what_is_consistent_with_calibration(two_tables):
+    _, base, plain, *_ = rows_of(two_tables)
+    assert "†" in base[4]  # the base model says what it knows
+    assert "†" not in plain[4]
+    assert "† ECE consistent with calibration" in two_tables
+
+
+def test_a_table_warns_of_little_letter_mass(two_tables):
+    warning = "other: letters hold as little as 0.400 of the probability, so read with care."
+    assert warning in two_tables
+
+
+def test_columns_are_read_from_text():
     chosen = report.read_columns("nll, ece_signed,ece@vocabulary,auroc,nll")
-    assert [c.heading for c in chosen] == ["NLL ↓", "signed ECE", "ECE, all tokens ↓", "AUROC ↑"]
-    for wrong in ("eec", "ece@letters"):
-        with pytest.raises(InputError, match=f"--columns: no {wrong!r}; expected accuracy"):
-            report.read_columns(f"nll,{wrong}")
+    headings = [column.heading for column in chosen]
+    assert headings == ["NLL ↓", "signed ECE", "ECE, all tokens ↓", "AUROC ↑"]
+
+
+@pytest.mark.parametrize("wrong", ["eec", "ece@letters"])
+def test_unknown_columns_are_refused(wrong):
+    with pytest.raises(InputError, match=f"--columns: no {wrong!r}; expected accuracy"):
+        report.read_columns(f"nll,{wrong}")
 
 
 @pytest.mark.parametrize(
-    ("ends", "said"),
+    ("ends", "interval"),
     [
         ((-0.0009, -0.0001), "[-0.9, -0.1]"),
         ((-0.00034, -0.00001), "[-0.34, -0.01]"),
         ((-0.00034, 0.00001), "[-0.3, +0.0]"),
     ],
 )
-def test_a_printed_interval_agrees_with_its_mark(ends, said):
+def test_a_printed_interval_agrees_with_its_mark(ends, interval):
     cell = report.difference_cell(stats.Estimate(sum(ends) / 2, *ends), "rms_debiased")
-    assert cell.interval == said and cell.bold == ("+" not in said)
+    assert cell.interval == interval
+    assert cell.bold == ("+" not in interval)
 
 
 def test_texts_by_length_say_whose_calibration_it_is(project, tmp_path):
     path = project(datasets=("toy", "other"))
+    by_length = {"scoring": "continuation", "normalise": "characters", "characters": [3, 4, 5, 6]}
     for file in tmp_path.glob("other-*.jsonl"):
-        more = {"scoring": "continuation", "normalise": "characters", "characters": [3, 4, 5, 6]}
-        write_lines(file, [row | more for row in read_lines(file)])
-    notes = report.main_table(index.read(path), report.read_columns("accuracy,ece")).notes
-    assert any("other: texts are compared by log-probability by characters" in n for n in notes)
+        write_lines(file, [{**row, **by_length} for row in read_lines(file)])
+    table = report.main_table(index.read(path), report.read_columns("accuracy,ece"))
+    expected = "other: texts are compared by log-probability by characters"
+    assert any(expected in note for note in table.notes)
 
 
 @pytest.mark.parametrize(
     ("beta", "of_a", "of_b", "expected"),
     [
-        (0.1, (0, 1), (0, 1), ((0, 1), (0, 1), True, "2")),
-        (0.1, (0, 1, 2), (1, 2, 3), ((1, 2), (1, 2), True, "2")),  # not (0, 1), (1, 2), …
+        (0.1, (0, 1), (0, 1), ([0, 1], [0, 1], True, "2")),
+        (0.1, (0, 1, 2), (1, 2, 3), ([1, 2], [1, 2], True, "2")),  # not (0, 1), (1, 2), …
         # One seed in common would hide what seeds differ by.
-        (0.1, (0, 1, 2), (2, 3, 4), ((0, 1, 2), (2, 3, 4), False, "3 − 3")),
-        (0.1, (0,), (3,), ((0,), (3,), True, "1")),
-        (None, (0, 1), (0,), ((0, 1), (0,), False, "1 − 2")),
-        (0.1, (0, 1), (), ((0, 1), (), False, "")),
+        (0.1, (0, 1, 2), (2, 3, 4), ([0, 1, 2], [2, 3, 4], False, "3 − 3")),
+        (0.1, (0,), (3,), ([0], [3], True, "1")),
+        (None, (0, 1), (0,), ([0, 1], [0], False, "1 − 2")),
+        (0.1, (0, 1), (), ([0, 1], [], False, "")),
     ],
 )
 def test_a_difference_is_paired_by_the_seeds_that_both_rows_have(beta, of_a, of_b, expected):
     """A failed run left no trace in the table."""
-    a, b = (
-        index.Row({"label_smoothing": beta}, (), {}, {"toy": {seed: seed for seed in seeds}})
-        for beta, seeds in ((0, of_a), (beta, of_b))
-    )
-    one, other, paired, said = report.compared(a, b, "toy")
-    assert (tuple(one), tuple(other), paired, said) == expected
+    a = index.Row({"label_smoothing": 0}, (), {}, {"toy": {seed: seed for seed in of_a}})
+    b = index.Row({"label_smoothing": beta}, (), {}, {"toy": {seed: seed for seed in of_b}})
+    assert report.pair(a, b, "toy") == report.Pairing(*expected)
 
 
-def test_differences_are_those_of_the_runs(project):
+@pytest.fixture
+def differences(project):
+    """The index's results and their table of differences."""
     results = index.read(project())
-    base, plain, smoothed = map(seeds, results.rows)
     table = report.difference_table(results, report.read_columns("accuracy,ece"))
+    return results, table
+
+
+def test_differences_have_their_columns(differences):
+    _, table = differences
     assert table.keys == ["Model", "β", "Seeds"]
     assert table.heads == ["Acc ↑", "NLL ↓", "MSCE × 1000 ↓"]
     assert [line.keys[1:] for line in table.lines] == [["base", "1 − 2"], ["0.1", "2"]]
-    for line, of, paired in zip(table.lines, (base, smoothed), (False, True), strict=True):
-        _, nll, msce = line.cells
-        found = stats.difference(plain, of, "nll", "choices", paired)
-        assert nll.value == f"{found.value:+.3f}" and nll.bold == found.told_apart
-        assert nll.interval == f"[{found.low:+.3f}, {found.high:+.3f}]"
-        found = stats.difference(plain, of, "rms_debiased", "choices", paired)
-        assert msce.interval == f"[{1000 * found.low:+.1f}, {1000 * found.high:+.1f}]"
-    assert not nll.bold  # seeds that differ so much tell nothing apart
 
 
-@pytest.mark.parametrize(
+@pytest.mark.parametrize(("place", "paired"), [(0, False), (1, True)])
+def test_differences_are_those_of_the_runs(differences, place, paired):
+    results, table = differences
+    base, plain, smoothed = (row.runs_of("toy") for row in results.rows)
+    other = (base, smoothed)[place]
+    _, nll, msce = table.lines[place].cells
+    found = stats.difference(plain, other, "nll", "choices", paired)
+    assert nll.value == f"{found.value:+.3f}"
+    assert nll.bold == found.significant
+    assert nll.interval == f"[{found.low:+.3f}, {found.high:+.3f}]"
+    found = stats.difference(plain, other, "rms_debiased", "choices", paired)
+    assert msce.interval == f"[{1000 * found.low:+.1f}, {1000 * found.high:+.1f}]"
+
+
+def test_seeds_that_differ_much_tell_nothing_apart(differences):
+    _, table = differences
+    _, nll, _ = table.lines[1].cells
+    assert not nll.bold
+
+
+@pytest.fixture
+def asked_otherwise(project, tmp_path):
+    """asked_otherwise(a, b) → an index and its two files, as (keys of records, settings) say."""
+
+    def write(*conditions):
+        names = ["toy-b0-0.jsonl", "toy-b0.1-0.jsonl"]
+        path = project(lambda line: line if line["records"] in names else None)
+        files = [tmp_path / name for name in names]
+        for file, (keys, made_with) in zip(files, conditions, strict=True):
+            write_lines(file, [{**row, **keys} for row in read_lines(file)])
+            sidecar = file.with_name(f"{file.name}.meta.json")
+            sidecar.write_text(json.dumps({"settings": made_with}))
+        return path, files
+
+    return write
+
+
+other_conditions = pytest.mark.parametrize(
     ("a", "b", "expected"),
     [
         (({}, {"shots": 5}), ({}, {"shots": 0}), "shots 5 and 0"),
@@ -216,20 +279,28 @@ def test_differences_are_those_of_the_runs(project):
         (({}, {}), ({"scoring": "continuation"}, {}), "scoring 'letters' and 'continuation'"),
     ],
 )
-def test_what_was_asked_otherwise_is_not_compared(project, tmp_path, run, refused, a, b, expected):
+
+
+@other_conditions
+def test_what_was_asked_otherwise_is_not_compared(
+    asked_otherwise, tmp_path, run, refused, a, b, expected
+):
     """Letters beside texts, 5 examples beside none, other words under the same ids: the difference
-    would be the prompt's. Of another model examples may be dropped, to fit."""
-    names = ["toy-b0-0.jsonl", "toy-b0.1-0.jsonl"]
-    path = project(lambda line: line if line["records"] in names else None)
-    files = [tmp_path / name for name in names]
-    for file, (more, settings) in zip(files, (a, b), strict=True):
-        write_lines(file, [row | more for row in read_lines(file)])
-        file.with_name(f"{file.name}.meta.json").write_text(json.dumps({"settings": settings}))
-    err = refused("collect", path, "--out", tmp_path / "out")
-    assert f"{files[0]} and {files[1]}: " in err and f"asked with {expected}" in err
-    assert "another 'dataset' in the index" in err
+    would be the prompt's."""
+    path, files = asked_otherwise(a, b)
+    message = refused("collect", path, "--out", tmp_path / "out")
+    assert f"{files[0]} and {files[1]}: " in message
+    assert f"asked with {expected}" in message
+    assert "another 'dataset' in the index" in message
     assert "--different-prompts" in refused("compare", *files)
     run("compare", "--different-prompts", *files)
+
+
+@other_conditions
+def test_another_models_examples_may_be_dropped_to_fit(
+    asked_otherwise, tmp_path, refused, a, b, expected
+):
+    path, _ = asked_otherwise(a, b)
     path.write_text(path.read_text().replace('"m_1"', '"m_2"', 1))
     if "prompts" in expected:
         index.read(path)
@@ -238,9 +309,13 @@ def test_what_was_asked_otherwise_is_not_compared(project, tmp_path, run, refuse
 
 
 def test_latex_compiles(project, tmp_path):
-    results = index.read(project(lambda line: line | {"model": "a_1 & 50 % {Übung} “C:\\x” [a]"}))
-    made = report.difference_table(results, report.read_columns("accuracy,ece@vocabulary")).latex()
-    assert r"a\_1 \& 50 \% \{Übung\}" in made and r"\toprule" in made and "**" not in made
+    model = "a_1 & 50 % {Übung} “C:\\x” [a]"
+    results = index.read(project(lambda line: {**line, "model": model}))
+    columns = report.read_columns("accuracy,ece@vocabulary")
+    made = report.difference_table(results, columns).latex()
+    assert r"a\_1 \& 50 \% \{Übung\}" in made
+    assert r"\toprule" in made
+    assert "**" not in made
     if not shutil.which("xelatex"):
         pytest.skip("needs: apt-get install texlive-xetex")
     text = rf"\documentclass{{article}}\usepackage{{booktabs}}\begin{{document}}{made}"
@@ -249,84 +324,136 @@ def test_latex_compiles(project, tmp_path):
     subprocess.run(command, cwd=tmp_path, capture_output=True, check=True)
 
 
-def test_figures(project, tmp_path):
-    results = index.read(project(lambda line: line | {"model": "ab"[line["seed"]]}))
-    drawn = figures.draw(results, tmp_path / "out")
-    assert {path.name for path, _ in drawn} == {
+@pytest.fixture
+def drawn(project, tmp_path):
+    """The results of an index with two models, and each figure of theirs with its caption."""
+    results = index.read(project(lambda line: {**line, "model": "ab"[line["seed"]]}))
+    return results, figures.draw(results, tmp_path / "out")
+
+
+def test_figures_are_drawn_for_what_there_is(drawn):
+    _, made = drawn
+    assert {path.name for path, _ in made} == {
         "ece-against-beta_toy.svg",
-        *(f"reliability_toy_{c}.svg" for c in ("choices", "vocabulary")),
+        "reliability_toy_choices.svg",
+        "reliability_toy_vocabulary.svg",
     }
-    for path, caption in drawn:
-        svg = tree.fromstring(path.read_text())
+    assert all(caption.endswith(".") for _, caption in made)
+
+
+def test_figures_are_a_page_wide(drawn):
+    _, made = drawn
+    for path, _ in made:
+        svg = ElementTree.fromstring(path.read_text())
         width = float(svg.get("width").removesuffix("pt")) / 72 * 2.54
         assert width == pytest.approx(figures.WIDTH, abs=0.01)
         pixels = imread(path.with_suffix(".png"))[:, :, :3]
-        assert (pixels[:, -pixels.shape[1] // 5 :] < 1).any(), "laid out for another resolution"
-        assert caption.endswith(".")
-    before = {p: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+        right_fifth = pixels[:, -pixels.shape[1] // 5 :]
+        assert (right_fifth < 1).any(), "laid out for another resolution"
+
+
+def test_figures_are_the_same_every_time(drawn, tmp_path):
+    results, _ = drawn
+    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     figures.draw(results, tmp_path / "out")
-    assert {p: p.read_bytes() for p in before} == before
+    assert {path: path.read_bytes() for path in before} == before
 
 
 def test_data_sets_have_figures_of_their_own(project, tmp_path):
-    results = index.read(project(lambda line: line | {"dataset": ("toy 5", "toy_5")[line["seed"]]}))
-    drawn = [path for path, _ in figures.draw(results, tmp_path / "out")]
-    assert len({*drawn}) == len(drawn) > 3
+    def renamed(line):
+        return {**line, "dataset": ("toy 5", "toy_5")[line["seed"]]}
+
+    made = figures.draw(index.read(project(renamed)), tmp_path / "out")
+    paths = [path for path, _ in made]
+    assert len(set(paths)) == len(paths) > 3
 
 
-def test_what_has_no_reading_among_all_tokens_stays_out_of_its_figures(project, tmp_path):
-    """As after a temperature, of the model before fine-tuning and of one seed."""
-    results = index.read(project())
-    for run in (seeds(row)[-1] for row in results.rows[:2]):
-        write_lines(run.path, [row | {"letter_mass": None} for row in read_lines(run.path)])
-    results = index.read(tmp_path / "index.jsonl")
-    table = report.main_table(results, report.read_columns("ece@vocabulary")).markdown()
-    assert [row[3] == "–" for row in rows_of(table)[1:]] == [True, True, False]
-    drawn = figures.draw(results, tmp_path / "out")
-    text = {path.stem: path.read_text() for path, _ in drawn}
-    titles = [text[f"reliability_toy_{c}"].count("ECE 0.") for c in ("choices", "vocabulary")]
-    assert titles == [3, 1] and "ece-against-beta_toy" in text
+@pytest.fixture
+def without_mass(project, tmp_path):
+    """Results where the model before fine-tuning and one seed have no reading among all tokens.
+
+    It is so after a temperature.
+    """
+    for row in index.read(project()).rows[:2]:
+        path = row.runs_of("toy")[-1].path
+        write_lines(path, [{**line, "letter_mass": None} for line in read_lines(path)])
+    return index.read(tmp_path / "index.jsonl")
+
+
+def test_a_table_leaves_out_what_has_no_reading_among_all_tokens(without_mass):
+    table = report.main_table(without_mass, report.read_columns("ece@vocabulary")).markdown()
+    _, *body = rows_of(table)
+    assert [row[3] == "–" for row in body] == [True, True, False]
+
+
+def test_figures_leave_out_what_has_no_reading_among_all_tokens(without_mass, tmp_path):
+    made = figures.draw(without_mass, tmp_path / "out")
+    text = {path.stem: path.read_text() for path, _ in made}
+    assert text["reliability_toy_choices"].count("ECE 0.") == 3
+    assert text["reliability_toy_vocabulary"].count("ECE 0.") == 1
+    assert "ece-against-beta_toy" in text
 
 
 def test_a_difference_is_to_beta_0_without_a_calibrator(project):
-    results = index.read(
-        project(lambda x: x | ({"calibrator": "temperature"} if x["seed"] else {}))
-    )
-    base, plain, _, plain_too, smoothed_too = results.rows
-    assert results.reference(smoothed_too) is plain and results.reference(base) is plain
-    assert results.reference(plain_too) is plain and results.reference(plain) is None
-    assert figures.colour(0.1) != figures.colour(0.0) != figures.colour(None)
+    def with_calibrator(line):
+        return {**line, "calibrator": "temperature"} if line["seed"] else line
+
+    results = index.read(project(with_calibrator))
+    base, plain, _, plain_calibrated, smoothed_calibrated = results.rows
+    assert results.reference(smoothed_calibrated) is plain
+    assert results.reference(base) is plain
+    assert results.reference(plain_calibrated) is plain
+    assert results.reference(plain) is None
+
+
+def test_colors_tell_betas_apart():
+    assert figures.color(0.1) != figures.color(0.0) != figures.color(None)
 
 
 def test_curves_of_seeds_are_averaged(project):
     row = index.read(project()).rows[1]
-    runs = [run.reliability["choices"] for run in seeds(row)]
-    found = figures.mean_curves(row, "toy", "choices")
-    assert found["count"].sum() == 600
-    assert found["at"][0] == max(run["at"][0] for run in runs)
-    expected = np.mean([np.interp(0.6, run["at"], run["smooth"]) for run in runs])
-    assert np.interp(0.6, found["at"], found["smooth"]) == pytest.approx(expected, abs=1e-3)
-    assert (np.diff(found["isotonic"]) >= -1e-12).all()
+    curves = [run.reliability["choices"] for run in row.runs_of("toy")]
+    means = figures.mean_curves(row, "toy", "choices")
+    assert means["count"].sum() == 600
+    assert means["at"][0] == max(curve["at"][0] for curve in curves)
+    expected = np.mean([np.interp(0.6, curve["at"], curve["smooth"]) for curve in curves])
+    assert np.interp(0.6, means["at"], means["smooth"]) == pytest.approx(expected, abs=1e-3)
+    assert (np.diff(means["isotonic"]) >= -1e-12).all()
 
 
-def test_the_page_opens_without_a_network_and_by_keyboard(project, tmp_path):
+@pytest.fixture
+def page(project, tmp_path):
+    """The text of a page with tables, figures and a section of its own."""
     report.collect(project(), tmp_path / "out", title="A < B", sections=["<h2>Runs</h2>"])
-    page = (tmp_path / "out" / "report.html").read_text()
+    return (tmp_path / "out" / "report.html").read_text()
+
+
+def test_the_page_has_its_parts_in_their_order(page):
     parts = ("Differences", "Accuracy and calibration", "Figures", "<h2>Runs</h2>")
     order = [page.index(part) for part in parts]
     assert order == sorted(order)
     assert "<title>A &lt; B</title>" in page
+    assert page.count("<main>") == 1
+    assert page.count("<caption>") == 2
+
+
+def test_the_page_opens_without_a_network(page):
     links = re.findall(r'\b(?:src|href)="([^"]*)', page)
-    assert links and all(link.startswith("data:image/svg+xml;base64,") for link in links)
-    assert page.count("<main>") == 1 and page.count("<caption>") == 2
+    assert links
+    assert all(link.startswith("data:image/svg+xml;base64,") for link in links)
+
+
+def test_the_page_is_read_by_keyboard_and_screen_reader(page):
     heads = re.findall(r"<th[ >][^>]*", page.partition("<figure>")[0])
-    assert heads and all(' scope="' in head for head in heads)
+    assert heads
+    assert all(' scope="' in head for head in heads)
     boxes = re.findall(r'<div class="box[^>]*', page)
-    assert boxes and all(re.search(' tabindex="0" aria-label="[^"]', box) for box in boxes)
+    assert boxes
+    assert all(re.search(' tabindex="0" aria-label="[^"]', box) for box in boxes)
 
 
 def test_head_may_stop_reading(tmp_path):
-    write_records(file := tmp_path / "r.jsonl", 20, 1.0, seed=0)
+    file = write_records(tmp_path / "r.jsonl", 20, 1.0, seed=0)
     line = f"env -u PYTHONUNBUFFERED '{sys.executable}' -m calibeval metrics '{file}' | true"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", line], text=True, capture_output=True)
     assert (done.returncode, done.stderr) == (0, "")

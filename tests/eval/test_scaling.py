@@ -9,85 +9,168 @@ import calibeval
 from calibeval import records
 
 
-def test_it_finds_the_sharpness_and_takes_it_off_other_answers(tmp_path, run):
-    val, test, out = (tmp_path / f"{name}.jsonl" for name in ("val", "test", "out"))
+@pytest.fixture(scope="module")
+def sharpened(tmp_path_factory):
+    """A folder with val.jsonl and test.jsonl of a model three times too sharp, and out.jsonl.
+
+    Also what `temperature` returned for them.
+    """
+    folder = tmp_path_factory.mktemp("sharpened")
+    val, test, out = (folder / f"{name}.jsonl" for name in ("val", "test", "out"))
     write_records(val, 6000, 3.0, seed=1)
     write_records(test, 3000, 3.0, seed=2)
-    found = calibeval.temperature(val, test, out)
-    tau = found["temperature"]
-    assert tau == pytest.approx(3, rel=0.08) and found["answers"] == 6000
-    of = records.read(val)
-    right = np.arange(6000), of.labels
-    grid = [-log_softmax(of.logprobs / t, 1)[right].mean() for t in np.linspace(1, 6, 101)]
-    before, after = found["nll"]
-    assert before == pytest.approx(grid[0]) and after <= min(grid) + 1e-6
-    assert after == pytest.approx(-log_softmax(of.logprobs / tau, 1)[right].mean())
-    one, other = records.read(test), records.read(out)
-    assert np.allclose(other.logprobs, log_softmax(one.logprobs / tau, 1))
-    assert (other.logprobs.argsort() == one.logprobs.argsort()).all()
-    one, other = calibeval.metrics(test), calibeval.metrics(out)
+    return folder, calibeval.temperature(val, test, out)
+
+
+def test_it_finds_the_sharpness(sharpened):
+    _, report = sharpened
+    assert report["temperature"] == pytest.approx(3, rel=0.08)
+    assert report["answers"] == 6000
+
+
+def test_it_is_where_the_nll_is_least(sharpened):
+    folder, report = sharpened
+    validation = records.read(folder / "val.jsonl")
+    right = np.arange(6000), validation.labels
+
+    def nll(tau: float) -> float:
+        return -log_softmax(validation.logprobs / tau, 1)[right].mean()
+
+    grid = [nll(tau) for tau in np.linspace(1, 6, 101)]
+    before, after = report["nll"]
+    assert before == pytest.approx(grid[0])
+    assert after <= min(grid) + 1e-6
+    assert after == pytest.approx(nll(report["temperature"]))
+
+
+def test_it_divides_the_logits_of_the_tested_answers(sharpened):
+    folder, report = sharpened
+    before = records.read(folder / "test.jsonl")
+    after = records.read(folder / "out.jsonl")
+    assert np.allclose(after.logprobs, log_softmax(before.logprobs / report["temperature"], 1))
+    assert (after.logprobs.argsort() == before.logprobs.argsort()).all()
+
+
+def test_it_takes_the_sharpness_off(sharpened, run):
+    folder, _ = sharpened
+    test = folder / "test.jsonl"
+    out = folder / "out.jsonl"
+    before = calibeval.metrics(test)
+    after = calibeval.metrics(out)
     # Among all tokens nobody knows: that would take the logits of them all.
-    assert set(one) == {"choices", "vocabulary"} and set(other) == {"choices"}
-    gap = calibeval.compare(test, out)["choices"]["ece_signed"]
-    assert gap["high"] < 0 and run("compare", test, out)
-    one, other = one["choices"], other["choices"]
-    assert other["accuracy"] == one["accuracy"]
-    assert other["ece"].value < 0.03 < 0.1 < one["ece"].value
+    assert set(before) == {"choices", "vocabulary"}
+    assert set(after) == {"choices"}
+    assert after["choices"]["accuracy"] == before["choices"]["accuracy"]
+    assert after["choices"]["ece"].value < 0.03
+    assert before["choices"]["ece"].value > 0.1
+    assert calibeval.compare(test, out)["choices"]["ece_signed"]["high"] < 0
+    assert run("compare", test, out)
 
 
 def test_texts_are_read_by_their_convention(tmp_path):
     write_records(tmp_path / "letters.jsonl", 800, 2.0, seed=3)
+    lengths = [3, 5, 7, 11]
+    by_length = {"scoring": "continuation", "normalise": "characters", "characters": lengths}
     rows = []
     for row in read_lines(tmp_path / "letters.jsonl"):
-        lengths = [3, 5, 7, 11]
-        by_length = {"scoring": "continuation", "normalise": "characters", "characters": lengths}
-        texts = [s * n for s, n in zip(row["logprobs"], lengths, strict=True)]
-        rows.append(row | by_length | {"logprobs": texts})
+        sums = [score * length for score, length in zip(row["logprobs"], lengths, strict=True)]
+        rows.append({**row, **by_length, "logprobs": sums})
     val = write_lines(tmp_path / "val.jsonl", rows[:400])
     test = write_lines(tmp_path / "test.jsonl", rows[400:])
     tau = calibeval.temperature(val, test, tmp_path / "out.jsonl")["temperature"]
     assert tau == pytest.approx(2, rel=0.2)
-    one, other = records.read(test), records.read(tmp_path / "out.jsonl")
-    assert np.allclose(other.logprobs, one.logprobs / tau) and other.normalise == "characters"
+    before = records.read(test)
+    after = records.read(tmp_path / "out.jsonl")
+    assert after.normalise == "characters"
+    assert np.allclose(after.logprobs, before.logprobs / tau)
 
 
-def test_questions_that_are_tested_are_not_fitted_on(mmlu, tiny_model, tmp_path, run, refused):
-    """MMLU has 27 of its validation questions in its test split too."""
-    for subject in ("old_kings", "light"):
-        rows = [*table(25, seed=7), table(1, 1100 if subject == "old_kings" else 2100)[0]]
+@pytest.fixture
+def overlapping(mmlu, tiny_model, tmp_path):
+    """Scored val.jsonl and test.jsonl with two questions in common, and the options of `score`."""
+    for subject, place in (("old_kings", 1100), ("light", 2100)):
+        rows = [*table(25, seed=7), table(1, place)[0]]
         write_rows(mmlu / "val" / f"{subject}_val.csv", rows)
-    common = ["--model", tiny_model, "--task", "mmlu", "--data", mmlu]
-    scored(tmp_path / "val.jsonl", *common, "--split", "val")
-    plain = scored(tmp_path / "test.jsonl", *common)
+    options = ["--model", tiny_model, "--task", "mmlu", "--data", mmlu]
+    scored(tmp_path / "val.jsonl", *options, "--split", "val")
+    scored(tmp_path / "test.jsonl", *options)
+    return options
+
+
+def test_questions_that_are_tested_are_not_fitted_on(overlapping, tmp_path, run):
+    """MMLU has 27 of its validation questions in its test split too."""
     val, test, out = (tmp_path / f"{name}.jsonl" for name in ("val", "test", "out"))
-    command = ["temperature", val, test, "--out", out, "--json"]
-    assert '"answers": 50, "left_out": 2' in run(*command).out
-    after, about = read_lines(tmp_path / "out.jsonl"), records.meta(tmp_path / "out.jsonl")
-    assert [row["prompt_sha256"] for row in after] == [row["prompt_sha256"] for row in plain]
-    assert about["temperature"]["records"] == str(tmp_path / "val.jsonl")
-    assert about["settings"] == records.meta(tmp_path / "test.jsonl")["settings"]
-    for command in (["temperature", val, out, "--out", test], ["score", *common, "--out", out]):
+    printed = run("temperature", val, test, "--out", out, "--json").out
+    assert '"answers": 50, "left_out": 2' in printed
+
+
+def test_records_say_what_the_temperature_was_fitted_on(overlapping, tmp_path, run):
+    val, test, out = (tmp_path / f"{name}.jsonl" for name in ("val", "test", "out"))
+    run("temperature", val, test, "--out", out)
+    prompts = [row["prompt_sha256"] for row in read_lines(test)]
+    assert [row["prompt_sha256"] for row in read_lines(out)] == prompts
+    sidecar = records.meta(out)
+    assert sidecar["temperature"]["records"] == str(val)
+    assert sidecar["settings"] == records.meta(test)["settings"]
+
+
+def test_records_at_a_temperature_are_no_models_answers(overlapping, tmp_path, run, refused):
+    val, test, out = (tmp_path / f"{name}.jsonl" for name in ("val", "test", "out"))
+    run("temperature", val, test, "--out", out)
+    for command in (
+        ["temperature", val, out, "--out", test],
+        ["score", *overlapping, "--out", out],
+    ):
         assert "is what a temperature made of a model's answers" in refused(*command)
 
 
-def test_what_cannot_be_fitted_is_refused(tmp_path, refused):
-    def said(val, test, out="out.jsonl") -> str:
-        return refused("temperature", tmp_path / val, tmp_path / test, "--out", tmp_path / out)
+@pytest.fixture
+def refused_fit(tmp_path, refused):
+    """refused_fit(val, test, out="out") → the message of a fit of files that must be refused.
 
-    for name, n in (("val", 100), ("few", 19), ("test", 50)):
-        write_records(tmp_path / f"{name}.jsonl", n, 1.0, seed=n)
-    assert "19 answers that" in said("few.jsonl", "test.jsonl")
-    assert "is there already" in said("val.jsonl", "test.jsonl", "few.jsonl")
-    rows = [row | {"prompt_sha256": row["id"]} for row in read_lines(tmp_path / "val.jsonl")]
-    write_lines(tmp_path / "asked.jsonl", rows)
-    assert "0 answers that" in said("asked.jsonl", "asked.jsonl")
-    texts = [row | {"scoring": "continuation"} for row in rows]
-    write_lines(tmp_path / "texts.jsonl", texts)
-    assert "scoring 'continuation', but" in said("texts.jsonl", "test.jsonl")
-    write_lines(tmp_path / "other.jsonl", [row | {"model": "other"} for row in rows])
-    assert "is of another model than" in said("val.jsonl", "other.jsonl")
+    There are val.jsonl of 100 records and test.jsonl of 50.
+    """
+    write_records(tmp_path / "val.jsonl", 100, 1.0, seed=100)
+    write_records(tmp_path / "test.jsonl", 50, 1.0, seed=50)
+
+    def fit(val: str, test: str, out: str = "out") -> str:
+        files = [tmp_path / f"{name}.jsonl" for name in (val, test, out)]
+        message = refused("temperature", files[0], files[1], "--out", files[2])
+        assert not (tmp_path / "out.jsonl").exists()
+        return message
+
+    return fit
+
+
+def test_too_few_answers_are_refused(tmp_path, refused_fit):
+    write_records(tmp_path / "few.jsonl", 19, 1.0, seed=19)
+    assert "19 answers that" in refused_fit("few", "test")
+
+
+def test_a_file_that_is_there_already_is_kept(refused_fit):
+    assert "is there already" in refused_fit("val", "test", "val")
+
+
+def test_the_tested_answers_alone_are_refused(tmp_path, refused_fit):
+    rows = [{**row, "prompt_sha256": row["id"]} for row in read_lines(tmp_path / "val.jsonl")]
+    write_lines(tmp_path / "with_prompts.jsonl", rows)
+    assert "0 answers that" in refused_fit("with_prompts", "with_prompts")
+
+
+def test_answers_read_in_another_way_are_refused(tmp_path, refused_fit):
+    rows = [{**row, "scoring": "continuation"} for row in read_lines(tmp_path / "val.jsonl")]
+    write_lines(tmp_path / "texts.jsonl", rows)
+    assert "scoring 'continuation', but" in refused_fit("texts", "test")
+
+
+def test_another_models_answers_are_refused(tmp_path, refused_fit):
+    rows = [{**row, "model": "other"} for row in read_lines(tmp_path / "val.jsonl")]
+    write_lines(tmp_path / "other.jsonl", rows)
+    assert "is of another model than" in refused_fit("val", "other")
+
+
+def test_another_checkpoints_answers_are_refused(tmp_path, refused_fit):
     for name in ("val", "test"):
-        about = f'{{"settings": {{"model_digest": "{name}"}}}}'
-        records.sidecar(tmp_path / f"{name}.jsonl").write_text(about)
-    assert "is of another model than" in said("val.jsonl", "test.jsonl")
-    assert not (tmp_path / "out.jsonl").exists()
+        settings = f'{{"settings": {{"model_digest": "{name}"}}}}'
+        records.sidecar(tmp_path / f"{name}.jsonl").write_text(settings)
+    assert "is of another model than" in refused_fit("val", "test")
