@@ -8,11 +8,12 @@ from pathlib import Path
 
 from submitit.slurm.slurm import _make_sbatch_string
 
+from sweeps.runs.backend import environment_variables
 from sweeps.runs.schema import Cluster, Sweep
 
-# What a job may see of the submitting shell, apart from the profile's pass_environment.
+# What a job may see of the submitting shell, apart from its backend's variables and the profile's
+# pass_environment.
 EXPORTED = ("HOME", "USER", "LOGNAME", "PATH", "LANG", "LC_ALL", "TZ", "SLURM_CONF")
-EXPORTED += ("OPEN_INSTRUCT_DIR",)  # where the open-instruct backend finds the checkout
 COLLECT_MEMORY = "4G"  # tables over hundreds of record files
 ENDLESS = 1_000_000  # timeouts that submitit allows; runs give up without progress
 
@@ -26,13 +27,18 @@ class Job:
     after_training: bool = False  # each element after that of the array before
 
 
+def exported(sweep: Sweep, cluster: Cluster) -> list[str]:
+    """The names of the submitting shell's variables that jobs see."""
+    return [*EXPORTED, *environment_variables(sweep.backend), *cluster.pass_environment]
+
+
 def parameters(sweep: Sweep, cluster: Cluster, job: Job, place: Path, ids: list[str]) -> dict:
     """What submitit is told of a job."""
     trains, collects = job.what == "train", job.what == "collect"
     processes = sweep.world.processes_per_node if trains else not collects
     cpus, gpus = cluster.cpus_per_process * processes or 1, cluster.gpus_per_process * processes
     # A list, not ALL: the submitting shell's tokens must not travel.
-    more = {"export": ",".join([*EXPORTED, *cluster.pass_environment]), "requeue": True}
+    more = {"export": ",".join(exported(sweep, cluster)), "requeue": True}
     for option in cluster.extra:
         key, _, value = option.removeprefix("--").partition("=")
         more[key] = value or True

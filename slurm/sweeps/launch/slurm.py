@@ -21,14 +21,14 @@ from submitit.helpers import Checkpointable
 
 from calibeval.io import InputError, counted, write_text
 from sweeps.launch import worker
-from sweeps.launch.sbatch import ENDLESS, EXPORTED, Job, script
+from sweeps.launch.sbatch import ENDLESS, Job, exported, script
 from sweeps.launch.snapshot import snapshot
 from sweeps.runs import stages
 from sweeps.runs.files import is_locked, last_error, locked
 from sweeps.runs.grid import SweepPlan
 from sweeps.runs.processes import job_id, run_checked, run_or_empty
 from sweeps.runs.run import Run
-from sweeps.runs.schema import Cluster, load_cluster
+from sweeps.runs.schema import Cluster, Sweep, load_cluster
 from sweeps.runs.slurm_queue import QueuedJob, describe_job, queued_jobs
 from sweeps.runs.stages import Outcome
 
@@ -127,7 +127,9 @@ def submit(plan: SweepPlan) -> dict[str, str]:
             for run in runs:
                 run.note("queued", job=place.name, code=code.name)
             try:
-                one = sbatch(text, cluster, f"{plan.sweep.name}.{job.what}.{place.name}")
+                one = sbatch(
+                    text, plan.sweep, cluster, f"{plan.sweep.name}.{job.what}.{place.name}"
+                )
             except InputError as error:
                 for run in runs:
                     run.note("ended", error=str(error))
@@ -139,10 +141,10 @@ def submit(plan: SweepPlan) -> dict[str, str]:
     return made
 
 
-def sbatch(text: str, cluster: Cluster, name: str) -> str:
+def sbatch(text: str, sweep: Sweep, cluster: Cluster, name: str) -> str:
     """Hand a script to sbatch; returns its job's id."""
     # SBATCH_ACCOUNT and the like, of the shell, would override the profile.
-    names = os.environ.keys() & {*EXPORTED, *cluster.pass_environment}
+    names = os.environ.keys() & set(exported(sweep, cluster))
     keys = {"text": True, "capture_output": True, "env": {x: os.environ[x] for x in names}}
     named = ["sbatch", "--parsable", f"--job-name={name}"]  # by which `queue` knows it
     done = subprocess.run(named, input=text, **keys)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from calibeval.io import InputError, write_text
-from sweeps.runs.backend import load_backend
+from sweeps.runs.backend import load_backend, scoring_problem
 from sweeps.runs.run import Run, RunConfig
 from sweeps.runs.schema import Sweep
 from sweeps.runs.yaml_io import check, dump_yaml, expand, override, read_yaml
@@ -71,9 +71,8 @@ def _cells(sweep: Sweep, folder: Path, source: str, places: dict[str, str]) -> l
         raw = sweep.train | values
         raw |= {k: os.path.normpath(raw[k]) for k in PATHS if isinstance(raw.get(k), str)}
         keys = check(trains, raw, source, places, section)
-        if sweep.score and getattr(getattr(keys, "lora", None), "save", None) == "adapter":
-            said = "adapters alone are not scored: merged, or score=null"
-            raise InputError(f"{source}: train.lora.save: {said}")
+        if sweep.score and (problem := scoring_problem(sweep.backend, keys)):
+            raise InputError(f"{source}: {problem}")
         config = RunConfig(backend=sweep.backend, train=keys.model_dump(), **same)
         if config.name in cells:
             both = f"{values} and {cells[config.name].values}"

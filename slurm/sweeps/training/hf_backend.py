@@ -29,6 +29,13 @@ def missing(train: Train, world: DistributedConfig) -> list[str]:
     return found
 
 
+def scoring_problem(train: Train) -> str | None:
+    """Why the model of such a run cannot be scored."""
+    if train.lora is not None and train.lora.save == "adapter":
+        return "train.lora.save: adapters alone are not scored: merged, or score=null"
+    return None
+
+
 def train(run: Run) -> None:
     """Train in this process or, of several, in this rank; see sweeps.training.hf_trainer.train."""
     torchrun.exec_torchrun(run)

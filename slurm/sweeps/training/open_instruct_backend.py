@@ -20,6 +20,7 @@ from sweeps.training import torchrun
 from sweeps.training.options import Common
 
 VARIABLE = "OPEN_INSTRUCT_DIR"
+environment_variables = (VARIABLE,)  # where jobs find the checkout
 PATCHES = Path(__file__).resolve().parents[3] / "patches"
 TRAINED = "TRAINED"
 # What finetune.py imports beyond what every run does.
