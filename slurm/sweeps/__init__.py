@@ -1,13 +1,12 @@
 """Sweeps of fine-tuning runs, on one machine or on Slurm.
 
-The wings, from the bottom up: `runs` (a sweep's files, its grid, a run's folder and state),
-`training` (what trains a run) and `launch` (how runs get done), which do not import each other, and
-`results` (status and tables). `cli` parses commands.
+A run's way: `runs.grid` reads a sweep file and expands its grid into runs, each with a folder;
+`launch` starts what is missing, here (`launch.local`) or by job arrays (`launch.slurm`); there
+`launch.worker` brings the run through its stages, of which `training` makes the weights and
+`runs.scoring` the records; `results` tells what became of the runs and makes the tables.
 
-One β on its way: runs.schema (YAML → models) · runs.grid (the grid's runs and their folders) ·
-launch.slurm or launch.local (what is missing, started) · launch.worker (inside a job: train, score,
-DONE) · training.hf_trainer (the weights) · runs.scoring (calibeval, on the model) ·
-results.collect (the tables).
+`runs` is used by the three others; `training` and `launch` do not import each other; `cli`, which
+parses commands, is imported by none of them.
 """
 
 __version__ = "0.1.0"

@@ -1,76 +1,120 @@
-"""`python -m sweeps COMMAND`: parsing and messages, nothing else."""
+"""`python -m sweeps COMMAND`: parsing and messages.
+
+Each command is a function here, which imports what it needs: nobody who asks for `--help` or
+`status` waits for packages that only training needs.
+"""
 
 import argparse
 import contextlib
+import io
 import os
 import shlex
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sweeps.runs.grid import SweepPlan
+    from sweeps.runs.run import Run
 
 PROJECT = Path(__file__).resolve().parents[2]
-SWEEP = "a sweep file, for example configs/sweeps/beta.yaml, or a sweep's folder"
-COMMANDS = {
-    "launch": "train, score and collect what is missing; again: whatever did not get there",
-    "status": "every run of a sweep: to do, what it is doing, done, or why it died",
-    "cancel": "scancel its jobs; running trainers save first",
-    "collect": "make the tables; exit 1 while there are gaps",
-    "prefetch": "fetch models and data, where there is internet",
-    "keys": "every key of sweep files and cluster profiles",
-    "train": "train one run, here",
-    "score": "score one run, here",
-}
+RUN_PATIENCE = 30  # seconds to wait for another process that trains or scores the same run
+
+Command = Callable[[argparse.Namespace], int | None]
 
 
 def parser() -> argparse.ArgumentParser:
-    """All commands and their options."""
+    """All commands and their options; each sets `function`, which does it."""
     top = argparse.ArgumentParser(prog="python -m sweeps", description="Sweeps of fine-tunes.")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, what in COMMANDS.items():
-        sub = commands.add_parser(name, help=what, description=what)
-        if name in ("train", "score"):
-            sub.add_argument("folder", metavar="RUN_DIR", type=lambda x: Path(x).absolute())
-        elif name == "keys":
-            sub.add_argument("backend", nargs="?", default="trainer", help="whose `train:` keys")
-        else:
-            sub.add_argument("sweep", metavar="SWEEP", type=_place, help=SWEEP)
-            overrides = {"metavar": "key=value", "help": "dotted overrides", "default": []}
-            sub.add_argument("overrides", nargs="*", **overrides)
-            sub.add_argument("--cluster", type=_place, help="a profile of configs/cluster")
-        if name == "launch":
-            where = {"choices": ("auto", "local", "slurm"), "default": "auto"}
-            where["help"] = "auto: Slurm where there is an sbatch, this machine elsewhere"
-            sub.add_argument("--executor", **where)
-            sub.add_argument("--dry-run", action="store_true", help="print what would be done")
+
+    def add(name: str, function: Command, description: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=description, description=description)
+        command.set_defaults(function=function)
+        return command
+
+    launch = add(
+        "launch",
+        _launch,
+        "train, score and collect what is missing; again: whatever did not get there",
+    )
+    status = add(
+        "status", _status, "every run of a sweep: to do, what it is doing, done, or why it died"
+    )
+    cancel = add("cancel", _cancel, "scancel its jobs; running trainers save first")
+    collect = add("collect", _collect, "make the tables; exit 1 while there are gaps")
+    prefetch = add("prefetch", _prefetch, "fetch models and data, where there is internet")
+    for command in (launch, status, cancel, collect, prefetch):
+        _add_sweep(command)
+    launch.add_argument(
+        "--executor",
+        choices=("auto", "local", "slurm"),
+        default="auto",
+        help="auto: Slurm where there is an sbatch, this machine elsewhere",
+    )
+    launch.add_argument("--dry-run", action="store_true", help="print what would be done")
+
+    keys = add("keys", _keys, "every key of sweep files and cluster profiles")
+    keys.add_argument("backend", nargs="?", default="trainer", help="whose `train:` keys")
+    for name, function in (("train", _train), ("score", _score)):
+        command = add(name, function, f"{name} one run, here")
+        command.add_argument("folder", metavar="RUN_DIR", type=lambda text: Path(text).absolute())
     return top
+
+
+def _add_sweep(command: argparse.ArgumentParser) -> None:
+    """Let a command take a sweep and overrides."""
+    command.add_argument(
+        "sweep",
+        metavar="SWEEP",
+        type=_place,
+        help="a sweep file, for example configs/sweeps/beta.yaml, or a sweep's folder",
+    )
+    command.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="dotted overrides", default=[]
+    )
+    command.add_argument("--cluster", type=_place, help="a profile of configs/cluster")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 something failed, 2 bad input."""
-    sys.stdout.reconfigure(errors="replace")  # of a terminal without β
-    top = parser()
-    parsed, rest = top.parse_known_args(arguments)
-    # argparse takes positionals in one stretch only; overrides may also follow an option.
-    takes = hasattr(parsed, "overrides")
-    words = [*parsed.overrides, *rest] if takes else rest
-    if wrong := [w for w in words if not takes or w.startswith("-") or "=" not in w]:
-        top.error(f"unrecognized arguments: {shlex.join(wrong)}")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may have no β
+    parsed = _parse(arguments)
     if parsed.command != "prefetch":  # all is on the disk; the hub would be asked, and waited for
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a record file has a thread
-    if takes:
-        parsed.overrides = words + ([f"cluster={parsed.cluster}"] if parsed.cluster else [])
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # tables use a thread for each record file
     if (PROJECT / "slurm").is_dir():
         os.chdir(PROJECT)  # paths inside a sweep file begin there
     from calibeval.io import finish
 
-    def work() -> int | None:
-        if takes:
-            from sweeps.runs.grid import plan_sweep
+    return finish(lambda: parsed.function(parsed))
 
-            parsed.plan = plan_sweep(parsed.sweep, parsed.overrides)
-        return globals()[f"_{parsed.command}"](parsed)
 
-    return finish(work)
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command and its options; leaves with exit code 2 where they make no sense.
+
+    argparse takes positional words in one stretch only. What is left over may be overrides that
+    follow an option.
+    """
+    top = parser()
+    parsed, rest = top.parse_known_args(arguments)
+    takes_overrides = hasattr(parsed, "overrides")
+    if takes_overrides:
+        words = [*parsed.overrides, *rest]
+        wrong = [word for word in words if word.startswith("-") or "=" not in word]
+    else:
+        words = []
+        wrong = rest
+    if wrong:
+        top.error(f"unrecognized arguments: {shlex.join(wrong)}")
+    if takes_overrides:
+        if parsed.cluster:
+            words.append(f"cluster={parsed.cluster}")
+        parsed.overrides = words
+    return parsed
 
 
 def _place(typed: str) -> Path:
@@ -78,104 +122,157 @@ def _place(typed: str) -> Path:
     path = Path(os.path.abspath(os.path.expanduser(typed)))  # bash leaves the ~ of --cluster=~/x
     if not os.path.exists(path) and os.path.exists(PROJECT / typed):
         return Path(typed)
-    return path.relative_to(PROJECT) if path.is_relative_to(PROJECT) else path
+    if path.is_relative_to(PROJECT):
+        return path.relative_to(PROJECT)
+    return path
 
 
-def _launch(a: argparse.Namespace) -> int:
-    import shutil
+def _plan(parsed: argparse.Namespace) -> "SweepPlan":
+    """The sweep that was typed, with its overrides."""
+    from sweeps.runs.grid import plan_sweep
 
+    return plan_sweep(parsed.sweep, parsed.overrides)
+
+
+def _launch(parsed: argparse.Namespace) -> int:
     from calibeval.io import InputError
-    from sweeps.launch import local, preflight, slurm
-    from sweeps.results import collect, status
-    from sweeps.runs.yaml_io import cli_command
+    from sweeps.launch import preflight
 
-    plan, here = a.plan, shutil.which("sbatch") is None
-    executor = a.executor if a.executor != "auto" else "local" if here else "slurm"
+    plan = _plan(parsed)
+    executor = parsed.executor
+    if executor == "auto":
+        executor = "slurm" if shutil.which("sbatch") else "local"
     problems = preflight.problems(plan, executor)
-    if a.dry_run:
-        if a.executor != "local":
-            print(slurm.dry_run(plan), end="")
-        refused = [f"a launch would refuse: {line}" for line in problems]
-        print(status.table(plan), *(refused or ["nothing is missing"]), sep="\n")
-        return 0
+    if parsed.dry_run:
+        return _dry_run(plan, problems, scripts=parsed.executor != "local")
     if problems:
-        raise InputError("\n       ".join([f"{a.sweep}:", *problems]))
+        raise InputError("\n       ".join([f"{parsed.sweep}:", *problems]))
     if executor == "slurm":
-        ids = slurm.submit(plan)
-        if not ids:
-            print("nothing to submit: every run is done or queued")
-        for job, what in ids.items():
-            print(f"submitted: {job} {what}")
-        print(f"watch: {cli_command('status', plan.folder)}")
-        return 0
-    number, lost = local.launch(plan)
-    if number:
-        print("stopped; the same command continues", file=sys.stderr)
-        return 128 + number
-    return 1 if collect.collect(plan) or lost else 0
+        return _launch_on_slurm(plan)
+    return _launch_here(plan)
 
 
-def _status(a: argparse.Namespace) -> None:
+def _dry_run(plan: "SweepPlan", problems: list[str], scripts: bool) -> int:
+    """Print what a launch would do, and what it would refuse."""
+    from sweeps.launch import slurm
     from sweeps.results import status
 
-    print(status.table(a.plan))
+    if scripts:
+        print(slurm.dry_run(plan), end="")
+    print(status.table(plan))
+    for problem in problems:
+        print(f"a launch would refuse: {problem}")
+    if not problems:
+        print("nothing is missing")
+    return 0
 
 
-def _cancel(a: argparse.Namespace) -> None:
+def _launch_on_slurm(plan: "SweepPlan") -> int:
     from sweeps.launch import slurm
+    from sweeps.runs.yaml_io import cli_command
 
-    print(f"cancelled: {', '.join(slurm.cancel(a.plan.folder)) or 'no job'}")
+    submitted = slurm.submit(plan)
+    if not submitted:
+        print("nothing to submit: every run is done or queued")
+    for job_id, kind in submitted.items():
+        print(f"submitted: {job_id} {kind.value}")
+    print(f"watch: {cli_command('status', plan.folder)}")
+    return 0
 
 
-def _collect(a: argparse.Namespace) -> int:
+def _launch_here(plan: "SweepPlan") -> int:
+    from sweeps.launch import local
     from sweeps.results import collect
 
-    return 1 if collect.collect(a.plan) else 0
+    stop_signal, unfinished = local.launch(plan)
+    if stop_signal:
+        print("stopped; the same command continues", file=sys.stderr)
+        return 128 + stop_signal
+    gaps = collect.collect(plan)
+    return 1 if gaps or unfinished else 0
 
 
-def _prefetch(a: argparse.Namespace) -> int:
+def _status(parsed: argparse.Namespace) -> None:
+    from sweeps.results import status
+
+    print(status.table(_plan(parsed)))
+
+
+def _cancel(parsed: argparse.Namespace) -> None:
+    from sweeps.launch import slurm
+
+    cancelled = slurm.cancel(_plan(parsed).folder)
+    print(f"cancelled: {', '.join(cancelled) or 'no job'}")
+
+
+def _collect(parsed: argparse.Namespace) -> int:
+    from sweeps.results import collect
+
+    gaps = collect.collect(_plan(parsed))
+    return 1 if gaps else 0
+
+
+def _prefetch(parsed: argparse.Namespace) -> int:
     from sweeps.launch import assets
     from sweeps.runs.schema import load_cluster
 
-    assets.use_cache(load_cluster(a.plan.sweep.cluster))
-    problems = assets.fetch(assets.assets(a.plan))
+    plan = _plan(parsed)
+    assets.use_cache(load_cluster(plan.sweep.cluster))
+    problems = assets.fetch(assets.assets(plan))
     for problem in problems:
         print(f"failed: {problem}", file=sys.stderr)
     return 1 if problems else 0
 
 
-def _keys(a: argparse.Namespace) -> None:
+def _keys(parsed: argparse.Namespace) -> None:
     from sweeps.runs.backend import load_backend
     from sweeps.runs.schema import Cluster, Sweep, documentation
 
     for title, model in (
         ("A sweep file (configs/sweeps)", Sweep),
-        (f"`train:` and `grid:` of backend {a.backend}", load_backend(a.backend).Train),
+        (f"`train:` and `grid:` of backend {parsed.backend}", load_backend(parsed.backend).Train),
         ("A cluster profile (configs/cluster)", Cluster),
     ):
         schema = model.model_json_schema()
         print(f"# {title}", *documentation(schema, schema.get("$defs", {})), "", sep="\n")
 
 
-def _train(a: argparse.Namespace) -> None:
-    """Train a run, unless it is; with `score` as the command, or then, score it."""
-    from sweeps.runs import scoring
+def _train(parsed: argparse.Namespace) -> None:
+    """Train a run, unless it is trained already: then score it."""
     from sweeps.runs.backend import load_backend
-    from sweeps.runs.files import locked
     from sweeps.runs.run import Run
 
-    run = Run(a.folder)
-    config, busy = run.config(), f"{a.folder}: another process is at this run"
-    rank = "LOCAL_RANK" in os.environ  # of a torchrun, which has taken this lock
-    with contextlib.nullcontext() if rank else locked(run.lock, 30, busy):
-        if a.command == "train" and not run.trained:
+    run = Run(parsed.folder)
+    config = run.config()
+    with _locked_run(run):
+        if run.trained:
+            _score_if_asked(run)
+        else:
+            assert config.backend is not None  # a model before fine-tuning counts as trained
             load_backend(config.backend).train(run)
-        elif config.score:
-            scoring.here(run)
 
 
-_score = _train
+def _score(parsed: argparse.Namespace) -> None:
+    """Score the tasks of a run that are still to be scored."""
+    from sweeps.runs.run import Run
+
+    run = Run(parsed.folder)
+    run.config()
+    with _locked_run(run):
+        _score_if_asked(run)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _score_if_asked(run: "Run") -> None:
+    from sweeps.runs import scoring
+
+    if run.config().score is not None:
+        scoring.here(run)
+
+
+def _locked_run(run: "Run") -> contextlib.AbstractContextManager[None]:
+    """Hold a run's lock while this process works on it."""
+    from sweeps.runs.files import locked
+
+    if "LOCAL_RANK" in os.environ:  # a rank of a torchrun which holds the lock
+        return contextlib.nullcontext()
+    return locked(run.lock, RUN_PATIENCE, f"{run.path}: another process is at this run")

@@ -50,12 +50,11 @@ from calibeval.records import meta
 from calibeval.records import read as read_records
 from studies.claims import packed
 from studies.demo.report import at_temperature
-from sweeps.results import collect
+from sweeps.results.selection import held_out_loss
 from sweeps.runs.conversations import conversations
 from sweeps.runs.files import read_rows
 from sweeps.runs.grid import SweepPlan, plan_sweep
 from sweeps.runs.run import Run
-from sweeps.runs.schema import HELD_OUT
 
 HERE = Path(__file__).parent
 FILE, RECORDS, RUNS = HERE / "config.yaml", HERE / "records", Path("runs/claims")
@@ -237,8 +236,7 @@ def pack(model: str, part: str, of: SweepPlan) -> None:
         out = record(model, part, cell)
         if cell.done and not out.exists():
             about = {key: cell.config().train.get(key) for key in SETTING}
-            (loss,) = collect.chosen_on(HELD_OUT, cell) or [None]
-            about |= {"part": out.parent.name, "held_out_loss": loss}
+            about |= {"part": out.parent.name, "held_out_loss": held_out_loss(cell)}
             tasks = cell.config().score.tasks if cell.config().score else ()
             files = {task.key: cell.scores / f"{task.key}.jsonl" for task in tasks}
             packed.pack(files, about, out)

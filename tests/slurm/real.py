@@ -13,9 +13,8 @@ import psutil
 import pytest
 
 from calibeval.io import InputError
-from sweeps.launch import slurm
 from sweeps.runs.grid import plan_sweep
-from sweeps.runs.processes import run_or_empty
+from sweeps.runs.processes import run_checked, run_or_empty
 from sweeps.runs.run import Run
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -68,7 +67,7 @@ def state() -> str:
 def empty() -> bool:
     """Whether the queue is; a controller that does not answer this time has not said so."""
     with contextlib.suppress(InputError):
-        return not slurm.ask("squeue", "--noheader")
+        return not run_checked("squeue", "--noheader")
     return False
 
 

@@ -10,6 +10,7 @@ from real import command, launch
 from test_golden_records import GOLDEN, lay_out, read_csv
 
 from sweeps.results import collect
+from sweeps.results.selection import best_learning_rates
 from sweeps.runs.grid import plan_sweep
 
 
@@ -25,8 +26,8 @@ def test_a_rate_is_chosen_for_each_number_of_epochs_and_content_of_a_file(sweep_
         run.began("train")
         run.model.mkdir()
         run.metrics.write_text(f'{{"step": 1, "held_out_loss": {loss}}}\n')
-    rows, _ = collect.best_learning_rates(one, collect.found(one))
-    assert sorted(row["held_out_loss"] for row in rows) == [1, 2, 3]
+    choices = best_learning_rates("held_out_loss", collect.runs_in_folder(one))
+    assert sorted(choice.figures["held_out_loss"] for choice in choices) == [1, 2, 3]
 
 
 def test_every_run_of_the_folder_is_in_the_table_and_gaps_are_of_the_last_launch(tmp_path):

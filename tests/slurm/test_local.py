@@ -186,10 +186,10 @@ def test_a_program_sees_only_its_gpus_and_the_snapshot(toy_file, monkeypatch):
     path, seen = toy_file(grid={"seed": [1, 2]}), []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
 
-    def execute(run, stage, asked, environment):
+    def execute(run, stage, asked_to_stop, environment):
         seen.append(environment)
         run.model.mkdir()
-        return 0, []
+        return worker.ProgramEnd(code=0, lines=[])
 
     monkeypatch.setattr(worker, "_execute", execute)
     assert local.launch(plan_sweep(path, [])) == (0, [])

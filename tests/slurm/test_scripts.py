@@ -13,7 +13,7 @@ import pytest
 from real import PROJECT, command
 
 from sweeps.launch import sbatch, slurm
-from sweeps.launch.sbatch import Job
+from sweeps.launch.sbatch import Job, JobKind
 from sweeps.runs import slurm_queue
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.schema import Cluster, load_cluster
@@ -35,7 +35,7 @@ def render(case: str) -> str:
     cluster, code = load_cluster(file), planned.folder / "code" / "5eed5eed"
     text = ""
     for job in slurm.design(planned, []):
-        place = planned.folder / "jobs" / f"{job.what}1"
+        place = planned.folder / "jobs" / f"{job.kind.value}1"
         text += sbatch.script(planned.sweep, cluster, job, place, code, ["7", "8"])
     return text.replace(sys.executable, "PYTHON").replace(str(PROJECT), "/project")
 
@@ -66,16 +66,16 @@ def test_what_is_missing(toy_file):
         planned.create()
         planned.runs[0].model.mkdir()
     train, score, collect = slurm.design(one, [])
-    assert train.names == tuple(cell.name for cell in one.runs[1:])
-    assert score.names == (one.baselines[0].name, one.runs[0].name)
-    assert (score.what, collect.what, collect.names) == ("score", "collect", ())
-    busy = [slurm_queue.QueuedJob(f"9_{n}", "", "", name) for n, name in enumerate(train.names)]
+    assert train.runs == tuple(run.name for run in one.runs[1:])
+    assert score.runs == (one.baselines[0].name, one.runs[0].name)
+    assert (score.kind, collect) == (JobKind.SCORE, Job(JobKind.COLLECT))
+    busy = [slurm_queue.QueuedJob(f"9_{n}", "", "", name) for n, name in enumerate(train.runs)]
     assert slurm.design(one, busy) == [score, collect]
-    busy += [slurm_queue.QueuedJob("8_0", "", "", name) for name in score.names]
+    busy += [slurm_queue.QueuedJob("8_0", "", "", name) for name in score.runs]
     assert slurm.design(one, busy) == [collect]
     train, apart, score, collect = slurm.design(several, [])
-    assert apart == Job("score", train.names, after_training=True)
-    assert (len(train.names), len(score.names)) == (2, 2) and not score.after_training
+    assert apart == Job(JobKind.SCORE, train.runs, after_training=True)
+    assert (len(train.runs), len(score.runs)) == (2, 2) and not score.after_training
 
 
 def test_what_another_user_of_the_folder_has_queued_is_queued(tmp_path, monkeypatch):

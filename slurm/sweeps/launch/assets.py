@@ -1,28 +1,36 @@
-"""What a sweep needs from outside: where it lies, what of it is missing, how it is fetched."""
+"""What a sweep needs from outside: models, data and questions; whether they are here, and how they
+are fetched."""
 
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from calibeval.io import atomic_write
+from calibeval.request import Task
 from calibeval.tasks import HUB, load
 from sweeps.runs.grid import SweepPlan
 from sweeps.runs.schema import Archive, Cluster, Dataset
 from sweeps.runs.yaml_io import expand
 
-MODELS = {"model_name_or_path": "models", "tokenizer_name": "tokenizers"}  # key → kind
-FILES = {"models": ("*.safetensors", "*.bin"), "tokenizers": ("tok*", "vocab*")}  # one of them
-ROLES = {"system": "system", "human": "user", "gpt": "assistant"}  # of ShareGPT
+MODELS = "models"
+TOKENIZERS = "tokenizers"
+DATASETS = "datasets"
+KIND_OF_KEY = {"model_name_or_path": MODELS, "tokenizer_name": TOKENIZERS}
+# A folder of this kind holds at least one file that is named like this.
+FILES = {MODELS: ("*.safetensors", "*.bin"), TOKENIZERS: ("tok*", "vocab*")}
+CHAT_ROLES = {"system": "system", "human": "user", "gpt": "assistant"}  # ShareGPT's → ours
+UNUSED_WEIGHTS = ["*.pth", "*.bin", "original/*", "*.gguf"]
 
 
 @dataclass(frozen=True)
 class Asset:
-    """Something to fetch: what it is, and whether it is here."""
+    """Something that can be fetched: what it is, and whether it is here."""
 
     name: str
     here: bool
@@ -30,7 +38,7 @@ class Asset:
 
 
 def use_cache(cluster: Cluster) -> None:
-    """Look for hub files where the profile's jobs will."""
+    """Look for hub files where the jobs of this profile will."""
     if cluster.cache:
         os.environ["HF_HOME"] = expand("cluster.cache", cluster.cache)
 
@@ -41,51 +49,95 @@ def on_hub(name: str) -> bool:
 
 
 def on_disk(name: str, kind: str, revision: str | None = None) -> bool:
-    """Whether a whole snapshot of the hub's `owner/name`, or that revision's, is here."""
+    """Whether a whole snapshot of the hub's `owner/name` is here, at `revision` if that is given.
+
+    `kind` is MODELS, TOKENIZERS, which the hub keeps among the models, or DATASETS.
+    """
     home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
-    folder = cache / f"{kind.replace('tokenizers', 'models')}--{name.replace('/', '--')}"
+    hub_kind = MODELS if kind == TOKENIZERS else kind
+    folder = cache / f"{hub_kind}--{name.replace('/', '--')}"
+    commit = revision
     branch = folder / "refs" / str(revision)
-    commit = branch.read_text() if branch.is_file() else revision
-    found = (path for path in folder.glob("snapshots/*") if commit in (None, path.name))
-    return any(whole(path, kind) for path in found)
+    if branch.is_file():
+        commit = branch.read_text()
+    for snapshot in folder.glob("snapshots/*"):
+        if commit in (None, snapshot.name) and whole(snapshot, kind):
+            return True
+    return False
 
 
 def whole(folder: Path, kind: str) -> bool:
-    """Whether what it must have is there; a file appears only once it is whole."""
-    names = set()
-    for path in folder.glob("*.index.json"):
-        names |= set(json.loads(path.read_text("utf-8")).get("weight_map", {}).values())
-    some = any(found for one in FILES.get(kind, ["*"]) for found in folder.glob(one))
-    return some and all((folder / name).exists() for name in names)
+    """Whether a folder has what its kind must have, and all files that its index names.
+
+    A file of the hub's cache appears only once it is whole.
+    """
+    indexed: set[str] = set()
+    for index in folder.glob("*.index.json"):
+        content = json.loads(index.read_text("utf-8"))
+        indexed.update(content.get("weight_map", {}).values())
+    if not all((folder / name).exists() for name in indexed):
+        return False
+    return any(any(folder.glob(pattern)) for pattern in FILES.get(kind, ("*",)))
 
 
 def assets(plan: SweepPlan) -> list[Asset]:
     """Everything that can be fetched, of what the sweep's runs name."""
-    # As typed: a run's config has lost the ./ that tells a folder from a name of the hub.
-    found, trains = [], [run.config().train | plan.sweep.train | run.values for run in plan.runs]
-    tasks = plan.sweep.score.tasks if plan.sweep.score else ()
-    names = [(kind, train.get(key), train.get("model_revision"))
-             for train in trains for key, kind in MODELS.items()]  # fmt: skip
-    for kind, name, revision in dict.fromkeys(names):
+    runs_keys = [plan.typed_train_keys(run) for run in plan.runs]
+    tasks = list(plan.sweep.score.tasks) if plan.sweep.score is not None else []
+    return [
+        *_models_of_hub(runs_keys),
+        *_questions_of_hub(tasks),
+        *_made_by_prefetch(plan, runs_keys, tasks),
+    ]
+
+
+def _models_of_hub(runs_keys: list[dict[str, Any]]) -> Iterator[Asset]:
+    """The models and tokenizers that runs take from the hub, each once."""
+    named: dict[tuple[str, str | None, str | None], None] = {}  # in order
+    for keys in runs_keys:
+        for key, kind in KIND_OF_KEY.items():
+            named[kind, keys.get(key), keys.get("model_revision")] = None
+    for kind, name, revision in named:
         if name and on_hub(name):
-            what = f"{kind.rstrip('s')} {name}" + (f" at {revision}" if revision else "")
-            here = on_disk(name, kind, revision)
-            found.append(Asset(what, here, partial(_model, name, revision)))
-    for data, task in {task.data: task for task in tasks}.items():
+            title = f"{kind.rstrip('s')} {name}"
+            if revision:
+                title += f" at {revision}"
+            yield Asset(title, on_disk(name, kind, revision), partial(_fetch_model, name, revision))
+
+
+def _questions_of_hub(tasks: list[Task]) -> Iterator[Asset]:
+    """The questions that tasks take from the hub, each data set once."""
+    last_task_of = {task.data: task for task in tasks}
+    for data, task in last_task_of.items():
         if data.startswith(HUB):
-            here = on_disk(data.removeprefix(HUB), "datasets")
-            found.append(Asset(f"questions {data}", here, partial(load, task)))
-    texts = {value for train in trains for value in train.values() if isinstance(value, str)}
-    paths = {os.path.normpath(text) for text in texts} | {task.data for task in tasks}
-    items = [(f"data set {d.hub}", d, _dataset) for d in plan.sweep.prefetch.datasets]
-    items += [(f"archive {a.url}", a, _archive) for a in plan.sweep.prefetch.archives]
-    for what, item, fetch in items:
-        made = Path(item.to)
-        # No override left it out: a path that is read lies in it, or holds it.
-        if any(made.is_relative_to(path) or Path(path).is_relative_to(made) for path in paths):
-            found.append(Asset(f"{what} → {made}", made.exists(), partial(fetch, item)))
-    return found
+            here = on_disk(data.removeprefix(HUB), DATASETS)
+            yield Asset(f"questions {data}", here, partial(_fetch_questions, task))
+
+
+def _made_by_prefetch(
+    plan: SweepPlan, runs_keys: list[dict[str, Any]], tasks: list[Task]
+) -> Iterator[Asset]:
+    """What `prefetch:` lists; not what no run reads, because an override points elsewhere."""
+    read: set[str] = {task.data for task in tasks}
+    for keys in runs_keys:
+        texts = [value for value in keys.values() if isinstance(value, str)]
+        read.update(os.path.normpath(text) for text in texts)
+
+    def is_read(made: Path) -> bool:
+        """Whether a path that is read lies in what is made, or holds it."""
+        return any(made.is_relative_to(path) or Path(path).is_relative_to(made) for path in read)
+
+    for dataset in plan.sweep.prefetch.datasets:
+        made = Path(dataset.to)
+        if is_read(made):
+            title = f"data set {dataset.hub} → {made}"
+            yield Asset(title, made.exists(), partial(_fetch_dataset, dataset))
+    for archive in plan.sweep.prefetch.archives:
+        made = Path(archive.to)
+        if is_read(made):
+            title = f"archive {archive.url} → {made}"
+            yield Asset(title, made.exists(), partial(_fetch_archive, archive))
 
 
 def fetch(wanted: list[Asset]) -> list[str]:
@@ -93,22 +145,30 @@ def fetch(wanted: list[Asset]) -> list[str]:
     problems = []
     for asset in wanted:
         print(f"{'here' if asset.here else 'fetching'}: {asset.name}", flush=True)
+        if asset.here:
+            continue
         try:
-            asset.here or asset.fetch()
-        except (Exception, SystemExit) as error:  # each library has its own kinds
-            problems.append(f"{asset.name}: {type(error).__name__}: {' '.join(str(error).split())}")
+            asset.fetch()
+        except (Exception, SystemExit) as error:  # each library raises errors of its own kinds
+            words = " ".join(str(error).split())
+            problems.append(f"{asset.name}: {type(error).__name__}: {words}")
     return problems
 
 
-def _model(name: str, revision: str | None) -> None:
+def _fetch_model(name: str, revision: str | None) -> None:
     from huggingface_hub import snapshot_download
 
-    unused = ["*.pth", "*.bin", "original/*", "*.gguf"]
-    snapshot_download(name, revision=revision, ignore_patterns=unused)
+    snapshot_download(name, revision=revision, ignore_patterns=UNUSED_WEIGHTS)
 
 
-def _dataset(wanted: Dataset) -> None:
-    from datasets import load_dataset
+def _fetch_questions(task: Task) -> None:
+    """Read the questions once, as scoring will, which fills the hub's cache."""
+    load(task)
+
+
+def _fetch_dataset(wanted: Dataset) -> None:
+    """Write a data set of the hub as JSON lines with `messages`."""
+    from datasets import load_dataset  # type: ignore[import-untyped]
 
     rows = load_dataset(wanted.hub, split=wanted.split, revision=wanted.revision)
     with atomic_write(Path(wanted.to)) as out:
@@ -119,16 +179,19 @@ def _dataset(wanted: Dataset) -> None:
 def messages(row: dict) -> list[dict]:
     """The turns of a row with `messages`, or with ShareGPT's `conversations`."""
     if "messages" in row:
-        return row["messages"]
+        turns: list[dict] = row["messages"]
+        return turns
     return [
-        {"role": ROLES[turn["from"]], "content": turn["value"]} for turn in row["conversations"]
+        {"role": CHAT_ROLES[turn["from"]], "content": turn["value"]}
+        for turn in row["conversations"]
     ]
 
 
-def _archive(wanted: Archive) -> None:
+def _fetch_archive(wanted: Archive) -> None:
+    """Download and unpack an archive; its folder appears whole."""
     from urllib.request import urlopen
 
-    from datasets.utils.extract import ExtractManager
+    from datasets.utils.extract import ExtractManager  # type: ignore[import-untyped]
 
     target = Path(wanted.to)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -139,4 +202,4 @@ def _archive(wanted: Archive) -> None:
         unpacked = Path(ExtractManager(cache_dir=scratch).extract(str(packed)))
         for _ in range(wanted.strip):
             (unpacked,) = unpacked.iterdir()
-        unpacked.rename(target)  # it appears whole
+        unpacked.rename(target)

@@ -1,4 +1,4 @@
-"""Runs on this machine: `workers` at a time, each in a process and on GPUs of its own.
+"""Launching on this machine: some workers, each with a run and with GPUs of its own at a time.
 
 More workers than GPUs share them evenly: the launches of a small model's kernels keep a GPU busy
 for part of a step only.
@@ -8,7 +8,9 @@ import os
 import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
 from queue import SimpleQueue
+from types import FrameType
 
 from tqdm import tqdm
 
@@ -24,70 +26,115 @@ from sweeps.runs.schema import Sweep
 from sweeps.runs.stages import Outcome
 from sweeps.runs.yaml_io import cli_command
 
+LAUNCH_PATIENCE = 1  # seconds to wait for another launch of the same sweep
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")  # torch's, tokenizers'
+
 
 def workers(sweep: Sweep) -> list[str]:
-    """The GPUs of each run that trains at a time; InputError if they are too few for one."""
-    found, each = visible_gpus(), sweep.world.processes_per_node
-    if not found:
+    """The GPUs of each worker, as CUDA_VISIBLE_DEVICES names them; "" on a machine without GPUs.
+
+    Raises InputError if there are too few GPUs for one run.
+    """
+    gpus = visible_gpus()
+    if not gpus:
         return [""] * (sweep.workers or 1)
-    if len(found) < each:
-        raise InputError(f"world.processes_per_node: {each}: {counted(len(found), 'GPU')} here")
-    sets = [",".join(found[i : i + each]) for i in range(0, len(found) - each + 1, each)]
-    return [sets[i % len(sets)] for i in range(sweep.workers or len(sets))]
+    each = sweep.world.processes_per_node
+    if len(gpus) < each:
+        raise InputError(f"world.processes_per_node: {each}: {counted(len(gpus), 'GPU')} here")
+    gpu_sets = []
+    for start in range(0, len(gpus) - each + 1, each):
+        gpu_sets.append(",".join(gpus[start : start + each]))
+    count = sweep.workers or len(gpu_sets)
+    return [gpu_sets[number % len(gpu_sets)] for number in range(count)]
 
 
 def launch(plan: SweepPlan) -> tuple[int, list[str]]:
-    """Train and score what is missing; returns the signal that stopped it, or 0, and the names of
-    runs that did not get there."""
+    """Train and score what is missing.
+
+    Returns the signal that stopped it, or 0, and the names of runs that did not get there.
+    """
     if shutil.which("squeue") and slurm_queue.queued_jobs(plan.folder):
         raise InputError(f"{plan.folder}: is queued on Slurm; {cli_command('cancel', plan.folder)}")
     plan.folder.mkdir(parents=True, exist_ok=True)
-    with locked(plan.lock, 1, f"{plan.folder}: another launch is at it; Ctrl-C there ends it"):
+    busy_message = f"{plan.folder}: another launch is at it; Ctrl-C there ends it"
+    with locked(plan.lock, LAUNCH_PATIENCE, busy_message):
         plan.create()
-        return _launch(plan, workers(plan.sweep))
+        gpu_sets = workers(plan.sweep)
+        code = snapshot(plan.folder)
+        todo = [run for run in plan.baselines_and_runs if stages.next_stage(run)]
+        for run in todo:
+            run.note("queued", code=code.name)
+        pool = WorkerPool(gpu_sets, code)
+        pool.work_on(todo, title=plan.sweep.name)
+    return pool.stop_signal, pool.unfinished
 
 
-def _launch(plan: SweepPlan, sets: list[str]) -> tuple[int, list[str]]:
-    heard, lost, free, code = [], [], SimpleQueue(), snapshot(plan.folder)
-    for one in sets:
-        free.put(one)
-    threads = str(max(1, len(os.sched_getaffinity(0)) // len(sets)))
-    mine = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")  # torch's, tokenizers'
-    own = {key: os.environ.get(key, threads) for key in mine}
-    own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(code), os.environ.get("PYTHONPATH")]))
-    todo = [run for run in (*plan.baselines, *plan.runs) if stages.next_stage(run)]
+class WorkerPool:
+    """Workers, each a thread that takes run after run and starts the programs of its stages."""
 
-    def hear(number: int, _: object) -> None:
-        if heard:  # once more: checkpoints are whole, and the kernel ends what we started
-            os._exit(128 + number)
-        heard.append(number)
+    def __init__(self, gpu_sets: list[str], code: Path) -> None:
+        """A worker for each set of GPUs, which runs the packages in `code`."""
+        self.stop_signal = 0  # once a signal has asked this launch to stop: its number
+        self.unfinished: list[str] = []  # names of runs that were stopped or failed
+        self._size = len(gpu_sets)
+        self._free_gpus: SimpleQueue[str] = SimpleQueue()
+        for gpus in gpu_sets:
+            self._free_gpus.put(gpus)
+        self._environment = self._shared_environment(code)
 
-    def one(run: Run) -> str:
-        mine = free.get()
+    def _shared_environment(self, code: Path) -> dict[str, str]:
+        """The variables of all programs: a fair share of the cores, and the code of this launch."""
+        cores = len(os.sched_getaffinity(0))
+        threads = str(max(1, cores // self._size))
+        environment = {name: os.environ.get(name, threads) for name in THREAD_VARIABLES}
+        paths = [str(code)]
+        if os.environ.get("PYTHONPATH"):
+            paths.append(os.environ["PYTHONPATH"])
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
+        return environment
+
+    def work_on(self, runs: list[Run], title: str) -> None:
+        """Train and score these runs; returns once all have ended, or have saved after a signal."""
+        previous = {
+            number: signal.signal(number, self._on_signal)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
         try:
-            visible = {"CUDA_VISIBLE_DEVICES": mine} if mine else {}
-            outcome = worker.work(run, lambda: bool(heard), environment=own | visible)
+            with (
+                ThreadPoolExecutor(self._size) as threads,
+                tqdm(total=len(runs), unit="run", desc=title, disable=not runs) as bar,
+            ):
+                futures = [threads.submit(self._work_on_one, run) for run in runs]
+                for future in as_completed(futures):
+                    bar.update(1)
+                    bar.write(future.result())
         finally:
-            free.put(mine)
-        said = f"{outcome.name.lower()}: {run.name}"
-        if outcome is not Outcome.DONE:
-            lost.append(run.name)
-        if outcome is Outcome.FAILED:
-            said += f": {run.attempts()[-1].get('error')} (log: {run.path.absolute()}/*.log)"
-        return said
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
-    for run in todo:
-        run.note("queued", code=code.name)
-    before = {n: signal.signal(n, hear) for n in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with (
-            ThreadPoolExecutor(len(sets)) as pool,
-            tqdm(total=len(todo), unit="run", desc=plan.sweep.name, disable=not todo) as bar,
-        ):
-            for future in as_completed([pool.submit(one, run) for run in todo]):
-                bar.update(1)
-                bar.write(future.result())
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return heard[0] if heard else 0, lost
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        """Ask all runs to save; at the second signal, leave at once.
+
+        Checkpoints are whole at any time, and the kernel ends the programs that were started.
+        """
+        if self.stop_signal:
+            os._exit(128 + number)
+        self.stop_signal = number
+
+    def _work_on_one(self, run: Run) -> str:
+        """Train and score a run; returns a line that says how it ended."""
+        gpus = self._free_gpus.get()
+        environment = dict(self._environment)
+        if gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = gpus
+        try:
+            outcome = worker.work(run, lambda: bool(self.stop_signal), environment=environment)
+        finally:
+            self._free_gpus.put(gpus)
+        line = f"{outcome.name.lower()}: {run.name}"
+        if outcome is not Outcome.DONE:
+            self.unfinished.append(run.name)
+        if outcome is Outcome.FAILED:
+            error = run.attempts()[-1].get("error")
+            line += f": {error} (log: {run.path.absolute()}/*.log)"
+        return line

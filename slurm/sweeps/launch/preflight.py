@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from calibeval.io import InputError
 from calibeval.tasks import HUB, load
@@ -14,94 +15,169 @@ from sweeps.runs import scoring
 from sweeps.runs.backend import load_backend
 from sweeps.runs.conversations import conversations
 from sweeps.runs.grid import SweepPlan
+from sweeps.runs.run import Run
 from sweeps.runs.schema import Cluster, load_cluster
 from sweeps.runs.yaml_io import cli_command, expand
 
+READ_CONVERSATIONS = 100_000  # of a training file, of which the format is checked
+
 
 def problems(plan: SweepPlan, executor: str) -> list[str]:
-    """One sentence a problem; empty when everything is there."""
-    cluster = load_cluster(plan.sweep.cluster) if executor == "slurm" else Cluster()
+    """What would stop a launch by `executor`, local or slurm: one sentence for each problem.
+
+    Raises InputError for a problem that keeps the others from being looked for.
+    """
+    cluster = Cluster()
+    if executor == "slurm":
+        cluster = load_cluster(plan.sweep.cluster)
     assets.use_cache(cluster)
-    found = _files(plan) + _requests(plan)
-    command = cluster.python.partition(" ")[0]
-    if command == "auto":
-        found += _packages(plan)
-        asks = plan.sweep.score and plan.sweep.score.python
-        if asks and not shutil.which(os.path.abspath(asks)):
-            found.append(f"score.python: {asks}: no such program")
-    elif not (shutil.which(command) or "$" in command or cluster.modules or cluster.setup):
-        found.append(f"{plan.sweep.cluster}: python: {command}: no such command")
-    if (file := cluster.secrets_file) and not Path(expand("secrets_file", file)).is_file():
-        found.append(f"{plan.sweep.cluster}: secrets_file: {file}: no such file")
+    found = [
+        *_files(plan),
+        *_records(plan),
+        *_interpreters(plan, cluster),
+        *_secrets_file(plan, cluster),
+    ]
     if executor == "local":
         local.workers(plan.sweep)
-    elif "%" in (folder := str(plan.folder.absolute())):
-        found.append(f"output_root: {folder}: Slurm reads % in paths; another folder")
+    else:
+        found.extend(_output_root(plan))
     return list(dict.fromkeys(found))
 
 
-def _packages(plan: SweepPlan) -> list[str]:
-    """The modules that this interpreter lacks for the runs."""
-    trains, asks = load_backend(plan.sweep.backend), plan.sweep.score
-    names = {"vllm"} if asks and asks.python is None and asks.engine == "vllm" else set()
+def _interpreters(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
+    """Programs that are not there; packages that this interpreter lacks, if it runs the jobs."""
+    command = cluster.python.partition(" ")[0]
+    if command == "auto":
+        yield from _packages(plan)
+        scoring_python = plan.sweep.score.python if plan.sweep.score is not None else None
+        if scoring_python and not shutil.which(os.path.abspath(scoring_python)):
+            yield f"score.python: {scoring_python}: no such program"
+        return
+    # What a variable, a module or a set-up line will make of it, only the job can tell.
+    made_in_job = "$" in command or cluster.modules or cluster.setup
+    if not made_in_job and not shutil.which(command):
+        yield f"{plan.sweep.cluster}: python: {command}: no such command"
+
+
+def _packages(plan: SweepPlan) -> Iterator[str]:
+    """The packages that this interpreter lacks for the runs."""
+    backend = load_backend(plan.sweep.backend)
+    score = plan.sweep.score
+    names = set()
+    if score is not None and score.python is None and score.engine == "vllm":
+        names.add("vllm")
     for run in plan.runs:
-        names.update(trains.packages(run.config().train_options, plan.sweep.world))
-    absent = " ".join(sorted(name for name in names if find_spec(name) is None))
-    install = f"{sys.executable} -m pip install …"
-    return [f"packages that runs need: {absent}: {install}"] if absent else []
+        names.update(backend.packages(run.config().train_options, plan.sweep.world))
+    absent = sorted(name for name in names if find_spec(name) is None)
+    if absent:
+        install = f"{sys.executable} -m pip install …"
+        yield f"packages that runs need: {' '.join(absent)}: {install}"
+
+
+def _secrets_file(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
+    file = cluster.secrets_file
+    if file and not Path(expand("secrets_file", file)).is_file():
+        yield f"{plan.sweep.cluster}: secrets_file: {file}: no such file"
+
+
+def _output_root(plan: SweepPlan) -> Iterator[str]:
+    folder = str(plan.folder.absolute())
+    if "%" in folder:
+        yield f"output_root: {folder}: Slurm reads % in paths; another folder"
 
 
 def _files(plan: SweepPlan) -> list[str]:
     """Models, data, questions: what is not fetched yet, else what is not there or not readable."""
-    made_by = plan.sweep.prefetch.made_by
-    hint = [f"models and data of this sweep are made by: {made_by}"] * bool(made_by)
-    if fetched := [asset.name for asset in assets.assets(plan) if not asset.here]:
+    hint = []
+    if plan.sweep.prefetch.made_by:
+        hint = [f"models and data of this sweep are made by: {plan.sweep.prefetch.made_by}"]
+    unfetched = [asset.name for asset in assets.assets(plan) if not asset.here]
+    if unfetched:
         command = f"where there is internet: {cli_command('prefetch', *plan.typed)}"
-        return [*(f"not fetched: {name}" for name in fetched), *hint, command]
-    trains, world, found, others = load_backend(plan.sweep.backend), plan.sweep.world, [], []
-    for key in ("deepspeed", "fsdp"):
+        return [*(f"not fetched: {name}" for name in unfetched), *hint, command]
+    unreadable = list(_distributed_files(plan))
+    if unreadable:
+        return unreadable
+    found: list[str] = []
+    from_backend: list[str] = []
+    for run in _runs_with_different_files(plan):
+        found += _models(plan.typed_train_keys(run))
         try:
-            world.read(key)
-        except ValueError as error:
-            return [f"world.{key}={getattr(world, key)}: {error}"]
-    todo = [run for run in plan.runs if not run.trained]
-    # Runs that differ in a number only need the same things.
-    kinds = {str([v for v in c.config().train.values() if isinstance(v, str)]): c for c in todo}
-    for run in kinds.values():
-        found += _models(run.config().train | plan.sweep.train | run.values)
-        try:
-            if file := run.config().train.get("train_file"):
-                conversations(Path(file).absolute(), 100_000)
+            _read_train_file(run)
         except InputError as error:
             found.append(f"train.train_file: {error}")
         else:
-            others += trains.missing(run.config().train_options, world)
-    for task in plan.sweep.score.tasks if plan.sweep.score else ():
+            backend = load_backend(plan.sweep.backend)
+            from_backend += backend.missing(run.config().train_options, plan.sweep.world)
+    found += _questions(plan)
+    if found:
+        found += hint
+    return found + from_backend
+
+
+def _distributed_files(plan: SweepPlan) -> Iterator[str]:
+    """The first of the files of `world:` that cannot be read."""
+    for key in ("deepspeed", "fsdp"):
         try:
-            if not task.data.startswith(HUB):
-                load(task)
-        except InputError as error:  # which would show only after the training
-            found.append(f"score: {task.key}: {error}")
-    return found + hint * bool(found) + others
+            plan.sweep.world.read(key)
+        except ValueError as error:
+            yield f"world.{key}={getattr(plan.sweep.world, key)}: {error}"
+            return
 
 
-def _models(train: dict) -> Iterator[str]:
+def _runs_with_different_files(plan: SweepPlan) -> list[Run]:
+    """Of the runs to train, one of each kind: those that differ in numbers need the same files."""
+    kinds = {}
+    for run in plan.runs:
+        if not run.trained:
+            texts = [value for value in run.config().train.values() if isinstance(value, str)]
+            kinds[tuple(texts)] = run
+    return list(kinds.values())
+
+
+def _models(train: dict[str, Any]) -> Iterator[str]:
     """What folders of a model and its tokenizer lack; hub models are prefetch's business."""
-    for key, kind in assets.MODELS.items():
-        key = key if train.get(key) else "model_name_or_path"
-        folder = Path(train[key])
-        if not assets.on_hub(train[key]) and not assets.whole(folder, kind):
-            lacks = f"no {' or '.join(assets.FILES[kind])}, or not all that its index names"
-            said = lacks if folder.is_dir() else "no such folder"
-            yield f"train.{key}: {folder.absolute()}: {said}"
+    for key, kind in assets.KIND_OF_KEY.items():
+        if not train.get(key):  # the tokenizer is the model's own
+            key = "model_name_or_path"
+        name = train[key]
+        folder = Path(name)
+        if assets.on_hub(name) or assets.whole(folder, kind):
+            continue
+        if folder.is_dir():
+            patterns = " or ".join(assets.FILES[kind])
+            lack = f"no {patterns}, or not all that its index names"
+        else:
+            lack = "no such folder"
+        yield f"train.{key}: {folder.absolute()}: {lack}"
 
 
-def _requests(plan: SweepPlan) -> list[str]:
-    """Records there that answer another request than this launch's, or cannot be made any more."""
-    found = []
-    for run in (*plan.baselines, *plan.runs):
+def _read_train_file(run: Run) -> None:
+    """Read the run's conversations; raises InputError where they are none."""
+    file = run.config().train.get("train_file")
+    if file:
+        conversations(Path(file).absolute(), READ_CONVERSATIONS)
+
+
+def _questions(plan: SweepPlan) -> Iterator[str]:
+    """Tasks whose data cannot be read, which would show only after the training."""
+    if plan.sweep.score is None:
+        return
+    for task in plan.sweep.score.tasks:
+        if task.data.startswith(HUB):
+            continue
+        try:
+            load(task)
+        except InputError as error:
+            yield f"score: {task.key}: {error}"
+
+
+def _records(plan: SweepPlan) -> Iterator[str]:
+    """Records that answer another request than this launch's, or cannot be made any more."""
+    for run in plan.baselines_and_runs:
         for task in scoring.missing(run):
-            found.append(scoring.conflict(run, task))
+            conflict = scoring.conflict(run, task)
+            if conflict is not None:
+                yield conflict
             if run.done and run.config().backend and not run.model.is_dir():
-                found.append(f"{run.path}: its model is gone: to score it, delete the folder")
-    return [line for line in found if line]
+                yield f"{run.path}: its model is gone: to score it, delete the folder"

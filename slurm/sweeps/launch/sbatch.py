@@ -1,30 +1,47 @@
-"""What sbatch is handed: a function of sweep, profile and places alone, in submitit's words."""
+"""What sbatch is handed: a function of sweep, profile and places alone, which needs no Slurm."""
 
 import os
 import shlex
 import sys
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
+from typing import Any
 
-from submitit.slurm.slurm import _make_sbatch_string
-
+from sweeps.launch.submitit_adapter import (
+    ENDLESS,
+    copy_pickle_lines,
+    element_command,
+    script_text,
+)
 from sweeps.runs.backend import environment_variables
 from sweeps.runs.schema import Cluster, Sweep
 
 # What a job may see of the submitting shell, apart from its backend's variables and the profile's
 # pass_environment.
 EXPORTED = ("HOME", "USER", "LOGNAME", "PATH", "LANG", "LC_ALL", "TZ", "SLURM_CONF")
-COLLECT_MEMORY = "4G"  # tables over hundreds of record files
-ENDLESS = 1_000_000  # timeouts that submitit allows; runs give up without progress
+COLLECT_MEMORY = "4G"  # is enough for tables over hundreds of record files
+
+
+class JobKind(Enum):
+    """What a job does; the value is part of its name."""
+
+    TRAIN = "train"
+    SCORE = "score"
+    COLLECT = "collect"
 
 
 @dataclass(frozen=True)
 class Job:
-    """One sbatch call: what it does, and for which runs."""
+    """One call of sbatch: what the job does, and for which runs.
 
-    what: str  # train, score, collect
-    names: tuple[str, ...] = ()
-    after_training: bool = False  # each element after that of the array before
+    A job that trains or scores is an array with an element for each run. With `after_training`,
+    each element waits for the same element of the array that was submitted just before.
+    """
+
+    kind: JobKind
+    runs: tuple[str, ...] = ()
+    after_training: bool = False
 
 
 def exported(sweep: Sweep, cluster: Cluster) -> list[str]:
@@ -32,78 +49,126 @@ def exported(sweep: Sweep, cluster: Cluster) -> list[str]:
     return [*EXPORTED, *environment_variables(sweep.backend), *cluster.pass_environment]
 
 
-def parameters(sweep: Sweep, cluster: Cluster, job: Job, place: Path, ids: list[str]) -> dict:
-    """What submitit is told of a job."""
-    trains, collects = job.what == "train", job.what == "collect"
-    processes = sweep.world.processes_per_node if trains else not collects
-    cpus, gpus = cluster.cpus_per_process * processes or 1, cluster.gpus_per_process * processes
-    # A list, not ALL: the submitting shell's tokens must not travel.
-    more = {"export": ",".join(exported(sweep, cluster)), "requeue": True}
-    for option in cluster.extra:
-        key, _, value = option.removeprefix("--").partition("=")
-        more[key] = value or True
-    found = {key: getattr(cluster, key) for key in ("account", "partition", "qos", "constraint")}
-    found |= {
-        "job_name": f"{sweep.name}.{job.what}.{place.name}",
-        "time": cluster.time if trains else cluster.score_time,
+def job_name(sweep: Sweep, job: Job, place: Path) -> str:
+    """The name by which squeue tells which job of which sweep this is."""
+    return f"{sweep.name}.{job.kind.value}.{place.name}"
+
+
+def parameters(
+    sweep: Sweep, cluster: Cluster, job: Job, place: Path, earlier: list[str]
+) -> dict[str, Any]:
+    """The job's parameters, under submitit's names; those without a value are left out.
+
+    `place` is the job's folder, `earlier` the ids of the jobs submitted before it.
+    """
+    memory = cluster.memory_per_node
+    if job.kind is JobKind.TRAIN:
+        processes = sweep.world.processes_per_node
+        time = cluster.time
+    elif job.kind is JobKind.SCORE:
+        processes = 1
+        time = cluster.score_time
+    else:  # collecting reads files on one CPU
+        processes = 0
+        time = cluster.score_time
+        if memory is not None:
+            memory = COLLECT_MEMORY
+    cpus = max(1, cluster.cpus_per_process * processes)
+    found: dict[str, Any] = {
+        "account": cluster.account,
+        "partition": cluster.partition,
+        "qos": cluster.qos,
+        "constraint": cluster.constraint,
+        "job_name": job_name(sweep, job, place),
+        "time": time,
         "nodes": 1,
         "ntasks_per_node": 1,
         "cpus_per_task": cpus,
-        "gpus_per_node": f"{cluster.gpu_type}:{gpus}" if gpus and cluster.gpu_type else gpus,
-        "mem": cluster.memory_per_node
-        and (COLLECT_MEMORY if collects else cluster.memory_per_node),
+        "gpus_per_node": _gpus(cluster, processes),
+        "mem": memory,
         "signal_delay_s": cluster.signal_seconds,
         "stderr_to_stdout": True,
-        "additional_parameters": more,
+        "additional_parameters": _additional_parameters(sweep, cluster, job, earlier),
     }
-    if job.after_training:  # what waits for a training that failed must not wait for ever
-        more |= {"dependency": f"aftercorr:{ids[-1]}", "kill-on-invalid-dep": "yes"}
-    if collects:
-        more["dependency"] = ",".join(f"afterany:{one}" for one in ids)
-        found["use_srun"] = False
-    else:  # srun takes the number of CPUs from nobody since 22.05
+    if job.kind is not JobKind.COLLECT:
+        # Since Slurm 22.05, srun does not take the number of CPUs from its job.
         found["srun_args"] = [f"--cpus-per-task={cpus}"]
-        found |= {"map_count": len(job.names), "array_parallelism": sweep.throttle or ENDLESS}
-    return {key: value for key, value in found.items() if value not in (None, 0)} | {"wckey": None}
+        found["map_count"] = len(job.runs)
+        found["array_parallelism"] = sweep.throttle or ENDLESS
+    given = {key: value for key, value in found.items() if value is not None}
+    given["wckey"] = None  # without it, submitit gives one of its own
+    return given
+
+
+def _gpus(cluster: Cluster, processes: int) -> str | int | None:
+    """The value of `--gpus-per-node`; None for none."""
+    count = cluster.gpus_per_process * processes
+    if count == 0:
+        return None
+    if cluster.gpu_type:
+        return f"{cluster.gpu_type}:{count}"
+    return count
+
+
+def _additional_parameters(
+    sweep: Sweep, cluster: Cluster, job: Job, earlier: list[str]
+) -> dict[str, Any]:
+    """The options of sbatch that submitit has no parameter for."""
+    # The list replaces sbatch's default, ALL: the submitting shell's tokens must not travel.
+    options: dict[str, Any] = {"export": ",".join(exported(sweep, cluster)), "requeue": True}
+    for option in cluster.extra:
+        key, _, value = option.removeprefix("--").partition("=")
+        options[key] = value or True
+    if job.after_training:
+        options["dependency"] = f"aftercorr:{earlier[-1]}"
+        # An element whose training failed must not wait for ever.
+        options["kill-on-invalid-dep"] = "yes"
+    if job.kind is JobKind.COLLECT:
+        options["dependency"] = ",".join(f"afterany:{job_id}" for job_id in earlier)
+    return options
 
 
 def script(
-    sweep: Sweep, cluster: Cluster, job: Job, place: Path, code: Path, ids: list[str]
+    sweep: Sweep, cluster: Cluster, job: Job, place: Path, code: Path, earlier: list[str]
 ) -> str:
-    """The script of a job whose folder is `place`; it waits for `ids`. Needs no Slurm."""
-    python = shlex.quote(sys.executable) if cluster.python == "auto" else cluster.python
-    asked = parameters(sweep, cluster, job, place, ids)
-    lines, quoted = setup(cluster, code), shlex.quote(str(place))
-    command = f"{python} -m sweeps collect {shlex.quote(str(place.parents[1]))}"
-    if job.what != "collect":
-        command = f"{python} -u -m submitit.core._submit {quoted}"
-        # In place of submitit's own rename after sbatch, before which a launch may be killed.
-        lines.append(
-            f"mine={quoted}/${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}_submitted.pkl"
-        )
-        lines.append(f'cp {quoted}/element.pkl "$mine"; rm -f "$mine.save_tmp"')
-    return _make_sbatch_string(command, place, setup=lines, **asked)
+    """The script of a job whose folder is `place`, and which runs the packages in `code`.
+
+    `earlier` are the ids of the jobs submitted before it, for which it may wait.
+    """
+    python = cluster.python
+    if python == "auto":
+        python = shlex.quote(sys.executable)
+    lines = setup(cluster, code)
+    if job.kind is JobKind.COLLECT:
+        sweep_folder = place.parents[1]
+        command = f"{python} -m sweeps collect {shlex.quote(str(sweep_folder))}"
+    else:
+        lines += copy_pickle_lines(place)
+        command = element_command(python, place)
+    return script_text(command, place, lines, parameters(sweep, cluster, job, place, earlier))
 
 
 def setup(cluster: Cluster, code: Path) -> list[str]:
-    """The shell lines before the work."""
+    """The shell lines of a job before its command."""
     lines = [
         "unset SLURM_EXPORT_ENV  # srun hands on what this job has, which is the list above",
         f"cd {shlex.quote(os.getcwd())} || exit 1",
     ]
     if cluster.modules:
         lines.append("command -v module >/dev/null || . /etc/profile")
-        lines.append(f"module load {shlex.join(cluster.modules)} || exit 1")  # which says why
+        lines.append(f"module load {shlex.join(cluster.modules)} || exit 1")  # module says why
     if cluster.offline:
         lines.append("export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1")
         lines.append("export WANDB_MODE=offline")
     if cluster.cache:
-        lines.append(f'export HF_HOME="{cluster.cache}"')  # with $VARIABLES of the job
+        lines.append(f'export HF_HOME="{cluster.cache}"')  # with variables of the job
     if cluster.setup:
-        lines += ["set -e", *cluster.setup, "set +e"]
+        lines.append("set -e")
+        lines.extend(cluster.setup)
+        lines.append("set +e")
     lines.append(f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}")
     if cluster.secrets_file:
         lines.append(f'set -ae; . "{cluster.secrets_file}"; set +ae')
-    lines.append("set -u")  # not before: module files and set-up lines rarely stand it
+    lines.append("set -u")  # only now: module files and setup lines rarely stand it
     lines.append(f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{cluster.cpus_per_process}}}"')
     return lines

@@ -1,175 +1,195 @@
-"""Runs on Slurm, by submitit: arrays of elements with a collect job behind them.
+"""Launching on Slurm: arrays with an element for each run, and a collect job behind them.
 
-A launch is a folder a job in `<sweep>/jobs/`: `names`, what its elements work on; the script; the
-pickle that submitit runs; `id`; what the elements printed. A job's name ends in its folder's, so
-squeue alone tells what is queued, also of a launch that was killed or whose sbatch timed out: the
-script itself finds all that it needs.
+Each call of sbatch has a folder of its own, `<sweep>/jobs/<tag>/`:
+
+    names         the runs of its elements, line by line
+    script.sh     what sbatch was handed
+    element.pkl   what each element calls; see launch/element.py
+    id            the id of the job, once sbatch has answered
+    *_log.out     what the elements printed
+
+The name of a job ends in its tag, so squeue alone tells what is queued, also of a launch that was
+killed or whose sbatch timed out: the script finds all that it needs in the folder.
 """
 
 import getpass
 import os
 import re
 import secrets
-import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
-from submitit.core.utils import DelayedSubmission
-from submitit.helpers import Checkpointable
-
 from calibeval.io import InputError, counted, write_text
-from sweeps.launch import worker
-from sweeps.launch.sbatch import ENDLESS, Job, exported, script
+from sweeps.launch.element import Element
+from sweeps.launch.sbatch import Job, JobKind, exported, job_name, script
 from sweeps.launch.snapshot import snapshot
-from sweeps.runs import stages
+from sweeps.launch.submitit_adapter import write_pickle
 from sweeps.runs.files import is_locked, last_error, locked
 from sweeps.runs.grid import SweepPlan
-from sweeps.runs.processes import job_id, run_checked, run_or_empty
+from sweeps.runs.processes import run_checked, run_or_empty
 from sweeps.runs.run import Run
 from sweeps.runs.schema import Cluster, Sweep, load_cluster
-from sweeps.runs.slurm_queue import QueuedJob, describe_job, queued_jobs
-from sweeps.runs.stages import Outcome
+from sweeps.runs.slurm_queue import QueuedJob, queued_jobs
+from sweeps.runs.stages import SCORE, STAGES, TRAIN, next_stage
 
-
-class Element(Checkpointable):
-    """An element of an array: submitit calls it, and on USR2 its `checkpoint`, before requeueing.
-
-    Signals are only noted: `work` then lets the run save, and what comes next is done afterwards.
-    """
-
-    def __init__(self, stages: tuple[str, ...]) -> None:
-        self.stages = stages
-
-    def __call__(self) -> None:
-        """Work on the run whose line in `names` is this element's."""
-        folder, heard = Path(os.environ["SUBMITIT_FOLDER"]), []
-        name = (folder / "names").read_text().splitlines()[int(os.environ["SLURM_ARRAY_TASK_ID"])]
-        requeue = signal.getsignal(signal.SIGUSR2)  # submitit's: checkpoint, requeue, leave
-        for number in (signal.SIGUSR2, signal.SIGTERM):
-            signal.signal(number, lambda number, _: heard.append(number))
-        outcome = worker.work(Run(folder.parents[1] / name), lambda: bool(heard), self.stages)
-        while outcome is Outcome.STOPPED and not (signal.SIGTERM in heard and cancelled()):
-            try:
-                requeue(signal.SIGUSR2, None)
-            except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-                print(f"{error}; again in 10 s", flush=True)  # until Slurm ends this job itself
-                time.sleep(10)
-        sys.exit(outcome.value)  # what is to be said stands above
-
-
-def cancelled() -> bool:
-    """Whether TERM came from scancel, or for a requeue that is under way.
-
-    Otherwise it came at the time limit, or with the GraceTime of a preemption: then Slurm still
-    says RUNNING, and requeues nothing that leaves by itself.
-    """
-    while not (keys := describe_job(job_id() or "")):
-        time.sleep(5)
-    goes_on = keys.get("JobState") == "RUNNING" or keys.get("Reason") == "TimeLimit"
-    return not goes_on and keys.get("PreemptTime", "None") == "None"
+SUBMIT_PATIENCE = 300  # seconds to wait for another launch that is submitting
 
 
 def design(plan: SweepPlan, busy: list[QueuedJob]) -> list[Job]:
-    """The jobs that are missing, in order; none if everything is done or queued.
+    """The jobs that are missing, in the order of submission; none if all is done or queued.
 
-    A run of one process trains and scores in one element. Of several, scoring has an array of its
-    own, on one process's share, which waits for theirs element by element.
+    A run of one process trains and scores in one element. Of a run of several processes, scoring
+    has an array of its own with one process's share, whose elements wait for those that train.
     """
-    queued = {one.run for one in busy}
-    next_stages = {run.name: stages.next_stage(run) for run in plan.baselines + plan.runs}
-    todo = {name: stage for name, stage in next_stages.items() if stage and name not in queued}
-    train, rest = (tuple(n for n, s in todo.items() if s == what) for what in stages.STAGES)
-    jobs = [Job("train", train)]
-    if plan.sweep.score and not plan.sweep.world.single_process:
-        jobs.append(Job("score", train, after_training=True))
-    jobs = [job for job in (*jobs, Job("score", rest)) if job.names]
-    if jobs or (queued and None not in queued):  # nothing that collects
-        jobs.append(Job("collect"))
+    queued_runs = {job.run for job in busy if job.run is not None}
+    collects = any(job.run is None for job in busy)
+    to_train = []
+    to_score = []
+    for run in plan.baselines_and_runs:
+        if run.name in queued_runs:
+            continue
+        stage = next_stage(run)
+        if stage == TRAIN:
+            to_train.append(run.name)
+        elif stage == SCORE:
+            to_score.append(run.name)
+    jobs = []
+    if to_train:
+        jobs.append(Job(JobKind.TRAIN, tuple(to_train)))
+        if plan.sweep.score is not None and not plan.sweep.world.single_process:
+            jobs.append(Job(JobKind.SCORE, tuple(to_train), after_training=True))
+    if to_score:
+        jobs.append(Job(JobKind.SCORE, tuple(to_score)))
+    if jobs or (queued_runs and not collects):
+        jobs.append(Job(JobKind.COLLECT))
     return jobs
 
 
 def dry_run(plan: SweepPlan) -> str:
     """What would be handed to sbatch, in order; needs no Slurm."""
-    cluster, parts = load_cluster(plan.sweep.cluster), []
+    cluster = load_cluster(plan.sweep.cluster)
+    folder = plan.folder.absolute()
+    code = folder / "code" / "HASH"
+    text = ""
+    earlier: list[str] = []
     for number, job in enumerate(design(plan, [])):
-        place = plan.folder.absolute() / "jobs" / f"TAG{number}"
-        ids, code = [f"JOB{n}" for n in range(number)], place.parents[1] / "code" / "HASH"
-        parts.append(f"### JOB{number}: {job.what} of {counted(len(job.names), 'run')}\n")
-        parts.append(script(plan.sweep, cluster, job, place, code, ids))
-    return "".join(parts)
+        place = folder / "jobs" / f"TAG{number}"
+        text += f"### JOB{number}: {job.kind.value} of {counted(len(job.runs), 'run')}\n"
+        text += script(plan.sweep, cluster, job, place, code, earlier)
+        earlier.append(f"JOB{number}")
+    return text
 
 
-def submit(plan: SweepPlan) -> dict[str, str]:
-    """Queue what is neither done nor queued, all or nothing; returns {job id: what it does}."""
-    jobs, cluster, made = plan.folder / "jobs", load_cluster(plan.sweep.cluster), {}
+def submit(plan: SweepPlan) -> dict[str, JobKind]:
+    """Queue what is neither done nor queued, all or nothing; returns what each new job does, by id.
+
+    Raises InputError if sbatch refuses one of the jobs, or somebody else is launching the sweep.
+    """
     if is_locked(plan.lock):
         raise InputError(f"{plan.folder}: a launch without Slurm is at it; Ctrl-C there ends it")
-    jobs.mkdir(parents=True, exist_ok=True)
-    with locked(jobs / ".lock", 300, f"{jobs}: another launch has been submitting for minutes"):
+    cluster = load_cluster(plan.sweep.cluster)
+    jobs_folder = plan.folder / "jobs"
+    jobs_folder.mkdir(parents=True, exist_ok=True)
+    busy_message = f"{jobs_folder}: another launch has been submitting for minutes"
+    with locked(jobs_folder / ".lock", SUBMIT_PATIENCE, busy_message):
         busy = queued_jobs(plan.folder)
-        others = sorted({one.id.partition("_")[0] for one in busy if one.run})
-        if todo := design(plan, busy):
-            plan.create()
-            code = snapshot(plan.folder)
-        for job in todo:
-            place = (jobs / secrets.token_hex(3)).absolute()
-            place.mkdir()
-            write_text(place / "names", "".join(f"{name}\n" for name in job.names))
-            text = script(plan.sweep, cluster, job, place, code, [*others, *made])
-            write_text(place / "script.sh", text)
-            both = job.what == "train" and plan.sweep.world.single_process
-            delayed = DelayedSubmission(Element(stages.STAGES if both else (job.what,)))
-            delayed.set_timeout(1, ENDLESS)
-            delayed.dump(place / "element.pkl")
-            runs = [Run(plan.folder / name) for name in job.names]
+        jobs = design(plan, busy)
+        if not jobs:
+            return {}
+        plan.create()
+        code = snapshot(plan.folder)
+        # The collect job waits for those that an earlier launch has queued, too.
+        queued_before = sorted({_array(job) for job in busy if job.run is not None})
+        submitted: dict[str, JobKind] = {}
+        for job in jobs:
+            place = _new_place(jobs_folder)
+            earlier = [*queued_before, *submitted]
+            _write_job(plan.sweep, cluster, job, place, code, earlier)
+            runs = [Run(plan.folder / name) for name in job.runs]
             for run in runs:
                 run.note("queued", job=place.name, code=code.name)
             try:
-                one = sbatch(
-                    text, plan.sweep, cluster, f"{plan.sweep.name}.{job.what}.{place.name}"
-                )
+                job_id = sbatch(plan.sweep, cluster, job, place)
             except InputError as error:
                 for run in runs:
                     run.note("ended", error=str(error))
-                if made:
-                    run_checked("scancel", *made)
-                raise InputError(f"{plan.sweep.cluster or 'no --cluster'}: {error}") from error
-            write_text(place / "id", f"{one}\n")
-            made[one] = job.what
-    return made
+                if submitted:
+                    run_checked("scancel", *submitted)
+                profile = plan.sweep.cluster or "no --cluster"
+                raise InputError(f"{profile}: {error}") from error
+            write_text(place / "id", f"{job_id}\n")
+            submitted[job_id] = job.kind
+    return submitted
 
 
-def sbatch(text: str, sweep: Sweep, cluster: Cluster, name: str) -> str:
-    """Hand a script to sbatch; returns its job's id."""
+def _array(job: QueuedJob) -> str:
+    """The id of the array that an element belongs to."""
+    return job.id.partition("_")[0]
+
+
+def _new_place(jobs_folder: Path) -> Path:
+    """A new folder for a job, named by a tag that no other job of the sweep has."""
+    place = (jobs_folder / secrets.token_hex(3)).absolute()
+    place.mkdir()
+    return place
+
+
+def _write_job(
+    sweep: Sweep, cluster: Cluster, job: Job, place: Path, code: Path, earlier: list[str]
+) -> None:
+    """Write all that a job needs into its folder, before sbatch is called."""
+    write_text(place / "names", "".join(f"{name}\n" for name in job.runs))
+    write_text(place / "script.sh", script(sweep, cluster, job, place, code, earlier))
+    stages: tuple[str, ...] = (job.kind.value,)
+    if job.kind is JobKind.TRAIN and sweep.world.single_process:
+        stages = STAGES
+    write_pickle(Element(stages), place)
+
+
+def sbatch(sweep: Sweep, cluster: Cluster, job: Job, place: Path) -> str:
+    """Hand a job's script to sbatch; returns the job's id. Raises InputError with its refusal."""
     # SBATCH_ACCOUNT and the like, of the shell, would override the profile.
-    names = os.environ.keys() & set(exported(sweep, cluster))
-    keys = {"text": True, "capture_output": True, "env": {x: os.environ[x] for x in names}}
-    named = ["sbatch", "--parsable", f"--job-name={name}"]  # by which `queue` knows it
-    done = subprocess.run(named, input=text, **keys)
+    seen = {name: os.environ[name] for name in exported(sweep, cluster) if name in os.environ}
+    # The name is given here once more: a profile's `extra` may hold another one.
+    done = subprocess.run(
+        ["sbatch", "--parsable", f"--job-name={job_name(sweep, job, place)}"],
+        input=(place / "script.sh").read_text(),
+        text=True,
+        capture_output=True,
+        check=False,
+        env=seen,
+    )
     if done.returncode == 0:
         return done.stdout.strip().partition(";")[0]
-    said = last_error(done.stderr.splitlines()).removeprefix("error: ")
-    raise InputError(f"sbatch refuses: {said}{advice(said, cluster)}")
+    refusal = last_error(done.stderr.splitlines()).removeprefix("error: ")
+    raise InputError(f"sbatch refuses: {refusal}{advice(refusal, cluster)}")
 
 
-def advice(said: str, cluster: Cluster) -> str:
-    """What to do about a refusal whose words do not say it."""
-    if re.search("job submit limit|job array spec", said):
+def advice(refusal: str, cluster: Cluster) -> str:
+    """What to do about a refusal of sbatch whose words do not say it; else nothing."""
+    if re.search("job submit limit|job array spec", refusal):
         return "; MaxSubmitJobs or MaxArraySize: launch fewer runs at a time, or wait for others"
-    mine = ("show", "associations", f"user={getpass.getuser()}", "format=account")
-    there = {"account": ("sacctmgr", "-nP", *mine), "partition": ("sinfo", "-aho", "%R")}
-    return "".join(
-        f"; {key}: found {getattr(cluster, key)}, there is {', '.join(sorted({*names.split()}))}"
-        for key, words in there.items()
-        if f"nvalid {key}" in said and (names := run_or_empty(*words))
-    )
+    text = ""
+    if "nvalid account" in refusal:
+        mine = f"user={getpass.getuser()}"
+        listing = ("sacctmgr", "-nP", "show", "associations", mine, "format=account")
+        text += _choices("account", cluster.account, *listing)
+    if "nvalid partition" in refusal:
+        text += _choices("partition", cluster.partition, "sinfo", "-aho", "%R")
+    return text
+
+
+def _choices(key: str, found: str | None, *command: str) -> str:
+    """What the profile says of a key, and what a command says there is."""
+    names = sorted(set(run_or_empty(*command).split()))
+    if not names:
+        return ""
+    return f"; {key}: found {found}, there is {', '.join(names)}"
 
 
 def cancel(folder: Path) -> list[str]:
-    """scancel every job of this sweep; running trainers save first. Returns the job ids."""
-    ids = sorted({one.id.partition("_")[0] for one in queued_jobs(folder)})
+    """scancel every job of a sweep's folder; running trainers save first. Returns the job ids."""
+    ids = sorted({_array(job) for job in queued_jobs(folder)})
     if ids:
         run_checked("scancel", *ids)
     return ids

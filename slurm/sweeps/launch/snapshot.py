@@ -1,5 +1,7 @@
-"""The code that a launch runs: a copy in the sweep's folder, so that a checkout that changes
-meanwhile changes nothing."""
+"""The code that a launch runs: a copy in the sweep's folder.
+
+A checkout that changes while jobs are queued then changes nothing about them.
+"""
 
 import hashlib
 import os
@@ -10,26 +12,48 @@ from pathlib import Path
 from sweeps.runs.processes import run_or_empty
 
 PACKAGES = ("smoothce", "smoothed_open_instruct", "calibeval", "sweeps", "studies")
-UNUSED = ("__pycache__", "*.pyc", "records")  # the last a study's, which no run reads
+IGNORED = ("__pycache__", "*.pyc", "records")  # the records of a study are read by no run
 
 
 def snapshot(sweep: Path) -> Path:
-    """`<sweep>/code/<hash of its files>/`: our packages, and the commit and diff they are at."""
-    found = {name: find_spec(name) for name in PACKAGES}
-    folders = {name: Path(one.submodule_search_locations[0]) for name, one in found.items() if one}
+    """Copy our packages to `<sweep>/code/<hash of their files>/`, unless they are there.
+
+    Returns that folder. COMMIT and DIFF in it say which commit the packages are at, and what was
+    changed since.
+    """
+    folders = _package_folders()
+    made = (sweep / "code" / _digest(folders)[:8]).absolute()
+    if made.exists():
+        return made
+    part = made.with_name(".part")
+    shutil.rmtree(part, ignore_errors=True)  # of a launch that was killed
+    for name, folder in folders.items():
+        shutil.copytree(folder, part / name, ignore=shutil.ignore_patterns(*IGNORED))
+    git = ("git", "-C", str(folders["sweeps"]))
+    commit = run_or_empty(*git, "rev-parse", "HEAD") or "not in git\n"
+    (part / "COMMIT").write_text(commit)
+    difference = run_or_empty(*git, "diff", "HEAD")
+    (part / "DIFF").write_bytes(os.fsencode(difference))
+    part.rename(made)
+    return made
+
+
+def _package_folders() -> dict[str, Path]:
+    """The folders of those of our packages that are installed, by name."""
+    folders = {}
+    for name in PACKAGES:
+        spec = find_spec(name)
+        if spec is not None and spec.submodule_search_locations:
+            folders[name] = Path(spec.submodule_search_locations[0])
+    return folders
+
+
+def _digest(folders: dict[str, Path]) -> str:
+    """The SHA-256 of the names and contents of all Python files."""
     digest = hashlib.sha256()
     for folder in folders.values():
         for path in sorted(folder.rglob("*.py")):
-            digest.update(f"{path.relative_to(folder.parent)}\n".encode() + path.read_bytes())
-    made = (sweep / "code" / digest.hexdigest()[:8]).absolute()
-    if made.exists():
-        return made
-    part = made.with_name(".part")  # of a launch that was killed
-    shutil.rmtree(part, ignore_errors=True)
-    for name, folder in folders.items():
-        shutil.copytree(folder, part / name, ignore=shutil.ignore_patterns(*UNUSED))
-    git = ("git", "-C", str(folders["sweeps"]))
-    (part / "COMMIT").write_text(run_or_empty(*git, "rev-parse", "HEAD") or "not in git\n")
-    (part / "DIFF").write_bytes(os.fsencode(run_or_empty(*git, "diff", "HEAD")))
-    part.rename(made)
-    return made
+            name = path.relative_to(folder.parent)
+            digest.update(f"{name}\n".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,4 +1,8 @@
-"""One run in a job or a worker: trained, scored, DONE; killed, it starts again, within bounds."""
+"""One run, brought through its stages by programs of their own.
+
+A program that is killed starts again, within bounds; one that fails does not. A job on Slurm and a
+worker on this machine both call `work`.
+"""
 
 import os
 import re
@@ -8,96 +12,148 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from sweeps.runs.files import last_error, tail
 from sweeps.runs.processes import end_with_parent
 from sweeps.runs.run import Run
-from sweeps.runs.stages import STAGES, Outcome, next_stage
+from sweeps.runs.stages import SCORE, STAGES, Outcome, next_stage
 
-POLL = 0.2  # seconds
-KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)  # as a shell reports it
+POLL = 0.2  # seconds between looks at a program that runs
+# Exit codes of a program that was killed, as a shell reports them.
+KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
+FULL_DISK = 1 << 20  # bytes that are left on a disk which is called full
+LOG_LINES = 400  # of a program's output, among which its error is looked for
+LOG_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class ProgramEnd:
+    """How a stage's program ended: its exit code, and the last lines that it printed."""
+
+    code: int
+    lines: list[str]
 
 
 def work(
     run: Run,
-    asked: Callable[[], bool],
+    asked_to_stop: Callable[[], bool],
     stages: Sequence[str] = STAGES,
     environment: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Bring a run through these stages, or to where it has saved once `asked()`.
+    """Bring a run through these stages, or to where it has saved once `asked_to_stop()`.
 
-    Killed programs start again, but not more than `max_idle_restarts` times without progress.
+    Programs get `environment` on top of this process's. One that is killed starts again, but not
+    more than `max_idle_restarts` times without progress.
     """
-    config = run.config()
-    while (stage := next_stage(run)) in stages:
-        if (times := run.attempts_without_progress()) > config.max_idle_restarts:
-            return _give_up(run, times)
-        if asked():
+    stage = next_stage(run)
+    while stage is not None and stage in stages:
+        count = run.attempts_without_progress()
+        if count > run.config().max_idle_restarts:
+            return _give_up(run, count)
+        if asked_to_stop():
             run.note("ended", stopped=True)
             return Outcome.STOPPED
         run.stop.unlink(missing_ok=True)
         run.began(stage)
-        code, said = _execute(run, stage, asked, environment)
-        if code == 1 and (found := re.findall(r"^ *exitcode *: (-?\d+)", "\n".join(said), re.M)):
-            code = int(found[-1])  # torchrun says so of the rank that ended first
-        if next_stage(run) != stage:
+        end = _execute(run, stage, asked_to_stop, environment)
+        code = _code_of_first_rank(end)
+        next_one = next_stage(run)
+        if next_one != stage:
             run.note("ended", exit=code)
-        elif asked() or code == Outcome.STOPPED.value:
+        elif asked_to_stop() or code == Outcome.STOPPED.value:
             run.note("ended", exit=code, stopped=True)
             return Outcome.STOPPED
         elif code < 0 or code in KILLED:
             run.note("ended", exit=code, killed=True)
             print(f"{run.name}: {stage}: killed (exit {code}), step {run.step()}", flush=True)
         else:
-            run.note("ended", exit=code, error=_reason(run, code, said))
+            run.note("ended", exit=code, error=_reason(run, code, end.lines))
             return Outcome.FAILED
+        stage = next_one
     if stage is None:
-        shutil.rmtree(run.checkpoints, ignore_errors=True)  # which only a resume needs
-        (run.path / "DONE").touch()
-        if config.keep == "scores" and config.score:
-            shutil.rmtree(run.model, ignore_errors=True)
+        _finish(run)
     return Outcome.DONE
 
 
-def _give_up(run: Run, times: int) -> Outcome:
-    error = f"{times} attempts in a row brought it no further"
-    last = next((row["exit"] for row in reversed(run.attempts()) if "exit" in row), None)
-    if last in (-signal.SIGKILL, KILLED[0]):
+def _finish(run: Run) -> None:
+    """Mark a run as done, and delete what is not kept."""
+    shutil.rmtree(run.checkpoints, ignore_errors=True)  # only resuming needs them
+    (run.path / "DONE").touch()
+    config = run.config()
+    if config.keep == "scores" and config.score is not None:
+        shutil.rmtree(run.model, ignore_errors=True)
+
+
+def _give_up(run: Run, count: int) -> Outcome:
+    """Note why a run is not tried again."""
+    error = f"{count} attempts in a row brought it no further"
+    codes = [row["exit"] for row in run.attempts() if "exit" in row]
+    if codes and codes[-1] in (-signal.SIGKILL, 128 + signal.SIGKILL):
         error += ": out of memory, perhaps: raise memory_per_node or lower the batch"
     run.note("ended", error=error)
     return Outcome.FAILED
 
 
 def _execute(
-    run: Run, stage: str, asked: Callable[[], bool], environment: Mapping[str, str] | None
-) -> tuple[int, list[str]]:
-    """Run a stage's program to its end, asking it to save once `asked()`; its exit code and the
-    last lines that it wrote."""
-    python, log = sys.executable, run.path / f"{stage}.log"
-    if stage == "score" and (other := run.config().score.python):
-        python = os.path.abspath(other)
-    own = {"PYTHONUNBUFFERED": "1", "WANDB_DIR": str(run.path), **(environment or {})}
+    run: Run,
+    stage: str,
+    asked_to_stop: Callable[[], bool],
+    environment: Mapping[str, str] | None,
+) -> ProgramEnd:
+    """Run a stage's program to its end, and let it save once `asked_to_stop()`."""
+    log = run.path / f"{stage}.log"
+    variables = {
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
+        "WANDB_DIR": str(run.path),
+        **(environment or {}),
+    }
     with open(log, "ab") as out:
-        began = out.tell()
-        child = subprocess.Popen(
-            [python, "-m", "sweeps", stage, str(run.path)],
-            stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-            env=os.environ | own, preexec_fn=end_with_parent, start_new_session=True,
-        )  # fmt: skip
+        start = out.tell()
+        program = subprocess.Popen(
+            [_python(run, stage), "-m", "sweeps", stage, str(run.path)],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=variables,
+            preexec_fn=end_with_parent,
+            start_new_session=True,
+        )
     stopping = False
-    while (code := child.poll()) is None:
+    while program.poll() is None:
         time.sleep(POLL)
-        if asked() and not stopping:
+        if asked_to_stop() and not stopping:
             stopping = True
             run.stop.touch()
-            if run.trained:  # scoring keeps what it has
-                os.killpg(child.pid, signal.SIGTERM)
-    return code, tail(log, 400, max(1, min(log.stat().st_size - began, 1 << 16)))
+            if run.trained:  # scoring looks for no such file, and keeps what it has when killed
+                os.killpg(program.pid, signal.SIGTERM)
+    written = log.stat().st_size - start
+    lines = tail(log, LOG_LINES, size=max(1, min(written, LOG_BYTES)))
+    return ProgramEnd(program.returncode, lines)
 
 
-def _reason(run: Run, code: int, said: list[str]) -> str:
-    if shutil.disk_usage(run.path).free < 1 << 20:
+def _python(run: Run, stage: str) -> str:
+    """The interpreter that a stage runs with."""
+    score = run.config().score
+    if stage == SCORE and score is not None and score.python:
+        return os.path.abspath(score.python)
+    return sys.executable
+
+
+def _code_of_first_rank(end: ProgramEnd) -> int:
+    """A program's exit code; of torchrun, which exits with 1, that of the rank that ended first."""
+    if end.code == 1:
+        codes = re.findall(r"^ *exitcode *: (-?\d+)", "\n".join(end.lines), re.MULTILINE)
+        if codes:
+            return int(codes[-1])  # torchrun prints the first failure last
+    return end.code
+
+
+def _reason(run: Run, code: int, lines: list[str]) -> str:
+    """Why a program that was not killed has left its stage undone."""
+    if shutil.disk_usage(run.path).free < FULL_DISK:
         return f"the disk of {run.path} is full; make room and launch again"
     if code == 0:
-        return f"its program ended well and left nothing: {last_error(said)}"
-    return f"exit {code}: {last_error(said)}"
+        return f"its program ended well and left nothing: {last_error(lines)}"
+    return f"exit {code}: {last_error(lines)}"

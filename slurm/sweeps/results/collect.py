@@ -2,206 +2,220 @@
 
 import os
 import shutil
-from collections import defaultdict
+from collections import Counter
 from contextlib import redirect_stdout
 from html import escape
 from io import StringIO
 from pathlib import Path, PurePath
-from statistics import fmean
 from typing import Any
 
 import pandas as pd
 
-from calibeval import index, report, stats
+from calibeval import index, report
 from calibeval.io import InputError, counted, write_rows, write_text
 from sweeps.results import status
+from sweeps.results.selection import Choice, best_learning_rates
+from sweeps.results.settings import settings, varied_settings
 from sweeps.runs import scoring
-from sweeps.runs.files import locked, read_rows, replace_folder
+from sweeps.runs.files import locked, replace_folder
 from sweeps.runs.grid import SweepPlan
 from sweeps.runs.run import Run
-from sweeps.runs.schema import HELD_OUT
+from sweeps.runs.schema import COLUMNS
 
-SHARED = ("model_name_or_path", "label_smoothing", "learning_rate", "seed")
+COLLECT_PATIENCE = 3600  # seconds to wait for another collect of the same sweep
 
 
 def collect(plan: SweepPlan) -> list[str]:
     """Write `<sweep>/results/` from what is there; returns the gaps of the last launch.
 
-    index.jsonl, runs.csv, best_learning_rates.csv, report.html, calibeval's tables and diagrams.
+    Made are index.jsonl, runs.csv, best_learning_rates.csv, report.html, and calibeval's tables and
+    diagrams. The old folder is replaced once the new one is whole.
     """
-    gaps = gaps_of(plan)
-    runs = found(plan)
+    gaps = list_gaps(plan)
+    runs = runs_in_folder(plan)
     if not any(run.done or run.metrics.exists() for run in runs):
         print(f"{plan.sweep.name}: nothing to collect: no run of {plan.folder} has trained yet")
         return gaps
-    results, part = plan.folder / "results", plan.folder / ".results.part"
-    with locked(plan.folder / ".results.lock", 3600, f"{results}: is being made for an hour"):
+    results = plan.folder / "results"
+    part = plan.folder / ".results.part"
+    busy_message = f"{results}: is being made for an hour"
+    with locked(plan.folder / ".results.lock", COLLECT_PATIENCE, busy_message):
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
-        # Nobody need read what is printed for the tables to be there.
-        with redirect_stdout(StringIO()) as said:
-            _write(plan, runs, gaps, part)
+        # Printed only once all is there: `collect | head` must not end half-way through.
+        with redirect_stdout(StringIO()) as printed:
+            _write_results(plan, runs, gaps, part)
         replace_folder(part, results)
-    print(said.getvalue(), end="")
+    print(printed.getvalue(), end="")
     for line in gaps:
         print(f"gap: {line}")
     print(f"report: {(results / 'report.html').absolute()}")
     return gaps
 
 
-def gaps_of(plan: SweepPlan) -> list[str]:
-    """What the last launch asked for and has not got."""
-    lines = []
-    for run in (*plan.baselines, *plan.runs):
-        if run.config().score is None and not run.trained:
-            lines.append(f"{run.name} · train: not trained")
-        for task in run.config().score.tasks if run.config().score else ():
-            if why := scoring.gap(run, task):
-                lines.append(f"{run.name} · {task.key}: {why}")
-    return lines
+def list_gaps(plan: SweepPlan) -> list[str]:
+    """What the last launch asked for and has not got: one line for each run and task."""
+    gaps = []
+    for run in plan.baselines_and_runs:
+        score = run.config().score
+        if score is None:
+            if not run.trained:
+                gaps.append(f"{run.name} · train: not trained")
+            continue
+        for task in score.tasks:
+            reason = scoring.gap(run, task)
+            if reason is not None:
+                gaps.append(f"{run.name} · {task.key}: {reason}")
+    return gaps
 
 
-def found(plan: SweepPlan) -> list[Run]:
-    """The runs in the folder: the last launch's in their order, then those of earlier ones."""
-    runs = [*plan.baselines, *plan.runs]
-    names = {run.name for run in runs}
+def runs_in_folder(plan: SweepPlan) -> list[Run]:
+    """The runs in the folder: the last launch's in their order, then those of earlier ones.
+
+    An earlier one whose config cannot be read is left out, with a message.
+    """
+    runs = plan.baselines_and_runs
+    planned = {run.name for run in runs}
     for file in sorted(plan.folder.glob("*/config.yaml")):
-        if file.parent.name not in names:
-            run = Run(file.parent)
-            try:
-                run.config()
-                runs.append(run)
-            except InputError as error:
-                print(f"left out: {error}")
+        run = Run(file.parent)
+        if run.name in planned:
+            continue
+        try:
+            run.config()
+        except InputError as error:
+            print(f"left out: {error}")
+        else:
+            runs.append(run)
     return runs
 
 
-def settings(run: Run) -> dict[str, Any]:
-    """All that decides a run, on one level, as tables hold it: files' contents too."""
-    config = run.config()
-    every = {"backend": config.backend, **config.world.model_dump(), **config.train}
-    for row in run.attempts():
-        every |= row.get("files", {}) if row.get("stage") == "train" else {}
-    return {k: v if isinstance(v, (str, int, float)) else str(v) for k, v in every.items()}
-
-
-def varied(runs: list[Run]) -> list[str]:
-    """The settings in which trained runs differ, but those that every table has."""
-    values = defaultdict(set)
+def entries(plan: SweepPlan, runs: list[Run]) -> list[dict[str, Any]]:
+    """One entry for each record file, as calibeval's index wants it; paths are from results/."""
+    varied = varied_settings(runs)
+    model_names = _model_names(plan, runs)
+    rows = []
     for run in runs:
-        for key, value in settings(run).items() if run.config().backend else ():
-            values[key].add(value)
-    known = (*SHARED, "train_file", "num_train_epochs")
-    return [key for key, some in values.items() if len(some) > 1 and key not in known]
+        score = run.config().score
+        if score is None:
+            continue
+        columns = _columns(run, model_names, varied)
+        for task in score.tasks:
+            if scoring.gap(run, task) is not None:
+                continue
+            path = os.path.relpath(scoring.records(run, task), plan.folder / "results")
+            rows.append({"records": path, "dataset": task.key, **columns})
+    return rows
 
 
-def entries(plan: SweepPlan, runs: list[Run]) -> list[dict]:
-    """One entry for each record file, as calibeval's index wants it; paths from results/."""
-    others, rows = varied(runs), []
+def _model_names(plan: SweepPlan, runs: list[Run]) -> dict[str, str]:
+    """What tables call each model: its label, else its folder's name where that tells it apart."""
     models = {run.config().train["model_name_or_path"] for run in runs}
-    last = [PurePath(model).name for model in models]
-    for run in runs:
-        config, train, every = run.config(), run.config().train, settings(run)
-        model = train["model_name_or_path"]
-        name = PurePath(model).name if last.count(PurePath(model).name) == 1 else model
-        about = {"model": plan.sweep.model_labels.get(model, name)}
-        about |= {key: train.get(key) for key in SHARED[1:]} | {"run": run.name}
-        if config.backend:
-            about["train_data"] = train.get("train_file")
-            about["epochs"] = train.get("num_train_epochs")
-            about |= {key: every.get(key) for key in others}
-        for task in config.score.tasks if config.score else ():
-            if scoring.gap(run, task) is None:
-                path = os.path.relpath(scoring.records(run, task), plan.folder / "results")
-                rows.append({"records": path, "dataset": task.key} | about)
-    return rows
+    count = Counter(PurePath(model).name for model in models)
+    names = {}
+    for model in models:
+        short = PurePath(model).name
+        name = short if count[short] == 1 else model
+        names[model] = plan.sweep.model_labels.get(model, name)
+    return names
 
 
-def best_learning_rates(plan: SweepPlan, runs: list[Run]) -> tuple[list[dict], list[Run]]:
-    """For all settings but rate and seed: the learning rate most accurate on `score.select_on`, or
-    that of the lowest held-out loss, and the runs at it; nothing without `select_on`.
-
-    Mean over seeds; ties go to the lower NLL. The choice is made on validation data, so no figure
-    of the test tables was used for it.
-    """
-    on = plan.sweep.score and plan.sweep.score.select_on
-    names = (on,) if on == HELD_OUT else (f"accuracy on {on}", f"nll on {on}")
-    keys = ("train_file", "model_name_or_path", "num_train_epochs", "label_smoothing")
-    keys, groups = (*keys, *varied(runs)), defaultdict(lambda: defaultdict(list))
-    for run in runs if on else ():
-        if run.config().backend and (value := chosen_on(on, run)):
-            every = settings(run)
-            groups[(*map(every.get, keys),)][every["learning_rate"]].append((value, run))
-    rows, chosen = [], []
-    for key, rates in sorted(groups.items(), key=lambda group: str(group[0])):
-        means = {}
-        for rate, seeds in rates.items():
-            figures = zip(*(value for value, _ in seeds), strict=True)
-            means[rate] = tuple(round(fmean(some), 12) for some in figures)  # or no two are equal
-        best = min(means, key=lambda r: means[r] if on == HELD_OUT else (-means[r][0], means[r][1]))
-        chosen += [run for _, run in rates[best]]
-        row = dict(zip(("trained_on", "model", "epochs", *keys[3:]), key, strict=True))
-        row |= {"best_learning_rate": best, "of": len(means), "seeds": len(rates[best])}
-        rows.append(row | {n: round(mean, 4) for n, mean in zip(names, means[best], strict=True)})
-    return rows, chosen
+def _columns(run: Run, model_names: dict[str, str], varied: list[str]) -> dict[str, Any]:
+    """What an entry says of its run, apart from the records."""
+    config = run.config()
+    train = config.train
+    columns = {
+        "model": model_names[train["model_name_or_path"]],
+        "label_smoothing": train.get("label_smoothing"),
+        "learning_rate": train.get("learning_rate"),
+        "seed": train.get("seed"),
+        "run": run.name,
+    }
+    if config.backend is not None:
+        columns["train_data"] = train.get("train_file")
+        columns["epochs"] = train.get("num_train_epochs")
+        every = settings(run)
+        for key in varied:
+            columns[key] = every.get(key)
+    return columns
 
 
-def chosen_on(on: str, run: Run) -> tuple[float, ...] | None:
-    """Accuracy and NLL of a run on the validation task, or its held-out loss; None if absent."""
-    if on == HELD_OUT:
-        rows = [row for row in read_rows(run.metrics) if HELD_OUT in row]
-        return (rows[-1][HELD_OUT],) if rows and run.trained else None
-    tasks = asked.tasks if (asked := run.config().score) else ()
-    task = next((task for task in tasks if task.key == on), None)
-    if task is None or scoring.gap(run, task):
-        return None
-    loaded = stats.load(scoring.records(run, task))
-    return tuple(stats.estimate([loaded], name, "choices").value for name in ("accuracy", "nll"))
-
-
-def runs_table(plan: SweepPlan) -> list[dict]:
-    """One row a run of the last launch: grid values, state, restarts, last loss."""
-    states, rows = {one.name: one for one in status.of_sweep(plan)[0]}, []
+def runs_table(plan: SweepPlan) -> list[dict[str, Any]]:
+    """One row for each run of the last launch: grid values, state, restarts, tasks scored."""
+    statuses, _ = status.of_sweep(plan)
+    status_of = {each.name: each for each in statuses}
+    rows = []
     for run in plan.runs:
-        one = states[run.name]
-        row = {"run": one.name, **run.values, "seed": run.config().train["seed"]}
-        row |= {"state": one.state, "detail": one.detail}
-        rows.append(row | {"restarts": one.restarts, "scored": one.scored})
+        found = status_of[run.name]
+        rows.append(
+            {
+                "run": run.name,
+                **run.values,
+                "seed": run.config().train["seed"],
+                "state": found.state.value,
+                "detail": found.detail,
+                "restarts": found.restarts,
+                "scored": found.scored,
+            }
+        )
     return rows
 
 
-def best_table(plan: SweepPlan, runs: list[Run], part: Path) -> None:
-    """Write best.md and best.tex, in the shape of the paper's Table 1: each model, training data
-    and β at its best learning rate, with the models before fine-tuning."""
-    on = plan.sweep.score.select_on
-    if rows := [row for row in entries(plan, runs) if row["dataset"] != on]:
-        source = part / "best.jsonl"
-        write_rows(source, rows)
-        columns = report.read_columns(plan.sweep.score.columns)
-        table = report.main_table(index.read(source), columns)
-        write_text(part / "best.md", table.markdown())
-        write_text(part / "best.tex", table.latex())
-        print(f"each at its best learning rate on {on}:\n{table.markdown()}")
-
-
-def _write(plan: SweepPlan, runs: list[Run], gaps: list[str], part: Path) -> None:
-    rows, listed = runs_table(plan), entries(plan, runs)
-    best, chosen = best_learning_rates(plan, runs)
+def _write_results(plan: SweepPlan, runs: list[Run], gaps: list[str], part: Path) -> None:
+    """Write all tables and the page into the folder `part`, and print the tables."""
+    rows = runs_table(plan)
     write_text(part / "runs.csv", pd.DataFrame(rows).to_csv(index=False))
     items = "".join(f"<li class=gap>{escape(line)}" for line in gaps)
     note = f"<p>{counted(len(rows), 'run')}, {counted(len(gaps), 'gap')}</p><ul>{items}</ul>"
-    sections = [f"<h2>Runs</h2>{report.plain_table(rows)}"]
-    if best:
-        write_text(part / "best_learning_rates.csv", pd.DataFrame(best).to_csv(index=False))
-        best_table(plan, [run for run in runs if run.config().backend is None] + chosen, part)
-        said = escape(f"Chosen on {plan.sweep.score.select_on}, not on the other data sets.")
-        table = report.plain_table(best)
-        sections.insert(0, f"<h2>Best learning rates</h2>{table}<p>{said}</p>")
-    if listed:
-        write_rows(part / "index.jsonl", listed)
-        options = {"title": plan.sweep.name, "note": note, "sections": sections}
-        if plan.sweep.score:  # else some of an earlier launch are scored
-            options["columns"] = plan.sweep.score.columns
-        print(report.collect(part / "index.jsonl", part, **options), end="")
-    else:
+    sections = []
+    if plan.sweep.score is not None and plan.sweep.score.select_on is not None:
+        select_on = plan.sweep.score.select_on
+        choices = best_learning_rates(select_on, runs)
+        if choices:
+            sections.append(_write_choices(plan, select_on, runs, choices, part))
+    sections.append(f"<h2>Runs</h2>{report.plain_table(rows)}")
+    listed = entries(plan, runs)
+    if not listed:
         report.write_page(plan.sweep.name, [note, *sections], part / "report.html")
+        return
+    write_rows(part / "index.jsonl", listed)
+    # Without scores, the last launch has no columns; an earlier one has scored some runs.
+    columns = plan.sweep.score.columns if plan.sweep.score is not None else COLUMNS
+    tables = report.collect(
+        part / "index.jsonl",
+        part,
+        columns=columns,
+        title=plan.sweep.name,
+        note=note,
+        sections=sections,
+    )
+    print(tables, end="")
+
+
+def _write_choices(
+    plan: SweepPlan, select_on: str, runs: list[Run], choices: list[Choice], part: Path
+) -> str:
+    """Write best_learning_rates.csv and the table of the best runs; returns a section of HTML."""
+    rows = [choice.row() for choice in choices]
+    write_text(part / "best_learning_rates.csv", pd.DataFrame(rows).to_csv(index=False))
+    best_runs = [run for run in runs if run.config().backend is None]
+    for choice in choices:
+        best_runs += choice.runs
+    _write_best_table(plan, select_on, best_runs, part)
+    note = escape(f"Chosen on {select_on}, not on the other data sets.")
+    return f"<h2>Best learning rates</h2>{report.plain_table(rows)}<p>{note}</p>"
+
+
+def _write_best_table(plan: SweepPlan, select_on: str, runs: list[Run], part: Path) -> None:
+    """Write best.md and best.tex, in the shape of the paper's Table 1: each model, training data
+    and β at its best learning rate, with the models before fine-tuning."""
+    assert plan.sweep.score is not None  # there is something to select on
+    rows = [row for row in entries(plan, runs) if row["dataset"] != select_on]
+    if not rows:
+        return
+    source = part / "best.jsonl"
+    write_rows(source, rows)
+    columns = report.read_columns(plan.sweep.score.columns)
+    table = report.main_table(index.read(source), columns)
+    write_text(part / "best.md", table.markdown())
+    write_text(part / "best.tex", table.latex())
+    print(f"each at its best learning rate on {select_on}:\n{table.markdown()}")

@@ -1,13 +1,15 @@
-"""The conversations of a file."""
+"""Reading the conversations of a training file, and refusing rows that are none."""
 
 import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from calibeval.io import InputError, json_lines, read_text, reading
 
-# A template writes others too, and learns no word of a misspelt assistant.
+# A chat template would write other roles too, and the model would learn nothing of an answer whose
+# role is misspelt.
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function", "environment")
 EXPECTED = (
     f'{{"messages": [{{"role": …, "content": …}}, …]}} with roles {", ".join(ROLES)}, or '
@@ -16,40 +18,59 @@ EXPECTED = (
 
 
 def rows(path: Path) -> Iterator[tuple[str, dict]]:
-    """(place, row) of JSON lines or of one JSON list."""
+    """The rows of a file of JSON lines, or of one JSON list, each with where it stands."""
     with reading(path) as lines:
-        first = next(filter(str.strip, lines), "")
-    if not first.lstrip().startswith("["):
+        first_line = next(filter(str.strip, lines), "")
+    if not first_line.lstrip().startswith("["):
         yield from json_lines(path)
-    else:
-        try:
-            listed = enumerate(json.loads(read_text(path)), 1)
-        except ValueError as error:
-            raise InputError(f"{path}: not JSON ({error})") from error
-        yield from ((f"{path}, row {n}", row) for n, row in listed)
+        return
+    try:
+        listed = json.loads(read_text(path))
+    except ValueError as error:
+        raise InputError(f"{path}: not JSON ({error})") from error
+    for number, row in enumerate(listed, 1):
+        yield f"{path}, row {number}", row
 
 
 def conversation(row: dict, where: str) -> list[dict]:
-    """The turns of `messages`, or of Alpaca's row; another one raises `InputError`."""
+    """The turns of a row: its `messages`, or two made of Alpaca's `instruction` and `output`.
+
+    `where` names the row in the InputError that any other row raises.
+    """
+    wrong: Any = row
     match row:
         case {"messages": [_, *_] as turns}:
-            fits = [
-                isinstance(x, dict) and x.get("role") in ROLES and isinstance(x.get("content"), str)
-                for x in turns
-            ]
-            if all(fits):
+            strangers = [turn for turn in turns if not _is_turn(turn)]
+            if not strangers:
                 return turns
-            row = turns[fits.index(False)]
-        case {"instruction": str(prompt), "output": str(answer)}:
-            given = f"\n\n### Input:\n{row['input']}" if row.get("input") else ""
-            asked = {"role": "user", "content": prompt + given}
-            return [asked, {"role": "assistant", "content": answer}]
-    raise InputError(f"{where}: expected {EXPECTED}, found {json.dumps(row)[:80]}")
+            wrong = strangers[0]
+        case {"instruction": str(instruction), "output": str(answer)}:
+            prompt = instruction
+            if row.get("input"):
+                prompt += f"\n\n### Input:\n{row['input']}"
+            return [
+                {"role": "user", "content": prompt},
+                {"role": "assistant", "content": answer},
+            ]
+    raise InputError(f"{where}: expected {EXPECTED}, found {json.dumps(wrong)[:80]}")
+
+
+def _is_turn(turn: Any) -> bool:
+    return (
+        isinstance(turn, dict)
+        and turn.get("role") in ROLES
+        and isinstance(turn.get("content"), str)
+    )
 
 
 def conversations(path: Path, limit: int | None = None) -> list[list[dict]]:
-    """The first `limit` conversations of a file; the first bad row raises `InputError`."""
-    found = [conversation(row, where) for where, row in itertools.islice(rows(path), limit)]
-    if not any(turn["role"] == "assistant" for turns in found for turn in turns):
+    """The first `limit` conversations of a file, or all of them.
+
+    InputError at the first row that is none, and where no conversation has an assistant's answer.
+    """
+    first_rows = itertools.islice(rows(path), limit)
+    read = [conversation(row, where) for where, row in first_rows]
+    turns = itertools.chain.from_iterable(read)
+    if not any(turn["role"] == "assistant" for turn in turns):
         raise InputError(f"{path}: no conversation with an assistant's answer")
-    return found
+    return read

@@ -12,25 +12,28 @@ from pathlib import Path
 
 from calibeval.io import InputError
 
+RETRY_SECONDS = 0.3  # between two attempts to take a lock that another process holds
+
 
 @contextlib.contextmanager
 def locked(path: Path, patience: float, busy: str) -> Iterator[None]:
-    """Hold a lock, which the kernel lets go of when the process ends, however it does.
+    """Hold a lock, which the kernel releases when the process ends, however it ends.
 
-    InputError, saying `busy`, if another process still holds it after `patience` seconds. Where
-    the file system knows no locks, nothing is held.
+    Raises InputError with the words of `busy` if another process still holds the lock after
+    `patience` seconds. Where the file system knows no locks, nothing is held.
     """
     with open(path, "a") as file:
         os.set_inheritable(file.fileno(), True)  # torchrun may take this process's place
         end = time.monotonic() + patience
         while True:
             try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # flock's would be every fork's
+                # lockf, because a lock by flock would be shared with every forked process.
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 if time.monotonic() > end:
                     raise InputError(busy) from None
-                time.sleep(0.3)
+                time.sleep(RETRY_SECONDS)
             except OSError:
                 break
         yield
@@ -47,38 +50,58 @@ def is_locked(path: Path) -> bool:
 
 
 def read_rows(path: Path, size: int | None = None) -> list[dict]:
-    """The objects of a JSON-lines file, or of its last `size` bytes, without damaged ones."""
+    """The objects of a JSON-lines file, or of its last `size` bytes.
+
+    Lines that are damaged are left out: a kill may have cut one off, as `size` may. An absent file
+    has no rows.
+    """
     rows = []
-    for line in _text(path, size).split("\n"):
-        with contextlib.suppress(json.JSONDecodeError):  # cut off by a kill, or by `size`
-            rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict)]
+    for line in _last_text(path, size).split("\n"):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows
 
 
-def _text(path: Path, size: int | None) -> str:
-    """The last `size` bytes of a file, which may be absent."""
+def _last_text(path: Path, size: int | None) -> str:
+    """The last `size` bytes of a file as text, or all of it; nothing if it is absent."""
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as data:
-        data.seek(max(0, os.path.getsize(path) - size) if size else 0)
+        if size:
+            data.seek(max(0, os.path.getsize(path) - size))
         return data.read().decode("utf-8", "replace")
     return ""
 
 
 def tail(path: Path, count: int, size: int = 16384) -> list[str]:
-    """The last `count` lines that say something, without progress bars' overwritten states."""
-    lines = [line.rsplit("\r", 1)[-1].rstrip() for line in _text(path, size).split("\n")]
+    """The last `count` lines that say something among the last `size` bytes of a log.
+
+    A progress bar overwrites its line behind carriage returns; only its last state is kept.
+    """
+    lines = [line.rsplit("\r", 1)[-1].rstrip() for line in _last_text(path, size).split("\n")]
     return [line for line in lines if line][-count:]
 
 
 def last_error(lines: list[str]) -> str:
-    """The last line of a program's output that looks like an error, else the last one."""
-    # A progress bar leaves no line of its own for what is said after it.
-    wrong = [found[0] for line in lines if (found := re.search("error: .*|.*Error.*", line))]
-    own = [line for line in wrong if "ChildFailedError" not in line]  # torchrun's
-    return (own or wrong or lines or ["no output"])[-1].strip()[:500]
+    """The last line of a program's output that looks like an error, else its last line.
+
+    The line is cut at 500 characters, and what a progress bar has left before the error goes.
+    """
+    errors = []
+    for line in lines:
+        match = re.search("error: .*|.*Error.*", line)
+        if match:
+            errors.append(match[0])
+    # torchrun ends with an error of its own, which says nothing of the program's.
+    own_errors = [line for line in errors if "ChildFailedError" not in line]
+    best = own_errors or errors or lines or ["no output"]
+    return best[-1].strip()[:500]
 
 
 def replace_folder(made: Path, folder: Path) -> None:
-    """Give a finished folder its name, in a way that survives a power cut."""
+    """Give the finished folder `made` its name, in a way that survives a power cut."""
     shutil.rmtree(folder, ignore_errors=True)
     made.rename(folder)
     handle = os.open(folder.parent, os.O_RDONLY)

@@ -1,9 +1,11 @@
-"""A sweep, by its file and overrides or by its folder → its runs and their folders."""
+"""From a sweep's file and overrides, or from its folder, to its runs and their folders."""
 
 import itertools
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from calibeval.io import InputError, write_text
 from sweeps.runs.backend import load_backend, scoring_problem
@@ -11,85 +13,123 @@ from sweeps.runs.run import Run, RunConfig
 from sweeps.runs.schema import Sweep
 from sweeps.runs.yaml_io import check, dump_yaml, expand, override, read_yaml
 
-FILE = "launched.yaml"
-PATHS = ("model_name_or_path", "tokenizer_name", "train_file", "smoothing_target")
+LAUNCHED = "launched.yaml"
+# The keys of `train:` that hold paths: however one is spelt, the run is the same.
+PATH_KEYS = ("model_name_or_path", "tokenizer_name", "train_file", "smoothing_target")
 
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """A sweep, read and expanded.
-
-    `baselines` are the models before fine-tuning, where `score.base` asks for them.
-    """
+    """A sweep, read and expanded."""
 
     folder: Path
-    typed: tuple[str, ...]
+    typed: tuple[str, ...]  # the file or folder and the overrides, for messages to repeat
     sweep: Sweep
     runs: list[Run]
-    baselines: list[Run]
+    baselines: list[Run]  # the models before fine-tuning, where `score.base` asks for them
 
     @property
     def lock(self) -> Path:
-        """Held while runs of the folder are trained without Slurm."""
+        """The lock that is held while runs of the folder are trained without Slurm."""
         return self.folder / ".launch"
 
+    @property
+    def baselines_and_runs(self) -> list[Run]:
+        """All that is to be done, in the order in which tables show it."""
+        return [*self.baselines, *self.runs]
+
+    def typed_train_keys(self, run: Run) -> dict[str, Any]:
+        """A run's `train:` keys, with paths as they were typed.
+
+        The run's config has lost the `./` that tells a folder from a name of the hub.
+        """
+        return {**run.config().train, **self.sweep.train, **run.values}
+
     def create(self) -> None:
-        """Write launched.yaml, what the last launch asked for, and every run's folder."""
-        for run in (*self.baselines, *self.runs):
+        """Write launched.yaml, what this launch asks for, and every run's folder."""
+        for run in self.baselines_and_runs:
             run.create()
-        write_text(self.folder / FILE, dump_yaml(self.sweep.model_dump(mode="json")))
+        write_text(self.folder / LAUNCHED, dump_yaml(self.sweep.model_dump(mode="json")))
 
 
 def plan_sweep(source: Path, assignments: list[str]) -> SweepPlan:
-    """Read, override, check and expand a sweep file or a sweep's folder; writes nothing."""
-    file, folder = source, None
-    if source.is_dir():
-        file, folder = source / FILE, source
+    """Read, override, check and expand a sweep; writes nothing.
+
+    `source` is a sweep file, or a sweep's folder, which then stays its folder wherever it was
+    moved; `assignments` are overrides such as `grid.seed=[1, 2]`. Raises InputError with file and
+    line, or the override, for whatever is wrong.
+    """
+    file = source / LAUNCHED if source.is_dir() else source
     raw, places = read_yaml(file)
-    given = override(raw, assignments)
-    above = tuple(f"{key}." for key in given)  # what an override replaced stands nowhere
-    places = {key: at for key, at in places.items() if not key.startswith(above)} | given
+    overridden = override(raw, assignments)
+    # What an override has replaced stands nowhere in the file any more.
+    replaced = tuple(f"{key}." for key in overridden)
+    places = {key: place for key, place in places.items() if not key.startswith(replaced)}
+    places.update(overridden)
     sweep = check(Sweep, expand(str(file), raw), str(file), places)
-    folder = folder or Path(os.path.normpath(sweep.output_root)) / sweep.name
-    cells = _cells(sweep, folder, str(file), places)
+    folder = Path(os.path.normpath(sweep.output_root)) / sweep.name
+    if source.is_dir():
+        folder = source
+    runs = _expand_grid(sweep, folder, str(file), places)
     return SweepPlan(
-        folder, (str(source), *assignments), sweep, cells, _bases(sweep, folder, cells)
+        folder=folder,
+        typed=(str(source), *assignments),
+        sweep=sweep,
+        runs=runs,
+        baselines=_baselines(sweep, folder, runs),
     )
 
 
-def _cells(sweep: Sweep, folder: Path, source: str, places: dict[str, str]) -> list[Run]:
-    """Every combination of `grid`, in the order of the file, the last axis fastest."""
-    trains = load_backend(sweep.backend).Train
-    same = {k: getattr(sweep, k) for k in ("world", "score", "keep", "max_idle_restarts")}
+def _expand_grid(sweep: Sweep, folder: Path, source: str, places: dict[str, str]) -> list[Run]:
+    """A run for every combination of `grid`, in the order of the file, the last axis fastest."""
+    train_model = load_backend(sweep.backend).Train
 
     def section(key: str) -> str:
+        """Under which key of the sweep file a key of `train` was given."""
         return "grid" if key in sweep.grid else "train"
 
-    cells: dict[str, Run] = {}
-    for combination in itertools.product(*sweep.grid.values()):
-        values = dict(zip(sweep.grid, combination, strict=True))
-        raw = sweep.train | values
-        raw |= {k: os.path.normpath(raw[k]) for k in PATHS if isinstance(raw.get(k), str)}
-        keys = check(trains, raw, source, places, section)
-        if sweep.score and (problem := scoring_problem(sweep.backend, keys)):
-            raise InputError(f"{source}: {problem}")
-        config = RunConfig(backend=sweep.backend, train=keys.model_dump(), **same)
-        if config.name in cells:
-            both = f"{values} and {cells[config.name].values}"
+    runs: dict[str, Run] = {}
+    for values in _combinations(sweep.grid):
+        train_keys = {**sweep.train, **values}
+        for key in PATH_KEYS:
+            if isinstance(train_keys.get(key), str):
+                train_keys[key] = os.path.normpath(train_keys[key])
+        options = check(train_model, train_keys, source, places, section)
+        if sweep.score is not None:
+            problem = scoring_problem(sweep.backend, options)
+            if problem is not None:
+                raise InputError(f"{source}: {problem}")
+        config = RunConfig(
+            backend=sweep.backend,
+            train=options.model_dump(),
+            world=sweep.world,
+            score=sweep.score,
+            keep=sweep.keep,
+            max_idle_restarts=sweep.max_idle_restarts,
+        )
+        if config.name in runs:
+            both = f"{values} and {runs[config.name].values}"
             raise InputError(f"{source}: grid: {both} are the same run; drop one")
-        cells[config.name] = Run(folder / config.name, config, values)
-    return list(cells.values())
+        runs[config.name] = Run(folder / config.name, config, values)
+    return list(runs.values())
 
 
-def _bases(sweep: Sweep, folder: Path, cells: list[Run]) -> list[Run]:
-    """The models before fine-tuning, each once; none if `score.base` is off."""
+def _combinations(grid: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
+    for combination in itertools.product(*grid.values()):
+        yield dict(zip(grid, combination, strict=True))
+
+
+def _baselines(sweep: Sweep, folder: Path, runs: list[Run]) -> list[Run]:
+    """The models before fine-tuning, each once; none unless `score.base` asks for them."""
     if sweep.score is None or not sweep.score.base:
         return []
-    found = {}
-    for run in cells:
-        keys = ("model_name_or_path", "model_revision")
-        train = {key: value for key, value in run.config().train.items() if key in keys and value}
+    baselines: dict[str, Run] = {}
+    for run in runs:
+        tuned = run.config().train
+        train = {
+            key: tuned[key] for key in ("model_name_or_path", "model_revision") if tuned.get(key)
+        }
         config = RunConfig(backend=None, train=train, score=sweep.score)
         values = {"model_name_or_path": train["model_name_or_path"]}
-        found[config.name] = Run(folder / config.name, config, values)
-    return list(found.values())
+        baselines[config.name] = Run(folder / config.name, config, values)
+    return list(baselines.values())

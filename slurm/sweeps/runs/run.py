@@ -1,7 +1,13 @@
 """The folder of one run, or of a model before fine-tuning: config, files, what became of it.
 
-config.yaml (resolved) · attempts.jsonl (what happened to it, a line each) · train.log, score.log ·
-metrics.jsonl · checkpoints/ · model/ · scores/<task>.jsonl · DONE, written last.
+config.yaml       the resolved config, from which the folder's name is made
+attempts.jsonl    what happened to the run, a line for each event
+train.log         what the trainer printed; score.log likewise
+metrics.jsonl     the trainer's progress
+checkpoints/      gone once the run is done
+model/            the final model, which appears whole
+scores/           <task>.jsonl, records by calibeval
+DONE              written last
 """
 
 import contextlib
@@ -23,6 +29,9 @@ from sweeps.runs.processes import job_id, run_or_empty
 from sweeps.runs.schema import DistributedConfig, Score
 from sweeps.runs.yaml_io import check, dump_yaml, read_yaml
 
+# The packages whose versions are noted when an attempt begins.
+NOTED_PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "datasets", "deepspeed")
+
 
 class RunConfig(Strict):
     """config.yaml: what decides a run's weights, and so its name, and what is done with them."""
@@ -36,32 +45,49 @@ class RunConfig(Strict):
 
     @cached_property
     def digest(self) -> str:
+        """The SHA-256 of all that decides the weights."""
         decisive = self.model_dump(include={"backend", "train", "world"})
         canonical = json.dumps(decisive, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     @cached_property
     def train_options(self) -> Any:
+        """The `train:` keys as the backend's own model, its `Train`."""
+        assert self.backend is not None  # a model before fine-tuning has no options
         return load_backend(self.backend).Train.model_validate(self.train)
 
     @cached_property
     def name(self) -> str:
-        """A readable prefix and a hash: the run's folder is a function of its resolved config."""
-        train, model = self.train, PurePath(self.train["model_name_or_path"]).name
-        what = "base"
-        if self.backend:
-            what = "lr{learning_rate:g}-beta{label_smoothing:g}-seed{seed}".format(**train)
-        return f"{re.sub(r'[^A-Za-z0-9._-]', '-', model) or 'model'}-{what}-{self.digest[:8]}"
+        """The name of the run's folder: a readable prefix, and the beginning of the digest."""
+        model = PurePath(self.train["model_name_or_path"]).name
+        model = re.sub(r"[^A-Za-z0-9._-]", "-", model) or "model"
+        if self.backend is None:
+            settings = "base"
+        else:
+            settings = "lr{learning_rate:g}-beta{label_smoothing:g}-seed{seed}".format(**self.train)
+        return f"{model}-{settings}-{self.digest[:8]}"
 
 
 class Run:
-    """A run's config, paths and state; all state is in files, so any number of readers agree."""
+    """A run's config, paths and state.
 
-    def __init__(self, path: Path, config: RunConfig | None = None, values: dict | None = None):
-        self.path, self.name = path, path.name
-        self._config = config  # a plan's; else the file's, once it is read
-        self.values = values or {}  # of the grid, which a plan's run stands for
+    All state is in files, so that any number of processes agree on it.
+    """
+
+    def __init__(
+        self, path: Path, config: RunConfig | None = None, values: dict[str, Any] | None = None
+    ) -> None:
+        """The run in the folder `path`.
+
+        `config` is given by a plan, before the folder is made; otherwise config.yaml is read once
+        it is asked for. `values` are those of the grid which the run of a plan stands for.
+        """
+        self.path = path
+        self.name = path.name
+        self.values = values or {}
+        self._config = config
         self.config_file = path / "config.yaml"
+        self.attempts_file = path / "attempts.jsonl"
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
@@ -71,6 +97,7 @@ class Run:
 
     @property
     def done(self) -> bool:
+        """Whether the run is trained, and scored as its last launch asked."""
         return (self.path / "DONE").exists()
 
     @property
@@ -79,7 +106,7 @@ class Run:
         return self.done or self.model.is_dir() or self.config().backend is None
 
     def create(self) -> None:
-        """Make the folder with its config.yaml; what is asked of the model may change later."""
+        """Make the folder with its config.yaml, or write what is asked of the model anew."""
         write_text(self.config_file, dump_yaml(self.config().model_dump(mode="json")))
 
     def config(self) -> RunConfig:
@@ -97,42 +124,63 @@ class Run:
 
     def step(self) -> int:
         """The last saved step, 0 before the first checkpoint."""
-        found = (re.fullmatch(r"\w+[-_](\d+)", path.name) for path in self.checkpoints.glob("*"))
-        return max((int(one[1]) for one in found if one), default=0)
+        steps = [0]
+        for path in self.checkpoints.glob("*"):
+            match = re.fullmatch(r"\w+[-_](\d+)", path.name)
+            if match:
+                steps.append(int(match[1]))
+        return max(steps)
 
     def progress(self) -> list[int]:
-        """What grows while the run gets on: the last saved step, and bytes of records."""
+        """What grows while the run gets on: the last saved step, and the bytes of its records."""
         files = [path for path in self.scores.rglob("*") if path.is_file()]
         return [self.step(), sum(path.stat().st_size for path in files)]
 
-    def attempts(self) -> list[dict]:
-        """What happened to the run: lines with a time as `queued`, `began` or `ended`."""
-        return read_rows(self.path / "attempts.jsonl")
+    def attempts(self) -> list[dict[str, Any]]:
+        """What happened to the run: rows with a time as `queued`, `began` or `ended`."""
+        return read_rows(self.attempts_file)
 
-    def note(self, what: str, **more: Any) -> None:
-        """Add a line to what happened."""
+    def note(self, event: str, **details: Any) -> None:
+        """Add a row to what happened: an event, `queued`, `began` or `ended`, and its details."""
         now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-        with open(self.path / "attempts.jsonl", "a", encoding="utf-8") as out:
-            out.write(json.dumps({what: now, **more}) + "\n")
+        row = {event: now, **details}
+        with open(self.attempts_file, "a", encoding="utf-8") as out:
+            out.write(json.dumps(row) + "\n")
 
     def began(self, stage: str) -> None:
         """Note that an attempt to `train` or to `score` begins, and with what."""
         gpus = run_or_empty("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
-        about = {"host": socket.gethostname(), "job": job_id(), "gpus": gpus.splitlines()}
-        for name in ("torch", "transformers", "tokenizers", "accelerate", "datasets", "deepspeed"):
+        versions = {}
+        for package in NOTED_PACKAGES:
             with contextlib.suppress(PackageNotFoundError):
-                about[name] = version(name)
-        config, files = self.config(), {}
-        for name in (*config.train.values(), *config.world.model_dump().values()):
-            with contextlib.suppress(InputError, TypeError):  # no file's
-                files[name] = sha256(Path(name))[:8]  # which may change between runs
-        self.note("began", stage=stage, progress=self.progress(), files=files, **about)
+                versions[package] = version(package)
+        self.note(
+            "began",
+            stage=stage,
+            progress=self.progress(),
+            files=self._file_hashes(),
+            host=socket.gethostname(),
+            job=job_id(),
+            gpus=gpus.splitlines(),
+            **versions,
+        )
+
+    def _file_hashes(self) -> dict[str, str]:
+        """The hash of each file that the config names, which may change between runs."""
+        config = self.config()
+        hashes = {}
+        for value in (*config.train.values(), *config.world.model_dump().values()):
+            with contextlib.suppress(InputError, TypeError):  # the value names no file
+                hashes[value] = sha256(Path(value))[:8]
+        return hashes
 
     def attempts_without_progress(self) -> int:
-        """Attempts in a row, since the last launch, that brought the run no further."""
-        here, count = self.progress(), 0
+        """How many attempts in a row, since the last launch, brought the run no further."""
+        progress = self.progress()
+        count = 0
         for row in reversed(self.attempts()):
-            if "queued" in row or row.get("progress", here) != here:
+            if "queued" in row or row.get("progress", progress) != progress:
                 break
-            count += "began" in row
+            if "began" in row:
+                count += 1
         return count

@@ -1,11 +1,12 @@
-"""Sweep and cluster files: YAML and dotted overrides → frozen, checked models.
+"""Sweep and cluster files: from YAML and dotted overrides to frozen, checked models.
 
-Whatever is wrong ends in one message: file and line (or the override), key, value, what to do.
+Whatever is wrong ends in one message: file and line (or the override), key, value, what to do. The
+description of a field is what `python -m sweeps keys` prints of it.
 """
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,11 +18,17 @@ from calibeval.tasks import SPLITS
 from sweeps.runs.yaml_io import check, read_yaml
 
 Time = Annotated[str, Field(pattern=r"^((\d+-)?\d+(:\d+){0,2}|INFINITE|UNLIMITED)$")]
-HELD_OUT = "held_out_loss"  # of conversations that are never trained on, without smoothing
+# The loss without smoothing of conversations that are never trained on: as a column of metrics, and
+# as a value of `select_on`.
+HELD_OUT = "held_out_loss"
+COLUMNS = "accuracy,ece,rms"
 
 
 def option(default: Any, description: str, **constraints: Any) -> Any:
-    """A field with its documentation, which `python -m sweeps keys` prints."""
+    """A field of a model, with pydantic's constraints; `...` as its default makes it required.
+
+    The description is what `python -m sweeps keys` prints of it.
+    """
     return Field(default, description=description, **constraints)
 
 
@@ -39,9 +46,15 @@ class DistributedConfig(Strict):
         return self.processes_per_node == 1 and self.deepspeed is None and self.fsdp is None
 
     def read(self, key: str) -> dict | None:
-        """What the file of `deepspeed` or `fsdp` says; None without one."""
+        """What the file of `deepspeed` or `fsdp` says; None without one.
+
+        Raises ValueError where the file is not JSON, as InputError where it cannot be read.
+        """
         file = getattr(self, key)
-        return file and json.loads(read_text(Path(file)))
+        if not file:
+            return None
+        content: dict = json.loads(read_text(Path(file)))
+        return content
 
 
 class Score(Request):
@@ -53,22 +66,29 @@ class Score(Request):
     select_on: str | None = option(
         None, f"a validation task that chooses the learning rate, or {HELD_OUT}"
     )
-    columns: str = option("accuracy,ece,rms", "of tables: see `calibeval collect --help`")
+    columns: str = option(COLUMNS, "of tables: see `calibeval collect --help`")
 
     @model_validator(mode="after")
-    def _sense(self) -> "Score":
-        if self.columns != "accuracy,ece,rms":
-            from calibeval.report import read_columns  # which takes pandas along
+    def _columns_are_known(self) -> "Score":
+        if self.columns != COLUMNS:
+            from calibeval.report import read_columns  # takes half a second: it needs pandas
 
             read_columns(self.columns)
-        names = [one.key for one in self.tasks]
+        return self
+
+    @model_validator(mode="after")
+    def _selects_on_validation_data(self) -> "Score":
+        names = [task.key for task in self.tasks]
         if self.select_on not in (None, HELD_OUT, *names):
             raise ValueError(f"select_on: {self.select_on!r} is none of {[*names, HELD_OUT]}")
         for task in self.tasks:
-            shown, other = SPLITS.get(task.task, (None, None))
-            if shown and task.key == self.select_on and task.split in (None, shown):
-                asks = f"select_on: {task.key} asks the {shown} split, which the tables show"
-                raise ValueError(f"{asks}; name a task with split: {other}, or null")
+            shown_split, other_split = SPLITS.get(task.task, (None, None))
+            asks_shown_split = shown_split is not None and task.split in (None, shown_split)
+            if task.key == self.select_on and asks_shown_split:
+                raise ValueError(
+                    f"select_on: {task.key} asks the {shown_split} split, which the tables show; "
+                    f"name a task with split: {other_split}, or null"
+                )
         return self
 
 
@@ -118,13 +138,21 @@ class Sweep(Strict):
     model_labels: dict[str, str] = option({}, "model_name_or_path: its name in tables")
 
     @model_validator(mode="after")
-    def _sense(self) -> "Sweep":
-        if twice := self.grid.keys() & self.train.keys():
-            name = min(twice)
-            one = f"override with 'grid.{name}=[{self.train[name]}]'"
-            raise ValueError(f"grid.{name}: is given in `train` too; keep one, or {one}")
-        on = self.score and self.score.select_on
-        if on == HELD_OUT and not {**self.train, **self.grid}.get("held_out"):
+    def _keys_are_given_once(self) -> "Sweep":
+        both = self.grid.keys() & self.train.keys()
+        if both:
+            name = min(both)
+            raise ValueError(
+                f"grid.{name}: is given in `train` too; keep one, or override with "
+                f"'grid.{name}=[{self.train[name]}]'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _held_out_loss_is_measured(self) -> "Sweep":
+        selects = self.score is not None and self.score.select_on == HELD_OUT
+        held_out = self.grid.get("held_out", self.train.get("held_out"))
+        if selects and not held_out:
             raise ValueError(f"score.select_on: {HELD_OUT} needs train.held_out")
         return self
 
@@ -155,25 +183,55 @@ class Cluster(Strict):
     )
 
 
-def documentation(schema: dict, kinds: dict[str, dict], indent: str = "") -> Iterator[str]:
-    """Every key of a JSON schema, whose `$defs` are `kinds`, as lines of YAML: default, meaning."""
+def documentation(
+    schema: Mapping[str, Any], definitions: Mapping[str, dict], indent: str = ""
+) -> Iterator[str]:
+    """Every key of a model as a line of YAML with its default, and its meaning as a comment.
+
+    `schema` is the model's JSON schema, `definitions` the `$defs` of the outermost one: keys that
+    are models of their own are followed by their keys, indented.
+    """
+    required = schema.get("required", ())
     for name, field in schema["properties"].items():
-        parts = [field, field.get("items", {}), *field.get("anyOf", ())]
-        inside = [kinds[part["$ref"].rpartition("/")[2]] for part in parts if "$ref" in part]
-        known = name not in schema.get("required", ()) and not inside
-        value = f" {json.dumps(field['default'])}" if known else ""
-        words = [word for part in parts for word in part.get("enum", [part.get("const")]) if word]
-        said = ["" if "default" in field else "required", field.get("description", "").rstrip(".")]
-        said = "; ".join(filter(None, [*said, words and f"takes {', '.join(words)}"]))
-        yield f"{indent}{name}:{value}  # {said}".rstrip("# ")
-        for kind in inside:
-            yield from documentation(kind, kinds, indent + "  ")
+        # The schemas that say what the value may be: the field's own, a list's items, alternatives.
+        alternatives = [field, field.get("items", {}), *field.get("anyOf", ())]
+        models = [
+            definitions[alternative["$ref"].rpartition("/")[2]]
+            for alternative in alternatives
+            if "$ref" in alternative
+        ]
+        value = ""
+        if name not in required and not models:
+            value = f" {json.dumps(field['default'])}"
+        notes = []
+        if "default" not in field:
+            notes.append("required")
+        description = field.get("description", "").rstrip(".")
+        if description:
+            notes.append(description)
+        words = [
+            word
+            for alternative in alternatives
+            for word in alternative.get("enum", [alternative.get("const")])
+            if word
+        ]
+        if words:
+            notes.append(f"takes {', '.join(words)}")
+        yield f"{indent}{name}:{value}  # {'; '.join(notes)}".rstrip("# ")
+        for model in models:
+            yield from documentation(model, definitions, indent + "  ")
 
 
 def load_cluster(path: str | None) -> Cluster:
-    """A profile, or without a path the defaults; variables stay for the jobs to read."""
+    """The profile in a file, or the defaults without one.
+
+    Variables are kept as they are, for the jobs to read; only a leading `~` is replaced here, which
+    a job's shell would read as it stands.
+    """
     if path is None:
         return Cluster()
     raw, places = read_yaml(Path(path))
-    home = {k: os.path.expanduser(v) for k, v in raw.items() if isinstance(v, str)}
-    return check(Cluster, raw | home, path, places)  # a job would read "~/x" as it stands
+    for key, value in raw.items():
+        if isinstance(value, str):
+            raw[key] = os.path.expanduser(value)
+    return check(Cluster, raw, path, places)

@@ -1,9 +1,10 @@
-"""What is asked of a run's model: which records are there, and scoring the rest."""
+"""What is asked of a run's model: which of its records are there, and scoring the rest."""
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
-from calibeval import records as files
+from calibeval import records as record_files
 from calibeval.io import InputError
 from calibeval.request import Request, Task
 from calibeval.store import part_of
@@ -13,69 +14,95 @@ from sweeps.runs.schema import Score
 
 
 def records(run: Run, task: Task) -> Path:
-    """Where a task's records go."""
+    """The file of a task's records."""
     return run.scores / f"{task.key}.jsonl"
 
 
-def request(task: Task, score: Score) -> dict:
-    """What decides the records, in their sidecar's words."""
-    return {**resolved(task).model_dump(mode="json", exclude={"name"}), "engine": score.engine}
+def request(task: Task, score: Score) -> dict[str, Any]:
+    """The settings that decide a task's records, under the keys of the records' sidecar."""
+    settings = resolved(task).model_dump(mode="json", exclude={"name"})
+    settings["engine"] = score.engine
+    return settings
 
 
-def _about(file: Path) -> dict:
-    """The sidecar of records; empty where it is damaged or not there."""
+def _sidecar(file: Path) -> dict[str, Any]:
+    """The sidecar of a record file; empty where it is damaged or absent."""
     with contextlib.suppress(InputError):
-        return files.meta(file)
+        return record_files.meta(file)
     return {}
 
 
 def missing(run: Run) -> list[Task]:
-    """The tasks still to be scored."""
+    """The tasks that are still to be scored."""
     score = run.config().score
-    return [task for task in (score.tasks if score else ()) if gap(run, task)]
+    if score is None:
+        return []
+    return [task for task in score.tasks if gap(run, task) is not None]
 
 
 def gap(run: Run, task: Task) -> str | None:
-    """Why a task has no figure; None where the records of exactly this request are there, as large
-    as scoring left them."""
-    file, about = records(run, task), _about(records(run, task))
-    if other := conflict(run, task):
-        return other
-    if not (about and file.exists()):
+    """Why there is no figure for a task; None where its records are there.
+
+    They are there if they answer exactly this request, and are as large as scoring left them.
+    """
+    other_request = conflict(run, task)
+    if other_request is not None:
+        return other_request
+    file = records(run, task)
+    sidecar = _sidecar(file)
+    if not sidecar or not file.exists():
         return "not scored" if run.trained else "not trained"
-    there = file.stat().st_size
-    if (size := about.get("bytes", there)) == there:
+    size = file.stat().st_size
+    written = sidecar.get("bytes", size)
+    if size == written:
         return None
-    return f"{file}: {there:,} bytes, scoring wrote {size:,}: damaged since"
+    return f"{file}: {size:,} bytes, scoring wrote {written:,}: damaged since"
 
 
 def conflict(run: Run, task: Task) -> str | None:
-    """Records, whole or begun, that answer another request, which nobody shall overwrite."""
-    file, wanted = records(run, task), request(task, run.config().score)
-    for one in (file, part_of(file)):
-        asked = wanted | (_about(one).get("settings") or {})
-        changed = [key for key, value in wanted.items() if asked[key] != value]
-        if changed:
-            said = ", ".join(f"{key} {asked[key]!r}, now {wanted[key]!r}" for key in changed)
-            return f"{file}: was asked with {said}; give the task another `name`, or delete it"
+    """What to do about records that answer another request; None where there are none.
+
+    Nobody shall overwrite such records, whether they are whole or only begun.
+    """
+    score = run.config().score
+    assert score is not None  # a run without it has no tasks
+    file = records(run, task)
+    wanted = request(task, score)
+    for made in (file, part_of(file)):
+        settings = _sidecar(made).get("settings") or {}
+        changes = [
+            f"{key} {settings[key]!r}, now {value!r}"
+            for key, value in wanted.items()
+            if key in settings and settings[key] != value
+        ]
+        if changes:
+            return (
+                f"{file}: was asked with {', '.join(changes)}; give the task another `name`, or "
+                "delete it"
+            )
     return None
 
 
 def here(run: Run) -> None:
-    """Score every missing task in this process; raises InputError where one cannot be."""
+    """Score every missing task in this process; raises InputError where one cannot be scored."""
     import calibeval
 
     config = run.config()
-    todo = missing(run)
-    for task in todo:
-        if wrong := conflict(run, task):
-            raise InputError(wrong)
-        if _about(file := records(run, task)) and file.exists():
-            file.unlink()  # damaged since
-    how = config.score.model_dump(include=set(Request.model_fields) - {"tasks"})
-    name, how["revision"] = str(run.model), None
+    tasks = missing(run)
+    if config.score is None or not tasks:
+        return
+    for task in tasks:
+        problem = conflict(run, task)
+        if problem is not None:
+            raise InputError(problem)
+        file = records(run, task)
+        if _sidecar(file) and file.exists():
+            file.unlink()  # damaged since it was written
+    options = config.score.model_dump(include=set(Request.model_fields) - {"tasks", "revision"})
     if config.backend is None:  # the model before fine-tuning
-        name = config.train["model_name_or_path"]
-        how["revision"] = config.train.get("model_revision")
-    if todo:
-        calibeval.score(name, tasks=todo, out=run.scores, **how)
+        model = config.train["model_name_or_path"]
+        revision = config.train.get("model_revision")
+    else:
+        model = str(run.model)
+        revision = None
+    calibeval.score(model, tasks=tasks, out=run.scores, revision=revision, **options)

@@ -1,15 +1,17 @@
-"""A run's stages, train and then score, and how an attempt at them ended."""
+"""A run's stages, training and then scoring, and how an attempt at them ended."""
 
 from enum import Enum
 
 from sweeps.runs import scoring
 from sweeps.runs.run import Run
 
-STAGES = ("train", "score")
+TRAIN = "train"
+SCORE = "score"
+STAGES = (TRAIN, SCORE)  # in their order; each is also the `python -m sweeps` command that does it
 
 
 class Outcome(Enum):
-    """How it ended; the value is the exit code."""
+    """How an attempt ended; the value is the exit code."""
 
     DONE = 0
     FAILED = 1
@@ -17,7 +19,9 @@ class Outcome(Enum):
 
 
 def next_stage(run: Run) -> str | None:
-    """What is to be done next: `train`, then `score`; None when all is there."""
+    """The stage to be done next, `train` or `score`; None when everything is there."""
     if not run.trained:
-        return "train"
-    return "score" if scoring.missing(run) else None
+        return TRAIN
+    if scoring.missing(run):
+        return SCORE
+    return None

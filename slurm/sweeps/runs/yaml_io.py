@@ -1,4 +1,10 @@
-"""YAML files, dotted overrides, and error messages that name file, line, key and value."""
+"""YAML files, dotted overrides, and error messages that name file, line, key and value.
+
+PyYAML reads YAML 1.1, in which `no` is false and `2e-5` a word. The loader here decides by rules of
+its own which words are numbers, and keeps the line of every key. (ruamel.yaml knows YAML 1.2 and
+lines, but still reads `2026-11-22` as a date, `1_000` and `007` as numbers, and returns numbers of
+its own types: it would need as many rules.)
+"""
 
 import os
 import re
@@ -9,94 +15,146 @@ from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from calibeval.io import InputError, read_text
 
 M = TypeVar("M", bound=BaseModel)
 
-
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-    """Unlike YAML 1.1's, `2e-5` is a number, and `no`, `12:00:00` and `007` are words."""
-
-    yaml_implicit_resolvers = {}  # noqa: RUF012 PyYAML's own shape
-
-
-class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):
-    """Quotes what _Loader would not read back as the same text."""
-
-
+INTEGER = "[-+]?(0|[1-9][0-9]*)"
 FLOAT = r"[-+]?((0|[1-9]\d*)(\.\d*)?|\.\d+)([eE][-+]?\d+)?|[-+]?\.(inf|Inf)|\.(nan|NaN)"
-WORDS = {"null": "|~|null|Null|NULL", "merge": "<<"}
-WORDS |= {"bool": "true|True|TRUE|false|False|FALSE", "int": "[-+]?(0|[1-9][0-9]*)", "float": FLOAT}
-for _side in (_Loader, _Dumper):
-    for _tag, _form in WORDS.items():  # tried in order, so an integer stays one
-        _side.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^({_form})$"), None)
+# Which words are values of which type, tried in order, so that an integer is no float. All others
+# are text: `no`, `12:00:00`, `2026-11-22`, `007`.
+WORDS = {
+    "null": "|~|null|Null|NULL",
+    "merge": "<<",
+    "bool": "true|True|TRUE|false|False|FALSE",
+    "int": INTEGER,
+    "float": FLOAT,
+}
+
+if hasattr(yaml, "CSafeLoader"):
+    from yaml import CSafeDumper as _BaseDumper
+    from yaml import CSafeLoader as _BaseLoader
+else:  # PyYAML was built without libyaml
+    from yaml import SafeDumper as _BaseDumper  # type: ignore[assignment]
+    from yaml import SafeLoader as _BaseLoader  # type: ignore[assignment]
+
+
+class _Loader(_BaseLoader):
+    """Reads words as `WORDS` says."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012 as PyYAML declares it; without YAML 1.1's
+
+
+class _Dumper(_BaseDumper):
+    """Quotes a text that `_Loader`, or a reader of YAML 1.1, would take for a number."""
+
+
+for _type, _pattern in WORDS.items():
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(
+            f"tag:yaml.org,2002:{_type}", re.compile(f"^({_pattern})$"), None
+        )
 
 
 def parse(text: str, source: str) -> tuple[Any, dict[str, str]]:
-    """The value of a YAML text, and `source:line` of each dotted key in it."""
+    """The value of a YAML text, and the place, `source:line`, of each dotted key in it.
+
+    Raises InputError where the text is no YAML, or gives a key twice.
+    """
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
         if node is None:
             return None, {}
-        places = {}
-        for key, where in _places(node, source):
-            if key in places:  # PyYAML lets the last of two values win
-                raise InputError(f"{where}: {key}: is given twice")
-            places[key] = where
+        places: dict[str, str] = {}
+        for key, place in _places(node, source):
+            if key in places:  # PyYAML would let the last of two values win
+                raise InputError(f"{place}: {key}: is given twice")
+            places[key] = place
         return loader.construct_document(node), places
+    except yaml.MarkedYAMLError as error:
+        place = source
+        mark = error.problem_mark
+        if mark is not None:
+            place = f"{source}:{mark.line + 1}:{mark.column + 1}"
+        raise InputError(f"{place}: not YAML: {error.problem}") from error
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
-        raise InputError(f"{where}: not YAML: {getattr(error, 'problem', error)}") from error
+        raise InputError(f"{source}: not YAML: {error}") from error
 
 
 def _places(node: yaml.Node, source: str, above: str = "") -> Iterator[tuple[str, str]]:
-    pairs = []
+    """Every dotted key below a node, list positions among them, and where it stands."""
     if isinstance(node, yaml.MappingNode):
-        pairs = [(name.value, name, value) for name, value in node.value]
+        for key, value in node.value:
+            dotted = f"{above}{key.value}"
+            yield dotted, f"{source}:{key.start_mark.line + 1}"
+            yield from _places(value, source, f"{dotted}.")
     elif isinstance(node, yaml.SequenceNode):
-        pairs = [(number, value, value) for number, value in enumerate(node.value)]
-    for name, at, value in pairs:
-        yield f"{above}{name}", f"{source}:{at.start_mark.line + 1}"
-        yield from _places(value, source, f"{above}{name}.")
+        for position, value in enumerate(node.value):
+            dotted = f"{above}{position}"
+            yield dotted, f"{source}:{value.start_mark.line + 1}"
+            yield from _places(value, source, f"{dotted}.")
 
 
-def read_yaml(path: Path) -> tuple[dict, dict[str, str]]:
-    """A YAML file that must hold a mapping, and where its keys stand."""
+def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """The mapping in a YAML file, and where each of its dotted keys stands.
+
+    Raises InputError where the file cannot be read, or holds anything else.
+    """
     value, places = parse(read_text(path), str(path))
     if not isinstance(value, dict):
         raise InputError(f"{path}: expected `key: value` lines, found {type(value).__name__}")
     return value, places
 
 
-def dump_yaml(value: dict) -> str:
-    """The one spelling in which this package writes YAML."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+def dump_yaml(value: Mapping[str, Any]) -> str:
+    """The one spelling in which this package writes YAML; `parse` reads the same value from it."""
+    text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    return text
 
 
-def override(raw: dict, assignments: Iterable[str]) -> dict[str, str]:
-    """Apply `a.b.0.c=value` in place, values being YAML; returns where each key came from."""
+def override(raw: dict[str, Any], assignments: Iterable[str]) -> dict[str, str]:
+    """Apply overrides such as `a.b.0.c=value`, whose values are YAML, to `raw` in place.
+
+    Returns where each overridden key came from. Raises InputError where `raw` has no such place.
+    """
     places = {}
     for assignment in assignments:
         dotted, _, text = assignment.partition("=")
-        said, node, (*above, last) = f"command line ({assignment})", raw, dotted.split(".")
-        value, places[dotted] = parse(text, said)[0], said
+        place = f"command line ({assignment})"
+        value, _ = parse(text, place)
+        places[dotted] = place
+        *above, last = dotted.split(".")
+        node: Any = raw
         try:
             for part in above:
-                node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
-            node[int(last) if isinstance(node, list) else last] = value
+                if isinstance(node, dict):
+                    node.setdefault(part, {})
+                node = node[_index(node, part)]
+            node[_index(node, last)] = value
         except (AttributeError, IndexError, TypeError, ValueError):
-            raise InputError(f"{said}: found {node!r}, which has no such place") from None
+            raise InputError(f"{place}: found {node!r}, which has no such place") from None
     return places
 
 
+def _index(node: Any, part: str) -> int | str:
+    """How a part of a dotted key indexes a value: a list by its position, a mapping by its key."""
+    return int(part) if isinstance(node, list) else part
+
+
 def cli_command(command: str, *words: str | Path) -> str:
-    """A command of this package as it can be typed anywhere."""
-    absolute = (word.absolute() if isinstance(word, Path) else word for word in words)
-    start = os.environ.get("SWEEPS", "python -m sweeps")  # which sweeps.sh sets
-    return f"{start} {shlex.join([command, *map(str, absolute)])}"
+    """A command of this package as it can be typed anywhere; paths are made absolute."""
+    typed = [command]
+    for word in words:
+        typed.append(str(word.absolute()) if isinstance(word, Path) else word)
+    start = os.environ.get("SWEEPS", "python -m sweeps")  # sweeps.sh sets it to its own call
+    return f"{start} {shlex.join(typed)}"
+
+
+def _no_section(key: str) -> str:
+    return ""
 
 
 def check(
@@ -104,49 +162,68 @@ def check(
     raw: Any,
     source: str,
     places: Mapping[str, str],
-    section: Callable[[str], str] = lambda key: "",
+    section: Callable[[str], str] = _no_section,
 ) -> M:
     """Build `model` from `raw`; raises InputError with a line for each problem.
 
-    `places` says where keys stand, or those above them, `section` under which key of the file one
-    of `raw` does.
+    `places` says where dotted keys stand, or at least those above them; other problems are said
+    to be in `source`. `section` says, for a key of `raw`, under which key of the file it was.
     """
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        items, lines = error.errors(include_url=False), []
-    for item in items:
-        if item["type"] == "too_short" and item is not items[0]:
-            continue  # of a list whose items are wrong
-        parts = [str(part) for part in item["loc"]]
-        dotted = ".".join([section(parts[0]), *parts]).strip(".") if parts else ""
-        said = item["msg"].removeprefix("Value error, ")
-        if item["type"] == "extra_forbidden":
-            said = f"unknown key; all are printed by: {cli_command('keys')}"
-        elif item["type"] == "missing":
-            said = "is missing"
-        elif item["type"] == "value_error":  # the text begins with one of several keys
-            key, _, said = said.partition(": ")
-            dotted = f"{dotted}.{key.lstrip('-')}".lstrip(".")
-        else:
-            said = f"found {item['input']!r}: {said.replace('tuple', 'list')}"
-        above = dotted
-        while above and above not in places:
-            above = above.rpartition(".")[0]
-        lines.append(f"{places.get(above, source)}: {dotted}: {said}")
-    raise InputError("\n       ".join(dict.fromkeys(lines)))
+        problems = error.errors(include_url=False)
+    lines: dict[str, None] = {}  # in order, each once
+    for problem in problems:
+        if problem["type"] == "too_short" and problem is not problems[0]:
+            continue  # the list is too short only because its items are wrong
+        dotted, message = _describe(problem, section)
+        lines[f"{_nearest(dotted, places, source)}: {dotted}: {message}"] = None
+    raise InputError("\n       ".join(lines))
+
+
+def _describe(problem: ErrorDetails, section: Callable[[str], str]) -> tuple[str, str]:
+    """The dotted key, in the file's terms, of what pydantic refused, and what is wrong with it."""
+    parts = [str(part) for part in problem["loc"]]
+    dotted = ""
+    if parts:
+        dotted = ".".join([section(parts[0]), *parts]).strip(".")
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "extra_forbidden":
+        message = f"unknown key; all are printed by: {cli_command('keys')}"
+    elif problem["type"] == "missing":
+        message = "is missing"
+    elif problem["type"] == "value_error":  # our validators begin with the key that they mean
+        key, _, message = message.partition(": ")
+        dotted = f"{dotted}.{key.lstrip('-')}".lstrip(".")
+    else:
+        message = f"found {problem['input']!r}: {message.replace('tuple', 'list')}"
+    return dotted, message
+
+
+def _nearest(dotted: str, places: Mapping[str, str], source: str) -> str:
+    """Where a key stands, or else the nearest one above it."""
+    while dotted:
+        if dotted in places:
+            return places[dotted]
+        dotted = dotted.rpartition(".")[0]
+    return source
 
 
 def expand(where: str, value: Any) -> Any:
-    """Every text in `value` as a shell reads it, `~` and variables replaced; InputError names one
-    not set."""
+    """Every text in `value` with `~` and variables replaced, as a shell would.
+
+    Raises InputError, naming `where`, for a variable that is not set.
+    """
     if isinstance(value, dict):
-        return {name: expand(where, one) for name, one in value.items()}
+        return {key: expand(where, item) for key, item in value.items()}
     if isinstance(value, list):
-        return [expand(where, one) for one in value]
+        return [expand(where, item) for item in value]
     if not isinstance(value, str):
         return value
-    found = os.path.expanduser(os.path.expandvars(value))
-    if left := re.search(r"\$\{?(\w+)", found):
-        raise InputError(f"{where}: {value}: ${left[1]} is not set here: export {left[1]}=…")
-    return found
+    expanded = os.path.expanduser(os.path.expandvars(value))
+    unset = re.search(r"\$\{?(\w+)", expanded)
+    if unset:
+        name = unset[1]
+        raise InputError(f"{where}: {value}: ${name} is not set here: export {name}=…")
+    return expanded

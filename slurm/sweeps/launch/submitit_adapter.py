@@ -1,0 +1,122 @@
+"""All that is used of submitit, public and private.
+
+submitit writes the script of a job array, pickles what an element calls, and in the job reads the
+pickle, calls it and installs signal handlers. Its public way to submit an array,
+`SlurmExecutor.map_array`, does not suffice here. It pickles each element under a random name, runs
+sbatch, and renames the pickles by the job id that sbatch has printed. A launch that is killed
+between the two, or whose sbatch times out although Slurm took the job, leaves a queued array whose
+elements wait for pickles that nobody will rename, and then fail. So the script here brings all that
+it needs: it copies one pickle, written before sbatch is called, to the name that submitit expects.
+
+For this, four things are used that submitit does not promise to keep:
+
+* `submitit.slurm.slurm._make_sbatch_string(command, folder, …)` writes the script; see
+  `script_text`.
+* `submitit.core.utils.DelayedSubmission` is what gets pickled: a callable, and how often it may be
+  requeued at its time limit; see `write_pickle`.
+* `python -m submitit.core._submit FOLDER` is the command of an element. It reads
+  `FOLDER/<array>_<index>_submitted.pkl`, handles signals and calls what was pickled, with FOLDER in
+  the variable SUBMITIT_FOLDER; see `element_command`.
+* The USR2 handler that it installs pickles the callable's `checkpoint()` again, calls `scontrol
+  requeue` and exits; see `requeue_handler`.
+
+`SUBMITIT` names the versions with which all four were tested. Another version may work: if one of
+the four is gone, the import of this module says so.
+"""
+
+import os
+import shlex
+import signal
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+SUBMITIT = ("1.5.4",)
+
+try:
+    from submitit.core.job_environment import SignalHandler
+    from submitit.core.utils import DelayedSubmission
+    from submitit.helpers import Checkpointable
+    from submitit.slurm.slurm import _make_sbatch_string
+
+    SignalHandler.checkpoint_and_try_requeue  # noqa: B018 its absence raises AttributeError
+    if find_spec("submitit.core._submit") is None:
+        raise ImportError("no module named submitit.core._submit")
+except (ImportError, AttributeError) as error:
+    raise ImportError(
+        f"submitit {version('submitit')} lacks a part that sweeps needs ({error}); tested with: "
+        f"pip install submitit=={' or '.join(SUBMITIT)}"
+    ) from error
+
+__all__ = [
+    "ENDLESS",
+    "Checkpointable",
+    "copy_pickle_lines",
+    "element_command",
+    "element_folder",
+    "element_index",
+    "requeue_handler",
+    "script_text",
+    "write_pickle",
+]
+
+ENDLESS = 1_000_000  # stands for no limit where submitit wants a number
+PICKLE = "element.pkl"
+
+
+def script_text(command: str, place: Path, setup: list[str], parameters: Mapping[str, Any]) -> str:
+    """The script for sbatch of a job that runs `command` after the lines of `setup`.
+
+    `place` is the folder of its logs. `parameters` are those of
+    `SlurmExecutor.update_parameters`, and `map_count`, the number of an array's elements.
+    """
+    text: str = _make_sbatch_string(command, place, setup=setup, **parameters)
+    return text
+
+
+def element_command(python: str, place: Path) -> str:
+    """The shell command of an array's element, which calls what was pickled in `place`."""
+    return f"{python} -u -m submitit.core._submit {shlex.quote(str(place))}"
+
+
+def copy_pickle_lines(place: Path) -> list[str]:
+    """Shell lines that put the pickle where the element's command looks for it.
+
+    They run at every start of an element, and remove what a kill during a requeue left half
+    written: submitit would refuse to write it again.
+    """
+    folder = shlex.quote(str(place))
+    return [
+        f"mine={folder}/${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}_submitted.pkl",
+        f'cp {folder}/{PICKLE} "$mine"; rm -f "$mine.save_tmp"',
+    ]
+
+
+def write_pickle(element: Callable[[], None], place: Path) -> None:
+    """Pickle what every element of an array calls; it may be requeued without end."""
+    submission = DelayedSubmission(element)
+    submission.set_timeout(timeout_min=1, max_num_timeout=ENDLESS)
+    submission.dump(place / PICKLE)
+
+
+def element_folder() -> Path:
+    """In an element: the folder that `element_command` was given."""
+    return Path(os.environ["SUBMITIT_FOLDER"])
+
+
+def element_index() -> int:
+    """In an element: its index in the array."""
+    return int(os.environ["SLURM_ARRAY_TASK_ID"])
+
+
+def requeue_handler() -> Callable[[], None]:
+    """In an element, before it handles signals itself: a function that requeues it and exits.
+
+    The function raises `subprocess.CalledProcessError` or `TimeoutExpired` where the controller
+    does not take the request.
+    """
+    handler = signal.getsignal(signal.SIGUSR2)
+    assert callable(handler), "submitit has installed no handler of USR2"
+    return lambda: handler(signal.SIGUSR2, None)

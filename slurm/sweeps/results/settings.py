@@ -1,0 +1,44 @@
+"""The settings of runs, as tables show them: all that decides a run, and what tells runs apart."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from sweeps.runs.run import Run
+from sweeps.runs.stages import TRAIN
+
+# The settings that every table has a column for.
+SHOWN = (
+    "model_name_or_path",
+    "label_smoothing",
+    "learning_rate",
+    "seed",
+    "train_file",
+    "num_train_epochs",
+)
+
+
+def settings(run: Run) -> dict[str, Any]:
+    """All that decides a run, on one level: the config's keys, and the hashes of its files.
+
+    What is no text and no number is written as text.
+    """
+    config = run.config()
+    values = {"backend": config.backend, **config.world.model_dump(), **config.train}
+    for row in run.attempts():
+        if row.get("stage") == TRAIN:
+            values.update(row.get("files", {}))
+    for key, value in values.items():
+        if not isinstance(value, (str, int, float)):
+            values[key] = str(value)
+    return values
+
+
+def varied_settings(runs: Sequence[Run]) -> list[str]:
+    """The settings in which trained runs differ, apart from those that every table shows."""
+    seen: dict[str, set] = {}
+    for run in runs:
+        if run.config().backend is None:  # a model before fine-tuning
+            continue
+        for key, value in settings(run).items():
+            seen.setdefault(key, set()).add(value)
+    return [key for key, values in seen.items() if len(values) > 1 and key not in SHOWN]
