@@ -1,6 +1,7 @@
 """Which way a call makes its gradients, and how much memory that takes."""
 
 import itertools
+import math
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,12 @@ from smoothce.triton.tokens import LossCall
 FEW = 2048  # tokens whose products keep a GPU busy, or D where that is more
 LEAST = 512  # fewer at a time cost more than computing logits twice
 PARTS = 8  # most parts after each of which dC is rounded; more are summed in fp32
+# Under a softcap the forward's gradients take each logit from its saved probability, which is
+# 2^(logit - offset): as much as 2 · softcap nats below 1. Normal fp32 and bf16 numbers end at
+# 2^-126, of which one power of two is left for rounding. Below that a logit, and so the slope of
+# the cap there, would be lost.
+SAVED_POWERS = 125
+MOST_SOFTCAP = SAVED_POWERS * math.log(2) / 2  # nats, 43.3
 
 
 class Plan(NamedTuple):
@@ -46,6 +53,12 @@ def plan_for(call: LossCall) -> Plan:
     if options.reduction == "none" and d_weight:
         return Plan(
             "recompute_backward", "without reduction each token has an upstream gradient of its own"
+        )
+    if options.softcap is not None and options.softcap > MOST_SOFTCAP:
+        return Plan(
+            "recompute_backward",
+            f"a softcap over {MOST_SOFTCAP:.1f} lets logits lie further apart than saved "
+            "probabilities can tell",
         )
     n, (v, d) = len(inputs.labels), inputs.weight.shape
     size = inputs.weight.element_size()

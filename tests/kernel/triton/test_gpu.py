@@ -2,6 +2,7 @@
 often a kernel is compiled, and where training ends."""
 
 import copy
+import itertools
 import random
 
 import pytest
@@ -84,6 +85,33 @@ def test_unlikely_targets(sigma, how):
     found = gradients("triton", hidden, weight, labels, label_smoothing=0.1, **how)
     for ours, right, theirs in zip(found, want, plain, strict=True):
         assert error(ours, right) <= error(theirs, right)
+
+
+@pytest.mark.parametrize("deviation", [5.0, 30.0, 100.0, 1e4])
+@pytest.mark.parametrize(
+    ("how", "softcap"),
+    [
+        *itertools.product(
+            [EARLY, LATE, {"reduction": "none"}], [30.0, 43.0, 44.0, 50.0, 64.0, 100.0]
+        ),
+        # Where the filter drops a block, a softcap biases the smoothing term: under a cap of 13 no
+        # probability is below e^-26, and so none below the threshold.
+        ({"filter_eps": 1e-12}, 13.0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_softcaps(dtype, how, softcap, deviation):
+    """Logits, of this standard deviation before the cap, that stay far below it, that it bends, and
+    that it flattens altogether."""
+    hidden, weight, labels, _ = inputs(300, 4096, 256, dtype, spread=deviation)
+    options = {"label_smoothing": 0.1, "softcap": softcap, "reduction": how.get("reduction", "sum")}
+    want = gradients("reference", hidden.double(), weight.double(), labels, **options)
+    found = gradients("triton", hidden, weight, labels, **{**options, **how})
+    # Logits of ±10,000 are themselves known to 1e-3 in fp32.
+    bound = {torch.float32: 1e-3, torch.bfloat16: 8e-3, torch.float16: 1e-2}[dtype]
+    for ours, right in zip(found, want, strict=True):
+        assert error(ours, right) < bound
 
 
 @EXACT

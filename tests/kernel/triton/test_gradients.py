@@ -3,6 +3,7 @@
 Shapes here are the interpreter's; `test_gpu` runs the same checks on the tiles of a GPU."""
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from loss_check import (
     ANY_SHAPE_AND_OPTION,
     DEVICE,
+    FLOOR,
     HALF,
     WIDE_CUMSUM,
     check,
@@ -31,6 +33,7 @@ WAYS = [
     pytest.param(LATE, id="recompute_backward"),
     pytest.param(FILTERED, id="filtered", marks=runs_schedule),
 ]
+SOFTCAPS = 0.5, 30.0, 43.0, 43.4, 44.0, 50.0, 64.0, 100.0, 1000.0
 CHUNKED = pytest.param({"impl": "chunked"}, id="chunked")
 
 
@@ -78,6 +81,35 @@ def test_unlikely_targets(how, loss):
     assert math.isclose(found[0], want[0], rel_tol=1e-5)
     for a, b, c in zip(found[1:], want[1:], plain[1:], strict=True):
         assert error(a, b) <= 2 * error(c, b) + max(3e-5, 1e-6 * loss)
+
+
+@pytest.mark.parametrize(
+    ("how", "softcap", "dtype"),
+    [
+        *itertools.product(
+            [EARLY, LATE, {"reduction": "none"}, {"impl": "chunked"}], SOFTCAPS, [torch.float32]
+        ),
+        *itertools.product([EARLY], SOFTCAPS, [HALF]),
+        # Where the filter drops a block, a softcap biases the smoothing term: under a cap of 13 no
+        # probability is below e^-26, and so none below the threshold.
+        pytest.param(FILTERED, 0.5, torch.float32, marks=runs_schedule),
+        pytest.param(FILTERED, 13.0, torch.float32, marks=runs_schedule),
+    ],
+    ids=str,
+)
+def test_softcaps(how, softcap, dtype):
+    """Logits that stay far below the cap, that it bends, and that it flattens altogether."""
+    options = {"label_smoothing": 0.1, "softcap": softcap, "reduction": how.get("reduction", "sum")}
+    for deviation in (5.0, 30.0, 100.0, 1e4):  # of the logits before the cap
+        hidden, weight, labels, _ = inputs(17, 100, 24, dtype, spread=deviation)
+        want = gradients("reference", hidden.double(), weight.double(), labels, **options)
+        plain = gradients(None, hidden, weight, labels, **options)
+        asked = {"impl": "triton", **options, **how}
+        found = gradients(asked.pop("impl"), hidden, weight, labels, **asked)
+        for ours, right, theirs in zip(found, want, plain, strict=True):
+            # 1 - tanh² is a difference, and so is the kernels' tanh: a cap of 1,000 costs 1e-5
+            bound = 10 * error(theirs, right) + max(2e-5, FLOOR[dtype])
+            assert error(ours, right) <= bound, deviation
 
 
 @pytest.mark.parametrize("wide", [False, True])
