@@ -1,7 +1,9 @@
-"""What both exact gradients are made of: S from probabilities that were kept, or from the product
-again; products in fp32; and dE's rows from their sums.
+"""What both exact gradients are made of: S = ∂loss/∂product of a tile, from saved probabilities or
+from the product again; matrix products in fp32; and the rows of dE from their sums.
 
     S_iv = (a_i p_iv − b_i ((1−β) [v = y_i] + β u_v)) · ∂logit/∂product
+
+with `tokens.Coefficients` a and b. `grad_in_forward` and `recompute_backward` build on this.
 """
 
 import torch
@@ -12,178 +14,265 @@ from triton import cdiv
 
 from smoothce.chunked import MIXED
 from smoothce.triton.forward import SavedProbabilities
-from smoothce.triton.tiles import base2_logits, descriptor, product, programs, slope
+from smoothce.triton.tiles import base2_logits, descriptor, product_tile, programs, slope
 from smoothce.triton.tokens import Coefficients, LossCall, PackedTokens
 
-THIN = 16  # programs of `convert_kernel` to a tile's rows
+CONVERT_PROGRAMS = 16  # programs of `convert_kernel` to the rows of a token tile
 
 
 @triton.jit
 def store_dlogits(
-    p, x, v, r, columns,  # probabilities and base-2 logits of entries v, tokens r; where those go
-    labels, a, b, mixture,
-    out, stride_out,
-    N, V, share, smoothing, scale, softcap,
+    probabilities, logits,  # of the tile, base-2 logits
+    entries, rows, columns,  # its entries of the vocabulary, its tokens, its columns in dlogits
+    labels, softmax_coefficients, target_coefficients, smoothing_target,
+    dlogits, stride,  # written
+    N, V, uniform_smoothing, smoothing, scale, softcap,
 ):  # fmt: skip
-    """S of these; 0 for tokens without a label, whose a and b are 0."""
-    known = r < N
-    y = tl.load(labels + r, mask=known, other=-1)
-    b_r = tl.load(b + r, mask=known, other=0.0)[:, None]
-    s = p * tl.load(a + r, mask=known, other=0.0)[:, None]
-    if mixture is not None:
-        s -= b_r * (smoothing * tl.load(mixture + v, mask=v < V, other=0.0))[None, :]
+    """Store S of a tile; it is 0 for tokens without a label, whose coefficients are 0.
+
+    `uniform_smoothing` is β u_v where u is uniform."""
+    known = rows < N
+    label = tl.load(labels + rows, mask=known, other=-1)
+    target = tl.load(target_coefficients + rows, mask=known, other=0.0)[:, None]
+    s = probabilities * tl.load(softmax_coefficients + rows, mask=known, other=0.0)[:, None]
+    if smoothing_target is not None:
+        u = tl.load(smoothing_target + entries, mask=entries < V, other=0.0)
+        s -= target * (smoothing * u)[None, :]
     else:
-        s -= b_r * share
-    s = tl.where(y[:, None] == v[None, :], s - b_r * (1.0 - smoothing), s)
-    s *= scale if softcap is None else slope(x, scale, softcap)
+        s -= target * uniform_smoothing
+    s = tl.where(label[:, None] == entries[None, :], s - target * (1.0 - smoothing), s)
+    s *= scale if softcap is None else slope(logits, scale, softcap)
     # entries past the chunk are never read
-    at = out + r.to(tl.int64)[:, None] * stride_out + columns[None, :]
-    tl.store(at, s.to(out.dtype.element_ty), mask=known[:, None])
+    pointers = dlogits + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    tl.store(pointers, s.to(dlogits.dtype.element_ty), mask=known[:, None])
 
 
-@triton.jit(do_not_specialize=["N", "width"])
+@triton.jit(do_not_specialize=["N", "chunk"])
 def recompute_kernel(
-    hidden, weight, bias, mixture, labels, lse, a, b,  # (N, D), (V, D), (V,) or None, (N,) each
-    out, N, V, vocab, width, stride_out,  # S of entries [vocab, vocab + width)
-    share, smoothing, scale, softcap, D: tl.constexpr,
+    hidden, weight, bias, smoothing_target,  # (N, D), (V, D), (V,) or None twice
+    labels, lses, softmax_coefficients, target_coefficients,  # (N,) each
+    dlogits,  # written: S of entries [first_entry, first_entry + chunk)
+    N, V, first_entry, chunk, stride,
+    uniform_smoothing, smoothing, scale, softcap, D: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
     TMA: tl.constexpr, FLATTEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """S of all tokens and of the chunk of the vocabulary that starts at `vocab`."""
-    n_rows = tl.cdiv(N, ROWS)
-    n_tiles = n_rows * tl.cdiv(width, WIDTH)
+    """S of all tokens and of the chunk of the vocabulary that starts at `first_entry`."""
+    row_tiles = tl.cdiv(N, ROWS)
+    n_tiles = row_tiles * tl.cdiv(chunk, WIDTH)
     workers = tl.num_programs(0)
     # flattened, so that the next tile's loads start while this one is written
-    for tile in (tl.range if FLATTEN else range)(tl.program_id(0), n_tiles, workers, flatten=True):
-        row = (tile % n_rows) * ROWS
-        o_v = (tile // n_rows) * WIDTH
-        acc = product(hidden, weight, row, vocab + o_v, N, V, D, ROWS, WIDTH, DEPTH, TMA, PRECISION)
-        v = vocab + o_v + tl.arange(0, WIDTH)
-        x = base2_logits(acc, bias, v, V, scale, softcap)
-        r = row + tl.arange(0, ROWS)
-        p = tl.exp2(x - tl.load(lse + r, mask=r < N, other=float("inf"))[:, None])
+    for tile in (tl.range if FLATTEN else range)(tl.program_id(0), n_tiles, workers, flatten=True):  # type: ignore[call-overload]
+        row = (tile % row_tiles) * ROWS
+        column = (tile // row_tiles) * WIDTH
+        entry = first_entry + column
+        product = product_tile(
+            hidden, weight, row, entry, N, V, D, ROWS, WIDTH, DEPTH, TMA, PRECISION
+        )
+        entries = entry + tl.arange(0, WIDTH)
+        logits = base2_logits(product, bias, entries, V, scale, softcap)
+        rows = row + tl.arange(0, ROWS)
+        lse = tl.load(lses + rows, mask=rows < N, other=float("inf"))
+        probabilities = tl.exp2(logits - lse[:, None])
         store_dlogits(
-            p, x, v, r, o_v + tl.arange(0, WIDTH),
-            labels, a, b, mixture, out, stride_out, N, V, share, smoothing, scale, softcap,
+            probabilities, logits, entries, rows, column + tl.arange(0, WIDTH),
+            labels, softmax_coefficients, target_coefficients, smoothing_target,
+            dlogits, stride, N, V, uniform_smoothing, smoothing, scale, softcap,
         )  # fmt: skip
 
 
 @triton.jit
 def convert_kernel(
-    memory, tops, labels, lse, a, b, mixture, count,
+    memory,  # (N, stride): saved probabilities, which become S
+    tile_offsets, labels, lses, softmax_coefficients, target_coefficients, smoothing_target,
+    valid_count,
     N, V, padded, stride,
-    share, smoothing, scale, softcap, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    uniform_smoothing, smoothing, scale, softcap, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """S from kept probabilities, in the same memory."""
-    r = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    v = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    valid = r < tl.minimum(N, tl.load(count))  # the other tokens have none
-    at = memory + r.to(tl.int64)[:, None] * stride + v[None, :]
-    p = tl.load(at, mask=valid[:, None], other=0.0).to(tl.float32)
-    top = tl.load(tops + tl.program_id(0) * padded + r, mask=valid, other=0.0)
-    x = tl.log2(tl.maximum(p, 1e-38)) + top[:, None]
-    p *= tl.exp2(top - tl.load(lse + r, mask=valid, other=0.0))[:, None]
+    """S from saved probabilities, in the same memory."""
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    entries = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    valid = rows < tl.minimum(N, tl.load(valid_count))  # the other tokens have none
+    pointers = memory + rows.to(tl.int64)[:, None] * stride + entries[None, :]
+    probabilities = tl.load(pointers, mask=valid[:, None], other=0.0).to(tl.float32)
+    offset = tl.load(tile_offsets + tl.program_id(0) * padded + rows, mask=valid, other=0.0)
+    # `plan.MOST_SOFTCAP` keeps probabilities above this bound, which spares tokens that have none
+    # a logarithm of 0
+    logits = tl.log2(tl.maximum(probabilities, 1e-38)) + offset[:, None]
+    probabilities *= tl.exp2(offset - tl.load(lses + rows, mask=valid, other=0.0))[:, None]
     store_dlogits(
-        p, x, v, r, v,
-        labels, a, b, mixture, memory, stride, N, V, share, smoothing, scale, softcap,
+        probabilities, logits, entries, rows, entries,
+        labels, softmax_coefficients, target_coefficients, smoothing_target,
+        memory, stride, N, V, uniform_smoothing, smoothing, scale, softcap,
     )  # fmt: skip
 
 
-def convert(
-    call: LossCall, tokens: PackedTokens, of: Coefficients, kept: SavedProbabilities, n: int
-) -> None:
-    """The first n tokens' probabilities become their S, in place."""
-    inputs, thin = call.inputs, max(call.tiles.rows // THIN, 1)
-    if n:
-        convert_kernel[(call.blocks, cdiv(n, thin))](
-            kept.memory, kept.tops, tokens.labels, tokens.lse, *of, inputs.smoothing_target,
-            tokens.count,
-            n, len(inputs.weight), len(tokens.lse), kept.memory.stride(0),
-            call.share, inputs.options.label_smoothing, inputs.scale, inputs.options.softcap,
-            ROWS=thin, WIDTH=call.tiles.width,
-        )  # fmt: skip
-
-
-def recompute(
+def convert_to_dlogits(
     call: LossCall,
-    hidden: Tensor,  # (n, D) packed
     tokens: PackedTokens,
-    of: Coefficients,
-    out: Tensor,  # (n, ·)
+    coefficients: Coefficients,
+    saved: SavedProbabilities,
+    n: int,
+) -> None:
+    """Turn the first n tokens' probabilities into their S, in place."""
+    if n == 0:
+        return
+    inputs = call.inputs
+    rows = max(call.tiles.rows // CONVERT_PROGRAMS, 1)
+    convert_kernel[(call.blocks, cdiv(n, rows))](
+        memory=saved.probabilities,
+        tile_offsets=saved.tile_offsets,
+        labels=tokens.labels,
+        lses=tokens.lse,
+        softmax_coefficients=coefficients.softmax,
+        target_coefficients=coefficients.target,
+        smoothing_target=inputs.smoothing_target,
+        valid_count=tokens.count,
+        N=n,
+        V=len(inputs.weight),
+        padded=len(tokens.lse),
+        stride=saved.probabilities.stride(0),
+        uniform_smoothing=call.share,
+        smoothing=inputs.options.label_smoothing,
+        scale=inputs.scale,
+        softcap=inputs.options.softcap,
+        ROWS=rows,
+        WIDTH=call.tiles.width,
+    )
+
+
+def recompute_dlogits(
+    call: LossCall,
+    packed: Tensor,  # (n, D)
+    tokens: PackedTokens,
+    coefficients: Coefficients,
+    out: Tensor,  # (n, stop − start or more), written
     start: int,
     stop: int,
 ) -> Tensor:  # (n, stop − start)
     """S of entries [start, stop), from the product."""
-    inputs, tiles = call.inputs, call.tiles
-    recompute_kernel[(programs(hidden.device),)](
-        descriptor(hidden, [tiles.rows, tiles.depth], tiles.tma),
-        descriptor(inputs.weight, [tiles.width, tiles.depth], tiles.tma),
-        inputs.bias, inputs.smoothing_target, tokens.labels, tokens.lse, *of,
-        out, len(hidden), len(inputs.weight), start, stop - start, out.stride(0),
-        call.share, inputs.options.label_smoothing, inputs.scale, inputs.options.softcap,
-        D=hidden.shape[1], **tiles.product,
-    )  # fmt: skip
+    inputs = call.inputs
+    tiles = call.tiles
+    recompute_kernel[(programs(packed.device),)](
+        hidden=descriptor(packed, [tiles.rows, tiles.depth], tiles.tma),
+        weight=descriptor(inputs.weight, [tiles.width, tiles.depth], tiles.tma),
+        bias=inputs.bias,
+        smoothing_target=inputs.smoothing_target,
+        labels=tokens.labels,
+        lses=tokens.lse,
+        softmax_coefficients=coefficients.softmax,
+        target_coefficients=coefficients.target,
+        dlogits=out,
+        N=len(packed),
+        V=len(inputs.weight),
+        first_entry=start,
+        chunk=stop - start,
+        stride=out.stride(0),
+        uniform_smoothing=call.share,
+        smoothing=inputs.options.label_smoothing,
+        scale=inputs.scale,
+        softcap=inputs.options.softcap,
+        D=packed.shape[1],
+        **tiles.product_settings,
+    )
     return out[:, : stop - start]
 
 
-def times(a: Tensor, b: Tensor) -> Tensor:
+def matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
     """a · b in fp32, summed in it where this PyTorch can."""
     if a.dtype == torch.float32 or not a.is_cuda:
         return a.float() @ b.float()
-    return torch.mm(a, b, out_dtype=torch.float32) if MIXED else (a @ b).float()
+    if MIXED:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return (a @ b).float()
 
 
-def add_times(acc: Tensor, a: Tensor, b: Tensor) -> None:
-    """acc += a · b, in fp32."""
+def add_matmul_fp32(sums: Tensor, a: Tensor, b: Tensor) -> None:
+    """sums += a · b, in fp32."""
     if a.dtype != torch.float32 and a.is_cuda and MIXED:
-        torch.ops.aten.addmm.dtype_out(acc, a, b, torch.float32, out=acc)
+        torch.ops.aten.addmm.dtype_out(sums, a, b, torch.float32, out=sums)
     else:
-        acc += times(a, b)
+        sums += matmul_fp32(a, b)
+
+
+TERMS_OF_PROBABILITIES = (  # parameters of `hidden_kernel`
+    "labels",
+    "lses",
+    "offsets",
+    "softmax_coefficients",
+    "target_coefficients",
+    "weight",
+)
 
 
 @triton.jit
 def hidden_kernel(
-    acc,  # (·, D) fp32 sums of packed tokens
-    order, count,
-    labels, lse, offset, a, b, weight, mean,  # where sums are of p̃; else all None
+    sums,  # (·, D) fp32, of packed tokens
+    order, valid_count,
+    # what the other terms take where sums are of p̃, else None: TERMS_OF_PROBABILITIES
+    labels, lses, offsets, softmax_coefficients, target_coefficients, weight,
+    mean_weight,  # (D,) β Σ_v u_v C_v, or None
     out,  # (n, D) in the caller's order, 0 where a token is masked
     smoothing, scale, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One token's dE: its sum, or w_i times it less b_i times target and `mean` (β Σ_v u_v C_v)."""
-    i = tl.program_id(0).to(tl.int64)
-    row = tl.load(order + i).to(tl.int64)
-    here = tl.where(i < tl.load(count), D, 0)
-    if lse is not None:
-        w = tl.load(a + i) * tl.exp2(tl.load(offset + i) - tl.load(lse + i)) * scale
-        b_i = tl.load(b + i) * scale
-        y = tl.load(labels + i).to(tl.int64)
-        target = tl.where(y >= 0, here, 0)
-    for d in range(0, D, BLOCK):
-        o = d + tl.arange(0, BLOCK)
-        x = tl.load(acc + i * D + o, mask=o < here, other=0.0)
-        if lse is not None:
-            c = tl.load(weight + tl.maximum(y, 0) * D + o, mask=o < target, other=0.0)
-            x = x * w - b_i * (1.0 - smoothing) * c.to(tl.float32)
-            if mean is not None:
-                x -= b_i * tl.load(mean + o, mask=o < here, other=0.0)
-            x = tl.where(o < here, x, 0.0)
-        tl.store(out + row * D + o, x.to(out.dtype.element_ty), mask=o < D)
+    """One token's dE: its sum; or of p̃, w_i times it less b_i ((1−β) C_y + β Σ_v u_v C_v)."""
+    place = tl.program_id(0).to(tl.int64)
+    out_row = tl.load(order + place).to(tl.int64)
+    valid_columns = tl.where(place < tl.load(valid_count), D, 0)
+    if lses is not None:
+        factor = tl.load(softmax_coefficients + place)
+        factor = factor * tl.exp2(tl.load(offsets + place) - tl.load(lses + place)) * scale
+        target = tl.load(target_coefficients + place) * scale
+        label = tl.load(labels + place).to(tl.int64)
+        target_columns = tl.where(label >= 0, valid_columns, 0)
+    for start in range(0, D, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        gradient = tl.load(sums + place * D + columns, mask=columns < valid_columns, other=0.0)
+        if lses is not None:
+            target_weight = tl.load(
+                weight + tl.maximum(label, 0) * D + columns,
+                mask=columns < target_columns,
+                other=0.0,
+            )
+            gradient = gradient * factor - target * (1.0 - smoothing) * target_weight.to(tl.float32)
+            if mean_weight is not None:
+                mean = tl.load(mean_weight + columns, mask=columns < valid_columns, other=0.0)
+                gradient -= target * mean
+            gradient = tl.where(columns < valid_columns, gradient, 0.0)
+        tl.store(out + out_row * D + columns, gradient.to(out.dtype.element_ty), mask=columns < D)
 
 
 def write_hidden(
     call: LossCall,
     tokens: PackedTokens,
-    acc: Tensor,  # (n or more, D) fp32
-    out: Tensor,  # (n, D)
-    of: Coefficients | None = None,  # where sums are of p̃
-    mean: Tensor | None = None,  # (D,) fp32
+    sums: Tensor,  # (n or more, D) fp32
+    out: Tensor,  # (n, D), written
+    coefficients: Coefficients | None = None,  # where sums are of p̃ and not of S
+    mean_weight: Tensor | None = None,  # (D,) fp32, likewise
 ) -> None:
-    inputs, d = call.inputs, out.shape[1]
-    direct = (None,) * 6
-    if of is not None:
-        direct = tokens.labels, tokens.lse, tokens.offset, *of, inputs.weight
+    """Write dE of these tokens in the caller's order."""
+    inputs = call.inputs
+    d = out.shape[1]
+    if coefficients is None:
+        more: dict[str, Tensor | None] = dict.fromkeys(TERMS_OF_PROBABILITIES)
+    else:
+        more = {
+            "labels": tokens.labels,
+            "lses": tokens.lse,
+            "offsets": tokens.offset,
+            "softmax_coefficients": coefficients.softmax,
+            "target_coefficients": coefficients.target,
+            "weight": inputs.weight,
+        }
     hidden_kernel[(len(out),)](
-        acc, tokens.order, tokens.count, *direct, mean, out,
-        inputs.options.label_smoothing, inputs.scale,
-        D=d, BLOCK=min(1024, triton.next_power_of_2(d)),
-    )  # fmt: skip
+        sums=sums,
+        order=tokens.order,
+        valid_count=tokens.count,
+        **more,
+        mean_weight=mean_weight,
+        out=out,
+        smoothing=inputs.options.label_smoothing,
+        scale=inputs.scale,
+        D=d,
+        BLOCK=min(1024, triton.next_power_of_2(d)),
+    )

@@ -1,15 +1,21 @@
-"""The walk over the vocabulary: of every token the log-sum-exp, Σ_v u_v z_v, and where asked for
-entropy and argmax, the filter's block statistics, and the probabilities themselves.
+"""The forward: one walk over the vocabulary finds what the loss needs of every token.
 
-A program owns a block of tokens and a segment of the vocabulary; sums stay in registers, so logits
-are never written. How the work is cut follows the number of valid tokens, which only the device
-knows.
+That is the log-sum-exp and Σ_v u_v z_v; where they are asked for, also entropy and argmax, the
+filter's statistics of each block of the vocabulary, and the probabilities themselves, from which
+`grad_in_forward` makes gradients.
+
+A program of `forward_kernel` owns a tile of tokens and a segment of the vocabulary. Sums stay in
+registers, so that logits are never written. How the work is cut follows the number of valid tokens,
+which only the device knows. `finish_kernel` joins each token's segments, `losses_kernel` makes
+losses of them.
 
 Exponents are relative to the target's logit: p̃ = 2^(z − offset) is 1 for the target, and what is
-kept of it in 16 bits has all of bfloat16's bits whatever the logit. A tile whose largest logit is
-more than 2^SLACK times the offset's takes its own maximum for an offset, and `tops` says which.
+saved of it in 16 bits has all of bfloat16's bits whatever the logit. A tile whose largest logit is
+more than 2^SLACK times the offset's takes its own maximum for an offset, and
+`SavedProbabilities.tile_offsets` says which.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,304 +24,504 @@ import triton.language as tl
 from torch import Tensor
 from triton import cdiv
 
-from smoothce.triton.tiles import LOG2E, base2_logits, descriptor, product, programs
+from smoothce.triton.tiles import LOG2E, base2_logits, descriptor, product_tile, programs
 from smoothce.triton.tokens import LossCall, PackedTokens
 from smoothce.vocab_parallel import TokenLogitSums, merge_shards
 
 SLACK = tl.constexpr(64.0)  # base 2: sums of 2^18 such numbers, and their inverse, are fp32 numbers
 LOWEST = tl.constexpr(-1e38)  # an offset below every logit
-SHARES = 4  # programs a multiprocessor
+FP16_RANGE = tl.constexpr(60000.0)
+PROGRAMS_PER_MULTIPROCESSOR = 4
+
+# Rows of `Segments.sums` ...
+OFFSET = tl.constexpr(0)
+PROBABILITY_SUM = tl.constexpr(1)  # Σ_v p̃_v
+MIXED_SUM = tl.constexpr(2)  # Σ_v u_v z_v
+EXPECTED_SUM = tl.constexpr(3)  # Σ_v p̃_v z_v
+SUM_ROWS = 4
+# ... and of `Segments.best`.
+LARGEST = tl.constexpr(0)  # the largest logit's bits
+ARGMAX = tl.constexpr(1)  # its entry
+BEST_ROWS = 2
 
 
 @triton.jit
-def split(n, group, n_blocks, workers, ROWS: tl.constexpr, GROUP: tl.constexpr):
-    """How to cut a group of token blocks × all vocabulary blocks into equal shares for all workers.
+def split_group(n_valid, group, n_blocks, workers, ROWS: tl.constexpr, GROUP: tl.constexpr):
+    """How to cut a group of token tiles × all vocabulary blocks into equal shares for all workers.
 
     Groups follow one another, and each reads all of C once. A group is small, so that its tokens'
     hidden states stay in the L2 cache meanwhile.
 
-    Every token block gets `cuts` segments of `length` vocabulary blocks, each one program's share.
-    Programs left over share the vocabulary's end, from `cuts · length` on, for all token blocks.
-    Returns (first token block, token blocks, cuts, length, programs left over)."""
-    all_rows = tl.cdiv(n, ROWS)
-    groups = tl.maximum(tl.cdiv(all_rows, GROUP), 1)
-    start = group * all_rows // groups
-    n_rows = tl.maximum((group + 1) * all_rows // groups - start, 1)
-    cuts = tl.minimum(workers // n_rows, n_blocks)
-    spare = workers - cuts * n_rows
-    # a program left over takes the end of `each` token blocks: a segment's work, at length `even`
-    each = tl.cdiv(n_rows, tl.maximum(spare, 1))
-    even = tl.cdiv(n_blocks * each, cuts * each + 1)
-    length = tl.where(spare > 0, even, tl.cdiv(n_blocks, cuts))
-    return start, n_rows, tl.minimum(cuts, tl.cdiv(n_blocks, length)), length, spare
+    Every token tile gets `segments` segments of `length` vocabulary blocks, each one program's
+    share. Programs left over share the vocabulary's end, from `segments · length` on, for all token
+    tiles.
+    Returns (first token tile, token tiles, segments, length, programs left over)."""
+    all_tiles = tl.cdiv(n_valid, ROWS)
+    groups = tl.maximum(tl.cdiv(all_tiles, GROUP), 1)
+    first_tile = group * all_tiles // groups
+    n_tiles = tl.maximum((group + 1) * all_tiles // groups - first_tile, 1)
+    segments = tl.minimum(workers // n_tiles, n_blocks)
+    n_spare = workers - segments * n_tiles
+    # A spare program takes the end of so many token tiles that it has a segment's work, which
+    # happens where a segment is `even_length` long.
+    tiles_per_spare = tl.cdiv(n_tiles, tl.maximum(n_spare, 1))
+    even_length = tl.cdiv(n_blocks * tiles_per_spare, segments * tiles_per_spare + 1)
+    length = tl.where(n_spare > 0, even_length, tl.cdiv(n_blocks, segments))
+    return first_tile, n_tiles, tl.minimum(segments, tl.cdiv(n_blocks, length)), length, n_spare
 
 
 @triton.jit
-def share(program, n, group, n_blocks, workers, ROWS: tl.constexpr, GROUP: tl.constexpr):
-    """A program's part of `split`.
+def share_of_group(
+    program, n_valid, group, n_blocks, workers, ROWS: tl.constexpr, GROUP: tl.constexpr
+):
+    """One program's part of `split_group`.
 
-    Returns (first token block of the group, token blocks in it, the program's segment, where that
-    begins and ends in the vocabulary, its first token block in the group, the step to the next)."""
-    start, n_rows, cuts, length, spare = split(n, group, n_blocks, workers, ROWS, GROUP)
-    cut = tl.minimum(program // n_rows, cuts)
-    first = tl.minimum(cut * length, n_blocks)
-    last = tl.where(cut < cuts, tl.minimum(first + length, n_blocks), n_blocks)
-    begin = tl.where(cut < cuts, program % n_rows, program - cuts * n_rows)
-    begin = tl.where(first < last, begin, n_rows)
-    step = tl.where(cut < cuts, n_rows, tl.maximum(spare, 1))
-    return start, n_rows, cut, first, last, begin, step
+    Returns (first token tile of the group, token tiles in it, the program's segment, where that
+    begins and ends in the vocabulary, its first token tile in the group, the step to the next)."""
+    first_tile, n_tiles, segments, length, n_spare = split_group(
+        n_valid, group, n_blocks, workers, ROWS, GROUP
+    )
+    segment = tl.minimum(program // n_tiles, segments)  # spare programs': the last, open one
+    first_block = tl.minimum(segment * length, n_blocks)
+    end_block = tl.where(segment < segments, tl.minimum(first_block + length, n_blocks), n_blocks)
+    begin = tl.where(segment < segments, program % n_tiles, program - segments * n_tiles)
+    begin = tl.where(first_block < end_block, begin, n_tiles)
+    step = tl.where(segment < segments, n_tiles, tl.maximum(n_spare, 1))
+    return first_tile, n_tiles, segment, first_block, end_block, begin, step
 
 
-class SavedProbabilities(NamedTuple):
-    """Where the probabilities of a super-block's tokens are kept."""
+@triton.jit
+def segment_place(
+    group, segment, tile, n_tiles, workers, ROWS: tl.constexpr, GROUP: tl.constexpr
+):  # fmt: skip
+    """Where a token tile's sums over a segment lie in a row of `Segments`."""
+    return (group * (workers + GROUP) + segment * n_tiles + tile) * ROWS + tl.arange(0, ROWS)
 
-    memory: Tensor  # (tokens, blocks · width) in the inputs' dtype
-    tops: Tensor  # (blocks, padded tokens) fp32, what each tile's are relative to
+
+@triton.jit
+def mixed_sum(logits, smoothing_target, entries, V, factor, RAGGED: tl.constexpr):
+    """Σ_v u_v z_v of a tile, or Σ_v z_v where u is uniform; `factor` makes logits of them."""
+    if smoothing_target is not None:
+        u = tl.load(smoothing_target + entries, mask=entries < V, other=0.0)[None, :]
+        # a forbidden entry, of logit −∞, may have no part in it
+        total = tl.sum(tl.where(u > 0, logits * u, 0.0), 1) * factor
+    else:
+        known = tl.where((entries < V)[None, :], logits, 0.0) if RAGGED else logits
+        total = tl.sum(known, 1) * factor
+    return total
+
+
+@triton.jit
+def store_block_statistics(block_lse, block_max, place, offset, probability_sum, top, target):
+    """For the filter: a tile's log-sum-exp and largest logit, minus the target's, in fp16."""
+    lse = offset - target + tl.log2(probability_sum)
+    tl.store(block_lse + place, tl.clamp(lse, -FP16_RANGE, FP16_RANGE).to(tl.float16))
+    top = tl.clamp(top - target, -FP16_RANGE, FP16_RANGE)
+    tl.store(block_max + place, top.to(tl.float16))
 
 
 @triton.jit
 def forward_kernel(
-    hidden, weight, bias, mixture, count,  # (padded, D) packed, (V, D), (V,) or None twice, (1,)
-    targets,  # (padded,) nats
-    block_lse, block_max,  # (blocks, padded) base 2 and minus the target's, or None
-    parts,  # (4, n_parts): offset, Σ p̃, Σ_v u_v z_v and Σ p̃ z of each segment's tokens
-    best,  # (2, n_parts) int32: the largest logit's bits and its entry; or None
-    n_parts, padded,
-    memory, tops, stride,  # of p̃, a row a token, and offsets (blocks, padded); or None
+    hidden, weight, bias, smoothing_target,  # (padded, D) packed, (V, D), (V,) or None twice
+    valid_count, targets,  # (1,), (padded,) the targets' logits in nats
+    block_lse, block_max,  # (blocks, padded) base 2 and minus the target's, written; or None
+    segment_sums, segment_best,  # the `Segments`, written
+    n_segment_tokens, padded,  # the length of a row of `Segments`, and of the packed tokens
+    probabilities, tile_offsets, stride,  # the `SavedProbabilities`, written; or None
     V, n_blocks, scale, softcap,
     D: tl.constexpr, GROUP: tl.constexpr,
-    RAGGED: tl.constexpr, PLAIN: tl.constexpr, MIX: tl.constexpr,
+    RAGGED: tl.constexpr,  # whether the last block has fewer than WIDTH entries
+    PLAIN: tl.constexpr,  # whether logits are products times a positive scale
+    MIX: tl.constexpr,  # whether Σ_v u_v z_v is wanted
     ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
     TMA: tl.constexpr, FLATTEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sums of every token over its program's tiles."""
-    n = tl.load(count)
+    n_valid = tl.load(valid_count)
     program = tl.program_id(0)
     workers = tl.num_programs(0)
-    for group in range(0, tl.cdiv(n, ROWS * GROUP)):
-        start, n_rows, cut, first, last, begin, step = share(
-            program, n, group, n_blocks, workers, ROWS, GROUP
+    for group in range(0, tl.cdiv(n_valid, ROWS * GROUP)):
+        first_tile, n_tiles, segment, first_block, end_block, begin, step = share_of_group(
+            program, n_valid, group, n_blocks, workers, ROWS, GROUP
         )
-        for i in range(begin, n_rows, step):
-            row = (start + i) * ROWS
+        for tile in range(begin, n_tiles, step):
+            row = (first_tile + tile) * ROWS
             rows = row + tl.arange(0, ROWS)
             target = tl.load(targets + rows) * LOG2E
-            m = tl.maximum(target, LOWEST)
-            s = tl.zeros((ROWS,), tl.float32)
-            z = tl.zeros((ROWS,), tl.float32)
-            w = tl.zeros((ROWS,), tl.float32)
+            offset = tl.maximum(target, LOWEST)
+            probability_sum = tl.zeros((ROWS,), tl.float32)
+            mixed = tl.zeros((ROWS,), tl.float32)
+            expected = tl.zeros((ROWS,), tl.float32)
             largest = tl.full((ROWS,), -float("inf"), tl.float32)
             argmax = tl.zeros((ROWS,), tl.int32)
             # flattened, so that the next tile's loads start during this tile's exponentials
-            for block in (tl.range if FLATTEN else range)(first, last, flatten=True):
+            for block in (tl.range if FLATTEN else range)(first_block, end_block, flatten=True):  # type: ignore[call-overload]
                 entry = block * WIDTH
-                acc = product(
+                product = product_tile(
                     hidden, weight, row, entry, padded, V, D, ROWS, WIDTH, DEPTH, TMA, PRECISION
                 )
-                v = entry + tl.arange(0, WIDTH)
+
+                # base-2 logits are `logits · factor`
+                entries = entry + tl.arange(0, WIDTH)
                 if PLAIN:
-                    # logits are products times a positive factor, which can join the exponent
+                    # the positive factor is left to the exponent, where it costs nothing
                     factor = scale * LOG2E
-                    x = acc
+                    logits = product
                 else:
                     factor = 1.0
-                    x = base2_logits(acc, bias, v, V, scale, softcap)
+                    logits = base2_logits(product, bias, entries, V, scale, softcap)
+
+                # Σ u z and the largest logit
                 if MIX:
-                    if mixture is not None:
-                        u = tl.load(mixture + v, mask=v < V, other=0.0)[None, :]
-                        # a forbidden entry, of logit −∞, may have no part in it
-                        z += tl.sum(tl.where(u > 0, x * u, 0.0), 1) * factor
-                    else:
-                        z += tl.sum(tl.where((v < V)[None, :], x, 0.0) if RAGGED else x, 1) * factor
+                    mixed += mixed_sum(logits, smoothing_target, entries, V, factor, RAGGED)
                 if RAGGED:
-                    x = tl.where((v < V)[None, :], x, -float("inf"))
-                if best is not None:
-                    top, where = tl.max(x, 1, return_indices=True)
+                    logits = tl.where((entries < V)[None, :], logits, -float("inf"))
+                if segment_best is not None:
+                    top, top_column = tl.max(logits, 1, return_indices=True)
                     top *= factor
-                    argmax = tl.where(top > largest, entry + where, argmax)
+                    argmax = tl.where(top > largest, entry + top_column, argmax)
                     largest = tl.maximum(largest, top)
                 else:
-                    top = tl.max(x, 1) * factor
-                new = tl.where(top > m + SLACK, top, m)
-                e = tl.exp2(x * factor - new[:, None])
-                t = tl.sum(e, 1)
-                shrink = tl.exp2(m - new)
-                s = s * shrink + t
-                if best is not None:
+                    top = tl.max(logits, 1) * factor
+
+                # streaming sum of exponentials
+                new_offset = tl.where(top > offset + SLACK, top, offset)
+                exponentials = tl.exp2(logits * factor - new_offset[:, None])
+                tile_sum = tl.sum(exponentials, 1)
+                shrink = tl.exp2(offset - new_offset)
+                probability_sum = probability_sum * shrink + tile_sum
+                if segment_best is not None:
                     # a logit of −∞ has no part in it
-                    w = w * shrink + tl.sum(tl.where(e > 0, e * x, 0.0), 1) * factor
-                m = new
+                    terms = tl.where(exponentials > 0, exponentials * logits, 0.0)
+                    expected = expected * shrink + tl.sum(terms, 1) * factor
+                offset = new_offset
+
+                # what is kept of the tile
                 if block_lse is not None:
-                    o = block * padded + rows  # a super-block keeps this far below 2^31
-                    lse = new - target + tl.log2(t)
-                    tl.store(block_lse + o, tl.clamp(lse, -60000.0, 60000.0).to(tl.float16))
-                    top = tl.clamp(top - target, -60000.0, 60000.0)
-                    tl.store(block_max + o, top.to(tl.float16))
-                if memory is not None:
-                    at = memory + entry + rows.to(tl.int64)[:, None] * stride
-                    at += tl.arange(0, WIDTH)[None, :]
-                    tl.store(at, e.to(memory.dtype.element_ty), mask=(rows < n)[:, None])
-                    tl.store(tops + block * padded + rows, new)
-            o = (group * (workers + GROUP) + cut * n_rows + i) * ROWS + tl.arange(0, ROWS)
-            tl.store(parts + o, m)
-            tl.store(parts + n_parts + o, s)
-            tl.store(parts + 2 * n_parts + o, z)
-            if best is not None:
-                tl.store(parts + 3 * n_parts + o, w)
-                tl.store(best + o, largest.to(tl.int32, bitcast=True))
-                tl.store(best + n_parts + o, argmax)
+                    block_place = block * padded + rows  # a super-block keeps it far below 2^31
+                    store_block_statistics(
+                        block_lse, block_max, block_place, offset, tile_sum, top, target
+                    )
+                if probabilities is not None:
+                    pointers = probabilities + entry + rows.to(tl.int64)[:, None] * stride
+                    pointers += tl.arange(0, WIDTH)[None, :]
+                    saved = exponentials.to(probabilities.dtype.element_ty)
+                    tl.store(pointers, saved, mask=(rows < n_valid)[:, None])
+                    tl.store(tile_offsets + block * padded + rows, offset)
+
+            place = segment_place(group, segment, tile, n_tiles, workers, ROWS, GROUP)
+            tl.store(segment_sums + OFFSET * n_segment_tokens + place, offset)
+            tl.store(segment_sums + PROBABILITY_SUM * n_segment_tokens + place, probability_sum)
+            tl.store(segment_sums + MIXED_SUM * n_segment_tokens + place, mixed)
+            if segment_best is not None:
+                tl.store(segment_sums + EXPECTED_SUM * n_segment_tokens + place, expected)
+                largest_bits = largest.to(tl.int32, bitcast=True)
+                tl.store(segment_best + LARGEST * n_segment_tokens + place, largest_bits)
+                tl.store(segment_best + ARGMAX * n_segment_tokens + place, argmax)
 
 
 @triton.jit
 def finish_kernel(
-    parts, best, n_parts,  # as the forward's kernel has left them
-    count,
-    lse, mixed, offset,  # (padded,) written: nats, nats, base 2
-    expected, top, argmaxes,  # (padded,) written where there is `best`, else None
-    begin, n_blocks, workers,
+    segment_sums, segment_best, n_segment_tokens,  # the `Segments`, as the forward has left them
+    valid_count,
+    lses, mixed_sums, offsets,  # (padded,) written: nats, nats, base 2
+    expectations, tops, argmaxes,  # (padded,) written where there is `segment_best`, else None
+    first_entry, n_blocks, workers,
     ROWS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Join a token block's segments; rows past the valid tokens get zeros."""
-    n = tl.load(count)
-    i = tl.program_id(0)
-    all_rows = tl.cdiv(n, ROWS)
-    # the group whose token blocks, from `start` on, have this one among them
-    group = ((i + 1) * tl.cdiv(all_rows, GROUP) - 1) // tl.maximum(all_rows, 1)
-    start, n_rows, cuts, length, _ = split(n, group, n_blocks, workers, ROWS, GROUP)
-    cuts += (cuts * length < n_blocks).to(tl.int32)
-    rows = i * ROWS + tl.arange(0, ROWS)
-    valid = rows < n
-    m = tl.full((ROWS,), LOWEST, tl.float32)
-    s = tl.zeros((ROWS,), tl.float32)
-    z = tl.zeros((ROWS,), tl.float32)
-    w = tl.zeros((ROWS,), tl.float32)
+    """Join a token tile's segments; rows past the valid tokens get zeros."""
+    n_valid = tl.load(valid_count)
+    tile = tl.program_id(0)
+    all_tiles = tl.cdiv(n_valid, ROWS)
+    # the group whose token tiles, from `first_tile` on, have this one among them
+    group = ((tile + 1) * tl.cdiv(all_tiles, GROUP) - 1) // tl.maximum(all_tiles, 1)
+    first_tile, n_tiles, segments, length, _ = split_group(
+        n_valid, group, n_blocks, workers, ROWS, GROUP
+    )
+    segments += (segments * length < n_blocks).to(tl.int32)  # the spare programs'
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    valid = rows < n_valid
+    offset = tl.full((ROWS,), LOWEST, tl.float32)
+    probability_sum = tl.zeros((ROWS,), tl.float32)
+    mixed = tl.zeros((ROWS,), tl.float32)
+    expected = tl.zeros((ROWS,), tl.float32)
     largest = tl.full((ROWS,), -float("inf"), tl.float32)
     argmax = tl.zeros((ROWS,), tl.int32)
-    for cut in range(0, cuts):
-        o = (group * (workers + GROUP) + cut * n_rows + i - start) * ROWS + tl.arange(0, ROWS)
-        m_c = tl.load(parts + o, mask=valid, other=0.0)
-        new = tl.maximum(m, m_c)
-        shrink, shrink_c = tl.exp2(m - new), tl.exp2(m_c - new)
-        s = s * shrink + tl.load(parts + n_parts + o, mask=valid, other=1.0) * shrink_c
-        z += tl.load(parts + 2 * n_parts + o, mask=valid, other=0.0)
-        if best is not None:
-            w = w * shrink + tl.load(parts + 3 * n_parts + o, mask=valid, other=0.0) * shrink_c
-            top_c = tl.load(best + o, mask=valid, other=0).to(tl.float32, bitcast=True)
-            argmax_c = tl.load(best + n_parts + o, mask=valid, other=0)
-            argmax = tl.where(top_c > largest, argmax_c, argmax)
-            largest = tl.maximum(largest, top_c)
-        m = new
-    tl.store(lse + rows, tl.where(valid, (m + tl.log2(s)) / LOG2E, 0.0))
-    tl.store(mixed + rows, tl.where(valid, z / LOG2E, 0.0))
-    tl.store(offset + rows, tl.where(valid, m, 0.0))
-    if best is not None:
-        tl.store(expected + rows, tl.where(valid, w / s / LOG2E, 0.0))
-        tl.store(top + rows, tl.where(valid, largest / LOG2E, 0.0))
-        tl.store(argmaxes + rows, tl.where(valid, argmax + begin, -1))
+    for segment in range(0, segments):
+        place = segment_place(group, segment, tile - first_tile, n_tiles, workers, ROWS, GROUP)
+        its_offset = tl.load(
+            segment_sums + OFFSET * n_segment_tokens + place, mask=valid, other=0.0
+        )
+        new_offset = tl.maximum(offset, its_offset)
+        shrink = tl.exp2(offset - new_offset)
+        its_shrink = tl.exp2(its_offset - new_offset)
+        its_sum = tl.load(
+            segment_sums + PROBABILITY_SUM * n_segment_tokens + place, mask=valid, other=1.0
+        )
+        probability_sum = probability_sum * shrink + its_sum * its_shrink
+        mixed += tl.load(segment_sums + MIXED_SUM * n_segment_tokens + place, mask=valid, other=0.0)
+        if segment_best is not None:
+            its_expected = tl.load(
+                segment_sums + EXPECTED_SUM * n_segment_tokens + place, mask=valid, other=0.0
+            )
+            expected = expected * shrink + its_expected * its_shrink
+            largest_bits = tl.load(
+                segment_best + LARGEST * n_segment_tokens + place, mask=valid, other=0
+            )
+            its_largest = largest_bits.to(tl.float32, bitcast=True)
+            its_argmax = tl.load(
+                segment_best + ARGMAX * n_segment_tokens + place, mask=valid, other=0
+            )
+            argmax = tl.where(its_largest > largest, its_argmax, argmax)
+            largest = tl.maximum(largest, its_largest)
+        offset = new_offset
+    tl.store(lses + rows, tl.where(valid, (offset + tl.log2(probability_sum)) / LOG2E, 0.0))
+    tl.store(mixed_sums + rows, tl.where(valid, mixed / LOG2E, 0.0))
+    tl.store(offsets + rows, tl.where(valid, offset, 0.0))
+    if segment_best is not None:
+        tl.store(expectations + rows, tl.where(valid, expected / probability_sum / LOG2E, 0.0))
+        tl.store(tops + rows, tl.where(valid, largest / LOG2E, 0.0))
+        tl.store(argmaxes + rows, tl.where(valid, argmax + first_entry, -1))
 
 
 @triton.jit(do_not_specialize=["n_order"])
 def losses_kernel(
-    lse, target, mixed, expected, argmax,  # (padded,) of packed tokens; the last two or None
-    count, order, weights,  # weights (N,) or None
-    base2,  # (padded,) written: the log-sum-exp for the backward
-    losses, full_lse, log_p, entropies, argmaxes,  # (N,) written
-    n_order, padded, smoothing, zeta, BLOCK: tl.constexpr,
+    lses, target_logits, mixed_sums,  # (padded,) of packed tokens, in nats
+    expectations, packed_argmaxes,  # (padded,), or None without statistics
+    valid_count, order, token_weights,  # (1,), (n_order,), (N,) or None
+    base2_lses,  # (padded,) written, for the backward
+    losses, full_lses, log_probabilities, entropies, argmaxes,  # (n_order,) written: the `Results`
+    n_order, padded, smoothing, z_loss, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each token's loss and statistics at its place in the caller's order."""
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    valid = i < tl.load(count)
-    known = i < n_order
-    source = tl.load(order + i, mask=known, other=0)
-    total = tl.load(lse + i, mask=valid, other=0.0)
-    z_y = tl.load(target + i, mask=valid, other=0.0)
-    loss = total - (1.0 - smoothing) * z_y + zeta * total * total
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid = place < tl.load(valid_count)
+    known = place < n_order
+    source = tl.load(order + place, mask=known, other=0)
+    lse = tl.load(lses + place, mask=valid, other=0.0)
+    target_logit = tl.load(target_logits + place, mask=valid, other=0.0)
+    loss = lse - (1.0 - smoothing) * target_logit + z_loss * lse * lse
     if smoothing != 0:
-        loss -= smoothing * tl.load(mixed + i, mask=valid, other=0.0)
-    if weights is not None:
-        loss *= tl.load(weights + source, mask=valid, other=0.0)
-    tl.store(base2 + i, tl.where(valid, total * LOG2E, float("inf")), mask=i < padded)
+        loss -= smoothing * tl.load(mixed_sums + place, mask=valid, other=0.0)
+    if token_weights is not None:
+        loss *= tl.load(token_weights + source, mask=valid, other=0.0)
+    tl.store(base2_lses + place, tl.where(valid, lse * LOG2E, float("inf")), mask=place < padded)
     tl.store(losses + source, tl.where(valid, loss, 0.0), mask=known)
-    tl.store(full_lse + source, tl.where(valid, total, 0.0), mask=known)
-    if expected is not None:
-        tl.store(log_p + source, tl.where(valid, z_y - total, 0.0), mask=known)
-        entropy = total - tl.load(expected + i, mask=valid, other=0.0)
+    tl.store(full_lses + source, tl.where(valid, lse, 0.0), mask=known)
+    if expectations is not None:
+        tl.store(log_probabilities + source, tl.where(valid, target_logit - lse, 0.0), mask=known)
+        entropy = lse - tl.load(expectations + place, mask=valid, other=0.0)
         tl.store(entropies + source, tl.where(valid, entropy, 0.0), mask=known)
-        found = tl.load(argmax + i, mask=valid, other=-1)
-        tl.store(argmaxes + source, tl.where(valid, found, -1), mask=known)
+        argmax = tl.load(packed_argmaxes + place, mask=valid, other=-1)
+        tl.store(argmaxes + source, tl.where(valid, argmax, -1), mask=known)
 
 
+@dataclass(frozen=True)
 class Results:
-    """What the loss returns of each token, (N,) each, in the caller's order."""
+    """What the loss returns of each token, (N,) each, in the caller's order; the last three are
+    there where statistics are asked for."""
 
-    def __init__(self, call: LossCall) -> None:
-        y = call.inputs.labels
-        # each in memory of its own, as torch asks of what an operator returns
-        self.losses, self.lse = (torch.empty_like(y, dtype=torch.float32) for _ in range(2))
-        self.log_p = self.entropy = self.argmax = None
+    losses: Tensor  # fp32
+    lse: Tensor  # fp32
+    log_probability: Tensor | None = None  # fp32
+    entropy: Tensor | None = None  # fp32
+    argmax: Tensor | None = None  # int64
+
+    @classmethod
+    def allocate(cls, call: LossCall) -> "Results":
+        """Memory for the results of a call: each has its own, as torch asks of what an operator
+        returns."""
+        labels = call.inputs.labels
+        losses = torch.empty_like(labels, dtype=torch.float32)
+        lse = torch.empty_like(losses)
+        if not call.inputs.options.return_statistics:
+            return cls(losses, lse)
+        return cls(
+            losses,
+            lse,
+            log_probability=torch.empty_like(losses),
+            entropy=torch.empty_like(losses),
+            argmax=torch.empty_like(labels, dtype=torch.int64),
+        )
+
+    def part(self, tokens: slice) -> "Results":
+        """The results of these tokens, in the same memory."""
+        return Results(
+            losses=self.losses[tokens],
+            lse=self.lse[tokens],
+            log_probability=None if self.log_probability is None else self.log_probability[tokens],
+            entropy=None if self.entropy is None else self.entropy[tokens],
+            argmax=None if self.argmax is None else self.argmax[tokens],
+        )
+
+
+class SavedProbabilities(NamedTuple):
+    """Where the forward leaves the probabilities p̃ of packed tokens."""
+
+    probabilities: Tensor  # (tokens, blocks · width) in the inputs' dtype
+    tile_offsets: Tensor  # (blocks, padded) fp32 base 2, what each tile's are relative to
+
+
+@dataclass(frozen=True)
+class Segments:
+    """What the forward finds of each token in each segment of the vocabulary, and how it was cut.
+
+    A row has one number for each token of each segment; `segment_place` says where."""
+
+    sums: Tensor  # (4, ·) fp32: OFFSET, PROBABILITY_SUM, MIXED_SUM, EXPECTED_SUM
+    best: Tensor | None  # (2, ·) int32: LARGEST, ARGMAX; None where no statistics are asked for
+    workers: int  # programs that walked
+    group: int  # token tiles that they worked on at a time
+
+    @classmethod
+    def allocate(cls, call: LossCall, padded: int, device: torch.device) -> "Segments":
+        rows = call.tiles.rows
+        workers = programs(device, PROGRAMS_PER_MULTIPROCESSOR)
+        group = min(call.tiles.group, workers)
+        # A group has at most a segment a program, and besides each tile's end of the vocabulary.
+        size = cdiv(padded, group * rows) * (workers + group) * rows
+        sums = torch.empty(SUM_ROWS, size, device=device, dtype=torch.float32)
+        best = None
         if call.inputs.options.return_statistics:
-            self.log_p, self.entropy = (torch.empty_like(self.lse) for _ in range(2))
-            self.argmax = torch.empty_like(y, dtype=torch.int64)
+            best = torch.empty(BEST_ROWS, size, device=device, dtype=torch.int32)
+        return cls(sums, best, workers, group)
 
 
 def lse_forward(
     call: LossCall,  # a part of it, or all
     packed: Tensor,  # (padded, D)
-    tokens: PackedTokens,
-    results: Results,  # written at the super-block's tokens ...
+    tokens: PackedTokens,  # whose log-sum-exps and offsets are written
+    results: Results,  # written at these tokens ...
     where: slice,  # ... which are these of the caller's; `tokens.order` counts from its start
     statistics: Tensor | None = None,  # (2, blocks, padded) fp16, written
-    kept: SavedProbabilities | None = None,  # written, at the packed tokens' places
+    saved: SavedProbabilities | None = None,  # written, at the packed tokens' places
 ) -> PackedTokens:
-    """Losses of one super-block, and its tokens with log-sum-exps and offsets.
+    """Compute the losses of some tokens; returns the same tokens.
 
     Statistics are base-2: the log-sum-exp and the largest logit within each block."""
-    inputs, tiles = call.inputs, call.tiles
-    weight, options, device = inputs.weight, inputs.options, packed.device
-    (padded, d), v, blocks = packed.shape, len(weight), call.blocks
-    workers = programs(device, SHARES)
-    group = min(tiles.group, workers)
-    # a group has at most a segment a program, and besides each token block's end of the vocabulary
-    n_parts = cdiv(padded, group * tiles.rows) * (workers + group) * tiles.rows
-    parts = torch.empty(4, n_parts, device=device, dtype=torch.float32)
-    asked = options.return_statistics
-    best = torch.empty(2, n_parts, device=device, dtype=torch.int32) if asked else None
-    block_lse, block_max = (None, None) if statistics is None else statistics
-    positive = inputs.bias is None and options.softcap is None and inputs.scale > 0
-    forward_kernel[(workers,)](
-        descriptor(packed, [tiles.rows, tiles.depth], tiles.tma),
-        descriptor(weight, [tiles.width, tiles.depth], tiles.tma),
-        inputs.bias, inputs.smoothing_target, tokens.count, tokens.target,
-        block_lse, block_max,
-        parts, best, n_parts, padded,
-        *((None, None, 0) if kept is None else (*kept, kept.memory.stride(0))),
-        v, blocks, inputs.scale, options.softcap,
-        D=d, GROUP=group,
-        RAGGED=v % tiles.width != 0, PLAIN=positive, MIX=options.label_smoothing != 0,
-        **tiles.product,
-    )  # fmt: skip
-    del packed
-    columns = torch.empty(5 if asked else 3, padded, device=device, dtype=torch.float32)
-    lse, mixed, offset, *more = columns
-    argmax = torch.empty(padded, device=device, dtype=torch.int64) if asked else None
-    expected, top = more or (None, None)
-    begin = 0 if inputs.shard is None else inputs.shard.offset
-    finish_kernel[(cdiv(padded, tiles.rows),)](
-        parts, best, n_parts, tokens.count,
-        lse, mixed, offset, expected, top, argmax,
-        begin, blocks, workers, ROWS=tiles.rows, GROUP=group,
-    )  # fmt: skip
-    if inputs.smoothing_target is None:
+    segments = Segments.allocate(call, len(packed), packed.device)
+    walk_vocabulary(call, packed, tokens, segments, statistics, saved)
+    sums = join_segments(call, tokens, segments)
+    if call.inputs.shard is not None:
+        # The targets' logits are joined already.
+        sums = sums._replace(target=torch.zeros_like(sums.lse))
+        sums = merge_shards(sums, call.inputs.shard)
+    write_losses(call, tokens, sums, results.part(where), where)
+    return tokens
+
+
+def walk_vocabulary(
+    call: LossCall,
+    packed: Tensor,  # (padded, D)
+    tokens: PackedTokens,
+    segments: Segments,  # written
+    statistics: Tensor | None,  # (2, blocks, padded), written
+    saved: SavedProbabilities | None,  # written
+) -> None:
+    """Launch `forward_kernel`."""
+    inputs = call.inputs
+    tiles = call.tiles
+    options = inputs.options
+    padded, d = packed.shape
+    v = len(inputs.weight)
+    block_lse = None
+    block_max = None
+    if statistics is not None:
+        block_lse, block_max = statistics.unbind()
+    forward_kernel[(segments.workers,)](
+        hidden=descriptor(packed, [tiles.rows, tiles.depth], tiles.tma),
+        weight=descriptor(inputs.weight, [tiles.width, tiles.depth], tiles.tma),
+        bias=inputs.bias,
+        smoothing_target=inputs.smoothing_target,
+        valid_count=tokens.count,
+        targets=tokens.target,
+        block_lse=block_lse,
+        block_max=block_max,
+        segment_sums=segments.sums,
+        segment_best=segments.best,
+        n_segment_tokens=segments.sums.shape[1],
+        padded=padded,
+        probabilities=None if saved is None else saved.probabilities,
+        tile_offsets=None if saved is None else saved.tile_offsets,
+        stride=0 if saved is None else saved.probabilities.stride(0),
+        V=v,
+        n_blocks=call.blocks,
+        scale=inputs.scale,
+        softcap=options.softcap,
+        D=d,
+        GROUP=segments.group,
+        RAGGED=v % tiles.width != 0,
+        PLAIN=inputs.bias is None and options.softcap is None and inputs.scale > 0,
+        MIX=options.label_smoothing != 0,
+        **tiles.product_settings,
+    )
+
+
+def join_segments(call: LossCall, tokens: PackedTokens, segments: Segments) -> TokenLogitSums:
+    """What the walk has found of each token on this rank, and the tokens' offsets."""
+    inputs = call.inputs
+    device = tokens.offset.device
+    padded = len(tokens.offset)
+    lse, mixed = torch.empty(2, padded, device=device, dtype=torch.float32).unbind()
+    expected = None
+    top = None
+    argmax = None
+    if segments.best is not None:
+        expected, top = torch.empty(2, padded, device=device, dtype=torch.float32).unbind()
+        argmax = torch.empty(padded, device=device, dtype=torch.int64)
+    finish_kernel[(cdiv(padded, call.tiles.rows),)](
+        segment_sums=segments.sums,
+        segment_best=segments.best,
+        n_segment_tokens=segments.sums.shape[1],
+        valid_count=tokens.count,
+        lses=lse,
+        mixed_sums=mixed,
+        offsets=tokens.offset,
+        expectations=expected,
+        tops=top,
+        argmaxes=argmax,
+        first_entry=0 if inputs.shard is None else inputs.shard.offset,
+        n_blocks=call.blocks,
+        workers=segments.workers,
+        ROWS=call.tiles.rows,
+        GROUP=segments.group,
+    )
+    if inputs.smoothing_target is None:  # the kernel has summed with weights of 1
         mixed /= inputs.vocabulary
-    found = TokenLogitSums(lse, tokens.target, mixed, expected, top, argmax)
-    if inputs.shard is not None:  # the targets' logits are joined already
-        found = merge_shards(found._replace(target=torch.zeros_like(lse)), inputs.shard)
-    base2, omega = torch.empty_like(offset), inputs.token_weights
+    return TokenLogitSums(
+        lse=lse, target=tokens.target, mixed=mixed, expected=expected, top=top, argmax=argmax
+    )
+
+
+def write_losses(
+    call: LossCall,
+    tokens: PackedTokens,
+    sums: TokenLogitSums,  # over the whole vocabulary
+    results: Results,  # of these tokens, written
+    where: slice,  # which of the caller's tokens they are
+) -> None:
+    """Launch `losses_kernel`."""
+    options = call.inputs.options
+    token_weights = call.inputs.token_weights
+    padded = len(tokens.lse)
     losses_kernel[(cdiv(padded, 1024),)](
-        found.lse, tokens.target, found.mixed, found.expected, found.argmax,
-        tokens.count, tokens.order, omega if omega is None else omega[where],
-        base2,
-        *(x if x is None else x[where] for x in vars(results).values()),
-        len(tokens.order), padded, options.label_smoothing, options.z_loss, BLOCK=1024,
-    )  # fmt: skip
-    return tokens._replace(lse=base2, offset=offset)
+        lses=sums.lse,
+        target_logits=tokens.target,
+        mixed_sums=sums.mixed,
+        expectations=sums.expected,
+        packed_argmaxes=sums.argmax,
+        valid_count=tokens.count,
+        order=tokens.order,
+        token_weights=None if token_weights is None else token_weights[where],
+        base2_lses=tokens.lse,
+        losses=results.losses,
+        full_lses=results.lse,
+        log_probabilities=results.log_probability,
+        entropies=results.entropy,
+        argmaxes=results.argmax,
+        n_order=len(tokens.order),
+        padded=padded,
+        smoothing=options.label_smoothing,
+        z_loss=options.z_loss,
+        BLOCK=1024,
+    )

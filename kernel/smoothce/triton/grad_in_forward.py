@@ -1,6 +1,6 @@
 """Exact gradients made in the forward, some of the tokens at a time: no logit is computed twice.
 
-The walk keeps p̃_iv = 2^(z_iv − o_i), relative to the target's logit (o_i = z_iy) and so 1 for the
+The walk saves p̃_iv = 2^(z_iv − o_i), relative to the target's logit (o_i = z_iy) and so 1 for the
 target, which is exact in 16 bits. With w_i = a_i 2^(o_i − lse_i) and the token's coefficients a, b
 
     dE_i = scale (w_i Σ_v p̃_iv C_v − b_i ((1−β) C_y + β Σ_v u_v C_v))
@@ -15,15 +15,22 @@ into dlogits.
 Under a softcap ∂logit/∂product differs from logit to logit: there such a pass makes S, in place.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton import cdiv
 
-from smoothce.triton.dlogits import add_times, convert, times, write_hidden
+from smoothce.triton.dlogits import (
+    add_matmul_fp32,
+    convert_to_dlogits,
+    matmul_fp32,
+    write_hidden,
+)
 from smoothce.triton.forward import Results, SavedProbabilities, lse_forward
-from smoothce.triton.recompute_backward import Counts, super_blocks
+from smoothce.triton.recompute_backward import ValidCounts, super_blocks
 from smoothce.triton.tiles import LOG2E
 from smoothce.triton.tokens import (
     Coefficients,
@@ -36,206 +43,395 @@ from smoothce.triton.tokens import (
 )
 from smoothce.vocab_parallel import all_reduce_gradient
 
-LEAD = 8  # rows before the first token's: u, what 16 bits leave of it, and zeros
-SPAN = 16  # vocabulary blocks that one program of `repair_kernel` looks at
+# Rows of the workspace before the first token's: they hold u, as the sum high + low of two 16-bit
+# numbers, and zeros. Eight of them leave the tokens' rows as aligned as the workspace is.
+# dC's product takes them beside rows that hold Σ_i b_i E_i, likewise high + low:
+#     HIGH         u's high beside the sum's high
+#     HIGH_AGAIN   u's high beside the sum's low
+#     LOW          u's low beside the sum's high
+LEAD = 8
+HIGH = 0
+HIGH_AGAIN = 1
+LOW = 2
+
+REPAIR_BLOCKS = 16  # vocabulary blocks that one program of `repair_kernel` looks at
+REPAIR_PROGRAMS = 4  # programs of it to the rows of a token tile
 
 
 @triton.jit
 def repair_kernel(
-    memory, tops, offset, count,  # p̃ (rows, stride), (blocks, padded), (padded,), (1,)
-    rows, blocks, padded, stride, CLEAR: tl.constexpr, SPAN: tl.constexpr,
+    memory, tile_offsets, offsets, valid_count,  # (n, stride), (blocks, padded), (padded,), (1,)
+    n, n_blocks, padded, stride, CLEAR: tl.constexpr, BLOCKS: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Where a tile's probabilities are not relative to their tokens' offsets: make them so."""
-    r = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    valid = r < tl.load(count)
-    o = tl.load(offset + r, mask=valid, other=0.0)
-    for block in range(tl.program_id(0) * SPAN, tl.minimum((tl.program_id(0) + 1) * SPAN, blocks)):
-        own = tl.load(tops + block * padded + r, mask=valid, other=0.0)
-        # CLEAR where how many tokens are valid is not known to who reads this
-        wrong = (own != o) | (valid == 0) if CLEAR else own != o
+    """Where a tile's probabilities are not relative to their tokens' offsets: make them so.
+
+    CLEAR where how many tokens are valid is not known to who reads this: the others' become 0."""
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    valid = rows < tl.load(valid_count)
+    offset = tl.load(offsets + rows, mask=valid, other=0.0)
+    first = tl.program_id(0) * BLOCKS
+    for block in range(first, tl.minimum((tl.program_id(0) + 1) * BLOCKS, n_blocks)):
+        tile_offset = tl.load(tile_offsets + block * padded + rows, mask=valid, other=0.0)
+        wrong = tile_offset != offset
+        if CLEAR:
+            wrong = wrong | (valid == 0)
         if tl.max(wrong.to(tl.int32), 0) > 0:
-            at = memory + r.to(tl.int64)[:, None] * stride + block * WIDTH
-            at += tl.arange(0, WIDTH)[None, :]
-            m = (wrong & (r < rows))[:, None]
-            p = tl.load(at, mask=m & valid[:, None], other=0.0).to(tl.float32)
-            p *= tl.exp2(own - o)[:, None]
-            tl.store(at, p.to(memory.dtype.element_ty), mask=m)
+            pointers = memory + rows.to(tl.int64)[:, None] * stride + block * WIDTH
+            pointers += tl.arange(0, WIDTH)[None, :]
+            mask = (wrong & (rows < n))[:, None]
+            probabilities = tl.load(pointers, mask=mask & valid[:, None], other=0.0).to(tl.float32)
+            probabilities *= tl.exp2(tile_offset - offset)[:, None]
+            tl.store(pointers, probabilities.to(memory.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def weigh_kernel(
-    packed, labels, target, lse, offset, a, b, count,  # of packed tokens
+    packed, labels, target_logits, lses, offsets,  # of packed tokens
+    softmax_coefficients, target_coefficients, valid_count,
     memory, stride,  # p̃, whose targets' are changed
     weighed, weights,  # (n, D) w_i scale E_i, (n,) w_i, written
     smoothing, scale, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One token: its hidden state as dC takes it, and of the target what is left of p̃."""
-    i = tl.program_id(0)
-    valid = i < tl.load(count)
-    total = tl.load(lse + i)
-    o = tl.load(offset + i)
-    a_i = tl.load(a + i)
-    w = tl.where(valid, a_i * tl.exp2(o - total), 0.0)
-    tl.store(weights + i, w)
-    y = tl.load(labels + i)
-    if y >= 0:
-        ratio = tl.where(a_i != 0, tl.load(b + i) / a_i, 0.0)
-        rest = tl.exp2(tl.load(target + i) * LOG2E - o)
-        rest -= (1.0 - smoothing) * ratio * tl.exp2(total - o)
-        at = memory + i.to(tl.int64) * stride + y
-        tl.store(at, rest.to(memory.dtype.element_ty), mask=valid)
-    for d in range(0, D, BLOCK):
-        o_d = d + tl.arange(0, BLOCK)
-        at = i.to(tl.int64) * D + o_d
-        e = tl.load(packed + at, mask=o_d < D, other=0.0).to(tl.float32)
-        tl.store(weighed + at, (e * (w * scale)).to(weighed.dtype.element_ty), mask=o_d < D)
+    token = tl.program_id(0)
+    valid = token < tl.load(valid_count)
+    lse = tl.load(lses + token)
+    offset = tl.load(offsets + token)
+    softmax = tl.load(softmax_coefficients + token)
+    weight = tl.where(valid, softmax * tl.exp2(offset - lse), 0.0)
+    tl.store(weights + token, weight)
+    label = tl.load(labels + token)
+    if label >= 0:
+        ratio = tl.where(softmax != 0, tl.load(target_coefficients + token) / softmax, 0.0)
+        target = tl.exp2(tl.load(target_logits + token) * LOG2E - offset)
+        target -= (1.0 - smoothing) * ratio * tl.exp2(lse - offset)
+        pointer = memory + token.to(tl.int64) * stride + label
+        tl.store(pointer, target.to(memory.dtype.element_ty), mask=valid)
+    for start in range(0, D, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        places = token.to(tl.int64) * D + columns
+        state = tl.load(packed + places, mask=columns < D, other=0.0).to(tl.float32)
+        tl.store(
+            weighed + places,
+            (state * (weight * scale)).to(weighed.dtype.element_ty),
+            mask=columns < D,
+        )
 
 
-def forward_all(call: LossCall, results: Results, size: int, wide: bool) -> ForwardGradients:
-    """Fill in the results and make the gradients, `size` tokens at a time; `wide`: sum dC in fp32,
-    else it is rounded after each part."""
-    inputs = call.inputs
-    parts = super_blocks(len(inputs.labels), size)
-    orders = [valid_first(call.part(part)) for part in parts]
-    counts = Counts([count for _, count in orders])
-    gradients = Gradients(call, size, wide)
-    for i, (part, (order, count)) in enumerate(zip(parts, orders, strict=True)):
-        mine = call.part(part)
-        tokens, packed = gather(mine, order, count)
-        tokens = lse_forward(mine, packed, tokens, results, part, kept=gradients.kept)
+def forward_all(
+    call: LossCall, results: Results, part_tokens: int, sum_in_fp32: bool
+) -> ForwardGradients:
+    """Fill in the results and make the gradients, `part_tokens` tokens at a time.
+
+    With `sum_in_fp32` dC is summed in fp32 over the parts; otherwise each part rounds it."""
+    parts = super_blocks(len(call.inputs.labels), part_tokens)
+    orders = [valid_first(call.part(where)) for where in parts]
+    counts = ValidCounts([count for _, count in orders])
+    maker = GradientMaker.allocate(call, part_tokens, sum_in_fp32)
+    for i, (where, (order, count)) in enumerate(zip(parts, orders, strict=True)):
+        part_call = call.part(where)
+        tokens, packed = gather(part_call, order, count)
+        lse_forward(part_call, packed, tokens, results, where, saved=maker.workspace.saved)
         # asked for after the large kernel's launch, so that the device is busy meanwhile
-        gradients.add(mine, tokens, packed, counts.values()[i], part)
-    return ForwardGradients(gradients.result())
+        n_valid = counts.values()[i]
+        maker.add(Part.of(part_call, where, tokens, packed, n_valid))
+        del tokens, packed  # before the next part takes their memory
+    return ForwardGradients(maker.sums.result(call))
 
 
-class Gradients:
-    """The gradients that are wanted, up to the upstream factor, filled part by part."""
+@dataclass(frozen=True)
+class Workspace:
+    """The memory that holds some tokens' probabilities, and u before them."""
 
-    def __init__(self, call: LossCall, size: int, wide: bool) -> None:
-        self.call, inputs = call, call.inputs
-        hidden, weight, tiles = inputs.hidden, inputs.weight, call.tiles
-        fp32 = {"device": hidden.device, "dtype": torch.float32}
-        self.sloped, self.begun = inputs.options.softcap is not None, False
-        self.one, self.loss_scale = torch.ones((), **fp32), inputs.loss_scale()
-        self.hidden = torch.empty_like(hidden) if call.needs[0] else None
-        self.weight = self.bias = None
-        if call.needs[1]:
-            self.weight = torch.empty_like(weight, dtype=torch.float32 if wide else None)
-        if call.needs[2]:
-            self.bias = torch.zeros(len(weight), **fp32)
-        width = call.blocks * tiles.width
-        self.memory = weight.new_empty(LEAD + size, width)
-        padded = cdiv(size, tiles.rows) * tiles.rows
-        self.kept = SavedProbabilities(self.memory[LEAD:], torch.empty(call.blocks, padded, **fp32))
-        # of the smoothing term, without a softcap: β u_v = unit · (the first rows of the memory)
-        self.unit = inputs.options.label_smoothing if not self.sloped else 0.0
-        self.mean, self.sums, self.total = None, torch.zeros(hidden.shape[1], **fp32), self.one * 0
-        if self.unit:
-            u = inputs.smoothing_target
-            if u is None:
-                u, self.unit = torch.ones(len(weight), **fp32), self.unit / inputs.vocabulary
-            high = u.to(weight.dtype)
-            self.memory[:LEAD].zero_()
-            self.memory[:2, : len(weight)] = high
-            self.memory[2, : len(weight)] = u - high.float()
+    memory: Tensor  # (LEAD + tokens, blocks · width) in the inputs' dtype
+    saved: SavedProbabilities  # the tokens' rows of it, which the forward writes
+    entries: int  # V: columns that have an entry of the vocabulary
 
-    def add(
-        self,
-        mine: LossCall,  # the part's
-        tokens: PackedTokens,
-        packed: Tensor,  # (padded, D)
-        count: int | None,  # valid tokens; None: as many as there may be
-        where: slice,  # of the caller's tokens
-    ) -> None:
-        """Write dE of these tokens; write dC and the bias's gradient, or add to them."""
-        size, v = where.stop - where.start, len(self.call.inputs.weight)
-        n = size if count is None else count
-        of = coefficients(self.call, tokens, self.one, self.loss_scale, where)
-        out = None if self.hidden is None else self.hidden[where]
-        p = self.memory[LEAD : LEAD + n, :v]
-        if self.sloped:
-            convert(mine, tokens, of, self.kept, n)
-            self.add_products(p, packed[:n], torch.ones_like(of.a[:n]) / mine.inputs.scale)
-            if out is not None:
-                write_hidden(mine, tokens, times(p, mine.inputs.weight), out)
-            return
-        self.repair(tokens, n, clear=count is None)
-        if out is not None:
-            if self.unit and self.mean is None:
-                acc = times(self.memory[: LEAD + n, :v], mine.inputs.weight)
-                self.mean, acc = self.unit * (acc[0] + acc[2]), acc[LEAD:]
-            else:
-                acc = times(p, mine.inputs.weight)
-            write_hidden(mine, tokens, acc, out, of, self.mean)
-            del acc
-        if self.weight is not None or self.bias is not None:
-            last = where.stop == len(self.call.inputs.labels)
-            self.add_products(*self.weighed(mine, tokens, packed, of, n, last))
+    @classmethod
+    def allocate(cls, call: LossCall, part_tokens: int) -> "Workspace":
+        weight = call.inputs.weight
+        tiles = call.tiles
+        memory = weight.new_empty(LEAD + part_tokens, call.blocks * tiles.width)
+        padded = cdiv(part_tokens, tiles.rows) * tiles.rows
+        tile_offsets = weight.new_empty(call.blocks, padded, dtype=torch.float32)
+        return cls(memory, SavedProbabilities(memory[LEAD:], tile_offsets), len(weight))
 
-    def repair(self, tokens: PackedTokens, n: int, clear: bool) -> None:
-        tiles, blocks = self.call.tiles, self.call.blocks
-        thin = max(tiles.rows // 4, 1)
-        if n:
-            repair_kernel[(cdiv(blocks, SPAN), cdiv(n, thin))](
-                self.kept.memory, self.kept.tops, tokens.offset, tokens.count,
-                n, blocks, len(tokens.offset), self.memory.stride(0),
-                CLEAR=clear, SPAN=SPAN, ROWS=thin, WIDTH=tiles.width,
-            )  # fmt: skip
+    def rows(self, n: int) -> Tensor:
+        """What there is of the first n tokens, (n, V)."""
+        return self.memory[LEAD : LEAD + n, : self.entries]
 
-    def weighed(
-        self,
-        mine: LossCall,
+    def rows_with_lead(self, n: int) -> Tensor:
+        """The same behind the rows of u, (LEAD + n, V)."""
+        return self.memory[: LEAD + n, : self.entries]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of the tokens after their forward."""
+
+    call: LossCall  # of these tokens alone
+    where: slice  # which of the caller's tokens they are
+    tokens: PackedTokens
+    packed: Tensor  # (padded, D)
+    n: int  # rows of the products: the valid tokens, or all where the host does not know them
+    count_known: bool
+
+    @classmethod
+    def of(
+        cls,
+        call: LossCall,
+        where: slice,
         tokens: PackedTokens,
         packed: Tensor,
-        of: Coefficients,
-        n: int,
-        last: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The factors of dC's product, (n, V) and (n, D), and those of the bias, (n,)."""
-        inputs, d = mine.inputs, packed.shape[1]
-        e = packed.new_zeros(LEAD + n, d)
-        w = torch.zeros(LEAD + n, device=e.device, dtype=torch.float32)
-        if n:
-            weigh_kernel[(n,)](
-                packed, tokens.labels, tokens.target, tokens.lse, tokens.offset, *of, tokens.count,
-                self.memory[LEAD:], self.memory.stride(0),
-                e[LEAD:], w[LEAD:],
-                inputs.options.label_smoothing, inputs.scale,
-                D=d, BLOCK=min(1024, triton.next_power_of_2(d)),
-            )  # fmt: skip
-        first = LEAD
-        if self.unit:
-            self.sums += of.b[:n] @ packed[:n].float()
-            self.total += of.b[:n].sum()
-        if self.unit and last:
-            sums, first = -self.unit * inputs.scale * self.sums, 0
-            e[0] = e[2] = sums
-            e[1] = sums - e[0].float()
-            w[0] = w[2] = -self.unit * self.total
-        return self.memory[first : LEAD + n, : len(inputs.weight)], e[first:], w[first:]
+        n_valid: int | None,
+    ) -> "Part":
+        size = where.stop - where.start
+        n = size if n_valid is None else n_valid
+        return cls(call, where, tokens, packed, n, count_known=n_valid is not None)
 
-    def add_products(self, p: Tensor, e: Tensor, w: Tensor) -> None:
-        if not len(p):
+
+@dataclass
+class SmoothingTerm:
+    """The smoothing term −β u_v b_i of all tokens, which enters the products as rank one.
+
+    β u_v is `unit` times what stands in the workspace's first rows: where u is uniform that is 1,
+    exact in 16 bits."""
+
+    unit: float  # 0 without smoothing
+    hidden_sum: Tensor  # (D,) fp32, Σ_i b_i E_i over the parts so far
+    coefficient_sum: Tensor  # () fp32, Σ_i b_i over the parts so far
+    mean_weight: Tensor | None = None  # (D,) fp32 β Σ_v u_v C_v, from the first part on
+
+    @classmethod
+    def write(cls, call: LossCall, workspace: Workspace) -> "SmoothingTerm":
+        """Write u into the workspace's first rows."""
+        inputs = call.inputs
+        weight = inputs.weight
+        v, d = weight.shape
+        unit = inputs.options.label_smoothing
+        if unit:
+            u = inputs.smoothing_target
+            if u is None:
+                u = weight.new_ones(v, dtype=torch.float32)
+                unit = unit / inputs.vocabulary
+            high = u.to(weight.dtype)
+            memory = workspace.memory
+            memory[:LEAD].zero_()
+            memory[HIGH, :v] = high
+            memory[HIGH_AGAIN, :v] = high
+            memory[LOW, :v] = u - high.float()
+        return cls(
+            unit,
+            hidden_sum=weight.new_zeros(d, dtype=torch.float32),
+            coefficient_sum=weight.new_zeros((), dtype=torch.float32),
+        )
+
+    def take_mean_weight(self, products: Tensor) -> None:
+        """Note β Σ_v u_v C_v from the rows of the product (LEAD + n, V) · C."""
+        self.mean_weight = self.unit * (products[HIGH] + products[LOW])
+
+    def add(self, packed: Tensor, target_coefficients: Tensor) -> None:
+        """Note the hidden states (n, D) and coefficients (n,) of a part."""
+        self.hidden_sum += target_coefficients @ packed.float()
+        self.coefficient_sum += target_coefficients.sum()
+
+    def write_factors(self, states: Tensor, weights: Tensor, scale: float) -> None:
+        """Write what dC's product and the bias's take beside the rows of u: −β Σ_i b_i E_i into the
+        first rows of `states`, (·, D), and −β Σ_i b_i into those of `weights`, (·,)."""
+        hidden_total = -self.unit * scale * self.hidden_sum
+        states[HIGH] = hidden_total
+        states[HIGH_AGAIN] = hidden_total - states[HIGH].float()
+        states[LOW] = hidden_total
+        coefficient_total = -self.unit * self.coefficient_sum
+        weights[HIGH] = coefficient_total
+        weights[LOW] = coefficient_total
+
+
+@dataclass
+class GradientSums:
+    """The gradients that are wanted, up to the upstream factor, as far as parts have added to
+    them."""
+
+    hidden: Tensor | None  # (N, D), each row written once
+    weight: Tensor | None  # (V, D) in the inputs' dtype, or fp32
+    bias: Tensor | None  # (V,) fp32
+    begun: bool = False  # whether a part has written to `weight`, which holds no numbers before
+
+    @classmethod
+    def allocate(cls, call: LossCall, sum_in_fp32: bool) -> "GradientSums":
+        hidden = call.inputs.hidden
+        weight = call.inputs.weight
+        d_weight = None
+        if call.needs.weight:
+            d_weight = torch.empty_like(weight, dtype=torch.float32 if sum_in_fp32 else None)
+        return cls(
+            hidden=torch.empty_like(hidden) if call.needs.hidden else None,
+            weight=d_weight,
+            bias=weight.new_zeros(len(weight), dtype=torch.float32) if call.needs.bias else None,
+        )
+
+    def add_products(self, rows: Tensor, states: Tensor, weights: Tensor) -> None:
+        """Add rowsᵀ · states, (n, V) and (n, D), to dC, and weights · rows to the bias's."""
+        if len(rows) == 0:
             return
-        if self.weight is None:
-            pass
-        elif self.weight.dtype != p.dtype:
-            if not self.begun:
-                self.weight.zero_()
-            add_times(self.weight, p.T, e)
-        elif self.begun:
-            self.weight.addmm_(p.T, e)
-        else:
-            torch.mm(p.T, e, out=self.weight)
+        if self.weight is not None:
+            if self.weight.dtype != rows.dtype:
+                if not self.begun:
+                    self.weight.zero_()
+                add_matmul_fp32(self.weight, rows.T, states)
+            elif self.begun:
+                self.weight.addmm_(rows.T, states)
+            else:
+                torch.mm(rows.T, states, out=self.weight)
         if self.bias is not None:
-            self.bias += times(w.to(p.dtype)[None], p)[0]
+            self.bias += matmul_fp32(weights.to(rows.dtype)[None], rows)[0]
         self.begun = True
 
-    def result(self) -> tuple[Tensor | None, ...]:
-        shard, weight = self.call.inputs.shard, self.weight
-        if weight is not None and not self.begun:
-            weight.zero_()
+    def result(self, call: LossCall) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Gradients of hidden, weight and bias in the dtypes in which they are returned."""
+        weight = self.weight
         if weight is not None:
-            weight = weight.to(self.memory.dtype)
-        return all_reduce_gradient(self.hidden, shard), weight, self.bias
+            if not self.begun:
+                weight.zero_()
+            weight = weight.to(call.inputs.weight.dtype)
+        return all_reduce_gradient(self.hidden, call.inputs.shard), weight, self.bias
+
+
+@dataclass(frozen=True)
+class GradientMaker:
+    """Makes the gradients, part by part, from the probabilities in its workspace."""
+
+    workspace: Workspace
+    sums: GradientSums
+    smoothing: SmoothingTerm | None  # None under a softcap, where S contains it
+    upstream: Tensor  # () 1: the upstream factor comes in the backward
+    loss_scale: Tensor  # ()
+    n_tokens: int  # of all parts
+
+    @classmethod
+    def allocate(cls, call: LossCall, part_tokens: int, sum_in_fp32: bool) -> "GradientMaker":
+        inputs = call.inputs
+        loss_scale = inputs.loss_scale()
+        sums = GradientSums.allocate(call, sum_in_fp32)
+        workspace = Workspace.allocate(call, part_tokens)
+        smoothing = None
+        if inputs.options.softcap is None:
+            smoothing = SmoothingTerm.write(call, workspace)
+        upstream = torch.ones((), device=loss_scale.device, dtype=torch.float32)
+        return cls(workspace, sums, smoothing, upstream, loss_scale, len(inputs.labels))
+
+    def add(self, part: Part) -> None:
+        """Write dE of these tokens; write dC and the bias's gradient, or add to them."""
+        token_coefficients = coefficients(
+            part.call, part.tokens, self.upstream, self.loss_scale, part.where
+        )
+        if self.smoothing is None:
+            self.add_from_dlogits(part, token_coefficients)
+        else:
+            self.add_from_probabilities(part, token_coefficients, self.smoothing)
+
+    def add_from_dlogits(self, part: Part, token_coefficients: Coefficients) -> None:
+        """Under a softcap: turn probabilities into S, which both products take."""
+        n = part.n
+        inputs = part.call.inputs
+        convert_to_dlogits(part.call, part.tokens, token_coefficients, self.workspace.saved, n)
+        dlogits = self.workspace.rows(n)
+        # S is of products; the bias comes after the scale
+        weights = torch.ones_like(token_coefficients.softmax[:n]) / inputs.scale
+        self.sums.add_products(dlogits, part.packed[:n], weights)
+        if self.sums.hidden is not None:
+            hidden_sums = matmul_fp32(dlogits, inputs.weight)
+            write_hidden(part.call, part.tokens, hidden_sums, self.sums.hidden[part.where])
+
+    def add_from_probabilities(
+        self, part: Part, token_coefficients: Coefficients, smoothing: SmoothingTerm
+    ) -> None:
+        """Without a softcap: both products take the probabilities themselves."""
+        self.repair(part)
+        if self.sums.hidden is not None:
+            self.write_hidden(part, token_coefficients, smoothing, self.sums.hidden[part.where])
+        if self.sums.weight is None and self.sums.bias is None:
+            return
+        states, weights = self.weigh(part, token_coefficients)
+        if smoothing.unit:
+            n = part.n
+            smoothing.add(part.packed[:n], token_coefficients.target[:n])
+        if smoothing.unit and part.where.stop == self.n_tokens:  # the last part
+            smoothing.write_factors(states, weights, part.call.inputs.scale)
+            rows = self.workspace.rows_with_lead(part.n)
+            self.sums.add_products(rows, states, weights)
+        else:
+            self.sums.add_products(self.workspace.rows(part.n), states[LEAD:], weights[LEAD:])
+
+    def repair(self, part: Part) -> None:
+        """Make all probabilities relative to their tokens' offsets."""
+        if part.n == 0:
+            return
+        tiles = part.call.tiles
+        n_blocks = part.call.blocks
+        saved = self.workspace.saved
+        rows = max(tiles.rows // REPAIR_PROGRAMS, 1)
+        repair_kernel[(cdiv(n_blocks, REPAIR_BLOCKS), cdiv(part.n, rows))](
+            memory=saved.probabilities,
+            tile_offsets=saved.tile_offsets,
+            offsets=part.tokens.offset,
+            valid_count=part.tokens.count,
+            n=part.n,
+            n_blocks=n_blocks,
+            padded=len(part.tokens.offset),
+            stride=saved.probabilities.stride(0),
+            CLEAR=not part.count_known,
+            BLOCKS=REPAIR_BLOCKS,
+            ROWS=rows,
+            WIDTH=tiles.width,
+        )
+
+    def write_hidden(
+        self,
+        part: Part,
+        token_coefficients: Coefficients,
+        smoothing: SmoothingTerm,
+        out: Tensor,  # (tokens, D)
+    ) -> None:
+        """Write dE of the part's tokens."""
+        weight = part.call.inputs.weight
+        if smoothing.unit and smoothing.mean_weight is None:
+            products = matmul_fp32(self.workspace.rows_with_lead(part.n), weight)
+            smoothing.take_mean_weight(products)
+            hidden_sums = products[LEAD:]
+        else:
+            hidden_sums = matmul_fp32(self.workspace.rows(part.n), weight)
+        mean_weight = smoothing.mean_weight
+        write_hidden(part.call, part.tokens, hidden_sums, out, token_coefficients, mean_weight)
+
+    def weigh(self, part: Part, token_coefficients: Coefficients) -> tuple[Tensor, Tensor]:
+        """The factors of dC's product, w_i scale E_i in (LEAD + n, D), and of the bias's, w_i in
+        (LEAD + n,); their first rows are 0. Takes from the targets' p̃ what the labels are."""
+        n = part.n
+        inputs = part.call.inputs
+        tokens = part.tokens
+        d = part.packed.shape[1]
+        states = part.packed.new_zeros(LEAD + n, d)
+        weights = part.packed.new_zeros(LEAD + n, dtype=torch.float32)
+        if n:
+            saved = self.workspace.saved
+            weigh_kernel[(n,)](
+                packed=part.packed,
+                labels=tokens.labels,
+                target_logits=tokens.target,
+                lses=tokens.lse,
+                offsets=tokens.offset,
+                softmax_coefficients=token_coefficients.softmax,
+                target_coefficients=token_coefficients.target,
+                valid_count=tokens.count,
+                memory=saved.probabilities,
+                stride=saved.probabilities.stride(0),
+                weighed=states[LEAD:],
+                weights=weights[LEAD:],
+                smoothing=inputs.options.label_smoothing,
+                scale=inputs.scale,
+                D=d,
+                BLOCK=min(1024, triton.next_power_of_2(d)),
+            )
+        return states, weights

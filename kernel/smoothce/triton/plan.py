@@ -1,17 +1,21 @@
-"""Which way a call makes its gradients, and how much memory that takes."""
+"""Which way a call makes its gradients, and how much memory that takes.
 
-import itertools
+The choice follows from shapes and options alone, so that equal calls give equal bits. `plan_for`
+makes it, `describe` puts it into words for `smoothce.explain`.
+"""
+
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from triton import cdiv
 
 from smoothce.triton.tokens import LossCall
 
-FEW = 2048  # tokens whose products keep a GPU busy, or D where that is more
-LEAST = 512  # fewer at a time cost more than computing logits twice
-PARTS = 8  # most parts after each of which dC is rounded; more are summed in fp32
+BUSY_TOKENS = 2048  # tokens whose products keep a GPU busy, or D where that is more
+LEAST_TOKENS = 512  # fewer at a time cost more than computing logits twice
+MOST_ROUNDINGS = 8  # most parts after each of which dC is rounded; more are summed in fp32
+
 # Under a softcap the forward's gradients take each logit from its saved probability, which is
 # 2^(logit - offset): as much as 2 · softcap nats below 1. Normal fp32 and bf16 numbers end at
 # 2^-126, of which one power of two is left for rounding. Below that a logit, and so the slope of
@@ -20,85 +24,115 @@ SAVED_POWERS = 125
 MOST_SOFTCAP = SAVED_POWERS * math.log(2) / 2  # nats, 43.3
 
 
-class Plan(NamedTuple):
-    """How a call makes its gradients.
+class GradientPlan(NamedTuple):
+    """How a call makes its gradients."""
 
-    `how` names the module that makes them: "grad_in_forward", "recompute_backward" or "filtered";
-    it is "none" where no gradient is wanted.
-    """
-
-    how: str
-    why: str
-    tokens: int = 0  # of a part, where early
-    wide: bool = False  # whether dC is summed in fp32 there
+    # The module that makes them; "none" where no gradient is wanted.
+    mode: Literal["none", "filtered", "grad_in_forward", "recompute_backward"]
+    reason: str
+    # Of "grad_in_forward" alone:
+    part_tokens: int = 0  # tokens whose logits the workspace holds at a time
+    sum_in_fp32: bool = False  # whether dC is summed in fp32 over the parts
 
 
-def plan_for(call: LossCall) -> Plan:
-    """The way, from shapes and options alone: equal calls give equal bits."""
-    inputs, needs = call.inputs, call.needs
-    options, d_weight = inputs.options, needs[1] or needs[2]
-    if not any(needs):
-        return Plan("none", "no input needs a gradient")
+def plan_for(call: LossCall) -> GradientPlan:
+    """How this call makes its gradients."""
+    if not any(call.needs):
+        return GradientPlan("none", "no input needs a gradient")
     if call.eps is not None:
-        return Plan("filtered", "filter_eps asks for it")
+        return GradientPlan("filtered", "filter_eps asks for it")
+    reason = reason_to_recompute(call)
+    if reason is not None:
+        return GradientPlan("recompute_backward", reason)
+    most_tokens, sum_in_fp32 = tokens_of_workspace(call)
+    n = len(call.inputs.labels)
+    if most_tokens < min(n, LEAST_TOKENS):
+        workspace = call.inputs.options.workspace
+        return GradientPlan(
+            "recompute_backward", f"a workspace of {workspace} bytes holds too few logits"
+        )
+    return GradientPlan(
+        "grad_in_forward",
+        "a workspace holds logits of some tokens",
+        part_tokens=tokens_of_equal_parts(n, most_tokens, call.tiles.rows),
+        sum_in_fp32=sum_in_fp32,
+    )
+
+
+def reason_to_recompute(call: LossCall) -> str | None:
+    """Why exact gradients cannot be made in the forward, whatever the workspace; None if they
+    can."""
+    options = call.inputs.options
     if options.workspace == 0:
-        return Plan("recompute_backward", "workspace is 0")
-    if inputs.hidden.dtype == torch.float16:
-        return Plan(
-            "recompute_backward",
-            "fp16 has no range for gradients before a gradient scaler's factor",
-        )
+        return "workspace is 0"
+    if call.inputs.hidden.dtype == torch.float16:
+        return "fp16 has no range for gradients before a gradient scaler's factor"
     if options.return_lse:
-        return Plan("recompute_backward", "the log-sum-exps have an upstream gradient of their own")
-    if options.reduction == "none" and d_weight:
-        return Plan(
-            "recompute_backward", "without reduction each token has an upstream gradient of its own"
-        )
+        return "the log-sum-exps have an upstream gradient of their own"
+    if options.reduction == "none" and (call.needs.weight or call.needs.bias):
+        return "without reduction each token has an upstream gradient of its own"
     if options.softcap is not None and options.softcap > MOST_SOFTCAP:
-        return Plan(
-            "recompute_backward",
+        return (
             f"a softcap over {MOST_SOFTCAP:.1f} lets logits lie further apart than saved "
-            "probabilities can tell",
+            "probabilities can tell"
         )
-    n, (v, d) = len(inputs.labels), inputs.weight.shape
-    size = inputs.weight.element_size()
-    each = call.blocks * call.tiles.width * size  # bytes of a token's logits
-    of_wide = 4 * v * d if size < 4 and needs[1] else 0
-    few = max(d, FEW)
-    wide = False
-    if options.workspace == "auto":
-        most = max(cdiv(n, 4), few) if needs[1] else FEW
-        if most > 3 * few:  # then fp32 sums and few tokens at a time take less
-            most, wide = few, of_wide > 0
-    else:
-        most = options.workspace // each
-        if most and cdiv(n, most) > PARTS and of_wide:
-            most, wide = max(options.workspace - of_wide, 0) // each, True
-    if most < min(n, LEAST):
-        return Plan(
-            "recompute_backward", f"a workspace of {options.workspace} bytes holds too few logits"
-        )
-    rows = call.tiles.rows
+    return None
+
+
+def tokens_of_workspace(call: LossCall) -> tuple[int, bool]:
+    """How many tokens' logits the workspace holds, and whether dC is to be summed in fp32."""
+    n = len(call.inputs.labels)
+    v, d = call.inputs.weight.shape
+    size = call.inputs.weight.element_size()
+    workspace = call.inputs.options.workspace
+    fp32_sums_help = size < 4 and call.needs.weight
+
+    if isinstance(workspace, str):  # "auto"
+        if not call.needs.weight:
+            return BUSY_TOKENS, False
+        few = max(d, BUSY_TOKENS)
+        quarter = max(cdiv(n, 4), few)
+        if quarter > 3 * few:  # then fp32 sums and few tokens at a time take less
+            return few, fp32_sums_help
+        return quarter, False
+
+    bytes_per_token = call.blocks * call.tiles.width * size
+    most = workspace // bytes_per_token
+    if most and cdiv(n, most) > MOST_ROUNDINGS and fp32_sums_help:
+        fp32_weight_bytes = 4 * v * d
+        return max(workspace - fp32_weight_bytes, 0) // bytes_per_token, True
+    return most, False
+
+
+def tokens_of_equal_parts(n: int, most: int, tile_rows: int) -> int:
+    """The size of the fewest equal parts of n tokens, in whole tiles, that have at most so many."""
     n = max(n, 1)
-    sizes = (min(cdiv(cdiv(n, parts), rows) * rows, n) for parts in itertools.count(1))
-    tokens = next(size for size in sizes if size <= max(most, 1))
-    return Plan("grad_in_forward", "a workspace holds logits of some tokens", tokens, wide)
+    most = max(most, 1)
+    parts = 1
+    while True:
+        size = min(cdiv(cdiv(n, parts), tile_rows) * tile_rows, n)
+        if size <= most:
+            return size
+        parts += 1
 
 
 def describe(call: LossCall) -> str:
     """The plan in words."""
-    found, n = plan_for(call), len(call.inputs.labels)
-    if found.how == "none":
-        return f"one product, for {found.why}"
-    if found.how == "filtered":
+    plan = plan_for(call)
+    if plan.mode == "none":
+        return f"one product, for {plan.reason}"
+    if plan.mode == "filtered":
         return "some of the gradient's blocks are computed, drawn at random"
-    products = 2 if call.needs[1] != call.needs[0] else 3
-    if found.how == "recompute_backward":
-        return f"{products + 1} products or a little less, for {found.why}"
-    width = call.blocks * call.tiles.width
-    size = found.tokens * width * call.inputs.weight.element_size()
-    return (
-        f"{products} products: gradients are made in the forward, {found.tokens:,} of {n:,} tokens "
-        f"at a time, in a workspace of {size:,} bytes"
-        + (" and dC's sums in fp32" if found.wide else "")
+    # The forward's product, and one for each gradient of the two.
+    products = 2 if call.needs.weight != call.needs.hidden else 3
+    if plan.mode == "recompute_backward":
+        return f"{products + 1} products or a little less, for {plan.reason}"
+    bytes_per_token = call.blocks * call.tiles.width * call.inputs.weight.element_size()
+    words = (
+        f"{products} products: gradients are made in the forward, {plan.part_tokens:,} of "
+        f"{len(call.inputs.labels):,} tokens at a time, in a workspace of "
+        f"{plan.part_tokens * bytes_per_token:,} bytes"
     )
+    if plan.sum_in_fp32:
+        words += " and dC's sums in fp32"
+    return words

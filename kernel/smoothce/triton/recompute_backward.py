@@ -14,12 +14,14 @@ and no order that depends on timing, so a first backward on equal inputs gives e
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from triton import cdiv
 
-from smoothce.triton.dlogits import add_times, recompute, write_hidden
+from smoothce.triton.dlogits import add_matmul_fp32, recompute_dlogits, write_hidden
 from smoothce.triton.forward import Results, lse_forward
 from smoothce.triton.tokens import (
     Coefficients,
@@ -32,19 +34,30 @@ from smoothce.triton.tokens import (
 from smoothce.vocab_parallel import all_reduce_gradient
 
 TOKENS = 8192  # most of a super-block; the filter's row lists are int16
-# Bytes of the workspace, and of what dE's fp32 sum takes beyond dE: at most so many, and at most
-# this share of the two gradients; but so many for the workspace alone in any case.
-MOST, OF_GRADIENTS, LEAST = 112 * 2**20, 0.0965, 2**25
+
+# A chunk's S in a workspace, and what dE's fp32 sum takes beyond dE, are together at most
+# WORKSPACE_BYTES, which with all else that a step holds is the 118 MB of kernel/README.md, and at
+# most WORKSPACE_SHARE of the two gradients' bytes: with a few numbers a token besides, a step holds
+# at most a tenth more than its gradients. But a workspace has WORKSPACE_LEAST_BYTES in any case,
+# for fewer entries at a time leave the products too small.
+WORKSPACE_BYTES = 112 * 2**20
+WORKSPACE_SHARE = 0.0965
+WORKSPACE_LEAST_BYTES = 32 * 2**20
+
+ALIGNED_NUMBERS = 8  # in 16 bits so many are 16 bytes, what a kernel's widest loads read at a time
 
 
-class Counts:
+class ValidCounts:
     """Numbers of valid tokens, on their way to the host: None while a CUDA graph is captured."""
 
     def __init__(self, counts: list[Tensor]) -> None:
-        self.event, self.host = None, [None] * len(counts)
-        if counts and not counts[0].is_cuda:
-            self.host = counts
-        elif counts and not torch.cuda.is_current_stream_capturing():
+        self.event: torch.cuda.Event | None = None
+        self.host: list[Tensor | None] = [None] * len(counts)
+        if not counts:
+            return
+        if not counts[0].is_cuda:
+            self.host = [*counts]
+        elif not torch.cuda.is_current_stream_capturing():
             self.host = [count.to("cpu", non_blocking=True) for count in counts]
             self.event = torch.cuda.Event()
             self.event.record()
@@ -53,14 +66,14 @@ class Counts:
         """The numbers. The host waits for their kernel alone, which ran before the forward's."""
         if self.event is not None:
             self.event.synchronize()
-        return [None if count is None else count.item() for count in self.host]
+        return [None if count is None else int(count.item()) for count in self.host]
 
 
-class State(NamedTuple):
+class RecomputeState(NamedTuple):
     """What the forward leaves for the backward."""
 
     tokens: list[PackedTokens]  # of each super-block
-    counts: Counts
+    counts: ValidCounts
 
 
 def super_blocks(n: int, size: int = TOKENS) -> list[slice]:
@@ -68,83 +81,150 @@ def super_blocks(n: int, size: int = TOKENS) -> list[slice]:
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
 
-def forward_all(call: LossCall, results: Results) -> State:
-    """Fill in the results; what the backward needs, if there is to be one."""
+def forward_all(call: LossCall, results: Results) -> RecomputeState:
+    """Fill in the results; returns what the backward needs, if there is to be one."""
     parts = super_blocks(len(call.inputs.labels))
-    orders = [valid_first(call.part(part)) for part in parts]
-    state = State([], Counts([count for _, count in orders]))
-    for part, (order, count) in zip(parts, orders, strict=True):
-        mine = call.part(part)
-        tokens, packed = gather(mine, order, count)
-        state.tokens.append(lse_forward(mine, packed, tokens, results, part))
+    orders = [valid_first(call.part(where)) for where in parts]
+    state = RecomputeState([], ValidCounts([count for _, count in orders]))
+    for where, (order, count) in zip(parts, orders, strict=True):
+        part = call.part(where)
+        tokens, packed = gather(part, order, count)
+        state.tokens.append(lse_forward(part, packed, tokens, results, where))
         del packed  # before the next super-block takes its memory
     return state
 
 
+@dataclass
+class ClassifierGradients:
+    """Gradients of the classifier, which every super-block adds to."""
+
+    weight: Tensor | None  # (V, D), without numbers before a super-block has begun it
+    bias: Tensor | None  # (V,) fp32
+    begun: bool = False
+
+
 def backward_all(
     call: LossCall,
-    state: State,
-    of_loss: Tensor,  # fp32, () or (N,)
-    of_lse: Tensor | None,  # (N,)
+    state: RecomputeState,
+    loss_gradient: Tensor,  # fp32, upstream: () or (N,)
+    lse_gradient: Tensor | None,  # (N,)
     loss_scale: Tensor,  # ()
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of hidden, weight and bias that are wanted."""
-    inputs, counts = call.inputs, state.counts.values()
-    (v, d), hidden = inputs.weight.shape, inputs.hidden
-    fp32 = {"device": hidden.device, "dtype": torch.float32}
-    d_hidden, d_weight = None, torch.empty_like(inputs.weight) if call.needs[1] else None
-    d_bias = torch.zeros(v, **fp32) if call.needs[2] else None
-    begun = False
-    for part, tokens, n in zip(super_blocks(len(hidden)), state.tokens, counts, strict=True):
-        e = hidden[part]
-        if n is None or n < len(e):
-            e = e.index_select(0, tokens.order[:n])
-        acc = torch.zeros(len(e), d, **fp32) if call.needs[0] else None
-        if len(e):
-            of = coefficients(call, tokens, of_loss, loss_scale, part, of_lse)
-            idle = None if begun else d_weight
-            for start, stop, s in dlogits(call, e, tokens, of, idle):
-                if d_weight is not None and begun:
-                    d_weight[start:stop].addmm_(s.T, e)
-                elif d_weight is not None:
-                    torch.mm(s.T, e, out=d_weight[start:stop])
-                if acc is not None:
-                    add_times(acc, s, inputs.weight[start:stop])
-                if d_bias is not None:
-                    d_bias[start:stop] += s.sum(0, dtype=torch.float32) / inputs.scale
-            begun = True
-            del s  # and with it the workspace, before dE is allocated
-        if acc is not None:
-            d_hidden = torch.empty_like(hidden) if d_hidden is None else d_hidden
-            write_hidden(call, tokens, acc, d_hidden[part])
-    if not begun and d_weight is not None:
-        d_weight.zero_()
-    if not len(hidden) and call.needs[0]:
+    inputs = call.inputs
+    hidden = inputs.hidden
+    v, d = inputs.weight.shape
+    classifier = ClassifierGradients(
+        weight=torch.empty_like(inputs.weight) if call.needs.weight else None,
+        bias=hidden.new_zeros(v, dtype=torch.float32) if call.needs.bias else None,
+    )
+    d_hidden: Tensor | None = None
+    parts = super_blocks(len(hidden))
+    counts = state.counts.values()
+    for where, tokens, n_valid in zip(parts, state.tokens, counts, strict=True):
+        packed = hidden[where]
+        if n_valid is None or n_valid < len(packed):
+            packed = packed.index_select(0, tokens.order[:n_valid])
+        hidden_sums = None
+        if call.needs.hidden:
+            hidden_sums = torch.zeros(len(packed), d, device=hidden.device, dtype=torch.float32)
+        if len(packed):
+            token_coefficients = coefficients(
+                call, tokens, loss_gradient, loss_scale, where, lse_gradient
+            )
+            add_super_block(call, packed, tokens, token_coefficients, classifier, hidden_sums)
+        if hidden_sums is not None:
+            if d_hidden is None:  # not before the first super-block's workspace is freed
+                d_hidden = torch.empty_like(hidden)
+            write_hidden(call, tokens, hidden_sums, d_hidden[where])
+    if classifier.weight is not None and not classifier.begun:
+        classifier.weight.zero_()
+    if call.needs.hidden and len(hidden) == 0:
         d_hidden = torch.empty_like(hidden)
-    return all_reduce_gradient(d_hidden, inputs.shard), d_weight, d_bias
+    return all_reduce_gradient(d_hidden, inputs.shard), classifier.weight, classifier.bias
 
 
-def dlogits(
+def add_super_block(
     call: LossCall,
-    hidden: Tensor,  # (n, D) packed
+    packed: Tensor,  # (n, D) hidden states of valid tokens
     tokens: PackedTokens,
-    of: Coefficients,
-    idle: Tensor | None,  # dC while its rows are not written: its memory may be used
+    token_coefficients: Coefficients,
+    classifier: ClassifierGradients,  # written, or added to
+    hidden_sums: Tensor | None,  # (n, D) fp32, added to
+) -> None:
+    """Add a super-block's gradients, a chunk of the vocabulary at a time."""
+    weight = call.inputs.weight
+    # Rows of dC that are not yet written lend their memory.
+    free_memory = None if classifier.begun else classifier.weight
+    for start, stop, dlogits in dlogits_by_chunks(
+        call, packed, tokens, token_coefficients, free_memory
+    ):
+        if classifier.weight is not None:
+            if classifier.begun:
+                classifier.weight[start:stop].addmm_(dlogits.T, packed)
+            else:
+                torch.mm(dlogits.T, packed, out=classifier.weight[start:stop])
+        if hidden_sums is not None:
+            add_matmul_fp32(hidden_sums, dlogits, weight[start:stop])
+        if classifier.bias is not None:
+            sums = dlogits.sum(0, dtype=torch.float32)
+            classifier.bias[start:stop] += sums / call.inputs.scale
+    classifier.begun = True
+
+
+def dlogits_by_chunks(
+    call: LossCall,
+    packed: Tensor,  # (n, D)
+    tokens: PackedTokens,
+    token_coefficients: Coefficients,
+    free_memory: Tensor | None,  # dC while its rows are not written
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """S of entries [start, stop), each until the next is asked for."""
-    v, (n, d), size = len(call.inputs.weight), hidden.shape, hidden.element_size()
-    most = min(MOST, OF_GRADIENTS * (v + n) * d * size)
-    most = max(most - (n * d * (4 - size) if call.needs[0] else 0), LEAST)
-    width = call.tiles.width
-    chunk = min(max(int(most) // (n * size) // width, 1) * width, -(-v // width) * width)
-    workspace, start = hidden.new_empty(n, chunk), 0
+    """S of entries [start, stop), (n, stop − start), each until the next is asked for."""
+    v = len(call.inputs.weight)
+    n = len(packed)
+    chunk = entries_of_workspace(call, n)
+    workspace = packed.new_empty(n, chunk)
+    start = 0
     while start < v:
         out = workspace
-        if idle is not None:
-            entries = (idle.numel() - start * d - 8) // (n + d) // chunk * chunk
-            if entries > chunk:
-                begin = (idle.numel() - entries * n) // 8 * 8
-                out = idle.view(-1)[begin : begin + entries * n].view(n, entries)
+        if free_memory is not None:
+            larger = end_of_free_memory(free_memory, start, n, chunk)
+            if larger is not None:
+                out = larger
         stop = min(start + out.shape[1], v)
-        yield start, stop, recompute(call, hidden, tokens, of, out, start, stop)
+        dlogits = recompute_dlogits(call, packed, tokens, token_coefficients, out, start, stop)
+        yield start, stop, dlogits
         start = stop
+
+
+def entries_of_workspace(call: LossCall, n: int) -> int:
+    """How many entries' S of n tokens the workspace holds: whole tiles."""
+    v, d = call.inputs.weight.shape
+    size = call.inputs.weight.element_size()
+    most_bytes = min(WORKSPACE_BYTES, WORKSPACE_SHARE * (v + n) * d * size)
+    if call.needs.hidden:  # less what dE's sum takes beyond dE
+        most_bytes -= n * d * (4 - size)
+    most_bytes = max(most_bytes, WORKSPACE_LEAST_BYTES)
+    width = call.tiles.width
+    tiles = max(int(most_bytes) // (n * size) // width, 1)
+    return min(tiles, cdiv(v, width)) * width
+
+
+def end_of_free_memory(
+    d_weight: Tensor,  # (V, D), whose rows from `start` on are not written
+    start: int,
+    n: int,
+    chunk: int,
+) -> Tensor | None:
+    """The end of dC's memory as (n, entries), for S of the entries from `start` on.
+
+    Their own rows of dC, which are written while S is read, lie before it. None where there is no
+    room for more than one chunk."""
+    d = d_weight.shape[1]
+    # Its beginning is moved down to a place that is aligned.
+    room = d_weight.numel() - start * d - ALIGNED_NUMBERS
+    entries = room // (n + d) // chunk * chunk
+    if entries <= chunk:
+        return None
+    begin = (d_weight.numel() - entries * n) // ALIGNED_NUMBERS * ALIGNED_NUMBERS
+    return d_weight.view(-1)[begin : begin + entries * n].view(n, entries)

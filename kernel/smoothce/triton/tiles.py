@@ -1,4 +1,9 @@
-"""Tile shapes, and what the kernels share: a tile of the product, and from it base-2 logits."""
+"""How a call's work is cut into tiles, and the steps that several kernels share.
+
+`tiles_for` picks the tile shapes for a GPU and a dtype; every launch of one call follows them. The
+`@triton.jit` functions at the end are steps of the kernels in `forward`, `dlogits` and
+`filter_kernels`: a tile of the product E Cᵀ, its base-2 logits, and their slope under a softcap.
+"""
 
 import os
 from dataclasses import dataclass
@@ -10,7 +15,7 @@ import triton.language as tl
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # Triton before 3.4
-    TensorDescriptor = None
+    TensorDescriptor = None  # type: ignore[assignment, misc]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -18,35 +23,39 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @dataclass(frozen=True)
 class Tiles:
-    """What every launch of one call agrees on.
+    """The tile shapes that every launch of one call agrees on."""
 
-    `width` is both the forward's vocabulary tile and the block that the filter keeps or skips."""
-
-    rows: int = 128  # tokens a forward tile
-    group: int = 16  # such tiles' rows that all programs work on at a time
-    width: int = 256  # vocabulary entries a tile
+    # The product E Cᵀ, of the forward and of the exact backward.
+    rows: int = 128  # tokens of a tile
+    width: int = 256  # vocabulary entries of a tile, and of a block that the filter keeps or skips
     depth: int = 64  # step along D
+    group: int = 16  # token tiles that all programs of the forward work on at a time
     warps: int = 8
     stages: int = 3
-    pair_rows: int = 128  # gathered tokens a tile of the filtered backward
-    pair_depth: int = 64
+
+    # The filtered backward.
+    pair_rows: int = 128  # gathered tokens of a tile
+    pair_depth: int = 64  # step along D
     pair_stages: int = 3
-    wide_stages: int = 2  # of the loop over D that takes S to dE
-    slice: int = 128  # width along D of a gradient tile
+    wide_stages: int = 2  # pipeline stages of the loop over D that takes S to dE
+    slice: int = 128  # width along D of a gradient's tile
     step: int = 64  # step along tokens of the weight gradient
-    wide: int = 128  # vocabulary blocks a low-rank tile
-    ring: int = 192  # tiles of pairs that may wait for their weight gradient
-    tma: bool = True  # tensor-memory-accelerator loads, else pointer loads
+    wide: int = 128  # vocabulary blocks of a tile of the low-rank products
+    ring: int = 192  # tiles of S that may wait for their weight gradient
+
+    tma: bool = True  # whether loads go through the tensor memory accelerator, or else by pointers
     precision: str = "ieee"  # of fp32 products
 
     @property
-    def product(self) -> dict[str, object]:
-        """The settings of a kernel that walks tiles of E Cᵀ."""
+    def product_settings(self) -> dict[str, int | bool | str]:
+        """The settings of a kernel that computes tiles of E Cᵀ."""
         return {
             "ROWS": self.rows,
             "WIDTH": self.width,
             "DEPTH": self.depth,
             "TMA": self.tma,
+            # `tl.range` has `flatten` from the Triton on that has descriptors for the TMA. Python's
+            # own `range`, which the compiler reads instead, does not run in the interpreter.
             "FLATTEN": self.tma or INTERPRETED,
             "PRECISION": self.precision,
             "num_warps": self.warps,
@@ -55,46 +64,74 @@ class Tiles:
 
 
 def tiles_for(hidden: torch.Tensor, weight: torch.Tensor) -> Tiles:
-    """The tile set for these inputs on this machine."""
-    tma = TensorDescriptor is not None and aligned(weight) and aligned(hidden)
+    """The tile shapes for these inputs on this machine."""
+    tma = TensorDescriptor is not None and is_aligned(weight) and is_aligned(hidden)
     if INTERPRETED:
-        small = ("rows", "depth", "pair_rows", "pair_depth", "slice", "step", "wide")
-        return Tiles(group=2, width=32, ring=8, tma=tma, **dict.fromkeys(small, 16))
+        return Tiles(
+            rows=16,
+            width=32,
+            depth=16,
+            group=2,
+            pair_rows=16,
+            pair_depth=16,
+            slice=16,
+            step=16,
+            wide=16,
+            ring=8,
+            tma=tma,
+        )
     return tile_set(hidden.dtype, torch.cuda.get_device_capability(hidden.device), tma)
 
 
 def tile_set(dtype: torch.dtype, capability: tuple[int, int], tma: bool) -> Tiles:
-    """The tile set for a GPU of this compute capability.
+    """The tile shapes for a GPU of this compute capability.
 
-    What limits it is the shared memory of a block: 227 KB on 9.0 and 10.0, 163 KB on 8.0, and 99 KB
-    on 8.6, 8.9 and 12.0 (`tests/kernel/triton/test_shared_memory.py`)."""
+    What limits them is the shared memory of a block: 227 KB on 9.0 and 10.0, 163 KB on 8.0, and
+    99 KB on 8.6, 8.9 and 12.0 (`tests/kernel/triton/test_shared_memory.py`)."""
     tma = tma and capability[0] == 9
-    small = capability[0] == 12 or capability in ((8, 6), (8, 9))
+    little_memory = capability[0] == 12 or capability in ((8, 6), (8, 9))
     if dtype == torch.float32:
-        half = {"rows": 64, "width": 128, "depth": 32, "warps": 4, "slice": 64, "step": 32}
-        pairs = {"pair_rows": 32 if small else 64, "pair_depth": 32, "pair_stages": 2}
-        return Tiles(**half, **pairs, tma=tma, precision="tf32x3")
-    if small:
-        return Tiles(slice=64, pair_rows=64, pair_stages=2, tma=False)
-    return Tiles() if tma else Tiles(slice=64, tma=False)
+        return Tiles(
+            rows=64,
+            width=128,
+            depth=32,
+            warps=4,
+            pair_rows=32 if little_memory else 64,
+            pair_depth=32,
+            pair_stages=2,
+            slice=64,
+            step=32,
+            tma=tma,
+            precision="tf32x3",
+        )
+    if little_memory:
+        return Tiles(pair_rows=64, pair_stages=2, slice=64, tma=False)
+    if not tma:
+        return Tiles(slice=64, tma=False)
+    return Tiles()
 
 
-def aligned(matrix: torch.Tensor) -> bool:
-    """Whether the copy engine can read this contiguous matrix: 16-byte rows and base."""
+def is_aligned(matrix: torch.Tensor) -> bool:
+    """Whether the TMA can read this contiguous matrix: its rows and base are 16-byte pieces."""
     return matrix.shape[1] * matrix.element_size() % 16 == 0 and matrix.data_ptr() % 16 == 0
 
 
-def descriptor(matrix: torch.Tensor, block: list[int], tma: bool) -> object:
-    """A descriptor of `matrix` for loads of `block`; the matrix itself where there is no TMA."""
+def descriptor(
+    matrix: torch.Tensor, block: list[int], tma: bool
+) -> "torch.Tensor | TensorDescriptor":
+    """What `load_tile` reads: a descriptor of `matrix` for loads of `block`, or without TMA the
+    matrix itself."""
     return TensorDescriptor.from_tensor(matrix, block) if tma else matrix
 
 
-def programs(device: torch.device, each: int = 1) -> int:
-    """So many programs a multiprocessor. Where several are given, they follow one another, so that
-    multiprocessors that a collective holds delay a part of the work and not all of it."""
-    if device.type != "cuda":
-        return 3 * each
-    return each * torch.cuda.get_device_properties(device).multi_processor_count
+def programs(device: torch.device, per_multiprocessor: int = 1) -> int:
+    """How many programs to launch.
+
+    Where there are several a multiprocessor, they follow one another, so that multiprocessors that
+    a collective holds delay a part of the work and not all of it."""
+    if device.type != "cuda":  # the interpreter's: few, but more than one
+        return 3 * per_multiprocessor
+    return per_multiprocessor * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit
@@ -105,46 +142,51 @@ def load_tile(
 ):  # fmt: skip
     """source[row : row + ROWS, column : column + DEPTH]; past `rows` anything finite, past D 0."""
     if TMA:
-        found = source.load([row, column])
+        tile = source.load([row, column])
     else:
-        o_r = tl.minimum(row + tl.arange(0, ROWS), rows - 1).to(tl.int64)
-        o_d = column + tl.arange(0, DEPTH)
-        at = source + o_r[:, None] * D + o_d[None, :]
-        found = tl.load(at) if D % DEPTH == 0 else tl.load(at, mask=(o_d < D)[None, :], other=0.0)
-    return found
+        tile_rows = tl.minimum(row + tl.arange(0, ROWS), rows - 1).to(tl.int64)
+        columns = column + tl.arange(0, DEPTH)
+        pointers = source + tile_rows[:, None] * D + columns[None, :]
+        if D % DEPTH == 0:
+            tile = tl.load(pointers)
+        else:
+            tile = tl.load(pointers, mask=(columns < D)[None, :], other=0.0)
+    return tile
 
 
 @triton.jit
-def product(
+def product_tile(
     hidden, weight, row, entry, N, V,
     D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """E[row : row + ROWS] · C[entry : entry + WIDTH]ᵀ in fp32; past N and V any finite value."""
-    acc = tl.zeros((ROWS, WIDTH), tl.float32)
-    for k in range(0, D, DEPTH):
-        e = load_tile(hidden, row, k, N, D, ROWS, DEPTH, TMA)
-        c = load_tile(weight, entry, k, V, D, WIDTH, DEPTH, TMA)
-        acc = tl.dot(e, tl.trans(c), acc, input_precision=PRECISION)
-    return acc
+    sums = tl.zeros((ROWS, WIDTH), tl.float32)
+    for column in range(0, D, DEPTH):
+        hidden_tile = load_tile(hidden, row, column, N, D, ROWS, DEPTH, TMA)
+        weight_tile = load_tile(weight, entry, column, V, D, WIDTH, DEPTH, TMA)
+        sums = tl.dot(hidden_tile, tl.trans(weight_tile), sums, input_precision=PRECISION)
+    return sums
 
 
 @triton.jit
-def base2_logits(acc, bias, v, V, scale, softcap):
-    """softcap(scale · acc + b) · log2(e); a cap in nats, or None."""
-    x = acc * (scale * LOG2E)
+def base2_logits(product, bias, entries, V, scale, softcap):
+    """softcap(scale · product + bias) · log2(e); the cap is in nats, or None."""
+    logits = product * (scale * LOG2E)
     if bias is not None:
-        x += tl.load(bias + v, mask=v < V, other=0.0).to(tl.float32)[None, :] * LOG2E
+        entry_bias = tl.load(bias + entries, mask=entries < V, other=0.0)
+        logits += entry_bias.to(tl.float32)[None, :] * LOG2E
     if softcap is not None:
-        # tanh(u) = 1 - 2 / (exp(2u) + 1), which saturates cleanly at both ends
-        x = (1.0 - 2.0 / (tl.exp2(x * (2.0 / softcap)) + 1.0)) * (softcap * LOG2E)
-    return x
+        # tanh(x) = 1 - 2 / (exp(2x) + 1), which saturates cleanly at both ends
+        tanh = 1.0 - 2.0 / (tl.exp2(logits * (2.0 / softcap)) + 1.0)
+        logits = tanh * (softcap * LOG2E)
+    return logits
 
 
 @triton.jit
-def slope(x, scale, softcap):
-    """∂logit/∂product at the base-2 logits x."""
+def slope(logits, scale, softcap):
+    """∂logit/∂product at these base-2 logits: scale · (1 − tanh²) under a softcap."""
     if softcap is not None:
-        t = x / (softcap * LOG2E)
-        return scale * (1.0 - t * t)
-    return tl.zeros_like(x) + scale
+        tanh = logits / (softcap * LOG2E)
+        return scale * (1.0 - tanh * tanh)
+    return tl.zeros_like(logits) + scale

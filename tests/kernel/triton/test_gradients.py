@@ -27,69 +27,85 @@ from smoothce import linear_cross_entropy, triton
 from smoothce.triton import filtered, forward, grad_in_forward, plan, recompute_backward
 from smoothce.triton.tiles import tiles_for
 
-EARLY, LATE, FILTERED = {}, {"workspace": 0}, {"filter_eps": 1e-12}  # which keeps all
-WAYS = [
-    pytest.param(EARLY, id="grad_in_forward"),
-    pytest.param(LATE, id="recompute_backward"),
-    pytest.param(FILTERED, id="filtered", marks=runs_schedule),
+# Options that choose the way in which gradients are made.
+GRAD_IN_FORWARD = {}
+RECOMPUTE = {"workspace": 0}
+FILTERED = {"filter_eps": 1e-12}  # which keeps every block
+CHUNKED = {"impl": "chunked"}
+
+EXACT_MODES = [
+    pytest.param(GRAD_IN_FORWARD, id="grad_in_forward"),
+    pytest.param(RECOMPUTE, id="recompute_backward"),
 ]
-SOFTCAPS = 0.5, 30.0, 43.0, 43.4, 44.0, 50.0, 64.0, 100.0, 1000.0
-CHUNKED = pytest.param({"impl": "chunked"}, id="chunked")
+TRITON_MODES = [*EXACT_MODES, pytest.param(FILTERED, id="filtered", marks=runs_schedule)]
+CHUNKED_MODE = pytest.param(CHUNKED, id="chunked")
+
+SOFTCAPS = (0.5, 30.0, 43.0, 43.4, 44.0, 50.0, 64.0, 100.0, 1000.0)
 
 
 @pytest.fixture(autouse=True)
 def several_parts(monkeypatch):
     """Gradients in the forward are made in up to four parts also for few tokens."""
-    monkeypatch.setattr(plan, "FEW", 16)
-    monkeypatch.setattr(plan, "LEAST", 1)
+    monkeypatch.setattr(plan, "BUSY_TOKENS", 16)
+    monkeypatch.setattr(plan, "LEAST_TOKENS", 1)
 
 
-SMALL = {  # what only a GPU's large shapes, or rare moments, would meet
+# What only a GPU's large shapes, or rare moments, would meet: attributes of modules to change.
+SITUATIONS = {
     "super-blocks of tokens": {
         (filtered, "STATISTICS_BYTES"): 2**9,
-        (recompute_backward, "super_blocks"): lambda n, size=32: grad_in_forward.super_blocks(
-            n, size
+        (recompute_backward, "super_blocks"): (
+            lambda n, size=32: grad_in_forward.super_blocks(n, size)
         ),
     },
     "chunks of one tile in the memory of dC": {
-        (recompute_backward, "LEAST"): 2**12,
-        (recompute_backward, "OF_GRADIENTS"): 0,
+        (recompute_backward, "WORKSPACE_LEAST_BYTES"): 2**12,
+        (recompute_backward, "WORKSPACE_SHARE"): 0,
     },
     # While a CUDA graph is captured nothing reaches the host: then there is room for all tokens.
-    "unknown counts": {(recompute_backward.Counts, "values"): lambda self: [None] * len(self.host)},
+    "unknown counts": {
+        (recompute_backward.ValidCounts, "values"): lambda self: [None] * len(self.host),
+    },
     "few shares": {(forward, "programs"): lambda *_: 3},
     "shares of larger groups": {
         (forward, "programs"): lambda *_: 7,
-        (triton, "tiles_for"): lambda *given: dataclasses.replace(tiles_for(*given), group=5),
+        (triton, "tiles_for"): lambda *tensors: dataclasses.replace(tiles_for(*tensors), group=5),
     },
-    "": {},
+    "as it is": {},
 }
 
 
+def simulate(monkeypatch, situation):
+    for (module, name), value in SITUATIONS[situation].items():
+        monkeypatch.setattr(module, name, value)
+
+
 @pytest.mark.parametrize("loss", [2, 54, 1611])
-@pytest.mark.parametrize("how", [*WAYS[:2], CHUNKED])
-def test_unlikely_targets(how, loss):
-    """The mean loss in nats. What is kept of a probability is relative to the target's logit, or
+@pytest.mark.parametrize("mode", [*EXACT_MODES, CHUNKED_MODE])
+def test_unlikely_targets(mode, loss):
+    """The mean loss in nats. What is saved of a probability is relative to the target's logit, or
     where that is too far off to its tile's largest."""
     hidden, weight, labels, _ = inputs(60, 300, 32, seed=loss)
     scale = {2: 0.3, 54: 18.0, 1611: 540.0}[loss]
     options = {"label_smoothing": 0.1, "logit_scale": scale}
-    want = gradients("reference", hidden.double(), weight.double(), labels, **options)
+    expected = gradients("reference", hidden.double(), weight.double(), labels, **options)
     plain = gradients(None, hidden, weight, labels, **options)
-    how = {"impl": "triton", **how}
-    found = gradients(how.pop("impl"), hidden, weight, labels, **options, **how)
-    assert math.isclose(found[0], want[0], rel_tol=1e-5)
-    for a, b, c in zip(found[1:], want[1:], plain[1:], strict=True):
-        assert error(a, b) <= 2 * error(c, b) + max(3e-5, 1e-6 * loss)
+    options = {"impl": "triton", **options, **mode}
+    found = gradients(options.pop("impl"), hidden, weight, labels, **options)
+    assert math.isclose(found[0], expected[0], rel_tol=1e-5)
+    for ours, right, theirs in zip(found[1:], expected[1:], plain[1:], strict=True):
+        assert error(ours, right) <= 2 * error(theirs, right) + max(3e-5, 1e-6 * loss)
 
 
 @pytest.mark.parametrize(
-    ("how", "softcap", "dtype"),
+    ("mode", "softcap", "dtype"),
     [
         *itertools.product(
-            [EARLY, LATE, {"reduction": "none"}, {"impl": "chunked"}], SOFTCAPS, [torch.float32]
+            [GRAD_IN_FORWARD, RECOMPUTE, {"reduction": "none"}, CHUNKED],
+            SOFTCAPS,
+            [torch.float32],
         ),
-        *itertools.product([EARLY], SOFTCAPS, [HALF]),
+        *itertools.product([GRAD_IN_FORWARD], SOFTCAPS, [HALF]),
         # Where the filter drops a block, a softcap biases the smoothing term: under a cap of 13 no
         # probability is below e^-26, and so none below the threshold.
         pytest.param(FILTERED, 0.5, torch.float32, marks=runs_schedule),
@@ -97,105 +113,142 @@ def test_unlikely_targets(how, loss):
     ],
     ids=str,
 )
-def test_softcaps(how, softcap, dtype):
+def test_softcaps(mode, softcap, dtype):
     """Logits that stay far below the cap, that it bends, and that it flattens altogether."""
-    options = {"label_smoothing": 0.1, "softcap": softcap, "reduction": how.get("reduction", "sum")}
+    reduction = mode.get("reduction", "sum")
+    options = {"label_smoothing": 0.1, "softcap": softcap, "reduction": reduction}
     for deviation in (5.0, 30.0, 100.0, 1e4):  # of the logits before the cap
         hidden, weight, labels, _ = inputs(17, 100, 24, dtype, spread=deviation)
-        want = gradients("reference", hidden.double(), weight.double(), labels, **options)
+        expected = gradients("reference", hidden.double(), weight.double(), labels, **options)
         plain = gradients(None, hidden, weight, labels, **options)
-        asked = {"impl": "triton", **options, **how}
-        found = gradients(asked.pop("impl"), hidden, weight, labels, **asked)
-        for ours, right, theirs in zip(found, want, plain, strict=True):
+        ours = {"impl": "triton", **options, **mode}
+        found = gradients(ours.pop("impl"), hidden, weight, labels, **ours)
+        for ours, right, theirs in zip(found, expected, plain, strict=True):
             # 1 - tanh² is a difference, and so is the kernels' tanh: a cap of 1,000 costs 1e-5
             bound = 10 * error(theirs, right) + max(2e-5, FLOOR[dtype])
             assert error(ours, right) <= bound, deviation
 
 
-@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("sum_in_fp32", [False, True])
 @pytest.mark.parametrize("masked", [slice(0, 16), slice(48, 64)], ids=["first", "last"])
-def test_parts_of_which_one_is_masked(wide, masked, monkeypatch):
+def test_parts_of_which_one_is_masked(sum_in_fp32, masked, monkeypatch):
     """The first, where Σ_v u_v C_v is to come from, or the last, which brings Σ_i E_i."""
-    monkeypatch.setattr(plan, "plan_for", lambda call: plan.Plan("grad_in_forward", "", 16, wide))
+    planned = plan.GradientPlan("grad_in_forward", "", 16, sum_in_fp32)
+    monkeypatch.setattr(plan, "plan_for", lambda call: planned)
     hidden, weight, labels, bias = inputs(64, 90, 24, bias=True)
     labels[masked] = -100
-    given = hidden, weight, labels, bias
     options = {"label_smoothing": 0.2, "reduction": "sum"}
-    found, want = (gradients(impl, *given, **options) for impl in ("triton", "reference"))
-    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+    found = gradients("triton", hidden, weight, labels, bias, **options)
+    expected = gradients("reference", hidden, weight, labels, bias, **options)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("how", WAYS[:2])
-def test_masked_tokens_are_in_no_product(how, monkeypatch):
-    """The exact gradient's products have a row for each valid token, in the forward and after."""
+@pytest.fixture
+def product_rows(monkeypatch):
+    """The rows of each product for dE, in the order in which they are made."""
     rows = []
 
-    def noted(times):
-        def note(*given):
-            found = times(*given)
-            rows.append(len(found))
-            return found
+    def noting_rows(product):
+        def noted(*args):
+            result = product(*args)
+            rows.append(len(result))
+            return result
 
-        return note
+        return noted
 
-    monkeypatch.setattr(grad_in_forward, "times", noted(grad_in_forward.times))
-    monkeypatch.setattr(recompute_backward, "recompute", noted(recompute_backward.recompute))
+    for module, name in (
+        (grad_in_forward, "matmul_fp32"),
+        (recompute_backward, "recompute_dlogits"),
+    ):
+        monkeypatch.setattr(module, name, noting_rows(getattr(module, name)))
+    return rows
+
+
+@pytest.mark.parametrize("mode", EXACT_MODES)
+def test_masked_tokens_are_in_no_product(mode, product_rows):
+    """The exact gradient's products have a row for each valid token, in the forward and after."""
     hidden, weight, labels, _ = inputs(96, 150, 16, masked=0.6)
     labels[:50] = -100
-    gradients("triton", hidden, weight, labels, **how)
-    valid = (labels != -100).sum()
-    assert (sum(rows) == valid if how == EARLY else set(rows) == {valid.item()}) and rows
+    gradients("triton", hidden, weight, labels, **mode)
+    n_valid = (labels != -100).sum().item()
+    assert product_rows
+    if mode == GRAD_IN_FORWARD:
+        assert sum(product_rows) == n_valid  # each part has its own tokens
+    else:
+        assert set(product_rows) == {n_valid}  # each chunk of the vocabulary has all tokens
 
 
-@pytest.mark.parametrize("how", [*WAYS, CHUNKED])
+def loss_with_statistics(hidden, weight, labels, bias, loss_factor, **options):
+    """Loss, log-sum-exps if they are asked for, statistics, and the gradients of `loss_factor`
+    times the loss plus a z-loss of the log-sum-exps, or plus their sum where the factor is 0."""
+    leaves = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
+    loss, *lse, statistics = linear_cross_entropy(
+        leaves[0], leaves[1], labels, bias=leaves[2], return_statistics=True, **options
+    )
+    assert not any(x.requires_grad for x in statistics)
+    total = loss_factor * loss.sum()
+    for x in lse:
+        total = total + 0.1 * (x.square() if loss_factor else x).sum()
+    total.backward()
+    outputs = [loss.detach(), *(x.detach() for x in lse), *statistics]
+    return outputs, [leaf.grad for leaf in leaves]
+
+
+@pytest.mark.parametrize("mode", [*TRITON_MODES, CHUNKED_MODE])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_log_sum_exps_and_statistics_beside_the_loss(how, reduction):
-    """A z-loss of the log-sum-exps beside the loss, and their sum alone."""
+@pytest.mark.parametrize(
+    ("loss_factor", "return_lse"),
+    [(1.0, False), (1.0, True), (0.0, True)],
+    ids=["loss", "loss and lse", "lse"],
+)
+def test_log_sum_exps_and_statistics_beside_the_loss(mode, reduction, loss_factor, return_lse):
     hidden, weight, labels, bias = inputs(40, 97, 20, masked=0.3, bias=True)
-    options = {"label_smoothing": 0.1, "reduction": reduction, "softcap": 3.0, "z_loss": 0.01}
-
-    def found(share, lse, **more):
-        leaves = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
-        given = {"bias": leaves[2], "return_lse": lse, "return_statistics": True, **options}
-        loss, *said, statistics = linear_cross_entropy(*leaves[:2], labels, **given, **more)
-        assert not any(x.requires_grad for x in statistics)
-        total = share * loss.sum() + sum(0.1 * (x.square() if share else x).sum() for x in said)
-        total.backward()
-        return loss.detach(), *(x.detach() for x in said), *statistics, *(x.grad for x in leaves)
-
-    for asked in ((1.0, False), (1.0, True), (0.0, True)):
-        ours = found(*asked, **{"impl": "triton", **how})
-        torch.testing.assert_close(ours, found(*asked, impl="reference"), rtol=1e-4, atol=1e-5)
+    options = {
+        "label_smoothing": 0.1,
+        "reduction": reduction,
+        "softcap": 3.0,
+        "z_loss": 0.01,
+        "return_lse": return_lse,
+    }
+    data = hidden, weight, labels, bias, loss_factor
+    found = loss_with_statistics(*data, **{"impl": "triton", **options, **mode})
+    expected = loss_with_statistics(*data, impl="reference", **options)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("how", [*WAYS, CHUNKED])
-def test_a_closed_block_of_the_vocabulary(how):
+@pytest.mark.parametrize("with_target", [False, True], ids=["plain", "smoothing_target"])
+@pytest.mark.parametrize("mode", [*TRITON_MODES, CHUNKED_MODE])
+def test_a_closed_block_of_the_vocabulary(mode, with_target):
     """A bias of −∞ over more than a block leaves loss and gradients as they are without it; with a
     smoothing target that has nothing there, too."""
     hidden, weight, labels, bias = inputs(40, 1100 if DEVICE == "cuda" else 150, 16, bias=True)
     closed = slice(256, 800) if DEVICE == "cuda" else slice(32, 100)
     bias[closed] = -torch.inf
     labels[(labels >= closed.start) & (labels < closed.stop)] = 0
-    u = torch.ones(len(weight), device=DEVICE)
-    u[closed] = 0
-    leaves = hidden.requires_grad_(), weight.requires_grad_()
-    more = {"impl": "triton", **({"filter_eps": 0.05} if how == FILTERED else how)}
-    for options in ({}, {"label_smoothing": 0.2, "smoothing_target": u / u.sum()}):
-        given = {"bias": bias, **options}
-        found = linear_cross_entropy(*leaves, labels, **given, **more)
-        want = linear_cross_entropy(*leaves, labels, impl="reference", **given)
-        torch.testing.assert_close(found, want)
-        pair = (torch.autograd.grad(loss, leaves) for loss in (found, want))
-        for a, b in zip(*pair, strict=True):
-            assert error(a, b) <= (0.3 if how == FILTERED else 1e-4)
+    leaves = (hidden.requires_grad_(), weight.requires_grad_())
+    options = {"bias": bias}
+    if with_target:
+        u = torch.ones(len(weight), device=DEVICE)
+        u[closed] = 0
+        options |= {"label_smoothing": 0.2, "smoothing_target": u / u.sum()}
+    if mode == FILTERED:
+        mode = {"filter_eps": 0.05}
+    found = linear_cross_entropy(*leaves, labels, **{"impl": "triton", **options, **mode})
+    expected = linear_cross_entropy(*leaves, labels, impl="reference", **options)
+    torch.testing.assert_close(found, expected)
+    bound = 0.3 if "filter_eps" in mode else 1e-4
+    for ours, right in zip(
+        torch.autograd.grad(found, leaves), torch.autograd.grad(expected, leaves), strict=True
+    ):
+        assert error(ours, right) <= bound
 
 
-@pytest.mark.parametrize("how", [*WAYS[:2], CHUNKED])
+@pytest.mark.parametrize("mode", [*EXACT_MODES, CHUNKED_MODE])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_autocast_around_the_backward_changes_nothing(how, reduction):
+def test_autocast_around_the_backward_changes_nothing(mode, reduction):
     hidden, weight, labels, _ = inputs(40, 97, 64, masked=0.3)
-    leaves = hidden.requires_grad_(), weight.requires_grad_()
-    options = {"label_smoothing": 0.1, "reduction": reduction, "impl": "triton", **how}
+    leaves = (hidden.requires_grad_(), weight.requires_grad_())
+    options = {"label_smoothing": 0.1, "reduction": reduction, "impl": "triton", **mode}
     found = []
     for enabled in (False, True):
         loss = linear_cross_entropy(*leaves, labels, **options).sum()
@@ -204,40 +257,59 @@ def test_autocast_around_the_backward_changes_nothing(how, reduction):
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("how", WAYS)
-def test_nothing_is_left_after_the_backward(how, monkeypatch):
-    """Neither the state, nor memory of another's behind a gradient; and bits come again."""
+def leaves_and_loss(mode):
+    """Inputs of several super-blocks, and their loss."""
     hidden, weight, labels, _ = inputs(40, 97, 16, masked=0.2)
-    for (module, name), value in SMALL["super-blocks of tokens"].items():
-        monkeypatch.setattr(module, name, value)
     leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
-    first, second = (
-        linear_cross_entropy(*leaves, labels, label_smoothing=0.1, impl="triton", **how)
-        for _ in range(2)
-    )
-    state = first.grad_fn.state
-    first.backward(retain_graph=True)
-    assert first.grad_fn.state is state
-    first.backward()
-    assert first.grad_fn.state is None
-    gradients = torch.autograd.grad(second, leaves)
-    for leaf, gradient in zip(leaves, gradients, strict=True):
+    options = {"label_smoothing": 0.1, "impl": "triton", **mode}
+    return leaves, linear_cross_entropy(*leaves, labels, **options)
+
+
+@pytest.mark.parametrize("mode", TRITON_MODES)
+def test_the_state_goes_with_the_last_backward(mode, monkeypatch):
+    simulate(monkeypatch, "super-blocks of tokens")
+    _, loss = leaves_and_loss(mode)
+    state = loss.grad_fn.state
+    loss.backward(retain_graph=True)
+    assert loss.grad_fn.state is state
+    loss.backward()
+    assert loss.grad_fn.state is None
+
+
+@pytest.mark.parametrize("mode", TRITON_MODES)
+def test_a_gradient_holds_no_memory_but_its_own(mode, monkeypatch):
+    simulate(monkeypatch, "super-blocks of tokens")
+    leaves, loss = leaves_and_loss(mode)
+    for gradient in torch.autograd.grad(loss, leaves):
         assert gradient.untyped_storage().nbytes() == gradient.nbytes
-        assert how == FILTERED or torch.equal(leaf.grad, 2 * gradient)
+
+
+@pytest.mark.parametrize("mode", EXACT_MODES)
+def test_a_second_backward_gives_equal_bits(mode, monkeypatch):
+    simulate(monkeypatch, "super-blocks of tokens")
+    leaves, loss = leaves_and_loss(mode)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    other_leaves, other_loss = leaves_and_loss(mode)
+    once = torch.autograd.grad(other_loss, other_leaves)
+    for leaf, gradient in zip(leaves, once, strict=True):
+        assert torch.equal(leaf.grad, 2 * gradient)
 
 
 @settings(max_examples=80, deadline=None)
 @given(
     dtype=st.sampled_from([torch.float32, HALF]),
-    small=st.sampled_from([*SMALL]),
-    how=st.sampled_from([EARLY, LATE] if WIDE_CUMSUM else [EARLY, LATE, FILTERED]),
+    situation=st.sampled_from([*SITUATIONS]),
+    mode=st.sampled_from(
+        [GRAD_IN_FORWARD, RECOMPUTE] if WIDE_CUMSUM else [GRAD_IN_FORWARD, RECOMPUTE, FILTERED]
+    ),
     **ANY_SHAPE_AND_OPTION,
 )
-def test_any_shape_and_option(small, how, **options):
+def test_any_shape_and_option(situation, mode, **options):
     """In the memory of a GPU's large shapes, too."""
-    if how == FILTERED:  # which neither a bias nor fp16 has
-        options |= {"bias": False, "dtype": torch.float32}
-    with pytest.MonkeyPatch.context() as patch:
-        for (module, name), value in SMALL[small].items():
-            patch.setattr(module, name, value)
-        check(**options, **how)
+    if mode == FILTERED:  # which neither a bias nor fp16 has
+        options["bias"] = False
+        options["dtype"] = torch.float32
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        simulate(monkeypatch, situation)
+        check(**options, **mode)

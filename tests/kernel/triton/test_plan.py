@@ -9,41 +9,53 @@ from smoothce import explain
 from smoothce.options import Inputs, Options
 from smoothce.triton import plan
 from smoothce.triton.tiles import Tiles
-from smoothce.triton.tokens import LossCall
+from smoothce.triton.tokens import LossCall, NeededGradients
 
-GEMMA, QWEN = (256000, 2304), (151936, 1536)
+GEMMA = (256000, 2304)  # V and D of Gemma 2 2B
+QWEN = (151936, 1536)  # of Qwen2.5 1.5B
+
+BOTH = NeededGradients(hidden=True, weight=True, bias=False)
+HIDDEN_ALONE = NeededGradients(hidden=True, weight=False, bias=False)
+NONE = NeededGradients(hidden=False, weight=False, bias=False)
 
 
-def planned(n, v, d, dtype=torch.bfloat16, needs=(True, True, False), eps=None, **options):
+def plan_of(n, v, d, dtype=torch.bfloat16, needs=BOTH, eps=None, **options):
     """The plan of a GPU's tiles for tensors that nobody holds."""
-    on = {"dtype": dtype, "device": "meta"}
-    hidden, weight = torch.empty(n, d, **on), torch.empty(v, d, **on)
-    labels = torch.empty(n, dtype=torch.int64, device="meta")
-    inputs = Inputs(hidden, weight, labels, None, None, None, Options(**options))
+    inputs = Inputs(
+        hidden=torch.empty(n, d, dtype=dtype, device="meta"),
+        weight=torch.empty(v, d, dtype=dtype, device="meta"),
+        labels=torch.empty(n, dtype=torch.int64, device="meta"),
+        bias=None,
+        smoothing_target=None,
+        token_weights=None,
+        options=Options(**options),
+    )
     return plan.plan_for(LossCall(inputs, needs, Tiles(), eps))
 
 
 @pytest.mark.parametrize(
-    ("n", "shape", "more", "tokens", "wide"),
-    [  # the gradients' bytes or a quarter of the logits
+    ("n", "shape", "options", "part_tokens", "sum_in_fp32"),
+    [  # a workspace of the gradients' bytes or a quarter of the logits
         (8192, GEMMA, {}, 2048, False),
         (16384, GEMMA, {}, 4096, False),
         (300, GEMMA, {}, 300, False),
         (300, GEMMA, {"softcap": 43.3}, 300, False),
         (65536, QWEN, {}, 2048, True),  # so many are summed in fp32
         (65536, QWEN, {"dtype": torch.float32}, 2048, False),
-        (16384, GEMMA, {"needs": (True, False, False)}, 2048, False),
-        (8192, GEMMA, {"needs": (True, False, False), "reduction": "none"}, 2048, False),
+        (16384, GEMMA, {"needs": HIDDEN_ALONE}, 2048, False),
+        (8192, GEMMA, {"needs": HIDDEN_ALONE, "reduction": "none"}, 2048, False),
         (8200, GEMMA, {"workspace": np.int64(8200 * 256000 // 2)}, 1664, False),
     ],
 )
-def test_what_is_made_in_the_forward(n, shape, more, tokens, wide):
-    found = planned(n, *shape, **more)
-    assert (found.how, found.tokens, found.wide) == ("grad_in_forward", tokens, wide)
+def test_what_is_made_in_the_forward(n, shape, options, part_tokens, sum_in_fp32):
+    chosen = plan_of(n, *shape, **options)
+    assert chosen.mode == "grad_in_forward"
+    assert chosen.part_tokens == part_tokens
+    assert chosen.sum_in_fp32 == sum_in_fp32
 
 
 @pytest.mark.parametrize(
-    ("change", "how", "why"),
+    ("options", "mode", "reason"),
     [
         ({"workspace": 0}, "recompute_backward", "workspace is 0"),
         ({"workspace": 2**26}, "recompute_backward", "67108864 bytes holds too few"),
@@ -53,21 +65,32 @@ def test_what_is_made_in_the_forward(n, shape, more, tokens, wide):
         ({"softcap": 43.4}, "recompute_backward", "softcap over 43.3"),
         ({"softcap": 43.4, "workspace": 2**40}, "recompute_backward", "softcap over 43.3"),
         ({"eps": 0.1}, "filtered", ""),
-        ({"needs": (False,) * 3}, "none", ""),
+        ({"needs": NONE}, "none", ""),
     ],
 )
-def test_what_is_not_made_in_the_forward(change, how, why):
-    found = planned(8192, *GEMMA, **change)
-    assert found.how == how and why in found.why
+def test_what_is_not_made_in_the_forward(options, mode, reason):
+    chosen = plan_of(8192, *GEMMA, **options)
+    assert chosen.mode == mode
+    assert reason in chosen.reason
 
 
-def test_explain_tells_products_and_bytes():
-    hidden, weight = (torch.zeros(n, 16, device=DEVICE, requires_grad=True) for n in (700, 300))
-    for options, words in (
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
         ({}, "3 products: gradients are made in the forward, 700 of 700 tokens at a time, in a"),
         ({"workspace": 0}, "4 products or a little less, for workspace is 0"),
+        ({"softcap": 50.0}, "4 products or a little less, for a softcap over 43.3 lets"),
         ({"filter_eps": 0.1}, "drawn at random"),
-    ):
-        assert words in explain(hidden, weight, impl="triton", **options)
-    assert "2 products" in explain(hidden, weight.detach(), impl="triton")
-    assert "one product" in explain(hidden.detach(), weight.detach(), impl="triton")
+    ],
+)
+def test_explain_tells_products_and_bytes(options, words):
+    hidden = torch.zeros(700, 16, device=DEVICE, requires_grad=True)
+    weight = torch.zeros(300, 16, device=DEVICE, requires_grad=True)
+    assert words in explain(hidden, weight, impl="triton", **options)
+
+
+def test_explain_tells_products_of_frozen_inputs():
+    hidden = torch.zeros(700, 16, device=DEVICE, requires_grad=True)
+    weight = torch.zeros(300, 16, device=DEVICE)
+    assert "2 products" in explain(hidden, weight, impl="triton")
+    assert "one product" in explain(hidden.detach(), weight, impl="triton")

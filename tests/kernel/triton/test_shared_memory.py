@@ -18,40 +18,53 @@ from triton import __version__ as triton_version
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from smoothce import triton as ours
+from smoothce import triton as triton_loss
 from smoothce.options import Inputs, Options
 from smoothce.triton import recompute_backward
 
 # Bytes of a block, opted in: NVIDIA's CUDA C++ programming guide, compute capabilities.
 # fp16 takes the tiles of bf16.
 LIMITS = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
-FIRST = {100: (3, 3), 120: (3, 3)}  # Triton that knows the GPU
+FIRST_TRITON = {100: (3, 3), 120: (3, 3)}  # the first that knows the GPU
 MODES = [{}, {"workspace": 0}, {"filter_eps": 0.01}, {"softcap": 30.0, "filter_eps": 0.01}]
+N_TOKENS = 300
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("capability", "dtype"), [*((c, "bfloat16") for c in LIMITS), (86, "float32"), (90, "float32")]
+    ("capability", "dtype"),
+    [
+        *((capability, "bfloat16") for capability in LIMITS),
+        (86, "float32"),
+        (90, "float32"),
+    ],
 )
 def test_kernels_fit(capability, dtype):
-    if tuple(map(int, triton_version.split(".")[:2])) < FIRST.get(capability, (0, 0)):
+    version = tuple(map(int, triton_version.split(".")[:2]))
+    if version < FIRST_TRITON.get(capability, (0, 0)):
         pytest.skip(f"Triton {triton_version} does not know compute capability {capability}")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment = {**os.environ}
+    environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-W", "ignore", __file__, str(capability), dtype]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
-    assert {"forward_kernel", "recompute_kernel"} <= set(found)
-    assert {k: n for k, n in found.items() if n > LIMITS[capability]} == {}
+    process = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-2000:]
+    shared_bytes = json.loads(process.stdout)
+    assert {"forward_kernel", "recompute_kernel"} <= set(shared_bytes)
+    limit = LIMITS[capability]
+    too_large = {name: size for name, size in shared_bytes.items() if size > limit}
+    assert too_large == {}
 
 
-def compiled(capability: int, dtype: torch.dtype) -> dict[str, int]:
-    found: dict[str, int] = {}
+def compile_alone(capability: int) -> dict[str, int]:
+    """From here on compile every launch for this compute capability and run none; returns where
+    the shared memory of each kernel is noted, in bytes."""
+    shared_bytes: dict[str, int] = {}
     run = jit.JITFunction.run
 
-    def compile_alone(self, *args, grid, warmup, **settings):
-        kernel, name = run(self, *args, grid=grid, warmup=True, **settings), self.fn.__name__
-        found[name] = max(found.get(name, 0), kernel.metadata.shared)
+    def compile_and_note(self, *args, grid, warmup, **settings):
+        kernel = run(self, *args, grid=grid, warmup=True, **settings)
+        name = self.fn.__name__
+        shared_bytes[name] = max(shared_bytes.get(name, 0), kernel.metadata.shared)
 
     gpu = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", capability, 32),
@@ -59,16 +72,34 @@ def compiled(capability: int, dtype: torch.dtype) -> dict[str, int]:
         get_current_stream=lambda device=None: 0,
     )
     driver.set_active(gpu)
-    jit.JITFunction.run = compile_alone
+    jit.JITFunction.run = compile_and_note
     torch.cuda.get_device_capability = lambda *_: divmod(capability, 10)
-    recompute_backward.Counts.values = lambda self: [300] * len(self.host)  # all of them
+    # No kernel has counted the valid tokens: all of them.
+    recompute_backward.ValidCounts.values = lambda self: [N_TOKENS] * len(self.host)
+    return shared_bytes
+
+
+def training_step(dtype: torch.dtype, mode: dict[str, float]) -> None:
+    hidden = torch.zeros(N_TOKENS, 256, dtype=dtype, requires_grad=True)
+    weight = torch.zeros(1100, 256, dtype=dtype, requires_grad=True)
+    inputs = Inputs(
+        hidden=hidden,
+        weight=weight,
+        labels=torch.zeros(N_TOKENS, dtype=torch.int64),
+        bias=None,
+        smoothing_target=None,
+        token_weights=None,
+        options=Options(label_smoothing=0.1, **mode),
+    )
+    triton_loss.loss(inputs).loss.backward()
+
+
+def main(capability: str, dtype: str) -> None:
+    shared_bytes = compile_alone(int(capability))
     for mode in MODES:
-        hidden, weight = (torch.zeros(n, 256, dtype=dtype, requires_grad=True) for n in (300, 1100))
-        labels = torch.zeros(300, dtype=torch.int64)
-        options = Options(label_smoothing=0.1, **mode)
-        ours.loss(Inputs(hidden, weight, labels, None, None, None, options)).loss.backward()
-    return found
+        training_step(getattr(torch, dtype), mode)
+    print(json.dumps(shared_bytes))
 
 
 if __name__ == "__main__":
-    print(json.dumps(compiled(int(sys.argv[1]), getattr(torch, sys.argv[2]))))
+    main(*sys.argv[1:])

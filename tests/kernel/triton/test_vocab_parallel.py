@@ -68,7 +68,7 @@ def dtensors(rank):
 
 def work(rank, store):
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    plan.FEW, plan.LEAST = 16, 1
+    plan.BUSY_TOKENS, plan.LEAST_TOKENS = 16, 1
     for case in CASES:
         for impl in ("chunked", "triton"):
             compare(rank, impl=impl, **case)
