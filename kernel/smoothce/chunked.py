@@ -27,6 +27,14 @@ def loss(inputs: Inputs) -> LossOutput:
     return LossOutput(*_Chunked.apply(*tensors, rest, torch.is_grad_enabled()))
 
 
+def unsupported(inputs: Inputs) -> None:
+    """Nothing is: this path serves all inputs."""
+
+
+def describe(inputs: Inputs) -> None:
+    """There is nothing to choose."""
+
+
 def once_differentiable(backward: Callable) -> Callable:
     """torch's, which alone lets a second derivative pass, without the loss's part of it, where the
     upstream gradient needs no gradient itself."""

@@ -1,153 +1,299 @@
-"""The loss as an operator of torch's, which `torch.compile` takes into its graph without a break.
+"""The loss as an operator of PyTorch's, which `torch.compile` takes into its graph without a break.
 
-A reduced loss makes its gradients with its forward, up to the upstream factor. Another, one with
-its log-sum-exps or one in fp16 calls the operator again in the backward, with upstream gradients.
+`linear_cross_entropy` calls `loss` here where it is being compiled, and `dispatch.run` elsewhere.
+The operator's body, which runs when the graph does, calls `dispatch.run` too.
+
+Where the loss is reduced, the operator's forward makes the gradients as well, up to the upstream
+factor. In fp16, without reduction, or where log-sum-exps have a gradient, the backward calls the
+operator a second time, with the upstream gradients.
+
+Tensors are the operator's positional arguments, everything else is a keyword. Its schema has the
+names and types of `OperatorTensors`, `Options` and `OperatorOutputs`.
 """
 
-from typing import NamedTuple
+import dataclasses
+import typing
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from smoothce.chunked import once_differentiable
 from smoothce.dispatch import check, run
-from smoothce.options import Inputs, LossOutput, Options
+from smoothce.options import (
+    Gradients,
+    Inputs,
+    InputTensors,
+    LossOutput,
+    Needs,
+    Options,
+    accumulation_dtype,
+    annotated_types,
+)
 
 AUTO = -1  # "auto" as a number, since a graph may hold numbers as symbols
 
+# Numbers come before `str`: an option that is a number or "auto" is a number in the schema.
+SCHEMA_TYPES = {Tensor: "Tensor", bool: "bool", float: "float", int: "SymInt", str: "str"}
 
-class OperatorArguments(NamedTuple):
-    """The operator's arguments."""
 
-    hidden: Tensor
-    weight: Tensor
-    labels: Tensor
-    bias: Tensor | None
-    smoothing_target: Tensor | None
-    token_weights: Tensor | None
-    of_loss: Tensor | None  # upstream gradients; None and None: this is the forward
-    of_lse: Tensor | None
-    label_smoothing: float
-    ignore_index: int
-    reduction: str
-    softcap: float | None
-    logit_scale: float | None
-    z_loss: float
-    filter_eps: float | None
-    workspace: int
-    return_lse: bool
-    return_statistics: bool
+class OperatorTensors(NamedTuple):
+    """The operator's positional arguments."""
+
+    hidden: Tensor  # (N, D)
+    weight: Tensor  # (V, D)
+    labels: Tensor  # (N,)
+    bias: Tensor | None  # (V,)
+    smoothing_target: Tensor | None  # (V,)
+    token_weights: Tensor | None  # (N,)
+    upstream_loss: Tensor | None  # () or (N,); only a backward gives this one and the next
+    upstream_lse: Tensor | None  # (N,)
+
+    def inputs(self) -> InputTensors:
+        return InputTensors(*(getattr(self, name) for name in InputTensors._fields))
+
+
+class OperatorOutputs(NamedTuple):
+    """What the operator returns; an empty tensor stands for what there is none of."""
+
+    loss: Tensor  # () or (N,)
+    lse: Tensor  # (N,)
+    log_probability: Tensor  # (N,) or empty, as the next two
+    entropy: Tensor
+    argmax: Tensor
+    grad_hidden: Tensor  # (N, D) or empty
+    grad_weight: Tensor  # (V, D) or empty
+    grad_bias: Tensor  # (V,) or empty
+
+    @classmethod
+    def of(cls, output: LossOutput, gradients: Gradients) -> "OperatorOutputs":
+        none = output.loss.new_empty(0)
+        return cls(
+            loss=output.loss.detach(),
+            lse=output.lse.detach(),
+            log_probability=_detached(output.log_probability, none),
+            entropy=_detached(output.entropy, none),
+            argmax=_detached(output.argmax, none),
+            grad_hidden=_detached(gradients.hidden, none),
+            grad_weight=_detached(gradients.weight, none),
+            grad_bias=_detached(gradients.bias, none),
+        )
+
+    def loss_output(self) -> LossOutput:
+        return LossOutput(*(getattr(self, name) for name in LossOutput._fields))
+
+    def gradients(self) -> Gradients:
+        return Gradients(hidden=self.grad_hidden, weight=self.grad_weight, bias=self.grad_bias)
+
+
+def _detached(tensor: Tensor | None, none: Tensor) -> Tensor:
+    # An operator must not return a tensor twice, so that each has an empty one of its own.
+    return none.clone() if tensor is None else tensor.detach()
+
+
+@dataclass(frozen=True)
+class OperatorCall:
+    """The operator's arguments, and what follows from them."""
+
+    tensors: OperatorTensors
+    options: dict[str, Any]  # as `encode_options` makes them
     impl: str
-    needs: list[bool]  # gradients of hidden, weight and bias
+    needs: Needs
+
+    @classmethod
+    def of_arguments(
+        cls, tensors: tuple[Any, ...], *, impl: str, needs: list[bool], **options: Any
+    ) -> "OperatorCall":
+        return cls(OperatorTensors(*tensors), options, impl, Needs(*needs))
 
     @property
-    def with_forward(self) -> bool:
-        """Whether gradients are made with the forward; fp16 has no range for them before a
-        gradient scaler's factor."""
-        reduced = self.reduction != "none" and not self.return_lse
-        return any(self.needs) and reduced and self.hidden.dtype != torch.float16
+    def is_backward(self) -> bool:
+        return self.tensors.upstream_loss is not None or self.tensors.upstream_lse is not None
+
+    @property
+    def forward_makes_gradients(self) -> bool:
+        if not any(self.needs) or self.options["reduction"] == "none" or self.options["return_lse"]:
+            return False
+        # fp16 has no range for gradients before a gradient scaler's factor.
+        return self.tensors.hidden.dtype != torch.float16
+
+    def upstream(self) -> dict[str, Tensor]:
+        """The upstream gradients by the names of their outputs; empty: no gradient is wanted."""
+        if not self.is_backward and self.forward_makes_gradients:
+            hidden = self.tensors.hidden
+            dtype = accumulation_dtype(hidden.dtype)
+            return {"loss": torch.ones((), device=hidden.device, dtype=dtype)}
+        upstream = {"loss": self.tensors.upstream_loss, "lse": self.tensors.upstream_lse}
+        return {name: gradient for name, gradient in upstream.items() if gradient is not None}
 
     def inputs(self) -> Inputs:
-        """Detached, with options that are checked."""
-        options = {name: getattr(self, name) for name in Options.__dataclass_fields__}
-        for name in ("filter_eps", "workspace"):
-            options[name] = "auto" if options[name] == AUTO else options[name]
-        leaves = [self.hidden, self.weight, self.bias]
-        hidden, weight, bias = (
-            x if x is None else x.detach().contiguous().requires_grad_(need)
-            for x, need in zip(leaves, self.needs, strict=True)
-        )
-        return Inputs(hidden, weight, self.labels, bias, *self[4:6], Options(**options))
+        """The inputs, in a graph of their own, with checked options."""
+        tensors = self.tensors.inputs()
+        leaves = {}
+        for name, needed in self.needs._asdict().items():
+            tensor = getattr(tensors, name)
+            if tensor is not None:
+                leaves[name] = tensor.detach().contiguous().requires_grad_(needed)
+        options = Options(**decode_options(self.options))
+        return tensors._replace(**leaves).with_options(options)
 
 
-SCHEMA = """(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, Tensor? smoothing_target,
-    Tensor? token_weights, Tensor? of_loss, Tensor? of_lse, float label_smoothing,
-    SymInt ignore_index, str reduction, float? softcap, float? logit_scale, float z_loss,
-    float? filter_eps, SymInt workspace, bool return_lse, bool return_statistics, str impl,
-    bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"""
+def schema_type(annotation: Any) -> str:
+    """What an operator's schema calls this annotation: "float?" for `float | None`."""
+    types = typing.get_args(annotation) or (annotation,)
+    for python_type, name in SCHEMA_TYPES.items():
+        if python_type in types:
+            return f"{name}?" if type(None) in types else name
+    raise TypeError(f"an operator's schema has no type for {annotation}")
 
 
-def loss(inputs: Inputs, impl: str) -> LossOutput:
-    """`dispatch.run` in a graph that is being compiled; options are a dictionary, unchecked."""
-    options = dict(inputs.options)
-    check_constants(**{k: v for k, v in options.items() if type(v) not in (int, float)})
-    for name in ("filter_eps", "workspace"):
-        options[name] = AUTO if options[name] == "auto" else options[name]
-    leaves, grad = (inputs.hidden, inputs.weight, inputs.bias), torch.is_grad_enabled()
-    needs = [grad and x is not None and x.requires_grad for x in leaves]
-    settings = [options[name] for name in Options.__dataclass_fields__]
-    return LossOutput(*operator(*inputs[:6], None, None, *settings, impl, needs)[:5])
+def operator_schema() -> str:
+    tensors = [
+        f"{schema_type(annotation)} {name}"
+        for name, annotation in OperatorTensors.__annotations__.items()
+    ]
+    options = [f"{schema_type(field.type)} {field.name}" for field in dataclasses.fields(Options)]
+    keywords = ["str impl", "bool[] needs", *options]
+    outputs = [f"Tensor {name}" for name in OperatorOutputs._fields]
+    return f"({', '.join(tensors)}, *, {', '.join(keywords)}) -> ({', '.join(outputs)})"
+
+
+def names_of_numbers_or_auto() -> tuple[str, ...]:
+    names = []
+    for field in dataclasses.fields(Options):
+        types = annotated_types(field)
+        if str in types and (float in types or int in types):
+            names.append(field.name)
+    return tuple(names)
+
+
+NUMBERS_OR_AUTO = names_of_numbers_or_auto()
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(Options)}
+
+
+def encode_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Every option, as the operator's schema holds it."""
+    encoded = {**DEFAULTS, **options}
+    for name in NUMBERS_OR_AUTO:
+        if encoded[name] == "auto":
+            encoded[name] = AUTO
+    return encoded
+
+
+def decode_options(encoded: dict[str, Any]) -> dict[str, Any]:
+    options = dict(encoded)
+    for name in NUMBERS_OR_AUTO:
+        if options[name] == AUTO:
+            options[name] = "auto"
+    return options
+
+
+def loss(tensors: InputTensors, options: dict[str, Any], impl: str) -> LossOutput:
+    """`dispatch.run` in a graph that is being compiled. Options are as the caller gave them."""
+    words_and_flags = {}
+    for name, value in options.items():
+        if type(value) not in (int, float):
+            words_and_flags[name] = value
+    check_constants(**words_and_flags)
+    keywords = encode_options(options)
+    keywords["impl"] = impl
+    keywords["needs"] = list(tensors.needs())
+    outputs = operator(*tensors, upstream_loss=None, upstream_lse=None, **keywords)
+    return OperatorOutputs(*outputs).loss_output()
 
 
 @torch.compiler.assume_constant_result
-def check_constants(**options: object) -> None:
-    """What is no number is checked while the graph is made, and numbers when it runs."""
+def check_constants(**options: Any) -> None:
+    """Options that are no numbers are checked while the graph is made, numbers when it runs."""
     Options(**options)
 
 
-@torch.library.custom_op("smoothce::loss", mutates_args=(), schema=SCHEMA)
-def operator(*given):
-    """Loss, log-sum-exps, statistics, and gradients of hidden, weight and bias; empty where there
-    is none."""
-    call = OperatorArguments(*given)
-    inputs, upstream = call.inputs(), (call.of_loss, call.of_lse)
+@torch.library.custom_op("smoothce::loss", mutates_args=(), schema=operator_schema())
+def operator(*tensors: Tensor | None, **keywords: Any) -> tuple[Tensor, ...]:
+    call = OperatorCall.of_arguments(tensors, **keywords)
+    inputs = call.inputs()
     check(inputs)
-    if call.of_loss is None and call.of_lse is None and call.with_forward:
-        wide = torch.promote_types(call.hidden.dtype, torch.float32)
-        upstream = torch.ones((), device=call.hidden.device, dtype=wide), None
-    terms = [i for i in range(2) if upstream[i] is not None]
-    with torch.set_grad_enabled(bool(terms)):
-        found = run(inputs, call.impl)
-    leaves = inputs.hidden, inputs.weight, inputs.bias
-    made = [call.hidden.new_empty(0) for _ in leaves]
-    if terms:
-        wanted = [i for i in range(3) if call.needs[i]]
-        gradients = torch.autograd.grad(
-            [found[i] for i in terms], [leaves[i] for i in wanted], [upstream[i] for i in terms]
+    upstream = call.upstream()
+    with torch.set_grad_enabled(bool(upstream)):
+        output = run(inputs, call.impl)
+    gradients = Gradients()
+    if upstream:
+        wanted = [name for name, needed in call.needs._asdict().items() if needed]
+        made = torch.autograd.grad(
+            outputs=[getattr(output, name) for name in upstream],
+            inputs=[getattr(inputs, name) for name in wanted],
+            grad_outputs=list(upstream.values()),
         )
-        for i, gradient in zip(wanted, gradients, strict=True):
-            made[i] = gradient
-    nothing = found.loss.new_empty(0)
-    return *(nothing.clone() if x is None else x.detach() for x in found), *made
+        gradients = Gradients(**dict(zip(wanted, made, strict=True)))
+    return OperatorOutputs.of(output, gradients)
 
 
 @operator.register_fake
-def _(*given):
-    call = OperatorArguments(*given)
-    wide = torch.promote_types(call.hidden.dtype, torch.float32)
-    tokens = call.labels.shape
+def operator_shapes(*tensors: Tensor | None, **keywords: Any) -> tuple[Tensor, ...]:
+    """Empty tensors of the shapes and dtypes that the operator returns."""
+    call = OperatorCall.of_arguments(tensors, **keywords)
+    hidden = call.tensors.hidden
+    wide = accumulation_dtype(hidden.dtype)
+    (tokens,) = call.tensors.labels.shape
+    output = LossOutput(
+        loss=hidden.new_empty(tokens if call.options["reduction"] == "none" else (), dtype=wide),
+        lse=hidden.new_empty(tokens, dtype=wide),
+    )
+    if call.options["return_statistics"]:
+        output = output._replace(
+            log_probability=hidden.new_empty(tokens, dtype=wide),
+            entropy=hidden.new_empty(tokens, dtype=wide),
+            argmax=hidden.new_empty(tokens, dtype=torch.int64),
+        )
+    gradients = {}
+    if call.is_backward or call.forward_makes_gradients:
+        for name, needed in call.needs._asdict().items():
+            if needed:
+                leaf = getattr(call.tensors, name)
+                gradients[name] = hidden.new_empty(leaf.shape, dtype=leaf.dtype)
+    return OperatorOutputs.of(output, Gradients(**gradients))
 
-    def like(shape: object, wanted: bool = True, dtype: torch.dtype = wide) -> Tensor:
-        return call.hidden.new_empty(shape if wanted else 0, dtype=dtype)
 
-    found = like(tokens if call.reduction == "none" else ()), like(tokens)
-    log_p, entropy = (like(tokens, call.return_statistics) for _ in range(2))
-    argmax = like(tokens, call.return_statistics, torch.int64 if call.return_statistics else wide)
-    now = call.with_forward or call.of_loss is not None or call.of_lse is not None
-    leaves = call.hidden, call.weight, call.bias
-    made = [
-        like(x.shape if need else 0, need and now, x.dtype if need else call.hidden.dtype)
-        for x, need in zip(leaves, call.needs, strict=True)
-    ]
-    return *found, log_p, entropy, argmax, *made
-
-
-def save(ctx, inputs, output):
-    ctx.settings, ctx.with_forward = inputs[8:], OperatorArguments(*inputs).with_forward
+def setup_context(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Any, ...]
+) -> None:
+    call = OperatorCall.of_arguments(inputs, **keyword_only_inputs)
+    ctx.keywords = keyword_only_inputs
+    ctx.needs = call.needs
+    ctx.gradients_are_made = call.forward_makes_gradients
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*(output[5:] if ctx.with_forward else inputs[:6]))
-
-
-def differentiate(ctx, of_loss, of_lse, *_):
-    saved, needs = ctx.saved_tensors, ctx.settings[-1]
-    if of_loss is None and of_lse is None:
-        made = [None] * 3
-    elif ctx.with_forward:
-        made = [(gradient.to(of_loss.dtype) * of_loss).to(gradient.dtype) for gradient in saved]
+    if ctx.gradients_are_made:
+        ctx.save_for_backward(*OperatorOutputs(*output).gradients())
     else:
-        made = operator(*saved, of_loss, of_lse, *ctx.settings)[5:]
-    hidden, weight, bias = (x if need else None for x, need in zip(made, needs, strict=True))
-    return hidden, weight, None, bias, *[None] * (len(ctx.settings) + 4)
+        ctx.save_for_backward(*call.tensors.inputs())
 
 
-operator.register_autograd(once_differentiable(differentiate), setup_context=save)
+def backward(
+    ctx: Any, upstream_loss: Tensor | None, upstream_lse: Tensor | None, *_: None
+) -> tuple[Tensor | None, ...]:
+    if upstream_loss is None and upstream_lse is None:
+        gradients = Gradients()
+    elif ctx.gradients_are_made and upstream_loss is not None:
+        gradients = Gradients(*(_scaled(made, upstream_loss) for made in ctx.saved_tensors))
+    else:
+        outputs = operator(
+            *ctx.saved_tensors,
+            upstream_loss=upstream_loss,
+            upstream_lse=upstream_lse,
+            **ctx.keywords,
+        )
+        gradients = OperatorOutputs(*outputs).gradients()
+    of_arguments: dict[str, Tensor | None] = dict.fromkeys(OperatorTensors._fields)
+    for name, needed in ctx.needs._asdict().items():
+        if needed:
+            of_arguments[name] = getattr(gradients, name)
+    return tuple(of_arguments.values())
+
+
+def _scaled(gradient: Tensor, upstream: Tensor) -> Tensor:
+    """Their product, rounded once to the gradient's dtype."""
+    return (gradient.to(upstream.dtype) * upstream).to(gradient.dtype)
+
+
+operator.register_autograd(once_differentiable(backward), setup_context=setup_context)

@@ -1,152 +1,250 @@
-"""Start here: the public function."""
+"""Start here: the loss, and `explain`, which says how a call would be computed.
+
+A call's tensors are checked and flattened, `dispatch` chooses an implementation and runs it, and
+its output takes the caller's shape. Under `torch.compile` an operator stands in the graph for the
+middle part: see `compiled`.
+"""
+
+from typing import Any, Literal, TypeAlias, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Unpack  # not yet in Python 3.10's typing; PyTorch depends on it
 
 from smoothce import compiled, dispatch, vocab_parallel
-from smoothce.options import Inputs, LossOutput, Options, TokenStatistics
+from smoothce.options import (
+    InputTensors,
+    LossKeywords,
+    LossOutput,
+    Options,
+    TokenStatistics,
+    spell_out_options,
+)
+from smoothce.vocab_parallel import Shard
+
+LossResult: TypeAlias = (
+    Tensor
+    | tuple[Tensor, Tensor]
+    | tuple[Tensor, TokenStatistics]
+    | tuple[Tensor, Tensor, TokenStatistics]
+)
 
 
+class CallKeywords(LossKeywords, total=False):
+    """Every keyword of `linear_cross_entropy` that leaves the type of what it returns alone."""
+
+    bias: Tensor | None  # (V,)
+    smoothing_target: Tensor | None  # (V,)
+    token_weights: Tensor | None  # (...)
+    process_group: dist.ProcessGroup | None
+    impl: str
+
+
+@overload
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    return_statistics: Literal[False] = False,
+    **keywords: Unpack[CallKeywords],
+) -> Tensor: ...
+@overload
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_statistics: Literal[False] = False,
+    **keywords: Unpack[CallKeywords],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    return_statistics: Literal[True],
+    **keywords: Unpack[CallKeywords],
+) -> tuple[Tensor, TokenStatistics]: ...
+@overload
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_statistics: Literal[True],
+    **keywords: Unpack[CallKeywords],
+) -> tuple[Tensor, Tensor, TokenStatistics]: ...
+@overload
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    return_lse: bool = False,
+    return_statistics: bool = False,
+    **keywords: Unpack[CallKeywords],
+) -> LossResult: ...
+@spell_out_options
 def linear_cross_entropy(
     hidden: Tensor,  # (..., D)
     weight: Tensor,  # (V, D)
     labels: Tensor,  # (...)
     *,
     bias: Tensor | None = None,  # (V,)
-    label_smoothing: float = 0.0,
     smoothing_target: Tensor | None = None,  # (V,)
     token_weights: Tensor | None = None,  # (...)
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    softcap: float | None = None,
-    logit_scale: float | None = None,
-    z_loss: float = 0.0,
-    filter_eps: float | str | None = None,
-    workspace: int | str = "auto",
-    return_lse: bool = False,
-    return_statistics: bool = False,
     process_group: dist.ProcessGroup | None = None,
     impl: str = "auto",
-) -> Tensor | tuple:  # (), or the labels' shape where reduction is "none"
-    """Cross-entropy with label smoothing β of a linear classifier, without its N × V logits.
+    return_lse: bool = False,
+    return_statistics: bool = False,
+    **options: Unpack[LossKeywords],
+) -> LossResult:
+    """Cross-entropy of a linear classifier with label smoothing, without its N × V logits.
 
         z_iv   = cap(logit_scale · C_v · E_i + b_v),    cap(z) = softcap · tanh(z / softcap)
         lse_i  = logsumexp_v z_iv
         loss_i = ω_i (lse_i − (1−β) z_i,y − β Σ_v u_v z_iv + ζ lse_i²)
 
-    With the defaults this equals `F.cross_entropy(E @ C.T, y, label_smoothing=β)` computed in fp32,
-    in nats per token; the caller shifts labels. `smoothing_target` is u, a fixed distribution that
-    smoothing moves labels towards (None: 1/V everywhere), `token_weights` is ω (None: 1) and
-    `z_loss` is ζ. Tokens labelled `ignore_index` have loss 0, and "mean" divides by the sum of the
-    others' ω; where that is nothing the loss is 0 and its gradient zero, not NaN.
+    E_i is a token's hidden state and y its label; C_v and b_v are an entry's row of `weight` and
+    its bias. The loss is in nats per token, and a scalar unless `reduction` is "none". With the
+    defaults it equals `F.cross_entropy(E @ C.T, y, label_smoothing=β)` computed in fp32. The caller
+    shifts labels.
 
-    The loss is fp32 (fp64 for fp64 inputs); gradients have their inputs' dtype. Under autocast the
-    inputs are cast as for `F.linear`. Only `impl="reference"` has second derivatives; elsewhere
-    they raise RuntimeError, but in a graph that `torch.compile` makes before torch 2.13: there they
-    lack the loss's part, in silence.
+    The loss is defined by
 
-    `workspace` is memory for the Triton kernels, in bytes, in which a reduced loss (or one whose
-    classifier is frozen) makes its gradients in the forward, some of the tokens at a time: three
-    products of this shape, or two. "auto" holds the logits of D tokens, as much as the classifier's
-    gradient, of 2048 at least, or of a quarter of all tokens where that is more but not over three
-    times as many; with 0 logits are computed twice instead. `explain` tells what a call takes.
-    `impl` is "auto" or one of reference, chunked and triton.
+    - `label_smoothing`, which is β, in [0, 1];
+    - `smoothing_target`, which is u, a fixed distribution over the vocabulary that smoothing moves
+      labels towards (None: 1/V everywhere);
+    - `token_weights`, which is ω, 0 or more for each token (None: 1);
+    - `z_loss`, which is ζ;
+    - `softcap` and `logit_scale`, which are the model's (None: it has none);
+    - `ignore_index`, the label of tokens whose loss is 0;
+    - `reduction`: "mean" divides the sum of losses by the sum of ω over the other tokens. Where
+      that is nothing the loss is 0 and its gradient zero, not NaN. "sum" and "none" do not divide.
 
-    The gradient is exact unless `filter_eps` asks for speed from the Triton kernels. With a number,
-    or "auto", which is 2^-8.3 (256000 / V)^¼ and exact under 8192 entries, they leave out small
-    parts: where the 2-norm of a token's probabilities in a block of 256 entries is below it, the
-    block is computed with probability norm / filter_eps and weighted accordingly, so that the
-    gradient is right in the mean; a model of it stands in otherwise. A step's gradient is then off
-    by 1.4e-2 (hidden) and 1.5e-2 (weight) on inputs like a language model's (kernel/RESULTS.md).
-    The filter adds in an order that depends on timing; the gradient is exact all the same under
-    `torch.use_deterministic_algorithms(True)`, in fp16, with `return_lse` and for a bias.
+    The loss is fp32 (fp64 for fp64 inputs), and each gradient has its input's dtype. Under autocast
+    the inputs are cast as for `F.linear`. Only `impl="reference"` has second derivatives; elsewhere
+    they raise RuntimeError. One case does not: in a graph that `torch.compile` makes before torch
+    2.13 they lack the loss's part, in silence.
 
-    `return_lse` adds lse_i to what is returned, differentiable, 0 for masked tokens;
-    `return_statistics` adds each token's `TokenStatistics`, without a gradient, in the same pass.
+    With `return_lse` or `return_statistics` a tuple is returned: the loss; then lse_i, which is
+    differentiable and 0 for ignored tokens; then each token's `TokenStatistics`, which come from
+    the same pass and have no gradient.
 
-    With `process_group` every rank holds an equal number of the classifier's rows, in the order of
-    ranks, as a plain tensor (bias and smoothing target likewise) or a DTensor of `Shard(0)`, and
-    the same hidden states and labels; the loss and the gradient of `hidden` are the whole ones.
+    How it is computed is up to
+
+    - `impl`: "auto", "reference", "chunked" or "triton". `explain` tells what a call takes.
+    - `workspace`: bytes of memory for the Triton kernels. In it a loss that is reduced, or whose
+      classifier is frozen, makes its gradients during the forward, some of the tokens at a time.
+      That takes three matrix products of this shape, or two where only one gradient is wanted.
+      "auto" holds the logits of D tokens, which is as much as the classifier's gradient, and of
+      2048 at least; or those of a quarter of all tokens, where that is more but not over three
+      times as many. With 0 all logits are computed twice instead.
+    - `filter_eps`: None for the exact gradient. A number lets the Triton kernels leave out small
+      parts of it, which is faster. Where the 2-norm of a token's probabilities in a block of 256
+      entries is below `filter_eps`, the block is computed with probability norm / filter_eps and
+      weighted accordingly, so that the gradient is right in the mean; otherwise a model of the
+      block stands in. "auto" is 2^-8.3 (256000 / V)^¼, and exact below 8192 entries. A step's
+      gradient is then off by 1.4e-2 (hidden) and 1.5e-2 (weight) on inputs like a language model's
+      (kernel/RESULTS.md), and sums are taken in an order that depends on timing. The gradient is
+      exact all the same under `torch.use_deterministic_algorithms(True)`, in fp16, with
+      `return_lse`, and for a bias.
+    - `process_group`: its ranks share the vocabulary. Each has an equal number of the classifier's
+      rows, in the order of ranks, as a plain tensor (bias and smoothing target likewise) or a
+      DTensor of `Shard(0)`, and the same hidden states and labels as the others. The loss and the
+      gradient of `hidden` are those of the whole vocabulary.
 
     Raises ValueError or TypeError, naming what was given and what was expected. A label outside
-    [0, V) raises IndexError on CPU and is a device-side assertion on CUDA.
+    [0, V) raises IndexError on a CPU and is a device-side assertion on CUDA.
 
     Source: "Calibrated Language Models and How to Find Them with Label Smoothing", equation 15.
     """
-    options = {
-        "label_smoothing": label_smoothing,
-        "ignore_index": ignore_index,
-        "reduction": reduction,
-        "softcap": softcap,
-        "logit_scale": logit_scale,
-        "z_loss": z_loss,
-        "filter_eps": filter_eps,
-        "workspace": workspace,
-        "return_lse": return_lse,
-        "return_statistics": return_statistics,
-    }
-    tensors = bias, smoothing_target, token_weights
-    inputs = prepare_inputs(hidden, weight, labels, *tensors, options, process_group)
+    tensors, shard = prepare_tensors(
+        hidden, weight, labels, bias, smoothing_target, token_weights, process_group
+    )
     if torch.compiler.is_compiling() and impl != "reference" and process_group is None:
-        found = compiled.loss(inputs, impl)
+        # Options are not made here: a graph may hold their numbers as symbols.
+        unchecked: dict[str, Any] = {**options}
+        unchecked["return_lse"] = return_lse
+        unchecked["return_statistics"] = return_statistics
+        output = compiled.loss(tensors, unchecked, impl)
     else:
-        inputs = inputs._replace(options=Options(**options))
+        checked = Options(return_lse=return_lse, return_statistics=return_statistics, **options)
+        inputs = tensors.with_options(checked, shard)
         dispatch.check(inputs)
-        found = dispatch.run(inputs, impl)
-    return format_outputs(found, labels, options)
+        output = dispatch.run(inputs, impl)
+    return format_result(output, labels, return_lse, return_statistics)
 
 
-def prepare_inputs(
+def prepare_tensors(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     bias: Tensor | None,
     smoothing_target: Tensor | None,
     token_weights: Tensor | None,
-    options: dict[str, object] | Options,
     process_group: dist.ProcessGroup | None,
-) -> Inputs:
-    """A call's tensors, flat and in the dtypes that implementations take; options as given."""
-    shard, whole = None, weight
+) -> tuple[InputTensors, Shard | None]:
+    """A call's tensors as implementations take them, and what this rank has of the vocabulary."""
+    shard = None
     if process_group is not None and isinstance(weight, Tensor):
-        whole, shard = vocab_parallel.local_shard(weight, process_group)
+        weight, shard = vocab_parallel.local_shard(weight, process_group)
     dispatch.check_tensors(
         hidden=hidden,
-        weight=whole,
+        weight=weight,
         labels=labels,
         bias=bias,
         smoothing_target=smoothing_target,
         token_weights=token_weights,
     )
-    u, omega = smoothing_target, token_weights
-    hidden, whole, bias = dispatch.autocast(hidden, whole, bias)
+    hidden, weight, bias = dispatch.autocast(hidden, weight, bias)
     if shard is not None:
-        bias, u = (x if x is None else shard.local_part(x, len(whole)) for x in (bias, u))
-    dispatch.check_shapes(hidden, whole, labels, bias)
-    return Inputs(
-        hidden.reshape(-1, hidden.shape[-1]),
-        whole,
-        labels.reshape(-1),
-        bias,
-        None if u is None else u.float(),
-        None if omega is None else omega.reshape(-1).float(),
-        options,
-        shard,
+        bias = shard.local_part(bias, len(weight))
+        smoothing_target = shard.local_part(smoothing_target, len(weight))
+    dispatch.check_shapes(hidden, weight, labels, bias)
+    tensors = InputTensors(
+        hidden=hidden.reshape(-1, hidden.shape[-1]),
+        weight=weight,
+        labels=labels.reshape(-1),
+        bias=bias,
+        smoothing_target=None if smoothing_target is None else smoothing_target.float(),
+        token_weights=None if token_weights is None else token_weights.reshape(-1).float(),
     )
+    return tensors, shard
 
 
-def format_outputs(found: LossOutput, labels: Tensor, options: dict[str, object]) -> Tensor | tuple:
+def format_result(
+    output: LossOutput, labels: Tensor, return_lse: bool, return_statistics: bool
+) -> LossResult:
     """What the public function returns, in the labels' shape."""
-    loss = found.loss.view(labels.shape) if options["reduction"] == "none" else found.loss
-    more = [found.lse.view(labels.shape)] if options["return_lse"] else []
-    if options["return_statistics"]:
-        log_p, entropy, argmax = found[2:]
-        of_tokens = log_p, entropy, found.lse, argmax
-        more.append(TokenStatistics(*(x.detach().view(labels.shape) for x in of_tokens)))
-    return (loss, *more) if more else loss
+    loss = output.loss
+    if loss.dim() > 0:  # one for each token
+        loss = loss.view(labels.shape)
+    if not return_statistics:
+        return (loss, output.lse.view(labels.shape)) if return_lse else loss
+
+    statistics = TokenStatistics(
+        log_probability=_without_gradient(output.log_probability, labels.shape),
+        entropy=_without_gradient(output.entropy, labels.shape),
+        lse=_without_gradient(output.lse, labels.shape),
+        argmax=_without_gradient(output.argmax, labels.shape),
+    )
+    return (loss, output.lse.view(labels.shape), statistics) if return_lse else (loss, statistics)
 
 
+def _without_gradient(statistic: Tensor | None, shape: torch.Size) -> Tensor:
+    assert statistic is not None  # `return_statistics` asked for it
+    return statistic.detach().view(shape)
+
+
+@spell_out_options
 def explain(
     hidden: Tensor,  # (..., D)
     weight: Tensor,  # (V, D)
@@ -156,11 +254,18 @@ def explain(
     token_weights: Tensor | None = None,  # (...)
     process_group: dist.ProcessGroup | None = None,
     impl: str = "auto",
-    **options: object,
+    return_lse: bool = False,
+    return_statistics: bool = False,
+    **options: Unpack[LossKeywords],
 ) -> str:
-    """Which implementation `linear_cross_entropy` takes for these inputs and options, how, and
-    why."""
+    """Say in a sentence which implementation `linear_cross_entropy` takes for these inputs and
+    options, why it does, and how that one makes the gradient.
+
+    Nothing is computed. Raises what `linear_cross_entropy` raises for options, types and shapes.
+    """
+    checked = Options(return_lse=return_lse, return_statistics=return_statistics, **options)
     labels = hidden.new_empty(hidden.shape[:-1], dtype=torch.int64)
-    tensors = bias, smoothing_target, token_weights
-    inputs = prepare_inputs(hidden, weight, labels, *tensors, Options(**options), process_group)
-    return dispatch.explain(impl, inputs)
+    tensors, shard = prepare_tensors(
+        hidden, weight, labels, bias, smoothing_target, token_weights, process_group
+    )
+    return dispatch.explain(impl, tensors.with_options(checked, shard))

@@ -1,23 +1,35 @@
 """The loss as a module, for code that configures its criterion once."""
 
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from smoothce.dispatch import check_impl
-from smoothce.linear_cross_entropy import linear_cross_entropy
-from smoothce.options import Options
+from smoothce.linear_cross_entropy import LossResult, linear_cross_entropy
+from smoothce.options import LossKeywords, Options, spell_out_options
 
 
 class LinearCrossEntropy(nn.Module):
-    """`linear_cross_entropy` with its keyword options fixed; it has no parameters of its own.
+    """`linear_cross_entropy` with its options fixed. It has no parameters of its own.
 
-    Takes the options of `linear_cross_entropy` that are no tensors. Raises ValueError.
+    It takes those keywords of `linear_cross_entropy` that are no tensors, and raises ValueError as
+    that does.
     """
 
-    def __init__(self, *, impl: str = "auto", **options: object) -> None:
+    @spell_out_options
+    def __init__(
+        self,
+        *,
+        impl: str = "auto",
+        return_lse: bool = False,
+        return_statistics: bool = False,
+        **options: Unpack[LossKeywords],
+    ) -> None:
         super().__init__()
         check_impl(impl)
         self.impl = impl
-        self.options = Options(**options)
+        self.options = Options(
+            return_lse=return_lse, return_statistics=return_statistics, **options
+        )
 
     def forward(
         self,
@@ -25,10 +37,11 @@ class LinearCrossEntropy(nn.Module):
         weight: Tensor,  # (V, D)
         labels: Tensor,  # (...)
         bias: Tensor | None = None,  # (V,)
-    ) -> Tensor:  # (), or the labels' shape where reduction is "none"
+    ) -> LossResult:
+        """The loss, and what `return_lse` and `return_statistics` add to it."""
         return linear_cross_entropy(
             hidden, weight, labels, bias=bias, impl=self.impl, **vars(self.options)
         )
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{key}={value!r}" for key, value in vars(self.options).items())
+        return ", ".join(f"{name}={value!r}" for name, value in vars(self.options).items())

@@ -1,9 +1,17 @@
-"""What the loss computes: its settings, checked once, and what one call works on."""
+"""What crosses the package: the loss's options, the inputs of one call, and what comes out of it.
 
+`linear_cross_entropy` makes an `Inputs` of what it is given. Every implementation takes that and
+returns a `LossOutput`.
+"""
+
+import dataclasses
+import inspect
 import math
+import typing
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypedDict, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,12 +19,17 @@ from torch import Tensor
 from smoothce.vocab_parallel import Shard
 
 REDUCTIONS = ("none", "sum", "mean")
-FLOATS = ("label_smoothing", "softcap", "logit_scale", "filter_eps", "z_loss")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
 class Options:
-    """Checked settings of the loss; `linear_cross_entropy` documents each. Raises ValueError."""
+    """The options of the loss under the names of `linear_cross_entropy`'s keywords, which its
+    docstring explains. They are checked here: raises ValueError, naming the option and its value.
+
+    A new option takes a field and its check here, and a key in `LossKeywords`: signatures and the
+    operator that `torch.compile` sees are derived from these.
+    """
 
     label_smoothing: float = 0.0
     ignore_index: int = -100
@@ -30,10 +43,13 @@ class Options:
     return_statistics: bool = False
 
     def __post_init__(self) -> None:
-        if not (is_number(self.label_smoothing) and 0 <= self.label_smoothing <= 1):
-            raise ValueError(
-                f"label_smoothing must be a number in [0, 1], not {self.label_smoothing!r}"
-            )
+        self._check()
+        self._store_python_numbers()
+
+    def _check(self) -> None:
+        smoothing = self.label_smoothing
+        if not (is_number(smoothing) and 0 <= smoothing <= 1):
+            raise ValueError(f"label_smoothing must be a number in [0, 1], not {smoothing!r}")
         if not is_integer(self.ignore_index):
             raise ValueError(f"ignore_index must be an integer, not {self.ignore_index!r}")
         if self.reduction not in REDUCTIONS:
@@ -56,29 +72,127 @@ class Options:
             raise ValueError(
                 f"workspace must be 'auto' or an integer of bytes, 0 or more, not {size!r}"
             )
-        for name in ("return_lse", "return_statistics"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
-        for name in (*FLOATS, "ignore_index", "workspace"):  # NumPy's too; kernels get Python's
-            value = getattr(self, name)
-            if isinstance(value, Real):
-                object.__setattr__(self, name, (float if name in FLOATS else int)(value))
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if bool in annotated_types(field) and not isinstance(value, bool):
+                raise ValueError(f"{field.name} must be True or False, not {value!r}")
+
+    def _store_python_numbers(self) -> None:
+        """Turn NumPy's numbers, and others, into Python's, which are all that kernels take."""
+        for field in dataclasses.fields(self):
+            value: Any = getattr(self, field.name)
+            if value is None or isinstance(value, (str, bool)):
+                continue
+            types = annotated_types(field)
+            if float in types:
+                object.__setattr__(self, field.name, float(value))
+            elif int in types:
+                object.__setattr__(self, field.name, int(value))
 
 
-class Inputs(NamedTuple):
-    """One call, checked: what every implementation's `loss` takes."""
+class LossKeywords(TypedDict, total=False):
+    """The options as keywords of a signature, `**options: Unpack[LossKeywords]`.
+
+    They are the fields of `Options`, which has the defaults, but for the flags that add to what is
+    returned: an overload must name those.
+    """
+
+    label_smoothing: float
+    ignore_index: int
+    reduction: str
+    softcap: float | None
+    logit_scale: float | None
+    z_loss: float
+    filter_eps: float | str | None
+    workspace: int | str
+
+
+def spell_out_options(function: Function) -> Function:
+    """Make `help()` and notebooks show the keywords of `**options` one by one, with their defaults.
+
+    Editors read them from `LossKeywords`.
+    """
+    signature = inspect.signature(function)
+    shown = []
+    for parameter in signature.parameters.values():
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+            shown.append(parameter)
+    for field in dataclasses.fields(Options):
+        if field.name not in signature.parameters:
+            keyword = inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=field.default,
+                annotation=field.type,
+            )
+            shown.append(keyword)
+    vars(function)["__signature__"] = signature.replace(parameters=shown)
+    return function
+
+
+def annotated_types(field: dataclasses.Field) -> tuple[Any, ...]:
+    """The types that a field's annotation allows: (float, NoneType) of `float | None`."""
+    return typing.get_args(field.type) or (field.type,)
+
+
+class Needs(NamedTuple):
+    """Which gradients are wanted."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+class Gradients(NamedTuple):
+    """The gradients of a call's inputs; None where one is not wanted."""
+
+    hidden: Tensor | None = None  # (N, D)
+    weight: Tensor | None = None  # (V, D)
+    bias: Tensor | None = None  # (V,)
+
+
+class InputTensors(NamedTuple):
+    """The tensors of one call, flat and in the dtypes that implementations take."""
 
     hidden: Tensor  # (N, D)
     weight: Tensor  # (V, D); of a sharded vocabulary this rank's rows
     labels: Tensor  # (N,) int64, in the whole vocabulary
     bias: Tensor | None  # (V,)
-    smoothing_target: Tensor | None  # (V,) fp32, u; None: 1/V everywhere
-    token_weights: Tensor | None  # (N,) fp32, ω; None: 1 everywhere
+    smoothing_target: Tensor | None  # (V,) fp32; None: 1/V everywhere
+    token_weights: Tensor | None  # (N,) fp32; None: 1 everywhere
+
+    def needs(self) -> Needs:
+        """Which of them want a gradient from the call that is being made."""
+        if not torch.is_grad_enabled():
+            return Needs(hidden=False, weight=False, bias=False)
+        return Needs(
+            hidden=self.hidden.requires_grad,
+            weight=self.weight.requires_grad,
+            bias=self.bias is not None and self.bias.requires_grad,
+        )
+
+    def with_options(self, options: Options, shard: Shard | None = None) -> "Inputs":
+        return Inputs(**self._asdict(), options=options, shard=shard)
+
+
+class Inputs(NamedTuple):
+    """One call: what every implementation's `loss` takes, checked by `dispatch.check`."""
+
+    hidden: Tensor  # (N, D)
+    weight: Tensor  # (V, D); of a sharded vocabulary this rank's rows
+    labels: Tensor  # (N,) int64, in the whole vocabulary
+    bias: Tensor | None  # (V,)
+    smoothing_target: Tensor | None  # (V,) fp32; None: 1/V everywhere
+    token_weights: Tensor | None  # (N,) fp32; None: 1 everywhere
     options: Options
     shard: Shard | None = None
 
+    def tensors(self) -> InputTensors:
+        return InputTensors(*(getattr(self, name) for name in InputTensors._fields))
+
     @property
     def scale(self) -> float:
+        """What products of hidden states and classifier rows are multiplied by."""
         return 1.0 if self.options.logit_scale is None else self.options.logit_scale
 
     @property
@@ -91,10 +205,10 @@ class Inputs(NamedTuple):
         return self.labels != self.options.ignore_index
 
     def loss_scale(self, dtype: torch.dtype = torch.float32) -> Tensor:  # ()
-        """What the reduction multiplies the sum of the tokens' losses by: 1, or for a mean
-        1 / Σ ω over valid tokens, and 0 where that is none.
+        """What the reduction multiplies the sum of the tokens' losses by.
 
-        On the device, so that nothing waits for the host."""
+        That is 1, or for a mean 1 / (sum of the valid tokens' weights), and 0 where that sum is
+        nothing. It stays on the device, so that nothing waits for the host."""
         if self.options.reduction != "mean":
             return torch.ones((), dtype=dtype, device=self.labels.device)
         valid = self.valid()
@@ -105,29 +219,39 @@ class Inputs(NamedTuple):
 
 
 class TokenStatistics(NamedTuple):
-    """Of each token, in nats; 0 for those labelled `ignore_index`, whose argmax is -1."""
+    """What a model says of each token, in nats.
 
-    log_probability: Tensor | None  # of the label, fp32; None without labels
-    entropy: Tensor  # fp32
-    lse: Tensor  # fp32
+    A token labeled `ignore_index` has 0 everywhere, and -1 as its argmax. Floats are fp32, or fp64
+    for fp64 inputs.
+    """
+
+    log_probability: Tensor | None  # of the label; None where there are no labels
+    entropy: Tensor
+    lse: Tensor
     argmax: Tensor  # int64
 
 
 class LossOutput(NamedTuple):
-    """What an implementation's `loss` returns; the last three, without a gradient, where
-    `return_statistics` asks for them."""
+    """What an implementation's `loss` returns. The last three are there where `return_statistics`
+    asks for them, and have no gradient."""
 
     loss: Tensor  # (), or (N,) where reduction is "none"
-    lse: Tensor  # (N,), 0 where a token is masked; differentiable where `return_lse`
+    lse: Tensor  # (N,), 0 where a token is masked; differentiable where `return_lse` asks for it
     log_probability: Tensor | None = None  # (N,) of the label, 0 where masked
-    entropy: Tensor | None = None  # (N,) likewise
+    entropy: Tensor | None = None  # (N,), 0 where masked
     argmax: Tensor | None = None  # (N,) int64, -1 where masked
 
 
-def is_number(value: object) -> bool:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What logits, losses and sums of inputs of this dtype are in: fp32, or fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def is_number(value: object) -> TypeGuard[float]:
     """Whether it is a finite real number, NumPy's too, and no truth value."""
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def is_integer(value: object) -> bool:
+def is_integer(value: object) -> TypeGuard[int]:
+    """Whether it is an integer, NumPy's too, and no truth value."""
     return isinstance(value, Integral) and not isinstance(value, bool)

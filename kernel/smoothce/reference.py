@@ -40,3 +40,11 @@ def loss(inputs: Inputs) -> LossOutput:
         entropy=entropy.where(valid, 0),
         argmax=z.argmax(1).where(valid, -1),
     )
+
+
+def unsupported(inputs: Inputs) -> str | None:
+    return None if inputs.shard is None else "the reference knows no split vocabulary"
+
+
+def describe(inputs: Inputs) -> None:
+    """There is nothing to choose: all logits are held at once."""

@@ -20,9 +20,11 @@ class Shard(NamedTuple):
     offset: int
     total: int
 
-    def local_part(self, vector: Tensor, rows: int) -> Tensor:
+    def local_part(self, vector: Tensor | None, rows: int) -> Tensor | None:
         """This rank's part of a vector over the whole vocabulary, or of its own part already."""
-        return vector if len(vector) == rows else vector[self.offset : self.offset + rows]
+        if vector is None or len(vector) == rows:
+            return vector
+        return vector[self.offset : self.offset + rows]
 
 
 def local_shard(weight: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Shard]:

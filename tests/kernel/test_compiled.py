@@ -1,9 +1,13 @@
 """`torch.compile` takes the loss into its graph whole, and finds what is found without it."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from smoothce import linear_cross_entropy, patch_model
+from smoothce.compiled import OperatorOutputs, OperatorTensors, schema_type
+from smoothce.options import Inputs, InputTensors, LossOutput, Options
 
 # A number that is another in the next call becomes a symbol, or is compiled anew.
 OPTIONS = [
@@ -93,3 +97,23 @@ def test_around_a_model():
     close = {"atol": 1e-4, "rtol": 1e-2} if torch.__version__ < "2.5" else {}
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(found(compiled), found(model), **close)
+
+
+def test_the_operator_takes_every_option_by_name():
+    schema = torch.ops.smoothce.loss.default._schema
+    keywords = [x.name for x in schema.arguments if x.kwarg_only]
+    assert keywords == ["impl", "needs", *(field.name for field in dataclasses.fields(Options))]
+
+
+def test_an_options_annotation_gives_its_type_in_the_schema():
+    types = {float: "float", float | None: "float?", int | str: "SymInt", bool: "bool", str: "str"}
+    for annotation, expected in types.items():
+        assert schema_type(annotation) == expected
+    with pytest.raises(TypeError, match="no type for"):
+        schema_type(dict)
+
+
+def test_tuples_that_are_made_of_each_other_have_the_same_fields():
+    assert Inputs._fields == (*InputTensors._fields, "options", "shard")
+    assert OperatorTensors._fields == (*InputTensors._fields, "upstream_loss", "upstream_lse")
+    assert OperatorOutputs._fields[: len(LossOutput._fields)] == LossOutput._fields

@@ -1,5 +1,7 @@
 """Bad input: one message that names what was given and what was expected."""
 
+import dataclasses
+import inspect
 from fractions import Fraction
 
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 import torch
 
 import smoothce
-from smoothce.options import Options
+from smoothce.options import LossKeywords, Options
 
 E, C, Y = torch.randn(4, 8), torch.randn(10, 8), torch.tensor([0, 9, -100, 3])
 
@@ -53,6 +55,23 @@ def test_every_real_number_is_taken(kind):
     )
     assert options == Options(label_smoothing=0.25, softcap=8.0, logit_scale=2.0, filter_eps=0.5)
     assert type(options.label_smoothing) is type(options.filter_eps) is float
+
+
+@pytest.mark.parametrize(
+    "function", [smoothce.linear_cross_entropy, smoothce.explain, smoothce.LinearCrossEntropy]
+)
+def test_a_signature_shows_every_option_and_its_default(function):
+    parameters = inspect.signature(function).parameters
+    for field in dataclasses.fields(Options):
+        assert parameters[field.name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert parameters[field.name].default == field.default
+    assert not any(x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters.values())
+
+
+def test_editors_complete_every_option():
+    """`LossKeywords` and the two flags, which overloads name, are the fields of `Options`."""
+    keywords = {**LossKeywords.__annotations__, "return_lse": bool, "return_statistics": bool}
+    assert list(keywords.items()) == [(x.name, x.type) for x in dataclasses.fields(Options)]
 
 
 def test_a_module_and_statistics_refuse_what_the_function_refuses():
