@@ -1,102 +1,124 @@
-"""The loss by row chunks in plain PyTorch: the path for CPUs, and wherever Triton cannot serve.
+"""The loss by chunks of tokens, in plain PyTorch: for CPUs, and wherever Triton cannot serve.
 
 One chunk's logits (128 × V on a CPU) are the only array that grows like N × V. For a reduced loss
 the forward computes the gradients too, up to the upstream factor, so that the logits are computed
 once: three matrix products in all. Without reduction, or with the log-sum-exps as an output, the
-backward repeats the forward's product.
+backward computes the logits a second time.
+
 Everything is accumulated in fp32 (fp64 for fp64 inputs).
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import function
 
-from smoothce.options import Inputs, LossOutput, Options
+from smoothce.options import Gradients, Inputs, InputTensors, LossOutput, Needs, accumulation_dtype
 from smoothce.vocab_parallel import TokenLogitSums, all_reduce_gradient, merge_shards
 
-ROWS = 128  # the chunk's height on a CPU; a GPU needs taller ones to be busy
-DEVICE_NUMBERS, DEVICE_ROWS = 2**27, 1024  # and has at most so many logits, or rows, at a time
-CAST_ROWS = 4096  # vocabulary rows of a half-precision weight that are widened at a time
+CPU_CHUNK_TOKENS = 128
+# A GPU needs taller chunks to be busy: as many tokens as have this many logits, within limits.
+GPU_CHUNK_LOGITS = 2**27
+GPU_MAX_CHUNK_TOKENS = 1024
+CAST_ROWS = 4096  # rows of a 16-bit classifier that are widened at a time
+
+# Whether this PyTorch takes 16-bit factors to an fp32 product.
+MIXED = "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
 def loss(inputs: Inputs) -> LossOutput:
     """The loss of `reference.loss`, without its memory."""
-    tensors, rest = inputs[:4], inputs[4:]
-    return LossOutput(*_Chunked.apply(*tensors, rest, torch.is_grad_enabled()))
+    needs = inputs.tensors().needs()
+    return LossOutput(*_ChunkedLoss.apply(inputs.hidden, inputs.weight, inputs.bias, inputs, needs))
 
 
-def unsupported(inputs: Inputs) -> None:
-    """Nothing is: this path serves all inputs."""
+def unsupported(inputs: Inputs) -> str | None:
+    return None  # this path serves all inputs
 
 
-def describe(inputs: Inputs) -> None:
-    """There is nothing to choose."""
+def describe(inputs: Inputs) -> str | None:
+    return None  # it has one way only
 
 
 def once_differentiable(backward: Callable) -> Callable:
-    """torch's, which alone lets a second derivative pass, without the loss's part of it, where the
-    upstream gradient needs no gradient itself."""
+    """PyTorch's decorator, which makes a second derivative raise RuntimeError, in every case.
+
+    Alone it lets one pass, without the loss's part of it, where the upstream gradient needs no
+    gradient itself. So that gradient is made to need one wherever a graph of the backward is asked
+    for.
+    """
     guarded = function.once_differentiable(backward)
 
-    def either(ctx, *upstream):
+    def always_guarded(ctx: Any, *upstream: Tensor | None) -> Any:
         if torch.is_grad_enabled():  # create_graph=True
-            upstream = [None if x is None else x.detach().requires_grad_() for x in upstream]
+            upstream = tuple(
+                None if gradient is None else gradient.detach().requires_grad_()
+                for gradient in upstream
+            )
         return guarded(ctx, *upstream)
 
-    return either
+    return always_guarded
 
 
-class _Chunked(torch.autograd.Function):
+class _ChunkedLoss(torch.autograd.Function):
+    """The loss, log-sum-exps and statistics, differentiable once in hidden, weight and bias."""
+
     @staticmethod
-    def forward(ctx, hidden, weight, labels, bias, rest, differentiable):
-        inputs = Inputs(hidden, weight, labels, bias, *rest)
-        options, wide = inputs.options, torch.promote_types(hidden.dtype, torch.float32)
-        needs = tuple(differentiable and ctx.needs_input_grad[i] for i in (0, 1, 3))
-        ctx.rest, ctx.needs = rest, needs
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        inputs: Inputs,  # these three again, where autograd does not see them, and the rest
+        needs: Needs,
+    ) -> tuple[Tensor | None, ...]:
+        options = inputs.options
+        loss_scale = inputs.loss_scale(accumulation_dtype(hidden.dtype))
+        ctx.needs = needs
         ctx.set_materialize_grads(False)
-        loss_scale = inputs.loss_scale(wide)
-        ctx.later = options.reduction == "none" or options.return_lse
-        if ctx.later:
-            losses, *found, _ = _sweep(inputs, None, None, needs)
-            ctx.save_for_backward(hidden, weight, labels, bias, loss_scale)
-        else:
-            g = loss_scale.expand(labels.shape) if any(needs) else None
-            losses, *found, gradients = _sweep(inputs, g, None, needs)
+        ctx.gradients_are_made = options.reduction != "none" and not options.return_lse
+        if ctx.gradients_are_made:
+            upstream = loss_scale.expand(inputs.labels.shape) if any(needs) else None
+            output, gradients = _Walk(inputs, needs, upstream).run()
             ctx.dtype = hidden.dtype
             ctx.save_for_backward(*gradients)
-        fixed = found[1:] if options.return_lse else found
-        ctx.mark_non_differentiable(*[x for x in fixed if x is not None])
+        else:
+            output, _ = _Walk(inputs, needs).run()
+            ctx.options = options
+            ctx.shard = inputs.shard
+            ctx.save_for_backward(*inputs.tensors(), loss_scale)
+
+        without_gradient = [output.log_probability, output.entropy, output.argmax]
+        if not options.return_lse:
+            without_gradient.append(output.lse)
+        ctx.mark_non_differentiable(*[x for x in without_gradient if x is not None])
         if options.reduction != "none":
-            losses = losses.sum() * loss_scale
-        return losses, *found
+            output = output._replace(loss=output.loss.sum() * loss_scale)
+        return tuple(output)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, upstream, of_lse, *_):
-        if upstream is None and of_lse is None:
-            return (None,) * 6
-        if ctx.later:
-            *tensors, loss_scale = ctx.saved_tensors
-            inputs = Inputs(*tensors, *ctx.rest)
-            g = torch.zeros_like(loss_scale) if upstream is None else upstream * loss_scale
-            g = g.expand(inputs.labels.shape)
-            with torch.autocast(g.device.type, enabled=False):
-                *_, gradients = _sweep(inputs, g, of_lse, ctx.needs)
-            dtype = inputs.hidden.dtype
-            gradients = [x if x is None else x.to(dtype) for x in gradients]
+    def backward(
+        ctx: Any, upstream: Tensor | None, upstream_lse: Tensor | None, *_: None
+    ) -> tuple[Tensor | None, ...]:
+        if upstream is None and upstream_lse is None:
+            gradients = Gradients()
+        elif ctx.gradients_are_made and upstream is not None:
+            gradients = Gradients(*(_scaled(x, upstream, ctx.dtype) for x in ctx.saved_tensors))
         else:
-            gradients = [_scaled(x, upstream, ctx.dtype) for x in ctx.saved_tensors]
-        d_hidden, d_weight, d_bias = gradients
-        return d_hidden, d_weight, None, d_bias, None, None
+            gradients = _walk_again(ctx, upstream, upstream_lse)
+        return gradients.hidden, gradients.weight, gradients.bias, None, None
 
 
 def _scaled(gradient: Tensor | None, upstream: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """A gradient from the forward times the upstream factor."""
     if gradient is None:
         return None
     if gradient.dtype == dtype and not graph_is_kept():
-        return gradient.mul_(upstream)  # its last use: spares a copy of the weight's size
+        return gradient.mul_(upstream)  # its last use: this spares a copy of the weight's size
     return torch.mul(gradient, upstream, out=torch.empty_like(gradient, dtype=dtype))
 
 
@@ -106,165 +128,307 @@ def graph_is_kept() -> bool:
     return query is None or query()
 
 
-def _sweep(
-    inputs: Inputs,
-    upstream: Tensor | None,  # (N,) ∂total/∂loss_i; None where no gradient is wanted
-    of_lse: Tensor | None,  # (N,) ∂total/∂lse_i, besides
-    needs: tuple[bool, bool, bool],  # hidden, weight, bias
-) -> tuple[Tensor | list | None, ...]:
-    """Every token's loss, log-sum-exp and statistics, (N,), and the total's wide gradients.
+def _walk_again(ctx: Any, upstream: Tensor | None, upstream_lse: Tensor | None) -> Gradients:
+    """The gradients where the forward could not make them: each token has its own upstream."""
+    *tensors, loss_scale = ctx.saved_tensors
+    inputs = InputTensors(*tensors).with_options(ctx.options, ctx.shard)
+    upstream = torch.zeros_like(loss_scale) if upstream is None else upstream * loss_scale
+    upstream = upstream.expand(inputs.labels.shape)
+    with torch.autocast(upstream.device.type, enabled=False):
+        _, gradients = _Walk(inputs, ctx.needs, upstream, upstream_lse).run()
+    dtype = inputs.hidden.dtype
+    return Gradients(*(None if x is None else x.to(dtype) for x in gradients))
 
-    Without a softcap both smoothing terms are linear in E and C, and cost means, not passes:
-    Σ_v u_v z_iv = E_i · Σ_v u_v C_v, so dE_i takes −g_i β c̄ and dC_v takes −β u_v Σ_i g_i E_i."""
-    hidden, weight, labels, bias, u, omega, options, shard = inputs
-    beta, zeta, cap, scale = options.label_smoothing, options.z_loss, options.softcap, inputs.scale
-    entries, dim = weight.shape
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    rows = inputs.valid().nonzero().squeeze(1)  # masked tokens cost nothing
-    tall = min(max(DEVICE_NUMBERS // entries, ROWS), DEVICE_ROWS) if hidden.is_cuda else ROWS
-    chunk = min(tall, max(rows.numel(), 1))
-    linear = bool(beta) and cap is None
-    wide_bias = None if bias is None else bias.to(wide)
-    u = None if u is None else u.to(wide)
-    every = 1 / inputs.vocabulary  # u where none is given
 
-    def like(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=wide, device=hidden.device)
+@dataclass
+class _Chunk:
+    """Some tokens and the matrix of their logits, which later steps overwrite."""
 
-    losses, lse = like(*labels.shape), like(*labels.shape)
-    log_p = entropy = argmax = None
-    if options.return_statistics:
-        log_p, entropy, argmax = like(*labels.shape), like(*labels.shape), labels.new_full((), -1)
-        argmax = argmax.repeat(labels.shape)
-    want_hidden, want_weight, want_bias = (upstream is not None and need for need in needs)
-    d_hidden = like(*hidden.shape) if want_hidden else None
-    d_weight = like(entries, dim) if want_weight else None
-    d_bias = like(entries) if want_bias else None
-    if linear and u is None:
-        mean_weight = weight.sum(0, dtype=wide) * every  # c̄, (D,)
-        mean_bias = 0.0 if bias is None else wide_bias.sum() * every
-    elif linear:
-        mean_weight = sum(u[block] @ c for block, c in _widened(weight, wide))
-        mean_bias = 0.0 if bias is None else _mixture(wide_bias, u)
-    sums, total = like(dim), like()  # Σ_i g_i E_i and Σ_i g_i
+    tokens: Tensor  # (n,) int64, their places among the call's tokens
+    hidden: Tensor  # (n, D) in the accumulation dtype, times the logit scale
+    label_rows: Tensor  # (n, 1) int64, the label's row of this rank's classifier ...
+    has_label: Tensor  # (n, 1) bool, ... where it has one: else the row is 0
+    matrix: Tensor  # (n, V) logits, then probabilities, then the gradient of the products
+    cap_slope: Tensor | None  # (n, V) the softcap's derivative, where a gradient is wanted
 
-    buffer = torch.empty(chunk, entries, dtype=wide, device=hidden.device)
-    for chosen in rows.split(chunk):
-        e = hidden[chosen].to(wide)
-        if scale != 1.0:
-            e.mul_(scale)
-        y = labels[chosen, None] if shard is None else labels[chosen, None] - shard.offset
-        here = (y >= 0) & (y < entries)
-        y = y.where(here, 0)
-        z = buffer[: len(chosen)]
-        for block, c in _widened(weight, wide):
-            torch.mm(e, c.T, out=z[:, block])
-        if bias is not None:
-            z.add_(wide_bias)
-        if cap is not None:
-            z.div_(cap).tanh_()
-            slope = None if upstream is None else 1 - z * z
-            z.mul_(cap)
-        target = z.gather(1, y).where(here, 0).squeeze(1)
-        if linear:
-            mixed = e @ mean_weight + mean_bias
-        elif beta:
-            mixed = z.sum(1) * every if u is None else _mixture(z, u)
+
+class _Walk:
+    """One walk over the valid tokens, chunk by chunk: losses, statistics and gradients.
+
+    The gradient of token i's products E_i · C_v is kept as a row of a matrix times a factor. Its
+    upstream gradient g_i is that factor where all terms have it, since scaling D numbers is less
+    work than scaling V. Where log-sum-exps have an upstream gradient of their own, the terms have
+    different factors, and g_i is in the matrix already.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        needs: Needs,
+        upstream: Tensor | None = None,  # (N,) of the losses; None: no gradient is made
+        upstream_lse: Tensor | None = None,  # (N,) of the log-sum-exps, besides
+    ) -> None:
+        self.inputs = inputs
+        self.smoothing = inputs.options.label_smoothing
+        self.upstream = upstream
+        self.upstream_lse = upstream_lse
+        self.dtype = accumulation_dtype(inputs.hidden.dtype)
+        self.bias = None if inputs.bias is None else inputs.bias.to(self.dtype)
+        self.smoothing_target = inputs.smoothing_target
+        if self.smoothing_target is not None:
+            self.smoothing_target = self.smoothing_target.to(self.dtype)
+        self.output = self._empty_output()
+        self.gradients = self._zero_gradients(needs)
+        self.linear_smoothing = None
+        if self.smoothing != 0 and inputs.options.softcap is None:
+            self.linear_smoothing = _LinearSmoothing(inputs, self.bias, self.smoothing_target)
+
+    def run(self) -> tuple[LossOutput, Gradients]:
+        """Every token's loss, log-sum-exp and statistics, (N,), and the gradients that are wanted,
+        in the accumulation dtype."""
+        inputs = self.inputs
+        valid_tokens = inputs.valid().nonzero().squeeze(1)  # the others cost nothing
+        size = min(_chunk_tokens(inputs.weight), max(len(valid_tokens), 1))
+        buffer = self._new(torch.empty, size, len(inputs.weight))
+        for tokens in valid_tokens.split(size):
+            chunk = self._logits(tokens, buffer[: len(tokens)])
+            sums_here = self._softmax(chunk)
+            sums = merge_shards(sums_here, inputs.shard)
+            self._write_output(tokens, sums)
+            if self.upstream is not None:
+                self._add_gradients(chunk, sums_here, sums)
+        if self.linear_smoothing is not None:
+            self.linear_smoothing.add_to(self.gradients, self.smoothing)
+        all_reduce_gradient(self.gradients.hidden, inputs.shard)
+        return self.output, self.gradients
+
+    def _new(self, make: Callable[..., Tensor], *shape: int) -> Tensor:
+        return make(shape, dtype=self.dtype, device=self.inputs.hidden.device)
+
+    def _empty_output(self) -> LossOutput:
+        """What masked tokens have, for all tokens."""
+        labels = self.inputs.labels
+        tokens = len(labels)
+        output = LossOutput(self._new(torch.zeros, tokens), self._new(torch.zeros, tokens))
+        if not self.inputs.options.return_statistics:
+            return output
+        return output._replace(
+            log_probability=self._new(torch.zeros, tokens),
+            entropy=self._new(torch.zeros, tokens),
+            argmax=torch.full_like(labels, -1),
+        )
+
+    def _zero_gradients(self, needs: Needs) -> Gradients:
+        if self.upstream is None:
+            return Gradients()
+        hidden = self.inputs.hidden
+        weight = self.inputs.weight
+        return Gradients(
+            hidden=self._new(torch.zeros, *hidden.shape) if needs.hidden else None,
+            weight=self._new(torch.zeros, *weight.shape) if needs.weight else None,
+            bias=self._new(torch.zeros, len(weight)) if needs.bias else None,
+        )
+
+    def _logits(self, tokens: Tensor, matrix: Tensor) -> _Chunk:
+        inputs = self.inputs
+        hidden = inputs.hidden[tokens].to(self.dtype)
+        if inputs.scale != 1.0:
+            hidden.mul_(inputs.scale)
+        for rows, widened in _widened(inputs.weight, self.dtype):
+            torch.mm(hidden, widened.T, out=matrix[:, rows])
+        if self.bias is not None:
+            matrix.add_(self.bias)
+        cap_slope = None
+        softcap = inputs.options.softcap
+        if softcap is not None:
+            matrix.div_(softcap).tanh_()
+            if self.upstream is not None:
+                cap_slope = 1 - matrix * matrix
+            matrix.mul_(softcap)
+
+        label_rows = inputs.labels[tokens, None]
+        if inputs.shard is not None:
+            label_rows = label_rows - inputs.shard.offset
+        has_label = (label_rows >= 0) & (label_rows < len(inputs.weight))
+        label_rows = label_rows.where(has_label, 0)
+        return _Chunk(tokens, hidden, label_rows, has_label, matrix, cap_slope)
+
+    def _softmax(self, chunk: _Chunk) -> TokenLogitSums:
+        """Turn logits into probabilities, in place; what is found of them on the way."""
+        logits = chunk.matrix
+        label_logit = logits.gather(1, chunk.label_rows).where(chunk.has_label, 0).squeeze(1)
+        smoothing_logit = self._smoothing_logit(chunk)
+        argmax = None
+        if self.inputs.options.return_statistics:
+            top, argmax = logits.max(1)
         else:
-            mixed = torch.zeros_like(target)
-        top, first = z.max(1) if options.return_statistics else (z.amax(1), None)
-        p = torch.softmax(z, 1, out=z)
-        own = top - p.amax(1).log()  # that p ≥ 1/V: the logarithm is exact
-        found = TokenLogitSums(own, target, mixed)
-        if options.return_statistics:
-            first = first if shard is None else first + shard.offset
-            found = TokenLogitSums(*found[:3], own - torch.special.entr(p).sum(1), top, first)
-        found = merge_shards(found, shard)
-        value = found.lse - (1 - beta) * found.target - beta * found.mixed
-        if zeta:
-            value += zeta * found.lse.square()
-        losses[chosen] = value if omega is None else value * omega[chosen]
-        lse[chosen] = found.lse
-        if options.return_statistics:
-            log_p[chosen] = found.target - found.lse
-            entropy[chosen], argmax[chosen] = found.lse - found.expected, found.argmax
-        if upstream is None:
-            continue
+            top = logits.amax(1)
+        probabilities = torch.softmax(logits, 1, out=logits)
+        # The largest probability is 1/V at least, so that its logarithm is accurate.
+        lse = top - probabilities.amax(1).log()
+        sums = TokenLogitSums(lse=lse, target=label_logit, smoothing_logit=smoothing_logit)
+        if argmax is None:
+            return sums
+        if self.inputs.shard is not None:
+            argmax = argmax + self.inputs.shard.offset
+        expected = lse - torch.special.entr(probabilities).sum(1)
+        return sums._replace(expected=expected, top=top, argmax=argmax)
 
-        # S is `outer` times what is in p, and `inner` what of g is in there already
-        if shard is not None:
-            p.mul_((own - found.lse).exp_()[:, None])
-        g = upstream[chosen, None].to(wide)
-        g = g if omega is None else g * omega[chosen, None]
-        lift = 1 + 2 * zeta * found.lse[:, None]  # of the softmax, by the z-loss
-        outer, inner = g, torch.ones_like(g)
-        if of_lse is not None:
-            outer, inner = inner, outer
-            p.mul_(g * lift + of_lse[chosen, None])
-        elif zeta:
-            p.mul_(lift)
-        p.scatter_add_(1, y, inner * (beta - 1) * here)
-        if cap is not None and beta:
-            p.sub_(inner * (beta * (every if u is None else u)))
-        if cap is not None:
-            p.mul_(slope)
-        if want_hidden:
-            d = torch.zeros_like(e)
-            for block, c in _widened(weight, wide):
-                d.addmm_(p[:, block], c)
-            if linear:
-                d.sub_(inner * mean_weight, alpha=beta)
-            d_hidden[chosen] = d.mul_(outer * scale)
-        if want_weight:
-            d_weight.addmm_(p.T, e * outer)
-        if want_bias:
-            d_bias.addmv_(p.T, outer.squeeze(1))
-        sums += (e * g).sum(0)
-        total += g.sum()
+    def _smoothing_logit(self, chunk: _Chunk) -> Tensor:  # (n,)
+        """Σ_v u_v z_v over this rank's entries; 0 where it counts for nothing."""
+        if self.smoothing == 0:
+            return chunk.matrix.new_zeros(len(chunk.tokens))
+        if self.linear_smoothing is not None:
+            return self.linear_smoothing.smoothing_logit(chunk.hidden)
+        if self.smoothing_target is None:
+            return chunk.matrix.sum(1) * (1 / self.inputs.vocabulary)
+        return _expectation(chunk.matrix, self.smoothing_target)
 
-    share = torch.full((entries,), every, dtype=wide, device=hidden.device) if u is None else u
-    if linear and want_weight:
-        d_weight.addr_(share, sums, alpha=-beta)
-    if linear and want_bias:
-        d_bias.sub_(share * total, alpha=beta)
-    gradients = [all_reduce_gradient(d_hidden, shard), d_weight, d_bias]
-    return losses, lse, log_p, entropy, argmax, gradients
+    def _write_output(self, tokens: Tensor, sums: TokenLogitSums) -> None:
+        output = self.output
+        losses = sums.lse - (1 - self.smoothing) * sums.target
+        losses = losses - self.smoothing * sums.smoothing_logit
+        z_loss = self.inputs.options.z_loss
+        if z_loss != 0:
+            losses += z_loss * sums.lse.square()
+        if self.inputs.token_weights is not None:
+            losses = losses * self.inputs.token_weights[tokens]
+        output.loss[tokens] = losses
+        output.lse[tokens] = sums.lse
+        if output.log_probability is not None:
+            output.log_probability[tokens] = sums.target - sums.lse
+        if output.entropy is not None and sums.expected is not None:
+            output.entropy[tokens] = sums.lse - sums.expected
+        if output.argmax is not None and sums.argmax is not None:
+            output.argmax[tokens] = sums.argmax
+
+    def _add_gradients(
+        self, chunk: _Chunk, sums_here: TokenLogitSums, sums: TokenLogitSums
+    ) -> None:
+        """Add what these tokens have in the gradients; their matrix becomes that of the products'
+        gradient (see the class)."""
+        assert self.upstream is not None
+        if self.inputs.shard is not None:
+            # The softmax is over this rank's entries; make it that over all.
+            chunk.matrix.mul_((sums_here.lse - sums.lse).exp_()[:, None])
+        upstream = self.upstream[chunk.tokens, None].to(self.dtype)
+        if self.inputs.token_weights is not None:
+            upstream = upstream * self.inputs.token_weights[chunk.tokens, None]
+        if self.upstream_lse is None:
+            in_matrix = torch.ones_like(upstream)
+            outside = upstream
+        else:
+            in_matrix = upstream
+            outside = torch.ones_like(upstream)
+        self._softmax_to_gradient(chunk, sums.lse, in_matrix)
+        self._add_products(chunk, in_matrix, outside)
+        if self.linear_smoothing is not None:
+            self.linear_smoothing.add_tokens(chunk.hidden, upstream)
+
+    def _softmax_to_gradient(self, chunk: _Chunk, lse: Tensor, in_matrix: Tensor) -> None:
+        matrix = chunk.matrix
+        z_loss = self.inputs.options.z_loss
+        z_loss_factor = 1 + 2 * z_loss * lse[:, None]
+        if self.upstream_lse is not None:
+            upstream_lse = self.upstream_lse[chunk.tokens, None]
+            matrix.mul_(in_matrix * z_loss_factor + upstream_lse)
+        elif z_loss != 0:
+            matrix.mul_(z_loss_factor)
+        at_label = in_matrix * (self.smoothing - 1) * chunk.has_label
+        matrix.scatter_add_(1, chunk.label_rows, at_label)
+        if self.smoothing != 0 and self.linear_smoothing is None:
+            target = self.smoothing_target
+            share = self.smoothing * (1 / self.inputs.vocabulary if target is None else target)
+            matrix.sub_(in_matrix * share)
+        if chunk.cap_slope is not None:
+            matrix.mul_(chunk.cap_slope)
+
+    def _add_products(self, chunk: _Chunk, in_matrix: Tensor, outside: Tensor) -> None:
+        gradients = self.gradients
+        if gradients.hidden is not None:
+            products = torch.zeros_like(chunk.hidden)
+            for rows, widened in _widened(self.inputs.weight, self.dtype):
+                products.addmm_(chunk.matrix[:, rows], widened)
+            if self.linear_smoothing is not None:
+                mean_weight = self.linear_smoothing.mean_weight
+                products.sub_(in_matrix * mean_weight, alpha=self.smoothing)
+            gradients.hidden[chunk.tokens] = products.mul_(outside * self.inputs.scale)
+        if gradients.weight is not None:
+            gradients.weight.addmm_(chunk.matrix.T, chunk.hidden * outside)
+        if gradients.bias is not None:
+            gradients.bias.addmv_(chunk.matrix.T, outside.squeeze(1))
 
 
-def _mixture(z: Tensor, u: Tensor) -> Tensor:
+class _LinearSmoothing:
+    """The smoothing term where there is no softcap.
+
+    Logits are linear in E and C then, so that it costs means instead of passes over the logits.
+    With c̄ = Σ_v u_v C_v, b̄ = Σ_v u_v b_v and upstream gradients g_i
+
+        Σ_v u_v z_iv = E_i · c̄ + b̄
+        dE_i takes −β g_i c̄,    dC_v takes −β u_v Σ_i g_i E_i,    db_v takes −β u_v Σ_i g_i
+
+    where a logit scale belongs to E_i.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        bias: Tensor | None,  # (V,) in the accumulation dtype, as the next
+        smoothing_target: Tensor | None,  # (V,)
+    ) -> None:
+        weight = inputs.weight
+        dtype = accumulation_dtype(weight.dtype)
+        self.mean_weight: Tensor  # c̄, (D,)
+        self.mean_bias: Tensor | float = 0.0  # b̄
+        if smoothing_target is None:
+            share = 1 / inputs.vocabulary
+            self.mean_weight = weight.sum(0, dtype=dtype) * share
+            if bias is not None:
+                self.mean_bias = bias.sum() * share
+            smoothing_target = weight.new_full((len(weight),), share, dtype=dtype)
+        else:
+            self.mean_weight = weight.new_zeros(weight.shape[1], dtype=dtype)
+            for rows, widened in _widened(weight, dtype):
+                self.mean_weight += smoothing_target[rows] @ widened
+            if bias is not None:
+                self.mean_bias = _expectation(bias, smoothing_target)
+        self.smoothing_target = smoothing_target
+        self.upstream_sum = weight.new_zeros((), dtype=dtype)  # Σ_i g_i
+        self.hidden_sum = torch.zeros_like(self.mean_weight)  # Σ_i g_i E_i
+
+    def smoothing_logit(self, hidden: Tensor) -> Tensor:  # (n,)
+        return hidden @ self.mean_weight + self.mean_bias
+
+    def add_tokens(self, hidden: Tensor, upstream: Tensor) -> None:
+        self.hidden_sum += (hidden * upstream).sum(0)
+        self.upstream_sum += upstream.sum()
+
+    def add_to(self, gradients: Gradients, smoothing: float) -> None:
+        """Add the term's part of the classifier's gradients, when all tokens are counted."""
+        if gradients.weight is not None:
+            gradients.weight.addr_(self.smoothing_target, self.hidden_sum, alpha=-smoothing)
+        if gradients.bias is not None:
+            gradients.bias.sub_(self.smoothing_target * self.upstream_sum, alpha=smoothing)
+
+
+def _chunk_tokens(weight: Tensor) -> int:
+    """How many tokens have their logits in memory at a time."""
+    if not weight.is_cuda:
+        return CPU_CHUNK_TOKENS
+    return min(max(GPU_CHUNK_LOGITS // len(weight), CPU_CHUNK_TOKENS), GPU_MAX_CHUNK_TOKENS)
+
+
+def _expectation(values: Tensor, distribution: Tensor) -> Tensor:
     """Σ_v u_v z_v, to which a forbidden entry (z = −∞) that has no part in u adds nothing."""
-    return torch.where(u > 0, u * z, 0).sum(-1)
+    return torch.where(distribution > 0, distribution * values, 0).sum(-1)
 
 
-def _widened(weight: Tensor, wide: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+def _widened(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
     """The weight in the accumulation dtype: itself, or block by block to spare the copy."""
-    if weight.dtype == wide:
+    if weight.dtype == dtype:
         yield slice(None), weight
         return
-    for start in range(0, weight.shape[0], CAST_ROWS):
-        yield slice(start, start + CAST_ROWS), weight[start : start + CAST_ROWS].to(wide)
-
-
-def logits(
-    hidden: Tensor,  # (N, D)
-    weight: Tensor,  # (V, D)
-    bias: Tensor | None,  # (V,)
-    options: Options,
-) -> Tensor:  # (N, V)
-    """`reference.logits`, without a widened copy of the weight."""
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    if hidden.is_cuda and hidden.dtype != wide and MIXED:
-        z = torch.mm(hidden, weight.T, out_dtype=wide)
-    else:
-        z = torch.empty(len(hidden), len(weight), dtype=wide, device=hidden.device)
-        for block, c in _widened(weight, wide):
-            torch.mm(hidden.to(wide), c.T, out=z[:, block])
-    if options.logit_scale is not None:
-        z *= options.logit_scale
-    if bias is not None:
-        z += bias.to(wide)
-    return z if options.softcap is None else z.div_(options.softcap).tanh_().mul_(options.softcap)
-
-
-# Whether this PyTorch takes 16-bit factors to an fp32 product.
-MIXED = "dtype_out" in torch.ops.aten.addmm.overloads()
+    for start in range(0, len(weight), CAST_ROWS):
+        rows = slice(start, start + CAST_ROWS)
+        yield rows, weight[rows].to(dtype)

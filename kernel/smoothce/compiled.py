@@ -29,7 +29,7 @@ from smoothce.options import (
     Needs,
     Options,
     accumulation_dtype,
-    annotated_types,
+    option_types,
 )
 
 AUTO = -1  # "auto" as a number, since a graph may hold numbers as symbols
@@ -161,10 +161,9 @@ def operator_schema() -> str:
 
 def names_of_numbers_or_auto() -> tuple[str, ...]:
     names = []
-    for field in dataclasses.fields(Options):
-        types = annotated_types(field)
+    for name, types in option_types().items():
         if str in types and (float in types or int in types):
-            names.append(field.name)
+            names.append(name)
     return tuple(names)
 
 

@@ -5,6 +5,7 @@ returns a `LossOutput`.
 """
 
 import dataclasses
+import functools
 import inspect
 import math
 import typing
@@ -72,22 +73,21 @@ class Options:
             raise ValueError(
                 f"workspace must be 'auto' or an integer of bytes, 0 or more, not {size!r}"
             )
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if bool in annotated_types(field) and not isinstance(value, bool):
-                raise ValueError(f"{field.name} must be True or False, not {value!r}")
+        for name, types in option_types().items():
+            value = getattr(self, name)
+            if bool in types and not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, not {value!r}")
 
     def _store_python_numbers(self) -> None:
         """Turn NumPy's numbers, and others, into Python's, which are all that kernels take."""
-        for field in dataclasses.fields(self):
-            value: Any = getattr(self, field.name)
+        for name, types in option_types().items():
+            value: Any = getattr(self, name)
             if value is None or isinstance(value, (str, bool)):
                 continue
-            types = annotated_types(field)
             if float in types:
-                object.__setattr__(self, field.name, float(value))
+                object.__setattr__(self, name, float(value))
             elif int in types:
-                object.__setattr__(self, field.name, int(value))
+                object.__setattr__(self, name, int(value))
 
 
 class LossKeywords(TypedDict, total=False):
@@ -130,9 +130,13 @@ def spell_out_options(function: Function) -> Function:
     return function
 
 
-def annotated_types(field: dataclasses.Field) -> tuple[Any, ...]:
-    """The types that a field's annotation allows: (float, NoneType) of `float | None`."""
-    return typing.get_args(field.type) or (field.type,)
+@functools.cache  # every call of the loss makes an `Options`, which asks for them
+def option_types() -> dict[str, tuple[Any, ...]]:
+    """The types that each option's annotation allows: (float, NoneType) of `float | None`."""
+    types = {}
+    for field in dataclasses.fields(Options):
+        types[field.name] = typing.get_args(field.type) or (field.type,)
+    return types
 
 
 class Needs(NamedTuple):
@@ -188,7 +192,14 @@ class Inputs(NamedTuple):
     shard: Shard | None = None
 
     def tensors(self) -> InputTensors:
-        return InputTensors(*(getattr(self, name) for name in InputTensors._fields))
+        return InputTensors(
+            hidden=self.hidden,
+            weight=self.weight,
+            labels=self.labels,
+            bias=self.bias,
+            smoothing_target=self.smoothing_target,
+            token_weights=self.token_weights,
+        )
 
     @property
     def scale(self) -> float:

@@ -1,45 +1,70 @@
-"""The definition: dense logits in fp32 (fp64 for fp64 inputs), plain autograd. Reference is law."""
+"""The definition of the loss: dense logits in fp32 (fp64 for fp64 inputs), and plain autograd.
+
+Every other implementation is tested against this one, and this one against PyTorch.
+"""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smoothce.options import Inputs, LossOutput
+from smoothce.options import Inputs, LossOutput, accumulation_dtype
 
 
 def logits(inputs: Inputs) -> Tensor:  # (N, V)
-    """z = cap(scale · E Cᵀ + b), where cap(z) = softcap · tanh(z / softcap)."""
-    dtype, cap = torch.promote_types(inputs.hidden.dtype, torch.float32), inputs.options.softcap
+    """z = cap(logit_scale · E Cᵀ + b), where cap(z) = softcap · tanh(z / softcap)."""
+    dtype = accumulation_dtype(inputs.hidden.dtype)
     z = F.linear(inputs.hidden.to(dtype), inputs.weight.to(dtype)) * inputs.scale
     if inputs.bias is not None:
         z = z + inputs.bias.to(dtype)
-    return z if cap is None else cap * torch.tanh(z / cap)
+    softcap = inputs.options.softcap
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    return z
 
 
 def loss(inputs: Inputs) -> LossOutput:
     """ω (logsumexp_v z_v − (1−β) z_y − β Σ_v u_v z_v + ζ logsumexp²) per valid token, else 0."""
-    options, omega, u = inputs.options, inputs.token_weights, inputs.smoothing_target
-    beta = options.label_smoothing
-    z, valid = logits(inputs), inputs.valid()
-    target = inputs.labels.where(valid, 0)
-    lse, chosen = z.logsumexp(-1), z.gather(1, target[:, None]).squeeze(1)
-    losses = lse - (1 - beta) * chosen + options.z_loss * lse.square()
-    if beta:
-        mixed = z.mean(-1) if u is None else torch.where(u > 0, u * z, 0).sum(-1)
-        losses = losses - beta * mixed
-    losses = (losses if omega is None else omega * losses).where(valid, 0)
-    total = losses.sum() * inputs.loss_scale(losses.dtype)
-    found = LossOutput(losses if options.reduction == "none" else total, lse.where(valid, 0))
+    options = inputs.options
+    smoothing = options.label_smoothing
+    z = logits(inputs)
+    valid = inputs.valid()
+    lse = z.logsumexp(-1)
+    label_logit = _logit_of(z, inputs.labels.where(valid, 0))
+    losses = lse - (1 - smoothing) * label_logit + options.z_loss * lse.square()
+    if smoothing != 0:
+        losses = losses - smoothing * _smoothing_logit(z, inputs.smoothing_target)
+    if inputs.token_weights is not None:
+        losses = inputs.token_weights * losses
+    losses = losses.where(valid, 0)
+    if options.reduction != "none":
+        losses = losses.sum() * inputs.loss_scale(losses.dtype)
+    output = LossOutput(losses, lse.where(valid, 0))
     if not options.return_statistics:
-        return found
-    z, lse = z.detach(), lse.detach()
+        return output
+    return _with_statistics(output, z.detach(), lse.detach(), label_logit.detach(), valid)
+
+
+def _with_statistics(
+    output: LossOutput, z: Tensor, lse: Tensor, label_logit: Tensor, valid: Tensor
+) -> LossOutput:
+    log_probability = label_logit - lse
     entropy = torch.special.entr((z - lse[:, None]).exp()).sum(1)
-    log_probability = chosen.detach() - lse
-    return found._replace(
+    return output._replace(
         log_probability=log_probability.where(valid, 0),
         entropy=entropy.where(valid, 0),
         argmax=z.argmax(1).where(valid, -1),
     )
+
+
+def _logit_of(z: Tensor, entries: Tensor) -> Tensor:  # (N,)
+    return z.gather(1, entries[:, None]).squeeze(1)
+
+
+def _smoothing_logit(z: Tensor, smoothing_target: Tensor | None) -> Tensor:  # (N,)
+    """Σ_v u_v z_v, to which a forbidden entry (z = −∞) that has no part in u adds nothing."""
+    if smoothing_target is None:
+        return z.mean(-1)
+    return torch.where(smoothing_target > 0, smoothing_target * z, 0).sum(-1)
 
 
 def unsupported(inputs: Inputs) -> str | None:

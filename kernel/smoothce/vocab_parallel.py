@@ -1,12 +1,12 @@
 """A vocabulary split over the ranks of a process group: each holds some of the classifier's rows.
 
-Hidden states and labels are the same on every rank. A rank walks over its own rows; what it finds
-of each token (log-sum-exp, the target's logit, Σ_v u_v z_v) is gathered and joined, a few numbers a
-token, and from then on its gradient of the classifier is its own business. The gradient of the
+Hidden states and labels are the same on every rank. A rank goes over its own rows. What it finds of
+each token (`TokenLogitSums`, a few numbers a token) is gathered and joined with what the others
+find. From then on its gradient of the classifier is its own business, and the gradient of the
 hidden states is summed over the ranks.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Shard(NamedTuple):
-    """Which entries of the vocabulary this rank has: [offset, offset + its rows) of `total`."""
+    """Which entries of the vocabulary this rank has: its rows from `offset` on, of `total`."""
 
     group: dist.ProcessGroup
     offset: int
@@ -28,30 +28,47 @@ class Shard(NamedTuple):
 
 
 def local_shard(weight: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Shard]:
-    """This rank's rows, and where they lie. A plain tensor is taken for as many rows as every other
-    rank has; a DTensor knows. Raises ValueError for one that is split another way."""
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    if type(weight).__name__ != "DTensor":
-        return weight, Shard(group, rank * len(weight), ranks * len(weight))
-    split = weight.placements
-    if len(split) != 1 or not split[0].is_shard(0) or weight.device_mesh.size() != ranks:
+    """This rank's rows, and where they lie in the vocabulary.
+
+    A DTensor knows where. A plain tensor is taken for as many rows as every other rank has. Raises
+    ValueError for a DTensor that is split another way than by rows over this group.
+    """
+    if type(weight).__name__ == "DTensor":
+        return _local_shard_of_dtensor(weight, group)
+    rank = dist.get_rank(group)
+    ranks = dist.get_world_size(group)
+    return weight, Shard(group, offset=rank * len(weight), total=ranks * len(weight))
+
+
+def _local_shard_of_dtensor(weight: Any, group: dist.ProcessGroup) -> tuple[Tensor, Shard]:
+    # `weight` is Any because importing DTensor would cost those who have none.
+    ranks = dist.get_world_size(group)
+    placements = weight.placements
+    by_rows = len(placements) == 1 and placements[0].is_shard(0)
+    if not by_rows or weight.device_mesh.size() != ranks:
         raise ValueError(
             "weight must be split by rows over process_group, Shard(0) on a mesh of its "
-            f"{ranks} ranks, not {tuple(split)} over {weight.device_mesh.size()}"
+            f"{ranks} ranks, not {tuple(placements)} over {weight.device_mesh.size()}"
         )
-    each = -(-len(weight) // ranks)  # as torch.chunk cuts
-    return weight.to_local(), Shard(group, min(rank * each, len(weight)), len(weight))
+    total = len(weight)
+    rows_each = -(-total // ranks)  # rounded up, as torch.chunk cuts
+    offset = min(dist.get_rank(group) * rows_each, total)
+    return weight.to_local(), Shard(group, offset=offset, total=total)
 
 
 def shards_agree(shard: Shard, labels: Tensor, rows: int) -> Tensor:  # () bool
-    """Whether all ranks have the same labels, and parts that are one vocabulary."""
+    """Whether all ranks have the same labels, and parts that make one vocabulary.
+
+    It stays on the device, so that nothing waits for the host.
+    """
     place = torch.arange(1, len(labels) + 1, device=labels.device)
-    mine = torch.stack([labels.new_tensor(shard.offset + rows), (labels * place).sum()])
-    found = all_gather_stacked(mine, shard)
-    ends = torch.cat([found.new_zeros(1), found[:, 0]])
-    starts = all_gather_stacked(labels.new_tensor([shard.offset]), shard)[:, 0]
-    whole = (starts == ends[:-1]).all() & (ends[-1] == shard.total)
-    return whole & (found[:, 1] == found[0, 1]).all()
+    checksum = (labels * place).sum()
+    start = labels.new_tensor(shard.offset)
+    of_this_rank = torch.stack([start, start + rows, checksum])
+    starts, ends, checksums = all_gather_stacked(of_this_rank, shard).unbind(1)
+    previous_ends = torch.cat([ends.new_zeros(1), ends[:-1]])
+    one_vocabulary = (starts == previous_ends).all() & (ends[-1] == shard.total)
+    return one_vocabulary & (checksums == checksums[0]).all()
 
 
 def all_gather_stacked(mine: Tensor, shard: Shard) -> Tensor:  # (ranks, *mine.shape)
@@ -61,38 +78,46 @@ def all_gather_stacked(mine: Tensor, shard: Shard) -> Tensor:  # (ranks, *mine.s
 
 
 class TokenLogitSums(NamedTuple):
-    """What a walk over (a part of) the vocabulary finds of each token, (n,) each, in nats."""
+    """What a walk over the vocabulary, or a part of it, finds of each token: (n,) each, in nats."""
 
-    lse: Tensor
-    target: Tensor  # the target's logit; 0 where it is another rank's
-    mixed: Tensor  # Σ_v u_v z_v
-    # The rest where statistics are asked.
-    expected: Tensor | None = None  # Σ_v p_v z_v
+    lse: Tensor  # logsumexp_v z_v
+    target: Tensor  # the label's logit; 0 where it is another rank's
+    smoothing_logit: Tensor  # Σ_v u_v z_v, the mean logit under the smoothing target
+    # The rest is there where statistics are asked for.
+    expected: Tensor | None = None  # Σ_v p_v z_v, the mean logit under the softmax
     top: Tensor | None = None  # the largest logit ...
     argmax: Tensor | None = None  # ... and its entry in the whole vocabulary, int64
 
 
 def merge_shards(mine: TokenLogitSums, shard: Shard | None) -> TokenLogitSums:
-    """The same over the whole vocabulary."""
+    """The sums over the whole vocabulary, from this rank's and the others'."""
     if shard is None:
         return mine
-    columns = torch.stack([x for x in mine[:5] if x is not None])
-    lse, target, mixed, *rest = all_gather_stacked(columns, shard).unbind(1)
-    whole = lse.logsumexp(0)
-    found = TokenLogitSums(whole, target.sum(0), mixed.sum(0))
-    if not rest:
-        return found
-    expected, top = rest
-    first, share = top.argmax(0, keepdim=True), (lse - whole).exp()
-    return found._replace(
-        expected=torch.where(share > 0, share * expected, 0).sum(0),
+    if mine.expected is None or mine.top is None or mine.argmax is None:
+        columns = torch.stack([mine.lse, mine.target, mine.smoothing_logit])
+        lse, target, smoothing_logit = all_gather_stacked(columns, shard).unbind(1)
+        return TokenLogitSums(lse.logsumexp(0), target.sum(0), smoothing_logit.sum(0))
+
+    columns = torch.stack([mine.lse, mine.target, mine.smoothing_logit, mine.expected, mine.top])
+    lse, target, smoothing_logit, expected, top = all_gather_stacked(columns, shard).unbind(1)
+    argmax = all_gather_stacked(mine.argmax, shard)
+    whole_lse = lse.logsumexp(0)
+    probability = (lse - whole_lse).exp()  # of a rank's part of the vocabulary
+    # A part of probability 0 may have an expected logit of −∞, which adds nothing.
+    terms = torch.where(probability > 0, probability * expected, 0)
+    best_rank = top.argmax(0, keepdim=True)
+    return TokenLogitSums(
+        lse=whole_lse,
+        target=target.sum(0),
+        smoothing_logit=smoothing_logit.sum(0),
+        expected=terms.sum(0),
         top=top.amax(0),
-        argmax=all_gather_stacked(mine.argmax, shard).gather(0, first)[0],
+        argmax=argmax.gather(0, best_rank)[0],
     )
 
 
 def all_reduce_gradient(gradient: Tensor | None, shard: Shard | None) -> Tensor | None:
-    """The gradient of what every rank has, in place."""
+    """Sum, in place, the ranks' parts of the gradient of what all of them have."""
     if gradient is not None and shard is not None:
         dist.all_reduce(gradient, group=shard.group)
     return gradient

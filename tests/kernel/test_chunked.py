@@ -22,7 +22,7 @@ loss_of = functools.partial(smoothce.linear_cross_entropy, impl="chunked")
 )
 def test_as_exact_as_the_reference(chunk, **options):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunked, "ROWS", chunk)
+        patch.setattr(chunked, "CPU_CHUNK_TOKENS", chunk)
         patch.setattr(chunked, "CAST_ROWS", 50)
         check(impl="chunked", **options)
 

@@ -30,7 +30,7 @@ def test_against_dense_logits(options, impl, dtype, monkeypatch):
     """Several segments a token, super-blocks, a ragged vocabulary, blocks closed by a bias."""
     options, blocks = {**options}, recompute_backward.super_blocks
     monkeypatch.setattr(recompute_backward, "super_blocks", lambda n: blocks(n, 64))
-    monkeypatch.setattr(chunked, "ROWS", 5)
+    monkeypatch.setattr(chunked, "CPU_CHUNK_TOKENS", 5)
     monkeypatch.setattr(chunked, "CAST_ROWS", 20)
     size, masked = 1100 if DEVICE == "cuda" else 301, options.pop("masked", 0.3)
     hidden, weight, labels, bias = inputs(100, size, 16, dtype, masked, bias=True)

@@ -36,7 +36,7 @@ PROGRAMS_PER_MULTIPROCESSOR = 4
 # Rows of `Segments.sums` ...
 OFFSET = tl.constexpr(0)
 PROBABILITY_SUM = tl.constexpr(1)  # Σ_v p̃_v
-MIXED_SUM = tl.constexpr(2)  # Σ_v u_v z_v
+SMOOTHING_LOGIT = tl.constexpr(2)  # Σ_v u_v z_v
 EXPECTED_SUM = tl.constexpr(3)  # Σ_v p̃_v z_v
 SUM_ROWS = 4
 # ... and of `Segments.best`.
@@ -99,7 +99,7 @@ def segment_place(
 
 
 @triton.jit
-def mixed_sum(logits, smoothing_target, entries, V, factor, RAGGED: tl.constexpr):
+def block_smoothing_logit(logits, smoothing_target, entries, V, factor, RAGGED: tl.constexpr):
     """Σ_v u_v z_v of a tile, or Σ_v z_v where u is uniform; `factor` makes logits of them."""
     if smoothing_target is not None:
         u = tl.load(smoothing_target + entries, mask=entries < V, other=0.0)[None, :]
@@ -150,7 +150,7 @@ def forward_kernel(
             target = tl.load(targets + rows) * LOG2E
             offset = tl.maximum(target, LOWEST)
             probability_sum = tl.zeros((ROWS,), tl.float32)
-            mixed = tl.zeros((ROWS,), tl.float32)
+            smoothing_logit = tl.zeros((ROWS,), tl.float32)
             expected = tl.zeros((ROWS,), tl.float32)
             largest = tl.full((ROWS,), -float("inf"), tl.float32)
             argmax = tl.zeros((ROWS,), tl.int32)
@@ -173,7 +173,9 @@ def forward_kernel(
 
                 # Σ u z and the largest logit
                 if MIX:
-                    mixed += mixed_sum(logits, smoothing_target, entries, V, factor, RAGGED)
+                    smoothing_logit += block_smoothing_logit(
+                        logits, smoothing_target, entries, V, factor, RAGGED
+                    )
                 if RAGGED:
                     logits = tl.where((entries < V)[None, :], logits, -float("inf"))
                 if segment_best is not None:
@@ -212,7 +214,7 @@ def forward_kernel(
             place = segment_place(group, segment, tile, n_tiles, workers, ROWS, GROUP)
             tl.store(segment_sums + OFFSET * n_segment_tokens + place, offset)
             tl.store(segment_sums + PROBABILITY_SUM * n_segment_tokens + place, probability_sum)
-            tl.store(segment_sums + MIXED_SUM * n_segment_tokens + place, mixed)
+            tl.store(segment_sums + SMOOTHING_LOGIT * n_segment_tokens + place, smoothing_logit)
             if segment_best is not None:
                 tl.store(segment_sums + EXPECTED_SUM * n_segment_tokens + place, expected)
                 largest_bits = largest.to(tl.int32, bitcast=True)
@@ -224,7 +226,7 @@ def forward_kernel(
 def finish_kernel(
     segment_sums, segment_best, n_segment_tokens,  # the `Segments`, as the forward has left them
     valid_count,
-    lses, mixed_sums, offsets,  # (padded,) written: nats, nats, base 2
+    lses, smoothing_logits, offsets,  # (padded,) written: nats, nats, base 2
     expectations, tops, argmaxes,  # (padded,) written where there is `segment_best`, else None
     first_entry, n_blocks, workers,
     ROWS: tl.constexpr, GROUP: tl.constexpr,
@@ -243,7 +245,7 @@ def finish_kernel(
     valid = rows < n_valid
     offset = tl.full((ROWS,), LOWEST, tl.float32)
     probability_sum = tl.zeros((ROWS,), tl.float32)
-    mixed = tl.zeros((ROWS,), tl.float32)
+    smoothing_logit = tl.zeros((ROWS,), tl.float32)
     expected = tl.zeros((ROWS,), tl.float32)
     largest = tl.full((ROWS,), -float("inf"), tl.float32)
     argmax = tl.zeros((ROWS,), tl.int32)
@@ -259,7 +261,9 @@ def finish_kernel(
             segment_sums + PROBABILITY_SUM * n_segment_tokens + place, mask=valid, other=1.0
         )
         probability_sum = probability_sum * shrink + its_sum * its_shrink
-        mixed += tl.load(segment_sums + MIXED_SUM * n_segment_tokens + place, mask=valid, other=0.0)
+        smoothing_logit += tl.load(
+            segment_sums + SMOOTHING_LOGIT * n_segment_tokens + place, mask=valid, other=0.0
+        )
         if segment_best is not None:
             its_expected = tl.load(
                 segment_sums + EXPECTED_SUM * n_segment_tokens + place, mask=valid, other=0.0
@@ -276,7 +280,7 @@ def finish_kernel(
             largest = tl.maximum(largest, its_largest)
         offset = new_offset
     tl.store(lses + rows, tl.where(valid, (offset + tl.log2(probability_sum)) / LOG2E, 0.0))
-    tl.store(mixed_sums + rows, tl.where(valid, mixed / LOG2E, 0.0))
+    tl.store(smoothing_logits + rows, tl.where(valid, smoothing_logit / LOG2E, 0.0))
     tl.store(offsets + rows, tl.where(valid, offset, 0.0))
     if segment_best is not None:
         tl.store(expectations + rows, tl.where(valid, expected / probability_sum / LOG2E, 0.0))
@@ -286,7 +290,7 @@ def finish_kernel(
 
 @triton.jit(do_not_specialize=["n_order"])
 def losses_kernel(
-    lses, target_logits, mixed_sums,  # (padded,) of packed tokens, in nats
+    lses, target_logits, smoothing_logits,  # (padded,) of packed tokens, in nats
     expectations, packed_argmaxes,  # (padded,), or None without statistics
     valid_count, order, token_weights,  # (1,), (n_order,), (N,) or None
     base2_lses,  # (padded,) written, for the backward
@@ -302,7 +306,7 @@ def losses_kernel(
     target_logit = tl.load(target_logits + place, mask=valid, other=0.0)
     loss = lse - (1.0 - smoothing) * target_logit + z_loss * lse * lse
     if smoothing != 0:
-        loss -= smoothing * tl.load(mixed_sums + place, mask=valid, other=0.0)
+        loss -= smoothing * tl.load(smoothing_logits + place, mask=valid, other=0.0)
     if token_weights is not None:
         loss *= tl.load(token_weights + source, mask=valid, other=0.0)
     tl.store(base2_lses + place, tl.where(valid, lse * LOG2E, float("inf")), mask=place < padded)
@@ -368,7 +372,7 @@ class Segments:
 
     A row has one number for each token of each segment; `segment_place` says where."""
 
-    sums: Tensor  # (4, ·) fp32: OFFSET, PROBABILITY_SUM, MIXED_SUM, EXPECTED_SUM
+    sums: Tensor  # (4, ·) fp32: OFFSET, PROBABILITY_SUM, SMOOTHING_LOGIT, EXPECTED_SUM
     best: Tensor | None  # (2, ·) int32: LARGEST, ARGMAX; None where no statistics are asked for
     workers: int  # programs that walked
     group: int  # token tiles that they worked on at a time
@@ -462,7 +466,7 @@ def join_segments(call: LossCall, tokens: PackedTokens, segments: Segments) -> T
     inputs = call.inputs
     device = tokens.offset.device
     padded = len(tokens.offset)
-    lse, mixed = torch.empty(2, padded, device=device, dtype=torch.float32).unbind()
+    lse, smoothing_logit = torch.empty(2, padded, device=device, dtype=torch.float32).unbind()
     expected = None
     top = None
     argmax = None
@@ -475,7 +479,7 @@ def join_segments(call: LossCall, tokens: PackedTokens, segments: Segments) -> T
         n_segment_tokens=segments.sums.shape[1],
         valid_count=tokens.count,
         lses=lse,
-        mixed_sums=mixed,
+        smoothing_logits=smoothing_logit,
         offsets=tokens.offset,
         expectations=expected,
         tops=top,
@@ -487,9 +491,14 @@ def join_segments(call: LossCall, tokens: PackedTokens, segments: Segments) -> T
         GROUP=segments.group,
     )
     if inputs.smoothing_target is None:  # the kernel has summed with weights of 1
-        mixed /= inputs.vocabulary
+        smoothing_logit /= inputs.vocabulary
     return TokenLogitSums(
-        lse=lse, target=tokens.target, mixed=mixed, expected=expected, top=top, argmax=argmax
+        lse=lse,
+        target=tokens.target,
+        smoothing_logit=smoothing_logit,
+        expected=expected,
+        top=top,
+        argmax=argmax,
     )
 
 
@@ -507,7 +516,7 @@ def write_losses(
     losses_kernel[(cdiv(padded, 1024),)](
         lses=sums.lse,
         target_logits=tokens.target,
-        mixed_sums=sums.mixed,
+        smoothing_logits=sums.smoothing_logit,
         expectations=sums.expected,
         packed_argmaxes=sums.argmax,
         valid_count=tokens.count,
