@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from smoothce import patch_model, patch_trainer, unpatch_model
-from smoothce.hf_patch import ARCHITECTURES
+from smoothce.hf_patch.logit_map import ARCHITECTURES
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -208,16 +208,24 @@ def test_patching_again_replaces_and_unpatching_restores():
         unpatch_model(model)
 
 
-def test_a_saved_model_comes_back_unpatched():
-    """As from `save_pretrained`; it says so when it trains, and can be patched again."""
-    model, data, file = patch_model(tiny(), label_smoothing=0.1), batch(), io.BytesIO()
+def test_a_saved_model_comes_back_patched():
+    """As from `torch.save`, or sent to another process: with its settings, and undone likewise."""
+    target = torch.rand(VOCABULARY).softmax(0)
+    model = patch_model(tiny(), label_smoothing=0.1, smoothing_target=target)
+    file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
-    with pytest.warns(UserWarning, match="around its loss"):
-        loaded.train()(**data)
-    patch_model(loaded, label_smoothing=0.1)
-    assert torch.equal(loaded(**data).loss, model(**data).loss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = loaded.train()(**batch())
+    assert found.logits is None
+    assert torch.equal(found.loss, model(**batch()).loss)
+    found.loss.backward()
+    assert loaded.lm_head.weight.grad is not None and model.lm_head.weight.grad is None
+    unpatch_model(loaded)
+    assert "forward" not in vars(loaded) and "forward" not in vars(loaded.lm_head)
+    assert torch.equal(loaded(**batch()).logits, unpatch_model(model)(**batch()).logits)
 
 
 THREE_STEPS = {  # of a Trainer
@@ -319,7 +327,7 @@ def test_a_trainer_keeps_what_its_model_was_patched_with(tmp_path):
     want = model(**batch()).loss
     patch_trainer(trainer(tmp_path, model, 0.0))
     assert torch.equal(model(**batch()).loss, want)
-    assert model.lm_head._smoothce["workspace"] == 7
+    assert model.lm_head._smoothce.loss.options.workspace == 7
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,90 @@
+"""A causal language model's parts: the decoder, the head, and where each keeps its forward."""
+
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+# A model has attributes that torch's Module does not declare.
+CausalModel: TypeAlias = Any
+
+
+def unwrapped(model: nn.Module) -> CausalModel:
+    """The causal language model; of a `PeftModel` the one inside."""
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()  # type: ignore[operator]
+    return model
+
+
+def decoder_of(causal: CausalModel) -> CausalModel:
+    """What turns tokens into the head's hidden states."""
+    return causal.model if hasattr(causal, "model") else causal.base_model
+
+
+def head_name_of(causal: CausalModel) -> str:
+    """The attribute that holds the head. Raises TypeError where the model has none."""
+    if isinstance(getattr(causal, "lm_head", None), nn.Module):
+        return "lm_head"
+    find = getattr(causal, "get_output_embeddings", None)
+    head = find() if find is not None else None
+    for name, module in causal.named_children():
+        if module is head:
+            return name
+    raise TypeError(
+        f"{type(causal).__name__} has no head that turns hidden states into logits: neither an "
+        "lm_head nor a child that get_output_embeddings() returns"
+    )
+
+
+def forward_slot(module: nn.Module) -> str:
+    """The attribute that holds a module's own forward: accelerate's `device_map` hooks wrap it."""
+    return "_old_forward" if "_hf_hook" in vars(module) else "forward"
+
+
+def class_forward(module: nn.Module) -> Callable[..., Any]:
+    """The forward that the module's class defines, bound to the module."""
+    return types.MethodType(type(module).forward, module)
+
+
+def forward_in_slot(module: nn.Module) -> Callable[..., Any]:
+    """The forward that runs when the module is called: the class's, or one put before it."""
+    return vars(module).get(forward_slot(module), class_forward(module))
+
+
+def restore_class_forward(module: nn.Module) -> None:
+    slot = forward_slot(module)
+    if slot == "forward":
+        vars(module).pop(slot, None)
+    else:
+        setattr(module, slot, class_forward(module))
+
+
+def check_head(name: str, head: nn.Module) -> None:
+    """Raises TypeError for a head whose product is not its weight's alone."""
+    found = f"{type(head).__module__}.{type(head).__name__}"
+    if hasattr(head, "base_layer") or hasattr(head, "modules_to_save"):
+        raise TypeError(
+            f"{name} carries an adapter ({found}), whose gradient would be lost: "
+            f"leave {name} out of target_modules and modules_to_save"
+        )
+    if type(head) is not nn.Linear:
+        raise TypeError(f"{name} must be a torch.nn.Linear, not {found}")
+
+
+def is_partitioned(model: nn.Module) -> bool:
+    """Whether ZeRO-3 holds a part of a parameter on each rank, and nothing has gathered it."""
+    for parameter in model.parameters():
+        status = getattr(parameter, "ds_status", None)
+        if status is not None and status.name != "AVAILABLE":
+            return True
+    return False
+
+
+def warn_once(said: set[str], message: str) -> None:
+    """Warn, unless `said` holds the message already."""
+    if message not in said and not torch.compiler.is_compiling():
+        said.add(message)
+        warnings.warn(message, stacklevel=4)

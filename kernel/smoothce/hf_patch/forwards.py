@@ -1,0 +1,250 @@
+"""What a patched model, its head and its decoder's hook run in the place of upstream's forwards.
+
+They are objects and not closures so that a patched model can be copied and pickled as a whole, and
+comes back patched.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from smoothce.hf_patch.anatomy import (
+    CausalModel,
+    check_head,
+    class_forward,
+    decoder_of,
+    forward_in_slot,
+    warn_once,
+)
+from smoothce.hf_patch.outputs import (
+    auxiliary_loss,
+    causal_output,
+    refuse_summed_router,
+    trl_output,
+)
+from smoothce.hf_patch.settings import LOGIT_MAP_KEYWORDS, OPTION_NAMES, LossFunction, ModelLoss
+from smoothce.linear_cross_entropy import linear_cross_entropy
+
+# Arguments of a causal model's forward that its decoder does not take.
+HEAD_ARGUMENTS = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "ignore_index")
+
+
+class HeadForward:
+    """A patched head's forward: logits without labels, as ever, and the loss with them."""
+
+    def __init__(self, head: nn.Linear, loss: ModelLoss) -> None:
+        self.head = head
+        self.loss = loss
+
+    def __call__(
+        self,
+        hidden: Tensor,  # (B, T, D)
+        labels: Tensor | None = None,  # (B, T), shifted
+        divisor: Tensor | int | None = None,  # of a mean, instead of the number of valid labels
+        smoothed: bool = True,
+        per_token: bool = False,  # the summed loss, and every token's statistics
+    ) -> Any:  # logits (B, T, V); the loss (); or the loss, the statistics and the labels
+        if labels is None:
+            return type(self.head).forward(self.head, hidden)
+        labels = labels.to(hidden.device)
+        if smoothed and self.loss.loss is not None:
+            return self._given_loss(self.loss.loss, hidden, labels, divisor)
+
+        options = self.loss.options
+        keywords = {name: getattr(options, name) for name in OPTION_NAMES}
+        if options.reduction != "mean" or per_token:
+            divisor = None
+        if divisor is not None or per_token:
+            keywords["reduction"] = "sum"
+        if not smoothed:
+            keywords["label_smoothing"] = 0.0
+            keywords["z_loss"] = 0.0
+        smoothing_target = self.loss.smoothing_target
+        if smoothing_target is not None:
+            smoothing_target = smoothing_target.to(hidden.device)
+        loss: Any = linear_cross_entropy(
+            hidden,
+            self.head.weight,
+            labels,
+            bias=self._scaled_bias(),
+            smoothing_target=smoothing_target,
+            return_statistics=per_token,
+            impl=self.loss.impl,
+            **keywords,
+        )
+        if per_token:
+            return *loss, labels
+        return loss if divisor is None else divided(loss, divisor)
+
+    def _scaled_bias(self) -> Tensor | None:
+        """The bias inside the logit scale: these models scale the head's whole output."""
+        bias, scale = self.head.bias, self.loss.options.logit_scale
+        if bias is None or scale is None:
+            return bias
+        return bias * scale
+
+    def _given_loss(
+        self, loss: LossFunction, hidden: Tensor, labels: Tensor, divisor: Tensor | int | None
+    ) -> Tensor:  # ()
+        """The loss of `patch_model(loss=…)`, which is a mean, reduced as the settings say."""
+        options = self.loss.options
+        model_options: dict[str, Any] = {}
+        bias = self._scaled_bias()
+        if bias is not None:
+            model_options["bias"] = bias
+        for name in LOGIT_MAP_KEYWORDS:
+            if getattr(options, name) is not None:
+                model_options[name] = getattr(options, name)
+        mean = loss(hidden.flatten(0, -2), self.head.weight, labels.flatten(), **model_options)
+        if options.reduction == "mean" and divisor is None:
+            return mean
+        summed = mean * (labels != options.ignore_index).sum()
+        if options.reduction == "sum" or divisor is None:
+            return summed
+        return divided(summed, divisor)
+
+
+def divided(summed: Tensor, divisor: Tensor | int) -> Tensor:
+    """A mean, which of nothing is 0 and not NaN."""
+    return summed / (divisor + (divisor == 0))
+
+
+class ModelForward:
+    """A patched model's forward. It keeps upstream's signature, by which Trainers pick columns."""
+
+    def __init__(self, causal: CausalModel, head_name: str, eval_logits: bool) -> None:
+        self.causal = causal
+        self.head_name = head_name
+        self.eval_logits = eval_logits
+        self.parameter_names = tuple(inspect.signature(class_forward(causal)).parameters)
+        self.is_running = False  # until the decoder's hook has seen that this called it
+        self.warnings_given: set[str] = set()
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(class_forward(self.causal))
+
+    @property
+    def head_forward(self) -> HeadForward:
+        """The head's. Raises TypeError where the head is another since."""
+        head = getattr(self.causal, self.head_name)
+        if "_smoothce" not in vars(head):
+            check_head(self.head_name, head)
+            raise TypeError(
+                f"{self.head_name} was replaced after patch_model; call patch_model again"
+            )
+        return head._smoothce
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            self.is_running = True
+        causal = self.causal
+        per_token = kwargs.pop("fused_lm_head", False)  # as TRL's trainers ask
+        names = self.parameter_names[: len(args)]
+        inputs = {**dict(zip(names, args, strict=True)), **kwargs}
+        if inputs.get("labels") is None and inputs.get("shift_labels") is None:
+            if causal.training and torch.is_grad_enabled():
+                self._warn(
+                    "a patched model in training got no labels, so it computes dense logits and no "
+                    "loss. Hugging Face's Trainer takes labels away where TrainingArguments has a "
+                    "label_smoothing_factor: call smoothce.patch_trainer(trainer)"
+                )
+            return type(causal).forward(causal, *args, **kwargs)
+        if not causal.training and not per_token:
+            self._warn_where_evaluation_trains()
+            if self.eval_logits:
+                return type(causal).forward(causal, *args, **kwargs)
+        return self.fused(inputs, smoothed=causal.training, per_token=per_token)
+
+    def fused(self, inputs: dict[str, Any], *, smoothed: bool, per_token: bool = False) -> Any:
+        """The outputs of a forward with labels, from the decoder and the head's loss."""
+        causal = self.causal
+        decoder_inputs = dict(inputs)
+        head_inputs = {name: decoder_inputs.pop(name, None) for name in HEAD_ARGUMENTS}
+        options = self.head_forward.loss.options
+        self._check_head_inputs(head_inputs, options.ignore_index)
+        wants_dict = decoder_inputs.pop("return_dict", None)
+
+        outputs = decoder_of(causal)(**decoder_inputs, return_dict=True)
+        labels = head_inputs["shift_labels"]
+        if labels is None:
+            labels = F.pad(head_inputs["labels"][..., 1:], (0, 1), value=options.ignore_index)
+        head = getattr(causal, self.head_name)
+        loss = head(
+            outputs.last_hidden_state,
+            labels=labels,
+            divisor=head_inputs["num_items_in_batch"],
+            smoothed=smoothed,
+            per_token=per_token,
+        )
+        if per_token:
+            summed, statistics, labels = loss
+            auxiliary = auxiliary_loss(causal, outputs, decoder_inputs)
+            return trl_output(summed, statistics, labels, options.ignore_index, auxiliary)
+        result = causal_output(causal, loss, outputs, decoder_inputs)
+        if getattr(result, "aux_loss", None) is not None:
+            refuse_summed_router(options.reduction)
+        if wants_dict is None:
+            wants_dict = causal.config.return_dict
+        return result if wants_dict else result.to_tuple()
+
+    def _check_head_inputs(self, head_inputs: dict[str, Any], ignore_index: int) -> None:
+        kept = head_inputs["logits_to_keep"]
+        if isinstance(kept, Tensor) or kept:
+            raise ValueError("logits_to_keep cannot be combined with labels in a patched model")
+        if head_inputs["ignore_index"] not in (None, ignore_index):
+            raise ValueError(
+                f"ignore_index={head_inputs['ignore_index']} is given to a model that was patched "
+                f"with ignore_index={ignore_index}"
+            )
+
+    def _warn_where_evaluation_trains(self) -> None:
+        """`from_pretrained` returns models in evaluation mode, which would train unsmoothed."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        head = getattr(self.causal, self.head_name)
+        if "_smoothce" not in vars(head) or not head._smoothce.loss.options.label_smoothing:
+            return
+        if any(parameter.requires_grad for parameter in self.causal.parameters()):
+            self._warn(
+                "a patched model in evaluation mode, as from_pretrained returns it, has its "
+                "loss without smoothing: call model.train(), or evaluate under torch.no_grad()"
+            )
+
+    def _warn(self, message: str) -> None:
+        warn_once(self.warnings_given, message)
+
+
+class DecoderHook:
+    """The decoder's forward pre-hook: warns where a patched model trains, but not for its loss."""
+
+    def __init__(self, model_forward: ModelForward) -> None:
+        self.model_forward = model_forward
+
+    def __call__(self, decoder: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        called_by_patch = self.model_forward.is_running
+        self.model_forward.is_running = False
+        if called_by_patch or not decoder.training or not torch.is_grad_enabled():
+            return
+        loss = self.model_forward.head_forward.loss
+        if loss.smooths() and is_trls_forward(forward_in_slot(self.model_forward.causal)):
+            raise ValueError(
+                "TRL's trainer computes a loss of its own, without patch_model's settings: call "
+                "smoothce.patch_trainer(trainer, label_smoothing="
+                f"{loss.options.label_smoothing:g}) once the trainer is made"
+            )
+        self.model_forward._warn(
+            "something trains a patched model around its loss, so that patch_model's settings have "
+            "no effect: for TRL's SFTTrainer call smoothce.patch_trainer(trainer)"
+        )
+
+
+def is_trls_forward(forward: Any) -> bool:
+    """Whether it is the one that TRL's `add_fused_lm_head` gives a model."""
+    code = getattr(getattr(forward, "__func__", None), "__code__", None)
+    return getattr(code, "co_name", "") == "_fused_forward"

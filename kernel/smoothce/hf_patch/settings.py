@@ -1,0 +1,143 @@
+"""The keywords of `patch_model`, `patch_trainer` and `SmoothingCallback`, and what they become."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+from typing_extensions import TypedDict
+
+from smoothce.dispatch import check_impl, check_target, check_tensors
+from smoothce.options import Options
+
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
+
+# What a caller of `linear_cross_entropy` may ask for and a model cannot return.
+NO_SETTINGS_OF_A_MODEL = ("return_lse", "return_statistics")
+# Read from the model unless the caller gives them.
+LOGIT_MAP_KEYWORDS = ("softcap", "logit_scale")
+
+
+class LossFunction(Protocol):
+    """A loss to put in the place of `linear_cross_entropy`: the mean over labels that count."""
+
+    def __call__(
+        self,
+        hidden: Tensor,  # (N, D)
+        weight: Tensor,  # (V, D)
+        labels: Tensor,  # (N,)
+        **model_options: Any,  # bias, softcap and logit_scale, where the model has them
+    ) -> Tensor: ...  # ()
+
+
+class PatchSettings(TypedDict, total=False):
+    """The keywords of `patch_model`, which documents them: those of `Options`, and four more.
+
+    A field of `Options` works as a keyword without being named here; its line here is what editors
+    complete.
+    """
+
+    label_smoothing: float
+    smoothing_target: Tensor | None  # (V,)
+    softcap: float | None
+    logit_scale: float | None
+    reduction: str
+    ignore_index: int
+    z_loss: float
+    filter_eps: float | str | None
+    workspace: int | str
+    impl: str
+    loss: LossFunction | None
+    eval_logits: bool
+
+
+@dataclass(frozen=True, eq=False)
+class ModelLoss:
+    """What a patched model computes as its loss; its head holds one."""
+
+    options: Options = field(default_factory=Options)
+    smoothing_target: Tensor | None = None  # (V,)
+    impl: str = "auto"
+    loss: LossFunction | None = None
+    eval_logits: bool = True
+    given_logit_map: frozenset[str] = frozenset()  # which of LOGIT_MAP_KEYWORDS the caller gave
+
+    def keywords(self) -> PatchSettings:
+        """The keywords that give this loss again."""
+        keywords: dict[str, Any] = {
+            name: getattr(self, name) for name in ("smoothing_target", "impl", "loss")
+        }
+        keywords["eval_logits"] = self.eval_logits
+        for name in OPTION_NAMES:
+            if name not in LOGIT_MAP_KEYWORDS or name in self.given_logit_map:
+                keywords[name] = getattr(self.options, name)
+        return PatchSettings(**keywords)  # type: ignore[typeddict-item]
+
+    def smooths(self) -> bool:
+        """Whether training without this loss would be training on another one."""
+        return bool(self.options.label_smoothing or self.options.z_loss or self.loss)
+
+
+OPTION_NAMES = tuple(
+    option.name for option in fields(Options) if option.name not in NO_SETTINGS_OF_A_MODEL
+)
+_OTHER_NAMES = ("smoothing_target", "impl", "loss", "eval_logits")
+
+
+def model_loss(settings: PatchSettings, vocabulary: int) -> ModelLoss:
+    """The loss that the keywords describe, for a head of so many entries.
+
+    Raises TypeError for an unknown keyword, and ValueError for a value out of range."""
+    unknown = sorted(set(settings) - {*OPTION_NAMES, *_OTHER_NAMES})
+    if unknown:
+        raise TypeError(f"patch_model has no setting {', '.join(unknown)}")
+    options: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    for name, value in settings.items():
+        if name in OPTION_NAMES:
+            options[name] = value
+        else:
+            others[name] = value
+    loss = ModelLoss(
+        options=Options(**options),
+        given_logit_map=frozenset(set(settings).intersection(LOGIT_MAP_KEYWORDS)),
+        **others,
+    )
+    if loss.options.reduction not in ("mean", "sum"):
+        raise ValueError(
+            f"reduction must be mean or sum for a model, not {loss.options.reduction!r}"
+        )
+    check_impl(loss.impl)
+    if loss.smoothing_target is not None:
+        check_tensors(smoothing_target=loss.smoothing_target)
+        check_target(loss.smoothing_target.cpu(), vocabulary)  # raises here, not on the device
+    return loss
+
+
+def shows_settings(function: AnyFunction) -> AnyFunction:
+    """Lets `help()` and notebooks show the keywords that `**settings` stands for."""
+    defaults = {**vars(ModelLoss()), **vars(Options())}
+    signature = inspect.signature(function)
+    parameters = [
+        parameter
+        for parameter in signature.parameters.values()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    for name, annotation in PatchSettings.__annotations__.items():
+        parameters.append(
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None if name in LOGIT_MAP_KEYWORDS else defaults[name],
+                annotation=annotation,
+            )
+        )
+
+    @functools.wraps(function)
+    def documented(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    documented.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return documented  # type: ignore[return-value]
