@@ -1,6 +1,5 @@
-"""Every known architecture, tiny, against upstream's own logits and torch's loss."""
+"""Patched models against upstream's own logits and torch's loss: what a patch changes and keeps."""
 
-import contextlib
 import copy
 import inspect
 import io
@@ -8,87 +7,35 @@ import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from smoothce import patch_model, patch_trainer, unpatch_model
-from smoothce.hf_patch.logit_map import ARCHITECTURES
+from smoothce import patch_model, unpatch_model
 
 transformers = pytest.importorskip("transformers")
-tokenizers = pytest.importorskip("tokenizers")
 
-VOCABULARY = 67
-SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-}
-SOFTCAPPED = {"final_logit_softcapping": 1.5, "sliding_window": 8}
-EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-EXTRA = {
-    "Gemma2ForCausalLM": SOFTCAPPED,
-    "Gemma3ForCausalLM": SOFTCAPPED,
-    "CohereForCausalLM": {"logit_scale": 0.3},
-    "GraniteForCausalLM": {"logits_scaling": 6.0},
-    "MixtralForCausalLM": {"num_local_experts": 3, "num_experts_per_tok": 2},
-    "OlmoeForCausalLM": EXPERTS,
-    "Qwen2MoeForCausalLM": {**EXPERTS, "shared_expert_intermediate_size": 16},
-    "Qwen3MoeForCausalLM": EXPERTS,
-}
-PRESENT = [name for name in ARCHITECTURES if hasattr(transformers, name)]
+tiny_models = pytest.importorskip("tiny_models")
+from tiny_models import VOCABULARY, assert_same, batch, expected, gradients, tiny  # noqa: E402
 
-
-def tiny(name="LlamaForCausalLM", tied=False, **settings):
-    """A model in training mode, without dropout, with weights large enough for a skewed softmax."""
-    architecture = getattr(transformers, name)
-    config = architecture.config_class(
-        **{**SHAPE, **EXTRA.get(name, {}), "tie_word_embeddings": tied, **settings}
-    )
-    config._attn_implementation = "eager"
-    torch.manual_seed(0)
-    model = architecture(config).train()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
-
-
-def sequences(count=8):
-    return torch.randint(3, VOCABULARY, (count, 9), generator=torch.Generator().manual_seed(1))
-
-
-def batch():
-    """Three sequences; their prompts and what is padded have no labels."""
-    ids = sequences(3)
-    labels, mask = ids.clone(), torch.ones_like(ids)
-    labels[:, :3] = labels[0, 6:] = -100
-    mask[0, 6:] = 0
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
-
-
-def expected(model, batch, beta, reduction="mean", **settings):
-    """Upstream's logits, shifted, through torch's loss."""
-    inputs = {key: value for key, value in batch.items() if key != "labels"}
-    logits = model(**inputs, **settings).logits[:, :-1].flatten(0, 1)
-    labels = batch["labels"][:, 1:].flatten()
-    return F.cross_entropy(logits, labels, label_smoothing=beta, reduction=reduction)
-
-
-def gradients(model, loss):
-    model.zero_grad()
-    loss.backward()
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    for name, gradient in theirs.items():
-        error = (ours[name] - gradient).norm().item()
-        assert error <= 2e-5 * gradient.norm().item() + 1e-6, (name, error)
+FAMILIES = [
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "GemmaForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "OlmoForCausalLM",
+    "Olmo2ForCausalLM",
+    "Olmo3ForCausalLM",
+    "OlmoeForCausalLM",
+    "SmolLM3ForCausalLM",
+    "Phi3ForCausalLM",
+    "CohereForCausalLM",
+    "GraniteForCausalLM",
+]
+PRESENT = [name for name in FAMILIES if hasattr(transformers, name)]
 
 
 @pytest.mark.parametrize("head", ["untied", "tied", "bias"])
@@ -110,15 +57,12 @@ def test_loss_and_gradients(name, head):
         unpatch_model(model)
 
 
-@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "MambaForCausalLM"])
-def test_an_unknown_architecture_with_its_head_described(name):
-    """GPT-2's decoder has another name, Mamba's no past_key_values to hand on."""
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "MambaForCausalLM", "GPTNeoXForCausalLM"])
+def test_parts_by_other_names(name):
+    """GPT-2's decoder has another name, Mamba's no past_key_values, GPT-NeoX's head another."""
     model, data = tiny(name, resid_pdrop=0, attn_pdrop=0, embd_pdrop=0), batch()
-    with pytest.raises(TypeError) as refusal:
-        patch_model(model)
-    assert all(known in str(refusal.value) for known in ARCHITECTURES)
     theirs = gradients(model, expected(model, data, 0.1))
-    patch_model(model, label_smoothing=0.1, softcap=None, logit_scale=None)
+    patch_model(model, label_smoothing=0.1)
     assert_same(gradients(model, model(**data).loss), theirs)
 
 
@@ -228,126 +172,6 @@ def test_a_saved_model_comes_back_patched():
     assert torch.equal(loaded(**batch()).logits, unpatch_model(model)(**batch()).logits)
 
 
-THREE_STEPS = {  # of a Trainer
-    "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 2,
-    "max_steps": 3,
-    "learning_rate": 1e-2,
-    "logging_steps": 1,
-    "report_to": [],
-    "save_strategy": "no",
-    "disable_tqdm": True,
-    "use_cpu": True,
-}
-
-
-def history(kind, arguments, model, patched, rows, **more):
-    """Logged losses and other statistics of a Trainer's steps and evaluation."""
-    trainer = kind(model, arguments, train_dataset=rows, eval_dataset=rows, **more)
-    if patched:
-        patch_trainer(trainer)
-    trainer.train()
-    names = [
-        f"{at}{name}" for name in ("loss", "entropy", "mean_token_accuracy") for at in ("", "eval_")
-    ]
-    logged = [*trainer.state.log_history, trainer.evaluate()]
-    return {name: [entry[name] for entry in logged if name in entry] for name in names}
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.2])
-def test_the_trainer_trains_as_with_upstreams_loss(beta, tmp_path):
-    """Columns, the number of items over accumulation steps, and evaluation, through the Trainer.
-
-    With smoothing, evaluation reports the plain loss and upstream the smoothed one."""
-    pytest.importorskip("accelerate")
-    rows = [
-        {"input_ids": ids, "labels": ids.where(torch.arange(9) > i, -100), "unused": "a column"}
-        for i, ids in enumerate(sequences())
-    ]
-    arguments = {"label_smoothing_factor": beta, **THREE_STEPS}
-    given = transformers.Trainer, transformers.TrainingArguments(str(tmp_path), **arguments)
-    want = history(*given, tiny(), False, rows)
-    found = history(*given, tiny(), True, rows)
-    assert found["loss"] == pytest.approx(want["loss"], rel=1e-4)
-    assert beta or found["eval_loss"] == pytest.approx(want["eval_loss"], rel=1e-4)
-    with contextlib.nullcontext() if not beta else pytest.warns(UserWarning, match="no labels"):
-        around = history(*given, patch_model(tiny()), False, rows)
-    assert around["loss"] == pytest.approx(want["loss"], rel=1e-4)
-
-
-# Where TRL itself smooths, it leaves out a mixture's auxiliary loss.
-@pytest.mark.parametrize(
-    ("name", "beta"),
-    [("LlamaForCausalLM", 0.0), ("LlamaForCausalLM", 0.2), ("OlmoeForCausalLM", 0.0)],
-)
-def test_trls_trainer_and_its_metrics(name, beta, tmp_path):
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
-    ids = sequences().tolist()
-    rows = datasets.Dataset.from_list([{"input_ids": row, "labels": row} for row in ids])
-    words = {f"t{i}": i for i in range(VOCABULARY)}
-    words = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="t3")),
-        pad_token="t0",
-        eos_token="t2",
-    )
-    arguments = trl.SFTConfig(
-        str(tmp_path),
-        bf16=False,
-        gradient_checkpointing=False,
-        label_smoothing_factor=beta,
-        dataset_kwargs={"skip_prepare_dataset": True},
-        **THREE_STEPS,
-    )
-    want, once, twice = (
-        history(trl.SFTTrainer, arguments, model, patched, rows, processing_class=words)
-        for model, patched in (
-            (tiny(name), False),
-            (tiny(name), True),
-            (patch_model(tiny(name), label_smoothing=beta), True),
-        )
-    )
-    if beta:  # evaluation is of the plain loss
-        want.pop("eval_loss"), once.pop("eval_loss"), twice.pop("eval_loss")
-    assert len(want["entropy"]) == len(want["loss"]) == 3
-    for kind in want:
-        assert once[kind] == pytest.approx(want[kind], rel=1e-3), kind
-        assert twice[kind] == pytest.approx(want[kind], rel=1e-3), kind
-
-
-def trainer(folder, model, beta):
-    pytest.importorskip("accelerate")
-    given = {"label_smoothing_factor": beta, **THREE_STEPS}
-    return transformers.Trainer(model, transformers.TrainingArguments(str(folder), **given))
-
-
-def test_a_trainer_keeps_what_its_model_was_patched_with(tmp_path):
-    """The warning of a model that is trained around its loss asks for `patch_trainer` alone."""
-    model = patch_model(tiny(), label_smoothing=0.3, workspace=7, eval_logits=False)
-    want = model(**batch()).loss
-    patch_trainer(trainer(tmp_path, model, 0.0))
-    assert torch.equal(model(**batch()).loss, want)
-    assert model.lm_head._smoothce.loss.options.workspace == 7
-
-
-@pytest.mark.parametrize(
-    ("change", "options", "said"),
-    [
-        ("compute_loss_func", {}, "compute_loss_func needs logits"),
-        ("", {"label_smoothing": 0.3}, r"label_smoothing=0.3 and .*=0.1 differ"),
-        ("gpus", {}, "2 GPUs in one process"),
-        ("", {"ignore_index": 0}, "ignore_index must be -100"),
-    ],
-)
-def test_a_trainer_that_would_train_another_loss_is_refused(change, options, said, tmp_path):
-    given = trainer(tmp_path, tiny(), 0.1)
-    if change == "compute_loss_func":  # no argument of older Trainers
-        given.compute_loss_func = lambda *_: None
-    given.args._n_gpu = 2 * (change == "gpus")
-    with pytest.raises(ValueError, match=said):
-        patch_trainer(given, **options)
-
-
 @pytest.mark.parametrize("first", ["patch", "adapter"])
 @pytest.mark.parametrize("where", ["target_modules", "modules_to_save"])
 def test_an_adapter_on_the_head_is_refused(first, where):
@@ -381,31 +205,57 @@ def test_training_without_the_fused_loss_warns_once(eval_logits):
         model.generate(ids, max_new_tokens=2)
 
 
-class LlamaForCausalLM(transformers.LlamaForCausalLM):
-    """Somebody's own variant under a known name."""
+def no_change(model):
+    return model
 
 
-def test_a_model_that_might_not_come_out_exact_is_refused():
-    several, quantised, wrapped, own = (tiny() for _ in range(4))
-    several.config.pretraining_tp = 2
-    quantised.lm_head = torch.nn.LazyLinear(VOCABULARY)  # another Linear, as bitsandbytes' are
-    wrapped.forward = torch.no_grad()(wrapped.forward)
-    own.__class__ = LlamaForCausalLM
-    mixture = tiny("MixtralForCausalLM", output_router_logits=True)
-    for model, options, error, said in (
-        (several, {}, TypeError, "LlamaForCausalLM with pretraining_tp=2"),
-        (quantised, {}, TypeError, r"must be a torch.nn.Linear, not .*LazyLinear"),
-        (wrapped, {}, TypeError, "forward is already wrapped"),
-        (own, {}, TypeError, r"does not know .*LlamaForCausalLM"),
-        (torch.compile(tiny()), {}, TypeError, "call patch_model before"),
-        (torch.nn.DataParallel(tiny()), {}, TypeError, "call patch_model before"),
-        (tiny(), {"reduction": "none"}, ValueError, "mean or sum for a model, not 'none'"),
-        (tiny(), {"smoothing": 0.1}, TypeError, "no setting smoothing"),
-        (tiny(), {"smoothing_target": torch.ones(3)}, ValueError, r"must be \(67,\), not \(3,\)"),
-        (mixture, {"reduction": "sum"}, ValueError, "output_router_logits"),
-    ):
-        with pytest.raises(error, match=said):
-            patch_model(model, **options)
+def with_pretraining_tp(model):
+    model.config.pretraining_tp = 2
+    return model
+
+
+def with_another_linear(model):
+    model.lm_head = torch.nn.LazyLinear(VOCABULARY)  # as bitsandbytes' are
+    return model
+
+
+def with_wrapped_forward(model):
+    model.forward = torch.no_grad()(model.forward)
+    return model
+
+
+def with_wrapped_head(model):
+    model.lm_head.forward = torch.no_grad()(model.lm_head.forward)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "error", "message"),
+    [
+        (with_pretraining_tp, {}, TypeError, "LlamaForCausalLM with pretraining_tp=2"),
+        (with_another_linear, {}, TypeError, r"must be a torch.nn.Linear, not .*LazyLinear"),
+        (with_wrapped_forward, {}, TypeError, "LlamaForCausalLM.forward was wrapped before"),
+        (with_wrapped_head, {}, TypeError, "lm_head.forward was wrapped before"),
+        (torch.compile, {}, TypeError, "call patch_model before"),
+        (torch.nn.DataParallel, {}, TypeError, "call patch_model before"),
+        (no_change, {"reduction": "none"}, ValueError, "mean or sum for a model, not 'none'"),
+        (no_change, {"smoothing": 0.1}, TypeError, "no setting smoothing"),
+        (
+            no_change,
+            {"smoothing_target": torch.ones(3)},
+            ValueError,
+            r"must be \(67,\), not \(3,\)",
+        ),
+    ],
+)
+def test_what_cannot_be_patched(change, options, error, message):
+    with pytest.raises(error, match=message):
+        patch_model(change(tiny()), **options)
+
+
+def test_a_sum_beside_an_auxiliary_loss_is_refused():
+    with pytest.raises(ValueError, match="output_router_logits"):
+        patch_model(tiny("MixtralForCausalLM", output_router_logits=True), reduction="sum")
 
 
 def test_what_is_refused_once_a_model_is_patched():

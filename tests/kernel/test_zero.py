@@ -5,6 +5,7 @@ import faulthandler
 import itertools
 import math
 import os
+import warnings
 
 import pytest
 import torch
@@ -19,7 +20,14 @@ deepspeed = pytest.importorskip("deepspeed")
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
-PLAIN = {"stage": 3, "tied": False, "accumulation": 1, "checkpointing": "off", "lora": False}
+PLAIN = {
+    "stage": 3,
+    "tied": False,
+    "accumulation": 1,
+    "checkpointing": "off",
+    "lora": False,
+    "partitioned": False,  # already when it is patched, as `from_pretrained` makes it under ZeRO-3
+}
 CASES = [
     {},
     {"tied": True},
@@ -31,6 +39,8 @@ CASES = [
     {"stage": 2, "accumulation": 2},
     {"stage": 2, "tied": True, "checkpointing": "reentrant", "lora": True},
     {"stage": 0, "tied": True, "accumulation": 2},
+    {"partitioned": True},
+    {"partitioned": True, "tied": True, "accumulation": 2},
 ]
 BETA, RANKS = 0.1, 2
 BATCHES = ("even", "ragged", "masked")  # masked: every label of the last rank
@@ -50,6 +60,17 @@ def tiny(case):
         )
         model = peft.get_peft_model(model, adapter).train()
     return model
+
+
+def partitioned(case, model):
+    """The model, each parameter's parts on all ranks."""
+    with deepspeed.zero.Init(config_dict_or_path=settings(case)):
+        copied = type(model)(model.config)
+    weights = model.state_dict()
+    with deepspeed.zero.GatheredParameters(list(copied.parameters()), modifier_rank=0):
+        if dist.get_rank() == 0:
+            copied.load_state_dict(weights)
+    return copied.train()
 
 
 def batches(case):
@@ -118,14 +139,20 @@ def watch_head(causal, seen):
 def check(rank, case):
     """Under ZeRO-3 an untied head is freed after its own backward."""
     model = tiny(case)
-    causal = model.get_base_model() if case["lora"] else model
     want = {kind: reference({**case, "batch": kind}, model) for kind in BATCHES}
+    if case["partitioned"]:
+        model = partitioned(case, model)
+    causal = model.get_base_model() if case["lora"] else model
     if case["checkpointing"] != "off":
         reentrant = case["checkpointing"] == "reentrant"
         causal.gradient_checkpointing_enable({"use_reentrant": reentrant})
     if case["lora"] or case["checkpointing"] == "reentrant":
         causal.enable_input_require_grads()
-    smoothce.patch_model(model, label_smoothing=BETA)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        smoothce.patch_model(model, label_smoothing=BETA)
+    put_off = any("ZeRO-3 holds a part" in str(warning.message) for warning in told)
+    assert put_off == case["partitioned"]
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.SGD(trained.values(), lr=0.0)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings(case))[0]

@@ -25,6 +25,7 @@ from smoothce.hf_patch.outputs import (
     refuse_summed_router,
     trl_output,
 )
+from smoothce.hf_patch.proof import CannotRun, Proof, prove
 from smoothce.hf_patch.settings import LOGIT_MAP_KEYWORDS, OPTION_NAMES, LossFunction, ModelLoss
 from smoothce.linear_cross_entropy import linear_cross_entropy
 
@@ -119,7 +120,10 @@ class ModelForward:
         self.causal = causal
         self.head_name = head_name
         self.eval_logits = eval_logits
-        self.parameter_names = tuple(inspect.signature(class_forward(causal)).parameters)
+        parameters = inspect.signature(class_forward(causal)).parameters
+        self.parameter_names = tuple(parameters)
+        self.takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        self.proof: Proof | None = None  # None: the model could not run when it was patched
         self.is_running = False  # until the decoder's hook has seen that this called it
         self.warnings_given: set[str] = set()
 
@@ -138,9 +142,12 @@ class ModelForward:
             )
         return head._smoothce
 
+    def takes(self, name: str) -> bool:
+        """Whether upstream's forward has such an argument."""
+        return self.takes_any or name in self.parameter_names
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            self.is_running = True
+        self._mark_running()
         causal = self.causal
         per_token = kwargs.pop("fused_lm_head", False)  # as TRL's trainers ask
         names = self.parameter_names[: len(args)]
@@ -157,7 +164,32 @@ class ModelForward:
             self._warn_where_evaluation_trains()
             if self.eval_logits:
                 return type(causal).forward(causal, *args, **kwargs)
+        self._check_proof()
         return self.fused(inputs, smoothed=causal.training, per_token=per_token)
+
+    def _mark_running(self) -> None:
+        if not torch.compiler.is_compiling():
+            self.is_running = True
+
+    def _check_proof(self) -> None:
+        """Raises ValueError where the model does not, or no longer, compute the fused loss."""
+        name = type(self.causal).__name__
+        if self.proof is None:
+            if torch.compiler.is_compiling():
+                raise ValueError(
+                    f"{name} could not be tried when it was patched, and is compiled now: call it "
+                    "once, in training mode with labels, before torch.compile"
+                )
+            head_forward = self.head_forward
+            try:
+                self.proof = prove(self, head_forward.loss, is_training=True)
+            except CannotRun as reason:
+                raise ValueError(
+                    f"patch_model cannot tell whether {name}'s loss is the fused one: {reason}"
+                ) from reason
+            head_forward.loss = head_forward.loss.with_logit_map(self.proof.logit_map)
+            self._mark_running()  # which the decoder's runs have taken back
+        self.proof.check_still_true(self.causal, self.head_name)
 
     def fused(self, inputs: dict[str, Any], *, smoothed: bool, per_token: bool = False) -> Any:
         """The outputs of a forward with labels, from the decoder and the head's loss."""

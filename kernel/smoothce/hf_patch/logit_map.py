@@ -1,61 +1,129 @@
-"""What stands between a head's output and the logits: a scale and a cap."""
+"""What stands between a head's output and the logits: a scale and a cap, read from the model."""
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor
 
-from smoothce.hf_patch.settings import PatchSettings
+from smoothce.hf_patch.anatomy import CausalModel
+from smoothce.options import is_number
 
+# What configurations call the two. Granite divides by its logits_scaling, HyperCLOVA X multiplies.
+SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
+CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+DIVISORS = ("logits_scaling",)
 
-def _plain(config: Any) -> PatchSettings:
-    return {}
-
-
-def _softcap(config: Any) -> PatchSettings:
-    return {"softcap": config.final_logit_softcapping}
-
-
-def _scale(config: Any) -> PatchSettings:
-    return {"logit_scale": config.logit_scale}
+RAMP_END = 200.0  # where a cap of up to 36,000 shows in fp32
 
 
-def _divisor(config: Any) -> PatchSettings:
-    return {"logit_scale": 1 / config.logits_scaling}
+@dataclass(frozen=True)
+class LogitMap:
+    """logits = cap(logit_scale · head output), where cap(z) = softcap · tanh(z / softcap)."""
+
+    logit_scale: float | None = None
+    softcap: float | None = None
+
+    def __call__(self, head_output: Tensor) -> Tensor:
+        """In fp64."""
+        logits = head_output.double()
+        if self.logit_scale is not None:
+            logits = logits * self.logit_scale
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits
+
+    def __str__(self) -> str:
+        return f"logit_scale={self.logit_scale} and softcap={self.softcap}"
 
 
-ARCHITECTURES = {
-    "LlamaForCausalLM": _plain,
-    "MistralForCausalLM": _plain,
-    "MixtralForCausalLM": _plain,
-    "GemmaForCausalLM": _plain,
-    "Gemma2ForCausalLM": _softcap,
-    "Gemma3ForCausalLM": _softcap,
-    "Qwen2ForCausalLM": _plain,
-    "Qwen2MoeForCausalLM": _plain,
-    "Qwen3ForCausalLM": _plain,
-    "Qwen3MoeForCausalLM": _plain,
-    "OlmoForCausalLM": _plain,
-    "Olmo2ForCausalLM": _plain,
-    "Olmo3ForCausalLM": _plain,
-    "OlmoeForCausalLM": _plain,
-    "SmolLM3ForCausalLM": _plain,
-    "Phi3ForCausalLM": _plain,
-    "CohereForCausalLM": _scale,
-    "GraniteForCausalLM": _divisor,
-}
+def watched(causal: CausalModel) -> tuple[tuple[Any, str, Any], ...]:
+    """Who holds a scale or a cap, by which name, and what it is; None where it is not there.
+
+    They are in a model's configuration and on the model itself, which may copy one when it is made
+    and no longer look at its configuration."""
+    holders = [causal]
+    if hasattr(causal, "config"):
+        holders.append(causal.config)
+        if hasattr(causal.config, "get_text_config"):
+            text_config = causal.config.get_text_config()
+            if text_config is not causal.config:
+                holders.append(text_config)
+    return tuple(
+        (holder, name, getattr(holder, name, None)) for holder in holders for name in SCALES + CAPS
+    )
 
 
-def logit_map_of(causal: nn.Module, given: set[str]) -> PatchSettings:
-    """Softcap and logit scale as the model's configuration has them.
+def scales_and_caps(causal: CausalModel) -> dict[str, float]:
+    """The numbers by those names, as `config.logit_scale`; the model's own as `logit_scale`."""
+    numbers = {}
+    for holder, name, value in watched(causal):
+        if is_number(value):
+            numbers[name if holder is causal else f"config.{name}"] = float(value)
+    return numbers
 
-    Raises TypeError for an architecture that is not known, unless both are given."""
-    name = type(causal).__name__
-    if name in ARCHITECTURES and type(causal).__module__.startswith("transformers."):
-        return ARCHITECTURES[name](causal.config)
-    if len(given) < 2 or not isinstance(getattr(causal, "lm_head", None), nn.Module):
-        raise TypeError(
-            f"patch_model does not know {type(causal).__module__}.{name}; it knows transformers' "
-            f"{', '.join(ARCHITECTURES)}, and a model with an lm_head whose softcap= and "
-            "logit_scale= are both given"
-        )
-    return {}
+
+def candidates(
+    numbers: dict[str, float], given: LogitMap, given_names: frozenset[str]
+) -> list[LogitMap]:
+    """The maps that a model's numbers may mean, the plainest first, with what the caller gave."""
+    scales: list[float | None] = [None]
+    caps: list[float | None] = [None]
+    for place_and_name, value in numbers.items():
+        name = place_and_name.rpartition(".")[2]
+        if name in CAPS and value > 0:
+            caps.append(value)
+        elif name in SCALES:
+            scales.append(value)
+        if name in DIVISORS and value != 0:
+            scales.append(1 / value)
+    if "logit_scale" in given_names:
+        scales = [given.logit_scale]
+    if "softcap" in given_names:
+        caps = [given.softcap]
+    return [LogitMap(scale, cap) for scale in scales for cap in caps]
+
+
+def ramp_like(head_output: Tensor) -> Tensor:
+    """fp32 numbers from −200 to 200 in the shape of a head's output, every row over all of them.
+
+    fp32, whatever the head's dtype, so that what a forward does to them shows to 1e-5."""
+    entries = head_output.shape[-1]
+    rows = head_output.numel() // entries
+    numbers = torch.linspace(-RAMP_END, RAMP_END, entries * rows, device=head_output.device)
+    return numbers.view(entries, rows).T.reshape(head_output.shape)
+
+
+def fitted(ramp: Tensor, logits: Tensor) -> LogitMap:
+    """The map that these logits of a ramp show, where a map made them; else any."""
+    ramp = ramp.double().flatten()
+    logits = logits.double().flatten()
+    near_zero = ramp.abs().argmin()
+    small, small_logit = ramp[near_zero].item(), logits[near_zero].item()
+    largest = logits.abs().max().item()
+    scale = small_logit / small
+    if abs(scale) * RAMP_END - largest <= 1e-4 * largest or not math.isfinite(scale):
+        return LogitMap(logit_scale=_six_digits(scale))
+    cap = largest
+    for _ in range(20):  # each is found from the other: the cap bends even a small logit a little
+        cap = _cap_of(abs(scale) * RAMP_END, largest)
+        if abs(small_logit) < cap:
+            scale = cap * math.atanh(small_logit / cap) / small
+    return LogitMap(logit_scale=_six_digits(scale), softcap=_six_digits(cap))
+
+
+def _cap_of(uncapped: float, capped: float) -> float:
+    """The cap that makes one of the other."""
+    low, high = capped, 1e6
+    for _ in range(100):
+        cap = (low + high) / 2
+        if cap * math.tanh(uncapped / cap) < capped:  # a higher cap lets through more
+            low = cap
+        else:
+            high = cap
+    return low
+
+
+def _six_digits(value: float) -> float:
+    return float(f"{value:.6g}")

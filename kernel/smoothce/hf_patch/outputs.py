@@ -33,7 +33,13 @@ def auxiliary_loss(model: CausalModel, outputs: Any, inputs: dict[str, Any]) -> 
         wanted = getattr(model.config, "output_router_logits", False)
     if not wanted or not hasattr(outputs, "router_logits"):
         return None
-    return sys.modules[type(model).__module__].load_balancing_loss_func(
+    modeling = sys.modules[type(model).__module__]
+    if not hasattr(modeling, "load_balancing_loss_func"):
+        raise ValueError(
+            f"output_router_logits is on, and {type(model).__name__} has no load-balancing loss "
+            "that patch_model knows: turn it off"
+        )
+    return modeling.load_balancing_loss_func(
         outputs.router_logits,
         model.num_experts,
         model.num_experts_per_tok,

@@ -1,5 +1,7 @@
 """`patch_model` and `unpatch_model`."""
 
+import warnings
+
 from torch import nn
 from typing_extensions import Unpack
 
@@ -15,15 +17,9 @@ from smoothce.hf_patch.anatomy import (
     unwrapped,
 )
 from smoothce.hf_patch.forwards import DecoderHook, HeadForward, ModelForward
-from smoothce.hf_patch.logit_map import logit_map_of
 from smoothce.hf_patch.outputs import refuse_summed_router
-from smoothce.hf_patch.settings import (
-    LOGIT_MAP_KEYWORDS,
-    ModelLoss,
-    PatchSettings,
-    model_loss,
-    shows_settings,
-)
+from smoothce.hf_patch.proof import CannotRun, prove
+from smoothce.hf_patch.settings import PatchSettings, model_loss, shows_settings
 
 
 @shows_settings
@@ -44,37 +40,52 @@ def patch_model(model: nn.Module, **settings: Unpack[PatchSettings]) -> nn.Modul
     `logit_scale=` where it has them, whose result is the mean over labels that are not
     `ignore_index`; it smooths as it likes.
 
-    Softcap, logit scale, bias and tied embeddings are those of the model. For an architecture that
-    is not known, give both `softcap=` and `logit_scale=` (a number, or None for none) for what its
-    forward does to the output of `lm_head`, which nothing checks. A mixture of experts adds
-    its auxiliary loss as upstream does, where `output_router_logits` is on. Patch after resizing
-    embeddings and before `accelerator.prepare` or `deepspeed.initialize`; a `PeftModel` is patched
-    inside. Returns the model, changed in place; a second call replaces the settings, and one that
-    is refused leaves them.
+    Any architecture is taken whose loss comes out exact, which is tried on sixteen tokens
+    (`smoothce.hf_patch.proof` says how): its decoder's last hidden states go through a linear head
+    to the mean cross-entropy of the next tokens, with at most a scale and a cap between, which are
+    read from its configuration. `logit_scale=` and `softcap=` (a number, or None for none) take
+    their place where they have another name, and are tried likewise. A model that cannot run when
+    it is patched (on the meta device, or partitioned by ZeRO-3) is tried with its first training
+    batch, on every rank; a warning says so. A scale or cap that is changed later, and a hook on the
+    head that changes logits, raise ValueError in training.
 
-    Raises TypeError for an architecture or a head that is not known to come out exact, and
-    ValueError for a setting out of range.
+    A mixture of experts adds its auxiliary loss as upstream does, where `output_router_logits` is
+    on. Patch after resizing embeddings and before `accelerator.prepare` or `deepspeed.initialize`;
+    a `PeftModel` is patched inside. Returns the model, changed in place; a second call replaces the
+    settings, and one that is refused leaves them.
+
+    Raises ValueError for a model whose loss is another one and for a setting out of range, and
+    TypeError for a model that is wrapped or has no linear head.
     """
     causal = unwrapped(model)
     _refuse_wrapped(causal)
     name = type(causal).__name__
-    given = set(settings).intersection(LOGIT_MAP_KEYWORDS)
-    logit_map = logit_map_of(causal, given)
+    head_name = head_name_of(causal)
+    head = getattr(causal, head_name)
+    check_head(head_name, head)
+    for module, module_name in ((causal, name), (head, head_name)):
+        _refuse_wrapped_forward(module, module_name)
     if getattr(causal.config, "pretraining_tp", 1) > 1:
         raise TypeError(
             f"{name} with pretraining_tp={causal.config.pretraining_tp} is not supported"
         )
-    head_name = head_name_of(causal)
-    head = getattr(causal, head_name)
-    check_head(head_name, head)
-    loss = model_loss({**logit_map, **settings}, head.out_features)
+    loss = model_loss(settings, head.out_features)
     if getattr(causal.config, "output_router_logits", False):
         refuse_summed_router(loss.options.reduction)
-    if hasattr(causal, "_smoothce"):  # only now: a refused second call leaves the first in place
+
+    model_forward = ModelForward(causal, head_name, loss.eval_logits)
+    try:
+        model_forward.proof = prove(model_forward, loss)
+    except CannotRun as reason:
+        warnings.warn(
+            f"patch_model tries {name} with its first training batch, not now: {reason}",
+            stacklevel=3,
+        )
+    else:
+        loss = loss.with_logit_map(model_forward.proof.logit_map)
+    if "_smoothce" in vars(causal):  # only now: a refused call leaves the one before in place
         unpatch_model(causal)
-    if forward_in_slot(causal) != class_forward(causal):
-        raise TypeError(f"{name}.forward is already wrapped; call patch_model before the wrapper")
-    _install(causal, head_name, loss)
+    _install(model_forward, HeadForward(head, loss))
     return model
 
 
@@ -87,11 +98,12 @@ def unpatch_model(model: nn.Module) -> nn.Module:
         raise TypeError(f"{name} is not patched")
     if forward_in_slot(causal) is not forward:
         raise TypeError(f"{name}.forward was wrapped after patch_model; remove the wrapper first")
-    hook = decoder_of(causal).__dict__.pop("_smoothce", None)  # none in a decoder that was set since
+    decoder = decoder_of(causal)
+    hook = decoder.__dict__.pop("_smoothce", None)  # a decoder that was set since has none
     if hook is not None:
         hook.remove()
     for module in (causal, getattr(causal, forward.head_name)):
-        vars(module).pop("_smoothce", None)
+        module.__dict__.pop("_smoothce", None)
         restore_class_forward(module)
     return model
 
@@ -105,12 +117,21 @@ def _refuse_wrapped(causal: CausalModel) -> None:
         )
 
 
-def _install(causal: CausalModel, head_name: str, loss: ModelLoss) -> None:
+def _refuse_wrapped_forward(module: CausalModel, name: str) -> None:
+    forward = forward_in_slot(module)
+    if forward not in (class_forward(module), module.__dict__.get("_smoothce")):
+        when = "after" if "_smoothce" in module.__dict__ else "before"
+        raise TypeError(
+            f"{name}.forward was wrapped {when} patch_model: call patch_model before the wrapper"
+        )
+
+
+def _install(model_forward: ModelForward, head_forward: HeadForward) -> None:
     """Put the forwards in place; each module keeps its own as `_smoothce`, too."""
-    head = getattr(causal, head_name)
-    head._smoothce = HeadForward(head, loss)
-    setattr(head, forward_slot(head), head._smoothce)
-    causal._smoothce = ModelForward(causal, head_name, loss.eval_logits)
-    setattr(causal, forward_slot(causal), causal._smoothce)
+    causal = model_forward.causal
     decoder = decoder_of(causal)
-    decoder._smoothce = decoder.register_forward_pre_hook(DecoderHook(causal._smoothce))
+    hook = decoder.register_forward_pre_hook(DecoderHook(model_forward))
+    for module, forward in ((causal, model_forward), (head_forward.head, head_forward)):
+        setattr(module, forward_slot(module), forward)
+        module._smoothce = forward
+    decoder._smoothce = hook

@@ -3,13 +3,14 @@
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 from typing_extensions import TypedDict
 
 from smoothce.dispatch import check_impl, check_target, check_tensors
+from smoothce.hf_patch.logit_map import LogitMap
 from smoothce.options import Options
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
@@ -74,6 +75,12 @@ class ModelLoss:
             if name not in LOGIT_MAP_KEYWORDS or name in self.given_logit_map:
                 keywords[name] = getattr(self.options, name)
         return PatchSettings(**keywords)  # type: ignore[typeddict-item]
+
+    def with_logit_map(self, logit_map: LogitMap) -> "ModelLoss":
+        options = replace(
+            self.options, logit_scale=logit_map.logit_scale, softcap=logit_map.softcap
+        )
+        return replace(self, options=options)
 
     def smooths(self) -> bool:
         """Whether training without this loss would be training on another one."""

@@ -1,0 +1,439 @@
+"""Whether a model's loss is one that the fused loss can compute: tried, not looked up.
+
+The model runs three times on sixteen tokens, in evaluation mode and without gradients:
+
+1. with its head's output replaced by a ramp from −200 to 200, which must come out as
+   cap(scale · ramp), and whose loss must be the mean cross-entropy of the next tokens;
+2. unchanged, where the decoder's last_hidden_state must be the head's input bit for bit;
+3. patched, without smoothing, where the loss must be that of the second run.
+
+Logits that agree prove too little. Without the ramp small logits hide a cap, and a model may
+compute another loss from the right logits (an unshifted one, a loss of further heads beside it).
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from smoothce.hf_patch.anatomy import CausalModel, decoder_of, forward_slot, is_partitioned
+from smoothce.hf_patch.logit_map import (
+    LogitMap,
+    candidates,
+    fitted,
+    ramp_like,
+    scales_and_caps,
+    watched,
+)
+from smoothce.hf_patch.outputs import weighted_auxiliary_loss
+from smoothce.hf_patch.settings import ModelLoss
+from smoothce.options import Options
+
+if TYPE_CHECKING:
+    from smoothce.hf_patch.forwards import HeadForward, ModelForward
+
+ROWS, TOKENS = 2, 8
+IGNORED = -100  # upstream's, whatever the patched loss ignores
+TOLERANCE = 1e-5  # of what is computed from the ramp, which is fp32
+# Hooks of these libraries gather and free parameters, and leave logits alone.
+SHARDING_LIBRARIES = ("accelerate", "deepspeed", "torch.distributed")
+
+
+class CannotRun(Exception):
+    """The model cannot be tried now; the message says why."""
+
+
+@dataclass(frozen=True, eq=False)
+class Proof:
+    """That a model's loss is the fused one, with this map, as long as these stay as they are."""
+
+    logit_map: LogitMap
+    watched: tuple[tuple[Any, str, Any], ...]  # of `scales_and_caps`: a holder, a name and a value
+    head_hooks: tuple[Callable[..., Any], ...]
+
+    def check_still_true(self, causal: CausalModel, head_name: str) -> None:
+        """Raises ValueError where a scale or a cap is another, or a hook changes the logits."""
+        for holder, name, value in self.watched:
+            value_now = getattr(holder, name, None)
+            if value_now is not value and value_now != value:
+                raise ValueError(
+                    f"{name} was {value} when patch_model tried the model and is {value_now} now: "
+                    "call patch_model again"
+                )
+        head = getattr(causal, head_name)
+        if head._forward_hooks and not torch.compiler.is_compiling():
+            self._check_hooks(head, head_name)
+
+    def _check_hooks(self, head: nn.Linear, head_name: str) -> None:
+        for hook_id, hook in head._forward_hooks.items():
+            if any(hook is known for known in self.head_hooks) or _shards(hook):
+                continue
+            if _changes_logits(head, hook_id, hook):
+                raise ValueError(
+                    f"the forward hook {_name(hook)} on {head_name} changes the logits, which a "
+                    "patched model never has: remove the hook, or unpatch_model the model"
+                )
+
+
+@dataclass
+class _Run:
+    """What one run of upstream's forward showed."""
+
+    hidden: list[Tensor] = dataclasses.field(default_factory=list)  # of the decoder's calls
+    head_inputs: list[Tensor] = dataclasses.field(default_factory=list)
+    ramp: Tensor | None = None
+    logits: Any = None  # a tensor, where the forward returns one
+    loss: Any = None
+    used_behind_head: list[str] = dataclasses.field(default_factory=list)  # parameters
+
+
+def prove(model_forward: "ModelForward", loss: ModelLoss, *, is_training: bool = False) -> Proof:
+    """That the model, patched with this loss, computes upstream's loss where it does not smooth.
+
+    `is_training`: in the forward of a training step, where ZeRO-3 gathers what a module needs.
+    Restores random states, modes and hooks, and leaves no gradients. Raises ValueError where the
+    losses differ, and CannotRun where the model cannot run as it is."""
+    causal = model_forward.causal
+    head = getattr(causal, model_forward.head_name)
+    if any(parameter.is_meta for parameter in causal.parameters()):
+        raise CannotRun("its parameters are on the meta device")
+    if is_partitioned(causal) and not is_training:
+        raise CannotRun("ZeRO-3 holds a part of each parameter on each rank")
+    with _undisturbed(causal):
+        try:
+            logit_map = _tried(model_forward, head, loss)
+        except CannotRun:
+            with _plain_attention(causal):
+                logit_map = _tried(model_forward, head, loss)
+    return Proof(logit_map, watched(causal), tuple(head._forward_hooks.values()))
+
+
+def _tried(model_forward: "ModelForward", head: nn.Linear, loss: ModelLoss) -> LogitMap:
+    """The three runs, and what must hold of them."""
+    inputs = _inputs(model_forward, head)
+    try:
+        ramped = _run_upstream(model_forward, head, inputs, with_ramp=True)
+        plain = _run_upstream(model_forward, head, inputs, with_ramp=False)
+    except Exception as error:
+        raise CannotRun(
+            f"its forward on {ROWS} × {TOKENS} tokens raises {_described(error)}"
+        ) from error
+    _check_hidden(model_forward, plain)
+    logit_map = _check_logits(model_forward, loss, ramped)
+    patched = _run_patched(model_forward, head, logit_map, inputs)
+    _check_loss_of_logits(model_forward, ramped, patched, inputs["labels"])
+    _check_patched_loss(model_forward, plain, patched)
+    return logit_map
+
+
+def _described(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+@contextlib.contextmanager
+def _undisturbed(causal: CausalModel) -> Iterator[None]:
+    """Evaluation mode without gradients, compiled layers or traces in random states."""
+    modes = {module: module.training for module in causal.modules()}
+    devices = {parameter.device for parameter in causal.parameters()} - {torch.device("cpu")}
+    types = {device.type for device in devices}
+    with contextlib.ExitStack() as stack:
+        if len(types) == 1:
+            stack.enter_context(torch.random.fork_rng(list(devices), device_type=types.pop()))
+        else:
+            stack.enter_context(torch.random.fork_rng([]))
+        if hasattr(torch.compiler, "set_stance"):  # since torch 2.6
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.no_grad())
+        try:
+            for module in modes:
+                module.training = False
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+
+
+def _inputs(model_forward: "ModelForward", head: nn.Linear) -> dict[str, Any]:
+    """A batch of two rows, with unequal numbers of labels."""
+    embeddings = model_forward.causal.get_input_embeddings()
+    entries = min(head.out_features, getattr(embeddings, "num_embeddings", head.out_features))
+    device = next(embeddings.parameters()).device
+    generator = torch.Generator().manual_seed(0)
+    first = min(3, entries - 1)  # the lowest are often padding and the like
+    ids = torch.randint(first, entries, (ROWS, TOKENS), generator=generator).to(device)
+    labels = ids.clone()
+    labels[0, :5] = IGNORED
+    labels[1, -2:] = IGNORED
+    mask = torch.ones_like(ids)
+    mask[1, -2:] = 0
+    inputs: dict[str, Any] = {"input_ids": ids, "labels": labels}
+    for name, value in (("attention_mask", mask), ("use_cache", False), ("return_dict", True)):
+        if model_forward.takes(name):
+            inputs[name] = value
+    return inputs
+
+
+@contextlib.contextmanager
+def _plain_attention(causal: CausalModel) -> Iterator[None]:
+    """Attention that wants what a probe lacks (a GPU, the bounds of packed rows) is not what is
+    tried here."""
+    configurations = [causal.config]
+    if hasattr(causal.config, "get_text_config"):
+        configurations.append(causal.config.get_text_config())
+    chosen = [getattr(config, "_attn_implementation", None) for config in configurations]
+    try:
+        for config in configurations:
+            config._attn_implementation = "eager"
+        yield
+    finally:
+        for config, implementation in zip(configurations, chosen, strict=True):
+            config._attn_implementation = implementation
+
+
+def _run_upstream(
+    model_forward: "ModelForward", head: nn.Linear, inputs: dict[str, Any], *, with_ramp: bool
+) -> _Run:
+    causal = model_forward.causal
+    run = _Run()
+
+    def keep_hidden(decoder: nn.Module, args: Any, output: Any) -> None:
+        hidden = getattr(output, "last_hidden_state", None)
+        run.hidden.append(output[0] if hidden is None else hidden)
+
+    def keep_head_input(head: nn.Module, args: tuple[Any, ...]) -> None:
+        run.head_inputs.append(args[0])
+
+    def put_ramp(head: nn.Module, args: Any, output: Tensor) -> Tensor:
+        run.ramp = ramp_like(output)
+        return run.ramp.clone()  # which a forward may change in place
+
+    handles = [
+        decoder_of(causal).register_forward_hook(keep_hidden),
+        head.register_forward_pre_hook(keep_head_input),
+    ]
+    if with_ramp:
+        handles.append(head.register_forward_hook(put_ramp, prepend=True))
+    behind = _trained_behind_head(causal, head) if with_ramp else {}
+    try:
+        with torch.set_grad_enabled(bool(behind)):
+            outputs = type(causal).forward(causal, **inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    run.logits = getattr(outputs, "logits", None)
+    run.loss = getattr(outputs, "loss", None)
+    if behind and run.loss is not None and run.loss.requires_grad:
+        gradients = torch.autograd.grad(run.loss, list(behind.values()), allow_unused=True)
+        for name, gradient in zip(behind, gradients, strict=True):
+            if gradient is not None:
+                run.used_behind_head.append(name)
+    return run
+
+
+def _trained_behind_head(causal: CausalModel, head: nn.Linear) -> dict[str, nn.Parameter]:
+    """Parameters that are trained and neither the decoder's nor the head's."""
+    inside = {*decoder_of(causal).parameters(), *head.parameters()}
+    return {
+        name: parameter
+        for name, parameter in causal.named_parameters()
+        if parameter.requires_grad and parameter not in inside
+    }
+
+
+def _run_patched(
+    model_forward: "ModelForward",
+    head: nn.Linear,
+    logit_map: LogitMap,
+    inputs: dict[str, Any],
+) -> Any:
+    """The patched model's outputs, its settings but for the map put aside.
+
+    On the chunked path, since the Triton kernels would have to be compiled for this."""
+    from smoothce.hf_patch.forwards import HeadForward
+
+    options = Options(logit_scale=logit_map.logit_scale, softcap=logit_map.softcap)
+    with _head_running(head, HeadForward(head, ModelLoss(options, impl="chunked"))):
+        try:
+            return model_forward.fused(inputs, smoothed=True)
+        except Exception as error:
+            raise _refusal(
+                model_forward,
+                f"its decoder and head do not run apart from its forward ({_described(error)})",
+                None,
+                "train it with its own loss",
+            ) from error
+
+
+@contextlib.contextmanager
+def _head_running(head: nn.Linear, forward: "HeadForward") -> Iterator[None]:
+    slot = forward_slot(head)
+    held = {name: vars(head)[name] for name in (slot, "_smoothce") if name in vars(head)}
+    try:
+        setattr(head, slot, forward)
+        head._smoothce = forward  # type: ignore[assignment]
+        yield
+    finally:
+        for name in (slot, "_smoothce"):
+            head.__dict__.pop(name, None)
+        head.__dict__.update(held)
+
+
+def _check_logits(model_forward: "ModelForward", loss: ModelLoss, run: _Run) -> LogitMap:
+    """The map that the model applies to the ramp."""
+    given = LogitMap(loss.options.logit_scale, loss.options.softcap)
+    maps = candidates(scales_and_caps(model_forward.causal), given, loss.given_logit_map)
+    name = model_forward.head_name
+    if run.ramp is None or run.logits is None or run.loss is None:
+        raise _refusal(
+            model_forward,
+            f"its forward does not return a loss and logits of {name}'s output",
+            None,
+            "train it with its own loss",
+        )
+    if run.logits.shape != run.ramp.shape or run.logits.dim() != 3:
+        raise _refusal(
+            model_forward,
+            f"its logits are {tuple(run.logits.shape)} where {name} gives {tuple(run.ramp.shape)}",
+            None,
+            "train it with its own loss",
+        )
+    if run.used_behind_head:
+        raise _refusal(
+            model_forward,
+            f"{', '.join(run.used_behind_head)}, which would get no gradient, changes its logits "
+            "or its loss",
+            None,
+            "train it with its own loss, or without a gradient of this",
+        )
+    precision = max(TOLERANCE, 4 * torch.finfo(run.logits.dtype).eps)
+    differences = {}
+    for logit_map in maps:
+        expected = logit_map(run.ramp)
+        difference = (run.logits.double() - expected).abs().max().item()
+        if difference <= precision * expected.abs().max().item():
+            return logit_map
+        differences[logit_map] = difference
+    nearest = min(differences, key=lambda logit_map: differences[logit_map])
+    fit = fitted(run.ramp, run.logits)
+    expected = fit(run.ramp)
+    if (run.logits.double() - expected).abs().max() <= 10 * precision * expected.abs().max():
+        advice = f"pass {fit}, which describe it, where they are constants of the model"
+    else:
+        advice = "no scale and cap describe it: train it with its own loss"
+    raise _refusal(
+        model_forward,
+        f"{nearest} do not turn {name}'s output into its logits",
+        differences[nearest],
+        advice,
+    )
+
+
+def _check_hidden(model_forward: "ModelForward", run: _Run) -> None:
+    """The decoder's result is what the head takes, bit for bit."""
+    name = model_forward.head_name
+    if len(run.hidden) != 1 or len(run.head_inputs) != 1:
+        raise _refusal(
+            model_forward,
+            f"its forward calls the decoder {len(run.hidden)} times and {name} "
+            f"{len(run.head_inputs)} times, not once each",
+            None,
+            "train it with its own loss",
+        )
+    hidden = run.hidden[0]
+    head_input = run.head_inputs[0]
+    if not head_input.isfinite().all():
+        raise CannotRun("its hidden states are not finite")
+    if hidden.shape != head_input.shape or not torch.equal(hidden, head_input):
+        difference = None
+        if hidden.shape == head_input.shape:
+            difference = (hidden.double() - head_input.double()).abs().max().item()
+        raise _refusal(
+            model_forward,
+            f"its decoder's last_hidden_state is not {name}'s input",
+            difference,
+            "train it with its own loss",
+        )
+
+
+def _check_loss_of_logits(
+    model_forward: "ModelForward", run: _Run, patched: Any, labels: Tensor
+) -> None:
+    """The model's loss is cross-entropy of the next tokens, and an auxiliary loss that is ours."""
+    expected = F.cross_entropy(
+        run.logits[:, :-1].double().flatten(0, 1).cpu(),
+        labels[:, 1:].flatten().cpu(),
+        ignore_index=IGNORED,
+    )
+    if getattr(patched, "aux_loss", None) is not None:
+        expected = expected + weighted_auxiliary_loss(model_forward.causal, patched.aux_loss).cpu()
+    difference = abs(run.loss.item() - expected.item())
+    if not difference <= 10 * TOLERANCE * expected.abs().item():
+        raise _refusal(
+            model_forward,
+            "its loss is not the mean cross-entropy of its logits and the next tokens",
+            difference,
+            "train it with its own loss",
+        )
+
+
+def _check_patched_loss(model_forward: "ModelForward", plain: _Run, patched: Any) -> None:
+    """The patched loss is upstream's, up to the rounding of upstream's logits."""
+    dtype = plain.logits.dtype
+    if dtype in (torch.float32, torch.float64):
+        precision = 2e-5 if plain.logits.device.type == "cpu" else 2e-3  # a GPU may use TF32
+    else:
+        precision = 4 * torch.finfo(dtype).eps
+    difference = abs(plain.loss.item() - patched.loss.item())
+    if not difference <= precision * (1 + abs(plain.loss.item())):
+        raise _refusal(
+            model_forward,
+            "its loss is not the patched one without smoothing",
+            difference,
+            "train it with its own loss",
+        )
+
+
+def _refusal(
+    model_forward: "ModelForward", reason: str, difference: float | None, advice: str
+) -> ValueError:
+    causal = model_forward.causal
+    numbers = scales_and_caps(causal)
+    if numbers:
+        read = ", ".join(f"{name}={value:g}" for name, value in numbers.items())
+    else:
+        read = "neither a scale nor a cap"
+    largest = "" if difference is None else f", the largest difference being {difference:.3g}"
+    return ValueError(
+        f"patch_model refuses {type(causal).__name__}: {reason}{largest} (read from it: {read}); "
+        f"{advice}"
+    )
+
+
+def _shards(hook: Callable[..., Any]) -> bool:
+    function = getattr(hook, "func", hook)
+    return (getattr(function, "__module__", None) or "").startswith(SHARDING_LIBRARIES)
+
+
+def _name(hook: Callable[..., Any]) -> str:
+    return getattr(hook, "__qualname__", type(hook).__qualname__)
+
+
+@torch.no_grad()
+def _changes_logits(head: nn.Linear, hook_id: int, hook: Callable[..., Any]) -> bool:
+    """Whether a forward hook gives or makes other logits than a ramp that it gets."""
+    hidden = torch.zeros(1, 2, head.in_features, device=head.weight.device)
+    ramp = ramp_like(torch.empty(1, 2, head.out_features, device=head.weight.device))
+    logits = ramp.clone()
+    if hook_id in head._forward_hooks_with_kwargs:
+        returned = hook(head, (hidden,), {}, logits)
+    else:
+        returned = hook(head, (hidden,), logits)
+    if returned is not None:
+        logits = returned
+    return not (isinstance(logits, Tensor) and torch.equal(logits, ramp))

@@ -1,0 +1,370 @@
+"""Which models `patch_model` takes: those whose loss it can show to be the fused one, no other."""
+
+import copy
+import inspect
+import warnings
+
+import pytest
+import torch
+
+from smoothce import patch_model
+
+transformers = pytest.importorskip("transformers")
+tiny_models = pytest.importorskip("tiny_models")
+from tiny_models import (  # noqa: E402
+    VOCABULARY,
+    assert_same,
+    batch,
+    expected,
+    gradients,
+    tiny,
+    tiny_of,
+)
+
+from smoothce.hf_patch import families  # noqa: E402
+
+V5 = int(transformers.__version__.split(".")[0]) >= 5
+
+
+@pytest.mark.parametrize(
+    ("name", "logit_scale", "softcap"),
+    [
+        ("LlamaForCausalLM", None, None),
+        ("Qwen2ForCausalLM", None, None),
+        ("Gemma2ForCausalLM", None, 1.5),
+        ("Cohere2ForCausalLM", 0.3, None),
+        ("GraniteForCausalLM", 1 / 6.0, None),
+        ("HyperCLOVAXForCausalLM", 6.0, None),  # multiplies where Granite divides
+        ("xLSTMForCausalLM", None, 1.5),
+        ("GPT2LMHeadModel", None, None),
+        ("GptOssForCausalLM", None, None),
+    ],
+)
+def test_a_family_is_taken_with_its_scale_and_cap(name, logit_scale, softcap):
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    verdict = families.verdict(name)
+    assert verdict.accepted and not verdict.wrong, verdict
+    model = patch_model(families.tiny_model(name))
+    options = getattr(model, "lm_head", model)._smoothce.loss.options
+    assert options.logit_scale == logit_scale
+    assert options.softcap == softcap
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("CpmAntForCausalLM", "is not the mean cross-entropy of its logits and the next tokens"),
+        ("XLNetLMHeadModel", "is not the mean cross-entropy"),
+        ("MBartForCausalLM", "calls the decoder 0 times"),
+        ("BertLMHeadModel", "has no head"),
+        ("InklingForCausalLM", "last_hidden_state is not lm_head's input"),
+        ("CamembertForCausalLM", "must be a torch.nn.Linear"),
+    ],
+)
+def test_a_family_with_another_loss_is_refused_whatever_is_given(name, message):
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    model = families.tiny_model(name)
+    for given in ({}, {"softcap": None, "logit_scale": None}):
+        with pytest.raises((TypeError, ValueError), match=message):
+            patch_model(model, **given)
+
+
+@pytest.mark.slow
+def test_no_class_is_taken_and_computes_another_loss():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        verdicts = [families.verdict(name) for name in families.class_names()]
+    assert [verdict for verdict in verdicts if verdict.wrong] == []
+    taken = sum(verdict.accepted for verdict in verdicts)
+    assert taken >= (100 if V5 else 20), taken
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("router", ["config", "argument"])
+def test_no_mixture_is_taken_and_computes_another_auxiliary_loss(router):
+    """A class whose auxiliary loss is not known raises where it is asked for."""
+    compared = 0
+    for name in families.class_names():
+        settings = {"output_router_logits": True} if router == "config" else {}
+        data = families.batch()
+        if router == "argument":
+            data["output_router_logits"] = True
+        try:
+            model = families.tiny_model(name, **settings)
+            if not hasattr(model.config, "output_router_logits"):
+                continue
+            theirs = families._seeded(model, data).loss
+            ours = families._seeded(patch_model(model), data).loss
+        except Exception:
+            continue
+        torch.testing.assert_close(ours, theirs, msg=name)
+        compared += 1
+    assert compared >= (10 if V5 else 1)
+
+
+class Scaled(transformers.LlamaForCausalLM):
+    """A model of somebody's own: what it does to logits has a name that nobody knows."""
+
+    def logits_of(self, logits):
+        return 0.25 * logits
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        output = super().forward(input_ids, attention_mask=attention_mask, **kwargs)
+        output.logits = self.logits_of(output.logits)
+        if labels is not None:
+            output.loss = self.loss_of(output.logits, labels)
+        return output
+
+    def loss_of(self, logits, labels):
+        targets = labels[:, 1:].flatten()
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets)
+
+
+class Capped(Scaled):
+    def logits_of(self, logits):
+        return 50 * torch.tanh(0.5 * logits / 50)
+
+
+class Plain(Scaled):
+    def logits_of(self, logits):
+        return logits
+
+
+class Masked(Scaled):
+    """As models that never answer with an image token."""
+
+    def logits_of(self, logits):
+        return torch.cat([logits[..., :3] - 1e9, logits[..., 3:]], -1)
+
+
+class LearnedScale(Scaled):
+    def __init__(self, config):
+        super().__init__(config)
+        self.logit_scale = torch.nn.Parameter(torch.ones(()))
+
+    def logits_of(self, logits):
+        return logits * self.logit_scale
+
+
+class Unshifted(Plain):
+    def loss_of(self, logits, labels):
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class MeanOfRows(Plain):
+    def loss_of(self, logits, labels):
+        rows = []
+        for row, row_labels in zip(logits, labels, strict=True):
+            rows.append(super().loss_of(row[None], row_labels[None]))
+        return torch.stack(rows).mean()
+
+
+class Penalized(Plain):
+    def loss_of(self, logits, labels):
+        return super().loss_of(logits, labels) + 1e-3 * logits.logsumexp(-1).square().mean()
+
+
+class TwiceThroughTheHead(Plain):
+    def loss_of(self, logits, labels):
+        self.lm_head(torch.zeros(1, 1, 16))
+        return super().loss_of(logits, labels)
+
+
+class AnotherDecoderInput(Plain):
+    def forward(self, input_ids=None, **kwargs):
+        return super().forward(input_ids.flip(1) if input_ids is not None else None, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "advice"),
+    [
+        (Scaled, "pass logit_scale=0.25 and softcap=None"),
+        (Capped, "pass logit_scale=0.5 and softcap=50.0"),
+    ],
+)
+def test_a_refusal_says_what_to_pass(architecture, advice):
+    model, data = tiny_of(architecture), batch()
+    with pytest.raises(ValueError, match=advice) as refusal:
+        patch_model(model, label_smoothing=0.1)
+    assert "largest difference" in str(refusal.value)
+    given = {}
+    for name, value in (part.split("=") for part in advice.removeprefix("pass ").split(" and ")):
+        given[name] = None if value == "None" else float(value)
+    theirs = gradients(model, expected(model, data, 0.1))
+    patch_model(model, label_smoothing=0.1, **given)
+    assert_same(gradients(model, model(**data).loss), theirs)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [
+        (Masked, "no scale and cap describe it"),
+        (LearnedScale, "logit_scale, which would get no gradient"),
+        (Unshifted, "not the mean cross-entropy"),
+        (MeanOfRows, "not the mean cross-entropy"),
+        (Penalized, "not the mean cross-entropy"),
+        (TwiceThroughTheHead, "lm_head 2 times"),
+        (AnotherDecoderInput, "not the patched one"),
+    ],
+)
+def test_a_model_of_somebodys_own_with_another_loss_is_refused(architecture, message):
+    with pytest.raises(ValueError, match=message):
+        patch_model(tiny_of(architecture), label_smoothing=0.1)
+
+
+def test_a_model_of_somebodys_own_with_the_same_loss_is_taken():
+    model = tiny_of(Plain)
+    theirs = gradients(model, expected(model, batch(), 0.1))
+    patch_model(model, label_smoothing=0.1)
+    assert_same(gradients(model, model(**batch()).loss), theirs)
+
+
+@pytest.mark.parametrize("given", [{"softcap": 30.0}, {"logit_scale": 0.5}, {"softcap": None}])
+def test_a_wrong_scale_or_cap_is_refused(given):
+    with pytest.raises(ValueError, match=r"pass logit_scale=1\.0 and softcap=1\.5"):
+        patch_model(tiny("Gemma2ForCausalLM"), **given)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma2ForCausalLM", "CohereForCausalLM"])
+def test_other_precisions(name, dtype):
+    patch_model(tiny(name).to(dtype))
+    model = tiny_of(Capped).to(dtype)
+    with pytest.raises(ValueError, match=r"pass logit_scale=0.5 and softcap=50.0"):
+        patch_model(model)
+    patch_model(model, logit_scale=0.5, softcap=50.0)
+
+
+def test_trying_leaves_nothing_behind():
+    """Random states, modes, hooks, gradients, the cache: as before, patched or refused."""
+    for architecture in (transformers.LlamaForCausalLM, Unshifted):
+        model = tiny_of(architecture, attention_dropout=0.5)
+        model.model.layers[1].eval()
+        modes = [module.training for module in model.modules()]
+        state = torch.random.get_rng_state()
+        attention = model.config._attn_implementation
+        try:
+            patch_model(model)
+            hooks = 1  # the decoder's
+        except ValueError:
+            hooks = 0
+        assert torch.equal(torch.random.get_rng_state(), state)
+        assert [module.training for module in model.modules()] == modes
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert model.config._attn_implementation == attention
+        assert sum(len(module._forward_pre_hooks) for module in model.modules()) == hooks
+        assert not any(module._forward_hooks for module in model.modules())
+        assert ("forward" in vars(model.lm_head)) == bool(hooks)
+
+
+def test_attention_that_wants_other_inputs_is_put_aside():
+    """As packed rows' attention wants their bounds, and flash attention a GPU."""
+
+    def attention(*args, bounds, **kwargs):
+        raise AssertionError("called without bounds")
+
+    functions = pytest.importorskip("transformers.modeling_utils")
+    if not hasattr(functions, "ALL_ATTENTION_FUNCTIONS"):
+        pytest.skip("attention is chosen when the model is made")
+    functions.ALL_ATTENTION_FUNCTIONS.register("wants_bounds", attention)
+    model = tiny()
+    model.config._attn_implementation = "wants_bounds"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch_model(model)
+    assert model.config._attn_implementation == "wants_bounds"
+
+
+@pytest.mark.skipif(not hasattr(torch.compiler, "set_stance"), reason="since torch 2.6")
+def test_compiled_layers_are_not_compiled_to_be_tried():
+    def backend(graph, inputs):
+        raise AssertionError("compiled")
+
+    model = tiny()
+    for layer in model.model.layers:
+        layer.compile(backend=backend)
+    patch_model(model)
+
+
+def on_meta(architecture=transformers.LlamaForCausalLM):
+    with torch.device("meta"):
+        return tiny_of(architecture)
+
+
+def filled(model, source):
+    model.to_empty(device="cpu")
+    model.load_state_dict(source.state_dict())
+    model.model.rotary_emb.inv_freq = source.model.rotary_emb.inv_freq.clone()
+    model.model.rotary_emb.original_inv_freq = source.model.rotary_emb.inv_freq.clone()
+    return model.train()
+
+
+def test_a_model_on_the_meta_device_is_tried_with_its_first_batch():
+    model = on_meta()
+    with pytest.warns(UserWarning, match="first training batch, not now: .*meta device"):
+        patch_model(model, label_smoothing=0.1)
+    filled(model, tiny())
+    source = tiny()
+    theirs = gradients(source, expected(source, batch(), 0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss = model(**batch()).loss
+    assert_same(gradients(model, loss), theirs)
+
+
+def test_the_first_batch_refuses_a_model_that_could_not_be_tried_before():
+    model = on_meta(Unshifted)
+    with pytest.warns(UserWarning, match="first training batch"):
+        patch_model(model, label_smoothing=0.1)
+    filled(model, tiny_of(Unshifted))
+    with pytest.raises(ValueError, match="not the mean cross-entropy"):
+        model(**batch())
+
+
+def test_the_first_batch_finds_the_scale_of_a_model_that_could_not_be_tried_before():
+    model = on_meta(transformers.CohereForCausalLM)
+    with pytest.warns(UserWarning, match="first training batch"):
+        patch_model(model, label_smoothing=0.1)
+    source = tiny_of(transformers.CohereForCausalLM)
+    filled(model, source)
+    torch.testing.assert_close(model(**batch()).loss, expected(source, batch(), 0.1))
+    assert model.lm_head._smoothce.loss.options.logit_scale == source.config.logit_scale
+
+
+def test_a_model_that_cannot_run_is_refused_with_its_first_batch():
+    model = tiny()
+    model.model.layers[0].mlp.up_proj = torch.nn.Linear(3, 3)
+    with pytest.warns(UserWarning, match="not now: its forward on 2 × 8 tokens raises"):
+        patch_model(model)
+    with pytest.raises(ValueError, match="cannot tell whether LlamaForCausalLM's loss is"):
+        model(**batch())
+
+
+def test_a_refused_call_leaves_the_earlier_patch():
+    model = patch_model(tiny("Gemma2ForCausalLM"), label_smoothing=0.3)
+    loss = model(**batch()).loss
+    with pytest.raises(ValueError, match="softcap"):
+        patch_model(model, softcap=9.0)
+    assert torch.equal(model(**batch()).loss, loss)
+
+
+def test_the_keywords_are_in_the_signature():
+    """An option of the loss is a keyword of `patch_model`, and one that editors complete."""
+    from smoothce.hf_patch.settings import OPTION_NAMES, PatchSettings
+
+    assert set(OPTION_NAMES) <= set(PatchSettings.__annotations__)
+    assert set(inspect.signature(patch_model).parameters) == {
+        "model",
+        *PatchSettings.__annotations__,
+    }
+
+
+def test_a_copy_is_tried_no_more():
+    model = copy.deepcopy(patch_model(tiny("Gemma2ForCausalLM"), label_smoothing=0.1))
+    torch.testing.assert_close(
+        model(**batch()).loss, expected(tiny("Gemma2ForCausalLM"), batch(), 0.1)
+    )
+    assert model._smoothce.proof.logit_map.softcap == 1.5
+    assert model.lm_head.out_features == VOCABULARY
