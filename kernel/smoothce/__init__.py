@@ -1,5 +1,7 @@
 """Linear cross-entropy with label smoothing that never holds the N × V logits."""
 
+from typing import TYPE_CHECKING, Any
+
 from smoothce.hf_patch import patch_model, patch_trainer, unpatch_model
 from smoothce.linear_cross_entropy import explain, linear_cross_entropy
 from smoothce.module import LinearCrossEntropy
@@ -7,10 +9,14 @@ from smoothce.options import TokenStatistics
 from smoothce.token_mean import token_mean_factor
 from smoothce.token_statistics import token_statistics
 
+if TYPE_CHECKING:
+    from smoothce.hf_patch.callback import SmoothingCallback
+
 __version__ = "0.1.0"
 
 __all__ = [
     "LinearCrossEntropy",
+    "SmoothingCallback",
     "TokenStatistics",
     "explain",
     "linear_cross_entropy",
@@ -20,3 +26,12 @@ __all__ = [
     "token_statistics",
     "unpatch_model",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`SmoothingCallback` is a transformers class, and transformers is imported for it alone."""
+    if name == "SmoothingCallback":
+        from smoothce.hf_patch.callback import SmoothingCallback
+
+        return SmoothingCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,7 @@
 """Patched models in Hugging Face's Trainer and TRL's SFTTrainer, against upstream's own losses."""
 
 import contextlib
+import types
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from smoothce import patch_model, patch_trainer
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 tiny_models = pytest.importorskip("tiny_models")
-from tiny_models import VOCABULARY, batch, sequences, tiny  # noqa: E402
+from tiny_models import VOCABULARY, batch, expected, gradients, sequences, tiny  # noqa: E402
+
+from smoothce import SmoothingCallback  # noqa: E402
 
 THREE_STEPS = {  # of a Trainer
     "per_device_train_batch_size": 2,
@@ -59,6 +62,31 @@ def test_the_trainer_trains_as_with_upstreams_loss(beta, tmp_path):
     assert around["loss"] == pytest.approx(want["loss"], rel=1e-4)
 
 
+def words():
+    """A tokenizer of as many tokens as the model's."""
+    vocabulary = {f"t{i}": i for i in range(VOCABULARY)}
+    model = tokenizers.models.WordLevel(vocabulary, unk_token="t3")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(model), pad_token="t0", eos_token="t2"
+    )
+
+
+def sft_config(trl, folder, **settings):
+    return trl.SFTConfig(
+        str(folder),
+        bf16=False,
+        gradient_checkpointing=False,
+        dataset_kwargs={"skip_prepare_dataset": True},
+        **{**THREE_STEPS, **settings},
+    )
+
+
+def trls_rows():
+    datasets = pytest.importorskip("datasets")
+    ids = sequences().tolist()
+    return datasets.Dataset.from_list([{"input_ids": row, "labels": row} for row in ids])
+
+
 # Where TRL itself smooths, it leaves out a mixture's auxiliary loss.
 @pytest.mark.parametrize(
     ("name", "beta"),
@@ -66,37 +94,178 @@ def test_the_trainer_trains_as_with_upstreams_loss(beta, tmp_path):
 )
 def test_trls_trainer_and_its_metrics(name, beta, tmp_path):
     trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
-    ids = sequences().tolist()
-    rows = datasets.Dataset.from_list([{"input_ids": row, "labels": row} for row in ids])
-    words = {f"t{i}": i for i in range(VOCABULARY)}
-    words = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="t3")),
-        pad_token="t0",
-        eos_token="t2",
-    )
-    arguments = trl.SFTConfig(
-        str(tmp_path),
-        bf16=False,
-        gradient_checkpointing=False,
-        label_smoothing_factor=beta,
-        dataset_kwargs={"skip_prepare_dataset": True},
-        **THREE_STEPS,
-    )
-    want, once, twice = (
-        history(trl.SFTTrainer, arguments, model, patched, rows, processing_class=words)
-        for model, patched in (
-            (tiny(name), False),
-            (tiny(name), True),
-            (patch_model(tiny(name), label_smoothing=beta), True),
-        )
-    )
+    arguments = sft_config(trl, tmp_path, label_smoothing_factor=beta)
+    more = {"rows": trls_rows(), "processing_class": words()}
+    want = history(trl.SFTTrainer, arguments, tiny(name), False, **more)
+    once = history(trl.SFTTrainer, arguments, tiny(name), True, **more)
+    patched = patch_model(tiny(name), label_smoothing=beta)
+    twice = history(trl.SFTTrainer, arguments, patched, True, **more)
     if beta:  # evaluation is of the plain loss
         want.pop("eval_loss"), once.pop("eval_loss"), twice.pop("eval_loss")
     assert len(want["entropy"]) == len(want["loss"]) == 3
     for kind in want:
         assert once[kind] == pytest.approx(want[kind], rel=1e-3), kind
         assert twice[kind] == pytest.approx(want[kind], rel=1e-3), kind
+
+
+def test_trls_trainer_with_an_explicit_beta_trains_as_with_its_own_factor(tmp_path):
+    trl = pytest.importorskip("trl")
+    more = {"train_dataset": trls_rows(), "processing_class": words()}
+    losses = []
+    for factor in (0.2, 0.0):
+        arguments = sft_config(trl, tmp_path, label_smoothing_factor=factor)
+        trainer = trl.SFTTrainer(tiny(), arguments, **more)
+        if not factor:
+            patch_trainer(trainer, label_smoothing=0.2)
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_a_model_patched_by_itself_is_refused_under_trls_trainer(tmp_path):
+    """It would train without smoothing. Without any there is nothing to lose."""
+    trl = pytest.importorskip("trl")
+    more = {"train_dataset": trls_rows(), "processing_class": words()}
+    model = patch_model(tiny(), label_smoothing=0.2)
+    trainer = trl.SFTTrainer(model, sft_config(trl, tmp_path), **more)
+    with pytest.raises(ValueError, match=r"TRL's SFTTrainer.*label_smoothing=0.2.*patch_trainer"):
+        trainer.train()
+    plain = trl.SFTTrainer(patch_model(tiny()), sft_config(trl, tmp_path), **more)
+    with pytest.warns(UserWarning, match="around its loss"):
+        plain.train()
+
+
+def test_what_trl_would_train_instead_is_refused_by_name(tmp_path):
+    trl = pytest.importorskip("trl")
+    more = {"train_dataset": trls_rows(), "processing_class": words()}
+    trainer = trl.SFTTrainer(tiny(), sft_config(trl, tmp_path, loss_type="dft"), **more)
+    with pytest.raises(ValueError, match="not 'dft', which would ignore label_smoothing"):
+        patch_trainer(trainer, label_smoothing=0.1)
+    with pytest.raises(ValueError, match="TRL's trainers compute losses of their own"):
+        callback = SmoothingCallback(label_smoothing=0.1)
+        trl.SFTTrainer(tiny(), sft_config(trl, tmp_path), callbacks=[callback], **more)
+    trainer = trl.SFTTrainer(tiny(), sft_config(trl, tmp_path), **more)
+    trainer.__class__ = type("DPOTrainer", (transformers.Trainer,), {"__module__": "trl.trainer"})
+    with pytest.raises(ValueError, match="TRL's DPOTrainer computes a loss of its own"):
+        patch_trainer(trainer, label_smoothing=0.1)
+
+
+UPDATE = {  # of one optimizer step over all eight rows, which changes nothing
+    "max_steps": 1,
+    "learning_rate": 0.0,
+    "max_grad_norm": 1e9,
+    "logging_steps": 1,
+    "report_to": [],
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "use_cpu": True,
+}
+BETA = 0.2
+
+
+def uneven_rows():
+    """Eight rows with one to eight labels."""
+    rows = []
+    for i, ids in enumerate(sequences()):
+        rows.append({"input_ids": ids, "labels": ids.where(torch.arange(9) > i, -100)})
+    return rows
+
+
+def norm(gradient_of):
+    return torch.stack([gradient.norm() for gradient in gradient_of.values()]).norm().item()
+
+
+@pytest.mark.parametrize("way", ["callback", "patch_trainer", "the trainer's own factor"])
+@pytest.mark.parametrize(("rows", "accumulation"), [(8, 1), (4, 2), (2, 4)])
+def test_the_gradient_is_dense_smoothings_for_any_accumulation(way, rows, accumulation, tmp_path):
+    pytest.importorskip("accelerate")
+    factor = BETA if way == "the trainer's own factor" else 0.0
+    arguments = transformers.TrainingArguments(
+        str(tmp_path),
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=accumulation,
+        label_smoothing_factor=factor,
+        **UPDATE,
+    )
+    callbacks = [SmoothingCallback(label_smoothing=BETA)] if way == "callback" else []
+    trainer = transformers.Trainer(
+        tiny(), arguments, train_dataset=uneven_rows(), callbacks=callbacks
+    )
+    if way == "patch_trainer":
+        patch_trainer(trainer, label_smoothing=BETA)
+    if not getattr(trainer, "model_accepts_loss_kwargs", False):
+        pytest.skip("this Trainer does not count an update's tokens")
+    trainer.train()
+    (found,) = (entry for entry in trainer.state.log_history if "grad_norm" in entry)
+
+    model = tiny()
+    data = {}
+    for key in ("input_ids", "labels"):
+        data[key] = torch.stack([row[key] for row in uneven_rows()])
+    dense = expected(model, data, BETA)
+    assert found["loss"] == pytest.approx(dense.item(), rel=1e-4)
+    assert found["grad_norm"] == pytest.approx(norm(gradients(model, dense)), rel=1e-4)
+
+
+def with_callback(folder, *, beta=BETA, model=None, arguments=None, **more):
+    pytest.importorskip("accelerate")
+    settings = {"per_device_train_batch_size": 4, **UPDATE, **(arguments or {})}
+    return transformers.Trainer(
+        model,
+        transformers.TrainingArguments(str(folder), **settings),
+        train_dataset=uneven_rows(),
+        callbacks=[SmoothingCallback(label_smoothing=beta)],
+        **more,
+    )
+
+
+def test_the_callback_smooths_a_model_that_the_trainer_makes_itself(tmp_path):
+    trainer = with_callback(tmp_path, model_init=lambda: tiny(), arguments={})
+    trainer.train()
+    assert trainer.model.lm_head._smoothce.loss.options.label_smoothing == BETA
+
+
+def test_the_callback_refuses_a_trainer_that_smooths_by_itself(tmp_path):
+    with pytest.raises(ValueError, match="leave the factor at 0"):
+        with_callback(tmp_path, model=tiny(), arguments={"label_smoothing_factor": 0.1})
+
+
+def test_the_callback_refuses_a_step_that_took_another_loss(tmp_path):
+    class OwnLoss(transformers.Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+            labels = inputs.pop("labels")
+            logits = model(**inputs).logits
+            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    callback = SmoothingCallback(label_smoothing=BETA)
+    arguments = transformers.TrainingArguments(str(tmp_path), **UPDATE)
+    trainer = OwnLoss(tiny(), arguments, train_dataset=uneven_rows(), callbacks=[callback])
+    with pytest.raises(ValueError, match="did not ask the model for its loss"):
+        trainer.train()
+
+
+def test_the_callback_needs_its_beta():
+    with pytest.raises(TypeError, match="label_smoothing"):
+        SmoothingCallback(z_loss=0.1)
+    with pytest.raises(TypeError, match="label_smoothing"):
+        SmoothingCallback()
+
+
+def test_ligers_loss_is_refused(tmp_path):
+    """It is put in the model when training begins, over this one."""
+    model = patch_model(tiny(), label_smoothing=0.1)
+    given = trainer(tmp_path, model, 0.0)
+    given.args.use_liger_kernel = True
+    with pytest.raises(ValueError, match="Liger's loss, which ignores label_smoothing"):
+        patch_trainer(given, label_smoothing=0.1)
+
+    def lce_forward(self, input_ids, labels=None, **kwargs):
+        return self.model(input_ids)
+
+    lce_forward.__module__ = "liger_kernel.transformers.model.llama"
+    model.forward = types.MethodType(lce_forward, model)
+    with pytest.raises(ValueError, match="Liger trains the model with a loss of its own"):
+        model(batch()["input_ids"])
 
 
 def trainer(folder, model, beta):

@@ -124,6 +124,7 @@ class ModelForward:
         self.parameter_names = tuple(parameters)
         self.takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         self.proof: Proof | None = None  # None: the model could not run when it was patched
+        self.has_trained = False  # since somebody has last set this
         self.is_running = False  # until the decoder's hook has seen that this called it
         self.warnings_given: set[str] = set()
 
@@ -139,6 +140,11 @@ class ModelForward:
             check_head(self.head_name, head)
             raise TypeError(
                 f"{self.head_name} was replaced after patch_model; call patch_model again"
+            )
+        if not torch.compiler.is_compiling() and forward_in_slot(head) is not head._smoothce:
+            raise TypeError(
+                f"{self.head_name}.forward was wrapped after patch_model; remove the wrapper, "
+                "which would get the loss in the place of logits"
             )
         return head._smoothce
 
@@ -165,6 +171,8 @@ class ModelForward:
             if self.eval_logits:
                 return type(causal).forward(causal, *args, **kwargs)
         self._check_proof()
+        if causal.training:
+            self.has_trained = True
         return self.fused(inputs, smoothed=causal.training, per_token=per_token)
 
     def _mark_running(self) -> None:
@@ -264,11 +272,13 @@ class DecoderHook:
         if called_by_patch or not decoder.training or not torch.is_grad_enabled():
             return
         loss = self.model_forward.head_forward.loss
-        if loss.smooths() and is_trls_forward(forward_in_slot(self.model_forward.causal)):
+        other = replaced_by(forward_in_slot(self.model_forward.causal))
+        if other is not None and loss.smooths():
             raise ValueError(
-                "TRL's trainer computes a loss of its own, without patch_model's settings: call "
-                "smoothce.patch_trainer(trainer, label_smoothing="
-                f"{loss.options.label_smoothing:g}) once the trainer is made"
+                f"{other} trains the model with a loss of its own, without patch_model's "
+                f"label_smoothing={loss.options.label_smoothing:g}: call smoothce.patch_trainer("
+                f"trainer, label_smoothing={loss.options.label_smoothing:g}) once the trainer is "
+                "made, without use_liger_kernel"
             )
         self.model_forward._warn(
             "something trains a patched model around its loss, so that patch_model's settings have "
@@ -276,7 +286,15 @@ class DecoderHook:
         )
 
 
-def is_trls_forward(forward: Any) -> bool:
-    """Whether it is the one that TRL's `add_fused_lm_head` gives a model."""
-    code = getattr(getattr(forward, "__func__", None), "__code__", None)
-    return getattr(code, "co_name", "") == "_fused_forward"
+TRL = "TRL's SFTTrainer"
+
+
+def replaced_by(forward: Any) -> str | None:
+    """Whose forward with another loss it is, where that is known: TRL's or Liger's."""
+    function = getattr(forward, "__func__", forward)
+    code = getattr(function, "__code__", None)
+    if getattr(code, "co_name", "") == "_fused_forward":  # by TRL's add_fused_lm_head
+        return TRL
+    if (getattr(function, "__module__", None) or "").startswith("liger_kernel."):
+        return "Liger"
+    return None

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 from typing_extensions import Unpack
 
 from smoothce.hf_patch.anatomy import CausalModel, unwrapped
-from smoothce.hf_patch.forwards import is_trls_forward
+from smoothce.hf_patch.forwards import TRL, replaced_by
 from smoothce.hf_patch.patching import patch_model
 from smoothce.hf_patch.settings import PatchSettings, shows_settings
 
@@ -16,13 +16,14 @@ AnyTrainer = TypeVar("AnyTrainer")
 def patch_trainer(trainer: AnyTrainer, **settings: Unpack[PatchSettings]) -> AnyTrainer:
     """`patch_model` for the model of a Hugging Face `Trainer` or TRL `SFTTrainer`, made already.
 
-    `TrainingArguments(label_smoothing_factor=β)` becomes the fused loss's β, where the trainer
-    would take the labels away and smooth dense logits; `settings` are `patch_model`'s others, and
-    those of an earlier `patch_model` stay. Evaluation reports the loss without smoothing. TRL's own
-    fused head gives way, and its entropy and accuracy come from the same pass as the loss.
+        trainer = SFTTrainer(model, args=SFTConfig(…), …)
+        patch_trainer(trainer, label_smoothing=0.1)
 
-        trainer = Trainer(model, TrainingArguments(…, label_smoothing_factor=0.1), …)
-        patch_trainer(trainer)
+    The settings are `patch_model`'s; those of an earlier `patch_model` stay. Without
+    `label_smoothing` it is `TrainingArguments.label_smoothing_factor`, which would otherwise take
+    the labels away and smooth dense logits, and which TRL will remove. Evaluation reports the loss
+    without smoothing. TRL's own fused head gives way, and its entropy and accuracy come from the
+    same pass as the loss.
 
     Returns the trainer. Raises ValueError for a loss of the trainer's that this one cannot be, and
     what `patch_model` raises.
@@ -32,7 +33,7 @@ def patch_trainer(trainer: AnyTrainer, **settings: Unpack[PatchSettings]) -> Any
     settings = _combined(causal, trainer_.args.label_smoothing_factor, settings)
     _refuse_other_losses(trainer_, settings)
     forward = vars(causal).get("forward")
-    if is_trls_forward(forward):
+    if replaced_by(forward) == TRL:
         if settings.get("reduction", "mean") != "mean":
             raise ValueError(f"reduction must be 'mean', TRL's, not {settings['reduction']!r}")
         del causal.forward  # which computes a loss of its own
@@ -61,16 +62,36 @@ def _combined(causal: CausalModel, factor: float, settings: PatchSettings) -> Pa
 
 def _refuse_other_losses(trainer: Any, settings: PatchSettings) -> None:
     """Raises ValueError for what would train another loss than the settings'."""
-    if trainer.args.n_gpu > 1:
+    refuse_arguments(trainer.args)
+    trls = [base.__name__ for base in type(trainer).__mro__ if base.__module__.startswith("trl.")]
+    if trls and "SFTTrainer" not in trls:
         raise ValueError(
-            f"the trainer has {trainer.args.n_gpu} GPUs in one process, by DataParallel, whose "
-            "copies of a patched model all run the first: start a process a GPU (torchrun, "
-            "accelerate launch) or set CUDA_VISIBLE_DEVICES"
+            f"TRL's {trls[0]} computes a loss of its own, which would ignore label_smoothing; "
+            "only its SFTTrainer trains with this one"
         )
     if getattr(trainer, "compute_loss_func", None) is not None:
         raise ValueError("the trainer's compute_loss_func needs logits, which never exist: drop it")
-    if getattr(trainer.args, "loss_type", "nll") != "nll":
-        raise ValueError(f"loss_type must be 'nll', not {trainer.args.loss_type!r}")
     index = settings.get("ignore_index", -100)
     if index != -100:
         raise ValueError(f"ignore_index must be -100, the trainer's, not {index}")
+
+
+def refuse_arguments(args: Any) -> None:
+    """Raises ValueError for `TrainingArguments` with which β would be ignored."""
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"the trainer has {args.n_gpu} GPUs in one process, by DataParallel, whose "
+            "copies of a patched model all run the first: start a process a GPU (torchrun, "
+            "accelerate launch) or set CUDA_VISIBLE_DEVICES"
+        )
+    loss_type = getattr(args, "loss_type", "nll")
+    if loss_type != "nll":
+        raise ValueError(
+            f"loss_type must be 'nll', not {loss_type!r}, which would ignore label_smoothing"
+        )
+    liger = getattr(args, "liger_kernel_config", None) or {}
+    if getattr(args, "use_liger_kernel", False) and liger.get("fused_linear_cross_entropy", True):
+        raise ValueError(
+            "use_liger_kernel would put Liger's loss, which ignores label_smoothing, in the place "
+            "of this one: add liger_kernel_config={'fused_linear_cross_entropy': False}"
+        )

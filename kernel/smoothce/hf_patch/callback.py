@@ -1,0 +1,107 @@
+"""`SmoothingCallback`: the loss in any Hugging Face Trainer that takes callbacks."""
+
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from typing_extensions import Unpack
+
+from smoothce.hf_patch.anatomy import forward_in_slot
+from smoothce.hf_patch.forwards import ModelForward, replaced_by
+from smoothce.hf_patch.patching import patch_model
+from smoothce.hf_patch.settings import PatchSettings, shows_settings
+from smoothce.hf_patch.trainer import refuse_arguments
+
+
+class SmoothingCallback(TrainerCallback):
+    """`patch_model` for the model of a Hugging Face `Trainer`, as one of its callbacks.
+
+        Trainer(model, TrainingArguments(…), callbacks=[SmoothingCallback(label_smoothing=0.1)], …)
+
+    `TrainingArguments.label_smoothing_factor` stays 0. The other keywords are `patch_model`'s.
+    Serves every trainer that leaves the loss to its model, LLaMA-Factory's and ms-swift's too; for
+    TRL's `SFTTrainer`, which does not, there is `patch_trainer`. Evaluation reports the loss
+    without smoothing.
+
+    Raises ValueError for a trainer that would train another loss, when it is made or after its
+    first step; TypeError without `label_smoothing`; and what `patch_model` raises.
+    """
+
+    @shows_settings
+    def __init__(self, **settings: Unpack[PatchSettings]) -> None:
+        if "label_smoothing" not in settings:
+            raise TypeError("SmoothingCallback needs label_smoothing=")
+        self.settings = settings
+        self.model_forward: ModelForward | None = None
+
+    def on_init_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        self._check(args)
+        patch_model(model, **self.settings)
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Look at the model once more, which `model_init` has made anew, and others may change."""
+        self._check(args)
+        if _model_forward_of(model) is None:
+            patch_model(model, **self.settings)
+        self.model_forward = _model_forward_of(model)
+        assert self.model_forward is not None  # patch_model has made it
+        other = replaced_by(forward_in_slot(self.model_forward.causal))
+        if other is not None:
+            raise ValueError(
+                f"{other} has given the model a loss of its own, without label_smoothing="
+                f"{self.settings['label_smoothing']:g}"
+            )
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.model_forward is not None:
+            self.model_forward.has_trained = False
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.model_forward is not None and not self.model_forward.has_trained:
+            raise ValueError(
+                "the trainer's step did not ask the model for its loss (a compute_loss_func, or a "
+                "compute_loss of its own?), so that label_smoothing="
+                f"{self.settings['label_smoothing']:g} had no effect"
+            )
+
+    def _check(self, args: TrainingArguments) -> None:
+        beta = self.settings["label_smoothing"]
+        if args.label_smoothing_factor != 0:
+            raise ValueError(
+                f"label_smoothing_factor={args.label_smoothing_factor:g} would smooth dense logits "
+                f"beside SmoothingCallback's label_smoothing={beta:g}: leave the factor at 0"
+            )
+        if any(base.__module__.startswith("trl.") for base in type(args).__mro__):
+            raise ValueError(
+                "TRL's trainers compute losses of their own, without SmoothingCallback's "
+                f"label_smoothing={beta:g}: for SFTTrainer, call "
+                f"smoothce.patch_trainer(trainer, label_smoothing={beta:g}) once it is made"
+            )
+        refuse_arguments(args)
+
+
+def _model_forward_of(model: nn.Module) -> ModelForward | None:
+    """The patched forward in a model, whatever wraps it."""
+    for module in model.modules():
+        forward = module.__dict__.get("_smoothce")
+        if isinstance(forward, ModelForward):
+            return forward
+    return None
