@@ -1,6 +1,7 @@
 """Which models `patch_model` takes: those whose loss it can show to be the fused one, no other."""
 
 import copy
+import functools
 import inspect
 import warnings
 
@@ -368,3 +369,125 @@ def test_a_copy_is_tried_no_more():
     )
     assert model._smoothce.proof.logit_map.softcap == 1.5
     assert model.lm_head.out_features == VOCABULARY
+
+
+def halves(head, args, logits):
+    return logits / 2
+
+
+def halves_in_place(head, args, logits):
+    logits.div_(2)
+
+
+def halves_with_keywords(head, args, keywords, logits):
+    return logits / 2
+
+
+def drops_an_entry(head, args, logits):
+    return logits[..., :-1]
+
+
+def only_looks(head, args, logits):
+    assert logits is not None
+
+
+class Halves:
+    def __call__(self, head, args, logits):
+        return logits / 2
+
+
+CHANGING_HOOKS = [halves, halves_in_place, Halves(), functools.partial(halves)]
+
+
+@pytest.mark.parametrize("hook", CHANGING_HOOKS)
+def test_a_hook_that_changes_logits_is_refused_where_it_is_there_already(hook):
+    model = tiny()
+    model.lm_head.register_forward_hook(hook)
+    with pytest.raises(ValueError, match="patch_model refuses LlamaForCausalLM"):
+        patch_model(model, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("hook", [*CHANGING_HOOKS, halves_with_keywords, drops_an_entry])
+def test_a_hook_that_changes_logits_is_refused_where_it_comes_later(hook):
+    model = patch_model(tiny(), label_smoothing=0.1)
+    model(**batch())
+    handle = model.lm_head.register_forward_hook(hook, with_kwargs=hook is halves_with_keywords)
+    with pytest.raises(ValueError, match="on lm_head changes the logits"):
+        model(**batch())
+    handle.remove()
+    model(**batch())
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_hook_that_only_looks_stays(when):
+    model = tiny()
+    if when == "before":
+        model.lm_head.register_forward_hook(only_looks)
+    patch_model(model, label_smoothing=0.1)
+    if when == "after":
+        model.lm_head.register_forward_hook(only_looks)
+    torch.testing.assert_close(model(**batch()).loss, expected(tiny(), batch(), 0.1))
+
+
+def test_a_pre_hook_that_changes_hidden_states_works_on_both():
+    def doubles(head, args):
+        return (args[0] * 2, *args[1:])
+
+    model = patch_model(tiny(), label_smoothing=0.1)
+    model.lm_head.register_forward_pre_hook(doubles)
+    plain = tiny()
+    plain.lm_head.register_forward_pre_hook(doubles)
+    torch.testing.assert_close(model(**batch()).loss, expected(plain, batch(), 0.1))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("Gemma2ForCausalLM", lambda m: setattr(m.config, "final_logit_softcapping", 9.0), "1.5"),
+        ("Gemma2ForCausalLM", lambda m: setattr(m.config, "final_logit_softcapping", None), "None"),
+        ("GraniteForCausalLM", lambda m: setattr(m.config, "logits_scaling", 2.0), "6.0"),
+        ("CohereForCausalLM", lambda m: setattr(m, "logit_scale", 2.0), "0.3"),
+    ],
+)
+def test_a_scale_or_cap_that_is_changed_later_is_refused(name, change, said):
+    model = patch_model(tiny(name), label_smoothing=0.1)
+    model(**batch())
+    change(model)
+    with pytest.raises(ValueError, match=f"{said}.*call patch_model again"):
+        model(**batch())
+    patch_model(model, label_smoothing=0.1)
+    fresh = tiny(name)
+    change(fresh)
+    torch.testing.assert_close(model(**batch()).loss, expected(fresh, batch(), 0.1))
+
+
+def test_a_head_whose_forward_is_wrapped_later_is_refused():
+    model = patch_model(tiny(), label_smoothing=0.1)
+    forward = model.lm_head.forward
+    model.lm_head.forward = lambda *args, **kwargs: forward(*args, **kwargs) * 2
+    with pytest.raises(TypeError, match=r"lm_head.forward was wrapped after patch_model"):
+        model(**batch())
+
+
+def test_a_cap_that_is_changed_under_compile_is_refused():
+    model = patch_model(tiny("Gemma2ForCausalLM"), label_smoothing=0.1)
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(
+        compiled(**batch()).loss, expected(tiny("Gemma2ForCausalLM"), batch(), 0.1)
+    )
+    assert model._smoothce.has_trained
+    model.config.final_logit_softcapping = 9.0
+    with pytest.raises(ValueError, match="call patch_model again"):
+        compiled(**batch())
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_model_that_could_not_be_tried_is_tried_under_compile(fullgraph):
+    model = on_meta()
+    with pytest.warns(UserWarning, match="first training batch"):
+        patch_model(model, label_smoothing=0.1)
+    filled(model, tiny())
+    compiled = torch.compile(model, backend="eager", fullgraph=fullgraph)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(**batch()).loss, expected(tiny(), batch(), 0.1))
+    assert model._smoothce.proof is not None

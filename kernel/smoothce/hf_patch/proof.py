@@ -148,7 +148,8 @@ def _undisturbed(causal: CausalModel) -> Iterator[None]:
         else:
             stack.enter_context(torch.random.fork_rng([]))
         if hasattr(torch.compiler, "set_stance"):  # since torch 2.6
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            with contextlib.suppress(RuntimeError):  # in a compiled model's own forward
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.no_grad())
         try:
             for module in modes:
