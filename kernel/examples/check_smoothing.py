@@ -1,38 +1,68 @@
-"""Does a loss smooth labels as it says? Put your own in the place of `loss`, and run this file."""
+"""Does a loss smooth labels as it says? Put your own in the place of `loss`, and run this file.
+
+It looks for the three ways in which label smoothing goes wrong in silence: β does not reach the
+loss, the gradient is another one, or it depends on how a batch is split.
+"""
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from smoothce import linear_cross_entropy
 
+IGNORED = -100
 
-def loss(hidden, weight, labels, beta, tokens):
+# loss(hidden (N, D), weight (V, D), labels (N,), β, number of an update's tokens) → ()
+Loss = Callable[[Tensor, Tensor, Tensor, float, int], Tensor]
+
+
+def loss(hidden: Tensor, weight: Tensor, labels: Tensor, beta: float, tokens: int) -> Tensor:
     """The sum over labels that are not -100, by the number of an update's tokens."""
-    options = {"label_smoothing": beta, "reduction": "sum"}
-    return linear_cross_entropy(hidden, weight, labels, **options) / tokens
+    summed = linear_cross_entropy(hidden, weight, labels, label_smoothing=beta, reduction="sum")
+    return summed / tokens
 
 
-def check(loss, beta=0.3):
+def check(loss: Loss, beta: float = 0.3) -> dict[str, bool]:
+    """What must hold of a loss, and whether it does."""
     torch.manual_seed(0)
-    e, c, y = torch.randn(8, 16), torch.randn(32, 16), torch.randint(32, (8,))
-    y[:3] = -100
-    leaves = e.requires_grad_(), c.requires_grad_()
-    found = loss(e, c, y, beta, 5)
-    if not isinstance(found, torch.Tensor) or found.shape or not found.requires_grad:
-        raise SystemExit(f"loss must return a tensor of shape () that has a gradient, not {found}")
-    parts = sum(loss(e[i], c, y[i], beta, 5) for i in (slice(4), slice(4, 8)))
-    wanted = F.cross_entropy(e @ c.T, y, label_smoothing=beta)
-    grad, split, want = (
-        torch.cat(torch.autograd.grad(x, leaves, materialize_grads=True))
-        for x in (found, parts, wanted)
-    )
+    hidden = torch.randn(8, 16, requires_grad=True)
+    weight = torch.randn(32, 16, requires_grad=True)
+    labels = torch.randint(32, (8,))
+    labels[:3] = IGNORED
+    tokens = 5
+
+    def gradient(value: Tensor) -> Tensor:
+        parts = torch.autograd.grad(value, (hidden, weight), materialize_grads=True)
+        return torch.cat(parts)
+
+    smoothed = loss(hidden, weight, labels, beta, tokens)
+    if not isinstance(smoothed, Tensor) or smoothed.shape or not smoothed.requires_grad:
+        raise SystemExit(
+            f"loss must return a tensor of shape () that has a gradient, not {smoothed}"
+        )
+    unsmoothed = loss(hidden, weight, labels, 0.0, tokens)
+    first_half = loss(hidden[:4], weight, labels[:4], beta, tokens)
+    second_half = loss(hidden[4:], weight, labels[4:], beta, tokens)
+    dense = F.cross_entropy(hidden @ weight.T, labels, label_smoothing=beta)
+
+    found = gradient(smoothed)
     return {
-        "smoothing reaches the loss": not torch.allclose(found, loss(e, c, y, 0.0, 5)),
-        "its gradient is cross-entropy's, masked labels out": torch.allclose(grad, want, atol=1e-5),
-        "a batch in two parts has the same gradient": torch.allclose(grad, split, atol=1e-5),
+        "smoothing reaches the loss": not torch.allclose(smoothed, unsmoothed),
+        "its gradient is cross-entropy's, masked labels out": torch.allclose(
+            found, gradient(dense), atol=1e-5
+        ),
+        "a batch in two parts has the same gradient": torch.allclose(
+            found, gradient(first_half + second_half), atol=1e-5
+        ),
     }
 
 
+def main() -> None:
+    for claim, holds in check(loss).items():
+        print("ok   " if holds else "WRONG", claim)
+
+
 if __name__ == "__main__":
-    for what, fine in check(loss).items():
-        print("ok   " if fine else "WRONG", what)
+    main()

@@ -1,31 +1,40 @@
-"""Label-smoothed fine-tuning with TRL: `pip install trl`, then
+"""Label-smoothed fine-tuning with TRL (`pip install trl`), from the hub or from files:
 
-python trl_sft.py                                     # Qwen 2.5 0.5B on Capybara, from the hub
-python trl_sft.py MODEL DATA.jsonl OUT --max_steps=9  # folders and files of your own
+    python trl_sft.py --output_dir out
+    python trl_sft.py --model MODEL --data DATA.jsonl --label_smoothing 0.2 --output_dir out
+
+Every option of TRL's SFTConfig can be given.
 """
 
-import sys
+from dataclasses import dataclass
 
-from datasets import load_dataset
+from datasets import Dataset, load_dataset
 from transformers import HfArgumentParser
 from trl import SFTConfig, SFTTrainer
 
 from smoothce import patch_trainer
 
 
-def main(words: list[str]) -> None:
-    given = [word for word in words if not word.startswith("--")]
-    model, data, out = given or ("Qwen/Qwen2.5-0.5B", "trl-lib/Capybara", "out")
-    own = {"path": "json", "data_files": data} if data.endswith(".jsonl") else {"path": data}
-    options = [word for word in words if word.startswith("--")]
-    (config,) = HfArgumentParser(SFTConfig).parse_args_into_dataclasses(
-        ["--output_dir", out, "--label_smoothing_factor", "0.1", *options]
-    )
-    trainer = SFTTrainer(model, args=config, train_dataset=load_dataset(**own, split="train"))
-    patch_trainer(trainer)  # the one line: label_smoothing_factor goes into the fused loss
+@dataclass
+class Arguments:
+    model: str = "Qwen/Qwen2.5-0.5B"
+    data: str = "trl-lib/Capybara"  # on the hub, or a .jsonl file
+    label_smoothing: float = 0.1
+
+
+def training_set(data: str) -> Dataset:
+    if data.endswith(".jsonl"):
+        return load_dataset("json", data_files=data, split="train")
+    return load_dataset(data, split="train")
+
+
+def main() -> None:
+    arguments, config = HfArgumentParser((Arguments, SFTConfig)).parse_args_into_dataclasses()
+    trainer = SFTTrainer(arguments.model, args=config, train_dataset=training_set(arguments.data))
+    patch_trainer(trainer, label_smoothing=arguments.label_smoothing)  # the one line
     trainer.train()
     trainer.save_model()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -12,53 +12,64 @@ import torch.nn.functional as F
 EXAMPLES = Path(__file__).resolve().parents[2] / "kernel" / "examples"
 
 
-def dense_loss(hidden, weight, labels, beta, tokens):
-    logits = hidden @ weight.T
-    return F.cross_entropy(logits, labels, label_smoothing=beta, reduction="sum") / tokens
+def dense(hidden, weight, labels, beta, tokens):
+    summed = F.cross_entropy(hidden @ weight.T, labels, label_smoothing=beta, reduction="sum")
+    return summed / tokens
 
 
-def loss_without_smoothing(hidden, weight, labels, beta, tokens):
-    return dense_loss(hidden, weight, labels, 0.0, tokens)
+def without_smoothing(hidden, weight, labels, beta, tokens):
+    return dense(hidden, weight, labels, 0.0, tokens)
 
 
-def loss_that_depends_on_the_split(hidden, weight, labels, beta, tokens):
-    return dense_loss(hidden, weight, labels, beta, (labels >= 0).sum())
+def by_its_own_tokens(hidden, weight, labels, beta, tokens):
+    return dense(hidden, weight, labels, beta, (labels >= 0).sum())
 
 
-def loss_without_the_gradient_of_hidden(hidden, weight, labels, beta, tokens):
-    return dense_loss(hidden.detach(), weight, labels, beta, tokens)
+def without_a_gradient_of_hidden(hidden, weight, labels, beta, tokens):
+    return dense(hidden.detach(), weight, labels, beta, tokens)
 
 
 @pytest.mark.parametrize(
-    ("loss", "verdicts"),
+    ("loss", "holds"),
     [
         (check_smoothing.loss, [True, True, True]),
-        (loss_without_smoothing, [False, False, True]),
-        (loss_that_depends_on_the_split, [True, True, False]),
-        (loss_without_the_gradient_of_hidden, [True, False, True]),
+        (without_smoothing, [False, False, True]),
+        (by_its_own_tokens, [True, True, False]),
+        (without_a_gradient_of_hidden, [True, False, True]),
     ],
 )
-def test_the_check_tells_right_losses_from_wrong_ones(loss, verdicts):
-    assert list(check_smoothing.check(loss).values()) == verdicts
+def test_the_check_tells_right_losses_from_wrong_ones(loss, holds):
+    assert list(check_smoothing.check(loss).values()) == holds
 
 
 @pytest.mark.parametrize("returned", [torch.Tensor.item, torch.Tensor.detach, torch.Tensor.flatten])
 def test_the_check_refuses_what_is_no_loss(returned):
     with pytest.raises(SystemExit, match=r"loss must return a tensor of shape \(\)"):
-        check_smoothing.check(lambda *given: returned(dense_loss(*given)))
+        check_smoothing.check(lambda *arguments: returned(dense(*arguments)))
+
+
+def run(script, *arguments):
+    command = [sys.executable, EXAMPLES / script, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.fixture
+def world(tmp_path):
+    """A folder with a tiny model, and rows of text."""
+    pytest.importorskip("transformers")
+    tiny_world = pytest.importorskip("tiny_world")
+    tiny_world.main(tmp_path)
+    rows = [{"text": tiny_world.words(3, 9)} for _ in range(9)]
+    tiny_world.write_rows(tmp_path / "data.jsonl", rows)
+    return tmp_path
 
 
 @pytest.mark.slow
-def test_trl(tmp_path):
+def test_trl(world):
     pytest.importorskip("trl")
-    tiny_world = pytest.importorskip("tiny_world")
-    tiny_world.main(tmp_path)
-    data = tmp_path / "data.jsonl"
-    tiny_world.write_rows(data, [{"text": tiny_world.words(3, 9)} for _ in range(9)])
-    out = tmp_path / "out"
-    command = [sys.executable, EXAMPLES / "trl_sft.py", tmp_path / "model", data, out]
-    options = ["--max_steps=2", "--logging_steps=1", "--report_to=none", "--use_cpu=true"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "'loss'" in done.stdout
-    assert (out / "model.safetensors").is_file()
+    own = ["--model", world / "model", "--data", world / "data.jsonl", "--label_smoothing", 0.2]
+    trls = ["--output_dir", world / "out", "--max_steps=2", "--logging_steps=1"]
+    said = run("trl_sft.py", *own, *trls, "--report_to=none", "--use_cpu=true")
+    assert "'loss'" in said and (world / "out" / "model.safetensors").is_file()
