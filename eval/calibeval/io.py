@@ -1,14 +1,41 @@
-"""What every module reads and writes with: whole files or none, JSON lines, the one error and what
-a command makes of it."""
+"""Reading and writing files, and how a command ends.
+
+Every module of this package, and other packages too, read and write through these functions.
+They keep three promises:
+
+- Whatever the user can mend raises `InputError`, whose message is one line that names the file,
+  the place in it, what was found there and what to do. `finish` prints it for a command.
+- A file is written whole or not at all (`atomic_write`, `write_text`, `write_rows`).
+- Text is UTF-8, and JSON lines are read with the place of each (`read_text`, `reading`,
+  `json_lines`).
+"""
 
 import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, Literal, overload
+
+__all__ = [
+    "InputError",
+    "atomic_write",
+    "counted",
+    "finish",
+    "json_lines",
+    "read_text",
+    "reading",
+    "sha256",
+    "write_rows",
+    "write_text",
+]
+
+BAD_INPUT = 2  # exit status of a command whose input cannot be used
+INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C has ended
+STDOUT = 1  # file descriptor
+HASH_BUFFER = 1 << 20  # bytes
 
 
 class InputError(ValueError):
@@ -16,34 +43,55 @@ class InputError(ValueError):
 
 
 def finish(work: Callable[[], int | None]) -> int:
-    """Do a command's work; returns its exit code, after one message for bad input or Ctrl-C."""
+    """Do a command's work and return its exit status.
+
+    The status is what `work` returns, where None means 0. After `InputError`, or an error of the
+    operating system that names a file, one line goes to stderr and the status is 2; after Ctrl-C
+    it is 130. Other exceptions pass through.
+    """
     try:
-        code = work() or 0
+        status = work()
         sys.stdout.flush()
-        return code
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
-    except BrokenPipeError:  # `… | head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nor may the interpreter's last flush fail
+        return BAD_INPUT
+    except BrokenPipeError:
+        # The reader of `… | head` has read enough. The interpreter flushes stdout once more when
+        # it ends, which would fail too; it goes to the null device instead.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
         return 0
     except OSError as error:
         if error.filename is None:
             raise
         print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return BAD_INPUT
     except KeyboardInterrupt:
         print("stopped; the same command continues", file=sys.stderr)
-        return 130
-    return 2
+        return INTERRUPTED
+    return status or 0
+
+
+@overload
+def atomic_write(path: str | Path, mode: Literal["w"] = "w") -> AbstractContextManager[IO[str]]: ...
+
+
+@overload
+def atomic_write(path: str | Path, mode: Literal["wb"]) -> AbstractContextManager[IO[bytes]]: ...
 
 
 @contextmanager
-def atomic_write(path: Path, mode: str = "w") -> Iterator[IO]:
-    """Open a temporary file beside `path` that becomes `path` only if the block succeeds."""
+def atomic_write(path: str | Path, mode: Literal["w", "wb"] = "w") -> Iterator[IO[Any]]:
+    """Open a temporary file beside `path` that becomes `path` only if the block succeeds.
+
+    Folders above `path` are made. `mode` is "w" for UTF-8 text or "wb" for bytes. The contents
+    are on the disk before the name is; a file that cannot be written raises `InputError`.
+    """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    encoding = "utf-8" if mode == "w" else None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:
+        with open(temporary, mode, encoding=encoding) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -55,65 +103,74 @@ def atomic_write(path: Path, mode: str = "w") -> Iterator[IO]:
             temporary.unlink(missing_ok=True)
 
 
-def write_text(path: Path, text: str) -> None:
-    """A text file, whole or not at all."""
+def write_text(path: str | Path, text: str) -> None:
+    """Write a UTF-8 text file, whole or not at all."""
     with atomic_write(path) as file:
         file.write(text)
 
 
-def sha256(path: Path) -> str:
+def write_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write JSON lines, whole or not at all."""
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def sha256(path: str | Path) -> str:
     """Hexadecimal SHA-256 of a file's bytes; an unreadable file raises `InputError`."""
-    total, buffer = hashlib.sha256(), memoryview(bytearray(1 << 20))
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(HASH_BUFFER))
     try:
         with open(path, "rb", buffering=0) as file:
-            while count := file.readinto(buffer):
-                total.update(buffer[:count])
+            while True:
+                count = file.readinto(buffer)
+                if not count:
+                    break
+                digest.update(buffer[:count])
     except OSError as error:
         raise InputError(f"{path}: could not be read ({error.strerror})") from error
-    return total.hexdigest()
+    return digest.hexdigest()
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[IO[str]]:
+def reading(path: str | Path) -> Iterator[IO[str]]:
     """Open a UTF-8 file, newlines untouched; unreadable files raise `InputError`."""
     try:
         with open(path, encoding="utf-8-sig", newline="\n") as file:
             yield file
     except UnicodeDecodeError as error:
-        found = error.object[error.start]
-        raise InputError(f"{path}: not UTF-8 text (byte {found:#04x})") from error
+        byte = error.object[error.start]
+        raise InputError(f"{path}: not UTF-8 text (byte {byte:#04x})") from error
     except OSError as error:
         raise InputError(f"{path}: could not be read ({error.strerror})") from error
 
 
-def read_text(path: Path) -> str:
+def read_text(path: str | Path) -> str:
     """A UTF-8 file's text, newlines untouched; unreadable files raise `InputError`."""
     with reading(path) as file:
         return file.read()
 
 
-def json_lines(path: Path) -> Iterator[tuple[str, dict]]:
-    """Yield ("path, line number", object) of a JSON-lines file; blank lines are skipped."""
+def json_lines(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield ("path, line number", object) of a JSON-lines file; blank lines are skipped.
+
+    A line that holds no JSON object raises `InputError` with its number.
+    """
     with reading(path) as lines:
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            where = f"{path}, line {number}"
+            place = f"{path}, line {number}"
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise InputError(f"{where}: not JSON ({error})") from error
+                raise InputError(f"{place}: not JSON ({error})") from error
             if not isinstance(value, dict):
-                found = type(value).__name__
-                raise InputError(f"{where}: expected a JSON object, found {found}")
-            yield where, value
-
-
-def write_rows(path: Path, rows: Iterable[dict]) -> None:
-    """Write JSON lines, whole or not at all."""
-    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+                kind = type(value).__name__
+                raise InputError(f"{place}: expected a JSON object, found {kind}")
+            yield place, value
 
 
 def counted(number: int, noun: str) -> str:
-    """1 run, 24 runs."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    """A number with its noun: "1 run", "24 runs"."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}s"

@@ -1,37 +1,59 @@
-"""What is asked of a model: one object for the command line, sweeps and the records' sidecars."""
+"""What is asked of a model: the same object for the command line, Python, sweeps and sidecars.
 
-from collections.abc import Mapping
-from typing import Annotated, Literal, TypeVar
+A `Request` names tasks and an engine with its options. Its fields are the command line's options,
+and their docstrings its help.
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+To add a task, a way of scoring or an engine, add its name to `TaskName`, `ScoringName` or
+`EngineName` here, and write it where `calibeval.tasks`, `calibeval.prompts` or
+`calibeval.engines` say. To add an option of engines, add it to `Request` and `EngineOptions`.
 
-from calibeval.io import InputError
+The names of `calibeval.validation` are importable from here as well.
+"""
 
-T = TypeVar("T")
-Seq = Annotated[tuple[T, ...], Field(strict=False)]  # a list in YAML and JSON
-Text = Annotated[str, Field(pattern=r"\S")]
-Natural = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(ge=1)]
+from collections import Counter
+from typing import Annotated, Literal
 
+from pydantic import Field, model_validator
+from typing_extensions import TypedDict
 
-class Strict(BaseModel):
-    """A frozen model that refuses unknown keys and never guesses a type."""
+from calibeval.validation import Natural, Positive, Seq, Strict, Text, checked
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+__all__ = [
+    "EngineName",
+    "EngineOptions",
+    "Natural",
+    "Normalization",
+    "Positive",
+    "Precision",
+    "Request",
+    "ResolvedTask",
+    "ScoringName",
+    "Seq",
+    "Strict",
+    "Task",
+    "TaskName",
+    "Text",
+    "checked",
+]
+
+TaskName = Literal["mmlu", "hellaswag", "arc_easy", "arc_challenge", "jsonl"]
+ScoringName = Literal["letters", "continuation"]
+EngineName = Literal["transformers", "vllm"]
+Precision = Literal["auto", "float32", "bfloat16", "float16"]
+# By what the log-probability of a choice's text is divided; "sum" divides by nothing.
+Normalization = Literal["sum", "bytes", "characters"]
 
 
 class Task(Strict):
     """Questions, and how they are asked; records of a task go to `<key>.jsonl`."""
 
-    task: Literal["mmlu", "hellaswag", "arc_easy", "arc_challenge", "jsonl"]
+    task: TaskName
     """mmlu, hellaswag, arc_easy, arc_challenge or jsonl."""
     data: str
     """The task's folder or file; `hub:NAME` of mmlu."""
     name: str | None = None
     """File name of the records; the task's own unless given."""
-    scoring: Literal["letters", "continuation"] | None = None
+    scoring: ScoringName | None = None
     """letters or continuation, the choices' texts; the task's convention unless given."""
     shots: Natural | None = None
     """Few-shot examples; 5, by continuation 0, unless given."""
@@ -50,13 +72,20 @@ class Task(Strict):
         return self.name or self.task
 
 
+class ResolvedTask(Task):
+    """A task whose scoring and number of examples are known: see `tasks.resolved`."""
+
+    scoring: ScoringName
+    shots: Natural
+
+
 class Request(Strict):
     """All that a model is asked, and of which engine."""
 
     tasks: Seq[Task] = Field(min_length=1)
-    engine: Literal["transformers", "vllm"] = "transformers"
+    engine: EngineName = "transformers"
     """transformers or vllm."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Precision = "auto"
     """auto (the model's own on a GPU, float32 on a CPU), float32, bfloat16 or float16."""
     batch_size: Positive | None = None
     """Questions that transformers reads at once; as many as its memory is good for unless given."""
@@ -66,31 +95,25 @@ class Request(Strict):
     """vLLM's share of the GPU; its own default unless given."""
 
     @model_validator(mode="after")
-    def _possible(self):
+    def _options_are_the_engines(self) -> "Request":
         if self.gpu_memory_utilization is not None and self.engine != "vllm":
             raise ValueError("gpu_memory_utilization: is for engine vllm")
-        if again := {t.key for t in self.tasks if [u.key for u in self.tasks].count(t.key) > 1}:
-            raise ValueError(f"tasks: {min(again)!r} twice; give one of them another name")
+        return self
+
+    @model_validator(mode="after")
+    def _each_task_has_a_file_of_its_own(self) -> "Request":
+        counts = Counter(task.key for task in self.tasks)
+        repeated = sorted(key for key, count in counts.items() if count > 1)
+        if repeated:
+            raise ValueError(f"tasks: {repeated[0]!r} twice; give one of them another name")
         return self
 
 
-M = TypeVar("M", bound=BaseModel)
-KINDS = ("int", "float", "str", "bool")  # of a value that may be of several, in pydantic's places
+class EngineOptions(TypedDict, total=False):
+    """The fields of `Request` but its tasks, for functions that take them as keywords."""
 
-
-def checked(kind: type[M], values: Mapping, where: str, strict: bool | None = None) -> M:
-    """The values as a model; the first that is wrong raises `InputError` with key and value."""
-    try:
-        return kind.model_validate(values, strict=strict)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        reason = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
-        key = ".".join(str(part) for part in first["loc"] if part not in KINDS)
-        if first["type"] == "missing":
-            reason = f"no {key!r}; found {', '.join(map(str, first['input']))}"
-        elif first["type"] == "extra_forbidden":
-            known = f"; known: {', '.join(kind.model_fields)}" * (len(first["loc"]) == 1)
-            reason = f"{key}: no such key{known}"
-        elif key:
-            reason = f"{key} is {first['input']!r}: {reason}"
-        raise InputError(f"{where}: {reason}") from error
+    engine: EngineName
+    dtype: Precision
+    batch_size: int | None
+    revision: str | None
+    gpu_memory_utilization: float | None
