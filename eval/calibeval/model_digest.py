@@ -1,4 +1,7 @@
-"""What can be said of a model folder before it is loaded."""
+"""A digest of a model's folder, by which records know of which weights they are.
+
+The model is not loaded for it: the digest is of the files that decide its answers.
+"""
 
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
@@ -6,26 +9,45 @@ from pathlib import Path
 
 from calibeval.io import sha256
 
-# What decides a folder's answers; the rest of *.bin is a trainer's own state.
-WEIGHTS = "adapter_config.json *.safetensors *.bin *.index.json"
-WORDS = "tokenizer* *.model special_tokens_map.json added_tokens.json vocab.* merges.txt chat_*"
-PARTS = f"config.json {WEIGHTS} {WORDS}".split()
-STATE = ("training_args.bin", "optimizer.bin", "scheduler.bin")
+# Patterns of the files that decide a model's answers.
+CONFIGURATION = ("config.json", "adapter_config.json")
+WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
+TOKENIZER = (
+    "tokenizer*",
+    "*.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_*",
+)
+# Files of a trainer's own state, which match `*.bin` and decide nothing.
+TRAINER_STATE = ("training_args.bin", "optimizer.bin", "scheduler.bin")
 
 
 def digest(model: str, revision: str | None = None) -> str:
     """SHA-256 over names and whole contents of a folder's configuration, tokenizer and weights.
 
-    For a hub name, the commit of its snapshot in the cache.
+    For the name of a model on the hub, which must be in the local cache, it is the commit of its
+    snapshot there.
     """
     folder = Path(model)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(model, revision=revision, local_files_only=True)).name
-    found = {p for part in PARTS for p in folder.glob(part) if p.is_file()}
-    paths = sorted(path for path in found if path.name not in STATE)
-    with ThreadPoolExecutor() as pool:  # hashlib lets other threads run
-        parts = zip(paths, pool.map(sha256, paths), strict=True)
-        text = "".join(f"{path.name} {part}\n" for path, part in parts)
-    return hashlib.sha256(text.encode()).hexdigest()
+    paths = files_that_decide(folder)
+    with ThreadPoolExecutor() as threads:  # hashlib lets other threads run
+        digests = list(threads.map(sha256, paths))
+    lines = [f"{path.name} {of_file}\n" for path, of_file in zip(paths, digests, strict=True)]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def files_that_decide(folder: Path) -> list[Path]:
+    """The files of a model folder on which its answers depend, sorted by path."""
+    paths = set()
+    for pattern in (*CONFIGURATION, *WEIGHTS, *TOKENIZER):
+        for path in folder.glob(pattern):
+            if path.is_file() and path.name not in TRAINER_STATE:
+                paths.add(path)
+    return sorted(paths)
