@@ -6,14 +6,34 @@ Stages share only files: every metric recomputes from the records without a mode
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from calibeval.api import compare, metrics, reliability
+    from calibeval.callback import CalibrationCallback
+    from calibeval.scaling import temperature
+    from calibeval.scoring import score
 
 __version__ = "0.1.0"
 __all__ = ["CalibrationCallback", "compare", "metrics", "reliability", "score", "temperature"]
 
+# Where the public names are. They are imported when they are first used: NumPy and the model
+# libraries take seconds.
+_MODULES = {
+    "CalibrationCallback": "calibeval.callback",
+    "compare": "calibeval.api",
+    "metrics": "calibeval.api",
+    "reliability": "calibeval.api",
+    "score": "calibeval.scoring",
+    "temperature": "calibeval.scaling",
+}
 
-def __getattr__(name: str):
-    """The public names, each with what it needs: NumPy and the model libraries take seconds."""
-    if name not in __all__:
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    modules = {"CalibrationCallback": "callback", "score": "scoring", "temperature": "scaling"}
-    return getattr(import_module(f"calibeval.{modules.get(name, 'api')}"), name)
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,6 +1,7 @@
 """Command line: `calibeval COMMAND …`; `--help` lists the commands.
 
-A command imports what it needs itself: NumPy and the model libraries take seconds to load.
+To add a command, write a function that adds its options and one that runs it, and list both in
+`COMMANDS`. A command imports what it needs itself: NumPy and the model libraries take seconds.
 """
 
 import argparse
@@ -9,192 +10,312 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
 
 import calibeval
 from calibeval.io import InputError, counted, finish
 from calibeval.request import Request, Task, checked
 
+RECORDS = "RECORDS.jsonl"
+TASK_FIELDS = [name for name in Task.model_fields if name != "name"]
+ENGINE_FIELDS = ["engine", "dtype", "batch_size", "revision", "gpu_memory_utilization"]
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; bad input prints `error: …` and gives exit status 2."""
-    a = parser().parse_args(argv)
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a file has a thread already
-    return finish(lambda: a.run(a))
-
-
-def add_keys(add: Callable, model: type, keys: Iterable[str]) -> None:
-    """An option for each key of a model, which checks the values and whose documentation helps."""
-    for key in keys:
-        field = model.model_fields[key]
-        about = {"required": field.is_required(), "metavar": "VALUE", "help": field.description}
-        add(f"--{key.replace('_', '-')}", dest=key, **about)
+    arguments = parser().parse_args(argv)
+    # Record files are read by a thread each, so linear algebra needs no threads of its own.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    return finish(lambda: arguments.run(arguments))
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line's grammar."""
     top = argparse.ArgumentParser(prog="calibeval", description=calibeval.__doc__)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
-
-    def command(name: str, run: Callable, *shared, **defaults) -> Callable:
-        p = commands.add_parser(name, help=run.__doc__, parents=shared)
-        p.add_argument("--json", action="store_true", help="what came out as JSON")
-        p.set_defaults(run=run, **defaults)
-        return p.add_argument
-
-    # What several commands have.
-    normalise = argparse.ArgumentParser(add_help=False)
-    help = "texts' scores; default: the records' convention"
-    normalise.add_argument("--normalise", choices=("sum", "bytes", "characters"), help=help)
-
-    add = command("score", run_score)
-    add("--model", required=True, help="model folder or hub name")
-    add_keys(add, Task, [key for key in Task.model_fields if key != "name"])
-    add_keys(add, Request, ("engine", "dtype", "batch_size", "revision", "gpu_memory_utilization"))
-    add("--out", required=True, type=Path, metavar="RECORDS.jsonl")
-
-    add = command("import", run_import)
-    help = "lm-evaluation-harness's samples_<task>_<time>.jsonl, Inspect's logs (.json)"
-    add("files", nargs="+", type=Path, metavar="FILE", help=help)
-    add("--out", required=True, type=Path, metavar="DIR|FILE.jsonl", help="DIR: a file a data set")
-
-    add = command("metrics", run_metrics, normalise)
-    add("records", nargs="+", type=Path, metavar="RECORDS.jsonl")
-
-    add = command("compare", run_compare, normalise)
-    add("a", type=Path, metavar="A.jsonl")
-    add("b", type=Path, metavar="B.jsonl")
-    help = "the questions were asked in other words, which is meant"
-    add("--different-prompts", action="store_true", help=help)
-
-    add = command("temperature", run_temperature)
-    add("validation", type=Path, metavar="VALIDATION.jsonl", help="to fit it on")
-    add("test", type=Path, metavar="TEST.jsonl", help="of the same model, on other questions")
-    add("--out", required=True, type=Path, metavar="RECORDS.jsonl", help="TEST's at it")
-
-    add = command("conformal", run_conformal)
-    add("records", nargs="+", type=Path, metavar="RECORDS.jsonl")
-    add("--alpha", type=float, default=0.1, help="share of sets that may miss the answer")
-    add("--score", choices=("lac", "aps"), default="lac")
-
-    add = command("collect", run_collect)
-    add("index", type=Path, metavar="INDEX.jsonl")
-    add("--out", required=True, type=Path, metavar="DIR")
-    add("--columns", default="accuracy,ece,rms", help="METRIC or METRIC@vocabulary; %(default)s")
-    add("--title", default="Calibration", help="of the HTML report")
+    for name, command in COMMANDS.items():
+        grammar = commands.add_parser(name, help=command.run.__doc__)
+        grammar.add_argument("--json", action="store_true", help="what came out as JSON")
+        grammar.set_defaults(run=command.run)
+        command.add_options(grammar)
     return top
 
 
-def requested(a: argparse.Namespace) -> Request:
-    """The options as a `Request` of one task."""
-    given = {k: v for k, v in vars(a).items() if v is not None}
-    task = {k: given[k] for k in Task.model_fields if k in given}
-    if a.subjects:
-        task["subjects"] = a.subjects.split(",")
-    engine = {k: given[k] for k in Request.model_fields if k in given}
-    return checked(Request, {"tasks": [task]} | engine, f"--task {a.task}", strict=False)
+def add_fields(
+    grammar: argparse.ArgumentParser, model: type[BaseModel], names: Iterable[str]
+) -> None:
+    """Add an option for each of a model's fields, which documents it and checks its value."""
+    for name in names:
+        field = model.model_fields[name]
+        grammar.add_argument(
+            f"--{name.replace('_', '-')}",
+            dest=name,
+            required=field.is_required(),
+            metavar="VALUE",
+            help=field.description,
+        )
 
 
-def run_score(a: argparse.Namespace) -> None:
+def add_normalise(grammar: argparse.ArgumentParser) -> None:
+    """Add the option by what texts' log-probabilities are compared."""
+    grammar.add_argument(
+        "--normalise",
+        choices=("sum", "bytes", "characters"),
+        help="texts' scores; default: the records' convention",
+    )
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """Print one JSON object on a line."""
+    print(json.dumps(value, default=lambda figures: figures.as_dict(), ensure_ascii=False))
+
+
+# --- score ---
+
+
+def add_score_options(grammar: argparse.ArgumentParser) -> None:
+    grammar.add_argument("--model", required=True, help="model folder or hub name")
+    add_fields(grammar, Task, TASK_FIELDS)
+    add_fields(grammar, Request, ENGINE_FIELDS)
+    grammar.add_argument("--out", required=True, type=Path, metavar=RECORDS)
+
+
+def run_score(arguments: argparse.Namespace) -> None:
     """Score a model on a task and write records."""
-    if a.out.suffix != ".jsonl" or a.out.is_dir():
-        raise InputError(f"--out {a.out}: expected a file's name such as RECORDS.jsonl")
-    a.name = a.out.stem
-    request = requested(a)
-    how = request.model_dump(exclude={"tasks"})
-    calibeval.score(a.model, tasks=request.tasks, out=a.out.parent, **how)
-    if a.json:
-        print_json(figures_of(a.out))
+    out: Path = arguments.out
+    if out.suffix != ".jsonl" or out.is_dir():
+        raise InputError(f"--out {out}: expected a file's name such as {RECORDS}")
+    request = request_from(arguments)
+    options = request.model_dump(exclude={"tasks"})
+    calibeval.score(arguments.model, tasks=request.tasks, out=out.parent, **options)
+    if arguments.json:
+        print_json(figures_of_file(out))
 
 
-def run_import(a: argparse.Namespace) -> None:
+def request_from(arguments: argparse.Namespace) -> Request:
+    """The options as a `Request` of one task, whose records have the name of `--out`."""
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    task = {name: given[name] for name in TASK_FIELDS if name in given}
+    task["name"] = arguments.out.stem
+    if arguments.subjects:
+        task["subjects"] = arguments.subjects.split(",")
+    values = {name: given[name] for name in ENGINE_FIELDS if name in given}
+    values["tasks"] = [task]
+    return checked(Request, values, f"--task {arguments.task}", strict=False)
+
+
+# --- import ---
+
+
+def add_import_options(grammar: argparse.ArgumentParser) -> None:
+    grammar.add_argument(
+        "files",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="lm-evaluation-harness's samples_<task>_<time>.jsonl, Inspect's logs (.json)",
+    )
+    grammar.add_argument(
+        "--out",
+        required=True,
+        type=Path,
+        metavar="DIR|FILE.jsonl",
+        help="DIR: a file a data set",
+    )
+
+
+def run_import(arguments: argparse.Namespace) -> None:
     """Turn lm-evaluation-harness's samples or Inspect's logs into records."""
     from calibeval import imports
 
-    made = imports.convert(a.files, a.out)
-    if a.json:
-        print_json(made)
+    questions_of_file = imports.convert(arguments.files, arguments.out)
+    if arguments.json:
+        print_json(questions_of_file)
 
 
-def run_metrics(a: argparse.Namespace) -> None:
+# --- metrics ---
+
+
+def add_metrics_options(grammar: argparse.ArgumentParser) -> None:
+    add_normalise(grammar)
+    grammar.add_argument("records", nargs="+", type=Path, metavar=RECORDS)
+
+
+def run_metrics(arguments: argparse.Namespace) -> None:
     """Recompute metrics from records."""
-    import pandas as pd
-
-    for path in a.records:
-        found = figures_of(path, a.normalise)
-        if a.json:
-            print_json(found)
-            continue
-        mass, by = found["letter_mass"], found["normalise"]
-        how = f"log-probability by {by}" if mass is None else f"letter mass {mass:.3f}"
-        print(f"{path}: {counted(found['questions'], 'question')}, {how}")
-        headings = {"choices": "among the choices", "vocabulary": "among all tokens"}
-        print(pd.DataFrame(found["metrics"]).map(str).rename(columns=headings).to_string())
+    for path in arguments.records:
+        figures = figures_of_file(path, arguments.normalise)
+        if arguments.json:
+            print_json(figures)
+        else:
+            print_metrics(path, figures)
 
 
-def figures_of(path: Path, normalise: str | None = None) -> dict:
+def figures_of_file(path: Path, normalise: str | None = None) -> dict[str, Any]:
     """A record file's metrics in each confidence, and what its reliability diagrams show."""
     from calibeval import api, stats
 
     run = stats.load(path, normalise)
-    about = {k: getattr(run, k) for k in ("model", "questions", "letter_mass", "reliability")}
-    return {"records": str(path), "normalise": run.convention, "metrics": api.metrics(run)} | about
+    return {
+        "records": str(path),
+        "normalise": run.convention,
+        "metrics": api.metrics(run),
+        "model": run.model,
+        "questions": run.questions,
+        "letter_mass": run.letter_mass,
+        "reliability": run.reliability,
+    }
 
 
-def print_json(value: dict) -> None:
-    """One JSON object on a line."""
-    print(json.dumps(value, default=lambda figures: figures.as_dict(), ensure_ascii=False))
-
-
-def run_compare(a: argparse.Namespace) -> None:
-    """Say whether run B is better than run A, and by how much."""
+def print_metrics(path: Path, figures: dict[str, Any]) -> None:
+    """Print a record file's metrics as a table."""
     import pandas as pd
 
+    if figures["letter_mass"] is None:
+        asked = f"log-probability by {figures['normalise']}"
+    else:
+        asked = f"letter mass {figures['letter_mass']:.3f}"
+    print(f"{path}: {counted(figures['questions'], 'question')}, {asked}")
+    headings = {"choices": "among the choices", "vocabulary": "among all tokens"}
+    table = pd.DataFrame(figures["metrics"]).map(str)
+    print(table.rename(columns=headings).to_string())
+
+
+# --- compare ---
+
+
+def add_compare_options(grammar: argparse.ArgumentParser) -> None:
+    add_normalise(grammar)
+    grammar.add_argument("a", type=Path, metavar="A.jsonl")
+    grammar.add_argument("b", type=Path, metavar="B.jsonl")
+    grammar.add_argument(
+        "--different-prompts",
+        action="store_true",
+        help="the questions were asked in other words, which is meant",
+    )
+
+
+def run_compare(arguments: argparse.Namespace) -> None:
+    """Say whether run B is better than run A, and by how much."""
     from calibeval import api, stats
 
-    runs = (stats.load(path, a.normalise) for path in (a.a, a.b))
-    found = api.compare(*runs, a.different_prompts)
-    if a.json:
-        return print_json({"a": str(a.a), "b": str(a.b), "comparison": found})
-    print(f"A {a.a}\nB {a.b}\nWhich is better calibrated as a whole: read nll and brier first.")
-    for confidence, metrics in found.items():
-        table = pd.DataFrame(metrics).T.rename_axis(columns=confidence)
-        text = table.map(lambda x: x if isinstance(x, str) else f"{x:.4f}", na_action="ignore")
-        print(text.fillna("–").to_string())
+    run_a = stats.load(arguments.a, arguments.normalise)
+    run_b = stats.load(arguments.b, arguments.normalise)
+    comparisons = api.compare(run_a, run_b, arguments.different_prompts)
+    if arguments.json:
+        print_json({"a": str(arguments.a), "b": str(arguments.b), "comparison": comparisons})
+        return
+    print(f"A {arguments.a}")
+    print(f"B {arguments.b}")
+    print("Which is better calibrated as a whole: read nll and brier first.")
+    for confidence, comparison_of_metric in comparisons.items():
+        print_comparisons(confidence, comparison_of_metric)
     print("difference: b − a, of rms_debiased b² − a²; low and high: 95 %, where known to cover")
 
 
-def run_temperature(a: argparse.Namespace) -> None:
+def print_comparisons(confidence: str, comparison_of_metric: dict[str, Any]) -> None:
+    """Print a line a metric; what is not known is a dash."""
+    import pandas as pd
+
+    def cell(value: str | float) -> str:
+        return value if isinstance(value, str) else f"{value:.4f}"
+
+    table = pd.DataFrame(comparison_of_metric).T.rename_axis(columns=confidence)
+    print(table.map(cell, na_action="ignore").fillna("–").to_string())
+
+
+# --- temperature ---
+
+
+def add_temperature_options(grammar: argparse.ArgumentParser) -> None:
+    grammar.add_argument("validation", type=Path, metavar="VALIDATION.jsonl", help="to fit it on")
+    grammar.add_argument(
+        "test", type=Path, metavar="TEST.jsonl", help="of the same model, on other questions"
+    )
+    grammar.add_argument("--out", required=True, type=Path, metavar=RECORDS, help="TEST's at it")
+
+
+def run_temperature(arguments: argparse.Namespace) -> None:
     """Fit a temperature to some records, and apply it to others."""
-    found = calibeval.temperature(a.validation, a.test, a.out)
-    print(json.dumps(found) if a.json else f"{a.out}: {json.dumps(found)}")
+    fit = calibeval.temperature(arguments.validation, arguments.test, arguments.out)
+    text = json.dumps(fit)
+    print(text if arguments.json else f"{arguments.out}: {text}")
 
 
-def run_conformal(a: argparse.Namespace) -> None:
+# --- conformal ---
+
+
+def add_conformal_options(grammar: argparse.ArgumentParser) -> None:
+    grammar.add_argument("records", nargs="+", type=Path, metavar=RECORDS)
+    grammar.add_argument(
+        "--alpha", type=float, default=0.1, help="share of sets that may miss the answer"
+    )
+    grammar.add_argument("--score", choices=("lac", "aps"), default="lac")
+
+
+def run_conformal(arguments: argparse.Namespace) -> None:
     """Say how often prediction sets hold the answer, and how large they are."""
     from calibeval import conformal, records
 
-    options = {"alpha": a.alpha, "score": a.score}
-    for path in a.records:
-        of = records.read(path)
-        found = conformal.evaluate(of, **options)
-        if a.json:
-            print_json({"records": str(path)} | options | {"sets": found})
+    alpha: float = arguments.alpha
+    score: str = arguments.score
+    for path in arguments.records:
+        scored = records.read(path)
+        sets = conformal.evaluate(scored, alpha=alpha, score=score)
+        if arguments.json:
+            print_json({"records": str(path), "alpha": alpha, "score": score, "sets": sets})
             continue
         print(
-            f"{path}: {counted(len(of), 'question')}, {a.score} sets at 1 − α = {1 - a.alpha:g}, "
-            f"random halves calibrate: coverage {found.coverage:.3f} ± {found.coverage_sd:.3f}, "
-            f"mean size {found.size:.3f} ± {found.size_sd:.3f}, {found.questions} tested"
+            f"{path}: {counted(len(scored), 'question')}, {score} sets at 1 − α = {1 - alpha:g}, "
+            f"random halves calibrate: coverage {sets.coverage:.3f} ± {sets.coverage_sd:.3f}, "
+            f"mean size {sets.size:.3f} ± {sets.size_sd:.3f}, {sets.questions} tested"
         )
 
 
-def run_collect(a: argparse.Namespace) -> None:
+# --- collect ---
+
+
+def add_collect_options(grammar: argparse.ArgumentParser) -> None:
+    grammar.add_argument("index", type=Path, metavar="INDEX.jsonl")
+    grammar.add_argument("--out", required=True, type=Path, metavar="DIR")
+    grammar.add_argument(
+        "--columns",
+        default="accuracy,ece,rms",
+        help="METRIC or METRIC@vocabulary; %(default)s",
+    )
+    grammar.add_argument("--title", default="Calibration", help="of the HTML report")
+
+
+def run_collect(arguments: argparse.Namespace) -> None:
     """Make tables, figures and a report from an index of record files."""
     from calibeval import index, report
 
-    text = report.collect(a.index, a.out, a.columns, a.title)
-    tidy = report.tidy(index.read(a.index)) if a.json else None
-    print(text if tidy is None else tidy.to_json(orient="records", lines=True), end="")
+    table = report.collect(arguments.index, arguments.out, arguments.columns, arguments.title)
+    if arguments.json:
+        tidy = report.tidy(index.read(arguments.index))
+        print(tidy.to_json(orient="records", lines=True), end="")
+    else:
+        print(table, end="")
 
+
+class Command(NamedTuple):
+    """A command's functions; the first line of help is `run`'s docstring."""
+
+    run: Callable[[argparse.Namespace], None]
+    add_options: Callable[[argparse.ArgumentParser], None]
+
+
+COMMANDS = {
+    "score": Command(run_score, add_score_options),
+    "import": Command(run_import, add_import_options),
+    "metrics": Command(run_metrics, add_metrics_options),
+    "compare": Command(run_compare, add_compare_options),
+    "temperature": Command(run_temperature, add_temperature_options),
+    "conformal": Command(run_conformal, add_conformal_options),
+    "collect": Command(run_collect, add_collect_options),
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,64 +1,167 @@
 """Calibration while a model trains: a callback for transformers' Trainer and its subclasses."""
 
-import sys
+import inspect
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from transformers import TrainerCallback
-from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers import (
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.trainer_callback import CallbackHandler
+from typing_extensions import Unpack
 
 from calibeval import measures, scoring, stats
 from calibeval.io import InputError
-from calibeval.request import Task
+from calibeval.records import Records
+from calibeval.request import EngineOptions, Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 
 class CalibrationCallback(TrainerCallback):
-    """Score tasks before training, every so many steps (0: none), and after; log as the Trainer.
+    """Score tasks before training, every so many steps, and after it; log the figures.
 
-    `eval_<task>_accuracy`, `_nll`, `_ece` and `_ece_floor`, what 95 % of calibrated models read
-    less than; of letters `_ece_vocabulary` and its floor as well, among all tokens. The figures are
-    those of `calibeval score` on the model as it would be saved then; training goes on as without.
+    It logs `eval_<task>_accuracy`, `_nll`, `_ece` and `_ece_floor`, which 95 % of calibrated models
+    stay below; where letters are scored, `_ece_vocabulary` and its floor as well, of probabilities
+    among all tokens. The figures are those of `calibeval score` on the model as it would be saved
+    then, and training goes on as it would without them.
 
-        Trainer(…, callbacks=[CalibrationCallback([{"task": "mmlu", "data": "DATA"}], every=100)])
+        trainer = Trainer(model, arguments, train_dataset=data, processing_class=tokenizer)
+        watch = CalibrationCallback([{"task": "mmlu", "data": "DATA"}], every=100, trainer=trainer)
+        trainer.add_callback(watch)
 
-    `tokenizer`: the Trainer's, else the model's folder's. `options` are keys of `Request`.
+    Args:
+        tasks: `Task`s, or their keys as in the example.
+        every: Training steps between two scorings; 0 scores before and after training alone.
+        tokenizer: The Trainer's unless given, else the model's folder's.
+        trainer: The Trainer whose reports (TensorBoard, Weights & Biases, …) are to show the
+            figures. A callback that is made before its Trainer, to be one of its `callbacks=[…]`,
+            cannot be given it; then it is the Trainer that calls the callback.
+        **options: Fields of `calibeval.request.Request`, such as `batch_size`.
+
+    Raises:
+        InputError: as `calibeval.score` does, and at the beginning of training where the model is
+            in pieces (ZeRO-3 or FSDP).
     """
 
-    def __init__(self, tasks: Sequence[Task | Mapping], every: int, *, tokenizer=None, **options):
-        self.tasks, self.every, self.tokenizer, self.options = tasks, every, tokenizer, options
-        self.last: int | None = None  # the step that was scored last
+    def __init__(
+        self,
+        tasks: Sequence[Task | Mapping[str, Any]],
+        every: int,
+        *,
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
+        trainer: "Trainer | None" = None,
+        **options: Unpack[EngineOptions],
+    ):
+        self.tasks = tasks
+        self.every = every
+        self.tokenizer = tokenizer
+        self.trainer = trainer
+        self.options = options
+        self.last_scored_step: int | None = None
 
-    def on_train_begin(self, args, state, control, **given):
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
         """Score the model as it comes."""
         if is_deepspeed_zero3_enabled() or args.fsdp:
             raise InputError("CalibrationCallback: the model is in pieces (ZeRO-3 or FSDP)")
-        self._score(args, state, control, sys._getframe(1), **given)
+        self._score_and_log(args, state, control, **kwargs)
 
-    def on_step_end(self, args, state, control, **given):
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
         """Score every so many steps."""
         if self.every and state.global_step % self.every == 0:
-            self._score(args, state, control, sys._getframe(1), **given)
+            self._score_and_log(args, state, control, **kwargs)
 
-    def on_train_end(self, args, state, control, **given):
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
         """Score the model as it leaves."""
-        self._score(args, state, control, sys._getframe(1), **given)
+        self._score_and_log(args, state, control, **kwargs)
 
-    def _score(self, args, state, control, caller, *, model, processing_class=None, **_) -> None:
-        if state.global_step == self.last or not state.is_world_process_zero:
+    def _score_and_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: "PreTrainedModel",
+        processing_class: "PreTrainedTokenizerBase | None" = None,
+        **kwargs: Any,
+    ) -> None:
+        """Score the model on the main process, unless it was at this step already."""
+        if state.global_step == self.last_scored_step or not state.is_world_process_zero:
             return
-        self.last = state.global_step
+        self.last_scored_step = state.global_step
         tokenizer = self.tokenizer or processing_class
         scored = scoring.score(model, tokenizer, self.tasks, progress=False, **self.options)
-        logs = {}
+        figures: dict[str, float] = {}
         for key, records in scored.items():
-            samples = stats.samples(stats.in_order(records))
-            for metric in (measures.accuracy, measures.nll):
-                logs[f"eval_{key}_{metric.__name__}"] = float(metric(samples["choices"])[0])
-            for confidence, sample in samples.items():
-                name = f"eval_{key}_ece" + f"_{confidence}" * (confidence != "choices")
-                logs[name] = float(measures.ece(sample)[0])
-                logs[f"{name}_floor"] = stats.consistency(sample, ["ece"])["ece"][0]
-        state.log_history.append(logs | {"step": state.global_step, "epoch": state.epoch})
-        # The reports are other callbacks, and the one who knows them is who calls this one.
-        handler, should_log = caller.f_locals["self"], control.should_log
-        handler.on_log(args, state, control, logs | {"epoch": state.epoch})
-        control.should_log = should_log
+            figures.update(_figures(key, records))
+        state.log_history.append({**figures, "step": state.global_step, "epoch": state.epoch})
+        handler = self._callback_handler()
+        if handler is not None:
+            should_log = control.should_log  # whether the loss is logged too; `on_log` forgets it
+            handler.on_log(args, state, control, {**figures, "epoch": state.epoch})
+            control.should_log = should_log
+
+    def _callback_handler(self) -> CallbackHandler | None:
+        """What tells all callbacks, reports among them, of an event.
+
+        Not `Trainer.log`: some Trainers' (TRL's) add averages of the training since their last log,
+        which they would then lack.
+        """
+        if self.trainer is not None:
+            return self.trainer.callback_handler
+        return _calling_handler()
+
+
+def _calling_handler() -> CallbackHandler | None:
+    """The handler that calls this callback; None where something else does.
+
+    transformers hands a callback the model, the tokenizer and the data loaders, but nothing that
+    leads to the other callbacks. So the handler is looked for among the callers.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, CallbackHandler):
+            return caller
+        frame = frame.f_back
+    return None
+
+
+def _figures(key: str, records: Records) -> dict[str, float]:
+    """What is logged of a task's records."""
+    samples = stats.samples(stats.in_order(records))
+    figures = {
+        f"eval_{key}_accuracy": float(measures.accuracy(samples["choices"])[0]),
+        f"eval_{key}_nll": float(measures.nll(samples["choices"])[0]),
+    }
+    for confidence, sample in samples.items():
+        name = f"eval_{key}_ece"
+        if confidence != "choices":
+            name += f"_{confidence}"
+        floor, _ = stats.consistency(sample, ["ece"])["ece"]
+        figures[name] = float(measures.ece(sample)[0])
+        figures[f"{name}_floor"] = floor
+    return figures

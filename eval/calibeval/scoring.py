@@ -1,233 +1,395 @@
-"""Scoring: questions → prompts → engine → records, kept as they are made."""
+"""Scoring: questions → prompts → engine → records, kept as they are made.
+
+`score` is what the command line, sweeps and `CalibrationCallback` call. It reads all data, fits the
+prompts into the model's context (`fit_prompts`), and fills a file of records for each task
+(`calibeval.store`), with an engine that is loaded only if something is left to score.
+"""
 
 import math
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import cache
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
+from typing_extensions import Unpack
 
-from calibeval import __version__, engines, measures, model_digest, prompts, records, stats
-from calibeval.engines import Job
+from calibeval import __version__, engines, measures, model_digest, records, stats
+from calibeval.engines import Engine, Job
 from calibeval.io import InputError, counted
-from calibeval.prompts import Branches, Prompt
+from calibeval.prompts import SCORING_MODES, Prompt
+from calibeval.questions import Question, Subject
 from calibeval.records import Records
-from calibeval.request import Request, Task, checked
-from calibeval.store import Store
-from calibeval.tasks import Subject, load, normalisation, resolved
+from calibeval.request import (
+    EngineOptions,
+    Normalization,
+    Request,
+    ResolvedTask,
+    ScoringName,
+    Task,
+    checked,
+)
+from calibeval.store import Row, Store
+from calibeval.tasks import load, normalization, resolved
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+BAR_SECONDS = 0.5  # between two updates of the progress bar
 
 
-class Item(NamedTuple):
+@dataclass(frozen=True)
+class Item:
     """A question, what an engine is asked of it, and how its users compare the answers."""
 
     prompt: Prompt
     job: Job
-    normalise: str
+    scoring: ScoringName
+    normalise: Normalization
     truncated: int  # tokens cut from the left
 
 
+def score(
+    model: "str | Path | PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    tasks: Sequence[Task | Mapping[str, Any]] = (),
+    *,
+    out: str | Path | None = None,
+    progress: bool = True,
+    **options: Unpack[EngineOptions],
+) -> dict[str, Records]:
+    """Score a model on tasks, through one load of it.
+
+    Args:
+        model: A folder, a name on the hub, or a loaded `transformers` model, which is left as it
+            was.
+        tokenizer: The model's folder's unless given.
+        tasks: `Task`s, or their keys: {"task": "mmlu", "data": "DATA"}.
+        out: A folder for the records, `<out>/<task.key>.jsonl`, each beside a sidecar with its
+            settings. What is there already of the same folder's weights is not scored again.
+        progress: Whether stderr shows a bar and what came out.
+        **options: Fields of `Request`, such as `engine` and `batch_size`.
+
+    Returns:
+        {task.key: its records}
+
+    Raises:
+        InputError: data, options or a model that cannot be used, or records of other settings. All
+            input is read before the model.
+    """
+    request = checked(Request, {"tasks": list(tasks), **options}, "score")
+    source = _describe_model(model, request)
+    if tokenizer is None:
+        tokenizer = engines.load_tokenizer(source.folder, request.revision)
+    wants_digest = bool(out) and not source.is_loaded
+    items, digest = _read_input(source, request, tokenizer, wants_digest)
+    longest = max(item.job.length for of_task in items.values() for item in of_task)
+    settings = {
+        "model_digest": digest,
+        **request.model_dump(include={"revision", "engine", "dtype"}),
+    }
+    with ExitStack() as at_end:
+        folder, working_folder = _open_folders(out, source, request.tasks, at_end)
+        engine = at_end.enter_context(_LazyEngine(source.model, request, longest + 1))
+        results = {}
+        for task in request.tasks:
+            run = _TaskRun(resolved(task), items[task.key], source.name, engine, progress)
+            results[task.key] = run.score(settings, working_folder, folder)
+    return results
+
+
+@dataclass(frozen=True)
+class _ModelSource:
+    """A model to be scored, loaded or not."""
+
+    model: "str | PreTrainedModel"
+    name: str  # in records
+    folder: str  # or name on the hub
+    config: "PretrainedConfig"
+
+    @property
+    def is_loaded(self) -> bool:
+        return not isinstance(self.model, str)
+
+
+def _describe_model(model: "str | Path | PreTrainedModel", request: Request) -> _ModelSource:
+    if isinstance(model, (str, Path)):
+        folder = str(model)
+        config = engines.load_config(folder, request.revision)
+        return _ModelSource(folder, folder, folder, config)
+    return _ModelSource(model, f"a {type(model).__name__}", model.name_or_path or "", model.config)
+
+
+def _read_input(
+    source: _ModelSource,
+    request: Request,
+    tokenizer: "PreTrainedTokenizerBase",
+    wants_digest: bool,
+) -> tuple[dict[str, list[Item]], str | None]:
+    """The questions of each task, by its key, and the digest of the model's folder if wanted."""
+    longest = engines.context_length(source.config)
+    items = {}
+    # The digest and the prompts take seconds each, and neither holds the interpreter's lock.
+    with ThreadPoolExecutor(max_workers=1) as background:
+        digest: Future[str] | None = None
+        if wants_digest:
+            digest = background.submit(model_digest.digest, source.folder, request.revision)
+        for task in request.tasks:
+            items[task.key] = fit_prompts(load(task), task, tokenizer, longest)
+    return items, digest.result() if digest else None
+
+
+def _open_folders(
+    out: str | Path | None, source: _ModelSource, tasks: Sequence[Task], at_end: ExitStack
+) -> tuple[Path, Path]:
+    """The folder where records go, and the one where they are made.
+
+    They are made now, so that one that cannot be is told before the scoring. `at_end` deletes
+    temporary ones.
+    """
+    if not out:
+        folder = Path(at_end.enter_context(tempfile.TemporaryDirectory()))
+        return folder, folder
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not source.is_loaded:
+        return folder, folder
+    # A loaded model's records are made anew, since nobody knows of which weights older ones are.
+    # They are made elsewhere, so that the older ones stay until the new ones are whole.
+    for task in tasks:
+        Store(folder / f"{task.key}.jsonl", {})  # refuses a file of unknown making
+    return folder, Path(at_end.enter_context(tempfile.TemporaryDirectory(dir=folder)))
+
+
+class _LazyEngine:
+    """An engine that is loaded when it is first asked for, and closed at the end."""
+
+    def __init__(self, model: "str | PreTrainedModel", request: Request, longest: int):
+        self.model = model
+        self.request = request
+        self.longest = longest
+        self._engine: Engine | None = None
+
+    def get(self) -> Engine:
+        """The engine, loaded."""
+        if self._engine is None:
+            self._engine = engines.create_engine(self.model, self.request, self.longest)
+        return self._engine
+
+    def __enter__(self) -> "_LazyEngine":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._engine is not None:
+            self._engine.close()  # vLLM's is a process of its own
+
+
+@dataclass(frozen=True)
+class _TaskRun:
+    """The scoring of one task's questions."""
+
+    task: ResolvedTask
+    items: list[Item]
+    model: str  # its name in records
+    engine: _LazyEngine
+    progress: bool
+
+    def score(self, settings: Mapping[str, Any], working_folder: Path, folder: Path) -> Records:
+        """Score what is not scored yet; the records are made in one folder and go to the other.
+
+        `settings` are those of the model and the engine.
+        """
+        path = working_folder / f"{self.task.key}.jsonl"
+        was_complete = self._fill(path, {**settings, **self.task.model_dump(exclude={"name"})})
+        if working_folder != folder:
+            path = _move_records(path, folder)
+        scored = records.read(path)
+        if was_complete:
+            questions = counted(len(scored), "question")
+            print(f"{path}: complete already, {questions}", file=sys.stderr)
+        elif self.progress:
+            report(scored)
+        return scored
+
+    def _fill(self, out: Path, settings: Mapping[str, Any]) -> bool:
+        """Score what is not scored yet, and write all; True if all was there already."""
+        digest = records.prompts_digest(
+            (item.prompt.sha256, item.prompt.question.label) for item in self.items
+        )
+        store = Store(out, {**settings, "prompts_sha256": digest})
+        if out.exists():
+            return True
+        finished = store.finished()
+        if any(item.prompt.question.id not in finished for item in self.items):
+            self._score_missing(store, finished)
+        rows = [finished[item.prompt.question.id] for item in self.items]
+        store.finish(rows, {"model": self.model, "versions": rows[-1]["versions"]})
+        return False
+
+    def _score_missing(self, store: Store, finished: dict[str, Row]) -> None:
+        """Add the records of all other questions to those that are finished, and to the store."""
+        done = {
+            index for index, item in enumerate(self.items) if item.prompt.question.id in finished
+        }
+        engine = self.engine.get()
+        store.keep_engine_settings(engine.describe())
+        shared = {
+            "model": self.model,
+            "versions": {"calibeval": __version__, **engine.versions},
+        }
+        with store.appending() as append, self._progress_bar(len(done)) as bar:
+            for index, logprobs in engine.score(grouped_jobs(self.items), done):
+                if index in done:
+                    continue
+                item = self.items[index]
+                row = {**make_record(item, logprobs), **shared}
+                append(row)
+                finished[item.prompt.question.id] = row
+                bar.update()
+
+    def _progress_bar(self, done: int) -> tqdm:
+        return tqdm(
+            total=len(self.items),
+            initial=done,
+            unit="question",
+            mininterval=BAR_SECONDS,
+            disable=not self.progress,
+        )
+
+
+def _move_records(path: Path, folder: Path) -> Path:
+    """Move a record file and its sidecar to a folder; returns the file's new path."""
+    sidecar = records.sidecar(path)
+    sidecar.replace(folder / sidecar.name)
+    return path.replace(folder / path.name)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A question, and how many examples are to stand before it."""
+
+    index: int
+    subject: Subject
+    question: Question
+    shots: int
+
+
 def fit_prompts(
-    subjects: list[Subject], task: Task, tokenizer, max_length: int | None
+    subjects: list[Subject],
+    task: Task,
+    tokenizer: "PreTrainedTokenizerBase",
+    max_length: int | None,
 ) -> list[Item]:
     """Every question's prompt, with closing shots dropped until it fits `max_length` tokens.
 
     As the official script does: k-shot, then k−1, … (hendrycks/test, evaluate.py). A question that
     does not fit even without examples loses tokens on the left, as lm-evaluation-harness has it;
-    a warning counts such questions, and their records say how many tokens.
+    a warning counts such questions, and their records say how many tokens. Choices that do not fit
+    by themselves raise `InputError`. `max_length=None` lets everything fit.
     """
     task = resolved(task)
-    letters, normalise = task.scoring == "letters", normalisation(task)
-    known: dict[tuple, Branches] = {}
-    fitted: dict[int, Item] = {}
-    asked = ((s, q) for s in subjects for q in s.questions)
-    pending = [(i, s, q, task.shots) for i, (s, q) in enumerate(asked)]
+    mode = SCORING_MODES[task.scoring](tokenizer)
+    normalise = normalization(task)
+    pending = _candidates(subjects, task)
+    items: dict[int, Item] = {}
     while pending:
-        built = [prompts.build(s, q, k, task.scoring) for _, s, q, k in pending]
-        if letters:
-            ids = prompts.encode(tokenizer, [p.text for p in built])
-            # Letters' ids depend on the context's end only: one last line, "Answer:", is all.
-            kinds = [(p.text.rpartition("\n")[2], len(p.question.choices)) for p in built]
-            for kind, prompt in zip(kinds, built, strict=True):
-                if kind not in known:
-                    known[kind] = prompts.letters(tokenizer, prompt.text, kind[1])
-            rows = [(tokens, known[kind]) for tokens, kind in zip(ids, kinds, strict=True)]
-        else:
-            rows = prompts.continuations(tokenizer, built)
-        again = []
-        for (i, subject, question, k), prompt, (tokens, branches) in zip(
-            pending, built, rows, strict=True
-        ):
-            after = max(map(len, branches)) - letters
-            cut = max(len(tokens) + after - max_length, 0) if max_length else 0
-            if cut and k:
-                again.append((i, subject, question, k - 1))
+        prompts = [mode.build(c.subject, c.question, c.shots) for c in pending]
+        tokenized_prompts = mode.tokenize(prompts)
+        too_long = []
+        for candidate, prompt, tokenized in zip(pending, prompts, tokenized_prompts, strict=True):
+            context = tuple(tokenized.context)
+            length_after = mode.length_after_context(tokenized.branches)
+            excess = 0
+            if max_length:
+                excess = max(len(context) + length_after - max_length, 0)
+            if excess and candidate.shots:
+                too_long.append(replace(candidate, shots=candidate.shots - 1))
                 continue
-            if cut >= len(tokens):
-                taken = f"its choices take {after} tokens, but the model takes {max_length}"
-                raise InputError(f"question {question.id}: {taken}")
-            fitted[i] = Item(prompt, Job(i, tuple(tokens[cut:]), branches), normalise, cut)
-        pending = again
-    if cut := sum(item.truncated > 0 for item in fitted.values()):
-        many = f"{cut} of {counted(len(fitted), 'question')} do not fit in {max_length} tokens"
-        print(f"warning: {many} even without examples and lose their beginning", file=sys.stderr)
-    return [fitted[i] for i in sorted(fitted)]
+            if excess >= len(context):
+                raise InputError(
+                    f"question {candidate.question.id}: its choices take {length_after} tokens, "
+                    f"but the model takes {max_length}"
+                )
+            job = Job(candidate.index, context[excess:], tokenized.branches)
+            items[candidate.index] = Item(prompt, job, task.scoring, normalise, excess)
+        pending = too_long
+    _warn_of_truncated(items, max_length)
+    return [items[index] for index in sorted(items)]
 
 
-def groups_of(items: Sequence[Item]) -> list[list[Job]]:
+def _candidates(subjects: list[Subject], task: ResolvedTask) -> list[_Candidate]:
+    """All questions with all examples that the task wants."""
+    candidates: list[_Candidate] = []
+    for subject in subjects:
+        for question in subject.questions:
+            candidates.append(_Candidate(len(candidates), subject, question, task.shots))
+    return candidates
+
+
+def _warn_of_truncated(items: Mapping[int, Item], max_length: int | None) -> None:
+    truncated = sum(1 for item in items.values() if item.truncated)
+    if truncated:
+        print(
+            f"warning: {truncated} of {counted(len(items), 'question')} do not fit in {max_length} "
+            "tokens even without examples and lose their beginning",
+            file=sys.stderr,
+        )
+
+
+def grouped_jobs(items: Sequence[Item]) -> list[list[Job]]:
     """The items' jobs in groups of a subject and shots: they share a prefix."""
-    groups: dict[tuple, list[Job]] = {}
+    groups: dict[tuple[str, int, bool], list[Job]] = {}
     for item in items:
-        key = item.prompt.question.subject, item.prompt.shots, item.truncated > 0
+        key = (item.prompt.question.subject, item.prompt.shots, item.truncated > 0)
         groups.setdefault(key, []).append(item.job)
     return list(groups.values())
 
 
-def score(
-    model,
-    tokenizer=None,
-    tasks: Sequence[Task | Mapping] = (),
-    *,
-    out: str | Path | None = None,
-    progress: bool = True,
-    **options,
-) -> dict[str, Records]:
-    """Score a model on tasks, {task.key: Records}, through one load of it.
-
-    `model` is a folder, a name on the hub, or a loaded `transformers` model, which is left as it
-    was; `tokenizer` is its folder's unless given. With `out` the records go to
-    `<out>/<task.key>.jsonl`, each beside a sidecar with its settings; what is there already of the
-    same folder's weights is not scored again. `options` are keys of `Request`, such as `engine` and
-    `batch_size`. All input is read before the model.
-
-    Raises:
-        InputError: data, options or a model that cannot be used, or records of other settings.
-    """
-    request = checked(Request, {"tasks": list(tasks)} | options, "score")
-    loaded = not isinstance(model, (str, Path))
-    if loaded:
-        name, words, config = f"a {type(model).__name__}", model.name_or_path, model.config
-    else:
-        from transformers import AutoConfig
-
-        name = words = model = str(model)
-        config = engines.load(AutoConfig, name, "a config", request.revision)
-    tokenizer = tokenizer or engines.load_tokenizer(words, request.revision)
-    longest = engines.context_length(config)
-    every = [resolved(task) for task in request.tasks]
-    with ThreadPoolExecutor(1) as meanwhile:  # both take seconds, and neither holds the GIL
-        digest = (
-            out and not loaded and meanwhile.submit(model_digest.digest, name, request.revision)
-        )
-        items = {t.key: fit_prompts(load(t), t, tokenizer, longest) for t in every}
-
-    @cache
-    def engine():
-        most = max(item.job.length for of in items.values() for item in of)
-        made = _engine(model, request, most + 1)
-        at_end.callback(made.close)  # vLLM's is a process of its own
-        return made
-
-    found = {}
-    with ExitStack() as at_end:
-        out = Path(out or at_end.enter_context(tempfile.TemporaryDirectory()))
-        out.mkdir(parents=True, exist_ok=True)  # or says before the scoring that it cannot be
-        # A loaded model's are made anew: nobody knows of which weights older ones are.
-        for task in every if loaded else ():
-            Store(out / f"{task.key}.jsonl", {})  # refuses a file whose making nobody knows
-        folder = (loaded and at_end.enter_context(tempfile.TemporaryDirectory(dir=out))) or out
-        for task in every:
-            path = Path(folder, f"{task.key}.jsonl")
-            # What decides the records, under the names that sidecars have for it.
-            settings = {"model_digest": digest.result() if digest else None}
-            settings |= request.model_dump(include={"revision", "engine", "dtype"})
-            settings |= task.model_dump(exclude={"name"})
-            made = _fill(path, items[task.key], settings, name, engine, progress)
-            if loaded:
-                for file in (records.sidecar(path), path):
-                    path = file.replace(out / file.name)
-            found[task.key] = of = records.read(path)
-            if not made:
-                print(f"{path}: complete already, {counted(len(of), 'question')}", file=sys.stderr)
-            elif progress:
-                report(of)
-    return found
-
-
-def _engine(model, request: Request, longest: int):
-    """The engine that the request asks for; `longest` is the longest prompt that it will see."""
-    options = request.model_dump(exclude={"tasks", "engine", "batch_size"}, exclude_none=True)
-    if request.engine == "vllm":
-        from calibeval.engines.vllm import VllmEngine
-
-        if not isinstance(model, str):
-            raise InputError("engine vllm: loads a folder or a name on the hub, not a loaded model")
-        return VllmEngine(model, longest=longest, **options)
-    from calibeval.engines.hf import TransformersEngine
-
-    return TransformersEngine(model, batch_size=request.batch_size, **options)
-
-
-def _fill(
-    out: Path, items: list[Item], settings: dict, model: str, engine: Callable, progress: bool
-) -> bool:
-    """Score what is not scored yet, and write all; False if all is there already.
-
-    `engine()` is called only if there is something to score.
-    """
-    asked = ((item.prompt.sha256, item.prompt.question.label) for item in items)
-    store = Store(out, settings | {"prompts_sha256": records.prompts_digest(asked)})
-    if out.exists():
-        return False
-    finished = store.finished()
-    ids = [item.prompt.question.id for item in items]
-    done = {i for i, id in enumerate(ids) if id in finished}
-    if len(done) < len(items):
-        store.engine(engine().describe())
-        shared = {"model": model, "versions": {"calibeval": __version__, **engine().versions}}
-        bar = {"initial": len(done), "unit": "question", "mininterval": 0.5}
-        with store.adding() as add, tqdm(total=len(items), disable=not progress, **bar) as shown:
-            for i, logprobs in engine().score(groups_of(items), done):
-                if i not in done:
-                    row = finished[ids[i]] = record(items[i], logprobs) | shared
-                    add(row)
-                    shown.update()
-    rows = [finished[i] for i in ids]
-    store.finish(rows, {"model": model, "versions": rows[-1]["versions"]})
-    return True
-
-
-def record(item: Item, logprobs: list[float]) -> dict:
-    """A question's record; log-probabilities that are not finite raise `InputError`.
-
-    By continuation `logprobs` are of the choices' texts, whose lengths `bytes` and `characters`
-    leave out the space before them, as lm-evaluation-harness does.
-    """
-    prompt, question = item.prompt, item.prompt.question
+def make_record(item: Item, logprobs: list[float]) -> Row:
+    """A question's record; log-probabilities that are not finite raise `InputError`."""
+    question = item.prompt.question
     if not all(map(math.isfinite, logprobs)):
-        found = f"log-probabilities {logprobs}"
-        raise InputError(f"question {question.id}: {found}: the model's output is not finite")
-    row = {"id": question.id, "subject": question.subject, "label": question.label}
-    row |= {"logprobs": logprobs, "letter_mass": math.fsum(map(math.exp, logprobs))}
-    row |= {"prompt_sha256": prompt.sha256, "shots": prompt.shots}
-    if prompt.endings is not None:
-        row |= {"scoring": "continuation", "normalise": item.normalise}
-        row["bytes"] = [len(text.encode()) for text in prompt.endings]
-        row["characters"] = [len(text) for text in prompt.endings]
-    return row | ({"truncated": item.truncated} if item.truncated else {})
+        raise InputError(
+            f"question {question.id}: log-probabilities {logprobs}: "
+            "the model's output is not finite"
+        )
+    row = {
+        "id": question.id,
+        "subject": question.subject,
+        "label": question.label,
+        "logprobs": logprobs,
+        "letter_mass": math.fsum(map(math.exp, logprobs)),
+        "prompt_sha256": item.prompt.sha256,
+        "shots": item.prompt.shots,
+        **SCORING_MODES[item.scoring].record_fields(item.prompt, item.normalise),
+    }
+    if item.truncated:
+        row["truncated"] = item.truncated
+    return row
 
 
 def report(of: Records) -> None:
     """Print what came out; warn where the letters are not what is meant."""
     sample = measures.Sample(measures.scores(of, "choices"))
-    found = {m: measures.METRICS[m](sample)[0] for m in ("accuracy", "nll", "ece")}
-    figures = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
-    print(f"{counted(len(of), 'question')}: {figures}", file=sys.stderr)
-    mass, least = of.letter_mass.mean(), stats.LOW_MASS  # of texts NaN, which is not below
-    if mass < least:
-        said = f"warning: mean letter mass {mass:.3f} is below {least}: the model wants to say"
-        print(f"{said} something other than a letter, so read with care", file=sys.stderr)
+    figures = []
+    for metric in ("accuracy", "nll", "ece"):
+        value = measures.METRICS[metric](sample)[0]
+        figures.append(f"{metric} {value:.4f}")
+    print(f"{counted(len(of), 'question')}: {', '.join(figures)}", file=sys.stderr)
+    letter_mass = of.letter_mass.mean()  # of texts NaN, which is not below
+    if letter_mass < stats.LOW_MASS:
+        print(
+            f"warning: mean letter mass {letter_mass:.3f} is below {stats.LOW_MASS}: the model "
+            "wants to say something other than a letter, so read with care",
+            file=sys.stderr,
+        )

@@ -1,69 +1,96 @@
 """Records while they are made: what is finished survives kill -9, half a line never counts.
 
-RECORDS.jsonl.part, RECORDS.jsonl.part.meta.json   so far: records and settings
-RECORDS.jsonl, RECORDS.jsonl.meta.json             at the end
+    RECORDS.jsonl.part, RECORDS.jsonl.part.meta.json   so far: records and settings
+    RECORDS.jsonl, RECORDS.jsonl.meta.json             at the end
+
+`calibeval.scoring` fills a store; what the files hold is `calibeval.records`' to say.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from calibeval import records
 from calibeval.io import InputError, write_text
-from calibeval.request import checked
+from calibeval.validation import checked
 
-# What chooses the questions and examples: the prompts' hash tells whether two choices are the same.
-CHOICE = ("data", "split", "shots", "examples", "subjects", "limit")
+# Settings that choose questions and examples are not compared: two choices may come to the same,
+# and the digest of all prompts tells whether they do.
+CHOICE_OF_QUESTIONS = ("data", "split", "shots", "examples", "subjects", "limit")
+
+Row = dict[str, Any]  # a record as it is written
 
 
 class Store:
-    """The finished records of one scoring run, whoever made them; other settings are refused."""
+    """The records of one scoring run, of which earlier processes may have finished some.
 
-    def __init__(self, out: Path, settings: dict):
-        self.out, self.part, self.settings = out, part_of(out), dict(settings)
-        for file in filter(Path.exists, (self.out, self.part)):
-            if not (made := records.asked(file)):
-                note = "exists, but no sidecar says how it was made"
-                raise InputError(f"{file}: {note}; move it away, or give another --out")
-            _same(made, settings, file)
-            self.settings["engine_settings"] = made.get("engine_settings")
+    Files that were made with other settings raise `InputError`, and so do files without a sidecar
+    that says with which.
+    """
 
-    def finished(self) -> dict[str, dict]:
-        """Records by question id: the whole ones of what was made so far."""
+    def __init__(self, out: Path, settings: Mapping[str, Any]):
+        self.out = out
+        self.part = part_of(out)
+        self.settings = dict(settings)
+        for file in (self.out, self.part):
+            if not file.exists():
+                continue
+            earlier = records.asked(file)
+            if not earlier:
+                raise InputError(
+                    f"{file}: exists, but no sidecar says how it was made; "
+                    "move it away, or give another --out"
+                )
+            _refuse_other_settings(earlier, settings, file)
+            self.settings["engine_settings"] = earlier.get("engine_settings")
+
+    def finished(self) -> dict[str, Row]:
+        """The whole records of what was made so far, by the question's id."""
         if not self.part.exists():
             return {}
-        found = {}
-        for text in self.part.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError, TypeError):  # cut short; `InputError` is a ValueError
-                row = json.loads(text)
-                found.setdefault(checked(records.Record, row, "").id, row)
-        return found
+        rows: dict[str, Row] = {}
+        for line in self.part.read_text(encoding="utf-8", errors="replace").splitlines():
+            # A line that was cut short is no record; `InputError` is a ValueError.
+            with suppress(ValueError, TypeError):
+                row = json.loads(line)
+                record = checked(records.Record, row, where="")
+                rows.setdefault(record.id, row)
+        return rows
 
-    def engine(self, describe: dict) -> None:
+    def keep_engine_settings(self, engine_settings: dict[str, Any]) -> None:
         """Keep the loaded engine's settings: what `dtype=auto` comes to is known only now.
 
         Raises `InputError`, naming both, where finished records are of another kind of engine or
         another precision.
         """
-        found = self.settings.get("engine_settings") or {}
-        compared = (k for k in found if k == "engine" or k.endswith("dtype"))
-        _same(found, {k: describe[k] for k in compared if k in describe}, self.out)
-        self.settings["engine_settings"] = describe
+        earlier = self.settings.get("engine_settings") or {}
+        decisive = {
+            key: engine_settings[key]
+            for key in earlier
+            if key in engine_settings and (key == "engine" or key.endswith("dtype"))
+        }
+        _refuse_other_settings(earlier, decisive, self.out)
+        self.settings["engine_settings"] = engine_settings
         write_text(records.sidecar(self.part), json.dumps({"settings": self.settings}, indent=1))
 
     @contextmanager
-    def adding(self) -> Iterator[Callable[[dict], None]]:
-        """Yield what keeps a finished record."""
+    def appending(self) -> Iterator[Callable[[Row], None]]:
+        """Yield a function that keeps a finished record."""
         try:
             with open(self.part, "a", encoding="utf-8") as file:
                 print(file=file)  # what a kill has cut short stays a line of its own
-                # ASCII: ids may hold U+2028
-                yield lambda row: print(json.dumps(row), file=file, flush=True)
+
+                def append(row: Row) -> None:
+                    # In ASCII: ids may hold U+2028, which would end the line elsewhere.
+                    print(json.dumps(row), file=file, flush=True)
+
+                yield append
         except OSError as error:
             raise InputError(f"{self.part}: could not be written ({error.strerror})") from error
 
-    def finish(self, rows: list[dict], about: dict) -> None:
+    def finish(self, rows: list[Row], about: Mapping[str, Any]) -> None:
         """Write the final file and its sidecar, and drop the part."""
         records.write(self.out, rows, {"settings": self.settings, **about})
         for file in (self.part, records.sidecar(self.part)):
@@ -75,10 +102,15 @@ def part_of(out: Path) -> Path:
     return out.with_name(out.name + ".part")
 
 
-def _same(found: dict, wanted: dict, where: Path) -> None:
+def _refuse_other_settings(
+    earlier: Mapping[str, Any], wanted: Mapping[str, Any], file: Path
+) -> None:
     """Raise `InputError` where settings differ, naming the first with both values."""
-    for key, now in wanted.items():
-        if key not in CHOICE and (before := found.get(key)) != now:
-            said = f"{key} {before!r} (now {now!r})"
-            said = "other questions or examples" if key == "prompts_sha256" else said
-            raise InputError(f"{where}: was made with {said}; delete it, or give another --out")
+    for key, value in wanted.items():
+        if key in CHOICE_OF_QUESTIONS or earlier.get(key) == value:
+            continue
+        if key == "prompts_sha256":
+            difference = "other questions or examples"
+        else:
+            difference = f"{key} {earlier.get(key)!r} (now {value!r})"
+        raise InputError(f"{file}: was made with {difference}; delete it, or give another --out")

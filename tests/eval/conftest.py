@@ -1,7 +1,9 @@
-"""A tiny model with a real byte-level BPE, and MMLU-layout data to ask it."""
+"""A tiny model with a real byte-level BPE, MMLU-layout data to ask it, and the command line."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from made_records import WORDS, table, write_rows
@@ -9,29 +11,38 @@ from made_records import WORDS, table, write_rows
 from calibeval.__main__ import main
 
 
+class Printed(NamedTuple):
+    """What a command has written to its two streams."""
+
+    out: str
+    err: str
+
+
 @pytest.fixture
-def run(capsys):
+def run(capsys) -> Callable[..., Printed]:
     """run(*command) → what a command that succeeds prints: `.out` and `.err`."""
 
-    def succeed(*command) -> tuple[str, str]:
+    def succeed(*command: object) -> Printed:
         capsys.readouterr()
-        assert main([str(part) for part in command]) == 0
-        return capsys.readouterr()
+        assert main([str(word) for word in command]) == 0
+        return Printed(*capsys.readouterr())
 
     return succeed
 
 
 @pytest.fixture
-def refused(capsys):
+def refused(capsys) -> Callable[..., str]:
     """refused(*command) → the one line of a command that must fail with status 2."""
 
-    def fail(*command) -> str:
+    def fail(*command: object) -> str:
         capsys.readouterr()
-        assert main([str(part) for part in command]) == 2
-        out, err = capsys.readouterr()
-        (said,) = (line for line in err.splitlines() if line and "question/s]" not in line)
-        assert said.startswith("error: ") and not out
-        return said
+        assert main([str(word) for word in command]) == 2
+        printed = Printed(*capsys.readouterr())
+        lines = [line for line in printed.err.splitlines() if line and "question/s]" not in line]
+        (message,) = lines
+        assert message.startswith("error: ")
+        assert not printed.out
+        return message
 
     return fail
 
@@ -39,11 +50,11 @@ def refused(capsys):
 @pytest.fixture
 def mmlu(tmp_path) -> Path:
     """Two subjects of 30 questions with five examples each."""
-    for i, subject in enumerate(("old_kings", "light")):
-        for j, (split, count) in enumerate((("dev", 5), ("test", 30))):
-            path = tmp_path / "data" / split / f"{subject}_{split}.csv"
-            write_rows(path, table(count, 1000 * (i + 1) + 100 * j))
-    return tmp_path / "data"
+    data = tmp_path / "data"
+    for subject, seed in (("old_kings", 1000), ("light", 2000)):
+        write_rows(data / "dev" / f"{subject}_dev.csv", table(5, seed))
+        write_rows(data / "test" / f"{subject}_test.csv", table(30, seed + 100))
+    return data
 
 
 @pytest.fixture(scope="session")
@@ -53,12 +64,14 @@ def tiny_model(tmp_path_factory) -> Path:
     from tokenizers import ByteLevelBPETokenizer
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    rng, out = random.Random(1), tmp_path_factory.mktemp("tiny")
-    words = (" ".join(rng.choices(WORDS.split(), k=9)) for _ in range(500))
-    text = [f"{some}\nAnswer: {rng.choice('ABCD')}" for some in words]
+    folder = tmp_path_factory.mktemp("tiny")
+    rng = random.Random(1)
+    sentences = [" ".join(rng.choices(WORDS.split(), k=9)) for _ in range(500)]
+    texts = [f"{sentence}\nAnswer: {rng.choice('ABCD')}" for sentence in sentences]
     bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(text, 400, show_progress=False, special_tokens=["<s>"])
-    PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, bos_token="<s>").save_pretrained(out)
+    bpe.train_from_iterator(texts, 400, show_progress=False, special_tokens=["<s>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, bos_token="<s>")
+    tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=bpe.get_vocab_size(),
@@ -70,8 +83,8 @@ def tiny_model(tmp_path_factory) -> Path:
         max_position_embeddings=2048,
         initializer_range=0.3,
     )
-    LlamaForCausalLM(config).save_pretrained(out)
-    return out
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """From Python: what the commands do, of a folder and of a model in memory."""
 
 import json
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -8,13 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import calibeval
-from calibeval import records, scoring
+from calibeval import engines, prompts, records, scoring, tasks
 from calibeval.io import InputError
-from calibeval.request import Task
+from calibeval.request import EngineOptions, Request, ScoringName, Task, TaskName
 
 
 @pytest.fixture
-def tasks(mmlu):
+def two_tasks(mmlu):
     """Letters and texts of the same questions, under names of their own."""
     letters = {"task": "mmlu", "data": str(mmlu), "limit": 7}
     texts = Task(task="mmlu", data=str(mmlu), name="texts", scoring="continuation", limit=7)
@@ -22,82 +23,167 @@ def tasks(mmlu):
 
 
 @pytest.fixture
-def loaded(tiny_model):
-    return [auto.from_pretrained(tiny_model) for auto in (AutoModelForCausalLM, AutoTokenizer)]
+def model(tiny_model):
+    return AutoModelForCausalLM.from_pretrained(tiny_model)
 
 
-def test_a_model_in_memory_is_scored_as_the_saved_one(
-    tasks, loaded, tiny_model, mmlu, tmp_path, run
+@pytest.fixture
+def tokenizer(tiny_model):
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+@pytest.fixture
+def without_engine(monkeypatch):
+    """Whoever needs an engine fails."""
+    monkeypatch.setattr(engines, "create_engine", None)
+
+
+def test_records_of_a_model_in_memory_are_the_saved_ones_but_for_its_name(
+    two_tasks, model, tokenizer, tiny_model, mmlu, tmp_path, run
 ):
-    """Byte for byte but for the model's name."""
+    calibeval.score(model, tokenizer, two_tasks, out=tmp_path / "api")
+    command = ["score", "--model", tiny_model, "--task", "mmlu", "--data", mmlu, "--limit", "7"]
+    run(*command, "--out", tmp_path / "mmlu.jsonl")
+    run(*command, "--scoring", "continuation", "--out", tmp_path / "texts.jsonl")
+    for file in ("mmlu.jsonl", "texts.jsonl"):
+        in_memory = (tmp_path / "api" / file).read_text()
+        renamed = in_memory.replace('"a LlamaForCausalLM"', json.dumps(str(tiny_model)))
+        assert renamed == (tmp_path / file).read_text()
+
+
+def test_records_without_a_folder_are_those_with_one(two_tasks, model, tokenizer, tmp_path):
+    in_folder = calibeval.score(model, tokenizer, two_tasks, out=tmp_path / "api")
+    assert list(in_folder) == ["mmlu", "texts"]
+    in_memory = calibeval.score(model, tasks=two_tasks)  # with its own tokenizer
+    for key in in_folder:
+        assert in_memory[key].ids == in_folder[key].ids
+        assert np.array_equal(in_memory[key].logprobs, in_folder[key].logprobs)
+
+
+def test_a_model_in_memory_stays_as_it_was(two_tasks, model, tokenizer):
+    model.train()
+    model.lm_head.eval()
+    before = [module.training for module in model.modules()]
+    calibeval.score(model, tokenizer, two_tasks)
+    assert [module.training for module in model.modules()] == before
+
+
+def test_vllm_takes_no_model_in_memory(two_tasks, model, tokenizer):
     with pytest.raises(InputError, match="engine vllm: loads a folder"):
-        calibeval.score(*loaded, tasks, engine="vllm")
-    loaded[0].train().lm_head.eval()
-    modes = [module.training for module in loaded[0].modules()]
-    made = calibeval.score(*loaded, tasks, out=tmp_path / "api")
-    assert modes == [m.training for m in loaded[0].modules()] and list(made) == ["mmlu", "texts"]
-    common = ["score", "--model", tiny_model, "--task", "mmlu", "--data", mmlu, "--limit", "7"]
-    for key, more in (("mmlu", []), ("texts", ["--scoring", "continuation"])):
-        api, out = tmp_path / "api" / f"{key}.jsonl", tmp_path / f"{key}.jsonl"
-        run(*common, *more, "--out", out)
-        name = json.dumps(str(tiny_model))
-        assert api.read_text().replace('"a LlamaForCausalLM"', name) == out.read_text()
-        found = calibeval.score(loaded[0], tasks=tasks)[key]  # to no file, with its own tokenizer
-        assert np.array_equal(found.logprobs, made[key].logprobs) and found.ids == made[key].ids
+        calibeval.score(model, tokenizer, two_tasks, engine="vllm")
 
 
 def test_a_folder_is_loaded_once_and_only_for_what_is_missing(
-    tasks, tiny_model, tmp_path, monkeypatch
+    two_tasks, tiny_model, tmp_path, monkeypatch
 ):
-    loads, plain = [], scoring._engine
-    monkeypatch.setattr(scoring, "_engine", lambda *given: loads.append(given) or plain(*given))
-    first = calibeval.score(tiny_model, tasks=tasks[:1], out=tmp_path)
-    both = calibeval.score(tiny_model, tasks=tasks, out=tmp_path)
-    again = calibeval.score(str(tiny_model), tasks=tasks, out=tmp_path)
-    assert len(loads) == 2 and first["mmlu"].ids == both["mmlu"].ids == again["mmlu"].ids
+    loads = []
+    create_engine = engines.create_engine
+
+    def counting(*arguments):
+        loads.append(arguments)
+        return create_engine(*arguments)
+
+    monkeypatch.setattr(engines, "create_engine", counting)
+    first = calibeval.score(tiny_model, tasks=two_tasks[:1], out=tmp_path)
+    both = calibeval.score(tiny_model, tasks=two_tasks, out=tmp_path)
+    again = calibeval.score(str(tiny_model), tasks=two_tasks, out=tmp_path)
+    assert len(loads) == 2
+    assert first["mmlu"].ids == both["mmlu"].ids == again["mmlu"].ids
     assert len(again["texts"]) == 14
 
 
-def test_other_weights_in_memory_are_scored_anew(tasks, loaded, tmp_path, monkeypatch):
-    """Nobody knows what the records of a model without a folder are of; they stay until then."""
-    before = calibeval.score(*loaded, tasks[:1], out=tmp_path)["mmlu"]
+def test_other_weights_in_memory_are_scored_anew(two_tasks, model, tokenizer, tmp_path):
+    """Nobody knows of which weights the records of a model without a folder are."""
+    before = calibeval.score(model, tokenizer, two_tasks[:1], out=tmp_path)["mmlu"]
     with torch.no_grad():
-        loaded[0].lm_head.weight += 0.1 * torch.rand_like(loaded[0].lm_head.weight)
-    with monkeypatch.context() as patched, pytest.raises(TypeError):
-        patched.setattr(scoring, "record", None)
-        calibeval.score(*loaded, tasks[:1], out=tmp_path)
-    assert np.array_equal(records.read(before.path).logprobs, before.logprobs)
-    after = calibeval.score(*loaded, tasks[:1], out=tmp_path)["mmlu"]
+        model.lm_head.weight += 0.1 * torch.rand_like(model.lm_head.weight)
+    after = calibeval.score(model, tokenizer, two_tasks[:1], out=tmp_path)["mmlu"]
     assert not np.array_equal(before.logprobs, after.logprobs)
-    monkeypatch.setattr(scoring, "_engine", None)  # said before any task is asked
+
+
+def test_older_records_stay_until_the_new_ones_are_whole(
+    two_tasks, model, tokenizer, tmp_path, monkeypatch
+):
+    before = calibeval.score(model, tokenizer, two_tasks[:1], out=tmp_path)["mmlu"]
+    monkeypatch.setattr(scoring, "make_record", None)
+    with pytest.raises(TypeError):
+        calibeval.score(model, tokenizer, two_tasks[:1], out=tmp_path)
+    assert np.array_equal(records.read(before.path).logprobs, before.logprobs)
+
+
+def test_a_file_of_unknown_making_is_refused_before_any_task_is_asked(
+    two_tasks, model, tokenizer, tmp_path, without_engine
+):
     (tmp_path / "texts.jsonl").write_text("the user's")
     with pytest.raises(InputError, match="no sidecar says how it was made"):
-        calibeval.score(*loaded, tasks, out=tmp_path)
+        calibeval.score(model, tokenizer, two_tasks, out=tmp_path)
 
 
-def test_figures_are_the_commands(tasks, tiny_model, tmp_path, run):
-    a = calibeval.score(tiny_model, tasks=tasks[:1], out=tmp_path / "a")["mmlu"]
-    b = calibeval.score(tiny_model, tasks=[tasks[0] | {"shots": 2}], out=tmp_path / "b")["mmlu"]
-    paths = [str(tmp_path / name / "mmlu.jsonl") for name in "ab"]
-    said = json.loads(run("metrics", "--json", paths[0]).out)["metrics"]
-    for source in (a, paths[0]):
-        for confidence, of in calibeval.metrics(source).items():
-            assert {m: e.as_dict() for m, e in of.items()} == said[confidence]
-    said = json.loads(run("compare", "--json", "--different-prompts", *paths).out)["comparison"]
-    assert calibeval.compare(a, b, different_prompts=True) == said
-    drawn = calibeval.reliability(a)
-    assert sum(drawn["count"]) == len(a)
+@pytest.fixture
+def two_runs(two_tasks, tiny_model, tmp_path):
+    """The same questions with five examples and with two: records, and their files."""
+    five = calibeval.score(tiny_model, tasks=two_tasks[:1], out=tmp_path / "a")["mmlu"]
+    two_shots = {**two_tasks[0], "shots": 2}
+    two = calibeval.score(tiny_model, tasks=[two_shots], out=tmp_path / "b")["mmlu"]
+    return five, two
+
+
+def test_metrics_are_the_commands(two_runs, run):
+    five, _ = two_runs
+    printed = json.loads(run("metrics", "--json", five.path).out)["metrics"]
+    for source in (five, str(five.path)):
+        for confidence, estimates in calibeval.metrics(source).items():
+            figures = {metric: estimate.as_dict() for metric, estimate in estimates.items()}
+            assert figures == printed[confidence]
+
+
+def test_compare_is_the_command(two_runs, run):
+    five, two = two_runs
+    command = ["compare", "--json", "--different-prompts", five.path, two.path]
+    printed = json.loads(run(*command).out)["comparison"]
+    assert calibeval.compare(five, two, different_prompts=True) == printed
+
+
+def test_reliability_bins_hold_all_answers(two_runs):
+    five, _ = two_runs
+    assert sum(calibeval.reliability(five)["count"]) == len(five)
+
+
+TASK = {"task": "mmlu", "data": "d"}
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("given", "expected"),
     [
         ({"tasks": [{"task": "mmlu"}]}, "no 'tasks.0.data'; found task"),
-        ({"engin": "vllm"}, "engin: no such key; known: tasks, engine"),
-        ({"gpu_memory_utilization": 0.5}, "gpu_memory_utilization: is for engine vllm"),
-        ({"tasks": [{"task": "mmlu", "data": "d"}] * 2}, "'mmlu' twice; give one of them"),
+        ({"tasks": [TASK], "engin": "vllm"}, "engin: no such key; known: tasks, engine"),
+        (
+            {"tasks": [TASK], "gpu_memory_utilization": 0.5},
+            "gpu_memory_utilization: is for engine vllm",
+        ),
+        ({"tasks": [TASK, TASK]}, "'mmlu' twice; give one of them"),
     ],
 )
-def test_a_request_that_cannot_be(options, expected):
+def test_a_request_that_cannot_be(given, expected):
     with pytest.raises(InputError, match=expected):
-        calibeval.score("m", **({"tasks": [{"task": "mmlu", "data": "d"}]} | options))
+        calibeval.score("m", **given)
+
+
+def test_every_public_name_is_there():
+    assert {name for name in calibeval.__all__ if callable(getattr(calibeval, name))} == set(
+        calibeval.__all__
+    )
+    assert set(calibeval.__all__) <= set(dir(calibeval))
+    with pytest.raises(AttributeError, match="has no attribute 'scores'"):
+        calibeval.scores  # noqa: B018
+
+
+def test_what_a_request_can_name_exists():
+    assert set(get_args(TaskName)) == set(tasks.BUILTIN_TASKS)
+    assert set(get_args(ScoringName)) == set(prompts.SCORING_MODES)
+    scoring_of_records = records.Record.model_fields["scoring"].annotation
+    assert set(get_args(ScoringName)) == set(get_args(scoring_of_records))
+
+
+def test_an_ide_knows_every_option_of_a_request():
+    assert set(EngineOptions.__annotations__) | {"tasks"} == set(Request.model_fields)

@@ -11,22 +11,35 @@ import pytest
 from made_records import LETTERS, table, write_rows
 
 
+def drop_a_choice(rows):
+    del rows[3][2]
+
+
+def answer_beyond_the_choices(rows):
+    rows[2][5] = "E"
+
+
+def blank_choice(rows):
+    rows[0][3] = " "
+
+
 @pytest.mark.parametrize(
-    ("change", "expected"),
+    ("spoil", "expected"),
     [
-        (lambda r: r[3].pop(2), "line 4: 5 columns, expected 6 (question, A, B, C, D, answer)"),
-        (lambda r: r[2].__setitem__(5, "E"), "line 3: answer is 'E', expected 0 to 3, A"),
-        (lambda r: r[0].__setitem__(3, " "), "line 1: choices.2 is ' ': "),
-        (lambda r: r.clear(), "no questions"),
+        (drop_a_choice, "line 4: 5 columns, expected 6 (question, A, B, C, D, answer)"),
+        (answer_beyond_the_choices, "line 3: answer is 'E', expected 0 to 3, A"),
+        (blank_choice, "line 1: choices.2 is ' ': "),
+        (list.clear, "no questions"),
     ],
 )
-def test_malformed_csv(mmlu, command, refused, change, expected):
+def test_malformed_csv(mmlu, command, refused, spoil, expected):
     rows = table(5)
-    change(rows)
+    spoil(rows)
     path = mmlu / "test" / "light_test.csv"
     write_rows(path, rows)
-    err = refused(*command)
-    assert f"{path}" in err and expected in err
+    message = refused(*command)
+    assert str(path) in message
+    assert expected in message
 
 
 def test_not_csv_and_not_utf8(mmlu, command, refused):
@@ -37,57 +50,94 @@ def test_not_csv_and_not_utf8(mmlu, command, refused):
     assert f"{path}: not UTF-8 text (byte 0xe9)" in refused(*command)
 
 
-def test_layout(mmlu, command, tmp_path, refused):
+def test_too_few_examples(mmlu, command, refused):
     assert "light: 5 examples, but --shots 6" in refused(*command, "--shots", "6")
     (mmlu / "dev" / "light_dev.csv").unlink()
     assert "light: 0 examples, but --shots 5" in refused(*command)
-    err = refused(*command, "--subjects", "light,heavy")
-    assert "no subject 'heavy'; there are light, old_kings" in err
-    err = refused(*command, "--out", tmp_path)
-    assert f"--out {tmp_path}: expected a file's name such as" in err
-    err = refused(*command, "--data", tmp_path)
-    assert "no folder test/ with files <subject>_test.csv" in err
 
 
-def test_model_folder(command, tiny_model, tmp_path, refused, monkeypatch):
-    import huggingface_hub
+def test_a_subject_that_is_not_there(command, refused):
+    message = refused(*command, "--subjects", "light,heavy")
+    assert "no subject 'heavy'; there are light, old_kings" in message
 
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+def test_folders_that_are_not_what_they_should_be(command, tmp_path, refused):
+    message = refused(*command, "--out", tmp_path)
+    assert f"--out {tmp_path}: expected a file's name such as" in message
+    message = refused(*command, "--data", tmp_path)
+    assert "no folder test/ with files <subject>_test.csv" in message
+
+
+def test_a_model_that_is_none(command, tiny_model, tmp_path, refused):
     (tmp_path / "empty").mkdir()
     for name in (tmp_path / "empty", tiny_model / "model.safetensors"):
         assert f"{name}: cannot be loaded as " in refused(*command, "--model", name)
+
+
+def test_a_model_that_is_not_there(command, tmp_path, refused, monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     for name in (tmp_path / "absent", "tiny-modle"):
-        err = refused(*command, "--model", name)
-        assert f"no folder {name} here, so taken for a hub name" in err
+        message = refused(*command, "--model", name)
+        assert f"no folder {name} here, so taken for a hub name" in message
 
 
-def test_checkpoints_that_are_not_whole(command, tiny_model, tmp_path, refused):
-    """A parameter that no file has would be a random number, and the score one of chance."""
-    from safetensors.torch import load_file, save_file
+@pytest.fixture
+def weights(tiny_model):
+    """The tiny model's parameters by name."""
+    from safetensors.torch import load_file
 
-    given = load_file(tiny_model / "model.safetensors")
+    return load_file(tiny_model / "model.safetensors")
 
-    def broken(name: str, weights: dict | bytes | None = None) -> str:
-        folder = tmp_path / name
+
+@pytest.fixture
+def refused_weights(command, tiny_model, tmp_path, refused):
+    """refused_weights(weights) → what the command says of the tiny model with these, or with these
+    bytes in place of the file of weights."""
+    from safetensors.torch import save_file
+
+    folder = tmp_path / "model"
+    file = folder / "model.safetensors"
+
+    def refuse(weights: dict | bytes) -> str:
         shutil.copytree(tiny_model, folder, dirs_exist_ok=True)
         if isinstance(weights, bytes):
-            (folder / "model.safetensors").write_bytes(weights)
-        elif weights:
-            save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-        err = refused(*command, "--model", folder)
-        assert str(folder) in err and not (tmp_path / "r.jsonl").exists()
-        return err
+            file.write_bytes(weights)
+        else:
+            save_file(weights, file, metadata={"format": "pt"})
+        message = refused(*command, "--model", folder)
+        assert str(folder) in message
+        assert not (tmp_path / "r.jsonl").exists()
+        return message
 
-    wrapped = broken("wrapped", {f"module.{name}": of for name, of in given.items()})
-    assert f"no weights for {len(given)} of its parameters, such as lm_head.weight" in wrapped
-    lacking = {name: of for name, of in given.items() if ".layers.1." not in name}
-    assert "model.layers.1.input_layernorm.weight" in broken("lacking", lacking)
+    return refuse
+
+
+# A parameter that no file has would be a random number, and the score one of chance.
+
+
+def test_parameters_under_other_names(weights, refused_weights):
+    wrapped = {f"module.{name}": parameter for name, parameter in weights.items()}
+    message = refused_weights(wrapped)
+    assert f"no weights for {len(weights)} of its parameters, such as lm_head.weight" in message
+
+
+def test_a_layer_without_parameters(weights, refused_weights):
+    without = {name: parameter for name, parameter in weights.items() if ".layers.1." not in name}
+    assert "model.layers.1.input_layernorm.weight" in refused_weights(without)
+
+
+def test_a_parameter_of_another_shape(weights, refused_weights):
     name = "model.embed_tokens.weight"
-    small = broken("small", given | {name: given[name][:9].clone()})
-    assert f"no weights for 1 of its parameters, such as {name}" in small
+    message = refused_weights({**weights, name: weights[name][:9].clone()})
+    assert f"no weights for 1 of its parameters, such as {name}" in message
+
+
+def test_a_file_of_weights_that_is_cut(tiny_model, refused_weights):
     whole = (tiny_model / "model.safetensors").read_bytes()
     for content in (whole[:5000], b""):
-        assert "cannot be loaded as a causal language model: " in broken("cut", content)
+        assert "cannot be loaded as a causal language model: " in refused_weights(content)
 
 
 def test_a_disk_that_fills_leaves_nothing_half_written(tmp_path):
@@ -99,16 +149,20 @@ def test_a_disk_that_fills_leaves_nothing_half_written(tmp_path):
         # A limit on file size fails a write part-way, as a full disk does.
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)),
     )
-    assert "InputError" in done.stderr and "could not be written (File too large)" in done.stderr
+    assert "InputError" in done.stderr
+    assert "could not be written (File too large)" in done.stderr
     assert not list(tmp_path.iterdir())
 
 
 TEXTS = {"scoring": "continuation", "normalise": "bytes"}
 
 
-def changed(**values) -> str:
-    """A line of a good record but for these."""
-    return json.dumps(LETTERS | {"id": "a/1"} | values)
+def second_record(**changes) -> str:
+    """A line of a good record but for these keys."""
+    return json.dumps({**LETTERS, "id": "a/1", **changes})
+
+
+HUGE_NUMBER = "-" + "9" * 5000
 
 
 @pytest.mark.parametrize(
@@ -117,17 +171,17 @@ def changed(**values) -> str:
         ("{", "line 2: not JSON"),
         ("[]", "line 2: expected a JSON object, found list"),
         (json.dumps(LETTERS), "line 2: id 'a/0' is on line 1 already"),
-        (changed(label=True), "line 2: label is True: expected a valid integer"),
-        (changed(label=2), "line 2: label is 2, expected 0 to 1"),
-        (changed(logprobs=[-1.0]), "logprobs is [-1.0]: List should have at least 2 items"),
-        (changed(logprobs=[-1, -math.inf]), "logprobs.1 is -inf: expected a finite"),
-        (changed().replace("-2.0", "-" + "9" * 5000), "line 2: "),
-        (changed(logprobs=[-0.1, -0.1]), "probabilities of logprobs sum to 1.81, more than 1"),
-        (changed(**TEXTS, bytes=[3]), "line 2: bytes: found 1, expected 2, one a choice"),
-        (changed(**TEXTS), "line 2: no 'bytes' by which to normalise"),
-        (changed(**TEXTS, bytes=[3, 4]), "line 2: scoring 'continuation' after 'letters'"),
+        (second_record(label=True), "line 2: label is True: expected a valid integer"),
+        (second_record(label=2), "line 2: label is 2, expected 0 to 1"),
+        (second_record(logprobs=[-1.0]), "logprobs is [-1.0]: List should have at least 2 items"),
+        (second_record(logprobs=[-1, -math.inf]), "logprobs.1 is -inf: expected a finite"),
+        (second_record().replace("-2.0", HUGE_NUMBER), "line 2: "),
+        (second_record(logprobs=[-0.1] * 2), "probabilities of logprobs sum to 1.81, more than 1"),
+        (second_record(**TEXTS, bytes=[3]), "line 2: bytes: found 1, expected 2, one a choice"),
+        (second_record(**TEXTS), "line 2: no 'bytes' by which to normalise"),
+        (second_record(**TEXTS, bytes=[3, 4]), "line 2: scoring 'continuation' after 'letters'"),
         (json.dumps({"id": "b"}), "line 2: no 'subject'; found id"),
-        (changed(model="other"), "line 2: model 'other' after '?'; expected"),
+        (second_record(model="other"), "line 2: model 'other' after '?'; expected"),
         ("[" * 100_000, "line 2: not JSON (maximum recursion depth"),
     ],
 )
@@ -139,10 +193,14 @@ def test_malformed_records(tmp_path, refused, second, expected):
 
 def test_absent_and_empty_records(tmp_path, refused):
     path = tmp_path / "r.jsonl"
-    for asked in (["metrics", path], ["compare", path, path]):
-        assert f"{path}: could not be read (No such file or directory)" in refused(*asked)
+    for command in (["metrics", path], ["compare", path, path]):
+        assert f"{path}: could not be read (No such file or directory)" in refused(*command)
     path.touch()
     assert f"{path}: no records" in refused("metrics", path)
+
+
+def test_records_without_the_lengths_that_are_asked_for(tmp_path, refused):
+    path = tmp_path / "r.jsonl"
     path.write_text(json.dumps(LETTERS))
     assert "line 1: no 'bytes' by which" in refused("metrics", path, "--normalise", "bytes")
 
@@ -150,21 +208,23 @@ def test_absent_and_empty_records(tmp_path, refused):
 def test_records_cut_at_the_end_of_a_line(tmp_path, refused):
     """The sidecar says how many there were."""
     path = tmp_path / "r.jsonl"
-    path.with_name("r.jsonl.meta.json").write_text('{"questions": 3}')
-    path.write_text(changed(id="a/0") + "\n" + changed(id="a/1") + "\n")
-    err = refused("metrics", path)
-    assert f"{path}: 2 records, but r.jsonl.meta.json says 3" in err
-    path.with_name("r.jsonl.meta.json").write_text("[1")
+    path.write_text(json.dumps(LETTERS) + "\n" + second_record() + "\n")
+    sidecar = tmp_path / "r.jsonl.meta.json"
+    sidecar.write_text('{"questions": 3}')
+    assert f"{path}: 2 records, but r.jsonl.meta.json says 3" in refused("metrics", path)
+    sidecar.write_text("[1")
     assert "r.jsonl.meta.json: not a JSON object" in refused("metrics", path)
 
 
 def test_records_of_other_prompts_than_the_sidecars(command, tmp_path, run, refused):
     """Half of a run with five examples and half of one without, or two runs' questions in turns."""
-    outs = [tmp_path / f"{shots}.jsonl" for shots in (5, 0)]
-    for shots, out in zip((5, 0), outs, strict=True):
-        run(*command, "--out", out, "--shots", shots)
-    five, none = (out.read_text().splitlines(keepends=True) for out in outs)
-    outs[0].write_text("".join(five[:30] + none[30:]))
-    assert "its prompts are not those that 5.jsonl.meta.json was" in refused("metrics", outs[0])
+    five = tmp_path / "5.jsonl"
+    none = tmp_path / "0.jsonl"
+    run(*command, "--out", five, "--shots", 5)
+    run(*command, "--out", none, "--shots", 0)
+    lines_with_five = five.read_text().splitlines(keepends=True)
+    lines_with_none = none.read_text().splitlines(keepends=True)
+    five.write_text("".join(lines_with_five[:30] + lines_with_none[30:]))
+    assert "its prompts are not those that 5.jsonl.meta.json was" in refused("metrics", five)
     (tmp_path / "5.jsonl.meta.json").unlink()
-    assert "line 31: shots 0 after 5; expected the same" in refused("metrics", outs[0])
+    assert "line 31: shots 0 after 5; expected the same" in refused("metrics", five)

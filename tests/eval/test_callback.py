@@ -21,80 +21,148 @@ class Report(TrainerCallback):
     """What a report is told; the Trainer puts such callbacks before its user's."""
 
     def __init__(self):
-        self.told = []
+        self.logs = []  # (step, logs)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        self.told.append((state.global_step, dict(logs)))
+        self.logs.append((state.global_step, dict(logs)))
+
+    def calibration(self) -> dict[int, dict[str, float]]:
+        """The logs that hold calibration figures, by their step."""
+        return {step: logs for step, logs in self.logs if "eval_mmlu_ece" in logs}
 
 
 @pytest.fixture
-def train(tiny_model, tmp_path):
-    """train(callbacks) → a Trainer after six steps."""
+def task(mmlu):
+    return {"task": "mmlu", "data": str(mmlu)}
 
-    def run(*callbacks, kind=Trainer, arguments=TrainingArguments, rows=ROWS, **options):
+
+@pytest.fixture
+def make_trainer(tiny_model, tmp_path):
+    """make_trainer(*callbacks) → a Trainer of six steps."""
+
+    def make(*callbacks, kind=Trainer, arguments=TrainingArguments, rows=ROWS):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_pretrained(tiny_model)
-        given = {"output_dir": str(tmp_path / "run"), "report_to": [], "disable_tqdm": True}
-        given |= {"per_device_train_batch_size": 2, "num_train_epochs": 1, "seed": 1}
-        given |= {"learning_rate": 1e-2, "logging_steps": 2, "save_strategy": "no"}
         tokenizer = AutoTokenizer.from_pretrained(tiny_model)
         tokenizer.pad_token = tokenizer.eos_token = tokenizer.decode([5])
-        trainer = kind(
-            model,
-            arguments(**given, use_cpu=True, **options),
+        training_arguments = arguments(
+            output_dir=str(tmp_path / "run"),
+            per_device_train_batch_size=2,
+            num_train_epochs=1,
+            learning_rate=1e-2,
+            seed=1,
+            logging_steps=2,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        return kind(
+            AutoModelForCausalLM.from_pretrained(tiny_model),
+            training_arguments,
             train_dataset=rows,
             processing_class=tokenizer,
-            callbacks=[*callbacks],
+            callbacks=list(callbacks),
         )
-        trainer.train()
-        return trainer
 
-    return run
+    return make
 
 
-def as_scored(folder, data, tmp_path) -> dict[str, float]:
-    """The same figures of `calibeval score` on a saved model."""
-    out = tmp_path / "saved.jsonl"
-    scored(out, "--task", "mmlu", "--data", data, "--model", folder)
-    run, found = stats.load(out), {}
-    for name in ("accuracy", "nll"):
-        found[f"eval_mmlu_{name}"] = stats.estimate([run], name, "choices").value
-    for confidence, end in (("choices", ""), ("vocabulary", "_vocabulary")):
-        ece = stats.estimate([run], "ece", confidence)
-        found |= {f"eval_mmlu_ece{end}": ece.value, f"eval_mmlu_ece{end}_floor": ece.null_q95}
-    return found
+@pytest.fixture
+def command_figures(mmlu, tmp_path):
+    """command_figures(folder) → the same figures of `calibeval score` on a saved model."""
+
+    def figures(folder) -> dict[str, float]:
+        out = tmp_path / f"{folder.name}.jsonl"
+        scored(out, "--task", "mmlu", "--data", mmlu, "--model", folder)
+        run = stats.load(out)
+        choices = stats.estimate([run], "ece", "choices")
+        vocabulary = stats.estimate([run], "ece", "vocabulary")
+        return {
+            "eval_mmlu_accuracy": stats.estimate([run], "accuracy", "choices").value,
+            "eval_mmlu_nll": stats.estimate([run], "nll", "choices").value,
+            "eval_mmlu_ece": choices.value,
+            "eval_mmlu_ece_floor": choices.null_q95,
+            "eval_mmlu_ece_vocabulary": vocabulary.value,
+            "eval_mmlu_ece_vocabulary_floor": vocabulary.null_q95,
+        }
+
+    return figures
 
 
-def test_what_is_logged_is_what_the_saved_model_reads(train, mmlu, tiny_model, tmp_path):
+def test_what_is_logged_is_what_the_saved_model_reads(
+    make_trainer, task, tiny_model, tmp_path, command_figures
+):
     report = Report()
-    task = {"task": "mmlu", "data": str(mmlu)}
-    trainer = train(report, CalibrationCallback([task], every=4), CalibrationCallback([task], 0))
-    seen = {step: logs for step, logs in report.told if "eval_mmlu_ece" in logs}
-    assert list(seen) == [0, 4, 6]
-    assert seen[0] == as_scored(tiny_model, mmlu, tmp_path) | {"epoch": 0}
-    trainer.save_model(tmp_path / "model")
-    (tmp_path / "saved.jsonl").unlink()
-    after = as_scored(tmp_path / "model", mmlu, tmp_path)
-    assert {k: v for k, v in seen[6].items() if k != "epoch"} == after != seen[0]
+    trainer = make_trainer(report, CalibrationCallback([task], every=4))
+    trainer.train()
+    trainer.save_model(tmp_path / "trained")
+    logged = report.calibration()
+    assert list(logged) == [0, 4, 6]
+    assert logged[0] == {**command_figures(tiny_model), "epoch": 0}
+    assert logged[6] == {**command_figures(tmp_path / "trained"), "epoch": 1}
+    assert logged[6]["eval_mmlu_nll"] != logged[0]["eval_mmlu_nll"]
+
+
+def test_every_0_scores_before_and_after_alone(make_trainer, task):
+    report = Report()
+    make_trainer(report, CalibrationCallback([task], every=0)).train()
+    assert list(report.calibration()) == [0, 6]
+
+
+def test_two_callbacks_of_one_trainer_both_log(make_trainer, task):
+    often = CalibrationCallback([task], every=4)
+    seldom = CalibrationCallback([task], every=0)
+    trainer = make_trainer(often, seldom)
+    trainer.train()
     history = [line for line in trainer.state.log_history if "eval_mmlu_ece" in line]
     assert [line["step"] for line in history] == [0, 0, 4, 6, 6]
-    # The loss is logged as without, and training takes the same steps.
-    assert [step for step, logs in report.told if "loss" in logs] == [2, 4, 6]
-    other = train()
-    for one, two in zip(trainer.model.parameters(), other.model.parameters(), strict=True):
-        assert torch.equal(one, two)
+
+
+def test_a_trainer_that_is_given_has_its_reports_told(make_trainer, task):
+    report = Report()
+    trainer = make_trainer(report)
+    trainer.add_callback(CalibrationCallback([task], every=4, trainer=trainer))
+    trainer.train()
+    assert list(report.calibration()) == [0, 4, 6]
+
+
+def test_a_callback_that_no_handler_calls_keeps_its_figures_in_the_history(make_trainer, task):
+    trainer = make_trainer()
+    callback = CalibrationCallback([task], every=0)
+    callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
+    (line,) = trainer.state.log_history
+    assert line["step"] == 0
+    assert line["eval_mmlu_ece"] >= 0
+
+
+def test_training_goes_on_as_without(make_trainer, task):
+    report = Report()
+    watched = make_trainer(report, CalibrationCallback([task], every=4))
+    watched.train()
+    plain = make_trainer()
+    plain.train()
+    assert [step for step, logs in report.logs if "loss" in logs] == [2, 4, 6]
+    for with_callback, without in zip(
+        watched.model.parameters(), plain.model.parameters(), strict=True
+    ):
+        assert torch.equal(with_callback, without)
 
 
 @pytest.mark.slow
-def test_trls_trainer(train, mmlu, tmp_path):
+def test_trls_trainer(make_trainer, task, tmp_path, command_figures):
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
     report = Report()
     rows = datasets.Dataset.from_list([{"text": f"which light {i} kings"} for i in range(12)])
-    watch = CalibrationCallback([{"task": "mmlu", "data": str(mmlu)}], every=100)
-    kind = {"kind": trl.SFTTrainer, "arguments": trl.SFTConfig, "rows": rows}
-    trainer = train(report, watch, **kind)
-    trainer.save_model(tmp_path / "model")
-    last = [logs for _, logs in report.told if "eval_mmlu_ece" in logs][-1]
-    after = as_scored(tmp_path / "model", mmlu, tmp_path)
-    assert {k: v for k, v in last.items() if k != "epoch"} == after
+    trainer = make_trainer(
+        report,
+        CalibrationCallback([task], every=100),
+        kind=trl.SFTTrainer,
+        arguments=trl.SFTConfig,
+        rows=rows,
+    )
+    trainer.train()
+    trainer.save_model(tmp_path / "trained")
+    *_, last = report.calibration().values()
+    del last["epoch"]
+    assert last == command_figures(tmp_path / "trained")

@@ -9,7 +9,8 @@ from transformers import AutoTokenizer
 
 from calibeval import prompts, scoring, tasks
 from calibeval.io import InputError
-from calibeval.prompts import Prompt
+from calibeval.prompts import ContinuationScoring, Prompt
+from calibeval.questions import Question
 from calibeval.request import Task
 
 ARC = [
@@ -23,12 +24,14 @@ ARC = [
 def arc(tmp_path):
     """Items of 3, 4 and 5 choices, among them one that begins another, and two examples."""
     rows = []
-    for i, (text, choices, answer) in enumerate(ARC * 4):
-        listed = [{"text": t, "label": str(j + 1)} for j, t in enumerate(choices)]
-        question = {"stem": f"{text} {i}", "choices": listed}
-        rows.append({"id": f"q{i}", "question": question, "answerKey": answer})
+    for number, (text, choices, answer) in enumerate(ARC * 4):
+        labeled = [
+            {"text": choice, "label": str(label)} for label, choice in enumerate(choices, start=1)
+        ]
+        question = {"stem": f"{text} {number}", "choices": labeled}
+        rows.append({"id": f"q{number}", "question": question, "answerKey": answer})
     for split, part in (("Test", rows), ("Train", rows[:2])):
-        renamed = [row | {"id": f"{split}/{row['id']}"} for row in part]
+        renamed = [{**row, "id": f"{split}/{row['id']}"} for row in part]
         write_lines(tmp_path / f"ARC-Easy-{split}.jsonl", renamed)
     return tmp_path
 
@@ -41,89 +44,126 @@ def score(tiny_model, tmp_path):
 
 @pytest.mark.parametrize("shots", [0, 2])
 def test_equals_whole_prompts(arc, score, tiny_model, shots):
-    rows = score("--task", "arc_easy", "--data", arc, *(["--shots", shots] * bool(shots)))
+    rows = score("--task", "arc_easy", "--data", arc, "--shots", shots)
+    examples = ""
+    for number, (text, choices, answer) in enumerate(ARC[:shots]):
+        examples += f"Question: {text} {number}\nAnswer: {choices[int(answer) - 1]}\n\n"
     assert len(rows) == 12
-    for i, ((text, choices, answer), row) in enumerate(zip(ARC * 4, rows, strict=True)):
-        context = "".join(
-            f"Question: {text} {i}\nAnswer: {choices[int(answer) - 1]}\n\n"
-            for i, (text, choices, answer) in enumerate(ARC[:shots])
-        )
-        context += f"Question: {text} {i}\nAnswer:"
-        expected = [plain(tiny_model, context, f" {c}") for c in choices]
+    for number, ((text, choices, _), row) in enumerate(zip(ARC * 4, rows, strict=True)):
+        context = f"{examples}Question: {text} {number}\nAnswer:"
+        expected = [plain(tiny_model, context, f" {choice}") for choice in choices]
         assert row["logprobs"] == pytest.approx(expected, abs=1e-4)
-        assert row["characters"] == list(map(len, choices))
-        assert row["bytes"] == [len(c.encode()) for c in choices]
+        assert row["characters"] == [len(choice) for choice in choices]
+        assert row["bytes"] == [len(choice.encode()) for choice in choices]
         assert (row["scoring"], row["normalise"]) == ("continuation", "characters")
         assert row["shots"] == shots
 
 
+def test_texts_have_no_examples_unless_asked_for(arc, score):
+    assert score("--task", "arc_easy", "--data", arc)[0]["shots"] == 0
+
+
 def test_hellaswag_is_the_hubs_text(score, tmp_path, tiny_model):
-    row = {"activity_label": "Ski", "ctx_a": "A man [title] sits.", "ctx_b": "he and THE", "ind": 3}
-    row |= {"ctx": "A man [title] sits. he and THE", "endings": ["falls", "[x] goes", "is é", "up"]}
-    rest = {k: v for k, v in row.items() if k not in ("ctx_a", "ctx_b")} | {"ind": 4}
-    labelled = [one | {"label": "2"} for one in (row, rest)]
-    data = write_lines(tmp_path / "hellaswag_val.jsonl", labelled)
+    in_parts = {
+        "activity_label": "Ski",
+        "ctx_a": "A man [title] sits.",
+        "ctx_b": "he and THE",
+        "ctx": "A man [title] sits. he and THE",
+        "endings": ["falls", "[x] goes", "is é", "up"],
+        "label": "2",
+        "ind": 3,
+    }
+    whole = {key: value for key, value in in_parts.items() if key not in ("ctx_a", "ctx_b")}
+    data = write_lines(tmp_path / "hellaswag_val.jsonl", [in_parts, {**whole, "ind": 4}])
     rows = score("--task", "hellaswag", "--data", data)
+    contexts = ("Ski: A man. sits. He and the", "Ski: A man. sits. he and THE")
     endings = ["falls", " goes", "is é", "up"]
-    for context, found in zip(("sits. He and the", "sits. he and THE"), rows, strict=True):
-        expected = [plain(tiny_model, f"Ski: A man. {context}", f" {e}") for e in endings]
-        assert found["logprobs"] == pytest.approx(expected, abs=1e-4)
-        assert found["characters"] == [5, 5, 4, 2] and found["bytes"] == [5, 5, 5, 2]
+    for context, row in zip(contexts, rows, strict=True):
+        expected = [plain(tiny_model, context, f" {ending}") for ending in endings]
+        assert row["logprobs"] == pytest.approx(expected, abs=1e-4)
+        assert row["characters"] == [5, 5, 4, 2]
+        assert row["bytes"] == [5, 5, 5, 2]
 
 
-def test_the_tasks_conventions(arc, mmlu, score):
-    for task, asked, how, normalise, shots in (
+@pytest.mark.parametrize(
+    ("task", "asked", "scoring_mode", "normalise", "shots"),
+    [
         ("arc_challenge", None, "continuation", "characters", 0),
         ("hellaswag", "letters", "letters", "sum", 5),
         ("mmlu", None, "letters", "sum", 5),
         ("jsonl", None, "letters", "sum", 5),
         ("mmlu", "continuation", "continuation", "sum", 0),
-    ):
-        of = Task(task=task, data="d", scoring=asked)
-        assert tasks.resolved(of).scoring == how and tasks.resolved(of).shots == shots
-        assert tasks.normalisation(of) == normalise
+    ],
+)
+def test_the_tasks_conventions(task, asked, scoring_mode, normalise, shots):
+    task = Task(task=task, data="d", scoring=asked)
+    assert tasks.resolved(task).scoring == scoring_mode
+    assert tasks.resolved(task).shots == shots
+    assert tasks.normalization(task) == normalise
+
+
+def test_texts_asked_by_letters(arc, score):
     rows = score("--task", "arc_easy", "--data", arc, "--scoring", "letters", "--shots", "2")
-    assert "scoring" not in rows[0] and rows[0]["shots"] == 2
+    assert "scoring" not in rows[0]
+    assert rows[0]["shots"] == 2
     (subject,) = tasks.load(Task(task="arc_easy", data=str(arc), shots=2))
     assert rows[5]["prompt_sha256"] == prompts.build(subject, subject.questions[5], 2).sha256
+
+
+def test_mmlu_asked_by_texts(mmlu):
     subject = tasks.load(Task(task="mmlu", data=str(mmlu), shots=1))[1]
-    shot = subject.shots[0]
-    assert prompts.build(subject, subject.questions[0], 1, "continuation").text == (
-        f"The following are questions (with answers) about old kings.\n\nQuestion: {shot.text}\n"
-        f"Answer: {shot.choices[shot.label]}\n\nQuestion: {subject.questions[0].text}\nAnswer:"
+    (example,) = subject.shots
+    question = subject.questions[0]
+    assert prompts.build(subject, question, 1, "continuation").text == (
+        "The following are questions (with answers) about old kings.\n\n"
+        f"Question: {example.text}\nAnswer: {example.choices[example.label]}\n\n"
+        f"Question: {question.text}\nAnswer:"
     )
 
 
 def test_spaces_at_the_contexts_end_go_to_the_choice(tiny_model):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    asked = Prompt(None, "light  ", 0, ("mass", "cells"))
-    ((context, branches),) = prompts.continuations(tokenizer, [asked])
-    assert context == tokenizer("light")["input_ids"]
+    endings = ("mass", "cells")
+    question = Question("id", "subject", "light", endings, 0, "light  ", endings)
+    prompt = Prompt(question, question.context, 0, endings)
+    (tokenized,) = ContinuationScoring(tokenizer).tokenize([prompt])
+    assert tokenized.context == tokenizer("light")["input_ids"]
     whole = tokenizer("light   mass")["input_ids"]
-    assert branches[0] == tuple(whole[len(context) :])
+    assert tokenized.branches[0] == tuple(whole[len(tokenized.context) :])
 
 
-def test_what_does_not_fit_is_cut(tiny_model, tmp_path, capsys):
+LONG_SECOND_QUESTION = [
+    {"question": "which " * words + "?", "choices": ["cells mass", "kings"], "answer": 0}
+    for words in (3, 150, 5)
+]
+
+
+@pytest.mark.parametrize(
+    ("scoring_mode", "scored_texts"),
+    [("letters", ["A", "B"]), ("continuation", ["cells mass", "kings"])],
+)
+def test_what_does_not_fit_is_cut(tiny_model, tmp_path, capsys, scoring_mode, scored_texts):
     small = shutil.copytree(tiny_model, tmp_path / "small")
-    config = json.loads((small / "config.json").read_text()) | {"max_position_embeddings": 121}
+    config = json.loads((small / "config.json").read_text())
+    config["max_position_embeddings"] = 121
     (small / "config.json").write_text(json.dumps(config))
-    rows = [
-        {"question": "which " * n + "?", "choices": ["cells mass", "kings"], "answer": 0}
-        for n in (3, 150, 5)
-    ]
-    data = write_lines(tmp_path / "q.jsonl", rows)
-    options = ["--model", small, "--task", "jsonl", "--data", data, "--shots", "0"]
-    for how in ("letters", "continuation"):
-        found = scored(tmp_path / f"{how}.jsonl", *options, "--scoring", how)
-        assert "warning: 1 of 3 questions do not fit in 120 tokens" in capsys.readouterr().err
-        (cut,) = (row.get("truncated") for row in found if "truncated" in row)
-        assert cut > 0 and [row["id"][-1] for row in found] == ["0", "1", "2"]
-        (subject,) = tasks.load(Task(task="jsonl", data=str(data), shots=0))
-        text = prompts.build(subject, subject.questions[1], 0, scoring=how).text
-        choices = rows[1]["choices"] if how == "continuation" else ("A", "B")
-        expected = [plain(tiny_model, text, f" {choice}", cut) for choice in choices]
-        assert found[1]["logprobs"] == pytest.approx(expected, abs=1e-4)
-    task, tokenizer = Task(task="jsonl", data=""), AutoTokenizer.from_pretrained(tiny_model)
-    task = task.model_copy(update={"scoring": "continuation"})
+    data = write_lines(tmp_path / "q.jsonl", LONG_SECOND_QUESTION)
+    options = ["--task", "jsonl", "--data", data, "--shots", "0", "--scoring", scoring_mode]
+    rows = scored(tmp_path / "r.jsonl", "--model", small, *options)
+    assert "warning: 1 of 3 questions do not fit in 120 tokens" in capsys.readouterr().err
+    assert [row["id"][-1] for row in rows] == ["0", "1", "2"]
+    assert ["truncated" in row for row in rows] == [False, True, False]
+    cut = rows[1]["truncated"]
+    assert cut > 0
+    (subject,) = tasks.load(Task(task="jsonl", data=str(data), shots=0))
+    context = prompts.build(subject, subject.questions[1], 0, scoring=scoring_mode).text
+    expected = [plain(tiny_model, context, f" {text}", cut) for text in scored_texts]
+    assert rows[1]["logprobs"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_choices_that_do_not_fit_by_themselves_are_refused(tiny_model, tmp_path):
+    data = write_lines(tmp_path / "q.jsonl", LONG_SECOND_QUESTION)
+    task = Task(task="jsonl", data=str(data), shots=0, scoring="continuation")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     with pytest.raises(InputError, match="question general_knowledge/0: its choices take"):
-        scoring.fit_prompts([subject], task, tokenizer, 2)
+        scoring.fit_prompts(tasks.load(task), task, tokenizer, 2)

@@ -1,65 +1,75 @@
-"""The letters' token ids come from the tokenised context, whatever the tokenizer does to them."""
+"""The letters' token ids come from the tokenized context, whatever the tokenizer does to them."""
 
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from calibeval.io import InputError
-from calibeval.prompts import encode, letters
+from calibeval.prompts import encode, letter_branches
 
 CONTEXT = "light mass\nAnswer:"
+# What a SentencePiece-like tokenizer needs to spell the context and four letters.
+ALPHABET = sorted(set("light mass\nAnswer:ABCD".replace(" ", "▁")))
 
 
-def words(vocabulary: list[str], **special) -> PreTrainedTokenizerFast:
+def word_tokenizer(vocabulary: list[str], **special: str) -> PreTrainedTokenizerFast:
     """A tokenizer that splits at white space."""
-    ids = {word: i for i, word in enumerate(vocabulary)}
+    ids = {word: index for index, word in enumerate(vocabulary)}
     raw = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", **special)
 
 
-def pieces(vocabulary: list[str], merges: list[tuple[str, str]]) -> PreTrainedTokenizerFast:
-    """A SentencePiece-like BPE, where a space is "▁"."""
-    raw = Tokenizer(models.BPE({w: i for i, w in enumerate(vocabulary)}, merges, unk_token="<unk>"))
+def piece_tokenizer(
+    merged_pieces: list[str], merges: list[tuple[str, str]]
+) -> PreTrainedTokenizerFast:
+    """A SentencePiece-like BPE, where a space is "▁"; its ids are those of this list, in order:
+    "<unk>", the alphabet, the merged pieces."""
+    vocabulary = ["<unk>", *ALPHABET, *merged_pieces]
+    ids = {piece: index for index, piece in enumerate(vocabulary)}
+    raw = Tokenizer(models.BPE(ids, merges, unk_token="<unk>"))
     raw.normalizer = normalizers.Replace(" ", "▁")
     return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>")
 
 
-def test_white_space_split():
-    tokenizer = words(["<unk>", "light", "mass", "Answer:", "A", "B", "C"])
-    assert letters(tokenizer, CONTEXT, 3) == ((4,), (5,), (6,))
+def test_letters_that_are_words():
+    tokenizer = word_tokenizer(["<unk>", "light", "mass", "Answer:", "A", "B", "C"])
+    assert letter_branches(tokenizer, CONTEXT, 3) == ((4,), (5,), (6,))
+
+
+def test_a_letter_that_is_no_word_is_refused():
+    tokenizer = word_tokenizer(["<unk>", "light", "mass", "Answer:", "A", "B", "C"])
     with pytest.raises(InputError, match=r"letter ' D'.*'<unk>'\]"):
-        letters(tokenizer, CONTEXT, 4)
+        letter_branches(tokenizer, CONTEXT, 4)
 
 
 def test_some_letters_split_and_some_not():
-    alphabet = sorted(set("light mass\nAnswer:ABCD".replace(" ", "▁")))
-    tokenizer = pieces(["<unk>", *alphabet, "▁B"], [("▁", "B")])
-    space, a, c = (1 + alphabet.index(x) for x in "▁AC")
-    whole = 1 + len(alphabet)
-    assert letters(tokenizer, CONTEXT, 3) == ((space, a), (whole,), (space, c))
+    tokenizer = piece_tokenizer(["▁B"], [("▁", "B")])
+    space, a, c = (tokenizer.convert_tokens_to_ids(piece) for piece in "▁AC")
+    whole_b = tokenizer.convert_tokens_to_ids("▁B")
+    assert letter_branches(tokenizer, CONTEXT, 3) == ((space, a), (whole_b,), (space, c))
 
 
-def test_letters_that_merge_with_the_contexts_end_or_look_alike_are_refused():
-    alphabet = sorted(set("light mass\nAnswer:ABCD".replace(" ", "▁")))
-    merges = [(":", "▁"), (":▁", "A"), (":▁", "B")]
-    merged = pieces(["<unk>", *alphabet, ":▁", ":▁A", ":▁B"], merges)
-    alike = pieces(["<unk>", *alphabet], [])
-    alike.backend_tokenizer.normalizer = normalizers.Sequence(
+def test_letters_that_merge_with_the_contexts_end_are_refused():
+    tokenizer = piece_tokenizer([":▁", ":▁A", ":▁B"], [(":", "▁"), (":▁", "A"), (":▁", "B")])
+    with pytest.raises(InputError, match="cannot score the letter ' A'"):
+        letter_branches(tokenizer, CONTEXT, 2)
+
+
+def test_letters_that_become_the_same_tokens_are_refused():
+    tokenizer = piece_tokenizer([], [])
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Replace(" ", "▁"), normalizers.Replace("▁B", "▁A")]
     )
-    for tokenizer, said in (
-        (merged, "cannot score the letter ' A'"),
-        (alike, r"letter ' A'.* tokens of its own for each letter"),
-    ):
-        with pytest.raises(InputError, match=said):
-            letters(tokenizer, CONTEXT, 2)
+    with pytest.raises(InputError, match=r"letter ' A'.* tokens of its own for each letter"):
+        letter_branches(tokenizer, CONTEXT, 2)
 
 
 def test_appended_end_token_is_left_out():
-    tokenizer = words(["<unk>", "<s>", "</s>", "x", "Answer:", "A", "B"], eos_token="</s>")
+    vocabulary = ["<unk>", "<s>", "</s>", "x", "Answer:", "A", "B"]
+    tokenizer = word_tokenizer(vocabulary, eos_token="</s>")
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
     )
     assert encode(tokenizer, ["x Answer:"]) == [[1, 3, 4]]
-    assert letters(tokenizer, "x Answer:", 2) == ((5,), (6,))
+    assert letter_branches(tokenizer, "x Answer:", 2) == ((5,), (6,))

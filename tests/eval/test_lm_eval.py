@@ -1,9 +1,9 @@
-"""lm-evaluation-harness's own output becomes records, to the last metric.
+"""Other programs' output becomes records, to the last metric.
 
 lm_eval_samples/ is what lm-eval 0.4.13 wrote for the real model of stories260k.py on questions of
 MMLU and HellaSwag (both MIT): `lm_eval --model hf --tasks mmlu_abstract_algebra,hellaswag
 --num_fewshot 0 --samples … --log_samples`, with its mmlu template and its acc_bytes and
-acc_mutual_info beside HellaSwag's acc and acc_norm, on local files.
+acc_mutual_info beside HellaSwag's acc and acc_norm, on local files. Inspect's logs are made here.
 """
 
 import json
@@ -17,154 +17,260 @@ from made_records import read_lines, write_lines
 
 from calibeval import records
 
-# Which choice each of lm-eval's metrics takes: the greatest by this normalisation.
-METRICS = {"acc": "sum", "acc_norm": "characters", "acc_bytes": "bytes"}
+# Which choice each of lm-eval's metrics takes: the greatest by this normalization.
+NORMALIZATION_OF_METRIC = {"acc": "sum", "acc_norm": "characters", "acc_bytes": "bytes"}
 SAMPLES = Path(__file__).parent / "lm_eval_samples"
-MMLU, HELLASWAG = (next(SAMPLES.glob(f"samples_{t}_*")) for t in ("mmlu_abstract_algebra", "hel*"))
+(MMLU,) = SAMPLES.glob("samples_mmlu_abstract_algebra_*")
+(HELLASWAG,) = SAMPLES.glob("samples_hellaswag_*")
 
 
-def test_letters(tmp_path, run):
-    said = run("import", MMLU, "--out", tmp_path / "r.jsonl")
-    found = records.read(tmp_path / "r.jsonl")
-    given = read_lines(MMLU)
-    assert found.scoring == "letters" and found.model == "model"
-    assert found.ids == [f"abstract_algebra/{s['doc_id']}" for s in given]
-    assert found.labels.tolist() == [int(s["target"]) for s in given]
-    sums = [[float(score) for score, _ in s["filtered_resps"]] for s in given]
-    assert found.logprobs.tolist() == sums
-    assert found.letter_mass == pytest.approx([sum(map(math.exp, row)) for row in sums])
-    right = found.logprobs.argmax(1) == found.labels
-    assert right.tolist() == [s["acc"] == 1 for s in given]
-    row = json.loads((tmp_path / "r.jsonl").read_text().split("\n")[0])
-    assert row["shots"] == 0 and row["prompt_sha256"] == given[0]["prompt_hash"]
-    assert row["versions"] == {"lm_eval": "0.4.13", "transformers": "5.19.0"}
-    assert "6 questions, letters by sum" in said.err
-    run("metrics", tmp_path / "r.jsonl")
+@pytest.fixture
+def mmlu_records(tmp_path, run):
+    """The records of MMLU's samples."""
+    printed = run("import", MMLU, "--out", tmp_path / "r.jsonl")
+    assert "6 questions, letters by sum" in printed.err
+    return records.read(tmp_path / "r.jsonl")
 
 
-def test_texts_by_every_normalisation(tmp_path, run):
+def test_letters_have_the_samples_scores(mmlu_records):
+    samples = read_lines(MMLU)
+    scores = [[float(score) for score, _ in sample["filtered_resps"]] for sample in samples]
+    assert mmlu_records.scoring == "letters"
+    assert mmlu_records.logprobs.tolist() == scores
+    masses = [sum(math.exp(score) for score in scores_of_one) for scores_of_one in scores]
+    assert mmlu_records.letter_mass == pytest.approx(masses)
+
+
+def test_letters_are_as_right_as_lm_eval_says(mmlu_records):
+    samples = read_lines(MMLU)
+    assert mmlu_records.labels.tolist() == [int(sample["target"]) for sample in samples]
+    right = mmlu_records.logprobs.argmax(1) == mmlu_records.labels
+    assert right.tolist() == [sample["acc"] == 1 for sample in samples]
+
+
+def test_records_know_question_prompt_and_versions(mmlu_records, run):
+    samples = read_lines(MMLU)
+    assert mmlu_records.model == "model"
+    assert mmlu_records.ids == [f"abstract_algebra/{sample['doc_id']}" for sample in samples]
+    first = read_lines(mmlu_records.path)[0]
+    assert first["shots"] == 0
+    assert first["prompt_sha256"] == samples[0]["prompt_hash"]
+    assert first["versions"] == {"lm_eval": "0.4.13", "transformers": "5.19.0"}
+    run("metrics", mmlu_records.path)
+
+
+@pytest.fixture
+def hellaswag_file(tmp_path, run):
+    """The record file of HellaSwag's samples."""
     run("import", HELLASWAG, "--out", tmp_path)
-    given = sorted(read_lines(HELLASWAG), key=lambda s: s["doc_id"])
-    for metric, normalise in METRICS.items():
-        found = records.read(tmp_path / "hellaswag.jsonl", normalise)
-        right = found.logprobs.argmax(1) == found.labels
-        assert right.tolist() == [s[metric] == 1 for s in given], metric
-    found = records.read(tmp_path / "hellaswag.jsonl")
-    assert found.scoring == "continuation" and found.normalise == "characters"
-    rows = read_lines(tmp_path / "hellaswag.jsonl")
-    for row, sample in zip(rows, given, strict=True):
-        assert row["characters"] == [len(c) for c in sample["doc"]["choices"]]
-        assert row["bytes"] == [len(c.encode()) for c in sample["doc"]["choices"]]
+    return tmp_path / "hellaswag.jsonl"
+
+
+@pytest.mark.parametrize("metric", NORMALIZATION_OF_METRIC)
+def test_texts_are_as_right_as_each_metric_says(hellaswag_file, metric):
+    samples = sorted(read_lines(HELLASWAG), key=lambda sample: sample["doc_id"])
+    found = records.read(hellaswag_file, NORMALIZATION_OF_METRIC[metric])
+    right = found.logprobs.argmax(1) == found.labels
+    assert right.tolist() == [sample[metric] == 1 for sample in samples]
+
+
+def test_texts_lengths_are_without_the_delimiter(hellaswag_file):
+    samples = sorted(read_lines(HELLASWAG), key=lambda sample: sample["doc_id"])
+    rows = read_lines(hellaswag_file)
+    for row, sample in zip(rows, samples, strict=True):
+        assert row["characters"] == [len(choice) for choice in sample["doc"]["choices"]]
+        assert row["bytes"] == [len(choice.encode()) for choice in sample["doc"]["choices"]]
     assert any(row["bytes"] != row["characters"] for row in rows)
+
+
+def test_texts_are_normalized_by_their_lengths(hellaswag_file):
+    by_convention = records.read(hellaswag_file)
+    assert by_convention.scoring == "continuation"
+    assert by_convention.normalise == "characters"
+    rows = read_lines(hellaswag_file)
     by_bytes = [np.divide(row["logprobs"], row["bytes"]).tolist() for row in rows]
-    assert records.read(tmp_path / "hellaswag.jsonl", "bytes").logprobs.tolist() == by_bytes
+    assert records.read(hellaswag_file, "bytes").logprobs.tolist() == by_bytes
 
 
-def test_a_run_becomes_a_file_a_data_set(tmp_path, run, refused):
-    """In any order of the lines, and with another filter's lines between them."""
+@pytest.fixture
+def several_files(tmp_path):
+    """A run's folder: two subjects of MMLU, their lines in reverse and each with another filter's
+    line behind it, and HellaSwag."""
     folder = tmp_path / "org__model"
     folder.mkdir()
-    lines = [s | more for s in reversed(read_lines(MMLU)) for more in ({}, {"filter": "other"})]
+    lines = []
+    for sample in reversed(read_lines(MMLU)):
+        lines += [sample, {**sample, "filter": "other"}]
     for task in ("mmlu_anatomy", "mmlu_abstract_algebra"):
         write_lines(folder / f"samples_{task}_2025-01-01T00-00-00.0.jsonl", lines)
     shutil.copy(HELLASWAG, folder / "samples_hellaswag.jsonl")
-    command = ["import", *folder.iterdir(), "--out"]
-    run(*command, tmp_path / "out")
+    return list(folder.iterdir())
+
+
+def test_a_run_becomes_a_file_a_data_set(several_files, tmp_path, run):
+    run("import", *several_files, "--out", tmp_path / "out")
     mmlu = records.read(tmp_path / "out" / "mmlu.jsonl")
-    assert {row["subject"] for row in read_lines(mmlu.path)} == {"anatomy", "abstract_algebra"}
-    assert len(mmlu) == 12 and mmlu.model == "org__model"
-    assert [i for i in mmlu.ids if "an" in i] == [f"anatomy/{i}" for i in (0, 8, 12, 17, 21, 31)]
+    assert len(mmlu) == 12
+    assert mmlu.model == "org__model"
+    subjects = {row["subject"] for row in read_lines(mmlu.path)}
+    assert subjects == {"anatomy", "abstract_algebra"}
+    anatomy = [question for question in mmlu.ids if question.startswith("anatomy/")]
+    assert anatomy == [f"anatomy/{number}" for number in (0, 8, 12, 17, 21, 31)]
     assert len(records.read(tmp_path / "out" / "hellaswag.jsonl")) == 8
-    assert "exists; give another --out" in refused(*command, tmp_path / "out")
-    assert "; expected the same" in refused(*command, tmp_path / "all.jsonl")
 
 
-def winograd(sample):
-    for i, pair in enumerate(sample["arguments"].values()):
-        pair.update(arg_0=f"context {i}", arg_1=" same")
+def test_what_is_there_is_not_overwritten(several_files, tmp_path, run, refused):
+    command = ["import", *several_files, "--out", tmp_path / "out"]
+    run(*command)
+    assert "exists; give another --out" in refused(*command)
+
+
+def test_two_data_sets_do_not_go_into_one_file(several_files, tmp_path, refused):
+    message = refused("import", *several_files, "--out", tmp_path / "all.jsonl")
+    assert "; expected the same" in message
+
+
+def wrong_accuracy(sample):
+    sample["acc"] = 1.0 - sample["acc"]
+
+
+def target_beyond_the_choices(sample):
+    sample["target"] = "4"
+
+
+def generated_text(sample):
+    sample["filtered_resps"] = ["some text"]
+
+
+def repeated_id(sample):
+    sample["doc_id"] = 0
+
+
+def contexts_that_differ(sample):
+    """As in Winograd schemas, where the choices are in the context."""
+    for number, request in enumerate(sample["arguments"].values()):
+        request.update(arg_0=f"context {number}", arg_1=" same")
+
+
+def scores_that_are_no_numbers(sample):
+    sample.update(acc=1.0, filtered_resps=[["nan", ""]] * 4)
 
 
 @pytest.mark.parametrize(
-    ("change", "expected"),
+    ("spoil", "expected"),
     [
-        (lambda s: s.update(acc=1.0 - s["acc"]), "acc is 1.0, but 0.0 by log-probabilities"),
-        (lambda s: s.update(target="4"), "label is 4, expected 0 to 3"),
-        (lambda s: s.update(filtered_resps=["some text"]), "expected a multiple-choice sample"),
-        (lambda s: s.update(doc_id=0), "id 'abstract_algebra/0' is on "),
-        (winograd, "its choices do not continue one prompt"),
-        (lambda s: s.update(acc=1.0, filtered_resps=[["nan", ""]] * 4), "expected a finite number"),
+        (wrong_accuracy, "acc is 1.0, but 0.0 by log-probabilities"),
+        (target_beyond_the_choices, "label is 4, expected 0 to 3"),
+        (generated_text, "expected a multiple-choice sample"),
+        (repeated_id, "id 'abstract_algebra/0' is on "),
+        (contexts_that_differ, "its choices do not continue one prompt"),
+        (scores_that_are_no_numbers, "expected a finite number"),
     ],
 )
-def test_bad_samples_are_named_by_line(tmp_path, refused, change, expected):
-    rows = read_lines(MMLU)
-    change(rows[2])
-    path = write_lines(tmp_path / MMLU.name, rows)
-    err = refused("import", path, "--out", tmp_path / "out")
-    assert f"error: {path}, line 3: " in err and expected in err
+def test_bad_samples_are_named_by_line(tmp_path, refused, spoil, expected):
+    samples = read_lines(MMLU)
+    spoil(samples[2])
+    path = write_lines(tmp_path / MMLU.name, samples)
+    message = refused("import", path, "--out", tmp_path / "out")
+    assert f"error: {path}, line 3: " in message
+    assert expected in message
     assert not (tmp_path / "out").exists()
 
 
 def test_bad_files(tmp_path, refused):
     command = ["import", "--out", tmp_path / "all.jsonl"]
-    named, other = tmp_path / "samples_x.jsonl", tmp_path / "r.jsonl"
-    other.touch()
-    assert "expected a name like samples_<task>_<time>.jsonl" in refused(*command, other)
-    named.touch()
-    assert "samples_x.jsonl: no samples" in refused(*command, named)
+    other_name = tmp_path / "r.jsonl"
+    other_name.touch()
+    assert "expected a name like samples_<task>_<time>.jsonl" in refused(*command, other_name)
+    empty = tmp_path / "samples_x.jsonl"
+    empty.touch()
+    assert "samples_x.jsonl: no samples" in refused(*command, empty)
     (tmp_path / "results.json").write_text("[]")
-    assert "results.json: not lm-eval's results" in refused(*command, named)
+    assert "results.json: not lm-eval's results" in refused(*command, empty)
     assert "scoring 'continuation' after 'letters'" in refused(*command, MMLU, HELLASWAG)
     assert not (tmp_path / "all.jsonl").exists()
 
 
-def inspect_sample(number: int, target: str, *answers: tuple[str, list[tuple[str, float]]]) -> dict:
-    """A sample of Inspect's log; `answers` are tokens with the top ones at their places."""
-    content = [
-        {"token": token, "logprob": top[0][1], "top_logprobs": [
-            {"token": t, "logprob": p} for t, p in top]}
-        for token, top in answers
-    ]  # fmt: skip
-    output = {"choices": [{"logprobs": {"content": content}}]}
-    about = {"id": number, "epoch": 1, "input": f"Which {number}?", "choices": ["x", "y", "z"]}
-    return about | {"target": target, "output": output, "metadata": {"subject": "light"}}
-
-
+# Log-probabilities of the top tokens at one place of Inspect's log.
 TOP = [("B", -0.5), (" B", -3.0), ("A", -1.5), ("ANSWER", -4.0), ("the", -6.0)]
 
 
-def test_inspects_logs(tmp_path, run):
-    header = {"status": "success", "eval": {"task": "inspect_evals/arc", "model": "openai/m"}}
-    header["eval"]["packages"] = {"inspect_ai": "0.3.285"}
-    first = inspect_sample(1, "B", ("ANSWER", TOP), (":", TOP), (" B", TOP), (".", TOP))
-    again = inspect_sample(1, "B", ("B", TOP)) | {"epoch": 2}
+def inspect_sample(number: int, target: str, *tokens: str) -> dict:
+    """A sample of Inspect's log in which the model has said these tokens."""
+    top = [{"token": token, "logprob": logprob} for token, logprob in TOP]
+    content = [{"token": token, "logprob": -0.5, "top_logprobs": top} for token in tokens]
+    return {
+        "id": number,
+        "epoch": 1,
+        "input": f"Which {number}?",
+        "choices": ["x", "y", "z"],
+        "target": target,
+        "output": {"choices": [{"logprobs": {"content": content}}]},
+        "metadata": {"subject": "light"},
+    }
+
+
+@pytest.fixture
+def write_log(tmp_path):
+    """write_log(samples, **header) → a log of Inspect's."""
+
+    def write(samples: list[dict] | None, **header) -> Path:
+        about = {
+            "task": "inspect_evals/arc",
+            "model": "openai/m",
+            "packages": {"inspect_ai": "0.3.285"},
+        }
+        log = {"status": "success", "eval": about, "samples": samples, **header}
+        path = tmp_path / "log.json"
+        path.write_text(json.dumps(log))
+        return path
+
+    return write
+
+
+def test_inspects_logs(tmp_path, run, write_log):
+    first = inspect_sample(1, "B", "ANSWER", ":", " B", ".")
     first["scores"] = {"choice": {"answer": "B"}, "other": {"answer": "I say B"}, "third": {}}
-    samples = [first, again, inspect_sample(2, "A", ("A", TOP))]
-    log = tmp_path / "log.json"
-    log.write_text(json.dumps(header | {"samples": samples}))
-    made = tmp_path / "out" / "arc.jsonl"
-    assert json.loads(run("import", log, "--out", made.parent, "--json").out) == {str(made): 2}
-    found = records.read(made)
-    assert found.ids == ["1", "2"] and found.labels.tolist() == [1, 0]
-    assert found.model == "openai/m" and read_lines(made)[0]["subject"] == "light"
-    both = math.log(math.exp(-0.5) + math.exp(-3.0))
-    assert found.logprobs.tolist() == [pytest.approx([-1.5, both, -6.0])] * 2
+    second_epoch = {**inspect_sample(1, "B", "B"), "epoch": 2}
+    log = write_log([first, second_epoch, inspect_sample(2, "A", "A")])
+    out = tmp_path / "out" / "arc.jsonl"
+    printed = run("import", log, "--out", out.parent, "--json").out
+    assert json.loads(printed) == {str(out): 2}
+    found = records.read(out)
+    assert found.ids == ["1", "2"]
+    assert found.labels.tolist() == [1, 0]
+    assert found.model == "openai/m"
+    assert read_lines(out)[0]["subject"] == "light"
+    both_spellings_of_b = math.log(math.exp(-0.5) + math.exp(-3.0))
+    least = -6.0  # C is not among the top tokens
+    assert found.logprobs.tolist() == [pytest.approx([-1.5, both_spellings_of_b, least])] * 2
 
 
-def test_inspects_samples_that_are_no_multiple_choice(tmp_path, refused):
-    header, log = {"status": "success", "eval": {"task": "t", "model": "m"}}, tmp_path / "log.json"
-    command = ["import", log, "--out", tmp_path / "r.jsonl"]
-    shuffled = inspect_sample(1, "A", (" B", TOP)) | {"scores": {"choice": {"answer": "C"}}}
-    for sample, expected in (
-        (inspect_sample(1, "E", ("A", TOP)), "substring not found"),
-        (inspect_sample(1, "A", ("yes", TOP)), "list index out of range"),
-        (inspect_sample(1, "A") | {"choices": None}, "sample 1: TypeError"),
-        (shuffled, "answers B, C by its score: were the choices shuffled?"),
-    ):
-        log.write_text(json.dumps(header | {"samples": [sample]}))
-        err = refused(*command)
-        assert expected in err and "top log-probabilities where it answers" in err
-    for text in ("[]", json.dumps(header | {"samples": None})):
-        log.write_text(text)
-        assert "`inspect log convert --to json` makes one" in refused(*command)
-    log.write_text(json.dumps(header | {"samples": [], "status": "cancelled"}))
+SHUFFLED = {**inspect_sample(1, "A", " B"), "scores": {"choice": {"answer": "C"}}}
+
+
+@pytest.mark.parametrize(
+    ("sample", "expected"),
+    [
+        (inspect_sample(1, "E", "A"), "substring not found"),
+        (inspect_sample(1, "A", "yes"), "list index out of range"),
+        ({**inspect_sample(1, "A"), "choices": None}, "sample 1: TypeError"),
+        (SHUFFLED, "answers B, C by its score: were the choices shuffled?"),
+    ],
+)
+def test_inspects_samples_that_are_no_multiple_choice(
+    tmp_path, refused, write_log, sample, expected
+):
+    message = refused("import", write_log([sample]), "--out", tmp_path / "r.jsonl")
+    assert expected in message
+    assert "top log-probabilities where it answers" in message
+
+
+def test_logs_of_inspect_that_cannot_be_used(tmp_path, refused, write_log):
+    command = ["import", tmp_path / "log.json", "--out", tmp_path / "r.jsonl"]
+    write_log(None)
+    assert "`inspect log convert --to json` makes one" in refused(*command)
+    write_log([], status="cancelled")
     assert "status is 'cancelled', expected 'success'" in refused(*command)
+    (tmp_path / "log.json").write_text("[]")
+    assert "`inspect log convert --to json` makes one" in refused(*command)

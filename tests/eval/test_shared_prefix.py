@@ -1,14 +1,19 @@
 """Questions behind a shared prefix, and choices as a tree, read as whole prompts do."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import pytest
 import torch
 import transformers
 
 from calibeval.engines import Job
-from calibeval.engines.hf import TransformersEngine, sees_all
+from calibeval.engines.hf import BatchLimits, TransformersEngine
+from calibeval.engines.hf_model import sees_all
 
+VOCABULARY = 90
 SMALL = {
-    "vocab_size": 90,
+    "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -18,134 +23,194 @@ SMALL = {
     "initializer_range": 0.5,
     "pad_token_id": 0,
 }
-GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 92, "vocab_size": 90}
-ROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
-LONG = {"rope_scaling": ROPE, "original_max_position_embeddings": 70}
-ALONE = "phi3, long", "mamba"  # nothing is shared
-# A narrow window, or positions that a mask does not move, keep the choices apart.
+SMALL_GPT2 = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 92,
+    "initializer_range": 0.2,
+}
+LONGROPE = {
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4},
+    "original_max_position_embeddings": 70,
+}
+
+
+class Kind(NamedTuple):
+    """An architecture, and what of a prompt it lets the engine share."""
+
+    config: transformers.PretrainedConfig
+    # Whether it reads choices as a tree. A narrow window, or positions that a mask does not move,
+    # keep the choices apart.
+    reads_trees: bool
+    shares_prefixes: bool = True
+
+
 KINDS = {
-    "llama": (transformers.LlamaConfig(**SMALL), True),
-    "qwen2": (transformers.Qwen2Config(**SMALL), True),
-    "mistral, wide": (transformers.MistralConfig(**SMALL, sliding_window=4096), True),
-    "mistral, narrow": (transformers.MistralConfig(**SMALL, sliding_window=40), False),
-    "gpt2": (transformers.GPT2Config(**GPT, initializer_range=0.2), True),
-    "gpt-neox": (transformers.GPTNeoXConfig(**SMALL), True),
-    "gemma2": (transformers.Gemma2Config(**SMALL, head_dim=8, sliding_window=40), False),
-    "bloom": (transformers.BloomConfig(vocab_size=90, hidden_size=32, n_layer=2, n_head=4), False),
-    "phi3, long": (transformers.Phi3Config(**SMALL, **LONG), False),
-    "mamba": (transformers.MambaConfig(vocab_size=90, hidden_size=32, num_hidden_layers=2), False),
+    "llama": Kind(transformers.LlamaConfig(**SMALL), True),
+    "qwen2": Kind(transformers.Qwen2Config(**SMALL), True),
+    "mistral, wide": Kind(transformers.MistralConfig(**SMALL, sliding_window=4096), True),
+    "mistral, narrow": Kind(transformers.MistralConfig(**SMALL, sliding_window=40), False),
+    "gpt2": Kind(transformers.GPT2Config(**SMALL_GPT2), True),
+    "gpt-neox": Kind(transformers.GPTNeoXConfig(**SMALL), True),
+    "gemma2": Kind(transformers.Gemma2Config(**SMALL, head_dim=8, sliding_window=40), False),
+    "bloom": Kind(
+        transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4), False
+    ),
+    "phi3, long": Kind(transformers.Phi3Config(**SMALL, **LONGROPE), False, shares_prefixes=False),
+    "mamba": Kind(
+        transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2),
+        False,
+        shares_prefixes=False,
+    ),
 }
 
 
 @pytest.fixture
-def engine(tiny_model, tmp_path):
-    """engine(config) → the engine on a random model of that kind."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
+def saved_model(tmp_path):
+    """saved_model(config) → the folder of a random model of that kind."""
 
-    def make(config) -> TransformersEngine:
+    def save(config: transformers.PretrainedConfig) -> str:
         torch.manual_seed(0)
-        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "m")
-        tokenizer.save_pretrained(tmp_path / "m")
-        return TransformersEngine(str(tmp_path / "m"), batch_size=4)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        model.save_pretrained(tmp_path / "model")
+        return str(tmp_path / "model")
 
-    return make
+    return save
 
 
 @pytest.fixture
-def computed(monkeypatch):
-    """How many tokens each forward read."""
-    counts, plain = [], TransformersEngine._batch
+def computed_tokens(monkeypatch):
+    """How many tokens each forward over a batch has read, one after the other."""
+    counts = []
+    answer = TransformersEngine._answer
 
-    def batch(engine, jobs, prefix):
-        counts.append(sum(len(j.tokens) - prefix.length + len(j.nodes) - 1 for j in jobs))
-        return plain(engine, jobs, prefix)
+    def counting(engine, jobs, prefix):
+        lengths = [len(job.tokens) - prefix.length + len(job.nodes) - 1 for job in jobs]
+        counts.append(sum(lengths))
+        return answer(engine, jobs, prefix)
 
-    monkeypatch.setattr(TransformersEngine, "_batch", batch)
+    monkeypatch.setattr(TransformersEngine, "_answer", counting)
     return counts
 
 
-def drawn(seed: int):
+def random_tokens(seed: int) -> Callable[[int], tuple[int, ...]]:
     """tokens(count) → that many random token ids."""
-    random = torch.Generator().manual_seed(seed)
-    return lambda count: tuple(torch.randint(1, 90, (count,), generator=random).tolist())
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(1, VOCABULARY, (count,), generator=generator).tolist())
+
+    return tokens
 
 
-def groups() -> list[list[Job]]:
-    """Two prefixes, questions of many lengths, letters of one and of two tokens."""
-    made, tokens = [], drawn(1)
-    for length, spine in ((60, ()), (9, (7,))):
-        prefix = tokens(length)
-        letters = tuple((*(spine if i % 2 else ()), 11 + i) for i in range(4))
-        made.append([Job(i, prefix + tokens(1 + 5 * i), letters) for i in range(7)])
-    return made
+def questions_by_letters() -> list[list[Job]]:
+    """Two groups of seven questions of many lengths: behind a prefix of 60 tokens letters of one
+    token, and behind one of 9 some of two."""
+    tokens = random_tokens(1)
+    groups = []
+    for prefix_length, spelled in ((60, ()), (9, (7,))):
+        prefix = tokens(prefix_length)
+        letters = ((11,), (*spelled, 12), (13,), (*spelled, 14))
+        groups.append([Job(index, prefix + tokens(1 + 5 * index), letters) for index in range(7)])
+    return groups
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_questions_behind_a_prefix_agree_with_whole_prompts(engine, kind, computed):
-    made = engine(KINDS[kind][0])
-    for group in groups():
-        assert all(job.is_chain for job in group)
-        found = [answer for batch in made.batches([group]) for answer in batch]
-        assert sorted(job.index for job, _ in found) == list(range(7))
-        for job, logits in found:
-            ids = torch.tensor([job.tokens + job.nodes[-1]])
-            with torch.no_grad():
-                whole = made.model(input_ids=ids).logits[0, len(job.tokens) - 1 :]
-            assert torch.allclose(logits, whole, atol=2e-4, rtol=1e-3)
-    assert kind in ALONE or sum(computed) < 0.8 * sum(j.length for g in groups() for j in g)
-
-
-def trees(count: int = 7) -> list[Job]:
-    """Questions of many lengths behind one prefix, with choices of one to nine tokens."""
-    tokens = drawn(2)
-    prefix, shared = tokens(52), tokens(2)
-    made = [
-        Job(i, prefix + tokens(1 + 5 * i), (shared + tokens(7), tokens(5), tokens(1), shared))
-        for i in range(count)
+def questions_by_texts() -> list[Job]:
+    """Seven questions of many lengths behind one prefix, with choices of one to nine tokens."""
+    tokens = random_tokens(2)
+    prefix = tokens(52)
+    beginning = tokens(2)  # of two choices
+    return [
+        Job(
+            index,
+            prefix + tokens(1 + 5 * index),
+            (beginning + tokens(7), tokens(5), tokens(1), beginning),
+        )
+        for index in range(7)
     ]
-    assert not any(job.is_chain for job in made)
-    return made
+
+
+def logits_of(engine: TransformersEngine, tokens: tuple[int, ...]) -> torch.Tensor:
+    """What the model itself makes of a whole prompt: (tokens, V)."""
+    with torch.no_grad():
+        return engine.model(input_ids=torch.tensor([tokens])).logits[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_choices_as_a_tree_agree_with_whole_prompts(engine, kind, computed):
-    config, packed = KINDS[kind]
-    made, jobs = engine(config), trees()
-    found = dict(made.score([jobs]))
-    assert bool(made.packs) is packed
+def test_questions_behind_a_prefix_agree_with_whole_prompts(saved_model, kind, computed_tokens):
+    engine = TransformersEngine(saved_model(KINDS[kind].config), batch_size=4)
+    for group in questions_by_letters():
+        assert all(job.is_chain for job in group)
+        answers = [answer for batch in engine.batches([group]) for answer in batch]
+        assert sorted(job.index for job, _ in answers) == list(range(7))
+        for job, logits in answers:
+            whole = logits_of(engine, job.tokens + job.nodes[-1])
+            assert torch.allclose(logits, whole[len(job.tokens) - 1 :], atol=2e-4, rtol=1e-3)
+    if KINDS[kind].shares_prefixes:
+        all_tokens = sum(job.length for group in questions_by_letters() for job in group)
+        assert sum(computed_tokens) < 0.8 * all_tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_choices_as_a_tree_agree_with_whole_prompts(saved_model, kind, computed_tokens):
+    engine = TransformersEngine(saved_model(KINDS[kind].config), batch_size=4)
+    jobs = questions_by_texts()
+    assert not any(job.is_chain for job in jobs)
+    scores = dict(engine.score([jobs]))
     for job in jobs:
-        for branch, score in zip(job.branches, found[job.index], strict=True):
-            ids = torch.tensor([job.tokens + branch])
-            with torch.no_grad():
-                logprobs = made.model(input_ids=ids).logits[0].log_softmax(-1)
-            at = range(len(job.tokens) - 1, ids.shape[1] - 1)
-            expected = sum(logprobs[i, ids[0, i + 1]].item() for i in at)
+        for branch, score in zip(job.branches, scores[job.index], strict=True):
+            logprobs = logits_of(engine, job.tokens + branch).log_softmax(-1)
+            places = range(len(job.tokens) - 1, len(job.tokens) - 1 + len(branch))
+            expected = sum(
+                logprobs[place, token].item() for place, token in zip(places, branch, strict=True)
+            )
             assert score == pytest.approx(expected, abs=2e-4)
-    whole = sum(len(job.tokens + branch) for job in jobs for branch in job.branches)
-    if packed:
-        assert sum(computed[2:]) < whole / 3  # behind the first question, asked both ways
+    assert bool(engine.reads_trees) is KINDS[kind].reads_trees
+    if KINDS[kind].reads_trees:
+        all_tokens = sum(len(job.tokens + branch) for job in jobs for branch in job.branches)
+        behind_the_trial = computed_tokens[2:]  # the first question is asked in both ways
+        assert sum(behind_the_trial) < all_tokens / 3
 
 
 @pytest.mark.parametrize("kind", ["llama", "bloom"])
-def test_a_batch_holds_no_more_logits_than_memory_is_kept_for(engine, kind, monkeypatch):
-    made, jobs = engine(KINDS[kind][0]), trees()
-    expected = dict(made.score([jobs]))
-    vocabulary = made.model.config.vocab_size
-    shapes = []
-    made.model.get_output_embeddings().register_forward_hook(
-        lambda module, given, output: shapes.append(output.shape[0] * output.shape[1])
-    )
-    most = max(len(job.nodes) for job in jobs)
-    monkeypatch.setattr("calibeval.engines.hf.LOGITS", 2 * most * vocabulary)
-    found = dict(made.score([jobs]))
-    assert max(shapes) <= 2 * most < sum(shapes)
+def test_a_batch_holds_no_more_logits_than_memory_is_kept_for(saved_model, kind):
+    engine = TransformersEngine(saved_model(KINDS[kind].config))
+    jobs = questions_by_texts()
+    expected = dict(engine.score([jobs]))
+    most_nodes = max(len(job.nodes) for job in jobs)
+    engine.limits = BatchLimits(logits=2 * most_nodes * VOCABULARY)
+    places = []  # of each forward, rows × places a row
+
+    def record_shape(module, arguments, output):
+        places.append(output.shape[0] * output.shape[1])
+
+    engine.model.get_output_embeddings().register_forward_hook(record_shape)
+    scores = dict(engine.score([jobs]))
+    assert max(places) <= 2 * most_nodes < sum(places)
     for job in jobs:
-        assert found[job.index] == pytest.approx(expected[job.index], abs=2e-4)
+        assert scores[job.index] == pytest.approx(expected[job.index], abs=2e-4)
 
 
-def test_which_models_see_all():
+def test_what_is_skipped_changes_no_other_score(saved_model):
+    """A run that goes on comes to the same bytes."""
+    folder = saved_model(KINDS["llama"].config)
+    jobs = questions_by_texts()
+    expected = dict(TransformersEngine(folder, batch_size=2).score([jobs]))
+    skipped = {0, 1, 2}  # the first batch, and half of the second
+    scores = dict(TransformersEngine(folder, batch_size=2).score([jobs], skipped))
+    assert set(scores) == {2, 3, 4, 5, 6}
+    assert scores == {index: expected[index] for index in scores}
+
+
+def test_recurrent_layers_do_not_see_all():
     hybrid = transformers.LlamaConfig(**SMALL)
     hybrid.layer_types = ["full_attention", "linear_attention"]
     assert not sees_all(hybrid, 100)
+
+
+def test_windows_see_all_of_shorter_prompts():
     windows = transformers.Gemma2Config(**SMALL, sliding_window=4096)
-    assert sees_all(windows, 4095) and not sees_all(windows, 4096)
+    assert sees_all(windows, 4095)
+    assert not sees_all(windows, 4096)

@@ -2,63 +2,116 @@
 
 import pandas as pd
 import pytest
-from made_records import write_lines as write
+from made_records import write_lines
 
 from calibeval import prompts, tasks
 from calibeval.io import InputError
+from calibeval.questions import Subject
 from calibeval.request import Task
 from calibeval.tasks import clean
 
 
-def load(task, data, shots=0, **options):
+def load(task: str, data, shots: int = 0, **options) -> list[Subject]:
     return tasks.load(Task(task=task, data=str(data), shots=shots, **options))
 
 
-def independent(data, subject: str) -> list[str]:
-    """5-shot prompts from pandas frames, as evaluate.py of hendrycks/test lays them out; pandas
-    2 would read the choice "None" as missing."""
-    frames = [
-        pd.read_csv(data / split / f"{subject}_{split}.csv", header=None, keep_default_na=False)
-        for split in ("dev", "test")
-    ]
-    shots, questions = (
-        [
-            "{}\nA. {}\nB. {}\nC. {}\nD. {}\nAnswer:".format(*row[:5]) + " " * shot + row[5] * shot
-            for row in frame.itertuples(index=False)
-        ]
-        for shot, frame in zip((True, False), frames, strict=True)
-    )
+# --- MMLU ---
+
+
+def official_prompts(data, subject: str) -> list[str]:
+    """5-shot prompts from pandas frames, as evaluate.py of hendrycks/test lays them out."""
+
+    def rows(split: str):
+        # pandas 2 would read the choice "None" as missing.
+        path = data / split / f"{subject}_{split}.csv"
+        frame = pd.read_csv(path, header=None, keep_default_na=False)
+        return frame.itertuples(index=False)
+
+    def question(row) -> str:
+        return "{}\nA. {}\nB. {}\nC. {}\nD. {}\nAnswer:".format(*row[:5])
+
     topic = subject.replace("_", " ")
-    first = f"The following are multiple choice questions (with answers) about  {topic}."
-    return ["\n\n".join([first, *shots, question]) for question in questions]
+    header = f"The following are multiple choice questions (with answers) about  {topic}."
+    examples = [f"{question(row)} {row[5]}" for row in rows("dev")]
+    return ["\n\n".join([header, *examples, question(row)]) for row in rows("test")]
 
 
 def test_all_official_prompts(shared_data):
     data = shared_data("mmlu.tar.xz")
-    subjects = load("mmlu", data, 5)
-    assert len(subjects) == 57 and sum(len(s.questions) for s in subjects) == 14042
+    subjects = load("mmlu", data, shots=5)
+    assert len(subjects) == 57
+    assert sum(len(subject.questions) for subject in subjects) == 14042
     for subject in subjects:
-        built = [prompts.build(subject, question, 5) for question in subject.questions]
-        assert [prompt.text for prompt in built] == independent(data, subject.name)
+        built = [prompts.build(subject, question, 5).text for question in subject.questions]
+        assert built == official_prompts(data, subject.name)
+
+
+@pytest.fixture
+def hub_cache(tmp_path, monkeypatch):
+    """What a download of cais/mmlu leaves in a cache that is read offline: two subjects of three
+    questions and two examples."""
+    datasets = pytest.importorskip("datasets")
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    folder = tmp_path / "mmlu"
+    folder.mkdir()
+    card = "---\nconfigs:\n- config_name: all\n  data_files:\n"
+    for split, count in (("dev", 2), ("test", 3)):
+        row = {"question": f"{split}?", "choices": ["a", "b", "c", "d"], "answer": 2}
+        rows = []
+        for subject in ("old_kings", "light"):
+            rows += [{**row, "subject": subject}] * count
+        write_lines(folder / f"{split}.jsonl", rows)
+        card += f"  - {{split: {split}, path: {split}.jsonl}}\n"
+    (folder / "README.md").write_text(f"{card}---\n")
+    cache = tmp_path / "cache"
+    datasets.load_dataset(str(folder), "all", cache_dir=cache)
+    (cache / "mmlu").rename(cache / "cais___mmlu")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    for config in (datasets.config, huggingface_hub.constants):
+        monkeypatch.setattr(config, "HF_HUB_OFFLINE", True)
+    return cache
+
+
+def test_the_hubs_cache_is_read_offline(hub_cache):
+    subjects = load("mmlu", "hub:cais/mmlu", shots=2)
+    ids = [question.id for subject in subjects for question in subject.questions]
+    light = ["light/0", "light/1", "light/2"]
+    assert ids == [*light, "old_kings/0", "old_kings/1", "old_kings/2"]
+
+
+def test_what_the_hubs_cache_lacks_ends_in_one_error(hub_cache):
+    (hub_cache / "cais___mmlu").rename(hub_cache / "gone")
+    with pytest.raises(InputError, match="hub:cais/mmlu: cannot be loaded from the hub"):
+        load("mmlu", "hub:cais/mmlu", shots=2)
+
+
+# --- HellaSwag ---
 
 
 def test_hellaswag(shared_data):
     path = shared_data("hellaswag_val.jsonl.xz")
     (subject,) = load("hellaswag", path, shots=5)
-    assert len(subject.questions) == 10042 - 5 and len(subject.shots) == 5
+    assert len(subject.shots) == 5
     assert subject.shots[0].text == "Roof shingle removal: A man is sitting on a roof. he"
     assert subject.shots[0].label == 3
-    assert not {q.id for q in subject.shots} & {q.id for q in subject.questions}
+    assert len(subject.questions) == 10042 - 5
+    examples = {question.id for question in subject.shots}
+    assert not examples & {question.id for question in subject.questions}
 
 
-def test_hellaswag_original_markers(tmp_path):
+def test_hellaswags_markers_are_taken_out():
     assert clean("Ski: [header] How [title] Go  on. [step] Now") == "Ski: How. Go on. Now"
+
+
+def test_hellaswags_original_rows(tmp_path):
     row = {"ind": 7, "activity_label": "Ski", "ctx": "A [step] b", "endings": ["c", "d"]}
-    write(tmp_path / "hellaswag_val.jsonl", [row | {"label": "1"}])
-    write(tmp_path / "hellaswag_train.jsonl", [row | {"label": 0}] * 1)
+    write_lines(tmp_path / "hellaswag_val.jsonl", [{**row, "label": "1"}])
+    write_lines(tmp_path / "hellaswag_train.jsonl", [{**row, "label": 0}])
     (subject,) = load("hellaswag", tmp_path, shots=1)
     (question,) = subject.questions
-    assert question.id == "hellaswag/7" and question.text == "Ski: A b" and question.label == 1
+    assert question.id == "hellaswag/7"
+    assert question.text == "Ski: A b"
+    assert question.label == 1
     assert subject.shots[0].label == 0
     assert prompts.build(subject, question, 1).text == (
         "The following are multiple choice questions (with answers) about  how an everyday "
@@ -66,116 +119,167 @@ def test_hellaswag_original_markers(tmp_path):
     )
 
 
-ROWS = [
-    {"question": "1 + 1?", "choices": ["1", "2", "3"], "answer": 1, "subject": "sums", "id": "x"},
-    {"question": "Sky?", "choices": ["red", "blue"], "answer": "B"},
-    {"question": "Sea?", "choices": ["red", "blue"], "answer": "blue"},
-    {"question": "Z?", "choices": [f"c{i}" for i in range(26)], "answer": "Z"},
-]
-
-
-def test_jsonl(tmp_path):
-    path = write(tmp_path / "q.jsonl", ROWS)
-    general, sums = load("jsonl", path)
-    assert [q.label for q in general.questions] == [1, 1, 25] and sums.questions[0].id == "x"
-    examples = write(tmp_path / "e.jsonl", ROWS[1:3])
-    (sums,) = load("jsonl", path, shots=2, examples=str(examples), subjects=("sums",))
-    assert prompts.build(sums, sums.questions[0], 2).text == (
-        "The following are multiple choice questions (with answers) about  sums.\n\n"
-        "Sky?\nA. red\nB. blue\nAnswer: B\n\nSea?\nA. red\nB. blue\nAnswer: B\n\n"
-        "1 + 1?\nA. 1\nB. 2\nC. 3\nAnswer:"
-    )
-    (asked,) = load("jsonl", examples, shots=1, examples=str(examples))
-    assert [q.text for q in asked.questions] == ["Sea?"]
-    own = write(tmp_path / "c.jsonl", [ROWS[1] | {"context": "Q: Sky?\nA:", "endings": ["r", "b"]}])
-    (subject,) = load("jsonl", own)
-    prompt = prompts.build(subject, subject.questions[0], 0, "continuation")
-    assert prompt.text.endswith("\n\nQ: Sky?\nA:") and prompt.endings == ("r", "b")
-
-
 @pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        ({"question": "?", "choices": ["a", "b"]}, "line 2: no 'answer'; found question, choices"),
-        (ROWS[1] | {"answer": 2}, "answer is 2, expected 0 to 1, A to B, or the text of one"),
-        (ROWS[1] | {"answer": "same", "choices": ["same", "same"]}, "answer is 'same'"),
-        (ROWS[0], "line 2: id 'x' is there already"),
-    ],
+    ("label", "expected"),
+    [("", "not a row of this task"), ("2", "answer is 2, expected 0 to 1")],
 )
-def test_malformed_jsonl(tmp_path, row, expected):
-    path = write(tmp_path / "q.jsonl", [ROWS[0], row])
-    with pytest.raises(InputError) as raised:
-        load("jsonl", path)
-    assert expected in str(raised.value) and str(path) in str(raised.value)
+def test_malformed_hellaswag(tmp_path, label, expected):
+    row = {"ctx": "c", "endings": ["a", "b"], "label": label}
+    path = write_lines(tmp_path / "h.jsonl", [row])
+    with pytest.raises(InputError, match=expected):
+        load("hellaswag", path)
 
 
-def test_malformed_arc_and_hellaswag(tmp_path):
-    own = write(tmp_path / "own.jsonl", ROWS[1:2])
-    item = {"id": "a", "answerKey": "Q"}
-    item["question"] = {"stem": "s", "choices": [{"text": "t", "label": "A"}] * 2}
-    write(tmp_path / "ARC-Easy-Test.jsonl", [item])
-    with pytest.raises(InputError, match="'Q' is not in list"):
-        load("arc_easy", tmp_path)
-    for label, expected in (("", "not a row of this task"), ("2", "answer is 2, expected 0 to 1")):
-        path = write(tmp_path / "h.jsonl", [{"ctx": "c", "endings": ["a", "b"], "label": label}])
-        with pytest.raises(InputError, match=expected):
-            load("hellaswag", path)
-    for task, options, expected in (
-        ("jsonl", {"shots": 5}, "--shots 5 needs --examples"),
-        ("hellaswag", {"split": "val"}, "is one file, so --split val chooses nothing"),
-        ("mmlu", {"examples": "x"}, "--examples x: mmlu's are its dev split's"),
-        ("jsonl", {"shots": 1, "examples": str(own)}, "every question is an example as well"),
+# --- ARC ---
+
+
+def ai2_row(row: dict) -> dict:
+    """A row of the hub as AI2's files have it."""
+    pairs = zip(row["choices"]["text"], row["choices"]["label"], strict=True)
+    choices = [{"text": text, "label": label} for text, label in pairs]
+    question = {"stem": row["question"], "choices": choices}
+    return {"id": row["id"], "question": question, "answerKey": row["answerKey"]}
+
+
+@pytest.fixture
+def arc_challenge(tmp_path):
+    """Two folders with the same two examples and four questions of 3 to 5 choices.
+
+    The hub keeps choices as two columns; AI2's files keep them as a list of items.
+    """
+    hub = tmp_path / "hub"
+    ai2 = tmp_path / "ai2"
+    hub.mkdir()
+    ai2.mkdir()
+    for split, all_labels in (
+        ("Train", ["ABCD", "1234"]),
+        ("Test", ["ABCD", "1234", "ABC", "ABCDE"]),
     ):
-        with pytest.raises(InputError, match=expected):
-            load(task, own if task == "jsonl" else path, **options)
+        rows = []
+        for number, labels in enumerate(all_labels):
+            choices = {"text": [f"t{label}" for label in labels], "label": list(labels)}
+            row = {"question": f"Why {number}?", "choices": choices, "answerKey": labels[2]}
+            rows.append({**row, "id": f"{split}-{number}"})
+        write_lines(hub / f"ARC-Challenge-{split}.jsonl", rows)
+        write_lines(ai2 / f"ARC-Challenge-{split}.jsonl", [ai2_row(row) for row in rows])
+    return hub, ai2
 
 
-def test_arc_challenge_in_both_schemas(tmp_path):
-    """The hub keeps choices as two columns; AI2's files keep them as a list of items."""
-    rows, items = [], []
-    for i, labels in enumerate(("ABCD", "1234", "ABC", "ABCDE")):
-        texts = [f"t{label}" for label in labels]
-        row = {"question": f"Why {i}?", "answerKey": labels[2]}
-        rows.append(row | {"choices": {"text": texts, "label": list(labels)}})
-        choices = [{"text": t, "label": k} for t, k in zip(texts, labels, strict=True)]
-        items.append(row | {"question": {"stem": f"Why {i}?", "choices": choices}})
-    found = []
-    for name, made in (("hub", rows), ("ai2", items)):
-        (tmp_path / name).mkdir()
-        for split, part in (("Train", slice(2)), ("Test", slice(4))):
-            lines = [row | {"id": f"{split}-{i}"} for i, row in enumerate(made[part])]
-            write(tmp_path / name / f"ARC-Challenge-{split}.jsonl", lines)
-        found += load("arc_challenge", tmp_path / name, shots=2)
-    assert found[0] == found[1] and [q.label for q in found[0].questions] == [2] * 4
-    assert [len(q.choices) for q in found[0].questions] == [4, 4, 3, 5]
-    assert prompts.build(found[0], found[0].questions[2], 1).text == (
+def test_arc_challenge_in_both_schemas(arc_challenge):
+    hub, ai2 = arc_challenge
+    (subject,) = load("arc_challenge", hub, shots=2)
+    assert [subject] == load("arc_challenge", ai2, shots=2)
+    assert [question.label for question in subject.questions] == [2] * 4
+    assert [len(question.choices) for question in subject.questions] == [4, 4, 3, 5]
+
+
+def test_arcs_prompt(arc_challenge):
+    hub, _ = arc_challenge
+    (subject,) = load("arc_challenge", hub, shots=2)
+    assert prompts.build(subject, subject.questions[2], 1).text == (
         "The following are multiple choice questions (with answers) about  grade-school "
         "science.\n\nWhy 0?\nA. tA\nB. tB\nC. tC\nD. tD\nAnswer: C\n\n"
         "Why 2?\nA. tA\nB. tB\nC. tC\nAnswer:"
     )
 
 
-def test_the_hubs_cache_is_read_offline(tmp_path, monkeypatch):
-    """All subjects, from what a download leaves; what is absent ends in one error."""
-    datasets, hub = pytest.importorskip("datasets"), pytest.importorskip("huggingface_hub")
-    folder = tmp_path / "mmlu"
-    folder.mkdir()
-    card = "---\nconfigs:\n- config_name: all\n  data_files:\n"
-    for split, count in (("dev", 2), ("test", 3)):
-        row = {"question": f"{split}?", "choices": ["a", "b", "c", "d"], "answer": 2}
-        rows = [row | {"subject": s} for s in ("old_kings", "light") for _ in range(count)]
-        write(folder / f"{split}.jsonl", rows)
-        card += f"  - {{split: {split}, path: {split}.jsonl}}\n"
-    (folder / "README.md").write_text(f"{card}---\n")
-    cache = tmp_path / "cache"
-    datasets.load_dataset(str(folder), "all", cache_dir=cache)
-    (cache / "mmlu").rename(cache / "cais___mmlu")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
-    for config in (datasets.config, hub.constants):
-        monkeypatch.setattr(config, "HF_HUB_OFFLINE", True)
-    found = load("mmlu", "hub:cais/mmlu", 2)
-    ids = [f"{subject}/{i}" for subject in ("light", "old_kings") for i in range(3)]
-    assert [q.id for subject in found for q in subject.questions] == ids
-    (cache / "cais___mmlu").rename(tmp_path / "gone")
-    with pytest.raises(InputError, match="hub:cais/mmlu: cannot be loaded from the hub"):
-        load("mmlu", "hub:cais/mmlu", 2)
+def test_arcs_answer_that_labels_no_choice(tmp_path):
+    choices = [{"text": "t", "label": "A"}, {"text": "t", "label": "A"}]
+    item = {"id": "a", "answerKey": "Q", "question": {"stem": "s", "choices": choices}}
+    write_lines(tmp_path / "ARC-Easy-Test.jsonl", [item])
+    with pytest.raises(InputError, match="'Q' is not in list"):
+        load("arc_easy", tmp_path)
+
+
+# --- Users' own files ---
+
+SUMS = {
+    "question": "1 + 1?",
+    "choices": ["1", "2", "3"],
+    "answer": 1,
+    "subject": "sums",
+    "id": "x",
+}
+SKY = {"question": "Sky?", "choices": ["red", "blue"], "answer": "B"}
+SEA = {"question": "Sea?", "choices": ["red", "blue"], "answer": "blue"}
+MANY = {"question": "Z?", "choices": [f"c{i}" for i in range(26)], "answer": "Z"}
+
+
+@pytest.fixture
+def questions_file(tmp_path):
+    return write_lines(tmp_path / "q.jsonl", [SUMS, SKY, SEA, MANY])
+
+
+@pytest.fixture
+def examples_file(tmp_path):
+    return write_lines(tmp_path / "e.jsonl", [SKY, SEA])
+
+
+def test_answers_are_indices_letters_or_texts(questions_file):
+    general, sums = load("jsonl", questions_file)
+    assert [question.label for question in general.questions] == [1, 1, 25]
+    assert sums.questions[0].label == 1
+    assert sums.questions[0].id == "x"
+
+
+def test_examples_are_of_another_subject_where_it_has_none(questions_file, examples_file):
+    (sums,) = load(
+        "jsonl", questions_file, shots=2, examples=str(examples_file), subjects=("sums",)
+    )
+    assert prompts.build(sums, sums.questions[0], 2).text == (
+        "The following are multiple choice questions (with answers) about  sums.\n\n"
+        "Sky?\nA. red\nB. blue\nAnswer: B\n\nSea?\nA. red\nB. blue\nAnswer: B\n\n"
+        "1 + 1?\nA. 1\nB. 2\nC. 3\nAnswer:"
+    )
+
+
+def test_examples_are_not_asked(examples_file):
+    (subject,) = load("jsonl", examples_file, shots=1, examples=str(examples_file))
+    assert [question.text for question in subject.questions] == ["Sea?"]
+
+
+def test_texts_for_continuation_may_be_others(tmp_path):
+    row = {**SKY, "context": "Q: Sky?\nA:", "endings": ["r", "b"]}
+    (subject,) = load("jsonl", write_lines(tmp_path / "q.jsonl", [row]))
+    prompt = prompts.build(subject, subject.questions[0], 0, "continuation")
+    assert prompt.text.endswith("\n\nQ: Sky?\nA:")
+    assert prompt.endings == ("r", "b")
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"question": "?", "choices": ["a", "b"]}, "line 2: no 'answer'; found question, choices"),
+        ({**SKY, "answer": 2}, "answer is 2, expected 0 to 1, A to B, or the text of one"),
+        ({**SKY, "answer": "same", "choices": ["same", "same"]}, "answer is 'same'"),
+        (SUMS, "line 2: id 'x' is there already"),
+    ],
+)
+def test_malformed_jsonl(tmp_path, row, expected):
+    path = write_lines(tmp_path / "q.jsonl", [SUMS, row])
+    with pytest.raises(InputError) as raised:
+        load("jsonl", path)
+    assert str(path) in str(raised.value)
+    assert expected in str(raised.value)
+
+
+# --- Requests that a task cannot answer ---
+
+
+def test_examples_must_be_given_and_must_leave_questions(tmp_path):
+    only = write_lines(tmp_path / "q.jsonl", [SKY])
+    with pytest.raises(InputError, match="--shots 5 needs --examples"):
+        load("jsonl", only, shots=5)
+    with pytest.raises(InputError, match="every question is an example as well"):
+        load("jsonl", only, shots=1, examples=str(only))
+
+
+def test_mmlus_examples_are_its_own(tmp_path):
+    with pytest.raises(InputError, match="--examples x: mmlu's are its dev split's"):
+        load("mmlu", tmp_path, examples="x")
+
+
+def test_a_file_has_no_split_to_choose(tmp_path):
+    path = write_lines(tmp_path / "h.jsonl", [{"ctx": "c", "endings": ["a", "b"], "label": 0}])
+    with pytest.raises(InputError, match="is one file, so --split val chooses nothing"):
+        load("hellaswag", path, split="val")

@@ -9,6 +9,7 @@ import random
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from made_records import read_lines, write_lines
@@ -16,120 +17,148 @@ from made_records import read_lines, write_lines
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 pytest.importorskip("vllm")
 
+ENVIRONMENT = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "2"}
 
-def score(model, data, out, *options) -> list[dict]:
-    """Records of the command, run as a user runs it."""
+
+def run_command(model: Path, data: Path, out: Path, *options: object):
+    """The command, run as a user runs it; a later option counts."""
     command = [sys.executable, "-m", "calibeval", "score", "--task", "mmlu"]
     command += ["--model", model, "--data", data, "--out", out, *options]
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "2"}
-    done = subprocess.run(
-        [str(c) for c in command], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return read_lines(out)
+    words = [str(word) for word in command]
+    return subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True)
+
+
+@pytest.fixture
+def score_with_both(tmp_path):
+    """score_with_both(model, data, *options) → the records of vLLM and of transformers."""
+
+    def score(model: Path, data: Path, *options: object) -> tuple[list[dict], list[dict]]:
+        records = []
+        for engine in ("vllm", "transformers"):
+            out = tmp_path / f"{engine}.jsonl"
+            done = run_command(model, data, out, "--engine", engine, *options)
+            assert done.returncode == 0, done.stderr[-3000:]
+            records.append(read_lines(out))
+        return records[0], records[1]
+
+    return score
 
 
 def assert_equal(ours: list[dict], theirs: list[dict], *keys: str, within: float = 1e-3) -> None:
     """Same questions in the same order, and probabilities within so much."""
-    for a, b in zip(ours, theirs, strict=True):
+    for one, other in zip(ours, theirs, strict=True):
         for key in ("id", "subject", "label", "prompt_sha256", "shots", *keys):
-            assert a[key] == b[key]
+            assert one[key] == other[key]
         for key in ("logprobs", "letter_mass"):
-            assert a[key] == pytest.approx(b[key], abs=within)
+            assert one[key] == pytest.approx(other[key], abs=within)
 
 
-def test_same_records(tiny_model, mmlu, tmp_path):
-    vllm = score(tiny_model, mmlu, tmp_path / "v.jsonl", "--engine", "vllm")
-    transformers = score(tiny_model, mmlu, tmp_path / "t.jsonl")
+def test_same_records(tiny_model, mmlu, tmp_path, score_with_both):
+    vllm, transformers = score_with_both(tiny_model, mmlu)
     assert_equal(vllm, transformers)
-    assert len(vllm) == 60 and vllm[0]["versions"]["vllm"]
-    meta = json.loads((tmp_path / "v.jsonl.meta.json").read_text())
-    settings = meta["settings"]["engine_settings"]
-    assert settings["engine"] == "vllm" and settings["head_dtype"] == "float32"
+    assert len(vllm) == 60
+    assert vllm[0]["versions"]["vllm"]
+    sidecar = json.loads((tmp_path / "vllm.jsonl.meta.json").read_text())
+    settings = sidecar["settings"]["engine_settings"]
+    assert settings["engine"] == "vllm"
+    assert settings["head_dtype"] == "float32"
 
 
 def test_a_model_that_vllm_cannot_run(tiny_model, mmlu, tmp_path):
     """One line, where an engine's start fails in a process of its own."""
-    path = tmp_path / "unknown"
-    shutil.copytree(tiny_model, path)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"architectures": ["NoSuchModel"]}))
-    command = ["score", "--task", "mmlu", "--data", mmlu, "--model", path, "--engine", "vllm"]
-    done = subprocess.run(
-        [sys.executable, "-m", "calibeval", *map(str, command), "--out", str(tmp_path / "r.jsonl")],
-        capture_output=True,
-        text=True,
-    )
+    unknown = tmp_path / "unknown"
+    shutil.copytree(tiny_model, unknown)
+    config = json.loads((unknown / "config.json").read_text())
+    config["architectures"] = ["NoSuchModel"]
+    (unknown / "config.json").write_text(json.dumps(config))
+    done = run_command(unknown, mmlu, tmp_path / "r.jsonl", "--engine", "vllm")
     assert done.returncode == 2, done.stderr[-3000:]
-    assert f"error: {path}: vLLM " in done.stderr.splitlines()[-1]
+    assert f"error: {unknown}: vLLM " in done.stderr.splitlines()[-1]
 
 
-def test_letters_of_two_tokens(tiny_model, tmp_path):
-    """A tokenizer that spells " A" as "Ġ", "A", asked in shuffled order about 2 to 5 choices."""
-    path = tmp_path / "split"
-    shutil.copytree(tiny_model, path)
-    raw = json.loads((path / "tokenizer.json").read_text())
-    merges = raw["model"]["merges"]
-    raw["model"]["merges"] = [m for m in merges if m not in (["Ġ", "A"], ["Ġ", "C"])]
-    assert len(merges) - len(raw["model"]["merges"]) == 2
-    (path / "tokenizer.json").write_text(json.dumps(raw))
-    rng, rows = random.Random(0), []
-    for i in range(30):
-        choices = [str(i + j) for j in range(rng.randint(2, 5))]
-        row = {"question": f"Which number is {i}?", "choices": choices, "answer": 0}
-        rows.append(row | {"subject": rng.choice(["sums", "kings"])})
+@pytest.fixture
+def model_with_split_letters(tiny_model, tmp_path):
+    """The model with a tokenizer that spells " A" and " C" as two tokens: "Ġ", "A"."""
+    folder = tmp_path / "split"
+    shutil.copytree(tiny_model, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    merges = tokenizer["model"]["merges"]
+    kept = [merge for merge in merges if merge not in (["Ġ", "A"], ["Ġ", "C"])]
+    assert len(merges) - len(kept) == 2
+    tokenizer["model"]["merges"] = kept
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+def test_letters_of_two_tokens(model_with_split_letters, tmp_path, score_with_both):
+    """Questions of two subjects in shuffled order, with 2 to 5 choices."""
+    rng = random.Random(0)
+    rows = []
+    for number in range(30):
+        choices = [str(number + step) for step in range(rng.randint(2, 5))]
+        row = {"question": f"Which number is {number}?", "choices": choices, "answer": 0}
+        rows.append({**row, "subject": rng.choice(["sums", "kings"])})
     data = write_lines(tmp_path / "q.jsonl", rows)
     options = ["--task", "jsonl", "--shots", "0"]
-    vllm = score(path, data, tmp_path / "v.jsonl", "--engine", "vllm", *options)
-    assert_equal(vllm, score(path, data, tmp_path / "t.jsonl", *options))
+    vllm, transformers = score_with_both(model_with_split_letters, data, *options)
+    assert_equal(vllm, transformers)
     assert {len(row["logprobs"]) for row in vllm} == {2, 3, 4, 5}
 
 
-def test_continuation(tiny_model, tmp_path):
+def test_continuation(tiny_model, tmp_path, score_with_both):
     """Choices of one to many tokens, some beginning alike, with contexts around the two blocks of
-    128 tokens that vLLM caches on a CPU.
-    """
+    128 tokens that vLLM caches on a CPU."""
     rng = random.Random(1)
     words = ("which", "true", "statement", "about", "force", "mass", "light")
 
-    def some(count: int) -> str:
-        return " ".join(rng.choices(words, k=count))
+    def sentence(length: int) -> str:
+        return " ".join(rng.choices(words, k=length))
 
-    rows = [
-        {"question": some(235 + i) + "?", "choices": [*map(some, (1, 7, 20, 18))], "answer": 0}
-        for i in range(40)
-    ]
-    for row in rows:
-        row["choices"].append(row["choices"][3] + " and light")
-    path = write_lines(tmp_path / "q.jsonl", rows)
+    rows = []
+    for number in range(40):
+        question = sentence(235 + number) + "?"
+        choices = [sentence(length) for length in (1, 7, 20, 18)]
+        choices.append(choices[3] + " and light")
+        rows.append({"question": question, "choices": choices, "answer": 0})
+    data = write_lines(tmp_path / "q.jsonl", rows)
     options = ["--task", "jsonl", "--scoring", "continuation"]
-    vllm = score(tiny_model, path, tmp_path / "v.jsonl", "--engine", "vllm", *options)
-    transformers = score(tiny_model, path, tmp_path / "t.jsonl", *options)
+    vllm, transformers = score_with_both(tiny_model, data, *options)
     assert_equal(vllm, transformers, "bytes", "characters", "normalise", within=2e-3)
 
 
-def test_logits_of_a_bfloat16_model_are_float32(tiny_model, tmp_path):
-    """vLLM's workers use Intel's AMX unasked, and may die of SIGILL: the first line asks."""
-    script = tmp_path / "head.py"
-    script.write_text(f"""
+# vLLM's workers use Intel's AMX unasked, and may die of SIGILL: the first line asks.
+BFLOAT16_SCRIPT = """
 import torch; torch.cpu._init_amx()
+import sys
 from calibeval.engines import Job
 from calibeval.engines.hf import TransformersEngine
 from calibeval.engines.vllm import VllmEngine
 
-if __name__ == "__main__":
-    path, jobs = {str(tiny_model)!r}, [[Job(i, (5, 6 + i, 7), ((8,), (9,), (10, 11), (12, 9))) for i in range(9)]]
-    ours = dict(TransformersEngine(path, dtype="bfloat16").score(jobs))
-    engine = VllmEngine(path, dtype="bfloat16", longest=20)
-    found = dict(engine.score(jobs))
+def main(model):
+    branches = ((8,), (9,), (10, 11), (12, 9))
+    jobs = [Job(index, (5, 6 + index, 7), branches) for index in range(9)]
+    expected = dict(TransformersEngine(model, dtype="bfloat16").score([jobs]))
+    engine = VllmEngine(model, dtype="bfloat16", longest=20)
+    scores = dict(engine.score([jobs]))
     assert engine.describe()["head_dtype"] == "float32", engine.describe()
-    gaps = [found[i][1] - found[i][0] for i in range(9)]
+    # Differences of bfloat16 logits would be multiples of 1 / 256.
+    gaps = [scores[index][1] - scores[index][0] for index in range(9)]
     assert any(abs(gap * 256 - round(gap * 256)) > 0.01 for gap in gaps), gaps
-    worst = max(abs(a - b) for i in range(9) for a, b in zip(found[i], ours[i]))
-    assert worst < 0.2, worst
+    for index in range(9):
+        for score, other in zip(scores[index], expected[index], strict=True):
+            assert abs(score - other) < 0.2, (index, score, other)
     engine.close()
     print("done")
-""")  # noqa: E501
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "2"}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True)
-    assert done.returncode == 0 and b"done" in done.stdout, done.stderr[-3000:]
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+"""
+
+
+def test_logits_of_a_bfloat16_model_are_float32(tiny_model, tmp_path):
+    script = tmp_path / "head.py"
+    script.write_text(BFLOAT16_SCRIPT)
+    command = [sys.executable, str(script), str(tiny_model)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "done" in done.stdout

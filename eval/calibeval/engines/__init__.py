@@ -1,15 +1,28 @@
 """Engines: from prompts' token ids to the choices' log-probabilities.
 
-score(groups)   yields (job index, log-probability of each branch); a group shares a prefix
-describe()      settings that the figures depend on, the precision in use among them
-versions        of the packages that compute the figures
+    transformers   `hf.TransformersEngine`, with `hf_model` (loading) and `token_tree` (batches)
+    vllm           `vllm.VllmEngine`
+
+An engine knows tokens alone, neither questions nor files: it gets groups of `Job`s.
+
+To add an engine, write a module here with a class that has what the protocol `Engine` asks for,
+make one in `create_engine`, and add its name to `request.EngineName`.
 """
 
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from calibeval.io import InputError
+from calibeval.request import Request
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+Tokens = tuple[int, ...]
+ERROR_LENGTH = 300  # characters of a library's message that are shown
 
 
 @dataclass(frozen=True)
@@ -17,58 +30,131 @@ class Job:
     """One question for an engine: the context's tokens, and those of each choice."""
 
     index: int
-    tokens: tuple[int, ...]
-    branches: tuple[tuple[int, ...], ...]
+    tokens: Tokens
+    branches: tuple[Tokens, ...]
 
     @cached_property
-    def nodes(self) -> tuple[tuple[int, ...], ...]:
-        """What follows the context where a branch's next token is asked for: () and, depth first,
-        every beginning of a branch.
+    def nodes(self) -> tuple[Tokens, ...]:
+        """The beginnings of branches after which a branch's next token is asked for.
 
-        Branches of one token, as most tokenizers make of letters, have the node () alone.
+        They are the nodes of a tree of tokens, depth first: the first is (), the context's end,
+        and a node comes after its parent, which is the node without its last token. Branches of
+        one token, as most tokenizers make of letters, have the node () alone.
         """
-        return tuple(sorted({branch[:i] for branch in self.branches for i in range(len(branch))}))
+        beginnings = set()
+        for branch in self.branches:
+            for length in range(len(branch)):
+                beginnings.add(branch[:length])
+        return tuple(sorted(beginnings))
 
     @cached_property
     def is_chain(self) -> bool:
         """Whether each node goes on from the last, so that causal attention is enough."""
-        return all(len(node) == i for i, node in enumerate(self.nodes))
+        return all(len(node) == depth for depth, node in enumerate(self.nodes))
 
     @property
     def length(self) -> int:
         """Tokens of the longest prompt: the context and the deepest node."""
-        return len(self.tokens) + max(map(len, self.nodes))
+        return len(self.tokens) + max(len(node) for node in self.nodes)
 
 
-def load(auto, model: str, what: str, revision: str | None = None, **options):
-    """`auto.from_pretrained`; a folder without a usable part raises `InputError`."""
+class Engine(Protocol):
+    """What computes log-probabilities with a model."""
+
+    versions: dict[str, str]
+    """Versions of the packages that compute the figures; they go into every record."""
+
+    def score(
+        self, groups: list[list[Job]], skip: Container[int] = ()
+    ) -> Iterator[tuple[int, list[float]]]:
+        """Yield (job index, natural log-probability of each branch), in any order.
+
+        The jobs of a group share a prefix. `skip` holds the indices of jobs whose scores are known;
+        an engine may yield them all the same, if the others' scores depend on them.
+        """
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Settings that the figures depend on, the precision in use among them."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the engine holds, and leave a model that came loaded as it was."""
+        ...
+
+
+def create_engine(model: "str | PreTrainedModel", request: Request, longest: int) -> Engine:
+    """The engine that the request asks for, with the model loaded.
+
+    `longest` is the longest prompt it will see, in tokens with one for the answer. A model that
+    the engine cannot run raises `InputError`.
+    """
+    if request.engine == "vllm":
+        from calibeval.engines.vllm import VllmEngine
+
+        if not isinstance(model, str):
+            raise InputError("engine vllm: loads a folder or a name on the hub, not a loaded model")
+        return VllmEngine(
+            model,
+            longest=longest,
+            dtype=request.dtype,
+            revision=request.revision,
+            gpu_memory_utilization=request.gpu_memory_utilization,
+        )
+    from calibeval.engines.hf import TransformersEngine
+
+    return TransformersEngine(
+        model, dtype=request.dtype, batch_size=request.batch_size, revision=request.revision
+    )
+
+
+def load(
+    auto_class: Any, model: str, what: str, revision: str | None = None, **options: Any
+) -> Any:
+    """`auto_class.from_pretrained(model)`; a folder without a usable part raises `InputError`.
+
+    `auto_class` is one of transformers' Auto classes, and `what` says in the message what it was
+    to load: "a tokenizer". `options` are passed on.
+    """
     try:
-        return auto.from_pretrained(model, revision=revision, **options)
+        return auto_class.from_pretrained(model, revision=revision, **options)
     except Exception as error:  # whatever a damaged file makes a library raise
-        why = f"{model}: cannot be loaded as {what}: {shortened(error) or type(error).__name__}"
+        reason = shortened(error) or type(error).__name__
+        message = f"{model}: cannot be loaded as {what}: {reason}"
         if not Path(model).exists():
-            why += f" (there is no folder {model} here, so taken for a hub name)"
-        raise InputError(why) from error
+            message += f" (there is no folder {model} here, so taken for a hub name)"
+        raise InputError(message) from error
 
 
-def load_tokenizer(model: str, revision: str | None = None):
-    """The model's tokenizer."""
+def load_tokenizer(model: str, revision: str | None = None) -> "PreTrainedTokenizerBase":
+    """The model's tokenizer; `InputError` where there is none."""
     from transformers import AutoTokenizer
 
     return load(AutoTokenizer, model, "a tokenizer", revision)
 
 
-def text_config(config):
+def load_config(model: str, revision: str | None = None) -> "PretrainedConfig":
+    """The model's configuration; `InputError` where there is none."""
+    from transformers import AutoConfig
+
+    return load(AutoConfig, model, "a config", revision)
+
+
+def text_config(config: "PretrainedConfig") -> "PretrainedConfig":
     """The language model's part of a config that has parts; transformers before 4.45 tells none."""
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
+    if hasattr(config, "get_text_config"):
+        return config.get_text_config()
+    return config
 
 
-def context_length(config) -> int | None:
+def context_length(config: "PretrainedConfig") -> int | None:
     """Longest prompt: the model's positions less one, which the answer takes; None: no limit."""
     positions = getattr(text_config(config), "max_position_embeddings", None)
-    return positions - 1 if positions else None
+    if not positions:
+        return None
+    return positions - 1
 
 
 def shortened(error: Exception) -> str:
     """What an exception says, in one line: libraries append pages of advice."""
-    return " ".join(str(error).split())[:300]
+    return " ".join(str(error).split())[:ERROR_LENGTH]

@@ -7,21 +7,25 @@ import atexit
 import os
 import threading
 from collections.abc import Container, Iterator
+from typing import Any
 
-from calibeval.engines import Job, shortened
+from calibeval.engines import Job, Tokens, shortened
 from calibeval.io import InputError
+from calibeval.request import Precision
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
-AT_ONCE = 512  # questions: vLLM gives nothing back before all that it was asked at once
+JOBS_AT_ONCE = 512  # vLLM gives nothing back before all that it was asked at once
+MOST_LOGPROBS = 32  # that vLLM gives at one place: there are 26 letters
+JOIN_SECONDS = 5
 
 
 class VllmEngine:
     """Hands vLLM whole prompts in an order that keeps shared prefixes cached.
 
-    `longest`: tokens of the longest prompt, all that memory is kept for. Other options go to
-    `vllm.LLM`.
+    `longest` is the tokens of the longest prompt, all that memory is kept for;
+    `gpu_memory_utilization` is vLLM's share of the GPU, None its own default.
     """
 
     def __init__(
@@ -29,9 +33,9 @@ class VllmEngine:
         model: str,
         *,
         longest: int,
-        dtype: str = "auto",
+        dtype: Precision = "auto",
         revision: str | None = None,
-        **options,
+        gpu_memory_utilization: float | None = None,
     ):
         try:
             import torch
@@ -39,11 +43,12 @@ class VllmEngine:
             import vllm
         except ImportError as error:
             raise InputError(f"--engine vllm: {error}; it needs vLLM 0.30 or later") from error
-        self.parameters = vllm.SamplingParams
-        self.versions = {m.__name__: m.__version__ for m in (torch, transformers, vllm)}
+        self.params_class = vllm.SamplingParams
+        self.versions = {
+            package.__name__: package.__version__ for package in (torch, transformers, vllm)
+        }
         self.on_gpu = torch.cuda.is_available()
-        before = set(threading.enumerate())
-        settings = {
+        settings: dict[str, Any] = {
             "model": model,
             "revision": revision,
             "tokenizer_revision": revision,
@@ -51,18 +56,21 @@ class VllmEngine:
             "max_model_len": longest + 1,
             "enable_prefix_caching": True,
             "enforce_eager": True,  # little is decoded: graphs and compilation would only delay
-            "max_logprobs": 32,
+            "max_logprobs": MOST_LOGPROBS,
             "seed": 0,
             "hf_overrides": {"head_dtype": "float32"},
         }
+        if gpu_memory_utilization is not None:
+            settings["gpu_memory_utilization"] = gpu_memory_utilization
+        threads_before = set(threading.enumerate())
         try:
-            self.llm = vllm.LLM(**settings | options)
+            self.llm = vllm.LLM(**settings)
         except (OSError, RuntimeError, TypeError, ValueError) as error:
             raise InputError(f"{model}: vLLM cannot run it: {shortened(error)}") from error
-        self.threads = set(threading.enumerate()) - before
+        self.threads = set(threading.enumerate()) - threads_before
         atexit.register(self.close)  # before multiprocessing waits for vLLM's process
 
-    def describe(self) -> dict:
+    def describe(self) -> dict[str, Any]:
         """Engine settings that the figures depend on."""
         dtype = self.llm.llm_engine.model_config.dtype
         return {
@@ -80,44 +88,57 @@ class VllmEngine:
         atexit.unregister(self.close)
         self.llm.llm_engine.engine_core.shutdown()
         for thread in self.threads:
-            thread.join(timeout=5)
+            thread.join(timeout=JOIN_SECONDS)
 
     def score(
         self, groups: list[list[Job]], skip: Container[int] = ()
     ) -> Iterator[tuple[int, list[float]]]:
         """Yield (job index, log-probability of each branch) for every job not to `skip`."""
         jobs = [job for group in groups for job in group if job.index not in skip]
-        for start in range(0, len(jobs), AT_ONCE):
-            yield from self._score(jobs[start : start + AT_ONCE])
+        for start in range(0, len(jobs), JOBS_AT_ONCE):
+            yield from self._score(jobs[start : start + JOBS_AT_ONCE])
 
     def _score(self, jobs: list[Job]) -> Iterator[tuple[int, list[float]]]:
-        # Choices of one token: a prompt, and all tokens that may follow it. Texts: a prompt each,
-        # read whole, for vLLM takes nothing from its cache whose log-probabilities are asked.
-        prompts, asked = [], []
+        prompts: list[Tokens] = []
+        sampling_params = []
         for job in jobs:
-            if job.nodes == ((),):
-                ids = sorted({token for (token,) in job.branches})
+            if _has_choices_of_one_token(job):
+                # One prompt, and the log-probability of all tokens that may follow it.
+                tokens = sorted({token for (token,) in job.branches})
                 prompts.append(job.tokens)
-                asked.append({"logprob_token_ids": ids, "logprobs": len(ids)})
+                sampling_params.append(
+                    self._sampling_params(logprob_token_ids=tokens, logprobs=len(tokens))
+                )
             else:
-                prompts += [job.tokens + branch for branch in job.branches]
-                asked += [{"prompt_logprobs": 0}] * len(job.branches)
-        fixed = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
+                # A prompt for each choice, read whole: vLLM takes nothing from its cache whose
+                # log-probabilities are asked for.
+                for branch in job.branches:
+                    prompts.append(job.tokens + branch)
+                    sampling_params.append(self._sampling_params(prompt_logprobs=0))
         outputs = iter(
             self.llm.generate(
                 [{"prompt_token_ids": list(tokens)} for tokens in prompts],
-                [self.parameters(**fixed | what) for what in asked],
+                sampling_params,
                 use_tqdm=False,
             )
         )
         for job in jobs:
-            if job.nodes == ((),):
-                after = next(outputs).outputs[0].logprobs[0]
-                yield job.index, [after[token].logprob for (token,) in job.branches]
-                continue
-            scores = []
-            for branch in job.branches:
-                read = next(outputs).prompt_logprobs[-len(branch) :]
-                pairs = zip(branch, read, strict=True)
-                scores.append(sum(at[token].logprob for token, at in pairs))
-            yield job.index, scores
+            if _has_choices_of_one_token(job):
+                next_token = next(outputs).outputs[0].logprobs[0]
+                yield job.index, [next_token[token].logprob for (token,) in job.branches]
+            else:
+                yield job.index, [_score_of_ending(next(outputs), b) for b in job.branches]
+
+    def _sampling_params(self, **asked: Any) -> Any:
+        """vLLM's parameters for reading a prompt: the one token it must sample is not used."""
+        return self.params_class(max_tokens=1, temperature=0.0, detokenize=False, **asked)
+
+
+def _has_choices_of_one_token(job: Job) -> bool:
+    return job.nodes == ((),)
+
+
+def _score_of_ending(output: Any, branch: Tokens) -> float:
+    """log P of the branch that a prompt ends with."""
+    places = output.prompt_logprobs[-len(branch) :]
+    return sum(place[token].logprob for token, place in zip(branch, places, strict=True))

@@ -1,0 +1,85 @@
+"""What `calibeval.engines.hf` needs to know of a transformers model: its weights, its attention.
+
+Models differ in what they let a prompt be computed by. `sees_all` and `stretches_positions` say
+from a model's configuration which short cuts keep its answers.
+"""
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import transformers
+
+from calibeval.engines import load, text_config
+from calibeval.io import InputError
+from calibeval.request import Precision
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+def load_model(model: str, dtype: Precision, revision: str | None) -> "PreTrainedModel":
+    """The whole model of a folder or a name on the hub, on a GPU where there is one.
+
+    A checkpoint without weights for some parameters is refused: transformers draws them at random.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if dtype == "auto" and device == "cpu":
+        dtype = "float32"
+    loaded, loading = load(
+        transformers.AutoModelForCausalLM,
+        model,
+        "a causal language model",
+        revision,
+        torch_dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+        output_loading_info=True,
+        # Weights of another shape would raise without their name; so they count as absent.
+        ignore_mismatched_sizes=True,
+    )
+    without_weights = set(loading["missing_keys"])
+    without_weights |= {mismatch[0] for mismatch in loading["mismatched_keys"]}
+    parameters = {name for name, _ in loaded.named_parameters()}
+    absent = sorted(without_weights & parameters)
+    if absent:
+        raise InputError(
+            f"{model}: no weights for {len(absent)} of its parameters, such as {absent[0]}, "
+            "which would be random; save it with save_pretrained"
+        )
+    return loaded.to(device)
+
+
+def sees_all(config: "PretrainedConfig", length: int) -> bool:
+    """Whether every layer sees all earlier tokens of prompts up to `length`, as in shorter ones.
+
+    Sliding windows and chunks of attention that are at least as long do; recurrent layers do not.
+    """
+    if stretches_positions(config, length):
+        return False
+    config = text_config(config)
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    if layer_types == {"full_attention"}:
+        return True
+    if not layer_types <= {"full_attention", "sliding_attention"}:
+        return False
+    windows = [
+        getattr(config, "sliding_window", None),
+        getattr(config, "attention_chunk_size", None),
+    ]
+    return all(window is None or window > length for window in windows)
+
+
+def stretches_positions(config: "PretrainedConfig", length: int) -> bool:
+    """Whether longrope turns every position otherwise in a batch of this length than in others."""
+    original = getattr(text_config(config), "original_max_position_embeddings", None)
+    return length > (original or math.inf)
+
+
+def cache_bytes_per_token(model: "PreTrainedModel") -> int:
+    """Bytes that the keys and values of one token take in all layers."""
+    config = text_config(model.config)
+    heads = getattr(config, "num_attention_heads", 1)
+    head_width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    key_value_heads = getattr(config, "num_key_value_heads", None) or heads
+    keys_and_values = 2
+    numbers = keys_and_values * config.num_hidden_layers * key_value_heads * head_width
+    return numbers * model.dtype.itemsize
