@@ -18,6 +18,8 @@ from calibeval.measures import SEED, scores
 from calibeval.records import Records
 from calibeval.runs import in_order
 
+TIE_DECIMALS = 12
+
 
 @dataclass(frozen=True)
 class Sets:
@@ -41,16 +43,16 @@ def nonconformity(probs: np.ndarray, score: str, uniform: np.ndarray) -> np.ndar
     aps:  probability of the likelier choices + (1 − u) p_k, one uniform u a question: sets adapt to
           hard questions, and may be empty (Romano et al. 2020)
 
-    `uniform` are the u in [0, 1) of aps, (N,).
+    `uniform` are the u in [0, 1) of aps, (N,). Scores are rounded to 12 decimals: those that are
+    equal in exact arithmetic differ in the last digits.
     """
     if score == "lac":
-        return 1 - probs
+        return (1 - probs).round(TIE_DECIMALS)
     order = np.argsort(-probs, axis=1, kind="stable")
     rank = np.argsort(order, axis=1)
     cumulated = np.take_along_axis(probs, order, 1).cumsum(1)
     up_to_choice = np.take_along_axis(cumulated, rank, 1)
-    # Sums that are 1 in exact arithmetic differ in the last digits.
-    return (up_to_choice - uniform[:, None] * probs).round(12)
+    return (up_to_choice - uniform[:, None] * probs).round(TIE_DECIMALS)
 
 
 def threshold(right: np.ndarray, alpha: float) -> float:

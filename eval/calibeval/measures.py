@@ -36,6 +36,10 @@ SEED = 0
 # save.
 CHUNK_CELLS = 300_000
 
+# Confidences that agree to so many decimals are ties, and lie on the same side of a bin's edge:
+# renormalising over the choices leaves equal ones with other last digits.
+TIE_DECIMALS = 10
+
 Better = Literal["higher", "lower", "neither"]
 Uncertainty = Literal["interval", "floor", "none"]
 
@@ -49,6 +53,7 @@ class Scores:
         probs: Probabilities (N, K), whose rows need not sum to 1.
         best: The likeliest choice, the first of equals, (N,).
         confidence: The probability of the likeliest choice, (N,).
+        level: The same rounded to TIE_DECIMALS, by which questions are ranked and tied, (N,).
         correct: 1.0 where the likeliest choice is right, else 0.0, (N,).
         right_logprob: Log-probability of the right choice, (N,).
     """
@@ -60,6 +65,7 @@ class Scores:
         self.probs = np.exp(logprobs)
         self.best = logprobs.argmax(1)
         self.confidence = self.probs[rows, self.best]
+        self.level = self.confidence.round(TIE_DECIMALS)
         self.correct = (self.best == labels).astype(float)
         self.right_logprob = logprobs[rows, labels]
 
@@ -82,8 +88,8 @@ class Scores:
     @cached_property
     def ranks(self) -> tuple[np.ndarray, np.ndarray]:
         """The questions by ascending confidence, and where each run of equal ones starts there."""
-        order = np.argsort(self.confidence, kind="stable")
-        starts = np.unique(self.confidence[order], return_index=True)[1]
+        order = np.argsort(self.level, kind="stable")
+        starts = np.unique(self.level[order], return_index=True)[1]
         return order, starts
 
 
@@ -122,10 +128,15 @@ class Bins:
 
 
 class Binning:
-    """Bins [0, e_1), [e_1, e_2), …, [e_B−1, 1] of probabilities p (N,)."""
+    """Bins [0, e_1), [e_1, e_2), …, [e_B−1, 1] of probabilities p (N,).
+
+    A bin holds its lower edge, and the last one 1 as well; p and edges are compared in TIE_DECIMALS
+    decimals.
+    """
 
     def __init__(self, p: np.ndarray, edges: np.ndarray):
-        bin_of = np.searchsorted(edges, p, side="right")
+        rounded_edges = edges.round(TIE_DECIMALS)
+        bin_of = np.searchsorted(rounded_edges, p.round(TIE_DECIMALS), side="right")
         member = np.eye(len(edges) + 1)[bin_of]  # (N, B)
         p = p[:, None]
         # Sums over bins are products with these (N, 3 B) and (N, 2 B): first what holds whether p
@@ -310,7 +321,7 @@ def rms_hendrycks(sample: Sample) -> np.ndarray:
     questions, and the weight is squared with the gap. For comparison with published tables; it may
     lie below the expected error.
     """
-    is_folded = sample.scores.confidence <= 0.5
+    is_folded = sample.scores.level <= 0.5
     came_true = (sample.correct != is_folded).astype(float)
     bins = sample.scores.folded.of(came_true, sample.times)
     return ((bins.weight * bins.gap) ** 2).sum(1) ** 0.25
@@ -346,7 +357,7 @@ def recalibrated(sample: Sample) -> np.ndarray:
     """
     from scipy.optimize import isotonic_regression
 
-    levels, level_of = np.unique(sample.scores.confidence, return_inverse=True)
+    levels, level_of = np.unique(sample.scores.level, return_inverse=True)
     all_times, all_correct = np.broadcast_arrays(sample.times, np.atleast_2d(sample.correct))
     rows = []
     for times, correct in zip(all_times, all_correct, strict=True):

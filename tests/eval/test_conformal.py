@@ -13,7 +13,18 @@ from calibeval.io import InputError
 
 def test_lac_scores_are_their_definition():
     probs = np.exp(draw(200, 1.0, 0)[0])
-    assert (conformal.nonconformity(probs, "lac", np.zeros(200)) == 1 - probs).all()
+    scores = conformal.nonconformity(probs, "lac", np.zeros(200))
+    assert scores == pytest.approx(1 - probs, abs=1e-12)
+
+
+@pytest.mark.parametrize("score", ("lac", "aps"))
+def test_equal_answers_are_ties_whatever_rounding_leaves(score):
+    """Renormalising left other last digits in scores that one threshold is to hold together."""
+    mass = np.random.default_rng(0).uniform(0.3, 1, (1000, 1))
+    logprobs = np.log(np.array([[0.6, 0.25, 0.15]]) * mass)
+    probs = np.exp(logprobs - np.logaddexp.reduce(logprobs, axis=1, keepdims=True))
+    scores = conformal.nonconformity(probs, score, np.zeros(1000))
+    assert len(np.unique(scores)) == 3
 
 
 def test_aps_scores_are_their_definition():

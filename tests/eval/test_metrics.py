@@ -200,3 +200,44 @@ def test_recalibration_increases_with_the_confidence():
     sample = Sample(scored(*draw(500, calibrated=False)))
     order = np.argsort(sample.scores.confidence)
     assert (np.diff(measures.recalibrated(sample)[0][order]) >= 0).all()
+
+
+def renormalised(probs: np.ndarray, labels: np.ndarray, mass: np.ndarray) -> Scores:
+    """Return scores as `measures.scores` makes them of letters that have `mass` of everything."""
+    logprobs = np.log(probs * mass[:, None])
+    return Scores(logprobs - np.logaddexp.reduce(logprobs, axis=1, keepdims=True), labels)
+
+
+def test_equal_choices_are_ties_whatever_rounding_leaves():
+    """Five equal choices: renormalising put them on both sides of the edge at 1/5, and AUROC at
+    0.498."""
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 5, 1000)
+    scores = renormalised(np.full((1000, 5), 0.2), labels, rng.uniform(0.3, 1, 1000))
+    assert len(np.unique(scores.confidence)) > 1
+    sample = Sample(scores)
+    assert measures.auroc(sample)[0] == 0.5
+    assert (sample.bins.count[0] > 0).sum() == 1
+    assert measures.rms(sample)[0] == pytest.approx(abs(scores.correct.mean() - 0.2))
+    assert measures.aurc(sample)[0] == pytest.approx(1 - scores.correct.mean())
+    assert np.ptp(measures.recalibrated(sample)) == 0
+
+
+@pytest.mark.parametrize("choices", [2, 3, 4, 5, 6, 10, 15])
+def test_a_bin_holds_its_lower_edge(choices):
+    """A confidence of 1/K that is an edge belongs above it, whatever its last digits."""
+    below = np.full((1, choices), 1 / choices)
+    for nudge in (-2e-16, 0, 2e-16):
+        logprobs = np.log(below + nudge)
+        count = Sample(Scores(logprobs, np.array([0]))).bins.count[0]
+        assert count.argmax() == 15 // choices
+
+
+def test_hendrycks_bins_do_not_split_equal_confidences():
+    """Folding at one half and edges between equal confidences are no matter of last digits."""
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 2, 1000)
+    exact = scored(np.full((1000, 2), 0.5), labels)
+    rounded = renormalised(np.full((1000, 2), 0.5), labels, rng.uniform(0.3, 1, 1000))
+    expected = measures.rms_hendrycks(Sample(exact))[0]
+    assert measures.rms_hendrycks(Sample(rounded))[0] == pytest.approx(expected, abs=1e-9)
