@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -26,121 +27,185 @@ from calibeval.io import InputError
 from sweeps.runs import slurm_queue
 from sweeps.runs.grid import SweepPlan, plan_sweep
 from sweeps.runs.run import Run
+from sweeps.runs.slurm_queue import QueuedJob
 
 sys.path.append(str(Path(__file__).parents[1] / "patches"))
 import tiny_world
 
-RUNS, SHARE = 24, 0.3
-KINDS = ("warned by signal", "kill -9 trainer", "preempted with grace", "kill -9 element")
-KINDS += ("requeued by administrator",)
+RUNS = 24
+SHARE = 0.3  # of the runs that are disturbed
+WARNED = "warned by signal"
+TRAINER_KILLED = "kill -9 trainer"
+PREEMPTED = "preempted with grace"
+ELEMENT_KILLED = "kill -9 element"
+REQUEUED = "requeued by administrator"
+KINDS = (WARNED, TRAINER_KILLED, PREEMPTED, ELEMENT_KILLED, REQUEUED)
+SLURMD_RESTARTED = "slurmd restart"
+SLURMD_RESTARTS = 2
+STEPS_TO_HIT = (0, 20, 60, 200)  # the saved step at which a run is disturbed
+LAUNCHES = 3
+TIME_LIMIT = 1800  # seconds
 
 
 def make_sweep(folder: Path) -> Path:
     """A tiny world and a sweep over it: 4 learning rates × 6 smoothing factors."""
     tiny_world.main(folder)
-    profile = {"cpus_per_process": 1, "gpus_per_process": 0, "memory_per_node": "1G"}
-    profile |= {"time": "20:00", "signal_seconds": 20, "pass_environment": ["OMP_NUM_THREADS"]}
+    profile = {
+        "cpus_per_process": 1,
+        "gpus_per_process": 0,
+        "memory_per_node": "1G",
+        "time": "20:00",
+        "signal_seconds": 20,
+        "pass_environment": ["OMP_NUM_THREADS"],
+    }
     (folder / "cluster.yaml").write_text(yaml.safe_dump(profile))
-    train = {"train_file": str(folder / "alpaca.jsonl"), "model_name_or_path": f"{folder}/model"}
-    train |= {"per_device_train_batch_size": 4, "num_train_epochs": 30, "reduce_loss": "sum"}
-    train |= {"clip_grad_norm": 1.0, "attention_dropout": 0.1, "checkpointing_steps": 20}
-    train["keep_last_n_checkpoints"] = 2
-    grid = {"learning_rate": [5e-4, 1e-3, 2e-3, 5e-3]}
-    grid["label_smoothing"] = [round(0.1 * i, 1) for i in range(RUNS // 4)]
-    sweep = {"name": "chaos", "output_root": str(folder / "out"), "workers": 2, "grid": grid}
-    sweep |= {"cluster": str(folder / "cluster.yaml"), "max_idle_restarts": 5, "train": train}
+    train = {
+        "train_file": str(folder / "alpaca.jsonl"),
+        "model_name_or_path": f"{folder}/model",
+        "per_device_train_batch_size": 4,
+        "num_train_epochs": 30,
+        "reduce_loss": "sum",
+        "clip_grad_norm": 1.0,
+        "attention_dropout": 0.1,
+        "checkpointing_steps": 20,
+        "keep_last_n_checkpoints": 2,
+    }
+    grid = {
+        "learning_rate": [5e-4, 1e-3, 2e-3, 5e-3],
+        "label_smoothing": [round(0.1 * i, 1) for i in range(RUNS // 4)],
+    }
+    sweep = {
+        "name": "chaos",
+        "output_root": str(folder / "out"),
+        "workers": 2,
+        "grid": grid,
+        "cluster": str(folder / "cluster.yaml"),
+        "max_idle_restarts": 5,
+        "train": train,
+    }
     path = folder / "chaos.yaml"
     path.write_text(yaml.safe_dump(sweep, sort_keys=False))
     return path
 
 
-def disturb(kind: str, one: slurm_queue.QueuedJob, run: Run) -> bool:
+def disturb(kind: str, element: QueuedJob, run: Run) -> bool:
     """Do one bad thing to a running element; False if it was too early or too late for it."""
     pids = real.programs(run)
     if not pids:
         return False
-    if kind == "requeued by administrator":
-        return subprocess.run(["scontrol", "requeue", one.id], check=False).returncode == 0
-    if kind == "warned by signal":  # a busy controller may say no, and deliver it all the same
-        subprocess.run(["scancel", "--quiet", "--signal=USR2", one.id], check=False)
+    if kind == REQUEUED:
+        done = subprocess.run(["scontrol", "requeue", element.id], check=False)
+        return done.returncode == 0
+    if kind == WARNED:  # a busy controller may say no, and deliver it all the same
+        subprocess.run(["scancel", "--quiet", "--signal=USR2", element.id], check=False)
         return True
-    if kind == "preempted with grace":
+    if kind == PREEMPTED:
         urgent = ["sbatch", "--partition=urgent", "--cpus-per-task=1", "--output=/dev/null"]
         urgent += ["--quiet", "--wrap=sleep 5"]
-        return subprocess.run(urgent, stdout=subprocess.DEVNULL).returncode == 0
-    if kind == "kill -9 element":
+        done = subprocess.run(urgent, stdout=subprocess.DEVNULL, check=False)
+        return done.returncode == 0
+    if kind == ELEMENT_KILLED:
         with contextlib.suppress(psutil.NoSuchProcess):
             pids = [psutil.Process(pid).ppid() for pid in pids]
     real.kill(pids)
     return True
 
 
-def disturb_until_empty(planned: SweepPlan, disturbed: Counter, folder: Path) -> None:
-    """Watch the queue until it is empty, disturbing on the way."""
-    draw = random.Random(0)
-    runs = {cell.name: cell for cell in planned.runs}
-    due: dict[str, float] = {}  # every run seen running; the saved step to hit it at, or never
-    restarts, last, end = 2, time.monotonic(), time.monotonic() + 1800
-    while time.monotonic() < end:
-        time.sleep(0.5)
-        try:
-            busy = slurm_queue.queued_jobs(planned.folder)
-        except InputError:  # a controller that is busy
-            continue
-        if not busy:
-            return
-        hits = sum(count for kind, count in disturbed.items() if kind in KINDS)
-        left = max(1, round(SHARE * len(runs))) - hits
-        for one in busy:
-            if one.run is None:
+@dataclass
+class Chaos:
+    """The disturbances of a sweep: how many of each kind there were, and which are to come."""
+
+    plan: SweepPlan
+    slurm: Path  # the folder of the private Slurm
+    counts: Counter = field(default_factory=Counter)
+    draw: random.Random = field(default_factory=lambda: random.Random(0))
+    # For every run that was seen running: the saved step at which to hit it, infinite for never.
+    due: dict[str, float] = field(default_factory=dict)
+    last_restart: float = field(default_factory=time.monotonic)
+
+    def until_empty(self) -> None:
+        """Watch the queue until it is empty, disturbing on the way."""
+        end = time.monotonic() + TIME_LIMIT
+        while time.monotonic() < end:
+            time.sleep(0.5)
+            try:
+                jobs = slurm_queue.queued_jobs(self.plan.folder)
+            except InputError:  # a controller that is busy
                 continue
-            if one.state == "RUNNING" and one.run not in due:
-                chosen = draw.random() < 2 * SHARE
-                due[one.run] = draw.choice([0, 20, 60, 200]) if chosen else math.inf
-            kind = KINDS[hits % len(KINDS)]
-            hit = left > 0 and one.state == "RUNNING" and runs[one.run].step() >= due[one.run]
-            if hit and disturb(kind, one, runs[one.run]):
-                due[one.run] = math.inf
-                disturbed[kind] += 1
-                print(f"chaos: {kind}: {one.run} ({one.id})", flush=True)
-                break
-        if restarts and disturbed and time.monotonic() - last > 15:
-            subprocess.run([real.CLUSTER, "restart-slurmd", folder / "slurm"], check=True)
-            restarts, last = restarts - 1, time.monotonic()
-            disturbed["slurmd restart"] += 1
-    raise RuntimeError("the sweep did not end within half an hour")
+            if not jobs:
+                return
+            elements = [job for job in jobs if job.run is not None and job.state == "RUNNING"]
+            self.disturb_one(elements)
+            self.restart_slurmd()
+        raise RuntimeError("the sweep did not end within half an hour")
+
+    def disturb_one(self, elements: list[QueuedJob]) -> None:
+        """Disturb the first of the running elements that is due, until enough were disturbed."""
+        runs = {run.name: run for run in self.plan.runs}
+        hits = sum(self.counts[kind] for kind in KINDS)
+        enough = hits >= max(1, round(SHARE * len(runs)))
+        kind = KINDS[hits % len(KINDS)]
+        for element in elements:
+            assert element.run is not None
+            if element.run not in self.due:
+                chosen = self.draw.random() < 2 * SHARE
+                self.due[element.run] = self.draw.choice(STEPS_TO_HIT) if chosen else math.inf
+            run = runs[element.run]
+            if enough or run.step() < self.due[element.run]:
+                continue
+            if disturb(kind, element, run):
+                self.due[element.run] = math.inf
+                self.counts[kind] += 1
+                print(f"chaos: {kind}: {element.run} ({element.id})", flush=True)
+                return
+
+    def restart_slurmd(self) -> None:
+        """Restart slurmd under the running jobs, now and then once something was disturbed."""
+        late = time.monotonic() - self.last_restart > 15
+        if self.counts and late and self.counts[SLURMD_RESTARTED] < SLURMD_RESTARTS:
+            subprocess.run([real.CLUSTER, "restart-slurmd", self.slurm], check=True)
+            self.counts[SLURMD_RESTARTED] += 1
+            self.last_restart = time.monotonic()
+
+
+def launch_and_kill(plan: SweepPlan, config: Path) -> None:
+    """Begin a launch on Slurm, and kill it as soon as it has written what to submit."""
+    words = [sys.executable, "-m", "sweeps", "launch", str(config), "--executor", "slurm"]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL) as process:
+        real.wait_for(lambda: list(plan.folder.glob("jobs/*/names")), pause=0.001)
+        process.kill()
 
 
 def main(folder: Path) -> int:
     """The whole experiment; the cluster is stopped at the end, whatever happens."""
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.pop("SLURM_CONF", None)
-    config, disturbed = make_sweep(folder), Counter()
+    config = make_sweep(folder)
     undisturbed = real.calm(config, folder / "calm")
-    subprocess.run([real.CLUSTER, "start", folder / "slurm", "grace=30"], check=True)
-    os.environ["SLURM_CONF"] = str(folder / "slurm" / "slurm.conf")
-    launch = (config, "--executor", "slurm")
+    slurm = folder / "slurm"
+    subprocess.run([real.CLUSTER, "start", slurm, "grace=30"], check=True)
+    os.environ["SLURM_CONF"] = str(slurm / "slurm.conf")
     try:
-        planned = plan_sweep(config, [])
-        runs = planned.runs
-        killed = [sys.executable, "-m", "sweeps", "launch", *map(str, launch)]
-        with subprocess.Popen(killed, stdout=subprocess.DEVNULL) as process:
-            real.wait_for(lambda: list(planned.folder.glob("jobs/*/names")), pause=0.001)
-            process.kill()
-        for _ in range(3):
-            print(real.launch(*launch), end="", flush=True)
-            disturb_until_empty(planned, disturbed, folder)
-            if all(run.done for run in runs):
+        plan = plan_sweep(config, [])
+        chaos = Chaos(plan, slurm)
+        launch_and_kill(plan, config)
+        for _ in range(LAUNCHES):
+            print(real.launch(config, "--executor", "slurm"), end="", flush=True)
+            chaos.until_empty()
+            if all(run.done for run in plan.runs):
                 break
-        again = real.launch(*launch).splitlines()[0]
+        last_launch = real.launch(config, "--executor", "slurm").splitlines()[0]
     finally:
-        subprocess.run([real.CLUSTER, "stop", folder / "slurm"], check=False)
-    restarts = sum(len(real.rows(run, "began")) - 1 for run in runs)
-    pairs = zip(runs, undisturbed, strict=True)
-    same = sum(run.done and real.equal(run, calm) for run, calm in pairs)
+        subprocess.run([real.CLUSTER, "stop", slurm], check=False)
+    restarts = sum(len(real.rows(run, "began")) - 1 for run in plan.runs)
+    same = 0
+    for run, calm in zip(plan.runs, undisturbed, strict=True):
+        if run.done and real.equal(run, calm):
+            same += 1
     print(f"{same}/{RUNS} with the undisturbed run's weights bit for bit")
-    print(f"{restarts} restarts; {disturbed}; launched again: {again}")
-    return int(same != RUNS or "nothing to submit" not in again)
+    print(f"{restarts} restarts; {chaos.counts}; launched again: {last_launch}")
+    arrived = same == RUNS and "nothing to submit" in last_launch
+    return 0 if arrived else 1
 
 
 if __name__ == "__main__":

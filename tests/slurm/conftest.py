@@ -1,10 +1,12 @@
-"""Fixtures: a tiny world on disk, sweep files over it, and a private Slurm."""
+"""Fixtures: a tiny world on disk, sweep files over it, profiles, and a private Slurm."""
 
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import real
@@ -12,9 +14,13 @@ import yaml
 
 HERE = Path(__file__).parent
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell runs behind ignores it
+# A shell that runs tests in the background lets them ignore Ctrl-C, and what they start would too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny models: more threads only wait for each other
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+PYTHONPATH = [str(HERE)]  # where programs find the toy trainer
+if os.environ.get("PYTHONPATH"):
+    PYTHONPATH.append(os.environ["PYTHONPATH"])
+os.environ["PYTHONPATH"] = os.pathsep.join(PYTHONPATH)
 
 
 @pytest.fixture(scope="session")
@@ -28,37 +34,55 @@ def tiny(tmp_path_factory) -> Path:
     return folder
 
 
-def write(path: Path, train: dict, grid: dict | None, top: dict) -> Path:
-    raw = {"name": path.stem, "output_root": str(path.parent / "out"), "train": train}
-    raw |= {"grid": {"label_smoothing": [0.0, 0.1]} if grid is None else grid} | top
+def write_sweep(path: Path, train: dict, grid: dict | None, top: dict) -> Path:
+    """Write a sweep file, over two smoothing factors unless a grid is given."""
+    if grid is None:
+        grid = {"label_smoothing": [0.0, 0.1]}
+    raw = {
+        "name": path.stem,
+        "output_root": str(path.parent / "out"),
+        "train": train,
+        "grid": grid,
+        **top,
+    }
     path.write_text(yaml.safe_dump(raw, sort_keys=False, width=999))
     return path
 
 
 @pytest.fixture
-def sweep_file(tiny, tmp_path):
+def sweep_file(tiny, tmp_path) -> Callable[..., Path]:
     """A factory of sweep files: `sweep_file(grid={…}, train={…}, **top)` → path."""
 
-    def make(grid: dict | None = None, train: dict | None = None, name="tiny", **top) -> Path:
-        keys = {"model_name_or_path": str(tiny / "model"), "train_file": str(tiny / "chat.jsonl")}
-        keys |= {"per_device_train_batch_size": 4, "num_train_epochs": 2, "reduce_loss": "sum"}
-        keys |= {"logging_steps": 2, **(train or {})}
-        return write(tmp_path / f"{name}.yaml", keys, grid, top)
+    def make(
+        grid: dict | None = None, train: dict | None = None, name: str = "tiny", **top: Any
+    ) -> Path:
+        keys = {
+            "model_name_or_path": str(tiny / "model"),
+            "train_file": str(tiny / "chat.jsonl"),
+            "per_device_train_batch_size": 4,
+            "num_train_epochs": 2,
+            "reduce_loss": "sum",
+            "logging_steps": 2,
+            **(train or {}),
+        }
+        return write_sweep(tmp_path / f"{name}.yaml", keys, grid, top)
 
     return make
 
 
 @pytest.fixture
-def toy_file(tmp_path):
+def toy_file(tmp_path) -> Callable[..., Path]:
     """The same with the toy trainer, of `toy/backend.py`, which takes a second."""
     model = tmp_path / "base model"
     model.mkdir()
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (model / name).touch()
 
-    def make(grid: dict | None = None, train: dict | None = None, name="toy", **top) -> Path:
+    def make(
+        grid: dict | None = None, train: dict | None = None, name: str = "toy", **top: Any
+    ) -> Path:
         keys = {"model_name_or_path": str(model), **(train or {})}
-        return write(tmp_path / f"{name}.yaml", keys, grid, {"backend": "toy.backend", **top})
+        return write_sweep(tmp_path / f"{name}.yaml", keys, grid, {"backend": "toy.backend", **top})
 
     return make
 
@@ -73,7 +97,7 @@ def hold(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
+def cluster(tmp_path_factory) -> Iterator[Path]:
     """A private Slurm of two nodes (both this machine), whose partition `urgent` preempts."""
     folder = tmp_path_factory.mktemp("slurm")
     subprocess.run([real.CLUSTER, "start", folder, "nodes=2", "grace=60"], check=True)
@@ -88,15 +112,21 @@ def cluster(tmp_path_factory):
 
 
 @pytest.fixture
-def profile(tmp_path):
+def profile(tmp_path) -> Callable[..., str]:
     """A factory of cluster profiles: one core a process, no GPU; `profile(key=value)` → path."""
 
-    def make(**keys) -> str:
+    def make(**keys: Any) -> str:
         path = tmp_path / "cluster.yaml"
-        found = {"cpus_per_process": 1, "gpus_per_process": 0, "memory_per_node": "500M"}
-        found |= {"time": "20:00", "signal_seconds": 20}
-        found["pass_environment"] = ["OMP_NUM_THREADS", "PYTHONPATH"]
-        path.write_text(yaml.safe_dump(found | keys))
+        raw = {
+            "cpus_per_process": 1,
+            "gpus_per_process": 0,
+            "memory_per_node": "500M",
+            "time": "20:00",
+            "signal_seconds": 20,
+            "pass_environment": ["OMP_NUM_THREADS", "PYTHONPATH"],
+            **keys,
+        }
+        path.write_text(yaml.safe_dump(raw))
         return str(path)
 
     return make

@@ -1,4 +1,4 @@
-"""What tests of whole sweeps share, on a real Slurm and without."""
+"""What tests of whole sweeps share, on a real Slurm and without it."""
 
 import contextlib
 import os
@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import pytest
@@ -16,6 +18,8 @@ from calibeval.io import InputError
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.processes import run_checked, run_or_empty
 from sweeps.runs.run import Run
+
+T = TypeVar("T")
 
 PROJECT = Path(__file__).resolve().parents[2]
 CLUSTER = Path(__file__).with_name("cluster.sh")
@@ -30,42 +34,51 @@ MARKS = [
     ),
 ]
 SECRET = "hf_planted5ecret0000"
+LOG_CHARACTERS = 1500  # of each log, at its end, that a failing test shows
 
 
 def command(*arguments: object, prefix: tuple = (), **options) -> subprocess.CompletedProcess:
-    """`python -m sweeps …`."""
+    """Run `python -m sweeps ARGUMENTS…`, behind the words of `prefix`, to its end."""
     return subprocess.run(
         [*prefix, sys.executable, "-m", "sweeps", *map(str, arguments)],
-        text=True, capture_output=True, check=False, **options,
-    )  # fmt: skip
+        text=True,
+        capture_output=True,
+        check=False,
+        **options,
+    )
 
 
 def launch(*arguments: object, code: int = 0, **options) -> str:
-    """What a launch says; it must end with this exit code."""
+    """What a launch prints; it must end with this exit code."""
     done = command("launch", *arguments, **options)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
-def wait_for(condition, seconds: float = 400, pause: float = 0.1):
-    """Until `condition()` is true, which it returns; the bound is for a machine that is busy."""
+def wait_for(condition: Callable[[], T], seconds: float = 400, pause: float = 0.1) -> T:
+    """Wait until `condition()` is true, and return it; the bound is for a machine that is busy."""
     end = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < end, f"timed out\n{state()}"
+    result = condition()
+    while not result:
+        assert time.monotonic() < end, f"timed out\n{slurm_state()}"
         time.sleep(pause)
-    return found
+        result = condition()
+    return result
 
 
-def state() -> str:
+def slurm_state() -> str:
     """What the controller says of its nodes and jobs, and the ends of its daemons' logs."""
+    texts = []
+    for words in (["sinfo", "-N", "-o", "%N %T %E"], ["squeue", "-o", "%i %j %T %r %M"]):
+        texts.append(run_or_empty(*words) or f"{words[0]}: no answer")
     folder = Path(os.environ.get("SLURM_CONF", "none")).parent
-    asked = (["sinfo", "-N", "-o", "%N %T %E"], ["squeue", "-o", "%i %j %T %r %M"])
-    said = [run_or_empty(*words) or f"{words[0]}: no answer" for words in asked]
-    return "\n".join(said + [f"{p}:\n{p.read_text()[-3000:]}" for p in folder.glob("slurm*.log")])
+    for log in folder.glob("slurm*.log"):
+        texts.append(f"{log}:\n{log.read_text()[-2 * LOG_CHARACTERS :]}")
+    return "\n".join(texts)
 
 
 def empty() -> bool:
-    """Whether the queue is; a controller that does not answer this time has not said so."""
+    """Whether the queue is empty; a controller that does not answer has not said so."""
     with contextlib.suppress(InputError):
         return not run_checked("squeue", "--noheader")
     return False
@@ -77,29 +90,30 @@ def runs_of(path: Path, *overrides: str) -> list[Run]:
 
 
 def prepare(path: Path, *overrides: str) -> Run:
-    """The run folder of a sweep's first run, made but not started."""
-    planned = plan_sweep(path, list(overrides))
-    planned.create()
-    return planned.runs[0]
+    """A sweep's first run, whose folder is made, and which is not started."""
+    plan = plan_sweep(path, list(overrides))
+    plan.create()
+    return plan.runs[0]
 
 
-def rows(run: Run, what: str) -> list[dict]:
-    """What happened to a run: the lines that say `queued`, `began` or `ended`."""
-    return [row for row in run.attempts() if what in row]
+def rows(run: Run, event: str) -> list[dict]:
+    """What happened to a run: the rows with a time as `queued`, `began` or `ended`."""
+    return [row for row in run.attempts() if event in row]
 
 
 def programs(run: Run, stage: str = "train") -> list[int]:
-    """The processes of `python -m sweeps <stage> RUN_DIR` on this machine."""
-    found = []
+    """The ids of the processes of `python -m sweeps <stage> RUN_DIR` on this machine."""
+    pids = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or [""]
-        if words[-3:] == ["sweeps", stage, str(run.path.absolute())] and "srun" not in words[0]:
-            found.append(process.pid)
-    return found
+        is_stage = words[-3:] == ["sweeps", stage, str(run.path.absolute())]
+        if is_stage and "srun" not in words[0]:
+            pids.append(process.pid)
+    return pids
 
 
-def kill(pids: list[int], number: int = signal.SIGKILL) -> None:
-    """Send a signal to those that are still there."""
+def kill(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
+    """Send a signal to those of the processes that are still there."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -112,20 +126,26 @@ def equal(left: Run, right: Run) -> bool:
     import torch
     from safetensors.torch import load_file
 
-    a, b = (load_file(run.model / "model.safetensors") for run in (left, right))
-    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+    first = load_file(left.model / "model.safetensors")
+    second = load_file(right.model / "model.safetensors")
+    if first.keys() != second.keys():
+        return False
+    return all(torch.equal(first[key], second[key]) for key in first)
 
 
 def calm(path: Path, folder: Path) -> list[Run]:
     """The same runs, undisturbed, without Slurm and without the toy trainer's pauses."""
-    changed = [f"output_root={folder}", "score=null"]
+    overrides = [f"output_root={folder}", "score=null"]
     if "backend: toy.backend" in path.read_text():
-        changed.append("train.pace=0")
-    launch(path, "--executor", "local", *changed)
-    return runs_of(path, *changed)
+        overrides.append("train.pace=0")
+    launch(path, "--executor", "local", *overrides)
+    return runs_of(path, *overrides)
 
 
 def logs(folder: Path) -> str:
     """The ends of all logs below a folder, for a test that fails."""
-    found = [p for one in ("*.out", "*.log", "attempts.jsonl") for p in folder.rglob(one)]
-    return "\n".join(f"{p}: {p.read_text(errors='replace')[-1500:]}" for p in found)
+    texts = []
+    for pattern in ("*.out", "*.log", "attempts.jsonl"):
+        for log in folder.rglob(pattern):
+            texts.append(f"{log}: {log.read_text(errors='replace')[-LOG_CHARACTERS:]}")
+    return "\n".join(texts)

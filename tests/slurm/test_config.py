@@ -19,16 +19,25 @@ from sweeps.training.open_instruct_backend import Train
 TASK = {"task": "mmlu", "data": "x"}
 
 
-def refusal(path, *assignments) -> str:
+def refusal(path, *overrides) -> str:
+    """The words with which a sweep file is refused."""
     with pytest.raises(InputError) as caught:
-        plan_sweep(path, list(assignments))
+        plan_sweep(path, list(overrides))
+    return str(caught.value)
+
+
+def profile_refusal(path, text: str) -> str:
+    """The words with which a cluster profile is refused."""
+    path.write_text(text)
+    with pytest.raises(InputError) as caught:
+        load_cluster(str(path))
     return str(caught.value)
 
 
 def test_words_stay_words_and_floats_are_floats():
-    words = ["no", "yes", "on", "off", "12:00:00", "2026-11-22", "1_000"]
-    read, _ = parse(f"[{', '.join(words)}, 2e-5, .5, true, 7, null]", "here")
-    assert read == [*words, 2e-5, 0.5, True, 7, None]
+    words = ["no", "yes", "on", "off", "12:00:00", "2026-11-22", "1_000", "007"]
+    values, _ = parse(f"[{', '.join(words)}, 2e-5, .5, true, 7, null]", "here")
+    assert values == [*words, 2e-5, 0.5, True, 7, None]
 
 
 @given(st.one_of(st.text("0123456789.:_eE+-noyftarux", max_size=6), st.floats(allow_nan=False)))
@@ -37,72 +46,104 @@ def test_what_is_written_is_read_back(value):
 
 
 @pytest.mark.parametrize(
-    ("keys", "assignment", "said"),
+    ("keys", "message"),
     [
         (
             {"train": {"learning_rat": 1e-3}},
-            None,
             "{path}:5: train.learning_rat: unknown key; all are printed by: bash /x/sweeps.sh keys",
         ),
-        ({"workers": 0}, None, "{path}:10: workers: found 0: Input should be greater than"),
-        ({"grid": {"seed": [1, "two"]}}, None, ":6: grid.seed: found 'two': Input should be"),
-        ({}, "train.steps=many", "command line (train.steps=many): train.steps: found 'many'"),
-        ({}, "train={}", "train.model_name_or_path: is missing"),
-        ({}, "grid.seed=[1,", "command line (grid.seed=[1,):2:1: not YAML"),
-        ({}, "name.x=1", "command line (name.x=1): found 'toy', which has no such place"),
-        ({}, "score.tasks.1.shots=1", "which has no such place"),
-        ({}, "grid.label_smoothing=[]", "grid.label_smoothing: found []"),
-        ({}, "train.label_smoothing=0.1", "grid.label_smoothing: is given in `train` too"),
-        ({}, "grid.seed=[1, 1]", "are the same run; drop one"),
-        ({"backend": "trainer"}, "grid.seed=[4294967296]", "Input should be less than 4294967296"),
-        ({}, "backend=nothing", "'nothing' is none of trainer, open-instruct"),
-        ({}, "backend=json", "no module that trains: it has no `Train`"),
-        ({}, "score.select_on=other", "'other' is none of ['mmlu', 'held_out_loss']"),
-        ({}, "score.select_on=held_out_loss", "held_out_loss needs train.held_out"),
-        ({}, "score.select_on=mmlu", "asks the test split, which the tables show; name a task"),
-        ({}, "score.tasks=[{task: mmlu, shot: 1}]", "1}]): score.tasks.0.shot: unknown key"),
-        ({}, "score.revision=v1", "score.revision: found 'v1': Input should be None"),
-        ({}, "output_root=$NOT_SET/x", "$NOT_SET is not set here: export NOT_SET=…"),
+        ({"workers": 0}, "{path}:10: workers: found 0: Input should be greater than"),
+        ({"grid": {"seed": [1, "two"]}}, ":6: grid.seed: found 'two': Input should be"),
     ],
 )
-def test_what_is_wrong_comes_with_its_place_and_what_is_expected(
-    toy_file, monkeypatch, keys, assignment, said
-):
+def test_what_a_file_has_wrong_comes_with_its_line(toy_file, monkeypatch, keys, message):
     monkeypatch.setenv("SWEEPS", "bash /x/sweeps.sh")  # as sweeps.sh does
-    path = toy_file(**{"score": {"tasks": [TASK]}} | keys if assignment else keys)
-    found = refusal(path, *[assignment] * bool(assignment))
-    assert said.replace("{path}", str(path)) in found and "{'task': 'mmlu', 'shot'" not in found
+    path = toy_file(**keys)
+    assert message.replace("{path}", str(path)) in refusal(path)
 
 
 @pytest.mark.parametrize(
-    ("read", "text", "said"),
+    ("override", "message"),
     [
-        (plan_sweep, "a: 1\na: 2\n", ":2: a: is given twice"),
-        (plan_sweep, "[1]", "expected `key: value` lines, found list"),
-        (plan_sweep, "", "expected `key: value` lines, found NoneType"),
-        (load_cluster, "partitoin: gpu", "partitoin: unknown key"),
-        (load_cluster, "time: 12", "Input should be a valid string"),
-        (load_cluster, "score_time: 12 hours", "score_time: found '12 hours': String should match"),
-        (load_cluster, "extra: [-C gpu]", "String should match pattern"),
+        ("train.steps=many", "command line (train.steps=many): train.steps: found 'many'"),
+        ("train={}", "train.model_name_or_path: is missing"),
+        ("grid.seed=[1,", "command line (grid.seed=[1,):2:1: not YAML"),
+        ("name.x=1", "command line (name.x=1): found 'toy', which has no such place"),
+        ("score.tasks.1.shots=1", "which has no such place"),
+        ("grid.label_smoothing=[]", "grid.label_smoothing: found []"),
+        ("train.label_smoothing=0.1", "grid.label_smoothing: is given in `train` too"),
+        ("grid.seed=[1, 1]", "are the same run; drop one"),
+        ("backend=nothing", "'nothing' is none of trainer, open-instruct"),
+        ("backend=json", "no module that trains: it has no `Train`"),
+        ("score.select_on=other", "'other' is none of ['mmlu', 'held_out_loss']"),
+        ("score.select_on=held_out_loss", "held_out_loss needs train.held_out"),
+        ("score.select_on=mmlu", "asks the test split, which the tables show; name a task"),
+        ("score.tasks=[{task: mmlu, shot: 1}]", "1}]): score.tasks.0.shot: unknown key"),
+        ("score.revision=v1", "score.revision: found 'v1': Input should be None"),
+        ("output_root=$NOT_SET/x", "$NOT_SET is not set here: export NOT_SET=…"),
     ],
 )
-def test_a_file_that_is_none_is_named(tmp_path, read, text, said):
-    (file := tmp_path / "odd.yaml").write_text(text)
-    with pytest.raises(InputError) as caught:
-        read(file, []) if read is plan_sweep else read(str(file))
-    assert str(caught.value).startswith(f"{file}:") and said in str(caught.value)
+def test_what_an_override_has_wrong_comes_with_it(toy_file, override, message):
+    assert message in refusal(toy_file(score={"tasks": [TASK]}), override)
+
+
+def test_a_task_that_lacks_a_key_and_has_another_is_told_of_the_other_alone(toy_file):
+    words = refusal(toy_file(score={"tasks": [TASK]}), "score.tasks=[{task: mmlu, shot: 1}]")
+    assert "{'task': 'mmlu', 'shot'" not in words
+
+
+def test_the_trainers_own_limits_hold_in_the_grid(toy_file):
+    path = toy_file(backend="trainer")
+    assert "Input should be less than 4294967296" in refusal(path, "grid.seed=[4294967296]")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\na: 2\n", ":2: a: is given twice"),
+        ("[1]", "expected `key: value` lines, found list"),
+        ("", "expected `key: value` lines, found NoneType"),
+    ],
+)
+def test_a_file_that_is_no_sweep_is_named(tmp_path, text, message):
+    file = tmp_path / "odd.yaml"
+    file.write_text(text)
+    words = refusal(file)
+    assert words.startswith(f"{file}:") and message in words
+
+
+def test_a_sweep_that_is_not_there_is_named(tmp_path):
     assert "none.yaml: could not be read" in refusal(tmp_path / "none.yaml")
-    (tmp_path / "sweep.yaml").write_text("name: mine")  # no launch's
+
+
+def test_a_folder_that_no_launch_has_made_is_no_sweep(tmp_path):
+    (tmp_path / "sweep.yaml").write_text("name: mine")
     assert "launched.yaml: could not be read" in refusal(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("partitoin: gpu", "partitoin: unknown key"),
+        ("time: 12", "Input should be a valid string"),
+        ("score_time: 12 hours", "score_time: found '12 hours': String should match"),
+        ("extra: [-C gpu]", "String should match pattern"),
+    ],
+)
+def test_what_a_profile_has_wrong_is_named(tmp_path, text, message):
+    file = tmp_path / "odd.yaml"
+    words = profile_refusal(file, text)
+    assert words.startswith(f"{file}:") and message in words
+
+
 def test_every_key_is_printed():
-    latin = os.environ | {"PYTHONIOENCODING": "latin-1"}  # which has no β
-    said = command("keys", "open-instruct", env=latin).stdout
+    latin = {**os.environ, "PYTHONIOENCODING": "latin-1"}  # which has no β
+    printed = command("keys", "open-instruct", env=latin).stdout
     for model in (Sweep, Cluster, Train):
         schema = model.model_json_schema()
         for kind in (schema, *schema.get("$defs", {}).values()):
-            assert all(f"{name}:" in said for name in kind.get("properties", {}))
+            for name in kind.get("properties", {}):
+                assert f"{name}:" in printed
 
 
 @pytest.mark.parametrize("file", sorted(PROJECT.glob("configs/*/*.yaml")), ids=lambda p: p.stem)
@@ -113,18 +154,18 @@ def test_the_shipped_files_are_whole(file):
         assert plan_sweep(file, []).runs
 
 
-def test_the_same_run_however_its_paths_are_spelt(toy_file):
+@pytest.mark.parametrize("other", ["./models/x", "models/x/", "models//x", "models/y/../x"])
+def test_the_same_run_however_its_paths_are_spelt(toy_file, other):
     path = toy_file(grid={})
-    one = plan_sweep(path, ["train.model_name_or_path=models/x"]).runs[0].name
-    for other in ("./models/x", "models/x/", "models//x", "models/y/../x"):
-        assert plan_sweep(path, [f"train.model_name_or_path={other}"]).runs[0].name == one
+    run = plan_sweep(path, ["train.model_name_or_path=models/x"]).runs[0]
+    assert plan_sweep(path, [f"train.model_name_or_path={other}"]).runs[0].name == run.name
 
 
 @pytest.mark.parametrize(
     "typed",
     [
         "status configs/sweeps/lr.yaml --delete",
-        "status configs/sweeps/lr.yaml score",  # which took the questions from the sweep
+        "status configs/sweeps/lr.yaml score",  # once, it took the questions from the sweep
         "status configs/sweeps/lr.yaml --cluster configs/cluster/generic.yaml ''",
         "keys trainer a=b",
         f"status {'long' * 99}",
@@ -140,5 +181,5 @@ def test_a_command_begins_without_torch():
     code = (
         "import sweeps.results.status, sweeps.launch.preflight, sys; print('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=False)
     assert done.stdout == "False\n", done.stderr

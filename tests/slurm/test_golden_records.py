@@ -22,32 +22,43 @@ from calibeval import records
 from sweeps.results import collect
 from sweeps.runs import scoring
 from sweeps.runs.grid import SweepPlan, plan_sweep
+from sweeps.runs.run import Run
 
 GOLDEN = Path(__file__).resolve().with_name("golden") / "records"
 SWEEPS = ("models", "axis", "data")
+UNSTABLE = ("run", "detail", "restarts")  # columns of runs.csv that hold hashes, or are no result
 
 
 def lay_out(file: Path, lines: list[dict], *overrides: str) -> SweepPlan:
     """Put results where runs keep them: all that is known here of the folders of runs."""
-    planned = plan_sweep(file, [*overrides])
-    planned.create()
-    asked = planned.sweep.score
-    tasks = {task.key: task for task in asked.tasks}
-    bases = {cell.values["model_name_or_path"]: cell for cell in planned.baselines}
+    plan = plan_sweep(file, [*overrides])
+    plan.create()
+    score = plan.sweep.score
+    tasks = {task.key: task for task in score.tasks}
     for line in lines:
-        of, key = line["run"], line["task"]
-        run = next((cell for cell in planned.runs if cell.values == of), None)
-        run = run or bases.get(of.get("base"))
-        if run is None:  # overridden
+        run = run_with(plan, line["run"])
+        if run is None:  # an override has left it out
             continue
-        if key == "train":
+        if line["task"] == "train":
             row = {"step": 1, "steps": 1, "held_out_loss": line["held_out_loss"]}
             run.metrics.write_text(json.dumps(row) + "\n")
             (run.path / "DONE").touch()
-            continue
-        about = line["sidecar"] | {"settings": scoring.request(tasks[key], asked)}
-        records.write(scoring.records(run, tasks[key]), line["records"], about)
-    return planned
+        else:
+            task = tasks[line["task"]]
+            sidecar = {**line["sidecar"], "settings": scoring.request(task, score)}
+            records.write(scoring.records(run, task), line["records"], sidecar)
+    return plan
+
+
+def run_with(plan: SweepPlan, values: dict) -> Run | None:
+    """The run with these grid values, or the baseline that `base` names."""
+    for run in plan.runs:
+        if run.values == values:
+            return run
+    for baseline in plan.baselines:
+        if baseline.values["model_name_or_path"] == values.get("base"):
+            return baseline
+    return None
 
 
 def tables(name: str, folder: Path) -> dict[str, list[dict]]:
@@ -56,50 +67,66 @@ def tables(name: str, folder: Path) -> dict[str, list[dict]]:
     file = Path(f"{name}.yaml")
     file.write_bytes((GOLDEN / file).read_bytes())
     lines = (GOLDEN / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-    planned = lay_out(file, [*map(json.loads, lines)])
-    gaps = [line.partition(": ")[0].split(" · ") for line in collect.collect(planned)]
-    values = {cell.name: cell.values for cell in planned.runs}
-    named = {run: " ".join(f"{k}={v}" for k, v in of.items()) for run, of in values.items()}
-    made = planned.folder / "results"
-    found = {
-        "cells": read_csv(made / "runs.csv"),
-        "best": read_csv(made / "best_learning_rates.csv"),
-        "main": read_markdown(made / "best.md"),
-        "table": read_csv(made / "table.csv"),
-        "differences": read_markdown(made / "differences.md"),
-        "gaps": [{"run": named[run], "task": task} for run, task in gaps],
-    }
-    for row in found["cells"]:
-        for key in ("run", "detail", "restarts"):
+    plan = lay_out(file, [json.loads(line) for line in lines])
+    gaps = collect.collect(plan)
+    results = plan.folder / "results"
+    runs = read_csv(results / "runs.csv")
+    for row in runs:
+        for key in UNSTABLE:
             del row[key]
-    return {table: rows for table, rows in found.items() if rows}
+    made = {
+        "cells": runs,
+        "best": read_csv(results / "best_learning_rates.csv"),
+        "main": read_markdown(results / "best.md"),
+        "table": read_csv(results / "table.csv"),
+        "differences": read_markdown(results / "differences.md"),
+        "gaps": [gap_row(plan, gap) for gap in gaps],
+    }
+    return {table: rows for table, rows in made.items() if rows}
+
+
+def gap_row(plan: SweepPlan, gap: str) -> dict[str, str]:
+    """A gap with the run's grid values in the place of its name, which holds a hash."""
+    run_name, task = gap.partition(": ")[0].split(" · ")
+    values = next(run.values for run in plan.runs if run.name == run_name)
+    return {"run": " ".join(f"{key}={value}" for key, value in values.items()), "task": task}
 
 
 def read_csv(path: Path) -> list[dict]:
     """A table's rows; none without the file."""
-    return list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
+    if not path.exists():
+        return []
+    return list(csv.DictReader(path.read_text().splitlines()))
 
 
 def read_markdown(path: Path) -> list[dict]:
-    """The same of a Markdown table, without what marks some figures."""
-    text = path.read_text().splitlines() if path.exists() else ["||", "||"]
-    lines = [line.strip("| ") for line in text if line.startswith("|")]
-    heads, _, *rows = ([cell.strip(" *") for cell in line.split(" | ")] for line in lines)
-    return [dict(zip(heads, (c.replace("**", "") for c in row), strict=True)) for row in rows]
+    """A Markdown table's rows, without what marks some figures; none without the file."""
+    if not path.exists():
+        return []
+    lines = [line.strip("| ") for line in path.read_text().splitlines() if line.startswith("|")]
+    heading, _, *body = [line.split(" | ") for line in lines]
+    names = [text.strip(" *") for text in heading]
+    rows = []
+    for texts in body:
+        plain = [text.strip(" *").replace("**", "") for text in texts]
+        rows.append(dict(zip(names, plain, strict=True)))
+    return rows
 
 
 @pytest.mark.parametrize("name", SWEEPS)
 def test_the_tables_are_the_golden_ones(name, tmp_path, monkeypatch):
     """Row by row in their order; columns and tables may be added."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(calibeval.report.figures, "draw", lambda *_: [])  # most of the time
-    found = tables(name, tmp_path)
+    monkeypatch.setattr(calibeval.report.figures, "draw", lambda *_: [])  # takes most of the time
+    made = tables(name, tmp_path)
     files = sorted(GOLDEN.glob(f"{name}.*.csv"))
     assert files
     for file in files:
-        text = pd.DataFrame(found[file.name.split(".")[1]]).to_csv(index=False)
-        golden, made = pd.read_csv(file), pd.read_csv(StringIO(text))
-        pd.testing.assert_frame_equal(made[[*golden]], golden, rtol=1e-6, atol=1e-9, obj=file.name)
+        table = file.name.split(".")[1]
+        golden = pd.read_csv(file)
+        text = pd.DataFrame(made[table]).to_csv(index=False)
+        frame = pd.read_csv(StringIO(text))[list(golden)]
+        pd.testing.assert_frame_equal(frame, golden, rtol=1e-6, atol=1e-9, obj=file.name)
 
 
 if __name__ == "__main__":

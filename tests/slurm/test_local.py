@@ -6,19 +6,22 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from real import calm, command, equal, kill, launch, prepare, programs, rows, runs_of, wait_for
 
-from sweeps import cli as cli
+from sweeps import cli
 from sweeps.launch import local, worker
 from sweeps.runs.files import is_locked
-from sweeps.runs.grid import plan_sweep
+from sweeps.runs.grid import SweepPlan, plan_sweep
 from sweeps.runs.processes import run_or_empty
+from sweeps.runs.run import Run
 from sweeps.runs.stages import Outcome
 
 LONG = {"steps": 40, "pace": 0.05}
+UNSAVED = {**LONG, "save_every": None}
 
 
 def start(*words: object) -> subprocess.Popen:
@@ -27,32 +30,57 @@ def start(*words: object) -> subprocess.Popen:
     return subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.slow
-def test_the_whole_chain_without_a_network(sweep_file, tiny):
-    """Base model, two runs, tables; again: nothing is done twice."""
+def without_network() -> tuple[str, ...]:
+    """The words that keep the network from a command; none where the machine knows no way."""
+    words = ("unshare", "--net")
+    possible = subprocess.run([*words, "true"], capture_output=True, check=False).returncode == 0
+    return words if possible else ()
+
+
+@pytest.fixture(scope="module")
+def whole_chain(tmp_path_factory, tiny) -> SweepPlan:
+    """A sweep of the real trainer that was launched without a network: base model, two runs."""
+    from conftest import write_sweep
+
+    train = {
+        "model_name_or_path": str(tiny / "model"),
+        "train_file": str(tiny / "chat.jsonl"),
+        "per_device_train_batch_size": 4,
+        "max_train_steps": 2,
+    }
     tasks = [{"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 1}]
-    train = {"max_train_steps": 2}
-    path = sweep_file(workers=2, score={"tasks": tasks}, train=train, keep="scores")
-    unshare = ("unshare", "--net")
-    if subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode:
-        unshare = ()  # this machine has no network namespaces
-    said = launch(path, "--executor", "local", prefix=unshare)
-    assert "report: " in said and "gap: " not in said
-    planned = plan_sweep(path, [])
-    for cell in (*planned.baselines, *planned.runs):
-        assert cell.done and not cell.checkpoints.exists() and not cell.model.exists()
-        assert (cell.scores / "mmlu.jsonl").exists()
-        # What trains goes on to score.
-        stage = "train" if cell.config().backend else "score"
-        assert [row["stage"] for row in rows(cell, "began")] == [stage]
-    results = planned.folder / "results"
+    top = {"workers": 2, "score": {"tasks": tasks}, "keep": "scores"}
+    path = write_sweep(tmp_path_factory.mktemp("chain") / "tiny.yaml", train, None, top)
+    printed = launch(path, "--executor", "local", prefix=without_network())
+    assert "report: " in printed and "gap: " not in printed
+    return plan_sweep(path, [])
+
+
+@pytest.mark.slow
+def test_the_whole_chain_needs_no_network(whole_chain):
+    for run in whole_chain.baselines_and_runs:
+        assert run.done and (run.scores / "mmlu.jsonl").exists()
+        # A program that trains goes on to score.
+        stage = "train" if run.config().backend else "score"
+        assert [row["stage"] for row in rows(run, "began")] == [stage]
+    results = whole_chain.folder / "results"
     for line in (results / "index.jsonl").read_text().splitlines():
         assert (results / json.loads(line)["records"]).exists()
     assert "Runs</h2>" in (results / "report.html").read_text()
-    before = [cell.attempts() for cell in planned.runs]
-    launch(planned.folder, "--executor", "local")  # by its folder, as well
-    assert [cell.attempts() for cell in planned.runs] == before
-    assert "2 done" in command("status", path).stdout
+
+
+@pytest.mark.slow
+def test_models_and_checkpoints_that_are_not_kept_are_gone(whole_chain):
+    for run in whole_chain.baselines_and_runs:
+        assert not run.checkpoints.exists() and not run.model.exists()
+
+
+@pytest.mark.slow
+def test_nothing_is_done_twice(whole_chain):
+    before = [run.attempts() for run in whole_chain.runs]
+    launch(whole_chain.folder, "--executor", "local")  # a sweep's folder names it, too
+    assert [run.attempts() for run in whole_chain.runs] == before
+    assert "2 done" in command("status", whole_chain.folder).stdout
 
 
 def test_a_trainer_killed_with_9_starts_again_and_after_its_launch_the_same_command_goes_on(
@@ -60,86 +88,118 @@ def test_a_trainer_killed_with_9_starts_again_and_after_its_launch_the_same_comm
 ):
     """A launch that is killed takes its trainers along."""
     path = toy_file(grid={"seed": [1, 2]}, train=LONG, workers=2)
-    runs = one, other = runs_of(path)
+    runs = runs_of(path)
+    killed, other = runs
     process = start(path)
     wait_for(lambda: all(run.step() >= 10 for run in runs))
-    kill(programs(one))
-    wait_for(lambda: len(rows(one, "began")) == 2)
-    os.utime(one.metrics, (4e9, 4e9))  # by the clock of a file server
-    shown = command("status", path).stdout
-    assert "2 running" in shown and " day" not in shown, shown
+    kill(programs(killed))
+    wait_for(lambda: len(rows(killed, "began")) == 2)
+    assert "2 running" in command("status", path).stdout
     process.kill()
     wait_for(lambda: not any(programs(run) for run in runs))
     assert "2 dead" in command("status", path).stdout
     hold.unlink()
     launch(path, "--executor", "local")
-    assert all(row["progress"][0] > 0 for row in rows(one, "began")[1:])
-    assert len(rows(one, "began")) == 3 and len(rows(other, "began")) == 2
+    assert all(row["progress"][0] > 0 for row in rows(killed, "began")[1:])
+    assert len(rows(killed, "began")) == 3 and len(rows(other, "began")) == 2
     assert all(map(equal, runs, calm(path, tmp_path / "calm")))
 
 
-def test_ctrl_c_saves_and_leaves_no_traceback(toy_file, hold):
-    path = toy_file(grid={"seed": [1, 2]}, train=LONG | {"save_every": None})
+def test_a_last_step_in_the_future_is_no_time_ago(toy_file, hold):
+    """The clock of a file server may be ahead."""
+    path = toy_file(grid={}, train=LONG)
     process = start(path)
-    wait_for(lambda: runs_of(path)[0].metrics.exists())
+    (run,) = runs_of(path)
+    wait_for(lambda: run.step() >= 10)
+    os.utime(run.metrics, (4e9, 4e9))
+    printed = command("status", path).stdout
+    assert "1 running" in printed and "0:00:00 ago" in printed and " day" not in printed, printed
+    process.kill()
+    process.wait()
+
+
+def test_ctrl_c_saves_and_leaves_no_traceback(toy_file, hold):
+    path = toy_file(grid={"seed": [1, 2]}, train=UNSAVED)
+    process = start(path)
+    first = runs_of(path)[0]
+    wait_for(first.metrics.exists)
     process.send_signal(signal.SIGINT)
-    said = "".join(process.communicate(timeout=60))
-    assert process.returncode == 130, said
-    assert "Traceback" not in said and "stopped; the same command continues" in said
-    assert runs_of(path)[0].step() > 0 and "2 stopped" in command("status", path).stdout
+    printed = "".join(process.communicate(timeout=60))
+    assert process.returncode == 130, printed
+    assert "Traceback" not in printed and "stopped; the same command continues" in printed
+    assert first.step() > 0 and "2 stopped" in command("status", path).stdout
 
 
-def test_of_two_launches_one_works_and_the_other_says_so(toy_file, hold, monkeypatch, capsys):
-    """And nobody else trains a run that is held."""
+@pytest.fixture
+def running(toy_file, hold):
+    """The path of a sweep of one run which is being trained, the run, and the launch."""
     path = toy_file(grid={}, train=LONG)
     (run,) = runs_of(path)
     process = start(path)
     wait_for(run.metrics.exists)
-    said = launch(path, "--executor", "local", "grid.seed=[5]", code=2)
-    assert "another launch is at it; Ctrl-C there ends it" in said
-    assert [*run.path.parent.glob("*/config.yaml")] == [run.config_file]
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # which the command sets
-    clock = SimpleNamespace(monotonic=itertools.count(0, 20).__next__, sleep=lambda _: None)
+    yield path, run, process
+    process.kill()
+    process.wait()
+
+
+def test_of_two_launches_one_works_and_the_other_says_so(running, hold):
+    path, run, process = running
+    printed = launch(path, "--executor", "local", "grid.seed=[5]", code=2)
+    assert "another launch is at it; Ctrl-C there ends it" in printed
+    assert list(run.path.parent.glob("*/config.yaml")) == [run.config_file]
+    hold.unlink()
+    assert process.wait() == 0 and len(rows(run, "began")) == 1
+
+
+def test_nobody_else_trains_a_run_that_is_held(running, hold, monkeypatch, capsys):
+    _, run, process = running
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # the command sets it, and would not unset it
     with monkeypatch.context() as patch:
-        patch.setattr("sweeps.runs.files.time", clock)
-        patch.delenv("TOY_HOLD")  # what trains all the same shall end
+        # Twenty seconds pass between any two looks at the clock.
+        clock = itertools.count(0, 20)
+        patch.setattr(
+            "sweeps.runs.files.time",
+            SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda seconds: None),
+        )
+        patch.delenv("TOY_HOLD")  # if it trains all the same, it shall end
         assert cli.main(["train", str(run.path)]) == 2
     assert "another process is at this run" in capsys.readouterr().err
     assert is_locked(run.lock)
     hold.unlink()
-    assert process.wait() == 0 and len(rows(run, "began")) == 1
+    process.wait()
     assert not is_locked(run.lock)
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         ({"fail_at": 7}, "exit 2: error: step 7: the loss is nan"),
         ({"nothing": True}, "its program ended well and left nothing"),
     ],
 )
-def test_a_run_that_fails_says_why_and_is_not_tried_again(toy_file, keys, said):
+def test_a_run_that_fails_says_why_and_is_not_tried_again(toy_file, keys, message):
     path = toy_file(grid={}, train=keys)
-    assert said in launch(path, "--executor", "local", code=1)
+    assert message in launch(path, "--executor", "local", code=1)
     (run,) = runs_of(path)
     assert not run.done and len(rows(run, "began")) == 1
-    shown = command("status", path).stdout
-    assert "1 dead" in shown and said in shown and "train.log" in shown
-    assert "Once that is mended: " in shown
+    printed = command("status", path).stdout
+    assert "1 dead" in printed and message in printed and "train.log" in printed
+    assert "Once that is mended: " in printed
     launch(path, "--executor", "local", code=1)  # launching again is trying again
     assert len(rows(run, "began")) == 2
 
 
 def test_killed_again_and_again_without_progress_it_gives_up(toy_file, hold):
-    path = toy_file(grid={}, train=LONG | {"save_every": None}, max_idle_restarts=1)
+    path = toy_file(grid={}, train=UNSAVED, max_idle_restarts=1)
     (run,) = runs_of(path)
     process = start(path)
     for count in (1, 2):
         wait_for(lambda n=count: len(rows(run, "began")) == n and programs(run))
         kill(programs(run))
-    said = process.communicate()[0]
+    printed = process.communicate()[0]
     assert process.returncode == 1
-    assert "2 attempts in a row brought it no further" in said and "out of memory, perhaps" in said
+    assert "2 attempts in a row brought it no further" in printed
+    assert "out of memory, perhaps" in printed
     hold.unlink()
     launch(path, "--executor", "local")
     assert run.done
@@ -155,12 +215,23 @@ def test_what_dies_with_its_supervisor_is_counted_too(toy_file):
     assert run.attempts_without_progress() == 0
 
 
-def test_a_run_by_hand_from_any_folder_is_trained_once_and_as_its_config_was(toy_file):
-    run = prepare(path := toy_file(grid={}))
-    said = [command("train", run.name, cwd=run.path.parent).stdout for _ in range(2)]
-    assert f"device: none in {cli.PROJECT}, from" in said[0] and "device" not in said[1]
-    (run.path.parent / "jobs").mkdir()  # of a launch that no Slurm answered
+def test_a_run_by_hand_from_any_folder_is_trained_once(toy_file):
+    run = prepare(toy_file(grid={}))
+    first, second = (command("train", run.name, cwd=run.path.parent).stdout for _ in range(2))
+    assert f"device: none in {cli.PROJECT}, from" in first and "device" not in second
+
+
+def test_a_run_that_was_trained_by_hand_is_done_by_a_launch(toy_file):
+    path = toy_file(grid={})
+    run = prepare(path)
+    command("train", run.path)
+    (run.path.parent / "jobs").mkdir()  # a launch made it that no Slurm answered
     launch(path, "--executor", "local")
+    assert run.done
+
+
+def test_a_run_is_trained_as_its_config_was(toy_file):
+    run = prepare(toy_file(grid={}))
     run.config_file.write_text(run.config_file.read_text().replace("seed: 0", "seed: 3"))
     done = command("train", run.path)
     assert done.returncode == 2 and "was edited" in done.stderr
@@ -182,37 +253,54 @@ def test_each_worker_has_gpus_of_its_own(toy_file, monkeypatch, visible, workers
     assert local.workers(sweep) == expected
 
 
-def test_a_program_sees_only_its_gpus_and_the_snapshot(toy_file, monkeypatch):
-    path, seen = toy_file(grid={"seed": [1, 2]}), []
+def test_too_few_gpus_for_a_run_are_named(toy_file, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    words = (toy_file(), "--executor", "local", "world.processes_per_node=3")
+    assert "world.processes_per_node: 3: 2 GPUs here" in launch(*words, code=2)
 
-    def execute(run, stage, asked_to_stop, environment):
+
+@pytest.fixture
+def environments(toy_file, monkeypatch) -> tuple[SweepPlan, list[dict[str, str]]]:
+    """A sweep of two runs that was launched on two GPUs, and what its programs' shells held."""
+    seen = []
+
+    def execute(run: Run, stage, asked_to_stop, environment) -> worker.ProgramEnd:
         seen.append(environment)
         run.model.mkdir()
         return worker.ProgramEnd(code=0, lines=[])
 
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     monkeypatch.setattr(worker, "_execute", execute)
-    assert local.launch(plan_sweep(path, [])) == (0, [])
-    assert sorted(one["CUDA_VISIBLE_DEVICES"] for one in seen) == ["4", "5"]
-    code = seen[0]["PYTHONPATH"].split(os.pathsep)[0]
-    assert f"{plan_sweep(path, []).folder}/code/" in code
-    assert os.path.exists(f"{code}/sweeps/runs/run.py") and os.path.exists(f"{code}/COMMIT")
-    assert rows(runs_of(path)[0], "queued")[0]["code"] == os.path.basename(code)
-    assert (
-        run_or_empty("printf", r"caf\351") == "caf\udce9"
-    )  # as in a diff, which need not be UTF-8
-    said = launch(path, "--executor", "local", "world.processes_per_node=3", code=2)
-    assert "world.processes_per_node: 3: 2 GPUs here" in said
+    plan = plan_sweep(toy_file(grid={"seed": [1, 2]}), [])
+    assert local.launch(plan) == (0, [])
+    return plan, seen
+
+
+def test_a_program_sees_only_its_gpus(environments):
+    _, seen = environments
+    assert sorted(each["CUDA_VISIBLE_DEVICES"] for each in seen) == ["4", "5"]
+
+
+def test_a_program_runs_the_snapshot_of_its_launch(environments):
+    plan, seen = environments
+    code = Path(seen[0]["PYTHONPATH"].split(os.pathsep)[0])
+    assert code.parent == plan.folder / "code"
+    assert (code / "sweeps" / "runs" / "run.py").exists() and (code / "COMMIT").exists()
+    assert rows(plan.runs[0], "queued")[0]["code"] == code.name
+
+
+def test_a_diff_need_not_be_utf_8():
+    assert run_or_empty("printf", r"caf\351") == "caf\udce9"
 
 
 def test_status_stands_broken_files(toy_file):
     path = toy_file(grid={"seed": [1, 2]})
     launch(path, "--executor", "local")
-    one, other = runs_of(path)
-    for file in (one.path / "attempts.jsonl", one.metrics, other.metrics):
+    first, second = runs_of(path)
+    for file in (first.attempts_file, first.metrics, second.metrics):
         file.write_text('[]\n{"step": \n\x00\n')
-    (other.path / "DONE").unlink()
-    other.model.rename(other.model.with_name("gone"))
+    (second.path / "DONE").unlink()
+    second.model.rename(second.model.with_name("gone"))
     shown = command("status", path)
     assert shown.returncode == 0, shown.stderr
     assert "1 to do · 1 done" in shown.stdout

@@ -11,180 +11,307 @@ from real import PROJECT, command, launch, prepare
 
 from calibeval import records
 from calibeval.io import InputError
+from calibeval.request import Task
 from calibeval.store import part_of
 from sweeps.launch import assets, preflight
 from sweeps.runs import scoring
 from sweeps.runs.grid import plan_sweep
+from sweeps.runs.run import Run
 
 
 def problems(path: Path, *overrides: str) -> str:
-    """What a launch on Slurm would refuse."""
+    """What a launch on Slurm would refuse, line by line."""
     return "\n".join(preflight.problems(plan_sweep(path, list(overrides)), "slurm"))
 
 
-def test_a_whole_sweep_passes(toy_file, profile, tmp_path):
-    """And what Slurm, the jobs' shell or its program cannot read does not."""
+def mmlu(tiny: Path, **keys) -> dict:
+    """A task over the tiny world's questions."""
+    return {"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 1, **keys}
+
+
+def test_a_whole_sweep_passes(toy_file, profile):
+    assert problems(toy_file(cluster=profile())) == ""
+
+
+@pytest.mark.parametrize(("key", "message"), [("deepspeed", "Expecting"), ("fsdp", "Expecting")])
+def test_a_json_file_that_is_none_is_named(toy_file, tmp_path, key, message):
+    odd = tmp_path / "odd.json"
+    odd.write_text('{"zero":')
+    assert f"world.{key}={odd}: {message}" in problems(toy_file(), f"world.{key}={odd}")
+
+
+@pytest.mark.parametrize("key", ["deepspeed", "fsdp"])
+def test_a_json_file_that_is_not_there_is_named(toy_file, key):
+    named = f"world.{key}"
+    assert f"{named}=no.json: no.json: could" in problems(toy_file(), f"{named}=no.json")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("secrets_file", "/no/secrets"), ("python", "/no/python")]
+)
+def test_a_profiles_file_that_is_not_there_is_named(toy_file, profile, key, value):
+    path = toy_file(cluster=profile(**{key: value}))
+    assert f"{profile(**{key: value})}: {key}: {value}: " in problems(path)
+
+
+def test_a_python_that_set_up_lines_make_need_not_be_there(toy_file, profile):
+    assert problems(toy_file(cluster=profile(python="made", setup=["make it"]))) == ""
+
+
+def test_what_slurm_would_not_read_in_a_path_is_refused(toy_file, profile, tmp_path):
     path = toy_file(cluster=profile())
-    assert problems(path) == ""
-    (odd := tmp_path / "odd.json").write_text('{"zero":')
-    for named, said in ((f"deepspeed={odd}", "Expecting"), ("fsdp=no.json", "no.json: could")):
-        script = ("backend=open-instruct", "train.train_file=x", f"world.{named}")
-        assert f"world.{named}: {said}" in problems(path, *script)
-    for key, value in (("secrets_file", "/no/secrets"), ("python", "/no/python")):
-        assert f"{profile(**{key: value})}: {key}: {value}: " in problems(path)
-    profile(python="made", setup=["make it"])
-    assert problems(path) == ""
     assert "Slurm reads % in paths" in problems(path, f"output_root={tmp_path}/100%A")
-    profile(cache="$WORK/hub")
+
+
+def test_a_variable_of_the_profile_that_is_not_set_here_is_named(toy_file, profile):
+    path = toy_file(cluster=profile(cache="$WORK/hub"))
     with pytest.raises(InputError, match=r"cache: \$WORK/hub: \$WORK is not set here: export"):
         problems(path)
 
 
 def test_each_model_and_file_that_is_not_there_is_named_once(sweep_file, tmp_path):
-    said = launch(
-        path := sweep_file(), "--executor", "local", "train.train_file=no.jsonl",
-        "train.model_name_or_path=./no/thing", f"train.tokenizer_name={tmp_path}", code=2,
-    )  # fmt: skip
-    assert said.count(f"train.train_file: {PROJECT}/no.jsonl: could not be read (No such file") == 1
-    assert said.count(f"train.model_name_or_path: {PROJECT}/no/thing: no such folder") == 1
-    assert f"train.tokenizer_name: {tmp_path}: no tok* or vocab*, or not all" in said
-    (tmp_path / "chat.jsonl").touch()
-    said = problems(path, "backend=open-instruct", f"train.train_file={tmp_path}/chat.jsonl")
-    assert f"train.train_file: {tmp_path}/chat.jsonl: no conversation with" in said
-    asks = '{"messages": [{"role": "user", "content": "And?"}]}'
-    (tmp_path / "chat.jsonl").write_text(asks)
-    said = problems(path, f"train.train_file={tmp_path}/chat.jsonl")
-    assert f"train.train_file: {tmp_path}/chat.jsonl: no conversation with an assistant" in said
-    said = problems(path, "backend=open-instruct", "prefetch.made_by=make it")
-    assert "OPEN_INSTRUCT_DIR" in said and "make it" not in said  # all that it makes is there
+    words = [
+        "train.train_file=no.jsonl",
+        "train.model_name_or_path=./no/thing",
+        f"train.tokenizer_name={tmp_path}",
+    ]
+    printed = launch(sweep_file(), "--executor", "local", *words, code=2)
+    file = f"train.train_file: {PROJECT}/no.jsonl: could not be read (No such file"
+    model = f"train.model_name_or_path: {PROJECT}/no/thing: no such folder"
+    assert printed.count(file) == 1 and printed.count(model) == 1
+    assert f"train.tokenizer_name: {tmp_path}: no tok* or vocab*, or not all" in printed
+
+
+@pytest.mark.parametrize(
+    "text", ["", '{"messages": [{"role": "user", "content": "And?"}]}'], ids=["empty", "no answer"]
+)
+@pytest.mark.parametrize("backend", ["trainer", "open-instruct"])
+def test_a_file_without_an_answer_is_named(sweep_file, tmp_path, text, backend):
+    file = tmp_path / "chat.jsonl"
+    file.write_text(text)
+    printed = problems(sweep_file(backend=backend), f"train.train_file={file}")
+    assert f"train.train_file: {file}: no conversation with an assistant" in printed
+
+
+def test_what_makes_a_sweeps_files_is_named_where_one_is_not_there(sweep_file):
+    path = sweep_file()
     for absent in ("train.train_file=made.jsonl", "train.model_name_or_path=models/absent"):
         assert "are made by: make it" in problems(path, absent, "prefetch.made_by=make it")
 
 
+def test_what_makes_a_sweeps_files_is_not_named_where_all_are_there(sweep_file):
+    printed = problems(sweep_file(), "backend=open-instruct", "prefetch.made_by=make it")
+    assert "OPEN_INSTRUCT_DIR" in printed and "make it" not in printed
+
+
 def test_questions_that_cannot_be_asked_are_named(toy_file, profile, tiny):
-    task = {"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 99}
-    said = problems(toy_file(score={"tasks": [task]}, cluster=profile()))
-    assert said.startswith("score: mmlu: ") and "but --shots 99" in said, said
+    path = toy_file(score={"tasks": [mmlu(tiny, shots=99)]}, cluster=profile())
+    printed = problems(path)
+    assert printed.startswith("score: mmlu: ") and "but --shots 99" in printed, printed
 
 
-def test_what_comes_from_the_hub_is_fetched_by_prefetch(sweep_file, profile, tmp_path, monkeypatch):
-    tasks = [{"task": "mmlu", "data": "hub:cais/mmlu"}]
-    train = {"model_name_or_path": "owner/absent"}
-    path = sweep_file(train=train, score={"tasks": tasks}, cluster=profile())
-    env = os.environ | {"HF_HOME": str(tmp_path)}
-    done = command("launch", path, "--executor", "local", "grid.seed=[1, 2]", env=env)
+@pytest.fixture
+def hub_sweep(sweep_file, profile) -> Path:
+    """A sweep whose model and questions are the hub's."""
+    return sweep_file(
+        train={"model_name_or_path": "owner/absent"},
+        score={"tasks": [{"task": "mmlu", "data": "hub:cais/mmlu"}]},
+        cluster=profile(),
+    )
+
+
+def test_what_comes_from_the_hub_is_named_with_the_command_that_fetches_it(hub_sweep, tmp_path):
+    variables = {**os.environ, "HF_HOME": str(tmp_path)}
+    words = ("launch", hub_sweep, "--executor", "local", "grid.seed=[1, 2]")
+    done = command(*words, env=variables)
     assert done.returncode == 2 and done.stderr.count("owner/absent") == 1
     assert "not fetched: model owner/absent" in done.stderr
     assert "not fetched: questions hub:cais/mmlu" in done.stderr
-    typed = f"python -m sweeps prefetch {path} 'grid.seed=[1, 2]'"
+    typed = f"python -m sweeps prefetch {hub_sweep} 'grid.seed=[1, 2]'"
     assert f"where there is internet: {typed}" in done.stderr
-    asked = []
 
-    def load_dataset(*names, **_):
-        asked.append(names)
+
+def test_questions_of_the_hub_are_fetched_as_scoring_reads_them(hub_sweep, monkeypatch):
+    """The data set has no default configuration."""
+    calls = []
+
+    def load_dataset(*names, **options):
+        calls.append(names)
         raise OSError("no internet")
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    found = [one for one in assets.assets(plan_sweep(path, [])) if "hub:cais/mmlu" in one.name]
-    assert assets.fetch(found)
-    assert asked == [("cais/mmlu", "all")]  # as scoring reads it: it has no default configuration
+    wanted = assets.assets(plan_sweep(hub_sweep, []))
+    assert assets.fetch([asset for asset in wanted if "hub:cais/mmlu" in asset.name])
+    assert calls == [("cais/mmlu", "all")]
+
+
+@pytest.fixture
+def hub_model(tmp_path, monkeypatch) -> Path:
+    """The folder of a model in the hub's cache, with a snapshot that has a config alone."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    folder = tmp_path / "hub" / "models--owner--name"
+    (folder / "snapshots" / "abc").mkdir(parents=True)
+    (folder / "snapshots" / "abc" / "config.json").touch()
+    return folder
 
 
 @pytest.mark.parametrize("kind", ["models", "tokenizers"])
-def test_a_model_that_is_half_there_is_not_there(tmp_path, monkeypatch, kind):
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    folder = tmp_path / "hub" / "models--owner--name"
-    snapshot = folder / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").touch()
+def test_a_model_that_is_half_there_is_not_there(hub_model, kind):
+    snapshot = hub_model / "snapshots" / "abc"
     assert not assets.on_disk("owner/name", kind)
     (snapshot / "tokenizer.json").touch()
     assert assets.on_disk("owner/name", kind) == (kind == "tokenizers")
     (snapshot / "model.safetensors.index.json").write_text('{"weight_map": {"w": "a.safetensors"}}')
     assert not assets.on_disk("owner/name", kind)
     (snapshot / "a.safetensors").touch()
-    (folder / "blobs").mkdir()
-    (folder / "blobs" / "stale.incomplete").touch()  # of a file that came by another download
     assert assets.on_disk("owner/name", kind)
-    (folder / "refs").mkdir()
-    (folder / "refs" / "v1").write_text("abc")
-    assert assets.on_disk("owner/name", kind, "v1")
-    assert not assets.on_disk("owner/name", kind, "v2")
 
 
-def test_prefetch_fetches_once_and_says_what_failed(toy_file, tiny, tmp_path):
+def test_what_another_download_has_left_is_no_part_of_a_model(hub_model):
+    (hub_model / "snapshots" / "abc" / "model.safetensors").touch()
+    (hub_model / "blobs").mkdir()
+    (hub_model / "blobs" / "stale.incomplete").touch()
+    assert assets.on_disk("owner/name", "models")
+
+
+def test_a_model_is_there_at_the_revisions_that_were_fetched(hub_model):
+    (hub_model / "snapshots" / "abc" / "model.safetensors").touch()
+    (hub_model / "refs").mkdir()
+    (hub_model / "refs" / "v1").write_text("abc")
+    assert assets.on_disk("owner/name", "models", "v1")
+    assert not assets.on_disk("owner/name", "models", "v2")
+
+
+@pytest.fixture
+def archived(toy_file, tiny, tmp_path) -> Path:
+    """A sweep whose questions are in an archive that prefetch unpacks to got/mmlu."""
     with tarfile.open(tmp_path / "data.tar", "w") as archive:
         archive.add(tiny / "mmlu", "data")
-    archive = {"url": f"file://{tmp_path}/data.tar", "to": str(tmp_path / "got" / "mmlu")}
-    archive["strip"] = 1
-    path = toy_file(
-        grid={}, prefetch={"archives": [archive]},
-        score={"tasks": [{"task": "mmlu", "data": archive["to"], "shots": 1}]},
-    )  # fmt: skip
-    failed = command("prefetch", path, f"prefetch.archives.0.url=file://{tmp_path}/none.tar")
-    assert failed.returncode == 1 and not (tmp_path / "got" / "mmlu").exists()
-    assert "No such file or directory" in failed.stderr and "none.tar" in failed.stderr
-    # A sweep that an override points elsewhere does not need what it no longer reads.
-    elsewhere = f"score.tasks.0.data={tiny / 'mmlu'}"
-    assert problems(path).count("data.tar") == 1 and problems(path, elsewhere) == ""
+    target = tmp_path / "got" / "mmlu"
+    source = {"url": f"file://{tmp_path}/data.tar", "to": str(target), "strip": 1}
+    return toy_file(
+        grid={},
+        prefetch={"archives": [source]},
+        score={"tasks": [{"task": "mmlu", "data": str(target), "shots": 1}]},
+    )
+
+
+def test_prefetch_fetches_once(archived, tmp_path):
     done = subprocess.run(
-        ["bash", PROJECT / "slurm" / "sweeps.sh", "prefetch", path],
-        text=True, capture_output=True, env=os.environ | {"PYTHON": sys.executable},
-    )  # fmt: skip
+        ["bash", PROJECT / "slurm" / "sweeps.sh", "prefetch", archived],
+        text=True,
+        capture_output=True,
+        check=False,
+        env={**os.environ, "PYTHON": sys.executable},
+    )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "got" / "mmlu" / "test" / "moons_test.csv").exists()
-    assert command("prefetch", path).stdout.count("here: ") == 1
+    assert command("prefetch", archived).stdout.count("here: ") == 1
 
 
-def test_a_launch_is_queued_whole_or_not_at_all(toy_file, profile, tmp_path, monkeypatch):
-    """And sbatch's refusal comes with what there is."""
-    taken = "grep -q job-name=toy.collect || { echo 71; exit; }"
-    refused = "invalid partition specified: gpu"
-    (folder := tmp_path / "bin").mkdir()
-    for name, text in {
-        "sbatch": f"{taken}; echo 'sbatch: error: {refused}' >&2; exit 1",
-        "squeue": "",
-        "sinfo": "printf 'y\\nx\\n'",
-        "scancel": f"echo $@ > '{tmp_path}/cancelled'",
-    }.items():
-        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
-        (folder / name).chmod(0o755)
+def test_prefetch_says_what_failed(archived, tmp_path):
+    url = f"prefetch.archives.0.url=file://{tmp_path}/none.tar"
+    failed = command("prefetch", archived, url)
+    assert failed.returncode == 1 and not (tmp_path / "got" / "mmlu").exists()
+    assert "No such file or directory" in failed.stderr and "none.tar" in failed.stderr
+
+
+def test_what_an_override_leaves_unread_need_not_be_fetched(archived, tiny):
+    elsewhere = f"score.tasks.0.data={tiny / 'mmlu'}"
+    assert problems(archived).count("data.tar") == 1 and problems(archived, elsewhere) == ""
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    """Put shell scripts in front of Slurm's tools: `programs(squeue="", …)`."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+    def write(**scripts: str) -> None:
+        for name, text in scripts.items():
+            (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+            (folder / name).chmod(0o755)
+
+    return write
+
+
+def test_a_launch_is_queued_whole_or_not_at_all(toy_file, profile, tmp_path, programs):
+    """And sbatch's refusal comes with what there is."""
+    refusal = "invalid partition specified: gpu"
+    programs(
+        sbatch=(
+            "grep -q job-name=toy.collect || { echo 71; exit; }\n"
+            f"echo 'sbatch: error: {refusal}' >&2; exit 1"
+        ),
+        squeue="",
+        sinfo="printf 'y\\nx\\n'",
+        scancel=f"echo $@ > '{tmp_path}/cancelled'",
+    )
     path = toy_file(cluster=profile(partition="gpu"))
-    said = launch(path, "--executor", "slurm", code=2)
-    assert f"cluster.yaml: sbatch refuses: {refused}" in said
-    assert "partition: found gpu, there is x, y" in said
+    printed = launch(path, "--executor", "slurm", code=2)
+    assert f"cluster.yaml: sbatch refuses: {refusal}" in printed
+    assert "partition: found gpu, there is x, y" in printed
     assert (tmp_path / "cancelled").read_text() == "71\n"
 
 
-def test_packages_that_runs_need_are_named(toy_file, profile, tiny):
-    task = {"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 1}
-    path = toy_file(score={"engine": "vllm", "tasks": [task]}, cluster=profile())
-    assert f"packages that runs need: vllm: {sys.executable} -m pip install" in problems(path)
-    assert problems(path, f"score.python={sys.executable}") == ""  # which is not asked
-    said = "score.python: /other/python: no such program"  # which would show after the training
-    assert problems(path, "score.python=/other/python") == said
-    profile(python="$HOME/mine")  # nor this one
-    assert problems(path) == ""
+@pytest.fixture
+def vllm_sweep(toy_file, profile, tiny) -> Path:
+    """A sweep that is scored by vLLM, which this interpreter lacks."""
+    return toy_file(score={"engine": "vllm", "tasks": [mmlu(tiny)]}, cluster=profile())
 
 
-def test_records_that_answer_another_request_are_not_overwritten(toy_file, tiny):
-    """Whole or begun; what is not as large as it was written is damaged."""
-    task = {"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 1}
-    path = toy_file(grid={}, score={"tasks": [task], "base": False})
+def test_packages_that_runs_need_are_named(vllm_sweep):
+    install = f"packages that runs need: vllm: {sys.executable} -m pip install"
+    assert install in problems(vllm_sweep)
+
+
+def test_another_interpreter_that_scores_is_not_asked_for_packages(vllm_sweep):
+    assert problems(vllm_sweep, f"score.python={sys.executable}") == ""
+
+
+def test_an_interpreter_that_scores_must_be_there(vllm_sweep):
+    """Its absence would show only after the training."""
+    printed = problems(vllm_sweep, "score.python=/other/python")
+    assert printed == "score.python: /other/python: no such program"
+
+
+def test_a_profiles_interpreter_that_only_jobs_can_name_is_not_asked(vllm_sweep, profile):
+    profile(python="$HOME/mine")
+    assert problems(vllm_sweep) == ""
+
+
+@pytest.fixture
+def asked_once(toy_file, tiny) -> tuple[Path, Run, Task]:
+    """A sweep of one run, the run, and the task that it is asked."""
+    path = toy_file(grid={}, score={"tasks": [mmlu(tiny)], "base": False})
     run = prepare(path)
-    asked = run.config().score
-    whole = scoring.records(run, asked.tasks[0])
-    for file in (part_of(whole), whole):
-        records.write(file, [{}], {"settings": scoring.request(asked.tasks[0], asked)})
-        assert (scoring.missing(run) == []) == (file == whole)
-        said = launch(path, "--executor", "local", "score.tasks.0.shots=2", code=2)
-        assert f"{whole}: was asked with shots 1, now 2; give the task another `name`" in said
-    whole.write_text("")
-    said = scoring.gap(run, asked.tasks[0])
-    assert said == f"{whole}: 0 bytes, scoring wrote 3: damaged since"
-    records.sidecar(whole).write_text("{")
-    assert scoring.gap(run, asked.tasks[0]) == "not trained"
-    (run.path / "DONE").touch()  # and the model deleted
-    said = launch(path, "--executor", "local", code=2)
-    assert f"{run.path}: its model is gone: to score it, delete the folder" in said
+    return path, run, run.config().score.tasks[0]
+
+
+@pytest.mark.parametrize("begun", [True, False], ids=["begun", "whole"])
+def test_records_that_answer_another_request_are_not_overwritten(asked_once, begun):
+    path, run, task = asked_once
+    whole = scoring.records(run, task)
+    file = part_of(whole) if begun else whole
+    records.write(file, [{}], {"settings": scoring.request(task, run.config().score)})
+    assert scoring.missing(run) == ([task] if begun else [])
+    printed = launch(path, "--executor", "local", "score.tasks.0.shots=2", code=2)
+    assert f"{whole}: was asked with shots 1, now 2; give the task another `name`" in printed
+
+
+def test_records_that_are_not_as_large_as_they_were_written_are_damaged(asked_once):
+    _, run, task = asked_once
+    file = scoring.records(run, task)
+    records.write(file, [{}], {"settings": scoring.request(task, run.config().score)})
+    file.write_text("")
+    assert scoring.gap(run, task) == f"{file}: 0 bytes, scoring wrote 3: damaged since"
+    records.sidecar(file).write_text("{")
+    assert scoring.gap(run, task) == "not trained"
+
+
+def test_a_run_whose_model_was_deleted_cannot_be_scored(asked_once):
+    path, run, _ = asked_once
+    (run.path / "DONE").touch()
+    printed = launch(path, "--executor", "local", code=2)
+    assert f"{run.path}: its model is gone: to score it, delete the folder" in printed

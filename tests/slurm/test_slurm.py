@@ -34,21 +34,22 @@ from sweeps.runs.run import Run
 
 pytestmark = MARKS
 LONG = {"steps": 200, "pace": 0.1}
+UNSAVED = {**LONG, "save_every": None}
 
 
-def submitted(path: Path, *more: str) -> str:
-    return launch(path, "--executor", "slurm", *more)
+def submit(path: Path, *overrides: str) -> str:
+    """What a launch on Slurm prints."""
+    return launch(path, "--executor", "slurm", *overrides)
 
 
 def element(path: Path, number: int = 0) -> slurm_queue.QueuedJob:
     """The queued or running element of a sweep's run."""
-    name = runs_of(path)[number].name
-    return next(
-        one for one in slurm_queue.queued_jobs(plan_sweep(path, []).folder) if one.run == name
-    )
+    run = runs_of(path)[number]
+    jobs = slurm_queue.queued_jobs(run.path.parent)
+    return next(job for job in jobs if job.run == run.name)
 
 
-def under_way(path: Path, number: int = 0):
+def under_way(path: Path, number: int = 0) -> Run:
     """A run once it has saved something in its job."""
     run = runs_of(path)[number]
     wait_for(lambda: run.step() >= 5)
@@ -59,12 +60,13 @@ def test_a_warned_element_requeues_itself_alone_and_one_killed_whole_waits_for_a
     cluster, profile, toy_file, tmp_path
 ):
     path = toy_file(grid={"seed": [1, 2]}, train=LONG, cluster=profile())
-    assert "submitted: " in submitted(path)
-    first, second = under_way(path), under_way(path, 1)
+    assert "submitted: " in submit(path)
+    first = under_way(path)
+    second = under_way(path, 1)
     mine = element(path).id
     subprocess.run(["scancel", "--signal=USR2", mine], check=True)
     wait_for(lambda: rows(first, "ended"))
-    assert "nothing to submit" in submitted(path)
+    assert "nothing to submit" in submit(path)
     psutil.Process(*programs(second)).parent().kill()
     wait_for(empty)
     assert first.done, logs(tmp_path)
@@ -73,9 +75,9 @@ def test_a_warned_element_requeues_itself_alone_and_one_killed_whole_waits_for_a
     assert before == 0 < after and len(rows(second, "began")) == 1
     shown = command("status", path).stdout
     assert "1 dead" in shown and re.search(r"\d+_1 FAILED, exit .*, step \d+/200", shown), shown
-    submitted(path)
+    submit(path)
     wait_for(empty)
-    assert second.done and "nothing to submit" in submitted(path), logs(tmp_path)
+    assert second.done and "nothing to submit" in submit(path), logs(tmp_path)
     assert all(map(equal, (first, second), calm(path, tmp_path / "calm")))
     report = plan_sweep(path, []).folder / "results" / "report.html"
     assert report.exists(), logs(tmp_path)
@@ -83,8 +85,8 @@ def test_a_warned_element_requeues_itself_alone_and_one_killed_whole_waits_for_a
 
 def test_a_preemption_with_grace_is_no_scancel(cluster, profile, toy_file, tmp_path):
     """Slurm sends TERM, says RUNNING for GraceTime more, and requeues nothing that left before."""
-    path = toy_file(grid={}, train=LONG | {"save_every": None}, cluster=profile())
-    submitted(path)
+    path = toy_file(grid={}, train=UNSAVED, cluster=profile())
+    submit(path)
     (run,) = runs_of(path)
     wait_for(run.metrics.exists)
     urgent = ["sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null"]
@@ -97,17 +99,18 @@ def test_a_preemption_with_grace_is_no_scancel(cluster, profile, toy_file, tmp_p
 
 
 def test_scancel_saves_and_a_launch_goes_on(cluster, profile, toy_file, tmp_path):
-    path = toy_file(grid={}, train=LONG | {"save_every": None}, cluster=profile())
-    submitted(path)
+    path = toy_file(grid={}, train=UNSAVED, cluster=profile())
+    submit(path)
     (run,) = runs_of(path)
     wait_for(run.metrics.exists)
-    assert re.search(r"step \d+/200  loss .* ago", shown := command("status", path).stdout), shown
+    shown = command("status", path).stdout
+    assert re.search(r"step \d+/200  loss .* ago", shown), shown
     assert re.match(r"cancelled: \d+, \d+\n", command("cancel", path).stdout)
     wait_for(empty)
     assert not run.done and run.step() > 0, logs(tmp_path)
     shown = command("status", path).stdout
     assert "1 stopped" in shown and "To go on: " in shown, shown
-    submitted(path)
+    submit(path)
     wait_for(empty)
     assert run.done and rows(run, "began")[1]["progress"][0] > 0
 
@@ -119,8 +122,9 @@ def test_at_the_time_limit_a_run_goes_on_whether_it_heard_the_warning_or_not(
     the limit's own TERM; those done before are left alone."""
     keys = {"steps": [450, 5], "deaf": [False, True]}
     path = toy_file(grid=keys, train={"pace": 0.1}, cluster=profile(time="1", signal_seconds=25))
-    submitted(path)
-    runs = warned, late, *short = runs_of(path)
+    submit(path)
+    runs = runs_of(path)
+    warned, late, *short = runs
     label = wait_for(lambda: element(path, 1).id)
     wait_for(empty)
     assert all(run.done for run in runs), logs(tmp_path)
@@ -134,7 +138,7 @@ def test_at_the_time_limit_a_run_goes_on_whether_it_heard_the_warning_or_not(
 
 def test_a_requeue_waits_for_the_controller(cluster, profile, toy_file, tmp_path):
     path = toy_file(grid={}, train=LONG, cluster=profile())
-    submitted(path)
+    submit(path)
     run = under_way(path)
     supervisor = psutil.Process(*programs(run)).ppid()
     subprocess.run([CLUSTER, "stop-slurmctld", cluster], check=True)
@@ -166,7 +170,7 @@ def test_what_sbatch_took_runs_once_though_its_answer_was_lost(
     env = os.environ | {"PATH": f"{odd.parent}:{os.environ['PATH']}"}
     done = command("launch", path, "--executor", "slurm", env=env)
     assert done.returncode and ("timed out" in done.stderr) == (how == "timed out"), done.stderr
-    again = submitted(path)
+    again = submit(path)
     assert "train" not in again and "collect" in again, again
     wait_for(empty)
     for run in runs_of(path):
@@ -196,14 +200,14 @@ def test_a_wrong_profile_is_named_by_status_and_mended_by_a_launch(
 ):
     """The first set-up line that fails ends a job."""
     path = toy_file(cluster=profile(setup=["module load python/3.11", "echo on"]))
-    submitted(path)
+    submit(path)
     wait_for(empty)
     shown = command("status", path).stdout
     assert "2 dead" in shown and "module: command not found" in shown, shown
     assert "before it began" in shown and "(and 1 more like it)" in shown
     assert "Once that is mended: python -m sweeps launch" in shown
     profile()
-    submitted(path)
+    submit(path)
     wait_for(empty)
     assert all(run.done for run in runs_of(path)), logs(tmp_path)
 
@@ -232,7 +236,7 @@ def test_sbatch_from_elsewhere_and_a_checkout_that_changes_meanwhile(
     in any file."""
     (copied / "data").mkdir()
     shutil.copy(tiny / "chat.jsonl", copied / "data" / "my chat.jsonl")
-    source = copied / "slurm" / "sweeps" / "finetune.py"
+    source = copied / "slurm" / "sweeps" / "training" / "hf_trainer.py"
     source.write_text(source.read_text() + "\n# a change that is not committed\n")
     here = tmp_path / "else where"
     here.mkdir()
