@@ -221,13 +221,13 @@ def test_a_run_by_hand_from_any_folder_is_trained_once(toy_file):
     assert f"device: none in {cli.PROJECT}, from" in first and "device" not in second
 
 
-def test_a_run_that_was_trained_by_hand_is_done_by_a_launch(toy_file):
+def test_a_run_that_was_trained_by_hand_is_not_trained_by_a_launch(toy_file):
     path = toy_file(grid={})
     run = prepare(path)
     command("train", run.path)
     (run.path.parent / "jobs").mkdir()  # a launch made it that no Slurm answered
     launch(path, "--executor", "local")
-    assert run.done
+    assert not rows(run, "began") and "1 done" in command("status", path).stdout
 
 
 def test_a_run_is_trained_as_its_config_was(toy_file):
