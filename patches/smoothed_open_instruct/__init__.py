@@ -1,4 +1,7 @@
-"""What the patched open-instruct finetune script calls; `patches/` holds the lines that call it."""
+"""What the patched open-instruct finetune.py calls; the patches hold the lines that call it.
+
+`python -m smoothed_open_instruct` runs an unpatched checkout with the same loss.
+"""
 
 from smoothed_open_instruct.arguments import (
     check_arguments,
@@ -7,6 +10,7 @@ from smoothed_open_instruct.arguments import (
     unless_offline,
 )
 from smoothed_open_instruct.monitor import Monitor
+from smoothed_open_instruct.patch_files import patches_folder
 from smoothed_open_instruct.resume import (
     Checkpoints,
     already_trained,
@@ -25,6 +29,7 @@ __all__ = [
     "check_arguments",
     "mark_trained",
     "model_class",
+    "patches_folder",
     "respect_offline",
     "resumed_batches",
     "set_attention_dropout",

@@ -19,14 +19,31 @@ from smoothed_open_instruct.arguments import check_arguments, refuse, replaces_l
 from smoothed_open_instruct.stack import todays_libraries
 from smoothed_open_instruct.training_loss import TrainingLoss
 
-# What the hooks rest on: without one of these the loss would silently stay what it was.
-HOOKED = ("class FlatArguments", "ArgumentParserPlus(", "accelerate import Accelerator")
-HOOKED += ("accelerator.prepare(", "accelerator.accumulate(", "outputs.loss")
-RUN = Namespace(args=None, replaces=False)  # what the script of this process has parsed
+# The places of finetune.py that the hooks rest on. Without one of them the loss would silently stay
+# what it was.
+HOOKED = (
+    "class FlatArguments",
+    "ArgumentParserPlus(",
+    "accelerate import Accelerator",
+    "accelerator.prepare(",
+    "accelerator.accumulate(",
+    "outputs.loss",
+)
+
+
+@dataclasses.dataclass
+class RunState:
+    """What the script of this process has parsed."""
+
+    args: Any = None
+    replaces_loss: bool = False
+
+
+RUN = RunState()
 
 
 def main(words: list[str]) -> None:
-    """Hook what the script of the checkout `words[0]` imports; then run it with the others."""
+    """Hook what the script of the checkout `words[0]` imports; then run it with the other words."""
     if not words or words[0].startswith("-"):
         refuse(f"which checkout?\n{__doc__}")
     checkout = Path(words[0]).absolute()
@@ -37,10 +54,7 @@ def main(words: list[str]) -> None:
     from open_instruct import utils
 
     todays_libraries()
-    parser = utils.ArgumentParserPlus
-    utils.ArgumentParserPlus = lambda types: parser(
-        [with_flags(one) for one in (types if isinstance(types, tuple) else [types])]
-    )
+    utils.ArgumentParserPlus = parser_with_flags(utils.ArgumentParserPlus)
     accelerate.Accelerator = with_loss(accelerate.Accelerator)
     runpy.run_path(str(script), run_name="__main__")
 
@@ -56,18 +70,30 @@ def script_of(checkout: Path) -> Path:
         refuse(
             f"{checkout} is patched: run its finetune.py itself, or undo the patches with {undo}"
         )
-    if absent := [words for words in HOOKED if words not in text]:
+    absent = [place for place in HOOKED if place not in text]
+    if absent:
         refuse(
             f"{script} has no `{'`, no `'.join(absent)}`: its loss cannot be changed from outside"
         )
     return script
 
 
-def with_flags(base: type) -> type:
+def parser_with_flags(parser_class: Any) -> Any:
+    """The checkout's parser class, whose argument classes get this project's flags."""
+
+    def make_parser(argument_classes: Any) -> Any:
+        if not isinstance(argument_classes, tuple):
+            argument_classes = (argument_classes,)
+        return parser_class([with_flags(argument_class) for argument_class in argument_classes])
+
+    return make_parser
+
+
+def with_flags(base: Any) -> Any:
     """The script's argument class with this project's flags; another class as it is."""
     if base.__name__ != "FlatArguments":
         return base
-    only_mean = "reduce_loss" not in base.__dataclass_fields__
+    script_knows_mean_only = "reduce_loss" not in base.__dataclass_fields__
 
     @dataclasses.dataclass
     class FlatArguments(base):
@@ -78,36 +104,42 @@ def with_flags(base: type) -> type:
 
         def __post_init__(self) -> None:
             check_arguments(self)
-            reduction, self.reduce_loss = self.reduce_loss, "mean"  # which every script takes
+            # The script's own check takes "mean" at every commit, and not every other reduction.
+            reduction = self.reduce_loss
+            self.reduce_loss = "mean"
             try:
                 super().__post_init__()
             except ValueError as error:
                 refuse(error)
             self.reduce_loss = reduction
             RUN.args = self
-            RUN.replaces = replaces_loss(self) or (only_mean and reduction == "sum")
-            if RUN.replaces and getattr(self, "sequence_parallel_size", 1) > 1:
+            RUN.replaces_loss = replaces_loss(self) or (
+                script_knows_mean_only and reduction == "sum"
+            )
+            if RUN.replaces_loss and getattr(self, "sequence_parallel_size", 1) > 1:
                 refuse("this loss cannot be combined with sequence_parallel_size above 1")
 
     return FlatArguments
 
 
-def with_loss(base: type) -> type:
+def with_loss(base: Any) -> Any:
     """accelerate's class, whose `prepare` gives the model the loss that was asked for."""
 
     class Accelerator(base):
         def prepare(self, *objects: Any) -> Any:
-            if not RUN.replaces:
+            if not RUN.replaces_loss:
                 return super().prepare(*objects)
+            # The loss keeps the flags as they are now: `Batches` changes the script's.
             loss = TrainingLoss(Namespace(**vars(RUN.args)), self)
             loss.attach(objects[0])
             model, optimizer, loader, scheduler = super().prepare(*objects)
             return model, optimizer, Batches(loader, loss, model), scheduler
 
         def skip_first_batches(self, loader: Any, num_batches: int = 0) -> Any:
-            ours = isinstance(loader, Batches)
-            rest = super().skip_first_batches(loader.loader if ours else loader, num_batches)
-            return dataclasses.replace(loader, loader=rest) if ours else rest
+            if not isinstance(loader, Batches):
+                return super().skip_first_batches(loader, num_batches)
+            rest = super().skip_first_batches(loader.loader, num_batches)
+            return dataclasses.replace(loader, loader=rest)
 
     return Accelerator
 
@@ -121,7 +153,8 @@ class Batches:
     model: Any
 
     def __iter__(self) -> Iterator[Any]:
-        RUN.args.reduce_loss = "mean"  # so that the script takes `outputs.loss` as it is
+        # From here on the script takes `outputs.loss` as it is.
+        RUN.args.reduce_loss = "mean"
         return iter(self.loss.batches(self.loader, self.model))
 
     def __len__(self) -> int:

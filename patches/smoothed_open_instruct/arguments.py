@@ -10,29 +10,33 @@ from typing import Any, NoReturn
 
 from smoothce.options import Options, is_number
 
-CHOICES = {"loss_impl": ("auto", "fused"), "reduce_loss": ("mean", "sum", "token_mean")}
+LOSS_IMPLEMENTATIONS = ("auto", "fused")
+REDUCTIONS = ("mean", "sum", "token_mean")
 
 
 def refuse(message: object) -> NoReturn:
-    """Ends the process with one line and exit status 2."""
+    """End the process with one line and exit status 2."""
     print(f"error: {message}", file=sys.stderr)
     sys.exit(2)
 
 
 def check_arguments(args: Namespace) -> None:
-    """Refuses wrong values of the flags, and wrong types, which a YAML file may hold."""
+    """Refuse wrong values of the flags, and wrong types, which a YAML file may hold.
+
+    `filter_eps`, which the command line gives as text, becomes a number where it is one.
+    """
     with suppress(TypeError, ValueError):
         args.filter_eps = float(args.filter_eps)
     try:
         Options(label_smoothing=args.label_smoothing, filter_eps=args.filter_eps)
     except ValueError as error:
         refuse(error)
-    for name, known in CHOICES.items():
-        if (value := getattr(args, name)) not in known:
-            refuse(f"{name} must be one of {', '.join(known)}, not {value!r}")
+    _check_choice("loss_impl", args.loss_impl, LOSS_IMPLEMENTATIONS)
+    _check_choice("reduce_loss", args.reduce_loss, REDUCTIONS)
     if args.filter_eps is not None and not replaces_loss(args):
         refuse("filter_eps belongs to the fused loss: ask for it with loss_impl fused")
-    dropout = getattr(args, "attention_dropout", None)  # a flag of the patches alone
+    # Only the patches add this flag; the runner's arguments lack it.
+    dropout = getattr(args, "attention_dropout", None)
     if dropout is not None and not (is_number(dropout) and 0 <= dropout < 1):
         refuse(f"attention_dropout must be a number in [0, 1), not {dropout!r}")
     if replaces_loss(args) and args.load_balancing_loss:
@@ -42,39 +46,52 @@ def check_arguments(args: Namespace) -> None:
         )
 
 
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        refuse(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+
+
 def replaces_loss(args: Namespace) -> bool:
     """Whether these flags ask for another loss than the script's own, which stays as it is."""
     return args.label_smoothing > 0 or args.loss_impl == "fused" or args.reduce_loss == "token_mean"
 
 
 def set_attention_dropout(config: Any, probability: float | None) -> Callable[[Any], None]:
-    """Sets the attention dropout of a Hugging Face configuration; None leaves it as it is.
+    """Set the attention dropout of a Hugging Face configuration; None leaves it as it is.
 
-    What it returns puts the former value back into a configuration that is to be saved.
+    Returns a function that puts the former value back into a configuration that is to be saved.
     """
     if probability is None:
-        return lambda saved: None
+        return lambda saved_config: None
     if not hasattr(config, "attention_dropout"):
         refuse(f"attention_dropout: {config.model_type} has no attention dropout to set")
-    former, config.attention_dropout = config.attention_dropout, probability
-    return lambda saved: setattr(saved, "attention_dropout", former)
+    former = config.attention_dropout
+    config.attention_dropout = probability
+
+    def restore(saved_config: Any) -> None:
+        saved_config.attention_dropout = former
+
+    return restore
 
 
 def respect_offline(args: Namespace) -> None:
-    """Where HF_HUB_OFFLINE is set, nothing is pushed to the hub and no evaluation job is started.
+    """Push nothing to the hub and start no evaluation job where HF_HUB_OFFLINE is set.
 
     Both are on by default upstream, and fail at the start of an offline run.
     """
     offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "yes", "true")
     if offline and (args.push_to_hub or args.try_launch_beaker_eval_jobs):
         print("HF_HUB_OFFLINE is set: push_to_hub and try_launch_beaker_eval_jobs are off")
-        args.push_to_hub = args.try_launch_beaker_eval_jobs = False
+        args.push_to_hub = False
+        args.try_launch_beaker_eval_jobs = False
 
 
 def unless_offline(call: Callable[[], Any], instead: Any) -> Callable[[], Any]:
-    """`call`, but where WANDB_MODE is offline or disabled its result is `instead`."""
+    """A function that returns `instead` where WANDB_MODE is offline or disabled, else `call()`."""
 
     def result() -> Any:
-        return instead if os.environ.get("WANDB_MODE") in ("offline", "disabled") else call()
+        if os.environ.get("WANDB_MODE") in ("offline", "disabled"):
+            return instead
+        return call()
 
     return result

@@ -6,6 +6,7 @@ import math
 import os
 import time
 from argparse import Namespace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,72 +15,97 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 PREFIX = "training statistics: "
-FILE = "STATISTICS_FILE"  # in the environment: where the launcher reads them
+STATISTICS_FILE = "STATISTICS_FILE"  # the environment variable: a file that gets the rows too
+
+
+@dataclass
+class Interval:
+    """What has happened since the last line of statistics."""
+
+    first_token: int  # tokens that the run had seen when the interval began
+    began: float = field(default_factory=time.monotonic)
+    micro_batches: int = 0  # of this process
+    updates: int = 0
+    clipped_updates: int = 0
+    norms: list[float] = field(default_factory=list)  # of each update's gradient, before clipping
 
 
 class Monitor:
-    """Statistics behind `log_statistics`, and the stop-file; make it after `prepare`."""
+    """Statistics behind `log_statistics`, and the stop file; to be made after `prepare`."""
 
     def __init__(self, args: Namespace, accelerator: Any) -> None:
         self.args = args
         self.accelerator = accelerator
-        self.loss = torch.zeros(1, device=accelerator.device)  # of this process's micro-batches
-        self._begin(0)
-
-    def _begin(self, tokens: int) -> None:
-        self.norms, self.clipped, self.batches, self.updates = [], 0, 0, 0
-        self.logged, self.time = tokens, time.monotonic()
-        self.loss.zero_()
+        # The sum of this process's losses since the last line. It stays on the device, so that
+        # observing a loss does not wait for the GPU.
+        self.loss_sum = torch.zeros(1, device=accelerator.device)
+        self.interval = Interval(first_token=0)
 
     def observe(self, model: Any, loss: Tensor) -> None:
-        """After backward, before upstream clips: loss, and a whole step's gradient norm."""
-        if not self.args.log_statistics:
-            return
-        self.loss += loss.detach().float()
-        self.batches += 1
-        if not self.accelerator.sync_gradients:
-            return
-        self.updates += 1
-        if hasattr(model, "get_global_grad_norm"):  # DeepSpeed has taken its step in backward
-            norm, limit = model.get_global_grad_norm(), model.gradient_clipping()
-        else:
-            # A limit of infinity scales by exactly 1 and works for every kind of sharding.
-            norm = self.accelerator.clip_grad_norm_(model.parameters(), math.inf)
-            limit = self.args.clip_grad_norm
-        if norm is not None:
-            self.norms.append(float(norm))
-            self.clipped += 0 < limit < float(norm)
+        """Take note of a micro-batch's loss, and at the end of an update of its gradient norm.
 
-    def log(self, step: int, metrics: dict[str, Any]) -> None:
-        """Adds this project's statistics to upstream's metrics, and logs both as one JSON line.
-
-        All are of the steps since the last line, or since a resume: the mean loss (upstream's sum
-        begins again with each epoch), the mean norm before clipping and the largest one, the
-        fraction of steps in which the norm was clipped and tokens per second over all ranks.
+        To be called after backward and before upstream clips.
         """
         if not self.args.log_statistics:
             return
-        losses = self.accelerator.gather(self.loss).tolist()
+        self.loss_sum += loss.detach().float()
+        self.interval.micro_batches += 1
+        if not self.accelerator.sync_gradients:
+            return
+        self.interval.updates += 1
+        if hasattr(model, "get_global_grad_norm"):  # DeepSpeed, which has updated in backward
+            norm = model.get_global_grad_norm()
+            limit = model.gradient_clipping()
+        else:
+            # A limit of infinity scales by exactly 1, and this works for every kind of sharding.
+            norm = self.accelerator.clip_grad_norm_(model.parameters(), math.inf)
+            limit = self.args.clip_grad_norm
+        if norm is not None:
+            self.interval.norms.append(float(norm))
+            if 0 < limit < float(norm):
+                self.interval.clipped_updates += 1
+
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
+        """Add this project's statistics to upstream's metrics, and log both as one JSON line.
+
+        All of them are of the updates since the last line, or since a resume: the mean loss
+        (upstream's sum begins again with each epoch), the mean gradient norm before clipping and
+        the largest one, the share of updates that were clipped, and tokens per second over all
+        ranks.
+        """
+        if not self.args.log_statistics:
+            return
+        interval = self.interval
+        losses = self.accelerator.gather(self.loss_sum).tolist()
+        divisor = interval.micro_batches
+        if self.args.reduce_loss == "token_mean":
+            # The losses of an update add up to its mean, also where it has fewer micro-batches.
+            divisor = interval.updates * self.args.gradient_accumulation_steps
+        metrics["train_loss"] = sum(losses) / len(losses) / divisor
+        if interval.norms:
+            metrics["grad_norm"] = sum(interval.norms) / len(interval.norms)
+            metrics["grad_norm_max"] = max(interval.norms)
+            metrics["clipped"] = interval.clipped_updates / len(interval.norms)
         tokens = metrics["total_tokens"]  # since the start or a resume
-        if self.args.reduce_loss == "token_mean":  # a short step's losses add up to its mean too
-            self.batches = self.updates * self.args.gradient_accumulation_steps
-        metrics["train_loss"] = sum(losses) / len(losses) / self.batches
-        if self.norms:
-            metrics["grad_norm"] = sum(self.norms) / len(self.norms)
-            metrics["grad_norm_max"] = max(self.norms)
-            metrics["clipped"] = self.clipped / len(self.norms)
-        metrics["tokens_per_s"] = (tokens - self.logged) / (time.monotonic() - self.time)
-        self._begin(tokens)
+        seconds = time.monotonic() - interval.began
+        metrics["tokens_per_s"] = (tokens - interval.first_token) / seconds
+        self.interval = Interval(first_token=tokens)
+        self.loss_sum.zero_()
         if self.accelerator.is_main_process:
-            row = {"step": step, "steps": self.args.max_train_steps, **metrics}
-            logger.info("%s%s", PREFIX, json.dumps(row))
-            if FILE in os.environ:
-                row |= {"loss": row["train_loss"], "tokens_per_second": row["tokens_per_s"]}
-                with open(os.environ[FILE], "a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
+            self._write(step, metrics)
+
+    def _write(self, step: int, metrics: dict[str, Any]) -> None:
+        row = {"step": step, "steps": self.args.max_train_steps, **metrics}
+        logger.info("%s%s", PREFIX, json.dumps(row))
+        if STATISTICS_FILE in os.environ:
+            # The names under which `python -m sweeps` reads them
+            row["loss"] = row["train_loss"]
+            row["tokens_per_second"] = row["tokens_per_s"]
+            with open(os.environ[STATISTICS_FILE], "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
 
     def stop_requested(self) -> bool:
-        """Whether the stop-file exists, as the main process sees it; the same on every process."""
+        """Whether the main process sees the stop file; the same answer on every process."""
         if not self.args.stop_file:
             return False
         exists = self.accelerator.is_main_process and os.path.exists(self.args.stop_file)
@@ -87,7 +113,7 @@ class Monitor:
         return bool(self.accelerator.reduce(flag, "sum").item())
 
     def stopped(self, step: int) -> None:
-        """Says why the run ends here, after the checkpoint was written."""
+        """Say why the run ends here, after the checkpoint was written."""
         self.accelerator.print(
             f"{self.args.stop_file} exists: stopped after step {step}, checkpoint saved; "
             "the same command continues from it once the file is gone"

@@ -12,63 +12,84 @@ from typing import Any
 
 import torch
 
-from calibeval.io import write_text
 from smoothed_open_instruct.arguments import refuse
 
-TRAINED = "TRAINED"
-ASKED = "asked.json"  # the settings that decide the model
-SETTINGS = ("model_name_or_path", "train_file", "dataset_name", "dataset_mixer_list", "seed")
-SETTINGS += ("label_smoothing", "reduce_loss", "filter_eps", "learning_rate", "num_train_epochs")
-SETTINGS += ("max_train_steps", "per_device_train_batch_size", "gradient_accumulation_steps")
+TRAINED = "TRAINED"  # in the output folder, once it holds the finished model
 COMPLETED = "COMPLETED"  # in a checkpoint that every process has written
+SETTINGS_FILE = "asked.json"
+# The settings that decide what is trained. Another value of one of them is another run.
+SETTINGS = (
+    "model_name_or_path",
+    "train_file",
+    "dataset_name",
+    "dataset_mixer_list",
+    "seed",
+    "label_smoothing",
+    "reduce_loss",
+    "filter_eps",
+    "learning_rate",
+    "num_train_epochs",
+    "max_train_steps",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+)
 
 
 @dataclass
 class Checkpoints:
-    """The checkpoints of one run: which to continue from, which is whole, which are to go."""
+    """The checkpoints of one run: which to continue from, which is whole, which are to go.
+
+    `last` and `clean` take the places of upstream's functions, and so have their parameters.
+    """
 
     args: Namespace
     accelerator: Any
     steps_per_epoch: int
-    written: str | None = None
+    written: str | None = None  # the folder of the checkpoint that was written last
 
     def last(self, args: Namespace, incomplete: bool = False) -> str | None:
         """The furthest complete checkpoint, or with `incomplete` the one just written; or None.
 
-        Upstream compares numbers as text, so that step_900 comes after step_1000, prefers any step
-        to any epoch, and takes the folder changed last for the one just written: while another
-        process deletes an old one, that is the wrong one.
+        Upstream compares numbers as text, so that step_900 comes after step_1000; it prefers any
+        step to any epoch; and it takes the folder that was changed last for the one just written,
+        which is wrong while another process deletes an old one.
         """
         if incomplete:
             return self.written
-        if os.path.isdir(args.output_dir or "") and not args.overwrite_output_dir:
-            complete = [path for path in _folders(args.output_dir) if (path / COMPLETED).is_file()]
-            return str(max(complete, key=self._steps)) if complete else None
-        return args.resume_from_checkpoint or None
+        if not os.path.isdir(args.output_dir or "") or args.overwrite_output_dir:
+            return args.resume_from_checkpoint or None
+        complete = [
+            folder for folder in checkpoint_folders(args.output_dir) if _is_complete(folder)
+        ]
+        return str(max(complete, key=self._steps)) if complete else None
 
     def saved(self, folder: str) -> None:
-        """Waits until every process has written its part of `folder`, which then is complete."""
+        """Wait until every process has written its part of `folder`, which then is complete."""
         self.accelerator.wait_for_everyone()
         self.written = folder
 
     def clean(self, output_dir: str, keep_last_n_checkpoints: int) -> None:
-        """Deletes all but the furthest checkpoints; first those that a kill left incomplete."""
-        folders = sorted(
-            _folders(output_dir), key=lambda path: ((path / COMPLETED).is_file(), self._steps(path))
-        )
-        delete(folders[: max(len(folders) - keep_last_n_checkpoints, 0)])
+        """Delete all but the furthest checkpoints; first those that a kill left incomplete."""
+        folders = checkpoint_folders(output_dir)
+        folders.sort(key=lambda folder: (_is_complete(folder), self._steps(folder)))
+        surplus = max(len(folders) - keep_last_n_checkpoints, 0)
+        delete(folders[:surplus])
 
     def _steps(self, folder: Path) -> int:
+        """The optimizer steps that a checkpoint step_N or epoch_N (from 0) comes after."""
         kind, number = folder.name.split("_")
-        return int(number) if kind == "step" else (int(number) + 1) * self.steps_per_epoch
+        if kind == "step":
+            return int(number)
+        return (int(number) + 1) * self.steps_per_epoch
 
 
 def resumed_batches(loader: Any, epoch: int, skipped: int) -> Iterator[Any]:
     """The rest of an interrupted epoch: the order of that epoch, and the saved random numbers.
 
-    accelerate's loader without the batches already seen shuffles as if it were epoch 0, and
-    starting to iterate draws a random number: the interrupted run drew it before the checkpoint
-    (unless that lay between two epochs), so drawing again would move every later dropout mask.
+    accelerate's loader without the batches already seen shuffles as if it were epoch 0. And
+    starting to iterate draws a random number. The interrupted run drew it before the checkpoint
+    (unless that lay between two epochs), so that drawing it again would move every later dropout
+    mask.
     """
     loader.set_epoch(epoch)
     state = torch.get_rng_state()
@@ -79,50 +100,83 @@ def resumed_batches(loader: Any, epoch: int, skipped: int) -> Iterator[Any]:
 
 
 def already_trained(args: Namespace) -> bool:
-    """Whether this output folder holds the finished model of an earlier run of the same job.
+    """Whether the output folder holds the finished model of an earlier run of the same job.
 
-    One of another job, finished or not, is refused. Checkpoints that a kill has left beside the
-    model go. Where the model is to be overwritten, its mark goes first, and those of checkpoints.
+    A run of another job in that folder, finished or not, is refused. Checkpoints that a kill has
+    left beside a finished model are deleted. Where the model is to be overwritten, its mark goes
+    first, and those of the checkpoints.
     """
     if not args.output_dir:
         return False
-    output, asked = Path(args.output_dir), {key: str(getattr(args, key, None)) for key in SETTINGS}
+    output = Path(args.output_dir)
+    settings = {name: str(getattr(args, name, None)) for name in SETTINGS}
     if args.overwrite_output_dir:
         for mark in (output / TRAINED, *output.glob(f"*_*/{COMPLETED}")):
             mark.unlink(missing_ok=True)
-    elif (output / ASKED).is_file():
-        before = json.loads((output / ASKED).read_text())
-        if changed := [key for key in SETTINGS if before.get(key) != asked[key]]:
-            said = ", ".join(f"{key} {before.get(key)}, now {asked[key]}" for key in changed)
-            refuse(f"{output} holds a run with {said}: another --output_dir, or "
-                   "--overwrite_output_dir True")  # fmt: skip
-    first = os.environ.get("RANK", "0") == "0"
-    if first:
+    else:
+        _refuse_another_run(output, settings)
+    is_first_rank = os.environ.get("RANK", "0") == "0"
+    if is_first_rank:
         output.mkdir(parents=True, exist_ok=True)
-        write_text(output / ASKED, json.dumps(asked, indent=2))
+        write_whole(output / SETTINGS_FILE, json.dumps(settings, indent=2))
     if not (output / TRAINED).is_file():
         return False
-    if first:
-        delete(_folders(output))
-    print(f"{output} already holds the trained model: nothing to do "
-          "(--overwrite_output_dir trains it again)")  # fmt: skip
+    if is_first_rank:
+        delete(checkpoint_folders(output))
+    print(
+        f"{output} already holds the trained model: nothing to do "
+        "(--overwrite_output_dir trains it again)"
+    )
     return True
 
 
+def _refuse_another_run(output: Path, settings: dict[str, str]) -> None:
+    """End the process if the folder was begun by a run with other settings."""
+    if not (output / SETTINGS_FILE).is_file():
+        return
+    before = json.loads((output / SETTINGS_FILE).read_text())
+    changes = [
+        f"{name} {before.get(name)}, now {settings[name]}"
+        for name in SETTINGS
+        if before.get(name) != settings[name]
+    ]
+    if changes:
+        refuse(
+            f"{output} holds a run with {', '.join(changes)}: another --output_dir, or "
+            "--overwrite_output_dir True"
+        )
+
+
 def mark_trained(accelerator: Any, args: Namespace, completed_steps: int) -> None:
-    """Marks the output folder as finished, before upstream deletes the checkpoints."""
+    """Mark the output folder as finished, before upstream deletes the checkpoints."""
     accelerator.wait_for_everyone()
     if accelerator.is_main_process and args.output_dir:
-        write_text(Path(args.output_dir) / TRAINED, f"{completed_steps}\n")
+        write_whole(Path(args.output_dir) / TRAINED, f"{completed_steps}\n")
 
 
 def delete(folders: Iterable[Path]) -> None:
-    """Deletes checkpoints; one that is half deleted when a kill comes is no complete one."""
+    """Delete checkpoints; one that is half deleted when a kill comes is no complete one."""
     for folder in folders:
         (folder / COMPLETED).unlink(missing_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)  # another machine may delete it too
+        # A process on another machine may be deleting the same folder.
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _folders(output: str | Path) -> list[Path]:
+def checkpoint_folders(output: str | Path) -> list[Path]:
+    """The folders step_N and epoch_N of an output folder, whole or not."""
     name = re.compile(r"(step|epoch)_\d+")
     return [path for path in Path(output).iterdir() if name.fullmatch(path.name) and path.is_dir()]
+
+
+def _is_complete(folder: Path) -> bool:
+    return (folder / COMPLETED).is_file()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file that a kill leaves either whole or as it was."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -7,11 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from smoothce.hf_patch import patch_model
-from smoothce.token_mean import token_mean_factor
+from smoothce import patch_model, token_mean_factor
 from smoothed_open_instruct.arguments import replaces_loss
-
-BOUNDARY = "set_gradient_accumulation_boundary"  # of DeepSpeed's engine
 
 
 def training_loss(args: Namespace, accelerator: Any) -> "TrainingLoss | None":
@@ -32,47 +29,55 @@ class TrainingLoss:
     accelerator: Any
 
     def attach(self, model: Any) -> None:
-        """Replaces the model's loss; call it once, before LoRA and before `accelerator.prepare`.
+        """Replace the model's loss; call it once, before LoRA and before `accelerator.prepare`.
 
         Raises TypeError for a model that the fused loss does not know.
         """
-        args = self.args
         patch_model(
             model,
-            label_smoothing=args.label_smoothing,
-            reduction="sum" if args.reduce_loss == "sum" else "mean",
-            filter_eps=args.filter_eps,
+            label_smoothing=self.args.label_smoothing,
+            reduction="sum" if self.args.reduce_loss == "sum" else "mean",
+            filter_eps=self.args.filter_eps,
         )
-        self.accelerator.print(f"loss: fused, beta {args.label_smoothing:g}, {args.reduce_loss}")
+        beta = f"{self.args.label_smoothing:g}"
+        self.accelerator.print(f"loss: fused, beta {beta}, {self.args.reduce_loss}")
 
     def batches(self, loader: Iterable[Any], model: Any) -> Iterable[Any]:
         """The micro-batches; for token_mean each carries its step's share of tokens as divisor."""
-        counted = self.args.reduce_loss == "token_mean"
-        return self._steps(loader, model) if counted or hasattr(model, BOUNDARY) else loader
+        if self.args.reduce_loss == "token_mean" or is_deepspeed(model):
+            return self._batches_by_step(loader, model)
+        return loader
 
-    def _steps(self, loader: Iterable[Any], model: Any) -> Iterator[dict[str, Tensor]]:
+    def _batches_by_step(self, loader: Iterable[Any], model: Any) -> Iterator[dict[str, Tensor]]:
+        """Read the micro-batches of an optimizer step ahead, then hand them out one by one."""
         accumulation = self.args.gradient_accumulation_steps
         state = self.accelerator.gradient_state
-        batches = iter(loader)
+        loader_iterator = iter(loader)
         while True:
-            group = []
-            for batch in batches:
-                group.append(batch)
-                if len(group) == accumulation or state.end_of_dataloader:
+            micro_batches: list[dict[str, Tensor]] = []
+            for batch in loader_iterator:
+                micro_batches.append(batch)
+                if len(micro_batches) == accumulation or state.end_of_dataloader:
                     break
-            if not group:
+            if not micro_batches:
                 return
-            share = {}
+            divisor = {}
             if self.args.reduce_loss == "token_mean":
-                labels = [batch["labels"] for batch in group]
-                share["num_items_in_batch"] = 1 / token_mean_factor(labels, steps=accumulation)
-            # Reading ahead moved accelerate's sign of the last batch forward: it belongs to the
-            # last micro-batch of the group, where accelerate then synchronises and steps.
-            ended = state.end_of_dataloader
-            for position, batch in enumerate(group, 1):
-                last = position == len(group)
-                state.active_dataloader.end_of_dataloader = ended and last
-                # DeepSpeed counts micro-batches over the end of an epoch; accelerate does not.
-                if hasattr(model, BOUNDARY):
-                    getattr(model, BOUNDARY)(last)
-                yield {**batch, **share}
+                labels = [batch["labels"] for batch in micro_batches]
+                factor = token_mean_factor(labels, steps=accumulation)
+                divisor["num_items_in_batch"] = 1 / factor
+            # Reading ahead has moved accelerate's sign of the last batch forward. It belongs to the
+            # step's last micro-batch, where accelerate then synchronizes and updates.
+            loader_ended = state.end_of_dataloader
+            for position, batch in enumerate(micro_batches, 1):
+                is_last = position == len(micro_batches)
+                state.active_dataloader.end_of_dataloader = loader_ended and is_last
+                if is_deepspeed(model):
+                    # DeepSpeed would count on across the end of an epoch; accelerate does not.
+                    model.set_gradient_accumulation_boundary(is_last)
+                yield {**batch, **divisor}
+
+
+def is_deepspeed(model: Any) -> bool:
+    """Whether DeepSpeed's engine wraps the model."""
+    return hasattr(model, "set_gradient_accumulation_boundary")
