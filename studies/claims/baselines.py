@@ -15,9 +15,10 @@ from calibeval import scaling
 from calibeval.io import atomic_write
 from calibeval.request import Task
 from sweeps.runs.run import Run
-from sweeps.training.data import IGNORE, Updates, make_tokenizer, tokenised
-from sweeps.training.hf_trainer import load_model
-from sweeps.training.options import Train
+from sweeps.training.global_batches import GlobalBatchDataset
+from sweeps.training.model_loading import load_model
+from sweeps.training.options import TrainOptions
+from sweeps.training.tokenization import IGNORE, make_tokenizer, tokenize_file
 
 CHUNK = 1024  # tokens whose logits are there at a time: 0.6 GB of 151,936 each
 CONVERSATIONS = 2048  # of which the mean prediction is
@@ -26,14 +27,14 @@ TEMPERATURES, TOKENS = (0.3, 2.0), 4096  # between which, and on how many tokens
 ALPHAS = (0.25, 0.5, 0.75, 1.0)
 
 
-def base_mean(keys: Train) -> None:
+def base_mean(keys: TrainOptions) -> None:
     """Write the model's mean of softmax(z), (V,), over the targets of the first conversations that
     it is to learn as `keys.smoothing_target`, unless that is there."""
     if (out := Path(keys.smoothing_target)).exists():
         return
     tokenizer, updates = read(keys)
     model = loaded(keys, len(tokenizer))
-    hidden, _ = answers(model, updates, updates.kept[:CONVERSATIONS])
+    hidden, _ = answers(model, updates, updates.train_conversations[:CONVERSATIONS])
     total = sum(z.softmax(-1).sum(0, dtype=torch.float64) for z in logits(model, hidden))
     with atomic_write(out, "wb") as file:
         np.save(file, (total / total.sum()).cpu().numpy())
@@ -41,14 +42,15 @@ def base_mean(keys: Train) -> None:
     torch.cuda.empty_cache()  # other processes train now
 
 
-def read(keys: Train) -> tuple[object, Updates]:
+def read(keys: TrainOptions) -> tuple[object, GlobalBatchDataset]:
     """A run's tokenizer, and its conversations as it trains on them."""
     tokenizer = make_tokenizer(keys)
-    data = tokenised(keys, tokenizer)
-    return tokenizer, Updates(keys, data, ranks=1, rank=0, pad=tokenizer.pad_token_id)
+    data = tokenize_file(keys, tokenizer)
+    pad = tokenizer.pad_token_id
+    return tokenizer, GlobalBatchDataset(keys, data, ranks=1, rank=0, pad_token_id=pad)
 
 
-def loaded(keys: Train, tokens: int, folder: Path | None = None) -> PreTrainedModel:
+def loaded(keys: TrainOptions, tokens: int, folder: Path | None = None) -> PreTrainedModel:
     """A run's base model, or that in a folder, with a row for each of so many tokens; on a GPU, if
     there is one, in its own precision, else in fp32."""
     name = keys.model_name_or_path if folder is None else str(folder)
@@ -57,11 +59,13 @@ def loaded(keys: Train, tokens: int, folder: Path | None = None) -> PreTrainedMo
 
 
 @torch.inference_mode()
-def answers(model: PreTrainedModel, updates: Updates, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+def answers(
+    model: PreTrainedModel, updates: GlobalBatchDataset, rows: np.ndarray
+) -> tuple[Tensor, Tensor]:
     """The last hidden states (N, D) behind all targets of some conversations, and these (N,)."""
     found = []
-    for some in updates.bins(rows):
-        batch = {key: value.to(model.device) for key, value in updates.batch(some).items()}
+    for some in updates.group(rows):
+        batch = {key: value.to(model.device) for key, value in updates.collate(some).items()}
         hidden = model.model(batch["input_ids"], use_cache=False).last_hidden_state[:, :-1]
         said = (labels := batch["labels"][:, 1:]) != IGNORE
         found.append((hidden[said], labels[said]))
@@ -90,7 +94,7 @@ def price(run: Run) -> dict[str, float]:
     keys = run.config().train_options
     tokenizer, updates = read(keys)
     model = loaded(keys, len(tokenizer), run.model)
-    hidden, labels = answers(model, updates, updates.held)
+    hidden, labels = answers(model, updates, updates.held_out_conversations)
     sums = torch.zeros(3, dtype=torch.float64)
     for z, y in zip(logits(model, hidden), labels.split(CHUNK), strict=True):
         outside = 1 - z.softmax(-1).topk(min(TOP, z.shape[1])).values.sum(-1)

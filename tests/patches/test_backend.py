@@ -1,6 +1,8 @@
-"""`python -m sweeps` trains with the user's open-instruct checkout."""
+"""`backend: open-instruct`: what it refuses, and what it hands to finetune.py."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -10,57 +12,93 @@ from sweeps.runs.grid import plan_sweep
 from sweeps.runs.run import Run
 from sweeps.runs.schema import DistributedConfig
 from sweeps.training import open_instruct_backend
-from sweeps.training.open_instruct_backend import Train
+from sweeps.training.open_instruct_backend import OpenInstructOptions
+
+# finetune.py's arguments that are keys of this backend, and those that the patches add.
+KNOWN_TO_FINETUNE = """
+    tokenizer_name max_train_samples max_train_steps max_seq_length
+    preprocessing_num_workers model_revision
+    model_name_or_path train_file use_flash_attn use_slow_tokenizer add_bos
+    chat_template_name use_lora lora_rank lora_alpha lora_dropout learning_rate seed
+    weight_decay warmup_ratio lr_scheduler_type num_train_epochs reduce_loss clip_grad_norm
+    per_device_train_batch_size gradient_accumulation_steps fused_optimizer
+    gradient_checkpointing logging_steps checkpointing_steps keep_last_n_checkpoints timeout
+"""
+ADDED_BY_PATCHES = "label_smoothing loss_impl filter_eps attention_dropout attn_implementation"
 
 
-def keys(**given):
-    return Train(**{"model_name_or_path": "absent/model", "train_file": "x.jsonl"} | given)
+def some_options(**given: Any) -> OpenInstructOptions:
+    options = {"model_name_or_path": "absent/model", "train_file": "x.jsonl"}
+    options.update(given)
+    return OpenInstructOptions(**options)
 
 
-def test_what_finetune_lacks_or_cannot_read_is_named(tmp_path, monkeypatch):
+def test_a_checkout_that_is_not_named_is_refused(monkeypatch):
     monkeypatch.delenv("OPEN_INSTRUCT_DIR", raising=False)
     (problem,) = open_instruct_backend.checkout_problems()
     assert problem == "OPEN_INSTRUCT_DIR is not set: reproduce.md makes a patched checkout"
+
+
+def test_a_checkout_that_is_absent_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("OPEN_INSTRUCT_DIR", str(tmp_path / "nowhere"))
     (problem,) = open_instruct_backend.checkout_problems()
     assert "nowhere is not a folder" in problem
-    (path := tmp_path / "train.jsonl").write_text(json.dumps({"messages": []}) + "\n")
-    assert open_instruct_backend.data_problems(keys(train_file=str(path))) == []
-    (problem,) = open_instruct_backend.data_problems(keys(train_file="chats.parquet"))
+
+
+def test_rows_with_messages_are_read(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps({"messages": []}) + "\n")
+    assert open_instruct_backend.data_problems(some_options(train_file=str(path))) == []
+
+
+def test_a_file_that_finetune_does_not_read_is_named():
+    (problem,) = open_instruct_backend.data_problems(some_options(train_file="chats.parquet"))
     assert "finetune.py reads .json or .jsonl" in problem
-    path = tmp_path / "alpaca.json"  # which only the trainer reads
+
+
+def test_alpacas_rows_are_named_which_only_the_trainer_reads(tmp_path):
+    path = tmp_path / "alpaca.json"
     path.write_text(json.dumps([{"instruction": "Add 1 and 1.", "input": "", "output": "2"}]))
-    (problem,) = open_instruct_backend.data_problems(keys(train_file=str(path)))
+    (problem,) = open_instruct_backend.data_problems(some_options(train_file=str(path)))
     assert f"train.train_file: {path}, row 1: finetune.py reads rows with `messages`" in problem
 
 
-def test_finetune_is_given_no_key_that_it_does_not_know(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    file = tmp_path / "sweep.yaml"
+def planned_run(folder: Path) -> Run:
+    """A run of this backend, whose folder is there."""
     train = {"model_name_or_path": "absent/model", "train_file": "absent.jsonl"}
     sweep = {"name": "tiny", "output_root": "out", "backend": "open-instruct", "train": train}
+    file = folder / "sweep.yaml"
     file.write_text(yaml.safe_dump(sweep))
-    planned = plan_sweep(file, [])
-    planned.create()
-    own = {"output_dir", "push_to_hub", "try_launch_beaker_eval_jobs"}
-    known = """
-        tokenizer_name max_train_samples max_train_steps max_seq_length
-        preprocessing_num_workers model_revision
-        model_name_or_path train_file use_flash_attn use_slow_tokenizer add_bos
-        chat_template_name use_lora lora_rank lora_alpha lora_dropout learning_rate seed
-        weight_decay warmup_ratio lr_scheduler_type num_train_epochs reduce_loss clip_grad_norm
-        per_device_train_batch_size gradient_accumulation_steps fused_optimizer
-        gradient_checkpointing logging_steps checkpointing_steps keep_last_n_checkpoints timeout
-        label_smoothing loss_impl filter_eps attention_dropout attn_implementation
-    """  # the last line: those of the patches
-    assert set(Train.model_fields) == {*known.split()}
-    given = open_instruct_backend.finetune_arguments(planned.runs[0])
-    assert given.keys() - Train.model_fields.keys() == {*own, "stop_file", "log_statistics"}
-    assert None not in given.values()
+    plan = plan_sweep(file, [])
+    plan.create()
+    return plan.runs[0]
+
+
+def test_finetune_is_given_no_argument_that_it_does_not_know(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    known = {*KNOWN_TO_FINETUNE.split(), *ADDED_BY_PATCHES.split()}
+    assert set(OpenInstructOptions.model_fields) == known
+    arguments = open_instruct_backend.finetune_arguments(planned_run(tmp_path))
+    assert arguments.keys() - known == {
+        "output_dir",
+        "push_to_hub",
+        "try_launch_beaker_eval_jobs",
+        "stop_file",
+        "log_statistics",
+    }
+    assert None not in arguments.values()
+
+
+def test_finetunes_arguments_are_the_options_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = planned_run(tmp_path)
+    arguments = open_instruct_backend.finetune_arguments(run)
+    options = {key: value for key, value in run.config().train.items() if value is not None}
+    assert {key: arguments[key] for key in options} == options
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted"),
+    ("options", "uses_flash_attn"),
     [
         ({}, True),
         ({"use_flash_attn": False}, False),
@@ -68,33 +106,40 @@ def test_finetune_is_given_no_key_that_it_does_not_know(tmp_path, monkeypatch):
         ({"use_flash_attn": False, "attn_implementation": "flash_attention_2"}, True),
     ],
 )
-def test_flash_attention_is_asked_for_where_it_is_used(given, wanted):
-    assert (
-        "flash_attn" in open_instruct_backend.packages(keys(**given), DistributedConfig())
-    ) is wanted
+def test_flash_attention_is_asked_for_where_it_is_used(options, uses_flash_attn):
+    needed = open_instruct_backend.packages(some_options(**options), DistributedConfig())
+    assert ("flash_attn" in needed) == uses_flash_attn
 
 
 @pytest.mark.parametrize("name", ["zero2", "zero3", "zero3-offload"])
-def test_deepspeed_clips_explicitly_and_alone(tmp_path, name):
+def test_this_projects_deepspeed_files_clip_explicitly(name):
     config = PROJECT / "configs" / "deepspeed" / f"{name}.json"
-    world = DistributedConfig(deepspeed=str(config))
-    assert open_instruct_backend.clipping_problems(keys(), world) == []
-    (problem,) = open_instruct_backend.clipping_problems(keys(clip_grad_norm=1.0), world)
+    distributed = DistributedConfig(deepspeed=str(config))
+    assert open_instruct_backend.clipping_problems(some_options(), distributed) == []
+    (problem,) = open_instruct_backend.clipping_problems(
+        some_options(clip_grad_norm=1.0), distributed
+    )
     assert "DeepSpeed ignores it" in problem
-    for limit in ("auto", None, True):
-        (other := tmp_path / "zero.json").write_text(json.dumps({"gradient_clipping": limit}))
-        (problem,) = open_instruct_backend.clipping_problems(
-            keys(), DistributedConfig(deepspeed=str(other))
-        )
-        assert str(other) in problem and "expected a number" in problem
+
+
+@pytest.mark.parametrize("limit", ["auto", None, True])
+def test_deepspeed_files_that_clip_implicitly_are_refused(tmp_path, limit):
+    path = tmp_path / "zero.json"
+    path.write_text(json.dumps({"gradient_clipping": limit}))
+    distributed = DistributedConfig(deepspeed=str(path))
+    (problem,) = open_instruct_backend.clipping_problems(some_options(), distributed)
+    assert str(path) in problem
+    assert "expected a number" in problem
 
 
 def test_of_a_repeated_step_the_last_row_is_kept(tmp_path):
     run = Run(tmp_path)
-    steps = [(step, 1.0) for step in range(1, 10)] + [(step, 2.0) for step in range(6, 12)]
-    rows = [json.dumps({"step": step, "loss": loss}) for step, loss in steps]
-    run.metrics.write_text("\n".join([*rows, '{"step": 12, "lo']))  # cut short
-    open_instruct_backend.keep_rows(run)
+    first_attempt = [{"step": step, "loss": 1.0} for step in range(1, 10)]
+    second_attempt = [{"step": step, "loss": 2.0} for step in range(6, 12)]
+    lines = [json.dumps(row) for row in first_attempt + second_attempt]
+    lines.append('{"step": 12, "lo')  # cut short by a kill
+    run.metrics.write_text("\n".join(lines))
+    open_instruct_backend.keep_last_rows(run)
     rows = [json.loads(line) for line in run.metrics.open()]
     assert [row["step"] for row in rows] == list(range(1, 12))
     assert [row["loss"] for row in rows] == [1.0] * 5 + [2.0] * 6

@@ -1,4 +1,7 @@
-"""`python -m sweeps train` where accelerate shards on CPU ranks too: by itself on GPUs alone."""
+"""`python -m sweeps train` where accelerate shards a model (FSDP) on CPU ranks too.
+
+By itself accelerate does so on accelerators only. Here every rank says that it is one.
+"""
 
 import sys
 
@@ -6,8 +9,17 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 
-PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_XPU)
-PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
+
+def use_gloo(self: PartialState, *_: object) -> tuple[str, DistributedType]:
+    return "gloo", DistributedType.MULTI_XPU
+
+
+def use_the_cpu(self: PartialState) -> None:
+    self.device = torch.device("cpu")
+
+
+PartialState._prepare_backend = use_gloo
+PartialState.set_device = use_the_cpu
 
 if __name__ == "__main__":
     from sweeps.cli import main

@@ -6,25 +6,40 @@ import pytest
 import torch
 from torch import Tensor
 
-from sweeps.training import attention
+from sweeps.training.attention import packed_attention
 
 
-def one_by_one(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scaling: float, window: int
-) -> Tensor:
-    """Each conversation's attention, written out."""
+def attention_one_by_one(
+    query: Tensor,  # (T, H, d)
+    key: Tensor,  # (T, H_kv, d)
+    value: Tensor,  # (T, H_kv, d)
+    bounds: Tensor,  # (n + 1,)
+    scaling: float,
+    window: int,
+) -> Tensor:  # (T, H, d)
+    """Each conversation's attention by torch, with the mask written out; window 0 is none."""
     groups = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    outs = []
-    for first, end in itertools.pairwise(bounds.tolist()):
-        apart = torch.arange(end - first)[:, None] - torch.arange(end - first)
-        seen = (apart >= 0) & (apart < (window or end))
-        one = (x[first:end].transpose(0, 1) for x in (query, key, value))
-        out = torch.nn.functional.scaled_dot_product_attention(
-            *one, attn_mask=seen.to(query.device), scale=scaling
+    key = key.repeat_interleave(groups, dim=1)
+    value = value.repeat_interleave(groups, dim=1)
+    outputs = []
+    for start, end in itertools.pairwise(bounds.tolist()):
+        length = end - start
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        visible = (distance >= 0) & (distance < (window or end))
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query[start:end].transpose(0, 1),
+            key[start:end].transpose(0, 1),
+            value[start:end].transpose(0, 1),
+            attn_mask=visible.to(query.device),
+            scale=scaling,
         )
-        outs.append(out.transpose(0, 1))
-    return torch.cat(outs)
+        outputs.append(output.transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def assert_relatively_close(found: Tensor, expected: Tensor) -> None:
+    error = (found.float() - expected).norm() / expected.norm()
+    assert error < 1e-2, error
 
 
 @pytest.mark.gpu
@@ -35,27 +50,38 @@ def one_by_one(
 def test_flash_attention_is_attention(heads, groups, size, window, compiled):
     torch.manual_seed(0)
     lengths = torch.tensor([0, 130, 1, 37, 300, 44])
-    bounds, total = lengths.cumsum(0).int().cuda(), int(lengths.sum())
-    shapes = [(heads, size), (heads // groups, size), (heads // groups, size)]
-    exact = [
-        torch.randn(total, *shape, device="cuda").bfloat16().float().requires_grad_()
-        for shape in shapes
-    ]
-    gradient = torch.randn(total, heads, size, device="cuda").bfloat16().float()
-    expected = one_by_one(*exact, bounds, size**-0.5, window)
-    expected.backward(gradient)
-    given = [x.detach().bfloat16().requires_grad_() for x in exact]
+    total = int(lengths.sum())
+    bounds = lengths.cumsum(0).int().cuda()
 
-    def attend(*inputs):
-        heads_first = (x.transpose(0, 1)[None] for x in inputs)
-        told = {"cu_seq_lens_q": bounds, "max_length_q": 384, "sliding_window": window}
-        return attention.packed_attention(None, *heads_first, None, **told)[0][0]
+    def draw(head_count: int) -> Tensor:
+        """Numbers that bf16 holds exactly, in fp32."""
+        return torch.randn(total, head_count, size, device="cuda").bfloat16().float()
+
+    exact = [draw(heads), draw(heads // groups), draw(heads // groups)]
+    for tensor in exact:
+        tensor.requires_grad_()
+    gradient = draw(heads)
+    expected = attention_one_by_one(*exact, bounds, size**-0.5, window)
+    expected.backward(gradient)
+    inputs = [tensor.detach().bfloat16().requires_grad_() for tensor in exact]
+
+    def attend(*inputs: Tensor) -> Tensor:
+        query, key, value = (tensor.transpose(0, 1)[None] for tensor in inputs)
+        output, _ = packed_attention(
+            None,
+            query,
+            key,
+            value,
+            None,
+            cu_seq_lens_q=bounds,
+            max_length_q=384,
+            sliding_window=window,
+        )
+        return output[0]
 
     run = torch.compile(attend, dynamic=True) if compiled else attend
-    found = run(*given)
-    found.backward(gradient.bfloat16())
-    for left, right in zip(
-        [found, *(x.grad for x in given)], [expected, *(x.grad for x in exact)], strict=True
-    ):
-        error = (left.float() - right).norm() / right.norm()
-        assert error < 1e-2, error
+    output = run(*inputs)
+    output.backward(gradient.bfloat16())
+    assert_relatively_close(output, expected)
+    for half, full in zip(inputs, exact, strict=True):
+        assert_relatively_close(half.grad, full.grad)

@@ -122,7 +122,7 @@ def answers(folder: str | Path, updates, rows) -> tuple[torch.Tensor, torch.Tens
     """The logits (N, V) and tokens (N,) of all targets of some conversations, one by one."""
     model, z, y = AutoModelForCausalLM.from_pretrained(folder).eval(), [], []
     for row in rows:
-        batch = updates.batch([row])
+        batch = updates.collate([row])
         with torch.no_grad():
             logits = model(batch["input_ids"]).logits[:, :-1].double()
         labels = batch["labels"][:, 1:]
@@ -139,7 +139,7 @@ def make_trained(part: str, overrides: list[str]) -> list:
         _, updates = baselines.read(cell.config().train_options)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
         for _ in range(10 + number):
-            model(**updates.batch(updates.kept[:20])).loss.backward()
+            model(**updates.collate(updates.train_conversations[:20])).loss.backward()
             optimizer.step(), optimizer.zero_grad()
         model.save_pretrained(cell.model)
     return of.runs
@@ -159,7 +159,7 @@ def test_the_price_is_what_a_plain_loop_reads(tiny, folders, monkeypatch):
         assert row["part"] == row["smoothing_target"] == "unigram"
         assert row["label_smoothing"] == 0.1 and row["seed"] == cell.config().train["seed"]
         _, updates = baselines.read(cell.config().train_options)
-        z, y = answers(cell.model, updates, updates.held)
+        z, y = answers(cell.model, updates, updates.held_out_conversations)
 
         def read(tau: float, z=z, y=y) -> tuple[float, float]:
             p = (z / tau).softmax(-1)
@@ -167,7 +167,7 @@ def test_the_price_is_what_a_plain_loop_reads(tiny, folders, monkeypatch):
             return -p[torch.arange(len(y)), y].log().mean().item(), entropy
 
         nll, entropy = read(1.0)
-        assert len(updates.held) == 20 and row["tokens"] == len(y)
+        assert len(updates.held_out_conversations) == 20 and row["tokens"] == len(y)
         assert row["nll"] == pytest.approx(nll, rel=1e-5)
         assert row["entropy"] == pytest.approx(entropy, rel=1e-5)
         assert row["entce"] == pytest.approx(entropy - nll, rel=1e-4)

@@ -1,1 +1,5 @@
-"""What trains a run: the Hugging Face backend and open-instruct's, and what they share."""
+"""What trains a run: the Hugging Face backend, open-instruct's, and what both share.
+
+A backend is named by `backend:` of a sweep file; sweeps.runs.backend says what it must offer.
+Nothing here imports sweeps.launch or sweeps.results.
+"""

@@ -1,27 +1,30 @@
 """Attention for packed rows on a GPU: several conversations end to end, each seeing itself alone.
 
-flash-attn's where it is installed, else the varlen flash attention that torch itself carries (whose
-public name, torch.nn.attention.varlen, has no dropout).
+flash-attn computes it where it is installed, else the variable-length flash attention that torch
+itself carries. Torch's public name for that, torch.nn.attention.varlen, has no dropout, so that the
+operator below it is called.
 """
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available
 
-NAME = "packed"  # as transformers' attention implementations are called
+NAME = "packed"  # under which transformers finds this attention
 
 
-def use(model: nn.Module, *, gpu: bool, half: bool) -> str | None:
-    """Make the model's attention one for packed rows, which then needs `Updates.batch`'s batches.
+def use_packed_attention(model: PreTrainedModel, *, gpu: bool, half_precision: bool) -> str | None:
+    """Give the model attention for packed rows, or return why that is impossible.
 
-    On a CPU transformers masks other conversations by itself. Returns why it cannot be, or None.
+    The model then needs batches as a packed `GlobalBatchDataset` makes them. On a CPU nothing has
+    to change: transformers itself masks other conversations.
     """
     if getattr(model.config, "output_router_logits", False):
         return "its auxiliary loss counts padding"
     if not gpu:
         return None
-    if not half:
+    if not half_precision:
         return "flash attention needs 16 bits: world.mixed_precision: bf16"
     if is_flash_attn_2_available():
         model.set_attn_implementation("flash_attention_2")
@@ -36,25 +39,40 @@ def use(model: nn.Module, *, gpu: bool, half: bool) -> str | None:
 
 
 def packed_attention(
-    module: nn.Module,
+    module: nn.Module | None,
     query: Tensor,  # (1, H, T, d)
     key: Tensor,  # (1, H_kv, T, d)
-    value: Tensor,
+    value: Tensor,  # (1, H_kv, T, d)
     attention_mask: None,
     *,
-    cu_seq_lens_q: Tensor,  # (n + 1,) int32, where conversations begin, then T
-    max_length_q: int,  # at least the longest conversation
+    cu_seq_lens_q: Tensor,  # (n + 1,) int32: where each conversation begins, and T
+    max_length_q: int,  # no conversation is longer
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    **_: object,
-) -> tuple[Tensor, None]:  # (1, T, H, d)
+    **_: object,  # what transformers hands to every attention and this one does not need
+) -> tuple[Tensor, None]:  # (1, T, H, d), and no attention weights
     """Causal attention within each conversation: token i sees j with i − window < j ≤ i."""
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    query, key = query.to(value.dtype), key.to(value.dtype)  # the rotation is computed in fp32
-    out, *_ = torch.ops.aten._flash_attention_forward(
-        query.contiguous(), key.contiguous(), value.contiguous(), cu_seq_lens_q, cu_seq_lens_q,
-        max_length_q, max_length_q, dropout, True, False, scale=scaling,
-        window_size_left=sliding_window - 1 if sliding_window else -1, window_size_right=0,
-    )  # fmt: skip
-    return out[None], None
+    query = query[0].transpose(0, 1)
+    key = key[0].transpose(0, 1)
+    value = value[0].transpose(0, 1)
+    # Rotary embeddings are computed in fp32 and leave query and key in it.
+    query = query.to(value.dtype)
+    key = key.to(value.dtype)
+    window_left = sliding_window - 1 if sliding_window else -1  # −1 means no window
+    output, *_ = torch.ops.aten._flash_attention_forward(
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        cu_seq_lens_q,
+        cu_seq_lens_q,
+        max_length_q,
+        max_length_q,
+        dropout,
+        True,  # causal
+        False,  # without a debug mask
+        scale=scaling,
+        window_size_left=window_left,
+        window_size_right=0,
+    )
+    return output[None], None

@@ -1,55 +1,102 @@
-"""Checkpoints that are either whole or not there: checkpoints/step-N/ with its files' checksums."""
+"""Checkpoints that are either whole or not there.
 
-import contextlib
+A checkpoint is a folder checkpoints/step-N/. Its state.json is written last, after every other file
+has reached the disk, and lists their sizes: a kill or a full disk cuts files off, which their sizes
+show, and a SHA-256 of 15 GB would keep all ranks waiting for eight seconds.
+"""
+
 import json
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 from calibeval.io import InputError, read_text, sha256, write_text
 from sweeps.runs.files import replace_folder
 
-STATE = "state.json"  # written last: of what data, and what each file's SHA-256 must be
+STATE = "state.json"
+PART = ".part"  # the folder in checkpoints/ in which the next checkpoint is being written
 
 
-def keep(made: Path, folder: Path, data: str, newest: int) -> None:
-    """Make the finished folder `made` the checkpoint `folder`; only the `newest` ones stay."""
-    write_text(made / STATE, json.dumps({"data": data, "files": sums(made)}))
-    replace_folder(made, folder)
-    for old in saved(folder.parent)[newest:]:
+def publish_checkpoint(finished: Path, folder: Path, data_digest: str, newest: int) -> None:
+    """Turn the folder `finished` into the checkpoint `folder`, and keep only the `newest` ones.
+
+    `data_digest` names what the run trains on; `latest_checkpoint` refuses checkpoints of other
+    data.
+    """
+    for path in [*finished.rglob("*"), finished]:
+        _flush_to_disk(path)
+    state = {"data": data_digest, "sizes": file_sizes(finished)}
+    write_text(finished / STATE, json.dumps(state))
+    _flush_to_disk(finished)
+    replace_folder(finished, folder)
+    for old in checkpoints_newest_first(folder.parent)[newest:]:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def latest(checkpoints: Path, data: str) -> Path | None:
-    """The newest whole checkpoint; damaged ones are set aside with a message.
+def latest_checkpoint(checkpoints: Path, data_digest: str) -> Path | None:
+    """The newest whole checkpoint, or None; damaged ones are set aside with a message.
 
-    Raises InputError if it was written with other `data`.
+    Raises InputError if the newest whole one was written with other data.
     """
-    for folder in saved(checkpoints):
-        found = {}
-        with contextlib.suppress(InputError, ValueError):
-            found = json.loads(read_text(folder / STATE))
-        if found.get("files") != sums(folder):
+    for folder in checkpoints_newest_first(checkpoints):
+        state = _read_state(folder)
+        if not _is_whole(folder, state):
             aside = folder.with_name(f"damaged-{folder.name}")
             shutil.rmtree(aside, ignore_errors=True)
             folder.rename(aside)
             print(f"checkpoint: {folder}: damaged; set aside as {aside.name}", flush=True)
             continue
-        if found["data"] != data:
+        if state["data"] != data_digest:
             raise InputError(
-                f"{folder}: written with other data or smoothing_target, {found['data']}, now "
-                f"{data}; restore that, or delete {checkpoints.parent} to train from the start"
+                f"{folder}: written with other data or smoothing_target, {state['data']}, now "
+                f"{data_digest}; restore that, or delete {checkpoints.parent} to train from the "
+                "start"
             )
         return folder
     return None
 
 
-def saved(checkpoints: Path) -> list[Path]:
-    """Checkpoints, newest first."""
-    found = [p for p in checkpoints.glob("step-*") if p.name.removeprefix("step-").isdigit()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+def checkpoints_newest_first(checkpoints: Path) -> list[Path]:
+    """The checkpoint folders in `checkpoints`, whole or not, by descending step."""
+    steps = {}
+    for folder in checkpoints.glob("step-*"):
+        number = folder.name.removeprefix("step-")
+        if number.isdigit():
+            steps[int(number)] = folder
+    return [steps[step] for step in sorted(steps, reverse=True)]
 
 
-def sums(folder: Path) -> dict[str, str]:
-    """The SHA-256 of every file of a checkpoint."""
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != STATE)
-    return {str(path.relative_to(folder)): sha256(path) for path in files}
+def file_sizes(folder: Path) -> dict[str, int]:
+    """The size in bytes of every file of a checkpoint but state.json."""
+    return {str(path.relative_to(folder)): path.stat().st_size for path in _data_files(folder)}
+
+
+def _data_files(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != STATE]
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    """What state.json holds; empty where it is absent or damaged."""
+    try:
+        state = json.loads(read_text(folder / STATE))
+    except (InputError, ValueError):
+        return {}
+    return state if isinstance(state, dict) else {}
+
+
+def _is_whole(folder: Path, state: dict[str, Any]) -> bool:
+    """Whether the folder holds exactly the files that its state.json lists, none of them cut."""
+    if "files" in state:  # Checkpoints of November 2026 and before list SHA-256 sums.
+        sums = {str(path.relative_to(folder)): sha256(path) for path in _data_files(folder)}
+        return state["files"] == sums
+    return state.get("sizes") == file_sizes(folder)
+
+
+def _flush_to_disk(path: Path) -> None:
+    """Wait until a file's bytes, or a folder's entries, have reached the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,6 +1,7 @@
-"""The trainer, and what it needs, told without torch: nobody who plans waits for it.
+"""`backend: trainer`: what it needs before a run starts, and how a run is trained.
 
-What trains is sweeps.training.hf_trainer, imported by `train` alone.
+Planning and launching import this module and must not wait for torch. The training itself is in
+`sweeps.training.fit`, which only `train` imports.
 """
 
 from importlib.metadata import version
@@ -9,24 +10,36 @@ from pathlib import Path
 from sweeps.runs.run import Run
 from sweeps.runs.schema import DistributedConfig
 from sweeps.training import torchrun
-from sweeps.training.options import Train
+from sweeps.training.options import TrainOptions
+
+Train = TrainOptions  # what every backend calls its options
 
 
-def packages(train: Train, world: DistributedConfig) -> list[str]:
-    """Modules that must be importable, beyond those of every run."""
-    found = ["deepspeed"] * bool(world.deepspeed) + ["peft"] * bool(train.lora)
-    return found + [train.report_to] * bool(train.report_to)
+def packages(train_options: TrainOptions, distributed: DistributedConfig) -> list[str]:
+    """Modules that a run imports beyond those that every run does."""
+    needed = []
+    if distributed.deepspeed is not None:
+        needed.append("deepspeed")
+    if train_options.lora is not None:
+        needed.append("peft")
+    if train_options.report_to is not None:
+        needed.append(train_options.report_to)
+    return needed
 
 
-def missing(train: Train, world: DistributedConfig) -> list[str]:
-    """What else would keep a run from starting."""
-    found, file, has = [], train.smoothing_target, version("transformers")
-    if file not in (None, "unigram") and not Path(file).is_file():
-        found.append(f"train.smoothing_target: {file}: no such file")
-    if int(has.partition(".")[0]) < 5:
-        remedy = "pip install 'transformers>=5'"
-        found.append(f"backend trainer: needs transformers 5, found {has}: {remedy}")
-    return found
+def missing(train_options: TrainOptions, distributed: DistributedConfig) -> list[str]:
+    """What else would keep a run from starting, a sentence each."""
+    problems = []
+    target = train_options.smoothing_target
+    if target is not None and target != "unigram" and not Path(target).is_file():
+        problems.append(f"train.smoothing_target: {target}: no such file")
+    installed = version("transformers")
+    if int(installed.partition(".")[0]) < 5:
+        problems.append(
+            f"backend trainer: needs transformers 5, found {installed}: "
+            "pip install 'transformers>=5'"
+        )
+    return problems
 
 
 def scoring_problem(train: Train) -> str | None:
@@ -37,8 +50,12 @@ def scoring_problem(train: Train) -> str | None:
 
 
 def train(run: Run) -> None:
-    """Train in this process or, of several, in this rank; see sweeps.training.hf_trainer.train."""
-    torchrun.exec_torchrun(run)
-    from sweeps.training import hf_trainer
+    """Train the run in this process, which is its only one or one of its ranks.
 
-    hf_trainer.train(run)
+    Where the run has several ranks and this process is none of them, it becomes torchrun, which
+    starts them. See `sweeps.training.fit.train`.
+    """
+    torchrun.exec_torchrun(run)
+    from sweeps.training import fit
+
+    fit.train(run)

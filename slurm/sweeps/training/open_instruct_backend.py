@@ -1,10 +1,13 @@
-"""open-instruct's own finetune.py, with the patches of this project, in the user's checkout."""
+"""`backend: open-instruct`: open-instruct's own finetune.py, in the user's patched checkout.
+
+The environment variable OPEN_INSTRUCT_DIR names the checkout, which `patches/apply.sh` patches.
+"""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 
@@ -17,127 +20,196 @@ from sweeps.runs.run import Run
 from sweeps.runs.schema import DistributedConfig, option
 from sweeps.runs.stages import Outcome
 from sweeps.training import torchrun
-from sweeps.training.options import Common
+from sweeps.training.options import CommonOptions
 
-VARIABLE = "OPEN_INSTRUCT_DIR"
-environment_variables = (VARIABLE,)  # where jobs find the checkout
-PATCHES = Path(__file__).resolve().parents[3] / "patches"
-TRAINED = "TRAINED"
+CHECKOUT = "OPEN_INSTRUCT_DIR"  # the environment variable that names the checkout
+environment_variables = (CHECKOUT,)  # of the submitting shell, which jobs need
+TRAINED = "TRAINED"  # the file that finetune.py leaves beside a finished model
 # What finetune.py imports beyond what every run does.
 MODULES = ("deepspeed", "peft", "nltk", "langdetect", "immutabledict", "rich", "antlr4", "requests")
 
 
-class Train(Common):
+class OpenInstructOptions(CommonOptions):
     """The `train:` keys of backend open-instruct: finetune.py's and the patches', and no others."""
 
-    clip_grad_norm: float = option(-1.0, "the gradient's norm; not above 0: no clipping")
-    fused_optimizer: bool = option(True, "torch's fused AdamW")
-    model_revision: str | None = option(None, "a branch, tag or commit of the hub")
-    chat_template_name: str = option("tulu", "one of open-instruct's")
-    preprocessing_num_workers: Positive | None = option(None, "null: tokenises in one process")
-    timeout: Positive = option(1800, "seconds that other ranks wait for the first to tokenise")
-    use_flash_attn: bool = option(True, "needs flash-attn")
-    attn_implementation: str | None = option(None, "such as sdpa; null: use_flash_attn decides")
-    use_slow_tokenizer: bool = option(True, "the Python tokenizer")
-    use_lora: bool = option(False, "train adapters")
-    lora_rank: int = option(64, "of the adapters")
-    lora_alpha: float = option(16, "of the adapters")
-    lora_dropout: float = option(0.1, "of the adapters")
-    loss_impl: Literal["auto", "fused"] = option("fused", "one code for all β, also 0")
-    filter_eps: float | Literal["auto"] | None = option(None, "null: the exact gradient")
+    clip_grad_norm: float = option(
+        -1.0, "Norm to which larger gradients are scaled down; 0 or less sets no limit."
+    )
+    fused_optimizer: bool = option(True, "Whether torch's fused AdamW is used.")
+    model_revision: str | None = option(
+        None, "Branch, tag or commit of the model on the hub; null takes its main branch."
+    )
+    chat_template_name: str = option("tulu", "Name of one of open-instruct's chat templates.")
+    preprocessing_num_workers: Positive | None = option(
+        None, "Processes that tokenize the data; null uses one."
+    )
+    timeout: Positive = option(
+        1800, "Seconds that the other ranks wait for the first one to tokenize."
+    )
+    use_flash_attn: bool = option(True, "Whether attention is flash-attn's, which it then needs.")
+    attn_implementation: str | None = option(
+        None, "Attention by transformers' name, such as sdpa; null lets use_flash_attn decide."
+    )
+    use_slow_tokenizer: bool = option(True, "Whether the tokenizer is the slow one, in Python.")
+    use_lora: bool = option(False, "Whether low-rank adapters are trained instead of all weights.")
+    lora_rank: int = option(64, "Rank of the adapters.")
+    lora_alpha: float = option(16, "Scale of the adapters, which is divided by their rank.")
+    lora_dropout: float = option(0.1, "Probability with which an adapter's inputs are dropped.")
+    loss_impl: Literal["auto", "fused"] = option(
+        "fused",
+        "Where the loss is computed: `fused` is smoothce for every β, also 0; `auto` leaves "
+        "finetune.py's own loss alone without smoothing.",
+    )
+    filter_eps: float | Literal["auto"] | None = option(
+        None, "Probability below which smoothce leaves out gradient terms; null leaves out none."
+    )
 
 
-def packages(train: Train, world: DistributedConfig) -> list[str]:
-    """Modules that must be importable, beyond those of every run."""
-    chosen = train.attn_implementation
-    flash = train.use_flash_attn if chosen is None else chosen == "flash_attention_2"
-    return [*MODULES, *["flash_attn"] * flash]
+Train = OpenInstructOptions  # what every backend calls its options
 
 
-def missing(train: Train, world: DistributedConfig) -> list[str]:
-    """What else would keep a run from starting."""
-    return checkout_problems() + data_problems(train) + clipping_problems(train, world)
+def packages(train_options: OpenInstructOptions, distributed: DistributedConfig) -> list[str]:
+    """Modules that a run imports beyond those that every run does."""
+    needed = ["smoothed_open_instruct", *MODULES]
+    if train_options.attn_implementation is None:
+        uses_flash_attn = train_options.use_flash_attn
+    else:
+        uses_flash_attn = train_options.attn_implementation == "flash_attention_2"
+    if uses_flash_attn:
+        needed.append("flash_attn")
+    return needed
+
+
+def missing(train_options: OpenInstructOptions, distributed: DistributedConfig) -> list[str]:
+    """What else would keep a run from starting, a sentence each."""
+    return [
+        *checkout_problems(),
+        *data_problems(train_options),
+        *clipping_problems(train_options, distributed),
+    ]
 
 
 def checkout_problems() -> list[str]:
-    """What keeps the checkout from training."""
-    if VARIABLE not in os.environ:
-        return [f"{VARIABLE} is not set: reproduce.md makes a patched checkout"]
-    command = [PATCHES / "apply.sh", os.path.abspath(os.environ[VARIABLE]), "--check"]
-    check = subprocess.run(command, capture_output=True, text=True, check=False)
-    said = (check.stderr or check.stdout).strip().removeprefix("error: ")
-    return [] if check.returncode == 0 else [f"{VARIABLE}: {said}"]
+    """What keeps the checkout from training: it is not named, absent or not patched."""
+    if CHECKOUT not in os.environ:
+        return [f"{CHECKOUT} is not set: reproduce.md makes a patched checkout"]
+    try:
+        # Imported here, because it imports torch, for which no other command should wait.
+        from smoothed_open_instruct import patches_folder
+    except ImportError as error:
+        return [f"backend open-instruct: smoothed_open_instruct cannot be imported: {error}"]
+    apply = patches_folder() / "apply.sh"
+    check = subprocess.run(
+        ["bash", apply, os.path.abspath(os.environ[CHECKOUT]), "--check"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if check.returncode == 0:
+        return []
+    message = (check.stderr or check.stdout).strip().removeprefix("error: ")
+    return [f"{CHECKOUT}: {message}"]
 
 
-def data_problems(train: Train) -> list[str]:
+def data_problems(train_options: OpenInstructOptions) -> list[str]:
     """What finetune.py cannot read of the training data; empty when it can."""
-    file = Path(train.train_file)
+    file = Path(train_options.train_file)
     if file.suffix not in (".json", ".jsonl"):
         return [f"train.train_file: {file}: finetune.py reads .json or .jsonl"]
-    where, row = next(rows(file))
-    only = f"train.train_file: {where}: finetune.py reads rows with `messages` only"
-    return [] if "messages" in row else [only]
+    place, row = next(rows(file))
+    if "messages" not in row:
+        return [f"train.train_file: {place}: finetune.py reads rows with `messages` only"]
+    return []
 
 
-def clipping_problems(train: Train, world: DistributedConfig) -> list[str]:
+def clipping_problems(
+    train_options: OpenInstructOptions, distributed: DistributedConfig
+) -> list[str]:
     """Gradient clipping that would not be what the sweep file says; empty when it is."""
-    if not world.deepspeed:
+    deepspeed = distributed.read("deepspeed")
+    if deepspeed is None:
         return []
-    limit = world.read("deepspeed").get("gradient_clipping")
-    where, problems = f"gradient_clipping in {world.deepspeed}", []
+    problems = []
+    setting = f"gradient_clipping in {distributed.deepspeed}"
+    limit = deepspeed.get("gradient_clipping")
     if isinstance(limit, bool) or not isinstance(limit, int | float):
-        problems.append(f"{where}: found {limit!r}, expected a number, 0 for none: auto would be 1")
-    if train.clip_grad_norm > 0:
-        problems.append(f"train.clip_grad_norm: DeepSpeed ignores it; leave it out and set {where}")
+        problems.append(
+            f"{setting}: found {limit!r}, expected a number, 0 for none: auto would be 1"
+        )
+    if train_options.clip_grad_norm > 0:
+        problems.append(
+            f"train.clip_grad_norm: DeepSpeed ignores it; leave it out and set {setting}"
+        )
     return problems
 
 
 def train(run: Run) -> None:
-    """Run finetune.py on this machine's processes; its Monitor writes metrics.jsonl."""
-    world, folder = run.config().world, Path(os.environ[VARIABLE]).absolute()
-    arguments = run.path.absolute() / "finetune.yaml"
-    write_text(arguments, yaml.safe_dump(finetune_arguments(run), sort_keys=False))
-    digest = sha256(folder / "open_instruct" / "finetune.py")
-    print(f"checkout: {folder}, finetune.py {digest}", flush=True)  # with the user's changes
+    """Run finetune.py on this machine's processes; its Monitor writes metrics.jsonl.
+
+    Raises SystemExit with finetune.py's exit code if it fails, and with 75 once it has saved
+    because the stop file appeared.
+    """
+    distributed = run.config().world
+    checkout = Path(os.environ[CHECKOUT]).absolute()
+    arguments_file = run.path.absolute() / "finetune.yaml"
+    write_text(arguments_file, yaml.safe_dump(finetune_arguments(run), sort_keys=False))
+    # The file may have changes of the user's own, so that the log says which one has run.
+    digest = sha256(checkout / "open_instruct" / "finetune.py")
+    print(f"checkout: {checkout}, finetune.py {digest}", flush=True)
     torchrun.block_sigterm()
-    module = "open_instruct.finetune", str(arguments)
-    words = (
-        [sys.executable, "-m", *module]
-        if world.single_process
-        else torchrun.torchrun_command(world, *module)
+    if distributed.single_process:
+        command = [sys.executable, "-m", "open_instruct.finetune", str(arguments_file)]
+    else:
+        command = torchrun.torchrun_command(
+            distributed, "open_instruct.finetune", str(arguments_file)
+        )
+    finished = subprocess.run(
+        command,
+        env=finetune_environment(run, checkout),
+        check=False,
+        preexec_fn=processes.end_with_parent,
     )
-    paths = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-    own = {"PYTHONPATH": paths, "STATISTICS_FILE": str(run.metrics.absolute())}
-    own["ACCELERATE_MIXED_PRECISION"] = world.mixed_precision  # as `accelerate launch` says it
-    if world.deepspeed:
-        own["ACCELERATE_USE_DEEPSPEED"] = "true"
-        own["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = os.path.abspath(world.deepspeed)
-    end = {"check": False, "preexec_fn": processes.end_with_parent}
-    code = subprocess.run(words, env=os.environ | own, **end).returncode
-    keep_rows(run)
-    if code:
-        raise SystemExit(code if code > 0 else 128 - code)
+    keep_last_rows(run)
+    if finished.returncode < 0:  # by a signal, which a shell reports as 128 + its number
+        raise SystemExit(128 - finished.returncode)
+    if finished.returncode > 0:
+        raise SystemExit(finished.returncode)
     if not (run.checkpoints / TRAINED).is_file():
-        raise SystemExit(Outcome.STOPPED.value)  # it has saved, because run.stop appeared
+        raise SystemExit(Outcome.STOPPED.value)
     run.checkpoints.rename(run.model)
 
 
-def finetune_arguments(run: Run) -> dict:
-    """The argument file of finetune.py: the run's keys, and what this backend decides."""
-    keys = run.config().train
-    arguments = {key: value for key, value in keys.items() if value is not None}
+def finetune_arguments(run: Run) -> dict[str, Any]:
+    """The argument file of finetune.py: the run's options, and what this backend decides."""
+    train_options: OpenInstructOptions = run.config().train_options
+    arguments: dict[str, Any] = train_options.model_dump(exclude_none=True)
     if "checkpointing_steps" in arguments:
         arguments["checkpointing_steps"] = str(arguments["checkpointing_steps"])
-    return arguments | {
-        "output_dir": str(run.checkpoints.absolute()),
-        "stop_file": str(run.stop.absolute()),
-        "log_statistics": True,
-        "push_to_hub": False,
-        "try_launch_beaker_eval_jobs": False,
-    }
+    arguments["output_dir"] = str(run.checkpoints.absolute())
+    arguments["stop_file"] = str(run.stop.absolute())
+    arguments["log_statistics"] = True
+    arguments["push_to_hub"] = False
+    arguments["try_launch_beaker_eval_jobs"] = False
+    return arguments
 
 
-def keep_rows(run: Run) -> None:
-    """Keep one row a step in metrics.jsonl, the last one where an attempt came again."""
-    found = {row["step"]: row for row in read_rows(run.metrics)}
-    write_rows(run.metrics, (found[step] for step in sorted(found)))
+def finetune_environment(run: Run, checkout: Path) -> dict[str, str]:
+    """This process's environment, and what `accelerate launch` would tell finetune.py by it."""
+    distributed = run.config().world
+    environment = dict(os.environ)
+    paths = [str(checkout)]
+    if os.environ.get("PYTHONPATH"):
+        paths.append(os.environ["PYTHONPATH"])
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    environment["STATISTICS_FILE"] = str(run.metrics.absolute())
+    environment["ACCELERATE_MIXED_PRECISION"] = distributed.mixed_precision
+    if distributed.deepspeed:
+        environment["ACCELERATE_USE_DEEPSPEED"] = "true"
+        environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = os.path.abspath(distributed.deepspeed)
+    return environment
+
+
+def keep_last_rows(run: Run) -> None:
+    """Keep one row a step in metrics.jsonl: the last one, where an attempt repeated the step."""
+    last = {row["step"]: row for row in read_rows(run.metrics)}
+    write_rows(run.metrics, (last[step] for step in sorted(last)))

@@ -1,4 +1,8 @@
-"""The trainer's `train:` keys, with open-instruct's names and meanings."""
+"""The `train:` keys of a sweep file, with open-instruct's names and meanings.
+
+`python -m sweeps keys` prints the descriptions below. This module imports no torch, because
+commands that only plan or report read it too.
+"""
 
 from typing import Annotated, Literal
 
@@ -13,86 +17,140 @@ Scheduler = Literal[
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class Lora(Strict):
+class LoraOptions(Strict):
     """Low-rank adapters by peft (Hu et al. 2021): W + (alpha / r) B A, with W frozen."""
 
-    r: Positive = option(16, "the rank of B A")
-    alpha: PositiveFloat = option(32.0, "the adapters' factor, before it is divided by r")
-    dropout: Share = option(0.0, "of the adapters' input")
+    r: Positive = option(16, "Rank of the product B A.")
+    alpha: PositiveFloat = option(32.0, "Scale of the adapters, which is divided by r.")
+    dropout: Share = option(0.0, "Probability with which an adapter's inputs are dropped.")
     targets: Literal["all-linear"] | Seq[str] = option(
-        "all-linear", "names of the adapted layers; all-linear: all but the classifier"
+        "all-linear",
+        "Names of the layers that get adapters; all-linear means every linear layer but the "
+        "classifier.",
     )
-    save: Literal["merged", "adapter"] = option("merged", "an ordinary model, or adapters alone")
+    save: Literal["merged", "adapter"] = option(
+        "merged",
+        "What is saved: `merged` adds the adapters to the weights, which makes an ordinary model; "
+        "`adapter` saves the adapters alone, which cannot be scored.",
+    )
 
 
-class Common(Strict):
+class CommonOptions(Strict):
     """The keys that both backends have, with open-instruct's names and meanings."""
 
-    model_name_or_path: str = option(..., "a Hugging Face folder, or owner/name of the hub")
-    tokenizer_name: str | None = option(None, "likewise; null: the model's")
+    model_name_or_path: str = option(
+        ..., "Model to fine-tune: a Hugging Face folder, or owner/name on the hub."
+    )
+    tokenizer_name: str | None = option(
+        None, "Tokenizer, as a folder or owner/name; null uses the model's own."
+    )
     train_file: str = option(
-        ..., "JSON lines with `messages`, a list of {role, content}; of backend trainer also JSON, "
-        "and Alpaca's `instruction`, `input`, `output`"
-    )  # fmt: skip
-    add_bos: bool = option(False, "begin each conversation with the tokenizer's bos token")
-    max_seq_length: Annotated[int, Field(ge=2)] | None = option(None, "tokens; null: no limit")
-    max_train_samples: Positive | None = option(None, "the file's first; null: all")
-    label_smoothing: Share = option(0.0, "β")
+        ...,
+        "File of conversations: JSON lines with `messages`, a list of {role, content}. Backend "
+        "trainer also reads one JSON list, and Alpaca's `instruction`, `input` and `output`.",
+    )
+    add_bos: bool = option(
+        False, "Whether each conversation begins with the tokenizer's beginning-of-sequence token."
+    )
+    max_seq_length: Annotated[int, Field(ge=2)] | None = option(
+        None, "Tokens after which a conversation is cut off; null never cuts."
+    )
+    max_train_samples: Positive | None = option(
+        None, "How many conversations are used, from the start of the file; null uses all."
+    )
+    label_smoothing: Share = option(
+        0.0, "Label smoothing β: this share of each target's probability is spread over all tokens."
+    )
     reduce_loss: Literal["mean", "sum", "token_mean"] = option(
-        "mean", "with S the summed loss of a micro-batch's n targets, an update averages S / n or "
-        "S over its micro-batches, or is ΣS / Σn"
-    )  # fmt: skip
-    learning_rate: PositiveFloat = option(2e-5, "AdamW's, at its peak")
-    lr_scheduler_type: Scheduler = option("linear", "its course after warm-up")
-    warmup_ratio: Share = option(0.03, "of the updates")
-    weight_decay: float = option(0.0, "AdamW's, of all weights but norms and biases", ge=0)
-    num_train_epochs: Positive = option(2, "passes over the data")
-    max_train_steps: Positive | None = option(None, "updates, instead of epochs")
+        "mean",
+        "How an update averages its loss: `mean` averages the micro-batches' means over targets, "
+        "`sum` averages the micro-batches' sums, `token_mean` is the mean over all targets of the "
+        "update.",
+    )
+    learning_rate: PositiveFloat = option(2e-5, "Peak learning rate of AdamW.")
+    lr_scheduler_type: Scheduler = option(
+        "linear", "How the learning rate changes after warm-up; `linear` falls to 0."
+    )
+    warmup_ratio: Share = option(
+        0.03, "Share of all updates during which the learning rate rises from 0 to its peak."
+    )
+    weight_decay: float = option(
+        0.0, "Weight decay of AdamW, which spares biases and normalization weights.", ge=0
+    )
+    num_train_epochs: Positive = option(2, "How often the training data is passed over.")
+    max_train_steps: Positive | None = option(
+        None, "Number of updates to train for; null trains for num_train_epochs."
+    )
     per_device_train_batch_size: Positive = option(
-        8, "conversations of a micro-batch, on one process"
+        8, "Conversations in a micro-batch of one process."
     )
-    gradient_accumulation_steps: Positive = option(1, "micro-batches of an update, on one process")
+    gradient_accumulation_steps: Positive = option(1, "Micro-batches in an update of one process.")
     seed: Annotated[int, Field(ge=0, lt=2**32)] = option(
-        42, "of the data's order, of dropout and of new weights"
+        42, "Seed of the data's order, of dropout and of weights that the base model lacks."
     )
-    attention_dropout: float | None = option(None, "null: the model's own", ge=0, lt=1)
-    gradient_checkpointing: bool = option(False, "less memory for more time")
-    logging_steps: Positive = option(10, "updates between rows of metrics.jsonl")
+    attention_dropout: float | None = option(
+        None, "Dropout of attention weights while training; null uses the model's own.", ge=0, lt=1
+    )
+    gradient_checkpointing: bool = option(
+        False,
+        "Whether activations are computed again in the backward pass: less memory, more time.",
+    )
+    logging_steps: Positive = option(10, "Updates between two rows of metrics.jsonl.")
     checkpointing_steps: Positive | Literal["epoch"] | None = option(
-        "epoch", "updates between checkpoints; null: only when stopped"
+        "epoch",
+        "Updates between two checkpoints, or `epoch` for one after each epoch; null saves only "
+        "when the run is stopped.",
     )
-    keep_last_n_checkpoints: Positive = option(3, "that are kept")
+    keep_last_n_checkpoints: Positive = option(
+        3, "How many checkpoints are kept; older ones are deleted."
+    )
 
 
-class Train(Common):
-    """How one run is trained. An update is `per_device_train_batch_size` × processes ×
-    `gradient_accumulation_steps` conversations, whatever they are computed with."""
+class TrainOptions(CommonOptions):
+    """The `train:` keys of backend trainer.
+
+    An update is made of per_device_train_batch_size × processes × gradient_accumulation_steps
+    conversations, however they are split over micro-batches and processes.
+    """
 
     chat_template_name: Literal["tulu", "alpaca"] | None = option(
-        None, "null: the tokenizer's own, tulu if it has none"
+        None,
+        "Chat template to use instead of the tokenizer's; null uses the tokenizer's own, or tulu "
+        "if it has none.",
     )
     held_out: Natural = option(
-        0, "conversations never trained on, the same for every seed, on top of max_train_samples; "
-        "their loss without smoothing is measured after each epoch"
-    )  # fmt: skip
+        0,
+        "Conversations that are never trained on, the same for every seed, on top of "
+        "max_train_samples. Their loss without smoothing is measured after each epoch.",
+    )
     filter_eps: Annotated[float, Field(gt=0, lt=1)] | Literal["auto"] | None = option(
-        None, "smoothce's filter; null: the exact gradient"
+        None, "Probability below which smoothce leaves out gradient terms; null leaves out none."
     )
     smoothing_target: Annotated[str, Field(pattern=r"^unigram$|\.npy$")] | None = option(
-        None, "what β is spread over; null: all tokens alike; unigram: as often as they are "
-        "learnt; FILE.npy: a share for each of the model's tokens"
-    )  # fmt: skip
-    clip_grad_norm: PositiveFloat | None = option(
-        None, "highest norm of the gradient; null: what the DeepSpeed file says, else no limit"
+        None,
+        "Distribution that β is spread over: `unigram` gives each token its frequency among the "
+        "training targets, FILE.npy holds one share for each token of the model's vocabulary; "
+        "null spreads β evenly.",
     )
-    lora: Lora | None = option(None, "train adapters; null: all weights")
+    clip_grad_norm: PositiveFloat | None = option(
+        None,
+        "Norm to which larger gradients are scaled down; null takes the DeepSpeed file's limit, "
+        "else sets none.",
+    )
+    lora: LoraOptions | None = option(
+        None, "Low-rank adapters to train instead of all weights; null trains all weights."
+    )
     packing: bool | None = option(
-        None, "lay an update's conversations end to end in as few rows as hold them, each seeing "
-        "itself alone; null: on a GPU in 16 bits"
-    )  # fmt: skip
-    max_tokens: Positive = option(16384, "of a packed row")
+        None,
+        "Whether an update's conversations lie end to end in as few rows as hold them, each "
+        "attending to itself alone; null packs on a GPU in 16 bits.",
+    )
+    max_tokens: Positive = option(16384, "Longest packed row, in tokens.")
     compile: bool | None = option(
-        None, "torch.compile each layer; null: packed on a GPU for 300 updates or more, and then "
-        "layers that do not compile run as they are"
-    )  # fmt: skip
-    report_to: Literal["tensorboard", "wandb", "trackio"] | None = option(None, "a tracker")
+        None,
+        "Whether torch.compile compiles each layer; null compiles packed runs of 300 updates or "
+        "more on a GPU, where layers that do not compile run as they are.",
+    )
+    report_to: Literal["tensorboard", "wandb", "trackio"] | None = option(
+        None, "Experiment tracker that also gets the metrics; null uses none."
+    )

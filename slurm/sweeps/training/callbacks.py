@@ -1,0 +1,91 @@
+"""When a run logs, measures, saves and stops."""
+
+import signal
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from calibeval.io import write_rows
+from sweeps.runs.files import read_rows
+from sweeps.training.hf_trainer import SweepTrainer
+from sweeps.training.ranks import print_once
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+
+
+class StopSignal:
+    """Whether someone wants this run to save and leave: by a stop file, or by a signal.
+
+    Making one installs handlers, so that these signals no longer end the process.
+    """
+
+    def __init__(self, stop_file: Path) -> None:
+        self.stop_file = stop_file
+        self.received = False
+        self._group: dist.ProcessGroup | None = None
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
+
+    def on_any_rank(self) -> bool:
+        """Whether any rank was asked to stop; the same answer on every rank.
+
+        All ranks have to call it. They ask each other over gloo, so that nobody waits for a GPU.
+        """
+        here = self.received or self.stop_file.exists()
+        if not dist.is_initialized():
+            return here
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")
+        ranks_asked = torch.tensor(float(here))
+        dist.all_reduce(ranks_asked, group=self._group)
+        return bool(ranks_asked > 0)
+
+
+class ScheduleCallback(TrainerCallback):
+    """Decides after each update what the Trainer does: log, evaluate, save a checkpoint, stop."""
+
+    def __init__(self, trainer: SweepTrainer, stop_signal: StopSignal) -> None:
+        self.trainer = trainer
+        self.stop_signal = stop_signal
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Start the clock, and forget the metrics of updates that are about to be repeated."""
+        self.trainer.start_clock()
+        metrics = self.trainer.run.metrics
+        if state.is_world_process_zero:
+            rows = [row for row in read_rows(metrics) if row["step"] <= state.global_step]
+            write_rows(metrics, rows)
+        if state.global_step > 0:
+            print_once(f"resumed: step {state.global_step} of {state.max_steps}")
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        step = state.global_step
+        done = step == state.max_steps
+        ends_epoch = step % self.trainer.dataset.updates_per_epoch == 0
+        stopping = self.stop_signal.on_any_rank() and not done
+        if done:
+            control.should_log = True
+        if stopping:
+            control.should_training_stop = True
+        has_held_out = self.trainer.train_options.held_out > 0
+        control.should_evaluate = has_held_out and (done or ends_epoch)
+        control.should_save = not done and (stopping or self._is_checkpoint_due(step))
+
+    def _is_checkpoint_due(self, step: int) -> bool:
+        interval = self.trainer.train_options.checkpointing_steps
+        if interval is None:
+            return False
+        if interval == "epoch":
+            interval = self.trainer.dataset.updates_per_epoch
+        return step % interval == 0

@@ -1,0 +1,145 @@
+"""One run of backend trainer, from its config to model/: data, model, loss, training, saving."""
+
+import copy
+import gc
+import signal
+from pathlib import Path
+
+import datasets
+import torch
+from accelerate.utils import broadcast_object_list, set_seed
+from torch import Tensor
+from transformers.utils import logging as transformers_logging
+
+from smoothce import patch_trainer
+from sweeps.runs import scoring
+from sweeps.runs.run import Run
+from sweeps.runs.schema import DistributedConfig
+from sweeps.runs.stages import Outcome
+from sweeps.training.callbacks import ScheduleCallback, StopSignal
+from sweeps.training.checkpoint import latest_checkpoint
+from sweeps.training.global_batches import GlobalBatchDataset
+from sweeps.training.hf_arguments import training_arguments
+from sweeps.training.hf_trainer import SweepTrainer
+from sweeps.training.model_loading import load_model, load_smoothing_target, prepare_model
+from sweeps.training.options import TrainOptions
+from sweeps.training.ranks import print_once, this_rank
+from sweeps.training.saving import save_model
+from sweeps.training.tokenization import make_tokenizer, tokenize_file
+
+
+def train(run: Run) -> None:
+    """Fit the run; then score what was saved, where this one process trains alone and can score."""
+    fit(run)
+    config = run.config()
+    score = config.score
+    scores_here = (
+        config.world.single_process
+        and score is not None
+        and score.engine == "transformers"
+        and score.python is None
+    )
+    if scores_here:
+        # Scoring keeps what it has when it is killed, so that it need not hear of a stop.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        gc.collect()  # The trainer and its model are in reference cycles.
+        torch.cuda.empty_cache()
+        scoring.here(run)
+
+
+def fit(run: Run) -> None:
+    """Train the run until model/ is there, from its newest whole checkpoint on.
+
+    Raises SystemExit(75) once the run is saved because someone asked it to stop, and InputError for
+    what the user can put right.
+    """
+    stop_signal = StopSignal(run.stop)
+    config = run.config()
+    train_options: TrainOptions = config.train_options
+    distributed = config.world
+    transformers_logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+
+    tokenizer = make_tokenizer(train_options)
+    dataset = GlobalBatchDataset(
+        train_options,
+        tokenize_file(train_options, tokenizer),
+        ranks=distributed.processes_per_node,
+        rank=this_rank(),
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    trainer = make_trainer(run, train_options, distributed, dataset, len(tokenizer))
+    trainer.add_callback(ScheduleCallback(trainer, stop_signal))
+
+    checkpoint = newest_checkpoint_of(trainer)
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    step = trainer.state.global_step
+    total_updates = trainer.state.max_steps
+    finished = step == total_updates
+    if finished:
+        save_model(trainer, tokenizer)
+    else:
+        print_once(f"stopped: step {step} of {total_updates} is saved")
+    # A finished run that was asked to stop leaves the scoring to its next attempt.
+    if not finished or stop_signal.on_any_rank():
+        raise SystemExit(Outcome.STOPPED.value)
+
+
+def make_trainer(
+    run: Run,
+    train_options: TrainOptions,
+    distributed: DistributedConfig,
+    dataset: GlobalBatchDataset,
+    tokenizer_size: int,
+) -> SweepTrainer:
+    """The run's Trainer with its model and loss, ready to train."""
+    arguments = training_arguments(run, train_options, distributed, len(dataset))
+    print_once(f"device: {arguments.device}, {arguments.world_size} processes")
+    print_once(dataset.summary)
+    # Weights that the base model lacks are drawn alike on all ranks.
+    set_seed(train_options.seed)
+    model = load_model(train_options, tokenizer_size)
+    saved_config = copy.deepcopy(model.config)
+    half_precision = distributed.mixed_precision != "no"
+    prepared = prepare_model(model, train_options, dataset, half_precision)
+    target = load_smoothing_target(train_options, dataset, model.config.vocab_size)
+    trainer = SweepTrainer(
+        run,
+        train_options,
+        model=prepared,
+        arguments=arguments,
+        dataset=dataset,
+        saved_config=saved_config,
+        data_digest=dataset.fingerprint + target.digest,
+    )
+    install_loss(trainer, train_options, target.shares)
+    # Dropout is drawn differently on each rank.
+    set_seed(train_options.seed, device_specific=True)
+    return trainer
+
+
+def install_loss(
+    trainer: SweepTrainer, train_options: TrainOptions, smoothing_target: Tensor | None
+) -> None:
+    """Give the model smoothce's loss. This is the one place where loss options are handed over.
+
+    The loss is a sum: `SweepTrainer.training_step` divides it by each micro-batch's divisor.
+    """
+    patch_trainer(
+        trainer,
+        label_smoothing=train_options.label_smoothing,
+        filter_eps=train_options.filter_eps,
+        smoothing_target=smoothing_target,
+        reduction="sum",
+        eval_logits=False,
+    )
+
+
+def newest_checkpoint_of(trainer: SweepTrainer) -> Path | None:
+    """The checkpoint to go on from, which the first rank looks for and tells the others."""
+    found: list[Path | None] = [None]
+    if this_rank() == 0:
+        found = [latest_checkpoint(trainer.run.checkpoints, trainer.data_digest)]
+    broadcast_object_list(found)
+    return found[0]

@@ -1,0 +1,264 @@
+"""What each update of a run computes: conversations dealt to ranks and micro-batches, as tensors.
+
+The conversations of an update are a function of seed and step alone. Packing, the number of ranks
+and an interruption change how an update is computed, not what it is.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from datasets import Dataset
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import DataCollatorWithFlattening
+
+from calibeval.io import InputError
+from sweeps.training.options import TrainOptions
+from sweeps.training.tokenization import IGNORE
+
+LENGTH_STEP = 128  # tokens: `max_length_q` of packed batches is a multiple of it
+EPOCH_SEED_STRIDE = 1_000_003  # between the shuffling seeds of two runs' seeds
+
+
+class PlannedMicroBatch(NamedTuple):
+    """Which conversations a micro-batch has, and what its summed loss is divided by."""
+
+    conversations: Sequence[int]
+    divisor: float
+
+
+class MicroBatch(NamedTuple):
+    """The tensors of a micro-batch, and what its summed loss is divided by."""
+
+    inputs: dict[str, Any]
+    divisor: float
+
+
+class TokenCounts(NamedTuple):
+    """How many tokens some updates have, and how many of them are targets of the loss."""
+
+    tokens: int
+    targets: int
+
+
+class GlobalBatchDataset(torch.utils.data.Dataset):
+    """The updates of a run: `dataset[step]` is this rank's list of micro-batches of update `step`.
+
+    Update s of an epoch takes conversations [s·G, (s+1)·G) of that epoch's permutation, where
+    G = per_device_train_batch_size · ranks · gradient_accumulation_steps; the last update of an
+    epoch may be short. A conversation is the number of its row in `tokens`, the result of
+    `tokenize_file`.
+
+    Raises InputError where no conversation is left to train on.
+    """
+
+    def __init__(
+        self,
+        train_options: TrainOptions,
+        tokens: Dataset,
+        *,
+        ranks: int,
+        rank: int,
+        pad_token_id: int,
+    ) -> None:
+        self.train_options = train_options
+        self.ranks = ranks
+        self.rank = rank
+        self.pad_token_id = pad_token_id
+        self.packed = False
+        self.row_multiple = 1
+        self.fingerprint = tokens._fingerprint
+        self.tokens = tokens.select_columns(["input_ids", "labels"]).with_format("torch")
+        counts = tokens.select_columns(["length", "targets"]).with_format("numpy")[:]
+        self.lengths = counts["length"]
+        self.target_counts = counts["targets"]
+        self.longest = round_up(int(self.lengths.max()), LENGTH_STEP)
+
+        usable = np.flatnonzero(self.target_counts)
+        held_out = train_options.held_out
+        if len(usable) <= held_out:
+            raise InputError(
+                f"{train_options.train_file}: an assistant's token within max_seq_length="
+                f"{train_options.max_seq_length} is in {len(usable)} of {len(tokens)} "
+                f"conversations, less {held_out} of train.held_out: none is left to train"
+            )
+        # Which ones are held out depends on the data alone, never on the run's seed.
+        order = torch.randperm(len(usable), generator=torch.Generator().manual_seed(0)).numpy()
+        self.held_out_conversations = np.sort(usable[order[:held_out]])
+        self.train_conversations = np.sort(usable[order[held_out:]])
+        self.global_batch_size = (
+            train_options.per_device_train_batch_size
+            * ranks
+            * train_options.gradient_accumulation_steps
+        )
+        self.updates_per_epoch = math.ceil(len(self.train_conversations) / self.global_batch_size)
+
+    def use_packing(self, row_multiple: int) -> None:
+        """Make packed batches from now on, whose rows are filled up to a multiple of tokens."""
+        self.packed = True
+        self.row_multiple = row_multiple
+
+    def __len__(self) -> int:
+        """The number of updates of the whole run."""
+        if self.train_options.max_train_steps is not None:
+            return self.train_options.max_train_steps
+        return self.train_options.num_train_epochs * self.updates_per_epoch
+
+    def __getitem__(self, step: int) -> list[MicroBatch]:
+        """This rank's micro-batches of an update."""
+        planned = self.plan_update(step)[self.rank]
+        return [MicroBatch(self.collate(one.conversations), one.divisor) for one in planned]
+
+    @property
+    def summary(self) -> str:
+        """One line about the data, for the run's log."""
+        usable = self.target_counts > 0
+        return (
+            f"data: {usable.sum()} conversations, {self.lengths[usable].sum()} tokens, "
+            f"{self.target_counts.sum()} targets, {(~usable).sum()} dropped"
+        )
+
+    def conversations_of(self, step: int) -> np.ndarray:
+        """The conversations of an update, over all ranks."""
+        epoch, index = divmod(step, self.updates_per_epoch)
+        order = epoch_permutation(len(self.train_conversations), self.train_options.seed, epoch)
+        start = index * self.global_batch_size
+        return self.train_conversations[order[start : start + self.global_batch_size]]
+
+    def count_tokens(self, steps: Iterable[int]) -> TokenCounts:
+        """The tokens and targets of these updates, over all ranks."""
+        conversations = np.concatenate([self.conversations_of(step) for step in steps])
+        return TokenCounts(
+            tokens=int(self.lengths[conversations].sum()),
+            targets=int(self.target_counts[conversations].sum()),
+        )
+
+    def target_frequencies(self, vocabulary_size: int) -> Tensor:
+        """The share of each token among the targets of an epoch, (vocabulary_size,) fp32."""
+        table = self.tokens.with_format("arrow")[self.train_conversations.tolist()]
+        labels = table["labels"].combine_chunks().flatten().to_numpy()
+        counts = np.bincount(labels[labels != IGNORE], minlength=vocabulary_size)
+        return torch.tensor(counts / counts.sum(), dtype=torch.float32)
+
+    def held_out_batches(self) -> Iterator[dict[str, Any]]:
+        """This rank's batches of the held-out conversations; equally many for every rank."""
+        groups = self.group(self.held_out_conversations)
+        while len(groups) % self.ranks:
+            groups.append([])
+        for conversations in groups[self.rank :: self.ranks]:
+            yield self.collate(conversations)
+
+    def plan_update(self, step: int) -> list[list[PlannedMicroBatch]]:
+        """For each rank the micro-batches of an update; equally many for every rank.
+
+        The ranks' gradients are averaged. Under `mean` a micro-batch's sum is divided by the
+        targets of the `per_device_train_batch_size` conversations that belong together, however
+        these are packed.
+        """
+        planned = []
+        for conversations, divisor in self._shares_of(step):
+            for group in self.group(conversations):
+                planned.append(PlannedMicroBatch(group, divisor))
+        by_rank = [planned[rank :: self.ranks] for rank in range(self.ranks)]
+        most = max(len(micro_batches) for micro_batches in by_rank)
+        for micro_batches in by_rank:
+            while len(micro_batches) < most:  # Every rank takes part in every gathering.
+                micro_batches.append(PlannedMicroBatch([], 1.0))
+        return by_rank
+
+    def _shares_of(self, step: int) -> list[tuple[np.ndarray, float]]:
+        """An update's conversations in parts that share a divisor, and these divisors."""
+        conversations = self.conversations_of(step)
+        accumulation = self.train_options.gradient_accumulation_steps
+        if self.train_options.reduce_loss == "sum":
+            return [(conversations, float(accumulation))]
+        if self.train_options.reduce_loss == "token_mean":
+            targets = self.target_counts[conversations].sum()
+            return [(conversations, float(targets / self.ranks))]
+        size = self.train_options.per_device_train_batch_size
+        shares = []
+        for start in range(0, len(conversations), size):
+            block = conversations[start : start + size]
+            shares.append((block, float(accumulation * self.target_counts[block].sum())))
+        return shares
+
+    def group(self, conversations: Sequence[int] | np.ndarray) -> list[list[int]]:
+        """Conversations split into micro-batches: packed rows, or batches of similar lengths."""
+        numbers = [int(conversation) for conversation in conversations]
+        by_length = sorted(numbers, key=lambda number: (self.lengths[number], number))
+        if self.packed:
+            return pack_rows(by_length[::-1], self.lengths, self.train_options.max_tokens)
+        size = self.train_options.per_device_train_batch_size
+        return [by_length[start : start + size] for start in range(0, len(by_length), size)]
+
+    def collate(self, conversations: Sequence[int] | np.ndarray) -> dict[str, Any]:
+        """The model's inputs for some conversations: end to end in one row, or padded rows.
+
+        Without any conversation it is padding alone, which has no target.
+        """
+        numbers = [int(conversation) for conversation in conversations]
+        rows = self.tokens.__getitems__(numbers) if numbers else []
+        missing = self._missing_tokens(rows)
+        if missing:  # What fills a row up is a conversation of its own, which nothing sees.
+            filler = {
+                "input_ids": torch.full((missing,), self.pad_token_id),
+                "labels": torch.full((missing,), IGNORE),
+            }
+            rows.append(filler)
+        if self.packed:
+            batch = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(rows)
+            # One number for all batches, so that compiled layers are not compiled again.
+            batch["max_length_q"] = self.longest
+            batch["max_length_k"] = self.longest
+            return batch
+        # There is no attention mask: causal tokens never see the padding that follows them.
+        ids = [row["input_ids"] for row in rows]
+        labels = [row["labels"] for row in rows]
+        return {
+            "input_ids": pad_sequence(ids, batch_first=True, padding_value=self.pad_token_id),
+            "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORE),
+        }
+
+    def _missing_tokens(self, rows: list[dict[str, Tensor]]) -> int:
+        """How many tokens rows lack to a multiple of `row_multiple`, which an empty batch has."""
+        if not rows:
+            return self.row_multiple
+        total = sum(len(row["labels"]) for row in rows)
+        return round_up(total, self.row_multiple) - total
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The smallest multiple that is not below the number."""
+    return -(-number // multiple) * multiple
+
+
+@lru_cache(maxsize=2)  # An epoch's last update may be prepared beside the next epoch's first.
+def epoch_permutation(count: int, seed: int, epoch: int) -> np.ndarray:
+    """The order in which an epoch visits its conversations, (count,)."""
+    generator = torch.Generator().manual_seed(seed * EPOCH_SEED_STRIDE + epoch)
+    return torch.randperm(count, generator=generator).numpy()
+
+
+def pack_rows(
+    longest_first: Sequence[int], lengths: Sequence[int] | np.ndarray, max_tokens: int
+) -> list[list[int]]:
+    """Conversations in rows of at most `max_tokens`, each in the first row with room for it.
+
+    A conversation that is longer than `max_tokens` has a row of its own. (First-fit decreasing.)
+    """
+    rows: list[list[int]] = []
+    room: list[int] = []  # tokens that are free in each row
+    for conversation in longest_first:
+        length = int(lengths[conversation])
+        place = next((i for i, free in enumerate(room) if length <= free), None)
+        if place is None:
+            rows.append([conversation])
+            room.append(max_tokens - length)
+        else:
+            rows[place].append(conversation)
+            room[place] -= length
+    return rows

@@ -1,0 +1,109 @@
+"""A run's options in the words of transformers' TrainingArguments."""
+
+import os
+import sys
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from transformers import TrainingArguments
+
+from calibeval.io import InputError
+from sweeps.runs.run import Run
+from sweeps.runs.schema import DistributedConfig
+from sweeps.training.checkpoint import PART
+from sweeps.training.options import TrainOptions
+
+TRACKER_PROJECT = "sweeps"
+
+
+def training_arguments(
+    run: Run, train_options: TrainOptions, distributed: DistributedConfig, total_updates: int
+) -> TrainingArguments:
+    """The arguments of the Trainer. Making them joins this process to the other ranks.
+
+    They must be made before the model, because ZeRO-3 splits weights while they are loaded.
+    Raises InputError where another number of processes runs than the sweep file asks for.
+    """
+    gpu = torch.cuda.is_available()
+    fsdp = distributed.read("fsdp")
+    deepspeed = distributed.read("deepspeed")
+    clip_grad_norm = gradient_norm_limit(train_options, deepspeed)
+    if deepspeed is not None:
+        deepspeed = adapted_deepspeed_config(deepspeed, clip_grad_norm)
+        if not gpu:
+            # Without a GPU accelerate starts DeepSpeed only if it is told which backend to use.
+            os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+            PartialState(backend="gloo")
+    prepare_trackers(run)
+    arguments = TrainingArguments(
+        output_dir=str(run.checkpoints / PART),
+        max_steps=total_updates,
+        # The options
+        learning_rate=train_options.learning_rate,
+        lr_scheduler_type=train_options.lr_scheduler_type,
+        warmup_steps=int(total_updates * train_options.warmup_ratio),
+        weight_decay=train_options.weight_decay,
+        max_grad_norm=clip_grad_norm,
+        per_device_train_batch_size=train_options.per_device_train_batch_size,
+        gradient_checkpointing=train_options.gradient_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        seed=train_options.seed,
+        label_smoothing_factor=train_options.label_smoothing,  # which trackers show
+        # Precision and processes
+        bf16=distributed.mixed_precision == "bf16",
+        fp16=distributed.mixed_precision == "fp16",
+        deepspeed=deepspeed,
+        fsdp=fsdp is not None,  # type: ignore[arg-type]  # which is to become a bool
+        fsdp_config=fsdp,
+        ddp_find_unused_parameters=False,
+        use_cpu=not gpu and deepspeed is None and fsdp is None,
+        accelerator_config={"use_configured_state": deepspeed is not None and not gpu},
+        # Saving and logging
+        save_strategy="no",  # ScheduleCallback says when
+        logging_steps=train_options.logging_steps,
+        logging_nan_inf_filter=False,  # which would wait for the GPU in every update
+        disable_tqdm=not sys.stderr.isatty(),
+        log_level="error",
+        log_level_replica="error",
+        report_to=train_options.report_to or "none",
+        run_name=run.name,
+        project=TRACKER_PROJECT,
+    )
+    if arguments.world_size != distributed.processes_per_node:
+        raise InputError(
+            f"{run.config_file}: world asks for {distributed.processes_per_node} processes, "
+            f"{arguments.world_size} started; launch with `python -m sweeps train`"
+        )
+    return arguments
+
+
+def gradient_norm_limit(train_options: TrainOptions, deepspeed: dict[str, Any] | None) -> float:
+    """The norm that gradients are clipped to, 0.0 for no clipping.
+
+    The option wins; without it the DeepSpeed file decides, where "auto" means no clipping.
+    """
+    if train_options.clip_grad_norm is not None:
+        return train_options.clip_grad_norm
+    limit = deepspeed.get("gradient_clipping") if deepspeed is not None else None
+    if limit is None or limit == "auto":
+        return 0.0
+    return float(limit)
+
+
+def adapted_deepspeed_config(deepspeed: dict[str, Any], clip_grad_norm: float) -> dict[str, Any]:
+    """A DeepSpeed config in which one batch of the Trainer is a whole update."""
+    adapted = dict(deepspeed)
+    adapted["train_micro_batch_size_per_gpu"] = "auto"
+    adapted["train_batch_size"] = "auto"
+    adapted["gradient_accumulation_steps"] = 1
+    adapted["gradient_clipping"] = clip_grad_norm
+    return adapted
+
+
+def prepare_trackers(run: Run) -> None:
+    """Let trackers go on in the same page when a run resumes, unless the environment says else."""
+    os.environ.setdefault("WANDB_PROJECT", TRACKER_PROJECT)
+    os.environ.setdefault("WANDB_RUN_ID", run.name)
+    os.environ.setdefault("WANDB_RESUME", "allow")
+    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(run.path / "tensorboard"))

@@ -1,0 +1,136 @@
+"""The model of a run: loaded, then given packed attention, adapters and compiled layers."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from calibeval.engines import load
+from calibeval.io import InputError, sha256
+from smoothce.dispatch import check_target
+from sweeps.training.attention import use_packed_attention
+from sweeps.training.global_batches import GlobalBatchDataset
+from sweeps.training.options import LoraOptions, TrainOptions
+from sweeps.training.ranks import print_once
+
+GPU_ROW_MULTIPLE = 128  # tokens: packed rows on a GPU are filled up to a multiple of it
+COMPILE_FROM_UPDATES = 300  # fewer do not earn back half a minute of compiling
+COMPILE_CACHE_SIZE = 64  # variants of a layer, such as those with and without a window
+
+
+class SmoothingTarget(NamedTuple):
+    """What β is spread over, and what tells it from other targets in a checkpoint."""
+
+    shares: Tensor | None  # (vocabulary,) fp32; None spreads β evenly
+    digest: str  # of the file's bytes; empty without a file
+
+
+def load_model(train_options: TrainOptions, tokenizer_size: int) -> PreTrainedModel:
+    """The causal language model, with a row for each of the tokenizer's entries.
+
+    Its weights are in fp32, but beside adapters, where they are frozen, in their own precision.
+    `model.config.dtype` is the base model's precision in both cases: the one it is saved in, so
+    that it is scored as its base is. Raises InputError for a model that cannot be loaded.
+    """
+    name = train_options.model_name_or_path
+    config = load(AutoConfig, name, "a config")
+    if train_options.attention_dropout is not None:
+        if not hasattr(config, "attention_dropout"):
+            raise InputError(f"train.attention_dropout: {config.model_type} models have none")
+        config.attention_dropout = train_options.attention_dropout
+    base_dtype = config.dtype or torch.float32
+    dtype = base_dtype if train_options.lora else torch.float32
+    model = load(AutoModelForCausalLM, name, "a causal language model", config=config, dtype=dtype)
+    model_size = model.config.vocab_size
+    if tokenizer_size > model_size:
+        print_once(
+            f"note: the tokenizer's {tokenizer_size} entries outgrow the model's {model_size}; "
+            "the rest are new"
+        )
+        model.resize_token_embeddings(tokenizer_size, pad_to_multiple_of=8)
+    model.config.dtype = base_dtype
+    return model
+
+
+def load_smoothing_target(
+    train_options: TrainOptions, dataset: GlobalBatchDataset, vocabulary_size: int
+) -> SmoothingTarget:
+    """What the options spread β over; raises InputError for a file that is no distribution."""
+    name = train_options.smoothing_target
+    if name is None:
+        return SmoothingTarget(None, "")
+    if name == "unigram":
+        return SmoothingTarget(dataset.target_frequencies(vocabulary_size), "")
+    try:
+        shares = torch.tensor(np.load(name), dtype=torch.float32)
+        check_target(shares, vocabulary_size)
+    except (EOFError, OSError, TypeError, ValueError) as error:
+        raise InputError(
+            f"train.smoothing_target: {name}: {error}; expected an .npy file of {vocabulary_size} "
+            "shares, one for each entry of the vocabulary, padding too"
+        ) from error
+    return SmoothingTarget(shares, sha256(Path(name))[:8])
+
+
+def prepare_model(
+    model: PreTrainedModel,
+    train_options: TrainOptions,
+    dataset: GlobalBatchDataset,
+    half_precision: bool,
+) -> nn.Module:
+    """The model with packed attention, adapters and compiled layers, as far as they are wanted.
+
+    Packing changes `dataset` too, which makes the batches.
+    """
+    gpu = torch.cuda.is_available()
+    packed = wants_packing(model, train_options, gpu, half_precision)
+    if packed:
+        dataset.use_packing(row_multiple=GPU_ROW_MULTIPLE if gpu else 1)
+    layers = model.model.layers
+    prepared: nn.Module = model
+    if train_options.lora is not None:
+        prepared = add_adapters(model, train_options.lora)
+    compiled = train_options.compile
+    if compiled is None:
+        compiled = gpu and packed and len(dataset) >= COMPILE_FROM_UPDATES
+        # Nobody asked for compiled layers, so a machine without a compiler does without them.
+        torch._dynamo.config.suppress_errors = True
+    if compiled:
+        torch._dynamo.config.cache_size_limit = COMPILE_CACHE_SIZE
+        for layer in layers:
+            layer.compile(dynamic=True)
+    print_once(f"batches: {'packed' if packed else 'padded'}{', compiled' if compiled else ''}")
+    return prepared
+
+
+def wants_packing(
+    model: PreTrainedModel, train_options: TrainOptions, gpu: bool, half_precision: bool
+) -> bool:
+    """Whether batches are packed. If so, the model has got the attention for it."""
+    wanted = train_options.packing
+    if wanted is None:
+        wanted = gpu and half_precision
+    if not wanted:
+        return False
+    obstacle = use_packed_attention(model, gpu=gpu, half_precision=half_precision)
+    if obstacle is not None:
+        print_once(f"packing: off: {obstacle}")
+        return False
+    return True
+
+
+def add_adapters(model: PreTrainedModel, lora: LoraOptions) -> nn.Module:
+    """The model with low-rank adapters, everything else frozen."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.r,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft only divides it by r
+        lora_dropout=lora.dropout,
+        target_modules=lora.targets if isinstance(lora.targets, str) else list(lora.targets),
+    )
+    return get_peft_model(model, config)

@@ -1,0 +1,212 @@
+"""A file of conversations becomes token ids and labels.
+
+`datasets` keeps the result in its cache, so that it is made once for a file, tokenizer, template
+and length, and all runs and ranks share it. `sweeps.training.global_batches` deals it out.
+"""
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+from datasets import Dataset, Features, List, Value
+from datasets.exceptions import DatasetGenerationError
+from transformers import PreTrainedTokenizerBase
+
+from calibeval.engines import load_tokenizer
+from calibeval.io import InputError, read_text, sha256
+from sweeps.runs.conversations import conversations
+from sweeps.runs.files import locked
+from sweeps.runs.processes import end_with_parent
+from sweeps.training.options import TrainOptions
+
+IGNORE = -100  # the label of a token that is not learned
+FORMAT = 1  # of the cached columns: another number makes all caches anew
+TEMPLATES = Path(__file__).parent / "chat_templates"
+
+
+def make_tokenizer(train_options: TrainOptions) -> PreTrainedTokenizerBase:
+    """The run's tokenizer, with the chat template that the options ask for.
+
+    Raises InputError where the tokenizer lacks a token that the template or `add_bos` needs.
+    """
+    tokenizer = load_tokenizer(train_options.tokenizer_name or train_options.model_name_or_path)
+    name = tokenizer.name_or_path
+    if train_options.chat_template_name or not tokenizer.chat_template:
+        if tokenizer.eos_token is None:
+            raise InputError(
+                f"{name}: the tokenizer has neither a chat template nor an end-of-sequence token; "
+                "set one in its tokenizer_config.json"
+            )
+        template_name = train_options.chat_template_name or "tulu"
+        tokenizer.chat_template = read_text(TEMPLATES / f"{template_name}.jinja")
+    if train_options.add_bos:
+        if tokenizer.bos_token is None:
+            raise InputError(f"train.add_bos: {name} has no such token")
+        template = tokenizer.chat_template
+        if "bos_token" in template or tokenizer.bos_token in template:
+            raise InputError("train.add_bos: the chat template already adds that token")
+        tokenizer.chat_template = "{{ bos_token }}" + template
+    if tokenizer.pad_token is None:
+        # Padding has no target and nothing sees it, so that any token will do.
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def tokenize_file(
+    train_options: TrainOptions,
+    tokenizer: PreTrainedTokenizerBase,
+    conversations_per_process: int = 5000,
+) -> Dataset:
+    """The conversations of `train_file` as rows of token ids, from the cache or made on all cores.
+
+    Columns: `input_ids`; `labels`, which are −100 where nothing is learned; `length`, the number of
+    tokens; `targets`, the number of labels that are not −100. An additional process is started for
+    every `conversations_per_process` conversations, up to the number of cores.
+
+    Raises InputError for a file that cannot be read or a template that hides the assistant's part.
+    """
+    path = Path(train_options.train_file)
+    limit = None
+    if train_options.max_train_samples is not None:
+        limit = train_options.max_train_samples + train_options.held_out
+    text_fingerprint = fingerprint(sha256(path), limit)
+    tokens_fingerprint = fingerprint(
+        text_fingerprint,
+        tokenizer.backend_tokenizer.to_str(),
+        tokenizer.chat_template,
+        tokenizer.special_tokens_map,
+        train_options.max_seq_length,
+        FORMAT,
+    )
+    token_list = List(Value("int32"))
+    count = Value("int32")
+    columns = {"input_ids": token_list, "labels": token_list, "length": count, "targets": count}
+
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    cache.mkdir(parents=True, exist_ok=True)
+    # Worker processes of a run that is killed must end with it.
+    os.register_at_fork(after_in_child=end_with_parent)
+    # Ranks and runs that begin together wait for the first of them to tokenize.
+    with locked(cache / f"{tokens_fingerprint}.lock", math.inf, ""):
+        try:
+            texts = Dataset.from_generator(
+                conversation_texts,
+                gen_kwargs={"path": path, "limit": limit},
+                fingerprint=text_fingerprint,
+            )
+        except DatasetGenerationError as error:
+            raise error.__cause__ or error from None
+        parallelism = os.environ.get("TOKENIZERS_PARALLELISM", "true")
+        tokens = texts.map(
+            encode_batch,
+            batched=True,
+            fn_kwargs={"tokenizer": tokenizer, "max_length": train_options.max_seq_length},
+            remove_columns="messages",
+            features=Features(columns),
+            num_proc=min(
+                len(os.sched_getaffinity(0)), math.ceil(len(texts) / conversations_per_process)
+            ),
+            new_fingerprint=tokens_fingerprint,
+        )
+    # `datasets` leaves the variable at false for good, which would leave one core for tokenizing
+    # the prompts when the model is scored afterwards.
+    os.environ["TOKENIZERS_PARALLELISM"] = parallelism
+    return tokens
+
+
+def fingerprint(*parts: object) -> str:
+    """16 hexadecimal digits that change with any of the parts."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def conversation_texts(path: Path, limit: int | None) -> Iterator[dict[str, str]]:
+    """The first `limit` conversations of a file, each as JSON: their roles and keys differ, and a
+    table's column has one type."""
+    for messages in conversations(path, limit):
+        yield {"messages": json.dumps(messages)}
+
+
+def encode_batch(
+    batch: dict[str, list[str]], tokenizer: PreTrainedTokenizerBase, max_length: int | None
+) -> dict[str, list]:
+    """The columns of `tokenize_file` for a batch of conversations."""
+    columns: dict[str, list] = {"input_ids": [], "labels": [], "length": [], "targets": []}
+    batch_of_messages = [json.loads(text) for text in batch["messages"]]
+    for all_ids, assistant_mask in encode_conversations(batch_of_messages, tokenizer):
+        ids = np.asarray(all_ids[:max_length], dtype=np.int32)
+        learned = np.asarray(assistant_mask[:max_length], dtype=bool)
+        learned[:1] = False  # No token comes before the first one to predict it.
+        columns["input_ids"].append(ids)
+        columns["labels"].append(np.where(learned, ids, IGNORE))
+        columns["length"].append(len(ids))
+        columns["targets"].append(int(learned.sum()))
+    return columns
+
+
+def encode_conversations(
+    batch_of_messages: list[list[dict]], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[list[int], Sequence[bool] | np.ndarray]]:
+    """Each conversation's token ids, and for each token whether the assistant wrote it.
+
+    A template with {% generation %} marks says so itself. Without them the assistant wrote what the
+    template adds for each of its messages, and a token belongs to where its text begins.
+    """
+    encoded: Any
+    if re.search(r"{%-?\s*generation", tokenizer.chat_template):
+        encoded = tokenizer.apply_chat_template(
+            batch_of_messages, return_dict=True, return_assistant_tokens_mask=True
+        )
+        yield from zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
+        return
+    rendered = [render(messages, tokenizer) for messages in batch_of_messages]
+    texts = [text for text, _ in rendered]
+    encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
+    for index, (_, assistant_spans) in enumerate(rendered):
+        offsets = np.asarray(encoded["offset_mapping"][index]).reshape(-1, 2)
+        token_starts = offsets[:, 0]
+        assistant_mask = np.zeros(len(token_starts), dtype=bool)
+        for start, end in assistant_spans:
+            assistant_mask |= (token_starts >= start) & (token_starts < end)
+        yield encoded["input_ids"][index], assistant_mask
+
+
+def render(
+    messages: list[dict], tokenizer: PreTrainedTokenizerBase
+) -> tuple[str, list[tuple[int, int]]]:
+    """A conversation's text, and which spans of characters the assistant wrote.
+
+    Raises InputError for a template whose text of a conversation does not begin with its text of
+    the conversation's beginning.
+    """
+
+    def apply_template(some: list[dict], add_generation_prompt: bool = False) -> str:
+        rendered = tokenizer.apply_chat_template(
+            some, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+        assert isinstance(rendered, str)  # the ids only with tokenize=True
+        return rendered
+
+    text = apply_template(messages)
+    assistant_spans = []
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        # Templates refuse an empty conversation. If the assistant speaks first, the head of its
+        # message is therefore learned too.
+        before = apply_template(messages[:i], add_generation_prompt=True) if i > 0 else ""
+        is_last = i + 1 == len(messages)
+        up_to_message = text if is_last else apply_template(messages[: i + 1])
+        if not (up_to_message.startswith(before) and text.startswith(up_to_message)):
+            raise InputError(
+                f"{tokenizer.name_or_path}: its chat template rewrites earlier messages, so the "
+                "assistant's part cannot be told apart; use train.chat_template_name=tulu"
+            )
+        assistant_spans.append((len(before), len(up_to_message)))
+    return text, assistant_spans

@@ -1,0 +1,247 @@
+"""Conversations become tokens and labels: where the loss lies, what is refused, what is cached."""
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import psutil
+import pytest
+from jinja2 import TemplateError
+from real import wait_for
+from tokenizers.processors import TemplateProcessing
+from training_helpers import own_token_cache, tiny_options, turns, write_conversations
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from calibeval.io import InputError
+from sweeps.runs.files import is_locked
+from sweeps.training import tokenization
+from sweeps.training.global_batches import GlobalBatchDataset
+from sweeps.training.tokenization import IGNORE, make_tokenizer, tokenize_file
+
+token_cache = pytest.fixture(autouse=True, scope="module")(own_token_cache)
+
+
+def tokenized(tiny: Path, path: Path, **options: Any) -> tuple[list[dict], PreTrainedTokenizerBase]:
+    """The rows of a tokenized file, and its tokenizer."""
+    train_options = tiny_options(tiny, train_file=str(path), **options)
+    tokenizer = make_tokenizer(train_options)
+    return tokenize_file(train_options, tokenizer).to_list(), tokenizer
+
+
+def learned_text(row: dict, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of a row's targets."""
+    return tokenizer.decode([token for token in row["labels"] if token != IGNORE])
+
+
+SYSTEM = {"role": "system", "content": "w1 w2"}
+DIALOG = [SYSTEM, *turns("what is w3?", "A w4", "B?", "C w5")]
+
+
+def test_loss_lies_on_what_the_template_writes_for_the_assistant(tiny, tmp_path):
+    path = write_conversations(tmp_path / "a.jsonl", DIALOG)
+    (row,), tokenizer = tokenized(tiny, path)
+    # The newline after an intermediate turn is the template's, written after the assistant's text.
+    assert learned_text(row, tokenizer).replace("\n", "") == "A w4</s>C w5</s>"
+    text = tokenizer.decode(row["input_ids"])
+    assert text.startswith("<|system|>\nw1 w2\n<|user|>\nwhat is w3?")
+    assert row["length"] == len(row["input_ids"]) == len(row["labels"])
+    assert row["targets"] == sum(label != IGNORE for label in row["labels"])
+
+
+def test_where_the_assistant_speaks_first_its_head_is_learned_too(tiny, tmp_path):
+    path = write_conversations(tmp_path / "a.jsonl", DIALOG[2:])
+    (row,), tokenizer = tokenized(tiny, path)
+    assert learned_text(row, tokenizer).replace("\n", "") == "|assistant|>A w4</s>C w5</s>"
+
+
+def test_a_templates_generation_marks_say_where_the_loss_lies(tiny, tmp_path):
+    path = write_conversations(tmp_path / "a.jsonl", DIALOG)
+    (unmarked_row,), tokenizer = tokenized(tiny, path)
+    answer = "{{- message['content'] + eos_token }}"
+    marked_answer = f"{{% generation %}}{answer}{{% endgeneration %}}"
+    tokenizer.chat_template = tokenizer.chat_template.replace(answer, marked_answer)
+    assert "{% generation %}" in tokenizer.chat_template
+    (row,) = tokenize_file(tiny_options(tiny, train_file=str(path)), tokenizer).to_list()
+    assert row["input_ids"] == unmarked_row["input_ids"]
+    assert learned_text(row, tokenizer) == "A w4</s>C w5</s>"
+
+
+def test_alpacas_rows_read_as_its_own_prompt(tiny, tmp_path):
+    rows = [
+        {"instruction": "Add.", "input": "1 2", "output": "3"},
+        {"instruction": "Say A.", "input": "", "output": "A"},
+    ]
+    path = tmp_path / "alpaca.json"
+    path.write_text(json.dumps(rows))
+    tokens, tokenizer = tokenized(tiny, path, chat_template_name="alpaca")
+    assert [tokenizer.decode(row["input_ids"]) for row in tokens] == [
+        "Below is an instruction that describes a task, paired with an input that provides further "
+        "context. Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:3</s>",
+        "Below is an instruction that describes a task. Write a response that appropriately "
+        "completes the request.\n\n### Instruction:\nSay A.\n\n### Response:A</s>",
+    ]
+    assert [learned_text(row, tokenizer) for row in tokens] == ["3</s>", "A</s>"]
+
+
+MISSPELT_ROLE = json.dumps({"messages": [*turns("B", "A"), {"role": "usr", "content": "B"}]})
+
+
+@pytest.mark.parametrize(
+    "bad_row", ["{", "[]", '{"messages": []}', '{"messages": [{"role": "user"}]}', MISSPELT_ROLE]
+)
+def test_a_bad_row_is_named(tiny, tmp_path, bad_row):
+    path = write_conversations(tmp_path / "a.jsonl", turns("B", "A"))
+    path.write_text(path.read_text() + bad_row + "\n")
+    with pytest.raises(InputError, match=r"a\.jsonl, line 2: "):
+        tokenized(tiny, path)
+
+
+def test_what_a_template_refuses_it_says_itself(tiny, tmp_path):
+    """Gemma's and Mistral's, for example, refuse a system message."""
+    path = write_conversations(tmp_path / "chats.jsonl", [SYSTEM, *turns("B", "A")])
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
+    tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
+    with pytest.raises(TemplateError, match="System role not supported"):
+        tokenize_file(tiny_options(tiny, train_file=str(path)), tokenizer)
+
+
+def test_a_template_that_hides_the_assistants_part_is_refused(tiny, tmp_path):
+    path = write_conversations(tmp_path / "chats.jsonl", turns("a", "b", "c", "d"))
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
+    tokenizer.chat_template = "{{ messages | length }}{{ messages[-1]['content'] }}"
+    with pytest.raises(InputError, match="rewrites earlier messages"):
+        tokenize_file(tiny_options(tiny, train_file=str(path)), tokenizer)
+
+
+def test_cut_conversations_without_a_target_are_dropped(tiny, tmp_path):
+    path = write_conversations(tmp_path / "a.jsonl", turns("w1 " * 50, "A"), turns("B", "A"))
+    train_options = tiny_options(tiny, train_file=str(path), max_seq_length=64)
+    tokens = tokenize_file(train_options, make_tokenizer(train_options))
+    assert max(tokens["length"]) == 64
+    dataset = GlobalBatchDataset(train_options, tokens, ranks=1, rank=0, pad_token_id=0)
+    assert dataset.summary.startswith("data: 1 conversations, ")
+    assert dataset.summary.endswith(", 1 dropped")
+    assert dataset.conversations_of(0).tolist() == [1]
+
+
+def test_data_without_any_target_is_refused(tiny, tmp_path):
+    path = write_conversations(tmp_path / "a.jsonl", turns("w1 " * 50, "A"), turns("B", "A"))
+    train_options = tiny_options(tiny, train_file=str(path), max_seq_length=3)
+    tokens = tokenize_file(train_options, make_tokenizer(train_options))
+    with pytest.raises(InputError, match="max_seq_length=3"):
+        GlobalBatchDataset(train_options, tokens, ranks=1, rank=0, pad_token_id=0)
+
+
+def test_tokens_are_cached_by_file_template_length_and_number(tiny, tmp_path, monkeypatch):
+    path = tmp_path / "chat.jsonl"
+    path.write_bytes((tiny / "chat.jsonl").read_bytes())
+    settings: list[dict[str, Any]] = [
+        {},
+        {"max_seq_length": 48},
+        {"max_train_samples": 9},
+        {"chat_template_name": "alpaca"},
+    ]
+    plain, cut, first_nine, alpaca = (tokenized(tiny, path, **options)[0] for options in settings)
+    assert max(row["length"] for row in cut) == 48
+    assert len(first_nine) == 9
+    assert alpaca != plain
+
+    with monkeypatch.context() as patch:  # What is cached is not made again.
+        patch.setattr(tokenization, "encode_conversations", None)
+        again = [tokenized(tiny, path, **options)[0] for options in settings]
+    assert again == [plain, cut, first_nine, alpaca]
+
+    path.write_text(path.read_text().replace("moon ", "sun "))
+    assert tokenized(tiny, path)[0] != plain
+
+
+def test_several_processes_tokenize_as_one_does(tiny, tmp_path, monkeypatch):
+    """And tokenizers are left as parallel as they were found, for the prompts of scoring."""
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    one_process, tokenizer = tokenized(tiny, tiny / "chat.jsonl")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "empty"))
+    several = tokenize_file(tiny_options(tiny), tokenizer, conversations_per_process=10)
+    assert several.to_list() == one_process
+    # Python's os.environ is not where the tokenizers, written in Rust, look.
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+    assert getenv(b"TOKENIZERS_PARALLELISM") == b"true"
+
+
+TOKENIZE_FOREVER = """
+import json, os, pathlib, sys, time
+from sweeps.training import options, tokenization
+
+def encode_conversations(*_):
+    pathlib.Path(sys.argv[1], str(os.getpid())).touch()
+    time.sleep(600)
+
+tokenization.encode_conversations = encode_conversations
+train_options = options.TrainOptions(**json.loads(sys.argv[2]))
+tokenizer = tokenization.make_tokenizer(train_options)
+tokenization.tokenize_file(train_options, tokenizer, conversations_per_process=1)
+"""
+
+
+def test_a_killed_run_leaves_nobody_tokenizing(tiny, tmp_path):
+    """Neither its workers nor the process that datasets has beside them."""
+    workers = tmp_path / "workers"  # a file for each process that tokenizes
+    workers.mkdir()
+    options = tiny_options(tiny).model_dump_json(exclude_unset=True)
+    run = subprocess.Popen(
+        [sys.executable, "-c", TOKENIZE_FOREVER, str(workers), options],
+        env={**os.environ, "HF_DATASETS_CACHE": str(tmp_path)},
+    )
+    wait_for(lambda: len(list(workers.iterdir())) == len(os.sched_getaffinity(0)))
+    children = psutil.Process(run.pid).children(recursive=True)
+    run.kill()
+    run.wait()
+    assert not any(is_locked(lock) for lock in tmp_path.glob("*.lock"))
+    wait_for(lambda: not any(psutil.pid_exists(child.pid) for child in children), 20)
+
+
+@pytest.fixture
+def tokenizer_that_adds_bos(tiny, tmp_path) -> PreTrainedTokenizerBase:
+    """A tokenizer that puts a beginning-of-sequence token before every text by itself."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    tokenizer.save_pretrained(tmp_path)
+    return tokenizer
+
+
+def test_add_bos_begins_conversations_once(tiny, tmp_path, tokenizer_that_adds_bos):
+    plain, _ = tokenized(tiny, tiny / "chat.jsonl")
+    begun, tokenizer = tokenized(
+        tiny,
+        tiny / "chat.jsonl",
+        tokenizer_name=str(tmp_path),
+        chat_template_name="tulu",
+        add_bos=True,
+    )
+    assert all(row["input_ids"][0] == tokenizer.bos_token_id for row in begun)
+    assert [row["length"] - 1 for row in begun] == [row["length"] for row in plain]
+    assert [row["targets"] for row in begun] == [row["targets"] for row in plain]
+
+
+def test_add_bos_is_refused_where_the_template_adds_the_token(tiny, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
+    tokenizer.chat_template = "{{ bos_token }}{{ messages[0]['content'] }}"
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="already adds"):
+        tokenized(tiny, tiny / "chat.jsonl", tokenizer_name=str(tmp_path), add_bos=True)
+
+
+def test_add_bos_is_refused_where_the_tokenizer_has_no_such_token(tiny, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
+    tokenizer.bos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="has no such token"):
+        tokenized(tiny, tiny / "chat.jsonl", tokenizer_name=str(tmp_path), add_bos=True)
