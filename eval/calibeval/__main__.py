@@ -37,6 +37,8 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         grammar = commands.add_parser(name, help=command.run.__doc__)
+        if command.compares_texts:
+            add_normalise(grammar)
         grammar.add_argument("--json", action="store_true", help="what came out as JSON")
         grammar.set_defaults(run=command.run)
         command.add_options(grammar)
@@ -139,7 +141,6 @@ def run_import(arguments: argparse.Namespace) -> None:
 
 
 def add_metrics_options(grammar: argparse.ArgumentParser) -> None:
-    add_normalise(grammar)
     grammar.add_argument("records", nargs="+", type=Path, metavar=RECORDS)
 
 
@@ -187,7 +188,6 @@ def print_metrics(path: Path, figures: dict[str, Any]) -> None:
 
 
 def add_compare_options(grammar: argparse.ArgumentParser) -> None:
-    add_normalise(grammar)
     grammar.add_argument("a", type=Path, metavar="A.jsonl")
     grammar.add_argument("b", type=Path, metavar="B.jsonl")
     grammar.add_argument(
@@ -305,13 +305,14 @@ class Command(NamedTuple):
 
     run: Callable[[argparse.Namespace], None]
     add_options: Callable[[argparse.ArgumentParser], None]
+    compares_texts: bool = False  # whether it takes --normalise
 
 
 COMMANDS = {
     "score": Command(run_score, add_score_options),
     "import": Command(run_import, add_import_options),
-    "metrics": Command(run_metrics, add_metrics_options),
-    "compare": Command(run_compare, add_compare_options),
+    "metrics": Command(run_metrics, add_metrics_options, compares_texts=True),
+    "compare": Command(run_compare, add_compare_options, compares_texts=True),
     "temperature": Command(run_temperature, add_temperature_options),
     "conformal": Command(run_conformal, add_conformal_options),
     "collect": Command(run_collect, add_collect_options),
