@@ -83,7 +83,7 @@ class _ChunkedLoss(torch.autograd.Function):
         if ctx.gradients_are_made:
             upstream = loss_scale.expand(inputs.labels.shape) if any(needs) else None
             output, gradients = _Walk(inputs, needs, upstream).run()
-            ctx.dtype = hidden.dtype
+            ctx.dtypes = _leaf_dtypes(inputs)
             ctx.save_for_backward(*gradients)
         else:
             output, _ = _Walk(inputs, needs).run()
@@ -107,7 +107,8 @@ class _ChunkedLoss(torch.autograd.Function):
         if upstream is None and upstream_lse is None:
             gradients = Gradients()
         elif ctx.gradients_are_made and upstream is not None:
-            gradients = Gradients(*(_scaled(x, upstream, ctx.dtype) for x in ctx.saved_tensors))
+            made = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+            gradients = Gradients(*(_scaled(gradient, upstream, dtype) for gradient, dtype in made))
         else:
             gradients = _walk_again(ctx, upstream, upstream_lse)
         return gradients.hidden, gradients.weight, gradients.bias, None, None
@@ -136,8 +137,15 @@ def _walk_again(ctx: Any, upstream: Tensor | None, upstream_lse: Tensor | None) 
     upstream = upstream.expand(inputs.labels.shape)
     with torch.autocast(upstream.device.type, enabled=False):
         _, gradients = _Walk(inputs, ctx.needs, upstream, upstream_lse).run()
-    dtype = inputs.hidden.dtype
-    return Gradients(*(None if x is None else x.to(dtype) for x in gradients))
+    made = zip(gradients, _leaf_dtypes(inputs), strict=True)
+    return Gradients(*(None if x is None else x.to(dtype) for x, dtype in made))
+
+
+def _leaf_dtypes(inputs: Inputs) -> tuple[torch.dtype, ...]:
+    """The dtypes that the gradients of hidden, weight and bias have. A bias may be fp32 beside
+    16-bit hidden states; without one the last says nothing."""
+    bias = inputs.hidden if inputs.bias is None else inputs.bias
+    return inputs.hidden.dtype, inputs.weight.dtype, bias.dtype
 
 
 @dataclass
@@ -215,7 +223,7 @@ class _Walk:
         return output._replace(
             log_probability=self._new(torch.zeros, tokens),
             entropy=self._new(torch.zeros, tokens),
-            argmax=torch.full_like(labels, -1),
+            argmax=torch.full_like(labels, -1, dtype=torch.int64),
         )
 
     def _zero_gradients(self, needs: Needs) -> Gradients:

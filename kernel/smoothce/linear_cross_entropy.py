@@ -209,6 +209,8 @@ def prepare_tensors(
         bias = shard.local_part(bias, len(weight))
         smoothing_target = shard.local_part(smoothing_target, len(weight))
     dispatch.check_shapes(hidden, weight, labels, bias)
+    if labels.dtype == torch.int32:
+        labels = labels.long()  # implementations index with them; not every PyTorch takes int32
     tensors = InputTensors(
         hidden=hidden.reshape(-1, hidden.shape[-1]),
         weight=weight,

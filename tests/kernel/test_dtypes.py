@@ -1,0 +1,92 @@
+"""Dtypes that differ from the usual: int32 labels, and an fp32 bias beside other hidden states."""
+
+import pytest
+import torch
+from loss_check import error, inputs
+
+from smoothce import linear_cross_entropy, token_statistics
+
+IMPLEMENTATIONS = ["reference", "chunked", "triton"]
+old_torch_compiles_no_reference = pytest.mark.skipif(
+    torch.__version__ < "2.5", reason="torch 2.4's compiler fails inside the reference"
+)
+
+
+def compiled_loss(*tensors, **options):
+    torch._dynamo.reset()
+    return torch.compile(linear_cross_entropy, backend="aot_eager")(*tensors, **options)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"return_statistics": True},
+        {"reduction": "none", "return_lse": True, "return_statistics": True},
+        {"ignore_index": -(2**40)},
+    ],
+    ids=str,
+)
+def test_int32_labels_give_what_int64_labels_give(options, impl):
+    hidden, weight, labels, _ = inputs(12, 61, 16)
+    found = linear_cross_entropy(hidden, weight, labels.int(), impl=impl, **options)
+    expected = linear_cross_entropy(hidden, weight, labels, impl=impl, **options)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("impl", ["chunked", "triton"])
+def test_int32_labels_in_a_compiled_graph(impl):
+    hidden, weight, labels, _ = inputs(12, 61, 16)
+    options = {"impl": impl, "return_statistics": True}
+    found = compiled_loss(hidden, weight, labels.int(), **options)
+    expected = linear_cross_entropy(hidden, weight, labels, **options)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_token_statistics_of_int32_labels(impl):
+    hidden, weight, labels, _ = inputs(12, 61, 16, masked=0.3)
+    found = token_statistics(hidden, weight, labels.int(), impl=impl)
+    expected = token_statistics(hidden, weight, labels, impl=impl)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert found.argmax.dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("impl", "loss"),
+    [
+        pytest.param("reference", linear_cross_entropy, id="reference"),
+        pytest.param("chunked", linear_cross_entropy, id="chunked"),
+        pytest.param("chunked", compiled_loss, id="chunked, compiled"),
+        pytest.param(
+            "reference",
+            compiled_loss,
+            id="reference, compiled",
+            marks=old_torch_compiles_no_reference,
+        ),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"reduction": "none"}, {"return_lse": True}, {"softcap": 2.0}], ids=str
+)
+def test_the_gradient_of_an_fp32_bias_has_its_precision(options, dtype, impl, loss):
+    """Beside hidden states of any dtype, wherever gradients are made."""
+    hidden, weight, labels, bias = inputs(40, 61, 16, bias=True)
+    hidden, weight = hidden.to(dtype), weight.to(dtype)
+    options = {"label_smoothing": 0.1, **options}
+    found = bias_gradient(loss, hidden, weight, labels, bias, impl=impl, **options)
+    wide = hidden.double(), weight.double(), labels, bias.double()
+    exact = bias_gradient(linear_cross_entropy, *wide, impl="reference", **options)
+    assert found.dtype == torch.float32
+    assert error(found, exact) < 1e-6
+
+
+def bias_gradient(loss, hidden, weight, labels, bias, **options):
+    """Of a loss times 3. The classifier wants a gradient too, as it does in training."""
+    weight = weight.clone().requires_grad_()
+    bias = bias.clone().requires_grad_()
+    result = loss(hidden, weight, labels, bias=bias, **options)
+    value = result[0] if isinstance(result, tuple) else result
+    return torch.autograd.grad(value.sum() * 3, bias)[0]
