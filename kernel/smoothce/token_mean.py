@@ -12,7 +12,7 @@ def token_mean_factor(
     *,
     steps: int | None = None,
     ignore_index: int = -100,
-) -> Tensor:  # ()
+) -> Tensor:  # () fp32
     """What each micro-batch's summed loss is multiplied by, for an update of the mean over tokens.
 
         factor = ranks · steps / max(valid tokens over all ranks and micro-batches, 1)
@@ -20,20 +20,23 @@ def token_mean_factor(
     DDP and DeepSpeed average gradients over ranks, and Accelerate and DeepSpeed divide a loss by
     `gradient_accumulation_steps`; the numerator undoes both. `steps` is that divisor, by default
     the number of micro-batches; give 1 where nothing divides. A first token is never a target, so
-    its label does not count. Every rank calls this once for each update: it sums over the default
-    process group, where there is one. Raises ValueError where there are no labels or `steps` is
-    below 1, TypeError for a tensor in place of the list, or other things in it.
+    its label does not count.
+
+    Every rank calls this once for each update, since it sums over the default process group, where
+    there is one. Raises ValueError where there are no labels or `steps` is below 1, and TypeError
+    for a tensor in place of the list or for anything but tensors in it.
     """
-    if isinstance(labels, Tensor) or not all(isinstance(y, Tensor) for y in labels):
+    if isinstance(labels, Tensor) or not all(isinstance(batch, Tensor) for batch in labels):
         raise TypeError("labels must be a list of tensors, one a micro-batch")
     if steps is not None and steps < 1:
         raise ValueError(f"steps must be 1 or more, not {steps!r}")
-    if not labels:
+    if len(labels) == 0:
         raise ValueError("labels must hold this rank's micro-batches of one update, not nothing")
-    tokens = torch.stack([(y[..., 1:] != ignore_index).sum() for y in labels]).sum()
+    counts = [(batch[..., 1:] != ignore_index).sum() for batch in labels]
+    tokens = torch.stack(counts).sum()
     ranks = 1
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(tokens)
         ranks = dist.get_world_size()
-    divided = len(labels) if steps is None else steps
-    return ranks * divided / tokens.clamp(min=1).float()
+    divisor = len(labels) if steps is None else steps
+    return ranks * divisor / tokens.clamp(min=1).float()

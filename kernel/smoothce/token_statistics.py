@@ -5,7 +5,7 @@ from torch import Tensor
 
 from smoothce.dispatch import check_tensors
 from smoothce.linear_cross_entropy import linear_cross_entropy
-from smoothce.options import TokenStatistics, is_number
+from smoothce.options import TokenStatistics, accumulation_dtype, is_number
 
 
 @torch.no_grad()
@@ -26,26 +26,29 @@ def token_statistics(
         z_iv = cap(logit_scale · C_v · E_i + b_v) / temperature,    lse_i = logsumexp_v z_iv
         log p_i = z_i,y − lse_i,    H_i = lse_i − Σ_v p_iv z_iv,    argmax_i = argmax_v z_iv
 
-    Without a gradient, fp32 (fp64 for fp64 inputs); the caller shifts labels. Tokens labelled
-    `ignore_index` cost nothing. `linear_cross_entropy(return_statistics=True)` has them with the
-    loss, for nothing more. `impl` is as there.
+    They are in nats and fp32 (fp64 for fp64 inputs), without a gradient. The caller shifts labels.
+    Without labels there is no log-probability. Tokens labeled `ignore_index` cost nothing.
+    `linear_cross_entropy(return_statistics=True)` has the same with the loss, for nothing more, and
+    explains `impl`.
 
     Raises ValueError, TypeError or IndexError as `linear_cross_entropy` does.
     """
     check_tensors(hidden=hidden, weight=weight, bias=bias)
     if not (is_number(temperature) and temperature > 0):
         raise ValueError(f"temperature must be a positive number, not {temperature!r}")
-    targets, tau = labels, float(temperature)
-    if labels is None:
+    targets = labels
+    if targets is None:
         targets = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
         ignore_index = -1
-    # z / τ: a cap of c / τ on products times s / τ with a bias of b / τ
-    if tau != 1:
-        softcap = softcap and softcap / tau
-        logit_scale = (1.0 if logit_scale is None else logit_scale) / tau
+    if temperature != 1:
+        # cap(x) / τ is a cap of softcap / τ on x / τ, and x is a scaled product plus a bias.
+        divisor = float(temperature)
+        if softcap is not None:
+            softcap = softcap / divisor
+        logit_scale = (1.0 if logit_scale is None else logit_scale) / divisor
         if bias is not None:
-            bias = bias.to(torch.promote_types(bias.dtype, torch.float32)) / tau
-    _, found = linear_cross_entropy(
+            bias = bias.to(accumulation_dtype(bias.dtype)) / divisor
+    _, statistics = linear_cross_entropy(
         hidden,
         weight,
         targets,
@@ -56,4 +59,6 @@ def token_statistics(
         return_statistics=True,
         impl=impl,
     )
-    return found if labels is not None else found._replace(log_probability=None)
+    if labels is None:
+        return statistics._replace(log_probability=None)
+    return statistics
