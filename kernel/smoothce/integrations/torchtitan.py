@@ -1,0 +1,67 @@
+"""A loss for torchtitan. In a config of `config_registry.py`:
+
+    from smoothce.integrations.torchtitan import SmoothedLoss
+
+    loss=SmoothedLoss.Config(label_smoothing=0.1)
+
+It takes the place of `ChunkedLossWrapper`, whose hooks the trainer uses: the model leaves its head
+out, and the loss runs it with the labels. For a head that tensor parallelism splits it raises
+TypeError; there is `linear_cross_entropy(process_group=…)`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper
+from torchtitan.config import CompileConfig
+
+from smoothce.hf_patch.forwards import HeadForward
+from smoothce.hf_patch.settings import ModelLoss
+from smoothce.options import Options
+
+
+class SmoothedLoss(ChunkedLossWrapper):
+    """The summed loss by the number of an update's tokens, from hidden states.
+
+    Validation, which is without gradients, has the loss without smoothing."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ChunkedLossWrapper.Config):
+        label_smoothing: float = 0.0
+        softcap: float | None = None
+        logit_scale: float | None = None
+        z_loss: float = 0.0
+        filter_eps: float | str | None = None
+        workspace: int | str = "auto"
+
+    def __init__(self, config: Config, *, compile_config: CompileConfig | None = None) -> None:
+        super().__init__(config, compile_config=compile_config)
+        self.options = Options(
+            label_smoothing=config.label_smoothing,
+            softcap=config.softcap,
+            logit_scale=config.logit_scale,
+            z_loss=config.z_loss,
+            filter_eps=config.filter_eps,
+            workspace=config.workspace,
+            ignore_index=IGNORE_INDEX,
+            reduction="sum",
+        )
+
+    def set_lm_head(self, lm_head: nn.Module) -> None:
+        """The head, whose own forward computes the loss, so that FSDP2 gathers its weight."""
+        super().set_lm_head(lm_head)
+        lm_head.forward = HeadForward(lm_head, ModelLoss(self.options))
+
+    def __call__(
+        self,
+        pred: Tensor,  # (B, T, D), hidden states
+        labels: Tensor,  # (B, T), shifted
+        global_valid_tokens: Tensor | None = None,  # of the whole update, on all ranks
+        **loss_inputs: Any,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        assert self.lm_head is not None, "set_lm_head has not been called"
+        loss = self.lm_head(pred, labels=labels, smoothed=pred.requires_grad)
+        if global_valid_tokens is not None:
+            loss = loss / global_valid_tokens
+        return loss, {}
