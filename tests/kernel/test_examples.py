@@ -1,5 +1,7 @@
 """The examples run, and say what they should."""
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,3 +75,61 @@ def test_trl(world):
     trls = ["--output_dir", world / "out", "--max_steps=2", "--logging_steps=1"]
     said = run("trl_sft.py", *own, *trls, "--report_to=none", "--use_cpu=true")
     assert "'loss'" in said and (world / "out" / "model.safetensors").is_file()
+
+
+def updates(processes, rows):
+    """What the loop prints of each update."""
+    pytest.importorskip("transformers")
+    command = [sys.executable, EXAMPLES / "plain_loop.py"]
+    if processes > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        command[1:1] = launcher
+    environment = {**os.environ, "ROWS_OF_A_MICRO_BATCH": str(rows), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    numbers = re.findall(r"loss ([\d.]+), gradient ([\d.]+)", done.stdout)
+    return [float(number) for update in numbers for number in update]
+
+
+@pytest.mark.slow
+def test_the_plain_loops_updates_do_not_depend_on_how_they_are_split():
+    whole = updates(1, 8)
+    assert len(whole) == 6
+    for processes, rows in ((1, 2), (2, 2)):
+        assert updates(processes, rows) == pytest.approx(whole, rel=1e-4), (processes, rows)
+
+
+def test_the_plain_loops_first_update_is_dense_smoothing():
+    pytest.importorskip("transformers")
+    import plain_loop
+
+    ids, labels = plain_loop.rows_of_an_update(0)
+    logits = plain_loop.model_of_your_own()(ids).logits[:, :-1].flatten(0, 1)
+    dense_loss = F.cross_entropy(logits, labels[:, 1:].flatten(), label_smoothing=0.1)
+    assert updates(1, 8)[0] == pytest.approx(dense_loss.item(), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_lightning(world):
+    lightning = pytest.importorskip("lightning")
+    import lightning_sft
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.randint(3, 60, (4, 9), generator=torch.Generator().manual_seed(0))
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    loader = torch.utils.data.DataLoader(rows, batch_size=4)
+    module = lightning_sft.SmoothedLanguageModel(
+        str(world / "model"), label_smoothing=0.2, learning_rate=0.0
+    )
+    trainer = lightning.Trainer(
+        max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False
+    )
+    trainer.fit(module, loader, loader)
+
+    model = AutoModelForCausalLM.from_pretrained(world / "model")
+    logits = model(ids).logits[:, :-1].flatten(0, 1)
+    for name, beta in (("loss", 0.2), ("validation_loss", 0.0)):
+        want = F.cross_entropy(logits, ids[:, 1:].flatten(), label_smoothing=beta)
+        torch.testing.assert_close(trainer.callback_metrics[name], want, rtol=1e-4, atol=1e-5)
+    assert module.model.lm_head._smoothce.loss.options.label_smoothing == 0.2
+    assert "loss" in run("lightning_sft.py", world / "model")
