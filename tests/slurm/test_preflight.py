@@ -54,6 +54,23 @@ def test_a_profiles_file_that_is_not_there_is_named(toy_file, profile, key, valu
     assert f"{profile(**{key: value})}: {key}: {value}: " in problems(path)
 
 
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604])
+def test_a_secrets_file_that_others_can_read_is_refused(toy_file, profile, tmp_path, mode):
+    file = tmp_path / "secrets.env"
+    file.write_text("HF_TOKEN=hf_x\n")
+    file.chmod(mode)
+    printed = problems(toy_file(cluster=profile(secrets_file=str(file))))
+    assert f"secrets_file: {file}: others can read it: chmod 600 {file}" in printed
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o400])
+def test_a_secrets_file_that_is_its_users_alone_passes(toy_file, profile, tmp_path, mode):
+    file = tmp_path / "secrets.env"
+    file.write_text("HF_TOKEN=hf_x\n")
+    file.chmod(mode)
+    assert problems(toy_file(cluster=profile(secrets_file=str(file)))) == ""
+
+
 def test_a_python_that_set_up_lines_make_need_not_be_there(toy_file, profile):
     assert problems(toy_file(cluster=profile(python="made", setup=["make it"]))) == ""
 

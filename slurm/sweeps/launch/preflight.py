@@ -1,7 +1,9 @@
 """Everything that would stop a sweep later, found and named before anything is queued."""
 
 import os
+import shlex
 import shutil
+import stat
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -75,9 +77,15 @@ def _packages(plan: SweepPlan) -> Iterator[str]:
 
 
 def _secrets_file(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
-    file = cluster.secrets_file
-    if file and not Path(expand("secrets_file", file)).is_file():
-        yield f"{plan.sweep.cluster}: secrets_file: {file}: no such file"
+    """A file of tokens that is not there, or that other users can read."""
+    if not cluster.secrets_file:
+        return
+    key = f"{plan.sweep.cluster}: secrets_file: {cluster.secrets_file}"
+    file = Path(expand("secrets_file", cluster.secrets_file))
+    if not file.is_file():
+        yield f"{key}: no such file"
+    elif file.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        yield f"{key}: others can read it: chmod 600 {shlex.quote(str(file))}"
 
 
 def _output_root(plan: SweepPlan) -> Iterator[str]:
