@@ -80,6 +80,30 @@ def test_what_slurm_would_not_read_in_a_path_is_refused(toy_file, profile, tmp_p
     assert "Slurm reads % in paths" in problems(path, f"output_root={tmp_path}/100%A")
 
 
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [("{file}/runs", "Not a directory"), ("/proc/runs", "No such file or directory")],
+    ids=["below a file", "where nobody makes folders"],
+)
+def test_an_output_root_that_cannot_be_written_is_named(toy_file, profile, tmp_path, place, reason):
+    file = tmp_path / "file"
+    file.touch()
+    root = place.format(file=file)
+    path = toy_file(cluster=profile(), output_root=root)
+    message = f"output_root: {root}/toy: cannot be written: "
+    for executor in ("local", "slurm"):
+        printed = command("launch", path, "--dry-run", "--executor", executor).stdout
+        assert f"a launch would refuse: {message}" in printed and reason in printed
+    assert message in launch(path, "--executor", "local", code=2)
+
+
+def test_asking_whether_an_output_root_can_be_written_leaves_nothing(toy_file, tmp_path):
+    before = sorted(tmp_path.iterdir())
+    path = toy_file()
+    assert problems(path) == ""
+    assert sorted(tmp_path.iterdir()) == sorted([*before, path])
+
+
 def test_a_variable_of_the_profile_that_is_not_set_here_is_named(toy_file, profile):
     path = toy_file(cluster=profile(cache="$WORK/hub"))
     with pytest.raises(InputError, match=r"cache: \$WORK/hub: \$WORK is not set here: export"):

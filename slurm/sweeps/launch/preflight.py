@@ -5,6 +5,7 @@ import shlex
 import shutil
 import stat
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,7 +43,8 @@ def problems(plan: SweepPlan, executor: str) -> list[str]:
     if executor == "local":
         local.workers(plan.sweep)
     else:
-        found.extend(_output_root(plan))
+        found.extend(_unreadable_path(plan))
+    found.extend(_unwritable(plan))
     return list(dict.fromkeys(found))
 
 
@@ -88,10 +90,24 @@ def _secrets_file(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
         yield f"{key}: others can read it: chmod 600 {shlex.quote(str(file))}"
 
 
-def _output_root(plan: SweepPlan) -> Iterator[str]:
+def _unreadable_path(plan: SweepPlan) -> Iterator[str]:
+    """A folder whose path sbatch would not read as it stands."""
     folder = str(plan.folder.absolute())
     if "%" in folder:
         yield f"output_root: {folder}: Slurm reads % in paths; another folder"
+
+
+def _unwritable(plan: SweepPlan) -> Iterator[str]:
+    """A folder that cannot be made or written, found by making and deleting another one there."""
+    folder = plan.folder.absolute()
+    existing = folder
+    while not os.path.exists(existing):
+        existing = existing.parent
+    try:
+        with tempfile.TemporaryDirectory(dir=existing, prefix=".sweeps-"):
+            pass
+    except OSError as error:
+        yield f"output_root: {folder}: cannot be written: {existing}: {error.strerror}"
 
 
 def _files(plan: SweepPlan) -> list[str]:
