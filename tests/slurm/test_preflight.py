@@ -104,6 +104,13 @@ def test_asking_whether_an_output_root_can_be_written_leaves_nothing(toy_file, t
     assert sorted(tmp_path.iterdir()) == sorted([*before, path])
 
 
+def test_an_output_root_of_two_lines_is_refused(toy_file, profile, tmp_path):
+    """sbatch would end with: Unmatched '."""
+    root = f"{tmp_path}/two\nlines"
+    printed = problems(toy_file(cluster=profile(), output_root=root))
+    assert f"output_root: {root + '/toy'!r}: a path of one line is needed" in printed
+
+
 def test_a_variable_of_the_profile_that_is_not_set_here_is_named(toy_file, profile):
     path = toy_file(cluster=profile(cache="$WORK/hub"))
     with pytest.raises(InputError, match=r"cache: \$WORK/hub: \$WORK is not set here: export"):

@@ -19,7 +19,7 @@ from sweeps.runs.backend import load_backend
 from sweeps.runs.conversations import conversations
 from sweeps.runs.grid import SweepPlan
 from sweeps.runs.run import Run
-from sweeps.runs.schema import Cluster, load_cluster
+from sweeps.runs.schema import Cluster, load_cluster, one_line
 from sweeps.runs.yaml_io import cli_command, expand
 
 READ_CONVERSATIONS = 100_000  # of a training file, of which the format is checked
@@ -95,6 +95,8 @@ def _unreadable_path(plan: SweepPlan) -> Iterator[str]:
     folder = str(plan.folder.absolute())
     if "%" in folder:
         yield f"output_root: {folder}: Slurm reads % in paths; another folder"
+    if not one_line(folder):
+        yield f"output_root: {folder!r}: a path of one line is needed"
 
 
 def _unwritable(plan: SweepPlan) -> Iterator[str]:

@@ -6,17 +6,32 @@ description of a field is what `python -m sweeps keys` prints of it.
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from calibeval.io import read_text
 from calibeval.request import Natural, Positive, Request, Seq, Strict
 from calibeval.tasks import SPLITS
 from sweeps.runs.yaml_io import check, read_yaml
 
+
+def one_line(text: str) -> bool:
+    """Whether a text has no line breaks, and no NUL, which ends a text for other programs."""
+    return not re.search(r"[\n\r\0]", text)
+
+
+def _check_line(text: str) -> str:
+    if not one_line(text):
+        raise PydanticCustomError("line", "must be one line")
+    return text
+
+
+Line = Annotated[str, AfterValidator(_check_line)]  # a text that a script for sbatch may hold
 Time = Annotated[str, Field(pattern=r"^((\d+-)?\d+(:\d+){0,2}|INFINITE|UNLIMITED)$")]
 # The loss without smoothing of conversations that are never trained on: as a column of metrics, and
 # as a value of `select_on`.
@@ -160,24 +175,24 @@ class Sweep(Strict):
 class Cluster(Strict):
     """A cluster profile: what differs between clusters, and nothing that belongs to a sweep."""
 
-    account: str | None = option(None, "sbatch --account")
-    partition: str | None = option(None, "sbatch --partition")
-    qos: str | None = option(None, "sbatch --qos")
-    constraint: str | None = option(None, "sbatch --constraint, for example h100")
+    account: Line | None = option(None, "sbatch --account")
+    partition: Line | None = option(None, "sbatch --partition")
+    qos: Line | None = option(None, "sbatch --qos")
+    constraint: Line | None = option(None, "sbatch --constraint, for example h100")
     time: Time = option("1-00:00", "of a job; a run is warned before, saves and goes on")
     score_time: Time = option("4:00:00", "of a job that only scores, or collects")
     cpus_per_process: Positive = option(4, "a process is one GPU's worth")
     gpus_per_process: Natural = option(1, "0 on a cluster without GPUs")
-    gpu_type: str | None = option(None, "sbatch --gpus-per-node=TYPE:N")
-    memory_per_node: str | None = option(None, "sbatch --mem, for example 64G")
+    gpu_type: Line | None = option(None, "sbatch --gpus-per-node=TYPE:N")
+    memory_per_node: Line | None = option(None, "sbatch --mem, for example 64G")
     signal_seconds: Positive = option(300, "how long before the time limit a run saves")
-    modules: Seq[str] = option((), "module load …")
+    modules: Seq[Line] = option((), "module load …")
     setup: Seq[str] = option((), "shell lines, `export X=…` among them; the first to fail ends all")
-    python: str = option("auto", "command in the job; auto: the interpreter that submits")
-    pass_environment: Seq[str] = option((), "variables to copy from the shell; no others are")
-    secrets_file: str | None = option(None, "NAME=value lines, tokens', read in jobs; chmod 600")
+    python: Line = option("auto", "command in the job; auto: the interpreter that submits")
+    pass_environment: Seq[Line] = option((), "variables to copy from the shell; no others are")
+    secrets_file: Line | None = option(None, "NAME=value lines, tokens', read in jobs; chmod 600")
     offline: bool = option(False, "nodes have no internet: Hugging Face and wandb make no call")
-    cache: str | None = option(None, "HF_HOME of the jobs, which prefetch fills")
+    cache: Line | None = option(None, "HF_HOME of the jobs, which prefetch fills")
     extra: Seq[Annotated[str, Field(pattern=r"^--[a-z-]+(=.+)?$")]] = option(
         (), "more of sbatch's, --mail-type=FAIL"
     )
