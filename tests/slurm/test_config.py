@@ -126,7 +126,12 @@ def test_a_folder_that_no_launch_has_made_is_no_sweep(tmp_path):
     [
         ("partitoin: gpu", "partitoin: unknown key"),
         ("time: 12", "Input should be a valid string"),
-        ("score_time: 12 hours", "score_time: found '12 hours': String should match"),
+        (
+            "score_time: 12 hours",
+            "score_time: found '12 hours': write 12:00:00 (hours) or 1-00:00 (days-hours:minutes)",
+        ),
+        ('partition: "gpu\\nother"', "partition: found 'gpu\\nother': must be one line"),
+        ('modules: ["a\\nb"]', "modules.0: found 'a\\nb': must be one line"),
         ("extra: [-C gpu]", "String should match pattern"),
     ],
 )
@@ -134,6 +139,27 @@ def test_what_a_profile_has_wrong_is_named(tmp_path, text, message):
     file = tmp_path / "odd.yaml"
     words = profile_refusal(file, text)
     assert words.startswith(f"{file}:") and message in words
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("time: '5:00'", "signal_seconds: 300 s before the end of time, 5:00, is"),
+        ("{time: '0-1', signal_seconds: 3600}", "signal_seconds: 3600 s before the end of time"),
+        ("{time: '2', signal_seconds: 121}", "signal_seconds: 121 s before the end of time"),
+        ("score_time: '4'", "signal_seconds: 300 s before the end of score_time, 4, is"),
+    ],
+)
+def test_a_warning_before_a_job_begins_is_refused(tmp_path, text, message):
+    words = profile_refusal(tmp_path / "early.yaml", text)
+    assert message in words and "lower it, or ask for more time" in words
+
+
+@pytest.mark.parametrize("time", ["INFINITE", "0", "1-00:00:01", "1:00:00", "6:00", "6"])
+def test_a_warning_while_a_job_runs_is_taken(tmp_path, time):
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"time: '{time}'")
+    assert load_cluster(str(file)).time == time
 
 
 def test_every_key_is_printed():

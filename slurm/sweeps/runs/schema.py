@@ -5,6 +5,7 @@ description of a field is what `python -m sweeps keys` prints of it.
 """
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -32,7 +33,30 @@ def _check_line(text: str) -> str:
 
 
 Line = Annotated[str, AfterValidator(_check_line)]  # a text that a script for sbatch may hold
-Time = Annotated[str, Field(pattern=r"^((\d+-)?\d+(:\d+){0,2}|INFINITE|UNLIMITED)$")]
+
+
+def _check_time(text: str) -> str:
+    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}|INFINITE|UNLIMITED", text, re.ASCII):
+        raise PydanticCustomError("time", "write 12:00:00 (hours) or 1-00:00 (days-hours:minutes)")
+    return text
+
+
+Time = Annotated[str, AfterValidator(_check_time)]  # a time limit as sbatch reads it
+
+
+def limit_seconds(time: str) -> float:
+    """The seconds of a time limit as sbatch reads it, such as 90 (minutes), 1:30:00 or 0-1:30."""
+    if time in ("INFINITE", "UNLIMITED"):
+        return math.inf
+    days, dash, clock = time.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    if not dash and len(parts) < 3:
+        parts.insert(0, 0)  # without days, one or two numbers begin with the minutes
+    hours, minutes, seconds = [*parts, 0, 0][:3]
+    total = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+    return total or math.inf  # to Slurm, 0 is no limit
+
+
 # The loss without smoothing of conversations that are never trained on: as a column of metrics, and
 # as a value of `select_on`.
 HELD_OUT = "held_out_loss"
@@ -185,7 +209,7 @@ class Cluster(Strict):
     gpus_per_process: Natural = option(1, "0 on a cluster without GPUs")
     gpu_type: Line | None = option(None, "sbatch --gpus-per-node=TYPE:N")
     memory_per_node: Line | None = option(None, "sbatch --mem, for example 64G")
-    signal_seconds: Positive = option(300, "how long before the time limit a run saves")
+    signal_seconds: Positive = option(300, "how long before a time limit a run saves; less than both")
     modules: Seq[Line] = option((), "module load …")
     setup: Seq[str] = option((), "shell lines, `export X=…` among them; the first to fail ends all")
     python: Line = option("auto", "command in the job; auto: the interpreter that submits")
@@ -196,6 +220,17 @@ class Cluster(Strict):
     extra: Seq[Annotated[str, Field(pattern=r"^--[a-z-]+(=.+)?$")]] = option(
         (), "more of sbatch's, --mail-type=FAIL"
     )
+
+    @model_validator(mode="after")
+    def _jobs_begin_before_they_are_warned(self) -> "Cluster":
+        for key in ("time", "score_time"):
+            limit = getattr(self, key)
+            if self.signal_seconds >= limit_seconds(limit):
+                raise ValueError(
+                    f"signal_seconds: {self.signal_seconds} s before the end of {key}, {limit}, is "
+                    "before a job begins; lower it, or ask for more time"
+                )
+        return self
 
 
 def documentation(
