@@ -162,6 +162,35 @@ def test_a_warning_while_a_job_runs_is_taken(tmp_path, time):
     assert load_cluster(str(file)).time == time
 
 
+@pytest.mark.parametrize(
+    ("option", "remedy"),
+    [
+        ("--export=ALL", "pass_environment"),
+        ("--exp=ALL", "pass_environment"),  # sbatch takes the beginning of an option
+        ("--export-file=x", "pass_environment"),
+        ("--array=0-9", "throttle"),
+        ("--signal=USR1@9", "signal_seconds"),
+        ("--output=/dev/null", "jobs/"),
+        ("--no-requeue", "requeue themselves"),
+        ("--dependency=singleton", "wait for each other"),
+        ("--wait", "would not return"),
+        ("--test-only", "--dry-run"),
+    ],
+)
+def test_extra_options_do_not_replace_what_sweeps_needs(tmp_path, option, remedy):
+    words = profile_refusal(tmp_path / "extra.yaml", f"extra: ['{option}']")
+    assert f"extra.0: found '{option}': " in words and remedy in words
+
+
+@pytest.mark.parametrize(
+    "option", ["--exclusive", "--mail-type=FAIL", "--mem-per-cpu=2G", "--job-name=x"]
+)
+def test_other_extra_options_are_taken(tmp_path, option):
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"extra: ['{option}']")
+    assert load_cluster(str(file)).extra == (option,)
+
+
 def test_every_key_is_printed():
     latin = {**os.environ, "PYTHONIOENCODING": "latin-1"}  # which has no β
     printed = command("keys", "open-instruct", env=latin).stdout

@@ -63,6 +63,40 @@ HELD_OUT = "held_out_loss"
 COLUMNS = "accuracy,ece,rms"
 
 
+# Options of sbatch that `extra` may not hold, and what to do instead: the jobs need their own.
+RESERVED_OPTIONS = {
+    "array": "each run is an element of it; throttle in the sweep limits how many run at a time",
+    "export": "name variables in pass_environment",
+    "export-file": "name variables in pass_environment",
+    "output": "jobs print into jobs/ of the sweep's folder",
+    "error": "jobs print into jobs/ of the sweep's folder",
+    "open-mode": "what an earlier attempt has printed is kept",
+    "signal": "signal_seconds says when a run is warned",
+    "no-requeue": "runs requeue themselves at the time limit",
+    "dependency": "jobs of a sweep wait for each other",
+    "kill-on-invalid-dep": "jobs of a sweep wait for each other",
+    "wait": "the launch would not return",
+    "test-only": "launch --dry-run shows what is submitted",
+    "wrap": "the jobs have a script",
+}
+
+
+def _check_extra(text: str) -> str:
+    """Refuse a reserved option, also by its beginning alone: sbatch takes that too."""
+    name = text.removeprefix("--").partition("=")[0]
+    for reserved, remedy in RESERVED_OPTIONS.items():
+        if reserved.startswith(name):
+            raise PydanticCustomError(
+                "reserved",
+                "--{name} is not for profiles: {remedy}",
+                {"name": reserved, "remedy": remedy},
+            )
+    return text
+
+
+ExtraOption = Annotated[str, Field(pattern=r"^--[a-z-]+(=.+)?$"), AfterValidator(_check_extra)]
+
+
 def option(default: Any, description: str, **constraints: Any) -> Any:
     """A field of a model, with pydantic's constraints; `...` as its default makes it required.
 
@@ -209,7 +243,9 @@ class Cluster(Strict):
     gpus_per_process: Natural = option(1, "0 on a cluster without GPUs")
     gpu_type: Line | None = option(None, "sbatch --gpus-per-node=TYPE:N")
     memory_per_node: Line | None = option(None, "sbatch --mem, for example 64G")
-    signal_seconds: Positive = option(300, "how long before a time limit a run saves; less than both")
+    signal_seconds: Positive = option(
+        300, "how long before a time limit a run saves; less than both"
+    )
     modules: Seq[Line] = option((), "module load …")
     setup: Seq[str] = option((), "shell lines, `export X=…` among them; the first to fail ends all")
     python: Line = option("auto", "command in the job; auto: the interpreter that submits")
@@ -217,9 +253,7 @@ class Cluster(Strict):
     secrets_file: Line | None = option(None, "NAME=value lines, tokens', read in jobs; chmod 600")
     offline: bool = option(False, "nodes have no internet: Hugging Face and wandb make no call")
     cache: Line | None = option(None, "HF_HOME of the jobs, which prefetch fills")
-    extra: Seq[Annotated[str, Field(pattern=r"^--[a-z-]+(=.+)?$")]] = option(
-        (), "more of sbatch's, --mail-type=FAIL"
-    )
+    extra: Seq[ExtraOption] = option((), "more of sbatch's, --mail-type=FAIL")
 
     @model_validator(mode="after")
     def _jobs_begin_before_they_are_warned(self) -> "Cluster":
