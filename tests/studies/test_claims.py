@@ -238,7 +238,7 @@ def test_the_base_models_mean_prediction_is_made_before_it_is_a_target(tiny, fol
     monkeypatch.setattr(claims.subprocess, "Popen", launch)
     assert claims.train("tiny", "base-mean", asked) == 0
     _, updates = baselines.read(plan_sweep(claims.FILE, asked).runs[0].config().train_options)
-    z, _ = answers("models/tiny", updates, updates.kept[:9])
+    z, _ = answers("models/tiny", updates, updates.train_conversations[:9])
     (u,) = found
     assert u.dtype == float and abs(u.sum() - 1) < 1e-12
     np.testing.assert_allclose(u, z.softmax(-1).mean(0), rtol=1e-5)

@@ -61,7 +61,9 @@ class OpenInstructOptions(CommonOptions):
         "finetune.py's own loss alone without smoothing.",
     )
     filter_eps: float | Literal["auto"] | None = option(
-        None, "Probability below which smoothce leaves out gradient terms; null leaves out none."
+        None,
+        "Threshold of smoothce's filter, which leaves out small parts of the gradient on a GPU for "
+        "speed; `auto` chooses it by the vocabulary's size, null keeps the gradient exact.",
     )
 
 

@@ -124,7 +124,9 @@ class TrainOptions(CommonOptions):
         "max_train_samples. Their loss without smoothing is measured after each epoch.",
     )
     filter_eps: Annotated[float, Field(gt=0, lt=1)] | Literal["auto"] | None = option(
-        None, "Probability below which smoothce leaves out gradient terms; null leaves out none."
+        None,
+        "Threshold of smoothce's filter, which leaves out small parts of the gradient on a GPU for "
+        "speed; `auto` chooses it by the vocabulary's size, null keeps the gradient exact.",
     )
     smoothing_target: Annotated[str, Field(pattern=r"^unigram$|\.npy$")] | None = option(
         None,
