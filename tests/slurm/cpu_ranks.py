@@ -1,11 +1,15 @@
 """`python -m sweeps train` where accelerate shards a model (FSDP) on CPU ranks too.
 
-By itself accelerate does so on accelerators only. Here every rank says that it is one.
+By itself accelerate does so on accelerators only. Here every rank says that it is one. Each prints
+whether it has read the model's weights, and how often an update gathers sharded ones.
 """
 
+import os
 import sys
+from typing import Any
 
 import torch
+import torch.distributed.fsdp._fully_shard._fsdp_param_group as fsdp_group
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 
@@ -21,7 +25,51 @@ def use_the_cpu(self: PartialState) -> None:
 PartialState._prepare_backend = use_gloo
 PartialState.set_device = use_the_cpu
 
+
+def report_loading() -> None:
+    """Print on each rank whether the weights that it has loaded are the model's or empty."""
+    from sweeps.training import fit
+
+    load_model = fit.load_model
+
+    def load_and_report(*arguments: Any) -> Any:
+        model = load_model(*arguments)
+        has_weights = any(bool(value.any()) for value in model.parameters())
+        print(
+            f"rank {os.environ['RANK']}: weights {'read' if has_weights else 'empty'}", flush=True
+        )
+        return model
+
+    fit.load_model = load_and_report
+
+
+def report_gatherings() -> None:
+    """Print after each update how often FSDP2 has gathered weights for it."""
+    from sweeps.training.hf_trainer import SweepTrainer
+
+    gather = fsdp_group.foreach_all_gather
+    training_step = SweepTrainer.training_step
+    gatherings = 0
+
+    def gather_and_count(*arguments: Any, **more: Any) -> Any:
+        nonlocal gatherings
+        gatherings += 1
+        return gather(*arguments, **more)
+
+    def step_and_report(self: SweepTrainer, *arguments: Any, **more: Any) -> Any:
+        before = gatherings
+        loss = training_step(self, *arguments, **more)
+        if os.environ["RANK"] == "0":
+            print(f"gatherings: {gatherings - before}", flush=True)
+        return loss
+
+    fsdp_group.foreach_all_gather = gather_and_count
+    SweepTrainer.training_step = step_and_report
+
+
 if __name__ == "__main__":
     from sweeps.cli import main
 
+    report_loading()
+    report_gatherings()
     sys.exit(main(["train", *sys.argv[1:]]))

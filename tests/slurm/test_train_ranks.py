@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from real import PROJECT, prepare
+from real import PROJECT, equal, prepare
 from safetensors.torch import load_file
+from training_helpers import logged
 
 from sweeps.runs.files import read_rows
 from sweeps.runs.run import Run
@@ -51,7 +52,7 @@ def train_on_two_ranks(run: Run, exit_code: int = 0) -> str:
     assert (finished.returncode == 0) == (exit_code == 0), output
     if exit_code:
         assert f"exitcode  : {exit_code} " in output, output
-    return finished.stdout
+    return finished.stdout + finished.stderr
 
 
 def zero_config(folder: Path, stage: int) -> str:
@@ -126,3 +127,56 @@ def test_two_ranks_are_one_process(sweep_file, tmp_path, how, lora):
     assert_same_metrics(one, two, {"loss": 1e-6, "held_out_loss": 1e-6, "grad_norm": 1e-5})
     # Under LoRA, Adam's first steps magnify gradients that are next to nothing.
     assert_close_weights(one, two, absolute_tolerance=1e-4 if lora else 2e-6)
+
+
+def fsdp_run(sweep_file: Any, folder: Path, name: str, config: dict, **train: Any) -> Run:
+    """A run of three updates on two ranks, with FSDP2 and these settings more."""
+    file = folder / f"{name}.json"
+    file.write_text(json.dumps({"version": 2, "reshard_after_forward": True, **config}))
+    path = sweep_file(
+        grid={},
+        train={**TRAIN, "max_train_steps": 3, **train},
+        name=name,
+        world={"processes_per_node": 2, "fsdp": str(file)},
+    )
+    return prepare(path)
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 4, "alpha": 8.0}])
+def test_the_first_rank_alone_reads_the_model(sweep_file, tmp_path, lora):
+    """The weights that are trained are bit for bit those of ranks that all read it."""
+    one_reads = fsdp_run(sweep_file, tmp_path, "one", {}, lora=lora)
+    output = train_on_two_ranks(one_reads)
+    assert "rank 0: weights read" in output
+    assert "rank 1: weights empty" in output
+
+    all_read = fsdp_run(
+        sweep_file, tmp_path, "all", {"cpu_ram_efficient_loading": False}, lora=lora
+    )
+    output = train_on_two_ranks(all_read)
+    assert "rank 0: weights read" in output
+    assert "rank 1: weights read" in output
+
+    assert equal(one_reads, all_read)
+    assert logged(one_reads) == logged(all_read)
+
+
+def test_gradient_checkpointing_gathers_no_weights_twice(sweep_file, tmp_path):
+    """Under FSDP2, whatever transformers warns of; and dropout's masks are drawn again alike."""
+    dropout = {"attention_dropout": 0.1}
+    plain = fsdp_run(sweep_file, tmp_path, "plain", {}, **dropout)
+    checkpointed = fsdp_run(
+        sweep_file, tmp_path, "checkpointed", {}, gradient_checkpointing=True, **dropout
+    )
+    output_of_plain = train_on_two_ranks(plain)
+    output = train_on_two_ranks(checkpointed)
+    assert gatherings(output) == gatherings(output_of_plain)
+    assert "redundant AllGather" not in output
+    assert equal(plain, checkpointed)
+
+
+def gatherings(output: str) -> list[str]:
+    """The lines of cpu_ranks that count gatherings, one an update."""
+    lines = [line for line in output.splitlines() if line.startswith("gatherings: ")]
+    assert len(lines) == 3
+    return lines

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import enable_fsdp_ram_efficient_loading
 from transformers import TrainingArguments
 
 from calibeval.io import InputError
@@ -27,6 +28,12 @@ def training_arguments(
     """
     gpu = torch.cuda.is_available()
     fsdp = distributed.read("fsdp")
+    fsdp2 = False
+    first_rank_reads = False
+    if fsdp is not None:
+        fsdp = adapted_fsdp_config(fsdp)
+        fsdp2 = fsdp["version"] == 2
+        first_rank_reads = fsdp2 and is_true(fsdp["cpu_ram_efficient_loading"])
     deepspeed = distributed.read("deepspeed")
     clip_grad_norm = gradient_norm_limit(train_options, deepspeed)
     if deepspeed is not None:
@@ -46,7 +53,7 @@ def training_arguments(
         weight_decay=train_options.weight_decay,
         max_grad_norm=clip_grad_norm,
         per_device_train_batch_size=train_options.per_device_train_batch_size,
-        gradient_checkpointing=train_options.gradient_checkpointing,
+        gradient_checkpointing=train_options.gradient_checkpointing and not fsdp2,  # see below
         gradient_checkpointing_kwargs={"use_reentrant": False},
         seed=train_options.seed,
         label_smoothing_factor=train_options.label_smoothing,  # which trackers show
@@ -70,6 +77,13 @@ def training_arguments(
         run_name=run.name,
         project=TRACKER_PROJECT,
     )
+    # Given above, it would make transformers warn that weights are gathered twice. FSDP1 does so;
+    # FSDP2 gathers as often with it as without. The `activation_checkpointing` that the warning
+    # advises would draw other dropout masks when it computes activations again.
+    arguments.gradient_checkpointing = train_options.gradient_checkpointing
+    if first_rank_reads:
+        # The model is loaded before the Trainer, which would say so too late.
+        enable_fsdp_ram_efficient_loading()
     if arguments.world_size != distributed.processes_per_node:
         raise InputError(
             f"{run.config_file}: world asks for {distributed.processes_per_node} processes, "
@@ -89,6 +103,24 @@ def gradient_norm_limit(train_options: TrainOptions, deepspeed: dict[str, Any] |
     if limit is None or limit == "auto":
         return 0.0
     return float(limit)
+
+
+def adapted_fsdp_config(fsdp: dict[str, Any]) -> dict[str, Any]:
+    """An FSDP config by which the first rank alone reads the model, unless it says otherwise.
+
+    With `cpu_ram_efficient_loading` it reads and widens the weights and broadcasts them; else every
+    rank reads and widens all of them. transformers takes each key with `fsdp_` before it too.
+    """
+    adapted = {key.removeprefix("fsdp_"): value for key, value in fsdp.items()}
+    adapted["version"] = int(adapted.get("version", 2))
+    if adapted["version"] == 2:
+        adapted.setdefault("cpu_ram_efficient_loading", True)
+    return adapted
+
+
+def is_true(setting: Any) -> bool:
+    """Whether a setting of an FSDP file is true, which transformers also takes as text."""
+    return str(setting).lower() == "true"
 
 
 def adapted_deepspeed_config(deepspeed: dict[str, Any], clip_grad_norm: float) -> dict[str, Any]:
