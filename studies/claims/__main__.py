@@ -4,8 +4,8 @@
     python -m studies.claims MODEL [PART …] [key=value …]
 
 MODEL is a folder of models/. Those parts, or all of them, one after another, and then what rests on
-them; the records of each run are packed into records/MODEL/ as it ends, and what is there is not
-run again, on whatever machine:
+them; the records of each run are packed into records/MODEL/ as it ends, and `report` merges them
+into records/MODEL.parquet. What is there is not run again, on whatever machine:
 
     grid          4 learning rates at β = 0; the lowest held-out loss chooses that of other parts
     seeds         the base model; β of 0, 0.1, 0.2, 0.3 and 0.5, five seeds
@@ -22,7 +22,7 @@ run again, on whatever machine:
     averaged      weights averaged with the base model's after β = 0
     price         entropy less NLL of each model that is still there, and the temperature that
                   pays it back
-    report        what smoothing does in each setting, as records/MODEL/ tells, and to all models
+    report        what smoothing does in each setting, as the records tell, and to all models
                   in forest.png
 
 An interrupted run goes on where its folder is. key=value overrides the sweep of every part, for
@@ -48,7 +48,7 @@ from calibeval.io import InputError, atomic_write, finish, json_lines, write_row
 from calibeval.measures import Sample
 from calibeval.records import meta
 from calibeval.records import read as read_records
-from studies.claims import packed
+from studies.claims.records import RecordStore, RunRecord
 from studies.demo.report import at_temperature
 from sweeps.results.selection import held_out_loss
 from sweeps.runs.conversations import conversations
@@ -196,33 +196,38 @@ def train(model: str, part: str, asked: list[str]) -> int:
 def without_records(model: str, part: str, asked: list[str]) -> list[list[str]]:
     """Overrides that leave the runs without records: seeds that lack the same together."""
     of, alike = plan_sweep(FILE, asked), {}
-    cells = [c.config().train for c in of.runs if not record(model, part, c).exists()]
+    there = store().keys(model)
+    cells = [c.config().train for c in of.runs if key(part, c) not in there]
     for seed, of_seed in pd.DataFrame(cells, columns=SETTING).groupby("seed"):
         changes = tuple(f"grid.{key}={of_seed[key].unique().tolist()}" for key in VARIED)
         alike.setdefault(changes, []).append(int(seed))
-    scored = of.baselines and all(record(model, part, cell).exists() for cell in of.baselines)
+    scored = of.baselines and all(key(part, cell) in there for cell in of.baselines)
     base = ["score.base=false"] if scored else []
     return [[*changes, f"grid.seed={seeds}", *base] for changes, seeds in alike.items()]
 
 
-def record(model: str, part: str, cell: Run) -> Path:
-    """Where the records of a run are packed; those of the base model are no part's own."""
-    return RECORDS / model / (part if cell.config().backend else "base") / f"{cell.name}.xz"
+def store() -> RecordStore:
+    """The records of all models."""
+    return RecordStore(RECORDS)
+
+
+def key(part: str, cell: Run) -> tuple[str, str]:
+    """What tells a run's records apart; those of the base model are no part's own."""
+    return (part if cell.config().backend else "base"), cell.name
 
 
 def chosen_rate(model: str) -> float:
     """The learning rate of the lowest held-out loss at β = 0."""
-    folder = RECORDS / model / "grid"
-    found = [packed.about(path) for path in folder.glob("*.xz")]
-    if not found:
-        raise InputError(f"{folder}: no run is trained; the part grid comes first")
-    return min(found, key=lambda about: about["held_out_loss"])["learning_rate"]
+    runs = [record for record in store().runs(model) if record.part == "grid"]
+    if not runs:
+        raise InputError(f"{model}, grid: no run is trained; the part grid comes first")
+    return min(runs, key=lambda record: record.held_out_loss).learning_rate
 
 
 def equal_rate(model: str) -> float:
     """The learning rate with the held-out loss at β = 0 that `seeds` has at β = 0.1: between those
     of the grid, by their logarithms, on that side of the chosen one where losses grow most."""
-    of = pd.DataFrame([packed.about(path) for path in (RECORDS / model).glob("*/*.xz")])
+    of = pd.DataFrame(store().runs(model))
     grid = of[of.part == "grid"].groupby("learning_rate").held_out_loss.mean()
     loss = of[(of.part == "seeds") & (of.label_smoothing == 0.1)].held_out_loss.mean()
     best = grid.idxmin()
@@ -232,14 +237,14 @@ def equal_rate(model: str) -> float:
 
 def pack(model: str, part: str, of: SweepPlan) -> None:
     """Pack the records of the runs that have ended."""
+    there = store().keys(model)
     for cell in (*of.baselines, *of.runs):
-        out = record(model, part, cell)
-        if cell.done and not out.exists():
-            about = {key: cell.config().train.get(key) for key in SETTING}
-            about |= {"part": out.parent.name, "held_out_loss": held_out_loss(cell)}
+        if cell.done and key(part, cell) not in there:
+            setting = {name: cell.config().train.get(name) for name in SETTING}
+            record = RunRecord(*key(part, cell), held_out_loss=held_out_loss(cell), **setting)
             tasks = cell.config().score.tasks if cell.config().score else ()
             files = {task.key: cell.scores / f"{task.key}.jsonl" for task in tasks}
-            packed.pack(files, about, out)
+            store().add(model, record, files)
 
 
 def after(model: str) -> None:
@@ -249,9 +254,9 @@ def after(model: str) -> None:
     plain = [e for e in every if e["dataset"] == "mmlu" and e["label_smoothing"] == 0]
     for entry in at_temperature(plain, folder, Path("data/mmlu"), out):
         file = Path(entry["records"])
-        about = {"part": "after"} | {key: entry[key] for key in SETTING}
-        about["temperature"] = meta(file)["temperature"]["temperature"]
-        packed.pack({}, about, RECORDS / model / "after" / f"{file.stem}.xz")
+        setting = {name: entry[name] for name in SETTING}
+        temperature = meta(file)["temperature"]["temperature"]
+        store().add(model, RunRecord("after", file.stem, temperature=temperature, **setting), {})
 
 
 def trained(model: str, part: str) -> list[Run]:
@@ -263,13 +268,14 @@ def averaged(model: str) -> None:
     """Average the weights of each of the runs of `seeds` at β = 0 with the base model's."""
     from studies.claims import baselines  # which takes torch along
 
+    there = store().keys(model)
     for run in tqdm(trained(model, "seeds"), "averages", unit="model"):
-        train, out = run.config().train, RECORDS / model / "averaged" / f"{run.name}.xz"
-        if train["label_smoothing"] == 0 and not out.exists():
+        setting = {name: run.config().train[name] for name in SETTING}
+        record = RunRecord("averaged", run.name, **setting)
+        if record.label_smoothing == 0 and record.key not in there:
             folder = RUNS / f"{model}-averaged" / run.name
-            about = {"part": "averaged"} | {key: train[key] for key in SETTING}
-            about["alpha"] = baselines.averaged(run, folder)
-            packed.pack({"mmlu": folder / "mmlu.jsonl"}, about, out)
+            record.alpha = baselines.averaged(run, folder)
+            store().add(model, record, {"mmlu": folder / "mmlu.jsonl"})
 
 
 def price(model: str) -> None:
@@ -289,6 +295,7 @@ def report(model: str) -> None:
     """Write and print differences of squared calibration errors, ×1000, in every reading, and of
     MMLU's guards, ×100; and what each target of β costs, means over seeds in nats a token. Draw
     what β does to every model."""
+    store().merge(model)
     runs = unpacked(model)
     heads = [", ".join(filter(None, reading)) for reading in READINGS]
     tables = [
@@ -320,8 +327,7 @@ def forest(out: Path) -> None:
 
     names, rows = plan_sweep(FILE, []).sweep.model_labels, {}
     by_letters = [reading for reading in READINGS if reading[0] in LETTERS]
-    for folder in sorted(RECORDS.glob("*/seeds")):
-        model = folder.parent.name
+    for model in store().models():
         runs = unpacked(model)
         for part, beta in itertools.product(("seeds", "harm"), BETAS[1:]):
             columns = [(*reading, "rms_debiased", 1000) for reading in by_letters]
@@ -358,35 +364,33 @@ def forest(out: Path) -> None:
             canvas.savefig(file, format="png", dpi=200)
 
 
-def unpacked(model: str) -> list[tuple[dict, Path]]:
-    """Every packed run of a model that was scored: its setting, and the folder of its records."""
-    runs, folder = [], RECORDS / model
-    files = sorted(folder.glob("*/*.xz"))
-    if not files:
-        raise InputError(f"{folder}: no packed records")
-    asked = packed.questions(RECORDS / "questions.json.xz")
-    for path in files:
-        about = packed.about(path)
-        out = RUNS / "unpacked" / path.relative_to(RECORDS).with_suffix("")
-        if about["tasks"] and not (out / "DONE").exists():
-            packed.unpack(path, asked, out)
+def unpacked(model: str) -> list[tuple[RunRecord, Path]]:
+    """Every run of a model that was scored, and the folder of its records."""
+    runs, every = [], store().runs(model)
+    if not every:
+        raise InputError(f"{RECORDS}: no records of {model}")
+    asked = store().questions()
+    for record in every:
+        out = RUNS / "unpacked" / model / record.part / record.run
+        if record.tasks and not (out / "DONE").exists():
+            store().unpack(model, record, asked, out)
             (out / "DONE").touch()
-        if about["tasks"] or about["part"] == "after":
-            runs.append((about, out))
-    for about, out in runs:
-        if about["part"] == "after":
-            tempered(runs, about, out)
+        if record.tasks or record.part == "after":
+            runs.append((record, out))
+    for record, out in runs:
+        if record.part == "after":
+            tempered(runs, record, out)
     return runs
 
 
-def tempered(runs: list, about: dict, out: Path) -> None:
+def tempered(runs: list, record: RunRecord, out: Path) -> None:
     """Write what a run of `seeds` answers by letters with the temperature that was fitted to it on
     MMLU's val questions, also elsewhere."""
     for task in LETTERS:
-        if plain := records(runs, "seeds", task, PLAIN).get(about["seed"]):
-            rows = [scaling.scaled(row, about["temperature"]) for _, row in json_lines(plain)]
+        if plain := records(runs, "seeds", task, PLAIN).get(record.seed):
+            rows = [scaling.scaled(row, record.temperature) for _, row in json_lines(plain)]
             write_rows(out / f"{task}.jsonl", rows)
-            about["tasks"][task] = len(rows)
+            record.tasks[task] = len(rows)
 
 
 def difference(
@@ -440,9 +444,9 @@ def records(runs: list, part: str, task: str, match: dict) -> dict[int | None, P
     """The record files of a part's runs in a setting, by seed; of a base model by None."""
     wanted = {"part": part} | match
     return {
-        about["seed"]: folder / f"{task}.jsonl"
-        for about, folder in runs
-        if task in about["tasks"] and all(about.get(k) == v for k, v in wanted.items())
+        record.seed: folder / f"{task}.jsonl"
+        for record, folder in runs
+        if task in record.tasks and all(getattr(record, k) == v for k, v in wanted.items())
     }
 
 

@@ -3,9 +3,8 @@
 from pathlib import Path
 
 import pytest
-import yaml
-
 import studies
+import yaml
 
 
 @pytest.fixture

@@ -3,22 +3,23 @@ computes; the report is right on runs of known calibration."""
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import datasets
 import numpy as np
+import pandas as pd
 import pytest
 import tiny_world
 import torch
 from made_records import write_records
 from studies.claims import __main__ as claims
-from studies.claims import baselines, packed
+from studies.claims import baselines
+from studies.claims.records import STEPS_PER_NAT, RecordStore, RunRecord
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import calibeval
 from calibeval import records, scaling, stats
-from calibeval.io import InputError, write_text
+from calibeval.io import InputError, sha256, write_text
 from sweeps.runs.grid import plan_sweep
 
 MODEL = "smollm2-135m"
@@ -85,8 +86,8 @@ def test_the_grid_chooses_the_rate_of_other_parts(folders, capsys):
     assert claims.chosen_rate(MODEL) == 2e-5
     assert claims.without_records(MODEL, "grid", asked) == []
     for loss in (1.3, 1.5):  # in the mean that of 1e-4, where the losses of 5e-5 and 2e-4 meet
-        about = {"part": "seeds", "label_smoothing": 0.1, "held_out_loss": loss}
-        packed.pack({}, about, folders / "records" / MODEL / "seeds" / f"{loss}.xz")
+        setting = {"label_smoothing": 0.1, "held_out_loss": loss}
+        claims.store().add(MODEL, RunRecord("seeds", f"{loss}", **setting), {})
     assert claims.equal_rate(MODEL) == 1e-4
 
 
@@ -95,8 +96,7 @@ def test_runs_with_records_are_not_run_again(folders, monkeypatch):
     asked = claims.arguments(MODEL, "seeds", [])
     of = plan_sweep(claims.FILE, asked)
     for cell in (*of.baselines, *of.runs[:7]):
-        claims.record(MODEL, "seeds", cell).parent.mkdir(parents=True, exist_ok=True)
-        claims.record(MODEL, "seeds", cell).touch()
+        claims.store().add(MODEL, RunRecord(*claims.key("seeds", cell)), {})
     lacking = claims.without_records(MODEL, "seeds", asked)
     left = [cell for more in lacking for cell in plan_sweep(claims.FILE, [*asked, *more]).runs]
     assert [cell.name for cell in left] == [cell.name for cell in of.runs[7:]]
@@ -188,12 +188,12 @@ def test_weights_are_averaged_as_val_questions_choose(tiny, folders, monkeypatch
     cells = make_trained("seeds", [*tiny, "grid.label_smoothing=[0.0,0.1]"])
     plain = [cell for cell in cells if cell.config().train["label_smoothing"] == 0]
     claims.averaged("tiny")
-    packed_runs = {out.name: (about, out) for about, out in claims.unpacked("tiny")}
+    packed_runs = {record.run: (record, out) for record, out in claims.unpacked("tiny")}
     assert packed_runs.keys() == {cell.name for cell in plain}
     base = AutoModelForCausalLM.from_pretrained("models/tiny")
     tokenizer = AutoTokenizer.from_pretrained("models/tiny")
     for cell in plain:
-        (about, out), losses, made = packed_runs[cell.name], {}, {}
+        (record, out), losses, made = packed_runs[cell.name], {}, {}
         for alpha in baselines.ALPHAS:
             model = AutoModelForCausalLM.from_pretrained(cell.model)
             ours = model.state_dict()
@@ -201,13 +201,13 @@ def test_weights_are_averaged_as_val_questions_choose(tiny, folders, monkeypatch
                 ours[name].copy_((1 - alpha) * theirs + alpha * ours[name])
             made[alpha] = calibeval.score(model, tokenizer, TASKS, progress=False)
             losses[alpha] = scaling.nll(made[alpha]["val"], 1.0)
-        assert about["part"] == "averaged" and about["seed"] == cell.config().train["seed"]
-        assert about["alpha"] == min(losses, key=losses.get)
-        before, after = made[about["alpha"]]["test"], records.read(out / "mmlu.jsonl")
-        assert about["tasks"] == {"mmlu": len(before.ids)} and (out / "DONE").exists()
+        assert record.part == "averaged" and record.seed == cell.config().train["seed"]
+        assert record.alpha == min(losses, key=losses.get)
+        before, after = made[record.alpha]["test"], records.read(out / "mmlu.jsonl")
+        assert record.tasks == {"mmlu": len(before.ids)} and (out / "DONE").exists()
         assert before.ids == after.ids and before.prompts.tolist() == after.prompts.tolist()
-        assert abs(before.logprobs - after.logprobs).max() <= 0.5 / packed.STEP + 1e-4
-    files = sorted((folders / "records/tiny/averaged").glob("*.xz"))
+        assert abs(before.logprobs - after.logprobs).max() <= 0.5 / STEPS_PER_NAT + 1e-4
+    files = sorted((folders / "records/tiny/averaged").glob("*.parquet"))
     times = [file.stat().st_mtime_ns for file in files]
     claims.averaged("tiny")  # they stay
     assert times == [file.stat().st_mtime_ns for file in files]
@@ -221,9 +221,10 @@ def test_of_a_temperature_the_number_is_kept(tiny, folders):
     entry |= {"run": cell.name, "records": f"../{cell.name}/scores/test.jsonl"}
     write_text(folders / "runs/tiny-seeds/results/index.jsonl", json.dumps(entry))
     claims.after("tiny")
-    about = packed.about(folders / f"records/tiny/after/{cell.name}.xz")
+    (record,) = claims.store().runs("tiny")
     fitted = calibeval.temperature(scores / "val.jsonl", scores / "test.jsonl", folders / "out")
-    assert about["temperature"] == fitted["temperature"] and about["tasks"] == {}
+    assert record.key == ("after", cell.name) and record.tasks == {}
+    assert record.temperature == fitted["temperature"]
 
 
 def test_the_base_models_mean_prediction_is_made_before_it_is_a_target(tiny, folders, monkeypatch):
@@ -278,19 +279,21 @@ def test_confidences_by_the_norm_of_the_answers_logits(folders):
 def test_records_of_other_questions_are_not_packed_together(folders):
     for name, count in (("a", 300), ("b", 200)):
         write_records(folders / f"{name}.jsonl", count, 1.0, seed=1)
-    packed.pack({"mmlu": folders / "a.jsonl"}, {}, folders / "records/m/base/a.xz")
+    claims.store().add("m", RunRecord("base", "a"), {"mmlu": folders / "a.jsonl"})
     with pytest.raises(InputError, match="mmlu was asked in other words, or of other questions"):
-        packed.pack({"mmlu": folders / "b.jsonl"}, {}, folders / "records/m/base/b.xz")
+        claims.store().add("m", RunRecord("base", "b"), {"mmlu": folders / "b.jsonl"})
 
 
 def test_the_published_records_give_the_published_figures(folders):
     """Of one seed: β = 0.1 less 0, among the choices and among all tokens."""
-    published = claims.HERE / "records"
-    (folders / "records" / MODEL / "seeds").mkdir(parents=True)
-    for beta in ("0", "0.1"):
-        (path,) = published.glob(f"{MODEL}/seeds/*-beta{beta}-seed0-*.xz")
-        shutil.copy(path, folders / "records" / path.relative_to(published))
-    shutil.copy(published / "questions.json.xz", folders / "records")
+    published = RecordStore(claims.HERE / "records")
+    questions = published.questions()
+    for record in published.runs(MODEL):
+        if record.part == "seeds" and record.seed == 0 and record.label_smoothing in (0.0, 0.1):
+            unpacked = folders / record.run
+            published.unpack(MODEL, record, questions, unpacked)
+            files = {task: unpacked / f"{task}.jsonl" for task in record.tasks}
+            claims.store().add(MODEL, record, files)
     assert claims.main([MODEL, "report"]) == 0
     text = (folders / "runs" / f"{MODEL}.md").read_text()
     assert "| **-8.31** [-9.61, -7.02] (1) | **-12.94** [-14.31, -11.74] (1) |" in text
@@ -302,14 +305,14 @@ def test_the_verdicts_are_differences_paired_by_seed(folders):
     sharpness |= {("sum", 0.0): 2.0, ("sum", 0.1): 2.0}
     for (part, beta), sharp in sharpness.items():
         for seed in (None,) if beta is None else (0, 1, 2):
-            file, out = folders / f"{part}-{beta}-{seed}.jsonl", folders / "records" / MODEL / part
+            file = folders / f"{part}-{beta}-{seed}.jsonl"
             write_records(file, 400, sharp * (1 + 0.02 * (seed or 0)), seed=7)
-            about = {"part": part, "label_smoothing": beta, "seed": seed}
+            record = RunRecord(part, file.stem, label_smoothing=beta, seed=seed)
             tasks = ("mmlu", "arc-letters") if part == "seeds" else ("mmlu",)
-            packed.pack(dict.fromkeys(tasks, file), about, out / f"{file.stem}.xz")
+            claims.store().add(MODEL, record, dict.fromkeys(tasks, file))
     for seed in (0, 1, 2):
-        about = {"part": "after", "label_smoothing": 0.0, "seed": seed, "temperature": 2.0 / 1.5}
-        packed.pack({}, about, folders / "records" / MODEL / "after" / f"{seed}.xz")
+        record = RunRecord("after", f"{seed}", label_smoothing=0.0, seed=seed, temperature=2 / 1.5)
+        claims.store().add(MODEL, record, {})
     rows = [{"part": part, "label_smoothing": 0.1} for part in ("seeds", "unigram", "seeds")]
     for nll, row in enumerate(rows):
         row |= dict.fromkeys(claims.PRICES, 0.5) | {"nll": nll}
@@ -348,3 +351,88 @@ def test_the_verdicts_are_differences_paired_by_seed(folders):
     assert guards.endswith(" | {} [{}, {}] (3) |".format(*figures))
     assert (folders / "runs" / "forest.png").read_bytes().startswith(b"\x89PNG")
     assert "seeds: β = 0.2 less 0" not in found and "high: β = 0.1 less 0" not in found
+
+
+PUBLISHED = RecordStore(claims.HERE / "records")
+
+
+def test_the_manifest_tells_the_published_files():
+    manifest = json.loads(PUBLISHED.manifest.read_text())
+    files = {path.name: path for path in PUBLISHED.folder.glob("*.parquet")}
+    assert manifest.keys() == files.keys()
+    for name, path in files.items():
+        assert manifest[name]["sha256"] == sha256(path)
+        assert manifest[name]["bytes"] == path.stat().st_size
+        assert manifest[name]["rows"] == len(pd.read_parquet(path))
+
+
+def test_pandas_alone_reads_the_published_records():
+    runs = pd.read_parquet(PUBLISHED.model_file(MODEL))
+    questions = pd.read_parquet(PUBLISHED.question_file)
+    chosen = (runs.part == "base") & (runs.task == "arc-letters")
+    answers = runs[chosen].merge(questions, on=["task", "question"])
+    assert len(answers) == 2376
+    assert (answers.logprob_steps.map(len) == answers.choices).all()
+    assert (answers.logprob_steps.map(max) <= 0).all()
+    unscored = runs[runs.task.isna()]
+    assert sorted(unscored.part.unique()) == ["after", "grid"]
+    assert unscored[unscored.part == "grid"].held_out_loss.notna().all()
+
+
+def add_runs(store: RecordStore, folder: Path, names: str) -> None:
+    """A run of `seeds` for each letter of `names`, of other answers each."""
+    for seed, name in enumerate(names):
+        write_records(folder / f"{name}.jsonl", 30, 1.0 + seed, seed=1)
+        record = RunRecord("seeds", name, label_smoothing=0.1, seed=seed)
+        store.add("m", record, {"mmlu": folder / f"{name}.jsonl"})
+
+
+def unpacked_texts(store: RecordStore, out: Path) -> dict[str, str]:
+    texts = {}
+    for record in store.runs("m"):
+        store.unpack("m", record, store.questions(), out)
+        texts[record.run] = (out / "mmlu.jsonl").read_text()
+    return texts
+
+
+def test_merging_changes_where_records_are_and_not_what_they_say(folders):
+    store = claims.store()
+    add_runs(store, folders, "ab")
+    store.merge("m")
+    add_runs(store, folders, "abc")  # two of which are there already
+    runs = store.runs("m")
+    texts = unpacked_texts(store, folders / "before")
+    store.merge("m")
+    assert store.runs("m") == runs
+    assert [record.run for record in runs] == ["a", "b", "c"]
+    assert unpacked_texts(store, folders / "after") == texts
+    assert list((folders / "records/m").glob("*/*.parquet")) == []
+    manifest = json.loads(store.manifest.read_text())
+    assert manifest["m.parquet"]["rows"] == 90
+    assert manifest["m.parquet"]["sha256"] == sha256(store.model_file("m"))
+
+
+def test_a_merge_that_is_cut_short_is_done_again(folders, monkeypatch):
+    """Whether the model's file, the manifest or both are written."""
+    store = claims.store()
+    add_runs(store, folders, "ab")
+    texts = unpacked_texts(store, folders / "before")
+    for cut in ("write_text", "sha256"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"studies.claims.records.{cut}", None)
+            with pytest.raises(TypeError):
+                store.merge("m")
+        assert unpacked_texts(store, folders / "between") == texts
+    store.merge("m")
+    assert unpacked_texts(store, folders / "after") == texts
+    assert json.loads(store.manifest.read_text())["m.parquet"]["rows"] == 60
+
+
+def test_a_run_that_was_not_scored_has_its_setting(folders):
+    store = claims.store()
+    record = RunRecord("grid", "r", learning_rate=2e-5, seed=0, held_out_loss=1.5)
+    store.add("m", record, {})
+    store.merge("m")
+    assert store.runs("m") == [record]
+    (row,) = pd.read_parquet(store.model_file("m")).to_dict("records")
+    assert row["held_out_loss"] == 1.5 and row["task"] is None

@@ -5,12 +5,12 @@ from itertools import chain
 
 import pytest
 import torch
-
-from smoothce import linear_cross_entropy, token_statistics
 from studies.countdown import __main__ as study
 from studies.countdown import passk, problems
 from studies.countdown.policy import Method, advantages, answer_losses
 from studies.countdown.problems import Problem, expressions, value
+
+from smoothce import linear_cross_entropy, token_statistics
 
 COUNTS = torch.tensor([1, 6, 2, 4, 3])  # of five answers, as often as they are likely
 RIGHT = torch.tensor([True, True, True, False, False])

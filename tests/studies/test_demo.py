@@ -2,9 +2,10 @@
 
 import json
 
+from studies.demo import files, world
+
 from calibeval import prompts, tasks
 from calibeval.request import Task
-from studies.demo import files, world
 
 
 def test_each_town_serves_one_end():

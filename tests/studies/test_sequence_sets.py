@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from studies.sequence_sets import __main__ as study
 from studies.sequence_sets import sets
 from studies.sequence_sets.markov import LABELS, draw, sentences
