@@ -119,6 +119,10 @@ class RecordStore:
         """The file of one run until it is merged."""
         return self.folder / model / part / f"{run}.parquet"
 
+    def price_file(self, model: str) -> Path:
+        """The prices of a model's runs in entropy, as JSON lines."""
+        return self.folder / model / "price.jsonl"
+
     def models(self) -> list[str]:
         """The models that have records, in the order of their names."""
         merged = {path.stem for path in self.folder.glob("*.parquet")} - {"questions"}

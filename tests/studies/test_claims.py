@@ -13,7 +13,8 @@ import tiny_world
 import torch
 from made_records import write_records
 from studies.claims import __main__ as claims
-from studies.claims import baselines
+from studies.claims import baselines, contrasts, parts, posthoc, report, training
+from studies.claims.parts import CONFIG, PARTS, Study
 from studies.claims.records import STEPS_PER_NAT, RecordStore, RunRecord
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,42 +22,51 @@ import calibeval
 from calibeval import records, scaling, stats
 from calibeval.io import InputError, sha256, write_text
 from sweeps.runs.grid import plan_sweep
+from sweeps.runs.run import Run
 
 MODEL = "smollm2-135m"
 TASKS = [{"task": "mmlu", "data": "data/mmlu", "split": s, "name": s} for s in ("val", "test")]
+PART = {part.name: part for part in PARTS}
 LAST = ["after", "averaged", "price", "report"]
-RUNS = {"grid": 4, "seeds": 25, "high": 25, "harm": 25, "sum": 6, "filtered": 3, "script": 6}
-RUNS |= {"equal": 3, "unigram": 3, "base-mean": 3, "half": 3, "twice": 3}
+RUNS = {"grid": 4, "seeds": 25, "high": 25, "harm": 25, "sum": 6, "filtered": 3, "equal": 3}
+RUNS |= {"script": 6, "unigram": 3, "base-mean": 3, "half": 3, "twice": 3}
 
 
 def test_every_part_is_a_sweep(monkeypatch):
     """Where the grid has chosen 5e-5."""
-    monkeypatch.setattr(claims, "chosen_rate", lambda model: 5e-5)
-    monkeypatch.setattr(claims, "equal_rate", lambda model: 5e-5)
-    for part in claims.PARTS:
-        found = plan_sweep(claims.FILE, claims.arguments(MODEL, part, ["workers=2"]))
-        assert len(found.runs) == RUNS[part] and found.sweep.name == f"{MODEL}-{part}"
-        rates = {cell.config().train["learning_rate"] for cell in found.runs}
-        assert part == "grid" or rates == ({2e-4} if part == "high" else {5e-5})
-        targets = {"unigram": "unigram", "base-mean": f"runs/claims/targets/{MODEL}.npy"}
-        (target,) = {cell.config().train.get("smoothing_target") for cell in found.runs}
-        assert target == targets.get(part)
-        assert (found.sweep.keep == "all") == (part in ("grid", "seeds", *targets))
+    monkeypatch.setattr(parts, "chosen_rate", lambda study: 5e-5)
+    monkeypatch.setattr(parts, "equal_rate", lambda study: 5e-5)
+    targets = {"unigram": "unigram", "base-mean": f"runs/claims/targets/{MODEL}.npy"}
+    for part in PARTS:
+        name = part.name
+        plan = plan_sweep(CONFIG, parts.sweep_overrides(Study(MODEL), part, ["workers=2"]))
+        assert len(plan.runs) == RUNS[name] and plan.sweep.name == f"{MODEL}-{name}"
+        rates = {run.config().train["learning_rate"] for run in plan.runs}
+        assert name == "grid" or rates == ({2e-4} if name == "high" else {5e-5})
+        (target,) = {run.config().train.get("smoothing_target") for run in plan.runs}
+        assert target == targets.get(name)
+        assert (plan.sweep.keep == "all") == (name in ("grid", "seeds", *targets))
 
 
 def test_the_grid_comes_first_and_the_report_last(monkeypatch, capsys):
     order, fails = [], []
-    monkeypatch.setattr(claims, "arguments", lambda *_: [])
-    monkeypatch.setattr(claims, "train", lambda _, part, __: order.append(part) or part in fails)
-    for part in LAST:
-        monkeypatch.setattr(claims, part, lambda _, part=part: order.append(part))
+
+    def train(study: Study, part: parts.Part, overrides: list[str]) -> int:
+        order.append(part.name)
+        return part.name in fails
+
+    monkeypatch.setattr(claims, "sweep_overrides", lambda *_: [])
+    monkeypatch.setattr(claims, "train", train)
+    assert list(claims.STEPS) == LAST
+    for name in LAST:
+        monkeypatch.setitem(claims.STEPS, name, lambda _, name=name: order.append(name))
 
     def done(*words: str, failing=()) -> tuple[int, list[str]]:
         order[:], fails[:] = [], failing
         return claims.main([*words]), [*order]
 
-    assert done(MODEL, "workers=2") == (0, [*claims.PARTS, *LAST])
-    assert done(MODEL, failing=["sum", "filtered"]) == (2, [*claims.PARTS, *LAST])
+    assert done(MODEL, "workers=2") == (0, [*RUNS, *LAST])
+    assert done(MODEL, failing=["sum", "filtered"]) == (2, [*RUNS, *LAST])
     assert "not whole: sum, filtered; why is said above" in capsys.readouterr().err
     assert done(MODEL, failing=["grid"]) == (2, ["grid"])  # whose rate is that of all others
     assert done(MODEL, "gird") == (2, [])
@@ -66,41 +76,53 @@ def test_the_grid_comes_first_and_the_report_last(monkeypatch, capsys):
 
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
-    """Nothing is written to the repository."""
-    monkeypatch.setattr(claims, "RUNS", tmp_path / "runs")
-    monkeypatch.setattr(claims, "RECORDS", tmp_path / "records")
+    """A folder for what a study writes, which leaves the repository alone."""
     monkeypatch.chdir(tmp_path)  # and back, wherever a study goes
     return tmp_path
 
 
-def test_the_grid_chooses_the_rate_of_other_parts(folders, capsys):
-    assert claims.main([MODEL, "seeds"]) == 2
+@pytest.fixture
+def study(folders):
+    """The study of MODEL in a folder of its own."""
+    return Study(MODEL, folders / "runs", RecordStore(folders / "records"))
+
+
+@pytest.fixture
+def command(study):
+    """command(*words) → the exit code of the command line, in the study's folders."""
+    return lambda *words: claims.main([*words], study.runs_folder, study.store)
+
+
+def test_the_grid_chooses_the_rate_of_other_parts(study, command, folders, capsys):
+    assert command(MODEL, "seeds") == 2
     assert "grid: no run is trained; the part grid comes first" in capsys.readouterr().err
-    asked = [f"output_root={folders}", *claims.arguments(MODEL, "grid", [])]
-    of = plan_sweep(claims.FILE, asked)
-    for loss, cell in zip((1.4, 1.2, 1.3, 1.5), of.runs, strict=True):
-        cell.model.mkdir(parents=True)
-        cell.metrics.write_text(f'{{"step": 1, "held_out_loss": {loss}}}\n')
-        (cell.path / "DONE").touch()
-    claims.pack(MODEL, "grid", of)
-    assert claims.chosen_rate(MODEL) == 2e-5
-    assert claims.without_records(MODEL, "grid", asked) == []
+    overrides = [f"output_root={folders}", *parts.sweep_overrides(study, PART["grid"], [])]
+    plan = plan_sweep(CONFIG, overrides)
+    for loss, run in zip((1.4, 1.2, 1.3, 1.5), plan.runs, strict=True):
+        run.model.mkdir(parents=True)
+        run.metrics.write_text(f'{{"step": 1, "held_out_loss": {loss}}}\n')
+        (run.path / "DONE").touch()
+    training.keep_records(study, PART["grid"], plan)
+    assert parts.chosen_rate(study) == 2e-5
+    assert training.without_records(study, PART["grid"], overrides) == []
     for loss in (1.3, 1.5):  # in the mean that of 1e-4, where the losses of 5e-5 and 2e-4 meet
         setting = {"label_smoothing": 0.1, "held_out_loss": loss}
-        claims.store().add(MODEL, RunRecord("seeds", f"{loss}", **setting), {})
-    assert claims.equal_rate(MODEL) == 1e-4
+        study.store.add(MODEL, RunRecord("seeds", f"{loss}", **setting), {})
+    assert parts.equal_rate(study) == 1e-4
 
 
-def test_runs_with_records_are_not_run_again(folders, monkeypatch):
-    monkeypatch.setattr(claims, "chosen_rate", lambda model: 5e-5)
-    asked = claims.arguments(MODEL, "seeds", [])
-    of = plan_sweep(claims.FILE, asked)
-    for cell in (*of.baselines, *of.runs[:7]):
-        claims.store().add(MODEL, RunRecord(*claims.key("seeds", cell)), {})
-    lacking = claims.without_records(MODEL, "seeds", asked)
-    left = [cell for more in lacking for cell in plan_sweep(claims.FILE, [*asked, *more]).runs]
-    assert [cell.name for cell in left] == [cell.name for cell in of.runs[7:]]
-    assert not any(plan_sweep(claims.FILE, [*asked, *more]).baselines for more in lacking)
+def test_runs_with_records_are_not_run_again(study, monkeypatch):
+    monkeypatch.setattr(parts, "chosen_rate", lambda study: 5e-5)
+    seeds = PART["seeds"]
+    overrides = parts.sweep_overrides(study, seeds, [])
+    plan = plan_sweep(CONFIG, overrides)
+    for run in (*plan.baselines, *plan.runs[:7]):
+        study.store.add(MODEL, RunRecord(*training.record_key(seeds, run)), {})
+    lacking = training.without_records(study, seeds, overrides)
+    plans = [plan_sweep(CONFIG, [*overrides, *more]) for more in lacking]
+    left = [run.name for each in plans for run in each.runs]
+    assert left == [run.name for run in plan.runs[7:]]
+    assert not any(each.baselines for each in plans)
 
 
 @pytest.fixture
@@ -110,12 +132,18 @@ def tiny(folders, monkeypatch):
     tiny_world.main(folders / "data")
     (folders / "models").mkdir()
     (folders / "data" / "model").rename(folders / "models" / "tiny")
-    monkeypatch.setattr(claims, "chosen_rate", lambda model: 5e-5)
+    monkeypatch.setattr(parts, "chosen_rate", lambda study: 5e-5)
     return [
         f"output_root={folders}/runs",
         "train.train_file=data/alpaca.jsonl",
         "train.held_out=20",
     ]
+
+
+@pytest.fixture
+def tiny_study(folders):
+    """The study of the tiny model."""
+    return Study("tiny", folders / "runs", RecordStore(folders / "records"))
 
 
 def answers(folder: str | Path, updates, rows) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,11 +158,12 @@ def answers(folder: str | Path, updates, rows) -> tuple[torch.Tensor, torch.Tens
     return torch.cat(z), torch.cat(y)
 
 
-def make_trained(part: str, overrides: list[str]) -> list:
+def make_trained(study: Study, part: str, overrides: list[str]) -> list[Run]:
     """Runs of a part whose models have learnt something of the conversations."""
-    of = plan_sweep(claims.FILE, [*claims.arguments("tiny", part, overrides), "grid.seed=[0,1]"])
-    of.create()
-    for number, cell in enumerate(of.runs):
+    changes = parts.sweep_overrides(study, PART[part], [*overrides, "grid.seed=[0,1]"])
+    plan = plan_sweep(CONFIG, changes)
+    plan.create()
+    for number, cell in enumerate(plan.runs):
         model = AutoModelForCausalLM.from_pretrained("models/tiny")
         _, updates = baselines.read(cell.config().train_options)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
@@ -142,17 +171,17 @@ def make_trained(part: str, overrides: list[str]) -> list:
             model(**updates.collate(updates.train_conversations[:20])).loss.backward()
             optimizer.step(), optimizer.zero_grad()
         model.save_pretrained(cell.model)
-    return of.runs
+    return plan.runs
 
 
-def test_the_price_is_what_a_plain_loop_reads(tiny, folders, monkeypatch):
+def test_the_price_is_what_a_plain_loop_reads(tiny, tiny_study, folders, monkeypatch):
     """The temperature at which entropy is NLL, and NLL least; what is known is not measured anew,
     and what only chose a rate not at all."""
     monkeypatch.setattr(baselines, "CHUNK", 7)
     monkeypatch.setattr(baselines, "TOP", 10)
-    make_trained("grid", [*tiny, "grid.learning_rate=[1.0e-5]"])
-    cells = make_trained("unigram", tiny)
-    claims.price("tiny")
+    make_trained(tiny_study, "grid", [*tiny, "grid.learning_rate=[1.0e-5]"])
+    cells = make_trained(tiny_study, "unigram", tiny)
+    posthoc.measure_prices(tiny_study)
     found = [json.loads(line) for line in (folders / "records/tiny/price.jsonl").open()]
     assert [row["run"] for row in found] == sorted(cell.name for cell in cells)
     for row, cell in zip(found, sorted(cells, key=lambda cell: cell.name), strict=True):
@@ -178,17 +207,19 @@ def test_the_price_is_what_a_plain_loop_reads(tiny, folders, monkeypatch):
         assert there[0] == pytest.approx(there[1], abs=1e-4)
         assert there[0] < min(read(0.95 * at)[0], read(1.05 * at)[0])
     monkeypatch.setattr(baselines, "price", None)
-    claims.price("tiny")
+    posthoc.measure_prices(tiny_study)
     assert len((folders / "records/tiny/price.jsonl").read_text().splitlines()) == 2
 
 
-def test_weights_are_averaged_as_val_questions_choose(tiny, folders, monkeypatch):
+def test_weights_are_averaged_as_val_questions_choose(tiny, tiny_study, folders, monkeypatch):
     """And what is packed of their records loses nothing but digits."""
     monkeypatch.setattr(baselines, "ALPHAS", (0.2, 0.7))
-    cells = make_trained("seeds", [*tiny, "grid.label_smoothing=[0.0,0.1]"])
+    cells = make_trained(tiny_study, "seeds", [*tiny, "grid.label_smoothing=[0.0,0.1]"])
     plain = [cell for cell in cells if cell.config().train["label_smoothing"] == 0]
-    claims.averaged("tiny")
-    packed_runs = {record.run: (record, out) for record, out in claims.unpacked("tiny")}
+    posthoc.average_weights(tiny_study)
+    packed_runs = {
+        run.record.run: (run.record, run.folder) for run in contrasts.unpacked(tiny_study)
+    }
     assert packed_runs.keys() == {cell.name for cell in plain}
     base = AutoModelForCausalLM.from_pretrained("models/tiny")
     tokenizer = AutoTokenizer.from_pretrained("models/tiny")
@@ -209,50 +240,53 @@ def test_weights_are_averaged_as_val_questions_choose(tiny, folders, monkeypatch
         assert abs(before.logprobs - after.logprobs).max() <= 0.5 / STEPS_PER_NAT + 1e-4
     files = sorted((folders / "records/tiny/averaged").glob("*.parquet"))
     times = [file.stat().st_mtime_ns for file in files]
-    claims.averaged("tiny")  # they stay
+    posthoc.average_weights(tiny_study)  # they stay
     assert times == [file.stat().st_mtime_ns for file in files]
 
 
-def test_of_a_temperature_the_number_is_kept(tiny, folders):
-    cell, _ = make_trained("seeds", [*tiny, "grid.label_smoothing=[0.0]"])
+def test_of_a_temperature_the_number_is_kept(tiny, tiny_study, folders):
+    cell, _ = make_trained(tiny_study, "seeds", [*tiny, "grid.label_smoothing=[0.0]"])
     AutoTokenizer.from_pretrained("models/tiny").save_pretrained(cell.model)
     calibeval.score(cell.model, tasks=TASKS, out=(scores := cell.scores), progress=False)
-    entry = {key: cell.config().train[key] for key in claims.SETTING} | {"dataset": "mmlu"}
+    entry = {key: cell.config().train[key] for key in training.SETTING} | {"dataset": "mmlu"}
     entry |= {"run": cell.name, "records": f"../{cell.name}/scores/test.jsonl"}
     write_text(folders / "runs/tiny-seeds/results/index.jsonl", json.dumps(entry))
-    claims.after("tiny")
-    (record,) = claims.store().runs("tiny")
+    posthoc.fit_temperatures(tiny_study)
+    (record,) = tiny_study.store.runs("tiny")
     fitted = calibeval.temperature(scores / "val.jsonl", scores / "test.jsonl", folders / "out")
     assert record.key == ("after", cell.name) and record.tasks == {}
     assert record.temperature == fitted["temperature"]
 
 
-def test_the_base_models_mean_prediction_is_made_before_it_is_a_target(tiny, folders, monkeypatch):
+def test_the_base_models_mean_prediction_is_made_before_it_is_a_target(
+    tiny, tiny_study, folders, monkeypatch
+):
     monkeypatch.setattr(baselines, "CONVERSATIONS", 9)
     monkeypatch.setattr(baselines, "CHUNK", 7)
-    asked, found = claims.arguments("tiny", "base-mean", tiny), []
+    asked, found = parts.sweep_overrides(tiny_study, PART["base-mean"], tiny), []
 
-    def launch(words: list[str], started=claims.subprocess.Popen):
+    def launch(words: list[str], started=training.subprocess.Popen):
         found.append(np.load(folders / "runs/targets/tiny.npy"))
         return started("true")
 
-    monkeypatch.setattr(claims.subprocess, "Popen", launch)
-    assert claims.train("tiny", "base-mean", asked) == 0
-    _, updates = baselines.read(plan_sweep(claims.FILE, asked).runs[0].config().train_options)
+    monkeypatch.setattr(training.subprocess, "Popen", launch)
+    assert training.train(tiny_study, PART["base-mean"], asked) == 0
+    _, updates = baselines.read(plan_sweep(CONFIG, asked).runs[0].config().train_options)
     z, _ = answers("models/tiny", updates, updates.train_conversations[:9])
     (u,) = found
     assert u.dtype == float and abs(u.sum() - 1) < 1e-12
     np.testing.assert_allclose(u, z.softmax(-1).mean(0), rtol=1e-5)
     monkeypatch.setattr(baselines, "loaded", None)  # it is not made again
-    assert claims.train("tiny", "base-mean", asked) == 0
+    assert training.train(tiny_study, PART["base-mean"], asked) == 0
 
 
-def test_open_instruct_reads_the_same_conversations(tiny, folders, monkeypatch):
+def test_open_instruct_reads_the_same_conversations(tiny, tiny_study, folders, monkeypatch):
     row = {"instruction": "Add", "input": "1 and 2", "output": "3"}
     write_text(folders / "data/alpaca/alpaca_data.json", json.dumps([row]))
-    started = claims.subprocess.Popen
-    monkeypatch.setattr(claims.subprocess, "Popen", lambda words: started("true"))
-    assert claims.train("tiny", "script", claims.arguments("tiny", "script", tiny[:1])) == 0
+    started = training.subprocess.Popen
+    monkeypatch.setattr(training.subprocess, "Popen", lambda words: started("true"))
+    overrides = parts.sweep_overrides(tiny_study, PART["script"], tiny[:1])
+    assert training.train(tiny_study, PART["script"], overrides) == 0
     asked, answer = json.loads((folders / "data/alpaca/messages.jsonl").read_text())["messages"]
     assert asked == {"role": "user", "content": "Add\n\n### Input:\n1 and 2"}
     assert answer == {"role": "assistant", "content": "3"}
@@ -261,7 +295,7 @@ def test_open_instruct_reads_the_same_conversations(tiny, folders, monkeypatch):
 def test_confidences_by_the_norm_of_the_answers_logits(folders):
     """Ranks of what Cattelan & Silva divide, one question after another."""
     write_records(file := folders / "mmlu.jsonl", 300, 1.5, seed=1)
-    run, of = claims.normalised(file), records.read(file)
+    run, of = contrasts.with_normalized_logits(file), records.read(file)
     sure = []
     for logits, label in zip(of.logprobs, of.labels, strict=True):
         centred = logits - sum(logits) / len(logits)
@@ -276,30 +310,30 @@ def test_confidences_by_the_norm_of_the_answers_logits(folders):
     assert np.corrcoef(draws, plain.draws["choices"]["aurc"])[0, 1] > 0.5  # the same resamples
 
 
-def test_records_of_other_questions_are_not_packed_together(folders):
+def test_records_of_other_questions_are_not_packed_together(study, folders):
     for name, count in (("a", 300), ("b", 200)):
         write_records(folders / f"{name}.jsonl", count, 1.0, seed=1)
-    claims.store().add("m", RunRecord("base", "a"), {"mmlu": folders / "a.jsonl"})
+    study.store.add("m", RunRecord("base", "a"), {"mmlu": folders / "a.jsonl"})
     with pytest.raises(InputError, match="mmlu was asked in other words, or of other questions"):
-        claims.store().add("m", RunRecord("base", "b"), {"mmlu": folders / "b.jsonl"})
+        study.store.add("m", RunRecord("base", "b"), {"mmlu": folders / "b.jsonl"})
 
 
-def test_the_published_records_give_the_published_figures(folders):
+def test_the_published_records_give_the_published_figures(study, command, folders):
     """Of one seed: β = 0.1 less 0, among the choices and among all tokens."""
-    published = RecordStore(claims.HERE / "records")
+    published = RecordStore(parts.HERE / "records")
     questions = published.questions()
     for record in published.runs(MODEL):
         if record.part == "seeds" and record.seed == 0 and record.label_smoothing in (0.0, 0.1):
             unpacked = folders / record.run
             published.unpack(MODEL, record, questions, unpacked)
             files = {task: unpacked / f"{task}.jsonl" for task in record.tasks}
-            claims.store().add(MODEL, record, files)
-    assert claims.main([MODEL, "report"]) == 0
+            study.store.add(MODEL, record, files)
+    assert command(MODEL, "report") == 0
     text = (folders / "runs" / f"{MODEL}.md").read_text()
     assert "| **-8.31** [-9.61, -7.02] (1) | **-12.94** [-14.31, -11.74] (1) |" in text
 
 
-def test_the_verdicts_are_differences_paired_by_seed(folders):
+def test_the_verdicts_are_differences_paired_by_seed(study, command, folders):
     """Of sharpened models, which miscalibration is known to part; rows without runs go."""
     sharpness = {("base", None): 1.0, ("seeds", 0.0): 2.0, ("seeds", 0.1): 1.5}
     sharpness |= {("sum", 0.0): 2.0, ("sum", 0.1): 2.0}
@@ -309,15 +343,15 @@ def test_the_verdicts_are_differences_paired_by_seed(folders):
             write_records(file, 400, sharp * (1 + 0.02 * (seed or 0)), seed=7)
             record = RunRecord(part, file.stem, label_smoothing=beta, seed=seed)
             tasks = ("mmlu", "arc-letters") if part == "seeds" else ("mmlu",)
-            claims.store().add(MODEL, record, dict.fromkeys(tasks, file))
+            study.store.add(MODEL, record, dict.fromkeys(tasks, file))
     for seed in (0, 1, 2):
         record = RunRecord("after", f"{seed}", label_smoothing=0.0, seed=seed, temperature=2 / 1.5)
-        claims.store().add(MODEL, record, {})
+        study.store.add(MODEL, record, {})
     rows = [{"part": part, "label_smoothing": 0.1} for part in ("seeds", "unigram", "seeds")]
     for nll, row in enumerate(rows):
-        row |= dict.fromkeys(claims.PRICES, 0.5) | {"nll": nll}
+        row |= dict.fromkeys(report.PRICE_COLUMNS, 0.5) | {"nll": nll}
     write_text(folders / "records" / MODEL / "price.jsonl", "\n".join(map(json.dumps, rows)))
-    assert claims.main([MODEL, "report"]) == 0
+    assert command(MODEL, "report") == 0
     text = (folders / "runs" / f"{MODEL}.md").read_text()
     rows = [line.split(" | ") for line in text.split("\n\n")[0].splitlines()[2:]]
     found = {row[0].removeprefix("| "): row[1] for row in rows}
@@ -344,7 +378,9 @@ def test_the_verdicts_are_differences_paired_by_seed(folders):
     half = ["0.5000"] * 4
     assert costs["seeds"] == ["0.1000", "1.0000", *half, "2"]  # the mean of 0 and 2
     assert costs["unigram"] == ["0.1000", "1.0000", *half, "1"]
-    ranked = {b: [claims.normalised(run.path) for run in of] for b, of in runs.items()}
+    ranked = {
+        b: [contrasts.with_normalized_logits(run.path) for run in of] for b, of in runs.items()
+    }
     expected = stats.difference(ranked[0.0], ranked[0.1], "aurc", "choices")
     figures = (f"{100 * x:+.2f}" for x in (expected.value, expected.low, expected.high))
     guards = next(line for line in text.split("\n\n")[1].splitlines() if "0.1 less 0" in line)
@@ -353,7 +389,7 @@ def test_the_verdicts_are_differences_paired_by_seed(folders):
     assert "seeds: β = 0.2 less 0" not in found and "high: β = 0.1 less 0" not in found
 
 
-PUBLISHED = RecordStore(claims.HERE / "records")
+PUBLISHED = RecordStore(parts.HERE / "records")
 
 
 def test_the_manifest_tells_the_published_files():
@@ -395,8 +431,8 @@ def unpacked_texts(store: RecordStore, out: Path) -> dict[str, str]:
     return texts
 
 
-def test_merging_changes_where_records_are_and_not_what_they_say(folders):
-    store = claims.store()
+def test_merging_changes_where_records_are_and_not_what_they_say(study, folders):
+    store = study.store
     add_runs(store, folders, "ab")
     store.merge("m")
     add_runs(store, folders, "abc")  # two of which are there already
@@ -412,9 +448,9 @@ def test_merging_changes_where_records_are_and_not_what_they_say(folders):
     assert manifest["m.parquet"]["sha256"] == sha256(store.model_file("m"))
 
 
-def test_a_merge_that_is_cut_short_is_done_again(folders, monkeypatch):
+def test_a_merge_that_is_cut_short_is_done_again(study, folders, monkeypatch):
     """Whether the model's file, the manifest or both are written."""
-    store = claims.store()
+    store = study.store
     add_runs(store, folders, "ab")
     texts = unpacked_texts(store, folders / "before")
     for cut in ("write_text", "sha256"):
@@ -428,8 +464,8 @@ def test_a_merge_that_is_cut_short_is_done_again(folders, monkeypatch):
     assert json.loads(store.manifest.read_text())["m.parquet"]["rows"] == 60
 
 
-def test_a_run_that_was_not_scored_has_its_setting(folders):
-    store = claims.store()
+def test_a_run_that_was_not_scored_has_its_setting(study, folders):
+    store = study.store
     record = RunRecord("grid", "r", learning_rate=2e-5, seed=0, held_out_loss=1.5)
     store.add("m", record, {})
     store.merge("m")

@@ -1,0 +1,245 @@
+"""The comparisons that the verdicts rest on, and how each is estimated from records.
+
+A contrast is the sum of its `plus` terms less that of its `minus` terms, paired by seed. A quantity
+is what is compared: a metric of a task, read in one way.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+
+import numpy as np
+
+from calibeval import measures, scaling, stats
+from calibeval.io import InputError, json_lines, write_rows
+from calibeval.measures import Sample
+from calibeval.records import read as read_records
+from studies.claims.parts import BETAS, Study
+from studies.claims.records import RunRecord
+
+
+@dataclass(frozen=True)
+class Term:
+    """The runs of a part, at one label smoothing or, without it, at any."""
+
+    part: str
+    label_smoothing: float | None = None
+
+    def matches(self, record: RunRecord) -> bool:
+        """Whether a run is one of these."""
+        if record.part != self.part:
+            return False
+        return self.label_smoothing is None or record.label_smoothing == self.label_smoothing
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """A row of the report: the `plus` terms less the `minus` terms."""
+
+    name: str
+    plus: tuple[Term, ...]
+    minus: tuple[Term, ...]
+
+    def weighted_terms(self) -> list[tuple[int, Term]]:
+        """Each term with +1 or −1."""
+        return [(1, term) for term in self.plus] + [(-1, term) for term in self.minus]
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """What is compared: `metric` of `task`, times `scale`.
+
+    `confidence` says whose probabilities: among the choices ("choices") or all tokens
+    ("vocabulary"). `normalise` is the length by which continuations are divided (None: the task's
+    own), or "logits" for confidences that are divided by the norm of the answers' logits.
+    """
+
+    task: str
+    confidence: str
+    normalise: str | None = None
+    metric: str = "rms_debiased"
+    scale: int = 1000
+
+    @property
+    def title(self) -> str:
+        """The heading of a column that differs from others by its reading alone."""
+        return ", ".join(filter(None, (self.task, self.confidence, self.normalise)))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """An estimate of a contrast, and the number of seeds that it is a mean over."""
+
+    estimate: stats.Estimate
+    seeds: int
+
+
+@dataclass(frozen=True)
+class UnpackedRun:
+    """A run, and the folder of its records as JSON lines."""
+
+    record: RunRecord
+    folder: Path
+
+
+BASE = Term("base")
+PLAIN = Term("seeds", 0.0)
+SMOOTHED = Term("seeds", 0.1)
+
+
+def pair(name: str, plus: Term, minus: Term) -> Contrast:
+    """A contrast of one term and another."""
+    return Contrast(name, (plus,), (minus,))
+
+
+def smoothing_effect(name: str, part: str, label_smoothing: float = 0.1) -> Contrast:
+    """What label smoothing changes within a part."""
+    return pair(name, Term(part, label_smoothing), Term(part, 0.0))
+
+
+def less_seeds_effect(name: str, part: str) -> Contrast:
+    """What label smoothing changes within a part, less what it changes within `seeds`."""
+    return Contrast(name, (Term(part, 0.1), PLAIN), (Term(part, 0.0), SMOOTHED))
+
+
+CONTRASTS = [
+    pair("β = 0 less base", PLAIN, BASE),
+    pair("harm less base", Term("harm", 0.0), BASE),
+    pair("twice less base", Term("twice", 0.0), BASE),
+    pair("two epochs less one", Term("twice", 0.0), PLAIN),
+    *(
+        smoothing_effect(f"{part}: β = {beta} less 0", part, beta)
+        for part in ("seeds", "high", "harm")
+        for beta in BETAS[1:]
+    ),
+    smoothing_effect("sum, clipped: 0.1 less 0", "sum"),
+    less_seeds_effect("– less that of `seeds`, sum, clipped", "sum"),
+    smoothing_effect("open-instruct's script: 0.1 less 0", "script"),
+    less_seeds_effect("– less that of `seeds`, open-instruct's script", "script"),
+    pair("equal held-out loss: 0.1 less 0", SMOOTHED, Term("equal", 0.0)),
+    pair("temperature after β = 0, less β = 0", Term("after"), PLAIN),
+    pair("temperature after β = 0, less β = 0.1", Term("after"), SMOOTHED),
+    pair("averaged with base, less β = 0", Term("averaged"), PLAIN),
+    pair("averaged with base, less β = 0.1", Term("averaged"), SMOOTHED),
+    pair("half the conversations, less β = 0", Term("half"), PLAIN),
+    pair("half the conversations, less β = 0.1", Term("half"), SMOOTHED),
+    pair("filtered less exact, β = 0.1", Term("filtered", 0.1), SMOOTHED),
+    pair("unigram less uniform, β = 0.1", Term("unigram", 0.1), SMOOTHED),
+    pair("base mean less uniform, β = 0.1", Term("base-mean", 0.1), SMOOTHED),
+]
+
+# Squared calibration errors, ×1000, in every reading of every task.
+CALIBRATION = [
+    Quantity("mmlu", "choices"),
+    Quantity("mmlu", "vocabulary"),
+    Quantity("arc-letters", "choices"),
+    Quantity("arc-letters", "vocabulary"),
+    Quantity("arc-continuation", "choices"),
+    Quantity("arc-continuation", "choices", "sum"),
+    Quantity("hellaswag-letters", "choices"),
+    Quantity("hellaswag-letters", "vocabulary"),
+    Quantity("hellaswag-continuation", "choices"),
+    Quantity("hellaswag-continuation", "choices", "sum"),
+]
+LETTER_TASKS = {"mmlu": "MMLU", "arc-letters": "ARC-Easy", "hellaswag-letters": "HellaSwag"}
+# What must not get worse while calibration gets better: figures of MMLU by name, ×100.
+GUARDS = {
+    "accuracy": Quantity("mmlu", "choices", None, "accuracy", 100),
+    "nll": Quantity("mmlu", "choices", None, "nll", 100),
+    "brier": Quantity("mmlu", "choices", None, "brier", 100),
+    "auroc": Quantity("mmlu", "choices", None, "auroc", 100),
+    "aurc": Quantity("mmlu", "choices", None, "aurc", 100),
+    "nll, all tokens": Quantity("mmlu", "vocabulary", None, "nll", 100),
+    "aurc, logits normalised": Quantity("mmlu", "choices", "logits", "aurc", 100),
+}
+
+
+def unpacked(study: Study) -> list[UnpackedRun]:
+    """Every run of a model that was scored or has a temperature, with its records unpacked."""
+    records = study.store.runs(study.model)
+    if not records:
+        raise InputError(f"{study.store.folder}: no records of {study.model}")
+    questions = study.store.questions()
+    runs = []
+    for record in records:
+        folder = study.runs_folder / "unpacked" / study.model / record.part / record.run
+        if record.tasks and not (folder / "DONE").exists():
+            study.store.unpack(study.model, record, questions, folder)
+            (folder / "DONE").touch()
+        if record.tasks or record.part == "after":
+            runs.append(UnpackedRun(record, folder))
+    for run in runs:
+        if run.record.part == "after":
+            apply_temperature(runs, run)
+    return runs
+
+
+def apply_temperature(runs: list[UnpackedRun], after: UnpackedRun) -> None:
+    """Write what a run of `seeds` answers by letters at the temperature that was fitted to it.
+
+    It was fitted on MMLU's val questions, and is carried to the other tasks.
+    """
+    for task in LETTER_TASKS:
+        plain = record_files(runs, PLAIN, task).get(after.record.seed)
+        if plain:
+            rows = [scaling.scaled(row, after.record.temperature) for _, row in json_lines(plain)]
+            write_rows(after.folder / f"{task}.jsonl", rows)
+            after.record.tasks[task] = len(rows)
+
+
+def record_files(runs: list[UnpackedRun], term: Term, task: str) -> dict[int | None, Path]:
+    """The files of a task's records by seed; the base model's has the seed None."""
+    return {
+        run.record.seed: run.folder / f"{task}.jsonl"
+        for run in runs
+        if task in run.record.tasks and term.matches(run.record)
+    }
+
+
+def difference(
+    runs: list[UnpackedRun], contrast: Contrast, quantity: Quantity
+) -> Difference | None:
+    """A contrast over the seeds that all its terms have; None without any."""
+    files_by_term = [
+        (weight, record_files(runs, term, quantity.task))
+        for weight, term in contrast.weighted_terms()
+    ]
+    seeds_of_terms = [set(files) for _, files in files_by_term if None not in files]
+    seeds = sorted(set.intersection(*seeds_of_terms))
+    if not seeds or not all(files for _, files in files_by_term):
+        return None
+    load: Callable[[Path], stats.Run] = partial(stats.load, normalise=quantity.normalise)
+    if quantity.normalise == "logits":
+        load = with_normalized_logits
+    sides = [
+        (weight, [load(files.get(seed) or files[None]) for seed in seeds])
+        for weight, files in files_by_term
+    ]
+    estimate = stats.contrast(sides, quantity.metric, quantity.confidence)
+    if estimate.value is None:
+        return None
+    scaled = {name: quantity.scale * getattr(estimate, name) for name in ("value", "low", "high")}
+    return Difference(replace(estimate, **scaled), len(seeds))
+
+
+@cache
+def with_normalized_logits(path: Path) -> stats.Run:
+    """A run with the AURC alone, of confidences divided by the norm of the answers' logits.
+
+    The confidences are max_k (s_k − s̄) / ‖s − s̄‖₂, s the choices' log-probabilities, which are
+    logits but for a constant (Cattelan & Silva 2024; Xia et al. 2025).
+    """
+    observed = stats.in_order(read_records(path))
+    scores = measures.scores(observed, "choices")
+    centered = observed.logprobs - observed.logprobs.mean(1, keepdims=True)
+    # Where all choices are equally likely, the norm is 0 and the confidence shall be 0.
+    scores.confidence = centered.max(1) / np.maximum(np.linalg.norm(centered, axis=1), 1e-12)
+    (value,) = measures.aurc(Sample(scores))
+    resamples = measures.resamples(len(observed), stats.RESAMPLES)
+    draws = np.concatenate([measures.aurc(Sample(scores, times)) for times in resamples])
+    return replace(
+        stats.load(path),
+        values={"choices": {"aurc": value}},
+        draws={"choices": {"aurc": draws}},
+    )

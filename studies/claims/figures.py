@@ -1,0 +1,93 @@
+"""The forest plot: what each β does to the calibration of every model."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from calibeval.figures import GREY, INK, STYLE
+from calibeval.io import atomic_write
+from studies.claims.contrasts import (
+    CALIBRATION,
+    LETTER_TASKS,
+    Difference,
+    difference,
+    smoothing_effect,
+    unpacked,
+)
+from studies.claims.parts import BETAS, CONFIG, Study
+from sweeps.runs.grid import plan_sweep
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BY_LETTERS = [quantity for quantity in CALIBRATION if quantity.task in LETTER_TASKS]
+LEAST_SEEDS = 3
+LABEL = (
+    "squared calibration error at β less at 0, ×1000 (logarithmic beyond ±1)\n"
+    "filled: among the choices; hollow: among all tokens; left: better calibrated"
+)
+
+
+def forest(study: Study, out: Path) -> None:
+    """Draw what β does by letters to every model with three seeds, with its intervals.
+
+    Marks are filled among the choices and hollow among all tokens.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    rows = forest_rows(study)
+    with rc_context(STYLE):
+        canvas = Figure((5.5, 0.8 + 0.2 * len(rows)), layout="constrained")
+        axes = canvas.subplots(1, len(LETTER_TASKS), sharey=True)
+        axis_of_task = dict(zip(LETTER_TASKS, axes, strict=True))
+        for column, quantity in enumerate(BY_LETTERS):
+            axis = axis_of_task[quantity.task]
+            axis.set_title(LETTER_TASKS[quantity.task])
+            cells = [cells_of_row[column] for cells_of_row in rows.values()]
+            draw_column(axis, cells, filled=quantity.confidence == "choices")
+        for axis in axes:
+            set_scale(axis)
+        axes[0].set_yticks(range(len(rows)), rows)
+        axes[0].invert_yaxis()
+        canvas.supxlabel(LABEL, fontsize=7.5)
+        with atomic_write(out, "wb") as file:
+            canvas.savefig(file, format="png", dpi=200)
+
+
+def forest_rows(study: Study) -> dict[str, list[Difference | None]]:
+    """A row's name and its differences in the order of BY_LETTERS, of all models."""
+    labels = plan_sweep(CONFIG, []).sweep.model_labels
+    rows = {}
+    for model in study.store.models():
+        label = labels.get(f"models/{model}", model)
+        runs = unpacked(replace(study, model=model))
+        for part, name in (("seeds", label), ("harm", f"{label}, harm")):
+            for beta in BETAS[1:]:
+                effect = smoothing_effect(name, part, beta)
+                cells = [difference(runs, effect, quantity) for quantity in BY_LETTERS]
+                if cells[0] and cells[0].seeds >= LEAST_SEEDS:
+                    rows[f"{name}: {beta}"] = cells
+    return rows
+
+
+def draw_column(axis: "Axes", cells: list[Difference | None], filled: bool) -> None:
+    """Draw an interval and a mark for each row; filled ones stand a little above hollow ones."""
+    shift = -0.15 if filled else 0.15
+    fill = INK if filled else "white"
+    for row, cell in enumerate(cells):
+        if cell is None:
+            continue
+        height = row + shift
+        interval = [cell.estimate.low, cell.estimate.high]
+        axis.plot(interval, [height, height], "|-", color=INK, lw=0.8, ms=4)
+        axis.plot(cell.estimate.value, height, "o", color=INK, mfc=fill, ms=2.6)
+
+
+def set_scale(axis: "Axes") -> None:
+    """Make an axis linear within ±1 and logarithmic beyond."""
+    axis.axvline(0, color=GREY, lw=0.6)
+    axis.set_xscale("symlog", linthresh=1)
+    axis.set_xticks((-100, -5, 0, 5, 100), ("−100", "−5", "0", "5", "100"))
+    axis.set_xlim(-250, 250)
+    axis.minorticks_off()

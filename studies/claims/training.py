@@ -1,0 +1,87 @@
+"""Train and score what of a part has no records yet, and keep the records of each run."""
+
+import subprocess
+import sys
+import time
+
+import pandas as pd
+
+from calibeval.io import write_rows
+from studies.claims.parts import CONFIG, OPEN_INSTRUCT_CONVERSATIONS, Part, Study
+from studies.claims.records import RunRecord
+from sweeps.results.selection import held_out_loss
+from sweeps.runs.conversations import conversations
+from sweeps.runs.grid import SweepPlan, plan_sweep
+from sweeps.runs.run import Run
+
+VARIED = ("learning_rate", "label_smoothing")  # within a part, beside the seed
+SETTING = (*VARIED, "seed")  # what tells a part's runs apart
+SECONDS_BETWEEN_LOOKS = 2
+
+
+def train(study: Study, part: Part, overrides: list[str]) -> int:
+    """Run what has no records, keeping those of each run as it ends; returns the exit code."""
+    for lacking in without_records(study, part, overrides):
+        if part.name == "script":
+            write_conversations()
+        if part.name == "base-mean":
+            from studies.claims import baselines  # imports torch
+
+            first_run = plan_sweep(CONFIG, overrides).runs[0]
+            baselines.base_mean(first_run.config().train_options)
+        changes = [*overrides, *lacking]
+        command = [sys.executable, "-m", "sweeps", "launch", str(CONFIG), "--executor", "local"]
+        with subprocess.Popen([*command, *changes]) as process:
+            while process.poll() is None:
+                keep_records(study, part, plan_sweep(CONFIG, changes))
+                time.sleep(SECONDS_BETWEEN_LOOKS)
+        keep_records(study, part, plan_sweep(CONFIG, changes))
+        if process.returncode:
+            return process.returncode
+    return 0
+
+
+def without_records(study: Study, part: Part, overrides: list[str]) -> list[list[str]]:
+    """Overrides that leave the runs without records: seeds that lack the same run together."""
+    plan = plan_sweep(CONFIG, overrides)
+    recorded = study.store.keys(study.model)
+    lacking = [run.config().train for run in plan.runs if record_key(part, run) not in recorded]
+    seeds_by_changes: dict[tuple[str, ...], list[int]] = {}
+    for seed, runs_of_seed in pd.DataFrame(lacking, columns=SETTING).groupby("seed"):
+        changes = tuple(f"grid.{name}={runs_of_seed[name].unique().tolist()}" for name in VARIED)
+        seeds_by_changes.setdefault(changes, []).append(int(seed))
+    base: list[str] = []
+    if plan.baselines and all(record_key(part, run) in recorded for run in plan.baselines):
+        base = ["score.base=false"]
+    return [[*changes, f"grid.seed={seeds}", *base] for changes, seeds in seeds_by_changes.items()]
+
+
+def record_key(part: Part, run: Run) -> tuple[str, str]:
+    """The part and the name of a run in the records; the base model's run is no part's own."""
+    if run.config().backend:
+        return part.name, run.name
+    return "base", run.name
+
+
+def keep_records(study: Study, part: Part, plan: SweepPlan) -> None:
+    """Keep the records of the runs that have ended."""
+    recorded = study.store.keys(study.model)
+    for run in (*plan.baselines, *plan.runs):
+        key = record_key(part, run)
+        if not run.done or key in recorded:
+            continue
+        config = run.config()
+        setting = {name: config.train.get(name) for name in SETTING}
+        record = RunRecord(*key, held_out_loss=held_out_loss(run), **setting)
+        tasks = config.score.tasks if config.score else ()
+        files = {task.key: run.scores / f"{task.key}.jsonl" for task in tasks}
+        study.store.add(study.model, record, files)
+
+
+def write_conversations() -> None:
+    """Write the conversations as open-instruct's finetune.py reads them, unless they are there."""
+    if OPEN_INSTRUCT_CONVERSATIONS.exists():
+        return
+    alpaca = OPEN_INSTRUCT_CONVERSATIONS.with_name("alpaca_data.json")
+    rows = ({"messages": messages} for messages in conversations(alpaca))
+    write_rows(OPEN_INSTRUCT_CONVERSATIONS, rows)
