@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from calibeval.io import InputError
-from studies.claims.records import RecordStore, RunRecord
+from studies.claims.records import SETTING_COLUMNS, RecordStore
 
 HERE = Path(__file__).parent
 CONFIG = HERE / "config.yaml"
@@ -132,11 +132,11 @@ def sweep_overrides(study: Study, part: Part, more: list[str]) -> list[str]:
 
 def chosen_rate(study: Study) -> float:
     """The learning rate of the lowest held-out loss at β = 0."""
-    grid = [record for record in study.store.runs(study.model) if record.part == "grid"]
-    if not grid:
+    runs = pd.DataFrame(study.store.runs(study.model), columns=SETTING_COLUMNS)
+    grid = runs[runs.part == "grid"]
+    if grid.empty:
         raise InputError(f"{study.model}, grid: no run is trained; the part grid comes first")
-    best: RunRecord = min(grid, key=lambda record: record.held_out_loss)
-    return best.learning_rate
+    return float(grid.set_index("learning_rate").held_out_loss.idxmin())
 
 
 def equal_rate(study: Study) -> float:
@@ -149,8 +149,8 @@ def equal_rate(study: Study) -> float:
     grid = runs[runs.part == "grid"].groupby("learning_rate").held_out_loss.mean()
     smoothed = runs[(runs.part == "seeds") & (runs.label_smoothing == 0.1)]
     best = grid.idxmin()
-    lower_rates = grid[:best][::-1]
-    higher_rates = grid[best:]
+    lower_rates = grid.loc[:best][::-1]
+    higher_rates = grid.loc[best:]
     side = max(lower_rates, higher_rates, key=lambda losses: losses.iloc[-1])
     log_rate = np.interp(smoothed.held_out_loss.mean(), side, np.log(side.index))
     return float(f"{np.exp(log_rate):.2g}")

@@ -267,10 +267,11 @@ def _run_table(record: RunRecord, steps: list[np.ndarray]) -> pa.Table:
     for task, count in record.tasks.items():
         tasks += [task] * count
         numbers += range(count)
+    answers: list[np.ndarray | None] = [*steps]
     if not tasks:  # the setting of a run that was not scored stands in one row
-        tasks, numbers, answers = [None], [None], [None]
-    else:
-        answers = steps
+        tasks.append(None)
+        numbers.append(None)
+        answers.append(None)
     setting = asdict(record)
     columns = {name: [setting[name]] * len(tasks) for name in SETTING_COLUMNS}
     columns.update(task=tasks, question=numbers, logprob_steps=answers)

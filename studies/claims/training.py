@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pandas as pd
 
@@ -47,9 +48,11 @@ def without_records(study: Study, part: Part, overrides: list[str]) -> list[list
     recorded = study.store.keys(study.model)
     lacking = [run.config().train for run in plan.runs if record_key(part, run) not in recorded]
     seeds_by_changes: dict[tuple[str, ...], list[int]] = {}
-    for seed, runs_of_seed in pd.DataFrame(lacking, columns=SETTING).groupby("seed"):
+    settings = pd.DataFrame(lacking, columns=SETTING)
+    for seed in sorted(settings.seed.unique().tolist()):
+        runs_of_seed = settings[settings.seed == seed]
         changes = tuple(f"grid.{name}={runs_of_seed[name].unique().tolist()}" for name in VARIED)
-        seeds_by_changes.setdefault(changes, []).append(int(seed))
+        seeds_by_changes.setdefault(changes, []).append(seed)
     base: list[str] = []
     if plan.baselines and all(record_key(part, run) in recorded for run in plan.baselines):
         base = ["score.base=false"]
@@ -71,7 +74,7 @@ def keep_records(study: Study, part: Part, plan: SweepPlan) -> None:
         if not run.done or key in recorded:
             continue
         config = run.config()
-        setting = {name: config.train.get(name) for name in SETTING}
+        setting: dict[str, Any] = {name: config.train.get(name) for name in SETTING}
         record = RunRecord(*key, held_out_loss=held_out_loss(run), **setting)
         tasks = config.score.tasks if config.score else ()
         files = {task.key: run.scores / f"{task.key}.jsonl" for task in tasks}
