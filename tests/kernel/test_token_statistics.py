@@ -9,60 +9,99 @@ from loss_check import DEVICE, inputs
 from smoothce import chunked, token_statistics
 from smoothce.triton import recompute_backward
 
-DTYPES = torch.float32, torch.float64, torch.bfloat16
+CASES = [
+    ("triton", torch.float32),
+    *itertools.product(("chunked", "reference"), (torch.float32, torch.float64, torch.bfloat16)),
+]
+every_implementation = pytest.mark.parametrize(("impl", "dtype"), CASES)
+# A ragged vocabulary of several segments a token.
+ENTRIES = 1100 if DEVICE == "cuda" else 301
+TOKENS = 100
 
 
-@pytest.mark.parametrize(
-    ("impl", "dtype"),
-    [("triton", torch.float32), *itertools.product(("chunked", "reference"), DTYPES)],
-)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"softcap": 2.0, "logit_scale": -1.7, "temperature": 3, "masked": 0.4},
-        {"closed": True},
-        {"labels": False},
-    ],
-    ids=str,
-)
-def test_against_dense_logits(options, impl, dtype, monkeypatch):
-    """Several segments a token, super-blocks, a ragged vocabulary, blocks closed by a bias."""
-    options, blocks = {**options}, recompute_backward.super_blocks
-    monkeypatch.setattr(recompute_backward, "super_blocks", lambda n: blocks(n, 64))
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    """Tokens come in several super-blocks or chunks, the classifier in several blocks."""
+    super_blocks = recompute_backward.super_blocks
+    monkeypatch.setattr(recompute_backward, "super_blocks", lambda n: super_blocks(n, 64))
     monkeypatch.setattr(chunked, "CPU_CHUNK_TOKENS", 5)
     monkeypatch.setattr(chunked, "CAST_ROWS", 20)
-    size, masked = 1100 if DEVICE == "cuda" else 301, options.pop("masked", 0.3)
-    hidden, weight, labels, bias = inputs(100, size, 16, dtype, masked, bias=True)
-    weight[0] *= 3  # the likeliest of many tokens
-    if options.pop("closed", False):
-        bias[:64] = -torch.inf
-        labels[(labels >= 0) & (labels < 64)] = 70
-    if not options.pop("labels", True):
-        labels = bias = None
-    found = token_statistics(hidden, weight, labels, bias=bias, impl=impl, **options)
-    z = hidden.double() @ weight.double().T * options.get("logit_scale", 1)
-    z = z if bias is None else z + bias.double()
-    if "softcap" in options:
-        z = options["softcap"] * torch.tanh(z / options["softcap"])
-    z = z / options.get("temperature", 1)
-    valid = torch.ones(100, dtype=torch.bool, device=DEVICE) if labels is None else labels >= 0
-    assert torch.equal(found.argmax, torch.where(valid, z.argmax(1), -1))
-    want = [torch.distributions.Categorical(logits=z).entropy(), z.logsumexp(1)]
+
+
+def tensors_with_likely_entry(dtype, masked=0.3):
+    """Hidden states, classifier, labels and bias; entry 0 is the likeliest of many tokens."""
+    hidden, weight, labels, bias = inputs(TOKENS, ENTRIES, 16, dtype, masked, bias=True)
+    weight[0] *= 3
+    return hidden, weight, labels, bias
+
+
+def dense_logits(hidden, weight, bias=None, softcap=None, logit_scale=1.0, temperature=1.0):
+    logits = hidden.double() @ weight.double().T * logit_scale
+    if bias is not None:
+        logits = logits + bias.double()
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return logits / temperature
+
+
+def assert_statistics_of(logits, found, labels, dtype):
+    """`found` holds the statistics of dense fp64 logits; labels may be None."""
+    valid = torch.ones(TOKENS, dtype=torch.bool, device=DEVICE) if labels is None else labels >= 0
+    assert torch.equal(found.argmax, torch.where(valid, logits.argmax(1), -1))
+    pairs = [
+        (found.entropy, torch.distributions.Categorical(logits=logits).entropy()),
+        (found.lse, logits.logsumexp(1)),
+    ]
     if labels is None:
         assert found.log_probability is None
     else:
-        want.insert(0, z.log_softmax(1).gather(1, labels.clamp(min=0)[:, None])[:, 0])
-    for a, b in zip([x for x in found[:3] if x is not None], want, strict=True):
-        assert a.dtype == torch.promote_types(dtype, torch.float32)
-        torch.testing.assert_close(a.double(), torch.where(valid, b, 0), rtol=1e-5, atol=2e-5)
+        targets = labels.clamp(min=0)[:, None]
+        pairs.append((found.log_probability, logits.log_softmax(1).gather(1, targets)[:, 0]))
+    for statistic, expected in pairs:
+        assert statistic.dtype == torch.promote_types(dtype, torch.float32)
+        expected = torch.where(valid, expected, 0)
+        torch.testing.assert_close(statistic.double(), expected, rtol=1e-5, atol=2e-5)
 
 
-def test_shapes():
+@every_implementation
+@pytest.mark.parametrize(
+    ("masked", "options"),
+    [(0.3, {}), (0.4, {"softcap": 2.0, "logit_scale": -1.7, "temperature": 3})],
+    ids=["plain", "capped, scaled and tempered"],
+)
+def test_they_are_those_of_dense_logits(masked, options, impl, dtype):
+    hidden, weight, labels, bias = tensors_with_likely_entry(dtype, masked)
+    found = token_statistics(hidden, weight, labels, bias=bias, impl=impl, **options)
+    logits = dense_logits(hidden, weight, bias, **options)
+    assert_statistics_of(logits, found, labels, dtype)
+
+
+@every_implementation
+def test_entries_closed_by_a_bias_have_no_part_in_them(impl, dtype):
+    hidden, weight, labels, bias = tensors_with_likely_entry(dtype)
+    bias[:64] = -torch.inf
+    labels[(labels >= 0) & (labels < 64)] = 70
+    found = token_statistics(hidden, weight, labels, bias=bias, impl=impl)
+    assert_statistics_of(dense_logits(hidden, weight, bias), found, labels, dtype)
+
+
+@every_implementation
+def test_without_labels_there_is_no_log_probability(impl, dtype):
+    hidden, weight, _, _ = tensors_with_likely_entry(dtype)
+    found = token_statistics(hidden, weight, impl=impl)
+    assert_statistics_of(dense_logits(hidden, weight), found, None, dtype)
+
+
+def test_they_have_the_labels_shape():
     hidden, weight, labels, _ = inputs(6, 61, 8)
     found = token_statistics(hidden.view(2, 3, 8), weight, labels.view(2, 3))
-    assert all(x.shape == (2, 3) for x in found)
-    assert all(len(x) == 0 for x in token_statistics(hidden[:0], weight, labels[:0]))
+    assert all(statistic.shape == (2, 3) for statistic in found)
+
+
+def test_of_no_tokens_they_are_empty():
+    hidden, weight, labels, _ = inputs(6, 61, 8)
+    found = token_statistics(hidden[:0], weight, labels[:0])
+    assert all(len(statistic) == 0 for statistic in found)
 
 
 def test_equal_largest_logits_have_the_first_as_argmax():
