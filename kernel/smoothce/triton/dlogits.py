@@ -61,7 +61,8 @@ def recompute_kernel(
     row_tiles = tl.cdiv(N, ROWS)
     n_tiles = row_tiles * tl.cdiv(chunk, WIDTH)
     workers = tl.num_programs(0)
-    # flattened, so that the next tile's loads start while this one is written
+    # Flattened, so that the next tile's loads start while this one is written. Python's `range` has
+    # no such argument, and the compiler ignores it there.
     for tile in (tl.range if FLATTEN else range)(tl.program_id(0), n_tiles, workers, flatten=True):  # type: ignore[call-overload]
         row = (tile % row_tiles) * ROWS
         column = (tile // row_tiles) * WIDTH

@@ -154,7 +154,8 @@ def forward_kernel(
             expected = tl.zeros((ROWS,), tl.float32)
             largest = tl.full((ROWS,), -float("inf"), tl.float32)
             argmax = tl.zeros((ROWS,), tl.int32)
-            # flattened, so that the next tile's loads start during this tile's exponentials
+            # Flattened, so that the next tile's loads start during this tile's exponentials.
+            # Python's `range` has no such argument, and the compiler ignores it there.
             for block in (tl.range if FLATTEN else range)(first_block, end_block, flatten=True):  # type: ignore[call-overload]
                 entry = block * WIDTH
                 product = product_tile(

@@ -14,7 +14,7 @@ import triton.language as tl
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # Triton before 3.4
+except ImportError:  # Triton before 3.4 has none, and then no call uses the TMA
     TensorDescriptor = None  # type: ignore[assignment, misc]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
