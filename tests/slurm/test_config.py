@@ -191,6 +191,27 @@ def test_other_extra_options_are_taken(tmp_path, option):
     assert load_cluster(str(file)).extra == (option,)
 
 
+def test_two_dollars_are_a_literal_one(toy_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("HALF", "$HALF")  # what a variable holds is not read again
+    path = toy_file(grid={}, output_root=f"{tmp_path}/a$$b")
+    plan = plan_sweep(path, ["train.train_file=$HALF/$$x/${HALF}"])
+    assert plan.folder == tmp_path / "a$b" / "toy"
+    assert plan.runs[0].config().train["train_file"] == "$HALF/$x/$HALF"
+    plan.create()  # launched.yaml is read in the same way
+    again = plan_sweep(plan.folder, [])
+    assert again.sweep == plan.sweep and again.runs[0].name == plan.runs[0].name
+
+
+def test_a_variable_that_is_not_set_comes_with_how_to_write_a_dollar(toy_file):
+    words = refusal(toy_file(), "output_root=/a$NOT_SET")
+    assert words.endswith("$NOT_SET is not set here: export NOT_SET=…, or write $$ for a dollar")
+
+
+def test_other_things_that_a_shell_makes_of_braces_are_refused(toy_file):
+    words = refusal(toy_file(), "output_root=/a${HOME:-x}")
+    assert words.endswith("/a${HOME:-x}: write $NAME or ${NAME}, or $$ for a dollar")
+
+
 def test_every_key_is_printed():
     latin = {**os.environ, "PYTHONIOENCODING": "latin-1"}  # which has no β
     printed = command("keys", "open-instruct", env=latin).stdout

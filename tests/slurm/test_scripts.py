@@ -146,6 +146,17 @@ def test_a_profiles_home_is_the_submitting_shells(tmp_path, monkeypatch):
     assert not any("~" in line for line in lines)
 
 
+def test_two_dollars_of_a_profile_are_a_literal_one_in_jobs(tmp_path, monkeypatch):
+    """Of others, a job's shell makes the job's variables."""
+    secrets = tmp_path / "a$b" / "secrets"
+    secrets.parent.mkdir()
+    secrets.write_text("TOKEN=t\n")
+    keys = {"cache": "/c$$d/$MINE", "secrets_file": f"{tmp_path}/a$$b/secrets"}
+    monkeypatch.setenv("MINE", "me")
+    done = run_setup(tmp_path, after='echo "$HF_HOME $TOKEN"', **keys)
+    assert done.stdout == "/c$d/me t\n", done.stderr
+
+
 def dry_run_of(script: str, *words: str, cwd: Path) -> str:
     """What one of the scripts that users type prints with --dry-run."""
     done = subprocess.run(

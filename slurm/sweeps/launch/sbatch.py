@@ -161,14 +161,19 @@ def setup(cluster: Cluster, code: Path) -> list[str]:
         lines.append("export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1")
         lines.append("export WANDB_MODE=offline")
     if cluster.cache:
-        lines.append(f'export HF_HOME="{cluster.cache}"')  # with variables of the job
+        lines.append(f"export HF_HOME={_quoted(cluster.cache)}")
     if cluster.setup:
         lines.append("set -e")
         lines.extend(cluster.setup)
         lines.append("set +e")
     lines.append(f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}")
     if cluster.secrets_file:
-        lines.append(f'set -ae; . "{cluster.secrets_file}"; set +ae')
+        lines.append(f"set -ae; . {_quoted(cluster.secrets_file)}; set +ae")
     lines.append("set -u")  # only now: module files and setup lines rarely stand it
     lines.append(f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{cluster.cpus_per_process}}}"')
     return lines
+
+
+def _quoted(path: str) -> str:
+    """A path of the profile in double quotes: the job replaces variables, `$$` is a dollar."""
+    return '"' + path.replace("$$", r"\$") + '"'

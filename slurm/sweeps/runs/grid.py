@@ -11,7 +11,7 @@ from calibeval.io import InputError, write_text
 from sweeps.runs.backend import load_backend, scoring_problem
 from sweeps.runs.run import Run, RunConfig
 from sweeps.runs.schema import Sweep
-from sweeps.runs.yaml_io import check, dump_yaml, expand, override, read_yaml
+from sweeps.runs.yaml_io import check, dump_yaml, escape_dollars, expand, override, read_yaml
 
 LAUNCHED = "launched.yaml"
 # The keys of `train:` that hold paths: however one is spelt, the run is the same.
@@ -49,7 +49,8 @@ class SweepPlan:
         """Write launched.yaml, what this launch asks for, and every run's folder."""
         for run in self.baselines_and_runs:
             run.create()
-        write_text(self.folder / LAUNCHED, dump_yaml(self.sweep.model_dump(mode="json")))
+        raw = escape_dollars(self.sweep.model_dump(mode="json"))
+        write_text(self.folder / LAUNCHED, dump_yaml(raw))
 
 
 def plan_sweep(source: Path, assignments: list[str]) -> SweepPlan:

@@ -33,6 +33,9 @@ WORDS = {
     "float": FLOAT,
 }
 
+# A variable in a text, or two dollars, which stand for one.
+VARIABLE = re.compile(r"\$\$|\$(?P<name>\w+)|\$\{(?P<braced>\w+)\}|\$\{", re.ASCII)
+
 if hasattr(yaml, "CSafeLoader"):
     from yaml import CSafeDumper as _BaseDumper
     from yaml import CSafeLoader as _BaseLoader
@@ -211,7 +214,7 @@ def _nearest(dotted: str, places: Mapping[str, str], source: str) -> str:
 
 
 def expand(where: str, value: Any) -> Any:
-    """Every text in `value` with `~` and variables replaced, as a shell would.
+    """Every text in `value` with `~` and variables replaced, as a shell would; `$$` is a dollar.
 
     Raises InputError, naming `where`, for a variable that is not set.
     """
@@ -221,9 +224,29 @@ def expand(where: str, value: Any) -> Any:
         return [expand(where, item) for item in value]
     if not isinstance(value, str):
         return value
-    expanded = os.path.expanduser(os.path.expandvars(value))
-    unset = re.search(r"\$\{?(\w+)", expanded)
-    if unset:
-        name = unset[1]
-        raise InputError(f"{where}: {value}: ${name} is not set here: export {name}=…")
-    return expanded
+
+    def replacement(match: re.Match[str]) -> str:
+        if match[0] == "$$":
+            return "$"
+        name = match["name"] or match["braced"]
+        if name is None:
+            raise InputError(f"{where}: {value}: write $NAME or ${{NAME}}, or $$ for a dollar")
+        if name not in os.environ:
+            raise InputError(
+                f"{where}: {value}: ${name} is not set here: export {name}=…, or write $$ for a "
+                "dollar"
+            )
+        return os.environ[name]
+
+    return os.path.expanduser(re.sub(VARIABLE, replacement, value))
+
+
+def escape_dollars(value: Any) -> Any:
+    """`value` with every text spelt so that `expand` gives it back."""
+    if isinstance(value, dict):
+        return {key: escape_dollars(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [escape_dollars(item) for item in value]
+    if isinstance(value, str):
+        return value.replace("$", "$$")
+    return value
