@@ -38,7 +38,11 @@ serves() { "$1" -c 'import pydantic, yaml, submitit' 2>/dev/null; }
 serves "$PYTHON" || {
     mend="'make setup' in $project, or PYTHON=/path/to/python"
     serves "$project/.venv/bin/python" && mend="PYTHON=$project/.venv/bin/python in front of the command"
-    echo "error: $PYTHON lacks this project's packages; $mend" >&2
+    reason="lacks this project's packages"
+    code=0
+    words=$("$PYTHON" -c '' 2>&1) || code=$?
+    ((code != 126 && code != 127)) || reason="cannot be run: ${words##*: }" # the shell says why
+    echo "error: $PYTHON $reason; $mend" >&2
     exit 2
 }
 export SWEEPS="bash $(printf %q "$project/slurm/sweeps.sh")" # as messages name it

@@ -226,6 +226,15 @@ def test_an_environment_that_lacks_packages_is_named_with_what_to_type(interpret
     assert done.stderr.endswith(f"lacks this project's packages; {remedy}\n")
 
 
+def test_an_interpreter_that_cannot_run_is_not_said_to_lack_packages(interpreters, tmp_path):
+    python = tmp_path / "active" / "bin" / "python"
+    python.chmod(0o644)
+    done = interpreters(PYTHON=str(python))
+    assert done.returncode == 2 and "lacks" not in done.stderr
+    assert f"error: {python} cannot be run: " in done.stderr
+    assert "Permission denied" in done.stderr
+
+
 def test_condas_base_is_active_for_all_and_meant_by_nobody(interpreters, tmp_path):
     done = interpreters(CONDA_PREFIX=str(tmp_path / "active"), CONDA_DEFAULT_ENV="base")
     assert done.stdout == "venv: launch\n", done.stderr
