@@ -55,7 +55,7 @@ def main(words: list[str]) -> None:
 
     todays_libraries()
     utils.ArgumentParserPlus = parser_with_flags(utils.ArgumentParserPlus)
-    accelerate.Accelerator = with_loss(accelerate.Accelerator)
+    accelerate.Accelerator = with_loss(accelerate.Accelerator)  # type: ignore[misc]
     runpy.run_path(str(script), run_name="__main__")
 
 

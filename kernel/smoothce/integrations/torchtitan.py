@@ -51,7 +51,8 @@ class SmoothedLoss(ChunkedLossWrapper):
     def set_lm_head(self, lm_head: nn.Module) -> None:
         """The head, whose own forward computes the loss, so that FSDP2 gathers its weight."""
         super().set_lm_head(lm_head)
-        lm_head.forward = HeadForward(lm_head, ModelLoss(self.options))
+        # torchtitan types its head as a Module; what HeadForward needs of it is a weight.
+        lm_head.forward = HeadForward(lm_head, ModelLoss(self.options))  # type: ignore[arg-type]
 
     def __call__(
         self,
