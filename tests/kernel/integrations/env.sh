@@ -10,7 +10,8 @@ test -e "$venv/.ready" && exit 0
 test -d "$venv" || "${PYTHON:-python3}" -m venv "$venv"
 pip=("$venv/bin/pip" install --quiet --disable-pip-version-check -c configs/constraints-cpu.txt)
 "${pip[@]}" torch
-"${pip[@]}" peft trl==1.9.0 lightning==2.6.6 -e '.[train,dev]'
+"${pip[@]}" peft trl==1.9.0 lightning==2.6.6 \
+    -e ./kernel -e ./eval -e ./slurm -r tests/requirements.txt
 "${pip[@]}" --no-deps axolotl==0.19.0 nemo_automodel==0.7.0 torchtitan==0.3.0
 "${pip[@]}" triton addict numba colorama pillow python-dotenv spmd_types==0.2.3 tyro torchdata # what those import
 touch "$venv/.ready"
