@@ -15,7 +15,7 @@ setup: $(VENV)/.ready
 	@$(BIN)/python -c 'import os, sweeps; assert os.path.samefile(sweeps.__path__[0], "slurm/sweeps")' 2>/dev/null || { echo "setup: $(VENV) was made for another copy of this folder, or for this one before it was moved; rm -r $(VENV) and repeat"; exit 1; }
 	@echo "setup: $(VENV) is ready"
 
-$(VENV)/.ready: $(wildcard */pyproject.toml) tests/requirements.txt configs/constraints-cpu.txt
+$(VENV)/.ready: $(wildcard */pyproject.toml) tests/requirements.txt tests/requirements-lint.txt configs/constraints-cpu.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("setup: Python 3.10 or later is needed, $(PYTHON) is " + sys.version.split()[0] + "; name another: make PYTHON=/path/to/python3 …")'
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "setup: $(PYTHON) has no venv module; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
 	@test $$(df -Pk . | awk 'NR==2 {print $$4}') -gt 4000000 || { echo "setup: less than 4 GB free on $$(df -P . | awk 'NR==2 {print $$6}')"; exit 1; }
@@ -24,7 +24,7 @@ $(VENV)/.ready: $(wildcard */pyproject.toml) tests/requirements.txt configs/cons
 	@echo "setup 2/3: torch (the largest download)"
 	@$(PIP) torch | $(STEPS)
 	@echo "setup 3/3: this project and what it needs"
-	@$(PIP) --editable ./kernel --editable ./eval --editable ./patches --editable './slurm[lora]' --requirement tests/requirements.txt triton | $(STEPS)
+	@$(PIP) --editable ./kernel --editable ./eval --editable ./patches --editable './slurm[lora]' --requirement tests/requirements.txt --requirement tests/requirements-lint.txt triton | $(STEPS)
 	@touch $@
 
 demo: setup
