@@ -86,6 +86,7 @@ class _Run:
 
     hidden: list[Tensor] = dataclasses.field(default_factory=list)  # of the decoder's calls
     head_inputs: list[Tensor] = dataclasses.field(default_factory=list)
+    head_dtype: torch.dtype | None = None  # of its output
     ramp: Tensor | None = None
     logits: Any = None  # a tensor, where the forward returns one
     loss: Any = None
@@ -210,16 +211,18 @@ def _run_upstream(
     def keep_head_input(head: nn.Module, args: tuple[Any, ...]) -> None:
         run.head_inputs.append(args[0])
 
-    def put_ramp(head: nn.Module, args: Any, output: Tensor) -> Tensor:
+    def keep_dtype_and_put_ramp(head: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        run.head_dtype = output.dtype
+        if not with_ramp:
+            return None
         run.ramp = ramp_like(output)
         return run.ramp.clone()  # which a forward may change in place
 
     handles = [
         decoder_of(causal).register_forward_hook(keep_hidden),
         head.register_forward_pre_hook(keep_head_input),
+        head.register_forward_hook(keep_dtype_and_put_ramp, prepend=True),
     ]
-    if with_ramp:
-        handles.append(head.register_forward_hook(put_ramp, prepend=True))
     behind = _trained_behind_head(causal, head) if with_ramp else {}
     try:
         with torch.set_grad_enabled(bool(behind)):
@@ -384,8 +387,11 @@ def _check_loss_of_logits(
 
 
 def _check_patched_loss(model_forward: "ModelForward", plain: _Run, patched: Any) -> None:
-    """The patched loss is upstream's, up to the rounding of upstream's logits."""
-    dtype = plain.logits.dtype
+    """The patched loss is upstream's, up to the rounding of upstream's logits.
+
+    They were rounded by the head, even where a forward makes fp32 of them afterwards."""
+    dtype = plain.head_dtype
+    assert dtype is not None  # the head has run
     if dtype in (torch.float32, torch.float64):
         precision = 2e-5 if plain.logits.device.type == "cpu" else 2e-3  # a GPU may use TF32
     else:
