@@ -10,13 +10,13 @@ from smoothce.token_mean import token_mean_factor
 from smoothce.token_statistics import token_statistics
 
 if TYPE_CHECKING:
-    from smoothce.hf_patch.callback import SmoothingCallback
+    from smoothce.hf_patch.callback import SmoothingCallback as SmoothingCallback
 
 __version__ = "0.1.0"
 
+# Without SmoothingCallback, so that `from smoothce import *` needs torch alone.
 __all__ = [
     "LinearCrossEntropy",
-    "SmoothingCallback",
     "TokenStatistics",
     "explain",
     "linear_cross_entropy",

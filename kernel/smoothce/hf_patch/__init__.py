@@ -5,10 +5,10 @@ hidden states and labels; the head's forward returns the loss. Going through `he
 for each forward, is what lets DeepSpeed's ZeRO-3 and FSDP2 gather the classifier for the head's
 forward and backward and free it in between. Reading `head.weight` from outside the head would not.
 
-To read: `patching` is what users call; `forwards` is what a patched model and its head run;
-`logit_map` and `proof` decide whether a model can be patched at all; `settings` is the keywords,
-`anatomy` finds a model's parts, `outputs` builds what a forward returns; `trainer` and `callback`
-are for Hugging Face's Trainers.
+To read: `patching` is what users call; `forwards` and `head_forward` are what a patched model and
+its head run; `logit_map` and `proof` decide whether a model can be patched at all; `settings` is
+the keywords, `anatomy` finds a model's parts, `outputs` builds what a forward returns; `trainer`
+and `callback` are for Hugging Face's Trainers, and `families` makes kernel/FAMILIES.md.
 """
 
 from smoothce.hf_patch.patching import patch_model, unpatch_model

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smoothce.hf_patch.anatomy import CausalModel
-from smoothce.hf_patch.forwards import divided
+from smoothce.hf_patch.head_forward import divided
 from smoothce.hf_patch.patching import patch_model
 
 VOCABULARY = 67
@@ -178,7 +178,7 @@ def verdict(name: str, label_smoothing: float = 0.1, **settings: Any) -> Verdict
     What is expected is upstream's loss with its cross-entropy smoothed, in training mode."""
     try:
         model = tiny_model(name, **settings)
-        upstream = _seeded(model, batch())
+        upstream = seeded_outputs(model, batch())
         logits = upstream.logits[:, :-1].flatten(0, 1).double()
         labels = batch()["labels"][:, 1:].flatten()
         smoothed = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
@@ -191,14 +191,14 @@ def verdict(name: str, label_smoothing: float = 0.1, **settings: Any) -> Verdict
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="patch_model tries")  # put off: not taken here
             patch_model(model, label_smoothing=label_smoothing)
-        loss = _seeded(model, batch()).loss
+        loss = seeded_outputs(model, batch()).loss
     except (TypeError, ValueError, UserWarning) as error:
         return Verdict(name, False, reason=_first_line(error))
     found = _gradients(model, loss)
     return Verdict(name, True, _relative(loss, expected_loss), _difference(found, expected))
 
 
-def _seeded(model: nn.Module, inputs: dict[str, Any]) -> Any:
+def seeded_outputs(model: nn.Module, inputs: dict[str, Any]) -> Any:
     """The outputs with the same dropout each time."""
     torch.manual_seed(2)
     return model(**inputs)

@@ -16,7 +16,8 @@ from smoothce.hf_patch.anatomy import (
     restore_class_forward,
     unwrapped,
 )
-from smoothce.hf_patch.forwards import DecoderHook, HeadForward, ModelForward
+from smoothce.hf_patch.forwards import DecoderHook, ModelForward
+from smoothce.hf_patch.head_forward import HeadForward
 from smoothce.hf_patch.outputs import refuse_summed_router
 from smoothce.hf_patch.proof import CannotRun, prove
 from smoothce.hf_patch.settings import PatchSettings, model_loss, shows_settings

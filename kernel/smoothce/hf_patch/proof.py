@@ -15,13 +15,14 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smoothce.hf_patch.anatomy import CausalModel, decoder_of, forward_slot, is_partitioned
+from smoothce.hf_patch.head_forward import HeadForward
 from smoothce.hf_patch.logit_map import (
     LogitMap,
     candidates,
@@ -34,14 +35,24 @@ from smoothce.hf_patch.outputs import weighted_auxiliary_loss
 from smoothce.hf_patch.settings import ModelLoss
 from smoothce.options import Options
 
-if TYPE_CHECKING:
-    from smoothce.hf_patch.forwards import HeadForward, ModelForward
-
 ROWS, TOKENS = 2, 8
 IGNORED = -100  # upstream's, whatever the patched loss ignores
 TOLERANCE = 1e-5  # of what is computed from the ramp, which is fp32
 # Hooks of these libraries gather and free parameters, and leave logits alone.
 SHARDING_LIBRARIES = ("accelerate", "deepspeed", "torch.distributed")
+
+
+class PatchableModel(Protocol):
+    """What is tried of a model: `forwards.ModelForward` is one."""
+
+    causal: CausalModel
+    head_name: str
+
+    def takes(self, name: str) -> bool:
+        """Whether upstream's forward has such an argument."""
+
+    def fused(self, inputs: dict[str, Any], *, smoothed: bool) -> Any:
+        """The outputs of a forward whose head computes the loss."""
 
 
 class CannotRun(Exception):
@@ -93,7 +104,7 @@ class _Run:
     used_behind_head: list[str] = dataclasses.field(default_factory=list)  # parameters
 
 
-def prove(model_forward: "ModelForward", loss: ModelLoss, *, is_training: bool = False) -> Proof:
+def prove(model_forward: PatchableModel, loss: ModelLoss, *, is_training: bool = False) -> Proof:
     """That the model, patched with this loss, computes upstream's loss where it does not smooth.
 
     `is_training`: in the forward of a training step, where ZeRO-3 gathers what a module needs.
@@ -114,7 +125,7 @@ def prove(model_forward: "ModelForward", loss: ModelLoss, *, is_training: bool =
     return Proof(logit_map, watched(causal), tuple(head._forward_hooks.values()))
 
 
-def _tried(model_forward: "ModelForward", head: nn.Linear, loss: ModelLoss) -> LogitMap:
+def _tried(model_forward: PatchableModel, head: nn.Linear, loss: ModelLoss) -> LogitMap:
     """The three runs, and what must hold of them."""
     inputs = _inputs(model_forward, head)
     try:
@@ -161,7 +172,7 @@ def _undisturbed(causal: CausalModel) -> Iterator[None]:
                 module.training = mode
 
 
-def _inputs(model_forward: "ModelForward", head: nn.Linear) -> dict[str, Any]:
+def _inputs(model_forward: PatchableModel, head: nn.Linear) -> dict[str, Any]:
     """A batch of two rows, with unequal numbers of labels."""
     embeddings = model_forward.causal.get_input_embeddings()
     entries = min(head.out_features, getattr(embeddings, "num_embeddings", head.out_features))
@@ -199,7 +210,7 @@ def _plain_attention(causal: CausalModel) -> Iterator[None]:
 
 
 def _run_upstream(
-    model_forward: "ModelForward", head: nn.Linear, inputs: dict[str, Any], *, with_ramp: bool
+    model_forward: PatchableModel, head: nn.Linear, inputs: dict[str, Any], *, with_ramp: bool
 ) -> _Run:
     causal = model_forward.causal
     run = _Run()
@@ -251,7 +262,7 @@ def _trained_behind_head(causal: CausalModel, head: nn.Linear) -> dict[str, nn.P
 
 
 def _run_patched(
-    model_forward: "ModelForward",
+    model_forward: PatchableModel,
     head: nn.Linear,
     logit_map: LogitMap,
     inputs: dict[str, Any],
@@ -259,8 +270,6 @@ def _run_patched(
     """The patched model's outputs, its settings but for the map put aside.
 
     On the chunked path, since the Triton kernels would have to be compiled for this."""
-    from smoothce.hf_patch.forwards import HeadForward
-
     options = Options(logit_scale=logit_map.logit_scale, softcap=logit_map.softcap)
     with _head_running(head, HeadForward(head, ModelLoss(options, impl="chunked"))):
         try:
@@ -275,7 +284,7 @@ def _run_patched(
 
 
 @contextlib.contextmanager
-def _head_running(head: nn.Linear, forward: "HeadForward") -> Iterator[None]:
+def _head_running(head: nn.Linear, forward: HeadForward) -> Iterator[None]:
     slot = forward_slot(head)
     held = {name: vars(head)[name] for name in (slot, "_smoothce") if name in vars(head)}
     try:
@@ -288,7 +297,7 @@ def _head_running(head: nn.Linear, forward: "HeadForward") -> Iterator[None]:
         head.__dict__.update(held)
 
 
-def _check_logits(model_forward: "ModelForward", loss: ModelLoss, run: _Run) -> LogitMap:
+def _check_logits(model_forward: PatchableModel, loss: ModelLoss, run: _Run) -> LogitMap:
     """The map that the model applies to the ramp."""
     given = LogitMap(loss.options.logit_scale, loss.options.softcap)
     maps = candidates(scales_and_caps(model_forward.causal), given, loss.given_logit_map)
@@ -338,7 +347,7 @@ def _check_logits(model_forward: "ModelForward", loss: ModelLoss, run: _Run) -> 
     )
 
 
-def _check_hidden(model_forward: "ModelForward", run: _Run) -> None:
+def _check_hidden(model_forward: PatchableModel, run: _Run) -> None:
     """The decoder's result is what the head takes, bit for bit."""
     name = model_forward.head_name
     if len(run.hidden) != 1 or len(run.head_inputs) != 1:
@@ -366,7 +375,7 @@ def _check_hidden(model_forward: "ModelForward", run: _Run) -> None:
 
 
 def _check_loss_of_logits(
-    model_forward: "ModelForward", run: _Run, patched: Any, labels: Tensor
+    model_forward: PatchableModel, run: _Run, patched: Any, labels: Tensor
 ) -> None:
     """The model's loss is cross-entropy of the next tokens, and an auxiliary loss that is ours."""
     expected = F.cross_entropy(
@@ -386,7 +395,7 @@ def _check_loss_of_logits(
         )
 
 
-def _check_patched_loss(model_forward: "ModelForward", plain: _Run, patched: Any) -> None:
+def _check_patched_loss(model_forward: PatchableModel, plain: _Run, patched: Any) -> None:
     """The patched loss is upstream's, up to the rounding of upstream's logits.
 
     They were rounded by the head, even where a forward makes fp32 of them afterwards."""
@@ -407,7 +416,7 @@ def _check_patched_loss(model_forward: "ModelForward", plain: _Run, patched: Any
 
 
 def _refusal(
-    model_forward: "ModelForward", reason: str, difference: float | None, advice: str
+    model_forward: PatchableModel, reason: str, difference: float | None, advice: str
 ) -> ValueError:
     causal = model_forward.causal
     numbers = scales_and_caps(causal)

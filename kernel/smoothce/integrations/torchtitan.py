@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper
 from torchtitan.config import CompileConfig
 
-from smoothce.hf_patch.forwards import HeadForward
+from smoothce.hf_patch.head_forward import HeadForward
 from smoothce.hf_patch.settings import ModelLoss
 from smoothce.options import Options
 
