@@ -1,7 +1,7 @@
 # make setup   create .venv and install the versions that CI tests
 # make demo    pre-train, fine-tune and score a small world; write the calibration table (no GPU, no hub)
 # make test    run the tests, one process for each core
-# make lint    ruff, check only
+# make lint    ruff and mypy, check only
 SHELL  := /bin/bash -o pipefail
 PYTHON ?= python3
 VENV   ?= .venv
@@ -34,4 +34,4 @@ test: setup
 	@$(BIN)/python -m pytest -m 'not slow' -n auto --dist loadfile
 
 lint: setup
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -87,7 +87,12 @@ def tokenize_file(
     )
     token_list = List(Value("int32"))
     count = Value("int32")
-    columns = {"input_ids": token_list, "labels": token_list, "length": count, "targets": count}
+    columns: dict[str, Any] = {
+        "input_ids": token_list,
+        "labels": token_list,
+        "length": count,
+        "targets": count,
+    }
 
     cache = Path(datasets.config.HF_DATASETS_CACHE)
     cache.mkdir(parents=True, exist_ok=True)
@@ -109,7 +114,7 @@ def tokenize_file(
             batched=True,
             fn_kwargs={"tokenizer": tokenizer, "max_length": train_options.max_seq_length},
             remove_columns="messages",
-            features=Features(columns),
+            features=Features(columns),  # type: ignore[arg-type]
             num_proc=min(
                 len(os.sched_getaffinity(0)), math.ceil(len(texts) / conversations_per_process)
             ),
