@@ -53,7 +53,6 @@ class Scores:
         probs: Probabilities (N, K), whose rows need not sum to 1.
         best: The likeliest choice, the first of equals, (N,).
         confidence: The probability of the likeliest choice, (N,).
-        level: The same rounded to TIE_DECIMALS, by which questions are ranked and tied, (N,).
         correct: 1.0 where the likeliest choice is right, else 0.0, (N,).
         right_logprob: Log-probability of the right choice, (N,).
     """
@@ -65,9 +64,13 @@ class Scores:
         self.probs = np.exp(logprobs)
         self.best = logprobs.argmax(1)
         self.confidence = self.probs[rows, self.best]
-        self.level = self.confidence.round(TIE_DECIMALS)
         self.correct = (self.best == labels).astype(float)
         self.right_logprob = logprobs[rows, labels]
+
+    @cached_property
+    def level(self) -> np.ndarray:
+        """The confidence in TIE_DECIMALS decimals, by which questions are ranked and tied, (N,)."""
+        return self.confidence.round(TIE_DECIMALS)
 
     @cached_property
     def equal_width(self) -> "Binning":
