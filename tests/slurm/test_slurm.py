@@ -160,7 +160,9 @@ def test_a_requeue_waits_for_the_controller(cluster, profile, toy_file, tmp_path
 def test_what_sbatch_took_runs_once_though_its_answer_was_lost(
     cluster, profile, toy_file, tmp_path, how
 ):
-    path = toy_file(grid={"seed": [1, 2]}, train={"steps": 5}, cluster=profile())
+    # Slow enough that the runs are still there when the second launch looks, on a busy machine too.
+    train = {"steps": 5, "pace": 3.0}
+    path = toy_file(grid={"seed": [1, 2]}, train=train, cluster=profile())
     lost = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
     then = {"killed": "kill -9 $PPID", "timed out": f"echo '{lost}' >&2; exit 1"}[how]
     odd = tmp_path / "bin" / "sbatch"
