@@ -124,7 +124,11 @@ def test_two_ranks_are_one_process(sweep_file, tmp_path, how, lora):
     assert "resumed: step 1 of 16" in train_on_two_ranks(two)
 
     assert len(read_rows(one.metrics)) == 16 + 2
-    assert_same_metrics(one, two, {"loss": 1e-6, "held_out_loss": 1e-6, "grad_norm": 1e-5})
+    tolerances = {"loss": 1e-6, "held_out_loss": 1e-6}
+    # Without a ZeRO stage DeepSpeed clips fp32 gradients but does not keep their norm.
+    if how != "zero0":
+        tolerances["grad_norm"] = 1e-5
+    assert_same_metrics(one, two, tolerances)
     # Under LoRA, Adam's first steps magnify gradients that are next to nothing.
     assert_close_weights(one, two, absolute_tolerance=1e-4 if lora else 2e-6)
 
