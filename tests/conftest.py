@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors, and a process for each core
@@ -15,16 +14,6 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 TOPLEVEL = Path(__file__).resolve().parents[1]
-# What tests share. Not tests/kernel: it would offer its folder `triton` where none is installed.
-SHARED = (
-    "tests/slurm",
-    "tests/patches",
-    "tests/eval",
-    "tests/kernel/shared",
-    "kernel/examples",
-    "kernel/benchmarks",
-)
-sys.path[:0] = [str(TOPLEVEL / folder) for folder in SHARED]
 
 
 def pytest_runtest_setup(item):

@@ -247,7 +247,7 @@ def _stack(
     python: str, tmp_path_factory: pytest.TempPathFactory, kind: type[Stack] = Stack
 ) -> Iterator[Stack]:
     world = tmp_path_factory.mktemp("world")
-    subprocess.run([python, HERE / "tiny_world.py", world], check=True)
+    subprocess.run([python, PROJECT / "tests" / "helpers" / "tiny_world.py", world], check=True)
     stack = kind(python, world)
     yield stack
     if "server" in vars(stack):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from real import PROJECT
+from sweep_tools import PROJECT
 
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.run import Run

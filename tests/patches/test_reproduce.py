@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from real import CLUSTER, PROJECT
+from sweep_tools import CLUSTER, PROJECT
 
 PAGE = (PROJECT / "reproduce.md").read_text(encoding="utf-8")
 

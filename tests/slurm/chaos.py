@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-import real
 import yaml
 
 from calibeval.io import InputError
@@ -29,7 +28,8 @@ from sweeps.runs.grid import SweepPlan, plan_sweep
 from sweeps.runs.run import Run
 from sweeps.runs.slurm_queue import QueuedJob
 
-sys.path.append(str(Path(__file__).parents[1] / "patches"))
+sys.path.append(str(Path(__file__).parents[1] / "helpers"))
+import sweep_tools
 import tiny_world
 
 RUNS = 24
@@ -90,7 +90,7 @@ def make_sweep(folder: Path) -> Path:
 
 def disturb(kind: str, element: QueuedJob, run: Run) -> bool:
     """Do one bad thing to a running element; False if it was too early or too late for it."""
-    pids = real.programs(run)
+    pids = sweep_tools.programs(run)
     if not pids:
         return False
     if kind == REQUEUED:
@@ -107,7 +107,7 @@ def disturb(kind: str, element: QueuedJob, run: Run) -> bool:
     if kind == ELEMENT_KILLED:
         with contextlib.suppress(psutil.NoSuchProcess):
             pids = [psutil.Process(pid).ppid() for pid in pids]
-    real.kill(pids)
+    sweep_tools.kill(pids)
     return True
 
 
@@ -163,7 +163,7 @@ class Chaos:
         """Restart slurmd under the running jobs, now and then once something was disturbed."""
         late = time.monotonic() - self.last_restart > 15
         if self.counts and late and self.counts[SLURMD_RESTARTED] < SLURMD_RESTARTS:
-            subprocess.run([real.CLUSTER, "restart-slurmd", self.slurm], check=True)
+            subprocess.run([sweep_tools.CLUSTER, "restart-slurmd", self.slurm], check=True)
             self.counts[SLURMD_RESTARTED] += 1
             self.last_restart = time.monotonic()
 
@@ -172,7 +172,7 @@ def launch_and_kill(plan: SweepPlan, config: Path) -> None:
     """Begin a launch on Slurm, and kill it as soon as it has written what to submit."""
     words = [sys.executable, "-m", "sweeps", "launch", str(config), "--executor", "slurm"]
     with subprocess.Popen(words, stdout=subprocess.DEVNULL) as process:
-        real.wait_for(lambda: list(plan.folder.glob("jobs/*/names")), pause=0.001)
+        sweep_tools.wait_for(lambda: list(plan.folder.glob("jobs/*/names")), pause=0.001)
         process.kill()
 
 
@@ -181,26 +181,26 @@ def main(folder: Path) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.pop("SLURM_CONF", None)
     config = make_sweep(folder)
-    undisturbed = real.calm(config, folder / "calm")
+    undisturbed = sweep_tools.calm(config, folder / "calm")
     slurm = folder / "slurm"
-    subprocess.run([real.CLUSTER, "start", slurm, "grace=30"], check=True)
+    subprocess.run([sweep_tools.CLUSTER, "start", slurm, "grace=30"], check=True)
     os.environ["SLURM_CONF"] = str(slurm / "slurm.conf")
     try:
         plan = plan_sweep(config, [])
         chaos = Chaos(plan, slurm)
         launch_and_kill(plan, config)
         for _ in range(LAUNCHES):
-            print(real.launch(config, "--executor", "slurm"), end="", flush=True)
+            print(sweep_tools.launch(config, "--executor", "slurm"), end="", flush=True)
             chaos.until_empty()
             if all(run.done for run in plan.runs):
                 break
-        last_launch = real.launch(config, "--executor", "slurm").splitlines()[0]
+        last_launch = sweep_tools.launch(config, "--executor", "slurm").splitlines()[0]
     finally:
-        subprocess.run([real.CLUSTER, "stop", slurm], check=False)
-    restarts = sum(len(real.rows(run, "began")) - 1 for run in plan.runs)
+        subprocess.run([sweep_tools.CLUSTER, "stop", slurm], check=False)
+    restarts = sum(len(sweep_tools.rows(run, "began")) - 1 for run in plan.runs)
     same = 0
     for run, calm in zip(plan.runs, undisturbed, strict=True):
-        if run.done and real.equal(run, calm):
+        if run.done and sweep_tools.equal(run, calm):
             same += 1
     print(f"{same}/{RUNS} with the undisturbed run's weights bit for bit")
     print(f"{restarts} restarts; {chaos.counts}; launched again: {last_launch}")

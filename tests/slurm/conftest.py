@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import real
+import sweep_tools
 import yaml
 
 HERE = Path(__file__).parent
@@ -34,21 +34,6 @@ def tiny(tmp_path_factory) -> Path:
     return folder
 
 
-def write_sweep(path: Path, train: dict, grid: dict | None, top: dict) -> Path:
-    """Write a sweep file, over two smoothing factors unless a grid is given."""
-    if grid is None:
-        grid = {"label_smoothing": [0.0, 0.1]}
-    raw = {
-        "name": path.stem,
-        "output_root": str(path.parent / "out"),
-        "train": train,
-        "grid": grid,
-        **top,
-    }
-    path.write_text(yaml.safe_dump(raw, sort_keys=False, width=999))
-    return path
-
-
 @pytest.fixture
 def sweep_file(tiny, tmp_path) -> Callable[..., Path]:
     """A factory of sweep files: `sweep_file(grid={…}, train={…}, **top)` → path."""
@@ -65,7 +50,7 @@ def sweep_file(tiny, tmp_path) -> Callable[..., Path]:
             "logging_steps": 2,
             **(train or {}),
         }
-        return write_sweep(tmp_path / f"{name}.yaml", keys, grid, top)
+        return sweep_tools.write_sweep(tmp_path / f"{name}.yaml", keys, grid, top)
 
     return make
 
@@ -82,7 +67,9 @@ def toy_file(tmp_path) -> Callable[..., Path]:
         grid: dict | None = None, train: dict | None = None, name: str = "toy", **top: Any
     ) -> Path:
         keys = {"model_name_or_path": str(model), **(train or {})}
-        return write_sweep(tmp_path / f"{name}.yaml", keys, grid, {"backend": "toy.backend", **top})
+        return sweep_tools.write_sweep(
+            tmp_path / f"{name}.yaml", keys, grid, {"backend": "toy.backend", **top}
+        )
 
     return make
 
@@ -100,15 +87,15 @@ def hold(tmp_path, monkeypatch) -> Path:
 def cluster(tmp_path_factory) -> Iterator[Path]:
     """A private Slurm of two nodes (both this machine), whose partition `urgent` preempts."""
     folder = tmp_path_factory.mktemp("slurm")
-    subprocess.run([real.CLUSTER, "start", folder, "nodes=2", "grace=60"], check=True)
+    subprocess.run([sweep_tools.CLUSTER, "start", folder, "nodes=2", "grace=60"], check=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
         patch.setenv("PYTHON", sys.executable)
-        patch.setenv("HF_TOKEN", real.SECRET)
-        patch.setenv("WANDB_API_KEY", real.SECRET)
+        patch.setenv("HF_TOKEN", sweep_tools.SECRET)
+        patch.setenv("WANDB_API_KEY", sweep_tools.SECRET)
         patch.setenv("SBATCH_ACCOUNT", "not-mine")  # of the shell: it must not reach the jobs
         yield folder
-    subprocess.run([real.CLUSTER, "stop", folder], check=True)
+    subprocess.run([sweep_tools.CLUSTER, "stop", folder], check=True)
 
 
 @pytest.fixture

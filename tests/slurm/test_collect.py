@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from real import command, launch
+from sweep_tools import command, launch
 from test_golden_records import GOLDEN, lay_out, read_csv
 
 from sweeps.results import collect

@@ -8,7 +8,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from real import PROJECT, command
+from sweep_tools import PROJECT, command
 
 from calibeval.io import InputError
 from sweeps.runs.grid import plan_sweep

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from training_helpers import dataset_of_lengths, windowed_gemma
+from training_runs import dataset_of_lengths, windowed_gemma
 from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 
 from smoothce import patch_model

@@ -10,7 +10,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from real import calm, command, equal, kill, launch, prepare, programs, rows, runs_of, wait_for
+from sweep_tools import (
+    calm,
+    command,
+    equal,
+    kill,
+    launch,
+    prepare,
+    programs,
+    rows,
+    runs_of,
+    wait_for,
+    write_sweep,
+)
 
 from sweeps import cli
 from sweeps.launch import local, worker
@@ -40,8 +52,6 @@ def without_network() -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def whole_chain(tmp_path_factory, tiny) -> SweepPlan:
     """A sweep of the real trainer that was launched without a network: base model, two runs."""
-    from conftest import write_sweep
-
     train = {
         "model_name_or_path": str(tiny / "model"),
         "train_file": str(tiny / "chat.jsonl"),

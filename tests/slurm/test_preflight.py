@@ -7,7 +7,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from real import PROJECT, command, launch, prepare
+from sweep_tools import PROJECT, command, launch, prepare
 
 from calibeval import records
 from calibeval.io import InputError

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from real import PROJECT, command
+from sweep_tools import PROJECT, command
 
 from sweeps.launch import sbatch, slurm
 from sweeps.launch.sbatch import Job, JobKind

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from real import (
+from sweep_tools import (
     CLUSTER,
     MARKS,
     PROJECT,

@@ -12,9 +12,9 @@ import datasets
 import psutil
 import pytest
 from jinja2 import TemplateError
-from real import wait_for
+from sweep_tools import wait_for
 from tokenizers.processors import TemplateProcessing
-from training_helpers import own_token_cache, tiny_options, turns, write_conversations
+from training_runs import own_token_cache, tiny_options, turns, write_conversations
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from calibeval.io import InputError

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from real import equal, logs, prepare
 from safetensors.torch import load_file
+from sweep_tools import equal, logs, prepare
 from torch import Tensor
-from training_helpers import finished_run, logged, own_token_cache, windowed_gemma
+from training_runs import finished_run, logged, own_token_cache, windowed_gemma
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, get_scheduler
 
 from calibeval.io import InputError

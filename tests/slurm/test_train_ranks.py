@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from real import PROJECT, equal, prepare
 from safetensors.torch import load_file
-from training_helpers import logged
+from sweep_tools import PROJECT, equal, prepare
+from training_runs import logged
 
 from sweeps.runs.files import read_rows
 from sweeps.runs.run import Run

@@ -8,7 +8,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from real import prepare
+from sweep_tools import prepare
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from sweeps.runs.files import read_rows

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import psutil
 import pytest
+import yaml
 
 from calibeval.io import InputError
 from sweeps.runs.grid import plan_sweep
@@ -22,7 +23,7 @@ from sweeps.runs.run import Run
 T = TypeVar("T")
 
 PROJECT = Path(__file__).resolve().parents[2]
-CLUSTER = Path(__file__).with_name("cluster.sh")
+CLUSTER = PROJECT / "tests" / "slurm" / "cluster.sh"
 MARKS = [
     pytest.mark.slurm,
     pytest.mark.slow,
@@ -35,6 +36,21 @@ MARKS = [
 ]
 SECRET = "hf_planted5ecret0000"
 LOG_CHARACTERS = 1500  # of each log, at its end, that a failing test shows
+
+
+def write_sweep(path: Path, train: dict, grid: dict | None, top: dict) -> Path:
+    """Write a sweep file, over two smoothing factors unless a grid is given."""
+    if grid is None:
+        grid = {"label_smoothing": [0.0, 0.1]}
+    raw = {
+        "name": path.stem,
+        "output_root": str(path.parent / "out"),
+        "train": train,
+        "grid": grid,
+        **top,
+    }
+    path.write_text(yaml.safe_dump(raw, sort_keys=False, width=999))
+    return path
 
 
 def command(*arguments: object, prefix: tuple = (), **options) -> subprocess.CompletedProcess:
