@@ -22,6 +22,7 @@ into records/MODEL.parquet. What is there is not run again, on whatever machine:
     averaged      weights averaged with the base model's after β = 0
     price         entropy less NLL of each model that is still there, and the temperature that
                   pays it back
+    summary       accuracy, calibration error and log loss in each setting, as the records tell
     report        what smoothing does in each setting, as the records tell, and to all models
                   in forest.png
 
@@ -38,6 +39,7 @@ from studies.claims.parts import PARTS, REPOSITORY, Study, sweep_overrides
 from studies.claims.posthoc import average_weights, fit_temperatures, measure_prices
 from studies.claims.records import RecordStore
 from studies.claims.report import report
+from studies.claims.summary import summary
 from studies.claims.training import train
 
 # What rests on trained models, by the name of the part, in the order in which it is done.
@@ -45,6 +47,7 @@ STEPS = {
     "after": fit_temperatures,
     "averaged": average_weights,
     "price": measure_prices,
+    "summary": summary,
     "report": report,
 }
 

@@ -13,7 +13,7 @@ import tiny_world
 import torch
 from made_records import write_records
 from studies.claims import __main__ as claims
-from studies.claims import baselines, contrasts, parts, posthoc, report, training
+from studies.claims import baselines, contrasts, parts, posthoc, report, summary, training
 from studies.claims.parts import CONFIG, PARTS, Study
 from studies.claims.records import STEPS_PER_NAT, RecordStore, RunRecord
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -27,7 +27,7 @@ from sweeps.runs.run import Run
 MODEL = "smollm2-135m"
 TASKS = [{"task": "mmlu", "data": "data/mmlu", "split": s, "name": s} for s in ("val", "test")]
 PART = {part.name: part for part in PARTS}
-LAST = ["after", "averaged", "price", "report"]
+LAST = ["after", "averaged", "price", "summary", "report"]
 RUNS = {"grid": 4, "seeds": 25, "high": 25, "harm": 25, "sum": 6, "filtered": 3, "equal": 3}
 RUNS |= {"script": 6, "unigram": 3, "base-mean": 3, "half": 3, "twice": 3}
 
@@ -389,7 +389,47 @@ def test_the_verdicts_are_differences_paired_by_seed(study, command, folders):
     assert "seeds: β = 0.2 less 0" not in found and "high: β = 0.1 less 0" not in found
 
 
+def test_the_summary_is_what_calibeval_estimates_over_seeds(study, command, folders):
+    for beta, sharpness in ((0.0, 2.0), (0.1, 1.5)):
+        for seed in (0, 1, 2):
+            file = folders / f"{beta}-{seed}.jsonl"
+            write_records(file, 400, sharpness * (1 + 0.02 * seed), seed=7)
+            record = RunRecord("seeds", file.stem, label_smoothing=beta, seed=seed)
+            study.store.add(MODEL, record, {"mmlu": file})
+    assert command(MODEL, "summary") == 0
+
+    text = (folders / "runs" / f"{MODEL}-summary.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if "as recom" in line]
+    assert [row[:3] for row in rows] == [["as recommended", beta, "3"] for beta in ("0", "0.1")]
+    at = folders / "runs" / "unpacked" / MODEL / "seeds"
+    runs = [stats.load(at / f"0.1-{seed}" / "mmlu.jsonl") for seed in (0, 1, 2)]
+    accuracy = stats.estimate(runs, "accuracy", "choices")
+    ends = [100 * end for end in (accuracy.value, accuracy.low, accuracy.high)]
+    assert rows[1][3] == "{:.1f} [{:.1f}, {:.1f}]".format(*ends)
+    for column, confidence in ((4, "choices"), (5, "vocabulary")):
+        ece = stats.estimate(runs, "ece", confidence)
+        assert rows[1][column] == f"{ece.value:.3f}"
+        loss = stats.estimate(runs, "nll", confidence)
+        assert rows[1][column + 2] == f"{loss.value:.3f} [{loss.low:.3f}, {loss.high:.3f}]"
+    ceilings = [run.floors[c]["ece"].null_q95 for run in runs for c in ("choices", "vocabulary")]
+    stated = float(re.search(r"an ECE of up to (\d\.\d+) here", text).group(1))
+    assert stated >= round(max(ceilings), 3)
+
+
 PUBLISHED = RecordStore(parts.HERE / "records")
+
+
+@pytest.mark.parametrize("model", ["qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"])
+def test_the_page_tells_what_the_published_records_say(model, folders):
+    """Of the base models, whose rows take seconds; `python -m studies.claims` makes all rows."""
+    page = (parts.HERE / "README.md").read_text()
+    (base,) = (record for record in PUBLISHED.runs(model) if record.part == "base")
+    PUBLISHED.unpack(model, base, PUBLISHED.questions(), folders)
+    for task in contrasts.LETTER_TASKS:
+        cells = summary.figure_cells(
+            [summary.read_answers(folders / f"{task}.jsonl")], has_vocabulary=True
+        )
+        assert f"| {' | '.join(cells)} |" in page
 
 
 def test_the_manifest_tells_the_published_files():
