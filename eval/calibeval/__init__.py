@@ -11,16 +11,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from calibeval.api import compare, metrics, reliability
     from calibeval.callback import CalibrationCallback
+    from calibeval.diagnosis import check
     from calibeval.scaling import temperature
     from calibeval.scoring import score
 
 __version__ = "0.1.0"
-__all__ = ["CalibrationCallback", "compare", "metrics", "reliability", "score", "temperature"]
+__all__ = [
+    "CalibrationCallback",
+    "check",
+    "compare",
+    "metrics",
+    "reliability",
+    "score",
+    "temperature",
+]
 
 # Where the public names are. They are imported when they are first used: NumPy and the model
 # libraries take seconds.
 _MODULES = {
     "CalibrationCallback": "calibeval.callback",
+    "check": "calibeval.diagnosis",
     "compare": "calibeval.api",
     "metrics": "calibeval.api",
     "reliability": "calibeval.api",

@@ -226,6 +226,67 @@ def print_comparisons(confidence: str, comparison_of_metric: dict[str, Any]) -> 
     print(table.map(cell, na_action="ignore").fillna("–").to_string())
 
 
+# --- check ---
+
+
+def add_check_options(grammar: argparse.ArgumentParser) -> None:
+    grammar.add_argument(
+        "base", metavar="BASE", help="the model before fine-tuning, or its RECORDS.jsonl"
+    )
+    grammar.add_argument(
+        "tuned", metavar="TUNED", help="the model after fine-tuning, or its RECORDS.jsonl"
+    )
+    grammar.add_argument("--task", metavar="VALUE", help="to score models: as of `score`")
+    grammar.add_argument("--data", metavar="VALUE", help="to score models: as of `score`")
+    add_fields(grammar, Task, [name for name in TASK_FIELDS if name not in ("task", "data")])
+    add_fields(grammar, Request, ENGINE_FIELDS)
+    grammar.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="to score models: the folder of their records, which another check uses again",
+    )
+    grammar.add_argument(
+        "--figure", type=Path, metavar="FILE.png", help="draw both reliability diagrams"
+    )
+
+
+def run_check(arguments: argparse.Namespace) -> None:
+    """Say how a model errs before and after fine-tuning, and what to do."""
+    from calibeval import diagnosis
+
+    if arguments.figure is not None and arguments.figure.suffix != ".png":
+        raise InputError(f"--figure {arguments.figure}: expected a file's name such as check.png")
+    base = records_for_check(arguments, arguments.base, "base")
+    tuned = records_for_check(arguments, arguments.tuned, "tuned")
+    found = diagnosis.check(base, tuned, arguments.figure)
+    if arguments.json:
+        print_json(found.as_dict())
+        return
+    for sentence in found.sentences:
+        print(sentence)
+    if arguments.figure is not None:
+        print(f"Drawn: {arguments.figure}")
+
+
+def records_for_check(arguments: argparse.Namespace, model: str, name: str) -> Path:
+    """The records of a model, which is scored unless its records are given."""
+    if model.endswith(".jsonl"):
+        return Path(model)
+    missing = [option for option in ("task", "data", "out") if getattr(arguments, option) is None]
+    if missing:
+        wanted = ", ".join(f"--{option}" for option in missing)
+        raise InputError(f"{model}: a model to be scored also needs {wanted}; or give its records")
+    folder: Path = arguments.out
+    records = folder / f"{name}.jsonl"
+    of_this_model = argparse.Namespace(**vars(arguments))
+    of_this_model.out = records
+    request = request_from(of_this_model)
+    options = request.model_dump(exclude={"tasks"})
+    calibeval.score(model, tasks=request.tasks, out=folder, **options)
+    return records
+
+
 # --- temperature ---
 
 
@@ -313,6 +374,7 @@ COMMANDS = {
     "import": Command(run_import, add_import_options),
     "metrics": Command(run_metrics, add_metrics_options, compares_texts=True),
     "compare": Command(run_compare, add_compare_options, compares_texts=True),
+    "check": Command(run_check, add_check_options),
     "temperature": Command(run_temperature, add_temperature_options),
     "conformal": Command(run_conformal, add_conformal_options),
     "collect": Command(run_collect, add_collect_options),

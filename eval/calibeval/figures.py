@@ -151,7 +151,7 @@ def reliability(rows: Sequence[Row], group: str, confidence: str) -> "Canvas":
     axes[0, 0].set(xlim=(0, 1), ylim=(-0.26, 1), xticks=(0, 0.5, 1), yticks=(0, 0.5, 1))
     one_model = len({row.keys["model"] for row in rows}) == 1
     for axis, row in zip(axes.flat, rows, strict=False):
-        _draw_curves(axis, mean_curves(row, group, confidence), color(row.beta))
+        draw_curves(axis, mean_curves(row, group, confidence), color(row.beta))
         name = row.name("model") if one_model else row.name()
         axis.set_title(f"{name[:NAME_LENGTH]}\n{_figures_of(row, group, confidence)}", pad=3)
         axis.set_aspect("equal")
@@ -163,7 +163,7 @@ def reliability(rows: Sequence[Row], group: str, confidence: str) -> "Canvas":
     return canvas
 
 
-def _draw_curves(axis: "Axes", curves: dict[str, np.ndarray], shade: tuple[float, ...]) -> None:
+def draw_curves(axis: "Axes", curves: dict[str, np.ndarray], shade: tuple[float, ...]) -> None:
     """Draw a row's curves with their bands, and below them a histogram of the confidences."""
     at = curves["at"]
     for name, band_color in (("isotonic", GREY), ("smooth", shade)):

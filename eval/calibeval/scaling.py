@@ -52,7 +52,7 @@ def temperature(validation: str | Path, test: str | Path, out: str | Path) -> di
     if out.exists():
         raise InputError(f"{out}: is there already; delete it, or give another --out")
     used = _not_tested(fitted_on, scored)
-    tau, after = _fit(fitted_on, used)
+    tau, after = fit(fitted_on, used)
     report = {
         "temperature": tau,
         "nll": [nll(fitted_on, 1.0, used), after],
@@ -96,7 +96,7 @@ def _not_tested(fitted_on: Records, scored: Records) -> np.ndarray:
     return used
 
 
-def _fit(answers: Records, used: np.ndarray) -> tuple[float, float]:
+def fit(answers: Records, used: np.ndarray) -> tuple[float, float]:
     """The temperature of the least NLL, and that NLL."""
     fitted = minimize_scalar(
         lambda log_tau: nll(answers, math.exp(log_tau), used),

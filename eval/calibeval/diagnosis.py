@@ -1,0 +1,302 @@
+"""Should this model be smoothed, or given a temperature? Two record files answered in sentences.
+
+`check` compares a model before and after fine-tuning on the same questions and says which way each
+errs, whether accuracy changed, how much one temperature would mend, and what to do next. Every
+sentence rests on a 95 % interval or on a test; where none leaves out 0, it says that no difference
+is shown.
+
+The temperature needs no validation questions here, because it is cross-fitted: the questions are
+split at random into halves, and each half is read at the temperature that was fitted on the other.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from scipy.special import logsumexp
+
+from calibeval import records as record_files
+from calibeval import scaling, stats
+from calibeval.io import InputError, atomic_write, counted
+from calibeval.records import Records
+from calibeval.stats import Estimate, Run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+AMONG = {"choices": "among the choices", "vocabulary": "among all tokens"}
+SPLIT_SEED = 0
+SIGNIFICANCE = 0.05  # of the test that a model is calibrated
+FEWEST_QUESTIONS = 2 * scaling.FEWEST_ANSWERS
+TICKS = (0, 0.5, 1)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How one model errs under one definition of confidence.
+
+    Attributes:
+        ece: Expected calibration error, with the value that calibrated models stay below.
+        surplus: Mean confidence minus accuracy, with its interval: above 0 it is over-confident.
+        verdict: "calibrated" where no error can be shown, else "over-confident",
+            "under-confident" or, where the sign is not shown, "miscalibrated".
+    """
+
+    ece: Estimate
+    surplus: Estimate
+    verdict: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the numbers and the verdict as JSON has them."""
+        return {
+            "ece": self.ece.as_dict(),
+            "surplus": self.surplus.as_dict(),
+            "verdict": self.verdict,
+        }
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was found of two models.
+
+    Attributes:
+        before, after: The readings by definition of confidence.
+        accuracy: The change of accuracy, as a share.
+        temperatures: Those of the two halves of the questions, which should be alike.
+        cooled_ece: Expected calibration error of the tuned model at these temperatures.
+        mended: The change of the squared calibration error by them; below 0 they help.
+        sentences: What all this means, to be printed one after another.
+    """
+
+    before: dict[str, Reading]
+    after: dict[str, Reading]
+    accuracy: Estimate
+    temperatures: tuple[float, float]
+    cooled_ece: float
+    mended: Estimate
+    sentences: list[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the numbers and sentences as JSON has them."""
+        return {
+            "before": {name: reading.as_dict() for name, reading in self.before.items()},
+            "after": {name: reading.as_dict() for name, reading in self.after.items()},
+            "accuracy": self.accuracy.as_dict(),
+            "temperatures": list(self.temperatures),
+            "cooled_ece": self.cooled_ece,
+            "mended": self.mended.as_dict(),
+            "sentences": self.sentences,
+        }
+
+
+def check(base: str | Path, tuned: str | Path, figure: str | Path | None = None) -> Check:
+    """Compare the records of a model before and after fine-tuning; draw both to `figure`.
+
+    Both must answer the same questions in the same words. `figure` is the name of a PNG file.
+    Raises `InputError` for records that cannot be compared, or fewer than 40 questions.
+    """
+    base_run = stats.load(Path(base))
+    tuned_run = stats.load(Path(tuned))
+    stats.same_questions([base_run, tuned_run])
+    stats.same_prompts(base_run, tuned_run)
+    answers = record_files.read(Path(tuned))
+    if len(answers) < FEWEST_QUESTIONS:
+        number = counted(len(answers), "question")
+        raise InputError(f"{tuned}: {number}; expected {FEWEST_QUESTIONS} or more")
+    cooled, temperatures = cross_fitted(answers)
+    cooled_run = stats.measure(cooled)
+    found = Check(
+        before=readings(base_run),
+        after=readings(tuned_run),
+        accuracy=stats.difference([base_run], [tuned_run], "accuracy", "choices"),
+        temperatures=temperatures,
+        cooled_ece=number_of(stats.estimate([cooled_run], "ece", "choices")),
+        mended=stats.difference([tuned_run], [cooled_run], "rms_debiased", "choices"),
+        sentences=[],
+    )
+    found.sentences.extend(sentences(found, base_run, tuned_run))
+    if figure is not None:
+        save_figure(draw({"before": base_run, "after": tuned_run}), Path(figure))
+    return found
+
+
+def cross_fitted(answers: Records) -> tuple[Records, tuple[float, float]]:
+    """The answers with each half at the temperature of the other, and both temperatures."""
+    order = np.random.default_rng(SPLIT_SEED).permutation(len(answers))
+    half = len(answers) // 2
+    halves = (order[:half], order[half:])
+    logprobs = answers.logprobs.copy()
+    temperatures = []
+    for fitted_on, read_at in (halves, halves[::-1]):
+        used = np.zeros(len(answers), bool)
+        used[fitted_on] = True
+        temperature, _ = scaling.fit(answers, used)
+        temperatures.append(temperature)
+        logits = answers.logprobs[read_at] / temperature
+        logprobs[read_at] = logits - logsumexp(logits, axis=1, keepdims=True)
+    # A temperature of the choices says nothing of all tokens.
+    no_mass = np.full(len(answers), np.nan)
+    cooled = replace(answers, logprobs=logprobs, letter_mass=no_mass)
+    return cooled, (temperatures[0], temperatures[1])
+
+
+def readings(run: Run) -> dict[str, Reading]:
+    """How a model errs, under each definition of confidence that its records have."""
+    by_confidence = {}
+    for confidence in run.confidences:
+        ece = stats.estimate([run], "ece", confidence)
+        surplus = stats.estimate([run], "ece_signed", confidence)
+        by_confidence[confidence] = Reading(ece, surplus, verdict_of(ece, surplus))
+    return by_confidence
+
+
+def verdict_of(ece: Estimate, surplus: Estimate) -> str:
+    """Which way a model errs, in a word."""
+    if ece.p is not None and ece.p > SIGNIFICANCE:
+        return "calibrated"
+    if not surplus.significant:
+        return "miscalibrated"
+    return "over-confident" if number_of(surplus) > 0 else "under-confident"
+
+
+def number_of(estimate: Estimate) -> float:
+    """The value of an estimate that is known to have one."""
+    assert estimate.value is not None
+    return estimate.value
+
+
+def sentences(found: Check, base: Run, tuned: Run) -> list[str]:
+    """What was found, in plain sentences, the last of which says what to do."""
+    lines = [accuracy_sentence(found.accuracy, base, tuned)]
+    for confidence, after in found.after.items():
+        lines.append(error_sentence(found.before.get(confidence), after, confidence))
+    lines.append(temperature_sentence(found))
+    lines.append(advice(found))
+    return lines
+
+
+def accuracy_sentence(change: Estimate, base: Run, tuned: Run) -> str:
+    """Whether accuracy changed."""
+    before = 100 * number_of(stats.estimate([base], "accuracy", "choices"))
+    after = 100 * number_of(stats.estimate([tuned], "accuracy", "choices"))
+    text = f"Accuracy went from {before:.1f} % to {after:.1f} % on {tuned.questions:,} questions"
+    if change.low is None or change.high is None:
+        return f"{text}."
+    interval = f"[{100 * change.low:+.1f}, {100 * change.high:+.1f}] points, 95 %"
+    if not change.significant:
+        return f"{text}: no difference is shown ({interval})."
+    direction = "gained" if change.low > 0 else "paid"
+    return f"{text}: fine-tuning {direction} accuracy ({interval})."
+
+
+def error_sentence(before: Reading | None, after: Reading, confidence: str) -> str:
+    """How the tuned model errs under one definition of confidence, and how it erred before."""
+    text = f"Its probabilities {AMONG[confidence]} are {described(after)}"
+    if before is None:
+        return f"{text}."
+    return f"{text}; before fine-tuning they were {described(before)}."
+
+
+def described(reading: Reading) -> str:
+    """A reading in words, with its numbers."""
+    ece = f"ECE {number_of(reading.ece):.3f}, where a calibrated model reads up to "
+    ece += f"{reading.ece.null_q95:.3f}"
+    points = 100 * abs(number_of(reading.surplus))
+    if reading.verdict == "over-confident":
+        return f"over-confident, by {points:.1f} points on average ({ece})"
+    if reading.verdict == "under-confident":
+        return f"under-confident, by {points:.1f} points on average ({ece})"
+    if reading.verdict == "calibrated":
+        return f"not shown to be wrong ({ece})"
+    return f"too high for some questions and too low for others ({ece})"
+
+
+def temperature_sentence(found: Check) -> str:
+    """What one temperature would do, cross-fitted."""
+    low, high = sorted(found.temperatures)
+    before = number_of(found.after["choices"].ece)
+    text = (
+        f"One temperature ({low:.2f} or {high:.2f}, as fitted on either half of the questions and "
+        f"read on the other) takes the ECE among the choices from {before:.3f} to "
+        f"{found.cooled_ece:.3f}"
+    )
+    if not found.mended.significant:
+        return f"{text}, which is not shown to be a difference."
+    if number_of(found.mended) < 0:
+        return f"{text}, which is an improvement (95 % interval of the squared error)."
+    return f"{text}, which makes it worse (95 % interval of the squared error)."
+
+
+def advice(found: Check) -> str:
+    """What to do next, for the answers read among the choices and among all tokens."""
+    steps = [advice_among_choices(found)]
+    vocabulary = found.after.get("vocabulary")
+    if vocabulary is not None and vocabulary.verdict == "over-confident":
+        steps.append(
+            "If you read probabilities among all tokens, train again with label smoothing β of 0.1 "
+            "and 0.2, and check every task you care about: smoothing makes a model less sure "
+            "everywhere."
+        )
+    elif vocabulary is not None and vocabulary.verdict == "under-confident":
+        steps.append(
+            "Do not smooth: among all tokens the model is less sure than it should be already."
+        )
+    return f"What to do: {' '.join(steps)}"
+
+
+def advice_among_choices(found: Check) -> str:
+    """What to do about the probabilities among the choices."""
+    verdict = found.after["choices"].verdict
+    if verdict == "calibrated":
+        return "Among the choices there is nothing to mend."
+    if found.mended.significant and number_of(found.mended) < 0:
+        return (
+            "Fit a temperature on validation questions of this task with `calibeval temperature "
+            "VALIDATION.jsonl TEST.jsonl --out SCALED.jsonl`. It changes no answer, and it is this "
+            "task's alone: other tasks need their own."
+        )
+    if verdict == "over-confident":
+        return (
+            "One temperature is not shown to mend the choices: train again with label smoothing β "
+            "of 0.1 and 0.2 and check both, or score more questions."
+        )
+    return (
+        "One temperature is not shown to mend the choices, and smoothing would make the model less "
+        "sure still: leave it, or score more questions."
+    )
+
+
+def draw(runs: dict[str, Run]) -> "Figure":
+    """Reliability diagrams: a column for each model, a row for each definition of confidence."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    from calibeval import figures
+
+    confidences = [c for c in AMONG if all(c in run.confidences for run in runs.values())]
+    with matplotlib.rc_context(figures.STYLE):
+        canvas = Figure((5.0, 3.0 * len(confidences)), layout="constrained")
+        panels = canvas.subplots(
+            len(confidences), len(runs), sharex=True, sharey=True, squeeze=False
+        )
+        for row, confidence in enumerate(confidences):
+            for column, (model, run) in enumerate(runs.items()):
+                axis = panels[row, column]
+                curves = {
+                    key: np.array(curve) for key, curve in run.reliability[confidence].items()
+                }
+                figures.draw_curves(axis, curves, figures.color(0.1))
+                ece = number_of(stats.estimate([run], "ece", confidence))
+                axis.set_title(f"{model}: ECE {ece:.3f}")
+                axis.set(xlim=(0, 1), ylim=(-0.26, 1), xticks=TICKS, yticks=TICKS, aspect="equal")
+            panels[row, 0].set_ylabel(f"confidence {AMONG[confidence]}\naccuracy")
+        for axis in panels[-1]:
+            axis.set_xlabel("confidence")
+    return canvas
+
+
+def save_figure(canvas: "Figure", path: Path) -> None:
+    """Write a figure as PNG; raises `InputError` where it cannot be written."""
+    with atomic_write(path, "wb") as file:
+        canvas.savefig(file, format="png", dpi=200)

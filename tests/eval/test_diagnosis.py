@@ -1,0 +1,112 @@
+"""`calibeval check`: models of known sharpness are told apart, and what to do follows from it."""
+
+import json
+
+import numpy as np
+import pytest
+from made_records import read_lines, write_lines, write_records
+
+import calibeval
+from calibeval import records, stats
+from calibeval.__main__ import main
+from calibeval.diagnosis import cross_fitted
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A folder with the answers of a calibrated model, and of it made sharper and blunter."""
+    folder = tmp_path_factory.mktemp("models")
+    write_records(folder / "calibrated.jsonl", 3000, 1.0, seed=3)
+    write_records(folder / "sharp.jsonl", 3000, 2.0, seed=3)
+    write_records(folder / "blunt.jsonl", 3000, 0.5, seed=3)
+    return folder
+
+
+def found(models, base, tuned):
+    return calibeval.check(models / f"{base}.jsonl", models / f"{tuned}.jsonl")
+
+
+def test_an_over_confident_model_is_told_to_take_a_temperature(models):
+    check = found(models, "calibrated", "sharp")
+    assert check.before["choices"].verdict == "calibrated"
+    assert check.after["choices"].verdict == "over-confident"
+    assert check.temperatures == pytest.approx((2, 2), rel=0.15)
+    assert check.cooled_ece < 0.2 * check.after["choices"].ece.value
+    assert check.mended.high < 0
+    assert "no difference is shown" in check.sentences[0]
+    assert "which is an improvement" in check.sentences[-2]
+    assert "Fit a temperature on validation questions" in check.sentences[-1]
+    assert "train again with label smoothing" in check.sentences[-1]
+
+
+def test_an_under_confident_model_is_told_not_to_smooth(models):
+    check = found(models, "calibrated", "blunt")
+    assert check.after["choices"].verdict == "under-confident"
+    assert check.temperatures == pytest.approx((0.5, 0.5), rel=0.15)
+    assert "Do not smooth" in check.sentences[-1]
+    assert "train again" not in check.sentences[-1]
+
+
+def test_a_calibrated_model_is_left_alone(models):
+    check = found(models, "sharp", "calibrated")
+    assert check.after["choices"].verdict == "calibrated"
+    assert "Among the choices there is nothing to mend." in check.sentences[-1]
+
+
+def test_numbers_are_those_of_metrics_and_compare(models):
+    check = found(models, "calibrated", "sharp")
+    metrics = calibeval.metrics(models / "sharp.jsonl")["choices"]
+    assert check.after["choices"].ece == metrics["ece"]
+    assert check.after["choices"].surplus == metrics["ece_signed"]
+    compared = calibeval.compare(models / "calibrated.jsonl", models / "sharp.jsonl")
+    assert check.accuracy.value == compared["choices"]["accuracy"]["difference"]
+
+
+def test_no_question_is_read_at_a_temperature_that_it_helped_to_fit(models):
+    """Labels that are changed in one half move the other half's answers alone."""
+    answers = records.read(models / "sharp.jsonl")
+    cooled, _ = cross_fitted(answers)
+    order = np.random.default_rng(0).permutation(len(answers))
+    first, second = order[:1500], order[1500:]
+    answers.labels[first] = (answers.labels[first] + 1) % 4
+    changed, _ = cross_fitted(answers)
+    assert np.array_equal(changed.logprobs[first], cooled.logprobs[first])
+    assert not np.allclose(changed.logprobs[second], cooled.logprobs[second])
+
+
+def test_a_figure_is_drawn_and_the_numbers_are_printed(models, tmp_path, capsys):
+    files = [str(models / f"{name}.jsonl") for name in ("calibrated", "sharp")]
+    figure = tmp_path / "check.png"
+    assert main(["check", *files, "--figure", str(figure)]) == 0
+    assert capsys.readouterr().out.endswith(f"Drawn: {figure}\n")
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    assert main(["check", *files, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["after"]["choices"]["verdict"] == "over-confident"
+    assert printed["sentences"] == found(models, "calibrated", "sharp").sentences
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["{base}", "model/"], "model/: a model to be scored also needs --task, --data, --out"),
+        (["{base}", "{few}"], "3,000 and 30 questions"),
+        (["{few}", "{few}"], "30 questions; expected 40 or more"),
+        (["{base}", "{base}", "--figure", "x.svg"], "expected a file's name such as check.png"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused(models, tmp_path, capsys, arguments, error):
+    few = tmp_path / "few.jsonl"
+    write_lines(few, read_lines(models / "calibrated.jsonl")[:30])
+    names = {"base": models / "calibrated.jsonl", "few": few}
+    assert main(["check", *(word.format(**names) for word in arguments)]) == 2
+    assert error in capsys.readouterr().err
+
+
+def test_models_are_scored_first(tiny_model, mmlu, tmp_path, capsys):
+    folder = tmp_path / "records"
+    words = ["check", str(tiny_model), str(tiny_model), "--task", "mmlu", "--data", str(mmlu)]
+    words += ["--shots", "1", "--out", str(folder)]
+    assert main(words) == 0
+    assert stats.load(folder / "tuned.jsonl").questions == len(read_lines(folder / "base.jsonl"))
+    assert "no difference" in capsys.readouterr().out
