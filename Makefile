@@ -2,6 +2,7 @@
 # make demo    pre-train, fine-tune and score a small world; write the calibration table (no GPU, no hub)
 # make test    run the tests, one process for each core
 # make lint    ruff and mypy, check only
+# make docs    build the site into .site/html; fails on a link that leads nowhere
 SHELL  := /bin/bash -o pipefail
 PYTHON ?= python3
 VENV   ?= .venv
@@ -10,7 +11,7 @@ PIP    := $(BIN)/pip install --constraint configs/constraints-cpu.txt
 # One line a package instead of silence or pages; pip's errors and warnings stay visible.
 STEPS  := awk '!/^(Requirement already|Looking in|Obtaining|  |Processing|Using cached|Building wheels)/ {print; fflush()}'
 
-.PHONY: setup demo test lint
+.PHONY: setup demo test lint docs
 setup: $(VENV)/.ready
 	@$(BIN)/python -c 'import os, sweeps; assert os.path.samefile(sweeps.__path__[0], "slurm/sweeps")' 2>/dev/null || { echo "setup: $(VENV) was made for another copy of this folder, or for this one before it was moved; rm -r $(VENV) and repeat"; exit 1; }
 	@echo "setup: $(VENV) is ready"
@@ -35,3 +36,13 @@ test: setup
 
 lint: setup
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+.venv-docs/.ready: docs/requirements.txt
+	@$(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/pip install --requirement $< | $(STEPS)
+	@touch $@
+
+docs: .venv-docs/.ready
+	@.venv-docs/bin/python docs/gather.py .site/pages
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --config-file docs/mkdocs.yml
+	@echo "docs: open .site/html/index.html"

@@ -77,6 +77,38 @@ def test_trl(world):
     assert "'loss'" in said and (world / "out" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
+def test_the_readmes_script_trains_with_smoothing(world, monkeypatch):
+    """As it is printed, but for the model and the data, which are on the hub, and its length."""
+    pytest.importorskip("trl")
+    page = (EXAMPLES.parents[1] / "README.md").read_text(encoding="utf-8")
+    script = page.split("```python\n")[1].split("```")[0]
+    changes = {
+        '"trl-lib/Capybara"': f'"json", data_files="{world / "data.jsonl"}"',
+        '"Qwen/Qwen2.5-0.5B"': f'"{world / "model"}"',
+        'output_dir="out"': f'output_dir="{world / "out"}", max_steps=2, use_cpu=True, '
+        'logging_steps=1, report_to="none"',
+    }
+    for printed, local in changes.items():
+        assert printed in script
+        script = script.replace(printed, local)
+    names = {}
+    exec(compile(script, "README.md", "exec"), names)
+    trainer = names["trainer"]
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert len(losses) == 2
+
+    patched = trainer.model
+    patched.train()
+    ids = torch.randint(3, 60, (1, 9), generator=torch.Generator().manual_seed(0))
+    smoothed = patched(input_ids=ids, labels=ids).loss
+    patched.eval()
+    with torch.no_grad():
+        logits = patched(input_ids=ids).logits[:, :-1].flatten(0, 1).float()
+    dense = F.cross_entropy(logits, ids[:, 1:].flatten(), label_smoothing=0.1)
+    assert smoothed.item() == pytest.approx(dense.item(), rel=1e-3)
+
+
 def updates(processes, rows):
     """What the loop prints of each update."""
     pytest.importorskip("transformers")

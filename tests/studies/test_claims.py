@@ -420,6 +420,23 @@ PUBLISHED = RecordStore(parts.HERE / "records")
 
 
 @pytest.mark.parametrize("model", ["qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"])
+@pytest.mark.parametrize(("part", "beta"), [("seeds", 0.0), ("seeds", 0.1), ("harm", 0.3)])
+def test_the_page_tells_what_all_seeds_say(model, part, beta, folders):
+    page = (parts.HERE / "README.md").read_text()
+    term = contrasts.Term(part, beta)
+    runs = [record for record in PUBLISHED.runs(model) if term.matches(record)]
+    questions = PUBLISHED.questions()
+    for task in contrasts.LETTER_TASKS:
+        answers = []
+        for run in runs:
+            PUBLISHED.unpack(model, run, questions, folders / run.run)
+            answers.append(summary.read_answers(folders / run.run / f"{task}.jsonl"))
+        cells = [f"{beta:g}", str(len(runs)), *summary.figure_cells(answers, has_vocabulary=True)]
+        assert f"| {' | '.join(cells)} |" in page
+
+
 def test_the_page_tells_what_the_published_records_say(model, folders):
     """Of the base models, whose rows take seconds; `python -m studies.claims` makes all rows."""
     page = (parts.HERE / "README.md").read_text()

@@ -1,0 +1,59 @@
+"""Gather the pages of all folders for the site: python docs/gather.py FOLDER
+
+The pages stay beside the code that they describe. This copies every Markdown file of the checkout,
+and every file that one of them links to, into FOLDER under the same relative path, so that the
+links between them hold on the site too. `make docs` calls it before `mkdocs build --strict`, which
+fails on any link or anchor that leads nowhere.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LINK = re.compile(r"\]\(([^)#\s]+)")  # the target of [text](target#anchor)
+
+
+def pages() -> list[Path]:
+    """Every page of the checkout, committed or new, relative to its root; not hidden folders'."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    return [Path(name) for name in listed.splitlines() if not name.startswith(".")]
+
+
+def linked_files(page: Path) -> set[Path]:
+    """The files that a page links to, relative to the root; addresses and folders are left out."""
+    files = set()
+    for target in LINK.findall((ROOT / page).read_text(encoding="utf-8")):
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        file = (ROOT / page.parent / target).resolve()
+        if file.is_file() and file.is_relative_to(ROOT):
+            files.add(file.relative_to(ROOT))
+    return files
+
+
+def gather(folder: Path) -> None:
+    """Copy pages and what they link to into an empty folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    files = set(pages())
+    for page in sorted(files):
+        files |= linked_files(page)
+    for file in sorted(files):
+        target = folder / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / file, target)
+    shutil.copyfile(ROOT / "docs" / "extra.css", folder / "extra.css")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python docs/gather.py FOLDER")
+    gather(Path(sys.argv[1]).resolve())
