@@ -10,7 +10,7 @@ Everything is accumulated in fp32 (fp64 for fp64 inputs).
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ MIXED = "dtype_out" in torch.ops.aten.addmm.overloads()
 
 def loss(inputs: Inputs) -> LossOutput:
     """The loss of `reference.loss`, without its memory."""
-    needs = inputs.tensors().needs()
+    needs = inputs.tensors.needs()
     return LossOutput(*_ChunkedLoss.apply(inputs.hidden, inputs.weight, inputs.bias, inputs, needs))
 
 
@@ -72,7 +72,7 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        inputs: Inputs,  # these three again, where autograd does not see them, and the rest
+        inputs: Inputs,  # the call, these three among the rest; autograd looks at arguments alone
         needs: Needs,
     ) -> tuple[Tensor | None, ...]:
         options = inputs.options
@@ -81,15 +81,15 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.gradients_are_made = options.reduction != "none" and not options.return_lse
         if ctx.gradients_are_made:
-            upstream = loss_scale.expand(inputs.labels.shape) if any(needs) else None
-            output, gradients = _Walk(inputs, needs, upstream).run()
+            upstream_loss = loss_scale.expand(inputs.labels.shape) if any(needs) else None
+            output, gradients = _Walk(inputs, needs, upstream_loss).run()
             ctx.dtypes = _leaf_dtypes(inputs)
             ctx.save_for_backward(*gradients)
         else:
             output, _ = _Walk(inputs, needs).run()
             ctx.options = options
             ctx.shard = inputs.shard
-            ctx.save_for_backward(*inputs.tensors(), loss_scale)
+            ctx.save_for_backward(*inputs.tensors, loss_scale)
 
         without_gradient = [output.log_probability, output.entropy, output.argmax]
         if not options.return_lse:
@@ -102,25 +102,30 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, upstream: Tensor | None, upstream_lse: Tensor | None, *_: None
+        ctx: Any, upstream_loss: Tensor | None, upstream_lse: Tensor | None, *_: None
     ) -> tuple[Tensor | None, ...]:
-        if upstream is None and upstream_lse is None:
+        if upstream_loss is None and upstream_lse is None:
             gradients = Gradients()
-        elif ctx.gradients_are_made and upstream is not None:
-            made = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-            gradients = Gradients(*(_scaled(gradient, upstream, dtype) for gradient, dtype in made))
+        elif ctx.gradients_are_made:
+            assert upstream_loss is not None  # the log-sum-exps have no gradient then
+            gradients = Gradients(
+                *(
+                    _scaled(gradient, upstream_loss, dtype)
+                    for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+                )
+            )
         else:
-            gradients = _walk_again(ctx, upstream, upstream_lse)
+            gradients = _walk_again(ctx, upstream_loss, upstream_lse)
         return gradients.hidden, gradients.weight, gradients.bias, None, None
 
 
-def _scaled(gradient: Tensor | None, upstream: Tensor, dtype: torch.dtype) -> Tensor | None:
+def _scaled(gradient: Tensor | None, upstream_loss: Tensor, dtype: torch.dtype) -> Tensor | None:
     """A gradient from the forward times the upstream factor."""
     if gradient is None:
         return None
     if gradient.dtype == dtype and not graph_is_kept():
-        return gradient.mul_(upstream)  # its last use: this spares a copy of the weight's size
-    return torch.mul(gradient, upstream, out=torch.empty_like(gradient, dtype=dtype))
+        return gradient.mul_(upstream_loss)  # its last use: spares a copy of the weight's size
+    return torch.mul(gradient, upstream_loss, out=torch.empty_like(gradient, dtype=dtype))
 
 
 def graph_is_kept() -> bool:
@@ -129,19 +134,26 @@ def graph_is_kept() -> bool:
     return query is None or query()
 
 
-def _walk_again(ctx: Any, upstream: Tensor | None, upstream_lse: Tensor | None) -> Gradients:
+def _walk_again(ctx: Any, upstream_loss: Tensor | None, upstream_lse: Tensor | None) -> Gradients:
     """The gradients where the forward could not make them: each token has its own upstream."""
     *tensors, loss_scale = ctx.saved_tensors
     inputs = InputTensors(*tensors).with_options(ctx.options, ctx.shard)
-    upstream = torch.zeros_like(loss_scale) if upstream is None else upstream * loss_scale
-    upstream = upstream.expand(inputs.labels.shape)
-    with torch.autocast(upstream.device.type, enabled=False):
-        _, gradients = _Walk(inputs, ctx.needs, upstream, upstream_lse).run()
-    made = zip(gradients, _leaf_dtypes(inputs), strict=True)
-    return Gradients(*(None if x is None else x.to(dtype) for x, dtype in made))
+    if upstream_loss is None:
+        upstream_loss = torch.zeros_like(loss_scale)
+    else:
+        upstream_loss = upstream_loss * loss_scale
+    upstream_loss = upstream_loss.expand(inputs.labels.shape)
+    with torch.autocast(upstream_loss.device.type, enabled=False):
+        _, gradients = _Walk(inputs, ctx.needs, upstream_loss, upstream_lse).run()
+    hidden_dtype, weight_dtype, bias_dtype = _leaf_dtypes(inputs)
+    return Gradients(
+        hidden=None if gradients.hidden is None else gradients.hidden.to(hidden_dtype),
+        weight=None if gradients.weight is None else gradients.weight.to(weight_dtype),
+        bias=None if gradients.bias is None else gradients.bias.to(bias_dtype),
+    )
 
 
-def _leaf_dtypes(inputs: Inputs) -> tuple[torch.dtype, ...]:
+def _leaf_dtypes(inputs: Inputs) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
     """The dtypes that the gradients of hidden, weight and bias have. A bias may be fp32 beside
     16-bit hidden states; without one the last says nothing."""
     bias = inputs.hidden if inputs.bias is None else inputs.bias
@@ -150,35 +162,32 @@ def _leaf_dtypes(inputs: Inputs) -> tuple[torch.dtype, ...]:
 
 @dataclass
 class _Chunk:
-    """Some tokens and the matrix of their logits, which later steps overwrite."""
+    """Some tokens, and the one matrix that they have, (n, V).
+
+    It holds logits at first. `_Walk._turn_into_probabilities` and then, where gradients are made,
+    `_Walk._turn_into_gradient` overwrite it."""
 
     tokens: Tensor  # (n,) int64, their places among the call's tokens
     hidden: Tensor  # (n, D) in the accumulation dtype, times the logit scale
     label_rows: Tensor  # (n, 1) int64, the label's row of this rank's classifier ...
     has_label: Tensor  # (n, 1) bool, ... where it has one: else the row is 0
-    matrix: Tensor  # (n, V) logits, then probabilities, then the gradient of the products
+    matrix: Tensor  # (n, V)
     cap_slope: Tensor | None  # (n, V) the softcap's derivative, where a gradient is wanted
 
 
 class _Walk:
-    """One walk over the valid tokens, chunk by chunk: losses, statistics and gradients.
-
-    The gradient of token i's products E_i · C_v is kept as a row of a matrix times a factor. Its
-    upstream gradient g_i is that factor where all terms have it, since scaling D numbers is less
-    work than scaling V. Where log-sum-exps have an upstream gradient of their own, the terms have
-    different factors, and g_i is in the matrix already.
-    """
+    """One walk over the valid tokens, chunk by chunk: losses, statistics and gradients."""
 
     def __init__(
         self,
         inputs: Inputs,
         needs: Needs,
-        upstream: Tensor | None = None,  # (N,) of the losses; None: no gradient is made
-        upstream_lse: Tensor | None = None,  # (N,) of the log-sum-exps, besides
+        upstream_loss: Tensor | None = None,  # (N,); None: no gradient is made
+        upstream_lse: Tensor | None = None,  # (N,), which comes on top
     ) -> None:
         self.inputs = inputs
         self.smoothing = inputs.options.label_smoothing
-        self.upstream = upstream
+        self.upstream_loss = upstream_loss
         self.upstream_lse = upstream_lse
         self.dtype = accumulation_dtype(inputs.hidden.dtype)
         self.bias = None if inputs.bias is None else inputs.bias.to(self.dtype)
@@ -196,15 +205,15 @@ class _Walk:
         in the accumulation dtype."""
         inputs = self.inputs
         valid_tokens = inputs.valid().nonzero().squeeze(1)  # the others cost nothing
-        size = min(_chunk_tokens(inputs.weight), max(len(valid_tokens), 1))
+        size = min(_chunk_tokens(inputs), max(len(valid_tokens), 1))
         buffer = self._new(torch.empty, size, len(inputs.weight))
         for tokens in valid_tokens.split(size):
             chunk = self._logits(tokens, buffer[: len(tokens)])
-            sums_here = self._softmax(chunk)
+            sums_here = self._turn_into_probabilities(chunk)
             sums = merge_shards(sums_here, inputs.shard)
             self._write_output(tokens, sums)
-            if self.upstream is not None:
-                self._add_gradients(chunk, sums_here, sums)
+            if self.upstream_loss is not None:
+                self._add_gradients(chunk, self.upstream_loss, sums_here.lse, sums.lse)
         if self.linear_smoothing is not None:
             self.linear_smoothing.add_to(self.gradients, self.smoothing)
         all_reduce_gradient(self.gradients.hidden, inputs.shard)
@@ -227,7 +236,7 @@ class _Walk:
         )
 
     def _zero_gradients(self, needs: Needs) -> Gradients:
-        if self.upstream is None:
+        if self.upstream_loss is None:
             return Gradients()
         hidden = self.inputs.hidden
         weight = self.inputs.weight
@@ -250,19 +259,20 @@ class _Walk:
         softcap = inputs.options.softcap
         if softcap is not None:
             matrix.div_(softcap).tanh_()
-            if self.upstream is not None:
+            if self.upstream_loss is not None:
                 cap_slope = 1 - matrix * matrix
             matrix.mul_(softcap)
 
         label_rows = inputs.labels[tokens, None]
         if inputs.shard is not None:
-            label_rows = label_rows - inputs.shard.offset
+            label_rows = label_rows - inputs.shard.first_entry
         has_label = (label_rows >= 0) & (label_rows < len(inputs.weight))
         label_rows = label_rows.where(has_label, 0)
         return _Chunk(tokens, hidden, label_rows, has_label, matrix, cap_slope)
 
-    def _softmax(self, chunk: _Chunk) -> TokenLogitSums:
-        """Turn logits into probabilities, in place; what is found of them on the way."""
+    def _turn_into_probabilities(self, chunk: _Chunk) -> TokenLogitSums:
+        """Turn the chunk's logits into their softmax over this rank's entries, in place. Returns
+        what is found of the logits on the way."""
         logits = chunk.matrix
         label_logit = logits.gather(1, chunk.label_rows).where(chunk.has_label, 0).squeeze(1)
         smoothing_logit = self._smoothing_logit(chunk)
@@ -278,7 +288,7 @@ class _Walk:
         if argmax is None:
             return sums
         if self.inputs.shard is not None:
-            argmax = argmax + self.inputs.shard.offset
+            argmax = argmax + self.inputs.shard.first_entry
         expected = lse - torch.special.entr(probabilities).sum(1)
         return sums._replace(expected=expected, top=top, argmax=argmax)
 
@@ -311,47 +321,48 @@ class _Walk:
             output.argmax[tokens] = sums.argmax
 
     def _add_gradients(
-        self, chunk: _Chunk, sums_here: TokenLogitSums, sums: TokenLogitSums
+        self,
+        chunk: _Chunk,  # with probabilities in its matrix
+        upstream_loss: Tensor,  # (N,)
+        lse_here: Tensor,  # (n,) over this rank's entries, as its probabilities are
+        lse: Tensor,  # (n,) over the whole vocabulary
     ) -> None:
-        """Add what these tokens have in the gradients; their matrix becomes that of the products'
-        gradient (see the class)."""
-        assert self.upstream is not None
+        """Add what these tokens have in the gradients."""
         if self.inputs.shard is not None:
             # The softmax is over this rank's entries; make it that over all.
-            chunk.matrix.mul_((sums_here.lse - sums.lse).exp_()[:, None])
-        upstream = self.upstream[chunk.tokens, None].to(self.dtype)
+            chunk.matrix.mul_((lse_here - lse).exp_()[:, None])
+        upstream = upstream_loss[chunk.tokens, None].to(self.dtype)
         if self.inputs.token_weights is not None:
             upstream = upstream * self.inputs.token_weights[chunk.tokens, None]
-        if self.upstream_lse is None:
-            in_matrix = torch.ones_like(upstream)
-            outside = upstream
-        else:
-            in_matrix = upstream
-            outside = torch.ones_like(upstream)
-        self._softmax_to_gradient(chunk, sums.lse, in_matrix)
-        self._add_products(chunk, in_matrix, outside)
+        factors = _UpstreamFactors.place(upstream, all_terms_have_it=self.upstream_lse is None)
+        self._turn_into_gradient(chunk, lse, factors.in_matrix)
+        self._add_products(chunk, factors)
         if self.linear_smoothing is not None:
             self.linear_smoothing.add_tokens(chunk.hidden, upstream)
 
-    def _softmax_to_gradient(self, chunk: _Chunk, lse: Tensor, in_matrix: Tensor) -> None:
+    def _turn_into_gradient(self, chunk: _Chunk, lse: Tensor, upstream_in_matrix: Tensor) -> None:
+        """Turn the chunk's probabilities into the gradient of its products E_i · C_v, in place, but
+        for the factor that `_UpstreamFactors` leaves to the products."""
         matrix = chunk.matrix
         z_loss = self.inputs.options.z_loss
         z_loss_factor = 1 + 2 * z_loss * lse[:, None]
         if self.upstream_lse is not None:
             upstream_lse = self.upstream_lse[chunk.tokens, None]
-            matrix.mul_(in_matrix * z_loss_factor + upstream_lse)
+            matrix.mul_(upstream_in_matrix * z_loss_factor + upstream_lse)
         elif z_loss != 0:
             matrix.mul_(z_loss_factor)
-        at_label = in_matrix * (self.smoothing - 1) * chunk.has_label
+        at_label = upstream_in_matrix * (self.smoothing - 1) * chunk.has_label
         matrix.scatter_add_(1, chunk.label_rows, at_label)
         if self.smoothing != 0 and self.linear_smoothing is None:
-            target = self.smoothing_target
-            share = self.smoothing * (1 / self.inputs.vocabulary if target is None else target)
-            matrix.sub_(in_matrix * share)
+            if self.smoothing_target is None:
+                uniform_smoothing = self.smoothing * (1 / self.inputs.vocabulary)
+                matrix.sub_(upstream_in_matrix * uniform_smoothing)
+            else:
+                matrix.sub_(upstream_in_matrix * (self.smoothing * self.smoothing_target))
         if chunk.cap_slope is not None:
             matrix.mul_(chunk.cap_slope)
 
-    def _add_products(self, chunk: _Chunk, in_matrix: Tensor, outside: Tensor) -> None:
+    def _add_products(self, chunk: _Chunk, factors: "_UpstreamFactors") -> None:
         gradients = self.gradients
         if gradients.hidden is not None:
             products = torch.zeros_like(chunk.hidden)
@@ -359,12 +370,32 @@ class _Walk:
                 products.addmm_(chunk.matrix[:, rows], widened)
             if self.linear_smoothing is not None:
                 mean_weight = self.linear_smoothing.mean_weight
-                products.sub_(in_matrix * mean_weight, alpha=self.smoothing)
-            gradients.hidden[chunk.tokens] = products.mul_(outside * self.inputs.scale)
+                products.sub_(factors.in_matrix * mean_weight, alpha=self.smoothing)
+            gradients.hidden[chunk.tokens] = products.mul_(factors.of_products * self.inputs.scale)
         if gradients.weight is not None:
-            gradients.weight.addmm_(chunk.matrix.T, chunk.hidden * outside)
+            gradients.weight.addmm_(chunk.matrix.T, chunk.hidden * factors.of_products)
         if gradients.bias is not None:
-            gradients.bias.addmv_(chunk.matrix.T, outside.squeeze(1))
+            gradients.bias.addmv_(chunk.matrix.T, factors.of_products.squeeze(1))
+
+
+class _UpstreamFactors(NamedTuple):
+    """Where a chunk's upstream gradients g_i enter: in exactly one of two places, the other is 1.
+
+    The gradient of token i's products E_i · C_v is row i of the chunk's matrix, and the products
+    that this row enters are multiplied by a factor. Where all terms of the row have g_i, it is that
+    factor, since scaling D numbers is less work than scaling V. Where log-sum-exps have an upstream
+    gradient of their own, the row has a term without g_i, so that g_i must be in the matrix.
+    """
+
+    in_matrix: Tensor  # (n, 1)
+    of_products: Tensor  # (n, 1)
+
+    @classmethod
+    def place(cls, upstream: Tensor, all_terms_have_it: bool) -> "_UpstreamFactors":
+        ones = torch.ones_like(upstream)
+        if all_terms_have_it:
+            return cls(in_matrix=ones, of_products=upstream)
+        return cls(in_matrix=upstream, of_products=ones)
 
 
 class _LinearSmoothing:
@@ -390,11 +421,11 @@ class _LinearSmoothing:
         self.mean_weight: Tensor  # c̄, (D,)
         self.mean_bias: Tensor | float = 0.0  # b̄
         if smoothing_target is None:
-            share = 1 / inputs.vocabulary
-            self.mean_weight = weight.sum(0, dtype=dtype) * share
+            uniform = 1 / inputs.vocabulary
+            self.mean_weight = weight.sum(0, dtype=dtype) * uniform
             if bias is not None:
-                self.mean_bias = bias.sum() * share
-            smoothing_target = weight.new_full((len(weight),), share, dtype=dtype)
+                self.mean_bias = bias.sum() * uniform
+            smoothing_target = weight.new_full((len(weight),), uniform, dtype=dtype)
         else:
             self.mean_weight = weight.new_zeros(weight.shape[1], dtype=dtype)
             for rows, widened in _widened(weight, dtype):
@@ -420,11 +451,13 @@ class _LinearSmoothing:
             gradients.bias.sub_(self.smoothing_target * self.upstream_sum, alpha=smoothing)
 
 
-def _chunk_tokens(weight: Tensor) -> int:
-    """How many tokens have their logits in memory at a time."""
-    if not weight.is_cuda:
+def _chunk_tokens(inputs: Inputs) -> int:
+    """How many tokens have their logits in memory at a time.
+
+    All ranks that share a vocabulary have equal chunks, since they join each chunk's sums."""
+    if not inputs.weight.is_cuda:
         return CPU_CHUNK_TOKENS
-    return min(max(GPU_CHUNK_LOGITS // len(weight), CPU_CHUNK_TOKENS), GPU_MAX_CHUNK_TOKENS)
+    return min(max(GPU_CHUNK_LOGITS // inputs.most_rows, CPU_CHUNK_TOKENS), GPU_MAX_CHUNK_TOKENS)
 
 
 def _expectation(values: Tensor, distribution: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 A call's tensors are checked and flattened, `dispatch` chooses an implementation and runs it, and
 its output takes the caller's shape. Under `torch.compile` an operator stands in the graph for the
-middle part: see `compiled`.
+middle part. It is no implementation of the loss: when the graph runs, it asks `dispatch` for one.
 """
 
 from typing import Any, Literal, TypeAlias, overload
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack  # not yet in Python 3.10's typing; PyTorch depends on it
 
-from smoothce import compiled, dispatch, vocab_parallel
+from smoothce import checks, compile_operator, dispatch, vocab_parallel
 from smoothce.options import (
     InputTensors,
     LossKeywords,
@@ -126,8 +126,11 @@ def linear_cross_entropy(
     - `z_loss`, which is ζ;
     - `softcap` and `logit_scale`, which are the model's (None: it has none);
     - `ignore_index`, the label of tokens whose loss is 0;
-    - `reduction`: "mean" divides the sum of losses by the sum of ω over the other tokens. Where
-      that is nothing the loss is 0 and its gradient zero, not NaN. "sum" and "none" do not divide.
+    - `reduction`: "mean" divides the sum of losses by the sum of ω over the tokens that are not
+      ignored. Where that sum is 0 the loss is 0 and its gradient zero, not NaN. "sum" and "none" do
+      not divide.
+
+    An ignored token counts for nothing, whatever its hidden state holds, NaN included.
 
     The loss is fp32 (fp64 for fp64 inputs), and each gradient has its input's dtype. Under autocast
     the inputs are cast as for `F.linear`. Only `impl="reference"` has second derivatives; elsewhere
@@ -142,24 +145,34 @@ def linear_cross_entropy(
 
     - `impl`: "auto", "reference", "chunked" or "triton". `explain` tells what a call takes.
     - `workspace`: bytes of memory for the Triton kernels. In it a loss that is reduced, or whose
-      classifier is frozen, makes its gradients during the forward, some of the tokens at a time.
+      classifier is frozen, makes its gradients during the forward, some of the N tokens at a time.
       That takes three matrix products of this shape, or two where only one gradient is wanted.
-      "auto" holds the logits of D tokens, which is as much as the classifier's gradient, and of
-      2048 at least; or those of a quarter of all tokens, where that is more but not over three
-      times as many. With 0 all logits are computed twice instead.
+      With 0 all logits are computed twice instead. The workspace of "auto" holds the logits of
+
+          few = max(D, 2048) tokens, which take as much as the classifier's gradient or more;
+          N / 4 tokens instead, where few < N / 4 ≤ 3 · few;
+          2048 tokens where the classifier is frozen.
+
     - `filter_eps`: None for the exact gradient. A number lets the Triton kernels leave out small
-      parts of it, which is faster. Where the 2-norm of a token's probabilities in a block of 256
-      entries is below `filter_eps`, the block is computed with probability norm / filter_eps and
-      weighted accordingly, so that the gradient is right in the mean; otherwise a model of the
-      block stands in. "auto" is 2^-8.3 (256000 / V)^¼, and exact below 8192 entries. A step's
-      gradient is then off by 1.4e-2 (hidden) and 1.5e-2 (weight) on inputs like a language model's
-      (kernel/RESULTS.md), and sums are taken in an order that depends on timing. The gradient is
-      exact all the same under `torch.use_deterministic_algorithms(True)`, in fp16, with
-      `return_lse`, and for a bias.
-    - `process_group`: its ranks share the vocabulary. Each has an equal number of the classifier's
-      rows, in the order of ranks, as a plain tensor (bias and smoothing target likewise) or a
-      DTensor of `Shard(0)`, and the same hidden states and labels as the others. The loss and the
-      gradient of `hidden` are those of the whole vocabulary.
+      parts of it, which is faster. The classifier's rows are cut into blocks of 256 entries. Where
+      the 2-norm of a token's probabilities in a block is below `filter_eps`, the block is computed
+      with probability norm / filter_eps and weighted accordingly, so that the gradient is right in
+      the mean; otherwise a model of the block stands in. "auto" is
+
+          2^-8.3 (256000 / V)^¼, or None where a rank has fewer than 8192 of the V entries.
+
+      A step's gradient is then off by 1.4e-2 (hidden) and 1.5e-2 (weight) on inputs like a language
+      model's (kernel/RESULTS.md), and sums are taken in an order that depends on timing. Whatever
+      `filter_eps` is, the gradient is exact under `torch.use_deterministic_algorithms(True)`, in
+      fp16, with `return_lse`, and where the bias wants a gradient.
+    - `process_group`: its ranks share the vocabulary. Each has a part of the classifier's rows, in
+      the order of ranks: as a plain tensor, of equally many rows on each rank, or as a DTensor of
+      `Shard(0)`, whose last ranks may have fewer rows, but one at least. `bias` and
+      `smoothing_target` are the rank's part or the whole vector. Hidden states and labels are the
+      same on every rank. The loss and the gradient of `hidden` are those of the whole vocabulary.
+
+    Under `torch.compile` a loss that is not reduced makes its gradients in the backward, also where
+    the classifier is frozen.
 
     Raises ValueError or TypeError, naming what was given and what was expected. A label outside
     [0, V) raises IndexError on a CPU and is a device-side assertion on CUDA.
@@ -174,11 +187,12 @@ def linear_cross_entropy(
         unchecked: dict[str, Any] = {**options}
         unchecked["return_lse"] = return_lse
         unchecked["return_statistics"] = return_statistics
-        output = compiled.loss(tensors, unchecked, impl)
+        output = compile_operator.call_operator(tensors, unchecked, impl)
     else:
         checked = Options(return_lse=return_lse, return_statistics=return_statistics, **options)
         inputs = tensors.with_options(checked, shard)
-        dispatch.check(inputs)
+        checks.check_call(inputs)
+        checks.check_values(inputs)
         output = dispatch.run(inputs, impl)
     return format_result(output, labels, return_lse, return_statistics)
 
@@ -196,7 +210,7 @@ def prepare_tensors(
     shard = None
     if process_group is not None and isinstance(weight, Tensor):
         weight, shard = vocab_parallel.local_shard(weight, process_group)
-    dispatch.check_tensors(
+    checks.check_tensors(
         hidden=hidden,
         weight=weight,
         labels=labels,
@@ -208,7 +222,7 @@ def prepare_tensors(
     if shard is not None:
         bias = shard.local_part(bias, len(weight))
         smoothing_target = shard.local_part(smoothing_target, len(weight))
-    dispatch.check_shapes(hidden, weight, labels, bias)
+    checks.check_layout(hidden, weight, labels, bias)
     if labels.dtype == torch.int32:
         labels = labels.long()  # implementations index with them; not every PyTorch takes int32
     tensors = InputTensors(
@@ -263,11 +277,18 @@ def explain(
     """Say in a sentence which implementation `linear_cross_entropy` takes for these inputs and
     options, why it does, and how that one makes the gradient.
 
-    Nothing is computed. Raises what `linear_cross_entropy` raises for options, types and shapes.
+    The answer is that for a call outside `torch.compile`. Inside it the same implementation is
+    taken, but a loss that is not reduced makes its gradients in the backward.
+
+    Nothing is computed. Raises what `linear_cross_entropy` raises for options, and for types,
+    shapes, dtypes and devices of tensors. What the numbers in the tensors are is not looked at.
     """
     checked = Options(return_lse=return_lse, return_statistics=return_statistics, **options)
+    checks.check_tensors(hidden=hidden)  # the labels' shape is made from its shape
     labels = hidden.new_empty(hidden.shape[:-1], dtype=torch.int64)
     tensors, shard = prepare_tensors(
         hidden, weight, labels, bias, smoothing_target, token_weights, process_group
     )
-    return dispatch.explain(impl, tensors.with_options(checked, shard))
+    inputs = tensors.with_options(checked, shard)
+    checks.check_call(inputs)
+    return dispatch.explain(impl, inputs)

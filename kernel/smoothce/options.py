@@ -28,8 +28,25 @@ class Options:
     """The options of the loss under the names of `linear_cross_entropy`'s keywords, which its
     docstring explains. They are checked here: raises ValueError, naming the option and its value.
 
-    A new option takes a field and its check here, and a key in `LossKeywords`: signatures and the
-    operator that `torch.compile` sees are derived from these.
+    Where a new option goes:
+
+    - Its name: a field and a check here, and a key in `LossKeywords`. The signatures that users
+      see, `LinearCrossEntropy` and the operator that `torch.compile` sees follow from these.
+    - What it means: the docstring of `linear_cross_entropy`, and `reference`, the definition that
+      tests compare with.
+    - How it is computed, where it changes the loss: `chunked`, in `_write_output` for the loss and
+      in `_add_gradients` and what that calls for the gradient; in `triton`, `losses_kernel` of
+      `forward` for the loss, and for the gradient first `Coefficients` of `tokens` and
+      `store_dlogits` of `dlogits`. The gradient's equations stand at the head of `grad_in_forward`,
+      `dlogits` and `filtered` too, and each is computed in its module and in `filter_kernels`.
+      They have two coefficients a token, one of the softmax and one of its target distribution; an
+      option that needs a third changes all of these.
+    - Whether it changes which gradients the forward can make: `triton.plan`, `threshold` of
+      `triton`, and `OperatorCall.step` of `compile_operator`.
+    - Which models have it: `hf_patch.settings`. Evaluation without smoothing switches it off in
+      `hf_patch.head_forward`, if it has a part in the smoothing. Each module of `integrations`
+      takes the options that its framework can give.
+    - Its tests: `ANY_SHAPE_AND_OPTION` and `torch_loss` of `tests/helpers/loss_check.py`.
     """
 
     label_smoothing: float = 0.0
@@ -93,8 +110,9 @@ class Options:
 class LossKeywords(TypedDict, total=False):
     """The options as keywords of a signature, `**options: Unpack[LossKeywords]`.
 
-    They are the fields of `Options`, which has the defaults, but for the flags that add to what is
-    returned: an overload must name those.
+    They are the fields of `Options`, which has the defaults. Two fields are missing here,
+    `return_lse` and `return_statistics`: what is returned depends on these, so that every overload
+    of a signature names them itself.
     """
 
     label_smoothing: float
@@ -176,30 +194,43 @@ class InputTensors(NamedTuple):
         )
 
     def with_options(self, options: Options, shard: Shard | None = None) -> "Inputs":
-        return Inputs(**self._asdict(), options=options, shard=shard)
+        return Inputs(self, options, shard)
 
 
 class Inputs(NamedTuple):
-    """One call: what every implementation's `loss` takes, checked by `dispatch.check`."""
+    """One call: what every implementation's `loss` takes, checked by `checks.check_call` and
+    `checks.check_values`.
 
-    hidden: Tensor  # (N, D)
-    weight: Tensor  # (V, D); of a sharded vocabulary this rank's rows
-    labels: Tensor  # (N,) int64, in the whole vocabulary
-    bias: Tensor | None  # (V,)
-    smoothing_target: Tensor | None  # (V,) fp32; None: 1/V everywhere
-    token_weights: Tensor | None  # (N,) fp32; None: 1 everywhere
+    The tensors are attributes of it as well: `inputs.hidden` is `inputs.tensors.hidden`.
+    """
+
+    tensors: InputTensors
     options: Options
     shard: Shard | None = None
 
-    def tensors(self) -> InputTensors:
-        return InputTensors(
-            hidden=self.hidden,
-            weight=self.weight,
-            labels=self.labels,
-            bias=self.bias,
-            smoothing_target=self.smoothing_target,
-            token_weights=self.token_weights,
-        )
+    @property
+    def hidden(self) -> Tensor:  # (N, D)
+        return self.tensors.hidden
+
+    @property
+    def weight(self) -> Tensor:  # (V, D)
+        return self.tensors.weight
+
+    @property
+    def labels(self) -> Tensor:  # (N,)
+        return self.tensors.labels
+
+    @property
+    def bias(self) -> Tensor | None:  # (V,)
+        return self.tensors.bias
+
+    @property
+    def smoothing_target(self) -> Tensor | None:  # (V,)
+        return self.tensors.smoothing_target
+
+    @property
+    def token_weights(self) -> Tensor | None:  # (N,)
+        return self.tensors.token_weights
 
     @property
     def scale(self) -> float:
@@ -210,6 +241,19 @@ class Inputs(NamedTuple):
     def vocabulary(self) -> int:
         """Entries of the whole vocabulary."""
         return len(self.weight) if self.shard is None else self.shard.total
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the classifier on the rank that has most.
+
+        A choice that decides which collectives a rank takes part in, or how large they are, must
+        follow this and never `len(weight)`, which may differ from rank to rank."""
+        return len(self.weight) if self.shard is None else self.shard.most_rows
+
+    @property
+    def least_rows(self) -> int:
+        """Rows of the classifier on the rank that has least; see `most_rows`."""
+        return len(self.weight) if self.shard is None else self.shard.least_rows
 
     def valid(self) -> Tensor:  # (N,) bool
         """Which tokens count."""

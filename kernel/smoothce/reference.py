@@ -10,10 +10,10 @@ from torch import Tensor
 from smoothce.options import Inputs, LossOutput, accumulation_dtype
 
 
-def logits(inputs: Inputs) -> Tensor:  # (N, V)
+def logits(inputs: Inputs, hidden: Tensor) -> Tensor:  # (N, V), of hidden states (N, D)
     """z = cap(logit_scale · E Cᵀ + b), where cap(z) = softcap · tanh(z / softcap)."""
-    dtype = accumulation_dtype(inputs.hidden.dtype)
-    z = F.linear(inputs.hidden.to(dtype), inputs.weight.to(dtype)) * inputs.scale
+    dtype = accumulation_dtype(hidden.dtype)
+    z = F.linear(hidden.to(dtype), inputs.weight.to(dtype)) * inputs.scale
     if inputs.bias is not None:
         z = z + inputs.bias.to(dtype)
     softcap = inputs.options.softcap
@@ -26,8 +26,9 @@ def loss(inputs: Inputs) -> LossOutput:
     """ω (logsumexp_v z_v − (1−β) z_y − β Σ_v u_v z_v + ζ logsumexp²) per valid token, else 0."""
     options = inputs.options
     smoothing = options.label_smoothing
-    z = logits(inputs)
     valid = inputs.valid()
+    # A masked token's hidden state may hold anything, also NaN, which 0 times does not undo.
+    z = logits(inputs, inputs.hidden.where(valid[:, None], 0))
     lse = z.logsumexp(-1)
     label_logit = _logit_of(z, inputs.labels.where(valid, 0))
     losses = lse - (1 - smoothing) * label_logit + options.z_loss * lse.square()

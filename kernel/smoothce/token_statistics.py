@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from smoothce.dispatch import check_tensors
+from smoothce.checks import check_tensors
 from smoothce.linear_cross_entropy import linear_cross_entropy
 from smoothce.options import TokenStatistics, accumulation_dtype, is_number
 

@@ -14,30 +14,49 @@ from torch import Tensor
 
 
 class Shard(NamedTuple):
-    """Which entries of the vocabulary this rank has: its rows from `offset` on, of `total`."""
+    """Which entries of the vocabulary this rank has: those from `first_entry` on, of `total`.
+
+    Every rank has `most_rows` of them, but for the last that have any, as `torch.chunk` cuts."""
 
     group: dist.ProcessGroup
-    offset: int
+    first_entry: int
     total: int
 
+    @property
+    def ranks(self) -> int:
+        return dist.get_world_size(self.group)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the rank that has most, the same number on every rank."""
+        return -(-self.total // self.ranks)
+
+    @property
+    def least_rows(self) -> int:
+        """Rows of the rank that has least, the same number on every rank."""
+        return max(self.total - (self.ranks - 1) * self.most_rows, 0)
+
     def local_part(self, vector: Tensor | None, rows: int) -> Tensor | None:
-        """This rank's part of a vector over the whole vocabulary, or of its own part already."""
+        """This rank's part of a vector (V,) over the whole vocabulary.
+
+        A vector that is as long as this rank has rows is taken for the part itself."""
         if vector is None or len(vector) == rows:
             return vector
-        return vector[self.offset : self.offset + rows]
+        return vector[self.first_entry : self.first_entry + rows]
 
 
 def local_shard(weight: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Shard]:
     """This rank's rows, and where they lie in the vocabulary.
 
-    A DTensor knows where. A plain tensor is taken for as many rows as every other rank has. Raises
-    ValueError for a DTensor that is split another way than by rows over this group.
+    A DTensor knows where, and its last ranks may have fewer rows. Of a plain tensor every rank has
+    equally many. Raises ValueError, on every rank, for a DTensor that is split another way than by
+    rows over this group, or that leaves a rank without rows.
     """
     if type(weight).__name__ == "DTensor":
         return _local_shard_of_dtensor(weight, group)
     rank = dist.get_rank(group)
     ranks = dist.get_world_size(group)
-    return weight, Shard(group, offset=rank * len(weight), total=ranks * len(weight))
+    return weight, Shard(group, first_entry=rank * len(weight), total=ranks * len(weight))
 
 
 def _local_shard_of_dtensor(weight: Any, group: dist.ProcessGroup) -> tuple[Tensor, Shard]:
@@ -51,9 +70,14 @@ def _local_shard_of_dtensor(weight: Any, group: dist.ProcessGroup) -> tuple[Tens
             f"{ranks} ranks, not {tuple(placements)} over {weight.device_mesh.size()}"
         )
     total = len(weight)
-    rows_each = -(-total // ranks)  # rounded up, as torch.chunk cuts
-    offset = min(dist.get_rank(group) * rows_each, total)
-    return weight.to_local(), Shard(group, offset=offset, total=total)
+    shard = Shard(group, first_entry=0, total=total)
+    if shard.least_rows < 1:
+        raise ValueError(
+            "weight must have at least one row on each rank of process_group, "
+            f"not {total} rows over {ranks} ranks, {shard.most_rows} on the first"
+        )
+    first_entry = dist.get_rank(group) * shard.most_rows
+    return weight.to_local(), shard._replace(first_entry=first_entry)
 
 
 def shards_agree(shard: Shard, labels: Tensor, rows: int) -> Tensor:  # () bool
@@ -63,7 +87,7 @@ def shards_agree(shard: Shard, labels: Tensor, rows: int) -> Tensor:  # () bool
     """
     place = torch.arange(1, len(labels) + 1, device=labels.device)
     checksum = (labels * place).sum()
-    start = labels.new_tensor(shard.offset)
+    start = labels.new_tensor(shard.first_entry)
     of_this_rank = torch.stack([start, start + rows, checksum])
     starts, ends, checksums = all_gather_stacked(of_this_rank, shard).unbind(1)
     previous_ends = torch.cat([ends.new_zeros(1), ends[:-1]])
@@ -72,7 +96,7 @@ def shards_agree(shard: Shard, labels: Tensor, rows: int) -> Tensor:  # () bool
 
 
 def all_gather_stacked(mine: Tensor, shard: Shard) -> Tensor:  # (ranks, *mine.shape)
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(shard.group))]
+    parts = [torch.empty_like(mine) for _ in range(shard.ranks)]
     dist.all_gather(parts, mine.contiguous(), group=shard.group)
     return torch.stack(parts)
 

@@ -1,13 +1,14 @@
 """`torch.compile` takes the loss into its graph whole, and finds what is found without it."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
 
 from smoothce import linear_cross_entropy, patch_model
-from smoothce.compiled import OperatorOutputs, OperatorTensors, schema_type
-from smoothce.options import Inputs, InputTensors, LossOutput, Options
+from smoothce.compile_operator import OperatorOutputs, OperatorTensors, schema_type
+from smoothce.options import InputTensors, LossOutput, Options
 
 # A number that is another in the next call becomes a symbol, or is compiled anew.
 OPTIONS = [
@@ -80,6 +81,34 @@ def test_mistakes_are_named():
             compiled(hidden, weight, given, **options)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"workspace": -1},
+        {"workspace": -2},
+        {"filter_eps": -1.0},
+        {"filter_eps": 0.0},
+        {"filter_eps": 1.0},
+        {"label_smoothing": -1.0},
+        {"softcap": 0.0},
+        {"logit_scale": math.inf},
+        {"z_loss": math.nan},
+        {"reduction": "avg"},
+        {"workspace": "little"},
+        {"filter_eps": "some"},
+    ],
+    ids=str,
+)
+def test_an_option_out_of_range_is_refused_as_without_compilation(options):
+    _, weight, _, labels = problem()
+    hidden = torch.randn(3, 4, 16)
+    (name,) = options
+    compiled = torch.compile(linear_cross_entropy, backend="aot_eager")
+    for function in (linear_cross_entropy, compiled):
+        with pytest.raises(Exception, match=f"{name} must be "):
+            function(hidden, weight, labels, **options)
+
+
 def test_around_a_model():
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -102,7 +131,12 @@ def test_around_a_model():
 def test_the_operator_takes_every_option_by_name():
     schema = torch.ops.smoothce.loss.default._schema
     keywords = [x.name for x in schema.arguments if x.kwarg_only]
-    assert keywords == ["impl", "needs", *(field.name for field in dataclasses.fields(Options))]
+    assert keywords == [
+        "impl",
+        "needs",
+        "automatic",
+        *(field.name for field in dataclasses.fields(Options)),
+    ]
 
 
 def test_an_options_annotation_gives_its_type_in_the_schema():
@@ -114,6 +148,5 @@ def test_an_options_annotation_gives_its_type_in_the_schema():
 
 
 def test_tuples_that_are_made_of_each_other_have_the_same_fields():
-    assert Inputs._fields == (*InputTensors._fields, "options", "shard")
     assert OperatorTensors._fields == (*InputTensors._fields, "upstream_loss", "upstream_lse")
     assert OperatorOutputs._fields[: len(LossOutput._fields)] == LossOutput._fields

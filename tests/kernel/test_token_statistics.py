@@ -22,8 +22,7 @@ TOKENS = 100
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
     """Tokens come in several super-blocks or chunks, the classifier in several blocks."""
-    super_blocks = recompute_backward.super_blocks
-    monkeypatch.setattr(recompute_backward, "super_blocks", lambda n: super_blocks(n, 64))
+    monkeypatch.setattr(recompute_backward, "SUPER_BLOCK_TOKENS", 64)
     monkeypatch.setattr(chunked, "CPU_CHUNK_TOKENS", 5)
     monkeypatch.setattr(chunked, "CAST_ROWS", 20)
 

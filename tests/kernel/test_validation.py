@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import smoothce
+from smoothce import dispatch
 from smoothce.options import LossKeywords, Options
 
 HIDDEN = torch.randn(4, 8)
@@ -134,6 +135,54 @@ def test_statistics_refuse_a_temperature_out_of_range(temperature):
 def test_statistics_refuse_what_is_no_tensor():
     with pytest.raises(TypeError, match="hidden must be a tensor, not list"):
         smoothce.token_statistics([1.0], WEIGHT)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"hidden": None}, TypeError),
+        ({"hidden": HIDDEN.numpy()}, TypeError),
+        ({"weight": None}, TypeError),
+        ({"weight": WEIGHT.double()}, TypeError),
+        ({"weight": WEIGHT[:0]}, ValueError),
+        ({"weight": WEIGHT.to("meta")}, ValueError),
+        ({"hidden": HIDDEN[:, :7]}, ValueError),
+        (WHOLE_NUMBERS, TypeError),
+        ({"bias": torch.zeros(9)}, ValueError),
+        ({"bias": torch.zeros(10, dtype=torch.float16)}, TypeError),
+        ({"smoothing_target": torch.full((9,), 1 / 9)}, ValueError),
+        ({"smoothing_target": torch.full((10,), 0.1, requires_grad=True)}, ValueError),
+        ({"token_weights": torch.ones(3)}, ValueError),
+        ({"token_weights": torch.ones(4, requires_grad=True)}, ValueError),
+        ({"label_smoothing": 1.5}, ValueError),
+        ({"impl": "fast"}, ValueError),
+    ],
+    ids=str,
+)
+def test_explain_refuses_what_the_loss_refuses(change, error):
+    """What can be told without the labels, and without a look at the tensors' numbers."""
+    arguments = {"hidden": HIDDEN, "weight": WEIGHT, **change}
+    with pytest.raises(error) as of_the_loss:
+        smoothce.linear_cross_entropy(labels=LABELS, **arguments)
+    with pytest.raises(error) as of_explain:
+        smoothce.explain(**arguments)
+    assert str(of_explain.value) == str(of_the_loss.value)
+
+
+class LikeOnCuda(torch.Tensor):
+    """A tensor on a CPU that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_warning_of_the_slow_path_names_the_dtype_and_the_callers_line(dtype, monkeypatch):
+    monkeypatch.setattr(dispatch, "_unsupported", lambda name, inputs: "a test forbids it")
+    dispatch._warn_once.cache_clear()
+    hidden = HIDDEN.to(dtype).as_subclass(LikeOnCuda)
+    with pytest.warns(UserWarning, match=f"chunked path, in {dtype} and .*a test") as caught:
+        smoothce.linear_cross_entropy(hidden, WEIGHT.to(dtype), LABELS)
+    assert caught[0].filename == __file__
 
 
 def test_explain_names_the_implementation_and_the_reason():

@@ -9,7 +9,8 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from smoothce.dispatch import check_impl, check_target, check_tensors
+from smoothce.checks import check_target, check_tensors
+from smoothce.dispatch import check_impl
 from smoothce.hf_patch.logit_map import LogitMap
 from smoothce.options import Options
 

@@ -4,39 +4,47 @@
 
     grad_in_forward     exact, from probabilities that the forward saves
     recompute_backward  exact, in little memory: logits are computed a second time
-    filtered            some blocks are computed, drawn at random (filter_kernels, filter_plan)
+    filtered            blocks of large probabilities are computed and some others, drawn at random
+                        (filter_kernels, filter_plan)
 
 All share the walk over the vocabulary (`forward`), the packing of valid tokens (`tokens`) and the
 tile shapes (`tiles`).
+
+How gradients are summed, and in which dtypes ("in" is the inputs'):
+
+    S or p̃               in "in", in every way
+    dE                   in fp32; each row is rounded to "in" once
+    dC, grad_in_forward  in "in", rounded after each of at most 8 parts of the tokens; or in fp32
+                         over the parts and rounded once, where `plan` says so
+    dC, others           in fp32 within a super-block of tokens, rounded to "in" after each
+    bias's gradient      in fp32, and so it is returned: autograd casts it to the bias's dtype
+
+Gradients made in the forward are multiplied by the upstream factor in the backward and rounded a
+second time, unless that is 1. Where ranks share a vocabulary, dE is summed over them in "in".
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from typing_extensions import assert_never  # not yet in Python 3.10's typing
 
 from smoothce.chunked import graph_is_kept, once_differentiable
-from smoothce.options import Inputs, LossOutput, Options
+from smoothce.options import Gradients, Inputs, InputTensors, LossOutput, Needs, Options
 from smoothce.triton import filtered, grad_in_forward, plan, recompute_backward
+from smoothce.triton.filtered import FilterState
 from smoothce.triton.forward import Results
+from smoothce.triton.forward_gradients import ForwardGradients, scale_gradients
+from smoothce.triton.recompute_backward import RecomputeState
 from smoothce.triton.tiles import INTERPRETED, Tiles, tiles_for
-from smoothce.triton.tokens import (
-    ForwardGradients,
-    LossCall,
-    NeededGradients,
-    scale_gradients,
-    valid_first,
-)
+from smoothce.triton.tokens import LossCall, valid_first
 from smoothce.vocab_parallel import Shard
 
 __all__ = ["describe", "filter_statistics", "loss", "unsupported"]
 
-# filter_eps="auto" is AUTO_EPS · V^(-1/4): 2^-8.3 at 256,000 entries and 2^-7.6 at 32,768, which
-# gives about the same error for all. It was still faster than the exact gradient at 8,192 entries.
-AUTO_EPS = 2.0**-8.3 * 256000**0.25
-LEAST_FILTERED_ENTRIES = 8192  # with fewer there is too little to skip: "auto" is exact
-
-Gradients = tuple[Tensor | None, ...]  # of hidden, weight and bias
+# What a forward leaves for the backward: the way in which that makes gradients. None where no
+# gradient is wanted.
+State: TypeAlias = ForwardGradients | FilterState | RecomputeState | None
 
 
 def loss(inputs: Inputs) -> LossOutput:
@@ -45,17 +53,7 @@ def loss(inputs: Inputs) -> LossOutput:
     Nothing waits for the device but the exact gradient, for the number of valid tokens alone: it is
     counted before the forward's product, which keeps the device busy meanwhile."""
     call = call_for(inputs)
-    tensors = call.inputs
-    total, lse, log_probability, entropy, argmax = TritonLoss.apply(
-        tensors.hidden,
-        tensors.weight,
-        tensors.labels,
-        tensors.bias,
-        tensors.smoothing_target,
-        tensors.token_weights,
-        CallSettings.of(call),
-    )
-    return LossOutput(total, lse, log_probability, entropy, argmax)
+    return LossOutput(*TritonLoss.apply(*call.inputs.tensors, CallSettings.of(call)))
 
 
 class CallSettings(NamedTuple):
@@ -64,7 +62,7 @@ class CallSettings(NamedTuple):
 
     options: Options
     shard: Shard | None
-    needs: NeededGradients
+    needs: Needs
     tiles: Tiles
     eps: float | None
 
@@ -78,31 +76,15 @@ class CallSettings(NamedTuple):
             eps=call.eps,
         )
 
-    def call_with(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        bias: Tensor | None,
-        smoothing_target: Tensor | None,
-        token_weights: Tensor | None,
-    ) -> LossCall:
+    def call_with(self, tensors: InputTensors) -> LossCall:
         """The call of these settings with these tensors."""
-        inputs = Inputs(
-            hidden=hidden,
-            weight=weight,
-            labels=labels,
-            bias=bias,
-            smoothing_target=smoothing_target,
-            token_weights=token_weights,
-            options=self.options,
-            shard=self.shard,
-        )
+        inputs = tensors.with_options(self.options, self.shard)
         return LossCall(inputs, self.needs, self.tiles, self.eps)
 
 
 class TritonLoss(torch.autograd.Function):
-    """The loss, the log-sum-exps and statistics, differentiable once in hidden, weight and bias."""
+    """The loss, the log-sum-exps and token statistics. The first two are differentiable once in
+    hidden, weight and bias."""
 
     @staticmethod
     def forward(
@@ -115,19 +97,18 @@ class TritonLoss(torch.autograd.Function):
         token_weights: Tensor | None,
         settings: CallSettings,
     ) -> tuple[Tensor | None, ...]:
-        tensors = (hidden, weight, labels, bias, smoothing_target, token_weights)
-        call = settings.call_with(*tensors)
+        tensors = InputTensors(hidden, weight, labels, bias, smoothing_target, token_weights)
+        call = settings.call_with(tensors)
         with torch.cuda.device_of(hidden):
             found = forward_all(call)
         ctx.settings = settings
-        ctx.mode = found.mode
         ctx.state = found.state
         ctx.save_for_backward(*tensors, found.loss_scale)
         ctx.set_materialize_grads(False)
 
         results = found.results
-        statistics = (results.log_probability, results.entropy, results.argmax)
-        without_gradient = [x for x in statistics if x is not None]
+        token_statistics = (results.log_probability, results.entropy, results.argmax)
+        without_gradient = [x for x in token_statistics if x is not None]
         if not settings.options.return_lse:
             without_gradient.append(results.lse)
         ctx.mark_non_differentiable(*without_gradient)
@@ -135,40 +116,30 @@ class TritonLoss(torch.autograd.Function):
             total = results.losses
         else:
             total = results.losses.sum() * found.loss_scale
-        return total, results.lse, *statistics
+        return total, results.lse, *token_statistics
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, loss_gradient: Tensor | None, lse_gradient: Tensor | None, *_: None
+        ctx: Any, upstream_loss: Tensor | None, upstream_lse: Tensor | None, *_: None
     ) -> tuple[Tensor | None, ...]:
-        if loss_gradient is None and lse_gradient is None:
-            return (None,) * 7
-        *tensors, loss_scale = ctx.saved_tensors
-        call = ctx.settings.call_with(*tensors)
-        device = call.inputs.hidden.device
-        if loss_gradient is None:
-            loss_gradient = torch.zeros((), device=device)
-        loss_gradient = loss_gradient.float()
-        with (
-            torch.cuda.device_of(call.inputs.hidden),
-            torch.autocast(device.type, enabled=False),
-        ):
-            gradients: Gradients
-            if isinstance(ctx.state, ForwardGradients):
-                gradients = take_gradients(call, ctx.state)
-                scale_gradients(gradients, loss_gradient)
-            elif ctx.mode == "filtered":
-                # `threshold` leaves calls whose log-sum-exps have a gradient to the exact ways.
-                gradients = filtered.backward_all(call, ctx.state, loss_gradient, None, loss_scale)
-            else:
-                gradients = recompute_backward.backward_all(
-                    call, ctx.state, loss_gradient, lse_gradient, loss_scale
+        gradients = Gradients()
+        if upstream_loss is not None or upstream_lse is not None:
+            *tensors, loss_scale = ctx.saved_tensors
+            call = ctx.settings.call_with(InputTensors(*tensors))
+            device = call.inputs.hidden.device
+            if upstream_loss is None:
+                upstream_loss = torch.zeros((), device=device)
+            with (
+                torch.cuda.device_of(call.inputs.hidden),
+                torch.autocast(device.type, enabled=False),
+            ):
+                gradients = backward_all(
+                    call, ctx.state, upstream_loss.float(), upstream_lse, loss_scale
                 )
-        if not graph_is_kept():
-            ctx.state = None
-        d_hidden, d_weight, d_bias = gradients
-        return d_hidden, d_weight, None, d_bias, None, None, None
+            if not graph_is_kept():
+                ctx.state = None
+        return gradients.hidden, gradients.weight, None, gradients.bias, None, None, None
 
 
 class ForwardOutput(NamedTuple):
@@ -176,22 +147,57 @@ class ForwardOutput(NamedTuple):
 
     results: Results
     loss_scale: Tensor  # (), what the reduction multiplies the losses' sum by
-    mode: str  # the plan's
-    state: Any  # `ForwardGradients`, or what the mode's module takes in its `backward_all`
+    state: State
 
 
 def forward_all(call: LossCall) -> ForwardOutput:
     """Run the forward in the way that the plan chooses."""
     results = Results.allocate(call)
     chosen = plan.plan_for(call)
-    state: Any
-    if chosen.mode == "filtered":
-        state = filtered.forward_all(call, results)
-    elif chosen.mode == "grad_in_forward":
-        state = grad_in_forward.forward_all(call, results, chosen.part_tokens, chosen.sum_in_fp32)
-    else:
-        state = recompute_backward.forward_all(call, results)
-    return ForwardOutput(results, call.inputs.loss_scale(), chosen.mode, state)
+    state: State
+    match chosen.mode:
+        case "none":
+            # The forward that takes least; what it leaves for a backward is not kept.
+            recompute_backward.forward_all(call, results)
+            state = None
+        case "filtered":
+            state = filtered.forward_all(call, results)
+        case "grad_in_forward":
+            state = grad_in_forward.forward_all(
+                call, results, chosen.part_tokens, chosen.sum_in_fp32
+            )
+        case "recompute_backward":
+            state = recompute_backward.forward_all(call, results)
+        case _:
+            assert_never(chosen.mode)
+    return ForwardOutput(results, call.inputs.loss_scale(), state)
+
+
+def backward_all(
+    call: LossCall,
+    state: State,
+    upstream_loss: Tensor,  # fp32, () or (N,)
+    upstream_lse: Tensor | None,  # (N,)
+    loss_scale: Tensor,  # ()
+) -> Gradients:
+    """The gradients that are wanted, in the way that the forward has prepared."""
+    match state:
+        case ForwardGradients():
+            gradients = take_gradients(call, state)
+            scale_gradients(gradients, upstream_loss)
+            return gradients
+        case FilterState():
+            # `plan.threshold` leaves calls whose log-sum-exps have a gradient to the exact ways.
+            assert upstream_lse is None
+            return filtered.backward_all(call, state, upstream_loss, loss_scale)
+        case RecomputeState():
+            return recompute_backward.backward_all(
+                call, state, upstream_loss, upstream_lse, loss_scale
+            )
+        case None:
+            raise AssertionError("a forward that was asked for no gradient has a backward")
+        case _:
+            assert_never(state)
 
 
 def take_gradients(call: LossCall, state: ForwardGradients) -> Gradients:
@@ -199,56 +205,40 @@ def take_gradients(call: LossCall, state: ForwardGradients) -> Gradients:
     has given them away."""
     gradients = state.gradients
     state.gradients = None
-    if gradients is None:
-        return forward_all(call).state.gradients
-    return gradients
+    if gradients is not None:
+        return gradients
+    made_again = forward_all(call).state
+    assert isinstance(made_again, ForwardGradients)
+    assert made_again.gradients is not None
+    return made_again.gradients
 
 
 def call_for(inputs: Inputs) -> LossCall:
     """The call with contiguous tensors, as the kernels take it."""
-    inputs = inputs._replace(
-        hidden=inputs.hidden.contiguous(),
-        weight=inputs.weight.contiguous(),
-        labels=inputs.labels.contiguous(),
-        bias=contiguous(inputs.bias),
-        smoothing_target=contiguous(inputs.smoothing_target),
-        token_weights=contiguous(inputs.token_weights),
+    tensors = inputs.tensors
+    tensors = InputTensors(
+        hidden=tensors.hidden.contiguous(),
+        weight=tensors.weight.contiguous(),
+        labels=tensors.labels.contiguous(),
+        bias=contiguous(tensors.bias),
+        smoothing_target=contiguous(tensors.smoothing_target),
+        token_weights=contiguous(tensors.token_weights),
     )
-    needs = NeededGradients(
-        hidden=needs_gradient(inputs.hidden),
-        weight=needs_gradient(inputs.weight),
-        bias=needs_gradient(inputs.bias),
-    )
+    inputs = inputs._replace(tensors=tensors)
+    needs = tensors.needs()
     eps = None
-    if any(needs) and not needs.bias and inputs.hidden.dtype != torch.float16:
-        eps = threshold(inputs.options, len(inputs.weight))
-    return LossCall(inputs, needs, tiles_for(inputs.hidden, inputs.weight), eps)
+    if any(needs) and not needs.bias and tensors.hidden.dtype != torch.float16:
+        eps = plan.threshold(inputs.options, inputs.vocabulary, inputs.most_rows)
+    return LossCall(inputs, needs, tiles_for(tensors.hidden, tensors.weight), eps)
 
 
 def contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-def needs_gradient(tensor: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
-
-
 def describe(inputs: Inputs) -> str:
     """How the gradient of these inputs is made."""
     return plan.describe(call_for(inputs))
-
-
-def threshold(options: Options, vocabulary: int) -> float | None:
-    """The 2-norm of a block's probabilities below which it may be left out; None: exact.
-
-    The filter adds with atomics, in an order that depends on timing, and knows no upstream gradient
-    of the log-sum-exps."""
-    if options.return_lse or torch.are_deterministic_algorithms_enabled():
-        return None
-    eps = options.filter_eps
-    if isinstance(eps, str):  # "auto"
-        return AUTO_EPS * vocabulary**-0.25 if vocabulary >= LEAST_FILTERED_ENTRIES else None
-    return eps
 
 
 @torch.no_grad()
@@ -264,28 +254,23 @@ def filter_statistics(
     Returns the share of (token, block) pairs whose gradient is computed, kept or drawn, and the
     mean over valid tokens of the softmax mass in the others, which the profiles stand in for. Both
     are 0-d, on the device."""
-    inputs = Inputs(
-        hidden=hidden,
-        weight=weight,
-        labels=labels,
-        bias=bias,
-        smoothing_target=None,
-        token_weights=None,
-        options=options,
-    )
-    call = call_for(inputs)
+    tensors = InputTensors(hidden, weight, labels, bias, smoothing_target=None, token_weights=None)
+    call = call_for(tensors.with_options(options))
     listed_pairs = hidden.new_zeros((), dtype=torch.float32)
     dropped_mass = hidden.new_zeros((), dtype=torch.float32)
-    eps = threshold(options, len(weight))
+    eps = plan.threshold(options, vocabulary=len(weight), most_rows=len(weight))
     if eps is None:
         return listed_pairs + 1, dropped_mass
     call = call._replace(eps=eps)
     with torch.cuda.device_of(hidden):
-        order, count = valid_first(call)
-        for _, pairs in filtered.plan_super_blocks(call, Results.allocate(call), order, count):
+        order, valid_count = valid_first(call)
+        for _, pairs in filtered.plan_super_blocks(
+            call, Results.allocate(call), order, valid_count
+        ):
             listed_pairs += pairs.listed.sum()
+            # Coefficients of dropped pairs are positive, those of the others 0 or negative.
             dropped_mass += pairs.coefficient.clamp(min=0).sum(dtype=torch.float32)
-        n_valid = count.clamp(min=1)[0]
+        n_valid = valid_count.clamp(min=1)[0]
         return listed_pairs / (n_valid * call.blocks), dropped_mass / n_valid
 
 
@@ -300,8 +285,10 @@ def unsupported(inputs: Inputs) -> str | None:
         return "the GPU is older than compute capability 8.0"
     if hidden.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"the inputs are {hidden.dtype}"
-    if len(inputs.weight) < 2:
-        return "the vocabulary has fewer than 2 entries"
+    if inputs.least_rows < 2:
+        if inputs.shard is None:
+            return "the vocabulary has fewer than 2 entries"
+        return "a rank of process_group has fewer than 2 entries of the vocabulary"
     if hidden.shape[1] < 1:
         return "hidden states have no dimensions"
     if inputs.options.logit_scale == 0:

@@ -19,6 +19,10 @@ from smoothce.triton.tokens import Coefficients, LossCall, PackedTokens
 
 CONVERT_PROGRAMS = 16  # programs of `convert_kernel` to the rows of a token tile
 
+# What `convert_kernel` takes a saved probability for at least, so that tokens which have none spare
+# it a logarithm of 0. `plan.SAVED_POWERS` keeps the others above 2^-125, which is 2.4e-38.
+LEAST_PROBABILITY = tl.constexpr(1e-38)
+
 
 @triton.jit
 def store_dlogits(
@@ -26,12 +30,12 @@ def store_dlogits(
     entries, rows, columns,  # its entries of the vocabulary, its tokens, its columns in dlogits
     labels, softmax_coefficients, target_coefficients, smoothing_target,
     dlogits, stride,  # written
-    N, V, uniform_smoothing, smoothing, scale, softcap,
+    n_rows, V, uniform_smoothing, smoothing, scale, softcap,
 ):  # fmt: skip
     """Store S of a tile; it is 0 for tokens without a label, whose coefficients are 0.
 
     `uniform_smoothing` is β u_v where u is uniform."""
-    known = rows < N
+    known = rows < n_rows
     label = tl.load(labels + rows, mask=known, other=-1)
     target = tl.load(target_coefficients + rows, mask=known, other=0.0)[:, None]
     s = probabilities * tl.load(softmax_coefficients + rows, mask=known, other=0.0)[:, None]
@@ -47,64 +51,63 @@ def store_dlogits(
     tl.store(pointers, s.to(dlogits.dtype.element_ty), mask=known[:, None])
 
 
-@triton.jit(do_not_specialize=["N", "chunk"])
+@triton.jit(do_not_specialize=["n_rows", "chunk"])
 def recompute_kernel(
-    hidden, weight, bias, smoothing_target,  # (N, D), (V, D), (V,) or None twice
-    labels, lses, softmax_coefficients, target_coefficients,  # (N,) each
+    hidden, weight, bias, smoothing_target,  # (n_rows, D) packed, (V, D), (V,) or None twice
+    labels, lses, softmax_coefficients, target_coefficients,  # (n_rows,) each
     dlogits,  # written: S of entries [first_entry, first_entry + chunk)
-    N, V, first_entry, chunk, stride,
+    n_rows, V, first_entry, chunk, stride,
     uniform_smoothing, smoothing, scale, softcap, D: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
     TMA: tl.constexpr, FLATTEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """S of all tokens and of the chunk of the vocabulary that starts at `first_entry`."""
-    row_tiles = tl.cdiv(N, ROWS)
+    row_tiles = tl.cdiv(n_rows, ROWS)
     n_tiles = row_tiles * tl.cdiv(chunk, WIDTH)
     workers = tl.num_programs(0)
-    # Flattened, so that the next tile's loads start while this one is written. Python's `range` has
-    # no such argument, and the compiler ignores it there.
+    # Flattened into the loop over D, so that the next tile's loads start while this one is written.
+    # The compiler ignores `flatten` where FLATTEN leaves Python's `range`, which has no such
+    # argument.
     for tile in (tl.range if FLATTEN else range)(tl.program_id(0), n_tiles, workers, flatten=True):  # type: ignore[call-overload]
         row = (tile % row_tiles) * ROWS
         column = (tile // row_tiles) * WIDTH
         entry = first_entry + column
         product = product_tile(
-            hidden, weight, row, entry, N, V, D, ROWS, WIDTH, DEPTH, TMA, PRECISION
+            hidden, weight, row, entry, n_rows, V, D, ROWS, WIDTH, DEPTH, TMA, PRECISION
         )
         entries = entry + tl.arange(0, WIDTH)
         logits = base2_logits(product, bias, entries, V, scale, softcap)
         rows = row + tl.arange(0, ROWS)
-        lse = tl.load(lses + rows, mask=rows < N, other=float("inf"))
+        lse = tl.load(lses + rows, mask=rows < n_rows, other=float("inf"))
         probabilities = tl.exp2(logits - lse[:, None])
         store_dlogits(
             probabilities, logits, entries, rows, column + tl.arange(0, WIDTH),
             labels, softmax_coefficients, target_coefficients, smoothing_target,
-            dlogits, stride, N, V, uniform_smoothing, smoothing, scale, softcap,
+            dlogits, stride, n_rows, V, uniform_smoothing, smoothing, scale, softcap,
         )  # fmt: skip
 
 
 @triton.jit
 def convert_kernel(
-    memory,  # (N, stride): saved probabilities, which become S
+    memory,  # (n_rows, stride): saved probabilities, which become S
     tile_offsets, labels, lses, softmax_coefficients, target_coefficients, smoothing_target,
     valid_count,
-    N, V, padded, stride,
+    n_rows, V, padded, stride,
     uniform_smoothing, smoothing, scale, softcap, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """S from saved probabilities, in the same memory."""
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     entries = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    valid = rows < tl.minimum(N, tl.load(valid_count))  # the other tokens have none
+    valid = rows < tl.minimum(n_rows, tl.load(valid_count))  # the other tokens have none
     pointers = memory + rows.to(tl.int64)[:, None] * stride + entries[None, :]
     probabilities = tl.load(pointers, mask=valid[:, None], other=0.0).to(tl.float32)
     offset = tl.load(tile_offsets + tl.program_id(0) * padded + rows, mask=valid, other=0.0)
-    # `plan.MOST_SOFTCAP` keeps probabilities above this bound, which spares tokens that have none
-    # a logarithm of 0
-    logits = tl.log2(tl.maximum(probabilities, 1e-38)) + offset[:, None]
+    logits = tl.log2(tl.maximum(probabilities, LEAST_PROBABILITY)) + offset[:, None]
     probabilities *= tl.exp2(offset - tl.load(lses + rows, mask=valid, other=0.0))[:, None]
     store_dlogits(
         probabilities, logits, entries, rows, entries,
         labels, softmax_coefficients, target_coefficients, smoothing_target,
-        memory, stride, N, V, uniform_smoothing, smoothing, scale, softcap,
+        memory, stride, n_rows, V, uniform_smoothing, smoothing, scale, softcap,
     )  # fmt: skip
 
 
@@ -128,12 +131,12 @@ def convert_to_dlogits(
         softmax_coefficients=coefficients.softmax,
         target_coefficients=coefficients.target,
         smoothing_target=inputs.smoothing_target,
-        valid_count=tokens.count,
-        N=n,
+        valid_count=tokens.valid_count,
+        n_rows=n,
         V=len(inputs.weight),
         padded=len(tokens.lse),
         stride=saved.probabilities.stride(0),
-        uniform_smoothing=call.share,
+        uniform_smoothing=call.uniform_smoothing,
         smoothing=inputs.options.label_smoothing,
         scale=inputs.scale,
         softcap=inputs.options.softcap,
@@ -164,12 +167,12 @@ def recompute_dlogits(
         softmax_coefficients=coefficients.softmax,
         target_coefficients=coefficients.target,
         dlogits=out,
-        N=len(packed),
+        n_rows=len(packed),
         V=len(inputs.weight),
         first_entry=start,
         chunk=stop - start,
         stride=out.stride(0),
-        uniform_smoothing=call.share,
+        uniform_smoothing=call.uniform_smoothing,
         smoothing=inputs.options.label_smoothing,
         scale=inputs.scale,
         softcap=inputs.options.softcap,
@@ -196,80 +199,98 @@ def add_matmul_fp32(sums: Tensor, a: Tensor, b: Tensor) -> None:
         sums += matmul_fp32(a, b)
 
 
-TERMS_OF_PROBABILITIES = (  # parameters of `hidden_kernel`
-    "labels",
-    "lses",
-    "offsets",
-    "softmax_coefficients",
-    "target_coefficients",
-    "weight",
-)
-
-
 @triton.jit
-def hidden_kernel(
+def spread_hidden_kernel(
     sums,  # (·, D) fp32, of packed tokens
     order, valid_count,
-    # what the other terms take where sums are of p̃, else None: TERMS_OF_PROBABILITIES
-    labels, lses, offsets, softmax_coefficients, target_coefficients, weight,
-    mean_weight,  # (D,) β Σ_v u_v C_v, or None
-    out,  # (n, D) in the caller's order, 0 where a token is masked
-    smoothing, scale, D: tl.constexpr, BLOCK: tl.constexpr,
+    out,  # (n, D) in the caller's order, written; 0 where a token is masked
+    D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One token's dE: its sum; or of p̃, w_i times it less b_i ((1−β) C_y + β Σ_v u_v C_v)."""
+    """One token: dE_i is its sum, at the token's place in the caller's order."""
     place = tl.program_id(0).to(tl.int64)
     out_row = tl.load(order + place).to(tl.int64)
     valid_columns = tl.where(place < tl.load(valid_count), D, 0)
-    if lses is not None:
-        factor = tl.load(softmax_coefficients + place)
-        factor = factor * tl.exp2(tl.load(offsets + place) - tl.load(lses + place)) * scale
-        target = tl.load(target_coefficients + place) * scale
-        label = tl.load(labels + place).to(tl.int64)
-        target_columns = tl.where(label >= 0, valid_columns, 0)
     for start in range(0, D, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         gradient = tl.load(sums + place * D + columns, mask=columns < valid_columns, other=0.0)
-        if lses is not None:
-            target_weight = tl.load(
-                weight + tl.maximum(label, 0) * D + columns,
-                mask=columns < target_columns,
-                other=0.0,
-            )
-            gradient = gradient * factor - target * (1.0 - smoothing) * target_weight.to(tl.float32)
-            if mean_weight is not None:
-                mean = tl.load(mean_weight + columns, mask=columns < valid_columns, other=0.0)
-                gradient -= target * mean
-            gradient = tl.where(columns < valid_columns, gradient, 0.0)
         tl.store(out + out_row * D + columns, gradient.to(out.dtype.element_ty), mask=columns < D)
 
 
-def write_hidden(
+@triton.jit
+def finish_hidden_kernel(
+    sums,  # (·, D) fp32 Σ_v p̃_iv C_v, of packed tokens
+    order, valid_count,
+    labels, lses, offsets, softmax_coefficients, target_coefficients,  # of packed tokens
+    weight,  # (V, D)
+    mean_weight,  # (D,) β Σ_v u_v C_v; None without smoothing
+    out,  # (n, D) in the caller's order, written; 0 where a token is masked
+    smoothing, scale, D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One token, with w_i = a_i 2^(o_i − lse_i), at its place in the caller's order:
+
+    dE_i = scale (w_i Σ_v p̃_iv C_v − b_i ((1−β) C_y + β Σ_v u_v C_v))"""
+    place = tl.program_id(0).to(tl.int64)
+    out_row = tl.load(order + place).to(tl.int64)
+    valid_columns = tl.where(place < tl.load(valid_count), D, 0)
+    factor = tl.load(softmax_coefficients + place)
+    factor = factor * tl.exp2(tl.load(offsets + place) - tl.load(lses + place)) * scale
+    target = tl.load(target_coefficients + place) * scale
+    label = tl.load(labels + place).to(tl.int64)
+    target_columns = tl.where(label >= 0, valid_columns, 0)
+    for start in range(0, D, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        gradient = tl.load(sums + place * D + columns, mask=columns < valid_columns, other=0.0)
+        target_weight = tl.load(
+            weight + tl.maximum(label, 0) * D + columns,
+            mask=columns < target_columns,
+            other=0.0,
+        )
+        gradient = gradient * factor - target * (1.0 - smoothing) * target_weight.to(tl.float32)
+        if mean_weight is not None:
+            mean = tl.load(mean_weight + columns, mask=columns < valid_columns, other=0.0)
+            gradient -= target * mean
+        gradient = tl.where(columns < valid_columns, gradient, 0.0)
+        tl.store(out + out_row * D + columns, gradient.to(out.dtype.element_ty), mask=columns < D)
+
+
+def write_hidden_from_dlogits(
+    tokens: PackedTokens,
+    sums: Tensor,  # (n or more, D) fp32 Σ_v S_iv C_v
+    out: Tensor,  # (n, D), written
+) -> None:
+    """Write dE of these tokens in the caller's order."""
+    d = out.shape[1]
+    spread_hidden_kernel[(len(out),)](
+        sums=sums,
+        order=tokens.order,
+        valid_count=tokens.valid_count,
+        out=out,
+        D=d,
+        BLOCK=min(1024, triton.next_power_of_2(d)),
+    )
+
+
+def write_hidden_from_probabilities(
     call: LossCall,
     tokens: PackedTokens,
-    sums: Tensor,  # (n or more, D) fp32
+    coefficients: Coefficients,
+    sums: Tensor,  # (n or more, D) fp32 Σ_v p̃_iv C_v
+    mean_weight: Tensor | None,  # (D,) fp32 β Σ_v u_v C_v; None without smoothing
     out: Tensor,  # (n, D), written
-    coefficients: Coefficients | None = None,  # where sums are of p̃ and not of S
-    mean_weight: Tensor | None = None,  # (D,) fp32, likewise
 ) -> None:
     """Write dE of these tokens in the caller's order."""
     inputs = call.inputs
     d = out.shape[1]
-    if coefficients is None:
-        more: dict[str, Tensor | None] = dict.fromkeys(TERMS_OF_PROBABILITIES)
-    else:
-        more = {
-            "labels": tokens.labels,
-            "lses": tokens.lse,
-            "offsets": tokens.offset,
-            "softmax_coefficients": coefficients.softmax,
-            "target_coefficients": coefficients.target,
-            "weight": inputs.weight,
-        }
-    hidden_kernel[(len(out),)](
+    finish_hidden_kernel[(len(out),)](
         sums=sums,
         order=tokens.order,
-        valid_count=tokens.count,
-        **more,
+        valid_count=tokens.valid_count,
+        labels=tokens.labels,
+        lses=tokens.lse,
+        offsets=tokens.offset,
+        softmax_coefficients=coefficients.softmax,
+        target_coefficients=coefficients.target,
+        weight=inputs.weight,
         mean_weight=mean_weight,
         out=out,
         smoothing=inputs.options.label_smoothing,

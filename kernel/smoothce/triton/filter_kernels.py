@@ -4,7 +4,8 @@
 `queue_kernel` works on the pairs that `filter_plan` lists. `block_sums_kernel` and
 `filtered_hidden_kernel` add what the low-rank model puts in place of the others. The mathematics is
 in kernel/DERIVATION.md ("The filter", "The filter's backward"), and the names here are its symbols:
-S, P, q, W and H, a block j, a token i, a vocabulary entry v.
+S, P, q, W and H, a block j, a token i, a vocabulary entry v. The upstream gradient g_i comes in two
+factors, `largest` and ĝ_i = g_i / largest, the latter in `relative`; `lift` is 1 + 2ζ lse_i.
 
 The queue has two kinds of items. A *tile* is up to ROWS listed tokens of one block: it makes their
 S, leaves it in a ring, and adds S C to dE. A *share* of a block's dC is Sᵀ E over all tiles of the
@@ -13,7 +14,8 @@ items before it, so the kernel cannot lock up however few of its programs run at
 bounded.
 
 Each block's tiles have two rows after the listed tokens. The *profile's row* is the mean hidden
-state's, whose softmax within the block is q. The *uniform row* holds what the smoothing term of
+state's, whose softmax within the block is q; the row holds q_v times the slope of the mean hidden
+state's logits, q_v f_v. The *uniform row* holds what the smoothing term of
 every token points to, u_v times the slope of the mean hidden state's logits. So q, W and H need no
 pass of their own over the classifier.
 
@@ -23,7 +25,7 @@ pass of their own over the classifier.
 import triton
 import triton.language as tl
 
-from smoothce.triton.filter_plan import TILE_ITEM, unpack_item
+from smoothce.triton.filter_plan import TILE_ITEM, is_dropped, unpack_item
 from smoothce.triton.tiles import base2_logits, load_tile, slope
 
 
@@ -53,14 +55,14 @@ def wait_for_ring_slot(tile, tile_owner, n_shares, shares_done, RING: tl.constex
 
 @triton.jit
 def gathered_product(
-    hidden, offset,  # (ROWS,) where each row's hidden state begins, in numbers from `hidden`
+    hidden, row_start,  # (ROWS,) where each row's hidden state begins, in numbers from `hidden`
     weight, entry, V,
     D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gathered rows of E times C[entry : entry + WIDTH]ᵀ, (ROWS, WIDTH) in fp32."""
     column = tl.arange(0, DEPTH)
-    p_e = hidden + offset[:, None] + column[None, :]
+    p_e = hidden + row_start[:, None] + column[None, :]
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
     for d in range(0, D, DEPTH):
         if D % DEPTH == 0:
@@ -91,8 +93,8 @@ def tile_gradients(
     smoothing_factor, smoothing, scale, softcap,
     RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """S of a tile's rows: of its tokens weighted by w and the upstream gradient, of the profile's
-    row q times the slope, of the uniform row u_v times the slope; 0 in rows past these."""
+    """S of a tile's rows: of its tokens weighted by w and ĝ_i, of the profile's row q_v f_v, of the
+    uniform row u_v f_v, with f the slope; 0 in rows past these."""
     y = tl.load(labels + token, mask=is_token, other=-1)
     s = tl.exp2(x - norm[:, None])
     # w comes from m = (1 − w) P and this P, so that w P and the low-rank part make up P exactly.
@@ -122,13 +124,13 @@ def tile_gradients(
 
 @triton.jit
 def store_profiles(profile, s, row, index, n_listed, v, V, ROWS: tl.constexpr):
-    """Write q and the uniform direction, if they are among the rows of the block's tile `index`."""
+    """Write q f and u f, if their rows are among those of the block's tile `index`."""
     if (index * ROWS <= n_listed) & (n_listed < (index + 1) * ROWS):
-        q = tl.sum(tl.where((row == n_listed)[:, None], s, 0.0), 0)
-        tl.store(profile + v, q, mask=v < V)
+        q_f = tl.sum(tl.where((row == n_listed)[:, None], s, 0.0), 0)
+        tl.store(profile + v, q_f, mask=v < V)
     if (index * ROWS <= n_listed + 1) & (n_listed + 1 < (index + 1) * ROWS):
-        f = tl.sum(tl.where((row == n_listed + 1)[:, None], s, 0.0), 0)
-        tl.store(profile + V + v, f, mask=v < V)
+        u_f = tl.sum(tl.where((row == n_listed + 1)[:, None], s, 0.0), 0)
+        tl.store(profile + V + v, u_f, mask=v < V)
 
 
 @triton.jit
@@ -152,15 +154,15 @@ def add_to_hidden_sums(
 def tile_item(
     block, index, n_listed, begin, v,
     tile_owner, n_shares, tiles_done, shares_done,
-    hidden, weight, weight_wide,
+    hidden, weight, weight_slices,
     bias, smoothing_target, order, labels, lse,
     relative, lift,
     coefficient, listed_tokens,
     ring, ring_source, profile, acc, d_weight,
-    mean_offset, padded, blocks, V, smoothing_factor, smoothing, scale, softcap,
+    mean_start, padded, blocks, V, smoothing_factor, smoothing, scale, softcap,
     ALIGNED: tl.constexpr, RAGGED: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, TMA: tl.constexpr,
-    RING: tl.constexpr, WIDE_STAGES: tl.constexpr,
+    RING: tl.constexpr, HIDDEN_STAGES: tl.constexpr,
     D: tl.constexpr, SLICE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The block's tile number `index`: make S, leave it in the ring for dC, and add S C to dE.
@@ -177,11 +179,11 @@ def tile_item(
     p_listed = listed_tokens + block.to(tl.int64) * padded + row
     token = tl.load(p_listed, mask=is_token, other=0).to(tl.int32)
     source = tl.load(order + token, mask=is_token, other=0)
-    offset = tl.where(is_token, source.to(tl.int64) * D, mean_offset)
+    row_start = tl.where(is_token, source.to(tl.int64) * D, mean_start)
     if ALIGNED:
-        offset = tl.multiple_of(offset, 8)
+        row_start = tl.multiple_of(row_start, 8)
     x = gathered_product(
-        hidden, offset, weight, block * WIDTH, V, D, ROWS, WIDTH, DEPTH, TMA, PRECISION
+        hidden, row_start, weight, block * WIDTH, V, D, ROWS, WIDTH, DEPTH, TMA, PRECISION
     )
     x = base2_logits(x, bias, v, V, scale, softcap)
     if RAGGED:
@@ -216,7 +218,7 @@ def tile_item(
         acc_row = tl.where(is_token, token, tl.where(is_uniform, uniform_row, padded + block))
         add_to_hidden_sums(
             acc, s, acc_row, row < n_listed + 2,
-            weight_wide, block * WIDTH, V, D, WIDTH, SLICE, WIDE_STAGES, TMA, PRECISION,
+            weight_slices, block * WIDTH, V, D, WIDTH, SLICE, HIDDEN_STAGES, TMA, PRECISION,
         )  # fmt: skip
 
 
@@ -258,12 +260,12 @@ def share_item(
     D: tl.constexpr, SLICE: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The block's share number `index` of dC, written once: Sᵀ E of the listed tokens, and the
-    rank-one terms of q and of the uniform direction."""
+    rank-one terms of q f and u f. All have ĝ_i in them, and `largest` comes at the end."""
     shares = tl.load(n_shares + block)
     wait_for(tiles_done + block, (n_listed + 2 + ROWS - 1) // ROWS)
     step = tl.arange(0, STEP)
-    q = tl.load(profile + v, mask=v < V, other=0.0)
-    beta_u = tl.load(profile + V + v, mask=v < V, other=0.0) * smoothing_factor
+    q_f = tl.load(profile + v, mask=v < V, other=0.0)
+    beta_u_f = tl.load(profile + V + v, mask=v < V, other=0.0) * smoothing_factor
     factor = tl.load(largest)
     slices: tl.constexpr = (D + SLICE - 1) // SLICE
     for i in range(index * slices // shares, (index + 1) * slices // shares):
@@ -273,12 +275,16 @@ def share_item(
             hidden, ring, ring_source, begin, n_listed, step, column,
             ROWS, WIDTH, RING, D, SLICE, STEP, PRECISION,
         )  # fmt: skip
-        of_q = tl.load(profile_sums + block.to(tl.int64) * D + column, mask=inside, other=0.0)
+        profile_sum = tl.load(
+            profile_sums + block.to(tl.int64) * D + column, mask=inside, other=0.0
+        )
         if softcap is not None:
-            of_u = tl.load(uniform_sums + block.to(tl.int64) * D + column, mask=inside, other=0.0)
+            uniform_sum = tl.load(
+                uniform_sums + block.to(tl.int64) * D + column, mask=inside, other=0.0
+            )
         else:
-            of_u = tl.load(hidden_sum + column, mask=inside, other=0.0)
-        sums = sums + q[:, None] * of_q[None, :] - beta_u[:, None] * of_u[None, :]
+            uniform_sum = tl.load(hidden_sum + column, mask=inside, other=0.0)
+        sums = sums + q_f[:, None] * profile_sum[None, :] - beta_u_f[:, None] * uniform_sum[None, :]
         sums = sums * factor
         p_weight = d_weight + v.to(tl.int64)[:, None] * D + column[None, :]
         is_entry = (v < V)[:, None] & inside[None, :]
@@ -288,29 +294,29 @@ def share_item(
     signal(shares_done + block)
 
 
-@triton.jit(do_not_specialize=["mean_offset"])
+@triton.jit(do_not_specialize=["mean_start"])
 def queue_kernel(
     items, total, first_tile, tile_owner, n_shares,  # the `Schedule`
     ticket, tiles_done, shares_done,  # zeros: (1,), (blocks,), (blocks,)
     hidden,  # (N, D)
-    weight, weight_wide,  # (V, D), in tiles of WIDTH × DEPTH and of WIDTH × SLICE
+    weight, weight_slices,  # (V, D), in tiles of WIDTH × DEPTH and of WIDTH × SLICE
     bias, smoothing_target,  # (V,) or None each
     order, labels, lse,  # of the super-block's `PackedTokens`
     relative, lift, largest, hidden_sum,  # the `Upstream`
     coefficient, listed_tokens, listed,  # the `PairPlan`
     ring, ring_source,  # (RING, ROWS, WIDTH) S of tiles, (RING, ROWS) where their hidden states are
-    profile,  # (2, V) written: q, and u times the slope
-    profile_sums,  # (blocks, D) Σ_i m_ij g_i E_i
-    uniform_sums,  # (blocks, D) Σ_i g_i E_i of dropped pairs; None without a softcap
+    profile,  # (2, V) written: q f and u f, with f the slope
+    profile_sums,  # (blocks, D) Σ_i m_ij ĝ_i lift_i E_i
+    uniform_sums,  # (blocks, D) Σ_i ĝ_i E_i of dropped pairs; None without a softcap
     acc,  # (·, D) sums of dE, from row `padded` on W, from `padded + blocks` on H; or None
     d_weight,  # (V, D), or None
-    mean_offset: tl.int64,  # where the mean hidden state is, in numbers from `hidden`
+    mean_start: tl.int64,  # where the mean hidden state is, in numbers from `hidden`
     padded, blocks, V,
     smoothing_factor,  # β u_v where u is uniform, β where `smoothing_target` holds u
     smoothing, scale, softcap,
     ALIGNED: tl.constexpr, RAGGED: tl.constexpr, ACCUMULATE: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, TMA: tl.constexpr,
-    RING: tl.constexpr, WIDE_STAGES: tl.constexpr,
+    RING: tl.constexpr, HIDDEN_STAGES: tl.constexpr,
     D: tl.constexpr, SLICE: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Take items in order until none is left; no item waits for a later one."""
@@ -325,13 +331,13 @@ def queue_kernel(
             tile_item(
                 block, index, n_listed, begin, v,
                 tile_owner, n_shares, tiles_done, shares_done,
-                hidden, weight, weight_wide,
+                hidden, weight, weight_slices,
                 bias, smoothing_target, order, labels, lse,
                 relative, lift,
                 coefficient, listed_tokens,
                 ring, ring_source, profile, acc, d_weight,
-                mean_offset, padded, blocks, V, smoothing_factor, smoothing, scale, softcap,
-                ALIGNED, RAGGED, ROWS, WIDTH, DEPTH, TMA, RING, WIDE_STAGES, D, SLICE, PRECISION,
+                mean_start, padded, blocks, V, smoothing_factor, smoothing, scale, softcap,
+                ALIGNED, RAGGED, ROWS, WIDTH, DEPTH, TMA, RING, HIDDEN_STAGES, D, SLICE, PRECISION,
             )  # fmt: skip
         elif d_weight is not None:
             share_item(
@@ -349,42 +355,41 @@ def queue_kernel(
 def block_sums_kernel(
     hidden,  # (N, D)
     coefficient,  # (blocks, padded) m_ij
-    order, relative, lift, count,
-    profile_sums,  # (blocks, D) written: Σ_i m_ij g_i E_i
-    uniform_sums,  # (blocks, D) written: the same with 1 for m_ij of a dropped pair; None without a
-    # softcap
-    padded, blocks, WIDE: tl.constexpr,
+    order, relative, lift, valid_count,
+    profile_sums,  # (blocks, D) written: Σ_i m_ij ĝ_i lift_i E_i
+    uniform_sums,  # (blocks, D) written: Σ_i ĝ_i E_i of dropped pairs; None without a softcap
+    padded, blocks, BLOCKS: tl.constexpr,
     D: tl.constexpr, SLICE: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program sums over all tokens for WIDE blocks and one slice of D."""
-    n_tokens = tl.load(count)
-    block = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
+    """A program sums over all valid tokens for BLOCKS blocks and one slice of D."""
+    n_valid = tl.load(valid_count)
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     column = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
-    of_profile = tl.zeros((WIDE, SLICE), tl.float32)
-    of_uniform = tl.zeros((WIDE, SLICE), tl.float32)
+    of_profile = tl.zeros((BLOCKS, SLICE), tl.float32)
+    of_uniform = tl.zeros((BLOCKS, SLICE), tl.float32)
     p_coefficient = coefficient + tl.minimum(block, blocks - 1).to(tl.int64)[:, None] * padded
     # Indices are read one step ahead, so that the gathers they lead to can be pipelined.
-    source = tl.load(order + tl.arange(0, STEP), mask=tl.arange(0, STEP) < n_tokens, other=0)
-    for start in range(0, n_tokens, STEP):
+    source = tl.load(order + tl.arange(0, STEP), mask=tl.arange(0, STEP) < n_valid, other=0)
+    for start in range(0, n_valid, STEP):
         token = start + tl.arange(0, STEP)
-        is_token = token < n_tokens
+        is_token = token < n_valid
         m = tl.load(p_coefficient + token[None, :])  # zero past the last token
         inside = is_token[:, None]
         if D % SLICE != 0:
             inside = inside & (column < D)[None, :]
         p_e = hidden + source.to(tl.int64)[:, None] * D + column[None, :]
         e = tl.load(p_e, mask=inside, other=0.0)
-        is_dropped = tl.where(m.to(tl.float32) > 0.0, 1.0, 0.0)
+        dropped = is_dropped(m)
         if relative is not None:
-            g = tl.load(relative + token, mask=is_token, other=0.0)[None, :]
-            m = m.to(tl.float32) * g
-            is_dropped *= g
+            relative_g = tl.load(relative + token, mask=is_token, other=0.0)[None, :]
+            m = m.to(tl.float32) * relative_g
+            dropped *= relative_g
         if lift is not None:
             m = m.to(tl.float32) * tl.load(lift + token, mask=is_token, other=0.0)[None, :]
         of_profile = tl.dot(m.to(e.dtype), e, of_profile, input_precision=PRECISION)
         if uniform_sums is not None:
-            of_uniform = tl.dot(is_dropped.to(e.dtype), e, of_uniform, input_precision=PRECISION)
-        source = tl.load(order + token + STEP, mask=token + STEP < n_tokens, other=0)
+            of_uniform = tl.dot(dropped.to(e.dtype), e, of_uniform, input_precision=PRECISION)
+        source = tl.load(order + token + STEP, mask=token + STEP < n_valid, other=0)
     inside = (block < blocks)[:, None] & (column < D)[None, :]
     at = block.to(tl.int64)[:, None] * D + column[None, :]
     tl.store(profile_sums + at, of_profile, mask=inside)
@@ -395,7 +400,7 @@ def block_sums_kernel(
 @triton.jit(do_not_specialize=["n_order"])
 def filtered_hidden_kernel(
     coefficient,  # (blocks, padded) m_ij
-    order, relative, lift, largest, count,
+    order, relative, lift, largest, valid_count,
     acc,  # (padded, D) sums of S C over listed pairs
     profiles,  # (blocks, D) W
     uniforms, uniform_sum,  # H: (blocks, D) of each block, or None without a softcap; (D,) of all
@@ -407,14 +412,14 @@ def filtered_hidden_kernel(
 ):  # fmt: skip
     """A program finishes dE of ROWS tokens and one slice of D: the sums over listed pairs, the mass
     of the others times their blocks' W, and the uniform term."""
-    n_tokens = tl.load(count)
+    n_valid = tl.load(valid_count)
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
     is_column = column < D
     sums = tl.zeros((ROWS, SLICE), tl.float32)
     of_uniform = tl.zeros((ROWS, SLICE), tl.float32)
     dtype = out.dtype.element_ty
-    if tl.program_id(0) * ROWS < n_tokens:
+    if tl.program_id(0) * ROWS < n_valid:
         for start in range(0, blocks, STEP):
             block = start + tl.arange(0, STEP)
             is_block = block < blocks
@@ -426,21 +431,21 @@ def filtered_hidden_kernel(
             sums = tl.dot(tl.trans(m).to(dtype), w, sums, input_precision=PRECISION)
             if uniforms is not None:
                 h = tl.load(uniforms + at, mask=inside, other=0.0)
-                is_dropped = tl.where(tl.trans(m).to(tl.float32) > 0.0, 1.0, 0.0)
-                of_uniform = tl.dot(is_dropped.to(dtype), h, of_uniform, input_precision=PRECISION)
+                dropped = is_dropped(tl.trans(m))
+                of_uniform = tl.dot(dropped.to(dtype), h, of_uniform, input_precision=PRECISION)
         if lift is not None:
-            sums *= tl.load(lift + token, mask=token < n_tokens, other=0.0)[:, None]
+            sums *= tl.load(lift + token, mask=token < n_valid, other=0.0)[:, None]
         if uniforms is not None:
             sums -= of_uniform * smoothing_factor
         else:
             h_all = tl.load(uniform_sum + column, mask=is_column, other=0.0)
             sums -= (h_all * smoothing_factor)[None, :]
         if relative is not None:
-            sums *= tl.load(relative + token, mask=token < n_tokens, other=0.0)[:, None]
-        inside = (token < n_tokens)[:, None] & is_column[None, :]
+            sums *= tl.load(relative + token, mask=token < n_valid, other=0.0)[:, None]
+        inside = (token < n_valid)[:, None] & is_column[None, :]
         p_acc = acc + token.to(tl.int64)[:, None] * D + column[None, :]
         sums += tl.load(p_acc, mask=inside, other=0.0)
-        sums = tl.where((token < n_tokens)[:, None], sums * tl.load(largest), 0.0)
+        sums = tl.where((token < n_valid)[:, None], sums * tl.load(largest), 0.0)
     is_known = token < n_order  # masked tokens come last, and their dE is 0
     source = tl.load(order + token, mask=is_known, other=0).to(tl.int64)
     p_out = out + source[:, None] * D + column[None, :]

@@ -8,8 +8,11 @@ A pair is kept when it holds the target, or when s_ij = √(P_ij · max_v p_iv),
 2-norm of the pair's probabilities, reaches the threshold ε. Any other pair is drawn with
 probability s_ij / ε, so that gradients stay unbiased. Kept and drawn pairs are *listed*: each block
 has a list of its tokens. Every pair has a coefficient m_ij for the low-rank model, which stands in
-for what is not recomputed: 0 if the pair is kept, (1 − w) P if it is drawn with weight w, its mass
-P if it is dropped.
+for what is not recomputed. Its sign says what became of the pair, since P > 0 and w > 1:
+
+    kept                  m = 0
+    drawn with weight w   m = (1 − w) P < 0
+    dropped               m = P > 0
 
 (Kernels take no Python types, so mypy lets functions without annotations pass in this file.)
 """
@@ -51,7 +54,8 @@ KIND_MASK = tl.constexpr(2**_KIND_BITS - 1)
 class PairPlan(NamedTuple):
     """Which pairs of one super-block are recomputed, and what the low-rank model takes."""
 
-    # (blocks, padded) bf16, m_ij: P of a dropped pair, (1 − w) P of one drawn with weight w, or 0.
+    # (blocks, padded) bf16, m_ij: 0 for a kept pair, (1 − w) P < 0 for a drawn one, P > 0 for a
+    # dropped one; see `is_dropped`.
     coefficient: Tensor
     # (blocks, padded) int16: the first listed[j] entries of row j are block j's listed tokens.
     listed_tokens: Tensor
@@ -60,11 +64,12 @@ class PairPlan(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The queue of the backward: tiles of listed pairs, and behind them the shares of dC.
+    """The queue of the backward: tiles of listed pairs, and shares of dC among them.
 
-    A block's tiles are numbered through all blocks, in the order of blocks."""
+    A block's shares stand some way behind its tiles, behind tiles of later blocks: `items_kernel`
+    says where. Tiles are numbered through all blocks, in the order of blocks, and so are shares."""
 
-    items: Tensor  # (·,) int32, as `pack_item` makes them
+    items: Tensor  # (·,) int32, as `pack_item` makes them, in the order of the queue
     total: Tensor  # (1,) int32, how many of `items` are in use
     first_tile: Tensor  # (blocks,) int32, the number of each block's first tile
     tile_owner: Tensor  # (·,) int32, the block of each tile
@@ -89,6 +94,12 @@ def unpack_item(item):
 
 
 @triton.jit
+def is_dropped(m):
+    """1.0 where coefficients m_ij are those of dropped pairs, 0.0 of kept and drawn ones."""
+    return tl.where(m.to(tl.float32) > 0.0, 1.0, 0.0)
+
+
+@triton.jit
 def scramble(h):
     """MurmurHash3's finalizer, of uint32."""
     h = (h ^ (h >> 16)) * 0x85EBCA6B
@@ -105,10 +116,11 @@ def draw(a, b, c):
 
 @triton.jit
 def plan_kernel(
-    block_lse, coefficient,  # (blocks, padded), the same memory: one is read, the other written
-    block_max, listed_tokens,  # likewise
+    # Block statistics (blocks, padded), and what is written over them: `coefficient` lies in the
+    # memory of `block_lse`, `listed_tokens` in that of `block_max`.
+    block_lse, coefficient, block_max, listed_tokens,
     listed,  # (blocks,) written
-    lse, target, labels, count,  # of the super-block's `PackedTokens`
+    lse, target, labels, valid_count,  # of the super-block's `PackedTokens`
     padded, log_eps,  # ε in base 2
     DRAWN: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -117,7 +129,7 @@ def plan_kernel(
     Block statistics are base-2 and relative to the target's logit, and so is `total` here.
     """
     block = tl.program_id(0)
-    n_tokens = tl.load(count)
+    n_valid = tl.load(valid_count)
     row = block.to(tl.int64) * padded
 
     # A block in which all norms are small must not be left to a handful of draws.
@@ -131,7 +143,7 @@ def plan_kernel(
         total = tl.load(lse + token, mask=inside, other=0.0)
         total -= tl.load(target + token, mask=inside, other=0.0) * LOG2E
         norm = tl.minimum(tl.exp2(0.5 * (log_max + log_mass) - total), eps)
-        sum_of_norms += tl.sum(tl.where(token < n_tokens, norm, 0.0), 0)
+        sum_of_norms += tl.sum(tl.where(token < n_valid, norm, 0.0), 0)
     log_eps = tl.minimum(log_eps, tl.log2(tl.maximum(sum_of_norms / DRAWN, 1e-30)))
 
     n_listed = 0
@@ -146,7 +158,7 @@ def plan_kernel(
         total -= tl.load(target + token, mask=inside, other=0.0) * LOG2E
         # Σ p² over the block ≤ largest p · mass = s², so what is dropped has a 2-norm below ε.
         log_norm = 0.5 * (log_max + log_mass) - total
-        is_token = token < n_tokens
+        is_token = token < n_valid
         reaches_eps = log_norm >= log_eps
         holds_target = (y >= 0) & (y // WIDTH == block)
         keep = is_token & (reaches_eps | holds_target)
@@ -154,12 +166,13 @@ def plan_kernel(
         mass = tl.maximum(tl.exp2(log_mass - total), 1e-30)
         # 1 / w = s / ε, so that the softmax that is added in the mean is the true one.
         drawn = draw(seed, token, block) < tl.exp2(log_norm - log_eps)
+        # (1 − w) P, which is negative, or P
         m = tl.where(drawn, mass * (1.0 - tl.exp2(log_eps - log_norm)), mass)
         m = tl.where(is_token & (keep == 0), m, 0.0)
         keep = keep | (drawn & is_token)
         flag = keep.to(tl.int32)
         place = n_listed + tl.cumsum(flag, 0) - flag
-        # The list overwrites statistics of tokens that were already read, and never others.
+        # The list overwrites block statistics of tokens that were already read, and never others.
         tl.debug_barrier()
         tl.store(coefficient + row + token, m.to(tl.bfloat16), mask=inside)
         tl.store(listed_tokens + row + place, token.to(tl.int16), mask=keep)
@@ -168,16 +181,16 @@ def plan_kernel(
 
 
 def plan_pairs(
-    statistics: Tensor,  # (2, blocks, padded) fp16, as `lse_forward` writes them
+    block_statistics: Tensor,  # (2, blocks, padded) fp16, as `run_forward` writes them
     tokens: PackedTokens,
     eps: float,
     tiles: Tiles,
 ) -> PairPlan:
     """Choose the pairs of a super-block that are recomputed.
 
-    The lists and coefficients take the place of the statistics, which are gone afterwards.
+    The lists and coefficients take the place of the block statistics, which are gone afterwards.
     """
-    block_lse, block_max = statistics
+    block_lse, block_max = block_statistics
     blocks, padded = block_lse.shape
     assert padded <= MAX_PADDED_TOKENS, f"{padded} tokens do not fit an int16"
     pairs = PairPlan(
@@ -194,7 +207,7 @@ def plan_pairs(
         lse=tokens.lse,
         target=tokens.target,
         labels=tokens.labels,
-        count=tokens.count,
+        valid_count=tokens.valid_count,
         padded=padded,
         log_eps=math.log2(eps),
         DRAWN=DRAWN,
@@ -246,9 +259,20 @@ def items_kernel(
 ):  # fmt: skip
     """A program puts one block's items into their places in the queue.
 
-    Its tiles come right before the shares of the first block r within `reach` of their end:
-    first_tile[r] ≥ tile_end[block] − reach. That is far enough behind r's tiles to find them done,
-    and far enough before the reuse of a slot of the ring.
+    Tiles stand in the order of blocks, and so do shares. How the two are shuffled into each other
+    follows from one rule: the shares of block r come after the tiles of block b where
+
+        b ≤ r    or    tile_end[b] ≤ first_tile[r] + reach
+
+    So `reach` tiles or fewer stand between the begin of r's tiles and r's shares. They are mostly
+    enough to find r's tiles done, and no more than the ring holds. A place in the queue is the
+    number of items before it:
+
+        of a tile of b     tiles before it, and shares of all r before the first one of the rule,
+                           first_tile[r] ≥ tile_end[b] − reach
+        of a share of r    shares before it, and tiles of all b up to the last one of the rule
+
+    Both numbers of blocks are found by a binary search, the two side by side in one loop.
     """
     block = tl.program_id(0)
     begin = tl.load(first_tile + block)
@@ -256,26 +280,30 @@ def items_kernel(
     shares = tl.load(n_shares + block)
     last_share = tl.load(share_end + block)
 
-    # Two binary searches, side by side.
-    low = 0
-    high = block
-    tiles_low = block * 0
-    tiles_high = blocks + block * 0
+    # The first block whose shares come after this block's tiles, if it is before this one, is in
+    # [first_low, first_high]; at last it is first_high.
+    first_low = 0
+    first_high = block
+    # How many blocks' tiles come before this block's shares, but for its own, is in
+    # [count_low, count_high]; at last it is count_low.
+    count_low = block * 0
+    count_high = blocks + block * 0
     for _ in range(STEPS):
-        # The first block whose tiles begin late enough, if it is before this one.
-        middle = (low + high) // 2
-        late = tl.load(first_tile + middle) >= end - reach
-        high = tl.where(late, middle, high)
-        low = tl.where(late, low, tl.minimum(middle + 1, high))
-        # How many blocks' tiles come before this block's shares.
-        middle = (tiles_low + tiles_high) // 2
-        fits = tl.load(tile_end + tl.minimum(middle, blocks - 1)) <= begin + reach
-        tiles_low = tl.where(fits & (middle < tiles_high), middle + 1, tiles_low)
-        tiles_high = tl.where(fits, tiles_high, middle)
+        first_middle = (first_low + first_high) // 2
+        comes_after = tl.load(first_tile + first_middle) >= end - reach
+        first_high = tl.where(comes_after, first_middle, first_high)
+        first_low = tl.where(comes_after, first_low, tl.minimum(first_middle + 1, first_high))
 
-    shares_before = tl.load(share_end + high) - tl.load(n_shares + high)
+        count_middle = (count_low + count_high) // 2
+        comes_before = tl.load(tile_end + tl.minimum(count_middle, blocks - 1)) <= begin + reach
+        count_low = tl.where(
+            comes_before & (count_middle < count_high), count_middle + 1, count_low
+        )
+        count_high = tl.where(comes_before, count_high, count_middle)
+
+    shares_before = tl.load(share_end + first_high) - tl.load(n_shares + first_high)
     tile_place = shares_before + begin
-    blocks_before = tl.maximum(tiles_low, block + 1)
+    blocks_before = tl.maximum(count_low, block + 1)
     share_place = last_share - shares + tl.load(tile_end + blocks_before - 1)
     step = tl.arange(0, BLOCK)
     for start in range(0, end - begin, BLOCK):

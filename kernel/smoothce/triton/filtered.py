@@ -1,19 +1,22 @@
 """The filtered backward: some pairs are recomputed, the others enter through low-rank products.
 
 For a kept pair, S = (p − (1−β)[v = y]) · f with f = ∂logit/∂product. For a dropped pair of mass P,
-S is modelled as P · q_v, where the profile q is the softmax within the block of the mean hidden
-state's logits: every token's gradient still sums to zero over the vocabulary. A drawn pair of
-weight w has w p and (1−w) P q. The smoothing term −β u_v f needs no pairs. So with
-W_j = Σ_{v∈j} q_v C_v, H_j = Σ_{v∈j} u_v f_v C_v and the plan's coefficients m_ij (0, P or (1−w) P),
+S is modelled as P q_v f_v, where the profile q is the softmax within the block of the mean hidden
+state's logits, and f_v their slope. Without a softcap every token's gradient still sums to zero
+over the vocabulary. A drawn pair of weight w has w p and (1−w) P q. The smoothing term −β u_v f
+needs no pairs. So with W_j = Σ_{v∈j} q_v f_v C_v, H_j = Σ_{v∈j} u_v f_v C_v and the plan's
+coefficients m_ij (0, P or (1−w) P),
 
     dE_i = g_i (Σ_listed S C + Σ_j m_ij W_j − β Σ_j H_j)
-    dC_v = Σ_listed g S E + q_v Σ_i m_ij g_i E_i − β u_v f_v Σ_i g_i E_i
+    dC_v = Σ_listed g S E + q_v f_v Σ_i m_ij g_i E_i − β u_v f_v Σ_i g_i E_i
 
-A z-loss lifts a token's softmax, p, P and q, by 1 + 2ζ lse_i.
+Under a softcap the slope differs from token to token: there a listed pair has its own smoothing
+term in S, and the last terms' sums are over dropped pairs alone. A z-loss multiplies a token's p
+and P by its *lift*, 1 + 2ζ lse_i.
 
 `plan_super_blocks` runs the forward and lets `filter_plan` choose the pairs; `FilteredGradients`
-launches `filter_kernels`. Tokens are worked on in super-blocks, whose statistics bound the memory.
-kernel/DERIVATION.md derives the equations and says why pairs are drawn.
+launches `filter_kernels`. Tokens are worked on in super-blocks, whose block statistics bound the
+memory. kernel/DERIVATION.md derives the equations and says why pairs are drawn.
 """
 
 from collections.abc import Iterator
@@ -23,13 +26,14 @@ import torch
 from torch import Tensor
 from triton import cdiv
 
+from smoothce.options import Gradients
 from smoothce.triton.filter_kernels import block_sums_kernel, filtered_hidden_kernel, queue_kernel
 from smoothce.triton.filter_plan import PairPlan, plan_pairs, schedule
-from smoothce.triton.forward import Results, lse_forward
-from smoothce.triton.recompute_backward import TOKENS
+from smoothce.triton.forward import Results, run_forward
+from smoothce.triton.forward_gradients import ForwardGradients
+from smoothce.triton.recompute_backward import SUPER_BLOCK_TOKENS
 from smoothce.triton.tiles import descriptor, programs
 from smoothce.triton.tokens import (
-    ForwardGradients,
     LossCall,
     PackedTokens,
     coefficients,
@@ -39,19 +43,26 @@ from smoothce.triton.tokens import (
 from smoothce.vocab_parallel import all_reduce_gradient
 
 STATISTICS_BYTES = 2**25  # of a super-block's block statistics, at most
-BYTES_OF_A_PAIR = 4  # two fp16 statistics
+BYTES_OF_A_PAIR = 4  # two fp16 block statistics
 TOKENS_AT_ONCE = 1024  # whose hidden states are converted to fp32 together
 
 
 class Upstream(NamedTuple):
-    """The upstream gradient g, as one factor and what is left of it per token.
+    """The upstream gradient g of a super-block's tokens, as one factor and what is left of it per
+    token, ĝ_i = g_i / largest. Token weights and the reduction's scale are in g.
 
     Fields have the names of `queue_kernel`'s parameters."""
 
-    relative: Tensor | None  # (padded,) fp32 g_i / largest, packed; None where all are alike
+    relative: Tensor | None  # (padded,) fp32 ĝ_i, packed; None where it is 1 for all
     lift: Tensor | None  # (padded,) fp32 1 + 2ζ lse_i; None where it is 1
     largest: Tensor  # () fp32, the largest |g_i|
-    hidden_sum: Tensor  # (D,) fp32, Σ E_i g_i / largest
+    hidden_sum: Tensor  # (D,) fp32, Σ_i ĝ_i E_i
+
+
+class FilterState(NamedTuple):
+    """What the forward leaves for the backward, where that makes the gradients."""
+
+    super_blocks: list[tuple[PackedTokens, PairPlan]]
 
 
 class QueueMemory(NamedTuple):
@@ -59,7 +70,7 @@ class QueueMemory(NamedTuple):
 
     ring: Tensor  # (·, width) in the inputs' dtype: S of tiles until dC has read it
     ring_source: Tensor  # (·,) int32: where each row's hidden state is
-    profile: Tensor  # (2, V) fp32: q, and u times the slope
+    profile: Tensor  # (2, V) fp32: q f and u f, with f the slope
     # (·, D) fp32, or None where dE is not wanted: for each token its sum over listed pairs, then W
     # of each block, then H, of each block under a softcap and else of all together.
     acc: Tensor | None
@@ -71,10 +82,12 @@ class QueueMemory(NamedTuple):
 def super_block_size(call: LossCall) -> int:
     """How many tokens each super-block has; all are of about the same size.
 
-    The block statistics of one, 4 bytes for each (token, block) pair, fit in STATISTICS_BYTES."""
+    The block statistics of one, 4 bytes for each (token, block) pair, fit in STATISTICS_BYTES. All
+    ranks that share a vocabulary have equal super-blocks, since they join each one's sums."""
     n_tokens = max(len(call.inputs.labels), 1)
     rows = call.tiles.rows
-    most = max(min(STATISTICS_BYTES // (BYTES_OF_A_PAIR * call.blocks), TOKENS), rows)
+    fitting = STATISTICS_BYTES // (BYTES_OF_A_PAIR * call.most_blocks)
+    most = max(min(fitting, SUPER_BLOCK_TOKENS), rows)
     n_super_blocks = cdiv(n_tokens, most)
     return cdiv(cdiv(n_tokens, n_super_blocks), rows) * rows
 
@@ -82,7 +95,7 @@ def super_block_size(call: LossCall) -> int:
 def makes_gradients_in_forward(call: LossCall) -> bool:
     """Whether gradients are made in the forward, super-block by super-block.
 
-    One super-block's statistics fit in the memory bound, those of several do not. It takes a
+    One super-block's block statistics fit in the memory bound, those of several do not. It takes a
     reduced loss, whose upstream gradient is one factor that the backward can multiply by."""
     n_tokens = len(call.inputs.labels)
     return call.inputs.options.reduction != "none" and n_tokens > super_block_size(call)
@@ -92,20 +105,19 @@ def plan_super_blocks(
     call: LossCall,
     results: Results,
     order: Tensor,  # (N,) int32, valid tokens first
-    count: Tensor,  # (1,) int32, how many are valid
+    valid_count: Tensor,  # (1,) int32, how many are valid
 ) -> Iterator[tuple[PackedTokens, PairPlan]]:
     """Run the forward super-block by super-block, and plan the backward of each."""
     assert call.eps is not None
     size = super_block_size(call)
-    all_tokens = slice(0, len(order))
     for start in range(0, len(order), size):
         own_order = order[start : start + size]
-        own_count = count
+        own_count = valid_count
         if len(own_order) < len(order):
-            own_count = (count - start).clamp(0, len(own_order))
+            own_count = (valid_count - start).clamp(0, len(own_order))
         tokens, packed = gather(call, own_order, own_count)
-        statistics = packed.new_empty(2, call.blocks, len(packed), dtype=torch.float16)
-        tokens = lse_forward(call, packed, tokens, results, all_tokens, statistics=statistics)
+        block_statistics = packed.new_empty(2, call.blocks, len(packed), dtype=torch.float16)
+        run_forward(call, packed, tokens, results, block_statistics=block_statistics)
         # This comes after the large kernel's launch, so that the host's work is hidden. It is in
         # two steps, since torch's reduction of many rows to few sums takes 100 MB of its own.
         groups = packed.view(-1, call.tiles.rows, packed.shape[1])
@@ -113,60 +125,62 @@ def plan_super_blocks(
         mean = (total / own_count.clamp(min=1)).to(packed.dtype)
         tokens = tokens._replace(total=total, mean=mean)
         del packed, groups
-        yield tokens, plan_pairs(statistics, tokens, call.eps, call.tiles)
-        del tokens, statistics  # before the next super-block takes its memory
+        yield tokens, plan_pairs(block_statistics, tokens, call.eps, call.tiles)
+        del tokens, block_statistics  # before the next super-block takes its memory
 
 
-def forward_all(
-    call: LossCall, results: Results
-) -> list[tuple[PackedTokens, PairPlan]] | ForwardGradients:
+def forward_all(call: LossCall, results: Results) -> FilterState | ForwardGradients:
     """Fill in the results. What the backward needs is returned: plans, or gradients already."""
-    order, count = valid_first(call)
+    order, valid_count = valid_first(call)
     loss_scale = call.inputs.loss_scale()
     if not makes_gradients_in_forward(call):
-        return list(plan_super_blocks(call, results, order, count))
+        return FilterState(list(plan_super_blocks(call, results, order, valid_count)))
     gradients = FilteredGradients(call)
-    of_loss = torch.ones_like(loss_scale)
-    for tokens, pairs in plan_super_blocks(call, results, order, count):
-        gradients.add(tokens, pairs, upstream_gradient(call, tokens, of_loss, loss_scale))
+    upstream_loss = torch.ones_like(loss_scale)
+    for tokens, pairs in plan_super_blocks(call, results, order, valid_count):
+        gradients.add(tokens, pairs, upstream_gradient(call, tokens, upstream_loss, loss_scale))
         del tokens, pairs  # before the next super-block takes its memory
     return ForwardGradients(gradients.result())
 
 
 def backward_all(
     call: LossCall,
-    super_blocks: list[tuple[PackedTokens, PairPlan]],
-    of_loss: Tensor,  # fp32, () or (N,)
-    of_lse: None,  # log-sum-exps have no upstream gradient where gradients are filtered
+    state: FilterState,
+    upstream_loss: Tensor,  # fp32, () or (N,)
     loss_scale: Tensor,  # ()
-) -> tuple[Tensor | None, ...]:
-    """The gradients of hidden, weight and bias that are wanted; bias never has one here."""
+) -> Gradients:
+    """The gradients of hidden and weight that are wanted; `call_for` filters none with a bias's."""
     gradients = FilteredGradients(call)
-    for tokens, pairs in super_blocks:
-        gradients.add(tokens, pairs, upstream_gradient(call, tokens, of_loss, loss_scale))
+    for tokens, pairs in state.super_blocks:
+        gradients.add(tokens, pairs, upstream_gradient(call, tokens, upstream_loss, loss_scale))
     return gradients.result()
 
 
 def upstream_gradient(
     call: LossCall,
     tokens: PackedTokens,
-    of_loss: Tensor,  # fp32, () or (N,)
+    upstream_loss: Tensor,  # fp32, () or (N,)
     loss_scale: Tensor,  # ()
 ) -> Upstream:
     """The upstream gradient of a super-block's tokens, as the kernels take it."""
     inputs = call.inputs
     options = inputs.options
     assert tokens.total is not None
-    a, b = coefficients(call, tokens, of_loss, loss_scale, slice(0, len(inputs.labels)))
-    lift = torch.where(b != 0, a / b, 1.0) if options.z_loss else None
+    a, g = coefficients(call, tokens, upstream_loss, loss_scale)
+    lift = torch.where(g != 0, a / g, 1.0) if options.z_loss else None
     if options.reduction != "none" and inputs.token_weights is None:
-        return Upstream(None, lift, of_loss * loss_scale, tokens.total)
-    largest = b.abs().amax().clamp(min=1e-30)
-    relative = b / largest
+        # g_i is the same for all tokens.
+        return Upstream(None, lift, upstream_loss * loss_scale, tokens.total)
+    largest = g.abs().amax().clamp(min=1e-30)
+    relative = g / largest
     hidden_sum = torch.zeros_like(tokens.total)
+    is_valid = torch.arange(len(tokens.order), device=g.device) < tokens.valid_count
     for start in range(0, len(tokens.order), TOKENS_AT_ONCE):
-        part = tokens.order[start : start + TOKENS_AT_ONCE].long()
-        hidden_sum += relative[start : start + len(part)] @ inputs.hidden[part].float()
+        stop = min(start + TOKENS_AT_ONCE, len(tokens.order))
+        states = inputs.hidden[tokens.order[start:stop].long()].float()
+        # A masked token's hidden state may hold NaN, which its ĝ of 0 would not undo.
+        states.masked_fill_(~is_valid[start:stop, None], 0)
+        hidden_sum += relative[start:stop] @ states
     return Upstream(relative, lift, largest, hidden_sum)
 
 
@@ -180,20 +194,14 @@ class FilteredGradients:
         self.hidden = torch.empty_like(call.inputs.hidden) if needs_hidden else None
         self.weight = torch.empty_like(call.inputs.weight) if needs_weight else None
 
-    def result(self) -> tuple[Tensor | None, ...]:
-        """The gradients of hidden, weight and bias."""
+    def result(self) -> Gradients:
+        """The gradients, when all super-blocks are in them."""
         if not self.begun:
             for gradient in (self.hidden, self.weight):
                 if gradient is not None:
                     gradient.zero_()
-        return all_reduce_gradient(self.hidden, self.call.inputs.shard), self.weight, None
-
-    @property
-    def smoothing_factor(self) -> float:
-        """What the kernels multiply u by: β, or β u_v where u is uniform and they take 1 for it."""
-        if self.call.inputs.smoothing_target is None:
-            return self.call.share
-        return self.call.inputs.options.label_smoothing
+        hidden = all_reduce_gradient(self.hidden, self.call.inputs.shard)
+        return Gradients(hidden=hidden, weight=self.weight)
 
     @property
     def slice_settings(self) -> dict[str, int | str]:
@@ -210,7 +218,8 @@ class FilteredGradients:
 
     def add(self, tokens: PackedTokens, pairs: PairPlan, upstream: Upstream) -> None:
         """Write dE of these tokens. Write dC, or add to it: this module's equations."""
-        profile_sums = uniform_sums = None
+        profile_sums = None
+        uniform_sums = None
         if self.weight is not None:
             profile_sums, uniform_sums = self._block_sums(tokens, pairs, upstream)
         acc = self._work_off_queue(tokens, pairs, upstream, profile_sums, uniform_sums)
@@ -221,8 +230,8 @@ class FilteredGradients:
     def _block_sums(
         self, tokens: PackedTokens, pairs: PairPlan, upstream: Upstream
     ) -> tuple[Tensor, Tensor | None]:
-        """Σ_i m_ij g_i E_i of each block, (blocks, D) fp32. Under a softcap also the sums over
-        dropped pairs of g_i E_i, which the uniform term takes there."""
+        """Σ_i m_ij ĝ_i lift_i E_i of each block, (blocks, D) fp32. Under a softcap also the sums
+        over dropped pairs of ĝ_i E_i, which the uniform term takes there."""
         call = self.call
         hidden = call.inputs.hidden
         tiles = call.tiles
@@ -232,18 +241,18 @@ class FilteredGradients:
         uniform_sums = None
         if call.inputs.options.softcap is not None:
             uniform_sums = torch.empty_like(profile_sums)
-        block_sums_kernel[(cdiv(blocks, tiles.wide), cdiv(d, tiles.slice))](
+        block_sums_kernel[(cdiv(blocks, tiles.low_rank_blocks), cdiv(d, tiles.slice))](
             hidden=hidden,
             coefficient=pairs.coefficient,
             order=tokens.order,
             relative=upstream.relative,
             lift=upstream.lift,
-            count=tokens.count,
+            valid_count=tokens.valid_count,
             profile_sums=profile_sums,
             uniform_sums=uniform_sums,
             padded=padded,
             blocks=blocks,
-            WIDE=tiles.wide,
+            BLOCKS=tiles.low_rank_blocks,
             **self.slice_settings,
         )
         return profile_sums, uniform_sums
@@ -269,7 +278,7 @@ class FilteredGradients:
         memory = self._allocate_queue_memory(blocks, padded, ring_tiles)
         queue = schedule(pairs.listed, padded, slices, tiles, ring_tiles)
         assert tokens.mean is not None
-        mean_offset = (tokens.mean.data_ptr() - hidden.data_ptr()) // hidden.element_size()
+        mean_start = (tokens.mean.data_ptr() - hidden.data_ptr()) // hidden.element_size()
         queue_kernel[(programs(hidden.device),)](
             **queue._asdict(),
             **memory._asdict(),
@@ -277,7 +286,7 @@ class FilteredGradients:
             **pairs._asdict(),
             hidden=hidden,
             weight=descriptor(weight, [tiles.width, tiles.pair_depth], tiles.tma),
-            weight_wide=descriptor(weight, [tiles.width, tiles.slice], tiles.tma),
+            weight_slices=descriptor(weight, [tiles.width, tiles.slice], tiles.tma),
             bias=inputs.bias,
             smoothing_target=inputs.smoothing_target,
             order=tokens.order,
@@ -286,16 +295,16 @@ class FilteredGradients:
             profile_sums=profile_sums,
             uniform_sums=uniform_sums,
             d_weight=self.weight,
-            mean_offset=mean_offset,
+            mean_start=mean_start,
             padded=padded,
             blocks=blocks,
             V=v,
-            smoothing_factor=self.smoothing_factor,
+            smoothing_factor=self.call.smoothing_factor,
             smoothing=inputs.options.label_smoothing,
             scale=inputs.scale,
             softcap=inputs.options.softcap,
             # Whether rows of `hidden` and the mean are whole pieces of 8 numbers apart.
-            ALIGNED=mean_offset % 8 == 0 and d % 8 == 0,
+            ALIGNED=mean_start % 8 == 0 and d % 8 == 0,
             RAGGED=v % tiles.width != 0,
             ACCUMULATE=self.begun,
             ROWS=tiles.pair_rows,
@@ -303,7 +312,7 @@ class FilteredGradients:
             DEPTH=tiles.pair_depth,
             TMA=tiles.tma,
             RING=ring_tiles,
-            WIDE_STAGES=tiles.wide_stages,
+            HIDDEN_STAGES=tiles.hidden_stages,
             **self.slice_settings,
         )
         return memory.acc
@@ -345,7 +354,7 @@ class FilteredGradients:
             relative=upstream.relative,
             lift=upstream.lift,
             largest=upstream.largest,
-            count=tokens.count,
+            valid_count=tokens.valid_count,
             acc=acc,
             profiles=acc[padded : padded + blocks].to(dtype),
             uniforms=uniforms_by_block,
@@ -354,7 +363,7 @@ class FilteredGradients:
             n_order=len(tokens.order),
             padded=padded,
             blocks=blocks,
-            smoothing_factor=self.smoothing_factor,
+            smoothing_factor=self.call.smoothing_factor,
             ROWS=tiles.rows,
             **self.slice_settings,
         )

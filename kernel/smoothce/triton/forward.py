@@ -1,8 +1,10 @@
 """The forward: one walk over the vocabulary finds what the loss needs of every token.
 
-That is the log-sum-exp and Σ_v u_v z_v; where they are asked for, also entropy and argmax, the
-filter's statistics of each block of the vocabulary, and the probabilities themselves, from which
-`grad_in_forward` makes gradients.
+That is the log-sum-exp and Σ_v u_v z_v. Where they are asked for, it also finds
+
+    token statistics   entropy and argmax, which the caller has asked for
+    block statistics   the filter's: two numbers for each token and block of the vocabulary
+    probabilities      the softmax itself, from which `grad_in_forward` makes gradients
 
 A program of `forward_kernel` owns a tile of tokens and a segment of the vocabulary. Sums stay in
 registers, so that logits are never written. How the work is cut follows the number of valid tokens,
@@ -10,9 +12,10 @@ which only the device knows. `finish_kernel` joins each token's segments, `losse
 losses of them.
 
 Exponents are relative to the target's logit: p̃ = 2^(z − offset) is 1 for the target, and what is
-saved of it in 16 bits has all of bfloat16's bits whatever the logit. A tile whose largest logit is
-more than 2^SLACK times the offset's takes its own maximum for an offset, and
-`SavedProbabilities.tile_offsets` says which.
+saved of it in 16 bits has all of bfloat16's bits whatever the logit. Where a token's logit in a
+tile is more than SLACK above its offset, so that 2^(z − offset) is more than 2^SLACK, the tile's
+largest logit becomes the token's offset, for this tile and all later ones of the segment.
+`SavedProbabilities.tile_offsets` has the offset of each token in each tile.
 """
 
 from dataclasses import dataclass
@@ -47,23 +50,31 @@ BEST_ROWS = 2
 
 @triton.jit
 def split_group(n_valid, group, n_blocks, workers, ROWS: tl.constexpr, GROUP: tl.constexpr):
-    """How to cut a group of token tiles × all vocabulary blocks into equal shares for all workers.
+    """How to cut a group of token tiles × all vocabulary blocks into equal work for all programs.
 
     Groups follow one another, and each reads all of C once. A group is small, so that its tokens'
     hidden states stay in the L2 cache meanwhile.
 
-    Every token tile gets `segments` segments of `length` vocabulary blocks, each one program's
-    share. Programs left over share the vocabulary's end, from `segments · length` on, for all token
-    tiles.
-    Returns (first token tile, token tiles, segments, length, programs left over)."""
+    Every token tile gets `segments` segments of `length` vocabulary blocks, one program each. What
+    is left of the vocabulary, from block `segments · length` on, is the *end*; the programs that
+    have no segment, `n_spare` of them, do the end of one token tile after the other. 8 programs, 3
+    token tiles and 10 blocks make 2 segments of 4 blocks, and 2 spare programs for the end:
+
+        block          0 1 2 3     4 5 6 7     8 9
+        token tile 0   program 0   program 3   program 6
+        token tile 1   program 1   program 4   program 7
+        token tile 2   program 2   program 5   program 6
+
+    Returns (first token tile, token tiles, segments, length, spare programs)."""
     all_tiles = tl.cdiv(n_valid, ROWS)
     groups = tl.maximum(tl.cdiv(all_tiles, GROUP), 1)
     first_tile = group * all_tiles // groups
     n_tiles = tl.maximum((group + 1) * all_tiles // groups - first_tile, 1)
     segments = tl.minimum(workers // n_tiles, n_blocks)
     n_spare = workers - segments * n_tiles
-    # A spare program takes the end of so many token tiles that it has a segment's work, which
-    # happens where a segment is `even_length` long.
+    # A spare program has as much work as the others where
+    #     tiles_per_spare · (n_blocks − segments · length) = length,
+    # which `even_length` solves, rounded up to a whole block.
     tiles_per_spare = tl.cdiv(n_tiles, tl.maximum(n_spare, 1))
     even_length = tl.cdiv(n_blocks * tiles_per_spare, segments * tiles_per_spare + 1)
     length = tl.where(n_spare > 0, even_length, tl.cdiv(n_blocks, segments))
@@ -71,17 +82,18 @@ def split_group(n_valid, group, n_blocks, workers, ROWS: tl.constexpr, GROUP: tl
 
 
 @triton.jit
-def share_of_group(
+def work_of_program(
     program, n_valid, group, n_blocks, workers, ROWS: tl.constexpr, GROUP: tl.constexpr
 ):
-    """One program's part of `split_group`.
+    """One program's work in a group, as `split_group` cuts it.
 
-    Returns (first token tile of the group, token tiles in it, the program's segment, where that
-    begins and ends in the vocabulary, its first token tile in the group, the step to the next)."""
+    The end counts as one more segment, number `segments`. Returns (first token tile of the group,
+    token tiles in it, the program's segment, the segment's first block and the one after its last,
+    the program's first token tile in the group, the step to its next)."""
     first_tile, n_tiles, segments, length, n_spare = split_group(
         n_valid, group, n_blocks, workers, ROWS, GROUP
     )
-    segment = tl.minimum(program // n_tiles, segments)  # spare programs': the last, open one
+    segment = tl.minimum(program // n_tiles, segments)  # a spare program's is the end
     first_block = tl.minimum(segment * length, n_blocks)
     end_block = tl.where(segment < segments, tl.minimum(first_block + length, n_blocks), n_blocks)
     begin = tl.where(segment < segments, program % n_tiles, program - segments * n_tiles)
@@ -124,8 +136,10 @@ def store_block_statistics(block_lse, block_max, place, offset, probability_sum,
 def forward_kernel(
     hidden, weight, bias, smoothing_target,  # (padded, D) packed, (V, D), (V,) or None twice
     valid_count, targets,  # (1,), (padded,) the targets' logits in nats
-    block_lse, block_max,  # (blocks, padded) base 2 and minus the target's, written; or None
-    segment_sums, segment_best,  # the `Segments`, written
+    # The filter's block statistics, written: (blocks, padded) base 2, minus the target's; or None
+    block_lse, block_max,
+    # The `Segments`, written; `segment_best` is None where no token statistics are asked for
+    segment_sums, segment_best,
     n_segment_tokens, padded,  # the length of a row of `Segments`, and of the packed tokens
     probabilities, tile_offsets, stride,  # the `SavedProbabilities`, written; or None
     V, n_blocks, scale, softcap,
@@ -141,7 +155,7 @@ def forward_kernel(
     program = tl.program_id(0)
     workers = tl.num_programs(0)
     for group in range(0, tl.cdiv(n_valid, ROWS * GROUP)):
-        first_tile, n_tiles, segment, first_block, end_block, begin, step = share_of_group(
+        first_tile, n_tiles, segment, first_block, end_block, begin, step = work_of_program(
             program, n_valid, group, n_blocks, workers, ROWS, GROUP
         )
         for tile in range(begin, n_tiles, step):
@@ -154,8 +168,9 @@ def forward_kernel(
             expected = tl.zeros((ROWS,), tl.float32)
             largest = tl.full((ROWS,), -float("inf"), tl.float32)
             argmax = tl.zeros((ROWS,), tl.int32)
-            # Flattened, so that the next tile's loads start during this tile's exponentials.
-            # Python's `range` has no such argument, and the compiler ignores it there.
+            # Flattened into the loop over D, so that the next tile's loads start during this
+            # tile's exponentials. The compiler ignores `flatten` where FLATTEN leaves Python's
+            # `range`, which has no such argument.
             for block in (tl.range if FLATTEN else range)(first_block, end_block, flatten=True):  # type: ignore[call-overload]
                 entry = block * WIDTH
                 product = product_tile(
@@ -179,7 +194,7 @@ def forward_kernel(
                     )
                 if RAGGED:
                     logits = tl.where((entries < V)[None, :], logits, -float("inf"))
-                if segment_best is not None:
+                if segment_best is not None:  # token statistics
                     top, top_column = tl.max(logits, 1, return_indices=True)
                     top *= factor
                     argmax = tl.where(top > largest, entry + top_column, argmax)
@@ -292,13 +307,13 @@ def finish_kernel(
 @triton.jit(do_not_specialize=["n_order"])
 def losses_kernel(
     lses, target_logits, smoothing_logits,  # (padded,) of packed tokens, in nats
-    expectations, packed_argmaxes,  # (padded,), or None without statistics
+    expectations, packed_argmaxes,  # (padded,), or None without token statistics
     valid_count, order, token_weights,  # (1,), (n_order,), (N,) or None
     base2_lses,  # (padded,) written, for the backward
     losses, full_lses, log_probabilities, entropies, argmaxes,  # (n_order,) written: the `Results`
     n_order, padded, smoothing, z_loss, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each token's loss and statistics at its place in the caller's order."""
+    """Each token's loss and token statistics at its place in the caller's order."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = place < tl.load(valid_count)
     known = place < n_order
@@ -324,7 +339,7 @@ def losses_kernel(
 @dataclass(frozen=True)
 class Results:
     """What the loss returns of each token, (N,) each, in the caller's order; the last three are
-    there where statistics are asked for."""
+    the token statistics, where they are asked for."""
 
     losses: Tensor  # fp32
     lse: Tensor  # fp32
@@ -349,14 +364,14 @@ class Results:
             argmax=torch.empty_like(labels, dtype=torch.int64),
         )
 
-    def part(self, tokens: slice) -> "Results":
+    def part(self, where: slice) -> "Results":
         """The results of these tokens, in the same memory."""
         return Results(
-            losses=self.losses[tokens],
-            lse=self.lse[tokens],
-            log_probability=None if self.log_probability is None else self.log_probability[tokens],
-            entropy=None if self.entropy is None else self.entropy[tokens],
-            argmax=None if self.argmax is None else self.argmax[tokens],
+            losses=self.losses[where],
+            lse=self.lse[where],
+            log_probability=None if self.log_probability is None else self.log_probability[where],
+            entropy=None if self.entropy is None else self.entropy[where],
+            argmax=None if self.argmax is None else self.argmax[where],
         )
 
 
@@ -374,7 +389,7 @@ class Segments:
     A row has one number for each token of each segment; `segment_place` says where."""
 
     sums: Tensor  # (4, ·) fp32: OFFSET, PROBABILITY_SUM, SMOOTHING_LOGIT, EXPECTED_SUM
-    best: Tensor | None  # (2, ·) int32: LARGEST, ARGMAX; None where no statistics are asked for
+    best: Tensor | None  # (2, ·) int32: LARGEST, ARGMAX; None without token statistics
     workers: int  # programs that walked
     group: int  # token tiles that they worked on at a time
 
@@ -392,27 +407,26 @@ class Segments:
         return cls(sums, best, workers, group)
 
 
-def lse_forward(
-    call: LossCall,  # a part of it, or all
+def run_forward(
+    call: LossCall,  # or the part of it that these tokens are in
     packed: Tensor,  # (padded, D)
     tokens: PackedTokens,  # whose log-sum-exps and offsets are written
-    results: Results,  # written at these tokens ...
-    where: slice,  # ... which are these of the caller's; `tokens.order` counts from its start
-    statistics: Tensor | None = None,  # (2, blocks, padded) fp16, written
+    results: Results,  # of the call or part: written at these tokens
+    block_statistics: Tensor | None = None,  # (2, blocks, padded) fp16, written
     saved: SavedProbabilities | None = None,  # written, at the packed tokens' places
-) -> PackedTokens:
-    """Compute the losses of some tokens; returns the same tokens.
+) -> None:
+    """Walk over the vocabulary once, and write what these tokens' losses and gradients need.
 
-    Statistics are base-2: the log-sum-exp and the largest logit within each block."""
+    Block statistics are base-2 and relative to the target's logit: the log-sum-exp and the largest
+    logit within each block."""
     segments = Segments.allocate(call, len(packed), packed.device)
-    walk_vocabulary(call, packed, tokens, segments, statistics, saved)
+    walk_vocabulary(call, packed, tokens, segments, block_statistics, saved)
     sums = join_segments(call, tokens, segments)
     if call.inputs.shard is not None:
-        # The targets' logits are joined already.
+        # `gather` has joined the targets' logits already.
         sums = sums._replace(target=torch.zeros_like(sums.lse))
         sums = merge_shards(sums, call.inputs.shard)
-    write_losses(call, tokens, sums, results.part(where), where)
-    return tokens
+    write_losses(call, tokens, sums, results)
 
 
 def walk_vocabulary(
@@ -420,7 +434,7 @@ def walk_vocabulary(
     packed: Tensor,  # (padded, D)
     tokens: PackedTokens,
     segments: Segments,  # written
-    statistics: Tensor | None,  # (2, blocks, padded), written
+    block_statistics: Tensor | None,  # (2, blocks, padded), written
     saved: SavedProbabilities | None,  # written
 ) -> None:
     """Launch `forward_kernel`."""
@@ -431,14 +445,14 @@ def walk_vocabulary(
     v = len(inputs.weight)
     block_lse = None
     block_max = None
-    if statistics is not None:
-        block_lse, block_max = statistics.unbind()
+    if block_statistics is not None:
+        block_lse, block_max = block_statistics.unbind()
     forward_kernel[(segments.workers,)](
         hidden=descriptor(packed, [tiles.rows, tiles.depth], tiles.tma),
         weight=descriptor(inputs.weight, [tiles.width, tiles.depth], tiles.tma),
         bias=inputs.bias,
         smoothing_target=inputs.smoothing_target,
-        valid_count=tokens.count,
+        valid_count=tokens.valid_count,
         targets=tokens.target,
         block_lse=block_lse,
         block_max=block_max,
@@ -478,14 +492,14 @@ def join_segments(call: LossCall, tokens: PackedTokens, segments: Segments) -> T
         segment_sums=segments.sums,
         segment_best=segments.best,
         n_segment_tokens=segments.sums.shape[1],
-        valid_count=tokens.count,
+        valid_count=tokens.valid_count,
         lses=lse,
         smoothing_logits=smoothing_logit,
         offsets=tokens.offset,
         expectations=expected,
         tops=top,
         argmaxes=argmax,
-        first_entry=0 if inputs.shard is None else inputs.shard.offset,
+        first_entry=0 if inputs.shard is None else inputs.shard.first_entry,
         n_blocks=call.blocks,
         workers=segments.workers,
         ROWS=call.tiles.rows,
@@ -507,12 +521,10 @@ def write_losses(
     call: LossCall,
     tokens: PackedTokens,
     sums: TokenLogitSums,  # over the whole vocabulary
-    results: Results,  # of these tokens, written
-    where: slice,  # which of the caller's tokens they are
+    results: Results,  # written
 ) -> None:
     """Launch `losses_kernel`."""
     options = call.inputs.options
-    token_weights = call.inputs.token_weights
     padded = len(tokens.lse)
     losses_kernel[(cdiv(padded, 1024),)](
         lses=sums.lse,
@@ -520,9 +532,9 @@ def write_losses(
         smoothing_logits=sums.smoothing_logit,
         expectations=sums.expected,
         packed_argmaxes=sums.argmax,
-        valid_count=tokens.count,
+        valid_count=tokens.valid_count,
         order=tokens.order,
-        token_weights=None if token_weights is None else token_weights[where],
+        token_weights=call.inputs.token_weights,
         base2_lses=tokens.lse,
         losses=results.losses,
         full_lses=results.lse,

@@ -10,7 +10,8 @@ are two products with p̃ itself. dE's other terms are added in fp32 when its ro
 the target's p̃ becomes p̃ − (1−β) b_i / w_i, one number a token. u lies in rows before the first
 token's, as if it were some tokens' p̃, which gives Σ_v u_v C_v in the one product and takes
 −β Σ_i b_i E_i in the other, each as a sum of two 16-bit numbers. So no pass turns probabilities
-into dlogits.
+into dlogits. (The bias's gradient is a product too, Σ_i p̃_iv w_i. Its factors w_i are rounded to 16
+bits once, and so is −β Σ_i b_i beside u.)
 
 Under a softcap ∂logit/∂product differs from logit to logit: there such a pass makes S, in place.
 """
@@ -23,36 +24,36 @@ import triton.language as tl
 from torch import Tensor
 from triton import cdiv
 
+from smoothce.options import Gradients
 from smoothce.triton.dlogits import (
     add_matmul_fp32,
     convert_to_dlogits,
     matmul_fp32,
-    write_hidden,
+    write_hidden_from_dlogits,
+    write_hidden_from_probabilities,
 )
-from smoothce.triton.forward import Results, SavedProbabilities, lse_forward
-from smoothce.triton.recompute_backward import ValidCounts, super_blocks
+from smoothce.triton.forward import Results, SavedProbabilities, run_forward
+from smoothce.triton.forward_gradients import ForwardGradients
+from smoothce.triton.recompute_backward import ValidCounts
 from smoothce.triton.tiles import LOG2E
 from smoothce.triton.tokens import (
     Coefficients,
-    ForwardGradients,
     LossCall,
     PackedTokens,
     coefficients,
     gather,
+    token_slices,
     valid_first,
 )
 from smoothce.vocab_parallel import all_reduce_gradient
 
-# Rows of the workspace before the first token's: they hold u, as the sum high + low of two 16-bit
-# numbers, and zeros. Eight of them leave the tokens' rows as aligned as the workspace is.
-# dC's product takes them beside rows that hold Σ_i b_i E_i, likewise high + low:
-#     HIGH         u's high beside the sum's high
-#     HIGH_AGAIN   u's high beside the sum's low
-#     LOW          u's low beside the sum's high
+# Rows of the workspace before the first token's: some hold u, the others zeros. Eight of them leave
+# the tokens' rows as aligned as the workspace is.
 LEAD = 8
-HIGH = 0
-HIGH_AGAIN = 1
-LOW = 2
+# The rows that hold u, each named for the term of `SmoothingTerm`'s product that it has.
+U_HIGH_S_HIGH = 0
+U_HIGH_S_LOW = 1
+U_LOW_S_HIGH = 2
 
 REPAIR_BLOCKS = 16  # vocabulary blocks that one program of `repair_kernel` looks at
 REPAIR_PROGRAMS = 4  # programs of it to the rows of a token tile
@@ -125,14 +126,15 @@ def forward_all(
     """Fill in the results and make the gradients, `part_tokens` tokens at a time.
 
     With `sum_in_fp32` dC is summed in fp32 over the parts; otherwise each part rounds it."""
-    parts = super_blocks(len(call.inputs.labels), part_tokens)
-    orders = [valid_first(call.part(where)) for where in parts]
-    counts = ValidCounts([count for _, count in orders])
+    places = token_slices(len(call.inputs.labels), part_tokens)
+    orders = [valid_first(call.part(where)) for where in places]
+    counts = ValidCounts([valid_count for _, valid_count in orders])
     maker = GradientMaker.allocate(call, part_tokens, sum_in_fp32)
-    for i, (where, (order, count)) in enumerate(zip(parts, orders, strict=True)):
+    for i, (where, (order, valid_count)) in enumerate(zip(places, orders, strict=True)):
         part_call = call.part(where)
-        tokens, packed = gather(part_call, order, count)
-        lse_forward(part_call, packed, tokens, results, where, saved=maker.workspace.saved)
+        tokens, packed = gather(part_call, order, valid_count)
+        own_results = results.part(where)
+        run_forward(part_call, packed, tokens, own_results, saved=maker.workspace.saved)
         # asked for after the large kernel's launch, so that the device is busy meanwhile
         n_valid = counts.values()[i]
         maker.add(Part.of(part_call, where, tokens, packed, n_valid))
@@ -195,10 +197,24 @@ class Part:
 class SmoothingTerm:
     """The smoothing term −β u_v b_i of all tokens, which enters the products as rank one.
 
-    β u_v is `unit` times what stands in the workspace's first rows: where u is uniform that is 1,
-    exact in 16 bits."""
+    `smoothing_factor` times u is β u_v, where u is 1 for every entry if it is uniform, and so exact
+    in 16 bits. dC takes −β u_v s for s = Σ_i b_i E_i. In 16 bits u = u_hi + u_lo and
+    s = s_hi + s_lo are sums of two numbers, and of their product the smallest term is left out:
 
-    unit: float  # 0 without smoothing
+        u s ≈ u_hi s_hi + u_hi s_lo + u_lo s_hi
+
+    So there are three rows of u in the workspace, beside three rows of s among the hidden states
+    that dC's product takes:
+
+        row             of u    of s    of the bias's factors
+        U_HIGH_S_HIGH   u_hi    s_hi    Σ_i b_i
+        U_HIGH_S_LOW    u_hi    s_lo    0
+        U_LOW_S_HIGH    u_lo    s_hi    Σ_i b_i
+
+    dE takes Σ_v u_v C_v, for which the first and the last row are enough. The bias's factors have
+    no low part, since those of the tokens, w_i, are rounded to 16 bits once as well."""
+
+    smoothing_factor: float  # 0 without smoothing
     hidden_sum: Tensor  # (D,) fp32, Σ_i b_i E_i over the parts so far
     coefficient_sum: Tensor  # () fp32, Σ_i b_i over the parts so far
     mean_weight: Tensor | None = None  # (D,) fp32 β Σ_v u_v C_v, from the first part on
@@ -209,27 +225,26 @@ class SmoothingTerm:
         inputs = call.inputs
         weight = inputs.weight
         v, d = weight.shape
-        unit = inputs.options.label_smoothing
-        if unit:
+        if inputs.options.label_smoothing:
             u = inputs.smoothing_target
             if u is None:
                 u = weight.new_ones(v, dtype=torch.float32)
-                unit = unit / inputs.vocabulary
             high = u.to(weight.dtype)
             memory = workspace.memory
             memory[:LEAD].zero_()
-            memory[HIGH, :v] = high
-            memory[HIGH_AGAIN, :v] = high
-            memory[LOW, :v] = u - high.float()
+            memory[U_HIGH_S_HIGH, :v] = high
+            memory[U_HIGH_S_LOW, :v] = high
+            memory[U_LOW_S_HIGH, :v] = u - high.float()
         return cls(
-            unit,
+            call.smoothing_factor,
             hidden_sum=weight.new_zeros(d, dtype=torch.float32),
             coefficient_sum=weight.new_zeros((), dtype=torch.float32),
         )
 
     def take_mean_weight(self, products: Tensor) -> None:
         """Note β Σ_v u_v C_v from the rows of the product (LEAD + n, V) · C."""
-        self.mean_weight = self.unit * (products[HIGH] + products[LOW])
+        mean_weight = products[U_HIGH_S_HIGH] + products[U_LOW_S_HIGH]
+        self.mean_weight = self.smoothing_factor * mean_weight
 
     def add(self, packed: Tensor, target_coefficients: Tensor) -> None:
         """Note the hidden states (n, D) and coefficients (n,) of a part."""
@@ -239,13 +254,13 @@ class SmoothingTerm:
     def write_factors(self, states: Tensor, weights: Tensor, scale: float) -> None:
         """Write what dC's product and the bias's take beside the rows of u: −β Σ_i b_i E_i into the
         first rows of `states`, (·, D), and −β Σ_i b_i into those of `weights`, (·,)."""
-        hidden_total = -self.unit * scale * self.hidden_sum
-        states[HIGH] = hidden_total
-        states[HIGH_AGAIN] = hidden_total - states[HIGH].float()
-        states[LOW] = hidden_total
-        coefficient_total = -self.unit * self.coefficient_sum
-        weights[HIGH] = coefficient_total
-        weights[LOW] = coefficient_total
+        hidden_total = -self.smoothing_factor * scale * self.hidden_sum
+        states[U_HIGH_S_HIGH] = hidden_total  # which rounds it
+        states[U_HIGH_S_LOW] = hidden_total - states[U_HIGH_S_HIGH].float()
+        states[U_LOW_S_HIGH] = hidden_total
+        coefficient_total = -self.smoothing_factor * self.coefficient_sum
+        weights[U_HIGH_S_HIGH] = coefficient_total
+        weights[U_LOW_S_HIGH] = coefficient_total
 
 
 @dataclass
@@ -288,14 +303,16 @@ class GradientSums:
             self.bias += matmul_fp32(weights.to(rows.dtype)[None], rows)[0]
         self.begun = True
 
-    def result(self, call: LossCall) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Gradients of hidden, weight and bias in the dtypes in which they are returned."""
+    def result(self, call: LossCall) -> Gradients:
+        """The gradients of hidden and weight in the inputs' dtype, that of the bias in fp32:
+        autograd casts it to the bias's dtype."""
         weight = self.weight
         if weight is not None:
             if not self.begun:
                 weight.zero_()
             weight = weight.to(call.inputs.weight.dtype)
-        return all_reduce_gradient(self.hidden, call.inputs.shard), weight, self.bias
+        hidden = all_reduce_gradient(self.hidden, call.inputs.shard)
+        return Gradients(hidden=hidden, weight=weight, bias=self.bias)
 
 
 @dataclass(frozen=True)
@@ -305,7 +322,7 @@ class GradientMaker:
     workspace: Workspace
     sums: GradientSums
     smoothing: SmoothingTerm | None  # None under a softcap, where S contains it
-    upstream: Tensor  # () 1: the upstream factor comes in the backward
+    upstream_loss: Tensor  # () 1: the upstream factor comes in the backward
     loss_scale: Tensor  # ()
     n_tokens: int  # of all parts
 
@@ -318,13 +335,13 @@ class GradientMaker:
         smoothing = None
         if inputs.options.softcap is None:
             smoothing = SmoothingTerm.write(call, workspace)
-        upstream = torch.ones((), device=loss_scale.device, dtype=torch.float32)
-        return cls(workspace, sums, smoothing, upstream, loss_scale, len(inputs.labels))
+        upstream_loss = torch.ones((), device=loss_scale.device, dtype=torch.float32)
+        return cls(workspace, sums, smoothing, upstream_loss, loss_scale, len(inputs.labels))
 
     def add(self, part: Part) -> None:
         """Write dE of these tokens; write dC and the bias's gradient, or add to them."""
         token_coefficients = coefficients(
-            part.call, part.tokens, self.upstream, self.loss_scale, part.where
+            part.call, part.tokens, self.upstream_loss, self.loss_scale
         )
         if self.smoothing is None:
             self.add_from_dlogits(part, token_coefficients)
@@ -342,7 +359,7 @@ class GradientMaker:
         self.sums.add_products(dlogits, part.packed[:n], weights)
         if self.sums.hidden is not None:
             hidden_sums = matmul_fp32(dlogits, inputs.weight)
-            write_hidden(part.call, part.tokens, hidden_sums, self.sums.hidden[part.where])
+            write_hidden_from_dlogits(part.tokens, hidden_sums, self.sums.hidden[part.where])
 
     def add_from_probabilities(
         self, part: Part, token_coefficients: Coefficients, smoothing: SmoothingTerm
@@ -354,10 +371,10 @@ class GradientMaker:
         if self.sums.weight is None and self.sums.bias is None:
             return
         states, weights = self.weigh(part, token_coefficients)
-        if smoothing.unit:
+        if smoothing.smoothing_factor:
             n = part.n
             smoothing.add(part.packed[:n], token_coefficients.target[:n])
-        if smoothing.unit and part.where.stop == self.n_tokens:  # the last part
+        if smoothing.smoothing_factor and part.where.stop == self.n_tokens:  # the last part
             smoothing.write_factors(states, weights, part.call.inputs.scale)
             rows = self.workspace.rows_with_lead(part.n)
             self.sums.add_products(rows, states, weights)
@@ -376,7 +393,7 @@ class GradientMaker:
             memory=saved.probabilities,
             tile_offsets=saved.tile_offsets,
             offsets=part.tokens.offset,
-            valid_count=part.tokens.count,
+            valid_count=part.tokens.valid_count,
             n=part.n,
             n_blocks=n_blocks,
             padded=len(part.tokens.offset),
@@ -396,14 +413,15 @@ class GradientMaker:
     ) -> None:
         """Write dE of the part's tokens."""
         weight = part.call.inputs.weight
-        if smoothing.unit and smoothing.mean_weight is None:
+        if smoothing.smoothing_factor and smoothing.mean_weight is None:
             products = matmul_fp32(self.workspace.rows_with_lead(part.n), weight)
             smoothing.take_mean_weight(products)
             hidden_sums = products[LEAD:]
         else:
             hidden_sums = matmul_fp32(self.workspace.rows(part.n), weight)
-        mean_weight = smoothing.mean_weight
-        write_hidden(part.call, part.tokens, hidden_sums, out, token_coefficients, mean_weight)
+        write_hidden_from_probabilities(
+            part.call, part.tokens, token_coefficients, hidden_sums, smoothing.mean_weight, out
+        )
 
     def weigh(self, part: Part, token_coefficients: Coefficients) -> tuple[Tensor, Tensor]:
         """The factors of dC's product, w_i scale E_i in (LEAD + n, D), and of the bias's, w_i in
@@ -424,7 +442,7 @@ class GradientMaker:
                 offsets=tokens.offset,
                 softmax_coefficients=token_coefficients.softmax,
                 target_coefficients=token_coefficients.target,
-                valid_count=tokens.count,
+                valid_count=tokens.valid_count,
                 memory=saved.probabilities,
                 stride=saved.probabilities.stride(0),
                 weighed=states[LEAD:],

@@ -1,7 +1,10 @@
 """Which way a call makes its gradients, and how much memory that takes.
 
-The choice follows from shapes and options alone, so that equal calls give equal bits. `plan_for`
-makes it, `describe` puts it into words for `smoothce.explain`.
+The choice follows from shapes and options alone, so that equal calls give equal bits. Where ranks
+share a vocabulary, it follows from the rank that has most of it, so that all ranks choose the same
+and take part in the same collectives. `threshold` says whether gradients are filtered, `plan_for`
+chooses the way, `describe` puts it into words for `smoothce.explain`. One choice is made elsewhere:
+`filtered.makes_gradients_in_forward`.
 """
 
 import math
@@ -10,7 +13,13 @@ from typing import Literal, NamedTuple
 import torch
 from triton import cdiv
 
+from smoothce.options import Options
 from smoothce.triton.tokens import LossCall
+
+# filter_eps="auto" is AUTO_EPS · V^(-1/4): 2^-8.3 at 256,000 entries and 2^-7.6 at 32,768, which
+# gives about the same error for all. It was still faster than the exact gradient at 8,192 entries.
+AUTO_EPS = 2.0**-8.3 * 256000**0.25
+LEAST_FILTERED_ENTRIES = 8192  # with fewer there is too little to skip: "auto" is exact
 
 BUSY_TOKENS = 2048  # tokens whose products keep a GPU busy, or D where that is more
 LEAST_TOKENS = 512  # fewer at a time cost more than computing logits twice
@@ -24,15 +33,32 @@ SAVED_POWERS = 125
 MOST_SOFTCAP = SAVED_POWERS * math.log(2) / 2  # nats, 43.3
 
 
+# The module that makes the gradients; "none" where no gradient is wanted.
+Mode = Literal["none", "filtered", "grad_in_forward", "recompute_backward"]
+
+
 class GradientPlan(NamedTuple):
     """How a call makes its gradients."""
 
-    # The module that makes them; "none" where no gradient is wanted.
-    mode: Literal["none", "filtered", "grad_in_forward", "recompute_backward"]
+    mode: Mode
     reason: str
     # Of "grad_in_forward" alone:
     part_tokens: int = 0  # tokens whose logits the workspace holds at a time
     sum_in_fp32: bool = False  # whether dC is summed in fp32 over the parts
+
+
+def threshold(options: Options, vocabulary: int, most_rows: int) -> float | None:
+    """The 2-norm of a block's probabilities below which it may be left out; None: exact.
+
+    "auto" follows from the entries of the whole vocabulary and of the rank that has most of them.
+    The filter adds with atomics, in an order that depends on timing, and knows no upstream gradient
+    of the log-sum-exps."""
+    if options.return_lse or torch.are_deterministic_algorithms_enabled():
+        return None
+    eps = options.filter_eps
+    if isinstance(eps, str):  # "auto"
+        return AUTO_EPS * vocabulary**-0.25 if most_rows >= LEAST_FILTERED_ENTRIES else None
+    return eps
 
 
 def plan_for(call: LossCall) -> GradientPlan:
@@ -82,7 +108,7 @@ def reason_to_recompute(call: LossCall) -> str | None:
 def tokens_of_workspace(call: LossCall) -> tuple[int, bool]:
     """How many tokens' logits the workspace holds, and whether dC is to be summed in fp32."""
     n = len(call.inputs.labels)
-    v, d = call.inputs.weight.shape
+    d = call.inputs.weight.shape[1]
     size = call.inputs.weight.element_size()
     workspace = call.inputs.options.workspace
     fp32_sums_help = size < 4 and call.needs.weight
@@ -96,10 +122,10 @@ def tokens_of_workspace(call: LossCall) -> tuple[int, bool]:
             return few, fp32_sums_help
         return quarter, False
 
-    bytes_per_token = call.blocks * call.tiles.width * size
+    bytes_per_token = call.most_blocks * call.tiles.width * size
     most = workspace // bytes_per_token
     if most and cdiv(n, most) > MOST_ROUNDINGS and fp32_sums_help:
-        fp32_weight_bytes = 4 * v * d
+        fp32_weight_bytes = 4 * call.inputs.most_rows * d
         return max(workspace - fp32_weight_bytes, 0) // bytes_per_token, True
     return most, False
 
@@ -122,14 +148,20 @@ def describe(call: LossCall) -> str:
     if plan.mode == "none":
         return f"one product, for {plan.reason}"
     if plan.mode == "filtered":
-        return "some of the gradient's blocks are computed, drawn at random"
-    # The forward's product, and one for each gradient of the two.
-    products = 2 if call.needs.weight != call.needs.hidden else 3
+        return "some of the gradient's blocks are computed, small ones drawn at random"
+    # The forward's product, and one for each matrix whose gradient is wanted. The bias's gradient
+    # is a sum over tokens.
+    products = 1
+    if call.needs.hidden:
+        products += 1
+    if call.needs.weight:
+        products += 1
     if plan.mode == "recompute_backward":
         return f"{products + 1} products or a little less, for {plan.reason}"
     bytes_per_token = call.blocks * call.tiles.width * call.inputs.weight.element_size()
+    counted = "1 product" if products == 1 else f"{products} products"
     words = (
-        f"{products} products: gradients are made in the forward, {plan.part_tokens:,} of "
+        f"{counted}: gradients are made in the forward, {plan.part_tokens:,} of "
         f"{len(call.inputs.labels):,} tokens at a time, in a workspace of "
         f"{plan.part_tokens * bytes_per_token:,} bytes"
     )

@@ -10,7 +10,9 @@ rows of dC; in a workspace where that holds more. With N = 3 D and a workspace o
                     | 0 …              | … |dC →  written from the workspace, the rest of them |
 
 Only valid tokens are in E and S: they are packed before and spread out again afterwards. No atomics
-and no order that depends on timing, so a first backward on equal inputs gives equal bits.
+and no order that depends on timing, so equal inputs give equal bits.
+
+A call without gradients takes `forward_all` of this module too, which keeps least.
 """
 
 from collections.abc import Iterator
@@ -21,27 +23,36 @@ import torch
 from torch import Tensor
 from triton import cdiv
 
-from smoothce.triton.dlogits import add_matmul_fp32, recompute_dlogits, write_hidden
-from smoothce.triton.forward import Results, lse_forward
+from smoothce.options import Gradients
+from smoothce.triton.dlogits import (
+    add_matmul_fp32,
+    recompute_dlogits,
+    write_hidden_from_dlogits,
+)
+from smoothce.triton.forward import Results, run_forward
 from smoothce.triton.tokens import (
     Coefficients,
     LossCall,
     PackedTokens,
     coefficients,
     gather,
+    token_slices,
     valid_first,
 )
 from smoothce.vocab_parallel import all_reduce_gradient
 
-TOKENS = 8192  # most of a super-block; the filter's row lists are int16
+# A super-block is the tokens that are packed and worked on together, at most so many. The filter
+# numbers them in int16.
+SUPER_BLOCK_TOKENS = 8192
 
 # A chunk's S in a workspace, and what dE's fp32 sum takes beyond dE, are together at most
 # WORKSPACE_BYTES, which with all else that a step holds is the 118 MB of kernel/README.md, and at
-# most WORKSPACE_SHARE of the two gradients' bytes: with a few numbers a token besides, a step holds
-# at most a tenth more than its gradients. But a workspace has WORKSPACE_LEAST_BYTES in any case,
-# for fewer entries at a time leave the products too small.
+# most WORKSPACE_SHARE of the two gradients' bytes. A step then holds at most a tenth more than its
+# gradients: the tenth less 0.35 % of the gradients' bytes for the few numbers that each token has
+# besides. But a workspace has WORKSPACE_LEAST_BYTES in any case, for fewer entries at a time leave
+# the products too small.
 WORKSPACE_BYTES = 112 * 2**20
-WORKSPACE_SHARE = 0.0965
+WORKSPACE_SHARE = 0.1 - 0.0035
 WORKSPACE_LEAST_BYTES = 32 * 2**20
 
 ALIGNED_NUMBERS = 8  # in 16 bits so many are 16 bytes, what a kernel's widest loads read at a time
@@ -76,20 +87,21 @@ class RecomputeState(NamedTuple):
     counts: ValidCounts
 
 
-def super_blocks(n: int, size: int = TOKENS) -> list[slice]:
-    """Which of the caller's tokens are packed and worked on together."""
-    return [slice(start, min(start + size, n)) for start in range(0, n, size)]
+def super_blocks(n_tokens: int) -> list[slice]:
+    """Which of the caller's tokens each super-block has."""
+    return token_slices(n_tokens, SUPER_BLOCK_TOKENS)
 
 
 def forward_all(call: LossCall, results: Results) -> RecomputeState:
     """Fill in the results; returns what the backward needs, if there is to be one."""
-    parts = super_blocks(len(call.inputs.labels))
-    orders = [valid_first(call.part(where)) for where in parts]
-    state = RecomputeState([], ValidCounts([count for _, count in orders]))
-    for where, (order, count) in zip(parts, orders, strict=True):
+    places = super_blocks(len(call.inputs.labels))
+    orders = [valid_first(call.part(where)) for where in places]
+    state = RecomputeState([], ValidCounts([valid_count for _, valid_count in orders]))
+    for where, (order, valid_count) in zip(places, orders, strict=True):
         part = call.part(where)
-        tokens, packed = gather(part, order, count)
-        state.tokens.append(lse_forward(part, packed, tokens, results, where))
+        tokens, packed = gather(part, order, valid_count)
+        run_forward(part, packed, tokens, results.part(where))
+        state.tokens.append(tokens)
         del packed  # before the next super-block takes its memory
     return state
 
@@ -106,11 +118,11 @@ class ClassifierGradients:
 def backward_all(
     call: LossCall,
     state: RecomputeState,
-    loss_gradient: Tensor,  # fp32, upstream: () or (N,)
-    lse_gradient: Tensor | None,  # (N,)
+    upstream_loss: Tensor,  # fp32, () or (N,)
+    upstream_lse: Tensor | None,  # (N,)
     loss_scale: Tensor,  # ()
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of hidden, weight and bias that are wanted."""
+) -> Gradients:
+    """The gradients that are wanted."""
     inputs = call.inputs
     hidden = inputs.hidden
     v, d = inputs.weight.shape
@@ -119,29 +131,52 @@ def backward_all(
         bias=hidden.new_zeros(v, dtype=torch.float32) if call.needs.bias else None,
     )
     d_hidden: Tensor | None = None
-    parts = super_blocks(len(hidden))
+    places = super_blocks(len(hidden))
     counts = state.counts.values()
-    for where, tokens, n_valid in zip(parts, state.tokens, counts, strict=True):
-        packed = hidden[where]
-        if n_valid is None or n_valid < len(packed):
-            packed = packed.index_select(0, tokens.order[:n_valid])
+    for where, tokens, n_valid in zip(places, state.tokens, counts, strict=True):
+        part = call.part(where)
+        packed = packed_again(part, tokens, n_valid)
         hidden_sums = None
         if call.needs.hidden:
             hidden_sums = torch.zeros(len(packed), d, device=hidden.device, dtype=torch.float32)
         if len(packed):
             token_coefficients = coefficients(
-                call, tokens, loss_gradient, loss_scale, where, lse_gradient
+                part,
+                tokens,
+                upstream_loss[where] if upstream_loss.dim() else upstream_loss,
+                loss_scale,
+                None if upstream_lse is None else upstream_lse[where],
             )
             add_super_block(call, packed, tokens, token_coefficients, classifier, hidden_sums)
         if hidden_sums is not None:
             if d_hidden is None:  # not before the first super-block's workspace is freed
                 d_hidden = torch.empty_like(hidden)
-            write_hidden(call, tokens, hidden_sums, d_hidden[where])
+            write_hidden_from_dlogits(tokens, hidden_sums, d_hidden[where])
     if classifier.weight is not None and not classifier.begun:
         classifier.weight.zero_()
     if call.needs.hidden and len(hidden) == 0:
         d_hidden = torch.empty_like(hidden)
-    return all_reduce_gradient(d_hidden, inputs.shard), classifier.weight, classifier.bias
+    return Gradients(
+        hidden=all_reduce_gradient(d_hidden, inputs.shard),
+        weight=classifier.weight,
+        bias=classifier.bias,
+    )
+
+
+def packed_again(part: LossCall, tokens: PackedTokens, n_valid: int | None) -> Tensor:
+    """The hidden states of a super-block's valid tokens, (n_valid, D).
+
+    Where the host does not know how many are valid, they are those of all its tokens, valid ones
+    first and then zeros: a masked token's hidden state may hold NaN, which its coefficient of 0
+    would not undo."""
+    hidden = part.inputs.hidden
+    if n_valid is None:
+        packed = hidden.index_select(0, tokens.order)
+        place = torch.arange(len(packed), device=packed.device)
+        return packed.masked_fill_((place >= tokens.valid_count)[:, None], 0)
+    if n_valid < len(hidden):
+        return hidden.index_select(0, tokens.order[:n_valid])
+    return hidden
 
 
 def add_super_block(

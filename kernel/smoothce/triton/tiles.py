@@ -37,10 +37,10 @@ class Tiles:
     pair_rows: int = 128  # gathered tokens of a tile
     pair_depth: int = 64  # step along D
     pair_stages: int = 3
-    wide_stages: int = 2  # pipeline stages of the loop over D that takes S to dE
+    hidden_stages: int = 2  # pipeline stages of the loop over D that takes S to dE
     slice: int = 128  # width along D of a gradient's tile
     step: int = 64  # step along tokens of the weight gradient
-    wide: int = 128  # vocabulary blocks of a tile of the low-rank products
+    low_rank_blocks: int = 128  # vocabulary blocks of a tile of the low-rank products
     ring: int = 192  # tiles of S that may wait for their weight gradient
 
     tma: bool = True  # whether loads go through the tensor memory accelerator, or else by pointers
@@ -54,8 +54,10 @@ class Tiles:
             "WIDTH": self.width,
             "DEPTH": self.depth,
             "TMA": self.tma,
-            # `tl.range` has `flatten` from the Triton on that has descriptors for the TMA. Python's
-            # own `range`, which the compiler reads instead, does not run in the interpreter.
+            # Whether kernels loop over tiles with `tl.range(..., flatten=True)`, which needs a
+            # Triton that is new enough to have descriptors for the TMA. Otherwise they loop with
+            # `range`: the compiler takes the argument there too, and the interpreter, which runs
+            # Python's own `range`, would not.
             "FLATTEN": self.tma or INTERPRETED,
             "PRECISION": self.precision,
             "num_warps": self.warps,
@@ -76,7 +78,7 @@ def tiles_for(hidden: torch.Tensor, weight: torch.Tensor) -> Tiles:
             pair_depth=16,
             slice=16,
             step=16,
-            wide=16,
+            low_rank_blocks=16,
             ring=8,
             tma=tma,
         )
@@ -156,14 +158,15 @@ def load_tile(
 
 @triton.jit
 def product_tile(
-    hidden, weight, row, entry, N, V,
+    hidden, weight, row, entry, n_rows, V,
     D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """E[row : row + ROWS] · C[entry : entry + WIDTH]ᵀ in fp32; past N and V any finite value."""
+    """E[row : row + ROWS] · C[entry : entry + WIDTH]ᵀ in fp32, of the n_rows
+    of E and the V of C; past either any finite value."""
     sums = tl.zeros((ROWS, WIDTH), tl.float32)
     for column in range(0, D, DEPTH):
-        hidden_tile = load_tile(hidden, row, column, N, D, ROWS, DEPTH, TMA)
+        hidden_tile = load_tile(hidden, row, column, n_rows, D, ROWS, DEPTH, TMA)
         weight_tile = load_tile(weight, entry, column, V, D, WIDTH, DEPTH, TMA)
         sums = tl.dot(hidden_tile, tl.trans(weight_tile), sums, input_precision=PRECISION)
     return sums

@@ -1,12 +1,12 @@
 """What one call of the loss works on, and its tokens with the valid ones first.
 
-Masked tokens cost nothing because the kernels see the others alone: `valid_first` orders them,
-`gather` packs their hidden states and computes their targets' logits, and `coefficients` says what
-each counts in the gradients. Nothing here waits for the device, which alone knows how many tokens
-are valid.
+Masked tokens cost nothing because the large kernels see the others alone: `valid_first` orders the
+tokens, `gather` packs the valid ones' hidden states and computes their targets' logits, and
+`coefficients` says what each counts in the gradients. Nothing here waits for the device, which
+alone knows how many tokens are valid. So memory is allocated for all tokens, and the places behind
+the valid ones hold zeros.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -16,44 +16,59 @@ import triton.language as tl
 from torch import Tensor
 from triton import cdiv
 
-from smoothce.options import Inputs
+from smoothce.options import Inputs, Needs
 from smoothce.triton.tiles import LOG2E, Tiles
-
-
-class NeededGradients(NamedTuple):
-    """Which inputs' gradients are wanted."""
-
-    hidden: bool
-    weight: bool
-    bias: bool
 
 
 class LossCall(NamedTuple):
     """One call, as every step of it takes it: contiguous tensors, and how they are worked on."""
 
     inputs: Inputs
-    needs: NeededGradients
+    needs: Needs
     tiles: Tiles
     eps: float | None  # the filter's threshold; None where gradients are exact
 
     @property
     def blocks(self) -> int:
-        """How many blocks the vocabulary has, of `tiles.width` entries each."""
+        """How many blocks this rank's part of the vocabulary has, of `tiles.width` entries each."""
         return cdiv(len(self.inputs.weight), self.tiles.width)
 
     @property
-    def share(self) -> float:
+    def most_blocks(self) -> int:
+        """The blocks of the rank that has most, which all ranks cut their tokens by."""
+        return cdiv(self.inputs.most_rows, self.tiles.width)
+
+    @property
+    def uniform_smoothing(self) -> float:
         """β u_v of each entry where u is uniform."""
         return self.inputs.options.label_smoothing / self.inputs.vocabulary
 
-    def part(self, tokens: slice) -> "LossCall":
-        """The call with the hidden states and labels of these tokens alone.
+    @property
+    def smoothing_factor(self) -> float:
+        """What makes β u_v of the u that kernels take: that is `smoothing_target`, or 1 for every
+        entry where u is uniform."""
+        if self.inputs.smoothing_target is None:
+            return self.uniform_smoothing
+        return self.inputs.options.label_smoothing
 
-        Token weights stay those of all tokens: who reads them knows which tokens these are."""
-        inputs = self.inputs
-        hidden = inputs.hidden[tokens]
-        labels = inputs.labels[tokens]
-        return self._replace(inputs=inputs._replace(hidden=hidden, labels=labels))
+    def part(self, where: slice) -> "LossCall":
+        """The call of these tokens alone.
+
+        Its `inputs.loss_scale()` would be the part's, which nobody wants: steps of a part are given
+        the whole call's."""
+        tensors = self.inputs.tensors
+        token_weights = tensors.token_weights
+        tensors = tensors._replace(
+            hidden=tensors.hidden[where],
+            labels=tensors.labels[where],
+            token_weights=None if token_weights is None else token_weights[where],
+        )
+        return self._replace(inputs=self.inputs._replace(tensors=tensors))
+
+
+def token_slices(n_tokens: int, size: int) -> list[slice]:
+    """All tokens in the caller's order, cut into pieces of at most `size`."""
+    return [slice(start, min(start + size, n_tokens)) for start in range(0, n_tokens, size)]
 
 
 class PackedTokens(NamedTuple):
@@ -61,10 +76,10 @@ class PackedTokens(NamedTuple):
 
     "padded" is their number rounded up to whole tiles; what stands behind the valid tokens says
     that there is none. `gather` fills in the labels and targets and leaves memory for `lse` and
-    `offset`, which `forward.lse_forward` writes."""
+    `offset`, which `forward.run_forward` writes."""
 
-    order: Tensor  # (n,) int32, each one's position in the caller's order
-    count: Tensor  # type: ignore[assignment]  # (1,) int32, how many are valid; hides tuple.count
+    order: Tensor  # (n,) int32, each one's place among the tokens of the call or part of a call
+    valid_count: Tensor  # (1,) int32, how many are valid
     labels: Tensor  # (padded,) int32, the target's row of C; -1 where this rank has none
     target: Tensor  # (padded,) fp32, the target's logit in nats
     lse: Tensor  # (padded,) fp32 base 2, +inf where there is no valid token
@@ -98,16 +113,16 @@ def valid_first(call: LossCall) -> tuple[Tensor, Tensor]:
     """The stable order that puts valid tokens first, (N,) int32, and their number, (1,) int32."""
     labels = call.inputs.labels
     order = torch.empty(len(labels), device=labels.device, dtype=torch.int32)
-    count = torch.empty(1, device=labels.device, dtype=torch.int32)
+    valid_count = torch.empty(1, device=labels.device, dtype=torch.int32)
     order_kernel[(1,)](
         labels=labels,
         order=order,
-        valid_count=count,
+        valid_count=valid_count,
         ignore_index=call.inputs.options.ignore_index,
         n_tokens=len(labels),
         BLOCK=4096,
     )
-    return order, count
+    return order, valid_count
 
 
 @triton.jit(do_not_specialize=["first_entry"])
@@ -144,7 +159,7 @@ def gather_kernel(
 def gather(
     call: LossCall,
     order: Tensor,  # (n,) the part of the order that belongs to these tokens
-    count: Tensor,  # (1,)
+    valid_count: Tensor,  # (1,)
 ) -> tuple[PackedTokens, Tensor]:
     """These tokens, packed, and their hidden states, (padded, D)."""
     inputs = call.inputs
@@ -155,7 +170,7 @@ def gather(
     packed = hidden.new_empty(padded, d)
     tokens = PackedTokens(
         order=order,
-        count=count,
+        valid_count=valid_count,
         labels=torch.empty(padded, device=hidden.device, dtype=torch.int32),
         target=torch.empty(padded, device=hidden.device, dtype=torch.float32),
         lse=torch.empty(padded, device=hidden.device, dtype=torch.float32),
@@ -167,11 +182,11 @@ def gather(
         bias=inputs.bias,
         labels=inputs.labels,
         order=order,
-        valid_count=count,
+        valid_count=valid_count,
         packed=packed,
         packed_labels=tokens.labels,
         target_logits=tokens.target,
-        first_entry=0 if shard is None else shard.offset,
+        first_entry=0 if shard is None else shard.first_entry,
         V=len(inputs.weight),
         scale=inputs.scale,
         softcap=inputs.options.softcap,
@@ -195,7 +210,7 @@ class Coefficients(NamedTuple):
 @triton.jit
 def coefficients_kernel(
     order, valid_count, lse,  # (n,), (1,), (padded,) base 2
-    loss_gradient, loss_scale, token_weights, lse_gradient,  # () or (N,), (), and (N,) or None
+    upstream_loss, loss_scale, token_weights, upstream_lse,  # () or (N,), (), and (N,) or None
     softmax_coefficients, target_coefficients,  # (padded,) written
     padded, z_loss, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -205,97 +220,49 @@ def coefficients_kernel(
     valid = place < tl.load(valid_count)
     source = tl.load(order + place, mask=valid, other=0)
     if PER_TOKEN:
-        upstream = tl.load(loss_gradient + source, mask=valid, other=0.0)
+        upstream = tl.load(upstream_loss + source, mask=valid, other=0.0)
     else:
-        upstream = tl.load(loss_gradient)
+        upstream = tl.load(upstream_loss)
     target = tl.where(valid, upstream * tl.load(loss_scale), 0.0)
     if token_weights is not None:
         target *= tl.load(token_weights + source, mask=valid, other=0.0)
     # the z-loss ζ lse² adds 2ζ lse to the softmax's coefficient
     lift = 1.0 + 2.0 * z_loss * (tl.load(lse + place, mask=valid, other=0.0) / LOG2E)
-    # the softmax's coefficient divides the target's: not by 0
+    # `grad_in_forward.weigh_kernel` divides the target's coefficient by the softmax's: not by 0
     lift = tl.where(tl.abs(lift) < 1e-6, 1e-6, lift)
     tl.store(target_coefficients + place, target, mask=place < padded)
-    if lse_gradient is None:
+    if upstream_lse is None:
         softmax_more = 0.0
     else:
-        softmax_more = tl.load(lse_gradient + source, mask=valid, other=0.0)
+        softmax_more = tl.load(upstream_lse + source, mask=valid, other=0.0)
     tl.store(softmax_coefficients + place, target * lift + softmax_more, mask=place < padded)
 
 
 def coefficients(
-    call: LossCall,
+    call: LossCall,  # or the part of it whose tokens these are
     tokens: PackedTokens,
-    loss_gradient: Tensor,  # fp32, upstream gradient of the losses: (N,), or () where all are alike
+    upstream_loss: Tensor,  # fp32: (N,) of the call's or part's tokens, or () where all are alike
     loss_scale: Tensor,  # ()
-    where: slice,  # which of the caller's tokens these are
-    lse_gradient: Tensor | None = None,  # (N,) upstream gradient of the log-sum-exps
+    upstream_lse: Tensor | None = None,  # (N,)
 ) -> Coefficients:
     """What each of these tokens counts in the gradients."""
-    per_token = loss_gradient.dim() > 0
-    if per_token:
-        loss_gradient = loss_gradient[where].contiguous()
-    if lse_gradient is not None:  # contiguous, for the gradient of a sum is one number repeated
-        lse_gradient = lse_gradient[where].contiguous()
-    token_weights = call.inputs.token_weights
-    if token_weights is not None:
-        token_weights = token_weights[where]
+    if upstream_lse is not None:  # contiguous, for the gradient of a sum is one number repeated
+        upstream_lse = upstream_lse.contiguous()
     padded = len(tokens.lse)
     softmax, target = torch.empty(2, padded, device=tokens.lse.device, dtype=torch.float32).unbind()
     coefficients_kernel[(cdiv(padded, 1024),)](
         order=tokens.order,
-        valid_count=tokens.count,
+        valid_count=tokens.valid_count,
         lse=tokens.lse,
-        loss_gradient=loss_gradient,
+        upstream_loss=upstream_loss.contiguous(),
         loss_scale=loss_scale,
-        token_weights=token_weights,
-        lse_gradient=lse_gradient,
+        token_weights=call.inputs.token_weights,
+        upstream_lse=upstream_lse,
         softmax_coefficients=softmax,
         target_coefficients=target,
         padded=padded,
         z_loss=call.inputs.options.z_loss,
-        PER_TOKEN=per_token,
+        PER_TOKEN=upstream_loss.dim() > 0,
         BLOCK=1024,
     )
     return Coefficients(softmax, target)
-
-
-@dataclass
-class ForwardGradients:
-    """Gradients of hidden, weight and bias made in the forward, up to the upstream factor."""
-
-    gradients: tuple[Tensor | None, ...] | None  # None once a backward has taken them
-
-
-@triton.jit
-def scale_kernel(values, factors, size, D: tl.constexpr, BLOCK: tl.constexpr):
-    """The values times one factor, or where D is given times one for each row of D numbers."""
-    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    if D is not None:
-        factor = tl.load(factors + places // D, mask=places < size, other=0.0)
-        scaled = tl.load(values + places, mask=places < size, other=0.0).to(tl.float32) * factor
-        tl.store(values + places, scaled.to(values.dtype.element_ty), mask=places < size)
-    else:
-        factor = tl.load(factors)
-        if factor != 1.0:  # as it is in `loss.backward()`: then nothing is read
-            scaled = tl.load(values + places, mask=places < size, other=0.0).to(tl.float32) * factor
-            tl.store(values + places, scaled.to(values.dtype.element_ty), mask=places < size)
-
-
-def scale_gradients(
-    gradients: tuple[Tensor | None, ...],  # contiguous, multiplied in place
-    factor: Tensor,  # fp32 (), or (N,) where there is a gradient of hidden alone
-) -> None:
-    """Multiply gradients made in the forward by the upstream factor that the backward brings."""
-    factor = factor.contiguous()
-    for gradient in gradients:
-        if gradient is None or gradient.numel() == 0:
-            continue
-        scale_kernel[(cdiv(gradient.numel(), 4096),)](
-            values=gradient,
-            factors=factor,
-            size=gradient.numel(),
-            D=gradient.shape[1] if factor.dim() else None,
-            BLOCK=4096,
-            num_warps=8,
-        )

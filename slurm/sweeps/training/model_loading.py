@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from calibeval.engines import load
 from calibeval.io import InputError, sha256
-from smoothce.dispatch import check_target
+from smoothce.checks import check_target
 from sweeps.training.attention import use_packed_attention
 from sweeps.training.global_batches import GlobalBatchDataset
 from sweeps.training.options import LoraOptions, TrainOptions

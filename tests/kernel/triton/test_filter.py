@@ -8,7 +8,7 @@ from loss_check import DEVICE, error, gradients, inputs, runs_schedule
 
 from smoothce import triton
 from smoothce.options import Options
-from smoothce.triton import filter_plan, threshold
+from smoothce.triton import filter_plan, plan
 from smoothce.triton.filter_plan import (
     BLOCK_SHIFT,
     INDEX_MASK,
@@ -150,7 +150,7 @@ def test_what_does_not_fit_an_item_of_the_queue_is_refused():
 
 @pytest.mark.parametrize(("v", "eps"), [(256000, 2**-8.3), (16000, 2**-7.3), (8000, None)])
 def test_auto_is_exact_for_small_vocabularies(v, eps):
-    found = threshold(Options(filter_eps="auto"), v)
+    found = plan.threshold(Options(filter_eps="auto"), vocabulary=v, most_rows=v)
     assert found == (eps if eps is None else pytest.approx(eps))
 
 
@@ -158,4 +158,5 @@ def test_the_filter_is_off_where_bits_are_to_come_again(monkeypatch):
     """The filter's atomics add in an order that depends on timing."""
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     for filter_eps in ("auto", 0.1):
-        assert threshold(Options(filter_eps=filter_eps), 256000) is None
+        options = Options(filter_eps=filter_eps)
+        assert plan.threshold(options, vocabulary=256000, most_rows=256000) is None

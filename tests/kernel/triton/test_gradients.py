@@ -38,6 +38,7 @@ EXACT_MODES = [
     pytest.param(RECOMPUTE, id="recompute_backward"),
 ]
 TRITON_MODES = [*EXACT_MODES, pytest.param(FILTERED, id="filtered", marks=runs_schedule)]
+REFERENCE_MODE = pytest.param({"impl": "reference"}, id="reference")
 CHUNKED_MODE = pytest.param(CHUNKED, id="chunked")
 
 SOFTCAPS = (0.5, 30.0, 43.0, 43.4, 44.0, 50.0, 64.0, 100.0, 1000.0)
@@ -54,9 +55,7 @@ def several_parts(monkeypatch):
 SITUATIONS = {
     "super-blocks of tokens": {
         (filtered, "STATISTICS_BYTES"): 2**9,
-        (recompute_backward, "super_blocks"): (
-            lambda n, size=32: grad_in_forward.super_blocks(n, size)
-        ),
+        (recompute_backward, "SUPER_BLOCK_TOKENS"): 32,
     },
     "chunks of one tile in the memory of dC": {
         (recompute_backward, "WORKSPACE_LEAST_BYTES"): 2**12,
@@ -176,6 +175,27 @@ def test_masked_tokens_are_in_no_product(mode, product_rows):
         assert sum(product_rows) == n_valid  # each part has its own tokens
     else:
         assert set(product_rows) == {n_valid}  # each chunk of the vocabulary has all tokens
+
+
+@pytest.mark.parametrize("mode", [*TRITON_MODES, CHUNKED_MODE, REFERENCE_MODE])
+@pytest.mark.parametrize(
+    ("situation", "more"),
+    [
+        ("as it is", {"token_weights": torch.linspace(0.5, 2, 30, device=DEVICE)}),
+        ("as it is", {"reduction": "none", "softcap": 3.0}),
+        ("unknown counts", {}),
+        ("super-blocks of tokens", {"z_loss": 0.01}),
+    ],
+    ids=["token_weights", "none", "unknown counts", "super-blocks"],
+)
+def test_a_masked_token_counts_for_nothing_whatever_it_holds(mode, situation, more, monkeypatch):
+    simulate(monkeypatch, situation)
+    hidden, weight, labels, _ = inputs(30, 60, 16, masked=0.3)
+    options = {"impl": "triton", "label_smoothing": 0.1, **more, **mode}
+    expected = gradients(hidden=hidden, weight=weight, labels=labels, **options)
+    hidden[labels == -100] = torch.nan
+    found = gradients(hidden=hidden, weight=weight, labels=labels, **options)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def loss_with_statistics(hidden, weight, labels, bias, loss_factor, **options):

@@ -6,30 +6,30 @@ import torch
 from loss_check import DEVICE
 
 from smoothce import explain
-from smoothce.options import Inputs, Options
+from smoothce.options import InputTensors, Needs, Options
 from smoothce.triton import plan
 from smoothce.triton.tiles import Tiles
-from smoothce.triton.tokens import LossCall, NeededGradients
+from smoothce.triton.tokens import LossCall
 
 GEMMA = (256000, 2304)  # V and D of Gemma 2 2B
 QWEN = (151936, 1536)  # of Qwen2.5 1.5B
 
-BOTH = NeededGradients(hidden=True, weight=True, bias=False)
-HIDDEN_ALONE = NeededGradients(hidden=True, weight=False, bias=False)
-NONE = NeededGradients(hidden=False, weight=False, bias=False)
+BOTH = Needs(hidden=True, weight=True, bias=False)
+HIDDEN_ALONE = Needs(hidden=True, weight=False, bias=False)
+NONE = Needs(hidden=False, weight=False, bias=False)
 
 
 def plan_of(n, v, d, dtype=torch.bfloat16, needs=BOTH, eps=None, **options):
     """The plan of a GPU's tiles for tensors that nobody holds."""
-    inputs = Inputs(
+    tensors = InputTensors(
         hidden=torch.empty(n, d, dtype=dtype, device="meta"),
         weight=torch.empty(v, d, dtype=dtype, device="meta"),
         labels=torch.empty(n, dtype=torch.int64, device="meta"),
         bias=None,
         smoothing_target=None,
         token_weights=None,
-        options=Options(**options),
     )
+    inputs = tensors.with_options(Options(**options))
     return plan.plan_for(LossCall(inputs, needs, Tiles(), eps))
 
 
@@ -89,8 +89,23 @@ def test_explain_tells_products_and_bytes(options, words):
     assert words in explain(hidden, weight, impl="triton", **options)
 
 
-def test_explain_tells_products_of_frozen_inputs():
-    hidden = torch.zeros(700, 16, device=DEVICE, requires_grad=True)
-    weight = torch.zeros(300, 16, device=DEVICE)
-    assert "2 products" in explain(hidden, weight, impl="triton")
-    assert "one product" in explain(hidden.detach(), weight, impl="triton")
+@pytest.mark.parametrize(
+    ("needs", "workspace", "products"),
+    [
+        ("", "auto", "one product"),
+        ("hidden", "auto", "2 products"),
+        ("weight", "auto", "2 products"),
+        ("hidden weight", "auto", "3 products"),
+        ("hidden weight bias", "auto", "3 products"),
+        ("hidden bias", "auto", "2 products"),
+        ("bias", "auto", "1 product:"),  # the bias's gradient is no product of matrices
+        ("bias", 0, "2 products"),
+        ("weight", 0, "3 products"),
+    ],
+)
+def test_explain_tells_products_of_frozen_inputs(needs, workspace, products):
+    hidden = torch.zeros(700, 16, device=DEVICE, requires_grad="hidden" in needs)
+    weight = torch.zeros(300, 16, device=DEVICE, requires_grad="weight" in needs)
+    bias = torch.zeros(300, device=DEVICE, requires_grad="bias" in needs)
+    said = explain(hidden, weight, bias=bias, impl="triton", workspace=workspace)
+    assert f" {products}" in said

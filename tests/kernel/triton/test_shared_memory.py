@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
 from smoothce import triton as triton_loss
-from smoothce.options import Inputs, Options
+from smoothce.options import InputTensors, Options
 from smoothce.triton import recompute_backward
 
 # Bytes of a block, opted in: NVIDIA's CUDA C++ programming guide, compute capabilities.
@@ -82,15 +82,15 @@ def compile_alone(capability: int) -> dict[str, int]:
 def training_step(dtype: torch.dtype, mode: dict[str, float]) -> None:
     hidden = torch.zeros(N_TOKENS, 256, dtype=dtype, requires_grad=True)
     weight = torch.zeros(1100, 256, dtype=dtype, requires_grad=True)
-    inputs = Inputs(
+    tensors = InputTensors(
         hidden=hidden,
         weight=weight,
         labels=torch.zeros(N_TOKENS, dtype=torch.int64),
         bias=None,
         smoothing_target=None,
         token_weights=None,
-        options=Options(label_smoothing=0.1, **mode),
     )
+    inputs = tensors.with_options(Options(label_smoothing=0.1, **mode))
     triton_loss.loss(inputs).loss.backward()
 
 

@@ -1,13 +1,18 @@
 """A vocabulary split over two ranks (gloo; on a GPU both share it) equals one that is not."""
 
+import datetime
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from loss_check import DEVICE, WIDE_CUMSUM, inputs
 
-from smoothce import linear_cross_entropy, token_mean_factor
-from smoothce.triton import plan
+from smoothce import chunked, linear_cross_entropy, token_mean_factor
+from smoothce.options import InputTensors, Options
+from smoothce.triton import filtered, plan
+from smoothce.triton.tiles import tiles_for
+from smoothce.vocab_parallel import Shard
 
 U = torch.randn(90, generator=torch.Generator().manual_seed(1)).softmax(0).to(DEVICE)
 CASES = [
@@ -66,8 +71,71 @@ def dtensors(rank):
         linear_cross_entropy(hidden, copied, labels, process_group=mesh.get_group())
 
 
+def compare_uneven(total, **options):
+    """A DTensor of `total` rows on two ranks, which must choose the same way and the same parts."""
+    tensor = pytest.importorskip("torch.distributed.tensor")
+    hidden, weight, labels, _ = inputs(100, total, 16, masked=0.2)
+    mesh = dist.device_mesh.init_device_mesh(weight.device.type, (2,))
+    split = tensor.distribute_tensor(weight, mesh, [tensor.Shard(0)]).requires_grad_()
+    own_hidden = hidden.clone().requires_grad_()
+    loss = linear_cross_entropy(
+        own_hidden, split, labels, process_group=mesh.get_group(), impl="triton", **options
+    )
+    loss.backward()
+    whole = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    expected = linear_cross_entropy(*whole, labels, impl="chunked", label_smoothing=0.1)
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
+    found = own_hidden.grad, split.grad.full_tensor()
+    torch.testing.assert_close(found, tuple(x.grad for x in whole), rtol=1e-3, atol=1e-5)
+
+
+class LikeOnCuda(torch.Tensor):
+    """A tensor on a CPU that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+def chunk_alike(rank):
+    """The chunked path joins each chunk's sums; on a GPU the rows say how large a chunk is."""
+    hidden, weight, labels, _ = inputs(20, 32 + (rank == 0), 16)
+    tensors = InputTensors(hidden, weight.as_subclass(LikeOnCuda), labels, None, None, None)
+    shard = Shard(dist.group.WORLD, first_entry=33 * rank, total=65)
+    chunked.GPU_CHUNK_LOGITS = 200 * 33
+    assert chunked._chunk_tokens(tensors.with_options(Options(), shard)) == 200
+
+
+def choose_alike(rank):
+    """Ranks of unequal parts decide by what all of them know: shapes are the interpreter's."""
+    width = tiles_for(torch.zeros(1, 16, device=DEVICE), torch.zeros(1, 16, device=DEVICE)).width
+    uneven = 2 * width + 1  # blocks: 2 on rank 0, 1 on rank 1
+    smoothing = {"label_smoothing": 0.1}
+    compare_uneven(uneven, workspace=16 * 2 * width * 4, **smoothing)
+    if not WIDE_CUMSUM:
+        filtered.STATISTICS_BYTES = 2**8  # so that the blocks say how large super-blocks are
+        compare_uneven(uneven, filter_eps=1e-12, **smoothing)
+        # "auto" on the one rank, exact on the other
+        plan.LEAST_FILTERED_ENTRIES, plan.AUTO_EPS = width + 1, 1e-12
+        compare_uneven(uneven, filter_eps="auto", **smoothing)
+
+    tensor = pytest.importorskip("torch.distributed.tensor")
+    mesh = dist.device_mesh.init_device_mesh(DEVICE, (2,))
+    hidden, weight, labels, _ = inputs(20, 3, 16)
+    for rows, said in (
+        (3, "a rank of process_group has fewer than 2 entries"),
+        (1, "at least one row on each rank of process_group, not 1 rows over 2 ranks"),
+    ):
+        split = tensor.distribute_tensor(weight[:rows], mesh, [tensor.Shard(0)])
+        with pytest.raises(ValueError, match=said):
+            linear_cross_entropy(
+                hidden, split, labels, process_group=mesh.get_group(), impl="triton"
+            )
+
+
 def work(rank, store):
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    timeout = datetime.timedelta(seconds=60)  # of a rank that waits for another which does not come
+    store = dist.FileStore(store, 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
     plan.BUSY_TOKENS, plan.LEAST_TOKENS = 16, 1
     for case in CASES:
         for impl in ("chunked", "triton"):
@@ -75,12 +143,14 @@ def work(rank, store):
     if not WIDE_CUMSUM:
         compare(rank, impl="triton", label_smoothing=0.1, filter_eps=1e-12)
     dtensors(rank)
+    choose_alike(rank)
+    chunk_alike(rank)
     hidden, weight, labels, _ = inputs(20, 30, 16)
     group = {"process_group": dist.group.WORLD, "impl": "chunked"}
     if not labels.is_cuda:  # there the device raises
         for given, error, said in (
             ((weight, labels.roll(rank)), ValueError, "must have the same labels"),
-            ((weight[rank:], labels), ValueError, "equal parts of one weight"),
+            ((weight[rank:], labels), ValueError, "parts of one weight that follow"),
             ((weight, labels + 60), IndexError, "expected 0 to 59"),
         ):
             with pytest.raises(error, match=said):

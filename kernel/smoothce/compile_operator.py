@@ -1,11 +1,12 @@
 """The loss as an operator of PyTorch's, which `torch.compile` takes into its graph without a break.
 
-`linear_cross_entropy` calls `loss` here where it is being compiled, and `dispatch.run` elsewhere.
-The operator's body, which runs when the graph does, calls `dispatch.run` too.
+This is no implementation of the loss beside Triton's and the chunked one. `linear_cross_entropy`
+calls `call_operator` here where it is being compiled, and `dispatch.run` elsewhere. The operator's
+body, which runs when the graph does, calls `dispatch.run` too.
 
 Where the loss is reduced, the operator's forward makes the gradients as well, up to the upstream
 factor. In fp16, without reduction, or where log-sum-exps have a gradient, the backward calls the
-operator a second time, with the upstream gradients.
+operator a second time, with the upstream gradients. `OperatorCall.step` says which it is.
 
 Tensors are the operator's positional arguments, everything else is a keyword. Its schema has the
 names and types of `OperatorTensors`, `Options` and `OperatorOutputs`.
@@ -14,13 +15,14 @@ names and types of `OperatorTensors`, `Options` and `OperatorOutputs`.
 import dataclasses
 import typing
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from smoothce.checks import check_call, check_values
 from smoothce.chunked import once_differentiable
-from smoothce.dispatch import check, run
+from smoothce.dispatch import run
 from smoothce.options import (
     Gradients,
     Inputs,
@@ -31,8 +33,6 @@ from smoothce.options import (
     accumulation_dtype,
     option_types,
 )
-
-AUTO = -1  # "auto" as a number, since a graph may hold numbers as symbols
 
 # Numbers come before `str`: an option that is a number or "auto" is a number in the schema.
 SCHEMA_TYPES = {Tensor: "Tensor", bool: "bool", float: "float", int: "SymInt", str: "str"}
@@ -92,35 +92,91 @@ def _detached(tensor: Tensor | None, none: Tensor) -> Tensor:
     return none.clone() if tensor is None else tensor.detach()
 
 
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(Options)}
+
+
+def names_of_numbers_or_auto() -> tuple[str, ...]:
+    """The options that may be a number or "auto"."""
+    names = []
+    for name, types in option_types().items():
+        if str in types and (float in types or int in types):
+            names.append(name)
+    return tuple(names)
+
+
+NUMBERS_OR_AUTO = names_of_numbers_or_auto()
+
+
+class EncodedOptions(NamedTuple):
+    """Every option as the operator's schema holds it, not yet checked.
+
+    A graph may hold a number as a symbol, so that an option which is a number or "auto" has the
+    type of a number in the schema. Which of these are "auto" is said beside them."""
+
+    values: dict[str, Any]  # a 0 where the option is "auto"
+    automatic: list[str]  # the names of the options that are "auto"
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> "EncodedOptions":
+        """The options as the caller gave them, and the defaults of the others."""
+        values = {**DEFAULTS, **options}
+        automatic = []
+        for name in NUMBERS_OR_AUTO:
+            if isinstance(values[name], str):
+                automatic.append(name)
+                values[name] = 0
+        return cls(values, automatic)
+
+    def checked(self) -> Options:
+        """Raises ValueError where an option is out of range."""
+        return Options(**{**self.values, **dict.fromkeys(self.automatic, "auto")})
+
+
+Step = Literal["forward", "forward with gradients", "backward"]
+
+
 @dataclass(frozen=True)
 class OperatorCall:
     """The operator's arguments, and what follows from them."""
 
     tensors: OperatorTensors
-    options: dict[str, Any]  # as `encode_options` makes them
+    options: EncodedOptions
     impl: str
     needs: Needs
 
     @classmethod
     def of_arguments(
-        cls, tensors: tuple[Any, ...], *, impl: str, needs: list[bool], **options: Any
+        cls,
+        tensors: tuple[Any, ...],
+        *,
+        impl: str,
+        needs: list[bool],
+        automatic: list[str],
+        **options: Any,
     ) -> "OperatorCall":
-        return cls(OperatorTensors(*tensors), options, impl, Needs(*needs))
+        return cls(
+            OperatorTensors(*tensors), EncodedOptions(options, automatic), impl, Needs(*needs)
+        )
 
     @property
-    def is_backward(self) -> bool:
-        return self.tensors.upstream_loss is not None or self.tensors.upstream_lse is not None
-
-    @property
-    def forward_makes_gradients(self) -> bool:
-        if not any(self.needs) or self.options["reduction"] == "none" or self.options["return_lse"]:
-            return False
-        # fp16 has no range for gradients before a gradient scaler's factor.
-        return self.tensors.hidden.dtype != torch.float16
+    def step(self) -> Step:
+        """What this run of the operator is to do."""
+        if self.tensors.upstream_loss is not None or self.tensors.upstream_lse is not None:
+            return "backward"
+        options = self.options.values
+        if not any(self.needs) or options["reduction"] == "none" or options["return_lse"]:
+            return "forward"
+        if self.tensors.hidden.dtype == torch.float16:
+            # fp16 has no range for gradients before a gradient scaler's factor.
+            return "forward"
+        return "forward with gradients"
 
     def upstream(self) -> dict[str, Tensor]:
-        """The upstream gradients by the names of their outputs; empty: no gradient is wanted."""
-        if not self.is_backward and self.forward_makes_gradients:
+        """The upstream gradients by the names of their outputs; empty where this run makes no
+        gradients."""
+        if self.step == "forward":
+            return {}
+        if self.step == "forward with gradients":
             hidden = self.tensors.hidden
             dtype = accumulation_dtype(hidden.dtype)
             return {"loss": torch.ones((), device=hidden.device, dtype=dtype)}
@@ -135,8 +191,7 @@ class OperatorCall:
             tensor = getattr(tensors, name)
             if tensor is not None:
                 leaves[name] = tensor.detach().contiguous().requires_grad_(needed)
-        options = Options(**decode_options(self.options))
-        return tensors._replace(**leaves).with_options(options)
+        return tensors._replace(**leaves).with_options(self.options.checked())
 
 
 def schema_type(annotation: Any) -> str:
@@ -154,51 +209,28 @@ def operator_schema() -> str:
         for name, annotation in OperatorTensors.__annotations__.items()
     ]
     options = [f"{schema_type(field.type)} {field.name}" for field in dataclasses.fields(Options)]
-    keywords = ["str impl", "bool[] needs", *options]
+    keywords = ["str impl", "bool[] needs", "str[] automatic", *options]
     outputs = [f"Tensor {name}" for name in OperatorOutputs._fields]
     return f"({', '.join(tensors)}, *, {', '.join(keywords)}) -> ({', '.join(outputs)})"
 
 
-def names_of_numbers_or_auto() -> tuple[str, ...]:
-    names = []
-    for name, types in option_types().items():
-        if str in types and (float in types or int in types):
-            names.append(name)
-    return tuple(names)
-
-
-NUMBERS_OR_AUTO = names_of_numbers_or_auto()
-DEFAULTS = {field.name: field.default for field in dataclasses.fields(Options)}
-
-
-def encode_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Every option, as the operator's schema holds it."""
-    encoded = {**DEFAULTS, **options}
-    for name in NUMBERS_OR_AUTO:
-        if encoded[name] == "auto":
-            encoded[name] = AUTO
-    return encoded
-
-
-def decode_options(encoded: dict[str, Any]) -> dict[str, Any]:
-    options = dict(encoded)
-    for name in NUMBERS_OR_AUTO:
-        if options[name] == AUTO:
-            options[name] = "auto"
-    return options
-
-
-def loss(tensors: InputTensors, options: dict[str, Any], impl: str) -> LossOutput:
+def call_operator(tensors: InputTensors, options: dict[str, Any], impl: str) -> LossOutput:
     """`dispatch.run` in a graph that is being compiled. Options are as the caller gave them."""
     words_and_flags = {}
     for name, value in options.items():
         if type(value) not in (int, float):
             words_and_flags[name] = value
     check_constants(**words_and_flags)
-    keywords = encode_options(options)
-    keywords["impl"] = impl
-    keywords["needs"] = list(tensors.needs())
-    outputs = operator(*tensors, upstream_loss=None, upstream_lse=None, **keywords)
+    encoded = EncodedOptions.of(options)
+    outputs = operator(
+        *tensors,
+        upstream_loss=None,
+        upstream_lse=None,
+        impl=impl,
+        needs=list(tensors.needs()),
+        automatic=encoded.automatic,
+        **encoded.values,
+    )
     return OperatorOutputs(*outputs).loss_output()
 
 
@@ -212,7 +244,8 @@ def check_constants(**options: Any) -> None:
 def operator(*tensors: Tensor | None, **keywords: Any) -> tuple[Tensor, ...]:
     call = OperatorCall.of_arguments(tensors, **keywords)
     inputs = call.inputs()
-    check(inputs)
+    check_call(inputs)
+    check_values(inputs)
     upstream = call.upstream()
     with torch.set_grad_enabled(bool(upstream)):
         output = run(inputs, call.impl)
@@ -233,20 +266,21 @@ def operator_shapes(*tensors: Tensor | None, **keywords: Any) -> tuple[Tensor, .
     """Empty tensors of the shapes and dtypes that the operator returns."""
     call = OperatorCall.of_arguments(tensors, **keywords)
     hidden = call.tensors.hidden
-    wide = accumulation_dtype(hidden.dtype)
-    (tokens,) = call.tensors.labels.shape
+    options = call.options.values
+    dtype = accumulation_dtype(hidden.dtype)
+    (n_tokens,) = call.tensors.labels.shape
     output = LossOutput(
-        loss=hidden.new_empty(tokens if call.options["reduction"] == "none" else (), dtype=wide),
-        lse=hidden.new_empty(tokens, dtype=wide),
+        loss=hidden.new_empty(n_tokens if options["reduction"] == "none" else (), dtype=dtype),
+        lse=hidden.new_empty(n_tokens, dtype=dtype),
     )
-    if call.options["return_statistics"]:
+    if options["return_statistics"]:
         output = output._replace(
-            log_probability=hidden.new_empty(tokens, dtype=wide),
-            entropy=hidden.new_empty(tokens, dtype=wide),
-            argmax=hidden.new_empty(tokens, dtype=torch.int64),
+            log_probability=hidden.new_empty(n_tokens, dtype=dtype),
+            entropy=hidden.new_empty(n_tokens, dtype=dtype),
+            argmax=hidden.new_empty(n_tokens, dtype=torch.int64),
         )
     gradients = {}
-    if call.is_backward or call.forward_makes_gradients:
+    if call.step != "forward":
         for name, needed in call.needs._asdict().items():
             if needed:
                 leaf = getattr(call.tensors, name)
@@ -260,7 +294,7 @@ def setup_context(
     call = OperatorCall.of_arguments(inputs, **keyword_only_inputs)
     ctx.keywords = keyword_only_inputs
     ctx.needs = call.needs
-    ctx.gradients_are_made = call.forward_makes_gradients
+    ctx.gradients_are_made = call.step == "forward with gradients"
     ctx.set_materialize_grads(False)
     if ctx.gradients_are_made:
         ctx.save_for_backward(*OperatorOutputs(*output).gradients())
@@ -273,7 +307,8 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     if upstream_loss is None and upstream_lse is None:
         gradients = Gradients()
-    elif ctx.gradients_are_made and upstream_loss is not None:
+    elif ctx.gradients_are_made:
+        assert upstream_loss is not None  # the log-sum-exps have no gradient then
         gradients = Gradients(*(_scaled(made, upstream_loss) for made in ctx.saved_tensors))
     else:
         outputs = operator(
