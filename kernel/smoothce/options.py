@@ -40,12 +40,15 @@ class Options:
       `store_dlogits` of `dlogits`. The gradient's equations stand at the head of `grad_in_forward`,
       `dlogits` and `filtered` too, and each is computed in its module and in `filter_kernels`.
       They have two coefficients a token, one of the softmax and one of its target distribution; an
-      option that needs a third changes all of these.
-    - Whether it changes which gradients the forward can make: `triton.plan`, `threshold` of
-      `triton`, and `OperatorCall.step` of `compile_operator`.
-    - Which models have it: `hf_patch.settings`. Evaluation without smoothing switches it off in
-      `hf_patch.head_forward`, if it has a part in the smoothing. Each module of `integrations`
-      takes the options that its framework can give.
+      option that needs a third changes all of these. One that gives each token a factor of its own
+      also ends the shortcut of `filtered.upstream_gradient`.
+    - Whether it changes which gradients the forward can make: `plan_for` and `threshold` of
+      `triton.plan`, `ctx.gradients_are_made` of `chunked`, `OperatorCall.step` of
+      `compile_operator`.
+    - How patched models take it: as a keyword without being named, but for editors, which read
+      `PatchSettings` of `hf_patch.settings`. If it changes what a model is trained on, it counts in
+      `ModelLoss.smooths`, and `hf_patch.head_forward` and `integrations.automodel` leave it out of
+      the loss that evaluation reports. Each module of `integrations` names the options it takes.
     - Its tests: `ANY_SHAPE_AND_OPTION` and `torch_loss` of `tests/helpers/loss_check.py`.
     """
 
