@@ -205,6 +205,34 @@ def test_training_without_the_fused_loss_warns_once(eval_logits):
         model.generate(ids, max_new_tokens=2)
 
 
+def test_a_call_that_failed_does_not_hide_the_next_one_around_the_loss():
+    model, data = patch_model(tiny(), label_smoothing=0.1), batch()
+    with pytest.raises(ValueError, match="logits_to_keep"):
+        model(**data, logits_to_keep=1)
+    with pytest.warns(UserWarning, match=r"around its loss.*patch_trainer"):
+        model.model(data["input_ids"])
+
+
+def test_a_wrapper_around_accelerates_hook_is_refused():
+    accelerate = pytest.importorskip("accelerate")
+    model = accelerate.dispatch_model(tiny(), {"": "cpu"}, force_hooks=True)
+    plain = model.forward, model.lm_head.forward
+    for module, name in ((model, "LlamaForCausalLM"), (model.lm_head, "lm_head")):
+        module.forward = torch.no_grad()(module.forward)
+        with pytest.raises(TypeError, match=rf"{name}\.forward was wrapped before"):
+            patch_model(model)
+        model.forward, model.lm_head.forward = plain
+    patch_model(model)
+    model(**batch()).loss.backward()
+    model.lm_head.forward = torch.no_grad()(model.lm_head.forward)
+    with pytest.raises(TypeError, match=r"lm_head\.forward was wrapped after patch_model"):
+        model(**batch())
+    model.lm_head.forward = plain[1]
+    model.forward = torch.no_grad()(model.forward)
+    with pytest.raises(TypeError, match="wrapped after patch_model"):
+        unpatch_model(model)
+
+
 def no_change(model):
     return model
 

@@ -47,7 +47,7 @@ def test_a_family_is_taken_with_its_scale_and_cap(name, logit_scale, softcap):
     verdict = families.verdict(name)
     assert verdict.accepted and not verdict.wrong, verdict
     model = patch_model(families.tiny_model(name))
-    options = getattr(model, "lm_head", model)._smoothce.loss.options
+    options = getattr(model, "lm_head", model)._smoothce_head_forward.settings.options
     assert options.logit_scale == logit_scale
     assert options.softcap == softcap
 
@@ -222,6 +222,31 @@ def test_a_model_of_somebodys_own_with_the_same_loss_is_taken():
     assert_same(gradients(model, model(**batch()).loss), theirs)
 
 
+class Bare(torch.nn.Module):
+    """A model of somebody's own that has neither transformers' base class nor a configuration."""
+
+    def __init__(self, decoder_of):
+        super().__init__()
+        self.model = decoder_of.model
+        self.lm_head = decoder_of.lm_head
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        hidden = self.model(input_ids, attention_mask=attention_mask).last_hidden_state
+        logits = self.lm_head(hidden)
+        loss = None
+        if labels is not None:
+            targets = labels[:, 1:].flatten()
+            loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets)
+        return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+def test_a_model_without_a_configuration_is_taken():
+    model = Bare(tiny())
+    theirs = gradients(model, expected(model, batch(), 0.1))
+    patch_model(model, label_smoothing=0.1)
+    assert_same(gradients(model, model(**batch()).loss), theirs)
+
+
 @pytest.mark.parametrize("given", [{"softcap": 30.0}, {"logit_scale": 0.5}, {"softcap": None}])
 def test_a_wrong_scale_or_cap_is_refused(given):
     with pytest.raises(ValueError, match=r"pass logit_scale=1\.0 and softcap=1\.5"):
@@ -318,7 +343,7 @@ def filled(model, source):
 
 def test_a_model_on_the_meta_device_is_tried_with_its_first_batch():
     model = on_meta()
-    with pytest.warns(UserWarning, match="first training batch, not now: .*meta device"):
+    with pytest.warns(UserWarning, match="first training batch comes, not now: .*meta device"):
         patch_model(model, label_smoothing=0.1)
     filled(model, tiny())
     source = tiny()
@@ -345,7 +370,10 @@ def test_the_first_batch_finds_the_scale_of_a_model_that_could_not_be_tried_befo
     source = tiny_of(transformers.CohereForCausalLM)
     filled(model, source)
     torch.testing.assert_close(model(**batch()).loss, expected(source, batch(), 0.1))
-    assert model.lm_head._smoothce.loss.options.logit_scale == source.config.logit_scale
+    assert (
+        model.lm_head._smoothce_head_forward.settings.options.logit_scale
+        == source.config.logit_scale
+    )
 
 
 def test_a_model_that_cannot_run_is_refused_with_its_first_batch():
@@ -381,7 +409,7 @@ def test_a_copy_is_tried_no_more():
     torch.testing.assert_close(
         model(**batch()).loss, expected(tiny("Gemma2ForCausalLM"), batch(), 0.1)
     )
-    assert model._smoothce.proof.logit_map.softcap == 1.5
+    assert model._smoothce_model_forward.proof.logit_map.softcap == 1.5
     assert model.lm_head.out_features == VOCABULARY
 
 
@@ -491,7 +519,7 @@ def test_a_cap_that_is_changed_under_compile_is_refused():
     torch.testing.assert_close(
         compiled(**batch()).loss, expected(tiny("Gemma2ForCausalLM"), batch(), 0.1)
     )
-    assert model._smoothce.has_trained
+    assert model._smoothce_model_forward.has_trained
     model.config.final_logit_softcapping = 9.0
     with pytest.raises(ValueError, match="call patch_model again"):
         compiled(**batch())
@@ -506,4 +534,4 @@ def test_a_model_that_could_not_be_tried_is_tried_under_compile(fullgraph):
     compiled = torch.compile(model, backend="eager", fullgraph=fullgraph)
     for _ in range(2):
         torch.testing.assert_close(compiled(**batch()).loss, expected(tiny(), batch(), 0.1))
-    assert model._smoothce.proof is not None
+    assert model._smoothce_model_forward.proof is not None

@@ -135,6 +135,73 @@ def test_a_model_patched_by_itself_is_refused_under_trls_trainer(tmp_path):
         plain.train()
 
 
+def dispatched(model):
+    """The model with the hooks that `device_map` puts on it."""
+    accelerate = pytest.importorskip("accelerate")
+    return accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+
+
+@pytest.mark.parametrize("first", ["trainer", "patch_model"])
+def test_trls_trainer_of_a_dispatched_model(first, tmp_path):
+    """TRL puts its forward around that of accelerate's hook, which has to stay."""
+    trl = pytest.importorskip("trl")
+    arguments = sft_config(trl, tmp_path, label_smoothing_factor=0.2)
+    more = {"rows": trls_rows(), "processing_class": words()}
+    want = history(trl.SFTTrainer, arguments, tiny(), True, **more)
+    model = dispatched(tiny())
+    if first == "patch_model":
+        patch_model(model, label_smoothing=0.2)
+    hooked = model.forward
+    found = history(trl.SFTTrainer, arguments, model, True, **more)
+    assert found == want
+    assert "_hf_hook" in vars(model) and model.forward == hooked
+
+
+def test_trls_forward_is_seen_around_accelerates(tmp_path):
+    """Whichever accelerate puts on first or last: device_map's hook, or mixed precision."""
+    trl = pytest.importorskip("trl")
+    more = {"train_dataset": trls_rows(), "processing_class": words()}
+    model = patch_model(dispatched(tiny()), label_smoothing=0.2)
+    trainer = trl.SFTTrainer(model, sft_config(trl, tmp_path), **more)
+    with pytest.raises(ValueError, match=r"TRL's SFTTrainer.*label_smoothing=0.2.*patch_trainer"):
+        trainer.train()
+    model = patch_model(tiny(), label_smoothing=0.2)
+    arguments = sft_config(trl, tmp_path)
+    arguments.bf16 = True
+    trainer = trl.SFTTrainer(model, arguments, **more)
+    with pytest.raises(ValueError, match=r"TRL's SFTTrainer.*label_smoothing=0.2.*patch_trainer"):
+        trainer.train()
+    model = dispatched(tiny())
+    trl.SFTTrainer(model, sft_config(trl, tmp_path), **more)
+    with pytest.raises(TypeError, match=r"LlamaForCausalLM\.forward was wrapped before"):
+        patch_model(model, label_smoothing=0.2)
+
+
+def smoothed_densely(hidden, weight, labels):
+    return torch.nn.functional.cross_entropy(hidden @ weight.T, labels, label_smoothing=0.2)
+
+
+@pytest.mark.parametrize("way", ["patch_trainer", "patch_model"])
+def test_trls_trainer_with_a_loss_of_ones_own(way, tmp_path):
+    """Its gradient is the given loss's; entropy and accuracy stay the model's."""
+    trl = pytest.importorskip("trl")
+    more = {"train_dataset": trls_rows(), "processing_class": words()}
+    logged = []
+    for settings in ({"label_smoothing": 0.2}, {"loss": smoothed_densely}):
+        model = tiny()
+        if way == "patch_model":
+            patch_model(model, **settings)
+            settings = {}
+        trainer = trl.SFTTrainer(model, sft_config(trl, tmp_path), **more)
+        patch_trainer(trainer, **settings)
+        trainer.train()
+        names = ("loss", "grad_norm", "entropy", "mean_token_accuracy")
+        steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+        logged.append([entry[name] for entry in steps for name in names])
+    assert len(logged[0]) == 12
+    assert logged[1] == pytest.approx(logged[0], rel=1e-4)
+
+
 def test_what_trl_would_train_instead_is_refused_by_name(tmp_path):
     trl = pytest.importorskip("trl")
     more = {"train_dataset": trls_rows(), "processing_class": words()}
@@ -222,7 +289,7 @@ def with_callback(folder, *, beta=BETA, model=None, arguments=None, **more):
 def test_the_callback_smooths_a_model_that_the_trainer_makes_itself(tmp_path):
     trainer = with_callback(tmp_path, model_init=lambda: tiny(), arguments={})
     trainer.train()
-    assert trainer.model.lm_head._smoothce.loss.options.label_smoothing == BETA
+    assert trainer.model.lm_head._smoothce_head_forward.settings.options.label_smoothing == BETA
 
 
 def test_the_callback_refuses_a_trainer_that_smooths_by_itself(tmp_path):
@@ -280,7 +347,7 @@ def test_a_trainer_keeps_what_its_model_was_patched_with(tmp_path):
     want = model(**batch()).loss
     patch_trainer(trainer(tmp_path, model, 0.0))
     assert torch.equal(model(**batch()).loss, want)
-    assert model.lm_head._smoothce.loss.options.workspace == 7
+    assert model.lm_head._smoothce_head_forward.settings.options.workspace == 7
 
 
 @pytest.mark.parametrize(

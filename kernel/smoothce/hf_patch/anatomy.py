@@ -2,13 +2,13 @@
 
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-# A model has attributes that torch's Module does not declare.
+# A transformers model: a Module with attributes (config, lm_head, …) that Module does not declare.
 CausalModel: TypeAlias = Any
 
 
@@ -22,6 +22,11 @@ def unwrapped(model: nn.Module) -> CausalModel:
 def decoder_of(causal: CausalModel) -> CausalModel:
     """What turns tokens into the head's hidden states."""
     return causal.model if hasattr(causal, "model") else causal.base_model
+
+
+def config_of(causal: CausalModel) -> Any:
+    """The model's configuration; None where a model of somebody's own has none."""
+    return getattr(causal, "config", None)
 
 
 def head_name_of(causal: CausalModel) -> str:
@@ -40,7 +45,12 @@ def head_name_of(causal: CausalModel) -> str:
 
 
 def forward_slot(module: nn.Module) -> str:
-    """The attribute that holds a module's own forward: accelerate's `device_map` hooks wrap it."""
+    """The attribute that holds a module's own forward, into which a patch puts another.
+
+    It is `forward`, but for a module with a hook of accelerate's, which `device_map` puts on. There
+    accelerate has put a wrapper into `forward`, which moves inputs to the module's device and then
+    calls what the module ran before: accelerate keeps that in `_old_forward`. A patch goes there,
+    inside the wrapper, so that inputs are still moved."""
     return "_old_forward" if "_hf_hook" in vars(module) else "forward"
 
 
@@ -50,8 +60,27 @@ def class_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 def forward_in_slot(module: nn.Module) -> Callable[..., Any]:
-    """The forward that runs when the module is called: the class's, or one put before it."""
+    """The module's own forward: the class's, or what was put in its place."""
     return vars(module).get(forward_slot(module), class_forward(module))
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether something is around the module's own forward that accelerate's hook is not."""
+    if forward_slot(module) == "forward":
+        return False  # what is there counts as the module's own
+    outermost = vars(module).get("forward")
+    function = getattr(outermost, "func", outermost)  # accelerate's is a functools.partial
+    return getattr(getattr(function, "__code__", None), "co_name", "") != "new_forward"
+
+
+def forward_layers(module: nn.Module) -> Iterator[Callable[..., Any]]:
+    """The functions that run when the module is called, the outermost first.
+
+    Inner ones are found where a wrapper says what it wraps, as `functools.wraps` has it."""
+    forward = vars(module).get("forward")
+    while forward is not None:
+        yield getattr(forward, "__func__", forward)
+        forward = getattr(forward, "__wrapped__", None)
 
 
 def restore_class_forward(module: nn.Module) -> None:
@@ -87,4 +116,4 @@ def warn_once(said: set[str], message: str) -> None:
     """Warn, unless `said` holds the message already."""
     if message not in said and not torch.compiler.is_compiling():
         said.add(message)
-        warnings.warn(message, stacklevel=4)
+        warnings.warn(message, stacklevel=5)  # whoever called the module

@@ -6,8 +6,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import Unpack
 
-from smoothce.hf_patch.anatomy import forward_in_slot
-from smoothce.hf_patch.forwards import ModelForward, replaced_by
+from smoothce.hf_patch.forwards import ModelForward, other_loss_of
 from smoothce.hf_patch.patching import patch_model
 from smoothce.hf_patch.settings import PatchSettings, shows_settings
 from smoothce.hf_patch.trainer import refuse_arguments
@@ -59,7 +58,7 @@ class SmoothingCallback(TrainerCallback):
             patch_model(model, **self.settings)
         self.model_forward = _model_forward_of(model)
         assert self.model_forward is not None  # patch_model has made it
-        other = replaced_by(forward_in_slot(self.model_forward.causal))
+        other = other_loss_of(self.model_forward.causal)
         if other is not None:
             raise ValueError(
                 f"{other} has given the model a loss of its own, without label_smoothing="
@@ -101,7 +100,7 @@ class SmoothingCallback(TrainerCallback):
 def _model_forward_of(model: nn.Module) -> ModelForward | None:
     """The patched forward in a model, whatever wraps it."""
     for module in model.modules():
-        forward = module.__dict__.get("_smoothce")
-        if isinstance(forward, ModelForward):
-            return forward
+        model_forward = ModelForward.of(module)
+        if model_forward is not None:
+            return model_forward
     return None

@@ -5,7 +5,7 @@ comes back patched.
 """
 
 import inspect
-from typing import Any
+from typing import Any, Optional
 
 import torch
 import torch.nn.functional as F
@@ -15,11 +15,14 @@ from smoothce.hf_patch.anatomy import (
     CausalModel,
     check_head,
     class_forward,
+    config_of,
     decoder_of,
     forward_in_slot,
+    forward_layers,
+    is_wrapped,
     warn_once,
 )
-from smoothce.hf_patch.head_forward import HeadForward
+from smoothce.hf_patch.head_forward import HeadForward, SummedLoss
 from smoothce.hf_patch.outputs import (
     auxiliary_loss,
     causal_output,
@@ -33,7 +36,12 @@ HEAD_ARGUMENTS = ("labels", "shift_labels", "num_items_in_batch", "logits_to_kee
 
 
 class ModelForward:
-    """A patched model's forward. It keeps upstream's signature, by which Trainers pick columns."""
+    """A patched model's forward. It keeps upstream's signature, by which Trainers pick columns.
+
+    Upstream is transformers, whose forward of the model's class still runs where there is nothing
+    to fuse: without labels, and in evaluation."""
+
+    ATTRIBUTE = "_smoothce_model_forward"  # under which a patched model keeps it
 
     def __init__(self, causal: CausalModel, head_name: str, eval_logits: bool) -> None:
         self.causal = causal
@@ -43,9 +51,14 @@ class ModelForward:
         self.parameter_names = tuple(parameters)
         self.takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         self.proof: Proof | None = None  # None: the model could not run when it was patched
-        self.has_trained = False  # since somebody has last set this
-        self.is_running = False  # until the decoder's hook has seen that this called it
+        self.has_trained = False  # since SmoothingCallback set it, when the step began
+        self.is_running = False
         self.warnings_given: set[str] = set()
+
+    @classmethod
+    def of(cls, causal: nn.Module) -> Optional["ModelForward"]:
+        """The one that `patch_model` has put on this model, if any."""
+        return vars(causal).get(cls.ATTRIBUTE)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -55,24 +68,35 @@ class ModelForward:
     def head_forward(self) -> HeadForward:
         """The head's. Raises TypeError where the head is another since."""
         head = getattr(self.causal, self.head_name)
-        if "_smoothce" not in vars(head):
+        head_forward = HeadForward.of(head)
+        if head_forward is None:
             check_head(self.head_name, head)
             raise TypeError(
                 f"{self.head_name} was replaced after patch_model; call patch_model again"
             )
-        if not torch.compiler.is_compiling() and forward_in_slot(head) is not head._smoothce:
+        if torch.compiler.is_compiling():
+            return head_forward
+        if forward_in_slot(head) is not head_forward or is_wrapped(head):
             raise TypeError(
                 f"{self.head_name}.forward was wrapped after patch_model; remove the wrapper, "
                 "which would get the loss in the place of logits"
             )
-        return head._smoothce
+        return head_forward
 
     def takes(self, name: str) -> bool:
         """Whether upstream's forward has such an argument."""
         return self.takes_any or name in self.parameter_names
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._mark_running()
+        if torch.compiler.is_compiling():  # the decoder's hook, for which this is, is silent then
+            return self._run(*args, **kwargs)
+        self.is_running = True
+        try:
+            return self._run(*args, **kwargs)
+        finally:
+            self.is_running = False
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         causal = self.causal
         per_token = kwargs.pop("fused_lm_head", False)  # as TRL's trainers ask
         names = self.parameter_names[: len(args)]
@@ -94,10 +118,6 @@ class ModelForward:
             self.has_trained = True
         return self.fused(inputs, smoothed=causal.training, per_token=per_token)
 
-    def _mark_running(self) -> None:
-        if not torch.compiler.is_compiling():
-            self.is_running = True
-
     def _check_proof(self) -> None:
         """Raises ValueError where the model does not, or no longer, compute the fused loss."""
         name = type(self.causal).__name__
@@ -109,21 +129,22 @@ class ModelForward:
                 )
             head_forward = self.head_forward
             try:
-                self.proof = prove(self, head_forward.loss, is_training=True)
+                self.proof = prove(self, head_forward.settings, in_forward=True)
             except CannotRun as reason:
                 raise ValueError(
                     f"patch_model cannot tell whether {name}'s loss is the fused one: {reason}"
                 ) from reason
-            head_forward.loss = head_forward.loss.with_logit_map(self.proof.logit_map)
-            self._mark_running()  # which the decoder's runs have taken back
+            head_forward.settings = head_forward.settings.with_logit_map(self.proof.logit_map)
         self.proof.check_still_true(self.causal, self.head_name)
 
     def fused(self, inputs: dict[str, Any], *, smoothed: bool, per_token: bool = False) -> Any:
-        """The outputs of a forward with labels, from the decoder and the head's loss."""
+        """The outputs of a forward with labels, from the decoder and the head's loss.
+
+        They are upstream's, or `per_token` those that TRL asks for."""
         causal = self.causal
         decoder_inputs = dict(inputs)
         head_inputs = {name: decoder_inputs.pop(name, None) for name in HEAD_ARGUMENTS}
-        options = self.head_forward.loss.options
+        options = self.head_forward.settings.options
         self._check_head_inputs(head_inputs, options.ignore_index)
         wants_dict = decoder_inputs.pop("return_dict", None)
 
@@ -132,22 +153,18 @@ class ModelForward:
         if labels is None:
             labels = F.pad(head_inputs["labels"][..., 1:], (0, 1), value=options.ignore_index)
         head = getattr(causal, self.head_name)
-        loss = head(
-            outputs.last_hidden_state,
-            labels=labels,
-            divisor=head_inputs["num_items_in_batch"],
-            smoothed=smoothed,
-            per_token=per_token,
-        )
+        hidden = outputs.last_hidden_state
         if per_token:
-            summed, statistics, labels = loss
+            summed: SummedLoss = head(hidden, labels=labels, smoothed=smoothed, per_token=True)
             auxiliary = auxiliary_loss(causal, outputs, decoder_inputs)
-            return trl_output(summed, statistics, labels, options.ignore_index, auxiliary)
+            return trl_output(summed, options.ignore_index, auxiliary)
+        divisor = head_inputs["num_items_in_batch"]
+        loss: Tensor = head(hidden, labels=labels, divisor=divisor, smoothed=smoothed)
         result = causal_output(causal, loss, outputs, decoder_inputs)
         if getattr(result, "aux_loss", None) is not None:
             refuse_summed_router(options.reduction)
         if wants_dict is None:
-            wants_dict = causal.config.return_dict
+            wants_dict = getattr(config_of(causal), "return_dict", True)
         return result if wants_dict else result.to_tuple()
 
     def _check_head_inputs(self, head_inputs: dict[str, Any], ignore_index: int) -> None:
@@ -164,8 +181,8 @@ class ModelForward:
         """`from_pretrained` returns models in evaluation mode, which would train unsmoothed."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        head = getattr(self.causal, self.head_name)
-        if "_smoothce" not in vars(head) or not head._smoothce.loss.options.label_smoothing:
+        head_forward = HeadForward.of(getattr(self.causal, self.head_name))
+        if head_forward is None or not head_forward.settings.options.label_smoothing:
             return
         if any(parameter.requires_grad for parameter in self.causal.parameters()):
             self._warn(
@@ -178,7 +195,12 @@ class ModelForward:
 
 
 class DecoderHook:
-    """The decoder's forward pre-hook: warns where a patched model trains, but not for its loss."""
+    """The decoder's forward pre-hook: warns where a patched model trains, but not for its loss.
+
+    A decoder that runs while its model's patched forward does was called by that. Any other call of
+    a decoder in training comes from somebody who computes another loss of its hidden states."""
+
+    HANDLE = "_smoothce_decoder_hook"  # under which a patched decoder keeps what removes it
 
     def __init__(self, model_forward: ModelForward) -> None:
         self.model_forward = model_forward
@@ -186,18 +208,16 @@ class DecoderHook:
     def __call__(self, decoder: nn.Module, inputs: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():
             return
-        called_by_patch = self.model_forward.is_running
-        self.model_forward.is_running = False
-        if called_by_patch or not decoder.training or not torch.is_grad_enabled():
+        if self.model_forward.is_running or not decoder.training or not torch.is_grad_enabled():
             return
-        loss = self.model_forward.head_forward.loss
-        other = replaced_by(forward_in_slot(self.model_forward.causal))
-        if other is not None and loss.smooths():
+        settings = self.model_forward.head_forward.settings
+        other = other_loss_of(self.model_forward.causal)
+        if other is not None and settings.smooths():
+            beta = f"label_smoothing={settings.options.label_smoothing:g}"
             raise ValueError(
-                f"{other} trains the model with a loss of its own, without patch_model's "
-                f"label_smoothing={loss.options.label_smoothing:g}: call smoothce.patch_trainer("
-                f"trainer, label_smoothing={loss.options.label_smoothing:g}) once the trainer is "
-                "made, without use_liger_kernel"
+                f"{other} trains the model with a loss of its own, without patch_model's {beta}: "
+                f"call smoothce.patch_trainer(trainer, {beta}) once the trainer is made, without "
+                "use_liger_kernel"
             )
         self.model_forward._warn(
             "something trains a patched model around its loss, so that patch_model's settings have "
@@ -208,12 +228,16 @@ class DecoderHook:
 TRL = "TRL's SFTTrainer"
 
 
-def replaced_by(forward: Any) -> str | None:
-    """Whose forward with another loss it is, where that is known: TRL's or Liger's."""
-    function = getattr(forward, "__func__", forward)
-    code = getattr(function, "__code__", None)
-    if getattr(code, "co_name", "") == "_fused_forward":  # by TRL's add_fused_lm_head
-        return TRL
-    if (getattr(function, "__module__", None) or "").startswith("liger_kernel."):
-        return "Liger"
+def other_loss_of(causal: CausalModel) -> str | None:
+    """Who has put a forward with another loss around the model's, where that is known."""
+    for forward in forward_layers(causal):
+        if is_trls(forward):
+            return TRL
+        if (getattr(forward, "__module__", None) or "").startswith("liger_kernel."):
+            return "Liger"
     return None
+
+
+def is_trls(forward: Any) -> bool:
+    """Whether it is the forward that TRL's `add_fused_lm_head` makes."""
+    return getattr(getattr(forward, "__code__", None), "co_name", "") == "_fused_forward"

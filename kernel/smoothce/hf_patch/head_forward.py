@@ -1,19 +1,40 @@
 """What a patched head runs in the place of its forward: the loss is computed there."""
 
-from typing import Any
+from typing import Any, NamedTuple, Optional
 
+import torch
 from torch import Tensor, nn
 
-from smoothce.hf_patch.settings import LOGIT_MAP_KEYWORDS, OPTION_NAMES, LossFunction, ModelLoss
+from smoothce.hf_patch.settings import LOGIT_MAP_KEYWORDS, OPTION_NAMES, LossFunction, LossSettings
 from smoothce.linear_cross_entropy import linear_cross_entropy
+from smoothce.options import TokenStatistics
+
+
+class SummedLoss(NamedTuple):
+    """A batch's loss and what the model says of each of its tokens."""
+
+    loss: Tensor  # (), the sum over the valid tokens
+    statistics: TokenStatistics  # (B, T) each, without a gradient
+    labels: Tensor  # (B, T), on the head's device
 
 
 class HeadForward:
-    """A patched head's forward: logits without labels, as ever, and the loss with them."""
+    """A patched head's forward: logits without labels, as ever, and the loss with them.
 
-    def __init__(self, head: nn.Linear, loss: ModelLoss) -> None:
+    FSDP2 and ZeRO-3 gather the head's weight around a call of the head. That is why `logits`,
+    `loss` and `loss_and_statistics` are all reached by calling it.
+    """
+
+    ATTRIBUTE = "_smoothce_head_forward"  # under which a patched head keeps it
+
+    def __init__(self, head: nn.Linear, settings: LossSettings) -> None:
         self.head = head
-        self.loss = loss
+        self.settings = settings
+
+    @classmethod
+    def of(cls, head: nn.Module) -> Optional["HeadForward"]:
+        """The one that `patch_model` has put on this head, if any."""
+        return vars(head).get(cls.ATTRIBUTE)
 
     def __call__(
         self,
@@ -21,66 +42,101 @@ class HeadForward:
         labels: Tensor | None = None,  # (B, T), shifted
         divisor: Tensor | int | None = None,  # of a mean, instead of the number of valid labels
         smoothed: bool = True,
-        per_token: bool = False,  # the summed loss, and every token's statistics
-    ) -> Any:  # logits (B, T, V); the loss (); or the loss, the statistics and the labels
+        per_token: bool = False,
+    ) -> Tensor | SummedLoss:
+        """Logits (B, T, V) without labels; `per_token` a SummedLoss; else the loss, ()."""
         if labels is None:
-            return type(self.head).forward(self.head, hidden)
+            return self.logits(hidden)
         labels = labels.to(hidden.device)
-        if smoothed and self.loss.loss is not None:
-            return self._given_loss(self.loss.loss, hidden, labels, divisor)
+        if per_token:
+            return self.loss_and_statistics(hidden, labels, smoothed)
+        return self.loss(hidden, labels, divisor, smoothed)
 
-        options = self.loss.options
-        keywords = {name: getattr(options, name) for name in OPTION_NAMES}
-        if options.reduction != "mean" or per_token:
-            divisor = None
-        if divisor is not None or per_token:
-            keywords["reduction"] = "sum"
+    def logits(self, hidden: Tensor) -> Tensor:
+        """What the head computes unpatched, (B, T, V)."""
+        return type(self.head).forward(self.head, hidden)
+
+    def loss(
+        self, hidden: Tensor, labels: Tensor, divisor: Tensor | int | None, smoothed: bool
+    ) -> Tensor:
+        """The loss, (), reduced as the settings say; `divisor` is a mean's alone."""
+        reduction = self.settings.options.reduction
+        if reduction == "mean" and divisor is not None:
+            return divided(self._reduced(hidden, labels, "sum", smoothed), divisor)
+        return self._reduced(hidden, labels, reduction, smoothed)
+
+    def loss_and_statistics(self, hidden: Tensor, labels: Tensor, smoothed: bool) -> SummedLoss:
+        """The summed loss beside each token's statistics.
+
+        A loss of the caller's own gives none. Then a pass without gradients gives them."""
+        if smoothed and self.settings.given_loss is not None:
+            summed = self._reduced(hidden, labels, "sum", smoothed)
+            with torch.no_grad():
+                _, statistics = self._fused(hidden, labels, "sum", False, return_statistics=True)
+        else:
+            summed, statistics = self._fused(
+                hidden, labels, "sum", smoothed, return_statistics=True
+            )
+        return SummedLoss(summed, statistics, labels)
+
+    def _reduced(self, hidden: Tensor, labels: Tensor, reduction: str, smoothed: bool) -> Tensor:
+        given_loss = self.settings.given_loss
+        if not smoothed or given_loss is None:
+            return self._fused(hidden, labels, reduction, smoothed)
+        mean = self._given_mean(given_loss, hidden, labels)
+        if reduction == "mean":
+            return mean
+        return mean * (labels != self.settings.options.ignore_index).sum()
+
+    def _fused(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        reduction: str,
+        smoothed: bool,
+        return_statistics: bool = False,
+    ) -> Any:
+        """`linear_cross_entropy` with the settings: a loss, or with statistics the two."""
+        keywords = {name: getattr(self.settings.options, name) for name in OPTION_NAMES}
+        keywords["reduction"] = reduction
         if not smoothed:
             keywords["label_smoothing"] = 0.0
             keywords["z_loss"] = 0.0
-        smoothing_target = self.loss.smoothing_target
+        smoothing_target = self.settings.smoothing_target
         if smoothing_target is not None:
             smoothing_target = smoothing_target.to(hidden.device)
-        loss: Any = linear_cross_entropy(
+        return linear_cross_entropy(
             hidden,
             self.head.weight,
             labels,
             bias=self._scaled_bias(),
             smoothing_target=smoothing_target,
-            return_statistics=per_token,
-            impl=self.loss.impl,
+            return_statistics=return_statistics,
+            impl=self.settings.impl,
             **keywords,
         )
-        if per_token:
-            return *loss, labels
-        return loss if divisor is None else divided(loss, divisor)
 
     def _scaled_bias(self) -> Tensor | None:
         """The bias inside the logit scale: these models scale the head's whole output."""
-        bias, scale = self.head.bias, self.loss.options.logit_scale
+        bias = self.head.bias
+        scale = self.settings.options.logit_scale
         if bias is None or scale is None:
             return bias
         return bias * scale
 
-    def _given_loss(
-        self, loss: LossFunction, hidden: Tensor, labels: Tensor, divisor: Tensor | int | None
-    ) -> Tensor:  # ()
-        """The loss of `patch_model(loss=…)`, which is a mean, reduced as the settings say."""
-        options = self.loss.options
+    def _given_mean(self, given_loss: LossFunction, hidden: Tensor, labels: Tensor) -> Tensor:
+        """What the function of `patch_model(loss=…)` returns, which is a mean, ()."""
         model_options: dict[str, Any] = {}
         bias = self._scaled_bias()
         if bias is not None:
             model_options["bias"] = bias
         for name in LOGIT_MAP_KEYWORDS:
-            if getattr(options, name) is not None:
-                model_options[name] = getattr(options, name)
-        mean = loss(hidden.flatten(0, -2), self.head.weight, labels.flatten(), **model_options)
-        if options.reduction == "mean" and divisor is None:
-            return mean
-        summed = mean * (labels != options.ignore_index).sum()
-        if options.reduction == "sum" or divisor is None:
-            return summed
-        return divided(summed, divisor)
+            value = getattr(self.settings.options, name)
+            if value is not None:
+                model_options[name] = value
+        return given_loss(
+            hidden.flatten(0, -2), self.head.weight, labels.flatten(), **model_options
+        )
 
 
 def divided(summed: Tensor, divisor: Tensor | int) -> Tensor:

@@ -2,12 +2,12 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from smoothce.hf_patch.anatomy import CausalModel
+from smoothce.hf_patch.anatomy import CausalModel, config_of
 from smoothce.options import is_number
 
 # What configurations call the two. Granite divides by its logits_scaling, HyperCLOVA X multiplies.
@@ -38,29 +38,44 @@ class LogitMap:
         return f"logit_scale={self.logit_scale} and softcap={self.softcap}"
 
 
-def watched(causal: CausalModel) -> tuple[tuple[Any, str, Any], ...]:
-    """Who holds a scale or a cap, by which name, and what it is; None where it is not there.
+class ScaleOrCap(NamedTuple):
+    """An attribute that may scale or cap the logits, and what it was when it was read."""
 
-    They are in a model's configuration and on the model itself, which may copy one when it is made
-    and no longer look at its configuration."""
+    holder: Any  # the model, or one of its configurations
+    name: str  # one of SCALES or CAPS
+    value: Any  # None where the holder has no such attribute
+
+    def value_now(self) -> Any:
+        return getattr(self.holder, self.name, None)
+
+
+def read_scales_and_caps(causal: CausalModel) -> tuple[ScaleOrCap, ...]:
+    """Every such attribute, there or not, of the model and of its configurations.
+
+    A model may copy a number out of its configuration when it is made, and not look there again."""
     holders = [causal]
-    if hasattr(causal, "config"):
-        holders.append(causal.config)
-        if hasattr(causal.config, "get_text_config"):
-            text_config = causal.config.get_text_config()
-            if text_config is not causal.config:
+    config = config_of(causal)
+    if config is not None:
+        holders.append(config)
+        if hasattr(config, "get_text_config"):
+            text_config = config.get_text_config()
+            if text_config is not config:
                 holders.append(text_config)
-    return tuple(
-        (holder, name, getattr(holder, name, None)) for holder in holders for name in SCALES + CAPS
-    )
+    attributes = []
+    for holder in holders:
+        for name in SCALES + CAPS:
+            attributes.append(ScaleOrCap(holder, name, getattr(holder, name, None)))
+    return tuple(attributes)
 
 
 def scales_and_caps(causal: CausalModel) -> dict[str, float]:
-    """The numbers by those names, as `config.logit_scale`; the model's own as `logit_scale`."""
+    """Those that are numbers, as `config.logit_scale`; the model's own as `logit_scale`."""
     numbers = {}
-    for holder, name, value in watched(causal):
-        if is_number(value):
-            numbers[name if holder is causal else f"config.{name}"] = float(value)
+    for attribute in read_scales_and_caps(causal):
+        if is_number(attribute.value):
+            is_models_own = attribute.holder is causal
+            place_and_name = attribute.name if is_models_own else f"config.{attribute.name}"
+            numbers[place_and_name] = float(attribute.value)
     return numbers
 
 
@@ -96,10 +111,12 @@ def ramp_like(head_output: Tensor) -> Tensor:
 
 
 def fitted(ramp: Tensor, logits: Tensor) -> LogitMap:
-    """The map that these logits of a ramp show, where a map made them; else any."""
+    """The map that these logits of a ramp show, for a refusal to suggest.
+
+    Where no map made them it is some map that the caller has to compare with them."""
     ramp = ramp.double().flatten()
     logits = logits.double().flatten()
-    near_zero = ramp.abs().argmin()
+    near_zero = ramp.abs().argmin()  # none is exactly 0
     small, small_logit = ramp[near_zero].item(), logits[near_zero].item()
     largest = logits.abs().max().item()
     scale = small_logit / small

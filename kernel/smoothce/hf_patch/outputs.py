@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from smoothce.hf_patch.anatomy import CausalModel
-from smoothce.options import TokenStatistics
+from smoothce.hf_patch.anatomy import CausalModel, config_of
+from smoothce.hf_patch.head_forward import SummedLoss
 
 
 def causal_output(model: CausalModel, loss: Tensor, outputs: Any, inputs: dict[str, Any]) -> Any:
@@ -30,7 +30,7 @@ def auxiliary_loss(model: CausalModel, outputs: Any, inputs: dict[str, Any]) -> 
     """The load-balancing loss of a mixture of experts, where it is asked for."""
     wanted = inputs.get("output_router_logits")
     if wanted is None:
-        wanted = getattr(model.config, "output_router_logits", False)
+        wanted = getattr(config_of(model), "output_router_logits", False)
     if not wanted or not hasattr(outputs, "router_logits"):
         return None
     modeling = sys.modules[type(model).__module__]
@@ -61,26 +61,20 @@ def refuse_summed_router(reduction: str) -> None:
         )
 
 
-def trl_output(
-    summed_loss: Tensor,  # ()
-    statistics: TokenStatistics,  # (B, T) each
-    labels: Tensor,  # (B, T)
-    ignore_index: int,
-    auxiliary: Tensor | None,
-) -> Any:
+def trl_output(summed: SummedLoss, ignore_index: int, auxiliary: Tensor | None) -> Any:
     """What TRL's trainers read: their loss is the sum of −log_probs over the number of tokens.
 
     All tokens count alike in it, so that each can carry an equal part of the summed loss, whose
     gradient is made in the forward; a loss per token would take one more matrix product.
     """
-    mask = labels != ignore_index
-    log_probability = statistics.log_probability
+    mask = summed.labels != ignore_index
+    log_probability = summed.statistics.log_probability
     assert log_probability is not None  # there are labels
-    rest = (-summed_loss - log_probability.sum()) / mask.sum().clamp(min=1)
+    rest = (-summed.loss - log_probability.sum()) / mask.sum().clamp(min=1)
     return sys.modules["trl.trainer.utils"].FusedCausalLMOutput(
         log_probs=(log_probability + rest) * mask,
-        entropy=statistics.entropy,
-        is_top1=(statistics.argmax == labels) & mask,
+        entropy=summed.statistics.entropy,
+        is_top1=(summed.statistics.argmax == summed.labels) & mask,
         label_mask=mask,
         aux_loss=auxiliary,
     )

@@ -9,10 +9,12 @@ from smoothce.hf_patch.anatomy import (
     CausalModel,
     check_head,
     class_forward,
+    config_of,
     decoder_of,
     forward_in_slot,
     forward_slot,
     head_name_of,
+    is_wrapped,
     restore_class_forward,
     unwrapped,
 )
@@ -20,7 +22,7 @@ from smoothce.hf_patch.forwards import DecoderHook, ModelForward
 from smoothce.hf_patch.head_forward import HeadForward
 from smoothce.hf_patch.outputs import refuse_summed_router
 from smoothce.hf_patch.proof import CannotRun, prove
-from smoothce.hf_patch.settings import PatchSettings, model_loss, shows_settings
+from smoothce.hf_patch.settings import PatchSettings, loss_settings, shows_settings
 
 
 @shows_settings
@@ -46,9 +48,9 @@ def patch_model(model: nn.Module, **settings: Unpack[PatchSettings]) -> nn.Modul
     to the mean cross-entropy of the next tokens, with at most a scale and a cap between, which are
     read from its configuration. `logit_scale=` and `softcap=` (a number, or None for none) take
     their place where they have another name, and are tried likewise. A model that cannot run when
-    it is patched (on the meta device, or partitioned by ZeRO-3) is tried with its first training
-    batch, on every rank; a warning says so. A scale or cap that is changed later, and a hook on the
-    head that changes logits, raise ValueError in training.
+    it is patched (on the meta device, or partitioned by ZeRO-3) is tried on every rank when its
+    first training batch comes; a warning says so. A scale or cap that is changed later, and a hook
+    on the head that changes logits, raise ValueError in training.
 
     A mixture of experts adds its auxiliary loss as upstream does, where `output_router_logits` is
     on. Patch after resizing embeddings and before `accelerator.prepare` or `deepspeed.initialize`;
@@ -64,29 +66,28 @@ def patch_model(model: nn.Module, **settings: Unpack[PatchSettings]) -> nn.Modul
     head_name = head_name_of(causal)
     head = getattr(causal, head_name)
     check_head(head_name, head)
-    for module, module_name in ((causal, name), (head, head_name)):
-        _refuse_wrapped_forward(module, module_name)
-    if getattr(causal.config, "pretraining_tp", 1) > 1:
-        raise TypeError(
-            f"{name} with pretraining_tp={causal.config.pretraining_tp} is not supported"
-        )
-    loss = model_loss(settings, head.out_features)
-    if getattr(causal.config, "output_router_logits", False):
-        refuse_summed_router(loss.options.reduction)
+    _refuse_wrapped_forward(causal, name, ModelForward.of(causal))
+    _refuse_wrapped_forward(head, head_name, HeadForward.of(head))
+    pretraining_tp = getattr(config_of(causal), "pretraining_tp", 1)
+    if pretraining_tp > 1:
+        raise TypeError(f"{name} with pretraining_tp={pretraining_tp} is not supported")
+    of_loss = loss_settings(settings, head.out_features)
+    if getattr(config_of(causal), "output_router_logits", False):
+        refuse_summed_router(of_loss.options.reduction)
 
-    model_forward = ModelForward(causal, head_name, loss.eval_logits)
+    model_forward = ModelForward(causal, head_name, of_loss.eval_logits)
     try:
-        model_forward.proof = prove(model_forward, loss)
+        model_forward.proof = prove(model_forward, of_loss)
     except CannotRun as reason:
         warnings.warn(
-            f"patch_model tries {name} with its first training batch, not now: {reason}",
+            f"patch_model tries {name} when its first training batch comes, not now: {reason}",
             stacklevel=3,
         )
     else:
-        loss = loss.with_logit_map(model_forward.proof.logit_map)
-    if "_smoothce" in vars(causal):  # only now: a refused call leaves the one before in place
+        of_loss = of_loss.with_logit_map(model_forward.proof.logit_map)
+    if ModelForward.of(causal) is not None:  # only now: a refused call leaves the one before
         unpatch_model(causal)
-    _install(model_forward, HeadForward(head, loss))
+    _install(model_forward, HeadForward(head, of_loss))
     return model
 
 
@@ -94,18 +95,22 @@ def unpatch_model(model: nn.Module) -> nn.Module:
     """Undo `patch_model`. Raises TypeError where the model is not patched or was wrapped since."""
     causal = unwrapped(model)
     name = type(causal).__name__
-    forward = vars(causal).get("_smoothce")
-    if forward is None:
+    model_forward = ModelForward.of(causal)
+    if model_forward is None:
         raise TypeError(f"{name} is not patched")
-    if forward_in_slot(causal) is not forward:
+    if forward_in_slot(causal) is not model_forward or is_wrapped(causal):
         raise TypeError(f"{name}.forward was wrapped after patch_model; remove the wrapper first")
     decoder = decoder_of(causal)
-    hook = decoder.__dict__.pop("_smoothce", None)  # a decoder that was set since has none
-    if hook is not None:
-        hook.remove()
-    for module in (causal, getattr(causal, forward.head_name)):
-        module.__dict__.pop("_smoothce", None)
-        restore_class_forward(module)
+    handle = vars(decoder).get(DecoderHook.HANDLE)
+    if handle is not None:  # None where the decoder was replaced since
+        handle.remove()
+        delattr(decoder, DecoderHook.HANDLE)
+    head = getattr(causal, model_forward.head_name)
+    delattr(causal, ModelForward.ATTRIBUTE)
+    if HeadForward.of(head) is not None:  # None where the head was replaced since
+        delattr(head, HeadForward.ATTRIBUTE)
+    restore_class_forward(causal)
+    restore_class_forward(head)
     return model
 
 
@@ -118,21 +123,26 @@ def _refuse_wrapped(causal: CausalModel) -> None:
         )
 
 
-def _refuse_wrapped_forward(module: CausalModel, name: str) -> None:
-    forward = forward_in_slot(module)
-    if forward not in (class_forward(module), module.__dict__.get("_smoothce")):
-        when = "after" if "_smoothce" in module.__dict__ else "before"
+def _refuse_wrapped_forward(
+    module: nn.Module, name: str, patch: ModelForward | HeadForward | None
+) -> None:
+    is_own = forward_in_slot(module) in (class_forward(module), patch)
+    if not is_own or is_wrapped(module):
+        when = "before" if patch is None else "after"
         raise TypeError(
             f"{name}.forward was wrapped {when} patch_model: call patch_model before the wrapper"
         )
 
 
 def _install(model_forward: ModelForward, head_forward: HeadForward) -> None:
-    """Put the forwards in place; each module keeps its own as `_smoothce`, too."""
+    """Put the forwards in place. Each module also keeps its own under a name of ours, by which it
+    is found inside whatever wraps it later."""
     causal = model_forward.causal
+    setattr(causal, forward_slot(causal), model_forward)
+    setattr(causal, ModelForward.ATTRIBUTE, model_forward)
+    head = head_forward.head
+    setattr(head, forward_slot(head), head_forward)
+    setattr(head, HeadForward.ATTRIBUTE, head_forward)
     decoder = decoder_of(causal)
-    hook = decoder.register_forward_pre_hook(DecoderHook(model_forward))
-    for module, forward in ((causal, model_forward), (head_forward.head, head_forward)):
-        setattr(module, forward_slot(module), forward)
-        module._smoothce = forward
-    decoder._smoothce = hook
+    handle = decoder.register_forward_pre_hook(DecoderHook(model_forward))
+    setattr(decoder, DecoderHook.HANDLE, handle)

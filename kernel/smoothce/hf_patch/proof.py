@@ -1,11 +1,24 @@
 """Whether a model's loss is one that the fused loss can compute: tried, not looked up.
 
-The model runs three times on sixteen tokens, in evaluation mode and without gradients:
+The model runs three times on sixteen tokens, in evaluation mode:
 
-1. with its head's output replaced by a ramp from −200 to 200, which must come out as
-   cap(scale · ramp), and whose loss must be the mean cross-entropy of the next tokens;
-2. unchanged, where the decoder's last_hidden_state must be the head's input bit for bit;
-3. patched, without smoothing, where the loss must be that of the second run.
+- *ramped*, with its head's output replaced by a ramp from −200 to 200;
+- *plain*, unchanged;
+- *patched*, with the loss computed by its head and without smoothing.
+
+Then the following must hold, in this order:
+
+1. the plain run's decoder gives, bit for bit, what its head takes;
+2. the ramped run returns a loss, and logits of the ramp's shape;
+3. no trained parameter outside the decoder and the head has a part in its loss (this run alone
+   has gradients, where there are such parameters);
+4. its logits are cap(scale · ramp), for a scale and a cap that the configuration may mean;
+5. its loss is the mean cross-entropy of the next tokens, beside a mixture's auxiliary loss as the
+   patched run has it;
+6. the patched run's loss is the plain run's.
+
+A model that cannot run is tried once more with plain attention. Gradients are not compared: they
+follow from the loss, which is the same function of the same hidden states.
 
 Logits that agree prove too little. Without the ramp small logits hide a cap, and a model may
 compute another loss from the right logits (an unshifted one, a loss of further heads beside it).
@@ -21,18 +34,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smoothce.hf_patch.anatomy import CausalModel, decoder_of, forward_slot, is_partitioned
+from smoothce.hf_patch.anatomy import (
+    CausalModel,
+    config_of,
+    decoder_of,
+    forward_slot,
+    is_partitioned,
+)
 from smoothce.hf_patch.head_forward import HeadForward
 from smoothce.hf_patch.logit_map import (
     LogitMap,
+    ScaleOrCap,
     candidates,
     fitted,
     ramp_like,
+    read_scales_and_caps,
     scales_and_caps,
-    watched,
 )
 from smoothce.hf_patch.outputs import weighted_auxiliary_loss
-from smoothce.hf_patch.settings import ModelLoss
+from smoothce.hf_patch.settings import LossSettings
 from smoothce.options import Options
 
 ROWS, TOKENS = 2, 8
@@ -43,7 +63,8 @@ SHARDING_LIBRARIES = ("accelerate", "deepspeed", "torch.distributed")
 
 
 class PatchableModel(Protocol):
-    """What is tried of a model: `forwards.ModelForward` is one."""
+    """What is tried of a model. `forwards.ModelForward` is the one there is: it imports this file,
+    so that this file cannot import it."""
 
     causal: CausalModel
     head_name: str
@@ -64,17 +85,17 @@ class Proof:
     """That a model's loss is the fused one, with this map, as long as these stay as they are."""
 
     logit_map: LogitMap
-    watched: tuple[tuple[Any, str, Any], ...]  # of `scales_and_caps`: a holder, a name and a value
+    scales_and_caps: tuple[ScaleOrCap, ...]  # that were there, and that were not
     head_hooks: tuple[Callable[..., Any], ...]
 
     def check_still_true(self, causal: CausalModel, head_name: str) -> None:
         """Raises ValueError where a scale or a cap is another, or a hook changes the logits."""
-        for holder, name, value in self.watched:
-            value_now = getattr(holder, name, None)
-            if value_now is not value and value_now != value:
+        for attribute in self.scales_and_caps:
+            value_now = attribute.value_now()
+            if value_now is not attribute.value and value_now != attribute.value:
                 raise ValueError(
-                    f"{name} was {value} when patch_model tried the model and is {value_now} now: "
-                    "call patch_model again"
+                    f"{attribute.name} was {attribute.value} when patch_model tried the model and "
+                    f"is {value_now} now: call patch_model again"
                 )
         head = getattr(causal, head_name)
         if head._forward_hooks and not torch.compiler.is_compiling():
@@ -104,28 +125,30 @@ class _Run:
     used_behind_head: list[str] = dataclasses.field(default_factory=list)  # parameters
 
 
-def prove(model_forward: PatchableModel, loss: ModelLoss, *, is_training: bool = False) -> Proof:
-    """That the model, patched with this loss, computes upstream's loss where it does not smooth.
+def prove(
+    model_forward: PatchableModel, settings: LossSettings, *, in_forward: bool = False
+) -> Proof:
+    """That the model, patched with these, computes upstream's loss where it does not smooth.
 
-    `is_training`: in the forward of a training step, where ZeRO-3 gathers what a module needs.
+    `in_forward`: called in the model's own forward, where ZeRO-3 gathers what a module needs.
     Restores random states, modes and hooks, and leaves no gradients. Raises ValueError where the
     losses differ, and CannotRun where the model cannot run as it is."""
     causal = model_forward.causal
     head = getattr(causal, model_forward.head_name)
     if any(parameter.is_meta for parameter in causal.parameters()):
         raise CannotRun("its parameters are on the meta device")
-    if is_partitioned(causal) and not is_training:
+    if is_partitioned(causal) and not in_forward:
         raise CannotRun("ZeRO-3 holds a part of each parameter on each rank")
     with _undisturbed(causal):
         try:
-            logit_map = _tried(model_forward, head, loss)
+            logit_map = _tried(model_forward, head, settings)
         except CannotRun:
             with _plain_attention(causal):
-                logit_map = _tried(model_forward, head, loss)
-    return Proof(logit_map, watched(causal), tuple(head._forward_hooks.values()))
+                logit_map = _tried(model_forward, head, settings)
+    return Proof(logit_map, read_scales_and_caps(causal), tuple(head._forward_hooks.values()))
 
 
-def _tried(model_forward: PatchableModel, head: nn.Linear, loss: ModelLoss) -> LogitMap:
+def _tried(model_forward: PatchableModel, head: nn.Linear, settings: LossSettings) -> LogitMap:
     """The three runs, and what must hold of them."""
     inputs = _inputs(model_forward, head)
     try:
@@ -136,7 +159,9 @@ def _tried(model_forward: PatchableModel, head: nn.Linear, loss: ModelLoss) -> L
             f"its forward on {ROWS} × {TOKENS} tokens raises {_described(error)}"
         ) from error
     _check_hidden(model_forward, plain)
-    logit_map = _check_logits(model_forward, loss, ramped)
+    _check_returns(model_forward, ramped)
+    _check_behind_head(model_forward, ramped)
+    logit_map = _find_logit_map(model_forward, settings, ramped)
     patched = _run_patched(model_forward, head, logit_map, inputs)
     _check_loss_of_logits(model_forward, ramped, patched, inputs["labels"])
     _check_patched_loss(model_forward, plain, patched)
@@ -174,9 +199,10 @@ def _undisturbed(causal: CausalModel) -> Iterator[None]:
 
 def _inputs(model_forward: PatchableModel, head: nn.Linear) -> dict[str, Any]:
     """A batch of two rows, with unequal numbers of labels."""
-    embeddings = model_forward.causal.get_input_embeddings()
+    embeddings = _input_embeddings(model_forward.causal)
     entries = min(head.out_features, getattr(embeddings, "num_embeddings", head.out_features))
-    device = next(embeddings.parameters()).device
+    first_parameter = next(embeddings.parameters(), head.weight)
+    device = first_parameter.device
     generator = torch.Generator().manual_seed(0)
     first = min(3, entries - 1)  # the lowest are often padding and the like
     ids = torch.randint(first, entries, (ROWS, TOKENS), generator=generator).to(device)
@@ -192,13 +218,26 @@ def _inputs(model_forward: PatchableModel, head: nn.Linear) -> dict[str, Any]:
     return inputs
 
 
+def _input_embeddings(causal: CausalModel) -> nn.Module:
+    """What tokens go into first; of a model that does not say it, the model as a whole."""
+    find = getattr(causal, "get_input_embeddings", None)
+    embeddings = None
+    if find is not None:
+        with contextlib.suppress(NotImplementedError):  # transformers', where it cannot tell
+            embeddings = find()
+    return causal if embeddings is None else embeddings
+
+
 @contextlib.contextmanager
 def _plain_attention(causal: CausalModel) -> Iterator[None]:
     """Attention that wants what a probe lacks (a GPU, the bounds of packed rows) is not what is
     tried here."""
-    configurations = [causal.config]
-    if hasattr(causal.config, "get_text_config"):
-        configurations.append(causal.config.get_text_config())
+    configurations = []
+    config = config_of(causal)
+    if config is not None:
+        configurations.append(config)
+        if hasattr(config, "get_text_config"):
+            configurations.append(config.get_text_config())
     chosen = [getattr(config, "_attn_implementation", None) for config in configurations]
     try:
         for config in configurations:
@@ -271,7 +310,7 @@ def _run_patched(
 
     On the chunked path, since the Triton kernels would have to be compiled for this."""
     options = Options(logit_scale=logit_map.logit_scale, softcap=logit_map.softcap)
-    with _head_running(head, HeadForward(head, ModelLoss(options, impl="chunked"))):
+    with _head_running(head, HeadForward(head, LossSettings(options, impl="chunked"))):
         try:
             return model_forward.fused(inputs, smoothed=True)
         except Exception as error:
@@ -285,22 +324,21 @@ def _run_patched(
 
 @contextlib.contextmanager
 def _head_running(head: nn.Linear, forward: HeadForward) -> Iterator[None]:
-    slot = forward_slot(head)
-    held = {name: vars(head)[name] for name in (slot, "_smoothce") if name in vars(head)}
+    names = (forward_slot(head), HeadForward.ATTRIBUTE)
+    before = {name: vars(head)[name] for name in names if name in vars(head)}
     try:
-        setattr(head, slot, forward)
-        head._smoothce = forward  # type: ignore[assignment]
+        for name in names:
+            setattr(head, name, forward)
         yield
     finally:
-        for name in (slot, "_smoothce"):
-            head.__dict__.pop(name, None)
-        head.__dict__.update(held)
+        for name in names:
+            delattr(head, name)
+            if name in before:
+                setattr(head, name, before[name])
 
 
-def _check_logits(model_forward: PatchableModel, loss: ModelLoss, run: _Run) -> LogitMap:
-    """The map that the model applies to the ramp."""
-    given = LogitMap(loss.options.logit_scale, loss.options.softcap)
-    maps = candidates(scales_and_caps(model_forward.causal), given, loss.given_logit_map)
+def _check_returns(model_forward: PatchableModel, run: _Run) -> None:
+    """The forward returns a loss, and logits as many as its head made."""
     name = model_forward.head_name
     if run.ramp is None or run.logits is None or run.loss is None:
         raise _refusal(
@@ -316,6 +354,10 @@ def _check_logits(model_forward: PatchableModel, loss: ModelLoss, run: _Run) -> 
             None,
             "train it with its own loss",
         )
+
+
+def _check_behind_head(model_forward: PatchableModel, run: _Run) -> None:
+    """No parameter is trained whose gradient a patched model would not make."""
     if run.used_behind_head:
         raise _refusal(
             model_forward,
@@ -324,6 +366,16 @@ def _check_logits(model_forward: PatchableModel, loss: ModelLoss, run: _Run) -> 
             None,
             "train it with its own loss, or without a gradient of this",
         )
+
+
+def _find_logit_map(model_forward: PatchableModel, settings: LossSettings, run: _Run) -> LogitMap:
+    """The map that the model applies to the ramp, of those that its configuration may mean.
+
+    Raises ValueError where it is none of them, with the one that it seems to be."""
+    assert run.ramp is not None  # _check_returns has seen it
+    given = LogitMap(settings.options.logit_scale, settings.options.softcap)
+    numbers = scales_and_caps(model_forward.causal)
+    maps = candidates(numbers, given, settings.given_logit_map)
     precision = max(TOLERANCE, 4 * torch.finfo(run.logits.dtype).eps)
     differences = {}
     for logit_map in maps:
@@ -341,7 +393,7 @@ def _check_logits(model_forward: PatchableModel, loss: ModelLoss, run: _Run) -> 
         advice = "no scale and cap describe it: train it with its own loss"
     raise _refusal(
         model_forward,
-        f"{nearest} do not turn {name}'s output into its logits",
+        f"{nearest} do not turn {model_forward.head_name}'s output into its logits",
         differences[nearest],
         advice,
     )

@@ -56,28 +56,30 @@ class PatchSettings(TypedDict, total=False):
 
 
 @dataclass(frozen=True, eq=False)
-class ModelLoss:
-    """What a patched model computes as its loss; its head holds one."""
+class LossSettings:
+    """How a patched model computes its loss; its head's forward holds them."""
 
     options: Options = field(default_factory=Options)
     smoothing_target: Tensor | None = None  # (V,)
     impl: str = "auto"
-    loss: LossFunction | None = None
+    given_loss: LossFunction | None = None  # the keyword `loss`
     eval_logits: bool = True
     given_logit_map: frozenset[str] = frozenset()  # which of LOGIT_MAP_KEYWORDS the caller gave
 
     def keywords(self) -> PatchSettings:
-        """The keywords that give this loss again."""
+        """The keywords that give these settings again."""
         keywords: dict[str, Any] = {
-            name: getattr(self, name) for name in ("smoothing_target", "impl", "loss")
+            "smoothing_target": self.smoothing_target,
+            "impl": self.impl,
+            "loss": self.given_loss,
+            "eval_logits": self.eval_logits,
         }
-        keywords["eval_logits"] = self.eval_logits
         for name in OPTION_NAMES:
             if name not in LOGIT_MAP_KEYWORDS or name in self.given_logit_map:
                 keywords[name] = getattr(self.options, name)
         return PatchSettings(**keywords)  # type: ignore[typeddict-item]
 
-    def with_logit_map(self, logit_map: LogitMap) -> "ModelLoss":
+    def with_logit_map(self, logit_map: LogitMap) -> "LossSettings":
         options = replace(
             self.options, logit_scale=logit_map.logit_scale, softcap=logit_map.softcap
         )
@@ -85,7 +87,7 @@ class ModelLoss:
 
     def smooths(self) -> bool:
         """Whether training without this loss would be training on another one."""
-        return bool(self.options.label_smoothing or self.options.z_loss or self.loss)
+        return bool(self.options.label_smoothing or self.options.z_loss or self.given_loss)
 
 
 OPTION_NAMES = tuple(
@@ -94,39 +96,40 @@ OPTION_NAMES = tuple(
 _OTHER_NAMES = ("smoothing_target", "impl", "loss", "eval_logits")
 
 
-def model_loss(settings: PatchSettings, vocabulary: int) -> ModelLoss:
-    """The loss that the keywords describe, for a head of so many entries.
+def loss_settings(keywords: PatchSettings, vocabulary: int) -> LossSettings:
+    """The settings that the keywords describe, for a head of so many entries.
 
     Raises TypeError for an unknown keyword, and ValueError for a value out of range."""
-    unknown = sorted(set(settings) - {*OPTION_NAMES, *_OTHER_NAMES})
+    unknown = sorted(set(keywords) - {*OPTION_NAMES, *_OTHER_NAMES})
     if unknown:
         raise TypeError(f"patch_model has no setting {', '.join(unknown)}")
     options: dict[str, Any] = {}
     others: dict[str, Any] = {}
-    for name, value in settings.items():
+    for name, value in keywords.items():
         if name in OPTION_NAMES:
             options[name] = value
         else:
             others[name] = value
-    loss = ModelLoss(
+    settings = LossSettings(
         options=Options(**options),
-        given_logit_map=frozenset(set(settings).intersection(LOGIT_MAP_KEYWORDS)),
+        given_loss=others.pop("loss", None),
+        given_logit_map=frozenset(set(keywords).intersection(LOGIT_MAP_KEYWORDS)),
         **others,
     )
-    if loss.options.reduction not in ("mean", "sum"):
+    if settings.options.reduction not in ("mean", "sum"):
         raise ValueError(
-            f"reduction must be mean or sum for a model, not {loss.options.reduction!r}"
+            f"reduction must be mean or sum for a model, not {settings.options.reduction!r}"
         )
-    check_impl(loss.impl)
-    if loss.smoothing_target is not None:
-        check_tensors(smoothing_target=loss.smoothing_target)
-        check_target(loss.smoothing_target.cpu(), vocabulary)  # raises here, not on the device
-    return loss
+    check_impl(settings.impl)
+    if settings.smoothing_target is not None:
+        check_tensors(smoothing_target=settings.smoothing_target)
+        check_target(settings.smoothing_target.cpu(), vocabulary)  # raises here, not on the device
+    return settings
 
 
 def shows_settings(function: AnyFunction) -> AnyFunction:
     """Lets `help()` and notebooks show the keywords that `**settings` stands for."""
-    defaults = {**vars(ModelLoss()), **vars(Options())}
+    defaults = {**LossSettings().keywords(), **vars(Options())}
     signature = inspect.signature(function)
     parameters = [
         parameter

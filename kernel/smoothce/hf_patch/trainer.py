@@ -1,11 +1,12 @@
 """`patch_trainer`: the loss in Hugging Face's Trainer and TRL's SFTTrainer."""
 
+import inspect
 from typing import Any, TypeVar
 
 from typing_extensions import Unpack
 
 from smoothce.hf_patch.anatomy import CausalModel, unwrapped
-from smoothce.hf_patch.forwards import TRL, replaced_by
+from smoothce.hf_patch.forwards import ModelForward, is_trls
 from smoothce.hf_patch.patching import patch_model
 from smoothce.hf_patch.settings import PatchSettings, shows_settings
 
@@ -32,23 +33,26 @@ def patch_trainer(trainer: AnyTrainer, **settings: Unpack[PatchSettings]) -> Any
     causal = unwrapped(trainer_.model)
     settings = _combined(causal, trainer_.args.label_smoothing_factor, settings)
     _refuse_other_losses(trainer_, settings)
-    forward = vars(causal).get("forward")
-    if replaced_by(forward) == TRL:
+    outermost = getattr(vars(causal).get("forward"), "__func__", None)
+    if outermost is not None and is_trls(outermost):
         if settings.get("reduction", "mean") != "mean":
             raise ValueError(f"reduction must be 'mean', TRL's, not {settings['reduction']!r}")
-        del causal.forward  # which computes a loss of its own
-        if "_smoothce" in vars(causal):
-            causal.forward = causal._smoothce
+        # TRL's, which computes a loss of its own, gives way to what it is around: the class's, an
+        # earlier patch, or accelerate's wrapper of one of them.
+        causal.forward = inspect.getclosurevars(outermost).nonlocals["original_forward"]
     patch_model(trainer_.model, **settings)
     trainer_.label_smoother = None
     return trainer
 
 
 def _combined(causal: CausalModel, factor: float, settings: PatchSettings) -> PatchSettings:
-    """The settings, then those of an earlier `patch_model`, then the trainer's factor."""
+    """Each setting from the first that has it: this call, then an earlier `patch_model`.
+
+    β may also be the trainer's factor, where neither gives one or the earlier one is 0."""
     earlier = PatchSettings(label_smoothing=0.0)
-    if "_smoothce" in vars(causal):
-        earlier = causal._smoothce.head_forward.loss.keywords()
+    model_forward = ModelForward.of(causal)
+    if model_forward is not None:
+        earlier = model_forward.head_forward.settings.keywords()
     if not earlier["label_smoothing"]:
         earlier["label_smoothing"] = factor
     combined: PatchSettings = {**earlier, **settings}
@@ -77,7 +81,7 @@ def _refuse_other_losses(trainer: Any, settings: PatchSettings) -> None:
 
 
 def refuse_arguments(args: Any) -> None:
-    """Raises ValueError for `TrainingArguments` with which β would be ignored."""
+    """Raises ValueError for `TrainingArguments` that would train the model without its patch."""
     if args.n_gpu > 1:
         raise ValueError(
             f"the trainer has {args.n_gpu} GPUs in one process, by DataParallel, whose "

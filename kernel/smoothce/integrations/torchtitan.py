@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper
 from torchtitan.config import CompileConfig
 
-from smoothce.hf_patch.head_forward import HeadForward
-from smoothce.hf_patch.settings import ModelLoss
+from smoothce.hf_patch.head_forward import HeadForward, divided
+from smoothce.hf_patch.settings import LossSettings
 from smoothce.options import Options
 
 
@@ -51,8 +51,8 @@ class SmoothedLoss(ChunkedLossWrapper):
     def set_lm_head(self, lm_head: nn.Module) -> None:
         """The head, whose own forward computes the loss, so that FSDP2 gathers its weight."""
         super().set_lm_head(lm_head)
-        # torchtitan types its head as a Module; what HeadForward needs of it is a weight.
-        lm_head.forward = HeadForward(lm_head, ModelLoss(self.options))  # type: ignore[arg-type]
+        # torchtitan types its head as a Module; it is a Linear, or has its weight and bias.
+        lm_head.forward = HeadForward(lm_head, LossSettings(self.options))  # type: ignore[arg-type]
 
     def __call__(
         self,
@@ -64,5 +64,5 @@ class SmoothedLoss(ChunkedLossWrapper):
         assert self.lm_head is not None, "set_lm_head has not been called"
         loss = self.lm_head(pred, labels=labels, smoothed=pred.requires_grad)
         if global_valid_tokens is not None:
-            loss = loss / global_valid_tokens
+            loss = divided(loss, global_valid_tokens)
         return loss, {}

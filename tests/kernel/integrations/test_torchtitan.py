@@ -56,6 +56,14 @@ def hooked(model):
     return loss
 
 
+def test_an_update_without_tokens_is_zero():
+    model = tiny()
+    ids, labels = data(model)
+    hidden_of = hooked(model)
+    loss, _ = hidden_of(model(ids), labels.fill_(-100), torch.tensor(0))
+    assert loss == 0
+
+
 def test_loss_and_gradients():
     model = tiny()
     ids, labels = data(model)
