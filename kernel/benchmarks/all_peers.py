@@ -6,13 +6,14 @@
 Methods are this package's three modes, PyTorch's, and the other libraries' in `peers.py`. Each gets
 a row at each shape: times of forward and backward together and of the forward alone, memory beyond
 inputs and gradients, the gradients' error against fp32 ones, whether equal inputs gave equal bits
-twice, and what it lacks. One that knows no smoothing is timed at β = 0. One that cannot be
-imported, or fails, has the reason in its row.
+twice, and what it lacks. One that knows no smoothing, or none in chunks, is timed at β = 0. One
+that cannot be imported, or fails, has the reason in its row.
 
 Inputs, clocks and errors are those of `python -m smoothce.bench` (smoothce/bench/measure.py). Each
-shape has a process of its own, so that a method that breaks the GPU's context, crashes or hangs
-costs its own row only. Lines are appended to --out as figures are made, and of several lines for a
-shape and a method the last one counts. The table is printed at the end.
+shape has a process of its own, and a method that breaks the GPU's context, crashes or hangs costs
+its own row only: the others are measured again without it. Lines are appended to --out as figures
+are made, and of several lines for a shape and a method the last one counts. The table is printed at
+the end.
 
 Libraries need not be installed into the environment. Where they are installed with
 `pip install --target DIR --no-deps`, put DIR on PYTHONPATH. QuACK and Liger's CuTe DSL also take
@@ -26,7 +27,6 @@ QuACK takes cuda-bindings, apache-tvm-ffi, torch-c-dlpack-ext and einops besides
 import argparse
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -41,7 +41,9 @@ from typing import Literal
 import peers
 import torch
 import triton
+from torch import Tensor
 
+from smoothce.bench.__main__ import MODELS
 from smoothce.bench.measure import (
     ClassifierShape,
     Measurement,
@@ -53,104 +55,93 @@ from smoothce.bench.measure import (
     true_gradients,
 )
 from smoothce.bench.methods import Loss, Method, dense, matrix_products, ours
+from smoothce.bench.table import MISSING, describe_hardware, markdown_table, number
 
 CONTEXT = 2.0  # of the inputs, as in real models
 SHARE_TO_BEGIN = 2 / 3  # of the time limit, after which no further method is begun
 BROKEN_DEVICE = 3  # exit code of a shape's process whose GPU has become unusable
-PRODUCTS = "products"  # the method that is the unit of the last column of times
+BOUND = "bound"  # the method whose time is the unit of the column "× bound"
 
 
 @dataclass(frozen=True)
 class Shape:
     """A classifier, tokens, and the cap of the logits."""
 
-    vocabulary: int
-    features: int
+    classifier: ClassifierShape
     tokens: int = 8192
     softcap: float | None = None
 
 
+TINY = ClassifierShape("tiny", 640, 32)
 SHAPES = {
-    "gemma2-2b": Shape(256000, 2304),
-    "gemma2-2b-softcap": Shape(256000, 2304, softcap=30.0),
-    "llama3-8b": Shape(128256, 4096),
-    "qwen2.5-1.5b": Shape(151936, 1536),
-    "mistral-7b": Shape(32768, 4096),
-    "trl": Shape(151936, 4096),  # at which TRL publishes its own figures
+    "gemma2-2b": Shape(MODELS["gemma2-2b"]),
+    "gemma2-2b-softcap": Shape(MODELS["gemma2-2b"], softcap=30.0),
+    "llama3-8b": Shape(MODELS["llama3-8b"]),
+    "qwen2.5-1.5b": Shape(MODELS["qwen2.5-1.5b"]),
+    "mistral-7b": Shape(MODELS["mistral-7b"]),
+    # At this one TRL publishes its own figures.
+    "trl": Shape(ClassifierShape("trl", 151936, 4096)),
 }
 TINY_SHAPES = {
-    "tiny": Shape(640, 32, tokens=64),
-    "tiny-softcap": Shape(640, 32, tokens=64, softcap=30.0),
+    "tiny": Shape(TINY, tokens=64),
+    "tiny-softcap": Shape(TINY, tokens=64, softcap=30.0),
 }
-
-Feature = Literal["smoothing", "softcap", "bias"]
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A method and what is known of it beforehand."""
+    """A loss, and what is known of it beforehand. Its `Method` has the version in its name."""
 
     name: str
     loss: Loss
-    lacks: tuple[Feature, ...] = ()
-    distribution: str | None = None  # the package whose version is printed
+    package: str | None = None  # whose version is printed, by the name that pip knows
+
+    @property
+    def lacks(self) -> tuple[peers.Feature, ...]:
+        return peers.features_lacking_of(self.loss)
 
 
 CONTENDERS = {
-    PRODUCTS: Contender("*the three products alone*", matrix_products),
+    BOUND: Contender("*the products alone (bound)*", matrix_products),
     "ours": Contender("**ours**", ours()),
     "ours-low-memory": Contender("ours, `workspace=0`", ours(workspace=0)),
     "ours-filtered": Contender("ours, filtered", ours(filter_eps="auto")),
     "torch": Contender("torch, F.cross_entropy", dense),
     "torch-compile": Contender("torch.compile", torch.compile(dense, dynamic=False)),
-    "torch-linear": Contender(
-        "torch, F.linear_cross_entropy",
-        peers.torch_linear_cross_entropy,
-        lacks=("smoothing", "softcap"),
-    ),
-    "quack": Contender(
-        "QuACK, scaled-exp",
-        peers.quack,
-        lacks=("smoothing", "softcap", "bias"),
-        distribution="quack-kernels",
-    ),
-    "liger": Contender("Liger", peers.liger, distribution="liger_kernel"),
-    "liger-cute": Contender(
-        "Liger, CuTe cross-entropy", peers.liger_cute, distribution="liger_kernel"
-    ),
-    "liger-cute-sm90": Contender(
-        "Liger, CuTe for SM90",
-        peers.liger_cute_sm90,
-        lacks=("smoothing", "softcap", "bias"),
-        distribution="liger_kernel",
-    ),
-    "trl": Contender("TRL, chunked", peers.trl, lacks=("smoothing",), distribution="trl"),
-    "cut": Contender(
-        "cut-cross-entropy",
-        peers.cut,
-        lacks=("smoothing", "bias"),
-        distribution="cut-cross-entropy",
-    ),
-    "paper": Contender(
-        "paper's algorithm, our untuned rewrite", peers.paper_rewrite, lacks=("softcap", "bias")
-    ),
+    "torch-linear": Contender("torch, F.linear_cross_entropy", peers.torch_linear_cross_entropy),
+    "quack": Contender("QuACK, scaled-exp", peers.quack, "quack-kernels"),
+    "liger": Contender("Liger", peers.liger, "liger_kernel"),
+    "liger-cute": Contender("Liger, CuTe cross-entropy", peers.liger_cute, "liger_kernel"),
+    "liger-cute-sm90": Contender("Liger, CuTe for SM90", peers.liger_cute_sm90, "liger_kernel"),
+    "trl": Contender("TRL, chunked", peers.trl, "trl"),
+    "cut": Contender("cut-cross-entropy", peers.cut, "cut-cross-entropy"),
+    "paper": Contender("paper's algorithm, our untuned rewrite", peers.paper_rewrite),
     # Last, since it changes torch when it is imported.
-    "unsloth": Contender("Unsloth", peers.unsloth, distribution="unsloth_zoo"),
+    "unsloth": Contender("Unsloth", peers.unsloth, "unsloth_zoo"),
 }
 
-State = Literal["started", "measured", "timed", "failed"]
+# How far a method has come at a shape, as its last line of the output says. The shape's process
+# writes these lines, and the process that started it reads them once the other has ended, for
+# whatever reason:
+#   "started"   its first call has begun, which may compile;
+#   "measured"  its error and memory are known, and it waits for its next turn to be timed;
+#   "timing"    a turn of it has begun;
+#   "timed"     all its times are known; nothing follows;
+#   "failed"    the row says why; nothing follows.
+# One method runs at a time. Where the process ended before its end, the method of its last line ran
+# if that line is "started" or "timing".
+State = Literal["started", "measured", "timing", "timed", "failed"]
+RUNNING: tuple[State, ...] = ("started", "timing")
+FINISHED: tuple[State, ...] = ("timed", "failed")
 
 
 class PeerRow(Row, total=False):
-    """A line of the output: the figures of a method at a shape as far as they are known.
-
-    `state` says how far that is: its first call was "started"; error and memory are "measured"; it
-    is "timed" at last, or has "failed"."""
+    """A line of the output: the figures of a method at a shape as far as they are known."""
 
     state: State
     shape: str
     contender: str
-    lacks: list[Feature]
+    lacks: list[peers.Feature]
     same_bits: bool  # whether two backwards on equal inputs gave equal gradients
     hardware: str
     versions: str
@@ -187,7 +178,7 @@ def parse(words: list[str] | None = None) -> Arguments:
         nargs="+",
         choices=CONTENDERS,
         metavar="METHOD",
-        help=f"of {', '.join(CONTENDERS)} (all); the products are always measured",
+        help=f"of {', '.join(CONTENDERS)} (all); the bound is always measured",
     )
     parser.add_argument("--label-smoothing", type=float, default=0.1, metavar="β", help="(0.1)")
     parser.add_argument("--repeats", type=int, default=3, help="samples behind each median (3)")
@@ -213,7 +204,7 @@ def parse(words: list[str] | None = None) -> Arguments:
         shapes = list(TINY_SHAPES) if args.tiny else list(SHAPES)
     methods = list(CONTENDERS)
     if args.methods is not None:
-        methods = [key for key in CONTENDERS if key in args.methods or key == PRODUCTS]
+        methods = [key for key in CONTENDERS if key in args.methods or key == BOUND]
     return Arguments(
         shapes=shapes,
         methods=methods,
@@ -235,15 +226,16 @@ class Recorder:
     def __init__(self, shape: str, out: Path) -> None:
         self.shape = shape
         self.out = out
-        self.hardware = f"{platform.machine()} CPU"
-        if torch.cuda.is_available():
-            self.hardware = torch.cuda.get_device_name()
+        self.hardware = describe_hardware("cuda" if torch.cuda.is_available() else "cpu")
         self.versions = f"torch {torch.__version__}, triton {triton.__version__}"
 
-    def record(self, contender: str, row: Row, state: State, same_bits: bool | None = None) -> None:
+    def record(
+        self, contender: str, row: Row, reached: State, same_bits: bool | None = None
+    ) -> None:
+        """Write how far a method has come; with a reason in its row it has failed, how far ever."""
         line: PeerRow = {
             **row,
-            "state": "failed" if "failed" in row else state,
+            "state": "failed" if "failed" in row else reached,
             "shape": self.shape,
             "contender": contender,
             "lacks": list(CONTENDERS[contender].lacks),
@@ -261,7 +253,7 @@ def measure_shape(shape_name: str, args: Arguments) -> int:
     shape = {**SHAPES, **TINY_SHAPES}[shape_name]
     recorder = Recorder(shape_name, args.out)
     problem = make_problem(
-        ClassifierShape(shape_name, shape.vocabulary, shape.features),
+        shape.classifier._replace(name=shape_name),
         tokens=shape.tokens,
         context=CONTEXT,
         masked=0.0,
@@ -271,9 +263,11 @@ def measure_shape(shape_name: str, args: Arguments) -> int:
     measurements = {
         key: make_measurement(key, problem, args.label_smoothing) for key in args.methods
     }
-    betas = {measurement.beta for measurement in measurements.values()}
     # Before any library is imported that might change how torch computes.
-    truth = {beta: true_gradients(problem, beta) for beta in betas}
+    truths: dict[float | None, dict[str, Tensor] | None] = {None: None}
+    for measurement in measurements.values():
+        if measurement.beta is not None and measurement.beta not in truths:
+            truths[measurement.beta] = true_gradients(problem, measurement.beta)
     same_bits: dict[str, bool | None] = {}
     for key, measurement in measurements.items():
         if problem.softcap is not None and "softcap" in CONTENDERS[key].lacks:
@@ -285,34 +279,46 @@ def measure_shape(shape_name: str, args: Arguments) -> int:
             recorder.record(key, measurement.row, "failed")
             continue
         recorder.record(key, measurement.row, "started")
+        # `attempt` catches what a method raises. What still comes here is CUDA failing in `clear`
+        # or `check_device`: its context is lost, and this process can measure nothing more.
         works = True
         try:
-            measure_error_and_memory(measurement, truth[measurement.beta])
+            measure_error_and_memory(measurement, truths[measurement.beta])
             same_bits[key] = compare_bits(measurement)
             measurement.attempt(measurement.forward)  # which compiles kernels of its own
             check_device()
-        except Exception:  # outside of what the measurement catches: nothing works any more
+        except Exception:
             works = False
             measurement.row.setdefault("failed", "it left the GPU unusable")
         recorder.record(key, measurement.row, "measured", same_bits.get(key))
         if not works:
             return BROKEN_DEVICE
-    del truth
-    to_time = [m for m in measurements.values() if not m.failed]
-    measure_times(problem, to_time, args.repeats, args.seconds)
-    for key, measurement in measurements.items():
+    del truths
+    to_time = {key: m for key, m in measurements.items() if not m.failed}
+    key_of = {id(measurement): key for key, measurement in to_time.items()}
+
+    def record_turn(measurement: Measurement) -> None:
+        key = key_of[id(measurement)]
+        recorder.record(key, measurement.row, "timing", same_bits.get(key))
+
+    measure_times(problem, list(to_time.values()), args.repeats, args.seconds, record_turn)
+    for key, measurement in to_time.items():
         recorder.record(key, measurement.row, "timed", same_bits.get(key))
     return 0
 
 
 def make_measurement(key: str, problem: Problem, label_smoothing: float) -> Measurement:
     contender = CONTENDERS[key]
-    beta = 0.0 if "smoothing" in contender.lacks else label_smoothing
+    beta: float | None = label_smoothing
+    if key == BOUND:
+        beta = None
+    elif {"smoothing", "smoothing in chunks"}.intersection(contender.lacks):
+        beta = 0.0
     name = contender.name
-    if contender.distribution is not None:
+    if contender.package is not None:
         with suppress(metadata.PackageNotFoundError):  # then its import says so
-            name += f" {metadata.version(contender.distribution)}"
-    method = Method(name, contender.loss, is_bound=key == PRODUCTS)
+            name += f" {metadata.version(contender.package)}"
+    method = Method(name, contender.loss, is_bound=key == BOUND)
     return Measurement(problem, method, beta)
 
 
@@ -348,7 +354,9 @@ def append_line(out: Path, line: PeerRow) -> None:
 
 
 def read_lines(out: Path, start: int) -> dict[tuple[str, str], PeerRow]:
-    """The last line of each shape and method, of those from byte `start` on."""
+    """The last line of each shape and method, of those from byte `start` on.
+
+    They are in the order in which they were written, so that the last one is the latest."""
     latest: dict[tuple[str, str], PeerRow] = {}
     if not out.exists():
         return latest
@@ -356,7 +364,9 @@ def read_lines(out: Path, start: int) -> dict[tuple[str, str], PeerRow]:
         file.seek(start)
         for text in file:
             row = json.loads(text)
-            latest[row["shape"], row["contender"]] = row
+            key = (row["shape"], row["contender"])
+            latest.pop(key, None)
+            latest[key] = row
     return latest
 
 
@@ -392,25 +402,31 @@ def measure_shape_apart(
 ) -> None:
     """Measure a shape, and where a method ends the process measure the others again without it.
 
-    Afterwards every method has a last line that is "timed" or "failed"."""
+    Afterwards every method has a last line that is "timed" or "failed". Each further process has a
+    method less, so that there is an end."""
     start = args.out.stat().st_size if args.out.exists() else 0
     left = args.methods
     while left:
         ended = run(shape, left, args)
-        rows = read_lines(args.out, start)
-        unfinished = []
-        for key in left:
-            row = rows.get((shape, key), unmeasured_row(shape, key))
-            if row.get("state") == "started":  # this is the method that ended it
-                append_line(args.out, {**row, "state": "failed", "failed": str(ended)})
-            elif row.get("state") not in ("timed", "failed"):
-                unfinished.append(key)
-        if len(unfinished) == len(left):  # then it would end the same way again
-            for key in unfinished:
-                row = rows.get((shape, key), unmeasured_row(shape, key))
-                append_line(args.out, {**row, "state": "failed", "failed": str(ended)})
+        rows = [
+            row for (of_shape, _), row in read_lines(args.out, start).items() if of_shape == shape
+        ]
+        finished = {row["contender"] for row in rows if row["state"] in FINISHED}
+        unfinished = [key for key in left if key not in finished]
+        if not unfinished:
             return
-        left = unfinished
+        latest = rows[-1] if rows else None
+        if latest is not None and latest["state"] in RUNNING:  # it ran when the process ended
+            culprits = [latest["contender"]]
+        elif len(unfinished) == len(left):  # nobody is to blame, and it would end so again
+            culprits = unfinished
+        else:  # the method that broke the GPU has said so itself
+            culprits = []
+        row_of = {row["contender"]: row for row in rows}
+        for key in culprits:
+            row = row_of.get(key, unmeasured_row(shape, key))
+            append_line(args.out, {**row, "state": "failed", "failed": str(ended)})
+        left = [key for key in unfinished if key not in culprits]
 
 
 def unmeasured_row(shape: str, contender: str) -> PeerRow:
@@ -429,7 +445,7 @@ HEAD = (
     "method",
     "β",
     "forward + backward ms",
-    "× three products",
+    "× bound",
     "forward ms",
     "MB",
     "dE / dC error",
@@ -441,45 +457,39 @@ HEAD = (
 def format_table(shape_name: str, rows: list[PeerRow]) -> str:
     """A Markdown table of one shape."""
     shape = {**SHAPES, **TINY_SHAPES}[shape_name]
-    title = f"{shape_name}: N = {shape.tokens}, V = {shape.vocabulary}, D = {shape.features}"
+    classifier = shape.classifier
+    title = f"{shape_name}: N = {shape.tokens}, V = {classifier.vocabulary}"
+    title += f", D = {classifier.features}"
     title += f", softcap {shape.softcap:g}" if shape.softcap else ", no softcap"
-    products_ms = None
+    bound_ms = None
     for row in rows:
-        if row["contender"] == PRODUCTS:
-            products_ms = row.get("both_ms")
-    lines = [f"\n### {title}\n", f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
-    lines += [format_row(row, products_ms) for row in rows]
-    return "\n".join(lines)
+        if row["contender"] == BOUND:
+            bound_ms = row.get("both_ms")
+    return markdown_table(title, list(HEAD), [cells_of(row, bound_ms) for row in rows])
 
 
-def format_row(row: PeerRow, products_ms: float | None) -> str:
+def cells_of(row: PeerRow, bound_ms: float | None) -> list[str]:
     both_ms = row.get("both_ms")
     ratio = None
-    if both_ms is not None and products_ms is not None:
-        ratio = both_ms / products_ms
-    errors = "–"
+    if both_ms is not None and bound_ms is not None:
+        ratio = both_ms / bound_ms
+    errors = MISSING
     if "error_hidden" in row and "error_weight" in row:
         errors = f"{row['error_hidden']:.1e} / {row['error_weight']:.1e}"
-    same_bits = "–"
+    same_bits = MISSING
     if "same_bits" in row:
         same_bits = "yes" if row["same_bits"] else "no"
-    beta = None if row["contender"] == PRODUCTS else row.get("beta")
-    cells = [
+    return [
         row["method"],
-        number(beta, "g"),
-        row.get("failed", number(both_ms, ".1f")).replace("|", "/"),
+        number(row.get("beta"), "g"),
+        row.get("failed", number(both_ms, ".1f")),
         number(ratio, ".2f"),
         number(row.get("forward_ms"), ".1f"),
         number(row.get("extra_mb"), ",.0f"),
         errors,
         same_bits,
-        ", ".join(row["lacks"]) or "–",
+        ", ".join(row["lacks"]) or MISSING,
     ]
-    return f"| {' | '.join(cells)} |"
-
-
-def number(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
 
 
 def main(words: list[str] | None = None) -> int:

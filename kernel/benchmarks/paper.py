@@ -60,13 +60,15 @@ def release(lock):
 @triton.jit
 def paper_forward_kernel(
     hidden, weight, labels,  # (N, D), (V, D), (N,)
-    lse, linear,  # (N,) written: log-sum-exps, and what the loss takes from them
+    lse, label_terms,  # (N,) written: log-sum-exps, and the Σ q z that the loss takes from them
     mean_logit,  # (V,) written
     locks,  # one for each block of rows
     N, V, D, smoothing,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """One tile: its log-sum-exp, target logit and Σ z join those of its tokens under a lock."""
+    """One tile: its log-sum-exp and Σ q z join those of its tokens under a lock.
+
+    q is the smoothed label: β/V for each entry, and 1 − β more for the token's own."""
     n_row_blocks = tl.cdiv(N, ROWS)
     row_block = tl.program_id(0) % n_row_blocks
     entry_block = tl.program_id(0) // n_row_blocks
@@ -76,26 +78,27 @@ def paper_forward_kernel(
     is_entry = (entries < V)[None, :]
     is_row = rows < N
     y = tl.load(labels + rows, mask=is_row, other=-1)
-    share = tl.where(y[:, None] == entries[None, :], 1.0 - smoothing, 0.0) + smoothing / V
-    part_linear = tl.sum(tl.where(is_entry, z * share, 0.0), 1)
+    q = tl.where(y[:, None] == entries[None, :], 1.0 - smoothing, 0.0) + smoothing / V
+    part_label_term = tl.sum(tl.where(is_entry, z * q, 0.0), 1)
     column_mean = tl.sum(tl.where(is_row[:, None], z, 0.0), 0) / N
     tl.atomic_add(mean_logit + entries, column_mean, mask=entries < V)
     z = tl.where(is_entry, z, -float("inf"))
-    top = tl.max(z, 1)
-    part_lse = top + tl.log(tl.sum(tl.exp(z - top[:, None]), 1))
+    largest = tl.max(z, 1)
+    part_lse = largest + tl.log(tl.sum(tl.exp(z - largest[:, None]), 1))
     acquire(locks + row_block)
     old_lse = tl.load(lse + rows, mask=is_row, other=0.0)
+    # It is −∞ before a token's first tile. part_lse is finite, so that no ∞ − ∞ comes of it.
     high = tl.maximum(old_lse, part_lse)
     new_lse = high + tl.log(tl.exp(old_lse - high) + tl.exp(part_lse - high))
     tl.store(lse + rows, new_lse, mask=is_row)
-    old_linear = tl.load(linear + rows, mask=is_row, other=0.0)
-    tl.store(linear + rows, old_linear + part_linear, mask=is_row)
+    old_label_term = tl.load(label_terms + rows, mask=is_row, other=0.0)
+    tl.store(label_terms + rows, old_label_term + part_label_term, mask=is_row)
     release(locks + row_block)
 
 
 @triton.jit
 def paper_backward_kernel(
-    hidden, weight, labels, lse, upstream,  # (N, D), (V, D), (N,) each
+    hidden, weight, labels, lse, d_losses,  # (N, D), (V, D), (N,) each
     order,  # (V,) in which entries are gathered into tiles
     d_hidden, d_weight,  # (N, D), (V, D) written
     locks,  # one for each block of rows, then one for each block of entries
@@ -115,12 +118,16 @@ def paper_backward_kernel(
     z = logits_tile(hidden, weight, rows, entries, N, V, D, ROWS, WIDTH, DEPTH)
     is_row = rows < N
     y = tl.load(labels + rows, mask=is_row, other=-1)
-    s = tl.exp(z - tl.load(lse + rows, mask=is_row, other=0.0)[:, None]) - smoothing / V
-    s = tl.where(y[:, None] == entries[None, :], s - (1.0 - smoothing), s)
-    g = tl.load(upstream + rows, mask=is_row, other=0.0)
-    s = tl.where((is_row & (g != 0.0))[:, None] & (entries < V)[None, :], s, 0.0)
-    if tl.max(tl.max(tl.abs(s), 1), 0) >= eps:
-        scaled = (s * g[:, None]).to(hidden.dtype.element_ty)
+    # p − q: a token's dlogits before they are multiplied by the gradient of its loss. The filter
+    # looks at these, as the paper's does, and not at the product.
+    p_minus_q = tl.exp(z - tl.load(lse + rows, mask=is_row, other=0.0)[:, None]) - smoothing / V
+    is_label = y[:, None] == entries[None, :]
+    p_minus_q = tl.where(is_label, p_minus_q - (1.0 - smoothing), p_minus_q)
+    d_loss = tl.load(d_losses + rows, mask=is_row, other=0.0)
+    counts = (is_row & (d_loss != 0.0))[:, None] & (entries < V)[None, :]
+    p_minus_q = tl.where(counts, p_minus_q, 0.0)
+    if tl.max(tl.max(tl.abs(p_minus_q), 1), 0) >= eps:
+        d_logits = (p_minus_q * d_loss[:, None]).to(hidden.dtype.element_ty)
         row_offset = tl.minimum(rows, N - 1).to(tl.int64)[:, None] * D
         entry_offset = tl.minimum(entries, V - 1).to(tl.int64)[:, None] * D
         acquire(locks + row_block)
@@ -130,7 +137,7 @@ def paper_backward_kernel(
             c = tl.load(weight + entry_offset + column[None, :], mask=is_column, other=0.0)
             at = d_hidden + row_offset + column[None, :]
             inside = is_row[:, None] & is_column
-            part = tl.dot(scaled, c, input_precision="ieee")
+            part = tl.dot(d_logits, c, input_precision="ieee")
             part += tl.load(at, mask=inside, other=0.0).to(tl.float32)
             tl.store(at, part.to(hidden.dtype.element_ty), mask=inside)
         release(locks + row_block)
@@ -141,7 +148,7 @@ def paper_backward_kernel(
             e = tl.load(hidden + row_offset + column[None, :], mask=is_column, other=0.0)
             at = d_weight + entry_offset + column[None, :]
             inside = (entries < V)[:, None] & is_column
-            part = tl.dot(tl.trans(scaled), e, input_precision="ieee")
+            part = tl.dot(tl.trans(d_logits), e, input_precision="ieee")
             part += tl.load(at, mask=inside, other=0.0).to(tl.float32)
             tl.store(at, part.to(hidden.dtype.element_ty), mask=inside)
         release(locks + n_row_blocks + entry_block)
@@ -164,7 +171,7 @@ class PaperLoss(torch.autograd.Function):
         device = hidden.device
         is_valid = labels != ignore_index
         lse = torch.full((n_tokens,), -float("inf"), device=device)
-        linear = torch.zeros_like(lse)
+        label_terms = torch.zeros_like(lse)
         mean_logit = torch.zeros(vocabulary, device=device)
         row_blocks = triton.cdiv(n_tokens, TILE["ROWS"])
         entry_blocks = triton.cdiv(vocabulary, TILE["WIDTH"])
@@ -175,7 +182,7 @@ class PaperLoss(torch.autograd.Function):
                 weight=weight,
                 labels=labels,
                 lse=lse,
-                linear=linear,
+                label_terms=label_terms,
                 mean_logit=mean_logit,
                 locks=locks,
                 N=n_tokens,
@@ -188,16 +195,16 @@ class PaperLoss(torch.autograd.Function):
         order = torch.arange(vocabulary, device=device)
         if sort:
             order = mean_logit.argsort()
-        upstream = is_valid / is_valid.sum().clamp(min=1)
+        share_of_mean = is_valid / is_valid.sum().clamp(min=1)
         ctx.smoothing = smoothing
         ctx.eps = eps
-        ctx.save_for_backward(hidden, weight, labels, lse, order.int(), upstream)
-        return torch.where(is_valid, lse - linear, 0.0) @ upstream
+        ctx.save_for_backward(hidden, weight, labels, lse, order.int(), share_of_mean)
+        return torch.where(is_valid, lse - label_terms, 0.0) @ share_of_mean
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_loss: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels, lse, order, upstream = ctx.saved_tensors
+    def backward(ctx: Any, d_mean: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels, lse, order, share_of_mean = ctx.saved_tensors
         n_tokens, d = hidden.shape
         d_hidden = torch.zeros_like(hidden)
         d_weight = torch.zeros_like(weight)
@@ -210,7 +217,7 @@ class PaperLoss(torch.autograd.Function):
                 weight=weight,
                 labels=labels,
                 lse=lse,
-                upstream=(upstream * of_loss).contiguous(),
+                d_losses=(share_of_mean * d_mean).contiguous(),
                 order=order,
                 d_hidden=d_hidden,
                 d_weight=d_weight,
@@ -236,7 +243,10 @@ def loss(
     sort: bool = True,
     ignore_index: int = -100,
 ) -> Tensor:  # ()
-    """The mean loss as the paper computes it, for `patch_model(model, loss=…)` as well.
+    """The mean loss as the paper computes it.
+
+    `patch_model(model, loss=functools.partial(loss, label_smoothing=0.1))` puts it into a model
+    whose logits have neither a bias nor a cap nor a scale; others raise TypeError in training.
 
     `sort` orders the vocabulary by mean logit for the backward; `filter_eps` None keeps every tile,
     and "auto" is 2^-12."""

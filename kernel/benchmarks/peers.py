@@ -2,30 +2,70 @@
 
     PYTHONPATH=kernel/benchmarks python -m smoothce.bench --method peers:liger peers:trl paper:loss
 
-Each takes (hidden, weight, labels, label_smoothing, softcap=None) and returns the mean loss. Where
-a library knows no smoothing or no softcap, the loss raises ValueError, which is a row of the table.
-A library is imported when its loss is first called, since some change torch when imported.
-`all_peers.py` measures all of them in one run.
+Each takes (hidden, weight, labels, label_smoothing, softcap=None) and returns the mean loss. What a
+library has not is told once, by `lacks`. Here such a loss raises ValueError, which is a row of the
+table; `all_peers.py`, which measures all of them in one run, asks `features_lacking_of` and does
+not call a loss for what it lacks. A library is imported when its loss is first called, since some
+change torch when imported.
 """
 
+import functools
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from smoothce.bench.methods import Loss
+
+Feature = Literal["smoothing", "smoothing in chunks", "softcap", "bias"]
 
 IGNORE_INDEX = -100
 TRL_CHUNK = 65536  # entries of the vocabulary at a time; the trainers of TRL 1.16 take 32768
 QUACK_CHUNK = 4096  # tokens at a time, QuACK's own default
 
 
+def lacks(*features: Feature) -> Callable[[Loss], Loss]:
+    """Says what a loss has not, and lets it raise ValueError where it is asked for.
+
+    "smoothing in chunks" is a smoothing that makes all logits, which is refused nowhere; a bias is
+    never asked for."""
+
+    def decorate(loss: Loss) -> Loss:
+        @functools.wraps(loss)  # type: ignore[arg-type]
+        def refusing(
+            hidden: Tensor,
+            weight: Tensor,
+            labels: Tensor,
+            label_smoothing: float = 0.0,
+            softcap: float | None = None,
+        ) -> Tensor:
+            if label_smoothing and "smoothing" in features:
+                raise ValueError("knows no smoothing: --label-smoothing 0")
+            if softcap is not None and "softcap" in features:
+                raise ValueError("knows no softcap: --softcap none")
+            return loss(hidden, weight, labels, label_smoothing, softcap)
+
+        refusing.lacks = features  # type: ignore[attr-defined]
+        return refusing
+
+    return decorate
+
+
+def features_lacking_of(loss: Loss) -> tuple[Feature, ...]:
+    """What `lacks` has said of a loss; nothing for one that it does not decorate."""
+    return getattr(loss, "lacks", ())
+
+
+@lacks("smoothing in chunks", "softcap")
 def torch_linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -33,11 +73,11 @@ def torch_linear_cross_entropy(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """PyTorch's own, from 2.13 on, in chunks: without options it makes all logits."""
+    """PyTorch's own, from 2.13 on: in chunks, or with smoothing, where it makes all logits."""
     if not hasattr(F, "linear_cross_entropy"):
         raise ImportError(f"torch {torch.__version__} has no F.linear_cross_entropy; 2.13 has")
-    refuse_smoothing(label_smoothing)
-    refuse_softcap(softcap)
+    if label_smoothing:
+        return F.linear_cross_entropy(hidden, weight, labels, label_smoothing=label_smoothing)
     options = torch.nn.LinearCrossEntropyOptions()
     return F.linear_cross_entropy(hidden, weight, labels, options=options)
 
@@ -103,6 +143,7 @@ def liger_cute(
     return loss
 
 
+@lacks("smoothing", "softcap", "bias")
 def liger_cute_sm90(
     hidden: Tensor,
     weight: Tensor,
@@ -115,11 +156,10 @@ def liger_cute_sm90(
         liger_fused_linear_cross_entropy_sm90,
     )
 
-    refuse_smoothing(label_smoothing)
-    refuse_softcap(softcap)
     return liger_fused_linear_cross_entropy_sm90(hidden, weight, labels, IGNORE_INDEX, "mean")
 
 
+@lacks("smoothing", "softcap", "bias")
 def quack(
     hidden: Tensor,
     weight: Tensor,
@@ -128,8 +168,6 @@ def quack(
     softcap: float | None = None,
 ) -> Tensor:
     """QuACK's scaled-exp pipeline, for Hopper."""
-    refuse_smoothing(label_smoothing)
-    refuse_softcap(softcap)
     let_quack_name_any_value()
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
@@ -211,6 +249,7 @@ def let_unsloth_zoo_be_imported_alone() -> None:
         sys.modules["unsloth"] = placeholder
 
 
+@lacks("smoothing")
 def trl(
     hidden: Tensor,
     weight: Tensor,
@@ -221,7 +260,6 @@ def trl(
     """TRL's chunked log-probabilities, which its trainers' losses are made of."""
     from trl.kernels import ChunkedLogProbFunction
 
-    refuse_smoothing(label_smoothing)
     is_valid = labels != IGNORE_INDEX
     bias = None
     temperature = 1.0
@@ -241,6 +279,7 @@ def trl(
     return -log_probabilities.mean()
 
 
+@lacks("smoothing", "bias")
 def cut(
     hidden: Tensor,
     weight: Tensor,
@@ -251,10 +290,10 @@ def cut(
     """Apple's cut-cross-entropy, with the filter that it has by default."""
     from cut_cross_entropy import linear_cross_entropy
 
-    refuse_smoothing(label_smoothing)
     return linear_cross_entropy(hidden, weight, labels, softcap=softcap)
 
 
+@lacks("softcap", "bias")
 def paper_rewrite(
     hidden: Tensor,
     weight: Tensor,
@@ -265,15 +304,4 @@ def paper_rewrite(
     """The paper's algorithm as `paper.py` has it."""
     import paper
 
-    refuse_softcap(softcap)
     return paper.loss(hidden, weight, labels, label_smoothing=label_smoothing)
-
-
-def refuse_smoothing(label_smoothing: float) -> None:
-    if label_smoothing:
-        raise ValueError("knows no smoothing: --label-smoothing 0")
-
-
-def refuse_softcap(softcap: float | None) -> None:
-    if softcap is not None:
-        raise ValueError("knows no softcap: --softcap none")

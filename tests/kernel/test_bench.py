@@ -1,9 +1,12 @@
 """The benchmark: its options, what it measures, and its tables; all peers in one table."""
 
+import dataclasses
 import functools
 import json
+import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import all_peers
 import paper
@@ -28,12 +31,36 @@ def test_table_and_json(tmp_path, capsys, monkeypatch):
     written = json.loads(file.read_text())
     assert "torch" in written["versions"] and "--models 640x32" in written["command"]
     rows = {row["method"]: row for row in written["results"]}
-    assert list(rows) == ["ours, chunked", "torch", "the products alone"]
+    assert list(rows) == ["ours, chunked", "torch", "the products alone (bound)"]
     for name, row in rows.items():
         assert "failed" not in row and row["both_ms"] > 0 and row["forward_ms"] > 0
         assert f"| {name} |" in printed
     for name in ("ours, chunked", "torch"):
         assert rows[name]["error_weight"] < 1e-4
+    assert rows["the products alone (bound)"]["beta"] is None
+    assert "| the products alone (bound) | – |" in printed
+
+
+def test_a_bar_in_a_reason_leaves_the_table_whole():
+    row = {"method": "torch", "beta": 0.1, "failed": "TypeError: int | None"}
+    lines = command.format_table("made", [row]).splitlines()
+    assert len({line.count("|") for line in lines[3:]}) == 1
+    assert "TypeError: int / None" in lines[-1]
+
+
+def test_each_problem_gets_a_plot_of_its_own(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(command, "plot", lambda rows, file: drawn.append((rows, file.name)))
+    options = ["--device", "cpu", "--models", "640x32", "96x16", "--tokens", "16", "--repeats", "1"]
+    options += ["--seconds", "0.01", "--only", "chunked"]
+    monkeypatch.setattr(sys, "argv", ["bench", *options])
+    parse = command.parse
+    monkeypatch.setattr(
+        command, "parse", lambda: dataclasses.replace(parse(), plot=tmp_path / "p.png")
+    )
+    command.main()
+    assert [name for _, name in drawn] == ["p.png", "p-2.png"]
+    assert [rows[0]["problem"].split(",")[0] for rows, _ in drawn] == ["640x32", "96x16"]
 
 
 @pytest.mark.parametrize(
@@ -42,6 +69,7 @@ def test_table_and_json(tmp_path, capsys, monkeypatch):
         ("--device cuda", "no CUDA GPU"),
         ("--device cpu --json nowhere/out.json", "no such folder"),
         ("--device cpu --only magic", "in no method's name"),
+        ("--device cpu --repeats 0", "must be at least 1, not 0"),
         ("--method nowhere:loss", "'nowhere:loss' is no module:function"),
     ],
 )
@@ -100,13 +128,28 @@ def test_the_papers_algorithm_is_right_unfiltered(sort):
     assert "softcap" in row["failed"]
 
 
-def test_a_peer_that_knows_no_smoothing_or_softcap_says_so(monkeypatch):
-    monkeypatch.setattr(torch.nn.functional, "linear_cross_entropy", dense, raising=False)
+def test_a_peer_that_knows_no_smoothing_or_softcap_says_so():
     inputs = small_problem(None)[1:4]
     with pytest.raises(ValueError, match="knows no smoothing: --label-smoothing 0"):
-        peers.torch_linear_cross_entropy(*inputs, label_smoothing=0.1)
+        peers.quack(*inputs, label_smoothing=0.1)
     with pytest.raises(ValueError, match="knows no softcap: --softcap none"):
-        peers.torch_linear_cross_entropy(*inputs, softcap=30.0)
+        peers.quack(*inputs, softcap=30.0)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="torch has it since 2.13"
+)
+def test_torchs_own_linear_loss_smooths():
+    """It makes all logits then, so that it lacks smoothing in chunks alone."""
+    problem = small_problem(None)
+    inputs = problem.hidden, problem.weight, problem.labels
+    for beta in (0.0, 0.1):
+        found = peers.torch_linear_cross_entropy(*inputs, label_smoothing=beta)
+        torch.testing.assert_close(found, dense(*inputs, beta), rtol=EXACT, atol=EXACT)
+    assert peers.features_lacking_of(peers.torch_linear_cross_entropy) == (
+        "smoothing in chunks",
+        "softcap",
+    )
 
 
 def test_all_peers_tiny(tmp_path, capsys):
@@ -117,10 +160,10 @@ def test_all_peers_tiny(tmp_path, capsys):
     assert all_peers.main(words) == 0
     rows = all_peers.read_lines(out, 0)
     assert set(rows) == {
-        (shape, method) for shape in ("tiny", "tiny-softcap") for method in ["products", *methods]
+        (shape, method) for shape in ("tiny", "tiny-softcap") for method in ["bound", *methods]
     }
     for (_, method), row in rows.items():
-        if method in ("products", "ours", "ours-low-memory", "torch"):
+        if method in ("bound", "ours", "ours-low-memory", "torch"):
             assert row["state"] == "timed" and row["both_ms"] > 0 and row["forward_ms"] > 0
         if method in ("ours", "ours-low-memory", "torch"):
             assert row["error_hidden"] < EXACT and row["same_bits"]
@@ -129,6 +172,7 @@ def test_all_peers_tiny(tmp_path, capsys):
     assert rows["tiny", "torch-linear"]["beta"] == 0
     for method in ("torch-linear", "quack"):
         assert rows["tiny-softcap", method]["failed"] == "knows no softcap"
+    assert rows["tiny", "bound"]["beta"] is None
     printed = capsys.readouterr().out
     assert "### tiny: N = 64, V = 640, D = 32, no softcap" in printed
     assert "### tiny-softcap: N = 64, V = 640, D = 32, softcap 30" in printed
@@ -153,16 +197,56 @@ def test_a_method_that_ends_the_process_costs_its_own_row_alone(tmp_path):
     def run(shape, methods, args):
         runs.append(methods)
         if "quack" in methods:
-            write_states(out, products="measured", ours="measured", quack="started")
+            write_states(out, bound="measured", ours="measured", quack="started")
             return "the process ended with code -11"
-        write_states(out, products="timed", ours="timed", liger="failed")
+        write_states(out, bound="timed", ours="timed", liger="failed")
         return None
 
     all_peers.measure_shape_apart("tiny", arguments(out, ["ours", "quack", "liger"]), run)
-    assert runs == [["products", "ours", "quack", "liger"], ["products", "ours", "liger"]]
+    assert runs == [["bound", "ours", "quack", "liger"], ["bound", "ours", "liger"]]
     rows = all_peers.read_lines(out, 0)
     assert rows["tiny", "quack"]["failed"] == "the process ended with code -11"
     assert rows["tiny", "ours"]["state"] == "timed"
+
+
+def test_a_crash_while_times_are_taken_costs_one_row(tmp_path):
+    """A real process of a shape, in which a method ends the process in its turn to be timed."""
+    out = tmp_path / "peers.jsonl"
+    args = dataclasses.replace(arguments(out, ["ours", "torch"]), limit=120)
+    folder = str(Path(all_peers.__file__).parent)
+    runs = []
+
+    def run(shape, methods, args):
+        runs.append(methods)
+        code = CRASH_IN_TIMING.format(folder=folder, out=str(out), methods=methods)
+        done = subprocess.run([sys.executable, "-c", code], timeout=120)
+        return None if done.returncode == 0 else f"the process ended with code {done.returncode}"
+
+    all_peers.measure_shape_apart("tiny", args, run)
+    assert runs == [["bound", "ours", "torch"], ["bound", "ours"]]
+    rows = {method: row for (_, method), row in all_peers.read_lines(out, 0).items()}
+    assert rows["torch"]["failed"] == "the process ended with code 7"
+    for method in ("bound", "ours"):
+        assert rows[method]["state"] == "timed" and rows[method]["both_ms"] > 0
+
+
+CRASH_IN_TIMING = """
+import os, sys
+sys.path.insert(0, {folder!r})
+import all_peers
+from smoothce.bench.measure import Measurement
+
+take_sample = Measurement.take_sample
+
+def crash(measurement, *arguments):
+    if measurement.method.name == "torch, F.cross_entropy":
+        os._exit(7)
+    take_sample(measurement, *arguments)
+
+Measurement.take_sample = crash
+words = ["--tiny", "--out", {out!r}, "--methods", *{methods!r}]
+sys.exit(all_peers.measure_shape("tiny", all_peers.parse(words)))
+"""
 
 
 def test_a_method_that_breaks_the_gpu_is_not_tried_again(tmp_path):
@@ -172,13 +256,13 @@ def test_a_method_that_breaks_the_gpu_is_not_tried_again(tmp_path):
     def run(shape, methods, args):
         runs.append(methods)
         if "quack" in methods:
-            write_states(out, products="measured", quack="failed")
+            write_states(out, bound="measured", quack="failed")
             return "it left the GPU unusable"
-        write_states(out, products="timed", liger="timed")
+        write_states(out, bound="timed", liger="timed")
         return None
 
     all_peers.measure_shape_apart("tiny", arguments(out, ["quack", "liger"]), run)
-    assert runs == [["products", "quack", "liger"], ["products", "liger"]]
+    assert runs == [["bound", "quack", "liger"], ["bound", "liger"]]
     rows = all_peers.read_lines(out, 0)
     assert {row["state"] for row in rows.values()} == {"timed", "failed"}
 
@@ -189,13 +273,13 @@ def test_a_process_that_ends_without_a_culprit_is_not_started_again(tmp_path):
 
     def run(shape, methods, args):
         runs.append(methods)
-        write_states(out, products="measured")
+        write_states(out, bound="measured")
         return "no result within 300 s"
 
     all_peers.measure_shape_apart("tiny", arguments(out, ["ours"]), run)
     assert len(runs) == 1
     rows = all_peers.read_lines(out, 0)
-    for method in ("products", "ours"):
+    for method in ("bound", "ours"):
         assert rows["tiny", method]["failed"] == "no result within 300 s"
 
 
@@ -204,7 +288,7 @@ def test_no_method_is_begun_when_the_limit_is_near(tmp_path):
     words = ["--tiny", "--out", str(out), "--methods", "ours", "--limit", "0"]
     assert all_peers.measure_shape("tiny", all_peers.parse(words)) == 0
     rows = all_peers.read_lines(out, 0)
-    for method in ("products", "ours"):
+    for method in ("bound", "ours"):
         assert rows["tiny", method]["failed"] == "not begun, since --limit 0 was near"
 
 

@@ -1,10 +1,13 @@
-"""python -m smoothce.bench --models gemma2-2b llama3-8b --tokens 8192 --json out.json
-python -m smoothce.bench --models 8192x2048 --only ours --masked 0 0.5 --softcap none 30
-python -m smoothce.bench --device cpu --models 32000x512 --tokens 2048
+"""Time, memory and gradient error of the loss beside other methods, on the same inputs.
 
-Time, memory and gradient error of the loss beside other methods, on the same inputs: bf16 on a
-GPU, fp32 on a CPU. Methods take turns in a random order, each for the same time, each sample beside
-one of the product E Cᵀ, whose time is the unit. Of an option's several values all are measured."""
+    python -m smoothce.bench --models gemma2-2b llama3-8b --tokens 8192 --json out.json
+    python -m smoothce.bench --models 8192x2048 --only ours --masked 0 0.5 --softcap none 30
+    python -m smoothce.bench --device cpu --models 32000x512 --tokens 2048
+
+Inputs are bf16 on a GPU and fp32 on a CPU. Methods take turns in a random order, each for the same
+time. Each sample is beside one of the matrix product E Cᵀ, whose time is the unit of the column
+"× E Cᵀ". Where an option is given several values, every combination is measured, a table each.
+"""
 
 import argparse
 import itertools
@@ -16,11 +19,13 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 import torch
 
 from smoothce.bench.measure import ClassifierShape, Row, make_problem, measure
 from smoothce.bench.methods import METHODS, Method
+from smoothce.bench.table import describe_hardware, markdown_table, number
 
 MODELS = {
     "gemma2-2b": ClassifierShape("gemma2-2b", 256000, 2304),
@@ -34,7 +39,7 @@ MODELS = {
 COLUMNS = {  # of the printed table: the key of a row, and its format
     "forward ms": ("forward_ms", ".2f"),
     "forward + backward ms": ("both_ms", ".2f"),
-    "… in products": ("both_products", ".2f"),
+    "× E Cᵀ": ("both_products", ".2f"),
     "MB beyond inputs and gradients": ("extra_mb", ".0f"),
     "dE error": ("error_hidden", ".1e"),
     "dC error": ("error_weight", ".1e"),
@@ -82,6 +87,14 @@ def users_method(text: str) -> Method:
         raise argparse.ArgumentTypeError(f"{text!r} is no module:function ({error})") from None
 
 
+def positive(text: str) -> int:
+    """A whole number above 0: without a sample there is no time."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m smoothce.bench",
@@ -120,7 +133,7 @@ def add_problem_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=[0.0],
         metavar="SHARE",
-        help="of ignored labels",
+        help="which share of the labels is ignored (0)",
     )
     parser.add_argument(
         "--softcap",
@@ -128,7 +141,7 @@ def add_problem_options(parser: argparse.ArgumentParser) -> None:
         type=softcap_or_none,
         default=[None],
         metavar="X",
-        help='of the logits, or "none"',
+        help='cap of the logits, or "none" (none)',
     )
     parser.add_argument(
         "--frozen",
@@ -142,9 +155,8 @@ def add_measurement_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only",
         nargs="+",
-        default=[""],
         metavar="PART",
-        help="methods with one in the name",
+        help="measure the methods alone whose names contain one of these (all)",
     )
     parser.add_argument(
         "--method",
@@ -152,18 +164,24 @@ def add_measurement_options(parser: argparse.ArgumentParser) -> None:
         type=users_method,
         default=[],
         metavar="MODULE:FUNCTION",
-        help="losses of yours besides, (hidden, weight, labels, label_smoothing=) → mean",
+        help="measure losses of yours too, called as loss(hidden, weight, labels, "
+        "label_smoothing=), which return the mean",
     )
     parser.add_argument(
         "--repeats",
-        type=int,
+        type=positive,
         default=3,
         metavar="K",
-        help="samples behind each median (3)",
+        help="how many samples are behind each median (3)",
     )
-    parser.add_argument("--seconds", type=float, default=0.3, help="that a sample takes (0.3)")
+    parser.add_argument("--seconds", type=float, default=0.3, help="how long a sample takes (0.3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw memory against time there")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw memory against time there; several combinations get FILE-2 and so on",
+    )
 
 
 def parse(words: list[str] | None = None) -> Arguments:
@@ -180,7 +198,7 @@ def parse(words: list[str] | None = None) -> Arguments:
         parser.error("--plot needs a GPU, where memory is measured, and matplotlib")
     methods = []
     for method in METHODS[args.device]:
-        if any(part in method.name for part in args.only):
+        if args.only is None or any(part in method.name for part in args.only):
             methods.append(method)
     methods += args.method
     if not methods:
@@ -205,18 +223,14 @@ def parse(words: list[str] | None = None) -> Arguments:
 def format_table(title: str, rows: list[Row]) -> str:
     """A Markdown table. What was not measured is a dash; why a method failed is in the first
     column of figures."""
-    lines = [f"\n### {title}\n"]
-    lines.append("| method | β | " + " | ".join(COLUMNS) + " |")
-    lines.append("|---" * (2 + len(COLUMNS)) + "|")
+    rows_of_cells = []
     for row in rows:
-        cells = []
-        for key, form in COLUMNS.values():
-            value = row.get(key)
-            cells.append("–" if value is None else format(value, form))
+        values: dict[str, Any] = {**row}
+        figures = [number(values.get(key), form) for key, form in COLUMNS.values()]
         if "failed" in row:
-            cells[0] = row["failed"]
-        lines.append(f"| {row['method']} | {row['beta']:g} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+            figures[0] = row["failed"]
+        rows_of_cells.append([row["method"], number(row["beta"], "g"), *figures])
+    return markdown_table(title, ["method", "β", *COLUMNS], rows_of_cells)
 
 
 def plot(rows: list[Row], file: Path) -> None:
@@ -239,10 +253,9 @@ def plot(rows: list[Row], file: Path) -> None:
     figure.savefig(file, dpi=150)
 
 
-def describe_hardware(device: str) -> str:
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+def numbered(file: Path, count: int) -> Path:
+    """The file itself for the first plot, then FILE-2 and so on, with its suffix."""
+    return file if count == 1 else file.with_stem(f"{file.stem}-{count}")
 
 
 def main() -> None:
@@ -255,7 +268,7 @@ def main() -> None:
     }
     print(" · ".join(source.values()))
     all_rows: list[Row] = []
-    rows: list[Row] = []
+    plots = 0
     cases = itertools.product(args.models, args.tokens, args.contexts, args.masked, args.softcap)
     for shape, tokens, context, masked, softcap in cases:
         problem = make_problem(shape, tokens, context, masked, softcap, args.device, args.frozen)
@@ -264,8 +277,9 @@ def main() -> None:
         all_rows += rows
         if args.json:
             args.json.write_text(json.dumps({**source, "results": all_rows}, indent=1) + "\n")
-    if args.plot:
-        plot(rows, args.plot)
+        if args.plot:
+            plots += 1
+            plot(rows, numbered(args.plot, plots))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,11 @@
 
 `make_problem` makes inputs. `measure` measures methods on a problem in two passes: each method's
 memory and gradient error first, then the times, for which the methods take turns.
+
+The hidden states, or features, are E (N, D), one row for each of N tokens; the weight, or
+classifier, is C (V, D), one row for each entry of the vocabulary. dE and dC are their gradients.
+Times have two units beside milliseconds. One is a single product E Cᵀ, timed beside every sample.
+The other is the bound, a method of its own: the three products that an exact gradient takes.
 """
 
 import gc
@@ -19,7 +24,8 @@ from smoothce import linear_cross_entropy
 from smoothce.bench.language import language_like
 from smoothce.bench.methods import IGNORE_INDEX, Method
 
-PRODUCT_ROWS = 8192  # most tokens of the product that is the unit; more tokens count as several
+# The unit E Cᵀ is timed on at most so many tokens and scaled up: its (N, V) output has to fit.
+PRODUCT_ROWS = 8192
 MAX_REASON = 160  # characters of an error's message that are kept
 
 
@@ -48,12 +54,12 @@ class Row(TypedDict, total=False):
 
     problem: str
     method: str
-    beta: float
+    beta: float | None  # label smoothing; the bound has none
     failed: str
-    error_hidden: float  # ‖g − g*‖ / ‖g*‖ of dE against gradients from wider logits
-    error_weight: float  # of dC; missing where the classifier is frozen
+    error_hidden: float  # ‖g − g*‖ / ‖g*‖, where g is dE and g* is that of `true_gradients`
+    error_weight: float  # the same of dC; missing where the classifier is frozen
     extra_mb: float  # 10⁶ bytes held at most beyond inputs and gradients; GPUs only
-    product_ms: float  # E Cᵀ, the same for all methods of a problem
+    product_ms: float  # one product E Cᵀ, the same for all methods of a problem
     forward_ms: float  # without a graph, as in an evaluation
     both_ms: float  # forward and backward
     forward_products: float  # forward_ms / product_ms
@@ -104,7 +110,7 @@ def make_problem(
 class Measurement:
     """One method at one β on a problem, and its row of the table."""
 
-    def __init__(self, problem: Problem, method: Method, beta: float) -> None:
+    def __init__(self, problem: Problem, method: Method, beta: float | None) -> None:
         self.problem = problem
         self.method = method
         self.beta = beta
@@ -116,8 +122,9 @@ class Measurement:
         return "failed" in self.row
 
     def attempt(self, step: Callable[[], None]) -> None:
-        """Take a step, unless an earlier one failed. What fails, for want of memory or another
-        reason, is a row and not the end."""
+        """Take a step, unless an earlier one failed.
+
+        An exception becomes the row's reason. Gradients are dropped afterwards either way."""
         if self.failed:
             return
         try:
@@ -137,15 +144,16 @@ class Measurement:
 
     def loss(self) -> Tensor:
         problem = self.problem
+        beta = 0.0 if self.beta is None else self.beta
         if problem.softcap is None:  # then a method need not know what a softcap is
             return self.method.loss(
-                problem.hidden, problem.weight, problem.labels, label_smoothing=self.beta
+                problem.hidden, problem.weight, problem.labels, label_smoothing=beta
             )
         return self.method.loss(
             problem.hidden,
             problem.weight,
             problem.labels,
-            label_smoothing=self.beta,
+            label_smoothing=beta,
             softcap=problem.softcap,
         )
 
@@ -170,10 +178,7 @@ class Measurement:
         return found
 
     def measure_errors(self, truth: dict[str, Tensor]) -> None:
-        """Compare the gradients with the true ones, by the names of the inputs."""
-        self.forward_and_backward()
-        if self.method.is_bound:
-            return
+        """Compare the gradients of the last backward with the true ones, by the inputs' names."""
         gradients = self.gradients()
         self.row["error_hidden"] = relative_error(gradients["hidden"], truth["hidden"])
         if "weight" in truth:
@@ -218,35 +223,49 @@ def measure(
     repeats: int,
     seconds: float,
 ) -> list[Row]:
-    """One row for each method and β; the matrix products have no β and are measured once."""
+    """One row for each method and β; the bound has no β and is measured once."""
     torch.compiler.reset()  # so that each problem is compiled for its own shape
     measurements = []
     for method in methods:
-        for beta in betas[:1] if method.is_bound else betas:
+        if method.is_bound:
+            measurements.append(Measurement(problem, method, None))
+            continue
+        for beta in betas:
             measurements.append(Measurement(problem, method, beta))
-    truth = {beta: true_gradients(problem, beta) for beta in betas}
+    truths = {beta: true_gradients(problem, beta) for beta in betas}
     for measurement in measurements:
-        measure_error_and_memory(measurement, truth[measurement.beta])
-    del truth
+        truth = None if measurement.beta is None else truths[measurement.beta]
+        measure_error_and_memory(measurement, truth)
+    del truths
     measure_times(problem, measurements, repeats, seconds)
     return [measurement.row for measurement in measurements]
 
 
-def measure_error_and_memory(measurement: Measurement, truth: dict[str, Tensor]) -> None:
-    """Run a method for the first time, with its compilation, and fill in what needs no clock."""
+def measure_error_and_memory(measurement: Measurement, truth: dict[str, Tensor] | None) -> None:
+    """Run a method for the first time, with its compilation, and fill in what needs no clock.
+
+    `truth` None: no gradients to compare with, as for the bound."""
 
     def step() -> None:
-        measurement.measure_errors(truth)
+        measurement.forward_and_backward()
+        if truth is not None:
+            measurement.measure_errors(truth)
         measurement.measure_memory()
 
     measurement.attempt(step)
 
 
 def measure_times(
-    problem: Problem, measurements: list[Measurement], repeats: int, seconds: float
+    problem: Problem,
+    measurements: list[Measurement],
+    repeats: int,
+    seconds: float,
+    before_turn: Callable[[Measurement], None] | None = None,
 ) -> None:
     """Fill in times. The methods take turns, in another order each repeat, and each sample is
-    beside one of the product E Cᵀ, whose time is the unit."""
+    beside one of the product E Cᵀ, whose time is the unit.
+
+    `before_turn` is called with each method whose turn begins, unless it has failed."""
     rows = problem.hidden.detach()[:PRODUCT_ROWS]
     weight = problem.weight.detach()
     # It stays while the methods are timed, so that all of them find as much memory in use.
@@ -258,6 +277,8 @@ def measure_times(
     shuffled = random.Random(0)
     for _ in range(repeats):
         for measurement in shuffled.sample(measurements, len(measurements)):
+            if before_turn is not None and not measurement.failed:
+                before_turn(measurement)
             measurement.attempt(partial(measurement.take_sample, product, seconds))
     times = [sample.product for m in measurements for sample in m.samples]
     if not times:
@@ -268,8 +289,11 @@ def measure_times(
 
 
 def true_gradients(problem: Problem, beta: float) -> dict[str, Tensor]:
-    """Gradients of the mean loss by the name of their input, computed in fp32 (where inputs are
-    fp32: in fp64) in plain PyTorch."""
+    """Gradients of the mean loss by the name of their input, in fp32, or fp64 for fp32 inputs.
+
+    They are this package's chunked path, since a dense loss in the wider dtype would not fit. It
+    may be trusted here, as tests/kernel/test_chunked.py compares it with `F.cross_entropy`; of the
+    row "ours, chunked" the error shows rounding alone."""
     wider = torch.float64 if problem.hidden.dtype == torch.float32 else torch.float32
     hidden = problem.hidden.detach().to(wider).requires_grad_()
     weight = problem.weight.detach().to(wider).requires_grad_(problem.weight.requires_grad)
