@@ -4,15 +4,17 @@
     python benchmarks/training.py --alpaca alpaca_data.json --out FOLDER --models llama-8b --gpus 2
 
 Every trainer fine-tunes the same model (random weights of a real shape), on the same conversations
-with the same tokens, 64 conversations an update, AdamW over fp32 weights with bf16 computation.
-FOLDER/training.jsonl grows by a row a trial; a trial that fails, or a library that is not
-installed, is a row with its reason. The table comes last.
+with the same tokens, 64 conversations an update, AdamW over fp32 weights with bf16 computation
+(Unsloth chooses its weights' dtype itself). FOLDER/training.jsonl grows by a row a trial; a trial
+that fails, or a library that is not installed, is a row with its reason. The table comes last. What
+an earlier call left of a trial in FOLDER is deleted when the trial begins.
 
 Trainers:
 
     ours            the sweeps' trainer: packed rows, smoothce's loss, layers not compiled
     ours-compiled   the same with torch.compile on each layer
     ours-smoothed   ours-compiled at β = 0.1; the others are at β = 0
+    ours-zero3      the first by DeepSpeed's ZeRO-3; on several GPUs, unless named
     trl             TRL's SFTTrainer as it comes
     trl-liger       with Liger's kernels (use_liger_kernel)
     trl-chunked     with TRL's own chunked loss (loss_type="chunked_nll")
@@ -20,19 +22,24 @@ Trainers:
     unsloth         Unsloth's FastLanguageModel under SFTTrainer, all weights trained
 
 Columns: tokens/s (tokens that are no padding, median over updates after the third), milliseconds an
-update, MFU (model FLOP utilisation: (6 N + 6 V D + 6 L H d · s) · tokens/s over the peak of --peak,
-for N weights of linear maps in the layers, V × D of the classifier, L layers of H heads of d
-dimensions, and s the mean number of tokens of a conversation), the peak of allocated GPU memory,
+update (a mean update's tokens at that pace), MFU (model FLOP utilisation, about: (6 N + 6 V D +
+6 L H d · s) · tokens/s over the peak of --peak, for N weights of linear maps in the layers, V × D
+of the classifier, L layers of H heads of d dimensions, and s the mean number of tokens of a
+conversation, which counts long conversations' attention too low), the peak of allocated GPU memory,
 seconds until the first update is done, and the mean loss of the last quarter of updates.
 
 The tokenizer is a BPE trained on the data, so that tokens are about as long as usual.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
+import itertools
 import json
 import os
+import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -51,9 +58,8 @@ WARM_UP = 3  # updates that are not timed: kernels are compiled and chosen in th
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A model's shape, by transformers' names."""
+    """A model's shape, by the names of transformers' configurations."""
 
-    architecture: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -62,17 +68,6 @@ class Shape:
     num_key_value_heads: int
     head_dim: int
     tie_word_embeddings: bool
-    micro_batch: int  # conversations of a micro-batch where batches are padded
-    gradient_checkpointing: bool = False
-
-    def config(self) -> Any:
-        """The transformers configuration."""
-        import transformers
-
-        fields = dataclasses.asdict(self)
-        for name in ("architecture", "micro_batch", "gradient_checkpointing"):
-            del fields[name]
-        return getattr(transformers, f"{self.architecture}Config")(**fields)
 
     def flops_per_token(self, length: float) -> float:
         """FLOP of a forward and backward pass for each token of conversations this long."""
@@ -82,16 +77,84 @@ class Shape:
         feed_forward = 3 * self.hidden_size * self.intermediate_size
         weights = self.num_hidden_layers * (projections + feed_forward)
         classifier = self.vocab_size * self.hidden_size
-        # Causal attention: a token sees half of the conversation in the mean, in two products.
-        pairs = self.num_hidden_layers * attention * length
-        return 6 * weights + 6 * classifier + 6 * pairs
+        # A token has a product with each key and one with each value, of half of the conversation
+        # in the mean: 2 · ½ = 1.
+        attention_products = self.num_hidden_layers * attention * length
+        return 6 * weights + 6 * classifier + 6 * attention_products
 
 
-SHAPES = {
-    "qwen-1.5b": Shape("Qwen2", 151936, 1536, 8960, 28, 12, 2, 128, True, micro_batch=16),
-    "llama-1b": Shape("Llama", 128256, 2048, 8192, 16, 32, 8, 64, True, micro_batch=16),
-    "llama-8b": Shape("Llama", 128256, 4096, 14336, 32, 32, 8, 128, False, 8, True),
-    "tiny": Shape("Llama", 512, 64, 128, 2, 4, 2, 16, True, micro_batch=16),
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A shape, and how it is trained."""
+
+    architecture: str  # of transformers, without Config or ForCausalLM
+    shape: Shape
+    micro_batch: int = 16  # conversations of a micro-batch where batches are padded
+    gradient_checkpointing: bool = False
+
+    def config(self) -> Any:
+        """The transformers configuration."""
+        import transformers
+
+        configuration = getattr(transformers, f"{self.architecture}Config")
+        return configuration(**dataclasses.asdict(self.shape))
+
+
+MODELS = {
+    "qwen-1.5b": Model(
+        "Qwen2",
+        Shape(
+            vocab_size=151936,
+            hidden_size=1536,
+            intermediate_size=8960,
+            num_hidden_layers=28,
+            num_attention_heads=12,
+            num_key_value_heads=2,
+            head_dim=128,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "llama-1b": Model(
+        "Llama",
+        Shape(
+            vocab_size=128256,
+            hidden_size=2048,
+            intermediate_size=8192,
+            num_hidden_layers=16,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=64,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "llama-8b": Model(
+        "Llama",
+        Shape(
+            vocab_size=128256,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=128,
+            tie_word_embeddings=False,
+        ),
+        micro_batch=8,
+        gradient_checkpointing=True,
+    ),
+    "tiny": Model(
+        "Llama",
+        Shape(
+            vocab_size=512,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            tie_word_embeddings=True,
+        ),
+    ),
 }
 
 
@@ -122,19 +185,19 @@ def main() -> int:
     """Run every trial in a process of its own; print the table."""
     arguments = parse()
     if arguments.trial:
-        return TRIALS[TRAINERS[arguments.trial].kind](arguments)
+        return TRAINING[TRAINERS[arguments.trial].kind](arguments)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    rows = []
+    results = []
     for model in arguments.models:
         prepare(model, arguments)
         for name in arguments.trainers:
             row = {"model": model, "trainer": name, "gpus": arguments.gpus}
-            row.update(trial(model, name, arguments))
-            rows.append(row)
+            row.update(run_trial(model, name, arguments))
+            results.append(row)
             print(json.dumps(row), flush=True)
             with open(arguments.out / "training.jsonl", "a", encoding="utf-8") as out:
                 out.write(json.dumps(row) + "\n")
-    print("\n".join(table(rows)))
+    print("\n".join(table(results)))
     return 0
 
 
@@ -144,7 +207,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--alpaca", type=Path, required=True, help="alpaca_data.json")
     parser.add_argument("--out", type=Path, required=True, help="models, runs and training.jsonl")
-    parser.add_argument("--models", nargs="+", default=["qwen-1.5b", "llama-1b"], choices=SHAPES)
+    parser.add_argument("--models", nargs="+", default=["qwen-1.5b", "llama-1b"], choices=MODELS)
     parser.add_argument("--trainers", nargs="+", choices=TRAINERS, help="default: all that apply")
     parser.add_argument("--gpus", type=int, default=1, help="above 1: sharded by FSDP2 or ZeRO-3")
     parser.add_argument("--steps", type=int, default=24, help="updates of a trial")
@@ -173,13 +236,13 @@ def prepare(model: str, arguments: argparse.Namespace) -> None:
     folder = model_folder(model, arguments)
     if (folder / "tokenizer_config.json").exists():
         return
-    shape = SHAPES[model]
+    architecture = MODELS[model].architecture
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
-        network = getattr(transformers, f"{shape.architecture}ForCausalLM")(shape.config())
+        network = getattr(transformers, f"{architecture}ForCausalLM")(MODELS[model].config())
     torch.set_default_dtype(default)
     network.save_pretrained(folder, max_shard_size="2GB")
     del network
@@ -187,13 +250,15 @@ def prepare(model: str, arguments: argparse.Namespace) -> None:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    size = min(60_000, shape.vocab_size)
+    size = min(60_000, MODELS[model].shape.vocab_size)
     special = ["<pad>", "</s>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    texts = [f"{row['instruction']}\n{row['input']}\n{row['output']}" for row in rows(arguments)]
+    texts = []
+    for row in conversations(arguments):
+        texts.append(f"{row['instruction']}\n{row['input']}\n{row['output']}")
     bpe.train_from_iterator(texts, trainer)
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=bpe, pad_token="<pad>", eos_token="</s>"
@@ -202,13 +267,13 @@ def prepare(model: str, arguments: argparse.Namespace) -> None:
     fast.save_pretrained(folder)
 
 
-def rows(arguments: argparse.Namespace) -> list[dict[str, str]]:
+def conversations(arguments: argparse.Namespace) -> list[dict[str, str]]:
     """The conversations of all updates, in Alpaca's form."""
     every = json.loads(arguments.alpaca.read_text("utf-8"))
     return every[: arguments.conversations * arguments.steps]
 
 
-def trial(model: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def run_trial(model: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Train once in a new process, or in one for each GPU; returns a row's figures."""
     absent = [package for package in TRAINERS[name].needs if not importable(package)]
     if absent:
@@ -224,29 +289,45 @@ def trial(model: str, name: str, arguments: argparse.Namespace) -> dict[str, Any
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment["BENCHMARK_BEGAN"] = str(time.time())
-    log = arguments.out / f"{model}.{name}.log"
-    with open(log, "w", encoding="utf-8") as out:
-        try:
-            code = subprocess.run(
-                [str(word) for word in command],
-                env=environment,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                timeout=arguments.limit,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            return {"failed": f"not done after {arguments.limit} s"}
     result = arguments.out / f"{model}.{name}.json"
+    for earlier in (result, tokens_file(model, name, arguments)):
+        earlier.unlink(missing_ok=True)
+    shutil.rmtree(arguments.out / "runs" / f"{model}.{name}", ignore_errors=True)
+    log = arguments.out / f"{model}.{name}.log"
+    code = run_to_the_end([str(word) for word in command], environment, log, arguments.limit)
+    if code is None:
+        return {"failed": f"not done after {arguments.limit} s"}
     if code or not result.exists():
         lines = [line for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
         errors = [line for line in lines if "Error" in line]
         return {"failed": (errors or lines or ["no output"])[-1].strip()[:300]}
     found = json.loads(result.read_text("utf-8"))
     result.unlink()
-    per_token = SHAPES[model].flops_per_token(found.pop("mean_length"))
+    per_token = MODELS[model].shape.flops_per_token(found.pop("mean_length"))
     whole = found["tokens_per_second"] * per_token
     found["mfu"] = round(whole / arguments.peak / arguments.gpus, 3)
     return found
+
+
+def run_to_the_end(
+    command: list[str], environment: dict[str, str], log: Path, limit: float
+) -> int | None:
+    """The command's exit code, or None where it took longer. None of its processes outlives it.
+
+    A trainer starts others, a launcher its ranks. They are in one process group, which is killed as
+    a whole, for otherwise they would hold the GPU under the next trial."""
+    with open(log, "w", encoding="utf-8") as out:
+        process = subprocess.Popen(
+            command, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # where all have ended
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def importable(package: str) -> bool:
@@ -266,7 +347,6 @@ def train_by_sweeps(arguments: argparse.Namespace) -> int:
 
     (model,) = arguments.models
     name = arguments.trial
-    shape = SHAPES[model]
     settings = dict(TRAINERS[name].settings)
     world: dict[str, Any] = {"processes_per_node": arguments.gpus}
     deepspeed = settings.pop("deepspeed", None)
@@ -278,7 +358,7 @@ def train_by_sweeps(arguments: argparse.Namespace) -> int:
 
     world["mixed_precision"] = "bf16" if torch.cuda.is_available() else "no"
     data = arguments.out.absolute() / "alpaca.json"
-    data.write_text(json.dumps(rows(arguments)))
+    data.write_text(json.dumps(conversations(arguments)))
     sweep = {
         "name": f"{model}.{name}",
         "output_root": str(arguments.out.absolute() / "runs"),
@@ -290,7 +370,7 @@ def train_by_sweeps(arguments: argparse.Namespace) -> int:
             "max_train_steps": arguments.steps,
             "num_train_epochs": 1,
             "per_device_train_batch_size": arguments.conversations // arguments.gpus,
-            "gradient_checkpointing": shape.gradient_checkpointing,
+            "gradient_checkpointing": MODELS[model].gradient_checkpointing,
             "logging_steps": 1,
             "checkpointing_steps": None,
             **settings,
@@ -301,27 +381,42 @@ def train_by_sweeps(arguments: argparse.Namespace) -> int:
     file.write_text(yaml.safe_dump(sweep))
     command = ("-m", "sweeps", "launch", str(file.absolute()), "--executor", "local")
     done = subprocess.run([sys.executable, *command], text=True, capture_output=True)
-    (run,) = (arguments.out / "runs" / sweep["name"]).glob("*/config.yaml")
-    metrics = run.parent / "metrics.jsonl"
-    if done.returncode and not metrics.exists():
-        log = run.parent / "train.log"
-        said = log.read_text("utf-8", "replace") if log.exists() else ""
-        print(done.stdout + done.stderr + said)
+    folder = arguments.out / "runs" / sweep["name"]
+    logged = []
+    for metrics in folder.glob("*/metrics.jsonl"):
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+        logged += [row for row in rows if "loss" in row]
+    if done.returncode or len(logged) != arguments.steps:
+        print(done.stdout + done.stderr)
+        for log in folder.glob("*/train.log"):
+            print(log.read_text("utf-8", "replace"))
+        print(f"Error: {len(logged)} of {arguments.steps} updates, exit code {done.returncode}")
         return 1
-    logged = [json.loads(line) for line in metrics.read_text().splitlines()]
-    logged = [row for row in logged if "loss" in row]
-    timed = logged[WARM_UP:]
-    tokens, conversations = count_tokens(model, arguments)
-    pace = statistics.median(row["tokens_per_second"] for row in timed)
-    figures = {
+    pace = statistics.median(row["tokens_per_second"] for row in logged[WARM_UP:])
+    memory = max(row.get("gpu_memory_gib", 0.0) for row in logged)
+    losses = [row["loss"] for row in logged]
+    figures = figures_of(model, arguments, pace, memory, logged[0]["time"], losses)
+    return finish(name, arguments, figures)
+
+
+def figures_of(
+    model: str,
+    arguments: argparse.Namespace,
+    pace: float,  # tokens a second
+    memory: float,  # GiB
+    first_update: float,  # when it was done, in seconds since the epoch
+    losses: list[float],
+) -> dict[str, Any]:
+    """A row's figures, of every trainer by the same rules."""
+    tokens, number_of_conversations = count_tokens(model, arguments)
+    return {
         "tokens_per_second": round(pace),
         "ms_per_update": round(1000 * tokens / arguments.steps / pace),
-        "gpu_memory_gib": max(row.get("gpu_memory_gib", 0.0) for row in logged),
-        "seconds_to_first_update": round(logged[0]["time"] - began(), 1),
-        "loss": last_quarter([row["loss"] for row in logged]),
-        "mean_length": tokens / conversations,
+        "gpu_memory_gib": round(memory, 2),
+        "seconds_to_first_update": round(first_update - began(), 1),
+        "loss": last_quarter(losses),
+        "mean_length": tokens / number_of_conversations,
     }
-    return finish(name, arguments, figures)
 
 
 def began() -> float:
@@ -340,7 +435,7 @@ def tokenized(model: str, arguments: argparse.Namespace) -> Iterator[dict[str, l
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder(model, arguments))
-    for row in rows(arguments):
+    for row in conversations(arguments):
         asked = row["instruction"]
         if row["input"]:
             asked += f"\n\n### Input:\n{row['input']}"
@@ -365,41 +460,71 @@ def count_tokens(model: str, arguments: argparse.Namespace) -> tuple[int, int]:
 
 def train_by_trl(arguments: argparse.Namespace) -> int:
     """Train by TRL's SFTTrainer, on conversations that are tokenised already."""
-    import torch
-    import transformers
-
     (model,) = arguments.models
     name = arguments.trial
+    network, tokenizer = load_for_trl(model, name, arguments)
+    import torch
+    from trl import SFTTrainer
+
+    clock = stopwatch()
+    trainer = SFTTrainer(
+        network,
+        args=trl_config(model, name, arguments),
+        train_dataset=tokens_for_trl(model, name, arguments),
+        processing_class=tokenizer,
+        callbacks=[clock],
+    )
+    trainer.train()
+    if not trainer.is_world_process_zero():
+        return 0
+    paces = []
+    for (earlier, before), (later, after) in itertools.pairwise(clock.marks):
+        paces.append((after - before) / (later - earlier))
+    pace = statistics.median(paces[WARM_UP - 1 :])
+    memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    figures = figures_of(model, arguments, pace, memory, clock.first, losses)
+    return finish(name, arguments, figures)
+
+
+def load_for_trl(model: str, name: str, arguments: argparse.Namespace) -> tuple[Any, Any]:
+    """The model and its tokenizer, by Unsloth where that is what is measured."""
     folder = model_folder(model, arguments)
     if TRAINERS[name].kind == "unsloth":
         from unsloth import FastLanguageModel  # before trl, which it patches
 
-        network, tokenizer = FastLanguageModel.from_pretrained(
+        return FastLanguageModel.from_pretrained(
             str(folder), max_seq_length=2048, load_in_4bit=False, full_finetuning=True
         )
-    else:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        network = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
+    import torch
+    import transformers
 
-    shape = SHAPES[model]
-    gpu = torch.cuda.is_available()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    network = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return network, tokenizer
+
+
+def trl_config(model: str, name: str, arguments: argparse.Namespace) -> Any:
+    """The trainer's arguments."""
+    import torch
+    from trl import SFTConfig
+
+    on_gpu = torch.cuda.is_available()
     sharding: dict[str, Any] = {}
     if arguments.gpus > 1:
         file = PROJECT / "configs" / "fsdp" / "fsdp2.json"
         sharding = {"fsdp": True, "fsdp_config": json.loads(file.read_text())}
-    each = arguments.conversations // arguments.gpus
-    micro_batch = min(shape.micro_batch, each)
-    config = SFTConfig(
+    of_a_gpu = arguments.conversations // arguments.gpus
+    micro_batch = min(MODELS[model].micro_batch, of_a_gpu)
+    return SFTConfig(
         str(arguments.out / "runs" / f"{model}.{name}"),
         max_steps=arguments.steps,
         per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=each // micro_batch,
+        gradient_accumulation_steps=of_a_gpu // micro_batch,
         learning_rate=1e-5,
-        bf16=gpu,
-        use_cpu=not gpu,
-        gradient_checkpointing=shape.gradient_checkpointing,
+        bf16=on_gpu,
+        use_cpu=not on_gpu,
+        gradient_checkpointing=MODELS[model].gradient_checkpointing,
         logging_steps=1,
         save_strategy="no",
         report_to="none",
@@ -409,41 +534,25 @@ def train_by_trl(arguments: argparse.Namespace) -> int:
         **sharding,
         **TRAINERS[name].settings,
     )
-    file = arguments.out / f"{model}.tokens.jsonl"
+
+
+def tokens_file(model: str, name: str, arguments: argparse.Namespace) -> Path:
+    """What the first rank writes for the others. `run_trial` deletes one that is there before."""
+    return arguments.out / f"{model}.{name}.tokens.jsonl"
+
+
+def tokens_for_trl(model: str, name: str, arguments: argparse.Namespace) -> Any:
+    """The tokens as a dataset. The first rank makes them, and the others wait for its file."""
+    from datasets import Dataset
+
+    file = tokens_file(model, name, arguments)
     if trl_rank() == 0:
         part = file.with_suffix(".part")
         part.write_text("".join(f"{json.dumps(row)}\n" for row in tokenized(model, arguments)))
         part.rename(file)
     while not file.exists():
         time.sleep(0.1)
-    data = Dataset.from_json(str(file), cache_dir=str(arguments.out / f"cache{trl_rank()}"))
-    clock = stopwatch()
-    trainer = SFTTrainer(
-        network, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[clock]
-    )
-    trainer.train()
-    if not trainer.is_world_process_zero():
-        return 0
-    tokens, conversations = count_tokens(model, arguments)
-    pace = [
-        (second - first) / (later - earlier)
-        for (earlier, first), (later, second) in zip(clock.marks, clock.marks[1:], strict=False)
-    ]
-    seconds = [
-        later - earlier
-        for (earlier, _), (later, _) in zip(clock.marks, clock.marks[1:], strict=False)
-    ]
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    memory = torch.cuda.max_memory_allocated() / 2**30 if gpu else 0.0
-    figures = {
-        "tokens_per_second": round(statistics.median(pace[WARM_UP - 1 :])),
-        "ms_per_update": round(1000 * statistics.median(seconds[WARM_UP - 1 :])),
-        "gpu_memory_gib": round(memory, 2),
-        "seconds_to_first_update": round(clock.first - began(), 1),
-        "loss": last_quarter(losses),
-        "mean_length": tokens / conversations,
-    }
-    return finish(name, arguments, figures)
+    return Dataset.from_json(str(file), cache_dir=str(arguments.out / f"cache{trl_rank()}"))
 
 
 def trl_rank() -> int:
@@ -471,7 +580,7 @@ def stopwatch() -> Any:
     return Stopwatch()
 
 
-TRIALS = {"sweeps": train_by_sweeps, "trl": train_by_trl, "unsloth": train_by_trl}
+TRAINING = {"sweeps": train_by_sweeps, "trl": train_by_trl, "unsloth": train_by_trl}
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:

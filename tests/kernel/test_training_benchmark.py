@@ -1,0 +1,88 @@
+"""The benchmark of whole trainers: its processes, and what is left of an earlier call."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "training.py"
+
+
+@pytest.fixture
+def training():
+    spec = importlib.util.spec_from_file_location("training_benchmark", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for it
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+@pytest.fixture
+def alpaca(tmp_path):
+    """Conversations in Alpaca's form."""
+    rows = []
+    for number in range(64):
+        answer = " ".join(f"word{number % 7}" for _ in range(1 + number % 9))
+        rows.append({"instruction": f"Say it {number} times.", "input": "", "output": answer})
+    file = tmp_path / "alpaca.json"
+    file.write_text(json.dumps(rows))
+    return file
+
+
+def is_running(pid):
+    """Whether the process is there and has not ended."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_a_trial_that_takes_too_long_leaves_no_process(training, alpaca, tmp_path, monkeypatch):
+    """A trainer that starts another process, as launchers and the sweeps' do."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nsleep 300 &\necho $! > {tmp_path}/pid\nwait\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(
+        sys, "argv", ["training.py", "--alpaca", str(alpaca), "--out", str(tmp_path)]
+    )
+    arguments = training.parse()
+    arguments.limit = 3
+    assert training.run_trial("tiny", "ours", arguments) == {"failed": "not done after 3 s"}
+    pid = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 5
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    try:
+        assert not is_running(pid)
+    finally:
+        if is_running(pid):
+            os.kill(pid, 9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["ours", "trl"])
+def test_a_second_call_measures_anew(trainer, alpaca, tmp_path):
+    """Runs and tokens of the first one, which had other --steps, are not taken for its own."""
+    pytest.importorskip("transformers")
+    if trainer == "trl":
+        pytest.importorskip("trl")
+    command = [sys.executable, SCRIPT, "--alpaca", alpaca, "--out", tmp_path / "out"]
+    command += ["--models", "tiny", "--trainers", trainer, "--conversations", 4, "--steps"]
+    for steps in (5, 6, 6):
+        done = subprocess.run(
+            [str(word) for word in [*command, steps]], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        rows = (tmp_path / "out" / "training.jsonl").read_text().splitlines()
+        row = json.loads(rows[-1])
+        assert "failed" not in row, row
+        assert row["seconds_to_first_update"] > 0
+        assert row["ms_per_update"] > 0 and row["loss"] > 0
