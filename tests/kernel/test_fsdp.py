@@ -22,19 +22,33 @@ from tiny_models import batch, expected, gradients, tiny  # noqa: E402
 BETA, RANKS = 0.1, 2
 
 
-def sharded(model, on_meta):
-    """Patched before `fully_shard`, where it cannot run yet if it is on the meta device."""
-    source = model.state_dict()
-    if on_meta:
-        with torch.device("meta"):
-            model = type(model)(model.config).train()
+def patch_and_shard(model, when):
+    """Where the model is on the meta device or sharded, it cannot be tried when it is patched."""
+    parts = (*model.model.layers, model.lm_head, model)
+    if when == "after fully_shard":
+        for part in parts:
+            fsdp.fully_shard(part)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         patch_model(model, label_smoothing=BETA)
-    assert any("meta device" in str(warning.message) for warning in told) == on_meta
-    for layer in (*model.model.layers, model.lm_head, model):
-        fsdp.fully_shard(layer)
-    if on_meta:
+    reasons = {"on meta": "on the meta device", "after fully_shard": "FSDP2 holds a part"}
+    put_off = [str(warning.message) for warning in told if "not now" in str(warning.message)]
+    if when in reasons:
+        assert len(put_off) == 1 and reasons[when] in put_off[0]
+    else:
+        assert not put_off
+    if when != "after fully_shard":
+        for part in parts:
+            fsdp.fully_shard(part)
+
+
+def sharded(model, when):
+    source = model.state_dict()
+    if when == "on meta":
+        with torch.device("meta"):
+            model = type(model)(model.config).train()
+    patch_and_shard(model, when)
+    if when == "on meta":
         rotary = tiny().model.rotary_emb
         model.to_empty(device="cpu")
         model.model.rotary_emb.inv_freq = rotary.inv_freq
@@ -47,13 +61,13 @@ def sharded(model, on_meta):
     return model
 
 
-def work(rank, store, on_meta):
+def work(rank, store, when):
     faulthandler.dump_traceback_later(240, exit=True)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
     model = tiny()
     want = gradients(model, expected(model, batch(), BETA))
-    model = sharded(tiny(), on_meta)
+    model = sharded(tiny(), when)
     for _ in range(2):
         model.zero_grad()
         model(**batch()).loss.backward()
@@ -64,6 +78,27 @@ def work(rank, store, on_meta):
     dist.barrier()
 
 
-@pytest.mark.parametrize("on_meta", [False, True])
-def test_gradients(on_meta, tmp_path):
-    mp.spawn(work, (str(tmp_path / "store"), on_meta), RANKS)
+@pytest.mark.parametrize("when", ["before fully_shard", "on meta", "after fully_shard"])
+def test_gradients(when, tmp_path):
+    mp.spawn(work, (str(tmp_path / "store"), when), RANKS)
+
+
+def train_mixture(rank, store, when):
+    """Its auxiliary loss is a function of its class's module, and fully_shard changes the class."""
+    faulthandler.dump_traceback_later(240, exit=True)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+    model = tiny("MixtralForCausalLM", output_router_logits=True)
+    outputs = model(**batch())
+    plain = torch.nn.functional.cross_entropy(
+        outputs.logits[:, :-1].flatten(0, 1), batch()["labels"][:, 1:].flatten()
+    )
+    want = outputs.loss - plain + expected(model, batch(), BETA)
+    patch_and_shard(model, when)
+    torch.testing.assert_close(model(**batch()).loss, want, rtol=1e-4, atol=1e-6)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("when", ["before fully_shard", "after fully_shard"])
+def test_a_mixtures_auxiliary_loss(when, tmp_path):
+    mp.spawn(train_mixture, (str(tmp_path / "store"), when), RANKS)

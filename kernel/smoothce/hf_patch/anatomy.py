@@ -19,6 +19,14 @@ def unwrapped(model: nn.Module) -> CausalModel:
     return model
 
 
+def class_of(module: nn.Module) -> type:
+    """The module's class, without the one that torch's `fully_shard` puts in front of it."""
+    for one in type(module).__mro__:
+        if not one.__module__.startswith("torch.distributed."):
+            return one
+    return type(module)
+
+
 def decoder_of(causal: CausalModel) -> CausalModel:
     """What turns tokens into the head's hidden states."""
     return causal.model if hasattr(causal, "model") else causal.base_model
@@ -93,23 +101,26 @@ def restore_class_forward(module: nn.Module) -> None:
 
 def check_head(name: str, head: nn.Module) -> None:
     """Raises TypeError for a head whose product is not its weight's alone."""
-    found = f"{type(head).__module__}.{type(head).__name__}"
+    head_class = class_of(head)
+    found = f"{head_class.__module__}.{head_class.__name__}"
     if hasattr(head, "base_layer") or hasattr(head, "modules_to_save"):
         raise TypeError(
             f"{name} carries an adapter ({found}), whose gradient would be lost: "
             f"leave {name} out of target_modules and modules_to_save"
         )
-    if type(head) is not nn.Linear:
+    if head_class is not nn.Linear:
         raise TypeError(f"{name} must be a torch.nn.Linear, not {found}")
 
 
-def is_partitioned(model: nn.Module) -> bool:
-    """Whether ZeRO-3 holds a part of a parameter on each rank, and nothing has gathered it."""
+def partitioned_by(model: nn.Module) -> str | None:
+    """Which library holds a part of each parameter on each rank, if any does at this moment."""
+    if any(class_of(module) is not type(module) for module in model.modules()):
+        return "FSDP2"
     for parameter in model.parameters():
         status = getattr(parameter, "ds_status", None)
         if status is not None and status.name != "AVAILABLE":
-            return True
-    return False
+            return "ZeRO-3"
+    return None
 
 
 def warn_once(said: set[str], message: str) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from smoothce.hf_patch.anatomy import CausalModel, config_of
+from smoothce.hf_patch.anatomy import CausalModel, class_of, config_of
 from smoothce.hf_patch.head_forward import SummedLoss
 
 
@@ -33,11 +33,11 @@ def auxiliary_loss(model: CausalModel, outputs: Any, inputs: dict[str, Any]) -> 
         wanted = getattr(config_of(model), "output_router_logits", False)
     if not wanted or not hasattr(outputs, "router_logits"):
         return None
-    modeling = sys.modules[type(model).__module__]
+    modeling = sys.modules[class_of(model).__module__]
     if not hasattr(modeling, "load_balancing_loss_func"):
         raise ValueError(
-            f"output_router_logits is on, and {type(model).__name__} has no load-balancing loss "
-            "that patch_model knows: turn it off"
+            f"output_router_logits is on, and {class_of(model).__name__} has no load-balancing "
+            "loss that patch_model knows: turn it off"
         )
     return modeling.load_balancing_loss_func(
         outputs.router_logits,

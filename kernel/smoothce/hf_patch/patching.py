@@ -9,6 +9,7 @@ from smoothce.hf_patch.anatomy import (
     CausalModel,
     check_head,
     class_forward,
+    class_of,
     config_of,
     decoder_of,
     forward_in_slot,
@@ -48,21 +49,21 @@ def patch_model(model: nn.Module, **settings: Unpack[PatchSettings]) -> nn.Modul
     to the mean cross-entropy of the next tokens, with at most a scale and a cap between, which are
     read from its configuration. `logit_scale=` and `softcap=` (a number, or None for none) take
     their place where they have another name, and are tried likewise. A model that cannot run when
-    it is patched (on the meta device, or partitioned by ZeRO-3) is tried on every rank when its
-    first training batch comes; a warning says so. A scale or cap that is changed later, and a hook
-    on the head that changes logits, raise ValueError in training.
+    it is patched (on the meta device, or sharded by ZeRO-3 or FSDP2 already) is tried on every rank
+    when its first training batch comes; a warning says so. A scale or cap that is changed later,
+    and a hook on the head that changes logits, raise ValueError in training.
 
     A mixture of experts adds its auxiliary loss as upstream does, where `output_router_logits` is
-    on. Patch after resizing embeddings and before `accelerator.prepare` or `deepspeed.initialize`;
-    a `PeftModel` is patched inside. Returns the model, changed in place; a second call replaces the
-    settings, and one that is refused leaves them.
+    on. Patch after resizing embeddings and before `accelerator.prepare` or `deepspeed.initialize`,
+    before or after `fully_shard`; a `PeftModel` is patched inside. Returns the model, changed in
+    place; a second call replaces the settings, and one that is refused leaves them.
 
     Raises ValueError for a model whose loss is another one and for a setting out of range, and
     TypeError for a model that is wrapped or has no linear head.
     """
     causal = unwrapped(model)
     _refuse_wrapped(causal)
-    name = type(causal).__name__
+    name = class_of(causal).__name__
     head_name = head_name_of(causal)
     head = getattr(causal, head_name)
     check_head(head_name, head)
@@ -94,7 +95,7 @@ def patch_model(model: nn.Module, **settings: Unpack[PatchSettings]) -> nn.Modul
 def unpatch_model(model: nn.Module) -> nn.Module:
     """Undo `patch_model`. Raises TypeError where the model is not patched or was wrapped since."""
     causal = unwrapped(model)
-    name = type(causal).__name__
+    name = class_of(causal).__name__
     model_forward = ModelForward.of(causal)
     if model_forward is None:
         raise TypeError(f"{name} is not patched")
@@ -115,10 +116,9 @@ def unpatch_model(model: nn.Module) -> nn.Module:
 
 
 def _refuse_wrapped(causal: CausalModel) -> None:
-    name = type(causal).__name__
-    if name.startswith("FSDP") or hasattr(causal, "module") or hasattr(causal, "_orig_mod"):
+    if hasattr(causal, "module") or hasattr(causal, "_orig_mod"):
         raise TypeError(
-            f"{name} is a wrapped model: call patch_model before fully_shard, "
+            f"{type(causal).__name__} is a wrapped model: call patch_model before "
             "DistributedDataParallel, deepspeed.initialize or torch.compile"
         )
 

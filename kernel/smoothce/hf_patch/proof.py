@@ -39,7 +39,7 @@ from smoothce.hf_patch.anatomy import (
     config_of,
     decoder_of,
     forward_slot,
-    is_partitioned,
+    partitioned_by,
 )
 from smoothce.hf_patch.head_forward import HeadForward
 from smoothce.hf_patch.logit_map import (
@@ -130,15 +130,17 @@ def prove(
 ) -> Proof:
     """That the model, patched with these, computes upstream's loss where it does not smooth.
 
-    `in_forward`: called in the model's own forward, where ZeRO-3 gathers what a module needs.
+    `in_forward`: called in the model's own forward, where ZeRO-3 and FSDP2 gather what a module
+    needs.
     Restores random states, modes and hooks, and leaves no gradients. Raises ValueError where the
     losses differ, and CannotRun where the model cannot run as it is."""
     causal = model_forward.causal
     head = getattr(causal, model_forward.head_name)
     if any(parameter.is_meta for parameter in causal.parameters()):
         raise CannotRun("its parameters are on the meta device")
-    if is_partitioned(causal) and not in_forward:
-        raise CannotRun("ZeRO-3 holds a part of each parameter on each rank")
+    library = partitioned_by(causal)
+    if library is not None and not in_forward:
+        raise CannotRun(f"{library} holds a part of each parameter on each rank")
     with _undisturbed(causal):
         try:
             logit_map = _tried(model_forward, head, settings)
