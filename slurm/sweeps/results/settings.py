@@ -23,7 +23,7 @@ def settings(run: Run) -> dict[str, Any]:
     What is no text and no number is written as text.
     """
     config = run.config()
-    values = {"backend": config.backend, **config.world.model_dump(), **config.train}
+    values = {"backend": config.backend, **config.world.model_dump(), **config.train_values()}
     for row in run.attempts():
         if row.get("stage") == TRAIN:
             values.update(row.get("files", {}))

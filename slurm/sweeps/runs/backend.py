@@ -36,7 +36,9 @@ class Backend(Protocol[Options]):
     @property
     def Train(self) -> type[Options]:
         """The pydantic model of the `train:` keys. They need `model_name_or_path`,
-        `learning_rate`, `label_smoothing` and `seed`, of which the names of runs are made."""
+        `learning_rate`, `label_smoothing` and `seed`, of which the names of runs are made. Mark an
+        option that is added once runs were made as `added_later`: see `sweeps.runs.schema.option`;
+        otherwise all runs get new names."""
 
     def packages(self, train: Options, distributed: DistributedConfig, /) -> list[str]:
         """The modules that must be importable for such a run, beyond this project's own."""

@@ -10,7 +10,7 @@ from typing import Any
 from calibeval.io import InputError, write_text
 from sweeps.runs.backend import load_backend, scoring_problem
 from sweeps.runs.run import Run, RunConfig
-from sweeps.runs.schema import Sweep
+from sweeps.runs.schema import Sweep, decisive_values
 from sweeps.runs.yaml_io import check, dump_yaml, escape_dollars, expand, override, read_yaml
 
 LAUNCHED = "launched.yaml"
@@ -102,7 +102,7 @@ def _expand_grid(sweep: Sweep, folder: Path, source: str, places: dict[str, str]
                 raise InputError(f"{source}: {problem}")
         config = RunConfig(
             backend=sweep.backend,
-            train=options.model_dump(),
+            train=decisive_values(options),
             world=sweep.world,
             score=sweep.score,
             keep=sweep.keep,

@@ -26,7 +26,7 @@ from calibeval.request import Strict
 from sweeps.runs.backend import load_backend
 from sweeps.runs.files import read_rows
 from sweeps.runs.processes import job_id, run_or_empty
-from sweeps.runs.schema import DistributedConfig, Score
+from sweeps.runs.schema import DistributedConfig, Score, decisive_values
 from sweeps.runs.yaml_io import check, dump_yaml, read_yaml
 
 # The packages whose versions are noted when an attempt begins.
@@ -34,7 +34,10 @@ NOTED_PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "datasets
 
 
 class RunConfig(Strict):
-    """config.yaml: what decides a run's weights, and so its name, and what is done with them."""
+    """config.yaml: what decides a run's weights, and so its name, and what is done with them.
+
+    `train` and `world` are the decisive values: see `sweeps.runs.schema.decisive_values`.
+    """
 
     backend: str | None  # None: the model as it is, before fine-tuning
     train: dict[str, Any]
@@ -46,7 +49,11 @@ class RunConfig(Strict):
     @cached_property
     def digest(self) -> str:
         """The SHA-256 of all that decides the weights."""
-        decisive = self.model_dump(include={"backend", "train", "world"})
+        decisive = {
+            "backend": self.backend,
+            "train": self.train,
+            "world": decisive_values(self.world),
+        }
         canonical = json.dumps(decisive, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -55,6 +62,19 @@ class RunConfig(Strict):
         """The `train:` keys as the backend's own model, its `Train`."""
         assert self.backend is not None  # a model before fine-tuning has no options
         return load_backend(self.backend).Train.model_validate(self.train)
+
+    def train_values(self) -> dict[str, Any]:
+        """All `train:` keys with their values, for tables.
+
+        Options that were added later and have their default are not in `train`. Where the backend
+        is absent, or its present version does not take these keys, they are missing here too.
+        """
+        values = dict(self.train)
+        if self.backend is not None:
+            with contextlib.suppress(InputError, ValueError):
+                for key, value in self.train_options.model_dump().items():
+                    values.setdefault(key, value)
+        return values
 
     @cached_property
     def name(self) -> str:

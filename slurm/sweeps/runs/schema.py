@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from calibeval.io import read_text
@@ -61,6 +61,7 @@ def limit_seconds(time: str) -> float:
 # as a value of `select_on`.
 HELD_OUT = "held_out_loss"
 COLUMNS = "accuracy,ece,rms"
+ADDED_LATER = "added_later"  # the mark of such an option in a field's JSON schema
 
 
 # Options of sbatch that `extra` may not hold, and what to do instead: the jobs need their own.
@@ -97,12 +98,34 @@ def _check_extra(text: str) -> str:
 ExtraOption = Annotated[str, Field(pattern=r"^--[a-z-]+(=.+)?$"), AfterValidator(_check_extra)]
 
 
-def option(default: Any, description: str, **constraints: Any) -> Any:
+def option(
+    default: Any, description: str, *, added_later: bool = False, **constraints: Any
+) -> Any:
     """A field of a model, with pydantic's constraints; `...` as its default makes it required.
 
-    The description is what `python -m sweeps keys` prints of it.
+    The description is what `python -m sweeps keys` prints of it. `added_later` marks an option of a
+    run that was added when runs without it had already been made: see `decisive_values`.
     """
-    return Field(default, description=description, **constraints)
+    marks = {ADDED_LATER: True} if added_later else None
+    return Field(default, description=description, json_schema_extra=marks, **constraints)
+
+
+def decisive_values(options: BaseModel) -> dict[str, Any]:
+    """The values that decide a run, of which its config and the name of its folder are made.
+
+    An option that was added later is left out while it has its default, because runs were named
+    without it before. So a sweep that does not use it finds its runs again.
+    """
+    values = options.model_dump()
+    for name, field in type(options).model_fields.items():
+        value = getattr(options, name)
+        marks = field.json_schema_extra
+        is_later = isinstance(marks, dict) and ADDED_LATER in marks
+        if is_later and value == field.get_default(call_default_factory=True):
+            del values[name]
+        elif isinstance(value, BaseModel):
+            values[name] = decisive_values(value)
+    return values
 
 
 class DistributedConfig(Strict):

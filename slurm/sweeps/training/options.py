@@ -1,7 +1,21 @@
-"""The `train:` keys of a sweep file, with open-instruct's names and meanings.
+"""The `train:` keys of a sweep file: those of both backends, and those of backend trainer.
 
 `python -m sweeps keys` prints the descriptions below. This module imports no torch, because
 commands that only plan or report read it too.
+
+To add an option:
+
+1. Give it a default that changes nothing, and `added_later=True`. The name of a run's folder is a
+   digest of its options. Without that mark every run of every sweep would get another name, and
+   would be trained again; with it the default is left out of the digest. For the same reason the
+   default may not change afterwards. tests/slurm/test_run_names.py pins some names.
+2. Say where it acts. Options of backend trainer belong to `TrainOptions`: those of the optimizer act
+   in `hf_arguments`, those of the model in `model_loading`, those of the loss in `fit.install_loss`,
+   those of the data in `tokenization` and `global_batches`. An option of `CommonOptions` or
+   `OpenInstructOptions` reaches finetune.py by its name, which the patches must then know.
+3. An option that holds a path belongs into `sweeps.runs.grid.PATH_KEYS`; one that needs a package,
+   into the `packages` of its backend.
+4. The columns of tables and `sweeps keys` follow by themselves; slurm/TRAINER.md does not.
 """
 
 from typing import Annotated, Literal

@@ -1,5 +1,6 @@
 """A file of conversations becomes token ids and labels.
 
+`sweeps.runs.conversations` reads the file, which launching does too, to refuse a bad one early.
 `datasets` keeps the result in its cache, so that it is made once for a file, tokenizer, template
 and length, and all runs and ranks share it. `sweeps.training.global_batches` deals it out.
 """
@@ -27,7 +28,10 @@ from sweeps.runs.processes import end_with_parent
 from sweeps.training.options import TrainOptions
 
 IGNORE = -100  # the label of a token that is not learned
-FORMAT = 1  # of the cached columns: another number makes all caches anew
+# The format of what is cached. Raise it whenever the same file becomes other rows: by a change of
+# `sweeps.runs.conversations`, of the functions below or of the columns. All caches are then made
+# anew, and checkpoints that were written with the former rows are refused.
+FORMAT = 1
 TEMPLATES = Path(__file__).parent / "chat_templates"
 
 
@@ -76,9 +80,10 @@ def tokenize_file(
     limit = None
     if train_options.max_train_samples is not None:
         limit = train_options.max_train_samples + train_options.held_out
-    text_fingerprint = fingerprint(sha256(path), limit)
+    data_fingerprint = fingerprint(sha256(path), limit)
+    text_fingerprint = fingerprint(data_fingerprint, FORMAT)
     tokens_fingerprint = fingerprint(
-        text_fingerprint,
+        data_fingerprint,
         tokenizer.backend_tokenizer.to_str(),
         tokenizer.chat_template,
         tokenizer.special_tokens_map,
