@@ -15,7 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from smoothed_open_instruct.arguments import check_arguments, refuse, replaces_loss
+from smoothed_open_instruct.arguments import (
+    SCRIPTS_REDUCTIONS,
+    check_arguments,
+    refuse,
+    replaces_loss,
+)
 from smoothed_open_instruct.stack import todays_libraries
 from smoothed_open_instruct.training_loss import TrainingLoss
 
@@ -31,12 +36,22 @@ HOOKED = (
 )
 
 
+# The line of patches/0001-arguments.patch that every patched finetune.py has.
+PATCHED_MARK = "import smoothed_open_instruct as ours\n"
+
+
 @dataclasses.dataclass
 class RunState:
-    """What the script of this process has parsed."""
+    """What the script of this process has parsed.
+
+    `args.reduce_loss` has three values in turn: "mean" while the script checks its arguments, since
+    its check takes that at every commit; then what was asked, from which the loss is made; and from
+    the first batch on "mean" again, since the script's branch for "mean" is the one that takes
+    `outputs.loss` as it is.
+    """
 
     args: Any = None
-    replaces_loss: bool = False
+    attaches_loss: bool = False
 
 
 RUN = RunState()
@@ -65,16 +80,15 @@ def script_of(checkout: Path) -> Path:
     if not script.is_file():
         refuse(f"{checkout} has no open_instruct/finetune.py, so it is no open-instruct checkout")
     text = script.read_text(encoding="utf-8")
-    if " as ours\n" in text:
+    if PATCHED_MARK in text:
         undo = f"patches/apply.sh {checkout} --reverse"
         refuse(
             f"{checkout} is patched: run its finetune.py itself, or undo the patches with {undo}"
         )
     absent = [place for place in HOOKED if place not in text]
     if absent:
-        refuse(
-            f"{script} has no `{'`, no `'.join(absent)}`: its loss cannot be changed from outside"
-        )
+        lacking = ", ".join(f"no `{place}`" for place in absent)
+        refuse(f"{script} has {lacking}: its loss cannot be changed from outside")
     return script
 
 
@@ -93,7 +107,9 @@ def with_flags(base: Any) -> Any:
     """The script's argument class with this project's flags; another class as it is."""
     if base.__name__ != "FlatArguments":
         return base
-    script_knows_mean_only = "reduce_loss" not in base.__dataclass_fields__
+    scripts_reductions = SCRIPTS_REDUCTIONS
+    if "reduce_loss" not in base.__dataclass_fields__:  # as at later commits
+        scripts_reductions = ("mean",)
 
     @dataclasses.dataclass
     class FlatArguments(base):
@@ -103,8 +119,7 @@ def with_flags(base: Any) -> Any:
         filter_eps: str | None = None
 
         def __post_init__(self) -> None:
-            check_arguments(self)
-            # The script's own check takes "mean" at every commit, and not every other reduction.
+            check_arguments(self, scripts_reductions)
             reduction = self.reduce_loss
             self.reduce_loss = "mean"
             try:
@@ -113,10 +128,8 @@ def with_flags(base: Any) -> Any:
                 refuse(error)
             self.reduce_loss = reduction
             RUN.args = self
-            RUN.replaces_loss = replaces_loss(self) or (
-                script_knows_mean_only and reduction == "sum"
-            )
-            if RUN.replaces_loss and getattr(self, "sequence_parallel_size", 1) > 1:
+            RUN.attaches_loss = replaces_loss(self, scripts_reductions)
+            if RUN.attaches_loss and getattr(self, "sequence_parallel_size", 1) > 1:
                 refuse("this loss cannot be combined with sequence_parallel_size above 1")
 
     return FlatArguments
@@ -127,9 +140,9 @@ def with_loss(base: Any) -> Any:
 
     class Accelerator(base):
         def prepare(self, *objects: Any) -> Any:
-            if not RUN.replaces_loss:
+            if not RUN.attaches_loss:
                 return super().prepare(*objects)
-            # The loss keeps the flags as they are now: `Batches` changes the script's.
+            # The loss keeps the flags as they are now: the script's change with the first batch.
             loss = TrainingLoss(Namespace(**vars(RUN.args)), self)
             loss.attach(objects[0])
             model, optimizer, loader, scheduler = super().prepare(*objects)
@@ -153,8 +166,7 @@ class Batches:
     model: Any
 
     def __iter__(self) -> Iterator[Any]:
-        # From here on the script takes `outputs.loss` as it is.
-        RUN.args.reduce_loss = "mean"
+        RUN.args.reduce_loss = "mean"  # The script then takes `outputs.loss` as it is.
         return iter(self.loss.batches(self.loader, self.model))
 
     def __len__(self) -> int:

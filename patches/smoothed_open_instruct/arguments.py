@@ -1,5 +1,7 @@
-"""The flags that the patches add to finetune.py, checked before anything is loaded; and what
-compute nodes without internet leave out."""
+"""The flags that the patches add to finetune.py, which are checked before anything is loaded.
+
+Two functions at the end leave out what compute nodes without internet cannot do.
+"""
 
 import os
 import sys
@@ -12,6 +14,7 @@ from smoothce.options import Options, is_number
 
 LOSS_IMPLEMENTATIONS = ("auto", "fused")
 REDUCTIONS = ("mean", "sum", "token_mean")
+SCRIPTS_REDUCTIONS = ("mean", "sum")  # those that finetune.py computes itself
 
 
 def refuse(message: object) -> NoReturn:
@@ -20,10 +23,13 @@ def refuse(message: object) -> NoReturn:
     sys.exit(2)
 
 
-def check_arguments(args: Namespace) -> None:
+def check_arguments(
+    args: Namespace, scripts_reductions: tuple[str, ...] = SCRIPTS_REDUCTIONS
+) -> None:
     """Refuse wrong values of the flags, and wrong types, which a YAML file may hold.
 
     `filter_eps`, which the command line gives as text, becomes a number where it is one.
+    `scripts_reductions` are those that the script computes itself, which differ between commits.
     """
     with suppress(TypeError, ValueError):
         args.filter_eps = float(args.filter_eps)
@@ -33,16 +39,18 @@ def check_arguments(args: Namespace) -> None:
         refuse(error)
     _check_choice("loss_impl", args.loss_impl, LOSS_IMPLEMENTATIONS)
     _check_choice("reduce_loss", args.reduce_loss, REDUCTIONS)
-    if args.filter_eps is not None and not replaces_loss(args):
+    replaced = replaces_loss(args, scripts_reductions)
+    if args.filter_eps is not None and not replaced:
         refuse("filter_eps belongs to the fused loss: ask for it with loss_impl fused")
     # Only the patches add this flag; the runner's arguments lack it.
     dropout = getattr(args, "attention_dropout", None)
     if dropout is not None and not (is_number(dropout) and 0 <= dropout < 1):
         refuse(f"attention_dropout must be a number in [0, 1), not {dropout!r}")
-    if replaces_loss(args) and args.load_balancing_loss:
+    if replaced and args.load_balancing_loss:
         refuse(
             "load_balancing_loss adds to the upstream loss alone: it cannot be combined with "
-            "label_smoothing > 0, loss_impl fused or reduce_loss token_mean"
+            "label_smoothing > 0, loss_impl fused or a reduce_loss other than "
+            f"{' and '.join(scripts_reductions)}"
         )
 
 
@@ -51,25 +59,33 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         refuse(f"{name} must be one of {', '.join(choices)}, not {value!r}")
 
 
-def replaces_loss(args: Namespace) -> bool:
+def replaces_loss(
+    args: Namespace, scripts_reductions: tuple[str, ...] = SCRIPTS_REDUCTIONS
+) -> bool:
     """Whether these flags ask for another loss than the script's own, which stays as it is."""
-    return args.label_smoothing > 0 or args.loss_impl == "fused" or args.reduce_loss == "token_mean"
+    return (
+        args.label_smoothing > 0
+        or args.loss_impl == "fused"
+        or args.reduce_loss not in scripts_reductions
+    )
 
 
 def set_attention_dropout(config: Any, probability: float | None) -> Callable[[Any], None]:
     """Set the attention dropout of a Hugging Face configuration; None leaves it as it is.
 
-    Returns a function that puts the former value back into a configuration that is to be saved.
+    Upstream saves the very configuration that it has trained with. So this returns a function that
+    puts the former value back into one that is to be saved: the dropout belongs to the training and
+    not to the model.
     """
     if probability is None:
-        return lambda saved_config: None
+        return lambda config_to_save: None
     if not hasattr(config, "attention_dropout"):
         refuse(f"attention_dropout: {config.model_type} has no attention dropout to set")
     former = config.attention_dropout
     config.attention_dropout = probability
 
-    def restore(saved_config: Any) -> None:
-        saved_config.attention_dropout = former
+    def restore(config_to_save: Any) -> None:
+        config_to_save.attention_dropout = former
 
     return restore
 

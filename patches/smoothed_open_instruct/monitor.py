@@ -79,7 +79,8 @@ class Monitor:
         losses = self.accelerator.gather(self.loss_sum).tolist()
         divisor = interval.micro_batches
         if self.args.reduce_loss == "token_mean":
-            # The losses of an update add up to its mean, also where it has fewer micro-batches.
+            # An update's losses add up to `accumulation` times its mean, also where it has fewer
+            # micro-batches.
             divisor = interval.updates * self.args.gradient_accumulation_steps
         metrics["train_loss"] = sum(losses) / len(losses) / divisor
         if interval.norms:

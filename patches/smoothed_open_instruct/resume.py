@@ -17,21 +17,48 @@ from smoothed_open_instruct.arguments import refuse
 TRAINED = "TRAINED"  # in the output folder, once it holds the finished model
 COMPLETED = "COMPLETED"  # in a checkpoint that every process has written
 SETTINGS_FILE = "asked.json"
-# The settings that decide what is trained. Another value of one of them is another run.
+# The flags that decide what is trained, apart from how it is computed (precision, kernels, ranks).
+# Another value of one of them is another run. A flag that the script does not have counts as None.
 SETTINGS = (
     "model_name_or_path",
+    "model_revision",
+    "config_name",
+    "additional_model_arguments",
+    "tokenizer_name",
+    "tokenizer_revision",
+    "chat_template_name",
+    "add_bos",
     "train_file",
     "dataset_name",
+    "dataset_mixer",
     "dataset_mixer_list",
+    "dataset_mixer_list_splits",
+    "dataset_transform_fn",
+    "max_train_samples",
+    "max_seq_length",
+    "packing",
     "seed",
     "label_smoothing",
     "reduce_loss",
     "filter_eps",
+    "load_balancing_loss",
+    "load_balancing_weight",
+    "attention_dropout",
     "learning_rate",
+    "lr_scheduler_type",
+    "warmup_ratio",
+    "final_lr_ratio",
+    "weight_decay",
+    "clip_grad_norm",
     "num_train_epochs",
     "max_train_steps",
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
+    "use_lora",
+    "use_qlora",
+    "lora_rank",
+    "lora_alpha",
+    "lora_dropout",
 )
 
 
@@ -48,7 +75,10 @@ class Checkpoints:
     written: str | None = None  # the folder of the checkpoint that was written last
 
     def last(self, args: Namespace, incomplete: bool = False) -> str | None:
-        """The furthest complete checkpoint, or with `incomplete` the one just written; or None.
+        """The furthest complete checkpoint, or None: where a run continues.
+
+        Upstream calls the same function with `incomplete` for the checkpoint that was just written,
+        to mark it COMPLETED. `args` are the script's, as `self.args` are.
 
         Upstream compares numbers as text, so that step_900 comes after step_1000; it prefers any
         step to any epoch; and it takes the folder that was changed last for the one just written,
@@ -64,7 +94,14 @@ class Checkpoints:
         return str(max(complete, key=self._steps)) if complete else None
 
     def saved(self, folder: str) -> None:
-        """Wait until every process has written its part of `folder`, which then is complete."""
+        """Wait until every process has written its part of `folder`, and all of it is on the disk.
+
+        Upstream's next lines mark it COMPLETED, which must not survive a power cut that the
+        checkpoint itself does not survive.
+        """
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_local_main_process:
+            flush_to_disk(Path(folder))
         self.accelerator.wait_for_everyone()
         self.written = folder
 
@@ -84,12 +121,13 @@ class Checkpoints:
 
 
 def resumed_batches(loader: Any, epoch: int, skipped: int) -> Iterator[Any]:
-    """The rest of an interrupted epoch: the order of that epoch, and the saved random numbers.
+    """Iterate what is left of an epoch as the uninterrupted run would have.
 
-    accelerate's loader without the batches already seen shuffles as if it were epoch 0. And
-    starting to iterate draws a random number. The interrupted run drew it before the checkpoint
-    (unless that lay between two epochs), so that drawing it again would move every later dropout
-    mask.
+    The loader is told the epoch, because without the batches already seen it would shuffle as if it
+    were epoch 0. The random numbers are put back after the first batch, because starting to iterate
+    draws one. The interrupted run had drawn it before the checkpoint; drawing it again would move
+    every later dropout mask. If no batch is skipped, the checkpoint lay between two epochs, and
+    this draw was still due.
     """
     loader.set_epoch(epoch)
     state = torch.get_rng_state()
@@ -135,10 +173,11 @@ def _refuse_another_run(output: Path, settings: dict[str, str]) -> None:
     if not (output / SETTINGS_FILE).is_file():
         return
     before = json.loads((output / SETTINGS_FILE).read_text())
+    # An earlier version noted fewer settings; what it did not note is not known to differ.
     changes = [
-        f"{name} {before.get(name)}, now {settings[name]}"
+        f"{name} {before[name]}, now {settings[name]}"
         for name in SETTINGS
-        if before.get(name) != settings[name]
+        if name in before and before[name] != settings[name]
     ]
     if changes:
         refuse(
@@ -170,6 +209,16 @@ def checkpoint_folders(output: str | Path) -> list[Path]:
 
 def _is_complete(folder: Path) -> bool:
     return (folder / COMPLETED).is_file()
+
+
+def flush_to_disk(folder: Path) -> None:
+    """Wait until a folder's files and entries have reached the disk."""
+    for path in [*folder.rglob("*"), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -43,7 +43,7 @@ def todays_libraries() -> None:
 
 
 def model_class(attn_implementation: str | None) -> Any:
-    """transformers' AutoModelForCausalLM, loading with this attention where one is named.
+    """What loads models: AutoModelForCausalLM, or its two constructors with the attention named.
 
     Upstream takes flash_attention_2, or eager, whose memory grows with the square of the length.
     """

@@ -43,7 +43,11 @@ class TrainingLoss:
         self.accelerator.print(f"loss: fused, beta {beta}, {self.args.reduce_loss}")
 
     def batches(self, loader: Iterable[Any], model: Any) -> Iterable[Any]:
-        """The micro-batches; for token_mean each carries its step's share of tokens as divisor."""
+        """The micro-batches, read a step ahead where something about the whole step must be known.
+
+        token_mean needs the tokens of all of a step's micro-batches, by which each one's loss is
+        divided; DeepSpeed must be told which micro-batch ends a step.
+        """
         if self.args.reduce_loss == "token_mean" or is_deepspeed(model):
             return self._batches_by_step(loader, model)
         return loader
@@ -61,13 +65,14 @@ class TrainingLoss:
                     break
             if not micro_batches:
                 return
-            divisor = {}
+            extra_inputs: dict[str, Tensor] = {}
             if self.args.reduce_loss == "token_mean":
                 labels = [batch["labels"] for batch in micro_batches]
                 factor = token_mean_factor(labels, steps=accumulation)
-                divisor["num_items_in_batch"] = 1 / factor
-            # Reading ahead has moved accelerate's sign of the last batch forward. It belongs to the
-            # step's last micro-batch, where accelerate then synchronizes and updates.
+                # The patched model divides its summed loss by this input.
+                extra_inputs["num_items_in_batch"] = 1 / factor
+            # accelerate updates at a micro-batch for which this flag is set. Reading ahead has set
+            # it too early; it may be set for the step's last micro-batch only.
             loader_ended = state.end_of_dataloader
             for position, batch in enumerate(micro_batches, 1):
                 is_last = position == len(micro_batches)
@@ -75,7 +80,7 @@ class TrainingLoss:
                 if is_deepspeed(model):
                     # DeepSpeed would count on across the end of an epoch; accelerate does not.
                     model.set_gradient_accumulation_boundary(is_last)
-                yield {**batch, **divisor}
+                yield {**batch, **extra_inputs}
 
 
 def is_deepspeed(model: Any) -> bool:

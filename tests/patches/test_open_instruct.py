@@ -217,6 +217,55 @@ def test_another_run_in_the_same_folder_is_refused(tmp_path, capsys, left):
     assert not already_trained(arguments(**other))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("attention_dropout", 0.1),
+        ("weight_decay", 0.1),
+        ("warmup_ratio", 0.1),
+        ("lr_scheduler_type", "cosine"),
+        ("max_seq_length", 128),
+        ("max_train_samples", 99),
+        ("clip_grad_norm", 1.0),
+        ("chat_template_name", "tulu"),
+        ("lora_rank", 8),
+    ],
+)
+def test_every_setting_that_decides_what_is_trained_makes_another_run(
+    tmp_path, capsys, name, value
+):
+    assert not already_trained(arguments(output_dir=str(tmp_path)))
+    with pytest.raises(SystemExit, match="2"):
+        already_trained(arguments(output_dir=str(tmp_path), **{name: value}))
+    assert f"holds a run with {name} None, now {value}: another" in capsys.readouterr().err
+
+
+def test_a_run_of_an_earlier_version_which_noted_fewer_settings_goes_on(tmp_path, capsys):
+    given = {"output_dir": str(tmp_path), "weight_decay": 0.1}
+    (tmp_path / "asked.json").write_text(json.dumps({"label_smoothing": "0.0"}))
+    assert not already_trained(arguments(**given))
+    with pytest.raises(SystemExit, match="2"):  # now all of them are noted
+        already_trained(arguments(**{**given, "weight_decay": 0.2}))
+    assert "weight_decay 0.1, now 0.2" in capsys.readouterr().err
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_is_marked(tmp_path, monkeypatch):
+    """A mark that survived a power cut without its checkpoint would be taken for a whole one."""
+    folder = tmp_path / "step_1"
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "weights").write_text("x")
+    (folder / "state").write_text("y")
+    flushed = set()
+
+    def note(handle: int, fsync=os.fsync) -> None:
+        flushed.add(os.readlink(f"/proc/self/fd/{handle}"))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", note)
+    checkpoints().saved(str(folder))
+    assert flushed == {str(path) for path in (folder, *folder.rglob("*"))}
+
+
 def test_monitor_logs_what_came_since_the_last_line(caplog, tmp_path, monkeypatch):
     """And writes it where sweeps read it, under their names."""
     monkeypatch.setenv("STATISTICS_FILE", str(tmp_path / "metrics.jsonl"))
@@ -288,6 +337,27 @@ def test_what_the_script_refuses_ends_the_runner_the_same_way(capsys):
     with pytest.raises(SystemExit, match="2"):
         with_flags(FlatArguments)()
     assert capsys.readouterr().err.startswith("error: Need either a dataset name")
+
+
+@dataclasses.dataclass
+class MeanOnlyArguments:
+    """The arguments of a script that has no `reduce_loss`."""
+
+    load_balancing_loss: bool = False
+
+    def __post_init__(self):
+        pass
+
+
+MeanOnlyArguments.__name__ = "FlatArguments"
+
+
+def test_a_sum_that_the_script_lacks_is_the_fused_loss_in_every_check(capsys):
+    with_flags(MeanOnlyArguments)(reduce_loss="sum", filter_eps="auto")  # belongs to that loss
+    with pytest.raises(SystemExit, match="2"):
+        with_flags(MeanOnlyArguments)(reduce_loss="sum", load_balancing_loss=True)
+    assert "load_balancing_loss adds to the upstream loss alone" in capsys.readouterr().err
+    with_flags(MeanOnlyArguments)(reduce_loss="mean", load_balancing_loss=True)
 
 
 def test_the_runner_says_how_it_is_used():

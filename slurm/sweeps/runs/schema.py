@@ -98,9 +98,7 @@ def _check_extra(text: str) -> str:
 ExtraOption = Annotated[str, Field(pattern=r"^--[a-z-]+(=.+)?$"), AfterValidator(_check_extra)]
 
 
-def option(
-    default: Any, description: str, *, added_later: bool = False, **constraints: Any
-) -> Any:
+def option(default: Any, description: str, *, added_later: bool = False, **constraints: Any) -> Any:
     """A field of a model, with pydantic's constraints; `...` as its default makes it required.
 
     The description is what `python -m sweeps keys` prints of it. `added_later` marks an option of a
