@@ -279,7 +279,7 @@ def make_checkpoint(checkpoints: Path, step: int) -> Path:
     (finished / "model.safetensors").write_bytes(b"weights" * 100)
     (finished / "rank0" / "optimizer.pt").write_bytes(b"moments" * 100)
     folder = checkpoints / f"step-{step}"
-    checkpoint.publish_checkpoint(finished, folder, "data", newest=3)
+    checkpoint.publish_checkpoint(finished, folder, "data", keep_last=3)
     return folder
 
 
@@ -402,14 +402,14 @@ def test_adapters_resume(sweep_file, tmp_path):
 
 
 def test_a_model_is_saved_as_its_base_was(sweep_file, tiny, tmp_path):
-    """Its precision, its tied classifier and its configuration."""
+    """Its precision, its tied classifier, its configuration, without the training's dropout."""
     base = tmp_path / "half"
     model = LlamaForCausalLM.from_pretrained(tiny / "model").to(torch.bfloat16)
     model.config.tie_word_embeddings = True
     model.tie_weights()
     model.save_pretrained(base)
     AutoTokenizer.from_pretrained(tiny / "model").save_pretrained(base)
-    train = {"model_name_or_path": str(base), "max_train_steps": 1}
+    train = {"model_name_or_path": str(base), "max_train_steps": 1, "attention_dropout": 0.3}
     run = finished_run(sweep_file(grid={}, train=train))
     weights = load_file(run.model / "model.safetensors")
     assert weights.keys() == load_file(base / "model.safetensors").keys()

@@ -143,18 +143,27 @@ class Run:
         return self._config
 
     def step(self) -> int:
-        """The last saved step, 0 before the first checkpoint."""
-        steps = [0]
-        for path in self.checkpoints.glob("*"):
-            match = re.fullmatch(r"\w+[-_](\d+)", path.name)
-            if match:
-                steps.append(int(match[1]))
-        return max(steps)
+        """The last saved step, 0 before the first checkpoint that is named by its step.
 
-    def progress(self) -> list[int]:
-        """What grows while the run gets on: the last saved step, and the bytes of its records."""
+        open-instruct names those at the end of an epoch by its number, from 0, which tells no step.
+        """
+        steps = [int(number) for kind, number in self._checkpoints() if kind != "epoch"]
+        return max(steps, default=0)
+
+    def progress(self) -> list[Any]:
+        """What changes while the run gets on: its last saved step and checkpoints, and how many
+        bytes of records there are."""
         files = [path for path in self.scores.rglob("*") if path.is_file()]
-        return [self.step(), sum(path.stat().st_size for path in files)]
+        record_bytes = sum(path.stat().st_size for path in files)
+        names = sorted(f"{kind} {number}" for kind, number in self._checkpoints())
+        return [self.step(), record_bytes, names]
+
+    def _checkpoints(self) -> list[tuple[str, str]]:
+        """The kind and the number of each checkpoint, such as step and 40 of step-40."""
+        matches = [
+            re.fullmatch(r"(\w+)[-_](\d+)", path.name) for path in self.checkpoints.glob("*")
+        ]
+        return [(match[1], match[2]) for match in matches if match]
 
     def attempts(self) -> list[dict[str, Any]]:
         """What happened to the run: rows with a time as `queued`, `began` or `ended`."""

@@ -73,7 +73,9 @@ class ScheduleCallback(TrainerCallback):
         step = state.global_step
         done = step == state.max_steps
         ends_epoch = step % self.trainer.dataset.updates_per_epoch == 0
-        stopping = self.stop_signal.on_any_rank() and not done
+        # A collective operation: every rank calls it after every update, also after the last.
+        asked_to_stop = self.stop_signal.on_any_rank()
+        stopping = asked_to_stop and not done
         if done:
             control.should_log = True
         if stopping:

@@ -1,5 +1,16 @@
 """Checkpoints that are either whole or not there.
 
+How a run of backend trainer is stopped and goes on:
+
+1. `sweeps.launch.worker` touches the file `stop` in the run's folder, or a signal arrives.
+2. After the update, all ranks agree (`callbacks.StopSignal`), and the Trainer saves.
+3. `hf_trainer` writes checkpoints/.part/, which `publish_checkpoint` renames to step-N.
+4. `fit` exits with 75, by which worker and job tell a stop from an end; on Slurm the job requeues.
+5. The next attempt takes the newest whole step-N (`latest_checkpoint`), and skips N updates, each
+   of which is a function of its number (`global_batches`). `callbacks` drops rows of metrics.jsonl
+   after N, which are about to be repeated.
+6. At the end `saving` writes model/, and the worker deletes checkpoints/ and writes DONE.
+
 A checkpoint is a folder checkpoints/step-N/. Its state.json is written last, after every other file
 has reached the disk, and lists their sizes: a kill or a full disk cuts files off, which their sizes
 show, and a SHA-256 of 15 GB would keep all ranks waiting for eight seconds.
@@ -18,11 +29,11 @@ STATE = "state.json"
 PART = ".part"  # the folder in checkpoints/ in which the next checkpoint is being written
 
 
-def publish_checkpoint(finished: Path, folder: Path, data_digest: str, newest: int) -> None:
-    """Turn the folder `finished` into the checkpoint `folder`, and keep only the `newest` ones.
+def publish_checkpoint(finished: Path, folder: Path, data_digest: str, keep_last: int) -> None:
+    """Turn the folder `finished` into the checkpoint `folder`, and delete older ones.
 
     `data_digest` names what the run trains on; `latest_checkpoint` refuses checkpoints of other
-    data.
+    data. `keep_last` is the number of checkpoints that stay.
     """
     for path in [*finished.rglob("*"), finished]:
         _flush_to_disk(path)
@@ -30,7 +41,7 @@ def publish_checkpoint(finished: Path, folder: Path, data_digest: str, newest: i
     write_text(finished / STATE, json.dumps(state))
     _flush_to_disk(finished)
     replace_folder(finished, folder)
-    for old in checkpoints_newest_first(folder.parent)[newest:]:
+    for old in checkpoints_newest_first(folder.parent)[keep_last:]:
         shutil.rmtree(old, ignore_errors=True)
 
 

@@ -1,6 +1,5 @@
 """One run of backend trainer, from its config to model/: data, model, loss, training, saving."""
 
-import copy
 import gc
 import signal
 from pathlib import Path
@@ -21,7 +20,12 @@ from sweeps.training.checkpoint import latest_checkpoint
 from sweeps.training.global_batches import GlobalBatchDataset
 from sweeps.training.hf_arguments import training_arguments
 from sweeps.training.hf_trainer import SweepTrainer
-from sweeps.training.model_loading import load_model, load_smoothing_target, prepare_model
+from sweeps.training.model_loading import (
+    config_to_save,
+    load_model,
+    load_smoothing_target,
+    prepare_model,
+)
 from sweeps.training.options import TrainOptions
 from sweeps.training.ranks import print_once, this_rank
 from sweeps.training.saving import save_model
@@ -93,14 +97,19 @@ def make_trainer(
     dataset: GlobalBatchDataset,
     tokenizer_size: int,
 ) -> SweepTrainer:
-    """The run's Trainer with its model and loss, ready to train."""
+    """The run's Trainer with its model and loss, ready to train.
+
+    The order matters: each step rests on those before it.
+    """
+    # Before the model, whose weights ZeRO-3 splits while they are loaded.
     arguments = training_arguments(run, train_options, distributed, len(dataset))
     print_once(f"device: {arguments.device}, {arguments.world_size} processes")
     print_once(dataset.summary)
     # Weights that the base model lacks are drawn alike on all ranks.
     set_seed(train_options.seed)
     model = load_model(train_options, tokenizer_size)
-    saved_config = copy.deepcopy(model.config)
+    # Before prepare_model, which names an attention that only this process knows.
+    saved_config = config_to_save(model, train_options)
     half_precision = distributed.mixed_precision != "no"
     prepared = prepare_model(model, train_options, dataset, half_precision)
     target = load_smoothing_target(train_options, dataset, model.config.vocab_size)
@@ -122,9 +131,10 @@ def make_trainer(
 def install_loss(
     trainer: SweepTrainer, train_options: TrainOptions, smoothing_target: Tensor | None
 ) -> None:
-    """Give the model smoothce's loss. This is the one place where loss options are handed over.
+    """Give the model smoothce's loss, with all options that decide it but `reduce_loss`.
 
-    The loss is a sum: `SweepTrainer.training_step` divides it by each micro-batch's divisor.
+    The loss is a sum. `SweepTrainer.training_step` divides it by each micro-batch's divisor, which
+    `GlobalBatchDataset` makes as `reduce_loss` says.
     """
     patch_trainer(
         trainer,

@@ -1,7 +1,8 @@
 """What each update of a run computes: conversations dealt to ranks and micro-batches, as tensors.
 
-The conversations of an update are a function of seed and step alone. Packing, the number of ranks
-and an interruption change how an update is computed, not what it is.
+Which conversations an update has follows from its step, the seed, the data with what is held out,
+and the global batch size, which is a multiple of the number of ranks. Packing and an interruption
+change how an update is computed, not what it is.
 """
 
 import math
@@ -21,7 +22,14 @@ from sweeps.training.options import TrainOptions
 from sweeps.training.tokenization import IGNORE
 
 LENGTH_STEP = 128  # tokens: `max_length_q` of packed batches is a multiple of it
-EPOCH_SEED_STRIDE = 1_000_003  # between the shuffling seeds of two runs' seeds
+EPOCH_SEED_STRIDE = 1_000_003  # Two runs whose seeds differ by 1 differ by this in shuffling.
+
+
+class Block(NamedTuple):
+    """Conversations of an update whose summed losses are divided by the same number."""
+
+    conversations: np.ndarray
+    divisor: float
 
 
 class PlannedMicroBatch(NamedTuple):
@@ -155,14 +163,12 @@ class GlobalBatchDataset(torch.utils.data.Dataset):
     def plan_update(self, step: int) -> list[list[PlannedMicroBatch]]:
         """For each rank the micro-batches of an update; equally many for every rank.
 
-        The ranks' gradients are averaged. Under `mean` a micro-batch's sum is divided by the
-        targets of the `per_device_train_batch_size` conversations that belong together, however
-        these are packed.
+        A block's conversations may be packed into several micro-batches, which share its divisor.
         """
         planned = []
-        for conversations, divisor in self._shares_of(step):
-            for group in self.group(conversations):
-                planned.append(PlannedMicroBatch(group, divisor))
+        for block in self._blocks_with_divisors(step):
+            for group in self.group(block.conversations):
+                planned.append(PlannedMicroBatch(group, block.divisor))
         by_rank = [planned[rank :: self.ranks] for rank in range(self.ranks)]
         most = max(len(micro_batches) for micro_batches in by_rank)
         for micro_batches in by_rank:
@@ -170,21 +176,34 @@ class GlobalBatchDataset(torch.utils.data.Dataset):
                 micro_batches.append(PlannedMicroBatch([], 1.0))
         return by_rank
 
-    def _shares_of(self, step: int) -> list[tuple[np.ndarray, float]]:
-        """An update's conversations in parts that share a divisor, and these divisors."""
+    def _blocks_with_divisors(self, step: int) -> list[Block]:
+        """An update's conversations in blocks, each with what its summed loss is divided by.
+
+        Ranks average their gradients and micro-batches add theirs, so that the update's loss is
+        (1 / ranks) Σ_blocks loss sum / divisor. The divisors are
+
+            sum          accumulation
+            token_mean   targets of the update / ranks
+            mean         accumulation × targets of the block
+
+        where accumulation is gradient_accumulation_steps. Under `mean` a block is
+        per_device_train_batch_size conversations, also at the end of an epoch, where an update has
+        fewer blocks and so a smaller loss.
+        """
         conversations = self.conversations_of(step)
         accumulation = self.train_options.gradient_accumulation_steps
         if self.train_options.reduce_loss == "sum":
-            return [(conversations, float(accumulation))]
+            return [Block(conversations, float(accumulation))]
         if self.train_options.reduce_loss == "token_mean":
             targets = self.target_counts[conversations].sum()
-            return [(conversations, float(targets / self.ranks))]
+            return [Block(conversations, float(targets / self.ranks))]
         size = self.train_options.per_device_train_batch_size
-        shares = []
+        blocks = []
         for start in range(0, len(conversations), size):
-            block = conversations[start : start + size]
-            shares.append((block, float(accumulation * self.target_counts[block].sum())))
-        return shares
+            members = conversations[start : start + size]
+            targets = self.target_counts[members].sum()
+            blocks.append(Block(members, float(accumulation * targets)))
+        return blocks
 
     def group(self, conversations: Sequence[int] | np.ndarray) -> list[list[int]]:
         """Conversations split into micro-batches: packed rows, or batches of similar lengths."""

@@ -43,6 +43,11 @@ def training_arguments(
             os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
             PartialState(backend="gloo")
     prepare_trackers(run)
+    # Told of gradient checkpointing under FSDP2, TrainingArguments would warn that weights are
+    # gathered twice. FSDP1 does so; FSDP2 gathers as often with it as without. The
+    # `activation_checkpointing` that the warning advises would draw other dropout masks when it
+    # computes activations again. So the option is set afterwards.
+    told_at_once = train_options.gradient_checkpointing and not fsdp2
     arguments = TrainingArguments(
         output_dir=str(run.checkpoints / PART),
         max_steps=total_updates,
@@ -53,10 +58,11 @@ def training_arguments(
         weight_decay=train_options.weight_decay,
         max_grad_norm=clip_grad_norm,
         per_device_train_batch_size=train_options.per_device_train_batch_size,
-        gradient_checkpointing=train_options.gradient_checkpointing and not fsdp2,  # see below
+        gradient_checkpointing=told_at_once,
         gradient_checkpointing_kwargs={"use_reentrant": False},
         seed=train_options.seed,
-        label_smoothing_factor=train_options.label_smoothing,  # which trackers show
+        # Trackers show it; the loss that it would switch on is replaced in `fit.install_loss`.
+        label_smoothing_factor=train_options.label_smoothing,
         # Precision and processes
         bf16=distributed.mixed_precision == "bf16",
         fp16=distributed.mixed_precision == "fp16",
@@ -77,9 +83,6 @@ def training_arguments(
         run_name=run.name,
         project=TRACKER_PROJECT,
     )
-    # Given above, it would make transformers warn that weights are gathered twice. FSDP1 does so;
-    # FSDP2 gathers as often with it as without. The `activation_checkpointing` that the warning
-    # advises would draw other dropout masks when it computes activations again.
     arguments.gradient_checkpointing = train_options.gradient_checkpointing
     if first_rank_reads:
         # The model is loaded before the Trainer, which would say so too late.

@@ -42,9 +42,9 @@ def missing(train_options: TrainOptions, distributed: DistributedConfig) -> list
     return problems
 
 
-def scoring_problem(train: Train) -> str | None:
+def scoring_problem(train_options: TrainOptions) -> str | None:
     """Why the model of such a run cannot be scored."""
-    if train.lora is not None and train.lora.save == "adapter":
+    if train_options.lora is not None and train_options.lora.save == "adapter":
         return "train.lora.save: adapters alone are not scored: merged, or score=null"
     return None
 

@@ -58,6 +58,11 @@ class SweepTrainer(Trainer):
         self.logged_at = time.monotonic()
 
     def get_train_dataloader(self) -> DataLoader:
+        """Item s is this rank's part of update s: in order, one at a time.
+
+        So a resumed Trainer, which skips as many batches as updates were made, goes on with the
+        right one. The loader is not prepared by accelerate, which would deal items to ranks.
+        """
         pin_memory = self.args.device.type == "cuda"
         return DataLoader(self.dataset, collate_fn=itemgetter(0), pin_memory=pin_memory)
 
@@ -137,6 +142,7 @@ class SweepTrainer(Trainer):
             return  # The Trainer's summary at the end of training
         if "loss" in logs:
             self._add_statistics(logs)
+            self._refuse_infinite_loss(logs["loss"])
         step = self.state.global_step
         self.state.epoch = round(step / self.dataset.updates_per_epoch, 4)
         if self.is_world_process_zero():
@@ -148,23 +154,29 @@ class SweepTrainer(Trainer):
         super().log(logs)
 
     def _add_statistics(self, logs: dict[str, Any]) -> None:
-        """Turn the Trainer's loss, a mean of `training_step` over ranks and over the updates since
-        the last row, into a mean over targets, and add speed and memory."""
+        """Make the loss a mean over targets, and add speed and memory; all since the last row.
+
+        `training_step` returns a sum over this rank's targets, and the Trainer averages that over
+        ranks and over the updates since the last row.
+        """
         step = self.state.global_step
         now = time.monotonic()
         updates = step - self.logged_step
         counts = self.dataset.count_tokens(range(self.logged_step, step))
-        logs["loss"] *= updates * self.args.world_size / counts.targets
+        summed_over = updates * self.args.world_size
+        logs["loss"] *= summed_over / counts.targets
         seconds_per_update = max(now - self.logged_at, 1e-9) / updates
         logs["tokens_per_second"] = round(counts.tokens / updates / seconds_per_update, 1)
         if self.args.device.type == "cuda":
             logs["gpu_memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
         self.logged_step = step
         self.logged_at = now
-        if not math.isfinite(logs["loss"]):
+
+    def _refuse_infinite_loss(self, loss: float) -> None:
+        if not math.isfinite(loss):
             raise InputError(
-                f"{self.run.path}: the loss is {logs['loss']} at step {step}; lower the learning "
-                f"rate ({self.train_options.learning_rate:g}) or set train.clip_grad_norm"
+                f"{self.run.path}: the loss is {loss} at step {self.state.global_step}; lower the "
+                f"learning rate ({self.train_options.learning_rate:g}) or set train.clip_grad_norm"
             )
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -178,8 +190,8 @@ class SweepTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         if self.is_world_process_zero():
             (finished,) = part.iterdir()
-            newest = self.train_options.keep_last_n_checkpoints
-            publish_checkpoint(finished, folder, self.data_digest, newest)
+            keep_last = self.train_options.keep_last_n_checkpoints
+            publish_checkpoint(finished, folder, self.data_digest, keep_last)
             part.rmdir()
         # No rank may leave before: torchrun ends all ranks with the first that does.
         self.accelerator.wait_for_everyone()

@@ -1,12 +1,13 @@
 """The model of a run: loaded, then given packed attention, adapters and compiled layers."""
 
+import copy
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from calibeval.engines import load
 from calibeval.io import InputError, sha256
@@ -55,6 +56,18 @@ def load_model(train_options: TrainOptions, tokenizer_size: int) -> PreTrainedMo
     return model
 
 
+def config_to_save(model: PreTrainedModel, train_options: TrainOptions) -> PreTrainedConfig:
+    """The configuration that the trained model gets: the present one, with its base's dropout.
+
+    `attention_dropout` belongs to the training and not to the model.
+    """
+    config = copy.deepcopy(model.config)
+    if train_options.attention_dropout is not None:
+        base = load(AutoConfig, train_options.model_name_or_path, "a config")
+        config.attention_dropout = base.attention_dropout
+    return config
+
+
 def load_smoothing_target(
     train_options: TrainOptions, dataset: GlobalBatchDataset, vocabulary_size: int
 ) -> SmoothingTarget:
@@ -83,10 +96,11 @@ def prepare_model(
 ) -> nn.Module:
     """The model with packed attention, adapters and compiled layers, as far as they are wanted.
 
-    Packing changes `dataset` too, which makes the batches.
+    This changes `model`; with packing also `dataset`, which makes the batches; and with compiling
+    settings of torch._dynamo, which hold for the process.
     """
     gpu = torch.cuda.is_available()
-    packed = wants_packing(model, train_options, gpu, half_precision)
+    packed = try_packing(model, train_options, gpu, half_precision)
     if packed:
         dataset.use_packing(row_multiple=GPU_ROW_MULTIPLE if gpu else 1)
     layers = model.model.layers
@@ -106,10 +120,13 @@ def prepare_model(
     return prepared
 
 
-def wants_packing(
+def try_packing(
     model: PreTrainedModel, train_options: TrainOptions, gpu: bool, half_precision: bool
 ) -> bool:
-    """Whether batches are packed. If so, the model has got the attention for it."""
+    """Give the model the attention that packing needs, where packing is wanted and possible.
+
+    Returns whether it has got it, so that batches are to be packed.
+    """
     wanted = train_options.packing
     if wanted is None:
         wanted = gpu and half_precision

@@ -57,8 +57,8 @@ class OpenInstructOptions(CommonOptions):
     lora_dropout: float = option(0.1, "Probability with which an adapter's inputs are dropped.")
     loss_impl: Literal["auto", "fused"] = option(
         "fused",
-        "Where the loss is computed: `fused` is smoothce for every β, also 0; `auto` leaves "
-        "finetune.py's own loss alone without smoothing.",
+        "Where the loss is computed: `fused` is smoothce for every β, also 0; `auto`, which is "
+        "finetune.py's own default, leaves its loss alone without smoothing.",
     )
     filter_eps: float | Literal["auto"] | None = option(
         None,

@@ -9,10 +9,11 @@ To add an option:
    digest of its options. Without that mark every run of every sweep would get another name, and
    would be trained again; with it the default is left out of the digest. For the same reason the
    default may not change afterwards. tests/slurm/test_run_names.py pins some names.
-2. Say where it acts. Options of backend trainer belong to `TrainOptions`: those of the optimizer act
-   in `hf_arguments`, those of the model in `model_loading`, those of the loss in `fit.install_loss`,
+2. Options of backend trainer belong to `TrainOptions`. Those of the optimizer act in
+   `hf_arguments`, those of the model in `model_loading`, those of the loss in `fit.install_loss`,
    those of the data in `tokenization` and `global_batches`. An option of `CommonOptions` or
-   `OpenInstructOptions` reaches finetune.py by its name, which the patches must then know.
+   `OpenInstructOptions` reaches finetune.py as a flag of its name, so that finetune.py must know it
+   or the patches must add it, and `SETTINGS` of smoothed_open_instruct.resume must name it.
 3. An option that holds a path belongs into `sweeps.runs.grid.PATH_KEYS`; one that needs a package,
    into the `packages` of its backend.
 4. The columns of tables and `sweeps keys` follow by themselves; slurm/TRAINER.md does not.
@@ -28,7 +29,7 @@ from sweeps.runs.schema import option
 Scheduler = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"
 ]  # fmt: skip
-Share = Annotated[float, Field(ge=0, le=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]  # a probability, or a part of a whole
 
 
 class LoraOptions(Strict):
@@ -36,7 +37,7 @@ class LoraOptions(Strict):
 
     r: Positive = option(16, "Rank of the product B A.")
     alpha: PositiveFloat = option(32.0, "Scale of the adapters, which is divided by r.")
-    dropout: Share = option(0.0, "Probability with which an adapter's inputs are dropped.")
+    dropout: Fraction = option(0.0, "Probability with which an adapter's inputs are dropped.")
     targets: Literal["all-linear"] | Seq[str] = option(
         "all-linear",
         "Names of the layers that get adapters; all-linear means every linear layer but the "
@@ -50,7 +51,7 @@ class LoraOptions(Strict):
 
 
 class CommonOptions(Strict):
-    """The keys that both backends have, with open-instruct's names and meanings."""
+    """The keys that both backends have, with the names and meanings of open-instruct's flags."""
 
     model_name_or_path: str = option(
         ..., "Model to fine-tune: a Hugging Face folder, or owner/name on the hub."
@@ -72,20 +73,21 @@ class CommonOptions(Strict):
     max_train_samples: Positive | None = option(
         None, "How many conversations are used, from the start of the file; null uses all."
     )
-    label_smoothing: Share = option(
+    label_smoothing: Fraction = option(
         0.0, "Label smoothing β: this share of each target's probability is spread over all tokens."
     )
     reduce_loss: Literal["mean", "sum", "token_mean"] = option(
         "mean",
         "How an update averages its loss: `mean` averages the micro-batches' means over targets, "
         "`sum` averages the micro-batches' sums, `token_mean` is the mean over all targets of the "
-        "update.",
+        "update. Under `mean` and `sum` an update with fewer micro-batches, the last of an epoch, "
+        "counts less.",
     )
     learning_rate: PositiveFloat = option(2e-5, "Peak learning rate of AdamW.")
     lr_scheduler_type: Scheduler = option(
         "linear", "How the learning rate changes after warm-up; `linear` falls to 0."
     )
-    warmup_ratio: Share = option(
+    warmup_ratio: Fraction = option(
         0.03, "Share of all updates during which the learning rate rises from 0 to its peak."
     )
     weight_decay: float = option(

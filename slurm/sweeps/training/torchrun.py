@@ -61,7 +61,7 @@ def run_rank(module: str, arguments: list[str]) -> None:
     end_with_parent()
     parent_command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
     if TORCHRUN.encode() not in parent_command:
-        sys.exit("its torchrun_command was gone before this rank began")
+        sys.exit("torchrun was gone before this rank began")
     if module == "sweeps":  # Its trainer saves on TERM; finetune.py would just end.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     sys.argv = [module, *arguments]
