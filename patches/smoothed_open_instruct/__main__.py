@@ -107,7 +107,7 @@ def with_flags(base: Any) -> Any:
     """The script's argument class with this project's flags; another class as it is."""
     if base.__name__ != "FlatArguments":
         return base
-    scripts_reductions = SCRIPTS_REDUCTIONS
+    scripts_reductions: tuple[str, ...] = SCRIPTS_REDUCTIONS
     if "reduce_loss" not in base.__dataclass_fields__:  # as at later commits
         scripts_reductions = ("mean",)
 

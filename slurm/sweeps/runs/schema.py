@@ -104,7 +104,7 @@ def option(default: Any, description: str, *, added_later: bool = False, **const
     The description is what `python -m sweeps keys` prints of it. `added_later` marks an option of a
     run that was added when runs without it had already been made: see `decisive_values`.
     """
-    marks = {ADDED_LATER: True} if added_later else None
+    marks: dict[str, Any] | None = {ADDED_LATER: True} if added_later else None
     return Field(default, description=description, json_schema_extra=marks, **constraints)
 
 
