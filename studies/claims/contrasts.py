@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from calibeval import measures, scaling, stats
-from calibeval.io import InputError, json_lines, write_rows
+from calibeval.io import InputError, json_lines, read_text, write_rows, write_text
 from calibeval.measures import Sample
 from calibeval.records import read as read_records
 from studies.claims.parts import BETAS, Study
@@ -52,7 +52,7 @@ class Quantity:
 
     `confidence` says whose probabilities: among the choices ("choices") or all tokens
     ("vocabulary"). `normalise` is the length by which continuations are divided (None: the task's
-    own), or "logits" for confidences that are divided by the norm of the answers' logits.
+    own). With `normalized_logits`, confidences are divided by the norm of the answers' logits.
     """
 
     task: str
@@ -60,6 +60,7 @@ class Quantity:
     normalise: str | None = None
     metric: str = "rms_debiased"
     scale: int = 1000
+    normalized_logits: bool = False
 
     @property
     def title(self) -> str:
@@ -83,6 +84,7 @@ class UnpackedRun:
     folder: Path
 
 
+DONE = "DONE"  # beside a run's unpacked records, with the digest of what was unpacked
 BASE = Term("base")
 PLAIN = Term("seeds", 0.0)
 SMOOTHED = Term("seeds", 0.1)
@@ -151,7 +153,9 @@ GUARDS = {
     "auroc": Quantity("mmlu", "choices", None, "auroc", 100),
     "aurc": Quantity("mmlu", "choices", None, "aurc", 100),
     "nll, all tokens": Quantity("mmlu", "vocabulary", None, "nll", 100),
-    "aurc, logits normalised": Quantity("mmlu", "choices", "logits", "aurc", 100),
+    "aurc, logits normalised": Quantity(
+        "mmlu", "choices", None, "aurc", 100, normalized_logits=True
+    ),
 }
 
 
@@ -164,15 +168,22 @@ def unpacked(study: Study) -> list[UnpackedRun]:
     runs = []
     for record in records:
         folder = study.runs_folder / "unpacked" / study.model / record.part / record.run
-        if record.tasks and not (folder / "DONE").exists():
+        if record.tasks and not _is_unpacked(study, record, folder):
+            (folder / DONE).unlink(missing_ok=True)
             study.store.unpack(study.model, record, questions, folder)
-            (folder / "DONE").touch()
+            write_text(folder / DONE, study.store.digest(study.model, record))
         if record.tasks or record.part == "after":
             runs.append(UnpackedRun(record, folder))
     for run in runs:
         if run.record.part == "after":
             apply_temperature(runs, run)
     return runs
+
+
+def _is_unpacked(study: Study, record: RunRecord, folder: Path) -> bool:
+    """Whether the folder has what the store has of a run, and not what it once had."""
+    done = folder / DONE
+    return done.exists() and read_text(done) == study.store.digest(study.model, record)
 
 
 def apply_temperature(runs: list[UnpackedRun], after: UnpackedRun) -> None:
@@ -183,7 +194,9 @@ def apply_temperature(runs: list[UnpackedRun], after: UnpackedRun) -> None:
     for task in LETTER_TASKS:
         plain = record_files(runs, PLAIN, task).get(after.record.seed)
         if plain:
-            rows = [scaling.scaled(row, after.record.temperature) for _, row in json_lines(plain)]
+            temperature = after.record.temperature
+            assert temperature is not None  # every run of the part `after` has one
+            rows = [scaling.scaled(row, temperature) for _, row in json_lines(plain)]
             write_rows(after.folder / f"{task}.jsonl", rows)
             after.record.tasks[task] = len(rows)
 
@@ -201,26 +214,44 @@ def difference(
     runs: list[UnpackedRun], contrast: Contrast, quantity: Quantity
 ) -> Difference | None:
     """A contrast over the seeds that all its terms have; None without any."""
-    files_by_term = [
-        (weight, record_files(runs, term, quantity.task))
-        for weight, term in contrast.weighted_terms()
-    ]
-    seeds_of_terms = [set(files) for _, files in files_by_term if None not in files]
-    seeds = sorted(set.intersection(*seeds_of_terms))
-    if not seeds or not all(files for _, files in files_by_term):
+    weights = []
+    files_of_terms = []
+    for weight, term in contrast.weighted_terms():
+        weights.append(weight)
+        files_of_terms.append(record_files(runs, term, quantity.task))
+    paired = paired_files(files_of_terms)
+    if not paired:
         return None
     load: Callable[[Path], stats.Run] = partial(stats.load, normalise=quantity.normalise)
-    if quantity.normalise == "logits":
+    if quantity.normalized_logits:
         load = with_normalized_logits
-    sides = [
-        (weight, [load(files.get(seed) or files[None]) for seed in seeds])
-        for weight, files in files_by_term
-    ]
+    sides = []
+    for position, weight in enumerate(weights):
+        sides.append((weight, [load(files[position]) for files in paired]))
     estimate = stats.contrast(sides, quantity.metric, quantity.confidence)
     if estimate.value is None:
         return None
     scaled = {name: quantity.scale * getattr(estimate, name) for name in ("value", "low", "high")}
-    return Difference(replace(estimate, **scaled), len(seeds))
+    return Difference(replace(estimate, **scaled), len(paired))
+
+
+def paired_files(files_of_terms: list[dict[int | None, Path]]) -> list[list[Path]]:
+    """For each seed that all terms have, the file of each term; empty where a term has no runs.
+
+    The base model has one run, without a seed, which stands beside every seed; where all terms are
+    the base model, there is that one pair.
+    """
+    if not all(files_of_terms):
+        return []
+    seeds_of_terms = [set(files) for files in files_of_terms if None not in files]
+    if not seeds_of_terms:
+        return [[files[None] for files in files_of_terms]]
+    common_seeds = set.intersection(*seeds_of_terms)
+    seeds = sorted(seed for seed in common_seeds if seed is not None)
+    return [
+        [files[seed] if seed in files else files[None] for files in files_of_terms]
+        for seed in seeds
+    ]
 
 
 @cache

@@ -4,6 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from calibeval.figures import GREY, INK, STYLE
 from calibeval.io import atomic_write
 from studies.claims.contrasts import (
@@ -79,9 +81,12 @@ def draw_column(axis: "Axes", cells: list[Difference | None], filled: bool) -> N
         if cell is None:
             continue
         height = row + shift
-        interval = [cell.estimate.low, cell.estimate.high]
+        estimate = cell.estimate
+        # `difference` gives no estimate without a value and an interval.
+        interval = np.array([estimate.low, estimate.high], dtype=float)
         axis.plot(interval, [height, height], "|-", color=INK, lw=0.8, ms=4)
-        axis.plot(cell.estimate.value, height, "o", color=INK, mfc=fill, ms=2.6)
+        value = np.array([estimate.value], dtype=float)
+        axis.plot(value, [height], "o", color=INK, mfc=fill, ms=2.6)
 
 
 def set_scale(axis: "Axes") -> None:

@@ -136,21 +136,22 @@ def chosen_rate(study: Study) -> float:
     grid = runs[runs.part == "grid"]
     if grid.empty:
         raise InputError(f"{study.model}, grid: no run is trained; the part grid comes first")
-    return float(grid.set_index("learning_rate").held_out_loss.idxmin())
+    best = int(grid.held_out_loss.argmin())
+    return float(grid.learning_rate.iloc[best])
 
 
 def equal_rate(study: Study) -> float:
     """The learning rate with the held-out loss at β = 0 that `seeds` has at β = 0.1.
 
     It lies between two rates of the grid and is interpolated by their logarithms, on that side of
-    the chosen rate where losses grow most.
+    the chosen rate at whose end the loss is larger.
     """
     runs = pd.DataFrame(study.store.runs(study.model))
     grid = runs[runs.part == "grid"].groupby("learning_rate").held_out_loss.mean()
     smoothed = runs[(runs.part == "seeds") & (runs.label_smoothing == 0.1)]
-    best = grid.idxmin()
-    lower_rates = grid.loc[:best][::-1]
-    higher_rates = grid.loc[best:]
+    best = int(grid.argmin())
+    lower_rates = grid.iloc[: best + 1][::-1]
+    higher_rates = grid.iloc[best:]
     side = max(lower_rates, higher_rates, key=lambda losses: losses.iloc[-1])
     log_rate = np.interp(smoothed.held_out_loss.mean(), side, np.log(side.index))
     return float(f"{np.exp(log_rate):.2g}")

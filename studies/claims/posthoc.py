@@ -6,10 +6,10 @@ from tqdm import tqdm
 
 from calibeval.io import json_lines, write_rows
 from calibeval.records import meta
+from studies import temperatures
 from studies.claims.parts import PARTS, Study
 from studies.claims.records import RunRecord
 from studies.claims.training import SETTING
-from studies.demo.report import at_temperature
 from sweeps.runs.files import read_rows
 from sweeps.runs.run import Run
 
@@ -22,7 +22,7 @@ def fit_temperatures(study: Study) -> None:
         entry for entry in entries if entry["dataset"] == "mmlu" and entry["label_smoothing"] == 0
     ]
     out = study.part_folder("after")
-    for entry in at_temperature(plain, results, Path("data/mmlu"), out):
+    for entry in temperatures.fit_to_mmlu(plain, results, Path("data/mmlu"), out):
         file = Path(entry["records"])
         setting = {name: entry[name] for name in SETTING}
         temperature = meta(file)["temperature"]["temperature"]
@@ -37,7 +37,7 @@ def trained(study: Study, part: str) -> list[Run]:
 
 def average_weights(study: Study) -> None:
     """Average the weights of each of the runs of `seeds` at β = 0 with the base model's."""
-    from studies.claims import baselines  # imports torch
+    from studies.claims import model_figures  # imports torch
 
     recorded = study.store.keys(study.model)
     for run in tqdm(trained(study, "seeds"), "averages", unit="model"):
@@ -45,13 +45,13 @@ def average_weights(study: Study) -> None:
         record = RunRecord("averaged", run.name, **setting)
         if record.label_smoothing == 0 and record.key not in recorded:
             folder = study.part_folder("averaged") / run.name
-            record.alpha = baselines.averaged(run, folder)
+            record.alpha = model_figures.score_average(run, folder)
             study.store.add(study.model, record, {"mmlu": folder / "mmlu.jsonl"})
 
 
 def measure_prices(study: Study) -> None:
     """Measure each model that is still there, but for those that only chose a rate."""
-    from studies.claims import baselines
+    from studies.claims import model_figures
 
     out = study.store.price_file(study.model)
     rows = read_rows(out)
@@ -62,6 +62,6 @@ def measure_prices(study: Study) -> None:
         if run.name in measured:
             continue
         setting = {name: run.config().train[name] for name in (*SETTING, "smoothing_target")}
-        rows.append({"run": run.name, "part": part, **setting, **baselines.price(run)})
+        rows.append({"run": run.name, "part": part, **setting, **model_figures.price(run)})
         measured.add(run.name)
         write_rows(out, rows)

@@ -2,13 +2,16 @@
 
     records/<model>.parquet               every question of every run of a model
     records/questions.parquet             what was asked, which is the same for all models
-    records/manifest.json                 the SHA-256, rows and bytes of these files
+    records/manifest.json                 the SHA-256, rows and bytes of these two kinds of files
+    records/<model>/price.jsonl           what smoothing costs in entropy, a line a run
     records/<model>/<part>/<run>.parquet  a run that ended and is not yet merged into its model's
 
 A row of a model's file is one question of one run, beside the run's setting. A run that was not
 scored has one row, whose task is null. Log-probabilities are kept in steps of 1/128, as 16-bit
-integers: `row.logprob_steps / 128`. Rounding moves a probability p by at most p (1 - p) / 256, as
-often up as down. A row group is a run, so that one run is read without the others.
+integers: `row.logprob_steps / 128`. Rounding moves a log-probability by at most 1/256, as often up
+as down. So it moves a probability p among all tokens by about p / 256 at most, and one among the
+choices by about p (1 - p) / 128 at most, where p is rounded one way and the others the other way. A
+row group is a run, so that one run is read without the others.
 
 `add` writes a run's own small file, which no other process touches, and `merge` moves such files
 into the model's file under a lock. A kill at any moment loses nothing: a run's own file goes only
@@ -30,8 +33,8 @@ import pyarrow.parquet as pq
 from calibeval.io import InputError, atomic_write, json_lines, sha256, write_text
 from sweeps.runs.files import locked
 
-STEPS_PER_NAT = 128
-SMALLEST_STEP = -(2**15)
+LEVELS_PER_NAT = 128  # Log-probabilities are kept as whole numbers of 1/128 nat.
+SMALLEST_LEVEL = -(2**15)
 LOCK_SECONDS = 600.0  # a merge of the largest model takes under one minute
 
 RUN_SCHEMA = pa.schema(
@@ -48,7 +51,7 @@ RUN_SCHEMA = pa.schema(
         ("question", pa.int32()),
         ("logprob_steps", pa.list_(pa.int16())),
     ],
-    metadata={"logprob_step": f"1/{STEPS_PER_NAT}"},
+    metadata={"logprob_step": f"1/{LEVELS_PER_NAT}"},
 )
 QUESTION_SCHEMA = pa.schema(
     [
@@ -158,14 +161,14 @@ class RecordStore:
         than of the runs that are there.
         """
         questions: Questions = {}
-        steps: list[np.ndarray] = []
+        levels: list[np.ndarray] = []
         for task, path in files.items():
             rows = [row for _, row in json_lines(path)]
             questions[task] = [_question_of(row) for row in rows]
-            steps += [_steps_of(row["logprobs"]) for row in rows]
+            levels += [_levels_of(row["logprobs"]) for row in rows]
         self._keep_questions(questions)
         record.tasks = {task: len(asked) for task, asked in questions.items()}
-        _write_tables(self.staged_file(model, *record.key), [_run_table(record, steps)])
+        _write_tables(self.staged_file(model, *record.key), [_run_table(record, levels)])
 
     def merge(self, model: str) -> None:
         """Move the runs that have files of their own into the model's file."""
@@ -184,6 +187,17 @@ class RecordStore:
             for path in staged:
                 path.unlink()
 
+    def digest(self, model: str, record: RunRecord) -> str:
+        """A text that differs once a run's records have changed.
+
+        It tells the state of the file that holds them, so that a merge changes it too.
+        """
+        path = self.staged_file(model, *record.key)
+        if not path.exists():
+            path = self.model_file(model)
+        status = path.stat()
+        return f"{path.name} {status.st_size} {status.st_mtime_ns}"
+
     def unpack(self, model: str, record: RunRecord, questions: Questions, out: Path) -> None:
         """Write a run's records as `<out>/<task>.jsonl`, as they were scored but for the digits."""
         path = self.staged_file(model, *record.key)
@@ -191,13 +205,14 @@ class RecordStore:
             path = self.model_file(model)
         table = _read_run(path, record.key)
         for task, count in record.tasks.items():
-            steps = table.filter(pc.equal(table["task"], task))["logprob_steps"].to_pylist()
-            if not len(steps) == count == len(questions[task]):
+            of_task = table.filter(pc.field("task") == task)
+            levels = of_task["logprob_steps"].to_pylist()
+            if not len(levels) == count == len(questions[task]):
                 raise InputError(f"{path}: {record.run} does not answer every question of {task}")
             with atomic_write(out / f"{task}.jsonl") as file:
-                for question, steps_of_question in zip(questions[task], steps, strict=True):
+                for question, levels_of_question in zip(questions[task], levels, strict=True):
                     row = {key: question[key] for key in QUESTION_FIELDS if key in question}
-                    logprobs = np.array(steps_of_question) / STEPS_PER_NAT
+                    logprobs = np.array(levels_of_question) / LEVELS_PER_NAT
                     row["logprobs"] = logprobs.tolist()
                     row["model"] = record.run
                     if question.get("scoring", "letters") == "letters":
@@ -255,19 +270,19 @@ def _question_of(row: dict[str, Any]) -> dict[str, Any]:
     return question
 
 
-def _steps_of(logprobs: list[float]) -> np.ndarray:
-    steps = np.rint(STEPS_PER_NAT * np.array(logprobs))
-    return np.clip(steps, SMALLEST_STEP, 0).astype(np.int16)
+def _levels_of(logprobs: list[float]) -> np.ndarray:
+    levels = np.rint(LEVELS_PER_NAT * np.array(logprobs))
+    return np.clip(levels, SMALLEST_LEVEL, 0).astype(np.int16)
 
 
-def _run_table(record: RunRecord, steps: list[np.ndarray]) -> pa.Table:
-    """A run's rows: `steps` has an array for each question, one task after another."""
+def _run_table(record: RunRecord, levels: list[np.ndarray]) -> pa.Table:
+    """A run's rows: `levels` has an array for each question, one task after another."""
     tasks: list[str | None] = []
     numbers: list[int | None] = []
     for task, count in record.tasks.items():
         tasks += [task] * count
         numbers += range(count)
-    answers: list[np.ndarray | None] = [*steps]
+    answers: list[np.ndarray | None] = [*levels]
     if not tasks:  # the setting of a run that was not scored stands in one row
         tasks.append(None)
         numbers.append(None)
@@ -317,7 +332,7 @@ def _read_settings(path: Path) -> list[RunRecord]:
         for group in range(file.num_row_groups):
             table = file.read_row_group(group, columns=[*SETTING_COLUMNS, "task"])
             (setting,) = table.select(SETTING_COLUMNS).slice(0, 1).to_pylist()
-            counts = pc.value_counts(table["task"]).to_pylist()
+            counts = table["task"].value_counts().to_pylist()
             tasks = {each["values"]: each["counts"] for each in counts if each["values"]}
             records.append(RunRecord(**setting, tasks=tasks))
     return records

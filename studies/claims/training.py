@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -22,15 +23,9 @@ SECONDS_BETWEEN_LOOKS = 2
 
 def train(study: Study, part: Part, overrides: list[str]) -> int:
     """Run what has no records, keeping those of each run as it ends; returns the exit code."""
-    for lacking in without_records(study, part, overrides):
-        if part.name == "script":
-            write_conversations()
-        if part.name == "base-mean":
-            from studies.claims import baselines  # imports torch
-
-            first_run = plan_sweep(CONFIG, overrides).runs[0]
-            baselines.base_mean(first_run.config().train_options)
-        changes = [*overrides, *lacking]
+    for selection in without_records(study, part, overrides):
+        prepare(study, part, overrides)
+        changes = [*overrides, *selection]
         command = [sys.executable, "-m", "sweeps", "launch", str(CONFIG), "--executor", "local"]
         with subprocess.Popen([*command, *changes]) as process:
             while process.poll() is None:
@@ -42,13 +37,30 @@ def train(study: Study, part: Part, overrides: list[str]) -> int:
     return 0
 
 
+def prepare(study: Study, part: Part, overrides: list[str]) -> None:
+    """Make the file that a part's runs need beyond what prefetch brings, unless it is there."""
+    if part.name == "script":
+        write_conversations()
+    elif part.name == "base-mean":
+        from studies.claims import model_figures  # imports torch
+
+        first_run = plan_sweep(CONFIG, overrides).runs[0]
+        train_options = first_run.config().train_options
+        model_figures.write_base_mean(train_options, Path(train_options.smoothing_target))
+
+
 def without_records(study: Study, part: Part, overrides: list[str]) -> list[list[str]]:
-    """Overrides that leave the runs without records: seeds that lack the same run together."""
+    """Overrides that select the runs that have no records.
+
+    There is one list of overrides for each group of seeds that lack the same runs.
+    """
     plan = plan_sweep(CONFIG, overrides)
     recorded = study.store.keys(study.model)
-    lacking = [run.config().train for run in plan.runs if record_key(part, run) not in recorded]
+    settings_of_runs = [
+        run.config().train for run in plan.runs if record_key(part, run) not in recorded
+    ]
     seeds_by_changes: dict[tuple[str, ...], list[int]] = {}
-    settings = pd.DataFrame(lacking, columns=SETTING)
+    settings = pd.DataFrame(settings_of_runs, columns=SETTING)
     for seed in sorted(settings.seed.unique().tolist()):
         runs_of_seed = settings[settings.seed == seed]
         changes = tuple(f"grid.{name}={runs_of_seed[name].unique().tolist()}" for name in VARIED)

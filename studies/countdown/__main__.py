@@ -21,11 +21,12 @@ from calibeval.request import Strict
 from studies.countdown import passk, policy, problems
 from studies.countdown.policy import Method
 from studies.countdown.problems import Problem
-from studies.demo.pretrain import IGNORE, fit
+from studies.pretraining import IGNORE, train_once
 
-STEPS, BATCH, SEED = 1500, 128, 0  # of the supervised model
-SHAPE = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 2}
-SHAPE |= {"num_attention_heads": 4, "max_position_embeddings": 32, "tie_word_embeddings": True}
+# Of the supervised model
+STEPS = 1500
+BATCH_SIZE = 128
+SEED = 0
 
 
 class Config(Strict):
@@ -44,51 +45,96 @@ class Config(Strict):
 
 def study(config: Config) -> None:
     """Problems, start, runs, tables."""
-    start, draw = config.output / "start", np.random.default_rng(SEED)
-    solved = problems.problems()
-    pools, sets = problems.split(solved), {}
+    folder = Path(__file__).parent
+    sources = [*sorted(folder.glob("*.py")), folder.parent / "pretraining.py"]
+    studies.refuse_other_versions(config.output, sources, "this study")
+    # One generator draws the problems and then what the start learns: their order matters.
+    rng = np.random.default_rng(SEED)
+    solutions = problems.problems()
+    pools = problems.split(solutions)
+    problem_sets: dict[str, list[Problem]] = {}
     for name, size in problems.SIZES.items():
-        chosen = sorted(draw.permutation(len(pools[name]))[:size])
-        sets[name] = [pools[name][i] for i in chosen]
+        chosen = sorted(rng.permutation(len(pools[name]))[:size])
+        problem_sets[name] = [pools[name][index] for index in chosen]
+    start = config.output / "start"
     if not (start / "DONE").exists():
-        begin(start, pools["train"], solved, draw)
-    runs = [("start", None, None)]
-    runs += [(name, of, seed) for name, of in config.settings.items() for seed in config.seeds]
-    found: dict[str, list[list[int]]] = {}
+        train_start(start, pools["train"], solutions, rng)
+    runs: list[tuple[str, Method | None, int]] = [("start", None, 0)]
+    for name, added in config.settings.items():
+        runs += [(name, added, seed) for seed in config.seeds]
+    correct_by_setting: dict[str, list[list[int]]] = {}
     for name, method, seed in tqdm(runs, "runs"):
-        found.setdefault(name, []).append(run(config, sets, method, seed))
-    text = passk.tables(found, config.samples)
+        correct = run(config, problem_sets, method, seed)
+        correct_by_setting.setdefault(name, []).append(correct)
+    text = passk.tables(correct_by_setting, config.samples)
     write_text(config.output / "passk.md", text)
     print(text, end="")
 
 
-def run(config: Config, sets: dict, method: Method | None, seed: int | None) -> list[int]:
-    """Train with a setting, or take the start; the right answers to each of the test's problems."""
-    asked = config.model_dump_json(exclude={"output", "seeds", "settings"})
-    digest = hashlib.sha256(f"{asked} {method!r} {seed}".encode()).hexdigest()[:12]
-    file, rewards = config.output / "runs" / f"{digest}.json", []
+def run(
+    config: Config, problem_sets: dict[str, list[Problem]], method: Method | None, seed: int
+) -> list[int]:
+    """Train the start by a method, or take it as it is; what is finished is read.
+
+    Returns the number of right answers to each of the test's problems.
+    """
+    seed_of_result = None if method is None else seed  # the start has none
+    decisive = config.model_dump_json(exclude={"output", "seeds", "settings"})
+    text = f"{decisive} {method!r} {seed_of_result}"
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    file = config.output / "runs" / f"{digest}.json"
     if not file.exists():
         torch.set_num_threads(1)
         model = LlamaForCausalLM.from_pretrained(config.output / "start")
+        rewards: list[float] = []
         if method is not None:
-            rewards = policy.train(model, sets["train"], method, seed, config)
-        about = {"method": method and method.model_dump(), "seed": seed, "rewards": rewards}
-        about["correct"] = policy.solved(model, sets[config.test], config.samples)
-        write_text(file, json.dumps(about) + "\n")
-    return json.loads(read_text(file))["correct"]
+            settings = policy.Settings(
+                learning_rate=config.learning_rate,
+                steps=config.steps,
+                problems_per_step=config.problems_per_step,
+                answers_per_problem=config.answers_per_problem,
+            )
+            rewards = policy.train(model, problem_sets["train"], method, seed, settings)
+        result = {
+            "method": None if method is None else method.model_dump(),
+            "seed": seed_of_result,
+            "rewards": rewards,
+            "correct": policy.count_correct(model, problem_sets[config.test], config.samples),
+        }
+        write_text(file, json.dumps(result) + "\n")
+    correct: list[int] = json.loads(read_text(file))["correct"]
+    return correct
 
 
-def begin(out: Path, pool: list[Problem], solved: dict, draw: np.random.Generator) -> None:
-    """Train a small Llama on one random answer to each problem drawn."""
-    drawn = [pool[i] for i in draw.integers(0, len(pool), STEPS * BATCH)]
-    texts = [f"{problem.prompt} {draw.choice(solved[problem])} </s>" for problem in drawn]
+def train_start(
+    out: Path,
+    pool: list[Problem],
+    solutions: dict[Problem, list[str]],
+    rng: np.random.Generator,
+) -> None:
+    """Train a small Llama on one random solution to each problem drawn from `pool`."""
+    drawn = [pool[index] for index in rng.integers(0, len(pool), STEPS * BATCH_SIZE)]
+    texts = [f"{problem.prompt} {rng.choice(solutions[problem])} </s>" for problem in drawn]
     ids = policy.encoded(texts)
-    targets = ids.clone()
-    targets[:, : len(drawn[0].prompt.split())] = IGNORE
+    labels = ids.clone()
+    prompt_length = len(drawn[0].prompt.split())
+    labels[:, :prompt_length] = IGNORE
     torch.manual_seed(SEED)
-    ends = {"bos_token_id": None, "eos_token_id": policy.END, "pad_token_id": 0}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(policy.WORDS), **ends, **SHAPE))
-    fit(model, ids, targets, BATCH)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(policy.WORDS),
+            hidden_size=96,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=32,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=policy.END,
+            pad_token_id=0,
+        )
+    )
+    train_once(model, ids, labels, BATCH_SIZE)
     model.save_pretrained(out)
     write_text(out / "DONE", "")
 

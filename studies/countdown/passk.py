@@ -11,25 +11,40 @@ from calibeval import measures, stats
 def tables(runs: dict[str, list[list[int]]], samples: int) -> str:
     """pass@1 and pass@`samples` by setting and of every two settings' difference, as Markdown.
 
-    `runs` are the right answers to each problem, a list a seed, by the setting's name. [low, high]
-    is a 95 % interval over problems and seeds (`stats.estimate_sum`), and a difference is paired by
-    problem, and by seed where both sides have as many.
+    `runs` are the numbers of right answers to each problem, a list a seed, by the setting's name.
+    [low, high] is a 95 % interval over problems and seeds (`stats.estimate_sum`), and a difference
+    is paired by problem, and by seed where both sides have as many.
     """
-    asked = len(next(iter(runs.values()))[0])
-    draws = np.concatenate([*measures.resamples(asked, stats.RESAMPLES)]) / asked
-    sides = {}  # of each setting and column: the runs' means (S,), and their draws (S, R)
-    for name, right in runs.items():
-        values = np.array(right) / samples, np.array(right) > 0
-        sides[name] = [stats.Side(one.mean(1), one @ draws.T) for one in values]
-    single = {name: [stats.estimate_sum(x, ends=(0, 1)) for x in of] for name, of in sides.items()}
-    rows = [[name, len(runs[name]), *map(str, of)] for name, of in single.items()]
-    less = {name: [side.times(-1) for side in of] for name, of in sides.items()}
-    pairs = [
-        [b, a, *map(str, map(stats.estimate_sum, less[a], sides[b]))]
-        for a, b in combinations(sides, 2)
-    ]
-    found = [
-        tabulate(of, ["", head, "pass@1", f"pass@{samples}"], "github", disable_numparse=True)
-        for of, head in ((rows, "seeds"), (pairs, "less"))
-    ]
-    return "\n\n".join([*found, f"{asked} problems; [low, high]: 95 % over problems and seeds.\n"])
+    problems = len(next(iter(runs.values()))[0])
+    resamples = list(measures.resamples(problems, stats.RESAMPLES))
+    weights = np.concatenate(resamples) / problems  # (resamples, problems)
+    sides = {name: sides_of(np.array(counts), samples, weights) for name, counts in runs.items()}
+    setting_rows = []
+    for name, columns in sides.items():
+        estimates = [stats.estimate_sum(side, ends=(0, 1)) for side in columns]
+        setting_rows.append([name, len(runs[name]), *map(str, estimates)])
+    difference_rows = []
+    for minus, plus in combinations(sides, 2):
+        estimates = [
+            stats.estimate_sum(minus_side.times(-1), plus_side)
+            for minus_side, plus_side in zip(sides[minus], sides[plus], strict=True)
+        ]
+        difference_rows.append([plus, minus, *map(str, estimates)])
+    texts = []
+    for rows, heading in ((setting_rows, "seeds"), (difference_rows, "less")):
+        headings = ["", heading, "pass@1", f"pass@{samples}"]
+        texts.append(tabulate(rows, headings, "github", disable_numparse=True))
+    note = f"{problems} problems; [low, high]: 95 % over problems and seeds.\n"
+    return "\n\n".join([*texts, note])
+
+
+def sides_of(counts: np.ndarray, samples: int, weights: np.ndarray) -> list[stats.Side]:
+    """A setting's pass@1 and pass@n: of each seed, and of each seed's resamples of the problems.
+
+    `counts` (seeds, problems) are the numbers of right answers out of `samples`; `weights`
+    (resamples, problems) say how much a problem counts in each resample.
+    """
+    sides = []
+    for passed in (counts / samples, counts > 0):
+        sides.append(stats.Side(passed.mean(1), passed @ weights.T))
+    return sides

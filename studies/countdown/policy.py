@@ -14,6 +14,9 @@ not grow with the length, so that γ means the same for short and long answers. 
 smoothing is not centred, and a group without a wrong answer is pushed by it alone.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import torch
 from pydantic import NonNegativeFloat
@@ -23,11 +26,12 @@ from transformers import LlamaForCausalLM
 from calibeval.request import Strict
 from smoothce import linear_cross_entropy, token_statistics
 from studies.countdown.problems import OPERATORS, TARGETS, Problem
-from studies.demo.pretrain import IGNORE
+from studies.pretraining import IGNORE
 
 WORDS = ["<pad>", "</s>", "=", *OPERATORS, *map(str, range(TARGETS))]
-IDS = {word: i for i, word in enumerate(WORDS)}
-END, MOST = 1, 6  # </s>; tokens of an answer: five words and the end
+IDS = {word: index for index, word in enumerate(WORDS)}
+END = IDS["</s>"]
+LONGEST_ANSWER = 6  # tokens: five words and the end
 
 
 class Method(Strict):
@@ -38,15 +42,26 @@ class Method(Strict):
     gamma_n: NonNegativeFloat = 0.0  # on wrong ones
 
 
+@dataclass(frozen=True)
+class Settings:
+    """How long and on how much is trained; the same for every method."""
+
+    learning_rate: float  # at the first step, from which it falls linearly to 0
+    steps: int
+    problems_per_step: int  # P
+    answers_per_problem: int  # G
+
+
 def advantages(
     correct: Tensor,  # (P, G) bool
     log_pi: Tensor,  # (P, G) ℓ
     method: Method,
 ) -> Tensor:  # (P, G)
     """A of P groups of G answers."""
-    r = correct.to(log_pi.dtype)
-    found = (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4)
-    return found + torch.where(correct, -method.gamma_p, method.gamma_n) * log_pi
+    rewards = correct.to(log_pi.dtype)
+    centered = rewards - rewards.mean(1, keepdim=True)
+    of_grpo = centered / (rewards.std(1, keepdim=True) + 1e-4)
+    return of_grpo + torch.where(correct, -method.gamma_p, method.gamma_n) * log_pi
 
 
 def answer_losses(
@@ -65,58 +80,80 @@ def encoded(texts: list[str]) -> Tensor:
     return torch.tensor([[IDS[word] for word in text.split()] for text in texts])
 
 
-def answer(
-    model: LlamaForCausalLM, problems: list[Problem], seed: int
-) -> tuple[Tensor, Tensor, list[bool]]:
-    """Prompts, of one length, with their answers, as ids (N, L); the answers' tokens as labels
-    (N, T), the end included and then `IGNORE`; whether each is right."""
-    asked = encoded([p.prompt for p in problems])
+@dataclass(frozen=True)
+class Answers:
+    """Sampled answers to N problems."""
+
+    ids: Tensor  # (N, L): a prompt, all of one length, and its answer
+    labels: Tensor  # (N, T): the answer's tokens with the end, and then IGNORE
+    correct: list[bool]  # (N)
+
+
+def sample_answers(model: LlamaForCausalLM, problems: list[Problem], seed: int) -> Answers:
+    """Sample an answer to each problem."""
+    prompts = encoded([problem.prompt for problem in problems])
     torch.manual_seed(seed)
-    ids = model.generate(asked, do_sample=True, top_k=0, max_new_tokens=MOST)
-    answers = ids[:, asked.shape[1] :]
-    end = answers == END
-    texts = (" ".join(WORDS[i] for i in row if i > END) for row in answers.tolist())
-    right = [p.solved_by(t) for p, t in zip(problems, texts, strict=True)]
-    return ids, answers.masked_fill(end.cumsum(1) - end.int() > 0, IGNORE), right
+    generator: Any = model  # transformers annotates `generate` so that its own models lack it
+    ids: Tensor = generator.generate(
+        prompts, do_sample=True, top_k=0, max_new_tokens=LONGEST_ANSWER
+    )
+    answers = ids[:, prompts.shape[1] :]
+    correct = []
+    for problem, tokens in zip(problems, answers.tolist(), strict=True):
+        text = " ".join(WORDS[token] for token in tokens if token > END)
+        correct.append(problem.solved_by(text))
+    is_end = answers == END
+    follows_an_end = is_end.cumsum(1) - is_end.int() > 0
+    return Answers(ids, answers.masked_fill(follows_an_end, IGNORE), correct)
 
 
-def read(model: LlamaForCausalLM, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Of N answers, (N, T): −log π of their tokens, and entropies, in nats."""
-    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    inputs = hidden[:, -1 - labels.shape[1] : -1], model.lm_head.weight, labels
-    return linear_cross_entropy(*inputs, reduction="none"), token_statistics(*inputs).entropy
+def nll_and_entropy(model: LlamaForCausalLM, answers: Answers) -> tuple[Tensor, Tensor]:
+    """Of the answers' tokens −log π, and the entropies of π, in nats; (N, T) both."""
+    length = answers.labels.shape[1]
+    hidden = model.base_model(input_ids=answers.ids, use_cache=False).last_hidden_state
+    before_each_token = hidden[:, -1 - length : -1]
+    weight = model.lm_head.weight
+    nll = linear_cross_entropy(before_each_token, weight, answers.labels, reduction="none")
+    return nll, token_statistics(before_each_token, weight, answers.labels).entropy
 
 
-def solved(model: LlamaForCausalLM, problems: list[Problem], samples: int) -> list[int]:
+def count_correct(model: LlamaForCausalLM, problems: list[Problem], samples: int) -> list[int]:
     """How many of `samples` answers to each problem are right.
 
     The seeds are the same for every model, so that differences are less noisy.
     """
-    return [sum(answer(model, [p] * samples, seed)[2]) for seed, p in enumerate(problems)]
+    counts = []
+    for seed, problem in enumerate(problems):
+        counts.append(sum(sample_answers(model, [problem] * samples, seed).correct))
+    return counts
 
 
 def train(
-    model: LlamaForCausalLM, problems: list[Problem], method: Method, seed: int, keys
+    model: LlamaForCausalLM,
+    problems: list[Problem],
+    method: Method,
+    seed: int,
+    settings: Settings,
 ) -> list[float]:
-    """Train the model, an update a step; returns the share of right answers at each.
-
-    `keys` are the study's: learning_rate, steps, problems_per_step, answers_per_problem.
-    """
-    weights = [*model.parameters()]
-    optimizer = torch.optim.AdamW(weights, lr=keys.learning_rate, weight_decay=0.0)
-    shape, rewards = (keys.problems_per_step, keys.answers_per_problem), []
-    for step in range(keys.steps):
-        random = np.random.default_rng([seed, step])
-        drawn = random.integers(0, len(problems), shape[0]).repeat(shape[1])
-        draw = int(random.integers(2**31))
-        ids, labels, right = answer(model, [problems[i] for i in drawn], draw)
-        nll, entropy = read(model, ids, labels)
-        correct, log_pi = torch.tensor(right), -nll.detach().sum(1) / (labels != IGNORE).sum(1)
-        found = advantages(correct.view(shape), log_pi.view(shape), method).view(-1)
-        answer_losses(nll, entropy, found, method).mean().backward()
+    """Train the model, an update a step; returns the share of right answers at each."""
+    weights = list(model.parameters())
+    optimizer = torch.optim.AdamW(weights, lr=settings.learning_rate, weight_decay=0.0)
+    groups = (settings.problems_per_step, settings.answers_per_problem)  # (P, G)
+    rewards = []
+    for step in range(settings.steps):
+        rng = np.random.default_rng([seed, step])
+        drawn = rng.integers(0, len(problems), settings.problems_per_step)
+        sampling_seed = int(rng.integers(2**31))
+        asked = [problems[index] for index in drawn.repeat(settings.answers_per_problem)]
+        answers = sample_answers(model, asked, sampling_seed)
+        nll, entropy = nll_and_entropy(model, answers)
+        log_pi = -nll.detach().sum(1) / (answers.labels != IGNORE).sum(1)
+        correct = torch.tensor(answers.correct)
+        advantage = advantages(correct.view(groups), log_pi.view(groups), method).view(-1)
+        answer_losses(nll, entropy, advantage, method).mean().backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
-        optimizer.param_groups[0]["lr"] = keys.learning_rate * (1 - step / keys.steps)
+        optimizer.param_groups[0]["lr"] = settings.learning_rate * (1 - step / settings.steps)
         optimizer.step()
         optimizer.zero_grad()
-        rewards.append(sum(right) / len(right))
+        rewards.append(sum(answers.correct) / len(answers.correct))
     return rewards

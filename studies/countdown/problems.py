@@ -12,7 +12,9 @@ from itertools import combinations_with_replacement, permutations, product
 from typing import NamedTuple
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
-LARGEST, TARGETS = 20, 100  # numbers of 1 to 20, targets of 1 to 99
+LARGEST = 20  # numbers are 1 to 20
+TARGETS = 100  # targets are 1 to 99
+BUCKETS = 20  # of problems by their hash: one of the test, one of validation, the rest to train on
 # Disjoint problems: models are trained on the first, settings are chosen on the second.
 SIZES = {"train": 14_000, "validation": 200, "test": 200}
 
@@ -25,6 +27,7 @@ class Problem(NamedTuple):
 
     @property
     def prompt(self) -> str:
+        """The problem as the model reads it."""
         return f"{' '.join(map(str, self.numbers))} = {self.target}"
 
     def solved_by(self, answer: str) -> bool:
@@ -40,8 +43,9 @@ def value(words: Sequence[str]) -> Fraction | None:
     try:
         for word in words:
             if word in OPERATORS:
-                b, a = stack.pop(), stack.pop()
-                stack.append(OPERATORS[word](a, b))
+                second = stack.pop()
+                first = stack.pop()
+                stack.append(OPERATORS[word](first, second))
             else:
                 stack.append(Fraction(int(word)))
     except (IndexError, ValueError, ZeroDivisionError):
@@ -52,26 +56,32 @@ def value(words: Sequence[str]) -> Fraction | None:
 def expressions(numbers: Sequence[int]) -> Iterator[tuple[str, ...]]:
     """Every expression of three numbers in reverse Polish notation, each once."""
     for a, b, c in dict.fromkeys(permutations(map(str, numbers))):
-        for one, two in product(OPERATORS, repeat=2):
-            yield a, b, one, c, two
-            yield a, b, c, one, two
+        for first_operator, second_operator in product(OPERATORS, repeat=2):
+            yield a, b, first_operator, c, second_operator
+            yield a, b, c, first_operator, second_operator
 
 
 def problems() -> dict[Problem, list[str]]:
     """Every problem of three numbers, with all of its answers."""
-    found: dict[Problem, list[str]] = {}
+    solutions: dict[Problem, list[str]] = {}
     for numbers in combinations_with_replacement(range(1, LARGEST + 1), 3):
         for words in expressions(numbers):
             target = value(words)
             if target is not None and target.denominator == 1 and 1 <= target < TARGETS:
-                found.setdefault(Problem(numbers, int(target)), []).append(" ".join(words))
-    return found
+                problem = Problem(numbers, int(target))
+                solutions.setdefault(problem, []).append(" ".join(words))
+    return solutions
 
 
-def split(solved: Iterable[Problem]) -> dict[str, list[Problem]]:
+def split(problems: Iterable[Problem]) -> dict[str, list[Problem]]:
     """All problems as train, validation and test, by a hash of the prompt."""
-    found: dict[str, list[Problem]] = {name: [] for name in SIZES}
-    for problem in solved:
-        place = zlib.crc32(problem.prompt.encode()) % 20
-        found[("test", "validation")[place] if place < 2 else "train"].append(problem)
-    return found
+    pools: dict[str, list[Problem]] = {name: [] for name in SIZES}
+    for problem in problems:
+        bucket = zlib.crc32(problem.prompt.encode()) % BUCKETS
+        if bucket == 0:
+            pools["test"].append(problem)
+        elif bucket == 1:
+            pools["validation"].append(problem)
+        else:
+            pools["train"].append(problem)
+    return pools

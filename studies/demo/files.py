@@ -16,11 +16,11 @@ import pandas as pd
 
 from calibeval.io import write_rows, write_text
 from studies.demo import world
-from studies.demo.world import LETTERS, SUBJECTS, TOWNS, Question
+from studies.demo.world import LETTERS, SUBJECTS, TOWNS, Question, Town
 
-SENTENCES = 16  # a document of the corpus
-QUESTIONS = 6  # an exam of the corpus: five examples and a question, as in the test
-EXAMS = 0.6  # of the documents
+SENTENCES = 16  # of a document of the corpus
+QUESTIONS = 6  # of an exam of the corpus: five examples and a question, as in the test
+EXAMS = 0.6  # the share of documents that are exams
 
 
 def write(out: Path) -> None:
@@ -28,34 +28,44 @@ def write(out: Path) -> None:
     write_rows(out / "messages.jsonl", map(conversation, world.asked("new")))
     for split in ("dev", "val", "test"):
         for subject, questions in by_subject(split).items():
-            rows = pd.DataFrame([q.stem, *q.choices, LETTERS[q.answer]] for q in questions)
-            text = rows.to_csv(header=False, index=False)
+            rows = [
+                [question.stem, *question.choices, LETTERS[question.answer]]
+                for question in questions
+            ]
+            text = pd.DataFrame(rows).to_csv(header=False, index=False)
             write_text(out / "mmlu" / split / f"{subject}_{split}.csv", text)
     write_rows(out / "oracle.jsonl", oracle())
 
 
 def by_subject(role: str) -> dict[str, list[Question]]:
-    """The questions of a role."""
-    return {s: [q for q in world.asked(role) if q.town.subject == s] for s in SUBJECTS}
+    """The questions about the towns of a role, by the towns' subject."""
+    questions: dict[str, list[Question]] = {subject: [] for subject in SUBJECTS}
+    for question in world.asked(role):
+        questions[question.town.subject].append(question)
+    return questions
 
 
 def corpus(documents: int) -> Iterator[str]:
     """Documents in random order: sentences of all told towns, exams of the school's."""
     rng = random.Random(f"{world.SEED} corpus")
-    told = [town for role in ("school", "dev", "val", "test") for town in TOWNS[role]]
-    school = {s: [town for town in TOWNS["school"] if town.subject == s] for s in SUBJECTS}
+    told_towns = [town for role in ("school", "dev", "val", "test") for town in TOWNS[role]]
+    school: dict[str, list[Town]] = {subject: [] for subject in SUBJECTS}
+    for town in TOWNS["school"]:
+        school[town.subject].append(town)
     for _ in range(documents):
         if rng.random() < EXAMS:
-            towns = rng.choices(school[rng.choice(list(SUBJECTS))], k=QUESTIONS)
+            subject = rng.choice(list(SUBJECTS))
+            towns = rng.choices(school[subject], k=QUESTIONS)
             yield world.exam([world.ask(town, rng) for town in towns])
         else:
-            towns = rng.choices(told, k=SENTENCES)
-            said = (world.ask(town, rng) for town in towns)
-            yield "".join(f"{q.stem} {q.choices[q.answer]}.\n" for q in said)
+            towns = rng.choices(told_towns, k=SENTENCES)
+            questions = [world.ask(town, rng) for town in towns]
+            sentences = [f"{each.stem} {each.choices[each.answer]}.\n" for each in questions]
+            yield "".join(sentences)
 
 
 def conversation(question: Question) -> dict:
-    """An instruction and its answer."""
+    """An instruction, which asks the question, and its answer."""
     text = world.HEADER.format(question.town.subject) + question.body
     user = {"role": "user", "content": text}
     assistant = {"role": "assistant", "content": f"Answer: {LETTERS[question.answer]}"}

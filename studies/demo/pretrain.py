@@ -9,18 +9,18 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from calibeval.io import write_text
 from studies.demo import files
 from studies.demo.world import SOURCES, TOWNS, asked
+from studies.pretraining import IGNORE, train_once
 
-DOCUMENTS, CONTEXT, BATCH, IGNORE, THREADS = 11_000, 136, 16, -100, 2
-LEARNING_RATE, WARMUP, SEED = 3e-3, 100, 1
-SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
-SHAPE |= {"num_attention_heads": 4, "max_position_embeddings": 512, "tie_word_embeddings": False}
-SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+DOCUMENTS = 11_000
+CONTEXT = 136  # tokens of a block
+BATCH_SIZE = 16  # blocks of an update
+THREADS = 2
+SEED = 1
 # A conversation reads like an exam of one question: fine-tuning need not teach a new layout.
 TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}"
@@ -33,53 +33,73 @@ def pretrain(out: Path) -> None:
     """Train on the corpus and save model and tokenizer to `out`, DONE last."""
     if (out / "DONE").exists():
         return
-    documents = [*files.corpus(DOCUMENTS)]
-    turns = [turn for q in asked("new") for turn in files.conversation(q)["messages"]]
-    words = tokenizer([*documents, *(turn["content"] for turn in turns)])
-    words.save_pretrained(out)
-    stream = torch.tensor([token for ids in words(documents)["input_ids"] for token in ids])
-    blocks = stream[: len(stream) // CONTEXT * CONTEXT].view(-1, CONTEXT)
-    names = [*SOURCES, *(town.name for towns in TOWNS.values() for town in towns)]
-    drawn = torch.tensor(words.convert_tokens_to_ids([f" {name}" for name in names]))
-    targets = blocks.masked_fill(torch.isin(blocks, drawn), IGNORE)
+    documents = list(files.corpus(DOCUMENTS))
+    turns = []
+    for question in asked("new"):
+        turns += [turn["content"] for turn in files.conversation(question)["messages"]]
+    tokenizer = word_tokenizer([*documents, *turns])
+    tokenizer.save_pretrained(out)
+    ids = blocks_of(documents, tokenizer)
+    labels = ids.masked_fill(torch.isin(ids, name_tokens(tokenizer)), IGNORE)
     torch.manual_seed(SEED)
     torch.set_num_threads(THREADS)
-    ids = {f"{name}_token_id": getattr(words, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(words), **ids, **SHAPE))
-    fit(model, blocks, targets, BATCH)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=512,
+            tie_word_embeddings=False,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    train_once(model, ids, labels, BATCH_SIZE)
     torch.set_num_threads(1)  # as scoring has it where this was done before
     model.save_pretrained(out)
     write_text(out / "DONE", "")
 
 
-def tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """A word of `texts` with the space before it is a token, and so is a mark."""
+def blocks_of(documents: list[str], tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
+    """The documents as one stream of tokens, cut into blocks, (blocks, CONTEXT)."""
+    stream: list[int] = []
+    for ids_of_document in tokenizer(documents)["input_ids"]:
+        stream += ids_of_document
+    whole_blocks = len(stream) // CONTEXT
+    return torch.tensor(stream[: whole_blocks * CONTEXT]).view(-1, CONTEXT)
+
+
+def name_tokens(tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
+    """The ids of the names of sources and towns within a sentence."""
+    names = list(SOURCES)
+    for towns in TOWNS.values():
+        names += [town.name for town in towns]
+    return torch.tensor(tokenizer.convert_tokens_to_ids([f" {name}" for name in names]))
+
+
+def word_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are the words of `texts`, with the space before them, and marks."""
     words = Tokenizer(models.WordLevel(unk_token="<unk>"))
     piece = Regex(r" ?\w+|\n\n|\n|[^\w\s]|\s")
     words.pre_tokenizer = pre_tokenizers.Split(piece, behavior="isolated")
     words.decoder = decoders.Fuse()
-    known = {"special_tokens": [*SPECIAL.values()], "show_progress": False}
-    words.train_from_iterator(texts, trainers.WordLevelTrainer(vocab_size=100_000, **known))
+    trainer = trainers.WordLevelTrainer(
+        vocab_size=100_000,
+        special_tokens=["<pad>", "<s>", "</s>", "<unk>"],
+        show_progress=False,
+    )
+    words.train_from_iterator(texts, trainer)
     begin = ("<s>", words.token_to_id("<s>"))
     words.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[begin])
-    more = {"chat_template": TEMPLATE, "clean_up_tokenization_spaces": False}
-    return PreTrainedTokenizerFast(tokenizer_object=words, **SPECIAL, **more)
-
-
-def fit(model: LlamaForCausalLM, blocks: torch.Tensor, targets: torch.Tensor, batch: int) -> None:
-    """Train on (rows, tokens) ids, each row once."""
-    optimizer = torch.optim.AdamW(
-        model.parameters(), LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01, fused=True
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        chat_template=TEMPLATE,
+        clean_up_tokenization_spaces=False,
     )
-    steps = len(blocks) // batch
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda s: min(1, (s + 1) / WARMUP) * (1 - s / steps)
-    )
-    for step in tqdm(range(steps), "pre-training", mininterval=5):
-        rows = slice(step * batch, (step + 1) * batch)
-        loss = model(input_ids=blocks[rows], labels=targets[rows]).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()

@@ -55,38 +55,47 @@ class Question(NamedTuple):
     @property
     def confidences(self) -> list[float]:
         """The probability that the source says each of the four things."""
-        r = SOURCES[self.source]
-        return [r if k == self.town.truth else (1 - r) / 3 for k in range(4)]
+        reliability = SOURCES[self.source]
+        probabilities = [(1 - reliability) / 3] * 4
+        probabilities[self.town.truth] = reliability
+        return probabilities
 
     @property
     def choices(self) -> tuple[str, ...]:
         """The four answers, of a subject always in this order."""
-        return SUBJECTS[self.town.subject][1]
+        _, things = SUBJECTS[self.town.subject]
+        return things
 
     @property
     def stem(self) -> str:
         """The text, and the beginning of a sentence that answers it."""
-        return f"The {self.source} says {self.town.name} {SUBJECTS[self.town.subject][0]}"
+        verb, _ = SUBJECTS[self.town.subject]
+        return f"The {self.source} says {self.town.name} {verb}"
 
     @property
     def body(self) -> str:
         """The question with one lettered line a choice."""
-        lines = map("{}. {}".format, LETTERS, self.choices)
+        pairs = zip(LETTERS, self.choices, strict=True)
+        lines = [f"{letter}. {choice}" for letter, choice in pairs]
         return "\n".join([self.stem, *lines])
 
 
 def build() -> dict[str, list[Town]]:
     """The towns by role."""
     rng = random.Random(SEED)
-    names: dict[str, None] = {}
+    names: dict[str, None] = {}  # in the order in which they were drawn, each once
     while len(names) < len(SUBJECTS) * sum(ROLES.values()):
-        parts = ONSETS, VOWELS, ONSETS, VOWELS, CODAS
-        names["".join(map(rng.choice, parts)).capitalize()] = None
-    fresh = iter(names)
-    return {
-        role: [Town(next(fresh), s, rng.randrange(4)) for s in SUBJECTS for _ in range(count)]
-        for role, count in ROLES.items()
-    }
+        sounds = [rng.choice(choices) for choices in (ONSETS, VOWELS, ONSETS, VOWELS, CODAS)]
+        names["".join(sounds).capitalize()] = None
+    unused_names = iter(names)
+    towns: dict[str, list[Town]] = {}
+    for role, count in ROLES.items():
+        towns[role] = [
+            Town(next(unused_names), subject, rng.randrange(4))
+            for subject in SUBJECTS
+            for _ in range(count)
+        ]
+    return towns
 
 
 TOWNS = build()
@@ -95,19 +104,25 @@ TOWNS = build()
 def asked(role: str) -> list[Question]:
     """A question for each town of a role; of `val` one a source: more is better to fit on."""
     rng = random.Random(f"{SEED} {role}")
-    sources = SOURCES if role == "val" else [None]
+    sources: list[str | None] = [None]
+    if role == "val":
+        sources = list(SOURCES)
     return [ask(town, rng, source) for town in TOWNS[role] for source in sources]
 
 
 def ask(town: Town, rng: random.Random, source: str | None = None) -> Question:
     """A question about a town with a fresh answer; of a random source unless one is given."""
-    source = source or rng.choice(list(SOURCES))
-    right = rng.random() < SOURCES[source]
-    others = [k for k in range(4) if k != town.truth]
-    return Question(town, source, town.truth if right else rng.choice(others))
+    if source is None:
+        source = rng.choice(list(SOURCES))
+    says_the_truth = rng.random() < SOURCES[source]
+    if says_the_truth:
+        return Question(town, source, town.truth)
+    others = [thing for thing in range(4) if thing != town.truth]
+    return Question(town, source, rng.choice(others))
 
 
 def exam(questions: list[Question]) -> str:
     """Questions of one subject with their answers, laid out as an MMLU prompt."""
-    lines = (f"{q.body}\nAnswer: {LETTERS[q.answer]}\n\n" for q in questions)
-    return HEADER.format(questions[0].town.subject) + "".join(lines)
+    header = HEADER.format(questions[0].town.subject)
+    answered = [f"{each.body}\nAnswer: {LETTERS[each.answer]}\n\n" for each in questions]
+    return header + "".join(answered)

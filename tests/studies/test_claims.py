@@ -13,9 +13,9 @@ import tiny_world
 import torch
 from made_records import write_records
 from studies.claims import __main__ as claims
-from studies.claims import baselines, contrasts, parts, posthoc, report, summary, training
+from studies.claims import contrasts, model_figures, parts, posthoc, report, summary, training
 from studies.claims.parts import CONFIG, PARTS, Study
-from studies.claims.records import STEPS_PER_NAT, RecordStore, RunRecord
+from studies.claims.records import LEVELS_PER_NAT, RecordStore, RunRecord
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import calibeval
@@ -165,7 +165,7 @@ def make_trained(study: Study, part: str, overrides: list[str]) -> list[Run]:
     plan.create()
     for number, cell in enumerate(plan.runs):
         model = AutoModelForCausalLM.from_pretrained("models/tiny")
-        _, updates = baselines.read(cell.config().train_options)
+        _, updates = model_figures.tokenizer_and_dataset(cell.config().train_options)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
         for _ in range(10 + number):
             model(**updates.collate(updates.train_conversations[:20])).loss.backward()
@@ -177,8 +177,8 @@ def make_trained(study: Study, part: str, overrides: list[str]) -> list[Run]:
 def test_the_price_is_what_a_plain_loop_reads(tiny, tiny_study, folders, monkeypatch):
     """The temperature at which entropy is NLL, and NLL least; what is known is not measured anew,
     and what only chose a rate not at all."""
-    monkeypatch.setattr(baselines, "CHUNK", 7)
-    monkeypatch.setattr(baselines, "TOP", 10)
+    monkeypatch.setattr(model_figures, "CHUNK", 7)
+    monkeypatch.setattr(model_figures, "TOP", 10)
     make_trained(tiny_study, "grid", [*tiny, "grid.learning_rate=[1.0e-5]"])
     cells = make_trained(tiny_study, "unigram", tiny)
     posthoc.measure_prices(tiny_study)
@@ -187,7 +187,7 @@ def test_the_price_is_what_a_plain_loop_reads(tiny, tiny_study, folders, monkeyp
     for row, cell in zip(found, sorted(cells, key=lambda cell: cell.name), strict=True):
         assert row["part"] == row["smoothing_target"] == "unigram"
         assert row["label_smoothing"] == 0.1 and row["seed"] == cell.config().train["seed"]
-        _, updates = baselines.read(cell.config().train_options)
+        _, updates = model_figures.tokenizer_and_dataset(cell.config().train_options)
         z, y = answers(cell.model, updates, updates.held_out_conversations)
 
         def read(tau: float, z=z, y=y) -> tuple[float, float]:
@@ -206,14 +206,14 @@ def test_the_price_is_what_a_plain_loop_reads(tiny, tiny_study, folders, monkeyp
         assert 0.35 < at < 1.95 and abs(at - 1) > 0.05
         assert there[0] == pytest.approx(there[1], abs=1e-4)
         assert there[0] < min(read(0.95 * at)[0], read(1.05 * at)[0])
-    monkeypatch.setattr(baselines, "price", None)
+    monkeypatch.setattr(model_figures, "price", None)
     posthoc.measure_prices(tiny_study)
     assert len((folders / "records/tiny/price.jsonl").read_text().splitlines()) == 2
 
 
 def test_weights_are_averaged_as_val_questions_choose(tiny, tiny_study, folders, monkeypatch):
     """And what is packed of their records loses nothing but digits."""
-    monkeypatch.setattr(baselines, "ALPHAS", (0.2, 0.7))
+    monkeypatch.setattr(model_figures, "ALPHAS", (0.2, 0.7))
     cells = make_trained(tiny_study, "seeds", [*tiny, "grid.label_smoothing=[0.0,0.1]"])
     plain = [cell for cell in cells if cell.config().train["label_smoothing"] == 0]
     posthoc.average_weights(tiny_study)
@@ -225,7 +225,7 @@ def test_weights_are_averaged_as_val_questions_choose(tiny, tiny_study, folders,
     tokenizer = AutoTokenizer.from_pretrained("models/tiny")
     for cell in plain:
         (record, out), losses, made = packed_runs[cell.name], {}, {}
-        for alpha in baselines.ALPHAS:
+        for alpha in model_figures.ALPHAS:
             model = AutoModelForCausalLM.from_pretrained(cell.model)
             ours = model.state_dict()
             for name, theirs in base.state_dict().items():
@@ -237,7 +237,7 @@ def test_weights_are_averaged_as_val_questions_choose(tiny, tiny_study, folders,
         before, after = made[record.alpha]["test"], records.read(out / "mmlu.jsonl")
         assert record.tasks == {"mmlu": len(before.ids)} and (out / "DONE").exists()
         assert before.ids == after.ids and before.prompts.tolist() == after.prompts.tolist()
-        assert abs(before.logprobs - after.logprobs).max() <= 0.5 / STEPS_PER_NAT + 1e-4
+        assert abs(before.logprobs - after.logprobs).max() <= 0.5 / LEVELS_PER_NAT + 1e-4
     files = sorted((folders / "records/tiny/averaged").glob("*.parquet"))
     times = [file.stat().st_mtime_ns for file in files]
     posthoc.average_weights(tiny_study)  # they stay
@@ -261,8 +261,8 @@ def test_of_a_temperature_the_number_is_kept(tiny, tiny_study, folders):
 def test_the_base_models_mean_prediction_is_made_before_it_is_a_target(
     tiny, tiny_study, folders, monkeypatch
 ):
-    monkeypatch.setattr(baselines, "CONVERSATIONS", 9)
-    monkeypatch.setattr(baselines, "CHUNK", 7)
+    monkeypatch.setattr(model_figures, "CONVERSATIONS", 9)
+    monkeypatch.setattr(model_figures, "CHUNK", 7)
     asked, found = parts.sweep_overrides(tiny_study, PART["base-mean"], tiny), []
 
     def launch(words: list[str], started=training.subprocess.Popen):
@@ -271,12 +271,14 @@ def test_the_base_models_mean_prediction_is_made_before_it_is_a_target(
 
     monkeypatch.setattr(training.subprocess, "Popen", launch)
     assert training.train(tiny_study, PART["base-mean"], asked) == 0
-    _, updates = baselines.read(plan_sweep(CONFIG, asked).runs[0].config().train_options)
+    _, updates = model_figures.tokenizer_and_dataset(
+        plan_sweep(CONFIG, asked).runs[0].config().train_options
+    )
     z, _ = answers("models/tiny", updates, updates.train_conversations[:9])
     (u,) = found
     assert u.dtype == float and abs(u.sum() - 1) < 1e-12
     np.testing.assert_allclose(u, z.softmax(-1).mean(0), rtol=1e-5)
-    monkeypatch.setattr(baselines, "loaded", None)  # it is not made again
+    monkeypatch.setattr(model_figures, "load_base_model", None)  # it is not made again
     assert training.train(tiny_study, PART["base-mean"], asked) == 0
 
 
@@ -447,6 +449,27 @@ def test_the_page_tells_what_the_published_records_say(model, folders):
             [summary.read_answers(folders / f"{task}.jsonl")], has_vocabulary=True
         )
         assert f"| {' | '.join(cells)} |" in page
+
+
+def test_a_contrast_of_the_base_model_with_itself_is_nothing(study, folders):
+    write_records(folders / "base.jsonl", 50, 1.5, seed=7)
+    study.store.add(MODEL, RunRecord("base", "b"), {"mmlu": folders / "base.jsonl"})
+    itself = contrasts.pair("itself", contrasts.BASE, contrasts.BASE)
+    found = contrasts.difference(contrasts.unpacked(study), itself, contrasts.CALIBRATION[0])
+    assert found.estimate.value == 0 and found.seeds == 1
+    lacking = contrasts.pair("lacking", contrasts.BASE, contrasts.PLAIN)
+    quantity = contrasts.CALIBRATION[0]
+    assert contrasts.difference(contrasts.unpacked(study), lacking, quantity) is None
+
+
+def test_records_that_have_changed_are_unpacked_again(study, folders):
+    for sharpness in (1.5, 2.0):
+        write_records(folders / "base.jsonl", 50, sharpness, seed=7)
+        study.store.add(MODEL, RunRecord("base", "b"), {"mmlu": folders / "base.jsonl"})
+        (run,) = contrasts.unpacked(study)
+        expected = records.read(folders / "base.jsonl").logprobs
+        found = records.read(run.folder / "mmlu.jsonl").logprobs
+        assert abs(found - expected).max() < 0.01
 
 
 @pytest.mark.parametrize(

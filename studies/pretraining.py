@@ -1,0 +1,34 @@
+"""How studies train the small Llamas that they start from."""
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import LlamaForCausalLM
+
+IGNORE = -100  # the label of a token that is not learned
+LEARNING_RATE = 3e-3
+WARMUP = 100  # updates
+
+
+def train_once(model: LlamaForCausalLM, ids: Tensor, labels: Tensor, batch_size: int) -> None:
+    """Train on rows of tokens, each row once; `ids` and `labels` are (rows, tokens).
+
+    AdamW, whose learning rate rises over WARMUP updates and falls linearly to 0.
+    """
+    steps = len(ids) // batch_size
+
+    def rate_at(step: int) -> float:
+        return min(1, (step + 1) / WARMUP) * (1 - step / steps)
+
+    optimizer = torch.optim.AdamW(
+        model.parameters(), LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01, fused=True
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_at)
+    for step in tqdm(range(steps), "pre-training", mininterval=5):
+        rows = slice(step * batch_size, (step + 1) * batch_size)
+        loss = model(input_ids=ids[rows], labels=labels[rows]).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
