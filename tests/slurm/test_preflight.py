@@ -324,6 +324,49 @@ def test_an_interpreter_that_scores_must_be_there(vllm_sweep):
     assert printed == "score.python: /other/python: no such program"
 
 
+@pytest.fixture
+def bare_python(tmp_path) -> Path:
+    """An interpreter without any packages."""
+    python = tmp_path / "bare python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    python.chmod(0o755)
+    return python
+
+
+def test_a_profiles_interpreter_is_asked_for_packages(toy_file, profile, bare_python):
+    cluster = profile(python=f"'{bare_python}'")
+    printed = problems(toy_file(cluster=cluster))
+    lacks = "lacks packages that runs need: pydantic submitit yaml"
+    assert printed == f"{cluster}: python: '{bare_python}': {lacks}"
+
+
+def test_a_profiles_interpreter_is_asked_for_what_trains(sweep_file, profile, bare_python):
+    printed = problems(sweep_file(cluster=profile(python=f"'{bare_python}'")))
+    absent = "accelerate datasets pydantic submitit torch transformers yaml"
+    assert printed.endswith(f"lacks packages that runs need: {absent}")
+
+
+def test_a_profiles_interpreter_that_has_the_packages_passes(toy_file, profile):
+    assert problems(toy_file(cluster=profile(python=sys.executable))) == ""
+
+
+def test_an_interpreter_that_needs_modules_is_not_asked(toy_file, profile, bare_python):
+    assert problems(toy_file(cluster=profile(python=f"'{bare_python}'", modules=["x"]))) == ""
+
+
+def test_a_profiles_interpreter_that_cannot_run_is_named(toy_file, profile, bare_python):
+    bare_python.chmod(0o644)
+    cluster = profile(python=f"'{bare_python}'")
+    printed = problems(toy_file(cluster=cluster))
+    assert printed == f"{cluster}: python: {bare_python}: cannot be run: Permission denied"
+
+
+def test_an_interpreter_that_scores_and_cannot_run_is_named(vllm_sweep, bare_python):
+    bare_python.chmod(0o644)
+    printed = problems(vllm_sweep, f"score.python={bare_python}")
+    assert printed == f"score.python: {bare_python}: cannot be run: Permission denied"
+
+
 def test_a_profiles_interpreter_that_only_jobs_can_name_is_not_asked(vllm_sweep, profile):
     profile(python="$HOME/mine")
     assert problems(vllm_sweep) == ""

@@ -1,5 +1,7 @@
 """Everything that would stop a sweep later, found and named before anything is queued."""
 
+import contextlib
+import errno
 import os
 import shlex
 import shutil
@@ -15,13 +17,16 @@ from calibeval.io import InputError
 from calibeval.tasks import HUB, load
 from sweeps.launch import assets, local
 from sweeps.runs import scoring
-from sweeps.runs.backend import load_backend
+from sweeps.runs.backend import BACKENDS, load_backend
 from sweeps.runs.conversations import conversations
 from sweeps.runs.grid import SweepPlan
+from sweeps.runs.processes import run_or_empty
 from sweeps.runs.run import Run
 from sweeps.runs.schema import Cluster, load_cluster, one_line
 from sweeps.runs.yaml_io import cli_command, expand
 
+PACKAGES_OF_JOBS = ("pydantic", "submitit", "yaml")  # as sweeps.sh asks for them
+PACKAGES_OF_TRAINERS = ("accelerate", "datasets", "torch", "transformers")  # the built-in ones
 READ_CONVERSATIONS = 100_000  # of a training file, of which the format is checked
 
 
@@ -49,33 +54,70 @@ def problems(plan: SweepPlan, executor: str) -> list[str]:
 
 
 def _interpreters(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
-    """Programs that are not there; packages that this interpreter lacks, if it runs the jobs."""
-    command = cluster.python.partition(" ")[0]
-    if command == "auto":
-        yield from _packages(plan)
-        scoring_python = plan.sweep.score.python if plan.sweep.score is not None else None
-        if scoring_python and not shutil.which(os.path.abspath(scoring_python)):
-            yield f"score.python: {scoring_python}: no such program"
+    """Interpreters that cannot be run here, and packages that they lack for the runs."""
+    if cluster.python != "auto":
+        yield from _profiles_interpreter(plan, cluster)
         return
+    absent = sorted(name for name in _packages(plan) if find_spec(name) is None)
+    if absent:
+        install = f"{sys.executable} -m pip install …"
+        yield f"packages that runs need: {' '.join(absent)}: {install}"
+    scoring_python = plan.sweep.score.python if plan.sweep.score is not None else None
+    if scoring_python:
+        problem = _program_problem(os.path.abspath(scoring_python), "no such program")
+        if problem is not None:
+            yield f"score.python: {scoring_python}: {problem}"
+
+
+def _profiles_interpreter(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
+    """Problems of the profile's `python`, as far as they can be seen before a job runs it."""
+    words = cluster.python.split(" ")
+    with contextlib.suppress(ValueError):  # quotes that nobody closes
+        words = shlex.split(cluster.python)
     # What a variable, a module or a set-up line will make of it, only the job can tell.
-    made_in_job = "$" in command or cluster.modules or cluster.setup
-    if not made_in_job and not shutil.which(command):
-        yield f"{plan.sweep.cluster}: python: {command}: no such command"
+    if not words or "$" in words[0] or cluster.modules or cluster.setup:
+        return
+    problem = _program_problem(words[0], "no such command")
+    if problem is not None:
+        yield f"{plan.sweep.cluster}: python: {words[0]}: {problem}"
+    elif len(words) == 1:  # more are a container's, which may not run on a login node
+        names = {*PACKAGES_OF_JOBS, *_packages(plan)}
+        if plan.sweep.backend in BACKENDS:
+            names.update(PACKAGES_OF_TRAINERS)
+        absent = _absent_packages(words[0], sorted(names))
+        if absent:
+            lack = f"lacks packages that runs need: {' '.join(absent)}"
+            yield f"{plan.sweep.cluster}: python: {cluster.python}: {lack}"
 
 
-def _packages(plan: SweepPlan) -> Iterator[str]:
-    """The packages that this interpreter lacks for the runs."""
+def _program_problem(program: str, absent: str) -> str | None:
+    """Why a program cannot be run here, `absent` if it is not there; None if it can be."""
+    if shutil.which(program):
+        return None
+    if os.path.exists(program):
+        return f"cannot be run: {os.strerror(errno.EACCES)}"
+    return absent
+
+
+def _absent_packages(python: str, names: list[str]) -> list[str]:
+    """Those of the modules that another interpreter does not find; none if it does not answer."""
+    code = (
+        "import importlib.util, sys; "
+        "print(*[name for name in sys.argv[1:] if importlib.util.find_spec(name) is None])"
+    )
+    return run_or_empty(python, "-c", code, *names).split()
+
+
+def _packages(plan: SweepPlan) -> set[str]:
+    """The packages that the runs need, beyond those of every job."""
     backend = load_backend(plan.sweep.backend)
     score = plan.sweep.score
-    names = set()
+    names: set[str] = set()
     if score is not None and score.python is None and score.engine == "vllm":
         names.add("vllm")
     for run in plan.runs:
         names.update(backend.packages(run.config().train_options, plan.sweep.world))
-    absent = sorted(name for name in names if find_spec(name) is None)
-    if absent:
-        install = f"{sys.executable} -m pip install …"
-        yield f"packages that runs need: {' '.join(absent)}: {install}"
+    return names
 
 
 def _secrets_file(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
