@@ -14,7 +14,6 @@ from sweeps.launch.submitit_adapter import (
     Checkpointable,
     element_folder,
     element_index,
-    requeue_handler,
 )
 from sweeps.runs.processes import job_id
 from sweeps.runs.run import Run
@@ -22,6 +21,7 @@ from sweeps.runs.slurm_queue import describe_job
 from sweeps.runs.stages import Outcome
 
 REQUEUE_PAUSE = 10  # seconds between attempts to requeue, while the controller does not answer
+REQUEUE_PATIENCE = 60  # seconds to wait for its answer
 ASK_PAUSE = 5  # seconds between questions about this job
 
 
@@ -39,7 +39,6 @@ class Element(Checkpointable):
     def __call__(self) -> None:
         """Work on the run that `names` gives this element, until it is done, failed or saved."""
         run = assigned_run()
-        requeue = requeue_handler()
         heard: set[int] = set()
         for number in (signal.SIGUSR2, signal.SIGTERM):
             signal.signal(number, lambda number, _: heard.add(number))
@@ -47,13 +46,25 @@ class Element(Checkpointable):
         while outcome is Outcome.STOPPED:
             if signal.SIGTERM in heard and cancelled():
                 break
-            try:
-                requeue()
-            except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-                # Slurm itself ends this job if the controller does not come back in time.
-                print(f"{error}; again in {REQUEUE_PAUSE} s", flush=True)
-                time.sleep(REQUEUE_PAUSE)
+            if requeue():
+                reached = "what is scored" if run.trained else f"at step {run.step()}"
+                print(f"{run.name}: saved {reached}; Slurm starts it again", flush=True)
+                break
+            # Slurm itself ends this job if the controller does not come back in time.
+            time.sleep(REQUEUE_PAUSE)
         sys.exit(outcome.value)  # without words: what is to be said stands in the log already
+
+
+def requeue() -> bool:
+    """Let Slurm put this job back into its queue; False, with a message, if it does not answer."""
+    job = job_id()
+    assert job is not None  # an element runs in a job
+    try:
+        subprocess.run(["scontrol", "requeue", job], timeout=REQUEUE_PATIENCE, check=True)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        print(f"{error}; again in {REQUEUE_PAUSE} s", flush=True)
+        return False
+    return True
 
 
 def assigned_run() -> Run:

@@ -18,7 +18,9 @@ For this, four things are used that submitit does not promise to keep:
   `FOLDER/<array>_<index>_submitted.pkl`, handles signals and calls what was pickled, with FOLDER in
   the variable SUBMITIT_FOLDER; see `element_command`.
 * The USR2 handler that it installs pickles the callable's `checkpoint()` again, calls `scontrol
-  requeue` and exits; see `requeue_handler`.
+  requeue` and exits. It acts only in the moment before the callable installs a handler of its own:
+  it guesses from the time that has passed whether a job is preempted or timed out, and a program
+  of the run would have no time to save.
 
 `SUBMITIT` names the versions with which all four were tested. Another version may work: if one of
 the four is gone, the import of this module says so.
@@ -26,7 +28,6 @@ the four is gone, the import of this module says so.
 
 import os
 import shlex
-import signal
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -57,7 +58,6 @@ __all__ = [
     "element_command",
     "element_folder",
     "element_index",
-    "requeue_handler",
     "script_text",
     "write_pickle",
 ]
@@ -97,7 +97,7 @@ def copy_pickle_lines(place: Path) -> list[str]:
 def write_pickle(element: Callable[[], None], place: Path) -> None:
     """Pickle what every element of an array calls; it may be requeued without end."""
     submission = DelayedSubmission(element)
-    submission.set_timeout(timeout_min=1, max_num_timeout=ENDLESS)
+    submission.set_timeout(timeout_min=ENDLESS, max_num_timeout=ENDLESS)
     submission.dump(place / PICKLE)
 
 
@@ -109,14 +109,3 @@ def element_folder() -> Path:
 def element_index() -> int:
     """In an element: its index in the array."""
     return int(os.environ["SLURM_ARRAY_TASK_ID"])
-
-
-def requeue_handler() -> Callable[[], None]:
-    """In an element, before it handles signals itself: a function that requeues it and exits.
-
-    The function raises `subprocess.CalledProcessError` or `TimeoutExpired` where the controller
-    does not take the request.
-    """
-    handler = signal.getsignal(signal.SIGUSR2)
-    assert callable(handler), "submitit has installed no handler of USR2"
-    return lambda: handler(signal.SIGUSR2, None)
