@@ -134,6 +134,21 @@ def _plan(parsed: argparse.Namespace) -> "SweepPlan":
     return plan_sweep(parsed.sweep, parsed.overrides)
 
 
+def _plan_to_look_at(parsed: argparse.Namespace) -> "SweepPlan":
+    """The sweep that was typed, or what its folder holds where its backend cannot be imported."""
+    from sweeps.runs.backend import NoBackend
+    from sweeps.runs.grid import plan_from_folder
+
+    try:
+        return _plan(parsed)
+    except NoBackend as error:
+        plan = plan_from_folder(parsed.sweep, parsed.overrides)
+        if not plan.runs:
+            raise
+        print(f"warning: {error}; this is what its folder holds", file=sys.stderr)
+        return plan
+
+
 def _launch(parsed: argparse.Namespace) -> int:
     from calibeval.io import InputError
     from sweeps.launch import preflight
@@ -195,20 +210,20 @@ def _launch_here(plan: "SweepPlan") -> int:
 def _status(parsed: argparse.Namespace) -> None:
     from sweeps.results import status
 
-    print(status.table(_plan(parsed)))
+    print(status.table(_plan_to_look_at(parsed)))
 
 
 def _cancel(parsed: argparse.Namespace) -> None:
     from sweeps.launch import slurm
 
-    cancelled = slurm.cancel(_plan(parsed).folder)
+    cancelled = slurm.cancel(_plan_to_look_at(parsed).folder)
     print(f"cancelled: {', '.join(cancelled) or 'no job'}")
 
 
 def _collect(parsed: argparse.Namespace) -> int:
     from sweeps.results import collect
 
-    gaps = collect.collect(_plan(parsed))
+    gaps = collect.collect(_plan_to_look_at(parsed))
     return 1 if gaps else 0
 
 

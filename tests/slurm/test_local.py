@@ -316,6 +316,51 @@ def test_status_stands_broken_files(toy_file):
     assert "1 to do · 1 done" in shown.stdout
 
 
+@pytest.fixture
+def without_backend(toy_file, monkeypatch) -> Path:
+    """A sweep that was launched, and whose backend cannot be imported any more."""
+    path = toy_file(grid={"seed": [1, 2]}, train={"steps": 3})
+    launch(path, "--executor", "local", "grid.seed=[1]")
+    plan_sweep(path, []).create()
+    monkeypatch.setenv("PYTHONPATH", os.environ["PYTHONPATH"].partition(os.pathsep)[2])
+    return path
+
+
+def test_status_needs_no_backend(without_backend):
+    for sweep in (without_backend, plan_folder(without_backend)):
+        shown = command("status", sweep)
+        assert shown.returncode == 0, shown.stderr
+        assert "2 runs: 1 to do · 1 done" in shown.stdout
+        assert "'toy.backend' is none of trainer, open-instruct" in shown.stderr
+        assert "what its folder holds" in shown.stderr
+
+
+def test_status_without_a_backend_stands_a_broken_config(without_backend):
+    runs_of(without_backend)[1].config_file.write_text("[]")
+    shown = command("status", without_backend)
+    assert shown.returncode == 0, shown.stderr
+    assert "1 run: 1 done" in shown.stdout and "Also in this folder: 1 run" in shown.stdout
+
+
+def test_collect_and_cancel_need_no_backend(without_backend):
+    assert "report: " in command("collect", without_backend).stdout
+    assert command("cancel", without_backend).stderr.count("is not on the PATH") <= 1
+
+
+def test_a_launch_needs_its_backend(without_backend):
+    assert "'toy.backend' is none of" in launch(without_backend, code=2)
+
+
+def test_a_sweep_that_has_no_folder_yet_needs_its_backend(without_backend, tmp_path):
+    done = command("status", without_backend, f"output_root={tmp_path}/other")
+    assert done.returncode == 2 and "'toy.backend' is none of" in done.stderr
+
+
+def plan_folder(path: Path) -> Path:
+    """The folder of a sweep file's sweep."""
+    return path.parent / "out" / "toy"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_no_rank_outlives_a_launch_and_a_killed_one_starts_all_again(toy_file, hold, tmp_path):

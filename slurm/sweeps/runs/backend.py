@@ -21,6 +21,10 @@ BACKENDS = {
 }
 
 
+class NoBackend(InputError):
+    """What `backend:` names cannot be imported, or does not train."""
+
+
 class Backend(Protocol[Options]):
     """A module that trains runs: one of `BACKENDS`, or a user's own, named by its import path.
 
@@ -63,7 +67,7 @@ if TYPE_CHECKING:  # mypy compares the built-in backends with the protocol here
 
 
 def load_backend(name: str) -> Backend[Any]:
-    """The module that trains; InputError, naming the built-in ones, if `name` is no backend."""
+    """The module that trains; NoBackend, naming the built-in ones, if `name` is no backend."""
     return _import_backend(name)  # type: ignore[return-value]  # of a user's module
 
 
@@ -77,7 +81,7 @@ def _import_backend(name: str) -> ModuleType:
             return module
         reason = "it has no `Train`"
     known = ", ".join(BACKENDS)
-    raise InputError(f"backend: {name!r} is none of {known}, and no module that trains: {reason}")
+    raise NoBackend(f"backend: {name!r} is none of {known}, and no module that trains: {reason}")
 
 
 def environment_variables(name: str) -> list[str]:

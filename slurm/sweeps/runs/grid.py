@@ -1,5 +1,6 @@
 """From a sweep's file and overrides, or from its folder, to its runs and their folders."""
 
+import contextlib
 import itertools
 import os
 from collections.abc import Iterator
@@ -60,6 +61,42 @@ def plan_sweep(source: Path, assignments: list[str]) -> SweepPlan:
     moved; `assignments` are overrides such as `grid.seed=[1, 2]`. Raises InputError with file and
     line, or the override, for whatever is wrong.
     """
+    file, sweep, folder, places = _read_sweep(source, assignments)
+    runs = _expand_grid(sweep, folder, file, places)
+    return SweepPlan(
+        folder=folder,
+        typed=(str(source), *assignments),
+        sweep=sweep,
+        runs=runs,
+        baselines=_baselines(sweep, folder, runs),
+    )
+
+
+def plan_from_folder(source: Path, assignments: list[str]) -> SweepPlan:
+    """The same from the folders of the runs that were made, without the backend.
+
+    That suffices to look at runs, whose folders say all of them. Runs of earlier launches are among
+    those of the last one, grid values are not known, and runs whose config cannot be read are left
+    out.
+    """
+    _, sweep, folder, _ = _read_sweep(source, assignments)
+    runs = []
+    for file in sorted(folder.glob("*/config.yaml")):
+        run = Run(file.parent)
+        with contextlib.suppress(InputError):
+            run.config()
+            runs.append(run)
+    return SweepPlan(
+        folder=folder,
+        typed=(str(source), *assignments),
+        sweep=sweep,
+        runs=[run for run in runs if run.config().backend is not None],
+        baselines=[run for run in runs if run.config().backend is None],
+    )
+
+
+def _read_sweep(source: Path, assignments: list[str]) -> tuple[str, Sweep, Path, dict[str, str]]:
+    """The file that was read, the sweep in it, the sweep's folder, and where its keys stand."""
     file = source / LAUNCHED if source.is_dir() else source
     raw, places = read_yaml(file)
     overridden = override(raw, assignments)
@@ -71,14 +108,7 @@ def plan_sweep(source: Path, assignments: list[str]) -> SweepPlan:
     folder = Path(os.path.normpath(sweep.output_root)) / sweep.name
     if source.is_dir():
         folder = source
-    runs = _expand_grid(sweep, folder, str(file), places)
-    return SweepPlan(
-        folder=folder,
-        typed=(str(source), *assignments),
-        sweep=sweep,
-        runs=runs,
-        baselines=_baselines(sweep, folder, runs),
-    )
+    return str(file), sweep, folder, places
 
 
 def _expand_grid(sweep: Sweep, folder: Path, source: str, places: dict[str, str]) -> list[Run]:
