@@ -96,6 +96,9 @@ def test_a_preemption_with_grace_is_no_scancel(cluster, profile, toy_file, tmp_p
     wait_for(empty)
     assert run.done, logs(tmp_path)
     assert len(rows(run, "began")) == 2 and equal(run, *calm(path, tmp_path / "calm"))
+    printed = "".join(log.read_text() for log in tmp_path.rglob("*_log.out"))
+    assert re.search(r"saved at step \d+; Slurm starts it again", printed), printed
+    assert "timed-out" not in printed and "Traceback" not in printed
 
 
 def test_scancel_saves_and_a_launch_goes_on(cluster, profile, toy_file, tmp_path):
