@@ -182,6 +182,14 @@ def test_extra_options_do_not_replace_what_sweeps_needs(tmp_path, option, remedy
     assert f"extra.0: found '{option}': " in words and remedy in words
 
 
+def test_the_beginning_of_an_option_is_refused_with_all_that_it_may_mean(tmp_path):
+    words = profile_refusal(tmp_path / "extra.yaml", "extra: [--no]")
+    assert "extra.0: found '--no': write the option out" in words
+    assert "as one that is not for profiles: --no-requeue (runs requeue themselves" in words
+    both = profile_refusal(tmp_path / "extra.yaml", "extra: [--expo=x]")
+    assert "--export (" in both and " or --export-file (" in both
+
+
 @pytest.mark.parametrize(
     "option", ["--exclusive", "--mail-type=FAIL", "--mem-per-cpu=2G", "--job-name=x"]
 )

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from real import runs_of, wait_for
+from sweep_tools import runs_of, wait_for
 
 from sweeps.launch.element import Element
 from sweeps.launch.submitit_adapter import copy_pickle_lines, element_command, write_pickle

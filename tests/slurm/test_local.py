@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from sweep_tools import (
+    PROJECT,
     calm,
     command,
     equal,
@@ -25,13 +26,14 @@ from sweep_tools import (
 )
 
 from sweeps import cli
-from sweeps.launch import local, worker
+from sweeps.launch import local, snapshot, worker
 from sweeps.runs.files import is_locked
 from sweeps.runs.grid import SweepPlan, plan_sweep
 from sweeps.runs.processes import run_or_empty
 from sweeps.runs.run import Run
 from sweeps.runs.stages import Outcome
 
+PACKAGE_FOLDERS = [str(PROJECT / name) for name in ("kernel", "patches", "slurm", "eval")]
 LONG = {"steps": 40, "pace": 0.05}
 UNSAVED = {**LONG, "save_every": None}
 
@@ -297,6 +299,49 @@ def test_a_program_runs_the_snapshot_of_its_launch(environments):
     assert code.parent == plan.folder / "code"
     assert (code / "sweeps" / "runs" / "run.py").exists() and (code / "COMMIT").exists()
     assert rows(plan.runs[0], "queued")[0]["code"] == code.name
+
+
+@pytest.fixture
+def small_package(tmp_path, monkeypatch) -> Path:
+    """The folder of a package that is all that snapshots copy, with a template in it."""
+    package = tmp_path / "sweeps"
+    (package / "templates").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "templates" / "chat.jinja").write_text("old")
+    monkeypatch.setattr(snapshot, "_package_folders", lambda: {"sweeps": package})
+    return package
+
+
+def test_a_snapshot_is_made_anew_when_any_of_its_files_changes(small_package, tmp_path):
+    first = snapshot.snapshot(tmp_path)
+    (small_package / "__pycache__").mkdir()
+    (small_package / "__pycache__" / "x.pyc").touch()
+    assert snapshot.snapshot(tmp_path) == first
+    (small_package / "templates" / "chat.jinja").write_text("new")
+    second = snapshot.snapshot(tmp_path)
+    assert second != first
+    assert (second / "sweeps" / "templates" / "chat.jinja").read_text() == "new"
+
+
+def test_a_snapshot_does_not_depend_on_where_it_is_made(tmp_path, monkeypatch):
+    digests = set()
+    for folder in (cli.PROJECT, tmp_path):
+        monkeypatch.chdir(folder)
+        code = (
+            "import sys; sys.path[0] = ''\n"
+            "from sweeps.launch.snapshot import _digest, _package_folders\n"
+            "print(_digest(_package_folders()))"
+        )
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(PACKAGE_FOLDERS)}
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        digests.add(done.stdout)
+    assert len(digests) == 1
 
 
 def test_a_diff_need_not_be_utf_8():

@@ -1,10 +1,14 @@
 """What a launch refuses before anything is queued, and what prefetch does about it."""
 
+import json
 import os
 import subprocess
 import sys
 import tarfile
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from sweep_tools import PROJECT, command, launch, prepare
@@ -17,6 +21,8 @@ from sweeps.launch import assets, preflight
 from sweeps.runs import scoring
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.run import Run
+
+OFFLINE = ("HF_HUB_OFFLINE", "HF_HUB_CACHE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
 def problems(path: Path, *overrides: str) -> str:
@@ -210,9 +216,126 @@ def test_a_model_that_is_half_there_is_not_there(hub_model, kind):
     (snapshot / "tokenizer.json").touch()
     assert assets.on_disk("owner/name", kind) == (kind == "tokenizers")
     (snapshot / "model.safetensors.index.json").write_text('{"weight_map": {"w": "a.safetensors"}}')
-    assert not assets.on_disk("owner/name", kind)
+    assert assets.on_disk("owner/name", kind) == (kind == "tokenizers")
     (snapshot / "a.safetensors").touch()
     assert assets.on_disk("owner/name", kind)
+
+
+def test_the_index_of_a_format_that_is_not_read_asks_for_nothing(hub_model):
+    snapshot = hub_model / "snapshots" / "abc"
+    (snapshot / "pytorch_model.bin.index.json").write_text('{"weight_map": {"w": "a.bin"}}')
+    assert not assets.on_disk("owner/name", "models")
+    (snapshot / "model.safetensors").touch()
+    assert assets.on_disk("owner/name", "models")
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A hub of one model, `owner/name`, whose files have their own names as their content."""
+
+    files: tuple[str, ...] = ()
+
+    def do_HEAD(self) -> None:
+        self.answer()
+
+    def do_GET(self) -> None:
+        self.wfile.write(self.answer())
+
+    def answer(self) -> bytes:
+        """Send the head of an answer; returns its body."""
+        address = self.path.partition("?")[0]
+        file = address.rpartition("/")[2]
+        if "/tree/" in address:
+            entries = [
+                {"type": "file", "path": name, "size": 1, "oid": name} for name in self.files
+            ]
+            body = json.dumps(entries).encode()
+        elif address.startswith("/api/"):
+            siblings = [{"rfilename": name} for name in self.files]
+            body = json.dumps({"id": "owner/name", "sha": "c" * 40, "siblings": siblings}).encode()
+        elif file.endswith(".index.json"):
+            shard = file.removesuffix(".index.json")
+            body = json.dumps({"weight_map": {"weight": f"1-{shard}"}}).encode()
+        else:
+            body = file.encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", f'"{file}"')
+        self.send_header("X-Repo-Commit", "c" * 40)
+        self.end_headers()
+        return body
+
+    def log_message(self, *_words: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def hub(tmp_path) -> Iterator[Callable[..., dict[str, str]]]:
+    """Start a hub of one model: `hub(*files)` → the variables of a shell that uses it."""
+    servers = []
+
+    def start(*files: str) -> dict[str, str]:
+        handler = type("HubOfFiles", (Hub,), {"files": files})
+        server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        servers.append(server)
+        Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        variables = {key: value for key, value in os.environ.items() if key not in OFFLINE}
+        return variables | {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf")}
+
+    yield start
+    for server in servers:
+        server.shutdown()
+
+
+SAFETENSORS = ("1-model.safetensors", "model.safetensors.index.json")
+PYTORCH = ("1-pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+@pytest.mark.parametrize("weights", [(*SAFETENSORS, *PYTORCH), SAFETENSORS, PYTORCH])
+def test_prefetch_fetches_the_weights_that_are_read_and_is_content(
+    toy_file, hub, tmp_path, weights
+):
+    variables = hub("config.json", "tokenizer.json", *weights)
+    path = toy_file(train={"model_name_or_path": "owner/name"})
+    fetched = command("prefetch", path, env=variables)
+    assert fetched.returncode == 0, fetched.stderr
+    (snapshot,) = (tmp_path / "hf" / "hub").glob("*/snapshots/*")
+    names = {file.name for file in snapshot.iterdir()}
+    assert names == {"config.json", "tokenizer.json", *weights[:2]}
+    again = command("prefetch", path, env=variables)
+    assert again.stdout == "here: model owner/name\n", again.stderr
+    dry_run = command("launch", path, "--executor", "local", "--dry-run", env=variables).stdout
+    assert "not fetched" not in dry_run
+
+
+def test_prefetch_says_that_what_it_fetched_is_not_whole(toy_file, hub):
+    variables = hub("config.json", "tokenizer.json", "model.gguf")
+    fetched = command(
+        "prefetch", toy_file(train={"model_name_or_path": "owner/name"}), env=variables
+    )
+    assert fetched.returncode == 1
+    assert "failed: model owner/name: was fetched, and is not whole" in fetched.stderr
+
+
+@pytest.mark.parametrize("executor", ["local", "slurm"])
+def test_a_launch_looks_where_prefetch_of_the_same_sweep_has_fetched(
+    toy_file, profile, hub, tmp_path, executor
+):
+    """And not where variables of the shell point, which jobs do not see."""
+    path = toy_file(
+        train={"model_name_or_path": "owner/name"}, cluster=profile(cache=str(tmp_path / "cache"))
+    )
+    variables = hub("config.json", "tokenizer.json", "model.safetensors")
+    variables["HF_HUB_CACHE"] = str(tmp_path / "mine")
+    assert command("prefetch", path, env=variables).returncode == 0
+    dry_run = command("launch", path, "--executor", executor, "--dry-run", env=variables).stdout
+    assert "not fetched" not in dry_run, dry_run
+
+
+def test_without_slurm_a_profile_that_only_a_cluster_can_read_is_not_needed(toy_file, profile):
+    path = toy_file(cluster=profile(cache="$NOT_SET_HERE/hub"))
+    printed = command("launch", path, "--executor", "local", "--dry-run").stdout
+    assert "a launch would refuse" not in printed
 
 
 def test_what_another_download_has_left_is_no_part_of_a_model(hub_model):
@@ -365,6 +488,12 @@ def test_an_interpreter_that_scores_and_cannot_run_is_named(vllm_sweep, bare_pyt
     bare_python.chmod(0o644)
     printed = problems(vllm_sweep, f"score.python={bare_python}")
     assert printed == f"score.python: {bare_python}: cannot be run: Permission denied"
+
+
+def test_an_interpreter_that_scores_must_be_there_beside_a_profiles_own(vllm_sweep, profile):
+    profile(python=sys.executable)
+    printed = problems(vllm_sweep, "score.python=/other/python")
+    assert printed == "score.python: /other/python: no such program"
 
 
 def test_a_profiles_interpreter_that_only_jobs_can_name_is_not_asked(vllm_sweep, profile):

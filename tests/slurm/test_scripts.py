@@ -157,6 +157,12 @@ def test_two_dollars_of_a_profile_are_a_literal_one_in_jobs(tmp_path, monkeypatc
     assert done.stdout == "/c$d/me t\n", done.stderr
 
 
+def test_a_path_of_a_profile_is_a_path_whatever_characters_it_has(tmp_path):
+    cache = '/a"b/`date`/c\\d/$(date)/5$/$HOME'
+    done = run_setup(tmp_path, after='echo "$HF_HOME"', cache=cache)
+    assert done.stdout == cache.replace("$HOME", os.environ["HOME"]) + "\n", done.stderr
+
+
 def dry_run_of(script: str, *words: str, cwd: Path) -> str:
     """What one of the scripts that users type prints with --dry-run."""
     done = subprocess.run(

@@ -22,25 +22,31 @@ MODELS = "models"
 TOKENIZERS = "tokenizers"
 DATASETS = "datasets"
 KIND_OF_KEY = {"model_name_or_path": MODELS, "tokenizer_name": TOKENIZERS}
-# A folder of this kind holds at least one file that is named like this.
+# A folder of this kind holds at least one file that is named like this. Of a model's two formats
+# the first that is there counts, as it does for transformers.
 FILES = {MODELS: ("*.safetensors", "*.bin"), TOKENIZERS: ("tok*", "vocab*")}
 CHAT_ROLES = {"system": "system", "human": "user", "gpt": "assistant"}  # ShareGPT's → ours
-UNUSED_WEIGHTS = ["*.pth", "*.bin", "original/*", "*.gguf"]
+UNUSED_WEIGHTS = ["*.pth", "original/*", "*.gguf"]  # of formats that no trainer reads
+PYTORCH_WEIGHTS = ["*.bin", "*.bin.index.json"]  # are not read either where there are safetensors
+# Variables that override HF_HOME for some files; jobs do not see the submitting shell's.
+CACHE_VARIABLES = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_DATASETS_CACHE")
 
 
 @dataclass(frozen=True)
 class Asset:
-    """Something that can be fetched: what it is, and whether it is here."""
+    """Something that can be fetched: what it is, how to see whether it is here, how to get it."""
 
     name: str
-    here: bool
+    is_here: Callable[[], bool]
     fetch: Callable[[], None]
 
 
 def use_cache(cluster: Cluster) -> None:
-    """Look for hub files where the jobs of this profile will."""
+    """Look for hub files where the jobs of this profile will, and let programs look there too."""
     if cluster.cache:
         os.environ["HF_HOME"] = expand("cluster.cache", cluster.cache)
+        for variable in CACHE_VARIABLES:
+            os.environ.pop(variable, None)
 
 
 def on_hub(name: str) -> bool:
@@ -68,17 +74,22 @@ def on_disk(name: str, kind: str, revision: str | None = None) -> bool:
 
 
 def whole(folder: Path, kind: str) -> bool:
-    """Whether a folder has what its kind must have, and all files that its index names.
+    """Whether a folder has what its kind must have; of a model, all files that its index names.
 
     A file of the hub's cache appears only once it is whole.
     """
-    indexed: set[str] = set()
-    for index in folder.glob("*.index.json"):
-        content = json.loads(index.read_text("utf-8"))
-        indexed.update(content.get("weight_map", {}).values())
-    if not all((folder / name).exists() for name in indexed):
-        return False
-    return any(any(folder.glob(pattern)) for pattern in FILES.get(kind, ("*",)))
+    if kind != MODELS:
+        return any(any(folder.glob(pattern)) for pattern in FILES.get(kind, ("*",)))
+    for pattern in FILES[MODELS]:
+        shards: set[str] = set()
+        for index in folder.glob(f"{pattern}.index.json"):
+            content = json.loads(index.read_text("utf-8"))
+            shards.update(content.get("weight_map", {}).values())
+        if shards:
+            return all((folder / shard).exists() for shard in shards)
+        if any(folder.glob(pattern)):
+            return True
+    return False
 
 
 def assets(plan: SweepPlan) -> list[Asset]:
@@ -103,7 +114,11 @@ def _models_of_hub(runs_keys: list[dict[str, Any]]) -> Iterator[Asset]:
             title = f"{kind.rstrip('s')} {name}"
             if revision:
                 title += f" at {revision}"
-            yield Asset(title, on_disk(name, kind, revision), partial(_fetch_model, name, revision))
+            yield Asset(
+                title,
+                is_here=partial(on_disk, name, kind, revision),
+                fetch=partial(_fetch_model, name, revision),
+            )
 
 
 def _questions_of_hub(tasks: list[Task]) -> Iterator[Asset]:
@@ -111,54 +126,75 @@ def _questions_of_hub(tasks: list[Task]) -> Iterator[Asset]:
     last_task_of = {task.data: task for task in tasks}
     for data, task in last_task_of.items():
         if data.startswith(HUB):
-            here = on_disk(data.removeprefix(HUB), DATASETS)
-            yield Asset(f"questions {data}", here, partial(_fetch_questions, task))
+            name = data.removeprefix(HUB)
+            yield Asset(
+                f"questions {data}",
+                is_here=partial(on_disk, name, DATASETS),
+                fetch=partial(_fetch_questions, task),
+            )
 
 
 def _made_by_prefetch(
     plan: SweepPlan, runs_keys: list[dict[str, Any]], tasks: list[Task]
 ) -> Iterator[Asset]:
-    """What `prefetch:` lists; not what no run reads, because an override points elsewhere."""
-    read: set[str] = {task.data for task in tasks}
+    """What `prefetch:` lists, as far as some run reads it: an override may point elsewhere.
+
+    Every text of `train:` is taken for a path; one that is none holds nothing that is made.
+    """
+    paths_that_runs_read: set[str] = {task.data for task in tasks}
     for keys in runs_keys:
         texts = [value for value in keys.values() if isinstance(value, str)]
-        read.update(os.path.normpath(text) for text in texts)
+        paths_that_runs_read.update(os.path.normpath(text) for text in texts)
 
-    def is_read(made: Path) -> bool:
-        """Whether a path that is read lies in what is made, or holds it."""
-        return any(made.is_relative_to(path) or Path(path).is_relative_to(made) for path in read)
+    def some_run_reads(target: Path) -> bool:
+        """Whether a path that runs read lies in the target, or holds it."""
+        return any(
+            target.is_relative_to(path) or Path(path).is_relative_to(target)
+            for path in paths_that_runs_read
+        )
 
     for dataset in plan.sweep.prefetch.datasets:
-        made = Path(dataset.to)
-        if is_read(made):
-            title = f"data set {dataset.hub} → {made}"
-            yield Asset(title, made.exists(), partial(_fetch_dataset, dataset))
+        target = Path(dataset.to)
+        if some_run_reads(target):
+            title = f"data set {dataset.hub} → {target}"
+            yield Asset(title, is_here=target.exists, fetch=partial(_fetch_dataset, dataset))
     for archive in plan.sweep.prefetch.archives:
-        made = Path(archive.to)
-        if is_read(made):
-            title = f"archive {archive.url} → {made}"
-            yield Asset(title, made.exists(), partial(_fetch_archive, archive))
+        target = Path(archive.to)
+        if some_run_reads(target):
+            title = f"archive {archive.url} → {target}"
+            yield Asset(title, is_here=target.exists, fetch=partial(_fetch_archive, archive))
 
 
 def fetch(wanted: list[Asset]) -> list[str]:
-    """Fetch what is missing; returns one line for each that failed, and goes on with the others."""
+    """Fetch what is not here; returns a line for each that failed, and goes on with the others."""
     problems = []
     for asset in wanted:
-        print(f"{'here' if asset.here else 'fetching'}: {asset.name}", flush=True)
-        if asset.here:
+        is_here = asset.is_here()
+        print(f"{'here' if is_here else 'fetching'}: {asset.name}", flush=True)
+        if is_here:
             continue
         try:
             asset.fetch()
         except (Exception, SystemExit) as error:  # each library raises errors of its own kinds
             words = " ".join(str(error).split())
             problems.append(f"{asset.name}: {type(error).__name__}: {words}")
+            continue
+        if not asset.is_here():  # a launch would ask for it again
+            problems.append(
+                f"{asset.name}: was fetched, and is not whole: see what its page offers"
+            )
     return problems
 
 
 def _fetch_model(name: str, revision: str | None) -> None:
-    from huggingface_hub import snapshot_download
+    """Fetch a model or a tokenizer, of two formats of weights only the one that is read."""
+    from huggingface_hub import HfApi, snapshot_download
 
-    snapshot_download(name, revision=revision, ignore_patterns=UNUSED_WEIGHTS)
+    unused = list(UNUSED_WEIGHTS)
+    files = HfApi().model_info(name, revision=revision).siblings or []
+    if any(file.rfilename.endswith(".safetensors") for file in files):
+        unused += PYTORCH_WEIGHTS
+    snapshot_download(name, revision=revision, ignore_patterns=unused)
 
 
 def _fetch_questions(task: Task) -> None:

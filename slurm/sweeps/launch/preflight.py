@@ -35,10 +35,12 @@ def problems(plan: SweepPlan, executor: str) -> list[str]:
 
     Raises InputError for a problem that keeps the others from being looked for.
     """
-    cluster = Cluster()
     if executor == "slurm":
         cluster = load_cluster(plan.sweep.cluster)
-    assets.use_cache(cluster)
+        assets.use_cache(cluster)
+    else:
+        cluster = Cluster()
+        _use_cache_of_profile(plan)
     found = [
         *_files(plan),
         *_records(plan),
@@ -53,17 +55,28 @@ def problems(plan: SweepPlan, executor: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def _use_cache_of_profile(plan: SweepPlan) -> None:
+    """Without Slurm: look for hub files where `prefetch` of this sweep puts them.
+
+    Nothing else of the profile matters here. One that is not there, or whose cache only the cluster
+    can name, cannot have been prefetched with; the shell's own cache is used.
+    """
+    with contextlib.suppress(InputError):
+        assets.use_cache(load_cluster(plan.sweep.cluster))
+
+
 def _interpreters(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
     """Interpreters that cannot be run here, and packages that they lack for the runs."""
-    if cluster.python != "auto":
+    if cluster.python == "auto":
+        absent = sorted(name for name in _packages(plan) if find_spec(name) is None)
+        if absent:
+            install = f"{sys.executable} -m pip install …"
+            yield f"packages that runs need: {' '.join(absent)}: {install}"
+    else:
         yield from _profiles_interpreter(plan, cluster)
-        return
-    absent = sorted(name for name in _packages(plan) if find_spec(name) is None)
-    if absent:
-        install = f"{sys.executable} -m pip install …"
-        yield f"packages that runs need: {' '.join(absent)}: {install}"
     scoring_python = plan.sweep.score.python if plan.sweep.score is not None else None
-    if scoring_python:
+    # A command of several words is a container's, in which other paths may exist.
+    if scoring_python and " " not in cluster.python:
         problem = _program_problem(os.path.abspath(scoring_python), "no such program")
         if problem is not None:
             yield f"score.python: {scoring_python}: {problem}"
@@ -159,7 +172,7 @@ def _files(plan: SweepPlan) -> list[str]:
     hint = []
     if plan.sweep.prefetch.made_by:
         hint = [f"models and data of this sweep are made by: {plan.sweep.prefetch.made_by}"]
-    unfetched = [asset.name for asset in assets.assets(plan) if not asset.here]
+    unfetched = [asset.name for asset in assets.assets(plan) if not asset.is_here()]
     if unfetched:
         command = f"where there is internet: {cli_command('prefetch', *plan.typed)}"
         return [*(f"not fetched: {name}" for name in unfetched), *hint, command]

@@ -1,6 +1,7 @@
 """What sbatch is handed: a function of sweep, profile and places alone, which needs no Slurm."""
 
 import os
+import re
 import shlex
 import sys
 from dataclasses import dataclass
@@ -175,5 +176,10 @@ def setup(cluster: Cluster, code: Path) -> list[str]:
 
 
 def _quoted(path: str) -> str:
-    """A path of the profile in double quotes: the job replaces variables, `$$` is a dollar."""
-    return '"' + path.replace("$$", r"\$") + '"'
+    """A path of the profile in double quotes: the job replaces `$NAME`, `$$` is a dollar.
+
+    All else that a shell would read in double quotes is escaped.
+    """
+    read_by_shells = r'\$\$|\$(?![A-Za-z_{])|[\\"`]'
+    escaped = re.sub(read_by_shells, lambda match: "\\" + match[0][0], path)
+    return f'"{escaped}"'

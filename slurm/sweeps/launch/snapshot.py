@@ -1,6 +1,7 @@
 """The code that a launch runs: a copy in the sweep's folder.
 
-A checkout that changes while jobs are queued then changes nothing about them.
+A checkout that changes while jobs are queued then changes nothing about them. Only our own packages
+are copied: a backend of the user's own runs as it is when a job begins.
 """
 
 import hashlib
@@ -11,8 +12,8 @@ from pathlib import Path
 
 from sweeps.runs.processes import run_or_empty
 
-PACKAGES = ("smoothce", "smoothed_open_instruct", "calibeval", "sweeps", "studies")
-IGNORED = ("__pycache__", "*.pyc", "records")  # the records of a study are read by no run
+PACKAGES = ("smoothce", "smoothed_open_instruct", "calibeval", "sweeps")
+IGNORED = ("__pycache__", "*.pyc")
 
 
 def snapshot(sweep: Path) -> Path:
@@ -49,11 +50,22 @@ def _package_folders() -> dict[str, Path]:
 
 
 def _digest(folders: dict[str, Path]) -> str:
-    """The SHA-256 of the names and contents of all Python files."""
+    """The SHA-256 of the names and contents of all files that are copied."""
     digest = hashlib.sha256()
     for folder in folders.values():
-        for path in sorted(folder.rglob("*.py")):
+        for path in _copied_files(folder):
             name = path.relative_to(folder.parent)
             digest.update(f"{name}\n".encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def _copied_files(folder: Path) -> list[Path]:
+    """The files below a folder that a snapshot of it has, in an order that does not change."""
+    ignored = shutil.ignore_patterns(*IGNORED)
+    files = []
+    for parent, subfolders, names in os.walk(folder):
+        left_out = ignored(parent, [*subfolders, *names])
+        subfolders[:] = [name for name in subfolders if name not in left_out]
+        files += [Path(parent, name) for name in names if name not in left_out]
+    return sorted(files)

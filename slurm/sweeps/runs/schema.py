@@ -85,13 +85,23 @@ RESERVED_OPTIONS = {
 def _check_extra(text: str) -> str:
     """Refuse a reserved option, also by its beginning alone: sbatch takes that too."""
     name = text.removeprefix("--").partition("=")[0]
-    for reserved, remedy in RESERVED_OPTIONS.items():
-        if reserved.startswith(name):
-            raise PydanticCustomError(
-                "reserved",
-                "--{name} is not for profiles: {remedy}",
-                {"name": reserved, "remedy": remedy},
-            )
+    if name in RESERVED_OPTIONS:
+        raise PydanticCustomError(
+            "reserved",
+            "--{name} is not for profiles: {remedy}",
+            {"name": name, "remedy": RESERVED_OPTIONS[name]},
+        )
+    meant = [
+        f"--{reserved} ({remedy})"
+        for reserved, remedy in RESERVED_OPTIONS.items()
+        if reserved.startswith(name)
+    ]
+    if meant:
+        raise PydanticCustomError(
+            "beginning",
+            "write the option out; sbatch may read it as one that is not for profiles: {meant}",
+            {"meant": " or ".join(meant)},
+        )
     return text
 
 
