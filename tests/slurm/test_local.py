@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from sweeps.runs.files import is_locked
 from sweeps.runs.grid import SweepPlan, plan_sweep
 from sweeps.runs.processes import run_or_empty
 from sweeps.runs.run import Run
-from sweeps.runs.stages import Outcome
+from sweeps.runs.stages import Outcome, next_stage
 
 PACKAGE_FOLDERS = [str(PROJECT / name) for name in ("kernel", "patches", "slurm", "eval")]
 LONG = {"steps": 40, "pace": 0.05}
@@ -224,7 +225,36 @@ def test_what_dies_with_its_supervisor_is_counted_too(toy_file):
     assert worker.work(run, lambda: False) is Outcome.FAILED
     assert "4 attempts in a row" in run.attempts()[-1]["error"]
     run.note("queued")  # by a launch: somebody asks for it again
-    assert run.attempts_without_progress() == 0
+    assert run.attempts_without_progress("train") == 0
+
+
+def test_a_training_that_went_well_is_no_idle_attempt_at_scoring(toy_file, tiny):
+    """A run without checkpoints has made no progress that can be seen when it is trained."""
+    score = {"tasks": [{"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 1}], "base": False}
+    run = prepare(toy_file(grid={}, score=score, max_idle_restarts=0))
+    run.began("train")
+    run.note("ended", exit=0)
+    run.model.mkdir()
+    assert worker.work(run, lambda: True) is Outcome.STOPPED  # and is not given up
+    run.began("score")
+    assert run.attempts_without_progress("score") == 1
+    assert worker.work(run, lambda: True) is Outcome.FAILED
+
+
+def test_a_launch_that_asks_for_more_undoes_done(toy_file, tiny):
+    score = {"tasks": [{"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 1}], "base": False}
+    path = toy_file(grid={}, score=score)
+    run = prepare(path, "score=null")
+    run.model.mkdir()
+    run.done_file.touch()
+    prepare(path, "score=null")
+    assert run.done
+    assert next_stage(prepare(path)) == "score"
+    assert not run.done
+    shutil.rmtree(run.model)
+    run.done_file.touch()
+    prepare(path)  # its model is gone, and only DONE says that it was trained
+    assert run.done
 
 
 def test_a_run_by_hand_from_any_folder_is_trained_once(toy_file):
@@ -279,7 +309,7 @@ def environments(toy_file, monkeypatch) -> tuple[SweepPlan, list[dict[str, str]]
     def execute(run: Run, stage, asked_to_stop, environment) -> worker.ProgramEnd:
         seen.append(environment)
         run.model.mkdir()
-        return worker.ProgramEnd(code=0, lines=[])
+        return worker.ProgramEnd(exit_code=0, lines=[])
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     monkeypatch.setattr(worker, "_execute", execute)

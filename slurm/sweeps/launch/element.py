@@ -43,15 +43,12 @@ class Element(Checkpointable):
         for number in (signal.SIGUSR2, signal.SIGTERM):
             signal.signal(number, lambda number, _: heard.add(number))
         outcome = worker.work(run, lambda: bool(heard), self.stages)
-        while outcome is Outcome.STOPPED:
-            if signal.SIGTERM in heard and cancelled():
-                break
-            if requeue():
-                reached = "what is scored" if run.trained else f"at step {run.step()}"
-                print(f"{run.name}: saved {reached}; Slurm starts it again", flush=True)
-                break
+        if outcome is Outcome.STOPPED and (signal.SIGTERM not in heard or may_requeue()):
             # Slurm itself ends this job if the controller does not come back in time.
-            time.sleep(REQUEUE_PAUSE)
+            while not requeue():
+                time.sleep(REQUEUE_PAUSE)
+            reached = "what is scored" if run.trained else f"at step {run.step()}"
+            print(f"{run.name}: saved {reached}; Slurm starts it again", flush=True)
         sys.exit(outcome.value)  # without words: what is to be said stands in the log already
 
 
@@ -75,11 +72,11 @@ def assigned_run() -> Run:
     return Run(sweep_folder / names[element_index()])
 
 
-def cancelled() -> bool:
-    """Whether Slurm sent TERM for a scancel, or for a requeue that is already under way.
+def may_requeue() -> bool:
+    """Whether this job, to which Slurm has sent TERM, comes back only if it requeues itself.
 
-    Otherwise it sent it at the time limit, or with the GraceTime of a preemption. In that time
-    Slurm still says RUNNING, and it will not requeue a job that leaves by itself.
+    TERM comes at the time limit, with the GraceTime of a preemption, for a scancel, and for a
+    requeue that Slurm has begun by itself. After the last two, Slurm alone decides what comes next.
     """
     job = job_id()
     assert job is not None  # an element runs in a job
@@ -87,7 +84,8 @@ def cancelled() -> bool:
     while not known:  # the controller is busy, or away
         time.sleep(ASK_PAUSE)
         known = describe_job(job)
-    running = known.get("JobState") == "RUNNING"
-    timed_out = known.get("Reason") == "TimeLimit"
-    preempted = known.get("PreemptTime", "None") != "None"
-    return not (running or timed_out or preempted)
+    # In its GraceTime a job is RUNNING, and Slurm does not requeue one that leaves by itself.
+    is_running = known.get("JobState") == "RUNNING"
+    is_timed_out = known.get("Reason") == "TimeLimit"
+    is_preempted = known.get("PreemptTime", "None") != "None"
+    return is_running or is_timed_out or is_preempted

@@ -20,8 +20,9 @@ from sweeps.runs.run import Run
 from sweeps.runs.stages import SCORE, STAGES, Outcome, next_stage
 
 POLL = 0.2  # seconds between looks at a program that runs
-# Exit codes of a program that was killed, as a shell reports them.
-KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
+# Exit codes by which a program between this process and the killed one, such as torchrun or a
+# shell, reports the kill. Of a program of its own, this process sees the negative signal.
+KILLED_BELOW = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
 FULL_DISK = 1 << 20  # bytes that are left on a disk which is called full
 LOG_LINES = 400  # of a program's output, among which its error is looked for
 LOG_BYTES = 1 << 16
@@ -29,10 +30,19 @@ LOG_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class ProgramEnd:
-    """How a stage's program ended: its exit code, and the last lines that it printed."""
+    """How a stage's program ended, and the last lines that it printed."""
 
-    code: int
+    exit_code: int  # -9 for one that was killed by signal 9
     lines: list[str]
+
+    @property
+    def first_rank_exit_code(self) -> int:
+        """The exit code; of torchrun, which exits with 1, that of the rank that ended first."""
+        if self.exit_code == 1:
+            codes = re.findall(r"^ *exitcode *: (-?\d+)", "\n".join(self.lines), re.MULTILINE)
+            if codes:
+                return int(codes[-1])  # torchrun prints the first failure last
+        return self.exit_code
 
 
 def work(
@@ -44,11 +54,12 @@ def work(
     """Bring a run through these stages, or to where it has saved once `asked_to_stop()`.
 
     Programs get `environment` on top of this process's. One that is killed starts again, but not
-    more than `max_idle_restarts` times without progress.
+    more than `max_idle_restarts` times without progress. Returns DONE when nothing is left for
+    these stages, be it that another stage must come first.
     """
     stage = next_stage(run)
     while stage is not None and stage in stages:
-        count = run.attempts_without_progress()
+        count = run.attempts_without_progress(stage)
         if count > run.config().max_idle_restarts:
             return _give_up(run, count)
         if asked_to_stop():
@@ -57,20 +68,20 @@ def work(
         run.stop.unlink(missing_ok=True)
         run.began(stage)
         end = _execute(run, stage, asked_to_stop, environment)
-        code = _code_of_first_rank(end)
-        next_one = next_stage(run)
-        if next_one != stage:
-            run.note("ended", exit=code)
-        elif asked_to_stop() or code == Outcome.STOPPED.value:
-            run.note("ended", exit=code, stopped=True)
+        exit_code = end.first_rank_exit_code
+        stage_before = stage
+        stage = next_stage(run)
+        if stage != stage_before:  # it did what it was for, whatever its exit code
+            run.note("ended", exit=exit_code)
+        elif asked_to_stop() or exit_code == Outcome.STOPPED.value:
+            run.note("ended", exit=exit_code, stopped=True)
             return Outcome.STOPPED
-        elif code < 0 or code in KILLED:
-            run.note("ended", exit=code, killed=True)
-            print(f"{run.name}: {stage}: killed (exit {code}), step {run.step()}", flush=True)
+        elif exit_code < 0 or exit_code in KILLED_BELOW:  # the same stage is tried again
+            run.note("ended", exit=exit_code, killed=True)
+            print(f"{run.name}: {stage}: killed (exit {exit_code}), step {run.step()}", flush=True)
         else:
-            run.note("ended", exit=code, error=_reason(run, code, end.lines))
+            run.note("ended", exit=exit_code, error=_reason(run, exit_code, end.lines))
             return Outcome.FAILED
-        stage = next_one
     if stage is None:
         _finish(run)
     return Outcome.DONE
@@ -79,7 +90,7 @@ def work(
 def _finish(run: Run) -> None:
     """Mark a run as done, and delete what is not kept."""
     shutil.rmtree(run.checkpoints, ignore_errors=True)  # only resuming needs them
-    (run.path / "DONE").touch()
+    run.done_file.touch()
     config = run.config()
     if config.keep == "scores" and config.score is not None:
         shutil.rmtree(run.model, ignore_errors=True)
@@ -88,8 +99,8 @@ def _finish(run: Run) -> None:
 def _give_up(run: Run, count: int) -> Outcome:
     """Note why a run is not tried again."""
     error = f"{count} attempts in a row brought it no further"
-    codes = [row["exit"] for row in run.attempts() if "exit" in row]
-    if codes and codes[-1] in (-signal.SIGKILL, 128 + signal.SIGKILL):
+    exit_codes = [row["exit"] for row in run.attempts() if "exit" in row]
+    if exit_codes and exit_codes[-1] in (-signal.SIGKILL, 128 + signal.SIGKILL):
         error += ": out of memory, perhaps: raise memory_per_node or lower the batch"
     run.note("ended", error=error)
     return Outcome.FAILED
@@ -120,13 +131,15 @@ def _execute(
             preexec_fn=end_with_parent,
             start_new_session=True,
         )
-    stopping = False
+    was_asked = False
     while program.poll() is None:
         time.sleep(POLL)
-        if asked_to_stop() and not stopping:
-            stopping = True
+        if asked_to_stop() and not was_asked:
+            was_asked = True
+            # A trainer that finds this file saves and leaves; it does not go on to score.
             run.stop.touch()
-            if run.trained:  # scoring looks for no such file, and keeps what it has when killed
+            is_scoring = run.trained
+            if is_scoring:  # which looks for no file, and keeps what it has when killed
                 os.killpg(program.pid, signal.SIGTERM)
     written = log.stat().st_size - start
     lines = tail(log, LOG_LINES, size=max(1, min(written, LOG_BYTES)))
@@ -141,19 +154,10 @@ def _python(run: Run, stage: str) -> str:
     return sys.executable
 
 
-def _code_of_first_rank(end: ProgramEnd) -> int:
-    """A program's exit code; of torchrun, which exits with 1, that of the rank that ended first."""
-    if end.code == 1:
-        codes = re.findall(r"^ *exitcode *: (-?\d+)", "\n".join(end.lines), re.MULTILINE)
-        if codes:
-            return int(codes[-1])  # torchrun prints the first failure last
-    return end.code
-
-
-def _reason(run: Run, code: int, lines: list[str]) -> str:
+def _reason(run: Run, exit_code: int, lines: list[str]) -> str:
     """Why a program that was not killed has left its stage undone."""
     if shutil.disk_usage(run.path).free < FULL_DISK:
         return f"the disk of {run.path} is full; make room and launch again"
-    if code == 0:
+    if exit_code == 0:
         return f"its program ended well and left nothing: {last_error(lines)}"
-    return f"exit {code}: {last_error(lines)}"
+    return f"exit {exit_code}: {last_error(lines)}"

@@ -12,6 +12,7 @@ from calibeval.io import InputError, write_text
 from sweeps.runs.backend import load_backend, scoring_problem
 from sweeps.runs.run import Run, RunConfig
 from sweeps.runs.schema import Sweep, decisive_values
+from sweeps.runs.stages import next_stage
 from sweeps.runs.yaml_io import check, dump_yaml, escape_dollars, expand, override, read_yaml
 
 LAUNCHED = "launched.yaml"
@@ -47,9 +48,15 @@ class SweepPlan:
         return {**run.config().train, **self.sweep.train, **run.values}
 
     def create(self) -> None:
-        """Write launched.yaml, what this launch asks for, and every run's folder."""
+        """Write launched.yaml, what this launch asks for, and every run's folder.
+
+        A run that was done and of which this launch asks more is done no more.
+        """
         for run in self.baselines_and_runs:
             run.create()
+            can_be_scored = run.model.is_dir() or run.config().backend is None
+            if run.done and can_be_scored and next_stage(run) is not None:
+                run.done_file.unlink(missing_ok=True)
         raw = escape_dollars(self.sweep.model_dump(mode="json"))
         write_text(self.folder / LAUNCHED, dump_yaml(raw))
 

@@ -2,12 +2,14 @@
 
 config.yaml       the resolved config, from which the folder's name is made
 attempts.jsonl    what happened to the run, a line for each event
+stop              asks the trainer to save and to leave, while it exists
+.lock             is held by the process that trains or scores the run
 train.log         what the trainer printed; score.log likewise
 metrics.jsonl     the trainer's progress
 checkpoints/      gone once the run is done
 model/            the final model, which appears whole
 scores/           <task>.jsonl, records by calibeval
-DONE              written last
+DONE              written last; removed by a launch that asks for more
 """
 
 import contextlib
@@ -112,13 +114,17 @@ class Run:
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
         self.scores = path / "scores"
+        self.done_file = path / "DONE"
         self.stop = path / "stop"  # while it exists, the trainer is to save and leave
         self.lock = path / ".lock"  # held by the process that trains or scores the run
 
     @property
     def done(self) -> bool:
-        """Whether the run is trained, and scored as its last launch asked."""
-        return (self.path / "DONE").exists()
+        """Whether its last launch got all that it asked for, when it ended.
+
+        Records may have been damaged since: `stages.next_stage` says what is to be done now.
+        """
+        return self.done_file.exists()
 
     @property
     def trained(self) -> bool:
@@ -203,13 +209,19 @@ class Run:
                 hashes[value] = sha256(Path(value))[:8]
         return hashes
 
-    def attempts_without_progress(self) -> int:
-        """How many attempts in a row, since the last launch, brought the run no further."""
+    def attempts_without_progress(self, stage: str) -> int:
+        """How many attempts in a row at this stage brought the run no further.
+
+        A launch begins the count anew, and so does the stage before.
+        """
         progress = self.progress()
         count = 0
         for row in reversed(self.attempts()):
-            if "queued" in row or row.get("progress", progress) != progress:
+            if "queued" in row:
                 break
-            if "began" in row:
-                count += 1
+            if "began" not in row:
+                continue
+            if row.get("stage") != stage or row.get("progress") != progress:
+                break
+            count += 1
         return count
