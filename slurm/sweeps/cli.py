@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     launch = add(
         "launch",
         _launch,
-        "train, score and collect what is missing; again: whatever did not get there",
+        "train, score and collect what is not done yet; again: whatever did not get there",
     )
     status = add(
         "status", _status, "every run of a sweep: to do, what it is doing, done, or why it died"
@@ -69,13 +69,13 @@ def _add_sweep(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "sweep",
         metavar="SWEEP",
-        type=_place,
+        type=_path_in_project,
         help="a sweep file, for example configs/sweeps/beta.yaml, or a sweep's folder",
     )
     command.add_argument(
         "overrides", nargs="*", metavar="key=value", help="dotted overrides", default=[]
     )
-    command.add_argument("--cluster", type=_place, help="a profile of configs/cluster")
+    command.add_argument("--cluster", type=_path_in_project, help="a profile of configs/cluster")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # tables use a thread for each record file
     if (PROJECT / "slurm").is_dir():
-        os.chdir(PROJECT)  # paths inside a sweep file begin there
+        os.chdir(PROJECT)  # paths inside a sweep file begin there; `_path_in_project` counts on it
     from calibeval.io import finish
 
     return finish(lambda: parsed.function(parsed))
@@ -117,8 +117,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return parsed
 
 
-def _place(typed: str) -> Path:
-    """A path as the project sees it: from the folder where it was typed, or else the project's."""
+def _path_in_project(typed: str) -> Path:
+    """A path as it is read once `main` has gone to the project's folder, where paths begin then.
+
+    It is taken from the folder where it was typed; if nothing is there, from the project's.
+    """
     path = Path(os.path.abspath(os.path.expanduser(typed)))  # bash leaves the ~ of --cluster=~/x
     if not os.path.exists(path) and os.path.exists(PROJECT / typed):
         return Path(typed)
@@ -178,7 +181,7 @@ def _dry_run(plan: "SweepPlan", problems: list[str], scripts: bool) -> int:
     for problem in problems:
         print(f"a launch would refuse: {problem}")
     if not problems:
-        print("nothing is missing")
+        print("a launch would refuse nothing")
     return 0
 
 
@@ -199,12 +202,12 @@ def _launch_here(plan: "SweepPlan") -> int:
     from sweeps.launch import local
     from sweeps.results import collect
 
-    stop_signal, unfinished = local.launch(plan)
-    if stop_signal:
+    end = local.launch_here(plan)
+    if end.stop_signal is not None:
         print("stopped; the same command continues", file=sys.stderr)
-        return 128 + stop_signal
+        return 128 + end.stop_signal
     gaps = collect.collect(plan)
-    return 1 if gaps or unfinished else 0
+    return 1 if gaps or end.unfinished else 0
 
 
 def _status(parsed: argparse.Namespace) -> None:
@@ -253,7 +256,11 @@ def _keys(parsed: argparse.Namespace) -> None:
 
 
 def _train(parsed: argparse.Namespace) -> None:
-    """Train a run, unless it is trained already: then score it."""
+    """Train a run; score one that is trained already.
+
+    It may have become that since this program was started: it waits for another process that trains
+    the run, and what that one has left to do is done here.
+    """
     from sweeps.runs.backend import load_backend
     from sweeps.runs.run import Run
 

@@ -314,7 +314,7 @@ def environments(toy_file, monkeypatch) -> tuple[SweepPlan, list[dict[str, str]]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     monkeypatch.setattr(worker, "_execute", execute)
     plan = plan_sweep(toy_file(grid={"seed": [1, 2]}), [])
-    assert local.launch(plan) == (0, [])
+    assert local.launch_here(plan) == local.LaunchEnd(stop_signal=None, unfinished=[])
     return plan, seen
 
 

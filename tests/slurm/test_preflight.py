@@ -515,7 +515,7 @@ def test_records_that_answer_another_request_are_not_overwritten(asked_once, beg
     whole = scoring.records(run, task)
     file = part_of(whole) if begun else whole
     records.write(file, [{}], {"settings": scoring.request(task, run.config().score)})
-    assert scoring.missing(run) == ([task] if begun else [])
+    assert scoring.unscored_tasks(run) == ([task] if begun else [])
     printed = launch(path, "--executor", "local", "score.tasks.0.shots=2", code=2)
     assert f"{whole}: was asked with shots 1, now 2; give the task another `name`" in printed
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
@@ -20,11 +21,10 @@ from sweeps.launch.snapshot import snapshot
 from sweeps.runs import slurm_queue, stages
 from sweeps.runs.files import locked
 from sweeps.runs.grid import SweepPlan
-from sweeps.runs.processes import visible_gpus
+from sweeps.runs.processes import cli_command, visible_gpus
 from sweeps.runs.run import Run
 from sweeps.runs.schema import Sweep
 from sweeps.runs.stages import Outcome
-from sweeps.runs.yaml_io import cli_command
 
 LAUNCH_PATIENCE = 1  # seconds to wait for another launch of the same sweep
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")  # torch's, tokenizers'
@@ -48,11 +48,16 @@ def workers(sweep: Sweep) -> list[str]:
     return [gpu_sets[number % len(gpu_sets)] for number in range(count)]
 
 
-def launch(plan: SweepPlan) -> tuple[int, list[str]]:
-    """Train and score what is missing.
+@dataclass(frozen=True)
+class LaunchEnd:
+    """How a launch on this machine ended."""
 
-    Returns the signal that stopped it, or 0, and the names of runs that did not get there.
-    """
+    stop_signal: int | None  # the number of the signal that stopped it
+    unfinished: list[str]  # the names of runs that were stopped or failed
+
+
+def launch_here(plan: SweepPlan) -> LaunchEnd:
+    """Train and score what is not done yet."""
     if shutil.which("squeue") and slurm_queue.queued_jobs(plan.folder):
         raise InputError(f"{plan.folder}: is queued on Slurm; {cli_command('cancel', plan.folder)}")
     plan.folder.mkdir(parents=True, exist_ok=True)
@@ -60,34 +65,34 @@ def launch(plan: SweepPlan) -> tuple[int, list[str]]:
     with locked(plan.lock, LAUNCH_PATIENCE, busy_message):
         plan.create()
         gpu_sets = workers(plan.sweep)
-        code = snapshot(plan.folder)
+        code_folder = snapshot(plan.folder)
         todo = [run for run in plan.baselines_and_runs if stages.next_stage(run)]
         for run in todo:
-            run.note("queued", code=code.name)
-        pool = WorkerPool(gpu_sets, code)
+            run.note("queued", code=code_folder.name)
+        pool = WorkerPool(gpu_sets, code_folder)
         pool.work_on(todo, title=plan.sweep.name)
-    return pool.stop_signal, pool.unfinished
+    return LaunchEnd(pool.stop_signal, pool.unfinished)
 
 
 class WorkerPool:
     """Workers, each a thread that takes run after run and starts the programs of its stages."""
 
-    def __init__(self, gpu_sets: list[str], code: Path) -> None:
-        """A worker for each set of GPUs, which runs the packages in `code`."""
-        self.stop_signal = 0  # once a signal has asked this launch to stop: its number
+    def __init__(self, gpu_sets: list[str], code_folder: Path) -> None:
+        """A worker for each set of GPUs, which runs the packages in `code_folder`."""
+        self.stop_signal: int | None = None  # the number of the signal that asked to stop
         self.unfinished: list[str] = []  # names of runs that were stopped or failed
         self._size = len(gpu_sets)
         self._free_gpus: SimpleQueue[str] = SimpleQueue()
         for gpus in gpu_sets:
             self._free_gpus.put(gpus)
-        self._environment = self._shared_environment(code)
+        self._environment = self._shared_environment(code_folder)
 
-    def _shared_environment(self, code: Path) -> dict[str, str]:
+    def _shared_environment(self, code_folder: Path) -> dict[str, str]:
         """The variables of all programs: a fair share of the cores, and the code of this launch."""
         cores = len(os.sched_getaffinity(0))
         threads = str(max(1, cores // self._size))
         environment = {name: os.environ.get(name, threads) for name in THREAD_VARIABLES}
-        paths = [str(code)]
+        paths = [str(code_folder)]
         if os.environ.get("PYTHONPATH"):
             paths.append(os.environ["PYTHONPATH"])
         environment["PYTHONPATH"] = os.pathsep.join(paths)
@@ -117,7 +122,7 @@ class WorkerPool:
 
         Checkpoints are whole at any time, and the kernel ends the programs that were started.
         """
-        if self.stop_signal:
+        if self.stop_signal is not None:
             os._exit(128 + number)
         self.stop_signal = number
 
@@ -128,7 +133,9 @@ class WorkerPool:
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = gpus
         try:
-            outcome = worker.work(run, lambda: bool(self.stop_signal), environment=environment)
+            outcome = worker.work(
+                run, lambda: self.stop_signal is not None, environment=environment
+            )
         finally:
             self._free_gpus.put(gpus)
         line = f"{outcome.name.lower()}: {run.name}"

@@ -20,10 +20,10 @@ from sweeps.runs import scoring
 from sweeps.runs.backend import BACKENDS, load_backend
 from sweeps.runs.conversations import conversations
 from sweeps.runs.grid import SweepPlan
-from sweeps.runs.processes import run_or_empty
+from sweeps.runs.processes import cli_command, run_or_empty
 from sweeps.runs.run import Run
 from sweeps.runs.schema import Cluster, load_cluster, one_line
-from sweeps.runs.yaml_io import cli_command, expand
+from sweeps.runs.yaml_io import expand
 
 PACKAGES_OF_JOBS = ("pydantic", "submitit", "yaml")  # as sweeps.sh asks for them
 PACKAGES_OF_TRAINERS = ("accelerate", "datasets", "torch", "transformers")  # the built-in ones
@@ -42,7 +42,7 @@ def problems(plan: SweepPlan, executor: str) -> list[str]:
         cluster = Cluster()
         _use_cache_of_profile(plan)
     found = [
-        *_files(plan),
+        *_inputs(plan),
         *_records(plan),
         *_interpreters(plan, cluster),
         *_secrets_file(plan, cluster),
@@ -167,33 +167,47 @@ def _unwritable(plan: SweepPlan) -> Iterator[str]:
         yield f"output_root: {folder}: cannot be written: {existing}: {error.strerror}"
 
 
-def _files(plan: SweepPlan) -> list[str]:
-    """Models, data, questions: what is not fetched yet, else what is not there or not readable."""
-    hint = []
-    if plan.sweep.prefetch.made_by:
-        hint = [f"models and data of this sweep are made by: {plan.sweep.prefetch.made_by}"]
+def _inputs(plan: SweepPlan) -> list[str]:
+    """What runs read and what is not here or not readable, as far as it can be told now.
+
+    What is not fetched comes alone: it is read to find the other problems. So do the files of
+    `world:`, without which no backend can say what a run needs.
+    """
     unfetched = [asset.name for asset in assets.assets(plan) if not asset.is_here()]
     if unfetched:
         command = f"where there is internet: {cli_command('prefetch', *plan.typed)}"
-        return [*(f"not fetched: {name}" for name in unfetched), *hint, command]
+        return [*(f"not fetched: {name}" for name in unfetched), *_who_makes(plan), command]
     unreadable = list(_distributed_files(plan))
     if unreadable:
         return unreadable
-    found: list[str] = []
+    unreadable, from_backend = _needs_of_training(plan)
+    unreadable += _questions(plan)
+    if unreadable:
+        unreadable += _who_makes(plan)
+    return [*unreadable, *from_backend]
+
+
+def _who_makes(plan: SweepPlan) -> list[str]:
+    """The line that names the command which makes the sweep's files, if there is one."""
+    if not plan.sweep.prefetch.made_by:
+        return []
+    return [f"models and data of this sweep are made by: {plan.sweep.prefetch.made_by}"]
+
+
+def _needs_of_training(plan: SweepPlan) -> tuple[list[str], list[str]]:
+    """Models and files that cannot be read; and what the backend says of runs whose files can."""
+    backend = load_backend(plan.sweep.backend)
+    unreadable: list[str] = []
     from_backend: list[str] = []
     for run in _runs_with_different_files(plan):
-        found += _models(plan.typed_train_keys(run))
+        unreadable += _models(plan.typed_train_keys(run))
         try:
             _read_train_file(run)
         except InputError as error:
-            found.append(f"train.train_file: {error}")
+            unreadable.append(f"train.train_file: {error}")
         else:
-            backend = load_backend(plan.sweep.backend)
             from_backend += backend.missing(run.config().train_options, plan.sweep.world)
-    found += _questions(plan)
-    if found:
-        found += hint
-    return found + from_backend
+    return unreadable, from_backend
 
 
 def _distributed_files(plan: SweepPlan) -> Iterator[str]:
@@ -216,12 +230,12 @@ def _runs_with_different_files(plan: SweepPlan) -> list[Run]:
     return list(kinds.values())
 
 
-def _models(train: dict[str, Any]) -> Iterator[str]:
+def _models(train_keys: dict[str, Any]) -> Iterator[str]:
     """What folders of a model and its tokenizer lack; hub models are prefetch's business."""
-    for key, kind in assets.KIND_OF_KEY.items():
-        if not train.get(key):  # the tokenizer is the model's own
-            key = "model_name_or_path"
-        name = train[key]
+    for kind_key, kind in assets.KIND_OF_KEY.items():
+        # Without a tokenizer of its own, its files are looked for in the model's folder.
+        key = kind_key if train_keys.get(kind_key) else "model_name_or_path"
+        name = train_keys[key]
         folder = Path(name)
         if assets.on_hub(name) or assets.whole(folder, kind):
             continue
@@ -256,9 +270,11 @@ def _questions(plan: SweepPlan) -> Iterator[str]:
 def _records(plan: SweepPlan) -> Iterator[str]:
     """Records that answer another request than this launch's, or cannot be made any more."""
     for run in plan.baselines_and_runs:
-        for task in scoring.missing(run):
+        tasks = scoring.unscored_tasks(run)
+        for task in tasks:
             conflict = scoring.conflict(run, task)
             if conflict is not None:
                 yield conflict
-            if run.done and run.config().backend and not run.model.is_dir():
-                yield f"{run.path}: its model is gone: to score it, delete the folder"
+        is_baseline = run.config().backend is None
+        if tasks and run.done and not is_baseline and not run.model.is_dir():
+            yield f"{run.path}: its model is gone: to score it, delete the folder"

@@ -26,7 +26,7 @@ COLLECT_PATIENCE = 3600  # seconds to wait for another collect of the same sweep
 
 
 def collect(plan: SweepPlan) -> list[str]:
-    """Write `<sweep>/results/` from what is there; returns the gaps of the last launch.
+    """Write `<sweep>/results/` from what is there; returns the gaps of the plan.
 
     Made are index.jsonl, runs.csv, best_learning_rates.csv, report.html, and calibeval's tables and
     diagrams. The old folder is replaced once the new one is whole.
@@ -54,7 +54,7 @@ def collect(plan: SweepPlan) -> list[str]:
 
 
 def list_gaps(plan: SweepPlan) -> list[str]:
-    """What the last launch asked for and has not got: one line for each run and task."""
+    """What the plan asks for and has not got: one line for each run and task."""
     gaps = []
     for run in plan.baselines_and_runs:
         score = run.config().score
@@ -70,11 +70,11 @@ def list_gaps(plan: SweepPlan) -> list[str]:
 
 
 def runs_in_folder(plan: SweepPlan) -> list[Run]:
-    """The runs in the folder: the last launch's in their order, then those of earlier ones.
+    """The runs in the folder: the plan's in their order, then those of earlier launches.
 
-    An earlier one whose config cannot be read is left out, with a message.
+    One of them whose config cannot be read is left out, and a line is printed that says so.
     """
-    runs = plan.baselines_and_runs
+    runs = list(plan.baselines_and_runs)
     planned = {run.name for run in runs}
     for file in sorted(plan.folder.glob("*/config.yaml")):
         run = Run(file.parent)
@@ -98,12 +98,12 @@ def entries(plan: SweepPlan, runs: list[Run]) -> list[dict[str, Any]]:
         score = run.config().score
         if score is None:
             continue
-        columns = _columns(run, model_names, varied)
+        labels = _labels(run, model_names, varied)
         for task in score.tasks:
             if scoring.gap(run, task) is not None:
                 continue
             path = os.path.relpath(scoring.records(run, task), plan.folder / "results")
-            rows.append({"records": path, "dataset": task.key, **columns})
+            rows.append({"records": path, "dataset": task.key, **labels})
     return rows
 
 
@@ -119,42 +119,42 @@ def _model_names(plan: SweepPlan, runs: list[Run]) -> dict[str, str]:
     return names
 
 
-def _columns(run: Run, model_names: dict[str, str], varied: list[str]) -> dict[str, Any]:
+def _labels(run: Run, model_names: dict[str, str], varied: list[str]) -> dict[str, Any]:
     """What an entry says of its run, apart from the records."""
     config = run.config()
-    train = config.train
-    columns = {
-        "model": model_names[train["model_name_or_path"]],
-        "label_smoothing": train.get("label_smoothing"),
-        "learning_rate": train.get("learning_rate"),
-        "seed": train.get("seed"),
+    train_keys = config.train
+    labels = {
+        "model": model_names[train_keys["model_name_or_path"]],
+        "label_smoothing": train_keys.get("label_smoothing"),
+        "learning_rate": train_keys.get("learning_rate"),
+        "seed": train_keys.get("seed"),
         "run": run.name,
     }
     if config.backend is not None:
-        columns["train_data"] = train.get("train_file")
-        columns["epochs"] = train.get("num_train_epochs")
-        every = settings(run)
+        labels["train_data"] = train_keys.get("train_file")
+        labels["epochs"] = train_keys.get("num_train_epochs")
+        settings_of_run = settings(run)
         for key in varied:
-            columns[key] = every.get(key)
-    return columns
+            labels[key] = settings_of_run.get(key)
+    return labels
 
 
 def runs_table(plan: SweepPlan) -> list[dict[str, Any]]:
-    """One row for each run of the last launch: grid values, state, restarts, tasks scored."""
+    """One row for each run of the plan: grid values, state, restarts, tasks scored."""
     statuses, _ = status.of_sweep(plan)
     status_of = {each.name: each for each in statuses}
     rows = []
     for run in plan.runs:
-        found = status_of[run.name]
+        shown = status_of[run.name]
         rows.append(
             {
                 "run": run.name,
                 **run.values,
                 "seed": run.config().train["seed"],
-                "state": found.state.value,
-                "detail": found.detail,
-                "restarts": found.restarts,
-                "scored": found.scored,
+                "state": shown.state.value,
+                "detail": shown.detail,
+                "restarts": shown.restarts,
+                "scored": shown.scored,
             }
         )
     return rows
@@ -173,17 +173,19 @@ def _write_results(plan: SweepPlan, runs: list[Run], gaps: list[str], part: Path
         if choices:
             sections.append(_write_choices(plan, select_on, runs, choices, part))
     sections.append(f"<h2>Runs</h2>{report.plain_table(rows)}")
-    listed = entries(plan, runs)
-    if not listed:
+    index_rows = entries(plan, runs)
+    if not index_rows:
         report.write_page(plan.sweep.name, [note, *sections], part / "report.html")
         return
-    write_rows(part / "index.jsonl", listed)
-    # Without scores, the last launch has no columns; an earlier one has scored some runs.
-    columns = plan.sweep.score.columns if plan.sweep.score is not None else COLUMNS
+    write_rows(part / "index.jsonl", index_rows)
+    # Without scores, the plan names no columns of tables; an earlier launch has scored some runs.
+    table_columns = COLUMNS
+    if plan.sweep.score is not None:
+        table_columns = plan.sweep.score.columns
     tables = report.collect(
         part / "index.jsonl",
         part,
-        columns=columns,
+        columns=table_columns,
         title=plan.sweep.name,
         note=note,
         sections=sections,
@@ -214,8 +216,8 @@ def _write_best_table(plan: SweepPlan, select_on: str, runs: list[Run], part: Pa
         return
     source = part / "best.jsonl"
     write_rows(source, rows)
-    columns = report.read_columns(plan.sweep.score.columns)
-    table = report.main_table(index.read(source), columns)
+    table_columns = report.read_columns(plan.sweep.score.columns)
+    table = report.main_table(index.read(source), table_columns)
     write_text(part / "best.md", table.markdown())
     write_text(part / "best.tex", table.latex())
     print(f"each at its best learning rate on {select_on}:\n{table.markdown()}")

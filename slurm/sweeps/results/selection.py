@@ -9,15 +9,19 @@ from statistics import fmean
 from typing import Any
 
 from calibeval import stats
-from sweeps.results.settings import settings, varied_settings
+from sweeps.results.settings import SHOWN, settings, varied_settings
 from sweeps.runs import scoring
 from sweeps.runs.files import read_rows
 from sweeps.runs.run import Run
 from sweeps.runs.schema import HELD_OUT
 
-# Runs that are alike in these settings, and in all others that vary apart from rate and seed,
-# compete; each with the name of its column.
-ALIKE = {
+AVERAGED = "seed"  # over which figures are means
+CHOSEN = "learning_rate"
+# Runs compete that are alike in all settings but these two: in those that every table shows, which
+# are these, and in all others that vary.
+ALIKE = tuple(key for key in SHOWN if key not in (AVERAGED, CHOSEN))
+# The first columns of best_learning_rates.csv, by the settings in them; others keep their names.
+COLUMN_NAMES = {
     "train_file": "trained_on",
     "model_name_or_path": "model",
     "num_train_epochs": "epochs",
@@ -29,25 +33,25 @@ ALIKE = {
 class Choice:
     """The best learning rate among runs that are alike in all settings but rate and seed."""
 
-    columns: dict[str, Any]  # what the runs have in common
+    group: dict[str, Any]  # what the runs have in common, by the names of columns
     learning_rate: float
-    rates: int  # among how many learning rates it is the best
+    compared_rates: int  # among how many learning rates it is the best
     runs: list[Run]  # those at the best rate, one for each seed
     figures: dict[str, float]  # on the validation data, means over the seeds
 
     def row(self) -> dict[str, Any]:
         """A row of best_learning_rates.csv."""
         return {
-            **self.columns,
+            **self.group,
             "best_learning_rate": self.learning_rate,
-            "of": self.rates,
+            "of": self.compared_rates,
             "seeds": len(self.runs),
             **{name: round(figure, 4) for name, figure in self.figures.items()},
         }
 
 
 @dataclass
-class _Rate:
+class _RunsAtRate:
     """The runs of one group at one learning rate, a seed each, and their figures."""
 
     runs: list[Run] = field(default_factory=list)
@@ -68,38 +72,56 @@ def best_learning_rates(select_on: str, runs: Sequence[Run]) -> list[Choice]:
     Figures are means over seeds; ties go to the lower NLL. Runs without figures, and models before
     fine-tuning, are left out.
     """
-    varied = varied_settings(runs)
-    groups: dict[tuple, dict[float, _Rate]] = {}
+    other_keys = [key for key in (*ALIKE, *varied_settings(runs)) if key not in COLUMN_NAMES]
+    keys = [*COLUMN_NAMES, *other_keys]
+    groups: dict[tuple, dict[float, _RunsAtRate]] = {}
     for run in runs:
         if run.config().backend is None:
             continue
         figures = validation_figures(select_on, run)
         if figures is None:
             continue
-        every = settings(run)
-        group = tuple(every.get(key) for key in (*ALIKE, *varied))
-        rate = groups.setdefault(group, {}).setdefault(every["learning_rate"], _Rate())
-        rate.runs.append(run)
-        rate.figures.append(figures)
-    names = [*ALIKE.values(), *varied]
+        settings_of_run = settings(run)
+        group = tuple(settings_of_run.get(key) for key in keys)
+        runs_at_rates = groups.setdefault(group, {})
+        at_rate = runs_at_rates.setdefault(settings_of_run[CHOSEN], _RunsAtRate())
+        at_rate.runs.append(run)
+        at_rate.figures.append(figures)
+    names = [COLUMN_NAMES.get(key, key) for key in keys]
     return [
         _choose(select_on, dict(zip(names, group, strict=True)), groups[group])
         for group in sorted(groups, key=str)
     ]
 
 
-def _choose(select_on: str, columns: dict[str, Any], rates: dict[float, _Rate]) -> Choice:
-    means = {learning_rate: rate.means() for learning_rate, rate in rates.items()}
+def _choose(
+    select_on: str, group: dict[str, Any], runs_at_rates: dict[float, _RunsAtRate]
+) -> Choice:
+    means = {learning_rate: at_rate.means() for learning_rate, at_rate in runs_at_rates.items()}
 
     def rank(learning_rate: float) -> tuple[float, ...]:
         """The lower, the better."""
         figures = means[learning_rate]
         if select_on == HELD_OUT:
             return (figures[HELD_OUT],)
-        return (-figures[f"accuracy on {select_on}"], figures[f"nll on {select_on}"])
+        return (
+            -figures[_figure_name("accuracy", select_on)],
+            figures[_figure_name("nll", select_on)],
+        )
 
     best = min(means, key=rank)
-    return Choice(columns, best, len(rates), rates[best].runs, means[best])
+    return Choice(
+        group=group,
+        learning_rate=best,
+        compared_rates=len(runs_at_rates),
+        runs=runs_at_rates[best].runs,
+        figures=means[best],
+    )
+
+
+def _figure_name(metric: str, select_on: str) -> str:
+    """What a figure on the validation task is called, here and in best_learning_rates.csv."""
+    return f"{metric} on {select_on}"
 
 
 def validation_figures(select_on: str, run: Run) -> dict[str, float] | None:
@@ -116,7 +138,7 @@ def validation_figures(select_on: str, run: Run) -> dict[str, float] | None:
     for metric in ("accuracy", "nll"):
         value = stats.estimate([loaded], metric, "choices").value
         assert value is not None  # both are defined for any records
-        figures[f"{metric} on {select_on}"] = value
+        figures[_figure_name(metric, select_on)] = value
     return figures
 
 

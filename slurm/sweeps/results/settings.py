@@ -6,7 +6,8 @@ from typing import Any
 from sweeps.runs.run import Run
 from sweeps.runs.stages import TRAIN
 
-# The settings that every table has a column for.
+# The settings that every table has a column for. Runs that differ in another one are told apart by
+# a column of its own: see `varied_settings`.
 SHOWN = (
     "model_name_or_path",
     "label_smoothing",
@@ -20,13 +21,16 @@ SHOWN = (
 def settings(run: Run) -> dict[str, Any]:
     """All that decides a run, on one level: the config's keys, and the hashes of its files.
 
-    What is no text and no number is written as text.
+    A hash stands under the file's path as the config names it. So the tables tell runs apart whose
+    file was edited in between, and have a column for that path then. What is no text and no number,
+    null among it, is written as text: columns are compared and sorted.
     """
     config = run.config()
     values = {"backend": config.backend, **config.world.model_dump(), **config.train_values()}
     for row in run.attempts():
         if row.get("stage") == TRAIN:
-            values.update(row.get("files", {}))
+            hashes_by_path = row.get("files", {})
+            values.update(hashes_by_path)
     for key, value in values.items():
         if not isinstance(value, (str, int, float)):
             values[key] = str(value)

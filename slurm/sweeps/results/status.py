@@ -219,7 +219,7 @@ def _scored(run: Run) -> str:
     if score is None:
         return "-"
     count = len(score.tasks)
-    return f"{count - len(scoring.missing(run))}/{count}"
+    return f"{count - len(scoring.unscored_tasks(run))}/{count}"
 
 
 def _age_of_last_step(evidence: Evidence) -> str:

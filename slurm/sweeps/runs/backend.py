@@ -1,7 +1,6 @@
 """What trains a run: the module that `backend:` of a sweep file names, and what it must have."""
 
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pydantic import BaseModel
@@ -21,6 +20,9 @@ BACKENDS = {
 }
 
 
+MEMBERS = ("Train", "packages", "missing", "train")  # what every backend has
+
+
 class NoBackend(InputError):
     """What `backend:` names cannot be imported, or does not train."""
 
@@ -28,34 +30,69 @@ class NoBackend(InputError):
 class Backend(Protocol[Options]):
     """A module that trains runs: one of `BACKENDS`, or a user's own, named by its import path.
 
-    A backend has the four members below. It may have two more:
+    It has the four members below. It may have two more:
 
     `environment_variables: Sequence[str]` names variables of the submitting shell that its jobs
     need. Jobs see no others, apart from a login's own and the profile's `pass_environment`.
 
-    `scoring_problem(train) -> str | None` says why the model that such a run leaves cannot be
-    scored. A sweep that asks for scores is then refused with these words.
+    `scoring_problem(train_options) -> str | None` says why the model that such a run leaves cannot
+    be scored. A sweep that asks for scores is then refused with these words.
+
+    Whoever plans and launches imports the module too, and must not wait for torch: what only
+    training needs is imported by `train`. Jobs run in the project's folder and must find the module
+    there: install it, or name PYTHONPATH in the profile's `pass_environment`. It is no part of the
+    snapshot that keeps our own packages as they were at the launch.
     """
 
     @property
     def Train(self) -> type[Options]:
-        """The pydantic model of the `train:` keys. They need `model_name_or_path`,
-        `learning_rate`, `label_smoothing` and `seed`, of which the names of runs are made. Mark an
-        option that is added once runs were made as `added_later`: see `sweeps.runs.schema.option`;
-        otherwise all runs get new names."""
+        """The class of the options: a pydantic model of the keys of `train:` and `grid:`.
 
-    def packages(self, train: Options, distributed: DistributedConfig, /) -> list[str]:
+        Its `model_dump()` holds values of JSON only, and gives equal options when it is validated
+        again: it is written to the run's config.yaml, and the name of the run's folder is made of
+        its hash. It has `model_name_or_path`, `learning_rate`, `label_smoothing` and `seed`, of
+        which the readable part of that name is made. An option that is added once runs were made
+        is marked as `added_later` (see `sweeps.runs.schema.option`): otherwise all runs get new
+        names.
+
+        These keys mean the same in every backend that has them; it need have none:
+
+        `tokenizer_name`, `model_revision`   are fetched by `prefetch`, as the model is
+        `train_file`                         conversations, which are read before a launch
+        `num_train_epochs`, `train_file`     have columns in the tables
+        `held_out`                           conversations not trained on; metrics have their loss
+        `smoothing_target`                   as the other keys of files: `./x` and `x` are one
+        """
+
+    def packages(self, train_options: Options, distributed: DistributedConfig, /) -> list[str]:
         """The modules that must be importable for such a run, beyond this project's own."""
 
-    def missing(self, train: Options, distributed: DistributedConfig, /) -> list[str]:
+    def missing(self, train_options: Options, distributed: DistributedConfig, /) -> list[str]:
         """What else would keep such a run from starting, one sentence for each problem."""
 
     def train(self, run: "Run", /) -> None:
         """Train a run, resuming from its checkpoints, until `run.model` holds the final model.
 
-        Called in a process of its own, or in each rank of a process group. While the file
-        `run.stop` exists it saves, and leaves by `SystemExit(75)`. Progress is written to
-        `run.metrics`, a JSON object a line, with `step`, `steps` and `loss`.
+        It is called by `python -m sweeps train RUN_DIR`, a process that holds the run's lock, in
+        the project's folder. A run of several processes is the backend's to start: the process may
+        become torchrun by exec, which keeps the lock, and every rank then calls this function again
+        through the same command. LOCAL_RANK tells a rank from the first process;
+        `training.torchrun.exec_torchrun` does all this.
+
+        `run.model`        appears by a rename, when it is whole: a run whose folder has it is
+                           trained. A folder that transformers can load, with its tokenizer, unless
+                           `scoring_problem` says that nobody will score it.
+        `run.checkpoints`  holds what a run resumes from. An entry is called by a word and its step,
+                           `step-20` or `step_20`, and appears whole. The highest step tells whether
+                           a run that is killed again and again gets on; one that saves nothing is
+                           given up after `max_idle_restarts` kills. Deleted once the run is done.
+        `run.metrics`      gets a JSON object a line: `step`, `steps` (of the whole training),
+                           `loss`; if known `tokens_per_second`, and `held_out_loss`, of which the
+                           last counts for `select_on`.
+        `run.stop_file`    asks for an end while it exists: save, and leave by `SystemExit(75)`.
+                           TERM means the same, and comes at the end of a job alone.
+
+        It may go on to score, by `scoring.here`, what it has trained, if it was not asked to stop.
         """
 
 
@@ -68,18 +105,15 @@ if TYPE_CHECKING:  # mypy compares the built-in backends with the protocol here
 
 def load_backend(name: str) -> Backend[Any]:
     """The module that trains; NoBackend, naming the built-in ones, if `name` is no backend."""
-    return _import_backend(name)  # type: ignore[return-value]  # of a user's module
-
-
-def _import_backend(name: str) -> ModuleType:
     try:
         module = import_module(BACKENDS.get(name, name))
     except ImportError as error:
         reason = str(error)
     else:
-        if hasattr(module, "Train"):
-            return module
-        reason = "it has no `Train`"
+        absent = [member for member in MEMBERS if not hasattr(module, member)]
+        if not absent:
+            return module  # type: ignore[return-value]  # of a user's module nobody can know
+        reason = f"it has no `{absent[0]}`"
     known = ", ".join(BACKENDS)
     raise NoBackend(f"backend: {name!r} is none of {known}, and no module that trains: {reason}")
 
@@ -97,10 +131,10 @@ def environment_variables(name: str) -> list[str]:
     return list(variables)
 
 
-def scoring_problem(name: str, train: BaseModel) -> str | None:
+def scoring_problem(name: str, train_options: BaseModel) -> str | None:
     """Why a backend says that the model of such a run cannot be scored; None where it can."""
     explain = getattr(load_backend(name), "scoring_problem", None)
     if explain is None:
         return None
-    problem: str | None = explain(train)
+    problem: str | None = explain(train_options)
     return problem

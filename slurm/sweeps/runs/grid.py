@@ -13,7 +13,7 @@ from sweeps.runs.backend import load_backend, scoring_problem
 from sweeps.runs.run import Run, RunConfig
 from sweeps.runs.schema import Sweep, decisive_values
 from sweeps.runs.stages import next_stage
-from sweeps.runs.yaml_io import check, dump_yaml, escape_dollars, expand, override, read_yaml
+from sweeps.runs.yaml_io import build, dump_yaml, escape_dollars, expand, override, read_yaml
 
 LAUNCHED = "launched.yaml"
 # The keys of `train:` that hold paths: however one is spelt, the run is the same.
@@ -111,7 +111,7 @@ def _read_sweep(source: Path, assignments: list[str]) -> tuple[str, Sweep, Path,
     replaced = tuple(f"{key}." for key in overridden)
     places = {key: place for key, place in places.items() if not key.startswith(replaced)}
     places.update(overridden)
-    sweep = check(Sweep, expand(str(file), raw), str(file), places)
+    sweep = build(Sweep, expand(str(file), raw), str(file), places)
     folder = Path(os.path.normpath(sweep.output_root)) / sweep.name
     if source.is_dir():
         folder = source
@@ -120,10 +120,10 @@ def _read_sweep(source: Path, assignments: list[str]) -> tuple[str, Sweep, Path,
 
 def _expand_grid(sweep: Sweep, folder: Path, source: str, places: dict[str, str]) -> list[Run]:
     """A run for every combination of `grid`, in the order of the file, the last axis fastest."""
-    train_model = load_backend(sweep.backend).Train
+    options_class = load_backend(sweep.backend).Train
 
     def section(key: str) -> str:
-        """Under which key of the sweep file a key of `train` was given."""
+        """Under which key of the sweep file one of the training options was given."""
         return "grid" if key in sweep.grid else "train"
 
     runs: dict[str, Run] = {}
@@ -132,14 +132,14 @@ def _expand_grid(sweep: Sweep, folder: Path, source: str, places: dict[str, str]
         for key in PATH_KEYS:
             if isinstance(train_keys.get(key), str):
                 train_keys[key] = os.path.normpath(train_keys[key])
-        options = check(train_model, train_keys, source, places, section)
+        train_options = build(options_class, train_keys, source, places, section)
         if sweep.score is not None:
-            problem = scoring_problem(sweep.backend, options)
+            problem = scoring_problem(sweep.backend, train_options)
             if problem is not None:
                 raise InputError(f"{source}: {problem}")
         config = RunConfig(
             backend=sweep.backend,
-            train=decisive_values(options),
+            train=decisive_values(train_options),
             world=sweep.world,
             score=sweep.score,
             keep=sweep.keep,
@@ -163,11 +163,11 @@ def _baselines(sweep: Sweep, folder: Path, runs: list[Run]) -> list[Run]:
         return []
     baselines: dict[str, Run] = {}
     for run in runs:
-        tuned = run.config().train
-        train = {
-            key: tuned[key] for key in ("model_name_or_path", "model_revision") if tuned.get(key)
-        }
-        config = RunConfig(backend=None, train=train, score=sweep.score)
-        values = {"model_name_or_path": train["model_name_or_path"]}
+        train_keys = run.config().train
+        base_keys = {"model_name_or_path": train_keys["model_name_or_path"]}
+        values = dict(base_keys)
+        if train_keys.get("model_revision"):
+            base_keys["model_revision"] = train_keys["model_revision"]
+        config = RunConfig(backend=None, train=base_keys, score=sweep.score)
         baselines[config.name] = Run(folder / config.name, config, values)
     return list(baselines.values())

@@ -1,10 +1,13 @@
-"""Other programs: what they print, and which GPUs and which Slurm job are this process's."""
+"""Processes: other programs and what they print, our own command as it is typed, and what belongs
+to this process: its GPUs, its Slurm job, the processes that end with it."""
 
 import contextlib
 import ctypes
 import os
+import shlex
 import signal
 import subprocess
+from pathlib import Path
 
 from calibeval.io import InputError
 from sweeps.runs.files import last_error
@@ -14,28 +17,48 @@ LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1  # of prctl(2): which signal a process gets when its parent ends
 
 
+class ProgramError(Exception):
+    """A program is absent, fails or does not answer."""
+
+
 def run_checked(tool: str, *words: str, patience: float = PATIENCE) -> str:
     """What one of Slurm's tools prints.
 
     Raises InputError if the tool is absent, fails, or says nothing within `patience` seconds.
     """
     try:
-        done = subprocess.run([tool, *words], capture_output=True, timeout=patience, check=True)
-        return os.fsdecode(done.stdout)
+        return _run(tool, *words, patience=patience)
     except OSError:
         raise InputError(f"{tool} is not on the PATH: type this on a login node") from None
-    except subprocess.TimeoutExpired:
-        reason = f"nothing for {patience} s"
-    except subprocess.CalledProcessError as error:
-        reason = last_error(os.fsdecode(error.stderr).splitlines())
-    raise InputError(f"{tool} does not answer: {reason}; try again in a minute")
+    except ProgramError as error:
+        raise InputError(f"{tool} does not answer: {error}; try again in a minute") from None
 
 
 def run_or_empty(*command: str) -> str:
-    """What a program prints; nothing where it is absent, fails or does not answer."""
-    with contextlib.suppress(InputError):
-        return run_checked(*command).strip()
+    """What any program prints; nothing where it is absent, fails or does not answer."""
+    with contextlib.suppress(OSError, ProgramError):
+        return _run(*command, patience=PATIENCE).strip()
     return ""
+
+
+def _run(*command: str, patience: float) -> str:
+    """What a program prints; raises ProgramError with the reason, OSError if it cannot be run."""
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=patience, check=True)
+    except subprocess.TimeoutExpired:
+        raise ProgramError(f"nothing for {patience} s") from None
+    except subprocess.CalledProcessError as error:
+        raise ProgramError(last_error(os.fsdecode(error.stderr).splitlines())) from None
+    return os.fsdecode(done.stdout)
+
+
+def cli_command(command: str, *words: str | Path) -> str:
+    """A command of this package as it can be typed anywhere; paths are made absolute."""
+    typed = [command]
+    for word in words:
+        typed.append(str(word.absolute()) if isinstance(word, Path) else word)
+    start = os.environ.get("SWEEPS", "python -m sweeps")  # sweeps.sh sets it to its own call
+    return f"{start} {shlex.join(typed)}"
 
 
 def job_id() -> str | None:
@@ -58,8 +81,9 @@ def visible_gpus() -> list[str]:
 
 
 def end_with_parent() -> None:
-    """Let the kernel kill this process once the process that started it is gone.
+    """Let the kernel kill this process once the thread that started it is gone.
 
+    Whoever starts a program from a thread must therefore keep the thread until the program ends.
     USR2 is ignored from here on: Slurm sends it to every process of a job, and only the parent is
     to act on it.
     """

@@ -29,7 +29,7 @@ from sweeps.runs.backend import load_backend
 from sweeps.runs.files import read_rows
 from sweeps.runs.processes import job_id, run_or_empty
 from sweeps.runs.schema import DistributedConfig, Score, decisive_values
-from sweeps.runs.yaml_io import check, dump_yaml, read_yaml
+from sweeps.runs.yaml_io import build, dump_yaml, read_yaml
 
 # The packages whose versions are noted when an attempt begins.
 NOTED_PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "datasets", "deepspeed")
@@ -139,7 +139,7 @@ class Run:
         """The resolved config, read once; raises InputError if it was edited or is not there."""
         if self._config is None:
             raw, places = read_yaml(self.config_file)
-            config = check(RunConfig, raw, str(self.config_file), places)
+            config = build(RunConfig, raw, str(self.config_file), places)
             if not self.name.endswith(config.digest[:8]):
                 raise InputError(
                     f"{self.config_file}: was edited: its hash is {config.digest[:8]}, the "

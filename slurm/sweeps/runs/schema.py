@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 from calibeval.io import read_text
 from calibeval.request import Natural, Positive, Request, Seq, Strict
 from calibeval.tasks import SPLITS
-from sweeps.runs.yaml_io import check, read_yaml
+from sweeps.runs.yaml_io import build, key_error, read_yaml
 
 
 def one_line(text: str) -> bool:
@@ -139,14 +139,16 @@ def decisive_values(options: BaseModel) -> dict[str, Any]:
 class DistributedConfig(Strict):
     """The processes of one run: their number changes the global batch, so it is part of the run."""
 
-    processes_per_node: Positive = option(1, "processes of a run, one a GPU, on one machine")
+    processes_per_node: Positive = option(
+        1, "processes of a run, on one machine; without Slurm, each has a GPU"
+    )
     mixed_precision: Literal["no", "bf16", "fp16"] = option("no", "of forward and backward passes")
     deepspeed: str | None = option(None, "a DeepSpeed JSON file")
     fsdp: str | None = option(None, "a JSON file with transformers' `fsdp_config`")
 
     @property
     def single_process(self) -> bool:
-        """Whether a run is one process, which goes on to score what it has trained."""
+        """Whether a run needs no torchrun. It is then trained and scored in one array element."""
         return self.processes_per_node == 1 and self.deepspeed is None and self.fsdp is None
 
     def read(self, key: str) -> dict | None:
@@ -166,7 +168,7 @@ class Score(Request):
 
     python: str | None = option(None, "interpreter that scores, where the training one lacks vLLM")
     base: bool = option(True, "also ask the model before fine-tuning")
-    revision: None = option(None, "always null: train.model_revision is the base model's")
+    revision: None = option(None, "no key of sweeps, always null: see train.model_revision")
     select_on: str | None = option(
         None, f"a validation task that chooses the learning rate, or {HELD_OUT}"
     )
@@ -184,14 +186,16 @@ class Score(Request):
     def _selects_on_validation_data(self) -> "Score":
         names = [task.key for task in self.tasks]
         if self.select_on not in (None, HELD_OUT, *names):
-            raise ValueError(f"select_on: {self.select_on!r} is none of {[*names, HELD_OUT]}")
+            choices = [*names, HELD_OUT]
+            raise key_error("select_on", f"{self.select_on!r} is none of {choices}")
         for task in self.tasks:
             shown_split, other_split = SPLITS.get(task.task, (None, None))
             asks_shown_split = shown_split is not None and task.split in (None, shown_split)
             if task.key == self.select_on and asks_shown_split:
-                raise ValueError(
-                    f"select_on: {task.key} asks the {shown_split} split, which the tables show; "
-                    f"name a task with split: {other_split}, or null"
+                raise key_error(
+                    "select_on",
+                    f"{task.key} asks the {shown_split} split, which the tables show; name a task "
+                    f"with split: {other_split}, or null",
                 )
         return self
 
@@ -226,7 +230,7 @@ class Sweep(Strict):
 
     name: str = option(..., "its folder in output_root", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     output_root: str = option(..., "folder of sweeps")
-    backend: str = option("trainer", "what trains: trainer, open-instruct, or a module's name")
+    backend: str = option("trainer", "trainer, open-instruct, or the name of a module of your own")
     train: dict[str, Any] = option(..., "keys of the backend, for every run")
     grid: dict[str, Annotated[tuple[Any, ...], Field(strict=False, min_length=1)]] = option(
         {}, "lists of values of such keys: every combination is a run"
@@ -238,7 +242,7 @@ class Sweep(Strict):
     workers: Positive | None = option(None, "runs at a time without Slurm; null: one a GPU, else 1")
     throttle: Positive | None = option(None, "runs at a time with Slurm; null: all that it starts")
     keep: Literal["all", "scores"] = option("all", "scores: models go once they are scored")
-    max_idle_restarts: Natural = option(3, "restarts in a row without a new checkpoint")
+    max_idle_restarts: Natural = option(3, "restarts in a row without a new checkpoint or record")
     model_labels: dict[str, str] = option({}, "model_name_or_path: its name in tables")
 
     @model_validator(mode="after")
@@ -246,9 +250,10 @@ class Sweep(Strict):
         both = self.grid.keys() & self.train.keys()
         if both:
             name = min(both)
-            raise ValueError(
-                f"grid.{name}: is given in `train` too; keep one, or override with "
-                f"'grid.{name}=[{self.train[name]}]'"
+            raise key_error(
+                f"grid.{name}",
+                "is given in `train` too; keep one, or override with "
+                f"'grid.{name}=[{self.train[name]}]'",
             )
         return self
 
@@ -257,12 +262,16 @@ class Sweep(Strict):
         selects = self.score is not None and self.score.select_on == HELD_OUT
         held_out = self.grid.get("held_out", self.train.get("held_out"))
         if selects and not held_out:
-            raise ValueError(f"score.select_on: {HELD_OUT} needs train.held_out")
+            raise key_error("score.select_on", f"{HELD_OUT} needs train.held_out")
         return self
 
 
 class Cluster(Strict):
-    """A cluster profile: what differs between clusters, and nothing that belongs to a sweep."""
+    """A cluster profile: what differs between clusters, and nothing that belongs to a sweep.
+
+    A new key becomes an option of sbatch in `launch.sbatch`: in `parameters` where submitit has a
+    parameter for it, else in `_additional_parameters`. `extra` overrides both.
+    """
 
     account: Line | None = option(None, "sbatch --account")
     partition: Line | None = option(None, "sbatch --partition")
@@ -270,17 +279,21 @@ class Cluster(Strict):
     constraint: Line | None = option(None, "sbatch --constraint, for example h100")
     time: Time = option("1-00:00", "of a job; a run is warned before, saves and goes on")
     score_time: Time = option("4:00:00", "of a job that only scores, or collects")
-    cpus_per_process: Positive = option(4, "a process is one GPU's worth")
+    cpus_per_process: Positive = option(4, "for each of world.processes_per_node")
     gpus_per_process: Natural = option(1, "0 on a cluster without GPUs")
     gpu_type: Line | None = option(None, "sbatch --gpus-per-node=TYPE:N")
-    memory_per_node: Line | None = option(None, "sbatch --mem, for example 64G")
+    memory_per_node: Line | None = option(
+        None, "sbatch --mem, for example 64G; scoring asks for as much"
+    )
     signal_seconds: Positive = option(
-        300, "how long before a time limit a run saves; less than both"
+        300, "how long before a time limit a run saves; less than time and score_time"
     )
     modules: Seq[Line] = option((), "module load …")
     setup: Seq[str] = option((), "shell lines, `export X=…` among them; the first to fail ends all")
     python: Line = option("auto", "command in the job; auto: the interpreter that submits")
-    pass_environment: Seq[Line] = option((), "variables to copy from the shell; no others are")
+    pass_environment: Seq[Line] = option(
+        (), "variables to copy from the shell, beside a login's and the backend's"
+    )
     secrets_file: Line | None = option(None, "NAME=value lines, tokens', read in jobs; chmod 600")
     offline: bool = option(False, "nodes have no internet: Hugging Face and wandb make no call")
     cache: Line | None = option(None, "HF_HOME of the jobs, which prefetch fills")
@@ -291,9 +304,10 @@ class Cluster(Strict):
         for key in ("time", "score_time"):
             limit = getattr(self, key)
             if self.signal_seconds >= limit_seconds(limit):
-                raise ValueError(
-                    f"signal_seconds: {self.signal_seconds} s before the end of {key}, {limit}, is "
-                    "before a job begins; lower it, or ask for more time"
+                raise key_error(
+                    "signal_seconds",
+                    f"{self.signal_seconds} s before the end of {key}, {limit}, is before a job "
+                    "begins; lower it, or ask for more time",
                 )
         return self
 
@@ -303,38 +317,51 @@ def documentation(
 ) -> Iterator[str]:
     """Every key of a model as a line of YAML with its default, and its meaning as a comment.
 
-    `schema` is the model's JSON schema, `definitions` the `$defs` of the outermost one: keys that
-    are models of their own are followed by their keys, indented.
+    `schema` is the model's JSON schema, `definitions` the `$defs` of the outermost one. Keys that
+    are models of their own are followed by their keys, indented:
+
+        name:  # required; its folder in output_root
+        keep: "all"  # scores: models go once they are scored; takes all, scores
+        world:  # processes of one run
+          processes_per_node: 1  # processes of a run, on one machine
     """
-    required = schema.get("required", ())
     for name, field in schema["properties"].items():
+        is_required = "default" not in field
         # The schemas that say what the value may be: the field's own, a list's items, alternatives.
         alternatives = [field, field.get("items", {}), *field.get("anyOf", ())]
-        models = [
-            definitions[alternative["$ref"].rpartition("/")[2]]
-            for alternative in alternatives
-            if "$ref" in alternative
-        ]
-        value = ""
-        if name not in required and not models:
-            value = f" {json.dumps(field['default'])}"
+        models = _models(alternatives, definitions)
+        line = f"{indent}{name}:"
+        if not is_required and not models:
+            line += f" {json.dumps(field['default'])}"
         notes = []
-        if "default" not in field:
+        if is_required:
             notes.append("required")
-        description = field.get("description", "").rstrip(".")
-        if description:
-            notes.append(description)
-        words = [
-            word
-            for alternative in alternatives
-            for word in alternative.get("enum", [alternative.get("const")])
-            if word
-        ]
+        if field.get("description"):
+            notes.append(field["description"].rstrip("."))
+        words = _words(alternatives)
         if words:
             notes.append(f"takes {', '.join(words)}")
-        yield f"{indent}{name}:{value}  # {'; '.join(notes)}".rstrip("# ")
+        if notes:
+            line += f"  # {'; '.join(notes)}"
+        yield line
         for model in models:
             yield from documentation(model, definitions, indent + "  ")
+
+
+def _models(alternatives: list[dict], definitions: Mapping[str, dict]) -> list[dict]:
+    """The schemas of models of our own among what a value may be."""
+    references = [schema["$ref"] for schema in alternatives if "$ref" in schema]
+    return [definitions[reference.rpartition("/")[2]] for reference in references]
+
+
+def _words(alternatives: list[dict]) -> list[str]:
+    """The words that a value may be, where it is one of a few."""
+    words: list[str] = []
+    for schema in alternatives:
+        if "const" in schema:
+            words.append(schema["const"])
+        words += schema.get("enum", [])
+    return words
 
 
 def load_cluster(path: str | None) -> Cluster:
@@ -349,4 +376,4 @@ def load_cluster(path: str | None) -> Cluster:
     for key, value in raw.items():
         if isinstance(value, str):
             raw[key] = os.path.expanduser(value)
-    return check(Cluster, raw, path, places)
+    return build(Cluster, raw, path, places)

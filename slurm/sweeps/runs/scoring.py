@@ -32,7 +32,7 @@ def _sidecar(file: Path) -> dict[str, Any]:
     return {}
 
 
-def missing(run: Run) -> list[Task]:
+def unscored_tasks(run: Run) -> list[Task]:
     """The tasks that are still to be scored."""
     score = run.config().score
     if score is None:
@@ -68,8 +68,8 @@ def conflict(run: Run, task: Task) -> str | None:
     assert score is not None  # a run without it has no tasks
     file = records(run, task)
     wanted = request(task, score)
-    for made in (file, part_of(file)):
-        settings = _sidecar(made).get("settings") or {}
+    for whole_or_begun in (file, part_of(file)):
+        settings = _sidecar(whole_or_begun).get("settings") or {}
         changes = [
             f"{key} {settings[key]!r}, now {value!r}"
             for key, value in wanted.items()
@@ -84,11 +84,11 @@ def conflict(run: Run, task: Task) -> str | None:
 
 
 def here(run: Run) -> None:
-    """Score every missing task in this process; raises InputError where one cannot be scored."""
+    """Score what is not scored yet, in this process; raises InputError for what cannot be."""
     import calibeval
 
     config = run.config()
-    tasks = missing(run)
+    tasks = unscored_tasks(run)
     if config.score is None or not tasks:
         return
     for task in tasks:
@@ -98,6 +98,7 @@ def here(run: Run) -> None:
         file = records(run, task)
         if _sidecar(file) and file.exists():
             file.unlink()  # damaged since it was written
+    # What the sweep file says under `score:`, apart from what is given here by itself.
     options = config.score.model_dump(include=set(Request.model_fields) - {"tasks", "revision"})
     if config.backend is None:  # the model before fine-tuning
         model = config.train["model_name_or_path"]

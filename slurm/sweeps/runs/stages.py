@@ -22,6 +22,6 @@ def next_stage(run: Run) -> str | None:
     """The stage to be done next, `train` or `score`; None when everything is there."""
     if not run.trained:
         return TRAIN
-    if scoring.missing(run):
+    if scoring.unscored_tasks(run):
         return SCORE
     return None

@@ -8,16 +8,16 @@ its own types: it would need as many rules.)
 
 import os
 import re
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from calibeval.io import InputError, read_text
+from sweeps.runs.processes import cli_command
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -32,6 +32,8 @@ WORDS = {
     "int": INTEGER,
     "float": FLOAT,
 }
+
+KEY_ERROR = "key"  # the type of pydantic's errors that `key_error` makes
 
 # A variable in a text, or two dollars, which stand for one.
 VARIABLE = re.compile(r"\$\$|\$(?P<name>\w+)|\$\{(?P<braced>\w+)\}|\$\{", re.ASCII)
@@ -64,6 +66,7 @@ for _type, _pattern in WORDS.items():
 def parse(text: str, source: str) -> tuple[Any, dict[str, str]]:
     """The value of a YAML text, and the place, `source:line`, of each dotted key in it.
 
+    A place, here and elsewhere, is such a text, by which a message says where a key was given.
     Raises InputError where the text is no YAML, or gives a key twice.
     """
     loader = _Loader(text)
@@ -147,33 +150,25 @@ def _index(node: Any, part: str) -> int | str:
     return int(part) if isinstance(node, list) else part
 
 
-def cli_command(command: str, *words: str | Path) -> str:
-    """A command of this package as it can be typed anywhere; paths are made absolute."""
-    typed = [command]
-    for word in words:
-        typed.append(str(word.absolute()) if isinstance(word, Path) else word)
-    start = os.environ.get("SWEEPS", "python -m sweeps")  # sweeps.sh sets it to its own call
-    return f"{start} {shlex.join(typed)}"
-
-
 def _no_section(key: str) -> str:
     return ""
 
 
-def check(
-    model: type[M],
+def build(
+    model_class: type[M],
     raw: Any,
     source: str,
     places: Mapping[str, str],
     section: Callable[[str], str] = _no_section,
 ) -> M:
-    """Build `model` from `raw`; raises InputError with a line for each problem.
+    """Build a pydantic model from `raw`; raises InputError with a line for each problem.
 
     `places` says where dotted keys stand, or at least those above them; other problems are said
-    to be in `source`. `section` says, for a key of `raw`, under which key of the file it was.
+    to be in `source`. `section` says under which key of the file a key of `raw` stood, for example
+    under `grid` or `train`; "" for none.
     """
     try:
-        return model.model_validate(raw)
+        return model_class.model_validate(raw)
     except ValidationError as error:
         problems = error.errors(include_url=False)
     lines: dict[str, None] = {}  # in order, each once
@@ -185,23 +180,36 @@ def check(
     raise InputError("\n       ".join(lines))
 
 
+def key_error(key: str, message: str) -> PydanticCustomError:
+    """What a validator of a whole model raises, so that the message names the key it means.
+
+    `key` is dotted, and seen from the model.
+    """
+    return PydanticCustomError(KEY_ERROR, "{message}", {"key": key, "message": message})
+
+
 def _describe(problem: ErrorDetails, section: Callable[[str], str]) -> tuple[str, str]:
     """The dotted key, in the file's terms, of what pydantic refused, and what is wrong with it."""
     parts = [str(part) for part in problem["loc"]]
-    dotted = ""
-    if parts:
-        dotted = ".".join([section(parts[0]), *parts]).strip(".")
-    message = problem["msg"].removeprefix("Value error, ")
+    if parts and section(parts[0]):
+        parts.insert(0, section(parts[0]))
+    message = problem["msg"]
     if problem["type"] == "extra_forbidden":
         message = f"unknown key; all are printed by: {cli_command('keys')}"
     elif problem["type"] == "missing":
         message = "is missing"
-    elif problem["type"] == "value_error":  # our validators begin with the key that they mean
-        key, _, message = message.partition(": ")
-        dotted = f"{dotted}.{key.lstrip('-')}".lstrip(".")
+    elif problem["type"] == KEY_ERROR:
+        parts.append(problem["ctx"]["key"])
+    elif problem["type"] == "value_error":
+        message = message.removeprefix("Value error, ")
+        # calibeval's validators, and those of a user's backend, begin with the key that they mean.
+        match = re.fullmatch(r"-*(?P<key>[A-Za-z_][\w.-]*): (?P<rest>.+)", message, re.DOTALL)
+        if match:
+            parts.append(match["key"])
+            message = match["rest"]
     else:
         message = f"found {problem['input']!r}: {message.replace('tuple', 'list')}"
-    return dotted, message
+    return ".".join(parts), message
 
 
 def _nearest(dotted: str, places: Mapping[str, str], source: str) -> str:
