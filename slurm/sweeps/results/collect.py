@@ -38,7 +38,7 @@ def collect(plan: SweepPlan) -> list[str]:
         return gaps
     results = plan.folder / "results"
     part = plan.folder / ".results.part"
-    busy_message = f"{results}: is being made for an hour"
+    busy_message = f"{results}: another `collect` is making it"
     with locked(plan.folder / ".results.lock", COLLECT_PATIENCE, busy_message):
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()

@@ -6,12 +6,14 @@ import json
 import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from calibeval.io import InputError
 
+SILENT_SECONDS = 3  # of a wait for a lock, before it is told
 RETRY_SECONDS = 0.3  # between two attempts to take a lock that another process holds
 
 
@@ -20,19 +22,25 @@ def locked(path: Path, patience: float, busy: str) -> Iterator[None]:
     """Hold a lock, which the kernel releases when the process ends, however it ends.
 
     Raises InputError with the words of `busy` if another process still holds the lock after
-    `patience` seconds. Where the file system knows no locks, nothing is held.
+    `patience` seconds; they are also printed if it takes a while. Where the file system knows no
+    locks, nothing is held.
     """
     with open(path, "a") as file:
         os.set_inheritable(file.fileno(), True)  # torchrun may take this process's place
-        end = time.monotonic() + patience
+        began = time.monotonic()
+        told = False
         while True:
             try:
                 # lockf, because a lock by flock would be shared with every forked process.
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() > end:
+                waited = time.monotonic() - began
+                if waited > patience:
                     raise InputError(busy) from None
+                if waited > SILENT_SECONDS and not told:
+                    told = True
+                    print(f"waiting: {busy}", file=sys.stderr, flush=True)
                 time.sleep(RETRY_SECONDS)
             except OSError:
                 break

@@ -104,7 +104,8 @@ def tokenize_file(
     # Worker processes of a run that is killed must end with it.
     os.register_at_fork(after_in_child=end_with_parent)
     # Ranks and runs that begin together wait for the first of them to tokenize.
-    with locked(cache / f"{tokens_fingerprint}.lock", math.inf, ""):
+    busy_message = f"{path}: another process tokenizes it"
+    with locked(cache / f"{tokens_fingerprint}.lock", math.inf, busy_message):
         try:
             texts = Dataset.from_generator(
                 conversation_texts,
