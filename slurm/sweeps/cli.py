@@ -55,6 +55,9 @@ def parser() -> argparse.ArgumentParser:
         help="auto: Slurm where there is an sbatch, this machine elsewhere",
     )
     launch.add_argument("--dry-run", action="store_true", help="print what would be done")
+    launch.add_argument(
+        "--scripts", action="store_true", help="with --dry-run: also print what sbatch would get"
+    )
 
     keys = add("keys", _keys, "every key of sweep files and cluster profiles")
     keys.add_argument("backend", nargs="?", default="trainer", help="whose `train:` keys")
@@ -162,7 +165,12 @@ def _launch(parsed: argparse.Namespace) -> int:
         executor = "slurm" if shutil.which("sbatch") else "local"
     problems = preflight.problems(plan, executor)
     if parsed.dry_run:
-        return _dry_run(plan, problems, scripts=parsed.executor != "local")
+        _dry_run(plan, problems)
+        if parsed.executor != "local":
+            _planned_jobs(plan, parsed.scripts)
+        return 0
+    if parsed.scripts:
+        raise InputError("--scripts: prints what --dry-run would submit; add --dry-run")
     if problems:
         raise InputError("\n       ".join([f"{parsed.sweep}:", *problems]))
     if executor == "slurm":
@@ -170,32 +178,43 @@ def _launch(parsed: argparse.Namespace) -> int:
     return _launch_here(plan)
 
 
-def _dry_run(plan: "SweepPlan", problems: list[str], scripts: bool) -> int:
-    """Print what a launch would do, and what it would refuse."""
-    from sweeps.launch import slurm
+def _dry_run(plan: "SweepPlan", problems: list[str]) -> None:
+    """Print every run's state, and what a launch would refuse."""
     from sweeps.results import status
 
-    if scripts:
-        print(slurm.dry_run(plan), end="")
     print(status.table(plan))
     for problem in problems:
         print(f"a launch would refuse: {problem}")
     if not problems:
         print("a launch would refuse nothing")
-    return 0
+
+
+def _planned_jobs(plan: "SweepPlan", scripts: bool) -> None:
+    """Print which jobs a launch would hand to Slurm, or their whole scripts."""
+    from sweeps.launch import slurm
+
+    print("\nOn Slurm, if nothing is queued:")
+    if scripts:
+        print(slurm.planned_scripts(plan), end="")
+    else:
+        print(slurm.planned_jobs(plan), end="")
+        print("Add --scripts to see what sbatch gets.")
 
 
 def _launch_on_slurm(plan: "SweepPlan") -> int:
     from sweeps.launch import slurm
     from sweeps.runs.yaml_io import cli_command
 
-    submitted = slurm.submit(plan)
-    if not submitted:
-        print("nothing to submit: every run is done or queued")
-    for job_id, kind in submitted.items():
-        print(f"submitted: {job_id} {kind.value}")
+    submission = slurm.submit(plan)
+    for job_id, job in submission.jobs.items():
+        print(f"submitted job {job_id}: {job.describe()}")
+    problems = submission.problems(plan)
+    if not submission.jobs and not problems:
+        print(f"{submission.describe_present(plan)}, nothing to add")
+    for line in [*problems, *submission.notes(plan)]:
+        print(line, file=sys.stderr)
     print(f"watch: {cli_command('status', plan.folder)}")
-    return 0
+    return 1 if problems else 0
 
 
 def _launch_here(plan: "SweepPlan") -> int:

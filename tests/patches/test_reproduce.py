@@ -68,7 +68,7 @@ def test_the_small_scale_ends_in_the_shape_of_table_1(shell):
     shell(make)
     shell(profile)
     assert "6 runs and 1 base model to score: 7 to do" in shell(status)
-    assert "submitted: " in shell(launch)
+    assert "submitted job " in shell(launch)
     end = time.monotonic() + 2000
     while shell("squeue --noheader").strip():
         assert time.monotonic() < end, shell(status)

@@ -204,7 +204,7 @@ def main(folder: Path) -> int:
             same += 1
     print(f"{same}/{RUNS} with the undisturbed run's weights bit for bit")
     print(f"{restarts} restarts; {chaos.counts}; launched again: {last_launch}")
-    arrived = same == RUNS and "nothing to submit" in last_launch
+    arrived = same == RUNS and "nothing to add" in last_launch
     return 0 if arrived else 1
 
 

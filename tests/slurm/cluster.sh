@@ -5,6 +5,7 @@
 #                      idempotent; then: export SLURM_CONF=DIR/slurm.conf
 #                      account: accounts are enforced, and this one is yours
 #                      grace: the partition `urgent` preempts `all`, whose jobs get so many seconds
+#                      array, jobs, age: MaxArraySize, MaxJobCount, MinJobAge
 #   tests/slurm/cluster.sh restart-slurmd DIR  what an administrator does under running jobs
 #   tests/slurm/cluster.sh stop-slurmctld DIR  an outage of the controller …
 #   tests/slurm/cluster.sh start-slurmctld DIR … and its end
@@ -13,6 +14,7 @@
 # Needs root, and: apt-get install slurm-wlm munge; for an account also: slurmdbd mariadb-server
 set -euo pipefail
 action=${1:?see the head of this file} dir=${2:?a folder for state and logs} nodes=1 account="" grace=""
+array=2001 jobs=20000 age=300
 for option in "${@:3}"; do declare "$option"; done
 mkdir -p "$dir" && dir=$(cd "$dir" && pwd)
 export SLURM_CONF=$dir/slurm.conf
@@ -145,9 +147,9 @@ JobAcctGatherType=jobacct_gather/none
 $accounting
 MpiDefault=none
 ReturnToService=2
-MinJobAge=300
-MaxArraySize=2001
-MaxJobCount=20000
+MinJobAge=$age
+MaxArraySize=$array
+MaxJobCount=$jobs
 KillWait=30
 SchedulerParameters=sched_interval=2,sched_min_interval=100000,batch_sched_delay=0,bf_interval=5,max_rpc_cnt=0,default_queue_depth=500
 DefMemPerCPU=512

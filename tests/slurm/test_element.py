@@ -17,7 +17,7 @@ from sweeps.runs.grid import plan_sweep
 
 @pytest.fixture
 def element(toy_file, hold, tmp_path):
-    """An element at work on a toy run: its process, and the file of the calls of scontrol.
+    """An element at work on a run of the toy trainer: its process, and a file of scontrol's calls.
 
     The controller refuses the first request to requeue.
     """

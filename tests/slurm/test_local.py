@@ -197,7 +197,7 @@ def test_a_run_that_fails_says_why_and_is_not_tried_again(toy_file, keys, messag
     assert not run.done and len(rows(run, "began")) == 1
     printed = command("status", path).stdout
     assert "1 dead" in printed and message in printed and "train.log" in printed
-    assert "Once that is mended: " in printed
+    assert "Fix the cause shown above, then type: " in printed
     launch(path, "--executor", "local", code=1)  # launching again is trying again
     assert len(rows(run, "began")) == 2
 

@@ -407,23 +407,48 @@ def programs(tmp_path, monkeypatch):
     return write
 
 
-def test_a_launch_is_queued_whole_or_not_at_all(toy_file, profile, tmp_path, programs):
+def test_a_launch_is_queued_whole_or_not_at_all(toy_file, profile, tiny, tmp_path, programs):
     """And sbatch's refusal comes with what there is."""
     refusal = "invalid partition specified: gpu"
     programs(
         sbatch=(
-            "grep -q job-name=toy.collect || { echo 71; exit; }\n"
+            "grep -q job-name=toy.score || { echo 71; exit; }\n"
             f"echo 'sbatch: error: {refusal}' >&2; exit 1"
         ),
         squeue="",
         sinfo="printf 'y\\nx\\n'",
         scancel=f"echo $@ > '{tmp_path}/cancelled'",
     )
-    path = toy_file(cluster=profile(partition="gpu"))
+    path = toy_file(
+        cluster=profile(partition="gpu"),
+        score={"tasks": [mmlu(tiny)]},
+        world={"processes_per_node": 2},
+    )
     printed = launch(path, "--executor", "slurm", code=2)
     assert f"cluster.yaml: sbatch refuses: {refusal}" in printed
     assert "partition: found gpu, there is x, y" in printed
     assert (tmp_path / "cancelled").read_text() == "71\n"
+    shown = command("status", path).stdout
+    assert "2 runs and 1 base model to score: 3 to do" in shown and "(and 1 more like it)" in shown
+    assert shown.count("there is x, y") == 1  # once, below the table
+
+
+def test_runs_are_queued_though_sbatch_does_not_take_their_collect_job(toy_file, profile, programs):
+    programs(
+        sbatch=(
+            "grep -q job-name=toy.collect || { echo 71; exit; }\n"
+            "echo 'sbatch: error: (job submit limit, user)' >&2; exit 1"
+        ),
+        squeue="",
+        sacctmgr="case $* in *assoc*) echo 'mine|2'; echo 'other|';; *) echo 'normal|'; esac",
+        scancel="exit 1",
+    )
+    path = toy_file(cluster=profile())
+    printed = launch(path, "--executor", "slurm", code=1)
+    assert "submitted job 71: trains 2 runs" in printed
+    assert "the tables will not be made by themselves: sbatch refuses" in printed
+    assert "MaxSubmitJobs is 2 for mine, 1 are asked for: launch fewer" in printed
+    assert f"Once the runs are done: python -m sweeps collect {path.parent}/out/toy" in printed
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from sweep_tools import PROJECT, command
+from sweep_tools import PROJECT, command, launch
 
 from sweeps.launch import sbatch, slurm
 from sweeps.launch.sbatch import Job, JobKind
@@ -52,12 +52,23 @@ def test_the_scripts_are_the_golden_ones_and_bash_can_read_them(case, monkeypatc
 
 def test_a_dry_run_needs_no_slurm_and_writes_nothing(toy_file, tmp_path):
     path = toy_file(cluster=str(PROJECT / "configs" / "cluster" / "alliance.yaml"))
-    done = command("launch", path, "--dry-run", env={**os.environ, "PATH": "/nonexistent"})
+    bare = {**os.environ, "PATH": "/nonexistent"}
+    done = command("launch", path, "--dry-run", env=bare)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{tmp_path}/out/toy: 2 runs: 2 to do\n")
+    assert "JOB0 trains 2 runs: --time=" in done.stdout and "#SBATCH" not in done.stdout
+    assert "JOB1 makes the tables, after JOB0: --time=" in done.stdout
+    done = command("launch", path, "--dry-run", "--scripts", env=bare)
+    assert done.stdout.startswith(f"{tmp_path}/out/toy: 2 runs: 2 to do\n")
+    assert "### JOB1 makes the tables, after JOB0\n" in done.stdout
     assert "#SBATCH --array=0-1%2" in done.stdout and "--account=def-yourpi" in done.stdout
     assert "--dependency=afterany:JOB0\n" in done.stdout
-    assert "2 runs: 2 to do\n" in done.stdout
     assert not (tmp_path / "out").exists()
+
+
+def test_scripts_are_printed_by_dry_runs_alone(toy_file, profile, tmp_path):
+    printed = launch(toy_file(cluster=profile()), "--scripts", code=2)
+    assert "add --dry-run" in printed and not (tmp_path / "out").exists()
 
 
 @pytest.fixture
@@ -98,6 +109,96 @@ def test_what_is_queued_is_not_submitted_again(three_seeds):
     assert slurm.design(plan, busy) == []
 
 
+@pytest.fixture
+def nine(toy_file) -> Path:
+    """A sweep with scores of nine runs, of which the last six are trained."""
+    score = {"tasks": [{"task": "mmlu", "data": "x"}], "base": False}
+    path = toy_file(grid={"seed": list(range(9))}, score=score)
+    for overrides in ([], ["world.processes_per_node=2"]):
+        plan = plan_sweep(path, overrides)
+        plan.create()
+        for run in plan.runs[3:]:
+            run.model.mkdir()
+    return path
+
+
+TWO = "world.processes_per_node=2"
+SPLIT = {
+    "all fit": ([], None, ["train 3", "score 6", "collect 0"]),
+    "split": ([], 4, ["train 3", "score 4", "score 2", "collect 0"]),
+    "exactly": ([], 3, ["train 3", "score 3", "score 3", "collect 0"]),
+    "one each": ([], 1, ["train 1"] * 3 + ["score 1"] * 6 + ["collect 0"]),
+    "a throttle holds for all parts": (
+        ["throttle=1"], 4, ["train 3", "score 4", "score 2 afterany:2", "collect 0"],
+    ),
+    "scores stay beside their training": (
+        [TWO], 2,
+        ["train 2", "score 2 aftercorr:1", "train 1", "score 1 aftercorr:3",
+         "score 2", "score 2", "score 2", "collect 0"],
+    ),
+    "and with a throttle": (
+        [TWO, "throttle=1"], 2,
+        ["train 2", "score 2 aftercorr:1", "train 1 afterany:1",
+         "score 1 aftercorr:3,afterany:2", "score 2", "score 2 afterany:5", "score 2 afterany:6",
+         "collect 0"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "limit", "expected"), SPLIT.values(), ids=list(SPLIT))
+def test_arrays_that_are_too_large_are_split(nine, overrides, limit, expected):
+    """Each job with the number of its runs, and for which jobs it waits, counted from 1."""
+    plan = plan_sweep(nine, overrides)
+    shown = []
+    earlier: list[str] = []
+    for job in slurm.design(plan, [], limit):
+        asked = sbatch.parameters(plan.sweep, Cluster(), job, Path("jobs/tag"), earlier)
+        words = [job.kind.value, str(len(job.runs))]
+        if job.kind is not JobKind.COLLECT:  # which waits for all
+            words += filter(None, [asked["additional_parameters"].get("dependency")])
+        shown.append(" ".join(words))
+        earlier.append(str(len(earlier) + 1))
+    assert shown == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        ("MaxArraySize            = 1001\nMaxJobCount = 5", 1001),
+        ("MaxArraySize = 9\nSchedulerParameters = a=1,max_array_tasks=4,b", 4),
+        ("MaxArraySize = 0", None),
+        ("", None),
+    ],
+)
+def test_how_large_an_array_may_be(monkeypatch, config, limit):
+    monkeypatch.setattr(slurm_queue, "run_or_empty", lambda *words: config)
+    assert slurm_queue.largest_array() == limit
+
+
+@pytest.mark.parametrize(
+    ("reason", "part"),
+    [
+        ("PartitionConfig", "no node of the partition"),
+        ("BadConstraints", "constraint"),
+        ("ReqNodeNotAvail, UnavailableNodes:n[1-2]", "down, drained"),
+        ("PartitionTimeLimit", "time"),
+        ("AssocMaxCpuPerJobLimit", "less than one job asks for"),
+        ("QOSMaxMemoryPerJob", "less than one job asks for"),
+        ("launch failed requeued held", "scontrol release"),
+        ("JobHeldUser", "scontrol release"),
+    ],
+)
+def test_reasons_that_do_not_pass_are_explained(reason, part):
+    assert part in slurm_queue.explain_stuck(reason)
+
+
+@pytest.mark.parametrize(
+    "reason", ["Priority", "Resources", "None", "BeginTime", "Dependency", "QOSMaxJobsPerUserLimit"]
+)
+def test_reasons_that_pass_are_not(reason):
+    assert slurm_queue.explain_stuck(reason) is None
+
+
 def test_what_another_user_of_the_folder_has_queued_is_queued(tmp_path, monkeypatch):
     names = tmp_path / "jobs" / "abc123" / "names"
     names.parent.mkdir(parents=True)
@@ -110,7 +211,7 @@ def test_what_another_user_of_the_folder_has_queued_is_queued(tmp_path, monkeypa
     squeue.write_text(f"#!/bin/sh\ncase $* in *--user=*{owner}*) echo '{line}'; esac\n")
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert slurm_queue.queued_jobs(tmp_path) == [QueuedJob("9_0", "R", "None", "one")]
+    assert slurm_queue.queued_jobs(tmp_path) == [QueuedJob("9_0", "R", "None", "one", "abc123")]
 
 
 def run_setup(code: Path, before: str = "", after: str = "", **keys) -> subprocess.CompletedProcess:
@@ -164,9 +265,9 @@ def test_a_path_of_a_profile_is_a_path_whatever_characters_it_has(tmp_path):
 
 
 def dry_run_of(script: str, *words: str, cwd: Path) -> str:
-    """What one of the scripts that users type prints with --dry-run."""
+    """What one of the scripts that users type prints with --dry-run --scripts."""
     done = subprocess.run(
-        ["bash", PROJECT / "slurm" / f"{script}.sh", *words, "--dry-run"],
+        ["bash", PROJECT / "slurm" / f"{script}.sh", *words, "--dry-run", "--scripts"],
         text=True,
         capture_output=True,
         check=False,

@@ -60,13 +60,13 @@ def test_a_warned_element_requeues_itself_alone_and_one_killed_whole_waits_for_a
     cluster, profile, toy_file, tmp_path
 ):
     path = toy_file(grid={"seed": [1, 2]}, train=LONG, cluster=profile())
-    assert "submitted: " in submit(path)
+    assert re.match(r"submitted job \d+: trains 2 runs\n", submit(path))
     first = under_way(path)
     second = under_way(path, 1)
     mine = element(path).id
     subprocess.run(["scancel", "--signal=USR2", mine], check=True)
     wait_for(lambda: rows(first, "ended"))
-    assert "nothing to submit" in submit(path)
+    assert "2 queued or running, nothing to add" in submit(path)
     psutil.Process(*programs(second)).parent().kill()
     wait_for(empty)
     assert first.done, logs(tmp_path)
@@ -77,7 +77,7 @@ def test_a_warned_element_requeues_itself_alone_and_one_killed_whole_waits_for_a
     assert "1 dead" in shown and re.search(r"\d+_1 FAILED, exit .*, step \d+/200", shown), shown
     submit(path)
     wait_for(empty)
-    assert second.done and "nothing to submit" in submit(path), logs(tmp_path)
+    assert second.done and "2 done, nothing to add" in submit(path), logs(tmp_path)
     assert all(map(equal, (first, second), calm(path, tmp_path / "calm")))
     report = plan_sweep(path, []).folder / "results" / "report.html"
     assert report.exists(), logs(tmp_path)
@@ -93,6 +93,8 @@ def test_a_preemption_with_grace_is_no_scancel(cluster, profile, toy_file, tmp_p
     subprocess.run([*urgent, "--wrap=srun sleep 3"], check=True)
     wait_for(lambda: rows(run, "ended"))
     assert rows(run, "ended")[-1]["stopped"] and run.step() > 0
+    again = f"saved at step {run.step()}; Slurm starts it again shortly"
+    wait_for(lambda: again in command("status", path).stdout)
     wait_for(empty)
     assert run.done, logs(tmp_path)
     assert len(rows(run, "began")) == 2 and equal(run, *calm(path, tmp_path / "calm"))
@@ -175,8 +177,12 @@ def test_what_sbatch_took_runs_once_though_its_answer_was_lost(
     env = os.environ | {"PATH": f"{odd.parent}:{os.environ['PATH']}"}
     done = command("launch", path, "--executor", "slurm", env=env)
     assert done.returncode and ("timed out" in done.stderr) == (how == "timed out"), done.stderr
+    shown = command("status", path).stdout
+    assert re.search(r"2 runs: (2|1 running · 1) (queued|running)\n", shown), shown
     again = submit(path)
-    assert "train" not in again and "collect" in again, again
+    assert "trains" not in again and "makes the tables" in again, again
+    for names in path.parent.glob("out/toy/jobs/*/names"):
+        assert names.with_name("id").exists()  # one was written by the second launch
     wait_for(empty)
     for run in runs_of(path):
         assert run.done and len(rows(run, "began")) == 1, logs(tmp_path)
@@ -193,8 +199,8 @@ def test_of_launches_at_once_one_queues(cluster, profile, toy_file, tmp_path):
     said = [process.communicate()[0] for process in started]
     shown = command("status", path).stdout
     subprocess.run([*nodes, "State=RESUME"], check=True)
-    assert sum("train" in text for text in said) == 1, said
-    assert sum("nothing to submit" in text for text in said) == 2
+    assert sum("trains 3 runs" in text for text in said) == 1, said
+    assert sum("3 queued or running, nothing to add" in text for text in said) == 2
     assert "3 queued" in shown, shown
     wait_for(empty)
     assert [len(rows(run, "began")) for run in runs_of(path)] == [1, 1, 1], logs(tmp_path)
@@ -210,7 +216,7 @@ def test_a_wrong_profile_is_named_by_status_and_mended_by_a_launch(
     shown = command("status", path).stdout
     assert "2 dead" in shown and "module: command not found" in shown, shown
     assert "before it began" in shown and "(and 1 more like it)" in shown
-    assert "Once that is mended: python -m sweeps launch" in shown
+    assert "Fix the cause shown above, then type: python -m sweeps launch" in shown
     profile()
     submit(path)
     wait_for(empty)
@@ -262,8 +268,8 @@ def test_sbatch_from_elsewhere_and_a_checkout_that_changes_meanwhile(
     )  # fmt: skip
     said = (here / "job.out").read_text()
     assert done.returncode == 0, said + done.stderr
-    jobs = re.findall(r"submitted: \d+ (\w+)", said)
-    assert jobs == ["train", *["score"] * processes, "collect"], said
+    jobs = re.findall(r"submitted job \d+: (\w+)", said)
+    assert jobs == ["trains", *["scores"] * processes, "makes"], said
     source.write_text("raise SystemExit('the checkout of now')")  # while all is queued
     (here / "go").touch()
     wait_for(empty)
@@ -310,15 +316,19 @@ def test_accounts_partitions_and_limits_are_named_with_what_there_is(
     odd = said(2, "grid.seed=[1]", account="def-ann", extra=["--constraint=no-such-node"])
     assert "feature" in odd.lower() or "no-such-node" in odd, odd
     assert empty()
-    shown = command("status", path).stdout
-    assert "3 dead" in shown and "sbatch refuses" in shown and "(and 1 more like it)" in shown
-    assert "MaxSubmitJobs" in said(account="def-ann")
+    assert "3 runs: 3 to do" in command("status", path).stdout
+    refusal = said(account="def-ann")
+    assert "MaxSubmitJobs is 2 for def-ann, 3 are asked for" in refusal, refusal
     assert empty()
-    assert "submitted: " in said(0, "grid.seed=[1]", account="def-ann")
+    shown = command("status", path).stdout
+    assert "3 to do" in shown and "(and 2 more like it): sbatch refuses" in shown, shown
+    # Two elements fit, and their collect job does not.
+    two = said(1, "grid.seed=[1, 2]", account="def-ann")
+    assert "trains 2 runs" in two and "the tables will not be made by themselves" in two, two
     wait_for(empty)
-    assert runs_of(path)[0].done
-    shown = command("status", path, "grid.seed=[1]")
-    assert "1 done" in shown.stdout, shown
+    first, second, _ = runs_of(path)
+    assert first.done and second.done, logs(tmp_path)
+    assert "2 done" in command("status", path, "grid.seed=[1, 2]").stdout
 
 
 def test_chaos(tmp_path):

@@ -9,6 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from calibeval.io import counted
 from sweeps.launch.submitit_adapter import (
     ENDLESS,
     copy_pickle_lines,
@@ -37,12 +38,21 @@ class Job:
     """One call of sbatch: what the job does, and for which runs.
 
     A job that trains or scores is an array with an element for each run. With `after_training`,
-    each element waits for the same element of the array that was submitted just before.
+    each element waits for the same element of the array that was submitted just before. With
+    `behind`, the whole array waits for the end of the one that was submitted so many jobs before.
     """
 
     kind: JobKind
     runs: tuple[str, ...] = ()
     after_training: bool = False
+    behind: int = 0
+
+    def describe(self) -> str:
+        """What the job does, in words."""
+        if self.kind is JobKind.COLLECT:
+            return "makes the tables"
+        verb = "trains" if self.kind is JobKind.TRAIN else "scores"
+        return f"{verb} {counted(len(self.runs), 'run')}"
 
 
 def exported(sweep: Sweep, cluster: Cluster) -> list[str]:
@@ -120,12 +130,17 @@ def _additional_parameters(
     for option in cluster.extra:
         key, _, value = option.removeprefix("--").partition("=")
         options[key] = value or True
+    dependencies = []
     if job.after_training:
-        options["dependency"] = f"aftercorr:{earlier[-1]}"
+        dependencies.append(f"aftercorr:{earlier[-1]}")
         # An element whose training failed must not wait for ever.
         options["kill-on-invalid-dep"] = "yes"
+    if job.behind:
+        dependencies.append(f"afterany:{earlier[-job.behind]}")
     if job.kind is JobKind.COLLECT:
-        options["dependency"] = ",".join(f"afterany:{job_id}" for job_id in earlier)
+        dependencies = [f"afterany:{job_id}" for job_id in earlier]
+    if dependencies:
+        options["dependency"] = ",".join(dependencies)
     return options
 
 

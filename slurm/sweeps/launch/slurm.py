@@ -1,8 +1,11 @@
 """Launching on Slurm: arrays with an element for each run, and a collect job behind them.
 
+More runs than Slurm allows in one array get several.
+
 Each call of sbatch has a folder of its own, `<sweep>/jobs/<tag>/`:
 
     names         the runs of its elements, line by line
+    profile.yaml  the cluster profile
     script.sh     what sbatch was handed
     element.pkl   what each element calls; see launch/element.py
     id            the id of the job, once sbatch has answered
@@ -12,16 +15,21 @@ The name of a job ends in its tag, so squeue alone tells what is queued, also of
 killed or whose sbatch timed out: the script finds all that it needs in the folder.
 """
 
+import contextlib
 import getpass
 import os
-import re
 import secrets
 import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Thread
+from typing import IO
 
 from calibeval.io import InputError, counted, write_text
 from sweeps.launch.element import Element
-from sweeps.launch.sbatch import Job, JobKind, exported, job_name, script
+from sweeps.launch.sbatch import Job, JobKind, exported, job_name, parameters, script
 from sweeps.launch.snapshot import snapshot
 from sweeps.launch.submitit_adapter import write_pickle
 from sweeps.runs.files import is_locked, last_error, locked
@@ -29,20 +37,76 @@ from sweeps.runs.grid import SweepPlan
 from sweeps.runs.processes import run_checked, run_or_empty
 from sweeps.runs.run import Run
 from sweeps.runs.schema import Cluster, Sweep, load_cluster
-from sweeps.runs.slurm_queue import QueuedJob, queued_jobs
+from sweeps.runs.slurm_queue import QueuedJob, largest_array, queued_jobs
 from sweeps.runs.stages import SCORE, STAGES, TRAIN, next_stage
+from sweeps.runs.yaml_io import cli_command, dump_yaml, read_yaml
 
 SUBMIT_PATIENCE = 300  # seconds to wait for another launch that is submitting
+STOP_PATIENCE = 120  # seconds to wait for runs that were cancelled, and still save
+STOP_PAUSE = 2  # seconds between looks at them
+SBATCH_SILENCE = 30  # seconds after which a word is said about an sbatch that does not answer
+SBATCH_PATIENCE = 600  # seconds after which it is ended; by itself it gives up after two minutes
+QOS_LIMIT = "format=name,maxsubmitjobsperuser"
 
 
-def design(plan: SweepPlan, busy: list[QueuedJob]) -> list[Job]:
+@dataclass
+class Submission:
+    """What a launch has queued, and what else there is to say of its runs."""
+
+    jobs: dict[str, Job] = field(default_factory=dict)  # the new jobs, by their ids
+    queued: list[QueuedJob] = field(default_factory=list)  # runs of earlier launches
+    stopping: list[QueuedJob] = field(default_factory=list)  # runs left out: they still save
+    outdated: list[QueuedJob] = field(default_factory=list)  # those pending with another profile
+    differences: list[str] = field(default_factory=list)  # of that profile: `key: value, now value`
+    collect_refusal: str = ""  # why sbatch did not take the job that makes the tables
+
+    def describe_present(self, plan: SweepPlan) -> str:
+        """How many runs are there already: `3 done, 2 queued or running`."""
+        done = sum(1 for run in plan.baselines_and_runs if next_stage(run) is None)
+        counts = []
+        if done:
+            counts.append(f"{done} done")
+        if self.queued:
+            counts.append(f"{len(self.queued)} queued or running")
+        return ", ".join(counts)
+
+    def problems(self, plan: SweepPlan) -> list[str]:
+        """What was asked for and is not queued, one sentence for each."""
+        lines = []
+        if self.stopping:
+            names = ", ".join(str(job.run) for job in self.stopping)
+            lines.append(f"still stopping, and left out: {names}; later type the same once more")
+        if self.collect_refusal:
+            collect = cli_command("collect", plan.folder)
+            lines.append(
+                f"the tables will not be made by themselves: {self.collect_refusal}\n"
+                f"Once the runs are done: {collect}"
+            )
+        return lines
+
+    def notes(self, plan: SweepPlan) -> list[str]:
+        """What the user may not expect, one sentence for each."""
+        if not self.outdated:
+            return []
+        verb = "is" if len(self.outdated) == 1 else "are"
+        runs = f"{counted(len(self.outdated), 'run')} {verb}"
+        cancel = cli_command("cancel", plan.folder)
+        differences = "; ".join(self.differences)
+        return [
+            f"{runs} queued with another profile ({differences}). For this one: {cancel}, "
+            "then launch again"
+        ]
+
+
+def design(plan: SweepPlan, busy: list[QueuedJob], array_limit: int | None = None) -> list[Job]:
     """The jobs that are missing, in the order of submission; none if all is done or queued.
 
     A run of one process trains and scores in one element. Of a run of several processes, scoring
     has an array of its own with one process's share, whose elements wait for those that train.
+    No array has more elements than `array_limit`.
     """
     queued_runs = {job.run for job in busy if job.run is not None}
-    collects = any(job.run is None for job in busy)
+    collects = any(job.run is None and not job.stopping for job in busy)
     to_train = []
     to_score = []
     for run in plan.baselines_and_runs:
@@ -53,73 +117,204 @@ def design(plan: SweepPlan, busy: list[QueuedJob]) -> list[Job]:
             to_train.append(run.name)
         elif stage == SCORE:
             to_score.append(run.name)
-    jobs = []
-    if to_train:
-        jobs.append(Job(JobKind.TRAIN, tuple(to_train)))
-        if plan.sweep.score is not None and not plan.sweep.world.single_process:
-            jobs.append(Job(JobKind.SCORE, tuple(to_train), after_training=True))
-    if to_score:
-        jobs.append(Job(JobKind.SCORE, tuple(to_score)))
+    jobs = _train_arrays(plan.sweep, to_train, array_limit)
+    jobs += _score_arrays(plan.sweep, to_score, array_limit)
     if jobs or (queued_runs and not collects):
         jobs.append(Job(JobKind.COLLECT))
     return jobs
 
 
-def dry_run(plan: SweepPlan) -> str:
-    """What would be handed to sbatch, in order; needs no Slurm."""
+def _train_arrays(sweep: Sweep, names: list[str], array_limit: int | None) -> list[Job]:
+    """The arrays that train these runs, and behind each of them the one that scores apart."""
+    scored_apart = sweep.score is not None and not sweep.world.single_process
+    jobs = []
+    for number, part in enumerate(_parts(names, array_limit)):
+        behind = 0
+        if number > 0 and sweep.throttle is not None:  # it holds within an array only
+            behind = 2 if scored_apart else 1
+        jobs.append(Job(JobKind.TRAIN, part, behind=behind))
+        if scored_apart:
+            jobs.append(Job(JobKind.SCORE, part, after_training=True, behind=behind))
+    return jobs
+
+
+def _score_arrays(sweep: Sweep, names: list[str], array_limit: int | None) -> list[Job]:
+    """The arrays that score runs which are trained already."""
+    jobs = []
+    for number, part in enumerate(_parts(names, array_limit)):
+        behind = 1 if number > 0 and sweep.throttle is not None else 0
+        jobs.append(Job(JobKind.SCORE, part, behind=behind))
+    return jobs
+
+
+def _parts(names: list[str], size: int | None) -> list[tuple[str, ...]]:
+    """The names in parts of this size, all in one without a size; no part of no names."""
+    size = size or len(names) or 1
+    return [tuple(names[start : start + size]) for start in range(0, len(names), size)]
+
+
+def planned_jobs(plan: SweepPlan) -> str:
+    """The jobs that a launch would hand to sbatch if nothing were queued, a line for each."""
+    cluster = load_cluster(plan.sweep.cluster)
+    lines = []
+    for number, job in enumerate(design(plan, [], largest_array())):
+        place = plan.folder / "jobs" / f"TAG{number}"
+        earlier = [f"JOB{other}" for other in range(number)]
+        asked = parameters(plan.sweep, cluster, job, place, earlier)
+        options = []
+        for name in ("time", "cpus_per_task", "gpus_per_node", "mem"):
+            if name in asked:
+                options.append(f"--{name.replace('_', '-')}={asked[name]}")
+        lines.append(f"{_title(job, number)}: {' '.join(options)}\n")
+    return "".join(lines)
+
+
+def planned_scripts(plan: SweepPlan) -> str:
+    """What would be handed to sbatch if nothing were queued, in order; needs no Slurm."""
     cluster = load_cluster(plan.sweep.cluster)
     folder = plan.folder.absolute()
     code = folder / "code" / "HASH"
     text = ""
     earlier: list[str] = []
-    for number, job in enumerate(design(plan, [])):
+    for number, job in enumerate(design(plan, [], largest_array())):
         place = folder / "jobs" / f"TAG{number}"
-        text += f"### JOB{number}: {job.kind.value} of {counted(len(job.runs), 'run')}\n"
+        text += f"### {_title(job, number)}\n"
         text += script(plan.sweep, cluster, job, place, code, earlier)
         earlier.append(f"JOB{number}")
     return text
 
 
-def submit(plan: SweepPlan) -> dict[str, JobKind]:
-    """Queue what is neither done nor queued, all or nothing; returns what each new job does, by id.
+def _title(job: Job, number: int) -> str:
+    """What the planned job of this number does, and after which others."""
+    earlier = []
+    if job.kind is JobKind.COLLECT:
+        earlier = list(range(number))
+    if job.behind:
+        earlier.append(number - job.behind)
+    if job.after_training:
+        earlier.append(number - 1)
+    title = f"JOB{number} {job.describe()}"
+    if len(earlier) > 2:
+        title += f", after JOB{earlier[0]} to JOB{earlier[-1]}"
+    elif earlier:
+        title += f", after {' and '.join(f'JOB{other}' for other in earlier)}"
+    return title
 
-    Raises InputError if sbatch refuses one of the jobs, or somebody else is launching the sweep.
+
+def submit(plan: SweepPlan) -> Submission:
+    """Queue what is neither done nor queued: all arrays, or none.
+
+    Runs that a cancel has stopped and that still save are waited for. A job that makes the tables
+    and is not taken costs no run. Raises InputError if sbatch refuses an array, or somebody else is
+    launching the sweep.
     """
     if is_locked(plan.lock):
         raise InputError(f"{plan.folder}: a launch without Slurm is at it; Ctrl-C there ends it")
     cluster = load_cluster(plan.sweep.cluster)
     jobs_folder = plan.folder / "jobs"
     jobs_folder.mkdir(parents=True, exist_ok=True)
-    busy_message = f"{jobs_folder}: another launch has been submitting for minutes"
+    busy_message = f"{jobs_folder}: another launch is submitting"
     with locked(jobs_folder / ".lock", SUBMIT_PATIENCE, busy_message):
+        busy = _settled_queue(plan)
+        _note_ids(jobs_folder, busy)
+        submission = Submission()
+        for job in _of_plan(plan, busy):
+            if job.stopping:
+                submission.stopping.append(job)
+            else:
+                submission.queued.append(job)
+        _compare_profiles(jobs_folder, cluster, submission)
+        jobs = design(plan, busy, largest_array())
+        if jobs:
+            plan.create()
+            _submit_jobs(plan, cluster, jobs, busy, submission)
+    return submission
+
+
+def _of_plan(plan: SweepPlan, busy: list[QueuedJob]) -> list[QueuedJob]:
+    """Those of the queued jobs that work on runs which this launch asks for."""
+    names = {run.name for run in plan.baselines_and_runs}
+    return [job for job in busy if job.run in names]
+
+
+def _settled_queue(plan: SweepPlan) -> list[QueuedJob]:
+    """The folder's queued jobs, once this launch's runs that are leaving have left.
+
+    After a scancel they save, and could not be queued again. The wait is bounded.
+    """
+    end = time.monotonic() + STOP_PATIENCE
+    busy = queued_jobs(plan.folder)
+    stopping = [job for job in _of_plan(plan, busy) if job.stopping]
+    if stopping:
+        runs = counted(len(stopping), "run")
+        message = f"waiting for {runs} to stop, at most {STOP_PATIENCE} s; Ctrl-C is safe"
+        print(message, file=sys.stderr, flush=True)
+    while stopping and time.monotonic() < end:
+        time.sleep(STOP_PAUSE)
         busy = queued_jobs(plan.folder)
-        jobs = design(plan, busy)
-        if not jobs:
-            return {}
-        plan.create()
-        code = snapshot(plan.folder)
-        # The collect job waits for those that an earlier launch has queued, too.
-        queued_before = sorted({_array(job) for job in busy if job.run is not None})
-        submitted: dict[str, JobKind] = {}
-        for job in jobs:
-            place = _new_place(jobs_folder)
-            earlier = [*queued_before, *submitted]
-            _write_job(plan.sweep, cluster, job, place, code, earlier)
-            runs = [Run(plan.folder / name) for name in job.runs]
-            for run in runs:
-                run.note("queued", job=place.name, code=code.name)
-            try:
-                job_id = sbatch(plan.sweep, cluster, job, place)
-            except InputError as error:
-                for run in runs:
-                    run.note("ended", error=str(error))
-                if submitted:
-                    run_checked("scancel", *submitted)
-                profile = plan.sweep.cluster or "no --cluster"
-                raise InputError(f"{profile}: {error}") from error
-            write_text(place / "id", f"{job_id}\n")
-            submitted[job_id] = job.kind
-    return submitted
+        stopping = [job for job in _of_plan(plan, busy) if job.stopping]
+    return busy
+
+
+def _note_ids(jobs_folder: Path, busy: list[QueuedJob]) -> None:
+    """Write the `id` of queued jobs whose launch did not live to write it."""
+    for job in busy:
+        file = jobs_folder / job.tag / "id"
+        if not file.exists():
+            write_text(file, f"{_array(job)}\n")
+
+
+def _compare_profiles(jobs_folder: Path, cluster: Cluster, submission: Submission) -> None:
+    """Note which pending runs were submitted with another profile than this launch's, and how."""
+    pending = [job for job in submission.queued if job.state == "PENDING"]
+    for tag in sorted({job.tag for job in pending}):
+        differences = _profile_differences(jobs_folder / tag / "profile.yaml", cluster)
+        if differences:
+            submission.outdated += [job for job in pending if job.tag == tag]
+        for difference in differences:
+            if difference not in submission.differences:
+                submission.differences.append(difference)
+
+
+def _profile_differences(file: Path, cluster: Cluster) -> list[str]:
+    """What a job's profile says differently from this one: `key: value, now value`."""
+    if not file.exists():  # an earlier version wrote none
+        return []
+    earlier, _ = read_yaml(file)
+    differences = []
+    for key, value in cluster.model_dump(mode="json").items():
+        if key in earlier and earlier[key] != value:
+            differences.append(f"{key}: {earlier[key]}, now {value}")
+    return differences
+
+
+def _submit_jobs(
+    plan: SweepPlan, cluster: Cluster, jobs: list[Job], busy: list[QueuedJob], made: Submission
+) -> None:
+    """Hand jobs to sbatch, and note each in `made`; an array that is refused takes all back."""
+    code = snapshot(plan.folder)
+    # The collect job waits for those that an earlier launch has queued, too.
+    queued_before = sorted({_array(job) for job in busy if job.run is not None})
+    for job in jobs:
+        place = _new_place(plan.folder / "jobs")
+        _write_job(plan.sweep, cluster, job, place, code, [*queued_before, *made.jobs])
+        for name in job.runs:
+            Run(plan.folder / name).note("queued", job=place.name, code=code.name)
+        try:
+            job_id = sbatch(plan.sweep, cluster, job, place)
+        except InputError as error:
+            if job.kind is JobKind.COLLECT:
+                made.collect_refusal = str(error)
+                return
+            if made.jobs:
+                run_checked("scancel", *made.jobs)
+            taken_back = [name for other in (*made.jobs.values(), job) for name in other.runs]
+            for name in dict.fromkeys(taken_back):
+                Run(plan.folder / name).note("ended", refused=str(error))
+            profile = plan.sweep.cluster or "no --cluster"
+            raise InputError(f"{profile}: {error}") from error
+        write_text(place / "id", f"{job_id}\n")
+        made.jobs[job_id] = job
 
 
 def _array(job: QueuedJob) -> str:
@@ -139,6 +334,7 @@ def _write_job(
 ) -> None:
     """Write all that a job needs into its folder, before sbatch is called."""
     write_text(place / "names", "".join(f"{name}\n" for name in job.runs))
+    write_text(place / "profile.yaml", dump_yaml(cluster.model_dump(mode="json")))
     write_text(place / "script.sh", script(sweep, cluster, job, place, code, earlier))
     stages: tuple[str, ...] = (job.kind.value,)
     if job.kind is JobKind.TRAIN and sweep.world.single_process:
@@ -147,36 +343,100 @@ def _write_job(
 
 
 def sbatch(sweep: Sweep, cluster: Cluster, job: Job, place: Path) -> str:
-    """Hand a job's script to sbatch; returns the job's id. Raises InputError with its refusal."""
+    """Hand a job's script to sbatch; returns the job's id. Raises InputError with its refusal.
+
+    What sbatch says is shown as it says it: while Slurm's queue is full it tries again for minutes.
+    """
     # SBATCH_ACCOUNT and the like, of the shell, would override the profile.
     seen = {name: os.environ[name] for name in exported(sweep, cluster) if name in os.environ}
     # The name is given here once more: a profile's `extra` may hold another one.
-    done = subprocess.run(
-        ["sbatch", "--parsable", f"--job-name={job_name(sweep, job, place)}"],
-        input=(place / "script.sh").read_text(),
-        text=True,
-        capture_output=True,
-        check=False,
-        env=seen,
+    words = ["sbatch", "--parsable", f"--job-name={job_name(sweep, job, place)}"]
+    with (
+        open(place / "script.sh") as text,
+        subprocess.Popen(
+            words, stdin=text, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=seen
+        ) as process,
+    ):
+        assert process.stdout is not None and process.stderr is not None  # they are pipes
+        messages: list[str] = []
+        listener = Thread(target=_pass_on, args=(process.stderr, messages), daemon=True)
+        listener.start()
+        try:
+            _wait_for_sbatch(process)
+        except BaseException:  # Ctrl-C as well: what it has submitted is found by its name
+            process.kill()
+            raise
+        listener.join()
+        answer = process.stdout.read()
+    if process.returncode == 0:
+        return answer.strip().partition(";")[0]
+    refusal = last_error(messages).removeprefix("error: ")
+    raise InputError(f"sbatch refuses: {refusal}{advice(refusal, cluster, job)}")
+
+
+def _pass_on(stream: IO[str], messages: list[str]) -> None:
+    """Show what sbatch says, line by line, and keep it."""
+    for line in stream:
+        print(line, end="", file=sys.stderr, flush=True)
+        messages.append(line.rstrip())
+
+
+def _wait_for_sbatch(process: subprocess.Popen) -> None:
+    """Wait for its end, not in silence, and not for ever: InputError after SBATCH_PATIENCE."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(SBATCH_SILENCE)
+        return
+    print(
+        f"sbatch has not answered for {SBATCH_SILENCE} s: Slurm's queue may be full, or its "
+        "controller busy. Ctrl-C is safe; the same command then queues what is missing.",
+        file=sys.stderr,
+        flush=True,
     )
-    if done.returncode == 0:
-        return done.stdout.strip().partition(";")[0]
-    refusal = last_error(done.stderr.splitlines()).removeprefix("error: ")
-    raise InputError(f"sbatch refuses: {refusal}{advice(refusal, cluster)}")
+    try:
+        process.wait(SBATCH_PATIENCE - SBATCH_SILENCE)
+    except subprocess.TimeoutExpired:
+        raise InputError(
+            f"sbatch has not answered for {SBATCH_PATIENCE} s; the same command tries again"
+        ) from None
 
 
-def advice(refusal: str, cluster: Cluster) -> str:
+def advice(refusal: str, cluster: Cluster, job: Job) -> str:
     """What to do about a refusal of sbatch whose words do not say it; else nothing."""
-    if re.search("job submit limit|job array spec", refusal):
-        return "; MaxSubmitJobs or MaxArraySize: launch fewer runs at a time, or wait for others"
+    if "job submit limit" in refusal:
+        limits = _submit_limits(cluster, job)
+        return f"; {limits}: launch fewer runs at a time, or wait for others to end"
+    if "job array spec" in refusal:
+        return f"; MaxArraySize is {largest_array() or 'not known'}: launch fewer runs at a time"
+    if "Resource temporarily unavailable" in refusal:
+        return "; Slurm's queue is full, of all users' jobs (MaxJobCount): the same command, later"
     text = ""
     if "nvalid account" in refusal:
-        mine = f"user={getpass.getuser()}"
-        listing = ("sacctmgr", "-nP", "show", "associations", mine, "format=account")
+        listing = _own_associations("account")
         text += _choices("account", cluster.account, *listing)
     if "nvalid partition" in refusal:
         text += _choices("partition", cluster.partition, "sinfo", "-aho", "%R")
     return text
+
+
+def _own_associations(columns: str) -> tuple[str, ...]:
+    """The command that lists this user's accounts with these columns."""
+    mine = f"user={getpass.getuser()}"
+    return ("sacctmgr", "-nP", "show", "associations", mine, f"format={columns}")
+
+
+def _submit_limits(cluster: Cluster, job: Job) -> str:
+    """How many jobs this user may have queued, as far as Slurm tells; how many are asked for."""
+    limits = []
+    for line in run_or_empty(*_own_associations("account,maxsubmitjobs")).splitlines():
+        account, _, limit = line.partition("|")
+        if limit and cluster.account in (None, account):
+            limits.append(f"MaxSubmitJobs is {limit} for {account}")
+    for line in run_or_empty("sacctmgr", "-nP", "show", "qos", QOS_LIMIT).splitlines():
+        qos, _, limit = line.partition("|")
+        if limit and cluster.qos in (None, qos):
+            limits.append(f"MaxSubmitJobsPerUser is {limit} for QOS {qos}")
+    asked = max(1, len(job.runs))
+    return ", ".join([*limits, f"{asked} are asked for"])
 
 
 def _choices(key: str, found: str | None, *command: str) -> str:

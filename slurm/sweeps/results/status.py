@@ -18,6 +18,7 @@ from sweeps.runs.slurm_queue import QueuedJob, SubmittedElement
 from sweeps.runs.yaml_io import cli_command
 
 PRINTED_LINES = 3  # of what a job printed, where that is all that is known of its end
+TABLE_CHARACTERS = 60  # of a reason, in the table
 METRICS_BYTES = 4096  # at the end of metrics.jsonl, among which the last row is looked for
 
 
@@ -35,11 +36,12 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Status:
-    """A run's state, and for a dead one the last lines that say why and the file they stand in."""
+    """A run's state; why it died or was refused, the lines that say so and the file they are in."""
 
     name: str
     state: State
     detail: str = ""
+    reason: str = ""  # the whole of it, which is told below the table
     restarts: int = 0
     scored: str = "-"  # tasks scored / tasks asked
     lines: tuple[str, ...] = ()
@@ -72,8 +74,8 @@ def ask_slurm(plan: SweepPlan) -> SlurmView:
     ends: dict[str, str] = {}
     if not error:
         gone = [name for name in undone if name in submitted and name not in queued]
-        labels = {submitted[name].label for name in gone}
-        ends = slurm_queue.job_ends(sorted(labels))
+        labels = [submitted[name].label for name in gone]
+        ends = slurm_queue.job_ends(sorted({label for label in labels if label is not None}))
     return SlurmView(submitted, queued, ends, error)
 
 
@@ -118,9 +120,8 @@ def of_run(run: Run, slurm: SlurmView, launching: bool) -> Status:
     """The state of one run; raises InputError where its config cannot be read."""
     attempts = run.attempts()
     submitted = slurm.submitted.get(run.name)
-    if submitted is None:
-        end = "killed"
-    else:
+    end = "killed"
+    if submitted is not None and submitted.label is not None:
         end = f"{submitted.label} {slurm.ends.get(submitted.label, 'is not queued any more')}"
     evidence = Evidence(
         run=run,
@@ -134,12 +135,21 @@ def of_run(run: Run, slurm: SlurmView, launching: bool) -> Status:
         scored=_scored(run),
     )
     state = classify(evidence)
-    lines, file = _cause(evidence) if state is State.DEAD else ((), None)
+    detail = describe(state, evidence)
+    reason = ""
+    lines: tuple[str, ...] = ()
+    file = None
+    if state is State.DEAD:
+        reason = evidence.last.get("error", detail)
+        lines, file = _cause(evidence)
+    elif state is State.TO_DO:
+        reason = evidence.last.get("refused", "")
     times_trained = sum(1 for row in attempts if row.get("stage") == stages.TRAIN)
     return Status(
         name=run.name,
         state=state,
-        detail=describe(state, evidence),
+        detail=detail,
+        reason=reason,
         restarts=max(0, times_trained - 1),
         scored=evidence.scored,
         lines=lines,
@@ -153,7 +163,7 @@ def classify(evidence: Evidence) -> State:
     queued = evidence.queued
     if stages.next_stage(evidence.run) is None:
         return State.DONE
-    if evidence.locked or (queued is not None and queued.state == "RUNNING"):
+    if evidence.locked or (queued is not None and queued.state in ("RUNNING", "COMPLETING")):
         return State.RUNNING
     if evidence.launching and "began" in last:
         return State.RUNNING
@@ -167,10 +177,19 @@ def classify(evidence: Evidence) -> State:
         return State.DEAD
     if "ended" in last:
         return State.STOPPED if "stopped" in last else State.TO_DO
+    if _never_queued(evidence):
+        return State.TO_DO
     # It was queued or had begun, and is gone without a word.
     if "CANCELLED" in evidence.end:
         return State.STOPPED
     return State.DEAD
+
+
+def _never_queued(evidence: Evidence) -> bool:
+    """Whether a launch on Slurm ended before sbatch had taken the run."""
+    submitted = evidence.submitted
+    on_slurm = "queued" in evidence.last and "job" in evidence.last
+    return on_slurm and submitted is not None and submitted.label is None
 
 
 def describe(state: State, evidence: Evidence) -> str:
@@ -183,12 +202,18 @@ def describe(state: State, evidence: Evidence) -> str:
         parts = [progress(run)]
     elif state is State.RUNNING:
         parts = [evidence.reached or "starting", _age_of_last_step(evidence)]
+        if queued is not None and queued.stopping:
+            parts.append("stopping")
     elif state is State.QUEUED and queued is not None:
-        parts = [queued.id, queued.reason, progress(run)]
+        parts = [queued.id, _why_pending(queued, evidence), progress(run)]
     elif state is State.TO_DO and not last:
         parts = [f"{key}={value}" for key, value in run.values.items()]
+    elif state is State.TO_DO and "refused" in last:
+        parts = [_shortened(f"not queued: {last['refused']}")]
+    elif state is State.TO_DO and _never_queued(evidence):
+        parts = ["not queued: its launch ended before sbatch took it"]
     elif state is State.DEAD and "error" in last:
-        parts = [last["error"]]
+        parts = [_shortened(last["error"])]
     elif state is State.DEAD:
         when = evidence.reached or "at the start"
         if "queued" in last:
@@ -201,6 +226,21 @@ def describe(state: State, evidence: Evidence) -> str:
     return "  ".join(part for part in parts if part)
 
 
+def _why_pending(queued: QueuedJob, evidence: Evidence) -> str:
+    """For what a queued run waits."""
+    if queued.reason == "BeginTime" and "stopped" in evidence.last:
+        saved = "what is scored" if evidence.run.trained else f"at step {evidence.run.step()}"
+        return f"saved {saved}; Slurm starts it again shortly"
+    return queued.reason
+
+
+def _shortened(reason: str) -> str:
+    """A reason as the table shows it; the whole of it stands below."""
+    if len(reason) <= TABLE_CHARACTERS:
+        return reason
+    return reason[:TABLE_CHARACTERS].rsplit(" ", 1)[0] + " …"
+
+
 def _cause(evidence: Evidence) -> tuple[tuple[str, ...], Path | None]:
     """Of a dead run: the last lines that its job printed, and the file that says more."""
     run = evidence.run
@@ -209,8 +249,10 @@ def _cause(evidence: Evidence) -> tuple[tuple[str, ...], Path | None]:
         return (), log if log.exists() else None
     if evidence.submitted is None:
         return (), None
-    log = evidence.submitted.log
-    return tuple(tail(log, PRINTED_LINES)), log
+    printed = evidence.submitted.log
+    if printed is None:
+        return (), None
+    return tuple(tail(printed, PRINTED_LINES)), printed
 
 
 def _scored(run: Run) -> str:
@@ -250,10 +292,10 @@ def progress(run: Run) -> str:
 def table(plan: SweepPlan) -> str:
     """The table with its summary line, most urgent states first, and why what is dead died."""
     statuses, slurm = of_sweep(plan)
-    deaths = _alike([status for status in statuses if status.state is State.DEAD])
     lines = [_summary(plan, statuses), *_rows(statuses), *_others(plan)]
-    for dead in deaths:
-        lines += _describe_deaths(dead)
+    for alike in _alike([status for status in statuses if status.reason]):
+        lines += _describe_reason(alike)
+    lines += _describe_stuck(plan, slurm)
     advice = _advice(plan, statuses, slurm)
     if advice:
         lines += ["", advice]
@@ -296,24 +338,39 @@ def _others(plan: SweepPlan) -> list[str]:
     return [f"Also in this folder: {counted(len(others), 'run')}, {done} done"]
 
 
-def _alike(dead: list[Status]) -> list[list[Status]]:
-    """Dead runs in groups that died alike: of the same words, whatever the numbers in them."""
+def _alike(statuses: list[Status]) -> list[list[Status]]:
+    """Runs in groups of the same reason and words, whatever the numbers in them."""
     groups: dict[tuple[str, ...], list[Status]] = {}
-    for status in dead:
-        words = (status.detail, *status.lines[-1:])
+    for status in statuses:
+        words = (status.reason, *status.lines[-1:])
         key = tuple(re.sub(r"\d+(_\d+)?", "#", text) for text in words)
         groups.setdefault(key, []).append(status)
     return list(groups.values())
 
 
-def _describe_deaths(alike: list[Status]) -> list[str]:
-    """Why the first of some runs died that died alike, and the file that says more."""
+def _describe_reason(alike: list[Status]) -> list[str]:
+    """Why the first of some runs died, or was refused, and the file that says more."""
     first = alike[0]
     count = f" (and {len(alike) - 1} more like it)" if len(alike) > 1 else ""
-    lines = ["", f"{first.name}{count}: {first.detail}"]
+    lines = ["", f"{first.name}{count}: {first.reason}"]
     lines += [f"    | {line}" for line in first.lines]
     if first.file is not None:
         lines.append(f"    {first.file.absolute()}")
+    return lines
+
+
+def _describe_stuck(plan: SweepPlan, slurm: SlurmView) -> list[str]:
+    """Which runs are queued and cannot start, why, and what to type."""
+    counts = Counter(job.reason for job in slurm.queued.values() if job.state == "PENDING")
+    lines = []
+    for reason, count in counts.items():
+        meaning = slurm_queue.explain_stuck(reason)
+        if meaning is not None:
+            lines += ["", f"{counted(count, 'job')} will not start ({reason}): {meaning}"]
+    if lines:
+        cancel = cli_command("cancel", plan.folder)
+        launch = cli_command("launch", plan.folder)
+        lines.append(f"    {cancel}; correct the profile; then {launch}")
     return lines
 
 
@@ -324,7 +381,7 @@ def _advice(plan: SweepPlan, statuses: list[Status], slurm: SlurmView) -> str:
     if slurm.error:
         return f"{slurm.error}; what is queued is not known"
     if State.DEAD in states:
-        return f"Once that is mended: {launch}"
+        return f"Fix the cause shown above, then type: {launch}"
     if State.STOPPED in states:
         return f"To go on: {launch}"
     if slurm.queued and None not in slurm.queued:

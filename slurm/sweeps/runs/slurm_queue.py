@@ -5,10 +5,42 @@ name that ends in the tag. So squeue alone tells which run a queued element work
 """
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from sweeps.runs.processes import run_checked, run_or_empty
+
+# Why jobs are pending that do not start by themselves: patterns of reasons, and what they mean.
+STUCK = (
+    (
+        "PartitionConfig|PartitionNodeLimit",
+        "no node of the partition has what a job asks for: cpus_per_process, gpus_per_process "
+        "(both times world.processes_per_node) and memory_per_node",
+    ),
+    ("PartitionTimeLimit", "the partition allows less than `time` or `score_time`"),
+    ("BadConstraints", "no node has what `constraint`, `gpu_type` or `extra` ask for"),
+    ("PartitionDown|PartitionInactive", "the partition is closed"),
+    (
+        "ReqNodeNotAvail|DOWN, DRAINED",
+        "the nodes are down, drained or reserved: wait for them, or ask for others",
+    ),
+    ("InvalidAccount|InvalidQOS", "`account` or `qos` may not be used any more"),
+    (
+        "(Assoc|QOS)Max.*PerJob|(Assoc|QOS)Max.*PerNode|MaxMemPerLimit",
+        "account or QOS allow less than one job asks for",
+    ),
+    ("DependencyNeverSatisfied", "the job that it waits for has failed"),
+    ("(?i)held", "it is held: `scontrol release JOB` lets it go"),
+)
+
+
+def explain_stuck(reason: str) -> str | None:
+    """Why a pending job with this reason does not start by itself; None where it may."""
+    for pattern, meaning in STUCK:
+        if re.search(pattern, reason):
+            return meaning
+    return None
 
 
 def describe_job(job: str) -> dict[str, str]:
@@ -25,14 +57,24 @@ class QueuedJob:
     state: str
     reason: str
     run: str | None  # the name of the run that it works on; None: it collects
+    tag: str = ""  # the name of its folder below `jobs`
+
+    @property
+    def stopping(self) -> bool:
+        """Whether it has been told to end, or has ended, and its processes are still there."""
+        return self.state == "COMPLETING"
 
 
 @dataclass(frozen=True)
 class SubmittedElement:
-    """An element of an array that a launch handed to sbatch."""
+    """An element of an array that a launch handed to sbatch, or was about to.
 
-    label: str  # as squeue prints it: 12_3
-    log: Path  # what it prints, once it begins
+    A launch that was killed before sbatch had answered knows no label; the name of a log tells it
+    once the element has begun.
+    """
+
+    label: str | None  # as squeue prints it: 12_3
+    log: Path | None  # what it prints, once it begins
 
 
 def queued_jobs(folder: Path) -> list[QueuedJob]:
@@ -62,10 +104,22 @@ def queued_jobs(folder: Path) -> list[QueuedJob]:
             continue
         if index.isdigit():
             run = names_of_tag[tag][int(index)]
-            jobs.append(QueuedJob(f"{job}_{index}", state, reason, run))
+            jobs.append(QueuedJob(f"{job}_{index}", state, reason, run, tag))
         else:
-            jobs.append(QueuedJob(job, state, reason, None))
+            jobs.append(QueuedJob(job, state, reason, None, tag))
     return jobs
+
+
+def largest_array() -> int | None:
+    """How many elements an array may have here; None where Slurm does not say."""
+    settings = run_or_empty("scontrol", "show", "config")
+    limits = []
+    # Indices begin at 0 and stay below MaxArraySize.
+    for pattern in (r"^MaxArraySize\s*=\s*(\d+)", r"\bmax_array_tasks=(\d+)"):
+        match = re.search(pattern, settings, re.MULTILINE)
+        if match:
+            limits.append(int(match[1]))
+    return min(limits, default=0) or None  # 0: no arrays at all, as sbatch will say
 
 
 def submitted_elements(folder: Path) -> dict[str, SubmittedElement]:
@@ -73,15 +127,21 @@ def submitted_elements(folder: Path) -> dict[str, SubmittedElement]:
     elements = {}
     names_files = folder.glob("jobs/*/names")
     for names_file in sorted(names_files, key=lambda path: path.stat().st_mtime_ns):
-        place = names_file.parent
-        try:
-            job = (place / "id").read_text().strip()
-        except FileNotFoundError:  # the launch was killed before sbatch had answered
-            continue
         for index, name in enumerate(names_file.read_text().splitlines()):
-            label = f"{job}_{index}"
-            elements[name] = SubmittedElement(label, place / f"{label}_0_log.out")
+            elements[name] = _submitted_element(names_file.parent, index)
     return elements
+
+
+def _submitted_element(place: Path, index: int) -> SubmittedElement:
+    """The element at this index of the array whose folder is `place`."""
+    ending = "_0_log.out"
+    try:
+        label = f"{(place / 'id').read_text().strip()}_{index}"
+    except FileNotFoundError:
+        for log in place.glob(f"*_{index}{ending}"):
+            return SubmittedElement(log.name.removesuffix(ending), log)
+        return SubmittedElement(None, None)
+    return SubmittedElement(label, place / f"{label}{ending}")
 
 
 def job_ends(labels: list[str]) -> dict[str, str]:

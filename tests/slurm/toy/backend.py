@@ -31,6 +31,7 @@ class Train(Strict):
     steps: int = 20
     pace: float = 0.02  # seconds a step
     save_every: int | None = 5
+    saving: float = 0.0  # seconds that it takes to save when asked to stop
     fail_at: int | None = None  # the step that ends in an error
     nothing: bool = False  # whether the run ends well, and leaves no model
     deaf: bool = False  # whether no warning reaches it; in a job it then waits for TERM
@@ -69,6 +70,8 @@ def train(run: Run) -> None:
             log_step(run, options, step)
         stopping = bool(signals) or (run.stop.exists() and not options.deaf)
         is_due = options.save_every is not None and step % options.save_every == 0
+        if stopping:
+            time.sleep(options.saving)
         if is_first_rank() and (stopping or is_due):
             save(run.checkpoints / f"step-{step}", state)
         if stopping and step < options.steps:
