@@ -28,7 +28,7 @@ from sweep_tools import (
 
 from sweeps import cli
 from sweeps.launch import local, snapshot, worker
-from sweeps.runs.files import is_locked
+from sweeps.runs.files import is_locked, locked
 from sweeps.runs.grid import SweepPlan, plan_sweep
 from sweeps.runs.processes import run_or_empty
 from sweeps.runs.run import Run
@@ -389,6 +389,21 @@ def test_status_stands_broken_files(toy_file):
     shown = command("status", path)
     assert shown.returncode == 0, shown.stderr
     assert "1 to do · 1 done" in shown.stdout
+
+
+def test_a_wait_for_another_process_is_told(tmp_path, capsys):
+    path = tmp_path / "lock"
+    code = (
+        "import sys, time; from pathlib import Path; from sweeps.runs.files import locked\n"
+        "with locked(Path(sys.argv[1]), 1, ''): print('held', flush=True); time.sleep(5)"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout.readline() == "held\n"
+    with locked(path, 60, f"{path}: somebody holds it"):
+        assert holder.wait() == 0
+    assert capsys.readouterr().err == f"waiting: {path}: somebody holds it\n"
 
 
 @pytest.fixture
