@@ -10,7 +10,7 @@
 #
 #   --config FILE     the sweep instead of configs/sweeps/beta.yaml
 #   --cluster FILE    a profile of configs/cluster
-#   --dry-run         print what would be queued and stop
+#   --dry-run         print what would be queued if nothing were, and stop
 #   key=value         overrides, for example train.num_train_epochs=1 grid.seed=[1,2,3] throttle=4
 #
 # Submitting again queues only what is neither finished nor queued.

@@ -2,12 +2,13 @@
 # Any command on a sweep, with the Python that fits; the scripts beside this one are built on it.
 #
 #   bash slurm/sweeps.sh status SWEEP         what every run is doing, why a dead one died
-#   bash slurm/sweeps.sh COMMAND --help       launch status cancel collect prefetch keys
+#   bash slurm/sweeps.sh COMMAND --help       launch status cancel collect prefetch keys; of one run: train score
 #
 # SWEEP is a sweep's folder, or its file with the overrides of its launch.
 set -euo pipefail
 
-if [[ ${BASH_SOURCE[0]} == "$0" ]]; then # else a script of a sweep: project, command and config are set
+# This file was typed; else sweep_*.sh has set project, command and config, and reads it by `source`.
+if [[ ${BASH_SOURCE[0]} == "$0" ]]; then
     project=$(cd "$(dirname "$0")/.." && pwd) command=${1:---help} config=
     shift $(($# > 0))
 fi
@@ -26,7 +27,8 @@ while (($#)); do
 done
 [[ $command != --help && $command != -h ]] || { usage; exit 0; }
 
-# PYTHON, else an active environment (conda's base is active everywhere and meant nowhere), else .venv.
+# PYTHON, else an active environment (conda's base is active everywhere and meant nowhere), else .venv,
+# else the python3 of the PATH.
 active=${VIRTUAL_ENV:-}
 [[ -n $active || ${CONDA_DEFAULT_ENV:-base} == base ]] || active=${CONDA_PREFIX:-}
 if [[ -z ${PYTHON:-} ]]; then

@@ -166,6 +166,7 @@ def _launch(parsed: argparse.Namespace) -> int:
     problems = preflight.problems(plan, executor)
     if parsed.dry_run:
         _dry_run(plan, problems)
+        # The executor as it was typed: without Slurm, `auto` shows what a cluster would get.
         if parsed.executor != "local":
             _planned_jobs(plan, parsed.scripts)
         return 0
@@ -203,7 +204,7 @@ def _planned_jobs(plan: "SweepPlan", scripts: bool) -> None:
 
 def _launch_on_slurm(plan: "SweepPlan") -> int:
     from sweeps.launch import slurm
-    from sweeps.runs.yaml_io import cli_command
+    from sweeps.runs.processes import cli_command
 
     submission = slurm.submit(plan)
     for job_id, job in submission.jobs.items():
@@ -316,4 +317,4 @@ def _locked_run(run: "Run") -> contextlib.AbstractContextManager[None]:
 
     if "LOCAL_RANK" in os.environ:  # a rank of a torchrun which holds the lock
         return contextlib.nullcontext()
-    return locked(run.lock, RUN_PATIENCE, f"{run.path}: another process is at this run")
+    return locked(run.lock_file, RUN_PATIENCE, f"{run.path}: another process is at this run")

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from calibeval.io import InputError
+from sweeps.runs.files import read_rows
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.processes import run_checked, run_or_empty
 from sweeps.runs.run import Run
@@ -114,7 +115,7 @@ def prepare(path: Path, *overrides: str) -> Run:
 
 def rows(run: Run, event: str) -> list[dict]:
     """What happened to a run: the rows with a time as `queued`, `began` or `ended`."""
-    return [row for row in run.attempts() if event in row]
+    return [row for row in read_rows(run.attempts_file) if event in row]
 
 
 def programs(run: Run, stage: str = "train") -> list[int]:

@@ -21,7 +21,7 @@ AXIS = GOLDEN / "axis.yaml"
 def finish_training(run: Run, held_out_loss: float) -> None:
     """Leave what a finished training leaves."""
     run.create()
-    run.began("train")
+    run.note_beginning("train")
     run.model.mkdir()
     run.metrics.write_text(f'{{"step": 1, "held_out_loss": {held_out_loss}}}\n')
 

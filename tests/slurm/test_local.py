@@ -28,6 +28,7 @@ from sweep_tools import (
 
 from sweeps import cli
 from sweeps.launch import local, snapshot, worker
+from sweeps.runs.events import EventKind
 from sweeps.runs.files import is_locked, locked
 from sweeps.runs.grid import SweepPlan, plan_sweep
 from sweeps.runs.processes import run_or_empty
@@ -90,9 +91,9 @@ def test_models_and_checkpoints_that_are_not_kept_are_gone(whole_chain):
 
 @pytest.mark.slow
 def test_nothing_is_done_twice(whole_chain):
-    before = [run.attempts() for run in whole_chain.runs]
+    before = [run.events() for run in whole_chain.runs]
     launch(whole_chain.folder, "--executor", "local")  # a sweep's folder names it, too
-    assert [run.attempts() for run in whole_chain.runs] == before
+    assert [run.events() for run in whole_chain.runs] == before
     assert "2 done" in command("status", whole_chain.folder).stdout
 
 
@@ -104,7 +105,7 @@ def test_a_trainer_killed_with_9_starts_again_and_after_its_launch_the_same_comm
     runs = runs_of(path)
     killed, other = runs
     process = start(path)
-    wait_for(lambda: all(run.step() >= 10 for run in runs))
+    wait_for(lambda: all(run.last_saved_step() >= 10 for run in runs))
     kill(programs(killed))
     wait_for(lambda: len(rows(killed, "began")) == 2)
     assert "2 running" in command("status", path).stdout
@@ -123,7 +124,7 @@ def test_a_last_step_in_the_future_is_no_time_ago(toy_file, hold):
     path = toy_file(grid={}, train=LONG)
     process = start(path)
     (run,) = runs_of(path)
-    wait_for(lambda: run.step() >= 10)
+    wait_for(lambda: run.last_saved_step() >= 10)
     os.utime(run.metrics, (4e9, 4e9))
     printed = command("status", path).stdout
     assert "1 running" in printed and "0:00:00 ago" in printed and " day" not in printed, printed
@@ -140,7 +141,7 @@ def test_ctrl_c_saves_and_leaves_no_traceback(toy_file, hold):
     printed = "".join(process.communicate(timeout=60))
     assert process.returncode == 130, printed
     assert "Traceback" not in printed and "stopped; the same command continues" in printed
-    assert first.step() > 0 and "2 stopped" in command("status", path).stdout
+    assert first.last_saved_step() > 0 and "2 stopped" in command("status", path).stdout
 
 
 @pytest.fixture
@@ -177,10 +178,10 @@ def test_nobody_else_trains_a_run_that_is_held(running, hold, monkeypatch, capsy
         patch.delenv("TOY_HOLD")  # if it trains all the same, it shall end
         assert cli.main(["train", str(run.path)]) == 2
     assert "another process is at this run" in capsys.readouterr().err
-    assert is_locked(run.lock)
+    assert is_locked(run.lock_file)
     hold.unlink()
     process.wait()
-    assert not is_locked(run.lock)
+    assert not is_locked(run.lock_file)
 
 
 @pytest.mark.parametrize(
@@ -221,10 +222,10 @@ def test_killed_again_and_again_without_progress_it_gives_up(toy_file, hold):
 def test_what_dies_with_its_supervisor_is_counted_too(toy_file):
     run = prepare(toy_file(grid={}))
     for _ in range(4):
-        run.began("train")
+        run.note_beginning("train")
     assert worker.work(run, lambda: False) is Outcome.FAILED
-    assert "4 attempts in a row" in run.attempts()[-1]["error"]
-    run.note("queued")  # by a launch: somebody asks for it again
+    assert "4 attempts in a row" in run.events()[-1].error
+    run.note(EventKind.LAUNCHED)  # by a launch: somebody asks for it again
     assert run.attempts_without_progress("train") == 0
 
 
@@ -232,11 +233,11 @@ def test_a_training_that_went_well_is_no_idle_attempt_at_scoring(toy_file, tiny)
     """A run without checkpoints has made no progress that can be seen when it is trained."""
     score = {"tasks": [{"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 1}], "base": False}
     run = prepare(toy_file(grid={}, score=score, max_idle_restarts=0))
-    run.began("train")
-    run.note("ended", exit=0)
+    run.note_beginning("train")
+    run.note(EventKind.ENDED, exit=0)
     run.model.mkdir()
     assert worker.work(run, lambda: True) is Outcome.STOPPED  # and is not given up
-    run.began("score")
+    run.note_beginning("score")
     assert run.attempts_without_progress("score") == 1
     assert worker.work(run, lambda: True) is Outcome.FAILED
 
@@ -374,6 +375,27 @@ def test_a_snapshot_does_not_depend_on_where_it_is_made(tmp_path, monkeypatch):
     assert len(digests) == 1
 
 
+def test_asking_for_a_lock_of_this_process_leaves_it_held(tmp_path):
+    path = tmp_path / "lock"
+    look = (
+        "from pathlib import Path; from sweeps.runs.files import is_locked; "
+        f"print(is_locked(Path({str(path)!r})))"
+    )
+    with locked(path, 0, "busy"):
+        assert is_locked(path)
+        seen = subprocess.run(
+            [sys.executable, "-c", look], capture_output=True, text=True, check=True
+        )
+        assert seen.stdout == "True\n"
+    assert not is_locked(path)
+
+
+def test_a_backend_that_was_written_for_run_stop_still_stops(tmp_path):
+    run = Run(tmp_path)
+    with pytest.warns(FutureWarning, match="run.stop is called run.stop_file"):
+        assert run.stop == run.stop_file
+
+
 def test_a_diff_need_not_be_utf_8():
     assert run_or_empty("printf", r"caf\351") == "caf\udce9"
 
@@ -457,7 +479,7 @@ def test_no_rank_outlives_a_launch_and_a_killed_one_starts_all_again(toy_file, h
     path = toy_file(grid={}, train=LONG, world={"processes_per_node": 2})
     (run,) = runs_of(path)
     process = start(path)
-    wait_for(lambda: run.step() >= 10)
+    wait_for(lambda: run.last_saved_step() >= 10)
     assert len(programs(run)) == 3  # torchrun and its ranks
     kill(programs(run)[-1:])
     wait_for(lambda: len(rows(run, "began")) == 2 and len(programs(run)) == 3)

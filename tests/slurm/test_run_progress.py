@@ -27,7 +27,7 @@ def run(tmp_path):
 def test_the_last_saved_step(run, names, step):
     for name in names:
         (run.checkpoints / name).mkdir()
-    assert run.step() == step
+    assert run.last_saved_step() == step
 
 
 def test_an_epochs_checkpoint_is_progress(run):

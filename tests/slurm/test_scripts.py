@@ -17,7 +17,7 @@ from sweeps.launch.sbatch import Job, JobKind
 from sweeps.runs import slurm_queue
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.schema import Cluster, load_cluster
-from sweeps.runs.slurm_queue import QueuedJob
+from sweeps.runs.slurm_queue import LiveJob
 
 GOLDEN = Path(__file__).with_name("golden")
 CASES = {
@@ -101,11 +101,11 @@ def test_runs_of_several_processes_are_scored_apart(three_seeds):
 def test_what_is_queued_is_not_submitted_again(three_seeds):
     plan = plan_sweep(three_seeds, [])
     train, score, collect = slurm.design(plan, [])
-    busy = [QueuedJob(f"9_{n}", "PENDING", "", name) for n, name in enumerate(train.runs)]
+    busy = [LiveJob(f"9_{n}", "PENDING", "", name) for n, name in enumerate(train.runs)]
     assert slurm.design(plan, busy) == [score, collect]
-    busy += [QueuedJob(f"8_{n}", "PENDING", "", name) for n, name in enumerate(score.runs)]
+    busy += [LiveJob(f"8_{n}", "PENDING", "", name) for n, name in enumerate(score.runs)]
     assert slurm.design(plan, busy) == [collect]
-    busy.append(QueuedJob("10", "PENDING", "", None))
+    busy.append(LiveJob("10", "PENDING", "", None))
     assert slurm.design(plan, busy) == []
 
 
@@ -211,7 +211,7 @@ def test_what_another_user_of_the_folder_has_queued_is_queued(tmp_path, monkeypa
     squeue.write_text(f"#!/bin/sh\ncase $* in *--user=*{owner}*) echo '{line}'; esac\n")
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert slurm_queue.queued_jobs(tmp_path) == [QueuedJob("9_0", "R", "None", "one", "abc123")]
+    assert slurm_queue.live_jobs(tmp_path) == [LiveJob("9_0", "R", "None", "one", "abc123")]
 
 
 def run_setup(code: Path, before: str = "", after: str = "", **keys) -> subprocess.CompletedProcess:

@@ -42,17 +42,17 @@ def submit(path: Path, *overrides: str) -> str:
     return launch(path, "--executor", "slurm", *overrides)
 
 
-def element(path: Path, number: int = 0) -> slurm_queue.QueuedJob:
+def element(path: Path, number: int = 0) -> slurm_queue.LiveJob:
     """The queued or running element of a sweep's run."""
     run = runs_of(path)[number]
-    jobs = slurm_queue.queued_jobs(run.path.parent)
+    jobs = slurm_queue.live_jobs(run.path.parent)
     return next(job for job in jobs if job.run == run.name)
 
 
 def under_way(path: Path, number: int = 0) -> Run:
     """A run once it has saved something in its job."""
     run = runs_of(path)[number]
-    wait_for(lambda: run.step() >= 5)
+    wait_for(lambda: run.last_saved_step() >= 5)
     return run
 
 
@@ -92,8 +92,8 @@ def test_a_preemption_with_grace_is_no_scancel(cluster, profile, toy_file, tmp_p
     urgent = ["sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null"]
     subprocess.run([*urgent, "--wrap=srun sleep 3"], check=True)
     wait_for(lambda: rows(run, "ended"))
-    assert rows(run, "ended")[-1]["stopped"] and run.step() > 0
-    again = f"saved at step {run.step()}; Slurm starts it again shortly"
+    assert rows(run, "ended")[-1]["stopped"] and run.last_saved_step() > 0
+    again = f"saved at step {run.last_saved_step()}; Slurm starts it again shortly"
     wait_for(lambda: again in command("status", path).stdout)
     wait_for(empty)
     assert run.done, logs(tmp_path)
@@ -112,7 +112,7 @@ def test_scancel_saves_and_a_launch_goes_on(cluster, profile, toy_file, tmp_path
     assert re.search(r"step \d+/200  loss .* ago", shown), shown
     assert re.match(r"cancelled: \d+, \d+\n", command("cancel", path).stdout)
     wait_for(empty)
-    assert not run.done and run.step() > 0, logs(tmp_path)
+    assert not run.done and run.last_saved_step() > 0, logs(tmp_path)
     shown = command("status", path).stdout
     assert "1 stopped" in shown and "To go on: " in shown, shown
     submit(path)
@@ -221,6 +221,22 @@ def test_a_wrong_profile_is_named_by_status_and_mended_by_a_launch(
     submit(path)
     wait_for(empty)
     assert all(run.done for run in runs_of(path)), logs(tmp_path)
+
+
+def test_a_wrong_profile_is_told_by_the_training_though_slurm_cancels_its_scoring(
+    cluster, profile, toy_file, tiny, tmp_path
+):
+    """Of runs of several processes, which are scored by an array that waits for the first."""
+    path = toy_file(
+        grid={},
+        world={"processes_per_node": 2},
+        score={"tasks": [{"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 1}], "base": False},
+        cluster=profile(setup=["module load python/3.11"]),
+    )
+    submit(path)
+    wait_for(empty)
+    shown = command("status", path).stdout
+    assert "1 dead" in shown and "module: command not found" in shown, shown
 
 
 @pytest.fixture

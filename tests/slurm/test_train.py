@@ -212,20 +212,20 @@ def test_a_run_that_is_interrupted_ends_bit_for_bit(sweep_file, tmp_path, monkey
     fit.fit(calm)
 
     assert interrupt(run, signal.SIGTERM, at=7) == 75, logs(run.path)
-    assert run.step() == 7
+    assert run.last_saved_step() == 7
     assert not run.model.exists()
 
     assert interrupt(run, signal.SIGKILL, at=15) == -9, logs(run.path)
-    assert run.step() == 10
+    assert run.last_saved_step() == 10
 
     end_of_epoch = 16
-    updates_to_go = end_of_epoch - run.step()
+    updates_to_go = end_of_epoch - run.last_saved_step()
     answers = iter([False] * (updates_to_go - 1) + [True])
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as leaving:
         patch.setattr(StopSignal, "on_any_rank", lambda self: next(answers))
         fit.fit(run)
     assert leaving.value.code == 75
-    assert run.step() == end_of_epoch
+    assert run.last_saved_step() == end_of_epoch
 
     def torn(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -233,7 +233,7 @@ def test_a_run_that_is_interrupted_ends_bit_for_bit(sweep_file, tmp_path, monkey
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(hf_trainer, "publish_checkpoint", torn)
         fit.fit(run)
-    assert run.step() == end_of_epoch  # Nothing is lost, and nothing is half.
+    assert run.last_saved_step() == end_of_epoch  # Nothing is lost, and nothing is half.
 
     fit.fit(run)
     assert equal(run, calm)
@@ -391,11 +391,11 @@ def test_adapters_resume(sweep_file, tmp_path):
     path = sweep_file(grid={}, train=LORA)
     calm = finished_run(path)
     run = prepare(path, f"output_root={tmp_path}/stopped")
-    run.stop.touch()
+    run.stop_file.touch()
     with pytest.raises(SystemExit):
         fit.fit(run)
-    assert run.step() == 1
-    run.stop.unlink()
+    assert run.last_saved_step() == 1
+    run.stop_file.unlink()
     fit.fit(run)
     assert equal(run, calm)
     assert logged(run) == logged(calm)

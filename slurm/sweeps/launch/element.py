@@ -47,7 +47,7 @@ class Element(Checkpointable):
             # Slurm itself ends this job if the controller does not come back in time.
             while not requeue():
                 time.sleep(REQUEUE_PAUSE)
-            reached = "what is scored" if run.trained else f"at step {run.step()}"
+            reached = "what is scored" if run.trained else f"at step {run.last_saved_step()}"
             print(f"{run.name}: saved {reached}; Slurm starts it again", flush=True)
         sys.exit(outcome.value)  # without words: what is to be said stands in the log already
 
@@ -66,9 +66,9 @@ def requeue() -> bool:
 
 def assigned_run() -> Run:
     """The run whose name is this element's line in the `names` of its job."""
-    place = element_folder()
-    names = (place / "names").read_text().splitlines()
-    sweep_folder = place.parents[1]
+    job_folder = element_folder()
+    names = (job_folder / "names").read_text().splitlines()
+    sweep_folder = job_folder.parents[1]
     return Run(sweep_folder / names[element_index()])
 
 

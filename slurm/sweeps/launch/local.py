@@ -19,6 +19,7 @@ from calibeval.io import InputError, counted
 from sweeps.launch import worker
 from sweeps.launch.snapshot import snapshot
 from sweeps.runs import slurm_queue, stages
+from sweeps.runs.events import EventKind
 from sweeps.runs.files import locked
 from sweeps.runs.grid import SweepPlan
 from sweeps.runs.processes import cli_command, visible_gpus
@@ -58,7 +59,7 @@ class LaunchEnd:
 
 def launch_here(plan: SweepPlan) -> LaunchEnd:
     """Train and score what is not done yet."""
-    if shutil.which("squeue") and slurm_queue.queued_jobs(plan.folder):
+    if shutil.which("squeue") and slurm_queue.live_jobs(plan.folder):
         raise InputError(f"{plan.folder}: is queued on Slurm; {cli_command('cancel', plan.folder)}")
     plan.folder.mkdir(parents=True, exist_ok=True)
     busy_message = f"{plan.folder}: another launch is at it; Ctrl-C there ends it"
@@ -68,7 +69,7 @@ def launch_here(plan: SweepPlan) -> LaunchEnd:
         code_folder = snapshot(plan.folder)
         todo = [run for run in plan.baselines_and_runs if stages.next_stage(run)]
         for run in todo:
-            run.note("queued", code=code_folder.name)
+            run.note(EventKind.LAUNCHED, code=code_folder.name)
         pool = WorkerPool(gpu_sets, code_folder)
         pool.work_on(todo, title=plan.sweep.name)
     return LaunchEnd(pool.stop_signal, pool.unfinished)
@@ -142,6 +143,6 @@ class WorkerPool:
         if outcome is not Outcome.DONE:
             self.unfinished.append(run.name)
         if outcome is Outcome.FAILED:
-            error = run.attempts()[-1].get("error")
+            error = run.events()[-1].error
             line += f": {error} (log: {run.path.absolute()}/*.log)"
         return line

@@ -1,4 +1,9 @@
-"""What sbatch is handed: a function of sweep, profile and places alone, which needs no Slurm."""
+"""What sbatch is handed: the text of its script, a function of sweep, profile and folders alone.
+
+It needs no Slurm; `launch.slurm` submits. Options go where submitit takes them: those that
+`SlurmExecutor.update_parameters` has go into `parameters`, all others into
+`_additional_parameters`.
+"""
 
 import os
 import re
@@ -40,6 +45,7 @@ class Job:
     A job that trains or scores is an array with an element for each run. With `after_training`,
     each element waits for the same element of the array that was submitted just before. With
     `behind`, the whole array waits for the end of the one that was submitted so many jobs before.
+    Both count on the order of `slurm.design`, in which jobs are submitted.
     """
 
     kind: JobKind
@@ -60,17 +66,17 @@ def exported(sweep: Sweep, cluster: Cluster) -> list[str]:
     return [*EXPORTED, *environment_variables(sweep.backend), *cluster.pass_environment]
 
 
-def job_name(sweep: Sweep, job: Job, place: Path) -> str:
+def job_name(sweep: Sweep, job: Job, job_folder: Path) -> str:
     """The name by which squeue tells which job of which sweep this is."""
-    return f"{sweep.name}.{job.kind.value}.{place.name}"
+    return f"{sweep.name}.{job.kind.value}.{job_folder.name}"
 
 
 def parameters(
-    sweep: Sweep, cluster: Cluster, job: Job, place: Path, earlier: list[str]
+    sweep: Sweep, cluster: Cluster, job: Job, job_folder: Path, earlier: list[str]
 ) -> dict[str, Any]:
-    """The job's parameters, under submitit's names; those without a value are left out.
+    """The job's parameters, under submitit's names, as far as they have a value.
 
-    `place` is the job's folder, `earlier` the ids of the jobs submitted before it.
+    `job_folder` is the job's folder, `earlier` are the ids of the jobs submitted before it.
     """
     memory = cluster.memory_per_node
     if job.kind is JobKind.TRAIN:
@@ -79,18 +85,19 @@ def parameters(
     elif job.kind is JobKind.SCORE:
         processes = 1
         time = cluster.score_time
-    else:  # collecting reads files on one CPU
-        processes = 0
+    else:
+        processes = 0  # it reads files, on one CPU and no GPU
         time = cluster.score_time
+        # A profile that asks for no memory may be of a cluster whose sbatch refuses --mem.
         if memory is not None:
             memory = COLLECT_MEMORY
     cpus = max(1, cluster.cpus_per_process * processes)
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "account": cluster.account,
         "partition": cluster.partition,
         "qos": cluster.qos,
         "constraint": cluster.constraint,
-        "job_name": job_name(sweep, job, place),
+        "job_name": job_name(sweep, job, job_folder),
         "time": time,
         "nodes": 1,
         "ntasks_per_node": 1,
@@ -103,12 +110,13 @@ def parameters(
     }
     if job.kind is not JobKind.COLLECT:
         # Since Slurm 22.05, srun does not take the number of CPUs from its job.
-        found["srun_args"] = [f"--cpus-per-task={cpus}"]
-        found["map_count"] = len(job.runs)
-        found["array_parallelism"] = sweep.throttle or ENDLESS
-    given = {key: value for key, value in found.items() if value is not None}
-    given["wckey"] = None  # without it, submitit gives one of its own
-    return given
+        values["srun_args"] = [f"--cpus-per-task={cpus}"]
+        values["map_count"] = len(job.runs)
+        values["array_parallelism"] = sweep.throttle or ENDLESS
+    parameters_with_value = {key: value for key, value in values.items() if value is not None}
+    # submitit has a wckey of its own for whoever gives none; None is how to have none.
+    parameters_with_value["wckey"] = None
+    return parameters_with_value
 
 
 def _gpus(cluster: Cluster, processes: int) -> str | int | None:
@@ -127,12 +135,13 @@ def _additional_parameters(
     """The options of sbatch that submitit has no parameter for."""
     # The list replaces sbatch's default, ALL: the submitting shell's tokens must not travel.
     options: dict[str, Any] = {"export": ",".join(exported(sweep, cluster)), "requeue": True}
-    for option in cluster.extra:
+    for option in cluster.extra:  # the profile's own may say more than its keys, and win
         key, _, value = option.removeprefix("--").partition("=")
         options[key] = value or True
     dependencies = []
     if job.after_training:
-        dependencies.append(f"aftercorr:{earlier[-1]}")
+        array_that_trains = earlier[-1]
+        dependencies.append(f"aftercorr:{array_that_trains}")
         # An element whose training failed must not wait for ever.
         options["kill-on-invalid-dep"] = "yes"
     if job.behind:
@@ -145,26 +154,34 @@ def _additional_parameters(
 
 
 def script(
-    sweep: Sweep, cluster: Cluster, job: Job, place: Path, code: Path, earlier: list[str]
+    sweep: Sweep,
+    cluster: Cluster,
+    job: Job,
+    job_folder: Path,
+    code_folder: Path,
+    earlier: list[str],
 ) -> str:
-    """The script of a job whose folder is `place`, and which runs the packages in `code`.
+    """The script of a job.
 
-    `earlier` are the ids of the jobs submitted before it, for which it may wait.
+    Its files are in `job_folder`, and it runs the packages in `code_folder`. `earlier` are the ids
+    of the jobs submitted before it, for which it may wait.
     """
     python = cluster.python
     if python == "auto":
         python = shlex.quote(sys.executable)
-    lines = setup(cluster, code)
+    lines = setup(cluster, code_folder)
     if job.kind is JobKind.COLLECT:
-        sweep_folder = place.parents[1]
+        sweep_folder = job_folder.parents[1]
         command = f"{python} -m sweeps collect {shlex.quote(str(sweep_folder))}"
     else:
-        lines += copy_pickle_lines(place)
-        command = element_command(python, place)
-    return script_text(command, place, lines, parameters(sweep, cluster, job, place, earlier))
+        lines += copy_pickle_lines(job_folder)
+        command = element_command(python, job_folder)
+    return script_text(
+        command, job_folder, lines, parameters(sweep, cluster, job, job_folder, earlier)
+    )
 
 
-def setup(cluster: Cluster, code: Path) -> list[str]:
+def setup(cluster: Cluster, code_folder: Path) -> list[str]:
     """The shell lines of a job before its command."""
     lines = [
         "unset SLURM_EXPORT_ENV  # srun hands on what this job has, which is the list above",
@@ -182,7 +199,7 @@ def setup(cluster: Cluster, code: Path) -> list[str]:
         lines.append("set -e")
         lines.extend(cluster.setup)
         lines.append("set +e")
-    lines.append(f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}")
+    lines.append(f"export PYTHONPATH={shlex.quote(str(code_folder))}${{PYTHONPATH:+:$PYTHONPATH}}")
     if cluster.secrets_file:
         lines.append(f"set -ae; . {_quoted(cluster.secrets_file)}; set +ae")
     lines.append("set -u")  # only now: module files and setup lines rarely stand it

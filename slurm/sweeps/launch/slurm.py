@@ -7,9 +7,9 @@ Each call of sbatch has a folder of its own, `<sweep>/jobs/<tag>/`:
     names         the runs of its elements, line by line
     profile.yaml  the cluster profile
     script.sh     what sbatch was handed
-    element.pkl   what each element calls; see launch/element.py
+    element.pkl   of an array: what each element calls; see launch/element.py
     id            the id of the job, once sbatch has answered
-    *_log.out     what the elements printed
+    *_log.out     what the elements, or the job that collects, printed
 
 The name of a job ends in its tag, so squeue alone tells what is queued, also of a launch that was
 killed or whose sbatch timed out: the script finds all that it needs in the folder.
@@ -32,14 +32,15 @@ from sweeps.launch.element import Element
 from sweeps.launch.sbatch import Job, JobKind, exported, job_name, parameters, script
 from sweeps.launch.snapshot import snapshot
 from sweeps.launch.submitit_adapter import write_pickle
+from sweeps.runs.events import EventKind
 from sweeps.runs.files import is_locked, last_error, locked
 from sweeps.runs.grid import SweepPlan
-from sweeps.runs.processes import run_checked, run_or_empty
+from sweeps.runs.processes import cli_command, run_checked, run_or_empty
 from sweeps.runs.run import Run
 from sweeps.runs.schema import Cluster, Sweep, load_cluster
-from sweeps.runs.slurm_queue import QueuedJob, largest_array, queued_jobs
+from sweeps.runs.slurm_queue import LiveJob, largest_array, live_jobs
 from sweeps.runs.stages import SCORE, STAGES, TRAIN, next_stage
-from sweeps.runs.yaml_io import cli_command, dump_yaml, read_yaml
+from sweeps.runs.yaml_io import dump_yaml, read_yaml
 
 SUBMIT_PATIENCE = 300  # seconds to wait for another launch that is submitting
 STOP_PATIENCE = 120  # seconds to wait for runs that were cancelled, and still save
@@ -54,9 +55,9 @@ class Submission:
     """What a launch has queued, and what else there is to say of its runs."""
 
     jobs: dict[str, Job] = field(default_factory=dict)  # the new jobs, by their ids
-    queued: list[QueuedJob] = field(default_factory=list)  # runs of earlier launches
-    stopping: list[QueuedJob] = field(default_factory=list)  # runs left out: they still save
-    outdated: list[QueuedJob] = field(default_factory=list)  # those pending with another profile
+    queued: list[LiveJob] = field(default_factory=list)  # runs of earlier launches
+    stopping: list[LiveJob] = field(default_factory=list)  # runs left out: they still save
+    outdated: list[LiveJob] = field(default_factory=list)  # those pending with another profile
     differences: list[str] = field(default_factory=list)  # of that profile: `key: value, now value`
     collect_refusal: str = ""  # why sbatch did not take the job that makes the tables
 
@@ -98,11 +99,12 @@ class Submission:
         ]
 
 
-def design(plan: SweepPlan, busy: list[QueuedJob], array_limit: int | None = None) -> list[Job]:
-    """The jobs that are missing, in the order of submission; none if all is done or queued.
+def design(plan: SweepPlan, busy: list[LiveJob], array_limit: int | None = None) -> list[Job]:
+    """The jobs to submit, in the order of submission; none if all is done or queued.
 
-    A run of one process trains and scores in one element. Of a run of several processes, scoring
-    has an array of its own with one process's share, whose elements wait for those that train.
+    `busy` are the jobs that are queued or running. A run of one process trains and scores in one
+    element. Of a run of several processes, scoring has an array of its own, whose elements have the
+    CPUs and GPUs of one process and all the memory, and wait for those that train.
     No array has more elements than `array_limit`.
     """
     queued_runs = {job.run for job in busy if job.run is not None}
@@ -158,9 +160,9 @@ def planned_jobs(plan: SweepPlan) -> str:
     cluster = load_cluster(plan.sweep.cluster)
     lines = []
     for number, job in enumerate(design(plan, [], largest_array())):
-        place = plan.folder / "jobs" / f"TAG{number}"
+        job_folder = plan.folder / "jobs" / f"TAG{number}"
         earlier = [f"JOB{other}" for other in range(number)]
-        asked = parameters(plan.sweep, cluster, job, place, earlier)
+        asked = parameters(plan.sweep, cluster, job, job_folder, earlier)
         options = []
         for name in ("time", "cpus_per_task", "gpus_per_node", "mem"):
             if name in asked:
@@ -173,13 +175,13 @@ def planned_scripts(plan: SweepPlan) -> str:
     """What would be handed to sbatch if nothing were queued, in order; needs no Slurm."""
     cluster = load_cluster(plan.sweep.cluster)
     folder = plan.folder.absolute()
-    code = folder / "code" / "HASH"
+    code_folder = folder / "code" / "HASH"
     text = ""
     earlier: list[str] = []
     for number, job in enumerate(design(plan, [], largest_array())):
-        place = folder / "jobs" / f"TAG{number}"
+        job_folder = folder / "jobs" / f"TAG{number}"
         text += f"### {_title(job, number)}\n"
-        text += script(plan.sweep, cluster, job, place, code, earlier)
+        text += script(plan.sweep, cluster, job, job_folder, code_folder, earlier)
         earlier.append(f"JOB{number}")
     return text
 
@@ -231,19 +233,19 @@ def submit(plan: SweepPlan) -> Submission:
     return submission
 
 
-def _of_plan(plan: SweepPlan, busy: list[QueuedJob]) -> list[QueuedJob]:
+def _of_plan(plan: SweepPlan, busy: list[LiveJob]) -> list[LiveJob]:
     """Those of the queued jobs that work on runs which this launch asks for."""
     names = {run.name for run in plan.baselines_and_runs}
     return [job for job in busy if job.run in names]
 
 
-def _settled_queue(plan: SweepPlan) -> list[QueuedJob]:
+def _settled_queue(plan: SweepPlan) -> list[LiveJob]:
     """The folder's queued jobs, once this launch's runs that are leaving have left.
 
     After a scancel they save, and could not be queued again. The wait is bounded.
     """
     end = time.monotonic() + STOP_PATIENCE
-    busy = queued_jobs(plan.folder)
+    busy = live_jobs(plan.folder)
     stopping = [job for job in _of_plan(plan, busy) if job.stopping]
     if stopping:
         runs = counted(len(stopping), "run")
@@ -251,12 +253,12 @@ def _settled_queue(plan: SweepPlan) -> list[QueuedJob]:
         print(message, file=sys.stderr, flush=True)
     while stopping and time.monotonic() < end:
         time.sleep(STOP_PAUSE)
-        busy = queued_jobs(plan.folder)
+        busy = live_jobs(plan.folder)
         stopping = [job for job in _of_plan(plan, busy) if job.stopping]
     return busy
 
 
-def _note_ids(jobs_folder: Path, busy: list[QueuedJob]) -> None:
+def _note_ids(jobs_folder: Path, busy: list[LiveJob]) -> None:
     """Write the `id` of queued jobs whose launch did not live to write it."""
     for job in busy:
         file = jobs_folder / job.tag / "id"
@@ -289,19 +291,21 @@ def _profile_differences(file: Path, cluster: Cluster) -> list[str]:
 
 
 def _submit_jobs(
-    plan: SweepPlan, cluster: Cluster, jobs: list[Job], busy: list[QueuedJob], made: Submission
+    plan: SweepPlan, cluster: Cluster, jobs: list[Job], busy: list[LiveJob], made: Submission
 ) -> None:
     """Hand jobs to sbatch, and note each in `made`; an array that is refused takes all back."""
-    code = snapshot(plan.folder)
+    code_folder = snapshot(plan.folder)
     # The collect job waits for those that an earlier launch has queued, too.
     queued_before = sorted({_array(job) for job in busy if job.run is not None})
     for job in jobs:
-        place = _new_place(plan.folder / "jobs")
-        _write_job(plan.sweep, cluster, job, place, code, [*queued_before, *made.jobs])
+        job_folder = _new_job_folder(plan.folder / "jobs")
+        _write_job(plan.sweep, cluster, job, job_folder, code_folder, [*queued_before, *made.jobs])
         for name in job.runs:
-            Run(plan.folder / name).note("queued", job=place.name, code=code.name)
+            Run(plan.folder / name).note(
+                EventKind.LAUNCHED, tag=job_folder.name, code=code_folder.name
+            )
         try:
-            job_id = sbatch(plan.sweep, cluster, job, place)
+            job_id = call_sbatch(plan.sweep, cluster, job, job_folder)
         except InputError as error:
             if job.kind is JobKind.COLLECT:
                 made.collect_refusal = str(error)
@@ -310,39 +314,53 @@ def _submit_jobs(
                 run_checked("scancel", *made.jobs)
             taken_back = [name for other in (*made.jobs.values(), job) for name in other.runs]
             for name in dict.fromkeys(taken_back):
-                Run(plan.folder / name).note("ended", refused=str(error))
+                Run(plan.folder / name).note(EventKind.ENDED, refused=str(error))
             profile = plan.sweep.cluster or "no --cluster"
             raise InputError(f"{profile}: {error}") from error
-        write_text(place / "id", f"{job_id}\n")
+        write_text(job_folder / "id", f"{job_id}\n")
         made.jobs[job_id] = job
 
 
-def _array(job: QueuedJob) -> str:
+def _array(job: LiveJob) -> str:
     """The id of the array that an element belongs to."""
     return job.id.partition("_")[0]
 
 
-def _new_place(jobs_folder: Path) -> Path:
+def _new_job_folder(jobs_folder: Path) -> Path:
     """A new folder for a job, named by a tag that no other job of the sweep has."""
-    place = (jobs_folder / secrets.token_hex(3)).absolute()
-    place.mkdir()
-    return place
+    job_folder = (jobs_folder / secrets.token_hex(3)).absolute()
+    job_folder.mkdir()
+    return job_folder
 
 
 def _write_job(
-    sweep: Sweep, cluster: Cluster, job: Job, place: Path, code: Path, earlier: list[str]
+    sweep: Sweep,
+    cluster: Cluster,
+    job: Job,
+    job_folder: Path,
+    code_folder: Path,
+    earlier: list[str],
 ) -> None:
     """Write all that a job needs into its folder, before sbatch is called."""
-    write_text(place / "names", "".join(f"{name}\n" for name in job.runs))
-    write_text(place / "profile.yaml", dump_yaml(cluster.model_dump(mode="json")))
-    write_text(place / "script.sh", script(sweep, cluster, job, place, code, earlier))
-    stages: tuple[str, ...] = (job.kind.value,)
-    if job.kind is JobKind.TRAIN and sweep.world.single_process:
-        stages = STAGES
-    write_pickle(Element(stages), place)
+    write_text(job_folder / "names", "".join(f"{name}\n" for name in job.runs))
+    write_text(job_folder / "profile.yaml", dump_yaml(cluster.model_dump(mode="json")))
+    write_text(
+        job_folder / "script.sh", script(sweep, cluster, job, job_folder, code_folder, earlier)
+    )
+    if job.kind is not JobKind.COLLECT:
+        write_pickle(Element(_stages(job, sweep)), job_folder)
 
 
-def sbatch(sweep: Sweep, cluster: Cluster, job: Job, place: Path) -> str:
+def _stages(job: Job, sweep: Sweep) -> tuple[str, ...]:
+    """The stages through which an element of an array brings its run."""
+    if job.kind is JobKind.SCORE:
+        return (SCORE,)
+    if sweep.world.single_process:
+        return STAGES
+    return (TRAIN,)
+
+
+def call_sbatch(sweep: Sweep, cluster: Cluster, job: Job, job_folder: Path) -> str:
     """Hand a job's script to sbatch; returns the job's id. Raises InputError with its refusal.
 
     What sbatch says is shown as it says it: while Slurm's queue is full it tries again for minutes.
@@ -350,9 +368,9 @@ def sbatch(sweep: Sweep, cluster: Cluster, job: Job, place: Path) -> str:
     # SBATCH_ACCOUNT and the like, of the shell, would override the profile.
     seen = {name: os.environ[name] for name in exported(sweep, cluster) if name in os.environ}
     # The name is given here once more: a profile's `extra` may hold another one.
-    words = ["sbatch", "--parsable", f"--job-name={job_name(sweep, job, place)}"]
+    words = ["sbatch", "--parsable", f"--job-name={job_name(sweep, job, job_folder)}"]
     with (
-        open(place / "script.sh") as text,
+        open(job_folder / "script.sh") as text,
         subprocess.Popen(
             words, stdin=text, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=seen
         ) as process,
@@ -449,7 +467,7 @@ def _choices(key: str, found: str | None, *command: str) -> str:
 
 def cancel(folder: Path) -> list[str]:
     """scancel every job of a sweep's folder; running trainers save first. Returns the job ids."""
-    ids = sorted({_array(job) for job in queued_jobs(folder)})
+    ids = sorted({_array(job) for job in live_jobs(folder)})
     if ids:
         run_checked("scancel", *ids)
     return ids

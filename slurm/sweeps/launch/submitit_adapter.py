@@ -66,39 +66,41 @@ ENDLESS = 1_000_000  # stands for no limit where submitit wants a number
 PICKLE = "element.pkl"
 
 
-def script_text(command: str, place: Path, setup: list[str], parameters: Mapping[str, Any]) -> str:
+def script_text(
+    command: str, job_folder: Path, setup: list[str], parameters: Mapping[str, Any]
+) -> str:
     """The script for sbatch of a job that runs `command` after the lines of `setup`.
 
-    `place` is the folder of its logs. `parameters` are those of
+    `job_folder` is the folder of its logs. `parameters` are those of
     `SlurmExecutor.update_parameters`, and `map_count`, the number of an array's elements.
     """
-    text: str = _make_sbatch_string(command, place, setup=setup, **parameters)
+    text: str = _make_sbatch_string(command, job_folder, setup=setup, **parameters)
     return text
 
 
-def element_command(python: str, place: Path) -> str:
-    """The shell command of an array's element, which calls what was pickled in `place`."""
-    return f"{python} -u -m submitit.core._submit {shlex.quote(str(place))}"
+def element_command(python: str, job_folder: Path) -> str:
+    """The shell command of an array's element, which calls what was pickled in `job_folder`."""
+    return f"{python} -u -m submitit.core._submit {shlex.quote(str(job_folder))}"
 
 
-def copy_pickle_lines(place: Path) -> list[str]:
+def copy_pickle_lines(job_folder: Path) -> list[str]:
     """Shell lines that put the pickle where the element's command looks for it.
 
     They run at every start of an element, and remove what a kill during a requeue left half
     written: submitit would refuse to write it again.
     """
-    folder = shlex.quote(str(place))
+    folder = shlex.quote(str(job_folder))
     return [
         f"mine={folder}/${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}_submitted.pkl",
         f'cp {folder}/{PICKLE} "$mine"; rm -f "$mine.save_tmp"',
     ]
 
 
-def write_pickle(element: Callable[[], None], place: Path) -> None:
+def write_pickle(element: Callable[[], None], job_folder: Path) -> None:
     """Pickle what every element of an array calls; it may be requeued without end."""
     submission = DelayedSubmission(element)
     submission.set_timeout(timeout_min=ENDLESS, max_num_timeout=ENDLESS)
-    submission.dump(place / PICKLE)
+    submission.dump(job_folder / PICKLE)
 
 
 def element_folder() -> Path:

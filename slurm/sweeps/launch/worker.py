@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from sweeps.runs.events import EventKind
 from sweeps.runs.files import last_error, tail
 from sweeps.runs.processes import end_with_parent
 from sweeps.runs.run import Run
@@ -63,24 +64,27 @@ def work(
         if count > run.config().max_idle_restarts:
             return _give_up(run, count)
         if asked_to_stop():
-            run.note("ended", stopped=True)
+            run.note(EventKind.ENDED, stopped=True)
             return Outcome.STOPPED
-        run.stop.unlink(missing_ok=True)
-        run.began(stage)
+        run.stop_file.unlink(missing_ok=True)
+        run.note_beginning(stage)
         end = _execute(run, stage, asked_to_stop, environment)
         exit_code = end.first_rank_exit_code
         stage_before = stage
         stage = next_stage(run)
         if stage != stage_before:  # it did what it was for, whatever its exit code
-            run.note("ended", exit=exit_code)
+            run.note(EventKind.ENDED, exit=exit_code)
         elif asked_to_stop() or exit_code == Outcome.STOPPED.value:
-            run.note("ended", exit=exit_code, stopped=True)
+            run.note(EventKind.ENDED, exit=exit_code, stopped=True)
             return Outcome.STOPPED
         elif exit_code < 0 or exit_code in KILLED_BELOW:  # the same stage is tried again
-            run.note("ended", exit=exit_code, killed=True)
-            print(f"{run.name}: {stage}: killed (exit {exit_code}), step {run.step()}", flush=True)
+            run.note(EventKind.ENDED, exit=exit_code, killed=True)
+            print(
+                f"{run.name}: {stage}: killed (exit {exit_code}), step {run.last_saved_step()}",
+                flush=True,
+            )
         else:
-            run.note("ended", exit=exit_code, error=_reason(run, exit_code, end.lines))
+            run.note(EventKind.ENDED, exit=exit_code, error=_reason(run, exit_code, end.lines))
             return Outcome.FAILED
     if stage is None:
         _finish(run)
@@ -99,10 +103,10 @@ def _finish(run: Run) -> None:
 def _give_up(run: Run, count: int) -> Outcome:
     """Note why a run is not tried again."""
     error = f"{count} attempts in a row brought it no further"
-    exit_codes = [row["exit"] for row in run.attempts() if "exit" in row]
+    exit_codes = [event.details["exit"] for event in run.events() if "exit" in event.details]
     if exit_codes and exit_codes[-1] in (-signal.SIGKILL, 128 + signal.SIGKILL):
         error += ": out of memory, perhaps: raise memory_per_node or lower the batch"
-    run.note("ended", error=error)
+    run.note(EventKind.ENDED, error=error)
     return Outcome.FAILED
 
 
@@ -137,7 +141,7 @@ def _execute(
         if asked_to_stop() and not was_asked:
             was_asked = True
             # A trainer that finds this file saves and leaves; it does not go on to score.
-            run.stop.touch()
+            run.stop_file.touch()
             is_scoring = run.trained
             if is_scoring:  # which looks for no file, and keeps what it has when killed
                 os.killpg(program.pid, signal.SIGTERM)

@@ -27,9 +27,9 @@ def settings(run: Run) -> dict[str, Any]:
     """
     config = run.config()
     values = {"backend": config.backend, **config.world.model_dump(), **config.train_values()}
-    for row in run.attempts():
-        if row.get("stage") == TRAIN:
-            hashes_by_path = row.get("files", {})
+    for event in run.events():
+        if event.stage == TRAIN:
+            hashes_by_path = event.details.get("files", {})
             values.update(hashes_by_path)
     for key, value in values.items():
         if not isinstance(value, (str, int, float)):

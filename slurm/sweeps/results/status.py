@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 from calibeval.io import InputError, counted
 from sweeps.runs import scoring, slurm_queue, stages
+from sweeps.runs.events import Event, EventKind
 from sweeps.runs.files import is_locked, read_rows, tail
 from sweeps.runs.grid import SweepPlan
+from sweeps.runs.processes import cli_command
 from sweeps.runs.run import Run
-from sweeps.runs.slurm_queue import QueuedJob, SubmittedElement
-from sweeps.runs.yaml_io import cli_command
+from sweeps.runs.slurm_queue import JobEnd, LiveJob, SubmittedElement
 
 PRINTED_LINES = 3  # of what a job printed, where that is all that is known of its end
 TABLE_CHARACTERS = 60  # of a reason, in the table
@@ -23,7 +23,10 @@ METRICS_BYTES = 4096  # at the end of metrics.jsonl, among which the last row is
 
 
 class State(Enum):
-    """What a run is doing, the most urgent first; the value is what the table shows."""
+    """What a run is doing, and what the table shows of it, in at most eight letters.
+
+    The most urgent come first; tables and their summary keep this order.
+    """
 
     RUNNING = "running"
     QUEUED = "queued"
@@ -52,31 +55,66 @@ class Status:
 class SlurmView:
     """What Slurm knows of a sweep's runs, by their names."""
 
-    submitted: dict[str, SubmittedElement]
-    queued: dict[str | None, QueuedJob]  # under None a collect job
-    ends: dict[str, str]  # how elements ended, by their labels
+    submitted: dict[str, SubmittedElement]  # through which the next stage was asked for
+    live_jobs: dict[str | None, LiveJob]  # under None a collect job
+    ends: dict[str, JobEnd]  # how elements ended, by their labels
     error: str  # what squeue said if it did not answer
 
 
 def ask_slurm(plan: SweepPlan) -> SlurmView:
-    """Ask Slurm about the runs that were submitted and are not done."""
-    submitted = slurm_queue.submitted_elements(plan.folder)
-    undone = [run.name for run in plan.baselines_and_runs if not run.done]
-    jobs: list[QueuedJob] = []
+    """Ask Slurm about the runs that were submitted and have something left to do."""
+    stage_of = _next_stages(plan)
+    elements = slurm_queue.submitted_elements(plan.folder)
+    submitted = {
+        name: _element_for(stage_of[name], elements[name]) for name in stage_of if name in elements
+    }
+    jobs: list[LiveJob] = []
     error = ""
-    if undone and submitted:
+    if submitted:
         try:
-            jobs = slurm_queue.queued_jobs(plan.folder)
+            jobs = slurm_queue.live_jobs(plan.folder)
         except InputError as refusal:
             error = str(refusal)
     # Of several jobs for a run, one that is running counts.
-    queued = {job.run: job for job in sorted(jobs, key=lambda job: job.state == "RUNNING")}
-    ends: dict[str, str] = {}
+    live_jobs = {job.run: job for job in sorted(jobs, key=lambda job: job.state == "RUNNING")}
+    ends: dict[str, JobEnd] = {}
     if not error:
-        gone = [name for name in undone if name in submitted and name not in queued]
-        labels = [submitted[name].label for name in gone]
-        ends = slurm_queue.job_ends(sorted({label for label in labels if label is not None}))
-    return SlurmView(submitted, queued, ends, error)
+        labels = {
+            element.label
+            for name, element in submitted.items()
+            if name not in live_jobs and element.label is not None
+        }
+        ends = slurm_queue.job_ends(sorted(labels))
+    return SlurmView(submitted, live_jobs, ends, error)
+
+
+def _next_stages(plan: SweepPlan) -> dict[str, str]:
+    """The next stage of each run that has one, by its name; of one that cannot be read, training.
+
+    `of_sweep` says of the latter what is wrong with it.
+    """
+    stage_of = {}
+    for run in plan.baselines_and_runs:
+        try:
+            stage = stages.next_stage(run)
+        except (InputError, OSError):
+            stage = stages.TRAIN
+        if stage is not None:
+            stage_of[run.name] = stage
+    return stage_of
+
+
+def _element_for(stage: str, elements: list[SubmittedElement]) -> SubmittedElement:
+    """Of a run's elements, the last one that was to do this stage.
+
+    Of a run of several processes, an element that scores waits for the one that trains. Slurm
+    cancels it when that one fails, which says nothing about the failure.
+    """
+    if stage == stages.TRAIN:
+        trainers = [element for element in elements if not element.only_scores]
+        if trainers:
+            return trainers[-1]
+    return elements[-1]
 
 
 @dataclass(frozen=True)
@@ -84,12 +122,12 @@ class Evidence:
     """All that tells what a run is doing."""
 
     run: Run
-    last: dict[str, Any]  # the last row of attempts.jsonl; empty before the first
-    locked: bool  # whether a process on this machine trains or scores the run
-    launching: bool  # whether a launch without Slurm is under way
-    queued: QueuedJob | None
+    last: Event | None  # what has happened to it last
+    is_locked: bool  # whether a process trains or scores it: here, or on a node whose locks we see
+    is_launching: bool  # whether a launch without Slurm is under way
+    live_job: LiveJob | None
     submitted: SubmittedElement | None
-    end: str  # how the last element that was submitted for it ended, as far as Slurm knows
+    end: JobEnd | None  # how that element ended, as far as Slurm knows
     slurm_error: str
     scored: str
 
@@ -98,17 +136,40 @@ class Evidence:
         """How far the run has got."""
         if self.run.trained:
             return f"scoring, {self.scored}"
-        return progress(self.run)
+        return last_metrics(self.run)
+
+    @property
+    def was_launched_last(self) -> bool:
+        """Whether a launch has asked for the run, and no attempt has begun since."""
+        return self.last is not None and self.last.kind is EventKind.LAUNCHED
+
+    @property
+    def was_never_queued(self) -> bool:
+        """Whether a launch on Slurm ended before sbatch had taken the run."""
+        return (
+            self.was_launched_last
+            and self.last is not None
+            and self.last.tag is not None
+            and self.submitted is not None
+            and self.submitted.label is None
+        )
+
+    def describe_end(self) -> str:
+        """How what was to work on the run ended."""
+        if self.submitted is None or self.submitted.label is None:
+            return "killed"
+        how = "is not queued any more" if self.end is None else self.end.describe()
+        return f"{self.submitted.label} {how}"
 
 
 def of_sweep(plan: SweepPlan) -> tuple[list[Status], SlurmView]:
     """The state of every run, and of the models before fine-tuning that are still to be scored."""
     slurm = ask_slurm(plan)
-    launching = is_locked(plan.lock)
+    is_launching = is_locked(plan.lock)
     statuses = []
     for run in plan.baselines_and_runs:
         try:
-            status = of_run(run, slurm, launching)
+            status = of_run(run, slurm, is_launching)
         except (InputError, OSError) as error:
             status = Status(run.name, State.UNKNOWN, str(error))
         if run.config().backend or status.state is not State.DONE:
@@ -116,19 +177,19 @@ def of_sweep(plan: SweepPlan) -> tuple[list[Status], SlurmView]:
     return statuses, slurm
 
 
-def of_run(run: Run, slurm: SlurmView, launching: bool) -> Status:
+def of_run(run: Run, slurm: SlurmView, is_launching: bool) -> Status:
     """The state of one run; raises InputError where its config cannot be read."""
-    attempts = run.attempts()
+    events = run.events()
     submitted = slurm.submitted.get(run.name)
-    end = "killed"
+    end = None
     if submitted is not None and submitted.label is not None:
-        end = f"{submitted.label} {slurm.ends.get(submitted.label, 'is not queued any more')}"
+        end = slurm.ends.get(submitted.label)
     evidence = Evidence(
         run=run,
-        last=attempts[-1] if attempts else {},
-        locked=is_locked(run.lock),
-        launching=launching,
-        queued=slurm.queued.get(run.name),
+        last=events[-1] if events else None,
+        is_locked=is_locked(run.lock_file),
+        is_launching=is_launching,
+        live_job=slurm.live_jobs.get(run.name),
         submitted=submitted,
         end=end,
         slurm_error=slurm.error,
@@ -139,12 +200,15 @@ def of_run(run: Run, slurm: SlurmView, launching: bool) -> Status:
     reason = ""
     lines: tuple[str, ...] = ()
     file = None
+    last = evidence.last
     if state is State.DEAD:
-        reason = evidence.last.get("error", detail)
+        reason = detail
+        if last is not None and last.error is not None:
+            reason = last.error
         lines, file = _cause(evidence)
-    elif state is State.TO_DO:
-        reason = evidence.last.get("refused", "")
-    times_trained = sum(1 for row in attempts if row.get("stage") == stages.TRAIN)
+    elif state is State.TO_DO and last is not None and last.refusal is not None:
+        reason = last.refusal
+    times_trained = sum(1 for event in events if event.stage == stages.TRAIN)
     return Status(
         name=run.name,
         state=state,
@@ -158,80 +222,121 @@ def of_run(run: Run, slurm: SlurmView, launching: bool) -> Status:
 
 
 def classify(evidence: Evidence) -> State:
-    """What a run is doing."""
-    last = evidence.last
-    queued = evidence.queued
+    """What a run is doing. The first of these that holds decides:
+
+    1. nothing is left to do: DONE, whatever else is known;
+    2. somebody works on it, or will by itself: RUNNING, QUEUED;
+    3. nothing ever happened to it: TO_DO;
+    4. it may be queued, and Slurm does not answer: UNKNOWN;
+    5. what happened last, once nobody works on it any more: DEAD, STOPPED, TO_DO.
+    """
     if stages.next_stage(evidence.run) is None:
         return State.DONE
-    if evidence.locked or (queued is not None and queued.state in ("RUNNING", "COMPLETING")):
-        return State.RUNNING
-    if evidence.launching and "began" in last:
-        return State.RUNNING
-    if queued is not None or (evidence.launching and "queued" in last):
-        return State.QUEUED
-    if not last:
+    live_state = _live_state(evidence)
+    if live_state is not None:
+        return live_state
+    if evidence.last is None:
         return State.TO_DO
     if evidence.slurm_error and evidence.submitted is not None:
         return State.UNKNOWN
-    if "error" in last:
+    return _state_after(evidence.last, evidence)
+
+
+def _live_state(evidence: Evidence) -> State | None:
+    """The state of a run that somebody works on, or will without being asked again; else None."""
+    job = evidence.live_job
+    if evidence.is_locked:
+        return State.RUNNING
+    if job is not None:  # its program takes the lock seconds after the job begins
+        is_pending = job.state not in ("RUNNING", "COMPLETING")
+        return State.QUEUED if is_pending else State.RUNNING
+    if evidence.is_launching and evidence.last is not None:
+        if evidence.last.kind is EventKind.BEGAN:  # and its program has not taken the lock yet
+            return State.RUNNING
+        if evidence.last.kind is EventKind.LAUNCHED:
+            return State.QUEUED
+    return None
+
+
+def _state_after(last: Event, evidence: Evidence) -> State:
+    """The state of a run that nobody works on, by what happened to it last."""
+    if last.error is not None:
         return State.DEAD
-    if "ended" in last:
-        return State.STOPPED if "stopped" in last else State.TO_DO
-    if _never_queued(evidence):
+    if last.kind is EventKind.ENDED:
+        # Else a launch was refused, or ended between two attempts: launching again goes on.
+        return State.STOPPED if last.was_stopped else State.TO_DO
+    if evidence.was_never_queued:
         return State.TO_DO
     # It was queued or had begun, and is gone without a word.
-    if "CANCELLED" in evidence.end:
+    if evidence.end is not None and evidence.end.was_cancelled:
         return State.STOPPED
     return State.DEAD
 
 
-def _never_queued(evidence: Evidence) -> bool:
-    """Whether a launch on Slurm ended before sbatch had taken the run."""
-    submitted = evidence.submitted
-    on_slurm = "queued" in evidence.last and "job" in evidence.last
-    return on_slurm and submitted is not None and submitted.label is None
-
-
 def describe(state: State, evidence: Evidence) -> str:
     """What the table says beside a run's state."""
-    run = evidence.run
-    last = evidence.last
-    queued = evidence.queued
-    parts = []
-    if state is State.DONE:
-        parts = [progress(run)]
-    elif state is State.RUNNING:
-        parts = [evidence.reached or "starting", _age_of_last_step(evidence)]
-        if queued is not None and queued.stopping:
-            parts.append("stopping")
-    elif state is State.QUEUED and queued is not None:
-        parts = [queued.id, _why_pending(queued, evidence), progress(run)]
-    elif state is State.TO_DO and not last:
-        parts = [f"{key}={value}" for key, value in run.values.items()]
-    elif state is State.TO_DO and "refused" in last:
-        parts = [_shortened(f"not queued: {last['refused']}")]
-    elif state is State.TO_DO and _never_queued(evidence):
-        parts = ["not queued: its launch ended before sbatch took it"]
-    elif state is State.DEAD and "error" in last:
-        parts = [_shortened(last["error"])]
-    elif state is State.DEAD:
-        when = evidence.reached or "at the start"
-        if "queued" in last:
-            when = "before it began"
-        parts = [f"{evidence.end}, {when}"]
-    elif state is State.STOPPED and "ended" not in last:
-        parts = [evidence.end, evidence.reached]
+    describe_state = {
+        State.RUNNING: _describe_running,
+        State.QUEUED: _describe_queued,
+        State.DEAD: _describe_dead,
+        State.STOPPED: _describe_stopped,
+        State.TO_DO: _describe_to_do,
+    }
+    if state in describe_state:
+        parts = describe_state[state](evidence)
+    elif state is State.DONE:
+        parts = [last_metrics(evidence.run)]
     else:
         parts = [evidence.reached]
     return "  ".join(part for part in parts if part)
 
 
-def _why_pending(queued: QueuedJob, evidence: Evidence) -> str:
+def _describe_running(evidence: Evidence) -> list[str]:
+    parts = [evidence.reached or "starting", _age_of_last_step(evidence)]
+    if evidence.live_job is not None and evidence.live_job.stopping:
+        parts.append("stopping")
+    return parts
+
+
+def _describe_queued(evidence: Evidence) -> list[str]:
+    job = evidence.live_job
+    if job is None:  # it waits for a worker of a launch without Slurm
+        return [evidence.reached]
+    return [job.id, _why_pending(job, evidence), last_metrics(evidence.run)]
+
+
+def _describe_dead(evidence: Evidence) -> list[str]:
+    if evidence.last is not None and evidence.last.error is not None:
+        return [_shortened(evidence.last.error)]
+    when = evidence.reached or "at the start"
+    if evidence.was_launched_last:
+        when = "before it began"
+    return [f"{evidence.describe_end()}, {when}"]
+
+
+def _describe_stopped(evidence: Evidence) -> list[str]:
+    if evidence.last is not None and evidence.last.kind is EventKind.ENDED:  # and it saved
+        return [evidence.reached]
+    return [evidence.describe_end(), evidence.reached]
+
+
+def _describe_to_do(evidence: Evidence) -> list[str]:
+    if evidence.last is None:
+        return [f"{key}={value}" for key, value in evidence.run.values.items()]
+    if evidence.last.refusal is not None:
+        return [_shortened(f"not queued: {evidence.last.refusal}")]
+    if evidence.was_never_queued:
+        return ["not queued: its launch ended before sbatch took it"]
+    return [evidence.reached]
+
+
+def _why_pending(job: LiveJob, evidence: Evidence) -> str:
     """For what a queued run waits."""
-    if queued.reason == "BeginTime" and "stopped" in evidence.last:
-        saved = "what is scored" if evidence.run.trained else f"at step {evidence.run.step()}"
+    if job.reason == "BeginTime" and evidence.last is not None and evidence.last.was_stopped:
+        step = evidence.run.last_saved_step()
+        saved = "what is scored" if evidence.run.trained else f"at step {step}"
         return f"saved {saved}; Slurm starts it again shortly"
-    return queued.reason
+    return job.reason
 
 
 def _shortened(reason: str) -> str:
@@ -244,7 +349,7 @@ def _shortened(reason: str) -> str:
 def _cause(evidence: Evidence) -> tuple[tuple[str, ...], Path | None]:
     """Of a dead run: the last lines that its job printed, and the file that says more."""
     run = evidence.run
-    if "error" in evidence.last:  # which the table shows
+    if evidence.last is not None and evidence.last.error is not None:  # which is shown already
         log = run.path / (f"{stages.SCORE}.log" if run.trained else f"{stages.TRAIN}.log")
         return (), log if log.exists() else None
     if evidence.submitted is None:
@@ -267,14 +372,15 @@ def _scored(run: Run) -> str:
 def _age_of_last_step(evidence: Evidence) -> str:
     """How long ago a trainer that runs has written its last step: one that hangs gets old."""
     run = evidence.run
-    if "began" not in evidence.last or run.trained or not run.metrics.exists():
+    is_under_way = evidence.last is not None and evidence.last.kind is EventKind.BEGAN
+    if not is_under_way or run.trained or not run.metrics.exists():
         return ""
     # Not below 0, where the clock of a file server is ahead.
     seconds = max(0, int(time.time() - run.metrics.stat().st_mtime))
     return f"{timedelta(seconds=seconds)} ago"
 
 
-def progress(run: Run) -> str:
+def last_metrics(run: Run) -> str:
     """The last row of metrics that has a loss, else the last one, in words."""
     rows = [row for row in read_rows(run.metrics, METRICS_BYTES) if "step" in row]
     if not rows:
@@ -361,7 +467,7 @@ def _describe_reason(alike: list[Status]) -> list[str]:
 
 def _describe_stuck(plan: SweepPlan, slurm: SlurmView) -> list[str]:
     """Which runs are queued and cannot start, why, and what to type."""
-    counts = Counter(job.reason for job in slurm.queued.values() if job.state == "PENDING")
+    counts = Counter(job.reason for job in slurm.live_jobs.values() if job.state == "PENDING")
     lines = []
     for reason, count in counts.items():
         meaning = slurm_queue.explain_stuck(reason)
@@ -384,7 +490,7 @@ def _advice(plan: SweepPlan, statuses: list[Status], slurm: SlurmView) -> str:
         return f"Fix the cause shown above, then type: {launch}"
     if State.STOPPED in states:
         return f"To go on: {launch}"
-    if slurm.queued and None not in slurm.queued:
+    if slurm.live_jobs and None not in slurm.live_jobs:
         collect = cli_command("collect", plan.folder)
         return f"No collect job is queued; at the end: {collect}"
     return ""

@@ -16,12 +16,16 @@ from calibeval.io import InputError
 SILENT_SECONDS = 3  # of a wait for a lock, before it is told
 RETRY_SECONDS = 0.3  # between two attempts to take a lock that another process holds
 
+# The locks that this process holds. The kernel does not tell a process of its own locks, and drops
+# one as soon as the process closes any handle of the file, so nobody may open these to look.
+_held_here: set[tuple[int, int] | None] = set()
+
 
 @contextlib.contextmanager
-def locked(path: Path, patience: float, busy: str) -> Iterator[None]:
+def locked(path: Path, patience: float, busy_message: str) -> Iterator[None]:
     """Hold a lock, which the kernel releases when the process ends, however it ends.
 
-    Raises InputError with the words of `busy` if another process still holds the lock after
+    Raises InputError with the words of `busy_message` if another process still holds the lock after
     `patience` seconds; they are also printed if it takes a while. Where the file system knows no
     locks, nothing is held.
     """
@@ -37,18 +41,33 @@ def locked(path: Path, patience: float, busy: str) -> Iterator[None]:
             except BlockingIOError:
                 waited = time.monotonic() - began
                 if waited > patience:
-                    raise InputError(busy) from None
+                    raise InputError(busy_message) from None
                 if waited > SILENT_SECONDS and not told:
                     told = True
-                    print(f"waiting: {busy}", file=sys.stderr, flush=True)
+                    print(f"waiting: {busy_message}", file=sys.stderr, flush=True)
                 time.sleep(RETRY_SECONDS)
             except OSError:
                 break
-        yield
+        identity = _identity(path)
+        _held_here.add(identity)
+        try:
+            yield
+        finally:
+            _held_here.discard(identity)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What tells one file from another, whatever path leads to it."""
+    with contextlib.suppress(OSError):
+        status = path.stat()
+        return status.st_dev, status.st_ino
+    return None
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds this lock."""
+    """Whether a process holds this lock, be it this one."""
+    if _identity(path) in _held_here:
+        return True  # and the file stays closed: see `_held_here`
     with contextlib.suppress(OSError), open(path) as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -17,7 +17,7 @@ import hashlib
 import json
 import re
 import socket
-from datetime import datetime, timezone
+import warnings
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePath
@@ -26,9 +26,9 @@ from typing import Any
 from calibeval.io import InputError, sha256, write_text
 from calibeval.request import Strict
 from sweeps.runs.backend import load_backend
-from sweeps.runs.files import read_rows
+from sweeps.runs.events import Event, EventKind, append_event, read_events
 from sweeps.runs.processes import job_id, run_or_empty
-from sweeps.runs.schema import DistributedConfig, Score, decisive_values
+from sweeps.runs.schema import DistributedConfig, Keep, Score, decisive_values
 from sweeps.runs.yaml_io import build, dump_yaml, read_yaml
 
 # The packages whose versions are noted when an attempt begins.
@@ -45,7 +45,7 @@ class RunConfig(Strict):
     train: dict[str, Any]
     world: DistributedConfig = DistributedConfig()
     score: Score | None = None
-    keep: str = "all"
+    keep: Keep = "all"
     max_idle_restarts: int = 3
 
     @cached_property
@@ -115,8 +115,14 @@ class Run:
         self.model = path / "model"
         self.scores = path / "scores"
         self.done_file = path / "DONE"
-        self.stop = path / "stop"  # while it exists, the trainer is to save and leave
-        self.lock = path / ".lock"  # held by the process that trains or scores the run
+        self.stop_file = path / "stop"  # while it exists, the trainer is to save and leave
+        self.lock_file = path / ".lock"  # held by the process that trains or scores the run
+
+    @property
+    def stop(self) -> Path:
+        """The earlier name of `stop_file`, for backends that were written for it."""
+        warnings.warn("run.stop is called run.stop_file", FutureWarning, stacklevel=2)
+        return self.stop_file
 
     @property
     def done(self) -> bool:
@@ -148,7 +154,7 @@ class Run:
             self._config = config
         return self._config
 
-    def step(self) -> int:
+    def last_saved_step(self) -> int:
         """The last saved step, 0 before the first checkpoint that is named by its step.
 
         open-instruct names those at the end of an epoch by its number, from 0, which tells no step.
@@ -162,7 +168,7 @@ class Run:
         files = [path for path in self.scores.rglob("*") if path.is_file()]
         record_bytes = sum(path.stat().st_size for path in files)
         names = sorted(f"{kind} {number}" for kind, number in self._checkpoints())
-        return [self.step(), record_bytes, names]
+        return [self.last_saved_step(), record_bytes, names]
 
     def _checkpoints(self) -> list[tuple[str, str]]:
         """The kind and the number of each checkpoint, such as step and 40 of step-40."""
@@ -171,18 +177,15 @@ class Run:
         ]
         return [(match[1], match[2]) for match in matches if match]
 
-    def attempts(self) -> list[dict[str, Any]]:
-        """What happened to the run: rows with a time as `queued`, `began` or `ended`."""
-        return read_rows(self.attempts_file)
+    def events(self) -> list[Event]:
+        """What happened to the run, in its order."""
+        return read_events(self.attempts_file)
 
-    def note(self, event: str, **details: Any) -> None:
-        """Add a row to what happened: an event, `queued`, `began` or `ended`, and its details."""
-        now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-        row = {event: now, **details}
-        with open(self.attempts_file, "a", encoding="utf-8") as out:
-            out.write(json.dumps(row) + "\n")
+    def note(self, kind: EventKind, **details: Any) -> None:
+        """Add to what happened."""
+        append_event(self.attempts_file, kind, details)
 
-    def began(self, stage: str) -> None:
+    def note_beginning(self, stage: str) -> None:
         """Note that an attempt to `train` or to `score` begins, and with what."""
         gpus = run_or_empty("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
         versions = {}
@@ -190,7 +193,7 @@ class Run:
             with contextlib.suppress(PackageNotFoundError):
                 versions[package] = version(package)
         self.note(
-            "began",
+            EventKind.BEGAN,
             stage=stage,
             progress=self.progress(),
             files=self._file_hashes(),
@@ -216,12 +219,12 @@ class Run:
         """
         progress = self.progress()
         count = 0
-        for row in reversed(self.attempts()):
-            if "queued" in row:
+        for event in reversed(self.events()):
+            if event.kind is EventKind.LAUNCHED:
                 break
-            if "began" not in row:
+            if event.kind is not EventKind.BEGAN:
                 continue
-            if row.get("stage") != stage or row.get("progress") != progress:
+            if event.stage != stage or event.details.get("progress") != progress:
                 break
             count += 1
         return count

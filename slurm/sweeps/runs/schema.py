@@ -62,6 +62,7 @@ def limit_seconds(time: str) -> float:
 HELD_OUT = "held_out_loss"
 COLUMNS = "accuracy,ece,rms"
 ADDED_LATER = "added_later"  # the mark of such an option in a field's JSON schema
+Keep = Literal["all", "scores"]  # what is kept of a run once it is done
 
 
 # Options of sbatch that `extra` may not hold, and what to do instead: the jobs need their own.
@@ -241,7 +242,7 @@ class Sweep(Strict):
     cluster: str | None = option(None, "a cluster profile; null: its defaults")
     workers: Positive | None = option(None, "runs at a time without Slurm; null: one a GPU, else 1")
     throttle: Positive | None = option(None, "runs at a time with Slurm; null: all that it starts")
-    keep: Literal["all", "scores"] = option("all", "scores: models go once they are scored")
+    keep: Keep = option("all", "scores: models go once they are scored")
     max_idle_restarts: Natural = option(3, "restarts in a row without a new checkpoint or record")
     model_labels: dict[str, str] = option({}, "model_name_or_path: its name in tables")
 

@@ -4,12 +4,14 @@ A launch writes `<sweep>/jobs/<tag>/names`, the runs of an array line by line, a
 name that ends in the tag. So squeue alone tells which run a queued element works on.
 """
 
+import contextlib
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from sweeps.runs.processes import run_checked, run_or_empty
+from sweeps.runs.stages import SCORE
 
 # Why jobs are pending that do not start by themselves: patterns of reasons, and what they mean.
 STUCK = (
@@ -50,8 +52,8 @@ def describe_job(job: str) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class QueuedJob:
-    """An element of an array, or a collect job, that is queued or running."""
+class LiveJob:
+    """An element of an array, or a collect job, that is queued, running or just leaving."""
 
     id: str  # as squeue prints it: 12_3
     state: str
@@ -75,9 +77,10 @@ class SubmittedElement:
 
     label: str | None  # as squeue prints it: 12_3
     log: Path | None  # what it prints, once it begins
+    only_scores: bool = False  # whether its array leaves the training to another
 
 
-def queued_jobs(folder: Path) -> list[QueuedJob]:
+def live_jobs(folder: Path) -> list[LiveJob]:
     """The jobs of a sweep's folder that are queued or running.
 
     Raises InputError if squeue does not answer.
@@ -104,9 +107,9 @@ def queued_jobs(folder: Path) -> list[QueuedJob]:
             continue
         if index.isdigit():
             run = names_of_tag[tag][int(index)]
-            jobs.append(QueuedJob(f"{job}_{index}", state, reason, run, tag))
+            jobs.append(LiveJob(f"{job}_{index}", state, reason, run, tag))
         else:
-            jobs.append(QueuedJob(job, state, reason, None, tag))
+            jobs.append(LiveJob(job, state, reason, None, tag))
     return jobs
 
 
@@ -122,30 +125,58 @@ def largest_array() -> int | None:
     return min(limits, default=0) or None  # 0: no arrays at all, as sbatch will say
 
 
-def submitted_elements(folder: Path) -> dict[str, SubmittedElement]:
-    """The last element that was submitted for each run, by the run's name."""
-    elements = {}
+def submitted_elements(folder: Path) -> dict[str, list[SubmittedElement]]:
+    """The elements that were submitted for each run, by its name, in the order of submission."""
+    elements: dict[str, list[SubmittedElement]] = {}
     names_files = folder.glob("jobs/*/names")
     for names_file in sorted(names_files, key=lambda path: path.stat().st_mtime_ns):
+        job_folder = names_file.parent
+        only_scores = _only_scores(job_folder)
         for index, name in enumerate(names_file.read_text().splitlines()):
-            elements[name] = _submitted_element(names_file.parent, index)
+            label, log = _label_and_log(job_folder, index)
+            elements.setdefault(name, []).append(SubmittedElement(label, log, only_scores))
     return elements
 
 
-def _submitted_element(place: Path, index: int) -> SubmittedElement:
-    """The element at this index of the array whose folder is `place`."""
-    ending = "_0_log.out"
+def _only_scores(job_folder: Path) -> bool:
+    """Whether a folder's job scores and does not train, as its name in its script tells."""
+    name = rf"^#SBATCH --job-name=.*\.{SCORE}\.{job_folder.name}$"
+    with contextlib.suppress(FileNotFoundError):  # the launch was killed before it wrote it
+        return re.search(name, (job_folder / "script.sh").read_text(), re.MULTILINE) is not None
+    return False
+
+
+def _label_and_log(job_folder: Path, index: int) -> tuple[str | None, Path | None]:
+    """The label and the log of the element at this index of a folder's array, as far as known."""
+    ending = "_0_log.out"  # 0 is the element's only task, as srun counts
     try:
-        label = f"{(place / 'id').read_text().strip()}_{index}"
+        label = f"{(job_folder / 'id').read_text().strip()}_{index}"
     except FileNotFoundError:
-        for log in place.glob(f"*_{index}{ending}"):
-            return SubmittedElement(log.name.removesuffix(ending), log)
-        return SubmittedElement(None, None)
-    return SubmittedElement(label, place / f"{label}{ending}")
+        for log in job_folder.glob(f"*_{index}{ending}"):
+            return log.name.removesuffix(ending), log
+        return None, None
+    return label, job_folder / f"{label}{ending}"
 
 
-def job_ends(labels: list[str]) -> dict[str, str]:
-    """How jobs ended, by their labels, such as `OUT_OF_MEMORY, exit 0:125`.
+@dataclass(frozen=True)
+class JobEnd:
+    """How a job ended."""
+
+    state: str  # as sacct says it: OUT_OF_MEMORY, CANCELLED by 1000
+    exit_code: str  # and the signal: 0:125
+
+    def describe(self) -> str:
+        """The same in words."""
+        return f"{self.state}, exit {self.exit_code}"
+
+    @property
+    def was_cancelled(self) -> bool:
+        """Whether a scancel ended it, or Slurm because of the job that it waited for."""
+        return self.state.startswith("CANCELLED")
+
+
+def job_ends(labels: list[str]) -> dict[str, JobEnd]:
+    """How jobs ended, by their labels.
 
     sacct is asked first. Where there is no accounting, the controller is, which soon forgets. A
     label of which neither knows is absent.
@@ -163,16 +194,16 @@ def job_ends(labels: list[str]) -> dict[str, str]:
         else:
             known = describe_job(label)
             if known:
-                ends[label] = f"{known['JobState']}, exit {known['ExitCode']}"
+                ends[label] = JobEnd(known["JobState"], known["ExitCode"])
     return ends
 
 
-def _accounted_ends(labels: list[str]) -> dict[str, str]:
+def _accounted_ends(labels: list[str]) -> dict[str, JobEnd]:
     """The ends that sacct tells, by the labels of elements or of whole arrays."""
     printed = run_or_empty("sacct", "-nPX", "-o", "JobID,State,ExitCode", "-j", ",".join(labels))
     ends = {}
     for line in printed.splitlines():
-        label, state, code = line.split("|")
+        label, state, exit_code = line.split("|")
         # Elements that were cancelled before they began share one record, 12_[0-7].
-        ends[label.partition("_[")[0]] = f"{state}, exit {code}"
+        ends[label.partition("_[")[0]] = JobEnd(state, exit_code)
     return ends

@@ -58,7 +58,7 @@ def fit(run: Run) -> None:
     Raises SystemExit(75) once the run is saved because someone asked it to stop, and InputError for
     what the user can put right.
     """
-    stop_signal = StopSignal(run.stop)
+    stop_signal = StopSignal(run.stop_file)
     config = run.config()
     train_options: TrainOptions = config.train_options
     distributed = config.world

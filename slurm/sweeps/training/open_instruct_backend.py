@@ -188,7 +188,7 @@ def finetune_arguments(run: Run) -> dict[str, Any]:
     if "checkpointing_steps" in arguments:
         arguments["checkpointing_steps"] = str(arguments["checkpointing_steps"])
     arguments["output_dir"] = str(run.checkpoints.absolute())
-    arguments["stop_file"] = str(run.stop.absolute())
+    arguments["stop_file"] = str(run.stop_file.absolute())
     arguments["log_statistics"] = True
     arguments["push_to_hub"] = False
     arguments["try_launch_beaker_eval_jobs"] = False

@@ -68,7 +68,7 @@ def train(run: Run) -> None:
             raise InputError(f"step {step}: the loss is nan")
         if is_first_rank():
             log_step(run, options, step)
-        stopping = bool(signals) or (run.stop.exists() and not options.deaf)
+        stopping = bool(signals) or (run.stop_file.exists() and not options.deaf)
         is_due = options.save_every is not None and step % options.save_every == 0
         if stopping:
             time.sleep(options.saving)
@@ -91,7 +91,7 @@ def newest_state(run: Run, options: Train) -> tuple[int, str]:
 
 def wait_while_held(run: Run, options: Train, step: int, signals: list[int]) -> None:
     """Wait at the tenth step while a test holds runs there, or a deaf one in a job for TERM."""
-    while step >= MEETING_STEP and is_held() and not (signals or run.stop.exists()):
+    while step >= MEETING_STEP and is_held() and not (signals or run.stop_file.exists()):
         time.sleep(0.02)
     in_job = "SLURM_JOB_ID" in os.environ
     while options.deaf and in_job and step == MEETING_STEP and not signals:

@@ -1,0 +1,158 @@
+"""What `status` says of a run, by the files of its folder and what Slurm's tools answer."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from sweep_tools import prepare
+
+from sweeps.results import status
+from sweeps.results.status import Evidence, State, Status
+from sweeps.runs.events import Event, EventKind
+from sweeps.runs.grid import plan_sweep
+from sweeps.runs.run import Run
+from sweeps.runs.slurm_queue import JobEnd, LiveJob, SubmittedElement
+
+
+@pytest.fixture
+def slurm_says(tmp_path, monkeypatch) -> Callable[..., None]:
+    """Let Slurm's tools print these texts: `slurm_says(squeue=…, sacct=…)`."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+    def write(**texts: str) -> None:
+        for name, text in texts.items():
+            (folder / name).write_text(f"#!/bin/sh\nprintf %s '{text}'\n")
+            (folder / name).chmod(0o755)
+
+    return write
+
+
+def submit(run: Run, tag: str, kind: str, job_id: str) -> None:
+    """Leave what a launch leaves that has submitted an array of this run alone."""
+    folder = run.path.parent / "jobs" / tag
+    folder.mkdir(parents=True)
+    (folder / "names").write_text(f"{run.name}\n")
+    (folder / "script.sh").write_text(f"#!/bin/bash\n#SBATCH --job-name=toy.{kind}.{tag}\n")
+    (folder / "id").write_text(f"{job_id}\n")
+    (folder / f"{job_id}_0_0_log.out").write_text(f"the words of {kind}\n")
+    run.note(EventKind.LAUNCHED, tag=tag)
+
+
+def status_of(path: Path, *overrides: str) -> Status:
+    """The status of a sweep's only run."""
+    statuses, _ = status.of_sweep(plan_sweep(path, list(overrides)))
+    (only,) = statuses
+    return only
+
+
+def test_a_done_run_that_is_queued_for_another_task_is_queued(toy_file, tiny, slurm_says):
+    task = {"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 1}
+    path = toy_file(grid={}, score={"tasks": [task], "base": False})
+    run = prepare(path, "score=null")
+    run.model.mkdir()
+    run.done_file.touch()
+    prepare(path).done_file.touch()  # as a launch of an earlier version has left it
+    submit(run, "aaaaaa", "score", "14")
+    slurm_says(squeue="14|0|PENDING|toy.score.aaaaaa|Priority", sacct="")
+    shown = status_of(path)
+    assert (shown.state, shown.detail) == (State.QUEUED, "14_0  Priority")
+    slurm_says(squeue="", sacct="14_0|OUT_OF_MEMORY|0:125")
+    shown = status_of(path)
+    assert shown.state is State.DEAD and "14_0 OUT_OF_MEMORY" in shown.detail
+
+
+@pytest.fixture
+def trained_and_scored_apart(toy_file, tiny) -> tuple[Path, Run]:
+    """A sweep of one run of two processes, whose two elements were submitted; and the run."""
+    task = {"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 1}
+    world = {"processes_per_node": 2}
+    path = toy_file(grid={}, world=world, score={"tasks": [task], "base": False})
+    run = prepare(path)
+    submit(run, "aaaaaa", "train", "14")
+    submit(run, "bbbbbb", "score", "15")
+    return path, run
+
+
+def test_a_training_killed_with_its_job_is_dead_though_its_scoring_is_cancelled(
+    trained_and_scored_apart, slurm_says
+):
+    path, _ = trained_and_scored_apart
+    slurm_says(squeue="", sacct="14_0|OUT_OF_MEMORY|0:125\n15_0|CANCELLED by 0|0:0")
+    shown = status_of(path)
+    assert shown.state is State.DEAD
+    assert shown.detail == "14_0 OUT_OF_MEMORY, exit 0:125, before it began"
+    assert shown.lines == ("the words of train",)
+
+
+def test_a_scoring_killed_with_its_job_is_told_by_its_own_element(
+    trained_and_scored_apart, slurm_says
+):
+    path, run = trained_and_scored_apart
+    run.model.mkdir()
+    slurm_says(squeue="", sacct="14_0|COMPLETED|0:0\n15_0|NODE_FAIL|0:0")
+    shown = status_of(path)
+    assert shown.state is State.DEAD and "15_0 NODE_FAIL" in shown.detail
+    assert shown.lines == ("the words of score",)
+
+
+def test_a_training_that_somebody_cancelled_is_stopped(trained_and_scored_apart, slurm_says):
+    path, _ = trained_and_scored_apart
+    slurm_says(squeue="", sacct="14_0|CANCELLED by 1000|0:0\n15_0|CANCELLED by 0|0:0")
+    assert status_of(path).state is State.STOPPED
+
+
+LAUNCHED = Event(EventKind.LAUNCHED, "now", {"tag": "aaaaaa"})
+BEGAN = Event(EventKind.BEGAN, "now", {"stage": "train"})
+SAVED = Event(EventKind.ENDED, "now", {"exit": 75, "stopped": True})
+FAILED = Event(EventKind.ENDED, "now", {"exit": 1, "error": "loss is nan"})
+REFUSED = Event(EventKind.ENDED, "now", {"refused": "sbatch refuses"})
+KILLED = Event(EventKind.ENDED, "now", {"exit": -9, "killed": True})
+TAKEN = SubmittedElement("14_0", None)
+NOT_TAKEN = SubmittedElement(None, None)
+PENDING = LiveJob("14_0", "PENDING", "Priority", "run")
+RUNNING = LiveJob("14_0", "RUNNING", "None", "run")
+LEAVING = LiveJob("14_0", "COMPLETING", "None", "run")
+CANCELLED = JobEnd("CANCELLED by 1000", "0:0")
+OUT_OF_MEMORY = JobEnd("OUT_OF_MEMORY", "0:125")
+
+
+@pytest.mark.parametrize(
+    ("last", "known", "state"),
+    [
+        (None, {}, State.TO_DO),
+        (BEGAN, {"is_locked": True}, State.RUNNING),
+        (LAUNCHED, {"live_job": RUNNING}, State.RUNNING),
+        (SAVED, {"live_job": LEAVING}, State.RUNNING),
+        (LAUNCHED, {"live_job": PENDING}, State.QUEUED),
+        (FAILED, {"live_job": PENDING}, State.QUEUED),
+        (BEGAN, {"is_launching": True}, State.RUNNING),
+        (LAUNCHED, {"is_launching": True}, State.QUEUED),
+        (FAILED, {"is_launching": True}, State.DEAD),
+        (LAUNCHED, {"submitted": TAKEN, "slurm_error": "away"}, State.UNKNOWN),
+        (FAILED, {}, State.DEAD),
+        (SAVED, {}, State.STOPPED),
+        (REFUSED, {}, State.TO_DO),
+        (KILLED, {}, State.TO_DO),
+        (LAUNCHED, {"submitted": NOT_TAKEN}, State.TO_DO),
+        (LAUNCHED, {"submitted": TAKEN, "end": CANCELLED}, State.STOPPED),
+        (BEGAN, {"submitted": TAKEN, "end": OUT_OF_MEMORY}, State.DEAD),
+        (BEGAN, {"submitted": TAKEN}, State.DEAD),
+        (BEGAN, {}, State.DEAD),
+    ],
+)
+def test_what_a_run_is_doing_follows_from_what_is_known(toy_file, last, known, state):
+    evidence = {
+        "is_locked": False,
+        "is_launching": False,
+        "live_job": None,
+        "submitted": None,
+        "end": None,
+        "slurm_error": "",
+        "scored": "-",
+        **known,
+    }
+    run = prepare(toy_file(grid={}))
+    assert status.classify(Evidence(run=run, last=last, **evidence)) is state
