@@ -34,7 +34,7 @@ from calibeval.request import (
     Task,
     checked,
 )
-from calibeval.store import Row, Store
+from calibeval.store import Row, Store, earlier_settings, part_of
 from calibeval.tasks import load, normalization, resolved
 
 if TYPE_CHECKING:
@@ -88,14 +88,16 @@ def score(
         tokenizer = engines.load_tokenizer(source.folder, request.revision)
     wants_digest = bool(out) and not source.is_loaded
     items, digest = _read_input(source, request, tokenizer, wants_digest)
-    longest = max(item.job.length for of_task in items.values() for item in of_task)
+    max_model_length = engines.max_model_length(
+        item.job for items_of_task in items.values() for item in items_of_task
+    )
     settings = {
         "model_digest": digest,
         **request.model_dump(include={"revision", "engine", "dtype"}),
     }
     with ExitStack() as at_end:
         folder, working_folder = _open_folders(out, source, request.tasks, at_end)
-        engine = at_end.enter_context(_LazyEngine(source.model, request, longest + 1))
+        engine = at_end.enter_context(_LazyEngine(source.model, request, max_model_length))
         results = {}
         for task in request.tasks:
             run = _TaskRun(resolved(task), items[task.key], source.name, engine, progress)
@@ -132,7 +134,7 @@ def _read_input(
     wants_digest: bool,
 ) -> tuple[dict[str, list[Item]], str | None]:
     """The questions of each task, by its key, and the digest of the model's folder if wanted."""
-    longest = engines.context_length(source.config)
+    prompt_limit = engines.prompt_limit(source.config)
     items = {}
     # The digest and the prompts take seconds each, and neither holds the interpreter's lock.
     with ThreadPoolExecutor(max_workers=1) as background:
@@ -140,7 +142,7 @@ def _read_input(
         if wants_digest:
             digest = background.submit(model_digest.digest, source.folder, request.revision)
         for task in request.tasks:
-            items[task.key] = fit_prompts(load(task), task, tokenizer, longest)
+            items[task.key] = fit_prompts(load(task), task, tokenizer, prompt_limit)
     return items, digest.result() if digest else None
 
 
@@ -162,23 +164,26 @@ def _open_folders(
     # A loaded model's records are made anew, since nobody knows of which weights older ones are.
     # They are made elsewhere, so that the older ones stay until the new ones are whole.
     for task in tasks:
-        Store(folder / f"{task.key}.jsonl", {})  # refuses a file of unknown making
+        file = folder / f"{task.key}.jsonl"
+        for existing in (file, part_of(file)):
+            if existing.exists():
+                earlier_settings(existing)  # refuses what no sidecar says the making of
     return folder, Path(at_end.enter_context(tempfile.TemporaryDirectory(dir=folder)))
 
 
 class _LazyEngine:
     """An engine that is loaded when it is first asked for, and closed at the end."""
 
-    def __init__(self, model: "str | PreTrainedModel", request: Request, longest: int):
+    def __init__(self, model: "str | PreTrainedModel", request: Request, max_model_length: int):
         self.model = model
         self.request = request
-        self.longest = longest
+        self.max_model_length = max_model_length
         self._engine: Engine | None = None
 
     def get(self) -> Engine:
         """The engine, loaded."""
         if self._engine is None:
-            self._engine = engines.create_engine(self.model, self.request, self.longest)
+            self._engine = engines.create_engine(self.model, self.request, self.max_model_length)
         return self._engine
 
     def __enter__(self) -> "_LazyEngine":
@@ -242,7 +247,7 @@ class _TaskRun:
             index for index, item in enumerate(self.items) if item.prompt.question.id in finished
         }
         engine = self.engine.get()
-        store.keep_engine_settings(engine.describe())
+        store.keep_engine_settings(engine.describe(), engine.decisive_settings())
         shared = {
             "model": self.model,
             "versions": {"calibeval": __version__, **engine.versions},

@@ -7,7 +7,7 @@
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ Row = dict[str, Any]  # a record as it is written
 
 
 class Store:
-    """The records of one scoring run, of which earlier processes may have finished some.
+    """The records of one model's answers to one task, some of which may be finished already.
 
     Files that were made with other settings raise `InputError`, and so do files without a sidecar
     that says with which.
@@ -35,16 +35,10 @@ class Store:
         self.part = part_of(out)
         self.settings = dict(settings)
         for file in (self.out, self.part):
-            if not file.exists():
-                continue
-            earlier = records.asked(file)
-            if not earlier:
-                raise InputError(
-                    f"{file}: exists, but no sidecar says how it was made; "
-                    "move it away, or give another --out"
-                )
-            _refuse_other_settings(earlier, settings, file)
-            self.settings["engine_settings"] = earlier.get("engine_settings")
+            if file.exists():
+                earlier = earlier_settings(file)
+                _refuse_other_settings(earlier, settings, file)
+                self.settings["engine_settings"] = earlier.get("engine_settings")
 
     def finished(self) -> dict[str, Row]:
         """The whole records of what was made so far, by the question's id."""
@@ -59,19 +53,18 @@ class Store:
                 rows.setdefault(record.id, row)
         return rows
 
-    def keep_engine_settings(self, engine_settings: dict[str, Any]) -> None:
-        """Keep the loaded engine's settings: what `dtype=auto` comes to is known only now.
+    def keep_engine_settings(
+        self, engine_settings: dict[str, Any], decisive_names: Collection[str]
+    ) -> None:
+        """Write the loaded engine's settings beside the unfinished records.
 
-        Raises `InputError`, naming both, where finished records are of another kind of engine or
-        another precision.
+        What `dtype=auto` comes to is known only when the engine is loaded. Where finished records
+        were made with another value of a setting in `decisive_names`, `InputError` names both.
         """
         earlier = self.settings.get("engine_settings") or {}
-        decisive = {
-            key: engine_settings[key]
-            for key in earlier
-            if key in engine_settings and (key == "engine" or key.endswith("dtype"))
-        }
-        _refuse_other_settings(earlier, decisive, self.out)
+        # An earlier version of the engine may not have written all of them.
+        decisive = {name: engine_settings[name] for name in decisive_names if name in earlier}
+        _refuse_other_settings(earlier, decisive, self.part)
         self.settings["engine_settings"] = engine_settings
         write_text(records.sidecar(self.part), json.dumps({"settings": self.settings}, indent=1))
 
@@ -95,6 +88,20 @@ class Store:
         records.write(self.out, rows, {"settings": self.settings, **about})
         for file in (self.part, records.sidecar(self.part)):
             file.unlink(missing_ok=True)
+
+
+def earlier_settings(file: Path) -> dict[str, Any]:
+    """The settings that an existing record file was made with, finished or not.
+
+    A file without a sidecar raises `InputError`: it may be anything, so it is not overwritten.
+    """
+    settings = records.asked(file)
+    if not settings:
+        raise InputError(
+            f"{file}: exists, but no sidecar says how it was made; "
+            "move it away, or give another --out"
+        )
+    return settings
 
 
 def part_of(out: Path) -> Path:

@@ -108,13 +108,14 @@ def test_a_damaged_file_is_refused(command, tmp_path, run, refused):
 
 
 BFLOAT16 = {"engine": "transformers", "device": "H100", "dtype": "bfloat16", "batch_size": 16}
+DECISIVE = ("engine", "dtype", "head_dtype")
 
 
 @pytest.fixture
 def store(tmp_path):
     """A store that a bfloat16 engine has begun to fill."""
     first = Store(tmp_path / "r.jsonl", {"dtype": "auto"})
-    first.keep_engine_settings(BFLOAT16)
+    first.keep_engine_settings(BFLOAT16, DECISIVE)
     with first.appending() as append:
         append(LETTERS)
     return Store(tmp_path / "r.jsonl", {"dtype": "auto"})
@@ -122,17 +123,19 @@ def store(tmp_path):
 
 def test_another_precision_is_refused(store):
     """`dtype=auto` is bfloat16 on one machine and float32 on the next."""
-    with pytest.raises(InputError, match=r"dtype 'bfloat16' \(now 'float32'\)"):
-        store.keep_engine_settings({**BFLOAT16, "device": "cpu", "dtype": "float32"})
+    other = {**BFLOAT16, "device": "cpu", "dtype": "float32"}
+    message = r"r\.jsonl\.part: was made with dtype 'bfloat16' \(now 'float32'\)"
+    with pytest.raises(InputError, match=message):
+        store.keep_engine_settings(other, DECISIVE)
 
 
 def test_another_engine_is_refused(store):
     with pytest.raises(InputError, match=r"engine 'transformers' \(now 'vllm'\)"):
-        store.keep_engine_settings({**BFLOAT16, "engine": "vllm"})
+        store.keep_engine_settings({**BFLOAT16, "engine": "vllm"}, DECISIVE)
 
 
 def test_another_batch_size_is_not(store):
-    store.keep_engine_settings({**BFLOAT16, "batch_size": 64})
+    store.keep_engine_settings({**BFLOAT16, "batch_size": 64}, DECISIVE)
     assert list(store.finished()) == ["a/0"]
 
 

@@ -31,6 +31,15 @@ SMALL_GPT2 = {
     "n_positions": 92,
     "initializer_range": 0.2,
 }
+SMALL_LLAMA4 = {
+    **SMALL,
+    "intermediate_size_mlp": 48,
+    "head_dim": 8,
+    "num_local_experts": 2,
+    "no_rope_layers": [1, 0],
+    "layer_types": ["chunked_attention", "full_attention"],
+}
+LONGEST = 91  # tokens that are read of the longest of `questions_by_texts`
 LONGROPE = {
     "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4},
     "original_max_position_embeddings": 70,
@@ -51,10 +60,19 @@ KINDS = {
     "llama": Kind(transformers.LlamaConfig(**SMALL), True),
     "qwen2": Kind(transformers.Qwen2Config(**SMALL), True),
     "mistral, wide": Kind(transformers.MistralConfig(**SMALL, sliding_window=4096), True),
+    "mistral, as wide as a prompt": Kind(
+        transformers.MistralConfig(**SMALL, sliding_window=LONGEST), True
+    ),
     "mistral, narrow": Kind(transformers.MistralConfig(**SMALL, sliding_window=40), False),
     "gpt2": Kind(transformers.GPT2Config(**SMALL_GPT2), True),
     "gpt-neox": Kind(transformers.GPTNeoXConfig(**SMALL), True),
     "gemma2": Kind(transformers.Gemma2Config(**SMALL, head_dim=8, sliding_window=40), False),
+    "llama4, one chunk": Kind(
+        transformers.Llama4TextConfig(**SMALL_LLAMA4, attention_chunk_size=LONGEST), True
+    ),
+    "llama4, two chunks": Kind(
+        transformers.Llama4TextConfig(**SMALL_LLAMA4, attention_chunk_size=LONGEST - 1), False
+    ),
     "bloom": Kind(
         transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4), False
     ),
@@ -158,6 +176,7 @@ def test_choices_as_a_tree_agree_with_whole_prompts(saved_model, kind, computed_
     engine = TransformersEngine(saved_model(KINDS[kind].config), batch_size=4)
     jobs = questions_by_texts()
     assert not any(job.is_chain for job in jobs)
+    assert max(job.length for job in jobs) == LONGEST
     scores = dict(engine.score([jobs]))
     for job in jobs:
         for branch, score in zip(job.branches, scores[job.index], strict=True):
@@ -212,5 +231,11 @@ def test_recurrent_layers_do_not_see_all():
 
 def test_windows_see_all_of_shorter_prompts():
     windows = transformers.Gemma2Config(**SMALL, sliding_window=4096)
-    assert sees_all(windows, 4095)
-    assert not sees_all(windows, 4096)
+    assert sees_all(windows, 4096)
+    assert not sees_all(windows, 4097)
+
+
+def test_chunks_see_all_of_shorter_prompts():
+    chunks = transformers.Llama4TextConfig(**SMALL_LLAMA4, attention_chunk_size=4096)
+    assert sees_all(chunks, 4096)
+    assert not sees_all(chunks, 4097)

@@ -9,7 +9,7 @@ import transformers
 from made_records import plain, scored
 
 from calibeval import prompts, scoring, tasks
-from calibeval.engines import context_length
+from calibeval.engines import prompt_limit
 from calibeval.request import Task
 
 
@@ -78,10 +78,10 @@ def test_bfloat16_keeps_logits_in_float32(score, tmp_path):
     assert any(abs(gap * 256 - round(gap * 256)) > 0.01 for gap in differences)
 
 
-def test_context_length_of_configs_with_parts():
+def test_prompt_limit_of_configs_with_parts():
     small = {"max_position_embeddings": 512}
-    assert context_length(transformers.Gemma3Config(text_config=small)) == 511
-    assert context_length(transformers.Mistral3Config(text_config=small)) == 511
-    assert context_length(transformers.Qwen2VLConfig(text_config=small)) == 511
-    assert context_length(transformers.GPT2Config(n_positions=300)) == 299
-    assert context_length(transformers.BloomConfig()) is None
+    assert prompt_limit(transformers.Gemma3Config(text_config=small)) == 511
+    assert prompt_limit(transformers.Mistral3Config(text_config=small)) == 511
+    assert prompt_limit(transformers.Qwen2VLConfig(text_config=small)) == 511
+    assert prompt_limit(transformers.GPT2Config(n_positions=300)) == 299
+    assert prompt_limit(transformers.BloomConfig()) is None

@@ -126,6 +126,30 @@ def test_continuation(tiny_model, tmp_path, score_with_both):
     assert_equal(vllm, transformers, "bytes", "characters", "normalise", within=2e-3)
 
 
+@pytest.mark.parametrize("kind", ["letters", "split letters", "continuation"])
+def test_prompts_as_long_as_the_model_takes(
+    kind, tiny_model, model_with_split_letters, tmp_path, score_with_both
+):
+    """Every prompt is cut to the model's context, so none leaves room to spare."""
+    model = model_with_split_letters if kind == "split letters" else tiny_model
+    short = tmp_path / "short"
+    shutil.copytree(model, short)
+    config = json.loads((short / "config.json").read_text())
+    config["max_position_embeddings"] = 64
+    (short / "config.json").write_text(json.dumps(config))
+    rows = []
+    for number in range(3):
+        question = " ".join(["which true statement about light"] * (30 + number))
+        choices = ["force", "mass and light", "light"]
+        rows.append({"question": question, "choices": choices, "answer": 0})
+    data = write_lines(tmp_path / "q.jsonl", rows)
+    scoring = "continuation" if kind == "continuation" else "letters"
+    options = ["--task", "jsonl", "--shots", "0", "--scoring", scoring]
+    vllm, transformers = score_with_both(short, data, *options)
+    assert all(row["truncated"] > 60 for row in vllm)
+    assert_equal(vllm, transformers, "truncated", within=2e-3)
+
+
 # vLLM's workers use Intel's AMX unasked, and may die of SIGILL: the first line asks.
 BFLOAT16_SCRIPT = """
 import torch; torch.cpu._init_amx()
@@ -138,7 +162,7 @@ def main(model):
     branches = ((8,), (9,), (10, 11), (12, 9))
     jobs = [Job(index, (5, 6 + index, 7), branches) for index in range(9)]
     expected = dict(TransformersEngine(model, dtype="bfloat16").score([jobs]))
-    engine = VllmEngine(model, dtype="bfloat16", longest=20)
+    engine = VllmEngine(model, dtype="bfloat16", max_model_length=20)
     scores = dict(engine.score([jobs]))
     assert engine.describe()["head_dtype"] == "float32", engine.describe()
     # Differences of bfloat16 logits would be multiples of 1 / 256.

@@ -6,14 +6,17 @@
 An engine knows tokens alone, neither questions nor files: it gets groups of `Job`s.
 
 To add an engine, write a module here with a class that has what the protocol `Engine` asks for,
-make one in `create_engine`, and add its name to `request.EngineName`.
+make one in `create_engine`, and add its name to `request.EngineName`. Whatever the engine needs to
+be told is a field of `request.Request`, from which the command line has it too.
 """
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+from typing_extensions import assert_never
 
 from calibeval.io import InputError
 from calibeval.request import Request
@@ -54,7 +57,10 @@ class Job:
 
     @property
     def length(self) -> int:
-        """Tokens of the longest prompt: the context and the deepest node."""
+        """The most tokens that are read to score a choice: the context and the deepest node.
+
+        A choice's last token is not read, since nothing is asked of what follows it.
+        """
         return len(self.tokens) + max(len(node) for node in self.nodes)
 
 
@@ -62,7 +68,7 @@ class Engine(Protocol):
     """What computes log-probabilities with a model."""
 
     versions: dict[str, str]
-    """Versions of the packages that compute the figures; they go into every record."""
+    """Versions of the packages that compute the scores; they go into every record."""
 
     def score(
         self, groups: list[list[Job]], skip: Container[int] = ()
@@ -75,7 +81,15 @@ class Engine(Protocol):
         ...
 
     def describe(self) -> dict[str, Any]:
-        """Settings that the figures depend on, the precision in use among them."""
+        """Settings that the scores depend on, under the names that go into the sidecar."""
+        ...
+
+    def decisive_settings(self) -> tuple[str, ...]:
+        """Names of settings in `describe` that all records of a file must share.
+
+        Scoring that was interrupted goes on only with an engine that has the same values of these:
+        its kind and its precision. Others, such as the device, may change.
+        """
         ...
 
     def close(self) -> None:
@@ -83,12 +97,29 @@ class Engine(Protocol):
         ...
 
 
-def create_engine(model: "str | PreTrainedModel", request: Request, longest: int) -> Engine:
+def max_model_length(jobs: Iterable[Job]) -> int:
+    """How many tokens a model must have positions for to score these jobs.
+
+    That is the longest prompt that is read, and one token more, which vLLM samples behind it. It is
+    never more than a model's own positions where the prompts have no more than `prompt_limit`.
+    """
+    return max(job.length for job in jobs) + 1
+
+
+def create_engine(
+    model: "str | PreTrainedModel", request: Request, max_model_length: int
+) -> Engine:
     """The engine that the request asks for, with the model loaded.
 
-    `longest` is the longest prompt it will see, in tokens with one for the answer. A model that
-    the engine cannot run raises `InputError`.
+    `max_model_length` is what the function of this name says of all that will be scored. A model
+    that the engine cannot run raises `InputError`.
     """
+    if request.engine == "transformers":
+        from calibeval.engines.hf import TransformersEngine
+
+        return TransformersEngine(
+            model, dtype=request.dtype, batch_size=request.batch_size, revision=request.revision
+        )
     if request.engine == "vllm":
         from calibeval.engines.vllm import VllmEngine
 
@@ -96,16 +127,12 @@ def create_engine(model: "str | PreTrainedModel", request: Request, longest: int
             raise InputError("engine vllm: loads a folder or a name on the hub, not a loaded model")
         return VllmEngine(
             model,
-            longest=longest,
+            max_model_length=max_model_length,
             dtype=request.dtype,
             revision=request.revision,
             gpu_memory_utilization=request.gpu_memory_utilization,
         )
-    from calibeval.engines.hf import TransformersEngine
-
-    return TransformersEngine(
-        model, dtype=request.dtype, batch_size=request.batch_size, revision=request.revision
-    )
+    assert_never(request.engine)
 
 
 def load(
@@ -147,8 +174,11 @@ def text_config(config: "PretrainedConfig") -> "PretrainedConfig":
     return config
 
 
-def context_length(config: "PretrainedConfig") -> int | None:
-    """Longest prompt: the model's positions less one, which the answer takes; None: no limit."""
+def prompt_limit(config: "PretrainedConfig") -> int | None:
+    """The most tokens of a prompt: the model's positions less one, which the answer takes.
+
+    None where the model's positions have no limit.
+    """
     positions = getattr(text_config(config), "max_position_embeddings", None)
     if not positions:
         return None

@@ -47,9 +47,9 @@ ATTENTION_KERNELS = [
 class BatchLimits:
     """What a batch takes at most."""
 
-    tokens: int = 2**14  # that are computed
-    cache_bytes: int = 2**32  # of keys and values
-    logits: int = 2**29  # some 3 GB in bfloat16 and float32
+    tokens: int = 2**14  # computed in a forward
+    cache_bytes: int = 2**32  # for keys and values
+    logits: int = 2**29  # numbers, some 3 GB in bfloat16 and float32
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,11 @@ class TransformersEngine:
     ):
         if isinstance(model, str):
             model = load_model(model, dtype, revision)
+        # DistributedDataParallel holds the model that it wraps as `module`.
         self.model: PreTrainedModel = getattr(model, "module", model)
         self.training_modules = [module for module in self.model.modules() if module.training]
-        # Mixed precision is training's alone: accelerate keeps the forward without it.
+        # accelerate puts autocast around the forward for training, and keeps the one without it
+        # here. Scores are computed in the weights' own precision, so without autocast.
         self.forward = getattr(self.model, "_original_forward", self.model)
         self.model.eval()
         self.versions = {"torch": torch.__version__, "transformers": transformers.__version__}
@@ -96,7 +98,8 @@ class TransformersEngine:
         self.limits = limits or BatchLimits()
         self.vocabulary = text_config(self.model.config).vocab_size
         self.cache_bytes_per_token = cache_bytes_per_token(self.model)
-        self.reads_trees: bool | None = None  # None: not tried yet
+        # Whether the model reads a tree of tokens; None while that has not been tried.
+        self.reads_trees: bool | None = None
 
     def close(self) -> None:
         """Leave a loaded model as it was."""
@@ -104,7 +107,7 @@ class TransformersEngine:
             module.training = True
 
     def describe(self) -> dict[str, Any]:
-        """Engine settings that a record's figures depend on."""
+        """Settings that the scores depend on."""
         device = str(self.device)
         if self.device.type == "cuda":
             device = torch.cuda.get_device_name(self.device)
@@ -118,6 +121,10 @@ class TransformersEngine:
             "attention": self.model.config._attn_implementation,
             "batch_size": self.batch_size,
         }
+
+    def decisive_settings(self) -> tuple[str, ...]:
+        """What all records of a file must share."""
+        return ("engine", "dtype", "head_dtype")
 
     def score(
         self, groups: list[list[Job]], skip: Container[int] = ()
@@ -162,8 +169,11 @@ class TransformersEngine:
     def _logprobs_in_turn(
         self, batches: Iterator[list[Answer]]
     ) -> Iterator[tuple[list[Job], Tensor]]:
-        """Yield each batch's jobs and its tokens' log-probabilities, once the GPU works at the
-        next: who asks for the numbers waits for it."""
+        """Yield each batch's jobs and its tokens' log-probabilities, on the GPU.
+
+        A batch is yielded when the next one is already queued there: reading its numbers makes the
+        CPU wait for it, and the GPU shall not be idle afterwards.
+        """
         previous = None
         for batch in batches:
             current = ([answer.job for answer in batch], self._token_logprobs(batch))
@@ -213,7 +223,7 @@ class TransformersEngine:
                 expected.update(zip(choice.nodes, logits, strict=True))
             try:
                 (answer,) = self._answer([job], Prefix())
-                self.reads_trees = _differ_by_rounding(
+                self.reads_trees = _agree_up_to_rounding(
                     answer.logits,
                     torch.stack([expected[node] for node in job.nodes]),
                     self.model.dtype,
@@ -334,10 +344,10 @@ class TransformersEngine:
                 hook.remove()
 
 
-def _differ_by_rounding(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+def _agree_up_to_rounding(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     """Whether two ways to compute the same logits differ by no more than rounding explains.
 
-    `dtype` is what the layers below compute in. A constant that all logits have in common changes
+    `dtype` is what the model's layers compute in. A constant that all logits have in common changes
     no probability, so it is taken off.
     """
     tolerance = torch.finfo(dtype).eps ** 0.5

@@ -49,27 +49,36 @@ def load_model(model: str, dtype: Precision, revision: str | None) -> "PreTraine
 
 
 def sees_all(config: "PretrainedConfig", length: int) -> bool:
-    """Whether every layer sees all earlier tokens of prompts up to `length`, as in shorter ones.
+    """Whether choices may be read as a tree of tokens in prompts of up to `length` tokens.
 
-    Sliding windows and chunks of attention that are at least as long do; recurrent layers do not.
+    A tree's mask stands in for the model's own. So each layer must be one that would let a token
+    see all tokens before it, and the tokens' positions must mean the same in prompts of any length.
+    A False costs time alone: the choices are read one by one.
     """
     if stretches_positions(config, length):
         return False
     config = text_config(config)
     layer_types = set(getattr(config, "layer_types", None) or ())
-    if layer_types == {"full_attention"}:
-        return True
-    if not layer_types <= {"full_attention", "sliding_attention"}:
+    # Models that say nothing of their layers may have windows or chunks in any of them.
+    has_windows = not layer_types or "sliding_attention" in layer_types
+    has_chunks = not layer_types or "chunked_attention" in layer_types
+    if layer_types - {"full_attention", "sliding_attention", "chunked_attention"}:
+        return False  # recurrent layers, and whatever else there may be
+    # A token sees itself and window − 1 tokens before it, so a window of `length` holds them all.
+    window = getattr(config, "sliding_window", None)
+    if has_windows and window is not None and window < length:
         return False
-    windows = [
-        getattr(config, "sliding_window", None),
-        getattr(config, "attention_chunk_size", None),
-    ]
-    return all(window is None or window > length for window in windows)
+    # A chunk begins at position 0, so the first one holds all of a prompt that is no longer.
+    chunk = getattr(config, "attention_chunk_size", None)
+    return not has_chunks or chunk is None or chunk >= length
 
 
 def stretches_positions(config: "PretrainedConfig", length: int) -> bool:
-    """Whether longrope turns every position otherwise in a batch of this length than in others."""
+    """Whether longrope, in a batch of this length, rotates all positions by other angles.
+
+    The angles change for the whole batch once its longest row exceeds the length that the model was
+    first trained for, so what a prompt reads would depend on its neighbors.
+    """
     original = getattr(text_config(config), "original_max_position_embeddings", None)
     return length > (original or math.inf)
 

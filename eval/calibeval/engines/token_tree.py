@@ -1,13 +1,17 @@
 """Laying out a batch of questions as arrays of tokens, each question's choices as a tree.
 
 A row of a batch holds what follows the prefix that the batch shares: the rest of a question's
-context, then one token for each node of its choices' tree (see `Job.nodes`), then padding. So what
-choices have in common is computed once, and a row reads
+context, then the last token of each node of its choices' tree but (), then padding. So what choices
+have in common is computed once. Of the choices a a b x and a c c y, whose nodes (see `Job.nodes`)
+are (), a, aa, aab, ac and acc, a row reads
 
-    context  a a b | a c c | padding        nodes (), (a,), (a, a), (a, a, b), …
+    tokens     context   a    a     b     c     c     padding
+    nodes           ()   a    aa    aab   ac    acc
+    position         n   n+1  n+2   n+3   n+2   n+3
 
-with a mask by which a node sees the context and the nodes that lead to it alone, at the positions
-that the tokens have when each choice is read by itself.
+A mask lets a node see the context and only those nodes that lead to it: the second c sees the first
+a and the first c, but neither the second a nor b. Positions are those that the tokens have where
+each choice is read by itself.
 """
 
 from collections.abc import Sequence
@@ -29,8 +33,10 @@ class Layout:
 
     tokens: Tensor  # (B, W)
     positions: Tensor  # (B, W)
-    places: Tensor  # (B, P) where the nodes' logits are, a row's last place repeated
-    visible: Tensor | None  # (B, W, W) which token sees which; None where attention is causal
+    # (B, P): where the nodes' logits are. A row with fewer nodes repeats its last place.
+    places: Tensor
+    # (B, W, W): which token sees which. None where causal attention is enough.
+    visible: Tensor | None
 
 
 def lay_out(jobs: Sequence[Job], prefix_length: int) -> Layout:

@@ -6,7 +6,7 @@ Needs vLLM 0.30 or later, whose `head_dtype` keeps logits near 20 from being 0.1
 import atexit
 import os
 import threading
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 from calibeval.engines import Job, Tokens, shortened
@@ -17,22 +17,23 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 JOBS_AT_ONCE = 512  # vLLM gives nothing back before all that it was asked at once
-MOST_LOGPROBS = 32  # that vLLM gives at one place: there are 26 letters
+MOST_LOGPROBS = 32  # vLLM gives at most so many at one place; there are 26 letters
 JOIN_SECONDS = 5
 
 
 class VllmEngine:
     """Hands vLLM whole prompts in an order that keeps shared prefixes cached.
 
-    `longest` is the tokens of the longest prompt, all that memory is kept for;
-    `gpu_memory_utilization` is vLLM's share of the GPU, None its own default.
+    `max_model_length` is the most tokens of a prompt with the one that vLLM samples behind it:
+    memory is kept for so many. `gpu_memory_utilization` is vLLM's share of the GPU, None its own
+    default.
     """
 
     def __init__(
         self,
         model: str,
         *,
-        longest: int,
+        max_model_length: int,
         dtype: Precision = "auto",
         revision: str | None = None,
         gpu_memory_utilization: float | None = None,
@@ -53,7 +54,7 @@ class VllmEngine:
             "revision": revision,
             "tokenizer_revision": revision,
             "dtype": "float32" if dtype == "auto" and not self.on_gpu else dtype,
-            "max_model_len": longest + 1,
+            "max_model_len": max_model_length,
             "enable_prefix_caching": True,
             "enforce_eager": True,  # little is decoded: graphs and compilation would only delay
             "max_logprobs": MOST_LOGPROBS,
@@ -71,7 +72,7 @@ class VllmEngine:
         atexit.register(self.close)  # before multiprocessing waits for vLLM's process
 
     def describe(self) -> dict[str, Any]:
-        """Engine settings that the figures depend on."""
+        """Settings that the scores depend on."""
         dtype = self.llm.llm_engine.model_config.dtype
         return {
             "engine": "vllm",
@@ -79,6 +80,10 @@ class VllmEngine:
             "dtype": str(dtype).removeprefix("torch."),
             "head_dtype": "float32",
         }
+
+    def decisive_settings(self) -> tuple[str, ...]:
+        """What all records of a file must share."""
+        return ("engine", "dtype", "head_dtype")
 
     def close(self) -> None:
         """End the process that holds the model, and the threads that speak with it.
@@ -106,15 +111,13 @@ class VllmEngine:
                 # One prompt, and the log-probability of all tokens that may follow it.
                 tokens = sorted({token for (token,) in job.branches})
                 prompts.append(job.tokens)
-                sampling_params.append(
-                    self._sampling_params(logprob_token_ids=tokens, logprobs=len(tokens))
-                )
+                sampling_params.append(self._sampling_params(tokens))
             else:
-                # A prompt for each choice, read whole: vLLM takes nothing from its cache whose
-                # log-probabilities are asked for.
+                # A prompt for each choice, up to its last token, which may follow it. It is read
+                # whole: vLLM takes nothing from its cache whose log-probabilities are asked for.
                 for branch in job.branches:
-                    prompts.append(job.tokens + branch)
-                    sampling_params.append(self._sampling_params(prompt_logprobs=0))
+                    prompts.append(job.tokens + branch[:-1])
+                    sampling_params.append(self._sampling_params(branch[-1:], prompt_logprobs=0))
         outputs = iter(
             self.llm.generate(
                 [{"prompt_token_ids": list(tokens)} for tokens in prompts],
@@ -127,18 +130,32 @@ class VllmEngine:
                 next_token = next(outputs).outputs[0].logprobs[0]
                 yield job.index, [next_token[token].logprob for (token,) in job.branches]
             else:
-                yield job.index, [_score_of_ending(next(outputs), b) for b in job.branches]
+                yield job.index, [_branch_logprob(next(outputs), b) for b in job.branches]
 
-    def _sampling_params(self, **asked: Any) -> Any:
-        """vLLM's parameters for reading a prompt: the one token it must sample is not used."""
-        return self.params_class(max_tokens=1, temperature=0.0, detokenize=False, **asked)
+    def _sampling_params(self, next_tokens: Sequence[int], **options: Any) -> Any:
+        """vLLM's parameters for the log-probabilities of some tokens that may follow a prompt.
+
+        The one token that vLLM must sample is not used.
+        """
+        return self.params_class(
+            max_tokens=1,
+            temperature=0.0,
+            detokenize=False,
+            logprob_token_ids=list(next_tokens),
+            logprobs=len(next_tokens),
+            **options,
+        )
 
 
 def _has_choices_of_one_token(job: Job) -> bool:
     return job.nodes == ((),)
 
 
-def _score_of_ending(output: Any, branch: Tokens) -> float:
-    """log P of the branch that a prompt ends with."""
-    places = output.prompt_logprobs[-len(branch) :]
-    return sum(place[token].logprob for token, place in zip(branch, places, strict=True))
+def _branch_logprob(output: Any, branch: Tokens) -> float:
+    """log P of a branch, of which the prompt holds all but the last token."""
+    *first, last = branch
+    # Not `[-len(first):]`, which would be the whole prompt where a branch has one token.
+    places = output.prompt_logprobs[len(output.prompt_logprobs) - len(first) :]
+    logprobs = [place[token].logprob for token, place in zip(first, places, strict=True)]
+    next_token = output.outputs[0].logprobs[0]
+    return sum(logprobs) + next_token[last].logprob
