@@ -19,68 +19,115 @@ MESH_POINTS = 200
 DENSITY_FLOOR = 1e-4
 
 
-def smooth_error(
-    points: np.ndarray, gaps: np.ndarray, counts: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the smooth calibration error of R samples and its bandwidth σ, (R,) both.
-
-    The error at a bandwidth is Σ_t |Σ_i K_σ(t, p_i) gap_i| / Σ_t Σ_i K_σ(t, p_i) count_i over a
-    mesh of t. The bandwidth is the least σ, by bisection, that is no less than the error at σ.
+class Smoother:
+    """Smooths values at fixed points of [0, 1].
 
     Args:
-        points: Probabilities p, (N,).
-        gaps: (p − y) times how often each point is in a sample, (R, N).
-        counts: How often each point is in a sample, (R, N), or (1, N) if alike for all samples.
+        points: The points p, ascending probabilities, (N,).
     """
-    spectra_by_size: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
-    def spectra_on(size: int) -> tuple[np.ndarray, np.ndarray]:
-        if size not in spectra_by_size:
-            of_gaps = spectra(points, gaps, size)
-            of_counts = spectra(points, counts, size)
-            spectra_by_size[size] = of_gaps, of_counts
-        return spectra_by_size[size]
+    def __init__(self, points: np.ndarray):
+        self.points = points
+        self._grids: dict[int, _Grid] = {}
+        self._spectra_of_ones: dict[int, np.ndarray] = {}
 
-    def error_at(bandwidths: np.ndarray) -> np.ndarray:
-        """The error of each sample at its own bandwidth, (R,); 0 below the least bandwidth."""
-        errors = np.zeros(len(gaps))
-        for bandwidth in np.unique(bandwidths[bandwidths >= LEAST_BANDWIDTH]):
-            rows = np.flatnonzero(bandwidths == bandwidth)
-            gap_spectra, count_spectra = spectra_on(grid_size(bandwidth))
-            if len(count_spectra) > 1:
-                count_spectra = count_spectra[rows]
-            mesh = np.linspace(0, 1, max(round(10 / bandwidth), MESH_POINTS))
-            gap_sums = smoothed(gap_spectra[rows], bandwidth, mesh)
-            densities = smoothed(count_spectra, bandwidth, mesh)
-            errors[rows] = np.abs(gap_sums).sum(1) / (densities + DENSITY_FLOOR).sum(1)
-        return errors
+    def error(
+        self, gaps: np.ndarray, counts: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the smooth calibration error of R samples and its bandwidth σ, (R,) both.
 
-    high: np.ndarray = np.ones(len(gaps))
-    low: np.ndarray = np.zeros(len(gaps))
-    for _ in range(SEARCH_STEPS):
-        middle = (high + low) / 2
-        too_small = (middle < LEAST_BANDWIDTH) | (middle < error_at(middle))
-        low = np.where(too_small, middle, low)
-        high = np.where(too_small, high, middle)
-    return error_at(high), high
+        The error at a bandwidth is Σ_t |Σ_i K_σ(t, p_i) gap_i| / Σ_t Σ_i K_σ(t, p_i) count_i over
+        a mesh of t. The bandwidth is the least σ, by bisection, that is no less than the error at
+        σ.
+
+        Args:
+            gaps: (p − y) times how often each point is in a sample, (R, N).
+            counts: How often each point is in a sample, (R, N); by default once.
+        """
+        gap_spectra: dict[int, np.ndarray] = {}
+        count_spectra: dict[int, np.ndarray] = {}
+
+        def error_at(bandwidths: np.ndarray) -> np.ndarray:
+            """The error of each sample at its own bandwidth, (R,); 0 below the least bandwidth."""
+            errors = np.zeros(len(gaps))
+            for bandwidth in np.unique(bandwidths[bandwidths >= LEAST_BANDWIDTH]):
+                rows = np.flatnonzero(bandwidths == bandwidth)
+                size = grid_size(bandwidth)
+                if size not in gap_spectra:
+                    gap_spectra[size] = self._spectra(gaps, size)
+                    count_spectra[size] = self._count_spectra(counts, size)
+                of_counts = count_spectra[size]
+                if len(of_counts) > 1:
+                    of_counts = of_counts[rows]
+                mesh = np.linspace(0, 1, max(round(10 / bandwidth), MESH_POINTS))
+                gap_sums = smoothed(gap_spectra[size][rows], bandwidth, mesh)
+                densities = smoothed(of_counts, bandwidth, mesh)
+                errors[rows] = np.abs(gap_sums).sum(1) / (densities + DENSITY_FLOOR).sum(1)
+            return errors
+
+        high: np.ndarray = np.ones(len(gaps))
+        low: np.ndarray = np.zeros(len(gaps))
+        for _ in range(SEARCH_STEPS):
+            middle = (high + low) / 2
+            too_small = (middle < LEAST_BANDWIDTH) | (middle < error_at(middle))
+            low = np.where(too_small, middle, low)
+            high = np.where(too_small, high, middle)
+        return error_at(high), high
+
+    def mean(
+        self, values: np.ndarray, counts: np.ndarray | None, bandwidth: float, mesh: np.ndarray
+    ) -> np.ndarray:
+        """Return the kernel mean Σ_i K_σ(t, p_i) value_i / Σ_i K_σ(t, p_i) count_i, (R, T).
+
+        Args:
+            values: Values times how often each point is in a sample, (R, N).
+            counts: How often each point is in a sample, (R, N), or None for once.
+            bandwidth: σ.
+            mesh: The points t in [0, 1], (T,).
+        """
+        size = grid_size(bandwidth)
+        value_sums = smoothed(self._spectra(values, size), bandwidth, mesh)
+        densities = smoothed(self._count_spectra(counts, size), bandwidth, mesh)
+        return value_sums / (densities + DENSITY_FLOOR)
+
+    def _count_spectra(self, counts: np.ndarray | None, size: int) -> np.ndarray:
+        """Spectra of how often each point is in a sample, (R, G), or (1, G) where each is once."""
+        if counts is not None:
+            return self._spectra(counts, size)
+        if size not in self._spectra_of_ones:
+            ones = np.ones((1, len(self.points)))
+            self._spectra_of_ones[size] = self._spectra(ones, size)
+        return self._spectra_of_ones[size]
+
+    def _spectra(self, values: np.ndarray, size: int) -> np.ndarray:
+        """Fourier transforms (R, G) of values (R, N) at the points, reflected at 0 and 1.
+
+        Each value is shared between the two nearest of `size` places of a grid.
+        """
+        if size not in self._grids:
+            self._grids[size] = _Grid(self.points, size)
+        grid = self._grids[size]
+        on_grid = np.zeros((len(values), size))
+        above = grid.share_above * values
+        on_grid[:, grid.filled] = np.add.reduceat(values - above, grid.starts, axis=1)
+        on_grid[:, grid.filled + 1] += np.add.reduceat(above, grid.starts, axis=1)
+        mirrored = on_grid[:, -2:0:-1]
+        return np.fft.rfft(np.hstack([on_grid, mirrored]))
 
 
-def smooth_mean(
-    points: np.ndarray, values: np.ndarray, counts: np.ndarray, bandwidth: float, mesh: np.ndarray
-) -> np.ndarray:
-    """Return the kernel mean Σ_i K_σ(t, p_i) value_i / Σ_i K_σ(t, p_i) count_i, (R, T).
+class _Grid:
+    """Where ascending points lie between the places of a grid.
 
-    Args:
-        points: Probabilities p, (N,).
-        values: Values times how often each point is in a sample, (R, N).
-        counts: How often each point is in a sample, (R, N) or (1, N).
-        bandwidth: σ.
-        mesh: The points t in [0, 1], (T,).
+    Attributes:
+        share_above: How much of a point belongs to the place above it, and not to that below, (N,).
+        filled: The places that have points above them before the next place, ascending.
+        starts: The first point above each of these.
     """
-    size = grid_size(bandwidth)
-    value_sums = smoothed(spectra(points, values, size), bandwidth, mesh)
-    densities = smoothed(spectra(points, counts, size), bandwidth, mesh)
-    return value_sums / (densities + DENSITY_FLOOR)
+
+    def __init__(self, points: np.ndarray, size: int):
+        place = (points * (size - 1)).astype(int).clip(0, size - 2)
+        self.share_above = points * (size - 1) - place
+        self.filled, self.starts = np.unique(place, return_index=True)
 
 
 def grid_size(bandwidth: float) -> int:
@@ -88,26 +135,8 @@ def grid_size(bandwidth: float) -> int:
     return max(2000, round(20 / bandwidth)) // 2 + 1
 
 
-def spectra(points: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
-    """Return the Fourier transforms (R, G) of values (R, N) at points (N,), reflected at 0 and 1.
-
-    Each value is shared between the two nearest of `size` places of a grid.
-    """
-    place = (points * (size - 1)).astype(int).clip(0, size - 2)
-    share_above = points * (size - 1) - place
-    share_below = 1 - share_above
-    rows = []
-    for value in values:
-        below = np.bincount(place, share_below * value, size)
-        above = np.bincount(place + 1, share_above * value, size)
-        rows.append(below + above)
-    grid = np.stack(rows)
-    mirrored = grid[:, -2:0:-1]
-    return np.fft.rfft(np.hstack([grid, mirrored]))
-
-
 def smoothed(transforms: np.ndarray, bandwidth: float, mesh: np.ndarray) -> np.ndarray:
-    """Return Σ_i K_σ(t, p_i) value_i at each t of a mesh, (R, T), from `spectra` (R, G)."""
+    """Return Σ_i K_σ(t, p_i) value_i at each t of a mesh, (R, T), from their spectra (R, G)."""
     size = transforms.shape[1]
     kernel = np.zeros(2 * size - 2)
     kernel[:size] = np.exp(-((np.linspace(0, 1, size) - 0.5) ** 2) / (2 * bandwidth**2))

@@ -21,7 +21,7 @@ For bin b of n_b of the N questions, w_b = n_b / N and Δ_b = accuracy − confi
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import numpy as np
@@ -73,9 +73,32 @@ class Scores:
         return self.confidence.round(TIE_DECIMALS)
 
     @cached_property
+    def order(self) -> np.ndarray:
+        """The questions by ascending confidence, and so by ascending level, (N,)."""
+        return np.argsort(self.confidence, kind="stable")
+
+    @cached_property
+    def ranked_confidence(self) -> np.ndarray:
+        """The confidences in ascending order, (N,)."""
+        return self.confidence[self.order]
+
+    @cached_property
+    def brier_score(self) -> np.ndarray:
+        """Σ_k (p_k − y_k)² of each question; mass outside the choices is one more outcome."""
+        outside = 1 - self.probs.sum(1)
+        right = np.exp(self.right_logprob)
+        return (self.probs**2).sum(1) + 1 - 2 * right + outside**2
+
+    @cached_property
+    def levels(self) -> "Segments":
+        """Runs of equal confidence, of the questions in `order`."""
+        starts = np.unique(self.level[self.order], return_index=True)[1]
+        return Segments(starts, len(self.level))
+
+    @cached_property
     def equal_width(self) -> "Binning":
         """Bins of the confidence, with the inner edges 1/B, …, 1 − 1/B."""
-        return Binning(self.confidence, np.arange(1, BINS) / BINS)
+        return Binning(self.confidence, np.arange(1, BINS) / BINS, self.order)
 
     @cached_property
     def folded(self) -> "Binning":
@@ -89,11 +112,14 @@ class Scores:
         return Binning(folded, np.sort(folded)[places])
 
     @cached_property
-    def ranks(self) -> tuple[np.ndarray, np.ndarray]:
-        """The questions by ascending confidence, and where each run of equal ones starts there."""
-        order = np.argsort(self.level, kind="stable")
-        starts = np.unique(self.level[order], return_index=True)[1]
-        return order, starts
+    def smoother(self) -> kernel_smoothing.Smoother:
+        """Kernel smoothing over the confidences, of the questions in `order`."""
+        return kernel_smoothing.Smoother(self.ranked_confidence)
+
+    @cached_property
+    def ranked_correct(self) -> np.ndarray:
+        """`correct` of the questions by ascending confidence, (1, N)."""
+        return self.correct[None, self.order]
 
 
 def scores(records: Records, confidence: str) -> Scores:
@@ -130,33 +156,80 @@ class Bins:
         return np.where(self.count > 1, spread / np.maximum(self.count - 1, 1), 0)
 
 
+class Segments:
+    """Consecutive segments of N places, some of which may be empty.
+
+    Args:
+        starts: The first place of each segment, ascending, (B,).
+        places: N.
+    """
+
+    def __init__(self, starts: np.ndarray, places: int):
+        self.sizes = np.diff(starts, append=places)
+        self._filled = np.flatnonzero(self.sizes)
+        self._filled_starts = starts[self._filled]
+        self._are_single = bool((self.sizes == 1).all())
+        # Where most segments are of one place, it is quicker to add the other places one by one.
+        self._is_first: np.ndarray | None = None
+        if len(self._filled) == len(starts) > places / 2:
+            self._is_first = np.zeros(places, bool)
+            self._is_first[starts] = True
+            segments = np.repeat(np.arange(len(starts)), self.sizes)
+            self._segment_of_others = segments[~self._is_first]
+
+    def sum(self, values: np.ndarray) -> np.ndarray:
+        """Return the sums over segments, (R, B), of values (R, N)."""
+        if self._are_single:
+            return values
+        if self._is_first is not None:
+            return np.stack([self._sum_of_row(row, self._is_first) for row in values])
+        sums = np.zeros((len(values), len(self.sizes)))
+        sums[:, self._filled] = np.add.reduceat(values, self._filled_starts, axis=1)
+        return sums
+
+    def _sum_of_row(self, values: np.ndarray, is_first: np.ndarray) -> np.ndarray:
+        sums = values[is_first]
+        np.add.at(sums, self._segment_of_others, values[~is_first])
+        return sums
+
+    def spread(self, values: np.ndarray) -> np.ndarray:
+        """Return a value for each place, (N,), from one of each segment, (B,)."""
+        return values if self._are_single else np.repeat(values, self.sizes)
+
+
 class Binning:
     """Bins [0, e_1), [e_1, e_2), …, [e_B−1, 1] of probabilities p (N,).
 
     A bin holds its lower edge, and the last one 1 as well; p and edges are compared in TIE_DECIMALS
     decimals.
+
+    Args:
+        p: The probabilities, (N,).
+        edges: The inner edges, ascending, (B − 1,).
+        order: The questions by ascending p, where that is known, (N,).
     """
 
-    def __init__(self, p: np.ndarray, edges: np.ndarray):
-        rounded_edges = edges.round(TIE_DECIMALS)
-        bin_of = np.searchsorted(rounded_edges, p.round(TIE_DECIMALS), side="right")
-        member = np.eye(len(edges) + 1)[bin_of]  # (N, B)
-        p = p[:, None]
-        # Sums over bins are products with these (N, 3 B) and (N, 2 B): first what holds whether p
-        # came true or not, then what is added where it did, from (y − p)² = p² + y (1 − 2 p).
-        self._of_all = np.hstack([member, member * p, member * p**2])
-        self._of_true = np.hstack([member, member * (1 - 2 * p)])
+    def __init__(self, p: np.ndarray, edges: np.ndarray, order: np.ndarray | None = None):
+        self.order = np.argsort(p, kind="stable") if order is None else order
+        self._ordered_p = p[self.order]
+        level = self._ordered_p.round(TIE_DECIMALS)
+        starts = np.searchsorted(level, edges.round(TIE_DECIMALS), side="left")
+        self._segments = Segments(np.concatenate([[0], starts]), len(p))
 
     def of(self, came_true: np.ndarray, times: np.ndarray) -> Bins:
-        """Return the bins of R samples.
+        """Return the bins of R samples, whose questions come in the binning's `order`.
 
         Args:
-            came_true: 1 where what has the probability p came true, else 0, (N,) or (R, N).
+            came_true: 1 where what has the probability p came true, else 0, (R, N) or (1, N).
             times: How often each sample has each question, (R, N) or (1, N).
         """
-        count, confidence_sum, p_squared_sum = np.hsplit(times @ self._of_all, 3)
-        correct_sum, added_square_sum = np.hsplit(times * came_true @ self._of_true, 2)
-        return Bins(count, confidence_sum, correct_sum, added_square_sum + p_squared_sum)
+        p = self._ordered_p
+        return Bins(
+            count=self._segments.sum(times),
+            confidence_sum=self._segments.sum(times * p),
+            correct_sum=self._segments.sum(times * came_true),
+            square_sum=self._segments.sum(times * (came_true - p) ** 2),
+        )
 
 
 class Sample:
@@ -165,7 +238,7 @@ class Sample:
     Args:
         scores: The questions.
         times: How often each sample has each question, (R, N); by default one sample has each once.
-        correct: 1 where an answer is right, else 0, (R, N), to use in place of the scores' (N,).
+        correct: 1 or True where an answer is right, (R, N), to use in place of the scores' (N,).
     """
 
     def __init__(
@@ -175,17 +248,44 @@ class Sample:
         correct: np.ndarray | None = None,
     ):
         self.scores = scores
+        self.has_each_once = times is None
         self.times = np.ones((1, len(scores.labels))) if times is None else times
+        self.has_own_correct = correct is not None
         self.correct = scores.correct if correct is None else correct
+
+    @cached_property
+    def ranked_times(self) -> np.ndarray:
+        """`times` of the questions by ascending confidence, (R, N) or (1, N)."""
+        if self.has_each_once:
+            return self.times
+        return self.times[:, self.scores.order].astype(float, copy=False)
+
+    @cached_property
+    def ranked_correct(self) -> np.ndarray:
+        """`correct` of the questions by ascending confidence, (R, N) or (1, N)."""
+        if not self.has_own_correct:
+            return self.scores.ranked_correct
+        return self.correct[:, self.scores.order].astype(float, copy=False)
+
+    @cached_property
+    def by_level(self) -> tuple[np.ndarray, np.ndarray]:
+        """Answers and right answers of each run of equal confidence, ascending, (R, runs) both."""
+        answers = self.scores.levels.sum(self.ranked_times)
+        right = self.scores.levels.sum(self.ranked_times * self.ranked_correct)
+        return answers, right
 
     @cached_property
     def bins(self) -> Bins:
         """Equal-width bins of the confidence."""
-        return self.scores.equal_width.of(self.correct, self.times)
+        return self.scores.equal_width.of(self.ranked_correct, self.ranked_times)
 
     def mean(self, values: np.ndarray) -> np.ndarray:
         """Return the mean over each sample, (R,), of a value of every question, (N,)."""
-        return self.times @ values / self.times.sum(1)
+        return self._float_times @ values / self._float_times.sum(1)
+
+    @cached_property
+    def _float_times(self) -> np.ndarray:
+        return self.times.astype(float, copy=False)
 
 
 def resamples(questions: int, count: int) -> Iterator[np.ndarray]:
@@ -197,8 +297,8 @@ def resamples(questions: int, count: int) -> Iterator[np.ndarray]:
     rng = np.random.default_rng(SEED)
     for rows in _chunk_rows(count, questions):
         drawn = rng.integers(0, questions, (rows, questions), dtype=np.int32)
-        times = [np.bincount(row, minlength=questions) for row in drawn]
-        yield np.stack(times).astype(float)
+        # Small numbers are quick to sort by confidence.
+        yield np.stack([np.bincount(row, minlength=questions).astype(np.int16) for row in drawn])
 
 
 def calibrated(scores: Scores, count: int) -> Iterator[Sample]:
@@ -214,8 +314,7 @@ def calibrated(scores: Scores, count: int) -> Iterator[Sample]:
     share_start = share_end - scores.confidence
     for rows in _chunk_rows(count, questions):
         draws = rng.random((rows, questions))
-        correct = (share_start <= draws) & (draws < share_end)
-        yield Sample(scores, correct=correct.astype(float))
+        yield Sample(scores, correct=(share_start <= draws) & (draws < share_end))
 
 
 def _chunk_rows(count: int, questions: int) -> Iterator[int]:
@@ -238,10 +337,7 @@ def nll(sample: Sample) -> np.ndarray:
 
 def brier(sample: Sample) -> np.ndarray:
     """Mean Σ_k (p_k − y_k)² (Brier 1950), with any mass outside the choices as one more outcome."""
-    p = sample.scores.probs
-    outside = 1 - p.sum(1)
-    right = np.exp(sample.scores.right_logprob)
-    return sample.mean((p**2).sum(1) + 1 - 2 * right + outside**2)
+    return sample.mean(sample.scores.brier_score)
 
 
 def ece_signed(sample: Sample) -> np.ndarray:
@@ -249,43 +345,45 @@ def ece_signed(sample: Sample) -> np.ndarray:
     return sample.mean(sample.scores.confidence - sample.scores.correct)
 
 
-def ranked(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
-    """Right and wrong answers of each run of equal confidence, ascending, (R, runs) both."""
-    order, starts = sample.scores.ranks
-    times = sample.times[:, order]
-    correct = sample.scores.correct[order]
-    right = np.add.reduceat(times * correct, starts, axis=1)
-    answers = np.add.reduceat(times, starts, axis=1)
-    return right, answers - right
-
-
 def auroc(sample: Sample) -> np.ndarray:
     """P(confidence right > wrong) + ½ P(equal), over pairs of answers; NaN without such pairs."""
-    right, wrong = ranked(sample)
-    wrong_below = wrong.cumsum(1) - wrong / 2
+    answers, right = sample.by_level
+    wrong = answers - right
+    lower = np.einsum("rn,rn->r", right, wrong.cumsum(1))
+    equal = np.einsum("rn,rn->r", right, wrong)
     pairs = right.sum(1) * wrong.sum(1)
-    return np.einsum("rn,rn->r", right, wrong_below) / np.where(pairs > 0, pairs, np.nan)
+    return (lower - equal / 2) / np.where(pairs > 0, pairs, np.nan)
 
 
 def aurc(sample: Sample) -> np.ndarray:
     """Area under the risk-coverage curve, Σ_k risk(k) / N (Geifman & El-Yaniv 2017).
 
     risk(k) is the share of wrong answers among the k surest; of equally sure ones the mean over
-    all orders: behind M answers, E of them wrong, m with e wrong add
-    e + (E − M e / m)(H(M + m) − H(M)), H(n) = Σ_{i ≤ n} 1 / i.
+    all orders. A wrong answer in place i adds Σ_{k ≥ i} 1 / k = H(N) − H(i − 1) to Σ_k risk(k), so
+    m answers behind M surer ones, e of them wrong, add e H(N) − e / m Σ_{M ≤ i < M + m} H(i).
     """
-    right, wrong = ranked(sample)
-    right = right[:, ::-1]
-    wrong = wrong[:, ::-1]
-    size = right + wrong
-    before = size.cumsum(1) - size
-    wrong_before = wrong.cumsum(1) - wrong
-    total = size.sum(1)
-    harmonic = np.concatenate([[0], np.cumsum(1 / np.arange(1, total.max() + 1))])
+    answers, right = sample.by_level
+    size = answers[:, ::-1]
+    wrong = size - right[:, ::-1]
+    after = size.cumsum(1)
+    total = after[:, -1]
+    sums = harmonic_sums(int(total.max()))[after.astype(int)]
+    growth = np.diff(sums, axis=1, prepend=0)
     wrong_share = wrong / np.maximum(size, 1)
-    harmonic_growth = harmonic[(before + size).astype(int)] - harmonic[before.astype(int)]
-    areas = wrong + (wrong_before - before * wrong_share) * harmonic_growth
-    return areas.sum(1) / total
+    harmonic_of_total = (sums[:, -1] + total) / total  # Σ_{i < N} H(i) = N H(N) − N
+    areas = wrong.sum(1) * harmonic_of_total - np.einsum("rn,rn->r", wrong_share, growth)
+    return areas / total
+
+
+def harmonic_sums(most: int) -> np.ndarray:
+    """Σ_{i < n} H(i) for n from 0 to `most` and further, with H(n) = Σ_{i ≤ n} 1 / i."""
+    return _harmonic_sums_below(1 << most.bit_length())
+
+
+@lru_cache(maxsize=2)
+def _harmonic_sums_below(size: int) -> np.ndarray:
+    harmonic = np.cumsum(1 / np.arange(1, size))
+    return np.concatenate([[0, 0], np.cumsum(harmonic)])
 
 
 def ece(sample: Sample) -> np.ndarray:
@@ -324,9 +422,13 @@ def rms_hendrycks(sample: Sample) -> np.ndarray:
     questions, and the weight is squared with the gap. For comparison with published tables; it may
     lie below the expected error.
     """
-    is_folded = sample.scores.level <= 0.5
-    came_true = (sample.correct != is_folded).astype(float)
-    bins = sample.scores.folded.of(came_true, sample.times)
+    folded = sample.scores.folded
+    is_folded = (sample.scores.level <= 0.5)[folded.order]
+    correct = np.atleast_2d(sample.correct)[:, folded.order]
+    times = sample.times
+    if not sample.has_each_once:
+        times = times[:, folded.order].astype(float, copy=False)
+    bins = folded.of(correct != is_folded, times)
     return ((bins.weight * bins.gap) ** 2).sum(1) ** 0.25
 
 
@@ -341,67 +443,68 @@ def smooth_ece(sample: Sample) -> np.ndarray:
 
 def smooth_ece_at(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
     """Return the smooth calibration error and its bandwidth σ, (R,) both."""
-    p = sample.scores.confidence
-    gaps = sample.times * (p - sample.correct)
-    return kernel_smoothing.smooth_error(p, gaps, sample.times)
+    gaps = sample.ranked_times * (sample.scores.ranked_confidence - sample.ranked_correct)
+    return sample.scores.smoother.error(gaps, _counts(sample))
 
 
 def smooth_curve(sample: Sample, bandwidth: float, mesh: np.ndarray) -> np.ndarray:
     """Accuracy at each confidence of a mesh, (R, T): t + Σ K_σ(t, p)(y − p) / Σ K_σ(t, p)."""
-    p = sample.scores.confidence
-    gaps = sample.times * (sample.correct - p)
-    return mesh + kernel_smoothing.smooth_mean(p, gaps, sample.times, bandwidth, mesh)
+    gaps = sample.ranked_times * (sample.ranked_correct - sample.scores.ranked_confidence)
+    return mesh + sample.scores.smoother.mean(gaps, _counts(sample), bandwidth, mesh)
+
+
+def _counts(sample: Sample) -> np.ndarray | None:
+    """How often each question is in a sample; None where each is there once."""
+    return None if sample.has_each_once else sample.ranked_times
 
 
 def recalibrated(sample: Sample) -> np.ndarray:
-    """Isotonic regression of right on confidence, (R, N): the best increasing recalibration.
+    """Isotonic regression of right on confidence: the best increasing recalibration.
 
-    Pool-adjacent-violators on the mean of each run of equal confidences.
+    Pool-adjacent-violators on the mean of each run of equal confidences. Returns the recalibrated
+    confidences (R, N) of the questions by ascending confidence, `Scores.order`.
     """
     from scipy.optimize import isotonic_regression
 
-    levels, level_of = np.unique(sample.scores.level, return_inverse=True)
-    all_times, all_correct = np.broadcast_arrays(sample.times, np.atleast_2d(sample.correct))
+    levels = sample.scores.levels
+    answers, right = np.broadcast_arrays(*sample.by_level)
     rows = []
-    for times, correct in zip(all_times, all_correct, strict=True):
-        weight = np.bincount(level_of, times, len(levels))
-        correct_sum = np.bincount(level_of, times * correct, len(levels))
+    for weight, correct_sum in zip(answers, right, strict=True):
         drawn = weight > 0
         mean = correct_sum[drawn] / weight[drawn]
-        fitted = np.zeros(len(levels))
+        fitted = np.zeros(len(weight))
         fitted[drawn] = isotonic_regression(mean, weights=weight[drawn]).x
-        rows.append(fitted[level_of])
+        rows.append(levels.spread(fitted))
     return np.stack(rows)
 
 
-def murphy(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
-    """(MCB, DSC) of the Brier score of the likeliest choice = MCB − DSC + UNC, (R,) both.
-
-    MCB = mean (p − y)² − mean (r − y)², what recalibration takes off, and DSC = mean (ȳ − y)² −
-    mean (r − y)², what recalibrated confidences tell, with r of `recalibrated` (CORP; Dimitriadis,
-    Gneiting & Jordan 2021).
-    """
-    times = sample.times
-    total = times.sum(1)
-    mean_correct = (times * sample.correct).sum(1, keepdims=True) / total[:, None]
-
-    def score(forecast: np.ndarray) -> np.ndarray:
-        return (times * (forecast - sample.correct) ** 2).sum(1) / total
-
-    stated = score(sample.scores.confidence)
-    best = score(recalibrated(sample))
-    constant = score(mean_correct)
-    return np.maximum(stated - best, 0), np.maximum(constant - best, 0)
-
-
 def mcb(sample: Sample) -> np.ndarray:
-    """Miscalibration, the first part of `murphy`."""
-    return murphy(sample)[0]
+    """Miscalibration: mean (p − y)² − mean (r − y)², what recalibration takes off.
+
+    The Brier score of the likeliest choice is MCB − DSC + UNC, with r of `recalibrated` and UNC the
+    score of the mean accuracy ȳ as a forecast (CORP; Dimitriadis, Gneiting & Jordan 2021).
+    """
+    stated = _square_score(sample, sample.scores.ranked_confidence)
+    return np.maximum(stated - _square_score(sample, recalibrated(sample)), 0)
 
 
 def dsc(sample: Sample) -> np.ndarray:
-    """Discrimination, the second part of `murphy`."""
-    return murphy(sample)[1]
+    """Discrimination: mean (ȳ − y)² − mean (r − y)², what recalibrated confidences tell.
+
+    For the terms see `mcb`.
+    """
+    total = sample.ranked_times.sum(1, keepdims=True)
+    mean_correct = (sample.ranked_times * sample.ranked_correct).sum(1, keepdims=True) / total
+    constant = _square_score(sample, mean_correct)
+    return np.maximum(constant - _square_score(sample, recalibrated(sample)), 0)
+
+
+def _square_score(sample: Sample, forecast: np.ndarray) -> np.ndarray:
+    """Mean (forecast − y)² of each sample, (R,), for questions by ascending confidence."""
+    squares = (forecast - sample.ranked_correct) ** 2
+    if sample.has_each_once:
+        return squares.mean(1)
+    return (sample.ranked_times * squares).sum(1) / sample.ranked_times.sum(1)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ settings that the model was asked with. `read` gives a whole file as arrays, `Re
 import hashlib
 import json
 import math
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,40 +101,46 @@ def read(path: Path, normalise: str | None = None) -> Records:
     `normalise` is sum, bytes or characters; by default the records' convention.
     """
     path = Path(path)
-    rows = [(where, checked(Record, raw, where)) for where, raw in json_lines(path)]
     about = meta(path)
-    expected_questions = about.get("questions", len(rows))
-    if len(rows) != expected_questions:
-        records = counted(len(rows), "record")
-        raise InputError(f"{path}: {records}, but {sidecar(path).name} says {expected_questions}")
     expected_prompts = (about.get("settings") or {}).get("prompts_sha256")
-    if expected_prompts is None:
-        return joined(path, rows, normalise, (*ALIKE, "shots"))
     # With a sidecar, fewer examples may stand before a question that would not fit otherwise.
-    if prompts_digest((row.prompt_sha256, row.label) for _, row in rows) != expected_prompts:
-        raise InputError(
-            f"{path}: its prompts are not those that {sidecar(path).name} was written for; "
-            "expected the records of one run in their order"
-        )
-    return joined(path, rows, normalise)
+    alike = (*ALIKE, "shots") if expected_prompts is None else ALIKE
+    rows = ((where, checked(Record, raw, where)) for where, raw in json_lines(path))
+    records = joined(path, rows, normalise, alike)
+    expected_questions = about.get("questions", len(records))
+    if len(records) != expected_questions:
+        found = counted(len(records), "record")
+        raise InputError(f"{path}: {found}, but {sidecar(path).name} says {expected_questions}")
+    if expected_prompts is not None:
+        asked = zip(records.prompts, records.labels.tolist(), strict=True)
+        if prompts_digest(asked) != expected_prompts:
+            raise InputError(
+                f"{path}: its prompts are not those that {sidecar(path).name} was written for; "
+                "expected the records of one run in their order"
+            )
+    return records
 
 
 def joined(
     path: Path,
-    rows: Sequence[tuple[str, Record]],
+    rows: Iterable[tuple[str, Record]],
     normalise: str | None = None,
     alike: Sequence[str] = ALIKE,
 ) -> Records:
     """Join records, each with its place; the first that does not belong raises `InputError`.
 
-    `alike` are the keys whose values must be the same in all.
+    `alike` are the keys whose values must be the same in all. The records are taken one by one and
+    not kept, so that a million of them fit into memory.
     """
-    if not rows:
-        raise InputError(f"{path}: no records")
-    first = rows[0][1]
+    first: Record | None = None
     place_of_id: dict[str, str] = {}
-    scores = []
+    labels = array("q")
+    scores = array("d")  # of all choices, one question after another
+    choices = array("q")
+    letter_mass = array("d")
+    prompts: list[str | None] = []
     for where, row in rows:
+        first = first or row
         if row.id in place_of_id:
             raise InputError(f"{where}: id {row.id!r} is on {place_of_id[row.id]} already")
         place_of_id[row.id] = where.removeprefix(f"{path}, ")
@@ -143,41 +150,49 @@ def joined(
             if value != expected:
                 raise InputError(f"{where}: {key} {value!r} after {expected!r}; expected the same")
         try:
-            scores.append(row.normalised(normalise or row.normalise))
+            scores.extend(row.normalised(normalise or row.normalise).tolist())
         except ValueError as error:
             raise InputError(f"{where}: {error}") from error
-    every = [row for _, row in rows]
+        choices.append(len(row.logprobs))
+        labels.append(row.label)
+        letter_mass.append(_letter_mass(row))
+        prompts.append(row.prompt_sha256)
+    if first is None:
+        raise InputError(f"{path}: no records")
     return Records(
         path=path,
         ids=list(place_of_id),
-        labels=np.array([row.label for row in every]),
-        logprobs=_padded(scores),
-        letter_mass=np.array([_letter_mass(row) for row in every], float),
-        prompts=np.array([row.prompt_sha256 for row in every], object),
+        labels=np.array(labels),
+        logprobs=_padded(np.array(scores), np.array(choices)),
+        letter_mass=np.array(letter_mass),
+        prompts=np.array(prompts, object),
         model=first.model,
         scoring=first.scoring,
         normalise=normalise or first.normalise,
     )
 
 
-def _padded(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Rows of up to K numbers as an array (N, K), with −∞ behind the shorter ones."""
-    lengths = np.array([len(row) for row in rows])
+def _padded(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Rows of so many values each as an array (N, K), with −∞ behind the shorter ones."""
     most = lengths.max()
-    padded = np.full((len(rows), most), -np.inf)
-    padded[np.arange(most) < lengths[:, None]] = np.concatenate(rows)
+    padded = np.full((len(lengths), most), -np.inf)
+    padded[np.arange(most) < lengths[:, None]] = values
     return padded
 
 
-def _letter_mass(row: Record) -> float | None:
-    """The letters' probability among all tokens; texts have none."""
-    return row.letter_mass if row.scoring == "letters" else None
+def _letter_mass(row: Record) -> float:
+    """The letters' probability among all tokens; NaN of texts and where nobody knows."""
+    if row.scoring != "letters" or row.letter_mass is None:
+        return math.nan
+    return row.letter_mass
 
 
 def prompts_digest(prompts: Iterable[tuple[str | None, int]]) -> str:
     """Return the SHA-256 of what was asked, from each prompt's digest and right answer."""
-    text = "".join(f"{digest} {label}\n" for digest, label in prompts)
-    return hashlib.sha256(text.encode()).hexdigest()
+    total = hashlib.sha256()
+    for digest, label in prompts:
+        total.update(f"{digest} {label}\n".encode())
+    return total.hexdigest()
 
 
 def meta(path: Path) -> dict[str, Any]:

@@ -8,12 +8,13 @@ run, or the runs of several seeds, into estimates, and two into differences.
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -28,8 +29,12 @@ RESAMPLES = 1000  # of the questions, for intervals
 SIMULATIONS = 499  # of calibrated answers, for floors and p-values
 BAND_SAMPLES = 199  # for the bands of a reliability curve
 CURVE_POINTS = 101  # at which a reliability curve is drawn
+PARALLEL_QUESTIONS = 50_000  # from which definitions of confidence are computed side by side
 LOW = 0.025  # the ends of a 95 % interval
 HIGH = 0.975
+
+
+T = TypeVar("T")
 
 
 class NullTest(NamedTuple):
@@ -152,7 +157,7 @@ def measure(records: Records) -> Run:
     """Return the figures of records in memory, and the curves of their reliability diagrams."""
     records = in_order(records)
     observed = samples(records)
-    resampled = {confidence: resample(sample) for confidence, sample in observed.items()}
+    resampled = resample(observed)
     answers = [*zip(records.ids, records.labels.tolist(), strict=True)]
     questions = json.dumps(answers, ensure_ascii=False)
     prompts = None
@@ -169,17 +174,26 @@ def measure(records: Records) -> Run:
         prompts_sha256=prompts,
         letter_mass=finite(records.letter_mass.mean()),
         confidences=tuple(observed),
-        reliability={c: reliability(sample) for c, sample in observed.items()},
-        values={c: values(sample) for c, sample in observed.items()},
-        floors={c: consistency(sample, tuple(WITH_FLOOR)) for c, sample in observed.items()},
+        reliability=_of_each(reliability, observed),
+        values=_of_each(values, observed),
+        floors=_of_each(lambda sample: consistency(sample, tuple(WITH_FLOOR)), observed),
         draws={c: draws for c, (draws, _) in resampled.items()},
         squares={c: squares for c, (_, squares) in resampled.items()},
     )
 
 
+def _of_each(work: Callable[[Sample], T], samples: Mapping[str, Sample]) -> dict[str, T]:
+    """What `work` makes of each sample; side by side where the questions are many."""
+    questions = max(len(sample.scores.labels) for sample in samples.values())
+    if questions < PARALLEL_QUESTIONS:
+        return {name: work(sample) for name, sample in samples.items()}
+    with ThreadPoolExecutor(len(samples)) as pool:  # NumPy lets other threads run
+        return dict(zip(samples, pool.map(work, samples.values()), strict=True))
+
+
 def in_order(records: Records) -> Records:
     """The records sorted by id: the same resamples for every file of these questions."""
-    order = np.argsort(np.array(records.ids), kind="stable")
+    order = sorted(range(len(records)), key=records.ids.__getitem__)
     return replace(
         records,
         ids=[records.ids[place] for place in order],
@@ -200,17 +214,33 @@ def finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def resample(observed: Sample) -> tuple[dict[str, np.ndarray], SquareDraws]:
-    """Every metric that has an interval over RESAMPLES resamples, (R,), and the squared error."""
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in WITH_INTERVAL}
-    bins = []
-    for times in measures.resamples(len(observed.scores.labels), RESAMPLES):
-        sample = Sample(observed.scores, times)
-        bins.append(sample.bins)
-        for name, metric in WITH_INTERVAL.items():
-            parts[name].append(metric(sample))
-    draws = {name: np.concatenate(some) for name, some in parts.items()}
-    return draws, square_draws(observed.bins, bins)
+def resample(
+    observed: Mapping[str, Sample],
+) -> dict[str, tuple[dict[str, np.ndarray], SquareDraws]]:
+    """Metrics over RESAMPLES resamples of the questions, under each definition of confidence.
+
+    These are every metric that has an interval, (R,) by its name, and the squared error.
+    """
+    chunks: dict[str, list[tuple[dict[str, np.ndarray], Bins]]] = {name: [] for name in observed}
+    (questions,) = {len(sample.scores.labels) for sample in observed.values()}
+    for times in measures.resamples(questions, RESAMPLES):
+
+        def draws_of(sample: Sample, times: np.ndarray = times) -> tuple[dict, Bins]:
+            resampled = Sample(sample.scores, times)
+            draws = {name: metric(resampled) for name, metric in WITH_INTERVAL.items()}
+            return draws, resampled.bins
+
+        for confidence, draws_and_bins in _of_each(draws_of, observed).items():
+            chunks[confidence].append(draws_and_bins)
+    joined = {}
+    for confidence, sample in observed.items():
+        draws = {
+            name: np.concatenate([some[name] for some, _ in chunks[confidence]])
+            for name in WITH_INTERVAL
+        }
+        bins = [bins for _, bins in chunks[confidence]]
+        joined[confidence] = draws, square_draws(sample.bins, bins)
+    return joined
 
 
 def square_draws(observed: Bins, resampled: Sequence[Bins]) -> SquareDraws:
@@ -250,11 +280,10 @@ def reliability(sample: Sample) -> dict[str, list]:
     """
     p = sample.scores.confidence
     at = np.linspace(p.min(), p.max(), CURVE_POINTS)
-    order = np.argsort(p, kind="stable")
+    ascending = sample.scores.ranked_confidence
 
     def isotonic(of: Sample) -> np.ndarray:
-        fitted = measures.recalibrated(of)[:, order]
-        return np.stack([np.interp(at, p[order], row) for row in fitted])
+        return np.stack([np.interp(at, ascending, row) for row in measures.recalibrated(of)])
 
     bandwidth = max(float(measures.smooth_ece_at(sample)[1][0]), kernel_smoothing.LEAST_BANDWIDTH)
     smooth_draws = []

@@ -1,6 +1,8 @@
 """Figures with intervals, several seeds, paired differences, and the command line."""
 
 import json
+import subprocess
+import sys
 
 import interval_coverage
 import numpy as np
@@ -259,6 +261,26 @@ def test_metrics_prints_them_all(tmp_path, run):
     names = [line.split()[0] for line in printed.splitlines()[2:]]
     assert names == list(stats.METRICS)
     assert "floor" in printed
+
+
+MEMORY_OF_METRICS = """
+import resource, sys
+from calibeval.__main__ import main
+
+status = main(["metrics", sys.argv[1]])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)
+sys.exit(status)
+"""
+
+
+@pytest.mark.slow
+def test_the_whole_command_stays_small(tmp_path):
+    """40,000 questions took 1.8 GB, and four times as much of twice as many."""
+    path = write_records(tmp_path / "a.jsonl", n=40_000)
+    command = [sys.executable, "-c", MEMORY_OF_METRICS, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    kilobytes = int(done.stderr.split()[-1])
+    assert kilobytes < 500_000
 
 
 def test_square_draws_read_what_they_say_they_read(tmp_path):
