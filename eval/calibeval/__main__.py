@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 import calibeval
-from calibeval.io import InputError, counted, finish
+from calibeval.io import CONTINUES, InputError, counted, finish
 from calibeval.request import Request, Task, checked
 
 RECORDS = "RECORDS.jsonl"
@@ -28,7 +28,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     # Record files are read by a thread each, so linear algebra needs no threads of its own.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    return finish(lambda: arguments.run(arguments))
+    if_stopped = CONTINUES if arguments.continues else "stopped"
+    return finish(lambda: arguments.run(arguments), if_stopped)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -40,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
         if command.compares_texts:
             add_normalise(grammar)
         grammar.add_argument("--json", action="store_true", help="what came out as JSON")
-        grammar.set_defaults(run=command.run)
+        grammar.set_defaults(run=command.run, continues=command.continues)
         command.add_options(grammar)
     return top
 
@@ -367,10 +368,11 @@ class Command(NamedTuple):
     run: Callable[[argparse.Namespace], None]
     add_options: Callable[[argparse.ArgumentParser], None]
     compares_texts: bool = False  # whether it takes --normalise
+    continues: bool = False  # whether the same command goes on where it was stopped
 
 
 COMMANDS = {
-    "score": Command(run_score, add_score_options),
+    "score": Command(run_score, add_score_options, continues=True),
     "import": Command(run_import, add_import_options),
     "metrics": Command(run_metrics, add_metrics_options, compares_texts=True),
     "compare": Command(run_compare, add_compare_options, compares_texts=True),

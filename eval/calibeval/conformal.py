@@ -1,8 +1,8 @@
 """Prediction sets by split conformal prediction, from records alone.
 
-Every choice of a question gets a nonconformity score s; the threshold q is
-the ⌈(n + 1)(1 − α)⌉-th smallest score of the right choices of n calibration questions, and a
-question's set is {k: s_k ≤ q}. Where questions are exchangeable, a set holds the right choice with
+Every choice of a question gets a nonconformity score s. The threshold q is the
+⌈(n + 1)(1 − α)⌉-th smallest score of the right choices of n calibration questions, and a question's
+set is {k: s_k ≤ q}. Where questions are exchangeable, a set holds the right choice with
 probability 1 − α to 1 − α + 1/(n + 1) (Vovk et al. 2005).
 """
 
@@ -18,7 +18,8 @@ from calibeval.measures import SEED, scores
 from calibeval.records import Records
 from calibeval.runs import in_order
 
-TIE_DECIMALS = 12
+SCORE_DECIMALS = 12  # nonconformity scores that agree to so many are equal
+SCORE_NAMES = ("lac", "aps")
 
 
 @dataclass(frozen=True)
@@ -44,15 +45,17 @@ def nonconformity(probs: np.ndarray, score: str, uniform: np.ndarray) -> np.ndar
           hard questions, and may be empty (Romano et al. 2020)
 
     `uniform` are the u in [0, 1) of aps, (N,). Scores are rounded to 12 decimals: those that are
-    equal in exact arithmetic differ in the last digits.
+    equal in exact arithmetic differ in the last digits. Another score raises `InputError`.
     """
+    if score not in SCORE_NAMES:
+        raise InputError(f"score is {score!r}, expected {' or '.join(SCORE_NAMES)}")
     if score == "lac":
-        return (1 - probs).round(TIE_DECIMALS)
+        return (1 - probs).round(SCORE_DECIMALS)
     order = np.argsort(-probs, axis=1, kind="stable")
     rank = np.argsort(order, axis=1)
     cumulated = np.take_along_axis(probs, order, 1).cumsum(1)
     up_to_choice = np.take_along_axis(cumulated, rank, 1)
-    return (up_to_choice - uniform[:, None] * probs).round(TIE_DECIMALS)
+    return (up_to_choice - uniform[:, None] * probs).round(SCORE_DECIMALS)
 
 
 def threshold(right: np.ndarray, alpha: float) -> float:
@@ -77,8 +80,9 @@ def evaluate(
     """Return coverage and mean size of the prediction sets of a record file's choices.
 
     Half of the questions, drawn at random `splits` times, calibrates the sets of the other half.
-    The random numbers are the same for every run over the same questions. Raises `InputError` for
-    one record alone, and an `alpha` that is not in [0, 1).
+    The random numbers are the same for every record file of the same questions. Raises
+    `InputError` for one record alone, an `alpha` that is not in [0, 1), and a `score` that is
+    neither "lac" nor "aps".
     """
     if not 0 <= alpha < 1:
         raise InputError(f"alpha is {alpha}, expected a number from 0 to below 1")
@@ -100,7 +104,7 @@ def evaluate(
         in_set = is_choice & (choice_scores[tested] <= limit)
         sizes.append(in_set.sum(1).mean())
     return Sets(
-        questions=len(tested),
+        questions=len(records) - len(records) // 2,
         coverage=float(np.mean(coverages)),
         coverage_sd=float(np.std(coverages)),
         size=float(np.mean(sizes)),

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, overload
 
 __all__ = [
+    "CONTINUES",
     "InputError",
     "atomic_write",
     "counted",
@@ -32,6 +33,8 @@ __all__ = [
     "write_text",
 ]
 
+# What a command says after Ctrl-C if it goes on where it was when it is given again.
+CONTINUES = "stopped; the same command continues"
 BAD_INPUT = 2  # exit status of a command whose input cannot be used
 INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C has ended
 STDOUT = 1  # file descriptor
@@ -42,12 +45,12 @@ class InputError(ValueError):
     """The user gave something unusable; the message names the file, the row and the remedy."""
 
 
-def finish(work: Callable[[], int | None]) -> int:
+def finish(work: Callable[[], int | None], if_stopped: str = "stopped") -> int:
     """Do a command's work and return its exit status.
 
     The status is what `work` returns, where None means 0. After `InputError`, or an error of the
-    operating system that names a file, one line goes to stderr and the status is 2; after Ctrl-C
-    it is 130. Other exceptions pass through.
+    operating system that names a file, one line goes to stderr and the status is 2. After Ctrl-C
+    `if_stopped` goes to stderr and the status is 130. Other exceptions pass through.
     """
     try:
         status = work()
@@ -66,7 +69,7 @@ def finish(work: Callable[[], int | None]) -> int:
         print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
-        print("stopped; the same command continues", file=sys.stderr)
+        print(if_stopped, file=sys.stderr)
         return INTERRUPTED
     return status or 0
 

@@ -91,9 +91,10 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # tables use a thread for each record file
     if (PROJECT / "slurm").is_dir():
         os.chdir(PROJECT)  # paths inside a sweep file begin there; `_path_in_project` counts on it
-    from calibeval.io import finish
+    from calibeval.io import CONTINUES, finish
 
-    return finish(lambda: parsed.function(parsed))
+    if_stopped = CONTINUES if parsed.command == "launch" else "stopped"
+    return finish(lambda: parsed.function(parsed), if_stopped)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

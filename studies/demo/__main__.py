@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import studies
-from calibeval.io import InputError, finish
+from calibeval.io import CONTINUES, InputError, finish
 from studies.demo import files
 from studies.demo.report import report
 
@@ -57,4 +57,4 @@ def demo() -> None:
 
 if __name__ == "__main__":
     argparse.ArgumentParser("python -m studies.demo", description=__doc__).parse_args()
-    sys.exit(finish(demo))
+    sys.exit(finish(demo, CONTINUES))

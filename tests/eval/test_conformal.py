@@ -27,6 +27,12 @@ def test_equal_answers_are_ties_whatever_rounding_leaves(score):
     assert len(np.unique(scores)) == 3
 
 
+def test_an_unknown_score_is_refused():
+    probs = np.full((2, 4), 0.25)
+    with pytest.raises(InputError, match="score is 'nonsense', expected lac or aps"):
+        conformal.nonconformity(probs, "nonsense", np.zeros(2))
+
+
 def test_aps_scores_are_their_definition():
     probs = np.exp(draw(200, 1.0, 0)[0])
     uniform = np.random.default_rng(0).random(200)

@@ -139,7 +139,7 @@ def test_another_batch_size_is_not(store):
     assert list(store.finished()) == ["a/0"]
 
 
-def test_finished_parts_are_read_as_they_are(tiny_model, tmp_path, run, monkeypatch):
+def test_finished_parts_are_read_as_they_are(tiny_model, tmp_path, run, monkeypatch, capsys):
     """The process that writes the file may have had nothing left to score, and no engine; ids may
     hold what ends a line elsewhere."""
     ids = ["one\u2028two", "three\x85four", "five"]
@@ -154,6 +154,7 @@ def test_finished_parts_are_read_as_they_are(tiny_model, tmp_path, run, monkeypa
     with monkeypatch.context() as interrupted:
         interrupted.setattr(Store, "finish", interrupt)
         assert main([str(word) for word in command]) == 130
+        assert "stopped; the same command continues" in capsys.readouterr().err
     monkeypatch.setattr(engines, "create_engine", None)
     run(*command)
     assert [row["id"] for row in read_lines(tmp_path / "r.jsonl")] == ids
