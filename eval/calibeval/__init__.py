@@ -9,7 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from calibeval.api import compare, metrics, reliability
+    from calibeval import metrics as metrics
+    from calibeval.api import compare, reliability, summarize
     from calibeval.callback import CalibrationCallback
     from calibeval.diagnosis import check
     from calibeval.scaling import temperature
@@ -23,6 +24,7 @@ __all__ = [
     "metrics",
     "reliability",
     "score",
+    "summarize",
     "temperature",
 ]
 
@@ -32,14 +34,16 @@ _MODULES = {
     "CalibrationCallback": "calibeval.callback",
     "check": "calibeval.diagnosis",
     "compare": "calibeval.api",
-    "metrics": "calibeval.api",
     "reliability": "calibeval.api",
     "score": "calibeval.scoring",
+    "summarize": "calibeval.api",
     "temperature": "calibeval.scaling",
 }
 
 
 def __getattr__(name: str) -> Any:
+    if name == "metrics":  # a module, of functions on arrays
+        return import_module("calibeval.metrics")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)

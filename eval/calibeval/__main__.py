@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 
@@ -67,6 +67,16 @@ def add_normalise(grammar: argparse.ArgumentParser) -> None:
         "--normalise",
         choices=("sum", "bytes", "characters"),
         help="texts' scores; default: the records' convention",
+    )
+
+
+def add_cluster(grammar: argparse.ArgumentParser) -> None:
+    """Add the option by what questions are resampled."""
+    grammar.add_argument(
+        "--cluster",
+        choices=("subject",),
+        help="resample whole subjects (ten or more): intervals for subjects like these; "
+        "default: single questions, for these subjects",
     )
 
 
@@ -143,27 +153,31 @@ def run_import(arguments: argparse.Namespace) -> None:
 
 def add_metrics_options(grammar: argparse.ArgumentParser) -> None:
     grammar.add_argument("records", nargs="+", type=Path, metavar=RECORDS)
+    add_cluster(grammar)
 
 
 def run_metrics(arguments: argparse.Namespace) -> None:
     """Recompute metrics from records."""
     for path in arguments.records:
-        figures = figures_of_file(path, arguments.normalise)
+        figures = figures_of_file(path, arguments.normalise, arguments.cluster)
         if arguments.json:
             print_json(figures)
         else:
             print_metrics(path, figures)
 
 
-def figures_of_file(path: Path, normalise: str | None = None) -> dict[str, Any]:
+def figures_of_file(
+    path: Path, normalise: str | None = None, cluster: Literal["subject"] | None = None
+) -> dict[str, Any]:
     """A record file's metrics in each confidence, and what its reliability diagrams show."""
     from calibeval import api, stats
 
-    run = stats.load(path, normalise)
+    run = stats.load(path, normalise, cluster)
     return {
         "records": str(path),
         "normalise": run.convention,
-        "metrics": api.metrics(run),
+        "intervals": stats.coverage_of([run]),
+        "metrics": api.summarize(run),
         "model": run.model,
         "questions": run.questions,
         "letter_mass": run.letter_mass,
@@ -183,6 +197,7 @@ def print_metrics(path: Path, figures: dict[str, Any]) -> None:
     headings = {"choices": "among the choices", "vocabulary": "among all tokens"}
     table = pd.DataFrame(figures["metrics"]).map(str)
     print(table.rename(columns=headings).to_string())
+    print(f"[low, high]: 95 % {figures['intervals']}")
 
 
 # --- compare ---
@@ -196,14 +211,15 @@ def add_compare_options(grammar: argparse.ArgumentParser) -> None:
         action="store_true",
         help="the questions were asked in other words, which is meant",
     )
+    add_cluster(grammar)
 
 
 def run_compare(arguments: argparse.Namespace) -> None:
     """Say whether run B is better than run A, and by how much."""
     from calibeval import api, stats
 
-    run_a = stats.load(arguments.a, arguments.normalise)
-    run_b = stats.load(arguments.b, arguments.normalise)
+    run_a = stats.load(arguments.a, arguments.normalise, arguments.cluster)
+    run_b = stats.load(arguments.b, arguments.normalise, arguments.cluster)
     comparisons = api.compare(run_a, run_b, arguments.different_prompts)
     if arguments.json:
         print_json({"a": str(arguments.a), "b": str(arguments.b), "comparison": comparisons})
@@ -213,7 +229,14 @@ def run_compare(arguments: argparse.Namespace) -> None:
     print("Which is better calibrated as a whole: read nll and brier first.")
     for confidence, comparison_of_metric in comparisons.items():
         print_comparisons(confidence, comparison_of_metric)
-    print("difference: b − a, of rms_debiased b² − a²; low and high: 95 %, where known to cover")
+    print("difference: b − a, of rms_debiased b² − a²; low and high: 95 %, where known to cover,")
+    print(stats.coverage_of([run_a]))
+    made = [one for by_metric in comparisons.values() for one in by_metric.values()]
+    count = sum(one["p"] is not None for one in made)
+    print(
+        f"p: of no difference, by itself; better: what survives Holm's correction of all {count} "
+        "comparisons here (5 % for one false finding or more)"
+    )
 
 
 def print_comparisons(confidence: str, comparison_of_metric: dict[str, Any]) -> None:
@@ -348,15 +371,22 @@ def add_collect_options(grammar: argparse.ArgumentParser) -> None:
         help="METRIC or METRIC@vocabulary; %(default)s",
     )
     grammar.add_argument("--title", default="Calibration", help="of the HTML report")
+    add_cluster(grammar)
 
 
 def run_collect(arguments: argparse.Namespace) -> None:
     """Make tables, figures and a report from an index of record files."""
     from calibeval import index, report
 
-    table = report.collect(arguments.index, arguments.out, arguments.columns, arguments.title)
+    table = report.collect(
+        arguments.index,
+        arguments.out,
+        arguments.columns,
+        arguments.title,
+        cluster=arguments.cluster,
+    )
     if arguments.json:
-        tidy = report.tidy(index.read(arguments.index))
+        tidy = report.tidy(index.read(arguments.index, arguments.cluster))
         print(tidy.to_json(orient="records", lines=True), end="")
     else:
         print(table, end="")

@@ -135,14 +135,15 @@ def heading(key: str) -> str:
     return key.replace("_", " ").capitalize() if key.isidentifier() else key
 
 
-def read(index: Path) -> Results:
+def read(index: Path, cluster: stats.Cluster | None = None) -> Results:
     """Return the rows of an index.
 
+    With `cluster` subjects are resampled, but for data sets with too few of them.
     Lines that cannot be averaged or compared raise `InputError`, which names both files.
     """
     lines = read_lines(Path(index))
     with ThreadPoolExecutor() as pool:  # NumPy lets other threads run
-        loading = pool.map(stats.load, [line["records"] for line in lines])
+        loading = pool.map(lambda line: _load(line["records"], cluster), lines)
         runs = list(tqdm(loading, "record files", len(lines), disable=None, delay=2))
     _check_comparable(lines, runs)
     shown = columns(lines)
@@ -158,6 +159,14 @@ def read(index: Path) -> Results:
         _add(run, line, rows[setting])
     groups = list(dict.fromkeys(line["dataset"] for line in lines))
     return Results(sorted(rows.values(), key=_order), groups, shown)
+
+
+def _load(path: Path, cluster: stats.Cluster | None) -> stats.Run:
+    """A record file's figures, over resamples of its questions where it has too few subjects."""
+    try:
+        return stats.load(path, cluster=cluster)
+    except stats.TooFewClusters:
+        return stats.load(path)
 
 
 def _check_comparable(lines: list[dict[str, Any]], runs: list[stats.Run]) -> None:

@@ -47,6 +47,10 @@ Uncertainty = Literal["interval", "floor", "none"]
 class Scores:
     """N questions with up to K choices, under one definition of confidence.
 
+    Args:
+        logprobs, labels: See the attributes.
+        bins: How many bins of equal width `Sample.bins` has.
+
     Attributes:
         logprobs: Natural log-probabilities (N, K), −∞ for a choice that the question lacks.
         labels: The right choices, (N,).
@@ -57,8 +61,9 @@ class Scores:
         right_logprob: Log-probability of the right choice, (N,).
     """
 
-    def __init__(self, logprobs: np.ndarray, labels: np.ndarray):
+    def __init__(self, logprobs: np.ndarray, labels: np.ndarray, bins: int = BINS):
         rows = np.arange(len(labels))
+        self.bins = bins
         self.logprobs = logprobs
         self.labels = labels
         self.probs = np.exp(logprobs)
@@ -98,7 +103,7 @@ class Scores:
     @cached_property
     def equal_width(self) -> "Binning":
         """Bins of the confidence, with the inner edges 1/B, …, 1 − 1/B."""
-        return Binning(self.confidence, np.arange(1, BINS) / BINS, self.order)
+        return Binning(self.confidence, np.arange(1, self.bins) / self.bins, self.order)
 
     @cached_property
     def folded(self) -> "Binning":
@@ -120,6 +125,32 @@ class Scores:
     def ranked_correct(self) -> np.ndarray:
         """`correct` of the questions by ascending confidence, (1, N)."""
         return self.correct[None, self.order]
+
+
+class EventScores(Scores):
+    """N answers, the probability of each to be right, and whether it was.
+
+    Args:
+        p: The probabilities, (N,).
+        came_true: Whether each answer was right, (N,) bool.
+        bins: How many bins of equal width `Sample.bins` has.
+    """
+
+    def __init__(self, p: np.ndarray, came_true: np.ndarray, bins: int = BINS):
+        self.bins = bins
+        self.labels = np.where(came_true, 0, 1)
+        self.probs = p[:, None]
+        self.best = np.zeros(len(p), int)
+        self.confidence = p
+        self.correct = came_true.astype(float)
+        with np.errstate(divide="ignore"):  # the logarithm of 0 is −∞
+            self.logprobs = np.log(self.probs)
+            self.right_logprob = np.where(came_true, np.log(p), np.log1p(-p))
+
+    @cached_property
+    def brier_score(self) -> np.ndarray:
+        """(p − y)² of each answer, (N,)."""
+        return (self.confidence - self.correct) ** 2
 
 
 def scores(records: Records, confidence: str) -> Scores:
@@ -288,17 +319,22 @@ class Sample:
         return self.times.astype(float, copy=False)
 
 
-def resamples(questions: int, count: int) -> Iterator[np.ndarray]:
+def resamples(
+    questions: int, count: int, clusters: np.ndarray | None = None
+) -> Iterator[np.ndarray]:
     """Yield arrays (R, N) of how often each of N questions is drawn, `count` rows in all.
 
     Each row draws N questions with replacement. The rows are the same for every run over as many
-    questions, so differences between runs are paired.
+    questions, so differences between runs are paired. With `clusters`, the number of each
+    question's cluster from 0 to C − 1, (N,), each row draws C clusters with all their questions.
     """
     rng = np.random.default_rng(SEED)
+    units = questions if clusters is None else int(clusters.max()) + 1
     for rows in _chunk_rows(count, questions):
-        drawn = rng.integers(0, questions, (rows, questions), dtype=np.int32)
+        drawn = rng.integers(0, units, (rows, units), dtype=np.int32)
         # Small numbers are quick to sort by confidence.
-        yield np.stack([np.bincount(row, minlength=questions).astype(np.int16) for row in drawn])
+        times = np.stack([np.bincount(row, minlength=units).astype(np.int16) for row in drawn])
+        yield times if clusters is None else times[:, clusters]
 
 
 def calibrated(scores: Scores, count: int) -> Iterator[Sample]:

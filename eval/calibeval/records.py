@@ -7,10 +7,12 @@ settings that the model was asked with. `read` gives a whole file as arrays, `Re
 import hashlib
 import json
 import math
+import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -45,6 +47,10 @@ class Record(BaseModel, strict=True):
 
     @model_validator(mode="after")
     def _is_whole(self) -> "Record":
+        for name in ("id", "subject", "model"):
+            text = getattr(self, name)
+            if not text.isprintable() and not _is_unicode(text):
+                raise ValueError(f"{name} is {text!a}: half of a surrogate pair is no text")
         choices = len(self.logprobs)
         if self.label >= choices:
             raise ValueError(f"label is {self.label}, expected 0 to {choices - 1}")
@@ -72,6 +78,15 @@ class Record(BaseModel, strict=True):
         return scores / lengths
 
 
+def _is_unicode(text: str) -> bool:
+    """Whether UTF-8 can write the text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 @dataclass(frozen=True)
 class Records:
     """A record file as arrays over N questions; choices that one lacks are padded with −∞."""
@@ -85,6 +100,7 @@ class Records:
     model: str
     scoring: str
     normalise: str
+    subjects: np.ndarray  # (N,) each question's subject
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -139,6 +155,7 @@ def joined(
     choices = array("q")
     letter_mass = array("d")
     prompts: list[str | None] = []
+    subjects: list[str] = []
     for where, row in rows:
         first = first or row
         if row.id in place_of_id:
@@ -157,6 +174,7 @@ def joined(
         labels.append(row.label)
         letter_mass.append(_letter_mass(row))
         prompts.append(row.prompt_sha256)
+        subjects.append(sys.intern(row.subject))
     if first is None:
         raise InputError(f"{path}: no records")
     return Records(
@@ -169,6 +187,7 @@ def joined(
         model=first.model,
         scoring=first.scoring,
         normalise=normalise or first.normalise,
+        subjects=np.array(subjects, object),
     )
 
 
@@ -200,9 +219,15 @@ def meta(path: Path) -> dict[str, Any]:
     if not sidecar(path).is_file():
         return {}
     try:
-        return dict(json.loads(read_text(sidecar(path))))
+        about = dict(json.loads(read_text(sidecar(path))))
     except (ValueError, TypeError) as error:
         raise InputError(f"{sidecar(path)}: not a JSON object ({error})") from error
+    settings = about.get("settings")
+    if not isinstance(settings, (dict, NoneType)):
+        raise InputError(
+            f"{sidecar(path)}: settings is {settings!r}; expected an object, as `score` writes it"
+        )
+    return about
 
 
 def asked(path: Path) -> dict[str, Any]:

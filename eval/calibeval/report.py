@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader
 
 from calibeval import figures, index, stats
 from calibeval.index import Results, Row, heading
-from calibeval.io import InputError, write_text
+from calibeval.io import InputError, counted, write_text
 from calibeval.measures import METRICS, WITH_INTERVAL
 
 ARROWS = {"higher": "↑", "lower": "↓", "neither": ""}
@@ -26,8 +26,7 @@ DIFFERENCE_NOTE = (
     "Difference to β = 0 of the same setting without a calibrator; [95 % interval] over the "
     "same resamples of the questions for both. Seeds: pairs of runs with one seed; 1 − 3: not "
     "paired, one run less the mean of three; of a single pair the interval is over questions "
-    "alone. MSCE: mean squared calibration error, the debiased RMS squared, in thousandths. "
-    "Bold: the interval leaves out 0."
+    "alone. MSCE: mean squared calibration error, the debiased RMS squared, in thousandths."
 )
 
 
@@ -64,7 +63,7 @@ class Cell:
 
     value: str
     interval: str  # [low, high], or nothing where no interval is proven
-    bold: bool = False  # a difference whose interval leaves out 0
+    bold: bool = False  # a difference that survives Holm's correction
 
     def __str__(self) -> str:
         """As Markdown has it."""
@@ -86,7 +85,10 @@ def printed(e: stats.Estimate, digits: int = 3, scale: int = 1, sign: str = "") 
 
 
 def difference_cell(e: stats.Estimate, metric: str) -> Cell:
-    """Return a difference with as many digits as its interval needs to be on its side of 0."""
+    """Return a difference with as many digits as its interval needs to be on its side of 0.
+
+    It is not bold: that is said of all cells of a table together.
+    """
     scale = 1
     digits = 3
     if metric == "rms_debiased":  # squared, in thousandths
@@ -96,7 +98,7 @@ def difference_cell(e: stats.Estimate, metric: str) -> Cell:
         nearest = min(abs(e.low), abs(e.high)) * scale
         while digits < 9 and not round(nearest, digits):
             digits += 1
-    return replace(printed(e, digits, scale, "+"), bold=e.significant)
+    return printed(e, digits, scale, "+")
 
 
 @dataclass(frozen=True)
@@ -184,8 +186,18 @@ def notes(results: Results, chosen: Sequence[Column]) -> list[str]:
         "[low, high]: 95 % interval over questions and seeds, where one is known to cover. "
         "† ECE consistent with calibration (p > 0.05)."
     )
+    sentences += _coverage(runs_of)
     for group, runs in runs_of.items():
         sentences += _warnings(group, runs)
+    return sentences
+
+
+def _coverage(runs_of: dict[str, list[stats.Run]]) -> list[str]:
+    """What the intervals of each data set cover, where it has several subjects."""
+    sentences = []
+    for group, runs in runs_of.items():
+        if runs[0].subjects > 1:
+            sentences.append(f"{group}: intervals {stats.coverage_of(runs)}.")
     return sentences
 
 
@@ -214,6 +226,7 @@ def difference_table(results: Results, chosen: Sequence[Column]) -> Table | None
     """
     columns = _difference_columns(chosen)
     lines = []
+    p_values: list[float | None] = []
     for row in results.rows:
         base = results.reference(row)
         if base is None:
@@ -222,13 +235,39 @@ def difference_table(results: Results, chosen: Sequence[Column]) -> Table | None
         cells = []
         for group, column in product(results.groups, columns):
             found = pairings[group].difference(column)
+            p_values.append(found.p_none)
             cells.append(difference_cell(found, column.metric))
         counts = dict.fromkeys(p.count for p in pairings.values() if p.count)
         lines.append(Line(row, [*map(row.text, results.shown), ", ".join(counts)], cells))
     if not lines:
         return None
     heads = [column.heading.replace("debiased RMS", "MSCE × 1000") for column in columns]
-    return Table(_key_heads(results), results.groups, heads, lines, [DIFFERENCE_NOTE])
+    runs_of = {
+        group: [run for row in results.rows for run in row.runs_of(group)]
+        for group in results.groups
+    }
+    about = [DIFFERENCE_NOTE, _family_note(p_values), *_coverage(runs_of)]
+    bold_lines = _with_bold(lines, stats.holm(p_values))
+    return Table(_key_heads(results), results.groups, heads, bold_lines, about)
+
+
+def _with_bold(lines: Sequence[Line], survives: Sequence[bool]) -> list[Line]:
+    """The lines with those cells in bold, all lines' one after another, that survive."""
+    bold = iter(survives)
+    return [
+        replace(line, cells=[replace(cell, bold=next(bold)) for cell in line.cells])
+        for line in lines
+    ]
+
+
+def _family_note(p_values: Sequence[float | None]) -> str:
+    """How many comparisons a table makes, and what bold means among so many."""
+    count = sum(p is not None for p in p_values)
+    return (
+        f"Bold: differs from 0 after Holm's correction for the {counted(count, 'comparison')} of "
+        "this table: 5 % is the probability of one false finding or more among them. An interval "
+        "that leaves out 0 says so of its own cell alone."
+    )
 
 
 def _difference_columns(chosen: Sequence[Column]) -> list[Column]:
@@ -317,6 +356,7 @@ def collect(
     title: str = "Calibration",
     note: str = "",
     sections: Sequence[str] = (),
+    cluster: stats.Cluster | None = None,
 ) -> str:
     """Write the tables, the figures and report.html into `out`; return the tables as Markdown.
 
@@ -327,13 +367,14 @@ def collect(
         title: The page's title.
         note: HTML under the title.
         sections: More HTML, after the figures.
+        cluster: "subject" to resample whole subjects where a data set has ten or more.
 
     Raises:
         InputError: Bad input, before anything is written.
     """
     chosen = read_columns(columns)
     out = Path(out)
-    results = index.read(source)
+    results = index.read(source, cluster)
     tables = {"table": main_table(results, chosen)}
     differences = difference_table(results, chosen)
     if differences is not None:

@@ -14,13 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
 from calibeval import kernel_smoothing, measures
 from calibeval import records as record_files
-from calibeval.io import InputError, read_text, sha256, write_text
+from calibeval.io import InputError, counted, read_text, sha256, write_text
 from calibeval.measures import METRICS, WITH_FLOOR, WITH_INTERVAL, Bins, Sample
 from calibeval.records import Records
 
@@ -34,7 +34,14 @@ LOW = 0.025  # the ends of a 95 % interval
 HIGH = 0.975
 
 
+FEWEST_CLUSTERS = 10  # to resample: with fewer no interval is known to cover
+
+Cluster = Literal["subject"]  # what questions may be resampled by
 T = TypeVar("T")
+
+
+class TooFewClusters(InputError):
+    """The records have too few subjects to resample these."""
 
 
 class NullTest(NamedTuple):
@@ -76,34 +83,55 @@ class Run:
     floors: dict[str, dict[str, NullTest]]
     draws: dict[str, dict[str, np.ndarray]] = field(repr=False)  # (R,) of R resamples
     squares: dict[str, SquareDraws] = field(repr=False)  # of `rms_debiased`
+    subjects: int = 1  # how many the questions are of
+    cluster: Cluster | None = None  # what is resampled as a whole; None: each question by itself
 
 
-def load(path: Path, normalise: str | None = None) -> Run:
+def load(path: Path, normalise: str | None = None, cluster: Cluster | None = None) -> Run:
     """Return a record file's figures, which are kept beside it in `<file>.stats.json`.
 
-    They are made anew when the records or the code that makes them change. `normalise` is sum,
-    bytes or characters; by default the records' convention. Raises `InputError` for records that
-    cannot be read.
+    They are made anew when the records, their sidecar or the code that makes them change, and where
+    the kept ones are not what was written.
+
+    Args:
+        path: The records.
+        normalise: sum, bytes or characters; by default the records' convention.
+        cluster: "subject" to resample whole subjects, not single questions.
+
+    Raises:
+        InputError: The records cannot be read; or TooFewClusters, of the same kind.
     """
     path = Path(path)
-    suffix = f".{normalise}.stats.json" if normalise else ".stats.json"
-    kept = path.with_name(path.name + suffix)
-    key = [sha256(path), code_digest(), normalise]
+    options = [option for option in (normalise, cluster) if option is not None]
+    kept = path.with_name(".".join([path.name, *options, "stats.json"]))
+    key = [sha256(path), _sidecar_digest(path), code_digest(), *options]
     run = _read_kept(kept, key, path)
     if run is None:
-        run = measure(record_files.read(path, normalise))
+        run = measure(record_files.read(path, normalise), cluster)
+        figures = _to_json(run)
         with suppress(InputError):  # a read-only folder only costs the time to compute it again
-            write_text(kept, json.dumps([key, _to_json(run)]))
+            write_text(kept, json.dumps([key, _digest(figures), figures]))
     return run
 
 
+def _sidecar_digest(path: Path) -> str | None:
+    """SHA-256 of a record file's sidecar, which says what the file must hold; None without one."""
+    sidecar = record_files.sidecar(path)
+    return sha256(sidecar) if sidecar.is_file() else None
+
+
+def _digest(figures: dict[str, Any]) -> str:
+    """SHA-256 of figures as JSON has them, which reads back every number as it was."""
+    return hashlib.sha256(json.dumps(figures).encode()).hexdigest()
+
+
 def _read_kept(kept: Path, key: list[str | None], path: Path) -> Run | None:
-    """The run that was kept under this key; None if there is none."""
+    """The run that was kept under this key, unless what is kept is not what was written."""
     if not kept.is_file():
         return None
     with suppress(InputError, ValueError, TypeError):  # another version's or a damaged file
-        known_key, figures = json.loads(read_text(kept))
-        if known_key == key:
+        known_key, digest, figures = json.loads(read_text(kept))
+        if known_key == key and _digest(figures) == digest:
             return _from_json(figures, path)
     return None
 
@@ -153,11 +181,23 @@ def samples(records: Records) -> dict[str, Sample]:
     return {confidence: Sample(measures.scores(records, confidence)) for confidence in confidences}
 
 
-def measure(records: Records) -> Run:
-    """Return the figures of records in memory, and the curves of their reliability diagrams."""
+def measure(records: Records, cluster: Cluster | None = None) -> Run:
+    """Return the figures of records in memory, and the curves of their reliability diagrams.
+
+    With `cluster` whole subjects are resampled; fewer than ten raise `TooFewClusters`.
+    """
     records = in_order(records)
+    subjects, subject_of = np.unique(records.subjects, return_inverse=True)
+    clusters = None
+    if cluster is not None:
+        if len(subjects) < FEWEST_CLUSTERS:
+            found = counted(len(subjects), "subject")
+            raise TooFewClusters(
+                f"{records.path}: {found}; expected {FEWEST_CLUSTERS} or more to resample subjects"
+            )
+        clusters = subject_of
     observed = samples(records)
-    resampled = resample(observed)
+    resampled = resample(observed, clusters)
     answers = [*zip(records.ids, records.labels.tolist(), strict=True)]
     questions = json.dumps(answers, ensure_ascii=False)
     prompts = None
@@ -174,11 +214,13 @@ def measure(records: Records) -> Run:
         prompts_sha256=prompts,
         letter_mass=finite(records.letter_mass.mean()),
         confidences=tuple(observed),
-        reliability=_of_each(reliability, observed),
+        reliability=_of_each(lambda sample: reliability(sample, clusters), observed),
         values=_of_each(values, observed),
         floors=_of_each(lambda sample: consistency(sample, tuple(WITH_FLOOR)), observed),
         draws={c: draws for c, (draws, _) in resampled.items()},
         squares={c: squares for c, (_, squares) in resampled.items()},
+        subjects=len(subjects),
+        cluster=cluster,
     )
 
 
@@ -201,6 +243,7 @@ def in_order(records: Records) -> Records:
         logprobs=records.logprobs[order],
         letter_mass=records.letter_mass[order],
         prompts=records.prompts[order],
+        subjects=records.subjects[order],
     )
 
 
@@ -215,15 +258,16 @@ def finite(value: float) -> float | None:
 
 
 def resample(
-    observed: Mapping[str, Sample],
+    observed: Mapping[str, Sample], clusters: np.ndarray | None = None
 ) -> dict[str, tuple[dict[str, np.ndarray], SquareDraws]]:
     """Metrics over RESAMPLES resamples of the questions, under each definition of confidence.
 
     These are every metric that has an interval, (R,) by its name, and the squared error.
+    `clusters` are the numbers of the questions' clusters, (N,), if these are drawn as a whole.
     """
     chunks: dict[str, list[tuple[dict[str, np.ndarray], Bins]]] = {name: [] for name in observed}
     (questions,) = {len(sample.scores.labels) for sample in observed.values()}
-    for times in measures.resamples(questions, RESAMPLES):
+    for times in measures.resamples(questions, RESAMPLES, clusters):
 
         def draws_of(sample: Sample, times: np.ndarray = times) -> tuple[dict, Bins]:
             resampled = Sample(sample.scores, times)
@@ -268,8 +312,10 @@ def quantile(drawn: np.ndarray, level: float | list[float]) -> np.ndarray:
     return np.quantile(drawn, level, axis=0, method="weibull")
 
 
-def reliability(sample: Sample) -> dict[str, list]:
+def reliability(sample: Sample, clusters: np.ndarray | None = None) -> dict[str, list]:
     """What a reliability diagram shows of some answers and their confidences.
+
+    `clusters` are the numbers of the questions' clusters, (N,), if these are drawn as a whole.
 
     count: answers of each bin
     at: confidences from the least to the greatest, at which the curves are
@@ -287,7 +333,7 @@ def reliability(sample: Sample) -> dict[str, list]:
 
     bandwidth = max(float(measures.smooth_ece_at(sample)[1][0]), kernel_smoothing.LEAST_BANDWIDTH)
     smooth_draws = []
-    for times in measures.resamples(len(p), BAND_SAMPLES):
+    for times in measures.resamples(len(p), BAND_SAMPLES, clusters):
         smooth_draws.append(measures.smooth_curve(Sample(sample.scores, times), bandwidth, at))
     isotonic_draws = [isotonic(of) for of in measures.calibrated(sample.scores, BAND_SAMPLES)]
     smooth_low, smooth_high = quantile(np.vstack(smooth_draws), [LOW, HIGH])

@@ -20,10 +20,13 @@ from calibeval.io import InputError
 from calibeval.measures import METRICS, WITH_FLOOR, WITH_INTERVAL
 from calibeval.runs import (
     CONFIDENCES,
+    FEWEST_CLUSTERS,
     HIGH,
     LOW,
     RESAMPLES,
+    Cluster,
     Run,
+    TooFewClusters,
     code_digest,
     consistency,
     finite,
@@ -41,16 +44,20 @@ __all__ = [
     "LOW_MASS",
     "METRICS",
     "RESAMPLES",
+    "Cluster",
     "Estimate",
     "Run",
     "Side",
+    "TooFewClusters",
     "better",
     "code_digest",
     "consistency",
     "contrast",
+    "coverage_of",
     "difference",
     "estimate",
     "estimate_sum",
+    "holm",
     "in_order",
     "load",
     "measure",
@@ -65,6 +72,8 @@ LOW_MASS = 0.9  # letter mass below which the letters are not what the model wan
 NORMAL_QUANTILE = 1.959964  # of the standard normal distribution, at HIGH
 # Below this a number is 0 but for rounding.
 ROUNDING = 1e-12
+MANY_DEGREES = 1e6  # of freedom: Student's distribution is the normal one
+FAMILY_LEVEL = 0.05  # how probable one false finding or more may be among many comparisons
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,8 @@ class Estimate:
         null_q95: Of calibration errors only: the 95th percentile of what calibrated models with
             these confidences read. It is printed as "floor".
         p: Of calibration errors only: the share of those models that read as much as this one.
+        p_none: Of differences with an interval only: the two-sided p-value of there being none, in
+            the mean over seeds and questions. It is below 0.05 where the interval leaves out 0.
     """
 
     value: float | None = None
@@ -84,6 +95,7 @@ class Estimate:
     high: float | None = None
     null_q95: float | None = None
     p: float | None = None
+    p_none: float | None = None
 
     @property
     def significant(self) -> bool:
@@ -118,10 +130,11 @@ class Side(NamedTuple):
 
     figures: np.ndarray  # (S,)
     draws: np.ndarray  # (S, R); NaN where there are none
+    clusters: int | None = None  # how many were resampled as a whole; None: single questions
 
     def times(self, weight: float) -> "Side":
         """The side with its figures and draws times a weight."""
-        return Side(weight * self.figures, weight * self.draws)
+        return self._replace(figures=weight * self.figures, draws=weight * self.draws)
 
 
 def estimate(runs: Sequence[Run], metric: str, confidence: str) -> Estimate:
@@ -166,7 +179,8 @@ def contrast(
     How far an effect is another one in another setting: (1, b′), (−1, a′), (−1, b), (1, a). As many
     runs in all terms are paired in their order, if `paired`. For `rms_debiased` the figure is of
     the *squared* errors (what miscalibration adds to the Brier score of the likeliest choice):
-    roots differ irregularly near 0, so no interval of theirs is known to cover.
+    roots differ irregularly near 0, so no interval of theirs is known to cover. Where subjects are
+    resampled, none is known for the squares either.
 
     Raises `InputError` where the runs' questions differ.
     """
@@ -174,7 +188,7 @@ def contrast(
     same_questions(runs)
     if any(confidence not in run.confidences for run in runs):
         return Estimate()
-    if metric == "rms_debiased":
+    if metric == "rms_debiased" and runs[0].cluster is None:
         sides = _square_sides(terms, confidence)
     else:
         sides = [_side(some, metric, confidence).times(weight) for weight, some in terms]
@@ -192,7 +206,7 @@ def estimate_sum(
     if paired and len({len(side.figures) for side in sides}) == 1:
         figures = sum(side.figures for side in sides)
         draws = sum(side.draws for side in sides)
-        sides = (Side(np.asarray(figures), np.asarray(draws)),)
+        sides = (Side(np.asarray(figures), np.asarray(draws), sides[0].clusters),)
     value = finite(float(sum(side.figures.mean() for side in sides)))
     if value is None:
         return Estimate()
@@ -200,16 +214,99 @@ def estimate_sum(
     if not np.isfinite(summed_draws).all():
         return Estimate(value)
     from_mean = quantile(summed_draws, [LOW, HIGH]) - summed_draws.mean()
-    low, high = (value + seed_inflation(sides) * from_mean).tolist()
+    inflation = seed_inflation(sides) * cluster_inflation(sides[0].clusters)
+    low, high = (value + inflation * from_mean).tolist()
     # What varies over no resample (one question, all right) says nothing of other questions, but
     # for a difference of 0 on each.
     is_zero_difference = ends is None and abs(value) <= ROUNDING
     if high - low < ROUNDING and not is_zero_difference:
         return Estimate(value)
     if ends is not None:
-        low = max(low, ends[0])
-        high = min(high, ends[1])
-    return Estimate(value, low, high)
+        return Estimate(value, max(low, ends[0]), min(high, ends[1]))
+    half_width = value - low if value > 0 else high - value
+    p_none = two_sided_p(value, half_width, degrees_of_freedom(sides))
+    return Estimate(value, low, high, p_none=p_none)
+
+
+def cluster_inflation(clusters: int | None) -> float:
+    """How much wider an interval over C resampled clusters must be than its draws.
+
+    sqrt(C / (C − 1)) since the draws vary around the clusters' own mean, times Student's quantile
+    of C − 1 degrees of freedom over the normal one (Cameron & Miller 2015, sections II and VI).
+    """
+    if clusters is None:
+        return 1.0
+    ratio = student_quantile(clusters - 1) / NORMAL_QUANTILE
+    return math.sqrt(clusters / (clusters - 1)) * ratio
+
+
+def student_quantile(degrees: float) -> float:
+    """The quantile at HIGH of Student's distribution."""
+    from scipy.special import stdtrit  # scipy.stats takes half a second to load
+
+    return float(stdtrit(min(degrees, MANY_DEGREES), HIGH))
+
+
+def two_sided_p(value: float, half_width: float, degrees: float) -> float:
+    """The p-value of 0 for a value whose 95 % interval reaches so far towards 0.
+
+    The value has Student's distribution around the truth, scaled so that the interval's end is at
+    its quantile: p is below 0.05 where the interval leaves out 0.
+    """
+    from scipy.special import stdtr
+
+    if abs(value) <= ROUNDING:
+        return 1.0
+    scale = half_width / student_quantile(degrees)
+    return float(2 * stdtr(min(degrees, MANY_DEGREES), -abs(value) / scale))
+
+
+def degrees_of_freedom(sides: Sequence[Side]) -> float:
+    """Degrees of freedom of an interval's width (Welch & Satterthwaite), from 1 to infinity.
+
+    (q + Σ v)² / (Σ v² / (S − 1) + q² / (C − 1)) for the questions' part q of the variance, each
+    side's part v of what its S seeds differ by, and C resampled clusters.
+    """
+    question_variance = float(_summed(sides).var(ddof=1))
+    total = question_variance
+    squares = 0.0
+    if sides[0].clusters is not None:
+        squares += question_variance**2 / (sides[0].clusters - 1)
+    for side in sides:
+        seeds = len(side.figures)
+        if seeds > 1:
+            part = max(side.figures.var(ddof=1) - _own_noise(side), 0.0) / seeds
+            total += part
+            squares += part**2 / (seeds - 1)
+    return total**2 / squares if squares else math.inf
+
+
+def _own_noise(side: Side) -> float:
+    """The question noise that each seed has for itself.
+
+    It is the mean variance less the mean covariance of the seeds' draws.
+    """
+    seeds = len(side.figures)
+    covariance = np.cov(side.draws)
+    trace = np.trace(covariance)
+    return max((trace - (covariance.sum() - trace) / (seeds - 1)) / seeds, 0.0)
+
+
+def holm(p_values: Sequence[float | None], level: float = FAMILY_LEVEL) -> list[bool]:
+    """Which of m comparisons survive Holm's correction (Holm 1979).
+
+    From the least p on, the i-th of them is compared with level / (m − i + 1), and the first that
+    is not below ends it: the probability that any true null hypothesis falls is at most `level`,
+    however the comparisons depend on each other. None is no comparison.
+    """
+    made = [place for place, p in enumerate(p_values) if p is not None]
+    made.sort(key=lambda place: p_values[place] or 0.0)
+    survives = [False] * len(p_values)
+    for rank, place in enumerate(made):
+        if (p_values[place] or 0.0) >= level / (len(made) - rank):
+            break
+        survives[place] = True
+    return survives
 
 
 def _summed(sides: Sequence[Side]) -> np.ndarray:
@@ -233,13 +330,8 @@ def seed_inflation(sides: Sequence[Side]) -> float:
     for side in sides:
         seeds = len(side.figures)
         if seeds > 1:
-            from scipy.special import stdtrit  # scipy.stats takes half a second to load
-
-            covariance = np.cov(side.draws)
-            trace = np.trace(covariance)
-            own_noise = max((trace - (covariance.sum() - trace) / (seeds - 1)) / seeds, 0.0)
-            ratio = float(stdtrit(seeds - 1, HIGH)) / NORMAL_QUANTILE
-            spread = ratio**2 * side.figures.var(ddof=1) - ratio**1.5 * own_noise
+            ratio = student_quantile(seeds - 1) / NORMAL_QUANTILE
+            spread = ratio**2 * side.figures.var(ddof=1) - ratio**1.5 * _own_noise(side)
             seed_variance += max(spread, 0.0) / seeds
     return math.sqrt(1 + seed_variance / question_variance)
 
@@ -254,7 +346,7 @@ def _side(runs: Sequence[Run], metric: str, confidence: str) -> Side:
         draws = np.stack([run.draws[confidence][metric] for run in runs])
     else:
         draws = np.full((len(runs), 1), np.nan)
-    return Side(figures, draws)
+    return Side(figures, draws, runs[0].subjects if runs[0].cluster else None)
 
 
 def _square_sides(terms: Sequence[tuple[int, Sequence[Run]]], confidence: str) -> list[Side]:
@@ -291,9 +383,27 @@ def _weighted_sum(
     return np.asarray(sum(means))
 
 
+def coverage_of(runs: Sequence[Run]) -> str:
+    """What the intervals of runs over the same questions cover, in words."""
+    run = runs[0]
+    if run.cluster is not None:
+        return f"over resamples of all {run.subjects} subjects: it holds for subjects like these"
+    if run.subjects == 1:
+        return "over resamples of the questions"
+    text = f"over resamples of the questions: it holds for these {run.subjects} subjects"
+    if run.subjects >= FEWEST_CLUSTERS:
+        text += "; --cluster subject covers others like them"
+    return text
+
+
 def same_questions(runs: Sequence[Run]) -> None:
-    """Raise `InputError` unless all runs answered the same questions."""
+    """Raise `InputError` unless all runs answered the same questions, resampled alike."""
     for run in runs[1:]:
+        if run.cluster != runs[0].cluster:
+            raise InputError(
+                f"{runs[0].path} and {run.path}: resampled by {runs[0].cluster or 'question'} and "
+                f"by {run.cluster or 'question'}; load both with the same `cluster`"
+            )
         if run.questions_sha256 != runs[0].questions_sha256:
             raise InputError(
                 f"{runs[0].path} and {run.path}: {runs[0].questions:,} and {run.questions:,} "

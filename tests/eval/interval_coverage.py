@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import islice, product
 from pathlib import Path
 
@@ -148,8 +148,13 @@ def shared_resamples(n: int) -> np.ndarray:
     return np.concatenate(list(resamples(n, DRAWS)))
 
 
-def simulated_run(observed: Sample, resampled: Sample, names: tuple[str, ...]) -> stats.Run:
-    """Return a run as `runs.measure` makes it, without the simulations of floors."""
+def simulated_run(
+    observed: Sample, resampled: Sample, names: tuple[str, ...], subjects: int | None = None
+) -> stats.Run:
+    """Return a run as `runs.measure` makes it, without the simulations of floors.
+
+    `subjects` are how many were resampled, if these were.
+    """
     regular = [name for name in names if name in WITH_INTERVAL]
     return stats.Run(
         path=Path("simulated"),
@@ -166,6 +171,8 @@ def simulated_run(observed: Sample, resampled: Sample, names: tuple[str, ...]) -
         floors={},
         draws={"choices": {name: METRICS[name](resampled) for name in regular}},
         squares={"choices": runs.square_draws(observed.bins, [resampled.bins])},
+        subjects=subjects or 1,
+        cluster=None if subjects is None else "subject",
     )
 
 
@@ -227,6 +234,103 @@ class Cell:
         return [made[row * self.seeds :][: self.seeds] for row in range(len(sizes))]
 
 
+@dataclass(frozen=True)
+class SubjectCell:
+    """What is repeated where subjects differ: two models that are alike in the mean over subjects.
+
+    Each draws for each subject how well it knows it and how much too sharp it is; subjects are
+    drawn anew in each replication, so the truth is that of all subjects.
+
+    Attributes:
+        subjects: How many subjects the questions are of.
+        by_subject: Whether subjects are resampled, or single questions.
+        n: Questions.
+        knowledge, sharpness: The sd over subjects of the logarithms of the own channel's noise
+            and of the factor on the logits.
+    """
+
+    subjects: int
+    by_subject: bool
+    n: int = 2000
+    knowledge: float = 0.2
+    sharpness: float = 0.5
+
+    def draw(self, subject_of: np.ndarray, rng: np.random.Generator) -> list[Scores]:
+        """Return both models' scores of the same questions, whose subjects are `subject_of`."""
+        subjects = int(subject_of.max()) + 1
+        labels = rng.integers(0, 4, len(subject_of))
+        one_hot = np.eye(4)[labels]
+        shared = (one_hot + 4.0 * rng.normal(size=one_hot.shape)) / 4.0**2
+        models = []
+        for _ in range(2):
+            own_sd = 1.2 * np.exp(self.knowledge * rng.normal(size=subjects))[subject_of][:, None]
+            sharpness = np.exp(self.sharpness * rng.normal(size=subjects))[subject_of][:, None]
+            own = (one_hot + own_sd * rng.normal(size=one_hot.shape)) / own_sd**2
+            logits = sharpness * (shared + own)
+            models.append(Scores(logits - np.logaddexp.reduce(logits, 1, keepdims=True), labels))
+        return models
+
+    @cached_property
+    def truth(self) -> dict[str, float]:
+        """The metrics of one model over very many subjects."""
+        subject_of = np.arange(400_000) % 8000
+        models = self.draw(subject_of, np.random.default_rng(7))
+        values = [[METRICS[name](Sample(some))[0] for some in models] for name in ESTIMATES]
+        return dict(zip(ESTIMATES, np.mean(values, 1).tolist(), strict=True))
+
+    def run(self, replications: int, names: tuple[str, ...] = DIFFERENCES) -> pd.DataFrame:
+        """Return the share of intervals that hold the truth, by metric, of one run and of two."""
+        rng = np.random.default_rng(zlib.crc32(repr(self).encode()))
+        subject_of = np.arange(self.n) % self.subjects
+        clusters = subject_of if self.by_subject else None
+        times = np.concatenate(list(resamples(self.n, DRAWS, clusters)))
+        held = {name: [0, 0] for name in names}
+        for _ in range(replications):
+            runs_of_both = [
+                simulated_run(
+                    Sample(some),
+                    Sample(some, times),
+                    names,
+                    self.subjects if self.by_subject else None,
+                )
+                for some in self.draw(subject_of, rng)
+            ]
+            for name in names:
+                found = stats.difference(runs_of_both[:1], runs_of_both[1:], name, "choices")
+                if found.low is not None:
+                    held[name][1] += found.low <= 0 <= found.high
+                if name in ESTIMATES:
+                    found = stats.estimate(runs_of_both[:1], name, "choices")
+                    held[name][0] += found.low <= self.truth[name] <= found.high
+        shares = pd.DataFrame(held, index=["one run", "difference of two"]) / replications
+        return shares.rename_axis(index=f"{self.subjects} subjects")
+
+
+def false_findings(pairs: int, n: int, replications: int) -> tuple[float, float]:
+    """Return how often some pair of a null family is called different: bold by itself, by Holm.
+
+    Each family has as many pairs of models that are equally good, three metrics of each.
+    """
+    names = ("accuracy", "nll", "brier")
+    rng = np.random.default_rng(0)
+    world = WORLDS[0]
+    size = world.size_of(0.035)
+    times = np.concatenate(list(resamples(n, stats.RESAMPLES)))
+    alone = 0
+    corrected = 0
+    for _ in range(replications):
+        estimates = []
+        for _ in range(pairs):
+            labels, exact = world.posterior(n, 2, rng)
+            both = [Scores(world.stated(of_model, size), labels) for of_model in exact]
+            made = [simulated_run(Sample(some), Sample(some, times), names) for some in both]
+            for name in names:
+                estimates.append(stats.difference(made[:1], made[1:], name, "choices"))
+        alone += any(found.significant for found in estimates)
+        corrected += any(stats.holm([found.p_none for found in estimates]))
+    return alone / replications, corrected / replications
+
+
 WORLDS = tuple(World(shape, pattern) for shape in NOISE for pattern in ("shift", "sharpen"))
 OPPOSITE = tuple(
     World(shape, "sharpen", 2000 if shape == "real" else POOL, opposite=True)
@@ -274,12 +378,30 @@ def simulate(worlds: Sequence[World], cells: list[Cell], replications: int) -> I
             yield row
 
 
+def print_subjects(replications: int) -> None:
+    """Print how often intervals over questions and over subjects hold what is true of all."""
+    for subjects, by_subject in product((57, 10), (False, True)):
+        what = "subjects" if by_subject else "questions"
+        print(f"\n{replications} replications with {subjects} subjects drawn anew, over {what}\n")
+        names = ESTIMATES if by_subject else DIFFERENCES
+        covered = SubjectCell(subjects, by_subject).run(replications, names)
+        print(covered.round(3).to_markdown(), flush=True)
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--replications", type=int, default=500, help="of a cell, all worlds")
-    parser.add_argument("--only", choices=GROUPS)
+    parser.add_argument("--only", choices=[*GROUPS, "subjects", "families"])
     a = parser.parse_args()
+    if a.only in (None, "subjects"):
+        print_subjects(a.replications)
+    if a.only in (None, "families"):
+        alone, corrected = false_findings(pairs=12, n=300, replications=200)
+        print(
+            "\nfamilies: 200 of twelve null pairs × three metrics at N = 300; some cell differs "
+            f"from 0 by its own interval in {alone:.3f}, by Holm's correction in {corrected:.3f}"
+        )
     for group, (worlds, cells) in GROUPS.items():
         if a.only not in (None, group):
             continue

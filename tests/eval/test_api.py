@@ -132,7 +132,7 @@ def test_metrics_are_the_commands(two_runs, run):
     five, _ = two_runs
     printed = json.loads(run("metrics", "--json", five.path).out)["metrics"]
     for source in (five, str(five.path)):
-        for confidence, estimates in calibeval.metrics(source).items():
+        for confidence, estimates in calibeval.summarize(source).items():
             figures = {metric: estimate.as_dict() for metric, estimate in estimates.items()}
             assert figures == printed[confidence]
 

@@ -184,10 +184,50 @@ def test_unknown_columns_are_refused(wrong):
         ((-0.00034, 0.00001), "[-0.3, +0.0]"),
     ],
 )
-def test_a_printed_interval_agrees_with_its_mark(ends, interval):
+def test_a_printed_interval_shows_on_which_side_of_0_it_is(ends, interval):
     cell = report.difference_cell(stats.Estimate(sum(ends) / 2, *ends), "rms_debiased")
     assert cell.interval == interval
-    assert cell.bold == ("+" not in interval)
+
+
+def test_bold_is_what_survives_among_all_comparisons(project, tmp_path):
+    """Each cell by itself was bold: of twelve pairs of equals some one in eight tables of ten."""
+    results = index.read(project(datasets=("toy", "other")))
+    columns = report.read_columns("accuracy,brier,auroc,ece@vocabulary")
+    table = report.difference_table(results, columns)
+    cells = [cell for line in table.lines for cell in line.cells]
+    p_values = []
+    for line in table.lines:
+        base = results.reference(line.row)
+        for group in results.groups:
+            pairing = report.pair(base, line.row, group)
+            for column in report._difference_columns(columns):
+                p_values.append(pairing.difference(column).p_none)
+    assert [cell.bold for cell in cells] == stats.holm(p_values)
+    assert sum(p is not None and p < 0.05 for p in p_values) >= sum(cell.bold for cell in cells) > 0
+    assert f"for the {len(p_values)} comparisons of this table" in table.markdown()
+
+
+def with_subjects(path, count):
+    """Give a file's questions so many subjects, a share of each."""
+    rows = read_lines(path)
+    write_lines(path, [{**row, "subject": f"s{i % count}"} for i, row in enumerate(rows)])
+
+
+def test_tables_say_what_was_resampled(project, tmp_path, run):
+    path = project(datasets=("toy", "other"))
+    for file in tmp_path.glob("toy-*.jsonl"):
+        with_subjects(file, 12)
+    for name, options, expected in (
+        ("questions", [], "toy: intervals over resamples of the questions: it holds for these 12"),
+        ("subjects", ["--cluster", "subject"], "toy: intervals over resamples of all 12 subjects"),
+    ):
+        run("collect", path, "--out", tmp_path / name, *options)
+        for table in ("table.md", "differences.md", "report.html"):
+            text = (tmp_path / name / table).read_text()
+            assert expected in text
+            assert "other: intervals" not in text  # one subject
+    both = [(tmp_path / name / "table.csv").read_text() for name in ("questions", "subjects")]
+    assert both[0] != both[1]
 
 
 def test_texts_by_length_say_whose_calibration_it_is(project, tmp_path):

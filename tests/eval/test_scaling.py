@@ -55,8 +55,8 @@ def test_it_takes_the_sharpness_off(sharpened, run):
     folder, _ = sharpened
     test = folder / "test.jsonl"
     out = folder / "out.jsonl"
-    before = calibeval.metrics(test)
-    after = calibeval.metrics(out)
+    before = calibeval.summarize(test)
+    after = calibeval.summarize(out)
     # Among all tokens nobody knows: that would take the logits of them all.
     assert set(before) == {"choices", "vocabulary"}
     assert set(after) == {"choices"}

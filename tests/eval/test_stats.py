@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from made_records import read_lines, write_lines, write_records
 
+import calibeval
 from calibeval import measures, records, runs, stats
+from calibeval.io import InputError
 from calibeval.measures import Sample, scores
 
 
@@ -130,8 +132,8 @@ def test_one_question_has_no_interval(tmp_path, run):
             assert found.low is found.high is None, metric
     lines = map(str.split, run("compare", a, b).out.splitlines())
     table = {line[0]: line[1:] for line in lines}
-    assert table["nll"] == ["0.3567", "2.3026", "1.9459", "–", "–", "–"]
-    assert table["auroc"] == ["–"] * 6
+    assert table["nll"] == ["0.3567", "2.3026", "1.9459", "–", "–", "–", "–"]
+    assert table["auroc"] == ["–"] * 7
 
 
 def test_answers_that_are_all_right_say_nothing_of_wrong_ones(tmp_path, run):
@@ -239,6 +241,164 @@ def test_figures_are_made_anew_where_the_kept_ones_are_damaged(kept):
     assert stats.load(path).questions == 200
 
 
+def test_kept_figures_that_were_edited_are_made_anew(kept):
+    """With its key kept, an accuracy of 0.9990 was printed, and its interval of another."""
+    path, first, figures = kept
+    value = first.values["choices"]["accuracy"]
+    figures.write_text(figures.read_text().replace(f'"accuracy": {value}', '"accuracy": 0.999', 1))
+    assert "0.999" in figures.read_text()
+    assert stats.load(path).values == first.values
+    key, digest, kept_figures = json.loads(figures.read_text())
+    kept_figures.pop("draws")
+    figures.write_text(json.dumps([key, digest, kept_figures]))
+    assert stats.load(path).draws.keys() == first.draws.keys()
+
+
+def test_kept_figures_do_not_hide_what_a_sidecar_says(kept, refused):
+    path, _, _ = kept
+    path.with_name("a.jsonl.meta.json").write_text('{"questions": 500}')
+    assert "200 records, but a.jsonl.meta.json says 500" in refused("metrics", path)
+
+
+def test_a_sidecar_of_another_shape_is_refused(kept, refused):
+    path, _, _ = kept
+    path.with_name("a.jsonl.meta.json").write_text('{"settings": 5}')
+    assert "a.jsonl.meta.json: settings is 5; expected an object" in refused("metrics", path)
+
+
+def test_an_id_that_is_no_text_is_refused(tmp_path, refused):
+    path = tmp_path / "a.jsonl"
+    row = {"id": "\ud800", "subject": "s", "label": 0, "logprobs": [-1.0, -1.0]}
+    path.write_text(json.dumps(row) + "\n")
+    message = refused("metrics", path)
+    assert "line 1" in message
+    assert "half of a surrogate pair is no text" in message
+
+
+@pytest.fixture(scope="module")
+def by_subject(tmp_path_factory):
+    """Two runs over 1,200 questions of 12 subjects, some of which each knows nothing of."""
+    folder = tmp_path_factory.mktemp("subjects")
+    paths = []
+    for seed in (0, 1):
+        rows = []
+        for subject in range(12):
+            part = write_records(folder / "part.jsonl", 100, 1.0, subject)
+            knows_nothing = np.random.default_rng([seed, subject]).random() < 0.4
+            for row in read_lines(part):
+                logprobs = np.roll(row["logprobs"], knows_nothing).tolist()
+                rows.append({**row, "subject": f"s{subject}", "logprobs": logprobs})
+        paths.append(write_lines(folder / f"{seed}.jsonl", rows))
+    return paths
+
+
+def test_subjects_are_resampled_where_they_are_asked_for(by_subject, run):
+    path, _ = by_subject
+    by_question = calibeval.summarize(path)["choices"]["nll"]
+    clustered = calibeval.summarize(path, cluster="subject")["choices"]["nll"]
+    assert clustered.value == by_question.value
+    assert clustered.high - clustered.low > 1.3 * (by_question.high - by_question.low)
+    in_memory = calibeval.summarize(records.read(path), cluster="subject")["choices"]["nll"]
+    assert in_memory == clustered
+    printed = run("metrics", path).out
+    assert "it holds for these 12 subjects; --cluster subject covers others like them" in printed
+    printed = run("metrics", path, "--cluster", "subject").out
+    assert str(clustered) in printed
+    assert "resamples of all 12 subjects: it holds for subjects like these" in printed
+
+
+def test_compare_resamples_subjects(by_subject, run):
+    by_question = calibeval.compare(*by_subject)["choices"]
+    clustered = calibeval.compare(*by_subject, cluster="subject")["choices"]
+    assert clustered["nll"]["difference"] == by_question["nll"]["difference"]
+    assert clustered["nll"]["p"] > by_question["nll"]["p"]
+    assert clustered["rms_debiased"]["low"] is None  # none is known to cover
+    found = json.loads(run("compare", *by_subject, "--cluster", "subject", "--json").out)
+    assert found["comparison"]["choices"] == clustered
+    assert "of all 12 subjects" in run("compare", *by_subject, "--cluster", "subject").out
+
+
+def test_too_few_subjects_are_refused(tmp_path, refused):
+    path = write_records(tmp_path / "a.jsonl", n=50)
+    message = refused("metrics", path, "--cluster", "subject")
+    assert "a.jsonl: 1 subject; expected 10 or more to resample subjects" in message
+
+
+def test_runs_that_were_resampled_otherwise_are_not_compared(by_subject):
+    run_a = stats.load(by_subject[0])
+    run_b = stats.load(by_subject[1], cluster="subject")
+    with pytest.raises(InputError, match="resampled by question and by subject"):
+        difference("nll", run_a, run_b)
+
+
+def test_p_is_below_5_percent_where_the_interval_leaves_out_0(seeds, by_subject):
+    one, two, three = seeds
+    pairs = [([one], [two]), ([one, two], [three, one]), ([one, two], [three])]
+    for cluster in (None, "subject"):
+        pairs.append(tuple([stats.load(path, cluster=cluster)] for path in by_subject))
+    for a, b in pairs:
+        for metric in measures.WITH_INTERVAL:
+            found = stats.difference(a, b, metric, "choices")
+            assert (found.p_none < 0.05) == found.significant, metric
+
+
+def test_fewer_seeds_need_more_to_be_sure(seeds):
+    """The same ratio of a difference to its interval: two seeds have a wide distribution."""
+    rng = np.random.default_rng(0)
+    draws = 0.01 * rng.normal(size=(5, 1000))
+    ps = []
+    for count in (2, 3, 5):
+        figures = 1 + 0.2 * np.linspace(-1, 1, count)
+        side = stats.Side(figures, draws[:count])
+        found = stats.estimate_sum(side)
+        ps.append(found.p_none)
+        assert stats.degrees_of_freedom([side]) == pytest.approx(count - 1, rel=0.1)
+    assert ps == sorted(ps, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("p_values", "expected"),
+    [
+        ([0.04], [True]),
+        ([0.04, 0.04], [False, False]),
+        ([0.01, None, 0.04, 0.03], [True, False, False, False]),
+        ([0.03, 0.01, 0.02], [True, True, True]),
+        ([], []),
+        ([None], [False]),
+    ],
+)
+def test_holms_correction(p_values, expected):
+    assert stats.holm(p_values) == expected
+
+
+def test_better_is_what_survives_among_all_comparisons(sharpened):
+    a, b = sharpened
+    found = calibeval.compare(a, b)
+    made = [(name, one) for by_metric in found.values() for name, one in by_metric.items()]
+    survives = stats.holm([one["p"] for _, one in made])
+    for (name, one), holds in zip(made, survives, strict=True):
+        assert (one["better"] is not None) == holds, name
+        assert (one["p"] is None) == (one["low"] is None or name == "ece_signed"), name
+    assert any(survives)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("subjects", [57, 10])
+def test_intervals_by_subject_cover_subjects_drawn_anew(subjects):
+    """Resamples of questions covered 0.71 with 57 subjects, and 0.27 with ten."""
+    cell = interval_coverage.SubjectCell(subjects, by_subject=True)
+    covered = cell.run(300, interval_coverage.ESTIMATES)
+    assert covered.min().min() >= 0.93 - 2.5 * np.sqrt(0.05 * 0.95 / 300), covered
+
+
+@pytest.mark.slow
+def test_a_null_family_has_a_false_finding_6_times_in_100_at_most():
+    """Twelve pairs of equals × three metrics: some cell by itself was bold in 80 % of families."""
+    alone, corrected = interval_coverage.false_findings(pairs=12, n=300, replications=100)
+    assert alone > 0.4
+    assert corrected <= 0.06 + 2.5 * np.sqrt(0.06 * 0.94 / 100)
+
+
 def test_fewer_questions_are_refused(tmp_path, refused):
     a = write_records(tmp_path / "a.jsonl")
     b = tmp_path / "b.jsonl"
@@ -258,9 +418,10 @@ def test_other_right_answers_are_refused(tmp_path, refused):
 
 def test_metrics_prints_them_all(tmp_path, run):
     printed = run("metrics", write_records(tmp_path / "a.jsonl", n=100)).out
-    names = [line.split()[0] for line in printed.splitlines()[2:]]
-    assert names == list(stats.METRICS)
+    *table, about = printed.splitlines()[2:]
+    assert [line.split()[0] for line in table] == list(stats.METRICS)
     assert "floor" in printed
+    assert about == "[low, high]: 95 % over resamples of the questions"
 
 
 MEMORY_OF_METRICS = """
