@@ -19,7 +19,10 @@ from calibeval.io import InputError, counted, json_lines, sha256
 from calibeval.records import Records
 
 LOG_TEMPERATURE_LIMIT = 4.0  # of |log τ|
+AT_THE_LIMIT = 1e-3  # so near to it, the search has ended there
+FLAT_NLL = 1e-9  # nats
 FEWEST_ANSWERS = 20  # to fit it on
+SAME_QUESTIONS = 0.9  # share of common ids whose right answers agree, where questions are the same
 
 
 def nll(answers: Records, tau: float, used: np.ndarray | slice = slice(None)) -> float:
@@ -33,15 +36,17 @@ def nll(answers: Records, tau: float, used: np.ndarray | slice = slice(None)) ->
 def temperature(validation: str | Path, test: str | Path, out: str | Path) -> dict[str, Any]:
     """Fit a temperature to the records `validation`; write those of `test` with it as `out`.
 
-    Questions of `test` that `validation` holds as well are not fitted on. What comes out has no
-    reading among all tokens: that would take the logits of them all.
+    Questions of `test` that `validation` holds as well, by prompt or by id and right answer, are
+    not fitted on. What comes out has no reading among all tokens: that would take the logits of
+    them all.
 
     Returns:
         How the fit went: `temperature`, `nll` before and after in nats, how many `answers` it was
         fitted on and how many were `left_out`.
 
     Raises:
-        InputError: records of another model, or read in another way; fewer than 20 to fit on.
+        InputError: records of another model, or read in another way; fewer than 20 to fit on; any
+            temperature fits, or none is best.
     """
     validation = Path(validation)
     test = Path(test)
@@ -84,26 +89,54 @@ def _check_alike(fitted_on: Records, scored: Records) -> None:
 
 
 def _not_tested(fitted_on: Records, scored: Records) -> np.ndarray:
-    """Which answers may be fitted on: questions that are not asked in `scored` as well."""
+    """Which answers may be fitted on: questions that are not asked in `scored` as well.
+
+    A question is asked in both if its prompt is, or its id and right answer are. Two splits of a
+    task may number their questions alike, so ids tell only where the right answers of nearly all
+    common ones agree, which those of different questions do not.
+    """
     tested = set(scored.prompts) - {None}
     used = np.array([prompt not in tested for prompt in fitted_on.prompts])
+    label_of = dict(zip(scored.ids, scored.labels.tolist(), strict=True))
+    answers = zip(fitted_on.ids, fitted_on.labels.tolist(), strict=True)
+    in_both = np.array([label_of.get(name) == label for name, label in answers])
+    common_ids = sum(name in label_of for name in fitted_on.ids)
+    if common_ids and in_both.sum() > SAME_QUESTIONS * common_ids:
+        used &= ~in_both
     if used.sum() < FEWEST_ANSWERS:
-        answers = counted(int(used.sum()), "answer")
+        left = counted(int(used.sum()), "answer")
         raise InputError(
-            f"{fitted_on.path}: {answers} that {scored.path} does not hold as well; expected "
-            f"{FEWEST_ANSWERS} or more to fit a temperature on"
+            f"{fitted_on.path}: {left} that {scored.path} does not hold as well (by prompt, or by "
+            f"id and right answer); expected {FEWEST_ANSWERS} or more to fit a temperature on. "
+            "Give records of other questions, such as `score --split val` makes"
         )
     return used
 
 
 def fit(answers: Records, used: np.ndarray) -> tuple[float, float]:
-    """The temperature of the least NLL, and that NLL."""
+    """The temperature of the least NLL, and that NLL.
+
+    `InputError` where there is none: where any fits, or NLL falls on and on to one side.
+    """
+    if np.ptp([nll(answers, tau, used) for tau in (0.5, 1.0, 2.0)]) < FLAT_NLL:
+        raise InputError(
+            f"{answers.path}: any temperature fits, since all choices have the same probability "
+            "in every answer; there is nothing to scale"
+        )
     fitted = minimize_scalar(
         lambda log_tau: nll(answers, math.exp(log_tau), used),
         bounds=(-LOG_TEMPERATURE_LIMIT, LOG_TEMPERATURE_LIMIT),
         method="bounded",
         options={"xatol": 1e-6},
     )
+    if abs(fitted.x) > LOG_TEMPERATURE_LIMIT - AT_THE_LIMIT:
+        right = answers.logprobs[used].argmax(1) == answers.labels[used]
+        side = "0" if fitted.x < 0 else "infinity"
+        raise InputError(
+            f"{answers.path}: no temperature is best, since NLL falls on towards {side} "
+            f"({int(right.sum())} of {len(right)} answers are right); fit on records that are "
+            "sometimes right and sometimes wrong, and check their labels"
+        )
     return math.exp(fitted.x), float(fitted.fun)
 
 

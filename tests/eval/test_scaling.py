@@ -157,6 +157,59 @@ def test_the_tested_answers_alone_are_refused(tmp_path, refused_fit):
     assert "0 answers that" in refused_fit("with_prompts", "with_prompts")
 
 
+def test_the_same_questions_in_other_words_are_refused(tmp_path, refused_fit):
+    """Five examples before val's and none before test's: other prompts, and 0 were left out."""
+    for name in ("five", "none"):
+        rows = read_lines(tmp_path / "val.jsonl")
+        rows = [{**row, "prompt_sha256": f"{name} {row['id']}"} for row in rows]
+        write_lines(tmp_path / f"{name}.jsonl", rows)
+    assert "0 answers that" in refused_fit("five", "none")
+
+
+def test_the_same_questions_without_prompts_are_refused(refused_fit):
+    message = refused_fit("val", "val")
+    assert "0 answers that" in message
+    assert "by prompt, or by id and right answer" in message
+
+
+def test_splits_that_are_numbered_alike_are_fitted_on(tmp_path, run):
+    """MMLU's val and test both begin with subject/0."""
+    files = [tmp_path / f"{name}.jsonl" for name in ("val", "test", "out")]
+    for seed, file in enumerate(files[:2]):
+        write_records(file, 200, 2.0, seed)
+        rows = read_lines(file)
+        write_lines(file, [{**row, "id": f"s/{number}"} for number, row in enumerate(rows)])
+    val, test, out = files
+    printed = run("temperature", val, test, "--out", out, "--json").out
+    assert '"answers": 200, "left_out": 0' in printed
+
+
+@pytest.mark.parametrize(
+    ("shift", "expected"),
+    [
+        (0, "NLL falls on towards 0 (100 of 100 answers are right)"),
+        (1, "NLL falls on towards infinity (0 of 100 answers are right)"),
+    ],
+)
+def test_answers_that_are_all_right_or_all_wrong_have_no_temperature(
+    tmp_path, refused_fit, shift, expected
+):
+    """The temperature was the end of what is searched, e⁻⁴ or e⁴."""
+    rows = read_lines(tmp_path / "val.jsonl")
+    for row in rows:
+        order = np.argsort(row["logprobs"])
+        row["label"] = int(order[-1] if shift == 0 else order[0])
+    write_lines(tmp_path / "extreme.jsonl", rows)
+    assert expected in refused_fit("extreme", "test")
+
+
+def test_equal_probabilities_have_no_temperature(tmp_path, refused_fit):
+    """It was 2.571, where any fits as well."""
+    rows = [{**row, "logprobs": [-1.5] * 4} for row in read_lines(tmp_path / "val.jsonl")]
+    write_lines(tmp_path / "equal.jsonl", rows)
+    assert "any temperature fits" in refused_fit("equal", "test")
+
+
 def test_answers_read_in_another_way_are_refused(tmp_path, refused_fit):
     rows = [{**row, "scoring": "continuation"} for row in read_lines(tmp_path / "val.jsonl")]
     write_lines(tmp_path / "texts.jsonl", rows)
