@@ -3,6 +3,7 @@
 Each is an SVG for the page and a PNG for slides, 17.5 cm wide, a page's width.
 """
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ CENTIMETRES_PER_INCH = 2.54
 AMONG = {"choices": "the choices", "vocabulary": "all tokens"}
 PANELS_ACROSS = 5
 NAME_LENGTH = 34  # characters of a panel's title
+FILE_NAME_LENGTH = 150  # characters of a data set's name; file systems take 255 in all
 INK = "#222222"
 GREY = "#888888"
 SHADES = (0.05, 0.9)  # of the color map, for β of 0 and of ½
@@ -67,7 +69,8 @@ def draw(results: Results, out: Path) -> list[tuple[Path, str]]:
     import matplotlib
 
     captions = []
-    with matplotlib.rc_context(STYLE):
+    # Names of data sets and models are texts: between two dollars would be a formula.
+    with matplotlib.rc_context({**STYLE, "text.parse_math": False}):
         for group in results.groups:
             for drawing in _drawings(results, group):
                 _save(drawing, out)
@@ -79,7 +82,7 @@ def _drawings(results: Results, group: str) -> list[Drawing]:
     """The figures of one data set."""
     rows = [row for row in results.rows if group in row.runs]
     rows_with = _rows_by_confidence(rows, group)
-    file_name = quote(group, safe=" ")
+    file_name = _file_name(group)
     drawings = []
     if len({row.beta for row in rows} - {None}) > 1:
         caption = (
@@ -98,6 +101,15 @@ def _drawings(results: Results, group: str) -> list[Drawing]:
         canvas = reliability(having, group, confidence)
         drawings.append(Drawing(f"reliability_{file_name}_{confidence}", caption, canvas))
     return drawings
+
+
+def _file_name(group: str) -> str:
+    """A data set's name as file systems take it; a long one ends with a digest of it."""
+    name = quote(group, safe=" ")
+    if len(name) <= FILE_NAME_LENGTH:
+        return name
+    digest = hashlib.sha256(group.encode()).hexdigest()
+    return f"{name[:FILE_NAME_LENGTH]}-{digest[:12]}"
 
 
 def _rows_by_confidence(rows: Sequence[Row], group: str) -> dict[str, list[Row]]:

@@ -5,6 +5,7 @@ paired by question. `collect` writes everything; `main_table`, `difference_table
 the single tables.
 """
 
+import re
 from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,12 +17,13 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader
 
 from calibeval import figures, index, stats
-from calibeval.index import Results, Row, heading
+from calibeval.index import Results, Row, Scalar, heading
 from calibeval.io import InputError, counted, write_text
 from calibeval.measures import METRICS, WITH_INTERVAL
 
 ARROWS = {"higher": "↑", "lower": "↓", "neither": ""}
 MISSING = "–"
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")  # of a cell that a spreadsheet computes
 DIFFERENCE_NOTE = (
     "Difference to β = 0 of the same setting without a calibrator; [95 % interval] over the "
     "same resamples of the questions for both. Seeds: pairs of runs with one seed; 1 − 3: not "
@@ -123,20 +125,38 @@ class Table:
     def frame(self) -> pd.DataFrame:
         """Return the table as text, with bold as Markdown has it."""
         heads = [f"{group}: {head}" for group, head in product(self.groups, self.heads)]
-        rows = [[*line.keys, *map(str, line.cells)] for line in self.lines]
-        return pd.DataFrame(rows, columns=[*self.keys, *heads])
+        rows = [[*map(one_line, line.keys), *map(str, line.cells)] for line in self.lines]
+        return pd.DataFrame(rows, columns=[one_line(head) for head in (*self.keys, *heads)])
 
     def markdown(self) -> str:
         """Return it as GitHub Markdown, with its notes below."""
-        frame = self.frame().replace(r"\|", r"\\|", regex=True)
+        frame = self.frame().map(markdown_text).rename(columns=markdown_text)
         text = frame.to_markdown(index=False, disable_numparse=True)
-        return f"{text}\n\n{' '.join(self.notes)}\n"
+        notes = [markdown_text(one_line(note)) for note in self.notes]
+        return f"{text}\n\n{' '.join(notes)}\n"
 
     def latex(self) -> str:
         """Return it as a LaTeX `tabular` (booktabs) for XeLaTeX or LuaLaTeX, without bold."""
         plain = self.frame().replace(r"\*\*", "", regex=True)
         styled = plain.style.hide(axis="index").format(escape="latex")
         return styled.format_index(escape="latex", axis=1).to_latex(hrules=True)
+
+
+def one_line(text: str) -> str:
+    """Return a text without line breaks and other control characters, which would end a row."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+", " ", text)
+
+
+def markdown_text(text: str) -> str:
+    """Return a text that Markdown shows as it is: no new column, and no HTML."""
+    return text.replace("|", r"\|").replace("<", "&lt;")
+
+
+def csv_text(value: Scalar) -> Scalar:
+    """Return a cell that a spreadsheet takes for a text where it is one, never for a formula."""
+    if isinstance(value, str) and value.startswith(FORMULA_STARTS):
+        return f"'{value}"
+    return value
 
 
 def main_table(results: Results, chosen: Sequence[Column]) -> Table:
@@ -382,7 +402,8 @@ def collect(
     for name, table in tables.items():
         write_text(out / f"{name}.md", table.markdown())
         write_text(out / f"{name}.tex", table.latex())
-    write_text(out / "table.csv", tidy(results).to_csv(index=False))
+    table_of_cells = tidy(results).map(csv_text).rename(columns=csv_text)
+    write_text(out / "table.csv", table_of_cells.to_csv(index=False))
     drawn = [(caption, _data_uri(path)) for path, caption in figures.draw(results, out)]
     write_page(title, [note], out / "report.html", sections, tables=tables, figures=drawn)
     return "\n".join(table.markdown() for table in tables.values())

@@ -1,5 +1,6 @@
 """From an index to rows, tables, figures and the page."""
 
+import csv
 import json
 import re
 import shutil
@@ -205,6 +206,42 @@ def test_bold_is_what_survives_among_all_comparisons(project, tmp_path):
     assert [cell.bold for cell in cells] == stats.holm(p_values)
     assert sum(p is not None and p < 0.05 for p in p_values) >= sum(cell.bold for cell in cells) > 0
     assert f"for the {len(p_values)} comparisons of this table" in table.markdown()
+
+
+NAMES = [
+    r"$\nosuch$",
+    r"price $\frac{1$ and $5",
+    "pipe | and\nline",
+    "<script>alert(1)</script>",
+    "=HYPERLINK(1)",
+    "@SUM(1+1)",
+    "-2+3",
+    "n" * 300,
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_name_makes_whole_tables(project, tmp_path, run, name):
+    """Of a data set and of a model: formulas of figures, tables and spreadsheets, HTML, breaks."""
+    keep = ("toy-b0-0.jsonl", "toy-b0.1-0.jsonl")
+
+    def renamed(line):
+        return {**line, "dataset": name, "model": name} if line["records"] in keep else None
+
+    out = tmp_path / "out"
+    run("collect", project(renamed), "--out", out)
+    assert (out / "report.html").is_file()
+    for file in ("table.md", "differences.md"):
+        text = (out / file).read_text()
+        assert "<script" not in text
+        rows = [line for line in text.splitlines() if line.startswith("|")]
+        columns = {len(re.findall(r"(?<!\\)\|", row)) for row in rows}
+        assert len(columns) == 1, "a row with more columns than another"
+        assert len(rows) == (4 if file == "table.md" else 3)
+    with open(out / "table.csv", newline="") as file:
+        for row in csv.reader(file):
+            texts = [cell for cell in row if not re.fullmatch(r"-?[\d.]+(e-?\d+)?", cell)]
+            assert not [text for text in texts if text.startswith(("=", "+", "-", "@"))]
 
 
 def with_subjects(path, count):
