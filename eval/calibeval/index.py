@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 from tqdm import tqdm
 
 from calibeval import stats
 from calibeval.io import InputError, json_lines
+from calibeval.records import is_unicode
 from calibeval.request import Text, checked
 
 Scalar = bool | int | float | str | None
@@ -30,6 +31,13 @@ class Entry(BaseModel, strict=True, extra="allow"):
     train_data: Text | None = None
     seed: Annotated[float, Field(multiple_of=1)] | None = None
     __pydantic_extra__: dict[str, Scalar]
+
+    @model_validator(mode="after")
+    def _is_text(self) -> "Entry":
+        for name, value in self.__pydantic_extra__.items():
+            if isinstance(value, str) and not is_unicode(value):
+                raise ValueError(f"{name} is {value!a}: half of a surrogate pair is no text")
+        return self
 
 
 # Which records, of which questions, or one row's repetitions: keys that tell no rows apart.

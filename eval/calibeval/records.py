@@ -49,7 +49,7 @@ class Record(BaseModel, strict=True):
     def _is_whole(self) -> "Record":
         for name in ("id", "subject", "model"):
             text = getattr(self, name)
-            if not text.isprintable() and not _is_unicode(text):
+            if not text.isprintable() and not is_unicode(text):
                 raise ValueError(f"{name} is {text!a}: half of a surrogate pair is no text")
         choices = len(self.logprobs)
         if self.label >= choices:
@@ -78,7 +78,7 @@ class Record(BaseModel, strict=True):
         return scores / lengths
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
     """Whether UTF-8 can write the text."""
     try:
         text.encode()

@@ -121,6 +121,14 @@ def test_an_index_that_cannot_be_averaged_is_refused(project, tmp_path, refused,
     assert not out.exists()
 
 
+def test_half_a_surrogate_pair_in_an_index_is_refused(tmp_path, refused):
+    line = {"records": "a.jsonl", "dataset": "d", "model": "m", "label_smoothing": 0}
+    path = tmp_path / "index.jsonl"
+    path.write_text(json.dumps({**line, "note": "\ud800"}))
+    message = refused("collect", path, "--out", tmp_path / "out")
+    assert r"line 1: note is '\ud800': half of a surrogate pair is no text" in message
+
+
 def rows_of(text: str) -> list[list[str]]:
     """Return the cells of a Markdown table's lines."""
     lines = [line for line in text.splitlines() if line.startswith("| ") and "| --- |" not in line]
