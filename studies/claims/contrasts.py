@@ -10,6 +10,8 @@ from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
+from scipy.optimize import minimize_scalar
+from scipy.special import log_softmax, softmax
 
 from calibeval import measures, scaling, stats
 from calibeval.io import InputError, json_lines, read_text, write_rows, write_text
@@ -122,6 +124,9 @@ CONTRASTS = [
     pair("equal held-out loss: 0.1 less 0", SMOOTHED, Term("equal", 0.0)),
     pair("temperature after β = 0, less β = 0", Term("after"), PLAIN),
     pair("temperature after β = 0, less β = 0.1", Term("after"), SMOOTHED),
+    pair("DACA's temperature after β = 0, less β = 0", Term("aligned"), PLAIN),
+    pair("DACA's temperature after β = 0, less β = 0.1", Term("aligned"), SMOOTHED),
+    pair("DACA's temperature less one fitted with answers", Term("aligned"), Term("after")),
     pair("averaged with base, less β = 0", Term("averaged"), PLAIN),
     pair("averaged with base, less β = 0.1", Term("averaged"), SMOOTHED),
     pair("half the conversations, less β = 0", Term("half"), PLAIN),
@@ -177,7 +182,7 @@ def unpacked(study: Study) -> list[UnpackedRun]:
     for run in runs:
         if run.record.part == "after":
             apply_temperature(runs, run)
-    return runs
+    return runs + aligned_with_base(runs, study.runs_folder / "unpacked" / study.model)
 
 
 def _is_unpacked(study: Study, record: RunRecord, folder: Path) -> bool:
@@ -199,6 +204,58 @@ def apply_temperature(runs: list[UnpackedRun], after: UnpackedRun) -> None:
             rows = [scaling.scaled(row, temperature) for _, row in json_lines(plain)]
             write_rows(after.folder / f"{task}.jsonl", rows)
             after.record.tasks[task] = len(rows)
+
+
+def aligned_with_base(runs: list[UnpackedRun], folder: Path) -> list[UnpackedRun]:
+    """Write what the runs of `seeds` at β = 0 answer by letters at DACA's temperature.
+
+    It is fitted on MMLU without its right answers (`agreement_temperature`), and carried to the
+    other tasks. Returns the runs, of the part "aligned".
+    """
+    bases = record_files(runs, BASE, "mmlu")
+    aligned = []
+    for seed, plain in record_files(runs, PLAIN, "mmlu").items():
+        if not bases:
+            break
+        base = bases.get(seed) or bases[None]
+        temperature = agreement_temperature(base, plain)
+        record = RunRecord(
+            "aligned", f"{seed}", label_smoothing=0.0, seed=seed, temperature=temperature
+        )
+        run = UnpackedRun(record, folder / "aligned" / f"{seed}")
+        for task in LETTER_TASKS:
+            file = record_files(runs, PLAIN, task).get(seed)
+            if file:
+                rows = [scaling.scaled(row, temperature) for _, row in json_lines(file)]
+                write_rows(run.folder / f"{task}.jsonl", rows)
+                record.tasks[task] = len(rows)
+        aligned.append(run)
+    return aligned
+
+
+def agreement_temperature(base: Path, tuned: Path) -> float:
+    """The temperature that aligns a tuned model's confidence with its base model's.
+
+        τ = argmin Σ_q KL(softmax(s_base) ‖ softmax(s_tuned / τ))
+
+    over the questions q whose likeliest choice is the same for both, s the choices'
+    log-probabilities (DACA; Luo et al. 2025, arXiv 2505.16690). No right answers are needed. Where
+    the models disagree the base model's confidence is in another answer, and says nothing.
+    """
+    base_scores = read_records(base).logprobs
+    tuned_scores = read_records(tuned).logprobs
+    agree = base_scores.argmax(1) == tuned_scores.argmax(1)
+    target = softmax(base_scores[agree], axis=1)
+
+    def cross_entropy(log_temperature: float) -> float:
+        log_p = log_softmax(tuned_scores[agree] / np.exp(log_temperature), axis=1)
+        return float(-(target * np.where(target > 0, log_p, 0)).sum(1).mean())
+
+    limit = scaling.LOG_TEMPERATURE_LIMIT
+    fitted = minimize_scalar(
+        cross_entropy, bounds=(-limit, limit), method="bounded", options={"xatol": 1e-6}
+    )
+    return float(np.exp(fitted.x))
 
 
 def record_files(runs: list[UnpackedRun], term: Term, task: str) -> dict[int | None, Path]:

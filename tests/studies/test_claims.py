@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import tiny_world
 import torch
-from made_records import write_records
+from made_records import read_lines, write_lines, write_records
 from studies.claims import __main__ as claims
 from studies.claims import contrasts, model_figures, parts, posthoc, report, summary, training
 from studies.claims.parts import CONFIG, PARTS, Study
@@ -312,6 +312,19 @@ def test_confidences_by_the_norm_of_the_answers_logits(folders):
     assert np.corrcoef(draws, plain.draws["choices"]["aurc"])[0, 1] > 0.5  # the same resamples
 
 
+def test_a_temperature_by_agreement_is_fitted_where_models_agree(folders):
+    """The tuned model is twice as sharp, and as sure of its own answers where it differs."""
+    write_records(base := folders / "base.jsonl", 300, 1.0, seed=1)
+    rows = read_lines(base)
+    for number, row in enumerate(rows):
+        logits = 2 * np.array(row["logprobs"])
+        if number % 3 == 0:
+            logits = 10 * np.roll(logits, 1)
+        row["logprobs"] = (logits - np.logaddexp.reduce(logits)).tolist()
+    tuned = write_lines(folders / "tuned.jsonl", rows)
+    assert contrasts.agreement_temperature(base, tuned) == pytest.approx(2, abs=1e-3)
+
+
 def test_records_of_other_questions_are_not_packed_together(study, folders):
     for name, count in (("a", 300), ("b", 200)):
         write_records(folders / f"{name}.jsonl", count, 1.0, seed=1)
@@ -376,6 +389,10 @@ def test_the_verdicts_are_differences_paired_by_seed(study, command, folders):
     assert posthoc[1] == posthoc[3] and posthoc[2] == "–"  # the other task has MMLU's records
     value = float(cell.fullmatch(posthoc[1]).group(2))
     assert value == pytest.approx(float(figures[0]), abs=0.3)  # sharpened as much as β = 0.1
+    # Base and β = 0 agree on every answer here, so their confidences become the same.
+    aligned = float(cell.fullmatch(found["DACA's temperature after β = 0, less β = 0"]).group(2))
+    harm = float(cell.fullmatch(found["β = 0 less base"]).group(2))
+    assert aligned == pytest.approx(-harm, abs=0.3)
     costs = {line.split()[1]: line.split()[3::2] for line in text.splitlines()[-2:]}
     half = ["0.5000"] * 4
     assert costs["seeds"] == ["0.1000", "1.0000", *half, "2"]  # the mean of 0 and 2
