@@ -55,7 +55,7 @@ def add_fields(
         grammar.add_argument(
             f"--{name.replace('_', '-')}",
             dest=name,
-            required=field.is_required(),
+            required=field.is_required() and name != "data",  # which a task's file may say
             metavar="VALUE",
             help=field.description,
         )

@@ -5,8 +5,11 @@
     continuation  log P of each choice's own text after the context: lm-evaluation-harness's
                   hellaswag, arc_* and mmlu_*_continuation
 
+In a chat (`calibeval.chat`) the same texts are turns, and the answer, which begins the assistant's
+turn, has no space before it; the header is lm-evaluation-harness's.
+
 To add a way of scoring, derive a class from `ScoringMode`, put it into `SCORING_MODES` below, and
-add its name to `request.ScoringName` and to `scoring` of `records.Record`.
+add its name to `task_files.ScoringName` and to `scoring` of `records.Record`.
 """
 
 import hashlib
@@ -15,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from calibeval.chat import PARAGRAPH, ChatFormat, Exchange
 from calibeval.io import InputError
 from calibeval.questions import LETTERS, Question, Subject
 from calibeval.request import Normalization, ScoringName
@@ -22,8 +26,6 @@ from calibeval.request import Normalization, ScoringName
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# The official formatter puts a space before each word of the subject, after one of its own.
-LETTERS_HEADER = "The following are multiple choice questions (with answers) about  {}.\n\n"
 TEXTS_AT_ONCE = 1000  # for a tokenizer
 
 # Token ids of each choice. With c the context's ids and b the ids of choice i,
@@ -33,12 +35,14 @@ Branches = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A question's context, ready to be followed by " A", " B", … or by its `endings`."""
+    """A question's context, ready to be followed by letters or by its `endings`."""
 
     question: Question
     text: str
     shots: int
     endings: tuple[str, ...] = ()  # empty where letters follow
+    separator: str = " "  # between the text and an answer; in a chat none
+    chat_template: str | None = None  # digest of the template; None where there is no chat
 
     @property
     def sha256(self) -> str:
@@ -62,13 +66,50 @@ class ScoringMode(ABC):
     counts_last_token: ClassVar[bool]
     """Whether a prompt must leave room for all tokens of a choice, or for all but the last."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", chat: ChatFormat | None = None):
         self.tokenizer = tokenizer
+        self.chat = chat
+
+    @classmethod
+    def build(
+        cls, subject: Subject, question: Question, shots: int, chat: ChatFormat | None = None
+    ) -> Prompt:
+        """Header, the first `shots` examples with their answers, the question up to its answer."""
+        header = cls.header(subject, chat is not None)
+        strips = chat is not None and subject.strips_in_chat
+        examples = [
+            Exchange(cls.ask(example, strips), cls.answer(example))
+            for example in subject.shots[:shots]
+        ]
+        asked = cls.ask(question, strips)
+        endings = cls.endings(question)
+        if chat is None:
+            text = header
+            for example in examples:
+                text += f"{example.question} {example.answer}{PARAGRAPH}"
+            return Prompt(question, text + asked, shots, endings)
+        text = chat.prompt(header, examples, asked)
+        return Prompt(question, text, shots, endings, separator="", chat_template=chat.sha256)
 
     @staticmethod
     @abstractmethod
-    def build(subject: Subject, question: Question, shots: int) -> Prompt:
-        """Header, the first `shots` examples with their answers, the question up to its answer."""
+    def header(subject: Subject, in_chat: bool) -> str:
+        """What stands before a subject's examples."""
+
+    @staticmethod
+    @abstractmethod
+    def ask(question: Question, strips: bool) -> str:
+        """The question's text up to its answer, which `strips` frees of white space around it."""
+
+    @staticmethod
+    @abstractmethod
+    def answer(question: Question) -> str:
+        """The right answer as an example shows it."""
+
+    @staticmethod
+    @abstractmethod
+    def endings(question: Question) -> tuple[str, ...]:
+        """The texts that are scored; none where letters are."""
 
     @abstractmethod
     def tokenize(self, prompts: Sequence[Prompt]) -> list[TokenizedPrompt]:
@@ -79,6 +120,12 @@ class ScoringMode(ABC):
     def record_fields(prompt: Prompt, normalise: Normalization) -> dict[str, Any]:
         """What a question's record holds because it was asked in this way."""
 
+    def adds_start_token(self, prompts: Sequence[Prompt]) -> bool:
+        """Whether the tokenizer puts its start token before the prompts: the template may have."""
+        if self.chat is None or not prompts:
+            return True
+        return not self.chat.begins_with_start_token(prompts[0].text)
+
     def length_after_context(self, branches: Branches) -> int:
         """How many tokens after the context must fit into what the model reads."""
         longest = max(len(branch) for branch in branches)
@@ -86,39 +133,64 @@ class ScoringMode(ABC):
 
 
 class LetterScoring(ScoringMode):
-    """The choices are listed, and the letters that name them are scored."""
+    """The choices are listed, and the letters that name them are scored.
+
+    Plain prompts are those of hendrycks/test, chats those of lm-evaluation-harness's `mmlu`.
+    """
 
     default_shots = 5  # hendrycks/test's
     counts_last_token = False
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
-        super().__init__(tokenizer)
-        self._branches: dict[tuple[str, int], Branches] = {}
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", chat: ChatFormat | None = None):
+        super().__init__(tokenizer, chat)
+        self._letters: dict[tuple[str, int], Letters] = {}
 
     @staticmethod
-    def build(subject: Subject, question: Question, shots: int) -> Prompt:
-        """The prompt of hendrycks/test."""
-        text = LETTERS_HEADER.format(subject.topic)
-        for example in subject.shots[:shots]:
-            text += f"{lettered(example)} {LETTERS[example.label]}\n\n"
-        return Prompt(question, text + lettered(question), shots)
+    def header(subject: Subject, in_chat: bool) -> str:
+        """What the questions are about."""
+        return subject.headers.letters_in_chat if in_chat else subject.headers.letters
+
+    @staticmethod
+    def ask(question: Question, strips: bool) -> str:
+        """The question and its lettered choices."""
+        return lettered(question, question.text.strip() if strips else question.text)
+
+    @staticmethod
+    def answer(question: Question) -> str:
+        """The right letter."""
+        return LETTERS[question.label]
+
+    @staticmethod
+    def endings(question: Question) -> tuple[str, ...]:
+        """None: letters follow."""
+        return ()
 
     def tokenize(self, prompts: Sequence[Prompt]) -> list[TokenizedPrompt]:
         """The prompts' token ids, and those of the letters after them."""
-        contexts = encode(self.tokenizer, [prompt.text for prompt in prompts])
-        return [
-            TokenizedPrompt(context, self._letters_after(prompt))
-            for prompt, context in zip(prompts, contexts, strict=True)
-        ]
+        adds_start_token = self.adds_start_token(prompts)
+        texts = [prompt.text for prompt in prompts]
+        contexts = encode(self.tokenizer, texts, adds_start_token)
+        tokenized = []
+        for prompt, context in zip(prompts, contexts, strict=True):
+            letters = self._letters_after(prompt, adds_start_token)
+            kept = context[: len(context) - letters.merged]
+            tokenized.append(TokenizedPrompt(kept, letters.branches))
+        return tokenized
 
-    def _letters_after(self, prompt: Prompt) -> Branches:
-        # The letters' ids depend on the end of the context alone, and with the same last line,
-        # which is "Answer:" in all of them, they need to be found once.
-        last_line = prompt.text.rpartition("\n")[2]
-        key = (last_line, len(prompt.question.choices))
-        if key not in self._branches:
-            self._branches[key] = letter_branches(self.tokenizer, prompt.text, key[1])
-        return self._branches[key]
+    def _letters_after(self, prompt: Prompt, adds_start_token: bool) -> "Letters":
+        # The letters' ids depend on the end of the context alone, which is "Answer:" and what a
+        # chat's template writes after it; so they need to be found once for each end.
+        n_choices = len(prompt.question.choices)
+        key = (prompt.text.rpartition("Answer:")[2], n_choices)
+        if key not in self._letters:
+            self._letters[key] = find_letters(
+                self.tokenizer,
+                prompt.text,
+                [prompt.separator + letter for letter in LETTERS[:n_choices]],
+                in_chat=self.chat is not None,
+                adds_start_token=adds_start_token,
+            )
+        return self._letters[key]
 
     @staticmethod
     def record_fields(prompt: Prompt, normalise: Normalization) -> dict[str, Any]:
@@ -133,24 +205,37 @@ class ContinuationScoring(ScoringMode):
     counts_last_token = True
 
     @staticmethod
-    def build(subject: Subject, question: Question, shots: int) -> Prompt:
-        """The prompt of lm-evaluation-harness."""
-        text = subject.header
-        for example in subject.shots[:shots]:
-            text += f"{example.context} {example.endings[example.label]}\n\n"
-        return Prompt(question, text + question.context, shots, question.endings)
+    def header(subject: Subject, in_chat: bool) -> str:
+        """The task's own."""
+        return subject.headers.continuation
+
+    @staticmethod
+    def ask(question: Question, strips: bool) -> str:
+        """The context, in which no choice is named."""
+        return question.context
+
+    @staticmethod
+    def answer(question: Question) -> str:
+        """The right choice's text."""
+        return question.endings[question.label]
+
+    @staticmethod
+    def endings(question: Question) -> tuple[str, ...]:
+        """The choices' texts."""
+        return question.endings
 
     def tokenize(self, prompts: Sequence[Prompt]) -> list[TokenizedPrompt]:
         """The prompts' token ids, and those of each ending after them.
 
         As lm-evaluation-harness splits them: context and ending are tokenized together and parted
-        at the length of the context's own ids; spaces at the context's end go to the ending.
+        at the length of the context's own ids; spaces and newlines at the context's end go to the
+        ending.
         """
         texts = []
         for prompt in prompts:
             texts.append(prompt.text.rstrip())
-            texts += [f"{prompt.text} {ending}" for ending in prompt.endings]
-        token_ids = iter(encode(self.tokenizer, texts))
+            texts += [prompt.text + prompt.separator + ending for ending in prompt.endings]
+        token_ids = iter(encode(self.tokenizer, texts, self.adds_start_token(prompts)))
         tokenized = []
         for prompt in prompts:
             context = next(token_ids)
@@ -188,26 +273,32 @@ SCORING_MODES: dict[ScoringName, type[ScoringMode]] = {
 def build(
     subject: Subject, question: Question, shots: int, scoring: ScoringName = "letters"
 ) -> Prompt:
-    """The prompt of a question behind its subject's first `shots` examples."""
+    """The plain prompt of a question behind its subject's first `shots` examples."""
     return SCORING_MODES[scoring].build(subject, question, shots)
 
 
-def lettered(question: Question) -> str:
-    """The question, one lettered line a choice, and `Answer:` without a trailing space."""
-    lines = [question.text]
+def lettered(question: Question, text: str) -> str:
+    """The question's text, one lettered line a choice, and `Answer:` without a trailing space."""
+    lines = [text]
     for letter, choice in zip(LETTERS, question.choices, strict=False):
         lines.append(f"{letter}. {choice}")
     lines.append("Answer:")
     return "\n".join(lines)
 
 
-def encode(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
-    """Token ids with the tokenizer's own start token, never with an end token."""
+def encode(
+    tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], adds_start_token: bool = True
+) -> list[list[int]]:
+    """Token ids with the tokenizer's own start token, never with an end token.
+
+    Texts that a chat template began with the start token are encoded with `adds_start_token` off.
+    """
     token_ids: list[list[int]] = []
     # In parts: what a tokenizer makes beside the ids takes several times their memory.
     for start in range(0, len(texts), TEXTS_AT_ONCE):
-        token_ids += tokenizer(list(texts[start : start + TEXTS_AT_ONCE]))["input_ids"]
-    if appends_end_token(tokenizer):
+        part = list(texts[start : start + TEXTS_AT_ONCE])
+        token_ids += tokenizer(part, add_special_tokens=adds_start_token)["input_ids"]
+    if adds_start_token and appends_end_token(tokenizer):
         return [row[:-1] for row in token_ids]
     return token_ids
 
@@ -218,23 +309,53 @@ def appends_end_token(tokenizer: "PreTrainedTokenizerBase") -> bool:
     return end is not None and tokenizer("x")["input_ids"][-1:] == [end]
 
 
-def letter_branches(tokenizer: "PreTrainedTokenizerBase", text: str, n_choices: int) -> Branches:
-    """The letters' ids after a context; those that the tokenizer does not tell apart are refused.
+@dataclass(frozen=True)
+class Letters:
+    """The letters' token ids after a context whose last `merged` tokens they replace."""
+
+    branches: Branches
+    merged: int = 0
+
+
+def find_letters(
+    tokenizer: "PreTrainedTokenizerBase",
+    text: str,
+    letters: Sequence[str],
+    in_chat: bool = False,
+    adds_start_token: bool = True,
+) -> Letters:
+    """The ids of " A", " B", … after a context; those that are not told apart are refused.
 
     They are found in the tokenized context and letter: many tokenizers give " A" another id in
-    text than alone, and some split it (SentencePiece without a piece "▁A": "▁", "A").
+    text than alone, and some split it (SentencePiece without a piece "▁A": "▁", "A"). Where a
+    chat's template ends in a space or newline that becomes one token with the letter, the letters
+    begin there, and so does their probability.
     """
-    letters = [f" {letter}" for letter in LETTERS[:n_choices]]
-    context, *whole = encode(tokenizer, [text, *(text + letter for letter in letters)])
-    branches = tuple(tuple(token_ids[len(context) :]) for token_ids in whole)
+    context, *whole = encode(
+        tokenizer, [text, *(text + letter for letter in letters)], adds_start_token
+    )
+    kept = len(context)
+    if in_chat:
+        kept = min(_common_length(context, token_ids) for token_ids in whole)
+    branches = tuple(tuple(token_ids[kept:]) for token_ids in whole)
     for letter, token_ids, branch in zip(letters, whole, branches, strict=True):
-        merged = not branch or token_ids[: len(context)] != context
+        merged = not branch or token_ids[:kept] != context[:kept]
         unknown = tokenizer.unk_token_id in branch
         ambiguous = branches.count(branch) > 1
         if merged or unknown or ambiguous:
             tokens = tokenizer.convert_ids_to_tokens(token_ids[-6:])
             raise InputError(
-                f"the tokenizer cannot score the letter {letter!r}: {text[-12:]!r} and it become "
-                f"{tokens}, not tokens of its own for each letter"
+                f"the tokenizer cannot score the letter {letter!r}: {text[-12:]!r} and it "
+                f"become {tokens}, not tokens of its own for each letter"
             )
-    return branches
+    return Letters(branches, len(context) - kept)
+
+
+def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two texts have in common at their beginning."""
+    length = 0
+    for one, other in zip(a, b, strict=False):
+        if one != other:
+            break
+        length += 1
+    return length

@@ -4,15 +4,16 @@ A reader of `calibeval.tasks` turns its data into rows of one form, `QuestionRow
 checks the rows and makes `Question`s of them. `calibeval.prompts` asks them.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from calibeval.io import InputError
-from calibeval.validation import Seq, Text, checked
+from calibeval.validation import Seq, Text, Unicode, checked, encodable
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 DEFAULT_SUBJECT = "general_knowledge"
@@ -33,14 +34,23 @@ class Question:
 
 
 @dataclass(frozen=True)
+class Headers:
+    """What stands before a subject's examples, by the way of scoring."""
+
+    letters: str
+    letters_in_chat: str
+    continuation: str
+
+
+@dataclass(frozen=True)
 class Subject:
-    """The questions that share a topic and few-shot examples, so also a prompt prefix."""
+    """The questions that share a header and few-shot examples, so also a prompt prefix."""
 
     name: str
-    topic: str
     shots: tuple[Question, ...]  # the examples
     questions: tuple[Question, ...]
-    header: str = ""  # stands before the examples where scoring is by continuation
+    headers: Headers
+    strips_in_chat: bool = False  # whether white space around questions goes in chats
 
 
 class QuestionRow(BaseModel, strict=True):
@@ -49,10 +59,10 @@ class QuestionRow(BaseModel, strict=True):
     question: Text
     choices: Annotated[Seq[Text], Field(min_length=2, max_length=len(LETTERS))]
     answer: int | str  # an index from 0, a letter, or the text of a choice
-    id: Annotated[str, Field(strict=False, coerce_numbers_to_str=True)]
-    subject: str = DEFAULT_SUBJECT
-    context: str | None = None
-    endings: Seq[str] | None = None
+    id: Annotated[str, Field(strict=False, coerce_numbers_to_str=True), AfterValidator(encodable)]
+    subject: Unicode = DEFAULT_SUBJECT
+    context: Unicode | None = None
+    endings: Seq[Unicode] | None = None
 
     @model_validator(mode="after")
     def _answer_is_a_choice(self) -> "QuestionRow":
@@ -90,21 +100,28 @@ def questions_from_rows(
     rows: Iterable[tuple[str, dict[str, Any]]],
     source: str | Path,
     parse: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+    numbers_each_subject: bool = False,
 ) -> list[Question]:
     """The questions of (place, row) pairs; `parse` turns a row into the keys of `QuestionRow`.
 
-    A row without an id gets its subject and number. A bad row, an id that repeats, or no rows at
-    all raise `InputError`, which names the row's place, or `source`.
+    A row without an id gets its subject and number, of all rows or of its subject's. A bad row, an
+    id that repeats, or no rows at all raise `InputError`, which names the row's place, or `source`.
     """
     questions: dict[str, Question] = {}
+    rows_of_subject: Counter[str] = Counter()
     for number, (place, row) in enumerate(rows):
         try:
             values = parse(row)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise InputError(f"{place}: not a row of this task: {error!r}") from error
+            columns = ", ".join(map(str, row))
+            raise InputError(
+                f"{place}: not a row of this task: {error}; its columns are {columns}"
+            ) from error
+        subject = str(values.get("subject", DEFAULT_SUBJECT))
         if values.get("id") is None:
-            subject = values.get("subject", DEFAULT_SUBJECT)
-            values = {**values, "id": f"{subject}/{number}"}
+            number_shown = rows_of_subject[subject] if numbers_each_subject else number
+            values = {**values, "id": f"{subject}/{number_shown}"}
+        rows_of_subject[subject] += 1
         question = checked(QuestionRow, values, place).to_question()
         if question.id in questions:
             raise InputError(f"{place}: id {question.id!r} is there already; ids must be unique")

@@ -19,27 +19,35 @@ import numpy as np
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, model_validator
 
 from calibeval.io import InputError, counted, json_lines, read_text, write_text
-from calibeval.request import checked
+from calibeval.validation import Unicode, checked
 
 # What probabilities may sum to: lm-evaluation-harness rounds log-probabilities to the model's
 # dtype, and bfloat16's 8 bits turn a sum of 1 into 1.005.
 MOST_PROBABILITY = 1.01
-ALIKE = ("scoring", "normalise", "model")  # keys that are the same in all records of a file
-LogProbability = Annotated[float, Field(le=1e-6, allow_inf_nan=False)]
+ALIKE = (
+    "scoring",
+    "normalise",
+    "model",
+    "chat_template",
+)  # keys that are the same in all records of a file
+# Beyond the least there is no model's: squares of such numbers would overflow.
+LogProbability = Annotated[float, Field(ge=-1e9, le=1e-6, allow_inf_nan=False)]
+MASS_TOLERANCE = 0.01  # of letters' mass, for the same rounding
 
 
 class Record(BaseModel, strict=True):
     """A question's K choices, answered by their letters or texts."""
 
-    id: str
-    subject: str
+    id: Unicode
+    subject: Unicode
     label: NonNegativeInt  # index of the right choice
     logprobs: list[LogProbability] = Field(min_length=2)  # natural; sums over tokens
     # Of the letters among all tokens; null where nobody knows, as after a temperature.
     letter_mass: float | None = Field(None, ge=0, allow_inf_nan=False)
-    model: str = "?"
-    prompt_sha256: str | None = None
+    model: Unicode = "?"
+    prompt_sha256: Unicode | None = None
     shots: NonNegativeInt | None = None
+    chat_template: str | None = None  # SHA-256 of the template's text; null: not asked in a chat
     scoring: Literal["letters", "continuation"] = "letters"
     normalise: Literal["sum", "bytes", "characters"] = "sum"  # the convention
     bytes: list[PositiveInt] | None = None  # lengths of the choices' texts
@@ -58,6 +66,12 @@ class Record(BaseModel, strict=True):
             total = sum(map(math.exp, self.logprobs))
             if total > MOST_PROBABILITY:
                 raise ValueError(f"the probabilities of logprobs sum to {total:.3g}, more than 1")
+            mass = total if self.letter_mass is None else self.letter_mass
+            if abs(mass - total) > MASS_TOLERANCE:
+                raise ValueError(
+                    f"letter_mass is {mass:.3g}, but the probabilities of logprobs sum to "
+                    f"{total:.3g}"
+                )
         for name, lengths in (("bytes", self.bytes), ("characters", self.characters)):
             if lengths is not None and len(lengths) != choices:
                 raise ValueError(f"{name}: found {len(lengths)}, expected {choices}, one a choice")
@@ -101,6 +115,7 @@ class Records:
     scoring: str
     normalise: str
     subjects: np.ndarray  # (N,) each question's subject
+    chat_template: str | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -188,6 +203,7 @@ def joined(
         scoring=first.scoring,
         normalise=normalise or first.normalise,
         subjects=np.array(subjects, object),
+        chat_template=first.chat_template,
     )
 
 

@@ -3,24 +3,28 @@
 A `Request` names tasks and an engine with its options. Its fields are the command line's options,
 and their docstrings its help.
 
-To add a task, a way of scoring or an engine, add its name to `TaskName`, `ScoringName` or
-`EngineName` here, and write it where `calibeval.tasks`, `calibeval.prompts` or
+To add a task, see `calibeval.tasks`. To add a way of scoring or an engine, add its name to
+`task_files.ScoringName` or to `EngineName` here, and write it where `calibeval.prompts` or
 `calibeval.engines` say. To add an option of engines, add it to `Request` and `EngineOptions`.
 
 The names of `calibeval.validation` are importable from here as well.
 """
 
 from collections import Counter
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from typing_extensions import TypedDict
 
+from calibeval import task_files
+from calibeval.task_files import Normalization, ScoringName
 from calibeval.validation import Natural, Positive, Seq, Strict, Text, checked
 
 __all__ = [
     "EngineName",
     "EngineOptions",
+    "FewShotForm",
     "Natural",
     "Normalization",
     "Positive",
@@ -31,26 +35,22 @@ __all__ = [
     "Seq",
     "Strict",
     "Task",
-    "TaskName",
     "Text",
     "checked",
 ]
 
-TaskName = Literal["mmlu", "hellaswag", "arc_easy", "arc_challenge", "jsonl"]
-ScoringName = Literal["letters", "continuation"]
 EngineName = Literal["transformers", "vllm"]
+FewShotForm = Literal["turns", "one_turn"]
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
-# By what the log-probability of a choice's text is divided; "sum" divides by nothing.
-Normalization = Literal["sum", "bytes", "characters"]
 
 
 class Task(Strict):
     """Questions, and how they are asked; records of a task go to `<key>.jsonl`."""
 
-    task: TaskName
-    """mmlu, hellaswag, arc_easy, arc_challenge or jsonl."""
+    task: str
+    """A built-in task's name (mmlu, hellaswag, arc_easy, jsonl, …), or a task file, *.yaml."""
     data: str
-    """The task's folder or file; `hub:NAME` of mmlu."""
+    """The task's folder or file, or `hub:NAME`; what its file says unless given."""
     name: str | None = None
     """File name of the records; the task's own unless given."""
     scoring: ScoringName | None = None
@@ -65,11 +65,45 @@ class Task(Strict):
     """Only the first so many questions of each subject."""
     examples: str | None = None
     """A file of few-shot examples, of tasks that are files."""
+    chat_template: str | None = None
+    """Ask in a chat: tokenizer (the model's own template), or a file in Jinja."""
+    few_shot: FewShotForm | None = None
+    """Of a chat: turns (each example two turns, unless given) or one_turn (all in the user's)."""
+    system: str | None = None
+    """Of a chat: the system text, before the task's own header."""
+    language: str | None = None
+    """Of a task that is by language, such as global_mmlu: de, sw, …."""
+
+    @field_validator("task")
+    @classmethod
+    def _is_a_task(cls, task: str) -> str:
+        if not task_files.is_task_name(task):
+            names = ", ".join(task_files.BUILTIN_NAMES)
+            raise ValueError(f"expected {names}, or a task file, *.yaml")
+        return task
+
+    @model_validator(mode="before")
+    @classmethod
+    def _takes_data_of_its_file(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "data" not in values:
+            task = values.get("task")
+            if isinstance(task, str) and task_files.is_task_name(task):
+                data = task_files.default_data(task)
+                if data is not None:
+                    return {**values, "data": data}
+        return values
+
+    @model_validator(mode="after")
+    def _chat_options_are_of_a_chat(self) -> "Task":
+        for name in ("few_shot", "system"):
+            if getattr(self, name) is not None and self.chat_template is None:
+                raise ValueError(f"{name}: is for a chat; give chat_template as well")
+        return self
 
     @property
     def key(self) -> str:
         """The file name of its records, without .jsonl."""
-        return self.name or self.task
+        return self.name or Path(self.task).stem
 
 
 class ResolvedTask(Task):

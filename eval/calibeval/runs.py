@@ -85,6 +85,7 @@ class Run:
     squares: dict[str, SquareDraws] = field(repr=False)  # of `rms_debiased`
     subjects: int = 1  # how many the questions are of
     cluster: Cluster | None = None  # what is resampled as a whole; None: each question by itself
+    chat_template: str | None = None  # SHA-256 of the template's text; None: not asked in a chat
 
 
 def load(path: Path, normalise: str | None = None, cluster: Cluster | None = None) -> Run:
@@ -221,6 +222,7 @@ def measure(records: Records, cluster: Cluster | None = None) -> Run:
         squares={c: squares for c, (_, squares) in resampled.items()},
         subjects=len(subjects),
         cluster=cluster,
+        chat_template=records.chat_template,
     )
 
 

@@ -75,7 +75,7 @@ def _check_alike(fitted_on: Records, scored: Records) -> None:
     models = {records.asked(some.path).get("model_digest") for some in (fitted_on, scored)}
     if None in models:  # by name, where nobody knows the weights
         models = {fitted_on.model, scored.model}
-    for key in ("scoring", "normalise"):
+    for key in ("scoring", "normalise", "chat_template"):
         of_validation = getattr(fitted_on, key)
         of_test = getattr(scored, key)
         if of_validation != of_test:

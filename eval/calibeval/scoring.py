@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 from typing_extensions import Unpack
 
-from calibeval import __version__, engines, measures, model_digest, records, stats
+from calibeval import __version__, chat, engines, measures, model_digest, records, stats
+from calibeval.chat import ChatFormat
 from calibeval.engines import Engine, Job
 from calibeval.io import InputError, counted
-from calibeval.prompts import SCORING_MODES, Prompt
+from calibeval.prompts import SCORING_MODES, Prompt, ScoringMode
 from calibeval.questions import Question, Subject
 from calibeval.records import Records
 from calibeval.request import (
@@ -303,12 +304,13 @@ def fit_prompts(
     by themselves raise `InputError`. `max_length=None` lets everything fit.
     """
     task = resolved(task)
-    mode = SCORING_MODES[task.scoring](tokenizer)
+    chat_format = chat.of_task(task, tokenizer)
+    mode = SCORING_MODES[task.scoring](tokenizer, chat_format)
     normalise = normalization(task)
     pending = _candidates(subjects, task)
     items: dict[int, Item] = {}
     while pending:
-        prompts = [mode.build(c.subject, c.question, c.shots) for c in pending]
+        prompts = [mode.build(c.subject, c.question, c.shots, chat_format) for c in pending]
         tokenized_prompts = mode.tokenize(prompts)
         too_long = []
         for candidate, prompt, tokenized in zip(pending, prompts, tokenized_prompts, strict=True):
@@ -329,6 +331,8 @@ def fit_prompts(
             items[candidate.index] = Item(prompt, job, task.scoring, normalise, excess)
         pending = too_long
     _warn_of_truncated(items, max_length)
+    if chat_format is not None and not chat_format.takes_system:
+        _warn_of_lost_headers(chat_format, subjects, mode)
     return [items[index] for index in sorted(items)]
 
 
@@ -347,6 +351,17 @@ def _warn_of_truncated(items: Mapping[int, Item], max_length: int | None) -> Non
         print(
             f"warning: {truncated} of {counted(len(items), 'question')} do not fit in {max_length} "
             "tokens even without examples and lose their beginning",
+            file=sys.stderr,
+        )
+
+
+def _warn_of_lost_headers(
+    chat_format: ChatFormat, subjects: Sequence[Subject], mode: ScoringMode
+) -> None:
+    if any(mode.header(subject, in_chat=True) for subject in subjects):
+        print(
+            f"warning: {chat_format.source}: has no place for a system text, so the task's header "
+            "is left out, as lm-evaluation-harness does",
             file=sys.stderr,
         )
 
@@ -378,6 +393,8 @@ def make_record(item: Item, logprobs: list[float]) -> Row:
         "shots": item.prompt.shots,
         **SCORING_MODES[item.scoring].record_fields(item.prompt, item.normalise),
     }
+    if item.prompt.chat_template is not None:
+        row["chat_template"] = item.prompt.chat_template
     if item.truncated:
         row["truncated"] = item.truncated
     return row

@@ -433,6 +433,7 @@ def _conditions(run: Run, texts: bool) -> dict[str, Any]:
     settings = records.meta(run.path).get("settings") or {}
     return {
         "scoring": run.scoring,
+        "chat template": run.chat_template or "none",
         "shots": settings.get("shots"),
         "prompts": run.prompts_sha256 if texts else None,
     }

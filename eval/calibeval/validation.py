@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from calibeval.io import InputError
 
@@ -26,15 +26,28 @@ __all__ = [
     "Seq",
     "Strict",
     "Text",
+    "Unicode",
     "checked",
+    "encodable",
     "problems",
 ]
 
 Item = TypeVar("Item")
 Model = TypeVar("Model", bound=BaseModel)
 
+
+def encodable(text: str) -> str:
+    """The text, unless it holds what JSON can spell and no file can hold: `ValueError`."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("expected text, found half of a surrogate pair") from error
+    return text
+
+
 # Types of fields
 Seq = Annotated[tuple[Item, ...], Field(strict=False)]  # a list in YAML and JSON
+Unicode = Annotated[str, AfterValidator(encodable)]
 Text = Annotated[str, Field(pattern=r"\S")]  # not only white space
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]

@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import calibeval
-from calibeval import engines, prompts, records, scoring, tasks
+from calibeval import engines, prompts, records, scoring
 from calibeval.io import InputError
-from calibeval.request import EngineOptions, Request, ScoringName, Task, TaskName
+from calibeval.request import EngineOptions, Request, ScoringName, Task
 
 
 @pytest.fixture
@@ -179,7 +179,6 @@ def test_every_public_name_is_there():
 
 
 def test_what_a_request_can_name_exists():
-    assert set(get_args(TaskName)) == set(tasks.BUILTIN_TASKS)
     assert set(get_args(ScoringName)) == set(prompts.SCORING_MODES)
     scoring_of_records = records.Record.model_fields["scoring"].annotation
     assert set(get_args(ScoringName)) == set(get_args(scoring_of_records))

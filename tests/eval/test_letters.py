@@ -5,7 +5,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import PreTrainedTokenizerFast
 
 from calibeval.io import InputError
-from calibeval.prompts import encode, letter_branches
+from calibeval.prompts import Branches, encode, find_letters
+from calibeval.questions import LETTERS
 
 CONTEXT = "light mass\nAnswer:"
 # What a SentencePiece-like tokenizer needs to spell the context and four letters.
@@ -30,6 +31,12 @@ def piece_tokenizer(
     raw = Tokenizer(models.BPE(ids, merges, unk_token="<unk>"))
     raw.normalizer = normalizers.Replace(" ", "▁")
     return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>")
+
+
+def letter_branches(tokenizer: PreTrainedTokenizerFast, text: str, n_choices: int) -> Branches:
+    """The ids of " A", " B", … after a plain prompt."""
+    letters = [f" {letter}" for letter in LETTERS[:n_choices]]
+    return find_letters(tokenizer, text, letters).branches
 
 
 def test_letters_that_are_words():

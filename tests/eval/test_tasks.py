@@ -1,14 +1,17 @@
 """MMLU, HellaSwag, ARC and users' own files: what is asked, and the prompts byte for byte."""
 
+import json
+
 import pandas as pd
 import pytest
 from made_records import write_lines
 
-from calibeval import prompts, tasks
+from calibeval import prompts, task_files, tasks
 from calibeval.io import InputError
 from calibeval.questions import Subject
 from calibeval.request import Task
-from calibeval.tasks import clean
+from calibeval.task_files import clean_markers
+from calibeval.validation import checked
 
 
 def load(task: str, data, shots: int = 0, **options) -> list[Subject]:
@@ -100,7 +103,7 @@ def test_hellaswag(shared_data):
 
 
 def test_hellaswags_markers_are_taken_out():
-    assert clean("Ski: [header] How [title] Go  on. [step] Now") == "Ski: How. Go on. Now"
+    assert clean_markers("Ski: [header] How [title] Go  on. [step] Now") == "Ski: How. Go on. Now"
 
 
 def test_hellaswags_original_rows(tmp_path):
@@ -233,6 +236,11 @@ def test_examples_are_of_another_subject_where_it_has_none(questions_file, examp
     )
 
 
+def test_ids_may_be_numbers(tmp_path):
+    (subject,) = load("jsonl", write_lines(tmp_path / "q.jsonl", [{**SKY, "id": 7}]))
+    assert subject.questions[0].id == "7"
+
+
 def test_examples_are_not_asked(examples_file):
     (subject,) = load("jsonl", examples_file, shots=1, examples=str(examples_file))
     assert [question.text for question in subject.questions] == ["Sea?"]
@@ -253,14 +261,119 @@ def test_texts_for_continuation_may_be_others(tmp_path):
         ({**SKY, "answer": 2}, "answer is 2, expected 0 to 1, A to B, or the text of one"),
         ({**SKY, "answer": "same", "choices": ["same", "same"]}, "answer is 'same'"),
         (SUMS, "line 2: id 'x' is there already"),
+        ({**SKY, "id": "\ud800"}, r"line 2: id is '\ud800': expected text, found half of a surr"),
     ],
 )
 def test_malformed_jsonl(tmp_path, row, expected):
-    path = write_lines(tmp_path / "q.jsonl", [SUMS, row])
+    path = tmp_path / "q.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in (SUMS, row)))
     with pytest.raises(InputError) as raised:
         load("jsonl", path)
     assert str(path) in str(raised.value)
     assert expected in str(raised.value)
+
+
+# --- Task files ---
+
+LOGIC = """
+data: {path: rows.csv}
+row:
+  subject: logic
+  question: "{{ premise }} Is it so that {{ claim }}?"
+  choices: ["no", "yes"]
+  answer: "{{ 1 if row['holds?'] == 'true' else 0 }}"
+  context: "{{ premise }} {{ claim }}:"
+topic: what follows
+"""
+
+
+@pytest.fixture
+def logic(tmp_path):
+    """A task of one's own, whose data lie beside it."""
+    (tmp_path / "rows.csv").write_text(
+        'premise,claim,holds?\n"All cats, all",cats purr,true\nNo cat,it barks,false\n'
+    )
+    path = tmp_path / "logic.yaml"
+    path.write_text(LOGIC)
+    return path
+
+
+def test_a_task_file(logic, tmp_path):
+    task = Task(task=str(logic))
+    assert task.key == "logic"
+    assert task.data == str(tmp_path / "rows.csv")
+    (subject,) = tasks.load(task.model_copy(update={"shots": 0}))
+    assert [question.label for question in subject.questions] == [1, 0]
+    question = subject.questions[0]
+    assert question.id == "logic/0"
+    assert prompts.build(subject, question, 0).text == (
+        "The following are multiple choice questions (with answers) about  what follows.\n\n"
+        "All cats, all Is it so that cats purr?\nA. no\nB. yes\nAnswer:"
+    )
+    prompt = prompts.build(subject, question, 0, "continuation")
+    assert prompt.text == "All cats, all cats purr:"
+    assert prompt.endings == ("no", "yes")
+
+
+def test_a_task_file_is_scored(logic, run, tiny_model, tmp_path):
+    out = tmp_path / "r.jsonl"
+    command = ["score", "--task", logic, "--model", tiny_model, "--shots", "0", "--out", out]
+    run(*command)
+    assert len(out.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("topic:", "topics:", r"logic.yaml: topics: no such key; known: data, split, other_split"),
+        (
+            '"no", "yes"',
+            "no, yes",
+            r"logic.yaml: row.choices is \[False, True\]: expected a text; YAML",
+        ),
+        ("{{ premise }} Is", "{{ premise Is", r"row.question is .*: not Jinja: "),
+        ("{{ claim }}?", "{{ clam }}?", r"rows.csv, line 2: not a row.*'clam' is undefined; its "),
+        ("{path: rows.csv}", "{path: no.csv}", r"no.csv: could not be read"),
+        ("topic:", "scoring: words\ntopic:", r"scoring is 'words': expected 'letters' or"),
+        ("row:", "row: [", r"logic.yaml: not YAML: "),
+    ],
+)
+def test_malformed_task_files(logic, old, new, expected):
+    logic.write_text(LOGIC.replace(old, new))
+    with pytest.raises(InputError, match=expected):
+        tasks.load(checked(Task, {"task": str(logic), "shots": 0}, "--task"))
+
+
+def test_unknown_tasks_are_refused():
+    with pytest.raises(InputError, match=r"task is 'winograde': expected arc_challenge, .*, or a"):
+        checked(Task, {"task": "winograde", "data": "d"}, "score")
+
+
+def test_builtin_tasks_know_their_data():
+    assert Task(task="piqa").data == "hub:baber/piqa"
+    assert tasks.SPLITS["mmlu"] == ("test", "val")
+    for name in task_files.BUILTIN_NAMES:
+        assert task_files.read(name).row is not None
+
+
+def test_a_task_by_language(tmp_path):
+    row = {"sample_id": "a/0", "subject": "a", "question": " Was? ", "answer": "B"}
+    row |= {f"option_{letter}": letter for letter in "abcd"}
+    (tmp_path / "de").mkdir()
+    write_lines(tmp_path / "de" / "test.jsonl", [row])
+    (subject,) = load("global_mmlu", tmp_path, language="de")
+    assert prompts.build(subject, subject.questions[0], 0).text == (
+        "Was?\nA. a\nB. b\nC. c\nD. d\nAnswer:"
+    )
+    with pytest.raises(InputError, match="is by language; give --language"):
+        load("global_mmlu", tmp_path)
+    with pytest.raises(InputError, match="--language de: mmlu has one language"):
+        load("mmlu", tmp_path, language="de")
+
+
+def test_truthfulqas_letters_would_tell_nothing(tmp_path):
+    with pytest.raises(InputError, match="the right choice of truthfulqa_mc1 is always the first"):
+        load("truthfulqa_mc1", tmp_path, scoring="letters")
 
 
 # --- Requests that a task cannot answer ---

@@ -545,6 +545,19 @@ def test_records_that_answer_another_request_are_not_overwritten(asked_once, beg
     assert f"{whole}: was asked with shots 1, now 2; give the task another `name`" in printed
 
 
+def test_records_of_plain_prompts_are_not_taken_for_a_chats(asked_once):
+    """Nor are older ones, whose sidecars do not name the key."""
+    path, run, task = asked_once
+    whole = scoring.records(run, task)
+    settings = scoring.request(task, run.config().score)
+    del settings["chat_template"]
+    records.write(whole, [{}], {"settings": settings})
+    assert scoring.missing(run) == []
+    asked = "score.tasks.0.chat_template=tokenizer"
+    printed = launch(path, "--executor", "local", asked, code=2)
+    assert f"{whole}: was asked with chat_template None, now 'tokenizer'" in printed
+
+
 def test_records_that_are_not_as_large_as_they_were_written_are_damaged(asked_once):
     _, run, task = asked_once
     file = scoring.records(run, task)

@@ -70,6 +70,8 @@ def conflict(run: Run, task: Task) -> str | None:
     wanted = request(task, score)
     for whole_or_begun in (file, part_of(file)):
         settings = _sidecar(whole_or_begun).get("settings") or {}
+        if settings:  # records of versions that knew no chats are of none
+            settings = {"chat_template": None, **settings}
         changes = [
             f"{key} {settings[key]!r}, now {value!r}"
             for key, value in wanted.items()

@@ -1,0 +1,255 @@
+"""Task files: where a task's questions are, how a row becomes one, and how it is asked.
+
+A task is a YAML file, `TaskFile`. Those in the folder `builtin_tasks` are known by name; any other
+is given by its path, and read by the same code.
+
+Texts in it may hold Jinja. A text that is one `{{ expression }}` gives the expression's value: a
+list, a number. Other texts give text: "Question: {{ goal }}\\nAnswer:". In `row` every column of a
+row is a variable, and `row` is the row as a whole, for columns such as `row['Best Answer']`.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jinja2
+import yaml
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from pydantic import BeforeValidator, Field
+
+from calibeval.io import InputError, read_text
+from calibeval.validation import Seq, Strict, checked
+
+BUILTIN_FOLDER = Path(__file__).parent / "builtin_tasks"
+BUILTIN_NAMES = tuple(sorted(path.stem for path in BUILTIN_FOLDER.glob("*.yaml")))
+SUFFIXES = (".yaml", ".yml")
+# One expression and nothing else, whose value is wanted and not its text.
+EXPRESSION = re.compile(r"\s*\{\{(?P<expression>(?:(?!\}\}|\{\{).)*)\}\}\s*", re.DOTALL)
+
+ScoringName = Literal["letters", "continuation"]
+# By what the log-probability of a choice's text is divided; "sum" divides by nothing.
+Normalization = Literal["sum", "bytes", "characters"]
+
+
+def clean_markers(text: str) -> str:
+    """Text without WikiHow's markers: a title ends a sentence, other brackets vanish."""
+    text = text.replace(" [title]", ". ")
+    text = re.sub(r"\[.*?\]", "", text)
+    return re.sub(r" {2,}", " ", text).strip()
+
+
+def clean_markers_as_lm_eval(text: str) -> str:
+    """The same as lm-evaluation-harness does it: of more than two spaces some stay."""
+    text = text.strip().replace(" [title]", ". ")
+    text = re.sub(r"\[.*?\]", "", text)
+    return text.replace("  ", " ")
+
+
+def _environment() -> jinja2.Environment:
+    environment = ImmutableSandboxedEnvironment(
+        undefined=jinja2.StrictUndefined, keep_trailing_newline=True
+    )
+    environment.filters["int"] = int  # Jinja's own makes 0 of what is no number
+    environment.filters["clean_markers"] = clean_markers
+    environment.filters["clean_markers_as_lm_eval"] = clean_markers_as_lm_eval
+    return environment
+
+
+ENVIRONMENT = _environment()
+
+
+class Template:
+    """A text with Jinja, whose value depends on variables."""
+
+    def __init__(self, text: str):
+        self.text = text
+        self._evaluate: Callable[..., Any]
+        expression = EXPRESSION.fullmatch(text)
+        try:
+            if expression is not None:
+                self._evaluate = ENVIRONMENT.compile_expression(
+                    expression["expression"].strip(), undefined_to_none=False
+                )
+            else:
+                self._evaluate = ENVIRONMENT.from_string(text).render
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"not Jinja: {error}") from error
+
+    def __call__(self, variables: Mapping[str, Any]) -> Any:
+        """The value; `ValueError` where a variable is not there or does not have what is asked."""
+        try:
+            value = self._evaluate(variables)
+            if isinstance(value, jinja2.Undefined):
+                str(value)  # raises, and names the variable
+        except jinja2.TemplateError as error:
+            raise ValueError(f"{self.text!r}: {error}") from error
+        return value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Template":
+        return self  # it never changes, and pydantic copies the defaults of fields
+
+
+def _template(value: Any) -> Any:
+    if isinstance(value, str):
+        return Template(value)
+    if value is None or isinstance(value, Template):
+        return value
+    raise ValueError('expected a text; YAML reads no, yes and 1 as something else, so write "no"')
+
+
+def _template_or_list(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(_template(part) for part in value)
+    return _template(value)
+
+
+Jinja = Annotated[Template, BeforeValidator(_template)]
+JinjaOrList = Annotated[Template | tuple[Template, ...], BeforeValidator(_template_or_list)]
+
+
+class _TemplatesInside(Strict, arbitrary_types_allowed=True):
+    """A model of texts with Jinja."""
+
+
+class DataSource(_TemplatesInside):
+    """Where a task's rows are, unless `--data` says otherwise, and in what form."""
+
+    hub: str | None = None
+    """A data set of the hub, owner/name."""
+    path: str | None = None
+    """A file or folder, from the task file's own folder."""
+    config: Jinja | None = None
+    """The hub's configuration; `{{ language }}` is what `--language` gives."""
+    files: Jinja = Template("{{ split }}.jsonl")
+    """Of a folder: the name of a split's file (.jsonl or .csv), or with `{{ subject }}` of each
+    subject's."""
+    columns: Seq[str] | None = None
+    """Of CSV files that have no line of headings."""
+    optional: Seq[str] = ()
+    """Columns that a row may lack; they are null then."""
+    hub_splits: dict[str, str] = Field(default_factory=dict)
+    """The hub's names of splits that are called otherwise in the files."""
+
+    @property
+    def has_file_a_subject(self) -> bool:
+        """Whether a split is a file for each subject, which names it."""
+        return "subject" in self.files.text
+
+    @property
+    def has_languages(self) -> bool:
+        """Whether the data are chosen by a language."""
+        return self.config is not None and "language" in self.config.text
+
+
+class RowTemplates(_TemplatesInside):
+    """How a row becomes a question; a key that is not given is the row's column of that name."""
+
+    question: Jinja | None = None
+    choices: JinjaOrList | None = None
+    answer: Jinja | None = None
+    """An index from 0, a letter, or a choice's text."""
+    id: Jinja | None = None
+    subject: Jinja | None = None
+    context: Jinja | None = None
+    """What texts continue, where it is not the question between `Question:` and `Answer:`."""
+    endings: JinjaOrList | None = None
+    """The texts, where they are not the choices."""
+
+    def values(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The keys of `questions.QuestionRow`."""
+        variables = {**row, "row": row}
+        values: dict[str, Any] = {}
+        for key in RowTemplates.model_fields:
+            template = getattr(self, key)
+            if template is None:
+                if key in row:
+                    values[key] = row[key]
+            elif isinstance(template, Template):
+                values[key] = template(variables)
+            else:
+                values[key] = [part(variables) for part in template]
+        return values
+
+
+class Examples(Strict):
+    """Where few-shot examples come from, unless `--examples` names a file."""
+
+    split: str | None = None
+    """The split whose first rows they are; without it, `--examples` is needed."""
+    of_subject: Literal["always", "where_it_has_any", "never"] = "where_it_has_any"
+    """Whether a question's examples are of its own subject."""
+    asked_file_will_do: bool = False
+    """Where the split's file is not there, the first of the asked questions are the examples."""
+
+
+class Headers(_TemplatesInside):
+    """What stands before the examples; `topic` and `subject` are variables."""
+
+    letters: Jinja = Template(
+        # The official formatter puts a space before each word, after one of its own.
+        "The following are multiple choice questions (with answers) about  {{ topic }}.\n\n"
+    )
+    letters_in_chat: Jinja | None = None
+    """Where it is another in a chat."""
+    continuation: Jinja = Template("")
+
+
+class TaskFile(_TemplatesInside):
+    """A task."""
+
+    data: DataSource = DataSource()
+    split: str = "test"
+    """The split that is asked."""
+    other_split: str | None = None
+    """One to choose and to fit on."""
+    row: RowTemplates = RowTemplates()
+    examples: Examples = Examples()
+    topic: Jinja = Template("{{ subject | replace('_', ' ') }}")
+    headers: Headers = Headers()
+    scoring: ScoringName = "letters"
+    """The convention of the task's users."""
+    normalise: Normalization = "sum"
+    """By what texts' log-probabilities are divided."""
+    shots: Annotated[int, Field(ge=0)] | None = None
+    """Few-shot examples; 5, by continuation 0, unless given."""
+    strips_in_chat: bool = False
+    """Whether a chat's questions lose white space around them, as lm-evaluation-harness's do."""
+    letters: bool = True
+    """Whether letters may be scored; not where the right choice is always the same one."""
+
+
+def is_task_name(task: str) -> bool:
+    """Whether this is a built-in task's name or could be a task file's path."""
+    return task in BUILTIN_NAMES or task.endswith(SUFFIXES)
+
+
+def read(task: str) -> TaskFile:
+    """The task of a built-in name or of a file; `InputError` names file, key and value."""
+    if task in BUILTIN_NAMES:
+        return _read_builtin(task)
+    return _read_file(Path(task))
+
+
+@cache
+def _read_builtin(name: str) -> TaskFile:
+    return _read_file(BUILTIN_FOLDER / f"{name}.yaml")
+
+
+def _read_file(path: Path) -> TaskFile:
+    try:
+        values = yaml.safe_load(read_text(path))
+    except yaml.YAMLError as error:
+        raise InputError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: expected the keys of a task, such as data, row and scoring")
+    return checked(TaskFile, values, str(path))
+
+
+def default_data(task: str) -> str | None:
+    """Where a task's file says that its data are: `hub:NAME`, a path, or None."""
+    source = read(task).data
+    if source.path is not None:
+        return str(Path(task).parent / source.path)
+    return f"hub:{source.hub}" if source.hub is not None else None
