@@ -5,9 +5,11 @@ a line a question, the log-probability of each choice after its prompt. `results
 it knows the model, the examples and the versions.
 
 Inspect (`inspect eval … --logprobs --top-logprobs 20`; `inspect log convert --to json`), scored by
-letters: a sample's answer is its last token that is one of the choices' letters; the
-log-probabilities there of all letters are the record. A letter that is not among the top ones has
-at most the least of these, and gets it. Of several epochs the first counts.
+letters: a sample's answer is its last token that is one of the choices' letters and a word of its
+own; the log-probabilities there of all letters are the record. A letter that is not among the top
+ones has at most the least of these, and gets it. Samples in which Inspect found no answer are left
+out, counted and said: a letter that stands in them somewhere is none. Of several epochs the first
+counts.
 
 To add a program, write a function that reads its log as a `Log`, and a `LogFormat` of it that
 `format_of` chooses.
@@ -33,6 +35,28 @@ from calibeval.validation import checked
 
 Row = dict[str, Any]  # a record as it is written
 SAMPLES_NAME = re.compile(r"samples_(?P<task>.+?)(?P<time>_\d{4}-\d\d-\d\dT[\d.-]+)?\.jsonl")
+# What makes a file's name: a data set's may be anything in a log.
+DATA_SET_NAME = re.compile(r"\w[\w.+=-]{0,199}")
+# Less than the logarithm of the least positive float32, by which an impossible choice (−∞, where a
+# model's softmax in 16 bits comes to 0) is less likely than the question's least likely one.
+IMPOSSIBLE = -104.0
+MMLU_SUBJECTS = (
+    *("abstract_algebra", "anatomy", "astronomy", "business_ethics", "clinical_knowledge"),
+    *("college_biology", "college_chemistry", "college_computer_science", "college_mathematics"),
+    *("college_medicine", "college_physics", "computer_security", "conceptual_physics"),
+    *("econometrics", "electrical_engineering", "elementary_mathematics", "formal_logic"),
+    *("global_facts", "high_school_biology", "high_school_chemistry"),
+    *("high_school_computer_science", "high_school_european_history", "high_school_geography"),
+    *("high_school_government_and_politics", "high_school_macroeconomics"),
+    *("high_school_mathematics", "high_school_microeconomics", "high_school_physics"),
+    *("high_school_psychology", "high_school_statistics", "high_school_us_history"),
+    *("high_school_world_history", "human_aging", "human_sexuality", "international_law"),
+    *("jurisprudence", "logical_fallacies", "machine_learning", "management", "marketing"),
+    *("medical_genetics", "miscellaneous", "moral_disputes", "moral_scenarios", "nutrition"),
+    *("philosophy", "prehistory", "professional_accounting", "professional_law"),
+    *("professional_medicine", "professional_psychology", "public_relations", "security_studies"),
+    *("sociology", "us_foreign_policy", "virology", "world_religions"),
+)
 # What a sample that is no multiple choice makes its reader raise.
 NOT_A_SAMPLE = (LookupError, TypeError, ValueError, AttributeError)
 
@@ -49,9 +73,10 @@ class Sample:
 class Log:
     """What a log file is read as."""
 
-    task: str
+    data_set: str  # names the file of its records
     shared: Row  # what all its records have
     samples: list[Sample]
+    unanswered: int = 0  # samples that hold no answer, and are not among these
 
 
 @dataclass(frozen=True)
@@ -70,6 +95,7 @@ class _Target:
     program: str
     rows: list[tuple[str, Row]] = field(default_factory=list)  # each with its place
     digests: dict[str, str] = field(default_factory=dict)  # SHA-256 of the logs, by their names
+    unanswered: int = 0  # samples without an answer
 
 
 def convert(paths: list[Path], out: Path) -> dict[str, int]:
@@ -94,11 +120,17 @@ def _add_log(path: Path, out: Path, targets: dict[Path, _Target]) -> None:
     log_format = format_of(path)
     log = log_format.read(path)
     if not log.samples:
+        if log.unanswered:
+            raise InputError(f"{path}: none of {log.unanswered} samples holds an answer")
         raise InputError(f"{path}: no samples")
     file = out
     if out.suffix != ".jsonl":
-        data_set = "mmlu" if log.task.startswith("mmlu_") else log.task
-        file = out / f"{data_set}.jsonl"
+        if not DATA_SET_NAME.fullmatch(log.data_set):
+            raise InputError(
+                f"{path}: its task {log.data_set[:60]!r} does not make a file's name; "
+                "give --out FILE.jsonl"
+            )
+        file = out / f"{log.data_set}.jsonl"
     if file.exists():
         raise InputError(f"{file}: exists; give another --out, or delete it")
     target = targets.setdefault(file, _Target(log_format.program))
@@ -111,14 +143,23 @@ def _add_log(path: Path, out: Path, targets: dict[Path, _Target]) -> None:
             ) from error
         target.rows.append((sample.place, {**row, **log.shared}))
     target.digests[path.name] = sha256(path)
+    target.unanswered += log.unanswered
 
 
 def _write(file: Path, target: _Target) -> None:
     """Write a record file with its sidecar, and say so."""
     rows = [row for _, row in target.rows]
     first = rows[0]
+    settings: dict[str, Any] = {"engine": target.program, "samples": target.digests}
+    if target.unanswered:
+        settings["unanswered"] = target.unanswered
+        print(
+            f"warning: {file}: {counted(target.unanswered, 'sample')} without an answer left out, "
+            f"{len(rows)} kept: a figure is of those that answered",
+            file=sys.stderr,
+        )
     about = {
-        "settings": {"engine": target.program, "samples": target.digests},
+        "settings": settings,
         "model": first["model"],
         "versions": first["versions"],
     }
@@ -142,50 +183,111 @@ def read_lm_eval(path: Path) -> Log:
         )
     task = name["task"]
     results_file = path.with_name(f"results{name['time'] or ''}.json")
+    results = _lm_eval_results(results_file, task)
+    samples = [
+        Sample(place, partial(lm_eval_row, sample, task, results.delimiter))
+        for place, sample in _lines_of_first_filter(path)
+    ]
+    if results.questions is not None and len(samples) != results.questions:
+        raise InputError(
+            f"{path}: {counted(len(samples), 'sample')}, but {results_file.name} says "
+            f"{results.questions}; it was cut short, or is of another run"
+        )
+    shared = {**results.shared, "model": results.model or path.absolute().parent.name}
+    return Log(split_task(task)[0], shared, samples)
+
+
+@dataclass(frozen=True)
+class _Results:
+    """What lm-evaluation-harness's results file says of a task; it may be absent."""
+
+    shared: Row
+    model: str | None
+    delimiter: str | None  # between a prompt and its choices
+    questions: int | None
+
+
+def _lm_eval_results(file: Path, task: str) -> _Results:
     results: dict[str, Any] = {}
     try:
-        if results_file.is_file():
-            results = json.loads(read_text(results_file))
-        shots = results.get("n-shot", {}).get(task)
-        delimiter = results.get("configs", {}).get(task, {}).get("target_delimiter", " ")
+        if file.is_file():
+            results = json.loads(read_text(file))
+        shared: Row = {
+            "shots": results.get("n-shot", {}).get(task),
+            "versions": {
+                "lm_eval": results.get("lm_eval_version"),
+                "transformers": results.get("transformers_version"),
+            },
+        }
+        chat_template = results.get("chat_template_sha")
+        if chat_template is not None:
+            shared["chat_template"] = str(chat_template)
+        delimiter = None
+        if results:
+            delimiter = results.get("configs", {}).get(task, {}).get("target_delimiter", " ")
+            if chat_template is not None:
+                delimiter = ""  # a choice begins the assistant's turn
+        questions = results.get("n-samples", {}).get(task, {}).get("effective")
+        return _Results(shared, results.get("model_name"), delimiter, questions)
     except (ValueError, AttributeError) as error:
-        raise InputError(f"{results_file}: not lm-eval's results ({error})") from error
-    shared = {
-        "shots": shots,
-        "model": results.get("model_name") or path.absolute().parent.name,
-        "versions": {
-            "lm_eval": results.get("lm_eval_version"),
-            "transformers": results.get("transformers_version"),
-        },
-    }
-    lines = list(json_lines(path))
-    if lines:
-        # Of several filters the first: the others have the same answers once more.
-        first_filter = lines[0][1].get("filter")
-        lines = [(place, sample) for place, sample in lines if sample.get("filter") == first_filter]
-    lines.sort(key=lambda line: line[1].get("doc_id", 0))
-    samples = [
-        Sample(place, partial(lm_eval_row, sample, task, delimiter)) for place, sample in lines
-    ]
-    return Log(task, shared, samples)
+        raise InputError(f"{file}: not lm-eval's results ({error})") from error
 
 
-def lm_eval_row(sample: dict[str, Any], task: str, delimiter: str) -> Row:
-    """A sample as a record; lengths are of the choices' texts without the delimiter."""
+def _lines_of_first_filter(path: Path) -> list[tuple[str, Row]]:
+    """The samples in the data's order; `InputError` where they are not whole.
+
+    Of several filters the first: the others have the same answers once more, so they must have
+    the same questions.
+    """
+    by_filter: dict[str, list[tuple[str, Row]]] = {}
+    for place, sample in json_lines(path):
+        number = sample.get("doc_id")
+        if type(number) is not int:
+            raise InputError(f"{place}: doc_id is {number!r}, expected a whole number")
+        by_filter.setdefault(str(sample.get("filter")), []).append((place, sample))
+    if not by_filter:
+        return []
+    first_filter = next(iter(by_filter))
+    lines = by_filter[first_filter]
+    questions = {sample["doc_id"] for _, sample in lines}
+    for name, others in by_filter.items():
+        if {sample["doc_id"] for _, sample in others} != questions:
+            raise InputError(
+                f"{path}: filter {first_filter!r} has {counted(len(lines), 'sample')} and {name!r} "
+                f"{len(others)}, of other questions; expected the same ones, so it is not whole"
+            )
+    return sorted(lines, key=lambda line: line[1]["doc_id"])
+
+
+def split_task(task: str) -> tuple[str, str]:
+    """The data set and the subject of a task: mmlu_anatomy is of mmlu, arc_easy of itself."""
+    name = task.removesuffix("_continuation")
+    for subject in MMLU_SUBJECTS:
+        if name.endswith(f"_{subject}"):
+            return name.removesuffix(f"_{subject}").removesuffix("_continuation"), subject
+    return task, task
+
+
+def lm_eval_row(sample: dict[str, Any], task: str, delimiter: str | None) -> Row:
+    """A sample as a record; lengths are of the choices' texts without the delimiter.
+
+    Without a results file nobody knows the delimiter: it is the white space that all have.
+    """
     requests = [(request["arg_0"], request["arg_1"]) for request in sample["arguments"].values()]
     scores = [float(score) for score, _ in sample["filtered_resps"]]
     n_choices = _number_of_choices(requests)
-    contexts = {context for context, _ in requests[:n_choices]}
-    if len(scores) != len(requests) or len(contexts) > 1:
-        raise ValueError("its choices do not continue one prompt")
-    texts = [text.removeprefix(delimiter) for _, text in requests[:n_choices]]
-    logprobs = scores[:n_choices]
-    target = str(sample["target"])
-    label = int(target) if target.isdecimal() else texts.index(target)
+    texts = [text for _, text in requests[:n_choices]]
+    if delimiter is None:
+        delimiter = _common_white_space(texts)
+    texts = [text.removeprefix(delimiter) for text in texts]
+    logprobs = _possible(scores[:n_choices])
+    if len(scores) != len(requests):
+        raise ValueError(f"{len(scores)} scores of {len(requests)} requests")
+    label = _lm_eval_label(sample, requests[:n_choices], texts)
     right = float(np.argmax(logprobs) == label)
     if right != float(sample.get("acc", right)):
         raise ValueError(f"acc is {sample['acc']}, but {right} by log-probabilities and target")
-    subject = re.sub("^mmlu_(continuation_)?", "", task)
+    _, subject = split_task(task)
     row = {
         "id": _lm_eval_id(sample, task, subject),
         "subject": subject,
@@ -201,6 +303,37 @@ def lm_eval_row(sample: dict[str, Any], task: str, delimiter: str) -> Row:
     row["bytes"] = [len(text.encode()) for text in texts]
     row["characters"] = [len(text) for text in texts]
     return row
+
+
+def _lm_eval_label(
+    sample: dict[str, Any], requests: list[tuple[str, str]], texts: list[str]
+) -> int:
+    """The index of the right choice."""
+    contexts = {context for context, _ in requests}
+    if len(contexts) == 1:
+        target = str(sample["target"])
+        return int(target) if target.isdecimal() else texts.index(target)
+    # WinoGrande's choices stand in the contexts, and one text goes on after each of them.
+    document = sample["doc"]
+    if len(set(texts)) > 1 or "option1" not in document:
+        raise ValueError("its choices do not continue one prompt")
+    return ("1", "2").index(document["answer"])
+
+
+def _common_white_space(texts: list[str]) -> str:
+    """The white space that all texts begin with."""
+    first = texts[0]
+    for length in range(len(first) - len(first.lstrip()), 0, -1):
+        if all(text.startswith(first[:length]) for text in texts):
+            return first[:length]
+    return ""
+
+
+def _possible(scores: list[float]) -> list[float]:
+    """The scores, with a finite one for choices of probability 0."""
+    finite = [score for score in scores if score != -math.inf]
+    least = min(finite, default=0.0)
+    return [least + IMPOSSIBLE if score == -math.inf else score for score in scores]
 
 
 def _number_of_choices(requests: list[tuple[str, str]]) -> int:
@@ -239,6 +372,7 @@ def read_inspect(path: Path) -> Log:
             "versions": log["eval"].get("packages") or {},
         }
         first_epoch = [sample for sample in log["samples"] if sample.get("epoch", 1) == 1]
+        answered = [sample for sample in first_epoch if not _is_unanswered(sample)]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise InputError(
             f"{path}: not a log that can be read ({error!r}); "
@@ -249,9 +383,17 @@ def read_inspect(path: Path) -> Log:
         raise InputError(f"{path}: status is {status!r}, expected 'success'; finish it first")
     samples = [
         Sample(f"{path}, sample {sample.get('id')}", partial(inspect_row, sample, task))
-        for sample in first_epoch
+        for sample in answered
     ]
-    return Log(task, shared, samples)
+    return Log(task, shared, samples, unanswered=len(first_epoch) - len(answered))
+
+
+def _is_unanswered(sample: dict[str, Any]) -> bool:
+    """Whether Inspect's scorers looked for an answer and found none."""
+    answers = [
+        score["answer"] for score in (sample.get("scores") or {}).values() if "answer" in score
+    ]
+    return bool(answers) and not any(answers)
 
 
 def inspect_row(sample: dict[str, Any], task: str) -> Row:
@@ -275,12 +417,21 @@ def inspect_row(sample: dict[str, Any], task: str) -> Row:
 
 
 def _letters_where_answered(sample: dict[str, Any], letters: str) -> tuple[str, list[float]]:
-    """The letter of the last token that is one, and the log-probability of each letter there."""
+    """The letter of the last token that is one, and the log-probability of each letter there.
+
+    A token is none that a word goes on after, as " A" before "nswer".
+    """
+    tokens = sample["output"]["choices"][0]["logprobs"]["content"]
+    following = [*(token["token"] for token in tokens[1:]), ""]
     answers = [
         token
-        for token in sample["output"]["choices"][0]["logprobs"]["content"]
-        if token["token"].strip() in list(letters) and token.get("top_logprobs")
+        for token, following_text in zip(tokens, following, strict=True)
+        if token["token"].strip() in list(letters)
+        and token.get("top_logprobs")
+        and not following_text[:1].isalnum()
     ]
+    if not answers:
+        raise ValueError("none of its tokens is a choice's letter")
     last = answers[-1]
     top = [(entry["token"].strip(), entry["logprob"]) for entry in last["top_logprobs"]]
     least = min(logprob for _, logprob in top)

@@ -191,6 +191,126 @@ def test_bad_files(tmp_path, refused):
     assert not (tmp_path / "all.jsonl").exists()
 
 
+# --- Whether samples are whole, and of one data set ---
+
+
+def with_results(folder: Path, samples: list[dict], **results) -> Path:
+    """A file of samples with lm-eval's results beside it, of which some keys are others."""
+    time = MMLU.stem.removeprefix("samples_mmlu_abstract_algebra")
+    whole = json.loads((SAMPLES / f"results{time}.json").read_text())
+    (folder / f"results{time}.json").write_text(json.dumps({**whole, **results}))
+    return write_lines(folder / MMLU.name, samples)
+
+
+def test_samples_that_were_cut_short(tmp_path, refused):
+    samples = with_results(tmp_path, read_lines(MMLU)[:4])
+    message = refused("import", samples, "--out", tmp_path / "out")
+    assert f"{samples}: 4 samples, but results" in message
+    assert "says 6; it was cut short" in message
+
+
+def test_a_first_filter_with_fewer_questions(tmp_path, refused):
+    samples = read_lines(MMLU)
+    lines = [samples[0], *({**sample, "filter": "second"} for sample in samples)]
+    path = write_lines(tmp_path / "samples_mmlu_anatomy.jsonl", lines)
+    message = refused("import", path, "--out", tmp_path / "out")
+    assert "filter 'none' has 1 sample and 'second' 6, of other questions" in message
+
+
+def test_other_sets_of_mmlus_subjects_are_sets_of_their_own(tmp_path, run):
+    files = [
+        write_lines(tmp_path / f"samples_{task}.jsonl", read_lines(MMLU))
+        for task in ("mmlu_anatomy", "mmlu_redux_anatomy", "global_mmlu_full_de_anatomy")
+    ]
+    run("import", *files, "--out", tmp_path / "out")
+    written = {file.name for file in (tmp_path / "out").glob("*.jsonl")}
+    assert written == {"mmlu.jsonl", "mmlu_redux.jsonl", "global_mmlu_full_de.jsonl"}
+
+
+@pytest.mark.parametrize("number", ["1", None, 1.5, [1]])
+def test_question_numbers_that_are_none(tmp_path, refused, number):
+    samples = read_lines(MMLU)
+    samples[1]["doc_id"] = number
+    path = write_lines(tmp_path / MMLU.name, samples)
+    message = refused("import", path, "--out", tmp_path / "out")
+    assert f"{path}, line 2: doc_id is {number!r}, expected a whole number" in message
+
+
+def test_ids_that_are_no_text(tmp_path, refused):
+    """Half of a surrogate pair, which JSON may spell and no file can hold."""
+    samples = read_lines(MMLU)
+    samples[1]["doc"] = {"id": "\ud800"}
+    path = tmp_path / "samples_arc_easy.jsonl"
+    path.write_text("".join(json.dumps(sample) + "\n" for sample in samples[1:2]))
+    assert f"{path}, line 1: id is " in refused("import", path, "--out", tmp_path / "out")
+
+
+def test_a_task_that_names_no_file(tmp_path, refused, write_log, run):
+    for task in ("..", "a\0b", "x" * 300, ""):
+        log = write_log([inspect_sample(1, "A", "A")])
+        about = json.loads(log.read_text())
+        about["eval"]["task"] = task
+        log.write_text(json.dumps(about))
+        message = refused("import", log, "--out", tmp_path / "out")
+        assert "does not make a file's name; give --out FILE.jsonl" in message
+    assert not (tmp_path / "out").exists()
+    run("import", log, "--out", tmp_path / "named.jsonl")
+
+
+def test_letters_after_another_delimiter(tmp_path, run):
+    """Without results nobody says what it is."""
+    samples = read_lines(MMLU)
+    for sample in samples:
+        for request in sample["arguments"].values():
+            request["arg_1"] = request["arg_1"].replace(" ", "\n")
+    path = write_lines(tmp_path / "samples_mmlu_anatomy.jsonl", samples)
+    assert "letters by sum" in run("import", path, "--out", tmp_path / "out").err
+
+
+def test_a_choice_of_probability_0(tmp_path, run):
+    samples = read_lines(MMLU)
+    wrong = next(place for place in range(4) if place != int(samples[0]["target"]))
+    samples[0]["filtered_resps"][wrong] = ["-inf", "False"]
+    del samples[0]["acc"]
+    path = write_lines(tmp_path / MMLU.name, samples)
+    run("import", path, "--out", tmp_path / "out")
+    logprobs = read_lines(tmp_path / "out" / "mmlu.jsonl")[0]["logprobs"]
+    others = [logprob for place, logprob in enumerate(logprobs) if place != wrong]
+    assert logprobs[wrong] == min(others) - 104
+
+
+def test_winogrande(tmp_path, run):
+    """Its choices stand in the contexts; one text goes on after both."""
+    sample = {
+        "doc_id": 0,
+        "doc": {"sentence": "A _ is big.", "option1": "ant", "option2": "elk", "answer": "2"},
+        "target": "is big.",
+        "arguments": {
+            "gen_args_0": {"arg_0": "A ant", "arg_1": " is big."},
+            "gen_args_1": {"arg_0": "A elk", "arg_1": " is big."},
+        },
+        "filtered_resps": [["-5.0", "False"], ["-4.0", "False"]],
+        "acc": 1.0,
+    }
+    path = write_lines(tmp_path / "samples_winogrande.jsonl", [sample])
+    run("import", path, "--out", tmp_path / "out")
+    (row,) = read_lines(tmp_path / "out" / "winogrande.jsonl")
+    assert (row["label"], row["logprobs"], row["scoring"]) == (1, [-5.0, -4.0], "continuation")
+    assert row["characters"] == [7, 7]
+
+
+def test_samples_of_a_chat(tmp_path, run):
+    samples = read_lines(MMLU)
+    for sample in samples:
+        for request in sample["arguments"].values():
+            request["arg_1"] = request["arg_1"].strip()
+    path = with_results(tmp_path, samples, chat_template="{{ x }}", chat_template_sha="ab12")
+    run("import", path, "--out", tmp_path / "out")
+    rows = read_lines(tmp_path / "out" / "mmlu.jsonl")
+    assert {row["chat_template"] for row in rows} == {"ab12"}
+    assert "letter_mass" in rows[0]
+
+
 # Log-probabilities of the top tokens at one place of Inspect's log.
 TOP = [("B", -0.5), (" B", -3.0), ("A", -1.5), ("ANSWER", -4.0), ("the", -6.0)]
 
@@ -246,6 +366,31 @@ def test_inspects_logs(tmp_path, run, write_log):
     assert found.logprobs.tolist() == [pytest.approx([-1.5, both_spellings_of_b, least])] * 2
 
 
+def test_answers_that_inspect_did_not_find(tmp_path, run, refused, write_log):
+    """ "I cannot Answer" holds " A", but answers nothing."""
+    refusal = inspect_sample(2, "C", "I", " cannot", " A", "nswer")
+    refusal["scores"] = {"choice": {"value": "I", "answer": ""}}
+    unparsed = inspect_sample(3, "C", "I", " say", " A")
+    unparsed["scores"] = {"choice": {"value": "C", "answer": ""}}
+    answered = inspect_sample(1, "B", " B")
+    answered["scores"] = {"choice": {"value": "C", "answer": "B"}}
+    out = tmp_path / "r.jsonl"
+    printed = run("import", write_log([answered, refusal, unparsed]), "--out", out)
+    assert "2 samples without an answer left out, 1 kept" in printed.err
+    assert [row["id"] for row in read_lines(out)] == ["1"]
+    assert records.meta(out)["settings"]["unanswered"] == 2
+    none = write_log([refusal, unparsed])
+    message = refused("import", none, "--out", tmp_path / "none.jsonl")
+    assert "none of 2 samples holds an answer" in message
+
+
+def test_a_letter_at_the_beginning_of_a_word_is_none(tmp_path, refused, write_log):
+    """In a log without scores, too."""
+    refusal = inspect_sample(2, "C", "I", " cannot", " A", "nswer")
+    message = refused("import", write_log([refusal]), "--out", tmp_path / "r.jsonl")
+    assert "none of its tokens is a choice's letter" in message
+
+
 SHUFFLED = {**inspect_sample(1, "A", " B"), "scores": {"choice": {"answer": "C"}}}
 
 
@@ -253,7 +398,7 @@ SHUFFLED = {**inspect_sample(1, "A", " B"), "scores": {"choice": {"answer": "C"}
     ("sample", "expected"),
     [
         (inspect_sample(1, "E", "A"), "substring not found"),
-        (inspect_sample(1, "A", "yes"), "list index out of range"),
+        (inspect_sample(1, "A", "yes"), "none of its tokens is a choice's letter"),
         ({**inspect_sample(1, "A"), "choices": None}, "sample 1: TypeError"),
         (SHUFFLED, "answers B, C by its score: were the choices shuffled?"),
     ],

@@ -1,9 +1,11 @@
 """Records as arrays: texts, and choices that are not there."""
 
 import numpy as np
+import pytest
 from made_records import LETTERS, write_lines
 
 from calibeval import records
+from calibeval.io import InputError
 
 
 def test_texts_may_begin_alike(tmp_path):
@@ -19,3 +21,20 @@ def test_absent_choices_are_told_from_unlikely_ones(tmp_path):
     found = records.read(write_lines(tmp_path / "r.jsonl", [LETTERS, five]))
     assert np.isneginf(found.logprobs).tolist() == [[False] * 2 + [True] * 3, [False] * 5]
     assert found.logprobs[1].tolist() == five["logprobs"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"letter_mass": 2.0},
+            "line 1: letter_mass is 2, but the probabilities of logprobs sum to",
+        ),
+        ({"letter_mass": 0.2, "logprobs": [-0.02, -5.0]}, "letter_mass is 0.2, but .* to 0.987"),
+        ({"logprobs": [-0.1, -1e300], "letter_mass": None}, "logprobs.1 is -1e.300: expected"),
+    ],
+)
+def test_probabilities_that_cannot_be(tmp_path, changes, expected):
+    file = write_lines(tmp_path / "r.jsonl", [LETTERS | changes])
+    with pytest.raises(InputError, match=expected):
+        records.read(file)
