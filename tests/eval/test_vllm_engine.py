@@ -167,6 +167,46 @@ def test_chats(tiny_model, mmlu, tmp_path, score_with_both, scoring):
     assert len({row["chat_template"] for row in vllm}) == 1
 
 
+# Contexts share more than two blocks of vLLM's cache, and letters, which read it, stand between the
+# texts; the second time everything was there before.
+ORDER_SCRIPT = """
+import random
+import sys
+from calibeval.engines import Job
+from calibeval.engines.vllm import VllmEngine
+
+def main(model):
+    rng = random.Random(2)
+    shared = tuple(rng.choices(range(20, 300), k=300))
+    jobs = []
+    for index in range(8):
+        context = shared + tuple(rng.choices(range(20, 300), k=40 * index))
+        texts = tuple(tuple(rng.choices(range(20, 300), k=length)) for length in (1, 9, 140))
+        jobs.append(Job(2 * index, context, texts))
+        jobs.append(Job(2 * index + 1, context, ((8,), (9,))))
+    engine = VllmEngine(model, longest=900)
+    forwards = dict(engine.score([jobs]))
+    backwards = dict(engine.score([jobs[::-1]]))
+    engine.close()
+    for index in range(0, 16, 2):
+        assert forwards[index] == backwards[index], (index, forwards[index], backwards[index])
+    print("done")
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+"""
+
+
+def test_scores_of_texts_do_not_depend_on_their_order(tiny_model, tmp_path):
+    """Whatever the prefix cache holds: the same texts, backwards, in the same records."""
+    script = tmp_path / "order.py"
+    script.write_text(ORDER_SCRIPT)
+    command = [sys.executable, str(script), str(tiny_model)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "done" in done.stdout
+
+
 # vLLM's workers use Intel's AMX unasked, and may die of SIGILL: the first line asks.
 BFLOAT16_SCRIPT = """
 import torch; torch.cpu._init_amx()
