@@ -116,11 +116,11 @@ def test_two_ranks_are_one_process(sweep_file, tmp_path, how, lora):
     if how == "fsdp":
         world["fsdp"] = str(PROJECT / "configs" / "fsdp" / "fsdp2.json")
     two = prepare(sweep_file(grid={}, train=train, world=world))
-    two.stop.touch()
+    two.stop_file.touch()
     assert "stopped: step 1 of 16 is saved" in train_on_two_ranks(two, exit_code=75)
     assert two.last_saved_step() == 1
     assert not two.model.exists()
-    two.stop.unlink()
+    two.stop_file.unlink()
     assert "resumed: step 1 of 16" in train_on_two_ranks(two)
 
     assert len(read_rows(one.metrics)) == 16 + 2
