@@ -157,7 +157,7 @@ def test_statistics_refuse_what_is_no_tensor():
         ({"label_smoothing": 1.5}, ValueError),
         ({"impl": "fast"}, ValueError),
     ],
-    ids=str,
+    ids=lambda change: "-".join(change) if isinstance(change, dict) else None,
 )
 def test_explain_refuses_what_the_loss_refuses(change, error):
     """What can be told without the labels, and without a look at the tensors' numbers."""
