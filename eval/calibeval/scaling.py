@@ -7,6 +7,7 @@ all choices falls out of p. A temperature never changes their order, so accuracy
 """
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def temperature(validation: str | Path, test: str | Path, out: str | Path) -> di
 
     Raises:
         InputError: records of another model, or read in another way; fewer than 20 to fit on; any
-            temperature fits, or none is best.
+            temperature fits, or all answers are right or all wrong.
     """
     validation = Path(validation)
     test = Path(test)
@@ -116,7 +117,8 @@ def _not_tested(fitted_on: Records, scored: Records) -> np.ndarray:
 def fit(answers: Records, used: np.ndarray) -> tuple[float, float]:
     """The temperature of the least NLL, and that NLL.
 
-    `InputError` where there is none: where any fits, or NLL falls on and on to one side.
+    `InputError` where there is none: where any fits, or all answers are right or all wrong. Where
+    NLL falls on to one side for another reason, as of a model at chance, stderr says so.
     """
     if np.ptp([nll(answers, tau, used) for tau in (0.5, 1.0, 2.0)]) < FLAT_NLL:
         raise InputError(
@@ -132,11 +134,14 @@ def fit(answers: Records, used: np.ndarray) -> tuple[float, float]:
     if abs(fitted.x) > LOG_TEMPERATURE_LIMIT - AT_THE_LIMIT:
         right = answers.logprobs[used].argmax(1) == answers.labels[used]
         side = "0" if fitted.x < 0 else "infinity"
-        raise InputError(
+        message = (
             f"{answers.path}: no temperature is best, since NLL falls on towards {side} "
-            f"({int(right.sum())} of {len(right)} answers are right); fit on records that are "
-            "sometimes right and sometimes wrong, and check their labels"
+            f"({int(right.sum())} of {len(right)} answers are right)"
         )
+        if right.all() or not right.any():
+            raise InputError(f"{message}; fit on other records, or check their labels")
+        limit = math.exp(fitted.x)
+        print(f"warning: {message}; took {limit:.3g}, the end of the search", file=sys.stderr)
     return math.exp(fitted.x), float(fitted.fun)
 
 

@@ -203,6 +203,21 @@ def test_answers_that_are_all_right_or_all_wrong_have_no_temperature(
     assert expected in refused_fit("extreme", "test")
 
 
+def test_a_model_below_chance_is_told_that_its_temperature_is_the_end(tmp_path, run):
+    files = [tmp_path / f"{name}.jsonl" for name in ("val", "test", "out")]
+    for seed, file in enumerate(files[:2]):
+        write_records(file, 100, 1.0, seed)
+    rows = read_lines(files[0])
+    for number, row in enumerate(rows):
+        order = np.argsort(row["logprobs"])
+        row["label"] = int(order[-1] if number % 10 == 0 else order[0])
+    write_lines(files[0], rows)
+    printed = run("temperature", files[0], files[1], "--out", files[2], "--json")
+    assert "warning: " in printed.err
+    assert "NLL falls on towards infinity (10 of 100 answers are right); took 54.6" in printed.err
+    assert files[2].is_file()
+
+
 def test_equal_probabilities_have_no_temperature(tmp_path, refused_fit):
     """It was 2.571, where any fits as well."""
     rows = [{**row, "logprobs": [-1.5] * 4} for row in read_lines(tmp_path / "val.jsonl")]
