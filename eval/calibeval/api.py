@@ -79,6 +79,7 @@ def compare(
     run_a = run_of(a, cluster)
     run_b = run_of(b, cluster)
     stats.same_questions([run_a, run_b])
+    stats.same_normaliser(run_a, run_b)
     if not different_prompts:
         stats.same_prompts(run_a, run_b)
     comparisons: dict[str, dict[str, Comparison]] = {}

@@ -183,6 +183,7 @@ def _check_comparable(lines: list[dict[str, Any]], runs: list[stats.Run]) -> Non
     for line, run in zip(lines, runs, strict=True):
         first = first_of.setdefault((line["dataset"], None), run)
         stats.same_questions([first, run])
+        stats.same_normaliser(first, run)
         stats.same_prompts(first, run, texts=False)
         # Of a model with another context length, prompts have fewer examples.
         first_of_model = first_of.setdefault((line["dataset"], line["model"]), run)

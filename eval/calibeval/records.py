@@ -116,6 +116,7 @@ class Records:
     normalise: str
     subjects: np.ndarray  # (N,) each question's subject
     chat_template: str | None = None
+    shots: int | None = None  # the most examples before a question; None where nobody knows
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -171,6 +172,7 @@ def joined(
     letter_mass = array("d")
     prompts: list[str | None] = []
     subjects: list[str] = []
+    most_shots: int | None = None
     for where, row in rows:
         first = first or row
         if row.id in place_of_id:
@@ -190,6 +192,8 @@ def joined(
         letter_mass.append(_letter_mass(row))
         prompts.append(row.prompt_sha256)
         subjects.append(sys.intern(row.subject))
+        if row.shots is not None:
+            most_shots = max(row.shots, most_shots or 0)
     if first is None:
         raise InputError(f"{path}: no records")
     return Records(
@@ -204,6 +208,7 @@ def joined(
         normalise=normalise or first.normalise,
         subjects=np.array(subjects, object),
         chat_template=first.chat_template,
+        shots=most_shots,
     )
 
 

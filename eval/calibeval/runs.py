@@ -86,6 +86,7 @@ class Run:
     subjects: int = 1  # how many the questions are of
     cluster: Cluster | None = None  # what is resampled as a whole; None: each question by itself
     chat_template: str | None = None  # SHA-256 of the template's text; None: not asked in a chat
+    shots: int | None = None  # the most examples before a question; None where nobody knows
 
 
 def load(path: Path, normalise: str | None = None, cluster: Cluster | None = None) -> Run:
@@ -223,6 +224,7 @@ def measure(records: Records, cluster: Cluster | None = None) -> Run:
         subjects=len(subjects),
         cluster=cluster,
         chat_template=records.chat_template,
+        shots=records.shots,
     )
 
 

@@ -11,12 +11,11 @@ Arrays are named by S runs (seeds) and R resamples.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from calibeval import records
-from calibeval.io import InputError
+from calibeval.comparable import same_normaliser, same_prompts, same_questions
 from calibeval.measures import METRICS, WITH_FLOOR, WITH_INTERVAL
 from calibeval.runs import (
     CONFIDENCES,
@@ -62,6 +61,7 @@ __all__ = [
     "load",
     "measure",
     "reliability",
+    "same_normaliser",
     "same_prompts",
     "same_questions",
     "samples",
@@ -394,49 +394,6 @@ def coverage_of(runs: Sequence[Run]) -> str:
     if run.subjects >= FEWEST_CLUSTERS:
         text += "; --cluster subject covers others like them"
     return text
-
-
-def same_questions(runs: Sequence[Run]) -> None:
-    """Raise `InputError` unless all runs answered the same questions, resampled alike."""
-    for run in runs[1:]:
-        if run.cluster != runs[0].cluster:
-            raise InputError(
-                f"{runs[0].path} and {run.path}: resampled by {runs[0].cluster or 'question'} and "
-                f"by {run.cluster or 'question'}; load both with the same `cluster`"
-            )
-        if run.questions_sha256 != runs[0].questions_sha256:
-            raise InputError(
-                f"{runs[0].path} and {run.path}: {runs[0].questions:,} and {run.questions:,} "
-                "questions; expected the same ids and right answers in both"
-            )
-
-
-def same_prompts(a: Run, b: Run, texts: bool = True) -> None:
-    """Raise `InputError` where the questions of two runs were asked in other words.
-
-    A difference would be the prompts' as well: letters or texts, how many examples, and, if
-    `texts`, their very words; as far as the records and their sidecars say.
-    """
-    conditions_of_b = _conditions(b, texts)
-    for name, first in _conditions(a, texts).items():
-        second = conditions_of_b[name]
-        if first is not None and second is not None and first != second:
-            raise InputError(
-                f"{a.path} and {b.path}: the same questions, asked with {name} {first!r} and "
-                f"{second!r}, so a difference is not the models' alone; if it is meant, "
-                "`compare --different-prompts`, or another 'dataset' in the index"
-            )
-
-
-def _conditions(run: Run, texts: bool) -> dict[str, Any]:
-    """How a run's questions were asked; None what is not known or, of the texts, not wanted."""
-    settings = records.meta(run.path).get("settings") or {}
-    return {
-        "scoring": run.scoring,
-        "chat template": run.chat_template or "none",
-        "shots": settings.get("shots"),
-        "prompts": run.prompts_sha256 if texts else None,
-    }
 
 
 def better(metric: str, found: Estimate) -> str | None:

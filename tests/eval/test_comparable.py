@@ -1,0 +1,80 @@
+"""Record files are compared only where their questions were asked and read alike."""
+
+import json
+
+import pytest
+from made_records import read_lines, write_lines, write_records
+
+import calibeval
+from calibeval import index, stats
+from calibeval.io import InputError
+
+
+@pytest.fixture
+def written(tmp_path):
+    """written(name, **keys) → a file of the same questions, each record with these keys too."""
+    rows = read_lines(write_records(tmp_path / "source.jsonl", n=60))
+
+    def write(name: str, **keys: object):
+        return write_lines(tmp_path / f"{name}.jsonl", [{**row, **keys} for row in rows])
+
+    return write
+
+
+@pytest.fixture
+def index_of(tmp_path):
+    """index_of(*files) → an index with a line for each, of one data set by two models."""
+
+    def write(*files):
+        lines = []
+        for number, file in enumerate(files):
+            line = {"records": file.name, "dataset": "toy", "label_smoothing": 0}
+            lines.append({**line, "model": f"m{number}"})
+        return write_lines(tmp_path / "index.jsonl", lines)
+
+    return write
+
+
+CONTINUATION = {
+    "scoring": "continuation",
+    "letter_mass": None,
+    "bytes": [1, 2, 3, 4],
+    "characters": [1, 2, 3, 4],
+    "prompt_sha256": "ab",
+}
+
+
+def test_other_normalisers_are_refused(written, index_of):
+    """A difference would be the normaliser's: one model moved from −0.230 to +0.530 by it."""
+    by_sum = written("sum", **CONTINUATION, normalise="sum")
+    by_characters = written("characters", **CONTINUATION, normalise="characters")
+    expected = "normalise 'sum' and 'characters'.*--normalise sum"
+    for different_prompts in (False, True):
+        with pytest.raises(InputError, match=expected):
+            calibeval.compare(by_sum, by_characters, different_prompts=different_prompts)
+    with pytest.raises(InputError, match=expected):
+        index.read(index_of(by_sum, by_characters))
+    read_alike = stats.load(by_characters, "sum")
+    compared = calibeval.compare(by_sum, read_alike)
+    assert compared["choices"]["ece"]["difference"] == 0
+
+
+def test_other_shots_are_refused_without_a_sidecar(written, index_of):
+    none = written("none", shots=0)
+    five = written("five", shots=5)
+    expected = "asked with shots 0 and 5"
+    with pytest.raises(InputError, match=expected):
+        calibeval.compare(none, five)
+    with pytest.raises(InputError, match=expected):
+        index.read(index_of(none, five))
+    calibeval.compare(none, written("unknown"))  # nobody knows how many these had
+
+
+def test_a_sidecar_says_what_shots_were_wanted(written, index_of, tmp_path):
+    """Fewer examples stand before the questions of a model with a shorter context."""
+    long_context = written("long", shots=5)
+    short_context = written("short", shots=3)
+    for file in (long_context, short_context):
+        sidecar = tmp_path / f"{file.name}.meta.json"
+        sidecar.write_text(json.dumps({"settings": {"shots": 5}}))
+    assert len(index.read(index_of(long_context, short_context)).rows) == 2
