@@ -50,27 +50,27 @@ class Task(Strict):
     task: str
     """A built-in task's name (mmlu, hellaswag, arc_easy, jsonl, …), or a task file, *.yaml."""
     data: str
-    """The task's folder or file, or `hub:NAME`; what its file says unless given."""
+    """Folder or file of the questions, or hub:NAME; may be left out if a task file names it."""
     name: str | None = None
-    """File name of the records; the task's own unless given."""
+    """File name of the records, without .jsonl; null takes the task's name."""
     scoring: ScoringName | None = None
-    """letters or continuation, the choices' texts; the task's convention unless given."""
+    """Whether letters are compared, or the choices' texts; null does as is usual for the task."""
     shots: Natural | None = None
-    """Few-shot examples; 5, by continuation 0, unless given."""
+    """Number of solved examples before each question; null takes 5 by letters and 0 by texts."""
     split: str | None = None
-    """Of the data; test, HellaSwag val, unless given."""
+    """Split of the data that is asked; null takes test, and HellaSwag's val."""
     subjects: Seq[str] | None = None
-    """All unless given."""
+    """Subjects that are asked, separated by commas on the command line; null asks all."""
     limit: Positive | None = None
-    """Only the first so many questions of each subject."""
+    """How many questions of each subject are asked, from the first; null asks all."""
     examples: str | None = None
-    """A file of few-shot examples, of tasks that are files."""
+    """File of solved examples, for tasks that are files of your own."""
     chat_template: str | None = None
-    """Ask in a chat: tokenizer (the model's own template), or a file in Jinja."""
+    """Chat template to ask with: `tokenizer` takes the model's, FILE a Jinja file; null: no chat."""
     few_shot: FewShotForm | None = None
-    """Of a chat: turns (each example two turns, unless given) or one_turn (all in the user's)."""
+    """Whether a chat's examples are turns of their own, or all in one turn; null takes turns."""
     system: str | None = None
-    """Of a chat: the system text, before the task's own header."""
+    """System text of a chat, before the task's own header; null has none of yours."""
     language: str | None = None
     """Of a task that is by language, such as global_mmlu: de, sw, …."""
 
@@ -118,15 +118,15 @@ class Request(Strict):
 
     tasks: Seq[Task] = Field(min_length=1)
     engine: EngineName = "transformers"
-    """transformers or vllm."""
+    """Program that computes the probabilities."""
     dtype: Precision = "auto"
-    """auto (the model's own on a GPU, float32 on a CPU), float32, bfloat16 or float16."""
+    """Precision of the model; auto takes its own on a GPU and float32 on a CPU."""
     batch_size: Positive | None = None
-    """Questions that transformers reads at once; as many as its memory is good for unless given."""
+    """Questions that transformers reads at once; null takes as many as fit into memory."""
     revision: str | None = None
-    """Of a model on the hub."""
+    """Branch, tag or commit of a model on the hub; null takes the newest."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
-    """vLLM's share of the GPU; its own default unless given."""
+    """Share of the GPU's memory that vLLM takes, from 0 to 1; null takes vLLM's default."""
 
     @model_validator(mode="after")
     def _options_are_the_engines(self) -> "Request":

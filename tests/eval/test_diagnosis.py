@@ -55,7 +55,7 @@ def test_a_calibrated_model_is_left_alone(models):
 
 def test_numbers_are_those_of_metrics_and_compare(models):
     check = found(models, "calibrated", "sharp")
-    metrics = calibeval.metrics(models / "sharp.jsonl")["choices"]
+    metrics = calibeval.summarize(models / "sharp.jsonl")["choices"]
     assert check.after["choices"].ece == metrics["ece"]
     assert check.after["choices"].surplus == metrics["ece_signed"]
     compared = calibeval.compare(models / "calibrated.jsonl", models / "sharp.jsonl")

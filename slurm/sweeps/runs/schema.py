@@ -141,11 +141,25 @@ class DistributedConfig(Strict):
     """The processes of one run: their number changes the global batch, so it is part of the run."""
 
     processes_per_node: Positive = option(
-        1, "processes of a run, on one machine; without Slurm, each has a GPU"
+        1,
+        "How many processes train one run, all on one machine; each has a GPU of its own. An "
+        "update has as many more conversations.",
     )
-    mixed_precision: Literal["no", "bf16", "fp16"] = option("no", "of forward and backward passes")
-    deepspeed: str | None = option(None, "a DeepSpeed JSON file")
-    fsdp: str | None = option(None, "a JSON file with transformers' `fsdp_config`")
+    mixed_precision: Literal["no", "bf16", "fp16"] = option(
+        "no",
+        "Precision of the forward and backward pass; weights and optimizer stay in fp32. "
+        "bf16 is the usual choice on a GPU.",
+    )
+    deepspeed: str | None = option(
+        None,
+        "DeepSpeed configuration as a JSON file, for example "
+        "configs/deepspeed/zero3.json, which shards the run; null uses no DeepSpeed.",
+    )
+    fsdp: str | None = option(
+        None,
+        "FSDP configuration (transformers' `fsdp_config`) as a JSON file, for example "
+        "configs/fsdp/fsdp2.json; null uses no FSDP.",
+    )
 
     @property
     def single_process(self) -> bool:
@@ -167,13 +181,22 @@ class DistributedConfig(Strict):
 class Score(Request):
     """What is asked of each trained model, and how."""
 
-    python: str | None = option(None, "interpreter that scores, where the training one lacks vLLM")
-    base: bool = option(True, "also ask the model before fine-tuning")
-    revision: None = option(None, "no key of sweeps, always null: see train.model_revision")
-    select_on: str | None = option(
-        None, f"a validation task that chooses the learning rate, or {HELD_OUT}"
+    python: str | None = option(
+        None,
+        "Python interpreter that scores, for example /envs/vllm/bin/python, if the one "
+        "that trains lacks vLLM; null uses the same for both.",
     )
-    columns: str = option(COLUMNS, "of tables: see `calibeval collect --help`")
+    base: bool = option(True, "Whether the model before fine-tuning is asked too, for comparison.")
+    revision: None = option(None, "Must stay null: train.model_revision says it.")
+    select_on: str | None = option(
+        None,
+        "Name of a validation task whose log loss chooses the learning rate, or held_out_loss; "
+        "null shows all rates.",
+    )
+    columns: str = option(
+        COLUMNS,
+        "Metrics that the tables show, separated by commas; `calibeval collect --help` lists them.",
+    )
 
     @model_validator(mode="after")
     def _columns_are_known(self) -> "Score":
@@ -204,47 +227,92 @@ class Score(Request):
 class Dataset(Strict):
     """A hub data set with `messages` or ShareGPT's `conversations`, written as JSON lines."""
 
-    hub: str = option(..., "owner/name")
-    to: str = option(..., "the file made")
-    split: str = option("train", "of the data set")
-    revision: str | None = option(None, "a branch, tag or commit")
+    hub: str = option(..., "Name of the data set on the hub, as owner/name.")
+    to: str = option(..., "File that the data set is written to, as JSON lines.")
+    split: str = option("train", "Split of the data set that is taken.")
+    revision: str | None = option(None, "Branch, tag or commit on the hub; null takes the newest.")
 
 
 class Archive(Strict):
     """An archive (tar, zip, …), unpacked into a folder; or a file of another kind."""
 
-    url: str = option(..., "where it lies")
-    to: str = option(..., "the folder or file made")
-    strip: Natural = option(0, "leading folders of the archive's names to leave out")
+    url: str = option(..., "Address of the file or archive.")
+    to: str = option(
+        ..., "Folder that an archive is unpacked into, or file that another download becomes."
+    )
+    strip: Natural = option(
+        0,
+        "How many leading folders are left out of the names in the archive, as tar's "
+        "--strip-components does.",
+    )
 
 
 class Prefetch(Strict):
     """What `prefetch` fetches where there is internet, apart from what `train` names."""
 
-    datasets: Seq[Dataset] = option((), "a list of:")
-    archives: Seq[Archive] = option((), "a list of:")
-    made_by: str | None = option(None, "the command that makes what cannot be fetched")
+    datasets: Seq[Dataset] = option((), "List of:")
+    archives: Seq[Archive] = option((), "List of:")
+    made_by: str | None = option(
+        None,
+        "Command that makes what cannot be fetched; it is shown to whoever lacks the "
+        "files, and not run.",
+    )
 
 
 class Sweep(Strict):
     """A sweep file."""
 
-    name: str = option(..., "its folder in output_root", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    output_root: str = option(..., "folder of sweeps")
-    backend: str = option("trainer", "trainer, open-instruct, or the name of a module of your own")
-    train: dict[str, Any] = option(..., "keys of the backend, for every run")
-    grid: dict[str, Annotated[tuple[Any, ...], Field(strict=False, min_length=1)]] = option(
-        {}, "lists of values of such keys: every combination is a run"
+    name: str = option(
+        ...,
+        "Name of the sweep, and of its folder in output_root.",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
     )
-    world: DistributedConfig = option(DistributedConfig(), "processes of one run")
-    score: Score | None = option(None, "what the models are asked; null: they are only trained")
-    prefetch: Prefetch = option(Prefetch(), "what to fetch")
-    cluster: str | None = option(None, "a cluster profile; null: its defaults")
-    workers: Positive | None = option(None, "runs at a time without Slurm; null: one a GPU, else 1")
-    throttle: Positive | None = option(None, "runs at a time with Slurm; null: all that it starts")
-    keep: Keep = option("all", "scores: models go once they are scored")
-    max_idle_restarts: Natural = option(3, "restarts in a row without a new checkpoint or record")
-    model_labels: dict[str, str] = option({}, "model_name_or_path: its name in tables")
+    output_root: str = option(
+        ..., "Folder that holds the folders of sweeps, for example runs/paper."
+    )
+    backend: str = option(
+        "trainer",
+        "What trains the runs: `trainer` (this project's), `open-instruct`, or the name of a "
+        "Python module of your own.",
+    )
+    train: dict[str, Any] = option(
+        ..., "Training options that all runs share; the keys are the backend's, listed below."
+    )
+    grid: dict[str, Annotated[tuple[Any, ...], Field(strict=False, min_length=1)]] = option(
+        {},
+        "Training options that vary, each with a list of values, for example `seed: [1, "
+        "2]`; every combination is a run.",
+    )
+    world: DistributedConfig = option(DistributedConfig(), "How one run is spread over GPUs.")
+    score: Score | None = option(
+        None, "What trained models are asked; null trains without scoring."
+    )
+    prefetch: Prefetch = option(Prefetch(), "What `prefetch` downloads where there is internet.")
+    cluster: str | None = option(
+        None,
+        "Cluster profile, for example configs/cluster/generic.yaml; null uses the defaults below.",
+    )
+    workers: Positive | None = option(
+        None,
+        "How many runs train at the same time without Slurm; null takes one for each GPU, "
+        "or 1 without any.",
+    )
+    throttle: Positive | None = option(
+        None, "How many runs Slurm may run at the same time; null sets no limit."
+    )
+    keep: Keep = option(
+        "all",
+        "What is kept of a finished run: `all`, or `scores` alone, which deletes a model "
+        "once it is scored.",
+    )
+    max_idle_restarts: Natural = option(
+        3,
+        "How many restarts in a row may bring neither a checkpoint nor a record before a run "
+        "fails.",
+    )
+    model_labels: dict[str, str] = option(
+        {}, "Names that tables show for models, as `model_name_or_path: name`."
+    )
 
     @model_validator(mode="after")
     def _keys_are_given_once(self) -> "Sweep":
@@ -274,31 +342,71 @@ class Cluster(Strict):
     parameter for it, else in `_additional_parameters`. `extra` overrides both.
     """
 
-    account: Line | None = option(None, "sbatch --account")
-    partition: Line | None = option(None, "sbatch --partition")
-    qos: Line | None = option(None, "sbatch --qos")
-    constraint: Line | None = option(None, "sbatch --constraint, for example h100")
-    time: Time = option("1-00:00", "of a job; a run is warned before, saves and goes on")
-    score_time: Time = option("4:00:00", "of a job that only scores, or collects")
-    cpus_per_process: Positive = option(4, "for each of world.processes_per_node")
-    gpus_per_process: Natural = option(1, "0 on a cluster without GPUs")
-    gpu_type: Line | None = option(None, "sbatch --gpus-per-node=TYPE:N")
+    account: Line | None = option(None, "Account that jobs are billed to (sbatch --account).")
+    partition: Line | None = option(None, "Partition that jobs are queued in (sbatch --partition).")
+    qos: Line | None = option(None, "Quality of service (sbatch --qos).")
+    constraint: Line | None = option(
+        None, "Features that a node must have, for example h100 (sbatch --constraint)."
+    )
+    time: Time = option(
+        "1-00:00",
+        "Time limit of a job that trains, as 12:00:00 (hours) or 1-00:00 (days-hours:"
+        "minutes). A longer run saves before the limit, and goes on in a new job.",
+    )
+    score_time: Time = option(
+        "4:00:00", "Time limit of a job that only scores, or makes the tables."
+    )
+    cpus_per_process: Positive = option(
+        4, "CPU cores for each process of a run, that is, for each GPU."
+    )
+    gpus_per_process: Natural = option(1, "GPUs for each process; 0 on a cluster without GPUs.")
+    gpu_type: Line | None = option(
+        None,
+        "Type of GPU that is asked for, for example h100 (sbatch --gpus-per-node=TYPE:N); "
+        "null takes any.",
+    )
     memory_per_node: Line | None = option(
-        None, "sbatch --mem, for example 64G; scoring asks for as much"
+        None,
+        "Memory of a node that a job gets, for example 64G (sbatch --mem); null takes the "
+        "cluster's default. Scoring asks for as much.",
     )
     signal_seconds: Positive = option(
-        300, "how long before a time limit a run saves; less than time and score_time"
+        300,
+        "Seconds before the time limit at which a run is told to save; must be less than time "
+        "and score_time.",
     )
-    modules: Seq[Line] = option((), "module load …")
-    setup: Seq[str] = option((), "shell lines, `export X=…` among them; the first to fail ends all")
-    python: Line = option("auto", "command in the job; auto: the interpreter that submits")
+    modules: Seq[Line] = option(
+        (), "Modules that each job loads first (`module load`), for example [cuda/12.4]."
+    )
+    setup: Seq[str] = option(
+        (),
+        "Shell lines that each job runs before Python, for example "
+        "`export NCCL_DEBUG=WARN`; the first that fails ends the job.",
+    )
+    python: Line = option(
+        "auto", "Python interpreter of the jobs; `auto` is the one that submits them."
+    )
     pass_environment: Seq[Line] = option(
-        (), "variables to copy from the shell, beside a login's and the backend's"
+        (),
+        "Names of environment variables that jobs take over from your shell, beside a login's "
+        "and the backend's, for example [NCCL_SOCKET_IFNAME].",
     )
-    secrets_file: Line | None = option(None, "NAME=value lines, tokens', read in jobs; chmod 600")
-    offline: bool = option(False, "nodes have no internet: Hugging Face and wandb make no call")
-    cache: Line | None = option(None, "HF_HOME of the jobs, which prefetch fills")
-    extra: Seq[ExtraOption] = option((), "more of sbatch's, --mail-type=FAIL")
+    secrets_file: Line | None = option(
+        None,
+        "File of NAME=value lines with tokens such as HF_TOKEN, which jobs read; only you "
+        "may be able to read it (chmod 600).",
+    )
+    offline: bool = option(
+        False, "Whether nodes lack internet; then Hugging Face libraries and wandb call nobody."
+    )
+    cache: Line | None = option(
+        None,
+        "Folder of downloaded models and data (HF_HOME) that `prefetch` fills and jobs "
+        "read; null is Hugging Face's own.",
+    )
+    extra: Seq[ExtraOption] = option(
+        (), "Further options of sbatch, for example [--mail-type=FAIL]."
+    )
 
     @model_validator(mode="after")
     def _jobs_begin_before_they_are_warned(self) -> "Cluster":
