@@ -66,7 +66,7 @@ class Task(Strict):
     examples: str | None = None
     """File of solved examples, for tasks that are files of your own."""
     chat_template: str | None = None
-    """Chat template to ask with: `tokenizer` takes the model's, FILE a Jinja file; null: no chat."""
+    """Chat template to ask with: `tokenizer` takes the model's, FILE.jinja a file; null: none."""
     few_shot: FewShotForm | None = None
     """Whether a chat's examples are turns of their own, or all in one turn; null takes turns."""
     system: str | None = None

@@ -4,6 +4,7 @@ import pytest
 
 from sweeps.runs.events import EventKind
 from sweeps.runs.run import Run, RunConfig
+from sweeps.runs.stages import TRAIN
 
 
 @pytest.fixture
@@ -34,8 +35,8 @@ def test_the_last_saved_step(run, names, step):
 def test_an_epochs_checkpoint_is_progress(run):
     """Also the first one, whose number is 0, and where a checkpoint of more steps is there."""
     for name in ("epoch_0", "step_57", "epoch_1"):
-        run.note(EventKind.BEGAN, progress=run.progress())
+        run.note(EventKind.BEGAN, stage=TRAIN, progress=run.progress())
         run.note(EventKind.ENDED, killed=True)
-        assert run.attempts_without_progress() == 1
+        assert run.attempts_without_progress(TRAIN) == 1
         (run.checkpoints / name).mkdir()
-        assert run.attempts_without_progress() == 0
+        assert run.attempts_without_progress(TRAIN) == 0
