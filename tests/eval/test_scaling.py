@@ -220,7 +220,8 @@ def test_a_model_below_chance_is_told_that_its_temperature_is_the_end(tmp_path, 
 
 def test_equal_probabilities_have_no_temperature(tmp_path, refused_fit):
     """It was 2.571, where any fits as well."""
-    rows = [{**row, "logprobs": [-1.5] * 4} for row in read_lines(tmp_path / "val.jsonl")]
+    equal = {"logprobs": [-1.5] * 4, "letter_mass": 4 * np.exp(-1.5)}
+    rows = [{**row, **equal} for row in read_lines(tmp_path / "val.jsonl")]
     write_lines(tmp_path / "equal.jsonl", rows)
     assert "any temperature fits" in refused_fit("equal", "test")
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 from loss_check import DEVICE
 
-from smoothce import triton
 from smoothce.bench import __main__ as command
 from smoothce.bench.measure import ClassifierShape, make_problem, measure
 from smoothce.bench.methods import METHODS, Method, dense
+from smoothce.triton import plan
 
 
 def test_table_and_json(tmp_path, capsys, monkeypatch):
@@ -107,9 +107,8 @@ def small_problem(softcap):
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_methods_are_right(softcap, monkeypatch):
-    monkeypatch.setattr(
-        triton, "LEAST_FILTERED_ENTRIES", 2
-    )  # the interpreter's are filtered by "auto" too
+    # The small problems of Triton's interpreter shall be filtered by "auto" too.
+    monkeypatch.setattr(plan, "LEAST_FILTERED_ENTRIES", 2)
     losses = [m for m in METHODS["cuda"] if "compile" not in m.name and not m.is_bound]
     rows = measure(small_problem(softcap), losses, [0.1], repeats=0, seconds=0)
     errors = {row["method"]: row["error_hidden"] for row in rows}

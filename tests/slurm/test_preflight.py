@@ -552,7 +552,7 @@ def test_records_of_plain_prompts_are_not_taken_for_a_chats(asked_once):
     settings = scoring.request(task, run.config().score)
     del settings["chat_template"]
     records.write(whole, [{}], {"settings": settings})
-    assert scoring.missing(run) == []
+    assert scoring.unscored_tasks(run) == []
     asked = "score.tasks.0.chat_template=tokenizer"
     printed = launch(path, "--executor", "local", asked, code=2)
     assert f"{whole}: was asked with chat_template None, now 'tokenizer'" in printed

@@ -321,6 +321,7 @@ def test_a_temperature_by_agreement_is_fitted_where_models_agree(folders):
         if number % 3 == 0:
             logits = 10 * np.roll(logits, 1)
         row["logprobs"] = (logits - np.logaddexp.reduce(logits)).tolist()
+        row["letter_mass"] = 1.0
     tuned = write_lines(folders / "tuned.jsonl", rows)
     assert contrasts.agreement_temperature(base, tuned) == pytest.approx(2, abs=1e-3)
 
