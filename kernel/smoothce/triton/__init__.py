@@ -14,8 +14,9 @@ How gradients are summed, and in which dtypes ("in" is the inputs'):
 
     S or p̃               in "in", in every way
     dE                   in fp32; each row is rounded to "in" once
-    dC, grad_in_forward  in "in", rounded after each of at most 8 parts of the tokens; or in fp32
-                         over the parts and rounded once, where `plan` says so
+    dC, grad_in_forward  in "in", rounded after each of about 8 parts of the tokens at most (whole
+                         tiles may make a few more); or in fp32 over the parts and rounded once,
+                         where `plan` says so
     dC, others           in fp32 within a super-block of tokens, rounded to "in" after each
     bias's gradient      in fp32, and so it is returned: autograd casts it to the bias's dtype
 
