@@ -47,8 +47,8 @@ class Options:
       `compile_operator`.
     - How patched models take it: as a keyword without being named, but for editors, which read
       `PatchSettings` of `hf_patch.settings`. If it changes what a model is trained on, it counts in
-      `LossSettings.smooths`, and `hf_patch.head_forward` and `integrations.automodel` leave it out of
-      the loss that evaluation reports. Each module of `integrations` names the options it takes.
+      `LossSettings.smooths`, and `hf_patch.head_forward` and `integrations.automodel` leave it out
+      of the loss that evaluation reports. Each module of `integrations` names the options it takes.
     - Its tests: `ANY_SHAPE_AND_OPTION` and `torch_loss` of `tests/helpers/loss_check.py`.
     """
 

@@ -3,9 +3,9 @@
 The choice follows from shapes and options alone, so that equal calls give equal bits. Where ranks
 share a vocabulary, it follows from the rank that has most of it, so that all ranks choose the same
 and take part in the same collectives. `threshold` says whether gradients are filtered, `plan_for`
-chooses the way, `describe` puts it into words for `smoothce.explain`. Two choices are made elsewhere:
-how a filtered call makes its gradients (`filtered.makes_gradients_in_forward`), and what a bias and
-fp16 need (`smoothce.triton.call_for`).
+chooses the way, `describe` puts it into words for `smoothce.explain`. Two choices are made
+elsewhere: how a filtered call makes its gradients (`filtered.makes_gradients_in_forward`), and what
+a bias and fp16 need (`smoothce.triton.call_for`).
 """
 
 import math
