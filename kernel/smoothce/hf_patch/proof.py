@@ -26,6 +26,7 @@ compute another loss from the right logits (an unshifted one, a loss of further 
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -203,7 +204,9 @@ def _inputs(model_forward: PatchableModel, head: nn.Linear) -> dict[str, Any]:
     """A batch of two rows, with unequal numbers of labels."""
     embeddings = _input_embeddings(model_forward.causal)
     entries = min(head.out_features, getattr(embeddings, "num_embeddings", head.out_features))
-    first_parameter = next(embeddings.parameters(), head.weight)
+    # Not `head.weight`: under ZeRO-3, reading it outside the head's forward would gather it for the
+    # whole step.
+    first_parameter = next(itertools.chain(embeddings.parameters(), head.parameters()))
     device = first_parameter.device
     generator = torch.Generator().manual_seed(0)
     first = min(3, entries - 1)  # the lowest are often padding and the like
