@@ -103,7 +103,10 @@ def check(base: str | Path, tuned: str | Path, figure: str | Path | None = None)
     answers = record_files.read(Path(tuned))
     if len(answers) < FEWEST_QUESTIONS:
         number = counted(len(answers), "question")
-        raise InputError(f"{tuned}: {number}; expected {FEWEST_QUESTIONS} or more")
+        raise InputError(
+            f"{tuned}: {number}; expected {FEWEST_QUESTIONS} or more, since a temperature is "
+            "fitted on one half and read on the other; `calibeval compare` takes fewer"
+        )
     cooled, temperatures = cross_fitted(answers)
     cooled_run = stats.measure(cooled)
     found = Check(

@@ -19,8 +19,8 @@ IGNORED = ("__pycache__", "*.pyc")
 def snapshot(sweep: Path) -> Path:
     """Copy our packages to `<sweep>/code/<hash of their files>/`, unless they are there.
 
-    Returns that folder. COMMIT and DIFF in it say which commit the packages are at, and what was
-    changed since.
+    Returns that folder. COMMIT in it says which commit the packages are at, and DIFF what was
+    changed since in files that git tracks.
     """
     folders = _package_folders()
     made = (sweep / "code" / _digest(folders)[:8]).absolute()
@@ -34,7 +34,8 @@ def snapshot(sweep: Path) -> Path:
     commit = run_or_empty(*git, "rev-parse", "HEAD") or "not in git\n"
     (part / "COMMIT").write_text(commit)
     difference = run_or_empty(*git, "diff", "HEAD")
-    (part / "DIFF").write_bytes(os.fsencode(difference))
+    # git apply wants the newline at the end, which is stripped from the output of commands.
+    (part / "DIFF").write_bytes(os.fsencode(f"{difference}\n" if difference else ""))
     part.rename(made)
     return made
 

@@ -190,7 +190,7 @@ class Score(Request):
     revision: None = option(None, "Must stay null: train.model_revision says it.")
     select_on: str | None = option(
         None,
-        "Name of a validation task whose log loss chooses the learning rate, or held_out_loss; "
+        "Validation task whose accuracy (ties: log loss) chooses the rate, or held_out_loss; "
         "null shows all rates.",
     )
     columns: str = option(
