@@ -78,6 +78,8 @@ def main() -> None:
         if rank == 0:
             print(f"update {update}: loss {loss_of_update / ranks:.5f}, gradient {norm:.5f}")
     if ranks > 1:
+        dist.barrier()  # a process that leaves first may keep gloo's other processes from leaving
+        del trained  # DDP holds the process group
         dist.destroy_process_group()
 
 
