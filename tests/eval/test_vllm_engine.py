@@ -184,7 +184,7 @@ def main(model):
         texts = tuple(tuple(rng.choices(range(20, 300), k=length)) for length in (1, 9, 140))
         jobs.append(Job(2 * index, context, texts))
         jobs.append(Job(2 * index + 1, context, ((8,), (9,))))
-    engine = VllmEngine(model, longest=900)
+    engine = VllmEngine(model, max_model_length=900)
     forwards = dict(engine.score([jobs]))
     backwards = dict(engine.score([jobs[::-1]]))
     engine.close()
