@@ -78,7 +78,7 @@ def test_trl(world):
 
 
 @pytest.mark.slow
-def test_the_readmes_script_trains_with_smoothing(world, monkeypatch):
+def test_the_readmes_trl_script_trains_with_smoothing(world, monkeypatch):
     """As it is printed, but for the model and the data, which are on the hub, and its length."""
     pytest.importorskip("trl")
     page = (EXAMPLES.parents[1] / "README.md").read_text(encoding="utf-8")
