@@ -228,7 +228,8 @@ def _input_embeddings(causal: CausalModel) -> nn.Module:
     find = getattr(causal, "get_input_embeddings", None)
     embeddings = None
     if find is not None:
-        with contextlib.suppress(NotImplementedError):  # transformers', where it cannot tell
+        # transformers raises this for models of which it cannot tell.
+        with contextlib.suppress(NotImplementedError):
             embeddings = find()
     return causal if embeddings is None else embeddings
 
