@@ -15,6 +15,7 @@ Trainers:
     ours-compiled   the same with torch.compile on each layer
     ours-smoothed   ours-compiled at β = 0.1; the others are at β = 0
     ours-zero3      the first by DeepSpeed's ZeRO-3; on several GPUs, unless named
+    ours-lora       the first with LoRA of rank 16 over frozen bf16 weights; only where it is named
     trl             TRL's SFTTrainer as it comes
     trl-liger       with Liger's kernels (use_liger_kernel)
     trl-chunked     with TRL's own chunked loss (loss_type="chunked_nll")
@@ -29,6 +30,10 @@ conversation, which counts long conversations' attention too low), the peak of a
 seconds until the first update is done, and the mean loss of the last quarter of updates.
 
 The tokenizer is a BPE trained on the data, so that tokens are about as long as usual.
+
+With --profile, TRL's and Unsloth's trials also write FOLDER/MODEL.TRAINER.profile.txt: which share
+of the batches' tokens is padding, which share of the time the GPU computes, and where that time
+goes, by torch.profiler over two updates.
 """
 
 import argparse
@@ -54,6 +59,7 @@ TEMPLATE = PROJECT / "slurm" / "sweeps" / "training" / "chat_templates" / "alpac
 CONVERSATIONS = 64  # of an update
 IGNORED = -100  # the label of a token that no loss is taken of
 WARM_UP = 3  # updates that are not timed: kernels are compiled and chosen in them
+PROFILED = 2  # updates that --profile looks at, after the warm-up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +178,7 @@ TRAINERS = {
     "ours-compiled": Trainer("sweeps", (), {"compile": True}),
     "ours-smoothed": Trainer("sweeps", (), {"compile": True, "label_smoothing": 0.1}),
     "ours-zero3": Trainer("sweeps", ("deepspeed",), {"deepspeed": "configs/deepspeed/zero3.json"}),
+    "ours-lora": Trainer("sweeps", ("peft",), {"compile": False, "lora": {"r": 16, "alpha": 32}}),
     "trl": Trainer("trl", ("trl",), {}),
     "trl-liger": Trainer("trl", ("trl", "liger_kernel"), {"use_liger_kernel": True}),
     "trl-chunked": Trainer("trl", ("trl",), {"loss_type": "chunked_nll"}),
@@ -214,10 +221,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--conversations", type=int, default=CONVERSATIONS, help="of an update")
     parser.add_argument("--limit", type=int, default=600, help="seconds of a trial")
     parser.add_argument("--peak", type=float, default=989e12, help="FLOP/s of a GPU; H100 SXM's")
+    parser.add_argument("--profile", action="store_true", help="of TRL's and Unsloth's trials")
     parser.add_argument("--trial", choices=TRAINERS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.trainers is None:
-        arguments.trainers = [x for x in TRAINERS if x != "ours-zero3"]
+        arguments.trainers = [x for x in TRAINERS if x not in ("ours-zero3", "ours-lora")]
         if arguments.gpus > 1:
             arguments.trainers = list(SHARDED)
     return arguments
@@ -282,6 +290,8 @@ def run_trial(model: str, name: str, arguments: argparse.Namespace) -> dict[str,
     command += ["--alpaca", arguments.alpaca, "--out", arguments.out]
     command += ["--gpus", arguments.gpus, "--steps", arguments.steps]
     command += ["--conversations", arguments.conversations]
+    if arguments.profile:
+        command.append("--profile")
     if arguments.gpus > 1 and TRAINERS[name].kind != "sweeps":  # which starts its ranks itself
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         command[1:1] = [*launcher, arguments.gpus]
@@ -467,12 +477,15 @@ def train_by_trl(arguments: argparse.Namespace) -> int:
     from trl import SFTTrainer
 
     clock = stopwatch()
+    callbacks = [clock]
+    if arguments.profile and trl_rank() == 0:
+        callbacks.append(profiler(arguments.out / f"{model}.{name}.profile.txt"))
     trainer = SFTTrainer(
         network,
         args=trl_config(model, name, arguments),
         train_dataset=tokens_for_trl(model, name, arguments),
         processing_class=tokenizer,
-        callbacks=[clock],
+        callbacks=callbacks,
     )
     trainer.train()
     if not trainer.is_world_process_zero():
@@ -578,6 +591,56 @@ def stopwatch() -> Any:
             self.marks.append((time.monotonic(), int(state.num_input_tokens_seen)))
 
     return Stopwatch()
+
+
+def profiler(out: Path) -> Any:
+    """A callback that profiles two updates after the warm-up, and writes what it found to `out`."""
+    import torch
+    import transformers
+
+    class Profiler(transformers.TrainerCallback):
+        def __init__(self) -> None:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            self.profile = torch.profiler.profile(activities=activities)
+            self.began = 0.0
+            self.tokens = 0
+            self.padding = 0
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            given["model"].register_forward_pre_hook(self.count, with_kwargs=True)
+
+        def count(self, module: Any, positional: Any, named: dict[str, Any]) -> None:
+            mask = named.get("attention_mask")
+            if mask is not None:
+                self.tokens += mask.numel()
+                self.padding += int((mask == 0).sum())
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            if state.global_step == WARM_UP:
+                self.profile.start()
+                self.began = time.monotonic()
+            elif state.global_step == WARM_UP + PROFILED:
+                seconds = time.monotonic() - self.began
+                self.profile.stop()
+                self.write(seconds)
+
+        def write(self, seconds: float) -> None:
+            events = self.profile.key_averages()
+            busy = sum(event.self_device_time_total for event in events) / 1e6
+            padding = self.padding / max(1, self.tokens)
+            lines = [
+                f"padding: {padding:.1%} of the batches' tokens",
+                f"{PROFILED} updates took {seconds:.2f} s under the profiler",
+                f"the GPU computed for {busy:.2f} s of it",
+                events.table(sort_by="self_device_time_total", row_limit=25),
+            ]
+            out.write_text("\n".join(lines))
+
+    return Profiler()
 
 
 TRAINING = {"sweeps": train_by_sweeps, "trl": train_by_trl, "unsloth": train_by_trl}

@@ -108,6 +108,24 @@ def test_trls_trainer_and_its_metrics(name, beta, tmp_path):
         assert twice[kind] == pytest.approx(want[kind], rel=1e-3), kind
 
 
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
+def test_trls_trainer_and_its_metrics_on_a_gpu(half, tmp_path):
+    """At β = 0 loss, entropy and accuracy are TRL's own, by the Triton kernels."""
+    trl = pytest.importorskip("trl")
+    arguments = sft_config(trl, tmp_path, use_cpu=False, learning_rate=1e-3)
+    arguments.bf16 = half
+    arguments._n_gpu = 1  # else several GPUs are taken at once by torch's DataParallel
+    more = {"rows": trls_rows(), "processing_class": words()}
+    want = history(trl.SFTTrainer, arguments, tiny().cuda(), False, **more)
+    found = history(trl.SFTTrainer, arguments, tiny().cuda(), True, **more)
+    assert len(want["entropy"]) == len(want["loss"]) == 3
+    for kind in want:
+        print(kind, want[kind], found[kind])
+        assert found[kind] == pytest.approx(want[kind], rel=1e-2 if half else 1e-3), kind
+
+
 def test_trls_trainer_with_an_explicit_beta_trains_as_with_its_own_factor(tmp_path):
     trl = pytest.importorskip("trl")
     more = {"train_dataset": trls_rows(), "processing_class": words()}
