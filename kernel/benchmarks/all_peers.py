@@ -110,15 +110,17 @@ CONTENDERS = {
     "torch-compile": Contender("torch.compile", torch.compile(dense, dynamic=False)),
     "torch-linear": Contender("torch, F.linear_cross_entropy", peers.torch_linear_cross_entropy),
     "quack": Contender("QuACK, scaled-exp", peers.quack, "quack-kernels"),
+    "quack-large": Contender("QuACK, chunks of 8192", peers.quack_large_chunk, "quack-kernels"),
     "liger": Contender("Liger", peers.liger, "liger_kernel"),
     "liger-cute": Contender("Liger, CuTe cross-entropy", peers.liger_cute, "liger_kernel"),
     "liger-cute-sm90": Contender("Liger, CuTe for SM90", peers.liger_cute_sm90, "liger_kernel"),
     "trl": Contender("TRL, chunked", peers.trl, "trl"),
-    "cut": Contender("cut-cross-entropy", peers.cut, "cut-cross-entropy"),
+    "cut": Contender("cut-cross-entropy, filtered", peers.cut, "cut-cross-entropy"),
     "paper": Contender("paper's algorithm, our untuned rewrite", peers.paper_rewrite),
-    # Last, since it changes torch when it is imported.
     "unsloth": Contender("Unsloth", peers.unsloth, "unsloth_zoo"),
 }
+# They change torch when they are imported, so that they are imported when the others are timed.
+CHANGES_TORCH = ("unsloth",)
 
 # How far a method has come at a shape, as its last line of the output says. The shape's process
 # writes these lines, and the process that started it reads them once the other has ended, for
@@ -268,43 +270,81 @@ def measure_shape(shape_name: str, args: Arguments) -> int:
     for measurement in measurements.values():
         if measurement.beta is not None and measurement.beta not in truths:
             truths[measurement.beta] = true_gradients(problem, measurement.beta)
-    same_bits: dict[str, bool | None] = {}
-    for key, measurement in measurements.items():
-        if problem.softcap is not None and "softcap" in CONTENDERS[key].lacks:
-            measurement.row["failed"] = "knows no softcap"
-            recorder.record(key, measurement.row, "failed")
-            continue
-        if time.monotonic() - began > SHARE_TO_BEGIN * args.limit:
-            measurement.row["failed"] = f"not begun, since --limit {args.limit:g} was near"
-            recorder.record(key, measurement.row, "failed")
-            continue
-        recorder.record(key, measurement.row, "started")
-        # `attempt` catches what a method raises. What still comes here is CUDA failing in `clear`
-        # or `check_device`: its context is lost, and this process can measure nothing more.
-        works = True
+    undisturbed = {key: m for key, m in measurements.items() if key not in CHANGES_TORCH}
+    disturbing = {key: m for key, m in measurements.items() if key in CHANGES_TORCH}
+    for group in (undisturbed, disturbing):
+        group_run = GroupRun(args, recorder, problem, began)
+        if not group_run.measure(group, truths):
+            return BROKEN_DEVICE
+    return 0
+
+
+class GroupRun:
+    """Measures methods that may be in one process while they are timed."""
+
+    def __init__(self, args: Arguments, recorder: Recorder, problem: Problem, began: float) -> None:
+        self.args = args
+        self.recorder = recorder
+        self.problem = problem
+        self.began = began
+        self.same_bits: dict[str, bool | None] = {}
+
+    def measure(
+        self,
+        measurements: dict[str, Measurement],
+        truths: dict[float | None, dict[str, Tensor] | None],
+    ) -> bool:
+        """Fill in the methods' rows. Returns False where one has made the GPU unusable."""
+        for key, measurement in measurements.items():
+            reason = self.reason_to_leave_out(key)
+            if reason is not None:
+                measurement.row["failed"] = reason
+                self.recorder.record(key, measurement.row, "failed")
+                continue
+            self.recorder.record(key, measurement.row, "started")
+            works = self.measure_without_clock(key, measurement, truths[measurement.beta])
+            self.recorder.record(key, measurement.row, "measured", self.same_bits.get(key))
+            if not works:
+                return False
+        self.time(measurements)
+        return True
+
+    def reason_to_leave_out(self, key: str) -> str | None:
+        if self.problem.softcap is not None and "softcap" in CONTENDERS[key].lacks:
+            return "knows no softcap"
+        if time.monotonic() - self.began > SHARE_TO_BEGIN * self.args.limit:
+            return f"not begun, since --limit {self.args.limit:g} was near"
+        return None
+
+    def measure_without_clock(
+        self, key: str, measurement: Measurement, truth: dict[str, Tensor] | None
+    ) -> bool:
+        """Find error, memory and equal bits. Returns whether the GPU still works.
+
+        `attempt` catches what a method raises. What still comes here is CUDA failing in `clear` or
+        `check_device`: its context is lost, and this process can measure nothing more."""
         try:
-            measure_error_and_memory(measurement, truths[measurement.beta])
-            same_bits[key] = compare_bits(measurement)
+            measure_error_and_memory(measurement, truth)
+            self.same_bits[key] = compare_bits(measurement)
             measurement.attempt(measurement.forward)  # which compiles kernels of its own
             check_device()
         except Exception:
-            works = False
             measurement.row.setdefault("failed", "it left the GPU unusable")
-        recorder.record(key, measurement.row, "measured", same_bits.get(key))
-        if not works:
-            return BROKEN_DEVICE
-    del truths
-    to_time = {key: m for key, m in measurements.items() if not m.failed}
-    key_of = {id(measurement): key for key, measurement in to_time.items()}
+            return False
+        return True
 
-    def record_turn(measurement: Measurement) -> None:
-        key = key_of[id(measurement)]
-        recorder.record(key, measurement.row, "timing", same_bits.get(key))
+    def time(self, measurements: dict[str, Measurement]) -> None:
+        to_time = {key: m for key, m in measurements.items() if not m.failed}
+        key_of = {id(measurement): key for key, measurement in to_time.items()}
 
-    measure_times(problem, list(to_time.values()), args.repeats, args.seconds, record_turn)
-    for key, measurement in to_time.items():
-        recorder.record(key, measurement.row, "timed", same_bits.get(key))
-    return 0
+        def record_turn(measurement: Measurement) -> None:
+            key = key_of[id(measurement)]
+            self.recorder.record(key, measurement.row, "timing", self.same_bits.get(key))
+
+        args = self.args
+        measure_times(self.problem, list(to_time.values()), args.repeats, args.seconds, record_turn)
+        for key, measurement in to_time.items():
+            self.recorder.record(key, measurement.row, "timed", self.same_bits.get(key))
 
 
 def make_measurement(key: str, problem: Problem, label_smoothing: float) -> Measurement:

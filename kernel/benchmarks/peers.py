@@ -29,7 +29,7 @@ from smoothce.bench.methods import Loss
 Feature = Literal["smoothing", "smoothing in chunks", "softcap", "bias"]
 
 IGNORE_INDEX = -100
-TRL_CHUNK = 65536  # entries of the vocabulary at a time; the trainers of TRL 1.16 take 32768
+TRL_CHUNK = 32768  # entries of the vocabulary at a time, as the trainers of TRL 1.16 take
 QUACK_CHUNK = 4096  # tokens at a time, QuACK's own default
 
 
@@ -167,14 +167,30 @@ def quack(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """QuACK's scaled-exp pipeline, for Hopper."""
-    let_quack_name_any_value()
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy
-
+    """QuACK's scaled-exp pipeline, for Hopper, with its default chunk or half of it."""
     chunk = QUACK_CHUNK
     if chunk == hidden.shape[1]:
         # QuACK tells a product's rows from its columns by their numbers: these may not be equal.
         chunk //= 2
+    return quack_in_chunks(hidden, weight, labels, chunk)
+
+
+@lacks("smoothing", "softcap", "bias")
+def quack_large_chunk(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """The same with twice the default chunk, which takes more memory and may be faster."""
+    return quack_in_chunks(hidden, weight, labels, 2 * QUACK_CHUNK)
+
+
+def quack_in_chunks(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
+    let_quack_name_any_value()
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
     return chunked_linear_cross_entropy(
         hidden,
         weight,

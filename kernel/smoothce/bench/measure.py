@@ -142,31 +142,28 @@ class Measurement:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def loss(self) -> Tensor:
+    def loss_of(self, hidden: Tensor, weight: Tensor) -> Tensor:
         problem = self.problem
         beta = 0.0 if self.beta is None else self.beta
         if problem.softcap is None:  # then a method need not know what a softcap is
-            return self.method.loss(
-                problem.hidden, problem.weight, problem.labels, label_smoothing=beta
-            )
+            return self.method.loss(hidden, weight, problem.labels, label_smoothing=beta)
         return self.method.loss(
-            problem.hidden,
-            problem.weight,
-            problem.labels,
-            label_smoothing=beta,
-            softcap=problem.softcap,
+            hidden, weight, problem.labels, label_smoothing=beta, softcap=problem.softcap
         )
 
     def forward(self) -> None:
-        """An evaluation's step: nothing is kept for a backward."""
+        """An evaluation's step: nothing is kept for a backward.
+
+        Inputs are detached as well, since some methods make gradients wherever an input requires
+        one, with a graph or without."""
         with torch.no_grad():
-            self.loss()
+            self.loss_of(self.problem.hidden.detach(), self.problem.weight.detach())
 
     def forward_and_backward(self) -> None:
         """A training step's."""
         self.problem.hidden.grad = None
         self.problem.weight.grad = None
-        self.loss().backward()
+        self.loss_of(self.problem.hidden, self.problem.weight).backward()
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients that the last backward left, by the name of their input."""
