@@ -19,6 +19,7 @@ Trainers:
     trl             TRL's SFTTrainer as it comes
     trl-liger       with Liger's kernels (use_liger_kernel)
     trl-chunked     with TRL's own chunked loss (loss_type="chunked_nll")
+    trl-grouped     with conversations of like lengths together, so that less is padding
     trl-padding-free  with padding_free, which needs FlashAttention
     unsloth         Unsloth's FastLanguageModel under SFTTrainer, all weights trained
 
@@ -182,6 +183,7 @@ TRAINERS = {
     "trl": Trainer("trl", ("trl",), {}),
     "trl-liger": Trainer("trl", ("trl", "liger_kernel"), {"use_liger_kernel": True}),
     "trl-chunked": Trainer("trl", ("trl",), {"loss_type": "chunked_nll"}),
+    "trl-grouped": Trainer("trl", ("trl",), {"train_sampling_strategy": "group_by_length"}),
     "trl-padding-free": Trainer("trl", ("trl", "flash_attn"), {"padding_free": True}),
     "unsloth": Trainer("unsloth", ("trl", "unsloth"), {}),
 }
