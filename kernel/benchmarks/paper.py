@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smoothce.chunked import once_differentiable
+from smoothce.autograd_tools import once_differentiable
 from smoothce.triton.tiles import INTERPRETED
 
 TILE = {"ROWS": 128, "WIDTH": 128, "DEPTH": 32}

@@ -16,12 +16,14 @@ from torch import Tensor
 from smoothce.options import Inputs, InputTensors
 from smoothce.vocab_parallel import shards_agree
 
+REQUIRED = ("hidden", "weight", "labels")
 
-def check_tensors(**tensors: object) -> None:
-    """Raises TypeError where one is no tensor, or only a rank's piece of one. Those which are
-    optional may be None."""
+
+def check_tensors(**tensors: Tensor | None) -> None:
+    """Raises TypeError where one is no tensor, or only a rank's piece of one, whatever the
+    annotation says. Those which are not `REQUIRED` may be None."""
     for name, value in tensors.items():
-        if value is None and name not in ("hidden", "weight", "labels"):
+        if value is None and name not in REQUIRED:
             continue
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a tensor, not {type(value).__name__}")
@@ -112,7 +114,7 @@ def _check_dtypes(tensors: InputTensors) -> None:
         raise TypeError(f"weight must have hidden's dtype {dtype}, not {tensors.weight.dtype}")
     bias = tensors.bias
     if bias is not None and bias.dtype not in (dtype, torch.float32):
-        raise TypeError(f"bias must have hidden's dtype {dtype}, not {bias.dtype}")
+        raise TypeError(f"bias must have hidden's dtype {dtype} or torch.float32, not {bias.dtype}")
     if tensors.labels.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"labels must be int64 or int32, not {tensors.labels.dtype}")
 

@@ -1,21 +1,25 @@
 """The loss by chunks of tokens, in plain PyTorch: for CPUs, and wherever Triton cannot serve.
 
-One chunk's logits (128 × V on a CPU) are the only array that grows like N × V. For a reduced loss
-the forward computes the gradients too, up to the upstream factor, so that the logits are computed
-once: three matrix products in all. Without reduction, or with the log-sum-exps as an output, the
-backward computes the logits a second time.
+The logits of one chunk (128 × V on a CPU) are all that is held at a time. They become its
+probabilities and then its gradient in the same memory. Under a softcap the cap's slope takes as
+much again, and so do temporaries of the entropy and of a smoothing target.
+
+For a reduced loss the forward computes the gradients too, up to the upstream factor, so that the
+logits are computed once: three matrix products in all. Without reduction, or with the log-sum-exps
+as an output, the backward computes the logits a second time.
 
 Everything is accumulated in fp32 (fp64 for fp64 inputs).
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import function
 
+from smoothce.autograd_tools import graph_is_kept, once_differentiable
 from smoothce.options import Gradients, Inputs, InputTensors, LossOutput, Needs, accumulation_dtype
 from smoothce.vocab_parallel import TokenLogitSums, all_reduce_gradient, merge_shards
 
@@ -24,9 +28,6 @@ CPU_CHUNK_TOKENS = 128
 GPU_CHUNK_LOGITS = 2**27
 GPU_MAX_CHUNK_TOKENS = 1024
 CAST_ROWS = 4096  # rows of a 16-bit classifier that are widened at a time
-
-# Whether this PyTorch takes 16-bit factors to an fp32 product.
-MIXED = "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
 def loss(inputs: Inputs) -> LossOutput:
@@ -41,26 +42,6 @@ def unsupported(inputs: Inputs) -> str | None:
 
 def describe(inputs: Inputs) -> str | None:
     return None  # it has one way only
-
-
-def once_differentiable(backward: Callable) -> Callable:
-    """PyTorch's decorator, which makes a second derivative raise RuntimeError, in every case.
-
-    Alone it lets one pass, without the loss's part of it, where the upstream gradient needs no
-    gradient itself. So that gradient is made to need one wherever a graph of the backward is asked
-    for.
-    """
-    guarded = function.once_differentiable(backward)
-
-    def always_guarded(ctx: Any, *upstream: Tensor | None) -> Any:
-        if torch.is_grad_enabled():  # create_graph=True
-            upstream = tuple(
-                None if gradient is None else gradient.detach().requires_grad_()
-                for gradient in upstream
-            )
-        return guarded(ctx, *upstream)
-
-    return always_guarded
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -128,14 +109,9 @@ def _scaled(gradient: Tensor | None, upstream_loss: Tensor, dtype: torch.dtype) 
     return torch.mul(gradient, upstream_loss, out=torch.empty_like(gradient, dtype=dtype))
 
 
-def graph_is_kept() -> bool:
-    """Whether another backward through this graph may follow; True where torch cannot tell."""
-    query = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return query is None or query()
-
-
 def _walk_again(ctx: Any, upstream_loss: Tensor | None, upstream_lse: Tensor | None) -> Gradients:
-    """The gradients where the forward could not make them: each token has its own upstream."""
+    """The gradients where the forward could not make them, since their upstream gradient is more
+    than one factor: each token's loss has its own, or the log-sum-exps have one too."""
     *tensors, loss_scale = ctx.saved_tensors
     inputs = InputTensors(*tensors).with_options(ctx.options, ctx.shard)
     if upstream_loss is None:
@@ -162,17 +138,12 @@ def _leaf_dtypes(inputs: Inputs) -> tuple[torch.dtype, torch.dtype, torch.dtype]
 
 @dataclass
 class _Chunk:
-    """Some tokens, and the one matrix that they have, (n, V).
-
-    It holds logits at first. `_Walk._turn_into_probabilities` and then, where gradients are made,
-    `_Walk._turn_into_gradient` overwrite it."""
+    """Some tokens that are worked on together."""
 
     tokens: Tensor  # (n,) int64, their places among the call's tokens
     hidden: Tensor  # (n, D) in the accumulation dtype, times the logit scale
     label_rows: Tensor  # (n, 1) int64, the label's row of this rank's classifier ...
     has_label: Tensor  # (n, 1) bool, ... where it has one: else the row is 0
-    matrix: Tensor  # (n, V)
-    cap_slope: Tensor | None  # (n, V) the softcap's derivative, where a gradient is wanted
 
 
 class _Walk:
@@ -208,12 +179,16 @@ class _Walk:
         size = min(_chunk_tokens(inputs), max(len(valid_tokens), 1))
         buffer = self._new(torch.empty, size, len(inputs.weight))
         for tokens in valid_tokens.split(size):
-            chunk = self._logits(tokens, buffer[: len(tokens)])
-            sums_here = self._turn_into_probabilities(chunk)
+            chunk = self._chunk(tokens)
+            # Logits, probabilities and the gradient take each other's place in the buffer.
+            logits, cap_slope = self._logits(chunk, buffer[: len(tokens)])
+            sums_here, probabilities = self._softmax(chunk, logits)
             sums = merge_shards(sums_here, inputs.shard)
             self._write_output(tokens, sums)
             if self.upstream_loss is not None:
-                self._add_gradients(chunk, self.upstream_loss, sums_here.lse, sums.lse)
+                if inputs.shard is not None:  # make the softmax over this rank's that over all
+                    probabilities.mul_((sums_here.lse - sums.lse).exp_()[:, None])
+                self._add_gradients(chunk, probabilities, cap_slope, sums.lse, self.upstream_loss)
         if self.linear_smoothing is not None:
             self.linear_smoothing.add_to(self.gradients, self.smoothing)
         all_reduce_gradient(self.gradients.hidden, inputs.shard)
@@ -246,36 +221,38 @@ class _Walk:
             bias=self._new(torch.zeros, len(weight)) if needs.bias else None,
         )
 
-    def _logits(self, tokens: Tensor, matrix: Tensor) -> _Chunk:
+    def _chunk(self, tokens: Tensor) -> _Chunk:
         inputs = self.inputs
         hidden = inputs.hidden[tokens].to(self.dtype)
-        if inputs.scale != 1.0:
-            hidden.mul_(inputs.scale)
-        for rows, widened in _widened(inputs.weight, self.dtype):
-            torch.mm(hidden, widened.T, out=matrix[:, rows])
-        if self.bias is not None:
-            matrix.add_(self.bias)
-        cap_slope = None
-        softcap = inputs.options.softcap
-        if softcap is not None:
-            matrix.div_(softcap).tanh_()
-            if self.upstream_loss is not None:
-                cap_slope = 1 - matrix * matrix
-            matrix.mul_(softcap)
-
+        if inputs.logit_scale != 1.0:
+            hidden.mul_(inputs.logit_scale)
         label_rows = inputs.labels[tokens, None]
         if inputs.shard is not None:
             label_rows = label_rows - inputs.shard.first_entry
         has_label = (label_rows >= 0) & (label_rows < len(inputs.weight))
-        label_rows = label_rows.where(has_label, 0)
-        return _Chunk(tokens, hidden, label_rows, has_label, matrix, cap_slope)
+        return _Chunk(tokens, hidden, label_rows.where(has_label, 0), has_label)
 
-    def _turn_into_probabilities(self, chunk: _Chunk) -> TokenLogitSums:
-        """Turn the chunk's logits into their softmax over this rank's entries, in place. Returns
-        what is found of the logits on the way."""
-        logits = chunk.matrix
+    def _logits(self, chunk: _Chunk, buffer: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The chunk's logits, (n, V), in the buffer's memory, and their derivative in what the
+        softcap takes, (n, V): None without a softcap, or where no gradient is wanted."""
+        for rows, widened in _widened(self.inputs.weight, self.dtype):
+            torch.mm(chunk.hidden, widened.T, out=buffer[:, rows])
+        if self.bias is not None:
+            buffer.add_(self.bias)
+        softcap = self.inputs.options.softcap
+        if softcap is None:
+            return buffer, None
+        cap_slope = None
+        buffer.div_(softcap).tanh_()
+        if self.upstream_loss is not None:
+            cap_slope = 1 - buffer * buffer
+        return buffer.mul_(softcap), cap_slope
+
+    def _softmax(self, chunk: _Chunk, logits: Tensor) -> tuple[TokenLogitSums, Tensor]:
+        """What is found of the logits over this rank's entries, and their softmax over these, (n,
+        V), in the logits' memory."""
         label_logit = logits.gather(1, chunk.label_rows).where(chunk.has_label, 0).squeeze(1)
-        smoothing_logit = self._smoothing_logit(chunk)
+        smoothing_logit = self._smoothing_logit(chunk, logits)
         argmax = None
         if self.inputs.options.return_statistics:
             top, argmax = logits.max(1)
@@ -284,27 +261,32 @@ class _Walk:
         probabilities = torch.softmax(logits, 1, out=logits)
         # The largest probability is 1/V at least, so that its logarithm is accurate.
         lse = top - probabilities.amax(1).log()
-        sums = TokenLogitSums(lse=lse, target=label_logit, smoothing_logit=smoothing_logit)
+        if self.inputs.shard is not None:
+            # All that this rank has may be forbidden, while other ranks have entries that are not.
+            nothing_here = top == -math.inf
+            probabilities.masked_fill_(nothing_here[:, None], 0)
+            lse.masked_fill_(nothing_here, -math.inf)
+        sums = TokenLogitSums(lse=lse, label_logit=label_logit, smoothing_logit=smoothing_logit)
         if argmax is None:
-            return sums
+            return sums, probabilities
         if self.inputs.shard is not None:
             argmax = argmax + self.inputs.shard.first_entry
         expected = lse - torch.special.entr(probabilities).sum(1)
-        return sums._replace(expected=expected, top=top, argmax=argmax)
+        return sums._replace(expected=expected, top=top, argmax=argmax), probabilities
 
-    def _smoothing_logit(self, chunk: _Chunk) -> Tensor:  # (n,)
+    def _smoothing_logit(self, chunk: _Chunk, logits: Tensor) -> Tensor:  # (n,)
         """Σ_v u_v z_v over this rank's entries; 0 where it counts for nothing."""
         if self.smoothing == 0:
-            return chunk.matrix.new_zeros(len(chunk.tokens))
+            return logits.new_zeros(len(chunk.tokens))
         if self.linear_smoothing is not None:
             return self.linear_smoothing.smoothing_logit(chunk.hidden)
         if self.smoothing_target is None:
-            return chunk.matrix.sum(1) * (1 / self.inputs.vocabulary)
-        return _expectation(chunk.matrix, self.smoothing_target)
+            return logits.sum(1) * (1 / self.inputs.vocabulary)
+        return _expectation(logits, self.smoothing_target)
 
     def _write_output(self, tokens: Tensor, sums: TokenLogitSums) -> None:
         output = self.output
-        losses = sums.lse - (1 - self.smoothing) * sums.target
+        losses = sums.lse - (1 - self.smoothing) * sums.label_logit
         losses = losses - self.smoothing * sums.smoothing_logit
         z_loss = self.inputs.options.z_loss
         if z_loss != 0:
@@ -314,7 +296,7 @@ class _Walk:
         output.loss[tokens] = losses
         output.lse[tokens] = sums.lse
         if output.log_probability is not None:
-            output.log_probability[tokens] = sums.target - sums.lse
+            output.log_probability[tokens] = sums.label_logit - sums.lse
         if output.entropy is not None and sums.expected is not None:
             output.entropy[tokens] = sums.lse - sums.expected
         if output.argmax is not None and sums.argmax is not None:
@@ -322,80 +304,84 @@ class _Walk:
 
     def _add_gradients(
         self,
-        chunk: _Chunk,  # with probabilities in its matrix
-        upstream_loss: Tensor,  # (N,)
-        lse_here: Tensor,  # (n,) over this rank's entries, as its probabilities are
+        chunk: _Chunk,
+        probabilities: Tensor,  # (n, V) over the whole vocabulary, of this rank's entries
+        cap_slope: Tensor | None,  # (n, V)
         lse: Tensor,  # (n,) over the whole vocabulary
+        upstream_loss: Tensor,  # (N,)
     ) -> None:
-        """Add what these tokens have in the gradients."""
-        if self.inputs.shard is not None:
-            # The softmax is over this rank's entries; make it that over all.
-            chunk.matrix.mul_((lse_here - lse).exp_()[:, None])
+        """Add what these tokens have in the gradients.
+
+        Token i's upstream gradient g_i enters in one place of two. Where all terms of its row of
+        the gradient of products have it, it multiplies what the row's own products are: D numbers
+        instead of V. Where the log-sum-exps have an upstream gradient too, the row has a term
+        without g_i, so that g_i must be in the row's other terms.
+        """
         upstream = upstream_loss[chunk.tokens, None].to(self.dtype)
         if self.inputs.token_weights is not None:
             upstream = upstream * self.inputs.token_weights[chunk.tokens, None]
-        factors = _UpstreamFactors.place(upstream, all_terms_have_it=self.upstream_lse is None)
-        self._turn_into_gradient(chunk, lse, factors.in_matrix)
-        self._add_products(chunk, factors)
+        if self.upstream_lse is None:
+            factor_in_rows = torch.ones_like(upstream)
+            factor_of_products = upstream
+        else:
+            factor_in_rows = upstream
+            factor_of_products = torch.ones_like(upstream)
+        rows = self._gradient_rows(chunk, probabilities, cap_slope, lse, factor_in_rows)
+        self._add_products(chunk, rows, factor_in_rows, factor_of_products)
         if self.linear_smoothing is not None:
             self.linear_smoothing.add_tokens(chunk.hidden, upstream)
 
-    def _turn_into_gradient(self, chunk: _Chunk, lse: Tensor, upstream_in_matrix: Tensor) -> None:
-        """Turn the chunk's probabilities into the gradient of its products E_i · C_v, in place, but
-        for the factor that `_UpstreamFactors` leaves to the products."""
-        matrix = chunk.matrix
+    def _gradient_rows(
+        self,
+        chunk: _Chunk,
+        probabilities: Tensor,  # (n, V)
+        cap_slope: Tensor | None,  # (n, V)
+        lse: Tensor,  # (n,)
+        factor: Tensor,  # (n, 1): g_i, or 1 where what the rows are multiplied with has it
+    ) -> Tensor:  # (n, V)
+        """The gradient of the products E_i · C_v, in the probabilities' memory. The linear
+        smoothing term is left to `_add_products`."""
+        rows = probabilities
         z_loss = self.inputs.options.z_loss
         z_loss_factor = 1 + 2 * z_loss * lse[:, None]
         if self.upstream_lse is not None:
             upstream_lse = self.upstream_lse[chunk.tokens, None]
-            matrix.mul_(upstream_in_matrix * z_loss_factor + upstream_lse)
+            rows.mul_(factor * z_loss_factor + upstream_lse)
         elif z_loss != 0:
-            matrix.mul_(z_loss_factor)
-        at_label = upstream_in_matrix * (self.smoothing - 1) * chunk.has_label
-        matrix.scatter_add_(1, chunk.label_rows, at_label)
+            rows.mul_(z_loss_factor)
+        at_label = factor * (self.smoothing - 1) * chunk.has_label
+        rows.scatter_add_(1, chunk.label_rows, at_label)
         if self.smoothing != 0 and self.linear_smoothing is None:
             if self.smoothing_target is None:
                 uniform_smoothing = self.smoothing * (1 / self.inputs.vocabulary)
-                matrix.sub_(upstream_in_matrix * uniform_smoothing)
+                rows.sub_(factor * uniform_smoothing)
             else:
-                matrix.sub_(upstream_in_matrix * (self.smoothing * self.smoothing_target))
-        if chunk.cap_slope is not None:
-            matrix.mul_(chunk.cap_slope)
+                rows.sub_(factor * (self.smoothing * self.smoothing_target))
+        if cap_slope is not None:
+            rows.mul_(cap_slope)
+        return rows
 
-    def _add_products(self, chunk: _Chunk, factors: "_UpstreamFactors") -> None:
+    def _add_products(
+        self,
+        chunk: _Chunk,
+        gradient_rows: Tensor,  # (n, V)
+        factor_in_rows: Tensor,  # (n, 1) what they have been multiplied by
+        factor_of_products: Tensor,  # (n, 1) what is still to be multiplied by
+    ) -> None:
         gradients = self.gradients
         if gradients.hidden is not None:
             products = torch.zeros_like(chunk.hidden)
-            for rows, widened in _widened(self.inputs.weight, self.dtype):
-                products.addmm_(chunk.matrix[:, rows], widened)
+            for entries, widened in _widened(self.inputs.weight, self.dtype):
+                products.addmm_(gradient_rows[:, entries], widened)
             if self.linear_smoothing is not None:
                 mean_weight = self.linear_smoothing.mean_weight
-                products.sub_(factors.in_matrix * mean_weight, alpha=self.smoothing)
-            gradients.hidden[chunk.tokens] = products.mul_(factors.of_products * self.inputs.scale)
+                products.sub_(factor_in_rows * mean_weight, alpha=self.smoothing)
+            products.mul_(factor_of_products * self.inputs.logit_scale)
+            gradients.hidden[chunk.tokens] = products
         if gradients.weight is not None:
-            gradients.weight.addmm_(chunk.matrix.T, chunk.hidden * factors.of_products)
+            gradients.weight.addmm_(gradient_rows.T, chunk.hidden * factor_of_products)
         if gradients.bias is not None:
-            gradients.bias.addmv_(chunk.matrix.T, factors.of_products.squeeze(1))
-
-
-class _UpstreamFactors(NamedTuple):
-    """Where a chunk's upstream gradients g_i enter: in exactly one of two places, the other is 1.
-
-    The gradient of token i's products E_i · C_v is row i of the chunk's matrix, and the products
-    that this row enters are multiplied by a factor. Where all terms of the row have g_i, it is that
-    factor, since scaling D numbers is less work than scaling V. Where log-sum-exps have an upstream
-    gradient of their own, the row has a term without g_i, so that g_i must be in the matrix.
-    """
-
-    in_matrix: Tensor  # (n, 1)
-    of_products: Tensor  # (n, 1)
-
-    @classmethod
-    def place(cls, upstream: Tensor, all_terms_have_it: bool) -> "_UpstreamFactors":
-        ones = torch.ones_like(upstream)
-        if all_terms_have_it:
-            return cls(in_matrix=ones, of_products=upstream)
-        return cls(in_matrix=upstream, of_products=ones)
+            gradients.bias.addmv_(gradient_rows.T, factor_of_products.squeeze(1))
 
 
 class _LinearSmoothing:

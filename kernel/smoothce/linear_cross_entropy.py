@@ -2,7 +2,8 @@
 
 A call's tensors are checked and flattened, `dispatch` chooses an implementation and runs it, and
 its output takes the caller's shape. Under `torch.compile` an operator stands in the graph for the
-middle part. It is no implementation of the loss: when the graph runs, it asks `dispatch` for one.
+middle part, but for the reference and a process group. It is no implementation of the loss: when
+the graph runs, it asks `dispatch` for one.
 """
 
 from typing import Any, Literal, TypeAlias, overload
@@ -144,14 +145,18 @@ def linear_cross_entropy(
     How it is computed is up to
 
     - `impl`: "auto", "reference", "chunked" or "triton". `explain` tells what a call takes.
-    - `workspace`: bytes of memory for the Triton kernels. In it a loss that is reduced, or whose
-      classifier is frozen, makes its gradients during the forward, some of the N tokens at a time.
-      That takes three matrix products of this shape, or two where only one gradient is wanted.
-      With 0 all logits are computed twice instead. The workspace of "auto" holds the logits of
+    - `workspace`: bytes of memory for the Triton kernels. They make the gradients of a loss that is
+      reduced, or whose classifier is frozen, during the forward: for some of the N tokens at a
+      time, whose probabilities the workspace holds. That takes three matrix products of this
+      shape, or two where only one gradient is wanted. With 0 all logits are computed twice instead.
+      With few = max(D, 2048), of which the probabilities take as much as the classifier's gradient
+      or more, "auto" is
 
-          few = max(D, 2048) tokens, which take as much as the classifier's gradient or more;
-          N / 4 tokens instead, where few < N / 4 ≤ 3 · few;
-          2048 tokens where the classifier is frozen.
+          where                        tokens at a time    the classifier's gradient is summed
+          the classifier is frozen     2048
+          N / 4 ≤ few                  few                 in the inputs' dtype, in ≤ 4 parts
+          few < N / 4 ≤ 3 · few        N / 4               in the inputs' dtype, in 4 parts
+          3 · few < N / 4              few                 in fp32
 
     - `filter_eps`: None for the exact gradient. A number lets the Triton kernels leave out small
       parts of it, which is faster. The classifier's rows are cut into blocks of 256 entries. Where
@@ -171,8 +176,10 @@ def linear_cross_entropy(
       `smoothing_target` are the rank's part or the whole vector. Hidden states and labels are the
       same on every rank. The loss and the gradient of `hidden` are those of the whole vocabulary.
 
-    Under `torch.compile` a loss that is not reduced makes its gradients in the backward, also where
-    the classifier is frozen.
+    Under `torch.compile` a reduced loss makes its gradients in the forward, whatever `workspace`
+    and `filter_eps` are, and the graph holds them until the backward. One that is not reduced, in
+    fp16 or with `return_lse` makes them in the backward, where the logits are computed again, also
+    where the classifier is frozen.
 
     Raises ValueError or TypeError, naming what was given and what was expected. A label outside
     [0, V) raises IndexError on a CPU and is a device-side assertion on CUDA.
@@ -183,7 +190,10 @@ def linear_cross_entropy(
         hidden, weight, labels, bias, smoothing_target, token_weights, process_group
     )
     if torch.compiler.is_compiling() and impl != "reference" and process_group is None:
-        # Options are not made here: a graph may hold their numbers as symbols.
+        # The reference is traced as it is, which leaves it its second derivatives. With a process
+        # group the graph breaks: the operator's schema has no place for a group, whose collectives
+        # have to run on every rank in the same order. Options are not made here, since a graph may
+        # hold their numbers as symbols.
         unchecked: dict[str, Any] = {**options}
         unchecked["return_lse"] = return_lse
         unchecked["return_statistics"] = return_statistics
@@ -278,10 +288,12 @@ def explain(
     options, why it does, and how that one makes the gradient.
 
     The answer is that for a call outside `torch.compile`. Inside it the same implementation is
-    taken, but a loss that is not reduced makes its gradients in the backward.
+    taken, but a reduced loss makes its gradients in the forward and any other in the backward.
 
-    Nothing is computed. Raises what `linear_cross_entropy` raises for options, and for types,
-    shapes, dtypes and devices of tensors. What the numbers in the tensors are is not looked at.
+    No logits are computed. Tensors that the call would copy first are copied: hidden states and
+    classifier under autocast, and what is not contiguous. Raises what `linear_cross_entropy` raises
+    for options, and for types, shapes, dtypes and devices of tensors. What the numbers in the
+    tensors are is not looked at.
     """
     checked = Options(return_lse=return_lse, return_statistics=return_statistics, **options)
     checks.check_tensors(hidden=hidden)  # the labels' shape is made from its shape

@@ -34,14 +34,19 @@ class Options:
       see, `LinearCrossEntropy` and the operator that `torch.compile` sees follow from these.
     - What it means: the docstring of `linear_cross_entropy`, and `reference`, the definition that
       tests compare with.
-    - How it is computed, where it changes the loss: `chunked`, in `_write_output` for the loss and
-      in `_add_gradients` and what that calls for the gradient; in `triton`, `losses_kernel` of
-      `forward` for the loss, and for the gradient first `Coefficients` of `tokens` and
-      `store_dlogits` of `dlogits`. The gradient's equations stand at the head of `grad_in_forward`,
-      `dlogits` and `filtered` too, and each is computed in its module and in `filter_kernels`.
-      They have two coefficients a token, one of the softmax and one of its target distribution; an
-      option that needs a third changes all of these. One that gives each token a factor of its own
-      also ends the shortcut of `filtered.upstream_gradient`.
+    - How it is computed, where it changes the loss:
+
+          chunked                   `_write_output` (the loss), `_gradient_rows`
+          triton.forward            `losses_kernel` (the loss)
+          triton.tokens             `Coefficients`, of a token's softmax and of its smoothed label
+          triton.dlogits            `store_dlogits`, `finish_hidden_kernel`
+          triton.grad_in_forward    `weigh_kernel`, `SmoothingTerm`
+          triton.filter_kernels     `tile_gradients`
+
+      The gradient's equations at the head of `dlogits`, `grad_in_forward` and `filtered` have two
+      coefficients a token; an option that needs a third changes all of these. One that gives each
+      token a factor of its own ends the shortcut of `filtered.upstream_gradient`. What a gradient
+      takes of the forward, such as each token's loss, becomes a field of `tokens.PackedTokens`.
     - Whether it changes which gradients the forward can make: `plan_for` and `threshold` of
       `triton.plan`, `ctx.gradients_are_made` of `chunked`, `OperatorCall.step` of
       `compile_operator`.
@@ -236,8 +241,9 @@ class Inputs(NamedTuple):
         return self.tensors.token_weights
 
     @property
-    def scale(self) -> float:
-        """What products of hidden states and classifier rows are multiplied by."""
+    def logit_scale(self) -> float:
+        """What products of hidden states and classifier rows are multiplied by; 1 where the
+        option is None."""
         return 1.0 if self.options.logit_scale is None else self.options.logit_scale
 
     @property

@@ -13,7 +13,7 @@ from smoothce.options import Inputs, LossOutput, accumulation_dtype
 def logits(inputs: Inputs, hidden: Tensor) -> Tensor:  # (N, V), of hidden states (N, D)
     """z = cap(logit_scale · E Cᵀ + b), where cap(z) = softcap · tanh(z / softcap)."""
     dtype = accumulation_dtype(hidden.dtype)
-    z = F.linear(hidden.to(dtype), inputs.weight.to(dtype)) * inputs.scale
+    z = F.linear(hidden.to(dtype), inputs.weight.to(dtype)) * inputs.logit_scale
     if inputs.bias is not None:
         z = z + inputs.bias.to(dtype)
     softcap = inputs.options.softcap

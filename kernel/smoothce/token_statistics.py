@@ -36,10 +36,10 @@ def token_statistics(
     check_tensors(hidden=hidden, weight=weight, bias=bias)
     if not (is_number(temperature) and temperature > 0):
         raise ValueError(f"temperature must be a positive number, not {temperature!r}")
-    targets = labels
-    if targets is None:
-        targets = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-        ignore_index = -1
+    labels_or_zeros = labels
+    if labels_or_zeros is None:
+        labels_or_zeros = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+        ignore_index = -1  # nothing is masked, also where the caller's `ignore_index` is 0
     if temperature != 1:
         # cap(x) / τ is a cap of softcap / τ on x / τ, and x is a scaled product plus a bias.
         divisor = float(temperature)
@@ -51,7 +51,7 @@ def token_statistics(
     _, statistics = linear_cross_entropy(
         hidden,
         weight,
-        targets,
+        labels_or_zeros,
         bias=bias,
         softcap=softcap,
         logit_scale=logit_scale,

@@ -81,7 +81,8 @@ def _local_shard_of_dtensor(weight: Any, group: dist.ProcessGroup) -> tuple[Tens
 
 
 def shards_agree(shard: Shard, labels: Tensor, rows: int) -> Tensor:  # () bool
-    """Whether all ranks have the same labels, and parts that make one vocabulary.
+    """Whether all ranks have the same labels, as far as a checksum of them tells, and parts that
+    make one vocabulary.
 
     It stays on the device, so that nothing waits for the host.
     """
@@ -105,7 +106,7 @@ class TokenLogitSums(NamedTuple):
     """What a walk over the vocabulary, or a part of it, finds of each token: (n,) each, in nats."""
 
     lse: Tensor  # logsumexp_v z_v
-    target: Tensor  # the label's logit; 0 where it is another rank's
+    label_logit: Tensor  # 0 where the label is another rank's entry
     smoothing_logit: Tensor  # Σ_v u_v z_v, the mean logit under the smoothing target
     # The rest is there where statistics are asked for.
     expected: Tensor | None = None  # Σ_v p_v z_v, the mean logit under the softmax
@@ -118,12 +119,14 @@ def merge_shards(mine: TokenLogitSums, shard: Shard | None) -> TokenLogitSums:
     if shard is None:
         return mine
     if mine.expected is None or mine.top is None or mine.argmax is None:
-        columns = torch.stack([mine.lse, mine.target, mine.smoothing_logit])
-        lse, target, smoothing_logit = all_gather_stacked(columns, shard).unbind(1)
-        return TokenLogitSums(lse.logsumexp(0), target.sum(0), smoothing_logit.sum(0))
+        columns = torch.stack([mine.lse, mine.label_logit, mine.smoothing_logit])
+        lse, label_logit, smoothing_logit = all_gather_stacked(columns, shard).unbind(1)
+        return TokenLogitSums(lse.logsumexp(0), label_logit.sum(0), smoothing_logit.sum(0))
 
-    columns = torch.stack([mine.lse, mine.target, mine.smoothing_logit, mine.expected, mine.top])
-    lse, target, smoothing_logit, expected, top = all_gather_stacked(columns, shard).unbind(1)
+    columns = torch.stack(
+        [mine.lse, mine.label_logit, mine.smoothing_logit, mine.expected, mine.top]
+    )
+    lse, label_logit, smoothing_logit, expected, top = all_gather_stacked(columns, shard).unbind(1)
     argmax = all_gather_stacked(mine.argmax, shard)
     whole_lse = lse.logsumexp(0)
     probability = (lse - whole_lse).exp()  # of a rank's part of the vocabulary
@@ -132,7 +135,7 @@ def merge_shards(mine: TokenLogitSums, shard: Shard | None) -> TokenLogitSums:
     best_rank = top.argmax(0, keepdim=True)
     return TokenLogitSums(
         lse=whole_lse,
-        target=target.sum(0),
+        label_logit=label_logit.sum(0),
         smoothing_logit=smoothing_logit.sum(0),
         expected=terms.sum(0),
         top=top.amax(0),

@@ -12,13 +12,16 @@ tile shapes (`tiles`).
 
 How gradients are summed, and in which dtypes ("in" is the inputs'):
 
-    S or p̃               in "in", in every way
+    S or p̃               in "in", in every way; `filtered` rounds m, W and H to it too
     dE                   in fp32; each row is rounded to "in" once
     dC, grad_in_forward  in "in", rounded after each of about 8 parts of the tokens at most (whole
                          tiles may make a few more); or in fp32 over the parts and rounded once,
                          where `plan` says so
     dC, others           in fp32 within a super-block of tokens, rounded to "in" after each
     bias's gradient      in fp32, and so it is returned: autograd casts it to the bias's dtype
+
+"In fp32" holds where PyTorch has products of 16-bit factors in fp32 (`dlogits.MIXED`). An older one
+rounds each product to "in" before it is added.
 
 Gradients made in the forward are multiplied by the upstream factor in the backward and rounded a
 second time, unless that is 1. Where ranks share a vocabulary, dE is summed over them in "in".
@@ -30,7 +33,7 @@ import torch
 from torch import Tensor
 from typing_extensions import assert_never  # not yet in Python 3.10's typing
 
-from smoothce.chunked import graph_is_kept, once_differentiable
+from smoothce.autograd_tools import graph_is_kept, once_differentiable
 from smoothce.options import Gradients, Inputs, InputTensors, LossOutput, Needs, Options
 from smoothce.triton import filtered, grad_in_forward, plan, recompute_backward
 from smoothce.triton.filtered import FilterState
@@ -227,9 +230,7 @@ def call_for(inputs: Inputs) -> LossCall:
     )
     inputs = inputs._replace(tensors=tensors)
     needs = tensors.needs()
-    eps = None
-    if any(needs) and not needs.bias and tensors.hidden.dtype != torch.float16:
-        eps = plan.threshold(inputs.options, inputs.vocabulary, inputs.most_rows)
+    eps = plan.threshold(inputs, needs) if any(needs) else None
     return LossCall(inputs, needs, tiles_for(tensors.hidden, tensors.weight), eps)
 
 
@@ -250,16 +251,17 @@ def filter_statistics(
     bias: Tensor | None,  # (V,)
     options: Options,
 ) -> tuple[Tensor, Tensor]:
-    """What the filter does to these inputs.
+    """What the filter does to these inputs in a step that wants the gradients of hidden and weight.
 
     Returns the share of (token, block) pairs whose gradient is computed, kept or drawn, and the
     mean over valid tokens of the softmax mass in the others, which the profiles stand in for. Both
     are 0-d, on the device."""
     tensors = InputTensors(hidden, weight, labels, bias, smoothing_target=None, token_weights=None)
     call = call_for(tensors.with_options(options))
+    needs = Needs(hidden=True, weight=True, bias=False)
     listed_pairs = hidden.new_zeros((), dtype=torch.float32)
     dropped_mass = hidden.new_zeros((), dtype=torch.float32)
-    eps = plan.threshold(options, vocabulary=len(weight), most_rows=len(weight))
+    eps = plan.threshold(call.inputs, needs)
     if eps is None:
         return listed_pairs + 1, dropped_mass
     call = call._replace(eps=eps)

@@ -12,10 +12,12 @@ import triton.language as tl
 from torch import Tensor
 from triton import cdiv
 
-from smoothce.chunked import MIXED
 from smoothce.triton.forward import SavedProbabilities
 from smoothce.triton.tiles import base2_logits, descriptor, product_tile, programs, slope
 from smoothce.triton.tokens import Coefficients, LossCall, PackedTokens
+
+# Whether this PyTorch takes 16-bit factors to an fp32 product.
+MIXED = "dtype_out" in torch.ops.aten.addmm.overloads()
 
 CONVERT_PROGRAMS = 16  # programs of `convert_kernel` to the rows of a token tile
 
@@ -28,7 +30,7 @@ LEAST_PROBABILITY = tl.constexpr(1e-38)
 def store_dlogits(
     probabilities, logits,  # of the tile, base-2 logits
     entries, rows, columns,  # its entries of the vocabulary, its tokens, its columns in dlogits
-    labels, softmax_coefficients, target_coefficients, smoothing_target,
+    labels, softmax_coefficients, label_coefficients, smoothing_target,
     dlogits, stride,  # written
     n_rows, V, uniform_smoothing, smoothing, scale, softcap,
 ):  # fmt: skip
@@ -37,14 +39,14 @@ def store_dlogits(
     `uniform_smoothing` is β u_v where u is uniform."""
     known = rows < n_rows
     label = tl.load(labels + rows, mask=known, other=-1)
-    target = tl.load(target_coefficients + rows, mask=known, other=0.0)[:, None]
+    label_coefficient = tl.load(label_coefficients + rows, mask=known, other=0.0)[:, None]
     s = probabilities * tl.load(softmax_coefficients + rows, mask=known, other=0.0)[:, None]
     if smoothing_target is not None:
         u = tl.load(smoothing_target + entries, mask=entries < V, other=0.0)
-        s -= target * (smoothing * u)[None, :]
+        s -= label_coefficient * (smoothing * u)[None, :]
     else:
-        s -= target * uniform_smoothing
-    s = tl.where(label[:, None] == entries[None, :], s - target * (1.0 - smoothing), s)
+        s -= label_coefficient * uniform_smoothing
+    s = tl.where(label[:, None] == entries[None, :], s - label_coefficient * (1.0 - smoothing), s)
     s *= scale if softcap is None else slope(logits, scale, softcap)
     # entries past the chunk are never read
     pointers = dlogits + rows.to(tl.int64)[:, None] * stride + columns[None, :]
@@ -54,7 +56,7 @@ def store_dlogits(
 @triton.jit(do_not_specialize=["n_rows", "chunk"])
 def recompute_kernel(
     hidden, weight, bias, smoothing_target,  # (n_rows, D) packed, (V, D), (V,) or None twice
-    labels, lses, softmax_coefficients, target_coefficients,  # (n_rows,) each
+    labels, lses2, softmax_coefficients, label_coefficients,  # (n_rows,) each
     dlogits,  # written: S of entries [first_entry, first_entry + chunk)
     n_rows, V, first_entry, chunk, stride,
     uniform_smoothing, smoothing, scale, softcap, D: tl.constexpr,
@@ -65,9 +67,8 @@ def recompute_kernel(
     row_tiles = tl.cdiv(n_rows, ROWS)
     n_tiles = row_tiles * tl.cdiv(chunk, WIDTH)
     workers = tl.num_programs(0)
-    # Flattened into the loop over D, so that the next tile's loads start while this one is written.
-    # The compiler ignores `flatten` where FLATTEN leaves Python's `range`, which has no such
-    # argument.
+    # Flattened into the loop over D, so that the next tile's loads start while this one is written
+    # (FLATTEN: `Tiles.product_settings`).
     for tile in (tl.range if FLATTEN else range)(tl.program_id(0), n_tiles, workers, flatten=True):  # type: ignore[call-overload]
         row = (tile % row_tiles) * ROWS
         column = (tile // row_tiles) * WIDTH
@@ -78,11 +79,11 @@ def recompute_kernel(
         entries = entry + tl.arange(0, WIDTH)
         logits = base2_logits(product, bias, entries, V, scale, softcap)
         rows = row + tl.arange(0, ROWS)
-        lse = tl.load(lses + rows, mask=rows < n_rows, other=float("inf"))
-        probabilities = tl.exp2(logits - lse[:, None])
+        lse2 = tl.load(lses2 + rows, mask=rows < n_rows, other=float("inf"))
+        probabilities = tl.exp2(logits - lse2[:, None])
         store_dlogits(
             probabilities, logits, entries, rows, column + tl.arange(0, WIDTH),
-            labels, softmax_coefficients, target_coefficients, smoothing_target,
+            labels, softmax_coefficients, label_coefficients, smoothing_target,
             dlogits, stride, n_rows, V, uniform_smoothing, smoothing, scale, softcap,
         )  # fmt: skip
 
@@ -90,7 +91,7 @@ def recompute_kernel(
 @triton.jit
 def convert_kernel(
     memory,  # (n_rows, stride): saved probabilities, which become S
-    tile_offsets, labels, lses, softmax_coefficients, target_coefficients, smoothing_target,
+    tile_offsets2, labels, lses2, softmax_coefficients, label_coefficients, smoothing_target,
     valid_count,
     n_rows, V, padded, stride,
     uniform_smoothing, smoothing, scale, softcap, ROWS: tl.constexpr, WIDTH: tl.constexpr,
@@ -101,12 +102,12 @@ def convert_kernel(
     valid = rows < tl.minimum(n_rows, tl.load(valid_count))  # the other tokens have none
     pointers = memory + rows.to(tl.int64)[:, None] * stride + entries[None, :]
     probabilities = tl.load(pointers, mask=valid[:, None], other=0.0).to(tl.float32)
-    offset = tl.load(tile_offsets + tl.program_id(0) * padded + rows, mask=valid, other=0.0)
-    logits = tl.log2(tl.maximum(probabilities, LEAST_PROBABILITY)) + offset[:, None]
-    probabilities *= tl.exp2(offset - tl.load(lses + rows, mask=valid, other=0.0))[:, None]
+    offset2 = tl.load(tile_offsets2 + tl.program_id(0) * padded + rows, mask=valid, other=0.0)
+    logits = tl.log2(tl.maximum(probabilities, LEAST_PROBABILITY)) + offset2[:, None]
+    probabilities *= tl.exp2(offset2 - tl.load(lses2 + rows, mask=valid, other=0.0))[:, None]
     store_dlogits(
         probabilities, logits, entries, rows, entries,
-        labels, softmax_coefficients, target_coefficients, smoothing_target,
+        labels, softmax_coefficients, label_coefficients, smoothing_target,
         memory, stride, n_rows, V, uniform_smoothing, smoothing, scale, softcap,
     )  # fmt: skip
 
@@ -125,20 +126,20 @@ def convert_to_dlogits(
     rows = max(call.tiles.rows // CONVERT_PROGRAMS, 1)
     convert_kernel[(call.blocks, cdiv(n, rows))](
         memory=saved.probabilities,
-        tile_offsets=saved.tile_offsets,
+        tile_offsets2=saved.tile_offsets2,
         labels=tokens.labels,
-        lses=tokens.lse,
+        lses2=tokens.lse2,
         softmax_coefficients=coefficients.softmax,
-        target_coefficients=coefficients.target,
+        label_coefficients=coefficients.label,
         smoothing_target=inputs.smoothing_target,
         valid_count=tokens.valid_count,
         n_rows=n,
         V=len(inputs.weight),
-        padded=len(tokens.lse),
+        padded=len(tokens.lse2),
         stride=saved.probabilities.stride(0),
         uniform_smoothing=call.uniform_smoothing,
         smoothing=inputs.options.label_smoothing,
-        scale=inputs.scale,
+        scale=inputs.logit_scale,
         softcap=inputs.options.softcap,
         ROWS=rows,
         WIDTH=call.tiles.width,
@@ -163,9 +164,9 @@ def recompute_dlogits(
         bias=inputs.bias,
         smoothing_target=inputs.smoothing_target,
         labels=tokens.labels,
-        lses=tokens.lse,
+        lses2=tokens.lse2,
         softmax_coefficients=coefficients.softmax,
-        target_coefficients=coefficients.target,
+        label_coefficients=coefficients.label,
         dlogits=out,
         n_rows=len(packed),
         V=len(inputs.weight),
@@ -174,7 +175,7 @@ def recompute_dlogits(
         stride=out.stride(0),
         uniform_smoothing=call.uniform_smoothing,
         smoothing=inputs.options.label_smoothing,
-        scale=inputs.scale,
+        scale=inputs.logit_scale,
         softcap=inputs.options.softcap,
         D=packed.shape[1],
         **tiles.product_settings,
@@ -220,7 +221,7 @@ def spread_hidden_kernel(
 def finish_hidden_kernel(
     sums,  # (·, D) fp32 Σ_v p̃_iv C_v, of packed tokens
     order, valid_count,
-    labels, lses, offsets, softmax_coefficients, target_coefficients,  # of packed tokens
+    labels, lses2, offsets2, softmax_coefficients, label_coefficients,  # of packed tokens
     weight,  # (V, D)
     mean_weight,  # (D,) β Σ_v u_v C_v; None without smoothing
     out,  # (n, D) in the caller's order, written; 0 where a token is masked
@@ -233,22 +234,24 @@ def finish_hidden_kernel(
     out_row = tl.load(order + place).to(tl.int64)
     valid_columns = tl.where(place < tl.load(valid_count), D, 0)
     factor = tl.load(softmax_coefficients + place)
-    factor = factor * tl.exp2(tl.load(offsets + place) - tl.load(lses + place)) * scale
-    target = tl.load(target_coefficients + place) * scale
+    factor = factor * tl.exp2(tl.load(offsets2 + place) - tl.load(lses2 + place)) * scale
+    label_coefficient = tl.load(label_coefficients + place) * scale
     label = tl.load(labels + place).to(tl.int64)
-    target_columns = tl.where(label >= 0, valid_columns, 0)
+    label_columns = tl.where(label >= 0, valid_columns, 0)
     for start in range(0, D, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         gradient = tl.load(sums + place * D + columns, mask=columns < valid_columns, other=0.0)
-        target_weight = tl.load(
+        label_weight = tl.load(
             weight + tl.maximum(label, 0) * D + columns,
-            mask=columns < target_columns,
+            mask=columns < label_columns,
             other=0.0,
         )
-        gradient = gradient * factor - target * (1.0 - smoothing) * target_weight.to(tl.float32)
+        gradient = gradient * factor - label_coefficient * (1.0 - smoothing) * label_weight.to(
+            tl.float32
+        )
         if mean_weight is not None:
             mean = tl.load(mean_weight + columns, mask=columns < valid_columns, other=0.0)
-            gradient -= target * mean
+            gradient -= label_coefficient * mean
         gradient = tl.where(columns < valid_columns, gradient, 0.0)
         tl.store(out + out_row * D + columns, gradient.to(out.dtype.element_ty), mask=columns < D)
 
@@ -286,15 +289,15 @@ def write_hidden_from_probabilities(
         order=tokens.order,
         valid_count=tokens.valid_count,
         labels=tokens.labels,
-        lses=tokens.lse,
-        offsets=tokens.offset,
+        lses2=tokens.lse2,
+        offsets2=tokens.offset2,
         softmax_coefficients=coefficients.softmax,
-        target_coefficients=coefficients.target,
+        label_coefficients=coefficients.label,
         weight=inputs.weight,
         mean_weight=mean_weight,
         out=out,
         smoothing=inputs.options.label_smoothing,
-        scale=inputs.scale,
+        scale=inputs.logit_scale,
         D=d,
         BLOCK=min(1024, triton.next_power_of_2(d)),
     )

@@ -93,14 +93,22 @@ def tile_gradients(
     smoothing_factor, smoothing, scale, softcap,
     RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """S of a tile's rows: of its tokens weighted by w and ĝ_i, of the profile's row q_v f_v, of the
-    uniform row u_v f_v, with f the slope; 0 in rows past these."""
+    """S of the rows of a tile, with f the slope ∂logit/∂product:
+
+    row < n_listed         a listed token: its S, weighted by w and ĝ_i
+    row = n_listed         the profile: q_v f_v
+    row = n_listed + 1     the uniform row: u_v f_v
+    rows past these        0
+    """
     y = tl.load(labels + token, mask=is_token, other=-1)
     s = tl.exp2(x - norm[:, None])
-    # w comes from m = (1 − w) P and this P, so that w P and the low-rank part make up P exactly.
+    # The weight solves m = (1 − weight) P with the P of this very row, so that weight · P and the
+    # low-rank part make up P exactly. It is 1 for a kept pair (m = 0) and for the last two rows,
+    # and w for a drawn one.
     p_coefficient = coefficient + block.to(tl.int64) * padded + token
     m = tl.load(p_coefficient, mask=is_token, other=0.0).to(tl.float32)
-    s *= (1.0 - m / tl.maximum(tl.sum(s, 1), 1e-30))[:, None]
+    weight = 1.0 - m / tl.maximum(tl.sum(s, 1), 1e-30)
+    s *= weight[:, None]
     if lift is not None:
         s *= tl.load(lift + token, mask=is_token, other=1.0)[:, None]
     if smoothing_target is None:
@@ -155,7 +163,7 @@ def tile_item(
     block, index, n_listed, begin, v,
     tile_owner, n_shares, tiles_done, shares_done,
     hidden, weight, weight_slices,
-    bias, smoothing_target, order, labels, lse,
+    bias, smoothing_target, order, labels, lse2,
     relative, lift,
     coefficient, listed_tokens,
     ring, ring_source, profile, acc, d_weight,
@@ -172,8 +180,8 @@ def tile_item(
     if d_weight is not None:
         wait_for_ring_slot(tile, tile_owner, n_shares, shares_done, RING)
 
-    # Gather hidden states. Rows past the listed ones read the mean hidden state, which is so far
-    # from `hidden`.
+    # Gather hidden states. Rows past the listed ones read the mean hidden state, which begins
+    # `mean_start` numbers away from `hidden`.
     row = index * ROWS + tl.arange(0, ROWS)
     is_token = row < n_listed
     p_listed = listed_tokens + block.to(tl.int64) * padded + row
@@ -190,7 +198,7 @@ def tile_item(
         x = tl.where((v < V)[None, :], x, -float("inf"))
 
     # A token's softmax goes over the whole vocabulary, the profile's over this block.
-    norm = tl.load(lse + token, mask=is_token, other=0.0)
+    norm = tl.load(lse2 + token, mask=is_token, other=0.0)
     has_other_rows = (index + 1) * ROWS > n_listed
     if has_other_rows:
         norm = tl.where(is_token, norm, lse_within_block(x))
@@ -301,7 +309,7 @@ def queue_kernel(
     hidden,  # (N, D)
     weight, weight_slices,  # (V, D), in tiles of WIDTH × DEPTH and of WIDTH × SLICE
     bias, smoothing_target,  # (V,) or None each
-    order, labels, lse,  # of the super-block's `PackedTokens`
+    order, labels, lse2,  # of the super-block's `PackedTokens`
     relative, lift, largest, hidden_sum,  # the `Upstream`
     coefficient, listed_tokens, listed,  # the `PairPlan`
     ring, ring_source,  # (RING, ROWS, WIDTH) S of tiles, (RING, ROWS) where their hidden states are
@@ -332,7 +340,7 @@ def queue_kernel(
                 block, index, n_listed, begin, v,
                 tile_owner, n_shares, tiles_done, shares_done,
                 hidden, weight, weight_slices,
-                bias, smoothing_target, order, labels, lse,
+                bias, smoothing_target, order, labels, lse2,
                 relative, lift,
                 coefficient, listed_tokens,
                 ring, ring_source, profile, acc, d_weight,

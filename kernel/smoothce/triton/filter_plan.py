@@ -4,7 +4,7 @@
 `plan_pairs` chooses the pairs, and `schedule` orders the work on them for `filter_kernels`. Both
 run on the device alone. kernel/DERIVATION.md, "The filter", has the mathematics.
 
-A pair is kept when it holds the target, or when s_ij = √(P_ij · max_v p_iv), which bounds the
+A pair is kept when it holds the label, or when s_ij = √(P_ij · max_v p_iv), which bounds the
 2-norm of the pair's probabilities, reaches the threshold ε. Any other pair is drawn with
 probability s_ij / ε, so that gradients stay unbiased. Kept and drawn pairs are *listed*: each block
 has a list of its tokens. Every pair has a coefficient m_ij for the low-rank model, which stands in
@@ -120,13 +120,13 @@ def plan_kernel(
     # memory of `block_lse`, `listed_tokens` in that of `block_max`.
     block_lse, coefficient, block_max, listed_tokens,
     listed,  # (blocks,) written
-    lse, target, labels, valid_count,  # of the super-block's `PackedTokens`
+    lse2, label_logit, labels, valid_count,  # of the super-block's `PackedTokens`
     padded, log_eps,  # ε in base 2
     DRAWN: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program finds one block's threshold, then its list of tokens and all its coefficients.
 
-    Block statistics are base-2 and relative to the target's logit, and so is `total` here.
+    Block statistics are base-2 and relative to the label's logit, and so is `total` here.
     """
     block = tl.program_id(0)
     n_valid = tl.load(valid_count)
@@ -140,8 +140,8 @@ def plan_kernel(
         inside = token < padded
         log_mass = tl.load(block_lse + row + token, mask=inside, other=0.0).to(tl.float32)
         log_max = tl.load(block_max + row + token, mask=inside, other=0.0).to(tl.float32)
-        total = tl.load(lse + token, mask=inside, other=0.0)
-        total -= tl.load(target + token, mask=inside, other=0.0) * LOG2E
+        total = tl.load(lse2 + token, mask=inside, other=0.0)
+        total -= tl.load(label_logit + token, mask=inside, other=0.0) * LOG2E
         norm = tl.minimum(tl.exp2(0.5 * (log_max + log_mass) - total), eps)
         sum_of_norms += tl.sum(tl.where(token < n_valid, norm, 0.0), 0)
     log_eps = tl.minimum(log_eps, tl.log2(tl.maximum(sum_of_norms / DRAWN, 1e-30)))
@@ -153,15 +153,15 @@ def plan_kernel(
         log_mass = tl.load(block_lse + row + token, mask=inside, other=0.0).to(tl.float32)
         log_max = tl.load(block_max + row + token, mask=inside, other=0.0).to(tl.float32)
         y = tl.load(labels + token, mask=inside, other=-1)
-        total = tl.load(lse + token, mask=inside, other=0.0)
+        total = tl.load(lse2 + token, mask=inside, other=0.0)
         seed = total.to(tl.int32, bitcast=True)
-        total -= tl.load(target + token, mask=inside, other=0.0) * LOG2E
+        total -= tl.load(label_logit + token, mask=inside, other=0.0) * LOG2E
         # Σ p² over the block ≤ largest p · mass = s², so what is dropped has a 2-norm below ε.
         log_norm = 0.5 * (log_max + log_mass) - total
         is_token = token < n_valid
         reaches_eps = log_norm >= log_eps
-        holds_target = (y >= 0) & (y // WIDTH == block)
-        keep = is_token & (reaches_eps | holds_target)
+        holds_label = (y >= 0) & (y // WIDTH == block)
+        keep = is_token & (reaches_eps | holds_label)
         # A dropped pair never reads as kept, however small its mass.
         mass = tl.maximum(tl.exp2(log_mass - total), 1e-30)
         # 1 / w = s / ε, so that the softmax that is added in the mean is the true one.
@@ -172,7 +172,9 @@ def plan_kernel(
         keep = keep | (drawn & is_token)
         flag = keep.to(tl.int32)
         place = n_listed + tl.cumsum(flag, 0) - flag
-        # The list overwrites block statistics of tokens that were already read, and never others.
+        # place ≤ token, and all these numbers have 2 bytes, so that what is written here takes the
+        # place of block statistics that were read above, or before. The barrier (a __syncthreads)
+        # makes sure that every thread of the program has read them.
         tl.debug_barrier()
         tl.store(coefficient + row + token, m.to(tl.bfloat16), mask=inside)
         tl.store(listed_tokens + row + place, token.to(tl.int16), mask=keep)
@@ -192,6 +194,7 @@ def plan_pairs(
     """
     block_lse, block_max = block_statistics
     blocks, padded = block_lse.shape
+    assert block_statistics.element_size() == 2, "coefficients and lists take the same memory"
     assert padded <= MAX_PADDED_TOKENS, f"{padded} tokens do not fit an int16"
     pairs = PairPlan(
         coefficient=block_lse.view(torch.bfloat16),
@@ -204,8 +207,8 @@ def plan_pairs(
         block_max=block_max,
         listed_tokens=pairs.listed_tokens,
         listed=pairs.listed,
-        lse=tokens.lse,
-        target=tokens.target,
+        lse2=tokens.lse2,
+        label_logit=tokens.label_logit,
         labels=tokens.labels,
         valid_count=tokens.valid_count,
         padded=padded,
@@ -286,6 +289,7 @@ def items_kernel(
     first_high = block
     # How many blocks' tiles come before this block's shares, but for its own, is in
     # [count_low, count_high]; at last it is count_low.
+    # (`block * 0` is a 0 that is a tensor from the start, as what the loop assigns is.)
     count_low = block * 0
     count_high = blocks + block * 0
     for _ in range(STEPS):

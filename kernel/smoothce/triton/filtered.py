@@ -55,7 +55,7 @@ class Upstream(NamedTuple):
 
     relative: Tensor | None  # (padded,) fp32 ĝ_i, packed; None where it is 1 for all
     lift: Tensor | None  # (padded,) fp32 1 + 2ζ lse_i; None where it is 1
-    largest: Tensor  # () fp32, the largest |g_i|
+    largest: Tensor  # () fp32, the largest |g_i|; g itself where it is the same for all tokens
     hidden_sum: Tensor  # (D,) fp32, Σ_i ĝ_i E_i
 
 
@@ -278,6 +278,9 @@ class FilteredGradients:
         memory = self._allocate_queue_memory(blocks, padded, ring_tiles)
         queue = schedule(pairs.listed, padded, slices, tiles, ring_tiles)
         assert tokens.mean is not None
+        # The kernel gathers the mean as one more row of `hidden`, at this distance, which is
+        # negative where the mean was allocated below. Both begin at a multiple of their numbers'
+        # size.
         mean_start = (tokens.mean.data_ptr() - hidden.data_ptr()) // hidden.element_size()
         queue_kernel[(programs(hidden.device),)](
             **queue._asdict(),
@@ -291,7 +294,7 @@ class FilteredGradients:
             smoothing_target=inputs.smoothing_target,
             order=tokens.order,
             labels=tokens.labels,
-            lse=tokens.lse,
+            lse2=tokens.lse2,
             profile_sums=profile_sums,
             uniform_sums=uniform_sums,
             d_weight=self.weight,
@@ -301,7 +304,7 @@ class FilteredGradients:
             V=v,
             smoothing_factor=self.call.smoothing_factor,
             smoothing=inputs.options.label_smoothing,
-            scale=inputs.scale,
+            scale=inputs.logit_scale,
             softcap=inputs.options.softcap,
             # Whether rows of `hidden` and the mean are whole pieces of 8 numbers apart.
             ALIGNED=mean_start % 8 == 0 and d % 8 == 0,

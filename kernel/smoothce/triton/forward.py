@@ -7,15 +7,15 @@ That is the log-sum-exp and Σ_v u_v z_v. Where they are asked for, it also find
     probabilities      the softmax itself, from which `grad_in_forward` makes gradients
 
 A program of `forward_kernel` owns a tile of tokens and a segment of the vocabulary. Sums stay in
-registers, so that logits are never written. How the work is cut follows the number of valid tokens,
-which only the device knows. `finish_kernel` joins each token's segments, `losses_kernel` makes
-losses of them.
+registers, so that logits are never written. Inside it all exponents are in base 2. How the work is
+cut follows the number of valid tokens, which only the device knows. `finish_kernel` joins each
+token's segments, `losses_kernel` makes losses of them.
 
-Exponents are relative to the target's logit: p̃ = 2^(z − offset) is 1 for the target, and what is
+Exponents are relative to the label's logit: p̃ = 2^(z − offset) is 1 for the label, and what is
 saved of it in 16 bits has all of bfloat16's bits whatever the logit. Where a token's logit in a
 tile is more than SLACK above its offset, so that 2^(z − offset) is more than 2^SLACK, the tile's
 largest logit becomes the token's offset, for this tile and all later ones of the segment.
-`SavedProbabilities.tile_offsets` has the offset of each token in each tile.
+`SavedProbabilities.tile_offsets2` has the offset of each token in each tile.
 """
 
 from dataclasses import dataclass
@@ -78,7 +78,10 @@ def split_group(n_valid, group, n_blocks, workers, ROWS: tl.constexpr, GROUP: tl
     tiles_per_spare = tl.cdiv(n_tiles, tl.maximum(n_spare, 1))
     even_length = tl.cdiv(n_blocks * tiles_per_spare, segments * tiles_per_spare + 1)
     length = tl.where(n_spare > 0, even_length, tl.cdiv(n_blocks, segments))
-    return first_tile, n_tiles, tl.minimum(segments, tl.cdiv(n_blocks, length)), length, n_spare
+    # `length` is rounded up, so that fewer segments may be enough. The programs of the others have
+    # nothing to do, and do not count as spare ones.
+    segments = tl.minimum(segments, tl.cdiv(n_blocks, length))
+    return first_tile, n_tiles, segments, length, n_spare
 
 
 @triton.jit
@@ -124,24 +127,24 @@ def block_smoothing_logit(logits, smoothing_target, entries, V, factor, RAGGED: 
 
 
 @triton.jit
-def store_block_statistics(block_lse, block_max, place, offset, probability_sum, top, target):
-    """For the filter: a tile's log-sum-exp and largest logit, minus the target's, in fp16."""
-    lse = offset - target + tl.log2(probability_sum)
+def store_block_statistics(block_lse, block_max, place, offset, probability_sum, top, label_logit2):
+    """For the filter: a tile's log-sum-exp and largest logit, minus the label's, in fp16."""
+    lse = offset - label_logit2 + tl.log2(probability_sum)
     tl.store(block_lse + place, tl.clamp(lse, -FP16_RANGE, FP16_RANGE).to(tl.float16))
-    top = tl.clamp(top - target, -FP16_RANGE, FP16_RANGE)
+    top = tl.clamp(top - label_logit2, -FP16_RANGE, FP16_RANGE)
     tl.store(block_max + place, top.to(tl.float16))
 
 
 @triton.jit
 def forward_kernel(
     hidden, weight, bias, smoothing_target,  # (padded, D) packed, (V, D), (V,) or None twice
-    valid_count, targets,  # (1,), (padded,) the targets' logits in nats
-    # The filter's block statistics, written: (blocks, padded) base 2, minus the target's; or None
+    valid_count, label_logits,  # (1,), (padded,) in nats
+    # The filter's block statistics, written: (blocks, padded) base 2, minus the label's; or None
     block_lse, block_max,
     # The `Segments`, written; `segment_best` is None where no token statistics are asked for
     segment_sums, segment_best,
     n_segment_tokens, padded,  # the length of a row of `Segments`, and of the packed tokens
-    probabilities, tile_offsets, stride,  # the `SavedProbabilities`, written; or None
+    probabilities, tile_offsets2, stride,  # the `SavedProbabilities`, written; or None
     V, n_blocks, scale, softcap,
     D: tl.constexpr, GROUP: tl.constexpr,
     RAGGED: tl.constexpr,  # whether the last block has fewer than WIDTH entries
@@ -161,16 +164,15 @@ def forward_kernel(
         for tile in range(begin, n_tiles, step):
             row = (first_tile + tile) * ROWS
             rows = row + tl.arange(0, ROWS)
-            target = tl.load(targets + rows) * LOG2E
-            offset = tl.maximum(target, LOWEST)
+            label_logit2 = tl.load(label_logits + rows) * LOG2E
+            offset = tl.maximum(label_logit2, LOWEST)
             probability_sum = tl.zeros((ROWS,), tl.float32)
             smoothing_logit = tl.zeros((ROWS,), tl.float32)
             expected = tl.zeros((ROWS,), tl.float32)
             largest = tl.full((ROWS,), -float("inf"), tl.float32)
             argmax = tl.zeros((ROWS,), tl.int32)
             # Flattened into the loop over D, so that the next tile's loads start during this
-            # tile's exponentials. The compiler ignores `flatten` where FLATTEN leaves Python's
-            # `range`, which has no such argument.
+            # tile's exponentials (FLATTEN: `Tiles.product_settings`).
             for block in (tl.range if FLATTEN else range)(first_block, end_block, flatten=True):  # type: ignore[call-overload]
                 entry = block * WIDTH
                 product = product_tile(
@@ -218,14 +220,14 @@ def forward_kernel(
                 if block_lse is not None:
                     block_place = block * padded + rows  # a super-block keeps it far below 2^31
                     store_block_statistics(
-                        block_lse, block_max, block_place, offset, tile_sum, top, target
+                        block_lse, block_max, block_place, offset, tile_sum, top, label_logit2
                     )
                 if probabilities is not None:
                     pointers = probabilities + entry + rows.to(tl.int64)[:, None] * stride
                     pointers += tl.arange(0, WIDTH)[None, :]
                     saved = exponentials.to(probabilities.dtype.element_ty)
                     tl.store(pointers, saved, mask=(rows < n_valid)[:, None])
-                    tl.store(tile_offsets + block * padded + rows, offset)
+                    tl.store(tile_offsets2 + block * padded + rows, offset)
 
             place = segment_place(group, segment, tile, n_tiles, workers, ROWS, GROUP)
             tl.store(segment_sums + OFFSET * n_segment_tokens + place, offset)
@@ -242,7 +244,7 @@ def forward_kernel(
 def finish_kernel(
     segment_sums, segment_best, n_segment_tokens,  # the `Segments`, as the forward has left them
     valid_count,
-    lses, smoothing_logits, offsets,  # (padded,) written: nats, nats, base 2
+    lses, smoothing_logits, offsets2,  # (padded,) written: nats, nats, base 2
     expectations, tops, argmaxes,  # (padded,) written where there is `segment_best`, else None
     first_entry, n_blocks, workers,
     ROWS: tl.constexpr, GROUP: tl.constexpr,
@@ -251,7 +253,8 @@ def finish_kernel(
     n_valid = tl.load(valid_count)
     tile = tl.program_id(0)
     all_tiles = tl.cdiv(n_valid, ROWS)
-    # the group whose token tiles, from `first_tile` on, have this one among them
+    # The group that has this tile: the last one with first_tile ≤ tile, which inverts
+    # `split_group`'s first_tile = group · all_tiles // groups.
     group = ((tile + 1) * tl.cdiv(all_tiles, GROUP) - 1) // tl.maximum(all_tiles, 1)
     first_tile, n_tiles, segments, length, _ = split_group(
         n_valid, group, n_blocks, workers, ROWS, GROUP
@@ -297,7 +300,7 @@ def finish_kernel(
         offset = new_offset
     tl.store(lses + rows, tl.where(valid, (offset + tl.log2(probability_sum)) / LOG2E, 0.0))
     tl.store(smoothing_logits + rows, tl.where(valid, smoothing_logit / LOG2E, 0.0))
-    tl.store(offsets + rows, tl.where(valid, offset, 0.0))
+    tl.store(offsets2 + rows, tl.where(valid, offset, 0.0))
     if segment_best is not None:
         tl.store(expectations + rows, tl.where(valid, expected / probability_sum / LOG2E, 0.0))
         tl.store(tops + rows, tl.where(valid, largest / LOG2E, 0.0))
@@ -306,10 +309,10 @@ def finish_kernel(
 
 @triton.jit(do_not_specialize=["n_order"])
 def losses_kernel(
-    lses, target_logits, smoothing_logits,  # (padded,) of packed tokens, in nats
+    lses, label_logits, smoothing_logits,  # (padded,) of packed tokens, in nats
     expectations, packed_argmaxes,  # (padded,), or None without token statistics
     valid_count, order, token_weights,  # (1,), (n_order,), (N,) or None
-    base2_lses,  # (padded,) written, for the backward
+    lses2,  # (padded,) written, for the backward
     losses, full_lses, log_probabilities, entropies, argmaxes,  # (n_order,) written: the `Results`
     n_order, padded, smoothing, z_loss, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -319,17 +322,17 @@ def losses_kernel(
     known = place < n_order
     source = tl.load(order + place, mask=known, other=0)
     lse = tl.load(lses + place, mask=valid, other=0.0)
-    target_logit = tl.load(target_logits + place, mask=valid, other=0.0)
-    loss = lse - (1.0 - smoothing) * target_logit + z_loss * lse * lse
+    label_logit = tl.load(label_logits + place, mask=valid, other=0.0)
+    loss = lse - (1.0 - smoothing) * label_logit + z_loss * lse * lse
     if smoothing != 0:
         loss -= smoothing * tl.load(smoothing_logits + place, mask=valid, other=0.0)
     if token_weights is not None:
         loss *= tl.load(token_weights + source, mask=valid, other=0.0)
-    tl.store(base2_lses + place, tl.where(valid, lse * LOG2E, float("inf")), mask=place < padded)
+    tl.store(lses2 + place, tl.where(valid, lse * LOG2E, float("inf")), mask=place < padded)
     tl.store(losses + source, tl.where(valid, loss, 0.0), mask=known)
     tl.store(full_lses + source, tl.where(valid, lse, 0.0), mask=known)
     if expectations is not None:
-        tl.store(log_probabilities + source, tl.where(valid, target_logit - lse, 0.0), mask=known)
+        tl.store(log_probabilities + source, tl.where(valid, label_logit - lse, 0.0), mask=known)
         entropy = lse - tl.load(expectations + place, mask=valid, other=0.0)
         tl.store(entropies + source, tl.where(valid, entropy, 0.0), mask=known)
         argmax = tl.load(packed_argmaxes + place, mask=valid, other=-1)
@@ -379,7 +382,7 @@ class SavedProbabilities(NamedTuple):
     """Where the forward leaves the probabilities p̃ of packed tokens."""
 
     probabilities: Tensor  # (tokens, blocks · width) in the inputs' dtype
-    tile_offsets: Tensor  # (blocks, padded) fp32 base 2, what each tile's are relative to
+    tile_offsets2: Tensor  # (blocks, padded) fp32 base 2, what each tile's are relative to
 
 
 @dataclass(frozen=True)
@@ -417,14 +420,14 @@ def run_forward(
 ) -> None:
     """Walk over the vocabulary once, and write what these tokens' losses and gradients need.
 
-    Block statistics are base-2 and relative to the target's logit: the log-sum-exp and the largest
+    Block statistics are base-2 and relative to the label's logit: the log-sum-exp and the largest
     logit within each block."""
     segments = Segments.allocate(call, len(packed), packed.device)
     walk_vocabulary(call, packed, tokens, segments, block_statistics, saved)
     sums = join_segments(call, tokens, segments)
     if call.inputs.shard is not None:
-        # `gather` has joined the targets' logits already.
-        sums = sums._replace(target=torch.zeros_like(sums.lse))
+        # `gather` has joined the labels' logits already.
+        sums = sums._replace(label_logit=torch.zeros_like(sums.lse))
         sums = merge_shards(sums, call.inputs.shard)
     write_losses(call, tokens, sums, results)
 
@@ -453,7 +456,7 @@ def walk_vocabulary(
         bias=inputs.bias,
         smoothing_target=inputs.smoothing_target,
         valid_count=tokens.valid_count,
-        targets=tokens.target,
+        label_logits=tokens.label_logit,
         block_lse=block_lse,
         block_max=block_max,
         segment_sums=segments.sums,
@@ -461,16 +464,16 @@ def walk_vocabulary(
         n_segment_tokens=segments.sums.shape[1],
         padded=padded,
         probabilities=None if saved is None else saved.probabilities,
-        tile_offsets=None if saved is None else saved.tile_offsets,
+        tile_offsets2=None if saved is None else saved.tile_offsets2,
         stride=0 if saved is None else saved.probabilities.stride(0),
         V=v,
         n_blocks=call.blocks,
-        scale=inputs.scale,
+        scale=inputs.logit_scale,
         softcap=options.softcap,
         D=d,
         GROUP=segments.group,
         RAGGED=v % tiles.width != 0,
-        PLAIN=inputs.bias is None and options.softcap is None and inputs.scale > 0,
+        PLAIN=inputs.bias is None and options.softcap is None and inputs.logit_scale > 0,
         MIX=options.label_smoothing != 0,
         **tiles.product_settings,
     )
@@ -479,8 +482,8 @@ def walk_vocabulary(
 def join_segments(call: LossCall, tokens: PackedTokens, segments: Segments) -> TokenLogitSums:
     """What the walk has found of each token on this rank, and the tokens' offsets."""
     inputs = call.inputs
-    device = tokens.offset.device
-    padded = len(tokens.offset)
+    device = tokens.offset2.device
+    padded = len(tokens.offset2)
     lse, smoothing_logit = torch.empty(2, padded, device=device, dtype=torch.float32).unbind()
     expected = None
     top = None
@@ -495,7 +498,7 @@ def join_segments(call: LossCall, tokens: PackedTokens, segments: Segments) -> T
         valid_count=tokens.valid_count,
         lses=lse,
         smoothing_logits=smoothing_logit,
-        offsets=tokens.offset,
+        offsets2=tokens.offset2,
         expectations=expected,
         tops=top,
         argmaxes=argmax,
@@ -509,7 +512,7 @@ def join_segments(call: LossCall, tokens: PackedTokens, segments: Segments) -> T
         smoothing_logit /= inputs.vocabulary
     return TokenLogitSums(
         lse=lse,
-        target=tokens.target,
+        label_logit=tokens.label_logit,
         smoothing_logit=smoothing_logit,
         expected=expected,
         top=top,
@@ -525,17 +528,17 @@ def write_losses(
 ) -> None:
     """Launch `losses_kernel`."""
     options = call.inputs.options
-    padded = len(tokens.lse)
+    padded = len(tokens.lse2)
     losses_kernel[(cdiv(padded, 1024),)](
         lses=sums.lse,
-        target_logits=tokens.target,
+        label_logits=tokens.label_logit,
         smoothing_logits=sums.smoothing_logit,
         expectations=sums.expected,
         packed_argmaxes=sums.argmax,
         valid_count=tokens.valid_count,
         order=tokens.order,
         token_weights=call.inputs.token_weights,
-        base2_lses=tokens.lse,
+        lses2=tokens.lse2,
         losses=results.losses,
         full_lses=results.lse,
         log_probabilities=results.log_probability,

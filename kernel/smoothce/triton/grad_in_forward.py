@@ -1,17 +1,24 @@
 """Exact gradients made in the forward, some of the tokens at a time: no logit is computed twice.
 
-The walk saves p̃_iv = 2^(z_iv − o_i), relative to the target's logit (o_i = z_iy) and so 1 for the
-target, which is exact in 16 bits. With w_i = a_i 2^(o_i − lse_i) and the token's coefficients a, b
+The walk saves p̃_iv = 2^(z_iv − o_i), relative to the label's logit (o_i = z_iy) and so 1 for the
+label, which is exact in 16 bits. With w_i = a_i 2^(o_i − lse_i) and the token's coefficients a, b
 
     dE_i = scale (w_i Σ_v p̃_iv C_v − b_i ((1−β) C_y + β Σ_v u_v C_v))
     dC_v = scale (Σ_i p̃_iv w_i E_i − (1−β) Σ_{i: y_i = v} b_i E_i − β u_v Σ_i b_i E_i)
 
-are two products with p̃ itself. dE's other terms are added in fp32 when its row is rounded. For dC
-the target's p̃ becomes p̃ − (1−β) b_i / w_i, one number a token. u lies in rows before the first
-token's, as if it were some tokens' p̃, which gives Σ_v u_v C_v in the one product and takes
-−β Σ_i b_i E_i in the other, each as a sum of two 16-bit numbers. So no pass turns probabilities
-into dlogits. (The bias's gradient is a product too, Σ_i p̃_iv w_i. Its factors w_i are rounded to 16
-bits once, and so is −β Σ_i b_i beside u.)
+are two products with p̃ itself, so that no pass turns probabilities into dlogits:
+
+    [ u ]            [ Σ_v u_v C_v     ]          [ u ]ᵀ  [ −β Σ_i b_i E_i ]
+    [ p̃ ]  ·  C  =  [ Σ_v p̃_iv C_v   ]          [ p̃ ]  · [ w_i E_i        ]  =  dC / scale
+
+u lies in the workspace before the first token's row, as if it were a token's p̃. In the first
+product it gives the mean that dE takes; in the second it gives dC the smoothing term of all tokens.
+dE's other terms are added in fp32 when its row is rounded. For dC the label's p̃ becomes
+p̃ − (1−β) b_i / w_i, one number a token.
+
+u and −β Σ_i b_i E_i are each the sum of two 16-bit numbers, which takes three rows
+(`SmoothingTerm`). The bias's gradient is a product too, Σ_i p̃_iv w_i. Its factors w_i are rounded
+to 16 bits once, and so is −β Σ_i b_i beside u.
 
 Under a softcap ∂logit/∂product differs from logit to logit: there such a pass makes S, in place.
 """
@@ -47,8 +54,8 @@ from smoothce.triton.tokens import (
 )
 from smoothce.vocab_parallel import all_reduce_gradient
 
-# Rows of the workspace before the first token's: some hold u, the others zeros. Eight of them leave
-# the tokens' rows as aligned as the workspace is.
+# Rows of the workspace before the first token's: three hold u, the others zeros. Eight of them
+# leave the tokens' rows as aligned as the workspace is.
 LEAD = 8
 # The rows that hold u, each named for the term of `SmoothingTerm`'s product that it has.
 U_HIGH_S_HIGH = 0
@@ -61,7 +68,7 @@ REPAIR_PROGRAMS = 4  # programs of it to the rows of a token tile
 
 @triton.jit
 def repair_kernel(
-    memory, tile_offsets, offsets, valid_count,  # (n, stride), (blocks, padded), (padded,), (1,)
+    memory, tile_offsets2, offsets2, valid_count,  # (n, stride), (blocks, padded), (padded,), (1,)
     n, n_blocks, padded, stride, CLEAR: tl.constexpr, BLOCKS: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -70,11 +77,11 @@ def repair_kernel(
     CLEAR where how many tokens are valid is not known to who reads this: the others' become 0."""
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     valid = rows < tl.load(valid_count)
-    offset = tl.load(offsets + rows, mask=valid, other=0.0)
+    offset2 = tl.load(offsets2 + rows, mask=valid, other=0.0)
     first = tl.program_id(0) * BLOCKS
     for block in range(first, tl.minimum((tl.program_id(0) + 1) * BLOCKS, n_blocks)):
-        tile_offset = tl.load(tile_offsets + block * padded + rows, mask=valid, other=0.0)
-        wrong = tile_offset != offset
+        tile_offset2 = tl.load(tile_offsets2 + block * padded + rows, mask=valid, other=0.0)
+        wrong = tile_offset2 != offset2
         if CLEAR:
             wrong = wrong | (valid == 0)
         if tl.max(wrong.to(tl.int32), 0) > 0:
@@ -82,33 +89,33 @@ def repair_kernel(
             pointers += tl.arange(0, WIDTH)[None, :]
             mask = (wrong & (rows < n))[:, None]
             probabilities = tl.load(pointers, mask=mask & valid[:, None], other=0.0).to(tl.float32)
-            probabilities *= tl.exp2(tile_offset - offset)[:, None]
+            probabilities *= tl.exp2(tile_offset2 - offset2)[:, None]
             tl.store(pointers, probabilities.to(memory.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def weigh_kernel(
-    packed, labels, target_logits, lses, offsets,  # of packed tokens
-    softmax_coefficients, target_coefficients, valid_count,
-    memory, stride,  # p̃, whose targets' are changed
+    packed, labels, label_logits, lses2, offsets2,  # of packed tokens
+    softmax_coefficients, label_coefficients, valid_count,
+    memory, stride,  # p̃, whose labels' are changed
     weighed, weights,  # (n, D) w_i scale E_i, (n,) w_i, written
     smoothing, scale, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One token: its hidden state as dC takes it, and of the target what is left of p̃."""
+    """One token: its hidden state as dC takes it, and of the label what is left of p̃."""
     token = tl.program_id(0)
     valid = token < tl.load(valid_count)
-    lse = tl.load(lses + token)
-    offset = tl.load(offsets + token)
+    lse2 = tl.load(lses2 + token)
+    offset2 = tl.load(offsets2 + token)
     softmax = tl.load(softmax_coefficients + token)
-    weight = tl.where(valid, softmax * tl.exp2(offset - lse), 0.0)
+    weight = tl.where(valid, softmax * tl.exp2(offset2 - lse2), 0.0)
     tl.store(weights + token, weight)
     label = tl.load(labels + token)
     if label >= 0:
-        ratio = tl.where(softmax != 0, tl.load(target_coefficients + token) / softmax, 0.0)
-        target = tl.exp2(tl.load(target_logits + token) * LOG2E - offset)
-        target -= (1.0 - smoothing) * ratio * tl.exp2(lse - offset)
+        ratio = tl.where(softmax != 0, tl.load(label_coefficients + token) / softmax, 0.0)
+        label_probability = tl.exp2(tl.load(label_logits + token) * LOG2E - offset2)
+        label_probability -= (1.0 - smoothing) * ratio * tl.exp2(lse2 - offset2)
         pointer = memory + token.to(tl.int64) * stride + label
-        tl.store(pointer, target.to(memory.dtype.element_ty), mask=valid)
+        tl.store(pointer, label_probability.to(memory.dtype.element_ty), mask=valid)
     for start in range(0, D, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         places = token.to(tl.int64) * D + columns
@@ -156,8 +163,8 @@ class Workspace:
         tiles = call.tiles
         memory = weight.new_empty(LEAD + part_tokens, call.blocks * tiles.width)
         padded = cdiv(part_tokens, tiles.rows) * tiles.rows
-        tile_offsets = weight.new_empty(call.blocks, padded, dtype=torch.float32)
-        return cls(memory, SavedProbabilities(memory[LEAD:], tile_offsets), len(weight))
+        tile_offsets2 = weight.new_empty(call.blocks, padded, dtype=torch.float32)
+        return cls(memory, SavedProbabilities(memory[LEAD:], tile_offsets2), len(weight))
 
     def rows(self, n: int) -> Tensor:
         """What there is of the first n tokens, (n, V)."""
@@ -246,10 +253,10 @@ class SmoothingTerm:
         mean_weight = products[U_HIGH_S_HIGH] + products[U_LOW_S_HIGH]
         self.mean_weight = self.smoothing_factor * mean_weight
 
-    def add(self, packed: Tensor, target_coefficients: Tensor) -> None:
+    def add(self, packed: Tensor, label_coefficients: Tensor) -> None:
         """Note the hidden states (n, D) and coefficients (n,) of a part."""
-        self.hidden_sum += target_coefficients @ packed.float()
-        self.coefficient_sum += target_coefficients.sum()
+        self.hidden_sum += label_coefficients @ packed.float()
+        self.coefficient_sum += label_coefficients.sum()
 
     def write_factors(self, states: Tensor, weights: Tensor, scale: float) -> None:
         """Write what dC's product and the bias's take beside the rows of u: −β Σ_i b_i E_i into the
@@ -355,7 +362,7 @@ class GradientMaker:
         convert_to_dlogits(part.call, part.tokens, token_coefficients, self.workspace.saved, n)
         dlogits = self.workspace.rows(n)
         # S is of products; the bias comes after the scale
-        weights = torch.ones_like(token_coefficients.softmax[:n]) / inputs.scale
+        weights = torch.ones_like(token_coefficients.softmax[:n]) / inputs.logit_scale
         self.sums.add_products(dlogits, part.packed[:n], weights)
         if self.sums.hidden is not None:
             hidden_sums = matmul_fp32(dlogits, inputs.weight)
@@ -373,9 +380,9 @@ class GradientMaker:
         states, weights = self.weigh(part, token_coefficients)
         if smoothing.smoothing_factor:
             n = part.n
-            smoothing.add(part.packed[:n], token_coefficients.target[:n])
+            smoothing.add(part.packed[:n], token_coefficients.label[:n])
         if smoothing.smoothing_factor and part.where.stop == self.n_tokens:  # the last part
-            smoothing.write_factors(states, weights, part.call.inputs.scale)
+            smoothing.write_factors(states, weights, part.call.inputs.logit_scale)
             rows = self.workspace.rows_with_lead(part.n)
             self.sums.add_products(rows, states, weights)
         else:
@@ -391,12 +398,12 @@ class GradientMaker:
         rows = max(tiles.rows // REPAIR_PROGRAMS, 1)
         repair_kernel[(cdiv(n_blocks, REPAIR_BLOCKS), cdiv(part.n, rows))](
             memory=saved.probabilities,
-            tile_offsets=saved.tile_offsets,
-            offsets=part.tokens.offset,
+            tile_offsets2=saved.tile_offsets2,
+            offsets2=part.tokens.offset2,
             valid_count=part.tokens.valid_count,
             n=part.n,
             n_blocks=n_blocks,
-            padded=len(part.tokens.offset),
+            padded=len(part.tokens.offset2),
             stride=saved.probabilities.stride(0),
             CLEAR=not part.count_known,
             BLOCKS=REPAIR_BLOCKS,
@@ -425,7 +432,7 @@ class GradientMaker:
 
     def weigh(self, part: Part, token_coefficients: Coefficients) -> tuple[Tensor, Tensor]:
         """The factors of dC's product, w_i scale E_i in (LEAD + n, D), and of the bias's, w_i in
-        (LEAD + n,); their first rows are 0. Takes from the targets' p̃ what the labels are."""
+        (LEAD + n,); their first rows are 0. Takes from the labels' p̃ what the labels are."""
         n = part.n
         inputs = part.call.inputs
         tokens = part.tokens
@@ -437,18 +444,18 @@ class GradientMaker:
             weigh_kernel[(n,)](
                 packed=part.packed,
                 labels=tokens.labels,
-                target_logits=tokens.target,
-                lses=tokens.lse,
-                offsets=tokens.offset,
+                label_logits=tokens.label_logit,
+                lses2=tokens.lse2,
+                offsets2=tokens.offset2,
                 softmax_coefficients=token_coefficients.softmax,
-                target_coefficients=token_coefficients.target,
+                label_coefficients=token_coefficients.label,
                 valid_count=tokens.valid_count,
                 memory=saved.probabilities,
                 stride=saved.probabilities.stride(0),
                 weighed=states[LEAD:],
                 weights=weights[LEAD:],
                 smoothing=inputs.options.label_smoothing,
-                scale=inputs.scale,
+                scale=inputs.logit_scale,
                 D=d,
                 BLOCK=min(1024, triton.next_power_of_2(d)),
             )

@@ -3,9 +3,8 @@
 The choice follows from shapes and options alone, so that equal calls give equal bits. Where ranks
 share a vocabulary, it follows from the rank that has most of it, so that all ranks choose the same
 and take part in the same collectives. `threshold` says whether gradients are filtered, `plan_for`
-chooses the way, `describe` puts it into words for `smoothce.explain`. Two choices are made
-elsewhere: how a filtered call makes its gradients (`filtered.makes_gradients_in_forward`), and what
-a bias and fp16 need (`smoothce.triton.call_for`).
+chooses the way, `describe` puts it into words for `smoothce.explain`. One choice is made elsewhere:
+whether a filtered call makes its gradients in the forward (`filtered.makes_gradients_in_forward`).
 """
 
 import math
@@ -13,8 +12,9 @@ from typing import Literal, NamedTuple
 
 import torch
 from triton import cdiv
+from typing_extensions import assert_never  # not yet in Python 3.10's typing
 
-from smoothce.options import Options
+from smoothce.options import Inputs, Needs
 from smoothce.triton.tokens import LossCall
 
 # filter_eps="auto" is AUTO_EPS · V^(-1/4): 2^-8.3 at 256,000 entries and 2^-7.6 at 32,768, which
@@ -44,22 +44,28 @@ class GradientPlan(NamedTuple):
     mode: Mode
     reason: str
     # Of "grad_in_forward" alone:
-    part_tokens: int = 0  # tokens whose logits the workspace holds at a time
+    part_tokens: int = 0  # tokens whose probabilities the workspace holds at a time
     sum_in_fp32: bool = False  # whether dC is summed in fp32 over the parts
 
 
-def threshold(options: Options, vocabulary: int, most_rows: int) -> float | None:
+def threshold(inputs: Inputs, needs: Needs) -> float | None:
     """The 2-norm of a block's probabilities below which it may be left out; None: exact.
 
     "auto" follows from the entries of the whole vocabulary and of the rank that has most of them.
-    The filter adds with atomics, in an order that depends on timing, and knows no upstream gradient
-    of the log-sum-exps."""
-    if options.return_lse or torch.are_deterministic_algorithms_enabled():
+    The filter adds with atomics, in an order that depends on timing. It makes no gradient of a
+    bias, knows no upstream gradient of the log-sum-exps, and its factors need more range than fp16
+    has."""
+    if torch.are_deterministic_algorithms_enabled():
         return None
-    eps = options.filter_eps
-    if isinstance(eps, str):  # "auto"
-        return AUTO_EPS * vocabulary**-0.25 if most_rows >= LEAST_FILTERED_ENTRIES else None
-    return eps
+    if inputs.options.return_lse or needs.bias or inputs.hidden.dtype == torch.float16:
+        return None
+    eps = inputs.options.filter_eps
+    if not isinstance(eps, str):
+        return eps
+    # "auto"
+    if inputs.most_rows < LEAST_FILTERED_ENTRIES:
+        return None
+    return AUTO_EPS * inputs.vocabulary**-0.25
 
 
 def plan_for(call: LossCall) -> GradientPlan:
@@ -71,18 +77,18 @@ def plan_for(call: LossCall) -> GradientPlan:
     reason = reason_to_recompute(call)
     if reason is not None:
         return GradientPlan("recompute_backward", reason)
-    most_tokens, sum_in_fp32 = tokens_of_workspace(call)
+    capacity = workspace_capacity(call)
     n = len(call.inputs.labels)
-    if most_tokens < min(n, LEAST_TOKENS):
+    if capacity.tokens < min(n, LEAST_TOKENS):
         workspace = call.inputs.options.workspace
         return GradientPlan(
-            "recompute_backward", f"a workspace of {workspace} bytes holds too few logits"
+            "recompute_backward", f"a workspace of {workspace} bytes holds too few probabilities"
         )
     return GradientPlan(
         "grad_in_forward",
-        "a workspace holds logits of some tokens",
-        part_tokens=tokens_of_equal_parts(n, most_tokens, call.tiles.rows),
-        sum_in_fp32=sum_in_fp32,
+        "a workspace holds probabilities of some tokens",
+        part_tokens=tokens_of_equal_parts(n, capacity.tokens, call.tiles.rows),
+        sum_in_fp32=capacity.sum_in_fp32,
     )
 
 
@@ -106,8 +112,15 @@ def reason_to_recompute(call: LossCall) -> str | None:
     return None
 
 
-def tokens_of_workspace(call: LossCall) -> tuple[int, bool]:
-    """How many tokens' logits the workspace holds, and whether dC is to be summed in fp32."""
+class Capacity(NamedTuple):
+    """What the workspace has room for."""
+
+    tokens: int  # whose probabilities it holds, at most
+    sum_in_fp32: bool  # whether dC is summed in fp32 beside them
+
+
+def workspace_capacity(call: LossCall) -> Capacity:
+    """What `workspace` asks for, in tokens."""
     n = len(call.inputs.labels)
     d = call.inputs.weight.shape[1]
     size = call.inputs.weight.element_size()
@@ -116,25 +129,27 @@ def tokens_of_workspace(call: LossCall) -> tuple[int, bool]:
 
     if isinstance(workspace, str):  # "auto"
         if not call.needs.weight:
-            return BUSY_TOKENS, False
+            return Capacity(BUSY_TOKENS, sum_in_fp32=False)
         few = max(d, BUSY_TOKENS)
         quarter = max(cdiv(n, 4), few)
         if quarter > 3 * few:  # then fp32 sums and few tokens at a time take less
-            return few, fp32_sums_help
-        return quarter, False
+            return Capacity(few, fp32_sums_help)
+        return Capacity(quarter, sum_in_fp32=False)
 
     bytes_per_token = call.most_blocks * call.tiles.width * size
     most = workspace // bytes_per_token
     if most and cdiv(n, most) > MOST_ROUNDINGS and fp32_sums_help:
         fp32_weight_bytes = 4 * call.inputs.most_rows * d
-        return max(workspace - fp32_weight_bytes, 0) // bytes_per_token, True
-    return most, False
+        most_beside_sums = max(workspace - fp32_weight_bytes, 0) // bytes_per_token
+        return Capacity(most_beside_sums, sum_in_fp32=True)
+    return Capacity(most, sum_in_fp32=False)
 
 
 def tokens_of_equal_parts(n: int, most: int, tile_rows: int) -> int:
-    """The size of the fewest equal parts of n tokens, in whole tiles, that have at most so many."""
+    """The size of the fewest equal parts of n tokens, in whole tiles, that have at most so many: of
+    one tile where that is more already."""
     n = max(n, 1)
-    most = max(most, 1)
+    most = max(most, tile_rows)
     parts = 1
     while True:
         size = min(cdiv(cdiv(n, parts), tile_rows) * tile_rows, n)
@@ -146,10 +161,6 @@ def tokens_of_equal_parts(n: int, most: int, tile_rows: int) -> int:
 def describe(call: LossCall) -> str:
     """The plan in words."""
     plan = plan_for(call)
-    if plan.mode == "none":
-        return f"one product, for {plan.reason}"
-    if plan.mode == "filtered":
-        return "some of the gradient's blocks are computed, small ones drawn at random"
     # The forward's product, and one for each matrix whose gradient is wanted. The bias's gradient
     # is a sum over tokens.
     products = 1
@@ -157,8 +168,21 @@ def describe(call: LossCall) -> str:
         products += 1
     if call.needs.weight:
         products += 1
-    if plan.mode == "recompute_backward":
-        return f"{products + 1} products or a little less, for {plan.reason}"
+    match plan.mode:
+        case "none":
+            return f"one product, for {plan.reason}"
+        case "filtered":
+            return "some of the gradient's blocks are computed, small ones drawn at random"
+        case "recompute_backward":
+            return f"{products + 1} products or a little less, for {plan.reason}"
+        case "grad_in_forward":
+            return describe_workspace(call, plan, products)
+        case _:
+            assert_never(plan.mode)
+
+
+def describe_workspace(call: LossCall, plan: GradientPlan, products: int) -> str:
+    """How gradients are made in the forward, in words."""
     bytes_per_token = call.blocks * call.tiles.width * call.inputs.weight.element_size()
     counted = "1 product" if products == 1 else f"{products} products"
     words = (

@@ -203,7 +203,7 @@ def add_super_block(
             add_matmul_fp32(hidden_sums, dlogits, weight[start:stop])
         if classifier.bias is not None:
             sums = dlogits.sum(0, dtype=torch.float32)
-            classifier.bias[start:stop] += sums / call.inputs.scale
+            classifier.bias[start:stop] += sums / call.inputs.logit_scale
     classifier.begun = True
 
 

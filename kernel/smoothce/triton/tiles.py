@@ -54,10 +54,11 @@ class Tiles:
             "WIDTH": self.width,
             "DEPTH": self.depth,
             "TMA": self.tma,
-            # Whether kernels loop over tiles with `tl.range(..., flatten=True)`, which needs a
-            # Triton that is new enough to have descriptors for the TMA. Otherwise they loop with
-            # `range`: the compiler takes the argument there too, and the interpreter, which runs
-            # Python's own `range`, would not.
+            # Whether kernels loop over tiles with `tl.range(..., flatten=True)`, and else with
+            # `range(..., flatten=True)`. It is on with the TMA, for which it was measured: the
+            # Triton of a GPU without may be too old for `tl.range` to know `flatten`. The compiler
+            # takes the argument of `range` and ignores it. The interpreter runs Python's own
+            # `range`, which has no such argument, so that it takes `tl.range` in any case.
             "FLATTEN": self.tma or INTERPRETED,
             "PRECISION": self.precision,
             "num_warps": self.warps,

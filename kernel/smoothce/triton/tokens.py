@@ -1,10 +1,15 @@
 """What one call of the loss works on, and its tokens with the valid ones first.
 
 Masked tokens cost nothing because the large kernels see the others alone: `valid_first` orders the
-tokens, `gather` packs the valid ones' hidden states and computes their targets' logits, and
+tokens, `gather` packs the valid ones' hidden states and computes their labels' logits, and
 `coefficients` says what each counts in the gradients. Nothing here waits for the device, which
 alone knows how many tokens are valid. So memory is allocated for all tokens, and the places behind
 the valid ones hold zeros.
+
+Logits, label logits and log-sum-exps without a suffix are in nats. A name that ends in 2 says that
+the quantity is in base 2, log2(e) times as much: kernels exponentiate with exp2, so that what a
+backward exponentiates (`lse2`, `offset2`) is kept that way, and `forward.losses_kernel` alone turns
+one into the other.
 """
 
 from typing import NamedTuple
@@ -40,7 +45,7 @@ class LossCall(NamedTuple):
 
     @property
     def uniform_smoothing(self) -> float:
-        """β u_v of each entry where u is uniform."""
+        """β u_v of each entry where u is uniform, β / V."""
         return self.inputs.options.label_smoothing / self.inputs.vocabulary
 
     @property
@@ -75,15 +80,15 @@ class PackedTokens(NamedTuple):
     """Tokens that are worked on together, valid ones first.
 
     "padded" is their number rounded up to whole tiles; what stands behind the valid tokens says
-    that there is none. `gather` fills in the labels and targets and leaves memory for `lse` and
-    `offset`, which `forward.run_forward` writes."""
+    that there is none. `gather` fills in the labels and their logits and leaves memory for `lse2`
+    and `offset2`, which `forward.run_forward` writes."""
 
     order: Tensor  # (n,) int32, each one's place among the tokens of the call or part of a call
     valid_count: Tensor  # (1,) int32, how many are valid
-    labels: Tensor  # (padded,) int32, the target's row of C; -1 where this rank has none
-    target: Tensor  # (padded,) fp32, the target's logit in nats
-    lse: Tensor  # (padded,) fp32 base 2, +inf where there is no valid token
-    offset: Tensor  # (padded,) fp32 base 2, what exponents are relative to
+    labels: Tensor  # (padded,) int32, the label's row of C; -1 where this rank has none
+    label_logit: Tensor  # (padded,) fp32 nats
+    lse2: Tensor  # (padded,) fp32 base 2, +inf where there is no valid token
+    offset2: Tensor  # (padded,) fp32 base 2, what exponents are relative to
     # The filter's alone.
     total: Tensor | None = None  # (D,) fp32, Σ E_i over valid tokens
     mean: Tensor | None = None  # (D,) the mean hidden state in the inputs' dtype
@@ -128,10 +133,10 @@ def valid_first(call: LossCall) -> tuple[Tensor, Tensor]:
 @triton.jit(do_not_specialize=["first_entry"])
 def gather_kernel(
     hidden, weight, bias, labels, order, valid_count,
-    packed, packed_labels, target_logits,  # written, at the token's place
+    packed, packed_labels, label_logits,  # written, at the token's place
     first_entry, V, scale, softcap, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One token: copy its hidden state to its place and take the product with its target's row,
+    """One token: copy its hidden state to its place and take the product with its label's row,
     where that is one of the V rows here, which begin at `first_entry`."""
     place = tl.program_id(0)
     valid = place < tl.load(valid_count)
@@ -152,7 +157,7 @@ def gather_kernel(
         logit += tl.load(bias + weight_row).to(tl.float32)
     if softcap is not None:
         logit = softcap * (1.0 - 2.0 / (tl.exp2(logit * (2.0 * LOG2E / softcap)) + 1.0))
-    tl.store(target_logits + place, tl.where(is_here, logit, 0.0))
+    tl.store(label_logits + place, tl.where(is_here, logit, 0.0))
     tl.store(packed_labels + place, tl.where(is_here, label, -1).to(tl.int32))
 
 
@@ -172,9 +177,9 @@ def gather(
         order=order,
         valid_count=valid_count,
         labels=torch.empty(padded, device=hidden.device, dtype=torch.int32),
-        target=torch.empty(padded, device=hidden.device, dtype=torch.float32),
-        lse=torch.empty(padded, device=hidden.device, dtype=torch.float32),
-        offset=torch.empty(padded, device=hidden.device, dtype=torch.float32),
+        label_logit=torch.empty(padded, device=hidden.device, dtype=torch.float32),
+        lse2=torch.empty(padded, device=hidden.device, dtype=torch.float32),
+        offset2=torch.empty(padded, device=hidden.device, dtype=torch.float32),
     )
     gather_kernel[(padded,)](
         hidden=hidden,
@@ -185,33 +190,33 @@ def gather(
         valid_count=valid_count,
         packed=packed,
         packed_labels=tokens.labels,
-        target_logits=tokens.target,
+        label_logits=tokens.label_logit,
         first_entry=0 if shard is None else shard.first_entry,
         V=len(inputs.weight),
-        scale=inputs.scale,
+        scale=inputs.logit_scale,
         softcap=inputs.options.softcap,
         D=d,
         BLOCK=min(1024, triton.next_power_of_2(d)),
         num_warps=4,
     )
     if shard is not None:
-        dist.all_reduce(tokens.target, group=shard.group)
+        dist.all_reduce(tokens.label_logit, group=shard.group)
     return tokens, packed
 
 
 class Coefficients(NamedTuple):
-    """What a token's softmax (a_i) and its target distribution (b_i) count in the gradient
+    """What a token's softmax (a_i) and its smoothed label (b_i) count in the gradient
     S_iv = (a_i p_iv − b_i ((1−β) [v = y_i] + β u_v)) · ∂logit/∂product."""
 
     softmax: Tensor  # a: (padded,) fp32, 0 where there is no valid token
-    target: Tensor  # b: (padded,) fp32, likewise
+    label: Tensor  # b: (padded,) fp32, likewise
 
 
 @triton.jit
 def coefficients_kernel(
-    order, valid_count, lse,  # (n,), (1,), (padded,) base 2
+    order, valid_count, lse2,  # (n,), (1,), (padded,) base 2
     upstream_loss, loss_scale, token_weights, upstream_lse,  # () or (N,), (), and (N,) or None
-    softmax_coefficients, target_coefficients,  # (padded,) written
+    softmax_coefficients, label_coefficients,  # (padded,) written
     padded, z_loss, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`Coefficients` of BLOCK tokens; PER_TOKEN where each loss has an upstream gradient of its
@@ -223,19 +228,23 @@ def coefficients_kernel(
         upstream = tl.load(upstream_loss + source, mask=valid, other=0.0)
     else:
         upstream = tl.load(upstream_loss)
-    target = tl.where(valid, upstream * tl.load(loss_scale), 0.0)
+    label_coefficient = tl.where(valid, upstream * tl.load(loss_scale), 0.0)
     if token_weights is not None:
-        target *= tl.load(token_weights + source, mask=valid, other=0.0)
+        label_coefficient *= tl.load(token_weights + source, mask=valid, other=0.0)
     # the z-loss ζ lse² adds 2ζ lse to the softmax's coefficient
-    lift = 1.0 + 2.0 * z_loss * (tl.load(lse + place, mask=valid, other=0.0) / LOG2E)
-    # `grad_in_forward.weigh_kernel` divides the target's coefficient by the softmax's: not by 0
+    lift = 1.0 + 2.0 * z_loss * (tl.load(lse2 + place, mask=valid, other=0.0) / LOG2E)
+    # `grad_in_forward.weigh_kernel` divides the label's coefficient by the softmax's: not by 0
     lift = tl.where(tl.abs(lift) < 1e-6, 1e-6, lift)
-    tl.store(target_coefficients + place, target, mask=place < padded)
+    tl.store(label_coefficients + place, label_coefficient, mask=place < padded)
     if upstream_lse is None:
         softmax_more = 0.0
     else:
         softmax_more = tl.load(upstream_lse + source, mask=valid, other=0.0)
-    tl.store(softmax_coefficients + place, target * lift + softmax_more, mask=place < padded)
+    tl.store(
+        softmax_coefficients + place,
+        label_coefficient * lift + softmax_more,
+        mask=place < padded,
+    )
 
 
 def coefficients(
@@ -248,21 +257,22 @@ def coefficients(
     """What each of these tokens counts in the gradients."""
     if upstream_lse is not None:  # contiguous, for the gradient of a sum is one number repeated
         upstream_lse = upstream_lse.contiguous()
-    padded = len(tokens.lse)
-    softmax, target = torch.empty(2, padded, device=tokens.lse.device, dtype=torch.float32).unbind()
+    padded = len(tokens.lse2)
+    device = tokens.lse2.device
+    softmax, label = torch.empty(2, padded, device=device, dtype=torch.float32).unbind()
     coefficients_kernel[(cdiv(padded, 1024),)](
         order=tokens.order,
         valid_count=tokens.valid_count,
-        lse=tokens.lse,
+        lse2=tokens.lse2,
         upstream_loss=upstream_loss.contiguous(),
         loss_scale=loss_scale,
         token_weights=call.inputs.token_weights,
         upstream_lse=upstream_lse,
         softmax_coefficients=softmax,
-        target_coefficients=target,
+        label_coefficients=label,
         padded=padded,
         z_loss=call.inputs.options.z_loss,
         PER_TOKEN=upstream_loss.dim() > 0,
         BLOCK=1024,
     )
-    return Coefficients(softmax, target)
+    return Coefficients(softmax, label)

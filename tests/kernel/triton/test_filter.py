@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from loss_check import DEVICE, error, gradients, inputs, runs_schedule
 
 from smoothce import triton
-from smoothce.options import Options
+from smoothce.options import InputTensors, Needs, Options
 from smoothce.triton import filter_plan, plan
 from smoothce.triton.filter_plan import (
     BLOCK_SHIFT,
@@ -19,6 +19,7 @@ from smoothce.triton.filter_plan import (
 )
 from smoothce.triton.tiles import tiles_for
 
+BOTH = Needs(hidden=True, weight=True, bias=False)
 WIDTH = tiles_for(torch.zeros(1, 64, device=DEVICE), torch.zeros(1, 64, device=DEVICE)).width
 
 
@@ -148,15 +149,33 @@ def test_what_does_not_fit_an_item_of_the_queue_is_refused():
         filter_plan.schedule(torch.empty(2**17 + 1, dtype=torch.int32), 60, 1, tiles, 8)
 
 
+def inputs_of(v, dtype=torch.float32, **options):
+    """A call whose tensors nobody holds."""
+    hidden = torch.empty(1, 16, dtype=dtype, device="meta")
+    weight = torch.empty(v, 16, dtype=dtype, device="meta")
+    labels = torch.empty(1, dtype=torch.int64, device="meta")
+    return InputTensors(hidden, weight, labels, None, None, None).with_options(Options(**options))
+
+
 @pytest.mark.parametrize(("v", "eps"), [(256000, 2**-8.3), (16000, 2**-7.3), (8000, None)])
 def test_auto_is_exact_for_small_vocabularies(v, eps):
-    found = plan.threshold(Options(filter_eps="auto"), vocabulary=v, most_rows=v)
+    found = plan.threshold(inputs_of(v, filter_eps="auto"), BOTH)
     assert found == (eps if eps is None else pytest.approx(eps))
+
+
+def test_the_filter_is_off_in_fp16_and_for_a_bias():
+    assert plan.threshold(inputs_of(9, filter_eps=0.1), BOTH) == 0.1
+    assert plan.threshold(inputs_of(9, torch.float16, filter_eps=0.1), BOTH) is None
+    assert plan.threshold(inputs_of(9, filter_eps=0.1), BOTH._replace(bias=True)) is None
+    hidden = torch.zeros(4, 16, device=DEVICE, dtype=torch.float16)
+    labels = torch.zeros(4, device=DEVICE, dtype=torch.int64)
+    options = Options(filter_eps=0.1)
+    computed, dropped = triton.filter_statistics(hidden, hidden, labels, None, options)
+    assert (computed, dropped) == (1, 0)  # as the loss, which filters nothing there
 
 
 def test_the_filter_is_off_where_bits_are_to_come_again(monkeypatch):
     """The filter's atomics add in an order that depends on timing."""
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     for filter_eps in ("auto", 0.1):
-        options = Options(filter_eps=filter_eps)
-        assert plan.threshold(options, vocabulary=256000, most_rows=256000) is None
+        assert plan.threshold(inputs_of(256000, filter_eps=filter_eps), BOTH) is None

@@ -74,6 +74,11 @@ def test_what_is_not_made_in_the_forward(options, mode, reason):
     assert reason in chosen.reason
 
 
+def test_a_part_has_a_tile_of_tokens_however_little_was_asked_for():
+    assert plan.tokens_of_equal_parts(100, 8, tile_rows=16) == 16
+    assert plan.tokens_of_equal_parts(10, 8, tile_rows=16) == 10
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

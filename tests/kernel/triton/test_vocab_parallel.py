@@ -1,6 +1,7 @@
 """A vocabulary split over two ranks (gloo; on a GPU both share it) equals one that is not."""
 
 import datetime
+import math
 
 import pytest
 import torch
@@ -45,6 +46,21 @@ def compare(rank, **options):
     whole, gradients = step(hidden, weight, labels, bias, **of_one)
     parts = hidden, weight[mine], labels, bias if bias is None else bias[mine]
     found, own = step(*parts, **options, process_group=dist.group.WORLD)
+    torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)
+    gradients = gradients[0], *(x[mine] for x in gradients[1:])
+    torch.testing.assert_close(own, gradients, rtol=1e-3, atol=1e-5)
+
+
+def forbidden_on_one_rank(rank, impl):
+    """Padding rows of the classifier whose bias forbids them, and a rank that has no others."""
+    hidden, weight, labels, _ = inputs(20, 12, 16)
+    bias = weight.new_zeros(12)
+    bias[6:] = -math.inf
+    mine = slice(6 * rank, 6 * rank + 6)
+    labels = labels % 6
+    whole, gradients = step(hidden, weight, labels, bias, impl="reference")
+    parts = hidden, weight[mine], labels, bias[mine]
+    found, own = step(*parts, impl=impl, process_group=dist.group.WORLD)
     torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)
     gradients = gradients[0], *(x[mine] for x in gradients[1:])
     torch.testing.assert_close(own, gradients, rtol=1e-3, atol=1e-5)
@@ -140,6 +156,8 @@ def work(rank, store):
     for case in CASES:
         for impl in ("chunked", "triton"):
             compare(rank, impl=impl, **case)
+    for impl in ("chunked", "triton"):
+        forbidden_on_one_rank(rank, impl)
     if not WIDE_CUMSUM:
         compare(rank, impl="triton", label_smoothing=0.1, filter_eps=1e-12)
     dtensors(rank)
