@@ -4,9 +4,17 @@ This is no implementation of the loss beside Triton's and the chunked one. `line
 calls `call_operator` here where it is being compiled, and `dispatch.run` elsewhere. The operator's
 body, which runs when the graph does, calls `dispatch.run` too.
 
-Where the loss is reduced, the operator's forward makes the gradients as well, up to the upstream
-factor. In fp16, without reduction, or where log-sum-exps have a gradient, the backward calls the
-operator a second time, with the upstream gradients. `OperatorCall.step` says which it is.
+There is one operator for the forward and the backward. Its body runs the eager loss and, where it
+is to make gradients, the eager backward by `torch.autograd.grad`: so implementations need nothing
+for `torch.compile`, whose graph sees tensors go in and come out. What an eager forward keeps for
+its backward is no tensor of the graph, so that nothing passes from one run of the operator to the
+next but what it returns. `OperatorCall.step` says which of three things a run is to do:
+
+    forward                 the outputs
+    forward with gradients  the outputs, and their gradients up to the upstream factor; the backward
+                            of the graph multiplies these, and runs the operator no second time
+    backward                the gradients for the upstream gradients that are given, from the inputs
+                            anew
 
 Tensors are the operator's positional arguments, everything else is a keyword. Its schema has the
 names and types of `OperatorTensors`, `Options` and `OperatorOutputs`.
@@ -19,9 +27,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import assert_never  # not yet in Python 3.10's typing
 
+from smoothce.autograd_tools import once_differentiable
 from smoothce.checks import check_call, check_values
-from smoothce.chunked import once_differentiable
 from smoothce.dispatch import run
 from smoothce.options import (
     Gradients,
@@ -105,31 +114,33 @@ def names_of_numbers_or_auto() -> tuple[str, ...]:
 
 
 NUMBERS_OR_AUTO = names_of_numbers_or_auto()
+FLAGS = tuple(name for name, types in option_types().items() if bool in types)
 
 
 class EncodedOptions(NamedTuple):
     """Every option as the operator's schema holds it, not yet checked.
 
     A graph may hold a number as a symbol, so that an option which is a number or "auto" has the
-    type of a number in the schema. Which of these are "auto" is said beside them."""
+    type of a number in the schema. Which of these are "auto" is said beside them:
+    filter_eps="auto" becomes values["filter_eps"] = 0 and is_auto = ["filter_eps"]."""
 
-    values: dict[str, Any]  # a 0 where the option is "auto"
-    automatic: list[str]  # the names of the options that are "auto"
+    values: dict[str, Any]  # by the names of `Options`' fields; 0 where the option is "auto"
+    is_auto: list[str]  # the names of the options that are "auto"
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> "EncodedOptions":
         """The options as the caller gave them, and the defaults of the others."""
         values = {**DEFAULTS, **options}
-        automatic = []
+        is_auto = []
         for name in NUMBERS_OR_AUTO:
             if isinstance(values[name], str):
-                automatic.append(name)
+                is_auto.append(name)
                 values[name] = 0
-        return cls(values, automatic)
+        return cls(values, is_auto)
 
     def checked(self) -> Options:
         """Raises ValueError where an option is out of range."""
-        return Options(**{**self.values, **dict.fromkeys(self.automatic, "auto")})
+        return Options(**{**self.values, **dict.fromkeys(self.is_auto, "auto")})
 
 
 Step = Literal["forward", "forward with gradients", "backward"]
@@ -151,12 +162,10 @@ class OperatorCall:
         *,
         impl: str,
         needs: list[bool],
-        automatic: list[str],
+        is_auto: list[str],
         **options: Any,
     ) -> "OperatorCall":
-        return cls(
-            OperatorTensors(*tensors), EncodedOptions(options, automatic), impl, Needs(*needs)
-        )
+        return cls(OperatorTensors(*tensors), EncodedOptions(options, is_auto), impl, Needs(*needs))
 
     @property
     def step(self) -> Step:
@@ -167,21 +176,10 @@ class OperatorCall:
         if not any(self.needs) or options["reduction"] == "none" or options["return_lse"]:
             return "forward"
         if self.tensors.hidden.dtype == torch.float16:
-            # fp16 has no range for gradients before a gradient scaler's factor.
+            # The gradients leave the operator in fp16, which has no range for them before a
+            # gradient scaler's factor. (`chunked` alone holds them in fp32 until then.)
             return "forward"
         return "forward with gradients"
-
-    def upstream(self) -> dict[str, Tensor]:
-        """The upstream gradients by the names of their outputs; empty where this run makes no
-        gradients."""
-        if self.step == "forward":
-            return {}
-        if self.step == "forward with gradients":
-            hidden = self.tensors.hidden
-            dtype = accumulation_dtype(hidden.dtype)
-            return {"loss": torch.ones((), device=hidden.device, dtype=dtype)}
-        upstream = {"loss": self.tensors.upstream_loss, "lse": self.tensors.upstream_lse}
-        return {name: gradient for name, gradient in upstream.items() if gradient is not None}
 
     def inputs(self) -> Inputs:
         """The inputs, in a graph of their own, with checked options."""
@@ -209,7 +207,7 @@ def operator_schema() -> str:
         for name, annotation in OperatorTensors.__annotations__.items()
     ]
     options = [f"{schema_type(field.type)} {field.name}" for field in dataclasses.fields(Options)]
-    keywords = ["str impl", "bool[] needs", "str[] automatic", *options]
+    keywords = ["str impl", "bool[] needs", "str[] is_auto", *options]
     outputs = [f"Tensor {name}" for name in OperatorOutputs._fields]
     return f"({', '.join(tensors)}, *, {', '.join(keywords)}) -> ({', '.join(outputs)})"
 
@@ -218,9 +216,11 @@ def call_operator(tensors: InputTensors, options: dict[str, Any], impl: str) -> 
     """`dispatch.run` in a graph that is being compiled. Options are as the caller gave them."""
     words_and_flags = {}
     for name, value in options.items():
-        if type(value) not in (int, float):
+        if name in FLAGS or type(value) not in (int, float):
             words_and_flags[name] = value
-    check_constants(**words_and_flags)
+    mistake = mistake_in(**words_and_flags)
+    if mistake is not None:
+        raise ValueError(mistake)
     encoded = EncodedOptions.of(options)
     outputs = operator(
         *tensors,
@@ -228,37 +228,68 @@ def call_operator(tensors: InputTensors, options: dict[str, Any], impl: str) -> 
         upstream_lse=None,
         impl=impl,
         needs=list(tensors.needs()),
-        automatic=encoded.automatic,
+        is_auto=encoded.is_auto,
         **encoded.values,
     )
     return OperatorOutputs(*outputs).loss_output()
 
 
 @torch.compiler.assume_constant_result
-def check_constants(**options: Any) -> None:
-    """Options that are no numbers are checked while the graph is made, numbers when it runs."""
-    Options(**options)
+def mistake_in(**words_and_flags: Any) -> str | None:
+    """What `Options` says against these, or None. They are checked while the graph is made; options
+    that are numbers are checked when it runs."""
+    try:
+        Options(**words_and_flags)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 @torch.library.custom_op("smoothce::loss", mutates_args=(), schema=operator_schema())
 def operator(*tensors: Tensor | None, **keywords: Any) -> tuple[Tensor, ...]:
+    """What runs in the graph: the step that the call asks for."""
     call = OperatorCall.of_arguments(tensors, **keywords)
     inputs = call.inputs()
     check_call(inputs)
     check_values(inputs)
-    upstream = call.upstream()
-    with torch.set_grad_enabled(bool(upstream)):
+    match call.step:
+        case "forward":
+            with torch.no_grad():
+                output = run(inputs, call.impl)
+            return OperatorOutputs.of(output, Gradients())
+        case "forward with gradients":
+            hidden = inputs.hidden
+            unit_upstream = torch.ones(
+                (), device=hidden.device, dtype=accumulation_dtype(hidden.dtype)
+            )
+            return run_with_gradients(call, inputs, unit_upstream, None)
+        case "backward":
+            return run_with_gradients(
+                call, inputs, call.tensors.upstream_loss, call.tensors.upstream_lse
+            )
+        case _:
+            assert_never(call.step)
+
+
+def run_with_gradients(
+    call: OperatorCall,
+    inputs: Inputs,
+    upstream_loss: Tensor | None,  # () or (N,)
+    upstream_lse: Tensor | None,  # (N,)
+) -> OperatorOutputs:
+    """The loss and its eager backward, for the upstream gradients that there are."""
+    with torch.enable_grad():
         output = run(inputs, call.impl)
-    gradients = Gradients()
-    if upstream:
-        wanted = [name for name, needed in call.needs._asdict().items() if needed]
-        made = torch.autograd.grad(
-            outputs=[getattr(output, name) for name in upstream],
-            inputs=[getattr(inputs, name) for name in wanted],
-            grad_outputs=list(upstream.values()),
-        )
-        gradients = Gradients(**dict(zip(wanted, made, strict=True)))
-    return OperatorOutputs.of(output, gradients)
+    outputs = []
+    upstream_gradients = []
+    for tensor, upstream in ((output.loss, upstream_loss), (output.lse, upstream_lse)):
+        if upstream is not None:
+            outputs.append(tensor)
+            upstream_gradients.append(upstream)
+    wanted = [name for name, needed in call.needs._asdict().items() if needed]
+    leaves = [getattr(inputs, name) for name in wanted]
+    made = torch.autograd.grad(outputs, leaves, upstream_gradients)
+    return OperatorOutputs.of(output, Gradients(**dict(zip(wanted, made, strict=True))))
 
 
 @operator.register_fake
