@@ -245,7 +245,9 @@ def mistake_in(**words_and_flags: Any) -> str | None:
     return None
 
 
-@torch.library.custom_op("smoothce::loss", mutates_args=(), schema=operator_schema())
+# Named for the package: another copy of it, which the Hub's `kernels` library loads under a name of
+# its own, has its own operator.
+@torch.library.custom_op(f"{__package__}::loss", mutates_args=(), schema=operator_schema())
 def operator(*tensors: Tensor | None, **keywords: Any) -> tuple[Tensor, ...]:
     """What runs in the graph: the step that the call asks for."""
     call = OperatorCall.of_arguments(tensors, **keywords)

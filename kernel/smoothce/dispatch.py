@@ -26,11 +26,12 @@ class Implementation(Protocol):
         """How the gradient is made of these inputs, in words; None where there is one way only."""
 
 
-# They are imported on first use, so that no implementation costs those who use another.
+# They are imported on first use, so that no implementation costs those who use another. The package
+# has another name where the Hub's `kernels` library loads it (kernel/build_hub.py).
 IMPLEMENTATIONS = {
-    "reference": "smoothce.reference",
-    "chunked": "smoothce.chunked",
-    "triton": "smoothce.triton",
+    "reference": f"{__package__}.reference",
+    "chunked": f"{__package__}.chunked",
+    "triton": f"{__package__}.triton",
 }
 
 

@@ -12,6 +12,6 @@ pip=("$venv/bin/pip" install --quiet --disable-pip-version-check -c configs/cons
 "${pip[@]}" torch
 "${pip[@]}" peft trl==1.9.0 lightning==2.6.6 \
     -e ./kernel -e ./eval -e ./slurm -r tests/requirements.txt
-"${pip[@]}" --no-deps axolotl==0.19.0 nemo_automodel==0.7.0 torchtitan==0.3.0
+"${pip[@]}" --no-deps axolotl==0.19.0 nemo_automodel==0.7.0 torchtitan==0.3.0 kernels==0.17.2
 "${pip[@]}" triton addict numba colorama pillow python-dotenv spmd_types==0.2.3 tyro torchdata # what those import
 touch "$venv/.ready"
