@@ -90,23 +90,7 @@ def liger(
     softcap: float | None = None,
 ) -> Tensor:
     """Liger's fused linear cross-entropy, in its default implementation."""
-    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
-
-    bias = class_weight = None
-    lse_square_scale = 0.0
-    found = LigerFusedLinearCrossEntropyFunction.apply(
-        hidden,
-        weight,
-        labels,
-        bias,
-        class_weight,
-        IGNORE_INDEX,
-        lse_square_scale,
-        label_smoothing,
-        "mean",
-        softcap,
-    )
-    return found[0] if isinstance(found, tuple) else found
+    return apply_liger(hidden, weight, labels, label_smoothing, softcap)
 
 
 def liger_cute(
@@ -117,12 +101,37 @@ def liger_cute(
     softcap: float | None = None,
 ) -> Tensor:
     """Liger's, from 0.8.5 on, with the inner cross-entropy in NVIDIA's CuTe DSL."""
+    accumulator_dtype = None
+    return_z_loss = use_token_scaling = return_token_accuracy = return_predicted_tokens = False
+    return apply_liger(
+        hidden,
+        weight,
+        labels,
+        label_smoothing,
+        softcap,
+        return_z_loss,
+        accumulator_dtype,
+        use_token_scaling,
+        return_token_accuracy,
+        return_predicted_tokens,
+        "nvidia-cutedsl",
+    )
+
+
+def apply_liger(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    label_smoothing: float,
+    softcap: float | None,
+    *later_arguments: bool | str | None,
+) -> Tensor:
+    """The loss of Liger's autograd function, which takes its arguments by their places alone."""
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
-    bias = class_weight = accumulator_dtype = None
+    bias = class_weight = None
     lse_square_scale = 0.0
-    return_z_loss = use_token_scaling = return_token_accuracy = return_predicted_tokens = False
-    loss, *_ = LigerFusedLinearCrossEntropyFunction.apply(
+    output = LigerFusedLinearCrossEntropyFunction.apply(
         hidden,
         weight,
         labels,
@@ -133,14 +142,9 @@ def liger_cute(
         label_smoothing,
         "mean",
         softcap,
-        return_z_loss,
-        accumulator_dtype,
-        use_token_scaling,
-        return_token_accuracy,
-        return_predicted_tokens,
-        "nvidia-cutedsl",
+        *later_arguments,
     )
-    return loss
+    return output[0] if isinstance(output, tuple) else output
 
 
 @lacks("smoothing", "softcap", "bias")

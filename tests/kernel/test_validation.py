@@ -1,7 +1,9 @@
 """Bad input: one message that names what was given and what was expected. And signatures."""
 
 import dataclasses
+import importlib
 import inspect
+import re
 from fractions import Fraction
 
 import numpy as np
@@ -189,3 +191,12 @@ def test_explain_names_the_implementation_and_the_reason():
     assert smoothce.explain(HIDDEN, WEIGHT, impl="reference") == "reference: asked for by impl="
     chosen = smoothce.explain(HIDDEN, WEIGHT)
     assert chosen.startswith("chunked: triton is not used because ")
+
+
+def test_the_guide_to_a_new_option_names_what_there_is():
+    rows = re.findall(r"^ +((?:triton\.)?\w+)  +(`.*)$", Options.__doc__, re.MULTILINE)
+    assert len(rows) == 6
+    for module, names in rows:
+        source = inspect.getsource(importlib.import_module(f"smoothce.{module}"))
+        for name in re.findall(r"`(\w+)`", names):
+            assert re.search(rf"^ *(def|class) {name}\b", source, re.MULTILINE), (module, name)

@@ -96,7 +96,10 @@ def forward_all(call: LossCall, results: Results) -> RecomputeState:
     """Fill in the results; returns what the backward needs, if there is to be one."""
     places = super_blocks(len(call.inputs.labels))
     orders = [valid_first(call.part(where)) for where in places]
-    state = RecomputeState([], ValidCounts([valid_count for _, valid_count in orders]))
+    counts = []
+    if any(call.needs):  # else there is no backward to ask for them
+        counts = [valid_count for _, valid_count in orders]
+    state = RecomputeState([], ValidCounts(counts))
     for where, (order, valid_count) in zip(places, orders, strict=True):
         part = call.part(where)
         tokens, packed = gather(part, order, valid_count)
