@@ -20,6 +20,7 @@ from smoothce.options import (
     LossOutput,
     Options,
     TokenStatistics,
+    check_names,
     spell_out_options,
 )
 from smoothce.vocab_parallel import Shard
@@ -186,6 +187,7 @@ def linear_cross_entropy(
 
     Source: "Calibrated Language Models and How to Find Them with Label Smoothing", equation 15.
     """
+    check_names("linear_cross_entropy", options)
     tensors, shard = prepare_tensors(
         hidden, weight, labels, bias, smoothing_target, token_weights, process_group
     )
@@ -295,6 +297,7 @@ def explain(
     for options, and for types, shapes, dtypes and devices of tensors. What the numbers in the
     tensors are is not looked at.
     """
+    check_names("explain", options)
     checked = Options(return_lse=return_lse, return_statistics=return_statistics, **options)
     checks.check_tensors(hidden=hidden)  # the labels' shape is made from its shape
     labels = hidden.new_empty(hidden.shape[:-1], dtype=torch.int64)

@@ -5,7 +5,7 @@ from typing_extensions import Unpack
 
 from smoothce.dispatch import check_impl
 from smoothce.linear_cross_entropy import LossResult, linear_cross_entropy
-from smoothce.options import LossKeywords, Options, spell_out_options
+from smoothce.options import LossKeywords, Options, check_names, spell_out_options
 
 
 class LinearCrossEntropy(nn.Module):
@@ -26,6 +26,7 @@ class LinearCrossEntropy(nn.Module):
         **options: Unpack[LossKeywords],
     ) -> None:
         super().__init__()
+        check_names("LinearCrossEntropy", options)
         check_impl(impl)
         self.impl = impl
         self.options = Options(

@@ -133,6 +133,20 @@ class LossKeywords(TypedDict, total=False):
     workspace: int | str
 
 
+OPTION_NAMES = tuple(LossKeywords.__annotations__)
+
+
+def check_names(function: str, options: LossKeywords) -> None:
+    """Raises TypeError for a keyword that is no option, in the name of the function that the user
+    has called."""
+    for name in options:
+        if name not in OPTION_NAMES:
+            raise TypeError(
+                f"{function}() got an unexpected keyword argument {name!r}; "
+                f"options are {', '.join(OPTION_NAMES)}"
+            )
+
+
 def spell_out_options(function: Function) -> Function:
     """Make `help()` and notebooks show the keywords of `**options` one by one, with their defaults.
 

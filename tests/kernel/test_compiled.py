@@ -76,6 +76,7 @@ def test_mistakes_are_named():
         (torch.full_like(labels, 50), {}, "label 50 is out of range"),
         (labels, {"label_smoothing": True}, "label_smoothing .*not True"),
         (labels, {"label_smoothing": 1.5}, "label_smoothing .*not 1.5"),
+        (labels, {"smoothing": 0.1}, r"^linear_cross_entropy\(\) .*argument 'smoothing'"),
     ):
         with pytest.raises(Exception, match=said):
             compiled(hidden, weight, given, **options)

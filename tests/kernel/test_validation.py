@@ -45,8 +45,14 @@ def test_an_option_out_of_range(option, message):
     assert_refused(option, ValueError, message)
 
 
-def test_an_option_that_is_none():
-    assert_refused({"smoothing": 0.1}, TypeError, "unexpected keyword argument 'smoothing'")
+def test_a_keyword_that_is_no_option():
+    for function in (smoothce.linear_cross_entropy, smoothce.explain):
+        tensors = (HIDDEN, WEIGHT) if function is smoothce.explain else (HIDDEN, WEIGHT, LABELS)
+        message = rf"^{function.__name__}\(\) .* 'smoothing'; options are label_smoothing, "
+        with pytest.raises(TypeError, match=message):
+            function(*tensors, smoothing=0.1)
+    with pytest.raises(TypeError, match=r"^LinearCrossEntropy\(\) .* 'process_group'; options are"):
+        smoothce.LinearCrossEntropy(process_group=None)
 
 
 @pytest.mark.parametrize(
