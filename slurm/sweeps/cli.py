@@ -289,7 +289,8 @@ def _train(parsed: argparse.Namespace) -> None:
     config = run.config()
     with _locked_run(run):
         if run.trained:
-            _score_if_asked(run)
+            if config.world.nodes == 1:  # of several nodes none scores: one process suffices
+                _score_if_asked(run)
         else:
             assert config.backend is not None  # a model before fine-tuning counts as trained
             load_backend(config.backend).train(run)
@@ -315,7 +316,10 @@ def _score_if_asked(run: "Run") -> None:
 def _locked_run(run: "Run") -> contextlib.AbstractContextManager[None]:
     """Hold a run's lock while this process works on it."""
     from sweeps.runs.files import locked
+    from sweeps.runs.processes import node_number
 
-    if "LOCAL_RANK" in os.environ:  # a rank of a torchrun which holds the lock
+    is_rank = "LOCAL_RANK" in os.environ  # of a torchrun which holds the lock
+    is_other_node = run.config().world.nodes > 1 and node_number() > 0  # the first one holds it
+    if is_rank or is_other_node:
         return contextlib.nullcontext()
     return locked(run.lock_file, RUN_PATIENCE, f"{run.path}: another process is at this run")

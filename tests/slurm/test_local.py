@@ -302,6 +302,19 @@ def test_too_few_gpus_for_a_run_are_named(toy_file, monkeypatch):
     assert "world.processes_per_node: 3: 2 GPUs here" in launch(*words, code=2)
 
 
+def test_one_machine_is_not_several_nodes(toy_file, tmp_path):
+    """Neither for a launch, which names the key, nor for who starts the training by hand."""
+    words = (toy_file(grid={}), "world.nodes=2")
+    refusal = "world.nodes: 2: this is one machine: launch on Slurm, or type world.nodes=1"
+    assert refusal in launch(*words, "--executor", "local", code=2)
+    assert not (tmp_path / "out").exists()
+    assert refusal in launch(*words, "--executor", "local", "--dry-run")
+    run = prepare(*words)
+    done = command("train", run.path)
+    assert done.returncode == 2, done.stderr
+    assert "asks for 2 nodes and was started on none of Slurm's" in done.stderr
+
+
 @pytest.fixture
 def environments(toy_file, monkeypatch) -> tuple[SweepPlan, list[dict[str, str]]]:
     """A sweep of two runs that was launched on two GPUs, and what its programs' shells held."""

@@ -573,3 +573,17 @@ def test_a_run_whose_model_was_deleted_cannot_be_scored(asked_once):
     (run.path / "DONE").touch()
     printed = launch(path, "--executor", "local", code=2)
     assert f"{run.path}: its model is gone: to score it, delete the folder" in printed
+
+
+def test_a_backend_that_trains_on_one_node_is_named(toy_file, tiny):
+    path = toy_file(backend="open-instruct", train={"train_file": str(tiny / "chat.jsonl")})
+    refusal = "world.nodes: 2: backend open-instruct trains on one node; type world.nodes=1"
+    assert refusal in problems(path, "world.nodes=2")
+    assert "world.nodes" not in problems(path)
+
+
+def test_a_container_cannot_start_the_programs_of_other_nodes(toy_file, profile):
+    path = toy_file(cluster=profile(python="apptainer exec image.sif python"))
+    refusal = "a run on several nodes (world.nodes: 2) needs an interpreter alone"
+    assert refusal in problems(path, "world.nodes=2")
+    assert refusal not in problems(path)

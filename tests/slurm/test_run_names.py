@@ -107,3 +107,18 @@ def test_tables_have_a_column_for_an_option_that_was_added_later(tmp_path, tomor
 def test_options_of_today_decide_runs_also_at_their_defaults(options):
     chosen = options(**TRAIN)
     assert decisive_values(chosen) == chosen.model_dump()
+
+
+def test_several_nodes_are_another_run_and_one_node_is_the_same(tmp_path):
+    """Runs keep the names that they had before `world.nodes` was a key."""
+    world = {"processes_per_node": 2}
+    (before,) = planned(tmp_path, train=TRAIN, world=world)
+    (one,) = planned(tmp_path, train=TRAIN, world={**world, "nodes": 1})
+    (two,) = planned(tmp_path, train=TRAIN, world={**world, "nodes": 2})
+    assert before.name == one.name != two.name
+    two.create()
+    assert Run(two.path).config().world.processes == 4
+    before.create()
+    older = before.config_file.read_text().replace("  nodes: 1\n", "")
+    before.config_file.write_text(older)
+    assert Run(before.path).config().world.nodes == 1

@@ -122,6 +122,37 @@ def nine(toy_file) -> Path:
     return path
 
 
+TWO_NODES = ("world.nodes=2", "world.processes_per_node=4")
+
+
+def scripts_on_two_nodes(three_seeds: Path, **keys) -> list[str]:
+    """The scripts of the jobs of a sweep whose runs have two nodes, under a profile of keys."""
+    plan = plan_sweep(three_seeds, list(TWO_NODES))
+    return [
+        sbatch.script(plan.sweep, Cluster(**keys), job, Path("/s/jobs/tag"), Path("/c"), ["7", "8"])
+        for job in slurm.design(plan, [])
+    ]
+
+
+def test_a_run_on_two_nodes_has_one_element_that_is_the_batch_job_itself(three_seeds):
+    """Scoring and tables have one node, as ever."""
+    train, *others = scripts_on_two_nodes(three_seeds, cpus_per_process=3, signal_seconds=70)
+    assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n" in train
+    assert "#SBATCH --cpus-per-task=12\n" in train and "#SBATCH --gpus-per-node=4\n" in train
+    assert "#SBATCH --signal=B:USR2@70\n" in train
+    assert "srun --" not in train
+    assert f"exec {sys.executable} -u -m submitit.core._submit /s/jobs/tag\n" in train
+    for script in others:
+        assert "#SBATCH --nodes=1\n" in script and "#SBATCH --signal=USR2@70\n" in script
+        assert "srun --unbuffered" in script
+
+
+def test_a_dry_run_shows_on_how_many_nodes_runs_train(three_seeds):
+    shown = slurm.planned_jobs(plan_sweep(three_seeds, list(TWO_NODES)))
+    assert "JOB0 trains 3 runs: --nodes=2 --time=1-00:00" in shown
+    assert shown.count("--nodes=") == 1
+
+
 TWO = "world.processes_per_node=2"
 SPLIT = {
     "all fit": ([], None, ["train 3", "score 6", "collect 0"]),

@@ -17,7 +17,7 @@ from calibeval.io import InputError
 from calibeval.tasks import HUB, load
 from sweeps.launch import assets, local
 from sweeps.runs import scoring
-from sweeps.runs.backend import BACKENDS, load_backend
+from sweeps.runs.backend import BACKENDS, load_backend, trains_on_several_nodes
 from sweeps.runs.conversations import conversations
 from sweeps.runs.grid import SweepPlan
 from sweeps.runs.processes import cli_command, run_or_empty
@@ -48,8 +48,12 @@ def problems(plan: SweepPlan, executor: str) -> list[str]:
         *_secrets_file(plan, cluster),
     ]
     if executor == "local":
+        problem = local.too_many_nodes(plan.sweep)
+        if problem is not None:
+            found.append(problem)
         local.workers(plan.sweep)
     else:
+        found.extend(_several_nodes(plan, cluster))
         found.extend(_unreadable_path(plan))
     found.extend(_unwritable(plan))
     return list(dict.fromkeys(found))
@@ -143,6 +147,21 @@ def _secrets_file(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
         yield f"{key}: no such file"
     elif file.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         yield f"{key}: others can read it: chmod 600 {shlex.quote(str(file))}"
+
+
+def _several_nodes(plan: SweepPlan, cluster: Cluster) -> Iterator[str]:
+    """What keeps the runs from training on several nodes, where they are to."""
+    nodes = plan.sweep.world.nodes
+    if nodes == 1:
+        return
+    backend = plan.sweep.backend
+    if not trains_on_several_nodes(backend):
+        yield f"world.nodes: {nodes}: backend {backend} trains on one node; type world.nodes=1"
+    if " " in cluster.python:
+        yield (
+            f"{plan.sweep.cluster}: python: {cluster.python}: a run on several nodes "
+            f"(world.nodes: {nodes}) needs an interpreter alone, which each node has at this path"
+        )
 
 
 def _unreadable_path(plan: SweepPlan) -> Iterator[str]:

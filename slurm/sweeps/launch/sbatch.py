@@ -78,6 +78,7 @@ def parameters(
 
     `job_folder` is the job's folder, `earlier` are the ids of the jobs submitted before it.
     """
+    nodes = _nodes(sweep, job)
     memory = cluster.memory_per_node
     if job.kind is JobKind.TRAIN:
         processes = sweep.world.processes_per_node
@@ -99,7 +100,7 @@ def parameters(
         "constraint": cluster.constraint,
         "job_name": job_name(sweep, job, job_folder),
         "time": time,
-        "nodes": 1,
+        "nodes": nodes,
         "ntasks_per_node": 1,
         "cpus_per_task": cpus,
         "gpus_per_node": _gpus(cluster, processes),
@@ -108,15 +109,25 @@ def parameters(
         "stderr_to_stdout": True,
         "additional_parameters": _additional_parameters(sweep, cluster, job, earlier),
     }
-    if job.kind is not JobKind.COLLECT:
+    if nodes > 1:
+        # The element is then the batch job itself, on the first node. What it starts by srun keeps
+        # all CPUs and GPUs, and hears TERM on each node; the srun does not, which would kill.
+        values["use_srun"] = False
+    elif job.kind is not JobKind.COLLECT:
         # Since Slurm 22.05, srun does not take the number of CPUs from its job.
         values["srun_args"] = [f"--cpus-per-task={cpus}"]
+    if job.kind is not JobKind.COLLECT:
         values["map_count"] = len(job.runs)
         values["array_parallelism"] = sweep.throttle or ENDLESS
     parameters_with_value = {key: value for key, value in values.items() if value is not None}
     # submitit has a wckey of its own for whoever gives none; None is how to have none.
     parameters_with_value["wckey"] = None
     return parameters_with_value
+
+
+def _nodes(sweep: Sweep, job: Job) -> int:
+    """On how many nodes a job, or each element of an array, runs."""
+    return sweep.world.nodes if job.kind is JobKind.TRAIN else 1
 
 
 def _gpus(cluster: Cluster, processes: int) -> str | int | None:
@@ -135,6 +146,8 @@ def _additional_parameters(
     """The options of sbatch that submitit has no parameter for."""
     # The list replaces sbatch's default, ALL: the submitting shell's tokens must not travel.
     options: dict[str, Any] = {"export": ",".join(exported(sweep, cluster)), "requeue": True}
+    if _nodes(sweep, job) > 1:  # by itself Slurm warns what a job has started, and not the job
+        options["signal"] = f"B:USR2@{cluster.signal_seconds}"
     for option in cluster.extra:  # the profile's own may say more than its keys, and win
         key, _, value = option.removeprefix("--").partition("=")
         options[key] = value or True
@@ -176,6 +189,8 @@ def script(
     else:
         lines += copy_pickle_lines(job_folder)
         command = element_command(python, job_folder)
+        if _nodes(sweep, job) > 1:
+            command = f"exec {command}"  # signals reach the batch job's own process alone
     return script_text(
         command, job_folder, lines, parameters(sweep, cluster, job, job_folder, earlier)
     )

@@ -164,8 +164,9 @@ def planned_jobs(plan: SweepPlan) -> str:
         earlier = [f"JOB{other}" for other in range(number)]
         asked = parameters(plan.sweep, cluster, job, job_folder, earlier)
         options = []
-        for name in ("time", "cpus_per_task", "gpus_per_node", "mem"):
-            if name in asked:
+        for name in ("nodes", "time", "cpus_per_task", "gpus_per_node", "mem"):
+            is_plain = name == "nodes" and asked[name] == 1
+            if name in asked and not is_plain:
                 options.append(f"--{name.replace('_', '-')}={asked[name]}")
         lines.append(f"{_title(job, number)}: {' '.join(options)}\n")
     return "".join(lines)

@@ -2,48 +2,37 @@
 
 A program that is killed starts again, within bounds; one that fails does not. A job on Slurm and a
 worker on this machine both call `work`.
+
+A run on several nodes is brought through its stages on the first one alone: it writes into the
+run's folder what happens, and decides what comes next. The program that trains is then an srun,
+which starts `python -m sweeps train RUN_DIR` on each node, hands on what they print, and ends when
+they do. So the other nodes know of nothing but the training, and have nothing left to do once it
+ends, however it ends.
 """
 
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
+from sweeps.launch.program_end import ProgramEnd
 from sweeps.runs.events import EventKind
 from sweeps.runs.files import last_error, tail
 from sweeps.runs.processes import end_with_parent
 from sweeps.runs.run import Run
-from sweeps.runs.stages import SCORE, STAGES, Outcome, next_stage
+from sweeps.runs.stages import SCORE, STAGES, TRAIN, Outcome, next_stage
 
 POLL = 0.2  # seconds between looks at a program that runs
 # Exit codes by which a program between this process and the killed one, such as torchrun or a
 # shell, reports the kill. Of a program of its own, this process sees the negative signal.
 KILLED_BELOW = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
 FULL_DISK = 1 << 20  # bytes that are left on a disk which is called full
-LOG_LINES = 400  # of a program's output, among which its error is looked for
+LOG_LINES = 400  # of a program's output on one node, among which its error is looked for
 LOG_BYTES = 1 << 16
-
-
-@dataclass(frozen=True)
-class ProgramEnd:
-    """How a stage's program ended, and the last lines that it printed."""
-
-    exit_code: int  # -9 for one that was killed by signal 9
-    lines: list[str]
-
-    @property
-    def first_rank_exit_code(self) -> int:
-        """The exit code; of torchrun, which exits with 1, that of the rank that ended first."""
-        if self.exit_code == 1:
-            codes = re.findall(r"^ *exitcode *: (-?\d+)", "\n".join(self.lines), re.MULTILINE)
-            if codes:
-                return int(codes[-1])  # torchrun prints the first failure last
-        return self.exit_code
+NODE_PATIENCE = 30  # seconds between the end of a run's program on one node and that on all others
 
 
 def work(
@@ -117,6 +106,7 @@ def _execute(
     environment: Mapping[str, str] | None,
 ) -> ProgramEnd:
     """Run a stage's program to its end, and let it save once `asked_to_stop()`."""
+    nodes = run.config().world.nodes if stage == TRAIN else 1
     log = run.path / f"{stage}.log"
     variables = {
         **os.environ,
@@ -127,7 +117,7 @@ def _execute(
     with open(log, "ab") as out:
         start = out.tell()
         program = subprocess.Popen(
-            [_python(run, stage), "-m", "sweeps", stage, str(run.path)],
+            [*_srun(nodes), _python(run, stage), "-m", "sweeps", stage, str(run.path)],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -146,8 +136,21 @@ def _execute(
             if is_scoring:  # which looks for no file, and keeps what it has when killed
                 os.killpg(program.pid, signal.SIGTERM)
     written = log.stat().st_size - start
-    lines = tail(log, LOG_LINES, size=max(1, min(written, LOG_BYTES)))
-    return ProgramEnd(program.returncode, lines)
+    lines = tail(log, nodes * LOG_LINES, size=max(1, min(written, nodes * LOG_BYTES)))
+    return ProgramEnd(program.returncode, lines, nodes)
+
+
+def _srun(nodes: int) -> list[str]:
+    """The words before a program's command that start it on each node of this job; none for one.
+
+    Where one node has failed, the others have some time to end and to say how.
+    """
+    if nodes == 1:
+        return []
+    words = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
+    # Since Slurm 22.05, srun does not take the number of CPUs from its job.
+    words.append(f"--cpus-per-task={os.environ['SLURM_CPUS_PER_TASK']}")
+    return [*words, "--kill-on-bad-exit=0", f"--wait={NODE_PATIENCE}"]
 
 
 def _python(run: Run, stage: str) -> str:

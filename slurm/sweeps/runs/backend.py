@@ -30,13 +30,16 @@ class NoBackend(InputError):
 class Backend(Protocol[Options]):
     """A module that trains runs: one of `BACKENDS`, or a user's own, named by its import path.
 
-    It has the four members below. It may have two more:
+    It has the four members below. It may have three more:
 
     `environment_variables: Sequence[str]` names variables of the submitting shell that its jobs
     need. Jobs see no others, apart from a login's own and the profile's `pass_environment`.
 
     `scoring_problem(train_options) -> str | None` says why the model that such a run leaves cannot
     be scored. A sweep that asks for scores is then refused with these words.
+
+    `trains_on_several_nodes = True` says that `train` may be called on each node of a run at the
+    same time, as `training.torchrun.exec_torchrun` wants it. `world.nodes` above 1 is refused else.
 
     Whoever plans and launches imports the module too, and must not wait for torch: what only
     training needs is imported by `train`. Jobs run in the project's folder and must find the module
@@ -129,6 +132,11 @@ def environment_variables(name: str) -> list[str]:
         named = getattr(load_backend(backend), "environment_variables", ())
         variables.update(dict.fromkeys(named))
     return list(variables)
+
+
+def trains_on_several_nodes(name: str) -> bool:
+    """Whether a backend says that it can train one run on several machines."""
+    return bool(getattr(load_backend(name), "trains_on_several_nodes", False))
 
 
 def scoring_problem(name: str, train_options: BaseModel) -> str | None:

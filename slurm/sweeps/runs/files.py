@@ -14,6 +14,10 @@ from pathlib import Path
 from calibeval.io import InputError
 
 SILENT_SECONDS = 3  # of a wait for a lock, before it is told
+# Errors that follow from another one: what torchrun and srun say of a program that has failed, and
+# before them what a rank says that has lost its connection to one that has.
+OF_LAUNCHERS = re.compile("ChildFailedError|^srun: |^slurmstepd")
+OF_OTHER_RANKS = re.compile("Connection (closed|reset) by|Broken pipe|remote process exited")
 RETRY_SECONDS = 0.3  # between two attempts to take a lock that another process holds
 
 # The locks that this process holds. The kernel does not tell a process of its own locks, and drops
@@ -116,14 +120,20 @@ def last_error(lines: list[str]) -> str:
 
     The line is cut at 500 characters, and what a progress bar has left before the error goes.
     """
-    errors = []
+    errors_of_launchers = []
+    errors_of_other_ranks = []
+    own_errors = []
     for line in lines:
         match = re.search("error: .*|.*Error.*", line)
-        if match:
-            errors.append(match[0])
-    # torchrun ends with an error of its own, which says nothing of the program's.
-    own_errors = [line for line in errors if "ChildFailedError" not in line]
-    best = own_errors or errors or lines or ["no output"]
+        if not match:
+            continue
+        if OF_LAUNCHERS.search(line):
+            errors_of_launchers.append(match[0])
+        elif OF_OTHER_RANKS.search(line):
+            errors_of_other_ranks.append(match[0])
+        else:
+            own_errors.append(match[0])
+    best = own_errors or errors_of_other_ranks or errors_of_launchers or lines or ["no output"]
     return best[-1].strip()[:500]
 
 

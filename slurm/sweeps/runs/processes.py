@@ -69,6 +69,11 @@ def job_id() -> str | None:
     return os.environ.get("SLURM_JOB_ID")
 
 
+def node_number() -> int:
+    """The number of this machine among those of its Slurm job or srun, from 0; 0 outside of one."""
+    return int(os.environ.get("SLURM_NODEID", "0"))
+
+
 def visible_gpus() -> list[str]:
     """The GPUs that may be used here, as CUDA_VISIBLE_DEVICES names them; none on a CPU machine."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -140,10 +140,16 @@ def decisive_values(options: BaseModel) -> dict[str, Any]:
 class DistributedConfig(Strict):
     """The processes of one run: their number changes the global batch, so it is part of the run."""
 
+    nodes: Positive = option(
+        1,
+        "How many machines train one run together; more than one needs Slurm. An update has as "
+        "many more conversations.",
+        added_later=True,
+    )
     processes_per_node: Positive = option(
         1,
-        "How many processes train one run, all on one machine; each has a GPU of its own. An "
-        "update has as many more conversations.",
+        "How many processes of one run each machine has; each has a GPU of its own. An update has "
+        "as many more conversations.",
     )
     mixed_precision: Literal["no", "bf16", "fp16"] = option(
         "no",
@@ -162,9 +168,14 @@ class DistributedConfig(Strict):
     )
 
     @property
+    def processes(self) -> int:
+        """How many processes train one run, on all its machines together."""
+        return self.nodes * self.processes_per_node
+
+    @property
     def single_process(self) -> bool:
         """Whether a run needs no torchrun. It is then trained and scored in one array element."""
-        return self.processes_per_node == 1 and self.deepspeed is None and self.fsdp is None
+        return self.processes == 1 and self.deepspeed is None and self.fsdp is None
 
     def read(self, key: str) -> dict | None:
         """What the file of `deepspeed` or `fsdp` says; None without one.

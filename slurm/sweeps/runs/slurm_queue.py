@@ -18,7 +18,8 @@ STUCK = (
     (
         "PartitionConfig|PartitionNodeLimit",
         "no node of the partition has what a job asks for: cpus_per_process, gpus_per_process "
-        "(both times world.processes_per_node) and memory_per_node",
+        "(both times world.processes_per_node) and memory_per_node; or it has fewer nodes than "
+        "world.nodes",
     ),
     ("PartitionTimeLimit", "the partition allows less than `time` or `score_time`"),
     ("BadConstraints", "no node has what `constraint`, `gpu_type` or `extra` ask for"),

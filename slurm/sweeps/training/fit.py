@@ -69,7 +69,7 @@ def fit(run: Run) -> None:
     dataset = GlobalBatchDataset(
         train_options,
         tokenize_file(train_options, tokenizer),
-        ranks=distributed.processes_per_node,
+        ranks=distributed.processes,
         rank=this_rank(),
         pad_token_id=tokenizer.pad_token_id,
     )

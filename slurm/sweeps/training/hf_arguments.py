@@ -87,9 +87,9 @@ def training_arguments(
     if first_rank_reads:
         # The model is loaded before the Trainer, which would say so too late.
         enable_fsdp_ram_efficient_loading()
-    if arguments.world_size != distributed.processes_per_node:
+    if arguments.world_size != distributed.processes:
         raise InputError(
-            f"{run.config_file}: world asks for {distributed.processes_per_node} processes, "
+            f"{run.config_file}: world asks for {distributed.processes} processes, "
             f"{arguments.world_size} started; launch with `python -m sweeps train`"
         )
     return arguments

@@ -13,6 +13,7 @@ from sweeps.training import torchrun
 from sweeps.training.options import TrainOptions
 
 Train = TrainOptions  # what every backend calls its options
+trains_on_several_nodes = True
 
 
 def packages(train_options: TrainOptions, distributed: DistributedConfig) -> list[str]:

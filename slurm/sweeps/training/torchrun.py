@@ -1,20 +1,27 @@
 """The processes of a run that has several: torchrun, and ranks that end when it does.
 
-`python -m sweeps.training.torchrun MODULE ARGUMENTS…` is one rank, which runs a module.
+A run on several nodes has a torchrun on each. `sweeps.launch.worker` starts them by one srun, and
+they meet on the first node. `python -m sweeps.training.torchrun MODULE ARGUMENTS…` is one rank,
+which runs a module.
 """
 
 import atexit
 import os
 import runpy
 import signal
+import socket
 import sys
 from pathlib import Path
 
-from sweeps.runs.processes import end_with_parent
+from calibeval.io import InputError
+from sweeps.runs.processes import end_with_parent, node_number, run_checked
 from sweeps.runs.run import Run
 from sweeps.runs.schema import DistributedConfig
 
 TORCHRUN = "torch.distributed.run"
+# The ports at which nodes meet, below those that Linux gives to outgoing connections.
+MEETING_PORTS = range(10_000, 32_000)
+MEETING_SECONDS = 600  # that a node waits for the others, whose file systems may be slow
 
 
 def block_sigterm() -> None:
@@ -33,6 +40,8 @@ def exec_torchrun(run: Run) -> None:
     if is_rank or distributed.single_process:
         return
     command = torchrun_command(distributed, "sweeps", "train", str(run.path.absolute()))
+    # An element of a job hears USR2, and tells the ranks by the stop file.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     block_sigterm()
     os.execv(command[0], command)
 
@@ -43,13 +52,53 @@ def torchrun_command(distributed: DistributedConfig, module: str, *arguments: st
         sys.executable,
         "-m",
         TORCHRUN,
-        "--standalone",
+        *meeting_arguments(distributed),
         f"--nproc-per-node={distributed.processes_per_node}",
         "-m",
         "sweeps.training.torchrun",
         module,
         *arguments,
     ]
+
+
+def meeting_arguments(distributed: DistributedConfig) -> list[str]:
+    """torchrun's arguments that say where the nodes of the run meet.
+
+    Raises InputError where a run of several nodes was not started by an srun on as many.
+    """
+    if distributed.nodes == 1:
+        return ["--standalone"]  # at a port that the kernel chooses
+    job = os.environ.get("SLURM_JOB_ID")
+    nodes_of_step = int(os.environ.get("SLURM_STEP_NUM_NODES", "0"))
+    if job is None or nodes_of_step != distributed.nodes:
+        raise InputError(
+            f"world.nodes: the run asks for {distributed.nodes} nodes and was started on "
+            f"{nodes_of_step or 'none'} of Slurm's; `python -m sweeps launch` on Slurm starts it"
+        )
+    return [
+        f"--nnodes={distributed.nodes}",
+        f"--node-rank={node_number()}",
+        f"--master-addr={first_node_address()}",
+        f"--master-port={meeting_port(int(job))}",
+        f"--rdzv-conf=timeout={MEETING_SECONDS}",
+    ]
+
+
+def first_node_address() -> str:
+    """The name of the first node of this srun, or its address where the name stands in no DNS."""
+    listed = run_checked("scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"])
+    name = listed.split()[0]
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        # The worker, which runs on the first node, has called srun.
+        return os.environ["SLURM_LAUNCH_NODE_IPADDR"]
+    return name
+
+
+def meeting_port(job: int) -> int:
+    """The port of a job. Each element of an array is a job with a number of its own."""
+    return MEETING_PORTS[job % len(MEETING_PORTS)]
 
 
 def run_rank(module: str, arguments: list[str]) -> None:

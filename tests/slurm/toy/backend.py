@@ -19,6 +19,7 @@ from sweeps.runs.schema import DistributedConfig
 from sweeps.runs.stages import Outcome
 from sweeps.training import torchrun
 
+trains_on_several_nodes = True
 MEETING_STEP = 10  # at which tests meet a run that they hold
 
 

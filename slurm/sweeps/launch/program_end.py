@@ -1,0 +1,58 @@
+"""How the program of a stage ended, told from its exit code and from what it has printed.
+
+torchrun exits with 1 whatever became of its ranks, and prints their exit codes. A run on several
+nodes has a torchrun on each, and an srun above them, which exits with the highest code of all.
+"""
+
+import re
+import signal
+from dataclasses import dataclass
+
+from sweeps.runs.stages import Outcome
+
+# By torchrun, of ranks that have ended by themselves.
+RANK_EXIT_CODE = re.compile(r"^ *exitcode *: (-?\d+)", re.MULTILINE)
+# By srun, of the programs on its nodes.
+NODE_EXIT_CODE = re.compile(r"^srun: error: .*: Exited with exit code (\d+)$", re.MULTILINE)
+NODE_KILLED = re.compile(r"^srun: error: .*: Killed$", re.MULTILINE)
+SRUN_KILLS = "\nsrun: First task exited "  # before it kills those that are left
+
+
+@dataclass(frozen=True)
+class ProgramEnd:
+    """How a stage's program ended, and the last lines that it printed."""
+
+    exit_code: int  # -9 for one that was killed by signal 9
+    lines: list[str]
+    nodes: int = 1  # on which it ran
+
+    @property
+    def first_rank_exit_code(self) -> int:
+        """The exit code, which torchrun hides, of the rank that ended first."""
+        if self.exit_code == 0:
+            return 0
+        if self.nodes > 1:
+            return self._exit_code_of_nodes()
+        if self.exit_code == 1:
+            codes = RANK_EXIT_CODE.findall("\n".join(self.lines))
+            if codes:
+                return int(codes[-1])  # torchrun prints the first failure last
+        return self.exit_code
+
+    def _exit_code_of_nodes(self) -> int:
+        """The exit code that tells most of those of all ranks, and of the programs above them.
+
+        Where one rank has gone, those on other nodes lose their connection and fail or abort. So
+        a stop or a kill counts before a failure, and a failure before an abort, in whatever order
+        they are printed. What srun kills because another node has ended says nothing.
+        """
+        printed, _, _ = "\n".join(["", *self.lines]).partition(SRUN_KILLS)
+        ranks = [int(code) for code in RANK_EXIT_CODE.findall("\n".join(self.lines))]
+        programs = [int(code) for code in NODE_EXIT_CODE.findall(printed)]
+        if Outcome.STOPPED.value in [*ranks, *programs]:
+            return Outcome.STOPPED.value
+        kills = [code for code in ranks if code < 0 and code != -signal.SIGABRT]
+        if NODE_KILLED.search(printed):
+            kills.append(-signal.SIGKILL)
+        failures = [code for code in [*ranks, *programs] if code > 0]
+        return [*kills, *failures, *ranks, self.exit_code][0]
