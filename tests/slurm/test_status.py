@@ -156,3 +156,20 @@ def test_what_a_run_is_doing_follows_from_what_is_known(toy_file, last, known, s
     }
     run = prepare(toy_file(grid={}))
     assert status.classify(Evidence(run=run, last=last, **evidence)) is state
+
+
+def test_a_run_killed_here_is_dead_though_an_earlier_job_of_it_was_cancelled(toy_file, slurm_says):
+    """That job has nothing to do with the attempt that a launch without Slurm has made since."""
+    path = toy_file(grid={})
+    run = prepare(path)
+    submit(run, "aaaaaa", "train", "14")
+    slurm_says(squeue="", sacct="14_0|CANCELLED by 1000|0:0")
+    assert status_of(path).state is State.STOPPED
+    run.note(EventKind.LAUNCHED, code="5eed5eed")
+    run.note(EventKind.BEGAN, stage="train", job=None)
+    shown = status_of(path)
+    assert (shown.state, shown.detail) == (State.DEAD, "killed, at the start")
+    assert shown.lines == ()
+    submit(run, "bbbbbb", "train", "15")
+    slurm_says(squeue="", sacct="15_0|NODE_FAIL|1:0")
+    assert status_of(path).detail == "15_0 NODE_FAIL, exit 1:0, before it began"

@@ -75,6 +75,7 @@ def launch_here(plan: SweepPlan) -> LaunchEnd:
     busy_message = f"{plan.folder}: another launch is at it; Ctrl-C there ends it"
     with locked(plan.lock, LAUNCH_PATIENCE, busy_message):
         plan.create()
+        worker.finish_complete(plan.baselines_and_runs)
         gpu_sets = workers(plan.sweep)
         code_folder = snapshot(plan.folder)
         todo = [run for run in plan.baselines_and_runs if stages.next_stage(run)]

@@ -42,16 +42,15 @@ class JobKind(Enum):
 class Job:
     """One call of sbatch: what the job does, and for which runs.
 
-    A job that trains or scores is an array with an element for each run. With `after_training`,
-    each element waits for the same element of the array that was submitted just before. With
-    `behind`, the whole array waits for the end of the one that was submitted so many jobs before.
-    Both count on the order of `slurm.design`, in which jobs are submitted.
+    A job that trains or scores is an array with an element for each run. Both ways to wait count on
+    the order of `slurm.design`, in which jobs are submitted.
     """
 
     kind: JobKind
     runs: tuple[str, ...] = ()
-    after_training: bool = False
-    behind: int = 0
+    after_training: bool = False  # each element waits for the same one of the array just before
+    # How many jobs before this one stands the array that must end first; 0: it waits for none.
+    jobs_since_awaited_array: int = 0
 
     def describe(self) -> str:
         """What the job does, in words."""
@@ -157,8 +156,8 @@ def _additional_parameters(
         dependencies.append(f"aftercorr:{array_that_trains}")
         # An element whose training failed must not wait for ever.
         options["kill-on-invalid-dep"] = "yes"
-    if job.behind:
-        dependencies.append(f"afterany:{earlier[-job.behind]}")
+    if job.jobs_since_awaited_array:
+        dependencies.append(f"afterany:{earlier[-job.jobs_since_awaited_array]}")
     if job.kind is JobKind.COLLECT:
         dependencies = [f"afterany:{job_id}" for job_id in earlier]
     if dependencies:

@@ -32,6 +32,7 @@ from sweeps.launch.element import Element
 from sweeps.launch.sbatch import Job, JobKind, exported, job_name, parameters, script
 from sweeps.launch.snapshot import snapshot
 from sweeps.launch.submitit_adapter import write_pickle
+from sweeps.launch.worker import finish_complete
 from sweeps.runs.events import EventKind
 from sweeps.runs.files import is_locked, last_error, locked
 from sweeps.runs.grid import SweepPlan
@@ -131,12 +132,14 @@ def _train_arrays(sweep: Sweep, names: list[str], array_limit: int | None) -> li
     scored_apart = sweep.score is not None and not sweep.world.single_process
     jobs = []
     for number, part in enumerate(_parts(names, array_limit)):
-        behind = 0
+        distance = 0
         if number > 0 and sweep.throttle is not None:  # it holds within an array only
-            behind = 2 if scored_apart else 1
-        jobs.append(Job(JobKind.TRAIN, part, behind=behind))
+            distance = 2 if scored_apart else 1
+        jobs.append(Job(JobKind.TRAIN, part, jobs_since_awaited_array=distance))
         if scored_apart:
-            jobs.append(Job(JobKind.SCORE, part, after_training=True, behind=behind))
+            jobs.append(
+                Job(JobKind.SCORE, part, after_training=True, jobs_since_awaited_array=distance)
+            )
     return jobs
 
 
@@ -144,8 +147,8 @@ def _score_arrays(sweep: Sweep, names: list[str], array_limit: int | None) -> li
     """The arrays that score runs which are trained already."""
     jobs = []
     for number, part in enumerate(_parts(names, array_limit)):
-        behind = 1 if number > 0 and sweep.throttle is not None else 0
-        jobs.append(Job(JobKind.SCORE, part, behind=behind))
+        distance = 1 if number > 0 and sweep.throttle is not None else 0
+        jobs.append(Job(JobKind.SCORE, part, jobs_since_awaited_array=distance))
     return jobs
 
 
@@ -192,8 +195,8 @@ def _title(job: Job, number: int) -> str:
     earlier = []
     if job.kind is JobKind.COLLECT:
         earlier = list(range(number))
-    if job.behind:
-        earlier.append(number - job.behind)
+    if job.jobs_since_awaited_array:
+        earlier.append(number - job.jobs_since_awaited_array)
     if job.after_training:
         earlier.append(number - 1)
     title = f"JOB{number} {job.describe()}"
@@ -228,8 +231,10 @@ def submit(plan: SweepPlan) -> Submission:
                 submission.queued.append(job)
         _compare_profiles(jobs_folder, cluster, submission)
         jobs = design(plan, busy, largest_array())
+        plan.create()
+        worked_on = {job.run for job in busy}
+        finish_complete(run for run in plan.baselines_and_runs if run.name not in worked_on)
         if jobs:
-            plan.create()
             _submit_jobs(plan, cluster, jobs, busy, submission)
     return submission
 
@@ -292,15 +297,20 @@ def _profile_differences(file: Path, cluster: Cluster) -> list[str]:
 
 
 def _submit_jobs(
-    plan: SweepPlan, cluster: Cluster, jobs: list[Job], busy: list[LiveJob], made: Submission
+    plan: SweepPlan, cluster: Cluster, jobs: list[Job], busy: list[LiveJob], submission: Submission
 ) -> None:
-    """Hand jobs to sbatch, and note each in `made`; an array that is refused takes all back."""
+    """Hand jobs to sbatch, and add each to `submission`.
+
+    If sbatch refuses an array, those before it are cancelled, and all runs told why: InputError.
+    """
     code_folder = snapshot(plan.folder)
     # The collect job waits for those that an earlier launch has queued, too.
     queued_before = sorted({_array(job) for job in busy if job.run is not None})
     for job in jobs:
         job_folder = _new_job_folder(plan.folder / "jobs")
-        _write_job(plan.sweep, cluster, job, job_folder, code_folder, [*queued_before, *made.jobs])
+        _write_job(
+            plan.sweep, cluster, job, job_folder, code_folder, [*queued_before, *submission.jobs]
+        )
         for name in job.runs:
             Run(plan.folder / name).note(
                 EventKind.LAUNCHED, tag=job_folder.name, code=code_folder.name
@@ -309,17 +319,17 @@ def _submit_jobs(
             job_id = call_sbatch(plan.sweep, cluster, job, job_folder)
         except InputError as error:
             if job.kind is JobKind.COLLECT:
-                made.collect_refusal = str(error)
+                submission.collect_refusal = str(error)
                 return
-            if made.jobs:
-                run_checked("scancel", *made.jobs)
-            taken_back = [name for other in (*made.jobs.values(), job) for name in other.runs]
+            if submission.jobs:
+                run_checked("scancel", *submission.jobs)
+            taken_back = [name for other in (*submission.jobs.values(), job) for name in other.runs]
             for name in dict.fromkeys(taken_back):
                 Run(plan.folder / name).note(EventKind.ENDED, refused=str(error))
             profile = plan.sweep.cluster or "no --cluster"
             raise InputError(f"{profile}: {error}") from error
         write_text(job_folder / "id", f"{job_id}\n")
-        made.jobs[job_id] = job
+        submission.jobs[job_id] = job
 
 
 def _array(job: LiveJob) -> str:

@@ -16,11 +16,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sweeps.launch.program_end import ProgramEnd
 from sweeps.runs.events import EventKind
-from sweeps.runs.files import last_error, tail
+from sweeps.runs.files import is_locked, last_error, tail
 from sweeps.runs.processes import end_with_parent
 from sweeps.runs.run import Run
 from sweeps.runs.stages import SCORE, STAGES, TRAIN, Outcome, next_stage
@@ -44,8 +44,8 @@ def work(
     """Bring a run through these stages, or to where it has saved once `asked_to_stop()`.
 
     Programs get `environment` on top of this process's. One that is killed starts again, but not
-    more than `max_idle_restarts` times without progress. Returns DONE when nothing is left for
-    these stages, be it that another stage must come first.
+    more than `max_idle_restarts` times without progress. Returns DONE when the next stage is none
+    of these: all is done, or what comes next is another array's.
     """
     stage = next_stage(run)
     while stage is not None and stage in stages:
@@ -80,10 +80,22 @@ def work(
     return Outcome.DONE
 
 
+def finish_complete(runs: Iterable[Run]) -> None:
+    """Finish the runs of which nothing is left to do, unless a process is at them.
+
+    A worker may have been killed after its last program and before it did so, and an earlier launch
+    may have kept what this one does not.
+    """
+    for run in runs:
+        if next_stage(run) is None and not is_locked(run.lock_file):
+            _finish(run)
+
+
 def _finish(run: Run) -> None:
     """Mark a run as done, and delete what is not kept."""
     shutil.rmtree(run.checkpoints, ignore_errors=True)  # only resuming needs them
-    run.done_file.touch()
+    if not run.done:
+        run.done_file.touch()
     config = run.config()
     if config.keep == "scores" and config.score is not None:
         shutil.rmtree(run.model, ignore_errors=True)

@@ -55,7 +55,8 @@ class Status:
 class SlurmView:
     """What Slurm knows of a sweep's runs, by their names."""
 
-    submitted: dict[str, SubmittedElement]  # through which the next stage was asked for
+    # Of each run, the last element, of any launch, that was to do its next stage.
+    submitted: dict[str, SubmittedElement]
     live_jobs: dict[str | None, LiveJob]  # under None a collect job
     ends: dict[str, JobEnd]  # how elements ended, by their labels
     error: str  # what squeue said if it did not answer
@@ -172,7 +173,8 @@ def of_sweep(plan: SweepPlan) -> tuple[list[Status], SlurmView]:
             status = of_run(run, slurm, is_launching)
         except (InputError, OSError) as error:
             status = Status(run.name, State.UNKNOWN, str(error))
-        if run.config().backend or status.state is not State.DONE:
+        is_baseline = run in plan.baselines
+        if not is_baseline or status.state is not State.DONE:
             statuses.append(status)
     return statuses, slurm
 
@@ -180,7 +182,9 @@ def of_sweep(plan: SweepPlan) -> tuple[list[Status], SlurmView]:
 def of_run(run: Run, slurm: SlurmView, is_launching: bool) -> Status:
     """The state of one run; raises InputError where its config cannot be read."""
     events = run.events()
-    submitted = slurm.submitted.get(run.name)
+    submitted = None
+    if not _was_launched_here(events):
+        submitted = slurm.submitted.get(run.name)
     end = None
     if submitted is not None and submitted.label is not None:
         end = slurm.ends.get(submitted.label)
@@ -219,6 +223,12 @@ def of_run(run: Run, slurm: SlurmView, is_launching: bool) -> Status:
         lines=lines,
         file=file,
     )
+
+
+def _was_launched_here(events: list[Event]) -> bool:
+    """Whether the last launch of a run was one without Slurm: no job has to do with it since."""
+    launches = [event for event in events if event.kind is EventKind.LAUNCHED]
+    return bool(launches) and launches[-1].tag is None
 
 
 def classify(evidence: Evidence) -> State:
@@ -281,13 +291,10 @@ def describe(state: State, evidence: Evidence) -> str:
         State.DEAD: _describe_dead,
         State.STOPPED: _describe_stopped,
         State.TO_DO: _describe_to_do,
+        State.UNKNOWN: _describe_unknown,
+        State.DONE: _describe_done,
     }
-    if state in describe_state:
-        parts = describe_state[state](evidence)
-    elif state is State.DONE:
-        parts = [last_metrics(evidence.run)]
-    else:
-        parts = [evidence.reached]
+    parts = describe_state[state](evidence)
     return "  ".join(part for part in parts if part)
 
 
@@ -328,6 +335,14 @@ def _describe_to_do(evidence: Evidence) -> list[str]:
     if evidence.was_never_queued:
         return ["not queued: its launch ended before sbatch took it"]
     return [evidence.reached]
+
+
+def _describe_unknown(evidence: Evidence) -> list[str]:
+    return [evidence.reached]
+
+
+def _describe_done(evidence: Evidence) -> list[str]:
+    return [last_metrics(evidence.run)]
 
 
 def _why_pending(job: LiveJob, evidence: Evidence) -> str:

@@ -18,9 +18,9 @@ from sweeps.runs.files import read_rows
 class EventKind(Enum):
     """What happened; the value is the name in the file."""
 
-    LAUNCHED = "queued"  # a launch has asked for the run, on Slurm or on this machine
-    BEGAN = "began"  # an attempt at a stage
-    ENDED = "ended"  # an attempt, or a launch that could not hand the run on
+    LAUNCHED = "queued"  # a launch is about to hand the run to sbatch, or to a worker here
+    BEGAN = "began"  # an attempt at a stage has begun
+    ENDED = "ended"  # an attempt has ended, or sbatch did not take the run
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ RETRY_SECONDS = 0.3  # between two attempts to take a lock that another process 
 
 # The locks that this process holds. The kernel does not tell a process of its own locks, and drops
 # one as soon as the process closes any handle of the file, so nobody may open these to look.
-_held_here: set[tuple[int, int] | None] = set()
+_held_here: set[tuple[int, int]] = set()
 
 
 @contextlib.contextmanager
@@ -52,7 +52,7 @@ def locked(path: Path, patience: float, busy_message: str) -> Iterator[None]:
                 time.sleep(RETRY_SECONDS)
             except OSError:
                 break
-        identity = _identity(path)
+        identity = _identity(os.fstat(file.fileno()))
         _held_here.add(identity)
         try:
             yield
@@ -60,18 +60,16 @@ def locked(path: Path, patience: float, busy_message: str) -> Iterator[None]:
             _held_here.discard(identity)
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
+def _identity(status: os.stat_result) -> tuple[int, int]:
     """What tells one file from another, whatever path leads to it."""
-    with contextlib.suppress(OSError):
-        status = path.stat()
-        return status.st_dev, status.st_ino
-    return None
+    return status.st_dev, status.st_ino
 
 
 def is_locked(path: Path) -> bool:
     """Whether a process holds this lock, be it this one."""
-    if _identity(path) in _held_here:
-        return True  # and the file stays closed: see `_held_here`
+    with contextlib.suppress(OSError):
+        if _identity(path.stat()) in _held_here:
+            return True  # and the file stays closed: see `_held_here`
     with contextlib.suppress(OSError), open(path) as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

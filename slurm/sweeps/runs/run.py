@@ -38,8 +38,8 @@ NOTED_PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "datasets
 class RunConfig(Strict):
     """config.yaml: what decides a run's weights, and so its name, and what is done with them.
 
-    `train` holds decisive values alone (see `sweeps.runs.schema.decisive_values`); `world` is
-    whole, and what decides of it goes into the run's name.
+    `train` holds decisive values alone (see `sweeps.runs.schema.decisive_values`). `world` holds
+    all of its values, which `digest` reduces to the decisive ones.
     """
 
     backend: str | None  # None: the model as it is, before fine-tuning

@@ -349,8 +349,9 @@ class Sweep(Strict):
 class Cluster(Strict):
     """A cluster profile: what differs between clusters, and nothing that belongs to a sweep.
 
-    A new key becomes an option of sbatch in `launch.sbatch`: in `parameters` where submitit has a
-    parameter for it, else in `_additional_parameters`. `extra` overrides both.
+    A new key that is an option of sbatch belongs into `launch.sbatch`: into `parameters` where
+    submitit has a parameter for it, else into `_additional_parameters`; `extra` overrides both. One
+    that changes what a job does before its command belongs into `launch.sbatch.setup`.
     """
 
     account: Line | None = option(None, "Account that jobs are billed to (sbatch --account).")
@@ -440,10 +441,10 @@ def documentation(
     `schema` is the model's JSON schema, `definitions` the `$defs` of the outermost one. Keys that
     are models of their own are followed by their keys, indented:
 
-        name:  # required; its folder in output_root
-        keep: "all"  # scores: models go once they are scored; takes all, scores
-        world:  # processes of one run
-          processes_per_node: 1  # processes of a run, on one machine
+        name:  # required; Name of the sweep, and of its folder in output_root
+        throttle: null  # How many runs Slurm may run at the same time; null sets no limit
+        world:  # How one run is spread over GPUs
+          mixed_precision: "no"  # Precision of …; takes no, bf16, fp16
     """
     for name, field in schema["properties"].items():
         is_required = "default" not in field

@@ -1,0 +1,86 @@
+"""What a launch does about runs of which nothing is left to train or to score."""
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+from sweep_tools import command, launch, prepare
+
+from calibeval import records
+from sweeps.runs import scoring
+from sweeps.runs.events import EventKind
+from sweeps.runs.grid import plan_sweep
+from sweeps.runs.run import Run
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch, profile) -> Path:
+    """A folder with an sbatch that takes everything and a squeue that knows nothing."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in {"sbatch": "cat > /dev/null; echo 71", "squeue": "true"}.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder
+
+
+def complete(path: Path) -> Run:
+    """A run whose program was done when its worker was killed, before it could mark the run."""
+    run = prepare(path)
+    run.note(EventKind.LAUNCHED, code="5eed5eed")
+    run.note_beginning("train")
+    run.model.mkdir()
+    (run.checkpoints / "step-5").mkdir(parents=True)
+    return run
+
+
+@pytest.mark.parametrize("executor", ["local", "slurm"])
+def test_a_launch_finishes_what_a_kill_has_left_unmarked(toy_file, profile, slurm, executor):
+    path = toy_file(grid={}, cluster=profile())
+    run = complete(path)
+    launch(path, "--executor", executor)
+    assert run.done and run.model.is_dir() and not run.checkpoints.exists()
+    assert not any(event.details.get("tag") for event in run.events())
+
+
+@pytest.mark.parametrize("executor", ["local", "slurm"])
+def test_a_run_that_still_runs_is_left_alone(toy_file, profile, slurm, executor):
+    path = toy_file(grid={}, cluster=profile())
+    run = complete(path)
+    folder = run.path.parent / "jobs" / "aaaaaa"
+    folder.mkdir(parents=True)
+    (folder / "names").write_text(f"{run.name}\n")
+    (slurm / "squeue").write_text("#!/bin/sh\necho '71|0|RUNNING|toy.train.aaaaaa|None'\n")
+    launch(path, "--executor", executor, code={"local": 2, "slurm": 0}[executor])
+    assert not run.done and run.checkpoints.exists()
+
+
+@pytest.mark.parametrize("executor", ["local", "slurm"])
+def test_models_go_where_a_later_launch_keeps_scores_alone(
+    toy_file, profile, tiny, slurm, executor
+):
+    task = {"task": "mmlu", "data": str(tiny / "mmlu"), "shots": 1}
+    path = toy_file(grid={}, cluster=profile(), score={"tasks": [task], "base": False})
+    run = complete(path)
+    score = run.config().score
+    file = scoring.records(run, score.tasks[0])
+    records.write(file, [{}], {"settings": scoring.request(score.tasks[0], score)})
+    run.done_file.touch()
+    command("launch", path, "--executor", executor, "keep=all")  # whose tables find these records
+    assert run.model.exists()  # odd, which is not the point here
+    command("launch", path, "--executor", executor, "keep=scores")
+    assert run.done and not run.model.exists() and file.exists()
+
+
+def test_a_launch_with_nothing_to_submit_still_writes_what_it_asks_for(toy_file, profile, slurm):
+    path = toy_file(grid={}, cluster=profile())
+    run = complete(path)
+    run.done_file.touch()
+    printed = launch(path, "--executor", "slurm", "model_labels={x: y}", "keep=scores")
+    assert "nothing to add" in printed
+    launched = yaml.safe_load((run.path.parent / "launched.yaml").read_text())
+    assert launched["model_labels"] == {"x": "y"} and launched["keep"] == "scores"
+    assert Run(run.path).config().keep == "scores"
+    assert plan_sweep(run.path.parent, []).sweep.keep == "scores"
