@@ -164,6 +164,8 @@ def _launch(parsed: argparse.Namespace) -> int:
     executor = parsed.executor
     if executor == "auto":
         executor = "slurm" if shutil.which("sbatch") else "local"
+    if parsed.scripts and parsed.executor == "local":
+        raise InputError("--scripts: without Slurm there are none; leave out --executor local")
     problems = preflight.problems(plan, executor)
     if parsed.dry_run:
         _dry_run(plan, problems)

@@ -267,3 +267,20 @@ def test_a_command_begins_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=False)
     assert done.stdout == "False\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ("--time=5", "300 s before the end of extra's --time, 5, is before a job begins"),
+        ("--time=soon", "extra.0: found '--time=soon': write 12:00:00 (hours)"),
+    ],
+)
+def test_an_extra_time_limit_is_read_as_the_profiles_own(tmp_path, extra, words):
+    assert words in profile_refusal(tmp_path / "extra.yaml", f"extra: ['{extra}']")
+
+
+def test_an_extra_time_limit_replaces_the_profiles_own(tmp_path):
+    file = tmp_path / "extra.yaml"
+    file.write_text("extra: [--time=1:00:00]\ntime: '4'\nscore_time: '4'\n")
+    assert load_cluster(str(file)).time == "4"

@@ -69,6 +69,9 @@ def test_a_dry_run_needs_no_slurm_and_writes_nothing(toy_file, tmp_path):
 def test_scripts_are_printed_by_dry_runs_alone(toy_file, profile, tmp_path):
     printed = launch(toy_file(cluster=profile()), "--scripts", code=2)
     assert "add --dry-run" in printed and not (tmp_path / "out").exists()
+    words = ("--scripts", "--dry-run", "--executor", "local")
+    printed = launch(toy_file(cluster=profile()), *words, code=2)
+    assert "--scripts: without Slurm there are none; leave out --executor local" in printed
 
 
 @pytest.fixture
@@ -107,6 +110,30 @@ def test_what_is_queued_is_not_submitted_again(three_seeds):
     assert slurm.design(plan, busy) == [collect]
     busy.append(LiveJob("10", "PENDING", "", None))
     assert slurm.design(plan, busy) == []
+
+
+def script_with(three_seeds: Path, *extra: str, **keys) -> str:
+    """The script of the first job of a sweep under a profile with these extra options."""
+    plan = plan_sweep(three_seeds, [])
+    cluster = Cluster(extra=extra, **keys)
+    job = slurm.design(plan, [])[0]
+    return sbatch.script(plan.sweep, cluster, job, Path("/s/jobs/tag"), Path("/c"), [])
+
+
+def test_an_extra_option_stands_alone_and_holds_for_srun_too(three_seeds):
+    """Of two lines sbatch takes the last, whichever that is."""
+    script = script_with(three_seeds, "--cpus-per-task=7", "--gpus-per-node=a100:2", "--mem=3G")
+    assert script.count("#SBATCH --cpus-per-task=") == 1 and "#SBATCH --cpus-per-task=7\n" in script
+    assert "srun --unbuffered --output /s/jobs/tag/%A_%a_%t_log.out --cpus-per-task=7 " in script
+    assert script.count("--gpus-per-node=") == 1 and "#SBATCH --gpus-per-node=a100:2\n" in script
+    assert script.count("#SBATCH --mem=") == 1 and "#SBATCH --mem=3G\n" in script
+
+
+def test_a_dry_run_shows_what_extra_options_ask_for(toy_file, profile):
+    extra = ["--time=3:00:00", "--cpus-per-task=7", "--exclusive"]
+    path = toy_file(grid={}, cluster=profile(extra=extra))
+    shown = slurm.planned_jobs(plan_sweep(path, []))
+    assert "JOB0 trains 1 run: --time=3:00:00 --cpus-per-task=7 --mem=500M\n" in shown
 
 
 @pytest.fixture

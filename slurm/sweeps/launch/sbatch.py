@@ -92,6 +92,7 @@ def parameters(
         if memory is not None:
             memory = COLLECT_MEMORY
     cpus = max(1, cluster.cpus_per_process * processes)
+    extra = cluster.extra_options()
     values: dict[str, Any] = {
         "account": cluster.account,
         "partition": cluster.partition,
@@ -114,10 +115,12 @@ def parameters(
         values["use_srun"] = False
     elif job.kind is not JobKind.COLLECT:
         # Since Slurm 22.05, srun does not take the number of CPUs from its job.
-        values["srun_args"] = [f"--cpus-per-task={cpus}"]
+        values["srun_args"] = [f"--cpus-per-task={extra.get('cpus-per-task', cpus)}"]
     if job.kind is not JobKind.COLLECT:
         values["map_count"] = len(job.runs)
         values["array_parallelism"] = sweep.throttle or ENDLESS
+    for name in extra:
+        values.pop(name.replace("-", "_"), None)  # of two lines sbatch takes the last
     parameters_with_value = {key: value for key, value in values.items() if value is not None}
     # submitit has a wckey of its own for whoever gives none; None is how to have none.
     parameters_with_value["wckey"] = None
@@ -147,9 +150,7 @@ def _additional_parameters(
     options: dict[str, Any] = {"export": ",".join(exported(sweep, cluster)), "requeue": True}
     if _nodes(sweep, job) > 1:  # by itself Slurm warns what a job has started, and not the job
         options["signal"] = f"B:USR2@{cluster.signal_seconds}"
-    for option in cluster.extra:  # the profile's own may say more than its keys, and win
-        key, _, value = option.removeprefix("--").partition("=")
-        options[key] = value or True
+    options.update(cluster.extra_options())
     dependencies = []
     if job.after_training:
         array_that_trains = earlier[-1]

@@ -166,11 +166,14 @@ def planned_jobs(plan: SweepPlan) -> str:
         job_folder = plan.folder / "jobs" / f"TAG{number}"
         earlier = [f"JOB{other}" for other in range(number)]
         asked = parameters(plan.sweep, cluster, job, job_folder, earlier)
+        shown = dict(asked["additional_parameters"])
+        for name, value in asked.items():
+            shown[name.replace("_", "-")] = value
         options = []
-        for name in ("nodes", "time", "cpus_per_task", "gpus_per_node", "mem"):
-            is_plain = name == "nodes" and asked[name] == 1
-            if name in asked and not is_plain:
-                options.append(f"--{name.replace('_', '-')}={asked[name]}")
+        for name in ("nodes", "time", "cpus-per-task", "gpus-per-node", "mem"):
+            is_plain = name == "nodes" and shown[name] == 1
+            if name in shown and not is_plain:
+                options.append(f"--{name}={shown[name]}")
         lines.append(f"{_title(job, number)}: {' '.join(options)}\n")
     return "".join(lines)
 

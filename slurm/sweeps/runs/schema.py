@@ -92,6 +92,8 @@ def _check_extra(text: str) -> str:
             "--{name} is not for profiles: {remedy}",
             {"name": name, "remedy": RESERVED_OPTIONS[name]},
         )
+    if name == "time":
+        _check_time(text.partition("=")[2])
     meant = [
         f"--{reserved} ({remedy})"
         for reserved, remedy in RESERVED_OPTIONS.items()
@@ -420,10 +422,24 @@ class Cluster(Strict):
         (), "Further options of sbatch, for example [--mail-type=FAIL]."
     )
 
+    def extra_options(self) -> dict[str, str | bool]:
+        """The values of `extra` by the names of the options; True of one without a value.
+
+        They win over the keys above.
+        """
+        options: dict[str, str | bool] = {}
+        for option in self.extra:
+            name, _, value = option.removeprefix("--").partition("=")
+            options[name] = value or True
+        return options
+
     @model_validator(mode="after")
     def _jobs_begin_before_they_are_warned(self) -> "Cluster":
-        for key in ("time", "score_time"):
-            limit = getattr(self, key)
+        limits = {"time": self.time, "score_time": self.score_time}
+        extra_time = self.extra_options().get("time")
+        if isinstance(extra_time, str):
+            limits = {"extra's --time": extra_time}
+        for key, limit in limits.items():
             if self.signal_seconds >= limit_seconds(limit):
                 raise key_error(
                     "signal_seconds",
