@@ -21,6 +21,7 @@ import math
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -94,7 +95,7 @@ class _Target:
 
     program: str
     rows: list[tuple[str, Row]] = field(default_factory=list)  # each with its place
-    digests: dict[str, str] = field(default_factory=dict)  # SHA-256 of the logs, by their names
+    digests: dict[str, str] = field(default_factory=dict)  # SHA-256 of each log, by its name
     unanswered: int = 0  # samples without an answer
 
 
@@ -134,6 +135,11 @@ def _add_log(path: Path, out: Path, targets: dict[Path, _Target]) -> None:
     if file.exists():
         raise InputError(f"{file}: exists; give another --out, or delete it")
     target = targets.setdefault(file, _Target(log_format.program))
+    if target.program != log_format.program:
+        raise InputError(
+            f"{path}: is of {log_format.program}, but other logs for {file} are of "
+            f"{target.program}; give each program's logs another --out"
+        )
     for sample in log.samples:
         try:
             row = sample.make_row()
@@ -142,7 +148,9 @@ def _add_log(path: Path, out: Path, targets: dict[Path, _Target]) -> None:
                 f"{sample.place}: {error!r}; expected {log_format.expected}"
             ) from error
         target.rows.append((sample.place, {**row, **log.shared}))
-    target.digests[path.name] = sha256(path)
+    # Logs of two runs may have one name; then the second is known by its path as it was given.
+    name = str(path) if path.name in target.digests else path.name
+    target.digests[name] = sha256(path)
     target.unanswered += log.unanswered
 
 
@@ -184,9 +192,11 @@ def read_lm_eval(path: Path) -> Log:
     task = name["task"]
     results_file = path.with_name(f"results{name['time'] or ''}.json")
     results = _lm_eval_results(results_file, task)
+    lines = _lines_of_first_filter(path)
+    digits_are_texts = _digits_are_texts([sample for _, sample in lines])
     samples = [
-        Sample(place, partial(lm_eval_row, sample, task, results.delimiter))
-        for place, sample in _lines_of_first_filter(path)
+        Sample(place, partial(lm_eval_row, sample, task, results.delimiter, digits_are_texts))
+        for place, sample in lines
     ]
     if results.questions is not None and len(samples) != results.questions:
         raise InputError(
@@ -268,10 +278,37 @@ def split_task(task: str) -> tuple[str, str]:
     return task, task
 
 
-def lm_eval_row(sample: dict[str, Any], task: str, delimiter: str | None) -> Row:
+def _digits_are_texts(samples: list[dict[str, Any]]) -> bool:
+    """Whether a target of digits is a choice's text in a file, and not the index of a choice.
+
+    An index is the rule: lm-evaluation-harness turns digits that a task's template writes into one.
+    It leaves them a text where a task's own function returns them, and logs both alike. A file is
+    of such a task if some `acc` contradicts the indices and none contradicts the texts.
+    """
+    contradicts_indices = False
+    for sample in samples:
+        with suppress(*NOT_A_SAMPLE):  # the reader of each sample says what is wrong with it
+            target = str(sample["target"])
+            scores = [float(score) for score, _ in sample["filtered_resps"]]
+            texts = [request["arg_1"].strip() for request in sample["arguments"].values()]
+            if not target.isdecimal() or target not in texts:
+                continue
+            chosen = scores.index(max(scores))
+            was_right = bool(sample["acc"])
+            if was_right != (chosen == texts.index(target)):
+                return False
+            if was_right != (chosen == int(target)):
+                contradicts_indices = True
+    return contradicts_indices
+
+
+def lm_eval_row(
+    sample: dict[str, Any], task: str, delimiter: str | None, digits_are_texts: bool = False
+) -> Row:
     """A sample as a record; lengths are of the choices' texts without the delimiter.
 
-    Without a results file nobody knows the delimiter: it is the white space that all have.
+    Without a results file nobody knows the delimiter: it is the white space that all have. A target
+    of digits is an index, unless `digits_are_texts`.
     """
     requests = [(request["arg_0"], request["arg_1"]) for request in sample["arguments"].values()]
     scores = [float(score) for score, _ in sample["filtered_resps"]]
@@ -283,7 +320,7 @@ def lm_eval_row(sample: dict[str, Any], task: str, delimiter: str | None) -> Row
     logprobs = _possible(scores[:n_choices])
     if len(scores) != len(requests):
         raise ValueError(f"{len(scores)} scores of {len(requests)} requests")
-    label = _lm_eval_label(sample, requests[:n_choices], texts)
+    label = _lm_eval_label(sample, requests[:n_choices], texts, digits_are_texts)
     right = float(np.argmax(logprobs) == label)
     if right != float(sample.get("acc", right)):
         raise ValueError(f"acc is {sample['acc']}, but {right} by log-probabilities and target")
@@ -306,13 +343,17 @@ def lm_eval_row(sample: dict[str, Any], task: str, delimiter: str | None) -> Row
 
 
 def _lm_eval_label(
-    sample: dict[str, Any], requests: list[tuple[str, str]], texts: list[str]
+    sample: dict[str, Any],
+    requests: list[tuple[str, str]],
+    texts: list[str],
+    digits_are_texts: bool,
 ) -> int:
     """The index of the right choice."""
     contexts = {context for context, _ in requests}
     if len(contexts) == 1:
         target = str(sample["target"])
-        return int(target) if target.isdecimal() else texts.index(target)
+        is_text = not target.isdecimal() or (digits_are_texts and target in texts)
+        return texts.index(target) if is_text else int(target)
     # WinoGrande's choices stand in the contexts, and one text goes on after each of them.
     document = sample["doc"]
     if len(set(texts)) > 1 or "option1" not in document:

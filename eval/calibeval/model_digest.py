@@ -1,13 +1,19 @@
-"""A digest of a model's folder, by which records know of which weights they are.
+"""A digest of a model, by which records know of which weights they are.
 
-The model is not loaded for it: the digest is of the files that decide its answers.
+Of a model's folder it is that of the files in it that decide the answers, for which nothing is
+loaded. What an adapter's folder names as its base model lies elsewhere and is not part of it. Of a
+model in memory it is that of the weights, so it differs from the digest of its folder.
 """
 
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from calibeval.io import sha256
+
+if TYPE_CHECKING:
+    import torch
 
 # Patterns of the files that decide a model's answers.
 CONFIGURATION = ("config.json", "adapter_config.json")
@@ -51,3 +57,31 @@ def files_that_decide(folder: Path) -> list[Path]:
             if path.is_file() and path.name not in TRAINER_STATE:
                 paths.add(path)
     return sorted(paths)
+
+
+def digest_of_loaded(model: "torch.nn.Module") -> str | None:
+    """SHA-256 over the names, types, shapes and bytes of a model's weights and buffers.
+
+    None where some of them are not plain tensors in memory, as of a model that is partly on disk,
+    quantized, or spread over processes.
+    """
+    import torch
+
+    tensors = sorted(model.state_dict().items())
+    for _, tensor in tensors:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta:
+            return None
+    with ThreadPoolExecutor() as threads:  # hashlib lets other threads run
+        digests = list(threads.map(_sha256_of_tensor, [tensor for _, tensor in tensors]))
+    lines = [
+        f"{name} {tensor.dtype} {tuple(tensor.shape)} {of_tensor}\n"
+        for (name, tensor), of_tensor in zip(tensors, digests, strict=True)
+    ]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _sha256_of_tensor(tensor: "torch.Tensor") -> str:
+    import torch
+
+    as_bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(as_bytes.numpy().data).hexdigest()

@@ -143,6 +143,14 @@ def read(path: Path, normalise: str | None = None) -> Records:
     if len(records) != expected_questions:
         found = counted(len(records), "record")
         raise InputError(f"{path}: {found}, but {sidecar(path).name} says {expected_questions}")
+    size = path.stat().st_size
+    expected_size = about.get("bytes", size)
+    if size != expected_size:
+        raise InputError(
+            f"{path}: {size:,} bytes, but {sidecar(path).name} says {expected_size:,}: one of the "
+            "two is of another scoring, which a kill between their writing leaves; delete both and "
+            "score again, or delete the sidecar alone if the records were edited on purpose"
+        )
     if expected_prompts is not None:
         asked = zip(records.prompts, records.labels.tolist(), strict=True)
         if prompts_digest(asked) != expected_prompts:

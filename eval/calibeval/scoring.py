@@ -87,8 +87,7 @@ def score(
     source = _describe_model(model, request)
     if tokenizer is None:
         tokenizer = engines.load_tokenizer(source.folder, request.revision)
-    wants_digest = bool(out) and not source.is_loaded
-    items, digest = _read_input(source, request, tokenizer, wants_digest)
+    items, digest = _read_input(source, request, tokenizer, wants_digest=bool(out))
     max_model_length = engines.max_model_length(
         item.job for items_of_task in items.values() for item in items_of_task
     )
@@ -134,17 +133,24 @@ def _read_input(
     tokenizer: "PreTrainedTokenizerBase",
     wants_digest: bool,
 ) -> tuple[dict[str, list[Item]], str | None]:
-    """The questions of each task, by its key, and the digest of the model's folder if wanted."""
+    """The questions of each task, by its key, and the digest of the model if wanted."""
     prompt_limit = engines.prompt_limit(source.config)
     items = {}
     # The digest and the prompts take seconds each, and neither holds the interpreter's lock.
     with ThreadPoolExecutor(max_workers=1) as background:
-        digest: Future[str] | None = None
+        digest: Future[str | None] | None = None
         if wants_digest:
-            digest = background.submit(model_digest.digest, source.folder, request.revision)
+            digest = background.submit(_digest, source, request)
         for task in request.tasks:
             items[task.key] = fit_prompts(load(task), task, tokenizer, prompt_limit)
     return items, digest.result() if digest else None
+
+
+def _digest(source: _ModelSource, request: Request) -> str | None:
+    """What tells the model's weights from others': of a model in memory, of these themselves."""
+    if isinstance(source.model, str):
+        return model_digest.digest(source.folder, request.revision)
+    return model_digest.digest_of_loaded(source.model)
 
 
 def _open_folders(
@@ -220,11 +226,11 @@ class _TaskRun:
         if working_folder != folder:
             path = _move_records(path, folder)
         scored = records.read(path)
-        if was_complete:
+        if self.progress and was_complete:
             questions = counted(len(scored), "question")
             print(f"{path}: complete already, {questions}", file=sys.stderr)
         elif self.progress:
-            report(scored)
+            print_summary(scored)
         return scored
 
     def _fill(self, out: Path, settings: Mapping[str, Any]) -> bool:
@@ -388,11 +394,12 @@ def make_record(item: Item, logprobs: list[float]) -> Row:
         "subject": question.subject,
         "label": question.label,
         "logprobs": logprobs,
-        "letter_mass": math.fsum(map(math.exp, logprobs)),
-        "prompt_sha256": item.prompt.sha256,
-        "shots": item.prompt.shots,
-        **SCORING_MODES[item.scoring].record_fields(item.prompt, item.normalise),
     }
+    if item.scoring == "letters":
+        row["letter_mass"] = math.fsum(map(math.exp, logprobs))
+    row["prompt_sha256"] = item.prompt.sha256
+    row["shots"] = item.prompt.shots
+    row.update(SCORING_MODES[item.scoring].record_fields(item.prompt, item.normalise))
     if item.prompt.chat_template is not None:
         row["chat_template"] = item.prompt.chat_template
     if item.truncated:
@@ -400,7 +407,7 @@ def make_record(item: Item, logprobs: list[float]) -> Row:
     return row
 
 
-def report(of: Records) -> None:
+def print_summary(of: Records) -> None:
     """Print what came out; warn where the letters are not what is meant."""
     sample = measures.Sample(measures.scores(of, "choices"))
     figures = []

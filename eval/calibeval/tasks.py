@@ -53,11 +53,28 @@ def load(task: Task) -> list[Subject]:
         if len(subject.shots) < task.shots:
             too_few = f"{counted(len(subject.shots), 'example')}, but --shots {task.shots}"
             raise InputError(f"{task.examples or task.data}, {name}: {too_few}")
-        questions = [question for question in subject.questions if question not in subject.shots]
+        questions = _not_shown(subject, task)
         if not questions:
             raise InputError(f"{task.data}, {name}: every question is an example as well")
         chosen.append(replace(subject, questions=tuple(questions[: task.limit])))
     return chosen
+
+
+def _not_shown(subject: Subject, task: Task) -> list[Question]:
+    """The subject's questions that are not among its examples.
+
+    A file of examples may hold a question under another id, since one without an id is named by its
+    row. Of a task's own splits the id counts as well: what its authors ask twice is asked.
+    """
+    if not task.examples:
+        return [question for question in subject.questions if question not in subject.shots]
+    shown = [_without_id(example) for example in subject.shots]
+    return [question for question in subject.questions if _without_id(question) not in shown]
+
+
+def _without_id(question: Question) -> Question:
+    """The question as it is asked, whatever its id and subject are."""
+    return replace(question, id="", subject="")
 
 
 def resolved(task: Task) -> ResolvedTask:

@@ -1,11 +1,13 @@
 """From Python: what the commands do, of a folder and of a model in memory."""
 
+import copy
 import json
 from typing import get_args
 
 import numpy as np
 import pytest
 import torch
+from made_records import read_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import calibeval
@@ -109,6 +111,45 @@ def test_older_records_stay_until_the_new_ones_are_whole(
     with pytest.raises(TypeError):
         calibeval.score(model, tokenizer, two_tasks[:1], out=tmp_path)
     assert np.array_equal(records.read(before.path).logprobs, before.logprobs)
+
+
+def test_older_records_are_not_read_beside_a_newer_sidecar(two_tasks, model, tokenizer, tmp_path):
+    """A kill between the two renames leaves them so: the same questions, of other weights."""
+    path = calibeval.score(model, tokenizer, two_tasks[:1], out=tmp_path)["mmlu"].path
+    older_records = path.read_bytes()
+    with torch.no_grad():
+        model.lm_head.weight += 0.1 * torch.rand_like(model.lm_head.weight)
+    calibeval.score(model, tokenizer, two_tasks[:1], out=tmp_path)
+    path.write_bytes(older_records)
+    with pytest.raises(InputError, match=r"mmlu.jsonl: \d.* bytes, but mmlu.jsonl.meta.json says"):
+        records.read(path)
+
+
+def test_a_temperature_is_of_one_checkpoint_in_memory(two_tasks, model, tokenizer, tmp_path):
+    """Models in memory have no folder, and all Llamas have one name."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.lm_head.weight += 0.1
+    validation = {**two_tasks[0], "limit": 30, "name": "val"}
+    fitted_on = calibeval.score(model, tokenizer, [validation], out=tmp_path)["val"].path
+    test = {**two_tasks[0], "shots": 1, "name": "test"}
+    of_other = calibeval.score(other, tokenizer, [test], out=tmp_path)["test"].path
+    with pytest.raises(InputError, match="is of another model than"):
+        calibeval.temperature(fitted_on, of_other, tmp_path / "scaled.jsonl")
+    of_same = calibeval.score(model, tokenizer, [test], out=tmp_path)["test"].path
+    calibeval.temperature(fitted_on, of_same, tmp_path / "scaled.jsonl")
+
+
+def test_records_of_texts_have_no_letter_mass(two_tasks, model, tokenizer, tmp_path):
+    scored = calibeval.score(model, tokenizer, two_tasks, out=tmp_path)
+    assert all("letter_mass" in row for row in read_lines(scored["mmlu"].path))
+    assert not any("letter_mass" in row for row in read_lines(scored["texts"].path))
+
+
+def test_without_progress_nothing_is_said(two_tasks, tiny_model, tmp_path, capsys):
+    for _ in range(2):  # the second time all is there already
+        calibeval.score(tiny_model, tasks=two_tasks[:1], out=tmp_path, progress=False)
+    assert "question" not in capsys.readouterr().err
 
 
 def test_a_file_of_unknown_making_is_refused_before_any_task_is_asked(

@@ -16,6 +16,7 @@ import pytest
 from made_records import read_lines, write_lines
 
 from calibeval import records
+from calibeval.io import sha256
 
 # Which choice each of lm-eval's metrics takes: the greatest by this normalization.
 NORMALIZATION_OF_METRIC = {"acc": "sum", "acc_norm": "characters", "acc_bytes": "bytes"}
@@ -255,6 +256,62 @@ def test_a_task_that_names_no_file(tmp_path, refused, write_log, run):
         assert "does not make a file's name; give --out FILE.jsonl" in message
     assert not (tmp_path / "out").exists()
     run("import", log, "--out", tmp_path / "named.jsonl")
+
+
+def digits_as_choices(target: str, scores: list[float], right: int) -> dict:
+    """A sample whose choices are digits, with `right` as the place of the right one."""
+    sample = read_lines(HELLASWAG)[0]
+    for request, text in zip(sample["arguments"].values(), ("2", "0", "1"), strict=False):
+        request["arg_1"] = f" {text}"
+    sample["arguments"] = dict(list(sample["arguments"].items())[:3])
+    sample["filtered_resps"] = [[str(score), "False"] for score in scores]
+    sample["target"] = target
+    sample["acc"] = float(scores.index(max(scores)) == right)
+    return sample
+
+
+@pytest.mark.parametrize("target_is", ["index", "text"])
+def test_a_target_of_digits_is_what_the_accuracies_say(tmp_path, run, target_is):
+    """lm-eval writes "1" for the choice in place 1, and a task's own function for the text 1."""
+    right_of = {"index": {"1": 1, "2": 2}, "text": {"1": 2, "2": 0}}[target_is]
+    samples = [
+        # The first is wrong by either meaning, so the second tells which it is.
+        digits_as_choices("1", [0.0, -1.0, -2.0], right_of["1"]),
+        digits_as_choices("2", [-1.0, -3.0, -2.0], right_of["2"]),
+    ]
+    for number, sample in enumerate(samples):
+        sample["doc_id"] = number
+    path = write_lines(tmp_path / "samples_digits.jsonl", samples)
+    run("import", path, "--out", tmp_path / "out")
+    labels = records.read(tmp_path / "out" / "digits.jsonl").labels
+    assert labels.tolist() == list(right_of.values())
+
+
+def test_logs_of_one_name_are_both_in_the_sidecar(tmp_path, run):
+    """Two runs of lm-eval in one folder each, into one file."""
+    files = []
+    for number, part in enumerate(("first", "second")):
+        folder = tmp_path / part / "model"  # the folder's name is the model's
+        folder.mkdir(parents=True)
+        samples = read_lines(MMLU)
+        for sample in samples:
+            sample["doc_id"] += 1000 * number
+        files.append(write_lines(folder / "samples_mmlu_abstract_algebra.jsonl", samples))
+    out = tmp_path / "mmlu.jsonl"
+    run("import", *files, "--out", out)
+    digests = records.meta(out)["settings"]["samples"]
+    assert sorted(digests.values()) == sorted(sha256(file) for file in files)
+
+
+def test_logs_of_two_programs_do_not_go_into_one_file(tmp_path, refused, write_log):
+    """The sidecar names one engine; models of one name are told by nothing else."""
+    about = {"task": "mmlu", "model": "model"}
+    log = write_log([inspect_sample(1, "B", "B")], eval=about)
+    out = tmp_path / "r.jsonl"
+    message = refused("import", MMLU, log, "--out", out)
+    assert "inspect" in message
+    assert "lm-evaluation-harness" in message
+    assert not out.exists()
 
 
 def test_letters_after_another_delimiter(tmp_path, run):

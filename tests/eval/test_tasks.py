@@ -246,6 +246,14 @@ def test_examples_are_not_asked(examples_file):
     assert [question.text for question in subject.questions] == ["Sea?"]
 
 
+def test_examples_are_not_asked_under_another_id_either(tmp_path):
+    """A question without an id is named by its row, which another file has it on elsewhere."""
+    data = write_lines(tmp_path / "q.jsonl", [SEA, SKY])
+    examples = write_lines(tmp_path / "e.jsonl", [SKY])
+    (subject,) = load("jsonl", data, shots=1, examples=str(examples))
+    assert [question.text for question in subject.questions] == ["Sea?"]
+
+
 def test_texts_for_continuation_may_be_others(tmp_path):
     row = {**SKY, "context": "Q: Sky?\nA:", "endings": ["r", "b"]}
     (subject,) = load("jsonl", write_lines(tmp_path / "q.jsonl", [row]))
