@@ -1,6 +1,6 @@
 """Multiple-choice scoring and calibration metrics.
 
-    dataset → prompt → engine → records (one a question) → metrics → tables and plots
+    dataset → prompt → engine → records (one a question) → metrics → tables and figures
 
 Stages share only files: every metric recomputes from the records without a model or a GPU.
 """

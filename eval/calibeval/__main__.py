@@ -16,11 +16,11 @@ from pydantic import BaseModel
 
 import calibeval
 from calibeval.io import CONTINUES, InputError, counted, finish
-from calibeval.request import Request, Task, checked
+from calibeval.request import DEFAULT_COLUMNS, Request, Task, checked
 
 RECORDS = "RECORDS.jsonl"
 TASK_FIELDS = [name for name in Task.model_fields if name != "name"]
-ENGINE_FIELDS = ["engine", "dtype", "batch_size", "revision", "gpu_memory_utilization"]
+ENGINE_FIELDS = [name for name in Request.model_fields if name != "tasks"]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -82,7 +82,7 @@ def add_cluster(grammar: argparse.ArgumentParser) -> None:
 
 def print_json(value: dict[str, Any]) -> None:
     """Print one JSON object on a line."""
-    print(json.dumps(value, default=lambda figures: figures.as_dict(), ensure_ascii=False))
+    print(json.dumps(value, default=lambda result: result.as_dict(), ensure_ascii=False))
 
 
 # --- score ---
@@ -104,7 +104,7 @@ def run_score(arguments: argparse.Namespace) -> None:
     options = request.model_dump(exclude={"tasks"})
     calibeval.score(arguments.model, tasks=request.tasks, out=out.parent, **options)
     if arguments.json:
-        print_json(figures_of_file(out))
+        print_json(summary_of_file(out))
 
 
 def request_from(arguments: argparse.Namespace) -> Request:
@@ -159,45 +159,45 @@ def add_metrics_options(grammar: argparse.ArgumentParser) -> None:
 def run_metrics(arguments: argparse.Namespace) -> None:
     """Recompute metrics from records."""
     for path in arguments.records:
-        figures = figures_of_file(path, arguments.normalise, arguments.cluster)
+        summary = summary_of_file(path, arguments.normalise, arguments.cluster)
         if arguments.json:
-            print_json(figures)
+            print_json(summary)
         else:
-            print_metrics(path, figures)
+            print_metrics(path, summary)
 
 
-def figures_of_file(
+def summary_of_file(
     path: Path, normalise: str | None = None, cluster: Literal["subject"] | None = None
 ) -> dict[str, Any]:
     """A record file's metrics in each confidence, and what its reliability diagrams show."""
-    from calibeval import api, stats
+    from calibeval import api, evaluations, stats
 
-    run = stats.load(path, normalise, cluster)
+    evaluation = evaluations.load(path, normalise, cluster)
     return {
         "records": str(path),
-        "normalise": run.convention,
-        "intervals": stats.coverage_of([run]),
-        "metrics": api.summarize(run),
-        "model": run.model,
-        "questions": run.questions,
-        "letter_mass": run.letter_mass,
-        "reliability": run.reliability,
+        "normalise": evaluation.normalise,
+        "intervals": stats.coverage_of([evaluation]),
+        "metrics": api.summarize(evaluation),
+        "model": evaluation.model,
+        "questions": evaluation.questions,
+        "letter_mass": evaluation.letter_mass,
+        "reliability": evaluation.reliability,
     }
 
 
-def print_metrics(path: Path, figures: dict[str, Any]) -> None:
+def print_metrics(path: Path, summary: dict[str, Any]) -> None:
     """Print a record file's metrics as a table."""
     import pandas as pd
 
-    if figures["letter_mass"] is None:
-        asked = f"log-probability by {figures['normalise']}"
+    if summary["letter_mass"] is None:
+        asked = f"log-probability by {summary['normalise']}"
     else:
-        asked = f"letter mass {figures['letter_mass']:.3f}"
-    print(f"{path}: {counted(figures['questions'], 'question')}, {asked}")
+        asked = f"letter mass {summary['letter_mass']:.3f}"
+    print(f"{path}: {counted(summary['questions'], 'question')}, {asked}")
     headings = {"choices": "among the choices", "vocabulary": "among all tokens"}
-    table = pd.DataFrame(figures["metrics"]).map(str)
+    table = pd.DataFrame(summary["metrics"]).map(str)
     print(table.rename(columns=headings).to_string())
-    print(f"[low, high]: 95 % {figures['intervals']}")
+    print(f"[low, high]: 95 % {summary['intervals']}")
 
 
 # --- compare ---
@@ -215,12 +215,12 @@ def add_compare_options(grammar: argparse.ArgumentParser) -> None:
 
 
 def run_compare(arguments: argparse.Namespace) -> None:
-    """Say whether run B is better than run A, and by how much."""
-    from calibeval import api, stats
+    """Say whether model B is better than model A, and by how much."""
+    from calibeval import api, evaluations, measures, stats
 
-    run_a = stats.load(arguments.a, arguments.normalise, arguments.cluster)
-    run_b = stats.load(arguments.b, arguments.normalise, arguments.cluster)
-    comparisons = api.compare(run_a, run_b, arguments.different_prompts)
+    evaluation_a = evaluations.load(arguments.a, arguments.normalise, arguments.cluster)
+    evaluation_b = evaluations.load(arguments.b, arguments.normalise, arguments.cluster)
+    comparisons = api.compare(evaluation_a, evaluation_b, arguments.different_prompts)
     if arguments.json:
         print_json({"a": str(arguments.a), "b": str(arguments.b), "comparison": comparisons})
         return
@@ -229,8 +229,9 @@ def run_compare(arguments: argparse.Namespace) -> None:
     print("Which is better calibrated as a whole: read nll and brier first.")
     for confidence, comparison_of_metric in comparisons.items():
         print_comparisons(confidence, comparison_of_metric)
-    print("difference: b − a, of rms_debiased b² − a²; low and high: 95 %, where known to cover,")
-    print(stats.coverage_of([run_a]))
+    by_square = ", ".join(measures.COMPARED_BY_SQUARE)
+    print(f"difference: b − a, of {by_square} b² − a²; low and high: 95 %, where known to cover,")
+    print(stats.coverage_of([evaluation_a]))
     made = [one for by_metric in comparisons.values() for one in by_metric.values()]
     count = sum(one["p"] is not None for one in made)
     print(
@@ -367,7 +368,7 @@ def add_collect_options(grammar: argparse.ArgumentParser) -> None:
     grammar.add_argument("--out", required=True, type=Path, metavar="DIR")
     grammar.add_argument(
         "--columns",
-        default="accuracy,ece,rms",
+        default=DEFAULT_COLUMNS,
         help="METRIC or METRIC@vocabulary; %(default)s",
     )
     grammar.add_argument("--title", default="Calibration", help="of the HTML report")

@@ -1,23 +1,25 @@
-"""Figures of records, from Python: `summarize`, `compare` and `reliability`.
+"""What records say, from Python: `summarize`, `compare` and `reliability`.
 
-Each takes records as `calibeval.score` returns them, a file of records, or a `Run`, which is what
-`calibeval.stats` has computed of one. `calibeval` itself exports these functions.
+Each takes records as `calibeval.score` returns them, a file of records, or an `Evaluation`, which
+is what `calibeval.evaluations` has computed of one. `calibeval` itself exports these functions.
 """
 
 from pathlib import Path
 
 from typing_extensions import TypedDict
 
-from calibeval import stats
+from calibeval import evaluations, stats
+from calibeval.comparable import same_normaliser, same_prompts, same_questions
+from calibeval.evaluations import Cluster, Evaluation
 from calibeval.measures import METRICS
 from calibeval.records import Records
-from calibeval.stats import Cluster, Estimate, Run
+from calibeval.stats import Estimate
 
-RecordsLike = Records | Run | str | Path
+RecordsLike = Records | Evaluation | str | Path
 
 
 class Comparison(TypedDict):
-    """A metric of two runs over the same questions."""
+    """A metric of two models' answers to the same questions."""
 
     a: float | None
     b: float | None
@@ -28,16 +30,17 @@ class Comparison(TypedDict):
     better: str | None  # "a" or "b"; None where no difference survives Holm's correction
 
 
-def run_of(records: RecordsLike, cluster: Cluster | None = None) -> Run:
-    """Every figure of some records; those of a file are kept beside it.
+def evaluation_of(records: RecordsLike, cluster: Cluster | None = None) -> Evaluation:
+    """The evaluation of some records; that of a file is kept beside it.
 
-    `cluster` is "subject" to resample whole subjects; of a `Run` it was said when that was made.
+    `cluster` is "subject" to resample whole subjects; of an `Evaluation` it was said when that was
+    made.
     """
-    if isinstance(records, Run):
+    if isinstance(records, Evaluation):
         return records
     if isinstance(records, Records):
-        return stats.measure(records, cluster)
-    return stats.load(Path(records), cluster=cluster)
+        return evaluations.measure(records, cluster)
+    return evaluations.load(Path(records), cluster=cluster)
 
 
 def summarize(
@@ -52,13 +55,13 @@ def summarize(
     subjects are resampled, of which there must be ten, and intervals hold for subjects like these.
     Records that cannot be used raise `InputError`.
     """
-    run = run_of(records, cluster)
-    figures = {}
-    for confidence in run.confidences:
-        figures[confidence] = {
-            metric: stats.estimate([run], metric, confidence) for metric in stats.METRICS
+    evaluation = evaluation_of(records, cluster)
+    estimates = {}
+    for confidence in evaluation.confidences:
+        estimates[confidence] = {
+            metric: stats.estimate([evaluation], metric, confidence) for metric in METRICS
         }
-    return figures
+    return estimates
 
 
 def compare(
@@ -67,27 +70,28 @@ def compare(
     different_prompts: bool = False,
     cluster: Cluster | None = None,
 ) -> dict[str, dict[str, Comparison]]:
-    """Whether run b is better than run a, and by how much: {confidence: {metric: comparison}}.
+    """Whether b is better than a, and by how much: {confidence: {metric: comparison}}.
 
-    Runs are paired by question over the same resamples, or with `cluster="subject"` over the same
-    resamples of whole subjects. `better` is "a", "b", or None where the difference does not survive
-    Holm's correction for all the comparisons that this call makes (`stats.holm`), or no interval of
-    it is known to cover. Of `rms_debiased` the difference is that of the squares. Runs over other
+    The answers are paired by question over the same resamples, or with `cluster="subject"` over the
+    same resamples of whole subjects. `better` is "a", "b", or None where the difference does not
+    survive Holm's correction for all the comparisons that this call makes (`stats.holm`), or no
+    interval of it is known to cover. Of `rms_debiased` the difference is that of the squares. Other
     questions raise `InputError`, and so do questions that were asked in other words unless
     `different_prompts`.
     """
-    run_a = run_of(a, cluster)
-    run_b = run_of(b, cluster)
-    stats.same_questions([run_a, run_b])
-    stats.same_normaliser(run_a, run_b)
+    evaluation_a = evaluation_of(a, cluster)
+    evaluation_b = evaluation_of(b, cluster)
+    same_questions([evaluation_a, evaluation_b])
+    same_normaliser(evaluation_a, evaluation_b)
     if not different_prompts:
-        stats.same_prompts(run_a, run_b)
+        same_prompts(evaluation_a, evaluation_b)
     comparisons: dict[str, dict[str, Comparison]] = {}
-    for confidence in run_a.confidences:
-        if confidence not in run_b.confidences:
+    for confidence in evaluation_a.confidences:
+        if confidence not in evaluation_b.confidences:
             continue
         comparisons[confidence] = {
-            metric: _compare_metric(run_a, run_b, metric, confidence) for metric in stats.METRICS
+            metric: _compare_metric(evaluation_a, evaluation_b, metric, confidence)
+            for metric in METRICS
         }
     made = [one for by_metric in comparisons.values() for one in by_metric.values()]
     for comparison, survives in zip(made, stats.holm([one["p"] for one in made]), strict=True):
@@ -96,11 +100,13 @@ def compare(
     return comparisons
 
 
-def _compare_metric(run_a: Run, run_b: Run, metric: str, confidence: str) -> Comparison:
-    difference = stats.difference([run_a], [run_b], metric, confidence)
+def _compare_metric(
+    evaluation_a: Evaluation, evaluation_b: Evaluation, metric: str, confidence: str
+) -> Comparison:
+    difference = stats.difference([evaluation_a], [evaluation_b], metric, confidence)
     return {
-        "a": run_a.values[confidence][metric],
-        "b": run_b.values[confidence][metric],
+        "a": evaluation_a.values[confidence][metric],
+        "b": evaluation_b.values[confidence][metric],
         "difference": difference.value,
         "low": difference.low,
         "high": difference.high,
@@ -110,8 +116,8 @@ def _compare_metric(run_a: Run, run_b: Run, metric: str, confidence: str) -> Com
 
 
 def reliability(records: RecordsLike, confidence: str = "choices") -> dict[str, list[float]]:
-    """What a reliability diagram shows: bins, and curves with bands; see `stats.reliability`.
+    """What a reliability diagram shows: bins, and curves with bands; see `evaluations.reliability`.
 
     `confidence` is "choices", or "vocabulary" where the records have it.
     """
-    return run_of(records).reliability[confidence]
+    return evaluation_of(records).reliability[confidence]

@@ -14,8 +14,9 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_callback import CallbackHandler
 from typing_extensions import Unpack
 
-from calibeval import measures, scoring, stats
+from calibeval import evaluations, scoring
 from calibeval.io import InputError
+from calibeval.measures import MAIN_ERROR, METRICS, SUMMARY
 from calibeval.records import Records
 from calibeval.request import EngineOptions, Task
 
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
 
 
 class CalibrationCallback(TrainerCallback):
-    """Score tasks before training, every so many steps, and after it; log the figures.
+    """Score tasks before training, every so many steps, and after it; log the metrics.
 
     It logs `eval_<task>_accuracy`, `_nll`, `_ece` and `_ece_floor`, which 95 % of calibrated models
     stay below; where letters are scored, `_ece_vocabulary` and its floor as well, of probabilities
-    among all tokens. The figures are those of `calibeval score` on the model as it would be saved
+    among all tokens. The values are those of `calibeval score` on the model as it would be saved
     then, and training goes on as it would without them.
 
         trainer = Trainer(model, arguments, train_dataset=data, processing_class=tokenizer)
@@ -40,7 +41,7 @@ class CalibrationCallback(TrainerCallback):
         every: Training steps between two scorings; 0 scores before and after training alone.
         tokenizer: The Trainer's unless given, else the model's folder's.
         trainer: The Trainer whose reports (TensorBoard, Weights & Biases, …) are to show the
-            figures. A callback that is made before its Trainer, to be one of its `callbacks=[…]`,
+            metrics. A callback that is made before its Trainer, to be one of its `callbacks=[…]`,
             cannot be given it; then it is the Trainer that calls the callback.
         **options: Fields of `calibeval.request.Request`, such as `batch_size`.
 
@@ -114,14 +115,14 @@ class CalibrationCallback(TrainerCallback):
         self.last_scored_step = state.global_step
         tokenizer = self.tokenizer or processing_class
         scored = scoring.score(model, tokenizer, self.tasks, progress=False, **self.options)
-        figures: dict[str, float] = {}
+        logged: dict[str, float] = {}
         for key, records in scored.items():
-            figures.update(_figures(key, records))
-        state.log_history.append({**figures, "step": state.global_step, "epoch": state.epoch})
+            logged.update(_logged_metrics(key, records))
+        state.log_history.append({**logged, "step": state.global_step, "epoch": state.epoch})
         handler = self._callback_handler()
         if handler is not None:
             should_log = control.should_log  # whether the loss is logged too; `on_log` forgets it
-            handler.on_log(args, state, control, {**figures, "epoch": state.epoch})
+            handler.on_log(args, state, control, {**logged, "epoch": state.epoch})
             control.should_log = should_log
 
     def _callback_handler(self) -> CallbackHandler | None:
@@ -150,18 +151,18 @@ def _calling_handler() -> CallbackHandler | None:
     return None
 
 
-def _figures(key: str, records: Records) -> dict[str, float]:
-    """What is logged of a task's records."""
-    samples = stats.samples(stats.in_order(records))
-    figures = {
-        f"eval_{key}_accuracy": float(measures.accuracy(samples["choices"])[0]),
-        f"eval_{key}_nll": float(measures.nll(samples["choices"])[0]),
-    }
+def _logged_metrics(key: str, records: Records) -> dict[str, float]:
+    """What is logged of a task's records: `measures.SUMMARY`, the main error with its floor."""
+    samples = evaluations.samples_of(evaluations.in_order(records))
+    logged: dict[str, float] = {}
+    for metric in SUMMARY:
+        if metric != MAIN_ERROR:
+            logged[f"eval_{key}_{metric}"] = float(METRICS[metric](samples["choices"])[0])
     for confidence, sample in samples.items():
-        name = f"eval_{key}_ece"
+        name = f"eval_{key}_{MAIN_ERROR}"
         if confidence != "choices":
             name += f"_{confidence}"
-        floor, _ = stats.consistency(sample, ["ece"])["ece"]
-        figures[name] = float(measures.ece(sample)[0])
-        figures[f"{name}_floor"] = floor
-    return figures
+        test = evaluations.consistency(sample, [MAIN_ERROR])[MAIN_ERROR]
+        logged[name] = float(METRICS[MAIN_ERROR](sample)[0])
+        logged[f"{name}_floor"] = test.null_q95
+    return logged

@@ -12,26 +12,27 @@ from collections.abc import Sequence
 from typing import Any
 
 from calibeval import records
+from calibeval.evaluations import Evaluation
 from calibeval.io import InputError
-from calibeval.runs import Run
 
 
-def same_questions(runs: Sequence[Run]) -> None:
-    """Raise `InputError` unless all runs answered the same questions, resampled alike."""
-    for run in runs[1:]:
-        if run.cluster != runs[0].cluster:
+def same_questions(evaluations: Sequence[Evaluation]) -> None:
+    """Raise `InputError` unless all evaluations are of the same questions, resampled alike."""
+    first = evaluations[0]
+    for other in evaluations[1:]:
+        if other.cluster != first.cluster:
             raise InputError(
-                f"{runs[0].path} and {run.path}: resampled by {runs[0].cluster or 'question'} and "
-                f"by {run.cluster or 'question'}; load both with the same `cluster`"
+                f"{first.path} and {other.path}: resampled by {first.cluster or 'question'} and "
+                f"by {other.cluster or 'question'}; load both with the same `cluster`"
             )
-        if run.questions_sha256 != runs[0].questions_sha256:
+        if other.questions_sha256 != first.questions_sha256:
             raise InputError(
-                f"{runs[0].path} and {run.path}: {runs[0].questions:,} and {run.questions:,} "
+                f"{first.path} and {other.path}: {first.questions:,} and {other.questions:,} "
                 "questions; expected the same ids and right answers in both"
             )
 
 
-def same_normaliser(a: Run, b: Run) -> None:
+def same_normaliser(a: Evaluation, b: Evaluation) -> None:
     """Raise `InputError` where texts' log-probabilities were divided by other lengths.
 
     A model's calibration by sums is not that by characters, so a difference would be mostly the
@@ -39,16 +40,16 @@ def same_normaliser(a: Run, b: Run) -> None:
     """
     if a.scoring != "continuation" or b.scoring != "continuation":
         return
-    if a.convention != b.convention:
+    if a.normalise != b.normalise:
         raise InputError(
-            f"{a.path} and {b.path}: the same questions, read with normalise {a.convention!r} and "
-            f"{b.convention!r}, so a difference is not the models' alone; `--normalise sum` of "
+            f"{a.path} and {b.path}: the same questions, read with normalise {a.normalise!r} and "
+            f"{b.normalise!r}, so a difference is not the models' alone; `--normalise sum` of "
             "`compare` reads both alike, and in the index another 'dataset' keeps them apart"
         )
 
 
-def same_prompts(a: Run, b: Run, texts: bool = True) -> None:
-    """Raise `InputError` where the questions of two runs were asked in other words.
+def same_prompts(a: Evaluation, b: Evaluation, texts: bool = True) -> None:
+    """Raise `InputError` where the questions of two evaluations were asked in other words.
 
     A difference would be the prompts' as well: letters or texts, how many examples, and, if
     `texts`, their very words; as far as the records and their sidecars say.
@@ -64,13 +65,13 @@ def same_prompts(a: Run, b: Run, texts: bool = True) -> None:
             )
 
 
-def _conditions(run: Run, texts: bool) -> dict[str, Any]:
-    """How a run's questions were asked; None what is not known or, of the texts, not wanted."""
-    settings = records.meta(run.path).get("settings") or {}
+def _conditions(evaluation: Evaluation, texts: bool) -> dict[str, Any]:
+    """How an evaluation's questions were asked; None where that is not known or not wanted."""
+    settings = records.meta(evaluation.path).get("settings") or {}
     return {
-        "scoring": run.scoring,
-        "chat template": run.chat_template or "none",
+        "scoring": evaluation.scoring,
+        "chat template": evaluation.chat_template or "none",
         # The sidecar has what was wanted; a prompt that would not fit has fewer examples.
-        "shots": settings.get("shots", run.shots),
-        "prompts": run.prompts_sha256 if texts else None,
+        "shots": settings.get("shots", evaluation.shots),
+        "prompts": evaluation.prompts_sha256 if texts else None,
     }

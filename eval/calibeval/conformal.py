@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from calibeval.evaluations import in_order
 from calibeval.io import InputError
 from calibeval.measures import SEED, scores
 from calibeval.records import Records
-from calibeval.runs import in_order
 
 SCORE_DECIMALS = 12  # nonconformity scores that agree to so many are equal
 SCORE_NAMES = ("lac", "aps")
@@ -33,7 +33,7 @@ class Sets:
     size_sd: float
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the figures under their names, for JSON."""
+        """Return the numbers under their names, for JSON."""
         return asdict(self)
 
 

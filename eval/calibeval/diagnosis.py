@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy.special import logsumexp
 
+from calibeval import evaluations, scaling, stats
 from calibeval import records as record_files
-from calibeval import scaling, stats
+from calibeval.comparable import same_prompts, same_questions
+from calibeval.evaluations import Evaluation
 from calibeval.io import InputError, atomic_write, counted
 from calibeval.records import Records
-from calibeval.stats import Estimate, Run
+from calibeval.stats import Estimate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -96,10 +98,10 @@ def check(base: str | Path, tuned: str | Path, figure: str | Path | None = None)
     Both must answer the same questions in the same words. `figure` is the name of a PNG file.
     Raises `InputError` for records that cannot be compared, or fewer than 40 questions.
     """
-    base_run = stats.load(Path(base))
-    tuned_run = stats.load(Path(tuned))
-    stats.same_questions([base_run, tuned_run])
-    stats.same_prompts(base_run, tuned_run)
+    base_evaluation = evaluations.load(Path(base))
+    tuned_evaluation = evaluations.load(Path(tuned))
+    same_questions([base_evaluation, tuned_evaluation])
+    same_prompts(base_evaluation, tuned_evaluation)
     answers = record_files.read(Path(tuned))
     if len(answers) < FEWEST_QUESTIONS:
         number = counted(len(answers), "question")
@@ -108,19 +110,19 @@ def check(base: str | Path, tuned: str | Path, figure: str | Path | None = None)
             "fitted on one half and read on the other; `calibeval compare` takes fewer"
         )
     cooled, temperatures = cross_fitted(answers)
-    cooled_run = stats.measure(cooled)
+    cooled_evaluation = evaluations.measure(cooled)
     found = Check(
-        before=readings(base_run),
-        after=readings(tuned_run),
-        accuracy=stats.difference([base_run], [tuned_run], "accuracy", "choices"),
+        before=readings(base_evaluation),
+        after=readings(tuned_evaluation),
+        accuracy=stats.difference([base_evaluation], [tuned_evaluation], "accuracy", "choices"),
         temperatures=temperatures,
-        cooled_ece=number_of(stats.estimate([cooled_run], "ece", "choices")),
-        mended=stats.difference([tuned_run], [cooled_run], "rms_debiased", "choices"),
+        cooled_ece=number_of(stats.estimate([cooled_evaluation], "ece", "choices")),
+        mended=stats.difference([tuned_evaluation], [cooled_evaluation], "rms_debiased", "choices"),
         sentences=[],
     )
-    found.sentences.extend(sentences(found, base_run, tuned_run))
+    found.sentences.extend(sentences(found, base_evaluation, tuned_evaluation))
     if figure is not None:
-        save_figure(draw({"before": base_run, "after": tuned_run}), Path(figure))
+        save_figure(draw({"before": base_evaluation, "after": tuned_evaluation}), Path(figure))
     return found
 
 
@@ -144,12 +146,12 @@ def cross_fitted(answers: Records) -> tuple[Records, tuple[float, float]]:
     return cooled, (temperatures[0], temperatures[1])
 
 
-def readings(run: Run) -> dict[str, Reading]:
+def readings(evaluation: Evaluation) -> dict[str, Reading]:
     """How a model errs, under each definition of confidence that its records have."""
     by_confidence = {}
-    for confidence in run.confidences:
-        ece = stats.estimate([run], "ece", confidence)
-        surplus = stats.estimate([run], "ece_signed", confidence)
+    for confidence in evaluation.confidences:
+        ece = stats.estimate([evaluation], "ece", confidence)
+        surplus = stats.estimate([evaluation], "ece_signed", confidence)
         by_confidence[confidence] = Reading(ece, surplus, verdict_of(ece, surplus))
     return by_confidence
 
@@ -169,7 +171,7 @@ def number_of(estimate: Estimate) -> float:
     return estimate.value
 
 
-def sentences(found: Check, base: Run, tuned: Run) -> list[str]:
+def sentences(found: Check, base: Evaluation, tuned: Evaluation) -> list[str]:
     """What was found, in plain sentences, the last of which says what to do."""
     lines = [accuracy_sentence(found.accuracy, base, tuned)]
     for confidence, after in found.after.items():
@@ -179,7 +181,7 @@ def sentences(found: Check, base: Run, tuned: Run) -> list[str]:
     return lines
 
 
-def accuracy_sentence(change: Estimate, base: Run, tuned: Run) -> str:
+def accuracy_sentence(change: Estimate, base: Evaluation, tuned: Evaluation) -> str:
     """Whether accuracy changed."""
     before = 100 * number_of(stats.estimate([base], "accuracy", "choices"))
     after = 100 * number_of(stats.estimate([tuned], "accuracy", "choices"))
@@ -270,27 +272,28 @@ def advice_among_choices(found: Check) -> str:
     )
 
 
-def draw(runs: dict[str, Run]) -> "Figure":
+def draw(by_model: dict[str, Evaluation]) -> "Figure":
     """Reliability diagrams: a column for each model, a row for each definition of confidence."""
     import matplotlib
     from matplotlib.figure import Figure
 
     from calibeval import figures
 
-    confidences = [c for c in AMONG if all(c in run.confidences for run in runs.values())]
+    confidences = [name for name in AMONG if all(name in e.confidences for e in by_model.values())]
     with matplotlib.rc_context(figures.STYLE):
         canvas = Figure((5.0, 3.0 * len(confidences)), layout="constrained")
         panels = canvas.subplots(
-            len(confidences), len(runs), sharex=True, sharey=True, squeeze=False
+            len(confidences), len(by_model), sharex=True, sharey=True, squeeze=False
         )
         for row, confidence in enumerate(confidences):
-            for column, (model, run) in enumerate(runs.items()):
+            for column, (model, evaluation) in enumerate(by_model.items()):
                 axis = panels[row, column]
                 curves = {
-                    key: np.array(curve) for key, curve in run.reliability[confidence].items()
+                    key: np.array(curve)
+                    for key, curve in evaluation.reliability[confidence].items()
                 }
                 figures.draw_curves(axis, curves, figures.color(0.1))
-                ece = number_of(stats.estimate([run], "ece", confidence))
+                ece = number_of(stats.estimate([evaluation], "ece", confidence))
                 axis.set_title(f"{model}: ECE {ece:.3f}")
                 axis.set(xlim=(0, 1), ylim=(-0.26, 1), xticks=TICKS, yticks=TICKS, aspect="equal")
             panels[row, 0].set_ylabel(f"confidence {AMONG[confidence]}\naccuracy")

@@ -13,8 +13,9 @@ from urllib.parse import quote
 
 import numpy as np
 
-from calibeval.index import Results, Row
+from calibeval.index import Results, TableRow
 from calibeval.io import atomic_write
+from calibeval.measures import MAIN_ERROR, METRICS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,6 +25,7 @@ WIDTH = 17.5  # centimetres
 CENTIMETRES_PER_INCH = 2.54
 AMONG = {"choices": "the choices", "vocabulary": "all tokens"}
 PANELS_ACROSS = 5
+PANEL_METRICS = (MAIN_ERROR, "mcb", "dsc")  # whose values stand in a panel's title
 NAME_LENGTH = 34  # characters of a panel's title
 FILE_NAME_LENGTH = 150  # characters of a data set's name; file systems take 255 in all
 INK = "#222222"
@@ -80,25 +82,25 @@ def draw(results: Results, out: Path) -> list[tuple[Path, str]]:
 
 def _drawings(results: Results, group: str) -> list[Drawing]:
     """The figures of one data set."""
-    rows = [row for row in results.rows if group in row.runs]
+    rows = [row for row in results.rows if group in row.evaluations]
     rows_with = _rows_by_confidence(rows, group)
     file_name = _file_name(group)
     drawings = []
     if len({row.beta for row in rows} - {None}) > 1:
         caption = (
-            f"ECE on {group} against β; dotted: what 95 % of calibrated models read less than; "
-            "dashed: before fine-tuning."
+            f"{METRICS[MAIN_ERROR].heading} on {group} against β; dotted: what 95 % of calibrated "
+            "models read less than; dashed: before fine-tuning."
         )
-        canvas = ece_over_beta(rows, group, rows_with)
+        canvas = error_over_beta(rows, group, rows_with)
         drawings.append(Drawing(f"ece-against-beta_{file_name}", caption, canvas))
-    for confidence, having in rows_with.items():
+    for confidence, rows_of_figure in rows_with.items():
         caption = (
             f"Reliability on {group}, confidence among {AMONG[confidence]}. Coloured: "
             "accuracy by the kernel of the smooth ECE with its 95 % band; black: by "
             "isotonic regression; grey: where that lies in 95 % of calibrated models; "
             "below, where the questions are."
         )
-        canvas = reliability(having, group, confidence)
+        canvas = reliability_diagrams(rows_of_figure, group, confidence)
         drawings.append(Drawing(f"reliability_{file_name}_{confidence}", caption, canvas))
     return drawings
 
@@ -112,15 +114,15 @@ def _file_name(group: str) -> str:
     return f"{name[:FILE_NAME_LENGTH]}-{digest[:12]}"
 
 
-def _rows_by_confidence(rows: Sequence[Row], group: str) -> dict[str, list[Row]]:
+def _rows_by_confidence(rows: Sequence[TableRow], group: str) -> dict[str, list[TableRow]]:
     """The rows that have each definition of confidence, in the order in which they come up."""
-    having: dict[str, list[Row]] = {}
+    rows_with: dict[str, list[TableRow]] = {}
     for row in rows:
-        runs = row.runs_of(group)
+        evaluations = row.evaluations_of(group)
         for confidence in AMONG:
-            if all(confidence in run.confidences for run in runs):
-                having.setdefault(confidence, []).append(row)
-    return having
+            if all(confidence in evaluation.confidences for evaluation in evaluations):
+                rows_with.setdefault(confidence, []).append(row)
+    return rows_with
 
 
 def _save(drawing: Drawing, out: Path) -> None:
@@ -138,9 +140,12 @@ def _canvas(height: float) -> "Canvas":
     return Figure(figsize=size, layout="constrained")
 
 
-def mean_curves(row: Row, group: str, confidence: str) -> dict[str, np.ndarray]:
-    """Return the mean over seeds of a row's reliability curves, where all have them."""
-    curves = [run.reliability[confidence] for run in row.runs_of(group)]
+def mean_curves(row: TableRow, group: str, confidence: str) -> dict[str, np.ndarray]:
+    """Return the mean over seeds of a row's reliability curves and bands, where all have them.
+
+    `count` is the sum over seeds of each bin's answers.
+    """
+    curves = [evaluation.reliability[confidence] for evaluation in row.evaluations_of(group)]
     low = max(curve["at"][0] for curve in curves)
     high = min(curve["at"][-1] for curve in curves)
     at = np.linspace(low, max(low, high), len(curves[0]["at"]))
@@ -153,7 +158,7 @@ def mean_curves(row: Row, group: str, confidence: str) -> dict[str, np.ndarray]:
     return means
 
 
-def reliability(rows: Sequence[Row], group: str, confidence: str) -> "Canvas":
+def reliability_diagrams(rows: Sequence[TableRow], group: str, confidence: str) -> "Canvas":
     """Return a figure with one diagram a row of the table."""
     across = min(PANELS_ACROSS, max(len(rows), 3))
     down = math.ceil(len(rows) / across)
@@ -165,7 +170,7 @@ def reliability(rows: Sequence[Row], group: str, confidence: str) -> "Canvas":
     for axis, row in zip(axes.flat, rows, strict=False):
         draw_curves(axis, mean_curves(row, group, confidence), color(row.beta))
         name = row.name("model") if one_model else row.name()
-        axis.set_title(f"{name[:NAME_LENGTH]}\n{_figures_of(row, group, confidence)}", pad=3)
+        axis.set_title(f"{name[:NAME_LENGTH]}\n{_title_values(row, group, confidence)}", pad=3)
         axis.set_aspect("equal")
         axis.spines[:].set_visible(True)
     for axis in axes.flat[len(rows) :]:
@@ -191,43 +196,47 @@ def draw_curves(axis: "Axes", curves: dict[str, np.ndarray], shade: tuple[float,
     axis.axhline(0, color=INK, lw=0.6)
 
 
-def _figures_of(row: Row, group: str, confidence: str) -> str:
-    """What a panel's title says of a row."""
-    values = {}
-    for metric in ("ece", "mcb", "dsc"):
+def _title_values(row: TableRow, group: str, confidence: str) -> str:
+    """What a panel's title says of a row: the main error, and below it the other metrics."""
+    texts = []
+    for metric in PANEL_METRICS:
         value = row.estimate(group, metric, confidence).value
         assert value is not None  # the row has this confidence
-        values[metric] = value
-    return f"ECE {values['ece']:.3f}\nMCB {values['mcb']:.3f} DSC {values['dsc']:.3f}"
+        texts.append(f"{METRICS[metric].heading} {value:.3f}")
+    return f"{texts[0]}\n{' '.join(texts[1:])}"
 
 
-def ece_over_beta(rows: Sequence[Row], group: str, having: dict[str, list[Row]]) -> "Canvas":
-    """Return a figure with a panel a confidence; a line a model, data and whatever else varies.
+def error_over_beta(
+    rows: Sequence[TableRow], group: str, rows_with: dict[str, list[TableRow]]
+) -> "Canvas":
+    """Return a figure of the main error against β, with a panel for each definition of confidence.
 
-    `having` are the rows that have each definition of confidence.
+    In a panel there is a line for each model, and for each training data and other key that varies.
+    `rows_with` are the rows that have each definition of confidence.
     """
-    lines: dict[str, list[Row]] = {}
-    for row in sorted((row for row in rows if row.beta is not None), key=lambda row: row.beta or 0):
+    tuned = sorted((row for row in rows if row.beta is not None), key=lambda row: row.beta or 0)
+    rows_of_line: dict[str, list[TableRow]] = {}
+    for row in tuned:
         name = row.name("label_smoothing") or row.keys["model"]
-        lines.setdefault(name, []).append(row)
+        rows_of_line.setdefault(name, []).append(row)
     canvas = _canvas(6)
-    axes = canvas.subplots(1, len(having), sharey=True, squeeze=False).flat
-    for (confidence, known), axis in zip(having.items(), axes, strict=True):
-        for place, (name, line) in enumerate(lines.items()):
-            shown = [row for row in line if row in known]
-            estimates = [row.estimate(group, "ece", confidence) for row in shown]
-            betas = [row.beta for row in shown]
+    panels = canvas.subplots(1, len(rows_with), sharey=True, squeeze=False)[0]
+    for (confidence, rows_of_panel), axis in zip(rows_with.items(), panels, strict=True):
+        for place, (name, rows_of_name) in enumerate(rows_of_line.items()):
+            drawn = [row for row in rows_of_name if row in rows_of_panel]
+            estimates = [row.estimate(group, MAIN_ERROR, confidence) for row in drawn]
+            betas = [row.beta for row in drawn]
             line_color = f"C{place % 10}"
             axis.plot(betas, [e.value for e in estimates], "o-", color=line_color, label=name)
             axis.plot(betas, [e.null_q95 for e in estimates], ":", color=line_color)
-        for row in known:
+        for row in rows_of_panel:
             if row.beta is None:
-                value = row.estimate(group, "ece", confidence).value
+                value = row.estimate(group, MAIN_ERROR, confidence).value
                 axis.axhline(value, color=GREY, ls="--", lw=1)
         axis.set_title(f"{group}, confidence among {AMONG[confidence]}", pad=4)
-        axis.set(xlabel="label smoothing β", ylabel="ECE")
+        axis.set(xlabel="label smoothing β", ylabel=METRICS[MAIN_ERROR].heading)
         axis.label_outer()
-    axis.set_ylim(0, None)  # of all panels
-    handles = axis.get_legend_handles_labels()[0]
+    panels[0].set_ylim(0, None)  # all panels share this axis
+    handles = panels[-1].get_legend_handles_labels()[0]
     canvas.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 4))
     return canvas

@@ -32,9 +32,9 @@ import numpy as np
 from calibeval import records
 from calibeval.io import InputError, counted, json_lines, read_text, sha256
 from calibeval.questions import LETTERS
+from calibeval.records import RawRecord
 from calibeval.validation import checked
 
-Row = dict[str, Any]  # a record as it is written
 SAMPLES_NAME = re.compile(r"samples_(?P<task>.+?)(?P<time>_\d{4}-\d\d-\d\dT[\d.-]+)?\.jsonl")
 # What makes a file's name: a data set's may be anything in a log.
 DATA_SET_NAME = re.compile(r"\w[\w.+=-]{0,199}")
@@ -63,11 +63,11 @@ NOT_A_SAMPLE = (LookupError, TypeError, ValueError, AttributeError)
 
 
 @dataclass(frozen=True)
-class Sample:
+class LogSample:
     """One question of a log, and the function that makes its record."""
 
     place: str  # for messages: the file, and the line or the sample's id
-    make_row: Callable[[], Row]
+    make_row: Callable[[], RawRecord]
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class Log:
     """What a log file is read as."""
 
     data_set: str  # names the file of its records
-    shared: Row  # what all its records have
-    samples: list[Sample]
+    shared: RawRecord  # what all its records have
+    samples: list[LogSample]
     unanswered: int = 0  # samples that hold no answer, and are not among these
 
 
@@ -94,7 +94,7 @@ class _Target:
     """A record file to be written."""
 
     program: str
-    rows: list[tuple[str, Row]] = field(default_factory=list)  # each with its place
+    rows: list[tuple[str, RawRecord]] = field(default_factory=list)  # each with its place
     digests: dict[str, str] = field(default_factory=dict)  # SHA-256 of each log, by its name
     unanswered: int = 0  # samples without an answer
 
@@ -163,7 +163,7 @@ def _write(file: Path, target: _Target) -> None:
         settings["unanswered"] = target.unanswered
         print(
             f"warning: {file}: {counted(target.unanswered, 'sample')} without an answer left out, "
-            f"{len(rows)} kept: a figure is of those that answered",
+            f"{len(rows)} kept: every metric is of those that answered",
             file=sys.stderr,
         )
     about = {
@@ -195,7 +195,7 @@ def read_lm_eval(path: Path) -> Log:
     lines = _lines_of_first_filter(path)
     digits_are_texts = _digits_are_texts([sample for _, sample in lines])
     samples = [
-        Sample(place, partial(lm_eval_row, sample, task, results.delimiter, digits_are_texts))
+        LogSample(place, partial(lm_eval_row, sample, task, results.delimiter, digits_are_texts))
         for place, sample in lines
     ]
     if results.questions is not None and len(samples) != results.questions:
@@ -211,7 +211,7 @@ def read_lm_eval(path: Path) -> Log:
 class _Results:
     """What lm-evaluation-harness's results file says of a task; it may be absent."""
 
-    shared: Row
+    shared: RawRecord
     model: str | None
     delimiter: str | None  # between a prompt and its choices
     questions: int | None
@@ -222,7 +222,7 @@ def _lm_eval_results(file: Path, task: str) -> _Results:
     try:
         if file.is_file():
             results = json.loads(read_text(file))
-        shared: Row = {
+        shared: RawRecord = {
             "shots": results.get("n-shot", {}).get(task),
             "versions": {
                 "lm_eval": results.get("lm_eval_version"),
@@ -243,13 +243,13 @@ def _lm_eval_results(file: Path, task: str) -> _Results:
         raise InputError(f"{file}: not lm-eval's results ({error})") from error
 
 
-def _lines_of_first_filter(path: Path) -> list[tuple[str, Row]]:
+def _lines_of_first_filter(path: Path) -> list[tuple[str, RawRecord]]:
     """The samples in the data's order; `InputError` where they are not whole.
 
     Of several filters the first: the others have the same answers once more, so they must have
     the same questions.
     """
-    by_filter: dict[str, list[tuple[str, Row]]] = {}
+    by_filter: dict[str, list[tuple[str, RawRecord]]] = {}
     for place, sample in json_lines(path):
         number = sample.get("doc_id")
         if type(number) is not int:
@@ -304,7 +304,7 @@ def _digits_are_texts(samples: list[dict[str, Any]]) -> bool:
 
 def lm_eval_row(
     sample: dict[str, Any], task: str, delimiter: str | None, digits_are_texts: bool = False
-) -> Row:
+) -> RawRecord:
     """A sample as a record; lengths are of the choices' texts without the delimiter.
 
     Without a results file nobody knows the delimiter: it is the white space that all have. A target
@@ -423,7 +423,7 @@ def read_inspect(path: Path) -> Log:
     if status != "success":
         raise InputError(f"{path}: status is {status!r}, expected 'success'; finish it first")
     samples = [
-        Sample(f"{path}, sample {sample.get('id')}", partial(inspect_row, sample, task))
+        LogSample(f"{path}, sample {sample.get('id')}", partial(inspect_row, sample, task))
         for sample in answered
     ]
     return Log(task, shared, samples, unanswered=len(first_epoch) - len(answered))
@@ -437,7 +437,7 @@ def _is_unanswered(sample: dict[str, Any]) -> bool:
     return bool(answers) and not any(answers)
 
 
-def inspect_row(sample: dict[str, Any], task: str) -> Row:
+def inspect_row(sample: dict[str, Any], task: str) -> RawRecord:
     """A sample as a record."""
     letters = LETTERS[: len(sample["choices"])]
     target = sample["target"]

@@ -1,7 +1,7 @@
 """The index of `collect`: a line a record file, read as the rows of a table.
 
-Lines alike in all but the seed and the data set are one `Row`: one setting, whose runs are repeated
-over seeds. `calibeval.report` and `calibeval.figures` print and draw the rows.
+Lines alike in all but the seed and the data set are one `TableRow`: one setting, trained once for
+each seed. `calibeval.report` and `calibeval.figures` print and draw the rows.
 """
 
 import math
@@ -13,7 +13,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, model_validator
 from tqdm import tqdm
 
-from calibeval import stats
+from calibeval import evaluations, stats
+from calibeval.comparable import same_normaliser, same_prompts, same_questions
+from calibeval.evaluations import Cluster, Evaluation, TooFewClusters
 from calibeval.io import InputError, json_lines
 from calibeval.records import is_unicode
 from calibeval.request import Text, checked
@@ -22,7 +24,7 @@ Scalar = bool | int | float | str | None
 
 
 class Entry(BaseModel, strict=True, extra="allow"):
-    """One record file, and what is known of the run behind it; any other key is a scalar."""
+    """One record file, and what is known of the training behind it; any other key is a scalar."""
 
     records: Text  # a path, from the index's folder
     dataset: Text
@@ -40,27 +42,28 @@ class Entry(BaseModel, strict=True, extra="allow"):
         return self
 
 
-# Which records, of which questions, or one row's repetitions: keys that tell no rows apart.
+# These keys may differ between the lines of one row: they say which records a line is of, of which
+# questions, and which of the repetitions of one setting.
 NO_ROW_KEYS = ("records", "dataset", "seed", "run")
 FIRST_KEYS = ("train_data", "model", "label_smoothing")
 HEADINGS = {"train_data": "SFT data", "label_smoothing": "β"}
 
 
 @dataclass(eq=False)
-class Row:
-    """One setting, with its runs.
+class TableRow:
+    """One setting, a row of the tables, with an evaluation for each data set and seed.
 
     Attributes:
         keys: What the index says of the setting.
         shown: The keys that are columns of the table.
         short: Training data's short names, as people know them, by their paths.
-        runs: By column group (data set) and then by seed, in their order.
+        evaluations: By column group (data set) and then by seed, in their order.
     """
 
     keys: dict[str, Any]
     shown: tuple[str, ...]
     short: dict[str, str]
-    runs: dict[str, dict[float | None, stats.Run]] = field(default_factory=dict)
+    evaluations: dict[str, dict[float | None, Evaluation]] = field(default_factory=dict)
 
     @property
     def beta(self) -> float | None:
@@ -97,29 +100,30 @@ class Row:
                 parts.append(f"{label} {self.text(key)}")
         return ", ".join(parts)
 
-    def runs_of(self, group: str) -> list[stats.Run]:
-        """Return the row's runs on a data set, in the order of their seeds."""
-        return list(self.runs.get(group, {}).values())
+    def evaluations_of(self, group: str) -> list[Evaluation]:
+        """Return the row's evaluations on a data set, in the order of their seeds."""
+        return list(self.evaluations.get(group, {}).values())
 
     def estimate(self, group: str, metric: str, confidence: str = "choices") -> stats.Estimate:
         """Return a metric over the row's seeds; its value is None where there is none."""
-        runs = self.runs_of(group)
-        return stats.estimate(runs, metric, confidence) if runs else stats.Estimate()
+        of_group = self.evaluations_of(group)
+        return stats.estimate(of_group, metric, confidence) if of_group else stats.Estimate()
 
 
 @dataclass(frozen=True)
 class Results:
     """Every row, the column groups (data sets), and the keys that are columns."""
 
-    rows: list[Row]
+    rows: list[TableRow]
     groups: list[str]
     shown: tuple[str, ...]
 
-    def reference(self, row: Row) -> Row | None:
+    def reference(self, row: TableRow) -> TableRow | None:
         """Return the row that `row` is compared with: β = 0 without a calibrator, otherwise alike.
 
-        None if there is no such row, or it is the row itself. A model before fine-tuning has no
-        training data and the like: any will do, if only one has.
+        None if there is no such row, or it is the row itself. A model before fine-tuning lacks keys
+        such as its training data; it is compared with the row that agrees in all the keys that it
+        has, if there is exactly one.
         """
         keys = [key for key in self.shown if key not in ("label_smoothing", "calibrator")]
         if row.beta is None:
@@ -143,7 +147,7 @@ def heading(key: str) -> str:
     return key.replace("_", " ").capitalize() if key.isidentifier() else key
 
 
-def read(index: Path, cluster: stats.Cluster | None = None) -> Results:
+def read(index: Path, cluster: Cluster | None = None) -> Results:
     """Return the rows of an index.
 
     With `cluster` subjects are resampled, but for data sets with too few of them.
@@ -152,42 +156,44 @@ def read(index: Path, cluster: stats.Cluster | None = None) -> Results:
     lines = read_lines(Path(index))
     with ThreadPoolExecutor() as pool:  # NumPy lets other threads run
         loading = pool.map(lambda line: _load(line["records"], cluster), lines)
-        runs = list(tqdm(loading, "record files", len(lines), disable=None, delay=2))
-    _check_comparable(lines, runs)
+        loaded = list(tqdm(loading, "record files", len(lines), disable=None, delay=2))
+    _check_comparable(lines, loaded)
     shown = columns(lines)
     short = _short_names(lines)
-    rows: dict[tuple[Scalar, ...], Row] = {}
-    pairs = list(zip(lines, runs, strict=True))
+    rows: dict[tuple[Scalar, ...], TableRow] = {}
+    pairs = list(zip(lines, loaded, strict=True))
     pairs.sort(key=lambda pair: pair[0].get("seed", -math.inf))
-    for line, run in pairs:
+    for line, evaluation in pairs:
         setting = tuple(line.get(key) for key in shown)
         if setting not in rows:
             keys = {key: value for key, value in line.items() if key not in NO_ROW_KEYS}
-            rows[setting] = Row(keys, shown, short)
-        _add(run, line, rows[setting])
+            rows[setting] = TableRow(keys, shown, short)
+        _add(evaluation, line, rows[setting])
     groups = list(dict.fromkeys(line["dataset"] for line in lines))
     return Results(sorted(rows.values(), key=_order), groups, shown)
 
 
-def _load(path: Path, cluster: stats.Cluster | None) -> stats.Run:
-    """A record file's figures, over resamples of its questions where it has too few subjects."""
+def _load(path: Path, cluster: Cluster | None) -> Evaluation:
+    """A record file's evaluation, over resamples of its questions where it has too few subjects."""
     try:
-        return stats.load(path, cluster=cluster)
-    except stats.TooFewClusters:
-        return stats.load(path)
+        return evaluations.load(path, cluster=cluster)
+    except TooFewClusters:
+        return evaluations.load(path)
 
 
-def _check_comparable(lines: list[dict[str, Any]], runs: list[stats.Run]) -> None:
-    """Raise `InputError` unless a data set's runs answered the same questions, asked alike."""
-    first_of: dict[tuple[str, str | None], stats.Run] = {}  # of a data set, and of it by a model
-    for line, run in zip(lines, runs, strict=True):
-        first = first_of.setdefault((line["dataset"], None), run)
-        stats.same_questions([first, run])
-        stats.same_normaliser(first, run)
-        stats.same_prompts(first, run, texts=False)
-        # Of a model with another context length, prompts have fewer examples.
-        first_of_model = first_of.setdefault((line["dataset"], line["model"]), run)
-        stats.same_prompts(first_of_model, run)
+def _check_comparable(lines: list[dict[str, Any]], loaded: list[Evaluation]) -> None:
+    """Raise `InputError` unless a data set's questions are the same everywhere, asked alike."""
+    first_of_dataset: dict[str, Evaluation] = {}
+    first_of_model: dict[tuple[str, str], Evaluation] = {}  # by data set and model
+    for line, evaluation in zip(lines, loaded, strict=True):
+        first = first_of_dataset.setdefault(line["dataset"], evaluation)
+        same_questions([first, evaluation])
+        same_normaliser(first, evaluation)
+        same_prompts(first, evaluation, texts=False)
+        # A model with a shorter context is asked with fewer examples, so the prompts' very words
+        # are compared only within one model.
+        first_alike = first_of_model.setdefault((line["dataset"], line["model"]), evaluation)
+        same_prompts(first_alike, evaluation)
 
 
 def _short_names(lines: list[dict[str, Any]]) -> dict[str, str]:
@@ -198,19 +204,19 @@ def _short_names(lines: list[dict[str, Any]]) -> dict[str, str]:
     return {path: name for path, name in names.items() if every.count(name) == 1}
 
 
-def _add(run: stats.Run, line: dict[str, Any], row: Row) -> None:
-    """Add an index line's run to its row, unless the row has one of this seed already."""
+def _add(evaluation: Evaluation, line: dict[str, Any], row: TableRow) -> None:
+    """Add an index line's evaluation to its row, unless the row has one of this seed already."""
     dataset = line["dataset"]
     seed = line.get("seed")
-    known = row.runs.setdefault(dataset, {})
+    known = row.evaluations.setdefault(dataset, {})
     for other in (seed, None):
         if other in known:
             raise InputError(
-                f"{known[other].path} and {run.path}: both are {dataset}, {row.name()}, "
+                f"{known[other].path} and {evaluation.path}: both are {dataset}, {row.name()}, "
                 f"with seeds {other} and {seed}; give the index the key that tells them apart: "
                 "seed, train_data, …"
             )
-    known[seed] = run
+    known[seed] = evaluation
 
 
 def read_lines(index: Path) -> list[dict[str, Any]]:
@@ -236,9 +242,12 @@ def columns(lines: list[dict[str, Any]]) -> tuple[str, ...]:
     """Return the keys that tell rows apart: model, β, and whatever else varies."""
 
     def varies(key: str) -> bool:
-        # What only fine-tuning has, such as its learning rate, the base model need not lack.
-        having = [line for line in lines if key in line or line["label_smoothing"] is not None]
-        return len({line.get(key) for line in having}) > 1
+        # A model before fine-tuning has no learning rate and the like. That alone does not make
+        # such a key vary, so lines of it count only where they have the key.
+        counted_lines = [
+            line for line in lines if key in line or line["label_smoothing"] is not None
+        ]
+        return len({line.get(key) for line in counted_lines}) > 1
 
     keys = dict.fromkeys(Entry.model_fields)
     for line in lines:
@@ -248,7 +257,7 @@ def columns(lines: list[dict[str, Any]]) -> tuple[str, ...]:
     return (*first, *others)
 
 
-def _order(row: Row) -> tuple[tuple[int, float, str], ...]:
+def _order(row: TableRow) -> tuple[tuple[int, float, str], ...]:
     """By block, calibrators after β, then whatever else varies; absent before numbers, text."""
     keys = dict.fromkeys(("train_data", "model", "calibrator", "label_smoothing", *row.shown))
     return tuple(_sort_key(row.keys.get(key)) for key in keys if key in row.shown)

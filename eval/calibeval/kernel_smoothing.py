@@ -136,7 +136,11 @@ def grid_size(bandwidth: float) -> int:
 
 
 def smoothed(transforms: np.ndarray, bandwidth: float, mesh: np.ndarray) -> np.ndarray:
-    """Return Σ_i K_σ(t, p_i) value_i at each t of a mesh, (R, T), from their spectra (R, G)."""
+    """Return Σ_i K_σ(t, p_i) value_i at each t of a mesh, (R, T), from their spectra (R, G).
+
+    As in relplot, the kernel is cut off at a distance of ½, which changes the Gaussian only where
+    σ is not small against ½.
+    """
     size = transforms.shape[1]
     kernel = np.zeros(2 * size - 2)
     kernel[:size] = np.exp(-((np.linspace(0, 1, size) - 0.5) ** 2) / (2 * bandwidth**2))

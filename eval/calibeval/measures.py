@@ -9,17 +9,20 @@ vocabulary: p_k = exp(log-probability), what the model gives the letter among al
 questions as they are, resamples of them, or simulated answers. A metric takes a `Sample` and
 returns one number for each of the R samples, (R,), so that a thousand resamples are computed
 together. A sample never copies questions: it counts how often it holds each of them, or says anew
-which are answered right. `calibeval.runs` makes the intervals and floors of a record file from
-them.
+which are answered right. `calibeval.evaluations` makes the intervals and floors of a record file
+from them.
 
-To add a metric, write it here as a function of a `Sample`, and give it a row in the table METRICS
-at the end of this file. Tables, figures, `calibeval metrics`, `calibeval compare` and the tests of
-every metric's laws read it from there; then tell its definition in eval/METRICS.md.
+To add a metric, write it as a function of a `Sample`, here or in another module (`Sample` says what
+it may read), and give it a row in `_TABLE` at the end of this file. From there `calibeval metrics`,
+`calibeval compare`, `table.csv` and the tests of every metric's laws have it, and what is kept of
+records is computed anew. `table.md` shows it where `--columns` or a sweep's `score.columns` names
+it; figures draw `MAIN_ERROR` and reliability curves whatever the table holds. Then tell its
+definition in eval/METRICS.md, and run tests/eval/interval_coverage.py if its row says "interval".
 
 For bin b of n_b of the N questions, w_b = n_b / N and Δ_b = accuracy − confidence.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -27,7 +30,9 @@ from typing import Literal
 import numpy as np
 
 from calibeval import kernel_smoothing
+from calibeval.bins import TIE_DECIMALS, Binning, Bins, Segments
 from calibeval.records import Records
+from calibeval.squared_error import SquareDraws, debiased_square, square_draws
 
 BINS = 15
 QUESTIONS_PER_FOLDED_BIN = 100
@@ -35,10 +40,6 @@ SEED = 0
 # Samples × questions that are computed at a time: larger arrays cost more page faults than they
 # save.
 CHUNK_CELLS = 300_000
-
-# Confidences that agree to so many decimals are ties, and lie on the same side of a bin's edge:
-# renormalising over the choices leaves equal ones with other last digits.
-TIE_DECIMALS = 10
 
 Better = Literal["higher", "lower", "neither"]
 Uncertainty = Literal["interval", "floor", "none"]
@@ -96,7 +97,7 @@ class Scores:
 
     @cached_property
     def levels(self) -> "Segments":
-        """Runs of equal confidence, of the questions in `order`."""
+        """The questions of each level of confidence, in `order`."""
         starts = np.unique(self.level[self.order], return_index=True)[1]
         return Segments(starts, len(self.level))
 
@@ -161,115 +162,24 @@ def scores(records: Records, confidence: str) -> Scores:
     return Scores(logprobs, records.labels)
 
 
-@dataclass(frozen=True)
-class Bins:
-    """Counts and sums of R samples over B bins, each (R, B)."""
-
-    count: np.ndarray
-    confidence_sum: np.ndarray
-    correct_sum: np.ndarray
-    square_sum: np.ndarray  # of (correct − confidence)²
-
-    @property
-    def weight(self) -> np.ndarray:
-        """w_b = n_b / N."""
-        return self.count / np.maximum(self.count.sum(1, keepdims=True), 1)
-
-    @property
-    def gap(self) -> np.ndarray:
-        """Δ_b = accuracy_b − confidence_b; 0 in an empty bin."""
-        return (self.correct_sum - self.confidence_sum) / np.maximum(self.count, 1)
-
-    @property
-    def noise(self) -> np.ndarray:
-        """s_b² = Σ (y − p − Δ_b)² / (n_b (n_b − 1)), the variance of Δ_b; 0 below two questions."""
-        spread = self.square_sum / np.maximum(self.count, 1) - self.gap**2
-        return np.where(self.count > 1, spread / np.maximum(self.count - 1, 1), 0)
-
-
-class Segments:
-    """Consecutive segments of N places, some of which may be empty.
-
-    Args:
-        starts: The first place of each segment, ascending, (B,).
-        places: N.
-    """
-
-    def __init__(self, starts: np.ndarray, places: int):
-        self.sizes = np.diff(starts, append=places)
-        self._filled = np.flatnonzero(self.sizes)
-        self._filled_starts = starts[self._filled]
-        self._are_single = bool((self.sizes == 1).all())
-        # Where most segments are of one place, it is quicker to add the other places one by one.
-        self._is_first: np.ndarray | None = None
-        if len(self._filled) == len(starts) > places / 2:
-            self._is_first = np.zeros(places, bool)
-            self._is_first[starts] = True
-            segments = np.repeat(np.arange(len(starts)), self.sizes)
-            self._segment_of_others = segments[~self._is_first]
-
-    def sum(self, values: np.ndarray) -> np.ndarray:
-        """Return the sums over segments, (R, B), of values (R, N)."""
-        if self._are_single:
-            return values
-        if self._is_first is not None:
-            return np.stack([self._sum_of_row(row, self._is_first) for row in values])
-        sums = np.zeros((len(values), len(self.sizes)))
-        sums[:, self._filled] = np.add.reduceat(values, self._filled_starts, axis=1)
-        return sums
-
-    def _sum_of_row(self, values: np.ndarray, is_first: np.ndarray) -> np.ndarray:
-        sums = values[is_first]
-        np.add.at(sums, self._segment_of_others, values[~is_first])
-        return sums
-
-    def spread(self, values: np.ndarray) -> np.ndarray:
-        """Return a value for each place, (N,), from one of each segment, (B,)."""
-        return values if self._are_single else np.repeat(values, self.sizes)
-
-
-class Binning:
-    """Bins [0, e_1), [e_1, e_2), …, [e_B−1, 1] of probabilities p (N,).
-
-    A bin holds its lower edge, and the last one 1 as well; p and edges are compared in TIE_DECIMALS
-    decimals.
-
-    Args:
-        p: The probabilities, (N,).
-        edges: The inner edges, ascending, (B − 1,).
-        order: The questions by ascending p, where that is known, (N,).
-    """
-
-    def __init__(self, p: np.ndarray, edges: np.ndarray, order: np.ndarray | None = None):
-        self.order = np.argsort(p, kind="stable") if order is None else order
-        self._ordered_p = p[self.order]
-        level = self._ordered_p.round(TIE_DECIMALS)
-        starts = np.searchsorted(level, edges.round(TIE_DECIMALS), side="left")
-        self._segments = Segments(np.concatenate([[0], starts]), len(p))
-
-    def of(self, came_true: np.ndarray, times: np.ndarray) -> Bins:
-        """Return the bins of R samples, whose questions come in the binning's `order`.
-
-        Args:
-            came_true: 1 where what has the probability p came true, else 0, (R, N) or (1, N).
-            times: How often each sample has each question, (R, N) or (1, N).
-        """
-        p = self._ordered_p
-        return Bins(
-            count=self._segments.sum(times),
-            confidence_sum=self._segments.sum(times * p),
-            correct_sum=self._segments.sum(times * came_true),
-            square_sum=self._segments.sum(times * (came_true - p) ** 2),
-        )
-
-
 class Sample:
-    """R samples of the scored questions.
+    """R samples of N scored questions: the questions as they are, resamples, or simulated answers.
+
+    A metric reads what a sample holds from the sample, never from its `scores`:
+
+        sample.correct              whether the likeliest choice is right, (N,) or (R, N)
+        sample.mean(values)         a mean over the questions of each sample, (R,)
+        sample.mean_of_labels(…)    the same of values that depend on which choice is right
+        ranked_…, by_level, bins    the same questions by ascending confidence, or in bins
+
+    Simulated answers (`correct` is given) say whether the likeliest choice is right, and not which
+    other choice is if it is not. So `mean_of_labels`, which `nll` and `brier` need, refuses them; a
+    metric with a floor must do without it.
 
     Args:
         scores: The questions.
         times: How often each sample has each question, (R, N); by default one sample has each once.
-        correct: 1 or True where an answer is right, (R, N), to use in place of the scores' (N,).
+        correct: 1 or True where an answer is right, (R, N), in place of the scores' own (N,).
     """
 
     def __init__(
@@ -283,6 +193,7 @@ class Sample:
         self.times = np.ones((1, len(scores.labels))) if times is None else times
         self.has_own_correct = correct is not None
         self.correct = scores.correct if correct is None else correct
+        self.size = len(self.times) if correct is None else len(correct)
 
     @cached_property
     def ranked_times(self) -> np.ndarray:
@@ -300,7 +211,7 @@ class Sample:
 
     @cached_property
     def by_level(self) -> tuple[np.ndarray, np.ndarray]:
-        """Answers and right answers of each run of equal confidence, ascending, (R, runs) both."""
+        """Answers and right answers at each level of confidence, ascending, (R, levels) both."""
         answers = self.scores.levels.sum(self.ranked_times)
         right = self.scores.levels.sum(self.ranked_times * self.ranked_correct)
         return answers, right
@@ -311,8 +222,24 @@ class Sample:
         return self.scores.equal_width.of(self.ranked_correct, self.ranked_times)
 
     def mean(self, values: np.ndarray) -> np.ndarray:
-        """Return the mean over each sample, (R,), of a value of every question, (N,)."""
-        return self._float_times @ values / self._float_times.sum(1)
+        """Return the mean over each sample, (R,), of a value of every question, (N,) or (R, N)."""
+        if values.ndim == 1:
+            sums = self._float_times @ values
+        else:
+            sums = (self._float_times * values).sum(1)
+        return sums / self._float_times.sum(1)
+
+    def mean_of_labels(self, values: np.ndarray) -> np.ndarray:
+        """Return the mean of values (N,) that depend on which choice is right, (R,).
+
+        Raises `ValueError` of simulated answers, which do not say that.
+        """
+        if self.has_own_correct:
+            raise ValueError(
+                "simulated answers say whether the likeliest choice is right, and not which choice "
+                "is; a metric that needs that has no floor"
+            )
+        return self.mean(values)
 
     @cached_property
     def _float_times(self) -> np.ndarray:
@@ -324,8 +251,8 @@ def resamples(
 ) -> Iterator[np.ndarray]:
     """Yield arrays (R, N) of how often each of N questions is drawn, `count` rows in all.
 
-    Each row draws N questions with replacement. The rows are the same for every run over as many
-    questions, so differences between runs are paired. With `clusters`, the number of each
+    Each row draws N questions with replacement. The rows are the same for every file of as
+    many questions, so differences between models are paired. With `clusters`, the number of each
     question's cluster from 0 to C − 1, (N,), each row draws C clusters with all their questions.
     """
     rng = np.random.default_rng(SEED)
@@ -363,22 +290,22 @@ def _chunk_rows(count: int, questions: int) -> Iterator[int]:
 
 def accuracy(sample: Sample) -> np.ndarray:
     """Share of questions whose likeliest choice is right."""
-    return sample.mean(sample.scores.correct)
+    return sample.mean(sample.correct)
 
 
 def nll(sample: Sample) -> np.ndarray:
     """Mean −log p(right choice), in nats."""
-    return -sample.mean(sample.scores.right_logprob)
+    return -sample.mean_of_labels(sample.scores.right_logprob)
 
 
 def brier(sample: Sample) -> np.ndarray:
     """Mean Σ_k (p_k − y_k)² (Brier 1950), with any mass outside the choices as one more outcome."""
-    return sample.mean(sample.scores.brier_score)
+    return sample.mean_of_labels(sample.scores.brier_score)
 
 
 def ece_signed(sample: Sample) -> np.ndarray:
     """Mean confidence − accuracy, −Σ w_b Δ_b whatever the bins: above 0 is over-confident."""
-    return sample.mean(sample.scores.confidence - sample.scores.correct)
+    return sample.mean(sample.scores.confidence - sample.correct)
 
 
 def auroc(sample: Sample) -> np.ndarray:
@@ -430,7 +357,8 @@ def ece(sample: Sample) -> np.ndarray:
 def rms(sample: Sample) -> np.ndarray:
     """Root mean square calibration error, sqrt(Σ w_b Δ_b²) over the bins of `ece`, never below it.
 
-    The definition of Hendrycks et al. 2019; their bins of 100 questions alone read 0.045 at any N.
+    The definition of Hendrycks et al. 2019. With their bins of 100 questions a calibrated model
+    would read 0.045 or so however many questions there are, so the bins are those of `ece`.
     """
     return np.sqrt((sample.bins.weight * sample.bins.gap**2).sum(1))
 
@@ -443,12 +371,6 @@ def rms_debiased(sample: Sample) -> np.ndarray:
     one question does not tell its noise and counts as 0.
     """
     return np.sqrt(np.maximum(debiased_square(sample.bins), 0))
-
-
-def debiased_square(bins: Bins) -> np.ndarray:
-    """Σ w_b (Δ_b² − s_b²), the debiased squared l2 calibration error; it may be below 0."""
-    terms = bins.weight * (bins.gap**2 - bins.noise)
-    return np.where(bins.count > 1, terms, 0).sum(1)
 
 
 def rms_hendrycks(sample: Sample) -> np.ndarray:
@@ -497,7 +419,7 @@ def _counts(sample: Sample) -> np.ndarray | None:
 def recalibrated(sample: Sample) -> np.ndarray:
     """Isotonic regression of right on confidence: the best increasing recalibration.
 
-    Pool-adjacent-violators on the mean of each run of equal confidences. Returns the recalibrated
+    Pool-adjacent-violators on the mean of each level of confidence. Returns the recalibrated
     confidences (R, N) of the questions by ascending confidence, `Scores.order`.
     """
     from scipy.optimize import isotonic_regression
@@ -556,6 +478,10 @@ class Metric:
         heading: Its name in a table's head.
         note: A sentence below a table that has it.
         lowest, highest: The values that bound its interval.
+        square_draws: Given for an error that is averaged over seeds and compared by its square,
+            since roots differ irregularly near 0. It makes the square's draws, from the bins as
+            they are and resampled ones.
+        difference: How tables print its difference.
     """
 
     function: Callable[[Sample], np.ndarray]
@@ -565,15 +491,49 @@ class Metric:
     note: str = ""
     lowest: float = -np.inf
     highest: float = np.inf
+    square_draws: Callable[[Bins, Sequence[Bins]], SquareDraws] | None = None
+    difference: "PrintedDifference | None" = None
 
     @property
     def name(self) -> str:
         """The metric's name in options, tables and JSON."""
         return self.function.__name__
 
+    @property
+    def is_compared_by_square(self) -> bool:
+        """Whether seeds are averaged, and differences taken, of the squared values."""
+        return self.square_draws is not None
+
     def __call__(self, sample: Sample) -> np.ndarray:
-        """Compute the metric of each sample, (R,)."""
-        return self.function(sample)
+        """Compute the metric of each sample, (R,).
+
+        Raises `ValueError` where its function returns another shape, as one does that reads the
+        scores' answers in place of the sample's.
+        """
+        values = self.function(sample)
+        if values.shape != (sample.size,):
+            raise ValueError(
+                f"metric {self.name} returned shape {values.shape} of {sample.size} samples; "
+                f"expected ({sample.size},): it must read answers and counts from the sample"
+            )
+        return values
+
+
+@dataclass(frozen=True)
+class PrintedDifference:
+    """How a table of differences prints a metric whose difference is of another kind or size.
+
+    Attributes:
+        heading: What takes the place of the metric's heading.
+        note: A sentence below the table.
+        scale: By what the difference is multiplied.
+        digits: How many digits behind the point it has at least.
+    """
+
+    heading: str
+    note: str
+    scale: int
+    digits: int
 
 
 _TABLE = (
@@ -613,6 +573,13 @@ _TABLE = (
         "floor",
         "debiased RMS",
         "Debiased RMS: the same less what finitely many answers add to it.",
+        square_draws=square_draws,
+        difference=PrintedDifference(
+            heading="MSCE × 1000",
+            note="MSCE: mean squared calibration error, the debiased RMS squared, in thousandths.",
+            scale=1000,
+            digits=1,
+        ),
     ),
     Metric(smooth_ece, "lower", "floor", "smooth ECE"),
     Metric(mcb, "lower", "floor", "MCB"),
@@ -628,3 +595,9 @@ _TABLE = (
 METRICS = {metric.name: metric for metric in _TABLE}
 WITH_INTERVAL = {n: metric for n, metric in METRICS.items() if metric.uncertainty == "interval"}
 WITH_FLOOR = {n: metric for n, metric in METRICS.items() if metric.uncertainty == "floor"}
+COMPARED_BY_SQUARE = {n: metric for n, metric in METRICS.items() if metric.is_compared_by_square}
+
+# The calibration error that figures draw over β, that † marks in tables, and that training logs.
+MAIN_ERROR = "ece"
+# What is said of an evaluation where there is room for a line only.
+SUMMARY = ("accuracy", "nll", MAIN_ERROR)

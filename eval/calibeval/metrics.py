@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, Union, over
 import numpy as np
 from typing_extensions import TypedDict
 
-from calibeval import measures, runs, stats
+from calibeval import evaluations, measures, stats
 from calibeval.api import RecordsLike, summarize
 from calibeval.io import InputError
 from calibeval.measures import BINS, METRICS, EventScores, Sample, Scores
@@ -266,7 +266,7 @@ def reliability(
     for count, confidence_sum, correct_sum in sums:
         confidences.append(float(confidence_sum / count) if count else None)
         accuracies.append(float(correct_sum / count) if count else None)
-    curves = runs.reliability(sample, numbers)
+    curves = evaluations.reliability(sample, numbers)
     return Reliability(confidence=confidences, accuracy=accuracies, **curves)  # type: ignore[typeddict-item]
 
 
@@ -323,9 +323,10 @@ def _cluster_numbers(clusters: Array, questions: int) -> np.ndarray:
         raise InputError(
             f"clusters: shape {numbers.shape}; expected ({questions},), one name or number a row"
         )
-    if len(names) < runs.FEWEST_CLUSTERS:
-        raise stats.TooFewClusters(
-            f"clusters: {len(names)} of them; expected {runs.FEWEST_CLUSTERS} or more to resample"
+    if len(names) < evaluations.FEWEST_CLUSTERS:
+        raise evaluations.TooFewClusters(
+            f"clusters: {len(names)} of them; expected {evaluations.FEWEST_CLUSTERS} or more to "
+            "resample"
         )
     return numbers
 
@@ -340,22 +341,22 @@ def _with_interval(name: str, given: Scores, clusters: Array | None) -> Estimate
     metric = METRICS[name]
     questions = len(given.labels)
     numbers = None if clusters is None else _cluster_numbers(clusters, questions)
-    figures = metric(Sample(given))
-    if not np.isfinite(figures).all():
+    values = metric(Sample(given))
+    if not np.isfinite(values).all():
         return Estimate()
     drawn = [
         metric(Sample(given, times))
-        for times in measures.resamples(questions, stats.RESAMPLES, numbers)
+        for times in measures.resamples(questions, evaluations.RESAMPLES, numbers)
     ]
     count = None if numbers is None else int(numbers.max()) + 1
-    side = stats.Side(figures, np.concatenate(drawn)[None], count)
-    return stats.estimate_sum(side, ends=(metric.lowest, metric.highest))
+    side = stats.Side(values, np.concatenate(drawn)[None], count)
+    return stats.estimate_mean(side, metric.lowest, metric.highest)
 
 
 def _with_floor(name: str, given: Scores) -> Estimate:
     """A calibration error beside what calibrated models read."""
     sample = Sample(given)
-    test = runs.consistency(sample, [name])[name]
+    test = evaluations.consistency(sample, [name])[name]
     return Estimate(float(METRICS[name](sample)[0]), null_q95=test.null_q95, p=test.p)
 
 

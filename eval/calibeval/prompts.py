@@ -79,7 +79,7 @@ class ScoringMode(ABC):
         strips = chat is not None and subject.strips_in_chat
         examples = [
             Exchange(cls.ask(example, strips), cls.answer(example))
-            for example in subject.shots[:shots]
+            for example in subject.examples[:shots]
         ]
         asked = cls.ask(question, strips)
         endings = cls.endings(question)

@@ -47,7 +47,7 @@ class Subject:
     """The questions that share a header and few-shot examples, so also a prompt prefix."""
 
     name: str
-    shots: tuple[Question, ...]  # the examples
+    examples: tuple[Question, ...]  # solved questions, of which the first `shots` are shown
     questions: tuple[Question, ...]
     headers: Headers
     strips_in_chat: bool = False  # whether white space around questions goes in chats

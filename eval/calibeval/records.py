@@ -35,6 +35,9 @@ LogProbability = Annotated[float, Field(ge=-1e9, le=1e-6, allow_inf_nan=False)]
 MASS_TOLERANCE = 0.01  # of letters' mass, for the same rounding
 
 
+RawRecord = dict[str, Any]  # a record as it is written, before `Record` has checked it
+
+
 class Record(BaseModel, strict=True):
     """A question's K choices, answered by their letters or texts."""
 
@@ -143,6 +146,13 @@ def read(path: Path, normalise: str | None = None) -> Records:
     if len(records) != expected_questions:
         found = counted(len(records), "record")
         raise InputError(f"{path}: {found}, but {sidecar(path).name} says {expected_questions}")
+    if expected_prompts is not None:
+        asked = zip(records.prompts, records.labels.tolist(), strict=True)
+        if prompts_digest(asked) != expected_prompts:
+            raise InputError(
+                f"{path}: its prompts are not those that {sidecar(path).name} was written for; "
+                "expected the records of one run in their order"
+            )
     size = path.stat().st_size
     expected_size = about.get("bytes", size)
     if size != expected_size:
@@ -151,13 +161,6 @@ def read(path: Path, normalise: str | None = None) -> Records:
             "two is of another scoring, which a kill between their writing leaves; delete both and "
             "score again, or delete the sidecar alone if the records were edited on purpose"
         )
-    if expected_prompts is not None:
-        asked = zip(records.prompts, records.labels.tolist(), strict=True)
-        if prompts_digest(asked) != expected_prompts:
-            raise InputError(
-                f"{path}: its prompts are not those that {sidecar(path).name} was written for; "
-                "expected the records of one run in their order"
-            )
     return records
 
 
@@ -270,7 +273,7 @@ def asked(path: Path) -> dict[str, Any]:
     return about.get("settings") or {}
 
 
-def write(path: Path, rows: Iterable[dict[str, Any]], about: dict[str, Any]) -> None:
+def write(path: Path, rows: Iterable[RawRecord], about: dict[str, Any]) -> None:
     """Write a record file and its sidecar `about`, with the numbers of questions and bytes."""
     lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
     text = "".join(lines)

@@ -17,9 +17,11 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader
 
 from calibeval import figures, index, stats
-from calibeval.index import Results, Row, Scalar, heading
+from calibeval.evaluations import CONFIDENCES, Cluster, Evaluation
+from calibeval.index import Results, Scalar, TableRow, heading
 from calibeval.io import InputError, counted, write_text
-from calibeval.measures import METRICS, WITH_INTERVAL
+from calibeval.measures import COMPARED_BY_SQUARE, MAIN_ERROR, METRICS, WITH_INTERVAL
+from calibeval.request import DEFAULT_COLUMNS
 
 ARROWS = {"higher": "↑", "lower": "↓", "neither": ""}
 MISSING = "–"
@@ -28,7 +30,7 @@ DIFFERENCE_NOTE = (
     "Difference to β = 0 of the same setting without a calibrator; [95 % interval] over the "
     "same resamples of the questions for both. Seeds: pairs of runs with one seed; 1 − 3: not "
     "paired, one run less the mean of three; of a single pair the interval is over questions "
-    "alone. MSCE: mean squared calibration error, the debiased RMS squared, in thousandths."
+    "alone."
 )
 
 
@@ -42,9 +44,17 @@ class Column:
     @property
     def heading(self) -> str:
         """As people read it: ECE ↓, or ECE, all tokens ↓."""
-        metric = METRICS[self.metric]
+        return self._with_arrow(METRICS[self.metric].heading)
+
+    @property
+    def difference_heading(self) -> str:
+        """The heading of its differences, which may be of another kind: MSCE × 1000 ↓."""
+        difference = METRICS[self.metric].difference
+        return self.heading if difference is None else self._with_arrow(difference.heading)
+
+    def _with_arrow(self, text: str) -> str:
         among = ", all tokens" if self.confidence == "vocabulary" else ""
-        return f"{metric.heading}{among} {ARROWS[metric.better]}".strip()
+        return f"{text}{among} {ARROWS[METRICS[self.metric].better]}".strip()
 
 
 def read_columns(text: str) -> list[Column]:
@@ -52,7 +62,7 @@ def read_columns(text: str) -> list[Column]:
     chosen = []
     for word in map(str.strip, text.split(",")):
         metric, _, confidence = word.partition("@")
-        if metric not in METRICS or confidence not in ("", *stats.CONFIDENCES):
+        if metric not in METRICS or confidence not in ("", *CONFIDENCES):
             names = ", ".join(METRICS)
             raise InputError(f"--columns: no {word!r}; expected {names}, also with @vocabulary")
         chosen.append(Column(metric, confidence or "choices"))
@@ -93,9 +103,10 @@ def difference_cell(e: stats.Estimate, metric: str) -> Cell:
     """
     scale = 1
     digits = 3
-    if metric == "rms_debiased":  # squared, in thousandths
-        scale = 1000
-        digits = 1
+    difference = METRICS[metric].difference
+    if difference is not None:
+        scale = difference.scale
+        digits = difference.digits
     if e.significant and e.low is not None and e.high is not None:
         nearest = min(abs(e.low), abs(e.high)) * scale
         while digits < 9 and not round(nearest, digits):
@@ -105,9 +116,9 @@ def difference_cell(e: stats.Estimate, metric: str) -> Cell:
 
 @dataclass(frozen=True)
 class Line:
-    """A row of a table; the last of the keys says how many runs it is of."""
+    """A row of a table; the last of the keys says how many evaluations it is of."""
 
-    row: Row
+    row: TableRow
     keys: list[str]
     cells: list[Cell]
 
@@ -160,14 +171,14 @@ def csv_text(value: Scalar) -> Scalar:
 
 
 def main_table(results: Results, chosen: Sequence[Column]) -> Table:
-    """Return every row's figures; † marks an ECE that is consistent with calibration."""
+    """Return every row's estimates; † marks an ECE that is consistent with calibration."""
     lines = []
     for row in results.rows:
         cells = []
         for group, column in product(results.groups, chosen):
             found = row.estimate(group, column.metric, column.confidence)
             cell = printed(found)
-            if column.metric == "ece" and found.p is not None and found.p > 0.05:
+            if column.metric == MAIN_ERROR and found.p is not None and found.p > 0.05:
                 cell = replace(cell, value=f"{cell.value}†")
             cells.append(cell)
         lines.append(Line(row, [*map(row.text, results.shown), _seed_count(row)], cells))
@@ -176,24 +187,26 @@ def main_table(results: Results, chosen: Sequence[Column]) -> Table:
 
 
 def _key_heads(results: Results) -> list[str]:
-    """The headings of a table's keys; the last column says how many runs a line is of."""
+    """The headings of a table's keys; the last column says how many evaluations a line is of."""
     return [*map(heading, results.shown), "Seeds"]
 
 
-def _seed_count(row: Row) -> str:
-    """How many runs a row has, "1–3" where data sets have from one to three."""
-    counts = sorted({len(runs) for runs in row.runs.values()})
+def _seed_count(row: TableRow) -> str:
+    """How many evaluations a row has, "1–3" where data sets have from one to three."""
+    counts = sorted({len(evaluations) for evaluations in row.evaluations.values()})
     fewest_and_most = dict.fromkeys((counts[0], counts[-1]))
     return "–".join(map(str, fewest_and_most))
 
 
 def notes(results: Results, chosen: Sequence[Column]) -> list[str]:
     """Return what the columns mean, in sentences."""
-    runs_of = {
-        group: [run for row in results.rows for run in row.runs_of(group)]
+    evaluations_of = {
+        group: [evaluation for row in results.rows for evaluation in row.evaluations_of(group)]
         for group in results.groups
     }
-    counts = ", ".join(f"{group} {runs[0].questions:,}" for group, runs in runs_of.items())
+    counts = ", ".join(
+        f"{group} {evaluations[0].questions:,}" for group, evaluations in evaluations_of.items()
+    )
     sentences = [f"Questions: {counts}."]
     for name in dict.fromkeys(column.metric for column in chosen):
         if METRICS[name].note:
@@ -206,31 +219,33 @@ def notes(results: Results, chosen: Sequence[Column]) -> list[str]:
         "[low, high]: 95 % interval over questions and seeds, where one is known to cover. "
         "† ECE consistent with calibration (p > 0.05)."
     )
-    sentences += _coverage(runs_of)
-    for group, runs in runs_of.items():
-        sentences += _warnings(group, runs)
+    sentences += _coverage(evaluations_of)
+    for group, evaluations in evaluations_of.items():
+        sentences += _warnings(group, evaluations)
     return sentences
 
 
-def _coverage(runs_of: dict[str, list[stats.Run]]) -> list[str]:
+def _coverage(evaluations_of: dict[str, list[Evaluation]]) -> list[str]:
     """What the intervals of each data set cover, where it has several subjects."""
     sentences = []
-    for group, runs in runs_of.items():
-        if runs[0].subjects > 1:
-            sentences.append(f"{group}: intervals {stats.coverage_of(runs)}.")
+    for group, evaluations in evaluations_of.items():
+        if evaluations[0].subjects > 1:
+            sentences.append(f"{group}: intervals {stats.coverage_of(evaluations)}.")
     return sentences
 
 
-def _warnings(group: str, runs: Sequence[stats.Run]) -> list[str]:
-    """What a reader must know of a data set's figures."""
+def _warnings(group: str, evaluations: Sequence[Evaluation]) -> list[str]:
+    """What a reader must know of a data set's evaluations."""
     sentences = []
-    convention = runs[0].convention
-    if convention in ("characters", "bytes"):
+    normalise = evaluations[0].normalise
+    if normalise in ("characters", "bytes"):
         sentences.append(
-            f"{group}: texts are compared by log-probability by {convention}, so their "
+            f"{group}: texts are compared by log-probability by {normalise}, so their "
             "calibration is that normaliser's; `metrics --normalise sum` reads their own."
         )
-    masses = [run.letter_mass for run in runs if run.letter_mass is not None]
+    masses = [
+        evaluation.letter_mass for evaluation in evaluations if evaluation.letter_mass is not None
+    ]
     least = min(masses, default=1.0)
     if least < stats.LOW_MASS:
         sentences.append(
@@ -261,12 +276,17 @@ def difference_table(results: Results, chosen: Sequence[Column]) -> Table | None
         lines.append(Line(row, [*map(row.text, results.shown), ", ".join(counts)], cells))
     if not lines:
         return None
-    heads = [column.heading.replace("debiased RMS", "MSCE × 1000") for column in columns]
-    runs_of = {
-        group: [run for row in results.rows for run in row.runs_of(group)]
+    heads = [column.difference_heading for column in columns]
+    evaluations_of = {
+        group: [evaluation for row in results.rows for evaluation in row.evaluations_of(group)]
         for group in results.groups
     }
-    about = [DIFFERENCE_NOTE, _family_note(p_values), *_coverage(runs_of)]
+    about = [DIFFERENCE_NOTE]
+    for name in dict.fromkeys(column.metric for column in columns):
+        difference = METRICS[name].difference
+        if difference is not None:
+            about.append(difference.note)
+    about += [_family_note(p_values), *_coverage(evaluations_of)]
     bold_lines = _with_bold(lines, stats.holm(p_values))
     return Table(_key_heads(results), results.groups, heads, bold_lines, about)
 
@@ -291,27 +311,27 @@ def _family_note(p_values: Sequence[float | None]) -> str:
 
 
 def _difference_columns(chosen: Sequence[Column]) -> list[Column]:
-    """The chosen columns whose differences have intervals, then NLL and the debiased square.
+    """The chosen columns whose differences have intervals, then NLL and the squared error.
 
-    Of calibration errors only the debiased square differs regularly enough for an interval.
+    Of calibration errors only those compared by their squares differ regularly enough for one.
     """
     columns = [column for column in chosen if column.metric in WITH_INTERVAL]
     for confidence in dict.fromkeys(column.confidence for column in chosen):
-        columns += [Column("nll", confidence), Column("rms_debiased", confidence)]
+        columns += [Column(metric, confidence) for metric in ("nll", *COMPARED_BY_SQUARE)]
     return list(dict.fromkeys(columns))
 
 
 @dataclass(frozen=True)
 class Pairing:
-    """The runs of two rows on one data set, and how they are compared."""
+    """The evaluations of two rows on one data set, and how they are compared."""
 
-    first: list[stats.Run]
-    second: list[stats.Run]
+    first: list[Evaluation]
+    second: list[Evaluation]
     paired: bool
     count: str  # how many, as tables print it
 
     def difference(self, column: Column) -> stats.Estimate:
-        """Return second − first; no value where one of them has no runs."""
+        """Return second − first; no value where one of them has no evaluations."""
         if not self.first or not self.second:
             return stats.Estimate()
         return stats.difference(
@@ -319,30 +339,34 @@ class Pairing:
         )
 
 
-def pair(first: Row, second: Row, group: str) -> Pairing:
-    """Return the runs of both rows: in pairs of common seeds, else all of them, not paired.
+def pair(first: TableRow, second: TableRow, group: str) -> Pairing:
+    """Return the evaluations of both rows: in pairs of common seeds, else all of them, not paired.
 
-    One seed in common would hide what seeds differ by; a model before fine-tuning has none.
+    Pairs need two seeds in common: a single pair would leave out the other seeds, and with them
+    what seeds differ by. A model before fine-tuning has no seed, so it is not paired either.
     """
-    runs_of_first = first.runs.get(group, {})
-    runs_of_second = second.runs.get(group, {})
-    common = [seed for seed in runs_of_first if seed in runs_of_second]
+    evaluations_of_first = first.evaluations.get(group, {})
+    evaluations_of_second = second.evaluations.get(group, {})
+    common = [seed for seed in evaluations_of_first if seed in evaluations_of_second]
     if len(common) > 1 and second.beta is not None:
         return Pairing(
-            [runs_of_first[seed] for seed in common],
-            [runs_of_second[seed] for seed in common],
+            [evaluations_of_first[seed] for seed in common],
+            [evaluations_of_second[seed] for seed in common],
             paired=True,
             count=str(len(common)),
         )
-    one_each = len(runs_of_first) == len(runs_of_second) == 1
+    one_each = len(evaluations_of_first) == len(evaluations_of_second) == 1
     if one_each:
         count = "1"
-    elif runs_of_first and runs_of_second:
-        count = f"{len(runs_of_second)} − {len(runs_of_first)}"
+    elif evaluations_of_first and evaluations_of_second:
+        count = f"{len(evaluations_of_second)} − {len(evaluations_of_first)}"
     else:
         count = ""
     return Pairing(
-        list(runs_of_first.values()), list(runs_of_second.values()), paired=one_each, count=count
+        list(evaluations_of_first.values()),
+        list(evaluations_of_second.values()),
+        paired=one_each,
+        count=count,
     )
 
 
@@ -353,30 +377,30 @@ def tidy(results: Results) -> pd.DataFrame:
         keys.update(dict.fromkeys(row.keys))
     lines = []
     for row in results.rows:
-        for group in row.runs:
-            runs = row.runs_of(group)
+        for group in row.evaluations:
+            evaluations = row.evaluations_of(group)
             about: dict[str, Any] = {"dataset": group}
             about.update((key, row.keys.get(key)) for key in keys)
-            about["seeds"] = len(runs)
-            about["questions"] = runs[0].questions
-            masses = pd.Series([run.letter_mass for run in runs], dtype=float)
+            about["seeds"] = len(evaluations)
+            about["questions"] = evaluations[0].questions
+            masses = pd.Series([evaluation.letter_mass for evaluation in evaluations], dtype=float)
             about["letter_mass"] = masses.mean()
-            for confidence, metric in product(stats.CONFIDENCES, METRICS):
-                if all(confidence in run.confidences for run in runs):
+            for confidence, metric in product(CONFIDENCES, METRICS):
+                if all(confidence in evaluation.confidences for evaluation in evaluations):
                     kind = {"confidence": confidence, "metric": metric}
-                    figures = row.estimate(group, metric, confidence).as_dict()
-                    lines.append({**about, **kind, **figures})
+                    values = row.estimate(group, metric, confidence).as_dict()
+                    lines.append({**about, **kind, **values})
     return pd.DataFrame(lines).rename(columns={"floor": "floor_95"})
 
 
 def collect(
     source: Path,
     out: Path,
-    columns: str = "accuracy,ece,rms",
+    columns: str = DEFAULT_COLUMNS,
     title: str = "Calibration",
     note: str = "",
     sections: Sequence[str] = (),
-    cluster: stats.Cluster | None = None,
+    cluster: Cluster | None = None,
 ) -> str:
     """Write the tables, the figures and report.html into `out`; return the tables as Markdown.
 

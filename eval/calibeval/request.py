@@ -5,7 +5,8 @@ and their docstrings its help.
 
 To add a task, see `calibeval.tasks`. To add a way of scoring or an engine, add its name to
 `task_files.ScoringName` or to `EngineName` here, and write it where `calibeval.prompts` or
-`calibeval.engines` say. To add an option of engines, add it to `Request` and `EngineOptions`.
+`calibeval.engines` say. To add an option of engines, add it to `Request`, from which the command
+line has it, and to `EngineOptions`, from which editors complete it (a test compares the two).
 
 The names of `calibeval.validation` are importable from here as well.
 """
@@ -22,6 +23,7 @@ from calibeval.task_files import Normalization, ScoringName
 from calibeval.validation import Natural, Positive, Seq, Strict, Text, checked
 
 __all__ = [
+    "DEFAULT_COLUMNS",
     "EngineName",
     "EngineOptions",
     "FewShotForm",
@@ -40,6 +42,7 @@ __all__ = [
 ]
 
 EngineName = Literal["transformers", "vllm"]
+DEFAULT_COLUMNS = "accuracy,ece,rms"  # of tables, as `--columns` and a sweep's `score.columns` say
 FewShotForm = Literal["turns", "one_turn"]
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 

@@ -59,16 +59,16 @@ def temperature(validation: str | Path, test: str | Path, out: str | Path) -> di
         raise InputError(f"{out}: is there already; delete it, or give another --out")
     used = _not_tested(fitted_on, scored)
     tau, after = fit(fitted_on, used)
-    report = {
+    summary = {
         "temperature": tau,
         "nll": [nll(fitted_on, 1.0, used), after],
         "answers": int(used.sum()),
         "left_out": int((~used).sum()),
     }
     source = {"records": str(validation), "sha256": sha256(validation)}
-    sidecar = {**records.meta(test), "temperature": {**report, **source}}
+    sidecar = {**records.meta(test), "temperature": {**summary, **source}}
     records.write(out, (scaled(row, tau) for _, row in json_lines(test)), sidecar)
-    return report
+    return summary
 
 
 def _check_alike(fitted_on: Records, scored: Records) -> None:

@@ -25,7 +25,7 @@ from calibeval.engines import Engine, Job
 from calibeval.io import InputError, counted
 from calibeval.prompts import SCORING_MODES, Prompt, ScoringMode
 from calibeval.questions import Question, Subject
-from calibeval.records import Records
+from calibeval.records import RawRecord, Records
 from calibeval.request import (
     EngineOptions,
     Normalization,
@@ -35,7 +35,7 @@ from calibeval.request import (
     Task,
     checked,
 )
-from calibeval.store import Row, Store, earlier_settings, part_of
+from calibeval.store import Store, earlier_settings, part_of
 from calibeval.tasks import load, normalization, resolved
 
 if TYPE_CHECKING:
@@ -100,8 +100,8 @@ def score(
         engine = at_end.enter_context(_LazyEngine(source.model, request, max_model_length))
         results = {}
         for task in request.tasks:
-            run = _TaskRun(resolved(task), items[task.key], source.name, engine, progress)
-            results[task.key] = run.score(settings, working_folder, folder)
+            scoring = _TaskScoring(resolved(task), items[task.key], source.name, engine, progress)
+            results[task.key] = scoring.score(settings, working_folder, folder)
     return results
 
 
@@ -207,7 +207,7 @@ class _LazyEngine:
 
 
 @dataclass(frozen=True)
-class _TaskRun:
+class _TaskScoring:
     """The scoring of one task's questions."""
 
     task: ResolvedTask
@@ -248,7 +248,7 @@ class _TaskRun:
         store.finish(rows, {"model": self.model, "versions": rows[-1]["versions"]})
         return False
 
-    def _score_missing(self, store: Store, finished: dict[str, Row]) -> None:
+    def _score_missing(self, store: Store, finished: dict[str, RawRecord]) -> None:
         """Add the records of all other questions to those that are finished, and to the store."""
         done = {
             index for index, item in enumerate(self.items) if item.prompt.question.id in finished
@@ -381,7 +381,7 @@ def grouped_jobs(items: Sequence[Item]) -> list[list[Job]]:
     return list(groups.values())
 
 
-def make_record(item: Item, logprobs: list[float]) -> Row:
+def make_record(item: Item, logprobs: list[float]) -> RawRecord:
     """A question's record; log-probabilities that are not finite raise `InputError`."""
     question = item.prompt.question
     if not all(map(math.isfinite, logprobs)):
@@ -410,11 +410,8 @@ def make_record(item: Item, logprobs: list[float]) -> Row:
 def print_summary(of: Records) -> None:
     """Print what came out; warn where the letters are not what is meant."""
     sample = measures.Sample(measures.scores(of, "choices"))
-    figures = []
-    for metric in ("accuracy", "nll", "ece"):
-        value = measures.METRICS[metric](sample)[0]
-        figures.append(f"{metric} {value:.4f}")
-    print(f"{counted(len(of), 'question')}: {', '.join(figures)}", file=sys.stderr)
+    texts = [f"{name} {measures.METRICS[name](sample)[0]:.4f}" for name in measures.SUMMARY]
+    print(f"{counted(len(of), 'question')}: {', '.join(texts)}", file=sys.stderr)
     letter_mass = of.letter_mass.mean()  # of texts NaN, which is not below
     if letter_mass < stats.LOW_MASS:
         print(

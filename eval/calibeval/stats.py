@@ -1,72 +1,28 @@
-"""Estimates with intervals: of one run, of several seeds of it, and of the difference of two.
+"""Estimates with intervals: of one evaluation, of several seeds, and of the difference of two.
 
-A `Run` holds the figures of one record file and their draws over resamples of its questions. The
-questions are resampled with replacement, the same way for every run over the same questions, so
-that what runs share is counted once over seeds and cancels in a difference. An interval is given
-only where simulation has shown that it covers (tests/eval/interval_coverage.py).
+An `Evaluation` (see `calibeval.evaluations`) holds the metrics of one record file and their draws
+over resamples of its questions. The questions are resampled with replacement, the same way for
+every file of the same questions, so that what files share is counted once over seeds and cancels in
+a difference. An interval is given only where simulation has shown that it covers
+(tests/eval/interval_coverage.py).
 
-Arrays are named by S runs (seeds) and R resamples.
+Arrays are named by S seeds and R resamples.
 """
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from calibeval.comparable import same_normaliser, same_prompts, same_questions
-from calibeval.measures import METRICS, WITH_FLOOR, WITH_INTERVAL
-from calibeval.runs import (
-    CONFIDENCES,
-    FEWEST_CLUSTERS,
-    HIGH,
-    LOW,
-    RESAMPLES,
-    Cluster,
-    Run,
-    TooFewClusters,
-    code_digest,
-    consistency,
-    finite,
-    in_order,
-    load,
-    measure,
-    quantile,
-    reliability,
-    samples,
-)
-
-# What `calibeval.runs` computes is part of this module's names: its users need one import.
-__all__ = [
-    "CONFIDENCES",
-    "LOW_MASS",
-    "METRICS",
-    "RESAMPLES",
-    "Cluster",
-    "Estimate",
-    "Run",
-    "Side",
-    "TooFewClusters",
-    "better",
-    "code_digest",
-    "consistency",
-    "contrast",
-    "coverage_of",
-    "difference",
-    "estimate",
-    "estimate_sum",
-    "holm",
-    "in_order",
-    "load",
-    "measure",
-    "reliability",
-    "same_normaliser",
-    "same_prompts",
-    "same_questions",
-    "samples",
-    "seed_inflation",
-]
+from calibeval import comparable, evaluations
+from calibeval.comparable import same_questions
+from calibeval.evaluations import FEWEST_CLUSTERS, HIGH, LOW, Evaluation, finite, quantile
+from calibeval.measures import COMPARED_BY_SQUARE, METRICS, WITH_FLOOR, WITH_INTERVAL
+from calibeval.squared_error import shrinkage
 
 LOW_MASS = 0.9  # letter mass below which the letters are not what the model wants to say
 NORMAL_QUANTILE = 1.959964  # of the standard normal distribution, at HIGH
@@ -78,10 +34,10 @@ FAMILY_LEVEL = 0.05  # how probable one false finding or more may be among many 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure with its uncertainty; what is not known is None.
+    """A number with its uncertainty; what is not known is None.
 
     Attributes:
-        value: The figure.
+        value: The number.
         low, high: The ends of its 95 % interval, where one is known to cover.
         null_q95: Of calibration errors only: the 95th percentile of what calibrated models with
             these confidences read. It is printed as "floor".
@@ -105,7 +61,7 @@ class Estimate:
         return self.low > ROUNDING or self.high < -ROUNDING
 
     def as_dict(self) -> dict[str, float | None]:
-        """Return the figures under the names that JSON and tables print."""
+        """Return the numbers under the names that JSON and tables print."""
         return {
             "value": self.value,
             "low": self.low,
@@ -126,106 +82,132 @@ class Estimate:
 
 
 class Side(NamedTuple):
-    """One side of a difference: the figures of its runs, and their draws."""
+    """One side of a difference: a metric's value in each of S evaluations, and its draws."""
 
-    figures: np.ndarray  # (S,)
+    values: np.ndarray  # (S,)
     draws: np.ndarray  # (S, R); NaN where there are none
     clusters: int | None = None  # how many were resampled as a whole; None: single questions
 
     def times(self, weight: float) -> "Side":
-        """The side with its figures and draws times a weight."""
-        return self._replace(figures=weight * self.figures, draws=weight * self.draws)
+        """The side with its values and draws times a weight."""
+        return self._replace(values=weight * self.values, draws=weight * self.draws)
 
 
-def estimate(runs: Sequence[Run], metric: str, confidence: str) -> Estimate:
-    """Return a metric of one run, or its mean over seeds, with a 95 % interval or a floor.
+def estimate(seeds: Sequence[Evaluation], metric: str, confidence: str) -> Estimate:
+    """Return a metric of one evaluation, or its mean over seeds, with a 95 % interval or a floor.
 
-    For `rms_debiased` over seeds the root of the mean of the squared errors. The value is None
-    where a run has no such confidence. Raises `InputError` where the runs' questions differ.
+    For a metric that is compared by its square, `rms_debiased`, it is the root of the mean of the
+    squared errors. The value is None where an evaluation has no such confidence. Raises
+    `InputError` where the questions differ.
     """
-    same_questions(runs)
-    if any(confidence not in run.confidences for run in runs):
+    same_questions(seeds)
+    if any(confidence not in evaluation.confidences for evaluation in seeds):
         return Estimate()
     null_q95 = p = None
     if metric in WITH_FLOOR:
-        tests = [run.floors[confidence][metric] for run in runs]
+        tests = [evaluation.floors[confidence][metric] for evaluation in seeds]
         null_q95 = float(np.mean([test.null_q95 for test in tests]))
         # Seeds answer the same questions, so their p-values depend on each other: Bonferroni's
         # bound.
-        p = min(1.0, len(runs) * min(test.p for test in tests))
-    side = _side(runs, metric, confidence)
-    if metric == "rms_debiased":
-        return Estimate(math.sqrt(max(side.figures.mean(), 0)), null_q95=null_q95, p=p)
-    ends = METRICS[metric].lowest, METRICS[metric].highest
-    found = estimate_sum(side, ends=ends)
-    return Estimate(found.value, found.low, found.high, null_q95, p)
+        p = min(1.0, len(seeds) * min(test.p for test in tests))
+    side = _side(seeds, metric, confidence)
+    if metric in COMPARED_BY_SQUARE:
+        return Estimate(math.sqrt(max(side.values.mean(), 0)), null_q95=null_q95, p=p)
+    mean = estimate_mean(side, METRICS[metric].lowest, METRICS[metric].highest)
+    return Estimate(mean.value, mean.low, mean.high, null_q95, p)
 
 
 def difference(
-    a: Sequence[Run], b: Sequence[Run], metric: str, confidence: str, paired: bool = True
+    a: Sequence[Evaluation],
+    b: Sequence[Evaluation],
+    metric: str,
+    confidence: str,
+    paired: bool = True,
 ) -> Estimate:
-    """Return b − a as a `contrast`; each a run or the seeds of one row."""
+    """Return b − a as a `contrast`; each side is one evaluation, or those of one row's seeds."""
     return contrast([(-1, a), (1, b)], metric, confidence, paired)
 
 
 def contrast(
-    terms: Sequence[tuple[int, Sequence[Run]]],
+    terms: Sequence[tuple[int, Sequence[Evaluation]]],
     metric: str,
     confidence: str = "choices",
     paired: bool = True,
 ) -> Estimate:
-    """Return Σ weight × mean figure of each term's runs, over the same questions; 95 % interval.
+    """Return Σ weight × a metric's mean over each term's seeds, with its 95 % interval.
 
-    How far an effect is another one in another setting: (1, b′), (−1, a′), (−1, b), (1, a). As many
-    runs in all terms are paired in their order, if `paired`. For `rms_debiased` the figure is of
-    the *squared* errors (what miscalibration adds to the Brier score of the likeliest choice):
-    roots differ irregularly near 0, so no interval of theirs is known to cover. Where subjects are
-    resampled, none is known for the squares either.
+    How far an effect is another one in another setting: (1, b′), (−1, a′), (−1, b), (1, a). Terms
+    with as many seeds each are paired in their order, if `paired`. A metric that is compared by its
+    square, `rms_debiased`, is taken as the *squared* error (what miscalibration adds to the Brier
+    score of the likeliest choice): roots differ irregularly near 0, so no interval of theirs is
+    known to cover. Where subjects are resampled, none is known for the squares either.
 
-    Raises `InputError` where the runs' questions differ.
+    Raises `InputError` where the questions differ.
     """
-    runs = [run for _, term_runs in terms for run in term_runs]
-    same_questions(runs)
-    if any(confidence not in run.confidences for run in runs):
+    everything = [evaluation for _, seeds in terms for evaluation in seeds]
+    same_questions(everything)
+    if any(confidence not in evaluation.confidences for evaluation in everything):
         return Estimate()
-    if metric == "rms_debiased" and runs[0].cluster is None:
-        sides = _square_sides(terms, confidence)
+    if metric in COMPARED_BY_SQUARE and everything[0].cluster is None:
+        sides = _square_sides(terms, metric, confidence)
     else:
-        sides = [_side(some, metric, confidence).times(weight) for weight, some in terms]
+        sides = [_side(seeds, metric, confidence).times(weight) for weight, seeds in terms]
     return estimate_sum(*sides, paired=paired)
 
 
-def estimate_sum(
-    *sides: Side, ends: tuple[float, float] | None = None, paired: bool = True
-) -> Estimate:
-    """Return the sum of the sides' means over seeds, with a 95 % interval if all draws are finite.
+def estimate_mean(side: Side, lowest: float = -math.inf, highest: float = math.inf) -> Estimate:
+    """Return a side's mean over seeds, with a 95 % interval if all draws are finite and vary.
 
-    Sides of as many runs are paired in their order, if `paired`. `ends` are the least and the
-    greatest that one side's figure can be.
+    The interval ends at `lowest` and `highest`, the least and the greatest that a value can be.
+    Draws that do not vary, as the accuracy of one question or of answers that are all right, say
+    nothing of other questions.
     """
-    if paired and len({len(side.figures) for side in sides}) == 1:
-        figures = sum(side.figures for side in sides)
-        draws = sum(side.draws for side in sides)
-        sides = (Side(np.asarray(figures), np.asarray(draws), sides[0].clusters),)
-    value = finite(float(sum(side.figures.mean() for side in sides)))
+    value = finite(float(side.values.mean()))
     if value is None:
         return Estimate()
-    summed_draws = _summed(sides)
-    if not np.isfinite(summed_draws).all():
+    interval = _interval(value, [side])
+    if interval is None:
         return Estimate(value)
-    from_mean = quantile(summed_draws, [LOW, HIGH]) - summed_draws.mean()
-    inflation = seed_inflation(sides) * cluster_inflation(sides[0].clusters)
-    low, high = (value + inflation * from_mean).tolist()
-    # What varies over no resample (one question, all right) says nothing of other questions, but
-    # for a difference of 0 on each.
-    is_zero_difference = ends is None and abs(value) <= ROUNDING
-    if high - low < ROUNDING and not is_zero_difference:
+    low, high = interval
+    if high - low < ROUNDING:
         return Estimate(value)
-    if ends is not None:
-        return Estimate(value, max(low, ends[0]), min(high, ends[1]))
+    return Estimate(value, max(low, lowest), min(high, highest))
+
+
+def estimate_sum(*sides: Side, paired: bool = True) -> Estimate:
+    """Return the sum of the sides' means over seeds, with a 95 % interval if all draws are finite.
+
+    It is a difference where a side's weight is negative (`Side.times`). Sides of as many seeds are
+    paired in their order, if `paired`. Draws that do not vary say nothing of other questions,
+    unless the sum is 0: sides that agree in every resample agree on any questions.
+    """
+    if paired and len({len(side.values) for side in sides}) == 1:
+        values = sum(side.values for side in sides)
+        draws = sum(side.draws for side in sides)
+        sides = (Side(np.asarray(values), np.asarray(draws), sides[0].clusters),)
+    value = finite(float(sum(side.values.mean() for side in sides)))
+    if value is None:
+        return Estimate()
+    interval = _interval(value, sides)
+    if interval is None:
+        return Estimate(value)
+    low, high = interval
+    if high - low < ROUNDING and abs(value) > ROUNDING:
+        return Estimate(value)
     half_width = value - low if value > 0 else high - value
     p_none = two_sided_p(value, half_width, degrees_of_freedom(sides))
     return Estimate(value, low, high, p_none=p_none)
+
+
+def _interval(value: float, sides: Sequence[Side]) -> tuple[float, float] | None:
+    """The ends of a 95 % interval around the sum of the sides' means; None without all draws."""
+    summed_draws = _summed(sides)
+    if not np.isfinite(summed_draws).all():
+        return None
+    from_mean = quantile(summed_draws, [LOW, HIGH]) - summed_draws.mean()
+    inflation = seed_inflation(sides) * cluster_inflation(sides[0].clusters)
+    low, high = (value + inflation * from_mean).tolist()
+    return low, high
 
 
 def cluster_inflation(clusters: int | None) -> float:
@@ -273,9 +255,9 @@ def degrees_of_freedom(sides: Sequence[Side]) -> float:
     if sides[0].clusters is not None:
         squares += question_variance**2 / (sides[0].clusters - 1)
     for side in sides:
-        seeds = len(side.figures)
+        seeds = len(side.values)
         if seeds > 1:
-            part = max(side.figures.var(ddof=1) - _own_noise(side), 0.0) / seeds
+            part = max(side.values.var(ddof=1) - _own_noise(side), 0.0) / seeds
             total += part
             squares += part**2 / (seeds - 1)
     return total**2 / squares if squares else math.inf
@@ -286,7 +268,7 @@ def _own_noise(side: Side) -> float:
 
     It is the mean variance less the mean covariance of the seeds' draws.
     """
-    seeds = len(side.figures)
+    seeds = len(side.values)
     covariance = np.cov(side.draws)
     trace = np.trace(covariance)
     return max((trace - (covariance.sum() - trace) / (seeds - 1)) / seeds, 0.0)
@@ -310,94 +292,95 @@ def holm(p_values: Sequence[float | None], level: float = FAMILY_LEVEL) -> list[
 
 
 def _summed(sides: Sequence[Side]) -> np.ndarray:
-    """The sum of the sides' draws, each their mean over its runs, (R,)."""
+    """The sum of the sides' draws, each their mean over its seeds, (R,)."""
     return np.asarray(sum(side.draws.mean(0) for side in sides))
 
 
 def seed_inflation(sides: Sequence[Side]) -> float:
     """Return how much wider than its question noise an interval of means over seeds must be.
 
-    sqrt(1 + Σ max(0, r² s² − r^1.5 o) / (S q)) for the resampled mean's variance q, where s² is
-    the variance of the S figures, o the question noise that each has for itself (the mean variance
-    less the mean covariance of their draws), and r = t/z, Student's quantile of S − 1 degrees of
-    freedom over the normal one. Taking off o makes seeds that do not differ cover more than 0.98,
-    and r² o makes seeds that differ by about o cover less than 0.93.
+    sqrt(1 + (Σ over sides of max(0, r² s² − r^1.5 o) / S) / q), where
+
+        q   variance of the resampled sum, which is due to the questions
+        s²  variance of a side's S values, due to the seeds and to the questions
+        o   the part of s² due to the questions, which each seed has for itself (`_own_noise`)
+        r   Student's quantile of S − 1 degrees of freedom over the normal one
+
+    With s² − o for the seeds' own variance one would expect r² (s² − o). The exponent 1.5 is chosen
+    between 0 and 2 by simulation: o alone makes seeds that do not differ cover more than 0.98, and
+    r² o makes seeds that differ by about o cover less than 0.93.
     """
     question_variance = _summed(sides).var(ddof=1)
     if not question_variance:
         return 1.0
     seed_variance = 0.0
     for side in sides:
-        seeds = len(side.figures)
+        seeds = len(side.values)
         if seeds > 1:
             ratio = student_quantile(seeds - 1) / NORMAL_QUANTILE
-            spread = ratio**2 * side.figures.var(ddof=1) - ratio**1.5 * _own_noise(side)
+            spread = ratio**2 * side.values.var(ddof=1) - ratio**1.5 * _own_noise(side)
             seed_variance += max(spread, 0.0) / seeds
     return math.sqrt(1 + seed_variance / question_variance)
 
 
-def _side(runs: Sequence[Run], metric: str, confidence: str) -> Side:
-    """The figures of some runs, of `rms_debiased` squared; draws of what has an interval."""
-    if metric == "rms_debiased":
-        figures = np.array([run.squares[confidence].observed for run in runs])
+def _side(seeds: Sequence[Evaluation], metric: str, confidence: str) -> Side:
+    """A metric's values, squared if it is compared by squares, and draws if it has an interval."""
+    if metric in COMPARED_BY_SQUARE:
+        values = np.array([evaluation.squares[confidence][metric].observed for evaluation in seeds])
     else:
-        figures = np.array([run.values[confidence][metric] for run in runs], float)
+        values = np.array([evaluation.values[confidence][metric] for evaluation in seeds], float)
     if metric in WITH_INTERVAL:
-        draws = np.stack([run.draws[confidence][metric] for run in runs])
+        draws = np.stack([evaluation.draws[confidence][metric] for evaluation in seeds])
     else:
-        draws = np.full((len(runs), 1), np.nan)
-    return Side(figures, draws, runs[0].subjects if runs[0].cluster else None)
+        draws = np.full((len(seeds), 1), np.nan)
+    return Side(values, draws, seeds[0].subjects if seeds[0].cluster else None)
 
 
-def _square_sides(terms: Sequence[tuple[int, Sequence[Run]]], confidence: str) -> list[Side]:
+def _square_sides(
+    terms: Sequence[tuple[int, Sequence[Evaluation]]], metric: str, confidence: str
+) -> list[Side]:
     """The weighted sides of a contrast of squared calibration errors.
 
-    Their draws are A + κ (B + D) in the words of `runs.SquareDraws`, κ² = max(0, V − v min(2,
-    4 v / V)) / V with V the variance of the contrast's part in B + D and v that in A. The gaps B is
-    made of hold their own noise, which adds 2 v to V in the mean; where two sides err in opposite
-    directions their parts in B add up, and shrinking each side's gaps by itself would lose that. V
-    is noisy: taking off all of 2 v wherever V is large covers 0.92 to 0.98 in simulation, this 0.95
-    to 0.98.
+    Their draws are A + κ (B + D) in the words of `calibeval.squared_error`, with one κ for the
+    whole contrast.
     """
-    noise_parts = []  # (S, R) each
-    gap_parts = []
-    for _, runs in terms:
-        noise_parts.append(np.stack([run.squares[confidence].noise for run in runs]))
-        gap_parts.append(np.stack([run.squares[confidence].gaps for run in runs]))
-    by_noise = _weighted_sum(terms, noise_parts)
-    by_gaps = _weighted_sum(terms, gap_parts)
-    ratio = by_noise.var() / by_gaps.var() if by_gaps.any() else math.inf
-    kappa = math.sqrt(max(1 - ratio * min(2, 4 * ratio), 0))
+    noise_parts = []  # A, (S, R) for each term
+    gap_parts = []  # B + D
+    for _, seeds in terms:
+        squares = [evaluation.squares[confidence][metric] for evaluation in seeds]
+        noise_parts.append(np.stack([square.noise for square in squares]))
+        gap_parts.append(np.stack([square.gaps for square in squares]))
+    kappa = shrinkage(_weighted_sum(terms, noise_parts), _weighted_sum(terms, gap_parts))
     sides = []
-    for (weight, runs), noise, gaps in zip(terms, noise_parts, gap_parts, strict=True):
-        figures = _side(runs, "rms_debiased", confidence).figures
-        sides.append(Side(figures, noise + kappa * gaps).times(weight))
+    for (weight, seeds), noise, gaps in zip(terms, noise_parts, gap_parts, strict=True):
+        values = _side(seeds, metric, confidence).values
+        sides.append(Side(values, noise + kappa * gaps).times(weight))
     return sides
 
 
 def _weighted_sum(
-    terms: Sequence[tuple[int, Sequence[Run]]], parts: Sequence[np.ndarray]
+    terms: Sequence[tuple[int, Sequence[Evaluation]]], parts: Sequence[np.ndarray]
 ) -> np.ndarray:
-    """Σ weight × the mean over runs of each term's part (S, R), (R,)."""
+    """Σ weight × the mean over seeds of each term's part (S, R), (R,)."""
     means = [weight * part.mean(0) for (weight, _), part in zip(terms, parts, strict=True)]
     return np.asarray(sum(means))
 
 
-def coverage_of(runs: Sequence[Run]) -> str:
-    """What the intervals of runs over the same questions cover, in words."""
-    run = runs[0]
-    if run.cluster is not None:
-        return f"over resamples of all {run.subjects} subjects: it holds for subjects like these"
-    if run.subjects == 1:
+def coverage_of(alike: Sequence[Evaluation]) -> str:
+    """What the intervals of evaluations of the same questions cover, in words."""
+    first = alike[0]
+    if first.cluster is not None:
+        return f"over resamples of all {first.subjects} subjects: it holds for subjects like these"
+    if first.subjects == 1:
         return "over resamples of the questions"
-    text = f"over resamples of the questions: it holds for these {run.subjects} subjects"
-    if run.subjects >= FEWEST_CLUSTERS:
+    text = f"over resamples of the questions: it holds for these {first.subjects} subjects"
+    if first.subjects >= FEWEST_CLUSTERS:
         text += "; --cluster subject covers others like them"
     return text
 
 
 def better(metric: str, found: Estimate) -> str | None:
-    """Return which run a difference speaks for, "a" or "b".
+    """Return which side a difference speaks for, "a" or "b".
 
     None where the interval holds 0 or there is none, and for `ece_signed`, of which neither
     direction is better.
@@ -407,3 +390,35 @@ def better(metric: str, found: Estimate) -> str | None:
         return None
     is_higher = found.low > 0
     return "b" if is_higher == (direction == "higher") else "a"
+
+
+# What of other modules could be had as `calibeval.stats.NAME` until 0.1; `Run` is `Evaluation` now.
+_MOVED_FROM_EVALUATIONS = (
+    "CONFIDENCES",
+    "Cluster",
+    "RESAMPLES",
+    "TooFewClusters",
+    "code_digest",
+    "consistency",
+    "in_order",
+    "load",
+    "measure",
+    "reliability",
+)
+_RENAMED = {"Run": "Evaluation", "samples": "samples_of"}
+_MOVED_FROM_COMPARABLE = ("same_normaliser", "same_prompts")
+
+
+def __getattr__(name: str) -> Any:
+    new_name = _RENAMED.get(name, name)
+    module: ModuleType
+    if name in _MOVED_FROM_COMPARABLE:
+        module = comparable
+    elif name in _RENAMED or name in _MOVED_FROM_EVALUATIONS:
+        module = evaluations
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(
+        f"calibeval.stats.{name} is {module.__name__}.{new_name} now", FutureWarning, stacklevel=2
+    )
+    return getattr(module, new_name)

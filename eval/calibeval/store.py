@@ -14,13 +14,12 @@ from typing import Any
 
 from calibeval import records
 from calibeval.io import InputError, write_text
+from calibeval.records import RawRecord
 from calibeval.validation import checked
 
 # Settings that choose questions and examples are not compared: two choices may come to the same,
 # and the digest of all prompts tells whether they do.
 CHOICE_OF_QUESTIONS = ("data", "split", "shots", "examples", "subjects", "limit")
-
-Row = dict[str, Any]  # a record as it is written
 
 
 class Store:
@@ -40,11 +39,11 @@ class Store:
                 _refuse_other_settings(earlier, settings, file)
                 self.settings["engine_settings"] = earlier.get("engine_settings")
 
-    def finished(self) -> dict[str, Row]:
+    def finished(self) -> dict[str, RawRecord]:
         """The whole records of what was made so far, by the question's id."""
         if not self.part.exists():
             return {}
-        rows: dict[str, Row] = {}
+        rows: dict[str, RawRecord] = {}
         for line in self.part.read_text(encoding="utf-8", errors="replace").splitlines():
             # A line that was cut short is no record; `InputError` is a ValueError.
             with suppress(ValueError, TypeError):
@@ -69,13 +68,13 @@ class Store:
         write_text(records.sidecar(self.part), json.dumps({"settings": self.settings}, indent=1))
 
     @contextmanager
-    def appending(self) -> Iterator[Callable[[Row], None]]:
+    def appending(self) -> Iterator[Callable[[RawRecord], None]]:
         """Yield a function that keeps a finished record."""
         try:
             with open(self.part, "a", encoding="utf-8") as file:
                 print(file=file)  # what a kill has cut short stays a line of its own
 
-                def append(row: Row) -> None:
+                def append(row: RawRecord) -> None:
                     # In ASCII: ids may hold U+2028, which would end the line elsewhere.
                     print(json.dumps(row), file=file, flush=True)
 
@@ -83,7 +82,7 @@ class Store:
         except OSError as error:
             raise InputError(f"{self.part}: could not be written ({error.strerror})") from error
 
-    def finish(self, rows: list[Row], about: Mapping[str, Any]) -> None:
+    def finish(self, rows: list[RawRecord], about: Mapping[str, Any]) -> None:
         """Write the final file and its sidecar, and drop the part."""
         records.write(self.out, rows, {"settings": self.settings, **about})
         for file in (self.part, records.sidecar(self.part)):

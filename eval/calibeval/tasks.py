@@ -50,8 +50,8 @@ def load(task: Task) -> list[Subject]:
     for name, subject in subjects.items():
         if task.subjects and name not in task.subjects:
             continue
-        if len(subject.shots) < task.shots:
-            too_few = f"{counted(len(subject.shots), 'example')}, but --shots {task.shots}"
+        if len(subject.examples) < task.shots:
+            too_few = f"{counted(len(subject.examples), 'example')}, but --shots {task.shots}"
             raise InputError(f"{task.examples or task.data}, {name}: {too_few}")
         questions = _not_shown(subject, task)
         if not questions:
@@ -67,8 +67,8 @@ def _not_shown(subject: Subject, task: Task) -> list[Question]:
     row. Of a task's own splits the id counts as well: what its authors ask twice is asked.
     """
     if not task.examples:
-        return [question for question in subject.questions if question not in subject.shots]
-    shown = [_without_id(example) for example in subject.shots]
+        return [question for question in subject.questions if question not in subject.examples]
+    shown = [_without_id(example) for example in subject.examples]
     return [question for question in subject.questions if _without_id(question) not in shown]
 
 
@@ -116,7 +116,7 @@ class _Reader:
             variables["topic"] = str(self.task_file.topic(variables))
             yield Subject(
                 name=name,
-                shots=tuple(self._examples_of(name, examples)[: self.task.shots]),
+                examples=tuple(self._examples_of(name, examples)[: self.task.shots]),
                 questions=tuple(questions[name]),
                 headers=self._headers(variables),
                 strips_in_chat=self.task_file.strips_in_chat,

@@ -13,7 +13,7 @@ import numpy as np
 from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax, softmax
 
-from calibeval import measures, scaling, stats
+from calibeval import evaluations, measures, scaling, stats
 from calibeval.io import InputError, json_lines, read_text, write_rows, write_text
 from calibeval.measures import Sample
 from calibeval.records import read as read_records
@@ -279,7 +279,9 @@ def difference(
     paired = paired_files(files_of_terms)
     if not paired:
         return None
-    load: Callable[[Path], stats.Run] = partial(stats.load, normalise=quantity.normalise)
+    load: Callable[[Path], evaluations.Evaluation] = partial(
+        evaluations.load, normalise=quantity.normalise
+    )
     if quantity.normalized_logits:
         load = with_normalized_logits
     sides = []
@@ -312,22 +314,22 @@ def paired_files(files_of_terms: list[dict[int | None, Path]]) -> list[list[Path
 
 
 @cache
-def with_normalized_logits(path: Path) -> stats.Run:
-    """A run with the AURC alone, of confidences divided by the norm of the answers' logits.
+def with_normalized_logits(path: Path) -> evaluations.Evaluation:
+    """An evaluation with the AURC alone, of confidences divided by the norm of the answers' logits.
 
     The confidences are max_k (s_k − s̄) / ‖s − s̄‖₂, s the choices' log-probabilities, which are
     logits but for a constant (Cattelan & Silva 2024; Xia et al. 2025).
     """
-    observed = stats.in_order(read_records(path))
+    observed = evaluations.in_order(read_records(path))
     scores = measures.scores(observed, "choices")
     centered = observed.logprobs - observed.logprobs.mean(1, keepdims=True)
     # Where all choices are equally likely, the norm is 0 and the confidence shall be 0.
     scores.confidence = centered.max(1) / np.maximum(np.linalg.norm(centered, axis=1), 1e-12)
     (value,) = measures.aurc(Sample(scores))
-    resamples = measures.resamples(len(observed), stats.RESAMPLES)
+    resamples = measures.resamples(len(observed), evaluations.RESAMPLES)
     draws = np.concatenate([measures.aurc(Sample(scores, times)) for times in resamples])
     return replace(
-        stats.load(path),
+        evaluations.load(path),
         values={"choices": {"aurc": value}},
         draws={"choices": {"aurc": draws}},
     )

@@ -14,7 +14,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from calibeval import measures, runs, stats
+from calibeval import evaluations, measures, stats
 from calibeval import records as record_files
 from calibeval.figures import GREY, INK, STYLE
 from calibeval.io import atomic_write, write_text
@@ -181,28 +181,29 @@ def estimate(
     """The mean of a metric over seeds with its 95 % interval, as `stats.estimate` makes it."""
     figures = np.array([each.values[confidence][metric] for each in answers])
     draws = np.stack([each.draws[confidence][metric] for each in answers])
-    ends = scale * METRICS[metric].lowest, scale * METRICS[metric].highest
-    return stats.estimate_sum(stats.Side(scale * figures, scale * draws), ends=ends)
+    lowest = scale * METRICS[metric].lowest
+    highest = scale * METRICS[metric].highest
+    return stats.estimate_mean(stats.Side(scale * figures, scale * draws), lowest, highest)
 
 
 def read_answers(path: Path) -> Answers:
     """Measure a record file.
 
-    `calibeval.stats.load` measures every metric, which takes minutes where these take seconds.
+    `calibeval.evaluations.load` measures every metric: minutes where these take seconds.
     """
-    records = runs.in_order(record_files.read(path))
+    records = evaluations.in_order(record_files.read(path))
     values: dict[str, dict[str, float]] = {}
     draws: dict[str, dict[str, np.ndarray]] = {}
     calibrated_ece = {}
-    for confidence in runs.CONFIDENCES:
+    for confidence in evaluations.CONFIDENCES:
         sample = Sample(measures.scores(records, confidence))
         names = ("accuracy", "ece", "nll")
         values[confidence] = {name: float(METRICS[name](sample)[0]) for name in names}
         parts: dict[str, list[np.ndarray]] = {"accuracy": [], "nll": []}
-        for times in measures.resamples(len(records), runs.RESAMPLES):
+        for times in measures.resamples(len(records), evaluations.RESAMPLES):
             resampled = Sample(sample.scores, times)
             for name, some in parts.items():
                 some.append(METRICS[name](resampled))
         draws[confidence] = {name: np.concatenate(some) for name, some in parts.items()}
-        calibrated_ece[confidence] = runs.consistency(sample, ("ece",)).pop("ece").null_q95
+        calibrated_ece[confidence] = evaluations.consistency(sample, ("ece",)).pop("ece").null_q95
     return Answers(values, draws, calibrated_ece)

@@ -5,7 +5,7 @@ from itertools import combinations
 import numpy as np
 from tabulate import tabulate
 
-from calibeval import measures, stats
+from calibeval import evaluations, measures, stats
 
 
 def tables(runs: dict[str, list[list[int]]], samples: int) -> str:
@@ -16,12 +16,12 @@ def tables(runs: dict[str, list[list[int]]], samples: int) -> str:
     is paired by problem, and by seed where both sides have as many.
     """
     problems = len(next(iter(runs.values()))[0])
-    resamples = list(measures.resamples(problems, stats.RESAMPLES))
+    resamples = list(measures.resamples(problems, evaluations.RESAMPLES))
     weights = np.concatenate(resamples) / problems  # (resamples, problems)
     sides = {name: sides_of(np.array(counts), samples, weights) for name, counts in runs.items()}
     setting_rows = []
     for name, columns in sides.items():
-        estimates = [stats.estimate_sum(side, ends=(0, 1)) for side in columns]
+        estimates = [stats.estimate_mean(side, 0, 1) for side in columns]
         setting_rows.append([name, len(runs[name]), *map(str, estimates)])
     difference_rows = []
     for minus, plus in combinations(sides, 2):

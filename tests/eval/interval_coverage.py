@@ -20,10 +20,18 @@ import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
-from calibeval import runs, stats
-from calibeval.measures import METRICS, WITH_INTERVAL, Sample, Scores, resamples, rms
+from calibeval import evaluations, stats
+from calibeval.measures import (
+    COMPARED_BY_SQUARE,
+    METRICS,
+    WITH_INTERVAL,
+    Sample,
+    Scores,
+    resamples,
+    rms,
+)
 
-DRAWS = 199  # resamples a replication: `runs.quantile` keeps its level whatever their number
+DRAWS = 199  # resamples a replication: `evaluations.quantile` keeps its level whatever their number
 POOL = 40_000  # questions that stand for the population
 NOISE = {"near chance": (4.0, 2.5), "sure": (1.0, 0.6)}  # sd of the shared and own channel
 # Log-probabilities (2000, 4) that stories260K gives HellaSwag's endings, and the temperature at
@@ -148,17 +156,17 @@ def shared_resamples(n: int) -> np.ndarray:
     return np.concatenate(list(resamples(n, DRAWS)))
 
 
-def simulated_run(
+def simulated_evaluation(
     observed: Sample, resampled: Sample, names: tuple[str, ...], subjects: int | None = None
-) -> stats.Run:
-    """Return a run as `runs.measure` makes it, without the simulations of floors.
+) -> evaluations.Evaluation:
+    """Return an evaluation as `evaluations.measure` makes it, without the simulations of floors.
 
     `subjects` are how many were resampled, if these were.
     """
     regular = [name for name in names if name in WITH_INTERVAL]
-    return stats.Run(
+    return evaluations.Evaluation(
         path=Path("simulated"),
-        convention="sum",
+        normalise="sum",
         scoring="letters",
         model="m",
         questions=len(observed.scores.labels),
@@ -170,7 +178,12 @@ def simulated_run(
         values={"choices": {name: float(METRICS[name](observed)[0]) for name in regular}},
         floors={},
         draws={"choices": {name: METRICS[name](resampled) for name in regular}},
-        squares={"choices": runs.square_draws(observed.bins, [resampled.bins])},
+        squares={
+            "choices": {
+                name: metric.square_draws(observed.bins, [resampled.bins])
+                for name, metric in COMPARED_BY_SQUARE.items()
+            }
+        },
         subjects=subjects or 1,
         cluster=None if subjects is None else "subject",
     )
@@ -222,7 +235,7 @@ class Cell:
 
     def _replication(
         self, world: World, sizes: Sequence[float], spread: float, rng: np.random.Generator
-    ) -> list[list[stats.Run]]:
+    ) -> list[list[evaluations.Evaluation]]:
         """Return the runs of each row, on questions drawn anew."""
         labels, exact = world.posterior(self.n, self.seeds * len(sizes), rng)
         size_of_run = np.repeat(sizes, self.seeds) + spread * rng.normal(size=len(exact))
@@ -230,7 +243,7 @@ class Cell:
         for posterior, size in zip(exact, size_of_run, strict=True):
             scores = Scores(world.stated(posterior, size), labels)
             resampled = Sample(scores, shared_resamples(self.n))
-            made.append(simulated_run(Sample(scores), resampled, self.names))
+            made.append(simulated_evaluation(Sample(scores), resampled, self.names))
         return [made[row * self.seeds :][: self.seeds] for row in range(len(sizes))]
 
 
@@ -286,8 +299,8 @@ class SubjectCell:
         times = np.concatenate(list(resamples(self.n, DRAWS, clusters)))
         held = {name: [0, 0] for name in names}
         for _ in range(replications):
-            runs_of_both = [
-                simulated_run(
+            both = [
+                simulated_evaluation(
                     Sample(some),
                     Sample(some, times),
                     names,
@@ -296,11 +309,11 @@ class SubjectCell:
                 for some in self.draw(subject_of, rng)
             ]
             for name in names:
-                found = stats.difference(runs_of_both[:1], runs_of_both[1:], name, "choices")
+                found = stats.difference(both[:1], both[1:], name, "choices")
                 if found.low is not None:
                     held[name][1] += found.low <= 0 <= found.high
                 if name in ESTIMATES:
-                    found = stats.estimate(runs_of_both[:1], name, "choices")
+                    found = stats.estimate(both[:1], name, "choices")
                     held[name][0] += found.low <= self.truth[name] <= found.high
         shares = pd.DataFrame(held, index=["one run", "difference of two"]) / replications
         return shares.rename_axis(index=f"{self.subjects} subjects")
@@ -315,7 +328,7 @@ def false_findings(pairs: int, n: int, replications: int) -> tuple[float, float]
     rng = np.random.default_rng(0)
     world = WORLDS[0]
     size = world.size_of(0.035)
-    times = np.concatenate(list(resamples(n, stats.RESAMPLES)))
+    times = np.concatenate(list(resamples(n, evaluations.RESAMPLES)))
     alone = 0
     corrected = 0
     for _ in range(replications):
@@ -323,7 +336,7 @@ def false_findings(pairs: int, n: int, replications: int) -> tuple[float, float]
         for _ in range(pairs):
             labels, exact = world.posterior(n, 2, rng)
             both = [Scores(world.stated(of_model, size), labels) for of_model in exact]
-            made = [simulated_run(Sample(some), Sample(some, times), names) for some in both]
+            made = [simulated_evaluation(Sample(some), Sample(some, times), names) for some in both]
             for name in names:
                 estimates.append(stats.difference(made[:1], made[1:], name, "choices"))
         alone += any(found.significant for found in estimates)

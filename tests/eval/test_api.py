@@ -11,7 +11,16 @@ from made_records import read_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import calibeval
-from calibeval import engines, prompts, records, scoring
+from calibeval import (
+    __main__,
+    comparable,
+    engines,
+    evaluations,
+    prompts,
+    records,
+    scoring,
+    stats,
+)
 from calibeval.io import InputError
 from calibeval.request import EngineOptions, Request, ScoringName, Task
 
@@ -227,3 +236,27 @@ def test_what_a_request_can_name_exists():
 
 def test_an_ide_knows_every_option_of_a_request():
     assert set(EngineOptions.__annotations__) | {"tasks"} == set(Request.model_fields)
+
+
+def test_the_command_line_has_every_option_of_a_request():
+    words = ["score", "--task", "mmlu", "--data", "d", "--model", "m", "--out", "r.jsonl"]
+    options = vars(__main__.parser().parse_args(words))
+    assert set(Request.model_fields) - {"tasks"} <= options.keys()
+    assert set(Task.model_fields) - {"name"} <= options.keys()
+
+
+@pytest.mark.parametrize(
+    ("old", "module", "new"),
+    [
+        ("Run", evaluations, "Evaluation"),
+        ("load", evaluations, "load"),
+        ("samples", evaluations, "samples_of"),
+        ("same_prompts", comparable, "same_prompts"),
+    ],
+)
+def test_names_of_stats_that_moved_are_there_with_a_warning(old, module, new):
+    with pytest.warns(FutureWarning, match=f"calibeval.stats.{old} is {module.__name__}.{new} now"):
+        moved = getattr(stats, old)
+    assert moved is getattr(module, new)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        getattr(stats, "nonsense")  # noqa: B009

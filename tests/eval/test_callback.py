@@ -11,7 +11,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from calibeval import CalibrationCallback, stats
+from calibeval import CalibrationCallback, evaluations, stats
 
 TOKENS = [[5 + i, 6, 7, 8 + i, 9] for i in range(12)]
 ROWS = [{"input_ids": row, "labels": row} for row in TOKENS]
@@ -74,7 +74,7 @@ def command_figures(mmlu, tmp_path):
     def figures(folder) -> dict[str, float]:
         out = tmp_path / f"{folder.name}.jsonl"
         scored(out, "--task", "mmlu", "--data", mmlu, "--model", folder)
-        run = stats.load(out)
+        run = evaluations.load(out)
         choices = stats.estimate([run], "ece", "choices")
         vocabulary = stats.estimate([run], "ece", "vocabulary")
         return {

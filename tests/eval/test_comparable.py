@@ -6,7 +6,7 @@ import pytest
 from made_records import read_lines, write_lines, write_records
 
 import calibeval
-from calibeval import index, stats
+from calibeval import evaluations, index
 from calibeval.io import InputError
 
 
@@ -54,7 +54,7 @@ def test_other_normalisers_are_refused(written, index_of):
             calibeval.compare(by_sum, by_characters, different_prompts=different_prompts)
     with pytest.raises(InputError, match=expected):
         index.read(index_of(by_sum, by_characters))
-    read_alike = stats.load(by_characters, "sum")
+    read_alike = evaluations.load(by_characters, "sum")
     compared = calibeval.compare(by_sum, read_alike)
     assert compared["choices"]["ece"]["difference"] == 0
 

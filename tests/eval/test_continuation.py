@@ -112,7 +112,7 @@ def test_texts_asked_by_letters(arc, score):
 
 def test_mmlu_asked_by_texts(mmlu):
     subject = tasks.load(Task(task="mmlu", data=str(mmlu), shots=1))[1]
-    (example,) = subject.shots
+    (example,) = subject.examples
     question = subject.questions[0]
     assert prompts.build(subject, question, 1, "continuation").text == (
         "The following are questions (with answers) about old kings.\n\n"

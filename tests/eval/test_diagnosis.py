@@ -7,7 +7,7 @@ import pytest
 from made_records import read_lines, write_lines, write_records
 
 import calibeval
-from calibeval import records, stats
+from calibeval import evaluations, records
 from calibeval.__main__ import main
 from calibeval.diagnosis import cross_fitted
 
@@ -108,5 +108,7 @@ def test_models_are_scored_first(tiny_model, mmlu, tmp_path, capsys):
     words = ["check", str(tiny_model), str(tiny_model), "--task", "mmlu", "--data", str(mmlu)]
     words += ["--shots", "1", "--out", str(folder)]
     assert main(words) == 0
-    assert stats.load(folder / "tuned.jsonl").questions == len(read_lines(folder / "base.jsonl"))
+    assert evaluations.load(folder / "tuned.jsonl").questions == len(
+        read_lines(folder / "base.jsonl")
+    )
     assert "no difference" in capsys.readouterr().out

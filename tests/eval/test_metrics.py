@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from calibeval import measures, runs
+from calibeval import evaluations, measures, squared_error
 from calibeval.measures import METRICS, WITH_FLOOR, WITH_INTERVAL, Sample, Scores, resamples
 
 
@@ -92,9 +92,38 @@ def test_a_resample_is_a_sample_of_copied_questions(n, seed, ties):
             assert value == pytest.approx(expected[name], abs=1e-9, nan_ok=True), name
 
 
+# Simulated answers do not say which choice is right, which these need.
+OF_LABELS = ("nll", "brier")
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_simulated_answers_are_read_and_not_the_observed_ones(name):
+    """For a floor, the same questions are read with other answers: a constant would be no test."""
+    scores = scored(*draw(300, 3, calibrated=False))
+    (simulated,) = measures.calibrated(scores, 8)
+    if name in OF_LABELS:
+        with pytest.raises(ValueError, match="a metric that needs that has no floor"):
+            METRICS[name](simulated)
+        return
+    values = METRICS[name](simulated)
+    for value, answers in zip(values, simulated.correct, strict=True):
+        (expected,) = METRICS[name](Sample(scores, correct=answers[None]))
+        assert value == pytest.approx(expected, abs=1e-12)
+    assert len(set(values)) > 1
+
+
+def test_a_metric_that_reads_the_observed_answers_is_told():
+    observed_accuracy = measures.Metric(
+        lambda sample: sample.mean(sample.scores.correct), "higher", "floor", "Acc"
+    )
+    (simulated,) = measures.calibrated(scored(*draw(300, 3)), 8)
+    with pytest.raises(ValueError, match=r"returned shape \(1,\) of 8 samples; expected \(8,\)"):
+        observed_accuracy(simulated)
+
+
 def test_a_calibrated_models_p_is_uniform():
     tests = [
-        runs.consistency(Sample(scored(*draw(200, seed))), [*WITH_FLOOR], simulations=99)
+        evaluations.consistency(Sample(scored(*draw(200, seed))), [*WITH_FLOOR], simulations=99)
         for seed in range(60)
     ]
     for name in WITH_FLOOR:
@@ -108,14 +137,14 @@ def test_the_floor_is_the_95th_percentile_of_calibrated_models():
     floors = []
     for seed in range(60):
         sample = Sample(scored(*draw(200, seed)))
-        floors.append(runs.consistency(sample, ["ece"], simulations=99)["ece"].null_q95)
+        floors.append(evaluations.consistency(sample, ["ece"], simulations=99)["ece"].null_q95)
     read = [values_of(scored(*draw(200, seed)))["ece"] for seed in range(100, 220)]
     assert np.mean(floors) == pytest.approx(np.quantile(read, 0.95), rel=0.15)
 
 
 def test_a_miscalibrated_model_reads_more_than_all_calibrated_ones():
     sample = Sample(scored(*draw(300, 1, calibrated=False)))
-    tests = runs.consistency(sample, [*WITH_FLOOR], simulations=99)
+    tests = evaluations.consistency(sample, [*WITH_FLOOR], simulations=99)
     assert all(test.p == 0.01 for test in tests.values())
 
 
@@ -140,7 +169,7 @@ def test_debiased_square_is_right_in_the_mean_also_where_confidences_differ_in_a
         confidence = rng.uniform(0.67, 0.73, 20)  # of one bin
         labels = (rng.random(20) > confidence).astype(int)
         bins = Sample(scored(np.stack([confidence, 1 - confidence], 1), labels)).bins
-        read.append(measures.debiased_square(bins)[0])
+        read.append(squared_error.debiased_square(bins)[0])
     assert abs(np.mean(read)) < 4 * np.std(read) / np.sqrt(3000)
 
 

@@ -13,7 +13,7 @@ import pytest
 from made_records import read_lines, write_lines, write_records
 from matplotlib.image import imread
 
-from calibeval import figures, index, report, stats
+from calibeval import evaluations, figures, index, report, stats
 from calibeval.io import InputError
 
 # (records, β, seed, sharpness): a model before fine-tuning and two β, two seeds each.
@@ -35,7 +35,7 @@ def made(tmp_path_factory):
         for name, beta, seed, sharpness in GRID:
             records = f"{dataset}-{name}.jsonl"
             write_records(folder / records, 300 + place, sharpness, place)
-            stats.load(folder / records)
+            evaluations.load(folder / records)
             line = {"records": records, "dataset": dataset, "model": "m_1", "seed": seed}
             lines.append({**line, "label_smoothing": beta})
     return folder, lines
@@ -57,7 +57,7 @@ def project(made, tmp_path):
 def settings(results: index.Results) -> list[tuple]:
     """Return what each row shows of itself, and its seeds on each data set."""
     return [
-        (*map(row.text, results.shown), *(list(by_seed) for by_seed in row.runs.values()))
+        (*map(row.text, results.shown), *(list(by_seed) for by_seed in row.evaluations.values()))
         for row in results.rows
     ]
 
@@ -299,8 +299,8 @@ def test_texts_by_length_say_whose_calibration_it_is(project, tmp_path):
 )
 def test_a_difference_is_paired_by_the_seeds_that_both_rows_have(beta, of_a, of_b, expected):
     """A failed run left no trace in the table."""
-    a = index.Row({"label_smoothing": 0}, (), {}, {"toy": {seed: seed for seed in of_a}})
-    b = index.Row({"label_smoothing": beta}, (), {}, {"toy": {seed: seed for seed in of_b}})
+    a = index.TableRow({"label_smoothing": 0}, (), {}, {"toy": {seed: seed for seed in of_a}})
+    b = index.TableRow({"label_smoothing": beta}, (), {}, {"toy": {seed: seed for seed in of_b}})
     assert report.pair(a, b, "toy") == report.Pairing(*expected)
 
 
@@ -322,7 +322,7 @@ def test_differences_have_their_columns(differences):
 @pytest.mark.parametrize(("place", "paired"), [(0, False), (1, True)])
 def test_differences_are_those_of_the_runs(differences, place, paired):
     results, table = differences
-    base, plain, smoothed = (row.runs_of("toy") for row in results.rows)
+    base, plain, smoothed = (row.evaluations_of("toy") for row in results.rows)
     other = (base, smoothed)[place]
     _, nll, msce = table.lines[place].cells
     found = stats.difference(plain, other, "nll", "choices", paired)
@@ -460,7 +460,7 @@ def without_mass(project, tmp_path):
     It is so after a temperature.
     """
     for row in index.read(project()).rows[:2]:
-        path = row.runs_of("toy")[-1].path
+        path = row.evaluations_of("toy")[-1].path
         write_lines(path, [{**line, "letter_mass": None} for line in read_lines(path)])
     return index.read(tmp_path / "index.jsonl")
 
@@ -497,7 +497,7 @@ def test_colors_tell_betas_apart():
 
 def test_curves_of_seeds_are_averaged(project):
     row = index.read(project()).rows[1]
-    curves = [run.reliability["choices"] for run in row.runs_of("toy")]
+    curves = [run.reliability["choices"] for run in row.evaluations_of("toy")]
     means = figures.mean_curves(row, "toy", "choices")
     assert means["count"].sum() == 600
     assert means["at"][0] == max(curve["at"][0] for curve in curves)

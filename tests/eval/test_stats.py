@@ -1,5 +1,6 @@
 """Figures with intervals, several seeds, paired differences, and the command line."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -10,24 +11,24 @@ import pytest
 from made_records import read_lines, write_lines, write_records
 
 import calibeval
-from calibeval import measures, records, runs, stats
+from calibeval import evaluations, measures, records, squared_error, stats
 from calibeval.io import InputError
 from calibeval.measures import Sample, scores
 
 
-def difference(metric: str, a: stats.Run, b: stats.Run) -> stats.Estimate:
+def difference(metric: str, a: evaluations.Evaluation, b: evaluations.Evaluation) -> stats.Estimate:
     """Return the difference b − a of two runs, among the choices."""
     return stats.difference([a], [b], metric, "choices")
 
 
-def single(metric: str, *some: stats.Run) -> stats.Estimate:
+def single(metric: str, *some: evaluations.Evaluation) -> stats.Estimate:
     """Return the estimate of the seeds of one row, among the choices."""
     return stats.estimate(some, metric, "choices")
 
 
 def test_calibration_errors_of_a_calibrated_model_lie_below_their_floors(tmp_path):
     """4,000 calibrated answers: percentile intervals of ECE and RMS excluded their own value."""
-    run = stats.load(write_records(tmp_path / "a.jsonl", 4000))
+    run = evaluations.load(write_records(tmp_path / "a.jsonl", 4000))
     for name in ("ece", "rms", "rms_debiased"):
         found = single(name, run)
         assert found.value < found.null_q95, name
@@ -41,7 +42,9 @@ def sharpened(tmp_path_factory):
     """A calibrated run and one of the same questions that is 2.5 times as sharp."""
     folder = tmp_path_factory.mktemp("sharpened")
     calibrated = write_records(folder / "a.jsonl")
-    return stats.load(calibrated), stats.load(write_records(folder / "b.jsonl", sharpness=2.5))
+    return evaluations.load(calibrated), evaluations.load(
+        write_records(folder / "b.jsonl", sharpness=2.5)
+    )
 
 
 def test_a_sharpened_run_is_worse_calibrated(sharpened):
@@ -92,7 +95,7 @@ def test_pairing_ignores_the_order(tmp_path):
     b = write_records(tmp_path / "b.jsonl", sharpness=1.2)
     turned = tmp_path / "turned.jsonl"
     turned.write_text("".join(reversed(b.read_text().splitlines(keepends=True))))
-    run_a, run_b, run_turned = map(stats.load, (a, b, turned))
+    run_a, run_b, run_turned = map(evaluations.load, (a, b, turned))
     for metric in stats.METRICS:
         found = difference(metric, run_a, run_b)
         expected = difference(metric, run_a, run_turned)
@@ -100,8 +103,8 @@ def test_pairing_ignores_the_order(tmp_path):
 
 
 def test_a_paired_difference_is_known_better_than_its_sides(tmp_path):
-    a = stats.load(write_records(tmp_path / "a.jsonl"))
-    b = stats.load(write_records(tmp_path / "b.jsonl", sharpness=1.2))
+    a = evaluations.load(write_records(tmp_path / "a.jsonl"))
+    b = evaluations.load(write_records(tmp_path / "b.jsonl", sharpness=1.2))
     found = difference("nll", a, b)
     of_b = single("nll", b)
     assert found.high - found.low < 0.5 * (of_b.high - of_b.low)
@@ -127,7 +130,7 @@ def test_one_question_has_no_interval(tmp_path, run):
     b = answered(tmp_path / "b.jsonl", ([0.1, 0.9], 0))
     for metric in ("accuracy", "nll", "brier", "ece_signed", "rms_debiased"):
         for path in (a, b):
-            found = single(metric, stats.load(path))
+            found = single(metric, evaluations.load(path))
             assert found.value is not None, metric
             assert found.low is found.high is None, metric
     lines = map(str.split, run("compare", a, b).out.splitlines())
@@ -138,7 +141,7 @@ def test_one_question_has_no_interval(tmp_path, run):
 
 def test_answers_that_are_all_right_say_nothing_of_wrong_ones(tmp_path, run):
     right = [([0.6 + i / 100, 0.4 - i / 100], 0) for i in range(9)]
-    sure = stats.load(answered(tmp_path / "sure.jsonl", *right))
+    sure = evaluations.load(answered(tmp_path / "sure.jsonl", *right))
     assert single("accuracy", sure) == stats.Estimate(1.0)
     assert single("auroc", sure) == stats.Estimate()
     assert difference("auroc", sure, sure).value is None
@@ -152,7 +155,7 @@ def seeds(tmp_path_factory):
     """Three runs of the same questions, sharpened by 1, 1.5 and 2."""
     folder = tmp_path_factory.mktemp("seeds")
     return [
-        stats.load(write_records(folder / f"{sharpness}.jsonl", sharpness=sharpness))
+        evaluations.load(write_records(folder / f"{sharpness}.jsonl", sharpness=sharpness))
         for sharpness in (1.0, 1.5, 2.0)
     ]
 
@@ -206,13 +209,13 @@ def test_a_difference_over_seeds_is_that_of_the_means(seeds):
 def kept(tmp_path):
     """A record file whose figures are kept: its path, its run, and where they are."""
     path = write_records(tmp_path / "a.jsonl", n=200)
-    return path, stats.load(path), tmp_path / "a.jsonl.stats.json"
+    return path, evaluations.load(path), tmp_path / "a.jsonl.stats.json"
 
 
-def test_kept_figures_are_those_that_were_computed(kept):
+def test_a_kept_evaluation_is_the_one_that_was_computed(kept):
     path, first, figures = kept
     written = figures.stat().st_mtime_ns
-    again = stats.load(path)
+    again = evaluations.load(path)
     assert figures.stat().st_mtime_ns == written
     for metric in stats.METRICS:
         for confidence in first.confidences:
@@ -221,40 +224,55 @@ def test_kept_figures_are_those_that_were_computed(kept):
             assert vars(computed) == pytest.approx(vars(read), abs=1e-6), metric
 
 
-def test_figures_are_made_anew_when_records_change(kept):
+def test_evaluations_are_made_anew_when_records_change(kept):
     path, first, _ = kept
     path.write_text(path.read_text().replace('"label": 0', '"label": 1', 1))
-    assert stats.load(path).questions_sha256 != first.questions_sha256
+    assert evaluations.load(path).questions_sha256 != first.questions_sha256
 
 
-def test_figures_are_made_anew_when_the_code_changes(kept, monkeypatch):
+def test_evaluations_are_made_anew_when_the_code_changes(kept, monkeypatch):
     path, _, figures = kept
     written = figures.stat().st_mtime_ns
-    monkeypatch.setattr(runs, "code_digest", lambda: "a mended metric")
-    stats.load(path)
+    monkeypatch.setattr(evaluations, "code_digest", lambda: "a mended metric")
+    evaluations.load(path)
     assert figures.stat().st_mtime_ns > written
 
 
-def test_figures_are_made_anew_where_the_kept_ones_are_damaged(kept):
+def test_a_metric_in_a_module_of_its_own_is_part_of_the_code(monkeypatch, tmp_path):
+    before = evaluations.code_digest()
+    source = tmp_path / "my_metrics.py"
+    source.write_text("def share(sample):\n    return sample.mean(sample.correct)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    share = importlib.import_module("my_metrics").share
+    metric = measures.Metric(share, "higher", "interval", "share")
+    monkeypatch.setitem(measures.METRICS, "share", metric)
+    evaluations.code_digest.cache_clear()
+    try:
+        assert evaluations.code_digest() != before
+    finally:
+        evaluations.code_digest.cache_clear()
+
+
+def test_evaluations_are_made_anew_where_the_kept_ones_are_damaged(kept):
     path, _, figures = kept
     figures.write_bytes(b"damaged")
-    assert stats.load(path).questions == 200
+    assert evaluations.load(path).questions == 200
 
 
-def test_kept_figures_that_were_edited_are_made_anew(kept):
+def test_kept_evaluations_that_were_edited_are_made_anew(kept):
     """With its key kept, an accuracy of 0.9990 was printed, and its interval of another."""
     path, first, figures = kept
     value = first.values["choices"]["accuracy"]
     figures.write_text(figures.read_text().replace(f'"accuracy": {value}', '"accuracy": 0.999', 1))
     assert "0.999" in figures.read_text()
-    assert stats.load(path).values == first.values
-    key, digest, kept_figures = json.loads(figures.read_text())
-    kept_figures.pop("draws")
-    figures.write_text(json.dumps([key, digest, kept_figures]))
-    assert stats.load(path).draws.keys() == first.draws.keys()
+    assert evaluations.load(path).values == first.values
+    key, digest, kept_evaluation = json.loads(figures.read_text())
+    kept_evaluation.pop("draws")
+    figures.write_text(json.dumps([key, digest, kept_evaluation]))
+    assert evaluations.load(path).draws.keys() == first.draws.keys()
 
 
-def test_kept_figures_do_not_hide_what_a_sidecar_says(kept, refused):
+def test_kept_evaluations_do_not_hide_what_a_sidecar_says(kept, refused):
     path, _, _ = kept
     path.with_name("a.jsonl.meta.json").write_text('{"questions": 500}')
     assert "200 records, but a.jsonl.meta.json says 500" in refused("metrics", path)
@@ -325,8 +343,8 @@ def test_too_few_subjects_are_refused(tmp_path, refused):
 
 
 def test_runs_that_were_resampled_otherwise_are_not_compared(by_subject):
-    run_a = stats.load(by_subject[0])
-    run_b = stats.load(by_subject[1], cluster="subject")
+    run_a = evaluations.load(by_subject[0])
+    run_b = evaluations.load(by_subject[1], cluster="subject")
     with pytest.raises(InputError, match="resampled by question and by subject"):
         difference("nll", run_a, run_b)
 
@@ -335,7 +353,7 @@ def test_p_is_below_5_percent_where_the_interval_leaves_out_0(seeds, by_subject)
     one, two, three = seeds
     pairs = [([one], [two]), ([one, two], [three, one]), ([one, two], [three])]
     for cluster in (None, "subject"):
-        pairs.append(tuple([stats.load(path, cluster=cluster)] for path in by_subject))
+        pairs.append(tuple([evaluations.load(path, cluster=cluster)] for path in by_subject))
     for a, b in pairs:
         for metric in measures.WITH_INTERVAL:
             found = stats.difference(a, b, metric, "choices")
@@ -453,10 +471,10 @@ def test_square_draws_read_what_they_say_they_read(tmp_path):
     times = np.random.default_rng(1).multinomial(3000, np.full(3000, 1 / 3000), 50).astype(float)
     observed = Sample(of).bins
     resampled = Sample(of, times).bins
-    draws = runs.square_draws(observed, [resampled])
-    expected = measures.debiased_square(resampled)
+    draws = squared_error.square_draws(observed, [resampled])
+    expected = squared_error.debiased_square(resampled)
     assert draws.noise + draws.gaps == pytest.approx(expected, rel=0.05)
-    assert draws.observed == measures.debiased_square(observed)
+    assert draws.observed == squared_error.debiased_square(observed)
 
 
 @pytest.mark.slow

@@ -94,11 +94,11 @@ def test_what_the_hubs_cache_lacks_ends_in_one_error(hub_cache):
 def test_hellaswag(shared_data):
     path = shared_data("hellaswag_val.jsonl.xz")
     (subject,) = load("hellaswag", path, shots=5)
-    assert len(subject.shots) == 5
-    assert subject.shots[0].text == "Roof shingle removal: A man is sitting on a roof. he"
-    assert subject.shots[0].label == 3
+    assert len(subject.examples) == 5
+    assert subject.examples[0].text == "Roof shingle removal: A man is sitting on a roof. he"
+    assert subject.examples[0].label == 3
     assert len(subject.questions) == 10042 - 5
-    examples = {question.id for question in subject.shots}
+    examples = {question.id for question in subject.examples}
     assert not examples & {question.id for question in subject.questions}
 
 
@@ -115,7 +115,7 @@ def test_hellaswags_original_rows(tmp_path):
     assert question.id == "hellaswag/7"
     assert question.text == "Ski: A b"
     assert question.label == 1
-    assert subject.shots[0].label == 0
+    assert subject.examples[0].label == 0
     assert prompts.build(subject, question, 1).text == (
         "The following are multiple choice questions (with answers) about  how an everyday "
         "situation goes on.\n\nSki: A b\nA. c\nB. d\nAnswer: A\n\nSki: A b\nA. c\nB. d\nAnswer:"

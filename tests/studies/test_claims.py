@@ -19,7 +19,7 @@ from studies.claims.records import LEVELS_PER_NAT, RecordStore, RunRecord
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import calibeval
-from calibeval import records, scaling, stats
+from calibeval import evaluations, records, scaling, stats
 from calibeval.io import InputError, sha256, write_text
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.run import Run
@@ -305,7 +305,7 @@ def test_confidences_by_the_norm_of_the_answers_logits(folders):
     wrong = np.array([wrong for _, wrong in sorted(sure)])
     expected = np.mean(wrong.cumsum() / np.arange(1, 301))
     assert run.values["choices"]["aurc"] == pytest.approx(expected, abs=1e-9)
-    plain = stats.load(file)
+    plain = evaluations.load(file)
     assert abs(plain.values["choices"]["aurc"] - expected) > 1e-3
     draws = run.draws["choices"]["aurc"]
     assert draws.shape == plain.draws["choices"]["aurc"].shape
@@ -374,7 +374,7 @@ def test_the_verdicts_are_differences_paired_by_seed(study, command, folders):
     cell = re.compile(r"(\*\*)?([+-][\d.]+)(\*\*)? \[([+-][\d.]+), ([+-][\d.]+)\] \(3\)")
     at = folders / "runs" / "unpacked" / MODEL / "seeds"
     runs = {
-        beta: [stats.load(at / f"seeds-{beta}-{seed}" / "mmlu.jsonl") for seed in range(3)]
+        beta: [evaluations.load(at / f"seeds-{beta}-{seed}" / "mmlu.jsonl") for seed in range(3)]
         for beta in (0.0, 0.1)
     }
     expected = stats.difference(runs[0.0], runs[0.1], "rms_debiased", "choices")
@@ -422,7 +422,7 @@ def test_the_summary_is_what_calibeval_estimates_over_seeds(study, command, fold
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if "as recom" in line]
     assert [row[:3] for row in rows] == [["as recommended", beta, "3"] for beta in ("0", "0.1")]
     at = folders / "runs" / "unpacked" / MODEL / "seeds"
-    runs = [stats.load(at / f"0.1-{seed}" / "mmlu.jsonl") for seed in (0, 1, 2)]
+    runs = [evaluations.load(at / f"0.1-{seed}" / "mmlu.jsonl") for seed in (0, 1, 2)]
     accuracy = stats.estimate(runs, "accuracy", "choices")
     ends = [100 * end for end in (accuracy.value, accuracy.low, accuracy.high)]
     assert rows[1][3] == "{:.1f} [{:.1f}, {:.1f}]".format(*ends)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from calibeval import stats
+from calibeval import evaluations, stats
 from sweeps.results.settings import SHOWN, settings, varied_settings
 from sweeps.runs import scoring
 from sweeps.runs.files import read_rows
@@ -133,7 +133,7 @@ def validation_figures(select_on: str, run: Run) -> dict[str, float] | None:
     tasks = [task for task in score.tasks if task.key == select_on] if score is not None else []
     if not tasks or scoring.gap(run, tasks[0]) is not None:
         return None
-    loaded = stats.load(scoring.records(run, tasks[0]))
+    loaded = evaluations.load(scoring.records(run, tasks[0]))
     figures = {}
     for metric in ("accuracy", "nll"):
         value = stats.estimate([loaded], metric, "choices").value

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from calibeval.io import read_text
-from calibeval.request import Natural, Positive, Request, Seq, Strict
+from calibeval.request import DEFAULT_COLUMNS, Natural, Positive, Request, Seq, Strict
 from calibeval.tasks import SPLITS
 from sweeps.runs.yaml_io import build, key_error, read_yaml
 
@@ -60,7 +60,7 @@ def limit_seconds(time: str) -> float:
 # The loss without smoothing of conversations that are never trained on: as a column of metrics, and
 # as a value of `select_on`.
 HELD_OUT = "held_out_loss"
-COLUMNS = "accuracy,ece,rms"
+COLUMNS = DEFAULT_COLUMNS
 ADDED_LATER = "added_later"  # the mark of such an option in a field's JSON schema
 Keep = Literal["all", "scores"]  # what is kept of a run once it is done
 

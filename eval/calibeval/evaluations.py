@@ -1,28 +1,31 @@
-"""The figures of one record file: every metric, and what its interval or floor is made from.
+"""The evaluation of one record file: every metric, and what its interval or floor is made from.
 
-`measure` computes a `Run` from records in memory. `load` does so from a file and keeps the result
-beside it, since the resamples of a large file take seconds to minutes. `calibeval.stats` turns one
-run, or the runs of several seeds, into estimates, and two into differences.
+`measure` makes an `Evaluation` of records in memory. `load` makes that of a file and keeps it
+beside the file, since the resamples of a large one take seconds to minutes. `calibeval.stats` turns
+one evaluation, or those of several seeds, into estimates, and two into differences.
 """
 
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from calibeval import kernel_smoothing, measures
+from calibeval import bins, kernel_smoothing, measures, squared_error
 from calibeval import records as record_files
+from calibeval.bins import Bins
 from calibeval.io import InputError, counted, read_text, sha256, write_text
-from calibeval.measures import METRICS, WITH_FLOOR, WITH_INTERVAL, Bins, Sample
+from calibeval.measures import COMPARED_BY_SQUARE, METRICS, WITH_FLOOR, WITH_INTERVAL, Sample
 from calibeval.records import Records
+from calibeval.squared_error import SquareDraws
 
 CONFIDENCES = ("choices", "vocabulary")
 RESAMPLES = 1000  # of the questions, for intervals
@@ -32,8 +35,6 @@ CURVE_POINTS = 101  # at which a reliability curve is drawn
 PARALLEL_QUESTIONS = 50_000  # from which definitions of confidence are computed side by side
 LOW = 0.025  # the ends of a 95 % interval
 HIGH = 0.975
-
-
 FEWEST_CLUSTERS = 10  # to resample: with fewer no interval is known to cover
 
 Cluster = Literal["subject"]  # what questions may be resampled by
@@ -52,24 +53,14 @@ class NullTest(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SquareDraws:
-    """What resamples of the squared error T = Σ w_b (Δ_b² − s_b²) read, in two parts.
+class Evaluation:
+    """One model's answers to one data set's questions, measured: what tables and figures need.
 
-    A resample's noise is G_b = Δ*_b − Δ_b, so with gaps c Δ_b it reads T* = A + c B + c² D with
-    A = Σ w*_b (G_b² − s*_b²), B = 2 Σ w*_b Δ_b G_b and D = Σ w*_b Δ_b².
+    It is of one record file. A training run has an evaluation for each data set that it is asked.
     """
 
-    observed: float  # T of the questions as they are
-    noise: np.ndarray  # (R,) A, what resamples read by noise alone
-    gaps: np.ndarray  # (R,) B + D, what they read by gaps as they were observed
-
-
-@dataclass(frozen=True)
-class Run:
-    """What tables and figures need of one record file."""
-
     path: Path
-    convention: str  # by what texts' log-probabilities were compared
+    normalise: str  # by what texts' log-probabilities are divided: sum, bytes or characters
     scoring: str
     model: str
     questions: int
@@ -80,20 +71,22 @@ class Run:
     # By definition of confidence, and then by metric.
     reliability: dict[str, dict[str, list]]  # as `reliability` returns it
     values: dict[str, dict[str, float | None]]
-    floors: dict[str, dict[str, NullTest]]
-    draws: dict[str, dict[str, np.ndarray]] = field(repr=False)  # (R,) of R resamples
-    squares: dict[str, SquareDraws] = field(repr=False)  # of `rms_debiased`
+    floors: dict[str, dict[str, NullTest]]  # of metrics that have a floor
+    # Of metrics that have an interval: (R,) of R resamples.
+    draws: dict[str, dict[str, np.ndarray]] = field(repr=False)
+    # Of metrics that are compared by their squares.
+    squares: dict[str, dict[str, SquareDraws]] = field(repr=False)
     subjects: int = 1  # how many the questions are of
     cluster: Cluster | None = None  # what is resampled as a whole; None: each question by itself
     chat_template: str | None = None  # SHA-256 of the template's text; None: not asked in a chat
     shots: int | None = None  # the most examples before a question; None where nobody knows
 
 
-def load(path: Path, normalise: str | None = None, cluster: Cluster | None = None) -> Run:
-    """Return a record file's figures, which are kept beside it in `<file>.stats.json`.
+def load(path: Path, normalise: str | None = None, cluster: Cluster | None = None) -> Evaluation:
+    """Return a record file's evaluation, which is kept beside it in `<file>.stats.json`.
 
-    They are made anew when the records, their sidecar or the code that makes them change, and where
-    the kept ones are not what was written.
+    It is made anew when the records, their sidecar or the code that makes it change, and where the
+    kept one is not what was written.
 
     Args:
         path: The records.
@@ -107,13 +100,13 @@ def load(path: Path, normalise: str | None = None, cluster: Cluster | None = Non
     options = [option for option in (normalise, cluster) if option is not None]
     kept = path.with_name(".".join([path.name, *options, "stats.json"]))
     key = [sha256(path), _sidecar_digest(path), code_digest(), *options]
-    run = _read_kept(kept, key, path)
-    if run is None:
-        run = measure(record_files.read(path, normalise), cluster)
-        figures = _to_json(run)
+    evaluation = _read_kept(kept, key, path)
+    if evaluation is None:
+        evaluation = measure(record_files.read(path, normalise), cluster)
+        content = _to_json(evaluation)
         with suppress(InputError):  # a read-only folder only costs the time to compute it again
-            write_text(kept, json.dumps([key, _digest(figures), figures]))
-    return run
+            write_text(kept, json.dumps([key, _digest(content), content]))
+    return evaluation
 
 
 def _sidecar_digest(path: Path) -> str | None:
@@ -122,69 +115,88 @@ def _sidecar_digest(path: Path) -> str | None:
     return sha256(sidecar) if sidecar.is_file() else None
 
 
-def _digest(figures: dict[str, Any]) -> str:
-    """SHA-256 of figures as JSON has them, which reads back every number as it was."""
-    return hashlib.sha256(json.dumps(figures).encode()).hexdigest()
+def _digest(content: dict[str, Any]) -> str:
+    """SHA-256 of an evaluation as JSON has it, which reads back every number as it was."""
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def _read_kept(kept: Path, key: list[str | None], path: Path) -> Run | None:
-    """The run that was kept under this key, unless what is kept is not what was written."""
+def _read_kept(kept: Path, key: list[str | None], path: Path) -> Evaluation | None:
+    """The evaluation that was kept under this key, unless what is kept is not what was written."""
     if not kept.is_file():
         return None
     with suppress(InputError, ValueError, TypeError):  # another version's or a damaged file
-        known_key, digest, figures = json.loads(read_text(kept))
-        if known_key == key and _digest(figures) == digest:
-            return _from_json(figures, path)
+        known_key, digest, content = json.loads(read_text(kept))
+        if known_key == key and _digest(content) == digest:
+            return _from_json(content, path)
     return None
 
 
-def _to_json(run: Run) -> dict[str, Any]:
-    """A run as JSON has it, without its path."""
-    figures = {name: value for name, value in vars(run).items() if name != "path"}
-    figures["draws"] = {
-        confidence: {metric: draws.tolist() for metric, draws in by_metric.items()}
-        for confidence, by_metric in run.draws.items()
-    }
-    figures["squares"] = {
-        confidence: [square.observed, square.noise.tolist(), square.gaps.tolist()]
-        for confidence, square in run.squares.items()
-    }
-    return figures
+def _to_json(evaluation: Evaluation) -> dict[str, Any]:
+    """An evaluation as JSON has it, without its path."""
+    content = {name: value for name, value in vars(evaluation).items() if name != "path"}
+    content["draws"] = _of_each_metric(np.ndarray.tolist, evaluation.draws)
+    content["squares"] = _of_each_metric(_square_to_json, evaluation.squares)
+    return content
 
 
-def _from_json(figures: dict[str, Any], path: Path) -> Run:
-    """The run that `_to_json` wrote."""
-    floors = {
-        confidence: {metric: NullTest(*test) for metric, test in by_metric.items()}
-        for confidence, by_metric in figures["floors"].items()
+def _square_to_json(square: SquareDraws) -> dict[str, Any]:
+    return {
+        "observed": square.observed,
+        "noise": square.noise.tolist(),
+        "gaps": square.gaps.tolist(),
     }
-    draws = {
-        confidence: {metric: np.array(drawn) for metric, drawn in by_metric.items()}
-        for confidence, by_metric in figures["draws"].items()
+
+
+def _square_from_json(content: dict[str, Any]) -> SquareDraws:
+    return SquareDraws(
+        observed=content["observed"],
+        noise=np.array(content["noise"]),
+        gaps=np.array(content["gaps"]),
+    )
+
+
+def _from_json(content: dict[str, Any], path: Path) -> Evaluation:
+    """The evaluation that `_to_json` wrote."""
+    converted = {
+        "floors": _of_each_metric(lambda test: NullTest(*test), content["floors"]),
+        "draws": _of_each_metric(np.array, content["draws"]),
+        "squares": _of_each_metric(_square_from_json, content["squares"]),
     }
-    squares = {
-        confidence: SquareDraws(observed, np.array(noise), np.array(gaps))
-        for confidence, (observed, noise, gaps) in figures["squares"].items()
+    return Evaluation(path, **{**content, **converted})
+
+
+def _of_each_metric(
+    convert: Callable[[Any], T], by_confidence: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, T]]:
+    """Values by confidence and then by metric, each converted."""
+    return {
+        confidence: {metric: convert(value) for metric, value in by_metric.items()}
+        for confidence, by_metric in by_confidence.items()
     }
-    converted = {"floors": floors, "draws": draws, "squares": squares}
-    return Run(path, **{**figures, **converted})
 
 
 @cache
 def code_digest() -> str:
-    """SHA-256 of the sources that say what a figure is."""
-    sources = (measures.__file__, kernel_smoothing.__file__, record_files.__file__, __file__)
-    return hashlib.sha256(b"".join(Path(source).read_bytes() for source in sources)).hexdigest()
+    """SHA-256 of the sources that decide what an evaluation is, every metric's among them."""
+    modules = {__name__, *(metric.function.__module__ for metric in METRICS.values())}
+    for module in (measures, bins, squared_error, kernel_smoothing, record_files):
+        modules.add(module.__name__)
+    digest = hashlib.sha256()
+    for name in sorted(modules):
+        source = sys.modules[name].__file__
+        assert source is not None  # none of them is built in
+        digest.update(Path(source).read_bytes())
+    return digest.hexdigest()
 
 
-def samples(records: Records) -> dict[str, Sample]:
+def samples_of(records: Records) -> dict[str, Sample]:
     """The questions under each definition of confidence that the records have."""
     confidences = CONFIDENCES if np.isfinite(records.letter_mass).all() else CONFIDENCES[:1]
     return {confidence: Sample(measures.scores(records, confidence)) for confidence in confidences}
 
 
-def measure(records: Records, cluster: Cluster | None = None) -> Run:
-    """Return the figures of records in memory, and the curves of their reliability diagrams.
+def measure(records: Records, cluster: Cluster | None = None) -> Evaluation:
+    """Return the evaluation of records in memory.
 
     With `cluster` whole subjects are resampled; fewer than ten raise `TooFewClusters`.
     """
@@ -198,17 +210,17 @@ def measure(records: Records, cluster: Cluster | None = None) -> Run:
                 f"{records.path}: {found}; expected {FEWEST_CLUSTERS} or more to resample subjects"
             )
         clusters = subject_of
-    observed = samples(records)
-    resampled = resample(observed, clusters)
+    observed = samples_of(records)
+    draws, squares = resampled_metrics(observed, clusters)
     answers = [*zip(records.ids, records.labels.tolist(), strict=True)]
     questions = json.dumps(answers, ensure_ascii=False)
     prompts = None
     if None not in records.prompts:
         asked = zip(records.prompts, records.labels.tolist(), strict=True)
         prompts = record_files.prompts_digest(asked)
-    return Run(
+    return Evaluation(
         path=records.path,
-        convention=records.normalise,
+        normalise=records.normalise,
         scoring=records.scoring,
         model=records.model,
         questions=len(records),
@@ -219,8 +231,8 @@ def measure(records: Records, cluster: Cluster | None = None) -> Run:
         reliability=_of_each(lambda sample: reliability(sample, clusters), observed),
         values=_of_each(values, observed),
         floors=_of_each(lambda sample: consistency(sample, tuple(WITH_FLOOR)), observed),
-        draws={c: draws for c, (draws, _) in resampled.items()},
-        squares={c: squares for c, (_, squares) in resampled.items()},
+        draws=draws,
+        squares=squares,
         subjects=len(subjects),
         cluster=cluster,
         chat_template=records.chat_template,
@@ -261,54 +273,47 @@ def finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def resample(
+def resampled_metrics(
     observed: Mapping[str, Sample], clusters: np.ndarray | None = None
-) -> dict[str, tuple[dict[str, np.ndarray], SquareDraws]]:
-    """Metrics over RESAMPLES resamples of the questions, under each definition of confidence.
+) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, dict[str, SquareDraws]]]:
+    """Metrics over RESAMPLES resamples of the questions, by definition of confidence and by metric.
 
-    These are every metric that has an interval, (R,) by its name, and the squared error.
-    `clusters` are the numbers of the questions' clusters, (N,), if these are drawn as a whole.
+    These are every metric that has an interval, (R,), and the draws of those that are compared by
+    their squares. `clusters` are the numbers of the questions' clusters, (N,), if these are drawn
+    as a whole.
     """
-    chunks: dict[str, list[tuple[dict[str, np.ndarray], Bins]]] = {name: [] for name in observed}
+    chunks: dict[str, list[_Chunk]] = {confidence: [] for confidence in observed}
     (questions,) = {len(sample.scores.labels) for sample in observed.values()}
     for times in measures.resamples(questions, RESAMPLES, clusters):
-
-        def draws_of(sample: Sample, times: np.ndarray = times) -> tuple[dict, Bins]:
-            resampled = Sample(sample.scores, times)
-            draws = {name: metric(resampled) for name, metric in WITH_INTERVAL.items()}
-            return draws, resampled.bins
-
-        for confidence, draws_and_bins in _of_each(draws_of, observed).items():
-            chunks[confidence].append(draws_and_bins)
-    joined = {}
+        for confidence, chunk in _of_each(partial(_resampled_chunk, times), observed).items():
+            chunks[confidence].append(chunk)
+    draws: dict[str, dict[str, np.ndarray]] = {}
+    squares: dict[str, dict[str, SquareDraws]] = {}
     for confidence, sample in observed.items():
-        draws = {
-            name: np.concatenate([some[name] for some, _ in chunks[confidence]])
+        draws[confidence] = {
+            name: np.concatenate([chunk.draws[name] for chunk in chunks[confidence]])
             for name in WITH_INTERVAL
         }
-        bins = [bins for _, bins in chunks[confidence]]
-        joined[confidence] = draws, square_draws(sample.bins, bins)
-    return joined
+        resampled_bins = [chunk.bins for chunk in chunks[confidence]]
+        squares[confidence] = {}
+        for name, metric in COMPARED_BY_SQUARE.items():
+            assert metric.square_draws is not None  # which puts it into this table
+            squares[confidence][name] = metric.square_draws(sample.bins, resampled_bins)
+    return draws, squares
 
 
-def square_draws(observed: Bins, resampled: Sequence[Bins]) -> SquareDraws:
-    """The squared error's draws, from bins (1, B) as they are and resampled ones (R, B)."""
-    gap = observed.gap
-    several = observed.count > 1
-    # Resampling n_b residuals spreads them by (n_b − 1) / n_b too little.
-    undo = np.where(several, observed.count / np.maximum(observed.count - 1, 1), 1)
-    by_noise = []
-    by_gaps = []
-    for bins in resampled:
-        noise = np.where(bins.count > 0, (bins.gap - gap) * np.sqrt(undo), 0)
-        weight = np.where(several & (bins.count > 1), bins.weight, 0)
-        by_noise.append((weight * (noise**2 - undo * bins.noise)).sum(1))
-        by_gaps.append((weight * (2 * gap * noise + gap**2)).sum(1))
-    return SquareDraws(
-        observed=float(measures.debiased_square(observed)[0]),
-        noise=np.concatenate(by_noise),
-        gaps=np.concatenate(by_gaps),
-    )
+@dataclass(frozen=True)
+class _Chunk:
+    """What is kept of some resamples."""
+
+    draws: dict[str, np.ndarray]
+    bins: Bins
+
+
+def _resampled_chunk(times: np.ndarray, sample: Sample) -> _Chunk:
+    resampled = Sample(sample.scores, times)
+    draws = {name: metric(resampled) for name, metric in WITH_INTERVAL.items()}
+    return _Chunk(draws, resampled.bins)
 
 
 def quantile(drawn: np.ndarray, level: float | list[float]) -> np.ndarray:
