@@ -187,10 +187,18 @@ def _refuse_another_run(output: Path, settings: dict[str, str]) -> None:
 
 
 def mark_trained(accelerator: Any, args: Namespace, completed_steps: int) -> None:
-    """Mark the output folder as finished, before upstream deletes the checkpoints."""
+    """Mark the output folder as finished, before upstream deletes the checkpoints.
+
+    The model reaches the disk before the mark does: after a power cut nothing else is left of it.
+    """
     accelerator.wait_for_everyone()
     if accelerator.is_main_process and args.output_dir:
-        write_whole(Path(args.output_dir) / TRAINED, f"{completed_steps}\n")
+        output = Path(args.output_dir)
+        checkpoints = checkpoint_folders(output)
+        for path in output.iterdir():
+            if path not in checkpoints:
+                flush_to_disk(path)
+        write_whole(output / TRAINED, f"{completed_steps}\n")
 
 
 def delete(folders: Iterable[Path]) -> None:
@@ -211,14 +219,20 @@ def _is_complete(folder: Path) -> bool:
     return (folder / COMPLETED).is_file()
 
 
-def flush_to_disk(folder: Path) -> None:
-    """Wait until a folder's files and entries have reached the disk."""
-    for path in [*folder.rglob("*"), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+def flush_to_disk(path: Path) -> None:
+    """Wait until a file, or a folder with all that it holds, has reached the disk."""
+    for part in [*path.rglob("*"), path]:
+        if not part.is_symlink():
+            _flush_one(part)
+
+
+def _flush_one(path: Path) -> None:
+    """Wait until a file's bytes, or a folder's entries, have reached the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -229,3 +243,4 @@ def write_whole(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+    _flush_one(path.parent)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from disk_writes import DiskWrites
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils import parameters_to_vector
@@ -201,6 +202,18 @@ def test_a_finished_run_is_recognised_until_it_is_overwritten(tmp_path, capsys):
     assert checkpoints().last(args) is None and os.listdir(kept) == []
     new = {"output_dir": str(tmp_path / "new"), "resume_from_checkpoint": "elsewhere/step_3"}
     assert checkpoints().last(arguments(**new)) == "elsewhere/step_3"
+
+
+def test_a_model_is_on_the_disk_before_it_is_marked(tmp_path, monkeypatch):
+    """For the mark lets the checkpoints be deleted."""
+    put(tmp_path, "step_12")
+    for name in ("model.safetensors", "config.json"):
+        (tmp_path / name).write_text("a part of the model")
+    writes = DiskWrites(monkeypatch)
+    mark_trained(Accelerator(cpu=True), arguments(output_dir=str(tmp_path)), 12)
+    unflushed = writes.unflushed(tmp_path, when=tmp_path / "TRAINED")
+    assert {path for path in unflushed if "step_12" not in path} == {str(tmp_path)}
+    assert tmp_path.stat().st_ino in writes.flushed  # where TRAINED has got its name since
 
 
 @pytest.mark.parametrize("left", ["TRAINED", "step_3"])

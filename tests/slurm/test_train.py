@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from disk_writes import DiskWrites
 from safetensors.torch import load_file
 from sweep_tools import equal, logs, prepare
 from torch import Tensor
@@ -281,6 +282,17 @@ def make_checkpoint(checkpoints: Path, step: int) -> Path:
     folder = checkpoints / f"step-{step}"
     checkpoint.publish_checkpoint(finished, folder, "data", keep_last=3)
     return folder
+
+
+def test_a_power_cut_leaves_models_and_checkpoints_whole(sweep_file, monkeypatch):
+    """All that they hold is on the disk before they get the names by which they are found."""
+    train = {"max_train_steps": 4, "checkpointing_steps": 2}
+    writes = DiskWrites(monkeypatch)
+    run = finished_run(sweep_file(grid={}, train=train))
+    assert (run.model / "model.safetensors").is_file()
+    for folder in (run.model, run.checkpoints / "step-2"):
+        assert writes.unflushed(folder) == []
+    assert run.path.stat().st_ino in writes.flushed  # where model/ got its name
 
 
 def test_the_newest_checkpoints_stay(tmp_path):

@@ -135,10 +135,25 @@ def last_error(lines: list[str]) -> str:
     return best[-1].strip()[:500]
 
 
-def replace_folder(made: Path, folder: Path) -> None:
-    """Give the finished folder `made` its name, in a way that survives a power cut."""
-    shutil.rmtree(folder, ignore_errors=True)
-    made.rename(folder)
-    handle = os.open(folder.parent, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
+def replace_folder(source: Path, destination: Path) -> None:
+    """Rename a finished folder, over an older one too, in a way that survives a power cut.
+
+    All that it holds reaches the disk first. A file system may write a rename down before the bytes
+    of the files, and a power cut between the two would leave the new name with empty files.
+    """
+    for path in source.rglob("*"):
+        if not path.is_symlink():
+            _flush_to_disk(path)
+    _flush_to_disk(source)
+    shutil.rmtree(destination, ignore_errors=True)
+    source.rename(destination)
+    _flush_to_disk(destination.parent)
+
+
+def _flush_to_disk(path: Path) -> None:
+    """Wait until a file's bytes, or a folder's entries, have reached the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -11,13 +11,13 @@ How a run of backend trainer is stopped and goes on:
    after N, which are about to be repeated.
 6. At the end `saving` writes model/, and the worker deletes checkpoints/ and writes DONE.
 
-A checkpoint is a folder checkpoints/step-N/. Its state.json is written last, after every other file
-has reached the disk, and lists their sizes: a kill or a full disk cuts files off, which their sizes
-show, and a SHA-256 of 15 GB would keep all ranks waiting for eight seconds.
+A checkpoint is a folder checkpoints/step-N/, which gets this name once all of it has reached the
+disk. Its state.json lists the sizes of the other files: a full disk or a copy that was interrupted
+cuts files off, which their sizes show, and a SHA-256 of 15 GB would keep all ranks waiting for
+eight seconds.
 """
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -29,19 +29,17 @@ STATE = "state.json"
 PART = ".part"  # the folder in checkpoints/ in which the next checkpoint is being written
 
 
-def publish_checkpoint(finished: Path, folder: Path, data_digest: str, keep_last: int) -> None:
-    """Turn the folder `finished` into the checkpoint `folder`, and delete older ones.
+def publish_checkpoint(source: Path, destination: Path, data_digest: str, keep_last: int) -> None:
+    """Turn the folder `source` into the checkpoint `destination`, and delete older ones.
 
     `data_digest` names what the run trains on; `latest_checkpoint` refuses checkpoints of other
-    data. `keep_last` is the number of checkpoints that stay.
+    data. `keep_last` is the number of checkpoints that stay. The older ones go last, so that for a
+    moment one more than `keep_last` lies on the disk.
     """
-    for path in [*finished.rglob("*"), finished]:
-        _flush_to_disk(path)
-    state = {"data": data_digest, "sizes": file_sizes(finished)}
-    write_text(finished / STATE, json.dumps(state))
-    _flush_to_disk(finished)
-    replace_folder(finished, folder)
-    for old in checkpoints_newest_first(folder.parent)[keep_last:]:
+    state = {"data": data_digest, "sizes": file_sizes(source)}
+    write_text(source / STATE, json.dumps(state))
+    replace_folder(source, destination)
+    for old in checkpoints_newest_first(destination.parent)[keep_last:]:
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -102,12 +100,3 @@ def _is_whole(folder: Path, state: dict[str, Any]) -> bool:
         sums = {str(path.relative_to(folder)): sha256(path) for path in _data_files(folder)}
         return state["files"] == sums
     return state.get("sizes") == file_sizes(folder)
-
-
-def _flush_to_disk(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's entries, have reached the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -15,7 +15,7 @@ from calibeval.io import sha256, write_rows, write_text
 from calibeval.request import Positive
 from sweeps.runs import processes
 from sweeps.runs.conversations import rows
-from sweeps.runs.files import read_rows
+from sweeps.runs.files import read_rows, replace_folder
 from sweeps.runs.run import Run
 from sweeps.runs.schema import DistributedConfig, option
 from sweeps.runs.stages import Outcome
@@ -178,7 +178,8 @@ def train(run: Run) -> None:
         raise SystemExit(finished.returncode)
     if not (run.checkpoints / TRAINED).is_file():
         raise SystemExit(Outcome.STOPPED.value)
-    run.checkpoints.rename(run.model)
+    # finetune.py's output_dir, which at the end holds the model instead of checkpoints.
+    replace_folder(run.checkpoints, run.model)
 
 
 def finetune_arguments(run: Run) -> dict[str, Any]:
