@@ -10,11 +10,14 @@ A row of a model's file is one question of one run, beside the run's setting. A 
 scored has one row, whose task is null. Log-probabilities are kept in steps of 1/128, as 16-bit
 integers: `row.logprob_steps / 128`. Rounding moves a log-probability by at most 1/256, as often up
 as down. So it moves a probability p among all tokens by about p / 256 at most, and one among the
-choices by about p (1 - p) / 128 at most, where p is rounded one way and the others the other way. A
-row group is a run, so that one run is read without the others.
+choices by about p (1 - p) / 128 at most, where p is rounded one way and the others the other way.
+The smallest 16-bit number stands for all log-probabilities below −256; only long continuations have
+such, whose probability is 0 either way. A row group is a run, so that one run is read without the
+others.
 
-`add` writes a run's own small file, which no other process touches, and `merge` moves such files
-into the model's file under a lock. A kill at any moment loses nothing: a run's own file goes only
+`add` writes a run's own small file, and `merge` moves such files into the model's file, both under a
+lock. Where a run has a file of its own and is in the model's file too, it was recorded again after
+the merge, and its own file counts. A kill at any moment loses nothing: a run's own file goes only
 after the model's file and the manifest are whole.
 """
 
@@ -33,8 +36,8 @@ import pyarrow.parquet as pq
 from calibeval.io import InputError, atomic_write, json_lines, sha256, write_text
 from sweeps.runs.files import locked
 
-LEVELS_PER_NAT = 128  # Log-probabilities are kept as whole numbers of 1/128 nat.
-SMALLEST_LEVEL = -(2**15)
+STEPS_PER_NAT = 128  # Log-probabilities are kept as whole numbers of 1/128 nat.
+SMALLEST_STEP = -(2**15)
 LOCK_SECONDS = 600.0  # a merge of the largest model takes under one minute
 
 RUN_SCHEMA = pa.schema(
@@ -51,7 +54,7 @@ RUN_SCHEMA = pa.schema(
         ("question", pa.int32()),
         ("logprob_steps", pa.list_(pa.int16())),
     ],
-    metadata={"logprob_step": f"1/{LEVELS_PER_NAT}"},
+    metadata={"logprob_step": f"1/{STEPS_PER_NAT}"},
 )
 QUESTION_SCHEMA = pa.schema(
     [
@@ -134,9 +137,7 @@ class RecordStore:
 
     def runs(self, model: str) -> list[RunRecord]:
         """Every run of a model, merged or not, in the order of parts and names."""
-        # Staged files are read first: a run that is merged meanwhile is seen twice, never missed.
-        files = [*self._staged(model), self.model_file(model)]
-        records = {record.key: record for path in files for record in _read_settings(path)}
+        records, _ = self._records_and_files(model)
         return [records[key] for key in sorted(records)]
 
     def keys(self, model: str) -> set[tuple[str, str]]:
@@ -161,14 +162,15 @@ class RecordStore:
         than of the runs that are there.
         """
         questions: Questions = {}
-        levels: list[np.ndarray] = []
+        steps: list[np.ndarray] = []
         for task, path in files.items():
             rows = [row for _, row in json_lines(path)]
             questions[task] = [_question_of(row) for row in rows]
-            levels += [_levels_of(row["logprobs"]) for row in rows]
+            steps += [_steps_of(row["logprobs"]) for row in rows]
         self._keep_questions(questions)
         record.tasks = {task: len(asked) for task, asked in questions.items()}
-        _write_tables(self.staged_file(model, *record.key), [_run_table(record, levels)])
+        with self._lock():  # A merge would delete a file that replaced the one it has read.
+            _write_tables(self.staged_file(model, *record.key), [_run_table(record, steps)])
 
     def merge(self, model: str) -> None:
         """Move the runs that have files of their own into the model's file."""
@@ -176,12 +178,8 @@ class RecordStore:
             return
         with self._lock():
             staged = self._staged(model)
-            sources = {
-                record.key: path
-                for path in [*staged, self.model_file(model)]
-                for record in _read_settings(path)
-            }
-            tables = (_read_run(sources[key], key) for key in sorted(sources))
+            _, file_of_run = self._records_and_files(model)
+            tables = (_read_run(file_of_run[key], key) for key in sorted(file_of_run))
             _write_tables(self.model_file(model), tables)
             self._update_manifest(self.model_file(model))
             for path in staged:
@@ -192,27 +190,23 @@ class RecordStore:
 
         It tells the state of the file that holds them, so that a merge changes it too.
         """
-        path = self.staged_file(model, *record.key)
-        if not path.exists():
-            path = self.model_file(model)
+        path = self._file_of(model, record.key)
         status = path.stat()
         return f"{path.name} {status.st_size} {status.st_mtime_ns}"
 
     def unpack(self, model: str, record: RunRecord, questions: Questions, out: Path) -> None:
         """Write a run's records as `<out>/<task>.jsonl`, as they were scored but for the digits."""
-        path = self.staged_file(model, *record.key)
-        if not path.exists():
-            path = self.model_file(model)
+        path = self._file_of(model, record.key)
         table = _read_run(path, record.key)
         for task, count in record.tasks.items():
             of_task = table.filter(pc.field("task") == task)
-            levels = of_task["logprob_steps"].to_pylist()
-            if not len(levels) == count == len(questions[task]):
+            steps = of_task["logprob_steps"].to_pylist()
+            if not len(steps) == count == len(questions[task]):
                 raise InputError(f"{path}: {record.run} does not answer every question of {task}")
             with atomic_write(out / f"{task}.jsonl") as file:
-                for question, levels_of_question in zip(questions[task], levels, strict=True):
+                for question, steps_of_question in zip(questions[task], steps, strict=True):
                     row = {key: question[key] for key in QUESTION_FIELDS if key in question}
-                    logprobs = np.array(levels_of_question) / LEVELS_PER_NAT
+                    logprobs = np.array(steps_of_question) / STEPS_PER_NAT
                     row["logprobs"] = logprobs.tolist()
                     row["model"] = record.run
                     if question.get("scoring", "letters") == "letters":
@@ -221,6 +215,27 @@ class RecordStore:
 
     def _staged(self, model: str) -> list[Path]:
         return sorted((self.folder / model).glob("*/*.parquet"))
+
+    def _file_of(self, model: str, key: tuple[str, str]) -> Path:
+        """The file that counts for a run: its own, where it has one."""
+        staged = self.staged_file(model, *key)
+        return staged if staged.exists() else self.model_file(model)
+
+    def _records_and_files(
+        self, model: str
+    ) -> tuple[dict[tuple[str, str], RunRecord], dict[tuple[str, str], Path]]:
+        """Every run of a model, and the file that counts for it as `_file_of` says, by their keys.
+
+        Staged files are read first, so that a run which is merged meanwhile is seen twice and never
+        missed. They count all the same.
+        """
+        records: dict[tuple[str, str], RunRecord] = {}
+        files: dict[tuple[str, str], Path] = {}
+        for path in [*self._staged(model), self.model_file(model)]:
+            for record in _read_settings(path):
+                records.setdefault(record.key, record)
+                files.setdefault(record.key, path)
+        return records, files
 
     def _keep_questions(self, questions: Questions) -> None:
         """Add the questions of new tasks; raises InputError where a known task was asked others."""
@@ -270,19 +285,19 @@ def _question_of(row: dict[str, Any]) -> dict[str, Any]:
     return question
 
 
-def _levels_of(logprobs: list[float]) -> np.ndarray:
-    levels = np.rint(LEVELS_PER_NAT * np.array(logprobs))
-    return np.clip(levels, SMALLEST_LEVEL, 0).astype(np.int16)
+def _steps_of(logprobs: list[float]) -> np.ndarray:
+    steps = np.rint(STEPS_PER_NAT * np.array(logprobs))
+    return np.clip(steps, SMALLEST_STEP, 0).astype(np.int16)
 
 
-def _run_table(record: RunRecord, levels: list[np.ndarray]) -> pa.Table:
-    """A run's rows: `levels` has an array for each question, one task after another."""
+def _run_table(record: RunRecord, steps: list[np.ndarray]) -> pa.Table:
+    """A run's rows: `steps` has an array for each question, one task after another."""
     tasks: list[str | None] = []
     numbers: list[int | None] = []
     for task, count in record.tasks.items():
         tasks += [task] * count
         numbers += range(count)
-    answers: list[np.ndarray | None] = [*levels]
+    answers: list[np.ndarray | None] = [*steps]
     if not tasks:  # the setting of a run that was not scored stands in one row
         tasks.append(None)
         numbers.append(None)

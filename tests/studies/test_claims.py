@@ -15,7 +15,7 @@ from made_records import read_lines, write_lines, write_records
 from studies.claims import __main__ as claims
 from studies.claims import contrasts, model_figures, parts, posthoc, report, summary, training
 from studies.claims.parts import CONFIG, PARTS, Study
-from studies.claims.records import LEVELS_PER_NAT, RecordStore, RunRecord
+from studies.claims.records import STEPS_PER_NAT, RecordStore, RunRecord
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import calibeval
@@ -237,7 +237,7 @@ def test_weights_are_averaged_as_val_questions_choose(tiny, tiny_study, folders,
         before, after = made[record.alpha]["test"], records.read(out / "mmlu.jsonl")
         assert record.tasks == {"mmlu": len(before.ids)} and (out / "DONE").exists()
         assert before.ids == after.ids and before.prompts.tolist() == after.prompts.tolist()
-        assert abs(before.logprobs - after.logprobs).max() <= 0.5 / LEVELS_PER_NAT + 1e-4
+        assert abs(before.logprobs - after.logprobs).max() <= 0.5 / STEPS_PER_NAT + 1e-4
     files = sorted((folders / "records/tiny/averaged").glob("*.parquet"))
     times = [file.stat().st_mtime_ns for file in files]
     posthoc.average_weights(tiny_study)  # they stay
@@ -532,10 +532,10 @@ def test_pandas_alone_reads_the_published_records():
     assert unscored[unscored.part == "grid"].held_out_loss.notna().all()
 
 
-def add_runs(store: RecordStore, folder: Path, names: str) -> None:
+def add_runs(store: RecordStore, folder: Path, names: str, sharpness: float = 1.0) -> None:
     """A run of `seeds` for each letter of `names`, of other answers each."""
     for seed, name in enumerate(names):
-        write_records(folder / f"{name}.jsonl", 30, 1.0 + seed, seed=1)
+        write_records(folder / f"{name}.jsonl", 30, sharpness + seed, seed=1)
         record = RunRecord("seeds", name, label_smoothing=0.1, seed=seed)
         store.add("m", record, {"mmlu": folder / f"{name}.jsonl"})
 
@@ -552,9 +552,11 @@ def test_merging_changes_where_records_are_and_not_what_they_say(study, folders)
     store = study.store
     add_runs(store, folders, "ab")
     store.merge("m")
-    add_runs(store, folders, "abc")  # two of which are there already
+    earlier = unpacked_texts(store, folders / "earlier")
+    add_runs(store, folders, "abc", sharpness=3.0)  # two of which are there already
     runs = store.runs("m")
     texts = unpacked_texts(store, folders / "before")
+    assert all(texts[name] != earlier[name] for name in "ab")
     store.merge("m")
     assert store.runs("m") == runs
     assert [record.run for record in runs] == ["a", "b", "c"]
@@ -563,6 +565,16 @@ def test_merging_changes_where_records_are_and_not_what_they_say(study, folders)
     manifest = json.loads(store.manifest.read_text())
     assert manifest["m.parquet"]["rows"] == 90
     assert manifest["m.parquet"]["sha256"] == sha256(store.model_file("m"))
+
+
+def test_a_run_that_is_recorded_again_has_its_new_records(study):
+    """Before and after the next merge, and so a temperature that is fitted anew."""
+    store = study.store
+    for temperature in (1.1, 2.2):
+        store.add("m", RunRecord("after", "r", seed=0, temperature=temperature), {})
+        assert [record.temperature for record in store.runs("m")] == [temperature]
+        store.merge("m")
+        assert [record.temperature for record in store.runs("m")] == [temperature]
 
 
 def test_a_merge_that_is_cut_short_is_done_again(study, folders, monkeypatch):
