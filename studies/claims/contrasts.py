@@ -14,9 +14,11 @@ from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax, softmax
 
 from calibeval import evaluations, measures, scaling, stats
+from calibeval.diagnosis import cross_fitted
 from calibeval.io import InputError, json_lines, read_text, write_rows, write_text
 from calibeval.measures import Sample
 from calibeval.records import read as read_records
+from studies.claims import calibration_runs
 from studies.claims.parts import BETAS, Study
 from studies.claims.records import RunRecord
 
@@ -90,6 +92,9 @@ DONE = "DONE"  # beside a run's unpacked records, with the digest of what was un
 BASE = Term("base")
 PLAIN = Term("seeds", 0.0)
 SMOOTHED = Term("seeds", 0.1)
+OVER_TRAINED = Term("harm", 0.0)
+# OVER_TRAINED at a temperature that is fitted on MMLU's test questions, each half for the other.
+COOLED = Term("cooled")
 
 
 def pair(name: str, plus: Term, minus: Term) -> Contrast:
@@ -109,7 +114,7 @@ def less_seeds_effect(name: str, part: str) -> Contrast:
 
 CONTRASTS = [
     pair("β = 0 less base", PLAIN, BASE),
-    pair("harm less base", Term("harm", 0.0), BASE),
+    pair("harm less base", OVER_TRAINED, BASE),
     pair("twice less base", Term("twice", 0.0), BASE),
     pair("two epochs less one", Term("twice", 0.0), PLAIN),
     *(
@@ -124,9 +129,13 @@ CONTRASTS = [
     pair("equal held-out loss: 0.1 less 0", SMOOTHED, Term("equal", 0.0)),
     pair("temperature after β = 0, less β = 0", Term("after"), PLAIN),
     pair("temperature after β = 0, less β = 0.1", Term("after"), SMOOTHED),
+    pair("temperature after β = 0, less β = 0.3", Term("after"), Term("seeds", 0.3)),
     pair("DACA's temperature after β = 0, less β = 0", Term("aligned"), PLAIN),
     pair("DACA's temperature after β = 0, less β = 0.1", Term("aligned"), SMOOTHED),
     pair("DACA's temperature less one fitted with answers", Term("aligned"), Term("after")),
+    pair("harm: temperature after β = 0, less β = 0", COOLED, OVER_TRAINED),
+    pair("harm: temperature after β = 0, less β = 0.3", COOLED, Term("harm", 0.3)),
+    pair("harm: temperature after β = 0, less β = 0.5", COOLED, Term("harm", 0.5)),
     pair("averaged with base, less β = 0", Term("averaged"), PLAIN),
     pair("averaged with base, less β = 0.1", Term("averaged"), SMOOTHED),
     pair("half the conversations, less β = 0", Term("half"), PLAIN),
@@ -182,7 +191,8 @@ def unpacked(study: Study) -> list[UnpackedRun]:
     for run in runs:
         if run.record.part == "after":
             apply_temperature(runs, run)
-    return runs + aligned_with_base(runs, study.runs_folder / "unpacked" / study.model)
+    folder = study.runs_folder / "unpacked" / study.model
+    return runs + aligned_with_base(runs, folder) + cooled_over_trained(runs, folder)
 
 
 def _is_unpacked(study: Study, record: RunRecord, folder: Path) -> bool:
@@ -231,6 +241,40 @@ def aligned_with_base(runs: list[UnpackedRun], folder: Path) -> list[UnpackedRun
                 record.tasks[task] = len(rows)
         aligned.append(run)
     return aligned
+
+
+def cooled_over_trained(runs: list[UnpackedRun], folder: Path) -> list[UnpackedRun]:
+    """Write what the over-trained runs at β = 0 answer by letters at a temperature.
+
+    No validation questions were kept of these runs. On MMLU each half of the test questions is
+    therefore read at the temperature that was fitted on the other half (`diagnosis.cross_fitted`);
+    the other tasks are read at one that was fitted on all of MMLU's. Returns the runs, of the part
+    "cooled".
+    """
+    cooled = []
+    for seed, mmlu in record_files(runs, OVER_TRAINED, "mmlu").items():
+        answers = read_records(mmlu)
+        halves, _ = cross_fitted(answers)
+        logprobs = dict(zip(halves.ids, halves.logprobs.tolist(), strict=True))
+        rows = [
+            {**row, "logprobs": logprobs[row["id"]], "letter_mass": None}
+            for _, row in json_lines(mmlu)
+        ]
+        temperature, _ = scaling.fit(answers, np.ones(len(answers), bool))
+        record = RunRecord(
+            "cooled", f"{seed}", label_smoothing=0.0, seed=seed, temperature=temperature
+        )
+        run = UnpackedRun(record, folder / "cooled" / f"{seed}")
+        write_rows(run.folder / "mmlu.jsonl", rows)
+        record.tasks["mmlu"] = len(rows)
+        for task in LETTER_TASKS:
+            file = record_files(runs, OVER_TRAINED, task).get(seed)
+            if file and task != "mmlu":
+                rows = [scaling.scaled(row, temperature) for _, row in json_lines(file)]
+                write_rows(run.folder / f"{task}.jsonl", rows)
+                record.tasks[task] = len(rows)
+        cooled.append(run)
+    return cooled
 
 
 def agreement_temperature(base: Path, tuned: Path) -> float:
@@ -282,6 +326,8 @@ def difference(
     load: Callable[[Path], evaluations.Evaluation] = partial(
         evaluations.load, normalise=quantity.normalise
     )
+    if quantity.metric in calibration_runs.METRIC_NAMES:  # the same figures, in seconds
+        load = partial(calibration_runs.load, normalise=quantity.normalise)
     if quantity.normalized_logits:
         load = with_normalized_logits
     sides = []

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 BY_LETTERS = [quantity for quantity in CALIBRATION if quantity.task in LETTER_TASKS]
 LEAST_SEEDS = 3
 LABEL = (
-    "squared calibration error at β less at 0, ×1000 (logarithmic beyond ±1)\n"
+    "squared calibration error at β minus that at β = 0, × 1000 (logarithmic beyond ±1)\n"
     "filled: among the choices; hollow: among all tokens; left: better calibrated"
 )
 
@@ -40,7 +40,7 @@ def forest(study: Study, out: Path) -> None:
 
     rows = forest_rows(study)
     with rc_context(STYLE):
-        canvas = Figure((5.5, 0.8 + 0.2 * len(rows)), layout="constrained")
+        canvas = Figure((7, 0.8 + 0.2 * len(rows)), layout="constrained")
         axes = canvas.subplots(1, len(LETTER_TASKS), sharey=True)
         axis_of_task = dict(zip(LETTER_TASKS, axes, strict=True))
         for column, quantity in enumerate(BY_LETTERS):
@@ -50,8 +50,10 @@ def forest(study: Study, out: Path) -> None:
             draw_column(axis, cells, filled=quantity.confidence == "choices")
         for axis in axes:
             set_scale(axis)
+            for row in range(len(BETAS) - 1, len(rows), len(BETAS) - 1):
+                axis.axhline(row - 0.5, color=GREY, lw=0.4)  # between two settings
         axes[0].set_yticks(range(len(rows)), rows)
-        axes[0].invert_yaxis()
+        axes[0].set_ylim(len(rows) - 0.5, -0.5)
         canvas.supxlabel(LABEL, fontsize=7.5)
         with atomic_write(out, "wb") as file:
             canvas.savefig(file, format="png", dpi=200)
@@ -64,12 +66,12 @@ def forest_rows(study: Study) -> dict[str, list[Difference | None]]:
     for model in study.store.models():
         label = labels.get(f"models/{model}", model)
         runs = unpacked(replace(study, model=model))
-        for part, name in (("seeds", label), ("harm", f"{label}, harm")):
+        for part, name in (("seeds", label), ("harm", f"{label}, over-trained")):
             for beta in BETAS[1:]:
                 effect = smoothing_effect(name, part, beta)
                 cells = [difference(runs, effect, quantity) for quantity in BY_LETTERS]
                 if cells[0] and cells[0].seeds >= LEAST_SEEDS:
-                    rows[f"{name}: {beta}"] = cells
+                    rows[f"{name}: β = {beta}"] = cells
     return rows
 
 

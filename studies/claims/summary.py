@@ -21,8 +21,8 @@ from calibeval.io import atomic_write, write_text
 from calibeval.measures import METRICS, Sample
 from studies.claims.contrasts import (
     BASE,
+    COOLED,
     LETTER_TASKS,
-    PLAIN,
     Term,
     UnpackedRun,
     unpacked,
@@ -33,6 +33,8 @@ from studies.claims.contrasts import (
 from studies.claims.parts import BETAS, Study
 
 SETTINGS = {"seeds": "as recommended", "harm": "over-trained"}
+# Each setting's runs at β = 0 at a temperature: fitted among the choices, silent of all tokens.
+COOLED_TERMS = {"seeds": Term("after"), "harm": COOLED}
 COLUMNS = [
     "setting",
     "β",
@@ -92,8 +94,7 @@ def read_rows(model_runs: list[UnpackedRun], task: str) -> list[Row]:
     settings = [("before fine-tuning", "", BASE)]
     for part, name in SETTINGS.items():
         settings += [(name, f"{beta:g}", Term(part, beta)) for beta in BETAS]
-        if part == PLAIN.part:
-            settings.append((f"{name}, then a temperature", "0", Term("after")))
+        settings.append((f"{name}, then a temperature", "0", COOLED_TERMS[part]))
     rows = []
     for setting, beta, term in settings:
         files = files_by_seed(model_runs, term, task)
@@ -109,8 +110,7 @@ def task_table(rows: list[Row], title: str) -> list[str]:
     lines = [f"| {' | '.join([f'{title}: {COLUMNS[0]}', *COLUMNS[1:]])} |"]
     lines.append("|---" * len(COLUMNS) + "|")
     for row in rows:
-        # A temperature is fitted among the choices, and says nothing of all tokens.
-        has_vocabulary = row.term.part != "after"
+        has_vocabulary = row.term not in COOLED_TERMS.values()
         figures = figure_cells(row.answers, has_vocabulary)
         cells = [row.setting, row.beta, str(len(row.answers)), *figures]
         lines.append(f"| {' | '.join(cells)} |")

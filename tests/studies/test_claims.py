@@ -3,6 +3,7 @@ computes; the report is right on runs of known calibration."""
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 import datasets
@@ -13,13 +14,23 @@ import tiny_world
 import torch
 from made_records import read_lines, write_lines, write_records
 from studies.claims import __main__ as claims
-from studies.claims import contrasts, model_figures, parts, posthoc, report, summary, training
+from studies.claims import (
+    calibration_runs,
+    contrasts,
+    model_figures,
+    parts,
+    posthoc,
+    report,
+    summary,
+    training,
+)
 from studies.claims.parts import CONFIG, PARTS, Study
 from studies.claims.records import STEPS_PER_NAT, RecordStore, RunRecord
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import calibeval
 from calibeval import evaluations, records, scaling, stats
+from calibeval.diagnosis import cross_fitted
 from calibeval.io import InputError, sha256, write_text
 from sweeps.runs.grid import plan_sweep
 from sweeps.runs.run import Run
@@ -467,6 +478,183 @@ def test_the_page_tells_what_the_published_records_say(model, folders):
             [summary.read_answers(folders / f"{task}.jsonl")], has_vocabulary=True
         )
         assert f"| {' | '.join(cells)} |" in page
+
+
+LARGE = "qwen2.5-coder-1.5b"
+SMALL = "qwen2.5-coder-0.5b"
+# The rows of the table of claims, in its order: the contrast, and the model or task where it is
+# not the 1.5B's or not MMLU.
+CLAIMS = [
+    ("β = 0 less base", LARGE, "mmlu"),
+    ("β = 0 less base", SMALL, "mmlu"),
+    ("β = 0 less base", SMALL, "arc-letters"),
+    ("twice less base", LARGE, "mmlu"),
+    ("harm less base", LARGE, "mmlu"),
+    ("seeds: β = 0.1 less 0", LARGE, "mmlu"),
+    ("seeds: β = 0.1 less 0", SMALL, "mmlu"),
+    ("seeds: β = 0.2 less 0", LARGE, "mmlu"),
+    ("harm: β = 0.1 less 0", LARGE, "mmlu"),
+    ("harm: β = 0.1 less 0", SMALL, "mmlu"),
+    ("harm: β = 0.3 less 0", LARGE, "mmlu"),
+    ("harm: β = 0.3 less 0", LARGE, "arc-letters"),
+    ("harm: β = 0.3 less 0", LARGE, "hellaswag-letters"),
+    ("harm: β = 0.5 less 0", LARGE, "mmlu"),
+    ("– less that of `seeds`, sum, clipped", LARGE, "mmlu"),
+    ("open-instruct's script: 0.1 less 0", LARGE, "mmlu"),
+    ("equal held-out loss: 0.1 less 0", LARGE, "mmlu"),
+    *(("temperature after β = 0, less β = 0", LARGE, task) for task in contrasts.LETTER_TASKS),
+    *(("temperature after β = 0, less β = 0.1", LARGE, task) for task in contrasts.LETTER_TASKS),
+    *(("harm: temperature after β = 0, less β = 0", LARGE, t) for t in contrasts.LETTER_TASKS),
+    ("harm: temperature after β = 0, less β = 0.5", LARGE, "mmlu"),
+    *(("DACA's temperature after β = 0, less β = 0", LARGE, t) for t in contrasts.LETTER_TASKS),
+    ("DACA's temperature less one fitted with answers", LARGE, "mmlu"),
+    ("half the conversations, less β = 0.1", LARGE, "mmlu"),
+    ("averaged with base, less β = 0.1", LARGE, "mmlu"),
+    ("unigram less uniform, β = 0.1", LARGE, "mmlu"),
+    ("base mean less uniform, β = 0.1", LARGE, "mmlu"),
+    ("filtered less exact, β = 0.1", LARGE, "mmlu"),
+]
+# The rows of the other models' table, of MMLU unless tasks are named.
+ELSEWHERE = ["arc-letters", "hellaswag-letters"]
+OTHER_ROWS = [
+    ("β = 0 less base", ["mmlu"]),
+    ("twice less base", ["mmlu"]),
+    ("harm less base", ["mmlu"]),
+    ("seeds: β = 0.1 less 0", ["mmlu"]),
+    ("seeds: β = 0.5 less 0", ["mmlu"]),
+    ("harm: β = 0.1 less 0", ["mmlu"]),
+    ("harm: β = 0.2 less 0", ["mmlu"]),
+    ("harm: β = 0.3 less 0", ["mmlu"]),
+    ("harm: temperature after β = 0, less β = 0", ["mmlu"]),
+    ("harm: temperature after β = 0, less β = 0", ELSEWHERE),
+    ("equal held-out loss: 0.1 less 0", ["mmlu"]),
+    ("temperature after β = 0, less β = 0.1", ["mmlu"]),
+    ("temperature after β = 0, less β = 0.1", ELSEWHERE),
+    ("DACA's temperature after β = 0, less β = 0", ["mmlu"]),
+    ("DACA's temperature after β = 0, less β = 0", ELSEWHERE),
+    ("half the conversations, less β = 0.1", ["mmlu"]),
+    ("averaged with base, less β = 0.1", ["mmlu"]),
+    ("unigram less uniform, β = 0.1", ["mmlu"]),
+    ("base mean less uniform, β = 0.1", ["mmlu"]),
+]
+CONTRAST = {contrast.name: contrast for contrast in contrasts.CONTRASTS}
+
+
+def page_rows(heading: str) -> list[list[str]]:
+    """The cells of the rows of the claims page's table whose first line begins so."""
+    page = (parts.HERE / "README.md").read_text()
+    table = page[page.index(f"\n| {heading}") :].split("\n\n")[0]
+    return [line.strip("| ").split(" | ") for line in table.splitlines()[3:]]
+
+
+def printed(runs: list[contrasts.UnpackedRun], name: str, task: str, confidence: str) -> str | None:
+    """A difference as the page prints it; None where there is none."""
+    quantity = contrasts.Quantity(task, confidence)
+    found = contrasts.difference(runs, CONTRAST[name], quantity)
+    if found is None:
+        return None
+    estimate = found.estimate
+    value = f"{estimate.value:+.1f}".replace("-0.0", "0.0").replace("+0.0", "0.0")
+    if estimate.significant:
+        value = f"**{value}**"
+    return f"{value} [{estimate.low:.1f}, {estimate.high:.1f}]".replace("-", "−")
+
+
+@pytest.fixture(scope="module")
+def published_runs(tmp_path_factory):
+    """published_runs(model) → its published runs with their answers, unpacked once."""
+    folder = tmp_path_factory.mktemp("claims")
+
+    @cache
+    def unpack(model: str) -> list[contrasts.UnpackedRun]:
+        return contrasts.unpacked(Study(model, folder, PUBLISHED))
+
+    return unpack
+
+
+@pytest.mark.slow
+def test_the_table_of_claims_is_what_the_records_say(published_runs):
+    rows = page_rows("claim | verdict")
+    expected = []
+    for cells, (name, model, task) in zip(rows, CLAIMS, strict=True):
+        runs = published_runs(model)
+        among_choices = printed(runs, name, task, "choices")
+        among_tokens = printed(runs, name, task, "vocabulary") or "not defined"
+        expected.append([*cells[:2], among_choices, among_tokens])
+    assert rows == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("column", "model"), [(1, SMALL), (2, "smollm2-135m"), (3, "gemma-3-270m")]
+)
+def test_the_other_models_rows_are_what_the_records_say(published_runs, column, model):
+    rows = page_rows("change of the squared calibration error")
+    assert len(rows) == len(OTHER_ROWS)
+    expected = []
+    for name, tasks in OTHER_ROWS:
+        readings = [
+            (task, confidence) for task in tasks for confidence in ("choices", "vocabulary")
+        ]
+        found = [printed(published_runs(model), name, *reading) for reading in readings]
+        expected.append("; ".join(filter(None, found)) or "not trained")
+    assert [cells[column] for cells in rows] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [LARGE, SMALL])
+def test_the_rows_of_temperatures_are_what_the_records_say(published_runs, model):
+    page = (parts.HERE / "README.md").read_text()
+    for part, setting in summary.SETTINGS.items():
+        for task in contrasts.LETTER_TASKS:
+            term = summary.COOLED_TERMS[part]
+            files = contrasts.record_files(published_runs(model), term, task).values()
+            answers = [summary.read_answers(file) for file in files]
+            cells = summary.figure_cells(answers, has_vocabulary=False)
+            row = [f"{setting}, then a temperature", "0", str(len(answers)), *cells]
+            assert f"| {' | '.join(row)} |" in page
+
+
+def test_over_trained_answers_are_read_at_a_temperature_of_others(study, folders):
+    """On MMLU of the other half of the questions, elsewhere of all of MMLU's."""
+    tasks = {}
+    for seed, task in enumerate(("mmlu", "arc-letters")):
+        write_records(folders / f"{task}.jsonl", 200, 3.0, seed=seed)
+        tasks[task] = folders / f"{task}.jsonl"
+    study.store.add(MODEL, RunRecord("harm", "h", label_smoothing=0.0, seed=0), tasks)
+    over_trained, cooled = contrasts.unpacked(study)
+    assert (cooled.record.part, cooled.record.seed) == ("cooled", 0)
+
+    before = records.read(over_trained.folder / "mmlu.jsonl")
+    expected, halves = cross_fitted(before)
+    found = records.read(cooled.folder / "mmlu.jsonl")
+    assert halves[0] != halves[1] and min(halves) > 1.5
+    np.testing.assert_allclose(found.logprobs, expected.logprobs)
+    assert np.isnan(found.letter_mass).all() and found.ids == before.ids
+
+    elsewhere = records.read(cooled.folder / "arc-letters.jsonl")
+    carried = records.read(over_trained.folder / "arc-letters.jsonl").logprobs
+    scaled = torch.tensor(carried / cooled.record.temperature).log_softmax(-1)
+    np.testing.assert_allclose(elsewhere.logprobs, scaled)
+    assert cooled.record.temperature == scaling.fit(before, np.ones(200, bool))[0]
+
+
+@pytest.mark.parametrize("normalise", [None, "sum"])
+def test_the_quick_figures_are_those_of_stats(folders, normalise):
+    write_records(folders / "mmlu.jsonl", 300, 1.5, seed=7)
+    expected = stats.load(folders / "mmlu.jsonl", normalise)
+    found = calibration_runs.load(folders / "mmlu.jsonl", normalise)
+    assert found.confidences == expected.confidences == ("choices", "vocabulary")
+    assert found.questions_sha256 == expected.questions_sha256
+    for confidence in found.confidences:
+        squares = found.squares[confidence], expected.squares[confidence]
+        assert squares[0].observed == squares[1].observed
+        np.testing.assert_array_equal(squares[0].noise, squares[1].noise)
+        np.testing.assert_array_equal(squares[0].gaps, squares[1].gaps)
+        for name in calibration_runs.MEANS:
+            assert found.values[confidence][name] == expected.values[confidence][name]
+            draws = found.draws[confidence][name], expected.draws[confidence][name]
+            np.testing.assert_array_equal(*draws)
 
 
 def test_a_contrast_of_the_base_model_with_itself_is_nothing(study, folders):
