@@ -384,3 +384,59 @@ def test_a_trainer_that_would_train_another_loss_is_refused(change, options, sai
     given.args._n_gpu = 2 * (change == "gpus")
     with pytest.raises(ValueError, match=said):
         patch_trainer(given, **options)
+
+
+@pytest.mark.parametrize(
+    "order", ["peft_config", "adapters first", "patched first", "patched last"]
+)
+def test_trls_trainer_with_adapters_in_any_order(order, tmp_path):
+    """The adapters train as with TRL's own factor, whatever is done before what."""
+    trl = pytest.importorskip("trl")
+    peft = pytest.importorskip("peft")
+    adapters = peft.LoraConfig(
+        r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_dropout=0.0
+    )
+    more = {"train_dataset": trls_rows(), "processing_class": words()}
+
+    def losses(model, beta=None, factor=0.0, **settings):
+        arguments = sft_config(trl, tmp_path, label_smoothing_factor=factor)
+        trainer = trl.SFTTrainer(model, arguments, **more, **settings)
+        if not factor:
+            patch_trainer(trainer, **({} if beta is None else {"label_smoothing": beta}))
+        trainable = {name for name, weight in model.named_parameters() if weight.requires_grad}
+        assert trainable and all("lora_" in name for name in trainable)
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    def with_adapters(model):
+        torch.manual_seed(0)
+        return peft.get_peft_model(model, adapters)
+
+    if order == "peft_config":  # TRL adds the adapters, which are as random as it has drawn before
+        model, again = tiny(), tiny()
+        torch.manual_seed(0)
+        want = losses(model, factor=0.2, peft_config=adapters)
+        torch.manual_seed(0)
+        assert losses(again, 0.2, peft_config=adapters) == pytest.approx(want, rel=1e-4)
+        return
+    want = losses(with_adapters(tiny()), factor=0.2)
+    if order == "adapters first":
+        found = losses(with_adapters(tiny()), 0.2)
+    elif order == "patched first":
+        found = losses(with_adapters(patch_model(tiny(), label_smoothing=0.2)))
+    else:
+        model = with_adapters(tiny())
+        patch_model(model, label_smoothing=0.2)
+        found = losses(model)
+    assert len(found) == 3
+    assert found == pytest.approx(want, rel=1e-4)
+
+
+def test_trls_trainer_refuses_an_adapter_on_the_head(tmp_path):
+    trl = pytest.importorskip("trl")
+    peft = pytest.importorskip("peft")
+    adapters = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    more = {"train_dataset": trls_rows(), "processing_class": words(), "peft_config": adapters}
+    trainer = trl.SFTTrainer(tiny(), sft_config(trl, tmp_path), **more)
+    with pytest.raises(TypeError, match="lm_head carries an adapter"):
+        patch_trainer(trainer, label_smoothing=0.2)
