@@ -15,9 +15,9 @@ The smallest 16-bit number stands for all log-probabilities below −256; only l
 such, whose probability is 0 either way. A row group is a run, so that one run is read without the
 others.
 
-`add` writes a run's own small file, and `merge` moves such files into the model's file, both under a
-lock. Where a run has a file of its own and is in the model's file too, it was recorded again after
-the merge, and its own file counts. A kill at any moment loses nothing: a run's own file goes only
+`add` writes a run's own small file, and `merge` moves such files into the model's file, both under
+a lock. Where a run has a file of its own and is in the model's file too, it was recorded again
+after the merge, and its own file counts. A kill at any moment loses nothing: a run's own file goes only
 after the model's file and the manifest are whole.
 """
 

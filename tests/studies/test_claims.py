@@ -642,12 +642,13 @@ def test_over_trained_answers_are_read_at_a_temperature_of_others(study, folders
 @pytest.mark.parametrize("normalise", [None, "sum"])
 def test_the_quick_figures_are_those_of_stats(folders, normalise):
     write_records(folders / "mmlu.jsonl", 300, 1.5, seed=7)
-    expected = stats.load(folders / "mmlu.jsonl", normalise)
+    expected = evaluations.load(folders / "mmlu.jsonl", normalise)
     found = calibration_runs.load(folders / "mmlu.jsonl", normalise)
     assert found.confidences == expected.confidences == ("choices", "vocabulary")
     assert found.questions_sha256 == expected.questions_sha256
     for confidence in found.confidences:
-        squares = found.squares[confidence], expected.squares[confidence]
+        name = calibration_runs.SQUARED_ERROR
+        squares = found.squares[confidence][name], expected.squares[confidence][name]
         assert squares[0].observed == squares[1].observed
         np.testing.assert_array_equal(squares[0].noise, squares[1].noise)
         np.testing.assert_array_equal(squares[0].gaps, squares[1].gaps)
