@@ -17,8 +17,8 @@ others.
 
 `add` writes a run's own small file, and `merge` moves such files into the model's file, both under
 a lock. Where a run has a file of its own and is in the model's file too, it was recorded again
-after the merge, and its own file counts. A kill at any moment loses nothing: a run's own file goes only
-after the model's file and the manifest are whole.
+after the merge, and its own file counts. A kill at any moment loses nothing: a run's own file goes
+only after the model's file and the manifest are whole.
 """
 
 import json
