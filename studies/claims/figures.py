@@ -53,7 +53,7 @@ def forest(study: Study, out: Path) -> None:
             for row in range(len(BETAS) - 1, len(rows), len(BETAS) - 1):
                 axis.axhline(row - 0.5, color=GREY, lw=0.4)  # between two settings
         axes[0].set_yticks(range(len(rows)), rows)
-        axes[0].set_ylim(len(rows) - 0.5, -0.5)
+        axes[0].set_ylim(max(len(rows), 1) - 0.5, -0.5)
         canvas.supxlabel(LABEL, fontsize=7.5)
         with atomic_write(out, "wb") as file:
             canvas.savefig(file, format="png", dpi=200)
