@@ -303,12 +303,25 @@ def agreement_temperature(base: Path, tuned: Path) -> float:
 
 
 def record_files(runs: list[UnpackedRun], term: Term, task: str) -> dict[int | None, Path]:
-    """The files of a task's records by seed; the base model's has the seed None."""
-    return {
-        run.record.seed: run.folder / f"{task}.jsonl"
-        for run in runs
-        if task in run.record.tasks and term.matches(run.record)
-    }
+    """The files of a task's records by seed; the base model's has the seed None.
+
+    Raises InputError where two runs have one seed, as they have once a learning rate was changed:
+    nothing says which of them is meant.
+    """
+    runs_by_seed: dict[int | None, UnpackedRun] = {}
+    for run in runs:
+        if task not in run.record.tasks or not term.matches(run.record):
+            continue
+        seed = run.record.seed
+        if seed in runs_by_seed:
+            both = f"{runs_by_seed[seed].record.run} and {run.record.run}"
+            smoothing = "" if term.label_smoothing is None else f", β = {term.label_smoothing:g}"
+            raise InputError(
+                f"{both} are both runs of {term.part}{smoothing}, seed {seed}; move the records "
+                f"of one of them out of records/"
+            )
+        runs_by_seed[seed] = run
+    return {seed: run.folder / f"{task}.jsonl" for seed, run in runs_by_seed.items()}
 
 
 def difference(
@@ -359,12 +372,19 @@ def paired_files(files_of_terms: list[dict[int | None, Path]]) -> list[list[Path
     ]
 
 
-@cache
 def with_normalized_logits(path: Path) -> evaluations.Evaluation:
+    """The evaluation in `path` as it is now, as `_with_normalized_logits` measures it."""
+    status = path.stat()
+    return _with_normalized_logits(path, (status.st_mtime_ns, status.st_size))
+
+
+@cache
+def _with_normalized_logits(path: Path, state: tuple[int, int]) -> evaluations.Evaluation:
     """An evaluation with the AURC alone, of confidences divided by the norm of the answers' logits.
 
     The confidences are max_k (s_k − s̄) / ‖s − s̄‖₂, s the choices' log-probabilities, which are
-    logits but for a constant (Cattelan & Silva 2024; Xia et al. 2025).
+    logits but for a constant (Cattelan & Silva 2024; Xia et al. 2025). A run stands in many
+    contrasts and is measured once for each `state` of its file, which a new temperature changes.
     """
     observed = evaluations.in_order(read_records(path))
     scores = measures.scores(observed, "choices")

@@ -3,6 +3,7 @@
 A part is a sweep of `training.py`. What rests on trained models is in `posthoc.py`.
 """
 
+import sys
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -19,6 +20,8 @@ REPOSITORY = HERE.parents[1]  # where paths in config.yaml begin
 OPEN_INSTRUCT_CONVERSATIONS = Path("data/alpaca/messages.jsonl")
 PUBLISHED = RecordStore(HERE / "records")
 BETAS = (0.0, 0.1, 0.2, 0.3, 0.5)
+# Of these models three seeds are published, of the others those that the parts name.
+MODELS_WITH_THREE_SEEDS = ("gemma-3-270m", "qwen2.5-coder-0.5b", "smollm2-135m")
 
 
 @dataclass(frozen=True)
@@ -49,35 +52,41 @@ class Rate(Enum):
 
 @dataclass(frozen=True)
 class Part:
-    """A sweep: its name, what it changes in config.yaml, and its learning rate."""
+    """A sweep: its name, what it changes in config.yaml, its learning rate and its seeds."""
 
     name: str
     overrides: tuple[str, ...]
     rate: Rate = Rate.CHOSEN
+    seeds: int = 5
+
+    def seeds_of(self, model: str) -> list[int]:
+        """The seeds that a model is trained with."""
+        if model in MODELS_WITH_THREE_SEEDS:
+            return [*range(min(self.seeds, 3))]
+        return [*range(self.seeds)]
 
 
 # The verdicts rest on MMLU. Parts without this line are asked all tasks; the published records of
 # `harm` leave out those that are scored by continuation.
 MMLU_ONLY = "score.tasks=[{task: mmlu, data: data/mmlu, shots: 5, scoring: letters}]"
 KEEP_MODELS = "keep=all"  # for what posthoc.py measures
-ALL_BETAS = (f"grid.label_smoothing={[*BETAS]}", "grid.seed=[0,1,2,3,4]")
-THREE_SEEDS = ("grid.seed=[0,1,2]", MMLU_ONLY)
-PLAIN = "grid.label_smoothing=[0.0]"
-SMOOTHED = "grid.label_smoothing=[0.1]"
-PLAIN_AND_SMOOTHED = "grid.label_smoothing=[0.0,0.1]"
+ALL_BETAS = f"grid.label_smoothing={[*BETAS]}"
+AT_BETA_0 = "grid.label_smoothing=[0.0]"
+AT_BETA_01 = "grid.label_smoothing=[0.1]"
+AT_BETA_0_AND_01 = "grid.label_smoothing=[0.0,0.1]"
 OPEN_INSTRUCT_TRAIN = f"""train={{
     train_file: {OPEN_INSTRUCT_CONVERSATIONS}, max_train_samples: 25600, max_seq_length: 1024,
     per_device_train_batch_size: 8, gradient_accumulation_steps: 8, checkpointing_steps: null,
     preprocessing_num_workers: 8, attn_implementation: sdpa, use_slow_tokenizer: false}}"""
 
 PARTS = [
-    Part("grid", (KEEP_MODELS, "score=null"), Rate.OWN),
-    Part("seeds", (KEEP_MODELS, *ALL_BETAS)),
-    Part("high", (*ALL_BETAS, MMLU_ONLY, "grid.learning_rate=[2.0e-4]"), Rate.OWN),
+    Part("grid", (KEEP_MODELS, "score=null"), Rate.OWN, seeds=1),
+    Part("seeds", (KEEP_MODELS, ALL_BETAS)),
+    Part("high", (ALL_BETAS, MMLU_ONLY, "grid.learning_rate=[2.0e-4]"), Rate.OWN),
     Part(
         "harm",
         (
-            *ALL_BETAS,
+            ALL_BETAS,
             "grid.learning_rate=[5.0e-5]",
             "grid.num_train_epochs=[2]",
             "grid.reduce_loss=[sum]",
@@ -87,29 +96,31 @@ PARTS = [
     Part(
         "sum",
         (
-            *THREE_SEEDS,
-            PLAIN_AND_SMOOTHED,
+            MMLU_ONLY,
+            AT_BETA_0_AND_01,
             "grid.reduce_loss=[sum]",
             "grid.clip_grad_norm=[1.0]",
         ),
+        seeds=3,
     ),
-    Part("filtered", (*THREE_SEEDS, SMOOTHED, "grid.filter_eps=[auto]")),
-    Part("equal", (*THREE_SEEDS, PLAIN), Rate.EQUAL_LOSS),
+    Part("filtered", (MMLU_ONLY, AT_BETA_01, "grid.filter_eps=[auto]"), seeds=3),
+    Part("equal", (MMLU_ONLY, AT_BETA_0), Rate.EQUAL_LOSS, seeds=3),
     Part(
         "script",
         (
-            *THREE_SEEDS,
-            PLAIN_AND_SMOOTHED,
+            MMLU_ONLY,
+            AT_BETA_0_AND_01,
             OPEN_INSTRUCT_TRAIN,
             "backend=open-instruct",
             "world.deepspeed=configs/deepspeed/zero2.json",
             "score.select_on=null",
         ),
+        seeds=3,
     ),
-    Part("unigram", (KEEP_MODELS, *THREE_SEEDS, SMOOTHED, "grid.smoothing_target=[unigram]")),
-    Part("base-mean", (KEEP_MODELS, *THREE_SEEDS, SMOOTHED)),
-    Part("half", (*THREE_SEEDS, PLAIN, "train.max_train_samples=12800")),
-    Part("twice", (*THREE_SEEDS, PLAIN, "grid.num_train_epochs=[2]")),
+    Part("unigram", (KEEP_MODELS, MMLU_ONLY, AT_BETA_01, "grid.smoothing_target=[unigram]")),
+    Part("base-mean", (KEEP_MODELS, MMLU_ONLY, AT_BETA_01)),
+    Part("half", (MMLU_ONLY, AT_BETA_0, "train.max_train_samples=12800")),
+    Part("twice", (MMLU_ONLY, AT_BETA_0, "grid.num_train_epochs=[2]")),
 ]
 
 
@@ -118,6 +129,7 @@ def sweep_overrides(study: Study, part: Part, more: list[str]) -> list[str]:
     overrides = [
         f"name={study.model}-{part.name}",
         f"grid.model_name_or_path=[./models/{study.model}]",
+        f"grid.seed={part.seeds_of(study.model)}",
     ]
     if study.model.startswith("gemma"):  # not instruct-tuned; without <bos> it writes nonsense
         overrides += ["train.add_bos=true", "train.chat_template_name=alpaca"]
@@ -131,27 +143,55 @@ def sweep_overrides(study: Study, part: Part, more: list[str]) -> list[str]:
 
 
 def chosen_rate(study: Study) -> float:
-    """The learning rate of the lowest held-out loss at β = 0."""
+    """The learning rate of the lowest held-out loss at β = 0, in the mean over seeds."""
+    losses = losses_of_grid(study)
+    return float(losses.index[int(losses.argmin())])
+
+
+def losses_of_grid(study: Study) -> "pd.Series[float]":
+    """The held-out loss of each learning rate of the grid, in the mean over seeds, by the rate.
+
+    Rates of which a seed has diverged are left out.
+    """
     runs = pd.DataFrame(study.store.runs(study.model), columns=SETTING_COLUMNS)
     grid = runs[runs.part == "grid"]
     if grid.empty:
         raise InputError(f"{study.model}, grid: no run is trained; the part grid comes first")
-    best = int(grid.held_out_loss.argmin())
-    return float(grid.learning_rate.iloc[best])
+    losses = grid.groupby("learning_rate").held_out_loss.apply(lambda of_rate: of_rate.to_numpy())
+    means = losses.map(np.mean).astype(float)
+    finite = means[np.isfinite(means)]
+    if finite.empty:
+        raise InputError(f"{study.model}, grid: no learning rate has a held-out loss; all diverged")
+    return finite
 
 
 def equal_rate(study: Study) -> float:
     """The learning rate with the held-out loss at β = 0 that `seeds` has at β = 0.1.
 
     It lies between two rates of the grid and is interpolated by their logarithms, on that side of
-    the chosen rate at whose end the loss is larger.
+    the chosen rate at whose end the loss is larger. Where that end does not reach the loss, the
+    rate is the end's, and a line on stderr says that the losses are not equal.
     """
-    runs = pd.DataFrame(study.store.runs(study.model))
-    grid = runs[runs.part == "grid"].groupby("learning_rate").held_out_loss.mean()
+    losses = losses_of_grid(study)
+    runs = pd.DataFrame(study.store.runs(study.model), columns=SETTING_COLUMNS)
     smoothed = runs[(runs.part == "seeds") & (runs.label_smoothing == 0.1)]
-    best = int(grid.argmin())
-    lower_rates = grid.iloc[: best + 1][::-1]
-    higher_rates = grid.iloc[best:]
-    side = max(lower_rates, higher_rates, key=lambda losses: losses.iloc[-1])
-    log_rate = np.interp(smoothed.held_out_loss.mean(), side, np.log(side.index))
+    wanted = float(smoothed.held_out_loss.mean())
+    if not np.isfinite(wanted):
+        raise InputError(
+            f"{study.model}, seeds: no run at β = 0.1 is trained; the part seeds comes first"
+        )
+    best = int(losses.argmin())
+    towards_lower_rates = losses.iloc[: best + 1][::-1]
+    towards_higher_rates = losses.iloc[best:]
+    side = max(towards_lower_rates, towards_higher_rates, key=lambda losses: losses.iloc[-1])
+    end_rate = float(side.index[-1])
+    end_loss = float(side.iloc[-1])
+    if wanted > end_loss:
+        print(
+            f"{study.model}, equal: no learning rate of the grid reaches a held-out loss of "
+            f"{wanted:.4f} at β = 0; takes {end_rate:g}, where it is {end_loss:.4f}",
+            file=sys.stderr,
+        )
+    # Losses grow along the side, so the rate can be read off at a loss; beyond them it is an end's.
+    log_rate = np.interp(wanted, side.to_numpy(), np.log(side.index.to_numpy(dtype=float)))
     return float(f"{np.exp(log_rate):.2g}")

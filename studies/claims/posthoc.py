@@ -55,13 +55,13 @@ def measure_prices(study: Study) -> None:
 
     out = study.store.price_file(study.model)
     rows = read_rows(out)
-    measured = {row["run"] for row in rows}
+    measured = {(row["part"], row["run"]) for row in rows}  # names recur between parts
     parts = [part.name for part in PARTS if part.name != "grid"]
     runs = [(part, run) for part in parts for run in trained(study, part)]
     for part, run in tqdm(runs, "prices", unit="model"):
-        if run.name in measured:
+        if (part, run.name) in measured:
             continue
         setting = {name: run.config().train[name] for name in (*SETTING, "smoothing_target")}
         rows.append({"run": run.name, "part": part, **setting, **model_figures.price(run)})
-        measured.add(run.name)
+        measured.add((part, run.name))
         write_rows(out, rows)

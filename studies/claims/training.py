@@ -23,7 +23,11 @@ SECONDS_BETWEEN_LOOKS = 2
 
 def train(study: Study, part: Part, overrides: list[str]) -> int:
     """Run what has no records, keeping those of each run as it ends; returns the exit code."""
-    for selection in without_records(study, part, overrides):
+    plan = plan_sweep(CONFIG, overrides)
+    selections = overrides_of_missing_runs(study, part, plan)
+    if not selections:
+        return score_missing_baselines(study, part, plan)
+    for selection in selections:
         prepare(study, part, overrides)
         changes = [*overrides, *selection]
         command = [sys.executable, "-m", "sweeps", "launch", str(CONFIG), "--executor", "local"]
@@ -49,12 +53,28 @@ def prepare(study: Study, part: Part, overrides: list[str]) -> None:
         model_figures.write_base_mean(train_options, Path(train_options.smoothing_target))
 
 
-def without_records(study: Study, part: Part, overrides: list[str]) -> list[list[str]]:
-    """Overrides that select the runs that have no records.
+def score_missing_baselines(study: Study, part: Part, plan: SweepPlan) -> int:
+    """Score the base model if it has no records while no run lacks them; returns the exit code.
+
+    A sweep scores it beside runs that it trains, of which there are none.
+    """
+    recorded = study.store.keys(study.model)
+    for run in plan.baselines:
+        if record_key(part, run) in recorded:
+            continue
+        run.create()
+        done = subprocess.run([sys.executable, "-m", "sweeps", "score", str(run.path)], check=False)
+        if done.returncode:
+            return done.returncode
+        keep_run(study, part, run)
+    return 0
+
+
+def overrides_of_missing_runs(study: Study, part: Part, plan: SweepPlan) -> list[list[str]]:
+    """Overrides that select the trained runs of a plan that have no records.
 
     There is one list of overrides for each group of seeds that lack the same runs.
     """
-    plan = plan_sweep(CONFIG, overrides)
     recorded = study.store.keys(study.model)
     settings_of_runs = [
         run.config().train for run in plan.runs if record_key(part, run) not in recorded
@@ -82,15 +102,19 @@ def keep_records(study: Study, part: Part, plan: SweepPlan) -> None:
     """Keep the records of the runs that have ended."""
     recorded = study.store.keys(study.model)
     for run in (*plan.baselines, *plan.runs):
-        key = record_key(part, run)
-        if not run.done or key in recorded:
-            continue
-        config = run.config()
-        setting: dict[str, Any] = {name: config.train.get(name) for name in SETTING}
-        record = RunRecord(*key, held_out_loss=held_out_loss(run), **setting)
-        tasks = config.score.tasks if config.score else ()
-        files = {task.key: run.scores / f"{task.key}.jsonl" for task in tasks}
-        study.store.add(study.model, record, files)
+        if run.done and record_key(part, run) not in recorded:
+            keep_run(study, part, run)
+
+
+def keep_run(study: Study, part: Part, run: Run) -> None:
+    """Keep the records of a run that was scored."""
+    config = run.config()
+    setting: dict[str, Any] = {name: config.train.get(name) for name in SETTING}
+    key = record_key(part, run)
+    record = RunRecord(*key, held_out_loss=held_out_loss(run), **setting)
+    tasks = config.score.tasks if config.score else ()
+    files = {task.key: run.scores / f"{task.key}.jsonl" for task in tasks}
+    study.store.add(study.model, record, files)
 
 
 def write_conversations() -> None:

@@ -3,6 +3,7 @@ computes; the report is right on runs of known calibration."""
 
 import json
 import re
+import shutil
 from functools import cache
 from pathlib import Path
 
@@ -36,22 +37,33 @@ from sweeps.runs.grid import plan_sweep
 from sweeps.runs.run import Run
 
 MODEL = "smollm2-135m"
+PUBLISHED = RecordStore(parts.HERE / "records")
 TASKS = [{"task": "mmlu", "data": "data/mmlu", "split": s, "name": s} for s in ("val", "test")]
 PART = {part.name: part for part in PARTS}
 LAST = ["after", "averaged", "price", "summary", "report"]
 RUNS = {"grid": 4, "seeds": 25, "high": 25, "harm": 25, "sum": 6, "filtered": 3, "equal": 3}
-RUNS |= {"script": 6, "unigram": 3, "base-mean": 3, "half": 3, "twice": 3}
+RUNS |= {"script": 6, "unigram": 5, "base-mean": 5, "half": 5, "twice": 5}
+WITH_THREE_SEEDS = {"seeds": 15, "high": 15, "harm": 15}
+WITH_THREE_SEEDS |= dict.fromkeys(("unigram", "base-mean", "half", "twice"), 3)
+
+
+def test_a_new_model_has_five_seeds():
+    plan = plan_sweep(CONFIG, parts.sweep_overrides(Study("new"), PART["harm"], []))
+    assert len(plan.runs) == RUNS["harm"]
+    plan = plan_sweep(CONFIG, parts.sweep_overrides(Study("new"), PART["harm"], ["grid.seed=[7]"]))
+    assert {run.config().train["seed"] for run in plan.runs} == {7}
 
 
 def test_every_part_is_a_sweep(monkeypatch):
-    """Where the grid has chosen 5e-5."""
+    """Where the grid has chosen 5e-5, of a model whose published runs have three seeds."""
     monkeypatch.setattr(parts, "chosen_rate", lambda study: 5e-5)
     monkeypatch.setattr(parts, "equal_rate", lambda study: 5e-5)
     targets = {"unigram": "unigram", "base-mean": f"runs/claims/targets/{MODEL}.npy"}
     for part in PARTS:
         name = part.name
         plan = plan_sweep(CONFIG, parts.sweep_overrides(Study(MODEL), part, ["workers=2"]))
-        assert len(plan.runs) == RUNS[name] and plan.sweep.name == f"{MODEL}-{name}"
+        assert len(plan.runs) == {**RUNS, **WITH_THREE_SEEDS}[name]
+        assert plan.sweep.name == f"{MODEL}-{name}"
         rates = {run.config().train["learning_rate"] for run in plan.runs}
         assert name == "grid" or rates == ({2e-4} if name == "high" else {5e-5})
         (target,) = {run.config().train.get("smoothing_target") for run in plan.runs}
@@ -80,6 +92,10 @@ def test_the_grid_comes_first_and_the_report_last(monkeypatch, capsys):
     assert done(MODEL, failing=["sum", "filtered"]) == (2, [*RUNS, *LAST])
     assert "not whole: sum, filtered; why is said above" in capsys.readouterr().err
     assert done(MODEL, failing=["grid"]) == (2, ["grid"])  # whose rate is that of all others
+    capsys.readouterr()
+    without_equal = [name for name in (*RUNS, *LAST) if name != "equal"]  # whose rate seeds tell
+    assert done(MODEL, failing=["seeds"]) == (2, without_equal)
+    assert "not whole: seeds, equal; why is said above" in capsys.readouterr().err
     assert done(MODEL, "gird") == (2, [])
     assert "gird: no such part; known: grid, seeds" in capsys.readouterr().err
     assert done() == (2, [])
@@ -115,11 +131,71 @@ def test_the_grid_chooses_the_rate_of_other_parts(study, command, folders, capsy
         (run.path / "DONE").touch()
     training.keep_records(study, PART["grid"], plan)
     assert parts.chosen_rate(study) == 2e-5
-    assert training.without_records(study, PART["grid"], overrides) == []
+    assert training.overrides_of_missing_runs(study, PART["grid"], plan) == []
     for loss in (1.3, 1.5):  # in the mean that of 1e-4, where the losses of 5e-5 and 2e-4 meet
         setting = {"label_smoothing": 0.1, "held_out_loss": loss}
         study.store.add(MODEL, RunRecord("seeds", f"{loss}", **setting), {})
     assert parts.equal_rate(study) == 1e-4
+
+
+def add_grid(study: Study, losses: dict[float, tuple[float, ...]]) -> None:
+    """Runs of the grid with the held-out losses of each rate, a seed each."""
+    for rate, losses_of_seeds in losses.items():
+        for seed, loss in enumerate(losses_of_seeds):
+            record = RunRecord(
+                "grid", f"{rate}-{seed}", learning_rate=rate, seed=seed, held_out_loss=loss
+            )
+            study.store.add(MODEL, record, {})
+
+
+def test_a_rate_is_chosen_by_its_mean_over_seeds(study):
+    """Not by the luckiest seed, and not where a run has diverged."""
+    add_grid(study, {1e-5: (1.5, 1.5), 2e-5: (1.1, 2.1), 5e-5: (1.0, float("nan"))})
+    assert parts.chosen_rate(study) == 1e-5
+
+
+def test_no_rate_is_chosen_where_all_have_diverged(study):
+    add_grid(study, {1e-5: (float("nan"),), 2e-5: (float("nan"),)})
+    with pytest.raises(InputError, match=f"{MODEL}, grid: no learning rate has a held-out loss"):
+        parts.chosen_rate(study)
+
+
+def test_an_equal_loss_needs_the_loss_that_it_equals(study):
+    with pytest.raises(InputError, match="the part grid comes first"):
+        parts.equal_rate(study)
+    add_grid(study, {1e-5: (1.5,), 2e-5: (1.6,)})
+    with pytest.raises(InputError, match=f"{MODEL}, seeds: no run at β = 0.1 is trained"):
+        parts.equal_rate(study)
+
+
+def test_two_runs_of_a_setting_and_seed_are_refused(study, folders):
+    """As they are after a changed learning rate, beside the ones before; neither would be right."""
+    write_records(file := folders / "mmlu.jsonl", 50, 1.5, seed=7)
+    for rate in (1e-5, 2e-5):
+        record = RunRecord("seeds", f"r{rate}", learning_rate=rate, label_smoothing=0.1, seed=0)
+        study.store.add(MODEL, record, {"mmlu": file})
+    with pytest.raises(InputError, match=r"r1e-05 and r2e-05 are both runs of seeds, β = 0\.1, "):
+        contrasts.record_files(contrasts.unpacked(study), contrasts.SMOOTHED, "mmlu")
+
+
+def test_the_base_model_alone_is_scored_where_only_it_lacks_records(
+    tiny, tiny_study, folders, monkeypatch
+):
+    seeds = PART["seeds"]
+    more = [
+        *tiny,
+        f"grid.model_name_or_path=[{folders}/models/tiny]",
+        "grid.seed=[0]",
+        f"score={{tasks: [{{task: mmlu, data: {folders}/data/mmlu, shots: 0, scoring: letters}}]}}",
+    ]
+    overrides = parts.sweep_overrides(tiny_study, seeds, more)
+    for run in plan_sweep(CONFIG, overrides).runs:
+        tiny_study.store.add("tiny", RunRecord(*training.record_key(seeds, run)), {})
+    assert training.train(tiny_study, seeds, overrides) == 0
+    (base,) = (record for record in tiny_study.store.runs("tiny") if record.part == "base")
+    assert base.tasks["mmlu"] > 0
+    monkeypatch.setattr(training.subprocess, "run", None)  # it is not scored again
+    assert training.train(tiny_study, seeds, overrides) == 0
 
 
 def test_runs_with_records_are_not_run_again(study, monkeypatch):
@@ -129,7 +205,7 @@ def test_runs_with_records_are_not_run_again(study, monkeypatch):
     plan = plan_sweep(CONFIG, overrides)
     for run in (*plan.baselines, *plan.runs[:7]):
         study.store.add(MODEL, RunRecord(*training.record_key(seeds, run)), {})
-    lacking = training.without_records(study, seeds, overrides)
+    lacking = training.overrides_of_missing_runs(study, seeds, plan)
     plans = [plan_sweep(CONFIG, [*overrides, *more]) for more in lacking]
     left = [run.name for each in plans for run in each.runs]
     assert left == [run.name for run in plan.runs[7:]]
@@ -220,6 +296,12 @@ def test_the_price_is_what_a_plain_loop_reads(tiny, tiny_study, folders, monkeyp
     monkeypatch.setattr(model_figures, "price", None)
     posthoc.measure_prices(tiny_study)
     assert len((folders / "records/tiny/price.jsonl").read_text().splitlines()) == 2
+    # A run of another part may have the same name, and is another model all the same.
+    shutil.copytree(cells[0].path, folders / "runs/tiny-half" / cells[0].name)
+    monkeypatch.setattr(model_figures, "price", lambda run: {"nll": 0.0})
+    posthoc.measure_prices(tiny_study)
+    rows = [json.loads(line) for line in (folders / "records/tiny/price.jsonl").open()]
+    assert [row["part"] for row in rows] == ["unigram", "unigram", "half"]
 
 
 def test_weights_are_averaged_as_val_questions_choose(tiny, tiny_study, folders, monkeypatch):
@@ -321,6 +403,16 @@ def test_confidences_by_the_norm_of_the_answers_logits(folders):
     draws = run.draws["choices"]["aurc"]
     assert draws.shape == plain.draws["choices"]["aurc"].shape
     assert np.corrcoef(draws, plain.draws["choices"]["aurc"])[0, 1] > 0.5  # the same resamples
+
+
+def test_confidences_are_those_of_the_file_as_it_is_now(folders):
+    """A temperature that was fitted anew changes a file within the process."""
+    file = folders / "mmlu.jsonl"
+    found = []
+    for seed in (1, 2):
+        write_records(file, 100, 1.5, seed=seed)
+        found.append(contrasts.with_normalized_logits(file).values["choices"]["aurc"])
+    assert found[0] != found[1]
 
 
 def test_a_temperature_by_agreement_is_fitted_where_models_agree(folders):
@@ -442,12 +534,10 @@ def test_the_summary_is_what_calibeval_estimates_over_seeds(study, command, fold
         assert rows[1][column] == f"{ece.value:.3f}"
         loss = stats.estimate(runs, "nll", confidence)
         assert rows[1][column + 2] == f"{loss.value:.3f} [{loss.low:.3f}, {loss.high:.3f}]"
-    ceilings = [run.floors[c]["ece"].null_q95 for run in runs for c in ("choices", "vocabulary")]
     stated = float(re.search(r"an ECE of up to (\d\.\d+) here", text).group(1))
-    assert stated >= round(max(ceilings), 3)
-
-
-PUBLISHED = RecordStore(parts.HERE / "records")
+    runs += [stats.load(at / f"0.0-{seed}" / "mmlu.jsonl") for seed in (0, 1, 2)]
+    ceilings = [run.floors[c]["ece"].null_q95 for run in runs for c in ("choices", "vocabulary")]
+    assert stated == round(max(ceilings), 3)
 
 
 @pytest.mark.slow
@@ -679,23 +769,40 @@ def test_records_that_have_changed_are_unpacked_again(study, folders):
         assert abs(found - expected).max() < 0.01
 
 
-@pytest.mark.parametrize(
-    ("model", "recorded"),
-    [
-        ("gemma-3-270m", 38),
-        ("qwen2.5-coder-0.5b", 53),
-        ("qwen2.5-coder-1.5b", 110),
-        ("smollm2-135m", 38),
-    ],
-)
-def test_planned_runs_find_their_published_records(model, recorded):
-    """By their names; otherwise all of them would be trained again."""
+NOT_RUN = {"high", "harm", "sum", "script"}  # of all models but the 1.5B and, in part, the 0.5B
+
+
+@pytest.mark.parametrize("model", PUBLISHED.models())
+def test_planned_runs_are_the_published_ones(model, capsys):
+    """By their names; otherwise they would be trained again. What is not published was not run."""
     study = Study(model)
     planned = set()
     for part in PARTS:
         plan = plan_sweep(CONFIG, parts.sweep_overrides(study, part, []))
         planned |= {training.record_key(part, run) for run in (*plan.baselines, *plan.runs)}
-    assert len(planned & PUBLISHED.keys(model)) == recorded
+    trained = {key for key in PUBLISHED.keys(model) if key[0] not in ("after", "averaged")}
+    assert trained - planned == set()
+    lacking = {part for part, _ in planned - trained}
+    if model == "qwen2.5-coder-1.5b":
+        assert lacking == set()
+    elif model == "qwen2.5-coder-0.5b":
+        assert lacking == NOT_RUN - {"harm"}
+    else:
+        assert lacking == NOT_RUN
+
+
+@pytest.mark.parametrize(("model", "rate"), [("smollm2-135m", "5e-06"), ("gemma-3-270m", "0.0002")])
+def test_a_loss_that_no_rate_of_the_grid_reaches_is_told(model, rate, capsys):
+    """Both published models have their largest loss at that end of the grid."""
+    assert parts.equal_rate(Study(model)) == float(rate)
+    said = capsys.readouterr().err
+    assert f"{model}, equal: no learning rate of the grid reaches" in said
+    assert f"takes {rate}, where it is" in said
+
+
+def test_losses_within_the_grid_are_told_nothing_of(capsys):
+    assert parts.equal_rate(Study("qwen2.5-coder-0.5b")) == 7e-5
+    assert capsys.readouterr().err == ""
 
 
 def test_the_manifest_tells_the_published_files():
