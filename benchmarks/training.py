@@ -5,30 +5,39 @@
 
 Every trainer fine-tunes the same model (random weights of a real shape), on the same conversations
 with the same tokens, 64 conversations an update, AdamW over fp32 weights with bf16 computation
-(Unsloth chooses its weights' dtype itself). FOLDER/training.jsonl grows by a row a trial; a trial
-that fails, or a library that is not installed, is a row with its reason. The table comes last. What
-an earlier call left of a trial in FOLDER is deleted when the trial begins.
+(Unsloth chooses its weights' dtype itself), gradients clipped at a norm of 1, a learning rate that
+falls linearly from its first update. FOLDER/training.jsonl grows by a row a trial, with its date,
+card and versions; a trial that fails, or a library that is not installed, is a row with its reason.
+The table comes last. What an earlier call left of a trial in FOLDER is deleted when the trial
+begins, its caches too; model and tokenizer stay while they are of the same data.
+
+Not the same: the sweeps' trainer packs an update into rows without padding, and the others pad
+micro-batches of 16 conversations (of 8 with llama-8b), which nothing tunes to the memory that is
+free. TRL also takes accuracy and entropy of every micro-batch, and waits for the GPU to count its
+tokens; the sweeps' trainer counts them on the CPU. Conversations come in an order of each trainer's
+own.
 
 Trainers:
 
     ours            the sweeps' trainer: packed rows, smoothce's loss, layers not compiled
     ours-compiled   the same with torch.compile on each layer
     ours-smoothed   ours-compiled at β = 0.1; the others are at β = 0
-    ours-zero3      the first by DeepSpeed's ZeRO-3; on several GPUs, unless named
-    ours-lora       the first with LoRA of rank 16 over frozen bf16 weights; only where it is named
+    ours-zero3      ours by DeepSpeed's ZeRO-3; on one GPU only where it is named
+    ours-lora       ours with LoRA of rank 16 over frozen bf16 weights; only where it is named
     trl             TRL's SFTTrainer as it comes
-    trl-liger       with Liger's kernels (use_liger_kernel)
-    trl-chunked     with TRL's own chunked loss (loss_type="chunked_nll")
+    trl-liger       with Liger's layers (use_liger_kernel); the loss stays TRL's own, which TRL 1.16
+                    puts in the place of Liger's
     trl-grouped     with conversations of like lengths together, so that less is padding
-    trl-padding-free  with padding_free, which needs FlashAttention
+    trl-padding-free  with padding_free over FlashAttention 2, which it needs
     unsloth         Unsloth's FastLanguageModel under SFTTrainer, all weights trained
 
 Columns: tokens/s (tokens that are no padding, median over updates after the third), milliseconds an
-update (a mean update's tokens at that pace), MFU (model FLOP utilisation, about: (6 N + 6 V D +
+update (a mean update's tokens at that pace), MFU (model FLOP utilisation, about: (6 N + 6 V D t +
 6 L H d · s) · tokens/s over the peak of --peak, for N weights of linear maps in the layers, V × D
-of the classifier, L layers of H heads of d dimensions, and s the mean number of tokens of a
-conversation, which counts long conversations' attention too low), the peak of allocated GPU memory,
-seconds until the first update is done, and the mean loss of the last quarter of updates.
+of the classifier, t the share of tokens that are learnt, L layers of H heads of d dimensions, and s
+the mean number of tokens of a conversation, which counts long conversations' attention too low),
+the peak of allocated GPU memory, seconds until the first update is done, and the mean loss of the
+last quarter of updates.
 
 The tokenizer is a BPE trained on the data, so that tokens are about as long as usual.
 
@@ -40,6 +49,9 @@ goes, by torch.profiler over two updates.
 import argparse
 import contextlib
 import dataclasses
+import datetime
+import hashlib
+import importlib.metadata
 import importlib.util
 import itertools
 import json
@@ -60,6 +72,8 @@ TEMPLATE = PROJECT / "slurm" / "sweeps" / "training" / "chat_templates" / "alpac
 CONVERSATIONS = 64  # of an update
 IGNORED = -100  # the label of a token that no loss is taken of
 WARM_UP = 3  # updates that are not timed: kernels are compiled and chosen in them
+CLIP_GRADIENT_NORM = 1.0
+VERSIONS = ("torch", "transformers", "accelerate", "trl", "liger_kernel", "unsloth", "deepspeed")
 PROFILED = 2  # updates that --profile looks at, after the warm-up
 
 
@@ -76,8 +90,11 @@ class Shape:
     head_dim: int
     tie_word_embeddings: bool
 
-    def flops_per_token(self, length: float) -> float:
-        """FLOP of a forward and backward pass for each token of conversations this long."""
+    def flops_per_token(self, length: float, learnt: float) -> float:
+        """FLOP of a forward and backward pass for each token of conversations this long.
+
+        Of the tokens a share of `learnt` has a loss, and needs the classifier.
+        """
         attention = self.num_attention_heads * self.head_dim
         key_value = self.num_key_value_heads * self.head_dim
         projections = self.hidden_size * (2 * attention + 2 * key_value)
@@ -87,7 +104,7 @@ class Shape:
         # A token has a product with each key and one with each value, of half of the conversation
         # in the mean: 2 · ½ = 1.
         attention_products = self.num_hidden_layers * attention * length
-        return 6 * weights + 6 * classifier + 6 * attention_products
+        return 6 * weights + 6 * classifier * learnt + 6 * attention_products
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,20 +188,23 @@ class Trainer:
 
     kind: str  # sweeps, trl or unsloth
     needs: tuple[str, ...]  # packages
-    settings: dict[str, Any]
+    settings: dict[str, Any]  # of the sweep's `train:`, or of SFTConfig
+    deepspeed: str | None = None  # a file of the project, by which the sweeps' trainer shards
+    attention: str | None = None  # of transformers' model under TRL; None: its default
 
 
 TRAINERS = {
     "ours": Trainer("sweeps", (), {"compile": False}),
     "ours-compiled": Trainer("sweeps", (), {"compile": True}),
     "ours-smoothed": Trainer("sweeps", (), {"compile": True, "label_smoothing": 0.1}),
-    "ours-zero3": Trainer("sweeps", ("deepspeed",), {"deepspeed": "configs/deepspeed/zero3.json"}),
+    "ours-zero3": Trainer("sweeps", ("deepspeed",), {}, deepspeed="configs/deepspeed/zero3.json"),
     "ours-lora": Trainer("sweeps", ("peft",), {"compile": False, "lora": {"r": 16, "alpha": 32}}),
     "trl": Trainer("trl", ("trl",), {}),
     "trl-liger": Trainer("trl", ("trl", "liger_kernel"), {"use_liger_kernel": True}),
-    "trl-chunked": Trainer("trl", ("trl",), {"loss_type": "chunked_nll"}),
     "trl-grouped": Trainer("trl", ("trl",), {"train_sampling_strategy": "group_by_length"}),
-    "trl-padding-free": Trainer("trl", ("trl", "flash_attn"), {"padding_free": True}),
+    "trl-padding-free": Trainer(
+        "trl", ("trl", "flash_attn"), {"padding_free": True}, attention="flash_attention_2"
+    ),
     "unsloth": Trainer("unsloth", ("trl", "unsloth"), {}),
 }
 SHARDED = ("ours", "ours-zero3", "trl", "trl-liger")  # where --gpus is more than one
@@ -200,7 +220,7 @@ def main() -> int:
     for model in arguments.models:
         prepare(model, arguments)
         for name in arguments.trainers:
-            row = {"model": model, "trainer": name, "gpus": arguments.gpus}
+            row = {"model": model, "trainer": name, **circumstances(arguments)}
             row.update(run_trial(model, name, arguments))
             results.append(row)
             print(json.dumps(row), flush=True)
@@ -208,6 +228,25 @@ def main() -> int:
                 out.write(json.dumps(row) + "\n")
     print("\n".join(table(results)))
     return 0
+
+
+def circumstances(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What a row's figures depend on beside the model and the trainer."""
+    import torch
+
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    versions = {}
+    for package in VERSIONS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return {
+        "gpus": arguments.gpus,
+        "card": card,
+        "steps": arguments.steps,
+        "conversations": arguments.conversations,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "versions": versions,
+    }
 
 
 def parse() -> argparse.Namespace:
@@ -230,7 +269,21 @@ def parse() -> argparse.Namespace:
         arguments.trainers = [x for x in TRAINERS if x not in ("ours-zero3", "ours-lora")]
         if arguments.gpus > 1:
             arguments.trainers = list(SHARDED)
+    refuse_uneven_updates(parser, arguments)
     return arguments
+
+
+def refuse_uneven_updates(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """End the program where trainers would take updates of different sizes."""
+    for model in arguments.models:
+        of_a_gpu = arguments.conversations // arguments.gpus
+        micro_batch = min(MODELS[model].micro_batch, max(1, of_a_gpu))
+        parts = arguments.gpus * micro_batch
+        if of_a_gpu == 0 or arguments.conversations % parts:
+            parser.error(
+                f"--conversations {arguments.conversations}: {arguments.gpus} GPUs with "
+                f"micro-batches of {micro_batch} need a multiple of {parts} for {model}"
+            )
 
 
 def model_folder(model: str, arguments: argparse.Namespace) -> Path:
@@ -244,8 +297,12 @@ def prepare(model: str, arguments: argparse.Namespace) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     folder = model_folder(model, arguments)
-    if (folder / "tokenizer_config.json").exists():
+    made_of = folder / "made_of.json"  # written last, so that what is cut short is made anew
+    number = len(conversations(arguments))
+    data = {"sha256": hashlib.sha256(arguments.alpaca.read_bytes()).hexdigest(), "rows": number}
+    if made_of.exists() and json.loads(made_of.read_text("utf-8")) == data:
         return
+    shutil.rmtree(folder, ignore_errors=True)
     architecture = MODELS[model].architecture
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
@@ -275,6 +332,7 @@ def prepare(model: str, arguments: argparse.Namespace) -> None:
     )
     fast.chat_template = TEMPLATE.read_text("utf-8")
     fast.save_pretrained(folder)
+    made_of.write_text(json.dumps(data), "utf-8")
 
 
 def conversations(arguments: argparse.Namespace) -> list[dict[str, str]]:
@@ -305,6 +363,9 @@ def run_trial(model: str, name: str, arguments: argparse.Namespace) -> dict[str,
     for earlier in (result, tokens_file(model, name, arguments)):
         earlier.unlink(missing_ok=True)
     shutil.rmtree(arguments.out / "runs" / f"{model}.{name}", ignore_errors=True)
+    cache = cache_folder(model, name, arguments)
+    shutil.rmtree(cache, ignore_errors=True)
+    environment["HF_DATASETS_CACHE"] = str(cache)  # where the sweeps' trainer keeps tokens
     log = arguments.out / f"{model}.{name}.log"
     code = run_to_the_end([str(word) for word in command], environment, log, arguments.limit)
     if code is None:
@@ -315,7 +376,8 @@ def run_trial(model: str, name: str, arguments: argparse.Namespace) -> dict[str,
         return {"failed": (errors or lines or ["no output"])[-1].strip()[:300]}
     found = json.loads(result.read_text("utf-8"))
     result.unlink()
-    per_token = MODELS[model].shape.flops_per_token(found.pop("mean_length"))
+    shape = MODELS[model].shape
+    per_token = shape.flops_per_token(found.pop("mean_length"), found.pop("learnt"))
     whole = found["tokens_per_second"] * per_token
     found["mfu"] = round(whole / arguments.peak / arguments.gpus, 3)
     return found
@@ -359,9 +421,8 @@ def train_by_sweeps(arguments: argparse.Namespace) -> int:
 
     (model,) = arguments.models
     name = arguments.trial
-    settings = dict(TRAINERS[name].settings)
     world: dict[str, Any] = {"processes_per_node": arguments.gpus}
-    deepspeed = settings.pop("deepspeed", None)
+    deepspeed = TRAINERS[name].deepspeed
     if deepspeed:
         world["deepspeed"] = str(PROJECT / deepspeed)
     elif arguments.gpus > 1:
@@ -385,7 +446,11 @@ def train_by_sweeps(arguments: argparse.Namespace) -> int:
             "gradient_checkpointing": MODELS[model].gradient_checkpointing,
             "logging_steps": 1,
             "checkpointing_steps": None,
-            **settings,
+            "clip_grad_norm": CLIP_GRADIENT_NORM,
+            "lr_scheduler_type": "linear",
+            "warmup_ratio": 0.0,
+            "weight_decay": 0.0,
+            **TRAINERS[name].settings,
         },
         "world": world,
     }
@@ -420,7 +485,7 @@ def figures_of(
     losses: list[float],
 ) -> dict[str, Any]:
     """A row's figures, of every trainer by the same rules."""
-    tokens, number_of_conversations = count_tokens(model, arguments)
+    tokens, learnt, number_of_conversations = count_tokens(model, arguments)
     return {
         "tokens_per_second": round(pace),
         "ms_per_update": round(1000 * tokens / arguments.steps / pace),
@@ -428,6 +493,7 @@ def figures_of(
         "seconds_to_first_update": round(first_update - began(), 1),
         "loss": last_quarter(losses),
         "mean_length": tokens / number_of_conversations,
+        "learnt": learnt / tokens,
     }
 
 
@@ -464,10 +530,16 @@ def tokenized(model: str, arguments: argparse.Namespace) -> Iterator[dict[str, l
         yield {"input_ids": tokens, "labels": [IGNORED] * before + tokens[before:]}
 
 
-def count_tokens(model: str, arguments: argparse.Namespace) -> tuple[int, int]:
-    """Tokens and conversations of the data."""
-    lengths = [len(row["input_ids"]) for row in tokenized(model, arguments)]
-    return sum(lengths), len(lengths)
+def count_tokens(model: str, arguments: argparse.Namespace) -> tuple[int, int, int]:
+    """Tokens of the data, those of them that are learnt, and conversations."""
+    tokens = 0
+    learnt = 0
+    number_of_conversations = 0
+    for row in tokenized(model, arguments):
+        tokens += len(row["labels"])
+        learnt += sum(label != IGNORED for label in row["labels"])
+        number_of_conversations += 1
+    return tokens, learnt, number_of_conversations
 
 
 def train_by_trl(arguments: argparse.Namespace) -> int:
@@ -492,14 +564,22 @@ def train_by_trl(arguments: argparse.Namespace) -> int:
     trainer.train()
     if not trainer.is_world_process_zero():
         return 0
-    paces = []
-    for (earlier, before), (later, after) in itertools.pairwise(clock.marks):
-        paces.append((after - before) / (later - earlier))
-    pace = statistics.median(paces[WARM_UP - 1 :])
+    pace = median_pace(clock.marks)
     memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     figures = figures_of(model, arguments, pace, memory, clock.first, losses)
     return finish(name, arguments, figures)
+
+
+def median_pace(marks: list[tuple[float, int]]) -> float:
+    """Tokens a second, the median over the updates after the warm-up.
+
+    `marks` has, for each update, the time in seconds and the number of tokens when it was done.
+    """
+    paces = []
+    for (earlier, before), (later, after) in itertools.pairwise(marks[WARM_UP - 1 :]):
+        paces.append((after - before) / (later - earlier))
+    return statistics.median(paces)
 
 
 def load_for_trl(model: str, name: str, arguments: argparse.Namespace) -> tuple[Any, Any]:
@@ -515,7 +595,9 @@ def load_for_trl(model: str, name: str, arguments: argparse.Namespace) -> tuple[
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    network = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    network = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation=TRAINERS[name].attention
+    )
     return network, tokenizer
 
 
@@ -537,6 +619,10 @@ def trl_config(model: str, name: str, arguments: argparse.Namespace) -> Any:
         per_device_train_batch_size=micro_batch,
         gradient_accumulation_steps=of_a_gpu // micro_batch,
         learning_rate=1e-5,
+        max_grad_norm=CLIP_GRADIENT_NORM,
+        lr_scheduler_type="linear",
+        warmup_steps=0,
+        weight_decay=0.0,
         bf16=on_gpu,
         use_cpu=not on_gpu,
         gradient_checkpointing=MODELS[model].gradient_checkpointing,
@@ -556,6 +642,11 @@ def tokens_file(model: str, name: str, arguments: argparse.Namespace) -> Path:
     return arguments.out / f"{model}.{name}.tokens.jsonl"
 
 
+def cache_folder(model: str, name: str, arguments: argparse.Namespace) -> Path:
+    """Where a trial keeps tokens as `datasets` has them. `run_trial` deletes it before."""
+    return arguments.out.absolute() / "cache" / f"{model}.{name}"
+
+
 def tokens_for_trl(model: str, name: str, arguments: argparse.Namespace) -> Any:
     """The tokens as a dataset. The first rank makes them, and the others wait for its file."""
     from datasets import Dataset
@@ -567,7 +658,8 @@ def tokens_for_trl(model: str, name: str, arguments: argparse.Namespace) -> Any:
         part.rename(file)
     while not file.exists():
         time.sleep(0.1)
-    return Dataset.from_json(str(file), cache_dir=str(arguments.out / f"cache{trl_rank()}"))
+    cache = cache_folder(model, name, arguments) / f"rank{trl_rank()}"
+    return Dataset.from_json(str(file), cache_dir=str(cache))
 
 
 def trl_rank() -> int:

@@ -67,6 +67,65 @@ def test_a_trial_that_takes_too_long_leaves_no_process(training, alpaca, tmp_pat
             os.kill(pid, 9)
 
 
+def parsed(training, monkeypatch, alpaca, out, *words):
+    command = ["training.py", "--alpaca", alpaca, "--out", out, "--models", "tiny", *words]
+    monkeypatch.setattr(sys, "argv", [str(word) for word in command])
+    return training.parse()
+
+
+@pytest.mark.parametrize(
+    ("words", "multiple"), [(["--conversations", 40], 16), (["--gpus", 3], 48), (["--gpus", 65], 0)]
+)
+def test_updates_that_trainers_would_floor_are_refused(
+    words, multiple, training, alpaca, tmp_path, monkeypatch, capsys
+):
+    with pytest.raises(SystemExit):
+        parsed(training, monkeypatch, alpaca, tmp_path, *words)
+    assert f"need a multiple of {multiple or 65} for tiny" in capsys.readouterr().err
+
+
+def test_the_pace_is_of_the_updates_after_the_warm_up(training):
+    """Updates of 1 s and 100 tokens, after three that took 50 s each."""
+    marks = [(50.0, 100), (100.0, 200), (150.0, 300), (151.0, 400), (152.0, 500), (153.0, 600)]
+    assert training.median_pace(marks) == 100
+    assert training.median_pace(marks[:4]) == 100
+
+
+def test_a_token_that_is_not_learnt_needs_no_classifier(training):
+    shape = training.MODELS["tiny"].shape
+    classifier = 6 * shape.vocab_size * shape.hidden_size
+    all_learnt = shape.flops_per_token(100.0, learnt=1.0)
+    assert all_learnt - shape.flops_per_token(100.0, learnt=0.25) == 0.75 * classifier
+
+
+def test_a_trainer_names_its_attention(training, alpaca, tmp_path, monkeypatch):
+    """TRL takes the model as it was loaded, so padding-free needs it from there."""
+    pytest.importorskip("transformers")
+    assert training.TRAINERS["trl-padding-free"].attention == "flash_attention_2"
+    arguments = parsed(training, monkeypatch, alpaca, tmp_path, "--steps", 1)
+    training.prepare("tiny", arguments)
+    eager = training.Trainer("trl", (), {}, attention="eager")
+    monkeypatch.setitem(training.TRAINERS, "trl-padding-free", eager)
+    network, _ = training.load_for_trl("tiny", "trl-padding-free", arguments)
+    assert network.config._attn_implementation == "eager"
+
+
+def test_a_tokenizer_is_of_the_data_of_its_call(training, alpaca, tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+
+    def made(*words):
+        arguments = parsed(training, monkeypatch, alpaca, tmp_path, *words)
+        training.prepare("tiny", arguments)
+        return (training.model_folder("tiny", arguments) / "tokenizer.json").stat().st_mtime_ns
+
+    first = made("--steps", 1, "--conversations", 16)
+    assert made("--steps", 1, "--conversations", 16) == first
+    second = made("--steps", 2, "--conversations", 16)
+    assert second != first
+    alpaca.write_text(alpaca.read_text().replace("word1", "other"))
+    assert made("--steps", 2, "--conversations", 16) != second
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["ours", "trl"])
 def test_a_second_call_measures_anew(trainer, alpaca, tmp_path):
@@ -86,3 +145,5 @@ def test_a_second_call_measures_anew(trainer, alpaca, tmp_path):
         assert "failed" not in row, row
         assert row["seconds_to_first_update"] > 0
         assert row["ms_per_update"] > 0 and row["loss"] > 0
+        assert row["steps"] == steps and row["conversations"] == 4
+        assert row["versions"]["torch"] and row["card"] and row["date"]
