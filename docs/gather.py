@@ -2,8 +2,9 @@
 
 The pages stay beside the code that they describe. This copies every Markdown file of the checkout,
 and every file that one of them links to, into FOLDER under the same relative path, so that the
-links between them hold on the site too. `make docs` calls it before `mkdocs build --strict`, which
-fails on any link or anchor that leads nowhere.
+links between them hold on the site too. FOLDER is made anew: what an earlier call gathered there is
+deleted, and a folder with anything else is refused. `make docs` calls it before `mkdocs build
+--strict`, which fails on any link or anchor that leads nowhere.
 """
 
 import re
@@ -13,19 +14,22 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+MARK = ".gathered"  # the file by which a folder is known that this script may delete
 LINK = re.compile(r"\]\(([^)#\s]+)")  # the target of [text](target#anchor)
 
 
 def pages() -> list[Path]:
     """Every page of the checkout, committed or new, relative to its root; not hidden folders'."""
     listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "*.md"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    return [Path(name) for name in listed.splitlines() if not name.startswith(".")]
+    names = [name for name in listed.split("\0") if name and not name.startswith(".")]
+    # Git still lists a committed page that was deleted in the work tree.
+    return [Path(name) for name in names if (ROOT / name).is_file()]
 
 
 def linked_files(page: Path) -> set[Path]:
@@ -41,8 +45,13 @@ def linked_files(page: Path) -> set[Path]:
 
 
 def gather(folder: Path) -> None:
-    """Copy pages and what they link to into an empty folder."""
-    shutil.rmtree(folder, ignore_errors=True)
+    """Copy pages and what they link to into a folder, which is emptied if this script filled it."""
+    if (folder / MARK).exists():
+        shutil.rmtree(folder)
+    elif folder.exists() and any(folder.iterdir()):
+        sys.exit(f"{folder}: has files that gather.py did not put there; delete it or name another")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MARK).touch()
     files = set(pages())
     for page in sorted(files):
         files |= linked_files(page)
