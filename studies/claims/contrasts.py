@@ -132,7 +132,8 @@ CONTRASTS = [
     pair("temperature after β = 0, less β = 0.3", Term("after"), Term("seeds", 0.3)),
     pair("DACA's temperature after β = 0, less β = 0", Term("aligned"), PLAIN),
     pair("DACA's temperature after β = 0, less β = 0.1", Term("aligned"), SMOOTHED),
-    pair("DACA's temperature less one fitted with answers", Term("aligned"), Term("after")),
+# Not alike: DACA's is fitted on the test questions themselves, the other one on val questions.
+    pair("DACA's temperature (of the test) less one of val", Term("aligned"), Term("after")),
     pair("harm: temperature after β = 0, less β = 0", COOLED, OVER_TRAINED),
     pair("harm: temperature after β = 0, less β = 0.3", COOLED, Term("harm", 0.3)),
     pair("harm: temperature after β = 0, less β = 0.5", COOLED, Term("harm", 0.5)),
@@ -219,8 +220,9 @@ def apply_temperature(runs: list[UnpackedRun], after: UnpackedRun) -> None:
 def aligned_with_base(runs: list[UnpackedRun], folder: Path) -> list[UnpackedRun]:
     """Write what the runs of `seeds` at β = 0 answer by letters at DACA's temperature.
 
-    It is fitted on MMLU without its right answers (`agreement_temperature`), and carried to the
-    other tasks. Returns the runs, of the part "aligned".
+    It is fitted on MMLU's test questions, on which it is judged too, without their right answers
+    (`agreement_temperature`), and carried to the other tasks: no records of val questions are kept.
+    Returns the runs, of the part "aligned".
     """
     bases = record_files(runs, BASE, "mmlu")
     aligned = []

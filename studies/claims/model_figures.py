@@ -177,6 +177,8 @@ def score_average(run: Run, out: Path) -> float:
         θ = (1 − α) θ_base + α θ_tuned
 
     (Wortsman et al. 2022), with the α of the least NLL among the choices of MMLU's val questions.
+    Four values are tried, and 0, which is the base model itself, is not among them: a finer search
+    might do better.
     """
     train_options: TrainOptions = run.config().train_options
     tokenizer = make_tokenizer(train_options)

@@ -1,7 +1,10 @@
 """The tables of a model: every contrast in every reading, and what smoothing costs in entropy."""
 
+import math
+
 import pandas as pd
 
+from calibeval import scaling
 from calibeval.io import write_text
 from studies.claims import figures
 from studies.claims.contrasts import (
@@ -30,6 +33,7 @@ def report(study: Study) -> None:
     runs = unpacked(study)
     lines = contrast_table(runs, {quantity.title: quantity for quantity in CALIBRATION})
     lines += contrast_table(runs, GUARDS)
+    lines += temperature_lines(study)
     lines += price_table(study)
     write_text(study.runs_folder / f"{study.model}.md", "\n".join(lines))
     print(*lines, sep="\n")
@@ -45,6 +49,32 @@ def contrast_table(runs: list[UnpackedRun], columns: dict[str, Quantity]) -> lis
             lines.append(f"| {contrast.name} | {' | '.join(map(format_cell, cells))} |")
     lines.append("")
     return lines
+
+
+def temperature_lines(study: Study) -> list[str]:
+    """The temperatures of the part `after`, and which of them no better one was sought beyond."""
+    temperatures = []
+    without_optimum = 0
+    for record in study.store.runs(study.model):
+        if record.temperature is None:
+            continue
+        temperatures.append(f"{record.temperature:.2f}")
+        without_optimum += is_end_of_search(record.temperature)
+    if not temperatures:
+        return []
+    line = f"Temperatures fitted after β = 0, a seed each: {', '.join(temperatures)}."
+    if without_optimum:
+        line += (
+            f" Of {without_optimum} of these none is best: the search ended there while NLL still "
+            "fell, as it does where answers are right by chance."
+        )
+    return [line, ""]
+
+
+def is_end_of_search(temperature: float) -> bool:
+    """Whether a fitted temperature is one of the two between which it was sought."""
+    nearest = scaling.LOG_TEMPERATURE_LIMIT - scaling.AT_THE_LIMIT
+    return abs(math.log(temperature)) > nearest
 
 
 def price_table(study: Study) -> list[str]:

@@ -437,19 +437,72 @@ def test_records_of_other_questions_are_not_packed_together(study, folders):
         study.store.add("m", RunRecord("base", "b"), {"mmlu": folders / "b.jsonl"})
 
 
-def test_the_published_records_give_the_published_figures(study, command, folders):
-    """Of one seed: β = 0.1 less 0, among the choices and among all tokens."""
-    published = RecordStore(parts.HERE / "records")
-    questions = published.questions()
-    for record in published.runs(MODEL):
-        if record.part == "seeds" and record.seed == 0 and record.label_smoothing in (0.0, 0.1):
-            unpacked = folders / record.run
-            published.unpack(MODEL, record, questions, unpacked)
-            files = {task: unpacked / f"{task}.jsonl" for task in record.tasks}
-            study.store.add(MODEL, record, files)
-    assert command(MODEL, "report") == 0
-    text = (folders / "runs" / f"{MODEL}.md").read_text()
-    assert "| **-8.31** [-9.61, -7.02] (1) | **-12.94** [-14.31, -11.74] (1) |" in text
+def page_cell(found: contrasts.Difference) -> str:
+    """A difference as the page has it: to one decimal, with a minus sign."""
+    estimate = found.estimate
+    value = f"{estimate.value:+.1f}"
+    if estimate.significant:
+        value = f"**{value}**"
+    return f"{value} [{estimate.low:.1f}, {estimate.high:.1f}]".replace("-", "−")
+
+
+def published_runs(model: str, contrast: contrasts.Contrast, folder: Path) -> list:
+    """The published runs of a contrast, with their answers to MMLU alone unpacked."""
+    questions = PUBLISHED.questions()
+    terms = [term for _, term in contrast.weighted_terms()]
+    runs = []
+    for record in PUBLISHED.runs(model):
+        if any(term.matches(record) for term in terms):
+            record.tasks = {"mmlu": record.tasks["mmlu"]}
+            PUBLISHED.unpack(model, record, questions, folder / record.part / record.run)
+            runs.append(contrasts.UnpackedRun(record, folder / record.part / record.run))
+    return runs
+
+
+SMOOTHING = contrasts.pair("β = 0.1 less β = 0", contrasts.SMOOTHED, contrasts.PLAIN)
+ONE_EPOCH = contrasts.pair("β = 0 less base", contrasts.PLAIN, contrasts.BASE)
+UNIGRAM = contrasts.pair("unigram", contrasts.Term("unigram", 0.1), contrasts.SMOOTHED)
+
+
+@pytest.mark.parametrize(
+    ("model", "contrast", "row", "column"),
+    [
+        (MODEL, SMOOTHING, "| β = 0.1 against β = 0 |", 3),
+        pytest.param(
+            "qwen2.5-coder-1.5b",
+            SMOOTHING,
+            "| β = 0.1 improves it, as recommended |",
+            None,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "qwen2.5-coder-0.5b",
+            ONE_EPOCH,
+            "| β = 0 against before fine-tuning |",
+            2,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "qwen2.5-coder-1.5b",
+            UNIGRAM,
+            "| Spreading β by token frequency is better |",
+            None,
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_the_pages_claims_are_what_the_published_records_say(model, contrast, row, column, folders):
+    """Sign, size, interval and significance; `column` is None in the table of the 1.5B's claims."""
+    page = (parts.HERE / "README.md").read_text()
+    runs = published_runs(model, contrast, folders)
+    cells = [
+        page_cell(contrasts.difference(runs, contrast, contrasts.Quantity("mmlu", confidence)))
+        for confidence in ("choices", "vocabulary")
+    ]
+    (line,) = (line for line in page.splitlines() if line.startswith(row))
+    expected = cells if column is None else ["; ".join(cells)]
+    stated = [cell.strip() for cell in line.split("|")]
+    assert stated[3:5] == expected if column is None else stated[column] == expected[0]
 
 
 def test_the_verdicts_are_differences_paired_by_seed(study, command, folders):
@@ -489,6 +542,7 @@ def test_the_verdicts_are_differences_paired_by_seed(study, command, folders):
     assert [*map(float, nothing)] == [0.0, 0.0, 0.0]
     other = cell.fullmatch(found["– less that of `seeds`, sum, clipped"]).group(2)
     assert float(other) == -float(figures[0])
+    assert "Temperatures fitted after β = 0, a seed each: 1.33, 1.33, 1.33.\n" in text
     posthoc = next(row for row in rows if "temperature after β = 0, less β = 0" in row[0])
     assert posthoc[1] == posthoc[3] and posthoc[2] == "–"  # the other task has MMLU's records
     value = float(cell.fullmatch(posthoc[1]).group(2))
@@ -897,3 +951,11 @@ def test_a_run_that_was_not_scored_has_its_setting(study, folders):
     assert store.runs("m") == [record]
     (row,) = pd.read_parquet(store.model_file("m")).to_dict("records")
     assert row["held_out_loss"] == 1.5 and row["task"] is None
+
+
+def test_a_temperature_at_the_end_of_the_search_is_told(study):
+    for seed, temperature in enumerate((1.15, 54.584)):
+        record = RunRecord("after", f"{seed}", seed=seed, temperature=temperature)
+        study.store.add(MODEL, record, {})
+    line, _ = report.temperature_lines(study)
+    assert "1.15, 54.58. Of 1 of these none is best" in line
