@@ -61,7 +61,7 @@ def release(lock):
 def paper_forward_kernel(
     hidden, weight, labels,  # (N, D), (V, D), (N,)
     lse, label_terms,  # (N,) written: log-sum-exps, and the Σ q z that the loss takes from them
-    mean_logit,  # (V,) written
+    mean_logit,  # (V,) written: means over all tokens, masked ones too, which only give an order
     locks,  # one for each block of rows
     N, V, D, smoothing,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
@@ -124,8 +124,8 @@ def paper_backward_kernel(
     is_label = y[:, None] == entries[None, :]
     p_minus_q = tl.where(is_label, p_minus_q - (1.0 - smoothing), p_minus_q)
     d_loss = tl.load(d_losses + rows, mask=is_row, other=0.0)
-    counts = (is_row & (d_loss != 0.0))[:, None] & (entries < V)[None, :]
-    p_minus_q = tl.where(counts, p_minus_q, 0.0)
+    has_gradient = (is_row & (d_loss != 0.0))[:, None] & (entries < V)[None, :]
+    p_minus_q = tl.where(has_gradient, p_minus_q, 0.0)
     if tl.max(tl.max(tl.abs(p_minus_q), 1), 0) >= eps:
         d_logits = (p_minus_q * d_loss[:, None]).to(hidden.dtype.element_ty)
         row_offset = tl.minimum(rows, N - 1).to(tl.int64)[:, None] * D

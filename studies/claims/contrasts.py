@@ -132,7 +132,7 @@ CONTRASTS = [
     pair("temperature after β = 0, less β = 0.3", Term("after"), Term("seeds", 0.3)),
     pair("DACA's temperature after β = 0, less β = 0", Term("aligned"), PLAIN),
     pair("DACA's temperature after β = 0, less β = 0.1", Term("aligned"), SMOOTHED),
-# Not alike: DACA's is fitted on the test questions themselves, the other one on val questions.
+    # Not alike: DACA's is fitted on the test questions themselves, the other one on val questions.
     pair("DACA's temperature (of the test) less one of val", Term("aligned"), Term("after")),
     pair("harm: temperature after β = 0, less β = 0", COOLED, OVER_TRAINED),
     pair("harm: temperature after β = 0, less β = 0.3", COOLED, Term("harm", 0.3)),
@@ -175,25 +175,44 @@ GUARDS = {
 
 
 def unpacked(study: Study) -> list[UnpackedRun]:
-    """Every run of a model that was scored or has a temperature, with its records unpacked."""
+    """Every run of a model that has answers, with its records unpacked into the runs' folder.
+
+    Beside the runs that were scored these are parts whose answers are made of others': `after`,
+    those of `seeds` at β = 0 at the temperature that was fitted to each; "aligned", the same at
+    DACA's; and those of `cooled_over_trained`.
+    """
     records = study.store.runs(study.model)
     if not records:
         raise InputError(f"{study.store.folder}: no records of {study.model}")
+    runs = unpack_scored_runs(study, records)
+    for record in records:
+        if record.part == "after":
+            after = UnpackedRun(record, unpacked_folder(study, record))
+            apply_temperature(runs, after)
+            runs.append(after)
+    folder = study.runs_folder / "unpacked" / study.model
+    return runs + aligned_with_base(runs, folder) + cooled_over_trained(runs, folder)
+
+
+def unpacked_folder(study: Study, record: RunRecord) -> Path:
+    """Where a run's records are unpacked."""
+    return study.runs_folder / "unpacked" / study.model / record.part / record.run
+
+
+def unpack_scored_runs(study: Study, records: list[RunRecord]) -> list[UnpackedRun]:
+    """Unpack the runs that were scored, where their folders do not have their records already."""
     questions = study.store.questions()
     runs = []
     for record in records:
-        folder = study.runs_folder / "unpacked" / study.model / record.part / record.run
-        if record.tasks and not _is_unpacked(study, record, folder):
+        if not record.tasks:
+            continue
+        folder = unpacked_folder(study, record)
+        if not _is_unpacked(study, record, folder):
             (folder / DONE).unlink(missing_ok=True)
             study.store.unpack(study.model, record, questions, folder)
             write_text(folder / DONE, study.store.digest(study.model, record))
-        if record.tasks or record.part == "after":
-            runs.append(UnpackedRun(record, folder))
-    for run in runs:
-        if run.record.part == "after":
-            apply_temperature(runs, run)
-    folder = study.runs_folder / "unpacked" / study.model
-    return runs + aligned_with_base(runs, folder) + cooled_over_trained(runs, folder)
+        runs.append(UnpackedRun(record, folder))
+    return runs
 
 
 def _is_unpacked(study: Study, record: RunRecord, folder: Path) -> bool:

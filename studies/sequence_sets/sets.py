@@ -50,15 +50,16 @@ def k_best(emissions: np.ndarray, transitions: np.ndarray, k: int) -> tuple[np.n
         log_total = np.logaddexp.reduce(log_total[:, None] + transitions, axis=0) + emission
         extended = (scores[:, :, None] + transitions[:, None]).reshape(-1, labels)  # (L · W, L)
         origins = np.argsort(-extended, axis=0, kind="stable")[:k]
-        steps_back.append((origins, scores.shape[1]))
+        ways_before = scores.shape[1]
+        steps_back.append((origins, ways_before))
         scores = np.take_along_axis(extended, origins, 0).T + emission[:, None]
     order = np.argsort(-scores, axis=None, kind="stable")[:k]
     order = order[np.isfinite(scores.flat[order])]
     logprobs = scores.flat[order] - np.logaddexp.reduce(log_total)
     label, rank = np.divmod(order, scores.shape[1])
     labels_from_the_end = [label]
-    for origins, width in reversed(steps_back):
-        label, rank = np.divmod(origins[rank, label], width)
+    for origins, ways_before in reversed(steps_back):
+        label, rank = np.divmod(origins[rank, label], ways_before)
         labels_from_the_end.append(label)
     return np.array(labels_from_the_end[::-1]).T, logprobs
 
