@@ -446,7 +446,7 @@ def page_cell(found: contrasts.Difference) -> str:
     return f"{value} [{estimate.low:.1f}, {estimate.high:.1f}]".replace("-", "−")
 
 
-def published_runs(model: str, contrast: contrasts.Contrast, folder: Path) -> list:
+def runs_of_contrast(model: str, contrast: contrasts.Contrast, folder: Path) -> list:
     """The published runs of a contrast, with their answers to MMLU alone unpacked."""
     questions = PUBLISHED.questions()
     terms = [term for _, term in contrast.weighted_terms()]
@@ -494,7 +494,7 @@ UNIGRAM = contrasts.pair("unigram", contrasts.Term("unigram", 0.1), contrasts.SM
 def test_the_pages_claims_are_what_the_published_records_say(model, contrast, row, column, folders):
     """Sign, size, interval and significance; `column` is None in the table of the 1.5B's claims."""
     page = (parts.HERE / "README.md").read_text()
-    runs = published_runs(model, contrast, folders)
+    runs = runs_of_contrast(model, contrast, folders)
     cells = [
         page_cell(contrasts.difference(runs, contrast, contrasts.Quantity("mmlu", confidence)))
         for confidence in ("choices", "vocabulary")
@@ -589,7 +589,7 @@ def test_the_summary_is_what_calibeval_estimates_over_seeds(study, command, fold
         loss = stats.estimate(runs, "nll", confidence)
         assert rows[1][column + 2] == f"{loss.value:.3f} [{loss.low:.3f}, {loss.high:.3f}]"
     stated = float(re.search(r"an ECE of up to (\d\.\d+) here", text).group(1))
-    runs += [stats.load(at / f"0.0-{seed}" / "mmlu.jsonl") for seed in (0, 1, 2)]
+    runs += [evaluations.load(at / f"0.0-{seed}" / "mmlu.jsonl") for seed in (0, 1, 2)]
     ceilings = [run.floors[c]["ece"].null_q95 for run in runs for c in ("choices", "vocabulary")]
     assert stated == round(max(ceilings), 3)
 
