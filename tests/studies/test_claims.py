@@ -651,7 +651,7 @@ CLAIMS = [
     *(("harm: temperature after β = 0, less β = 0", LARGE, t) for t in contrasts.LETTER_TASKS),
     ("harm: temperature after β = 0, less β = 0.5", LARGE, "mmlu"),
     *(("DACA's temperature after β = 0, less β = 0", LARGE, t) for t in contrasts.LETTER_TASKS),
-    ("DACA's temperature less one fitted with answers", LARGE, "mmlu"),
+    ("DACA's temperature (of the test) less one of val", LARGE, "mmlu"),
     ("half the conversations, less β = 0.1", LARGE, "mmlu"),
     ("averaged with base, less β = 0.1", LARGE, "mmlu"),
     ("unigram less uniform, β = 0.1", LARGE, "mmlu"),
