@@ -1,5 +1,6 @@
 """Continuing a run: from which checkpoint and batch, and whether anything is left to do."""
 
+import hashlib
 import json
 import os
 import re
@@ -17,8 +18,8 @@ from smoothed_open_instruct.arguments import refuse
 TRAINED = "TRAINED"  # in the output folder, once it holds the finished model
 COMPLETED = "COMPLETED"  # in a checkpoint that every process has written
 SETTINGS_FILE = "asked.json"
-# The flags that decide what is trained, apart from how it is computed (precision, kernels, ranks).
-# Another value of one of them is another run. A flag that the script does not have counts as None.
+# The flags that decide what is trained, apart from how it is computed (precision, kernels). Another
+# value of one of them is another run. A flag that the script does not have counts as None.
 SETTINGS = (
     "model_name_or_path",
     "model_revision",
@@ -26,6 +27,7 @@ SETTINGS = (
     "additional_model_arguments",
     "tokenizer_name",
     "tokenizer_revision",
+    "use_slow_tokenizer",
     "chat_template_name",
     "add_bos",
     "train_file",
@@ -60,6 +62,10 @@ SETTINGS = (
     "lora_alpha",
     "lora_dropout",
 )
+# What decides it besides: an update has per_device_train_batch_size conversations of each process,
+# and the number of a checkpoint's step says which batches come next.
+PROCESSES = "number of processes"
+DATA = "SHA-256 of the data"
 
 
 @dataclass
@@ -77,8 +83,8 @@ class Checkpoints:
     def last(self, args: Namespace, incomplete: bool = False) -> str | None:
         """The furthest complete checkpoint, or None: where a run continues.
 
-        Upstream calls the same function with `incomplete` for the checkpoint that was just written,
-        to mark it COMPLETED. `args` are the script's, as `self.args` are.
+        With `incomplete` it is the checkpoint that was just written, which upstream asks for to
+        mark it COMPLETED. `args` are the script's, as `self.args` are.
 
         Upstream compares numbers as text, so that step_900 comes after step_1000; it prefers any
         step to any epoch; and it takes the folder that was changed last for the one just written,
@@ -106,7 +112,13 @@ class Checkpoints:
         self.written = folder
 
     def clean(self, output_dir: str, keep_last_n_checkpoints: int) -> None:
-        """Delete all but the furthest checkpoints; first those that a kill left incomplete."""
+        """Delete all but the furthest checkpoints; first those that a kill left incomplete.
+
+        A negative number keeps all of them, as upstream's flag says of -1, with which its own
+        function would delete them all. Upstream calls this with 0 once the model is saved.
+        """
+        if keep_last_n_checkpoints < 0:
+            return
         folders = checkpoint_folders(output_dir)
         folders.sort(key=lambda folder: (_is_complete(folder), self._steps(folder)))
         surplus = max(len(folders) - keep_last_n_checkpoints, 0)
@@ -124,10 +136,12 @@ def resumed_batches(loader: Any, epoch: int, skipped: int) -> Iterator[Any]:
     """Iterate what is left of an epoch as the uninterrupted run would have.
 
     The loader is told the epoch, because without the batches already seen it would shuffle as if it
-    were epoch 0. The random numbers are put back after the first batch, because starting to iterate
-    draws one. The interrupted run had drawn it before the checkpoint; drawing it again would move
-    every later dropout mask. If no batch is skipped, the checkpoint lay between two epochs, and
-    this draw was still due.
+    were epoch 0.
+
+    To start iterating draws one random number. Where batches are skipped, the interrupted run had
+    drawn it before its checkpoint; drawn once more it would move every later dropout mask, so that
+    the random state is put back after the first batch. Where none is skipped, the checkpoint lay
+    between two epochs, and the uninterrupted run draws the number here too.
     """
     loader.set_epoch(epoch)
     state = torch.get_rng_state()
@@ -147,7 +161,11 @@ def already_trained(args: Namespace) -> bool:
     if not args.output_dir:
         return False
     output = Path(args.output_dir)
-    settings = {name: str(getattr(args, name, None)) for name in SETTINGS}
+    if getattr(args, "keep_last_n_checkpoints", 1) in (None, 0):
+        refuse(
+            "keep_last_n_checkpoints: 0 keeps nothing to continue from; 1 or more, or -1 for all"
+        )
+    settings = settings_of(args)
     if args.overwrite_output_dir:
         for mark in (output / TRAINED, *output.glob(f"*_*/{COMPLETED}")):
             mark.unlink(missing_ok=True)
@@ -168,6 +186,37 @@ def already_trained(args: Namespace) -> bool:
     return True
 
 
+def settings_of(args: Namespace) -> dict[str, str]:
+    """What decides a run, each as text: the flags, the number of processes, the data's bytes."""
+    settings = {name: str(getattr(args, name, None)) for name in SETTINGS}
+    settings[PROCESSES] = os.environ.get("WORLD_SIZE", "1")  # by torchrun and accelerate launch
+    digest = data_digest(args)
+    if digest is not None:
+        settings[DATA] = digest
+    return settings
+
+
+def data_digest(args: Namespace) -> str | None:
+    """16 hexadecimal digits of the SHA-256 of all local data files that the flags name, in order.
+
+    None where no flag names a file, as with data of the hub.
+    """
+    names = [
+        getattr(args, "train_file", None),
+        *(getattr(args, "dataset_mixer", None) or []),
+        *(getattr(args, "dataset_mixer_list", None) or []),
+    ]
+    files = [name for name in names if isinstance(name, str) and os.path.isfile(name)]
+    if not files:
+        return None
+    digest = hashlib.sha256()
+    for file in files:
+        with open(file, "rb") as data:
+            while block := data.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()[:16]
+
+
 def _refuse_another_run(output: Path, settings: dict[str, str]) -> None:
     """End the process if the folder was begun by a run with other settings."""
     if not (output / SETTINGS_FILE).is_file():
@@ -176,7 +225,7 @@ def _refuse_another_run(output: Path, settings: dict[str, str]) -> None:
     # An earlier version noted fewer settings; what it did not note is not known to differ.
     changes = [
         f"{name} {before[name]}, now {settings[name]}"
-        for name in SETTINGS
+        for name in settings
         if name in before and before[name] != settings[name]
     ]
     if changes:

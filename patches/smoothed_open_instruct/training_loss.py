@@ -71,8 +71,9 @@ class TrainingLoss:
                 factor = token_mean_factor(labels, steps=accumulation)
                 # The patched model divides its summed loss by this input.
                 extra_inputs["num_items_in_batch"] = 1 / factor
-            # accelerate updates at a micro-batch for which this flag is set. Reading ahead has set
-            # it too early; it may be set for the step's last micro-batch only.
+            # accelerate makes an update at each micro-batch for which this flag of the loader is
+            # set. Reading ahead has set it too early: without this the epoch's last step would be
+            # made once for each of its micro-batches.
             loader_ended = state.end_of_dataloader
             for position, batch in enumerate(micro_batches, 1):
                 is_last = position == len(micro_batches)

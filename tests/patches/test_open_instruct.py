@@ -182,6 +182,8 @@ def test_keeps_the_furthest_and_marks_the_one_just_written(tmp_path):
     made.saved(put(tmp_path, "epoch_1"))
     os.utime(tmp_path / "step_1")  # as deleting something in it would
     assert made.last(arguments(), incomplete=True) == str(tmp_path / "epoch_1")
+    made.clean(str(tmp_path), keep_last_n_checkpoints=-1)
+    assert len(os.listdir(tmp_path)) == 5  # -1 for all, as upstream's flag says
     made.clean(str(tmp_path), keep_last_n_checkpoints=2)
     assert set(os.listdir(tmp_path)) == {"epoch_0", "epoch_1", "step_9999.bak"}
     made.clean(str(tmp_path), keep_last_n_checkpoints=0)
@@ -242,6 +244,7 @@ def test_another_run_in_the_same_folder_is_refused(tmp_path, capsys, left):
         ("clip_grad_norm", 1.0),
         ("chat_template_name", "tulu"),
         ("lora_rank", 8),
+        ("use_slow_tokenizer", False),
     ],
 )
 def test_every_setting_that_decides_what_is_trained_makes_another_run(
@@ -251,6 +254,42 @@ def test_every_setting_that_decides_what_is_trained_makes_another_run(
     with pytest.raises(SystemExit, match="2"):
         already_trained(arguments(output_dir=str(tmp_path), **{name: value}))
     assert f"holds a run with {name} None, now {value}: another" in capsys.readouterr().err
+
+
+def test_another_number_of_processes_makes_another_run(tmp_path, capsys, monkeypatch):
+    """It has other global batches, of which a checkpoint's step is a number."""
+    args = arguments(output_dir=str(tmp_path))
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert not already_trained(args)
+    assert not already_trained(args)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(SystemExit, match="2"):
+        already_trained(args)
+    assert "holds a run with number of processes 8, now 4: another" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["train_file", "dataset_mixer", "dataset_mixer_list"])
+def test_a_changed_data_file_makes_another_run(tmp_path, capsys, flag):
+    file = tmp_path / "chats.jsonl"
+    file.write_text("before")
+    named = {
+        "train_file": str(file),
+        "dataset_mixer": {str(file): 1.0},
+        "dataset_mixer_list": [str(file), "1.0"],
+    }
+    args = arguments(output_dir=str(tmp_path / "run"), **{flag: named[flag]})
+    assert not already_trained(args)
+    assert not already_trained(args)
+    file.write_text("behind")
+    with pytest.raises(SystemExit, match="2"):
+        already_trained(args)
+    assert "holds a run with SHA-256 of the data " in capsys.readouterr().err
+
+
+def test_no_checkpoint_at_all_to_continue_from_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        already_trained(arguments(output_dir=str(tmp_path), keep_last_n_checkpoints=0))
+    assert "keep_last_n_checkpoints: 0 keeps nothing" in capsys.readouterr().err
 
 
 def test_a_run_of_an_earlier_version_which_noted_fewer_settings_goes_on(tmp_path, capsys):
