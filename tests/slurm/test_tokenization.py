@@ -3,8 +3,12 @@
 import ctypes
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -205,34 +209,99 @@ def test_several_processes_tokenize_as_one_does(tiny, tmp_path, monkeypatch):
 
 TOKENIZE_FOREVER = """
 import json, os, pathlib, sys, time
-from sweeps.training import options, tokenization
+from sweeps.training import callbacks, options, tokenization
 
 def encode_conversations(*_):
     pathlib.Path(sys.argv[1], str(os.getpid())).touch()
     time.sleep(600)
 
 tokenization.encode_conversations = encode_conversations
+stop_signal = callbacks.StopSignal(pathlib.Path("absent"))
 train_options = options.TrainOptions(**json.loads(sys.argv[2]))
 tokenizer = tokenization.make_tokenizer(train_options)
 tokenization.tokenize_file(train_options, tokenizer, conversations_per_process=1)
 """
 
 
-def test_a_killed_run_leaves_nobody_tokenizing(tiny, tmp_path):
-    """Neither its workers nor the process that datasets has beside them."""
+@dataclass
+class TokenizingRun:
+    """A run that is at its tokenizing, and the processes below it."""
+
+    process: subprocess.Popen[str]
+    workers: list[int]
+    children: list[psutil.Process]
+
+    def wait(self) -> int:
+        """The exit code; nobody may be left, nor the lock be held."""
+        exit_code = self.process.wait(timeout=60)
+        wait_for(lambda: not any(psutil.pid_exists(child.pid) for child in self.children), 20)
+        return exit_code
+
+
+@pytest.fixture
+def tokenizing_run(tiny, tmp_path) -> Iterator[TokenizingRun]:
+    """A run whose workers, one a core, will not end by themselves."""
     workers = tmp_path / "workers"  # a file for each process that tokenizes
     workers.mkdir()
-    options = tiny_options(tiny).model_dump_json(exclude_unset=True)
-    run = subprocess.Popen(
-        [sys.executable, "-c", TOKENIZE_FOREVER, str(workers), options],
-        env={**os.environ, "HF_DATASETS_CACHE": str(tmp_path)},
-    )
+    process = start_tokenizing(tiny, tmp_path)
     wait_for(lambda: len(list(workers.iterdir())) == len(os.sched_getaffinity(0)))
-    children = psutil.Process(run.pid).children(recursive=True)
-    run.kill()
-    run.wait()
+    children = psutil.Process(process.pid).children(recursive=True)
+    yield TokenizingRun(process, [int(path.name) for path in workers.iterdir()], children)
+    process.kill()
+    process.communicate()
+
+
+def start_tokenizing(tiny: Path, folder: Path) -> subprocess.Popen[str]:
+    """A process that tokenizes into the cache `folder`, forever."""
+    options = tiny_options(tiny).model_dump_json(exclude_unset=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", TOKENIZE_FOREVER, str(folder / "workers"), options],
+        env={**os.environ, "HF_DATASETS_CACHE": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_killed_run_leaves_nobody_tokenizing(tokenizing_run, tmp_path):
+    """Neither its workers nor the process that datasets has beside them."""
+    tokenizing_run.process.kill()
+    assert tokenizing_run.wait() == -signal.SIGKILL
     assert not any(is_locked(lock) for lock in tmp_path.glob("*.lock"))
-    wait_for(lambda: not any(psutil.pid_exists(child.pid) for child in children), 20)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_stopped_before_its_first_update_leaves_at_once(tokenizing_run, number):
+    """With the exit code of a stop, as it has lost nothing."""
+    tokenizing_run.process.send_signal(number)
+    assert tokenizing_run.wait() == 75
+    output, _ = tokenizing_run.process.communicate()
+    assert output == f"stopped: {number.name} came before the first update; nothing is lost\n"
+
+
+def test_a_pool_can_end_its_workers(tokenizing_run):
+    """By TERM, as it does after an error; it would otherwise wait for them forever."""
+    worker = psutil.Process(tokenizing_run.workers[0])
+    worker.terminate()
+    wait_for(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, 20)
+
+
+def test_who_waits_for_a_tokenizing_run_says_so_and_can_be_stopped(tokenizing_run, tiny, tmp_path):
+    waiting = start_tokenizing(tiny, tmp_path)
+    line = waiting.stderr.readline()
+    holder = f"process {tokenizing_run.process.pid} on {socket.gethostname()}"
+    assert line == f"waiting: {tiny / 'chat.jsonl'}: {holder} is tokenizing it\n"
+    waiting.terminate()
+    assert waiting.wait(timeout=10) == 75
+    waiting.communicate()
+
+
+def test_a_tokenizing_run_is_not_waited_for_forever(tokenizing_run, tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
+    monkeypatch.setattr(tokenization, "TOKENIZING_PATIENCE", 1)
+    monkeypatch.setattr(tokenization, "FIRST_NOTICE", 2)
+    with pytest.raises(InputError, match=r"process \d+ on .* is tokenizing it, for"):
+        tokenized(tiny, tiny / "chat.jsonl")
 
 
 @pytest.fixture

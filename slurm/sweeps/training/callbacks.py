@@ -1,5 +1,6 @@
 """When a run logs, measures, saves and stops."""
 
+import os
 import signal
 from pathlib import Path
 from types import FrameType
@@ -11,27 +12,42 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from calibeval.io import write_rows
 from sweeps.runs.files import read_rows
+from sweeps.runs.stages import Outcome
 from sweeps.training.hf_trainer import SweepTrainer
 from sweeps.training.ranks import print_once
 
+# Slurm sends USR2 ahead of a job's end to every process of the job, also to ranks.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 
 class StopSignal:
     """Whether someone wants this run to save and leave: by a stop file, or by a signal.
 
-    Making one installs handlers, so that these signals no longer end the process.
+    Making one installs handlers of these signals. Until the run has made an update nothing is to be
+    saved, and a signal ends this process at once, with the exit code of a run that stopped. From
+    then on it is noted, and `on_any_rank` tells of it.
     """
 
     def __init__(self, stop_file: Path) -> None:
         self.stop_file = stop_file
         self.received = False
+        self.has_updated = False  # whether this attempt has made an update
         self._group: dist.ProcessGroup | None = None
         for number in STOP_SIGNALS:
-            signal.signal(number, self._note)
+            signal.signal(number, self._note_or_leave)
+        # A process that is forked, to tokenize for example, has nothing to save. With this handler
+        # it would outlive the TERM by which its pool ends it, and the pool would wait forever.
+        os.register_at_fork(after_in_child=restore_default_handlers)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _note_or_leave(self, number: int, frame: FrameType | None) -> None:
         self.received = True
+        if self.has_updated:
+            return
+        name = signal.Signals(number).name
+        # Neither print nor an exception: the signal may have come in the middle of a print, and
+        # `datasets` replaces an exception by its own while it tokenizes.
+        os.write(1, f"stopped: {name} came before the first update; nothing is lost\n".encode())
+        os._exit(Outcome.STOPPED.value)
 
     def on_any_rank(self) -> bool:
         """Whether any rank was asked to stop; the same answer on every rank.
@@ -46,6 +62,13 @@ class StopSignal:
         ranks_asked = torch.tensor(float(here))
         dist.all_reduce(ranks_asked, group=self._group)
         return bool(ranks_asked > 0)
+
+
+def restore_default_handlers() -> None:
+    """Let the signals of a stop do again what they do to a process that handles none."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # which comes for the whole job, not for it
 
 
 class ScheduleCallback(TrainerCallback):
@@ -70,6 +93,7 @@ class ScheduleCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
+        self.stop_signal.has_updated = True
         step = state.global_step
         done = step == state.max_steps
         ends_epoch = step % self.trainer.dataset.updates_per_epoch == 0

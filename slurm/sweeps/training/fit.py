@@ -1,7 +1,6 @@
 """One run of backend trainer, from its config to model/: data, model, loss, training, saving."""
 
 import gc
-import signal
 from pathlib import Path
 
 import datasets
@@ -15,7 +14,11 @@ from sweeps.runs import scoring
 from sweeps.runs.run import Run
 from sweeps.runs.schema import DistributedConfig
 from sweeps.runs.stages import Outcome
-from sweeps.training.callbacks import ScheduleCallback, StopSignal
+from sweeps.training.callbacks import (
+    ScheduleCallback,
+    StopSignal,
+    restore_default_handlers,
+)
 from sweeps.training.checkpoint import latest_checkpoint
 from sweeps.training.global_batches import GlobalBatchDataset
 from sweeps.training.hf_arguments import training_arguments
@@ -45,8 +48,7 @@ def train(run: Run) -> None:
     )
     if scores_here:
         # Scoring keeps what it has when it is killed, so that it need not hear of a stop.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        restore_default_handlers()
         gc.collect()  # The trainer and its model are in reference cycles.
         torch.cuda.empty_cache()
         scoring.here(run)

@@ -5,11 +5,14 @@
 and length, and all runs and ranks share it. `sweeps.training.global_batches` deals it out.
 """
 
+import contextlib
 import hashlib
 import json
 import math
 import os
 import re
+import socket
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ from datasets.exceptions import DatasetGenerationError
 from transformers import PreTrainedTokenizerBase
 
 from calibeval.engines import load_tokenizer
-from calibeval.io import InputError, read_text, sha256
+from calibeval.io import InputError, read_text, sha256, write_text
 from sweeps.runs.conversations import conversations
 from sweeps.runs.files import locked
 from sweeps.runs.processes import end_with_parent
@@ -33,6 +36,11 @@ IGNORE = -100  # the label of a token that is not learned
 # anew, and checkpoints that were written with the former rows are refused.
 FORMAT = 1
 TEMPLATES = Path(__file__).parent / "chat_templates"
+# Seconds of waiting for another process that tokenizes the same file: until it is told, between
+# two tellings, and until it is given up.
+FIRST_NOTICE = 3
+NOTICE_INTERVAL = 600
+TOKENIZING_PATIENCE = 12 * 3600
 
 
 def make_tokenizer(train_options: TrainOptions) -> PreTrainedTokenizerBase:
@@ -103,9 +111,7 @@ def tokenize_file(
     cache.mkdir(parents=True, exist_ok=True)
     # Worker processes of a run that is killed must end with it.
     os.register_at_fork(after_in_child=end_with_parent)
-    # Ranks and runs that begin together wait for the first of them to tokenize.
-    busy_message = f"{path}: another process tokenizes it"
-    with locked(cache / f"{tokens_fingerprint}.lock", math.inf, busy_message):
+    with locked_cache(cache / f"{tokens_fingerprint}.lock", path):
         try:
             texts = Dataset.from_generator(
                 conversation_texts,
@@ -130,6 +136,43 @@ def tokenize_file(
     # the prompts when the model is scored afterwards.
     os.environ["TOKENIZERS_PARALLELISM"] = parallelism
     return tokens
+
+
+@contextlib.contextmanager
+def locked_cache(lock: Path, train_file: Path) -> Iterator[None]:
+    """Hold the lock under which a file is tokenized.
+
+    Ranks and runs that begin together wait here for the first of them. They say which process they
+    wait for: after a few seconds, and then every ten minutes. Raises InputError after twelve hours.
+    """
+    # A file of its own, as whoever opens and closes a file that it has locked loses the lock.
+    holder_file = lock.with_suffix(".holder")
+    waited = 0
+    patience = FIRST_NOTICE
+    with contextlib.ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(locked(lock, patience, "the lock is held"))
+                break
+            except InputError:
+                waited += patience
+                patience = NOTICE_INTERVAL
+            message = f"{train_file}: {_holder(holder_file)} is tokenizing it"
+            if waited > TOKENIZING_PATIENCE:
+                hours = TOKENIZING_PATIENCE // 3600
+                raise InputError(f"{message}, for {hours} hours; end it and launch again")
+            print(f"waiting: {message}", file=sys.stderr, flush=True)
+        write_text(holder_file, f"process {os.getpid()} on {socket.gethostname()}")
+        yield
+        holder_file.unlink(missing_ok=True)
+
+
+def _holder(holder_file: Path) -> str:
+    """Which process holds a lock: what it has written, or some words where it has not yet."""
+    try:
+        return read_text(holder_file)
+    except InputError:
+        return "another process"
 
 
 def fingerprint(*parts: object) -> str:
