@@ -299,7 +299,7 @@ def with_callback(folder, *, beta=BETA, model=None, arguments=None, **more):
         model,
         transformers.TrainingArguments(str(folder), **settings),
         train_dataset=uneven_rows(),
-        callbacks=[SmoothingCallback(label_smoothing=beta)],
+        callbacks=[SmoothingCallback(label_smoothing=beta)] if beta is not None else [],
         **more,
     )
 
@@ -308,6 +308,71 @@ def test_the_callback_smooths_a_model_that_the_trainer_makes_itself(tmp_path):
     trainer = with_callback(tmp_path, model_init=lambda: tiny(), arguments={})
     trainer.train()
     assert trainer.model.lm_head._smoothce_head_forward.settings.options.label_smoothing == BETA
+
+
+@pytest.mark.parametrize("how", ["model_init", "added late", "added late to adapters"])
+def test_the_callback_patches_a_model_that_mixed_precision_has_wrapped(how, tmp_path):
+    """accelerate has put its autocast around the forward by then, and it stays there."""
+    arguments = {"bf16": True}
+    if how == "model_init":
+        trainer = with_callback(tmp_path, model_init=lambda: tiny(), arguments=arguments)
+    else:
+        model = tiny()
+        if "adapters" in how:
+            peft = pytest.importorskip("peft")
+            config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+            model = peft.get_peft_model(model, config)
+        trainer = with_callback(tmp_path, model=model, arguments=arguments, beta=None)
+        trainer.add_callback(SmoothingCallback(label_smoothing=BETA))
+    first = with_callback(tmp_path, model=tiny(), arguments=arguments)
+    for one in (trainer, first):
+        one.train()
+    losses = []
+    for one in (trainer, first):
+        losses.append([entry["loss"] for entry in one.state.log_history if "loss" in entry])
+    assert len(losses[0]) == 1
+    assert losses[0] == losses[1]
+    if how == "model_init":
+        assert hasattr(trainer.model.forward, "__wrapped__")
+        assert type(trainer.model._original_forward) is type(first.model._original_forward)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_patch_trainer_refuses_a_trainer_that_makes_another_model_when_it_trains(bf16, tmp_path):
+    trainer = with_callback(
+        tmp_path,
+        model_init=lambda: tiny(),
+        arguments={"label_smoothing_factor": 0.9, "bf16": bf16},
+        beta=None,
+    )
+    with pytest.raises(ValueError, match=r"model_init makes a new model.*SmoothingCallback"):
+        patch_trainer(trainer)
+    assert trainer.label_smoother is not None
+
+
+def test_a_trainer_whose_model_is_replaced_after_patch_trainer_does_not_train(tmp_path):
+    trainer = patch_trainer(with_callback(tmp_path, model=tiny(), beta=None), label_smoothing=BETA)
+    trainer.model = trainer.model_wrapped = tiny()
+    with pytest.raises(ValueError, match="another one than when patch_trainer was called"):
+        trainer.train()
+
+
+def test_a_trainer_whose_step_takes_another_loss_after_patch_trainer_is_refused(tmp_path):
+    trainer = patch_trainer(with_callback(tmp_path, model=tiny(), beta=None), label_smoothing=BETA)
+    trainer.compute_loss_func = lambda outputs, labels, **_: outputs.logits.mean()
+    trainer.label_smoother = None
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="did not ask the model"):
+        trainer.train()
+    patch_trainer(trainer_without(tmp_path), label_smoothing=0.0).train()
+
+
+def trainer_without(folder):
+    return with_callback(folder, model=tiny(), beta=None)
+
+
+def test_the_callback_refuses_another_ignore_index():
+    with pytest.raises(ValueError, match="ignore_index must be -100, the trainer's, not 5"):
+        SmoothingCallback(label_smoothing=0.1, ignore_index=5)
 
 
 def test_the_callback_refuses_a_trainer_that_smooths_by_itself(tmp_path):

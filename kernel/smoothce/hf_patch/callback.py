@@ -6,13 +6,58 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import Unpack
 
+from smoothce.hf_patch.anatomy import class_forward, unwrapped
 from smoothce.hf_patch.forwards import ModelForward, other_loss_of
 from smoothce.hf_patch.patching import patch_model
 from smoothce.hf_patch.settings import PatchSettings, shows_settings
-from smoothce.hf_patch.trainer import refuse_arguments
+from smoothce.hf_patch.trainer import refuse_arguments, refuse_ignore_index
 
 
-class SmoothingCallback(TrainerCallback):
+class LossWatch(TrainerCallback):
+    """Raises ValueError where a Trainer trains another model than the patched one, or around it.
+
+    `patch_trainer` adds one to the trainer, whose model may be another by the time it trains."""
+
+    def __init__(self) -> None:
+        self.model_forward: ModelForward | None = None  # the patched model's, while it trains
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        self.model_forward = _model_forward_of(model)
+        if self.model_forward is None:
+            raise ValueError(
+                "the trainer's model is another one than when patch_trainer was called, and would "
+                "train without its settings: call patch_trainer once the trainer has its model, or "
+                "give callbacks=[SmoothingCallback(label_smoothing=…)]"
+            )
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.model_forward is not None:
+            self.model_forward.has_trained = False
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.model_forward is None or self.model_forward.has_trained:
+            return
+        settings = self.model_forward.head_forward.settings
+        if settings.smooths():
+            raise ValueError(
+                "the trainer's step did not ask the model for its loss (a compute_loss_func, or a "
+                "compute_loss of its own?), so that label_smoothing="
+                f"{settings.options.label_smoothing:g} had no effect"
+            )
+
+
+class SmoothingCallback(LossWatch):
     """`patch_model` for the model of a Hugging Face `Trainer`, as one of its callbacks.
 
         Trainer(model, TrainingArguments(…), callbacks=[SmoothingCallback(label_smoothing=0.1)], …)
@@ -30,8 +75,9 @@ class SmoothingCallback(TrainerCallback):
     def __init__(self, **settings: Unpack[PatchSettings]) -> None:
         if "label_smoothing" not in settings:
             raise TypeError("SmoothingCallback needs label_smoothing=")
+        refuse_ignore_index(settings)
+        super().__init__()
         self.settings = settings
-        self.model_forward: ModelForward | None = None
 
     def on_init_end(
         self,
@@ -55,7 +101,7 @@ class SmoothingCallback(TrainerCallback):
         """Look at the model once more, which `model_init` has made anew, and others may change."""
         self._check(args)
         if _model_forward_of(model) is None:
-            patch_model(model, **self.settings)
+            _patch_prepared(model, self.settings)
         self.model_forward = _model_forward_of(model)
         assert self.model_forward is not None  # patch_model has made it
         other = other_loss_of(self.model_forward.causal)
@@ -63,22 +109,6 @@ class SmoothingCallback(TrainerCallback):
             raise ValueError(
                 f"{other} has given the model a loss of its own, without label_smoothing="
                 f"{self.settings['label_smoothing']:g}"
-            )
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if self.model_forward is not None:
-            self.model_forward.has_trained = False
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if self.model_forward is not None and not self.model_forward.has_trained:
-            raise ValueError(
-                "the trainer's step did not ask the model for its loss (a compute_loss_func, or a "
-                "compute_loss of its own?), so that label_smoothing="
-                f"{self.settings['label_smoothing']:g} had no effect"
             )
 
     def _check(self, args: TrainingArguments) -> None:
@@ -104,3 +134,33 @@ def _model_forward_of(model: nn.Module) -> ModelForward | None:
         if model_forward is not None:
             return model_forward
     return None
+
+
+def _patch_prepared(model: nn.Module, settings: PatchSettings) -> None:
+    """Patch a model that accelerate may have prepared for training in mixed precision already.
+
+    accelerate puts its autocast around the model's forward, where it has to stay: it is taken off,
+    and put on again around the patched forward."""
+    causal = unwrapped(model)
+    inner_forward = causal.__dict__.pop("_original_forward", None)  # where accelerate keeps it
+    if inner_forward is None:
+        patch_model(model, **settings)
+        return
+    # Only what accelerate has prepared needs it.
+    from accelerate.utils import convert_outputs_to_fp32
+    from accelerate.utils.modeling import get_mixed_precision_context_manager
+
+    outer_forward = causal.forward
+    if inner_forward == class_forward(causal):
+        del causal.forward
+    else:
+        causal.forward = inner_forward
+    try:
+        patch_model(model, **settings)
+    except Exception:
+        causal.forward = outer_forward
+        causal._original_forward = inner_forward
+        raise
+    causal._original_forward = causal.forward
+    autocast = get_mixed_precision_context_manager(native_amp=True)
+    causal.forward = convert_outputs_to_fp32(autocast(causal.forward))

@@ -26,8 +26,10 @@ def patch_trainer(trainer: AnyTrainer, **settings: Unpack[PatchSettings]) -> Any
     without smoothing. TRL's own fused head gives way, and its entropy and accuracy come from the
     same pass as the loss.
 
-    Returns the trainer. Raises ValueError for a loss of the trainer's that this one cannot be, and
-    what `patch_model` raises.
+    Returns the trainer. Raises ValueError for a loss of the trainer's that this one cannot be, for
+    a trainer with a `model_init`, which makes another model when it trains, and what `patch_model`
+    raises. The trainer raises ValueError when it trains another model than the patched one, or
+    after a step that did not ask the model for its loss.
     """
     trainer_: Any = trainer
     causal = unwrapped(trainer_.model)
@@ -42,7 +44,18 @@ def patch_trainer(trainer: AnyTrainer, **settings: Unpack[PatchSettings]) -> Any
         causal.forward = inspect.getclosurevars(outermost).nonlocals["original_forward"]
     patch_model(trainer_.model, **settings)
     trainer_.label_smoother = None
+    _watch(trainer_)
     return trainer
+
+
+def _watch(trainer: Any) -> None:
+    """Have the trainer check, when it trains, that it trains the patched model by its loss."""
+    # Not above: it imports transformers, which `patch_model` does without.
+    from smoothce.hf_patch.callback import LossWatch
+
+    callbacks = trainer.callback_handler.callbacks
+    if not any(isinstance(callback, LossWatch) for callback in callbacks):
+        trainer.add_callback(LossWatch())
 
 
 def _combined(causal: CausalModel, factor: float, settings: PatchSettings) -> PatchSettings:
@@ -73,8 +86,19 @@ def _refuse_other_losses(trainer: Any, settings: PatchSettings) -> None:
             f"TRL's {trls[0]} computes a loss of its own, which would ignore label_smoothing; "
             "only its SFTTrainer trains with this one"
         )
+    if getattr(trainer, "model_init", None) is not None:
+        raise ValueError(
+            "the trainer's model_init makes a new model when it trains, which would not be the "
+            "patched one: give the Trainer model=, or callbacks=[smoothce.SmoothingCallback("
+            "label_smoothing=…)] instead of patch_trainer"
+        )
     if getattr(trainer, "compute_loss_func", None) is not None:
         raise ValueError("the trainer's compute_loss_func needs logits, which never exist: drop it")
+    refuse_ignore_index(settings)
+
+
+def refuse_ignore_index(settings: PatchSettings) -> None:
+    """Raises ValueError for another index than the one by which a Trainer counts labels."""
     index = settings.get("ignore_index", -100)
     if index != -100:
         raise ValueError(f"ignore_index must be -100, the trainer's, not {index}")
