@@ -297,3 +297,88 @@ def test_what_is_refused_once_a_model_is_patched():
     model.forward = torch.no_grad()(model.forward)
     with pytest.raises(TypeError, match="wrapped after patch_model"):
         unpatch_model(model)
+
+
+def test_unpatching_finds_a_decoder_that_was_wrapped_since():
+    wrapper = pytest.importorskip("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    model = patch_model(tiny(), label_smoothing=0.1)
+    inner = model.model
+    model.model = wrapper.checkpoint_wrapper(model.model)
+    unpatch_model(model)
+    assert not inner._forward_pre_hooks
+    assert model(**batch()).logits is not None
+
+
+def test_two_models_that_share_a_decoder():
+    first, second = tiny(), tiny()
+    second.model = first.model
+    for model in (first, second):
+        patch_model(model, label_smoothing=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first(**batch()), second(**batch())
+    for model in (first, second):
+        unpatch_model(model)
+    assert not first.model._forward_pre_hooks
+
+
+def test_a_decoder_that_is_recomputed_in_the_backward_gives_no_warning():
+    wrapper = pytest.importorskip("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    model = patch_model(tiny(), label_smoothing=0.1)
+    model.model = wrapper.checkpoint_wrapper(model.model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(**batch()).loss.backward()
+
+
+class NoDecoder(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.transformer = inner.model
+        self.lm_head = inner.lm_head
+
+    def forward(self, input_ids, labels=None):
+        return self.lm_head(self.transformer(input_ids).last_hidden_state)
+
+
+def test_a_model_without_a_decoder_is_refused_and_left_as_it_was():
+    model = NoDecoder(tiny())
+    with pytest.raises(TypeError, match="NoDecoder has no decoder"):
+        patch_model(model)
+    assert "forward" not in vars(model) and "forward" not in vars(model.lm_head)
+
+
+def test_unpatching_a_head_that_was_wrapped_since():
+    model = patch_model(tiny(), label_smoothing=0.1)
+    patched = model.lm_head.forward
+    model.lm_head.forward = torch.no_grad()(patched)
+    with pytest.raises(TypeError, match=r"lm_head\.forward was wrapped after patch_model"):
+        unpatch_model(model)
+    model.lm_head.forward = patched
+    model(**batch()).loss.backward()  # the refused call has left the patch
+    peft = pytest.importorskip("peft")
+    head = model.lm_head
+    config = peft.LoraConfig(r=2, target_modules=["lm_head"], task_type="CAUSAL_LM")
+    unpatch_model(peft.get_peft_model(model, config))
+    assert not [name for name in vars(head) if name == "forward" or "smoothce" in name]
+
+
+def own_loss(hidden, weight, labels):
+    return torch.nn.functional.cross_entropy(hidden @ weight.T, labels)
+
+
+@pytest.mark.parametrize("items", [None, 7])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_loss_of_ones_own_of_no_labels_is_zero(items, reduction):
+    model, data = patch_model(tiny(), loss=own_loss, reduction=reduction), batch()
+    data["labels"].fill_(-100)
+    loss = model(**data, num_items_in_batch=items).loss
+    assert loss == 0
+    for name, gradient in gradients(model, loss).items():
+        assert not gradient.any(), name
+
+
+@pytest.mark.parametrize("settings", [{"z_loss": 0.1}, {"loss": own_loss}])
+def test_training_in_evaluation_mode_warns_for_whatever_is_left_out(settings):
+    with pytest.warns(UserWarning, match=r"evaluation mode.*model\.train\(\)"):
+        patch_model(tiny(), **settings).eval()(**batch())

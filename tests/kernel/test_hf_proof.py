@@ -535,3 +535,186 @@ def test_a_model_that_could_not_be_tried_is_tried_under_compile(fullgraph):
     for _ in range(2):
         torch.testing.assert_close(compiled(**batch()).loss, expected(tiny(), batch(), 0.1))
     assert model._smoothce_model_forward.proof is not None
+
+
+def test_a_hook_under_compile_that_changes_logits_is_refused():
+    model = patch_model(tiny(), label_smoothing=0.1)
+    compiled = torch.compile(model, backend="eager")
+    compiled(**batch())
+    model.lm_head.register_forward_hook(halves)
+    torch.compiler.reset()
+    with pytest.raises(ValueError, match=r"halves on lm_head changes the logits"):
+        compiled(**batch())
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_hook_under_compile_that_only_looks_stays(fullgraph):
+    model = tiny()
+    model.lm_head.register_forward_hook(only_looks)
+    patch_model(model, label_smoothing=0.1)
+    found = torch.compile(model, backend="eager", fullgraph=fullgraph)(**batch()).loss
+    torch.testing.assert_close(found, expected(tiny(), batch(), 0.1))
+
+
+def test_a_hook_on_all_modules_that_changes_logits_is_refused():
+    def doubles(module, args, output):
+        return output * 2 if isinstance(module, torch.nn.Linear) else None
+
+    model = patch_model(tiny(), label_smoothing=0.1)
+    handle = torch.nn.modules.module.register_module_forward_hook(doubles)
+    try:
+        with pytest.raises(ValueError, match="doubles on lm_head changes the logits"):
+            model(**batch())
+    finally:
+        handle.remove()
+
+
+def test_a_hook_that_only_looks_gets_no_invented_logits_at_every_step():
+    shapes = []
+    model = patch_model(tiny(), label_smoothing=0.1)
+    model.lm_head.register_forward_hook(lambda head, args, logits: shapes.append(logits.shape))
+    for _ in range(3):
+        model(**batch())
+    assert shapes == [(1, 2, VOCABULARY), (), (), ()]
+
+
+def test_a_hook_that_changes_logits_in_training_alone_is_refused():
+    def doubles(head, args, logits):
+        return logits * 2 if head.training else None
+
+    model = tiny().eval()
+    model.lm_head.register_forward_hook(doubles)
+    with pytest.raises(ValueError, match="in training mode"):
+        patch_model(model, label_smoothing=0.1)
+
+
+class DropoutBeforeHead(torch.nn.Module):
+    """A model of somebody's own, whose forward does more in training."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.model = inner.model
+        self.lm_head = inner.lm_head
+        self.dropout = torch.nn.Dropout(0.1)
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        hidden = self.model(input_ids, attention_mask=attention_mask).last_hidden_state
+        logits = self.logits_of(hidden)
+        targets = labels[:, 1:].flatten()
+        flat = logits[:, :-1].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(flat, targets) + self.penalty(logits)
+        return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    def logits_of(self, hidden):
+        return self.lm_head(self.dropout(hidden))
+
+    def penalty(self, logits):
+        return 0.0
+
+
+class DropoutAfterHead(DropoutBeforeHead):
+    def logits_of(self, hidden):
+        return self.dropout(self.lm_head(hidden))
+
+
+class PenaltyInTraining(DropoutBeforeHead):
+    def logits_of(self, hidden):
+        return self.lm_head(hidden)
+
+    def penalty(self, logits):
+        return 0.1 * logits.logsumexp(-1).square().mean() if self.training else 0.0
+
+
+@pytest.mark.parametrize("architecture", [DropoutBeforeHead, DropoutAfterHead, PenaltyInTraining])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_what_acts_in_training_alone_is_seen(architecture, mode):
+    model = architecture(tiny())
+    getattr(model, mode)()
+    modes = [module.training for module in model.modules()]
+    with pytest.raises(ValueError, match="in training mode"):
+        patch_model(model, label_smoothing=0.1)
+    assert [module.training for module in model.modules()] == modes
+
+
+class BiasBehindHead(Plain):
+    def __init__(self, config):
+        super().__init__(config)
+        self.logit_bias = torch.nn.Parameter(torch.zeros(config.vocab_size))
+
+    def logits_of(self, logits):
+        return logits + self.logit_bias
+
+
+def test_a_parameter_behind_the_head_that_is_trained_later_is_refused():
+    model = tiny_of(BiasBehindHead)
+    torch.nn.init.zeros_(model.logit_bias)
+    model.logit_bias.requires_grad_(False)
+    patch_model(model, label_smoothing=0.1)
+    model(**batch())
+    model.logit_bias.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"logit_bias is trained now.*call patch_model again"):
+        model(**batch())
+
+
+class ScaledByConfig(Scaled):
+    def logits_of(self, logits):
+        return self.config.unheard_of * logits
+
+
+def test_a_given_scale_that_is_changed_under_its_own_name_is_refused():
+    model = tiny_of(ScaledByConfig, unheard_of=3.0)
+    patch_model(model, label_smoothing=0.1, logit_scale=3.0)
+    model(**batch())
+    model.config.unheard_of = 2.0
+    with pytest.raises(ValueError, match=r"unheard_of was 3.0 .* is 2.0 now: call patch_model"):
+        model(**batch())
+
+
+@pytest.mark.skipif(not V5, reason="transformers 4 has no such attribute")
+def test_a_loss_function_that_is_set_later_is_refused():
+    model = patch_model(tiny(), label_smoothing=0.1)
+    model(**batch())
+    model.loss_function = lambda *args, **kwargs: torch.zeros(())
+    with pytest.raises(ValueError, match=r"_loss_function was .*call patch_model again"):
+        model(**batch())
+
+
+class SlightlyScaled(Scaled):
+    def logits_of(self, logits):
+        return (self.config.logit_scale * logits).to(torch.bfloat16)
+
+    def loss_of(self, logits, labels):
+        return super().loss_of(logits.float(), labels)
+
+
+def test_a_scale_that_the_rounding_of_logits_would_hide_is_found():
+    model = tiny_of(SlightlyScaled, logit_scale=1.02).to(torch.bfloat16)
+    patch_model(model)
+    assert model.lm_head._smoothce_head_forward.settings.options.logit_scale == 1.02
+
+
+def test_attention_inside_configurations_is_restored():
+    """To set a configuration's attention sets those inside it too."""
+    import types
+
+    from smoothce.hf_patch.proof import _plain_attention
+
+    whole = transformers.LlavaConfig()
+    whole._attn_implementation = "sdpa"
+    whole.vision_config._attn_implementation = "flash_attention_2"
+    model = types.SimpleNamespace(config=whole)
+    with _plain_attention(model):
+        assert whole.vision_config._attn_implementation == "eager"
+    assert whole._attn_implementation == "sdpa"
+    assert whole.text_config._attn_implementation == "sdpa"
+    assert whole.vision_config._attn_implementation == "flash_attention_2"
+
+
+def test_checkpointed_layers_are_no_sharded_ones():
+    wrapper = pytest.importorskip("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    model = tiny()
+    for i, layer in enumerate(model.model.layers):
+        model.model.layers[i] = wrapper.checkpoint_wrapper(layer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch_model(model, label_smoothing=0.1)

@@ -21,15 +21,33 @@ def unwrapped(model: nn.Module) -> CausalModel:
 
 def class_of(module: nn.Module) -> type:
     """The module's class, without the one that torch's `fully_shard` puts in front of it."""
+    if not _is_sharded_by_fsdp2(module):
+        return type(module)
     for one in type(module).__mro__:
         if not one.__module__.startswith("torch.distributed."):
             return one
     return type(module)
 
 
+def _is_sharded_by_fsdp2(module: nn.Module) -> bool:
+    """Whether `fully_shard` has changed its class. The name is looked for, since the class is in
+    another module of torch in each of its versions."""
+    for one in type(module).__mro__:
+        if one.__name__ == "FSDPModule" and one.__module__.startswith("torch.distributed."):
+            return True
+    return False
+
+
 def decoder_of(causal: CausalModel) -> CausalModel:
-    """What turns tokens into the head's hidden states."""
-    return causal.model if hasattr(causal, "model") else causal.base_model
+    """What turns tokens into the head's hidden states: `model`, or what transformers names by
+    `base_model`. Raises TypeError where there is neither."""
+    for name in ("model", "base_model"):
+        decoder = getattr(causal, name, None)
+        if isinstance(decoder, nn.Module):
+            return decoder
+    raise TypeError(
+        f"{type(causal).__name__} has no decoder: neither a module named model nor a base_model"
+    )
 
 
 def config_of(causal: CausalModel) -> Any:
@@ -114,7 +132,7 @@ def check_head(name: str, head: nn.Module) -> None:
 
 def partitioned_by(model: nn.Module) -> str | None:
     """Which library holds a part of each parameter on each rank, if any does at this moment."""
-    if any(class_of(module) is not type(module) for module in model.modules()):
+    if any(_is_sharded_by_fsdp2(module) for module in model.modules()):
         return "FSDP2"
     for parameter in model.parameters():
         status = getattr(parameter, "ds_status", None)

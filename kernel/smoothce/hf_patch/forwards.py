@@ -10,6 +10,7 @@ from typing import Any, Optional
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from smoothce.hf_patch.anatomy import (
     CausalModel,
@@ -23,6 +24,7 @@ from smoothce.hf_patch.anatomy import (
     warn_once,
 )
 from smoothce.hf_patch.head_forward import HeadForward, SummedLoss
+from smoothce.hf_patch.hooks import HeadHooks
 from smoothce.hf_patch.outputs import (
     auxiliary_loss,
     causal_output,
@@ -53,6 +55,8 @@ class ModelForward:
         self.proof: Proof | None = None  # None: the model could not run when it was patched
         self.has_trained = False  # since SmoothingCallback set it, when the step began
         self.is_running = False
+        self.head_hooks = HeadHooks()
+        self.decoder_hook: RemovableHandle | None = None  # of the decoder's DecoderHook
         self.warnings_given: set[str] = set()
 
     @classmethod
@@ -135,7 +139,8 @@ class ModelForward:
                     f"patch_model cannot tell whether {name}'s loss is the fused one: {reason}"
                 ) from reason
             head_forward.settings = head_forward.settings.with_logit_map(self.proof.logit_map)
-        self.proof.check_still_true(self.causal, self.head_name)
+        self.proof.check_still_true()
+        self.head_hooks.check(getattr(self.causal, self.head_name), self.head_name)
 
     def fused(self, inputs: dict[str, Any], *, smoothed: bool, per_token: bool = False) -> Any:
         """The outputs of a forward with labels, from the decoder and the head's loss.
@@ -182,7 +187,7 @@ class ModelForward:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         head_forward = HeadForward.of(getattr(self.causal, self.head_name))
-        if head_forward is None or not head_forward.settings.options.label_smoothing:
+        if head_forward is None or not head_forward.settings.smooths():
             return
         if any(parameter.requires_grad for parameter in self.causal.parameters()):
             self._warn(
@@ -200,15 +205,15 @@ class DecoderHook:
     A decoder that runs while its model's patched forward does was called by that. Any other call of
     a decoder in training comes from somebody who computes another loss of its hidden states."""
 
-    HANDLE = "_smoothce_decoder_hook"  # under which a patched decoder keeps what removes it
-
     def __init__(self, model_forward: ModelForward) -> None:
         self.model_forward = model_forward
 
     def __call__(self, decoder: nn.Module, inputs: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():
             return
-        if self.model_forward.is_running or not decoder.training or not torch.is_grad_enabled():
+        if not decoder.training or not torch.is_grad_enabled():
+            return
+        if _a_patched_forward_runs(decoder) or _in_backward():
             return
         settings = self.model_forward.head_forward.settings
         other = other_loss_of(self.model_forward.causal)
@@ -223,6 +228,19 @@ class DecoderHook:
             "something trains a patched model around its loss, so that patch_model's settings have "
             "no effect: for TRL's SFTTrainer call smoothce.patch_trainer(trainer)"
         )
+
+
+def _a_patched_forward_runs(decoder: nn.Module) -> bool:
+    """Whether a patched model of which this is the decoder runs; several may share a decoder."""
+    for hook in decoder._forward_pre_hooks.values():
+        if isinstance(hook, DecoderHook) and hook.model_forward.is_running:
+            return True
+    return False
+
+
+def _in_backward() -> bool:
+    """Whether a backward runs, which a checkpointed decoder is recomputed in."""
+    return torch._C._current_graph_task_id() != -1
 
 
 TRL = "TRL's SFTTrainer"

@@ -83,10 +83,14 @@ class HeadForward:
         given_loss = self.settings.given_loss
         if not smoothed or given_loss is None:
             return self._fused(hidden, labels, reduction, smoothed)
-        mean = self._given_mean(given_loss, hidden, labels)
+        valid = labels != self.settings.options.ignore_index
+        # A mean over nothing would be NaN, which a product with 0 does not take away. So the
+        # function then gets labels that count, and their mean is multiplied by 0.
+        some_labels = torch.where(valid.any(), labels, torch.zeros_like(labels))
+        mean = self._given_mean(given_loss, hidden, some_labels)
         if reduction == "mean":
-            return mean
-        return mean * (labels != self.settings.options.ignore_index).sum()
+            return mean * valid.any()
+        return mean * valid.sum()
 
     def _fused(
         self,

@@ -38,21 +38,50 @@ class LogitMap:
         return f"logit_scale={self.logit_scale} and softcap={self.softcap}"
 
 
-class ScaleOrCap(NamedTuple):
-    """An attribute that may scale or cap the logits, and what it was when it was read."""
+class WatchedAttribute(NamedTuple):
+    """An attribute on which the loss may depend, and what it was when it was read."""
 
     holder: Any  # the model, or one of its configurations
-    name: str  # one of SCALES or CAPS
+    name: str
     value: Any  # None where the holder has no such attribute
 
     def value_now(self) -> Any:
         return getattr(self.holder, self.name, None)
 
 
-def read_scales_and_caps(causal: CausalModel) -> tuple[ScaleOrCap, ...]:
+def read_scales_and_caps(causal: CausalModel) -> tuple[WatchedAttribute, ...]:
     """Every such attribute, there or not, of the model and of its configurations.
 
     A model may copy a number out of its configuration when it is made, and not look there again."""
+    attributes = []
+    for holder in _holders(causal):
+        for name in SCALES + CAPS:
+            attributes.append(WatchedAttribute(holder, name, getattr(holder, name, None)))
+    return tuple(attributes)
+
+
+def watched_attributes(causal: CausalModel, logit_map: LogitMap) -> tuple[WatchedAttribute, ...]:
+    """What must stay as it is for the map, and the loss, to be the model's.
+
+    Beside scales and caps of known names these are other attributes that hold the map's numbers,
+    which the caller then gave, and what transformers keeps a model's loss function under."""
+    attributes = list(read_scales_and_caps(causal))
+    numbers: set[float] = set()
+    for number in (logit_map.logit_scale, logit_map.softcap):
+        if number is not None and number not in (0, 1):
+            numbers.update((number, 1 / number))
+    for holder in _holders(causal):
+        for name, value in vars(holder).items():
+            if isinstance(value, float) and value in numbers and name not in SCALES + CAPS:
+                attributes.append(WatchedAttribute(holder, name, value))
+    # Not `loss_function`, a property that looks the function up each time it is read.
+    for name in ("_loss_function", "loss_type"):
+        attributes.append(WatchedAttribute(causal, name, getattr(causal, name, None)))
+    return tuple(attributes)
+
+
+def _holders(causal: CausalModel) -> list[Any]:
+    """The model and its configurations."""
     holders = [causal]
     config = config_of(causal)
     if config is not None:
@@ -61,11 +90,7 @@ def read_scales_and_caps(causal: CausalModel) -> tuple[ScaleOrCap, ...]:
             text_config = config.get_text_config()
             if text_config is not config:
                 holders.append(text_config)
-    attributes = []
-    for holder in holders:
-        for name in SCALES + CAPS:
-            attributes.append(ScaleOrCap(holder, name, getattr(holder, name, None)))
-    return tuple(attributes)
+    return holders
 
 
 def scales_and_caps(causal: CausalModel) -> dict[str, float]:

@@ -30,13 +30,19 @@ from smoothce.hf_patch.settings import PatchSettings, loss_settings, shows_setti
 def patch_model(model: nn.Module, **settings: Unpack[PatchSettings]) -> nn.Module:
     """Make a causal language model compute `linear_cross_entropy` where it computed its loss.
 
-    In training mode (`model.train()`; from `from_pretrained` a model comes in evaluation mode,
-    where training warns once) with `labels` (B, T), which the model shifts as ever, `outputs.loss`
-    is the smoothed loss ("mean" over the valid tokens, or "sum") and `outputs.logits` is None, for
-    they never exist. `num_items_in_batch`, which the Hugging Face Trainer passes, replaces the
-    number of valid tokens as the mean's divisor. Without labels, or in evaluation mode, nothing
-    changes; with `eval_logits=False` an evaluation with labels has the loss without smoothing,
-    reduced as in training, and no logits either. Training without labels warns once.
+    What a forward of the patched model then returns:
+
+    | mode                            | with labels                         | without labels     |
+    |---------------------------------|-------------------------------------|--------------------|
+    | training                        | the smoothed loss, `logits` is None | as upstream; warns |
+    | evaluation                      | as upstream: not smoothed, logits   | as upstream        |
+    | evaluation, `eval_logits=False` | not smoothed, `logits` is None      | as upstream        |
+
+    `labels` (B, T) are shifted by the model as ever, `shift_labels` are shifted already and count
+    as labels. The loss is the "mean" over the valid tokens, or the "sum"; `num_items_in_batch`,
+    which the Hugging Face Trainer passes, replaces the number of valid tokens as the mean's
+    divisor. From `from_pretrained` a model comes in evaluation mode: call `model.train()`; training
+    in evaluation mode, where it would leave something out, warns once.
 
     `label_smoothing`, `smoothing_target`, `z_loss`, `filter_eps`, `workspace`, `ignore_index` and
     `impl` are `linear_cross_entropy`'s. `loss` puts another function in its place:
@@ -50,8 +56,16 @@ def patch_model(model: nn.Module, **settings: Unpack[PatchSettings]) -> nn.Modul
     read from its configuration. `logit_scale=` and `softcap=` (a number, or None for none) take
     their place where they have another name, and are tried likewise. A model that cannot run when
     it is patched (on the meta device, or sharded by ZeRO-3 or FSDP2 already) is tried on every rank
-    when its first training batch comes; a warning says so. A scale or cap that is changed later,
-    and a hook on the head that changes logits, raise ValueError in training.
+    when its first training batch comes; a warning says so.
+
+    What was tried is the model as it was then, so load a checkpoint and change a configuration
+    before. In training these later changes raise ValueError: of a scale or cap under a known name
+    or the one that held the given number, of the model's loss function, of `requires_grad` of a
+    parameter outside decoder and head, and a forward hook on the head that changes logits. A value
+    that is loaded into a frozen parameter behind the head, and a forward that is changed in another
+    way, are not seen. A hook that only looks at logits is tried with a ramp once, and then gets the
+    loss in training. Code that is compiled already goes on without what torch does not look at
+    again, which is torch's rule for hooks.
 
     A mixture of experts adds its auxiliary loss as upstream does, where `output_router_logits` is
     on. Patch after resizing embeddings and before `accelerator.prepare` or `deepspeed.initialize`,
@@ -59,7 +73,7 @@ def patch_model(model: nn.Module, **settings: Unpack[PatchSettings]) -> nn.Modul
     place; a second call replaces the settings, and one that is refused leaves them.
 
     Raises ValueError for a model whose loss is another one and for a setting out of range, and
-    TypeError for a model that is wrapped or has no linear head.
+    TypeError for a model that is wrapped or has no decoder or no linear head.
     """
     causal = unwrapped(model)
     _refuse_wrapped(causal)
@@ -67,6 +81,7 @@ def patch_model(model: nn.Module, **settings: Unpack[PatchSettings]) -> nn.Modul
     head_name = head_name_of(causal)
     head = getattr(causal, head_name)
     check_head(head_name, head)
+    decoder_of(causal)
     _refuse_wrapped_forward(causal, name, ModelForward.of(causal))
     _refuse_wrapped_forward(head, head_name, HeadForward.of(head))
     pretraining_tp = getattr(config_of(causal), "pretraining_tp", 1)
@@ -86,6 +101,7 @@ def patch_model(model: nn.Module, **settings: Unpack[PatchSettings]) -> nn.Modul
         )
     else:
         of_loss = of_loss.with_logit_map(model_forward.proof.logit_map)
+        model_forward.head_hooks.check(head, head_name)
     if ModelForward.of(causal) is not None:  # only now: a refused call leaves the one before
         unpatch_model(causal)
     _install(model_forward, HeadForward(head, of_loss))
@@ -93,7 +109,8 @@ def patch_model(model: nn.Module, **settings: Unpack[PatchSettings]) -> nn.Modul
 
 
 def unpatch_model(model: nn.Module) -> nn.Module:
-    """Undo `patch_model`. Raises TypeError where the model is not patched or was wrapped since."""
+    """Undo `patch_model`. Raises TypeError, and changes nothing, where the model is not patched,
+    or its forward or its head's was wrapped since."""
     causal = unwrapped(model)
     name = class_of(causal).__name__
     model_forward = ModelForward.of(causal)
@@ -101,17 +118,25 @@ def unpatch_model(model: nn.Module) -> nn.Module:
         raise TypeError(f"{name} is not patched")
     if forward_in_slot(causal) is not model_forward or is_wrapped(causal):
         raise TypeError(f"{name}.forward was wrapped after patch_model; remove the wrapper first")
-    decoder = decoder_of(causal)
-    handle = vars(decoder).get(DecoderHook.HANDLE)
-    if handle is not None:  # None where the decoder was replaced since
-        handle.remove()
-        delattr(decoder, DecoderHook.HANDLE)
     head = getattr(causal, model_forward.head_name)
+    patched_heads = []  # one, or none where the head was replaced since
+    for module in head.modules():  # an adapter that was put on since holds the head
+        head_forward = HeadForward.of(module)
+        if head_forward is None:
+            continue
+        if forward_in_slot(module) is not head_forward or is_wrapped(module):
+            raise TypeError(
+                f"{model_forward.head_name}.forward was wrapped after patch_model; remove the "
+                "wrapper first"
+            )
+        patched_heads.append(module)
+    if model_forward.decoder_hook is not None:
+        model_forward.decoder_hook.remove()
     delattr(causal, ModelForward.ATTRIBUTE)
-    if HeadForward.of(head) is not None:  # None where the head was replaced since
-        delattr(head, HeadForward.ATTRIBUTE)
     restore_class_forward(causal)
-    restore_class_forward(head)
+    for module in patched_heads:
+        delattr(module, HeadForward.ATTRIBUTE)
+        restore_class_forward(module)
     return model
 
 
@@ -144,5 +169,5 @@ def _install(model_forward: ModelForward, head_forward: HeadForward) -> None:
     setattr(head, forward_slot(head), head_forward)
     setattr(head, HeadForward.ATTRIBUTE, head_forward)
     decoder = decoder_of(causal)
-    handle = decoder.register_forward_pre_hook(DecoderHook(model_forward))
-    setattr(decoder, DecoderHook.HANDLE, handle)
+    hook = DecoderHook(model_forward)
+    model_forward.decoder_hook = decoder.register_forward_pre_hook(hook)

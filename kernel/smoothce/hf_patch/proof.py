@@ -1,8 +1,9 @@
 """Whether a model's loss is one that the fused loss can compute: tried, not looked up.
 
-The model runs three times on sixteen tokens, in evaluation mode:
+The model runs four times on sixteen tokens, in evaluation mode:
 
 - *ramped*, with its head's output replaced by a ramp from −200 to 200;
+- *training*, ramped likewise, with all but its decoder in training mode;
 - *plain*, unchanged;
 - *patched*, with the loss computed by its head and without smoothing.
 
@@ -15,7 +16,11 @@ Then the following must hold, in this order:
 4. its logits are cap(scale · ramp), for a scale and a cap that the configuration may mean;
 5. its loss is the mean cross-entropy of the next tokens, beside a mixture's auxiliary loss as the
    patched run has it;
-6. the patched run's loss is the plain run's.
+6. the patched run's loss is the plain run's;
+7. the training run's logits and loss are the ramped run's, and its head takes what its decoder
+   gives: nothing between decoder and loss acts in training alone, such as dropout;
+8. of a mixture, `output_router_logits` adds the auxiliary loss that a patched model adds. Where it
+   adds another one, the model is refused only when that is asked for.
 
 A model that cannot run is tried once more with plain attention. Gradients are not compared: they
 follow from the loss, which is the same function of the same hidden states.
@@ -27,7 +32,7 @@ compute another loss from the right logits (an unshifted one, a loss of further 
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,12 +50,12 @@ from smoothce.hf_patch.anatomy import (
 from smoothce.hf_patch.head_forward import HeadForward
 from smoothce.hf_patch.logit_map import (
     LogitMap,
-    ScaleOrCap,
+    WatchedAttribute,
     candidates,
     fitted,
     ramp_like,
-    read_scales_and_caps,
     scales_and_caps,
+    watched_attributes,
 )
 from smoothce.hf_patch.outputs import weighted_auxiliary_loss
 from smoothce.hf_patch.settings import LossSettings
@@ -59,8 +64,6 @@ from smoothce.options import Options
 ROWS, TOKENS = 2, 8
 IGNORED = -100  # upstream's, whatever the patched loss ignores
 TOLERANCE = 1e-5  # of what is computed from the ramp, which is fp32
-# Hooks of these libraries gather and free parameters, and leave logits alone.
-SHARDING_LIBRARIES = ("accelerate", "deepspeed", "torch.distributed")
 
 
 class PatchableModel(Protocol):
@@ -86,30 +89,25 @@ class Proof:
     """That a model's loss is the fused one, with this map, as long as these stay as they are."""
 
     logit_map: LogitMap
-    scales_and_caps: tuple[ScaleOrCap, ...]  # that were there, and that were not
-    head_hooks: tuple[Callable[..., Any], ...]
+    # One that the model did not have is kept with the value None, so that it shows if it comes.
+    watched: tuple[WatchedAttribute, ...]
+    frozen_behind_head: dict[str, nn.Parameter]  # outside the decoder and the head
 
-    def check_still_true(self, causal: CausalModel, head_name: str) -> None:
-        """Raises ValueError where a scale or a cap is another, or a hook changes the logits."""
-        for attribute in self.scales_and_caps:
+    def check_still_true(self) -> None:
+        """Raises ValueError where a scale, a cap or the loss function is another one, or a
+        parameter is trained that was not."""
+        for attribute in self.watched:
             value_now = attribute.value_now()
             if value_now is not attribute.value and value_now != attribute.value:
                 raise ValueError(
                     f"{attribute.name} was {attribute.value} when patch_model tried the model and "
                     f"is {value_now} now: call patch_model again"
                 )
-        head = getattr(causal, head_name)
-        if head._forward_hooks and not torch.compiler.is_compiling():
-            self._check_hooks(head, head_name)
-
-    def _check_hooks(self, head: nn.Linear, head_name: str) -> None:
-        for hook_id, hook in head._forward_hooks.items():
-            if any(hook is known for known in self.head_hooks) or _shards(hook):
-                continue
-            if _changes_logits(head, hook_id, hook):
+        for name, parameter in self.frozen_behind_head.items():
+            if parameter.requires_grad:
                 raise ValueError(
-                    f"the forward hook {_name(hook)} on {head_name} changes the logits, which a "
-                    "patched model never has: remove the hook, or unpatch_model the model"
+                    f"{name} is trained now and was not when patch_model tried the model: call "
+                    "patch_model again, which tells whether it would get its gradient"
                 )
 
 
@@ -148,7 +146,13 @@ def prove(
         except CannotRun:
             with _plain_attention(causal):
                 logit_map = _tried(model_forward, head, settings)
-    return Proof(logit_map, read_scales_and_caps(causal), tuple(head._forward_hooks.values()))
+        # With what the caller gave for a number of another name, which may change there.
+        watched = watched_attributes(causal, logit_map)
+    frozen = {}
+    for name, parameter in _behind_head(causal, head).items():
+        if not parameter.requires_grad:
+            frozen[name] = parameter
+    return Proof(logit_map, watched, frozen)
 
 
 def _tried(model_forward: PatchableModel, head: nn.Linear, settings: LossSettings) -> LogitMap:
@@ -156,6 +160,8 @@ def _tried(model_forward: PatchableModel, head: nn.Linear, settings: LossSetting
     inputs = _inputs(model_forward, head)
     try:
         ramped = _run_upstream(model_forward, head, inputs, with_ramp=True)
+        with _outside_decoder_in_training(model_forward.causal):
+            training = _run_upstream(model_forward, head, inputs, with_ramp=True)
         plain = _run_upstream(model_forward, head, inputs, with_ramp=False)
     except Exception as error:
         raise CannotRun(
@@ -168,6 +174,7 @@ def _tried(model_forward: PatchableModel, head: nn.Linear, settings: LossSetting
     patched = _run_patched(model_forward, head, logit_map, inputs)
     _check_loss_of_logits(model_forward, ramped, patched, inputs["labels"])
     _check_patched_loss(model_forward, plain, patched)
+    _check_training(model_forward, ramped, training)
     return logit_map
 
 
@@ -198,6 +205,27 @@ def _undisturbed(causal: CausalModel) -> Iterator[None]:
         finally:
             for module, mode in modes.items():
                 module.training = mode
+
+
+@contextlib.contextmanager
+def _outside_decoder_in_training(causal: CausalModel) -> Iterator[None]:
+    """All but the decoder in training mode, as `_undisturbed` does not leave it.
+
+    The decoder stays in evaluation mode, since its dropout is the same in a patched model. Buffers
+    outside it are restored, which a module may count in."""
+    inside = set(decoder_of(causal).modules())
+    outside = [module for module in causal.modules() if module not in inside]
+    buffers = [buffer for module in outside for buffer in module.buffers(recurse=False)]
+    values = [buffer.clone() for buffer in buffers]
+    try:
+        for module in outside:
+            module.training = True
+        yield
+    finally:
+        for module in outside:
+            module.training = False
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer.copy_(value)
 
 
 def _inputs(model_forward: PatchableModel, head: nn.Linear) -> dict[str, Any]:
@@ -238,20 +266,28 @@ def _input_embeddings(causal: CausalModel) -> nn.Module:
 def _plain_attention(causal: CausalModel) -> Iterator[None]:
     """Attention that wants what a probe lacks (a GPU, the bounds of packed rows) is not what is
     tried here."""
-    configurations = []
-    config = config_of(causal)
-    if config is not None:
-        configurations.append(config)
-        if hasattr(config, "get_text_config"):
-            configurations.append(config.get_text_config())
-    chosen = [getattr(config, "_attn_implementation", None) for config in configurations]
+    chosen = []
+    for config in _configurations(config_of(causal)):
+        chosen.append((config, getattr(config, "_attn_implementation", None)))
     try:
-        for config in configurations:
+        for config, _ in chosen:
             config._attn_implementation = "eager"
         yield
     finally:
-        for config, implementation in zip(configurations, chosen, strict=True):
+        # The outer before the inner: to set one sets those inside it as well.
+        for config, implementation in chosen:
             config._attn_implementation = implementation
+
+
+def _configurations(config: Any) -> list[Any]:
+    """A configuration and those inside it (of text, of vision), the outer before the inner."""
+    if config is None:
+        return []
+    found = [config]
+    for inner in vars(config).values():
+        if hasattr(inner, "_attn_implementation"):
+            found.extend(_configurations(inner))
+    return found
 
 
 def _run_upstream(
@@ -279,7 +315,11 @@ def _run_upstream(
         head.register_forward_pre_hook(keep_head_input),
         head.register_forward_hook(keep_dtype_and_put_ramp, prepend=True),
     ]
-    behind = _trained_behind_head(causal, head) if with_ramp else {}
+    behind = {}
+    if with_ramp:
+        for name, parameter in _behind_head(causal, head).items():
+            if parameter.requires_grad:
+                behind[name] = parameter
     try:
         with torch.set_grad_enabled(bool(behind)):
             outputs = type(causal).forward(causal, **inputs)
@@ -296,13 +336,11 @@ def _run_upstream(
     return run
 
 
-def _trained_behind_head(causal: CausalModel, head: nn.Linear) -> dict[str, nn.Parameter]:
-    """Parameters that are trained and neither the decoder's nor the head's."""
+def _behind_head(causal: CausalModel, head: nn.Linear) -> dict[str, nn.Parameter]:
+    """Parameters that are neither the decoder's nor the head's."""
     inside = {*decoder_of(causal).parameters(), *head.parameters()}
     return {
-        name: parameter
-        for name, parameter in causal.named_parameters()
-        if parameter.requires_grad and parameter not in inside
+        name: parameter for name, parameter in causal.named_parameters() if parameter not in inside
     }
 
 
@@ -384,13 +422,17 @@ def _find_logit_map(model_forward: PatchableModel, settings: LossSettings, run: 
     maps = candidates(numbers, given, settings.given_logit_map)
     precision = max(TOLERANCE, 4 * torch.finfo(run.logits.dtype).eps)
     differences = {}
+    largest = {}
     for logit_map in maps:
         expected = logit_map(run.ramp)
         difference = (run.logits.double() - expected).abs().max().item()
-        if difference <= precision * expected.abs().max().item():
-            return logit_map
         differences[logit_map] = difference
+        largest[logit_map] = expected.abs().max().item()
+    # The nearest, since the rounding of 16-bit logits would hide a scale of 1.02; of those that
+    # are equally near it is the plainest.
     nearest = min(differences, key=lambda logit_map: differences[logit_map])
+    if differences[nearest] <= precision * largest[nearest]:
+        return nearest
     fit = fitted(run.ramp, run.logits)
     expected = fit(run.ramp)
     if (run.logits.double() - expected).abs().max() <= 10 * precision * expected.abs().max():
@@ -405,13 +447,15 @@ def _find_logit_map(model_forward: PatchableModel, settings: LossSettings, run: 
     )
 
 
-def _check_hidden(model_forward: PatchableModel, run: _Run) -> None:
-    """The decoder's result is what the head takes, bit for bit."""
+def _check_hidden(model_forward: PatchableModel, run: _Run, when: str = "") -> None:
+    """The decoder's result is what the head takes, bit for bit.
+
+    `when`, which a refusal says, is the mode if that matters."""
     name = model_forward.head_name
     if len(run.hidden) != 1 or len(run.head_inputs) != 1:
         raise _refusal(
             model_forward,
-            f"its forward calls the decoder {len(run.hidden)} times and {name} "
+            f"{when}its forward calls the decoder {len(run.hidden)} times and {name} "
             f"{len(run.head_inputs)} times, not once each",
             None,
             "train it with its own loss",
@@ -426,7 +470,7 @@ def _check_hidden(model_forward: PatchableModel, run: _Run) -> None:
             difference = (hidden.double() - head_input.double()).abs().max().item()
         raise _refusal(
             model_forward,
-            f"its decoder's last_hidden_state is not {name}'s input",
+            f"{when}its decoder's last_hidden_state is not {name}'s input",
             difference,
             "train it with its own loss",
         )
@@ -473,6 +517,32 @@ def _check_patched_loss(model_forward: PatchableModel, plain: _Run, patched: Any
         )
 
 
+def _check_training(model_forward: PatchableModel, ramped: _Run, training: _Run) -> None:
+    """Nothing between the decoder and the loss acts in training mode alone."""
+    _check_hidden(model_forward, training, "in training mode ")
+    same_logits = (
+        training.logits is not None
+        and training.logits.shape == ramped.logits.shape
+        and torch.equal(training.logits, ramped.logits)
+    )
+    if not same_logits:
+        raise _refusal(
+            model_forward,
+            f"its logits of {model_forward.head_name}'s output are others in training mode",
+            None,
+            "train it with its own loss",
+        )
+    loss = ramped.loss.item()
+    difference = abs(training.loss.item() - loss)
+    if not difference <= 10 * TOLERANCE * abs(loss):
+        raise _refusal(
+            model_forward,
+            "its loss of the same logits is another one in training mode",
+            difference,
+            "train it with its own loss",
+        )
+
+
 def _refusal(
     model_forward: PatchableModel, reason: str, difference: float | None, advice: str
 ) -> ValueError:
@@ -487,27 +557,3 @@ def _refusal(
         f"patch_model refuses {type(causal).__name__}: {reason}{largest} (read from it: {read}); "
         f"{advice}"
     )
-
-
-def _shards(hook: Callable[..., Any]) -> bool:
-    function = getattr(hook, "func", hook)
-    return (getattr(function, "__module__", None) or "").startswith(SHARDING_LIBRARIES)
-
-
-def _name(hook: Callable[..., Any]) -> str:
-    return getattr(hook, "__qualname__", type(hook).__qualname__)
-
-
-@torch.no_grad()
-def _changes_logits(head: nn.Linear, hook_id: int, hook: Callable[..., Any]) -> bool:
-    """Whether a forward hook gives or makes other logits than a ramp that it gets."""
-    hidden = torch.zeros(1, 2, head.in_features, device=head.weight.device)
-    ramp = ramp_like(torch.empty(1, 2, head.out_features, device=head.weight.device))
-    logits = ramp.clone()
-    if hook_id in head._forward_hooks_with_kwargs:
-        returned = hook(head, (hidden,), {}, logits)
-    else:
-        returned = hook(head, (hidden,), logits)
-    if returned is not None:
-        logits = returned
-    return not (isinstance(logits, Tensor) and torch.equal(logits, ramp))
