@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 import calibeval
 from calibeval.io import CONTINUES, InputError, counted, finish
-from calibeval.request import DEFAULT_COLUMNS, Request, Task, checked
+from calibeval.request import DEFAULT_COLUMNS, Request, Task
+from calibeval.task_files import default_data, is_task_name
+from calibeval.validation import Problem, ProblemKind, problems, raise_of_other_file
 
 RECORDS = "RECORDS.jsonl"
 TASK_FIELDS = [name for name in Task.model_fields if name != "name"]
@@ -116,7 +118,22 @@ def request_from(arguments: argparse.Namespace) -> Request:
         task["subjects"] = arguments.subjects.split(",")
     values = {name: given[name] for name in ENGINE_FIELDS if name in given}
     values["tasks"] = [task]
-    return checked(Request, values, f"--task {arguments.task}", strict=False)
+    try:
+        return Request.model_validate(values, strict=False)
+    except ValidationError as error:
+        raise_of_other_file(error)
+        raise InputError(_described_option(problems(error)[0], arguments.task)) from error
+
+
+def _described_option(problem: Problem, task: str) -> str:
+    """What is wrong with an option, as it is typed."""
+    path = problem.path[2:] if problem.path[:2] == ("tasks", "0") else problem.path
+    if not path:
+        return f"--task {task}: {problem.message}"
+    option = f"--{path[0].replace('_', '-')}"
+    if problem.kind is ProblemKind.MISSING:
+        return f"--task {task}: give {option} as well; neither it nor a task file names the data"
+    return f"{option} {problem.value}: {problem.message}"
 
 
 # --- import ---
@@ -299,6 +316,9 @@ def records_for_check(arguments: argparse.Namespace, model: str, name: str) -> P
     if model.endswith(".jsonl"):
         return Path(model)
     missing = [option for option in ("task", "data", "out") if getattr(arguments, option) is None]
+    task: str | None = arguments.task
+    if "data" in missing and task and is_task_name(task) and default_data(task):
+        missing.remove("data")
     if missing:
         wanted = ", ".join(f"--{option}" for option in missing)
         raise InputError(f"{model}: a model to be scored also needs {wanted}; or give its records")

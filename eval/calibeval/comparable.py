@@ -32,7 +32,12 @@ def same_questions(evaluations: Sequence[Evaluation]) -> None:
             )
 
 
-def same_normaliser(a: Evaluation, b: Evaluation) -> None:
+# What to do about questions that were asked or read otherwise, where two files are compared.
+SAME_NORMALISER = "`--normalise sum` of `compare` reads both alike"
+SAME_PROMPTS = "if it is meant, `compare --different-prompts`"
+
+
+def same_normaliser(a: Evaluation, b: Evaluation, remedy: str = SAME_NORMALISER) -> None:
     """Raise `InputError` where texts' log-probabilities were divided by other lengths.
 
     A model's calibration by sums is not that by characters, so a difference would be mostly the
@@ -43,12 +48,13 @@ def same_normaliser(a: Evaluation, b: Evaluation) -> None:
     if a.normalise != b.normalise:
         raise InputError(
             f"{a.path} and {b.path}: the same questions, read with normalise {a.normalise!r} and "
-            f"{b.normalise!r}, so a difference is not the models' alone; `--normalise sum` of "
-            "`compare` reads both alike, and in the index another 'dataset' keeps them apart"
+            f"{b.normalise!r}, so a difference is not the models' alone; {remedy}"
         )
 
 
-def same_prompts(a: Evaluation, b: Evaluation, texts: bool = True) -> None:
+def same_prompts(
+    a: Evaluation, b: Evaluation, texts: bool = True, remedy: str = SAME_PROMPTS
+) -> None:
     """Raise `InputError` where the questions of two evaluations were asked in other words.
 
     A difference would be the prompts' as well: letters or texts, how many examples, and, if
@@ -60,8 +66,7 @@ def same_prompts(a: Evaluation, b: Evaluation, texts: bool = True) -> None:
         if first is not None and second is not None and first != second:
             raise InputError(
                 f"{a.path} and {b.path}: the same questions, asked with {name} {first!r} and "
-                f"{second!r}, so a difference is not the models' alone; if it is meant, "
-                "`compare --different-prompts`, or another 'dataset' in the index"
+                f"{second!r}, so a difference is not the models' alone; {remedy}"
             )
 
 

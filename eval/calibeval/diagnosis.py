@@ -18,7 +18,7 @@ from scipy.special import logsumexp
 
 from calibeval import evaluations, scaling, stats
 from calibeval import records as record_files
-from calibeval.comparable import same_prompts, same_questions
+from calibeval.comparable import same_normaliser, same_prompts, same_questions
 from calibeval.evaluations import Evaluation
 from calibeval.io import InputError, atomic_write, counted
 from calibeval.records import Records
@@ -32,6 +32,9 @@ SPLIT_SEED = 0
 SIGNIFICANCE = 0.05  # of the test that a model is calibrated
 FEWEST_QUESTIONS = 2 * scaling.FEWEST_ANSWERS
 TICKS = (0, 0.5, 1)
+SCORE_ALIKE = (
+    "score both with the same options, as `calibeval check BASE TUNED --task … --out DIR` does"
+)
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,8 @@ def check(base: str | Path, tuned: str | Path, figure: str | Path | None = None)
     base_evaluation = evaluations.load(Path(base))
     tuned_evaluation = evaluations.load(Path(tuned))
     same_questions([base_evaluation, tuned_evaluation])
-    same_prompts(base_evaluation, tuned_evaluation)
+    same_normaliser(base_evaluation, tuned_evaluation, SCORE_ALIKE)
+    same_prompts(base_evaluation, tuned_evaluation, remedy=SCORE_ALIKE)
     answers = record_files.read(Path(tuned))
     if len(answers) < FEWEST_QUESTIONS:
         number = counted(len(answers), "question")

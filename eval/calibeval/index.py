@@ -45,6 +45,7 @@ class Entry(BaseModel, strict=True, extra="allow"):
 # These keys may differ between the lines of one row: they say which records a line is of, of which
 # questions, and which of the repetitions of one setting.
 NO_ROW_KEYS = ("records", "dataset", "seed", "run")
+OTHER_DATASET = "if it is meant, another 'dataset' in the index keeps them apart"
 FIRST_KEYS = ("train_data", "model", "label_smoothing")
 HEADINGS = {"train_data": "SFT data", "label_smoothing": "β"}
 
@@ -188,12 +189,12 @@ def _check_comparable(lines: list[dict[str, Any]], loaded: list[Evaluation]) -> 
     for line, evaluation in zip(lines, loaded, strict=True):
         first = first_of_dataset.setdefault(line["dataset"], evaluation)
         same_questions([first, evaluation])
-        same_normaliser(first, evaluation)
-        same_prompts(first, evaluation, texts=False)
+        same_normaliser(first, evaluation, OTHER_DATASET)
+        same_prompts(first, evaluation, texts=False, remedy=OTHER_DATASET)
         # A model with a shorter context is asked with fewer examples, so the prompts' very words
         # are compared only within one model.
         first_alike = first_of_model.setdefault((line["dataset"], line["model"]), evaluation)
-        same_prompts(first_alike, evaluation)
+        same_prompts(first_alike, evaluation, remedy=OTHER_DATASET)
 
 
 def _short_names(lines: list[dict[str, Any]]) -> dict[str, str]:

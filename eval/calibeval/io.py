@@ -164,6 +164,10 @@ def json_lines(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
             place = f"{path}, line {number}"
             try:
                 value = json.loads(line)
+            except json.JSONDecodeError as error:
+                # Its own sentence counts lines within this line.
+                reason = f"{error.msg}, column {error.colno}"
+                raise InputError(f"{place}: not JSON ({reason})") from error
             except (ValueError, RecursionError) as error:
                 raise InputError(f"{place}: not JSON ({error})") from error
             if not isinstance(value, dict):

@@ -5,15 +5,25 @@ checks the rows and makes `Question`s of them. `calibeval.prompts` asks them.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from calibeval.io import InputError
-from calibeval.validation import Seq, Text, Unicode, checked, encodable
+from calibeval.task_files import RowTemplates, UnknownColumn
+from calibeval.validation import (
+    Problem,
+    ProblemKind,
+    Seq,
+    Text,
+    Unicode,
+    did_you_mean,
+    encodable,
+    problems,
+)
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 DEFAULT_SUBJECT = "general_knowledge"
@@ -58,7 +68,7 @@ class QuestionRow(BaseModel, strict=True):
 
     question: Text
     choices: Annotated[Seq[Text], Field(min_length=2, max_length=len(LETTERS))]
-    answer: int | str  # an index from 0, a letter, or the text of a choice
+    answer: int | str  # an index from 0, a letter, the text of a choice, or an index as a text
     id: Annotated[str, Field(strict=False, coerce_numbers_to_str=True), AfterValidator(encodable)]
     subject: Unicode = DEFAULT_SUBJECT
     context: Unicode | None = None
@@ -79,6 +89,13 @@ class QuestionRow(BaseModel, strict=True):
         for names in spellings:
             if names.count(self.answer) == 1:
                 return names.index(self.answer)
+        # All cells of a CSV file are texts, so an index is one as well where no choice is a number.
+        if isinstance(self.answer, str) and not any(
+            text.strip().isdecimal() for text in self.choices
+        ):
+            digits = self.answer.strip()
+            if digits.isdecimal() and int(digits) < count:
+                return int(digits)
         return None
 
     def to_question(self) -> Question:
@@ -99,33 +116,67 @@ class QuestionRow(BaseModel, strict=True):
 def questions_from_rows(
     rows: Iterable[tuple[str, dict[str, Any]]],
     source: str | Path,
-    parse: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+    templates: RowTemplates,
+    task: str,
     numbers_each_subject: bool = False,
 ) -> list[Question]:
-    """The questions of (place, row) pairs; `parse` turns a row into the keys of `QuestionRow`.
+    """The questions of (place, row) pairs; `templates` turn a row into the keys of `QuestionRow`.
 
     A row without an id gets its subject and number, of all rows or of its subject's. A bad row, an
-    id that repeats, or no rows at all raise `InputError`, which names the row's place, or `source`.
+    id that repeats, or no rows at all raise `InputError`, which names the row's place, or `source`,
+    and what of the task's file is at fault; `task` is that file's name.
     """
     questions: dict[str, Question] = {}
     rows_of_subject: Counter[str] = Counter()
     for number, (place, row) in enumerate(rows):
-        try:
-            values = parse(row)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            columns = ", ".join(map(str, row))
-            raise InputError(
-                f"{place}: not a row of this task: {error}; its columns are {columns}"
-            ) from error
+        values = _values_of(row, place, templates, task)
         subject = str(values.get("subject", DEFAULT_SUBJECT))
         if values.get("id") is None:
             number_shown = rows_of_subject[subject] if numbers_each_subject else number
             values = {**values, "id": f"{subject}/{number_shown}"}
         rows_of_subject[subject] += 1
-        question = checked(QuestionRow, values, place).to_question()
+        try:
+            question = QuestionRow.model_validate(values).to_question()
+        except ValidationError as error:
+            problem = problems(error)[0]
+            raise InputError(f"{place}: {_described(problem, row, templates, task)}") from error
         if question.id in questions:
             raise InputError(f"{place}: id {question.id!r} is there already; ids must be unique")
         questions[question.id] = question
     if not questions:
         raise InputError(f"{source}: no questions")
     return list(questions.values())
+
+
+def _values_of(
+    row: dict[str, Any], place: str, templates: RowTemplates, task: str
+) -> dict[str, Any]:
+    """The keys of `QuestionRow` that a row has; `InputError` where a template cannot be filled."""
+    columns = ", ".join(map(str, row))
+    try:
+        return templates.values(row)
+    except UnknownColumn as error:
+        hint = did_you_mean(error.column, [str(column) for column in row])
+        raise InputError(
+            f"{place}: no column {error.column!r}, which {task} asks for; it has: {columns}{hint}"
+        ) from error
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(
+            f"{place}: not a row of this task, {task}: {error}; its columns are {columns}"
+        ) from error
+
+
+def _described(problem: Problem, row: dict[str, Any], templates: RowTemplates, task: str) -> str:
+    """What is wrong with a row, in the columns that it has."""
+    if problem.kind is ProblemKind.MISSING:
+        key = problem.path[0]
+        columns = [str(column) for column in row]
+        hint = did_you_mean(key, columns)
+        return (
+            f"no {key!r}; found {', '.join(columns)}{hint}; a task file takes another column by "
+            f'`row: {{{key}: "{{{{ COLUMN }}}}"}}`'
+        )
+    text = problem.describe()
+    key = problem.path[0] if problem.path else text.partition(" ")[0]
+    origin = templates.origin(key)
+    return f"{text} (row.{key} in {task}: {origin})" if origin else text

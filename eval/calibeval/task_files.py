@@ -60,6 +60,18 @@ def _environment() -> jinja2.Environment:
 ENVIRONMENT = _environment()
 
 
+class UnknownColumn(ValueError):
+    """A template asks for a column that a row does not have.
+
+    Attributes:
+        column: The column's name.
+    """
+
+    def __init__(self, column: str):
+        super().__init__(f"no column {column!r}")
+        self.column = column
+
+
 class Template:
     """A text with Jinja, whose value depends on variables."""
 
@@ -78,14 +90,37 @@ class Template:
             raise ValueError(f"not Jinja: {error}") from error
 
     def __call__(self, variables: Mapping[str, Any]) -> Any:
-        """The value; `ValueError` where a variable is not there or does not have what is asked."""
+        """The value; `ValueError` where it cannot be made.
+
+        `UnknownColumn` where a variable is not there, or `row` does not have what is asked of it.
+        """
         try:
             value = self._evaluate(variables)
             if isinstance(value, jinja2.Undefined):
                 str(value)  # raises, and names the variable
+        except jinja2.UndefinedError as error:
+            column = self._unknown_column(str(error))
+            if column is not None:
+                raise UnknownColumn(column) from error
+            raise ValueError(f"{self.text!r}: {error}") from error
         except jinja2.TemplateError as error:
             raise ValueError(f"{self.text!r}: {error}") from error
         return value
+
+    def _unknown_column(self, message: str) -> str | None:
+        """The column that Jinja's message says is not there; None where it is about another value.
+
+        Of `row.NAME` it says "'dict object' has no attribute 'NAME'", as of any other value.
+        """
+        variable = re.fullmatch(r"'(?P<name>.*)' is undefined", message)
+        if variable is not None:
+            return variable["name"]
+        attribute = re.fullmatch(r"'dict object' has no attribute '(?P<name>.*)'", message)
+        if attribute is None:
+            return None
+        name = attribute["name"]
+        spellings = (f"row.{name}", f"row['{name}']", f'row["{name}"]')
+        return name if any(spelling in self.text for spelling in spellings) else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Template":
         return self  # it never changes, and pydantic copies the defaults of fields
@@ -166,11 +201,26 @@ class RowTemplates(_TemplatesInside):
             if template is None:
                 if key in row:
                     values[key] = row[key]
-            elif isinstance(template, Template):
-                values[key] = template(variables)
-            else:
-                values[key] = [part(variables) for part in template]
+                continue
+            try:
+                if isinstance(template, Template):
+                    values[key] = template(variables)
+                else:
+                    values[key] = [part(variables) for part in template]
+            except UnknownColumn:
+                raise
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                raise ValueError(f"row.{key}: {error}") from error
         return values
+
+    def origin(self, key: str) -> str:
+        """The template that makes a key's value, as the task file has it; else nothing."""
+        template = getattr(self, key, None)
+        if template is None:
+            return ""
+        if isinstance(template, Template):
+            return template.text
+        return f"[{', '.join(part.text for part in template)}]"
 
 
 class Examples(Strict):
@@ -240,7 +290,12 @@ def _read_builtin(name: str) -> TaskFile:
 def _read_file(path: Path) -> TaskFile:
     try:
         values = yaml.safe_load(read_text(path))
-    except yaml.YAMLError as error:
+    except yaml.MarkedYAMLError as error:
+        place = (
+            path if error.problem_mark is None else f"{path}, line {error.problem_mark.line + 1}"
+        )
+        raise InputError(f"{place}: not YAML: {error.problem}") from error
+    except yaml.YAMLError as error:  # characters that YAML does not allow
         raise InputError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise InputError(f"{path}: expected the keys of a task, such as data, row and scoring")

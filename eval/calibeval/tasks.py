@@ -16,7 +16,8 @@ from calibeval.io import InputError, counted, json_lines, read_text
 from calibeval.prompts import SCORING_MODES
 from calibeval.questions import Headers, Question, Subject, questions_from_rows
 from calibeval.request import Normalization, ResolvedTask, Task
-from calibeval.task_files import TaskFile
+from calibeval.task_files import TaskFile, Template, UnknownColumn
+from calibeval.validation import did_you_mean
 
 HUB = "hub:"  # begins the `data` of a task that is read from the Hugging Face hub
 ANY_SUBJECT = "*"  # in the name of a file, for `glob`
@@ -51,8 +52,11 @@ def load(task: Task) -> list[Subject]:
         if task.subjects and name not in task.subjects:
             continue
         if len(subject.examples) < task.shots:
-            too_few = f"{counted(len(subject.examples), 'example')}, but --shots {task.shots}"
-            raise InputError(f"{task.examples or task.data}, {name}: {too_few}")
+            there = counted(len(subject.examples), "example")
+            raise InputError(
+                f"{task.examples or task.data}, {name}: {there}, but --shots {task.shots}; give "
+                f"--shots {len(subject.examples)}, or more examples"
+            )
         questions = _not_shown(subject, task)
         if not questions:
             raise InputError(f"{task.data}, {name}: every question is an example as well")
@@ -113,7 +117,7 @@ class _Reader:
             examples = self._examples()
         for name in sorted(questions):
             variables = {"subject": name}
-            variables["topic"] = str(self.task_file.topic(variables))
+            variables["topic"] = self._filled("topic", self.task_file.topic, variables)
             yield Subject(
                 name=name,
                 examples=tuple(self._examples_of(name, examples)[: self.task.shots]),
@@ -142,11 +146,26 @@ class _Reader:
 
     def _headers(self, variables: dict[str, str]) -> Headers:
         templates = self.task_file.headers
-        letters = str(templates.letters(variables))
+        letters = self._filled("headers.letters", templates.letters, variables)
         letters_in_chat = letters
         if templates.letters_in_chat is not None:
-            letters_in_chat = str(templates.letters_in_chat(variables))
-        return Headers(letters, letters_in_chat, str(templates.continuation(variables)))
+            letters_in_chat = self._filled(
+                "headers.letters_in_chat", templates.letters_in_chat, variables
+            )
+        continuation = self._filled("headers.continuation", templates.continuation, variables)
+        return Headers(letters, letters_in_chat, continuation)
+
+    def _filled(self, key: str, template: Template, variables: dict[str, Any]) -> str:
+        """A text of the task's file; `InputError` where it names a variable that is not there."""
+        try:
+            return str(template(variables))
+        except UnknownColumn as error:
+            raise InputError(
+                f"{self.task.task}: {key} is {template.text!r}: no variable {error.column!r}; "
+                f"there are {', '.join(variables)}{did_you_mean(error.column, variables)}"
+            ) from error
+        except ValueError as error:
+            raise InputError(f"{self.task.task}: {key}: {error}") from error
 
     # --- Few-shot examples ---
 
@@ -156,8 +175,10 @@ class _Reader:
             return self._questions(self.task.examples, "")
         split = self.task_file.examples.split
         if split is None:
-            shots = self.task.shots
-            raise InputError(f"--shots {shots} needs --examples FILE; or --shots 0")
+            raise InputError(
+                f"{self.task.task}: {counted(self.task.shots, 'solved example')} before each "
+                "question, and it has none of its own; give --examples FILE, or --shots 0"
+            )
         asked = Path(self.task.data)
         if asked.is_dir() or self.task.data.startswith(HUB):
             if self._lacks_examples(asked, split):
@@ -195,7 +216,7 @@ class _Reader:
             if not file.is_file() and _is_hub_folder(path):
                 return self._hub_questions(data, split)
             path = file
-        return questions_from_rows(self._file_rows(path), path, self.task_file.row.values)
+        return questions_from_rows(self._file_rows(path), path, self.task_file.row, self.task.task)
 
     def _folder_questions(self, folder: Path, split: str) -> list[Question]:
         """The questions of a split that is a file a subject, which names the subject."""
@@ -205,7 +226,7 @@ class _Reader:
         for path in pattern.parent.glob(pattern.name):
             subject = path.name.removeprefix(before).removesuffix(after)
             rows = ((place, {"subject": subject, **row}) for place, row in self._file_rows(path))
-            questions += questions_from_rows(rows, path, self.task_file.row.values)
+            questions += questions_from_rows(rows, path, self.task_file.row, self.task.task)
         if not questions and _is_hub_folder(folder):
             return self._hub_questions(str(folder), split)
         if not questions:
@@ -217,12 +238,12 @@ class _Reader:
         """The questions of a data set of the hub, numbered as if each subject were a file."""
         rows = self._hub_rows(name, split)
         return questions_from_rows(
-            rows, HUB + name, self.task_file.row.values, numbers_each_subject=True
+            rows, HUB + name, self.task_file.row, self.task.task, numbers_each_subject=True
         )
 
     def _file_name(self, split: str) -> str:
         variables = {"split": split, "subject": ANY_SUBJECT, "language": self.task.language}
-        return str(self.task_file.data.files(variables))
+        return self._filled("data.files", self.task_file.data.files, variables)
 
     # --- Rows ---
 
@@ -244,7 +265,7 @@ class _Reader:
         source = self.task_file.data
         config = None
         if source.config is not None:
-            config = str(source.config({"language": self.task.language}))
+            config = self._filled("data.config", source.config, {"language": self.task.language})
         split = source.hub_splits.get(split, split)
         try:
             from datasets import load_dataset

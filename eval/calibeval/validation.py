@@ -10,9 +10,10 @@ problem, or knows in which line each key stands, catches pydantic's error itself
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from enum import Enum
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -28,8 +29,11 @@ __all__ = [
     "Text",
     "Unicode",
     "checked",
+    "did_you_mean",
     "encodable",
+    "known_keys",
     "problems",
+    "raise_of_other_file",
 ]
 
 Item = TypeVar("Item")
@@ -48,9 +52,33 @@ def encodable(text: str) -> str:
 # Types of fields
 Seq = Annotated[tuple[Item, ...], Field(strict=False)]  # a list in YAML and JSON
 Unicode = Annotated[str, AfterValidator(encodable)]
-Text = Annotated[str, Field(pattern=r"\S")]  # not only white space
+Text = Annotated[str, Field(pattern=r"\S")]  # not only white space; see `NOT_EMPTY`
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
+
+# pydantic's sentences in the words of whoever wrote the value, by the type of its error.
+SENTENCES = {
+    "tuple_type": "expected a list",
+    "list_type": "expected a list",
+    "string_type": "expected a text",
+    "int_type": "expected a whole number",
+    "int_parsing": "expected a whole number",
+    "int_from_float": "expected a whole number",
+    "float_type": "expected a number",
+    "float_parsing": "expected a number",
+    "bool_type": "expected true or false",
+    "bool_parsing": "expected true or false",
+    "dict_type": "expected keys with values",
+    "model_type": "expected keys with values",
+    "model_attributes_type": "expected keys with values",
+    "greater_than_equal": "expected {ge} or more",
+    "greater_than": "expected more than {gt}",
+    "less_than_equal": "expected {le} or less",
+    "less_than": "expected less than {lt}",
+    "too_short": "expected {min_length} or more, found {actual_length}",
+    "too_long": "expected {max_length} or fewer, found {actual_length}",
+}
+NOT_EMPTY = r"\S"
 
 # Where a value may be of several types, pydantic puts the type that it tried into the value's
 # place: ("answer", "int").
@@ -84,7 +112,7 @@ class Problem:
     value: Any
     """What stands there; for a missing key the mapping that lacks it."""
     message: str
-    """pydantic's sentence about it, or the rule's."""
+    """What was expected there, or the rule's sentence."""
 
     @property
     def key(self) -> str:
@@ -105,15 +133,23 @@ class Problem:
     def describe(self, known_keys: Collection[str] = ()) -> str:
         """The problem in one line; `known_keys` are listed where a key is unknown."""
         if self.kind is ProblemKind.MISSING:
-            return f"no {self.key!r}; found {', '.join(map(str, self.value))}"
+            found = [str(key) for key in self.value]
+            text = f"no {self.key!r}; found {', '.join(found)}"
+            return text + did_you_mean(self.path[-1], found)
         if self.kind is ProblemKind.UNKNOWN:
+            text = f"{self.key}: no such key"
             if known_keys:
-                return f"{self.key}: no such key; known: {', '.join(known_keys)}"
-            return f"{self.key}: no such key"
-        message = self.message.replace("Input should be", "expected")
+                text += f"; known: {', '.join(known_keys)}"
+            return text + did_you_mean(self.path[-1], known_keys)
         if self.key:
-            return f"{self.key} is {self.value!r}: {message}"
-        return message
+            return f"{self.key} is {self.value!r}: {self.message}"
+        return self.message
+
+
+def did_you_mean(name: str, others: Collection[str]) -> str:
+    """ "; did you mean 'name'?" where one of the others is spelt nearly alike, else nothing."""
+    nearest = get_close_matches(name, others, n=1)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
 def problems(error: ValidationError) -> list[Problem]:
@@ -124,14 +160,56 @@ def problems(error: ValidationError) -> list[Problem]:
         "value_error": ProblemKind.RULE,
     }
     found: list[Problem] = []
+    tried_before = False
     for details in error.errors(include_url=False):
         if details["type"] == "too_short" and found:
             continue  # pydantic counts a list's right items alone: the wrong ones were told already
         path = tuple(str(part) for part in details["loc"] if part not in TRIED_TYPES)
-        message = details["msg"].removeprefix("Value error, ")
+        is_one_of_several = details["loc"][-1:] != () and details["loc"][-1] in TRIED_TYPES
         kind = kinds.get(details["type"], ProblemKind.VALUE)
-        found.append(Problem(kind, path, details["input"], message))
+        problem = Problem(kind, path, details["input"], _sentence(details))
+        if is_one_of_several and tried_before and found[-1].path == path:
+            other = problem.message.removeprefix("expected ")
+            found[-1] = replace(found[-1], message=f"{found[-1].message} or {other}")
+        else:
+            found.append(problem)
+        tried_before = is_one_of_several
     return found
+
+
+def _sentence(details: Any) -> str:
+    """What one of pydantic's errors says, in the words of whoever wrote the value."""
+    context = details.get("ctx", {})
+    if details["type"] == "string_pattern_mismatch" and context["pattern"] == NOT_EMPTY:
+        return "expected a text that is not empty"
+    if details["type"] in SENTENCES:
+        return SENTENCES[details["type"]].format(**context)
+    message: str = details["msg"]
+    return message.removeprefix("Value error, ").replace("Input should be", "expected")
+
+
+def known_keys(model: type[BaseModel], path: Collection[str]) -> list[str]:
+    """The keys that may stand where the last of `path` does; none where that is no model."""
+    for key in [*path][:-1]:
+        if key.isdecimal():  # a place in a list, whose items' model was found with the list
+            continue
+        field = model.model_fields.get(key)
+        inner = None if field is None else _model_in(field.annotation)
+        if inner is None:
+            return []
+        model = inner
+    return list(model.model_fields)
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The model that a field's type is, or is a list of."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for part in get_args(annotation):
+        model = _model_in(part)
+        if model is not None:
+            return model
+    return None
 
 
 def checked(
@@ -139,13 +217,22 @@ def checked(
 ) -> Model:
     """The values as a `model`; the first that is wrong raises `InputError` with key and value.
 
-    `where` says in the message what the values are of: a file and its line, or an option. With
+    `where` says in the message what the values are of: a file and its line, or an option. Where a
+    rule of the model has read another file, the error is that file's and names it itself. With
     `strict=False` texts are turned into numbers, as a command line needs; None leaves that to the
     model.
     """
     try:
         return model.model_validate(values, strict=strict)
     except ValidationError as error:
+        raise_of_other_file(error)
         first = problems(error)[0]
-        known_keys = list(model.model_fields) if len(first.path) == 1 else []
-        raise InputError(f"{where}: {first.describe(known_keys)}") from error
+        raise InputError(f"{where}: {first.describe(known_keys(model, first.path))}") from error
+
+
+def raise_of_other_file(error: ValidationError) -> None:
+    """Raise the `InputError` that a model's rule met, which names its own file; or return."""
+    for details in error.errors(include_url=False):
+        cause = details.get("ctx", {}).get("error")
+        if isinstance(cause, InputError):
+            raise cause from error

@@ -168,12 +168,12 @@ HUGE_NUMBER = "-" + "9" * 5000
 @pytest.mark.parametrize(
     ("second", "expected"),
     [
-        ("{", "line 2: not JSON"),
+        ("{", "line 2: not JSON (Expecting property name enclosed in double quotes, column "),
         ("[]", "line 2: expected a JSON object, found list"),
         (json.dumps(LETTERS), "line 2: id 'a/0' is on line 1 already"),
-        (second_record(label=True), "line 2: label is True: expected a valid integer"),
+        (second_record(label=True), "line 2: label is True: expected a whole number"),
         (second_record(label=2), "line 2: label is 2, expected 0 to 1"),
-        (second_record(logprobs=[-1.0]), "logprobs is [-1.0]: List should have at least 2 items"),
+        (second_record(logprobs=[-1.0]), "logprobs is [-1.0]: expected 2 or more, found 1"),
         (second_record(logprobs=[-1, -math.inf]), "logprobs.1 is -inf: expected a finite"),
         (second_record().replace("-2.0", HUGE_NUMBER), "line 2: "),
         (second_record(logprobs=[-0.1] * 2), "probabilities of logprobs sum to 1.81, more than 1"),

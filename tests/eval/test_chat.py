@@ -165,7 +165,7 @@ def test_a_template_without_system_texts(run, refused, command, chat_model, tmp_
         (["--chat-template", "tokenizer"], "has no chat template; give --chat-template FILE.jinja"),
         (["--chat-template", "bad.jinja"], "bad.jinja: this chat template cannot be filled"),
         (["--chat-template", "empty.jinja"], "empty.jinja: leaves out the user's turn"),
-        (["--chat-template", "x", "--few-shot", "two"], "few_shot is 'two': expected 'turns'"),
+        (["--chat-template", "x", "--few-shot", "two"], "--few-shot two: expected 'turns'"),
     ],
 )
 def test_refused(refused, command, tmp_path, monkeypatch, options, expected):

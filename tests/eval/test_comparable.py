@@ -48,12 +48,14 @@ def test_other_normalisers_are_refused(written, index_of):
     """A difference would be the normaliser's: one model moved from −0.230 to +0.530 by it."""
     by_sum = written("sum", **CONTINUATION, normalise="sum")
     by_characters = written("characters", **CONTINUATION, normalise="characters")
-    expected = "normalise 'sum' and 'characters'.*--normalise sum"
+    expected = "normalise 'sum' and 'characters'.*alone; "
     for different_prompts in (False, True):
-        with pytest.raises(InputError, match=expected):
+        with pytest.raises(InputError, match=f"{expected}`--normalise sum` of `compare`"):
             calibeval.compare(by_sum, by_characters, different_prompts=different_prompts)
-    with pytest.raises(InputError, match=expected):
+    with pytest.raises(InputError, match=f"{expected}.*another 'dataset' in the index"):
         index.read(index_of(by_sum, by_characters))
+    with pytest.raises(InputError, match=f"{expected}score both with the same options"):
+        calibeval.check(by_sum, by_characters)
     read_alike = evaluations.load(by_characters, "sum")
     compared = calibeval.compare(by_sum, read_alike)
     assert compared["choices"]["ece"]["difference"] == 0

@@ -101,7 +101,7 @@ def test_any_key_that_varies_is_a_column(project, key):
         ({"seed": 1}, "toy-b0-0.jsonl and .*toy-b0-1.jsonl: both are toy, .* with seeds 1 and 1"),
         ({"seed": {0: None, 1: 1}}, "with seeds None and 1; .* seed, train_data"),
         ({"dataset": "toy"}, "toy-base.* and .*other-base.*300 and 301 questions"),
-        ({"note": [1]}, r"line 1: note is \[1\]: expected a valid"),
+        ({"note": [1]}, r"line 1: note is \[1\]: expected true or false or a whole"),
         ({"model": " "}, "line 1: model is ' ': "),
     ],
 )

@@ -340,16 +340,76 @@ def test_a_task_file_is_scored(logic, run, tiny_model, tmp_path):
             r"logic.yaml: row.choices is \[False, True\]: expected a text; YAML",
         ),
         ("{{ premise }} Is", "{{ premise Is", r"row.question is .*: not Jinja: "),
-        ("{{ claim }}?", "{{ clam }}?", r"rows.csv, line 2: not a row.*'clam' is undefined; its "),
+        (
+            "{{ claim }}?",
+            "{{ clam }}?",
+            r"rows.csv, line 2: no column 'clam', which .*logic.yaml asks for; it has: premise, "
+            r"claim, holds\?; did you mean 'claim'\?",
+        ),
+        ("{{ claim }}?", "{{ row.clam }}?", r"line 2: no column 'clam', .* did you mean 'claim'"),
+        (
+            "{{ claim }}?",
+            "{{ row['clam'] }}?",
+            r"line 2: no column 'clam', .* did you mean 'claim'",
+        ),
+        ("{{ claim }}?", "{{ claim.text }}?", r"line 2: not a row of this .*: row.question: "),
+        ("question:", "qestion:", r"row.qestion: no such key; known: .*; did you mean 'question'"),
+        (
+            '["no", "yes"]',
+            '"{{ claim }}"',
+            r"line 2: choices is 'cats purr': expected a list \(row.choices in .*logic.yaml: {{ cl",
+        ),
+        ('"no", "yes"', '"no"', r"choices is \['no'\]: expected 2 or more, found 1 \(row.choices"),
+        ("1 if", "7 if", r"line 2: answer is 7, expected 0 to 1, .* \(row.answer in .*: {{ 7 if"),
+        ("topic: what", "topic: '{{ claim }}' # ", r"topic is '{{ claim }}': no variable 'claim'"),
         ("{path: rows.csv}", "{path: no.csv}", r"no.csv: could not be read"),
         ("topic:", "scoring: words\ntopic:", r"scoring is 'words': expected 'letters' or"),
-        ("row:", "row: [", r"logic.yaml: not YAML: "),
+        ("row:", "row: [", r"^\S*logic.yaml, line 5: not YAML: expected ',' or '\]', but got ':'$"),
     ],
 )
 def test_malformed_task_files(logic, old, new, expected):
     logic.write_text(LOGIC.replace(old, new))
     with pytest.raises(InputError, match=expected):
         tasks.load(checked(Task, {"task": str(logic), "shots": 0}, "--task"))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--shots", "five"], "error: --shots five: expected a whole number"),
+        (["--limit", "0"], "error: --limit 0: expected 1 or more"),
+        (["--task", "jsonl"], "error: --task jsonl: give --data as well"),
+    ],
+)
+def test_options_are_named_as_they_are_typed(logic, tmp_path, refused, options, expected):
+    command = ["score", "--task", logic, "--model", "m", "--out", tmp_path / "r.jsonl"]
+    assert refused(*command, *options).startswith(expected)
+
+
+def test_a_task_files_error_names_the_file_once(logic, tmp_path, refused):
+    logic.write_text(LOGIC.replace("topic:", "topics:"))
+    message = refused("score", "--task", logic, "--model", "m", "--out", tmp_path / "r.jsonl")
+    assert message.startswith(f"error: {logic}: topics: no such key; known: data")
+    assert message.endswith("did you mean 'topic'?")
+    assert message.count(str(logic)) == 1
+
+
+def test_a_column_that_is_misspelt_is_named(tmp_path):
+    row = {"question": "Sky?", "choices": ["red", "blue"], "anwser": "blue"}
+    data = write_lines(tmp_path / "q.jsonl", [row])
+    with pytest.raises(InputError, match=r"no 'answer'; found .*; did you mean 'anwser'"):
+        load("jsonl", data)
+
+
+def test_an_index_may_be_a_text_where_no_choice_is_a_number(tmp_path):
+    """As all cells of a CSV file are."""
+    row = {"question": "?", "choices": ["no", "yes"], "answer": "1"}
+    (subject,) = load("jsonl", write_lines(tmp_path / "q.jsonl", [row]))
+    assert subject.questions[0].label == 1
+    for choices in (["2", "0"], ["no", "10"]):
+        data = write_lines(tmp_path / "numbers.jsonl", [{**row, "choices": choices}])
+        with pytest.raises(InputError, match="answer is '1', expected 0 to 1"):
+            load("jsonl", data)
 
 
 def test_unknown_tasks_are_refused():
@@ -389,7 +449,9 @@ def test_truthfulqas_letters_would_tell_nothing(tmp_path):
 
 def test_examples_must_be_given_and_must_leave_questions(tmp_path):
     only = write_lines(tmp_path / "q.jsonl", [SKY])
-    with pytest.raises(InputError, match="--shots 5 needs --examples"):
+    with pytest.raises(
+        InputError, match=r"jsonl: 5 solved examples before each .* --examples FILE, or --shots 0"
+    ):
         load("jsonl", only, shots=5)
     with pytest.raises(InputError, match="every question is an example as well"):
         load("jsonl", only, shots=1, examples=str(only))

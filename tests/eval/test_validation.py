@@ -40,14 +40,17 @@ class Whole(Strict):
     [
         ({}, "here: no 'name'; found "),
         ({"name": "a", "size": 1}, "here: size: no such key; known: name, count, parts"),
-        ({"name": 1}, "here: name is 1: expected a valid string"),
-        ({"name": "a", "count": -1}, "here: count is -1: expected greater than or equal to 0"),
+        ({"name": 1}, "here: name is 1: expected a text"),
+        ({"name": "a", "count": -1}, "here: count is -1: expected 0 or more"),
         ({"name": "a", "count": 2}, "here: count: is not that of the parts"),
         ({"name": "a", "parts": [{}]}, "here: no 'parts.0.size'; found "),
-        ({"name": "a", "parts": [{"size": 1, "x": 2}]}, "here: parts.0.x: no such key"),
+        (
+            {"name": "a", "parts": [{"size": 1, "x": 2}]},
+            "here: parts.0.x: no such key; known: size, label",
+        ),
         (
             {"name": "a", "parts": [{"size": 1, "label": None}]},
-            "here: parts.0.label is None: expected a valid integer",
+            "here: parts.0.label is None: expected a whole number or a text",
         ),
     ],
 )
@@ -59,7 +62,7 @@ def test_the_first_problem_is_one_line(values, expected):
 
 def test_texts_become_numbers_unless_strict():
     assert checked(Whole, {"name": "a", "count": "3", "parts": [{"size": "1"}] * 3}, "", False)
-    with pytest.raises(InputError, match="count is '3': expected a valid integer"):
+    with pytest.raises(InputError, match="count is '3': expected a whole number"):
         checked(Whole, {"name": "a", "count": "3"}, "")
 
 
