@@ -35,9 +35,12 @@ def run_checked(tool: str, *words: str, patience: float = PATIENCE) -> str:
 
 
 def run_or_empty(*command: str) -> str:
-    """What any program prints; nothing where it is absent, fails or does not answer."""
+    """What any program prints, without the line breaks around it.
+
+    Nothing where it is absent, fails or does not answer.
+    """
     with contextlib.suppress(OSError, ProgramError):
-        return _run(*command, patience=PATIENCE).strip()
+        return _run(*command, patience=PATIENCE).strip("\n")
     return ""
 
 
