@@ -587,3 +587,16 @@ def test_a_container_cannot_start_the_programs_of_other_nodes(toy_file, profile)
     refusal = "a run on several nodes (world.nodes: 2) needs an interpreter alone"
     assert refusal in problems(path, "world.nodes=2")
     assert refusal not in problems(path)
+
+
+@pytest.mark.parametrize(
+    "refusal", ["Node count specification invalid", "Requested node configuration is not available"]
+)
+def test_a_refusal_of_the_nodes_names_the_keys_that_ask_for_them(
+    toy_file, profile, programs, refusal
+):
+    programs(sbatch=f"echo 'sbatch: error: {refusal}' >&2; exit 1", squeue="")
+    path = toy_file(cluster=profile(), world={"nodes": 3})
+    printed = launch(path, "--executor", "slurm", code=2)
+    assert f"sbatch refuses: {refusal}; what is asked for: world.nodes nodes, and on" in printed
+    assert "memory_per_node and, for each of world.processes_per_node, cpus_per_proc" in printed

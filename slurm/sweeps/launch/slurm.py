@@ -441,6 +441,11 @@ def advice(refusal: str, cluster: Cluster, job: Job) -> str:
         return f"; MaxArraySize is {largest_array() or 'not known'}: launch fewer runs at a time"
     if "Resource temporarily unavailable" in refusal:
         return "; Slurm's queue is full, of all users' jobs (MaxJobCount): the same command, later"
+    if "Node count" in refusal or "node configuration" in refusal:
+        return (
+            "; what is asked for: world.nodes nodes, and on each memory_per_node and, for each of "
+            "world.processes_per_node, cpus_per_process and gpus_per_process"
+        )
     text = ""
     if "nvalid account" in refusal:
         listing = _own_associations("account")
