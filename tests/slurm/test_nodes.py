@@ -1,12 +1,17 @@
 """Runs on several nodes, on a real Slurm of two: both are this machine, and gloo joins them."""
 
+import json
+import re
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from sweep_tools import (
     MARKS,
+    PROJECT,
     command,
     empty,
     equal,
@@ -28,7 +33,7 @@ TRAIN: dict[str, Any] = {
     "learning_rate": 1e-3,
     "label_smoothing": 0.1,
     "attention_dropout": 0.1,
-    "num_train_epochs": 60,
+    "num_train_epochs": 30,
     "checkpointing_steps": 5,
 }
 
@@ -56,11 +61,11 @@ def submit(path: Path) -> str:
     return launch(path, "--executor", "slurm")
 
 
-def test_ranks_on_two_nodes_train_as_two_on_one_whatever_happens(
+def test_two_nodes_train_as_one_with_two_processes_whatever_happens(
     cluster, profile, sweep_file, tmp_path
 ):
-    """A rank is killed, the job is cancelled and launched again, and put back by an administrator:
-    nobody is left behind, and the weights are bit for bit those of one node."""
+    """A rank is killed, the job is cancelled, launched again and warned of its time limit: nobody
+    is left behind, and the weights are bit for bit those of one node."""
     path = sweep_file(grid={}, train=TRAIN, world=TWO_NODES, cluster=profile(memory_per_node="1G"))
     shown = launch(path, "--executor", "slurm", "--dry-run")
     assert "JOB0 trains 1 run: --nodes=2 --time=20:00 --cpus-per-task=1 --mem=1G" in shown, shown
@@ -84,9 +89,76 @@ def test_ranks_on_two_nodes_train_as_two_on_one_whatever_happens(
     submit(path)
     wait_for(lambda: run.last_saved_step() > step)
     job = rows(run, "began")[-1]["job"]
+    subprocess.run(["scancel", "--signal=USR2", "--batch", job], check=True)
+    wait_for(empty)
+    assert run.done, logs(tmp_path)
+    jobs = [row["job"] for row in rows(run, "began")]
+    assert jobs[0] == jobs[1] != jobs[2] == jobs[3] == job
+    assert not programs(run)
+    printed = (run.path / "train.log").read_text()
+    assert printed.count("data: 64 conversations") == 4  # not once on each node
+    assert printed.count("resumed: step ") == 3
+    assert equal(run, undisturbed(path, tmp_path / "calm"))
+
+
+def sharding(how: str, folder: Path) -> dict[str, str]:
+    """The file of `world:` that shards a run, which DeepSpeed's must also do without a GPU."""
+    if how == "fsdp2":
+        return {"fsdp": str(PROJECT / "configs" / "fsdp" / "fsdp2.json")}
+    if find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+    file = folder / "zero.json"
+    file.write_text(json.dumps({"zero_optimization": zero, "gradient_clipping": 1.0}))
+    return {"deepspeed": str(file)}
+
+
+@pytest.mark.parametrize("how", ["fsdp2", "zero3"])
+def test_two_nodes_shard_a_run_as_one_does(
+    cluster, profile, sweep_file, tmp_path, monkeypatch, how
+):
+    """And go on with its shards once an administrator has put the job back into the queue."""
+    monkeypatch.setenv("DS_BUILD_OPS", "0")
+    variables = ["OMP_NUM_THREADS", "PYTHONPATH", "DS_BUILD_OPS"]
+    path = sweep_file(
+        grid={},
+        train={**TRAIN, "num_train_epochs": 8},
+        world={**TWO_NODES, **sharding(how, tmp_path)},
+        backend="toy.sharding_backend",
+        cluster=profile(memory_per_node="2G", pass_environment=variables),
+    )
+    submit(path)
+    (run,) = runs_of(path)
+    wait_for(lambda: run.last_saved_step() >= 5)
+    job = rows(run, "began")[0]["job"]
     subprocess.run(["scontrol", "requeue", job], check=True)
     wait_for(empty)
     assert run.done, logs(tmp_path)
-    assert len(rows(run, "began")) == 4
+    assert [row["exit"] for row in rows(run, "ended")] == [75, 0]
+    assert equal(run, undisturbed(path, tmp_path / "calm"))
+
+
+def test_nobody_outlives_an_element_that_is_killed(cluster, profile, toy_file, tmp_path):
+    """On neither node, and a launch goes on."""
+    train = {"steps": 100, "pace": 0.1}
+    path = toy_file(grid={}, train=train, world=TWO_NODES, cluster=profile())
+    submit(path)
+    (run,) = runs_of(path)
+    wait_for(lambda: run.last_saved_step() >= 10)
+    pids = [*ranks_on(run, 0), *ranks_on(run, 1)]
+    assert len(pids) == 2
+    (element,) = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if "submitit.core._submit" in (process.info["cmdline"] or [])
+    ]
+    element.kill()
+    wait_for(empty)
     assert not programs(run)
+    assert not run.done
+    shown = command("status", path).stdout
+    assert "1 dead" in shown and re.search(r"\d+_0 FAILED, exit .*, step \d+/100", shown), shown
+    submit(path)
+    wait_for(empty)
+    assert run.done, logs(tmp_path)
     assert equal(run, undisturbed(path, tmp_path / "calm"))

@@ -110,8 +110,9 @@ def parameters(
         "additional_parameters": _additional_parameters(sweep, cluster, job, earlier),
     }
     if nodes > 1:
-        # The element is then the batch job itself, on the first node. What it starts by srun keeps
-        # all CPUs and GPUs, and hears TERM on each node; the srun does not, which would kill.
+        # The element is then the batch job itself, on the first node. What it starts by srun has
+        # all CPUs and GPUs, and a preemption's TERM reaches it on each node. In an srun of its own
+        # the element's srun would hear TERM too, and kill what it has started.
         values["use_srun"] = False
     elif job.kind is not JobKind.COLLECT:
         # Since Slurm 22.05, srun does not take the number of CPUs from its job.

@@ -12,4 +12,5 @@ def this_rank() -> int:
 
 def print_once(text: str) -> None:
     """Print on the first rank only."""
-    PartialState().print(text, flush=True)
+    if PartialState().is_main_process:  # its `print` would print once on each node
+        print(text, flush=True)
