@@ -91,7 +91,7 @@ def target_states(
     """The last hidden states (N, D) that predict the targets of conversations, and these (N,)."""
     hidden_states = []
     targets = []
-    for group in dataset.group(conversations):
+    for group in dataset.split_into_micro_batches(conversations):
         batch = {key: value.to(model.device) for key, value in dataset.collate(group).items()}
         output = model.model(batch["input_ids"], use_cache=False)
         hidden = output.last_hidden_state[:, :-1]

@@ -20,7 +20,13 @@ from safetensors.torch import load_file
 from sweep_tools import equal, logs, prepare
 from torch import Tensor
 from training_runs import finished_run, logged, own_token_cache, windowed_gemma
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, get_scheduler
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaForCausalLM,
+    TrainingArguments,
+    get_scheduler,
+)
 
 from calibeval.io import InputError
 from sweeps.launch import preflight
@@ -31,7 +37,9 @@ from sweeps.training.attention import use_packed_attention
 from sweeps.training.callbacks import StopSignal
 from sweeps.training.checkpoint import latest_checkpoint
 from sweeps.training.global_batches import GlobalBatchDataset
+from sweeps.training.hf_arguments import use_one_gpu
 from sweeps.training.options import TrainOptions
+from sweeps.training.saving import in_precision
 from sweeps.training.tokenization import IGNORE, make_tokenizer, tokenize_file
 
 token_cache = pytest.fixture(autouse=True, scope="module")(own_token_cache)
@@ -293,6 +301,57 @@ def test_a_power_cut_leaves_models_and_checkpoints_whole(sweep_file, monkeypatch
     for folder in (run.model, run.checkpoints / "step-2"):
         assert writes.unflushed(folder) == []
     assert run.path.stat().st_ino in writes.flushed  # where model/ got its name
+
+
+def test_the_last_row_has_the_gradients_norm_too(sweep_file):
+    """Where it is no multiple of logging_steps, and no clipping computes the norm anyway."""
+    run = finished_run(sweep_file(grid={}, train={"max_train_steps": 3, "logging_steps": 2}))
+    assert len(logged(run, "grad_norm")) == len(logged(run, "loss")) == 2
+
+
+def test_what_a_kill_left_unfinished_goes_with_the_next_attempt(sweep_file):
+    run = prepare(sweep_file(grid={}, train={"max_train_steps": 1}))
+    unfinished = [run.checkpoints / ".part" / "checkpoint-9", run.path / ".model.part"]
+    for folder in unfinished:
+        folder.mkdir(parents=True)
+    fit.fit(run)
+    assert not any(folder.exists() for folder in unfinished)
+    assert not (run.checkpoints / ".part").exists()
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_nothing(sweep_file, monkeypatch):
+    def fail(*_: Any) -> None:
+        raise OSError("Input/output error")
+
+    monkeypatch.setattr(hf_trainer, "publish_checkpoint", fail)
+    run = prepare(sweep_file(grid={}, train={"max_train_steps": 3, "checkpointing_steps": 1}))
+    with pytest.raises(OSError, match="Input/output error"):
+        fit.fit(run)
+    assert list(run.checkpoints.iterdir()) == []
+
+
+def test_a_stop_file_that_was_left_over_is_told(sweep_file, capsys):
+    run = prepare(sweep_file(grid={}, train={"max_train_steps": 3}))
+    run.stop_file.touch()
+    with pytest.raises(SystemExit):
+        fit.fit(run)
+    assert f"stop: {run.stop_file} exists, so the run saves" in capsys.readouterr().out
+
+
+def test_whole_numbers_are_saved_as_they_are():
+    weights = {"weight": torch.ones(2), "steps": torch.tensor(16_777_217)}
+    converted = in_precision(weights, torch.bfloat16)
+    assert converted["weight"].dtype == torch.bfloat16
+    assert converted["steps"].item() == 16_777_217
+
+
+def test_one_process_uses_one_gpu(tmp_path):
+    """transformers counts all that are visible, and would spread the model over them."""
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    assert arguments.n_gpu == 0
+    arguments._n_gpu = 2
+    use_one_gpu(arguments)
+    assert arguments.n_gpu == 1
 
 
 def test_the_newest_checkpoints_stay(tmp_path):

@@ -92,8 +92,8 @@ def end_with_parent() -> None:
     """Let the kernel kill this process once the thread that started it is gone.
 
     Whoever starts a program from a thread must therefore keep the thread until the program ends.
-    USR2 is ignored from here on: Slurm sends it to every process of a job, and only the parent is
-    to act on it.
+    USR2, which Slurm sends to every process of a job, is ignored from here on and left to the
+    parent, unless the process handles it itself, as trainers do.
     """
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)

@@ -1,6 +1,7 @@
 """When a run logs, measures, saves and stops."""
 
 import os
+import shutil
 import signal
 from pathlib import Path
 from types import FrameType
@@ -13,8 +14,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from calibeval.io import write_rows
 from sweeps.runs.files import read_rows
 from sweeps.runs.stages import Outcome
+from sweeps.training.checkpoint import PART
 from sweeps.training.hf_trainer import SweepTrainer
 from sweeps.training.ranks import print_once
+from sweeps.training.saving import MODEL_PART
 
 # Slurm sends USR2 ahead of a job's end to every process of the job, also to ranks.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
@@ -81,10 +84,17 @@ class ScheduleCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Start the clock, and forget the metrics of updates that are about to be repeated."""
+        """Start the clock, and delete what a former attempt has left unfinished.
+
+        Metrics of updates that are about to be repeated go too.
+        """
         self.trainer.start_clock()
-        metrics = self.trainer.run.metrics
+        run = self.trainer.run
+        metrics = run.metrics
         if state.is_world_process_zero:
+            # What a kill left of a checkpoint or a model would lie there until the next one.
+            shutil.rmtree(run.checkpoints / PART, ignore_errors=True)
+            shutil.rmtree(run.path / MODEL_PART, ignore_errors=True)
             rows = [row for row in read_rows(metrics) if row["step"] <= state.global_step]
             write_rows(metrics, rows)
         if state.global_step > 0:

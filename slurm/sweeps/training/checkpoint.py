@@ -17,8 +17,10 @@ cuts files off, which their sizes show, and a SHA-256 of 15 GB would keep all ra
 eight seconds.
 """
 
+import contextlib
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,26 @@ from sweeps.runs.files import replace_folder
 
 STATE = "state.json"
 PART = ".part"  # the folder in checkpoints/ in which the next checkpoint is being written
+FULL_DISK = 1 << 20  # bytes that are left on a disk which is called full
+
+
+@contextlib.contextmanager
+def deleted_on_failure(part: Path) -> Iterator[None]:
+    """Delete the unfinished folder `part` if writing it fails, so that it does not fill the disk.
+
+    Raises InputError where the disk is full, and else what the writing has raised.
+    """
+    try:
+        yield
+    except Exception as error:
+        free = shutil.disk_usage(part.parent).free
+        shutil.rmtree(part, ignore_errors=True)
+        if free < FULL_DISK:
+            raise InputError(
+                f"{part}: the disk is full ({error}); make room and launch again, which goes on "
+                "from the newest checkpoint"
+            ) from error
+        raise
 
 
 def publish_checkpoint(source: Path, destination: Path, data_digest: str, keep_last: int) -> None:
@@ -59,8 +81,8 @@ def latest_checkpoint(checkpoints: Path, data_digest: str) -> Path | None:
         if state["data"] != data_digest:
             raise InputError(
                 f"{folder}: written with other data or smoothing_target, {state['data']}, now "
-                f"{data_digest}; restore that, or delete {checkpoints.parent} to train from the "
-                "start"
+                f"{data_digest}; restore that (after an upgrade of transformers or tokenizers the "
+                f"former version), or delete {checkpoints.parent} to train from the start"
             )
         return folder
     return None

@@ -66,6 +66,13 @@ def fit(run: Run) -> None:
     distributed = config.world
     transformers_logging.disable_progress_bar()
     datasets.disable_progress_bars()
+    if run.stop_file.exists() and this_rank() == 0:
+        # A launch deletes a file that was left over; the worker may have made this one just now.
+        print(
+            f"stop: {run.stop_file} exists, so the run saves after its first update and leaves; "
+            "delete the file to train on",
+            flush=True,
+        )
 
     tokenizer = make_tokenizer(train_options)
     dataset = GlobalBatchDataset(
@@ -87,7 +94,8 @@ def fit(run: Run) -> None:
         save_model(trainer, tokenizer)
     else:
         print_once(f"stopped: step {step} of {total_updates} is saved")
-    # A finished run that was asked to stop leaves the scoring to its next attempt.
+    # A finished run that was asked to stop leaves the scoring to its next attempt. All ranks ask
+    # each other or none does, as they have made the same number of updates.
     if not finished or stop_signal.on_any_rank():
         raise SystemExit(Outcome.STOPPED.value)
 

@@ -3,6 +3,10 @@
 Which conversations an update has follows from its step, the seed, the data with what is held out,
 and the global batch size, which is a multiple of the number of ranks. Packing and an interruption
 change how an update is computed, not what it is.
+
+An update is made of blocks, a block of micro-batches, and a micro-batch of conversations. A block
+is what shares a divisor of its loss. A micro-batch is what one rank computes at once: a packed row
+of conversations end to end, or padded rows of one conversation each.
 """
 
 import math
@@ -21,7 +25,9 @@ from calibeval.io import InputError
 from sweeps.training.options import TrainOptions
 from sweeps.training.tokenization import IGNORE
 
-LENGTH_STEP = 128  # tokens: `max_length_q` of packed batches is a multiple of it
+# Tokens: `max_length_q` of packed batches is a multiple of it. It may not be below the multiple
+# that rows are filled up to (`model_loading.GPU_ROW_MULTIPLE`), the length of an empty row.
+LENGTH_STEP = 128
 EPOCH_SEED_STRIDE = 1_000_003  # Two runs whose seeds differ by 1 differ by this in shuffling.
 
 
@@ -154,10 +160,10 @@ class GlobalBatchDataset(torch.utils.data.Dataset):
 
     def held_out_batches(self) -> Iterator[dict[str, Any]]:
         """This rank's batches of the held-out conversations; equally many for every rank."""
-        groups = self.group(self.held_out_conversations)
-        while len(groups) % self.ranks:
-            groups.append([])
-        for conversations in groups[self.rank :: self.ranks]:
+        micro_batches = self.split_into_micro_batches(self.held_out_conversations)
+        while len(micro_batches) % self.ranks:
+            micro_batches.append([])
+        for conversations in micro_batches[self.rank :: self.ranks]:
             yield self.collate(conversations)
 
     def plan_update(self, step: int) -> list[list[PlannedMicroBatch]]:
@@ -167,8 +173,8 @@ class GlobalBatchDataset(torch.utils.data.Dataset):
         """
         planned = []
         for block in self._blocks_with_divisors(step):
-            for group in self.group(block.conversations):
-                planned.append(PlannedMicroBatch(group, block.divisor))
+            for conversations in self.split_into_micro_batches(block.conversations):
+                planned.append(PlannedMicroBatch(conversations, block.divisor))
         by_rank = [planned[rank :: self.ranks] for rank in range(self.ranks)]
         most = max(len(micro_batches) for micro_batches in by_rank)
         for micro_batches in by_rank:
@@ -205,7 +211,9 @@ class GlobalBatchDataset(torch.utils.data.Dataset):
             blocks.append(Block(members, float(accumulation * targets)))
         return blocks
 
-    def group(self, conversations: Sequence[int] | np.ndarray) -> list[list[int]]:
+    def split_into_micro_batches(
+        self, conversations: Sequence[int] | np.ndarray
+    ) -> list[list[int]]:
         """Conversations split into micro-batches: packed rows, or batches of similar lengths."""
         numbers = [int(conversation) for conversation in conversations]
         by_length = sorted(numbers, key=lambda number: (self.lengths[number], number))

@@ -43,11 +43,10 @@ def training_arguments(
             os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
             PartialState(backend="gloo")
     prepare_trackers(run)
-    # Told of gradient checkpointing under FSDP2, TrainingArguments would warn that weights are
-    # gathered twice. FSDP1 does so; FSDP2 gathers as often with it as without. The
-    # `activation_checkpointing` that the warning advises would draw other dropout masks when it
-    # computes activations again. So the option is set afterwards.
-    told_at_once = train_options.gradient_checkpointing and not fsdp2
+    # Under FSDP2 gradient checkpointing is switched on below, once the arguments are made. They
+    # would warn that the backward pass gathers all weights a second time, which is true of FSDP1
+    # alone, and advise `activation_checkpointing`, whose recomputation draws other dropout masks.
+    checkpointing_from_start = train_options.gradient_checkpointing and not fsdp2
     arguments = TrainingArguments(
         output_dir=str(run.checkpoints / PART),
         max_steps=total_updates,
@@ -58,7 +57,7 @@ def training_arguments(
         weight_decay=train_options.weight_decay,
         max_grad_norm=clip_grad_norm,
         per_device_train_batch_size=train_options.per_device_train_batch_size,
-        gradient_checkpointing=told_at_once,
+        gradient_checkpointing=checkpointing_from_start,
         gradient_checkpointing_kwargs={"use_reentrant": False},
         seed=train_options.seed,
         # Trackers show it; the loss that it would switch on is replaced in `fit.install_loss`.
@@ -84,6 +83,7 @@ def training_arguments(
         project=TRACKER_PROJECT,
     )
     arguments.gradient_checkpointing = train_options.gradient_checkpointing
+    use_one_gpu(arguments)
     if first_rank_reads:
         # The model is loaded before the Trainer, which would say so too late.
         enable_fsdp_ram_efficient_loading()
@@ -93,6 +93,17 @@ def training_arguments(
             f"{arguments.world_size} started; launch with `python -m sweeps train`"
         )
     return arguments
+
+
+def use_one_gpu(arguments: TrainingArguments) -> None:
+    """Let this process train on its own GPU alone, however many it sees.
+
+    transformers would wrap the model of a single process in nn.DataParallel, over all GPUs that
+    CUDA_VISIBLE_DEVICES leaves visible. That scatters rows, of which a packed batch has one.
+    """
+    if arguments.n_gpu > 1:
+        print(f"note: of {arguments.n_gpu} visible GPUs {arguments.device} is used", flush=True)
+        arguments._n_gpu = 1
 
 
 def gradient_norm_limit(train_options: TrainOptions, deepspeed: dict[str, Any] | None) -> float:

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, Trainer, TrainingArguments
 
 from calibeval.io import InputError
 from sweeps.runs.run import Run
-from sweeps.training.checkpoint import PART, publish_checkpoint
+from sweeps.training.checkpoint import PART, deleted_on_failure, publish_checkpoint
 from sweeps.training.global_batches import GlobalBatchDataset, MicroBatch
 from sweeps.training.options import TrainOptions
 
@@ -69,7 +69,12 @@ class SweepTrainer(Trainer):
     def training_step(  # type: ignore[override]  # whose inputs are one dictionary
         self, model: nn.Module, inputs: list[MicroBatch], num_items_in_batch: Any = None
     ) -> Tensor:
-        """Forward and backward of an update; returns the loss summed over this rank's targets."""
+        """Forward and backward of an update.
+
+        What is differentiated is each micro-batch's summed loss by its divisor. What is returned,
+        for the log alone, is the undivided sum over this rank's targets: `_add_statistics` makes a
+        mean over targets of it.
+        """
         model.train()
         loss_sum = torch.zeros((), device=self.args.device)
         for number, micro_batch in enumerate(inputs, 1):
@@ -109,7 +114,8 @@ class SweepTrainer(Trainer):
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The gradient's norm, only for updates that are logged: reading it waits for the GPU."""
-        is_logged = (self.state.global_step + 1) % self.args.logging_steps == 0
+        step = self.state.global_step + 1  # The Trainer counts an update after this.
+        is_logged = step == self.state.max_steps or step % self.args.logging_steps == 0
         if is_logged or grad_norm is not None:
             return super()._get_grad_norm(model, grad_norm)
         return None
@@ -144,6 +150,8 @@ class SweepTrainer(Trainer):
             self._add_statistics(logs)
             self._refuse_infinite_loss(logs["loss"])
         step = self.state.global_step
+        # The Trainer counts the whole run as one epoch; trackers are to see the data's epochs. Its
+        # own number is back with its next update.
         self.state.epoch = round(step / self.dataset.updates_per_epoch, 4)
         if self.is_world_process_zero():
             row = {"step": step, "steps": self.state.max_steps, "epoch": self.state.epoch}
@@ -157,7 +165,8 @@ class SweepTrainer(Trainer):
         """Make the loss a mean over targets, and add speed and memory; all since the last row.
 
         `training_step` returns a sum over this rank's targets, and the Trainer averages that over
-        ranks and over the updates since the last row.
+        ranks and over the updates since the last row. The speed includes the time of checkpoints
+        and of measurements on held-out conversations between the two rows.
         """
         step = self.state.global_step
         now = time.monotonic()
@@ -186,12 +195,14 @@ class SweepTrainer(Trainer):
         if self.is_world_process_zero():
             shutil.rmtree(part, ignore_errors=True)
         self.accelerator.wait_for_everyone()
-        super()._save_checkpoint(model, trial)
+        with deleted_on_failure(part):
+            super()._save_checkpoint(model, trial)
         self.accelerator.wait_for_everyone()
         if self.is_world_process_zero():
-            (finished,) = part.iterdir()
+            written = part / f"checkpoint-{self.state.global_step}"  # by the Trainer
             keep_last = self.train_options.keep_last_n_checkpoints
-            publish_checkpoint(finished, folder, self.data_digest, keep_last)
-            part.rmdir()
+            with deleted_on_failure(part):
+                publish_checkpoint(written, folder, self.data_digest, keep_last)
+            shutil.rmtree(part, ignore_errors=True)
         # No rank may leave before: torchrun ends all ranks with the first that does.
         self.accelerator.wait_for_everyone()

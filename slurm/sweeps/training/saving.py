@@ -2,12 +2,16 @@
 
 import shutil
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from sweeps.runs.files import replace_folder
+from sweeps.training.checkpoint import deleted_on_failure
 from sweeps.training.hf_trainer import SweepTrainer
 from sweeps.training.options import LoraOptions
+
+MODEL_PART = ".model.part"  # the folder of a run in which model/ is being written
 
 
 def save_model(trainer: SweepTrainer, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -18,25 +22,34 @@ def save_model(trainer: SweepTrainer, tokenizer: PreTrainedTokenizerBase) -> Non
     run = trainer.run
     lora = trainer.train_options.lora
     config = trainer.saved_config
+    part = run.path / MODEL_PART
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if trainer.is_world_process_zero():
-        part = run.path / ".model.part"
         shutil.rmtree(part, ignore_errors=True)
-        if lora is not None and lora.save == "adapter":
-            model.save_pretrained(str(part), state_dict=weights)
-        else:
-            if lora is not None:
-                model = model.get_base_model()
-                weights = merge_adapters(weights, lora)
-            if config.tie_word_embeddings:
-                weights.pop("lm_head.weight", None)
-            weights = {name: weight.to(config.dtype) for name, weight in weights.items()}
-            model.save_pretrained(str(part), state_dict=weights)
-            config.save_pretrained(str(part))
-        tokenizer.save_pretrained(str(part))
-        replace_folder(part, run.model)
+        with deleted_on_failure(part):
+            if lora is not None and lora.save == "adapter":
+                model.save_pretrained(str(part), state_dict=weights)
+            else:
+                if lora is not None:
+                    model = model.get_base_model()
+                    weights = merge_adapters(weights, lora)
+                if config.tie_word_embeddings:
+                    weights.pop("lm_head.weight", None)
+                weights = in_precision(weights, config.dtype)
+                model.save_pretrained(str(part), state_dict=weights)
+                config.save_pretrained(str(part))
+            tokenizer.save_pretrained(str(part))
+            replace_folder(part, run.model)
     trainer.accelerator.wait_for_everyone()
+
+
+def in_precision(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The weights in a precision; what holds whole numbers, as some buffers do, stays as it is."""
+    converted = {}
+    for name, weight in weights.items():
+        converted[name] = weight.to(dtype) if weight.is_floating_point() else weight
+    return converted
 
 
 def merge_adapters(weights: dict[str, Tensor], lora: LoraOptions) -> dict[str, Tensor]:
