@@ -718,3 +718,15 @@ def test_checkpointed_layers_are_no_sharded_ones():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         patch_model(model, label_smoothing=0.1)
+
+
+def test_an_auxiliary_loss_that_is_turned_on_later_is_refused_until_it_is_tried():
+    model = patch_model(tiny("MixtralForCausalLM"), label_smoothing=0.1)
+    model(**batch())
+    model.config.output_router_logits = True
+    with pytest.raises(
+        ValueError, match=r"output_router_logits was False .*call patch_model again"
+    ):
+        model(**batch())
+    patch_model(model, label_smoothing=0.1)
+    assert model(**batch()).aux_loss is not None

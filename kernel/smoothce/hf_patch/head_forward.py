@@ -44,7 +44,11 @@ class HeadForward:
         smoothed: bool = True,
         per_token: bool = False,
     ) -> Tensor | SummedLoss:
-        """Logits (B, T, V) without labels; `per_token` a SummedLoss; else the loss, ()."""
+        """Logits (B, T, V) without labels; `per_token` a SummedLoss; else the loss, ().
+
+        `smoothed=False` is how a model is evaluated: without smoothing, without z-loss and without
+        a loss of the caller's own. `per_token` is how TRL asks: one sum, and each token's
+        statistics."""
         if labels is None:
             return self.logits(hidden)
         labels = labels.to(hidden.device)

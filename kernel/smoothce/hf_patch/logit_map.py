@@ -74,6 +74,10 @@ def watched_attributes(causal: CausalModel, logit_map: LogitMap) -> tuple[Watche
         for name, value in vars(holder).items():
             if isinstance(value, float) and value in numbers and name not in SCALES + CAPS:
                 attributes.append(WatchedAttribute(holder, name, value))
+    for holder in _holders(causal):
+        # The auxiliary loss is tried only where this is on.
+        name = "output_router_logits"
+        attributes.append(WatchedAttribute(holder, name, getattr(holder, name, None)))
     # Not `loss_function`, a property that looks the function up each time it is read.
     for name in ("_loss_function", "loss_type"):
         attributes.append(WatchedAttribute(causal, name, getattr(causal, name, None)))

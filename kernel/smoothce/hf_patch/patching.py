@@ -60,7 +60,8 @@ def patch_model(model: nn.Module, **settings: Unpack[PatchSettings]) -> nn.Modul
 
     What was tried is the model as it was then, so load a checkpoint and change a configuration
     before. In training these later changes raise ValueError: of a scale or cap under a known name
-    or the one that held the given number, of the model's loss function, of `requires_grad` of a
+    or the one that held the given number, of the model's loss function, of
+    `config.output_router_logits`, of `requires_grad` of a
     parameter outside decoder and head, and a forward hook on the head that changes logits. A value
     that is loaded into a frozen parameter behind the head, and a forward that is changed in another
     way, are not seen. A hook that only looks at logits is tried with a ramp once, and then gets the

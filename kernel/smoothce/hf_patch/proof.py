@@ -18,9 +18,10 @@ Then the following must hold, in this order:
    patched run has it;
 6. the patched run's loss is the plain run's;
 7. the training run's logits and loss are the ramped run's, and its head takes what its decoder
-   gives: nothing between decoder and loss acts in training alone, such as dropout;
-8. of a mixture, `output_router_logits` adds the auxiliary loss that a patched model adds. Where it
-   adds another one, the model is refused only when that is asked for.
+   gives: nothing between decoder and loss acts in training alone, such as dropout.
+
+A mixture's auxiliary loss is tried where `output_router_logits` is on. Where it is turned on later,
+the model has to be patched again.
 
 A model that cannot run is tried once more with plain attention. Gradients are not compared: they
 follow from the loss, which is the same function of the same hidden states.
@@ -356,7 +357,8 @@ def _run_patched(
     options = Options(logit_scale=logit_map.logit_scale, softcap=logit_map.softcap)
     with _head_running(head, HeadForward(head, LossSettings(options, impl="chunked"))):
         try:
-            return model_forward.fused(inputs, smoothed=True)
+            # These settings have no smoothing, so that `smoothed` leaves nothing in.
+            return model_forward.fused(inputs, smoothed=False)
         except Exception as error:
             raise _refusal(
                 model_forward,

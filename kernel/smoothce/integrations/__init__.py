@@ -7,4 +7,17 @@ Nothing here is imported by the rest of the package.
 Hugging Face's Trainer and TRL's are served by `smoothce.hf_patch`, OLMo-core by the README's
 function, open-instruct by patches/. Another program gets a module here, a row of the README's table
 of trainers, and a test beside those in tests/kernel/integrations, whose env.sh pins its version.
+
+Such a module
+
+1. is handed what the program has: the made trainer, which goes to `patch_trainer`; hidden states
+   and the head's weight; or the head itself, which gets `HeadForward`;
+2. divides a *sum* by the number of the update's labels on all ranks, where the program counts
+   them;
+3. leaves out smoothing and z-loss in evaluation, which is where gradients are off;
+4. refuses what would train the program's own loss instead. For a subclass of Hugging Face's Trainer
+   that belongs in `hf_patch.trainer`;
+5. takes the options that fit, which the docstring of `Options` asks for when one is added;
+6. takes a model's scale and cap from the user where `patch_trainer` is not what runs: `automodel`
+   and `torchtitan` do not try the model as `patch_model` does.
 """

@@ -8,6 +8,7 @@ Automodel hands the loss its hidden states and its head's weight. What a model d
 and its logits has to be given: Gemma 2's `softcap: 30.0`, for example. A bias is not handed over.
 """
 
+import torch
 import torch.distributed as dist
 from nemo_automodel.components.loss.linear_ce_base import LinearCrossEntropy
 from torch import Tensor
@@ -53,7 +54,8 @@ class SmoothedLinearCrossEntropy(LinearCrossEntropy):
     ) -> Tensor:  # ()
         """The sum over this rank's labels by the number of the update's, or without it the sum."""
         weight = self.materialize_lm_weight(lm_weight, grad_reduce_group=grad_reduce_group)
-        trains = hidden_states.requires_grad
+        # Not `hidden_states.requires_grad`: those of a frozen decoder need no gradient.
+        trains = torch.is_grad_enabled()
         summed = linear_cross_entropy(
             hidden_states.to(weight.dtype),
             weight,

@@ -5,7 +5,8 @@
     smoothce_label_smoothing: 0.1
 
 Evaluation reports the loss without smoothing. Axolotl's own fused losses (its cut_cross_entropy
-plugin, liger_fused_linear_cross_entropy) exclude this one and are refused.
+plugin, liger_fused_linear_cross_entropy) exclude this one and are refused by
+`patch_trainer`, which tries the model and looks at the trainer's arguments.
 """
 
 from typing import Any

@@ -5,13 +5,14 @@
     loss=SmoothedLoss.Config(label_smoothing=0.1)
 
 It takes the place of `ChunkedLossWrapper`, whose hooks the trainer uses: the model leaves its head
-out, and the loss runs it with the labels. For a head that tensor parallelism splits it raises
-TypeError; there is `linear_cross_entropy(process_group=…)`.
+out, and the loss runs it with the labels. For a head that tensor parallelism splits, whose weight
+is a DTensor, `smoothce.checks` raises TypeError; there is `linear_cross_entropy(process_group=…)`.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper
 from torchtitan.config import CompileConfig
@@ -62,7 +63,8 @@ class SmoothedLoss(ChunkedLossWrapper):
         **loss_inputs: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         assert self.lm_head is not None, "set_lm_head has not been called"
-        loss = self.lm_head(pred, labels=labels, smoothed=pred.requires_grad)
+        # Not `pred.requires_grad`: hidden states of a frozen decoder need no gradient.
+        loss = self.lm_head(pred, labels=labels, smoothed=torch.is_grad_enabled())
         if global_valid_tokens is not None:
             loss = divided(loss, global_valid_tokens)
         return loss, {}

@@ -80,3 +80,13 @@ def test_evaluation_is_of_the_plain_loss():
             loss_function(), model=model, hidden_states=hidden, labels=labels
         )
     torch.testing.assert_close(found, dense(model, hidden, labels, 0.0))
+
+
+def test_a_head_that_is_trained_alone_is_smoothed():
+    """Hidden states of a frozen decoder need no gradient, and it is training all the same."""
+    model = tiny()
+    hidden, labels = inputs(model)
+    found = losses.calculate_loss(
+        loss_function(), model=model, hidden_states=hidden.detach(), labels=labels
+    )
+    torch.testing.assert_close(found, dense(model, hidden, labels, BETA))

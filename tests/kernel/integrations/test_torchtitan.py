@@ -124,3 +124,13 @@ def test_validation_is_of_the_plain_loss():
         loss = hooked(model)
         found, _ = loss(model(ids), labels, torch.tensor(13.0))
     torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_head_that_is_trained_alone_is_smoothed():
+    """Hidden states of a frozen decoder need no gradient, and it is training all the same."""
+    model = tiny()
+    ids, labels = data(model)
+    want = dense(model, ids, labels, BETA)
+    loss = hooked(model)
+    found, _ = loss(model(ids).detach(), labels, torch.tensor(13.0))
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
