@@ -36,6 +36,9 @@ def save_model(trainer: SweepTrainer, tokenizer: PreTrainedTokenizerBase) -> Non
                     weights = merge_adapters(weights, lora)
                 if config.tie_word_embeddings:
                     weights.pop("lm_head.weight", None)
+                assert isinstance(
+                    config.dtype, torch.dtype
+                )  # not a name, which transformers also knows
                 weights = in_precision(weights, config.dtype)
                 model.save_pretrained(str(part), state_dict=weights)
                 config.save_pretrained(str(part))
