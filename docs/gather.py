@@ -7,6 +7,7 @@ deleted, and a folder with anything else is refused. `make docs` calls it before
 --strict`, which fails on any link or anchor that leads nowhere.
 """
 
+import argparse
 import re
 import shutil
 import subprocess
@@ -63,6 +64,6 @@ def gather(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python docs/gather.py FOLDER")
-    gather(Path(sys.argv[1]).resolve())
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="where the pages are copied to")
+    gather(parser.parse_args().folder.resolve())
