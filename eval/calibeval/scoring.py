@@ -5,10 +5,12 @@ prompts into the model's context (`fit_prompts`), and fills a file of records fo
 (`calibeval.store`), with an engine that is loaded only if something is left to score.
 """
 
+import hashlib
+import json
 import math
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -16,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from tqdm import tqdm
 from typing_extensions import Unpack
 
@@ -235,17 +238,15 @@ class _TaskScoring:
 
     def _fill(self, out: Path, settings: Mapping[str, Any]) -> bool:
         """Score what is not scored yet, and write all; True if all was there already."""
-        digest = records.prompts_digest(
-            (item.prompt.sha256, item.prompt.question.label) for item in self.items
-        )
-        store = Store(out, {**settings, "prompts_sha256": digest})
+        store = Store(out, {**settings, **_settings_of_items(self.items)})
         if out.exists():
             return True
         finished = store.finished()
         if any(item.prompt.question.id not in finished for item in self.items):
             self._score_missing(store, finished)
         rows = [finished[item.prompt.question.id] for item in self.items]
-        store.finish(rows, {"model": self.model, "versions": rows[-1]["versions"]})
+        about = {"model": rows[-1]["model"], "versions": rows[-1]["versions"]}
+        store.finish(rows, about)
         return False
 
     def _score_missing(self, store: Store, finished: dict[str, RawRecord]) -> None:
@@ -255,8 +256,11 @@ class _TaskScoring:
         }
         engine = self.engine.get()
         store.keep_engine_settings(engine.describe(), engine.decisive_settings())
+        model = self.model
+        if finished:  # by another path it is the same model, or the store would refuse it
+            model = next(iter(finished.values()))["model"]
         shared = {
-            "model": self.model,
+            "model": model,
             "versions": {"calibeval": __version__, **engine.versions},
         }
         with store.appending() as append, self._progress_bar(len(done)) as bar:
@@ -277,6 +281,43 @@ class _TaskScoring:
             mininterval=BAR_SECONDS,
             disable=not self.progress,
         )
+
+
+def _settings_of_items(items: Sequence[Item]) -> dict[str, Any]:
+    """What decides a task's records beside the model, the engine and the task's own keys.
+
+    These follow from files that may change under the same name, and from a tokenizer that is given
+    from Python.
+    """
+    # In this order: the first that differs is told, and other questions have other ids as well.
+    return {
+        "normalise": items[0].normalise,
+        "chat_template_sha256": items[0].prompt.chat_template,
+        "prompts_sha256": records.prompts_digest(
+            (item.prompt.sha256, item.prompt.question.label) for item in items
+        ),
+        "ids_sha256": _ids_digest(items),
+        "tokens_sha256": _tokens_digest(items),
+    }
+
+
+def _ids_digest(items: Iterable[Item]) -> str:
+    """SHA-256 of all questions' ids and subjects."""
+    total = hashlib.sha256()
+    for item in items:
+        question = item.prompt.question
+        total.update(f"{json.dumps([question.id, question.subject])}\n".encode())
+    return total.hexdigest()
+
+
+def _tokens_digest(items: Iterable[Item]) -> str:
+    """SHA-256 of all token ids that the model reads or is asked about."""
+    total = hashlib.sha256()
+    for item in items:
+        for tokens in (item.job.tokens, *item.job.branches):
+            total.update(f"{len(tokens)} ".encode())
+            total.update(np.array(tokens, "<u4").tobytes())
+    return total.hexdigest()
 
 
 def _move_records(path: Path, folder: Path) -> Path:

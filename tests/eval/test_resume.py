@@ -1,6 +1,8 @@
 """Scoring goes on after kill -9, and never mixes two runs."""
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from made_records import LETTERS, read_lines, table, write_lines, write_rows
 from calibeval import engines, scoring
 from calibeval.__main__ import main
 from calibeval.io import InputError
+from calibeval.request import Task
 from calibeval.store import Store
 
 # The command line, which dies after so many records: its first argument.
@@ -77,7 +80,10 @@ def test_files_that_another_process_takes_away_are_written(command, tmp_path, ru
 @pytest.mark.parametrize(
     ("options", "changes"),
     [
-        (["--shots", "2"], "other questions or examples; delete it, or give another --out"),
+        (
+            ["--shots", "2"],
+            "other questions or examples, or other words around them; delete it",
+        ),
         (["--scoring", "continuation"], "scoring 'letters' (now 'continuation')"),
         (["--dtype", "bfloat16"], "dtype 'auto' (now 'bfloat16')"),
     ],
@@ -160,3 +166,194 @@ def test_finished_parts_are_read_as_they_are(tiny_model, tmp_path, run, monkeypa
     assert [row["id"] for row in read_lines(tmp_path / "r.jsonl")] == ids
     sidecar = json.loads((tmp_path / "r.jsonl.meta.json").read_text())
     assert sidecar["settings"]["engine_settings"]["dtype"] == "float32"
+
+
+# --- What decides a record is the same when scoring goes on ---
+
+
+@pytest.fixture
+def interrupted(monkeypatch):
+    """interrupted(n, command): a command that Ctrl-C stops after n records."""
+
+    def interrupt(records_left, command):
+        make_record = scoring.make_record
+
+        def make_record_or_stop(item, logprobs):
+            nonlocal records_left
+            if records_left == 0:
+                raise KeyboardInterrupt
+            records_left -= 1
+            return make_record(item, logprobs)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(scoring, "make_record", make_record_or_stop)
+            assert main([str(word) for word in command]) == 130
+
+    return interrupt
+
+
+def test_the_same_model_by_another_path_goes_on(command, tiny_model, tmp_path, run, interrupted):
+    """The weights' digest says that it is the same; the records keep its first name."""
+    run(*command, "--out", tmp_path / "whole.jsonl")
+    interrupted(18, command)
+    same = os.path.relpath(tiny_model)
+    assert same != str(tiny_model)
+    assert "18/60" in run(*command, "--model", same).err
+    out = tmp_path / "r.jsonl"
+    assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert json.loads((tmp_path / "r.jsonl.meta.json").read_text())["model"] == str(tiny_model)
+    assert "complete already" in run(*command, "--model", same).err
+
+
+def test_another_model_by_the_same_path_is_refused(
+    command, tiny_model, tmp_path, interrupted, refused
+):
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    command += ["--model", model]
+    interrupted(18, command)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
+    assert "r.jsonl.part: was made with model_digest '" in refused(*command)
+
+
+def test_a_part_of_two_names_goes_on(command, tmp_path, run, interrupted):
+    """As earlier versions left it, where a model was given by two paths."""
+    run(*command, "--out", tmp_path / "whole.jsonl")
+    interrupted(18, command)
+    part = tmp_path / "r.jsonl.part"
+    rows = read_lines(part)
+    rows[-1]["model"] = "./another-spelling"
+    write_lines(part, rows)
+    run(*command)
+    assert (tmp_path / "r.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_records_that_do_not_belong_together_never_replace_anything(tmp_path):
+    """The only copy to go on from stays where the whole cannot be read."""
+    store = Store(tmp_path / "r.jsonl", {"dtype": "auto"})
+    store.keep_engine_settings(BFLOAT16, DECISIVE)
+    other = {**LETTERS, "id": "a/1", "chat_template": "f00"}
+    with store.appending() as append:
+        append(LETTERS)
+        append(other)
+    kept = (tmp_path / "r.jsonl.part").read_bytes()
+    message = r"part, question a/1: chat_template 'f00' after None; .*; delete .*r\.jsonl\.part, or"
+    with pytest.raises(InputError, match=message):
+        store.finish([LETTERS, other], {})
+    with pytest.raises(InputError, match=message):
+        Store(tmp_path / "r.jsonl", {"dtype": "auto"}).finished()
+    assert (tmp_path / "r.jsonl.part").read_bytes() == kept
+    assert not (tmp_path / "r.jsonl").exists()
+
+
+def test_a_record_that_nothing_could_read_is_not_kept(tmp_path):
+    store = Store(tmp_path / "r.jsonl", {"dtype": "auto"})
+    with store.appending() as append, pytest.raises(InputError, match="question a/0: label is 7, "):
+        append({**LETTERS, "label": 7})
+    assert not read_lines(tmp_path / "r.jsonl.part")
+
+
+TASK_FILE = """data: {path: rows.jsonl}
+row: {id: "{{ id }}"}
+scoring: continuation
+normalise: bytes
+"""
+
+NORMALISE = "was made with normalise 'bytes' (now 'sum'); delete it"
+IDS = "was made with other ids or subjects of the same questions"
+
+
+@pytest.fixture
+def own_task(tmp_path, tiny_model):
+    """The file of a task of one's own, and the command that scores it."""
+    rows = [
+        {"id": i, "question": f"which light {i}?", "choices": ["mass", "cells"], "answer": 0}
+        for i in range(4)
+    ]
+    write_lines(tmp_path / "rows.jsonl", rows)
+    file = tmp_path / "own.yaml"
+    file.write_text(TASK_FILE)
+    out = tmp_path / "r.jsonl"
+    return file, ["score", "--task", file, "--model", tiny_model, "--out", out]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected", "of_earlier_version"),
+    [
+        ("bytes", "sum", NORMALISE, False),
+        ("bytes", "sum", NORMALISE, True),  # whose sidecars say less, but the records tell
+        ("{{ id }}", "q{{ id }}", IDS, False),
+        ("row: {", "row: {subject: light, ", IDS, False),
+    ],
+)
+def test_a_changed_task_file_is_refused(
+    own_task, tmp_path, run, refused, interrupted, old, new, expected, of_earlier_version
+):
+    file, command = own_task
+    interrupted(2, command)
+    part = tmp_path / "r.jsonl.part"
+    if of_earlier_version:
+        forget_new_settings(tmp_path / "r.jsonl.part.meta.json")
+    kept = part.read_bytes()
+    file.write_text(TASK_FILE.replace(old, new))
+    assert f"r.jsonl.part: {expected}" in refused(*command)
+    assert part.read_bytes() == kept
+    file.write_text(TASK_FILE)
+    run(*command)
+    if of_earlier_version:
+        forget_new_settings(tmp_path / "r.jsonl.meta.json")
+    file.write_text(TASK_FILE.replace(old, new))
+    assert f"r.jsonl: {expected}" in refused(*command)
+    file.write_text(TASK_FILE)
+    assert "complete already" in run(*command).err
+
+
+def forget_new_settings(sidecar):
+    """Make a sidecar what earlier versions wrote, which had fewer settings."""
+    about = json.loads(sidecar.read_text())
+    for key in ("normalise", "chat_template_sha256", "tokens_sha256", "ids_sha256"):
+        about["settings"].pop(key, None)
+    sidecar.write_text(json.dumps(about))
+
+
+CHAT = (
+    "{% for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("of_earlier_version", [False, True])
+def test_a_changed_chat_template_is_refused(
+    command, tmp_path, run, refused, interrupted, of_earlier_version
+):
+    """The prompts are the same, but the records say by which template they were made."""
+    template = tmp_path / "chat.jinja"
+    template.write_text(CHAT)
+    command += ["--chat-template", template]
+    interrupted(2, command)
+    if of_earlier_version:
+        forget_new_settings(tmp_path / "r.jsonl.part.meta.json")
+    template.write_text(CHAT + "{# tuned #}")
+    expected = f"r.jsonl.part: was made with another text of chat_template '{template}'; delete it"
+    assert expected in refused(*command)
+    # The same text from another place is the same template.
+    (tmp_path / "same.jinja").write_text(CHAT)
+    run(*command, "--chat-template", tmp_path / "same.jinja")
+    template.write_text(CHAT)
+    assert "complete already" in run(*command).err
+    template.write_text(CHAT + "{# tuned #}")
+    assert "r.jsonl: was made with chat_template '" in refused(*command)
+
+
+def test_another_tokenizer_from_python_is_refused(mmlu, tiny_model, tmp_path):
+    """The model's digest is of its folder, and the prompts' of their text."""
+    from transformers import AutoTokenizer
+
+    task = Task(task="mmlu", data=str(mmlu), shots=0)
+    options = {"tasks": [task], "out": tmp_path, "progress": False}
+    scoring.score(tiny_model, **options)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    scoring.score(tiny_model, tokenizer, **options)  # the same ids are the same tokenizer
+    tokenizer.add_tokens([" light"])
+    with pytest.raises(InputError, match=r"mmlu.jsonl: was made with other token ids of the same"):
+        scoring.score(tiny_model, tokenizer, **options)
