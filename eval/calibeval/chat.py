@@ -30,7 +30,9 @@ PARAGRAPH = "\n\n"
 # Some templates write today's date into every prompt, which would make other prompts of the same
 # questions on another day. They get this one, which Llama 3.1's own has where it knows no date.
 DATE = datetime(2024, 7, 26)
-PROBE = "system text"  # shows whether a template has a place for one
+# Show whether a template has a place for a text. No template has these words of its own.
+SYSTEM_PROBE = "systemprobe6b1f"
+USER_PROBE = "userprobe6b1f"
 
 
 class Exchange(NamedTuple):
@@ -62,7 +64,8 @@ class ChatFormat:
     def takes_system(self) -> bool:
         """Whether the template shows a system text; some raise an error instead, or drop it."""
         try:
-            return PROBE in self._render([_turn("system", PROBE), _turn("user", "question")])
+            turns = [_turn("system", SYSTEM_PROBE), _turn("user", USER_PROBE)]
+            return SYSTEM_PROBE in self._render(turns)
         except TemplateError:
             return False
 
@@ -130,7 +133,7 @@ def of_task(task: Task, tokenizer: "PreTrainedTokenizerBase") -> ChatFormat | No
             raise InputError(f"{source}: no such file; expected one in Jinja, or {OF_TOKENIZER!r}")
         template = read_text(task.chat_template)
     chat = ChatFormat(tokenizer, template, source, task.few_shot or "turns", task.system)
-    if "question" not in chat.prompt("", [], "question"):
+    if USER_PROBE not in chat.prompt("", [], USER_PROBE):
         raise InputError(f"{source}: leaves out the user's turn; expected a chat template in Jinja")
     if task.system and not chat.takes_system:
         raise InputError(f"{source}: has no place for a system text, so --system cannot be shown")

@@ -72,7 +72,7 @@ class QuestionRow(BaseModel, strict=True):
     id: Annotated[str, Field(strict=False, coerce_numbers_to_str=True), AfterValidator(encodable)]
     subject: Unicode = DEFAULT_SUBJECT
     context: Unicode | None = None
-    endings: Seq[Unicode] | None = None
+    endings: Seq[Annotated[Text, AfterValidator(encodable)]] | None = None
 
     @model_validator(mode="after")
     def _answer_is_a_choice(self) -> "QuestionRow":
@@ -80,6 +80,15 @@ class QuestionRow(BaseModel, strict=True):
             last = len(self.choices) - 1
             expected = f"0 to {last}, A to {LETTERS[last]}, or the text of one choice"
             raise ValueError(f"answer is {self.answer!r}, expected {expected}")
+        return self
+
+    @model_validator(mode="after")
+    def _endings_are_one_a_choice(self) -> "QuestionRow":
+        if self.endings is not None and len(self.endings) != len(self.choices):
+            raise ValueError(
+                f"endings is {list(self.endings)}: found {len(self.endings)}, "
+                f"expected {len(self.choices)}, one a choice"
+            )
         return self
 
     def _label(self) -> int | None:

@@ -59,9 +59,9 @@ class Task(Strict):
     scoring: ScoringName | None = None
     """Whether letters are compared, or the choices' texts; null does as is usual for the task."""
     shots: Natural | None = None
-    """Number of solved examples before each question; null takes 5 by letters and 0 by texts."""
+    """Solved examples before each question; null: the task's, else 5 by letters, 0 by texts."""
     split: str | None = None
-    """Split of the data that is asked; null takes test, and HellaSwag's val."""
+    """Split of the data that is asked; null takes the one that the task's file names."""
     subjects: Seq[str] | None = None
     """Subjects that are asked, separated by commas on the command line; null asks all."""
     limit: Positive | None = None

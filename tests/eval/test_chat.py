@@ -165,6 +165,7 @@ def test_a_template_without_system_texts(run, refused, command, chat_model, tmp_
         (["--chat-template", "tokenizer"], "has no chat template; give --chat-template FILE.jinja"),
         (["--chat-template", "bad.jinja"], "bad.jinja: this chat template cannot be filled"),
         (["--chat-template", "empty.jinja"], "empty.jinja: leaves out the user's turn"),
+        (["--chat-template", "own.jinja"], "own.jinja: leaves out the user's turn"),
         (["--chat-template", "x", "--few-shot", "two"], "--few-shot two: expected 'turns'"),
     ],
 )
@@ -172,4 +173,5 @@ def test_refused(refused, command, tmp_path, monkeypatch, options, expected):
     monkeypatch.chdir(tmp_path)
     Path("bad.jinja").write_text("{% for %}")
     Path("empty.jinja").write_text("hello")
+    Path("own.jinja").write_text("You answer a question. A system text comes first.")
     assert expected in refused(*command, *options)

@@ -401,6 +401,20 @@ def test_a_column_that_is_misspelt_is_named(tmp_path):
         load("jsonl", data)
 
 
+@pytest.mark.parametrize(
+    ("endings", "expected"),
+    [
+        (["", "y"], r"q.jsonl, line 1: endings.0 is '': expected a text that is not empty"),
+        (["x"], r"q.jsonl, line 1: endings is \['x'\]: found 1, expected 2, one a choice"),
+        ([], r"q.jsonl, line 1: endings is \[\]: found 0, expected 2, one a choice"),
+    ],
+)
+def test_endings_that_no_choice_could_have(tmp_path, endings, expected):
+    row = {"question": "Sky?", "choices": ["red", "blue"], "answer": 1, "endings": endings}
+    with pytest.raises(InputError, match=expected):
+        load("jsonl", write_lines(tmp_path / "q.jsonl", [row]))
+
+
 def test_an_index_may_be_a_text_where_no_choice_is_a_number(tmp_path):
     """As all cells of a CSV file are."""
     row = {"question": "?", "choices": ["no", "yes"], "answer": "1"}
