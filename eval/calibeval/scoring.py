@@ -369,6 +369,12 @@ def fit_prompts(
             if excess and candidate.shots:
                 too_long.append(replace(candidate, shots=candidate.shots - 1))
                 continue
+            if not context:
+                raise InputError(
+                    f"question {candidate.question.id}: no token stands before its choices: its "
+                    f"context is {prompt.text!r}, and the tokenizer adds no start token; write a "
+                    "context that is not empty"
+                )
             if excess >= len(context):
                 raise InputError(
                     f"question {candidate.question.id}: its choices take {length_after} tokens, "

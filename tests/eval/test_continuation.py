@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from calibeval import prompts, scoring, tasks
 from calibeval.io import InputError
 from calibeval.prompts import ContinuationScoring, Prompt
-from calibeval.questions import Question
+from calibeval.questions import Headers, Question, Subject
 from calibeval.request import Task
 
 ARC = [
@@ -167,3 +167,14 @@ def test_choices_that_do_not_fit_by_themselves_are_refused(tiny_model, tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     with pytest.raises(InputError, match="question general_knowledge/0: its choices take"):
         scoring.fit_prompts(tasks.load(task), task, tokenizer, 2)
+
+
+def test_a_context_without_tokens_is_named(tiny_model):
+    """Nothing is there that the first token of a choice could follow."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)  # adds no start token
+    endings = ("mass", "cells")
+    question = Question("q0", "s", "light", endings, 0, " ", endings)
+    subject = Subject("s", (), (question,), Headers("", "", ""))
+    task = Task(task="jsonl", data="d", scoring="continuation", shots=0)
+    with pytest.raises(InputError, match="question q0: no token stands before its choices: "):
+        scoring.fit_prompts([subject], task, tokenizer, None)
