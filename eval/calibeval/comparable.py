@@ -1,6 +1,7 @@
 """Whether record files may be compared: the same questions, asked alike and read alike.
 
-    same_questions    the same ids and right answers, resampled alike
+    same_questions    the same ids and right answers, resampled alike; of the same subjects too
+                      where whole subjects are resampled
     same_normaliser   texts' log-probabilities divided by the same lengths
     same_prompts      letters or texts, as many examples, and the same words
 
@@ -29,6 +30,13 @@ def same_questions(evaluations: Sequence[Evaluation]) -> None:
             raise InputError(
                 f"{first.path} and {other.path}: {first.questions:,} and {other.questions:,} "
                 "questions; expected the same ids and right answers in both"
+            )
+        if first.cluster is not None and other.subjects_sha256 != first.subjects_sha256:
+            raise InputError(
+                f"{first.path} and {other.path}: the same questions with other subjects "
+                f"({first.subjects} and {other.subjects} of them), so whole subjects cannot be "
+                "resampled alike; give each id the same `subject` in both, or leave out "
+                "--cluster subject"
             )
 
 

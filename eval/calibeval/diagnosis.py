@@ -1,9 +1,10 @@
 """Should this model be smoothed, or given a temperature? Two record files answered in sentences.
 
 `check` compares a model before and after fine-tuning on the same questions and says which way each
-errs, whether accuracy changed, how much one temperature would mend, and what to do next. Every
-sentence rests on a 95 % interval or on a test; where none leaves out 0, it says that no difference
-is shown.
+errs, whether accuracy changed, how much one temperature would mend, and what to do next. A
+difference is called one where its 95 % interval leaves out 0, and a model miscalibrated by a test
+at 5 %; else no difference is shown. Each of these stands for itself: they are not corrected for
+being several.
 
 The temperature needs no validation questions here, because it is cross-fitted: the questions are
 split at random into halves, and each half is read at the temperature that was fitted on the other.
@@ -45,7 +46,8 @@ class Reading:
         ece: Expected calibration error, with the value that calibrated models stay below.
         surplus: Mean confidence minus accuracy, with its interval: above 0 it is over-confident.
         verdict: "calibrated" where no error can be shown, else "over-confident",
-            "under-confident" or, where the sign is not shown, "miscalibrated".
+            "under-confident" or, where the sign of the surplus is not shown, "miscalibrated".
+            That may be errors of both signs, or of one sign that has no interval.
     """
 
     ece: Estimate
@@ -218,7 +220,7 @@ def described(reading: Reading) -> str:
         return f"under-confident, by {points:.1f} points on average ({ece})"
     if reading.verdict == "calibrated":
         return f"not shown to be wrong ({ece})"
-    return f"too high for some questions and too low for others ({ece})"
+    return f"miscalibrated, though not shown to be too high or too low on average ({ece})"
 
 
 def temperature_sentence(found: Check) -> str:
@@ -269,6 +271,11 @@ def advice_among_choices(found: Check) -> str:
         return (
             "One temperature is not shown to mend the choices: train again with label smoothing β "
             "of 0.1 and 0.2 and check both, or score more questions."
+        )
+    if verdict == "miscalibrated":
+        return (
+            "One temperature is not shown to mend the choices, nor whether they are too sure or "
+            "not sure enough: leave it, or score more questions."
         )
     return (
         "One temperature is not shown to mend the choices, and smoothing would make the model less "

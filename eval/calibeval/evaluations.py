@@ -80,6 +80,7 @@ class Evaluation:
     cluster: Cluster | None = None  # what is resampled as a whole; None: each question by itself
     chat_template: str | None = None  # SHA-256 of the template's text; None: not asked in a chat
     shots: int | None = None  # the most examples before a question; None where nobody knows
+    subjects_sha256: str | None = None  # of each question's subject; None where nobody has asked
 
 
 def load(path: Path, normalise: str | None = None, cluster: Cluster | None = None) -> Evaluation:
@@ -237,6 +238,7 @@ def measure(records: Records, cluster: Cluster | None = None) -> Evaluation:
         cluster=cluster,
         chat_template=records.chat_template,
         shots=records.shots,
+        subjects_sha256=hashlib.sha256(json.dumps(records.subjects.tolist()).encode()).hexdigest(),
     )
 
 

@@ -89,7 +89,7 @@ def _drawings(results: Results, group: str) -> list[Drawing]:
     if len({row.beta for row in rows} - {None}) > 1:
         caption = (
             f"{METRICS[MAIN_ERROR].heading} on {group} against β; dotted: what 95 % of calibrated "
-            "models read less than; dashed: before fine-tuning."
+            "models read less than, in the mean over the seeds; dashed: before fine-tuning."
         )
         canvas = error_over_beta(rows, group, rows_with)
         drawings.append(Drawing(f"ece-against-beta_{file_name}", caption, canvas))

@@ -32,7 +32,7 @@ import numpy as np
 from calibeval import kernel_smoothing
 from calibeval.bins import TIE_DECIMALS, Binning, Bins, Segments
 from calibeval.records import Records
-from calibeval.squared_error import SquareDraws, debiased_square, square_draws
+from calibeval.squared_error import SquareDraws, debiased_square, root_of_square, square_draws
 
 BINS = 15
 QUESTIONS_PER_FOLDED_BIN = 100
@@ -370,7 +370,7 @@ def rms_debiased(sample: Sample) -> np.ndarray:
     one confidence a bin it is a_b (1 − a_b) / (n_b − 1) (Kumar et al. 2019, section 5). A bin of
     one question does not tell its noise and counts as 0.
     """
-    return np.sqrt(np.maximum(debiased_square(sample.bins), 0))
+    return root_of_square(debiased_square(sample.bins))
 
 
 def rms_hendrycks(sample: Sample) -> np.ndarray:

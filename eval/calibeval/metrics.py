@@ -290,7 +290,7 @@ def scores(probabilities: Array, labels: Array, bins: int = BINS) -> Scores:
         row = int(bad.argmax())
         raise InputError(
             f"probabilities: row {row} is {p[row].tolist()}; expected numbers from 0 whose sum is "
-            "at most 1. Of logits take the softmax"
+            f"at most 1 (to {MOST_PROBABILITY}, for rounding). Of logits take the softmax"
         )
     choices = 2 if p.ndim == 1 else p.shape[1]
     bad = ~((y >= 0) & (y < choices) & (y == np.floor(y)))
@@ -301,7 +301,7 @@ def scores(probabilities: Array, labels: Array, bins: int = BINS) -> Scores:
     if p.ndim == 1:
         return EventScores(np.minimum(p, 1), y.astype(bool), int(bins))
     with np.errstate(divide="ignore"):  # the logarithm of 0 is −∞
-        return Scores(np.log(p), y.astype(int), int(bins))
+        return Scores(np.log(np.minimum(p, 1)), y.astype(int), int(bins))
 
 
 def _numbers(values: Array, name: str) -> np.ndarray:

@@ -29,8 +29,8 @@ FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")  # of a cell that a spreadshee
 DIFFERENCE_NOTE = (
     "Difference to β = 0 of the same setting without a calibrator; [95 % interval] over the "
     "same resamples of the questions for both. Seeds: pairs of runs with one seed; 1 − 3: not "
-    "paired, one run less the mean of three; of a single pair the interval is over questions "
-    "alone."
+    "paired, one run less the mean of three. The interval adds what the seeds of a side differ "
+    "by where it has two or more: of a single run it covers the questions alone."
 )
 
 

@@ -22,6 +22,7 @@ from calibeval.records import Records
 LOG_TEMPERATURE_LIMIT = 4.0  # of |log τ|
 AT_THE_LIMIT = 1e-3  # so near to it, the search has ended there
 FLAT_NLL = 1e-9  # nats
+OTHER_RECORDS = "fit on other records, or check their labels"
 FEWEST_ANSWERS = 20  # to fit it on
 SAME_QUESTIONS = 0.9  # share of common ids whose right answers agree, where questions are the same
 
@@ -117,9 +118,16 @@ def _not_tested(fitted_on: Records, scored: Records) -> np.ndarray:
 def fit(answers: Records, used: np.ndarray) -> tuple[float, float]:
     """The temperature of the least NLL, and that NLL.
 
-    `InputError` where there is none: where any fits, or all answers are right or all wrong. Where
-    NLL falls on to one side for another reason, as of a model at chance, stderr says so.
+    `InputError` where there is none: where any fits, where all answers are right, or where all are
+    wrong and NLL falls on towards infinity. Where NLL falls on to one side for another reason, as
+    of a model at chance, stderr says so.
     """
+    logprobs = answers.logprobs[used]
+    right = logprobs.argmax(1) == answers.labels[used]
+    if right.all() and np.ptp(logprobs, axis=1).max() > FLAT_NLL:
+        # NLL is 0 in floating point from some temperature down, so the search may end anywhere.
+        message = _falls_on(answers, right, "0")
+        raise InputError(f"{message}; {OTHER_RECORDS}")
     if np.ptp([nll(answers, tau, used) for tau in (0.5, 1.0, 2.0)]) < FLAT_NLL:
         raise InputError(
             f"{answers.path}: any temperature fits, since all choices have the same probability "
@@ -132,17 +140,21 @@ def fit(answers: Records, used: np.ndarray) -> tuple[float, float]:
         options={"xatol": 1e-6},
     )
     if abs(fitted.x) > LOG_TEMPERATURE_LIMIT - AT_THE_LIMIT:
-        right = answers.logprobs[used].argmax(1) == answers.labels[used]
         side = "0" if fitted.x < 0 else "infinity"
-        message = (
-            f"{answers.path}: no temperature is best, since NLL falls on towards {side} "
-            f"({int(right.sum())} of {len(right)} answers are right)"
-        )
-        if right.all() or not right.any():
-            raise InputError(f"{message}; fit on other records, or check their labels")
+        message = _falls_on(answers, right, side)
+        if not right.any():
+            raise InputError(f"{message}; {OTHER_RECORDS}")
         limit = math.exp(fitted.x)
         print(f"warning: {message}; took {limit:.3g}, the end of the search", file=sys.stderr)
     return math.exp(fitted.x), float(fitted.fun)
+
+
+def _falls_on(answers: Records, right: np.ndarray, side: str) -> str:
+    """That no temperature is best; `right` says of each answer whether it is, (N,)."""
+    return (
+        f"{answers.path}: no temperature is best, since NLL falls on towards {side} "
+        f"({int(right.sum())} of {len(right)} answers are right)"
+    )
 
 
 def scaled(row: dict[str, Any], tau: float) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from calibeval import comparable, evaluations
 from calibeval.comparable import same_questions
 from calibeval.evaluations import FEWEST_CLUSTERS, HIGH, LOW, Evaluation, finite, quantile
 from calibeval.measures import COMPARED_BY_SQUARE, METRICS, WITH_FLOOR, WITH_INTERVAL
-from calibeval.squared_error import shrinkage
+from calibeval.squared_error import root_of_square, shrinkage
 
 LOW_MASS = 0.9  # letter mass below which the letters are not what the model wants to say
 NORMAL_QUANTILE = 1.959964  # of the standard normal distribution, at HIGH
@@ -40,8 +40,12 @@ class Estimate:
         value: The number.
         low, high: The ends of its 95 % interval, where one is known to cover.
         null_q95: Of calibration errors only: the 95th percentile of what calibrated models with
-            these confidences read. It is printed as "floor".
+            these confidences read. It is printed as "floor". Over several seeds it is the mean of
+            the seeds' percentiles, which is more than the 95th percentile of such a mean.
         p: Of calibration errors only: the share of those models that read as much as this one.
+            Over S seeds it is S times the least of the seeds' shares, at most 1: a bound of the
+            p-value of all seeds being calibrated. It is not derived from `null_q95`, so a mean
+            below the floor may have a small p, and one above it a large p.
         p_none: Of differences with an interval only: the two-sided p-value of there being none, in
             the mean over seeds and questions. It is below 0.05 where the interval leaves out 0.
     """
@@ -112,7 +116,8 @@ def estimate(seeds: Sequence[Evaluation], metric: str, confidence: str) -> Estim
         p = min(1.0, len(seeds) * min(test.p for test in tests))
     side = _side(seeds, metric, confidence)
     if metric in COMPARED_BY_SQUARE:
-        return Estimate(math.sqrt(max(side.values.mean(), 0)), null_q95=null_q95, p=p)
+        root = float(root_of_square(side.values.mean()))
+        return Estimate(root, null_q95=null_q95, p=p)
     mean = estimate_mean(side, METRICS[metric].lowest, METRICS[metric].highest)
     return Estimate(mean.value, mean.low, mean.high, null_q95, p)
 
@@ -141,6 +146,10 @@ def contrast(
     square, `rms_debiased`, is taken as the *squared* error (what miscalibration adds to the Brier
     score of the likeliest choice): roots differ irregularly near 0, so no interval of theirs is
     known to cover. Where subjects are resampled, none is known for the squares either.
+
+    What seeds differ by is added for the terms that have two seeds or more. For a term of a single
+    run it counts as 0: the interval covers the questions and the other terms' seeds. That is right
+    of a model before fine-tuning, which has no seed, and too narrow for a setting trained once.
 
     Raises `InputError` where the questions differ.
     """
@@ -171,7 +180,10 @@ def estimate_mean(side: Side, lowest: float = -math.inf, highest: float = math.i
     low, high = interval
     if high - low < ROUNDING:
         return Estimate(value)
-    return Estimate(value, max(low, lowest), min(high, highest))
+    # Rounded probabilities can put the value itself a little outside; the interval still holds it.
+    low = min(max(low, lowest), value)
+    high = max(min(high, highest), value)
+    return Estimate(value, low, high)
 
 
 def estimate_sum(*sides: Side, paired: bool = True) -> Estimate:
@@ -179,7 +191,9 @@ def estimate_sum(*sides: Side, paired: bool = True) -> Estimate:
 
     It is a difference where a side's weight is negative (`Side.times`). Sides of as many seeds are
     paired in their order, if `paired`. Draws that do not vary say nothing of other questions,
-    unless the sum is 0: sides that agree in every resample agree on any questions.
+    unless the sum is 0: sides that agree in every resample agree on any questions. Where the sides
+    differ in few questions, p is at least that of a sign test (`sign_test_p`), and the interval
+    holds 0 where that is not below 0.05.
     """
     if paired and len({len(side.values) for side in sides}) == 1:
         values = sum(side.values for side in sides)
@@ -196,7 +210,27 @@ def estimate_sum(*sides: Side, paired: bool = True) -> Estimate:
         return Estimate(value)
     half_width = value - low if value > 0 else high - value
     p_none = two_sided_p(value, half_width, degrees_of_freedom(sides))
-    return Estimate(value, low, high, p_none=p_none)
+    sign_p = sign_test_p(_summed(sides))
+    if sign_p >= 1 - (HIGH - LOW):
+        low = min(low, 0.0)
+        high = max(high, 0.0)
+    return Estimate(value, low, high, p_none=max(p_none, sign_p))
+
+
+def sign_test_p(summed_draws: np.ndarray) -> float:
+    """The p-value of a sign test, where few questions differ and all in one direction; else 0.
+
+    If k questions of many differ, a share exp(−k) of the resamples holds none of them, and their
+    sum is 0 there: k is read from this share. With k ≤ 3 that is more than 2.5 %, so the interval's
+    end is 0 but for the error of the resamples' mean. By a sign test k equal signs have p = 2 · ½^k
+    (McNemar's exact test of answers that changed), which is below 0.05 from k = 6 on.
+    """
+    is_zero = np.abs(summed_draws) <= ROUNDING
+    has_both_signs = summed_draws.min() < -ROUNDING and summed_draws.max() > ROUNDING
+    if has_both_signs or not is_zero.any():
+        return 0.0
+    differing_questions = -math.log(is_zero.mean())
+    return min(1.0, 2 * 0.5**differing_questions)
 
 
 def _interval(value: float, sides: Sequence[Side]) -> tuple[float, float] | None:

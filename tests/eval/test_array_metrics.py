@@ -191,3 +191,11 @@ def test_however_it_is_imported_it_is_both(tmp_path, lines):
     name = lines.rpartition(" ")[2]
     lines = f"{lines}\nassert {name}.ece([0.5], [1]) == 0.5\n{name}({str(path)!r})"
     subprocess.run([sys.executable, "-W", "ignore", "-c", lines], check=True)
+
+
+def test_an_interval_holds_its_value_where_probabilities_are_rounded():
+    """It was −0.0040 [0.0000, −0.0030]: sums up to 1.01 are taken, so a logarithm was above 0."""
+    probabilities = np.array([[1.009, 0]] * 40 + [[0.999, 0.001]] * 40)
+    found = metrics.nll(probabilities, np.zeros(80), interval=True)
+    assert 0 <= found.low <= found.value <= found.high
+    assert found.value == pytest.approx(-np.log(0.999) / 2)

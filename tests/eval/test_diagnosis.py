@@ -9,7 +9,8 @@ from made_records import read_lines, write_lines, write_records
 import calibeval
 from calibeval import evaluations, records
 from calibeval.__main__ import main
-from calibeval.diagnosis import cross_fitted
+from calibeval.diagnosis import cross_fitted, described, readings
+from calibeval.io import InputError
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,27 @@ def test_a_calibrated_model_is_left_alone(models):
     check = found(models, "sharp", "calibrated")
     assert check.after["choices"].verdict == "calibrated"
     assert "Among the choices there is nothing to mend." in check.sentences[-1]
+
+
+def test_an_error_of_one_sign_is_not_called_one_of_both(tmp_path):
+    """All right, and all stated at 0.8: it read "too high for some and too low for others"."""
+    row = {"subject": "s", "label": 0, "logprobs": np.log([0.8, 0.2]).tolist(), "letter_mass": 1.0}
+    rows = [{"id": f"q{i}", **row} for i in range(100)]
+    evaluation = evaluations.load(write_lines(tmp_path / "low.jsonl", rows))
+    reading = readings(evaluation)["choices"]
+    assert reading.verdict == "miscalibrated"
+    assert "not shown to be too high or too low on average (ECE 0.200" in described(reading)
+
+
+def test_records_by_other_normalisers_are_refused(tmp_path):
+    files = []
+    for normalise in ("sum", "characters"):
+        texts = {"scoring": "continuation", "normalise": normalise, "characters": [2, 3, 4, 5]}
+        rows = read_lines(write_records(tmp_path / "letters.jsonl", 60))
+        rows = [{**row, **texts} for row in rows]
+        files.append(write_lines(tmp_path / f"{normalise}.jsonl", rows))
+    with pytest.raises(InputError, match=r"normalise 'sum' and 'characters'.*score both with"):
+        calibeval.check(*files)
 
 
 def test_numbers_are_those_of_metrics_and_compare(models):

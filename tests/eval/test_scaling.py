@@ -218,6 +218,19 @@ def test_a_model_below_chance_is_told_that_its_temperature_is_the_end(tmp_path, 
     assert files[2].is_file()
 
 
+@pytest.mark.parametrize("margin", [20, 1000])
+def test_sure_answers_that_are_all_right_have_no_temperature(tmp_path, refused_fit, margin):
+    """With 20 nats it was 0.024; with 1,000 the error spoke of equal probabilities."""
+    rows = read_lines(tmp_path / "val.jsonl")
+    for row in rows:
+        row["logprobs"] = [-float(margin)] * 4
+        row["logprobs"][row["label"]] = 0.0
+        row["letter_mass"] = 1.0
+    write_lines(tmp_path / "sure.jsonl", rows)
+    message = refused_fit("sure", "test")
+    assert "NLL falls on towards 0 (100 of 100 answers are right); fit on other records" in message
+
+
 def test_equal_probabilities_have_no_temperature(tmp_path, refused_fit):
     """It was 2.571, where any fits as well."""
     equal = {"logprobs": [-1.5] * 4, "letter_mass": 4 * np.exp(-1.5)}

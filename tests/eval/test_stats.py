@@ -342,6 +342,22 @@ def test_too_few_subjects_are_refused(tmp_path, refused):
     assert "a.jsonl: 1 subject; expected 10 or more to resample subjects" in message
 
 
+def test_other_subjects_of_the_same_questions_are_not_resampled_alike(by_subject, tmp_path, run):
+    """Identical answers had the interval [−0.11, 0.10], as if the resamples were others."""
+    path, _ = by_subject
+    rows = read_lines(path)
+    renamed = [{**row, "subject": f"t{i % 20}"} for i, row in enumerate(rows)]
+    other = write_lines(tmp_path / "other.jsonl", renamed)
+    assert run("compare", path, other)
+    message = r"other subjects \(12 and 20 of them\).*or leave out --cluster subject"
+    with pytest.raises(InputError, match=message):
+        calibeval.compare(path, other, cluster="subject")
+    reordered = write_lines(tmp_path / "reordered.jsonl", rows[::-1])
+    found = calibeval.compare(path, reordered, cluster="subject")["choices"]["nll"]
+    assert found["low"] == pytest.approx(0, abs=1e-12)
+    assert found["high"] == pytest.approx(0, abs=1e-12)
+
+
 def test_runs_that_were_resampled_otherwise_are_not_compared(by_subject):
     run_a = evaluations.load(by_subject[0])
     run_b = evaluations.load(by_subject[1], cluster="subject")
@@ -358,6 +374,57 @@ def test_p_is_below_5_percent_where_the_interval_leaves_out_0(seeds, by_subject)
         for metric in measures.WITH_INTERVAL:
             found = stats.difference(a, b, metric, "choices")
             assert (found.p_none < 0.05) == found.significant, metric
+
+
+def changed_answers(placements: int, questions: int, changed: int) -> list[stats.Estimate]:
+    """Differences of accuracies where so many answers, anywhere, are right in one run alone."""
+    rng = np.random.default_rng(changed)
+    times = np.concatenate([*measures.resamples(questions, evaluations.RESAMPLES)])
+    found = []
+    for _ in range(placements):
+        places = rng.choice(questions, changed, replace=False)
+        draws = times[:, places].sum(1) / questions
+        side = stats.Side(np.array([changed / questions]), draws[None])
+        found += [stats.estimate_sum(side), stats.estimate_sum(side.times(-1))]
+    return found
+
+
+@pytest.mark.parametrize("changed", [1, 2, 3, 4])
+def test_few_changed_answers_are_no_difference(changed):
+    """Of 1, 2 or 3 answers in 1,000, some 42 % of placements were called different, of 4 all."""
+    for found in changed_answers(200, 1000, changed):
+        assert not found.significant
+        assert found.p_none > 0.05
+        assert found.p_none == pytest.approx(min(1, 2 * 0.5**changed), rel=0.5)
+
+
+def test_ten_changed_answers_are_a_difference():
+    """The sign test's p is 0.002."""
+    for found in changed_answers(50, 1000, 10):
+        assert found.significant
+        assert found.p_none < 0.05
+
+
+def test_one_changed_answer_is_no_difference_of_two_files(tmp_path):
+    rows = [([0.7, 0.3], i % 2) for i in range(300)]
+    a = evaluations.load(answered(tmp_path / "a.jsonl", *rows))
+    for place in range(0, 40, 2):
+        changed = rows.copy()
+        changed[place] = ([0.3, 0.7], 0)
+        b = evaluations.load(answered(tmp_path / f"{place}.jsonl", *changed))
+        for found in (difference("accuracy", a, b), difference("accuracy", b, a)):
+            assert not found.significant
+            assert found.p_none > 0.5
+
+
+def test_an_error_of_0_but_for_rounding_is_none():
+    """Its root was 2.3e-10, which no calibrated model read: p was 0.002."""
+    rows = [([1.0, 0.0], 0)] * 49 + [([1.0, 0.0], 1)]
+    probabilities = np.array([row for row, _ in rows])
+    labels = np.array([label for _, label in rows])
+    found = calibeval.metrics.rms_debiased(probabilities, labels, interval=True)
+    assert found.value == 0
+    assert found.p == 1
 
 
 def test_fewer_seeds_need_more_to_be_sure(seeds):
